@@ -1,0 +1,1 @@
+"""Arithmetic on plain tensors: no argument checks, no autograd, nothing of `logchain` imported."""

@@ -1,0 +1,181 @@
+"""A batch of chains in the layout that the recursions walk: steps first, and axes with matrices of their own before the others.
+
+The batch is a grid of `g` times `m` sequences: `g` sets of matrices, and `m` sequences that share each set, so that a step is
+one product [g, m, c] x [g, c, c]. Everything here is a view of what the caller passed.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .exponentials import exp_shifted, finite
+
+# a block of steps whose exponentials are taken in one call: large enough to hide the calls, small enough for a core's cache
+_BLOCK = 2**16
+
+# a matrix whose largest entry lies within these is used as it is
+_NEAR_ONE = (2.0**-16, 2.0**16)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`x` (v, *lead, c), `bulk` (s, *own, c, c) with s = v - 1 or 1, `p0` (*lead or ones, c), `ends` (g, m, 1) or None.
+
+    `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the arithmetic.
+    """
+
+    x: Tensor
+    bulk: Tensor
+    p0: Tensor
+    ends: Tensor | None
+    log_params: bool
+    dtype: torch.dtype
+
+    @property
+    def v(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def c(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def lead(self) -> torch.Size:
+        return self.x.shape[1:-1]
+
+    @property
+    def g(self) -> int:
+        return math.prod(self.bulk.shape[1:-2])
+
+    @property
+    def m(self) -> int:
+        return math.prod(self.lead[self.bulk.dim() - 3 :])
+
+    def new(self, *shape: int) -> Tensor:
+        return self.x.new_empty(shape, dtype=self.dtype)
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Ranges of steps, in order."""
+        size = max(1, _BLOCK // max(1, self.g * self.m * self.c))
+        return [(start, min(start + size, self.v)) for start in range(0, self.v, size)]
+
+    def block_buffer(self) -> Tensor:
+        """Room for the exponentials of one block and for as many scratch values: (2, k, g, m, c)."""
+        start, stop = self.blocks()[0]
+        return self.new(2, stop - start, self.g, self.m, self.c)
+
+    def emissions(self, start: int, stop: int, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """`exp(x_i - shift_i)` (k, g, m, c), laid into the buffer, and the shift `max x_i` (k, g, m), for the steps of a block."""
+        x = self.x[start:stop]
+        shift = finite(x.amax(-1, keepdim=True).to(self.dtype))
+        weights, scratch = buffer[:, : stop - start]
+        lead = (stop - start, *self.lead, self.c)
+        exp_shifted(x, shift, weights.view(lead), scratch.view(lead))
+        return weights, shift.view(stop - start, self.g, self.m)
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """The initial weights (*lead or ones, c), divided by their maximum, and its logarithm (*lead or ones, 1) in float64."""
+        top = self.p0.amax(-1, keepdim=True).to(self.dtype)
+        if self.log_params:
+            weights = torch.empty(self.p0.shape, dtype=self.dtype, device=top.device)
+            return exp_shifted(self.p0, finite(top), weights, torch.empty_like(weights)), top.double()
+        top.masked_fill_(top == 0, 1.0)
+        return self.p0.to(self.dtype) / top, top.double().log()
+
+    def running(self, step: int) -> Tensor | None:
+        """Which sequences have not ended before `step` (g, m, 1); None where all go on."""
+        return None if self.ends is None else self.ends > step
+
+    def ending(self, step: int) -> Tensor | None:
+        """Which sequences have `step` as their last (g, m, 1); None where none or all of them do."""
+        return None if self.ends is None else self.ends == step + 1
+
+
+class Matrices:
+    """The linear matrices `P_i` of a chain (g, c, c), one step at a time, scaled so that no step's entries lie far from 1.
+
+    A matrix that needs no change is a view of the caller's; others are written into one buffer, valid until the next call.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._buffer: Tensor | None = None
+        self._held = -1
+        self.low = self.high = 1.0  # bounds of the scaled entries
+        self._scale = 1.0
+        self._shift: Tensor | None = None
+        bulk = chain.bulk
+        if bulk.numel() == 0:
+            return
+        if chain.log_params:
+            top = bulk.amax((-2, -1), keepdim=True).to(chain.dtype)
+            self._shift = finite(top)
+            bottom = bulk.amin((-2, -1), keepdim=True).to(chain.dtype)
+            self.low = math.exp((bottom - self._shift).amin().item())
+        else:
+            low, high = (bound.item() for bound in torch.aminmax(bulk))
+            if math.isnan(high):
+                high = bulk[~bulk.isnan()].amax().item() if not bulk.isnan().all() else 1.0
+            if not _NEAR_ONE[0] <= high <= _NEAR_ONE[1] and math.isfinite(high) and high > 0:
+                self._scale = 2.0 ** -math.frexp(high)[1]
+            self.low, self.high = low * self._scale, high * self._scale
+
+    @property
+    def homogeneous(self) -> bool:
+        """One matrix for every step."""
+        return self._chain.bulk.shape[0] == 1
+
+    def log_scale(self, start: int, stop: int) -> Tensor:
+        """What was taken out of the matrix that leads into each of the steps (k, g or 1, 1): nats, 0 at the first variable."""
+        chain, skip = self._chain, int(start == 0)
+        scale = torch.zeros(stop - start, 1, 1, dtype=torch.float64, device=chain.x.device)
+        if self._shift is None:
+            scale[skip:] = -math.log(self._scale)
+            return scale
+        scale = scale.repeat(1, chain.g, 1)
+        taken = self._shift if self.homogeneous else self._shift[start + skip - 1 : stop - 1]
+        scale[skip:] = taken.reshape(-1, chain.g, 1)
+        return scale
+
+    def raw(self, step: int) -> Tensor:
+        """What the caller passed for the transition into `step` (g, c, c)."""
+        chain = self._chain
+        return chain.bulk[0 if self.homogeneous else step - 1].reshape(chain.g, chain.c, chain.c)
+
+    def __call__(self, step: int) -> Tensor:
+        chain, index = self._chain, 0 if self.homogeneous else step - 1
+        raw = self.raw(step)
+        if self._shift is None and self._scale == 1.0 and raw.dtype == chain.dtype:
+            return raw
+        if self._buffer is None:
+            self._buffer = chain.new(2 if chain.log_params else 1, chain.g, chain.c, chain.c)
+        if self._held != index:
+            self._held = index
+            if self._shift is None:
+                torch.mul(raw, self._scale, out=self._buffer[0])
+            else:
+                exp_shifted(raw, self._shift[index].reshape(chain.g, 1, 1), self._buffer[0], self._buffer[1])
+        return self._buffer[0]
+
+    def gradient_from_linear(self, step: int, gradient: Tensor) -> None:
+        """Turn the gradient of the scaled linear matrix, in place, into that of the caller's; exactly 0 at an exact zero."""
+        if self._chain.log_params:
+            unused = None if self._chain.ends is None else gradient == 0
+            gradient.mul_(self(step))
+            if unused is not None:  # what lies behind an end may be NaN
+                gradient.masked_fill_(unused, 0.0)
+            return
+        if self._scale != 1.0:
+            gradient.mul_(self._scale)
+        if not self.low > 0:
+            gradient.masked_fill_(self.raw(step) == 0, 0.0)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """`out = a @ b` for (g, m, k) and (g, k, n): one matrix product where there is one set."""
+    if a.shape[0] == 1:
+        torch.mm(a[0], b[0], out=out[0])
+        return out
+    return torch.bmm(a, b, out=out)

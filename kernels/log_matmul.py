@@ -1,0 +1,112 @@
+"""The log-semiring matrix product `c = log(exp(a) exp(b))`, and its first and second derivatives, by shifted products and rescue.
+
+    s = exp(a - row maximum) exp(b - column maximum)        c = log s + row maximum + column maximum
+
+is one matrix product and good wherever s is not tiny. Outputs whose s is tiny although a finite term exists are found and
+redone by the pairwise maximum in float64, forward and backward; those without a finite term are found by a product of zeros and
+ones, asked for only where some s is tiny. Operands are (g, m, k) and (g, k, n), float32 or float64, of one dtype.
+Definition: `logchain.reference.matmul`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .exponentials import exp_shifted, finite, trusted_sum
+
+# pairwise terms held at a time
+_PAIRS = 2**20
+
+
+def forward(a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+    """`log(exp(a) exp(b))` (g, m, n), and how many of its entries were rescued."""
+    t = _shifted(a, b)
+    out = t.s.log_().add_(t.row + t.column)
+    for z, i, j in t.rescues:
+        out[z, i, j] = torch.logsumexp(_pairs(a, b, z, i, j), -1).to(out.dtype)
+    return out, sum(len(z) for z, _, _ in t.rescues)
+
+
+def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j, and over i."""
+    t = _shifted(a, b)
+    g = t.divide(weight)
+    grad_a = torch.bmm(g, t.eb.mT).mul_(t.ea) if need_a else None
+    grad_b = torch.bmm(t.ea.mT, g).mul_(t.eb) if need_b else None
+    for z, i, j in t.rescues:
+        shares = torch.softmax(_pairs(a, b, z, i, j), -1).mul_(weight[z, i, j, None])
+        _scatter(shares, grad_a, grad_b, z, i, j)
+    return grad_a, grad_b
+
+
+def second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `sum(grad_a * along_a) + sum(grad_b * along_b)` with respect to the weight, `a` and `b`.
+
+    With the shares p_k = exp(a_ik + b_kj - c_ij) and u_k = along_a_ik + along_b_kj, the first is the mean `sum p_k u_k`, the other
+    two sum `weight p_k (u_k - mean)`.
+    """
+    t = _shifted(a, b)
+    g, ua, ub = t.divide(weight), t.ea * along_a, t.eb * along_b
+    mean = t.divide(torch.bmm(ua, t.eb).add_(torch.bmm(t.ea, ub)))
+    h = g * mean
+    grad_a = torch.bmm(g, ub.mT).sub_(torch.bmm(h, t.eb.mT)).mul_(t.ea).add_(torch.bmm(g, t.eb.mT).mul_(ua))
+    grad_b = torch.bmm(ua.mT, g).sub_(torch.bmm(t.ea.mT, h)).mul_(t.eb).add_(torch.bmm(t.ea.mT, g).mul_(ub))
+    for z, i, j in t.rescues:
+        shares = torch.softmax(_pairs(a, b, z, i, j), -1)
+        u = (along_a[z, i] + along_b[z, :, j]).double()
+        means = (shares * u).sum(-1, keepdim=True)
+        mean[z, i, j] = means[:, 0].to(mean.dtype)
+        _scatter(shares.mul_(u.sub_(means)).mul_(weight[z, i, j, None]), grad_a, grad_b, z, i, j)
+    return mean, grad_a, grad_b
+
+
+Piece = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class _Shifted:
+    """`exp(a - row)`, `exp(b - column)` and their product `s`; where s is too small to be good, None for nowhere; and those of
+    the small ones that have a finite term, as pieces of indices (z, i, j)."""
+
+    ea: Tensor
+    eb: Tensor
+    row: Tensor
+    column: Tensor
+    s: Tensor
+    small: Tensor | None
+    rescues: list[Piece]
+
+    def divide(self, by_s: Tensor) -> Tensor:
+        """`by_s / s`, and 0 where s is not good."""
+        quotient = by_s / self.s
+        return quotient if self.small is None else quotient.masked_fill_(self.small, 0.0)
+
+
+def _shifted(a: Tensor, b: Tensor) -> _Shifted:
+    row, column = finite(a.amax(-1, keepdim=True)), finite(b.amax(-2, keepdim=True))
+    ea, eb = (exp_shifted(t, shift, torch.empty_like(t), torch.empty_like(t)) for t, shift in ((a, row), (b, column)))
+    s = torch.bmm(ea, eb)
+    threshold = 2 * trusted_sum(s.dtype, a.shape[-1])
+    if s.amin().item() >= threshold:
+        return _Shifted(ea, eb, row, column, s, None, [])
+    small = s < threshold
+    possible = torch.bmm((a > -math.inf).to(s.dtype), (b > -math.inf).to(s.dtype)) > 0
+    indices = possible.logical_and_(small).nonzero(as_tuple=True)
+    size = max(1, _PAIRS // a.shape[-1])
+    rescues = list(zip(*(index.split(size) for index in indices), strict=True)) if len(indices[0]) else []
+    return _Shifted(ea, eb, row, column, s, small, rescues)
+
+
+def _pairs(a: Tensor, b: Tensor, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """The terms a_ik + b_kj of some outputs (f, k), in float64."""
+    return a[z, i].double() + b[z, :, j].double()
+
+
+def _scatter(terms: Tensor, grad_a: Tensor | None, grad_b: Tensor | None, z: Tensor, i: Tensor, j: Tensor) -> None:
+    """Add the terms (f, k) of some outputs to the rows and columns they come from."""
+    if grad_a is not None:
+        grad_a.index_put_((z, i), terms.to(grad_a.dtype), accumulate=True)
+    if grad_b is not None:
+        grad_b.mT.index_put_((z, j), terms.to(grad_b.dtype), accumulate=True)

@@ -1,0 +1,96 @@
+"""What the public functions accept: every check of kinds, sizes and values, before anything is computed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+Lengths = Tensor | Sequence[int] | Sequence[Sequence[int]]
+
+
+def check_tensor(name: str, value: object, axes: int, like: Tensor | None = None) -> None:
+    """A floating tensor with at least so many axes, on the device of `like`."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {str(value.dtype)[6:]}")
+    if value.dim() < axes:
+        raise ValueError(f"{name}: expected at least {axes} axes, got shape {list(value.shape)}")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+
+
+def check_chain(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
+    """Kinds and sizes of the operands of a chain."""
+    check_tensor("x", x, 2)
+    check_tensor("bulk", bulk, 3, like=x)
+    check_tensor("p0", p0, 1, like=x)
+    *batch, v, c = x.shape
+    if v < 1 or c < 1:
+        raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
+    steps = {1, v - 1}
+    _check_sizes("bulk", bulk, [*_lead(batch, bulk.dim() - 3), steps, {c}, {c}], x)
+    _check_sizes("p0", p0, [*_lead(batch, p0.dim() - 1), {c}], x)
+
+
+def _lead(batch: list[int], axes: int) -> list[set[int]]:
+    """The sizes that the leading axes of an operand may have; as many as it has, the last ones where those are fewer."""
+    allowed = [{1, size} for size in batch]
+    return allowed[max(0, len(allowed) - axes) :]
+
+
+def _check_sizes(name: str, value: Tensor, allowed: list[set[int]], x: Tensor) -> None:
+    if len(allowed) == value.dim() and all(size in sizes for size, sizes in zip(value.shape, allowed, strict=True)):
+        return
+    steps = len(allowed) - 3 if name == "bulk" else -1
+    texts = []
+    for axis, sizes in enumerate(allowed):
+        texts.append(" or ".join(str(size) for size in sorted(sizes, reverse=axis == steps)))
+    raise ValueError(
+        f"{name}: expected shape [{', '.join(texts)}] to go with x {list(x.shape)}, got {list(value.shape)}"
+    )
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected {' or '.join(repr(choice) for choice in choices)}, got {value!r}")
+
+
+def check_float_dtype(name: str, value: torch.dtype | None) -> None:
+    if value is not None and value not in FLOATS:
+        got = str(value)[6:] if isinstance(value, torch.dtype) else repr(value)
+        raise TypeError(f"{name}: expected float32, float64, bfloat16, float16 or None, got {got}")
+
+
+def as_lengths(lengths: Lengths, x: Tensor) -> Tensor:
+    """Integers 1..v of shape [n] or [n, t] (the first axes of the batch) as an int64 tensor of the whole batch shape."""
+    batch, v = x.shape[:-2], x.shape[-2]
+    if not isinstance(lengths, Tensor):
+        try:
+            lengths = torch.tensor(lengths)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"lengths: expected integers, got {lengths!r}") from error
+    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
+        raise TypeError(f"lengths: expected integers, got {str(lengths.dtype)[6:]}")
+    axes = lengths.dim()
+    if lengths.shape != batch[:axes]:
+        prefixes = " or ".join(str(list(batch[:end])) for end in range(1, len(batch) + 1)) or "[]"
+        raise ValueError(f"lengths: expected shape {prefixes} to go with x {list(x.shape)}, got {list(lengths.shape)}")
+    lengths = lengths.to(x.device, torch.int64)
+    if lengths.numel() and not (1 <= int(lengths.min()) and int(lengths.max()) <= v):
+        low, high = int(lengths.min()), int(lengths.max())
+        raise ValueError(f"lengths: expected values from 1 to v = {v}, got {low} to {high}")
+    return lengths.view(*lengths.shape, *(1 for _ in batch[axes:])).expand(batch)
+
+
+def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> None:
+    """No NaN and no +inf anywhere; no negative probability. A pass over the data."""
+    for name, value, log in (("x", x, True), ("bulk", bulk, log_params), ("p0", p0, log_params)):
+        if value.isnan().any():
+            raise ValueError(f"{name}: expected no NaN, got {int(value.isnan().sum())}")
+        if value.numel() and value.amax() == torch.inf:
+            raise ValueError(f"{name}: expected no +inf, got {int((value == torch.inf).sum())}")
+        if not log and (value < 0).any():
+            raise ValueError(f"{name}: expected non-negative values, got {value.amin().item():g}")

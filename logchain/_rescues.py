@@ -1,0 +1,49 @@
+"""How often the fast arithmetic had to be redone exactly."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass
+class Rescues:
+    """`sequences`: chains redone in log space; `outputs`: entries of `matmul` redone by the pairwise maximum."""
+
+    sequences: int = 0
+    outputs: int = 0
+
+    def add(self, other: "Rescues") -> None:
+        self.sequences += other.sequences
+        self.outputs += other.outputs
+
+
+_open: ContextVar[Rescues | None] = ContextVar("_open", default=None)
+
+
+@contextmanager
+def rescues() -> Iterator[Rescues]:
+    """Count, inside a `with` block, what the forward passes could not represent and computed again exactly.
+
+    The answers are the same to the accuracy contract; the counts explain the time. Nested blocks count for the outer ones too.
+
+    >>> import torch, logchain
+    >>> with logchain.rescues() as seen:
+    ...     out = logchain.matmul(torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]]))
+    >>> out, seen
+    (tensor([[-199.3069]]), Rescues(sequences=0, outputs=1))
+    """
+    seen = Rescues()
+    token = _open.set(seen)
+    try:
+        yield seen
+    finally:
+        _open.reset(token)
+        report(seen)
+
+
+def report(found: Rescues) -> None:
+    """Add to the innermost open count, if there is one."""
+    counter = _open.get()
+    if counter is not None:
+        counter.add(found)

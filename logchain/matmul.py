@@ -1,0 +1,86 @@
+"""The log-semiring matrix product."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._arguments import check_tensor
+from ._log_matmul import log_matmul
+
+
+def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    r"""`log(exp(a) exp(b))`: entry (i, j) is `logsumexp_k (a[..., i, k] + b[..., k, j])`.
+
+    Args:
+        a: `[..., m, k]` logarithms (nats); -inf is zero.
+        b: `[..., k, n]`. Leading axes broadcast, and are not expanded in memory, neither forward nor backward.
+        out: where to write the result `[..., m, n]`; not with gradients.
+
+    Returns:
+        `[..., m, n]`, float64 if an operand is, otherwise float32 (also for bfloat16 and float16, whose arithmetic is float32);
+        exactly -inf where no term is finite. The gradient of a term is its share `exp(a_ik + b_kj - out_ij)`, exactly 0 where the
+        term is -inf. It can be differentiated twice.
+
+    Each row of `a` and each column of `b` is shifted by its maximum, and one matrix product of exponentials does the work. Outputs
+    that it cannot represent, because the maxima are misaligned by more than float32 holds, are computed again by the pairwise
+    maximum (see `logchain.rescues`).
+
+    Raises:
+        TypeError: an operand is not a floating tensor.
+        ValueError: the inner sizes differ, the leading axes do not broadcast, or `out` has the wrong shape or dtype.
+
+    Cost: `m k n` multiply-adds and `k (m + n)` exponentials a matrix; memory of the operands' exponentials once. Outputs computed
+    again cost `k` exponentials each.
+
+    Source: the shift is that of any log-sum-exp; the rescue is this library's own. Definition: `logchain.reference.matmul`.
+
+    >>> matmul(torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]]))
+    tensor([[-199.3069]])
+    """
+    check_tensor("a", a, 2)
+    check_tensor("b", b, 2, like=a)
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"b: expected [..., {a.shape[-1]}, n] to go with a {list(a.shape)}, got {list(b.shape)}")
+    try:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"b: expected leading axes that broadcast with those of a {list(a.shape)}, got {list(b.shape)}"
+        ) from None
+    shape = (*batch, a.shape[-2], b.shape[-1])
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    if out is not None:
+        _check_out(out, a, b, shape, dtype)
+    if 0 in a.shape or 0 in b.shape:  # nothing to sum or nothing to give
+        result = torch.full(shape, -math.inf, dtype=dtype, device=a.device)
+    else:
+        result = _grouped(a.to(dtype), b.to(dtype), batch)
+    return result if out is None else out.copy_(result)
+
+
+def _check_out(out: Tensor, a: Tensor, b: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_tensor("out", out, 0, like=a)
+    if out.shape != shape or out.dtype != dtype:
+        raise ValueError(f"out: expected {str(dtype)[6:]} {list(shape)}, got {str(out.dtype)[6:]} {list(out.shape)}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, out)):
+        raise ValueError("out: expected operands that need no gradient, got one that does")
+
+
+def _grouped(a: Tensor, b: Tensor, batch: torch.Size) -> Tensor:
+    """Axes that only `a` has are rows of one larger product, those that only `b` has are columns: nothing is repeated."""
+    a = a[(None,) * (len(batch) + 2 - a.dim())]
+    b = b[(None,) * (len(batch) + 2 - b.dim())]
+    axes = range(len(batch))
+    rows = [axis for axis in axes if b.shape[axis] == 1]
+    columns = [axis for axis in axes if a.shape[axis] == 1 and axis not in rows]
+    both = [axis for axis in axes if axis not in rows and axis not in columns]
+    last = len(batch)
+    g = math.prod(batch[axis] for axis in both)
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    left = a.permute(*both, *rows, *columns, last, last + 1).reshape(g, -1, k)
+    right = b.permute(*both, *rows, last, *columns, last + 1).reshape(g, k, -1)
+    joint = [*both, *rows, last, *columns, last + 1]
+    sizes = [*batch, m, n]
+    out = log_matmul(left, right).view([sizes[axis] for axis in joint])
+    return out.permute([joint.index(axis) for axis in range(len(sizes))])

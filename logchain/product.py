@@ -1,0 +1,85 @@
+"""The log-partition of a chain of non-negative matrices."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ._arguments import Lengths, as_lengths, check_chain, check_choice, check_float_dtype, check_values
+from ._chain import log_norm
+
+
+def product(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    *,
+    log_params: bool = False,
+    lengths: Lengths | None = None,
+    strategy: Literal["auto", "sequential"] = "auto",
+    memory_budget: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    validate: bool = False,
+) -> Tensor:
+    r"""`log(p0 D_0 P_1 D_1 P_2 ... P_{v-1} d_{v-1})` with `D_i = diag(exp x_i)` and `d_{v-1} = exp x_{v-1}`.
+
+    This is the log-likelihood of a hidden Markov model, the log-partition of a linear-chain CRF and a chain of sum layers of a
+    probabilistic circuit. There is no transition before the first variable, `p0` is not multiplied by one, and `bulk` is
+    `[from, to]`.
+
+    Args:
+        x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes may be of
+            size 1 or left out; a size of 1 on the step axis means one matrix for every step. A zero forbids a transition.
+        p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
+        log_params: `bulk` and `p0` are logarithms (nats).
+        lengths: integers from 1 to v, of the shape of the first axes of `B` (`[n]` or `[n, t]` for `B = [n, t]`): how many
+            variables each sequence has. What lies behind has no influence, not even NaN, and gets gradient 0.
+        strategy: "sequential" carries a vector through the chain; "auto" leaves the choice to the library.
+        memory_budget: bytes that the kept messages may take. Not available yet.
+        out_dtype: dtype of the result; by default float64 if an operand is float64, otherwise float32.
+        validate: also check the values, which costs a pass over the data.
+
+    Returns:
+        `[*B]`, natural logarithm; exactly -inf where every path is impossible. Gradients are the state posteriors (`x`) and the
+        expected transition counts (`log bulk`, or over `bulk` itself), in each operand's own shape; exactly 0 where `x`,
+        `bulk` or `p0` forbid and for impossible sequences. It can be differentiated twice.
+
+    Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in float64.
+    The result is within `ulp + 2^-20 sqrt(v)` of the float64 value: what linear space cannot hold is found and computed again in
+    log space (see `logchain.rescues`).
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, a length or a choice is out of range, or a value is not allowed (`validate`).
+
+    Cost: `v c^2` multiply-adds a sequence in `v` dependent steps; twice that again for the backward pass. Memory beyond operands,
+    result and gradients: the forward messages `[*B, v, c]` (those once more for sequences computed again), without gradients two
+    steps of them.
+
+    Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989).
+    Definition: `logchain.reference.product`.
+
+    >>> x = torch.zeros(1, 3, 2).requires_grad_()  # three variables, two states
+    >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step
+    >>> out = product(x, bulk, torch.tensor([1.0, 1.0]))
+    >>> out
+    tensor([0.6931], grad_fn=<ToCopyBackward0>)
+    >>> out.sum().backward()
+    >>> x.grad
+    tensor([[[0.5000, 0.5000],
+             [0.5500, 0.4500],
+             [0.5850, 0.4150]]])
+    """
+    check_chain(x, bulk, p0)
+    check_choice("strategy", strategy, ("auto", "sequential"))
+    check_float_dtype("out_dtype", out_dtype)
+    if memory_budget is not None:
+        raise NotImplementedError("memory_budget: checkpointed messages are not available yet, pass None")
+    ends = None if lengths is None else as_lengths(lengths, x)
+    if validate:
+        check_values(x, bulk, p0, log_params)
+    if out_dtype is None:
+        double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
+        out_dtype = torch.float64 if double else torch.float32
+    return log_norm(x, bulk, p0, ends, log_params).to(out_dtype)

@@ -1,0 +1,123 @@
+"""What every operation of the library means, in float64, slowly and plainly.
+
+Arrays are NumPy arrays (anything `numpy.asarray` takes); leading axes broadcast; results are natural logarithms (nats)
+or probabilities in float64. The fast versions are tested against these, and these against a sum over all state paths.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import logsumexp
+
+Array = NDArray[np.float64]
+
+
+class Messages(NamedTuple):
+    """Forward messages [*B, v, c], backward messages [*B, v, c] and the log-partition [*B], in nats."""
+
+    forward: Array
+    backward: Array
+    log_norm: Array
+
+
+class Marginals(NamedTuple):
+    """State posteriors [*B, v, c], transition posteriors [*B, v-1, c, c] and the log-partition [*B] in nats."""
+
+    states: Array
+    transitions: Array
+    log_norm: Array
+
+
+def matmul(a: ArrayLike, b: ArrayLike) -> Array:
+    """`log(exp(a) @ exp(b))`: [..., m, k] and [..., k, n] give [..., m, n].
+
+    >>> matmul([[0.0, -np.inf]], [[1.0], [5.0]])
+    array([[1.]])
+    """
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return _logsumexp(a[..., :, :, None] + b[..., None, :, :], axis=-2)
+
+
+def product(
+    x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
+) -> Array:
+    """`log(p0 D_0 P_1 D_1 ... P_{v-1} d_{v-1})` with `D_i = diag(exp x_i)`: see `logchain.product`.
+
+    >>> float(product(np.zeros((3, 2)), np.full((1, 2, 2), 0.5), [0.5, 0.5]))
+    0.0
+    """
+    return forward_backward(x, bulk, p0, log_params=log_params, lengths=lengths).log_norm
+
+
+def forward_backward(
+    x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
+) -> Messages:
+    """Forward messages include the step's own potential, backward messages do not: their sum is the joint.
+
+    Behind a sequence's end both messages are -inf.
+
+    >>> m = forward_backward(np.zeros((2, 2)), np.full((1, 2, 2), 0.5), [0.5, 0.5])
+    >>> np.exp(m.forward[1]), np.exp(m.backward[0])
+    (array([0.5, 0.5]), array([1., 1.]))
+    """
+    x, log_bulk, log_p0, ends = _logs(x, bulk, p0, log_params, lengths)
+    v = x.shape[-2]
+    forward, backward = np.full(x.shape, -np.inf), np.full(x.shape, -np.inf)
+    forward[..., 0, :] = log_p0 + x[..., 0, :]
+    for i in range(1, v):
+        inside = (i < ends)[..., None]
+        step = _logsumexp(forward[..., i - 1, :, None] + log_bulk[..., i - 1, :, :], axis=-2)
+        forward[..., i, :] = np.where(inside, step + np.where(inside, x[..., i, :], 0.0), -np.inf)
+    for i in reversed(range(v)):
+        last = (i == ends - 1)[..., None]
+        backward[..., i, :] = np.where(last, 0.0, -np.inf)
+        if i + 1 < v:
+            inside = (i + 1 < ends)[..., None]
+            ahead = np.where(inside, x[..., i + 1, :], 0.0) + backward[..., i + 1, :]
+            step = _logsumexp(log_bulk[..., i, :, :] + ahead[..., None, :], axis=-1)
+            backward[..., i, :] = np.where(inside, step, backward[..., i, :])
+    log_norm = _logsumexp(np.take_along_axis(forward, (ends - 1)[..., None, None], axis=-2)[..., 0, :], axis=-1)
+    return Messages(forward, backward, log_norm)
+
+
+def marginals(
+    x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
+) -> Marginals:
+    """Posterior probabilities of states and of transitions; all 0 where the sequence is impossible.
+
+    They are the gradients of `product` with respect to `x` and to `log(bulk)`.
+
+    >>> marginals(np.zeros((2, 2)), [[[1.0, 0.0], [0.0, 1.0]]], [0.25, 0.75]).states
+    array([[0.25, 0.75],
+           [0.25, 0.75]])
+    """
+    forward, backward, log_norm = forward_backward(x, bulk, p0, log_params=log_params, lengths=lengths)
+    x, log_bulk, _, ends = _logs(x, bulk, p0, log_params, lengths)
+    norm = np.where(log_norm == -np.inf, 0.0, log_norm)[..., None, None]
+    inside = (np.arange(1, x.shape[-2]) < ends[..., None])[..., None]
+    ahead = np.where(inside, x[..., 1:, :], 0.0) + backward[..., 1:, :]
+    joint = forward[..., :-1, :, None] + log_bulk + ahead[..., None, :] - norm[..., None]
+    transitions = np.where(inside[..., None], np.exp(joint), 0.0)
+    return Marginals(np.exp(forward + backward - norm), transitions, log_norm)
+
+
+def _logs(
+    x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, log_params: bool, lengths: ArrayLike | None
+) -> tuple[Array, Array, Array, NDArray[np.int64]]:
+    """The operands as float64 logarithms, `x` with the full batch shape, and the lengths in that shape."""
+    x, bulk, p0 = (np.asarray(array, np.float64) for array in (x, bulk, p0))
+    if not log_params:
+        with np.errstate(divide="ignore"):
+            bulk, p0 = np.log(bulk), np.log(p0)
+    batch, (v, c) = x.shape[:-2], x.shape[-2:]
+    bulk = np.broadcast_to(bulk, (*bulk.shape[:-3], v - 1, c, c))
+    ends = np.full(batch, v) if lengths is None else np.asarray(lengths)
+    ends = np.broadcast_to(ends.reshape(ends.shape + (1,) * (len(batch) - ends.ndim)), batch)
+    return x, bulk, p0, ends
+
+
+def _logsumexp(array: Array, axis: int) -> Array:
+    """`scipy.special.logsumexp`, which warns where every term is -inf."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(logsumexp(array, axis=axis))
