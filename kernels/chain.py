@@ -1,7 +1,8 @@
-"""A batch of chains in the layout that the recursions walk: steps first, and axes with matrices of their own before the others.
+"""A batch of chains in the layout that the recursions walk.
 
-The batch is a grid of `g` times `m` sequences: `g` sets of matrices, and `m` sequences that share each set, so that a step is
-one product [g, m, c] x [g, c, c]. Everything here is a view of what the caller passed.
+The steps come first, and batch axes with matrices of their own before the others. The batch is a grid of `g` times `m`
+sequences: `g` sets of matrices, and `m` sequences that share each set, so that a step is one product [g, m, c] x [g, c,
+c]. Everything here is a view of what the caller passed.
 """
 
 import math
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .exponentials import exp_shifted, finite
+from .exponentials import FLUSH, exp_shifted, finite
 
-# a block of steps whose exponentials are taken in one call: large enough to hide the calls, small enough for a core's cache
-_BLOCK = 2**16
+# a block of steps whose exponentials are taken in one call: large enough to hide the calls, small enough for a core's
+# cache
+_BLOCK = 2**19
 
 # a matrix whose largest entry lies within these is used as it is
 _NEAR_ONE = (2.0**-16, 2.0**16)
@@ -23,7 +25,8 @@ _NEAR_ONE = (2.0**-16, 2.0**16)
 class Chain:
     """`x` (v, *lead, c), `bulk` (s, *own, c, c) with s = v - 1 or 1, `p0` (*lead or ones, c), `ends` (g, m, 1) or None.
 
-    `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the arithmetic.
+    `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the
+    arithmetic.
     """
 
     x: Tensor
@@ -35,25 +38,31 @@ class Chain:
 
     @property
     def v(self) -> int:
+        """Variables."""
         return self.x.shape[0]
 
     @property
     def c(self) -> int:
+        """States."""
         return self.x.shape[-1]
 
     @property
     def lead(self) -> torch.Size:
+        """The batch axes, own ones first."""
         return self.x.shape[1:-1]
 
     @property
     def g(self) -> int:
+        """Sets of matrices."""
         return math.prod(self.bulk.shape[1:-2])
 
     @property
     def m(self) -> int:
+        """Sequences that share a set."""
         return math.prod(self.lead[self.bulk.dim() - 3 :])
 
     def new(self, *shape: int) -> Tensor:
+        """An uninitialised tensor of the dtype of the arithmetic."""
         return self.x.new_empty(shape, dtype=self.dtype)
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -61,22 +70,8 @@ class Chain:
         size = max(1, _BLOCK // max(1, self.g * self.m * self.c))
         return [(start, min(start + size, self.v)) for start in range(0, self.v, size)]
 
-    def block_buffer(self) -> Tensor:
-        """Room for the exponentials of one block and for as many scratch values: (2, k, g, m, c)."""
-        start, stop = self.blocks()[0]
-        return self.new(2, stop - start, self.g, self.m, self.c)
-
-    def emissions(self, start: int, stop: int, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """`exp(x_i - shift_i)` (k, g, m, c), laid into the buffer, and the shift `max x_i` (k, g, m), for the steps of a block."""
-        x = self.x[start:stop]
-        shift = finite(x.amax(-1, keepdim=True).to(self.dtype))
-        weights, scratch = buffer[:, : stop - start]
-        lead = (stop - start, *self.lead, self.c)
-        exp_shifted(x, shift, weights.view(lead), scratch.view(lead))
-        return weights, shift.view(stop - start, self.g, self.m)
-
     def start(self) -> tuple[Tensor, Tensor]:
-        """The initial weights (*lead or ones, c), divided by their maximum, and its logarithm (*lead or ones, 1) in float64."""
+        """The initial weights (*lead or ones, c) over their maximum, and its logarithm (*lead or ones, 1)."""
         top = self.p0.amax(-1, keepdim=True).to(self.dtype)
         if self.log_params:
             weights = torch.empty(self.p0.shape, dtype=self.dtype, device=top.device)
@@ -93,10 +88,39 @@ class Chain:
         return None if self.ends is None else self.ends == step + 1
 
 
-class Matrices:
-    """The linear matrices `P_i` of a chain (g, c, c), one step at a time, scaled so that no step's entries lie far from 1.
+class Emissions:
+    """`exp(x_i - shift_i)` (k, g, m, c) with `shift_i = max x_i` (v, g, m, 1), a block of steps at a time.
 
-    A matrix that needs no change is a view of the caller's; others are written into one buffer, valid until the next call.
+    An exponential of -D is known to D roundings. Where what counts may lie far below the largest x, float32 is computed
+    `careful`, in float64. A block is valid, and may be overwritten by the caller, until the next one is asked for.
+    """
+
+    def __init__(self, chain: Chain, *, careful: bool) -> None:
+        self._chain = chain
+        self.shift = chain.new(chain.v, chain.g, chain.m, 1)
+        self._top = self.shift.view(chain.v, *chain.lead, 1)
+        shape = (chain.blocks()[0][1], *chain.lead, chain.c)
+        self._weights, self._scratch = chain.new(*shape), chain.new(*shape)
+        self._wide = torch.empty(2, *shape, dtype=torch.float64, device=chain.x.device) if careful else None
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """The weights of the steps from `start` to before `stop`."""
+        chain, size = self._chain, stop - start
+        x, top, weights = chain.x[start:stop], self._top[start:stop], self._weights[:size]
+        finite(top.copy_(x.amax(-1, keepdim=True)))
+        if self._wide is None:
+            exp_shifted(x, top, weights, self._scratch[:size])
+        else:
+            weights.copy_(exp_shifted(x.double(), top, *self._wide[:, :size]))
+            torch.threshold_(weights, FLUSH[chain.dtype], 0.0)
+        return weights.view(size, chain.g, chain.m, chain.c)
+
+
+class Matrices:
+    """The linear matrices `P_i` of a chain (g, c, c), one step at a time, scaled so that their entries lie near 1.
+
+    A matrix that needs no change is a view of the caller's; others are written into one buffer, valid until the next
+    call.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -128,7 +152,7 @@ class Matrices:
         return self._chain.bulk.shape[0] == 1
 
     def log_scale(self, start: int, stop: int) -> Tensor:
-        """What was taken out of the matrix that leads into each of the steps (k, g or 1, 1): nats, 0 at the first variable."""
+        """What was taken out of the matrix into each step (k, g or 1, 1): nats, 0 at the first variable."""
         chain, skip = self._chain, int(start == 0)
         scale = torch.zeros(stop - start, 1, 1, dtype=torch.float64, device=chain.x.device)
         if self._shift is None:
@@ -145,6 +169,7 @@ class Matrices:
         return chain.bulk[0 if self.homogeneous else step - 1].reshape(chain.g, chain.c, chain.c)
 
     def __call__(self, step: int) -> Tensor:
+        """The scaled matrix that leads into `step`."""
         chain, index = self._chain, 0 if self.homogeneous else step - 1
         raw = self.raw(step)
         if self._shift is None and self._scale == 1.0 and raw.dtype == chain.dtype:
@@ -160,7 +185,7 @@ class Matrices:
         return self._buffer[0]
 
     def gradient_from_linear(self, step: int, gradient: Tensor) -> None:
-        """Turn the gradient of the scaled linear matrix, in place, into that of the caller's; exactly 0 at an exact zero."""
+        """Make the scaled linear matrix's gradient the caller's matrix's, in place; exactly 0 at an exact zero."""
         if self._chain.log_params:
             unused = None if self._chain.ends is None else gradient == 0
             gradient.mul_(self(step))

@@ -1,8 +1,8 @@
 """Exponentials of shifted logarithms: exact zeros, no bias, no slow corner.
 
-`torch.exp` on a CPU takes 3 to 25 times as long where its result is zero or denormal; `torch.exp2` does not. The price is the
-factor log2(e), which no float holds exactly: `exp(d) = exp2(d HIGH + d LOW)` with LOW what HIGH lacks, or a long chain would
-drift by 1e-8 a nat and step.
+`torch.exp` on a CPU takes 3 to 25 times as long where its result is zero or denormal; `torch.exp2` does not. The price
+is the factor log2(e), which no float holds exactly: `exp(d) = exp2(d HIGH + d LOW)` with LOW what HIGH lacks, or a long
+chain would drift by 1e-8 a nat and step.
 """
 
 import math
@@ -14,29 +14,32 @@ from torch import Tensor
 _LOG2E = {torch.float32: (1.4426950216293335, 1.92596303350e-8), torch.float64: (math.log2(math.e), 0.0)}
 
 # an exponential below FLUSH counts as zero: far enough above the denormals that its products are not denormal either
-_FLUSH = {torch.float32: 2.0**-115, torch.float64: 2.0**-1000}
+FLUSH = {torch.float32: 2.0**-115, torch.float64: 2.0**-1000}
 
 
 def exp_shifted(x: Tensor, shift: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
     """`out = exp(x - shift)` for `x <= shift`, with results below 2^-115 (float64: 2^-1000) set to zero.
 
-    `out` and `scratch` have the shape of the broadcast operands and the dtype of the arithmetic, float32 or float64; `x` may be
-    of a narrower type. -inf gives 0; a shift of -inf must have been replaced by `finite` before.
+    `out` and `scratch` have the shape of the broadcast operands and the dtype of the arithmetic, float32 or float64;
+    `x` may be of a narrower type. -inf gives 0; a shift of -inf must have been replaced by `finite` before.
     """
     high, low = _LOG2E[out.dtype]
     torch.sub(x, shift, out=scratch)
-    torch.mul(scratch, high, out=out)
-    if low:
-        out.add_(scratch, alpha=low)
-    return torch.threshold_(out.exp2_(), _FLUSH[out.dtype], 0.0)
+    if low:  # the smaller part first: the sum is then one fused multiply-add, rounded once
+        torch.mul(scratch, low, out=out).add_(scratch, alpha=high)
+    else:
+        torch.mul(scratch, high, out=out)
+    return torch.threshold_(out.exp2_(), FLUSH[out.dtype], 0.0)
 
 
 def finite(shift: Tensor) -> Tensor:
-    """The shift itself, in place, with 0 where it is -inf: the one subtraction that would be -inf - (-inf)."""
-    return shift.masked_fill_(shift == -math.inf, 0.0)
+    """The shift itself, in place, with the lowest number for -inf: the one subtraction that would be -inf - (-inf)."""
+    return shift.clamp_(min=torch.finfo(shift.dtype).min)
 
 
 def trusted_sum(dtype: torch.dtype, terms: int) -> float:
-    """A sum of `terms` products of two factors of which one is at most 1 and one is an `exp_shifted` is good to rounding when it
-    is at least this times the largest other factor: each term lost less than FLUSH."""
-    return terms * _FLUSH[dtype] / torch.finfo(dtype).eps
+    """From where on a sum of so many products is good to rounding.
+
+    Each term loses less than FLUSH times the larger factor, so this is to be multiplied with a bound of those factors.
+    """
+    return terms * FLUSH[dtype] / torch.finfo(dtype).eps

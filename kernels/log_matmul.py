@@ -1,11 +1,11 @@
-"""The log-semiring matrix product `c = log(exp(a) exp(b))`, and its first and second derivatives, by shifted products and rescue.
+"""The log-semiring matrix product `c = log(exp(a) exp(b))` with two derivatives, by shifted products and rescue.
 
     s = exp(a - row maximum) exp(b - column maximum)        c = log s + row maximum + column maximum
 
-is one matrix product and good wherever s is not tiny. Outputs whose s is tiny although a finite term exists are found and
-redone by the pairwise maximum in float64, forward and backward; those without a finite term are found by a product of zeros and
-ones, asked for only where some s is tiny. Operands are (g, m, k) and (g, k, n), float32 or float64, of one dtype.
-Definition: `logchain.reference.matmul`.
+is one matrix product and good wherever s is not tiny. Outputs whose s is tiny although a finite term exists are found
+and redone by the pairwise maximum in float64, forward and backward; those without a finite term are found by a product
+of zeros and ones, asked for only where some s is tiny. Operands are (g, m, k) and (g, k, n), float32 or float64, of one
+dtype. Definition: `logchain.reference.matmul`.
 """
 
 import math
@@ -20,18 +20,24 @@ from .exponentials import exp_shifted, finite, trusted_sum
 _PAIRS = 2**20
 
 
-def forward(a: Tensor, b: Tensor) -> tuple[Tensor, int]:
-    """`log(exp(a) exp(b))` (g, m, n), and how many of its entries were rescued."""
-    t = _shifted(a, b)
+def forward(a: Tensor, b: Tensor, depth: torch.dtype = torch.float32) -> tuple[Tensor, int]:
+    """`log(exp(a) exp(b))` (g, m, n), and how many of its entries were rescued.
+
+    A term D nats below its shifts is known to D roundings. So float64, too, is trusted only as deep as float32 reaches,
+    unless the caller has use for as deep as its own exponent range: `depth=torch.float64`.
+    """
+    t = _shifted(a, b, depth)
     out = t.s.log_().add_(t.row + t.column)
     for z, i, j in t.rescues:
         out[z, i, j] = torch.logsumexp(_pairs(a, b, z, i, j), -1).to(out.dtype)
     return out, sum(len(z) for z, _, _ in t.rescues)
 
 
-def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
+def backward(
+    weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool, depth: torch.dtype = torch.float32
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j, and over i."""
-    t = _shifted(a, b)
+    t = _shifted(a, b, depth)
     g = t.divide(weight)
     grad_a = torch.bmm(g, t.eb.mT).mul_(t.ea) if need_a else None
     grad_b = torch.bmm(t.ea.mT, g).mul_(t.eb) if need_b else None
@@ -44,10 +50,10 @@ def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -
 def second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `sum(grad_a * along_a) + sum(grad_b * along_b)` with respect to the weight, `a` and `b`.
 
-    With the shares p_k = exp(a_ik + b_kj - c_ij) and u_k = along_a_ik + along_b_kj, the first is the mean `sum p_k u_k`, the other
-    two sum `weight p_k (u_k - mean)`.
+    With the shares p_k = exp(a_ik + b_kj - c_ij) and u_k = along_a_ik + along_b_kj, the first is the mean `sum p_k
+    u_k`, the other two sum `weight p_k (u_k - mean)`.
     """
-    t = _shifted(a, b)
+    t = _shifted(a, b, torch.float32)
     g, ua, ub = t.divide(weight), t.ea * along_a, t.eb * along_b
     mean = t.divide(torch.bmm(ua, t.eb).add_(torch.bmm(t.ea, ub)))
     h = g * mean
@@ -67,8 +73,11 @@ Piece = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class _Shifted:
-    """`exp(a - row)`, `exp(b - column)` and their product `s`; where s is too small to be good, None for nowhere; and those of
-    the small ones that have a finite term, as pieces of indices (z, i, j)."""
+    """`exp(a - row)`, `exp(b - column)` and their product `s`.
+
+    `small` marks where s is too small to be good, None for nowhere; `rescues` lists those of them that have a finite
+    term, as pieces of indices (z, i, j).
+    """
 
     ea: Tensor
     eb: Tensor
@@ -84,11 +93,11 @@ class _Shifted:
         return quotient if self.small is None else quotient.masked_fill_(self.small, 0.0)
 
 
-def _shifted(a: Tensor, b: Tensor) -> _Shifted:
+def _shifted(a: Tensor, b: Tensor, depth: torch.dtype) -> _Shifted:
     row, column = finite(a.amax(-1, keepdim=True)), finite(b.amax(-2, keepdim=True))
     ea, eb = (exp_shifted(t, shift, torch.empty_like(t), torch.empty_like(t)) for t, shift in ((a, row), (b, column)))
     s = torch.bmm(ea, eb)
-    threshold = 2 * trusted_sum(s.dtype, a.shape[-1])
+    threshold = 2 * trusted_sum(depth, a.shape[-1])
     if s.amin().item() >= threshold:
         return _Shifted(ea, eb, row, column, s, None, [])
     small = s < threshold

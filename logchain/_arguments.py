@@ -36,7 +36,7 @@ def check_chain(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
 
 
 def _lead(batch: list[int], axes: int) -> list[set[int]]:
-    """The sizes that the leading axes of an operand may have; as many as it has, the last ones where those are fewer."""
+    """The sizes that as many leading axes of an operand may have; aligned at the right."""
     allowed = [{1, size} for size in batch]
     return allowed[max(0, len(allowed) - axes) :]
 
@@ -65,7 +65,7 @@ def check_float_dtype(name: str, value: torch.dtype | None) -> None:
 
 
 def as_lengths(lengths: Lengths, x: Tensor) -> Tensor:
-    """Integers 1..v of shape [n] or [n, t] (the first axes of the batch) as an int64 tensor of the whole batch shape."""
+    """Integers 1..v of the shape of the first batch axes, as an int64 tensor of the whole batch shape."""
     batch, v = x.shape[:-2], x.shape[-2]
     if not isinstance(lengths, Tensor):
         try:

@@ -1,7 +1,8 @@
 """The log-partition of a chain as one node of autograd: what is kept for the backward pass, and what is recomputed.
 
-Kept are the operands, one tensor of forward messages, and for the sequences that were redone in log space their messages once
-more. The backward pass writes the gradients in the operands' own shapes. A second derivative is taken through `_twice`.
+Kept are the operands, one tensor of forward messages, and for the sequences that were redone in log space their
+messages once more. The backward pass writes the gradients in the operands' own shapes. A second derivative is taken
+through `_twice`.
 """
 
 import math
@@ -35,11 +36,10 @@ class _LogNorm(torch.autograd.Function):
             return x.new_zeros(x.shape[:-2], dtype=torch.float64)
         with torch.autocast(x.device.type, enabled=False):
             layout, chain = _chain(x, bulk, p0, lengths, log_params)
-            linear = linear_chain.forward(chain, keep=keep)
-            result = linear.log_norm
+            result, lossy, linear = linear_chain.forward(chain, keep=keep)
             kept: tuple[Tensor | None, ...] = (linear.messages, linear.scales, linear.total)
-            if linear.lossy is not None:
-                exact = log_chain.forward(chain, linear.lossy, keep=keep)
+            if lossy is not None:
+                exact = log_chain.forward(chain, lossy, keep=keep)
                 result[exact.sets[:, None], exact.members] = exact.log_norm
                 report(Rescues(sequences=exact.log_norm.numel()))
                 if exact.log_norm.numel() == result.numel():
@@ -84,28 +84,29 @@ def _gradients(
     p0: Tensor,
     lengths: Tensor | None,
     log_params: bool,
-    kept: list[Tensor | None],
+    kept: list[Any],
     grad: Tensor,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     layout, chain = _chain(x, bulk, p0, lengths, log_params)
     weight, scale = _near_one(layout.sequences(grad))
     weight = weight.to(chain.dtype)
-    messages, scales, total, *exact = kept
-    fresh = torch.zeros if messages is None or chain.v < x.shape[-2] or chain.v == 1 else torch.empty
+    (messages, *others), exact = kept[:3], kept[3:]
+    unwritten = messages is None or chain.v < x.shape[-2] or chain.v == 1
+    fresh = torch.zeros if unwritten else torch.empty
     grad_x = fresh(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
     grad_bulk = fresh(bulk.shape, dtype=chain.dtype, device=x.device) if needs[1] else None
     grad_p0 = torch.zeros(*chain.lead, chain.c, dtype=chain.dtype, device=x.device)
     x_view = None if grad_x is None else layout.steps_first(grad_x)[: chain.v]
     bulk_view = None if grad_bulk is None else layout.matrices(grad_bulk)[: chain.v - 1]
     if bulk_view is not None:
-        bulk_view = bulk_view.reshape(len(bulk_view), chain.g, chain.c, chain.c)
-    if messages is not None and scales is not None and total is not None:
+        bulk_view = bulk_view.view(len(bulk_view), chain.g, chain.c, chain.c)
+    if messages is not None:
         linear_weight = weight
         if exact:
             linear_weight = weight.clone()
             linear_weight[exact[0][:, None], exact[1]] = 0.0
-        linear = linear_chain.Forward(grad, None, messages, scales, total)
+        linear = linear_chain.Kept(messages, *others)
         source = linear_chain.backward(chain, linear, linear_weight, x_view, bulk_view)
         if needs[2]:
             grad_p0 = linear_chain.start_gradient(chain, source)
@@ -122,7 +123,7 @@ def _gradients(
 
 
 def _near_one(weight: Tensor) -> tuple[Tensor, float]:
-    """The weights over a power of two, and that power, so that the largest can be multiplied with what is close to overflow."""
+    """The weights over a power of two, and that power: the largest is multiplied with what may be close to overflow."""
     top = weight.abs().amax().item()
     if 2.0**-20 <= top <= 2.0**20 or not math.isfinite(top) or top == 0:
         return weight, 1.0
@@ -140,7 +141,7 @@ def _by_composition(
     needs: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:
     """The same gradients with a graph of their own."""
-    operands = [t.view_as(t) for t in (x, bulk, p0)]  # so that one tensor passed twice gets its two gradients apart
+    operands = x.view_as(x), bulk.view_as(bulk), p0.view_as(p0)  # one tensor passed twice gets its gradients apart
     result = differentiable_log_norm(*operands, lengths, log_params)
     wanted = [operand for operand, need in zip(operands, needs, strict=True) if need]
     found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True, materialize_grads=True))

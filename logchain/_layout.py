@@ -1,7 +1,7 @@
 """Where the axes of the operands lie: integers and views, no arithmetic.
 
-The recursions want the steps first and, of the batch axes, those along which `bulk` has matrices of its own before those that
-share them. `Layout` finds that order once and gives views of operands and gradients in it.
+The recursions want the steps first and, of the batch axes, those along which `bulk` has matrices of its own before
+those that share them. `Layout` finds that order once and gives views of operands and gradients in it.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,9 @@ class Layout:
         own = [axis - (len(self.batch) - lead) for axis in self.own]
         rest = [axis for axis in range(lead) if axis not in own]
         view = bulk.permute(lead, *own, lead + 1, lead + 2, *rest)
-        return view[(..., *(0 for _ in rest))]
+        for _ in rest:
+            view = view.select(-1, 0)
+        return view
 
     def sequences(self, values: Tensor) -> Tensor:
         """[*B] as (g, m)."""

@@ -25,7 +25,8 @@ _open: ContextVar[Rescues | None] = ContextVar("_open", default=None)
 def rescues() -> Iterator[Rescues]:
     """Count, inside a `with` block, what the forward passes could not represent and computed again exactly.
 
-    The answers are the same to the accuracy contract; the counts explain the time. Nested blocks count for the outer ones too.
+    The answers are the same to the accuracy contract; the counts explain the time. Nested blocks count for the outer
+    ones too.
 
     >>> import torch, logchain
     >>> with logchain.rescues() as seen:

@@ -1,4 +1,4 @@
-"""The chain as a composition of differentiable log-semiring products, in float64: what a second derivative is taken through."""
+"""The chain as a composition of differentiable log-semiring products: what a second derivative is taken through."""
 
 import math
 

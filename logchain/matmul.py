@@ -18,22 +18,23 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
         out: where to write the result `[..., m, n]`; not with gradients.
 
     Returns:
-        `[..., m, n]`, float64 if an operand is, otherwise float32 (also for bfloat16 and float16, whose arithmetic is float32);
-        exactly -inf where no term is finite. The gradient of a term is its share `exp(a_ik + b_kj - out_ij)`, exactly 0 where the
-        term is -inf. It can be differentiated twice.
+        `[..., m, n]`, float64 if an operand is, otherwise float32 (also for bfloat16 and float16, whose arithmetic is
+        float32); exactly -inf where no term is finite. The gradient of a term is its share `exp(a_ik + b_kj - out_ij)`,
+        exactly 0 where the term is -inf. It can be differentiated twice.
 
-    Each row of `a` and each column of `b` is shifted by its maximum, and one matrix product of exponentials does the work. Outputs
-    that it cannot represent, because the maxima are misaligned by more than float32 holds, are computed again by the pairwise
-    maximum (see `logchain.rescues`).
+    Each row of `a` and each column of `b` is shifted by its maximum, and one matrix product of exponentials does the
+    work. Outputs that it cannot represent, because the maxima are misaligned by more than float32 holds, are computed
+    again by the pairwise maximum (see `logchain.rescues`).
 
     Raises:
         TypeError: an operand is not a floating tensor.
         ValueError: the inner sizes differ, the leading axes do not broadcast, or `out` has the wrong shape or dtype.
 
-    Cost: `m k n` multiply-adds and `k (m + n)` exponentials a matrix; memory of the operands' exponentials once. Outputs computed
-    again cost `k` exponentials each.
+    Cost: `m k n` multiply-adds and `k (m + n)` exponentials a matrix; memory of the operands' exponentials once.
+    Outputs computed again cost `k` exponentials each.
 
-    Source: the shift is that of any log-sum-exp; the rescue is this library's own. Definition: `logchain.reference.matmul`.
+    Source: the shift is that of any log-sum-exp; the rescue is this library's own. Definition:
+    `logchain.reference.matmul`.
 
     >>> matmul(torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]]))
     tensor([[-199.3069]])
@@ -53,7 +54,7 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is not None:
         _check_out(out, a, b, shape, dtype)
     if 0 in a.shape or 0 in b.shape:  # nothing to sum or nothing to give
-        result = torch.full(shape, -math.inf, dtype=dtype, device=a.device)
+        result = torch.logsumexp(a.to(dtype)[..., :, :, None] + b.to(dtype)[..., None, :, :], -2)
     else:
         result = _grouped(a.to(dtype), b.to(dtype), batch)
     return result if out is None else out.copy_(result)
@@ -68,7 +69,7 @@ def _check_out(out: Tensor, a: Tensor, b: Tensor, shape: tuple[int, ...], dtype:
 
 
 def _grouped(a: Tensor, b: Tensor, batch: torch.Size) -> Tensor:
-    """Axes that only `a` has are rows of one larger product, those that only `b` has are columns: nothing is repeated."""
+    """Axes of `a` alone are rows of one larger product, axes of `b` alone its columns: nothing is repeated."""
     a = a[(None,) * (len(batch) + 2 - a.dim())]
     b = b[(None,) * (len(batch) + 2 - b.dim())]
     axes = range(len(batch))

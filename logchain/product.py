@@ -23,17 +23,20 @@ def product(
 ) -> Tensor:
     r"""`log(p0 D_0 P_1 D_1 P_2 ... P_{v-1} d_{v-1})` with `D_i = diag(exp x_i)` and `d_{v-1} = exp x_{v-1}`.
 
-    This is the log-likelihood of a hidden Markov model, the log-partition of a linear-chain CRF and a chain of sum layers of a
-    probabilistic circuit. There is no transition before the first variable, `p0` is not multiplied by one, and `bulk` is
-    `[from, to]`.
+    This is the log-likelihood of a hidden Markov model, the log-partition of a linear-chain CRF and a chain of sum
+    layers of a probabilistic circuit. There is no transition before the first variable, `p0` is not multiplied by one,
+    and `bulk` is `[from, to]`.
 
     Args:
         x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes may be of
-            size 1 or left out; a size of 1 on the step axis means one matrix for every step. A zero forbids a transition.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes
+        may be of
+            size 1 or left out; a size of 1 on the step axis means one matrix for every step. A zero forbids a
+            transition.
         p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: integers from 1 to v, of the shape of the first axes of `B` (`[n]` or `[n, t]` for `B = [n, t]`): how many
+        lengths: integers from 1 to v, of the shape of the first axes of `B` (`[n]` or `[n, t]` for `B = [n, t]`): how
+        many
             variables each sequence has. What lies behind has no influence, not even NaN, and gets gradient 0.
         strategy: "sequential" carries a vector through the chain; "auto" leaves the choice to the library.
         memory_budget: bytes that the kept messages may take. Not available yet.
@@ -41,24 +44,25 @@ def product(
         validate: also check the values, which costs a pass over the data.
 
     Returns:
-        `[*B]`, natural logarithm; exactly -inf where every path is impossible. Gradients are the state posteriors (`x`) and the
-        expected transition counts (`log bulk`, or over `bulk` itself), in each operand's own shape; exactly 0 where `x`,
-        `bulk` or `p0` forbid and for impossible sequences. It can be differentiated twice.
+        `[*B]`, natural logarithm; exactly -inf where every path is impossible. Gradients are the state posteriors (`x`)
+        and the expected transition counts (`log bulk`, or over `bulk` itself), in each operand's own shape; exactly 0
+        where `x`, `bulk` or `p0` forbid and for impossible sequences. It can be differentiated twice.
 
-    Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in float64.
-    The result is within `ulp + 2^-20 sqrt(v)` of the float64 value: what linear space cannot hold is found and computed again in
-    log space (see `logchain.rescues`).
+    Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in
+    float64. The result is within `ulp + 2^-20 sqrt(v)` of the float64 value: what linear space cannot hold is found and
+    computed again in log space (see `logchain.rescues`).
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length or a choice is out of range, or a value is not allowed (`validate`).
+        ValueError: sizes do not go together, a length or a choice is out of range, or a value is not allowed
+        (`validate`).
 
-    Cost: `v c^2` multiply-adds a sequence in `v` dependent steps; twice that again for the backward pass. Memory beyond operands,
-    result and gradients: the forward messages `[*B, v, c]` (those once more for sequences computed again), without gradients two
-    steps of them.
+    Cost: `v c^2` multiply-adds a sequence in `v` dependent steps; twice that again for the backward pass. Memory beyond
+    operands, result and gradients: the forward messages `[*B, v, c]` (those once more for sequences computed again),
+    without gradients two steps of them.
 
-    Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989).
-    Definition: `logchain.reference.product`.
+    Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77
+    (1989). Definition: `logchain.reference.product`.
 
     >>> x = torch.zeros(1, 3, 2).requires_grad_()  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step

@@ -1,0 +1,184 @@
+"""One step of a chain in log space: over the finite entries of its matrices where those are few, else by `log_matmul`.
+
+A left-to-right chain has two entries a column; gathering those is exact whatever the messages hold, and cheaper than
+any product.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import log_matmul
+from .chain import Chain
+from .exponentials import finite
+
+# entries of matrices looked at or gathered at a time
+_HELD = 2**18
+
+
+class Rows:
+    """The sequences `sets` x `members` of a chain's grid, in float64 logarithms (g', c, m')."""
+
+    def __init__(self, chain: Chain, sets: Tensor, members: Tensor) -> None:
+        self._chain, self.sets, self.members = chain, sets, members
+        self.shape = (len(sets), chain.c, len(members))
+        self._index = torch.unravel_index((sets[:, None] * chain.m + members).flatten(), chain.lead)
+        self._every: tuple[slice | Tensor, ...] = (slice(None), *self._index)  # the same, of every step
+        self.ends = None if chain.ends is None else chain.ends[sets][:, members].mT  # (g', 1, m')
+        self.homogeneous = chain.bulk.shape[0] == 1
+        self.v, self.log_params = chain.v, chain.log_params
+
+    def potentials(self, start: int, stop: int) -> Tensor:
+        """x of a block of steps (k, g', c, m'), a copy."""
+        return self._grid(self._chain.x[start:stop][self._every].double()).contiguous()
+
+    def start(self) -> Tensor:
+        """log p0 (g', c, m')."""
+        chain = self._chain
+        p0 = self._grid(chain.p0.expand(*chain.lead, chain.c)[self._index][None])[0].double()
+        return p0 if self.log_params else p0.log()
+
+    def _grid(self, sequences: Tensor) -> Tensor:
+        """(k, g' m', c) as (k, g', c, m')."""
+        grid: Tensor = sequences.unflatten(1, (self.shape[0], self.shape[2]))
+        return grid.mT
+
+    def write(self, values: Tensor, out: Tensor) -> None:
+        """Put values (k, g', c, m') where these sequences lie in (k, *lead, c)."""
+        out[self._every] = values.mT.flatten(1, 2).to(out.dtype)
+
+    def numbers(self, start: int, stop: int) -> Tensor:
+        """The numbers of the steps of a block (k, 1, 1, 1)."""
+        return torch.arange(start, stop, device=self.sets.device).view(-1, 1, 1, 1)
+
+    def matrices(self, start: int, stop: int) -> Tensor:
+        """What the caller passed for the transitions into a range of steps (k or 1, g', c * c)."""
+        chain = self._chain
+        raw = chain.bulk if self.homogeneous else chain.bulk[start - 1 : stop - 1]
+        raw = raw.reshape(len(raw), chain.g, -1)
+        return raw if len(self.sets) == chain.g else raw[:, self.sets]
+
+    def log(self, entries: Tensor) -> Tensor:
+        """The logarithms of what the caller passed."""
+        return entries.double() if self.log_params else entries.double().log()
+
+    def gradient(self, counts: Tensor, logs: Tensor) -> Tensor:
+        """The gradient of what the caller passed, from that of its logarithm; exactly 0 at an exact zero."""
+        gradient = counts if self.log_params else counts / logs.exp()
+        return gradient.masked_fill_(counts == 0, 0.0)
+
+
+class DenseSteps:
+    """Steps by the rescued log-semiring product."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def _matrix(self, step: int) -> Tensor:
+        c = self._rows.shape[1]
+        return self._rows.log(self._rows.matrices(step, step + 1)[0]).view(-1, c, c)
+
+    def forward(self, message: Tensor, step: int) -> Tensor:
+        """log sum_j exp(message_j + log P(j, .)) (g', c, m')."""
+        return log_matmul.forward(self._matrix(step).mT, message, torch.float64)[0]
+
+    def backward(self, message: Tensor, step: int) -> Tensor:
+        """log sum_k exp(log P(., k) + message_k) (g', c, m')."""
+        return log_matmul.forward(self._matrix(step), message, torch.float64)[0]
+
+    def transitions(self, before: Tensor, after: Tensor, states: Tensor, weight: Tensor, steps: range) -> Tensor:
+        """The gradients of some steps' matrices (k or 1, g', c, c): posteriors, shared out among the states before."""
+        gradients = []
+        for step, message, posterior in zip(steps, before, states, strict=True):
+            matrix = self._matrix(step)
+            counts = log_matmul.backward(posterior, matrix.mT, message, True, False, torch.float64)[0]
+            assert counts is not None
+            counts = counts.masked_fill_((posterior == 0).all(-1, keepdim=True), 0.0).mT
+            gradients.append(self._rows.gradient(counts, matrix))
+        stacked = torch.stack(gradients)
+        return stacked.sum(0, keepdim=True) if self._rows.homogeneous else stacked
+
+
+class SparseSteps:
+    """Steps over the entries that are not zero in some matrix: their logarithms are gathered, a few per state."""
+
+    def __init__(self, rows: Rows, linked: Tensor) -> None:
+        self._rows, self._c = rows, rows.shape[1]
+        before, after = _listed(linked), _listed(linked.T)
+        states = torch.arange(self._c, device=linked.device)
+        self._before = _Table(rows, before, before * self._c + states)
+        self._after = _Table(rows, after, states * self._c + after)
+
+    def forward(self, message: Tensor, step: int) -> Tensor:
+        """log sum_j exp(message_j + log P(j, .)) (g', c, m')."""
+        return _log_sum(self._before.terms(message, self._before.entries(step, step + 1)[0]))
+
+    def backward(self, message: Tensor, step: int) -> Tensor:
+        """log sum_k exp(log P(., k) + message_k) (g', c, m')."""
+        return _log_sum(self._after.terms(message, self._after.entries(step, step + 1)[0]))
+
+    def transitions(self, before: Tensor, after: Tensor, states: Tensor, weight: Tensor, steps: range) -> Tensor:
+        """The gradients of some steps' matrices (k or 1, g', c, c): the posteriors of linked pairs of states."""
+        entries = self._before.entries(steps.start, steps.stop)
+        pairs = self._before.terms(before, entries).add_(after[:, :, None]).flatten(2, 3)  # (k, g', d c, m')
+        counts = torch.softmax(pairs, -2).mul_(weight).masked_fill_(weight == 0, 0.0).sum(-1)
+        if self._rows.homogeneous:
+            counts = counts.sum(0, keepdim=True)
+        gradient = self._rows.gradient(counts, entries.flatten(2))
+        full = gradient.new_zeros(*gradient.shape[:2], self._c**2)
+        return full.index_copy_(2, self._before.flat, gradient).view(*gradient.shape[:2], self._c, self._c)
+
+
+class _Table:
+    """For each state the few states it is linked with (d, c), and where their entries lie in a matrix."""
+
+    def __init__(self, rows: Rows, states: Tensor, flat: Tensor) -> None:
+        self._rows, self._states, self.flat = rows, states.flatten(), flat.flatten()
+        self._shape = states.shape
+        self._piece = max(1, _HELD // (rows.shape[0] * rows.shape[1] ** 2))
+        self._first, self._held = 0, torch.empty(0)
+
+    def entries(self, start: int, stop: int) -> Tensor:
+        """log P_i at the listed entries (k or 1, g', d, c, 1)."""
+        rows = self._rows
+        if rows.homogeneous:
+            start, stop = 1, 2
+        if not self._first <= start <= stop <= self._first + len(self._held):
+            self._first = 1 + (start - 1) // self._piece * self._piece
+            raw = rows.matrices(self._first, min(rows.v, max(stop, self._first + self._piece)))[..., self.flat]
+            self._held = rows.log(raw).unflatten(-1, self._shape)[..., None]
+        return self._held[start - self._first : stop - self._first]
+
+    def terms(self, message: Tensor, entries: Tensor) -> Tensor:
+        """The terms (..., g', d, c, m') of the sums over linked states."""
+        shape = (*message.shape[:-2], *self._shape, message.shape[-1])
+        return message.index_select(-2, self._states).view(shape).add_(entries)
+
+
+def steps_for(rows: Rows) -> DenseSteps | SparseSteps:
+    """Sparse where no state is linked with more than a few: a gathered term costs about as much as 64 of a product."""
+    sets, c, _ = rows.shape
+    linked = torch.zeros(c * c, dtype=torch.bool, device=rows.sets.device)
+    piece = max(1, _HELD // (sets * c * c))
+    for start in range(1, 2 if rows.homogeneous else rows.v, piece):
+        entries = rows.matrices(start, min(start + piece, rows.v))
+        linked |= (entries != (-math.inf if rows.log_params else 0)).any(0).any(0)
+    linked = linked.view(c, c)
+    most = max(linked.sum(0).amax().item(), linked.sum(1).amax().item())
+    return SparseSteps(rows, linked) if most <= 4 + c // 64 else DenseSteps(rows)
+
+
+def _listed(linked: Tensor) -> Tensor:
+    """For each column of `linked` the rows in which it is true, padded with others: (d, c)."""
+    most = max(1, int(linked.sum(0).amax()))
+    return torch.sort(linked.to(torch.uint8), dim=0, descending=True, stable=True).indices[:most]
+
+
+def _log_sum(terms: Tensor) -> Tensor:
+    """logsumexp over the linked states (..., d, c, m'); overwrites the terms.
+
+    torch's own takes several times as long where terms lie far apart.
+    """
+    top = finite(terms.amax(-3))
+    return terms.sub_(top.unsqueeze(-3)).mul_(math.log2(math.e)).exp2_().sum(-3).log_().add_(top)

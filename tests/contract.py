@@ -1,0 +1,149 @@
+"""The accuracy contract as functions: how far a value or a gradient may lie from the truth."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+import logchain
+from logchain import reference
+from tests import oracle
+from tests.families import Chain
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """1 for float32 arithmetic (which half types use too), 2**-29 for float64."""
+    return 2.0**-29 if dtype == torch.float64 else 1.0
+
+
+def ulp(truth: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """The spacing of float32 or float64 at the truth; 0 where the truth is not finite."""
+    size = np.abs(truth).astype(np.float64 if dtype == torch.float64 else np.float32)
+    return np.where(np.isfinite(truth), np.spacing(np.where(np.isfinite(truth), size, 0)), 0.0).astype(np.float64)
+
+
+def depth(message: np.ndarray, posterior: np.ndarray) -> np.ndarray:
+    """D [*B]: how far the winning paths run below a message's maximum, on their average, at the worst step."""
+    top = message.max(-1, keepdims=True)
+    below = np.where(posterior > 0, top - np.where(posterior > 0, message, 0.0), 0.0)
+    return np.where(posterior > 0, posterior * below, 0.0).sum(-1).max(-1, initial=0.0)
+
+
+def spread(x: np.ndarray, lengths=None) -> np.ndarray:
+    """[*B]: the largest difference between two finite entries of one step within the sequence's length."""
+    finite = np.isfinite(x)
+    if lengths is not None:
+        lengths = np.asarray(lengths)
+        ends = lengths.reshape(lengths.shape + (1,) * (x.ndim - lengths.ndim))
+        finite = finite & (np.arange(x.shape[-2])[:, None] < ends)
+    high = np.where(finite, x, -np.inf).max(-1, initial=-np.inf)
+    low = np.where(finite, x, np.inf).min(-1, initial=np.inf)
+    return np.where(high >= low, np.where(high >= low, high, 0) - np.where(high >= low, low, 0), 0.0).max(-1)
+
+
+class Truth:
+    """Values, posteriors and bounds of one chain: float64 reference, or decimals where the arithmetic is float64."""
+
+    def __init__(self, chain: Chain, lengths=None):
+        x, bulk, p0 = (tensor.detach().double().numpy() for tensor in chain[:3])
+        options = {"log_params": chain.log_params, "lengths": lengths}
+        self.dtype = torch.float64 if torch.float64 in (t.dtype for t in chain[:3]) else torch.float32
+        exact = oracle.chain if self.dtype == torch.float64 else reference.marginals
+        found = exact(x, bulk, p0, **options)
+        self.log_norm, self.states, self.transitions = found.log_norm, found.states, found.transitions
+        # Above 0 where some path passes, however unlikely: elsewhere gradients are exactly 0.
+        allowed = (np.asarray(array > (-np.inf if chain.log_params else 0.0), float) for array in (bulk, p0))
+        self.reach = reference.marginals(np.where(np.isneginf(x), x, 0.0), *allowed, lengths=lengths)
+        messages = reference.forward_backward(x, bulk, p0, **options)
+        self.steps = x.shape[-2]
+        self.forward_depth = depth(messages.forward, self.states)
+        both = np.maximum(self.forward_depth, depth(messages.backward, self.states))
+        self.gradient_bound = rounding(self.dtype) * (1e-5 + 2.0**-22 * (spread(x, lengths) + both))
+
+    def value_bound(self, out_dtype: torch.dtype | None = None) -> np.ndarray:
+        per_step, per_nat = (2.0**-49, 2.0**-46) if self.dtype == torch.float64 else (2.0**-20, 2.0**-22)
+        slack = per_step * math.sqrt(self.steps) + per_nat * self.forward_depth
+        return ulp(self.log_norm, out_dtype or self.dtype) + slack
+
+
+def assert_values(out: torch.Tensor, truth: np.ndarray, bound: np.ndarray) -> None:
+    """`out` is exactly -inf where the truth is, never NaN, and within the bound elsewhere."""
+    found = out.detach().double().numpy()
+    assert found.shape == truth.shape, f"shape {found.shape}, expected {truth.shape}"
+    np.testing.assert_array_equal(np.isneginf(found), np.isneginf(truth))
+    possible = ~np.isneginf(truth)
+    error = np.abs(found[possible] - truth[possible])
+    allowed = np.broadcast_to(bound, truth.shape)[possible]
+    assert (error <= allowed).all(), f"error {error.max():.3g}, {np.nanmax(error / allowed):.3g} times the bound"
+
+
+def assert_gradient(
+    operand: torch.Tensor, weights: np.ndarray, reach: np.ndarray, bound: np.ndarray, log: bool = True
+) -> None:
+    """`operand.grad` is the sum of `weights` over the operand's broadcast axes: exactly 0 where nothing reaches.
+
+    A linear operand's gradient is compared as its logarithm's, that is multiplied by the operand.
+    """
+    found, value = operand.grad.double().numpy(), operand.detach().double().numpy()
+    assert operand.grad.dtype == operand.dtype
+    assert found.shape == value.shape, f"shape {found.shape}, expected {value.shape}"
+    forbidden = np.isneginf(value) if log else value == 0
+    assert (found[forbidden | (sum_to(reach, value.shape) == 0)] == 0).all(), "the impossible has a gradient"
+    found = found if log else found * value
+    expected, allowed = sum_to(weights, value.shape), sum_to(np.broadcast_to(bound, weights.shape), value.shape)
+    if operand.dtype in (torch.bfloat16, torch.float16):
+        allowed = allowed + torch.finfo(operand.dtype).eps / 2 * np.abs(expected)
+    error = np.abs(found - expected)
+    assert (error <= allowed).all(), f"error {error.max():.3g}, {np.nanmax(error / allowed):.3g} times the bound"
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN: what reads a buffer before writing it shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum over the axes that broadcasting `shape` to the array's shape would add or repeat."""
+    array = array.sum(tuple(range(array.ndim - len(shape))))
+    repeated = tuple(i for i, size in enumerate(shape) if size == 1 and array.shape[i] != 1)
+    return array.sum(repeated, keepdims=True)
+
+
+def assert_contract(
+    chain: Chain, lengths=None, wanted: str = "x bulk p0", truth: Truth | None = None, **options
+) -> None:
+    """Value and wanted gradients of `logchain.product` lie within the contract, and its inputs stay as they are."""
+    truth = truth or Truth(chain, lengths)
+    names = wanted.split()
+    leaves = {name: getattr(chain, name).detach() for name in ("x", "bulk", "p0")}
+    before = {name: leaf.clone() for name, leaf in leaves.items()}
+    for name in names:
+        leaves[name].requires_grad_()
+    out = logchain.product(**leaves, log_params=chain.log_params, lengths=lengths, **options)
+    assert out.dtype == options.get("out_dtype", truth.dtype)
+    assert_values(out, truth.log_norm, truth.value_bound(out.dtype))
+
+    # Upstream weights in [-1, 1], another one for every sequence.
+    upstream = torch.arange(out.numel(), dtype=torch.float64).cos().reshape(out.shape)
+    out.backward(upstream.to(out.dtype))
+    weight = upstream.to(out.dtype).double().numpy()[..., None, None]
+    bound = truth.gradient_bound[..., None, None]
+    if "x" in names:
+        assert_gradient(leaves["x"], weight * truth.states, truth.reach.states, bound)
+    if "bulk" in names:
+        counts, reach = weight[..., None] * truth.transitions, truth.reach.transitions
+        assert_gradient(leaves["bulk"], counts, reach, bound[..., None], chain.log_params)
+    if "p0" in names:
+        first, reach = weight[..., 0] * truth.states[..., 0, :], truth.reach.states[..., 0, :]
+        assert_gradient(leaves["p0"], first, reach, bound[..., 0], chain.log_params)
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.detach(), before[name], rtol=0, atol=0, equal_nan=True)
+        assert name in names or leaf.grad is None

@@ -1,0 +1,212 @@
+"""`logchain.matmul` keeps the accuracy contract against pairwise log-sum-exp, in values and in both derivatives."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain import reference
+from tests import oracle
+from tests.contract import assert_gradient, assert_values, poisoned_memory, rounding, spread, ulp
+
+F32, F64 = torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
+
+
+def dense(normal, uniform, m, k, n):
+    return normal(m, k), normal(k, n)
+
+
+def gaps(normal, uniform, m, k, n):
+    """Entries hundreds of nats apart: few terms matter, and rarely those at both maxima."""
+    return 250.0 * normal(m, k), 250.0 * normal(k, n)
+
+
+def misaligned(normal, uniform, m, k, n, depth=200.0):
+    """Rows fall by 200 nats where columns climb by 200."""
+    slope = -depth * torch.linspace(0, 1, k, dtype=F64)
+    return slope + 0.1 * normal(m, k), slope.flip(0)[:, None] + 0.1 * normal(k, n)
+
+
+def abyss(normal, uniform, m, k, n):
+    """Misaligned by more than the range of float64."""
+    return misaligned(normal, uniform, m, k, n, depth=1000.0)
+
+
+def just_representable(normal, uniform, m, k, n):
+    """Dominant terms 40 to 130 nats below both maxima: on both sides of what a shifted float32 sum can hold."""
+    depth = torch.linspace(40, 130, m, dtype=F64)[:, None]
+    a = torch.cat([torch.zeros(m, 1, dtype=F64), normal(m, k - 1) - depth], 1) if k > 1 else normal(m, 1)
+    b = torch.cat([torch.full((1, n), -INF, dtype=F64), normal(k - 1, n)], 0) if k > 1 else normal(1, n)
+    return a, b
+
+
+def sparse(normal, uniform, m, k, n):
+    a, b = 20.0 * normal(m, k), 20.0 * normal(k, n)
+    return torch.where(uniform(m, k) < 0.7, -INF, a), torch.where(uniform(k, n) < 0.7, -INF, b)
+
+
+def dead(normal, uniform, m, k, n):
+    """A row, a column and an inner index without any finite entry."""
+    a, b = normal(m, k), normal(k, n)
+    a[0], b[:, -1], a[:, k // 2], b[k // 2] = -INF, -INF, -INF, -INF
+    return a, b
+
+
+def offsets(normal, uniform, m, k, n):
+    return normal(m, k) + 1e4 * torch.arange(m)[:, None], normal(k, n) - 3e4
+
+
+CASES = [dense, gaps, misaligned, abyss, just_representable, sparse, dead, offsets]
+SIZES = [(7, 5, 3), (1, 17, 1), (17, 1, 4), (33, 20, 17), (1, 1, 1)]
+
+
+def draw(case, sizes, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)  # noqa: E731
+    uniform = lambda *shape: torch.rand(*shape, generator=generator, dtype=F64)  # noqa: E731
+    a, b = case(normal, uniform, *sizes)
+    return a.to(dtype), b.to(dtype)
+
+
+def bounds(a, b, truth, dtype):
+    """Values: as two steps, and 2**-17 more where the dominant term lies 64 nats below both shifts; gradients: as x."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        below = a.max(-1, initial=-INF)[..., :, None] + b.max(-2, initial=-INF)[..., None, :] - truth
+        # What is rounded has the grain of its binade: half as much at up to 32 nats, and so on.
+        binade = np.exp2(np.ceil(np.log2(np.clip(np.where(np.isfinite(below), below, 0), 0, 64))))
+    value = ulp(truth, dtype) + rounding(dtype) * (2.0**-20 * 2**0.5 + 2.0**-17 * binade / 64)
+    widest = max(spread(a).max(initial=0), spread(b.swapaxes(-1, -2)).max(initial=0))
+    return value, rounding(dtype) * (1e-5 + 2.0**-22 * widest)
+
+
+def assert_matmul(a, b):
+    """Value and both gradients within the contract; the gradients are sums of the terms' shares of their output."""
+    dtype = F64 if F64 in (a.dtype, b.dtype) else F32
+    a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+    wide_a, wide_b = a.detach().double().numpy(), b.detach().double().numpy()
+    exact, shares = oracle.matmul(wide_a, wide_b)
+    truth = exact if dtype == F64 else reference.matmul(wide_a, wide_b)
+    value, gradient = bounds(wide_a, wide_b, truth, dtype)
+    out = logchain.matmul(a, b)
+    assert out.dtype == dtype
+    assert_values(out, truth, value)
+    upstream = torch.arange(out.numel(), dtype=dtype).cos().reshape(out.shape)
+    out.backward(upstream)
+    shares = shares * upstream.double().numpy()[..., :, None, :]
+    m, _, n = shares.shape[-3:]
+    terms = np.isfinite(wide_a[..., :, :, None] + wide_b[..., None, :, :])
+    assert_gradient(a, shares.sum(-1), terms.sum(-1), np.array(gradient * n))
+    assert_gradient(b, shares.sum(-3), terms.sum(-3), np.array(gradient * m))
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_keeps_the_contract(case, sizes, dtype):
+    assert_matmul(*draw(case, sizes, dtype))
+
+
+@pytest.mark.parametrize("case", [dense, misaligned, sparse])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_exact_on_their_rounded_inputs(case, dtype):
+    a, b = draw(case, (7, 5, 3), dtype)
+    assert_matmul(a, b)
+    assert_matmul(a, b.float())
+
+
+def test_one_misaligned_pair():
+    out = logchain.matmul(torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]]))
+    assert abs(out.item() - (np.log(2) - 200)) < 2e-5
+
+
+BATCHES = [((3,), ()), ((), (3,)), ((3, 1), (1, 4)), ((1,), (5,)), ((2, 1, 3), (3,)), ((2, 3), (2, 3)), ((0,), (1,))]
+
+
+@pytest.mark.parametrize("case", [dense, misaligned, sparse])
+@pytest.mark.parametrize(("batch_a", "batch_b"), BATCHES, ids=str)
+def test_batch_axes_broadcast(case, batch_a, batch_b):
+    def stack(which, batch):
+        drawn = [draw(case, (4, 6, 3), F32, seed)[which] for seed in range(int(np.prod(batch)))]
+        matrix = draw(case, (4, 6, 3), F32)[which]
+        return torch.stack(drawn).reshape(*batch, *matrix.shape) if drawn else matrix.new_zeros(*batch, *matrix.shape)
+
+    assert_matmul(stack(0, batch_a), stack(1, batch_b))
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 2), (2, 3, 0), (0, 3, 0), (2, 0, 3), (0, 0, 0)], ids=str)
+def test_empty_sizes(sizes):
+    m, k, n = sizes
+    a, b = torch.zeros(m, k, requires_grad=True), torch.zeros(k, n, requires_grad=True)
+    out = logchain.matmul(a, b)
+    assert out.shape == (m, n) and (out == -INF).all()
+    out.sum().backward()
+    assert a.grad.shape == (m, k) and b.grad.shape == (k, n)
+    assert (a.grad == 0).all() and (b.grad == 0).all()
+
+
+@pytest.mark.parametrize("case", [dense, misaligned, sparse, dead])
+def test_strange_strides(case):
+    a, b = draw(case, (7, 5, 9), F32)
+    assert_matmul(a.T.contiguous().T, b.T.contiguous().T)
+    assert_matmul(a.repeat_interleave(2, 0)[::2], b.repeat_interleave(3, 1)[:, ::3])
+    assert_matmul(a.expand(3, 7, 5), b.expand(3, 5, 9))
+    assert_matmul(a[:, :1].expand(7, 5), b[:1].expand(5, 9))
+
+
+@pytest.mark.parametrize("case", [dense, misaligned, sparse, dead])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+def test_out_is_written_and_returned(case, dtype):
+    a, b = draw(case, (7, 5, 9), dtype)
+    expected = logchain.matmul(a, b)
+    for out in (torch.full((7, 9), NAN, dtype=dtype), torch.full((9, 14), NAN, dtype=dtype)[:, ::2].T):
+        assert logchain.matmul(a, b, out=out) is out
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_poisoned_memory(case):
+    with poisoned_memory():
+        assert_matmul(*draw(case, (7, 5, 3), F32))
+
+
+def test_nan_stays_in_its_row_and_column():
+    a, b = draw(dense, (4, 5, 3), F32)
+    clean = logchain.matmul(a, b)
+    a[1, 2] = NAN
+    out = logchain.matmul(a, b)
+    assert out[1].isnan().all() and torch.equal(out[[0, 2, 3]], clean[[0, 2, 3]])
+
+
+def test_only_wanted_gradients():
+    a, b = draw(misaligned, (4, 5, 3), F32)
+    for wants_a, wants_b in itertools.product([False, True], repeat=2):
+        left, right = a.clone().requires_grad_(wants_a), b.clone().requires_grad_(wants_b)
+        out = logchain.matmul(left, right)
+        assert out.requires_grad == (wants_a or wants_b)
+        if out.requires_grad:
+            out.sum().backward()
+        assert (left.grad is not None, right.grad is not None) == (wants_a, wants_b)
+
+
+@pytest.mark.parametrize("batches", [((), ()), ((2,), ()), ((1, 2), (2, 1))], ids=str)
+@pytest.mark.parametrize("case", [dense, misaligned, abyss, sparse, dead])
+def test_finite_differences(case, batches):
+    a, b = draw(case, (3, 4, 2), F64, seed=1)
+    hard_a, hard_b = a.isneginf(), b.isneginf()
+    possible = logchain.matmul(a, b).isfinite()
+    assert possible.any()
+
+    def value(a, b):
+        out = logchain.matmul(torch.where(hard_a, -INF, a), torch.where(hard_b, -INF, b))
+        return out[..., possible]
+
+    generator = torch.Generator().manual_seed(0)
+    operands = []
+    for operand, hard, batch in zip((a, b), (hard_a, hard_b), batches, strict=True):
+        noise = torch.randn(*batch, *operand.shape, generator=generator, dtype=F64)
+        operands.append((torch.where(hard, 0.0, operand) + 0.1 * noise).requires_grad_())
+    assert torch.autograd.gradcheck(value, operands)
+    assert torch.autograd.gradgradcheck(value, operands)

@@ -1,0 +1,41 @@
+"""The README shows what the results file holds, and its examples print what it says."""
+
+import doctest
+import re
+
+import pytest
+
+from tests.benchmarks import report
+
+TEXT = report.README.read_text()
+BLOCKS = [block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if block.startswith(">>>")]
+
+
+def test_there_is_an_example():
+    assert BLOCKS
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_example_prints_what_it_says(number):
+    example = doctest.DocTestParser().get_doctest(BLOCKS[number], {}, f"README block {number}", "README.md", 0)
+    runner = doctest.DocTestRunner()
+    output: list[str] = []
+    runner.run(example, out=output.append)
+    assert not runner.summarize(verbose=False).failed, "".join(output)
+
+
+def test_tables_are_those_of_the_results_file():
+    assert report.fill(TEXT, report.read()) == TEXT, "run: python -m tests.benchmarks report"
+
+
+def test_linked_files_exist():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in link]
+    missing = [link for link in links if not (report.README.parent / link).exists()]
+    assert links and not missing
+
+
+def test_every_decimal_number_outside_the_tables_is_an_example_or_a_promise():
+    """Measured numbers stand between the markers only."""
+    outside = re.sub(r"<!-- (\w+): from the results file -->.*?<!-- \1: end -->", "", TEXT, flags=re.DOTALL)
+    prose = re.sub(r"```.*?```", "", outside, flags=re.DOTALL)
+    assert not re.search(r"\d (ms|s|GB|MB|x)\b", prose)

@@ -1,0 +1,103 @@
+"""The float64 reference agrees with the sum over all state paths, on every family and at every length."""
+
+import numpy as np
+import pytest
+from scipy.special import logsumexp
+
+from logchain import reference
+from tests import oracle
+from tests.families import FAMILIES, detour, impossible
+
+INF = float("inf")
+ENUMERABLE = {"v": 5, "c": 3, "n": 2}
+
+
+def arrays(chain):
+    return tuple(tensor.numpy() for tensor in chain[:3])
+
+
+def assert_same(found: reference.Marginals, truth: oracle.Truth, largest: float) -> None:
+    """Every step of the reference rounds sums of size `largest` a few times in float64."""
+    slack = 4 * truth.states.shape[-2] * np.spacing(max(largest, 1.0))
+    np.testing.assert_allclose(found.log_norm, truth.log_norm, rtol=0, atol=slack)
+    np.testing.assert_allclose(found.states, truth.states, rtol=0, atol=2 * slack)
+    np.testing.assert_allclose(found.transitions, truth.transitions, rtol=0, atol=2 * slack)
+    dead = np.isneginf(truth.log_norm)
+    assert (found.states[dead] == 0).all() and (found.transitions[dead] == 0).all()
+
+
+def largest_sum(x, forward) -> float:
+    return max(np.abs(array[np.isfinite(array)]).max(initial=0.0) for array in (x, forward))
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_reference_agrees_with_all_paths(name, each):
+    sizes = ENUMERABLE if name not in ("v1", "v2", "v3", "c1", "c301") else {}
+    chain = FAMILIES[name](each=each, **sizes)
+    for case in (chain, chain.logs()):
+        x, bulk, p0 = arrays(case)
+        truth = oracle.all_paths(x, bulk, p0, log_params=case.log_params)
+        found = reference.marginals(x, bulk, p0, log_params=case.log_params)
+        messages = reference.forward_backward(x, bulk, p0, log_params=case.log_params)
+        assert_same(found, truth, largest_sum(x, messages.forward))
+        np.testing.assert_array_equal(messages.log_norm, found.log_norm)
+        np.testing.assert_array_equal(reference.product(x, bulk, p0, log_params=case.log_params), found.log_norm)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "sparse", "one_dead", "impossible"])
+@pytest.mark.parametrize("lengths", [[1, 4], [5, 2], [[5, 1], [3, 2]]], ids=str)
+def test_reference_agrees_with_all_paths_at_every_length(name, lengths):
+    chain = FAMILIES[name](each=True, **ENUMERABLE)
+    x, bulk, p0 = arrays(chain)
+    options = {"log_params": chain.log_params, "lengths": lengths}
+    truth = oracle.all_paths(x, bulk, p0, **options)
+    messages = reference.forward_backward(x, bulk, p0, **options)
+    assert_same(reference.marginals(x, bulk, p0, **options), truth, largest_sum(x, messages.forward))
+
+
+def test_nan_behind_the_end_has_no_influence():
+    x, bulk, p0 = arrays(FAMILIES["dense"](each=True, **ENUMERABLE))
+    clean = reference.marginals(x, bulk, p0, lengths=[3, 5])
+    x[0, :, 3:], bulk[0, :, 2:] = np.nan, np.nan
+    for found, expected in zip(reference.marginals(x, bulk, p0, lengths=[3, 5]), clean, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "peaked", "sparse"])
+def test_messages_meet_in_the_log_partition_at_every_step(name):
+    chain = FAMILIES[name]()
+    x, bulk, p0 = arrays(chain)
+    forward, backward, log_norm = reference.forward_backward(x, bulk, p0, log_params=chain.log_params)
+    joint = logsumexp(forward + backward, axis=-1)
+    np.testing.assert_allclose(joint, np.broadcast_to(log_norm[..., None], joint.shape), rtol=1e-13, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decimal_chain_agrees_with_all_paths(name):
+    sizes = ENUMERABLE | {"v": 4} if name not in ("v1", "v2", "v3", "c1", "c301") else {}
+    chain = FAMILIES[name](each=True, **sizes)
+    options = {"log_params": chain.log_params, "lengths": [[1, sizes["v"]], [2, 3]] if sizes else None}
+    for found, truth in zip(oracle.chain(*chain[:3], **options), oracle.all_paths(*chain[:3], **options), strict=True):
+        np.testing.assert_allclose(found, truth, rtol=1e-15, atol=0)
+
+
+def test_a_path_of_misaligned_maxima_is_not_lost():
+    found = reference.matmul([[0.0, -200.0]], [[-200.0], [0.0]])
+    np.testing.assert_allclose(found, [[-200 + np.log(2)]], rtol=1e-15)
+    assert np.isfinite(reference.product(*arrays(detour(n=1, t=1)), log_params=True)).all()
+
+
+def test_what_is_impossible_is_exactly_minus_infinity():
+    assert (reference.product(*arrays(impossible())) == -INF).all()
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (3, 4)), ((5, 2, 3), (1, 3, 1)), ((2, 1), (3, 1, 2))], ids=str)
+def test_reference_matmul_agrees_with_decimals(shapes):
+    rng = np.random.default_rng(0)
+    a, b = (100 * rng.standard_normal(shape) for shape in shapes)
+    b[rng.random(b.shape) < 0.3] = -INF
+    a[..., 0, :] = -INF
+    truth, _ = oracle.matmul(a, b)
+    assert np.isneginf(truth[..., 0, :]).all() and np.isfinite(truth).any()
+    np.testing.assert_allclose(reference.matmul(a, b), truth, rtol=1e-15, atol=1e-13)
