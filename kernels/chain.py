@@ -7,15 +7,12 @@ c]. Everything here is a view of what the caller passed.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .exponentials import FLUSH, exp_shifted, finite
-
-# a block of steps whose exponentials are taken in one call: large enough to hide the calls, small enough for a core's
-# cache
-_BLOCK = 2**19
 
 # a matrix whose largest entry lies within these is used as it is
 _NEAR_ONE = (2.0**-16, 2.0**16)
@@ -46,28 +43,33 @@ class Chain:
         """States."""
         return self.x.shape[-1]
 
-    @property
+    @cached_property
     def lead(self) -> torch.Size:
         """The batch axes, own ones first."""
         return self.x.shape[1:-1]
 
-    @property
+    @cached_property
     def g(self) -> int:
         """Sets of matrices."""
         return math.prod(self.bulk.shape[1:-2])
 
-    @property
+    @cached_property
     def m(self) -> int:
         """Sequences that share a set."""
         return math.prod(self.lead[self.bulk.dim() - 3 :])
+
+    @property
+    def zero(self) -> float:
+        """How `bulk` and `p0` say zero."""
+        return -math.inf if self.log_params else 0.0
 
     def new(self, *shape: int) -> Tensor:
         """An uninitialised tensor of the dtype of the arithmetic."""
         return self.x.new_empty(shape, dtype=self.dtype)
 
-    def blocks(self) -> list[tuple[int, int]]:
-        """Ranges of steps, in order."""
-        size = max(1, _BLOCK // max(1, self.g * self.m * self.c))
+    def blocks(self, entries: int) -> list[tuple[int, int]]:
+        """Ranges of steps, in order, of about so many entries of x each."""
+        size = max(1, entries // (self.g * self.m * self.c))
         return [(start, min(start + size, self.v)) for start in range(0, self.v, size)]
 
     def start(self) -> tuple[Tensor, Tensor]:
@@ -79,13 +81,19 @@ class Chain:
         top.masked_fill_(top == 0, 1.0)
         return self.p0.to(self.dtype) / top, top.double().log()
 
-    def running(self, step: int) -> Tensor | None:
-        """Which sequences have not ended before `step` (g, m, 1); None where all go on."""
-        return None if self.ends is None else self.ends > step
+    @cached_property
+    def ended(self) -> Tensor | None:
+        """Which sequences have ended before a step (v, g, m, 1); None where all go on to the last."""
+        return None if self.ends is None else self.ends <= self._steps
 
-    def ending(self, step: int) -> Tensor | None:
-        """Which sequences have `step` as their last (g, m, 1); None where none or all of them do."""
-        return None if self.ends is None else self.ends == step + 1
+    @cached_property
+    def last(self) -> Tensor | None:
+        """Which sequences have a step as their last (v, g, m, 1); None where all have the last one."""
+        return None if self.ends is None else self.ends == self._steps + 1
+
+    @property
+    def _steps(self) -> Tensor:
+        return torch.arange(self.v, device=self.x.device).view(-1, 1, 1, 1)
 
 
 class Emissions:
@@ -95,23 +103,26 @@ class Emissions:
     `careful`, in float64. A block is valid, and may be overwritten by the caller, until the next one is asked for.
     """
 
-    def __init__(self, chain: Chain, *, careful: bool) -> None:
+    def __init__(self, chain: Chain, size: int, *, careful: bool) -> None:
         self._chain = chain
         self.shift = chain.new(chain.v, chain.g, chain.m, 1)
-        self._top = self.shift.view(chain.v, *chain.lead, 1)
-        shape = (chain.blocks()[0][1], *chain.lead, chain.c)
-        self._weights, self._scratch = chain.new(*shape), chain.new(*shape)
-        self._wide = torch.empty(2, *shape, dtype=torch.float64, device=chain.x.device) if careful else None
+        shape = (size, *chain.lead, chain.c)
+        wide = torch.float64 if careful else chain.dtype
+        self._weights = chain.new(*shape)
+        self._scratch = torch.empty(*shape, dtype=wide, device=chain.x.device)
+        self._exact = self._weights if wide == chain.dtype else torch.empty_like(self._scratch)
+        self._top = torch.empty(*shape[:-1], 1, dtype=chain.x.dtype, device=chain.x.device)
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """The weights of the steps from `start` to before `stop`."""
         chain, size = self._chain, stop - start
-        x, top, weights = chain.x[start:stop], self._top[start:stop], self._weights[:size]
-        finite(top.copy_(x.amax(-1, keepdim=True)))
-        if self._wide is None:
-            exp_shifted(x, top, weights, self._scratch[:size])
+        x, weights, exact, scratch = chain.x[start:stop], self._weights[:size], self._exact[:size], self._scratch[:size]
+        shift = self.shift[start:stop].view(size, *chain.lead, 1)
+        finite(shift.copy_(torch.amax(x, -1, keepdim=True, out=self._top[:size])))
+        if exact is weights:
+            exp_shifted(x, shift, weights, scratch)
         else:
-            weights.copy_(exp_shifted(x.double(), top, *self._wide[:, :size]))
+            weights.copy_(exp_shifted(scratch.copy_(x), shift, exact, scratch))
             torch.threshold_(weights, FLUSH[chain.dtype], 0.0)
         return weights.view(size, chain.g, chain.m, chain.c)
 
@@ -126,6 +137,7 @@ class Matrices:
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
         self._buffer: Tensor | None = None
+        self._zeros: Tensor | None = None
         self._held = -1
         self.low = self.high = 1.0  # bounds of the scaled entries
         self._scale = 1.0
@@ -151,9 +163,11 @@ class Matrices:
         """One matrix for every step."""
         return self._chain.bulk.shape[0] == 1
 
-    def log_scale(self, start: int, stop: int) -> Tensor:
-        """What was taken out of the matrix into each step (k, g or 1, 1): nats, 0 at the first variable."""
+    def log_scale(self, start: int, stop: int) -> Tensor | None:
+        """What was taken out of the matrix into each step (k, g or 1, 1), 0 for the first; None for nothing."""
         chain, skip = self._chain, int(start == 0)
+        if self._shift is None and self._scale == 1.0:
+            return None
         scale = torch.zeros(stop - start, 1, 1, dtype=torch.float64, device=chain.x.device)
         if self._shift is None:
             scale[skip:] = -math.log(self._scale)
@@ -186,16 +200,16 @@ class Matrices:
 
     def gradient_from_linear(self, step: int, gradient: Tensor) -> None:
         """Make the scaled linear matrix's gradient the caller's matrix's, in place; exactly 0 at an exact zero."""
+        if self._zeros is None:
+            self._zeros = torch.empty_like(gradient, dtype=torch.bool)
         if self._chain.log_params:
-            unused = None if self._chain.ends is None else gradient == 0
-            gradient.mul_(self(step))
-            if unused is not None:  # what lies behind an end may be NaN
-                gradient.masked_fill_(unused, 0.0)
+            torch.eq(gradient, 0, out=self._zeros)
+            gradient.mul_(self(step)).masked_fill_(self._zeros, 0.0)  # what lies behind an end may be NaN
             return
         if self._scale != 1.0:
             gradient.mul_(self._scale)
         if not self.low > 0:
-            gradient.masked_fill_(self.raw(step) == 0, 0.0)
+            gradient.masked_fill_(torch.eq(self.raw(step), 0, out=self._zeros), 0.0)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:

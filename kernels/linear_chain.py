@@ -21,19 +21,24 @@ from torch import Tensor
 
 from .chain import Chain, Emissions, Matrices, multiply
 from .exponentials import finite, trusted_sum
+from .summation import exact_sum
 
 # float64 scales summed at a time
 _PIECE = 2**15
 
-# a path that runs less than this below the largest emissions (17 nats) is known to less roundings than the contract
-# allows
+# steps of the backward pass between two normalisations
+_REFRESH = 64
+
+# entries of x whose exponentials are taken in one call: enough to hide the call, few enough for a cache
+_BLOCK = 2**18
+
+# by step, a path may run so far (17 nats) below the largest emission: its rounding stays within the contract
 _SHALLOW = 2.0**-24
 
 
 @dataclass
 class Kept:
-    """What the backward pass needs: messages S (v, g, m, c), scales z (v, g, m, 1), the last message's sum (g, m,
-    1)."""
+    """What the backward pass needs: messages S (v, g, m, c), scales z (v, g, m, 1), the sum of the last S (g, m, 1)."""
 
     messages: Tensor
     scales: Tensor
@@ -47,15 +52,19 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
     """
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     matrices = Matrices(chain)
-    initial, initial_scale = chain.start()
+    initial, log_top = chain.start()
     period = _period(chain, matrices, initial)
-    certificate = None if period else _Certificate(chain, matrices, initial)
+    certificate = None if period else _Certificate(chain, matrices)
     messages = chain.new(v if keep else min(v, 2), g, m, c)
     scales = chain.new(v, g, m, 1).fill_(1.0)
-    total = chain.new(g, m, 1).zero_()
+    total, ending = chain.new(g, m, 1).zero_(), chain.new(g, m, 1)
     tiny = torch.finfo(chain.dtype).tiny
-    slots, scale_of, emissions = messages.unbind(0), scales.unbind(0), Emissions(chain, careful=not period)
-    for start, stop in chain.blocks():
+    slots, scale_of, emissions = (
+        messages.unbind(0),
+        scales.unbind(0),
+        Emissions(chain, chain.blocks(_BLOCK)[0][1], careful=not period),
+    )
+    for start, stop in chain.blocks(_BLOCK):
         block = emissions(start, stop)
         for step in range(start, stop):
             message, z, emission = slots[step % len(slots)], scale_of[step], block[step - start]
@@ -66,40 +75,46 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
                 if certificate is not None:
                     certificate.look(step, message, scale_of[step - 1])
                 message.mul_(emission)
-            running, ending = chain.running(step), chain.ending(step)
-            if running is not None:
-                message.masked_fill_(~running, 0.0)
+            if chain.ended is not None:
+                message.masked_fill_(chain.ended[step], 0.0)
             if not period or step % period == 0:
                 torch.amax(message, -1, keepdim=True, out=z).clamp_(min=tiny)
                 message.div_(z)
-            if ending is not None:
-                torch.where(ending, message.sum(-1, keepdim=True), total, out=total)
+            if chain.last is not None:
+                torch.sum(message, -1, keepdim=True, out=ending)
+                torch.where(chain.last[step], ending, total, out=total)
             if certificate is not None:
                 certificate.look_at_scale(step, z)
                 if certificate.nothing_left:
                     return total[..., 0].double(), certificate.lossy, Kept(messages, scales, total)
-    if chain.ends is None:
-        total = slots[(v - 1) % len(slots)].sum(-1, keepdim=True)
-    log_norm = initial_scale.expand(*chain.lead, 1).reshape(g, m) + _log_scales(
-        chain, matrices, scales, emissions.shift
-    )
-    log_norm += total[..., 0].double().log()
-    lossy = certificate.lossy if certificate is not None and certificate.lossy.any() else None
-    return log_norm, lossy, Kept(messages, scales, total)
+    if chain.last is None:
+        torch.sum(slots[(v - 1) % len(slots)], -1, keepdim=True, out=total)
+    kept = Kept(messages, scales, total)
+    lossy = _deep(chain, matrices, kept, period) if certificate is None else certificate.lossy
+    lossy = lossy if lossy is not None and lossy.any() else None
+    return _log_norm(chain, matrices, log_top, emissions.shift, kept), lossy, kept
 
 
-def _log_scales(chain: Chain, matrices: Matrices, scales: Tensor, shifts: Tensor) -> Tensor:
-    """The sum of the logarithms of all that was taken out of the messages (g, m), in float64, a piece at a time."""
-    result = torch.zeros(chain.g, chain.m, dtype=torch.float64, device=scales.device)
-    size = max(1, _PIECE // (chain.g * chain.m))
-    for start in range(0, chain.v, size):
-        stop = min(start + size, chain.v)
-        piece = scales[start:stop].double().log().add_(shifts[start:stop])[..., 0].add_(matrices.log_scale(start, stop))
-        if chain.ends is not None:
-            steps = torch.arange(start, stop, device=piece.device).view(-1, 1, 1)
-            piece.masked_fill_(steps >= chain.ends[..., 0], 0.0)
-        result += piece.sum(0)
-    return result
+def _log_norm(chain: Chain, matrices: Matrices, log_top: Tensor, shifts: Tensor, kept: Kept) -> Tensor:
+    """The logarithms of all that was taken out of the messages, and of what was left at the end (g, m), in float64."""
+    total = log_top.expand(*chain.lead, 1).reshape(chain.g, chain.m) + kept.total[..., 0].double().log()
+    lost = torch.zeros_like(total)
+    size = max(1, _PIECE // (chain.g * chain.m), -(-chain.v // 8))  # at most eight pieces, however long the chain
+    for first in range(0, chain.v, size):
+        last = min(first + size, chain.v)
+        parts = [kept.scales[first:last, ..., 0].double().log(), shifts[first:last, ..., 0]]
+        log_scale = matrices.log_scale(first, last)
+        if log_scale is not None:
+            parts.append(log_scale.expand(-1, chain.g, chain.m))
+        piece = torch.cat(parts)
+        if chain.ended is not None:
+            piece.masked_fill_(chain.ended[first:last, ..., 0].repeat(len(parts), 1, 1), 0.0)
+        if chain.dtype == torch.float64:
+            total, more = exact_sum(torch.cat([total[None], piece]))
+            lost += more
+        else:
+            total += piece.sum(0)
+    return total + lost
 
 
 def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, grad_bulk: Tensor | None) -> Tensor:
@@ -115,24 +130,29 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
     final = (weight[..., None] / kept.total).masked_fill_(unused, 0.0)
     adjoint = chain.new(g, m, c).zero_() if chain.ends is not None else final.expand(g, m, c).clone()
     sparse = not matrices.low > 0 or chain.ends is not None
-    slots, emissions = kept.messages.unbind(0), Emissions(chain, careful=not period)
+    slots, emissions = kept.messages.unbind(0), Emissions(chain, chain.blocks(_BLOCK)[0][1], careful=not period)
+    unreached, found = torch.empty_like(adjoint, dtype=torch.bool), chain.new(g, m, 1)
+    spare = torch.empty_like(adjoint)
     if grad_bulk is not None and matrices.homogeneous:
         grad_bulk.zero_()
-    for start, stop in reversed(chain.blocks()):
+    for start, stop in reversed(chain.blocks(_BLOCK)):
         sources = emissions(start, stop)
         for step in reversed(range(start, stop)):
             message, source = slots[step], sources[step - start]
-            running, ending = chain.running(step), chain.ending(step)
-            if running is not None and ending is not None:
-                adjoint.masked_fill_(~running, 0.0)
-                torch.where(ending, final, adjoint, out=adjoint)
+            if chain.ended is not None and chain.last is not None:
+                adjoint.masked_fill_(chain.ended[step], 0.0)
+                torch.where(chain.last[step], final, adjoint, out=adjoint)
             if grad_x is not None:
                 torch.mul(message.view(lead), adjoint.view(lead), out=grad_x[step])
+            if step % _REFRESH == 0:  # a step's posteriors sum to the weight, and must not drift from it
+                torch.sum(torch.mul(message, adjoint, out=spare), -1, keepdim=True, out=found)
+                none = torch.eq(found, 0.0, out=unreached[..., :1])
+                adjoint.mul_(torch.div(weight[..., None], found, out=found).masked_fill_(none, 0.0))
             source.mul_(adjoint)
             if not period or step % period == 0:
                 source.div_(kept.scales[step])
             if sparse:  # what no path enters has a source of any size, even infinite, and no influence
-                source.masked_fill_(message == 0, 0.0)
+                source.masked_fill_(torch.eq(message, 0.0, out=unreached), 0.0)
             if step > 0:
                 multiply(source, matrices(step).mT, adjoint)
         if grad_bulk is not None:
@@ -184,19 +204,25 @@ def _period(chain: Chain, matrices: Matrices, initial: Tensor) -> int:
     largest entry is at least low^k and the next sums at least low^(k+1).
     """
     low, high = matrices.low, max(1.0, matrices.high)
-    if low >= _SHALLOW:
-        low = min(low, _first_scale(chain, initial))
-    if not low >= _SHALLOW:
-        return 0
     threshold = trusted_sum(chain.dtype, chain.c) * high
+    if low**2 >= threshold:
+        low = min(low, _first_scale(chain, initial))
     period = 0
-    while period < 8 and low ** (period + 2) >= threshold and (chain.c * high) ** (period + 1) * threshold <= 1.0:
+    while period < 2 and low ** (period + 2) >= threshold and (chain.c * high) ** (period + 1) * threshold <= 1.0:
         period += 1
     return period
 
 
+def _deep(chain: Chain, matrices: Matrices, kept: Kept, period: int) -> Tensor | None:
+    """The sequences (g, m) of a certified chain with a scale so small that paths may run too deep; None for none."""
+    if min(1.0, matrices.low) >= _SHALLOW:
+        return None
+    deep = (kept.scales < _SHALLOW**period) & (kept.total > 0)
+    return deep.masked_fill_(chain.ended, False).any(0)[..., 0] if chain.ended is not None else deep.any(0)[..., 0]
+
+
 def _first_scale(chain: Chain, initial: Tensor) -> float:
-    """A bound of the first message's largest entry; where `p0` has zeros, that of the worst sequence."""
+    """A bound of the first message's largest entry: exactly the least one where `p0` has zeros or little else."""
     low = initial.amin().item()
     if low < _SHALLOW:
         x = chain.x[0].to(chain.dtype)
@@ -207,68 +233,83 @@ def _first_scale(chain: Chain, initial: Tensor) -> float:
 class _Certificate:
     """Finds the sequences in which something finite underflowed and might have mattered."""
 
-    def __init__(self, chain: Chain, matrices: Matrices, initial: Tensor) -> None:
+    def __init__(self, chain: Chain, matrices: Matrices) -> None:
         self._chain = chain
         self._end_threshold = trusted_sum(chain.dtype, chain.c)
-        self._threshold = self._end_threshold * max(1.0, matrices.high)
-        self._reach = _Reach(chain, matrices, initial)
         self._shallow = _SHALLOW if chain.dtype == torch.float64 else 0.0
-        self.lossy = torch.zeros(chain.g, chain.m, dtype=torch.bool, device=chain.x.device)
+        self._reach = _Reach(chain, matrices)
+        self._threshold = chain.new(1).fill_(self._end_threshold * max(1.0, matrices.high))
+        self._floor, self._least = chain.new(chain.g, chain.m, 1), chain.new(2)
+        self._small = torch.empty(chain.g, chain.m, chain.c, dtype=torch.bool, device=chain.x.device)
+        self._found, self._any = self._small.new_empty(chain.g, chain.m), self._small.new_empty(())
+        self.lossy = torch.zeros_like(self._found)
         self.nothing_left = False
 
     def look(self, step: int, sums: Tensor, z: Tensor) -> None:
         """`sums` U_i (g, m, c), `z` (g, m, 1) the scale of the message they were made from."""
-        if sums.amin().item() * z.amin().item() >= self._threshold:
+        torch.amin(sums, (0, 1, 2), out=self._least[0])
+        torch.amin(z, (0, 1, 2), out=self._least[1])
+        least, scale = self._least.tolist()
+        if least * scale >= self._threshold.item():
             return
-        small = (sums < self._threshold / z).logical_and_(self._reach.at(step))
-        running = self._chain.running(step)
-        if running is not None:
-            small.logical_and_(running)
-        self._flag(small.any(-1))
+        torch.lt(sums, torch.div(self._threshold, z, out=self._floor), out=self._small)
+        if self._chain.ended is not None:
+            self._small.masked_fill_(self._chain.ended[step], False)
+        self._flag(step)
 
     def look_at_scale(self, step: int, z: Tensor) -> None:
         """The last message is summed: it must not have lost what it consists of. Nor may float64's run too deep."""
-        running, ending = self._chain.running(step), self._chain.ending(step)
-        if not self._shallow and ending is None and step < self._chain.v - 1:
+        chain = self._chain
+        if not self._shallow and chain.last is None and step < chain.v - 1:
             return
-        small = z < max(self._shallow, self._end_threshold)
-        if running is not None and ending is not None:
-            small.logical_and_(running if self._shallow else ending)
-        if small.any():
-            self._flag((small & self._reach.at(step)).any(-1))
+        torch.lt(z, max(self._shallow, self._end_threshold), out=self._small[..., :1])
+        if chain.ended is not None and chain.last is not None:
+            if self._shallow:
+                self._small[..., :1].masked_fill_(chain.ended[step], False)
+            else:
+                self._small[..., :1].logical_and_(chain.last[step])
+        self._small[..., 1:] = self._small[..., :1]
+        self._flag(step)
 
-    def _flag(self, found: Tensor) -> None:
-        if found.any():
-            self.lossy.logical_or_(found)
-            self.nothing_left = bool(self.lossy.all())
+    def _flag(self, step: int) -> None:
+        """Of the small entries, those that some path reaches."""
+        if torch.amax(self._small, (0, 1, 2), out=self._any).item():
+            self._small.logical_and_(self._reach.at(step))
+            self.lossy.logical_or_(torch.amax(self._small, -1, out=self._found))
+            self.nothing_left = bool(torch.amin(self.lossy, (0, 1), out=self._any).item())
 
 
 class _Reach:
     """Which states a path of finite weight can be in, step by step, computed only as far as it is asked for."""
 
-    def __init__(self, chain: Chain, matrices: Matrices, initial: Tensor) -> None:
-        self._chain, self._matrices, self._initial = chain, matrices, initial
-        self._step, self._alive = -1, initial  # alive: (g, m or 1, c)
-        self._holes = False
+    def __init__(self, chain: Chain, matrices: Matrices) -> None:
+        self._chain, self._matrices = chain, matrices
+        self._step, self._alive = -1, torch.empty(0)  # alive: (g, m or 1, c), of ones and zeros
 
     def at(self, step: int) -> Tensor:
-        chain = self._chain
         if self._step < 0:
-            self._holes = chain.x.amin().item() == -math.inf
-            own = chain.bulk.dim() - 3
-            shared = self._initial.shape[own:-1]
-            if self._holes or math.prod(shared) > 1:  # otherwise one row serves all sequences that share their matrices
-                shared = chain.lead[own:]
-            self._alive = (self._initial > 0).expand(*chain.lead[:own], *shared, chain.c).reshape(chain.g, -1, chain.c)
-            self._advance_to(0)
+            self._begin()
         while self._step < step:
-            linked = self._matrices.raw(self._step + 1) > (-math.inf if chain.log_params else 0)
-            self._alive = torch.matmul(self._alive.to(chain.dtype), linked.to(chain.dtype)) > 0
+            torch.gt(self._matrices.raw(self._step + 1), self._chain.zero, out=self._linked)
+            multiply(self._alive, self._linked, self._next)
+            torch.gt(self._next, 0.0, out=self._alive)
             self._advance_to(self._step + 1)
         return self._alive
 
+    def _begin(self) -> None:
+        chain, own = self._chain, self._chain.bulk.dim() - 3
+        self._holes = not chain.x.amin().item() > -math.inf
+        shared = chain.p0.shape[own:-1]
+        if self._holes or math.prod(shared) > 1:  # otherwise one row serves all sequences that share their matrices
+            shared = chain.lead[own:]
+        alive = (chain.p0 > chain.zero).expand(*chain.lead[:own], *shared, chain.c)
+        self._alive = alive.reshape(chain.g, -1, chain.c).to(chain.dtype)
+        self._next, self._linked = torch.empty_like(self._alive), chain.new(chain.g, chain.c, chain.c)
+        self._possible = chain.new(*chain.lead, chain.c) if self._holes else None
+        self._advance_to(0)
+
     def _advance_to(self, step: int) -> None:
         self._step = step
-        if self._holes:
-            chain = self._chain
-            self._alive = self._alive & (chain.x[step] > -math.inf).reshape(chain.g, chain.m, chain.c)
+        if self._possible is not None:
+            torch.gt(self._chain.x[step], -math.inf, out=self._possible)
+            self._alive.mul_(self._possible.view(self._alive.shape))

@@ -20,6 +20,10 @@ from torch import Tensor
 from .chain import Chain
 from .exponentials import finite
 from .log_steps import Rows, steps_for
+from .summation import exact_sum
+
+# entries of x in a block of steps: as many float64 values, for transitions a few times as many, are held at a time
+_BLOCK = 2**15
 
 # steps between two scales: what float64 holds beyond float32 is room for a few
 _PERIOD = {torch.float32: 8, torch.float64: 1}
@@ -41,24 +45,27 @@ def forward(chain: Chain, lossy: Tensor, *, keep: bool) -> Forward:
     steps, period = steps_for(rows), _PERIOD[chain.dtype]
     kept = chain.new(chain.v, *rows.shape) if keep else None
     message = rows.start()
-    scale = torch.zeros_like(message[:, :1])  # (g', 1, m')
-    log_norm = torch.zeros_like(scale)
-    for start, stop in chain.blocks():
+    scales = message.new_zeros(chain.v, rows.shape[0], 1, rows.shape[2])
+    last = torch.zeros_like(scales[0])
+    for start, stop in chain.blocks(_BLOCK):
         block = rows.potentials(start, stop)
         for step, potential in enumerate(block, start):
             message = potential.add_(steps.forward(message, step) if step else message)
             if rows.ends is not None:
                 message.masked_fill_(rows.ends <= step, -math.inf)
             if step % period == 0:
-                scale += _normalise(message)
+                scales[step] = _normalise(message)
             if rows.ends is not None:
-                torch.where(rows.ends == step + 1, scale + _total(message), log_norm, out=log_norm)
+                torch.where(rows.ends == step + 1, _total(message), last, out=last)
         if kept is not None:
             message = message.clone()
             _normalise(block)
             kept[start:stop] = block
     if rows.ends is None:
-        log_norm = scale + _total(message)
+        last = _total(message)
+    else:
+        scales.masked_fill_(rows.ends <= rows.numbers(0, chain.v), 0.0)
+    log_norm = torch.stack(exact_sum(torch.cat([scales, last[None]]))).sum(0)
     return Forward(rows.sets, rows.members, log_norm[:, 0], kept)
 
 
@@ -75,7 +82,7 @@ def backward(
     steps, period = steps_for(rows), _PERIOD[chain.dtype]
     weight = weight[kept.sets][:, kept.members].double().masked_fill_(kept.log_norm == -math.inf, 0.0)[:, None]
     message = torch.zeros(rows.shape, dtype=torch.float64, device=weight.device)
-    for start, stop in reversed(chain.blocks()):
+    for start, stop in reversed(chain.blocks(_BLOCK)):
         after = rows.potentials(start, stop)  # becomes x_i + b_i
         behind = torch.empty_like(after)  # b_i
         for step in reversed(range(start, stop)):

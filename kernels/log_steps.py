@@ -27,7 +27,7 @@ class Rows:
         self._every: tuple[slice | Tensor, ...] = (slice(None), *self._index)  # the same, of every step
         self.ends = None if chain.ends is None else chain.ends[sets][:, members].mT  # (g', 1, m')
         self.homogeneous = chain.bulk.shape[0] == 1
-        self.v, self.log_params = chain.v, chain.log_params
+        self.v, self.zero, self.log_params = chain.v, chain.zero, chain.log_params
 
     def potentials(self, start: int, stop: int) -> Tensor:
         """x of a block of steps (k, g', c, m'), a copy."""
@@ -163,7 +163,7 @@ def steps_for(rows: Rows) -> DenseSteps | SparseSteps:
     piece = max(1, _HELD // (sets * c * c))
     for start in range(1, 2 if rows.homogeneous else rows.v, piece):
         entries = rows.matrices(start, min(start + piece, rows.v))
-        linked |= (entries != (-math.inf if rows.log_params else 0)).any(0).any(0)
+        linked |= (entries != rows.zero).any(0).any(0)
     linked = linked.view(c, c)
     most = max(linked.sum(0).amax().item(), linked.sum(1).amax().item())
     return SparseSteps(rows, linked) if most <= 4 + c // 64 else DenseSteps(rows)

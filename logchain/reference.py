@@ -66,14 +66,14 @@ def forward_backward(
     forward, backward = np.full(x.shape, -np.inf), np.full(x.shape, -np.inf)
     forward[..., 0, :] = log_p0 + x[..., 0, :]
     for i in range(1, v):
-        inside = (i < ends)[..., None]
+        inside = (ends > i)[..., None]
         step = _logsumexp(forward[..., i - 1, :, None] + log_bulk[..., i - 1, :, :], axis=-2)
         forward[..., i, :] = np.where(inside, step + np.where(inside, x[..., i, :], 0.0), -np.inf)
     for i in reversed(range(v)):
-        last = (i == ends - 1)[..., None]
+        last = (ends - 1 == i)[..., None]
         backward[..., i, :] = np.where(last, 0.0, -np.inf)
         if i + 1 < v:
-            inside = (i + 1 < ends)[..., None]
+            inside = (ends > i + 1)[..., None]
             ahead = np.where(inside, x[..., i + 1, :], 0.0) + backward[..., i + 1, :]
             step = _logsumexp(log_bulk[..., i, :, :] + ahead[..., None, :], axis=-1)
             backward[..., i, :] = np.where(inside, step, backward[..., i, :])

@@ -195,6 +195,14 @@ def log_far(draw):
     return draw.x(), bulk, -500.0 * draw.uniform(*draw.bulk_batch, draw.c)
 
 
+@family(log_params=True, far_start1={"v": 1})
+def far_start(draw):
+    """The only starts that x allows lie 200 nats below the one that it forbids."""
+    x, bulk, p0 = draw()
+    x[..., 0, 0] = -INF
+    return x, bulk.log(), p0 - 200.0 * (torch.arange(draw.c) > 0)
+
+
 @family()
 def one_hot(draw):
     return draw.x(), draw.bulk(), draw.start()

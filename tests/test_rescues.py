@@ -1,0 +1,44 @@
+"""The count of what was computed again: nothing on dense chains, what needs it elsewhere, and the same answer."""
+
+import pytest
+import torch
+
+import logchain
+from tests.families import FAMILIES
+
+
+def count(chain, **options):
+    with logchain.rescues() as seen:
+        logchain.product(*chain[:3], log_params=chain.log_params, **options)
+    return seen.sequences
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1, 20, 300])
+def test_a_dense_chain_is_never_computed_again(dtype, scale):
+    chain = FAMILIES["dense"](dtype=dtype, n=5, t=2, v=30, c=20)
+    assert count(chain._replace(x=chain.x * scale)) == 0
+
+
+def test_a_sharp_left_to_right_chain_is():
+    chain = FAMILIES["left_to_right"](dtype=torch.float32, n=6, t=1, v=40, c=12)
+    assert count(chain) > 0
+    assert count(chain._replace(x=chain.x * 0.0)) == 0  # the zeros alone cost nothing
+
+
+def test_only_the_sequences_that_need_it():
+    chain = FAMILIES["left_to_right"](dtype=torch.float32, n=6, t=1, v=40, c=12)
+    x = chain.x * torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0]).view(6, 1, 1, 1)
+    assert count(chain._replace(x=x)) == 1
+
+
+def test_blocks_nest():
+    a, b = torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]])
+    with logchain.rescues() as outer:
+        logchain.matmul(a, b)
+        with logchain.rescues() as inner:
+            logchain.matmul(a, b)
+            logchain.matmul(a, a.T)
+    assert (inner.outputs, outer.outputs) == (1, 2)
+    logchain.matmul(a, b)
+    assert outer.outputs == 2

@@ -1,0 +1,57 @@
+"""Imports point down only, and the kernels know nothing of the library."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the bottom up; a module may import from its own layer and from those before it.
+LAYERS = [
+    ["kernels", "_forum", "reference"],
+    ["_layout", "_rescues", "_measure"],
+    ["_log_matmul"],
+    ["_twice"],
+    ["_chain"],
+    ["_arguments"],
+    ["matmul", "product"],
+    ["__init__", "_demo"],
+    ["__main__"],
+]
+
+
+def imported(path: Path) -> set[str]:
+    """The library's own modules that a file imports, and the packages of others."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found |= {"." + (node.module or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "logchain").glob("*.py")), ids=lambda path: path.stem)
+def test_imports_point_down(path):
+    level = next(i for i, layer in enumerate(LAYERS) if path.stem in layer)
+    below = {name for layer in LAYERS[: level + 1] for name in layer}
+    own = {name[1:] for name in imported(path) if name.startswith(".")}
+    assert own <= below, f"{path.stem} imports {sorted(own - below)}"
+    assert "logchain" not in imported(path), "import relatively"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.py")), ids=lambda path: path.stem)
+def test_kernels_stand_alone(path):
+    others = {name for name in imported(path) if not name.startswith(".")}
+    assert others <= {"torch", "triton", "numba", "numpy", "math", "dataclasses", "functools", "typing", "collections"}
+
+
+def test_importing_the_library_does_not_import_triton():
+    import subprocess
+    import sys
+
+    code = "import sys, logchain; sys.exit('triton' in sys.modules or 'numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
