@@ -2,9 +2,10 @@
 
     U_i = S_{i-1} P_i        W_i = U_i exp(x_i - max x_i)        z_i = max W_i        S_i = W_i / z_i
 
-The forward messages S_i have maximum 1, their scales are summed as float64 logarithms. Entries of S_i may underflow
-freely: one that mattered feeds an entry of U_{i+1} that is small though some path reaches it, and that is where one
-looks. A chain whose matrices are bounded away from zero cannot have such entries and is not even looked at.
+The scales are summed as float64 logarithms. Entries of S_i may underflow freely: one that mattered feeds an entry of
+U_{i+1} that is small though some path reaches it, and that is where one looks. A chain whose matrices hold no zeros
+need not even be looked at step by step, nor scaled at every one: its scales, checked at the end, bound all that was
+small.
 
 Backward, with Z the partition function, B_i = d log Z / d S_i and R_i = d log Z / d U_i:
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .chain import Chain, Emissions, Matrices, multiply
-from .exponentials import finite, trusted_sum
+from .exponentials import trusted_sum
 from .summation import exact_sum
 
 # float64 scales summed at a time
@@ -53,7 +54,7 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     matrices = Matrices(chain)
     initial, log_top = chain.start()
-    period = _period(chain, matrices, initial)
+    period = _period(chain, matrices)
     certificate = None if period else _Certificate(chain, matrices)
     messages = chain.new(v if keep else min(v, 2), g, m, c)
     scales = chain.new(v, g, m, 1).fill_(1.0)
@@ -90,9 +91,9 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
     if chain.last is None:
         torch.sum(slots[(v - 1) % len(slots)], -1, keepdim=True, out=total)
     kept = Kept(messages, scales, total)
-    lossy = _deep(chain, matrices, kept, period) if certificate is None else certificate.lossy
-    lossy = lossy if lossy is not None and lossy.any() else None
-    return _log_norm(chain, matrices, log_top, emissions.shift, kept), lossy, kept
+    lossy = certificate.lossy if certificate else _doubtful(chain, matrices, kept, emissions.shift, period)
+    log_norm = _log_norm(chain, matrices, log_top, emissions.shift, kept)
+    return log_norm, lossy if lossy.any() else None, kept
 
 
 def _log_norm(chain: Chain, matrices: Matrices, log_top: Tensor, shifts: Tensor, kept: Kept) -> Tensor:
@@ -125,7 +126,7 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
     """
     g, m, c = chain.g, chain.m, chain.c
     matrices, lead = Matrices(chain), (*chain.lead, c)
-    period = _period(chain, matrices, chain.start()[0])
+    period = _period(chain, matrices)
     unused = (weight[..., None] == 0) | (kept.total == 0)
     final = (weight[..., None] / kept.total).masked_fill_(unused, 0.0)
     adjoint = chain.new(g, m, c).zero_() if chain.ends is not None else final.expand(g, m, c).clone()
@@ -197,37 +198,34 @@ def _transitions(
         matrices.gradient_from_linear(step, grad_bulk[step - 1])
 
 
-def _period(chain: Chain, matrices: Matrices, initial: Tensor) -> int:
-    """After how many steps a message must be scaled, if no entry of U can be too small meanwhile; 0 if one can.
+def _period(chain: Chain, matrices: Matrices) -> int:
+    """After how many steps a message is scaled, where no matrix holds a zero or an entry much too small; else 0.
 
-    U_{i+1} is at least `low` times the largest entry of S_i, hence so is z_{i+1}: after k steps without a scale the
-    largest entry is at least low^k and the next sums at least low^(k+1).
+    Then the scales themselves are the certificate, see `_doubtful`: the period is one at which they should do.
     """
-    low, high = matrices.low, max(1.0, matrices.high)
-    threshold = trusted_sum(chain.dtype, chain.c) * high
-    if low**2 >= threshold:
-        low = min(low, _first_scale(chain, initial))
-    period = 0
-    while period < 2 and low ** (period + 2) >= threshold and (chain.c * high) ** (period + 1) * threshold <= 1.0:
+    threshold, period = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high), 0
+    while period < 4 and matrices.low * float(chain.c) ** (-2 * (period + 1)) >= threshold:
         period += 1
     return period
 
 
-def _deep(chain: Chain, matrices: Matrices, kept: Kept, period: int) -> Tensor | None:
-    """The sequences (g, m) of a certified chain with a scale so small that paths may run too deep; None for none."""
-    if min(1.0, matrices.low) >= _SHALLOW:
-        return None
-    deep = (kept.scales < _SHALLOW**period) & (kept.total > 0)
-    return deep.masked_fill_(chain.ended, False).any(0)[..., 0] if chain.ended is not None else deep.any(0)[..., 0]
+def _doubtful(chain: Chain, matrices: Matrices, kept: Kept, shifts: Tensor, period: int) -> Tensor:
+    """The sequences (g, m) of which some scale z does not vouch that nothing that mattered underflowed or ran too deep.
 
-
-def _first_scale(chain: Chain, initial: Tensor) -> float:
-    """A bound of the first message's largest entry: exactly the least one where `p0` has zeros or little else."""
-    low = initial.amin().item()
-    if low < _SHALLOW:
-        x = chain.x[0].to(chain.dtype)
-        low = (x - finite(x.amax(-1, keepdim=True))).exp_().mul_(initial).amax(-1).amin().item()
-    return low
+    No message grows by more than c `high` in a step, and no sum is below `low` times the message's largest entry. So
+    each of the k steps that z is the scale of, and the step after them, had sums of at least `low` z / (c `high`)^k.
+    """
+    high = max(1.0, matrices.high)
+    least = trusted_sum(chain.dtype, chain.c) * high * (chain.c * high) ** period / matrices.low
+    if matrices.low < _SHALLOW:
+        least = max(least, _SHALLOW * _SHALLOW ** ((period - 1) / 2))
+    doubtful = kept.scales < least
+    if chain.ended is not None:
+        doubtful.masked_fill_(chain.ended, False)
+    if not doubtful.any():
+        return doubtful[0, ..., 0]
+    impossible = (shifts == torch.finfo(shifts.dtype).min).any(0)  # a step with nothing but -inf
+    return doubtful.any(0).masked_fill_(impossible, False)[..., 0]
 
 
 class _Certificate:

@@ -68,20 +68,29 @@ def gemms(chain: Chain, *, backward: bool = False) -> Callable[[], Sequence[Tens
 
 
 def demonstrate(n: int = 500, v: int = 40, c: int = 200) -> str:
-    """The whole demonstration as text.
+    """The whole demonstration as text, computed on one thread: two that share a busy machine wait for each other.
 
     Args:
         n: sequences.
         v: variables (time steps) of each, at least 2.
         c: hidden states.
     """
-    chain = dense_chain(n, v, c)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _report(dense_chain(n, v, c))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _report(chain: Chain) -> str:
+    n, _, v, c = chain.x.shape
     few = Chain(chain.x[:SLICE], chain.bulk, chain.p0)
     size = f"n={n} t=1 v={v} c={c}"
     return "\n".join(
         [
             f"{size}: float32, one set of {v - 1} transition matrices for all sequences, "
-            f"torch {torch.__version__}, threads: {torch.get_num_threads()}",
+            f"torch {torch.__version__}, one thread",
             "",
             f"Error against scipy in float64, on the first {len(few.x)} of {n} sequences (they are independent)",
             _table(("", "logchain", "scipy", "largest error", "promised"), _accuracy(chain, few)),
