@@ -201,9 +201,10 @@ def _transitions(
 def _period(chain: Chain, matrices: Matrices) -> int:
     """After how many steps a message is scaled, where no matrix holds a zero or an entry much too small; else 0.
 
-    Then the scales themselves are the certificate, see `_doubtful`: the period is one at which they should do.
+    Then the scales themselves are the certificate, see `_doubtful`. The period is one at which a scale of c^-k and a little
+    less, as random matrices have it, vouches for its steps.
     """
-    threshold, period = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high), 0
+    threshold, period = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high) * 2.0**8, 0
     while period < 4 and matrices.low * float(chain.c) ** (-2 * (period + 1)) >= threshold:
         period += 1
     return period
@@ -222,6 +223,7 @@ def _doubtful(chain: Chain, matrices: Matrices, kept: Kept, shifts: Tensor, peri
     doubtful = kept.scales < least
     if chain.ended is not None:
         doubtful.masked_fill_(chain.ended, False)
+    doubtful[-1] |= kept.total < chain.c * least  # the sum of the last message is its last scale
     if not doubtful.any():
         return doubtful[0, ..., 0]
     impossible = (shifts == torch.finfo(shifts.dtype).min).any(0)  # a step with nothing but -inf
