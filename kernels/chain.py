@@ -103,10 +103,10 @@ class Emissions:
     `careful`, in float64. A block is valid, and may be overwritten by the caller, until the next one is asked for.
     """
 
-    def __init__(self, chain: Chain, size: int, *, careful: bool) -> None:
+    def __init__(self, chain: Chain, entries: int, *, careful: bool) -> None:
         self._chain = chain
         self.shift = chain.new(chain.v, chain.g, chain.m, 1)
-        shape = (size, *chain.lead, chain.c)
+        shape = (chain.blocks(entries)[0][1], *chain.lead, chain.c)
         wide = torch.float64 if careful else chain.dtype
         self._weights = chain.new(*shape)
         self._scratch = torch.empty(*shape, dtype=wide, device=chain.x.device)

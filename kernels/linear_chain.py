@@ -1,11 +1,8 @@
-"""The sum-product recursion in linear space, and a certificate of what it could not represent.
+"""The sum-product recursion in linear space: one matrix product a step.
 
     U_i = S_{i-1} P_i        W_i = U_i exp(x_i - max x_i)        z_i = max W_i        S_i = W_i / z_i
 
-The scales are summed as float64 logarithms. Entries of S_i may underflow freely: one that mattered feeds an entry of
-U_{i+1} that is small though some path reaches it, and that is where one looks. A chain whose matrices hold no zeros
-need not even be looked at step by step, nor scaled at every one: its scales, checked at the end, bound all that was
-small.
+The scales are summed as float64 logarithms; `certificate` finds the sequences that this could not represent.
 
 Backward, with Z the partition function, B_i = d log Z / d S_i and R_i = d log Z / d U_i:
 
@@ -14,14 +11,13 @@ Backward, with Z the partition function, B_i = d log Z / d S_i and R_i = d log Z
 Where the forward pass was certified these need no certificate: U_i R_i sums to 1, so that R_i is at most 1 / U_i.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .certificate import Certificate, doubtful, period_of
 from .chain import Chain, Emissions, Matrices, multiply
-from .exponentials import trusted_sum
 from .summation import exact_sum
 
 # float64 scales summed at a time
@@ -32,9 +28,6 @@ _REFRESH = 64
 
 # entries of x whose exponentials are taken in one call: enough to hide the call, few enough for a cache
 _BLOCK = 2**18
-
-# by step, a path may run so far (17 nats) below the largest emission: its rounding stays within the contract
-_SHALLOW = 2.0**-24
 
 
 @dataclass
@@ -54,17 +47,14 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     matrices = Matrices(chain)
     initial, log_top = chain.start()
-    period = _period(chain, matrices)
-    certificate = None if period else _Certificate(chain, matrices)
+    period = period_of(chain, matrices)
+    certificate = None if period else Certificate(chain, matrices)
     messages = chain.new(v if keep else min(v, 2), g, m, c)
     scales = chain.new(v, g, m, 1).fill_(1.0)
     total, ending = chain.new(g, m, 1).zero_(), chain.new(g, m, 1)
     tiny = torch.finfo(chain.dtype).tiny
-    slots, scale_of, emissions = (
-        messages.unbind(0),
-        scales.unbind(0),
-        Emissions(chain, chain.blocks(_BLOCK)[0][1], careful=not period),
-    )
+    emissions = Emissions(chain, _BLOCK, careful=not period)
+    slots, scale_of = messages.unbind(0), scales.unbind(0)
     for start, stop in chain.blocks(_BLOCK):
         block = emissions(start, stop)
         for step in range(start, stop):
@@ -91,7 +81,7 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
     if chain.last is None:
         torch.sum(slots[(v - 1) % len(slots)], -1, keepdim=True, out=total)
     kept = Kept(messages, scales, total)
-    lossy = certificate.lossy if certificate else _doubtful(chain, matrices, kept, emissions.shift, period)
+    lossy = certificate.lossy if certificate else doubtful(chain, matrices, scales, total, emissions.shift, period)
     log_norm = _log_norm(chain, matrices, log_top, emissions.shift, kept)
     return log_norm, lossy if lossy.any() else None, kept
 
@@ -126,12 +116,12 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
     """
     g, m, c = chain.g, chain.m, chain.c
     matrices, lead = Matrices(chain), (*chain.lead, c)
-    period = _period(chain, matrices)
+    period = period_of(chain, matrices)
     unused = (weight[..., None] == 0) | (kept.total == 0)
     final = (weight[..., None] / kept.total).masked_fill_(unused, 0.0)
     adjoint = chain.new(g, m, c).zero_() if chain.ends is not None else final.expand(g, m, c).clone()
     sparse = not matrices.low > 0 or chain.ends is not None
-    slots, emissions = kept.messages.unbind(0), Emissions(chain, chain.blocks(_BLOCK)[0][1], careful=not period)
+    slots, emissions = kept.messages.unbind(0), Emissions(chain, _BLOCK, careful=not period)
     unreached, found = torch.empty_like(adjoint, dtype=torch.bool), chain.new(g, m, 1)
     spare = torch.empty_like(adjoint)
     if grad_bulk is not None and matrices.homogeneous:
@@ -196,120 +186,3 @@ def _transitions(
             torch.bmm(message.mT, source, out=gradient)
     for step in range(start, stop):
         matrices.gradient_from_linear(step, grad_bulk[step - 1])
-
-
-def _period(chain: Chain, matrices: Matrices) -> int:
-    """After how many steps a message is scaled, where no matrix holds a zero or an entry much too small; else 0.
-
-    Then the scales themselves are the certificate, see `_doubtful`. The period is one at which a scale of c^-k and a little
-    less, as random matrices have it, vouches for its steps.
-    """
-    threshold, period = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high) * 2.0**8, 0
-    while period < 4 and matrices.low * float(chain.c) ** (-2 * (period + 1)) >= threshold:
-        period += 1
-    return period
-
-
-def _doubtful(chain: Chain, matrices: Matrices, kept: Kept, shifts: Tensor, period: int) -> Tensor:
-    """The sequences (g, m) of which some scale z does not vouch that nothing that mattered underflowed or ran too deep.
-
-    No message grows by more than c `high` in a step, and no sum is below `low` times the message's largest entry. So
-    each of the k steps that z is the scale of, and the step after them, had sums of at least `low` z / (c `high`)^k.
-    """
-    high = max(1.0, matrices.high)
-    least = trusted_sum(chain.dtype, chain.c) * high * (chain.c * high) ** period / matrices.low
-    if matrices.low < _SHALLOW:
-        least = max(least, _SHALLOW * _SHALLOW ** ((period - 1) / 2))
-    doubtful = kept.scales < least
-    if chain.ended is not None:
-        doubtful.masked_fill_(chain.ended, False)
-    doubtful[-1] |= kept.total < chain.c * least  # the sum of the last message is its last scale
-    if not doubtful.any():
-        return doubtful[0, ..., 0]
-    impossible = (shifts == torch.finfo(shifts.dtype).min).any(0)  # a step with nothing but -inf
-    return doubtful.any(0).masked_fill_(impossible, False)[..., 0]
-
-
-class _Certificate:
-    """Finds the sequences in which something finite underflowed and might have mattered."""
-
-    def __init__(self, chain: Chain, matrices: Matrices) -> None:
-        self._chain = chain
-        self._end_threshold = trusted_sum(chain.dtype, chain.c)
-        self._shallow = _SHALLOW if chain.dtype == torch.float64 else 0.0
-        self._reach = _Reach(chain, matrices)
-        self._threshold = chain.new(1).fill_(self._end_threshold * max(1.0, matrices.high))
-        self._floor, self._least = chain.new(chain.g, chain.m, 1), chain.new(2)
-        self._small = torch.empty(chain.g, chain.m, chain.c, dtype=torch.bool, device=chain.x.device)
-        self._found, self._any = self._small.new_empty(chain.g, chain.m), self._small.new_empty(())
-        self.lossy = torch.zeros_like(self._found)
-        self.nothing_left = False
-
-    def look(self, step: int, sums: Tensor, z: Tensor) -> None:
-        """`sums` U_i (g, m, c), `z` (g, m, 1) the scale of the message they were made from."""
-        torch.amin(sums, (0, 1, 2), out=self._least[0])
-        torch.amin(z, (0, 1, 2), out=self._least[1])
-        least, scale = self._least.tolist()
-        if least * scale >= self._threshold.item():
-            return
-        torch.lt(sums, torch.div(self._threshold, z, out=self._floor), out=self._small)
-        if self._chain.ended is not None:
-            self._small.masked_fill_(self._chain.ended[step], False)
-        self._flag(step)
-
-    def look_at_scale(self, step: int, z: Tensor) -> None:
-        """The last message is summed: it must not have lost what it consists of. Nor may float64's run too deep."""
-        chain = self._chain
-        if not self._shallow and chain.last is None and step < chain.v - 1:
-            return
-        torch.lt(z, max(self._shallow, self._end_threshold), out=self._small[..., :1])
-        if chain.ended is not None and chain.last is not None:
-            if self._shallow:
-                self._small[..., :1].masked_fill_(chain.ended[step], False)
-            else:
-                self._small[..., :1].logical_and_(chain.last[step])
-        self._small[..., 1:] = self._small[..., :1]
-        self._flag(step)
-
-    def _flag(self, step: int) -> None:
-        """Of the small entries, those that some path reaches."""
-        if torch.amax(self._small, (0, 1, 2), out=self._any).item():
-            self._small.logical_and_(self._reach.at(step))
-            self.lossy.logical_or_(torch.amax(self._small, -1, out=self._found))
-            self.nothing_left = bool(torch.amin(self.lossy, (0, 1), out=self._any).item())
-
-
-class _Reach:
-    """Which states a path of finite weight can be in, step by step, computed only as far as it is asked for."""
-
-    def __init__(self, chain: Chain, matrices: Matrices) -> None:
-        self._chain, self._matrices = chain, matrices
-        self._step, self._alive = -1, torch.empty(0)  # alive: (g, m or 1, c), of ones and zeros
-
-    def at(self, step: int) -> Tensor:
-        if self._step < 0:
-            self._begin()
-        while self._step < step:
-            torch.gt(self._matrices.raw(self._step + 1), self._chain.zero, out=self._linked)
-            multiply(self._alive, self._linked, self._next)
-            torch.gt(self._next, 0.0, out=self._alive)
-            self._advance_to(self._step + 1)
-        return self._alive
-
-    def _begin(self) -> None:
-        chain, own = self._chain, self._chain.bulk.dim() - 3
-        self._holes = not chain.x.amin().item() > -math.inf
-        shared = chain.p0.shape[own:-1]
-        if self._holes or math.prod(shared) > 1:  # otherwise one row serves all sequences that share their matrices
-            shared = chain.lead[own:]
-        alive = (chain.p0 > chain.zero).expand(*chain.lead[:own], *shared, chain.c)
-        self._alive = alive.reshape(chain.g, -1, chain.c).to(chain.dtype)
-        self._next, self._linked = torch.empty_like(self._alive), chain.new(chain.g, chain.c, chain.c)
-        self._possible = chain.new(*chain.lead, chain.c) if self._holes else None
-        self._advance_to(0)
-
-    def _advance_to(self, step: int) -> None:
-        self._step = step
-        if self._possible is not None:
-            torch.gt(self._chain.x[step], -math.inf, out=self._possible)
-            self._alive.mul_(self._possible.view(self._alive.shape))

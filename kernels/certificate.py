@@ -1,0 +1,137 @@
+"""What linear space could not represent: sequences in which something finite underflowed and might have mattered.
+
+Entries of a message S_i may underflow freely: one that mattered feeds an entry of U_{i+1} = S_i P_{i+1} that is small
+though some path reaches it, and that is where `Certificate` looks, step by step. Matrices without zeros, and without
+entries much too small, need no look at the steps: there the scales of the messages tell, once, at the end (`doubtful`).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .chain import Chain, Matrices, multiply
+from .exponentials import trusted_sum
+
+# by step, a path may run so far (17 nats) below the largest emission: its rounding stays within the contract
+_SHALLOW = 2.0**-24
+
+
+def period_of(chain: Chain, matrices: Matrices) -> int:
+    """After how many steps a message is scaled, where no matrix holds a zero or an entry much too small; else 0.
+
+    Then the scales themselves are the certificate, see `doubtful`. The period is one at which a scale of c^-k, or a
+    little less, vouches for its steps: random matrices have such scales.
+    """
+    threshold, period = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high) * 2.0**8, 0
+    while period < 4 and matrices.low * float(chain.c) ** (-2 * (period + 1)) >= threshold:
+        period += 1
+    return period
+
+
+def doubtful(chain: Chain, matrices: Matrices, scales: Tensor, total: Tensor, shifts: Tensor, period: int) -> Tensor:
+    """The sequences (g, m) of which some scale z does not vouch that nothing that mattered underflowed or ran too deep.
+
+    No message grows by more than c `high` in a step, and no sum is below `low` times the message's largest entry. So
+    each of the k steps that z is the scale of, and the step after them, had sums of at least `low` z / (c `high`)^k.
+    The sum of the last message is the scale of the steps since the last one.
+    """
+    high = max(1.0, matrices.high)
+    least = trusted_sum(chain.dtype, chain.c) * high * (chain.c * high) ** period / matrices.low
+    if matrices.low < _SHALLOW:
+        least = max(least, _SHALLOW ** ((period + 1) / 2))
+    small = scales < least
+    if chain.ended is not None:
+        small.masked_fill_(chain.ended, False)
+    small[-1] |= total < chain.c * least
+    if not small.any():
+        return small[0, ..., 0]
+    impossible = shifts == torch.finfo(shifts.dtype).min  # nothing but -inf
+    if chain.ended is not None:
+        impossible.masked_fill_(chain.ended, False)
+    return small.any(0).masked_fill_(impossible.any(0), False)[..., 0]
+
+
+class Certificate:
+    """Finds the sequences in which something finite underflowed and might have mattered."""
+
+    def __init__(self, chain: Chain, matrices: Matrices) -> None:
+        self._chain = chain
+        self._end_threshold = trusted_sum(chain.dtype, chain.c)
+        self._shallow = _SHALLOW if chain.dtype == torch.float64 else 0.0
+        self._reach = _Reach(chain, matrices)
+        self._threshold = chain.new(1).fill_(self._end_threshold * max(1.0, matrices.high))
+        self._floor, self._least = chain.new(chain.g, chain.m, 1), chain.new(2)
+        self._small = torch.empty(chain.g, chain.m, chain.c, dtype=torch.bool, device=chain.x.device)
+        self._found, self._any = self._small.new_empty(chain.g, chain.m), self._small.new_empty(())
+        self.lossy = torch.zeros_like(self._found)
+        self.nothing_left = False
+
+    def look(self, step: int, sums: Tensor, z: Tensor) -> None:
+        """`sums` U_i (g, m, c), `z` (g, m, 1) the scale of the message they were made from."""
+        torch.amin(sums, (0, 1, 2), out=self._least[0])
+        torch.amin(z, (0, 1, 2), out=self._least[1])
+        least, scale = self._least.tolist()
+        if least * scale >= self._threshold.item():
+            return
+        torch.lt(sums, torch.div(self._threshold, z, out=self._floor), out=self._small)
+        if self._chain.ended is not None:
+            self._small.masked_fill_(self._chain.ended[step], False)
+        self._flag(step)
+
+    def look_at_scale(self, step: int, z: Tensor) -> None:
+        """The last message is summed: it must not have lost what it consists of. Nor may float64's run too deep."""
+        chain = self._chain
+        if not self._shallow and chain.last is None and step < chain.v - 1:
+            return
+        torch.lt(z, max(self._shallow, self._end_threshold), out=self._small[..., :1])
+        if chain.ended is not None and chain.last is not None:
+            if self._shallow:
+                self._small[..., :1].masked_fill_(chain.ended[step], False)
+            else:
+                self._small[..., :1].logical_and_(chain.last[step])
+        self._small[..., 1:] = self._small[..., :1]
+        self._flag(step)
+
+    def _flag(self, step: int) -> None:
+        """Of the small entries, those that some path reaches."""
+        if torch.amax(self._small, (0, 1, 2), out=self._any).item():
+            self._small.logical_and_(self._reach.at(step))
+            self.lossy.logical_or_(torch.amax(self._small, -1, out=self._found))
+            self.nothing_left = bool(torch.amin(self.lossy, (0, 1), out=self._any).item())
+
+
+class _Reach:
+    """Which states a path of finite weight can be in, step by step, computed only as far as it is asked for."""
+
+    def __init__(self, chain: Chain, matrices: Matrices) -> None:
+        self._chain, self._matrices = chain, matrices
+        self._step, self._alive = -1, torch.empty(0)  # alive: (g, m or 1, c), of ones and zeros
+
+    def at(self, step: int) -> Tensor:
+        if self._step < 0:
+            self._begin()
+        while self._step < step:
+            torch.gt(self._matrices.raw(self._step + 1), self._chain.zero, out=self._linked)
+            multiply(self._alive, self._linked, self._next)
+            torch.gt(self._next, 0.0, out=self._alive)
+            self._advance_to(self._step + 1)
+        return self._alive
+
+    def _begin(self) -> None:
+        chain, own = self._chain, self._chain.bulk.dim() - 3
+        self._holes = not chain.x.amin().item() > -math.inf
+        shared = chain.p0.shape[own:-1]
+        if self._holes or math.prod(shared) > 1:  # otherwise one row serves all sequences that share their matrices
+            shared = chain.lead[own:]
+        alive = (chain.p0 > chain.zero).expand(*chain.lead[:own], *shared, chain.c)
+        self._alive = alive.reshape(chain.g, -1, chain.c).to(chain.dtype)
+        self._next, self._linked = torch.empty_like(self._alive), chain.new(chain.g, chain.c, chain.c)
+        self._possible = chain.new(*chain.lead, chain.c) if self._holes else None
+        self._advance_to(0)
+
+    def _advance_to(self, step: int) -> None:
+        self._step = step
+        if self._possible is not None:
+            torch.gt(self._chain.x[step], -math.inf, out=self._possible)
+            self._alive.mul_(self._possible.view(self._alive.shape))
