@@ -55,3 +55,11 @@ def test_a_certified_chain_is_checked_to_its_last_step(v, each):
         out = logchain.product(x, bulk.expand(3, 1, 2, 2) if each else bulk, p0, **options)
         truth = torch.from_numpy(reference.product(x, bulk, p0, **options))
         torch.testing.assert_close(out.double(), truth, rtol=2.0**-23, atol=2.0**-20)
+
+
+def test_what_lies_behind_an_end_does_not_hide_a_doubt():
+    flips = [[0.0, -200.0], [-200.0, 0.0], [0.0, -200.0], [-200.0, 0.0]]
+    x = torch.tensor([[*flips, [-torch.inf, -torch.inf]], [[0.0, 0.0]] * 5])
+    bulk, p0, lengths = torch.tensor([[[1.0, 1e-18], [1e-18, 1.0]]]), torch.ones(2), [4, 5]
+    truth = torch.from_numpy(reference.product(x, bulk, p0, lengths=lengths))
+    torch.testing.assert_close(logchain.product(x, bulk, p0, lengths=lengths).double(), truth, rtol=2.0**-23, atol=1e-6)
