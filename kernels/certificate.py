@@ -29,7 +29,7 @@ def period_of(chain: Chain, matrices: Matrices) -> int:
     return period
 
 
-def doubtful(chain: Chain, matrices: Matrices, scales: Tensor, total: Tensor, shifts: Tensor, period: int) -> Tensor:
+def doubtful(chain: Chain, matrices: Matrices, scales: Tensor, total: Tensor, period: int) -> Tensor:
     """The sequences (g, m) of which some scale z does not vouch that nothing that mattered underflowed or ran too deep.
 
     No message grows by more than c `high` in a step, and no sum is below `low` times the message's largest entry. So
@@ -43,10 +43,11 @@ def doubtful(chain: Chain, matrices: Matrices, scales: Tensor, total: Tensor, sh
     small = scales < least
     if chain.ended is not None:
         small.masked_fill_(chain.ended, False)
+    small[0] |= scales[0] < _SHALLOW
     small[-1] |= total < chain.c * least
     if not small.any():
         return small[0, ..., 0]
-    impossible = shifts == torch.finfo(shifts.dtype).min  # nothing but -inf
+    impossible = (chain.x == -math.inf).all(-1).view(scales.shape)
     if chain.ended is not None:
         impossible.masked_fill_(chain.ended, False)
     return small.any(0).masked_fill_(impossible.any(0), False)[..., 0]

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .exponentials import FLUSH, exp_shifted, finite
+from .exponentials import exp_careful, exp_shifted, finite
 
 # a matrix whose largest entry lies within these is used as it is
 _NEAR_ONE = (2.0**-16, 2.0**16)
@@ -74,12 +74,17 @@ class Chain:
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The initial weights (*lead or ones, c) over their maximum, and its logarithm (*lead or ones, 1)."""
-        top = self.p0.amax(-1, keepdim=True).to(self.dtype)
+        top = self.p0.amax(-1, keepdim=True).double()
         if self.log_params:
-            weights = torch.empty(self.p0.shape, dtype=self.dtype, device=top.device)
-            return exp_shifted(self.p0, finite(top), weights, torch.empty_like(weights)), top.double()
+            return (self.p0.double() - finite(top)).exp_().to(self.dtype), top
         top.masked_fill_(top == 0, 1.0)
-        return self.p0.to(self.dtype) / top, top.double().log()
+        return (self.p0.double() / top).to(self.dtype), top.log()
+
+    @cached_property
+    def shut(self) -> Tensor | None:
+        """Where `p0` is zero (*lead or ones, c); None for nowhere."""
+        shut = self.p0 == self.zero
+        return shut if shut.any() else None
 
     @cached_property
     def ended(self) -> Tensor | None:
@@ -99,8 +104,8 @@ class Chain:
 class Emissions:
     """`exp(x_i - shift_i)` (k, g, m, c) with `shift_i = max x_i` (v, g, m, 1), a block of steps at a time.
 
-    An exponential of -D is known to D roundings. Where what counts may lie far below the largest x, float32 is computed
-    `careful`, in float64. A block is valid, and may be overwritten by the caller, until the next one is asked for.
+    Where what counts may lie far below the largest x, float32 is computed `careful`. At the first variable, states that
+    `p0` forbids do not count. A block is valid, and may be overwritten by the caller, until the next one is asked for.
     """
 
     def __init__(self, chain: Chain, entries: int, *, careful: bool) -> None:
@@ -116,15 +121,20 @@ class Emissions:
     def __call__(self, start: int, stop: int) -> Tensor:
         """The weights of the steps from `start` to before `stop`."""
         chain, size = self._chain, stop - start
-        x, weights, exact, scratch = chain.x[start:stop], self._weights[:size], self._exact[:size], self._scratch[:size]
-        shift = self.shift[start:stop].view(size, *chain.lead, 1)
+        self._exponentiate(chain.x[start:stop], start)
+        if start == 0 and chain.shut is not None:
+            self._exponentiate(chain.x[:1].masked_fill(chain.shut, -math.inf), 0)
+        return self._weights[:size].view(size, chain.g, chain.m, chain.c)
+
+    def _exponentiate(self, x: Tensor, start: int) -> None:
+        size = len(x)
+        weights, exact, scratch = self._weights[:size], self._exact[:size], self._scratch[:size]
+        shift = self.shift[start : start + size].view(size, *self._chain.lead, 1)
         finite(shift.copy_(torch.amax(x, -1, keepdim=True, out=self._top[:size])))
-        if exact is weights:
+        if weights.dtype == scratch.dtype:
             exp_shifted(x, shift, weights, scratch)
         else:
-            weights.copy_(exp_shifted(scratch.copy_(x), shift, exact, scratch))
-            torch.threshold_(weights, FLUSH[chain.dtype], 0.0)
-        return weights.view(size, chain.g, chain.m, chain.c)
+            exp_careful(x, shift, weights, exact, scratch)
 
 
 class Matrices:
@@ -151,11 +161,12 @@ class Matrices:
             bottom = bulk.amin((-2, -1), keepdim=True).to(chain.dtype)
             self.low = math.exp((bottom - self._shift).amin().item())
         else:
-            low, high = (bound.item() for bound in torch.aminmax(bulk))
-            if math.isnan(high):
-                high = bulk[~bulk.isnan()].amax().item() if not bulk.isnan().all() else 1.0
-            if not _NEAR_ONE[0] <= high <= _NEAR_ONE[1] and math.isfinite(high) and high > 0:
-                self._scale = 2.0 ** -math.frexp(high)[1]
+            low, high = bulk.amin().item(), bulk.amax().item()  # torch.aminmax would copy a permuted tensor
+            if not math.isfinite(high):  # neither NaN nor infinity may hide the size of the others
+                high = torch.where(bulk.isfinite(), bulk, 0.0).amax().item()
+            if not _NEAR_ONE[0] <= high <= _NEAR_ONE[1] and high > 0:
+                limit = math.frexp(torch.finfo(chain.dtype).max)[1] - 2  # the scale itself is to be finite
+                self._scale = 2.0 ** max(-limit, min(limit, -math.frexp(high)[1]))
             self.low, self.high = low * self._scale, high * self._scale
 
     @property
@@ -189,14 +200,16 @@ class Matrices:
         if self._shift is None and self._scale == 1.0 and raw.dtype == chain.dtype:
             return raw
         if self._buffer is None:
-            self._buffer = chain.new(2 if chain.log_params else 1, chain.g, chain.c, chain.c)
+            self._buffer = chain.new(chain.g, chain.c, chain.c)
+            if chain.log_params:
+                self._wide = torch.empty(2, *self._buffer.shape, dtype=torch.float64, device=raw.device)
         if self._held != index:
             self._held = index
             if self._shift is None:
-                torch.mul(raw, self._scale, out=self._buffer[0])
+                torch.mul(raw, self._scale, out=self._buffer)
             else:
-                exp_shifted(raw, self._shift[index].reshape(chain.g, 1, 1), self._buffer[0], self._buffer[1])
-        return self._buffer[0]
+                exp_careful(raw, self._shift[index].reshape(chain.g, 1, 1), self._buffer, *self._wide)
+        return self._buffer
 
     def gradient_from_linear(self, step: int, gradient: Tensor) -> None:
         """Make the scaled linear matrix's gradient the caller's matrix's, in place; exactly 0 at an exact zero."""

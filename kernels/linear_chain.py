@@ -81,7 +81,7 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
     if chain.last is None:
         torch.sum(slots[(v - 1) % len(slots)], -1, keepdim=True, out=total)
     kept = Kept(messages, scales, total)
-    lossy = certificate.lossy if certificate else doubtful(chain, matrices, scales, total, emissions.shift, period)
+    lossy = certificate.lossy if certificate else doubtful(chain, matrices, scales, total, period)
     log_norm = _log_norm(chain, matrices, log_top, emissions.shift, kept)
     return log_norm, lossy if lossy.any() else None, kept
 

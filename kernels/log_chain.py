@@ -46,9 +46,9 @@ def forward(chain: Chain, lossy: Tensor, *, keep: bool) -> Forward:
     kept = chain.new(chain.v, *rows.shape) if keep else None
     message = rows.start()
     scales = message.new_zeros(chain.v, rows.shape[0], 1, rows.shape[2])
-    last = torch.zeros_like(scales[0])
+    shifts, last = torch.empty_like(scales), torch.zeros_like(scales[0])
     for start, stop in chain.blocks(_BLOCK):
-        block = rows.potentials(start, stop)
+        block, shifts[start:stop] = rows.potentials(start, stop)
         for step, potential in enumerate(block, start):
             message = potential.add_(steps.forward(message, step) if step else message)
             if rows.ends is not None:
@@ -64,8 +64,10 @@ def forward(chain: Chain, lossy: Tensor, *, keep: bool) -> Forward:
     if rows.ends is None:
         last = _total(message)
     else:
-        scales.masked_fill_(rows.ends <= rows.numbers(0, chain.v), 0.0)
-    log_norm = torch.stack(exact_sum(torch.cat([scales, last[None]]))).sum(0)
+        ended = rows.ends <= rows.numbers(0, chain.v)
+        scales.masked_fill_(ended, 0.0)
+        shifts.masked_fill_(ended, 0.0)
+    log_norm = torch.stack(exact_sum(torch.cat([scales, shifts, last[None]]))).sum(0)
     return Forward(rows.sets, rows.members, log_norm[:, 0], kept)
 
 
@@ -83,7 +85,7 @@ def backward(
     weight = weight[kept.sets][:, kept.members].double().masked_fill_(kept.log_norm == -math.inf, 0.0)[:, None]
     message = torch.zeros(rows.shape, dtype=torch.float64, device=weight.device)
     for start, stop in reversed(chain.blocks(_BLOCK)):
-        after = rows.potentials(start, stop)  # becomes x_i + b_i
+        after, _ = rows.potentials(start, stop)  # becomes x_i + b_i
         behind = torch.empty_like(after)  # b_i
         for step in reversed(range(start, stop)):
             if rows.ends is not None:

@@ -27,7 +27,8 @@ def forward(a: Tensor, b: Tensor, depth: torch.dtype = torch.float32) -> tuple[T
     unless the caller has use for as deep as its own exponent range: `depth=torch.float64`.
     """
     t = _shifted(a, b, depth)
-    out = t.s.log_().add_(t.row + t.column)
+    # in float64: row + column may be rounded more coarsely than the result
+    out = (t.row.double() + t.column.double()).add_(t.s.log_()).to(a.dtype)
     for z, i, j in t.rescues:
         out[z, i, j] = torch.logsumexp(_pairs(a, b, z, i, j), -1).to(out.dtype)
     return out, sum(len(z) for z, _, _ in t.rescues)

@@ -29,9 +29,11 @@ class Rows:
         self.homogeneous = chain.bulk.shape[0] == 1
         self.v, self.zero, self.log_params = chain.v, chain.zero, chain.log_params
 
-    def potentials(self, start: int, stop: int) -> Tensor:
-        """x of a block of steps (k, g', c, m'), a copy."""
-        return self._grid(self._chain.x[start:stop][self._every].double()).contiguous()
+    def potentials(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """x of a block of steps less its maximum (k, g', c, m'), and the maximum (k, g', 1, m')."""
+        block = self._grid(self._chain.x[start:stop][self._every].double())
+        top = finite(block.amax(-2, keepdim=True))
+        return torch.sub(block, top).contiguous(), top
 
     def start(self) -> Tensor:
         """log p0 (g', c, m')."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._rescues import Rescues, report
 from .kernels import log_matmul as kernel
@@ -45,8 +44,22 @@ class _Gradient(torch.autograd.Function):
             return kernel.backward(weight, a, b, True, True)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight, a, b = ctx.saved_tensors
-        with torch.autocast(a.device.type, enabled=False):
-            return kernel.second(weight, a, b, along_a, along_b)
+    def backward(ctx: Any, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, ...]:
+        operands = (*ctx.saved_tensors, along_a, along_b)
+        with torch.no_grad(), torch.autocast(along_a.device.type, enabled=False):
+            grads = kernel.second(*operands)
+        if torch.is_grad_enabled():
+            return tuple(_Last.apply(grad, *operands) for grad in grads)  # type: ignore[no-untyped-call]
+        return grads
+
+
+class _Last(torch.autograd.Function):
+    """A second derivative as it is, but not to be differentiated again by its operands."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *operands: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("logchain: expected at most two derivatives, got a third")
