@@ -111,9 +111,7 @@ def backward(
             before = kept.messages[first - 1 : stop - 1].double()
             skip = first - start
             active = active if active is weight else active[skip:]
-            gradient = steps.transitions(before, after[skip:], states[skip:], active, range(first, stop))
-            target = grad_bulk if rows.homogeneous else grad_bulk[first - 1 : stop - 1]
-            target.index_add_(1, rows.sets, gradient.to(grad_bulk.dtype))
+            steps.transitions(before, after[skip:], states[skip:], active, first, grad_bulk)
 
 
 def _normalise(message: Tensor) -> Tensor:

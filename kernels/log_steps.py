@@ -5,6 +5,7 @@ any product.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -55,11 +56,10 @@ class Rows:
         return torch.arange(start, stop, device=self.sets.device).view(-1, 1, 1, 1)
 
     def matrices(self, start: int, stop: int) -> Tensor:
-        """What the caller passed for the transitions into a range of steps (k or 1, g', c * c)."""
+        """What the caller passed for the transitions into some steps (k or 1, g, c * c), of all sets."""
         chain = self._chain
         raw = chain.bulk if self.homogeneous else chain.bulk[start - 1 : stop - 1]
-        raw = raw.reshape(len(raw), chain.g, -1)
-        return raw if len(self.sets) == chain.g else raw[:, self.sets]
+        return raw.reshape(len(raw), chain.g, -1)
 
     def log(self, entries: Tensor) -> Tensor:
         """The logarithms of what the caller passed."""
@@ -72,34 +72,44 @@ class Rows:
 
 
 class DenseSteps:
-    """Steps by the rescued log-semiring product."""
+    """Steps by the rescued log-semiring product, a few sets of matrices at a time."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
+        sets, c, _ = rows.shape
+        self._parts = torch.arange(sets, device=rows.sets.device).split(max(1, _HELD // c**2))
 
-    def _matrix(self, step: int) -> Tensor:
+    def _matrices(self, step: int) -> Iterator[tuple[slice, Tensor]]:
         c = self._rows.shape[1]
-        return self._rows.log(self._rows.matrices(step, step + 1)[0]).view(-1, c, c)
+        for part in self._parts:
+            raw = self._rows.matrices(step, step + 1)[0, self._rows.sets[part]]
+            yield slice(int(part[0]), int(part[-1]) + 1), self._rows.log(raw).view(-1, c, c)
 
     def forward(self, message: Tensor, step: int) -> Tensor:
         """log sum_j exp(message_j + log P(j, .)) (g', c, m')."""
-        return log_matmul.forward(self._matrix(step).mT, message, torch.float64)[0]
+        return torch.cat(
+            [log_matmul.forward(logs.mT, message[part], torch.float64)[0] for part, logs in self._matrices(step)]
+        )
 
     def backward(self, message: Tensor, step: int) -> Tensor:
         """log sum_k exp(log P(., k) + message_k) (g', c, m')."""
-        return log_matmul.forward(self._matrix(step), message, torch.float64)[0]
+        return torch.cat(
+            [log_matmul.forward(logs, message[part], torch.float64)[0] for part, logs in self._matrices(step)]
+        )
 
-    def transitions(self, before: Tensor, after: Tensor, states: Tensor, weight: Tensor, steps: range) -> Tensor:
-        """The gradients of some steps' matrices (k or 1, g', c, c): posteriors, shared out among the states before."""
-        gradients = []
-        for step, message, posterior in zip(steps, before, states, strict=True):
-            matrix = self._matrix(step)
-            counts = log_matmul.backward(posterior, matrix.mT, message, True, False, torch.float64)[0]
-            assert counts is not None
-            counts = counts.masked_fill_((posterior == 0).all(-1, keepdim=True), 0.0).mT
-            gradients.append(self._rows.gradient(counts, matrix))
-        stacked = torch.stack(gradients)
-        return stacked.sum(0, keepdim=True) if self._rows.homogeneous else stacked
+    def transitions(
+        self, before: Tensor, after: Tensor, states: Tensor, weight: Tensor, start: int, gradient: Tensor
+    ) -> None:
+        """Add the gradients of some steps' matrices (s, g, c, c): posteriors, shared out among the states before."""
+        rows = self._rows
+        for i in range(len(before)):
+            for part, logs in self._matrices(start + i):
+                posterior = states[i, part]
+                counts = log_matmul.backward(posterior, logs.mT, before[i, part], True, False, torch.float64)[0]
+                assert counts is not None
+                counts = counts.masked_fill_((posterior == 0).all(-1, keepdim=True), 0.0).mT
+                found = rows.gradient(counts, logs).to(gradient.dtype)
+                gradient[0 if rows.homogeneous else start - 1 + i].index_add_(0, rows.sets[part], found)
 
 
 class SparseSteps:
@@ -120,16 +130,21 @@ class SparseSteps:
         """log sum_k exp(log P(., k) + message_k) (g', c, m')."""
         return _log_sum(self._after.terms(message, self._after.entries(step, step + 1)[0]))
 
-    def transitions(self, before: Tensor, after: Tensor, states: Tensor, weight: Tensor, steps: range) -> Tensor:
-        """The gradients of some steps' matrices (k or 1, g', c, c): the posteriors of linked pairs of states."""
-        entries = self._before.entries(steps.start, steps.stop)
+    def transitions(
+        self, before: Tensor, after: Tensor, states: Tensor, weight: Tensor, start: int, gradient: Tensor
+    ) -> None:
+        """Add the gradients of some steps' matrices (s, g, c, c): the posteriors of linked pairs of states."""
+        rows, steps = self._rows, len(before)
+        entries = self._before.entries(start, start + steps)
         pairs = self._before.terms(before, entries).add_(after[:, :, None]).flatten(2, 3)  # (k, g', d c, m')
         counts = torch.softmax(pairs, -2).mul_(weight).masked_fill_(weight == 0, 0.0).sum(-1)
-        if self._rows.homogeneous:
-            counts = counts.sum(0, keepdim=True)
-        gradient = self._rows.gradient(counts, entries.flatten(2))
-        full = gradient.new_zeros(*gradient.shape[:2], self._c**2)
-        return full.index_copy_(2, self._before.flat, gradient).view(*gradient.shape[:2], self._c, self._c)
+        if rows.homogeneous:
+            counts, steps, start = counts.sum(0, keepdim=True), 1, 1
+        found = rows.gradient(counts, entries.flatten(2)).to(gradient.dtype)
+        number = torch.arange(start - 1, start - 1 + steps, device=found.device)
+        flat = self._before.flat
+        where = (number[:, None, None], rows.sets[:, None], flat // self._c, flat % self._c)
+        gradient.index_put_(where, found, accumulate=True)
 
 
 class _Table:
@@ -148,7 +163,8 @@ class _Table:
             start, stop = 1, 2
         if not self._first <= start <= stop <= self._first + len(self._held):
             self._first = 1 + (start - 1) // self._piece * self._piece
-            raw = rows.matrices(self._first, min(rows.v, max(stop, self._first + self._piece)))[..., self.flat]
+            raw = rows.matrices(self._first, min(rows.v, max(stop, self._first + self._piece)))
+            raw = raw[:, rows.sets[:, None], self.flat]
             self._held = rows.log(raw).unflatten(-1, self._shape)[..., None]
         return self._held[start - self._first : stop - self._first]
 

@@ -7,13 +7,15 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-Lengths = Tensor | Sequence[int] | Sequence[Sequence[int]]
+Lengths = Tensor | int | Sequence[int] | Sequence[Sequence[int]]
 
 
 def check_tensor(name: str, value: object, axes: int, like: Tensor | None = None) -> None:
     """A floating tensor with at least so many axes, on the device of `like`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
     if value.dtype not in FLOATS:
         raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {str(value.dtype)[6:]}")
     if value.dim() < axes:
@@ -70,8 +72,10 @@ def as_lengths(lengths: Lengths, x: Tensor) -> Tensor:
     if not isinstance(lengths, Tensor):
         try:
             lengths = torch.tensor(lengths)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"lengths: expected integers, got {lengths!r}") from error
+    if lengths.layout != torch.strided or lengths.device.type == "meta":
+        raise TypeError(f"lengths: expected a dense tensor, got {lengths.layout} on {lengths.device}")
     if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
         raise TypeError(f"lengths: expected integers, got {str(lengths.dtype)[6:]}")
     axes = lengths.dim()
@@ -82,11 +86,25 @@ def as_lengths(lengths: Lengths, x: Tensor) -> Tensor:
     if lengths.numel() and not (1 <= int(lengths.min()) and int(lengths.max()) <= v):
         low, high = int(lengths.min()), int(lengths.max())
         raise ValueError(f"lengths: expected values from 1 to v = {v}, got {low} to {high}")
-    return lengths.view(*lengths.shape, *(1 for _ in batch[axes:])).expand(batch)
+    return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
 
 
-def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> None:
-    """No NaN and no +inf anywhere; no negative probability. A pass over the data."""
+def check_flag(name: str, value: object) -> None:
+    """True or False, and nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Tensor | None) -> None:
+    """No NaN, no +inf and no negative probability, except behind a sequence's end. A pass over the data."""
+    if ends is not None:
+        steps = torch.arange(x.shape[-2], device=x.device)
+        x = torch.where((steps < ends[..., None])[..., None], x, 0.0)
+        if bulk.shape[-3] == len(steps) - 1:
+            lead = (1,) * (ends.dim() + 3 - bulk.dim()) + bulk.shape[:-3]
+            shared = [axis for axis, size in enumerate(lead) if size == 1]
+            longest = ends.amax(shared, keepdim=True) if shared else ends
+            bulk = torch.where((steps[1:] < longest[..., None])[..., None, None], bulk, 0.0)
     for name, value, log in (("x", x, True), ("bulk", bulk, log_params), ("p0", p0, log_params)):
         if value.isnan().any():
             raise ValueError(f"{name}: expected no NaN, got {int(value.isnan().sum())}")

@@ -59,6 +59,11 @@ def test_sizes_are_refused(changes, message):
         ({"x": torch.zeros(6, 4, dtype=torch.complex64)}, "x: expected float32, float64, bfloat16 or float16"),
         ({"lengths": [1.5] * 10}, "lengths: expected integers, got float32"),
         ({"lengths": torch.ones(10, dtype=torch.bool)}, "lengths: expected integers, got bool"),
+        ({"lengths": [None] * 10}, "lengths: expected integers, got [None"),
+        ({"lengths": torch.ones(10, dtype=torch.int64, device="meta")}, "lengths: expected a dense tensor, got"),
+        ({"log_params": "no"}, "log_params: expected True or False, got 'no'"),
+        ({"validate": None}, "validate: expected True or False, got None"),
+        ({"bulk": torch.ones(4, 4).to_sparse()}, "bulk: expected a dense tensor, got torch.sparse_coo"),
         ({"lengths": "all"}, "lengths: expected integers, got 'all'"),
         ({"out_dtype": torch.int64}, "out_dtype: expected float32, float64, bfloat16, float16 or None, got int64"),
         ({"out_dtype": 32}, "out_dtype: expected float32, float64, bfloat16, float16 or None, got 32"),
@@ -104,6 +109,25 @@ def test_a_memory_budget_is_not_ignored():
 def test_values_are_refused_where_asked(changes, message):
     operands = chain(x=torch.zeros(6, 4), bulk=torch.ones(1, 4, 4), p0=torch.ones(4)) | changes
     refuses(ValueError, message, **operands, validate=True)
+
+
+def test_values_behind_an_end_are_not_looked_at():
+    x, bulk, lengths = torch.zeros(2, 3, 4), torch.ones(2, 2, 4, 4), [3, 2]
+    x[1, 2], bulk[1, 1] = NAN, -1.0
+    expected = logchain.product(torch.zeros(2, 3, 4), torch.ones(2, 4, 4), torch.ones(4), lengths=lengths)
+    out = logchain.product(x, bulk, torch.ones(4), lengths=lengths, validate=True)
+    torch.testing.assert_close(out, expected)
+    refuses(ValueError, "x: expected no NaN, got 4", x=x, bulk=bulk, p0=torch.ones(4), lengths=3, validate=True)
+    shared = {"bulk": bulk[1], "p0": torch.ones(4), "lengths": lengths}
+    refuses(ValueError, "bulk: expected non-negative values, got -1", x=x, **shared, validate=True)
+
+
+def test_one_length_serves_all_sequences():
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    bulk, p0 = torch.ones(4, 4, 4), torch.ones(4)
+    short = logchain.product(x[:3], bulk[:2], p0)
+    assert logchain.product(x, bulk, p0, lengths=3) == short
+    assert logchain.product(x, bulk, p0, lengths=torch.tensor(3)) == short
 
 
 def test_negative_logarithms_and_zeros_are_valid():
