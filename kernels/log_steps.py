@@ -136,13 +136,18 @@ class SparseSteps:
         """Add the gradients of some steps' matrices (s, g, c, c): the posteriors of linked pairs of states."""
         rows, steps = self._rows, len(before)
         entries = self._before.entries(start, start + steps)
-        pairs = self._before.terms(before, entries).add_(after[:, :, None]).flatten(2, 3)  # (k, g', d c, m')
-        counts = torch.softmax(pairs, -2).mul_(weight).masked_fill_(weight == 0, 0.0).sum(-1)
+        flat = self._before.flat
+        counts = torch.zeros(steps, rows.shape[0], len(flat), dtype=torch.float64, device=flat.device)
+        size = max(1, _HELD // counts.numel())
+        for first in range(0, rows.shape[2], size):
+            part = (..., slice(first, first + size))
+            pairs = self._before.terms(before[part], entries).add_(after[part][:, :, None]).flatten(2, 3)
+            some = weight[part]
+            counts += torch.softmax(pairs, -2).mul_(some).masked_fill_(some == 0, 0.0).sum(-1)
         if rows.homogeneous:
             counts, steps, start = counts.sum(0, keepdim=True), 1, 1
         found = rows.gradient(counts, entries.flatten(2)).to(gradient.dtype)
         number = torch.arange(start - 1, start - 1 + steps, device=found.device)
-        flat = self._before.flat
         where = (number[:, None, None], rows.sets[:, None], flat // self._c, flat % self._c)
         gradient.index_put_(where, found, accumulate=True)
 

@@ -96,7 +96,8 @@ def _gradients(
     fresh = torch.zeros if unwritten else torch.empty
     grad_x = fresh(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
     grad_bulk = fresh(bulk.shape, dtype=chain.dtype, device=x.device) if needs[1] else None
-    grad_p0 = torch.zeros(*chain.lead, chain.c, dtype=chain.dtype, device=x.device)
+    # in float64: what one sequence gives may exceed float32 though the sum does not
+    grad_p0 = torch.zeros(*chain.lead, chain.c, dtype=torch.float64, device=x.device)
     x_view = None if grad_x is None else layout.steps_first(grad_x)[: chain.v]
     bulk_view = None if grad_bulk is None else layout.matrices(grad_bulk)[: chain.v - 1]
     if bulk_view is not None:
