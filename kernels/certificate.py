@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .chain import Chain, Matrices, multiply
+from .chain import Chain, Matrices
 from .exponentials import trusted_sum
 
 # by step, a path may run so far (17 nats) below the largest emission: its rounding stays within the contract
@@ -114,7 +114,7 @@ class _Reach:
             self._begin()
         while self._step < step:
             torch.gt(self._matrices.raw(self._step + 1), self._chain.zero, out=self._linked)
-            multiply(self._alive, self._linked, self._next)
+            torch.bmm(self._alive, self._linked, out=self._next)
             torch.gt(self._next, 0.0, out=self._alive)
             self._advance_to(self._step + 1)
         return self._alive

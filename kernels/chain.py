@@ -161,7 +161,9 @@ class Matrices:
             bottom = bulk.amin((-2, -1), keepdim=True).to(chain.dtype)
             self.low = math.exp((bottom - self._shift).amin().item())
         else:
-            low, high = bulk.amin().item(), bulk.amax().item()  # torch.aminmax would copy a permuted tensor
+            # one pass, but torch.aminmax would copy a permuted tensor
+            bounds = torch.aminmax(bulk) if bulk.is_contiguous() else (bulk.amin(), bulk.amax())
+            low, high = (bound.item() for bound in bounds)
             if not math.isfinite(high):  # neither NaN nor infinity may hide the size of the others
                 high = torch.where(bulk.isfinite(), bulk, 0.0).amax().item()
             if not _NEAR_ONE[0] <= high <= _NEAR_ONE[1] and high > 0:
@@ -223,11 +225,3 @@ class Matrices:
             gradient.mul_(self._scale)
         if not self.low > 0:
             gradient.masked_fill_(torch.eq(self.raw(step), 0, out=self._zeros), 0.0)
-
-
-def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """`out = a @ b` for (g, m, k) and (g, k, n): one matrix product where there is one set."""
-    if a.shape[0] == 1:
-        torch.mm(a[0], b[0], out=out[0])
-        return out
-    return torch.bmm(a, b, out=out)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .certificate import Certificate, doubtful, period_of
-from .chain import Chain, Emissions, Matrices, multiply
+from .chain import Chain, Emissions, Matrices
 from .summation import exact_sum
 
 # float64 scales summed at a time
@@ -64,7 +64,7 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
             if step == 0:
                 torch.mul(initial, emission.view(*chain.lead, c), out=message.view(*chain.lead, c))
             else:
-                multiply(slots[(step - 1) % len(slots)], matrices(step), message)
+                torch.bmm(slots[(step - 1) % len(slots)], matrices(step), out=message)
                 if certificate is not None:
                     certificate.look(step, message, scale_of[step - 1])
                 message.mul_(emission)
@@ -148,7 +148,7 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
             if sparse:  # what no path enters has a source of any size, even infinite, and no influence
                 source.masked_fill_(torch.eq(message, 0.0, out=unreached), 0.0)
             if step > 0:
-                multiply(source, matrices(step).mT, adjoint)
+                torch.bmm(source, matrices(step).mT, out=adjoint)
         if grad_bulk is not None:
             _transitions(kept.messages, sources, max(start, 1), stop, grad_bulk, matrices)
     if grad_bulk is not None and matrices.homogeneous:
