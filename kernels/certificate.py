@@ -36,8 +36,8 @@ def doubtful(chain: Chain, matrices: Matrices, scales: Tensor, total: Tensor, pe
     each of the k steps that z is the scale of, and the step after them, had sums of at least `low` z / (c `high`)^k.
     The sum of the last message is the scale of the steps since the last one.
     """
-    high = max(1.0, matrices.high)
-    least = trusted_sum(chain.dtype, chain.c) * high * (chain.c * high) ** period / matrices.low
+    trusted = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high)
+    least = trusted * max(1.0, chain.c * matrices.high) ** period / matrices.low
     if matrices.low < _SHALLOW:
         least = max(least, _SHALLOW ** ((period + 1) / 2))
     small = scales < least

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import reference
+from logchain import _demo, reference
 from tests.families import FAMILIES
 
 
@@ -19,6 +19,15 @@ def count(chain, **options):
 def test_a_dense_chain_is_never_computed_again(dtype, scale):
     chain = FAMILIES["dense"](dtype=dtype, n=5, t=2, v=30, c=20)
     assert count(chain._replace(x=chain.x * scale)) == 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0, 300.0])
+def test_nor_is_one_with_entries_near_zero(scale):
+    chain = _demo.dense_chain(200, 40, 200, scale=scale)
+    assert chain.bulk.amin() < 2.0**-24
+    with logchain.rescues() as seen:
+        logchain.product(*chain)
+    assert seen.sequences == 0
 
 
 def test_a_sharp_left_to_right_chain_is():
