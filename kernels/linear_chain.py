@@ -54,7 +54,7 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
     scales = chain.new(v, g, m, 1).fill_(1.0)
     total, ending = chain.new(g, m, 1).zero_(), chain.new(g, m, 1)
     tiny = torch.finfo(chain.dtype).tiny
-    entries = _BLOCK if period else _BLOCK // 4
+    entries = _BLOCK if period else _BLOCK // 16
     emissions = Emissions(chain, entries, careful=not period)
     slots, scale_of = messages.unbind(0), scales.unbind(0)
     for start, stop in chain.blocks(entries):
@@ -123,7 +123,7 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
     final = (weight[..., None] / kept.total).masked_fill_(unused, 0.0)
     adjoint = chain.new(g, m, c).zero_() if chain.ends is not None else final.expand(g, m, c).clone()
     sparse = not matrices.low > 0 or chain.ends is not None
-    entries = _BLOCK if period else _BLOCK // 4
+    entries = _BLOCK if period else _BLOCK // 16
     slots, emissions = kept.messages.unbind(0), Emissions(chain, entries, careful=not period)
     unreached, found = torch.empty_like(adjoint, dtype=torch.bool), chain.new(g, m, 1)
     spare = torch.empty_like(adjoint)

@@ -124,11 +124,11 @@ class SparseSteps:
 
     def forward(self, message: Tensor, step: int) -> Tensor:
         """log sum_j exp(message_j + log P(j, .)) (g', c, m')."""
-        return _log_sum(self._before.terms(message, self._before.entries(step, step + 1)[0]))
+        return _log_sum(self._before.terms(message, self._before.at(step)))
 
     def backward(self, message: Tensor, step: int) -> Tensor:
         """log sum_k exp(log P(., k) + message_k) (g', c, m')."""
-        return _log_sum(self._after.terms(message, self._after.entries(step, step + 1)[0]))
+        return _log_sum(self._after.terms(message, self._after.at(step)))
 
     def transitions(
         self, before: Tensor, after: Tensor, states: Tensor, weight: Tensor, start: int, gradient: Tensor
@@ -160,6 +160,15 @@ class _Table:
         self._shape = states.shape
         self._piece = max(1, _HELD // (rows.shape[0] * rows.shape[1] ** 2))
         self._first, self._held = 0, torch.empty(0)
+        self._each: tuple[Tensor, ...] = ()  # the held ones, apart
+
+    def at(self, step: int) -> Tensor:
+        """log P_i at the listed entries (g', d, c, 1)."""
+        number = 0 if self._rows.homogeneous else step - self._first
+        if not 0 <= number < len(self._each):
+            self.entries(step, step + 1)
+            number = 0 if self._rows.homogeneous else step - self._first
+        return self._each[number]
 
     def entries(self, start: int, stop: int) -> Tensor:
         """log P_i at the listed entries (k or 1, g', d, c, 1)."""
@@ -171,6 +180,7 @@ class _Table:
             raw = rows.matrices(self._first, min(rows.v, max(stop, self._first + self._piece)))
             raw = raw[:, rows.sets[:, None], self.flat]
             self._held = rows.log(raw).unflatten(-1, self._shape)[..., None]
+            self._each = self._held.unbind(0)
         return self._held[start - self._first : stop - self._first]
 
     def terms(self, message: Tensor, entries: Tensor) -> Tensor:
