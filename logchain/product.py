@@ -35,9 +35,9 @@ def product(
             transition.
         p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: integers from 1 to v, of the shape of the first axes of `B` (`[n]` or `[n, t]` for `B = [n, t]`): how
-        many
-            variables each sequence has. What lies behind has no influence, not even NaN, and gets gradient 0.
+        lengths: integers from 1 to v, of the shape of the first axes of `B` (`[n]` or `[n, t]` for `B = [n, t]`), or
+            one for all: how many variables each sequence has. What lies behind has no influence, not even NaN, and gets
+            gradient 0.
         strategy: "sequential" carries a vector through the chain; "auto" leaves the choice to the library.
         memory_budget: bytes that the kept messages may take. Not available yet.
         out_dtype: dtype of the result; by default float64 if an operand is float64, otherwise float32.
@@ -46,7 +46,7 @@ def product(
     Returns:
         `[*B]`, natural logarithm; exactly -inf where every path is impossible. Gradients are the state posteriors (`x`)
         and the expected transition counts (`log bulk`, or over `bulk` itself), in each operand's own shape; exactly 0
-        where `x`, `bulk` or `p0` forbid and for impossible sequences. It can be differentiated twice.
+        for impossible sequences and, by definition, where `x`, `bulk` or `p0` forbid. It can be differentiated twice.
 
     Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in
     float64. The result is within `ulp + 2^-20 sqrt(v)` of the float64 value: what linear space cannot hold is found and
@@ -54,8 +54,8 @@ def product(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length or a choice is out of range, or a value is not allowed
-        (`validate`).
+        ValueError: sizes do not go together, a length or a choice is out of range, or `validate` finds a value.
+        NotImplementedError: `memory_budget` is given.
 
     Cost: `v c^2` multiply-adds a sequence in `v` dependent steps; twice that again for the backward pass. Memory beyond
     operands, result and gradients: the forward messages `[*B, v, c]` (those once more for sequences computed again),
