@@ -16,7 +16,7 @@ def chain(**changes):
     return {"x": x, "bulk": bulk, "p0": p0} | changes
 
 
-def refuses(error, message, function=logchain.product, **arguments):
+def expect_refusal(error, message, function=logchain.product, **arguments):
     with pytest.raises(error, match="^" + re.escape(message)):
         function(**arguments)
 
@@ -47,7 +47,7 @@ def refuses(error, message, function=logchain.product, **arguments):
     ],
 )
 def test_sizes_are_refused(changes, message):
-    refuses(ValueError, message, **chain(**changes))
+    expect_refusal(ValueError, message, **chain(**changes))
 
 
 @pytest.mark.parametrize(
@@ -70,18 +70,18 @@ def test_sizes_are_refused(changes, message):
     ],
 )
 def test_kinds_are_refused(changes, message):
-    refuses(TypeError, message, **chain(**changes))
+    expect_refusal(TypeError, message, **chain(**changes))
 
 
 def test_devices_are_compared():
-    refuses(ValueError, "p0: expected device cpu, got meta", **chain(p0=torch.ones(4, device="meta")))
+    expect_refusal(ValueError, "p0: expected device cpu, got meta", **chain(p0=torch.ones(4, device="meta")))
 
 
 def test_a_single_variable_takes_no_matrix_or_an_unused_one():
     for steps in (0, 1):
         out = logchain.product(torch.zeros(2, 1, 3), torch.ones(steps, 3, 3), torch.ones(3))
         torch.testing.assert_close(out, torch.full((2,), 3.0).log())
-    refuses(
+    expect_refusal(
         ValueError,
         "bulk: expected shape [1 or 0, 3, 3] to go with x [2, 1, 3], got [2, 3, 3]",
         x=torch.zeros(2, 1, 3),
@@ -108,7 +108,7 @@ def test_a_memory_budget_is_not_ignored():
 )
 def test_values_are_refused_where_asked(changes, message):
     operands = chain(x=torch.zeros(6, 4), bulk=torch.ones(1, 4, 4), p0=torch.ones(4)) | changes
-    refuses(ValueError, message, **operands, validate=True)
+    expect_refusal(ValueError, message, **operands, validate=True)
 
 
 def test_values_behind_an_end_are_not_looked_at():
@@ -117,9 +117,9 @@ def test_values_behind_an_end_are_not_looked_at():
     expected = logchain.product(torch.zeros(2, 3, 4), torch.ones(2, 4, 4), torch.ones(4), lengths=lengths)
     out = logchain.product(x, bulk, torch.ones(4), lengths=lengths, validate=True)
     torch.testing.assert_close(out, expected)
-    refuses(ValueError, "x: expected no NaN, got 4", x=x, bulk=bulk, p0=torch.ones(4), lengths=3, validate=True)
+    expect_refusal(ValueError, "x: expected no NaN, got 4", x=x, bulk=bulk, p0=torch.ones(4), lengths=3, validate=True)
     shared = {"bulk": bulk[1], "p0": torch.ones(4), "lengths": lengths}
-    refuses(ValueError, "bulk: expected non-negative values, got -1", x=x, **shared, validate=True)
+    expect_refusal(ValueError, "bulk: expected non-negative values, got -1", x=x, **shared, validate=True)
 
 
 def test_one_length_serves_all_sequences():
@@ -174,4 +174,4 @@ def test_negative_logarithms_and_zeros_are_valid():
     ],
 )
 def test_matmul_refuses(a, b, options, error, message):
-    refuses(error, message, logchain.matmul, a=a, b=b, **options)
+    expect_refusal(error, message, logchain.matmul, a=a, b=b, **options)
