@@ -1,0 +1,61 @@
+"""Corners in which numbers once went wrong: denormal and infinite matrices, the lowest float, a third derivative."""
+
+import pytest
+import torch
+
+import logchain
+from logchain import reference
+
+
+def assert_true(x, bulk, p0, **options):
+    out = logchain.product(x, bulk, p0, **options)
+    truth = torch.from_numpy(reference.product(x, bulk, p0, **options))
+    torch.testing.assert_close(out.double(), truth, rtol=2.0**-23, atol=2.0**-20 * x.shape[-2] ** 0.5)
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-38, 1e-20, 1e20, 1e38])
+def test_matrices_of_any_size(size):
+    x, p0 = torch.zeros(2, 3, 3), torch.ones(3)
+    assert_true(x, torch.full((2, 3, 3), size), p0)
+    leaf = torch.full((2, 3, 3), max(size, 1e-37), requires_grad=True)
+    logchain.product(x, leaf, p0).sum().backward()
+    torch.testing.assert_close((leaf.grad * leaf).sum(), torch.tensor(4.0))  # two transitions in each of two sequences
+    assert (logchain.product(x, torch.full((2, 3, 3), size), p0 * 0) == -torch.inf).all()
+
+
+def test_infinity_elsewhere_does_not_hide_the_size_of_the_others():
+    bulk = torch.full((2, 2, 4, 4), 1e38)
+    bulk[1, 1] = torch.inf
+    out = logchain.product(torch.zeros(2, 3, 4), bulk, torch.ones(4), lengths=[3, 2])
+    sizes = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    truth = sizes * torch.tensor(1e38, dtype=torch.float64).log() + (sizes + 1) * torch.tensor(4.0).double().log()
+    torch.testing.assert_close(out.double(), truth, rtol=2.0**-22, atol=0)
+
+
+def test_the_lowest_float_is_no_minus_infinity():
+    x = torch.tensor([[[0.0, -200.0], [0.0, 0.0]]])
+    x[0, 1] = torch.finfo(torch.float32).min
+    out = logchain.product(x, torch.ones(1, 2, 2), torch.tensor([0.0, 1.0]))
+    assert out.item() == torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("far", [20.0, 40.0, 60.0, 200.0])
+def test_a_start_far_below_the_largest_emission(far):
+    x = torch.tensor([[[far * 1.01, 0.3], [0.0, -1.0], [0.0, 0.0]]])
+    assert_true(x, torch.full((1, 2, 2), 0.5), torch.tensor([0.0, 1.0]))
+    assert_true(x, torch.full((1, 2, 2), 0.5), torch.tensor([1e-30, 1.0]))
+
+
+def test_entries_far_below_their_matrix_maximum_do_not_drift():
+    d, never = 20.3, -torch.inf
+    bulk, p0 = torch.tensor([[[-d, never], [0.0, never]]]), torch.tensor([0.0, never])
+    assert_true(torch.full((1, 1000, 2), d), bulk, p0, log_params=True)
+
+
+def test_a_third_derivative_is_refused():
+    x = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = logchain.product(x, torch.rand(2, 3, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
+    (first,) = torch.autograd.grad(out, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="at most two derivatives"):
+        torch.autograd.grad(second.square().sum(), x)
