@@ -14,6 +14,10 @@ from torch import Tensor
 
 from .exponentials import exp_careful, exp_shifted, finite
 
+# entries of x whose exponentials are taken in one call: enough to hide the call, few enough for a cache
+_BLOCK = 2**18
+_CAREFUL_BLOCK = 2**14
+
 # a matrix whose largest entry lies within these is used as it is
 _NEAR_ONE = (2.0**-16, 2.0**16)
 
@@ -108,10 +112,11 @@ class Emissions:
     `p0` forbids do not count. A block is valid, and may be overwritten by the caller, until the next one is asked for.
     """
 
-    def __init__(self, chain: Chain, entries: int, *, careful: bool) -> None:
+    def __init__(self, chain: Chain, *, careful: bool) -> None:
         self._chain = chain
+        self.blocks = chain.blocks(_CAREFUL_BLOCK if careful else _BLOCK)
         self.shift = chain.new(chain.v, chain.g, chain.m, 1)
-        shape = (chain.blocks(entries)[0][1], *chain.lead, chain.c)
+        shape = (self.blocks[0][1], *chain.lead, chain.c)
         wide = torch.float64 if careful else chain.dtype
         self._weights = chain.new(*shape)
         self._scratch = torch.empty(*shape, dtype=wide, device=chain.x.device)

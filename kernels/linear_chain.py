@@ -26,10 +26,6 @@ _PIECE = 2**15
 # steps of the backward pass between two normalisations
 _REFRESH = 64
 
-# entries of x whose exponentials are taken in one call: enough to hide the call, few enough for a cache; careful ones
-# take five times the room
-_BLOCK = 2**18
-
 
 @dataclass
 class Kept:
@@ -54,10 +50,9 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
     scales = chain.new(v, g, m, 1).fill_(1.0)
     total, ending = chain.new(g, m, 1).zero_(), chain.new(g, m, 1)
     tiny = torch.finfo(chain.dtype).tiny
-    entries = _BLOCK if period else _BLOCK // 16
-    emissions = Emissions(chain, entries, careful=not period)
+    emissions = Emissions(chain, careful=not period)
     slots, scale_of = messages.unbind(0), scales.unbind(0)
-    for start, stop in chain.blocks(entries):
+    for start, stop in emissions.blocks:
         block = emissions(start, stop)
         for step in range(start, stop):
             message, z, emission = slots[step % len(slots)], scale_of[step], block[step - start]
@@ -123,13 +118,12 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
     final = (weight[..., None] / kept.total).masked_fill_(unused, 0.0)
     adjoint = chain.new(g, m, c).zero_() if chain.ends is not None else final.expand(g, m, c).clone()
     sparse = not matrices.low > 0 or chain.ends is not None
-    entries = _BLOCK if period else _BLOCK // 16
-    slots, emissions = kept.messages.unbind(0), Emissions(chain, entries, careful=not period)
+    slots, emissions = kept.messages.unbind(0), Emissions(chain, careful=not period)
     unreached, found = torch.empty_like(adjoint, dtype=torch.bool), chain.new(g, m, 1)
     spare = torch.empty_like(adjoint)
     if grad_bulk is not None and matrices.homogeneous:
         grad_bulk.zero_()
-    for start, stop in reversed(chain.blocks(entries)):
+    for start, stop in reversed(emissions.blocks):
         sources = emissions(start, stop)
         for step in reversed(range(start, stop)):
             message, source = slots[step], sources[step - start]

@@ -1,7 +1,7 @@
 """The sum-product recursion in log space, float64, for the sequences that linear space cannot represent.
 
-    a_i = log sum_j exp(a_{i-1}(j) + log P_i(j, .)) + x_i        b_{i-1} = log sum_k exp(log P_i(., k) + x_i(k) +
-    b_i(k))
+    a_i = log sum_j exp(a_{i-1}(j) + log P_i(j, .)) + x_i
+    b_{i-1} = log sum_k exp(log P_i(., k) + x_i(k) + b_i(k))
 
 with the scale taken out of the messages every few steps; how a step is summed is `log_steps`'s business. The forward
 messages are kept in the chain's own dtype with largest entry 0: an entry D nats below that is known to D roundings.

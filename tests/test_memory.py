@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 import logchain
 from logchain import _demo
 from logchain._measure import peak_bytes
-from logchain.kernels import linear_chain
+from logchain.kernels import chain as layout
 from tests.families import FAMILIES, Chain
 
 SLACK = 10_000_000
@@ -88,7 +88,8 @@ def variants(v, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", variants(3, torch.float32))
 def test_allocations_do_not_grow_with_v(name, dtype, block, monkeypatch):
-    monkeypatch.setattr(linear_chain, "_BLOCK", block)
+    monkeypatch.setattr(layout, "_BLOCK", block)
+    monkeypatch.setattr(layout, "_CAREFUL_BLOCK", block)
     short, long = (variants(v, dtype)[name] for v in (40, 320))
     assert allocations(short) == allocations(long)
     lengths = torch.tensor([1, 5, 40, 20, 8])
