@@ -1,0 +1,25 @@
+"""Kernels run on the device where there is one, otherwise in Triton's interpreter on CPU tensors."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"  # read at the first import of triton
+
+if INTERPRETED and importlib.util.find_spec("triton"):
+    from tests import interpreter
+
+    interpreter.install()
+
+
+@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a kernel is tested: on CPU tensors in the interpreter, or on the device."""
+    pytest.importorskip("triton")
+    if (request.param == "interpreted") != INTERPRETED:
+        pytest.skip("the interpreter is for machines without a device" if not INTERPRETED else "needs a device")
+    return "cpu" if INTERPRETED else "cuda"

@@ -1,0 +1,41 @@
+"""Triton's interpreter made stricter: device assertions fire, and `tl.dot` rounds its operands as tensor cores do."""
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton._C.libtriton import ir
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """To TF32's 10 fraction bits, half away from zero."""
+    return _truncated((np.ascontiguousarray(x, np.float32).view(np.uint32) + np.uint32(0x1000)).view(np.float32))
+
+
+def _truncated(x: np.ndarray) -> np.ndarray:
+    """What a tensor core sees of a float32: the low 13 bits are ignored."""
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _product(a: np.ndarray, b: np.ndarray, precision: ir.INPUT_PRECISION) -> np.ndarray:
+    if precision == ir.INPUT_PRECISION.TF32:
+        return np.matmul(_truncated(a), _truncated(b))
+    if precision == ir.INPUT_PRECISION.TF32x3:
+        high_a, high_b = _rounded(a), _rounded(b)
+        low_a, low_b = _rounded(a - high_a), _rounded(b - high_b)
+        return np.matmul(low_a, high_b) + np.matmul(high_a, low_b) + np.matmul(high_a, high_b)
+    return np.matmul(a, b)
+
+
+def install() -> None:
+    """Change the interpreter of this process."""
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True)
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if a.dtype.scalar == tl.bfloat16:
+            raise TypeError("tl.dot of bfloat16 is wrong in the interpreter: convert the operands to float32")
+        if a.dtype.scalar != tl.float32:
+            return plain(self, a, b, d, input_precision, max_num_imprecise_acc)
+        return interpreter.TensorHandle(_product(a.data, b.data, input_precision) + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
