@@ -29,29 +29,31 @@ _REFRESH = 64
 
 @dataclass
 class Kept:
-    """What the backward pass needs: messages S (v, g, m, c), scales z (v, g, m, 1), the sum of the last S (g, m, 1)."""
+    """What the backward pass needs: messages S (v, g, m, c), scales z (v, g, m, 1), the sum of the last S (g, m, 1).
+
+    A forward pass that is not to be differentiated makes do with the messages of two steps.
+    """
 
     messages: Tensor
     scales: Tensor
     total: Tensor
 
 
-def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
-    """The log-partition (g, m) in float64, which of them are not to be trusted (g, m), None for none, and what to keep.
+def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
+    """The log-partition (g, m) in float64, and which of them are not to be trusted (g, m), None for none.
 
-    Without `keep` the messages of two steps take turns.
+    `kept` is written; where it has two messages only, those of two steps take turns.
     """
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     matrices = Matrices(chain)
     initial, log_top = chain.start()
     period = period_of(chain, matrices)
     certificate = None if period else Certificate(chain, matrices)
-    messages = chain.new(v if keep else min(v, 2), g, m, c)
-    scales = chain.new(v, g, m, 1).fill_(1.0)
-    total, ending = chain.new(g, m, 1).zero_(), chain.new(g, m, 1)
+    scales, total = kept.scales.fill_(1.0), kept.total.zero_()
+    ending = torch.empty_like(total)
     tiny = torch.finfo(chain.dtype).tiny
     emissions = Emissions(chain, careful=not period)
-    slots, scale_of = messages.unbind(0), scales.unbind(0)
+    slots, scale_of = kept.messages.unbind(0), scales.unbind(0)
     for start, stop in emissions.blocks:
         block = emissions(start, stop)
         for step in range(start, stop):
@@ -74,13 +76,12 @@ def forward(chain: Chain, *, keep: bool) -> tuple[Tensor, Tensor | None, Kept]:
             if certificate is not None:
                 certificate.look_at_scale(step, z)
                 if certificate.nothing_left:
-                    return total[..., 0].double(), certificate.lossy, Kept(messages, scales, total)
+                    return total[..., 0].double(), certificate.lossy
     if chain.last is None:
         torch.sum(slots[(v - 1) % len(slots)], -1, keepdim=True, out=total)
-    kept = Kept(messages, scales, total)
     lossy = certificate.lossy if certificate else doubtful(chain, matrices, scales, total, period)
     log_norm = _log_norm(chain, matrices, log_top, emissions.shift, kept)
-    return log_norm, lossy if lossy.any() else None, kept
+    return log_norm, lossy if lossy.any() else None
 
 
 def _log_norm(chain: Chain, matrices: Matrices, log_top: Tensor, shifts: Tensor, kept: Kept) -> Tensor:

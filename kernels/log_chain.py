@@ -31,19 +31,25 @@ _PERIOD = {torch.float32: 8, torch.float64: 1}
 
 @dataclass
 class Forward:
-    """The log-partition (g', m') in float64 of the sequences `sets` x `members`, and the messages (v, g', c, m')."""
+    """The log-partition (g', m') in float64 of the sequences `sets` x `members`."""
 
     sets: Tensor
     members: Tensor
     log_norm: Tensor
-    messages: Tensor | None
 
 
-def forward(chain: Chain, lossy: Tensor, *, keep: bool) -> Forward:
-    """The log-partition of the sequences marked in `lossy` (g, m), and of those that complete their rectangle."""
-    rows = Rows(chain, lossy.any(1).nonzero()[:, 0], lossy.any(0).nonzero()[:, 0])
+def rectangle(marked: Tensor) -> tuple[Tensor, Tensor]:
+    """The sets and the members of the sequences marked in (g, m)."""
+    return marked.any(1).nonzero()[:, 0], marked.any(0).nonzero()[:, 0]
+
+
+def forward(chain: Chain, lossy: Tensor, messages: Tensor | None) -> Forward:
+    """The log-partition of the sequences marked in `lossy` (g, m), and of those that complete their rectangle.
+
+    Their messages are written over those in `messages` (v, g, m, c), if that is given.
+    """
+    rows = Rows(chain, *rectangle(lossy))
     steps, period = steps_for(rows), _PERIOD[chain.dtype]
-    kept = chain.new(chain.v, *rows.shape) if keep else None
     message = rows.start()
     scales = message.new_zeros(chain.v, rows.shape[0], 1, rows.shape[2])
     shifts, last = torch.empty_like(scales), torch.zeros_like(scales[0])
@@ -57,10 +63,10 @@ def forward(chain: Chain, lossy: Tensor, *, keep: bool) -> Forward:
                 scales[step] = _normalise(message)
             if rows.ends is not None:
                 torch.where(rows.ends == step + 1, _total(message), last, out=last)
-        if kept is not None:
+        if messages is not None:
             message = message.clone()
             _normalise(block)
-            kept[start:stop] = block
+            messages[start:stop, rows.sets[:, None], rows.members] = block.mT.to(messages.dtype)
     if rows.ends is None:
         last = _total(message)
     else:
@@ -68,21 +74,26 @@ def forward(chain: Chain, lossy: Tensor, *, keep: bool) -> Forward:
         scales.masked_fill_(ended, 0.0)
         shifts.masked_fill_(ended, 0.0)
     log_norm = torch.stack(exact_sum(torch.cat([scales, shifts, last[None]]))).sum(0)
-    return Forward(rows.sets, rows.members, log_norm[:, 0], kept)
+    return Forward(rows.sets, rows.members, log_norm[:, 0])
 
 
 def backward(
-    chain: Chain, kept: Forward, weight: Tensor, grad_x: Tensor | None, grad_bulk: Tensor | None, grad_p0: Tensor
+    chain: Chain,
+    done: Forward,
+    messages: Tensor,
+    weight: Tensor,
+    grad_x: Tensor | None,
+    grad_bulk: Tensor | None,
+    grad_p0: Tensor,
 ) -> None:
-    """Gradients of `sum(weight * log_norm)` for weights (g, m).
+    """Gradients of `sum(weight * log_norm)` for weights (g, m), from the messages (v, g, m, c).
 
     They are written over those of these sequences in `grad_x` (v, *lead, c) and `grad_p0` (*lead, c), and added to
     `grad_bulk` (s, g, c, c).
     """
-    assert kept.messages is not None
-    rows = Rows(chain, kept.sets, kept.members)
+    rows = Rows(chain, done.sets, done.members)
     steps, period = steps_for(rows), _PERIOD[chain.dtype]
-    weight = weight[kept.sets][:, kept.members].double().masked_fill_(kept.log_norm == -math.inf, 0.0)[:, None]
+    weight = weight[done.sets][:, done.members].double().masked_fill_(done.log_norm == -math.inf, 0.0)[:, None]
     message = torch.zeros(rows.shape, dtype=torch.float64, device=weight.device)
     for start, stop in reversed(chain.blocks(_BLOCK)):
         after, _ = rows.potentials(start, stop)  # becomes x_i + b_i
@@ -101,17 +112,22 @@ def backward(
         active = (
             weight if rows.ends is None else weight * (rows.ends > rows.numbers(start, stop))
         )  # (k or 1, g', 1, m')
-        states = _shares(behind.add_(kept.messages[start:stop]), active)
+        states = _shares(behind.add_(_kept(messages, done, start, stop)), active)
         if grad_x is not None:
             rows.write(states, grad_x[start:stop])
         if start == 0:
             rows.write(rows.gradient(states[:1], rows.start()), grad_p0[None])
         first = max(start, 1)
         if grad_bulk is not None and first < stop:
-            before = kept.messages[first - 1 : stop - 1].double()
+            before = _kept(messages, done, first - 1, stop - 1).double()
             skip = first - start
             active = active if active is weight else active[skip:]
             steps.transitions(before, after[skip:], states[skip:], active, first, grad_bulk)
+
+
+def _kept(messages: Tensor, done: Forward, start: int, stop: int) -> Tensor:
+    """The messages of a block of steps (k, g', c, m')."""
+    return messages[start:stop, done.sets[:, None], done.members].mT
 
 
 def _normalise(message: Tensor) -> Tensor:

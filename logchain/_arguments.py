@@ -69,6 +69,8 @@ def check_float_dtype(name: str, value: torch.dtype | None) -> None:
 def as_lengths(lengths: Lengths, x: Tensor) -> Tensor:
     """Integers 1..v of the shape of the first batch axes, as an int64 tensor of the whole batch shape."""
     batch, v = x.shape[:-2], x.shape[-2]
+    # the values of a tensor beside x are looked at by the operator: it may be traced or mapped here
+    on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and x.device.type != "cpu")
     if not isinstance(lengths, Tensor):
         try:
             lengths = torch.tensor(lengths)
@@ -82,11 +84,17 @@ def as_lengths(lengths: Lengths, x: Tensor) -> Tensor:
     if lengths.shape != batch[:axes]:
         prefixes = " or ".join(str(list(batch[:end])) for end in range(1, len(batch) + 1)) or "[]"
         raise ValueError(f"lengths: expected shape {prefixes} to go with x {list(x.shape)}, got {list(lengths.shape)}")
+    if on_host and not torch.compiler.is_compiling():
+        check_lengths(lengths, v)
     lengths = lengths.to(x.device, torch.int64)
+    return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
+
+
+def check_lengths(lengths: Tensor, v: int) -> None:
+    """From 1 to v; looks at the values."""
     if lengths.numel() and not (1 <= int(lengths.min()) and int(lengths.max()) <= v):
         low, high = int(lengths.min()), int(lengths.max())
         raise ValueError(f"lengths: expected values from 1 to v = {v}, got {low} to {high}")
-    return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
 
 
 def check_flag(name: str, value: object) -> None:

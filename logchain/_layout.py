@@ -4,6 +4,7 @@ The recursions want the steps first and, of the batch axes, those along which `b
 those that share them. `Layout` finds that order once and gives views of operands and gradients in it.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,12 @@ class Layout:
         batch, lead = x.shape[:-2], bulk.shape[:-3]
         padded = (1,) * (len(batch) - len(lead)) + tuple(lead)
         return cls(batch, tuple(axis for axis, size in enumerate(padded) if size > 1))
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Sets of matrices, and sequences that share a set."""
+        sets = math.prod(self.batch[axis] for axis in self.own)
+        return sets, math.prod(self.batch[axis] for axis in range(len(self.batch)) if axis not in self.own)
 
     @property
     def _order(self) -> list[int]:
@@ -59,8 +66,7 @@ class Layout:
 
     def sequences(self, values: Tensor) -> Tensor:
         """[*B] as (g, m)."""
-        sizes = [self.batch[axis] for axis in self.own]
-        return values.permute(self._order).reshape(torch.Size(sizes).numel(), -1)
+        return values.permute(self._order).reshape(self.grid)
 
     def batched(self, values: Tensor) -> Tensor:
         """(g, m) as [*B]."""

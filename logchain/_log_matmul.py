@@ -1,6 +1,6 @@
-"""The log-semiring matrix product of canonical operands as a node of autograd, differentiable twice.
+"""The log-semiring matrix product of canonical operands as an operator of torch, differentiable twice.
 
-Kept for the backward pass are the operands alone.
+Kept for the backward pass are the operands, and on a GPU the result.
 """
 
 from typing import Any
@@ -8,58 +8,151 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._rescues import Rescues, report
-from .kernels import log_matmul as kernel
+from ._device import log_matmul_kernels, on_gpu
+from ._operators import apply, operator, transform
+from ._rescues import report_outputs
 
 
 def log_matmul(a: Tensor, b: Tensor) -> Tensor:
     """`log(exp(a) exp(b))` for (g, m, k) and (g, k, n) of one dtype, float32 or float64, none of the sizes 0."""
-    result: Tensor = _LogMatmul.apply(a, b)  # type: ignore[no-untyped-call]
+    result: Tensor = apply(_LogMatmul, _log_matmul, a, b)
     return result
 
 
 class _LogMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        with torch.autocast(a.device.type, enabled=False):
-            out, rescued = kernel.forward(a, b)
-        report(Rescues(outputs=rescued))
-        return out
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        found: Tensor = _log_matmul(a, b)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, b = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _Gradient.apply(grad, a, b)  # type: ignore[no-any-return, no-untyped-call]
-        with torch.autocast(a.device.type, enabled=False):
-            return kernel.backward(grad, a, b, *ctx.needs_input_grad)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b = inputs
+        ctx.save_for_backward(a, b, output if on_gpu(a) else None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        found = _Gradient.apply(grad, *ctx.saved_tensors, *needs)  # type: ignore[no-untyped-call]
+        return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+        a, b = _stacked(info.batch_size, in_dims, (a, b))
+        return _LogMatmul.apply(a, b).unflatten(0, (info.batch_size, -1)), 0  # type: ignore[no-untyped-call]
 
 
 class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        ctx.save_for_backward(weight, a, b)
-        with torch.autocast(a.device.type, enabled=False):
-            return kernel.backward(weight, a, b, True, True)
+    """The gradients of `sum(weight * log_matmul(a, b))`; an empty tensor for one that is not needed."""
 
     @staticmethod
-    def backward(ctx: Any, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, ...]:
-        operands = (*ctx.saved_tensors, along_a, along_b)
-        with torch.no_grad(), torch.autocast(along_a.device.type, enabled=False):
-            grads = kernel.second(*operands)
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = _log_matmul_backward(*args)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:3])
+        ctx.needs = inputs[4:]
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
+        weight, a, b = operands = ctx.saved_tensors
+        along_a, along_b = (
+            tangent if need else torch.zeros_like(operand)
+            for tangent, operand, need in zip(along, (a, b), ctx.needs, strict=True)
+        )
+        with torch.no_grad():
+            grads = _log_matmul_second(*operands, along_a, along_b)
         if torch.is_grad_enabled():
-            return tuple(_Last.apply(grad, *operands) for grad in grads)  # type: ignore[no-untyped-call]
-        return grads
+            grads = [_Last.apply(grad, *operands, along_a, along_b) for grad in grads]  # type: ignore[no-untyped-call]
+        return (*grads, None, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        stacked = _stacked(info.batch_size, in_dims[:4], args[:4])
+        found = _Gradient.apply(*stacked, *args[4:])  # type: ignore[no-untyped-call]
+        own = [
+            gradient.unflatten(0, (info.batch_size, -1)) if need else gradient.expand(info.batch_size, 0)
+            for gradient, need in zip(found, args[4:], strict=True)
+        ]
+        return (own[0], own[1]), (0, 0)
 
 
 class _Last(torch.autograd.Function):
     """A second derivative as it is, but not to be differentiated again by its operands."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, *operands: Tensor) -> Tensor:
+    def forward(value: Tensor, *operands: Tensor) -> Tensor:
         return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         raise RuntimeError("logchain: expected at most two derivatives, got a third")
+
+
+def _stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    """The mapped axis as more matrices of the batch."""
+    stacked = []
+    for tensor, dim in zip(tensors, in_dims, strict=True):
+        if tensor is not None:
+            tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            tensor = tensor.flatten(0, 1)
+        stacked.append(tensor)
+    return stacked
+
+
+def _forward(a: Tensor, b: Tensor) -> Tensor:
+    out, rescued = log_matmul_kernels(a).forward(a, b)
+    report_outputs(rescued)
+    found: Tensor = out
+    return found
+
+
+def _backward(
+    weight: Tensor, a: Tensor, b: Tensor, out: Tensor | None, need_a: bool, need_b: bool
+) -> tuple[Tensor, Tensor]:
+    grads = log_matmul_kernels(a).backward(weight, a, b, out, need_a, need_b)
+    grad_a, grad_b = (a.new_empty(0) if grad is None else grad for grad in grads)
+    return grad_a, grad_b
+
+
+def _second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from .kernels import log_matmul as plain
+
+    return plain.second(weight, a, b, along_a, along_b)
+
+
+def _shape(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+
+
+def _gradient_shapes(
+    weight: Tensor, a: Tensor, b: Tensor, out: Tensor | None, need_a: bool, need_b: bool
+) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape if need_a else (0,)), b.new_empty(b.shape if need_b else (0,))
+
+
+def _second_shapes(
+    weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return weight.new_empty(weight.shape), a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+_log_matmul = operator("log_matmul(Tensor a, Tensor b) -> Tensor", _forward, _shape)
+_log_matmul_backward = operator(
+    "log_matmul_backward(Tensor weight, Tensor a, Tensor b, Tensor? out, bool need_a, bool need_b) -> (Tensor, Tensor)",
+    _backward,
+    _gradient_shapes,
+)
+_log_matmul_second = operator(
+    "log_matmul_second(Tensor weight, Tensor a, Tensor b, Tensor along_a, Tensor along_b) -> (Tensor, Tensor, Tensor)",
+    _second,
+    _second_shapes,
+)
+transform("log_matmul", _LogMatmul)
+transform("log_matmul_backward", _Gradient)

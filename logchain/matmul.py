@@ -79,7 +79,7 @@ def _grouped(a: Tensor, b: Tensor, batch: torch.Size) -> Tensor:
     columns = [axis for axis in axes if a.shape[axis] == 1 and axis not in rows]
     both = [axis for axis in axes if axis not in rows and axis not in columns]
     last = len(batch)
-    g = math.prod(batch[axis] for axis in both)
+    g = math.prod([batch[axis] for axis in both])
     (m, k), n = a.shape[-2:], b.shape[-1]
     left = a.permute(*both, *rows, *columns, last, last + 1).reshape(g, -1, k)
     right = b.permute(*both, *rows, last, *columns, last + 1).reshape(g, k, -1)

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 import logchain
 from logchain import _demo
 from logchain._measure import peak_bytes
+from logchain._operators import IMPLEMENTATIONS
 from logchain.kernels import chain as layout
 from tests.families import FAMILIES, Chain
 
@@ -44,7 +45,7 @@ def test_a_broadcast_operand_is_never_expanded():
 
 
 class Allocations(TorchDispatchMode):
-    """Counts results that are no view of an argument."""
+    """Counts results that are no view of an argument, inside the library's own operators too."""
 
     def __init__(self):
         super().__init__()
@@ -52,6 +53,9 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        if function.namespace == "logchain":
+            with self:
+                return IMPLEMENTATIONS[function._opname](*args, **(kwargs or {}))
         out = function(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         self.count += sum(t.untyped_storage()._cdata not in known for t in tensors)

@@ -10,11 +10,10 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
     ["kernels", "_forum", "reference"],
-    ["_layout", "_rescues", "_measure"],
+    ["_arguments", "_device", "_layout", "_measure", "_operators", "_rescues"],
     ["_log_matmul"],
     ["_twice"],
     ["_chain"],
-    ["_arguments"],
     ["matmul", "product"],
     ["__init__", "_demo"],
     ["__main__"],

@@ -1,0 +1,81 @@
+"""The log-partition of a batch of chains with plain tensor operations: in linear space, and in log space where that
+cannot represent a sequence.
+
+What a backward pass needs lies in tensors of fixed shapes: `messages` (v, g, m, c), linear ones over their scale or, of
+the sequences redone, logarithms; `scales` (v + 1, g, m, 1), the last being the sum of the last message; `redone` (g, m).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import linear_chain, log_chain
+from .chain import Chain
+
+
+def forward(chain: Chain, messages: Tensor | None, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-partition (g, m) in float64, and which sequences were redone in log space (g, m).
+
+    `messages` and `scales` are written; without messages those of two steps are held.
+    """
+    slots = chain.new(min(chain.v, 2), chain.g, chain.m, chain.c) if messages is None else messages[: chain.v]
+    kept = linear_chain.Kept(slots, scales[: chain.v], scales[-1])
+    log_norm, lossy = linear_chain.forward(chain, kept)
+    redone = torch.zeros_like(log_norm, dtype=torch.bool)
+    if lossy is not None:
+        exact = log_chain.forward(chain, lossy, messages)
+        log_norm[exact.sets[:, None], exact.members] = exact.log_norm
+        redone[exact.sets[:, None], exact.members] = True
+    return log_norm, redone
+
+
+def backward(
+    chain: Chain,
+    log_norm: Tensor,
+    messages: Tensor,
+    scales: Tensor,
+    redone: Tensor,
+    weight: Tensor,
+    grad_x: Tensor | None,
+    grad_bulk: Tensor | None,
+) -> Tensor:
+    """Gradients of `sum(weight * log_norm)` for weights (g, m).
+
+    `grad_x` (v, *lead, c) and `grad_bulk` (s, g, c, c) are written where they are wanted; that of `p0` is returned, one
+    per sequence (*lead, c), in float64: what one sequence gives may exceed float32 though the sum does not.
+    """
+    weight, scale = _near_one(weight)
+    weight = weight.to(chain.dtype)
+    grad_p0 = torch.zeros(*chain.lead, chain.c, dtype=torch.float64, device=weight.device)
+    some, every = bool(redone.any()), bool(redone.all())
+    if every:
+        for gradient in (grad_x, grad_bulk):
+            if gradient is not None:
+                gradient.zero_()
+    else:
+        slots, rest = messages[: chain.v], weight
+        if some:
+            slots, rest = slots.masked_fill(redone[..., None], 0.0), weight.masked_fill(redone, 0.0)
+        linear = linear_chain.Kept(slots, scales[: chain.v], scales[-1])
+        source = linear_chain.backward(chain, linear, rest, grad_x, grad_bulk)
+        grad_p0 = linear_chain.start_gradient(chain, source).double()
+    if some:
+        sets, members = log_chain.rectangle(redone)
+        done = log_chain.Forward(sets, members, log_norm[sets][:, members])
+        log_chain.backward(chain, done, messages, weight, grad_x, grad_bulk, grad_p0)
+    if scale != 1.0:
+        for gradient in (grad_x, grad_bulk):
+            if gradient is not None:
+                gradient.mul_(scale)
+        grad_p0 = grad_p0 * scale
+    return grad_p0
+
+
+def _near_one(weight: Tensor) -> tuple[Tensor, float]:
+    """The weights over a power of two, and that power: the largest is multiplied with what may be close to overflow."""
+    top = weight.abs().amax().item()
+    if 2.0**-20 <= top <= 2.0**20 or not math.isfinite(top) or top == 0:
+        return weight, 1.0
+    scale = 2.0 ** math.frexp(top)[1]
+    return weight / scale, scale

@@ -1,0 +1,196 @@
+"""The library's operators are torch's own: `opcheck`, `torch.compile`, `torch.export`, `torch.func` and autocast agree."""
+
+import pytest
+import torch
+
+import logchain
+from tests.families import FAMILIES, Chain
+
+OPS = torch.ops.logchain
+F32, F64 = torch.float32, torch.float64
+
+
+def leaves(chain: Chain) -> list[torch.Tensor]:
+    return [tensor.clone().requires_grad_() for tensor in chain[:3]]
+
+
+def chains(dtype=F64):
+    yield "shared", FAMILIES["dense"](dtype, v=4, c=3), None
+    yield "each", FAMILIES["dense"](dtype, v=4, c=3, each=True), None
+    yield "redone", FAMILIES["detour"](dtype, v=4, c=3), None
+    yield "lengths", FAMILIES["dense"](dtype, v=4, c=3), torch.tensor([[4, 4], [1, 2], [3, 1]])
+    yield "one variable", FAMILIES["dense"](dtype, v=1, c=3), None
+
+
+CHAINS = list(chains())
+IDS = [name for name, *_ in CHAINS]
+
+
+@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_opcheck_of_chains(name, chain, lengths, dtype):
+    x, bulk, p0 = leaves(chain.to(dtype))
+    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, chain.log_params, True))
+    with torch.no_grad():
+        kept = OPS.log_norm(x, bulk, p0, lengths, chain.log_params, True)
+    grad = torch.randn_like(kept[0]).requires_grad_()
+    arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, True, True, True)
+    # its derivative is taken by autograd itself, which a trace does not see: hence no AOT test
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(OPS.log_norm_backward.default, arguments, test_utils=checks)
+    with torch.no_grad():
+        arguments = (*arguments[:-3], True, False, False)
+        assert [tuple(t.shape) for t in OPS.log_norm_backward(*arguments)] == [tuple(x.shape), (0,), (0,)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 5), (1, 1, 1, 1)], ids=str)
+def test_opcheck_of_matmul(sizes):
+    g, m, k, n = sizes
+    a, b = torch.randn(g, m, k, dtype=F64, requires_grad=True), torch.randn(g, k, n, dtype=F64, requires_grad=True)
+    weight = torch.randn(g, m, n, dtype=F64, requires_grad=True)
+    torch.library.opcheck(OPS.log_matmul.default, (a, b))
+    torch.library.opcheck(OPS.log_matmul_backward.default, (weight, a, b, None, True, True))
+    with torch.no_grad():
+        torch.library.opcheck(OPS.log_matmul_second.default, (weight, a, b, torch.rand_like(a), torch.rand_like(b)))
+
+
+class Product(torch.nn.Module):
+    """The log-partition, its sum and its gradient's scale in one graph with other operations."""
+
+    def __init__(self, chain: Chain, lengths=None):
+        super().__init__()
+        self.log_params, self.lengths = chain.log_params, lengths
+
+    def forward(self, x, bulk, p0):
+        bulk, p0 = bulk * 1.5, p0 * 0.5
+        return logchain.product(x + 1, bulk, p0, log_params=self.log_params, lengths=self.lengths) * 2
+
+
+def with_gradients(function, chain):
+    operands = leaves(chain)
+    out = function(*operands)
+    return out.detach(), *torch.autograd.grad(out.cos().sum(), operands)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
+def test_product_compiles_into_one_graph(name, chain, lengths, dynamic):
+    module = Product(chain, lengths)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for found, expected in zip(with_gradients(compiled, chain), with_gradients(module, chain), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_compiled_product_takes_other_sizes():
+    torch._dynamo.reset()
+    compiled = torch.compile(logchain.product, fullgraph=True, dynamic=True, backend="aot_eager")
+    for v, c in ((4, 3), (7, 5), (9, 2)):
+        chain = FAMILIES["dense"](F32, v=v, c=c)
+        torch.testing.assert_close(compiled(*chain[:3]), logchain.product(*chain[:3]))
+
+
+def test_a_compiled_length_out_of_range_is_still_an_error():
+    torch._dynamo.reset()
+    chain = FAMILIES["dense"](F32, v=4, c=3)
+    compiled = torch.compile(logchain.product, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 0 to 9"):
+        compiled(*chain[:3], lengths=torch.tensor([4, 0, 9]))
+
+
+def test_matmul_compiles_into_one_graph():
+    torch._dynamo.reset()
+    a, b = torch.randn(3, 1, 4, 5, dtype=F64), torch.randn(2, 5, 6, dtype=F64)
+
+    def function(a, b):
+        return logchain.matmul(a * 2, b) + 1
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found, expected = [], []
+    for kept, call in ((found, compiled), (expected, function)):
+        operands = [a.clone().requires_grad_(), b.clone().requires_grad_()]
+        out = call(*operands)
+        kept += [out, *torch.autograd.grad(out.sin().sum(), operands)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
+def test_product_is_exported(name, chain, lengths):
+    program = torch.export.export(Product(chain, lengths), chain[:3])
+    assert any("logchain.log_norm" in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(*chain[:3]), Product(chain, lengths)(*chain[:3]), rtol=0, atol=0)
+
+
+IN_DIMS = [(0, None, None), (0, 0, 0), (None, 0, None), (None, None, 0), (1, None, 1), (-3, 2, None)]
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("in_dims", IN_DIMS, ids=str)
+def test_vmap_is_a_loop(in_dims, each):
+    chain = FAMILIES["dense"](F64, v=4, c=3, each=each)
+    scale = torch.linspace(0.5, 2.0, 5, dtype=F64)
+    stacked, dims = [], []
+    for operand, dim in zip(chain[:3], in_dims, strict=True):
+        many = operand if dim is None else (operand[None] * scale.view(-1, *(1,) * operand.dim())).movedim(0, dim)
+        stacked.append(many)
+        dims.append(dim)
+
+    def loop(function):
+        rows = []
+        for i in range(5):
+            one = [t if dim is None else t.select(dim, i) for t, dim in zip(stacked, dims, strict=True)]
+            rows.append(function(*one))
+        return rows
+
+    found = torch.vmap(logchain.product, in_dims=in_dims)(*stacked)
+    torch.testing.assert_close(found, torch.stack(loop(logchain.product)))
+
+    def gradients(*operands):
+        return torch.func.grad(lambda *o: logchain.product(*o).sin().sum(), argnums=(0, 1, 2))(*operands)
+
+    rows = loop(gradients)
+    for i, found in enumerate(torch.vmap(gradients, in_dims=in_dims)(*stacked)):
+        torch.testing.assert_close(found, torch.stack([row[i] for row in rows]))
+
+
+def test_vmap_over_lengths():
+    chain = FAMILIES["dense"](F64, v=4, c=3)
+    lengths = torch.tensor([[4, 1, 2], [3, 4, 1]])
+    found = torch.vmap(lambda ends: logchain.product(*chain[:3], lengths=ends))(lengths)
+    torch.testing.assert_close(found, torch.stack([logchain.product(*chain[:3], lengths=ends) for ends in lengths]))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2)], ids=str)
+def test_vmap_of_matmul(in_dims):
+    shapes = [(4, 5), (5, 6)]
+    operands = []
+    for shape, dim in zip(shapes, in_dims, strict=True):
+        size = shape if dim is None else (*shape[:dim], 3, *shape[dim:])
+        operands.append(torch.randn(size, dtype=F64))
+
+    def gradients(a, b):
+        return torch.func.grad(lambda a, b: logchain.matmul(a, b).sin().sum(), argnums=(0, 1))(a, b)
+
+    def row(function, i):
+        return function(
+            *(t if dim is None else t.select(dim, i) for t, dim in zip(operands, in_dims, strict=True))
+        )
+
+    found = torch.vmap(logchain.matmul, in_dims=in_dims)(*operands)
+    torch.testing.assert_close(found, torch.stack([row(logchain.matmul, i) for i in range(3)]))
+    for i, found in enumerate(torch.vmap(gradients, in_dims=in_dims)(*operands)):
+        torch.testing.assert_close(found, torch.stack([row(gradients, j)[i] for j in range(3)]))
+
+
+def test_autocast_changes_nothing():
+    chain = FAMILIES["dense"](F32)
+    expected = with_gradients(logchain.product, chain)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = with_gradients(logchain.product, chain)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == F32 and torch.equal(one, other)
+    a = torch.randn(4, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = logchain.matmul(a, a.T)
+    assert torch.equal(found, logchain.matmul(a, a.T))
