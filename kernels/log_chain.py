@@ -66,7 +66,10 @@ def forward(chain: Chain, lossy: Tensor, messages: Tensor | None) -> Forward:
         if messages is not None:
             message = message.clone()
             _normalise(block)
-            messages[start:stop, rows.sets[:, None], rows.members] = block.mT.to(messages.dtype)
+            if len(rows.sets) * len(rows.members) == chain.g * chain.m:  # no need to look places up
+                messages[start:stop] = block.mT
+            else:
+                messages[start:stop, rows.sets[:, None], rows.members] = block.mT.to(messages.dtype)
     if rows.ends is None:
         last = _total(message)
     else:
@@ -127,6 +130,8 @@ def backward(
 
 def _kept(messages: Tensor, done: Forward, start: int, stop: int) -> Tensor:
     """The messages of a block of steps (k, g', c, m')."""
+    if done.log_norm.numel() == messages[0, ..., 0].numel():
+        return messages[start:stop].mT
     return messages[start:stop, done.sets[:, None], done.members].mT
 
 

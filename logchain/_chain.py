@@ -103,29 +103,29 @@ class _Gradient(torch.autograd.Function):
 def _forward(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    log_norm, messages, scales, redone = _kept_shapes(x, bulk, p0, lengths, log_params, keep)
     if x.numel() == 0:
-        return log_norm, messages, scales, redone
+        return _kept_shapes(x, bulk, p0, lengths, log_params, keep)
     layout, chain = _chain(x, bulk, p0, lengths, log_params)
-    found, again = chain_kernels(x).forward(chain, messages if keep else None, scales)
-    redone.copy_(again)
+    messages, scales = _buffers(x, chain.dtype, chain.g, chain.m, keep)
+    log_norm, redone = chain_kernels(x).forward(chain, messages if keep else None, scales)
     report_sequences(redone)
-    return log_norm.copy_(layout.batched(found)), messages, scales, redone
+    return layout.batched(log_norm).contiguous(), messages, scales, redone
+
+
+def _buffers(x: Tensor, dtype: torch.dtype, g: int, m: int, keep: bool) -> tuple[Tensor, Tensor]:
+    """Messages (v, g, m, c), if they are kept, and scales (v + 1, g, m, 1), which a GPU does without."""
+    v, c = x.shape[-2:]
+    messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
+    return messages, x.new_empty((0,) if on_gpu(x) else (v + 1, g, m, 1), dtype=dtype)
 
 
 def _kept_shapes(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log-partition [*B], messages (v, g, m, c), scales (v + 1, g, m, 1) and redone (g, m), not yet computed."""
+    """The log-partition [*B], `_buffers` and what was redone (g, m), as they will be."""
     g, m = Layout.of(x, bulk).grid
-    v, c = x.shape[-2:]
-    dtype = _arithmetic(x, bulk, p0)
-    return (
-        x.new_empty(x.shape[:-2], dtype=torch.float64),
-        x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype),
-        x.new_empty((0,) if on_gpu(x) else (v + 1, g, m, 1), dtype=dtype),
-        x.new_empty((g, m), dtype=torch.bool),
-    )
+    messages, scales = _buffers(x, _arithmetic(x, bulk, p0), g, m, keep)
+    return x.new_empty(x.shape[:-2], dtype=torch.float64), messages, scales, x.new_empty((g, m), dtype=torch.bool)
 
 
 def _backward(

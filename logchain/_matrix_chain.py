@@ -5,6 +5,7 @@ slots of the result. A second derivative is taken through products of `_log_matm
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,107 +33,179 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stack: Tensor, inplace: bool) -> Tensor:
         ctx.save_for_backward(stack)
-        return _product(stack, inplace)
+        with torch.autocast(stack.device.type, enabled=False):
+            result, rescued = _product(stack, inplace)
+        report(Rescues(outputs=rescued))
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (stack,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _by_composition(_composed_product, stack, grad), None
-        return _product_gradient(grad, stack), None
+        with torch.autocast(stack.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                return _by_composition(_composed_product, grad, stack), None
+            return _product_gradient(grad, stack), None
 
 
 class _Prefixes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stack: Tensor) -> Tensor:
         ctx.save_for_backward(stack)
-        return _prefixes(stack)
+        with torch.autocast(stack.device.type, enabled=False):
+            result, rescued = _prefixes(stack)
+        report(Rescues(outputs=rescued))
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (stack,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _by_composition(_composed_prefixes, stack, grad)
-        return _prefixes_gradient(grad, stack)
+        with torch.autocast(stack.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                return _by_composition(_composed_prefixes, grad, stack)
+            return _prefixes_gradient(grad, stack)
 
 
-def _product(stack: Tensor, inplace: bool) -> Tensor:
-    result = _result(stack, stack.shape[:-3] + stack.shape[-2:])
+def _product(stack: Tensor, inplace: bool) -> tuple[Tensor, int]:
+    """The product, and how many entries of nodes were rescued."""
+    result = _empty(stack, stack.shape[:-3] + stack.shape[-2:])
     if result.numel() == 0:
-        return result
-    whole = _grid(stack)
+        return result, 0
+    whole = _sets(stack)
     g, s, c, _ = whole.shape
-    arithmetic, leaves = _arithmetic(whole), Nodes.leaves(whole)
-    own = inplace or whole.data_ptr() != stack.data_ptr()  # a copy may be overwritten, too
-    if own and whole.dtype == result.dtype:
+    copied = whole.data_ptr() != stack.data_ptr()
+    if (inplace or copied) and whole.dtype == result.dtype:
         memory = whole[:, : s // 2 * 2 : 2]
     else:
         memory = result.new_empty(g, s // 2, c, c)
+    tree = _Tree(whole, result.dtype)
     nodes = Nodes.over(memory)
     for step in reduction(s):
-        left = leaves.at(step.left) if step.left_at is None else nodes.at(halved(step.left))
-        right = leaves.at(step.right) if step.right_at is None else nodes.at(halved(step.right))
-        arithmetic.multiply(left, right, nodes.at(halved(step.left)))
-    root = nodes if s > 1 else leaves
-    arithmetic.logarithms(root.at(slice(0, 1)), result.view(g, 1, c, c))
-    report(Rescues(outputs=arithmetic.rescued))
-    return result
+        left = tree.leaves.at(step.left) if step.left_at is None else nodes.at(halved(step.left))
+        right = tree.leaves.at(step.right) if step.right_at is None else nodes.at(halved(step.right))
+        tree.arithmetic.multiply(left, right, nodes.at(halved(step.left)))
+    root = (nodes if s > 1 else tree.leaves).at(slice(0, 1))
+    tree.arithmetic.logarithms(root, result.view(g, 1, c, c))
+    return result, tree.arithmetic.rescued
 
 
 def _product_gradient(grad: Tensor, stack: Tensor) -> Tensor:
-    """The nodes of the tree stay where their right operands had been; gradients lie where `_product` has the nodes."""
-    result = _result(stack, stack.shape)
+    """All nodes stay, each where its right operand had been; gradients lie in the slots that `_product` computes in."""
+    result = _empty(stack, stack.shape)
     if result.numel() == 0:
         return result.to(stack.dtype)
-    whole = _grid(stack)
-    g, s, c, _ = whole.shape
+    whole = _sets(stack)
     gradient = result.view(whole.shape)
-    gradient[:, 0] = grad.reshape(g, c, c)
-    arithmetic, leaves = _arithmetic(whole), Nodes.leaves(whole)
+    gradient[:, 0] = grad.reshape(gradient[:, 0].shape)
+    if whole.shape[1] == 1:
+        gradient.masked_fill_(whole == -math.inf, 0.0)
+    tree = _Tree(whole, result.dtype)
     nodes = Nodes.over(torch.empty_like(gradient))
-    steps = list(reduction(s))
+    steps = list(reduction(whole.shape[1]))
     for step in steps:
-        left, right = _operands(step, leaves, nodes)
-        arithmetic.multiply(left, right, nodes.at(step.right))
+        tree.arithmetic.multiply(*tree.operands(step, nodes, nodes), nodes.at(step.right))
     for step in reversed(steps):
-        left, right = _operands(step, leaves, nodes)
+        operands = tree.operands(step, nodes, nodes)
         grads = gradient[:, step.left], gradient[:, step.right]
-        arithmetic.gradient(grads[0], left, right, nodes.at(step.right), *grads)
+        tree.arithmetic.gradient(grads[0], *operands, nodes.at(step.right), *grads)
     return result.to(stack.dtype)
 
 
-def _prefixes(stack: Tensor) -> Tensor:
-    result = _result(stack, stack.shape)
+def _prefixes(stack: Tensor) -> tuple[Tensor, int]:
+    """The prefixes, written over the nodes of the first sweep, and how many entries were rescued."""
+    result = _empty(stack, stack.shape)
     if result.numel() == 0:
-        return result
-    whole = _grid(stack)
+        return result, 0
+    whole = _sets(stack)
     s = whole.shape[1]
-    arithmetic, leaves = _arithmetic(whole), Nodes.leaves(whole)
-    prefixes = Nodes.over(result.view(whole.shape))
-    for step in upward(s):
-        left, right = ((leaves if at is None else prefixes) for at in (step.left_at, step.right_at))
-        arithmetic.multiply(left.at(step.left), right.at(step.right), prefixes.at(step.right))
-    prefixes.values[:, 0] = whole[:, 0]
-    for step in downward(s):
-        right = leaves if step.right_at is None else prefixes
-        arithmetic.multiply(prefixes.at(step.left), right.at(step.right), prefixes.at(step.right))
-    arithmetic.logarithms(prefixes, prefixes.values)
-    report(Rescues(outputs=arithmetic.rescued))
-    return result
+    tree, nodes = _Tree(whole, result.dtype), Nodes.over(result.view(whole.shape))
+    for step in (*upward(s), *downward(s)):
+        left = (tree.leaves if step.left_at is None else nodes).at(step.left)
+        right = (tree.leaves if step.right_at is None else nodes).at(step.right)
+        tree.arithmetic.multiply(left, right, nodes.at(step.right))
+    tree.arithmetic.logarithms(nodes.at(slice(1, s)), nodes.values[:, 1:])
+    nodes.values[:, 0] = whole[:, 0]
+    return result, tree.arithmetic.rescued
 
 
 def _prefixes_gradient(grad: Tensor, stack: Tensor) -> Tensor:
-    """Both sweeps backwards: what a prefix receives goes to its operands, those of the first sweep come last."""
-    result = _result(stack, stack.shape)
+    """Both sweeps backwards: a product's gradient becomes its right operand's, and what its left receives is added."""
+    result = _empty(stack, stack.shape)
     if result.numel() == 0:
         return result.to(stack.dtype)
-    whole = _grid(stack)
+    whole = _sets(stack)
     s = whole.shape[1]
-    gradient = result.copy_(grad).view(whole.shape)
-    arithmetic, leaves = _arithmetic(whole), Nodes.leaves(whole)
+    tree, gradient = _Tree(whole, result.dtype), result.copy_(grad).view(whole.shape)
     nodes, prefixes = (Nodes.over(torch.empty_like(gradient)) for _ in range(2))
     up, down = list(upward(s)), list(downward(s))
     for step in up:
-        arithmetic.multiply(*_operands(step, leaves, nodes), nodes.at(step.left))
-    _ = prefixes
+        tree.arithmetic.multiply(*tree.operands(step, nodes, nodes), nodes.at(step.left))
+        first = step.left.start  # the first node of each level is a prefix
+        prefixes.at(slice(step.right.start, step.right.start + 1)).copy_(nodes.at(slice(first, first + 1)))
+    for step in down:
+        tree.arithmetic.multiply(*tree.operands(step, prefixes, nodes), prefixes.at(step.right))
+    for step in reversed(up + down):
+        if step.left_at == 0:
+            operands, out = tree.operands(step, prefixes, nodes), prefixes.at(step.right)
+        else:
+            operands, out = tree.operands(step, nodes, nodes), nodes.at(step.left)
+        grads = gradient[:, step.left], gradient[:, step.right]
+        tree.arithmetic.gradient(grads[1], *operands, out, *grads, add_left=True)
+    gradient[:, 0].masked_fill_(whole[:, 0] == -math.inf, 0.0)
     return result.to(stack.dtype)
+
+
+class _Tree:
+    """The leaves and the arithmetic of a stack (g, s, c, c)."""
+
+    def __init__(self, whole: Tensor, dtype: torch.dtype) -> None:
+        self.leaves = Nodes.leaves(whole)
+        self.arithmetic = Arithmetic(whole.shape[-1], dtype, whole.device)
+
+    def operands(self, step: Step, lefts: Nodes, rights: Nodes) -> tuple[Nodes, Nodes]:
+        """The operands of a step in layouts in which nodes stay."""
+        left = self.leaves.at(step.left) if step.left_at is None else lefts.at(shifted(step.left, step.left_at))
+        right = self.leaves.at(step.right) if step.right_at is None else rights.at(shifted(step.right, step.right_at))
+        return left, right
+
+
+def _empty(stack: Tensor, shape: torch.Size) -> Tensor:
+    """A result: float64 for float64, otherwise float32."""
+    return stack.new_empty(shape, dtype=torch.promote_types(stack.dtype, torch.float32))
+
+
+def _sets(stack: Tensor) -> Tensor:
+    """(g, s, c, c): a view, or a copy where the batch axes cannot be joined."""
+    return stack.reshape(-1, *stack.shape[-3:])
+
+
+def _by_composition(function: Callable[[Tensor], Tensor], grad: Tensor, stack: Tensor) -> Tensor:
+    """The gradient with a graph of its own, in float64."""
+    leaf = stack.view_as(stack)
+    if leaf.numel() == 0:
+        return torch.zeros_like(leaf)
+    found = function(_sets(leaf).double()).view(grad.shape)
+    return torch.autograd.grad(found, leaf, grad.double(), create_graph=True)[0]
+
+
+def _composed_product(nodes: Tensor) -> Tensor:
+    """(g, s, c, c) to (g, c, c), level by level."""
+    nodes = _no_gradient_at_zero(nodes)
+    while nodes.shape[1] > 1:
+        pairs = nodes.shape[1] // 2
+        left, right = nodes[:, : 2 * pairs : 2], nodes[:, 1 : 2 * pairs : 2]
+        products = log_matmul(left.flatten(0, 1), right.flatten(0, 1)).view(left.shape)
+        nodes = torch.cat([products, nodes[:, 2 * pairs :]], 1)
+    return nodes[:, 0]
+
+
+def _composed_prefixes(stack: Tensor) -> Tensor:
+    """(g, s, c, c) to the same, one after the other."""
+    first, *others = _no_gradient_at_zero(stack).unbind(1)
+    prefixes = [first]
+    for matrix in others:
+        prefixes.append(log_matmul(prefixes[-1], matrix))
+    return torch.stack(prefixes, 1)
+
+
+def _no_gradient_at_zero(logs: Tensor) -> Tensor:
+    return logs.masked_fill(logs == -math.inf, -math.inf)

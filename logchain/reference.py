@@ -39,6 +39,28 @@ def matmul(a: ArrayLike, b: ArrayLike) -> Array:
     return _logsumexp(a[..., :, :, None] + b[..., None, :, :], axis=-2)
 
 
+def matrix_product(stack: ArrayLike) -> Array:
+    """`log(exp(M_1) @ ... @ exp(M_s))`: [..., s, c, c] gives [..., c, c].
+
+    >>> matrix_product(np.log([[[0.5, 0.5], [0.0, 1.0]]] * 2)) == np.log([[0.25, 0.75], [0.0, 1.0]])
+    array([[ True,  True],
+           [ True,  True]])
+    """
+    return prefix_products(stack)[..., -1, :, :]
+
+
+def prefix_products(stack: ArrayLike) -> Array:
+    """The product of the first 1 to s matrices: [..., s, c, c] gives [..., s, c, c].
+
+    >>> prefix_products([[[1.0]], [[2.0]], [[3.0]]]).ravel()
+    array([1., 3., 6.])
+    """
+    prefixes = np.array(stack, np.float64)
+    for i in range(1, prefixes.shape[-3]):
+        prefixes[..., i, :, :] = matmul(prefixes[..., i - 1, :, :], prefixes[..., i, :, :])
+    return prefixes
+
+
 def product(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
 ) -> Array:
