@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _device
 from ._arguments import check_lengths
-from ._device import chain_kernels, on_gpu
 from ._layout import Layout
 from ._operators import apply, operator, transform
 from ._rescues import report_sequences
@@ -107,7 +107,7 @@ def _forward(
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep)
     layout, chain = _chain(x, bulk, p0, lengths, log_params)
     messages, scales = _buffers(x, chain.dtype, chain.g, chain.m, keep)
-    log_norm, redone = chain_kernels(x).forward(chain, messages if keep else None, scales)
+    log_norm, redone = _device.chain_kernels(x).forward(chain, messages if keep else None, scales)
     report_sequences(redone)
     return layout.batched(log_norm).contiguous(), messages, scales, redone
 
@@ -116,7 +116,7 @@ def _buffers(x: Tensor, dtype: torch.dtype, g: int, m: int, keep: bool) -> tuple
     """Messages (v, g, m, c), if they are kept, and scales (v + 1, g, m, 1), which a GPU does without."""
     v, c = x.shape[-2:]
     messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
-    return messages, x.new_empty((0,) if on_gpu(x) else (v + 1, g, m, 1), dtype=dtype)
+    return messages, x.new_empty((0,) if _device.on_gpu(x) else (v + 1, g, m, 1), dtype=dtype)
 
 
 def _kept_shapes(
@@ -157,7 +157,7 @@ def _backward(
         bulk_view[chain.v - 1 :] = 0.0
         bulk_view = bulk_view[: chain.v - 1]
         bulk_view = bulk_view.view(len(bulk_view), chain.g, chain.c, chain.c)
-    start = chain_kernels(x).backward(
+    start = _device.chain_kernels(x).backward(
         chain,
         layout.sequences(log_norm),
         messages,
@@ -195,7 +195,7 @@ def _chain(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_para
     ends, v = None, x.shape[-2]
     if lengths is not None:
         ends = layout.sequences(lengths)[..., None]
-        if not on_gpu(x):
+        if not _device.on_gpu(x):
             check_lengths(lengths, v)
             v = int(lengths.max())
     return layout, Chain(

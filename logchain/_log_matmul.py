@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._device import log_matmul_kernels, on_gpu
+from . import _device
 from ._operators import apply, operator, transform
 from ._rescues import report_outputs
 
@@ -28,7 +28,7 @@ class _LogMatmul(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b = inputs
-        ctx.save_for_backward(a, b, output if on_gpu(a) else None)
+        ctx.save_for_backward(a, b, output if _device.on_gpu(a) else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -107,7 +107,7 @@ def _stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor | None, 
 
 
 def _forward(a: Tensor, b: Tensor) -> Tensor:
-    out, rescued = log_matmul_kernels(a).forward(a, b)
+    out, rescued = _device.log_matmul_kernels(a).forward(a, b)
     report_outputs(rescued)
     found: Tensor = out
     return found
@@ -116,7 +116,7 @@ def _forward(a: Tensor, b: Tensor) -> Tensor:
 def _backward(
     weight: Tensor, a: Tensor, b: Tensor, out: Tensor | None, need_a: bool, need_b: bool
 ) -> tuple[Tensor, Tensor]:
-    grads = log_matmul_kernels(a).backward(weight, a, b, out, need_a, need_b)
+    grads = _device.log_matmul_kernels(a).backward(weight, a, b, out, need_a, need_b)
     grad_a, grad_b = (a.new_empty(0) if grad is None else grad for grad in grads)
     return grad_a, grad_b
 

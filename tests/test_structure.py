@@ -42,7 +42,7 @@ def test_imports_point_down(path):
     assert "logchain" not in imported(path), "import relatively"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.stem)
 def test_kernels_stand_alone(path):
     others = {name for name in imported(path) if not name.startswith(".")}
     assert others <= {"torch", "triton", "numba", "numpy", "math", "dataclasses", "functools", "typing", "collections"}
