@@ -1,13 +1,29 @@
 """The one place that looks at the device: which kernels compute for a tensor."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
+from typing import ContextManager
 
+import torch
 from torch import Tensor
 
 
 def on_gpu(tensor: Tensor) -> bool:
     """Whether the Triton kernels compute for it."""
     return tensor.device.type == "cuda"
+
+
+def arithmetic_on(tensor: Tensor) -> ContextManager[None]:
+    """Where an operator computes: on the tensor's own device, whichever is current, and in the dtypes it asks for."""
+    plain = tensor.device.type != "cuda" and not torch.is_autocast_enabled(tensor.device.type)
+    return nullcontext() if plain else _arithmetic_on(tensor)
+
+
+@contextmanager
+def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
+    with torch.cuda.device_of(tensor), torch.autocast(tensor.device.type, enabled=False):
+        yield
 
 
 def chain_kernels(tensor: Tensor) -> ModuleType:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ._device import arithmetic_on
+
 _library = torch.library.Library("logchain", "DEF")
 
 # what each operator does, by its name
@@ -22,10 +24,7 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     name = schema[: schema.index("(")]
 
     def run(*args: Any) -> Any:
-        device = _device_of(args)
-        if not torch.is_autocast_enabled(device):
-            return implementation(*args)
-        with torch.autocast(device, enabled=False):
+        with arithmetic_on(next(arg for arg in args if isinstance(arg, torch.Tensor))):
             return implementation(*args)
 
     IMPLEMENTATIONS[name] = run
@@ -34,10 +33,6 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     torch.library.register_fake(f"logchain::{name}", shapes, lib=_library)
     found: Callable[..., Any] = getattr(torch.ops.logchain, name).default
     return found
-
-
-def _device_of(args: tuple[Any, ...]) -> str:
-    return next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
 
 
 def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:

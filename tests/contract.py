@@ -70,7 +70,7 @@ class Truth:
 
 def assert_values(out: torch.Tensor, truth: np.ndarray, bound: np.ndarray) -> None:
     """`out` is exactly -inf where the truth is, never NaN, and within the bound elsewhere."""
-    found = out.detach().double().numpy()
+    found = out.detach().double().cpu().numpy()
     assert found.shape == truth.shape, f"shape {found.shape}, expected {truth.shape}"
     np.testing.assert_array_equal(np.isneginf(found), np.isneginf(truth))
     possible = ~np.isneginf(truth)
@@ -86,7 +86,7 @@ def assert_gradient(
 
     A linear operand's gradient is compared as its logarithm's, that is multiplied by the operand.
     """
-    found, value = operand.grad.double().numpy(), operand.detach().double().numpy()
+    found, value = operand.grad.double().cpu().numpy(), operand.detach().double().cpu().numpy()
     assert operand.grad.dtype == operand.dtype
     assert found.shape == value.shape, f"shape {found.shape}, expected {value.shape}"
     forbidden = np.isneginf(value) if log else value == 0
@@ -118,12 +118,12 @@ def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def assert_contract(
-    chain: Chain, lengths=None, wanted: str = "x bulk p0", truth: Truth | None = None, **options
+    chain: Chain, lengths=None, wanted: str = "x bulk p0", truth: Truth | None = None, device: str = "cpu", **options
 ) -> None:
     """Value and wanted gradients of `logchain.product` lie within the contract, and its inputs stay as they are."""
     truth = truth or Truth(chain, lengths)
     names = wanted.split()
-    leaves = {name: getattr(chain, name).detach() for name in ("x", "bulk", "p0")}
+    leaves = {name: getattr(chain, name).detach().to(device) for name in ("x", "bulk", "p0")}
     before = {name: leaf.clone() for name, leaf in leaves.items()}
     for name in names:
         leaves[name].requires_grad_()
@@ -133,7 +133,7 @@ def assert_contract(
 
     # Upstream weights in [-1, 1], another one for every sequence.
     upstream = torch.arange(out.numel(), dtype=torch.float64).cos().reshape(out.shape)
-    out.backward(upstream.to(out.dtype))
+    out.backward(upstream.to(out))
     weight = upstream.to(out.dtype).double().numpy()[..., None, None]
     bound = truth.gradient_bound[..., None, None]
     if "x" in names:
