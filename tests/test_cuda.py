@@ -1,0 +1,153 @@
+"""What only a device can show: CUDA graphs, no waiting for the device, memory, compiled code, and agreement with a CPU."""
+
+import pytest
+import torch
+
+import logchain
+from tests.families import FAMILIES, dense
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device")]
+
+F32 = torch.float32
+MB = 1_000_000
+
+
+def on_device(chain):
+    return [tensor.cuda().requires_grad_() for tensor in chain[:3]]
+
+
+def chain_step(operands, **options):
+    out = logchain.product(*operands, **options)
+    return out, *torch.autograd.grad(out.sum(), operands)
+
+
+def matmul_step(operands):
+    out = logchain.matmul(*operands)
+    return out, *torch.autograd.grad(out.sum(), operands)
+
+
+def tree_step(operands):
+    out = logchain.matrix_product(*operands)
+    return out, *torch.autograd.grad(out.sum(), operands)
+
+
+def prefix_step(operands):
+    out = logchain.prefix_products(*operands)
+    return out, *torch.autograd.grad(out.sum(), operands)
+
+
+def steps():
+    leaf = lambda *shape: torch.randn(*shape, device="cuda", requires_grad=True)  # noqa: E731
+    yield "shared", chain_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
+    yield "each", chain_step, on_device(dense(F32, each=True, v=9, c=33))
+    yield "left_to_right", chain_step, on_device(FAMILIES["left_to_right"](F32))
+    yield "matmul", matmul_step, [leaf(5, 1, 33, 65), leaf(4, 65, 17)]
+    yield "tree", tree_step, [leaf(2, 9, 33, 33)]
+    yield "large tree", tree_step, [leaf(2, 5, 130, 130)]
+    yield "prefixes", prefix_step, [leaf(2, 9, 33, 33)]
+
+
+NAMES = ["shared", "each", "left_to_right", "matmul", "tree", "large tree", "prefixes"]
+
+
+def case(name):
+    return next((step, operands) for found, step, operands in steps() if found == name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cuda_graph_replays_it(name):
+    step, operands = case(name)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(operands)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(operands)
+    with torch.no_grad():
+        for operand in operands:
+            operand.mul_(0.5)
+    graph.replay()
+    for one, other in zip(found, step(operands), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_waits_for_the_device(name):
+    step, operands = case(name)
+    step(operands)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(operands)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["shared", "each", "matmul", "tree"])
+def test_inductor_compiles_it_into_one_graph(name):
+    step, operands = case(name)
+    torch._dynamo.reset()
+    function = {"matmul": logchain.matmul, "tree": logchain.matrix_product}.get(name, logchain.product)
+    compiled = torch.compile(function, fullgraph=True)
+    torch.testing.assert_close(compiled(*operands), function(*operands), rtol=0, atol=0)
+    found = torch.autograd.grad(compiled(*operands).sum(), operands)
+    for one, other in zip(found, torch.autograd.grad(function(*operands).sum(), operands), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_agree_to_the_last_bit(name):
+    step, operands = case(name)
+    for one, other in zip(step(operands), step(operands), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["dense", "left_to_right", "detour"])
+def test_it_agrees_with_the_cpu(family):
+    chain = FAMILIES[family](F32, n=4, t=1, v=33, c=20)
+    with torch.no_grad():
+        here = logchain.product(*chain[:3], log_params=chain.log_params)
+        there = logchain.product(*(t.cuda() for t in chain[:3]), log_params=chain.log_params)
+    torch.testing.assert_close(there.cpu(), here, rtol=2.0**-22, atol=2e-5)
+
+
+def test_the_forums_case_takes_under_60_mb():
+    chain = dense(F32, n=500, t=1, v=40, c=200)
+    operands = on_device(chain)
+    chain_step(operands)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    chain_step(operands)
+    assert torch.cuda.max_memory_allocated() - before < 60 * MB
+
+
+def test_allocations_do_not_grow_with_v():
+    def count(v):
+        operands = on_device(dense(F32, n=20, t=1, v=v, c=16))
+        chain_step(operands)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        chain_step(operands)
+        return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+    assert count(20) == count(160)
+
+
+def test_a_tree_in_place_takes_no_stack():
+    stack = torch.randn(64, 256, 256, device="cuda")
+    logchain.matrix_product(stack.clone(), inplace=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logchain.matrix_product(stack, inplace=True)
+    assert torch.cuda.max_memory_allocated() - before < stack.numel() * 4 / 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_another_device_than_the_current_one():
+    chain = dense(F32)
+    out = logchain.product(*(tensor.to("cuda:1") for tensor in chain[:3]))
+    torch.testing.assert_close(out.cpu(), logchain.product(*chain[:3]))
