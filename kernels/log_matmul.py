@@ -38,15 +38,11 @@ def backward(
     weight: Tensor,
     a: Tensor,
     b: Tensor,
-    out: Tensor | None,
     need_a: bool,
     need_b: bool,
     depth: torch.dtype = torch.float32,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j, and over i.
-
-    The result itself is not needed: it is computed again.
-    """
+    """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j, and over i."""
     t = _shifted(a, b, depth)
     g = t.divide(weight)
     grad_a = torch.bmm(g, t.eb.mT).mul_(t.ea) if need_a else None

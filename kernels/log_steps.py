@@ -105,7 +105,7 @@ class DenseSteps:
         for i in range(len(before)):
             for part, logs in self._matrices(start + i):
                 posterior = states[i, part]
-                counts = log_matmul.backward(posterior, logs.mT, before[i, part], None, True, False, torch.float64)[0]
+                counts = log_matmul.backward(posterior, logs.mT, before[i, part], True, False, torch.float64)[0]
                 assert counts is not None
                 counts = counts.masked_fill_((posterior == 0).all(-1, keepdim=True), 0.0).mT
                 found = rows.gradient(counts, logs).to(gradient.dtype)

@@ -1,6 +1,6 @@
 """The log-semiring matrix product of canonical operands as an operator of torch, differentiable twice.
 
-Kept for the backward pass are the operands, and on a GPU the result.
+Kept for the backward pass are the operands alone.
 """
 
 from typing import Any
@@ -27,8 +27,7 @@ class _LogMatmul(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b = inputs
-        ctx.save_for_backward(a, b, output if _device.on_gpu(a) else None)
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -53,7 +52,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:3])
-        ctx.needs = inputs[4:]
+        ctx.needs = inputs[3:]
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
@@ -66,15 +65,15 @@ class _Gradient(torch.autograd.Function):
             grads = _log_matmul_second(*operands, along_a, along_b)
         if torch.is_grad_enabled():
             grads = [_Last.apply(grad, *operands, along_a, along_b) for grad in grads]  # type: ignore[no-untyped-call]
-        return (*grads, None, None, None)
+        return (*grads, None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        stacked = _stacked(info.batch_size, in_dims[:4], args[:4])
-        found = _Gradient.apply(*stacked, *args[4:])  # type: ignore[no-untyped-call]
+        stacked = _stacked(info.batch_size, in_dims[:3], args[:3])
+        found = _Gradient.apply(*stacked, *args[3:])  # type: ignore[no-untyped-call]
         own = [
             gradient.unflatten(0, (info.batch_size, -1)) if need else gradient.expand(info.batch_size, 0)
-            for gradient, need in zip(found, args[4:], strict=True)
+            for gradient, need in zip(found, args[3:], strict=True)
         ]
         return (own[0], own[1]), (0, 0)
 
@@ -95,15 +94,12 @@ class _Last(torch.autograd.Function):
         raise RuntimeError("logchain: expected at most two derivatives, got a third")
 
 
-def _stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> list[Any]:
+def _stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """The mapped axis as more matrices of the batch."""
-    stacked = []
-    for tensor, dim in zip(tensors, in_dims, strict=True):
-        if tensor is not None:
-            tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            tensor = tensor.flatten(0, 1)
-        stacked.append(tensor)
-    return stacked
+    return [
+        (tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)).flatten(0, 1)
+        for tensor, dim in zip(tensors, in_dims, strict=True)
+    ]
 
 
 def _forward(a: Tensor, b: Tensor) -> Tensor:
@@ -113,10 +109,8 @@ def _forward(a: Tensor, b: Tensor) -> Tensor:
     return found
 
 
-def _backward(
-    weight: Tensor, a: Tensor, b: Tensor, out: Tensor | None, need_a: bool, need_b: bool
-) -> tuple[Tensor, Tensor]:
-    grads = _device.log_matmul_kernels(a).backward(weight, a, b, out, need_a, need_b)
+def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
+    grads = _device.log_matmul_kernels(a).backward(weight, a, b, need_a, need_b)
     grad_a, grad_b = (a.new_empty(0) if grad is None else grad for grad in grads)
     return grad_a, grad_b
 
@@ -131,9 +125,7 @@ def _shape(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
-def _gradient_shapes(
-    weight: Tensor, a: Tensor, b: Tensor, out: Tensor | None, need_a: bool, need_b: bool
-) -> tuple[Tensor, Tensor]:
+def _gradient_shapes(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape if need_a else (0,)), b.new_empty(b.shape if need_b else (0,))
 
 
@@ -145,7 +137,7 @@ def _second_shapes(
 
 _log_matmul = operator("log_matmul(Tensor a, Tensor b) -> Tensor", _forward, _shape)
 _log_matmul_backward = operator(
-    "log_matmul_backward(Tensor weight, Tensor a, Tensor b, Tensor? out, bool need_a, bool need_b) -> (Tensor, Tensor)",
+    "log_matmul_backward(Tensor weight, Tensor a, Tensor b, bool need_a, bool need_b) -> (Tensor, Tensor)",
     _backward,
     _gradient_shapes,
 )

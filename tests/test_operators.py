@@ -49,7 +49,7 @@ def test_opcheck_of_matmul(sizes):
     a, b = torch.randn(g, m, k, dtype=F64, requires_grad=True), torch.randn(g, k, n, dtype=F64, requires_grad=True)
     weight = torch.randn(g, m, n, dtype=F64, requires_grad=True)
     torch.library.opcheck(OPS.log_matmul.default, (a, b))
-    torch.library.opcheck(OPS.log_matmul_backward.default, (weight, a, b, None, True, True))
+    torch.library.opcheck(OPS.log_matmul_backward.default, (weight, a, b, True, True))
     with torch.no_grad():
         torch.library.opcheck(OPS.log_matmul_second.default, (weight, a, b, torch.rand_like(a), torch.rand_like(b)))
 

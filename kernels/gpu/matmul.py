@@ -1,0 +1,27 @@
+"""The log-semiring matrix product of canonical operands, as `kernels.log_matmul` has it, on the Triton kernels."""
+
+import torch
+from torch import Tensor
+
+from . import log_matmul, log_matmul_gradient
+
+
+def forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """`log(exp(a) exp(b))` (g, m, n), and how many of its entries were rescued, on the device."""
+    rescued = torch.zeros(1, dtype=torch.int64, device=a.device)
+    out = log_matmul.forward(a[:, None], b[:, None], rescued=rescued)
+    return out[:, 0], rescued
+
+
+def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j, and over i."""
+    grad_a = torch.empty(a.shape, dtype=a.dtype, device=a.device) if need_a else None
+    grad_b = torch.empty(b.shape, dtype=b.dtype, device=b.device) if need_b else None
+    log_matmul_gradient.backward(
+        weight[:, None],
+        a[:, None],
+        b[:, None],
+        grad_a=None if grad_a is None else grad_a[:, None],
+        grad_b=None if grad_b is None else grad_b[:, None],
+    )
+    return grad_a, grad_b
