@@ -14,20 +14,22 @@ from . import linear_chain, log_chain
 from .chain import Chain
 
 
-def forward(chain: Chain, messages: Tensor | None, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-partition (g, m) in float64, and which sequences were redone in log space (g, m).
+def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The log-partition (g, m) in float64; messages and scales, with room for so many `steps`; what was redone.
 
-    `messages` and `scales` are written; without messages those of two steps are held.
+    Without `keep` the messages of two steps are held, and none returned.
     """
-    slots = chain.new(min(chain.v, 2), chain.g, chain.m, chain.c) if messages is None else messages[: chain.v]
-    kept = linear_chain.Kept(slots, scales[: chain.v], scales[-1])
-    log_norm, lossy = linear_chain.forward(chain, kept)
+    g, m, c = chain.g, chain.m, chain.c
+    messages = chain.new(*((steps, g, m, c) if keep else (0,)))
+    scales = chain.new(steps + 1, g, m, 1)
+    slots = messages[: chain.v] if keep else chain.new(min(chain.v, 2), g, m, c)
+    log_norm, lossy = linear_chain.forward(chain, linear_chain.Kept(slots, scales[: chain.v], scales[-1]))
     redone = torch.zeros_like(log_norm, dtype=torch.bool)
     if lossy is not None:
-        exact = log_chain.forward(chain, lossy, messages)
+        exact = log_chain.forward(chain, lossy, messages if keep else None)
         log_norm[exact.sets[:, None], exact.members] = exact.log_norm
         redone[exact.sets[:, None], exact.members] = True
-    return log_norm, redone
+    return log_norm, messages, scales, redone
 
 
 def backward(

@@ -106,26 +106,27 @@ def _forward(
     if x.numel() == 0:
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep)
     layout, chain = _chain(x, bulk, p0, lengths, log_params)
-    messages, scales = _buffers(x, chain.dtype, chain.g, chain.m, keep)
-    log_norm, redone = _device.chain_kernels(x).forward(chain, messages if keep else None, scales)
+    log_norm, messages, scales, redone = _device.chain_kernels(x).forward(chain, keep=keep, steps=x.shape[-2])
     report_sequences(redone)
     return layout.batched(log_norm).contiguous(), messages, scales, redone
-
-
-def _buffers(x: Tensor, dtype: torch.dtype, g: int, m: int, keep: bool) -> tuple[Tensor, Tensor]:
-    """Messages (v, g, m, c), if they are kept, and scales (v + 1, g, m, 1), which a GPU does without."""
-    v, c = x.shape[-2:]
-    messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
-    return messages, x.new_empty((0,) if _device.on_gpu(x) else (v + 1, g, m, 1), dtype=dtype)
 
 
 def _kept_shapes(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log-partition [*B], `_buffers` and what was redone (g, m), as they will be."""
+    """The log-partition [*B], messages (v, g, m, c), scales (v + 1, g, m, 1) and what was redone (g, m), as they will be.
+
+    Messages are made if they are to be kept; a GPU does without scales.
+    """
     g, m = Layout.of(x, bulk).grid
-    messages, scales = _buffers(x, _arithmetic(x, bulk, p0), g, m, keep)
-    return x.new_empty(x.shape[:-2], dtype=torch.float64), messages, scales, x.new_empty((g, m), dtype=torch.bool)
+    v, c = x.shape[-2:]
+    dtype = _arithmetic(x, bulk, p0)
+    return (
+        x.new_empty(x.shape[:-2], dtype=torch.float64),
+        x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype),
+        x.new_empty((0,) if _device.on_gpu(x) else (v + 1, g, m, 1), dtype=dtype),
+        x.new_empty((g, m), dtype=torch.bool),
+    )
 
 
 def _backward(

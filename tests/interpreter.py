@@ -1,4 +1,4 @@
-"""Triton's interpreter made stricter: device assertions fire, and `tl.dot` rounds its operands as tensor cores do."""
+"""Triton's interpreter made stricter: assertions fire, and `tl.dot` and bfloat16 round as devices do."""
 
 import numpy as np
 import triton.language as tl
@@ -26,6 +26,13 @@ def _product(a: np.ndarray, b: np.ndarray, precision: ir.INPUT_PRECISION) -> np.
     return np.matmul(a, b)
 
 
+def _bfloat16(x: np.ndarray) -> np.ndarray:
+    """The bits of a float32 rounded to bfloat16, half to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
 def install() -> None:
     """Change the interpreter of this process."""
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True)
@@ -38,4 +45,12 @@ def install() -> None:
             return plain(self, a, b, d, input_precision, max_num_imprecise_acc)
         return interpreter.TensorHandle(_product(a.data, b.data, input_precision) + d.data, d.dtype.scalar)
 
+    casts = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst_type):
+        if (src.dtype.scalar, dst_type.scalar) == (tl.float32, tl.bfloat16):
+            return interpreter.TensorHandle(_bfloat16(src.data), dst_type.scalar)
+        return casts(self, src, dst_type)
+
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.InterpreterBuilder.cast_impl = cast_impl

@@ -25,7 +25,8 @@ def kernels(device, monkeypatch) -> str:
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_keeps_the_contract(name, each, log, kernels):
-    sizes = SMALL if name[-1] not in "12345" else {"n": 2, "t": 1}
+    sizes = SMALL | {"v": 5} if name[-1] not in "12345" else {"n": 2, "t": 1}
+    sizes |= {"c": 130} if name == "c301" else {}
     chain = FAMILIES[name](F32, each=each, **sizes)
     assert_contract(chain.logs() if log else chain, device=kernels)
 
@@ -36,9 +37,9 @@ def test_float64(name, each, kernels):
     assert_contract(FAMILIES[name](F64, each=each, **SMALL), device=kernels)
 
 
-@pytest.mark.parametrize("name", ["sharp", "bakis_jump", "sparse", "banded"])
+@pytest.mark.parametrize("name", ["sharp", "bakis_jump", "sparse"])
 def test_many_sequences_share_their_matrices(name, kernels):
-    assert_contract(FAMILIES[name](F32, 1, n=35, t=1, v=9, c=17), device=kernels)
+    assert_contract(FAMILIES[name](F32, 1, n=18, t=1, v=5, c=17), device=kernels)
 
 
 @pytest.mark.parametrize("c", [1, 33, 65, 130])
@@ -53,8 +54,7 @@ def test_one_matrix_for_every_step(name, kernels):
     assert_contract(chain._replace(bulk=chain.bulk[..., 1:2, :, :]), device=kernels)
 
 
-@pytest.mark.parametrize("steps", ["full", "one"])
-@pytest.mark.parametrize("v", [1, 2, 4])
+@pytest.mark.parametrize(("v", "steps"), [(1, "full"), (1, "one"), (3, "full"), (3, "one")])
 @pytest.mark.parametrize(
     ("batch", "bulk_batch", "p0_batch"),
     [
@@ -172,8 +172,17 @@ def test_sequences_redone_are_counted(kernels):
 
 def test_second_derivatives(kernels):
     chain = dense(F64, n=2, t=1, v=3, c=3)
-    operands = [tensor.to(kernels).requires_grad_() for tensor in chain[:3]]
-    assert torch.autograd.gradgradcheck(logchain.product, operands)
+
+    def second(device):
+        operands = [tensor.to(device).requires_grad_() for tensor in chain[:3]]
+        first = torch.autograd.grad(logchain.product(*operands).sum(), operands, create_graph=True)
+        return [t.cpu() for t in torch.autograd.grad(sum(t.square().sum() for t in first), operands)]
+
+    found = second(kernels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_device, "on_gpu", lambda tensor: tensor.device.type == "cuda")
+        for one, other in zip(found, second("cpu"), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_tf32_is_used_only_when_asked_for(kernels):

@@ -48,9 +48,37 @@ def any_of(mask):
 def operand(x, PRECISION: tl.constexpr):
     """A float32 operand of `tl.dot`: tensor cores truncate to TF32, and half of the last kept bit makes that rounding.
 
-    Truncation is a bias, and adds up along a chain.
+    Truncation is a bias, and adds up along a chain. The NaN that arithmetic makes, 0x7FFFFFFF, must not become a zero.
     """
     if PRECISION == "tf32":
-        return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+        bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF)
+        return (bits + 0x1000).to(tl.float32, bitcast=True)
     else:
         return x
+
+
+@triton.jit
+def load(ptr, rows, columns, row_end, column_end, stride_row, stride_column, DTYPE: tl.constexpr, OTHER: tl.constexpr):
+    """The entries (rows, columns) of a matrix in the dtype of the arithmetic, `OTHER` behind its ends."""
+    mask = (rows < row_end)[:, None] & (columns < column_end)[None, :]
+    return tl.load(at(ptr, rows, columns, stride_row, stride_column), mask=mask, other=OTHER).to(DTYPE)
+
+
+@triton.jit
+def at(ptr, rows, columns, stride_row, stride_column):
+    """Where the entries (rows, columns) of a matrix lie, by 64-bit offsets."""
+    return ptr + rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
+
+
+@triton.jit
+def multiple(size, WIDTH: tl.constexpr):
+    """A size or stride that WIDTH divides, said so that the compiler knows."""
+    return size // WIDTH * WIDTH
+
+
+@triton.jit
+def exact_sum(x, y):
+    """`x + y` of finite numbers, rounded, and what the rounding took away."""
+    total = x + y
+    part = total - x
+    return total, (x - (total - part)) + (y - part)

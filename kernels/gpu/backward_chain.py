@@ -1,0 +1,300 @@
+"""The backward recursion of many chains in one launch: state posteriors, and what transition posteriors are made of.
+
+    w_i = x_i + b_i                      b_{v-1} = 0, or a message that is passed on      (all relative to their maxima)
+    b_{i-1} = log sum_j P_i(., j) exp w_i(j)                 nu = log sum_k exp(a_{i-1}(k) + b_{i-1}(k))
+    gamma_{i-1} = exp(a_{i-1} + b_{i-1} - nu)                r_i = w_i - nu
+
+with the messages `a` of `forward_chain`. gamma are the posteriors, that is the gradient with respect to `x`, and
+
+    exp(a_{i-1}(k)) P_i(k, j) exp(r_i(j))
+
+sums to 1 over (k, j): those are the transitions' posteriors. Each step is normalised over its own terms, so that
+roundings do not add up along the chain. States that no path reaches are left out of `w`.
+
+Layouts, cost, tiles and the numerics of a step are those of `forward_chain`, with `P` transposed; but what leaves a
+step stays float32, which is good enough for a posterior. A sequence that is impossible has gradient 0 and r -inf; so
+has what lies behind an end. A NaN stays in its sequence.
+
+Definition: `logchain.reference.marginals`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .chain_step import Widths, column_tops, constants, far, normalised, step, tile_of, tiles, whole_matrix
+from .tiles import exp, finite, log
+
+
+@triton.jit
+def _posteriors(message, behind, weight):
+    """`weight * gamma` (BLOCK_S, BLOCK_C) from `a` and `b`, and `nu`: +inf if it is impossible, so `w - nu` is -inf."""
+    joint = message + behind
+    top = finite(tl.max(joint, 1))
+    shares = exp(joint - top[:, None])
+    total = tl.sum(shares, 1)
+    gamma = shares / tl.where(total == 0.0, 1.0, total)[:, None] * weight[:, None]
+    # also where the weight is not finite
+    gamma = tl.where((joint == float("-inf")) | (weight == 0.0)[:, None], 0.0, gamma)
+    return gamma, tl.where(total == 0.0, float("inf"), top + log(total))
+
+
+@triton.jit(do_not_specialize=["v", "m"])
+def _backward_kernel(
+    x_ptr,
+    bulk_ptr,
+    top_ptr,
+    ends_ptr,
+    final_ptr,
+    message_ptr,
+    log_norm_ptr,
+    weight_ptr,
+    ahead_ptr,
+    grad_ptr,
+    start_ptr,
+    r_ptr,
+    rescued_ptr,
+    v,
+    m,
+    c,
+    stride_xv,
+    stride_xg,
+    stride_xm,
+    stride_xc,
+    stride_bv,
+    stride_bg,
+    stride_bk,
+    stride_bj,
+    stride_tv,
+    stride_mv,
+    stride_wg,
+    stride_wm,
+    stride_dv,
+    stride_dg,
+    stride_dm,
+    stride_dc,
+    LOG_PARAMS: tl.constexpr,
+    HOMOGENEOUS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDTH_C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_K: tl.constexpr,
+    WIDTH_J: tl.constexpr,
+    WIDTH_X: tl.constexpr,
+):
+    # the launcher knows what divides these; the compiler then loads as many elements at once
+    c = c // WIDTH_C * WIDTH_C
+    stride_bk = stride_bk // WIDTH_K * WIDTH_K
+    stride_bj = stride_bj // WIDTH_J * WIDTH_J
+    stride_bv = stride_bv // WIDTH * WIDTH
+    stride_bg = stride_bg // WIDTH * WIDTH
+    stride_xv = stride_xv // WIDTH_X * WIDTH_X
+    stride_xg = stride_xg // WIDTH_X * WIDTH_X
+    stride_xm = stride_xm // WIDTH_X * WIDTH_X
+    stride_dv = stride_dv // WIDTH_X * WIDTH_X
+    stride_dg = stride_dg // WIDTH_X * WIDTH_X
+    stride_dm = stride_dm // WIDTH_X * WIDTH_X
+
+    stride_tv = stride_tv // WIDTH_C * WIDTH_C
+    stride_mv = stride_mv // WIDTH_C * WIDTH_C
+
+    # scalars move from step to step, and blocks of rows lie at small offsets from them
+    blocks = tl.cdiv(m, BLOCK_S)
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_S
+    rows = tl.arange(0, BLOCK_S)
+    columns = tl.arange(0, BLOCK_C)
+    inside = rows < m - first
+    tile = inside[:, None] & (columns < c)[None, :]
+    sequence = z * m + first
+    message_ptr += sequence * c
+    ahead_ptr += sequence * c
+    start_ptr += sequence * c
+    x_ptr += z * stride_xg + first * stride_xm
+    weight_ptr += z * stride_wg + (first + rows) * stride_wm
+    if ends_ptr is None:
+        ends = tl.full((BLOCK_S,), 0, tl.int64) + v
+        last = v
+    else:
+        ends = tl.load(ends_ptr + sequence + rows, mask=inside, other=0)
+        last = tl.max(ends).to(tl.int32)
+
+    # what lies behind the last end
+    if grad_ptr is not None:
+        grad_ptr += z * stride_dg + first * stride_dm
+        for i in tl.range(last, v):
+            out = tile_of(grad_ptr + far(i, stride_dv), rows, columns, stride_dm, stride_dc)
+            tl.store(out, tl.zeros((BLOCK_S, BLOCK_C), DTYPE), mask=tile)
+        grad_ptr += far(last - 1, stride_dv)
+    if r_ptr is not None:
+        r_ptr += sequence * c
+        for i in tl.range(last, v):
+            out = (r_ptr + far(i, stride_mv) + rows * c)[:, None] + columns[None, :]
+            tl.store(out, tl.full((BLOCK_S, BLOCK_C), float("-inf"), DTYPE), mask=tile)
+        r_ptr += far(last - 1, stride_mv)
+
+    i = last - 1
+    x_ptr += far(i, stride_xv)
+    message_ptr += far(i, stride_mv)
+    log_norm_ptr += sequence
+    if final_ptr is not None:
+        final_ptr += sequence * c
+    behind = _beyond(final_ptr, log_norm_ptr, rows, columns, inside, c, DTYPE)
+    current = ahead_ptr + i % 2 * stride_mv
+    _, alive = _visit(
+        x_ptr, stride_xm, stride_xc, message_ptr, behind, weight_ptr, current, grad_ptr, stride_dm, stride_dc,
+        start_ptr, i, rows, ends, inside, c, DTYPE, BLOCK_C,
+    )  # fmt: skip
+
+    matrix_ptr = bulk_ptr + z * stride_bg + far(i - 1, stride_bv)
+    if top_ptr is not None:
+        top_ptr += z * c + far(i - 1, stride_tv)
+    if WHOLE and HOMOGENEOUS:
+        held, held_top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
+    for n in tl.range(1, last):
+        i = last - 1 - n
+        # adds 0, but the compiler does not know: pointers of rows are computed in each step, not kept in registers
+        rows = tl.arange(0, BLOCK_S) + i // v
+        active = inside & (i + 1 < ends)
+        x_ptr -= stride_xv
+        message_ptr -= stride_mv
+        if grad_ptr is not None:
+            grad_ptr -= stride_dv
+        previous = current
+        current = ahead_ptr + i % 2 * stride_mv
+        if WHOLE and HOMOGENEOUS:
+            matrix, top = held, held_top
+        elif WHOLE:
+            matrix, top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
+        else:
+            matrix, top = None, None
+            if top_ptr is not None:
+                top = tl.load(top_ptr + columns, mask=columns < c, other=float("-inf") if LOG_PARAMS else 0.0)
+        mask = active[:, None] & (columns < c)[None, :]
+        message = tl.load((message_ptr + rows * c)[:, None] + columns[None, :], mask=mask, other=float("-inf"))
+        wanted = (message > float("-inf")) & alive[:, None]
+        # w was stored by other threads
+        tl.debug_barrier()
+        u = step(
+            previous, current, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, wanted, c, rescued_ptr,
+            LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
+        )  # fmt: skip
+        behind, taken = normalised(u, DTYPE)
+        if ends_ptr is not None:
+            beyond = _beyond(final_ptr, log_norm_ptr, rows, columns, inside, c, DTYPE)
+            behind = tl.where(active[:, None], behind, beyond)
+        nu, alive = _visit(
+            x_ptr, stride_xm, stride_xc, message_ptr, behind, weight_ptr, current, grad_ptr, stride_dm, stride_dc,
+            start_ptr, i, rows, ends, inside, c, DTYPE, BLOCK_C,
+        )  # fmt: skip
+        if r_ptr is not None:
+            ahead = tl.load((previous + rows * c)[:, None] + columns[None, :], mask=mask, other=float("-inf"))
+            r = (ahead.to(tl.float64) - (nu.to(tl.float64) + finite(taken))[:, None]).to(DTYPE)
+            r = tl.where(mask, r, float("-inf"))
+            tl.store((r_ptr + rows * c)[:, None] + columns[None, :], r, mask=tile)
+            r_ptr -= stride_mv
+        matrix_ptr -= stride_bv
+        if top_ptr is not None:
+            top_ptr -= stride_tv
+
+
+@triton.jit
+def _beyond(final_ptr, log_norm_ptr, rows, columns, inside, c, DTYPE: tl.constexpr):
+    """The message into the last step; NaN where the log-partition is, so that all gradients are."""
+    log_norm = tl.load(log_norm_ptr + rows, mask=inside, other=0.0)
+    beyond = tl.where(log_norm != log_norm, float("nan"), 0.0).to(DTYPE)[:, None] + tl.zeros_like(columns)[None, :]
+    if final_ptr is not None:
+        mask = inside[:, None] & (columns < c)[None, :]
+        beyond += tl.load((final_ptr + rows * c)[:, None] + columns[None, :], mask=mask, other=float("-inf"))
+    return beyond
+
+
+@triton.jit
+def _visit(
+    x_ptr,
+    stride_xm,
+    stride_xc,
+    message_ptr,
+    behind,
+    weight_ptr,
+    ahead_ptr,
+    grad_ptr,
+    stride_dm,
+    stride_dc,
+    start_ptr,
+    i,
+    rows,
+    ends,
+    inside,
+    c,
+    DTYPE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write step `i`'s posteriors and its `w`; return `nu`, and for which sequences `w` is not -inf."""
+    columns = tl.arange(0, BLOCK_C)
+    tile = inside[:, None] & (columns < c)[None, :]
+    mask = tile & (i < ends)[:, None]
+    message = tl.load((message_ptr + rows * c)[:, None] + columns[None, :], mask=mask, other=float("-inf"))
+    behind = tl.where(message == float("-inf"), float("-inf"), behind)
+    weight = tl.load(weight_ptr, mask=inside, other=0.0).to(DTYPE)
+    gamma, nu = _posteriors(message, behind, weight)
+    if grad_ptr is not None:
+        tl.store(tile_of(grad_ptr, rows, columns, stride_dm, stride_dc), gamma, mask=tile)
+    tl.store((start_ptr + rows * c)[:, None] + columns[None, :], gamma, mask=tile & (i == 0))
+    x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
+    w = behind + (x - finite(tl.max(x, 1))[:, None])
+    top = tl.max(w, 1)
+    tl.store((ahead_ptr + rows * c)[:, None] + columns[None, :], w - finite(top)[:, None], mask=mask)
+    return nu, top != float("-inf")
+
+
+def backward(
+    x: Tensor,
+    bulk: Tensor,
+    ends: Tensor | None,
+    messages: Tensor,
+    log_norm: Tensor,
+    weight: Tensor,
+    *,
+    log_params: bool,
+    grad_x: Tensor | None = None,
+    want_r: bool = False,
+    final: Tensor | None = None,
+    rescued: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`weight * gamma_0` (g, m, c), the gradient with respect to `start`, and, if they are wanted, `r` (v, g, m, c).
+
+    `messages` (v, g, m, c) and `log_norm` (g, m) are what `forward_chain.forward` returned, `weight` (g, m) is the
+    gradient of the log-partitions; `weight * gamma` is written to `grad_x` (v, g, m, c), any
+    strides and dtype. `r[0]` is not written. `final` (g, m, c), contiguous logarithms, is b_{v-1}. Where the weight is
+    0 the gradient is, whatever the numbers.
+    """
+    v, g, m, c = x.shape
+    dtype = messages.dtype
+    assert messages.shape == x.shape and messages.is_contiguous() and bulk.shape[1:] == (g, c, c)
+    assert log_norm.is_contiguous() and (final is None or final.is_contiguous())
+    transposed = bulk.mT
+    widths = Widths.of(transposed, x, grad_x)
+    choice = tiles(c, m, dtype, min(widths))
+    grad_start = torch.empty(g, m, c, dtype=dtype, device=x.device)
+    r = torch.empty_like(messages) if want_r else None
+    ahead = torch.empty(2, g, m, c, dtype=dtype, device=x.device)
+    top = None if choice.whole or not choice.dot else column_tops(transposed[:, :, None], dtype, log_params=log_params)
+    homogeneous = bulk.shape[0] == 1
+    if x.numel() == 0:
+        return grad_start, r
+    _backward_kernel[(g * triton.cdiv(m, choice.block_s),)](
+        x, transposed, top, ends, final, messages, log_norm, weight, ahead, grad_x, grad_start, r, rescued, v, m, c,
+        *x.stride(), 0 if homogeneous else transposed.stride(0), *transposed.stride()[1:],
+        0 if homogeneous else g * c, g * m * c, *weight.stride(),
+        *((0,) * 4 if grad_x is None else grad_x.stride()),
+        LOG_PARAMS=log_params, HOMOGENEOUS=homogeneous, **constants(choice, transposed, dtype, widths),
+    )  # fmt: skip
+    return grad_start, r

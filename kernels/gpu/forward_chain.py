@@ -1,0 +1,333 @@
+"""The forward recursion of many chains in one launch: log-partitions, and the messages that the backward pass needs.
+
+    a_0 = start + x_0        a_i = log sum_k exp(a_{i-1}(k)) P_i(k, .) + x_i        log_norm = log sum_j exp a_{v-1}(j)
+
+`x` (v, g, m, c) float32, float64, bfloat16 or float16, any strides. `bulk` (v - 1 or 1, g, c, c) linear or logarithms,
+one matrix for each of `g` sets of `m` sequences and each step; size 1 is one matrix for all steps. `start` (g, m, c)
+logarithms. `ends` (g, m) int64, the steps of each sequence, or None.
+
+Numerics: messages are float32 (float64 where an operand is) with maximum 0; what is taken out of them adds up in two
+float64 numbers per sequence. A step is `chain_step.step`, exact for misaligned maxima by rescue. -inf and zeros are
+exact, a NaN stays in its sequence. Half types are converted when they are loaded.
+
+Cost: g m (v - 1) c**2 multiply-adds, v dependent steps. One program walks all steps of a block of sequences. With one
+sequence to a set, each matrix is read once and the kernel is bound by memory; with more, a block of sixteen or more
+reads it once, plus once for the maxima of its columns where c > 64. Up to c = 64 the messages stay in registers;
+beyond, they are re-read from memory, tile by tile. Tiles: `chain_step.tiles`.
+
+Definition: `logchain.reference.forward_backward`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .chain_step import Tiles, Widths, column_tops, constants, normalised, step, tile_of, tiles, whole_matrix
+from .tiles import exp, finite, log
+
+
+@triton.jit(do_not_specialize=["v", "m", "inner"])
+def _forward_kernel(
+    x_ptr,
+    bulk_ptr,
+    top_ptr,
+    start_ptr,
+    ends_ptr,
+    message_ptr,
+    final_ptr,
+    offset_ptr,
+    scale_ptr,
+    log_norm_ptr,
+    rescued_ptr,
+    v,
+    m,
+    inner,
+    c,
+    stride_xv,
+    stride_xg,
+    stride_xh,
+    stride_xm,
+    stride_xc,
+    stride_bv,
+    stride_bg,
+    stride_bh,
+    stride_bk,
+    stride_bj,
+    stride_tv,
+    stride_sg,
+    stride_sm,
+    stride_sc,
+    stride_mv,
+    LOG_PARAMS: tl.constexpr,
+    HOMOGENEOUS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    KEEP: tl.constexpr,
+    JOINT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    DOT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDTH_C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_K: tl.constexpr,
+    WIDTH_J: tl.constexpr,
+    WIDTH_X: tl.constexpr,
+):
+    """SEGMENT: start from the rows of the identity, and step 0 has no x. JOINT: one offset for a whole set."""
+    # the launcher knows what divides these; the compiler then loads as many elements at once
+    c = c // WIDTH_C * WIDTH_C
+    stride_bk = stride_bk // WIDTH_K * WIDTH_K
+    stride_bj = stride_bj // WIDTH_J * WIDTH_J
+    stride_bv = stride_bv // WIDTH * WIDTH
+    stride_bg = stride_bg // WIDTH * WIDTH
+    stride_xv = stride_xv // WIDTH_X * WIDTH_X
+    stride_xg = stride_xg // WIDTH_X * WIDTH_X
+    stride_xm = stride_xm // WIDTH_X * WIDTH_X
+    stride_xh = stride_xh // WIDTH_X * WIDTH_X
+    stride_bh = stride_bh // WIDTH * WIDTH
+
+    stride_tv = stride_tv // WIDTH_C * WIDTH_C
+    stride_mv = stride_mv // WIDTH_C * WIDTH_C
+
+    # scalars move from step to step, and blocks of rows lie at small offsets from them
+    blocks = tl.cdiv(m, BLOCK_S)
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_S
+    rows = tl.arange(0, BLOCK_S)
+    columns = tl.arange(0, BLOCK_C)
+    inside = rows < m - first
+    tile = inside[:, None] & (columns < c)[None, :]
+    sequence = z * m + first
+    message_ptr += sequence * c
+    matrix_ptr = bulk_ptr + z // inner * stride_bg + z % inner * stride_bh
+    if SEGMENT:
+        total = tl.where((first + rows)[:, None] == columns[None, :], 0.0, float("-inf")).to(tl.float64)
+    else:
+        start = tile_of(start_ptr + z * stride_sg + first * stride_sm, rows, columns, stride_sm, stride_sc)
+        total = tl.load(start, mask=tile, other=float("-inf")).to(tl.float64)
+    # what has been taken out, in two numbers: in registers, each of many threads would hold those of all rows
+    scale_ptr += 2 * (sequence + rows)
+    tl.store(scale_ptr, tl.zeros((BLOCK_S,), tl.float64), mask=inside)
+    tl.store(scale_ptr + 1, tl.zeros((BLOCK_S,), tl.float64), mask=inside)
+    if x_ptr is not None:
+        x_ptr += z // inner * stride_xg + z % inner * stride_xh + first * stride_xm
+        if not SEGMENT:
+            x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=tile, other=float("-inf")).to(DTYPE)
+            shift = finite(tl.max(x, 1))
+            _take_out(scale_ptr, shift.to(tl.float64), inside)
+            total += (x - shift[:, None]).to(tl.float64)
+            x_ptr += stride_xv
+    message, taken = normalised(total, DTYPE)
+    _take_out(scale_ptr, taken, inside)
+    alive = taken != float("-inf")
+    if ends_ptr is None:
+        ends = tl.full((BLOCK_S,), 0, tl.int64) + v
+        last = v
+    else:
+        ends = tl.load(ends_ptr + sequence + rows, mask=inside, other=0)
+        last = tl.max(ends).to(tl.int32)
+    current = message_ptr
+    tl.store((current + rows * c)[:, None] + columns[None, :], message, mask=tile)
+
+    if top_ptr is not None:
+        top_ptr += z * c
+    if WHOLE and HOMOGENEOUS:
+        held, held_top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
+    for i in tl.range(1, last):
+        # adds 0, but the compiler does not know: pointers of rows are computed in each step, not kept in registers
+        rows = tl.arange(0, BLOCK_S) + i // v
+        active = inside
+        if ends_ptr is not None:
+            active = inside & (i < ends)
+        mask = active[:, None] & (columns < c)[None, :]
+        wanted = mask & alive[:, None]
+        previous = current
+        # two slots in turn; the last message of a sequence stays in its own
+        current = current + stride_mv if KEEP else message_ptr + i % 2 * stride_mv
+        if WHOLE and HOMOGENEOUS:
+            matrix, top = held, held_top
+        elif WHOLE:
+            matrix, top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
+        else:
+            matrix, top = None, None
+            if top_ptr is not None:
+                top = tl.load(top_ptr + columns, mask=columns < c, other=float("-inf") if LOG_PARAMS else 0.0)
+        if x_ptr is not None:
+            x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
+            wanted = wanted & (x > float("-inf"))
+        # the messages of the step before were stored by other threads
+        tl.debug_barrier()
+        total = step(
+            previous, current, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, wanted, c, rescued_ptr,
+            LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
+        )  # fmt: skip
+        if x_ptr is not None:
+            # once more, rather than kept in registers
+            x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
+            shift = finite(tl.max(x, 1))
+            total += (x - shift[:, None]).to(tl.float64)
+            _take_out(scale_ptr, shift.to(tl.float64), active)
+            x_ptr += stride_xv
+        message, taken = normalised(total, DTYPE)
+        _take_out(scale_ptr, taken, active)
+        alive = taken != float("-inf")
+        if KEEP and ends_ptr is not None:
+            message = tl.where(active[:, None], message, float("-inf"))
+        tl.store((current + rows * c)[:, None] + columns[None, :], message, mask=tile if KEEP else mask)
+        matrix_ptr += stride_bv
+        if top_ptr is not None:
+            top_ptr += stride_tv
+
+    if KEEP and ends_ptr is not None:
+        for _ in tl.range(last, v):
+            current += stride_mv
+            nothing = tl.full((BLOCK_S, BLOCK_C), float("-inf"), DTYPE)
+            tl.store((current + rows * c)[:, None] + columns[None, :], nothing, mask=tile)
+    tl.debug_barrier()
+    slot = ends - 1 if KEEP else (ends - 1) % 2
+    message = tl.load(
+        (message_ptr + slot * stride_mv + rows * c)[:, None] + columns[None, :], mask=tile, other=float("-inf")
+    )
+    high = tl.load(scale_ptr, mask=inside, other=0.0)
+    low = tl.load(scale_ptr + 1, mask=inside, other=0.0)
+    if log_norm_ptr is not None:
+        norm = high + (low + log(tl.sum(exp(message), 1)).to(tl.float64))
+        tl.store(log_norm_ptr + sequence + rows, norm, mask=inside)
+    if final_ptr is not None:
+        offset = high + low
+        if JOINT:
+            joint = finite(tl.max(tl.where(tl.max(message, 1) > float("-inf"), offset, float("-inf")), 0))
+            message = (message.to(tl.float64) + (offset - joint)[:, None]).to(DTYPE)
+            tl.store(offset_ptr + z, joint)
+        else:
+            tl.store(offset_ptr + sequence + rows, offset, mask=inside)
+        tl.store((final_ptr + sequence * c + rows * c)[:, None] + columns[None, :], message, mask=tile)
+
+
+@triton.jit
+def _take_out(scale_ptr, term, mask):
+    """Add to the two numbers that hold a sum of many to one rounding; -inf counts as 0."""
+    high = tl.load(scale_ptr, mask=mask, other=0.0)
+    low = tl.load(scale_ptr + 1, mask=mask, other=0.0)
+    term = finite(term)
+    total = high + term
+    back = total - high
+    tl.store(scale_ptr, total, mask=mask)
+    tl.store(scale_ptr + 1, low + ((high - (total - back)) + (term - back)), mask=mask)
+
+
+def forward(
+    x: Tensor,
+    bulk: Tensor,
+    start: Tensor,
+    ends: Tensor | None,
+    *,
+    log_params: bool,
+    keep: bool,
+    rescued: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The log-partitions (g, m) in float64 and, if they are to be kept, the messages (v, g, m, c).
+
+    Messages have maximum 0, and are -inf behind the end. `rescued`, an int64 tensor of one element, is increased by the
+    number of outputs that were redone.
+    """
+    v, g, m, c = x.shape
+    assert bulk.shape[1:] == (g, c, c) and start.shape == (g, m, c)
+    dtype = arithmetic_dtype(x, bulk)
+    log_norm = torch.empty(g, m, dtype=torch.float64, device=x.device)
+    widths = Widths.of(bulk, x)
+    choice = tiles(c, m, dtype, min(widths))
+    slots = v if keep else min(v, 2)
+    messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device)
+    _launch(
+        x[:, :, None], bulk[:, :, None], start, ends, messages, None, None, log_norm, rescued, v, m, choice, widths,
+        dtype, log_params=log_params, keep=keep, segment=False,
+    )  # fmt: skip
+    return log_norm, messages if keep else None
+
+
+def segment_product(
+    bulk: Tensor,
+    x: Tensor | None = None,
+    *,
+    log_params: bool,
+    out: Tensor | None = None,
+    offset: Tensor | None = None,
+    rescued: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`log(M_1 D_1 M_2 D_2 ... M_L D_L)` with `D_i = diag(exp x_i)`, or all 1: each matrix is read once up to c = 64.
+
+    `bulk` (L, g1, g2, c, c), any strides, so that `stack.unflatten(...)` need not be copied; `x` (L, g1, g2, c).
+    Returns the product (g1, g2, c, c) with largest entry 0, and what was taken out of it (g1, g2) in float64: written
+    to `out` and `offset`, contiguous, where these are given. An impossible product is -inf with offset 0.
+    """
+    length, outer, inner, c, _ = bulk.shape
+    dtype = arithmetic_dtype(bulk if x is None else x, bulk)
+    if out is None:
+        out = torch.empty(outer, inner, c, c, dtype=dtype, device=bulk.device)
+    if offset is None:
+        offset = torch.empty(outer, inner, dtype=torch.float64, device=bulk.device)
+    assert length > 0 and out.is_contiguous() and offset.is_contiguous() and out.dtype == dtype
+    x = None if x is None else x[..., None, :].expand(-1, -1, -1, c, -1)
+    widths = Widths.of(bulk, x)
+    choice = tiles(c, c, dtype, min(widths))
+    joint = choice.whole and choice.block_s >= c
+    messages = torch.empty(2, outer * inner, c, c, dtype=dtype, device=bulk.device)
+    row_offset = offset if joint else torch.empty(outer, inner, c, dtype=torch.float64, device=bulk.device)
+    _launch(
+        x, bulk, None, None, messages, out, row_offset, None, rescued, length + 1, c, choice, widths,
+        dtype, log_params=log_params, keep=False, segment=True,
+    )  # fmt: skip
+    if not joint:
+        dead = out.amax(-1) == -torch.inf
+        torch.amax(row_offset.masked_fill_(dead, -torch.inf), -1, out=offset)
+        offset.masked_fill_(offset == -torch.inf, 0.0)
+        out += (row_offset - offset[..., None]).masked_fill_(dead, 0.0).to(dtype)[..., None]
+    return out, offset
+
+
+def arithmetic_dtype(*operands: Tensor) -> torch.dtype:
+    """Float64 if an operand is, otherwise float32."""
+    return torch.float64 if torch.float64 in [operand.dtype for operand in operands] else torch.float32
+
+
+def _launch(
+    x: Tensor | None,  # (v, g1, g2, m, c), without step 0 for a segment
+    bulk: Tensor,  # (s, g1, g2, c, c)
+    start: Tensor | None,
+    ends: Tensor | None,
+    messages: Tensor | None,
+    final: Tensor | None,
+    offset: Tensor | None,
+    log_norm: Tensor | None,
+    rescued: Tensor | None,
+    v: int,
+    m: int,
+    choice: Tiles,
+    widths: Widths,
+    dtype: torch.dtype,
+    *,
+    log_params: bool,
+    keep: bool,
+    segment: bool,
+) -> None:
+    outer, inner, c = bulk.shape[1:4]
+    if outer * inner * m == 0:
+        return
+    top = None if choice.whole or not choice.dot else column_tops(bulk, dtype, log_params=log_params)
+    homogeneous = bulk.shape[0] == 1
+    scale = torch.empty(outer, inner, m, 2, dtype=torch.float64, device=bulk.device)
+    _forward_kernel[(outer * inner * triton.cdiv(m, choice.block_s),)](
+        x, bulk, top, start, ends, messages, final, offset, scale, log_norm, rescued, v, m, inner, c,
+        *((0,) * 5 if x is None else x.stride()),
+        0 if homogeneous else bulk.stride(0), *bulk.stride()[1:],
+        0 if homogeneous else outer * inner * c,
+        *((0,) * 3 if start is None else start.stride()),
+        outer * inner * m * c,
+        LOG_PARAMS=log_params, HOMOGENEOUS=homogeneous, SEGMENT=segment, KEEP=keep,
+        JOINT=segment and choice.whole and choice.block_s >= m, **constants(choice, bulk, dtype, widths),
+    )  # fmt: skip

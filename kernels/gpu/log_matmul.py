@@ -1,0 +1,403 @@
+"""The log-semiring matrix product `c = log(exp(a) exp(b))` in one kernel, into new memory or over an operand.
+
+    s = exp(a - row maximum) exp(b - column maximum)        c = log s + row maximum + column maximum
+
+Operands are (g, p, m, k) and (g, p, k, n): two batch axes, any strides, float32, float64, bfloat16 or float16. The
+arithmetic and the result are float32, or float64 if an operand is.
+
+Numerics. A program finds the maxima of its rows and columns over all of k, then multiplies tiles of exponentials. A
+term of s loses less than 2^-115 of its shift: what 3xTF32 keeps of a small factor, and denormals. So s is good where it
+is not below `TRUSTED`. Where it is, although row and column have something finite, the output is first stored as +inf,
+which no sum can be. Only programs that stored one go on: a product of zeros and ones tells the true zeros, and the
+other marks are redone by the pairwise maximum, few at a time, so that no register is spilled.
+
+Cost. One exponential for every entry of a tile and 2 m k n operations on tensor cores, three times that for 3xTF32;
+operands are read twice, the second time from a cache. Up to c = 128 a batch of square products is bound by memory.
+
+Tiles. From a model of issue slots and of tensor core rates on sm_90, and from what compiles without a spilled register
+and within the shared memory; not measured yet. Reference: `logchain.reference.matmul`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .tiles import TRUSTED, any_of, at, exact_sum, exp, finite, load, log, multiple, operand
+
+_ZERO = tl.constexpr(float("-inf"))
+
+# logarithms of sums that are good
+_SHALLOW = tl.constexpr(math.log(TRUSTED.value))
+
+# what an output holds until it is redone
+_MARK = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def forward_kernel(
+    a_ptr, b_ptr, out_ptr, a_top_ptr, b_top_ptr, out_top_ptr, rescued_ptr,
+    p, m, n, k,
+    stride_ag, stride_ap, stride_am, stride_ak,
+    stride_bg, stride_bp, stride_bk, stride_bn,
+    stride_og, stride_op, stride_om, stride_on,
+    stride_atg, stride_atp, stride_btg, stride_btp, stride_otg, stride_otp,
+    WIDTH_M: tl.constexpr, WIDTH_N: tl.constexpr, WIDTH_K: tl.constexpr,
+    WIDTH_AM: tl.constexpr, WIDTH_AK: tl.constexpr, WIDTH_BK: tl.constexpr, WIDTH_BN: tl.constexpr,
+    WIDTH_OM: tl.constexpr, WIDTH_ON: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of one product."""
+    m, n, k = multiple(m, WIDTH_M), multiple(n, WIDTH_N), multiple(k, WIDTH_K)
+    stride_am, stride_ak = multiple(stride_am, WIDTH_AM), multiple(stride_ak, WIDTH_AK)
+    stride_bk, stride_bn = multiple(stride_bk, WIDTH_BK), multiple(stride_bn, WIDTH_BN)
+    stride_om, stride_on = multiple(stride_om, WIDTH_OM), multiple(stride_on, WIDTH_ON)
+    blocks_n = tl.cdiv(n, BLOCK_N)
+    tiles = tl.cdiv(m, BLOCK_M) * blocks_n
+    batch, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    z, y = (batch // p).to(tl.int64), (batch % p).to(tl.int64)
+    a_ptr += multiple(z * stride_ag + y * stride_ap, WIDTH_AM * WIDTH_AK)
+    b_ptr += multiple(z * stride_bg + y * stride_bp, WIDTH_BK * WIDTH_BN)
+    out_ptr += multiple(z * stride_og + y * stride_op, WIDTH_OM * WIDTH_ON)
+    a_top, b_top = _top(a_top_ptr, z, y, stride_atg, stride_atp), _top(b_top_ptr, z, y, stride_btg, stride_btp)
+    if out_top_ptr is not None:
+        out_top_ptr += z * stride_otg + y * stride_otp
+
+    first_row, first_column = tile // blocks_n * BLOCK_M, tile % blocks_n * BLOCK_N
+    rows, columns = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
+    value = _product(
+        a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+        BLOCK_K, UNROLL, PRECISION, out_ptr.dtype.element_ty,
+    )  # fmt: skip
+    _store(out_ptr, out_top_ptr, value, rows, columns, m, n, stride_om, stride_on)
+    if any_of(value == _MARK):
+        _redo(
+            a_ptr, b_ptr, out_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, first_column, m, n, k,
+            stride_am, stride_ak, stride_bk, stride_bn, stride_om, stride_on, BLOCK_M, BLOCK_N, BLOCK_K,
+            DEPTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def in_place_kernel(
+    a_ptr, b_ptr, scratch_ptr, a_top_ptr, b_top_ptr, out_top_ptr, rescued_ptr,
+    batches, p, m, k,
+    stride_ag, stride_ap, stride_am, stride_ak,
+    stride_bg, stride_bp, stride_bk, stride_bn,
+    stride_atg, stride_atp, stride_btg, stride_btp, stride_otg, stride_otp,
+    WIDTH_M: tl.constexpr, WIDTH_K: tl.constexpr,
+    WIDTH_AM: tl.constexpr, WIDTH_AK: tl.constexpr, WIDTH_BK: tl.constexpr, WIDTH_BN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Whole blocks of rows of the product over those of `a`, for as many blocks as fall to the program; n is k.
+
+    Rows are copied to `scratch` (programs, BLOCK_M, k) before the first entry of theirs is written and anyone reads
+    them again: always, or if one tile is as WHOLE as the rows, only if some entries have to be redone.
+    """
+    m, k = multiple(m, WIDTH_M), multiple(k, WIDTH_K)
+    stride_am, stride_ak = multiple(stride_am, WIDTH_AM), multiple(stride_ak, WIDTH_AK)
+    stride_bk, stride_bn = multiple(stride_bk, WIDTH_BK), multiple(stride_bn, WIDTH_BN)
+    scratch_ptr += tl.program_id(0).to(tl.int64) * BLOCK_M * k
+    blocks = tl.cdiv(m, BLOCK_M)
+    for block in tl.range(tl.program_id(0), batches * blocks, tl.num_programs(0), disable_licm=True):
+        batch, first_row = block // blocks, block % blocks * BLOCK_M
+        z, y = (batch // p).to(tl.int64), (batch % p).to(tl.int64)
+        out = a_ptr + multiple(z * stride_ag + y * stride_ap, WIDTH_AM * WIDTH_AK)
+        b = b_ptr + multiple(z * stride_bg + y * stride_bp, WIDTH_BK * WIDTH_BN)
+        a_top, b_top = _top(a_top_ptr, z, y, stride_atg, stride_atp), _top(b_top_ptr, z, y, stride_btg, stride_btp)
+        out_top = out_top_ptr
+        if out_top_ptr is not None:
+            out_top += z * stride_otg + y * stride_otp
+        rows = first_row + tl.arange(0, BLOCK_M)
+        saved = scratch_ptr - first_row.to(tl.int64) * k  # so that rows are counted as in `a`
+        if WHOLE:
+            columns = tl.arange(0, BLOCK_N)
+            value = _product(
+                out, b, a_top, b_top, rows, columns, m, k, k, stride_am, stride_ak, stride_bk, stride_bn,
+                BLOCK_K, UNROLL, PRECISION, a_ptr.dtype.element_ty,
+            )  # fmt: skip
+            again = any_of(value == _MARK)
+            if again:
+                _copy(out, saved, rows, m, k, stride_am, stride_ak, BLOCK_K)
+            tl.debug_barrier()  # others of this program may still read the rows
+            _store(out, out_top, value, rows, columns, m, k, stride_am, stride_ak)
+            if again:
+                _redo(
+                    saved, b, out, a_top, b_top, out_top, rescued_ptr, first_row, 0, m, k, k,
+                    k, 1, stride_bk, stride_bn, stride_am, stride_ak, BLOCK_M, BLOCK_N, BLOCK_K,
+                    DEPTH,
+                )  # fmt: skip
+        else:
+            tl.debug_barrier()  # others of this program may still read the last block's copy
+            _copy(out, saved, rows, m, k, stride_am, stride_ak, BLOCK_K)
+            tl.debug_barrier()
+            for first_column in tl.range(0, k, BLOCK_N, disable_licm=True):
+                columns = first_column + tl.arange(0, BLOCK_N)
+                value = _product(
+                    saved, b, a_top, b_top, rows, columns, m, k, k, k, 1, stride_bk, stride_bn,
+                    BLOCK_K, UNROLL, PRECISION, a_ptr.dtype.element_ty,
+                )  # fmt: skip
+                _store(out, out_top, value, rows, columns, m, k, stride_am, stride_ak)
+                if any_of(value == _MARK):
+                    _redo(
+                        saved, b, out, a_top, b_top, out_top, rescued_ptr, first_row, first_column, m, k, k,
+                        k, 1, stride_bk, stride_bn, stride_am, stride_ak, BLOCK_M, BLOCK_N, BLOCK_K,
+                        DEPTH,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _top(top_ptr, z, y, stride_g, stride_p):
+    """What is taken out of an operand."""
+    if top_ptr is None:
+        return 0.0
+    else:
+        return finite(tl.load(top_ptr + z * stride_g + y * stride_p))
+
+
+@triton.jit
+def _copy(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, BLOCK_K: tl.constexpr):
+    for start in range(0, k, BLOCK_K):
+        inner = start + tl.arange(0, BLOCK_K)
+        mask = (rows < m)[:, None] & (inner < k)[None, :]
+        a = tl.load(at(a_ptr, rows, inner, stride_am, stride_ak), mask=mask)
+        tl.store(at(saved_ptr, rows, inner, k, 1), a, mask=mask)
+
+
+@triton.jit
+def _product(
+    a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+    BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the result, with marks for what is to be redone."""
+    a_max = tl.full((rows.shape[0], BLOCK_K), _ZERO, DTYPE)
+    b_max = tl.full((BLOCK_K, columns.shape[0]), _ZERO, DTYPE)
+    for start in tl.range(0, k, BLOCK_K, loop_unroll_factor=UNROLL):
+        inner = start + tl.arange(0, BLOCK_K)
+        a_max = tl.maximum(a_max, load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, _ZERO))
+        b_max = tl.maximum(b_max, load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, _ZERO))
+    row, column = tl.max(a_max, 1), tl.max(b_max, 0)
+    row_shift, column_shift = finite(row), finite(column)
+    s = tl.zeros((rows.shape[0], columns.shape[0]), DTYPE)
+    for start in range(0, k, BLOCK_K):
+        inner = start + tl.arange(0, BLOCK_K)
+        a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, _ZERO)
+        b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, _ZERO)
+        left = operand(exp(a - row_shift[:, None]), PRECISION)
+        right = operand(exp(b - column_shift[None, :]), PRECISION)
+        s = tl.dot(left, right, s, input_precision=PRECISION, out_dtype=DTYPE)
+    logs = log(s)  # before the shifts are added up: its branches would have to hold them all
+    shift, rest = exact_sum((row_shift - a_top)[:, None], (column_shift - b_top)[None, :])
+    value = shift + (logs + rest)
+    return tl.where((logs < _SHALLOW) & (row > _ZERO)[:, None] & (column > _ZERO)[None, :], _MARK, value)
+
+
+@triton.jit
+def _store(out_ptr, out_top_ptr, value, rows, columns, m, n, stride_om, stride_on):
+    if out_top_ptr is not None:
+        tl.atomic_max(out_top_ptr, tl.max(tl.where(value < _MARK, value, _ZERO)), sem="relaxed")
+    mask = (rows < m)[:, None] & (columns < n)[None, :]
+    tl.store(at(out_ptr, rows, columns, stride_om, stride_on), value, mask=mask)
+
+
+@triton.jit
+def _redo(
+    a_ptr, b_ptr, out_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, first_column, m, n, k,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_om, stride_on,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
+    PIECE: tl.constexpr = 16,
+):  # fmt: skip
+    """Replace the marks in a tile that this program has stored, a piece of the tile at a time."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    tl.debug_barrier()  # the tile was stored by others of this program
+    for piece in tl.range(0, (BLOCK_M // PIECE) * (BLOCK_N // PIECE), disable_licm=True):
+        rows = first_row + piece // (BLOCK_N // PIECE) * PIECE + tl.arange(0, PIECE)
+        columns = first_column + piece % (BLOCK_N // PIECE) * PIECE + tl.arange(0, PIECE)
+        marked = load(out_ptr, rows, columns, m, n, stride_om, stride_on, DTYPE, _ZERO) == _MARK
+        if any_of(marked):
+            terms = tl.zeros((PIECE, PIECE), tl.float32)  # the number of finite ones
+            for start in range(0, k, BLOCK_K):
+                inner = start + tl.arange(0, BLOCK_K)
+                a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, _ZERO)
+                b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, _ZERO)
+                terms = tl.dot((a > _ZERO).to(tl.float16), (b > _ZERO).to(tl.float16), terms)
+            tl.store(at(out_ptr, rows, columns, stride_om, stride_on), _ZERO, mask=marked)
+            again = marked & (terms > 0.0)
+            if any_of(again):
+                value = _pairwise(
+                    a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+                    DEPTH, DTYPE,
+                )  # fmt: skip
+                tl.store(at(out_ptr, rows, columns, stride_om, stride_on), value, mask=again)
+                if out_top_ptr is not None:
+                    tl.atomic_max(out_top_ptr, tl.max(tl.where(again, value, _ZERO)), sem="relaxed")
+                if rescued_ptr is not None:
+                    tl.atomic_add(rescued_ptr, tl.sum(again.to(tl.int64)), sem="relaxed")
+
+
+@triton.jit
+def _pairwise(
+    a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+    DEPTH: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """A piece of the result, each entry shifted by its own largest term so far."""
+    peak = tl.full((rows.shape[0], columns.shape[0]), _ZERO, DTYPE)
+    s = tl.zeros((rows.shape[0], columns.shape[0]), DTYPE)
+    for start in range(0, k, DEPTH):
+        inner = start + tl.arange(0, DEPTH)
+        a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, _ZERO) - a_top
+        b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, _ZERO) - b_top
+        terms, rest = exact_sum(a[:, :, None], b[None, :, :])
+        rest = tl.where(terms == _ZERO, 0.0, rest)
+        higher = tl.maximum(peak, tl.max(terms, 1))
+        shift = finite(higher)
+        s = s * exp(peak - shift) + tl.sum(exp(terms - shift[:, None, :] + rest), 1)
+        peak = higher
+    return peak + log(s)
+
+
+class Tiles(NamedTuple):
+    """The sizes of a program's tiles.
+
+    Maxima are asked for of `unroll` tiles at a time, and outputs are redone with `depth` inner indices at a time.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    unroll: int = 1
+    depth: int = 4
+
+
+
+# by chip and by the shape of the result: one tile, some tiles, a few rows or columns, many tiles, and `rows` for many
+# where registers are short: in place, or from operands by columns; `odd` where not every load is of 16 bytes, so that
+# an entry costs an address of its own
+TILES = {
+    "sm_80": {
+        "tiny": Tiles(16, 16, 16, 1, 2),
+        "small": Tiles(32, 32, 32, 4, 2),
+        "wide": Tiles(16, 64, 32, 4, 3),
+        "tall": Tiles(64, 16, 32, 4, 3),
+        "odd": Tiles(64, 64, 16, 4, 3),
+        "medium": Tiles(64, 64, 32, 4, 3),
+        "large": Tiles(64, 128, 32, 8, 3, 2),
+        "rows": Tiles(64, 128, 16, 8, 3, 2),
+    },
+    "sm_90": {
+        "tiny": Tiles(16, 16, 16, 1, 2),
+        "small": Tiles(32, 32, 32, 4, 2),
+        "wide": Tiles(16, 64, 32, 4, 3),
+        "tall": Tiles(64, 16, 32, 4, 3),
+        "odd": Tiles(64, 64, 16, 4, 3),
+        "medium": Tiles(64, 64, 32, 4, 3),
+        "large": Tiles(128, 128, 32, 8, 3, 2),
+        "rows": Tiles(64, 128, 32, 8, 3, 2),
+    },
+    "gfx942": {
+        "tiny": Tiles(16, 16, 16, 1, 2),
+        "small": Tiles(32, 32, 32, 4, 2),
+        "wide": Tiles(16, 64, 32, 4, 2),
+        "tall": Tiles(64, 16, 32, 4, 2),
+        "odd": Tiles(64, 64, 16, 4, 2),
+        "medium": Tiles(64, 64, 32, 4, 2),
+        "large": Tiles(128, 128, 32, 8, 2, 2),
+        "rows": Tiles(64, 128, 32, 8, 2, 2),
+    },
+}
+DOUBLE_TILES = {"tiny": Tiles(16, 16, 16, 1, 2), "small": Tiles(32, 32, 16, 4, 2)}
+
+
+def tiles(m: int, n: int, dtype: torch.dtype, chip: str, *, aligned: bool, plain: bool) -> Tiles:
+    """The tiles for results (m, n), not much larger than needed.
+
+    `aligned`: all loads are of 16 bytes. `plain`: not in place, and all matrices lie by rows.
+    """
+    few, many = sorted((m, n))
+    if dtype == torch.float64:
+        return DOUBLE_TILES["tiny" if many <= 16 else "small"]
+    if many <= 32:
+        shape = "tiny" if many <= 16 else "small"
+    elif few <= 16:
+        shape = "tall" if m > n else "wide"
+    elif not aligned:
+        shape = "odd"
+    elif few <= 64:
+        shape = "medium"
+    else:
+        shape = "large" if plain else "rows"
+    return TILES[chip][shape]
+
+
+# programs in place that each multiprocessor is given, bounded because each has rows set aside
+_RESIDENT = 4
+
+
+def forward(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor | None = None,
+    *,
+    a_top: Tensor | None = None,
+    b_top: Tensor | None = None,
+    out_top: Tensor | None = None,
+    rescued: Tensor | None = None,
+) -> Tensor:
+    """`log(exp(a) exp(b))` (g, p, m, n) for (g, p, m, k) and (g, p, k, n), written to `out` if that is given.
+
+    `out` may be the very storage of `a` or of `b`: then no more than a bounded number of rows is set aside. With
+    `a_top` and `b_top` (g, p), of the dtype of the result, it is stored relative to their sum, a top of -inf counting
+    as 0, and `out_top` (g, p), which the caller has filled with -inf, receives its largest entry. `rescued`, an int64
+    tensor of one element, is increased by the number of outputs that had to be redone.
+    """
+    g, p, m, k = a.shape
+    n = b.shape[-1]
+    dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
+    if out is None:
+        out = a.new_empty((g, p, m, n), dtype=dtype)
+    assert b.shape == (g, p, k, n) and out.shape == (g, p, m, n) and out.dtype == dtype
+    assert (a_top is None) == (b_top is None) == (out_top is None)
+    if not out.numel():
+        return out
+    over_a, over_b = launch.same_storage(out, a), launch.same_storage(out, b)
+    assert not (over_a and over_b)
+    if over_b or not over_a and out.stride(-2) == 1 != out.stride(-1):
+        # rows of the result are to be rows of the left operand in place, and in one piece in any case
+        forward(b.mT, a.mT, out.mT, a_top=b_top, b_top=a_top, out_top=out_top, rescued=rescued)
+        return out
+
+    plain = not over_a and a.stride(-1) == b.stride(-1) == out.stride(-1) == 1
+    tile = tiles(m, n, dtype, launch.chip(out), aligned=launch.aligned(a, b, out), plain=plain)
+    tops = (a_top, b_top, out_top)
+    top_pitches = [pitch for top in tops for pitch in ((0, 0) if top is None else launch.pitches(top))]
+    options = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "UNROLL": tile.unroll,
+        "DEPTH": tile.depth, "PRECISION": launch.precision(out), "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    rows = g * p * triton.cdiv(m, tile.block_m)
+    with torch.cuda.device_of(out):
+        if over_a:
+            programs = min(rows, _RESIDENT * launch.processors(out))
+            scratch = out.new_empty(programs * tile.block_m * k)
+            in_place_kernel[(programs,)](
+                a, b, scratch, *tops, rescued, g * p, p, m, k, *launch.pitches(a), *launch.pitches(b), *top_pitches,
+                *map(launch.common_width, (m, k)), *launch.widths(a), *launch.widths(b), WHOLE=n <= tile.block_n,
+                **options,
+            )  # fmt: skip
+        else:
+            forward_kernel[(rows * triton.cdiv(n, tile.block_n),)](
+                a, b, out, *tops, rescued, p, m, n, k,
+                *launch.pitches(a), *launch.pitches(b), *launch.pitches(out), *top_pitches,
+                *map(launch.common_width, (m, n, k)), *launch.widths(a), *launch.widths(b), *launch.widths(out),
+                **options,
+            )  # fmt: skip
+    return out

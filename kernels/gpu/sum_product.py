@@ -1,0 +1,69 @@
+"""The log-partition of a batch of chains, as `kernels.sum_product` has it, on the Triton kernels.
+
+Kept for the backward pass are the forward messages (v, g, m, c), logarithms; there are no scales. Nothing here waits
+for the device.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..chain import Chain
+from . import backward_chain, forward_chain, transitions
+
+
+def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The log-partition (g, m) in float64; messages; no scales; in which sequences some output was redone (g, m).
+
+    A length that is out of range makes its sequence NaN. The chain has all its `steps`: lengths are not looked at.
+    """
+    assert chain.v == steps
+    rescued = torch.zeros(1, dtype=torch.int64, device=chain.x.device)
+    log_norm, messages = forward_chain.forward(
+        *_operands(chain), log_params=chain.log_params, keep=keep, rescued=rescued
+    )
+    if chain.ends is not None:
+        log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
+    if messages is None:
+        messages = chain.new(0)
+    return log_norm, messages, chain.new(0), (rescued > 0).expand(log_norm.shape).clone()
+
+
+def backward(
+    chain: Chain,
+    log_norm: Tensor,
+    messages: Tensor,
+    scales: Tensor,
+    redone: Tensor,
+    weight: Tensor,
+    grad_x: Tensor | None,
+    grad_bulk: Tensor | None,
+) -> Tensor:
+    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.sum_product`."""
+    x, bulk, _, ends = _operands(chain)
+    flat_x = None if grad_x is None else grad_x.reshape(x.shape)
+    grad_start, r = backward_chain.backward(
+        x, bulk, ends, messages, log_norm.contiguous(), weight,
+        log_params=chain.log_params, grad_x=flat_x, want_r=grad_bulk is not None,
+    )
+    if grad_x is not None and flat_x is not None and flat_x.data_ptr() != grad_x.data_ptr():
+        grad_x.copy_(flat_x.view(grad_x.shape))  # axes that do not fold into sets and members
+    if grad_bulk is not None and r is not None:
+        transitions.gradient(messages, r, weight, bulk, grad_bulk, log_params=chain.log_params)
+    grad_p0 = grad_start.double().view(*chain.lead, chain.c)
+    if chain.log_params:
+        return grad_p0
+    return (grad_p0 / chain.p0.double()).masked_fill_(chain.p0 == 0, 0.0)
+
+
+def _operands(chain: Chain) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """x (v, g, m, c), bulk (s, g, c, c), log p0 (g, m, c) in float64 and ends (g, m)."""
+    v, g, m, c = chain.v, chain.g, chain.m, chain.c
+    start = chain.p0.double() if chain.log_params else chain.p0.double().log()
+    return (
+        chain.x.reshape(v, g, m, c),
+        chain.bulk.reshape(len(chain.bulk), g, c, c),
+        start.expand(*chain.lead, c).reshape(g, m, c),
+        None if chain.ends is None else chain.ends.reshape(g, m).clamp(1, v),
+    )
