@@ -1,14 +1,31 @@
 """Measure, write the results file, then draw the plot and the README's tables from it."""
 
 import argparse
+from pathlib import Path
 
-from tests.benchmarks import cpu, report
+from tests.benchmarks import cpu, gpu, predictions, report
 
 parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-parser.add_argument("what", nargs="?", choices=("all", "report"), default="all", help="report: from the results file")
-if parser.parse_args().what == "all":
-    report.write(cpu.measure())
-rows = report.read()
-report.plot(rows)
-report.update_readme(rows)
-print(report.figures(rows))
+parser.add_argument(
+    "what",
+    nargs="?",
+    choices=("all", "report", "gpu", "predict"),
+    default="all",
+    help="all: on this CPU; report: from the results file; gpu: on a GPU; predict: what a model says of one",
+)
+parser.add_argument("--out", type=Path, help="gpu: a folder for one more copy of the results")
+parser.add_argument("--minutes", type=float, default=7.5, help="gpu: what does not fit is left out")
+parser.add_argument("--only", nargs="+", choices=gpu.GROUPS, default=(), help="gpu: groups to measure")
+parser.add_argument("--dry", action="store_true", help="gpu: run everything on a CPU, on tiny sizes")
+options = parser.parse_args()
+if options.what == "gpu":
+    gpu.main(dry=options.dry, minutes=options.minutes, out=options.out, only=options.only)
+elif options.what == "predict":
+    predictions.write()
+else:
+    if options.what == "all":
+        report.write(cpu.measure())
+    rows = report.read()
+    report.plot(rows)
+    report.update_readme(rows)
+    print(report.figures(rows))

@@ -1,0 +1,105 @@
+"""Every configuration of the vector chains that their launchers choose, forward, backward and segment products."""
+
+from itertools import product
+
+import torch
+
+from logchain.kernels.gpu import backward_chain, forward_chain
+from logchain.kernels.gpu.chain_step import Tiles, arithmetic, tiles
+from logchain.kernels.gpu.launch import common_width
+from tests.compiled import Case
+
+F32, F64 = torch.float32, torch.float64
+
+# states: the largest of each tile, those that 16 does not divide, and odd ones
+STATES = [16, 17, 32, 33, 60, 64, 100, 101, 128, 200, 201, 256, 512, 1024, 2048, 4096]
+MEMBERS = [1, 8, 500]
+
+
+def choices(dtype: torch.dtype) -> list[tuple[Tiles, int]]:
+    """The configurations that can be chosen, each with the states of a chain that gets it, aligned and not."""
+    found = {}
+    for c, m in product(STATES, MEMBERS):
+        alignment = 16 if c % 16 == 0 else common_width(c)
+        choice = tiles(c, m, dtype, min(alignment, 4))
+        if choice.dot or alignment == 16:
+            found[choice, alignment] = c
+    return [(choice, c) for (choice, _), c in found.items()]
+
+
+def precisions(target: str, choice: Tiles, c: int, dtype: torch.dtype) -> list[str]:
+    """What the launchers may ask of `tl.dot`."""
+    if dtype == F64 or not choice.dot:
+        return ["ieee"]
+    if target == "gfx942" or c <= 32:
+        return ["ieee", "tf32"]
+    return ["tf32x3", "tf32"]
+
+
+KIND = {F32: "fp32", F64: "fp64"}
+
+
+def forward(choice, c, dtype, precision, **options) -> Case:
+    """The options are the constexpr arguments of that name, `ends` whether there are any."""
+    pointers = ["x", "message", "bulk", "rescued:i64", "scale:fp64"]
+    if options.get("segment"):
+        pointers += ["final", "offset:fp64"]
+    else:
+        pointers += ["start", "log_norm:fp64"]
+    options = {"homogeneous": False, "segment": False, "keep": False, "ends": False} | options
+    options["joint"] = options["segment"] and choice.whole and choice.block_s >= c
+    units = ["stride_xc", "stride_bj"]
+    return case(forward_chain._forward_kernel, pointers, units, choice, c, dtype, precision, options)
+
+
+def backward(choice, c, dtype, precision, **options) -> Case:
+    pointers = ["x", "message", "bulk", "rescued:i64", "log_norm:fp64", "weight", "ahead", "grad", "start", "r"]
+    options = {"homogeneous": False, "ends": False} | options
+    units = ["stride_xc", "stride_bk", "stride_dc"]
+    return case(backward_chain._backward_kernel, pointers, units, choice, c, dtype, precision, options)
+
+
+def case(kernel, pointers, units, choice, c, dtype, precision, options) -> Case:
+    pointers = pointers + ["top"] * (choice.dot and not choice.whole) + ["ends:i64"] * options.pop("ends")
+    kinds = {}
+    for pointer in pointers:
+        name, _, kind = pointer.partition(":")
+        kinds[f"{name}_ptr"] = f"*{kind or KIND[dtype]}"
+    width = common_width(c)
+    constants = {name.upper(): value for name, value in options.items()} | {
+        "DTYPE": arithmetic(dtype), "DOT": choice.dot, "WHOLE": choice.whole, "BLOCK_S": choice.block_s,
+        "BLOCK_K": choice.block_k, "BLOCK_C": choice.block_c, "PRECISION": precision, "WIDTH": width, "WIDTH_C": width,
+        "WIDTH_K": 1 if "stride_bk" in units else width, "WIDTH_J": 1 if "stride_bj" in units else width,
+        "WIDTH_X": width,
+    }  # fmt: skip
+    constants |= dict.fromkeys(units, 1)
+    absent = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in kinds]
+    integers = [name for name in kernel.arg_names if name not in kinds and name not in constants and name not in absent]
+    divisible = [name for name in integers if name.startswith("stride_") or name == "c"] if c % 16 == 0 else []
+    words = [word for word, value in options.items() if value]
+    return Case(
+        " ".join([kernel.__name__.split("_")[1], f"c={c}", *map(str, choice), KIND[dtype], precision, *words]),
+        kernel, kinds | dict.fromkeys(integers, "i32"), constants | dict.fromkeys(absent), (*kinds, *divisible),
+        choice.warps, choice.stages,
+        # float32 "ieee" is done by tensor cores on AMD only
+        dot=choice.dot,
+    )  # fmt: skip
+
+
+def cases(target: str) -> list[Case]:
+    """Every tile in every precision, linear and logarithmic in turn, and each option where it costs most."""
+    found = []
+    for dtype in (F32, F64):
+        for choice, c in choices(dtype):
+            for log_params, precision in enumerate(precisions(target, choice, c, dtype)):
+                found.append(forward(choice, c, dtype, precision, log_params=not log_params, keep=True))
+                found.append(backward(choice, c, dtype, precision, log_params=bool(log_params)))
+    for c, m in product([16, 32, 60, 64, 128, 200, 256], [1, 500]):
+        choice = tiles(c, m, F32, 4)
+        precision = precisions(target, choice, c, F32)[0]
+        options = {"homogeneous": True, "ends": True}
+        found.append(forward(choice, c, F32, precision, log_params=True, **options))
+        found.append(backward(choice, c, F32, precision, log_params=True, **options))
+        if m > 1:
+            found.append(forward(choice, c, F32, precision, log_params=True, segment=True))
+    return found
