@@ -1,96 +1,137 @@
-"""Products of a stack of matrices as nodes of autograd: what is kept for the backward pass, and what is recomputed.
+"""Products of a stack of matrices as operators of torch: what is kept for the backward pass, and what is recomputed.
 
 Kept is the stack alone. The backward pass recomputes the nodes of the tree and goes down it, with the gradients in the
 slots of the result. A second derivative is taken through products of `_log_matmul` in the same order.
 """
 
 import math
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import _device
 from ._log_matmul import log_matmul
-from ._rescues import Rescues, report
+from ._operators import apply, operator, transform
+from ._rescues import report_outputs
 from ._tree import Step, downward, halved, reduction, shifted, upward
-from .kernels.tree import Arithmetic, Nodes
 
 
-def log_product(stack: Tensor, inplace: bool) -> Tensor:
+def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
     """The product [..., c, c] of a stack [..., s, c, c] of logarithms. Arguments have been checked."""
-    result: Tensor = _Product.apply(stack, inplace)  # type: ignore[no-untyped-call]
+    result: Tensor = _log_product_(stack) if inplace else apply(_Products, _log_products, stack, False)
     return result
 
 
 def log_prefixes(stack: Tensor) -> Tensor:
     """The products [..., s, c, c] of the first 1 to s matrices of a stack [..., s, c, c] of logarithms."""
-    result: Tensor = _Prefixes.apply(stack)  # type: ignore[no-untyped-call]
+    result: Tensor = apply(_Products, _log_products, stack, True)
     return result
 
 
-class _Product(torch.autograd.Function):
+class _Products(torch.autograd.Function):
+    """The product of all matrices, or all `prefixes`."""
+
     @staticmethod
-    def forward(ctx: Any, stack: Tensor, inplace: bool) -> Tensor:
+    def forward(stack: Tensor, prefixes: bool) -> Tensor:
+        found: Tensor = _log_products(stack, prefixes)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        stack, ctx.prefixes = inputs
         ctx.save_for_backward(stack)
-        with torch.autocast(stack.device.type, enabled=False):
-            result, rescued = _product(stack, inplace)
-        report(Rescues(outputs=rescued))
-        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (stack,) = ctx.saved_tensors
-        with torch.autocast(stack.device.type, enabled=False):
-            if torch.is_grad_enabled():
-                return _by_composition(_composed_product, grad, stack), None
-            return _product_gradient(grad, stack), None
-
-
-class _Prefixes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, stack: Tensor) -> Tensor:
-        ctx.save_for_backward(stack)
-        with torch.autocast(stack.device.type, enabled=False):
-            result, rescued = _prefixes(stack)
-        report(Rescues(outputs=rescued))
-        return result
+        return _Gradient.apply(grad, *ctx.saved_tensors, ctx.prefixes), None  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (stack,) = ctx.saved_tensors
-        with torch.autocast(stack.device.type, enabled=False):
-            if torch.is_grad_enabled():
-                return _by_composition(_composed_prefixes, grad, stack)
-            return _prefixes_gradient(grad, stack)
+    def vmap(info: Any, in_dims: tuple[Any, ...], stack: Tensor, prefixes: bool) -> tuple[Tensor, int]:
+        return _Products.apply(stack.movedim(in_dims[0], 0), prefixes), 0  # type: ignore[no-untyped-call]
 
 
-def _product(stack: Tensor, inplace: bool) -> tuple[Tensor, int]:
+class _Gradient(torch.autograd.Function):
+    """The gradient of `sum(grad * products)`."""
+
+    @staticmethod
+    def forward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
+        found: Tensor = _log_products_backward(grad, stack, prefixes)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, stack, ctx.prefixes = inputs
+        ctx.save_for_backward(grad, stack)
+
+    @staticmethod
+    def backward(ctx: Any, along: Tensor) -> tuple[Tensor | None, ...]:
+        grad, stack = ctx.saved_tensors
+        return (*_by_composition(grad, stack, ctx.prefixes, along), None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        grad, stack = (
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(args[:2], in_dims[:2], strict=True)
+        )
+        return _Gradient.apply(grad, stack, args[2]), 0  # type: ignore[no-untyped-call]
+
+
+def _forward(stack: Tensor, prefixes: bool) -> Tensor:
+    result, rescued = _prefixes(stack) if prefixes else _product(stack, inplace=False)
+    report_outputs(rescued)
+    return result
+
+
+def _forward_(stack: Tensor) -> Tensor:
+    result, rescued = _product(stack, inplace=True)
+    report_outputs(rescued)
+    return result
+
+
+def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
+    return _prefixes_gradient(grad, stack) if prefixes else _product_gradient(grad, stack)
+
+
+def _shape(stack: Tensor, prefixes: bool = False) -> Tensor:
+    """A result: float64 for float64, otherwise float32."""
+    shape = stack.shape if prefixes else stack.shape[:-3] + stack.shape[-2:]
+    return stack.new_empty(shape, dtype=torch.promote_types(stack.dtype, torch.float32))
+
+
+def _gradient_shape(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
+    return stack.new_empty(stack.shape)
+
+
+def _product(stack: Tensor, *, inplace: bool) -> tuple[Tensor, int]:
     """The product, and how many entries of nodes were rescued."""
-    result = _empty(stack, stack.shape[:-3] + stack.shape[-2:])
+    result = _shape(stack)
     if result.numel() == 0:
         return result, 0
     whole = _sets(stack)
-    g, s, c, _ = whole.shape
+    kernels, arithmetic = _arithmetic(whole, result.dtype)
+    leaves = arithmetic.leaves_for_root(whole)
+    g, s, c, _ = leaves.values.shape
     copied = whole.data_ptr() != stack.data_ptr()
     if (inplace or copied) and whole.dtype == result.dtype:
         memory = whole[:, : s // 2 * 2 : 2]
     else:
         memory = result.new_empty(g, s // 2, c, c)
-    tree = _Tree(whole, result.dtype)
-    nodes = Nodes.over(memory)
+    nodes = kernels.Nodes.over(memory)
     for step in reduction(s):
-        left = tree.leaves.at(step.left) if step.left_at is None else nodes.at(halved(step.left))
-        right = tree.leaves.at(step.right) if step.right_at is None else nodes.at(halved(step.right))
-        tree.arithmetic.multiply(left, right, nodes.at(halved(step.left)))
-    root = (nodes if s > 1 else tree.leaves).at(slice(0, 1))
-    tree.arithmetic.logarithms(root, result.view(g, 1, c, c))
-    return result, tree.arithmetic.rescued
+        left = leaves.at(step.left) if step.left_at is None else nodes.at(halved(step.left))
+        right = leaves.at(step.right) if step.right_at is None else nodes.at(halved(step.right))
+        arithmetic.multiply(left, right, nodes.at(halved(step.left)))
+    root = (nodes if s > 1 else leaves).at(slice(0, 1))
+    arithmetic.logarithms(root, result.view(g, 1, c, c))
+    return result, arithmetic.rescued
 
 
 def _product_gradient(grad: Tensor, stack: Tensor) -> Tensor:
     """All nodes stay, each where its right operand had been; gradients lie in the slots that `_product` computes in."""
-    result = _empty(stack, stack.shape)
+    result = _shape(stack, prefixes=True)
     if result.numel() == 0:
         return result.to(stack.dtype)
     whole = _sets(stack)
@@ -98,79 +139,88 @@ def _product_gradient(grad: Tensor, stack: Tensor) -> Tensor:
     gradient[:, 0] = grad.reshape(gradient[:, 0].shape)
     if whole.shape[1] == 1:
         gradient.masked_fill_(whole == -math.inf, 0.0)
-    tree = _Tree(whole, result.dtype)
-    nodes = Nodes.over(torch.empty_like(gradient))
+    kernels, arithmetic = _arithmetic(whole, result.dtype)
+    leaves, nodes = kernels.Nodes.leaves(whole), kernels.Nodes.over(torch.empty_like(gradient))
     steps = list(reduction(whole.shape[1]))
     for step in steps:
-        tree.arithmetic.multiply(*tree.operands(step, nodes, nodes), nodes.at(step.right))
+        arithmetic.multiply(*_operands(step, leaves, nodes, nodes), nodes.at(step.right))
     for step in reversed(steps):
-        operands = tree.operands(step, nodes, nodes)
+        operands = _operands(step, leaves, nodes, nodes)
         grads = gradient[:, step.left], gradient[:, step.right]
-        tree.arithmetic.gradient(grads[0], *operands, nodes.at(step.right), *grads)
+        arithmetic.gradient(grads[0], *operands, nodes.at(step.right), *grads)
     return result.to(stack.dtype)
 
 
 def _prefixes(stack: Tensor) -> tuple[Tensor, int]:
     """The prefixes, written over the nodes of the first sweep, and how many entries were rescued."""
-    result = _empty(stack, stack.shape)
+    result = _shape(stack, prefixes=True)
     if result.numel() == 0:
         return result, 0
     whole = _sets(stack)
     s = whole.shape[1]
-    tree, nodes = _Tree(whole, result.dtype), Nodes.over(result.view(whole.shape))
+    kernels, arithmetic = _arithmetic(whole, result.dtype)
+    leaves, nodes = kernels.Nodes.leaves(whole), kernels.Nodes.over(result.view(whole.shape))
     for step in (*upward(s), *downward(s)):
-        left = (tree.leaves if step.left_at is None else nodes).at(step.left)
-        right = (tree.leaves if step.right_at is None else nodes).at(step.right)
-        tree.arithmetic.multiply(left, right, nodes.at(step.right))
-    tree.arithmetic.logarithms(nodes.at(slice(1, s)), nodes.values[:, 1:])
+        left = (leaves if step.left_at is None else nodes).at(step.left)
+        right = (leaves if step.right_at is None else nodes).at(step.right)
+        arithmetic.multiply(left, right, nodes.at(step.right))
+    arithmetic.logarithms(nodes.at(slice(1, s)), nodes.values[:, 1:])
     nodes.values[:, 0] = whole[:, 0]
-    return result, tree.arithmetic.rescued
+    return result, arithmetic.rescued
 
 
 def _prefixes_gradient(grad: Tensor, stack: Tensor) -> Tensor:
     """Both sweeps backwards: a product's gradient becomes its right operand's, and what its left receives is added."""
-    result = _empty(stack, stack.shape)
+    result = _shape(stack, prefixes=True)
     if result.numel() == 0:
         return result.to(stack.dtype)
     whole = _sets(stack)
     s = whole.shape[1]
-    tree, gradient = _Tree(whole, result.dtype), result.copy_(grad).view(whole.shape)
-    nodes, prefixes = (Nodes.over(torch.empty_like(gradient)) for _ in range(2))
+    gradient = result.copy_(grad).view(whole.shape)
+    kernels, arithmetic = _arithmetic(whole, result.dtype)
+    leaves = kernels.Nodes.leaves(whole)
+    nodes, prefixes = (kernels.Nodes.over(torch.empty_like(gradient)) for _ in range(2))
     up, down = list(upward(s)), list(downward(s))
     for step in up:
-        tree.arithmetic.multiply(*tree.operands(step, nodes, nodes), nodes.at(step.left))
+        arithmetic.multiply(*_operands(step, leaves, nodes, nodes), nodes.at(step.left))
         first = step.left.start  # the first node of each level is a prefix
         prefixes.at(slice(step.right.start, step.right.start + 1)).copy_(nodes.at(slice(first, first + 1)))
     for step in down:
-        tree.arithmetic.multiply(*tree.operands(step, prefixes, nodes), prefixes.at(step.right))
+        arithmetic.multiply(*_operands(step, leaves, prefixes, nodes), prefixes.at(step.right))
     for step in reversed(up + down):
         if step.left_at == 0:
-            operands, out = tree.operands(step, prefixes, nodes), prefixes.at(step.right)
+            operands, out = _operands(step, leaves, prefixes, nodes), prefixes.at(step.right)
         else:
-            operands, out = tree.operands(step, nodes, nodes), nodes.at(step.left)
+            operands, out = _operands(step, leaves, nodes, nodes), nodes.at(step.left)
         grads = gradient[:, step.left], gradient[:, step.right]
-        tree.arithmetic.gradient(grads[1], *operands, out, *grads, add_left=True)
+        arithmetic.gradient(grads[1], *operands, out, *grads, add_left=True)
     gradient[:, 0].masked_fill_(whole[:, 0] == -math.inf, 0.0)
     return result.to(stack.dtype)
 
 
-class _Tree:
-    """The leaves and the arithmetic of a stack (g, s, c, c)."""
+def tree_kernels(tensor: Tensor) -> ModuleType:
+    """`Nodes` of a product tree and their `Arithmetic`, see `kernels.tree`."""
+    if _device.on_gpu(tensor):
+        from .kernels.gpu import tree as gpu
 
-    def __init__(self, whole: Tensor, dtype: torch.dtype) -> None:
-        self.leaves = Nodes.leaves(whole)
-        self.arithmetic = Arithmetic(whole.shape[-1], dtype, whole.device)
+        return gpu
+    from .kernels import tree
 
-    def operands(self, step: Step, lefts: Nodes, rights: Nodes) -> tuple[Nodes, Nodes]:
-        """The operands of a step in layouts in which nodes stay."""
-        left = self.leaves.at(step.left) if step.left_at is None else lefts.at(shifted(step.left, step.left_at))
-        right = self.leaves.at(step.right) if step.right_at is None else rights.at(shifted(step.right, step.right_at))
-        return left, right
+    return tree
 
 
-def _empty(stack: Tensor, shape: torch.Size) -> Tensor:
-    """A result: float64 for float64, otherwise float32."""
-    return stack.new_empty(shape, dtype=torch.promote_types(stack.dtype, torch.float32))
+def _arithmetic(whole: Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The kernels for nodes of a stack (g, s, c, c), and room for a level of them."""
+    g, s, c, _ = whole.shape
+    kernels: Any = tree_kernels(whole)
+    return kernels, kernels.Arithmetic(c, g * max(1, s // 2), dtype, whole.device)
+
+
+def _operands(step: Step, leaves: Any, lefts: Any, rights: Any) -> tuple[Any, Any]:
+    """The operands of a step in layouts in which nodes stay."""
+    left = leaves.at(step.left) if step.left_at is None else lefts.at(shifted(step.left, step.left_at))
+    right = leaves.at(step.right) if step.right_at is None else rights.at(shifted(step.right, step.right_at))
+    return left, right
 
 
 def _sets(stack: Tensor) -> Tensor:
@@ -178,13 +228,20 @@ def _sets(stack: Tensor) -> Tensor:
     return stack.reshape(-1, *stack.shape[-3:])
 
 
-def _by_composition(function: Callable[[Tensor], Tensor], grad: Tensor, stack: Tensor) -> Tensor:
-    """The gradient with a graph of its own, in float64."""
-    leaf = stack.view_as(stack)
-    if leaf.numel() == 0:
-        return torch.zeros_like(leaf)
-    found = function(_sets(leaf).double()).view(grad.shape)
-    return torch.autograd.grad(found, leaf, grad.double(), create_graph=True)[0]
+def _by_composition(grad: Tensor, stack: Tensor, prefixes: bool, along: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients, with respect to grad and stack, of the gradient's product with `along`."""
+    if stack.numel() == 0:
+        return None, None
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        grad, stack = operands = [
+            operand.view_as(operand) if again and operand.requires_grad else operand.detach().requires_grad_()
+            for operand in (grad, stack)
+        ]
+        compose = _composed_prefixes if prefixes else _composed_product
+        result = compose(_sets(stack).double()).view(grad.shape)
+        (first,) = torch.autograd.grad(result, stack, grad.double(), create_graph=True)
+        return torch.autograd.grad(first, operands, along, create_graph=again, allow_unused=True)
 
 
 def _composed_product(nodes: Tensor) -> Tensor:
@@ -209,3 +266,12 @@ def _composed_prefixes(stack: Tensor) -> Tensor:
 
 def _no_gradient_at_zero(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs == -math.inf, -math.inf)
+
+
+_log_products = operator("log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape)
+_log_product_ = operator("log_product_(Tensor(a!) stack) -> Tensor", _forward_, _shape)
+_log_products_backward = operator(
+    "log_products_backward(Tensor grad, Tensor stack, bool prefixes) -> Tensor", _backward, _gradient_shape
+)
+transform("log_products", _Products)
+transform("log_products_backward", _Gradient)

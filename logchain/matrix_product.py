@@ -43,7 +43,7 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
     check_flag("inplace", inplace)
     if inplace:
         _check_inplace(stack)
-    return log_product(stack, inplace)
+    return log_product(stack, inplace=inplace)
 
 
 def check_stack(stack: object) -> None:
@@ -62,14 +62,14 @@ def _check_inplace(stack: Tensor) -> None:
         got = str(stack.dtype)[6:]
         raise ValueError(f"inplace: expected a float32 or float64 stack, got {got}; pass inplace=False")
     if any(stride == 0 and size > 1 for stride, size in zip(stack.stride(), stack.shape, strict=True)):
-        got = stack.stride()
         raise ValueError(
-            f"inplace: expected a stack of its own memory, got an expanded one with strides {got}; pass inplace=False"
+            f"inplace: expected a stack of its own memory, got an expanded one with strides {stack.stride()}; pass "
+            "inplace=False"
         )
     try:
         stack.view(-1, *stack.shape[-3:]) if stack.numel() else None
     except RuntimeError:
         raise ValueError(
-            f"inplace: expected batch axes that can be joined without a copy, got shape {list(stack.shape)} with strides "
-            f"{stack.stride()}; pass a contiguous stack or inplace=False"
+            f"inplace: expected batch axes that can be joined without a copy, got shape {list(stack.shape)} with "
+            f"strides {stack.stride()}; pass a contiguous stack or inplace=False"
         ) from None

@@ -30,6 +30,7 @@ def prefix_products(stack: Tensor) -> Tensor:
     Source: R. P. Brent, H. T. Kung, "A regular layout for parallel adders", IEEE Trans. Computers C-31 (1982).
     Definition: `logchain.reference.prefix_products`.
 
+    >>> import torch
     >>> step = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
     >>> prefix_products(step.expand(3, 2, 2)).exp()[:, 0]
     tensor([[0.9000, 0.1000],

@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
     ["kernels", "_forum", "reference"],
-    ["_arguments", "_device", "_layout", "_measure", "_operators", "_rescues"],
+    ["_arguments", "_device", "_layout", "_measure", "_operators", "_rescues", "_tree"],
     ["_log_matmul"],
     ["_twice"],
-    ["_chain"],
-    ["matmul", "product"],
+    ["_chain", "_matrix_chain"],
+    ["matmul", "matrix_product", "prefix_products", "product"],
     ["__init__", "_demo"],
     ["__main__"],
 ]

@@ -1,0 +1,568 @@
+"""`logchain.matrix_product` and `prefix_products` keep the contract: values, both derivatives, memory."""
+
+import math
+import re
+from decimal import Decimal, localcontext
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import logchain
+from logchain import _tree, reference
+from logchain._measure import peak_bytes
+from logchain.kernels import tree as arithmetic
+from tests import oracle
+from tests.contract import assert_gradient, assert_values, poisoned_memory, rounding, spread, ulp
+from tests.test_memory import Allocations
+
+F32, F64 = torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
+
+FAMILIES = {}
+
+
+def family(draw):
+    """A stack (2, s, c, c) in float64, from functions that draw tensors of a shape."""
+    FAMILIES[draw.__name__] = draw
+    return draw
+
+
+@family
+def dense(normal, uniform, *shape):
+    return normal(*shape)
+
+
+@family
+def sharp(normal, uniform, *shape):
+    """Too widely spread for linear numbers."""
+    return 100.0 * normal(*shape)
+
+
+@family
+def misaligned(normal, uniform, g, s, c, _, depth=200.0):
+    """Columns fall by 200 nats where the next rows climb by 200."""
+    slope = -depth * torch.linspace(0, 1, c, dtype=F64)
+    climbs = (torch.arange(s) % 2 > 0)[:, None, None]
+    return torch.where(climbs, slope.flip(0)[:, None].expand(c, c), slope.expand(c, c)) + 0.1 * normal(g, s, c, c)
+
+
+@family
+def abyss(normal, uniform, *shape):
+    """Misaligned by more than the range of float64."""
+    return misaligned(normal, uniform, *shape, depth=1000.0)
+
+
+@family
+def left_to_right(normal, uniform, g, s, c, _):
+    band = torch.ones(c, c).triu().tril(1)
+    return (20.0 * normal(g, s, c, c)).masked_fill(band == 0, -INF)
+
+
+@family
+def offsets(normal, uniform, g, s, c, _):
+    """Every matrix on a scale of its own."""
+    return normal(g, s, c, c) + 1e4 * (uniform(g, s, 1, 1) - 0.3)
+
+
+@family
+def sparse(normal, uniform, *shape):
+    return torch.where(uniform(*shape) < 0.7, -INF, 20.0 * normal(*shape))
+
+
+@family
+def dead(normal, uniform, g, s, c, _):
+    """Nothing is possible in the first, and a row and a column are shut in one matrix of the second."""
+    stack = normal(g, s, c, c)
+    stack[0], stack[1, s // 2, 0], stack[1, s // 2, :, c - 1] = -INF, -INF, -INF
+    return stack
+
+
+@family
+def mixed(normal, uniform, g, s, c, _):
+    """Linear numbers hold the first set, and of the second only some matrices."""
+    stack = normal(g, s, c, c)
+    stack[1, s // 2 :] *= 100.0
+    return stack
+
+
+def draw(name, s, c, dtype=F32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)  # noqa: E731
+    uniform = lambda *shape: torch.rand(*shape, generator=generator, dtype=F64)  # noqa: E731
+    return FAMILIES[name](normal, uniform, 2, s, c, c).to(dtype)
+
+
+class Truth:
+    """All prefixes [s, c, c] of one stack in 34-digit decimals, and the expected uses of its entries by the paths."""
+
+    def __init__(self, stack):
+        with localcontext(oracle.DIGITS):
+            self._linear = oracle._exp(stack)
+            self._prefixes = [self._linear[0]]
+            for matrix in self._linear[1:]:
+                self._prefixes.append(self._prefixes[-1] @ matrix)
+            self.values = oracle._log(np.stack(self._prefixes))
+
+    def uses(self, weights):
+        """Of weights [s, c, c] of the prefixes' entries, what each entry of the stack [s, c, c] receives."""
+        found = np.zeros_like(self.values)
+        with localcontext(oracle.DIGITS):
+            shares = np.zeros_like(self._linear[0]) + Decimal(0)
+            for i in reversed(range(len(found))):
+                weight = np.vectorize(Decimal, otypes=[object])(weights[i])
+                possible = self._prefixes[i] > 0
+                shares = shares + np.where(possible, weight / np.where(possible, self._prefixes[i], Decimal(1)), 0)
+                # shares_kj sum_i prefix_ik matrix_kj: adjoint of a linear product
+                adjoint = shares if i == 0 else self._prefixes[i - 1].T @ shares
+                found[i] = (adjoint * self._linear[i]).astype(np.float64)
+                shares = shares @ self._linear[i].T
+        return found
+
+
+def depth(stack):
+    """The product [c, c], and how far below their matrix's maximum the nodes run that make up an entry, on average."""
+    s = len(stack)
+    if s == 1:
+        top = stack[0].max()
+        return stack[0], np.where(np.isfinite(stack[0]), (0.0 if np.isinf(top) else top) - stack[0], 0.0)
+    half = 2 ** math.ceil(math.log2(s) - 1)
+    (left, below_left), (right, below_right) = depth(stack[:half]), depth(stack[half:])
+    value = reference.matmul(left, right)
+    shares = np.exp(left[:, :, None] + right - np.where(np.isfinite(value), value, 0.0)[:, None, :])
+    below = shares * np.maximum(below_left[:, :, None], below_right[None, :, :])
+    own = np.where(np.isfinite(value), (value.max() if np.isfinite(value.max()) else 0.0) - value, 0.0)
+    return value, np.maximum(below.sum(1), own)
+
+
+def depths(stack):
+    """The same for all prefixes [2, s, c, c]."""
+    return np.stack([np.stack([depth(part[: i + 1])[1] for i in range(len(part))]) for part in stack])
+
+
+def slack(truth, below, s, name, dtype):
+    """What values may be wrong by, where the paths run so far below their matrices' maxima."""
+    levels = math.ceil(math.log2(s)) if name in ("misaligned", "abyss", "sharp") else 0
+    allowed = 2.0**-20 * s**0.5 + 2.0**-17 * levels + 2.0**-22 * below
+    return ulp(truth, dtype) + rounding(dtype) * allowed
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("s", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("c", [1, 2, 5])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_keeps_the_contract(name, c, s, dtype):
+    stack = draw(name, s, c, dtype, seed=s)
+    wide = stack.double().numpy()
+    truths = [Truth(part) for part in wide]
+    prefixes = np.stack([truth.values for truth in truths])
+    below = depths(wide)
+    bound = slack(prefixes, below, s, name, dtype)
+    gradient = rounding(dtype) * (1e-5 + 2.0**-22 * (spread(wide.reshape(2, s, -1)).max() + below.max()))
+    for function, last in ((logchain.matrix_product, True), (logchain.prefix_products, False)):
+        leaf = stack.clone().requires_grad_()
+        out = function(leaf)
+        assert out.dtype == dtype
+        assert_values(out, prefixes[:, -1] if last else prefixes, bound[:, -1] if last else bound)
+        weights = torch.arange(out.numel(), dtype=dtype).cos().view(out.shape)
+        out.backward(weights)
+        received = np.zeros_like(wide)
+        received[:, s - 1 if last else slice(None)] = weights.double().numpy()
+        uses = np.stack([truth.uses(weight) for truth, weight in zip(truths, received, strict=True)])
+        reach = np.stack([truth.uses((weight != 0) * 1.0) for truth, weight in zip(truths, received, strict=True)])
+        # every output adds its own error
+        assert_gradient(leaf, uses, reach, np.array(gradient * c * (1 if last else s)))
+
+
+@pytest.mark.parametrize("name", ["dense", "misaligned", "left_to_right", "offsets", "dead"])
+@pytest.mark.parametrize(("s", "c"), [(17, 33), (33, 33), (33, 17)], ids=str)
+def test_larger_sizes_against_the_reference(name, s, c):
+    stack = draw(name, s, c)
+    truth = reference.prefix_products(stack)
+    below = 0.0 if name == "dense" else depths(stack.double().numpy())
+    bound = slack(truth, below, s, name, F32)
+    assert_values(logchain.matrix_product(stack), truth[:, -1], bound[:, -1])
+    assert_values(logchain.prefix_products(stack), truth, bound)
+
+
+@pytest.mark.parametrize("other", [0.0, 10.0, 40.0, 60.0])
+@pytest.mark.parametrize("near", [10.0, 60.0, 80.0, 100.0])
+@pytest.mark.parametrize("far", [90.0, 110.0, 116.0, 125.0, 150.0])
+def test_what_linear_numbers_lose_is_found(far, near, other):
+    """A term of 2^-far that is flushed, beside one of 2^-(near + other) that is not but counts for less."""
+    stack = math.log(2) * torch.tensor([[[0.0, 0.0], [-near, -far]], [[-other, -other], [0.0, 0.0]], [[0.0, 0.0]] * 2])
+    truth = reference.prefix_products(stack)
+    bound = ulp(truth, F32) + 2.0**-20 * 3**0.5 + 2.0**-17 + 2.0**-22 * far
+    assert_values(logchain.prefix_products(stack), truth, bound)
+    assert_values(logchain.matrix_product(stack), truth[-1], bound[-1])
+
+
+@pytest.mark.parametrize("held", [1, 40, 2**18])
+@pytest.mark.parametrize("name", ["dense", "sharp", "mixed", "left_to_right"])
+def test_blocks_of_any_size_give_the_same(name, held, monkeypatch):
+    stack = draw(name, 13, 4)
+    expected = gradients(stack)
+    monkeypatch.setattr(arithmetic, "_HELD", held)
+    for found, truth in zip(gradients(stack), expected, strict=True):
+        torch.testing.assert_close(found, truth, rtol=2.0**-21, atol=2e-5)
+
+
+def gradients(stack, **options):
+    """Both functions' values and gradients."""
+    found = []
+    for function in (logchain.matrix_product, logchain.prefix_products):
+        leaf = stack.detach().requires_grad_()
+        out = function(leaf)
+        out.backward(torch.arange(out.numel(), dtype=out.dtype).sin().view(out.shape))
+        found += [out.detach(), leaf.grad]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["dense", "misaligned", "left_to_right", "dead"])
+def test_half_types_are_exact_on_their_rounded_inputs(name, dtype):
+    stack = draw(name, 7, 5, dtype)
+    for found, expected in zip(gradients(stack), gradients(stack.float()), strict=True):
+        assert found.dtype in (F32, dtype)
+        torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["dense", "misaligned", "left_to_right", "mixed"])
+@pytest.mark.parametrize("s", [1, 2, 7, 12])
+def test_strange_strides(name, s):
+    stack = draw(name, s, 5)
+    expected = gradients(stack)
+    wide = torch.full((2, 2 * s, 7, 10), NAN)
+    wide[:, ::2, 1:6, ::2] = stack
+    swapped = stack.transpose(0, 1).contiguous().transpose(0, 1)
+    for view in (stack.mT.contiguous().mT, wide[:, ::2, 1:6, ::2], swapped, stack.permute(3, 1, 0, 2).contiguous()):
+        view = view if view.shape == stack.shape else view.permute(2, 1, 3, 0)
+        for found, value in zip(gradients(view), expected, strict=True):
+            torch.testing.assert_close(found, value, rtol=2.0**-21, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["dense", "misaligned", "left_to_right"])
+def test_batch_axes(name):
+    stack = torch.stack([draw(name, 6, 3, seed=seed) for seed in range(3)])  # (3, 2, 6, 3, 3)
+    single = [logchain.matrix_product(part) for part in stack.flatten(0, 1)]
+    torch.testing.assert_close(logchain.matrix_product(stack).flatten(0, 1), torch.stack(single), rtol=0, atol=2e-5)
+    permuted = logchain.matrix_product(stack.transpose(0, 1)).transpose(0, 1)
+    torch.testing.assert_close(permuted, logchain.matrix_product(stack), rtol=0, atol=2e-5)
+    assert logchain.matrix_product(stack[0, 0]).shape == (3, 3)
+    assert logchain.prefix_products(stack[0, 0]).shape == (6, 3, 3)
+
+
+@pytest.mark.parametrize("function", [logchain.matrix_product, logchain.prefix_products])
+def test_an_expanded_stack_gets_a_gradient_of_its_own_shape(function):
+    one = draw("dense", 5, 3)[:1]
+    leaf, repeated = one.clone().requires_grad_(), one.repeat(4, 1, 1, 1).requires_grad_()
+    out, expected = function(leaf.expand(4, 5, 3, 3)), function(repeated)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    out.backward(weights)
+    expected.backward(weights)
+    torch.testing.assert_close(leaf.grad, repeated.grad.sum(0, keepdim=True), rtol=0, atol=1e-5)
+    homogeneous = one[:, :1].clone().requires_grad_()
+    function(homogeneous.expand(1, 5, 3, 3)).sum().backward()
+    assert homogeneous.grad.shape == (1, 1, 3, 3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("s", [1, 7])
+def test_poisoned_memory(name, s):
+    stack = draw(name, s, 5)
+    expected = gradients(stack)
+    with poisoned_memory():
+        for found, value in zip(gradients(stack), expected, strict=True):
+            torch.testing.assert_close(found, value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("s", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+def test_in_place_is_the_same(name, s, dtype):
+    stack = draw(name, s, 4, dtype)
+    expected = logchain.matrix_product(stack)
+    for own in (stack.clone(), stack.mT.clone().mT, torch.stack([stack, stack], 2)[:, :, 1]):
+        assert torch.equal(logchain.matrix_product(own, inplace=True), expected)
+
+
+def test_inputs_stay_as_they_are():
+    for name in FAMILIES:
+        stack = draw(name, 6, 4)
+        before = stack.clone()
+        gradients(stack)
+        assert torch.equal(stack, before)
+
+
+def test_nan_stays_in_its_sequence():
+    for name in ("dense", "left_to_right"):
+        stack = draw(name, 6, 4)
+        clean = gradients(stack)
+        stack[1, 3, 0, 0] = NAN
+        for found, expected in zip(gradients(stack), clean, strict=True):
+            torch.testing.assert_close(found[0], expected[0], rtol=2.0**-22, atol=1e-5)
+        for function in (logchain.matrix_product, logchain.prefix_products):
+            out = function(stack)
+            assert out[1].isnan().any() and not out[0].isnan().any()
+    assert logchain.prefix_products(stack)[1, :3].isnan().sum() == 0
+
+
+def test_posteriors_are_good_on_a_large_scale():
+    """Entries of 1e4 in hundreds of factors: the result is in the millions, gradients are posteriors all the same."""
+    stack = draw("dense", 300, 4).double()
+    expected = stack.clone().requires_grad_()
+    logchain.matrix_product(expected)[..., 0, 0].sum().backward()
+    leaf = (stack.float() + 1e4).requires_grad_()
+    rounded = leaf.detach().double().requires_grad_()
+    out = logchain.matrix_product(leaf)
+    assert (out > 2.9e6).all()
+    out[..., 0, 0].sum().backward()
+    logchain.matrix_product(rounded)[..., 0, 0].sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), rounded.grad, rtol=0, atol=1e-5)
+    torch.testing.assert_close(leaf.grad.sum((-2, -1)), torch.ones(2, 300), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [logchain.matrix_product, logchain.prefix_products])
+@pytest.mark.parametrize("name", ["dense", "misaligned", "abyss", "sparse", "dead", "mixed"])
+@pytest.mark.parametrize(("s", "c"), [(1, 3), (2, 3), (3, 2), (5, 2)], ids=str)
+def test_finite_differences(function, name, s, c):
+    stack = draw(name, s, c, F64, seed=3)[-1:]
+    hard = stack.isneginf()
+    possible = function(stack).isfinite()
+
+    def value(varied):
+        return function(torch.where(hard, -INF, varied))[possible]
+
+    varied = torch.where(hard, 0.0, stack).requires_grad_()
+    if possible.any():
+        assert torch.autograd.gradcheck(value, varied)
+        assert torch.autograd.gradgradcheck(value, varied)
+
+
+@pytest.mark.parametrize("function", [logchain.matrix_product, logchain.prefix_products])
+def test_a_third_derivative_is_refused(function):
+    leaf = draw("dense", 3, 2, F64).requires_grad_()
+    (first,) = torch.autograd.grad(function(leaf).sum(), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="at most two derivatives"):
+        torch.autograd.grad(second.square().sum(), leaf)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 2), (2, 3, 0, 0), (0, 1, 0, 0)], ids=str)
+def test_empty_sizes(shape):
+    leaf = torch.zeros(shape, requires_grad=True)
+    for function, expected in ((logchain.matrix_product, shape[:1] + shape[2:]), (logchain.prefix_products, shape)):
+        out = function(leaf)
+        assert out.shape == expected
+        (grad,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+        assert grad.shape == shape
+        torch.autograd.grad(grad.sum(), leaf, allow_unused=True)
+    assert logchain.matrix_product(torch.zeros(shape), inplace=True).shape == shape[:1] + shape[2:]
+
+
+def test_the_count_of_what_was_computed_again():
+    with logchain.rescues() as seen:
+        logchain.matrix_product(draw("dense", 33, 5))
+        logchain.matrix_product(draw("offsets", 33, 5))
+        logchain.matrix_product(draw("left_to_right", 2, 5) * 0.0)
+    assert seen.outputs == 0
+    with logchain.rescues() as seen:
+        logchain.matrix_product(torch.tensor([[[0.0, -200.0]] * 2, [[-200.0] * 2, [0.0] * 2]]))
+    assert seen.outputs == 4
+
+
+# Memory: one stack is 8 MB.
+SHAPE = 4, 128, 64, 64
+STACK = 4 * math.prod(SHAPE)
+WORKSPACE = 10 * 4 * 2**17
+
+
+def test_memory_of_the_product():
+    stack = torch.randn(SHAPE)
+    assert peak_bytes(lambda: [logchain.matrix_product(stack)]) <= STACK // 2 + WORKSPACE
+    assert peak_bytes(lambda: [logchain.matrix_product(stack, inplace=True)]) <= WORKSPACE
+    longer = torch.randn(4, 129, 64, 64)
+    assert peak_bytes(lambda: [logchain.matrix_product(longer)]) <= STACK // 2 + WORKSPACE
+
+
+@pytest.mark.parametrize(("function", "stacks"), [(logchain.matrix_product, 1), (logchain.prefix_products, 2)])
+def test_memory_of_the_gradient(function, stacks):
+    leaf = torch.randn(SHAPE, requires_grad=True)
+    out = function(leaf)
+    weights = torch.ones_like(out)
+    assert peak_bytes(lambda: torch.autograd.grad(out, leaf, weights)) <= stacks * STACK + WORKSPACE
+
+
+def test_memory_of_all_prefixes():
+    stack = torch.randn(SHAPE)
+    assert peak_bytes(lambda: [logchain.prefix_products(stack)]) <= WORKSPACE
+
+
+@pytest.mark.parametrize("name", ["dense", "offsets", "left_to_right"])
+@pytest.mark.parametrize("function", [logchain.matrix_product, logchain.prefix_products])
+def test_allocations_do_not_grow_with_s(function, name, monkeypatch):
+    monkeypatch.setattr(arithmetic, "_HELD", 8 * 9)
+
+    def count(s):
+        leaf = draw(name, s, 3)
+        leaf = (leaf * 0.0 if name == "left_to_right" else leaf).requires_grad_()
+        with Allocations() as seen, logchain.rescues() as rescued:
+            function(leaf).sum().backward()
+        assert rescued.outputs == 0
+        return seen.count
+
+    assert count(32) == count(256)
+
+
+@pytest.mark.parametrize(
+    ("stack", "options", "error", "message"),
+    [
+        ([[1.0]], {}, TypeError, "stack: expected a torch.Tensor, got list"),
+        (
+            torch.ones(2, 3, 3, dtype=torch.int64),
+            {},
+            TypeError,
+            "stack: expected float32, float64, bfloat16 or float16",
+        ),
+        (torch.ones(3, 3), {}, ValueError, "stack: expected at least 3 axes, got shape [3, 3]"),
+        (
+            torch.ones(4, 3, 2),
+            {},
+            ValueError,
+            "stack: expected at least one square matrix [..., s, c, c], got [4, 3, 2]",
+        ),
+        (torch.ones(2, 0, 3, 3), {}, ValueError, "stack: expected at least one square matrix [..., s, c, c], got"),
+        (torch.ones(2, 3, 3), {"inplace": 1}, TypeError, "inplace: expected True or False, got 1"),
+        (
+            torch.ones(2, 3, 3).requires_grad_(),
+            {"inplace": True},
+            ValueError,
+            "inplace: expected a stack that needs no",
+        ),
+        (
+            torch.ones(1, 3, 3).expand(2, 3, 3),
+            {"inplace": True},
+            ValueError,
+            "inplace: expected a stack of its own memory",
+        ),
+        (
+            torch.ones(2, 3, 3).half(),
+            {"inplace": True},
+            ValueError,
+            "inplace: expected a float32 or float64 stack, got",
+        ),
+        (
+            torch.ones(4, 5, 2, 3, 3).transpose(0, 1),
+            {"inplace": True},
+            ValueError,
+            "inplace: expected batch axes that can be joined without a copy",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(stack, options, error, message):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        logchain.matrix_product(stack, **options)
+    if not options:
+        with pytest.raises(error, match="^" + re.escape(message)):
+            logchain.prefix_products(stack)
+
+
+OPS = torch.ops.logchain
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+@pytest.mark.parametrize("s", [1, 5])
+def test_opcheck(s, prefixes):
+    stack = draw("mixed", s, 3, F64).requires_grad_()
+    torch.library.opcheck(OPS.log_products.default, (stack, prefixes))
+    torch.library.opcheck(OPS.log_product_.default, (stack.detach(),))
+    grad = torch.randn_like(OPS.log_products(stack.detach(), prefixes)).requires_grad_()
+    # its derivative is taken by autograd itself, which a trace does not see: hence no AOT test
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(OPS.log_products_backward.default, (grad, stack, prefixes), test_utils=checks)
+
+
+@pytest.mark.parametrize("function", [logchain.matrix_product, logchain.prefix_products])
+def test_compiled_in_one_graph(function):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda stack: function(stack * 0.5) + 1, fullgraph=True, backend="aot_eager")
+    found, expected = [], []
+    for kept, call in ((found, compiled), (expected, lambda stack: function(stack * 0.5) + 1)):
+        leaf = draw("dense", 5, 3).requires_grad_()
+        out = call(leaf)
+        kept += [out, *torch.autograd.grad(out.sin().sum(), leaf)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", [logchain.matrix_product, logchain.prefix_products])
+def test_transforms(function):
+    stack = draw("dense", 5, 3, F64)
+    for axis in (0, 1):
+        found = torch.vmap(function, in_dims=axis)(stack.movedim(0, axis))
+        torch.testing.assert_close(found, function(stack), rtol=1e-14, atol=0)
+    gradient = torch.func.grad(lambda stack: function(stack).sin().sum())
+    (expected,) = torch.autograd.grad(function(stack.requires_grad_()).sin().sum(), stack)
+    torch.testing.assert_close(gradient(stack.detach()), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(torch.vmap(gradient)(stack.detach()), expected, rtol=0, atol=1e-14)
+
+
+def test_autocast_does_not_reach_in():
+    stack = draw("dense", 5, 3)
+    expected = logchain.matrix_product(stack)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logchain.matrix_product(stack), expected)
+
+
+def slots(part, s):
+    """The slots of a slice, all within the stack."""
+    assert part.stop - part.step < s
+    return range(part.start, part.stop, part.step)
+
+
+@given(st.integers(1, 70))
+def test_the_reduction_multiplies_neighbours_in_order(s):
+    """Words stand for matrices: of the slots, of every second slot, and of the layout in which all nodes stay."""
+    leaves = [(i,) for i in range(s)]
+    over, half, kept = list(leaves), [None] * (s // 2), [None] * s
+    for step in _tree.reduction(s):
+        lefts, rights = slots(step.left, s), slots(step.right, s)
+        for k, (a, b) in enumerate(zip(lefts, rights, strict=True)):
+            to = slots(_tree.halved(step.left), s // 2)[k]
+            over[a] += over[b]
+            left = leaves[a] if step.left_at is None else half[to]
+            half[to] = left + (leaves[b] if step.right_at is None else half[slots(_tree.halved(step.right), s // 2)[k]])
+            assert kept[b] is None, "a node is lost"
+            left = leaves[a] if step.left_at is None else kept[slots(_tree.shifted(step.left, step.left_at), s)[k]]
+            right = leaves[b] if step.right_at is None else kept[slots(_tree.shifted(step.right, step.right_at), s)[k]]
+            kept[b] = left + right
+            assert kept[b] == half[to] == over[a]
+    assert over[0] == tuple(range(s))
+
+
+@given(st.integers(1, 200))
+def test_the_reduction_takes_no_more_steps_than_the_tree_is_deep_and_the_odd_ones(s):
+    deep = math.ceil(math.log2(s))
+    assert deep <= sum(1 for _ in _tree.reduction(s)) <= 2 * deep
+    assert sum(len(slots(step.left, s)) for step in _tree.reduction(s)) == s - 1
+
+
+@given(st.integers(1, 70))
+def test_the_sweeps_give_all_prefixes(s):
+    leaves = [(i,) for i in range(s)]
+    over, kept = list(leaves), [None] * s
+    for step in _tree.upward(s):
+        for a, b in zip(slots(step.left, s), slots(step.right, s), strict=True):
+            left = leaves[a] if step.left_at is None else kept[a + step.left_at]
+            right = leaves[b] if step.right_at is None else kept[b + step.right_at]
+            assert kept[a] is None, "a node is lost"
+            kept[a] = over[b] = over[a] + over[b]
+            assert kept[a] == left + right
+    for step in _tree.downward(s):
+        for a, b in zip(slots(step.left, s), slots(step.right, s), strict=True):
+            assert over[b] == (leaves[b] if step.right_at is None else kept[b + step.right_at])
+            over[b] = over[a] + over[b]
+    assert over == [tuple(range(i + 1)) for i in range(s)]
