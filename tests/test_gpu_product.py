@@ -170,6 +170,25 @@ def test_sequences_redone_are_counted(kernels):
     assert 0 < count("left_to_right") <= 6
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_few_long_chains_are_cut_into_segments(each, kernels, monkeypatch):
+    from logchain.kernels.gpu import segments
+
+    cut = []
+    monkeypatch.setattr(segments, "processors", lambda like: 132)
+    whole = segments.log_norm
+    monkeypatch.setattr(segments, "log_norm", lambda *args, **options: cut.append(1) or whole(*args, **options))
+    chain = FAMILIES["sharp"](F32, n=2, t=1, v=200, c=3, each=each)
+    truth = Truth(chain)
+    out = logchain.product(*(tensor.to(kernels) for tensor in chain[:3]))
+    assert_values(out, truth.log_norm, truth.value_bound() + 2 * 2.0**-17)
+    assert cut
+    x, bulk, p0 = (tensor.to(kernels).requires_grad_() for tensor in chain[:3])
+    logchain.product(x, bulk, p0, lengths=[200, 100])
+    logchain.product(x, bulk, p0)
+    assert len(cut) == 1  # neither lengths nor gradients yet
+
+
 def test_second_derivatives(kernels):
     chain = dense(F64, n=2, t=1, v=3, c=3)
 

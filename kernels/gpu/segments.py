@@ -35,9 +35,9 @@ def worthwhile(x: Tensor, bulk: Tensor) -> bool:
 
 
 def log_norm(
-    x: Tensor, bulk: Tensor, start: Tensor, *, log_params: bool, segments: int | None = None, redone: Tensor
+    x: Tensor, bulk: Tensor, start: Tensor, *, log_params: bool, rescued: Tensor, segments: int | None = None
 ) -> Tensor:
-    """The log-partitions (g, m) in float64; `redone` (g, m) marks the sequences in which some output was rescued."""
+    """The log-partitions (g, m) in float64; `rescued`, an int64 tensor of one element, counts the outputs redone."""
     v, g, m, c = x.shape
     sequences = g * m
     if segments is None:
@@ -51,20 +51,18 @@ def log_norm(
     potentials: Tensor | None = x[1:].reshape(v - 1, sequences, c)
     while len(matrices) > _SHORT:
         length = max(_SHORTEST, math.ceil(len(matrices) / segments))
-        matrices, offsets = _products(matrices, potentials, length, log_params, redone.view(-1))
+        matrices, offsets = _products(matrices, potentials, length, log_params, rescued)
         taken = taken + offsets.sum(0)
         potentials, log_params = None, True
     if potentials is None:
-        potentials = head.new_zeros(()).to(matrices.dtype).expand(len(matrices), sequences, c)
+        potentials = matrices.new_zeros(()).expand(len(matrices), sequences, c)
     beside = torch.cat([torch.zeros_like(potentials[:1]), potentials])[:, :, None]
-    found = forward_chain.forward(
-        beside, matrices, head, None, log_params=log_params, messages=None, redone=redone.view(-1, 1)
-    )
+    found, _ = forward_chain.forward(beside, matrices, head, None, log_params=log_params, keep=False, rescued=rescued)
     return (found.view(-1) + taken).view(g, m)
 
 
 def _products(
-    matrices: Tensor, potentials: Tensor | None, length: int, log_params: bool, redone: Tensor
+    matrices: Tensor, potentials: Tensor | None, length: int, log_params: bool, rescued: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The products of each `length` matrices (s, sequences, c, c) and of the rest, and what was taken out of them."""
     count, sequences, c, _ = matrices.shape
@@ -72,7 +70,6 @@ def _products(
     dtype = forward_chain.arithmetic_dtype(matrices if potentials is None else potentials, matrices)
     out = torch.empty(whole + (rest > 0), sequences, c, c, dtype=dtype, device=matrices.device)
     offsets = torch.empty(out.shape[:2], dtype=torch.float64, device=matrices.device)
-    marks = torch.zeros(len(out), sequences, c, dtype=torch.bool, device=matrices.device)
     for first, segments, steps in ((0, whole, length), (whole, 1, rest)):
         if steps:
             part = slice(first * length, first * length + segments * steps)
@@ -82,7 +79,6 @@ def _products(
                 log_params=log_params,
                 out=out[first : first + segments],
                 offset=offsets[first : first + segments],
-                redone=marks[first : first + segments],
+                rescued=rescued,
             )
-    redone |= marks.any(-1).any(0)
     return out, offsets

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from . import backward_chain, forward_chain, transitions
+from . import backward_chain, forward_chain, segments, transitions
 
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -20,9 +20,12 @@ def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Te
     """
     assert chain.v == steps
     rescued = torch.zeros(1, dtype=torch.int64, device=chain.x.device)
-    log_norm, messages = forward_chain.forward(
-        *_operands(chain), log_params=chain.log_params, keep=keep, rescued=rescued
-    )
+    x, bulk, start, ends = _operands(chain)
+    options = {"log_params": chain.log_params, "rescued": rescued}
+    if not keep and ends is None and segments.worthwhile(x, bulk):
+        log_norm, messages = segments.log_norm(x, bulk, start, **options), None
+    else:
+        log_norm, messages = forward_chain.forward(x, bulk, start, ends, keep=keep, **options)
     if chain.ends is not None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     if messages is None:
