@@ -44,7 +44,7 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
 
     `kept` is written; where it has two messages only, those of two steps take turns.
     """
-    v, g, m, c = chain.v, chain.g, chain.m, chain.c
+    v, c = chain.v, chain.c
     matrices = Matrices(chain)
     initial, log_top = chain.start()
     period = period_of(chain, matrices)

@@ -1,8 +1,8 @@
-"""The log-partition of a batch of chains with plain tensor operations: in linear space, and in log space where that
-cannot represent a sequence.
+"""The log-partition of a batch of chains in linear space, and in log space where that cannot represent a sequence.
 
 What a backward pass needs lies in tensors of fixed shapes: `messages` (v, g, m, c), linear ones over their scale or, of
-the sequences redone, logarithms; `scales` (v + 1, g, m, 1), the last being the sum of the last message; `redone` (g, m).
+the sequences redone, logarithms; `scales` (v + 1, g, m, 1), the last being the sum of the last message; and which
+sequences were `redone` (g, m).
 """
 
 import math

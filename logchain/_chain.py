@@ -114,7 +114,7 @@ def _forward(
 def _kept_shapes(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log-partition [*B], messages (v, g, m, c), scales (v + 1, g, m, 1) and what was redone (g, m), as they will be.
+    """The log-partition [*B], messages (v, g, m, c), scales (v + 1, g, m, 1) and what was redone (g, m), unwritten.
 
     Messages are made if they are to be kept; a GPU does without scales.
     """

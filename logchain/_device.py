@@ -1,9 +1,8 @@
 """The one place that looks at the device: which kernels compute for a tensor."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import ContextManager
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def arithmetic_on(tensor: Tensor) -> ContextManager[None]:
+def arithmetic_on(tensor: Tensor) -> AbstractContextManager[None]:
     """Where an operator computes: on the tensor's own device, whichever is current, and in the dtypes it asks for."""
     plain = tensor.device.type != "cuda" and not torch.is_autocast_enabled(tensor.device.type)
     return nullcontext() if plain else _arithmetic_on(tensor)

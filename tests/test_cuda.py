@@ -1,4 +1,4 @@
-"""What only a device can show: CUDA graphs, no waiting for the device, memory, compiled code, and agreement with a CPU."""
+"""What only a device can show: CUDA graphs, no waiting for it, memory, compiled code, and agreement with a CPU."""
 
 import pytest
 import torch

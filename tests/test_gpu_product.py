@@ -153,9 +153,7 @@ def test_only_wanted_gradients(wanted, each, kernels):
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_strange_strides(each, kernels):
     chain = FAMILIES["sparse"](F32, each=each, v=5)
-    views = [
-        t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim()))) for t in chain[:3]
-    ]
+    views = [t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim()))) for t in chain[:3]]
     assert_contract(Chain(*views), device=kernels)
 
 
@@ -176,15 +174,16 @@ def test_few_long_chains_are_cut_into_segments(each, kernels, monkeypatch):
 
     cut = []
     monkeypatch.setattr(segments, "processors", lambda like: 132)
+    monkeypatch.setattr(segments, "_SHORT", 4)
     whole = segments.log_norm
     monkeypatch.setattr(segments, "log_norm", lambda *args, **options: cut.append(1) or whole(*args, **options))
-    chain = FAMILIES["sharp"](F32, n=2, t=1, v=200, c=3, each=each)
+    chain = FAMILIES["sharp"](F32, n=2, t=1, v=20, c=3, each=each)
     truth = Truth(chain)
     out = logchain.product(*(tensor.to(kernels) for tensor in chain[:3]))
     assert_values(out, truth.log_norm, truth.value_bound() + 2 * 2.0**-17)
     assert cut
     x, bulk, p0 = (tensor.to(kernels).requires_grad_() for tensor in chain[:3])
-    logchain.product(x, bulk, p0, lengths=[200, 100])
+    logchain.product(x, bulk, p0, lengths=[20, 10])
     logchain.product(x, bulk, p0)
     assert len(cut) == 1  # neither lengths nor gradients yet
 

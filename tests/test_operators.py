@@ -1,4 +1,4 @@
-"""The library's operators are torch's own: `opcheck`, `torch.compile`, `torch.export`, `torch.func` and autocast agree."""
+"""The library's operators are torch's own: `opcheck`, `compile`, `export`, `torch.func` and autocast agree."""
 
 import pytest
 import torch
@@ -173,9 +173,7 @@ def test_vmap_of_matmul(in_dims):
         return torch.func.grad(lambda a, b: logchain.matmul(a, b).sin().sum(), argnums=(0, 1))(a, b)
 
     def row(function, i):
-        return function(
-            *(t if dim is None else t.select(dim, i) for t, dim in zip(operands, in_dims, strict=True))
-        )
+        return function(*(t if dim is None else t.select(dim, i) for t, dim in zip(operands, in_dims, strict=True)))
 
     found = torch.vmap(logchain.matmul, in_dims=in_dims)(*operands)
     torch.testing.assert_close(found, torch.stack([row(logchain.matmul, i) for i in range(3)]))

@@ -10,9 +10,9 @@ what is left, relative to them: offsets of 1e4 would otherwise leave no digits o
 
     exp(a_ik) exp(b_kj) / exp(c_ij)
 
-and sums of it are one product of tiles, except for results so far below their shifts that `weight / exp(c)` is not good:
-those are left out and added pairwise, one j after another, by the programs that saw one. A weight of 0 and a result of
--inf give exactly 0.
+and sums of it are one product of tiles, except for results so far below their shifts that `weight / exp(c)` is not
+good: those are left out and added pairwise, one j after another, by the programs that saw one. A weight of 0 and a
+result of -inf give exactly 0.
 
 Cost: the forward product again and one product for each gradient. The shifted operands and `c` lie in a workspace of
 bounded size; matrices take turns in it. A long sum over j is cut into parts, which are added in a fixed order: two runs

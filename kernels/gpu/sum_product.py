@@ -21,11 +21,13 @@ def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Te
     assert chain.v == steps
     rescued = torch.zeros(1, dtype=torch.int64, device=chain.x.device)
     x, bulk, start, ends = _operands(chain)
-    options = {"log_params": chain.log_params, "rescued": rescued}
+    log_params, messages = chain.log_params, None
     if not keep and ends is None and segments.worthwhile(x, bulk):
-        log_norm, messages = segments.log_norm(x, bulk, start, **options), None
+        log_norm = segments.log_norm(x, bulk, start, log_params=log_params, rescued=rescued)
     else:
-        log_norm, messages = forward_chain.forward(x, bulk, start, ends, keep=keep, **options)
+        log_norm, messages = forward_chain.forward(
+            x, bulk, start, ends, log_params=log_params, keep=keep, rescued=rescued
+        )
     if chain.ends is not None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     if messages is None:
@@ -47,8 +49,15 @@ def backward(
     x, bulk, _, ends = _operands(chain)
     flat_x = None if grad_x is None else grad_x.reshape(x.shape)
     grad_start, r = backward_chain.backward(
-        x, bulk, ends, messages, log_norm.contiguous(), weight,
-        log_params=chain.log_params, grad_x=flat_x, want_r=grad_bulk is not None,
+        x,
+        bulk,
+        ends,
+        messages,
+        log_norm.contiguous(),
+        weight,
+        log_params=chain.log_params,
+        grad_x=flat_x,
+        want_r=grad_bulk is not None,
     )
     if grad_x is not None and flat_x is not None and flat_x.data_ptr() != grad_x.data_ptr():
         grad_x.copy_(flat_x.view(grad_x.shape))  # axes that do not fold into sets and members

@@ -21,7 +21,9 @@ def cases(target: str) -> list[Case]:
 
 def _case(name, tile, dtype, precision, transposed, dot=True) -> Case:
     # the loads of 16 bytes are those of sizes that 16 divides
-    ones = ("stride_wm", "stride_cm", "stride_am", "stride_bk") if transposed else ("stride_cn", "stride_ak", "stride_bn")
+    ones = (
+        ("stride_wm", "stride_cm", "stride_am", "stride_bk") if transposed else ("stride_cn", "stride_ak", "stride_bn")
+    )
     constants = {"WIDTH": 4, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     constants |= {"PRECISION": precision} | dict.fromkeys((*ones, "stride_ok"), 1)
     arguments = dict.fromkeys(POINTERS, dtype) | dict.fromkeys(("p", "m", "n", "k", "span", "parts", *STRIDES), "i32")
