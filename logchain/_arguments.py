@@ -55,6 +55,15 @@ def _check_sizes(name: str, value: Tensor, allowed: list[set[int]], x: Tensor) -
     )
 
 
+def check_stack(stack: object) -> None:
+    """At least one square matrix."""
+    check_tensor("stack", stack, 3)
+    assert isinstance(stack, Tensor)
+    s, *square = stack.shape[-3:]
+    if s < 1 or square[0] != square[1]:
+        raise ValueError(f"stack: expected at least one square matrix [..., s, c, c], got {list(stack.shape)}")
+
+
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}: expected {' or '.join(repr(choice) for choice in choices)}, got {value!r}")

@@ -45,3 +45,14 @@ def log_matmul_kernels(tensor: Tensor) -> ModuleType:
     from .kernels import log_matmul
 
     return log_matmul
+
+
+def tree_kernels(tensor: Tensor) -> ModuleType:
+    """`Nodes` of a product tree and their `Arithmetic`, see `kernels.tree`."""
+    if on_gpu(tensor):
+        from .kernels.gpu import tree as gpu
+
+        return gpu
+    from .kernels import tree
+
+    return tree

@@ -5,7 +5,6 @@ slots of the result. A second derivative is taken through products of `_log_matm
 """
 
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -198,21 +197,10 @@ def _prefixes_gradient(grad: Tensor, stack: Tensor) -> Tensor:
     return result.to(stack.dtype)
 
 
-def tree_kernels(tensor: Tensor) -> ModuleType:
-    """`Nodes` of a product tree and their `Arithmetic`, see `kernels.tree`."""
-    if _device.on_gpu(tensor):
-        from .kernels.gpu import tree as gpu
-
-        return gpu
-    from .kernels import tree
-
-    return tree
-
-
 def _arithmetic(whole: Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
     """The kernels for nodes of a stack (g, s, c, c), and room for a level of them."""
     g, s, c, _ = whole.shape
-    kernels: Any = tree_kernels(whole)
+    kernels: Any = _device.tree_kernels(whole)
     return kernels, kernels.Arithmetic(c, g * max(1, s // 2), dtype, whole.device)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._arguments import check_flag, check_tensor
+from ._arguments import check_flag, check_stack
 from ._matrix_chain import log_product
 
 
@@ -27,11 +27,11 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
         TypeError: `stack` is not a floating tensor, or `inplace` no bool.
         ValueError: the matrices are not square, there is none, or `inplace` cannot be.
 
-    Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps; three times that with the backward
+    Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps; four times that with the backward
     pass, which multiplies again. Memory beyond operands, result and gradients: half a stack, none with `inplace`; one
     stack in the backward pass. Batch axes that cannot be joined without a copy (permuted ones) cost that copy.
 
-    Source: J. Hassan, S. Särkkä, Á. F. García-Fernández, "Temporal parallelization of inference in hidden Markov
+    Source: S. S. Hassan, S. Särkkä, Á. F. García-Fernández, "Temporal parallelization of inference in hidden Markov
     models" (arXiv:2102.05743). Definition: `logchain.reference.matrix_product`.
 
     >>> step = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
@@ -44,15 +44,6 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
     if inplace:
         _check_inplace(stack)
     return log_product(stack, inplace=inplace)
-
-
-def check_stack(stack: object) -> None:
-    """At least one square matrix."""
-    check_tensor("stack", stack, 3)
-    assert isinstance(stack, Tensor)
-    s, *square = stack.shape[-3:]
-    if s < 1 or square[0] != square[1]:
-        raise ValueError(f"stack: expected at least one square matrix [..., s, c, c], got {list(stack.shape)}")
 
 
 def _check_inplace(stack: Tensor) -> None:

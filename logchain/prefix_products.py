@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from ._arguments import check_stack
 from ._matrix_chain import log_prefixes
-from .matrix_product import check_stack
 
 
 def prefix_products(stack: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def prefix_products(stack: Tensor) -> Tensor:
         TypeError: `stack` is not a floating tensor.
         ValueError: the matrices are not square, or there is none.
 
-    Cost: two sweeps over a tree, `2 s c^3` multiply-adds in `2 log2 s` dependent steps; three times that with the
+    Cost: two sweeps over a tree, `2 s c^3` multiply-adds in `2 log2 s` dependent steps; four times that with the
     backward pass. Memory beyond operands, result and gradients: none of the stack's size; two stacks in the backward
     pass, which multiplies again. Batch axes that cannot be joined without a copy (permuted ones) cost that copy.
 

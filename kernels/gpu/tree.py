@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..nodes import parts, two_sum
 from ..summation import exact_sum
-from ..tree import parts, two_sum
 from . import forward_chain, launch, log_matmul, log_matmul_gradient
 
 # up to this size segments are multiplied by one program, which holds a whole matrix
@@ -165,14 +165,13 @@ class Arithmetic:
         out.add_(high[..., None, None])
 
     def _add_offsets(self, left: Nodes, right: Nodes, tops: list[Tensor], out: Nodes) -> None:
-        """The offset of a product: those of the operands and their tops."""
+        """The offset of a product: those of the operands and their tops; -inf where nothing is possible."""
         g, p, count = out.offset.shape
         room = self._sums[:, : g * p].unflatten(1, (g, p))
         total = room[:count].copy_(left.offset.movedim(-1, 0))
         for term in (*right.offset.unbind(-1), *tops):
-            finite = term.nan_to_num(math.nan, math.inf, 0.0)
             if count == 1:
-                total.add_(finite)
+                total.add_(term)
             else:
-                two_sum(total, finite, room[count:])
+                two_sum(total, term, room[count:])
         out.offset.copy_(total.movedim(0, -1))
