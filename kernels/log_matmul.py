@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .exponentials import exp_shifted, finite, trusted_sum
+from .exponentials import exp_shifted, finite, near_one, trusted_sum
 
 # pairwise terms held at a time
 _PAIRS = 2**20
@@ -44,12 +44,17 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j, and over i."""
     t = _shifted(a, b, depth)
+    weight, scale = near_one(weight)  # what is divided by a small sum
     g = t.divide(weight)
     grad_a = torch.bmm(g, t.eb.mT).mul_(t.ea) if need_a else None
     grad_b = torch.bmm(t.ea.mT, g).mul_(t.eb) if need_b else None
     for z, i, j in t.rescues:
         shares = torch.softmax(_pairs(a, b, z, i, j), -1).mul_(weight[z, i, j, None])
         _scatter(shares, grad_a, grad_b, z, i, j)
+    if scale != 1.0:
+        for gradient in (grad_a, grad_b):
+            if gradient is not None:
+                gradient.mul_(scale)
     return grad_a, grad_b
 
 

@@ -5,13 +5,12 @@ the sequences redone, logarithms; `scales` (v + 1, g, m, 1), the last being the 
 sequences were `redone` (g, m).
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from . import linear_chain, log_chain
 from .chain import Chain
+from .exponentials import near_one
 
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -47,7 +46,7 @@ def backward(
     `grad_x` (v, *lead, c) and `grad_bulk` (s, g, c, c) are written where they are wanted; that of `p0` is returned, one
     per sequence (*lead, c), in float64: what one sequence gives may exceed float32 though the sum does not.
     """
-    weight, scale = _near_one(weight)
+    weight, scale = near_one(weight)
     weight = weight.to(chain.dtype)
     grad_p0 = torch.zeros(*chain.lead, chain.c, dtype=torch.float64, device=weight.device)
     some, every = bool(redone.any()), bool(redone.all())
@@ -72,12 +71,3 @@ def backward(
                 gradient.mul_(scale)
         grad_p0 = grad_p0 * scale
     return grad_p0
-
-
-def _near_one(weight: Tensor) -> tuple[Tensor, float]:
-    """The weights over a power of two, and that power: the largest is multiplied with what may be close to overflow."""
-    top = weight.abs().amax().item()
-    if 2.0**-20 <= top <= 2.0**20 or not math.isfinite(top) or top == 0:
-        return weight, 1.0
-    scale = 2.0 ** math.frexp(top)[1]
-    return weight / scale, scale

@@ -15,6 +15,7 @@ from ._log_matmul import log_matmul
 from ._operators import apply, operator, transform
 from ._rescues import report_outputs
 from ._tree import Step, downward, halved, reduction, shifted, upward
+from .kernels.exponentials import near_one
 
 
 def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
@@ -91,7 +92,11 @@ def _forward_(stack: Tensor) -> Tensor:
 
 
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
-    return _prefixes_gradient(grad, stack) if prefixes else _product_gradient(grad, stack)
+    scale = 1.0
+    if grad.numel() and not _device.on_gpu(grad):
+        grad, scale = near_one(grad)  # what is divided by small sums
+    found = _prefixes_gradient(grad, stack) if prefixes else _product_gradient(grad, stack)
+    return found if scale == 1.0 else found.mul_(scale)
 
 
 def _shape(stack: Tensor, prefixes: bool = False) -> Tensor:

@@ -52,10 +52,10 @@ def _check_inplace(stack: Tensor) -> None:
     if stack.dtype not in (torch.float32, torch.float64):
         got = str(stack.dtype)[6:]
         raise ValueError(f"inplace: expected a float32 or float64 stack, got {got}; pass inplace=False")
-    if any(stride == 0 and size > 1 for stride, size in zip(stack.stride(), stack.shape, strict=True)):
+    if _overlaps(stack):
         raise ValueError(
-            f"inplace: expected a stack of its own memory, got an expanded one with strides {stack.stride()}; pass "
-            "inplace=False"
+            f"inplace: expected a stack of its own memory, got shape {list(stack.shape)} with strides "
+            f"{stack.stride()}; pass inplace=False"
         )
     try:
         stack.view(-1, *stack.shape[-3:]) if stack.numel() else None
@@ -64,3 +64,14 @@ def _check_inplace(stack: Tensor) -> None:
             f"inplace: expected batch axes that can be joined without a copy, got shape {list(stack.shape)} with "
             f"strides {stack.stride()}; pass a contiguous stack or inplace=False"
         ) from None
+
+
+def _overlaps(stack: Tensor) -> bool:
+    """Whether two entries may lie in one place: some stride does not reach beyond the axes with smaller ones."""
+    reach = 0
+    for stride, size in sorted(zip(stack.stride(), stack.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False

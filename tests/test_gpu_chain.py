@@ -24,6 +24,12 @@ def few(each: bool) -> dict:
     return {"each": True, "n": 2, "t": 1} if each else {"each": False, "n": 3, "t": 2}
 
 
+def short(name: str, each: bool) -> dict:
+    """The family's own number of steps, but not too many."""
+    steps = FAMILIES[name]().x.shape[-2]
+    return few(each) | {"v": min(steps, 5 if each else 9)}
+
+
 class Problem:
     """A chain [n, t] as the launchers want it: 6 sequences that share one set, or 6 sets of one sequence."""
 
@@ -111,7 +117,7 @@ class Problem:
 @BOTH
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "c301"])
 def test_forward(device, name, each):
-    Problem(FAMILIES[name](dtype=F32, **few(each)), device).assert_contract()
+    Problem(FAMILIES[name](dtype=F32, **short(name, each)), device).assert_contract()
 
 
 @BOTH
@@ -125,14 +131,13 @@ def test_messages_that_are_not_kept_are_the_same(device, v, c, each):
 
 
 @BOTH
-@pytest.mark.parametrize("name, c", [("dense", 33), ("detour", 33), ("detour", 64), ("sparse", 65), ("detour", 70)])
+@pytest.mark.parametrize("name, c", [("dense", 33), ("detour", 64), ("sparse", 65), ("detour", 70)])
 def test_more_states(device, name, c, each):
     Problem(FAMILIES[name](dtype=F32, v=3, c=c, **few(each)), device).assert_contract()
 
 
 @BOTH
-@pytest.mark.parametrize("log_params", [False, True])
-@pytest.mark.parametrize("c", [200, 300, 600])
+@pytest.mark.parametrize("c, log_params", [(200, True), (300, False)])
 def test_many_states(device, c, log_params, each):
     chain = FAMILIES["dense"](dtype=F32, n=1 if each else 2, t=1, v=3, c=c)
     Problem(chain.logs() if log_params else chain, device).assert_contract()
@@ -145,9 +150,15 @@ def test_blocks_of_sequences(device, m, c):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["dense", "peaked", "detour", "offsets", "impossible", "log_far"])
+@pytest.mark.parametrize("name", ["peaked", "detour", "offsets", "impossible"])
 def test_float64(device, name, each):
     Problem(FAMILIES[name](dtype=F64, **few(each), v=6, c=5), device).assert_contract()
+
+
+def test_a_long_sum_of_scales_is_rounded_once(device):
+    chain = FAMILIES["offsets"](dtype=F64, n=3, t=2, v=100, c=2)
+    truth = Truth(chain)
+    assert_values(Problem(chain, device).value(), truth.log_norm, truth.value_bound())
 
 
 @BOTH
@@ -162,7 +173,7 @@ def test_half_types(device, dtype, c, each):
 @BOTH
 @pytest.mark.parametrize("c", [6, 70])
 def test_one_matrix_for_all_steps(device, c, each):
-    chain = FAMILIES["left_to_right"](dtype=F32, v=7, c=c, **few(each))
+    chain = FAMILIES["left_to_right"](dtype=F32, v=5, c=c, **few(each))
     Problem(chain._replace(bulk=chain.bulk[..., :1, :, :]), device).assert_contract()
 
 
@@ -273,10 +284,9 @@ def test_expanded_operands(device, each):
 @BOTH
 @pytest.mark.parametrize("c", [6, 70])
 def test_nothing_is_read_before_it_is_written(device, c, each):
-    chain = FAMILIES["detour"](dtype=F32, v=4, c=c, **few(each))
-    lengths = torch.full((chain.x.shape[0],), 3)
+    chain = FAMILIES["sparse" if c > 6 else "detour"](dtype=F32, v=4, c=c, **few(each))
+    lengths = torch.tensor([3, 2, 1][: chain.x.shape[0]])
     with poisoned_memory():
-        Problem(chain, device).assert_contract()
         Problem(chain, device, lengths).assert_contract()
 
 
@@ -284,7 +294,7 @@ def test_nothing_is_read_before_it_is_written(device, c, each):
 def test_rescues_are_counted(device, each):
     rescued = torch.zeros(1, dtype=torch.int64, device=device)
     for name, some in (("dense", False), ("left_to_right", False), ("impossible", False), ("detour", True)):
-        problem = Problem(FAMILIES[name](dtype=F32, **few(each)), device)
+        problem = Problem(FAMILIES[name](dtype=F32, **few(each) | {"v": 5}), device)
         if name == "left_to_right":  # zeros without misaligned maxima
             problem.x *= 0.05
         _, messages = problem.forward(keep=True, rescued=rescued)
@@ -358,9 +368,8 @@ def assert_product(found, offset, truth, length, slack=0.0):
     assert (error <= allowed).all(), f"{(error / allowed).max():.3g} times the bound"
 
 
-@pytest.mark.parametrize("log_params", [False, True])
-@pytest.mark.parametrize("with_x", [False, True])
-@pytest.mark.parametrize("length, c", [(1, 1), (2, 5), (5, 16), (3, 17), (3, 33), (2, 64), (2, 70)])
+@pytest.mark.parametrize("log_params, with_x", [(False, True), (True, False)])
+@pytest.mark.parametrize("length, c", [(1, 1), (2, 5), (5, 16), (3, 17), (2, 32), (2, 64), (2, 70)])
 def test_segments(device, length, c, with_x, log_params):
     generator = torch.Generator().manual_seed(c)
     bulk = torch.rand(length, 2, 1, c, c, generator=generator)

@@ -137,3 +137,12 @@ def test_no_entries(gradient, device):
     a, b = torch.ones(1, 1, 3, 4, device=device), torch.empty(1, 1, 4, 0, device=device)
     gradient.backward(torch.empty(1, 1, 3, 0, device=device), a, b, grad_a=a)
     assert (a == 0).all()
+
+
+@pytest.mark.parametrize("weight", [1e14, 1e20, 1e30])
+def test_a_large_weight_over_a_small_sum_is_no_overflow(gradient, device, weight):
+    a = torch.tensor([[0.0, -54.0]], device=device)[None, None]
+    grads = {"grad_a": torch.empty_like(a), "grad_b": torch.empty_like(a.mT.contiguous())}
+    gradient.backward(torch.full((1, 1, 1, 1), weight, device=device), a, a.flip(-1).mT, **grads)
+    for found in grads.values():
+        torch.testing.assert_close(found / weight, torch.full_like(found, 0.5), rtol=0, atol=4e-5)

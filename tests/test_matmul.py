@@ -210,3 +210,13 @@ def test_finite_differences(case, batches):
         operands.append((torch.where(hard, 0.0, operand) + 0.1 * noise).requires_grad_())
     assert torch.autograd.gradcheck(value, operands)
     assert torch.autograd.gradgradcheck(value, operands)
+
+
+@pytest.mark.parametrize("weight", [1e-30, 1e14, 1e30])
+@pytest.mark.parametrize("depth", [30.0, 55.0, 60.0, 64.0])
+def test_gradients_scale_with_the_weight(weight, depth):
+    """A large weight over a small sum is no overflow: the gradient is the weight times a share."""
+    a = torch.tensor([[0.0, -depth]], requires_grad=True)
+    b = torch.tensor([[-depth], [0.0]], requires_grad=True)
+    for gradient in torch.autograd.grad(logchain.matmul(a, b), (a, b), torch.full((1, 1), weight)):
+        torch.testing.assert_close(gradient / weight, torch.full_like(gradient, 0.5), rtol=0, atol=4e-5)

@@ -566,3 +566,19 @@ def test_the_sweeps_give_all_prefixes(s):
             assert over[b] == (leaves[b] if step.right_at is None else kept[b + step.right_at])
             over[b] = over[a] + over[b]
     assert over == [tuple(range(i + 1)) for i in range(s)]
+
+
+@pytest.mark.parametrize("function", [logchain.matrix_product, logchain.prefix_products])
+@pytest.mark.parametrize("weight", [1e-30, 1e14, 1e30])
+def test_gradients_scale_with_the_weight(function, weight):
+    """A large weight over a small sum is no overflow."""
+    stack = torch.tensor([[[0.0, -60.0], [0.0, -60.0]], [[-60.0, -60.0], [0.0, 0.0]]], requires_grad=True)
+    one, many = (torch.autograd.grad(function(stack).sum(), stack, torch.tensor(w))[0] for w in (1.0, weight))
+    assert one.isfinite().all()
+    torch.testing.assert_close(many / weight, one, rtol=1e-6, atol=1e-6)
+
+
+def test_a_stack_that_overlaps_itself_is_not_overwritten():
+    view = torch.randn(60).as_strided((6, 3, 3), (2, 3, 1))
+    with pytest.raises(ValueError, match="inplace: expected a stack of its own memory"):
+        logchain.matrix_product(view, inplace=True)

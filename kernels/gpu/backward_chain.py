@@ -156,7 +156,7 @@ def _backward_kernel(
     matrix_ptr = bulk_ptr + z * stride_bg + far(i - 1, stride_bv)
     if top_ptr is not None:
         top_ptr += z * c + far(i - 1, stride_tv)
-    if WHOLE and HOMOGENEOUS:
+    if HOMOGENEOUS:
         held, held_top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
     for n in tl.range(1, last):
         i = last - 1 - n
@@ -169,7 +169,7 @@ def _backward_kernel(
             grad_ptr -= stride_dv
         previous = current
         current = ahead_ptr + i % 2 * stride_mv
-        if WHOLE and HOMOGENEOUS:
+        if HOMOGENEOUS:
             matrix, top = held, held_top
         elif WHOLE:
             matrix, top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
@@ -282,7 +282,7 @@ def backward(
     assert log_norm.is_contiguous() and (final is None or final.is_contiguous())
     transposed = bulk.mT
     widths = Widths.of(transposed, x, grad_x)
-    choice = tiles(c, m, dtype, min(widths))
+    choice = tiles(c, m, dtype, min(widths), transposed=True)
     grad_start = torch.empty(g, m, c, dtype=dtype, device=x.device)
     r = torch.empty_like(messages) if want_r else None
     ahead = torch.empty(2, g, m, c, dtype=dtype, device=x.device)
@@ -295,6 +295,6 @@ def backward(
         *x.stride(), 0 if homogeneous else transposed.stride(0), *transposed.stride()[1:],
         0 if homogeneous else g * c, g * m * c, *weight.stride(),
         *((0,) * 4 if grad_x is None else grad_x.stride()),
-        LOG_PARAMS=log_params, HOMOGENEOUS=homogeneous, **constants(choice, transposed, dtype, widths),
+        LOG_PARAMS=log_params, **constants(choice, transposed, dtype, widths),
     )  # fmt: skip
     return grad_start, r

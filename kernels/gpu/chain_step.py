@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(c: int, m: int, dtype: torch.dtype, width: int) -> Tiles:
+def tiles(c: int, m: int, dtype: torch.dtype, width: int, *, transposed: bool = False) -> Tiles:
     """How a step is cut for `m` sequences to a set of matrices, whose elements are loaded `width` at once.
 
     A model of registers and shared memory, checked by compiling, not measured yet. Two sequences already read their
@@ -54,12 +54,12 @@ def tiles(c: int, m: int, dtype: torch.dtype, width: int) -> Tiles:
     if m == 1 or c > (32 if wide else 256 if width == 4 else 128):
         if c <= 64:
             return Tiles(False, True, 1, block_c, block_c, 2 if block_c <= 32 else 4, 2)
-        block_k = max(1, (4096 if wide else 8192) // block_c)
-        return Tiles(False, False, 1, min(block_k, 32), block_c, 4 if block_c <= 256 else 8, 3)
+        block_k = min(32, max(1, (2048 if wide else 4096) // block_c))
+        return Tiles(False, False, 1, block_k, block_c, 4 if block_c <= 256 else 16 if block_c > 2048 else 8, 3)
     if c <= 64:
-        many = c > 16 and width == 4 and not wide
-        return Tiles(True, True, 32 if many else 16, block_c, block_c, 4 if c <= 16 or many and c <= 32 else 8, 2)
-    return Tiles(True, False, 16, 16, block_c, 8, 3 if width == 4 else 2)
+        many = 16 < c <= 32 and width == 4 and not wide
+        return Tiles(True, True, 32 if many else 16, block_c, block_c, 4 if c <= 16 or many else 8, 2)
+    return Tiles(True, False, 16, 16, block_c, 8, 3 if width == 4 else 2 if transposed else 1)
 
 
 class Widths(NamedTuple):
@@ -81,10 +81,13 @@ class Widths(NamedTuple):
 def constants(choice: Tiles, bulk: Tensor, dtype: torch.dtype, widths: Widths) -> dict[str, Any]:
     """The compile-time arguments that the launchers of both directions share, and warps and stages."""
     c = bulk.shape[-1]
+    # one matrix for all steps stays in registers where there are enough
+    homogeneous = bulk.shape[0] == 1 and choice.whole and (c <= 32 or not torch.version.hip)
     exact = torch.get_float32_matmul_precision() == "highest"
     # in 32 terms nothing is gained by tensor cores, whose sums are truncated
     ieee = not choice.dot or (c <= 32 and exact)
     return {
+        "HOMOGENEOUS": homogeneous,
         "DTYPE": arithmetic(dtype),
         "DOT": choice.dot,
         "WHOLE": choice.whole,
@@ -99,6 +102,8 @@ def constants(choice: Tiles, bulk: Tensor, dtype: torch.dtype, widths: Widths) -
         "WIDTH_X": widths.x,
         "num_warps": choice.warps,
         "num_stages": choice.stages,
+        # otherwise ptxas spills a few registers here and there for more programs on a processor
+        **({} if torch.version.hip else {"maxnreg": min(255, 2048 // choice.warps)}),
     }
 
 
@@ -288,7 +293,8 @@ def step(
         tl.debug_barrier()
         sums = tl.load(notes, mask=mask, other=0.0)
         tl.debug_barrier()
-    u = log_wide(sums) + _log_level(level_of(top, LOG_PARAMS), LOG_PARAMS)[None, :]
+    # what was redone is a logarithm already
+    u = log_wide(tl.where(small, 1.0, sums)) + _log_level(level_of(top, LOG_PARAMS), LOG_PARAMS)[None, :]
     return tl.where(small, sums.to(tl.float64), u)
 
 

@@ -109,20 +109,20 @@ def _forward_kernel(
     else:
         start = tile_of(start_ptr + z * stride_sg + first * stride_sm, rows, columns, stride_sm, stride_sc)
         total = tl.load(start, mask=tile, other=float("-inf")).to(tl.float64)
-    # what has been taken out, in two numbers: in registers, each of many threads would hold those of all rows
-    scale_ptr += 2 * (sequence + rows)
-    tl.store(scale_ptr, tl.zeros((BLOCK_S,), tl.float64), mask=inside)
-    tl.store(scale_ptr + 1, tl.zeros((BLOCK_S,), tl.float64), mask=inside)
+    shift = tl.zeros((BLOCK_S,), DTYPE)
     if x_ptr is not None:
         x_ptr += z // inner * stride_xg + z % inner * stride_xh + first * stride_xm
         if not SEGMENT:
             x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=tile, other=float("-inf")).to(DTYPE)
             shift = finite(tl.max(x, 1))
-            _take_out(scale_ptr, shift.to(tl.float64), inside)
             total += (x - shift[:, None]).to(tl.float64)
             x_ptr += stride_xv
     message, taken = normalised(total, DTYPE)
-    _take_out(scale_ptr, taken, inside)
+    # what is taken out adds up in memory: in registers, each of many threads would hold the sums of all rows
+    scale_ptr += 2 * (sequence + rows)
+    high, low = _add_exactly(shift.to(tl.float64), 0.0, finite(taken))
+    tl.store(scale_ptr, high, mask=inside)
+    tl.store(scale_ptr + 1, low, mask=inside)
     alive = taken != float("-inf")
     if ends_ptr is None:
         ends = tl.full((BLOCK_S,), 0, tl.int64) + v
@@ -135,7 +135,7 @@ def _forward_kernel(
 
     if top_ptr is not None:
         top_ptr += z * c
-    if WHOLE and HOMOGENEOUS:
+    if HOMOGENEOUS:
         held, held_top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
     for i in tl.range(1, last):
         # adds 0, but the compiler does not know: pointers of rows are computed in each step, not kept in registers
@@ -148,7 +148,7 @@ def _forward_kernel(
         previous = current
         # two slots in turn; the last message of a sequence stays in its own
         current = current + stride_mv if KEEP else message_ptr + i % 2 * stride_mv
-        if WHOLE and HOMOGENEOUS:
+        if HOMOGENEOUS:
             matrix, top = held, held_top
         elif WHOLE:
             matrix, top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
@@ -165,15 +165,19 @@ def _forward_kernel(
             previous, current, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, wanted, c, rescued_ptr,
             LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
         )  # fmt: skip
+        high = tl.load(scale_ptr, mask=active, other=0.0)
+        low = tl.load(scale_ptr + 1, mask=active, other=0.0)
         if x_ptr is not None:
             # once more, rather than kept in registers
             x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
             shift = finite(tl.max(x, 1))
             total += (x - shift[:, None]).to(tl.float64)
-            _take_out(scale_ptr, shift.to(tl.float64), active)
+            high, low = _add_exactly(high, low, shift.to(tl.float64))
             x_ptr += stride_xv
         message, taken = normalised(total, DTYPE)
-        _take_out(scale_ptr, taken, active)
+        high, low = _add_exactly(high, low, finite(taken))
+        tl.store(scale_ptr, high, mask=active)
+        tl.store(scale_ptr + 1, low, mask=active)
         alive = taken != float("-inf")
         if KEEP and ends_ptr is not None:
             message = tl.where(active[:, None], message, float("-inf"))
@@ -209,15 +213,11 @@ def _forward_kernel(
 
 
 @triton.jit
-def _take_out(scale_ptr, term, mask):
-    """Add to the two numbers that hold a sum of many to one rounding; -inf counts as 0."""
-    high = tl.load(scale_ptr, mask=mask, other=0.0)
-    low = tl.load(scale_ptr + 1, mask=mask, other=0.0)
-    term = finite(term)
+def _add_exactly(high, low, term):
+    """Two numbers hold a sum of many to one rounding."""
     total = high + term
     back = total - high
-    tl.store(scale_ptr, total, mask=mask)
-    tl.store(scale_ptr + 1, low + ((high - (total - back)) + (term - back)), mask=mask)
+    return total, low + ((high - (total - back)) + (term - back))
 
 
 def forward(
@@ -328,6 +328,6 @@ def _launch(
         0 if homogeneous else outer * inner * c,
         *((0,) * 3 if start is None else start.stride()),
         outer * inner * m * c,
-        LOG_PARAMS=log_params, HOMOGENEOUS=homogeneous, SEGMENT=segment, KEEP=keep,
+        LOG_PARAMS=log_params, SEGMENT=segment, KEEP=keep,
         JOINT=segment and choice.whole and choice.block_s >= m, **constants(choice, bulk, dtype, widths),
     )  # fmt: skip

@@ -13,7 +13,11 @@ def precision(like: Tensor) -> str:
     """
     if like.dtype == torch.float64:
         return "ieee"
-    if like.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(like.device)[0] < 8:
+    if (
+        like.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(like.device)[0] < 8
+    ):
         return "ieee"  # no TF32 before Ampere
     if torch.get_float32_matmul_precision() != "highest":
         return "tf32"

@@ -5,11 +5,14 @@
 Operands are (g, p, m, k) and (g, p, k, n): two batch axes, any strides, float32, float64, bfloat16 or float16. The
 arithmetic and the result are float32, or float64 if an operand is.
 
-Numerics. A program finds the maxima of its rows and columns over all of k, then multiplies tiles of exponentials. A
-term of s loses less than 2^-115 of its shift: what 3xTF32 keeps of a small factor, and denormals. So s is good where it
-is not below `TRUSTED`. Where it is, although row and column have something finite, the output is first stored as +inf,
-which no sum can be. Only programs that stored one go on: a product of zeros and ones tells the true zeros, and the
-other marks are redone by the pairwise maximum, few at a time, so that no register is spilled.
+Numerics. A program finds the maxima of its rows and columns over all of k, then multiplies tiles of exponentials. Both
+factors of a term are at most 1, and each loses less than 2^-115: 3xTF32 keeps a small factor's second half only where
+that is no denormal. So s is good where it is not below `TRUSTED`. Where it is, although row and column have something
+finite, the output is first stored as +inf, which no sum can be. Only programs that stored one go on: a product of zeros
+and ones tells the true zeros, and the other marks are redone by the pairwise maximum, few at a time, so that no
+register is spilled. Shifts are added without loss. A NaN makes its row or column NaN.
+
+In place, `a` is read by the one program that writes its rows, from a copy where they are more than one tile.
 
 Cost. One exponential for every entry of a tile and 2 m k n operations on tensor cores, three times that for 3xTF32;
 operands are read twice, the second time from a cache. Up to c = 128 a batch of square products is bound by memory.
@@ -278,30 +281,33 @@ class Tiles(NamedTuple):
     depth: int = 4
 
 
-
 # by chip and by the shape of the result: one tile, some tiles, a few rows or columns, many tiles, and `rows` for many
 # where registers are short: in place, or from operands by columns; `odd` where not every load is of 16 bytes, so that
 # an entry costs an address of its own
 TILES = {
     "sm_80": {
         "tiny": Tiles(16, 16, 16, 1, 2),
-        "small": Tiles(32, 32, 32, 4, 2),
+        "small": Tiles(32, 32, 32, 4, 3),
         "wide": Tiles(16, 64, 32, 4, 3),
         "tall": Tiles(64, 16, 32, 4, 3),
-        "odd": Tiles(64, 64, 16, 4, 3),
-        "medium": Tiles(64, 64, 32, 4, 3),
+        "odd": Tiles(32, 64, 16, 4, 3),
+        "medium": Tiles(64, 64, 16, 4, 3),
         "large": Tiles(64, 128, 32, 8, 3, 2),
         "rows": Tiles(64, 128, 16, 8, 3, 2),
+        "tiny double": Tiles(16, 16, 16, 1, 2, 1, 2),
+        "double": Tiles(32, 32, 16, 4, 2),
     },
     "sm_90": {
         "tiny": Tiles(16, 16, 16, 1, 2),
         "small": Tiles(32, 32, 32, 4, 2),
-        "wide": Tiles(16, 64, 32, 4, 3),
+        "wide": Tiles(16, 64, 32, 4, 2),
         "tall": Tiles(64, 16, 32, 4, 3),
         "odd": Tiles(64, 64, 16, 4, 3),
-        "medium": Tiles(64, 64, 32, 4, 3),
+        "medium": Tiles(64, 64, 32, 4, 3, 2),
         "large": Tiles(128, 128, 32, 8, 3, 2),
-        "rows": Tiles(64, 128, 32, 8, 3, 2),
+        "rows": Tiles(64, 128, 32, 8, 3),
+        "tiny double": Tiles(16, 16, 16, 1, 2, 1, 2),
+        "double": Tiles(32, 16, 16, 4, 2),
     },
     "gfx942": {
         "tiny": Tiles(16, 16, 16, 1, 2),
@@ -309,12 +315,13 @@ TILES = {
         "wide": Tiles(16, 64, 32, 4, 2),
         "tall": Tiles(64, 16, 32, 4, 2),
         "odd": Tiles(64, 64, 16, 4, 2),
-        "medium": Tiles(64, 64, 32, 4, 2),
+        "medium": Tiles(64, 64, 32, 4, 2, 2),
         "large": Tiles(128, 128, 32, 8, 2, 2),
         "rows": Tiles(64, 128, 32, 8, 2, 2),
+        "tiny double": Tiles(16, 16, 16, 1, 2),
+        "double": Tiles(32, 32, 16, 4, 2),
     },
 }
-DOUBLE_TILES = {"tiny": Tiles(16, 16, 16, 1, 2), "small": Tiles(32, 32, 16, 4, 2)}
 
 
 def tiles(m: int, n: int, dtype: torch.dtype, chip: str, *, aligned: bool, plain: bool) -> Tiles:
@@ -324,8 +331,8 @@ def tiles(m: int, n: int, dtype: torch.dtype, chip: str, *, aligned: bool, plain
     """
     few, many = sorted((m, n))
     if dtype == torch.float64:
-        return DOUBLE_TILES["tiny" if many <= 16 else "small"]
-    if many <= 32:
+        shape = "tiny double" if many <= 16 else "double"
+    elif many <= 32:
         shape = "tiny" if many <= 16 else "small"
     elif few <= 16:
         shape = "tall" if m > n else "wide"

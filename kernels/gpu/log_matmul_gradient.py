@@ -40,8 +40,11 @@ _PROGRAMS, _SHORTEST = 264, 1024
 # rows that shares are added to pairwise at a time
 _PIECE = tl.constexpr(16)
 
-# exp(-c) of results above this is good, and leaves room for the weight
+# exp(-c) of results above this is good
 _DEEP = tl.constexpr(-55.0)
+
+# and so is its product with the weight below this
+_LARGE = tl.constexpr(1e30)
 
 
 @triton.jit
@@ -122,8 +125,9 @@ def _add_deep(
 def _quotient(weight, c):
     """`weight / exp(c)`, and where it is not to be used but shares are to be summed pairwise."""
     used = (weight != 0.0) & (c != float("-inf"))
-    again = used & (c < _DEEP)
-    return tl.where(used & (c >= _DEEP), weight * exp(-c), tl.where(used & (c != c), c, 0.0)), again
+    quotient = weight * exp(-c)
+    again = used & ((c < _DEEP) | (tl.abs(quotient) > _LARGE))
+    return tl.where(used & ~again, quotient, 0.0), again
 
 
 def backward(

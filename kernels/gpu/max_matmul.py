@@ -1,8 +1,8 @@
-"""The max-plus matrix product `c_ij = max_k (a_ik + b_kj)` and which k it is: the best path where `log_matmul` sums all.
+"""The max-plus matrix product `c_ij = max_k (a_ik + b_kj)` and which k it is: the best where `log_matmul` sums all.
 
-Operands as in `log_matmul`: (g, p, m, k) and (g, p, k, n), any strides, float32, float64, bfloat16 or float16; arithmetic
-and values are float32, or float64 if an operand is, and a value is one rounded sum. The smallest k wins a tie; where no
-term is finite the value is -inf and k is 0. A NaN wins over everything, the first one.
+Operands as in `log_matmul`: (g, p, m, k) and (g, p, k, n), any strides, float32, float64, bfloat16 or float16. The
+arithmetic is float32, or float64 if an operand is; a value is one rounded sum. The smallest k wins a tie; where no term
+is finite the value is -inf and k is 0. A NaN wins over everything, the first one.
 
 Cost: m n k additions and comparisons, no tensor cores. Tiles: both numbers of an output in registers and few enough of
 them for several programs to a multiprocessor, from a model, not measured yet. Reference: `max` over k of the sums.
@@ -56,7 +56,7 @@ def forward_kernel(
 
 
 # (BLOCK_M, BLOCK_N, warps) by the larger axis of the result
-SMALL, LARGE = (16, 16, 1), (64, 64, 4)
+SMALL, LARGE = (16, 16, 1), (32, 32, 4)
 
 
 def tiles(m: int, n: int) -> tuple[int, int, int]:

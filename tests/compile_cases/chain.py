@@ -16,12 +16,14 @@ STATES = [16, 17, 32, 33, 60, 64, 100, 101, 128, 200, 201, 256, 512, 1024, 2048,
 MEMBERS = [1, 8, 500]
 
 
-def choices(dtype: torch.dtype) -> list[tuple[Tiles, int]]:
+def choices(dtype: torch.dtype, transposed: bool) -> list[tuple[Tiles, int]]:
     """The configurations that can be chosen, each with the states of a chain that gets it, aligned and not."""
     found = {}
     for c, m in product(STATES, MEMBERS):
+        if dtype == F64 and c > 2048:
+            continue  # works, with 16 spills: no tile is smaller
         alignment = 16 if c % 16 == 0 else common_width(c)
-        choice = tiles(c, m, dtype, min(alignment, 4))
+        choice = tiles(c, m, dtype, min(alignment, 4), transposed=transposed)
         if choice.dot or alignment == 16:
             found[choice, alignment] = c
     return [(choice, c) for (choice, _), c in found.items()]
@@ -46,7 +48,7 @@ def forward(choice, c, dtype, precision, **options) -> Case:
         pointers += ["final", "offset:fp64"]
     else:
         pointers += ["start", "log_norm:fp64"]
-    options = {"homogeneous": False, "segment": False, "keep": False, "ends": False} | options
+    options = {"homogeneous": False, "segment": False, "keep": not options.get("segment"), "ends": False} | options
     options["joint"] = options["segment"] and choice.whole and choice.block_s >= c
     units = ["stride_xc", "stride_bj"]
     return case(forward_chain._forward_kernel, pointers, units, choice, c, dtype, precision, options)
@@ -89,17 +91,16 @@ def case(kernel, pointers, units, choice, c, dtype, precision, options) -> Case:
 def cases(target: str) -> list[Case]:
     """Every tile in every precision, linear and logarithmic in turn, and each option where it costs most."""
     found = []
-    for dtype in (F32, F64):
-        for choice, c in choices(dtype):
-            for log_params, precision in enumerate(precisions(target, choice, c, dtype)):
-                found.append(forward(choice, c, dtype, precision, log_params=not log_params, keep=True))
-                found.append(backward(choice, c, dtype, precision, log_params=bool(log_params)))
-    for c, m in product([16, 32, 60, 64, 128, 200, 256], [1, 500]):
+    for direction, dtype in product((forward, backward), (F32, F64)):
+        for choice, c in choices(dtype, direction is backward):
+            for log_params, precision in enumerate(precisions(target, choice, c, dtype), direction is forward):
+                found.append(direction(choice, c, dtype, precision, log_params=bool(log_params % 2)))
+    for c, m in product([16, 32, 60, 128, 200], [1, 500]):
         choice = tiles(c, m, F32, 4)
         precision = precisions(target, choice, c, F32)[0]
-        options = {"homogeneous": True, "ends": True}
-        found.append(forward(choice, c, F32, precision, log_params=True, **options))
-        found.append(backward(choice, c, F32, precision, log_params=True, **options))
+        options = {"homogeneous": choice.whole and (c <= 32 or target != "gfx942"), "ends": True, "log_params": True}
+        found.append(forward(choice, c, F32, precision, **options))
+        found.append(backward(choice, c, F32, precision, **options))
         if m > 1:
-            found.append(forward(choice, c, F32, precision, log_params=True, segment=True))
+            found.append(forward(choice, c, F32, precision, log_params=False, segment=True))
     return found

@@ -14,9 +14,10 @@ def cases(target: str) -> list[Case]:
     chip = "sm_90" if target == "sm_100" else target
     precisions = ("tf32x3", "tf32") if target.startswith("sm_") else ("ieee", "tf32")
     found = []
-    for precision in precisions:
-        for shape, tile in log_matmul.TILES[chip].items():
-            found += _cases(shape, tile, "float32", precision)
+    for shape, tile in log_matmul.TILES[chip].items():
+        double = shape in ("tiny double", "double")
+        for precision in ("ieee",) if double else precisions:
+            found += _cases(shape, tile, "float64" if double else "float32", precision)
     others = {"aligned": True, "precision": precisions[0]}
     large, rows = log_matmul.TILES[chip]["large"], log_matmul.TILES[chip]["rows"]
     found.append(_case("large bfloat16", large, "bfloat16", **others))
@@ -24,8 +25,6 @@ def cases(target: str) -> list[Case]:
     found.append(_case("rows transposed", rows, "float32", **others, transposed=True))
     found.append(_case("rows transposed in place", rows, "float32", **others, transposed=True, whole=True))
     found.append(_case("rows transposed in place, walking", rows, "float32", **others, transposed=True, whole=False))
-    for shape, tile in log_matmul.DOUBLE_TILES.items():
-        found += _cases(shape, tile, "float64", "ieee")
     return found
 
 
@@ -35,7 +34,7 @@ def _cases(shape, tile, dtype, precision) -> Iterator[Case]:
         yield _case(name, tile, dtype, precision, aligned=aligned)
     if shape not in ("wide", "tall", "large"):
         yield _case(f"{name} in place", tile, dtype, precision, aligned=aligned, whole=True)
-    if shape in ("odd", "rows") or (shape, dtype) == ("small", "float64"):
+    if shape in ("odd", "rows", "double"):
         yield _case(f"{name} in place, walking", tile, dtype, precision, aligned=aligned, whole=False)
 
 
