@@ -29,7 +29,7 @@ def compiled(request, tmp_path_factory):
         }
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_100"])  # that one by hand
 @pytest.mark.parametrize("module", compile_cases.modules())
 def test_no_defects(compiled, module, target):
     found = compiled[module, target].result()

@@ -155,6 +155,15 @@ def test_float64(device, name, each):
     Problem(FAMILIES[name](dtype=F64, **few(each), v=6, c=5), device).assert_contract()
 
 
+@BOTH
+def test_arithmetic_in_doubles_for_float_operands(device, each):
+    chain = FAMILIES["detour"](dtype=F32, **few(each), v=4, c=5)
+    truth = Truth(Chain(chain.x.double(), *chain[1:]))
+    log_norm, messages = Problem(chain, device).forward(keep=True, dtype=F64)
+    assert messages.dtype == F64
+    assert_values(log_norm.reshape(truth.log_norm.shape).cpu(), truth.log_norm, truth.value_bound(F64))
+
+
 def test_a_long_sum_of_scales_is_rounded_once(device):
     chain = FAMILIES["offsets"](dtype=F64, n=3, t=2, v=100, c=2)
     truth = Truth(chain)

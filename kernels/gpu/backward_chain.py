@@ -279,6 +279,7 @@ def backward(
     v, g, m, c = x.shape
     dtype = messages.dtype
     assert messages.shape == x.shape and messages.is_contiguous() and bulk.shape[1:] == (g, c, c)
+    assert ends is None or ends.is_contiguous()
     assert log_norm.is_contiguous() and (final is None or final.is_contiguous())
     transposed = bulk.mT
     widths = Widths.of(transposed, x, grad_x)

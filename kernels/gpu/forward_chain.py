@@ -11,9 +11,9 @@ float64 numbers per sequence. A step is `chain_step.step`, exact for misaligned 
 exact, a NaN stays in its sequence. Half types are converted when they are loaded.
 
 Cost: g m (v - 1) c**2 multiply-adds, v dependent steps. One program walks all steps of a block of sequences. With one
-sequence to a set, each matrix is read once and the kernel is bound by memory; with more, a block of sixteen or more
-reads it once, plus once for the maxima of its columns where c > 64. Up to c = 64 the messages stay in registers;
-beyond, they are re-read from memory, tile by tile. Tiles: `chain_step.tiles`.
+sequence to a set each matrix is read once, and the kernel is bound by memory; with more, each block of sixteen reads
+it, and a pass before it where c > 64, for the maxima of the columns. From step to step messages go through memory: the
+output if they are kept, otherwise two slots. Tiles: `chain_step.tiles`.
 
 Definition: `logchain.reference.forward_backward`.
 """
@@ -228,16 +228,19 @@ def forward(
     *,
     log_params: bool,
     keep: bool,
+    dtype: torch.dtype | None = None,
     rescued: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The log-partitions (g, m) in float64 and, if they are to be kept, the messages (v, g, m, c).
 
+    `dtype` is that of the arithmetic and of the messages, by default float64 if `x` or `bulk` is, and float32 if not.
     Messages have maximum 0, and are -inf behind the end. `rescued`, an int64 tensor of one element, is increased by the
     number of outputs that were redone.
     """
     v, g, m, c = x.shape
     assert bulk.shape[1:] == (g, c, c) and start.shape == (g, m, c)
-    dtype = arithmetic_dtype(x, bulk)
+    assert ends is None or ends.is_contiguous()
+    dtype = dtype or arithmetic_dtype(x, bulk)
     log_norm = torch.empty(g, m, dtype=torch.float64, device=x.device)
     widths = Widths.of(bulk, x)
     choice = tiles(c, m, dtype, min(widths))
@@ -259,7 +262,10 @@ def segment_product(
     offset: Tensor | None = None,
     rescued: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`log(M_1 D_1 M_2 D_2 ... M_L D_L)` with `D_i = diag(exp x_i)`, or all 1: each matrix is read once up to c = 64.
+    """`log(M_1 D_1 M_2 D_2 ... M_L D_L)` with `D_i = diag(exp x_i)`, or all 1.
+
+    The rows of the product are sequences that start in one state each. One program has all of them up to c = 16, or 32
+    where 4 divides c and the strides; beyond, blocks of 16 share a matrix through the cache.
 
     `bulk` (L, g1, g2, c, c), any strides, so that `stack.unflatten(...)` need not be copied; `x` (L, g1, g2, c).
     Returns the product (g1, g2, c, c) with largest entry 0, and what was taken out of it (g1, g2) in float64: written

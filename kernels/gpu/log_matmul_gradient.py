@@ -203,6 +203,6 @@ DOUBLE = log_matmul.Tiles(32, 16, 32, 4, 2)
 SMALL = log_matmul.Tiles(32, 32, 32, 4, 2)
 MEDIUM = {
     "sm_80": log_matmul.Tiles(64, 16, 64, 4, 2),
-    "sm_90": log_matmul.Tiles(64, 32, 64, 4, 3),
+    "sm_90": log_matmul.Tiles(64, 16, 64, 4, 3),
     "gfx942": log_matmul.Tiles(64, 32, 64, 4, 2),
 }

@@ -1,5 +1,6 @@
 """Every configuration of the vector chains that their launchers choose, forward, backward and segment products."""
 
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -89,12 +90,13 @@ def case(kernel, pointers, units, choice, c, dtype, precision, options) -> Case:
 
 
 def cases(target: str) -> list[Case]:
-    """Every tile in every precision, linear and logarithmic in turn, and each option where it costs most."""
+    """Every tile in every precision, linear and logarithmic in turn, by hand; in the tests those with all options on."""
     found = []
     for direction, dtype in product((forward, backward), (F32, F64)):
         for choice, c in choices(dtype, direction is backward):
             for log_params, precision in enumerate(precisions(target, choice, c, dtype), direction is forward):
-                found.append(direction(choice, c, dtype, precision, log_params=bool(log_params % 2)))
+                case = direction(choice, c, dtype, precision, log_params=bool(log_params % 2))
+                found.append(replace(case, by_hand=True))
     for c, m in product([16, 32, 60, 128, 200], [1, 500]):
         choice = tiles(c, m, F32, 4)
         precision = precisions(target, choice, c, F32)[0]
