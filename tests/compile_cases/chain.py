@@ -90,7 +90,7 @@ def case(kernel, pointers, units, choice, c, dtype, precision, options) -> Case:
 
 
 def cases(target: str) -> list[Case]:
-    """Every tile in every precision, linear and logarithmic in turn, by hand; in the tests those with all options on."""
+    """Every tile in every precision, linear and logarithmic in turn, by hand; in the tests, with all options on."""
     found = []
     for direction, dtype in product((forward, backward), (F32, F64)):
         for choice, c in choices(dtype, direction is backward):
