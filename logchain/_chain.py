@@ -13,7 +13,7 @@ from . import _device
 from ._arguments import check_lengths
 from ._layout import Layout
 from ._operators import apply, operator, transform
-from ._rescues import report_sequences
+from ._rescues import report_chains
 from ._twice import differentiable_log_norm
 from .kernels.chain import Chain
 
@@ -107,7 +107,7 @@ def _forward(
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep)
     layout, chain = _chain(x, bulk, p0, lengths, log_params)
     log_norm, messages, scales, redone = _device.chain_kernels(x).forward(chain, keep=keep, steps=x.shape[-2])
-    report_sequences(redone)
+    report_chains(redone)
     return layout.batched(log_norm).contiguous(), messages, scales, redone
 
 
@@ -116,7 +116,7 @@ def _kept_shapes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The log-partition [*B], messages (v, g, m, c), scales (v + 1, g, m, 1) and what was redone (g, m), unwritten.
 
-    Messages are made if they are to be kept; a GPU does without scales.
+    Messages are made if they are to be kept; a GPU does without scales, and counts single sums that were redone.
     """
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
@@ -125,7 +125,7 @@ def _kept_shapes(
         x.new_empty(x.shape[:-2], dtype=torch.float64),
         x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype),
         x.new_empty((0,) if _device.on_gpu(x) else (v + 1, g, m, 1), dtype=dtype),
-        x.new_empty((g, m), dtype=torch.bool),
+        x.new_empty((1,), dtype=torch.int64) if _device.on_gpu(x) else x.new_empty((g, m), dtype=torch.bool),
     )
 
 

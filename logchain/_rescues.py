@@ -5,12 +5,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
 @dataclass
 class Rescues:
-    """`sequences`: chains redone in log space; `outputs`: entries of `matmul` redone by the pairwise maximum."""
+    """`sequences`: chains redone in log space. `outputs`: entries redone by the pairwise maximum.
+
+    Outputs are those of `matmul` and of products in a tree, and on a GPU also those of each step of a chain.
+    """
 
     sequences: int = 0
     outputs: int = 0
@@ -52,10 +56,11 @@ def report(found: Rescues) -> None:
         counter.add(found)
 
 
-def report_sequences(redone: Tensor) -> None:
-    """Count the chains marked; looked at only where somebody counts."""
+def report_chains(redone: Tensor) -> None:
+    """Count the sequences marked, or the sums of a GPU; looked at only where somebody counts."""
     if _open.get() is not None:
-        report(Rescues(sequences=int(redone.sum())))
+        count = int(redone.sum())
+        report(Rescues(sequences=count) if redone.dtype == torch.bool else Rescues(outputs=count))
 
 
 def report_outputs(rescued: int | Tensor) -> None:

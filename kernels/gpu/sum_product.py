@@ -14,7 +14,7 @@ from . import backward_chain, forward_chain, segments, transitions
 
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log-partition (g, m) in float64; messages; no scales; in which sequences some output was redone (g, m).
+    """The log-partition (g, m) in float64; messages; no scales; how many sums of its steps were redone pairwise.
 
     A length that is out of range makes its sequence NaN. The chain has all its `steps`: lengths are not looked at.
     """
@@ -32,7 +32,7 @@ def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Te
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     if messages is None:
         messages = chain.new(0)
-    return log_norm, messages, chain.new(0), (rescued > 0).expand(log_norm.shape).clone()
+    return log_norm, messages, chain.new(0), rescued
 
 
 def backward(
