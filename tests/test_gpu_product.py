@@ -21,8 +21,7 @@ def kernels(device, monkeypatch) -> str:
     return device
 
 
-@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize(("each", "log"), [(False, False), (True, True)], ids=["shared", "each, log_params"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_keeps_the_contract(name, each, log, kernels):
     sizes = SMALL | {"v": 5} if name[-1] not in "12345" else {"n": 2, "t": 1}
