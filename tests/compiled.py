@@ -47,6 +47,7 @@ class Case:
     divisible: tuple[str, ...] = ()  # arguments known to be divisible by 16
     warps: int = 4
     stages: int = 3
+    registers: int | None = None  # the most of a thread, where the launcher says so to CUDA's assembler
     dot: bool = True  # tensor-core instructions are expected in the machine code
     by_hand: bool = False  # left to `python -m tests.compiled`: the tests have minutes
 
@@ -122,8 +123,11 @@ def compile_case(case: Case, target: str) -> Report:
     source = ASTSource(case.kernel, signature, case.constants, divisible)
     cuda = target.startswith("sm_")
     chip = GPUTarget("cuda", int(target[3:]), 32) if cuda else GPUTarget("hip", target, 64)
+    options = {"num_warps": case.warps, "num_stages": case.stages}
+    if cuda and case.registers is not None:
+        options["maxnreg"] = case.registers
     try:
-        kernel = compile(source, target=chip, options={"num_warps": case.warps, "num_stages": case.stages})
+        kernel = compile(source, target=chip, options=options)
     except Exception as error:
         return Report(case.name, target, error=f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}")
     read = _read_cuda(kernel.asm["cubin"]) if cuda else _read_rocm(kernel.asm["amdgcn"])

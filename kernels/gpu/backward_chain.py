@@ -120,11 +120,11 @@ def _backward_kernel(
     x_ptr += z * stride_xg + first * stride_xm
     weight_ptr += z * stride_wg + (first + rows) * stride_wm
     if ends_ptr is None:
-        ends = tl.full((BLOCK_S,), 0, tl.int64) + v
+        ends = tl.full((BLOCK_S,), 0, tl.int32) + v
         last = v
     else:
-        ends = tl.load(ends_ptr + sequence + rows, mask=inside, other=0)
-        last = tl.max(ends).to(tl.int32)
+        ends = tl.load(ends_ptr + sequence + rows, mask=inside, other=0).to(tl.int32)
+        last = tl.max(ends)
 
     # what lies behind the last end
     if grad_ptr is not None:

@@ -40,6 +40,11 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def registers(self) -> int:
+        """All that a thread may have: left alone, ptxas spills some for more programs on a processor."""
+        return min(255, 2048 // self.warps)
+
 
 def tiles(c: int, m: int, dtype: torch.dtype, width: int, *, transposed: bool = False) -> Tiles:
     """How a step is cut for `m` sequences to a set of matrices, whose elements are loaded `width` at once.
@@ -82,12 +87,12 @@ def constants(choice: Tiles, bulk: Tensor, dtype: torch.dtype, widths: Widths) -
     """The compile-time arguments that the launchers of both directions share, and warps and stages."""
     c = bulk.shape[-1]
     # one matrix for all steps stays in registers where there are enough
-    homogeneous = bulk.shape[0] == 1 and choice.whole and (c <= 32 or not torch.version.hip)
+    held = choice.whole and (c <= 32 or not torch.version.hip)
     exact = torch.get_float32_matmul_precision() == "highest"
     # in 32 terms nothing is gained by tensor cores, whose sums are truncated
     ieee = not choice.dot or (c <= 32 and exact)
     return {
-        "HOMOGENEOUS": homogeneous,
+        "HOMOGENEOUS": held and bulk.shape[0] == 1,
         "DTYPE": arithmetic(dtype),
         "DOT": choice.dot,
         "WHOLE": choice.whole,
@@ -102,8 +107,7 @@ def constants(choice: Tiles, bulk: Tensor, dtype: torch.dtype, widths: Widths) -
         "WIDTH_X": widths.x,
         "num_warps": choice.warps,
         "num_stages": choice.stages,
-        # otherwise ptxas spills a few registers here and there for more programs on a processor
-        **({} if torch.version.hip else {"maxnreg": min(255, 2048 // choice.warps)}),
+        **({} if torch.version.hip else {"maxnreg": choice.registers}),
     }
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chain_step import Tiles, Widths, column_tops, constants, normalised, step, tile_of, tiles, whole_matrix
+from .chain_step import Tiles, Widths, column_tops, constants, far, normalised, step, tile_of, tiles, whole_matrix
 from .tiles import exp, finite, log
 
 
@@ -125,11 +125,11 @@ def _forward_kernel(
     tl.store(scale_ptr + 1, low, mask=inside)
     alive = taken != float("-inf")
     if ends_ptr is None:
-        ends = tl.full((BLOCK_S,), 0, tl.int64) + v
+        ends = tl.full((BLOCK_S,), 0, tl.int32) + v
         last = v
     else:
-        ends = tl.load(ends_ptr + sequence + rows, mask=inside, other=0)
-        last = tl.max(ends).to(tl.int32)
+        ends = tl.load(ends_ptr + sequence + rows, mask=inside, other=0).to(tl.int32)
+        last = tl.max(ends)
     current = message_ptr
     tl.store((current + rows * c)[:, None] + columns[None, :], message, mask=tile)
 
@@ -194,7 +194,7 @@ def _forward_kernel(
     tl.debug_barrier()
     slot = ends - 1 if KEEP else (ends - 1) % 2
     message = tl.load(
-        (message_ptr + slot * stride_mv + rows * c)[:, None] + columns[None, :], mask=tile, other=float("-inf")
+        (message_ptr + far(slot, stride_mv) + rows * c)[:, None] + columns[None, :], mask=tile, other=float("-inf")
     )
     high = tl.load(scale_ptr, mask=inside, other=0.0)
     low = tl.load(scale_ptr + 1, mask=inside, other=0.0)

@@ -5,7 +5,7 @@ from itertools import product
 
 import torch
 
-from logchain.kernels.gpu import backward_chain, forward_chain
+from logchain.kernels.gpu import backward_chain, chain_step, forward_chain
 from logchain.kernels.gpu.chain_step import Tiles, arithmetic, tiles
 from logchain.kernels.gpu.launch import common_width
 from tests.compiled import Case
@@ -85,8 +85,20 @@ def case(kernel, pointers, units, choice, c, dtype, precision, options) -> Case:
         kernel, kinds | dict.fromkeys(integers, "i32"), constants | dict.fromkeys(absent), (*kinds, *divisible),
         choice.warps, choice.stages,
         # float32 "ieee" is done by tensor cores on AMD only
-        dot=choice.dot,
+        dot=choice.dot, registers=choice.registers,
     )  # fmt: skip
+
+
+def column_tops(c: int, log_params: bool) -> Case:
+    kernel = chain_step._column_tops_kernel
+    constants = {"LOG_PARAMS": log_params, "DTYPE": arithmetic(F32), "BLOCK_K": 32, "BLOCK_C": 64, "stride_bj": 1}
+    integers = [
+        name for name in kernel.arg_names if name.islower() and not name.endswith("_ptr") and name != "stride_bj"
+    ]
+    pointers = {"bulk_ptr": "*fp32", "top_ptr": "*fp32"}
+    return Case(
+        f"column tops c={c}{' log_params' if log_params else ''}", kernel, pointers | dict.fromkeys(integers, "i32"), constants, (*pointers,), dot=False
+    )
 
 
 def cases(target: str) -> list[Case]:
@@ -97,10 +109,12 @@ def cases(target: str) -> list[Case]:
             for log_params, precision in enumerate(precisions(target, choice, c, dtype), direction is forward):
                 case = direction(choice, c, dtype, precision, log_params=bool(log_params % 2))
                 found.append(replace(case, by_hand=True))
+    found += [column_tops(200, False), column_tops(200, True)]
     for c, m in product([16, 32, 60, 128, 200], [1, 500]):
         choice = tiles(c, m, F32, 4)
         precision = precisions(target, choice, c, F32)[0]
-        options = {"homogeneous": choice.whole and (c <= 32 or target != "gfx942"), "ends": True, "log_params": True}
+        held = choice.whole and (c <= 32 or target != "gfx942")
+        options = {"homogeneous": held, "ends": True, "log_params": True}
         found.append(forward(choice, c, F32, precision, **options))
         found.append(backward(choice, c, F32, precision, **options))
         if m > 1:
