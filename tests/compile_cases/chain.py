@@ -92,13 +92,12 @@ def case(kernel, pointers, units, choice, c, dtype, precision, options) -> Case:
 def column_tops(c: int, log_params: bool) -> Case:
     kernel = chain_step._column_tops_kernel
     constants = {"LOG_PARAMS": log_params, "DTYPE": arithmetic(F32), "BLOCK_K": 32, "BLOCK_C": 64, "stride_bj": 1}
-    integers = [
-        name for name in kernel.arg_names if name.islower() and not name.endswith("_ptr") and name != "stride_bj"
-    ]
     pointers = {"bulk_ptr": "*fp32", "top_ptr": "*fp32"}
+    integers = [name for name in kernel.arg_names if name not in pointers and name not in constants]
     return Case(
-        f"column tops c={c}{' log_params' if log_params else ''}", kernel, pointers | dict.fromkeys(integers, "i32"), constants, (*pointers,), dot=False
-    )
+        f"column tops c={c}{' log_params' if log_params else ''}",
+        kernel, pointers | dict.fromkeys(integers, "i32"), constants, (*pointers,), dot=False,
+    )  # fmt: skip
 
 
 def cases(target: str) -> list[Case]:
