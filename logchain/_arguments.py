@@ -37,6 +37,19 @@ def check_chain(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
     _check_sizes("p0", p0, [*_lead(batch, p0.dim() - 1), {c}], x)
 
 
+def check_question(
+    x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: Lengths | None, validate: bool
+) -> Tensor | None:
+    """What every function of a chain is passed; returns the lengths as int64 [*B]."""
+    check_chain(x, bulk, p0)
+    check_flag("log_params", log_params)
+    check_flag("validate", validate)
+    ends = None if lengths is None else as_lengths(lengths, x)
+    if validate:
+        check_values(x, bulk, p0, log_params, ends)
+    return ends
+
+
 def _lead(batch: list[int], axes: int) -> list[set[int]]:
     """The sizes that as many leading axes of an operand may have; aligned at the right."""
     allowed = [{1, size} for size in batch]

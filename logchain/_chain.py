@@ -55,7 +55,7 @@ class _LogNorm(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        operands = _with_batch_first(info.batch_size, in_dims, *args[:4])
+        operands = with_batch_first(info.batch_size, in_dims, *args[:4])
         return _LogNorm.apply(*operands, *args[4:]), (0, None, None, None)  # type: ignore[no-untyped-call]
 
 
@@ -84,7 +84,7 @@ class _Gradient(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
         """Each example has gradients of its own, also of an operand that all share: so the messages are made again."""
         grad, *_ = _aligned(info.batch_size, in_dims[:1], args[:1])
-        x, bulk, p0, lengths = _with_batch_first(info.batch_size, in_dims[1:5], *args[1:5])
+        x, bulk, p0, lengths = with_batch_first(info.batch_size, in_dims[1:5], *args[1:5])
         bulk, p0 = bulk.expand(info.batch_size, *bulk.shape[1:]), p0.expand(info.batch_size, *p0.shape[1:])
         kept = _LogNorm.apply(x, bulk, p0, lengths, args[9], True)  # type: ignore[no-untyped-call]
         needs = args[10:]
@@ -105,7 +105,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep)
-    layout, chain = _chain(x, bulk, p0, lengths, log_params)
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     log_norm, messages, scales, redone = _device.chain_kernels(x).forward(chain, keep=keep, steps=x.shape[-2])
     report_chains(redone)
     return layout.batched(log_norm).contiguous(), messages, scales, redone
@@ -120,7 +120,7 @@ def _kept_shapes(
     """
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
-    dtype = _arithmetic(x, bulk, p0)
+    dtype = arithmetic_dtype(x, bulk, p0)
     return (
         x.new_empty(x.shape[:-2], dtype=torch.float64),
         x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype),
@@ -146,7 +146,7 @@ def _backward(
     grad_x, grad_bulk, grad_p0 = grads
     if x.numel() == 0:
         return grad_x.zero_(), grad_bulk.zero_(), grad_p0.zero_()
-    layout, chain = _chain(x, bulk, p0, lengths, log_params)
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     x_view = bulk_view = None
     if needs[0]:
         x_view = layout.steps_first(grad_x)
@@ -184,13 +184,13 @@ def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *rest: A
     )
 
 
-def _arithmetic(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
+def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
     """float64 if an operand is, otherwise float32."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, bulk.dtype), p0.dtype)
     return torch.promote_types(dtype, torch.float32)
 
 
-def _chain(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Layout, Chain]:
+def chain_of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Layout, Chain]:
     """The chain up to the longest length. On a GPU, where its value is not looked at, the whole one."""
     layout = Layout.of(x, bulk)
     ends, v = None, x.shape[-2]
@@ -205,7 +205,7 @@ def _chain(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_para
         layout.weights(p0),
         ends,
         log_params,
-        _arithmetic(x, bulk, p0),
+        arithmetic_dtype(x, bulk, p0),
     )
 
 
@@ -244,7 +244,7 @@ def _by_composition(
     return list(second)
 
 
-def _with_batch_first(
+def with_batch_first(
     size: int, in_dims: tuple[Any, ...], x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Operands of `size` chains at once: the mapped axis becomes the first batch axis."""

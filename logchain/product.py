@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._arguments import Lengths, as_lengths, check_chain, check_choice, check_flag, check_float_dtype, check_values
+from ._arguments import Lengths, check_choice, check_float_dtype, check_question
 from ._chain import log_norm
 
 
@@ -75,16 +75,11 @@ def product(
              [0.5500, 0.4500],
              [0.5850, 0.4150]]])
     """
-    check_chain(x, bulk, p0)
-    check_flag("log_params", log_params)
-    check_flag("validate", validate)
     check_choice("strategy", strategy, ("auto", "sequential"))
     check_float_dtype("out_dtype", out_dtype)
     if memory_budget is not None:
         raise NotImplementedError("memory_budget: checkpointed messages are not available yet, pass None")
-    ends = None if lengths is None else as_lengths(lengths, x)
-    if validate:
-        check_values(x, bulk, p0, log_params, ends)
+    ends = check_question(x, bulk, p0, log_params, lengths, validate)
     if out_dtype is None:
         double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
         out_dtype = torch.float64 if double else torch.float32

@@ -26,6 +26,21 @@ def all_paths(x, bulk, p0, *, log_params=False, lengths=None) -> Truth:
     return _each_sequence(_all_paths, x, bulk, p0, log_params, lengths)
 
 
+def paths(x, bulk, p0, *, log_params=False) -> dict[tuple[int, ...], Decimal]:
+    """The weight of each of the `c**v` state paths of one sequence: x (v, c), bulk (v - 1 or 1, c, c), p0 (c)."""
+    x, bulk, p0 = (np.asarray(array, np.float64) for array in (x, bulk, p0))
+    v, c = x.shape
+    with localcontext(DIGITS):
+        weights = _exp if log_params else np.vectorize(Decimal, otypes=[object])
+        bulk = np.broadcast_to(weights(bulk) if bulk.size else bulk, (v - 1, c, c))
+        p0, x, found = weights(p0), _exp(x), {}
+        for path in itertools.product(range(c), repeat=v):
+            found[path] = p0[path[0]] * x[0, path[0]]
+            for i in range(1, v):
+                found[path] *= bulk[i - 1, path[i - 1], path[i]] * x[i, path[i]]
+        return found
+
+
 def chain(x, bulk, p0, *, log_params=False, lengths=None) -> Truth:
     """The recursion forward and backward on linear weights: checked against `all_paths`, for larger chains."""
     return _each_sequence(_chain, x, bulk, p0, log_params, lengths)
