@@ -27,7 +27,7 @@ class Chain:
     """`x` (v, *lead, c), `bulk` (s, *own, c, c) with s = v - 1 or 1, `p0` (*lead or ones, c), `ends` (g, m, 1) or None.
 
     `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the
-    arithmetic.
+    arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear.
     """
 
     x: Tensor
@@ -36,6 +36,7 @@ class Chain:
     ends: Tensor | None
     log_params: bool
     dtype: torch.dtype
+    by_log: bool = False
 
     @property
     def v(self) -> int:
@@ -219,10 +220,10 @@ class Matrices:
         return self._buffer
 
     def gradient_from_linear(self, step: int, gradient: Tensor) -> None:
-        """Make the scaled linear matrix's gradient the caller's matrix's, in place; exactly 0 at an exact zero."""
+        """Make the scaled linear matrix's gradient that of what the caller asks for, in place; exactly 0 at a zero."""
         if self._zeros is None:
             self._zeros = torch.empty_like(gradient, dtype=torch.bool)
-        if self._chain.log_params:
+        if self._chain.log_params or self._chain.by_log:
             torch.eq(gradient, 0, out=self._zeros)
             gradient.mul_(self(step)).masked_fill_(self._zeros, 0.0)  # what lies behind an end may be NaN
             return

@@ -154,7 +154,7 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
 def start_gradient(chain: Chain, source: Tensor) -> Tensor:
     """The gradient of `p0`, one per sequence (*lead, c), from d/dU_0, in float64; exactly 0 at an exact zero."""
     initial, log_top = chain.start()
-    if chain.log_params:
+    if chain.log_params or chain.by_log:
         return source.double() * initial
     return (source / log_top.exp()).masked_fill_(initial == 0, 0.0)
 

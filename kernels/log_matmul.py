@@ -58,25 +58,47 @@ def backward(
     return grad_a, grad_b
 
 
-def second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `sum(grad_a * along_a) + sum(grad_b * along_b)` with respect to the weight, `a` and `b`.
+def tangent(a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> Tensor:
+    """The derivative of c along tangents of `a` and `b`; 0 where c is -inf.
 
-    With the shares p_k = exp(a_ik + b_kj - c_ij) and u_k = along_a_ik + along_b_kj, the first is the mean `sum p_k
-    u_k`, the other two sum `weight p_k (u_k - mean)`.
+    With the shares p_k = exp(a_ik + b_kj - c_ij) it is the mean `sum p_k (along_a_ik + along_b_kj)`.
     """
     t = _shifted(a, b, torch.float32)
+    return _mean(t, a, b, along_a, along_b)
+
+
+def second(
+    weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor, along_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `sum(grad_a * along_a) + sum(grad_b * along_b)` with respect to the weight, `a` and `b`.
+
+    The first is `tangent`; the other two, the derivatives of `backward`, sum `weight p_k (u_k - mean)` with u_k =
+    along_a_ik + along_b_kj, and `along_weight p_k` where the weight has a tangent too.
+    """
+    t = _shifted(a, b, torch.float32)
+    mean = _mean(t, a, b, along_a, along_b)
     g, ua, ub = t.divide(weight), t.ea * along_a, t.eb * along_b
-    mean = t.divide(torch.bmm(ua, t.eb).add_(torch.bmm(t.ea, ub)))
     h = g * mean
+    if along_weight is not None:
+        h.sub_(t.divide(along_weight))
     grad_a = torch.bmm(g, ub.mT).sub_(torch.bmm(h, t.eb.mT)).mul_(t.ea).add_(torch.bmm(g, t.eb.mT).mul_(ua))
     grad_b = torch.bmm(ua.mT, g).sub_(torch.bmm(t.ea.mT, h)).mul_(t.eb).add_(torch.bmm(t.ea.mT, g).mul_(ub))
     for z, i, j in t.rescues:
         shares = torch.softmax(_pairs(a, b, z, i, j), -1)
-        u = (along_a[z, i] + along_b[z, :, j]).double()
-        means = (shares * u).sum(-1, keepdim=True)
-        mean[z, i, j] = means[:, 0].to(mean.dtype)
-        _scatter(shares.mul_(u.sub_(means)).mul_(weight[z, i, j, None]), grad_a, grad_b, z, i, j)
+        u = (along_a[z, i] + along_b[z, :, j]).double().sub_(mean[z, i, j, None])
+        some = u.mul_(weight[z, i, j, None])
+        if along_weight is not None:
+            some += along_weight[z, i, j, None]
+        _scatter(shares.mul_(some), grad_a, grad_b, z, i, j)
     return mean, grad_a, grad_b
+
+
+def _mean(t: "_Shifted", a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> Tensor:
+    mean = t.divide(torch.bmm(t.ea * along_a, t.eb).add_(torch.bmm(t.ea, t.eb * along_b)))
+    for z, i, j in t.rescues:
+        shares = torch.softmax(_pairs(a, b, z, i, j), -1)
+        mean[z, i, j] = shares.mul_(along_a[z, i] + along_b[z, :, j]).sum(-1).to(mean.dtype)
+    return mean
 
 
 Piece = tuple[Tensor, Tensor, Tensor]

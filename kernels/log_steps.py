@@ -29,6 +29,7 @@ class Rows:
         self.ends = None if chain.ends is None else chain.ends[sets][:, members].mT  # (g', 1, m')
         self.homogeneous = chain.bulk.shape[0] == 1
         self.v, self.zero, self.log_params = chain.v, chain.zero, chain.log_params
+        self._by_log = chain.log_params or chain.by_log
 
     def potentials(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """x of a block of steps less its maximum (k, g', c, m'), and the maximum (k, g', 1, m')."""
@@ -66,8 +67,8 @@ class Rows:
         return entries.double() if self.log_params else entries.double().log()
 
     def gradient(self, counts: Tensor, logs: Tensor) -> Tensor:
-        """The gradient of what the caller passed, from that of its logarithm; exactly 0 at an exact zero."""
-        gradient = counts if self.log_params else counts / logs.exp()
+        """The gradient of what the caller asks for, from that of its logarithm; exactly 0 at an exact zero."""
+        gradient = counts if self._by_log else counts / logs.exp()
         return gradient.masked_fill_(counts == 0, 0.0)
 
 

@@ -2,10 +2,21 @@
 
 from . import reference
 from ._rescues import Rescues, rescues
+from .marginals import Marginals, marginals
 from .matmul import matmul
 from .matrix_product import matrix_product
 from .prefix_products import prefix_products
 from .product import product
 
-__all__ = ["Rescues", "matmul", "matrix_product", "prefix_products", "product", "reference", "rescues"]
+__all__ = [
+    "Marginals",
+    "Rescues",
+    "marginals",
+    "matmul",
+    "matrix_product",
+    "prefix_products",
+    "product",
+    "reference",
+    "rescues",
+]
 __version__ = "0.1.0"

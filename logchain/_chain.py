@@ -1,46 +1,95 @@
-"""The log-partition of a chain as an operator of torch: what is kept for the backward pass, and what is recomputed.
+"""How the operators of a chain are each other's derivatives, and how they are mapped.
 
-Kept are the operands and one tensor of forward messages. The backward pass writes the gradients in the operands' own
-shapes. A second derivative is taken through `_twice`.
+    log-partition  --gradient-->  posteriors  --along tangents-->  covariances
+
+Kept for the backward pass are the operands and one tensor of forward messages. The gradients are written in the
+operands' own shapes. Covariances are exact too, and are not differentiated again.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _device
-from ._arguments import check_lengths
-from ._layout import Layout
-from ._operators import apply, operator, transform
-from ._rescues import report_chains
-from ._twice import differentiable_log_norm
-from .kernels.chain import Chain
+from . import _chain_operators as operators
+from ._batching import batch_axes, mapped_first, shape_of_one
+from ._batching import with_batch_first as with_batch_first
+from ._chain_operators import arithmetic_dtype as arithmetic_dtype
+from ._chain_operators import chain_of as chain_of
+from ._operators import apply, transform
 
-Needs = tuple[bool, bool, bool]
+
+class Kept(NamedTuple):
+    """The log-partition [*B] in float64, and what `kernels.sum_product` keeps: messages, scales, what was redone."""
+
+    log_norm: Tensor
+    messages: Tensor
+    scales: Tensor
+    redone: Tensor
 
 
 def log_norm(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
     """The log-partition [*B] in float64. Arguments have been checked."""
     keep = torch.is_grad_enabled() and any(operand.requires_grad for operand in (x, bulk, p0))
-    result: Tensor = apply(_LogNorm, _log_norm, x, bulk, p0, lengths, log_params, keep)[0]
-    return result
+    return forward(x, bulk, p0, lengths, log_params, keep).log_norm
+
+
+def forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool) -> Kept:
+    """The log-partition, and what its gradient needs."""
+    return Kept(*apply(_LogNorm, operators.log_norm, x, bulk, p0, lengths, log_params, keep))
+
+
+def gradient(
+    grad: Tensor,
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    kept: Kept,
+    log_params: bool,
+    by_log: bool,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `sum(grad * log_norm)`; an empty tensor for one that is not needed.
+
+    `by_log`: with respect to the logarithms of bulk and p0, though these be linear.
+    """
+    arguments = grad, x, bulk, p0, lengths, *kept, log_params, by_log, *needs
+    found: tuple[Tensor, Tensor, Tensor] = apply(_Gradient, operators.log_norm_backward, *arguments)
+    return found
+
+
+def along(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+    log_params: bool,
+    by_log: bool,
+) -> Tensor:
+    """The derivative of the log-partition along tangents of the operands [*B], in float64: a path's expected tangent.
+
+    `by_log`: the tangents are those of the logarithms of bulk and p0, though these be linear.
+    """
+    arguments = x, bulk, p0, lengths, *tangents, log_params, by_log
+    found: Tensor = apply(_Along, operators.log_norm_along, *arguments)
+    return found
 
 
 class _LogNorm(torch.autograd.Function):
-    """The log-partition, and what `kernels.sum_product` keeps: messages, scales, and what was redone."""
+    """x, bulk, p0, lengths, log_params, keep -> Kept."""
 
     @staticmethod
-    def forward(
-        x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
-    ) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _log_norm(x, bulk, p0, lengths, log_params, keep)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = operators.log_norm(*args)
         return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *operands, ctx.log_params, _ = inputs
         ctx.save_for_backward(*operands, *output)
+        ctx.save_for_forward(*operands)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
@@ -49,233 +98,169 @@ class _LogNorm(torch.autograd.Function):
         if grad is None:
             return (None,) * 6
         needs = ctx.needs_input_grad[:3]
-        found = _Gradient.apply(grad, *ctx.saved_tensors, ctx.log_params, *needs)  # type: ignore[no-untyped-call]
-        grads = (gradient if need else None for gradient, need in zip(found, needs, strict=True))
-        return (*grads, None, None, None)
+        found = _call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs)
+        return (*_if_needed(found, needs), None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+        found = _call(_Along, *ctx.saved_tensors[:4], *tangents[:3], ctx.log_params, False)
+        return found, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         operands = with_batch_first(info.batch_size, in_dims, *args[:4])
-        return _LogNorm.apply(*operands, *args[4:]), (0, None, None, None)  # type: ignore[no-untyped-call]
+        return _call(_LogNorm, *operands, *args[4:]), (0, None, None, None)
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradients of `sum(grad * log_norm)`; an empty tensor for one that is not needed."""
+    """grad, x, bulk, p0, lengths, *Kept, log_params, by_log, need_x, need_bulk, need_p0 -> gradients."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor] = _log_norm_backward(*args)
+        found: tuple[Tensor, Tensor, Tensor] = operators.log_norm_backward(*args)
         return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        grad, x, bulk, p0, lengths, *_, ctx.log_params, need_x, need_bulk, need_p0 = inputs
-        ctx.needs = need_x, need_bulk, need_p0
-        ctx.save_for_backward(grad, x, bulk, p0, lengths)
+        tensors, (ctx.log_params, ctx.by_log, *ctx.needs) = inputs[:9], inputs[9:]
+        ctx.save_for_backward(*tensors[:5])
+        ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad, x, bulk, p0, lengths = ctx.saved_tensors
-        found = _by_composition(grad, x, bulk, p0, lengths, ctx.log_params, ctx.needs, along)
-        return (*found, *(None,) * 9)
+        tangents = _if_needed(along, ctx.needs)
+        if all(tangent is None for tangent in tangents):
+            return (None,) * 14
+        found = _call(_Second, *ctx.saved_tensors, *tangents, ctx.log_params, ctx.by_log)
+        return (*_if_needed(found, ctx.needs_input_grad[:4]), *(None,) * 10)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        """Linear in `grad`; in the operands, their covariances, which are symmetric."""
+        grad, x, bulk, p0, lengths, *kept = ctx.saved_tensors
+        along_grad, along_x, along_bulk, along_p0 = tangents[:4]
+        wide = ctx.by_log and not ctx.log_params  # tangents are linear, but the gradients are not
+        if wide:
+            along_bulk, along_p0 = _quotient(along_bulk, bulk), _quotient(along_p0, p0)
+        found = _call(_Second, grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, ctx.log_params, ctx.by_log)
+        out = [found[1], found[2] * bulk, found[3] * p0] if wide else list(found[1:])
+        if along_grad is not None:
+            arguments = along_grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *ctx.needs
+            more = _call(_Gradient, *arguments)
+            out = [a + b if need else a for a, b, need in zip(out, more, ctx.needs, strict=True)]
+        return tuple(a if need else a.new_zeros(0) for a, need in zip(out, ctx.needs, strict=True))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Each example has gradients of its own, also of an operand that all share: so the messages are made again."""
-        grad, *_ = _aligned(info.batch_size, in_dims[:1], args[:1])
-        x, bulk, p0, lengths = with_batch_first(info.batch_size, in_dims[1:5], *args[1:5])
-        bulk, p0 = bulk.expand(info.batch_size, *bulk.shape[1:]), p0.expand(info.batch_size, *p0.shape[1:])
-        kept = _LogNorm.apply(x, bulk, p0, lengths, args[9], True)  # type: ignore[no-untyped-call]
-        needs = args[10:]
-        found = _Gradient.apply(grad, x, bulk, p0, lengths, *kept, *args[9:])  # type: ignore[no-untyped-call]
-        shapes = [
-            [size for axis, size in enumerate(operand.shape) if dim is None or axis != dim % operand.dim()]
-            for operand, dim in zip(args[1:4], in_dims[1:4], strict=True)
+        grad, *operands = _each(info.batch_size, in_dims, args[:5])
+        log_params, by_log, *needs = args[9:]
+        kept = _call(_LogNorm, *operands, log_params, True)
+        found = _call(_Gradient, grad, *operands, *kept, log_params, by_log, *needs)
+        own = _as_one(info.batch_size, found, in_dims[1:4], args[1:4], needs)
+        return own, (0, 0, 0)
+
+
+class _Along(torch.autograd.Function):
+    """x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> the log-partition's derivative."""
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        found: Tensor = operators.log_norm_along(*args)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.log_params, ctx.by_log = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bulk, p0, lengths, *tangents = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        first: tuple[Tensor | None, ...] = (None,) * 3
+        second: tuple[Tensor | None, ...] = (None,) * 4
+        if any(needs[:3]):
+            second = _call(_Second, grad, x, bulk, p0, lengths, *tangents, ctx.log_params, ctx.by_log)
+        if any(needs[4:7]):
+            kept = _call(_LogNorm, x, bulk, p0, lengths, ctx.log_params, True)
+            first = _call(_Gradient, grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *needs[4:7])
+        return (*_if_needed(second[1:], needs[:3]), None, *_if_needed(first, needs[4:7]), None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        size, axes = info.batch_size, batch_axes(args[0], in_dims[0])
+        operands = _each(size, (None, *in_dims), (None, *args[:4]))[1:]
+        tangents = [
+            mapped_first(size, axes, own, tangent, dim, expand=True)
+            for own, tangent, dim in zip((2, 3, 1), args[4:7], in_dims[4:7], strict=True)
         ]
-        own = [
-            gradient.reshape(info.batch_size, *shape) if need else gradient.expand(info.batch_size, 0)
-            for gradient, shape, need in zip(found, shapes, needs, strict=True)
-        ]
-        return (own[0], own[1], own[2]), (0, 0, 0)
+        return _call(_Along, *operands, *tangents, *args[7:]), 0
 
 
-def _forward(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if x.numel() == 0:
-        return _kept_shapes(x, bulk, p0, lengths, log_params, keep)
-    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    log_norm, messages, scales, redone = _device.chain_kernels(x).forward(chain, keep=keep, steps=x.shape[-2])
-    report_chains(redone)
-    return layout.batched(log_norm).contiguous(), messages, scales, redone
+class _Second(torch.autograd.Function):
+    """grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log
 
-
-def _kept_shapes(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log-partition [*B], messages (v, g, m, c), scales (v + 1, g, m, 1) and what was redone (g, m), unwritten.
-
-    Messages are made if they are to be kept; a GPU does without scales, and counts single sums that were redone.
+    -> gradients, with respect to grad, x, bulk and p0, of the products of `_Gradient` with the tangents.
     """
-    g, m = Layout.of(x, bulk).grid
-    v, c = x.shape[-2:]
-    dtype = arithmetic_dtype(x, bulk, p0)
-    return (
-        x.new_empty(x.shape[:-2], dtype=torch.float64),
-        x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype),
-        x.new_empty((0,) if _device.on_gpu(x) else (v + 1, g, m, 1), dtype=dtype),
-        x.new_empty((1,), dtype=torch.int64) if _device.on_gpu(x) else x.new_empty((g, m), dtype=torch.bool),
-    )
 
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = operators.log_norm_second(*args)
+        return found
 
-def _backward(
-    grad: Tensor,
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    log_norm: Tensor,
-    messages: Tensor,
-    scales: Tensor,
-    redone: Tensor,
-    log_params: bool,
-    *needs: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _gradient_shapes(grad, x, bulk, p0, lengths, log_norm, messages, scales, redone, log_params, *needs)
-    grad_x, grad_bulk, grad_p0 = grads
-    if x.numel() == 0:
-        return grad_x.zero_(), grad_bulk.zero_(), grad_p0.zero_()
-    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    x_view = bulk_view = None
-    if needs[0]:
-        x_view = layout.steps_first(grad_x)
-        x_view[chain.v :] = 0.0
-        x_view = x_view[: chain.v]
-    wide = grad_bulk if bulk.dtype == chain.dtype else torch.empty_like(grad_bulk, dtype=chain.dtype)
-    if needs[1]:
-        bulk_view = layout.matrices(wide)
-        bulk_view[chain.v - 1 :] = 0.0
-        bulk_view = bulk_view[: chain.v - 1]
-        bulk_view = bulk_view.view(len(bulk_view), chain.g, chain.c, chain.c)
-    start = _device.chain_kernels(x).backward(
-        chain,
-        layout.sequences(log_norm),
-        messages,
-        scales,
-        redone,
-        layout.sequences(grad),
-        x_view,
-        bulk_view,
-    )
-    if needs[1] and wide is not grad_bulk:
-        grad_bulk.copy_(wide)
-    if needs[2]:
-        grad_p0.copy_(layout.states(start).sum_to_size(p0.shape))
-    return grad_x, grad_bulk, grad_p0
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
 
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("logchain: expected at most two derivatives, got a third")
 
-def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, need_x, need_bulk, need_p0 = rest
-    return (
-        x.new_empty(x.shape if need_x else (0,)),
-        bulk.new_empty(bulk.shape if need_bulk else (0,)),
-        p0.new_empty(p0.shape if need_p0 else (0,)),
-    )
-
-
-def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
-    """float64 if an operand is, otherwise float32."""
-    dtype = torch.promote_types(torch.promote_types(x.dtype, bulk.dtype), p0.dtype)
-    return torch.promote_types(dtype, torch.float32)
-
-
-def chain_of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Layout, Chain]:
-    """The chain up to the longest length. On a GPU, where its value is not looked at, the whole one."""
-    layout = Layout.of(x, bulk)
-    ends, v = None, x.shape[-2]
-    if lengths is not None:
-        ends = layout.sequences(lengths)[..., None]
-        if not _device.on_gpu(x):
-            check_lengths(lengths, v)
-            v = int(lengths.max())
-    return layout, Chain(
-        layout.steps_first(x)[:v],
-        layout.matrices(bulk)[: v - 1],
-        layout.weights(p0),
-        ends,
-        log_params,
-        arithmetic_dtype(x, bulk, p0),
-    )
-
-
-def _by_composition(
-    grad: Tensor,
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    log_params: bool,
-    needs: Needs,
-    along: tuple[Tensor | None, ...],
-) -> list[Tensor | None]:
-    """The gradients, with respect to grad, x, bulk and p0, of the gradients' products with `along`."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # views: one tensor passed twice gets its gradients apart
-        grad, x, bulk, p0 = operands = [
-            operand.view_as(operand) if again and operand.requires_grad else operand.detach().requires_grad_()
-            for operand in (grad, x, bulk, p0)
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size, axes = info.batch_size, batch_axes(args[1], in_dims[1])
+        operands = _each(size, in_dims, args[:5])
+        tangents = [
+            mapped_first(size, axes, own, tangent, dim, expand=True)
+            for own, tangent, dim in zip((2, 3, 1), args[5:8], in_dims[5:8], strict=True)
         ]
-        result = differentiable_log_norm(x, bulk, p0, lengths, log_params)
-        wanted = [
-            (operand, tangent)
-            for operand, need, tangent in zip((x, bulk, p0), needs, along, strict=True)
-            if need and tangent is not None
-        ]
-        if not wanted:
-            return [None] * 4
-        first = torch.autograd.grad(
-            result, [operand for operand, _ in wanted], grad, create_graph=True, materialize_grads=True
-        )
-        second = torch.autograd.grad(
-            first, operands, [tangent for _, tangent in wanted], create_graph=again, allow_unused=True
-        )
-    return list(second)
+        along, *found = _call(_Second, *operands, *tangents, *args[8:])
+        own = _as_one(size, found, in_dims[1:4], args[1:4], [True] * 3)
+        return (along, *own), (0, 0, 0, 0)
 
 
-def with_batch_first(
-    size: int, in_dims: tuple[Any, ...], x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Operands of `size` chains at once: the mapped axis becomes the first batch axis."""
-    (x, lengths), axes = _aligned(size, (in_dims[0], in_dims[3]), (x, lengths)), x.dim() - (in_dims[0] is not None)
-    others = []
-    for operand, dim, own in ((bulk, in_dims[1], 3), (p0, in_dims[2], 1)):
-        moved = operand.unsqueeze(0) if dim is None else operand.movedim(dim, 0)
-        missing = axes - 2 - (moved.dim() - 1 - own)
-        others.append(moved[(slice(None), *(None,) * missing)])
-    assert x is not None
-    return x, others[0], others[1], lengths
-
-
-def _aligned(size: int, in_dims: tuple[Any, ...], tensors: tuple[Any, ...]) -> list[Any]:
-    """Each with the mapped axis first; what is not mapped is expanded, not copied."""
+def _each(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
+    """grad, x, bulk, p0 and lengths, each expanded to operands of its own for every example."""
+    axes = batch_axes(args[1], in_dims[1])
     return [
-        tensor if tensor is None else tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        for tensor, dim in zip(tensors, in_dims, strict=True)
+        mapped_first(size, axes, own, operand, dim, expand=True)
+        for own, operand, dim in zip((0, 2, 3, 1, 0), args, in_dims, strict=False)
     ]
 
 
-_OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths"
-_KEPT = "Tensor log_norm, Tensor messages, Tensor scales, Tensor redone"
-_log_norm = operator(
-    f"log_norm({_OPERANDS}, bool log_params, bool keep) -> (Tensor, Tensor, Tensor, Tensor)", _forward, _kept_shapes
-)
-_log_norm_backward = operator(
-    f"log_norm_backward(Tensor grad, {_OPERANDS}, {_KEPT}, bool log_params, bool need_x, bool need_bulk, bool need_p0)"
-    " -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _gradient_shapes,
-)
+def _as_one(size: int, found: Any, in_dims: tuple[Any, ...], operands: tuple[Any, ...], needs: Any) -> Any:
+    """Gradients of `_each` operand in the shape that one example of it has."""
+    return tuple(
+        gradient.reshape(size, *shape_of_one(operand, dim)) if need else gradient.expand(size, 0)
+        for gradient, operand, dim, need in zip(found, operands, in_dims, needs, strict=True)
+    )
+
+
+def _if_needed(found: Any, needs: Any) -> tuple[Any, ...]:
+    return tuple(value if need else None for value, need in zip(found, needs, strict=True))
+
+
+def _quotient(tangent: Tensor | None, value: Tensor) -> Tensor | None:
+    return None if tangent is None else torch.where(value == 0, 0.0, tangent / torch.where(value == 0, 1.0, value))
+
+
+def _call(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
 transform("log_norm", _LogNorm)
 transform("log_norm_backward", _Gradient)
+transform("log_norm_along", _Along)
+transform("log_norm_second", _Second)

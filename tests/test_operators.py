@@ -34,7 +34,7 @@ def test_opcheck_of_chains(name, chain, lengths, dtype):
     with torch.no_grad():
         kept = OPS.log_norm(x, bulk, p0, lengths, chain.log_params, True)
     grad = torch.randn_like(kept[0]).requires_grad_()
-    arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, True, True, True)
+    arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, True, True)
     # its derivative is taken by autograd itself, which a trace does not see: hence no AOT test
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(OPS.log_norm_backward.default, arguments, test_utils=checks)

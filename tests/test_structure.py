@@ -10,11 +10,14 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
     ["kernels", "_forum", "reference"],
-    ["_arguments", "_device", "_layout", "_measure", "_operators", "_paths", "_rescues", "_tree"],
+    ["_arguments", "_batching", "_device", "_layout", "_measure", "_operators", "_paths", "_rescues", "_tree"],
     ["_log_matmul"],
-    ["_twice"],
+    ["_chain_operators"],
     ["_chain", "_matrix_chain"],
-    ["matmul", "matrix_product", "prefix_products", "product"],
+    [
+        "entropy", "forward_backward", "kl_divergence", "log_prob", "marginals", "matmul", "matrix_product",
+        "prefix_products", "product", "sample", "topk_paths", "viterbi",
+    ],
     ["__init__", "_demo"],
     ["__main__"],
 ]

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from ..log_matmul import second, tangent
 from . import log_matmul, log_matmul_gradient
+
+__all__ = ["backward", "forward", "second", "tangent"]
 
 
 def forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,9 +62,11 @@ def backward(
     if grad_x is not None and flat_x is not None and flat_x.data_ptr() != grad_x.data_ptr():
         grad_x.copy_(flat_x.view(grad_x.shape))  # axes that do not fold into sets and members
     if grad_bulk is not None and r is not None:
-        transitions.gradient(messages, r, weight, bulk, grad_bulk, log_params=chain.log_params)
+        by_log = chain.by_log and not chain.log_params
+        bulk = bulk.to(chain.dtype).log() if by_log else bulk
+        transitions.gradient(messages, r, weight, bulk, grad_bulk, log_params=chain.log_params or by_log)
     grad_p0 = grad_start.double().view(*chain.lead, chain.c)
-    if chain.log_params:
+    if chain.log_params or chain.by_log:
         return grad_p0
     return (grad_p0 / chain.p0.double()).masked_fill_(chain.p0 == 0, 0.0)
 

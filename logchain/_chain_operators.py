@@ -1,0 +1,244 @@
+"""What the operators of a chain compute: the log-partition, its gradient, and the derivative of either along tangents.
+
+They know shapes, layouts and kernels, and nothing of autograd: how they are each other's derivatives is `_chain`'s
+business.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _device
+from ._arguments import check_lengths
+from ._layout import Layout
+from ._operators import operator
+from ._rescues import report_chains
+from .kernels import log_messages
+from .kernels.chain import Chain
+from .kernels.log_messages import Tangents
+
+
+def chain_of(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, *, by_log: bool = False
+) -> tuple[Layout, Chain]:
+    """The chain up to the longest length. On a GPU, where its value is not looked at, the whole one."""
+    layout = Layout.of(x, bulk)
+    ends, v = None, x.shape[-2]
+    if lengths is not None:
+        ends = layout.sequences(lengths)[..., None]
+        if not _device.on_gpu(x):
+            check_lengths(lengths, v)
+            v = int(lengths.max())
+    return layout, Chain(
+        layout.steps_first(x)[:v],
+        layout.matrices(bulk)[: v - 1],
+        layout.weights(p0),
+        ends,
+        log_params,
+        arithmetic_dtype(x, bulk, p0),
+        by_log,
+    )
+
+
+def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
+    """float64 if an operand is, otherwise float32."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, bulk.dtype), p0.dtype)
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _forward(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if x.numel() == 0:
+        return _kept_shapes(x, bulk, p0, lengths, log_params, keep)
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+    log_norm, messages, scales, redone = _device.chain_kernels(x).forward(chain, keep=keep, steps=x.shape[-2])
+    report_chains(redone)
+    return layout.batched(log_norm).contiguous(), messages, scales, redone
+
+
+def _kept_shapes(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The log-partition [*B], messages (v, g, m, c), scales (v + 1, g, m, 1) and what was redone (g, m), unwritten.
+
+    Messages are made if they are to be kept; a GPU does without scales, and counts single sums that were redone.
+    """
+    g, m = Layout.of(x, bulk).grid
+    v, c = x.shape[-2:]
+    dtype = arithmetic_dtype(x, bulk, p0)
+    return (
+        x.new_empty(x.shape[:-2], dtype=torch.float64),
+        x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype),
+        x.new_empty((0,) if _device.on_gpu(x) else (v + 1, g, m, 1), dtype=dtype),
+        x.new_empty((1,), dtype=torch.int64) if _device.on_gpu(x) else x.new_empty((g, m), dtype=torch.bool),
+    )
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    log_norm: Tensor,
+    messages: Tensor,
+    scales: Tensor,
+    redone: Tensor,
+    log_params: bool,
+    by_log: bool,
+    *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, grad_bulk, grad_p0 = _gradient_shapes(
+        grad, x, bulk, p0, lengths, log_norm, messages, scales, redone, log_params, by_log, *needs
+    )
+    if x.numel() == 0:
+        return grad_x.zero_(), grad_bulk.zero_(), grad_p0.zero_()
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params, by_log=by_log)
+    x_view = bulk_view = None
+    if needs[0]:
+        x_view = layout.steps_first(grad_x)
+        x_view[chain.v :] = 0.0
+        x_view = x_view[: chain.v]
+    wide = grad_bulk if bulk.dtype == chain.dtype else torch.empty_like(grad_bulk, dtype=chain.dtype)
+    if needs[1]:
+        bulk_view = layout.matrices(wide)
+        bulk_view[chain.v - 1 :] = 0.0
+        bulk_view = bulk_view[: chain.v - 1]
+        bulk_view = bulk_view.view(len(bulk_view), chain.g, chain.c, chain.c)
+    start = _device.chain_kernels(x).backward(
+        chain,
+        layout.sequences(log_norm),
+        messages,
+        scales,
+        redone,
+        layout.sequences(grad),
+        x_view,
+        bulk_view,
+    )
+    if needs[1] and wide is not grad_bulk:
+        grad_bulk.copy_(wide)
+    if needs[2]:
+        grad_p0.copy_(layout.states(start).sum_to_size(p0.shape))
+    return grad_x, grad_bulk, grad_p0
+
+
+def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, need_x, need_bulk, need_p0 = rest
+    return (
+        x.new_empty(x.shape if need_x else (0,)),
+        bulk.new_empty(bulk.shape if need_bulk else (0,)),
+        p0.new_empty(p0.shape if need_p0 else (0,)),
+    )
+
+
+def _along(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    along_x: Tensor | None,
+    along_bulk: Tensor | None,
+    along_p0: Tensor | None,
+    log_params: bool,
+    by_log: bool,
+) -> Tensor:
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[:-2], dtype=torch.float64)
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+    tangents = _tangents(layout, chain, along_x, along_bulk, along_p0, log_params or by_log)
+    return layout.batched(log_messages.tangent(chain, _device.log_matmul_kernels(x), tangents)).contiguous()
+
+
+def _along_shapes(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[:-2], dtype=torch.float64)
+
+
+def _second(
+    grad: Tensor,
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    along_x: Tensor | None,
+    along_bulk: Tensor | None,
+    along_p0: Tensor | None,
+    log_params: bool,
+    by_log: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out = torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(bulk), torch.zeros_like(p0)
+    out = tuple(value.contiguous() for value in out)  # type: ignore[assignment]
+    if x.numel() == 0:
+        return out
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+    tangents = _tangents(layout, chain, along_x, along_bulk, along_p0, log_params or by_log)
+    weight = layout.sequences(grad).double()
+    along, first, derived = log_messages.second(chain, _device.log_matmul_kernels(x), weight, tangents)
+    from_bulk, from_p0 = derived.bulk, derived.p0
+    if not log_params:
+        linear = chain.bulk.reshape(from_bulk.shape).double(), _own(chain, chain.p0)
+        for value, found, counts, tangent in zip(linear, derived[1:], first[1:], tangents[1:], strict=True):
+            if not by_log and tangent is not None:
+                found -= counts * tangent
+            found.div_(value).masked_fill_(value == 0, 0.0)
+    out[0].copy_(layout.batched(along))
+    layout.steps_first(out[1])[: chain.v] = derived.x.view(chain.v, *chain.lead, chain.c)
+    matrices = layout.matrices(out[2])[: chain.v - 1]
+    matrices.copy_(from_bulk.view(matrices.shape))
+    out[3].copy_(layout.states(from_p0.view(*chain.lead, chain.c)).sum_to_size(p0.shape))
+    return out
+
+
+def _second_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(operand.new_empty(operand.shape) for operand in (grad, x, bulk, p0))
+
+
+def _tangents(
+    layout: Layout, chain: Chain, x: Tensor | None, bulk: Tensor | None, p0: Tensor | None, by_log: bool
+) -> Tangents:
+    """Tangents of the logarithms; exactly 0 where a linear parameter is."""
+    shape = (len(chain.bulk), chain.g, chain.c, chain.c)
+    if x is not None:
+        x = layout.steps_first(x)[: chain.v].reshape(chain.v, chain.g, chain.m, chain.c).double()
+    if bulk is not None:
+        bulk = layout.matrices(bulk)[: chain.v - 1].reshape(shape).double()
+    if p0 is not None:
+        p0 = _own(chain, layout.weights(p0))
+    if not by_log:
+        if bulk is not None:
+            linear = chain.bulk.reshape(shape).double()
+            bulk = (bulk / linear).masked_fill_(linear == 0, 0.0)
+        if p0 is not None:
+            linear = _own(chain, chain.p0)
+            p0 = (p0 / linear).masked_fill_(linear == 0, 0.0)
+    return Tangents(x, bulk, p0)
+
+
+def _own(chain: Chain, p0: Tensor) -> Tensor:
+    """(*lead or ones, c) as (g, m, c) in float64."""
+    return p0.double().expand(*chain.lead, chain.c).reshape(chain.g, chain.m, chain.c)
+
+
+_OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths"
+_KEPT = "Tensor log_norm, Tensor messages, Tensor scales, Tensor redone"
+_ALONG = "Tensor? along_x, Tensor? along_bulk, Tensor? along_p0"
+
+log_norm = operator(
+    f"log_norm({_OPERANDS}, bool log_params, bool keep) -> (Tensor, Tensor, Tensor, Tensor)", _forward, _kept_shapes
+)
+log_norm_backward = operator(
+    f"log_norm_backward(Tensor grad, {_OPERANDS}, {_KEPT}, bool log_params, bool by_log,"
+    " bool need_x, bool need_bulk, bool need_p0) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _gradient_shapes,
+)
+log_norm_along = operator(
+    f"log_norm_along({_OPERANDS}, {_ALONG}, bool log_params, bool by_log) -> Tensor", _along, _along_shapes
+)
+log_norm_second = operator(
+    f"log_norm_second(Tensor grad, {_OPERANDS}, {_ALONG}, bool log_params, bool by_log)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _second,
+    _second_shapes,
+)

@@ -1,0 +1,83 @@
+"""Posterior probabilities of states and of transitions."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._arguments import Lengths, check_choice, check_question
+from ._chain import forward, gradient
+from ._chain_operators import arithmetic_dtype
+
+
+class Marginals(NamedTuple):
+    """State posteriors [*B, v, c], transition posteriors or None, and the log-partition [*B] in nats."""
+
+    states: Tensor
+    transitions: Tensor | None
+    log_norm: Tensor
+
+
+def marginals(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    *,
+    transitions: Literal["sum", "full"] | None = None,
+    log_params: bool = False,
+    lengths: Lengths | None = None,
+    validate: bool = False,
+) -> Marginals:
+    r"""`P(z_i = j)` and `P(z_{i-1} = k, z_i = j)` under the posterior over state paths `z`.
+
+    They are the gradients of `logchain.product` with respect to `x` and to `log bulk`.
+
+    Args:
+        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`,
+            `lengths` and `validate`.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        p0: initial weights `[*B or ones, c]`.
+        transitions: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over
+            all that `bulk` broadcasts (what expectation maximisation wants); "full" for `[*B, v-1, c, c]`.
+        log_params: `bulk` and `p0` are logarithms (nats).
+        lengths: how many variables each sequence has.
+        validate: also check the values.
+
+    Returns:
+        `Marginals(states [*B, v, c], transitions, log_norm [*B])` in float64 if an operand is, otherwise in float32. A
+        state's posteriors sum to 1 at each variable; all are exactly 0 behind a sequence's end and where it is
+        impossible. All can be differentiated, once: their gradients are the covariances of states and transitions.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, a length or a choice is out of range, or `validate` finds a value.
+
+    Cost: that of `product` forward and backward, `3 v c^2` multiply-adds a sequence, and `v c^2` more for "sum". Memory
+    beyond operands and results: the forward messages `[*B, v, c]`. "full" gives each sequence matrices of its own.
+
+    Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989). Definition:
+    `logchain.reference.marginals`.
+
+    >>> x = torch.zeros(3, 2)  # three variables, two states
+    >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for both steps
+    >>> found = marginals(x, bulk, torch.tensor([1.0, 1.0]), transitions="sum")
+    >>> found.states
+    tensor([[0.5000, 0.5000],
+            [0.5500, 0.4500],
+            [0.5850, 0.4150]])
+    >>> found.transitions
+    tensor([[[0.9450, 0.1050],
+             [0.1900, 0.7600]]])
+    """
+    ends = check_question(x, bulk, p0, log_params, lengths, validate)
+    check_choice("transitions", transitions, (None, "sum", "full"))
+    dtype = arithmetic_dtype(x, bulk, p0)
+    x, bulk, p0 = x.to(dtype), bulk.to(dtype), p0.to(dtype)
+    if transitions == "full":
+        *batch, v, c = x.shape
+        bulk = bulk.expand(*batch, v - 1, c, c)
+    kept = forward(x, bulk, p0, ends, log_params, True)
+    needs = True, transitions is not None, False
+    ones = torch.ones_like(kept.log_norm)
+    states, counts, _ = gradient(ones, x, bulk, p0, ends, kept, log_params, True, needs)
+    return Marginals(states, counts if transitions else None, kept.log_norm.to(dtype))
