@@ -2,7 +2,7 @@
 
     a_i = log sum_k exp(a_{i-1}(k) + log P_i(k, .)) + x_i        b_{i-1} = log sum_j exp(log P_i(., j) + x_i(j) + b_i(j))
 
-Forward messages `a` have their maximum taken out into an offset, so that posteriors are good however long the chain.
+Messages have their maximum taken out into an offset, so that posteriors are good however long the chain.
 The derivative of a step is an average over the states before it, by their posterior given the state after it. With
 tangents of the logarithms of all operands,
 
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from .chain import Chain
-from .exponentials import finite
 
 
 class Tangents(NamedTuple):
@@ -61,11 +60,13 @@ class Steps:
         self._shape = (chain.g, chain.m, chain.c)
         self._held: Tensor | None = None
 
-    def potential(self, step: int) -> Tensor:
-        """x_i (g, m, c), 0 behind the end."""
+    def potential(self, step: int) -> tuple[Tensor, Tensor]:
+        """x_i less its maximum (g, m, c), and that (g, m, 1); 0 behind the end."""
         x = self._chain.x[step].reshape(self._shape).double()
         alive = self.alive(step)
-        return x if alive is None else torch.where(alive, x, 0.0)
+        x = x if alive is None else torch.where(alive, x, 0.0)
+        top = _top(x)
+        return x - top, top
 
     def matrix(self, step: int) -> Tensor:
         """log P_i (g, c, c); anything without a NaN where all sequences of a set have ended."""
@@ -96,38 +97,68 @@ class Steps:
 
     def shares(self, message: Tensor) -> Tensor:
         """The posterior of the last state, 0 where nothing is possible."""
-        top = message.amax(-1, keepdim=True)
-        return torch.softmax(message - finite(top.clone()), -1).masked_fill(top == -math.inf, 0.0)
+        dead = (message == -math.inf).all(-1, keepdim=True)
+        return torch.softmax(message.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
 
 
-def forward(chain: Chain, matmul: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
-    """Messages (v, g, m, c) with maximum 0, what was taken out of them (v, g, m, 1), and the log-partition (g, m)."""
-    steps = Steps(chain)
-    messages, offsets = _new(chain, chain.c), _new(chain, 1)
-    message, offset = steps.start() + steps.potential(0), torch.zeros_like(offsets[0])
-    for step in range(chain.v):
-        if step:
-            after = matmul.forward(message, steps.matrix(step))[0] + steps.potential(step)
-            message = _where(steps.alive(step), after, message)
-        top = finite(message.amax(-1, keepdim=True))
-        message = torch.sub(message, top, out=messages[step])
-        offset = torch.add(offset, top, out=offsets[step])
-    return messages, offsets, torch.logsumexp(message, -1) + offset[..., 0]
+class Messages(NamedTuple):
+    """Messages (v, g, m, c) with maximum 0, and what was taken out of each (v, g, m, 1), to more than float64."""
+
+    relative: Tensor
+    offset: Tensor
+    rest: Tensor
+
+    @classmethod
+    def new(cls, chain: Chain) -> "Messages":
+        shape = chain.v, chain.g, chain.m
+        new = chain.x.new_empty
+        return cls(*(new((*shape, last), dtype=torch.float64) for last in (chain.c, 1, 1)))
+
+    def write(self, step: int, message: Tensor, *taken: Tensor, before: int | None) -> Tensor:
+        """Put a message there, whose offset is that of the step `before` and what was taken; return it."""
+        top = _top(message)
+        if before is None:
+            offset, rest = torch.zeros_like(top), torch.zeros_like(top)
+        else:
+            offset, rest = self.offset[before], self.rest[before]
+        for term in (*taken, top):
+            total = offset + term
+            back = total - offset
+            offset, rest = total, rest + ((offset - (total - back)) + (term - back))
+        self.offset[step], self.rest[step] = offset, rest
+        return torch.sub(message, top, out=self.relative[step])
+
+    def absolute(self) -> Tensor:
+        """Natural logarithms; overwrites the relative ones."""
+        return self.relative.add_(self.rest).add_(self.offset)
+
+    def log_norm(self) -> Tensor:
+        """The log-partition (g, m), of forward messages."""
+        return (torch.logsumexp(self.relative[-1], -1, keepdim=True) + self.rest[-1] + self.offset[-1])[..., 0]
 
 
-def backward(chain: Chain, matmul: ModuleType) -> tuple[Tensor, Tensor]:
-    """Messages (v, g, m, c) with maximum 0, and what was taken out of them (v, g, m, 1)."""
-    steps = Steps(chain)
-    messages, offsets = _new(chain, chain.c), _new(chain, 1)
-    messages[-1], offsets[-1] = 0.0, 0.0
+def forward(chain: Chain, matmul: ModuleType) -> Messages:
+    """The forward messages; those of a sequence that has ended stay."""
+    steps, messages = Steps(chain), Messages.new(chain)
+    x, shift = steps.potential(0)
+    message = messages.write(0, steps.start() + x, shift, before=None)
+    for step in range(1, chain.v):
+        x, shift = steps.potential(step)
+        after = matmul.forward(message, steps.matrix(step))[0] + x
+        message = messages.write(step, _where(steps.alive(step), after, message), shift, before=step - 1)
+    return messages
+
+
+def backward(chain: Chain, matmul: ModuleType) -> Messages:
+    """The backward messages; 0 from the last step of a sequence on."""
+    steps, messages = Steps(chain), Messages.new(chain)
+    message = messages.write(chain.v - 1, torch.zeros_like(messages.relative[-1]), before=None)
     for step in range(chain.v - 1, 0, -1):
-        ahead = messages[step] + steps.potential(step)
-        message = matmul.forward(ahead, steps.matrix(step).mT)[0]
-        message = _where(steps.alive(step), message, torch.zeros_like(message))
-        top = finite(message.amax(-1, keepdim=True))
-        torch.sub(message, top, out=messages[step - 1])
-        torch.add(offsets[step], top, out=offsets[step - 1])
-    return messages, offsets
+        x, shift = steps.potential(step)
+        before = matmul.forward(message + x, steps.matrix(step).mT)[0]
+        message = _where(steps.alive(step), before, torch.zeros_like(before))
+        message = messages.write(step - 1, message, shift, before=step)
+    return messages
 
 
 def backward_of_forward(
@@ -155,7 +186,7 @@ def backward_of_backward(chain: Chain, matmul: ModuleType, messages: Tensor, alo
     adjoint = torch.zeros_like(messages[0])
     for step in range(1, chain.v):
         adjoint = adjoint + torch.where(_there(steps, step - 1, messages[step - 1]), along[step - 1], 0.0)
-        ahead = messages[step] + steps.potential(step)
+        ahead = messages[step] + steps.potential(step)[0]
         after, counts = matmul.backward(_alive(steps, step, adjoint), ahead, steps.matrix(step).mT, True, True)
         into.bulk[steps.index(step)] += counts.mT
         adjoint = _alive(steps, step, after)
@@ -198,7 +229,7 @@ def second(chain: Chain, matmul: ModuleType, weight: Tensor, tangents: Tangents)
 def _tangent(chain: Chain, matmul: ModuleType, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor]:
     """Forward messages and their derivatives (v, g, m, c), and the log-partition's (g, m)."""
     steps = Steps(chain)
-    messages, _, _ = forward(chain, matmul)
+    messages = forward(chain, matmul).relative
     dots = torch.zeros_like(messages)
     if tangents.p0 is not None:
         dots[0] += tangents.p0
@@ -223,6 +254,12 @@ def _matrix_tangent(steps: Steps, step: int, tangents: Tangents, matrix: Tensor)
     return along if alive is None else torch.where(alive.any(1, keepdim=True), along, 0.0)
 
 
+def _top(message: Tensor) -> Tensor:
+    """The largest entry of each message (g, m, 1), 0 where there is none."""
+    top = message.amax(-1, keepdim=True)
+    return top.masked_fill_(top == -math.inf, 0.0)
+
+
 def _there(steps: Steps, step: int, message: Tensor) -> Tensor:
     alive = steps.alive(step)
     some = message != -math.inf
@@ -236,7 +273,3 @@ def _alive(steps: Steps, step: int, values: Tensor) -> Tensor:
 
 def _where(alive: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
     return new if alive is None else torch.where(alive, new, old)
-
-
-def _new(chain: Chain, last: int) -> Tensor:
-    return chain.x.new_empty((chain.v, chain.g, chain.m, last), dtype=torch.float64)

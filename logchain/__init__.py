@@ -2,6 +2,9 @@
 
 from . import reference
 from ._rescues import Rescues, rescues
+from .entropy import entropy
+from .forward_backward import Messages, forward_backward
+from .kl_divergence import kl_divergence
 from .marginals import Marginals, marginals
 from .matmul import matmul
 from .matrix_product import matrix_product
@@ -10,7 +13,11 @@ from .product import product
 
 __all__ = [
     "Marginals",
+    "Messages",
     "Rescues",
+    "entropy",
+    "forward_backward",
+    "kl_divergence",
     "marginals",
     "matmul",
     "matrix_product",

@@ -16,7 +16,7 @@ from ._operators import operator
 from ._rescues import report_chains
 from .kernels import log_messages
 from .kernels.chain import Chain
-from .kernels.log_messages import Tangents
+from .kernels.log_messages import Gradients, Tangents
 
 
 def chain_of(
@@ -167,27 +167,34 @@ def _second(
     log_params: bool,
     by_log: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out = torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(bulk), torch.zeros_like(p0)
-    out = tuple(value.contiguous() for value in out)  # type: ignore[assignment]
     if x.numel() == 0:
-        return out
+        return torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(bulk), torch.zeros_like(p0)
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     tangents = _tangents(layout, chain, along_x, along_bulk, along_p0, log_params or by_log)
     weight = layout.sequences(grad).double()
     along, first, derived = log_messages.second(chain, _device.log_matmul_kernels(x), weight, tangents)
-    from_bulk, from_p0 = derived.bulk, derived.p0
-    if not log_params:
-        linear = chain.bulk.reshape(from_bulk.shape).double(), _own(chain, chain.p0)
-        for value, found, counts, tangent in zip(linear, derived[1:], first[1:], tangents[1:], strict=True):
-            if not by_log and tangent is not None:
+    if not log_params and not by_log:  # the first derivative is that of the logarithm over the weight itself
+        for found, counts, tangent in zip(derived[1:], first[1:], tangents[1:], strict=True):
+            if tangent is not None:
                 found -= counts * tangent
-            found.div_(value).masked_fill_(value == 0, 0.0)
-    out[0].copy_(layout.batched(along))
-    layout.steps_first(out[1])[: chain.v] = derived.x.view(chain.v, *chain.lead, chain.c)
-    matrices = layout.matrices(out[2])[: chain.v - 1]
-    matrices.copy_(from_bulk.view(matrices.shape))
-    out[3].copy_(layout.states(from_p0.view(*chain.lead, chain.c)).sum_to_size(p0.shape))
-    return out
+    out = torch.empty_like(grad, memory_format=torch.contiguous_format).copy_(layout.batched(along))
+    return out, *gradients_of(layout, chain, derived, x, bulk, p0)
+
+
+def gradients_of(
+    layout: Layout, chain: Chain, found: Gradients, x: Tensor, bulk: Tensor, p0: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in the operands' own shapes, from those of logarithms, which are divided in place."""
+    if not chain.log_params:
+        linear = chain.bulk.reshape(found.bulk.shape).double(), _own(chain, chain.p0)
+        for value, gradient in zip(linear, found[1:], strict=True):
+            gradient.div_(value).masked_fill_(value == 0, 0.0)
+    out = tuple(torch.zeros_like(value, memory_format=torch.contiguous_format) for value in (x, bulk, p0))
+    layout.steps_first(out[0])[: chain.v] = found.x.view(chain.v, *chain.lead, chain.c)
+    matrices = layout.matrices(out[1])[: chain.v - 1]
+    matrices.copy_(found.bulk.view(matrices.shape))
+    out[2].copy_(layout.states(found.p0.view(*chain.lead, chain.c)).sum_to_size(p0.shape))
+    return out[0], out[1], out[2]
 
 
 def _second_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *_: Any) -> tuple[Tensor, ...]:

@@ -27,6 +27,13 @@ def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor
     return torch.where(lost, -torch.inf, torch.where(lost[..., None], 0.0, terms).sum(-1))
 
 
+def finite_log(value: Tensor, log_params: bool) -> Tensor:
+    """The logarithm of weights, or the weights that are logarithms, in float64 with 0 for -inf."""
+    zero = value == (-torch.inf if log_params else 0.0)
+    value = torch.where(zero, 0.0 if log_params else 1.0, value.double())
+    return value if log_params else value.log()
+
+
 def _look_up(operand: Tensor, *index: Tensor) -> Tensor:
     """Entries [*S, *B, k] of an operand [*B or ones, ...], whose last axes are indexed."""
     lead = operand.dim() - len(index)

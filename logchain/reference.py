@@ -29,6 +29,20 @@ class Marginals(NamedTuple):
     log_norm: Array
 
 
+class Path(NamedTuple):
+    """State paths [*B, v] and their log-weights [*B] in nats."""
+
+    states: NDArray[np.int64]
+    score: Array
+
+
+class Paths(NamedTuple):
+    """State paths [*B, k, v] and their log-weights [*B, k] in nats."""
+
+    states: NDArray[np.int64]
+    scores: Array
+
+
 def matmul(a: ArrayLike, b: ArrayLike) -> Array:
     """`log(exp(a) @ exp(b))`: [..., m, k] and [..., k, n] give [..., m, n].
 
@@ -122,6 +136,104 @@ def marginals(
     joint = forward[..., :-1, :, None] + log_bulk + ahead[..., None, :] - norm[..., None]
     transitions = np.where(inside[..., None], np.exp(joint), 0.0)
     return Marginals(np.exp(forward + backward - norm), transitions, log_norm)
+
+
+def viterbi(
+    x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
+) -> Path:
+    """The path of the largest weight; ties go to the lowest state, the last variable first. -1 for no state.
+
+    >>> path = viterbi(np.zeros((3, 2)), [[[0.9, 0.1], [0.2, 0.8]]], [0.4, 0.6])
+    >>> path.states, path.score.round(4)
+    (array([1, 1, 1]), np.float64(-0.9571))
+    """
+    x, log_bulk, log_p0, ends = _logs(x, bulk, p0, log_params, lengths)
+    c, message = x.shape[-1], log_p0 + x[..., 0, :]
+    before, states = np.zeros(x.shape, np.int64), np.full(x.shape[:-1], -1)
+    for i in range(1, x.shape[-2]):
+        terms, inside = message[..., :, None] + log_bulk[..., i - 1, :, :], (ends > i)[..., None]
+        before[..., i, :] = np.where(inside, terms.argmax(-2), np.arange(c))
+        message = np.where(inside, terms.max(-2) + np.where(inside, x[..., i, :], 0.0), message)
+    state, score = message.argmax(-1), message.max(-1)
+    for i in reversed(range(x.shape[-2])):
+        states[..., i] = np.where((ends > i) & (score > -np.inf), state, -1)
+        state = np.take_along_axis(before[..., i, :], state[..., None], -1)[..., 0]
+    return Path(states, score)
+
+
+def topk_paths(
+    x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, k: int, *, log_params: bool = False, lengths: ArrayLike | None = None
+) -> Paths:
+    """The k different paths of the largest weights, in falling order; -1 and -inf where there are no more.
+
+    >>> topk_paths(np.zeros((2, 2)), [[[0.9, 0.1], [0.2, 0.8]]], [0.4, 0.6], 2).states
+    array([[1, 1],
+           [0, 0]])
+    """
+    x, log_bulk, log_p0, ends = _logs(x, bulk, p0, log_params, lengths)
+    states, scores = np.full((*x.shape[:-2], k, x.shape[-2]), -1), np.full((*x.shape[:-2], k), -np.inf)
+    log_p0 = np.broadcast_to(log_p0, (*x.shape[:-2], x.shape[-1]))
+    log_bulk = np.broadcast_to(log_bulk, (*x.shape[:-2], *log_bulk.shape[-3:]))
+    for b in np.ndindex(*ends.shape):
+        # of each last state, its k best paths
+        best: list[list[tuple[float, tuple[int, ...]]]] = [[(w, (j,))] for j, w in enumerate(log_p0[b] + x[b][0])]
+        for i in range(1, int(ends[b])):
+            ways = [
+                [
+                    (w + step + x[b][i, j], (*path, j))
+                    for part, step in zip(best, log_bulk[b][i - 1, :, j], strict=True)
+                    for w, path in part
+                ]
+                for j in range(x.shape[-1])
+            ]
+            best = [sorted(way, key=lambda one: -one[0])[:k] for way in ways]
+        found = sorted((one for part in best for one in part if one[0] > -np.inf), key=lambda one: -one[0])[:k]
+        for rank, (scores[b][rank], path) in enumerate(found):
+            states[b][rank, : ends[b]] = path
+    return Paths(states, scores)
+
+
+def entropy(
+    x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
+) -> Array:
+    """`-sum p log p` over the posterior of state paths: the log-partition less a path's mean log-weight.
+
+    >>> float(entropy(np.zeros((3, 2)), np.full((1, 2, 2), 0.5), [1.0, 0.0]).round(4))
+    1.3863
+    """
+    found = marginals(x, bulk, p0, log_params=log_params, lengths=lengths)
+    mean = _mean_log_weight(found, *_logs(x, bulk, p0, log_params, lengths))
+    return np.where(found.log_norm == -np.inf, 0.0, found.log_norm - mean)
+
+
+def kl_divergence(
+    p: tuple[ArrayLike, ArrayLike, ArrayLike],
+    q: tuple[ArrayLike, ArrayLike, ArrayLike],
+    *,
+    log_params: bool = False,
+    lengths: ArrayLike | None = None,
+) -> Array:
+    """`sum p log(p / q)` over state paths, for the posteriors of two chains; +inf where `q` forbids what `p` does not.
+
+    >>> x, bulk = np.zeros((3, 2)), np.full((1, 2, 2), 0.5)
+    >>> float(kl_divergence((x, bulk, [0.5, 0.5]), (x, bulk, [0.75, 0.25])).round(4))
+    0.1438
+    """
+    found = marginals(*p, log_params=log_params, lengths=lengths)
+    means = [_mean_log_weight(found, *_logs(*chain, log_params, lengths)) for chain in (p, q)]
+    other = product(*q, log_params=log_params, lengths=lengths)
+    with np.errstate(invalid="ignore"):
+        divergence = means[0] - found.log_norm - np.where(means[1] == -np.inf, -np.inf, means[1] - other)
+    return np.where(found.log_norm == -np.inf, 0.0, divergence)
+
+
+def _mean_log_weight(found: Marginals, x: Array, log_bulk: Array, log_p0: Array, ends: NDArray[np.int64]) -> Array:
+    mean = np.zeros(ends.shape)
+    for posterior, weight in ((found.states, x), (found.transitions, log_bulk), (found.states[..., 0, :], log_p0)):
+        some = posterior > 0
+        terms = np.where(some, posterior, 0.0) * np.where(some, weight, 0.0)
+        mean += terms.reshape(*ends.shape, -1).sum(-1)
+    return mean
 
 
 def _logs(

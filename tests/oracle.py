@@ -28,12 +28,9 @@ def all_paths(x, bulk, p0, *, log_params=False, lengths=None) -> Truth:
 
 def paths(x, bulk, p0, *, log_params=False) -> dict[tuple[int, ...], Decimal]:
     """The weight of each of the `c**v` state paths of one sequence: x (v, c), bulk (v - 1 or 1, c, c), p0 (c)."""
-    x, bulk, p0 = (np.asarray(array, np.float64) for array in (x, bulk, p0))
-    v, c = x.shape
     with localcontext(DIGITS):
-        weights = _exp if log_params else np.vectorize(Decimal, otypes=[object])
-        bulk = np.broadcast_to(weights(bulk) if bulk.size else bulk, (v - 1, c, c))
-        p0, x, found = weights(p0), _exp(x), {}
+        x, bulk, p0 = _weights(x, bulk, p0, log_params)
+        (v, c), found = x.shape, {}
         for path in itertools.product(range(c), repeat=v):
             found[path] = p0[path[0]] * x[0, path[0]]
             for i in range(1, v):
@@ -55,6 +52,38 @@ def matmul(a, b) -> tuple[np.ndarray, np.ndarray]:
         return _log(sums), shares.astype(np.float64)
 
 
+def messages(x, bulk, p0, *, log_params=False) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward messages (v, c) of one sequence in nats."""
+    with localcontext(DIGITS):
+        forward, backward = _messages(*_weights(x, bulk, p0, log_params))
+        return _log(np.array(forward)), _log(np.array(backward))
+
+
+def entropy(x, bulk, p0, *, log_params=False) -> float:
+    """The entropy of the paths of one sequence in nats."""
+    with localcontext(DIGITS):
+        weights = _weights(x, bulk, p0, log_params)
+        total, states, transitions = _chain(*weights)
+        if not total:
+            return 0.0
+        found = total.ln()
+        for chances, weight in zip((states, transitions, states[0]), weights, strict=True):
+            found -= sum(
+                (chance / total * w.ln() for chance, w in zip(chances.flat, weight.flat, strict=True) if chance),
+                Decimal(0),
+            )
+        return float(found)
+
+
+def _weights(x, bulk, p0, log_params) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x (v, c), bulk (v - 1, c, c) and p0 (c) as decimals, of one sequence."""
+    x, bulk, p0 = (np.asarray(array, np.float64) for array in (x, bulk, p0))
+    v, c = x.shape
+    weights = _exp if log_params else np.vectorize(Decimal, otypes=[object])
+    bulk = np.broadcast_to(weights(bulk) if bulk.size else bulk, (v - 1, c, c))
+    return _exp(x), bulk, weights(p0)
+
+
 def _all_paths(x, bulk, p0):
     v, c = x.shape
     total, states, transitions = Decimal(0), _zeros(v, c), _zeros(v - 1, c, c)
@@ -73,16 +102,22 @@ def _all_paths(x, bulk, p0):
 def _chain(x, bulk, p0):
     v, c = x.shape
     states, transitions = _zeros(v, c), _zeros(v - 1, c, c)
-    forward, backward = [p0 * x[0]], [_zeros(c) + 1]
-    for i in range(1, v):
-        forward.append((forward[-1] @ bulk[i - 1]) * x[i])
-    for i in range(v - 1, 0, -1):
-        backward.insert(0, bulk[i - 1] @ (x[i] * backward[0]))
+    forward, backward = _messages(x, bulk, p0)
     for i in range(v):
         states[i] = forward[i] * backward[i]
     for i in range(v - 1):
         transitions[i] = forward[i][:, None] * bulk[i] * (x[i + 1] * backward[i + 1])[None, :]
     return forward[-1].sum(), states, transitions
+
+
+def _messages(x, bulk, p0):
+    v, c = x.shape
+    forward, backward = [p0 * x[0]], [_zeros(c) + 1]
+    for i in range(1, v):
+        forward.append((forward[-1] @ bulk[i - 1]) * x[i])
+    for i in range(v - 1, 0, -1):
+        backward.insert(0, bulk[i - 1] @ (x[i] * backward[0]))
+    return forward, backward
 
 
 def _each_sequence(one: Callable, x, bulk, p0, log_params, lengths) -> Truth:

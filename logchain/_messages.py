@@ -1,0 +1,144 @@
+"""Forward and backward messages as an operator of torch: natural logarithms, differentiable."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _device
+from ._batching import batch_axes, mapped_first, shape_of_one, with_batch_first
+from ._chain_operators import chain_of, gradients_of
+from ._layout import Layout
+from ._operators import apply, operator, transform
+from .kernels import log_messages
+from .kernels.chain import Chain
+
+
+def messages(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and backward messages [*B, v, c] and the log-partition [*B] in float64; -inf behind the end."""
+    found: tuple[Tensor, Tensor, Tensor] = apply(_Messages, _messages, x, bulk, p0, lengths, log_params)
+    return found
+
+
+class _Messages(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _messages(*args)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *operands, ctx.log_params = inputs
+        ctx.save_for_backward(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
+        found = _call(_Gradient, *along, *ctx.saved_tensors, ctx.log_params)
+        needs = ctx.needs_input_grad[:3]
+        return (*(g if need else None for g, need in zip(found, needs, strict=True)), None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+        operands = with_batch_first(info.batch_size, in_dims, *args[:4])
+        return _call(_Messages, *operands, args[4]), (0, 0, 0)
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _messages_backward(*args)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("logchain: expected at most one derivative of messages, got a second")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+        size, axes = info.batch_size, batch_axes(args[3], in_dims[3])
+        each = [
+            mapped_first(size, axes, own, value, dim, expand=True)
+            for own, value, dim in zip((2, 2, 0, 2, 3, 1, 0), args[:7], in_dims[:7], strict=True)
+        ]
+        found = _call(_Gradient, *each, args[7])
+        one = [shape_of_one(value, dim) for value, dim in zip(args[3:6], in_dims[3:6], strict=True)]
+        own = [gradient.reshape(size, *shape) for gradient, shape in zip(found, one, strict=True)]
+        return (own[0], own[1], own[2]), (0, 0, 0)
+
+
+def _call(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+def _forward(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    ahead, behind, norm = _shapes(x)
+    if x.numel() == 0:
+        return ahead, behind, norm
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+    matmul = _device.log_matmul_kernels(x)
+    forward = log_messages.forward(chain, matmul)
+    norm.copy_(layout.batched(forward.log_norm()))
+    _write(layout, chain, forward.absolute(), ahead)
+    _write(layout, chain, log_messages.backward(chain, matmul).absolute(), behind)
+    return ahead, behind, norm
+
+
+def _shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    messages = x.new_empty(x.shape, dtype=torch.float64)
+    return messages, torch.empty_like(messages), x.new_empty(x.shape[:-2], dtype=torch.float64)
+
+
+def _write(layout: Layout, chain: Chain, messages: Tensor, out: Tensor) -> None:
+    if chain.ended is not None:
+        messages.masked_fill_(chain.ended, -torch.inf)
+    view = layout.steps_first(out)
+    view[: chain.v] = messages.view(chain.v, *chain.lead, chain.c)
+    view[chain.v :] = -torch.inf
+
+
+def _backward(
+    along_forward: Tensor,
+    along_backward: Tensor,
+    along_norm: Tensor,
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    log_params: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.numel() == 0:
+        return torch.zeros_like(x), torch.zeros_like(bulk), torch.zeros_like(p0)
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+    matmul = _device.log_matmul_kernels(x)
+    shape = (chain.v, chain.g, chain.m, chain.c)
+    grads = log_messages.Gradients.zeros(chain)
+    along = [layout.steps_first(value)[: chain.v].reshape(shape) for value in (along_forward, along_backward)]
+    forward = log_messages.forward(chain, matmul).relative
+    log_messages.backward_of_forward(chain, matmul, forward, along[0], layout.sequences(along_norm), grads)
+    backward = log_messages.backward(chain, matmul).relative
+    log_messages.backward_of_backward(chain, matmul, backward, along[1], grads)
+    return gradients_of(layout, chain, grads, x, bulk, p0)
+
+
+def _gradient_shapes(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(operand.new_empty(operand.shape) for operand in args[3:6])
+
+
+_OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, bool log_params"
+_messages = operator(f"messages({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _forward, _shapes)
+_messages_backward = operator(
+    f"messages_backward(Tensor along_forward, Tensor along_backward, Tensor along_norm, {_OPERANDS})"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _gradient_shapes,
+)
+transform("messages", _Messages)
+transform("messages_backward", _Gradient)

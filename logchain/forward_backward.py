@@ -1,0 +1,78 @@
+"""The forward and backward messages of a chain."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ._arguments import Lengths, check_question
+from ._chain_operators import arithmetic_dtype
+from ._messages import messages
+
+
+class Messages(NamedTuple):
+    """Forward messages [*B, v, c], backward messages [*B, v, c] and the log-partition [*B], in nats."""
+
+    forward: Tensor
+    backward: Tensor
+    log_norm: Tensor
+
+
+def forward_backward(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    *,
+    log_params: bool = False,
+    lengths: Lengths | None = None,
+    validate: bool = False,
+) -> Messages:
+    r"""The log-weights of all paths up to a state, and of all paths on from it.
+
+        forward_0 = log p0 + x_0        forward_i(j) = log sum_k exp(forward_{i-1}(k) + log P_i(k, j)) + x_i(j)
+        backward_{v-1} = 0              backward_{i-1}(k) = log sum_j exp(log P_i(k, j) + x_i(j) + backward_i(j))
+
+    A forward message includes the potential of its own variable, a backward message does not: at each variable,
+    `logsumexp(forward + backward)` is the log-partition. For posterior probabilities use `logchain.marginals`, which is
+    faster, and does not lose digits where the log-partition is large.
+
+    Args:
+        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`,
+            `lengths` and `validate`.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        p0: initial weights `[*B or ones, c]`.
+        log_params: `bulk` and `p0` are logarithms (nats).
+        lengths: how many variables each sequence has.
+        validate: also check the values.
+
+    Returns:
+        `Messages(forward [*B, v, c], backward [*B, v, c], log_norm [*B])`, natural logarithms, in float64 if an operand
+        is and otherwise in float32; exactly -inf where no path is, and behind a sequence's end. All can be
+        differentiated, once; what is impossible has gradient 0.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
+
+    Cost: `2 v c^2` multiply-adds a sequence in float64, and as many exponentials as the operands have entries, in `2 v`
+    dependent steps. Each entry is exact, however far below the others. Memory: the messages, in float64.
+
+    Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989). Definition:
+    `logchain.reference.forward_backward`.
+
+    >>> import torch
+    >>> x = torch.zeros(3, 2)  # three variables, two states
+    >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for both steps
+    >>> found = forward_backward(x, bulk, torch.tensor([1.0, 1.0]))
+    >>> found.forward.exp()
+    tensor([[1.0000, 1.0000],
+            [1.1000, 0.9000],
+            [1.1700, 0.8300]])
+    >>> found.backward.exp(), found.log_norm
+    (tensor([[1.0000, 1.0000],
+            [1.0000, 1.0000],
+            [1.0000, 1.0000]]), tensor(0.6931))
+    """
+    ends = check_question(x, bulk, p0, log_params, lengths, validate)
+    dtype = arithmetic_dtype(x, bulk, p0)
+    forward, backward, log_norm = messages(x, bulk, p0, ends, log_params)
+    return Messages(forward.to(dtype), backward.to(dtype), log_norm.to(dtype))

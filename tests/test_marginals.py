@@ -1,0 +1,331 @@
+"""Posteriors, messages, entropy and divergence: against sums over all paths, the reference, and each sequence alone."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain import reference
+from tests import oracle
+from tests.contract import Truth, assert_values, poisoned_memory, rounding, sum_to, ulp
+from tests.families import FAMILIES, Chain, Draw, dense
+
+F32, F64 = torch.float32, torch.float64
+NAN, INF = float("nan"), float("inf")
+
+
+@functools.cache
+def drawn(name: str, dtype: torch.dtype, each: bool, log: bool) -> tuple[Chain, Truth]:
+    chain = FAMILIES[name](dtype, each=each)
+    chain = chain.logs() if log else chain
+    return chain, Truth(chain)
+
+
+def arrays(chain: Chain) -> list[np.ndarray]:
+    return [tensor.detach().double().numpy() for tensor in chain[:3]]
+
+
+def assert_posteriors(found: torch.Tensor, truth: np.ndarray, reach: np.ndarray, bound: np.ndarray) -> None:
+    """Within the bound, and exactly 0 where nothing can be."""
+    found = found.detach().double().numpy()
+    assert found.shape == truth.shape
+    assert (found[reach == 0] == 0).all(), "the impossible has a posterior"
+    error = np.abs(found - truth)
+    assert (error <= bound).all(), f"error {error.max():.3g}, {np.nanmax(error / bound):.3g} times the bound"
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_marginals_of_every_family(name, dtype, each, log):
+    chain, truth = drawn(name, dtype, each, log)
+    bound = truth.gradient_bound[..., None, None]
+    for transitions in (None, "sum", "full"):
+        found = logchain.marginals(*chain[:3], transitions=transitions, log_params=chain.log_params)
+        assert found.states.dtype == found.log_norm.dtype == dtype
+        assert_values(found.log_norm, truth.log_norm, truth.value_bound(dtype))
+        assert_posteriors(found.states, truth.states, truth.reach.states, bound)
+        if transitions is None:
+            assert found.transitions is None
+            continue
+        counts, reach = truth.transitions, truth.reach.transitions
+        allowed = np.broadcast_to(bound[..., None], counts.shape)
+        if transitions == "sum":
+            shape = tuple(chain.bulk.shape)
+            counts, reach, allowed = (sum_to(array, shape) for array in (counts, reach, allowed))
+        assert_posteriors(found.transitions, counts, reach, allowed)
+
+
+def sequences(chain: Chain):
+    """Each index of the batch, with its operands."""
+    x, bulk, p0 = arrays(chain)
+    batch = x.shape[:-2]
+    bulk, p0 = np.broadcast_to(bulk, (*batch, *bulk.shape[-3:])), np.broadcast_to(p0, (*batch, p0.shape[-1]))
+    for index in np.ndindex(batch):
+        yield index, (x[index], bulk[index], p0[index])
+
+
+# what has 301 states is too much for decimals
+@pytest.mark.parametrize(("dtype", "each"), [(F32, False), (F64, True)], ids=["float32 shared", "float64 each"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "c301"])
+def test_messages_and_entropy_of_every_family(name, dtype, each):
+    """Each entry of a message is a log-partition of its own: as exact as one, however far below the others."""
+    chain, _ = drawn(name, dtype, each, False)
+    options = {"log_params": chain.log_params}
+    found = logchain.forward_backward(*chain[:3], **options)
+    entropies = logchain.entropy(*chain[:3], **options)
+    assert {message.dtype for message in found} == {entropies.dtype} == {dtype}
+    v = chain.x.shape[-2]
+    for index, operands in sequences(chain):
+        for one, truth in zip(found, oracle.messages(*operands, **options), strict=False):
+            deep = truth.max(-1, keepdims=True) - np.where(np.isfinite(truth), truth, np.inf)
+            deep = max(0.0, np.where(np.isfinite(deep), deep, 0.0).max(initial=0.0))
+            assert_values(one[index], truth, ulp(truth, dtype) + 2.0**-49 * math.sqrt(v) + 2.0**-50 * deep)
+        truth, size = np.array(oracle.entropy(*operands, **options)), abs(float(found.log_norm[index]))
+        size = size if np.isfinite(size) else 0.0
+        assert_values(entropies[index], truth, ulp(truth, dtype) + 2.0**-49 * max(1.0, size))
+
+
+def small(seed: int, zeros: bool, v: int = 4, c: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(v, c, generator=generator, dtype=F64)
+    bulk = torch.rand(v - 1, c, c, generator=generator, dtype=F64)
+    p0 = torch.rand(c, generator=generator, dtype=F64)
+    if zeros:
+        bulk[torch.rand(bulk.shape, generator=generator, dtype=F64) < 0.4] = 0.0
+        x[1, 0], p0[2] = -INF, 0.0
+    return [x, bulk, p0]
+
+
+def probabilities(operands: list[torch.Tensor]) -> dict[tuple[int, ...], float]:
+    weights = oracle.paths(*(operand.numpy() for operand in operands))
+    total = sum(weights.values())
+    return {path: float(weight / total) if total else 0.0 for path, weight in weights.items()}
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros"])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_question_against_the_sum_over_all_paths(seed, zeros):
+    operands = small(seed, zeros)
+    chances = probabilities(operands)
+    states, pairs = np.zeros((4, 3)), np.zeros((3, 3, 3))
+    for path, chance in chances.items():
+        for i, state in enumerate(path):
+            states[i, state] += chance
+        for i in range(3):
+            pairs[i, path[i], path[i + 1]] += chance
+    found = logchain.marginals(*operands, transitions="full")
+    np.testing.assert_allclose(found.states, states, atol=1e-14)
+    np.testing.assert_allclose(found.transitions, pairs, atol=1e-14)
+    entropy = -sum(chance * np.log(chance) for chance in chances.values() if chance)
+    np.testing.assert_allclose(logchain.entropy(*operands), entropy, atol=1e-13)
+    other = [operand.roll(1, -1) for operand in small(seed + 10, False)]
+    chances_of_other = probabilities(other)
+    divergence = sum(chance * np.log(chance / chances_of_other[path]) for path, chance in chances.items() if chance)
+    np.testing.assert_allclose(logchain.kl_divergence(tuple(operands), tuple(other)), divergence, atol=1e-13)
+    messages = logchain.forward_backward(*operands)
+    joint = torch.logsumexp(messages.forward + messages.backward, -1)
+    torch.testing.assert_close(joint, messages.log_norm.expand(4), rtol=1e-14, atol=1e-14)
+
+
+def test_divergence_where_one_forbids_what_the_other_does():
+    p, q = small(0, False), small(1, True)
+    assert logchain.kl_divergence(tuple(p), tuple(q)) == INF
+    assert logchain.kl_divergence(tuple(q), tuple(p)) < INF
+    assert logchain.kl_divergence(tuple(q), tuple(q)).abs() < 1e-14
+    impossible = [torch.full_like(p[0], -INF), *p[1:]]
+    assert logchain.kl_divergence(tuple(impossible), tuple(p)) == 0
+    assert logchain.kl_divergence(tuple(p), tuple(impossible)) == INF
+    assert logchain.entropy(*impossible) == 0
+
+
+def test_divergence_of_every_family_from_a_dense_chain():
+    for name in FAMILIES:
+        chain = FAMILIES[name](F64)
+        options = {"log_params": chain.log_params}
+        sizes = dict(zip("ntvc", chain.x.shape, strict=True))
+        other = dense(F64, 5, **sizes)
+        other = other.logs() if chain.log_params else other
+        for p, q in ((chain, other), (other, chain)):
+            found = logchain.kl_divergence(p[:3], q[:3], **options).numpy()
+            expected = reference.kl_divergence(arrays(p), arrays(q), **options)
+            # the reference's own rounding: posteriors to |log Z| spacings, times potentials as large, at each step
+            size = max(float(tensor[tensor.isfinite()].abs().max()) for tensor in (chain.x, other.x))
+            truth = reference.product(*arrays(p), **options), reference.product(*arrays(q), **options)
+            size = max(1.0, size, *(np.abs(norm[np.isfinite(norm)]).max(initial=0.0) for norm in truth))
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-50 * size**2)
+
+
+QUESTIONS = {
+    "marginals": lambda *o, **k: logchain.marginals(*o, **k)[::2],
+    "sum": lambda *o, **k: logchain.marginals(*o, transitions="sum", **k),
+    "full": lambda *o, **k: logchain.marginals(*o, transitions="full", **k),
+    "messages": logchain.forward_backward,
+    "entropy": lambda *o, **k: (logchain.entropy(*o, **k),),
+    "divergence": lambda x, b, p, **k: (logchain.kl_divergence((x, b, p), (x.flip(-1) * 0.5, b.mT, p.flip(-1)), **k),),
+}
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_lengths_are_each_sequence_alone(name, each):
+    question, chain = QUESTIONS[name], dense(F64, each=each, v=6, c=4)
+    lengths = torch.tensor([[6, 1], [3, 5], [2, 6]])
+    x, bulk, p0 = chain[:3]
+    behind = torch.arange(6) >= lengths[..., None]
+    x = x.masked_fill(behind[..., None], NAN)
+    if each:
+        bulk = bulk.masked_fill(behind[:, :, 1:, None, None], NAN)
+    found = question(x, bulk, p0, lengths=lengths)
+    counts = torch.zeros_like(bulk)
+    for index in np.ndindex(3, 2):
+        end = int(lengths[index])
+        set_ = index if each else (0, 0)
+        alone = question(x[index][:end], bulk[set_][: end - 1], p0[set_])
+        for position, (one, many) in enumerate(zip(alone, found, strict=True)):
+            if name == "sum" and position == 1:
+                counts[set_][: end - 1] += one
+                continue
+            many = many[index]
+            if one.dim():
+                torch.testing.assert_close(many[: len(one)], one, rtol=1e-12, atol=1e-12)
+                rest = -INF if name == "messages" else 0.0
+                assert (many[len(one) :] == rest).all()
+            else:
+                torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+    if name == "sum":
+        torch.testing.assert_close(found[1], counts, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([2, 3])], ids=["all", "lengths"])
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_gradients(name, shared, log, lengths):
+    generator = torch.Generator().manual_seed(0)
+    lead = (1,) if shared else (2,)
+    x = torch.randn(2, 3, 2, generator=generator, dtype=F64, requires_grad=True)
+    bulk = 0.1 + torch.rand(*lead, 1 if shared else 2, 2, 2, generator=generator, dtype=F64)
+    p0 = 0.1 + torch.rand(*lead, 2, generator=generator, dtype=F64)
+    bulk, p0 = ((t.log() if log else t).requires_grad_() for t in (bulk, p0))
+
+    def function(*operands):
+        found = question(*operands, log_params=log, lengths=lengths)
+        return tuple(torch.where(t == -INF, 0.0, t) for t in found)
+
+    question = QUESTIONS[name]
+    assert torch.autograd.gradcheck(function, (x, bulk, p0))
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_gradients_beside_zeros(name):
+    """What is impossible has gradient 0, and none of its neighbours is disturbed."""
+    operands = [operand.requires_grad_() for operand in small(3, True)]
+    found = QUESTIONS[name](*operands)
+    if name == "divergence":
+        found = (logchain.kl_divergence(tuple(operands), tuple(small(5, False))),)
+    total = sum((torch.where(t == -INF, 0.0, t) * torch.randn_like(t)).sum() for t in found)
+    grads = torch.autograd.grad(total, operands)
+    for gradient, operand, zero in zip(grads, operands, (-INF, 0.0, 0.0), strict=True):
+        assert gradient.isfinite().all() and (gradient[operand == zero] == 0).all()
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_impossible_sequences_have_no_gradient(name):
+    chain = FAMILIES["dense"](F64, v=4, c=3)
+    x = chain.x.clone()
+    x[0, 0, 2] = -INF
+    x.requires_grad_()
+    found = QUESTIONS[name](x, chain.bulk, chain.p0)
+    sum(torch.where(t.isinf(), 0.0, t)[0, 0].sum() for t in found if t.dim() > 1 and t.shape[0] == 3).backward()
+    assert (x.grad == 0).all() if name != "messages" else x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_nan_stays_in_its_sequence(name):
+    chain = FAMILIES["dense"](F32, v=4, c=3)
+    x = chain.x.clone()
+    x[1, 0, 2, 1] = NAN
+    found, clean = QUESTIONS[name](x, *chain[1:3]), QUESTIONS[name](*chain[:3])
+    for one, other in zip(found, clean, strict=True):
+        if one is None or one.shape[0] != 3:
+            continue
+        assert one[1, 0].isnan().any()
+        rest = torch.ones(3, 2, dtype=torch.bool)
+        rest[1, 0] = False
+        torch.testing.assert_close(one[rest], other[rest])
+
+
+SHAPES = [(1, 3), (2, 1), (1, 1), (5, 17)]
+
+
+@pytest.mark.parametrize("batch", [(), (0,), (2, 3)], ids=str)
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_sizes_strides_and_dirty_memory(name, sizes, batch):
+    v, c = sizes
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(c, v, *batch, generator=generator, dtype=F64).movedim((0, 1), (-1, -2))
+    bulk = torch.rand(c, c, generator=generator, dtype=F64).mT.expand(v - 1, c, c)
+    p0 = torch.rand(c, generator=generator, dtype=F64)
+    expected = QUESTIONS[name](x.contiguous(), bulk.contiguous(), p0)
+    with poisoned_memory():
+        found = QUESTIONS[name](x, bulk, p0)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_half_types_are_computed_in_float32(name, dtype):
+    chain = dense(F32, v=5, c=4)
+    halves = [operand.to(dtype).requires_grad_() for operand in chain[:3]]
+    wide = [operand.detach().float().requires_grad_() for operand in halves]
+    found, expected = QUESTIONS[name](*halves), QUESTIONS[name](*wide)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == F32
+        torch.testing.assert_close(one, other)
+    sum(t.sum() for t in found).backward()
+    assert all(operand.grad.dtype == dtype for operand in halves)
+
+
+def test_posteriors_sum_to_one_however_large_the_partition():
+    draw = Draw(0, 1, 1, 2000, 8, False)
+    x = (250.0 + draw.x(3.0)).float()
+    found = logchain.marginals(x, draw.bulk().float(), draw.p0().float())
+    assert found.log_norm > 5e5 - 1e4
+    assert (found.states.sum(-1) - 1).abs().max() < 1e-5
+
+
+def test_wrong_arguments():
+    chain = dense(F32, v=3, c=2)
+    with pytest.raises(ValueError, match="transitions: expected None or 'sum' or 'full', got 'all'"):
+        logchain.marginals(*chain[:3], transitions="all")
+    with pytest.raises(TypeError, match="p: expected a tuple"):
+        logchain.kl_divergence(chain.x, chain[:3])
+    with pytest.raises(ValueError, match="q: expected x"):
+        logchain.kl_divergence(chain[:3], dense(F32, v=4, c=2)[:3])
+    for question in (logchain.forward_backward, logchain.entropy, logchain.marginals):
+        with pytest.raises(ValueError, match="bulk: expected shape"):
+            question(chain.x, chain.bulk[..., :1], chain.p0)
+        with pytest.raises(ValueError, match="x: expected no NaN"):
+            question(chain.x * NAN, chain.bulk, chain.p0, validate=True)
+
+
+def test_a_third_derivative_is_refused():
+    operands = [operand.requires_grad_() for operand in small(0, False)]
+    states = logchain.marginals(*operands).states
+    (first,) = torch.autograd.grad(states[0, 0], operands[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="expected at most two derivatives, got a third"):
+        first.sum().backward()
+
+
+def test_float64_is_good_to_its_own_rounding():
+    chain, truth = drawn("dense", F64, False, False)
+    assert rounding(F64) < 1e-8
+    found = logchain.marginals(*chain[:3])
+    assert np.abs(found.states.numpy() - truth.states).max() < 1e-13
