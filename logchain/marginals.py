@@ -1,6 +1,6 @@
 """Posterior probabilities of states and of transitions."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from ._arguments import Lengths, check_choice, check_question
 from ._chain import forward, gradient
 from ._chain_operators import arithmetic_dtype
+from ._packed import Packed
 
 
 class Marginals(NamedTuple):
@@ -26,6 +27,7 @@ def marginals(
     transitions: Literal["sum", "full"] | None = None,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
     validate: bool = False,
 ) -> Marginals:
     r"""`P(z_i = j)` and `P(z_{i-1} = k, z_i = j)` under the posterior over state paths `z`.
@@ -41,6 +43,8 @@ def marginals(
             all that `bulk` broadcasts (what expectation maximisation wants); "full" for `[*B, v-1, c, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: how many variables each sequence has.
+        cu_seqlens: sequences one behind the other, as in `logchain.product`: states are `[total, c]`, and transitions
+            those into each row, `[total, c, c]` ("full", or "sum" with matrices of their own; 0 into first rows).
         validate: also check the values.
 
     Returns:
@@ -69,8 +73,18 @@ def marginals(
     tensor([[[0.9450, 0.1050],
              [0.1900, 0.7600]]])
     """
-    ends = check_question(x, bulk, p0, log_params, lengths, validate)
     check_choice("transitions", transitions, (None, "sum", "full"))
+    if cu_seqlens is not None:
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        options: Any = {"transitions": transitions, "log_params": log_params, "validate": validate}
+        found = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
+        counted = None
+        if transitions is not None:
+            put_back = packed.counts if transitions == "sum" else packed.by_step
+            counted = put_back([part.transitions for part in found if part.transitions is not None])
+        states = packed.by_row([part.states for part in found])
+        return Marginals(states, counted, packed.by_sequence([part.log_norm for part in found]))
+    ends = check_question(x, bulk, p0, log_params, lengths, validate)
     dtype = arithmetic_dtype(x, bulk, p0)
     x, bulk, p0 = x.to(dtype), bulk.to(dtype), p0.to(dtype)
     if transitions == "full":

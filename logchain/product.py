@@ -1,12 +1,13 @@
 """The log-partition of a chain of non-negative matrices."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ._arguments import Lengths, check_choice, check_float_dtype, check_question
 from ._chain import log_norm
+from ._packed import Packed
 
 
 def product(
@@ -16,6 +17,7 @@ def product(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
     strategy: Literal["auto", "sequential"] = "auto",
     memory_budget: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -38,6 +40,9 @@ def product(
         lengths: integers from 1 to v, of the shape of the first axes of `B` (`[n]` or `[n, t]` for `B = [n, t]`), or
             one for all: how many variables each sequence has. What lies behind has no influence, not even NaN, and gets
             gradient 0.
+        cu_seqlens: rising integers `[n + 1]` from 0 to `total`, for sequences that lie one behind the other: sequence i
+            has the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
+            `[total, c, c]` with the matrix that leads into each row, `p0` is `[c]` or `[n, c]`, and the result `[n]`.
         strategy: "sequential" carries a vector through the chain; "auto" leaves the choice to the library.
         memory_budget: bytes that the kept messages may take. Not available yet.
         out_dtype: dtype of the result; by default float64 if an operand is float64, otherwise float32.
@@ -79,6 +84,10 @@ def product(
     check_float_dtype("out_dtype", out_dtype)
     if memory_budget is not None:
         raise NotImplementedError("memory_budget: checkpointed messages are not available yet, pass None")
+    if cu_seqlens is not None:
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        options: Any = {"log_params": log_params, "validate": validate, "out_dtype": out_dtype}
+        return packed.by_sequence([product(*piece[:3], lengths=piece.lengths, **options) for piece in packed])
     ends = check_question(x, bulk, p0, log_params, lengths, validate)
     if out_dtype is None:
         double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)

@@ -34,12 +34,20 @@ def test_opcheck_of_chains(name, chain, lengths, dtype):
     with torch.no_grad():
         kept = OPS.log_norm(x, bulk, p0, lengths, chain.log_params, True)
     grad = torch.randn_like(kept[0]).requires_grad_()
-    arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, True, True)
-    # its derivative is taken by autograd itself, which a trace does not see: hence no AOT test
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(OPS.log_norm_backward.default, arguments, test_utils=checks)
+    for by_log in (False, True):
+        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, by_log, True, True, True)
+        torch.library.opcheck(OPS.log_norm_backward.default, arguments)
+        along = [torch.randn_like(operand) for operand in (x, bulk, p0)]
+        arguments = (x, bulk, p0, lengths, *along, chain.log_params, by_log)
+        torch.library.opcheck(OPS.log_norm_along.default, arguments)
+        with torch.no_grad():
+            torch.library.opcheck(OPS.log_norm_second.default, (grad, *arguments))
+    torch.library.opcheck(OPS.messages.default, (x, bulk, p0, lengths, chain.log_params))
     with torch.no_grad():
-        arguments = (*arguments[:-3], True, False, False)
+        found = OPS.messages(x, bulk, p0, lengths, chain.log_params)
+        arguments = (*map(torch.ones_like, found), x, bulk, p0, lengths, chain.log_params)
+        torch.library.opcheck(OPS.messages_backward.default, arguments)
+        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False)
         assert [tuple(t.shape) for t in OPS.log_norm_backward(*arguments)] == [tuple(x.shape), (0,), (0,)]
 
 
@@ -122,6 +130,123 @@ def test_product_is_exported(name, chain, lengths):
     torch.testing.assert_close(program.module()(*chain[:3]), Product(chain, lengths)(*chain[:3]), rtol=0, atol=0)
 
 
+QUESTIONS = {
+    "marginals": lambda *o, **k: logchain.marginals(*o, transitions="sum", **k),
+    "pairs": lambda *o, **k: logchain.marginals(*o, transitions="full", **k)[1:],
+    "messages": logchain.forward_backward,
+    "entropy": lambda *o, **k: (logchain.entropy(*o, **k),),
+    "divergence": lambda x, b, p, **k: (logchain.kl_divergence((x, b, p), (x.flip(-1) * 0.5, b.mT, p.flip(-1)), **k),),
+    "log_prob": lambda x, b, p, **k: (logchain.log_prob(x, b, p, x.argmax(-1).detach(), **k),),
+    "score": lambda *o, **k: (logchain.viterbi(*o, **k).score,),
+}
+
+
+def total(found):
+    return sum((torch.where(t == -torch.inf, 0.0, t) * (1 + i)).cos().sum() for i, t in enumerate(found))
+
+
+@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_question_compiles_into_one_graph(question, name, chain, lengths):
+    torch._dynamo.reset()
+
+    def function(x, bulk, p0):
+        found = QUESTIONS[question](x + 1, bulk * 1.5, p0, log_params=chain.log_params, lengths=lengths)
+        return tuple(t * 2 for t in found)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (function, compiled):
+        operands = leaves(chain)
+        found = call(*operands)
+        results.append((*found, *torch.autograd.grad(total(found), operands)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_question_is_exported(question):
+    chain = CHAINS[0][1]
+
+    class Module(torch.nn.Module):
+        def forward(self, x, bulk, p0):
+            return tuple(QUESTIONS[question](x, bulk, p0))
+
+    program = torch.export.export(Module(), chain[:3])
+    assert any("logchain." in str(node.target) for node in program.graph.nodes)
+    for one, other in zip(program.module()(*chain[:3]), Module()(*chain[:3]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("in_dims", [(0, None, None), (0, 0, 0), (None, 0, None), (-3, 2, None)], ids=str)
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_vmap_of_every_question_is_a_loop(question, in_dims):
+    chain = FAMILIES["dense"](F64, v=4, c=3)
+    scale = torch.linspace(0.5, 2.0, 5, dtype=F64)
+    stacked = [
+        operand if dim is None else (operand[None] * scale.view(-1, *(1,) * operand.dim())).movedim(0, dim)
+        for operand, dim in zip(chain[:3], in_dims, strict=True)
+    ]
+
+    def gradients(*operands):
+        return torch.func.grad(lambda *o: total(QUESTIONS[question](*o)), argnums=(0, 1, 2))(*operands)
+
+    for function in (QUESTIONS[question], gradients):
+        found = torch.vmap(function, in_dims=in_dims)(*stacked)
+        rows = [
+            function(*(t if dim is None else t.select(dim, i) for t, dim in zip(stacked, in_dims, strict=True)))
+            for i in range(5)
+        ]
+        for one, many in zip(zip(*rows, strict=True), found, strict=True):
+            torch.testing.assert_close(many, torch.stack(one))
+
+
+@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS[:-1], ids=IDS[:-1])
+def test_hessians(name, chain, lengths):
+    """Forward over reverse, reverse over reverse and reverse over forward are what autograd finds."""
+
+    def function(x, bulk, p0):
+        return logchain.product(x, bulk, p0, log_params=chain.log_params, lengths=lengths).sum()
+
+    expected = torch.autograd.functional.hessian(function, chain[:3])
+    everything = (0, 1, 2)
+    jacfwd, jacrev = torch.func.jacfwd, torch.func.jacrev
+    for first, second in ((jacrev, jacfwd), (jacrev, jacrev), (jacfwd, jacrev)):
+        found = second(first(function, argnums=everything), argnums=everything)(*chain[:3])
+        for row, expected_row in zip(found, expected, strict=True):
+            for one, other in zip(row, expected_row, strict=True):
+                torch.testing.assert_close(one, other)
+    found = torch.func.hessian(function, argnums=everything)(*chain[:3])
+    torch.testing.assert_close(found[0][1], expected[0][1])
+
+
+def test_jacobians_of_each_sequence():
+    chain = FAMILIES["dense"](F64, v=4, c=3)
+    for argument in range(3):
+        rows = torch.func.jacrev(logchain.product, argnums=argument)(*chain[:3])
+        columns = torch.func.jacfwd(logchain.product, argnums=argument)(*chain[:3])
+        torch.testing.assert_close(rows, columns)
+        tangents = [torch.randn_like(operand) for operand in chain[:3]]
+        with torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(*pair) for pair in zip(chain[:3], tangents, strict=True)]
+            along = torch.autograd.forward_ad.unpack_dual(logchain.product(*duals)).tangent
+        torch.testing.assert_close(along, torch.func.jvp(logchain.product, chain[:3], tuple(tangents))[1])
+
+
+@pytest.mark.parametrize("transitions", ["sum", "full"])
+def test_marginals_by_forward_mode(transitions):
+    chain = FAMILIES["sparse"](F64, v=4, c=3)
+
+    def function(*operands):
+        return logchain.marginals(*operands, transitions=transitions)[:2]
+
+    for argument in range(3):
+        rows = torch.func.jacrev(function, argnums=argument)(*chain[:3])
+        columns = torch.func.jacfwd(function, argnums=argument)(*chain[:3])
+        for one, other in zip(rows, columns, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 IN_DIMS = [(0, None, None), (0, 0, 0), (None, 0, None), (None, None, 0), (1, None, 1), (-3, 2, None)]
 
 
@@ -188,6 +313,11 @@ def test_autocast_changes_nothing():
         found = with_gradients(logchain.product, chain)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == F32 and torch.equal(one, other)
+    for question in QUESTIONS.values():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = question(*chain[:3])
+        for one, other in zip(found, question(*chain[:3]), strict=True):
+            assert one.dtype == F32 and torch.equal(one, other)
     a = torch.randn(4, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = logchain.matmul(a, a.T)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
     ["kernels", "_forum", "reference"],
-    ["_arguments", "_batching", "_device", "_layout", "_measure", "_operators", "_paths", "_rescues", "_tree"],
+    ["_arguments", "_batching", "_device", "_layout", "_measure", "_operators", "_packed", "_paths", "_rescues", "_tree"],
     ["_log_matmul"],
     ["_chain_operators"],
     ["_chain", "_matrix_chain", "_messages"],

@@ -1,0 +1,107 @@
+"""Sequences one behind the other give what each gives alone, in values and gradients."""
+
+import pytest
+import torch
+
+import logchain
+
+F64 = torch.float64
+LENGTHS = [3, 1, 9, 4, 4, 30, 2, 1]
+
+
+def packed(shared: bool, dtype=F64):
+    generator = torch.Generator().manual_seed(0)
+    total, n, c = sum(LENGTHS), len(LENGTHS), 4
+    x = torch.randn(total, c, generator=generator, dtype=dtype)
+    bulk = torch.rand(1 if shared else total, c, c, generator=generator, dtype=dtype)
+    p0 = torch.rand(*(() if shared else (n,)), c, generator=generator, dtype=dtype)
+    cu_seqlens = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return [operand.requires_grad_() for operand in (x, bulk, p0)], cu_seqlens
+
+
+def alone(operands, cu_seqlens, shared):
+    """The operands of each sequence."""
+    x, bulk, p0 = operands
+    for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
+        yield x[start:end], bulk if shared else bulk[start + 1 : end], p0 if shared else p0[i]
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+def test_product(shared, log):
+    operands, cu_seqlens = packed(shared)
+    found = logchain.product(*operands, cu_seqlens=cu_seqlens, log_params=log)
+    expected = torch.stack([logchain.product(*one, log_params=log) for one in alone(operands, cu_seqlens, shared)])
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    grads = [torch.autograd.grad(value.cos().sum(), operands) for value in (found, expected)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("transitions", [None, "sum", "full"])
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+def test_marginals(shared, transitions):
+    operands, cu_seqlens = packed(shared)
+    found = logchain.marginals(*operands, cu_seqlens=cu_seqlens, transitions=transitions)
+    parts = [logchain.marginals(*one, transitions=transitions) for one in alone(operands, cu_seqlens, shared)]
+    torch.testing.assert_close(found.states, torch.cat([part.states for part in parts]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.log_norm, torch.stack([part.log_norm for part in parts]))
+    if transitions is None:
+        assert found.transitions is None
+        return
+    if transitions == "sum" and shared:
+        expected = sum(part.transitions for part in parts)
+    else:
+        none = torch.zeros(1, 4, 4, dtype=F64)
+        expected = torch.cat([torch.cat([none, part.transitions]) for part in parts])
+    torch.testing.assert_close(found.transitions, expected, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(value.cos().sum(), operands) for value in (found.transitions, expected)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+def test_viterbi(shared):
+    operands, cu_seqlens = packed(shared)
+    found = logchain.viterbi(*operands, cu_seqlens=cu_seqlens)
+    parts = [logchain.viterbi(*one) for one in alone(operands, cu_seqlens, shared)]
+    assert torch.equal(found.states, torch.cat([part.states for part in parts]))
+    torch.testing.assert_close(found.score, torch.stack([part.score for part in parts]))
+
+
+def test_one_sequence_does_not_reach_another():
+    operands, cu_seqlens = packed(True)
+    x = operands[0].detach().clone()
+    x[5] = float("nan")  # in the third sequence
+    found = logchain.product(x, *operands[1:], cu_seqlens=cu_seqlens)
+    assert found.isnan().tolist() == [i == 2 for i in range(len(LENGTHS))]
+
+
+def test_padding_is_bounded():
+    from logchain._packed import Packed
+
+    operands, cu_seqlens = packed(True)
+    pieces = list(Packed(*operands, cu_seqlens, None))
+    assert sum(len(piece.lengths) for piece in pieces) == len(LENGTHS)
+    assert sum(piece.x.shape[0] * piece.x.shape[1] for piece in pieces) <= 1.25 * sum(LENGTHS)
+
+
+def test_wrong_arguments():
+    (x, bulk, p0), cu_seqlens = packed(True)
+    for function in (logchain.product, logchain.marginals, logchain.viterbi):
+        with pytest.raises(ValueError, match="cu_seqlens: expected rising integers from 0 to 54"):
+            function(x, bulk, p0, cu_seqlens=cu_seqlens[:-1])
+        with pytest.raises(ValueError, match="cu_seqlens: expected rising integers"):
+            function(x, bulk, p0, cu_seqlens=torch.tensor([0, 3, 3, 54]))
+        with pytest.raises(TypeError, match="cu_seqlens: expected int32 or int64, got float32"):
+            function(x, bulk, p0, cu_seqlens=cu_seqlens.float())
+        with pytest.raises(TypeError, match="cu_seqlens: expected a torch.Tensor, got list"):
+            function(x, bulk, p0, cu_seqlens=cu_seqlens.tolist())
+        with pytest.raises(ValueError, match="lengths: expected None beside cu_seqlens"):
+            function(x, bulk, p0, cu_seqlens=cu_seqlens, lengths=3)
+        with pytest.raises(ValueError, match=r"x: expected shape \[total, c\]"):
+            function(x[None], bulk, p0, cu_seqlens=cu_seqlens)
+        with pytest.raises(ValueError, match=r"bulk: expected shape \[1 or 54, 4, 4\]"):
+            function(x, bulk[:, :2], p0, cu_seqlens=cu_seqlens)
+        with pytest.raises(ValueError, match=r"p0: expected shape \[4\] or \[8, 4\]"):
+            function(x, bulk, p0[:2], cu_seqlens=cu_seqlens)
