@@ -200,9 +200,9 @@ class _Along(torch.autograd.Function):
 
 
 class _Second(torch.autograd.Function):
-    """grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log
+    """The gradients, with respect to grad, x, bulk and p0, of the products of `_Gradient` with tangents.
 
-    -> gradients, with respect to grad, x, bulk and p0, of the products of `_Gradient` with the tangents.
+    grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> gradients.
     """
 
     @staticmethod

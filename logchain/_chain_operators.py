@@ -41,6 +41,13 @@ def chain_of(
     )
 
 
+def marked(chain: Chain, found: Tensor) -> Tensor:
+    """What was found for sequences (..., g, m, k), in place, with NaN where a length that nobody looked at is wrong."""
+    if chain.ends is None:
+        return found
+    return found.masked_fill_((chain.ends < 1) | (chain.ends > chain.v), torch.nan)
+
+
 def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
     """float64 if an operand is, otherwise float32."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, bulk.dtype), p0.dtype)
@@ -148,7 +155,8 @@ def _along(
         return x.new_zeros(x.shape[:-2], dtype=torch.float64)
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     tangents = _tangents(layout, chain, along_x, along_bulk, along_p0, log_params or by_log)
-    return layout.batched(log_messages.tangent(chain, _device.log_matmul_kernels(x), tangents)).contiguous()
+    found = log_messages.tangent(chain, _device.log_matmul_kernels(x), tangents)
+    return layout.batched(marked(chain, found[..., None])[..., 0]).contiguous()
 
 
 def _along_shapes(x: Tensor, *_: Any) -> Tensor:

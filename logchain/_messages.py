@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _device
 from ._batching import batch_axes, mapped_first, shape_of_one, with_batch_first
-from ._chain_operators import chain_of, gradients_of
+from ._chain_operators import chain_of, gradients_of, marked
 from ._layout import Layout
 from ._operators import apply, operator, transform
 from .kernels import log_messages
@@ -85,7 +85,7 @@ def _forward(
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     matmul = _device.log_matmul_kernels(x)
     forward = log_messages.forward(chain, matmul)
-    norm.copy_(layout.batched(forward.log_norm()))
+    norm.copy_(layout.batched(marked(chain, forward.log_norm()[..., None])[..., 0]))
     _write(layout, chain, forward.absolute(), ahead)
     _write(layout, chain, log_messages.backward(chain, matmul).absolute(), behind)
     return ahead, behind, norm
@@ -98,7 +98,7 @@ def _shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _write(layout: Layout, chain: Chain, messages: Tensor, out: Tensor) -> None:
     if chain.ended is not None:
-        messages.masked_fill_(chain.ended, -torch.inf)
+        marked(chain, messages.masked_fill_(chain.ended, -torch.inf))
     view = layout.steps_first(out)
     view[: chain.v] = messages.view(chain.v, *chain.lead, chain.c)
     view[chain.v :] = -torch.inf

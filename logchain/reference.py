@@ -138,6 +138,35 @@ def marginals(
     return Marginals(np.exp(forward + backward - norm), transitions, log_norm)
 
 
+def log_prob(
+    x: ArrayLike,
+    bulk: ArrayLike,
+    p0: ArrayLike,
+    states: ArrayLike,
+    *,
+    log_params: bool = False,
+    lengths: ArrayLike | None = None,
+) -> Array:
+    """The log posterior probability [*S, *B] of paths [*S, *B, v]; -1 for no state.
+
+    >>> log_prob(np.zeros((2, 2)), [[[1.0, 0.0], [0.0, 1.0]]], [0.25, 0.75], [[1, 1], [0, 1]])
+    array([-0.28768207,        -inf])
+    """
+    log_norm = product(x, bulk, p0, log_params=log_params, lengths=lengths)
+    x, log_bulk, log_p0, ends = _logs(x, bulk, p0, log_params, lengths)
+    states = np.asarray(states)
+    found = np.full(states.shape[:-1], -np.inf)
+    log_p0 = np.broadcast_to(log_p0, (*ends.shape, x.shape[-1]))
+    log_bulk = np.broadcast_to(log_bulk, (*ends.shape, *log_bulk.shape[-3:]))
+    for index in np.ndindex(*found.shape):
+        b = index[states.ndim - x.ndim + 1 :]
+        path, steps = states[index][: ends[b]], np.arange(ends[b])
+        if path.min() >= 0:
+            weight = log_p0[b][path[0]] + x[b][steps, path].sum() + log_bulk[b][steps[:-1], path[:-1], path[1:]].sum()
+            found[index] = weight if weight == -np.inf else weight - log_norm[b]
+    return found
+
+
 def viterbi(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
 ) -> Path:

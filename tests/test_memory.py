@@ -30,6 +30,18 @@ def test_a_slice_of_messages_is_all_that_is_kept_without_gradients():
     assert peak_bytes(lambda: _demo.forward(chain)) <= message_bytes(chain.x) / 2
 
 
+@pytest.mark.parametrize("transitions", [None, "sum"])
+def test_posteriors_and_expected_counts_take_two_messages(transitions):
+    """The results, the messages, and counts in the shape of `bulk`: no matrix for each sequence."""
+    chain = _demo.dense_chain(100, 400, 64)
+    counts = chain.bulk.numel() * 4 if transitions else 0
+
+    def question():
+        return [value for value in logchain.marginals(*chain, transitions=transitions) if value is not None]
+
+    assert peak_bytes(question) <= 2 * message_bytes(chain.x) + counts + SLACK
+
+
 @pytest.mark.parametrize("name", ["left_to_right", "banded", "peaked", "sparse"])
 def test_hard_chains_take_two_messages(name):
     chain = FAMILIES[name](dtype=torch.float32, n=64, t=1, v=100, c=100)

@@ -1,0 +1,77 @@
+"""Every question of a chain on the Triton kernels: on a device, or in the interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain import _device
+from tests.contract import Truth, assert_values
+from tests.families import FAMILIES, dense
+
+F32, F64 = torch.float32, torch.float64
+
+
+@pytest.fixture
+def kernels(device, monkeypatch) -> str:
+    """The device whose tensors the Triton kernels compute for."""
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    return device
+
+
+def on(device, chain):
+    return [tensor.to(device) for tensor in chain[:3]]
+
+
+@pytest.mark.parametrize("transitions", ["sum", "full"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", ["dense", "left_to_right", "detour", "one_dead", "tiny_transitions"])
+def test_marginals(name, each, transitions, kernels):
+    chain = FAMILIES[name](F32, each=each, n=2, t=1, v=6)
+    truth = Truth(chain)
+    bound = truth.gradient_bound[..., None, None]
+    found = logchain.marginals(*on(kernels, chain), transitions=transitions, log_params=chain.log_params)
+    assert_values(found.log_norm, truth.log_norm, truth.value_bound())
+    assert (np.abs(found.states.double().cpu().numpy() - truth.states) <= bound).all()
+    counts = truth.transitions
+    if transitions == "sum" and not each:
+        counts, bound = counts.sum((0, 1), keepdims=True), bound.sum((0, 1), keepdims=True)
+    assert (np.abs(found.transitions.double().cpu().numpy() - counts) <= bound[..., None]).all()
+
+
+def test_counts_of_the_smallest_weights(kernels):
+    """The gradient of such a weight would overflow; its logarithm's does not."""
+    chain = dense(F32, n=2, t=1, v=4, c=3)
+    bulk = chain.bulk * 1e-38
+    found = logchain.marginals(*on(kernels, (chain.x, bulk, chain.p0)), transitions="sum")
+    torch.testing.assert_close(found.transitions.sum((-1, -2)).cpu(), torch.full((1, 1, 3), 2.0))
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("dense", [4, 1]), ("detour", None)])
+def test_messages_entropy_and_covariances_are_those_of_the_cpu(name, lengths, device, monkeypatch):
+    chain = FAMILIES[name](F32, v=4, n=2, t=1)
+
+    def answers(device):
+        operands = [operand.requires_grad_() for operand in on(device, chain)]
+        options = {"log_params": chain.log_params, "lengths": lengths}
+        messages, entropy = logchain.forward_backward(*operands, **options), logchain.entropy(*operands, **options)
+        total = entropy.sum() + torch.where(messages.backward == -torch.inf, 0.0, messages.backward).sum()
+        return [t.detach().cpu() for t in (*messages, entropy, *torch.autograd.grad(total, operands))]
+
+    expected = answers("cpu")
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    for one, other in zip(answers(device), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_length_out_of_range_makes_its_sequence_nan(kernels):
+    operands = on(kernels, dense(F32, v=5))
+    lengths = torch.tensor([3, 9, 0], device=kernels)
+    found = logchain.forward_backward(*operands, lengths=lengths)
+    entropy, states = (
+        logchain.entropy(*operands, lengths=lengths),
+        logchain.marginals(*operands, lengths=lengths).states,
+    )
+    for value in (*found, entropy, states):
+        assert value[1:].isnan().any() and not value[0].isnan().any()
+    assert found.log_norm[1:].isnan().all() and entropy[1:].isnan().all()
