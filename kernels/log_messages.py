@@ -1,6 +1,7 @@
 """The recursions of a chain in float64 logarithms, one log-semiring product a step: messages, and derivatives of them.
 
-    a_i = log sum_k exp(a_{i-1}(k) + log P_i(k, .)) + x_i        b_{i-1} = log sum_j exp(log P_i(., j) + x_i(j) + b_i(j))
+    a_i = log sum_k exp(a_{i-1}(k) + log P_i(k, .)) + x_i
+    b_{i-1} = log sum_j exp(log P_i(., j) + x_i(j) + b_i(j))
 
 Messages have their maximum taken out into an offset, so that posteriors are good however long the chain.
 The derivative of a step is an average over the states before it, by their posterior given the state after it. With
@@ -43,6 +44,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def zeros(cls, chain: Chain) -> "Gradients":
+        """None yet."""
         v, g, m, c = chain.v, chain.g, chain.m, chain.c
         zeros = chain.x.new_zeros
         return cls(
@@ -110,6 +112,7 @@ class Messages(NamedTuple):
 
     @classmethod
     def new(cls, chain: Chain) -> "Messages":
+        """Room for them."""
         shape = chain.v, chain.g, chain.m
         new = chain.x.new_empty
         return cls(*(new((*shape, last), dtype=torch.float64) for last in (chain.c, 1, 1)))

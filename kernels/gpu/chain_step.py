@@ -112,15 +112,20 @@ def constants(choice: Tiles, bulk: Tensor, dtype: torch.dtype, widths: Widths) -
 
 
 @triton.jit
+def split(s):
+    """Normal float32 numbers as `mantissa * 2**exponent` with the mantissa between sqrt(1/2) and sqrt(2)."""
+    bits = s.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    return exponent, (bits - (exponent << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def log_wide(s):
     """`log s` as float64, good to a float32's rounding of the mantissa's logarithm; -inf for 0, NaN for NaN."""
     if s.dtype == tl.float64:
         return log(s)
     else:
-        bits = s.to(tl.int32, bitcast=True)
-        # s = mantissa * 2**exponent with the mantissa between sqrt(1/2) and sqrt(2)
-        exponent = (bits - 0x3F3504F3) >> 23
-        mantissa = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
+        exponent, mantissa = split(s)
         value = exponent.to(tl.float64) * _LN2 + tl.log(mantissa).to(tl.float64)
         other = tl.where(s == 0.0, float("-inf"), float("nan")).to(tl.float64)
         return tl.where((s > 0.0) & (s < float("inf")), value, other)
@@ -169,7 +174,8 @@ def scaled(p, level, LOG_PARAMS: tl.constexpr):
 
 
 @triton.jit
-def _log_level(level, LOG_PARAMS: tl.constexpr):
+def log_level(level, LOG_PARAMS: tl.constexpr):
+    """What was taken out of a column, as a logarithm in float64."""
     if LOG_PARAMS:
         return level.to(tl.float64)
     else:
@@ -227,7 +233,8 @@ def _multiply(weights, matrix, sums, DOT: tl.constexpr, PRECISION: tl.constexpr)
 
 
 @triton.jit
-def _load_message(message_ptr, members, states, inside, c):
+def load_message(message_ptr, members, states, inside, c):
+    """The entries `states` of the messages in rows `members`, -inf outside."""
     mask = inside[:, None] & (states < c)[None, :]
     return tl.load((message_ptr + members * c)[:, None] + states[None, :], mask=mask, other=float("-inf"))
 
@@ -265,19 +272,19 @@ def step(
     columns = tl.arange(0, BLOCK_C)
     sums = tl.zeros((BLOCK_S, BLOCK_C), DTYPE)
     if WHOLE:
-        sums = _multiply(exp(_load_message(message_ptr, members, columns, inside, c)), matrix, sums, DOT, PRECISION)
+        sums = _multiply(exp(load_message(message_ptr, members, columns, inside, c)), matrix, sums, DOT, PRECISION)
     elif DOT:
         level = level_of(top, LOG_PARAMS)
         for start in tl.range(0, c, BLOCK_K):
             rows = start + tl.arange(0, BLOCK_K)
-            weights = exp(_load_message(message_ptr, members, rows, inside, c))
+            weights = exp(load_message(message_ptr, members, rows, inside, c))
             p = load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS, DTYPE)
             sums = _multiply(weights, scaled(p, level, LOG_PARAMS), sums, DOT, PRECISION)
     else:
         top = tl.full((BLOCK_C,), float("-inf") if LOG_PARAMS else 0.0, DTYPE)
         for start in tl.range(0, c, BLOCK_K):
             rows = start + tl.arange(0, BLOCK_K)
-            weights = exp(_load_message(message_ptr, members, rows, inside, c))
+            weights = exp(load_message(message_ptr, members, rows, inside, c))
             p = load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS, DTYPE)
             new_top = tl.maximum(top, tl.max(p, 0))
             sums = _lowered(sums, top, new_top, LOG_PARAMS)
@@ -298,7 +305,7 @@ def step(
         sums = tl.load(notes, mask=mask, other=0.0)
         tl.debug_barrier()
     # what was redone is a logarithm already
-    u = log_wide(tl.where(small, 1.0, sums)) + _log_level(level_of(top, LOG_PARAMS), LOG_PARAMS)[None, :]
+    u = log_wide(tl.where(small, 1.0, sums)) + log_level(level_of(top, LOG_PARAMS), LOG_PARAMS)[None, :]
     return tl.where(small, sums.to(tl.float64), u)
 
 
@@ -363,7 +370,7 @@ def _reached(
     count = tl.zeros((BLOCK_S, BLOCK_C), tl.float32)
     for start in tl.range(0, c, BLOCK_K):
         rows = start + tl.arange(0, BLOCK_K)
-        message = _load_message(message_ptr, members, rows, inside, c)
+        message = load_message(message_ptr, members, rows, inside, c)
         p = load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS, DTYPE)
         some = (message > float("-inf")).to(tl.float16)
         open_ = (p > (float("-inf") if LOG_PARAMS else 0.0)).to(tl.float16)

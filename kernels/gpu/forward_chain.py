@@ -2,13 +2,15 @@
 
     a_0 = start + x_0        a_i = log sum_k exp(a_{i-1}(k)) P_i(k, .) + x_i        log_norm = log sum_j exp a_{v-1}(j)
 
+In the max-plus semiring each `log sum exp` is a maximum: the log-weight of the best path, and what finds that path.
+
 `x` (v, g, m, c) float32, float64, bfloat16 or float16, any strides. `bulk` (v - 1 or 1, g, c, c) linear or logarithms,
 one matrix for each of `g` sets of `m` sequences and each step; size 1 is one matrix for all steps. `start` (g, m, c)
 logarithms. `ends` (g, m) int64, the steps of each sequence, or None.
 
 Numerics: messages are float32 (float64 where an operand is) with maximum 0; what is taken out of them adds up in two
-float64 numbers per sequence. A step is `chain_step.step`, exact for misaligned maxima by rescue. -inf and zeros are
-exact, a NaN stays in its sequence. Half types are converted when they are loaded.
+float64 numbers per sequence. A step is `chain_step.step`, exact for misaligned maxima by rescue, or
+`max_step.max_step`. -inf and zeros are exact, a NaN stays in its sequence. Half types are converted when loaded.
 
 Cost: g m (v - 1) c**2 multiply-adds, v dependent steps. One program walks all steps of a block of sequences. With one
 sequence to a set each matrix is read once, and the kernel is bound by memory; with more, each block of sixteen reads
@@ -24,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .chain_step import Tiles, Widths, column_tops, constants, far, normalised, step, tile_of, tiles, whole_matrix
+from .max_step import max_step, max_tiles, whole_logs
 from .tiles import exp, finite, log
 
 
@@ -64,6 +67,7 @@ def _forward_kernel(
     SEGMENT: tl.constexpr,
     KEEP: tl.constexpr,
     JOINT: tl.constexpr,
+    MAX: tl.constexpr,
     DTYPE: tl.constexpr,
     DOT: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -77,7 +81,10 @@ def _forward_kernel(
     WIDTH_J: tl.constexpr,
     WIDTH_X: tl.constexpr,
 ):
-    """SEGMENT: start from the rows of the identity, and step 0 has no x. JOINT: one offset for a whole set."""
+    """SEGMENT: start from the rows of the identity, and step 0 has no x. JOINT: one offset for a whole set.
+
+    MAX: the best path instead of the sum over all.
+    """
     # the launcher knows what divides these; the compiler then loads as many elements at once
     c = c // WIDTH_C * WIDTH_C
     stride_bk = stride_bk // WIDTH_K * WIDTH_K
@@ -115,7 +122,7 @@ def _forward_kernel(
         if not SEGMENT:
             x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=tile, other=float("-inf")).to(DTYPE)
             shift = finite(tl.max(x, 1))
-            total += (x - shift[:, None]).to(tl.float64)
+            total += x.to(tl.float64) - shift.to(tl.float64)[:, None]
             x_ptr += stride_xv
     message, taken = normalised(total, DTYPE)
     # what is taken out adds up in memory: in registers, each of many threads would hold the sums of all rows
@@ -136,7 +143,7 @@ def _forward_kernel(
     if top_ptr is not None:
         top_ptr += z * c
     if HOMOGENEOUS:
-        held, held_top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
+        held, held_top = _whole(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, MAX, DTYPE, BLOCK_C)
     for i in tl.range(1, last):
         # adds 0, but the compiler does not know: pointers of rows are computed in each step, not kept in registers
         rows = tl.arange(0, BLOCK_S) + i // v
@@ -151,7 +158,7 @@ def _forward_kernel(
         if HOMOGENEOUS:
             matrix, top = held, held_top
         elif WHOLE:
-            matrix, top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
+            matrix, top = _whole(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, MAX, DTYPE, BLOCK_C)
         else:
             matrix, top = None, None
             if top_ptr is not None:
@@ -161,17 +168,23 @@ def _forward_kernel(
             wanted = wanted & (x > float("-inf"))
         # the messages of the step before were stored by other threads
         tl.debug_barrier()
-        total = step(
-            previous, current, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, wanted, c, rescued_ptr,
-            LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
-        )  # fmt: skip
+        if MAX:
+            total = max_step(
+                previous, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, c,
+                LOG_PARAMS, DTYPE, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C,
+            )  # fmt: skip
+        else:
+            total = step(
+                previous, current, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, wanted, c, rescued_ptr,
+                LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
+            )  # fmt: skip
         high = tl.load(scale_ptr, mask=active, other=0.0)
         low = tl.load(scale_ptr + 1, mask=active, other=0.0)
         if x_ptr is not None:
             # once more, rather than kept in registers
             x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
             shift = finite(tl.max(x, 1))
-            total += (x - shift[:, None]).to(tl.float64)
+            total += x.to(tl.float64) - shift.to(tl.float64)[:, None]
             high, low = _add_exactly(high, low, shift.to(tl.float64))
             x_ptr += stride_xv
         message, taken = normalised(total, DTYPE)
@@ -199,7 +212,13 @@ def _forward_kernel(
     high = tl.load(scale_ptr, mask=inside, other=0.0)
     low = tl.load(scale_ptr + 1, mask=inside, other=0.0)
     if log_norm_ptr is not None:
-        norm = high + (low + log(tl.sum(exp(message), 1)).to(tl.float64))
+        if MAX:
+            # the sum says whether a NaN is there, which the maximum passes over
+            spoilt = tl.sum(message, 1)
+            best = tl.where(spoilt == spoilt, tl.max(message, 1), spoilt)
+        else:
+            best = log(tl.sum(exp(message), 1))
+        norm = high + (low + best.to(tl.float64))
         tl.store(log_norm_ptr + sequence + rows, norm, mask=inside)
     if final_ptr is not None:
         offset = high + low
@@ -210,6 +229,17 @@ def _forward_kernel(
         else:
             tl.store(offset_ptr + sequence + rows, offset, mask=inside)
         tl.store((final_ptr + sequence * c + rows * c)[:, None] + columns[None, :], message, mask=tile)
+
+
+@triton.jit
+def _whole(
+    matrix_ptr, stride_k, stride_j, c,
+    LOG_PARAMS: tl.constexpr, MAX: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    if MAX:
+        return whole_logs(matrix_ptr, stride_k, stride_j, c, LOG_PARAMS, DTYPE, BLOCK_C)
+    else:
+        return whole_matrix(matrix_ptr, stride_k, stride_j, c, LOG_PARAMS, DTYPE, BLOCK_C)
 
 
 @triton.jit
@@ -230,8 +260,11 @@ def forward(
     keep: bool,
     dtype: torch.dtype | None = None,
     rescued: Tensor | None = None,
+    semiring: str = "log",
 ) -> tuple[Tensor, Tensor | None]:
     """The log-partitions (g, m) in float64 and, if they are to be kept, the messages (v, g, m, c).
+
+    `semiring="max"`: the log-weights of the best paths and their messages; nothing is redone.
 
     `dtype` is that of the arithmetic and of the messages, by default float64 if `x` or `bulk` is, and float32 if not.
     Messages have maximum 0, and are -inf behind the end. `rescued`, an int64 tensor of one element, is increased by the
@@ -240,15 +273,18 @@ def forward(
     v, g, m, c = x.shape
     assert bulk.shape[1:] == (g, c, c) and start.shape == (g, m, c)
     assert ends is None or ends.is_contiguous()
+    assert semiring in ("sum", "max")
     dtype = dtype or arithmetic_dtype(x, bulk)
     log_norm = torch.empty(g, m, dtype=torch.float64, device=x.device)
     widths = Widths.of(bulk, x)
     choice = tiles(c, m, dtype, min(widths))
+    if semiring == "max":
+        choice = max_tiles(choice)
     slots = v if keep else min(v, 2)
     messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device)
     _launch(
         x[:, :, None], bulk[:, :, None], start, ends, messages, None, None, log_norm, rescued, v, m, choice, widths,
-        dtype, log_params=log_params, keep=keep, segment=False,
+        dtype, log_params=log_params, keep=keep, segment=False, maximum=semiring == "max",
     )  # fmt: skip
     return log_norm, messages if keep else None
 
@@ -320,6 +356,7 @@ def _launch(
     log_params: bool,
     keep: bool,
     segment: bool,
+    maximum: bool = False,
 ) -> None:
     outer, inner, c = bulk.shape[1:4]
     if outer * inner * m == 0:
@@ -334,6 +371,6 @@ def _launch(
         0 if homogeneous else outer * inner * c,
         *((0,) * 3 if start is None else start.stride()),
         outer * inner * m * c,
-        LOG_PARAMS=log_params, SEGMENT=segment, KEEP=keep,
+        LOG_PARAMS=log_params, SEGMENT=segment, KEEP=keep, MAX=maximum,
         JOINT=segment and choice.whole and choice.block_s >= m, **constants(choice, bulk, dtype, widths),
     )  # fmt: skip

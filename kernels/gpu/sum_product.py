@@ -20,7 +20,7 @@ def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Te
     """
     assert chain.v == steps
     rescued = torch.zeros(1, dtype=torch.int64, device=chain.x.device)
-    x, bulk, start, ends = _operands(chain)
+    x, bulk, start, ends = operands(chain)
     log_params, messages = chain.log_params, None
     if not keep and ends is None and segments.worthwhile(x, bulk):
         log_norm = segments.log_norm(x, bulk, start, log_params=log_params, rescued=rescued)
@@ -46,7 +46,7 @@ def backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.sum_product`."""
-    x, bulk, _, ends = _operands(chain)
+    x, bulk, _, ends = operands(chain)
     flat_x = None if grad_x is None else grad_x.reshape(x.shape)
     grad_start, r = backward_chain.backward(
         x,
@@ -71,7 +71,7 @@ def backward(
     return (grad_p0 / chain.p0.double()).masked_fill_(chain.p0 == 0, 0.0)
 
 
-def _operands(chain: Chain) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def operands(chain: Chain) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """x (v, g, m, c), bulk (s, g, c, c), log p0 (g, m, c) in float64 and ends (g, m)."""
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     start = chain.p0.double() if chain.log_params else chain.p0.double().log()

@@ -49,7 +49,8 @@ def forward(choice, c, dtype, precision, **options) -> Case:
         pointers += ["final", "offset:fp64"]
     else:
         pointers += ["start", "log_norm:fp64"]
-    options = {"homogeneous": False, "segment": False, "keep": not options.get("segment"), "ends": False} | options
+    absent = {"homogeneous": False, "segment": False, "max": False, "ends": False}
+    options = absent | {"keep": not options.get("segment")} | options
     options["joint"] = options["segment"] and choice.whole and choice.block_s >= c
     units = ["stride_xc", "stride_bj"]
     return case(forward_chain._forward_kernel, pointers, units, choice, c, dtype, precision, options)
