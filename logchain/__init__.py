@@ -1,23 +1,31 @@
 """Long chains of non-negative matrices, multiplied in log space: fast, small, exact."""
 
-from . import reference
+from . import adapters, reference, semirings
 from ._rescues import Rescues, rescues
 from .entropy import entropy
 from .forward_backward import Messages, forward_backward
 from .kl_divergence import kl_divergence
+from .log_prob import log_prob
 from .marginals import Marginals, marginals
 from .matmul import matmul
 from .matrix_product import matrix_product
 from .prefix_products import prefix_products
 from .product import product
+from .sample import sample
+from .topk_paths import Paths, topk_paths
+from .viterbi import Path, viterbi
 
 __all__ = [
     "Marginals",
     "Messages",
+    "Path",
+    "Paths",
     "Rescues",
+    "adapters",
     "entropy",
     "forward_backward",
     "kl_divergence",
+    "log_prob",
     "marginals",
     "matmul",
     "matrix_product",
@@ -25,5 +33,9 @@ __all__ = [
     "product",
     "reference",
     "rescues",
+    "sample",
+    "semirings",
+    "topk_paths",
+    "viterbi",
 ]
 __version__ = "0.1.0"

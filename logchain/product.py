@@ -8,6 +8,8 @@ from torch import Tensor
 from ._arguments import Lengths, check_choice, check_float_dtype, check_question
 from ._chain import log_norm
 from ._packed import Packed
+from ._semiring_chain import total
+from .semirings import LOG, Semiring
 
 
 def product(
@@ -18,6 +20,7 @@ def product(
     log_params: bool = False,
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
+    semiring: Semiring = LOG,
     strategy: Literal["auto", "sequential"] = "auto",
     memory_budget: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -43,6 +46,9 @@ def product(
         cu_seqlens: rising integers `[n + 1]` from 0 to `total`, for sequences that lie one behind the other: sequence i
             has the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
             `[total, c, c]` with the matrix that leads into each row, `p0` is `[c]` or `[n, c]`, and the result `[n]`.
+        semiring: how the weights of paths are added: `logchain.semirings.LOG`, `MAX` for that of the best path alone
+            (`logchain.viterbi` finds it too), or one of yours. Any other than LOG has the gradients that torch's
+            autograd takes through its sum, and keeps `c^2` terms a step for them.
         strategy: "sequential" carries a vector through the chain; "auto" leaves the choice to the library.
         memory_budget: bytes that the kept messages may take. Not available yet.
         out_dtype: dtype of the result; by default float64 if an operand is float64, otherwise float32.
@@ -82,14 +88,18 @@ def product(
     """
     check_choice("strategy", strategy, ("auto", "sequential"))
     check_float_dtype("out_dtype", out_dtype)
+    if not isinstance(semiring, Semiring):
+        raise TypeError(f"semiring: expected a logchain.semirings.Semiring, got {type(semiring).__name__}")
     if memory_budget is not None:
         raise NotImplementedError("memory_budget: checkpointed messages are not available yet, pass None")
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        options: Any = {"log_params": log_params, "validate": validate, "out_dtype": out_dtype}
+        options: Any = {"log_params": log_params, "semiring": semiring, "validate": validate, "out_dtype": out_dtype}
         return packed.by_sequence([product(*piece[:3], lengths=piece.lengths, **options) for piece in packed])
     ends = check_question(x, bulk, p0, log_params, lengths, validate)
     if out_dtype is None:
         double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
         out_dtype = torch.float64 if double else torch.float32
-    return log_norm(x, bulk, p0, ends, log_params).to(out_dtype)
+    if semiring is LOG:
+        return log_norm(x, bulk, p0, ends, log_params).to(out_dtype)
+    return total(x, bulk, p0, ends, log_params, semiring).to(out_dtype)

@@ -160,7 +160,7 @@ def log_prob(
     log_bulk = np.broadcast_to(log_bulk, (*ends.shape, *log_bulk.shape[-3:]))
     for index in np.ndindex(*found.shape):
         b = index[states.ndim - x.ndim + 1 :]
-        path, steps = states[index][: ends[b]], np.arange(ends[b])
+        path, steps = states[index][: ends[b]], np.arange(int(ends[b]))
         if path.min() >= 0:
             weight = log_p0[b][path[0]] + x[b][steps, path].sum() + log_bulk[b][steps[:-1], path[:-1], path[1:]].sum()
             found[index] = weight if weight == -np.inf else weight - log_norm[b]

@@ -11,15 +11,16 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
-    ["kernels", "_forum", "reference"],
+    ["kernels", "_forum", "reference", "semirings"],
     ["_arguments", "_batching", "_device", "_layout", "_measure", "_operators", "_packed", "_paths", "_rescues", "_tree"],
     ["_log_matmul"],
     ["_chain_operators"],
-    ["_chain", "_matrix_chain", "_messages"],
+    ["_chain", "_matrix_chain", "_messages", "_semiring_chain", "_viterbi"],
     [
         "entropy", "forward_backward", "kl_divergence", "log_prob", "marginals", "matmul", "matrix_product",
         "prefix_products", "product", "sample", "topk_paths", "viterbi",
     ],
+    ["adapters"],
     ["__init__", "_demo"],
     ["__main__"],
 ]

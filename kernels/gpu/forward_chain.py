@@ -273,7 +273,7 @@ def forward(
     v, g, m, c = x.shape
     assert bulk.shape[1:] == (g, c, c) and start.shape == (g, m, c)
     assert ends is None or ends.is_contiguous()
-    assert semiring in ("sum", "max")
+    assert semiring in ("log", "max")
     dtype = dtype or arithmetic_dtype(x, bulk)
     log_norm = torch.empty(g, m, dtype=torch.float64, device=x.device)
     widths = Widths.of(bulk, x)

@@ -3,15 +3,16 @@
 import argparse
 from pathlib import Path
 
-from tests.benchmarks import cpu, gpu, predictions, report
+from tests.benchmarks import cpu, gpu, predictions, questions, report
 
 parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
 parser.add_argument(
     "what",
     nargs="?",
-    choices=("all", "report", "gpu", "predict"),
+    choices=("all", "questions", "report", "gpu", "predict"),
     default="all",
-    help="all: on this CPU; report: from the results file; gpu: on a GPU; predict: what a model says of one",
+    help="all: on this CPU; questions: of those, all but the product; report: from the results files; gpu: on a GPU; "
+    "predict: what a model says of one",
 )
 parser.add_argument("--out", type=Path, help="gpu: a folder for one more copy of the results")
 parser.add_argument("--minutes", type=float, default=7.5, help="gpu: what does not fit is left out")
@@ -25,6 +26,8 @@ elif options.what == "predict":
 else:
     if options.what == "all":
         report.write(cpu.measure())
+    if options.what in ("all", "questions"):
+        report.write(questions.measure(), report.QUESTIONS)
     rows = report.read()
     report.plot(rows)
     report.update_readme(rows)

@@ -12,6 +12,7 @@ import scipy
 import torch
 
 RESULTS = Path(__file__).parent / "results" / "cpu.csv"
+QUESTIONS = RESULTS.with_name("questions.csv")
 PLOT = RESULTS.with_name("against_v.svg")
 README = Path(__file__).parents[2] / "README.md"
 FORWARD, GRADIENTS = "forward", "forward and backward"
@@ -59,17 +60,17 @@ def machine() -> dict[str, str]:
     }
 
 
-def write(rows: Iterable[Row]) -> None:
-    """Write the results file."""
-    with RESULTS.open("w", newline="") as file:
+def write(rows: Iterable[Row], path: Path = RESULTS) -> None:
+    """Write a results file."""
+    with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Row._fields)
         writer.writerows(row._replace(value=f"{row.value:.6g}") for row in rows)
 
 
-def read() -> list[Row]:
-    """Read the results file."""
-    with RESULTS.open(newline="") as file:
+def read(path: Path = RESULTS) -> list[Row]:
+    """Read a results file."""
+    with path.open(newline="") as file:
         return [Row(**fields)._replace(value=float(fields["value"])) for fields in csv.DictReader(file)]
 
 
@@ -97,6 +98,16 @@ def faults(rows: Sequence[Row]) -> str:
     return _markdown(("log-partition in nats", "scipy, float64", "logchain, float32", "forum's code"), lines)
 
 
+def questions(_: Sequence[Row]) -> str:
+    """What the questions of a chain cost, from their own results file."""
+    rows = [row for row in read(QUESTIONS) if row.metric != "time"]
+    lines = [
+        (r.workload, r.mode, r.metric, r.text, r.bar or "", ("yes" if r.reached else "no") if r.bar else "")
+        for r in rows
+    ]
+    return _markdown(("workload, float32", "question", "what", "measured", "bar", "reached"), lines)
+
+
 def caption(rows: Sequence[Row]) -> str:
     """Where the numbers come from."""
     row = rows[0]
@@ -107,6 +118,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "caption": caption,
     "faults": faults,
     "figures": figures,
+    "questions": questions,
     "times": times,
 }
 
