@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _chain_operators as operators
-from ._batching import batch_axes, mapped_first, shape_of_one
-from ._batching import with_batch_first as with_batch_first
-from ._chain_operators import arithmetic_dtype as arithmetic_dtype
-from ._chain_operators import chain_of as chain_of
+from ._batching import batch_axes, mapped_first, shape_of_one, with_batch_first
 from ._operators import apply, transform
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -11,6 +12,20 @@ from torch import Tensor
 def on_gpu(tensor: Tensor) -> bool:
     """Whether the Triton kernels compute for it."""
     return tensor.device.type == "cuda"
+
+
+def native(tensor: Tensor) -> bool:
+    """Whether loops that numba compiles may compute for it."""
+    return tensor.device.type == "cpu" and not on_gpu(tensor) and _numba()
+
+
+@cache
+def _numba() -> bool:
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def arithmetic_on(tensor: Tensor) -> AbstractContextManager[None]:
@@ -34,6 +49,32 @@ def chain_kernels(tensor: Tensor) -> ModuleType:
     from .kernels import sum_product
 
     return sum_product
+
+
+def path_kernels(tensor: Tensor) -> ModuleType:
+    """`paths` of a chain, see `kernels.max_product`."""
+    if on_gpu(tensor):
+        from .kernels.gpu import max_product as gpu
+
+        return gpu
+    if native(tensor):
+        from .kernels import native_max_product
+
+        return native_max_product
+    from .kernels import max_product
+
+    return max_product
+
+
+def draw_kernels(tensor: Tensor) -> ModuleType:
+    """`draw_block` of a chain, see `kernels.sampling`."""
+    if native(tensor):
+        from .kernels import native_sampling
+
+        return native_sampling
+    from .kernels import sampling
+
+    return sampling
 
 
 def log_matmul_kernels(tensor: Tensor) -> ModuleType:

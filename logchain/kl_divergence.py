@@ -62,21 +62,19 @@ def kl_divergence(
             f"q: expected x {list(p[0].shape)} on {p[0].device} as in p, got {list(q[0].shape)} on {q[0].device}"
         )
     # both chains with the axes of either: views
-    pairs = [torch.broadcast_tensors(a.double(), b.double()) for a, b in zip(p, q, strict=True)]
-    logs = [
-        (finite_log(a, log), finite_log(b, log), (b == zero).double())
-        for (a, b), log, zero in zip(pairs, (True, log_params, log_params), _zeros(log_params), strict=True)
-    ]
-    x, bulk, p0 = (a for a, _ in pairs)
-    differences = tuple(a - b for a, b, _ in logs)
-    forbidden = along(x, bulk, p0, ends, tuple(none for *_, none in logs), log_params, True)
-    norm, other = log_norm(x, bulk, p0, ends, log_params), log_norm(*(b for _, b in pairs), ends, log_params)
-    lost = forbidden > 0
-    divergence = along(x, bulk, p0, ends, differences, log_params, True) - norm + torch.where(lost, 0.0, other)
-    found = torch.where(norm == -torch.inf, 0.0, torch.where(lost, torch.inf, divergence))
-    return found.to(torch.promote_types(*dtypes))
-
-
-def _zeros(log_params: bool) -> tuple[float, float, float]:
+    (x, other_x), (bulk, other_bulk), (p0, other_p0) = (
+        torch.broadcast_tensors(a.double(), b.double()) for a, b in zip(p, q, strict=True)
+    )
     zero = -torch.inf if log_params else 0.0
-    return -torch.inf, zero, zero
+    differences = (
+        finite_log(x, True) - finite_log(other_x, True),
+        finite_log(bulk, log_params) - finite_log(other_bulk, log_params),
+        finite_log(p0, log_params) - finite_log(other_p0, log_params),
+    )
+    ruled_out = (other_x == -torch.inf).double(), (other_bulk == zero).double(), (other_p0 == zero).double()
+    lost = along(x, bulk, p0, ends, ruled_out, log_params, True) > 0
+    norm = log_norm(x, bulk, p0, ends, log_params)
+    other_norm = log_norm(other_x, other_bulk, other_p0, ends, log_params)
+    mean = along(x, bulk, p0, ends, differences, log_params, True)
+    divergence = torch.where(lost, torch.inf, mean - norm + torch.where(lost, 0.0, other_norm))
+    return torch.where(norm == -torch.inf, 0.0, divergence).to(torch.promote_types(*dtypes))

@@ -7,9 +7,7 @@ from tests.benchmarks import report
 
 TEXT = report.README.read_text()
 # later ones go on with the names of those before
-EXAMPLES = "\n".join(
-    block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if block.startswith(">>>")
-)
+EXAMPLES = "\n".join(block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if block.startswith(">>>"))
 
 
 def test_examples_print_what_they_say():

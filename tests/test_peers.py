@@ -1,0 +1,204 @@
+"""On random models `logchain` and its peers agree, in values, posteriors, paths, divergences and draws.
+
+The peers' recursions are in float64: against them float32 is held to the contract, float64 to their own rounding.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from tests.contract import spread, ulp
+
+F32, F64 = torch.float32, torch.float64
+SIZES = pytest.mark.parametrize(("v", "c"), [(2, 2), (5, 3), (40, 17), (600, 4)])
+BOTH = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+TORCH_STRUCT = pytest.mark.filterwarnings("ignore:.*does not define `arg_constraints`")
+
+
+def peer(name):
+    return pytest.importorskip(name, exc_type=ImportError)
+
+
+def draw(n, v, c, dtype=F64, matrices=1, seed=0):
+    """Random x [n, v, c], bulk [matrices, c, c] and p0 [c] whose rows sum to 1."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 3 * torch.randn(n, v, c, generator=generator, dtype=F64)
+    bulk = torch.randn(matrices, c, c, generator=generator, dtype=F64).softmax(-1)
+    p0 = torch.randn(c, generator=generator, dtype=F64).softmax(-1)
+    return x.to(dtype), bulk.to(dtype), p0.to(dtype)
+
+
+def bounds(x, log_norm):
+    """How far a value and a posterior may be off."""
+    v = x.shape[-2]
+    if x.dtype == F64:
+        return 1e-12 * v + 1e-12 * np.abs(log_norm), 1e-10
+    return ulp(log_norm, F32) + 2.0**-20 * math.sqrt(v), (1e-5 + 2.0**-22 * spread(x.numpy()).max())
+
+
+def answers(x, bulk, p0):
+    """Log-partition, state posteriors and expected transition counts from `product` and its gradients."""
+    x, log_bulk = x.clone().requires_grad_(), bulk.log().requires_grad_()
+    log_norm = logchain.product(x, log_bulk, p0.log(), log_params=True)
+    return tuple(
+        out.detach().double().numpy() for out in (log_norm, *torch.autograd.grad(log_norm.sum(), (x, log_bulk)))
+    )
+
+
+def array(value):
+    return np.asarray(value.detach() if isinstance(value, torch.Tensor) else value, np.float64)
+
+
+def near(out, truth, bound):
+    np.testing.assert_array_less(np.abs(array(out) - array(truth)), bound)
+
+
+def hmmlearn_model(bulk, p0, implementation):
+    """A model whose samples are their own log-likelihoods."""
+
+    class Given(peer("hmmlearn.base").BaseHMM):
+        def _check(self):
+            pass
+
+        def _compute_log_likelihood(self, samples):
+            return samples
+
+    model = Given(len(p0), params="st", implementation=implementation)
+    model.startprob_, model.transmat_ = p0.double().numpy(), bulk[0].double().numpy()
+    return model
+
+
+@BOTH
+@SIZES
+@pytest.mark.parametrize("implementation", ["log", "scaling"])
+def test_hmmlearn(implementation, v, c, dtype):
+    x, bulk, p0 = draw(3, v, c, dtype)
+    model = hmmlearn_model(bulk, p0, implementation)
+    samples, lengths = x.double().flatten(0, 1).numpy(), [v] * 3
+    log_norm, states, counts = answers(x, bulk, p0)
+    theirs = np.array([model.score(sequence) for sequence in x.double().numpy()])
+    value, share = bounds(x, theirs)
+    near(log_norm, theirs, value)
+    near(states.reshape(-1, c), model.score_samples(samples, lengths)[1], share)
+    statistics, _ = model._do_estep(samples, lengths)
+    near(counts[0], statistics["trans"], 3 * v * share)
+    near(states[:, 0].sum(0), statistics["start"], 3 * share)
+    found = logchain.marginals(x, bulk, p0, transitions="sum")
+    near(found.log_norm, theirs, value)
+    near(found.transitions[0], statistics["trans"], 3 * v * share)
+
+
+@SIZES
+def test_hmmlearn_best_path(v, c):
+    x, bulk, p0 = draw(3, v, c)
+    model = hmmlearn_model(bulk, p0, "log")
+    best = logchain.viterbi(x, bulk, p0)
+    for sequence, score, states in zip(x.numpy(), best.score, best.states, strict=True):
+        theirs, path = model.decode(sequence)
+        near(score, theirs, 1e-9)
+        assert states.tolist() == path.tolist()
+
+
+def linear_chain(x, bulk, p0):
+    """torch-struct's edges [n, v-1, to, from]; the first holds the first variable too."""
+    edges = bulk.log().mT + x[:, 1:, :, None]
+    first = torch.zeros_like(edges)
+    first[:, 0] = (p0.log() + x[:, 0])[:, None, :]
+    return peer("torch_struct").LinearChainCRF(edges + first)
+
+
+@TORCH_STRUCT
+@BOTH
+@SIZES
+@pytest.mark.parametrize("each", [False, True], ids=["one matrix", "a matrix of every step"])
+def test_torch_struct(each, v, c, dtype):
+    x, bulk, p0 = draw(2, v, c, dtype, v - 1 if each else 1)
+    crf = linear_chain(x.double(), bulk.double(), p0.double())
+    log_norm, states, counts = answers(x, bulk, p0)
+    truth = array(crf.partition)
+    value, share = bounds(x, truth)
+    near(log_norm, truth, value)
+    edges = array(crf.marginals.mT)  # (n, v-1, from, to)
+    near(states[:, 1:], edges.sum(2), share)
+    near(states[:, 0], edges[:, 0].sum(2), share)
+    near(counts, edges.sum(0) if each else edges.sum((0, 1))[None], 2 * v * share)
+    found = logchain.marginals(x, bulk, p0, transitions="full")
+    near(found.states[:, 1:], edges.sum(2), share)
+    near(found.transitions, edges, share)
+
+
+@TORCH_STRUCT
+@SIZES
+def test_torch_struct_paths(v, c):
+    x, bulk, p0 = draw(2, v, c)
+    crf = linear_chain(x, bulk, p0)
+    near(logchain.viterbi(x, bulk, p0).score, crf.max, 1e-9)
+    k = min(5, c**v)
+    near(logchain.topk_paths(x, bulk, p0, k).scores, crf.kmax(k).T, 1e-9)
+
+
+@TORCH_STRUCT
+def test_torch_struct_posterior_of_the_draws():
+    x, bulk, p0 = draw(2, 30, 4)
+    draws = 20000
+    states = logchain.sample(x, bulk, p0, draws, generator=torch.Generator().manual_seed(0))
+    found = torch.nn.functional.one_hot(states, 4).double().mean(0)[:, 1:]  # (n, v-1, c)
+    truth = linear_chain(x, bulk, p0).marginals.sum(-1)
+    # six standard deviations, and what one draw counts
+    near(found, truth, 6 * array(truth * (1 - truth) / draws) ** 0.5 + 1 / draws)
+
+
+@TORCH_STRUCT
+@SIZES
+def test_torch_struct_information(v, c):
+    p, q = draw(2, v, c), draw(2, v, c, seed=1)
+    theirs, other = linear_chain(*p), linear_chain(*q)
+    near(logchain.entropy(*p), theirs.entropy, 1e-9 * v)
+    near(logchain.kl_divergence(p, q), theirs.kl(other), 1e-9 * v)
+
+
+@BOTH
+@SIZES
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition tensor")
+def test_pytorch_crf(v, c, dtype):
+    x, bulk, p0 = draw(3, v, c, dtype)
+    crf = peer("torchcrf").CRF(c, batch_first=True).double()
+    with torch.no_grad():
+        crf.start_transitions.copy_(p0.double().log())
+        crf.transitions.copy_(bulk[0].double().log())
+        crf.end_transitions.zero_()
+    emissions = x.double().requires_grad_()
+    tags = torch.zeros(3, v, dtype=torch.int64)
+    weight = crf.start_transitions[0] + crf.transitions[0, 0] * (v - 1) + emissions[..., 0].sum(-1)
+    log_prob = crf(emissions, tags, reduction="none")
+    truth = weight - log_prob
+    posteriors, counts = torch.autograd.grad(truth.sum(), (emissions, crf.transitions))
+    log_norm, states, transitions = answers(x, bulk, p0)
+    value, share = bounds(x, array(truth))
+    near(log_norm, truth, value)
+    near(states, posteriors, share)
+    near(transitions[0], counts, 3 * v * share)
+    operands = x.double(), bulk.double(), p0.double()
+    near(logchain.log_prob(*operands, tags), log_prob, 1e-9)
+    assert logchain.viterbi(*operands).states.tolist() == crf.decode(operands[0])
+
+
+@SIZES
+def test_pyro(v, c):
+    distributions = peer("pyro.distributions")
+    x, bulk, p0 = draw(3, v, c)
+    # one transition before the first observation: from a start that is sure of its state
+    matrices = torch.cat([p0.expand(1, c, c), bulk.expand(v - 1, c, c)]).log()
+    start = torch.full((c,), -torch.inf, dtype=F64)
+    start[0] = 0.0
+    symbols = torch.distributions.Categorical(logits=x).sample()
+    emission = x.log_softmax(-1).mean((0, 1)).expand(c, c) + torch.eye(c, dtype=F64)
+    hmm = distributions.DiscreteHMM(start, matrices, distributions.Categorical(logits=emission))
+    likelihood = emission.log_softmax(-1).T[symbols]  # (n, v, c)
+    log_norm = logchain.product(likelihood, bulk, p0)
+    near(log_norm, hmm.log_prob(symbols), 1e-12 * v * c)
+    messages = logchain.forward_backward(likelihood, bulk, p0)
+    near(messages.forward[:, -1].softmax(-1), hmm.filter(symbols).probs, 1e-10)

@@ -1,0 +1,181 @@
+"""One recursion adds weights in whatever way it is told, and differentiates through it."""
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain import reference
+from logchain._arguments import check_question
+from logchain._semiring_chain import total
+from logchain.kernels import semiring_chain
+from logchain.semirings import LOG, MAX, Semiring
+from logchain.viterbi import viterbi
+from tests import oracle
+from tests.contract import Truth, assert_gradient, assert_values
+from tests.families import FAMILIES, Chain, dense
+from tests.test_viterbi import small, truth
+
+F32, F64 = torch.float32, torch.float64
+NAN, INF = float("nan"), float("inf")
+
+
+def tempered(terms, dim):
+    """A sum that is NaN on terms of -inf alone."""
+    top = terms.amax(dim, keepdim=True)
+    return (4 * (terms - top)).exp().sum(dim).log() / 4 + top.squeeze(dim)
+
+
+SOFT = Semiring("soft maximum", tempered)
+
+
+def run(chain, semiring, lengths=None):
+    ends = check_question(*chain[:3], chain.log_params, lengths, False)
+    return total(*chain[:3], ends, chain.log_params, semiring)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("c301", "v1", "v2", "v3", "far_start1")])
+def test_log_is_the_product(name, dtype, lengths):
+    if lengths and FAMILIES[name](F64).x.shape[-2] < 5:
+        return
+    for each in (False, True):
+        chain = FAMILIES[name](dtype, each=each)
+        known = Truth(chain, lengths)
+        leaves = chain._replace(**{key: getattr(chain, key).clone().requires_grad_() for key in ("x", "bulk", "p0")})
+        out = run(leaves, LOG, lengths and list(lengths))
+        assert out.dtype == F64
+        assert_values(out.to(dtype), known.log_norm, known.value_bound(dtype))
+        out.sum().backward()
+        bound = known.gradient_bound[..., None, None]
+        assert_gradient(leaves.x, known.states, known.reach.states, bound)
+        counts, reach = known.transitions, known.reach.transitions
+        assert_gradient(leaves.bulk, counts, reach, bound[..., None], chain.log_params)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_max_is_the_best_path(name, dtype):
+    for each in (False, True):
+        chain, _, score, bound = truth(name, dtype, each, False)
+        assert_values(run(chain, MAX), score, bound)
+
+
+def test_the_gradient_of_max_is_the_best_path():
+    for name in ("dense", "sparse", "one_dead", "left_to_right"):
+        chain = FAMILIES[name](F64)
+        x = chain.x.clone().requires_grad_()
+        run(chain._replace(x=x), MAX).sum().backward()
+        states = viterbi(*chain[:3], log_params=chain.log_params).states
+        hot = torch.nn.functional.one_hot(states.clamp(min=0), x.shape[-1]) * (states >= 0)[..., None]
+        assert torch.equal(x.grad, hot.double())
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_own_semiring_adds_all_paths(seed, zeros):
+    chain = small(seed, zeros)
+    weights = oracle.paths(*(operand.numpy() for operand in chain[:3]))
+    x = chain.x.clone().requires_grad_()
+    out = run(chain._replace(x=x), SOFT)
+    expected = sum(weight**4 for weight in weights.values())
+    out.backward()
+    if expected == 0:
+        assert out == -INF and (x.grad == 0).all()
+        return
+    assert out.item() == pytest.approx(float(expected.ln()) / 4, rel=1e-13, abs=1e-13)
+    share = np.zeros(x.shape)
+    for path, weight in weights.items():
+        share[range(len(path)), path] += float(weight**4 / expected)
+    np.testing.assert_allclose(x.grad, share, atol=1e-13)
+
+
+def test_it_is_differentiated_twice():
+    chain = dense(F64, v=4, c=3, n=2, t=1)
+    operands = [operand.clone().requires_grad_() for operand in chain[:3]]
+    for semiring in (LOG, SOFT):
+        assert torch.autograd.gradgradcheck(lambda *o, s=semiring: total(*o, None, False, s), operands)
+
+
+@pytest.mark.parametrize("semiring", [LOG, MAX, SOFT], ids=lambda semiring: semiring.name)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_a_sequence_is_as_if_it_were_alone(semiring, each):
+    lengths = [3, 5, 1]
+    chain = dense(F64, v=5, each=each)
+    dirty = Chain(*(operand.clone() for operand in chain[:3]))
+    for i, end in enumerate(lengths):
+        dirty.x[i, :, end:] = NAN
+        if each:
+            dirty.bulk[i, :, end - 1 :] = NAN
+    leaves = dirty._replace(x=dirty.x.requires_grad_(), bulk=dirty.bulk.requires_grad_())
+    out = run(leaves, semiring, lengths)
+    out.sum().backward()
+    for i, end in enumerate(lengths):
+        x = chain.x[i, :, :end].clone().requires_grad_()
+        bulk, p0 = (operand[i] if each else operand[0] for operand in (chain.bulk, chain.p0))
+        alone = run(Chain(x, bulk[:, : end - 1], p0), semiring)
+        alone.sum().backward()
+        torch.testing.assert_close(out[i], alone)
+        torch.testing.assert_close(leaves.x.grad[i, :, :end], x.grad)
+        assert (leaves.x.grad[i, :, end:] == 0).all()
+    assert leaves.bulk.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("semiring", [LOG, MAX], ids=lambda semiring: semiring.name)
+def test_nan_stays_in_its_sequence(semiring):
+    chain = dense(F32, v=5)
+    clean = run(chain, semiring, [2, 5, 3])
+    bulk = chain.bulk.clone()
+    bulk[..., 2, 1, 1] = NAN
+    x = chain.x.clone().requires_grad_()
+    found = run(Chain(x, bulk, chain.p0), semiring, [2, 5, 3])
+    assert found[1].isnan().all() and torch.equal(found[::2], clean[::2])
+    found[::2].sum().backward()
+    assert x.grad[::2].isfinite().all()
+
+
+def test_blocks_change_nothing(monkeypatch):
+    for each in (False, True):
+        chain = dense(F32, n=5, each=each)
+        whole = run(chain, LOG, [17, 3, 5, 1, 9])
+        for terms in (1, 20, 100, 500):
+            monkeypatch.setattr(semiring_chain, "_TERMS", terms)
+            torch.testing.assert_close(run(chain, LOG, [17, 3, 5, 1, 9]), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [(), (0,), (3, 2), (2, 0)], ids=str)
+def test_shapes(batch):
+    for v, c in ((1, 1), (1, 3), (4, 1), (5, 3)):
+        chain = Chain(torch.randn(*batch, v, c, dtype=F64), torch.rand(1, c, c, dtype=F64), torch.rand(c, dtype=F64))
+        torch.testing.assert_close(run(chain, LOG), logchain.product(*chain[:3]))
+        assert torch.equal(run(chain, MAX), run(chain.logs(), MAX))
+        leaves = [operand.clone().requires_grad_() for operand in chain[:3]]
+        total(*leaves, None, False, LOG).sum().backward()
+        assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
+
+
+def test_compiles_and_maps():
+    chain = dense(F64, v=4, c=3)
+    x, bulk, p0 = chain[:3]
+    lengths = torch.tensor([[4, 1, 2], [3, 4, 1]])
+
+    def function(x, ends):
+        return total(x + 1, bulk, p0, ends[:, None].expand(3, 2), False, LOG)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    rows = torch.stack([function(x, ends) for ends in lengths])
+    torch.testing.assert_close(compiled(x, lengths[0]), rows[0])
+    torch.testing.assert_close(torch.vmap(function, (None, 0))(x, lengths), rows)
+    slope = torch.func.grad(lambda x: function(x, lengths[0]).sum())(x)
+    torch.testing.assert_close(slope[0].numpy(), reference.marginals(x + 1, bulk, p0).states[0])
+    torch.library.opcheck(torch.ops.logchain.checked_lengths.default, (lengths, 4))
+    with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 1 to 5"):
+        run(chain, LOG, torch.tensor([1, 5, 2]))
+
+
+def test_zeros_have_no_gradient_under_torch_func():
+    chain = FAMILIES["sparse"](F64)
+    slope = torch.func.grad(lambda bulk: run(chain._replace(bulk=bulk), LOG)[1, 1])(chain.bulk)
+    assert slope.isfinite().all() and (slope[chain.bulk == 0] == 0).all()
