@@ -77,11 +77,13 @@ class Steps:
             return self._held
         raw = chain.bulk[self.index(step)].reshape(chain.g, chain.c, chain.c).double()
         logs = raw if chain.log_params else raw.log()
-        if len(chain.bulk) == 1:
+        one = len(chain.bulk) == 1
+        alive = self.alive(1 if one else step)
+        if alive is not None:
+            logs = torch.where(alive.any(1, keepdim=True), logs, 0.0)
+        if one:
             self._held = logs
-            return logs
-        alive = self.alive(step)
-        return logs if alive is None else torch.where(alive.any(1, keepdim=True), logs, 0.0)
+        return logs
 
     def index(self, step: int) -> int:
         """Which matrix leads into a step."""

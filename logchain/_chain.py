@@ -106,7 +106,9 @@ class _LogNorm(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         operands = with_batch_first(info.batch_size, in_dims, *args[:4])
-        return _call(_LogNorm, *operands, *args[4:]), (0, None, None, None)
+        # a mapped tensor does not say that a gradient is wanted of it
+        keep = args[5] or torch.is_grad_enabled()
+        return _call(_LogNorm, *operands, args[4], keep), (0, None, None, None)
 
 
 class _Gradient(torch.autograd.Function):

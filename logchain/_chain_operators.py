@@ -62,7 +62,7 @@ def _forward(
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     log_norm, messages, scales, redone = _device.chain_kernels(x).forward(chain, keep=keep, steps=x.shape[-2])
     report_chains(redone)
-    return layout.batched(log_norm).contiguous(), messages, scales, redone
+    return layout.batched(log_norm).clone(memory_format=torch.contiguous_format), messages, scales, redone
 
 
 def _kept_shapes(
@@ -184,7 +184,7 @@ def _second(
     if not log_params and not by_log:  # the first derivative is that of the logarithm over the weight itself
         for found, counts, tangent in zip(derived[1:], first[1:], tangents[1:], strict=True):
             if tangent is not None:
-                found -= counts * tangent
+                found -= torch.where(counts == 0, 0.0, counts * tangent)
     out = torch.empty_like(grad, memory_format=torch.contiguous_format).copy_(layout.batched(along))
     return out, *gradients_of(layout, chain, derived, x, bulk, p0)
 
@@ -196,7 +196,9 @@ def gradients_of(
     if not chain.log_params:
         linear = chain.bulk.reshape(found.bulk.shape).double(), _own(chain, chain.p0)
         for value, gradient in zip(linear, found[1:], strict=True):
-            gradient.div_(value).masked_fill_(value == 0, 0.0)
+            # 0 also for a NaN that nothing has used, behind the ends
+            nothing = (gradient == 0) | (value == 0)
+            gradient.div_(value).masked_fill_(nothing, 0.0)
     out = tuple(torch.zeros_like(value, memory_format=torch.contiguous_format) for value in (x, bulk, p0))
     layout.steps_first(out[0])[: chain.v] = found.x.view(chain.v, *chain.lead, chain.c)
     matrices = layout.matrices(out[1])[: chain.v - 1]

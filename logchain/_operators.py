@@ -23,6 +23,12 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     """Register `logchain::name(...)`; autocast does not reach into it."""
     name = schema[: schema.index("(")]
 
+    def fake(*args: Any) -> Any:
+        # torch gives a registered operator's result no forward derivative, and says nothing
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise NotImplementedError("logchain: expected no forward derivative inside torch.compile, take it outside")
+        return shapes(*args)
+
     def run(*args: Any) -> Any:
         with arithmetic_on(next(arg for arg in args if isinstance(arg, torch.Tensor))):
             return implementation(*args)
@@ -30,7 +36,7 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     IMPLEMENTATIONS[name] = run
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"logchain::{name}", shapes, lib=_library)
+    torch.library.register_fake(f"logchain::{name}", fake, lib=_library)
     found: Callable[..., Any] = getattr(torch.ops.logchain, name).default
     return found
 

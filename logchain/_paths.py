@@ -28,8 +28,11 @@ def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor
 
 
 def finite_log(value: Tensor, log_params: bool) -> Tensor:
-    """The logarithm of weights, or the weights that are logarithms, in float64 with 0 for -inf."""
-    zero = value == (-torch.inf if log_params else 0.0)
+    """The logarithm of weights, or the weights that are logarithms, in float64 with 0 for -inf and for NaN.
+
+    A NaN that counts is in the log-partition too.
+    """
+    zero = (value == (-torch.inf if log_params else 0.0)) | value.isnan()
     value = torch.where(zero, 0.0 if log_params else 1.0, value.double())
     return value if log_params else value.log()
 

@@ -33,7 +33,8 @@ def entropy(
 
     Returns:
         `[*B]` in nats, in float64 if an operand is and otherwise in float32; 0 where no path is possible: there is
-        nothing to be uncertain about. It can be differentiated once.
+        nothing to be uncertain about. It can be differentiated once, in reverse
+        mode.
 
     Raises:
         TypeError: an argument is of the wrong kind.

@@ -47,7 +47,7 @@ def forward_backward(
     Returns:
         `Messages(forward [*B, v, c], backward [*B, v, c], log_norm [*B])`, natural logarithms, in float64 if an operand
         is and otherwise in float32; exactly -inf where no path is, and behind a sequence's end. All can be
-        differentiated, once; what is impossible has gradient 0.
+        differentiated once, in reverse mode; what is impossible has gradient 0.
 
     Raises:
         TypeError: an argument is of the wrong kind.

@@ -34,14 +34,15 @@ def kl_divergence(
     Returns:
         `[*B]` in nats, in float64 if an operand is and otherwise in float32. It is +inf where `q` forbids what is
         possible under `p` (with probability above `2^-1000`), and 0 where nothing is possible under `p`. It can be
-        differentiated once, with respect to the operands of both; where it is +inf the gradient is 0.
+        differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the gradient is 0.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
 
     Cost: about `9 v c^2` multiply-adds a sequence in `4 v` dependent steps, in float64: the difference of large numbers
-    is good to about `2^-50 |log Z|`. Memory: the operands and two messages `[*B, v, c]` in float64.
+    is good to about `2^-50 |log Z|`. Memory: two messages `[*B, v, c]` in float64, and the operands with the axes that
+    those of either chain have.
 
     Source: the chain rule of relative entropy, as a derivative of the log-partition along the difference of the
     potentials. Definition: `logchain.reference.kl_divergence`.
@@ -61,16 +62,17 @@ def kl_divergence(
         raise ValueError(
             f"q: expected x {list(p[0].shape)} on {p[0].device} as in p, got {list(q[0].shape)} on {q[0].device}"
         )
-    # both chains with the axes of either: views
-    (x, other_x), (bulk, other_bulk), (p0, other_p0) = (
-        torch.broadcast_tensors(a.double(), b.double()) for a, b in zip(p, q, strict=True)
-    )
+    x, bulk, p0 = (operand.double() for operand in p)
+    other_x, other_bulk, other_p0 = (operand.double() for operand in q)
     zero = -torch.inf if log_params else 0.0
     differences = (
         finite_log(x, True) - finite_log(other_x, True),
         finite_log(bulk, log_params) - finite_log(other_bulk, log_params),
         finite_log(p0, log_params) - finite_log(other_p0, log_params),
     )
+    # both chains with the axes of either: views
+    bulk, other_bulk = torch.broadcast_tensors(bulk, other_bulk)
+    p0, other_p0 = torch.broadcast_tensors(p0, other_p0)
     ruled_out = (other_x == -torch.inf).double(), (other_bulk == zero).double(), (other_p0 == zero).double()
     lost = along(x, bulk, p0, ends, ruled_out, log_params, True) > 0
     norm = log_norm(x, bulk, p0, ends, log_params)

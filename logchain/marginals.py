@@ -57,7 +57,8 @@ def marginals(
         ValueError: sizes do not go together, a length or a choice is out of range, or `validate` finds a value.
 
     Cost: that of `product` forward and backward, `3 v c^2` multiply-adds a sequence, and `v c^2` more for "sum". Memory
-    beyond operands and results: the forward messages `[*B, v, c]`. "full" gives each sequence matrices of its own.
+    beyond operands and results: the forward messages `[*B, v, c]`. "full" gives each sequence matrices of its own, and
+    its gradient takes about ten times its memory.
 
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989). Definition:
     `logchain.reference.marginals`.
@@ -94,4 +95,4 @@ def marginals(
     needs = True, transitions is not None, False
     ones = torch.ones_like(kept.log_norm)
     states, counts, _ = gradient(ones, x, bulk, p0, ends, kept, log_params, True, needs)
-    return Marginals(states, counts if transitions else None, kept.log_norm.to(dtype))
+    return Marginals(states, counts if transitions else None, kept.log_norm.to(dtype, copy=True))

@@ -101,5 +101,5 @@ def product(
         double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
         out_dtype = torch.float64 if double else torch.float32
     if semiring is LOG:
-        return log_norm(x, bulk, p0, ends, log_params).to(out_dtype)
+        return log_norm(x, bulk, p0, ends, log_params).to(out_dtype, copy=True)
     return total(x, bulk, p0, ends, log_params, semiring).to(out_dtype)

@@ -230,6 +230,7 @@ def entropy(
     >>> float(entropy(np.zeros((3, 2)), np.full((1, 2, 2), 0.5), [1.0, 0.0]).round(4))
     1.3863
     """
+    x = _lowered(x)
     found = marginals(x, bulk, p0, log_params=log_params, lengths=lengths)
     mean = _mean_log_weight(found, *_logs(x, bulk, p0, log_params, lengths))
     return np.where(found.log_norm == -np.inf, 0.0, found.log_norm - mean)
@@ -248,12 +249,20 @@ def kl_divergence(
     >>> float(kl_divergence((x, bulk, [0.5, 0.5]), (x, bulk, [0.75, 0.25])).round(4))
     0.1438
     """
+    p, q = (_lowered(p[0]), *p[1:]), (_lowered(q[0]), *q[1:])
     found = marginals(*p, log_params=log_params, lengths=lengths)
     means = [_mean_log_weight(found, *_logs(*chain, log_params, lengths)) for chain in (p, q)]
     other = product(*q, log_params=log_params, lengths=lengths)
     with np.errstate(invalid="ignore"):
         divergence = means[0] - found.log_norm - np.where(means[1] == -np.inf, -np.inf, means[1] - other)
     return np.where(found.log_norm == -np.inf, 0.0, divergence)
+
+
+def _lowered(x: ArrayLike) -> Array:
+    """The potentials with largest entry 0 in each step, where that is no -inf: no posterior changes."""
+    x = np.asarray(x, np.float64)
+    top = x.max(-1, keepdims=True)
+    return x - np.where(np.isneginf(top), 0.0, top)
 
 
 def _mean_log_weight(found: Marginals, x: Array, log_bulk: Array, log_p0: Array, ends: NDArray[np.int64]) -> Array:

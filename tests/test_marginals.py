@@ -153,7 +153,7 @@ def test_divergence_of_every_family_from_a_dense_chain():
         for p, q in ((chain, other), (other, chain)):
             found = logchain.kl_divergence(p[:3], q[:3], **options).numpy()
             expected = reference.kl_divergence(arrays(p), arrays(q), **options)
-            # the reference's own rounding: posteriors to |log Z| spacings, times potentials as large, at each step
+            # the reference's own rounding: posteriors to |log Z| spacings, times potentials as large
             size = max(float(tensor[tensor.isfinite()].abs().max()) for tensor in (chain.x, other.x))
             truth = reference.product(*arrays(p), **options), reference.product(*arrays(q), **options)
             size = max(1.0, size, *(np.abs(norm[np.isfinite(norm)]).max(initial=0.0) for norm in truth))
@@ -199,6 +199,25 @@ def test_lengths_are_each_sequence_alone(name, each):
                 torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
     if name == "sum":
         torch.testing.assert_close(found[1], counts, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_nan_behind_the_end_is_in_no_gradient(name, steps, log):
+    generator = torch.Generator().manual_seed(0)
+    x, bulk = torch.randn(2, 3, 2, generator=generator, dtype=F64), torch.rand(2, steps, 2, 2, generator=generator)
+    p0 = torch.rand(2, generator=generator, dtype=F64)
+    lengths = [1, 3]
+    grads = []
+    for poison in (0.5, NAN):
+        x[0, 1:], bulk[0] = poison, poison
+        operands = [operand.clone().requires_grad_() for operand in (x, bulk.double(), p0)]
+        found = QUESTIONS[name](*operands, log_params=log, lengths=lengths)
+        total = sum(torch.where(t == -INF, 0.0, t).cos().sum() for t in found)
+        grads.append(torch.autograd.grad(total, operands))
+    for clean, poisoned in zip(*grads, strict=True):
+        torch.testing.assert_close(poisoned, clean, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 3])], ids=["all", "lengths"])
@@ -299,6 +318,22 @@ def test_posteriors_sum_to_one_however_large_the_partition():
     found = logchain.marginals(x, draw.bulk().float(), draw.p0().float())
     assert found.log_norm > 5e5 - 1e4
     assert (found.states.sum(-1) - 1).abs().max() < 1e-5
+
+
+def test_results_can_be_changed_in_place():
+    operands = [operand.requires_grad_() for operand in small(0, False)]
+    for found in (logchain.product(*operands), *logchain.marginals(*operands, transitions="sum")):
+        found -= 1.0
+        found.sum().backward()
+
+
+def test_entropy_does_not_lose_digits_to_an_offset():
+    """Nor does its definition."""
+    draw = Draw(0, 1, 1, 60, 4, False)
+    x, bulk, p0 = draw.x(3.0) + 1e4, draw.bulk(), draw.p0()
+    expected = oracle.entropy(x[0, 0].numpy(), bulk[0, 0].numpy(), p0[0, 0].numpy())
+    assert abs(float(logchain.entropy(x, bulk, p0)) - expected) < 1e-8
+    assert abs(float(reference.entropy(x, bulk, p0)[0, 0]) - expected) < 1e-10
 
 
 def test_wrong_arguments():

@@ -233,6 +233,18 @@ def test_jacobians_of_each_sequence():
         torch.testing.assert_close(along, torch.func.jvp(logchain.product, chain[:3], tuple(tangents))[1])
 
 
+def test_a_forward_derivative_inside_a_compiled_graph_is_refused():
+    """Torch would give zeros."""
+    torch._dynamo.reset()
+    chain = FAMILIES["dense"](F64, v=4, c=3)
+
+    def function(x):
+        return torch.func.jvp(lambda x: logchain.product(x, *chain[1:3]), (x,), (x,))[1]
+
+    with pytest.raises(Exception, match="expected no forward derivative inside torch.compile"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(chain.x)
+
+
 @pytest.mark.parametrize("transitions", ["sum", "full"])
 def test_marginals_by_forward_mode(transitions):
     chain = FAMILIES["sparse"](F64, v=4, c=3)
@@ -277,6 +289,21 @@ def test_vmap_is_a_loop(in_dims, each):
     rows = loop(gradients)
     for i, found in enumerate(torch.vmap(gradients, in_dims=in_dims)(*stacked)):
         torch.testing.assert_close(found, torch.stack([row[i] for row in rows]))
+
+
+@pytest.mark.parametrize("question", ["product", *QUESTIONS])
+def test_gradients_from_outside_a_map(question):
+    """Where every operand that needs a gradient is mapped, too."""
+    chain = FAMILIES["dense"](F64, v=4, c=3)
+    asked = QUESTIONS.get(question, lambda *o: (logchain.product(*o),))
+    stacked = torch.stack([chain.x, chain.x * 0.5]).requires_grad_()
+    mapped = torch.vmap(lambda x: tuple(asked(x, *chain[1:3])))
+    loop = sum(total(asked(x, *chain[1:3])) for x in stacked)
+    (expected,) = torch.autograd.grad(loop, stacked)
+    (found,) = torch.autograd.grad(total(mapped(stacked)), stacked)
+    torch.testing.assert_close(found, expected)
+    found = torch.func.grad(lambda x: total(mapped(x)))(stacked.detach())
+    torch.testing.assert_close(found, expected)
 
 
 def test_vmap_over_lengths():
