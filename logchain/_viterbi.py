@@ -9,6 +9,7 @@ from . import _device
 from ._batching import with_batch_first
 from ._chain_operators import chain_of
 from ._operators import operator
+from ._paths import log_weight
 from .kernels import k_best_paths
 from .kernels.chain import Chain
 
@@ -22,6 +23,12 @@ def best_paths(
     """
     states, unknown = _best_paths(x.detach(), bulk.detach(), p0.detach(), lengths, log_params, k)
     return states, unknown
+
+
+def best_weight(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, Tensor]:
+    """The best path [*B, v] and its log-weight [*B] in float64, NaN for a sequence that holds NaN or +inf."""
+    states, unknown = best_paths(x, bulk, p0, lengths, log_params, None)
+    return states, log_weight(x, bulk, p0, states, lengths, log_params).masked_fill(unknown, torch.nan)
 
 
 def _forward(

@@ -9,7 +9,8 @@ from ._arguments import Lengths, check_choice, check_float_dtype, check_question
 from ._chain import log_norm
 from ._packed import Packed
 from ._semiring_chain import total
-from .semirings import LOG, Semiring
+from ._viterbi import best_weight
+from .semirings import LOG, MAX, Semiring
 
 
 def product(
@@ -47,8 +48,8 @@ def product(
             has the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
             `[total, c, c]` with the matrix that leads into each row, `p0` is `[c]` or `[n, c]`, and the result `[n]`.
         semiring: how the weights of paths are added: `logchain.semirings.LOG`, `MAX` for that of the best path alone
-            (`logchain.viterbi` finds it too), or one of yours. Any other than LOG has the gradients that torch's
-            autograd takes through its sum, and keeps `c^2` terms a step for them.
+            (which `logchain.viterbi` finds), or one of yours, whose gradients are those that torch's autograd takes
+            through its sum: `c^2` terms a step are kept for them.
         strategy: "sequential" carries a vector through the chain; "auto" leaves the choice to the library.
         memory_budget: bytes that the kept messages may take. Not available yet.
         out_dtype: dtype of the result; by default float64 if an operand is float64, otherwise float32.
@@ -102,4 +103,6 @@ def product(
         out_dtype = torch.float64 if double else torch.float32
     if semiring is LOG:
         return log_norm(x, bulk, p0, ends, log_params).to(out_dtype, copy=True)
+    if semiring is MAX:
+        return best_weight(x, bulk, p0, ends, log_params)[1].to(out_dtype)
     return total(x, bulk, p0, ends, log_params, semiring).to(out_dtype)

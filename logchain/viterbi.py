@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ._arguments import Lengths, check_question
 from ._packed import Packed
-from ._paths import log_weight
-from ._viterbi import best_paths
+from ._viterbi import best_weight
 
 
 class Path(NamedTuple):
@@ -78,7 +77,6 @@ def viterbi(
         ]
         return Path(packed.by_row([path.states for path in found]), packed.by_sequence([path.score for path in found]))
     ends = check_question(x, bulk, p0, log_params, lengths, validate)
-    states, unknown = best_paths(x, bulk, p0, ends, log_params, None)
-    score = log_weight(x, bulk, p0, states, ends, log_params).masked_fill(unknown, torch.nan)
+    states, score = best_weight(x, bulk, p0, ends, log_params)
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
     return Path(states, score if double else score.float())

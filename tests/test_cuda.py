@@ -36,18 +36,28 @@ def prefix_step(operands):
     return out, *torch.autograd.grad(out.sum(), operands)
 
 
+def marginals_step(operands):
+    return [value.detach() for value in logchain.marginals(*operands, transitions="sum")]
+
+
+def viterbi_step(operands):
+    return [value.detach() for value in logchain.viterbi(*operands)]
+
+
 def steps():
     leaf = lambda *shape: torch.randn(*shape, device="cuda", requires_grad=True)  # noqa: E731
     yield "shared", chain_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
     yield "each", chain_step, on_device(dense(F32, each=True, v=9, c=33))
     yield "left_to_right", chain_step, on_device(FAMILIES["left_to_right"](F32))
+    yield "marginals", marginals_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
+    yield "viterbi", viterbi_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
     yield "matmul", matmul_step, [leaf(5, 1, 33, 65), leaf(4, 65, 17)]
     yield "tree", tree_step, [leaf(2, 9, 33, 33)]
     yield "large tree", tree_step, [leaf(2, 5, 130, 130)]
     yield "prefixes", prefix_step, [leaf(2, 9, 33, 33)]
 
 
-NAMES = ["shared", "each", "left_to_right", "matmul", "tree", "large tree", "prefixes"]
+NAMES = ["shared", "each", "left_to_right", "marginals", "viterbi", "matmul", "tree", "large tree", "prefixes"]
 
 
 def case(name):
@@ -112,6 +122,24 @@ def test_it_agrees_with_the_cpu(family):
         here = logchain.product(*chain[:3], log_params=chain.log_params)
         there = logchain.product(*(t.cuda() for t in chain[:3]), log_params=chain.log_params)
     torch.testing.assert_close(there.cpu(), here, rtol=2.0**-22, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["dense", "left_to_right", "detour"])
+def test_questions_agree_with_the_cpu(family):
+    chain = FAMILIES[family](F32, n=4, t=1, v=33, c=20)
+    options = {"log_params": chain.log_params, "lengths": [33, 5, 20, 1]}
+    there = [tensor.cuda() for tensor in chain[:3]]
+    for question in (logchain.forward_backward, logchain.entropy, logchain.marginals, logchain.viterbi):
+        found, expected = question(*there, **options), question(*chain[:3], **options)
+        for one, other in zip(*(t if isinstance(t, tuple) else (t,) for t in (found, expected)), strict=True):
+            if one is not None:
+                torch.testing.assert_close(one.cpu(), other, rtol=2.0**-20, atol=4e-5)
+    paths = logchain.sample(*there, 50, generator=torch.Generator("cuda").manual_seed(0), **options)
+    assert logchain.log_prob(*there, paths, **options).isfinite().all()
+    best = logchain.topk_paths(*there, 3, **options).scores
+    torch.testing.assert_close(
+        best.cpu(), logchain.topk_paths(*chain[:3], 3, **options).scores, rtol=2.0**-20, atol=4e-5
+    )
 
 
 def test_the_forums_case_takes_under_60_mb():

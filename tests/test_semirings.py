@@ -179,3 +179,24 @@ def test_zeros_have_no_gradient_under_torch_func():
     chain = FAMILIES["sparse"](F64)
     slope = torch.func.grad(lambda bulk: run(chain._replace(bulk=bulk), LOG)[1, 1])(chain.bulk)
     assert slope.isfinite().all() and (slope[chain.bulk == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse", "one_dead"])
+def test_product_takes_a_semiring(name):
+    chain = FAMILIES[name](F64)
+    lengths = [4, 1, 3]
+    options = {"log_params": chain.log_params, "lengths": lengths}
+    best = viterbi(*chain[:3], **options).score
+    assert torch.equal(logchain.product(*chain[:3], semiring=MAX, **options), best)
+    assert torch.equal(logchain.product(*chain[:3], semiring=SOFT, **options), run(chain, SOFT, lengths))
+    packed = torch.cat([row[:end] for row, end in zip(chain.x[:, 0], lengths, strict=True)])
+    found = logchain.product(
+        packed, chain.bulk[0, 0, :1], chain.p0[0, 0], semiring=MAX, cu_seqlens=torch.tensor([0, 4, 5, 8])
+    )
+    expected = logchain.product(chain.x[:, :1], chain.bulk[:, :, :1], chain.p0, semiring=MAX, lengths=lengths)[:, 0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_semiring_that_is_none_is_named():
+    with pytest.raises(TypeError, match="semiring: expected a logchain.semirings.Semiring, got str"):
+        logchain.product(*dense(F32)[:3], semiring="max")
