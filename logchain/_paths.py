@@ -22,9 +22,27 @@ def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor
     if not log_params:
         zero = weights == 0
         weights = torch.where(zero, 1.0, weights).log().masked_fill(zero, -torch.inf)
-    terms = weights + torch.where(inside, _look_up(x, steps, states).double(), 0.0)
+    terms = torch.cat([weights, torch.where(inside, _look_up(x, steps, states).double(), 0.0)], -1)
     lost = lost | (terms == -torch.inf).any(-1)
-    return torch.where(lost, -torch.inf, torch.where(lost[..., None], 0.0, terms).sum(-1))
+    terms = torch.where(lost[..., None], 0.0, terms)
+    double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
+    return torch.where(lost, -torch.inf, _exact_sum(terms) if double else terms.sum(-1))
+
+
+def _exact_sum(terms: Tensor) -> Tensor:
+    """The sum over the last axis to one rounding, as `kernels.summation` has it, by operations that all have gradients.
+
+    Those of what is lost in an addition cancel.
+    """
+    lost = torch.zeros_like(terms[..., 0])
+    while terms.shape[-1] > 1:
+        half = terms.shape[-1] // 2
+        a, b = terms[..., :half], terms[..., half : 2 * half]
+        total = a + b
+        other = total - a
+        lost = lost + ((a - (total - other)) + (b - other)).sum(-1)
+        terms = torch.cat([total, terms[..., 2 * half :]], -1)
+    return terms[..., 0] + torch.where(lost.isfinite(), lost, 0.0)
 
 
 def finite_log(value: Tensor, log_params: bool) -> Tensor:

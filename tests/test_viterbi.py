@@ -39,7 +39,7 @@ def numbers(chain: Chain) -> list[np.ndarray]:
 
 
 def weigh(chain: Chain, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The weight of each path of states [*B, v], added without rounding, and the sum of its terms' sizes."""
+    """The weight of each path of states [*B, v], added without rounding, and the sizes of logarithms that were taken."""
     (x, bulk, p0), batch = numbers(chain), states.shape[:-1]
     if not chain.log_params:
         with np.errstate(divide="ignore"):
@@ -50,9 +50,9 @@ def weigh(chain: Chain, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for b in np.ndindex(*batch):
         path = [z for z in states[b] if z >= 0]
         if path:
-            terms = [p0[b][path[0]], *(x[b][i, z] for i, z in enumerate(path))]
-            terms += [bulk[b][i, z, y] for i, (z, y) in enumerate(zip(path, path[1:], strict=False))]
-            found[b], sizes[b] = math.fsum(terms), np.abs(terms).sum()
+            taken = [p0[b][path[0]], *(bulk[b][i, z, y] for i, (z, y) in enumerate(zip(path, path[1:], strict=False)))]
+            found[b] = math.fsum([*taken, *(x[b][i, z] for i, z in enumerate(path))])
+            sizes[b] = 0.0 if chain.log_params else np.abs(taken).sum()
     return found, sizes
 
 
