@@ -39,7 +39,7 @@ def numbers(chain: Chain) -> list[np.ndarray]:
 
 
 def weigh(chain: Chain, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The weight of each path of states [*B, v], added without rounding, and the sizes of logarithms that were taken."""
+    """The weight of each path of states [*B, v], added without rounding, and the sum of the logarithms' sizes."""
     (x, bulk, p0), batch = numbers(chain), states.shape[:-1]
     if not chain.log_params:
         with np.errstate(divide="ignore"):
