@@ -47,9 +47,9 @@ class Case:
     divisible: tuple[str, ...] = ()  # arguments known to be divisible by 16
     warps: int = 4
     stages: int = 3
-    registers: int | None = None  # the most of a thread, where the launcher says so to CUDA's assembler
     dot: bool = True  # tensor-core instructions are expected in the machine code
     by_hand: bool = False  # left to `python -m tests.compiled`: the tests have minutes
+    registers: int | None = None  # the most of a thread, where the launcher says so to CUDA's assembler
 
 
 @dataclass(frozen=True)
