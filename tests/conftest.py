@@ -15,6 +15,9 @@ if INTERPRETED and importlib.util.find_spec("triton"):
 
     interpreter.install()
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core to itself
+    torch.set_num_threads(1)
+
 
 @pytest.fixture(params=["interpreted"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
