@@ -9,18 +9,24 @@ from .log_prob import log_prob
 from .marginals import Marginals, marginals
 from .matmul import matmul
 from .matrix_product import matrix_product
+from .memory_report import Memory, MemoryReport, memory_report
 from .prefix_products import prefix_products
 from .product import product
 from .sample import sample
+from .stream import Stream, StreamUpdate
 from .topk_paths import Paths, topk_paths
 from .viterbi import Path, viterbi
 
 __all__ = [
     "Marginals",
+    "Memory",
+    "MemoryReport",
     "Messages",
     "Path",
     "Paths",
     "Rescues",
+    "Stream",
+    "StreamUpdate",
     "adapters",
     "entropy",
     "forward_backward",
@@ -29,6 +35,7 @@ __all__ = [
     "marginals",
     "matmul",
     "matrix_product",
+    "memory_report",
     "prefix_products",
     "product",
     "reference",

@@ -1,8 +1,10 @@
-"""The log-semiring matrix product of canonical operands as an operator of torch, differentiable twice.
+"""The log-semiring matrix product of operands with as many batch axes as an operator of torch, differentiable twice.
 
 Kept for the backward pass are the operands alone.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +13,14 @@ from torch import Tensor
 from . import _device
 from ._operators import apply, operator, transform
 from ._rescues import report_outputs
+from .kernels.log_matmul import Groups
 
 
 def log_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`log(exp(a) exp(b))` for (g, m, k) and (g, k, n) of one dtype, float32 or float64, none of the sizes 0."""
+    """`log(exp(a) exp(b))` for (*batch, m, k) and (*batch, k, n) of one dtype, float32 or float64, no size being 0.
+
+    A batch axis is of the same size in both operands or of size 1 in one of them.
+    """
     result: Tensor = apply(_LogMatmul, _log_matmul, a, b)
     return result
 
@@ -37,8 +43,8 @@ class _LogMatmul(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
-        a, b = _stacked(info.batch_size, in_dims, (a, b))
-        return _LogMatmul.apply(a, b).unflatten(0, (info.batch_size, -1)), 0  # type: ignore[no-untyped-call]
+        a, b = (t[None] if dim is None else t.movedim(dim, 0) for t, dim in zip((a, b), in_dims, strict=True))
+        return _LogMatmul.apply(a, b), 0  # type: ignore[no-untyped-call]
 
 
 class _Gradient(torch.autograd.Function):
@@ -69,10 +75,14 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        stacked = _stacked(info.batch_size, in_dims[:3], args[:3])
+        # each of the batch has a gradient of its own
+        stacked = (
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(args[:3], in_dims[:3], strict=True)
+        )
         found = _Gradient.apply(*stacked, *args[3:])  # type: ignore[no-untyped-call]
         own = [
-            gradient.unflatten(0, (info.batch_size, -1)) if need else gradient.expand(info.batch_size, 0)
+            gradient if need else gradient.expand(info.batch_size, 0)
             for gradient, need in zip(found, args[3:], strict=True)
         ]
         return (own[0], own[1]), (0, 0)
@@ -94,25 +104,42 @@ class _Last(torch.autograd.Function):
         raise RuntimeError("logchain: expected at most two derivatives, got a third")
 
 
-def _stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """The mapped axis as more matrices of the batch."""
-    return [
-        (tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)).flatten(0, 1)
-        for tensor, dim in zip(tensors, in_dims, strict=True)
-    ]
-
-
 def _forward(a: Tensor, b: Tensor) -> Tensor:
-    out, rescued = _device.log_matmul_kernels(a).forward(a, b)
+    kernels = _device.log_matmul_kernels(a)
+    if _device.on_gpu(a):
+        groups = Groups.of(a, b)
+        out, rescued = kernels.forward(*_matrices(groups, a, b))
+        out = _ungrouped(out, groups.right_order, groups.shape)
+    else:
+        out, rescued = kernels.forward(a, b)
     report_outputs(rescued)
     found: Tensor = out
     return found
 
 
 def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
-    grads = _device.log_matmul_kernels(a).backward(weight, a, b, need_a, need_b)
-    grad_a, grad_b = (a.new_empty(0) if grad is None else grad for grad in grads)
-    return grad_a, grad_b
+    kernels = _device.log_matmul_kernels(a)
+    if _device.on_gpu(a):
+        groups = Groups.of(a, b)
+        left, right = _matrices(groups, a, b)
+        joint = groups.joint(weight).reshape(left.shape[0], left.shape[1], right.shape[2])
+        grad_a, grad_b = kernels.backward(joint, left, right, need_a, need_b)
+        grad_a = None if grad_a is None else _ungrouped(grad_a, groups.left_order, a.shape)
+        grad_b = None if grad_b is None else _ungrouped(grad_b, groups.right_order, b.shape)
+    else:
+        grad_a, grad_b = kernels.backward(weight, a, b, need_a, need_b)
+    return a.new_empty(0) if grad_a is None else grad_a, b.new_empty(0) if grad_b is None else grad_b
+
+
+def _matrices(groups: Groups, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The operands as (g, m, k) and (g, k, n), for kernels that take no other; copies where axes do not merge."""
+    g = math.prod(groups.shape[axis] for axis in groups.sets)
+    return groups.left(a).reshape(g, -1, a.shape[-1]), groups.right(b).reshape(g, b.shape[-2], -1)
+
+
+def _ungrouped(found: Tensor, order: tuple[int, ...], shape: Sequence[int]) -> Tensor:
+    """What was found for matrices, as a view with the axes of the operands."""
+    return found.view([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
 
 
 def _second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,17 +149,25 @@ def _second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tens
 
 
 def _shape(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    groups = Groups.of(a, b)
+    out = a.new_empty(groups.shape)
+    return _ungrouped(out, groups.right_order, groups.shape) if _device.on_gpu(a) else out
 
 
 def _gradient_shapes(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape if need_a else (0,)), b.new_empty(b.shape if need_b else (0,))
+    if _device.on_gpu(a):
+        groups = Groups.of(a, b)
+        grad_a = _ungrouped(a.new_empty(a.shape), groups.left_order, a.shape)
+        grad_b = _ungrouped(b.new_empty(b.shape), groups.right_order, b.shape)
+    else:
+        grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+    return grad_a if need_a else a.new_empty(0), grad_b if need_b else b.new_empty(0)
 
 
 def _second_shapes(
     weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return weight.new_empty(weight.shape), a.new_empty(a.shape), b.new_empty(b.shape)
+    return weight.new_empty(weight.shape), torch.empty_like(a), torch.empty_like(b)
 
 
 _log_matmul = operator("log_matmul(Tensor a, Tensor b) -> Tensor", _forward, _shape)

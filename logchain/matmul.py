@@ -1,7 +1,5 @@
 """The log-semiring matrix product."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -30,8 +28,9 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
         TypeError: an operand is not a floating tensor.
         ValueError: the inner sizes differ, the leading axes do not broadcast, or `out` has the wrong shape or dtype.
 
-    Cost: `m k n` multiply-adds and `k (m + n)` exponentials a matrix; memory of the operands' exponentials once.
-    Outputs computed again cost `k` exponentials each.
+    Cost: `m k n` multiply-adds and `k (m + n)` exponentials a matrix; `k` more for each output that is computed again.
+    Besides results and gradients a CPU holds one piece of a large product at a time, forward and backward: below 2 MB
+    in float32 for a shared `[8, 64, 64]` and any number of rows, 20 MB for a single product of 1024 x 1024 matrices.
 
     Source: the shift is that of any log-sum-exp; the rescue is this library's own. Definition:
     `logchain.reference.matmul`.
@@ -56,7 +55,7 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     if 0 in a.shape or 0 in b.shape:  # nothing to sum or nothing to give
         result = torch.logsumexp(a.to(dtype)[..., :, :, None] + b.to(dtype)[..., None, :, :], -2)
     else:
-        result = _grouped(a.to(dtype), b.to(dtype), batch)
+        result = log_matmul(*(t.to(dtype)[(None,) * (len(shape) - t.dim())] for t in (a, b)))
     return result if out is None else out.copy_(result)
 
 
@@ -68,22 +67,3 @@ def _check_out(out: Tensor, a: Tensor, b: Tensor, shape: tuple[int, ...], dtype:
         raise ValueError(f"out: expected a tensor of its own memory, got an expanded one with strides {out.stride()}")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (a, b, out)):
         raise ValueError("out: expected operands that need no gradient, got one that does")
-
-
-def _grouped(a: Tensor, b: Tensor, batch: torch.Size) -> Tensor:
-    """Axes of `a` alone are rows of one larger product, axes of `b` alone its columns: nothing is repeated."""
-    a = a[(None,) * (len(batch) + 2 - a.dim())]
-    b = b[(None,) * (len(batch) + 2 - b.dim())]
-    axes = range(len(batch))
-    rows = [axis for axis in axes if b.shape[axis] == 1]
-    columns = [axis for axis in axes if a.shape[axis] == 1 and axis not in rows]
-    both = [axis for axis in axes if axis not in rows and axis not in columns]
-    last = len(batch)
-    g = math.prod([batch[axis] for axis in both])
-    (m, k), n = a.shape[-2:], b.shape[-1]
-    left = a.permute(*both, *rows, *columns, last, last + 1).reshape(g, -1, k)
-    right = b.permute(*both, *rows, last, *columns, last + 1).reshape(g, k, -1)
-    joint = [*both, *rows, last, *columns, last + 1]
-    sizes = [*batch, m, n]
-    out = log_matmul(left, right).view([sizes[axis] for axis in joint])
-    return out.permute([joint.index(axis) for axis in range(len(sizes))])

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from . import _checkpoints
 from ._arguments import Lengths, check_choice, check_float_dtype, check_question
 from ._chain import log_norm
 from ._packed import Packed
@@ -51,7 +52,12 @@ def product(
             (which `logchain.viterbi` finds), or one of yours, whose gradients are those that torch's autograd takes
             through its sum: `c^2` terms a step are kept for them.
         strategy: "sequential" carries a vector through the chain; "auto" leaves the choice to the library.
-        memory_budget: bytes that the kept messages may take. Not available yet.
+        memory_budget: bytes that messages may take, where gradients are needed; without them it has no effect. A budget
+            that holds all of them, `v (c + 1)` numbers a sequence, changes nothing. With a smaller one messages are
+            kept at a few steps, and the others are computed again in the backward pass, in float64, a segment between
+            two of those steps at a time: `O(sqrt v)` bytes at the least, with all that is computed from them at the
+            worst, but for operands, results and gradients. The result can be differentiated once. Only in the semiring
+            `LOG`, and without `cu_seqlens`.
         out_dtype: dtype of the result; by default float64 if an operand is float64, otherwise float32.
         validate: also check the values, which costs a pass over the data.
 
@@ -66,12 +72,12 @@ def product(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length or a choice is out of range, or `validate` finds a value.
-        NotImplementedError: `memory_budget` is given.
+        ValueError: sizes do not go together, a length or a choice is out of range, `validate` finds a value, or the
+            `memory_budget` is too small; the message says the smallest that is not.
 
     Cost: `v c^2` multiply-adds a sequence in `v` dependent steps; twice that again for the backward pass. Memory beyond
     operands, result and gradients: the forward messages `[*B, v, c]` (those once more for sequences computed again),
-    without gradients two steps of them.
+    without gradients two steps of them. A `memory_budget` that does not hold them costs one more forward pass.
 
     Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77
     (1989). Definition: `logchain.reference.product`.
@@ -92,7 +98,10 @@ def product(
     if not isinstance(semiring, Semiring):
         raise TypeError(f"semiring: expected a logchain.semirings.Semiring, got {type(semiring).__name__}")
     if memory_budget is not None:
-        raise NotImplementedError("memory_budget: checkpointed messages are not available yet, pass None")
+        if not isinstance(memory_budget, int) or isinstance(memory_budget, bool):
+            raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
+        if semiring is not LOG or cu_seqlens is not None:
+            raise ValueError("memory_budget: expected None with another semiring than LOG and with cu_seqlens")
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         options: Any = {"log_params": log_params, "semiring": semiring, "validate": validate, "out_dtype": out_dtype}
@@ -101,6 +110,11 @@ def product(
     if out_dtype is None:
         double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
         out_dtype = torch.float64 if double else torch.float32
+    if memory_budget is not None and torch.is_grad_enabled() and any(t.requires_grad for t in (x, bulk, p0)):
+        every = _checkpoints.every_within(memory_budget, x, bulk, p0)
+        if every is not None:
+            found: Tensor = _checkpoints.log_norm(x, bulk, p0, ends, log_params, every)
+            return found.to(out_dtype)
     if semiring is LOG:
         return log_norm(x, bulk, p0, ends, log_params).to(out_dtype, copy=True)
     if semiring is MAX:

@@ -90,11 +90,6 @@ def test_a_single_variable_takes_no_matrix_or_an_unused_one():
     )
 
 
-def test_a_memory_budget_is_not_ignored():
-    with pytest.raises(NotImplementedError, match="^memory_budget: "):
-        logchain.product(**chain(), memory_budget=1000)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import logchain
-from logchain import reference
+from logchain import _device, reference
+from logchain._measure import peak_bytes
+from logchain.kernels import log_matmul
 from tests import oracle
 from tests.contract import assert_gradient, assert_values, poisoned_memory, rounding, spread, ulp
 
@@ -220,3 +222,88 @@ def test_gradients_scale_with_the_weight(weight, depth):
     b = torch.tensor([[-depth], [0.0]], requires_grad=True)
     for gradient in torch.autograd.grad(logchain.matmul(a, b), (a, b), torch.full((1, 1), weight)):
         torch.testing.assert_close(gradient / weight, torch.full_like(gradient, 0.5), rtol=0, atol=4e-5)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Pieces of a few entries, so that small operands are cut along sets, rows and columns."""
+    for name, size in (("_ENTRIES", 40), ("_PART", 1000), ("_KEPT", 2), ("_PASSING", 3), ("_PAIRS", 16)):
+        monkeypatch.setattr(log_matmul, name, size)
+
+
+def stacked(case, batch, which, sizes, dtype):
+    drawn = [draw(case, sizes, dtype, seed)[which] for seed in range(int(np.prod(batch)))]
+    return torch.stack(drawn).reshape(*batch, *drawn[0].shape)
+
+
+PIECES = [((), ()), ((5,), (5,)), ((4, 1, 3), (1, 2, 3)), ((2, 3, 2), (3, 1)), ((3, 1), (2, 3, 2)), ((1, 2), (2, 1))]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("sizes", [(7, 5, 3), (3, 4, 8), (1, 9, 1)], ids=str)
+@pytest.mark.parametrize(("batch_a", "batch_b"), PIECES, ids=str)
+@pytest.mark.parametrize("case", [dense, misaligned, sparse, dead])
+def test_pieces_keep_the_contract(case, batch_a, batch_b, sizes):
+    assert_matmul(stacked(case, batch_a, 0, sizes, F32), stacked(case, batch_b, 1, sizes, F32))
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("batches", [((), ()), ((2, 1), (3,))], ids=str)
+@pytest.mark.parametrize("case", [dense, misaligned, dead])
+def test_pieces_have_both_derivatives(case, batches):
+    test_finite_differences(case, batches)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_pieces_of_strided_rows_and_of_poisoned_memory():
+    a, b = stacked(misaligned, (4, 3), 0, (7, 5, 6), F32), stacked(misaligned, (3,), 1, (7, 5, 6), F32)
+    with poisoned_memory():
+        assert_matmul(a.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), b)
+        assert_matmul(a[:1].expand(4, 3, 7, 5), b.mT.contiguous().mT)
+        assert_matmul(b.mT.repeat_interleave(2, 0)[::2], a.mT)
+
+
+def test_pieces_are_all_of_the_product_once():
+    for m, n in ((7, 3), (3, 7), (2000, 1500), (30000, 2), (2, 30000)):
+        seen = torch.zeros(2, m, n, dtype=torch.int8)
+        for cut in log_matmul._cuts((2,), (m,), (n,), 50):
+            seen[cut.joint] += 1
+        assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded", "rows"])
+@pytest.mark.parametrize("needs", [(False, False), (True, True), (True, False), (False, True)], ids=str)
+def test_a_shared_weight_takes_no_more_than_results_and_gradients(needs, layout, side):
+    """2 MB of workspace where each of operand, result and gradient has 16 MB."""
+    rows = {
+        "contiguous": lambda: torch.randn(8192, 8, 1, 64),
+        "transposed": lambda: torch.randn(64, 1, 8, 8192).permute(3, 2, 1, 0),
+        "expanded": lambda: torch.randn(8192, 1, 1, 64).expand(8192, 8, 1, 64),
+        "rows": lambda: torch.randn(1024, 8, 8, 64),
+    }[layout]()
+    weight = torch.randn(8, 64, 64)
+    operands = (rows, weight) if side == "right" else (weight, rows.mT)
+    leaves = [t.detach().requires_grad_(need) for t, need in zip(operands, needs, strict=True)]
+    upstream = torch.ones(()).expand(torch.matmul(*operands).shape)
+
+    def call():
+        out = logchain.matmul(*leaves)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        return [out, *(torch.autograd.grad(out, wanted, upstream) if wanted else ())]
+
+    assert peak_bytes(call) <= 2_000_000
+
+
+def test_operands_of_any_batch_on_the_kernels_of_the_device(device, monkeypatch):
+    """Those take (g, m, k) and (g, k, n) only."""
+    operands = [
+        (stacked(misaligned, batch, which, (4, 5, 3), F32)) for which, batch in enumerate(((2, 1, 3), (1, 2, 3)))
+    ]
+    expected = [t.detach().requires_grad_() for t in operands]
+    logchain.matmul(*expected).cos().sum().backward()
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    found = [t.to(device).requires_grad_() for t in operands]
+    logchain.matmul(*found).cos().sum().backward()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-4, atol=1e-4)

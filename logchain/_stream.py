@@ -1,0 +1,136 @@
+"""One piece of an unbounded chain: its forward messages, and the backward messages of its fixed-lag posteriors.
+
+Everything is float64 logarithms, and each step one log-semiring product, whose derivatives autograd chains. What is
+taken out of a message is a constant to it, so that what is impossible has a gradient of exactly 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._layout import Layout
+from ._log_matmul import log_matmul
+from .kernels.summation import exact_sum
+from .matmul import matmul
+
+
+class Piece(NamedTuple):
+    """x [*B, k, c], and log-matrices into each variable [*Bb, k, c, c] or, the same for all, [*Bb, 1, c, c].
+
+    `active` [*B, k]: which variables belong to a sequence; `linked` [*B, k]: which of them have one before.
+    `start` [*B, c]: the logarithm of p0. `unlinked`: no sequence has a variable before the first one.
+    """
+
+    x: Tensor
+    matrices: Tensor
+    start: Tensor
+    active: Tensor
+    linked: Tensor
+    unlinked: bool
+
+    def matrix(self, i: int) -> Tensor:
+        """The log-matrices [*Bb, c, c] that lead into a variable."""
+        return self.matrices[..., 0 if self.matrices.shape[-3] == 1 else i, :, :]
+
+    def potentials(self) -> tuple[Tensor, Tensor]:
+        """x less the largest entry of each variable [*B, k, c], and that [*B, k, 1]; 0 behind the end."""
+        return shifted(torch.where(self.active[..., None], self.x, 0.0))
+
+
+def logs(weights: Tensor, log_params: bool) -> Tensor:
+    """The logarithm of weights, or what is one already, in float64, with gradient 0 at weight 0."""
+    weights = weights.double()
+    if log_params:
+        return weights
+    zero = weights == 0
+    return weights.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
+
+
+def only_used(matrices: Tensor, used: Tensor) -> Tensor:
+    """Matrices [*Bb, k or 1, c, c], 0 where no sequence uses them [*B, k]: a NaN there would come into gradients."""
+    if matrices.shape[-3] != used.shape[-1]:
+        used = used.any(-1, keepdim=True)
+    missing = used.dim() + 2 - matrices.dim()
+    shared = [axis for axis in range(used.dim()) if axis < missing or matrices.shape[axis - missing] == 1]
+    some = used.any(shared, keepdim=True) if shared else used
+    return torch.where(some.reshape(some.shape[missing:])[..., None, None], matrices, 0.0)
+
+
+def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
+    """The message less its largest entry, a constant, and that entry [..., 1]; 0 where there is none."""
+    top = message.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    return message - top, top
+
+
+def log_sum(message: Tensor) -> Tensor:
+    """`log sum exp` over the states [...]: exactly -inf, with gradient 0, where there is nothing."""
+    dead = (message == -torch.inf).all(-1)
+    return torch.logsumexp(message.masked_fill(dead[..., None], 0.0), -1).masked_fill(dead, -torch.inf)
+
+
+def posterior(message: Tensor) -> Tensor:
+    """The shares of the states [..., c], exactly 0 where there is nothing."""
+    dead = (message == -torch.inf).all(-1, keepdim=True)
+    return torch.softmax(message.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+
+
+def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward messages [*B, k + 1, c] with maximum 0, the first being `message`, and what was taken out [*B, k, 2].
+
+    A message stays where a sequence has no variable, and nothing is taken out there.
+    """
+    k = piece.x.shape[-2]
+    x, shift = piece.potentials()
+    if x.numel() == 0:
+        return message[..., None, :].expand(*message.shape[:-1], k + 1, -1), shift.expand(*shift.shape[:-1], 2)
+    layout = Layout.of(x, piece.matrices)
+    steps, active = layout.steps_first(x), layout.steps_first(piece.active[..., None])
+    lead, c = steps.shape[1:-1], steps.shape[-1]
+    grid = (*layout.grid, c)
+    matrices = layout.matrices(piece.matrices)
+    message = layout.weights(message)
+    messages, tops = [message], []
+    for i in range(k):
+        if i == 0 and piece.unlinked:
+            ahead = layout.weights(piece.start)
+        else:
+            matrix = matrices[0 if len(matrices) == 1 else i]
+            ahead = log_matmul(message.reshape(grid), matrix.reshape(grid[0], c, c)).view(*lead, c)
+            if i == 0:
+                linked = layout.weights(piece.linked[..., :1])
+                ahead = torch.where(linked, ahead, layout.weights(piece.start))
+        after, top = shifted(ahead + steps[i])
+        message = torch.where(active[i], after, message)
+        messages.append(message)
+        tops.append(top)
+    taken = torch.stack([layout.states(top) for top in tops], -2)
+    found = torch.stack([layout.states(message) for message in messages], -2)
+    return found, torch.where(piece.active[..., None], torch.cat([shift, taken], -1), 0.0)
+
+
+def total(found: Tensor, lost: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
+    """A sum [*B], and what its rounding lost, with terms [*B, k, 2] more."""
+    found, lost = exact_sum(torch.stack([found, lost, *terms.flatten(-2).unbind(-1)]))
+    return found.clone(), lost
+
+
+def smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:
+    """The posteriors of all but the last `lag` states, given `lag` variables more: [*B, k - lag, c], 0 for no variable.
+
+    `messages` [*B, k, c] are the forward ones. All windows go back at once, a step at a time.
+    """
+    size = piece.x.shape[-2] - lag
+    own = piece.matrices.shape[-3] != 1
+    x = shifted(torch.where(piece.linked[..., None], piece.x, 0.0))[0]
+    behind = torch.zeros_like(messages[..., :size, :])
+    for j in range(lag, 0, -1):
+        ahead = shifted(behind + x[..., j : j + size, :])[0]
+        if own:
+            before = matmul(ahead[..., None, :], piece.matrices[..., j : j + size, :, :].mT)[..., 0, :]
+        else:
+            before = matmul(ahead, piece.matrix(0).mT)
+        # a sequence that ends here has nothing behind it
+        behind = torch.where(piece.linked[..., j : j + size, None], before, 0.0)
+    return torch.where(piece.active[..., :size, None], posterior(messages[..., :size, :] + behind), 0.0)

@@ -1,0 +1,319 @@
+"""The log-partition, posteriors and best path of a chain that comes in pieces and need not end."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._arguments import Lengths, check_flag, check_tensor, check_values
+from ._chain_operators import arithmetic_dtype
+from ._stream import Piece, filtering, log_sum, logs, only_used, posterior, smoothed, total
+from ._stream_arguments import check_piece, check_stream
+from ._stream_paths import Survivors, ended, extended, settled
+
+
+class StreamUpdate(NamedTuple):
+    """What is known after a piece of k variables.
+
+    `log_norm` [*B]: of all so far. `filtered` [*B, k, c]: of each state of the piece, given all up to it. `smoothed`
+    [*B, m, c]: of the next m states, given `lag` variables more; None without a lag. `states` int64 [*B, m]: the next m
+    states of the best path; None without `viterbi`.
+    """
+
+    log_norm: Tensor
+    filtered: Tensor
+    smoothed: Tensor | None
+    states: Tensor | None
+
+
+class Stream:
+    r"""`logchain.product` of a chain that comes in pieces, in constant memory, with posteriors as they become known.
+
+    After any division into pieces `log_norm` is that of the whole chain so far. Between pieces one forward
+    message is kept, and what was taken out of it.
+
+    Args:
+        bulk: one transition matrix `[*B or ones, 1, c, c]`, `[from, to]`, for every step; None where each update brings
+            its own. Leading axes may be of size 1 or left out.
+        p0: initial weights `[*B or ones, c]`.
+        log_params: `bulk` and `p0` are logarithms (nats).
+        lag: L: return each state's posterior given everything up to L variables later (fixed-lag smoothing).
+        viterbi: return the states of the best path as soon as they are final.
+        detach: what earlier pieces left is a constant for the gradients of the present one, and memory is constant;
+            with False gradients reach back to the first piece, and so does memory.
+        dtype: dtype of the results; by default float64 if an operand so far is float64, otherwise float32.
+        validate: also check the values of each piece, which costs a pass over the data.
+
+    Operands may be float32, float64, bfloat16 or float16; all arithmetic is in float64. Sequences may end and start
+    anew at different times: see `update` and `reset`. Nobody's NaN reaches another sequence.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
+
+    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in float64 in k dependent steps; with a lag `k L
+    c^2` more in L dependent steps; with `viterbi` `k c^2` additions and maxima, and c look-ups for each variable that
+    is not final. Memory: that of a piece, which is copied in float64, of one message, of L variables and their
+    matrices, and of c 4-byte back-pointers for each variable whose best state is not final, in any of the sequences:
+    that is constant as long as the paths that may still win have a state in common, and grows while they have none.
+
+    Source: the scaled forward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989);
+    paths that merge, of R. Sramek, B. Brejova and T. Vinar, "On-line Viterbi algorithm for analysis of long biological
+    sequences", WABI 2007. Definitions: `logchain.reference.product`, `marginals` and `viterbi` of all pieces together.
+
+    >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step
+    >>> stream = Stream(bulk, torch.tensor([0.5, 0.5]), lag=1)
+    >>> first = stream.update(torch.tensor([[0.0, 0.0], [0.0, 3.0]]))  # two variables, two states
+    >>> first.filtered
+    tensor([[0.5000, 0.5000],
+            [0.0574, 0.9426]])
+    >>> first.smoothed  # the first state, given the second variable too
+    tensor([[0.1517, 0.8483]])
+    >>> stream.update(torch.zeros(1, 2)).filtered
+    tensor([[0.2402, 0.7598]])
+    >>> stream.log_norm
+    tensor(2.2606)
+    """
+
+    def __init__(
+        self,
+        bulk: Tensor | None,
+        p0: Tensor,
+        *,
+        log_params: bool = False,
+        lag: int = 0,
+        viterbi: bool = False,
+        detach: bool = True,
+        dtype: torch.dtype | None = None,
+        validate: bool = False,
+    ) -> None:
+        check_stream(bulk, p0, lag, dtype)
+        flags = {"log_params": log_params, "viterbi": viterbi, "detach": detach, "validate": validate}
+        for name, flag in flags.items():
+            check_flag(name, flag)
+        self._bulk, self._p0 = bulk, p0
+        self._log_params, self._lag, self._viterbi = log_params, lag, viterbi
+        self._detach, self._dtype, self._validate = detach, dtype, validate
+        self._state: dict[str, Tensor] = {}
+
+    @property
+    def log_norm(self) -> Tensor:
+        """The log-partition `[*B]` of all so far, in nats; 0 for a sequence without a variable."""
+        state = self._begun()
+        found = log_sum(state["message"]) + state["lost"] + state["total"]
+        return found.masked_fill(state["fresh"], 0.0).to(self._result_dtype())
+
+    @property
+    def filtered(self) -> Tensor:
+        """The posterior `[*B, c]` of each sequence's newest state given all so far; 0 where there is none."""
+        return posterior(self._begun()["message"]).to(self._result_dtype())
+
+    def update(
+        self, x_piece: Tensor, bulk_piece: Tensor | None = None, *, lengths: Lengths | None = None
+    ) -> StreamUpdate:
+        """Go on by the next k variables.
+
+        Args:
+            x_piece: log-potentials `[*B, k, c]` in nats; k may be another one each time, and 0. `B` stays as it is.
+            bulk_piece: transition weights `[*B or ones, k or 1, c, c]`, the matrix that leads *into* each variable of
+                the piece; only where the stream has no `bulk` of its own. What leads into a sequence's first variable
+                has no influence, since no transition is before it.
+            lengths: integers from 0 to k of the shape of the first axes of `B`, or one for all: how many variables of
+                the piece each sequence has. One that has less than k has ended: nothing that comes has influence on it,
+                until `reset` starts it anew.
+
+        Returns:
+            `StreamUpdate`. Posteriors are 0, and states -1, where a sequence has no variable and where it is
+            impossible. A posterior with a lag does not see beyond its sequence's end. The best path is final up to
+            where all paths that may still win, in all sequences, go through one state; what is impossible or NaN has
+            state -1 from the first variable that had not been returned before. All but the states can be
+            differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
+        """
+        x = x_piece
+        check_tensor("x_piece", x, 2, like=self._p0)
+        before = self._state["fresh"].shape if self._state else x.shape[:-2]
+        ends = check_piece(x, bulk_piece, lengths, self._bulk, self._p0, before)
+        k = x.shape[-2]
+        given = self._bulk if bulk_piece is None else bulk_piece
+        assert given is not None
+        if bulk_piece is not None and self._lag:  # what waits has matrices of its own
+            given = given.expand(*given.shape[:-3], k, -1, -1)
+        state = self._before(x)
+        state["double"] = state["double"] | torch.tensor(arithmetic_dtype(x, given, self._p0) == torch.float64)
+        fresh, over = state["fresh"], state["over"]
+        steps = torch.arange(k, device=x.device)
+        active = (steps < (k if ends is None else ends[..., None])) & ~over[..., None]
+        linked = active & ~((steps == 0) & fresh[..., None])
+        matrices = logs(given if given is self._bulk else only_used(given, linked), self._log_params)
+        start = logs(self._p0, self._log_params).expand(*x.shape[:-2], -1)
+        piece = Piece(x.double(), matrices, start, active, linked, bool(state["unlinked"]))
+        if self._validate:
+            self._check_values(piece, x, given)
+
+        messages, terms = filtering(piece, state["message"])
+        state["total"], state["lost"] = total(state["total"], state["lost"], terms)
+        if ends is not None:
+            wrong = (ends < 0) | (ends > k)  # of a device whose values are not looked at
+            state["total"] = state["total"].masked_fill(wrong, torch.nan)
+            state["over"] = over | (ends < k)
+        state["message"] = messages[..., -1, :].clone()
+        state["fresh"] = fresh & ~active.any(-1)
+        if k:
+            state["unlinked"] = torch.tensor(False)
+        filtered = torch.where(active[..., None], posterior(messages[..., 1:, :]), 0.0)
+        states = None
+        if self._viterbi:
+            with torch.no_grad():
+                states, survivors = settled(extended(self._survivors(state), piece))
+            state.update(_named(survivors))
+        ready = self._smooth(state, piece, messages[..., 1:, :]) if self._lag else None
+        self._state = state
+        return self._update(filtered, ready, states)
+
+    def flush(self) -> StreamUpdate:
+        """End all sequences, and return the posteriors and states that were still waiting for more variables.
+
+        `reset` starts them anew.
+        """
+        state = dict(self._begun())
+        *batch, c = state["message"].shape
+        ready = states = None
+        if self._lag and "held_x" in state:
+            none = torch.zeros(*batch, self._lag, dtype=torch.bool, device=state["message"].device)
+            x = torch.zeros(*batch, self._lag, c, dtype=torch.float64, device=none.device)
+            matrices = logs(self._bulk, self._log_params) if self._bulk is not None else x.new_zeros(self._lag, c, c)
+            nothing = Piece(x, matrices, state["message"], none, none, False)
+            ready = self._smooth(state, nothing, torch.full_like(x, -torch.inf))
+            for name in ("x", "messages", "active", "linked", "matrices"):
+                state.pop(f"held_{name}", None)
+        elif self._lag:
+            ready = state["message"].new_zeros(*batch, 0, c)
+        if self._viterbi:
+            states, survivors = ended(self._survivors(state))
+            state.update(_named(survivors))
+        state["over"] = torch.ones_like(state["over"])
+        self._state = state
+        return self._update(state["message"].new_zeros(*batch, 0, c), ready, states)
+
+    def reset(self, mask: Tensor | None = None) -> None:
+        """Start the sequences of `mask` (bool `[*B]`), or all, anew at `p0`, with the next piece."""
+        if mask is None:
+            if not self._state:
+                return
+            mask = torch.ones_like(self._state["fresh"])
+        elif not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            got = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask: expected a torch.Tensor of bool, got {got}")
+        elif not self._state or mask.shape != self._state["fresh"].shape:
+            expected = list(self._state["fresh"].shape) if self._state else "None before the first update"
+            raise ValueError(f"mask: expected shape {expected}, got {list(mask.shape)}")
+        state = dict(self._state)
+        mask = mask.to(state["fresh"].device)
+        for name in ("total", "lost"):
+            state[name] = state[name].masked_fill(mask, 0.0)
+        state["message"] = state["message"].masked_fill(mask[..., None], -torch.inf)
+        state["fresh"], state["over"] = state["fresh"] | mask, state["over"] & ~mask
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later updates depend on besides the arguments of the stream: tensors, integers and names of dtypes.
+
+        A stream of the same arguments that loads it goes on with the same bits. Gradients are not in it.
+        """
+        found: dict[str, Any] = {name: value.detach().clone() for name, value in self._state.items()}
+        return {"options": self._options(), "tensors": found}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where another stream of the same arguments was."""
+        if not isinstance(state, dict) or set(state) != {"options", "tensors"}:
+            raise ValueError("state: expected what state_dict() of a stream has returned")
+        if state["options"] != self._options():
+            raise ValueError(f"state: expected that of a stream with {self._options()}, got {state['options']}")
+        self._state = {name: value.clone() for name, value in state["tensors"].items()}
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "c": self._p0.shape[-1],
+            "log_params": self._log_params,
+            "lag": self._lag,
+            "viterbi": self._viterbi,
+            "bulk": self._bulk is not None,
+        }
+
+    def _begun(self) -> dict[str, Tensor]:
+        if not self._state:
+            raise RuntimeError("stream: expected an update before, the shape of the batch is not known yet")
+        return self._state
+
+    def _before(self, x: Tensor) -> dict[str, Tensor]:
+        """What earlier pieces left: a copy that can be written to."""
+        if self._state:
+            return {name: value.detach() if self._detach else value for name, value in self._state.items()}
+        batch, c = x.shape[:-2], x.shape[-1]
+        nothing = x.new_zeros(batch, dtype=torch.float64)
+        no = torch.zeros_like(nothing, dtype=torch.bool)
+        return {
+            "message": x.new_full((*batch, c), -torch.inf, dtype=torch.float64),
+            "total": nothing,
+            "lost": nothing,
+            "fresh": ~no,
+            "over": no,
+            # these two are looked at on the host
+            "unlinked": torch.tensor(True),
+            "double": torch.tensor(False),
+        }
+
+    def _result_dtype(self) -> torch.dtype:
+        if self._dtype is not None:
+            return self._dtype
+        return torch.float64 if bool(self._state["double"]) else torch.float32
+
+    def _update(self, filtered: Tensor, ready: Tensor | None, states: Tensor | None) -> StreamUpdate:
+        dtype = self._result_dtype()
+        return StreamUpdate(self.log_norm, filtered.to(dtype), None if ready is None else ready.to(dtype), states)
+
+    def _survivors(self, state: dict[str, Tensor]) -> Survivors:
+        if "best_message" in state:
+            return Survivors(*(state[f"best_{name}"] for name in Survivors._fields))
+        message = torch.full_like(state["message"], -torch.inf)
+        none = torch.zeros(*message.shape[:-1], 0, dtype=torch.bool, device=message.device)
+        pointers = torch.zeros(*none.shape, message.shape[-1], dtype=torch.int32, device=message.device)
+        return Survivors(message, pointers, none, none)
+
+    def _smooth(self, state: dict[str, Tensor], piece: Piece, messages: Tensor) -> Tensor:
+        """The posteriors that have their lag now [*B, m, c]; puts what is to wait into `state`."""
+        new = {"x": (piece.x, -2), "messages": (messages, -2), "active": (piece.active, -1)}
+        new |= {"linked": (piece.linked, -1)}
+        if self._bulk is None:
+            new["matrices"] = piece.matrices, -3
+        joined = {name: _joined(state.get(f"held_{name}"), value, axis) for name, (value, axis) in new.items()}
+        waiting = joined["active"].shape[-1]
+        ready = max(0, waiting - self._lag)
+        for name, (_, axis) in new.items():
+            state[f"held_{name}"] = joined[name].narrow(axis, ready, waiting - ready).clone()
+        if not ready:
+            return joined["x"][..., :0, :]
+        matrices = joined.get("matrices", piece.matrices)
+        window = Piece(joined["x"], matrices, piece.start, joined["active"], joined["linked"], False)
+        return smoothed(window, joined["messages"], self._lag)
+
+    def _check_values(self, piece: Piece, x: Tensor, given: Tensor) -> None:
+        """No NaN, no +inf and no negative probability in what has influence."""
+        bulk = given if given is self._bulk else only_used(given, piece.linked)
+        check_values(torch.where(piece.active[..., None], x, 0.0), bulk, self._p0, self._log_params, None)
+
+
+def _joined(old: Tensor | None, new: Tensor, axis: int) -> Tensor:
+    """One after the other along the axis; other axes are broadcast."""
+    if old is None:
+        return new
+    dim = max(old.dim(), new.dim())
+    old, new = (part[(None,) * (dim - part.dim())] for part in (old, new))
+    axis += dim
+    sizes = [max(a, b) if a and b else 0 for a, b in zip(old.shape, new.shape, strict=True)]
+    parts = [part.expand([part.shape[i] if i == axis else size for i, size in enumerate(sizes)]) for part in (old, new)]
+    return torch.cat(parts, axis)
+
+
+def _named(survivors: Survivors) -> dict[str, Tensor]:
+    return {f"best_{name}": value for name, value in survivors._asdict().items()}
