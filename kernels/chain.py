@@ -27,7 +27,8 @@ class Chain:
     """`x` (v, *lead, c), `bulk` (s, *own, c, c) with s = v - 1 or 1, `p0` (*lead or ones, c), `ends` (g, m, 1) or None.
 
     `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the
-    arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear.
+    arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear. `final`:
+    weights of the states of the last step (g, m, c), in place of ones; it goes with no `ends`.
     """
 
     x: Tensor
@@ -37,6 +38,7 @@ class Chain:
     log_params: bool
     dtype: torch.dtype
     by_log: bool = False
+    final: Tensor | None = None
 
     @property
     def v(self) -> int:
