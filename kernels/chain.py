@@ -28,7 +28,8 @@ class Chain:
 
     `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the
     arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear. `final`:
-    weights of the states of the last step (g, m, c), in place of ones; it goes with no `ends`.
+    weights of the states of a sequence's last step (g, m, c), in place of ones; with them an end may be 0, for no step.
+    `room`: memory for the messages that are kept (v, g, m, c).
     """
 
     x: Tensor
@@ -39,6 +40,7 @@ class Chain:
     dtype: torch.dtype
     by_log: bool = False
     final: Tensor | None = None
+    room: Tensor | None = None
 
     @property
     def v(self) -> int:
@@ -74,18 +76,22 @@ class Chain:
         """An uninitialised tensor of the dtype of the arithmetic."""
         return self.x.new_empty(shape, dtype=self.dtype)
 
+    def kept(self, steps: int) -> Tensor:
+        """Where the messages of so many steps are kept (steps, g, m, c), uninitialised."""
+        return self.new(steps, self.g, self.m, self.c) if self.room is None else self.room
+
     def blocks(self, entries: int) -> list[tuple[int, int]]:
         """Ranges of steps, in order, of about so many entries of x each."""
         size = max(1, entries // (self.g * self.m * self.c))
         return [(start, min(start + size, self.v)) for start in range(0, self.v, size)]
 
     def start(self) -> tuple[Tensor, Tensor]:
-        """The initial weights (*lead or ones, c) over their maximum, and its logarithm (*lead or ones, 1)."""
+        """The initial weights (*lead or ones, c) over their maximum, and its logarithm (*lead or ones, 1), float64."""
         top = self.p0.amax(-1, keepdim=True).double()
         if self.log_params:
-            return (self.p0.double() - finite(top)).exp_().to(self.dtype), top
+            return (self.p0.double() - finite(top)).exp_(), top
         top.masked_fill_(top == 0, 1.0)
-        return (self.p0.double() / top).to(self.dtype), top.log()
+        return self.p0.double() / top, top.log()
 
     @cached_property
     def shut(self) -> Tensor | None:
@@ -156,13 +162,14 @@ class Matrices:
         self._chain = chain
         self._buffer: Tensor | None = None
         self._zeros: Tensor | None = None
-        self._held = -1
+        self._held = self._gathered = -1
         self.low = self.high = 1.0  # bounds of the scaled entries
         self._scale = 1.0
         self._shift: Tensor | None = None
         bulk = chain.bulk
         if bulk.numel() == 0:
             return
+        self._room = None if _is_view(bulk[0], 2) else bulk.new_empty(bulk.shape[1:])
         if chain.log_params:
             top = bulk.amax((-2, -1), keepdim=True).to(chain.dtype)
             self._shift = finite(top)
@@ -199,9 +206,18 @@ class Matrices:
         return scale
 
     def raw(self, step: int) -> Tensor:
-        """What the caller passed for the transition into `step` (g, c, c)."""
-        chain = self._chain
-        return chain.bulk[0 if self.homogeneous else step - 1].reshape(chain.g, chain.c, chain.c)
+        """What the caller passed for the transition into `step` (g, c, c).
+
+        It is valid until another one is asked for where the axes of the batch cannot be one.
+        """
+        chain, index = self._chain, 0 if self.homogeneous else step - 1
+        raw = chain.bulk[index]
+        if self._room is not None:
+            if self._gathered != index:
+                self._room.copy_(raw)
+                self._gathered = index
+            raw = self._room
+        return raw.view(chain.g, chain.c, chain.c)
 
     def __call__(self, step: int) -> Tensor:
         """The scaled matrix that leads into `step`."""
@@ -233,3 +249,10 @@ class Matrices:
             gradient.mul_(self._scale)
         if not self.low > 0:
             gradient.masked_fill_(torch.eq(self.raw(step), 0, out=self._zeros), 0.0)
+
+
+def _is_view(values: Tensor, kept: int) -> bool:
+    """Whether all axes but the last `kept` can be one without a copy."""
+    axes = list(zip(values.shape, values.stride(), strict=True))[:-kept]
+    axes = [(size, stride) for size, stride in axes if size != 1]
+    return all(stride == size * inner for (_, stride), (size, inner) in zip(axes, axes[1:], strict=False))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .certificate import Certificate, doubtful, period_of
 from .chain import Chain, Emissions, Matrices
+from .exponentials import trusted_sum
 from .summation import exact_sum
 
 # float64 scales summed at a time
@@ -31,7 +32,8 @@ _REFRESH = 64
 class Kept:
     """What the backward pass needs: messages S (v, g, m, c), scales z (v, g, m, 1), the sum of the last S (g, m, 1).
 
-    A forward pass that is not to be differentiated makes do with the messages of two steps.
+    Where the chain has weights of the last step's states, it is the sum of those times S. A forward pass that is not to
+    be differentiated makes do with the messages of two steps.
     """
 
     messages: Tensor
@@ -47,10 +49,14 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
     v, c = chain.v, chain.c
     matrices = Matrices(chain)
     initial, log_top = chain.start()
+    initial = initial.to(chain.dtype)
     period = period_of(chain, matrices)
     certificate = None if period else Certificate(chain, matrices)
     scales, total = kept.scales.fill_(1.0), kept.total.zero_()
     ending = torch.empty_like(total)
+    weighted, room = None, torch.empty(0)
+    if chain.final is not None:
+        weighted, room = torch.zeros_like(total), torch.empty_like(chain.final)
     tiny = torch.finfo(chain.dtype).tiny
     emissions = Emissions(chain, careful=not period)
     slots, scale_of = kept.messages.unbind(0), scales.unbind(0)
@@ -73,13 +79,22 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
             if chain.last is not None:
                 torch.sum(message, -1, keepdim=True, out=ending)
                 torch.where(chain.last[step], ending, total, out=total)
+                if weighted is not None and chain.final is not None:
+                    torch.sum(torch.mul(message, chain.final, out=room), -1, keepdim=True, out=ending)
+                    torch.where(chain.last[step], ending, weighted, out=weighted)
             if certificate is not None:
                 certificate.look_at_scale(step, z)
                 if certificate.nothing_left:
                     return total[..., 0].double(), certificate.lossy
     if chain.last is None:
         torch.sum(slots[(v - 1) % len(slots)], -1, keepdim=True, out=total)
+        if weighted is not None and chain.final is not None:
+            torch.mul(slots[(v - 1) % len(slots)], chain.final, out=room)
+            torch.sum(room, -1, keepdim=True, out=weighted)
     lossy = certificate.lossy if certificate else doubtful(chain, matrices, scales, total, period)
+    if weighted is not None:
+        total.copy_(weighted)
+        lossy = lossy | ((total < trusted_sum(chain.dtype, c)) & (total > 0))[..., 0]
     log_norm = _log_norm(chain, matrices, log_top, emissions.shift, kept)
     return log_norm, lossy if lossy.any() else None
 
@@ -117,6 +132,8 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
     period = period_of(chain, matrices)
     unused = (weight[..., None] == 0) | (kept.total == 0)
     final = (weight[..., None] / kept.total).masked_fill_(unused, 0.0)
+    if chain.final is not None:
+        final = final * chain.final
     adjoint = chain.new(g, m, c).zero_() if chain.ends is not None else final.expand(g, m, c).clone()
     sparse = not matrices.low > 0 or chain.ends is not None
     slots, emissions = kept.messages.unbind(0), Emissions(chain, careful=not period)

@@ -5,19 +5,35 @@ The pools of numba's own parallel loops end a process that has been forked, as t
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from hashlib import blake2s
+from pathlib import Path
 from typing import Any
 
 import numba
 
 
-def compiled(function: Callable[..., None], signature: Any = None) -> Callable[..., None]:
-    """Machine code, from numba's cache on disk where there is a folder for one."""
-    found: Callable[..., None]
+def compiled(function: Callable[..., Any], signature: Any = None) -> Callable[..., Any]:
+    """Machine code, from numba's cache on disk where there is a folder for one.
+
+    A product and a sum may become one operation, nothing else about the arithmetic is left to the compiler. The cache
+    goes by a function's own file and name; what it calls may lie in others, and so the name tells their contents.
+    """
+    function.__qualname__ += f"_{_contents()}"
+    options: Any = {"nogil": True, "fastmath": {"contract"}}
+    found: Callable[..., Any]
     try:
-        found = numba.njit(signature, nogil=True, cache=True)(function)
+        found = numba.njit(signature, cache=True, **options)(function)
     except RuntimeError:  # no folder that can be written to
-        found = numba.njit(signature, nogil=True)(function)
+        found = numba.njit(signature, **options)(function)
     return found
+
+
+@cache
+def _contents() -> str:
+    """A digest of all files with compiled code."""
+    files = sorted(Path(__file__).parent.glob("native*.py"))
+    return blake2s(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 
 def cut(size: int, parts: int) -> list[tuple[int, int]]:
@@ -25,7 +41,7 @@ def cut(size: int, parts: int) -> list[tuple[int, int]]:
     return [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]
 
 
-def spread(function: Callable[..., None], ranges: Sequence[tuple[int, ...]], *args: Any) -> None:
+def spread(function: Callable[..., None], ranges: Sequence[tuple[Any, ...]], *args: Any) -> None:
     """Run a compiled function on each range, on a thread each; the first on this one."""
     if len(ranges) == 1:
         function(*ranges[0], *args)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,9 +47,31 @@ def chain_kernels(tensor: Tensor) -> ModuleType:
         from .kernels.gpu import sum_product as gpu
 
         return gpu
+    if native(tensor):
+        from .kernels import native_sum_product
+
+        return native_sum_product
     from .kernels import sum_product
 
     return sum_product
+
+
+def chunked_kernels(tensor: Tensor) -> ModuleType:
+    """`forward` and `backward` of a chain cut into segments, see `kernels.chunked`."""
+    if on_gpu(tensor):
+        from .kernels.gpu import chunked as gpu
+
+        return gpu
+    from .kernels import chunked
+
+    return chunked
+
+
+def frames() -> Any:
+    """`Frame` of small chains on a CPU with numba, see `kernels.native_frame`."""
+    from .kernels.native_frame import Frame
+
+    return Frame
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:
@@ -94,6 +117,10 @@ def tree_kernels(tensor: Tensor) -> ModuleType:
         from .kernels.gpu import tree as gpu
 
         return gpu
+    if native(tensor):
+        from .kernels import native_tree
+
+        return native_tree
     from .kernels import tree
 
     return tree

@@ -6,6 +6,7 @@ those that share them. `Layout` finds that order once and gives views of operand
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,13 +25,13 @@ class Layout:
         padded = (1,) * (len(batch) - len(lead)) + tuple(lead)
         return cls(batch, tuple(axis for axis, size in enumerate(padded) if size > 1))
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, int]:
         """Sets of matrices, and sequences that share a set."""
         sets = math.prod(self.batch[axis] for axis in self.own)
         return sets, math.prod(self.batch[axis] for axis in range(len(self.batch)) if axis not in self.own)
 
-    @property
+    @cached_property
     def _order(self) -> list[int]:
         return [*self.own, *(axis for axis in range(len(self.batch)) if axis not in self.own)]
 
@@ -57,12 +58,13 @@ class Layout:
     def matrices(self, bulk: Tensor) -> Tensor:
         """[*B or ones, s, c, c] as (s, *own, c, c)."""
         lead = bulk.dim() - 3
-        own = [axis - (len(self.batch) - lead) for axis in self.own]
-        rest = [axis for axis in range(lead) if axis not in own]
-        view = bulk.permute(lead, *own, lead + 1, lead + 2, *rest)
-        for _ in rest:
-            view = view.select(-1, 0)
-        return view
+        missing = len(self.batch) - lead
+        own = [axis - missing for axis in self.own]
+        shared = tuple(axis for axis in range(lead) if axis not in own)
+        kept = bulk.squeeze(shared) if shared else bulk
+        if not own:
+            return kept
+        return kept.permute(len(own), *range(len(own)), len(own) + 1, len(own) + 2)
 
     def sequences(self, values: Tensor) -> Tensor:
         """[*B] as (g, m)."""

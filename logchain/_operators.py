@@ -3,10 +3,12 @@
 An operator is registered with a schema, an implementation for all devices, one on shapes alone, its derivative and its
 batching rule; the last two are those of an `autograd.Function`. Calls go through that Function, since `torch.func` does
 not differentiate registered operators, and to the operator itself where a graph is traced, which Functions that call
-each other are not.
+each other are not. Where nothing traces, maps or watches, a call does without the dispatch, which takes longer than a
+small chain.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,13 +39,51 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"logchain::{name}", fake, lib=_library)
-    found: Callable[..., Any] = getattr(torch.ops.logchain, name).default
-    return found
+    registered: Callable[..., Any] = getattr(torch.ops.logchain, name).default
+    return lambda *args: run(*args) if is_plain(args) else registered(*args)
 
 
 def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:
     """Call an operator."""
-    return registered(*args) if torch.compiler.is_compiling() else function.apply(*args)
+    if torch.compiler.is_compiling() or (is_plain(args) and not _differentiated(args)):
+        return registered(*args)
+    return call(function, *args)
+
+
+def _differentiated(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
+def call(function: Any, *args: Any) -> Any:
+    """Apply an operator's `autograd.Function`."""
+    return (_eager(function) if is_plain(args) else function).apply(*args)
+
+
+def is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether tensors are torch's own, and no mode, no transform and no compiler looks at what is done with them."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and all(type(arg) in _PLAIN for arg in args)
+    )
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, type(None)}
+
+
+@cache
+def _eager(function: Any) -> Any:
+    """The same Function, for autograd alone: torch binds the arguments of one that can be mapped by their signature."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = function.forward(*args)
+        function.setup_context(ctx, args, output)
+        return output
+
+    setup_context = staticmethod(torch.autograd.Function.setup_context)
+    return type(function.__name__, (function,), {"forward": staticmethod(forward), "setup_context": setup_context})
 
 
 def transform(name: str, function: Any) -> None:

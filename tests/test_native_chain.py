@@ -1,0 +1,124 @@
+"""The chain that numba compiles: exponential, threads, wide products, and the torch code it stands in for."""
+
+import math
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain import _chain_operators, _device
+from logchain.kernels import native_backward, native_chain, native_exp, native_forward
+from tests.contract import assert_contract
+from tests.families import FAMILIES
+
+DTYPES = [torch.float32, torch.float64]
+
+
+@pytest.fixture(autouse=True)
+def no_frame_is_known():
+    """What a test changes must not outlast it, nor be kept from it."""
+    _chain_operators._frames.clear()
+    yield
+    _chain_operators._frames.clear()
+
+
+@numba.njit
+def exponentials(d, out, near):
+    for i in range(len(d)):
+        out[i] = native_exp.exp_near(d[i]) if near else native_exp.exp64(d[i])
+
+
+@numba.njit
+def there_and_back(values, keys):
+    for i in range(len(values)):
+        keys[i] = native_exp.ordered(values[i])
+        values[i] = native_exp.from_ordered(keys[i])
+
+
+def exponential(d, near=False):
+    d = np.atleast_1d(np.asarray(d, np.float64))
+    out = np.full_like(d, np.nan)
+    exponentials(d, out, near)
+    return out
+
+
+@pytest.mark.parametrize(("near", "bound"), [(False, 4e-16), (True, 1e-11)])
+def test_exponential_is_good_to_its_bound(near, bound):
+    d = -np.concatenate([np.linspace(0, 1, 10_001), np.linspace(1, 689, 50_001), 2.0 ** -np.arange(60)])
+    truth = np.array([math.exp(value) for value in d])
+    assert (np.abs(exponential(d, near) - truth) <= bound * truth).all()
+
+
+def test_exponential_of_what_is_no_number():
+    assert exponential([-np.inf, -690.0, -1e308, 0.0]).tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert np.isnan(exponential(np.nan)).all()
+
+
+@pytest.mark.parametrize(("real", "integer"), [(np.float32, np.int32), (np.float64, np.int64)])
+def test_integers_are_ordered_as_floats_are(real, integer):
+    tiny = np.finfo(real).smallest_subnormal
+    values = np.array([-np.inf, -2.0, -1.0, -tiny, 0.0, tiny, 1.0, 2.0, np.inf, np.nan], real)
+    found, keys = values.copy(), np.zeros(len(values), integer)
+    there_and_back(found, keys)
+    assert (np.diff(keys.astype(np.int64)) > 0).all()
+    np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_torch_keeps_the_contract_alone(name, each, dtype, monkeypatch):
+    monkeypatch.setattr(_device, "_numba", lambda: False)
+    assert_contract(FAMILIES[name](dtype=dtype, each=each))
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_wide_products_are_torchs(name, each, monkeypatch):
+    monkeypatch.setattr(native_forward, "_WIDE", (1, 1))
+    monkeypatch.setattr(native_backward, "_COUNTED", 2)
+    assert_contract(FAMILIES[name](dtype=torch.float32, each=each))
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", ["dense", "left_to_right", "detour"])
+def test_threads_share_the_sequences(name, each, monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(native_chain, "_SHARE", 1)
+    try:
+        torch.set_num_threads(3)
+        assert_contract(FAMILIES[name](dtype=torch.float32, each=each))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chains_without_a_frame(name, each, dtype, monkeypatch):
+    monkeypatch.setattr(_chain_operators, "_frame", lambda *_: None)
+    assert_contract(FAMILIES[name](dtype=dtype, each=each))
+
+
+def frame_of(x, bulk, p0):
+    return _chain_operators._frame(x, bulk, p0, False)
+
+
+def test_small_chains_have_a_frame():
+    x, bulk, p0 = torch.zeros(3, 2, 5, 4), torch.ones(1, 1, 1, 4, 4), torch.ones(4)
+    assert frame_of(x, bulk, p0) is not None
+    assert frame_of(x, bulk, p0) is frame_of(x.clone(), bulk.clone(), p0.clone())
+    assert frame_of(x.transpose(0, 1), bulk, p0) is not frame_of(x, bulk, p0)
+    assert frame_of(x, bulk.expand(1, 2, 1, 4, 4), p0) is None, "its sets lie across"
+    assert frame_of(x.half(), bulk, p0) is None
+    assert frame_of(torch.zeros(100, 1, 1000, 40), torch.ones(1, 1, 1, 40, 40), torch.ones(40)) is not None
+    assert frame_of(torch.zeros(16, 1, 4, 96), torch.ones(1, 1, 1, 96, 96), torch.ones(96)) is None, "it is wide"
+
+
+def test_far_weights_are_left_to_the_whole_path():
+    x = torch.zeros(2, 3, 2).requires_grad_()
+    out = logchain.product(x, torch.full((1, 2, 2), 0.5), torch.ones(2))
+    out.backward(torch.tensor([2.0**100, 1.0]))
+    torch.testing.assert_close(x.grad[0], torch.full((3, 2), 2.0**99))
