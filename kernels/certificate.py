@@ -29,6 +29,13 @@ def period_of(chain: Chain, matrices: Matrices) -> int:
     return period
 
 
+def least_scale(chain: Chain, matrices: Matrices, period: int) -> float:
+    """From where on the scale of `period` steps vouches for them, and for the step after them."""
+    trusted = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high)
+    least = trusted * max(1.0, chain.c * matrices.high) ** period / matrices.low
+    return max(least, _SHALLOW ** ((period + 1) / 2)) if matrices.low < _SHALLOW else least
+
+
 def doubtful(chain: Chain, matrices: Matrices, scales: Tensor, total: Tensor, period: int) -> Tensor:
     """The sequences (g, m) of which some scale z does not vouch that nothing that mattered underflowed or ran too deep.
 
@@ -36,15 +43,14 @@ def doubtful(chain: Chain, matrices: Matrices, scales: Tensor, total: Tensor, pe
     each of the k steps that z is the scale of, and the step after them, had sums of at least `low` z / (c `high`)^k.
     The sum of the last message is the scale of the steps since the last one.
     """
-    trusted = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high)
-    least = trusted * max(1.0, chain.c * matrices.high) ** period / matrices.low
-    if matrices.low < _SHALLOW:
-        least = max(least, _SHALLOW ** ((period + 1) / 2))
+    least = least_scale(chain, matrices, period)
     small = scales < least
-    if chain.ended is not None:
-        small.masked_fill_(chain.ended, False)
     small[0] |= scales[0] < _SHALLOW
-    small[-1] |= total < chain.c * least
+    short = total < chain.c * least
+    if chain.ends is not None and chain.ended is not None:
+        small.masked_fill_(chain.ended, False)
+        short.logical_and_(chain.ends > 0)
+    small[-1] |= short
     if not small.any():
         return small[0, ..., 0]
     impossible = (chain.x == -math.inf).all(-1).view(scales.shape)
@@ -60,7 +66,7 @@ class Certificate:
         self._chain = chain
         self._end_threshold = trusted_sum(chain.dtype, chain.c)
         self._shallow = _SHALLOW if chain.dtype == torch.float64 else 0.0
-        self._reach = _Reach(chain, matrices)
+        self._reach = Reach(chain, matrices)
         self._threshold = chain.new(1).fill_(self._end_threshold * max(1.0, matrices.high))
         self._floor, self._least = chain.new(chain.g, chain.m, 1), chain.new(2)
         self._small = torch.empty(chain.g, chain.m, chain.c, dtype=torch.bool, device=chain.x.device)
@@ -102,7 +108,7 @@ class Certificate:
             self.nothing_left = bool(torch.amin(self.lossy, (0, 1), out=self._any).item())
 
 
-class _Reach:
+class Reach:
     """Which states a path of finite weight can be in, step by step, computed only as far as it is asked for."""
 
     def __init__(self, chain: Chain, matrices: Matrices) -> None:
@@ -110,6 +116,7 @@ class _Reach:
         self._step, self._alive = -1, torch.empty(0)  # alive: (g, m or 1, c), of ones and zeros
 
     def at(self, step: int) -> Tensor:
+        """Ones and zeros (g, m or 1, c), to be read before another step is asked for."""
         if self._step < 0:
             self._begin()
         while self._step < step:

@@ -9,7 +9,7 @@ import torch
 import logchain
 from logchain import _device, reference
 from logchain._measure import peak_bytes
-from logchain.kernels import log_matmul
+from logchain.kernels import log_matmul_pieces
 from tests import oracle
 from tests.contract import assert_gradient, assert_values, poisoned_memory, rounding, spread, ulp
 
@@ -228,7 +228,7 @@ def test_gradients_scale_with_the_weight(weight, depth):
 def small_pieces(monkeypatch):
     """Pieces of a few entries, so that small operands are cut along sets, rows and columns."""
     for name, size in (("_ENTRIES", 40), ("_PART", 1000), ("_KEPT", 2), ("_PASSING", 3), ("_PAIRS", 16)):
-        monkeypatch.setattr(log_matmul, name, size)
+        monkeypatch.setattr(log_matmul_pieces, name, size)
 
 
 def stacked(case, batch, which, sizes, dtype):
@@ -266,7 +266,7 @@ def test_pieces_of_strided_rows_and_of_poisoned_memory():
 def test_pieces_are_all_of_the_product_once():
     for m, n in ((7, 3), (3, 7), (2000, 1500), (30000, 2), (2, 30000)):
         seen = torch.zeros(2, m, n, dtype=torch.int8)
-        for cut in log_matmul._cuts((2,), (m,), (n,), 50):
+        for cut in log_matmul_pieces._cuts((2,), (m,), (n,), 50):
             seen[cut.joint] += 1
         assert (seen == 1).all()
 

@@ -261,8 +261,9 @@ def forward(
     dtype: torch.dtype | None = None,
     rescued: Tensor | None = None,
     semiring: str = "log",
+    room: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-partitions (g, m) in float64 and, if they are to be kept, the messages (v, g, m, c).
+    """The log-partitions (g, m) in float64 and, if they are to be kept, the messages (v, g, m, c), in `room` if given.
 
     `semiring="max"`: the log-weights of the best paths and their messages; nothing is redone.
 
@@ -281,7 +282,7 @@ def forward(
     if semiring == "max":
         choice = max_tiles(choice)
     slots = v if keep else min(v, 2)
-    messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device)
+    messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device) if room is None else room
     _launch(
         x[:, :, None], bulk[:, :, None], start, ends, messages, None, None, log_norm, rescued, v, m, choice, widths,
         dtype, log_params=log_params, keep=keep, segment=False, maximum=semiring == "max",

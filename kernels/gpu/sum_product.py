@@ -26,7 +26,7 @@ def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Te
         log_norm = segments.log_norm(x, bulk, start, log_params=log_params, rescued=rescued)
     else:
         log_norm, messages = forward_chain.forward(
-            x, bulk, start, ends, log_params=log_params, keep=keep, rescued=rescued
+            x, bulk, start, ends, log_params=log_params, keep=keep, rescued=rescued, room=chain.room if keep else None
         )
     if chain.ends is not None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)

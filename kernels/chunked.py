@@ -1,0 +1,218 @@
+"""The log-partition of few long chains: products of segments side by side, then a vector through the products.
+
+    w_s = w_{s-1} M_s        M_s = P_b D_b ... P_e D_e        b, e: the first and the last step of segment s
+
+The first `rest + 1` variables are a head, so that what follows is `count` segments of `length` variables: views. Where
+the backward pass is wanted, what enters each segment, w_{s-1} P_b, and the weights of the states it ends in,
+
+    f_{s-1} = M_s f_s        f_{count-1} = 1
+
+make it a chain of its own; all of them are one batch for the kernels of a sequential chain, forward and backward, and
+so is the head. The w and f are float64. Where something that may matter underflows, be it in a product or between them,
+the whole batch is left to the sequential schedule.
+
+What a backward pass needs lies in two tensors, as in `sum_product`: `messages` (length + 3, count g m, 1, c) are those
+of the segments, then the weights f, what enters, and the head's messages; `scales` (length + 4, count g m, 1, 1) those
+of the segments, the head's sum, its scales, and the segments' sums. After the sequential schedule it is that one's
+memory. `redone` (2, g, m): which sequences were redone in log space, and whether the schedule was sequential.
+"""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .between_segments import Between
+from .chain import Chain
+from .cut import Cut, count_of
+from .segments import products
+
+# rows of `messages` and of `scales` beyond those of the segments' steps
+_MORE = 3
+
+
+def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
+    """Those of `messages`, `scales` and `redone`, of which the first two are empty unless they are kept."""
+    count, length = count_of(v, segments)
+    if not keep:
+        return (0,), (0,), (2, g, m)
+    return (length + _MORE, count * g * m, 1, c), (length + _MORE + 1, count * g * m, 1, 1), (2, g, m)
+
+
+def forward(
+    chain: Chain, kernels: ModuleType, *, keep: bool, steps: int, segments: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The log-partition (g, m) in float64; messages; scales; what was redone. `kernels`: see `kernels.sum_product`.
+
+    The memory is laid out for `steps`, which may be more than the chain has.
+    """
+    count, length = count_of(steps, segments)
+    found = None
+    if count < chain.v:
+        found = _forward(Cut(chain, count), kernels, keep, length + _MORE)
+    shapes = kept_shapes(steps, chain.g, chain.m, chain.c, segments, keep)
+    if found is not None:
+        redone = torch.zeros(shapes[2], dtype=torch.bool, device=found[0].device)
+        return found[0], found[1].view(shapes[0]), found[2].view(shapes[1]), redone
+    room = (length + _MORE) * count if keep else chain.v
+    log_norm, messages, scales, single = kernels.forward(chain, keep=keep, steps=room)
+    redone = torch.stack([single, torch.ones_like(single)])
+    if not keep:
+        return log_norm, chain.new(0), chain.new(0), redone
+    messages[chain.v :] = 0.0  # whose results are compared, finds the same twice
+    scales[chain.v : -1] = 0.0
+    padded = chain.new(*shapes[1]).zero_()
+    padded.view(-1)[: scales.numel()] = scales.view(-1)
+    return log_norm, messages.view(shapes[0]), padded, redone
+
+
+def backward(
+    chain: Chain,
+    kernels: ModuleType,
+    log_norm: Tensor,
+    messages: Tensor,
+    scales: Tensor,
+    redone: Tensor,
+    weight: Tensor,
+    grad_x: Tensor | None,
+    grad_bulk: Tensor | None,
+    *,
+    steps: int,
+    segments: int,
+) -> Tensor:
+    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.sum_product`."""
+    g, m, c = chain.g, chain.m, chain.c
+    count, length = count_of(steps, segments)
+    if redone[1].any():
+        room = (length + _MORE) * count
+        scales = scales.view(-1)[: (room + 1) * g * m].view(room + 1, g, m, 1)
+        messages = messages.view(room, g, m, c)
+        found: Tensor = kernels.backward(chain, log_norm, messages, scales, redone[0], weight, grad_x, grad_bulk)
+        return found
+    # what is impossible entered its segments as something arbitrary
+    weight = weight.masked_fill(log_norm == -torch.inf, 0.0)
+    return _backward(Cut(chain, count), kernels, messages, scales, weight, grad_x, grad_bulk)
+
+
+def _forward(cut: Cut, kernels: ModuleType, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The log-partition, messages and scales; None where something is in doubt."""
+    chain, head = cut.chain, cut.head()
+    ahead = kernels.forward(head, keep=True, steps=head.v)
+    if ahead[3].any():
+        return None
+    found = products(cut.segments(), cut.matrices(chain.bulk)[0])
+    if found is None:
+        return None
+    between = Between(cut, found, *ahead[:3])
+    if between.doubtful():
+        return None
+    log_norm = between.log_norm()
+    if not keep:
+        return log_norm, chain.new(0), chain.new(0)
+    entering, final = between.entering(), between.final()
+    if entering is None or final is None:
+        return None
+    del found, between
+    _, messages, scales, redone = kernels.forward(cut.segments(entering, final[1:]), keep=True, steps=steps)
+    if redone.any():
+        return None
+    messages[cut.length :] = 0.0
+    scales[cut.length : -1] = 0.0
+    kept = _Kept.of(cut, messages, scales)
+    kept.final.copy_(final[:-1])
+    kept.entering.copy_(entering)
+    kept.head_messages.copy_(ahead[1])
+    kept.head_scales.copy_(ahead[2][:-1])
+    total = (ahead[1][-1] * final[0]).sum(-1, keepdim=True)
+    kept.head_total.copy_(total if head.ends is None else torch.where(head.ends <= cut.rest, ahead[2][-1], total))
+    return log_norm, messages, scales
+
+
+def _backward(
+    cut: Cut,
+    kernels: ModuleType,
+    messages: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    grad_x: Tensor | None,
+    grad_bulk: Tensor | None,
+) -> Tensor:
+    g, m, c, rest = cut.chain.g, cut.chain.m, cut.chain.c, cut.rest
+    kept = _Kept.of(cut, messages, scales)
+    messages, scales = (tensor.view(len(tensor), *cut.shape, -1) for tensor in (messages, scales))
+    chain = cut.segments(kept.entering, torch.cat([kept.final[1:], torch.ones_like(kept.final[:1])]))
+    weights = cut.by_set(weight.expand(cut.count, g, m))
+    redone = torch.zeros(cut.shape, dtype=torch.bool, device=weight.device)
+    into = room = None
+    if grad_bulk is not None:
+        into = cut.matrices(grad_bulk)
+        shape = len(into[1]), cut.shape[0], c, c
+        room = into[1].view(shape) if cut.homogeneous or g == 1 else chain.new(*shape)
+    entered = kernels.backward(
+        chain,
+        weights.double(),
+        messages,
+        scales,
+        redone,
+        weights,
+        None if grad_x is None else cut.steps(grad_x),
+        room,
+    )
+    if into is not None and room is not None:
+        if not cut.homogeneous and g > 1:
+            into[1].copy_(room.view(into[1].shape))
+        if not (chain.log_params or chain.by_log):
+            entered = entered * chain.p0
+        between = _transitions(cut, kept, messages, entered.reshape(*cut.shape, c))
+        if cut.homogeneous:
+            into[0].add_(between)
+        else:
+            into[0].copy_(between.view(into[0].shape))
+    head_bulk = None
+    if grad_bulk is not None and rest > 0:
+        head_bulk = torch.empty_like(grad_bulk) if cut.homogeneous else grad_bulk[:rest]
+    grad_p0: Tensor = kernels.backward(
+        cut.head(kept.final[0]),
+        weight.double(),
+        kept.head_messages,
+        torch.cat([kept.head_scales, kept.head_total[None]]),
+        torch.zeros_like(weight, dtype=torch.bool),
+        weight,
+        None if grad_x is None else grad_x[: rest + 1],
+        head_bulk,
+    )
+    if grad_bulk is not None and head_bulk is not None and cut.homogeneous:
+        grad_bulk.add_(head_bulk)
+    return grad_p0
+
+
+def _transitions(cut: Cut, kept: "_Kept", messages: Tensor, entered: Tensor) -> Tensor:
+    """The gradient of the matrices into the segments (g', c, c), from the posteriors of their first states."""
+    last = cut.by_segment(messages[cut.length - 1])
+    before = cut.by_set(torch.cat([kept.head_messages[-1:], last[:-1]])).double()
+    matrices, scale = cut.between()
+    share = (entered / torch.bmm(before, matrices)).masked_fill_(entered == 0, 0.0)
+    counts = torch.bmm(before.mT, share)
+    # what lies behind an end may be NaN, and has no count
+    nothing = counts == 0
+    if cut.chain.log_params or cut.chain.by_log:
+        return counts.mul_(matrices).masked_fill_(nothing, 0.0)
+    return counts.div_(scale).masked_fill_(nothing | (matrices == 0), 0.0)
+
+
+class _Kept(NamedTuple):
+    """What lies behind the segments' steps in messages and scales, as views."""
+
+    final: Tensor  # (count, g, m, c), of the head and of all segments but the last
+    entering: Tensor  # (count, g, m, c)
+    head_messages: Tensor  # (rest + 1, g, m, c)
+    head_total: Tensor  # (g, m, 1)
+    head_scales: Tensor  # (rest + 1, g, m, 1)
+
+    @classmethod
+    def of(cls, cut: Cut, messages: Tensor, scales: Tensor) -> "_Kept":
+        g, m, c, steps = cut.chain.g, cut.chain.m, cut.chain.c, cut.rest + 1
+        final, entering, head = messages[-_MORE:].view(_MORE, cut.count, g, m, c)
+        total, head_scales = scales[-_MORE:-1].view(_MORE - 1, cut.count, g, m, 1)
+        return cls(final, entering, head[:steps], total[0], head_scales[:steps])

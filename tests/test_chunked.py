@@ -1,0 +1,361 @@
+"""A chain that is cut into segments keeps the accuracy contract, in values and gradients, however many they are."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain import _chain, _device, _schedule, reference
+from logchain._measure import peak_bytes
+from logchain.kernels import chain as layout
+from logchain.kernels import chunked, sum_product
+from tests.contract import Truth, assert_contract, assert_values, poisoned_memory
+from tests.families import FAMILIES, Chain, Draw, dense
+from tests.test_memory import allocations, variants
+
+F32, F64 = torch.float32, torch.float64
+NAN = float("nan")
+COUNTS = (2, 3, 7, 100)
+
+# what underflows between states that a product keeps apart, though one vector might not have met it
+SEQUENTIAL = {"detour", "abyss", "detour_linear", "left_to_right", "bakis_jump", "banded", "tiny_transitions"}
+SEQUENTIAL |= {"log_far", "far_start"}
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Makes `product` cut its chains into so many segments; `cut.kept` tells of each forward pass whether that held."""
+
+    def into(count):
+        monkeypatch.setattr(_schedule, "of", lambda *_: _schedule.Schedule("chunked", count))
+
+    def spy(*args):
+        found = forward(*args)
+        into.kept.append(found is not None)
+        return found
+
+    monkeypatch.setattr(_device, "native", lambda tensor: False)
+    forward, into.kept = chunked._forward, []
+    monkeypatch.setattr(chunked, "_forward", spy)
+    into(3)
+    return into
+
+
+@functools.cache
+def drawn(name: str, dtype: torch.dtype, each: bool, log: bool) -> tuple[Chain, Truth]:
+    chain = FAMILIES[name](dtype, each=each)
+    chain = chain.logs() if log else chain
+    return chain, Truth(chain)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_keeps_the_contract(name, dtype, each, log, cut):
+    chain, truth = drawn(name, dtype, each, log)
+    for count in COUNTS:
+        cut(count)
+        assert_contract(chain, truth=truth)
+        with torch.no_grad():
+            out = logchain.product(*chain[:3], log_params=chain.log_params)
+        assert_values(out, truth.log_norm, truth.value_bound())
+    assert chain.x.shape[-2] < 3 or len(cut.kept) == 2 * len(COUNTS)
+    if dtype == F32:
+        assert all(cut.kept) or name in SEQUENTIAL
+
+
+@pytest.mark.parametrize("name", ["left_to_right", "sparse", "sharp", "one_dead", "dense"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_other_draws_and_many_steps(name, each, cut):
+    for seed, count in ((1, 5), (2, 8)):
+        cut(count)
+        assert_contract(FAMILIES[name](F32, seed, each=each, n=3, t=1, v=50, c=9))
+
+
+@pytest.mark.parametrize("name", ["sparse", "banded", "dense", "impossible", "one_dead", "sharp"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+def test_one_matrix_for_every_step(name, dtype, cut):
+    chain = FAMILIES[name](dtype, v=10)
+    chain = chain._replace(bulk=chain.bulk[..., 1:2, :, :])
+    own = FAMILIES[name](dtype, v=10, each=True)
+    for count in COUNTS:
+        cut(count)
+        assert_contract(chain)
+        assert_contract(own._replace(bulk=own.bulk[..., 1:2, :, :]).logs())
+
+
+BATCHES = [
+    ((3, 2), (3, 1), (1, 2)),
+    ((3, 2), (1, 2), (3, 1)),
+    ((3, 2), (2,), (1,)),
+    ((), (), ()),
+    ((4,), (4,), (4,)),
+    ((2, 3, 2), (3, 1), (2, 1, 2)),
+    ((2, 3, 2), (2, 1, 1), (1, 1, 2)),
+    ((0, 2), (1, 2), (0, 1)),
+]
+
+
+@pytest.mark.parametrize("steps", ["full", "one"])
+@pytest.mark.parametrize("v", [1, 2, 3, 6])
+@pytest.mark.parametrize(("batch", "bulk_batch", "p0_batch"), BATCHES, ids=str)
+def test_batch_axes_broadcast(batch, bulk_batch, p0_batch, v, steps, cut):
+    draw = Draw(0, 1, 1, v, 4, False)
+    size = v - 1 if steps == "full" else 1
+    bulk, p0 = 0.1 + draw.uniform(*bulk_batch, size, 4, 4), 0.1 + draw.uniform(*p0_batch, 4)
+    chain = Chain(draw.normal(*batch, v, 4), bulk, p0).to(F32)
+    for count in (2, 3):
+        cut(count)
+        assert_contract(chain)
+        assert_contract(chain.logs())
+
+
+@pytest.mark.parametrize("name", ["dense", "sharp", "sparse", "left_to_right", "one_dead"])
+@pytest.mark.parametrize("lengths", [[9, 1, 4], [[9, 8], [7, 6], [3, 2]], [5, 5, 5], [2, 1, 1]], ids=str)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_lengths_keep_the_contract(name, lengths, each, cut):
+    for dtype in (F32, F64):
+        chain = FAMILIES[name](dtype, each=each, v=9, n=3, t=2, c=4)
+        truth = Truth(chain, lengths)
+        for count in (2, 3, 8):
+            cut(count)
+            assert_contract(chain, lengths, truth=truth)
+    assert any(cut.kept) or name == "left_to_right" or lengths == [2, 1, 1]
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_nan_behind_the_end_has_no_influence(log, count, cut):
+    cut(count)
+    lengths = [3, 8, 5]
+    chain = dense(F32, v=8, each=True)
+    clean = Truth(chain.logs() if log else chain, lengths)
+    for i, end in enumerate(lengths):
+        chain.x[i, :, end:] = NAN
+        chain.bulk[i, :, end - 1 :] = NAN
+    chain = chain.logs() if log else chain
+    x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain[:3])
+    out = logchain.product(x, bulk, p0, log_params=log, lengths=lengths)
+    assert_values(out, clean.log_norm, clean.value_bound())
+    out.sum().backward()
+    for i, end in enumerate(lengths):
+        assert (x.grad[i, :, end:] == 0).all() and (bulk.grad[i, :, end - 1 :] == 0).all()
+        np.testing.assert_allclose(x.grad[i].double(), clean.states[i], rtol=0, atol=clean.gradient_bound[i].max())
+    assert p0.grad.isfinite().all() and all(cut.kept)
+
+
+@pytest.mark.parametrize("step", [0, 4, 16])
+@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+@pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right"])
+def test_nan_stays_in_its_sequence(name, operand, step, cut):
+    chain, truth = drawn(name, F32, True, False)
+    dirty = {key: getattr(chain, key).clone().requires_grad_() for key in ("x", "bulk", "p0")}
+    with torch.no_grad():
+        where = dirty[operand][1, 0]
+        where[() if operand == "p0" else min(step, len(where) - 1)].flatten()[-1:] = NAN
+    out = logchain.product(**dirty)
+    assert out[1, 0].isnan() and out.isnan().sum() == 1
+    clean = torch.ones(3, 2, dtype=torch.bool)
+    clean[1, 0] = False
+    assert_values(out[clean], truth.log_norm[clean], truth.value_bound()[clean])
+    out.sum().backward()
+    error = np.abs(dirty["x"].grad[clean].double().numpy() - truth.states[clean])
+    assert (error <= truth.gradient_bound[clean][:, None, None]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_half_types_are_exact_on_their_rounded_inputs(dtype, each, cut):
+    for chain in (dense(dtype, each=each), dense(dtype, each=each).logs()):
+        assert_contract(chain)
+    assert all(cut.kept)
+
+
+@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x bulk", "bulk p0"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_only_wanted_gradients(wanted, each, cut):
+    for name in ("dense", "sparse", "left_to_right"):
+        chain, truth = drawn(name, F32, each, False)
+        assert_contract(chain, wanted=wanted, truth=truth)
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right", "one_dead"])
+def test_poisoned_memory(name, each, cut):
+    chain, truth = drawn(name, F32, each, False)
+    with poisoned_memory():
+        assert_contract(chain, truth=truth)
+        assert_contract(FAMILIES[name](F32, each=each, n=2), [5, chain.x.shape[-2]])
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_strange_strides(each, cut):
+    chain = FAMILIES["sparse"](F32, each=each)
+    views = [t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim()))) for t in chain[:3]]
+    assert_contract(Chain(*views))
+    expanded = chain.x[:, :, :1].expand(chain.x.shape)
+    assert_contract(Chain(expanded.clone(), *chain[1:3]))
+    out = logchain.product(expanded, *chain[1:3])
+    torch.testing.assert_close(out, logchain.product(expanded.clone(), *chain[1:3]), rtol=0, atol=0)
+
+
+def test_posteriors_of_a_long_chain(cut):
+    cut(64)
+    draw = Draw(0, 1, 1, 16384, 8, False)
+    chain = Chain(draw.x() - 32.0, draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
+    truth = reference.marginals(*(tensor.numpy() for tensor in chain[:3]))
+    x = chain.x.requires_grad_()
+    out = logchain.product(*chain[:3])
+    assert abs(out.item() - truth.log_norm.item()) <= np.spacing(np.float32(5e5)) + 2.0**-20 * 128
+    out.backward()
+    assert np.abs(x.grad.double().numpy() - truth.states).max() < 1e-5
+    assert all(cut.kept)
+
+
+def test_float64_of_a_long_chain(cut):
+    draw = Draw(0, 2, 1, 2048, 4, True)
+    chain = Chain(draw.x(3.0), draw.bulk(), draw.p0())
+    truth = Truth(chain)
+    for count in (2, 16, 200):
+        cut(count)
+        assert_contract(chain, truth=truth)
+    assert all(cut.kept)
+
+
+def second(chain, **options):
+    operands = [tensor.clone().requires_grad_() for tensor in chain[:3]]
+    out = logchain.product(*operands, **options)
+    first = torch.autograd.grad(out.sum(), operands, create_graph=True)
+    return out, *first, *torch.autograd.grad(sum(gradient.square().sum() for gradient in first), operands)
+
+
+@pytest.mark.parametrize("lengths", [None, [6, 2, 4]])
+def test_second_derivatives_and_maps_are_those_of_the_sequential_schedule(lengths, cut):
+    chain = dense(F64, v=6, c=3)
+    stacked = torch.stack([chain.x, chain.x.flip(-1)])
+    found = [
+        (
+            *second(chain, lengths=lengths),
+            torch.vmap(lambda x: logchain.product(x, *chain[1:3], lengths=lengths))(stacked),
+            torch.vmap(torch.func.grad(lambda x: logchain.product(x, *chain[1:3], lengths=lengths).sum()))(stacked),
+        )
+        for count in (1, 3)
+        if cut(count) is None
+    ]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert cut.kept and all(cut.kept)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_it_compiles_into_one_graph(dynamic, cut):
+    torch._dynamo.reset()
+
+    def function(x, bulk, p0):
+        return _chain.log_norm(x + 1, bulk * 2, p0, None, False, segments=3) * 2
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for v in (6, 9):
+        found = []
+        for call in (function, compiled):
+            operands = [tensor.clone().requires_grad_() for tensor in dense(F64, v=v, c=3)[:3]]
+            out = call(*operands)
+            found.append((out, *torch.autograd.grad(out.cos().sum(), operands)))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["dense", "left_to_right"])
+@pytest.mark.parametrize("lengths", [None, torch.tensor([[6, 6], [1, 2], [3, 1]])], ids=["all", "lengths"])
+def test_opcheck(name, lengths, cut):
+    chain = FAMILIES[name](F64, v=6, c=3)
+    x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain[:3])
+    torch.library.opcheck(torch.ops.logchain.log_norm.default, (x, bulk, p0, lengths, False, True, 3))
+    torch.library.opcheck(torch.ops.logchain.log_norm.default, (*chain[:3], lengths, False, False, 3))
+    with torch.no_grad():
+        kept = torch.ops.logchain.log_norm(x, bulk, p0, lengths, False, True, 3)
+    grad = torch.randn_like(kept[0]).requires_grad_()
+    arguments = (grad, x, bulk, p0, lengths, *kept, False, False, True, True, True, 3)
+    torch.library.opcheck(torch.ops.logchain.log_norm_backward.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("name", variants(3, F32))
+def test_allocations_do_not_grow_with_v(name, dtype, cut, monkeypatch):
+    for block in (2**18, 1):
+        monkeypatch.setattr(layout, "_BLOCK", block)
+        monkeypatch.setattr(layout, "_CAREFUL_BLOCK", block)
+        cut(4)
+        short, long = (variants(v, dtype)[name] for v in (41, 321))
+        assert allocations(short) == allocations(long)
+        lengths = torch.tensor([1, 5, 40, 20, 8])
+        assert allocations(short, lengths=lengths) == allocations(long, lengths=lengths * 8)
+
+
+def test_it_takes_two_messages(cut):
+    cut(64)
+    x, bulk, p0 = torch.randn(4, 40001, 16), torch.rand(1, 16, 16), torch.rand(16)
+
+    def gradients():
+        operands = [tensor.detach().requires_grad_() for tensor in (x, bulk, p0)]
+        logchain.product(*operands).sum().backward()
+        return [operand.grad for operand in operands]
+
+    assert peak_bytes(gradients) <= 2 * x.numel() * x.itemsize
+    assert all(cut.kept)
+
+
+def apart(*x: list[float]) -> Chain:
+    """Two states that never meet."""
+    steps = torch.tensor(x, dtype=F32)[None, None]
+    return Chain(steps, torch.eye(2).expand(1, 1, 1, 2, 2).clone(), torch.ones(1, 1, 2))
+
+
+@pytest.mark.parametrize("depth", [300, 800])
+def test_what_underflows_between_segments_is_found(depth, cut):
+    """The path that wins in the end runs so far below at first, while each product holds one step."""
+    cut(100)
+    chain = apart([0, 0], [0, -depth], [0, 0], [-2 * depth, 0], [0, 0])
+    truth = Truth(chain)
+    assert_contract(chain, truth=truth)
+    with torch.no_grad():
+        out = logchain.product(*chain[:3])
+    assert_values(out, truth.log_norm, truth.value_bound())
+    assert cut.kept == [False, depth == 300]  # float64 passes the vector on, and float32 does not hold what enters
+
+
+def test_scales_that_vouch_for_too_little(cut):
+    """Without a look at the steps, which paths of many small transitions would need."""
+    flips = torch.full((2, 2), 1e-20).fill_diagonal_(1.0)[None, None, None]
+    x = torch.tensor([[0.0, -1000.0], [-1000.0, 0.0]]).repeat(11, 1)[None, None, :21]
+    chain = Chain(x, flips, torch.ones(1, 1, 2))
+    truth = Truth(chain)
+    for count in (2, 4):
+        cut(count)
+        assert_contract(chain, truth=truth)
+        with torch.no_grad():
+            out = logchain.product(*chain[:3])
+        assert_values(out, truth.log_norm, truth.value_bound())
+
+
+def test_weights_of_the_last_states(cut):
+    """A chain that ends in weights is one whose last log-potentials hold them."""
+    for lengths in (None, torch.tensor([[5, 2, 1, 4]])):
+        x, weights = torch.randn(5, 1, 4, 3), torch.rand(1, 4, 3)
+        bulk, p0, ends = torch.rand(4, 3, 3), torch.rand(1, 3), None if lengths is None else lengths[..., None]
+        last = torch.full((1, 4), 5) if lengths is None else lengths
+        beyond = x.clone()
+        beyond[last[0] - 1, 0, torch.arange(4)] += weights[0].log()
+        plain = layout.Chain(beyond, bulk, p0, ends, False, F32)
+        weighted = layout.Chain(x, bulk, p0, ends, False, F32, final=weights)
+        found = []
+        for chain in (plain, weighted):
+            kept = sum_product.forward(chain, keep=True, steps=5)
+            grad_x, grad_bulk = torch.empty(5, 4, 3), torch.empty(4, 1, 3, 3)
+            start = sum_product.backward(chain, *kept, torch.ones(1, 4), grad_x.unsqueeze(1), grad_bulk)
+            found.append((kept[0], grad_x, grad_bulk, start.view(1, 4, 3)))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,263 @@
+"""`strategy="tree"` keeps the accuracy and memory contracts, in one piece and in many."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain import _demo, _device, _tree_chain, _tree_leaves, _tree_operators, reference
+from logchain._measure import peak_bytes
+from logchain.kernels import tree
+from tests.contract import Truth, assert_contract, assert_values, poisoned_memory, rounding
+from tests.families import FAMILIES, Chain, Draw, dense
+
+F32, F64 = torch.float32, torch.float64
+NAN = float("nan")
+
+SLACK = 10_000_000
+
+contract = functools.partial(assert_contract, strategy="tree")
+
+
+class MisalignedTruth(Truth):
+    """Where a matrix meets a matrix whose dominant terms lie far below both shifts, each level may add 2^-17 nats."""
+
+    def value_bound(self, out_dtype=None):
+        return super().value_bound(out_dtype) + rounding(self.dtype) * 2.0**-17 * math.ceil(math.log2(self.steps))
+
+
+@functools.cache
+def drawn(name: str, dtype: torch.dtype, each: bool, log: bool) -> tuple[Chain, Truth]:
+    chain = FAMILIES[name](dtype, each=each)
+    chain = chain.logs() if log else chain
+    return chain, Truth(chain)
+
+
+@pytest.fixture(params=["whole", "pieces"])
+def cut(request, monkeypatch):
+    """Either all leaves fit, or a few transitions of a few sequences do."""
+    if request.param == "pieces":
+        monkeypatch.setattr(_tree_leaves, "_LEAST", 0)
+        monkeypatch.setattr(_tree_leaves, "_SHORT", 3)
+    return request.param
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_keeps_the_contract(cut, name, dtype, each, log):
+    chain, truth = drawn(name, dtype, each, log)
+    contract(chain, truth=truth)
+
+
+def test_few_transitions_of_few_sequences_are_pieces(cut):
+    leaves = _tree_leaves.Leaves(*dense(F32)[:3], None, False)
+    blocks = sum(len(members) for _, members in leaves.cut.blocks(leaves.g, leaves.m))
+    many = cut == "pieces"
+    assert (len(leaves.cut.pieces(17)) > 3) == many and (blocks > 2) == many
+    assert [i for first, stop in leaves.cut.pieces(17) for i in range(first, stop)] == list(range(1, 17))
+
+
+@pytest.mark.parametrize("name", ["sparse", "banded", "detour", "impossible", "one_dead", "bakis_jump"])
+def test_one_matrix_for_every_step(cut, name):
+    chain = FAMILIES[name](F32, v=9)
+    contract(chain._replace(bulk=chain.bulk[..., 1:2, :, :]))
+
+
+def test_counts_of_one_matrix_are_added_in_float64(monkeypatch):
+    monkeypatch.setattr(_tree_operators, "HELD", 64)
+    draw = Draw(0, 1, 1, 10_001, 2, False)
+    chain = Chain(draw.x(), draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
+    truth = reference.marginals(*chain[:3]).transitions.sum(-3, keepdims=True)
+    bulk = chain.bulk.requires_grad_()
+    logchain.product(*chain[:3], strategy="tree").sum().backward()
+    counts = (bulk.grad * bulk).detach().double().numpy()
+    np.testing.assert_allclose(counts, truth, rtol=2.0**-22)
+
+
+BATCHES = [
+    ((3, 2), (1, 1), (1, 1)),
+    ((3, 2), (3, 1), (1, 2)),
+    ((3, 2), (1, 2), (3, 1)),
+    ((3, 2), (3, 2), ()),
+    ((), (), ()),
+    ((4,), (1,), ()),
+    ((2, 3, 2), (3, 1), (2, 1, 2)),
+    ((2, 3, 2), (2, 1, 2), (1, 1, 2)),
+    ((0, 2), (1, 2), (0, 1)),
+]
+
+
+@pytest.mark.parametrize("steps", ["full", "one"])
+@pytest.mark.parametrize("v", [1, 2, 5])
+@pytest.mark.parametrize(("batch", "bulk_batch", "p0_batch"), BATCHES, ids=str)
+def test_batch_axes_broadcast(cut, batch, bulk_batch, p0_batch, v, steps):
+    draw = Draw(0, 1, 1, v, 4, False)
+    size = v - 1 if steps == "full" else 1
+    bulk, p0 = 0.1 + draw.uniform(*bulk_batch, size, 4, 4), 0.1 + draw.uniform(*p0_batch, 4)
+    chain = Chain(draw.normal(*batch, v, 4), bulk, p0)
+    contract(chain.to(F32))
+    contract(chain.to(F32).logs())
+
+
+@pytest.mark.parametrize("name", ["dense", "sharp", "detour", "left_to_right", "one_dead", "log_far"])
+@pytest.mark.parametrize("lengths", [[5, 1, 3], [[5, 5], [1, 2], [4, 3]], [2, 2, 2]], ids=str)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_lengths_keep_the_contract(cut, name, lengths, each):
+    contract(FAMILIES[name](F32, each=each, v=5), lengths)
+    contract(FAMILIES[name](F64, each=each, v=5, n=3, t=2, c=3), torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["each", "one"])
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+def test_nan_behind_the_end_has_no_influence(cut, log, one):
+    lengths = [3, 5, 1]
+    chain = dense(F32, v=6, each=not one)
+    chain = chain._replace(bulk=chain.bulk[..., :1, :, :]) if one else chain
+    clean = Truth(chain.logs() if log else chain, lengths)
+    for i, end in enumerate(lengths):
+        chain.x[i, :, end:] = NAN
+        if not one:
+            chain.bulk[i, :, end - 1 :] = NAN
+    chain = chain.logs() if log else chain
+    x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain[:3])
+    out = logchain.product(x, bulk, p0, log_params=log, lengths=lengths, strategy="tree")
+    assert_values(out, clean.log_norm, clean.value_bound())
+    out.sum().backward()
+    for i, end in enumerate(lengths):
+        assert (x.grad[i, :, end:] == 0).all()
+        assert one or (bulk.grad[i, :, end - 1 :] == 0).all()
+        np.testing.assert_allclose(x.grad[i].double(), clean.states[i], rtol=0, atol=clean.gradient_bound[i].max())
+    assert bulk.grad.isfinite().all() and p0.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+@pytest.mark.parametrize("name", ["dense", "left_to_right", "sparse", "bakis_jump"])
+def test_nan_stays_in_its_sequence(cut, name, operand):
+    chain, truth = drawn(name, F32, True, False)
+    dirty = {key: getattr(chain, key).clone().requires_grad_() for key in ("x", "bulk", "p0")}
+    with torch.no_grad():
+        dirty[operand][1, 0].flatten()[-1] = NAN
+    out = logchain.product(**dirty, strategy="tree")
+    assert out[1, 0].isnan() and out.isnan().sum() == 1
+    clean = torch.ones(3, 2, dtype=torch.bool)
+    clean[1, 0] = False
+    assert_values(out[clean], truth.log_norm[clean], truth.value_bound()[clean])
+    out.sum().backward()
+    error = np.abs(dirty["x"].grad[clean].double().numpy() - truth.states[clean])
+    assert (error <= truth.gradient_bound[clean][:, None, None]).all()
+
+
+@pytest.mark.parametrize("name", ["dense", "sharp", "left_to_right"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_exact_on_their_rounded_inputs(name, dtype):
+    truth_of = MisalignedTruth if name == "left_to_right" else Truth
+    chain = FAMILIES[name](dtype, v=9)
+    one = chain._replace(bulk=chain.bulk[..., :1, :, :].float(), p0=chain.p0.float())
+    for same in (chain, chain.logs(), one):
+        contract(same, truth=truth_of(same))
+
+
+@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x p0"])
+@pytest.mark.parametrize("name", ["dense", "bakis_jump", "one_dead"])
+def test_only_wanted_gradients(cut, name, wanted):
+    chain, truth = drawn(name, F32, False, False)
+    contract(chain, wanted=wanted, truth=truth)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "bakis_jump", "sparse", "one_dead", "log_far", "v1"])
+def test_poisoned_memory(cut, name):
+    chain, truth = drawn(name, F32, True, False)
+    with poisoned_memory():
+        contract(chain, truth=truth)
+        contract(FAMILIES[name](F32, n=2), [1, chain.x.shape[-2]])
+
+
+def test_posteriors_of_a_long_chain():
+    draw = Draw(0, 1, 1, 4096, 8, False)
+    chain = Chain(draw.x() - 128.0, draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
+    truth = reference.marginals(*chain[:3])
+    x = chain.x.requires_grad_()
+    out = logchain.product(*chain[:3], strategy="tree")
+    assert abs(out.item() - truth.log_norm.item()) <= np.spacing(np.float32(5e5)) + 2.0**-20 * 64
+    out.backward()
+    assert np.abs(x.grad.double().numpy() - truth.states).max() < 1e-5
+
+
+def test_scales_of_products_are_kept_apart(cut):
+    """Where x gains 60 nats, transitions lose them: the product of all is far from 0, and no path is the only one."""
+    x, bulk, p0, _ = FAMILIES["dense"](F64, v=257, n=1, t=2, c=4).logs()
+    x[..., ::2, :2] += 60.0
+    bulk[..., 1::2, :, :2] -= 60.0
+    contract(Chain(x, bulk, p0, True).to(F32))
+
+
+def test_second_derivatives_and_maps_are_those_of_the_other_schedules(cut):
+    chain = dense(F64, n=3, t=2, v=5, c=3)
+
+    def value(x, bulk, p0, strategy):
+        return (logchain.product(x, bulk, p0, strategy=strategy) * torch.arange(6.0).view(3, 2)).sum()
+
+    for transform in (
+        lambda f: torch.func.hessian(f, argnums=(0, 1, 2)),  # forward over reverse, mapped
+        lambda f: torch.func.jacrev(torch.func.jacrev(f), argnums=(0, 1, 2)),
+    ):
+        found, expected = (
+            transform(functools.partial(value, strategy=strategy))(*chain[:3]) for strategy in ("tree", "sequential")
+        )
+        flat = (torch.cat([t.flatten() for t in torch.utils._pytree.tree_leaves(tree)]) for tree in (found, expected))
+        torch.testing.assert_close(*flat, rtol=1e-10, atol=1e-12)
+
+    mapped = torch.vmap(torch.func.grad(functools.partial(logchain.product, strategy="tree")), (0, None, 0))
+    x, p0 = chain.x[:, 0], chain.p0[0, 0].expand(3, 3)
+    leaf = x.clone().requires_grad_()
+    logchain.product(leaf, chain.bulk[0], p0, strategy="sequential").sum().backward()
+    torch.testing.assert_close(mapped(x, chain.bulk[0, 0], p0), leaf.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_operators_are_torchs_own():
+    x, bulk, p0 = (tensor.requires_grad_() for tensor in dense(F32, v=5, c=3)[:3])
+    lengths = torch.tensor([[5, 2], [1, 3], [4, 4]])
+    torch.library.opcheck(torch.ops.logchain.tree_log_norm.default, (x, bulk, p0, lengths, False))
+    compiled = torch.compile(lambda *operands: _tree_chain.log_norm(*operands, lengths, False), backend="aot_eager")
+    found = torch.autograd.grad(compiled(x, bulk, p0).sum(), (x, bulk, p0))
+    expected = torch.autograd.grad(_tree_chain.log_norm(x, bulk, p0, lengths, False).sum(), (x, bulk, p0))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_products_wait_for_each_other_as_often_as_the_tree_is_deep(monkeypatch):
+    calls = []
+    multiply = tree.Arithmetic.multiply
+    monkeypatch.setattr(tree.Arithmetic, "multiply", lambda *args: calls.append(1) or multiply(*args))
+    logchain.product(*dense(F32, n=1, t=1, v=1025, c=2)[:3], strategy="tree")
+    assert len(calls) == 10
+
+
+@pytest.mark.parametrize("sizes", [(50, 40, 100), (1, 40_000, 8), (4, 1000, 64)], ids=str)
+def test_memory_is_two_messages(sizes):
+    chain = _demo.dense_chain(*sizes)
+    x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain)
+
+    def both():
+        return torch.autograd.grad(logchain.product(x, bulk, p0, strategy="tree").sum(), (x, bulk, p0))
+
+    messages = x.numel() * 4
+    assert peak_bytes(both) <= 2 * messages + SLACK
+    with torch.no_grad():
+        assert peak_bytes(lambda: [logchain.product(x, bulk, p0, strategy="tree")]) <= 2 * messages + SLACK
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "left_to_right", "impossible", "one_dead", "offsets", "v1"])
+def test_triton_kernels_keep_the_contract(name, device, monkeypatch):
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    if name == "dense":
+        monkeypatch.setattr(_tree_leaves, "_LEAST", 0)
+        monkeypatch.setattr(_tree_leaves, "_SHORT", 2)
+    v = 1 if name == "v1" else 5
+    chain = FAMILIES[name](F32, n=2, t=1, c=3, v=v)
+    contract(chain, truth=MisalignedTruth(chain), device=device)
+    contract(chain, [1, v], truth=MisalignedTruth(chain, [1, v]), device=device)
