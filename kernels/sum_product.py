@@ -19,7 +19,7 @@ def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Te
     Without `keep` the messages of two steps are held, and none returned.
     """
     g, m, c = chain.g, chain.m, chain.c
-    messages = chain.new(*((steps, g, m, c) if keep else (0,)))
+    messages = chain.kept(steps) if keep else chain.new(0)
     scales = chain.new(steps + 1, g, m, 1)
     slots = messages[: chain.v] if keep else chain.new(min(chain.v, 2), g, m, c)
     log_norm, lossy = linear_chain.forward(chain, linear_chain.Kept(slots, scales[: chain.v], scales[-1]))

@@ -10,23 +10,28 @@ from .marginals import Marginals, marginals
 from .matmul import matmul
 from .matrix_product import matrix_product
 from .memory_report import Memory, MemoryReport, memory_report
+from .plan import Estimate, Plan, plan
 from .prefix_products import prefix_products
 from .product import product
 from .sample import sample
 from .stream import Stream, StreamUpdate
 from .topk_paths import Paths, topk_paths
 from .viterbi import Path, viterbi
+from .workspace import Workspace
 
 __all__ = [
+    "Estimate",
     "Marginals",
     "Memory",
     "MemoryReport",
     "Messages",
     "Path",
     "Paths",
+    "Plan",
     "Rescues",
     "Stream",
     "StreamUpdate",
+    "Workspace",
     "adapters",
     "entropy",
     "forward_backward",
@@ -36,6 +41,7 @@ __all__ = [
     "matmul",
     "matrix_product",
     "memory_report",
+    "plan",
     "prefix_products",
     "product",
     "reference",

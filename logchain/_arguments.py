@@ -5,9 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import _device
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Lengths = Tensor | int | Sequence[int] | Sequence[Sequence[int]]
+
+# entries whose values are checked at a time, so that a tensor may be larger than the memory
+_CHECKED = 2**20
 
 
 def check_tensor(name: str, value: object, axes: int, like: Tensor | None = None) -> None:
@@ -24,11 +29,13 @@ def check_tensor(name: str, value: object, axes: int, like: Tensor | None = None
         raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
 
 
-def check_chain(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
-    """Kinds and sizes of the operands of a chain."""
+def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False) -> None:
+    """Kinds and sizes of the operands of a chain. `in_pieces`: x and bulk may lie on the host, p0 on a GPU."""
     check_tensor("x", x, 2)
-    check_tensor("bulk", bulk, 3, like=x)
-    check_tensor("p0", p0, 1, like=x)
+    check_tensor("bulk", bulk, 3, like=None if in_pieces else x)
+    check_tensor("p0", p0, 1, like=None if in_pieces else x)
+    if in_pieces:
+        _check_devices(x, bulk, p0)
     *batch, v, c = x.shape
     if v < 1 or c < 1:
         raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
@@ -37,14 +44,29 @@ def check_chain(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
     _check_sizes("p0", p0, [*_lead(batch, p0.dim() - 1), {c}], x)
 
 
+def _check_devices(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
+    """All where p0 is; if that is a GPU, x or bulk or both on the host."""
+    host = ("cpu",) if _device.on_gpu(p0) else ()
+    for name, value in (("x", x), ("bulk", bulk)):
+        if value.device != p0.device and value.device.type not in host:
+            raise ValueError(f"{name}: expected device {' or '.join((str(p0.device), *host))}, got {value.device}")
+
+
 def check_question(
-    x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: Lengths | None, validate: bool
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    log_params: bool,
+    lengths: Lengths | None,
+    validate: bool,
+    *,
+    in_pieces: bool = False,
 ) -> Tensor | None:
-    """What every function of a chain is passed; returns the lengths as int64 [*B]."""
-    check_chain(x, bulk, p0)
+    """What every function of a chain is passed; returns the lengths as int64 [*B], where p0 is."""
+    check_chain(x, bulk, p0, in_pieces=in_pieces)
     check_flag("log_params", log_params)
     check_flag("validate", validate)
-    ends = None if lengths is None else as_lengths(lengths, x)
+    ends = None if lengths is None else as_lengths(lengths, x, p0.device)
     if validate:
         check_values(x, bulk, p0, log_params, ends)
     return ends
@@ -88,11 +110,14 @@ def check_float_dtype(name: str, value: torch.dtype | None) -> None:
         raise TypeError(f"{name}: expected float32, float64, bfloat16, float16 or None, got {got}")
 
 
-def as_lengths(lengths: Lengths, x: Tensor) -> Tensor:
-    """Integers 1..v of the shape of the first batch axes, as an int64 tensor of the whole batch shape."""
-    batch, v = x.shape[:-2], x.shape[-2]
+def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) -> Tensor:
+    """Integers 1..v of the shape of the first batch axes, as an int64 tensor of the whole batch shape.
+
+    It is on a device, by default that of x.
+    """
+    batch, v, device = x.shape[:-2], x.shape[-2], device or x.device
     # the values of a tensor beside x are looked at by the operator: it may be traced or mapped here
-    on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and x.device.type != "cpu")
+    on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and device.type != "cpu")
     if not isinstance(lengths, Tensor):
         try:
             lengths = torch.tensor(lengths)
@@ -108,7 +133,7 @@ def as_lengths(lengths: Lengths, x: Tensor) -> Tensor:
         raise ValueError(f"lengths: expected shape {prefixes} to go with x {list(x.shape)}, got {list(lengths.shape)}")
     if on_host and not torch.compiler.is_compiling():
         check_lengths(lengths, v)
-    lengths = lengths.to(x.device, torch.int64)
+    lengths = lengths.to(device, torch.int64)
     return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
 
 
@@ -127,18 +152,35 @@ def check_flag(name: str, value: object) -> None:
 
 def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Tensor | None) -> None:
     """No NaN, no +inf and no negative probability, except behind a sequence's end. A pass over the data."""
+    before = longest = None
     if ends is not None:
-        steps = torch.arange(x.shape[-2], device=x.device)
-        x = torch.where((steps < ends[..., None])[..., None], x, 0.0)
-        if bulk.shape[-3] == len(steps) - 1:
+        before = ends.to(x.device)
+        if bulk.shape[-3] == x.shape[-2] - 1:
             lead = (1,) * (ends.dim() + 3 - bulk.dim()) + bulk.shape[:-3]
             shared = [axis for axis, size in enumerate(lead) if size == 1]
-            longest = ends.amax(shared, keepdim=True) if shared else ends
-            bulk = torch.where((steps[1:] < longest[..., None])[..., None, None], bulk, 0.0)
-    for name, value, log in (("x", x, True), ("bulk", bulk, log_params), ("p0", p0, log_params)):
-        if value.isnan().any():
-            raise ValueError(f"{name}: expected no NaN, got {int(value.isnan().sum())}")
-        if value.numel() and value.amax() == torch.inf:
-            raise ValueError(f"{name}: expected no +inf, got {int((value == torch.inf).sum())}")
-        if not log and (value < 0).any():
-            raise ValueError(f"{name}: expected non-negative values, got {value.amin().item():g}")
+            longest = (ends.amax(shared, keepdim=True) if shared else ends).to(bulk.device) - 1
+    _check_values("x", x, -2, True, before)
+    _check_values("bulk", bulk, -3, log_params, longest)
+    _check_values("p0", p0[..., None, :], -2, log_params, None)
+
+
+def _check_values(name: str, value: Tensor, axis: int, log: bool, ends: Tensor | None) -> None:
+    """Of the steps along an axis that come before the `ends`, some at a time."""
+    nan = infinite = 0
+    least = 0.0
+    size = max(1, _CHECKED * value.shape[axis] // max(1, value.numel()))
+    for start, piece in enumerate(value.split(size, axis)):
+        if ends is not None:
+            steps = torch.arange(start * size, start * size + piece.shape[axis], device=value.device)
+            inside = (steps < ends[..., None]).view(*ends.shape, len(steps), *(1,) * (-axis - 1))
+            piece = torch.where(inside, piece, 0.0)
+        nan += int(piece.isnan().sum())
+        infinite += int((piece == torch.inf).sum())
+        if not log and piece.numel():
+            least = min(least, piece.amin().item())
+    if nan:
+        raise ValueError(f"{name}: expected no NaN, got {nan}")
+    if infinite:
+        raise ValueError(f"{name}: expected no +inf, got {infinite}")
+    if least < 0:
+        raise ValueError(f"{name}: expected non-negative values, got {least:g}")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from . import _chain_operators as operators
 from ._batching import batch_axes, mapped_first, shape_of_one, with_batch_first
-from ._operators import apply, transform
+from ._operators import apply, is_plain, transform
+from ._operators import call as _call
 
 
 class Kept(NamedTuple):
@@ -25,15 +26,32 @@ class Kept(NamedTuple):
     redone: Tensor
 
 
-def log_norm(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
-    """The log-partition [*B] in float64. Arguments have been checked."""
+def log_norm(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, segments: int = 1
+) -> Tensor:
+    """The log-partition [*B] in float64. Arguments have been checked.
+
+    `segments`: into how many the chain is cut (`kernels.chunked`); 1 for the sequential schedule. It changes the time
+    that a call and its gradient take, and the memory of either.
+    """
     keep = torch.is_grad_enabled() and any(operand.requires_grad for operand in (x, bulk, p0))
-    return forward(x, bulk, p0, lengths, log_params, keep).log_norm
+    return Kept(*apply(_LogNorm, operators.log_norm, x, bulk, p0, lengths, log_params, keep, segments)).log_norm
+
+
+def log_norm_within(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, workspace: Any
+) -> Tensor:
+    """The same, with what the gradient needs in a workspace; as without one where a call is traced or mapped."""
+    arguments = x, bulk, p0, lengths, log_params
+    if not (is_plain(arguments) and torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:3])):
+        return log_norm(*arguments)
+    found: Tensor = _call(_Within, *arguments, workspace)
+    return found
 
 
 def forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool) -> Kept:
     """The log-partition, and what its gradient needs."""
-    return Kept(*apply(_LogNorm, operators.log_norm, x, bulk, p0, lengths, log_params, keep))
+    return Kept(*apply(_LogNorm, operators.log_norm, x, bulk, p0, lengths, log_params, keep, 1))
 
 
 def gradient(
@@ -51,7 +69,7 @@ def gradient(
 
     `by_log`: with respect to the logarithms of bulk and p0, though these be linear.
     """
-    arguments = grad, x, bulk, p0, lengths, *kept, log_params, by_log, *needs
+    arguments = grad, x, bulk, p0, lengths, *kept, log_params, by_log, *needs, 1
     found: tuple[Tensor, Tensor, Tensor] = apply(_Gradient, operators.log_norm_backward, *arguments)
     return found
 
@@ -75,7 +93,7 @@ def along(
 
 
 class _LogNorm(torch.autograd.Function):
-    """x, bulk, p0, lengths, log_params, keep -> Kept."""
+    """x, bulk, p0, lengths, log_params, keep, segments -> Kept."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -84,7 +102,7 @@ class _LogNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *operands, ctx.log_params, _ = inputs
+        *operands, ctx.log_params, _, ctx.segments = inputs
         ctx.save_for_backward(*operands, *output)
         ctx.save_for_forward(*operands)
         ctx.mark_non_differentiable(*output[1:])
@@ -93,10 +111,10 @@ class _LogNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         needs = ctx.needs_input_grad[:3]
-        found = _call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs)
-        return (*_if_needed(found, needs), None, None, None)
+        found = _call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, ctx.segments)
+        return (*_if_needed(found, needs), *(None,) * 4)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
@@ -108,11 +126,28 @@ class _LogNorm(torch.autograd.Function):
         operands = with_batch_first(info.batch_size, in_dims, *args[:4])
         # a mapped tensor does not say that a gradient is wanted of it
         keep = args[5] or torch.is_grad_enabled()
-        return _call(_LogNorm, *operands, args[4], keep), (0, None, None, None)
+        return _call(_LogNorm, *operands, args[4], keep, args[6]), (0, None, None, None)
+
+
+class _Within(torch.autograd.Function):
+    """x, bulk, p0, lengths, log_params, workspace -> the log-partition."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *operands, ctx.log_params, _ = args
+        kept = operators.log_norm_within(*args)
+        ctx.save_for_backward(*operands, *kept)
+        return kept[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:3]
+        found = _call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, 1)
+        return (*_if_needed(found, needs), *(None,) * 3)
 
 
 class _Gradient(torch.autograd.Function):
-    """grad, x, bulk, p0, lengths, *Kept, log_params, by_log, need_x, need_bulk, need_p0 -> gradients."""
+    """grad, x, bulk, p0, lengths, *Kept, log_params, by_log, need_x, need_bulk, need_p0, segments -> gradients."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +156,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tensors, (ctx.log_params, ctx.by_log, *ctx.needs) = inputs[:9], inputs[9:]
+        tensors, (ctx.log_params, ctx.by_log, *ctx.needs, ctx.segments) = inputs[:9], inputs[9:]
         ctx.save_for_backward(*tensors[:5])
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -130,9 +165,9 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
         tangents = _if_needed(along, ctx.needs)
         if all(tangent is None for tangent in tangents):
-            return (None,) * 14
+            return (None,) * 15
         found = _call(_Second, *ctx.saved_tensors, *tangents, ctx.log_params, ctx.by_log)
-        return (*_if_needed(found, ctx.needs_input_grad[:4]), *(None,) * 10)
+        return (*_if_needed(found, ctx.needs_input_grad[:4]), *(None,) * 11)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
@@ -145,7 +180,7 @@ class _Gradient(torch.autograd.Function):
         found = _call(_Second, grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, ctx.log_params, ctx.by_log)
         out = [found[1], found[2] * bulk, found[3] * p0] if wide else list(found[1:])
         if along_grad is not None:
-            arguments = along_grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *ctx.needs
+            arguments = along_grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *ctx.needs, ctx.segments
             more = _call(_Gradient, *arguments)
             out = [a + b if need else a for a, b, need in zip(out, more, ctx.needs, strict=True)]
         return tuple(a if need else a.new_zeros(0) for a, need in zip(out, ctx.needs, strict=True))
@@ -154,9 +189,9 @@ class _Gradient(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Each example has gradients of its own, also of an operand that all share: so the messages are made again."""
         grad, *operands = _each(info.batch_size, in_dims, args[:5])
-        log_params, by_log, *needs = args[9:]
-        kept = _call(_LogNorm, *operands, log_params, True)
-        found = _call(_Gradient, grad, *operands, *kept, log_params, by_log, *needs)
+        log_params, by_log, *needs, segments = args[9:]
+        kept = _call(_LogNorm, *operands, log_params, True, segments)
+        found = _call(_Gradient, grad, *operands, *kept, log_params, by_log, *needs, segments)
         own = _as_one(info.batch_size, found, in_dims[1:4], args[1:4], needs)
         return own, (0, 0, 0)
 
@@ -183,8 +218,8 @@ class _Along(torch.autograd.Function):
         if any(needs[:3]):
             second = _call(_Second, grad, x, bulk, p0, lengths, *tangents, ctx.log_params, ctx.by_log)
         if any(needs[4:7]):
-            kept = _call(_LogNorm, x, bulk, p0, lengths, ctx.log_params, True)
-            first = _call(_Gradient, grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *needs[4:7])
+            kept = _call(_LogNorm, x, bulk, p0, lengths, ctx.log_params, True, 1)
+            first = _call(_Gradient, grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *needs[4:7], 1)
         return (*_if_needed(second[1:], needs[:3]), None, *_if_needed(first, needs[4:7]), None, None)
 
     @staticmethod
@@ -253,10 +288,6 @@ def _if_needed(found: Any, needs: Any) -> tuple[Any, ...]:
 
 def _quotient(tangent: Tensor | None, value: Tensor) -> Tensor | None:
     return None if tangent is None else torch.where(value == 0, 0.0, tangent / torch.where(value == 0, 1.0, value))
-
-
-def _call(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
 
 
 transform("log_norm", _LogNorm)

@@ -4,6 +4,7 @@ They know shapes, layouts and kernels, and nothing of autograd: how they are eac
 business.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,15 +31,10 @@ def chain_of(
         if not _device.on_gpu(x):
             check_lengths(lengths, v)
             v = int(lengths.max())
-    return layout, Chain(
-        layout.steps_first(x)[:v],
-        layout.matrices(bulk)[: v - 1],
-        layout.weights(p0),
-        ends,
-        log_params,
-        arithmetic_dtype(x, bulk, p0),
-        by_log,
-    )
+    steps, matrices = layout.steps_first(x), layout.matrices(bulk)
+    if lengths is not None or v == 1:
+        steps, matrices = steps[:v], matrices[: v - 1]
+    return layout, Chain(steps, matrices, layout.weights(p0), ends, log_params, arithmetic_dtype(x, bulk, p0), by_log)
 
 
 def marked(chain: Chain, found: Tensor) -> Tensor:
@@ -50,31 +46,94 @@ def marked(chain: Chain, found: Tensor) -> Tensor:
 
 def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
     """float64 if an operand is, otherwise float32."""
-    dtype = torch.promote_types(torch.promote_types(x.dtype, bulk.dtype), p0.dtype)
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
 
 
 def _forward(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    log_params: bool,
+    keep: bool,
+    segments: int = 1,
+    room: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
-        return _kept_shapes(x, bulk, p0, lengths, log_params, keep)
+        return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments)
+    frame = _frame(x, bulk, p0, log_params) if lengths is None and segments == 1 and _device.native(x) else None
+    if frame is not None:
+        found: tuple[Tensor, Tensor, Tensor, Tensor] | None = frame.forward(x, bulk, p0, keep, room)
+        if found is not None:
+            return found
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    log_norm, messages, scales, redone = _device.chain_kernels(x).forward(chain, keep=keep, steps=x.shape[-2])
-    report_chains(redone)
+    chain = chain if room is None else replace(chain, room=room)
+    kernels, v = _device.chain_kernels(x), x.shape[-2]
+    if _chunked(x, lengths, segments):
+        forward = _device.chunked_kernels(x).forward
+        log_norm, messages, scales, redone = forward(chain, kernels, keep=keep, steps=v, segments=segments)
+        report_chains(redone if _device.on_gpu(x) else redone[0])
+    else:
+        log_norm, messages, scales, redone = kernels.forward(chain, keep=keep, steps=v)
+        report_chains(redone)
     return layout.batched(log_norm).clone(memory_format=torch.contiguous_format), messages, scales, redone
 
 
+def log_norm_within(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, workspace: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `log_norm` finds and keeps, with the messages in a `Workspace`."""
+    shape = (x.shape[-2], *Layout.of(x, bulk).grid, x.shape[-1])
+    room = workspace.take(shape, arithmetic_dtype(x, bulk, p0), x.device)
+    with _device.arithmetic_on(x):
+        return _forward(x, bulk, p0, lengths, log_params, True, 1, room)
+
+
+def _frame(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Any:
+    """Where the operands of a small chain lie, for all calls of the same shapes; None where it is not small."""
+    kinds = ((tensor.dtype, tensor.shape, tensor.stride()) for tensor in (x, bulk, p0))
+    key = *kinds, log_params, torch.get_num_threads()
+    if key not in _frames:
+        layout, chain = chain_of(x, bulk, p0, None, log_params)
+        empty = [tensor.new_empty(tensor.shape) for tensor in (x, bulk, p0)]
+        dense = chain_of(empty[0], empty[1], empty[2], None, log_params)[1]
+        in_order = layout.own == tuple(range(len(layout.own)))
+        frame = _device.frames().of(chain, dense) if in_order else None
+        if len(_frames) >= _KNOWN:
+            _frames.clear()
+        _frames[key] = frame
+    return _frames[key]
+
+
+# by shapes and strides; as many as are kept
+_frames: dict[Any, Any] = {}
+_KNOWN = 1024
+
+
+def _chunked(x: Tensor, lengths: Tensor | None, segments: int) -> bool:
+    """Whether the chain is cut into segments; on a GPU it is not where sequences have lengths."""
+    return min(segments, x.shape[-2] - 1) > 1 and not (lengths is not None and _device.on_gpu(x))
+
+
 def _kept_shapes(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool, segments: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The log-partition [*B], messages (v, g, m, c), scales (v + 1, g, m, 1) and what was redone (g, m), unwritten.
 
-    Messages are made if they are to be kept; a GPU does without scales, and counts single sums that were redone.
+    Messages are made if they are to be kept; a GPU does without scales, and counts single sums that were redone. For a
+    chain cut into segments see `kernels.chunked`.
     """
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
     dtype = arithmetic_dtype(x, bulk, p0)
+    if _chunked(x, lengths, segments):
+        messages, scales, redone = _device.chunked_kernels(x).kept_shapes(v, g, m, c, segments, keep)
+        return (
+            x.new_empty(x.shape[:-2], dtype=torch.float64),
+            x.new_empty(messages, dtype=dtype),
+            x.new_empty(scales, dtype=dtype),
+            x.new_empty(redone, dtype=torch.int64 if _device.on_gpu(x) else torch.bool),
+        )
     return (
         x.new_empty(x.shape[:-2], dtype=torch.float64),
         x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype),
@@ -95,44 +154,48 @@ def _backward(
     redone: Tensor,
     log_params: bool,
     by_log: bool,
-    *needs: bool,
+    need_x: bool,
+    need_bulk: bool,
+    need_p0: bool,
+    segments: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x, grad_bulk, grad_p0 = _gradient_shapes(
-        grad, x, bulk, p0, lengths, log_norm, messages, scales, redone, log_params, by_log, *needs
+        grad, x, bulk, p0, lengths, log_norm, messages, scales, redone, log_params, by_log, need_x, need_bulk, need_p0
     )
     if x.numel() == 0:
         return grad_x.zero_(), grad_bulk.zero_(), grad_p0.zero_()
+    frame = _frame(x, bulk, p0, log_params) if lengths is None and segments == 1 and _device.native(x) else None
+    if frame is not None and not redone.any():
+        if frame.backward(x, bulk, p0, messages, grad, by_log, (grad_x, grad_bulk, grad_p0)):
+            return grad_x, grad_bulk, grad_p0
     layout, chain = chain_of(x, bulk, p0, lengths, log_params, by_log=by_log)
     x_view = bulk_view = None
-    if needs[0]:
+    if need_x:
         x_view = layout.steps_first(grad_x)
         x_view[chain.v :] = 0.0
         x_view = x_view[: chain.v]
     wide = grad_bulk if bulk.dtype == chain.dtype else torch.empty_like(grad_bulk, dtype=chain.dtype)
-    if needs[1]:
+    if need_bulk:
         bulk_view = layout.matrices(wide)
         bulk_view[chain.v - 1 :] = 0.0
         bulk_view = bulk_view[: chain.v - 1]
         bulk_view = bulk_view.view(len(bulk_view), chain.g, chain.c, chain.c)
-    start = _device.chain_kernels(x).backward(
-        chain,
-        layout.sequences(log_norm),
-        messages,
-        scales,
-        redone,
-        layout.sequences(grad),
-        x_view,
-        bulk_view,
-    )
-    if needs[1] and wide is not grad_bulk:
+    kernels, norms, weight = _device.chain_kernels(x), layout.sequences(log_norm), layout.sequences(grad)
+    kept = messages, scales, redone, weight, x_view, bulk_view
+    if _chunked(x, lengths, segments):
+        steps = x.shape[-2]
+        start = _device.chunked_kernels(x).backward(chain, kernels, norms, *kept, steps=steps, segments=segments)
+    else:
+        start = kernels.backward(chain, norms, *kept)
+    if need_bulk and wide is not grad_bulk:
         grad_bulk.copy_(wide)
-    if needs[2]:
+    if need_p0:
         grad_p0.copy_(layout.states(start).sum_to_size(p0.shape))
     return grad_x, grad_bulk, grad_p0
 
 
 def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, need_x, need_bulk, need_p0 = rest
+    need_x, need_bulk, need_p0 = rest[7:10]
     return (
         x.new_empty(x.shape if need_x else (0,)),
         bulk.new_empty(bulk.shape if need_bulk else (0,)),
@@ -242,11 +305,13 @@ _KEPT = "Tensor log_norm, Tensor messages, Tensor scales, Tensor redone"
 _ALONG = "Tensor? along_x, Tensor? along_bulk, Tensor? along_p0"
 
 log_norm = operator(
-    f"log_norm({_OPERANDS}, bool log_params, bool keep) -> (Tensor, Tensor, Tensor, Tensor)", _forward, _kept_shapes
+    f"log_norm({_OPERANDS}, bool log_params, bool keep, int segments=1) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _kept_shapes,
 )
 log_norm_backward = operator(
     f"log_norm_backward(Tensor grad, {_OPERANDS}, {_KEPT}, bool log_params, bool by_log,"
-    " bool need_x, bool need_bulk, bool need_p0) -> (Tensor, Tensor, Tensor)",
+    " bool need_x, bool need_bulk, bool need_p0, int segments=1) -> (Tensor, Tensor, Tensor)",
     _backward,
     _gradient_shapes,
 )

@@ -11,8 +11,50 @@ from torch import Tensor
 
 from ._layout import Layout
 from ._log_matmul import log_matmul
-from .kernels.summation import exact_sum
 from .matmul import matmul
+
+
+class Given(NamedTuple):
+    """A piece as it comes: x [*B, k, c], bulk [*Bb, k or 1, c, c] into each variable, p0, and what is before it.
+
+    `own`: bulk is the stream's. `fresh` [*B]: no variable is before. `unlinked`: that is so for all sequences, which is
+    known without a look. `counts` int64 [*B]: how many variables each sequence has, from 0 to k; None for all of them.
+    """
+
+    x: Tensor
+    bulk: Tensor
+    p0: Tensor
+    own: bool
+    fresh: Tensor
+    unlinked: bool
+    counts: Tensor | None
+    log_params: bool
+
+    def first(self) -> "Given":
+        """The first variable alone."""
+        bulk = self.bulk if self.bulk.shape[-3] == 1 else self.bulk[..., :1, :, :]
+        counts = None if self.counts is None else self.counts.clamp(max=1)
+        return self._replace(x=self.x[..., :1, :], bulk=bulk, counts=counts)
+
+    def active(self) -> Tensor:
+        """Which variables belong to a sequence [*B, k]."""
+        k = self.x.shape[-2]
+        counts = torch.full_like(self.fresh, k, dtype=torch.int64) if self.counts is None else self.counts
+        return torch.arange(k, device=counts.device) < counts[..., None]
+
+    def still_fresh(self) -> Tensor:
+        """Which sequences have no variable after the piece either [*B]."""
+        return self.fresh & (self.x.shape[-2] == 0 if self.counts is None else self.counts == 0)
+
+    def logs(self, *, each: bool = False) -> "Piece":
+        """The piece in float64 logarithms; `each`: also a matrix for all variables is one for each."""
+        k, active = self.x.shape[-2], self.active()
+        linked = active & ~((torch.arange(k, device=active.device) == 0) & self.fresh[..., None])
+        matrices = logs(self.bulk if self.own else only_used(self.bulk, linked), self.log_params)
+        if each and not self.own:
+            matrices = matrices.expand(*matrices.shape[:-3], k, -1, -1)
+        start = logs(self.p0, self.log_params).expand(*self.x.shape[:-2], -1)
+        return Piece(self.x.double(), matrices, start, active, linked, self.unlinked)
 
 
 class Piece(NamedTuple):
@@ -33,9 +75,21 @@ class Piece(NamedTuple):
         """The log-matrices [*Bb, c, c] that lead into a variable."""
         return self.matrices[..., 0 if self.matrices.shape[-3] == 1 else i, :, :]
 
+    def part(self, start: int, stop: int) -> "Piece":
+        """Some of its variables."""
+        one = self.matrices.shape[-3] == 1
+        matrices = self.matrices if one else self.matrices[..., start:stop, :, :]
+        x, active, linked = self.x[..., start:stop, :], self.active[..., start:stop], self.linked[..., start:stop]
+        return Piece(x, matrices, self.start, active, linked, self.unlinked and start == 0)
+
     def potentials(self) -> tuple[Tensor, Tensor]:
         """x less the largest entry of each variable [*B, k, c], and that [*B, k, 1]; 0 behind the end."""
         return shifted(torch.where(self.active[..., None], self.x, 0.0))
+
+
+def differentiable(*tensors: Tensor) -> bool:
+    """Whether somebody may ask for a gradient with respect to one of them."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def logs(weights: Tensor, log_params: bool) -> Tensor:
@@ -66,6 +120,8 @@ def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
 
 def log_sum(message: Tensor) -> Tensor:
     """`log sum exp` over the states [...]: exactly -inf, with gradient 0, where there is nothing."""
+    if not differentiable(message):
+        return torch.logsumexp(message, -1)
     dead = (message == -torch.inf).all(-1)
     return torch.logsumexp(message.masked_fill(dead[..., None], 0.0), -1).masked_fill(dead, -torch.inf)
 
@@ -110,10 +166,29 @@ def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
     return found, torch.where(piece.active[..., None], torch.cat([shift, taken], -1), 0.0)
 
 
-def total(found: Tensor, lost: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
-    """A sum [*B], and what its rounding lost, with terms [*B, k, 2] more."""
-    found, lost = exact_sum(torch.stack([found, lost, *terms.flatten(-2).unbind(-1)]))
-    return found.clone(), lost
+def total(found: Tensor, lost: Tensor, term: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    """A sum [*B] and what its rounding lost, with a term more and what that lacks (D. E. Knuth's two-sum)."""
+    after = found + term
+    part = after - found
+    error = (found - (after - part)) + (term - part)
+    # beside infinity nothing is lost
+    return after, lost + more + error.nan_to_num(0.0, 0.0, 0.0)
+
+
+def recovered(piece: Piece, before: Tensor, messages: Tensor) -> Tensor:
+    """Forward messages with maximum 0 [*B, k, c], from ones of which small entries, in linear space, were lost.
+
+    `before` [*B, c] is the message before the piece. What arrives at each variable is good to rounding in either space.
+    """
+    if piece.x.numel() == 0:
+        return messages
+    messages = torch.cat([before[..., None, :], messages[..., :-1, :]], -2)
+    if piece.matrices.shape[-3] != 1:
+        ahead = matmul(messages[..., None, :], piece.matrices)[..., 0, :]
+    else:
+        ahead = matmul(messages, piece.matrix(0))
+    ahead = torch.where(piece.linked[..., None], ahead, piece.start[..., None, :])
+    return torch.where(piece.active[..., None], shifted(ahead + piece.potentials()[0])[0], -torch.inf)
 
 
 def smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:

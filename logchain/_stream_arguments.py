@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from . import _device
 from ._arguments import Lengths, as_lengths, check_float_dtype, check_tensor
@@ -27,6 +29,16 @@ def check_stream(bulk: Tensor | None, p0: Tensor, lag: object, dtype: torch.dtyp
     if lag < 0:
         raise ValueError(f"lag: expected 0 or more, got {lag}")
     check_float_dtype("dtype", dtype)
+
+
+def check_transforms() -> None:
+    """A stream keeps what it finds, and its messages have no forward derivative."""
+    if torch.compiler.is_compiling():
+        return
+    if any(found.key() == TransformType.Vmap for found in retrieve_all_functorch_interpreters()):
+        raise NotImplementedError("Stream: expected no torch.vmap around update, make its axis one of the batch")
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError("Stream: expected no forward derivative, take gradients")
 
 
 def check_piece(
@@ -65,6 +77,15 @@ def check_piece(
         if not 0 <= low <= high <= k:
             raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
     return ends
+
+
+def active_counts(ends: Tensor | None, over: Tensor, k: int) -> Tensor | None:
+    """How many variables each sequence has [*B], 0 for one that is over; None for k, as far as values are looked at."""
+    gpu = _device.on_gpu(over)
+    if ends is None:
+        return torch.where(over, 0, k) if gpu or over.any() else None
+    counts = ends.clamp(0, k).masked_fill(over, 0)
+    return counts if gpu or (counts < k).any() else None
 
 
 def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:

@@ -1,17 +1,20 @@
 """The log-partition of a chain of non-negative matrices."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _checkpoints
-from ._arguments import Lengths, check_choice, check_float_dtype, check_question
-from ._chain import log_norm
+from . import _budget, _checkpoints, _schedule, _tree_chain
+from ._arguments import Lengths, check_flag, check_float_dtype, check_question
+from ._chain import log_norm, log_norm_within
 from ._packed import Packed
+from ._progress import check_progress
+from ._schedule import Strategy
 from ._semiring_chain import total
 from ._viterbi import best_weight
 from .semirings import LOG, MAX, Semiring
+from .workspace import Workspace
 
 
 def product(
@@ -23,8 +26,10 @@ def product(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
     semiring: Semiring = LOG,
-    strategy: Literal["auto", "sequential"] = "auto",
+    strategy: Strategy = "auto",
     memory_budget: int | None = None,
+    progress: bool = False,
+    workspace: Workspace | None = None,
     out_dtype: torch.dtype | None = None,
     validate: bool = False,
 ) -> Tensor:
@@ -51,13 +56,29 @@ def product(
         semiring: how the weights of paths are added: `logchain.semirings.LOG`, `MAX` for that of the best path alone
             (which `logchain.viterbi` finds), or one of yours, whose gradients are those that torch's autograd takes
             through its sum: `c^2` terms a step are kept for them.
-        strategy: "sequential" carries a vector through the chain; "auto" leaves the choice to the library.
-        memory_budget: bytes that messages may take, where gradients are needed; without them it has no effect. A budget
-            that holds all of them, `v (c + 1)` numbers a sequence, changes nothing. With a smaller one messages are
-            kept at a few steps, and the others are computed again in the backward pass, in float64, a segment between
-            two of those steps at a time: `O(sqrt v)` bytes at the least, with all that is computed from them at the
-            worst, but for operands, results and gradients. The result can be differentiated once. Only in the semiring
+        strategy: "sequential" carries a vector through the chain; "chunked" multiplies the matrices of many segments
+            side by side before it; "tree" multiplies pairs of matrices, level by level. "auto" takes the one that a
+            model of this device predicts to be fastest: `logchain.plan` says which, and why. "chunked" and "tree" go
+            with the semiring `LOG` alone, and with neither `cu_seqlens` nor `memory_budget`; a chain too short for
+            segments, or one with `lengths` on a GPU, has none.
+        memory_budget: bytes that messages may take. A budget that holds all of them, `v (c + 1)` numbers a sequence,
+            changes nothing. With a smaller one the chain is computed a segment at a time, in float64: messages are kept
+            between segments, and the others are computed again in the backward pass. That takes `O(sqrt v)` bytes at
+            the least, with all that is computed from messages at the worst, but for operands, results and gradients;
+            without gradients a smaller budget will do. The result can be differentiated once. Only in the semiring
             `LOG`, and without `cu_seqlens`.
+
+            Operands may then be larger than the memory. On a CPU `x` and `bulk` may be memory maps
+            (`torch.from_file`, `torch.from_numpy(numpy.memmap(...))`, safetensors), of which a segment at a time is
+            read. Where `p0` is on a GPU, `x` or `bulk` or both may be on the host: a segment at a time is moved
+            through pinned buffers while the one before is computed, and gradients return to the host likewise; what
+            is being moved counts for the budget, and the result is where `p0` is. A gradient has the size of its
+            operand, and is made in memory: of a memory map that exceeds it none can be taken.
+        progress: show a bar (tqdm) of the segments that have been passed to the device, forward and then backward; it
+            goes with a `memory_budget`. There is none where the budget holds all messages.
+        workspace: a `logchain.Workspace` that lends the memory of the messages, where gradients are needed, to one call
+            after the other. Where a call is traced or mapped (`torch.compile`, `torch.func`), it has no effect. Only
+            for the sequential schedule of the semiring `LOG`, without `cu_seqlens` and `memory_budget`.
         out_dtype: dtype of the result; by default float64 if an operand is float64, otherwise float32.
         validate: also check the values, which costs a pass over the data.
 
@@ -72,12 +93,16 @@ def product(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length or a choice is out of range, `validate` finds a value, or the
-            `memory_budget` is too small; the message says the smallest that is not.
+        ValueError: sizes do not go together, a length or a choice is out of range, `validate` finds a value, a strategy
+            or a `memory_budget` does not go with another argument, or the budget is too small; the message says the
+            smallest that is not.
+        ImportError: `progress`, and tqdm is not installed.
 
-    Cost: `v c^2` multiply-adds a sequence in `v` dependent steps; twice that again for the backward pass. Memory beyond
-    operands, result and gradients: the forward messages `[*B, v, c]` (those once more for sequences computed again),
-    without gradients two steps of them. A `memory_budget` that does not hold them costs one more forward pass.
+    Cost: sequential, `v c^2` multiply-adds a sequence in `v` dependent steps; chunked, `v c^3` in `v / k + k` for k
+    segments; tree, `v c^3` in `log2 v`; twice that again for the backward pass. Memory beyond operands, result and
+    gradients: the forward messages `[*B, v, c]` (those once more for sequences computed again), without gradients two
+    steps of them; at most two such tensors in any schedule. A `memory_budget` that does not hold them costs one more
+    forward pass.
 
     Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77
     (1989). Definition: `logchain.reference.product`.
@@ -92,31 +117,57 @@ def product(
     tensor([[[0.5000, 0.5000],
              [0.5500, 0.4500],
              [0.5850, 0.4150]]])
+
+    The potentials may lie in a file, of which a segment at a time is read:
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     x = torch.from_file(file.name, shared=True, size=10_000).view(1, 5000, 2)  # zeros
+    ...     product(x, bulk, torch.tensor([1.0, 1.0]), memory_budget=50_000)
+    tensor([0.6931])
     """
-    check_choice("strategy", strategy, ("auto", "sequential"))
+    alone = {"another semiring than LOG": semiring is not LOG, "cu_seqlens": cu_seqlens is not None}
+    alone["a workspace"] = workspace is not None
+    _schedule.check_options(strategy, memory_budget, alone=alone)
     check_float_dtype("out_dtype", out_dtype)
     if not isinstance(semiring, Semiring):
         raise TypeError(f"semiring: expected a logchain.semirings.Semiring, got {type(semiring).__name__}")
     if memory_budget is not None:
-        if not isinstance(memory_budget, int) or isinstance(memory_budget, bool):
-            raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
         if semiring is not LOG or cu_seqlens is not None:
             raise ValueError("memory_budget: expected None with another semiring than LOG and with cu_seqlens")
+    check_flag("progress", progress)
+    if progress:
+        if memory_budget is None:
+            raise ValueError("progress: expected a memory_budget with it")
+        check_progress()
+    if workspace is not None:
+        if not isinstance(workspace, Workspace):
+            raise TypeError(f"workspace: expected a logchain.Workspace or None, got {type(workspace).__name__}")
+        if semiring is not LOG or cu_seqlens is not None or memory_budget is not None:
+            raise ValueError("workspace: expected None with a semiring other than LOG, cu_seqlens or a memory_budget")
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         options: Any = {"log_params": log_params, "semiring": semiring, "validate": validate, "out_dtype": out_dtype}
         return packed.by_sequence([product(*piece[:3], lengths=piece.lengths, **options) for piece in packed])
-    ends = check_question(x, bulk, p0, log_params, lengths, validate)
+    ends = check_question(x, bulk, p0, log_params, lengths, validate, in_pieces=memory_budget is not None)
     if out_dtype is None:
         double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
         out_dtype = torch.float64 if double else torch.float32
-    if memory_budget is not None and torch.is_grad_enabled() and any(t.requires_grad for t in (x, bulk, p0)):
-        every = _checkpoints.every_within(memory_budget, x, bulk, p0)
+    if memory_budget is not None:
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, bulk, p0))
+        every = _budget.every_within(memory_budget, x, bulk, p0, keep)
         if every is not None:
-            found: Tensor = _checkpoints.log_norm(x, bulk, p0, ends, log_params, every)
+            found: Tensor = _checkpoints.log_norm(x, bulk, p0, ends, log_params, every, keep, progress)
             return found.to(out_dtype)
+    if workspace is not None:
+        return log_norm_within(x, bulk, p0, ends, log_params, workspace).to(out_dtype, copy=True)
     if semiring is LOG:
-        return log_norm(x, bulk, p0, ends, log_params).to(out_dtype, copy=True)
+        # the other schedules may take more than the messages, which the budget holds
+        within = strategy if memory_budget is None else "sequential"
+        schedule = _schedule.of(x, bulk, p0, log_params, ends is not None, within)
+        if schedule.name == "tree":
+            return _tree_chain.log_norm(x, bulk, p0, ends, log_params).to(out_dtype, copy=True)
+        return log_norm(x, bulk, p0, ends, log_params, segments=schedule.segments).to(out_dtype, copy=True)
     if semiring is MAX:
         return best_weight(x, bulk, p0, ends, log_params)[1].to(out_dtype)
     return total(x, bulk, p0, ends, log_params, semiring).to(out_dtype)

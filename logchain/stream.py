@@ -7,8 +7,10 @@ from torch import Tensor
 
 from ._arguments import Lengths, check_flag, check_tensor, check_values
 from ._chain_operators import arithmetic_dtype
-from ._stream import Piece, filtering, log_sum, logs, only_used, posterior, smoothed, total
-from ._stream_arguments import check_piece, check_stream
+from ._stream import Given, Piece, log_sum, logs, only_used, posterior, smoothed, total
+from ._stream_arguments import active_counts, check_piece, check_stream, check_transforms
+from ._stream_filter import Room
+from ._stream_filter import filtered as filtered_piece
 from ._stream_paths import Survivors, ended, extended, settled
 
 
@@ -21,7 +23,7 @@ class StreamUpdate(NamedTuple):
     """
 
     log_norm: Tensor
-    filtered: Tensor
+    filtered: Tensor | None
     smoothed: Tensor | None
     states: Tensor | None
 
@@ -39,6 +41,7 @@ class Stream:
         log_params: `bulk` and `p0` are logarithms (nats).
         lag: L: return each state's posterior given everything up to L variables later (fixed-lag smoothing).
         viterbi: return the states of the best path as soon as they are final.
+        filtered: return the posterior of each state given everything up to it; False saves the time.
         detach: what earlier pieces left is a constant for the gradients of the present one, and memory is constant;
             with False gradients reach back to the first piece, and so does memory.
         dtype: dtype of the results; by default float64 if an operand so far is float64, otherwise float32.
@@ -51,11 +54,16 @@ class Stream:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
 
-    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in float64 in k dependent steps; with a lag `k L
-    c^2` more in L dependent steps; with `viterbi` `k c^2` additions and maxima, and c look-ups for each variable that
-    is not final. Memory: that of a piece, which is copied in float64, of one message, of L variables and their
-    matrices, and of c 4-byte back-pointers for each variable whose best state is not final, in any of the sequences:
-    that is constant as long as the paths that may still win have a state in common, and grows while they have none.
+    Where no gradient is wanted of an operand (`torch.no_grad()`, or none that requires one) the chain's own kernels
+    walk a piece; otherwise each step is some of torch's operators, a thousand times as slow for few states. Inside
+    `torch.compile` there are graph breaks; `torch.vmap` and forward derivatives are refused.
+
+    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in float64 in k dependent steps, beside half a
+    millisecond or so whatever k is; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions
+    and maxima, `c` times that for up to 32 states, and one step at a time beyond. Memory: posteriors, some megabytes
+    that pieces share, one message, L variables and their matrices, and c 4-byte states for each variable whose best
+    state is not final, in any of the sequences: that is constant as long as the paths that may still win have a state
+    in common, and grows while they have none. A lag, `viterbi`, `validate` and gradients copy the piece in float64.
 
     Source: the scaled forward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989);
     paths that merge, of R. Sramek, B. Brejova and T. Vinar, "On-line Viterbi algorithm for analysis of long biological
@@ -83,30 +91,38 @@ class Stream:
         log_params: bool = False,
         lag: int = 0,
         viterbi: bool = False,
+        filtered: bool = True,
         detach: bool = True,
         dtype: torch.dtype | None = None,
         validate: bool = False,
     ) -> None:
         check_stream(bulk, p0, lag, dtype)
-        flags = {"log_params": log_params, "viterbi": viterbi, "detach": detach, "validate": validate}
+        flags = {
+            "log_params": log_params,
+            "viterbi": viterbi,
+            "filtered": filtered,
+            "detach": detach,
+            "validate": validate,
+        }
         for name, flag in flags.items():
             check_flag(name, flag)
         self._bulk, self._p0 = bulk, p0
         self._log_params, self._lag, self._viterbi = log_params, lag, viterbi
-        self._detach, self._dtype, self._validate = detach, dtype, validate
+        self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
         self._state: dict[str, Tensor] = {}
+        self._room = Room()
 
     @property
     def log_norm(self) -> Tensor:
         """The log-partition `[*B]` of all so far, in nats; 0 for a sequence without a variable."""
         state = self._begun()
         found = log_sum(state["message"]) + state["lost"] + state["total"]
-        return found.masked_fill(state["fresh"], 0.0).to(self._result_dtype())
+        return found.masked_fill(state["fresh"], 0.0).to(self._result_dtype(self._state))
 
     @property
     def filtered(self) -> Tensor:
         """The posterior `[*B, c]` of each sequence's newest state given all so far; 0 where there is none."""
-        return posterior(self._begun()["message"]).to(self._result_dtype())
+        return posterior(self._begun()["message"]).to(self._result_dtype(self._state))
 
     def update(
         self, x_piece: Tensor, bulk_piece: Tensor | None = None, *, lengths: Lengths | None = None
@@ -130,45 +146,44 @@ class Stream:
             differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
         """
         x = x_piece
+        check_transforms()
         check_tensor("x_piece", x, 2, like=self._p0)
         before = self._state["fresh"].shape if self._state else x.shape[:-2]
         ends = check_piece(x, bulk_piece, lengths, self._bulk, self._p0, before)
-        k = x.shape[-2]
-        given = self._bulk if bulk_piece is None else bulk_piece
-        assert given is not None
-        if bulk_piece is not None and self._lag:  # what waits has matrices of its own
-            given = given.expand(*given.shape[:-3], k, -1, -1)
-        state = self._before(x)
-        state["double"] = state["double"] | torch.tensor(arithmetic_dtype(x, given, self._p0) == torch.float64)
-        fresh, over = state["fresh"], state["over"]
-        steps = torch.arange(k, device=x.device)
-        active = (steps < (k if ends is None else ends[..., None])) & ~over[..., None]
-        linked = active & ~((steps == 0) & fresh[..., None])
-        matrices = logs(given if given is self._bulk else only_used(given, linked), self._log_params)
-        start = logs(self._p0, self._log_params).expand(*x.shape[:-2], -1)
-        piece = Piece(x.double(), matrices, start, active, linked, bool(state["unlinked"]))
+        bulk = self._bulk if bulk_piece is None else bulk_piece
+        assert bulk is not None
+        k, state = x.shape[-2], self._before(x)
+        if not state["double"] and arithmetic_dtype(x, bulk, self._p0) == torch.float64:
+            state["double"] = torch.tensor(True)
+        fresh, unlinked = state["fresh"], bool(state["unlinked"])
+        counts = active_counts(ends, state["over"], k)
+        given = Given(x, bulk, self._p0, bulk_piece is None, fresh, unlinked, counts, self._log_params)
+        piece = given.logs(each=self._lag > 0) if self._lag or self._viterbi or self._validate else None
         if self._validate:
-            self._check_values(piece, x, given)
+            assert piece is not None
+            self._check_values(piece, x, bulk)
+        dtype = self._result_dtype(state) if self._filtered else None
+        found = filtered_piece(given, state["message"], dtype, piece if self._lag else None, self._room)
 
-        messages, terms = filtering(piece, state["message"])
-        state["total"], state["lost"] = total(state["total"], state["lost"], terms)
+        state["total"], state["lost"] = total(state["total"], state["lost"], found.taken, found.lost)
         if ends is not None:
             wrong = (ends < 0) | (ends > k)  # of a device whose values are not looked at
             state["total"] = state["total"].masked_fill(wrong, torch.nan)
-            state["over"] = over | (ends < k)
-        state["message"] = messages[..., -1, :].clone()
-        state["fresh"] = fresh & ~active.any(-1)
-        if k:
+            state["over"] = state["over"] | (ends < k)
+        state["message"], state["fresh"] = found.message, given.still_fresh()
+        if k and unlinked:
             state["unlinked"] = torch.tensor(False)
-        filtered = torch.where(active[..., None], posterior(messages[..., 1:, :]), 0.0)
-        states = None
+        ready = states = None
         if self._viterbi:
+            assert piece is not None
             with torch.no_grad():
                 states, survivors = settled(extended(self._survivors(state), piece))
             state.update(_named(survivors))
-        ready = self._smooth(state, piece, messages[..., 1:, :]) if self._lag else None
+        if self._lag:
+            assert piece is not None and found.messages is not None
+            ready = self._smooth(state, piece, found.messages)
         self._state = state
-        return self._update(filtered, ready, states)
+        return self._update(found.posteriors, ready, states)
 
     def flush(self) -> StreamUpdate:
         """End all sequences, and return the posteriors and states that were still waiting for more variables.
@@ -193,7 +208,8 @@ class Stream:
             state.update(_named(survivors))
         state["over"] = torch.ones_like(state["over"])
         self._state = state
-        return self._update(state["message"].new_zeros(*batch, 0, c), ready, states)
+        empty = state["message"].new_zeros(*batch, 0, c, dtype=self._result_dtype(state)) if self._filtered else None
+        return self._update(empty, ready, states)
 
     def reset(self, mask: Tensor | None = None) -> None:
         """Start the sequences of `mask` (bool `[*B]`), or all, anew at `p0`, with the next piece."""
@@ -248,7 +264,8 @@ class Stream:
     def _before(self, x: Tensor) -> dict[str, Tensor]:
         """What earlier pieces left: a copy that can be written to."""
         if self._state:
-            return {name: value.detach() if self._detach else value for name, value in self._state.items()}
+            cut = self._detach
+            return {name: v.detach() if cut and v.requires_grad else v for name, v in self._state.items()}
         batch, c = x.shape[:-2], x.shape[-1]
         nothing = x.new_zeros(batch, dtype=torch.float64)
         no = torch.zeros_like(nothing, dtype=torch.bool)
@@ -263,22 +280,22 @@ class Stream:
             "double": torch.tensor(False),
         }
 
-    def _result_dtype(self) -> torch.dtype:
+    def _result_dtype(self, state: dict[str, Tensor]) -> torch.dtype:
         if self._dtype is not None:
             return self._dtype
-        return torch.float64 if bool(self._state["double"]) else torch.float32
+        return torch.float64 if bool(state["double"]) else torch.float32
 
-    def _update(self, filtered: Tensor, ready: Tensor | None, states: Tensor | None) -> StreamUpdate:
-        dtype = self._result_dtype()
-        return StreamUpdate(self.log_norm, filtered.to(dtype), None if ready is None else ready.to(dtype), states)
+    def _update(self, posteriors: Tensor | None, ready: Tensor | None, states: Tensor | None) -> StreamUpdate:
+        ready = None if ready is None else ready.to(self._result_dtype(self._state))
+        return StreamUpdate(self.log_norm, posteriors, ready, states)
 
     def _survivors(self, state: dict[str, Tensor]) -> Survivors:
         if "best_message" in state:
             return Survivors(*(state[f"best_{name}"] for name in Survivors._fields))
         message = torch.full_like(state["message"], -torch.inf)
         none = torch.zeros(*message.shape[:-1], 0, dtype=torch.bool, device=message.device)
-        pointers = torch.zeros(*none.shape, message.shape[-1], dtype=torch.int32, device=message.device)
-        return Survivors(message, pointers, none, none)
+        paths = torch.zeros(*none.shape, message.shape[-1], dtype=torch.int32, device=message.device)
+        return Survivors(message, paths, none, none)
 
     def _smooth(self, state: dict[str, Tensor], piece: Piece, messages: Tensor) -> Tensor:
         """The posteriors that have their lag now [*B, m, c]; puts what is to wait into `state`."""

@@ -179,3 +179,60 @@ def test_another_device_than_the_current_one():
     chain = dense(F32)
     out = logchain.product(*(tensor.to("cuda:1") for tensor in chain[:3]))
     torch.testing.assert_close(out.cpu(), logchain.product(*chain[:3]))
+
+
+@pytest.mark.parametrize("wanted", [[0, 1, 2], [1]], ids=["all gradients", "that of bulk"])
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("hosts", [[0], [1], [0, 1]], ids=["x", "bulk", "x and bulk"])
+def test_operands_on_the_host_are_moved_in_pieces(hosts, each, wanted):
+    chain = dense(F32, each=each, n=4, t=1, v=700, c=20)
+    mixed = [tensor if i in hosts else tensor.cuda() for i, tensor in enumerate(chain[:3])]
+    there = [tensor.cuda() for tensor in chain[:3]]
+    for i in wanted:
+        mixed[i].requires_grad_()
+        there[i].requires_grad_()
+    for lengths in (None, [700, 1, 350, 699], torch.tensor([700, 2, 3, 4]).cuda()):
+        expected = logchain.product(*there, lengths=lengths)
+        for budget in (2_000_000, 10**9):
+            out = logchain.product(*mixed, lengths=lengths, memory_budget=budget, validate=True)
+            assert out.device == there[0].device
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+            found = torch.autograd.grad(out.sum(), [mixed[i] for i in wanted])
+            truth = torch.autograd.grad(expected.sum(), [there[i] for i in wanted], retain_graph=True)
+            for i, one, other in zip(wanted, found, truth, strict=True):
+                assert one.device == mixed[i].device
+                torch.testing.assert_close(one, other.to(one.device), rtol=1e-4, atol=1e-4)
+            with torch.no_grad():
+                value = logchain.product(*mixed, lengths=lengths, memory_budget=budget)
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+
+
+def on_the_host(v=20_000):
+    """x [32, v, 32] on the host, and what goes with it."""
+    x, bulk = torch.randn(32, v, 32), torch.rand(1, 32, 32)
+    return [x.requires_grad_(), bulk.cuda().requires_grad_(), torch.rand(32).cuda().requires_grad_()]
+
+
+def test_the_budget_bounds_what_a_device_holds():
+    operands, budget = on_the_host(), 24 * MB
+    assert operands[0].nbytes > 3 * budget
+    chain_step(on_the_host(100), memory_budget=budget)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    chain_step(operands, memory_budget=budget)
+    assert torch.cuda.max_memory_allocated() - before <= budget + MB
+
+
+def test_pieces_are_moved_while_others_are_computed():
+    operands = on_the_host()
+    chain_step(operands, memory_budget=24 * MB)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        chain_step(operands, memory_budget=24 * MB)
+        torch.cuda.synchronize()
+    spans = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event.time_range for event in spans if not event.name.startswith("Mem")]
+    for way in ("Memcpy HtoD", "Memcpy DtoH"):
+        copies = [event.time_range for event in spans if event.name.startswith(way)]
+        beside = [any(one.start < other.end and other.start < one.end for other in kernels) for one in copies]
+        assert sum(beside) > len(beside) / 2

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device, reference
+from logchain import _device, _stream_filter, _stream_paths, reference
+from logchain._measure import peak_bytes
 from logchain.stream import Stream, StreamUpdate
 from tests import oracle
 from tests.contract import Truth, assert_gradient, assert_values
@@ -57,7 +58,7 @@ def joined(found: list[StreamUpdate], field: int) -> torch.Tensor | None:
 
 def prefixes(chain: Chain, lag: int, lengths=None) -> np.ndarray:
     """The posterior of each state given `lag` variables more, each from a chain of its own that ends there."""
-    x, bulk, p0 = (tensor.double().numpy() for tensor in chain[:3])
+    x, bulk, p0 = (tensor.detach().double().numpy() for tensor in chain[:3])
     v, found = x.shape[-2], []
     ends = np.full(x.shape[:-2], v) if lengths is None else np.broadcast_to(lengths, x.shape[:-2])
     bulk = np.broadcast_to(bulk, (*bulk.shape[:-3], v - 1, *bulk.shape[-2:]))
@@ -76,7 +77,7 @@ def prefixes(chain: Chain, lag: int, lengths=None) -> np.ndarray:
 
 def weight_of(chain: Chain, states: torch.Tensor, lengths=None) -> np.ndarray:
     """The log-weight of paths, by its own sum in NumPy."""
-    x, bulk, p0 = (tensor.double().numpy() for tensor in chain[:3])
+    x, bulk, p0 = (tensor.detach().double().numpy() for tensor in chain[:3])
     log = (lambda a: a) if chain.log_params else np.log
     batch, v = x.shape[:-2], x.shape[-2]
     bulk = np.broadcast_to(bulk, (*batch, v - 1, *bulk.shape[-2:]))
@@ -101,11 +102,19 @@ def assert_posteriors(found: torch.Tensor, truth: np.ndarray, bound: np.ndarray)
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
-@pytest.mark.parametrize(("dtype", "each"), [(F32, False), (F64, True)], ids=["float32 shared", "float64 each"])
+@pytest.mark.parametrize(
+    ("dtype", "each", "gradients"),
+    [(F32, False, False), (F64, True, False), (F64, False, True)],
+    ids=["float32 shared", "float64 each", "with gradients"],
+)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_any_division_of_every_family(name, dtype, each, log):
+def test_any_division_of_every_family(name, dtype, each, gradients, log, monkeypatch):
+    if dtype == F32:
+        monkeypatch.setattr(_stream_paths, "_LONG", 1)
     chain = FAMILIES[name](dtype, each=each)
     chain = chain.logs() if log else chain
+    if gradients:
+        chain = chain._replace(x=chain.x.requires_grad_())
     truth = Truth(chain)
     v, c = chain.x.shape[-2:]
     seed = sum(map(ord, name))
@@ -115,19 +124,20 @@ def test_any_division_of_every_family(name, dtype, each, log):
     bound = truth.gradient_bound[..., None, None]
     for states, lag in ((found.filtered, 0), (found.smoothed, 3)):
         exact = prefixes(chain, lag)
-        assert (states.numpy()[exact == 0] <= bound.max()).all()
+        assert (states.detach().numpy()[exact == 0] <= bound.max()).all()
         # the reference is good to float64 at the size of its messages
         assert_posteriors(states, exact, bound + 2.0**-50 * np.abs(messages_of(chain)))
     torch.testing.assert_close(stream.filtered, found.filtered[..., -1, :], rtol=0, atol=0)
     if found.states is not None:
-        best = torch.from_numpy(reference.viterbi(*chain[:3], log_params=chain.log_params).states)
+        best = reference.viterbi(chain.x.detach(), *chain[1:3], log_params=chain.log_params).states
+        best = torch.from_numpy(best)
         weights = torch.from_numpy(weight_of(chain, found.states))
         assert_values(weights, weight_of(chain, best), truth.value_bound(dtype))
 
 
 def messages_of(chain: Chain) -> float:
     """The size of the reference's largest message."""
-    forward = reference.forward_backward(*chain[:3], log_params=chain.log_params).forward
+    forward = reference.forward_backward(chain.x.detach(), *chain[1:3], log_params=chain.log_params).forward
     return float(np.abs(forward[np.isfinite(forward)]).max(initial=1.0))
 
 
@@ -153,6 +163,130 @@ def test_lengths(name, seed):
     assert (found.states[behind] == -1).all() and (found.states[~behind] >= 0).all()
     best = reference.viterbi(*chain[:3], log_params=chain.log_params, lengths=lengths).score
     assert_values(torch.from_numpy(weight_of(chain, found.states, lengths)), best, truth.value_bound(F32))
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["kernels", "autograd"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("name", ["dense", "left_to_right", "sparse"])
+def test_pieces_of_one_size(name, size, gradients):
+    """One-shot values and posteriors, with ends in the middle, forbidden states, and a state saved on the way."""
+    v, lengths = 120 if gradients else 1100, torch.tensor([[1100], [40], [1]])
+    lengths = lengths.clamp(max=v)
+    chain = FAMILIES[name](F64, n=3, t=1, v=v, c=4)
+    if name == "left_to_right":  # evidence that moves on with the path, or all would be lost in the last state
+        chain = chain._replace(x=chain.x / 20)
+    x = chain.x.requires_grad_(gradients)
+    into, found = each_step(chain), []
+    stream = Stream(None, chain.p0)
+    for start in range(0, v, size):
+        stop = min(v, start + size)
+        ends = (lengths - start).clamp(0, stop - start)
+        if stop > v // 2 > start and not gradients:
+            saved = stream.state_dict()
+            stream = Stream(None, chain.p0)
+            stream.load_state_dict(saved)
+        found.append(stream.update(x[..., start:stop, :], into[..., start:stop, :, :], lengths=ends))
+    whole = logchain.forward_backward(*chain[:3], lengths=lengths)
+    torch.testing.assert_close(found[-1].log_norm, whole.log_norm, rtol=1e-14, atol=1e-12)
+    exact = torch.softmax(whole.forward, -1).nan_to_num(0.0)
+    inside = torch.arange(v) < lengths[..., None]
+    exact = torch.where(inside[..., None], exact, 0.0)
+    torch.testing.assert_close(joined(found, 1), exact, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["each step", "one matrix"])
+@pytest.mark.parametrize(
+    "name", ["dense", "peaked", "bakis_jump", "one_dead", "abyss", "offsets", "sparse", "far_start"]
+)
+def test_a_piece_in_blocks(name, homogeneous, monkeypatch):
+    """However a piece is cut inside, its values, posteriors and messages are those of the whole."""
+    chain = FAMILIES[name](F64, each=True)
+    if homogeneous:
+        chain = chain._replace(bulk=chain.bulk[..., :1, :, :])
+    v, truth, lengths = chain.x.shape[-2], Truth(chain), torch.full(chain.x.shape[:-2], chain.x.shape[-2])
+    lengths[0, 0] = 1
+    ending = Truth(chain, lengths.numpy())
+    for block in (1, 3 * chain.x[..., 0, :].numel(), 10**9):
+        monkeypatch.setattr(_stream_filter, "_BLOCK", block)
+        _, found = streamed(chain, [(0, v)], homogeneous=homogeneous, lag=2)
+        assert_values(found.log_norm, truth.log_norm, truth.value_bound(F64))
+        bound = truth.gradient_bound[..., None, None] + 2.0**-50 * messages_of(chain)
+        for states, lag in ((found.filtered, 0), (found.smoothed, 2)):
+            assert_posteriors(states, prefixes(chain, lag), bound)
+        _, found = streamed(chain, [(0, v)], homogeneous=homogeneous, lengths=lengths)
+        assert_values(found.log_norm, ending.log_norm, ending.value_bound(F64))
+        assert_posteriors(found.filtered, prefixes(chain, 0, lengths.numpy()), bound)
+
+
+@pytest.mark.parametrize("pieces", [[(0, 3)], [(0, 2), (2, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 2), (2, 3)]], ids=str)
+def test_what_an_emission_hides_is_there_later(pieces):
+    """State 1 is 2000 nats behind, and 3000 of p0, but the only one that leads on."""
+    x = torch.tensor([[0.0, 0.0], [0.0, -2000.0], [0.0, 0.0]])
+    both, only = torch.zeros(2, 2), torch.tensor([[-math.inf, -math.inf], [0.0, 0.0]])
+    for middle, p0, truth in ((both, [0.0, 0.0], math.log(4) - 2000), (only, [0.0, -3000.0], math.log(2) - 5000)):
+        stream, found = streamed(
+            Chain(x, torch.stack([middle, only]), torch.tensor(p0), log_params=True), pieces, lag=1
+        )
+        assert stream.log_norm.item() == pytest.approx(truth, rel=1e-6)
+        torch.testing.assert_close(found.filtered[2], torch.tensor([0.5, 0.5]))
+        torch.testing.assert_close(found.smoothed[1], torch.tensor([0.0, 1.0]))
+
+
+def test_what_p0_hides_is_there_for_who_ends_at_once():
+    x = torch.zeros(2, 2, 2)
+    x[:, 0, 0] = -INF
+    stream = Stream(torch.zeros(1, 2, 2), torch.tensor([0.0, -3000.0]), log_params=True)
+    found = stream.update(x, lengths=[1, 2])
+    torch.testing.assert_close(found.log_norm, torch.tensor([-3000.0, -3000 + math.log(2)]))
+    torch.testing.assert_close(found.filtered[:, 0], torch.tensor([[0.0, 1.0]] * 2))
+
+
+def test_posteriors_that_nobody_wants():
+    chain = FAMILIES["sharp"](F32)
+    into = each_step(chain)
+    full, bare = Stream(None, chain.p0, lag=1), Stream(None, chain.p0, lag=1, filtered=False)
+    for start, stop in ((0, 5), (5, 6), (6, 17)):
+        piece = chain.x[..., start:stop, :], into[..., start:stop, :, :]
+        found, less = full.update(*piece), bare.update(*piece)
+        assert less.filtered is None and found.filtered.shape == piece[0].shape
+        assert torch.equal(found.log_norm, less.log_norm) and torch.equal(found.smoothed, less.smoothed)
+    assert bare.flush().filtered is None and torch.equal(bare.filtered, full.filtered)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_memory_does_not_grow(filtered):
+    draw = torch.Generator().manual_seed(0)
+    x, bulk = torch.randn(300, 8, generator=draw), torch.softmax(torch.randn(1, 8, 8, generator=draw), -1)
+
+    def run(updates: int) -> list[torch.Tensor]:
+        stream = Stream(bulk, torch.ones(8), filtered=filtered)
+        for _ in range(updates):
+            stream.update(x)
+        return [stream.log_norm]
+
+    run(1)
+    assert peak_bytes(lambda: run(40)) <= peak_bytes(lambda: run(3))
+
+
+def test_transforms():
+    """Inside torch.compile a stream works, by graph breaks; torch.vmap and forward derivatives are refused."""
+    chain = FAMILIES["dense"](F32, n=2, t=1)
+    x, bulk, p0 = chain.x[:, 0], chain.bulk[0, 0, :1], chain.p0[0, 0]
+
+    def last(x: torch.Tensor) -> torch.Tensor:
+        stream = Stream(bulk, p0)
+        stream.update(x[..., :7, :])
+        return stream.update(x[..., 7:, :]).filtered
+
+    with pytest.raises(NotImplementedError, match="expected no torch.vmap"):
+        torch.vmap(last)(x)
+    with pytest.raises(NotImplementedError, match="expected no forward derivative"):
+        torch.func.jvp(last, (x,), (x,))
+    torch.testing.assert_close(torch.compile(last, backend="eager")(x), last(x), rtol=0, atol=0)
+    gradient = torch.func.grad(lambda x: last(x).square().sum())(x)
+    x.requires_grad_()
+    last(x).square().sum().backward()
+    torch.testing.assert_close(gradient, x.grad)
 
 
 def test_against_decimals():
@@ -227,6 +361,17 @@ def test_what_rounding_loses_between_pieces_is_kept():
         stream.update(torch.tensor([[value]]))
     # float32 rounds 1e16 on the way in, the same both times
     assert stream.log_norm == 1.0
+
+
+def test_large_pieces_that_cancel():
+    """Each piece's log-partition is near 2^41, and known to 2^-13 if it is rounded; their sum is good to float64."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(-4096, 4096, (4, 3), generator=draw).double() / 4096  # exact beside 2^40
+    bulk, p0 = torch.rand(1, 3, 3, generator=draw, dtype=F64), torch.ones(3, dtype=F64)
+    stream = Stream(bulk, p0)
+    for i, sign in ((0, 1.0), (2, -1.0)):
+        stream.update(x[i : i + 2] + sign * 2.0**40)
+    torch.testing.assert_close(stream.log_norm, logchain.product(x, bulk, p0), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 16])
@@ -305,11 +450,11 @@ def test_nan_and_the_impossible_stay_in_their_sequence():
     into[3, 8, 0, 1] = NAN
     _, good = streamed(clean, division(12, 2), lag=2, viterbi=True)
     _, found = streamed(Chain(x, into[:, 1:], p0), division(12, 2), lag=2, viterbi=True)
-    assert torch.equal(found.log_norm[0], good.log_norm[0])
+    torch.testing.assert_close(found.log_norm[0], good.log_norm[0], rtol=1e-14, atol=0)
     assert found.log_norm[[1, 3]].isnan().all() and found.log_norm[2] == -INF
     for some, all_of in ((found.filtered, good.filtered), (found.smoothed, good.smoothed)):
-        assert torch.equal(some[0], all_of[0])
-        assert torch.equal(some[:, :3], all_of[:, :3])
+        torch.testing.assert_close(some[0], all_of[0], rtol=0, atol=1e-14)
+        torch.testing.assert_close(some[:, :3], all_of[:, :3], rtol=0, atol=1e-14)
     assert found.filtered[1, 5:].isnan().all() and found.smoothed[1, 3:].isnan().all()
     assert (found.filtered[2, 5:] == 0).all() and (found.smoothed[2, 3:] == 0).all()
     assert torch.equal(found.states[0], good.states[0])
@@ -409,6 +554,26 @@ def test_states_are_returned_as_soon_as_paths_merge():
     lanes = Stream(torch.eye(2)[None], torch.tensor([0.4, 0.6]), viterbi=True)
     assert all(len(lanes.update(torch.zeros(1, 2)).states) == 0 for _ in range(5))
     assert lanes.flush().states.tolist() == [1] * 5
+    lanes.reset()
+    other = torch.tensor([1.0, 0.0]).expand(4, 2)
+    assert lanes.update(other, lengths=3).states.tolist() == [0, 0, 0, -1], "an end leaves one path"
+
+
+def test_best_paths_of_long_pieces(monkeypatch):
+    """By compiled loops or step by step, in blocks or not: ties aside, the same states as soon."""
+    draw = torch.Generator().manual_seed(0)
+    x, bulk = torch.randn(2, 90, 4, generator=draw, dtype=F64), torch.rand(1, 4, 4, generator=draw, dtype=F64) ** 4
+    bulk[0, 0, 1:] = 0.0
+    x[1, 50, :3] = -INF
+    found = []
+    for long, terms in ((1, 2**20), (1, 300), (1000, 2**20)):
+        monkeypatch.setattr(_stream_paths, "_LONG", long)
+        monkeypatch.setattr(_stream_paths, "_TERMS", terms)
+        stream = Stream(bulk, torch.ones(4, dtype=F64), viterbi=True)
+        found.append([stream.update(part).states for part in x.split(40, 1)] + [stream.flush().states])
+    for other in found[:2]:
+        assert all(torch.equal(one, two) for one, two in zip(found[2], other, strict=True))
+    assert torch.equal(torch.cat(found[0], -1), logchain.viterbi(x, bulk, torch.ones(4, dtype=F64)).states)
 
 
 def test_an_impossible_segment_does_not_spoil_the_one_before():

@@ -11,22 +11,36 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
-    ["kernels", "_forum", "reference", "semirings"],
+    ["kernels", "_forum", "reference", "semirings", "workspace"],
     [
         "_arguments",
         "_batching",
+        "_cost",
         "_device",
         "_layout",
         "_measure",
         "_operators",
         "_packed",
         "_paths",
+        "_pieces",
+        "_progress",
         "_rescues",
         "_tree",
     ],
-    ["_log_matmul"],
-    ["_chain_operators"],
-    ["_chain", "_checkpoints", "_matrix_chain", "_messages", "_semiring_chain", "_viterbi"],
+    ["_log_matmul", "_tree_products"],
+    ["_chain_operators", "_tree_leaves", "_tree_operators"],
+    [
+        "_budget",
+        "_chain",
+        "_checkpoints",
+        "_cost_counts",
+        "_matrix_chain",
+        "_messages",
+        "_schedule",
+        "_semiring_chain",
+        "_tree_chain",
+        "_viterbi",
+    ],
     [
         "entropy",
         "forward_backward",
@@ -36,13 +50,14 @@ LAYERS = [
         "matmul",
         "matrix_product",
         "memory_report",
+        "plan",
         "prefix_products",
         "product",
         "sample",
         "topk_paths",
         "viterbi",
     ],
-    ["_stream_arguments", "_stream", "_stream_paths", "adapters", "stream"],
+    ["_stream_arguments", "_stream", "_stream_filter", "_stream_paths", "adapters", "stream"],
     ["__init__", "_demo"],
     ["__main__"],
 ]
@@ -73,7 +88,7 @@ def test_imports_point_down(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.stem)
 def test_kernels_stand_alone(path):
     others = {name for name in imported(path) if not name.startswith(".")}
-    assert others <= {"torch", "triton", "numba", "numpy", *sys.stdlib_module_names}
+    assert others <= {"torch", "triton", "numba", "llvmlite", "numpy", *sys.stdlib_module_names}
 
 
 def test_importing_the_library_does_not_import_triton():

@@ -1,0 +1,145 @@
+"""The chain by packages on XLA, compiled beforehand: Python is not in their times."""
+
+from collections.abc import Callable
+from functools import partial
+
+from tests.benchmarks.peers import FORWARD, GRADIENTS, STATES, Case, Provider, Run
+
+
+def arrays(case: Case):
+    """Operands on the device: x [n, v, c], bulk [n or none, v-1 or none, c, c], p0 [c]."""
+    import jax
+
+    bulk = case.bulk[0] if len(case.bulk) == 1 else case.bulk
+    bulk = bulk[..., 0, :, :] if case.bulk.shape[1] == 1 and case.x.shape[1] > 2 else bulk
+    return [jax.device_put(tensor.numpy()) for tensor in (case.x, bulk, case.p0)]
+
+
+def compiled(function: Callable, case: Case) -> Run:
+    import jax
+
+    run, operands = jax.jit(function), arrays(case)
+    return lambda: jax.block_until_ready(run(*operands))
+
+
+def differentiated(product: Callable, case: Case, mode: str) -> Run:
+    """Values, then the gradients of their sum for x, bulk and p0, by JAX's autodiff."""
+    import jax
+
+    def summed(*operands):
+        values = product(*operands)
+        return values.sum(), values
+
+    if mode == FORWARD:
+        return compiled(lambda *operands: (product(*operands), None), case)
+    run = compiled(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True), case)
+
+    def both():
+        (_, values), gradients = run()
+        return values, gradients[0]
+
+    return both
+
+
+def scanned(step: Callable, x, bulk, message, total):
+    """`step(message, total, matrix, potentials)` over the steps, with one matrix or with each step's."""
+    import jax
+
+    potentials = x[:, 1:].swapaxes(0, 1)
+    if bulk.ndim == 2:
+        return jax.lax.scan(lambda carry, now: (step(*carry, bulk, now), None), (message, total), potentials)[0]
+    matrices = bulk if bulk.ndim == 3 else bulk.swapaxes(0, 1)
+    return jax.lax.scan(lambda carry, now: (step(*carry, *now), None), (message, total), (matrices, potentials))[0]
+
+
+def xla(x, bulk, p0):
+    """The scaled recursion as one writes it by hand."""
+    import jax.numpy as jnp
+    from jax.lax import stop_gradient
+
+    def scaled(weights, now):
+        top = stop_gradient(now.max(-1, keepdims=True))
+        weights = weights * jnp.exp(now - top)
+        norm = weights.sum(-1, keepdims=True)
+        return weights / norm, (jnp.log(norm) + top)[:, 0]
+
+    def step(message, total, matrix, now):
+        moved = message @ matrix if matrix.ndim == 2 else jnp.einsum("ni,nij->nj", message, matrix)
+        message, scale = scaled(moved, now)
+        return message, total + scale
+
+    return scanned(step, x, bulk, *scaled(p0, x[:, 0]))[1]
+
+
+def goom(x, bulk, p0):
+    """Logarithms of sums of exponentials with one shift a row and one a column (arXiv 2510.03426, log-matmul-exp)."""
+    import jax.numpy as jnp
+    from jax.lax import stop_gradient
+
+    def log_matmul(a, b):
+        rows, columns = stop_gradient(a.max(-1, keepdims=True)), stop_gradient(b.max(-2, keepdims=True))
+        return jnp.log(jnp.exp(a - rows) @ jnp.exp(b - columns)) + rows + columns
+
+    def step(message, total, matrix, now):
+        if matrix.ndim == 2:
+            return log_matmul(message, matrix) + now, total
+        return log_matmul(message[:, None], matrix)[:, 0] + now, total
+
+    message, _ = scanned(step, x, jnp.log(bulk), jnp.log(p0) + x[:, 0], 0.0)
+    return jnp.logaddexp.reduce(message, -1)
+
+
+def dynamax(case: Case, mode: str) -> Run:
+    """Each sequence by itself, mapped."""
+    import jax
+    from dynamax.hidden_markov_model import hmm_filter, hmm_smoother
+
+    def one(x, bulk, p0):
+        if mode == FORWARD:
+            return hmm_filter(p0, bulk, x).marginal_loglik, None
+        # past its own compilation, in which the choice would be a traced number
+        found = hmm_smoother.__wrapped__(p0, bulk, x, compute_trans_probs=mode == GRADIENTS)
+        return found.marginal_loglik, found.smoothed_probs, found.trans_probs
+
+    over = 0 if len(case.bulk) > 1 else None
+    run = compiled(jax.vmap(one, (0, over, None)), case)
+    return lambda: run()[:2]
+
+
+def numpyro(x, bulk, p0):
+    """A model whose states are summed out by `numpyro.contrib.funsor`, each sequence by itself, mapped."""
+    import jax
+    import numpyro
+    import numpyro.distributions as dist
+    from numpyro.contrib.control_flow import scan
+    from numpyro.contrib.funsor import config_enumerate, enum, log_density
+
+    def observed(name, potentials):
+        numpyro.sample(name, dist.Delta(0 * potentials, potentials), obs=0.0)
+
+    def model(x, bulk, p0):
+        def step(before, now):
+            matrix, potentials = (bulk, now) if bulk.ndim == 2 else now
+            state = numpyro.sample("state", dist.Categorical(matrix[before]))
+            observed("evidence", potentials[state])
+            return state, None
+
+        first = numpyro.sample("first", dist.Categorical(p0))
+        observed("evidence of the first", x[0][first])
+        scan(step, first, x[1:] if bulk.ndim == 2 else (bulk, x[1:]))
+
+    over = 0 if bulk.ndim == 4 else None
+    counted = enum(config_enumerate(model), first_available_dim=-1)
+    return jax.vmap(lambda *operands: log_density(counted, operands, {}, {})[0], (0, over, None))(x, bulk, p0)
+
+
+def by_autodiff(product: Callable) -> Callable[[Case, str], Run]:
+    return partial(differentiated, product)
+
+
+PROVIDERS = [
+    Provider("XLA scan", by_autodiff(xla), "jax", whole=True),
+    Provider("dynamax", dynamax, "dynamax", modes=(FORWARD, STATES, GRADIENTS), whole=True),
+    Provider("numpyro", by_autodiff(numpyro), "numpyro"),
+    Provider("GOOM's formula", by_autodiff(goom), "jax", whole=True),
+]

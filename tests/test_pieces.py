@@ -1,0 +1,243 @@
+"""Operands on the host: pieces arrive whole and in time, and gradients return, whatever runs first."""
+
+import pytest
+import torch
+
+import logchain
+from logchain import _arguments, _budget, _checkpoints, _device, _pieces
+from tests.contract import Truth, assert_contract
+from tests.families import FAMILIES
+
+LENGTHS = torch.tensor([[1, 5], [17, 2], [11, 6]])
+NAN = float("nan")
+
+
+class Mark:
+    """A place in a queue."""
+
+    def __init__(self, device, queue):
+        self._device, self._queue, self._place = device, queue, len(queue)
+
+    def synchronize(self):
+        self._device.run(self._queue, self._place)
+
+
+class FakeDevice:
+    """Two queues, of copies and of computations, that run when they must: what may come first, does.
+
+    `eager` copies run as soon as their marks allow, and computations when somebody waits for them; or copies wait too.
+    Computations that are not queued here, by `now`, are done `at_once`: they wait as soon as they are told to.
+    """
+
+    def __init__(self, eager):
+        self.eager, self.compute, self.sides, self.rooms, self.at_once = eager, [], [], [], False
+
+    def side(self, device):
+        return FakeSide(self, device)
+
+    def mark(self, queue):
+        return Mark(self, queue)
+
+    def run(self, queue, place):
+        for i in range(place):
+            work, queue[i] = queue[i], None
+            if isinstance(work, Mark):
+                work.synchronize()
+            elif work is not None:
+                work()
+
+    def now(self, piece, work):
+        """Queue a computation on a piece."""
+        self.compute.append(lambda: work(piece))
+
+
+class FakeSide:
+    def __init__(self, device, where):
+        self._device, self._copies = device, []
+        device.sides.append(self)
+
+    def pinned(self, entries, dtype):
+        self._device.rooms.append(torch.full((entries,), NAN, dtype=dtype))
+        return self._device.rooms[-1]
+
+    buffer = pinned
+
+    def computed(self):
+        return self._device.mark(self._device.compute)
+
+    def copy(self, into, source, *, after):
+        assert into.is_contiguous() and source.is_contiguous() and into.dtype == source.dtype
+        self._copies += [after, lambda: into.copy_(source)]
+        mark = self._device.mark(self._copies)
+        if self._device.eager:
+            mark.synchronize()
+        return mark
+
+    def compute_after(self, mark):
+        if self._device.at_once:
+            mark.synchronize()
+        self._device.compute.append(mark)
+
+
+@pytest.fixture(params=[True, False], ids=["copies first", "computations first"])
+def device(request, monkeypatch):
+    """A fake device, and every tensor lies on the host."""
+    found = FakeDevice(request.param)
+    monkeypatch.setattr(_pieces, "Side", found.side)
+    monkeypatch.setattr(_pieces, "apart", lambda tensor, device: True)
+    return found
+
+
+RANGES = [(0, 3), (2, 5), (5, 6), (6, 9), (1, 2), (4, 4), (8, 9)]
+
+
+@pytest.mark.parametrize("ranges", [RANGES, RANGES[::-1], RANGES[:1], RANGES[:2], []], ids=len)
+def test_each_piece_arrives_before_it_is_computed_and_stays_until_then(ranges, device):
+    tensor = torch.randn(2, 9, 3).transpose(0, 2)  # strange strides
+    found = []
+    for piece in _pieces.pieces(tensor, 1, ranges, torch.device("cpu")):
+        device.now(piece, lambda piece: found.append(piece.clone()))
+    device.run(device.compute, len(device.compute))
+    for one, (start, stop) in zip(found, ranges, strict=True):
+        assert torch.equal(one, tensor[:, start:stop])
+    assert len(device.rooms) == 2 * min(2, len(ranges))
+
+
+def test_a_piece_is_asked_for_while_the_one_before_is_computed(monkeypatch):
+    """The copy into the device's buffer waits for no more than the piece that lay in it."""
+    device = FakeDevice(eager=True)
+    monkeypatch.setattr(_pieces, "Side", device.side)
+    monkeypatch.setattr(_pieces, "apart", lambda tensor, device: True)
+    done = []
+    for i, piece in enumerate(_pieces.pieces(torch.randn(40), 0, [(10 * i, 10 * i + 10) for i in range(4)], None)):
+        assert len(done) == max(0, i - 1)
+        device.now(piece, done.append)
+
+
+@pytest.mark.parametrize("ranges", [RANGES, RANGES[::-1]], ids=["forward", "backward"])
+def test_what_is_computed_returns(ranges, device):
+    into = torch.zeros(3, 9, 2, dtype=torch.float32)
+    expected = into.clone()
+    returns = _pieces.Returns(into, 1, 3, torch.device("cpu"))
+    for start, stop in ranges:
+        piece = torch.full((3, stop - start, 2), NAN, dtype=torch.float64)
+        value = torch.randn(3, stop - start, 2, dtype=torch.float64)
+        expected[:, start:stop] = value
+        if device.eager:  # what is computed late is copied late
+            piece = piece.float()
+            device.now(piece, lambda piece, value=value: piece.copy_(value))
+        else:
+            piece.copy_(value)
+        returns.put(start, piece)
+        del piece
+    returns.finish()
+    assert torch.equal(into, expected)
+    assert len(device.rooms) == 2
+
+
+def test_on_one_device_pieces_are_views():
+    tensor = torch.randn(4, 6)
+    for piece, start in zip(_pieces.pieces(tensor, 1, [(0, 2), (2, 6)], tensor.device), (0, 2), strict=True):
+        assert piece.data_ptr() == tensor[:, start].data_ptr()
+    into = torch.zeros(4, 6)
+    returns = _pieces.Returns(into, 1, 3, tensor.device)
+    returns.put(2, tensor[:, :3])
+    assert torch.equal(into[:, 2:5], tensor[:, :3]) and not into[:, :2].any()
+
+
+@pytest.fixture
+def on_host(device, monkeypatch):
+    """Have the operands that are named by their numbers of axes lie on the host, and segments be of so many steps."""
+
+    def of(every, axes):
+        monkeypatch.setattr(_pieces, "apart", lambda tensor, device: tensor.dim() in axes)
+        monkeypatch.setattr(_budget, "every_within", lambda *args: every)
+        device.at_once = True
+        return device
+
+    return of
+
+
+@pytest.mark.parametrize("axes", [(4,), (5,), (4, 5)], ids=["x", "bulk", "x and bulk"])
+@pytest.mark.parametrize("name", ["dense", "sharp", "left_to_right", "impossible"])
+def test_operands_on_the_host_keep_the_contract(name, axes, on_host):
+    for each in (False, True):
+        chain = FAMILIES[name](dtype=torch.float32, each=each)
+        lengths = LENGTHS if each and chain.x.shape[-2] == 17 else None
+        truth = Truth(chain, lengths)
+        for every in (1, 5, 16):
+            device = on_host(every, axes)
+            assert_contract(chain, lengths=lengths, truth=truth, memory_budget=1)
+            assert device.sides
+
+
+@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x bulk p0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_matrix_halves_and_gradients_that_are_not_wanted(wanted, dtype, on_host):
+    chain = FAMILIES["dense"](dtype=dtype)
+    on_host(4, (4, 5))
+    assert_contract(chain._replace(bulk=chain.bulk[..., :1, :, :]), wanted=wanted, memory_budget=1)
+    assert_contract(chain, wanted=wanted, memory_budget=1)
+
+
+def test_one_step_and_no_sequence(on_host):
+    on_host(3, (4, 5))
+    assert_contract(FAMILIES["dense"](v=1), memory_budget=1)
+    assert_contract(FAMILIES["dense"](v=2), memory_budget=1)
+    chain = FAMILIES["dense"](n=0)
+    x = chain.x.requires_grad_()
+    out = logchain.product(x, *chain[1:3], memory_budget=1)
+    out.sum().backward()
+    assert out.shape == (0, 2) and x.grad.shape == x.shape
+
+
+def test_kernels_of_a_device_compute_the_pieces(on_host, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    on_host(3, (4, 5))
+    chain = FAMILIES["dense"](torch.float32, each=True, n=2, t=1, v=8, c=3)
+    assert_contract(chain, lengths=[8, 5], memory_budget=1)
+    with torch.no_grad():
+        out = logchain.product(*chain[:3], memory_budget=1)
+    torch.testing.assert_close(out, logchain.product(*chain[:3]))
+
+
+def test_what_is_under_way_counts(monkeypatch):
+    x, bulk, p0 = torch.zeros(3, 50, 4), torch.zeros(3, 49, 4, 4), torch.ones(4)
+    here = _budget.Sizes.of(x, bulk, p0)
+    monkeypatch.setattr(_pieces, "apart", lambda tensor, device: True)
+    monkeypatch.setattr(_budget, "apart", _pieces.apart)
+    step = 3 * 4 * 4  # bytes of x
+    assert _budget.Sizes.of(x, bulk, p0).checkpointed(7) - here.checkpointed(7) == 8 * 2 * (step + 4 * step)
+    x.requires_grad_()
+    assert _budget.Sizes.of(x, bulk, p0).checkpointed(7) - here.checkpointed(7) == 8 * 2 * (2 * step + 4 * step)
+    assert _budget.Sizes.of(x, bulk[:, :1], p0).fixed == 3 * 4 * 4 * 4
+    # however much there is, the operands are moved
+    assert _budget.every_within(10**9, x, bulk, p0) == 49
+    monkeypatch.setattr(_budget, "apart", lambda tensor, device: tensor is not x)
+    assert _budget.every_within(10**9, x, bulk[:, :1], p0) == 49
+    assert _budget.every_within(10**9, x[:0], bulk[:, :1], p0) == 49
+
+
+def test_the_host_is_allowed_beside_a_gpu_alone(monkeypatch):
+    x, bulk, p0 = torch.zeros(2, 5, 3), torch.zeros(1, 3, 3), torch.zeros(3)
+    with pytest.raises(ValueError, match="^x: expected device meta, got cpu"):
+        logchain.product(x, bulk, p0.to("meta"), memory_budget=10**6)
+    with pytest.raises(ValueError, match="^p0: expected device cpu, got meta"):
+        logchain.product(x, bulk, p0.to("meta"))
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: tensor.device.type == "meta")
+    for mixed in ((x, bulk), (x.to("meta"), bulk), (x, bulk.to("meta"))):
+        ends = _arguments.check_question(*mixed, p0.to("meta"), False, [3, 5], False, in_pieces=True)
+        assert ends.device.type == "meta"
+    with pytest.raises(ValueError, match="^x: expected device cpu, got meta"):
+        logchain.product(x.to("meta"), bulk, p0, memory_budget=10**6)
+    with pytest.raises(ValueError, match="^lengths: expected values from 1 to v = 5, got 3 to 6"):
+        logchain.product(x, bulk, p0.to("meta"), lengths=[3, 6], memory_budget=10**6)
+
+
+def test_a_gradient_is_taken_where_its_operand_lies(on_host):
+    on_host(5, (4,))
+    chain = FAMILIES["dense"]()
+    found = _checkpoints.log_norm(*(t.requires_grad_() for t in chain[:3]), None, False, 5)
+    for operand, gradient in zip(chain[:3], torch.autograd.grad(found.sum(), chain[:3]), strict=True):
+        assert gradient.device == operand.device and gradient.shape == operand.shape

@@ -1,0 +1,369 @@
+"""`logchain.plan` says what `product` then does, and the pick is as good as any schedule in the model's own cost."""
+
+import itertools
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+import logchain
+from logchain import _cost, _schedule
+from logchain._cost import BOTH, FORWARD, Constants, Work
+from logchain._measure import peak_bytes
+from logchain._schedule import SEQUENTIAL, TREE, Schedule, Size, Where
+from logchain.plan import plan
+from tests.benchmarks import fit
+
+NAMES = ("sequential", "chunked", "tree")
+SHAPES = [
+    ((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200)),
+    ((1, 10_000, 16), (9_999, 16, 16), (16,)),
+    ((1, 100_000, 4), (1, 4, 4), (1, 4)),
+    ((10, 6, 40), (1, 5, 40, 40), (40,)),
+    ((8, 128, 64), (8, 127, 64, 64), (64,)),
+    ((3, 2, 5, 2), (3, 1, 4, 2, 2), (2, 2)),
+    ((7, 3), (6, 3, 3), (3,)),
+    ((4, 1, 5), (1, 5, 5), (5,)),
+    ((0, 9, 5), (8, 5, 5), (5,)),
+    ((2, 2, 1), (1, 1, 1), (1,)),
+]
+
+
+def places():
+    return [Where(entry.device, entry.backend, entry.threads) for entry in _cost.read()]
+
+
+def sizes():
+    for g, m, v, c in itertools.product((1, 30), (1, 200), (2, 5, 60, 2_000, 100_000), (1, 4, 16, 64, 200)):
+        for one, item, gradients in ((False, 4, True), (True, 4, False), (False, 8, False)):
+            yield Size(v, g, m, c, one, item, False, one, gradients)
+
+
+@pytest.mark.parametrize("place", places(), ids=str)
+def test_the_pick_costs_at_most_1_3_times_the_best(place):
+    costs = place.constants
+    picks = set()
+    for size in sizes():
+        numbers = {round(1.1**power) for power in range(120)}
+        every = [Schedule("chunked", k) for k in sorted(numbers) if 2 <= k <= (size.v - 1) // 2]
+        every = [schedule for schedule in every if _schedule.within_contract(size, schedule, place)]
+        every = every if _schedule.candidates(size, place.backend) else []
+        best = min(_schedule.seconds(size, schedule, costs) for schedule in (SEQUENTIAL, TREE, *every))
+        pick = _schedule.choose(size, place, "auto")
+        assert _schedule.seconds(size, pick, costs) <= 1.3 * best, (size, pick)
+        picks.add(pick.name)
+    assert "sequential" in picks
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_shapes_give_the_plan_of_tensors(shapes, gradients):
+    for dtype, strategy in ((torch.float32, "auto"), (torch.float64, "chunked")):
+        if shapes[0][0] == 500 and gradients:
+            continue
+        tensors = [torch.empty(shape, dtype=dtype).requires_grad_(gradients) for shape in shapes]
+        expected = plan(*tensors, strategy=strategy)
+        assert plan(*shapes, gradients=gradients, dtype=dtype, strategy=strategy) == expected
+        assert plan(tensors[0], *shapes[1:], gradients=gradients, dtype=dtype, strategy=strategy) == expected
+    assert plan(*shapes, gradients=gradients) == plan(*shapes, gradients=gradients, device="cpu")
+
+
+def test_gradients_are_those_that_tensors_require():
+    shapes = SHAPES[1]
+    tensors = [torch.empty(shape) for shape in shapes]
+    assert plan(*tensors).peak_backward is None
+    assert plan(*tensors, gradients=True) == plan(*shapes, gradients=True)
+    tensors[2].requires_grad_()
+    assert plan(*tensors).peak_backward is not None
+    with torch.no_grad():
+        assert plan(*tensors) == plan(*shapes)
+
+
+@pytest.fixture
+def prefer(monkeypatch):
+    """Constants with which a schedule is the best, whatever the sizes."""
+
+    def set_to(name):
+        seconds = {other: dict.fromkeys((FORWARD, BOTH), (0.0 if other == name else 1.0,) * 5) for other in NAMES}
+        found = Constants("cpu", "torch", 1, 1, True, "test", "", "", seconds)
+        monkeypatch.setattr(_schedule, "constants", lambda *place: found)
+        _schedule.choose.cache_clear()
+
+    yield set_to
+    _schedule.choose.cache_clear()
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The schedules that `product` computes with."""
+    seen = []
+    module = sys.modules["logchain.product"]
+    sequential, tree = module.log_norm, module._tree_chain.log_norm
+
+    def by_vectors(*args, segments=1):
+        seen.append(Schedule("sequential" if segments == 1 else "chunked", segments))
+        return sequential(*args, segments=segments)
+
+    def by_matrices(*args):
+        seen.append(TREE)
+        return tree(*args)
+
+    monkeypatch.setattr(module, "log_norm", by_vectors)
+    monkeypatch.setattr(module._tree_chain, "log_norm", by_matrices)
+    return seen
+
+
+def chain(n=2, v=40, c=3, gradients=False):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((n, v, c), (1, v - 1, c, c), (c,))
+    return [torch.rand(shape, generator=generator).requires_grad_(gradients) for shape in shapes]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("strategy", _schedule.STRATEGIES)
+@pytest.mark.parametrize("preferred", NAMES)
+def test_product_does_what_is_planned(prefer, used, preferred, strategy, gradients):
+    prefer(preferred)
+    operands = chain(gradients=gradients)
+    planned = plan(*operands, strategy=strategy)
+    out = logchain.product(*operands, strategy=strategy)
+    assert used == [Schedule(planned.schedule, planned.segments)]
+    assert planned.schedule == (preferred if strategy == "auto" else strategy)
+    with torch.no_grad():
+        torch.testing.assert_close(out.detach(), logchain.product(*operands, strategy="sequential"))
+
+
+def test_product_plans_with_lengths_and_log_params(prefer, used):
+    prefer("tree")
+    x, bulk, p0 = chain()
+    logchain.product(x, bulk.log(), p0.log(), log_params=True, lengths=[40, 3])
+    assert used == [TREE]
+    logchain.product(x[:, :1], bulk[:, :1], p0)
+    assert used == [TREE, SEQUENTIAL]
+
+
+@pytest.mark.parametrize("preferred", NAMES)
+def test_a_memory_budget_keeps_to_vectors(prefer, used, preferred):
+    prefer(preferred)
+    operands = chain(gradients=True)
+    assert plan(*operands, memory_budget=10**9).schedule == "sequential"
+    logchain.product(*operands, memory_budget=10**9)
+    assert used == [SEQUENTIAL]
+
+
+@pytest.mark.parametrize("preferred", NAMES)
+def test_traced_sizes_are_planned_for(prefer, used, preferred):
+    prefer(preferred)
+    operands = chain()
+    torch._dynamo.reset()
+    compiled = torch.compile(logchain.product, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*operands), logchain.product(*operands, strategy="sequential"))
+    planned = plan(*operands)
+    assert used[0] == (planned.schedule, planned.segments)
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("auto", "sequential"), ("chunked", "chunked"), ("tree", "tree")])
+def test_sizes_that_are_unknown_when_traced_are_sequential(prefer, strategy, expected):
+    prefer("tree")
+
+    def planned(x, bulk, p0):
+        name, segments = _schedule.of(x, bulk, p0, False, False, strategy)
+        return x + segments if name == expected else x
+
+    operands = chain()
+    torch._dynamo.reset()
+    compiled = torch.compile(planned, backend="eager", fullgraph=True, dynamic=True)
+    assert (compiled(*operands) > operands[0]).all()
+
+
+def test_mapped_sizes_are_planned_for(prefer, used):
+    prefer("tree")
+    x, bulk, p0 = chain()
+    torch.testing.assert_close(
+        torch.vmap(logchain.product, (0, None, None))(x, bulk[0], p0), logchain.product(x, bulk, p0)
+    )
+    assert used == [TREE, TREE]
+
+
+def test_a_choice_is_made_once():
+    operands = chain(v=41)
+    logchain.product(*operands)
+    before = _schedule.choose.cache_info()
+    logchain.product(*operands)
+    after = _schedule.choose.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
+def test_what_is_counted():
+    found = plan((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200), strategy="sequential")
+    assert (found.multiply_adds, found.exponentials, found.steps) == (500 * 39 * 200**2, 500 * 40 * 200, 40)
+    long = plan((1, 1001, 16), (1, 16, 16), (16,), strategy="chunked")
+    inside = long.segments * long.segment_size
+    assert 1000 - long.segments < inside <= 1000
+    assert long.multiply_adds == inside * 16**3 + (1000 - inside + long.segments) * 16**2
+    shared, own = (plan((8, 9, 3), (sets, 8, 3, 3), (3,), strategy="sequential") for sets in (1, 8))
+    assert shared.multiply_adds == own.multiply_adds == 8 * 8 * 9
+    assert own.bytes - shared.bytes == 7 * 8 * 9 * 4
+    tree = plan((1, 1001, 16), (1, 16, 16), (16,), strategy="tree")
+    assert tree.multiply_adds == 1000 * 16**3
+    assert tree.steps < long.steps < 1001
+    assert plan((1, 2, 3), (1, 3, 3), (3,), strategy="chunked").schedule == "sequential"
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize(("n", "v", "c"), [(1, 20_000, 16), (64, 300, 40), (2000, 40, 8), (8, 100, 200)])
+def test_the_peak_is_predicted_within_a_factor_of_three(strategy, n, v, c, gradients):
+    operands = chain(n, v, c, gradients)
+    planned = plan(*operands, strategy=strategy)
+
+    def run():
+        out = logchain.product(*operands, strategy=strategy)
+        return [out.detach(), *(torch.autograd.grad(out.sum(), operands) if gradients else ())]
+
+    measured, predicted = peak_bytes(run), max(planned.peak_forward, planned.peak_backward or 0)
+    assert predicted / 3 - 2**20 <= measured <= 3 * predicted + 2**20
+
+
+def test_a_budget_says_how_far_apart_messages_are_kept():
+    shapes = ((1, 100_000, 16), (1, 16, 16), (16,))
+    assert plan(*shapes, gradients=True, memory_budget=10**9).checkpoint_every is None
+    found = plan(*shapes, gradients=True, memory_budget=5_000_000)
+    assert found.schedule == "sequential" and 1 < found.checkpoint_every < 100_000
+    assert found.peak_backward <= 5_000_000
+    assert found.multiply_adds == 4 * 99_999 * 16**2
+    assert f"every {found.checkpoint_every} transitions" in str(found)
+    with pytest.raises(ValueError, match="memory_budget: expected at least"):
+        plan(*shapes, gradients=True, memory_budget=1)
+
+
+def test_wrong_arguments_are_refused():
+    shapes = SHAPES[3]
+    for error, message, changes in [
+        (
+            ValueError,
+            "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree', got 'fast'",
+            {"strategy": "fast"},
+        ),
+        (
+            ValueError,
+            "strategy: expected 'auto' or 'sequential' with memory_budget, got 'tree'",
+            {"strategy": "tree", "memory_budget": 10**9},
+        ),
+        (TypeError, "memory_budget: expected a number of bytes or None, got 1.5", {"memory_budget": 1.5}),
+        (TypeError, "gradients: expected True, False or None, got 1", {"gradients": 1}),
+        (TypeError, "dtype: expected float32", {"dtype": torch.int64}),
+        (TypeError, "x: expected a torch.Tensor or a shape, got 3", {"x": 3}),
+        (ValueError, "bulk: expected shape [1 or 10, 5 or 1, 40, 40]", {"bulk": (2, 5, 40, 40)}),
+        (ValueError, "lengths: expected values from 1 to v = 6", {"lengths": [7] * 10}),
+    ]:
+        with pytest.raises(error, match="^" + re.escape(message)):
+            plan(**{**dict(zip(("x", "bulk", "p0"), shapes, strict=True)), **changes})
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "tree"])
+def test_schedules_of_matrices_go_alone(strategy):
+    x, bulk, p0 = chain()
+    alone = [
+        ("another semiring than LOG", {"semiring": logchain.semirings.MAX}),
+        ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 40])}),
+        ("memory_budget", {"memory_budget": 10**9}),
+    ]
+    for name, options in alone:
+        message = f"strategy: expected 'auto' or 'sequential' with {name}, got '{strategy}'"
+        with pytest.raises(ValueError, match="^" + message):
+            logchain.product(x, bulk, p0, strategy=strategy, **options)
+
+
+def test_the_table():
+    found = plan((1, 10_000, 16), (1, 16, 16), (16,), gradients=True)
+    lines = str(found).splitlines()
+    assert lines[0] == "product of x [1, 10000, 16] and bulk [1, 16, 16]: forward and backward, cpu"
+    assert lines[1].split() == ["*", found.schedule, *(other.schedule for other in found.alternatives)]
+    assert {line.split("  ")[0] for line in lines[2:10]} >= {"multiply-adds", "exponentials", "bytes", "steps"}
+    assert found.why in lines
+    assert lines[-1] == f"constants: {found.constants}"
+    assert max(map(len, lines)) < 120
+    numbers = (0, 999, 1000, 999_600, 25_600_000, 3 * 10**18)
+    assert [sys.modules["logchain.plan"]._short(n) for n in numbers] == ["0", "999", "1 k", "1 M", "25.6 M", "3e+03 P"]
+    assert [sys.modules["logchain.plan"]._time(s) for s in (2.5, 0.25, 1e-6)] == ["2.5 s", "250 ms", "1 us"]
+
+
+def test_a_gpu_is_planned_for_without_one():
+    found = plan((1, 100_000, 16), (1, 16, 16), (16,), device="cuda")
+    assert found.measured or "not measured" in str(found)
+    # a sequence alone leaves all but one of the processors idle
+    assert found.schedule != "sequential"
+    assert plan((4096, 64, 64), (1, 64, 64), (64,), device="cuda").schedule == "sequential"
+
+
+def test_every_constant_has_its_date_and_hardware():
+    raw = json.loads(_cost.FILE.read_text())
+    assert raw["command"] == "python -m tests.benchmarks.fit"
+    found = {(entry["device"], entry["backend"]) for entry in raw["constants"]}
+    assert found >= {("cpu", "torch"), ("cpu", "numba"), ("cuda", "triton")}
+    for entry in _cost.read():
+        assert set(entry.seconds) == set(NAMES)
+        for passes in entry.seconds.values():
+            assert set(passes) == {FORWARD, BOTH}
+            for row in passes.values():
+                assert len(row) == len(Work._fields) and min(row) >= 0 and max(row) > 0
+        assert entry.hardware
+        if entry.measured:
+            assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry.date) and "torch" in entry.versions
+
+
+def test_constants_of_the_nearest_number_of_threads(tmp_path):
+    path, one = tmp_path / "costs.json", fit.h200()
+    fit.write([one, *(one._replace(device="cpu", backend="torch", threads=threads) for threads in (2, 4, 16))], path)
+    for threads, expected in ((1, 2), (2, 2), (3, 2), (4, 4), (15, 4), (64, 16)):
+        assert _cost.constants("cpu", "torch", threads, path).threads == expected
+    assert _cost.constants("cpu", "numba", 4, path).backend == "torch"
+    assert _cost.constants("mps", "torch", 4, path).device == "cuda"
+
+
+def test_fit_recovers_constants_from_the_times_they_make(tmp_path):
+    place = Where("cpu", "torch", 1)
+    true = (3e-10, 5e-9, 2e-10, 4e-7, 3e-6)
+    seconds = {name: dict.fromkeys((FORWARD, BOTH), true) for name in NAMES}
+    about = {"hardware": "a machine", "versions": "torch", "date": "2026-01-01"}
+    model = Constants(*place, 1, True, **about, seconds=seconds)
+
+    def measure(size, schedule, call):
+        if size.v < 10:
+            call()
+        return _schedule.seconds(size, schedule, model)
+
+    sweep = [(1, 3, 4, 1), (2, 300, 4, 0), (1, 2000, 2, 1), (30, 30, 30, 1), (4, 40, 60, 0), (1, 20, 100, 1)]
+    found = list(fit.samples(place, sweep, measure))
+    fitted = fit.fitted(place, found, about)
+    for sample in found:
+        predicted = _schedule.seconds(sample.size, sample.schedule, fitted)
+        assert predicted == pytest.approx(sample.seconds, rel=0.01)
+    assert fitted.seconds["sequential"][FORWARD] == pytest.approx(true, rel=0.01)
+    assert "sequential: off by 1.00 x" in fit.text(fitted, found)
+    path = tmp_path / "costs.json"
+    fit.write([fitted], path)
+    fit.write([fitted, fit.h200()], path)
+    assert _cost.read(path) == (fitted, fit.h200())
+
+
+def test_one_wrong_measurement_does_not_turn_the_fit():
+    counted = [Work(10**k, 10**k // 4, 3 * 10**k + 5, 7, 100 * k) for k in range(2, 9)]
+    true = (2e-9, 1e-9, 0.0, 1e-6, 1e-6)
+    seconds = [sum(a * b for a, b in zip(row, true, strict=True)) for row in counted]
+    seconds[3] /= 5
+    found = fit.least_squares(counted, seconds)
+    ratios = [
+        sum(a * b for a, b in zip(row, found, strict=True)) / sum(a * b for a, b in zip(row, true, strict=True))
+        for row in counted
+    ]
+    assert min(ratios) > 0.55 and max(ratios) < 1.3
+
+
+def test_a_timer_takes_the_least_time():
+    calls = []
+    seconds = fit.timer(Where("cpu", "torch", 1))(None, SEQUENTIAL, lambda: calls.append(0))
+    assert len(calls) >= 2 and 0 <= seconds < 0.1
