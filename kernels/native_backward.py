@@ -163,7 +163,7 @@ def _finish_gradient(chain: Chain, given: Operands, products: Products, step: in
         finish(out[i].view(-1).numpy(), linear[i * chain.c**2 : (i + 1) * chain.c**2], products.flat[1][i], by_log)
 
 
-@numba.njit(fastmath={"contract"})
+@numba.njit(fastmath={"contract"}, forceinline=True)
 def finish(out, matrix, taken, by_log):
     """Times the linear matrix, or over what was taken out of it; exactly 0 at its zeros and where nothing went."""
     factor = np.exp(-taken)
@@ -194,12 +194,12 @@ def _backward(
     ahead, weights = np.empty(4 * c, messages.dtype), np.empty(c)
     source, nothing = np.empty(4 * c, messages.dtype), np.zeros(c, messages.dtype)
     room = np.empty(0 if one or wide else c * c, messages.dtype)
+    first_set, first_member = low // m, low % m
     for step in range(first, stop, -1):
         now, before = step * g * m * c, (step - 1) * g * m * c
-        held, q = -1, low
+        held, q, i, r = -1, low, first_set, first_member
         matrix, begin, width, taken, by_rows = turned, 0, c, 0.0, False
         while q < high:
-            i, r = q // m, q % m
             rows = 4 if r + 4 <= m and q + 4 <= high else 1
             if step > 0 and i != held and not wide:
                 held = i
@@ -299,13 +299,15 @@ def _backward(
                         for k in range(c):
                             at = begin + k * width
                             finish(gradient[k * c : (k + 1) * c], matrix[at : at + c], taken, by_log)
-            q += rows
+            q, r = q + rows, r + rows
+            if r == m:
+                i, r = i + 1, 0
 
 
 walk_back = numba.njit(fastmath={"contract"})(_backward)
 
 
-@numba.njit(fastmath={"contract"})
+@numba.njit(fastmath={"contract"}, forceinline=True)
 def _pull(message, ahead, weight, behind):
     """`behind` B, so that the posterior sums to the weight; the factor that does it. 0 where nothing comes back."""
     found = 0.0
@@ -317,7 +319,7 @@ def _pull(message, ahead, weight, behind):
     return factor
 
 
-@numba.njit(fastmath={"contract"})
+@numba.njit(fastmath={"contract"}, forceinline=True)
 def _count_four(a0, a1, a2, a3, b, total):
     """`total` (c, c) += the transposed rows a (4, c) times `b` (4, c)."""
     c = len(a0)
@@ -329,7 +331,7 @@ def _count_four(a0, a1, a2, a3, b, total):
             row[j] += x0 * b0[j] + x1 * b1[j] + x2 * b2[j] + x3 * b3[j]
 
 
-@numba.njit(fastmath={"contract"})
+@numba.njit(fastmath={"contract"}, forceinline=True)
 def _count_one(a, b, total):
     c = len(a)
     for k in range(c):
@@ -338,7 +340,7 @@ def _count_one(a, b, total):
             row[j] += x0 * b0[j]
 
 
-@numba.njit(fastmath={"contract"})
+@numba.njit(fastmath={"contract"}, forceinline=True)
 def _write_one(a, b, total):
     c = len(a)
     for k in range(c):

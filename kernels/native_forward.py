@@ -174,12 +174,17 @@ def _forward(
     total, lost, product = state[: g * m], state[g * m : 2 * g * m], state[2 * g * m :]
     sums, weights = np.empty(4 * c, messages.dtype), np.empty(c)
     room = np.empty(0 if one else c * c, messages.dtype)
+    # divisions take longer than the rest of a small step
+    first_set, first_member = low // m, low % m
+    size = g * m * c
+    ahead = (first - 1) % slots * size
     for step in range(first, stop):
-        ahead, behind = step % slots * g * m * c, (step - 1) % slots * g * m * c
-        held, q = -1, low
+        behind, ahead = ahead, ahead + size
+        if ahead == slots * size:
+            ahead = 0
+        held, q, i, r = -1, low, first_set, first_member
         source, begin, width, taken, most = matrix, 0, c, 0.0, 1.0
         while q < high:
-            i, r = q // m, q % m
             rows = 4 if r + 4 <= m and q + 4 <= high else 1
             if step > 0 and i != held:
                 held = i
@@ -226,8 +231,9 @@ def _forward(
                     lossy[q] |= 0 < z < shallow * (most if step > 0 else 1.0)
                     product[q] *= z
                     _add(total, lost, q, shift)
-                    _add(total, lost, q, taken)
-                    if step % 8 == 7 or not 2.0**-800 < product[q] < 2.0**800:
+                    if taken != 0:
+                        _add(total, lost, q, taken)
+                    if step & 7 == 7 or not 2.0**-800 < product[q] < 2.0**800:
                         _add(total, lost, q, np.log(product[q]))
                         product[q] = 1.0
                     if step == ends[q] - 1:
@@ -242,6 +248,8 @@ def _forward(
                         found[q] = total[q] + lost[q]
                 q += 1
                 r += 1
+            if r == m:
+                i, r = i + 1, 0
 
 
 walk = numba.njit(fastmath={"contract"})(_forward)

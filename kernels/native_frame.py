@@ -41,6 +41,8 @@ class Frame(NamedTuple):
     def of(cls, chain: Chain, dense: Chain) -> "Frame | None":
         """`dense`: the same with operands that are contiguous. None where a call is not small or would need a copy."""
         v, g, m, c, dtype = chain.v, chain.g, chain.m, chain.c, chain.dtype
+        if chain.v == 1:  # what leads nowhere has gradients all the same
+            return None
         plain = chain.x.dtype == chain.bulk.dtype == chain.p0.dtype == dtype and chain.ends is None
         if not plain or wide(chain) or len(ranges(chain)) > 1 or (chain.x.stride(-1) != 1 and c > 1):
             return None

@@ -13,10 +13,10 @@ import numpy as np
 
 from .native_exp import bits, exp_for, from_bits, from_ordered, ordered
 
-_inlined = numba.njit(fastmath={"contract"})
+_inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
 # sums over the states may be taken in any order
-_dot = numba.njit(fastmath={"contract", "reassoc"})
+_dot = numba.njit(fastmath={"contract", "reassoc"}, forceinline=True)
 
 
 @_inlined

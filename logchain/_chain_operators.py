@@ -95,7 +95,7 @@ def _frame(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Any:
     key = *kinds, log_params, torch.get_num_threads()
     if key not in _frames:
         layout, chain = chain_of(x, bulk, p0, None, log_params)
-        empty = [tensor.new_empty(tensor.shape) for tensor in (x, bulk, p0)]
+        empty = [tensor.new_empty(tensor.shape, device="meta") for tensor in (x, bulk, p0)]
         dense = chain_of(empty[0], empty[1], empty[2], None, log_params)[1]
         in_order = layout.own == tuple(range(len(layout.own)))
         frame = _device.frames().of(chain, dense) if in_order else None

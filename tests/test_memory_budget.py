@@ -386,6 +386,9 @@ def read_within_a_limit(path, which):
         return [out[:4].detach(), *torch.autograd.grad((out * weight).sum(), [few[i] for i in wanted])]
 
     expected = step(*few, weight[:4])
+    step(*few, weight[:4], memory_budget=5 * MB)  # what is compiled with it takes memory too
+    with torch.no_grad():
+        logchain.product(*few, memory_budget=5 * MB)
     limit = anonymous_bytes() + 64 * MB
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     with pytest.raises(RuntimeError, match="allocate"):

@@ -7,7 +7,7 @@ and steps and counts in proportion, which the row `share computed` says: its wor
     python -m tests.benchmarks peers --only hmmlearn XLA --workloads c=64
 
 measures some of them again, and leaves the other rows of the results file as they are. Peers that are not installed
-are left out; the extra `peers` has some of them, the others are (the first line pins what is not used here)
+are left out; the extra `peers` has some of them, the others are, where numpyro needs Python 3.11,
 
     pip install --no-deps torch-semiring-einsum nvidia-ml-py pomegranate apricot-select
     pip install funsor dynamax numpyro
