@@ -34,7 +34,7 @@ from logchain import reference
 from tests.benchmarks import report
 from tests.benchmarks.report import FORWARD, GRADIENTS, Row
 
-RESULTS = report.RESULTS.with_name("peers.csv")
+RESULTS = report.PEERS
 STATES = "forward and backward, posteriors alone"
 ONE, STEP, EACH = "one matrix", "shared bulk", "bulk per sequence"
 

@@ -13,6 +13,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results" / "cpu.csv"
 QUESTIONS = RESULTS.with_name("questions.csv")
+PEERS = RESULTS.with_name("peers.csv")
 PLOT = RESULTS.with_name("against_v.svg")
 README = Path(__file__).parents[2] / "README.md"
 FORWARD, GRADIENTS = "forward", "forward and backward"
@@ -108,6 +109,19 @@ def questions(_: Sequence[Row]) -> str:
     return _markdown(("workload, float32", "question", "what", "measured", "bar", "reached"), lines)
 
 
+def peers(_: Sequence[Row]) -> str:
+    """The fastest peers of each workload, from their own results file."""
+    ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for row in read(PEERS):
+        if row.metric.endswith("over logchain's") and row.mode in (FORWARD, GRADIENTS):
+            ratios.setdefault((row.workload, row.mode), []).append((row.value, row.provider))
+    lines = [
+        (*case, ", ".join(f"{name} {ratio:.2g} x" for ratio, name in sorted(found)[:4]), str(len(found)))
+        for case, found in ratios.items()
+    ]
+    return _markdown(("workload, float32", "mode", "the fastest peers' time over logchain's", "peers"), lines)
+
+
 def caption(rows: Sequence[Row]) -> str:
     """Where the numbers come from."""
     row = rows[0]
@@ -118,6 +132,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "caption": caption,
     "faults": faults,
     "figures": figures,
+    "peers": peers,
     "questions": questions,
     "times": times,
 }

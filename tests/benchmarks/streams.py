@@ -12,7 +12,7 @@ from torch import Tensor
 import logchain
 from logchain._measure import median_seconds, peak_bytes
 from logchain.stream import Stream
-from tests.benchmarks.report import FORWARD, Row, machine
+from tests.benchmarks.report import FORWARD, Row
 
 PIECE, WIDE, ONE_SHOT, LONG = 10_000, 100_000, 1_000_000, 10_000_000
 
@@ -65,12 +65,3 @@ def _memory(x: Tensor, bulk: Tensor, p0: Tensor) -> list[Row]:
         Row(workload, "Stream", FORWARD, "memory of the last piece", late / 1e6, "MB"),
         Row(workload, "Stream", FORWARD, "memory of the last piece over the second's", late / early, "x", "<= 1"),
     ]
-
-
-def measure() -> list[Row]:
-    """Every row, on one thread; a minute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rows = stream_rows()
-    torch.set_num_threads(threads)
-    return [row._replace(**machine()) for row in rows]
