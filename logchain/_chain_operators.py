@@ -5,12 +5,13 @@ business.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _device
+from . import _device, _frames
 from ._arguments import check_lengths
 from ._layout import Layout
 from ._operators import operator
@@ -61,7 +62,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments)
-    frame = _frame(x, bulk, p0, log_params) if lengths is None and segments == 1 and _device.native(x) else None
+    frame = _small_frame(x, bulk, p0, lengths, log_params, segments)
     if frame is not None:
         found: tuple[Tensor, Tensor, Tensor, Tensor] | None = frame.forward(x, bulk, p0, keep, room)
         if found is not None:
@@ -89,25 +90,11 @@ def log_norm_within(
         return _forward(x, bulk, p0, lengths, log_params, True, 1, room)
 
 
-def _frame(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Any:
-    """Where the operands of a small chain lie, for all calls of the same shapes; None where it is not small."""
-    kinds = ((tensor.dtype, tensor.shape, tensor.stride()) for tensor in (x, bulk, p0))
-    key = *kinds, log_params, torch.get_num_threads()
-    if key not in _frames:
-        layout, chain = chain_of(x, bulk, p0, None, log_params)
-        empty = [tensor.new_empty(tensor.shape, device="meta") for tensor in (x, bulk, p0)]
-        dense = chain_of(empty[0], empty[1], empty[2], None, log_params)[1]
-        in_order = layout.own == tuple(range(len(layout.own)))
-        frame = _device.frames().of(chain, dense) if in_order else None
-        if len(_frames) >= _KNOWN:
-            _frames.clear()
-        _frames[key] = frame
-    return _frames[key]
-
-
-# by shapes and strides; as many as are kept
-_frames: dict[Any, Any] = {}
-_KNOWN = 1024
+def _small_frame(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, segments: int) -> Any:
+    """Where the operands of a small chain lie; None for others."""
+    if lengths is not None or segments != 1 or not _device.native(x):
+        return None
+    return _frames.frame_of(x, bulk, p0, log_params, partial(chain_of, lengths=None, log_params=log_params))
 
 
 def _chunked(x: Tensor, lengths: Tensor | None, segments: int) -> bool:
@@ -164,7 +151,7 @@ def _backward(
     )
     if x.numel() == 0:
         return grad_x.zero_(), grad_bulk.zero_(), grad_p0.zero_()
-    frame = _frame(x, bulk, p0, log_params) if lengths is None and segments == 1 and _device.native(x) else None
+    frame = _small_frame(x, bulk, p0, lengths, log_params, segments)
     if frame is not None and not redone.any():
         if frame.backward(x, bulk, p0, messages, grad, by_log, (grad_x, grad_bulk, grad_p0)):
             return grad_x, grad_bulk, grad_p0

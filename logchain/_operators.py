@@ -45,18 +45,18 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
 
 def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:
     """Call an operator."""
-    if torch.compiler.is_compiling() or (is_plain(args) and not _differentiated(args)):
-        return registered(*args)
-    return call(function, *args)
+    return registered(*args) if torch.compiler.is_compiling() else call(function, *args)
+
+
+def call(function: Any, *args: Any) -> Any:
+    """Apply an operator's `autograd.Function`, or do what it does where nothing is to be differentiated."""
+    if not is_plain(args):
+        return function.apply(*args)
+    return _eager(function).apply(*args) if _differentiated(args) else function.forward(*args)
 
 
 def _differentiated(args: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-
-
-def call(function: Any, *args: Any) -> Any:
-    """Apply an operator's `autograd.Function`."""
-    return (_eager(function) if is_plain(args) else function).apply(*args)
 
 
 def is_plain(args: tuple[Any, ...]) -> bool:

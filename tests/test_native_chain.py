@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _chain_operators, _device
+from logchain import _chain_operators, _device, _frames
 from logchain.kernels import native_backward, native_chain, native_exp, native_forward
 from tests.contract import assert_contract
 from tests.families import FAMILIES
@@ -19,9 +19,9 @@ DTYPES = [torch.float32, torch.float64]
 @pytest.fixture(autouse=True)
 def no_frame_is_known():
     """What a test changes must not outlast it, nor be kept from it."""
-    _chain_operators._frames.clear()
+    _frames._known.clear()
     yield
-    _chain_operators._frames.clear()
+    _frames._known.clear()
 
 
 @numba.njit
@@ -98,12 +98,12 @@ def test_threads_share_the_sequences(name, each, monkeypatch):
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chains_without_a_frame(name, each, dtype, monkeypatch):
-    monkeypatch.setattr(_chain_operators, "_frame", lambda *_: None)
+    monkeypatch.setattr(_chain_operators, "_small_frame", lambda *_: None)
     assert_contract(FAMILIES[name](dtype=dtype, each=each))
 
 
 def frame_of(x, bulk, p0):
-    return _chain_operators._frame(x, bulk, p0, False)
+    return _chain_operators._small_frame(x, bulk, p0, None, False, 1)
 
 
 def test_small_chains_have_a_frame():

@@ -17,6 +17,7 @@ LAYERS = [
         "_batching",
         "_cost",
         "_device",
+        "_frames",
         "_layout",
         "_measure",
         "_operators",
