@@ -9,13 +9,12 @@ The factor is the one with which S_{i-1} B_{i-1}, the posterior of a step, sums 
 been kept, and no error adds up along the chain. What no path enters has an R of any size, and no influence: it is
 looked at where S is not zero. Counts of transitions that all steps share are summed in float64.
 
-Shapes: messages (v, g, m, c), flat. Where a wide matrix is shared by many sequences products are torch's. Cost: 6 c^2
-operations a step and sequence. Tested against `logchain.reference` and `kernels.linear_chain`.
+Shapes: messages (v, g, m, c), flat. Cost: 6 c^2 operations a step and sequence. Tested against `logchain.reference`
+and `kernels.linear_chain`.
 """
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numba
 import numpy as np
@@ -26,11 +25,7 @@ from .chain import Chain
 from .linear_chain import Kept
 from .native import compiled, spread
 from .native_chain import Array, Operands, flat, linear_matrix, operands, ranges, usable
-from .native_forward import Products, wide
-from .native_steps import four_rows, one_row, return_to, row_by_rows
-
-# steps whose transitions are counted by one product of torch's
-_COUNTED = 32
+from .native_steps import dot, four_rows, one_row, return_to, row_by_rows
 
 
 def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, grad_bulk: Tensor | None) -> Tensor:
@@ -48,23 +43,18 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
         spans = [(0, m)]
     parts = len(spans) if g == 1 else 1
     spans = spans if parts == len(spans) or not (counted and one) else ranges(chain, whole_sets=True)
-    counts = np.zeros((parts, g, c, c) if counted and one and not wide(chain) else (0, 1, 1, 1))
+    counts = np.zeros((parts, g, c, c) if counted and one else (0, 1, 1, 1))
     weights = weight.double().reshape(-1).contiguous().numpy()
     slots, behind, source = messages.view(-1).numpy(), np.zeros(g * m * c), np.zeros(g * m * c)
     turned = _transposed(chain, given) if one else given.matrix
     more = np.array([*strides, *into_bulk.stride()[:3], chain.by_log], np.int64)
     shared = (*given[:3], turned, *given[4:7], given.final, given.ends, more, weights, slots, behind, source)
     outputs = flat(into_x), flat(into_bulk)
-    walk = _compiled(chain.dtype)
-    if not wide(chain):
-        nothing = messages.new_empty(0).numpy()
-        room = counts.reshape(parts, -1) if len(counts) else np.empty((1, 0))
-        jobs = [(low, high, v - 1, -1, room[min(i, len(room) - 1)]) for i, (low, high) in enumerate(spans)]
-        spread(walk, jobs, *shared, *outputs, nothing, nothing)
-        if len(counts) and grad_bulk is not None:
-            _write_counts(chain, given, torch.from_numpy(counts).sum(0), grad_bulk[0])
-    else:
-        _wide(chain, given, messages, weight, spans, walk, shared, outputs[0], grad_bulk if counted else None)
+    room = counts.reshape(parts, -1) if len(counts) else np.empty((1, 0))
+    jobs = [(low, high, v - 1, -1, room[min(i, len(room) - 1)]) for i, (low, high) in enumerate(spans)]
+    spread(_compiled(chain.dtype), jobs, *shared, *outputs)
+    if len(counts) and grad_bulk is not None:
+        _write_counts(chain, given, torch.from_numpy(counts).sum(0), grad_bulk[0])
     if grad_x is not None and into_x is not grad_x:
         grad_x.copy_(into_x)
     if grad_bulk is not None and not counted:
@@ -101,68 +91,6 @@ def _write_counts(chain: Chain, given: Operands, counts: Tensor, out: Tensor) ->
         out.copy_((counts * scale).masked_fill_(chain.bulk.reshape(g, c, c) == 0, 0.0))
 
 
-def _wide(
-    chain: Chain,
-    given: Operands,
-    messages: Tensor,
-    weight: Tensor,
-    spans: list[tuple[int, int]],
-    walk: Callable[..., None],
-    shared: tuple[Any, ...],
-    into_x: Array,
-    grad_bulk: Tensor | None,
-) -> None:
-    """The same with torch's products: R of a few steps is kept until it has its factor and is counted."""
-    v, g, m, c = chain.v, chain.g, chain.m, chain.c
-    one, products = len(given.scale) > 0, Products(chain, given)
-    kept = messages.new_empty(_COUNTED + 1, g, m, c)
-    ahead = messages.new_empty(g, m, c)
-    counts = torch.zeros(g, c, c, dtype=torch.float64) if grad_bulk is not None and one else None
-    flat_kept, flat_ahead, nothing = kept.view(-1).numpy(), ahead.view(-1).numpy(), np.empty(0)
-    none = messages.new_empty(0).numpy()
-    left_out = (weight == 0)[..., None] if bool((weight == 0).any()) else None  # which may hold anything
-    slot = _COUNTED  # of the R that is written next
-    for step in reversed(range(v)):
-        # where R of this step goes, and that of the one after, which gets its factor now
-        size = g * m * c
-        here = flat_kept[slot * size : (slot + 1) * size]
-        jobs = [(low, high, step, step - 1, nothing) for low, high in spans]
-        latest = flat_kept[(slot + 1) * size : (slot + 2) * size] if step < v - 1 else none
-        spread(walk, jobs, *shared, into_x, latest, flat_ahead if step < v - 1 else none, here)
-        if grad_bulk is not None and step < v - 1:
-            if not one:
-                before = messages[step] if left_out is None else messages[step].masked_fill(left_out, 0.0)
-                torch.bmm(before.mT, kept[slot + 1], out=grad_bulk[step])
-                _finish_gradient(chain, given, products, step + 1, grad_bulk[step])
-            elif slot == 0 or step == 0:
-                before = messages[step : step + _COUNTED - slot]
-                if left_out is not None:
-                    before = before.masked_fill(left_out, 0.0)
-                before = before.transpose(0, 1).reshape(g, -1, c)
-                after = kept[slot + 1 :].transpose(0, 1).reshape(g, -1, c)
-                assert counts is not None
-                counts += torch.bmm(before.mT, after)
-        if step > 0:
-            products.lead_into(step)
-            torch.bmm(kept[slot], products.matrices.mT, out=ahead)
-        if slot == 0:
-            kept[_COUNTED].copy_(kept[0])
-            slot = _COUNTED
-        slot -= 1
-    if counts is not None and grad_bulk is not None:
-        _write_counts(chain, given, counts, grad_bulk[0])
-
-
-def _finish_gradient(chain: Chain, given: Operands, products: Products, step: int, out: Tensor) -> None:
-    """From d/dP of a step's linear matrices the gradient of what the caller passed, in place; 0 at an exact zero."""
-    finish = _compiled_finish(chain.dtype)
-    products.lead_into(step)
-    by_log = chain.log_params or chain.by_log
-    linear = products.matrices.reshape(-1).numpy()
-    for i in range(chain.g):
-        finish(out[i].view(-1).numpy(), linear[i * chain.c**2 : (i + 1) * chain.c**2], products.flat[1][i], by_log)
-
-
 @numba.njit(fastmath={"contract"}, forceinline=True)
 def finish(out, matrix, taken, by_log):
     """Times the linear matrix, or over what was taken out of it; exactly 0 at its zeros and where nothing went."""
@@ -174,26 +102,17 @@ def finish(out, matrix, taken, by_log):
         out[e] = 0.0 if gone else other
 
 
-def _finish(out, matrix, taken, by_log):
-    finish(out, matrix, taken, by_log)
-
-
 def _backward(
     low, high, first, stop, counts, sizes, x, raw, turned, scale, top, initial, final, ends, more, weight, messages,
-    behind, start, into_x, into_bulk, given, sources,
+    behind, start, into_x, into_bulk,
 ):  # fmt: skip
-    """The steps from `first` down to after `stop` of the sequences from `low` to before `high`.
-
-    Where torch multiplies, `given` (g, m, c) is `R_i P_i^T` for the step after `first`; R of that one, in `into_bulk`,
-    gets its factor, and that of `first` goes into `sources`.
-    """
+    """The steps from `first` down to after `stop` of the sequences from `low` to before `high`."""
     g, m, c, log, one = sizes[1], sizes[2], sizes[3], sizes[4] != 0, len(scale) > 0
     stride_step, stride_set, stride_from, stride_to = sizes[9], sizes[10], sizes[11], sizes[12]
-    wide, by_log = len(sources) > 0, log or more[6] != 0
-    each = not wide and len(into_bulk) > 0
+    by_log, each = log or more[6] != 0, len(into_bulk) > 0
     ahead, weights = np.empty(4 * c, messages.dtype), np.empty(c)
     source, nothing = np.empty(4 * c, messages.dtype), np.zeros(c, messages.dtype)
-    room = np.empty(0 if one or wide else c * c, messages.dtype)
+    room = np.empty(0 if one else c * c, messages.dtype)
     first_set, first_member = low // m, low % m
     for step in range(first, stop, -1):
         now, before = step * g * m * c, (step - 1) * g * m * c
@@ -201,16 +120,16 @@ def _backward(
         matrix, begin, width, taken, by_rows = turned, 0, c, 0.0, False
         while q < high:
             rows = 4 if r + 4 <= m and q + 4 <= high else 1
-            if step > 0 and i != held and not wide:
+            if step > 0 and i != held:
                 held = i
                 if one:
                     begin = i * c * c
                 else:
                     by_rows, taken, width = True, 0.0, stride_from
                     begin = (step - 1) * stride_step + i * stride_set
-                    here, most = usable(raw, begin, stride_from, stride_to, c, log)
+                    fits, most = usable(raw, begin, stride_from, stride_to, c, log)
                     matrix = raw
-                    if not here:
+                    if not fits:
                         taken, most = linear_matrix(raw, begin, stride_from, stride_to, c, log, room)
                         matrix, begin, width = room, 0, c
                     if each:
@@ -227,8 +146,6 @@ def _backward(
                         at = step * more[0] + i * more[1] + (r + row) * more[2]
                         into_x[at : at + c] = 0
                     part[:] = 0
-                    if wide:
-                        sources[p * c : (p + 1) * c] = 0
                     continue
                 if step == ends[p] - 1:
                     rest = 0.0
@@ -237,12 +154,6 @@ def _backward(
                     factor = 0.0 if rest == 0 else 1.0 / rest
                     for j in range(c):
                         back[j] = factor * (float(final[p * c + j]) if len(final) > 0 else 1.0)
-                elif wide:
-                    factor = weight[p] * _pull(message, given[p * c : (p + 1) * c], 1.0, back)
-                    if len(into_bulk) > 0:
-                        latest = into_bulk[p * c : (p + 1) * c]
-                        for j in range(c):
-                            latest[j] *= factor
                 if len(into_x):
                     at = step * more[0] + i * more[1] + (r + row) * more[2]
                     posterior = into_x[at : at + c]
@@ -255,9 +166,7 @@ def _backward(
                     _pull(begun, part, weight[p], start[p * c : (p + 1) * c])
                 else:
                     return_to(back, message, x[at : at + c], weights, part)
-                if wide:
-                    sources[p * c : (p + 1) * c] = part
-            if step > 0 and not wide:
+            if step > 0:
                 if by_rows:
                     for row in range(rows):
                         part = slice(row * c, (row + 1) * c)
@@ -310,9 +219,7 @@ walk_back = numba.njit(fastmath={"contract"})(_backward)
 @numba.njit(fastmath={"contract"}, forceinline=True)
 def _pull(message, ahead, weight, behind):
     """`behind` B, so that the posterior sums to the weight; the factor that does it. 0 where nothing comes back."""
-    found = 0.0
-    for j in range(len(message)):
-        found += float(message[j]) * float(ahead[j])
+    found = dot(message, ahead)
     factor = 0.0 if found == 0 else weight / found
     for j in range(len(message)):
         behind[j] = ahead[j] * factor
@@ -354,10 +261,4 @@ def _compiled(dtype: torch.dtype) -> Callable[..., None]:
     real = numba.float64 if dtype == torch.float64 else numba.float32
     many, wide, size, whole = real[::1], numba.float64[::1], numba.int64, numba.int64[::1]
     operands = whole, many, many, many, wide, wide, wide, many, whole, whole
-    return compiled(_backward, numba.void(*(size,) * 4, wide, *operands, wide, many, wide, wide, *(many,) * 4))
-
-
-@cache
-def _compiled_finish(dtype: torch.dtype) -> Callable[..., None]:
-    real = numba.float64 if dtype == torch.float64 else numba.float32
-    return compiled(_finish, numba.void(real[::1], real[::1], numba.float64, numba.boolean))
+    return compiled(_backward, numba.void(*(size,) * 4, wide, *operands, wide, many, wide, wide, many, many))

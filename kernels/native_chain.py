@@ -24,6 +24,9 @@ _SHARE = 2**21
 
 _SMALLEST = np.nextafter(0.0, 1.0)
 
+# from so many states, and members that share a matrix, on products are left to the BLAS
+_WIDE = 96, 16
+
 # by step, float64's emissions may run so far (17 nats) above the states that can be reached
 _SHALLOW = {torch.float32: 0.0, torch.float64: 2.0**-24}
 
@@ -50,6 +53,11 @@ class Operands(NamedTuple):
     final: Array
     ends: Array
     limits: Array
+
+
+def wide(chain: Chain) -> bool:
+    """Whether torch's products are faster than a loop, and so `sum_product`."""
+    return chain.c >= _WIDE[0] and chain.m >= _WIDE[1]
 
 
 def operands(chain: Chain) -> Operands:

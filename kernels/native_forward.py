@@ -5,8 +5,8 @@
 A sequence is lossy where some U_i(j) that a path reaches is smaller than what may have been lost of it. W, z and the
 exponentials are float64: emissions, however sharp, lose nothing but entries of S, which are looked for in U.
 
-Shapes: messages (slots, g, m, c), flat. Where a wide matrix is shared by many sequences the sums U are torch's. Cost:
-c^2 multiply-adds a step and sequence. Tested against `logchain.reference.product` and `kernels.linear_chain`.
+Shapes: messages (slots, g, m, c), flat. Cost: c^2 multiply-adds a step and sequence. Tested against
+`logchain.reference.product` and `kernels.linear_chain`.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,8 @@ from torch import Tensor
 from .chain import Chain
 from .linear_chain import Kept
 from .native import compiled, spread
-from .native_chain import Operands, linear_matrix, operands, ranges, usable
+from .native_chain import linear_matrix, operands, ranges, usable
 from .native_steps import emit, four_rows, one_row
-
-# from so many states, and members that share a matrix, on a product is left to the BLAS
-_WIDE = 96, 16
-
-
-def wide(chain: Chain) -> bool:
-    """Whether products are torch's."""
-    return chain.c >= _WIDE[0] and chain.m >= _WIDE[1]
 
 
 def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
@@ -40,61 +32,10 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
     g, m, c, slots = chain.g, chain.m, chain.c, messages.view(-1).numpy()
     found, lossy = np.zeros(g * m), np.zeros(g * m, np.bool_)
     state = np.zeros(3 * g * m), np.empty(2 * g * m * c, np.bool_), np.full(2 * g * m, -1)
-    sums = messages.new_empty((g, m, c) if wide(chain) else (0,))
-    walk, spans = _compiled(chain.dtype), ranges(chain)
-    shared = (*given[6:], sums.view(-1).numpy(), slots, rests, found, lossy, *state)
-    if not wide(chain):
-        spread(walk, spans, 0, chain.v, len(messages), *given[:6], *shared)
-    else:
-        products = Products(chain, given)
-        for step in range(chain.v):
-            products.lead_into(step)
-            if step:
-                torch.bmm(messages[(step - 1) % len(messages)], products.matrices, out=sums)
-            spread(walk, spans, step, step + 1, len(messages), *given[:3], *products.flat, *shared)
+    outputs = slots, rests, found, lossy
+    spread(_compiled(chain.dtype), ranges(chain), 0, chain.v, len(messages), *given, *outputs, *state)
     marked = torch.from_numpy(lossy).view(g, m) if lossy.any() else None
     return torch.from_numpy(found).view(g, m), marked
-
-
-class Products:
-    """The linear `matrices` (g, c, c) of a step for torch, and `flat`: them, what was taken out, the largest entry."""
-
-    def __init__(self, chain: Chain, given: Operands) -> None:
-        self._chain, self._given = chain, given
-        self._one = len(given.scale) > 0
-        self.flat = given.matrix, given.scale, given.top
-        if not self._one:
-            g, c = chain.g, chain.c
-            self.flat = np.empty(g * c * c, given.raw.dtype), np.empty(g), np.empty(g)
-        self._written = torch.from_numpy(self.flat[0]).view(-1, chain.c, chain.c)
-        self.matrices = self._written
-
-    def lead_into(self, step: int) -> None:
-        """Make them those of that step."""
-        if self._one or step == 0:
-            return
-        if _compiled_matrices(self._chain.dtype)(step, self._given.sizes, self._given.raw, *self.flat):
-            self.matrices = self._chain.bulk[step - 1].view(self._written.shape)
-        else:
-            self.matrices = self._written
-
-
-def _matrices(step, sizes, raw, matrix, scale, top):
-    """Whether all matrices of a step may be used where they lie; else they are written."""
-    g, c, log = sizes[1], sizes[3], sizes[4] != 0
-    stride_step, stride_set, stride_from, stride_to = sizes[9], sizes[10], sizes[11], sizes[12]
-    every = True
-    for i in range(g):
-        begin = (step - 1) * stride_step + i * stride_set
-        here, top[i] = usable(raw, begin, stride_from, stride_to, c, log)
-        scale[i] = 0.0
-        every &= here
-    if not every:
-        for i in range(g):
-            begin = (step - 1) * stride_step + i * stride_set
-            part = matrix[i * c * c : (i + 1) * c * c]
-            scale[i], top[i] = linear_matrix(raw, begin, stride_from, stride_to, c, log, part)
-    return every
 
 
 @numba.njit(inline="always")
@@ -164,7 +105,7 @@ def _advance(step, first, last, sizes, x, raw, initial, reach, reached):
 
 def _forward(
     low, high, first, stop, slots, sizes, x, raw, matrix, scale, top, initial, log_top, faint, final, ends, limits,
-    given, messages, rests, found, lossy, state, reach, reached,
+    messages, rests, found, lossy, state, reach, reached,
 ):  # fmt: skip
     """The steps from `first` to before `stop` of the sequences from `low` to before `high`."""
     g, m, c, log, one = sizes[1], sizes[2], sizes[3], sizes[4] != 0, len(scale) > 0
@@ -198,7 +139,7 @@ def _forward(
                     else:
                         taken, most = linear_matrix(raw, begin, stride_from, stride_to, c, log, room)
                         source, begin, width = room, 0, c
-            if step > 0 and len(given) == 0:
+            if step > 0:
                 if rows == 4:
                     four_rows(messages, behind + q * c, source, begin, width, c, sums)
                 else:
@@ -217,15 +158,12 @@ def _forward(
                         if faint[q]:
                             for j in range(c):
                                 lossy[q] |= z < 2.0**-600 or potential[j] > shift
-                    elif len(given) > 0:
-                        sum_ = given[q * c : (q + 1) * c]
-                        z, shift, least = emit(sum_, potential, flush, weights, message)
                     else:
                         sum_ = sums[row * c : (row + 1) * c]
                         z, shift, least = emit(sum_, potential, flush, weights, message)
                     threshold = trusted * (most if most > 1 else 1.0)
                     if least < threshold and not lossy[q]:
-                        sum_ = given[q * c : (q + 1) * c] if len(given) > 0 else sums[row * c : (row + 1) * c]
+                        sum_ = sums[row * c : (row + 1) * c]
                         room_ = reach, reached
                         lossy[q] = _enters(step, q, low, high, sizes, x, raw, initial, sum_, threshold, *room_)
                     lossy[q] |= 0 < z < shallow * (most if step > 0 else 1.0)
@@ -261,11 +199,4 @@ def _compiled(dtype: torch.dtype) -> Callable[..., None]:
     many, wide, size, flags = real[::1], numba.float64[::1], numba.int64, numba.boolean[::1]
     whole = numba.int64[::1]
     operands = whole, many, many, many, wide, wide, wide, wide, flags, many, whole, wide
-    return compiled(_forward, numba.void(*(size,) * 5, *operands, many, many, many, wide, flags, wide, flags, whole))
-
-
-@cache
-def _compiled_matrices(dtype: torch.dtype) -> Callable[..., bool]:
-    real = numba.float64 if dtype == torch.float64 else numba.float32
-    many, wide = real[::1], numba.float64[::1]
-    return compiled(_matrices, numba.boolean(numba.int64, numba.int64[::1], many, many, wide, wide))
+    return compiled(_forward, numba.void(*(size,) * 5, *operands, many, many, wide, flags, wide, flags, whole))

@@ -20,8 +20,8 @@ from torch import Tensor
 from .chain import Chain
 from .native import compiled
 from .native_backward import walk_back
-from .native_chain import KINDS, Array, limits_of, prepare, ranges
-from .native_forward import walk, wide
+from .native_chain import KINDS, Array, limits_of, prepare, ranges, wide
+from .native_forward import walk
 
 
 class Frame(NamedTuple):
@@ -120,7 +120,7 @@ def _forward(x_at, raw_at, p0_at, found_at, messages_at, scales_at, keep, sizes,
     lossy, ends = np.zeros(all_, np.bool_), np.full(all_, v)
     state, reach, reached = np.zeros(3 * all_), np.empty(2 * all_ * c, np.bool_), np.full(2 * all_, -1)
     walk(
-        0, all_, 0, v, slots, sizes, x, raw, matrix, scale, top, initial, log_top, faint, none, ends, limits, none,
+        0, all_, 0, v, slots, sizes, x, raw, matrix, scale, top, initial, log_top, faint, none, ends, limits,
         messages, rests, found, lossy, state, reach, reached,
     )  # fmt: skip
     return lossy.any()
@@ -155,7 +155,7 @@ def _backward(
     behind, start, ends = np.zeros(all_ * c), np.zeros(all_ * c), np.full(all_, v)
     walk_back(
         0, all_, v - 1, -1, counts, sizes, x, raw, turned, scale, top, initial, none, ends, more, weight, messages,
-        behind, start, into_x, into_bulk, none, none,
+        behind, start, into_x, into_bulk,
     )  # fmt: skip
     if len(counts):
         into = _at(into_bulk_at, g * c * c, none)

@@ -109,6 +109,15 @@ def row_by_rows(a, matrix, p, width, c, out):
         k += 1
 
 
+@_dot
+def dot(a, b):
+    """The sum of the products of two rows, in float64."""
+    found = 0.0
+    for j in range(len(a)):
+        found += float(a[j]) * float(b[j])
+    return found
+
+
 @_inlined
 def emit(sums, x, flush, weights, message):
     """The message: `sums` U times `exp(x - shift)`, over its largest entry z. Returns z, the shift and the least U.

@@ -1,16 +1,19 @@
-"""`kernels.sum_product` with the linear recursion that numba compiles: its backward pass needs no scales."""
+"""`kernels.sum_product` with the linear recursion that numba compiles, but for wide chains, which are the BLAS's."""
 
 import torch
 from torch import Tensor
 
-from . import linear_chain, log_chain, native_backward, native_forward
+from . import linear_chain, log_chain, native_backward, native_forward, sum_product
 from .chain import Chain
 from .exponentials import near_one
 from .linear_chain import Kept
+from .native_chain import wide
 
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels.sum_product`; of the scales, only the sum of the last message is not 1."""
+    if wide(chain):
+        return sum_product.forward(chain, keep=keep, steps=steps)
     g, m, c = chain.g, chain.m, chain.c
     slots = chain.kept(steps) if keep else chain.new(min(chain.v, 2), g, m, c)
     scales = chain.new(steps + 1, g, m, 1)
@@ -36,6 +39,8 @@ def backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """See `kernels.sum_product`."""
+    if wide(chain):
+        return sum_product.backward(chain, log_norm, messages, scales, redone, weight, grad_x, grad_bulk)
     weight, scale = near_one(weight)
     some = bool(redone.any())
     rest = weight.masked_fill(redone, 0.0) if some else weight
