@@ -6,7 +6,6 @@ those that share them. `Layout` finds that order once and gives views of operand
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,13 +24,13 @@ class Layout:
         padded = (1,) * (len(batch) - len(lead)) + tuple(lead)
         return cls(batch, tuple(axis for axis, size in enumerate(padded) if size > 1))
 
-    @cached_property
+    @property
     def grid(self) -> tuple[int, int]:
         """Sets of matrices, and sequences that share a set."""
         sets = math.prod(self.batch[axis] for axis in self.own)
         return sets, math.prod(self.batch[axis] for axis in range(len(self.batch)) if axis not in self.own)
 
-    @cached_property
+    @property
     def _order(self) -> list[int]:
         return [*self.own, *(axis for axis in range(len(self.batch)) if axis not in self.own)]
 

@@ -10,7 +10,6 @@ import torch
 import logchain
 from logchain import _demo, _device, _tree_chain, _tree_leaves, _tree_operators, reference
 from logchain._measure import peak_bytes
-from logchain.kernels import tree
 from tests.contract import Truth, assert_contract, assert_values, poisoned_memory, rounding
 from tests.families import FAMILIES, Chain, Draw, dense
 
@@ -231,8 +230,9 @@ def test_operators_are_torchs_own():
 
 def test_products_wait_for_each_other_as_often_as_the_tree_is_deep(monkeypatch):
     calls = []
-    multiply = tree.Arithmetic.multiply
-    monkeypatch.setattr(tree.Arithmetic, "multiply", lambda *args: calls.append(1) or multiply(*args))
+    arithmetic = _device.tree_kernels(torch.empty(0)).Arithmetic
+    multiply = arithmetic.multiply
+    monkeypatch.setattr(arithmetic, "multiply", lambda *args: calls.append(1) or multiply(*args))
     logchain.product(*dense(F32, n=1, t=1, v=1025, c=2)[:3], strategy="tree")
     assert len(calls) == 10
 
