@@ -24,42 +24,52 @@ from torch import Tensor
 from .chain import Chain
 from .linear_chain import Kept
 from .native import compiled, spread
-from .native_chain import Array, Operands, flat, linear_matrix, operands, ranges, usable
-from .native_steps import dot, four_rows, one_row, return_to, row_by_rows
+from .native_chain import Array, Operands, block_of, flat, linear_matrix, operands, ranges, usable
+from .native_steps import (
+    count_four,
+    count_one,
+    emissions,
+    ending,
+    four_rows,
+    multiply,
+    one_row,
+    posterior,
+    pull,
+    return_to,
+    room,
+    row_by_rows,
+)
+from .native_vectors import LANES, borrowed, load, store, where
 
 
 def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, grad_bulk: Tensor | None) -> Tensor:
     """See `kernels.linear_chain`; sequences with a weight of 0 are not looked at."""
     given, messages = operands(chain), kept.messages
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
-    one, counted = len(given.scale) > 0, grad_bulk is not None and v > 1
+    counted, one = grad_bulk is not None and v > 1, len(given.scale) > 0
     into_x, strides = messages.new_empty(0), [0, 0, 0]
     if grad_x is not None:
         into_x = grad_x if _walkable(grad_x, chain) else messages.new_empty(v, *chain.lead, c)
         strides = list(into_x.view(v, g, m, c).stride()[:3])
     into_bulk = grad_bulk if counted and not one and grad_bulk is not None else messages.new_empty(0, 1, 1, 1)
-    spans = ranges(chain, whole_sets=len(into_bulk) > 0 and g > 1)
-    if len(into_bulk) and g == 1 and m > 1:
-        spans = [(0, m)]
-    parts = len(spans) if g == 1 else 1
-    spans = spans if parts == len(spans) or not (counted and one) else ranges(chain, whole_sets=True)
-    counts = np.zeros((parts, g, c, c) if counted and one else (0, 1, 1, 1))
+    # a matrix's counts are one thread's, but for those that all sequences share: there each thread has its own
+    shared = g == 1 and one
+    spans = ranges(chain, whole_sets=counted and not shared)
+    counts = np.zeros((len(spans) if shared else 1, g * c * c if counted and one else 0))
+    jobs = [(*span, counts[i if shared else 0]) for i, span in enumerate(spans)]
     weights = weight.double().reshape(-1).contiguous().numpy()
-    slots, behind, source = messages.view(-1).numpy(), np.zeros(g * m * c), np.zeros(g * m * c)
+    slots, begun = messages.view(-1).numpy(), np.zeros(g * m * c)
     turned = _transposed(chain, given) if one else given.matrix
     more = np.array([*strides, *into_bulk.stride()[:3], chain.by_log], np.int64)
-    shared = (*given[:3], turned, *given[4:7], given.final, given.ends, more, weights, slots, behind, source)
-    outputs = flat(into_x), flat(into_bulk)
-    room = counts.reshape(parts, -1) if len(counts) else np.empty((1, 0))
-    jobs = [(low, high, v - 1, -1, room[min(i, len(room) - 1)]) for i, (low, high) in enumerate(spans)]
-    spread(_compiled(chain.dtype), jobs, *shared, *outputs)
-    if len(counts) and grad_bulk is not None:
-        _write_counts(chain, given, torch.from_numpy(counts).sum(0), grad_bulk[0])
+    read = *given[:3], turned, given.initial, given.final, given.ends, more, weights, slots
+    spread(_compiled(chain.dtype), jobs, *read, begun, flat(into_x), flat(into_bulk))
+    if grad_bulk is not None and counted and one:
+        _write_counts(chain, given, torch.from_numpy(counts).sum(0).view(g, c, c), grad_bulk[0])
+    elif grad_bulk is not None and not counted:
+        grad_bulk.zero_()
     if grad_x is not None and into_x is not grad_x:
         grad_x.copy_(into_x)
-    if grad_bulk is not None and not counted:
-        grad_bulk.zero_()
-    return torch.from_numpy(source).view(*chain.lead, c)
+    return torch.from_numpy(begun).view(*chain.lead, c)
 
 
 def _walkable(gradient: Tensor, chain: Chain) -> bool:
@@ -92,173 +102,164 @@ def _write_counts(chain: Chain, given: Operands, counts: Tensor, out: Tensor) ->
 
 
 @numba.njit(fastmath={"contract"}, forceinline=True)
-def finish(out, matrix, taken, by_log):
-    """Times the linear matrix, or over what was taken out of it; exactly 0 at its zeros and where nothing went."""
+def from_linear(out, o, times, counts, n, matrix, p, raw, at, stride, c, taken, by_log):
+    """A row of counts, times a number, times the linear matrix or over what was taken out of it.
+
+    It is 0 where nothing went, or at a zero of the matrix.
+    """
+    if by_log:
+        for j in range(0, c, LANES):
+            count = times * load(counts, n + j, c - j, 0.0)
+            store(out, o + j, c - j, where(count, count * load(matrix, p + j, c - j, 0.0)))
+        return
     factor = np.exp(-taken)
-    for e in range(len(out)):
-        found = out[e]
-        other = found * matrix[e] if by_log else found * factor
-        gone = found == 0 if by_log else matrix[e] == 0
-        out[e] = 0.0 if gone else other
+    if stride == 1:
+        for j in range(0, c, LANES):
+            count = times * load(counts, n + j, c - j, 0.0)
+            store(out, o + j, c - j, where(load(raw, at + j, c - j, 0.0), count * factor))
+    else:
+        for j in range(c):
+            out[o + j] = 0.0 if raw[at + j * stride] == 0 else times * counts[n + j] * factor
+
+
+@numba.njit(fastmath={"contract"}, forceinline=True)
+def _walk(rows, q, i, r, low, start, block, given, rooms, messages, counts, begun, into_x, into_bulk):
+    """A block of steps of the q-th sequence, the r-th of the i-th set, or of four from there on."""
+    sizes, x, raw, turned, initial, final, ends, more, weight = given
+    source, ahead, shifts, emitted, linear, held, behind, nothing = rooms
+    raw, turned, linear, final = borrowed(raw), borrowed(turned), borrowed(linear), borrowed(final)
+    source, nothing, messages = borrowed(source), borrowed(nothing), borrowed(messages)
+    g, m, c, log, one = sizes[1], sizes[2], sizes[3], sizes[4] != 0, sizes[5] != 0
+    stride_x, stride_step, stride_from, stride_to = sizes[6], sizes[9], sizes[11], sizes[12]
+    size, apart, steps = g * m * c, room(c), min(block, sizes[0] - start)
+    by_log, each, shared = log or more[6] != 0, len(into_bulk) > 0, len(counts) > 0
+    longest = 0
+    for row in range(rows):
+        p, at, to = q + row, start * stride_x + i * sizes[7] + (r + row) * sizes[8], i * more[1] + (r + row) * more[2]
+        count = max(0, min(steps, ends[p] - start)) if weight[p] != 0 else 0
+        longest = max(longest, count)
+        emissions(x, at, stride_x, count, c, shifts, 0, emitted, row * block * c)
+        source[row * apart : row * apart + c] = 0
+        if start < ends[p] <= start + steps and count > 0:
+            last, final_ = (ends[p] - 1) * size + p * c, final[p * c : (p + 1) * c]
+            rest = ending(messages, last, final_, c)
+            factor = 0.0 if rest == 0 else 1.0 / rest
+            for j in range(c):
+                behind[(p - low) * apart + j] = factor * (float(final_[j]) if len(final) > 0 else 1.0)
+        if len(into_x):
+            for step in range(start + count, start + steps):
+                into = step * more[0] + to
+                into_x[into : into + c] = 0
+    if each and m > 1:
+        longest = steps
+    matrix, begin, width, taken, raw_at = turned, i * c * c, c, 0.0, 0
+    for t in range(longest - 1, -1, -1):
+        step = start + t
+        now, before = step * size, (step - 1) * size
+        for row in range(rows):
+            p, part, back, here = q + row, row * apart, (q + row - low) * apart, (row * block + t) * c
+            if weight[p] == 0 or step >= ends[p]:
+                continue
+            message, at = now + p * c, step * stride_x + i * sizes[7] + (r + row) * sizes[8]
+            if len(into_x):
+                into = step * more[0] + i * more[1] + (r + row) * more[2]
+                posterior(messages, message, behind, back, weight[p], c, into_x, into)
+            if step == 0:
+                return_to(behind, back, initial, p * c, x, at, emitted, here, c, source, part)
+                pull(initial, p * c, source, part, weight[p], c, behind, back)
+                begun[p * c : (p + 1) * c] = behind[back : back + c]
+            else:
+                return_to(behind, back, messages, message, x, at, emitted, here, c, source, part)
+        if step == 0:
+            continue
+        into = (step - 1) * more[3] + i * more[4]
+        if each and m > 1 and r == 0:
+            into_bulk[into : into + c * c] = 0
+        if not one:
+            raw_at = (step - 1) * stride_step + i * sizes[10]
+            matrix, begin, width = raw, raw_at, stride_from
+            if held[0] != step or held[1] != i:
+                here, _ = usable(raw, begin, stride_from, stride_to, c, log)
+                taken = 0.0
+                if not here:
+                    taken, _ = linear_matrix(raw, begin, stride_from, stride_to, c, log, linear)
+                held[0], held[1], held[2], held[3] = step, i, here, taken
+            taken = held[3]
+            if held[2] == 0:
+                matrix, begin, width = linear, 0, c
+            for row in range(rows):
+                row_by_rows(source, row * apart, matrix, begin, width, c, ahead, row * apart)
+        elif rows == 4:
+            four_rows(source, matrix, begin, width, c, ahead)
+        else:
+            one_row(source, matrix, begin, width, c, ahead)
+        for row in range(rows):
+            p = q + row
+            if weight[p] != 0 and step < ends[p]:
+                factor = pull(messages, before + p * c, ahead, row * apart, 1.0, c, behind, (p - low) * apart)
+                multiply(source, row * apart, c, factor * weight[p])
+        if shared:
+            _count(rows, messages, before, weight, q, nothing, source, c, counts, i * c * c)
+        elif each and m > 1:
+            _count(rows, messages, before, weight, q, nothing, source, c, into_bulk, into)
+        if each and r + rows == m:
+            for k in range(c):
+                gradient, linear_at, at = into + k * c, begin + k * width, raw_at + k * stride_from
+                place = matrix, linear_at, raw, at, stride_to, c, taken, by_log
+                if m > 1:
+                    from_linear(into_bulk, gradient, 1.0, into_bulk, gradient, *place)
+                else:
+                    from_linear(into_bulk, gradient, messages[before + q * c + k], source, 0, *place)
+    if each and m == 1:
+        for step in range(max(start, start + longest, 1), start + steps):
+            into = (step - 1) * more[3] + i * more[4]
+            into_bulk[into : into + c * c] = 0
 
 
 def _backward(
-    low, high, first, stop, counts, sizes, x, raw, turned, scale, top, initial, final, ends, more, weight, messages,
-    behind, start, into_x, into_bulk,
-):  # fmt: skip
-    """The steps from `first` down to after `stop` of the sequences from `low` to before `high`."""
-    g, m, c, log, one = sizes[1], sizes[2], sizes[3], sizes[4] != 0, len(scale) > 0
-    stride_step, stride_set, stride_from, stride_to = sizes[9], sizes[10], sizes[11], sizes[12]
-    by_log, each = log or more[6] != 0, len(into_bulk) > 0
-    ahead, weights = np.empty(4 * c, messages.dtype), np.empty(c)
-    source, nothing = np.empty(4 * c, messages.dtype), np.zeros(c, messages.dtype)
-    room = np.empty(0 if one else c * c, messages.dtype)
-    first_set, first_member = low // m, low % m
-    for step in range(first, stop, -1):
-        now, before = step * g * m * c, (step - 1) * g * m * c
-        held, q, i, r = -1, low, first_set, first_member
-        matrix, begin, width, taken, by_rows = turned, 0, c, 0.0, False
+    low, high, counts, sizes, x, raw, turned, initial, final, ends, more, weight, messages, begun, into_x, into_bulk
+):
+    """The sequences from `low` to before `high`."""
+    v, m, c, block = sizes[0], sizes[2], sizes[3], block_of(sizes)
+    source, ahead = np.empty(4 * room(c), messages.dtype), np.empty(4 * room(c), messages.dtype)
+    linear, held = np.empty(0 if sizes[5] else c * c, messages.dtype), np.full(4, -1.0)
+    behind, nothing = np.empty((high - low) * room(c)), np.zeros(c, messages.dtype)
+    given = sizes, x, raw, turned, initial, final, ends, more, weight
+    rooms = source, ahead, np.empty(block), np.empty(4 * block * c), linear, held, behind, nothing
+    for start in range((v - 1) // block * block, -1, -block):
+        q = low
         while q < high:
-            rows = 4 if r + 4 <= m and q + 4 <= high else 1
-            if step > 0 and i != held:
-                held = i
-                if one:
-                    begin = i * c * c
-                else:
-                    by_rows, taken, width = True, 0.0, stride_from
-                    begin = (step - 1) * stride_step + i * stride_set
-                    fits, most = usable(raw, begin, stride_from, stride_to, c, log)
-                    matrix = raw
-                    if not fits:
-                        taken, most = linear_matrix(raw, begin, stride_from, stride_to, c, log, room)
-                        matrix, begin, width = room, 0, c
-                    if each:
-                        into = (step - 1) * more[3] + i * more[4]
-                        gradient = into_bulk[into : into + c * c]
-                        if m > 1:
-                            gradient[:] = 0
-            for row in range(rows):
-                p, part = q + row, source[row * c : (row + 1) * c]
-                message = messages[now + p * c : now + (p + 1) * c]
-                back = behind[p * c : (p + 1) * c]
-                if weight[p] == 0 or step >= ends[p]:
-                    if len(into_x):
-                        at = step * more[0] + i * more[1] + (r + row) * more[2]
-                        into_x[at : at + c] = 0
-                    part[:] = 0
-                    continue
-                if step == ends[p] - 1:
-                    rest = 0.0
-                    for j in range(c):
-                        rest += float(message[j]) * (float(final[p * c + j]) if len(final) > 0 else 1.0)
-                    factor = 0.0 if rest == 0 else 1.0 / rest
-                    for j in range(c):
-                        back[j] = factor * (float(final[p * c + j]) if len(final) > 0 else 1.0)
-                if len(into_x):
-                    at = step * more[0] + i * more[1] + (r + row) * more[2]
-                    posterior = into_x[at : at + c]
-                    for j in range(c):
-                        posterior[j] = 0.0 if message[j] == 0 else message[j] * back[j] * weight[p]
-                at = step * sizes[6] + i * sizes[7] + (r + row) * sizes[8]
-                if step == 0:
-                    begun = initial[p * c : (p + 1) * c]
-                    return_to(back, begun, x[at : at + c], weights, part)
-                    _pull(begun, part, weight[p], start[p * c : (p + 1) * c])
-                else:
-                    return_to(back, message, x[at : at + c], weights, part)
-            if step > 0:
-                if by_rows:
-                    for row in range(rows):
-                        part = slice(row * c, (row + 1) * c)
-                        row_by_rows(source[part], matrix, begin, width, c, ahead[part])
-                elif rows == 4:
-                    four_rows(source, 0, matrix, begin, width, c, ahead)
-                else:
-                    one_row(source, 0, matrix, begin, width, c, ahead)
-                for row in range(rows):
-                    p, part = q + row, source[row * c : (row + 1) * c]
-                    if weight[p] == 0 or step >= ends[p]:
-                        continue
-                    message = messages[before + p * c : before + (p + 1) * c]
-                    found = ahead[row * c : (row + 1) * c]
-                    factor = weight[p] * _pull(message, found, 1.0, behind[p * c : (p + 1) * c])
-                    for j in range(c):
-                        part[j] *= factor
-                # a sequence that is left out may hold anything
-                from0 = nothing if weight[q] == 0 else messages[before + q * c : before + (q + 1) * c]
-                from1 = from2 = from3 = nothing
-                if rows == 4:
-                    from1 = nothing if weight[q + 1] == 0 else messages[before + (q + 1) * c : before + (q + 2) * c]
-                    from2 = nothing if weight[q + 2] == 0 else messages[before + (q + 2) * c : before + (q + 3) * c]
-                    from3 = nothing if weight[q + 3] == 0 else messages[before + (q + 3) * c : before + (q + 4) * c]
-                if len(counts):
-                    total = counts[i * c * c : (i + 1) * c * c]
-                    if rows == 4:
-                        _count_four(from0, from1, from2, from3, source, total)
-                    else:
-                        _count_one(from0, source, total)
-                elif each:
-                    if rows == 4:
-                        _count_four(from0, from1, from2, from3, source, gradient)
-                    elif m > 1:
-                        _count_one(from0, source, gradient)
-                    else:
-                        _write_one(from0, source, gradient)
-                    if r + rows == m:
-                        for k in range(c):
-                            at = begin + k * width
-                            finish(gradient[k * c : (k + 1) * c], matrix[at : at + c], taken, by_log)
-            q, r = q + rows, r + rows
-            if r == m:
-                i, r = i + 1, 0
+            i, r = q // m, q % m
+            # the number is known where the loop is compiled, twice, but not a type of its own
+            if r + 4 <= m and q + 4 <= high:
+                rows = np.int64(4)
+                _walk(rows, q, i, r, low, start, block, given, rooms, messages, counts, begun, into_x, into_bulk)
+            else:
+                rows = np.int64(1)
+                _walk(rows, q, i, r, low, start, block, given, rooms, messages, counts, begun, into_x, into_bulk)
+            q += rows
 
 
-walk_back = numba.njit(fastmath={"contract"})(_backward)
+walk_back = numba.njit(inline="always")(_backward)
 
 
 @numba.njit(fastmath={"contract"}, forceinline=True)
-def _pull(message, ahead, weight, behind):
-    """`behind` B, so that the posterior sums to the weight; the factor that does it. 0 where nothing comes back."""
-    found = dot(message, ahead)
-    factor = 0.0 if found == 0 else weight / found
-    for j in range(len(message)):
-        behind[j] = ahead[j] * factor
-    return factor
-
-
-@numba.njit(fastmath={"contract"}, forceinline=True)
-def _count_four(a0, a1, a2, a3, b, total):
-    """`total` (c, c) += the transposed rows a (4, c) times `b` (4, c)."""
-    c = len(a0)
-    b0, b1, b2, b3 = b[:c], b[c : 2 * c], b[2 * c : 3 * c], b[3 * c : 4 * c]
-    for k in range(c):
-        x0, x1, x2, x3 = a0[k], a1[k], a2[k], a3[k]
-        row = total[k * c : (k + 1) * c]
-        for j in range(c):
-            row[j] += x0 * b0[j] + x1 * b1[j] + x2 * b2[j] + x3 * b3[j]
-
-
-@numba.njit(fastmath={"contract"}, forceinline=True)
-def _count_one(a, b, total):
-    c = len(a)
-    for k in range(c):
-        x0, row, b0 = a[k], total[k * c : (k + 1) * c], b[:c]
-        for j in range(c):
-            row[j] += x0 * b0[j]
-
-
-@numba.njit(fastmath={"contract"}, forceinline=True)
-def _write_one(a, b, total):
-    c = len(a)
-    for k in range(c):
-        x0, row, b0 = a[k], total[k * c : (k + 1) * c], b[:c]
-        for j in range(c):
-            row[j] = x0 * b0[j]
+def _count(rows, messages, before, weight, q, nothing, source, c, counts, at):
+    """`counts[at:]` (c, c) += the messages before, transposed, times `source` (rows, c)."""
+    # a sequence that is left out may hold anything
+    from0 = nothing if weight[q] == 0 else messages[before + q * c : before + (q + 1) * c]
+    if rows == 4:
+        from1 = nothing if weight[q + 1] == 0 else messages[before + (q + 1) * c : before + (q + 2) * c]
+        from2 = nothing if weight[q + 2] == 0 else messages[before + (q + 2) * c : before + (q + 3) * c]
+        from3 = nothing if weight[q + 3] == 0 else messages[before + (q + 3) * c : before + (q + 4) * c]
+        count_four(from0, from1, from2, from3, source, c, counts, at)
+    else:
+        count_one(from0, source, c, counts, at)
 
 
 @cache
 def _compiled(dtype: torch.dtype) -> Callable[..., None]:
     real = numba.float64 if dtype == torch.float64 else numba.float32
     many, wide, size, whole = real[::1], numba.float64[::1], numba.int64, numba.int64[::1]
-    operands = whole, many, many, many, wide, wide, wide, many, whole, whole
-    return compiled(_backward, numba.void(*(size,) * 4, wide, *operands, wide, many, wide, wide, many, many))
+    operands = whole, many, many, many, wide, many, whole, whole
+    return compiled(_backward, numba.void(size, size, wide, *operands, wide, many, wide, many, many))

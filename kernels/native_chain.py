@@ -16,6 +16,7 @@ from .chain import Chain
 from .exponentials import FLUSH, trusted_sum
 from .native import compiled, cut
 from .native_exp import bits, exp64, from_bits, from_ordered, ordered
+from .native_vectors import LANES, everywhere, larger, largest, load
 
 Array = np.ndarray[Any, Any]
 
@@ -23,6 +24,9 @@ Array = np.ndarray[Any, Any]
 _SHARE = 2**21
 
 _SMALLEST = np.nextafter(0.0, 1.0)
+
+# entries of emissions
+_BLOCK = 512
 
 # from so many states, and members that share a matrix, on products are left to the BLAS
 _WIDE = 96, 16
@@ -117,18 +121,31 @@ def _compiled(dtype: torch.dtype) -> Callable[..., None]:
     return compiled(_prepare, numba.void(many, *strides, many, *strides, size, size, numba.boolean, *outputs))
 
 
+@numba.njit
+def block_of(sizes):
+    """For how many steps emissions are made at a time: what a first-level cache holds.
+
+    One at a time where more sequences than are walked together share a large matrix of a step, which is looked at once.
+    """
+    some = sizes[5] or sizes[2] in (1, 4) or sizes[3] <= LANES
+    return max(1, min(sizes[0], _BLOCK // sizes[3])) if some else 1
+
+
 @numba.njit(fastmath={"contract"})
 def usable(raw, begin, stride_from, stride_to, c, log):
     """Whether a matrix may be used where it lies, and its largest entry."""
     if log or (stride_to != 1 and c > 1):
         return False, 1.0
-    high = ordered(raw.dtype.type(0))
+    # four at a time, so that none waits for another's maximum
+    high0 = high1 = high2 = high3 = everywhere(raw, 0.0)
     for k in range(c):
-        row = raw[begin + k * stride_from : begin + k * stride_from + c]
-        for j in range(c):
-            value = ordered(row[j])
-            high = value if value > high else high
-    top = float(from_ordered(high))
+        for j in range(0, c, 4 * LANES):
+            at, n = begin + k * stride_from + j, c - j
+            high0 = larger(high0, load(raw, at, n, 0.0))
+            high1 = larger(high1, load(raw, at + LANES, n - LANES, 0.0))
+            high2 = larger(high2, load(raw, at + 2 * LANES, n - 2 * LANES, 0.0))
+            high3 = larger(high3, load(raw, at + 3 * LANES, n - 3 * LANES, 0.0))
+    top = float(largest(larger(larger(high0, high1), larger(high2, high3))))
     return not (top < 2.0**-60 or 2.0**60 < top < np.inf) or top == 0, top
 
 

@@ -1,4 +1,4 @@
-"""The exponential, in float64 arithmetic that LLVM turns into vectors, for loops that numba compiles.
+"""The exponential, in arithmetic that LLVM turns into vectors, for loops that numba compiles.
 
     exp(d) = 2^k exp(r)        k = round(d log2(e)),  r = d - k log(2)
 
@@ -18,10 +18,17 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 _LOG2E = math.log2(math.e)
-_HIGH, _LOW = 0.693147180369123816490, 1.90821492927058770002e-10
+LN2 = _HIGH, _LOW = 0.693147180369123816490, 1.90821492927058770002e-10
 
 # added and taken away again, it rounds to an integer, which its last bits then hold
 _ROUND = 1.5 * 2.0**52
+
+# the same for float32, with results below 2^-115 zero
+_LOG2E_32, _HIGH_32, _LOW_32 = np.float32(_LOG2E), np.float32(0.693359375), np.float32(-2.12194440e-4)
+_ROUND_32 = np.float32(1.5 * 2.0**23)
+_LEAST_32 = np.float32(-115 * math.log(2))
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / math.factorial(n)) for n in range(2, 8))
 
 _LEAST = -995 * math.log(2)
 
@@ -76,15 +83,21 @@ def from_ordered(typing: Any, value: Any) -> Any:
     return found(value), generate
 
 
-@numba.njit(fastmath={"contract"}, inline="always")
-def exp64(d):
-    """`exp(d)` for a float64 `d` of at most 0."""
+_inlined = numba.njit(fastmath={"contract"}, forceinline=True)
+
+
+@_inlined
+def _reduced(d):
+    """r and 2^k, with d = k log(2) + r."""
     rounded = d * _LOG2E + _ROUND
     k = rounded - _ROUND
-    r = (d - k * _HIGH) - k * _LOW
-    p = r * (1 / 479001600) + 1 / 39916800
-    p = p * r + 1 / 3628800
-    p = p * r + 1 / 362880
+    scale = from_bits((bits(rounded) + np.int64(1023)) << np.int64(52))
+    return (d - k * _HIGH) - k * _LOW, scale
+
+
+@_inlined
+def _result(d, r, p, scale):
+    """`p`: what of the polynomial stands before r^8."""
     p = p * r + 1 / 40320
     p = p * r + 1 / 5040
     p = p * r + 1 / 720
@@ -94,32 +107,29 @@ def exp64(d):
     p = p * r + 0.5
     p = p * r + 1.0
     p = p * r + 1.0
-    scale = from_bits((bits(rounded) + np.int64(1023)) << np.int64(52))
     return 0.0 if d < _LEAST else p * scale
 
 
-@numba.njit(fastmath={"contract"}, inline="always")
+@_inlined
+def exp64(d):
+    """`exp(d)` for a float64 `d` of at most 0."""
+    r, scale = _reduced(d)
+    p = r * (1 / 479001600) + 1 / 39916800
+    p = p * r + 1 / 3628800
+    p = p * r + 1 / 362880
+    return _result(d, r, p, scale)
+
+
+@_inlined
 def exp_near(d):
     """The same to 1e-11, which is enough for float32 and for the sum of a million of its errors."""
-    rounded = d * _LOG2E + _ROUND
-    k = rounded - _ROUND
-    r = (d - k * _HIGH) - k * _LOW
-    p = r * (1 / 362880) + 1 / 40320
-    p = p * r + 1 / 5040
-    p = p * r + 1 / 720
-    p = p * r + 1 / 120
-    p = p * r + 1 / 24
-    p = p * r + 1 / 6
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
-    scale = from_bits((bits(rounded) + np.int64(1023)) << np.int64(52))
-    return 0.0 if d < _LEAST else p * scale
+    r, scale = _reduced(d)
+    return _result(d, r, 1 / 362880, scale)
 
 
-def exp_for(d: Any, like: Any) -> Any:
-    """`exp(d)` as exactly as a number of the type of `like` is."""
-    raise NotImplementedError  # compiled code has one of the two
+def exp_for(d: float, like: Any) -> float:
+    """`exp(d)`, in float64, to what a number of the type of `like` can tell."""
+    return math.exp(d)
 
 
 @overload(exp_for, inline="always")
@@ -127,3 +137,33 @@ def _exp_for(d, like):
     if like == types.float32:
         return lambda d, like: exp_near(d)
     return lambda d, like: exp64(d)
+
+
+@_inlined
+def exp32(d):
+    """The same in float32, to 1e-7."""
+    rounded = d * _LOG2E_32 + _ROUND_32
+    k = rounded - _ROUND_32
+    r = (d - k * _HIGH_32) - k * _LOW_32
+    p = r * _C7 + _C6
+    p = p * r + _C5
+    p = p * r + _C4
+    p = p * r + _C3
+    p = p * r + _C2
+    p = p * r + _ONE
+    p = p * r + _ONE
+    # times 2^k: the last bits of what has been rounded are k
+    found = from_bits(np.int32(bits(p) + (bits(rounded) << np.int32(23))))
+    return _ZERO if d < _LEAST_32 else found
+
+
+def exp(d: float) -> float:
+    """`exp(d)` in the precision of `d`, float32 or float64."""
+    return math.exp(d)
+
+
+@overload(exp, inline="always")
+def _exp(d):
+    if d == types.float32:
+        return lambda d: exp32(d)
+    return lambda d: exp64(d)

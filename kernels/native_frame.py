@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .chain import Chain
 from .native import compiled
-from .native_backward import walk_back
+from .native_backward import from_linear, walk_back
 from .native_chain import KINDS, Array, limits_of, prepare, ranges, wide
 from .native_forward import walk
 
@@ -115,13 +115,13 @@ def _forward(x_at, raw_at, p0_at, found_at, messages_at, scales_at, keep, sizes,
         log_top, faint,
     )  # fmt: skip
     slots = v if keep else min(v, 2)
-    messages = _at(messages_at, _MANY, none) if keep else np.empty(slots * all_ * c, none.dtype)
+    messages = _at(messages_at, slots * all_ * c, none) if keep else np.empty(slots * all_ * c, none.dtype)
     rests, found = _at(scales_at + v * all_ * none.itemsize, all_, none), _at(found_at, all_, wide)
     lossy, ends = np.zeros(all_, np.bool_), np.full(all_, v)
-    state, reach, reached = np.zeros(3 * all_), np.empty(2 * all_ * c, np.bool_), np.full(2 * all_, -1)
+    low = np.int64(0)  # a literal is a type of its own
     walk(
-        0, all_, 0, v, slots, sizes, x, raw, matrix, scale, top, initial, log_top, faint, none, ends, limits,
-        messages, rests, found, lossy, state, reach, reached,
+        low, all_, slots, sizes, x, raw, matrix, scale, top, initial, log_top, faint, none, ends, limits, messages,
+        rests, found, lossy,
     )  # fmt: skip
     return lossy.any()
 
@@ -152,28 +152,39 @@ def _backward(
     into_x = _at(into_x_at, all_ * v * c, none) if need_x else none
     into_bulk = _at(into_bulk_at, g * (v - 1) * c * c, none) if need_bulk and not one else none
     more = np.array([c, m * v * c, v * c, c * c, (v - 1) * c * c, c, by_log])
-    behind, start, ends = np.zeros(all_ * c), np.zeros(all_ * c), np.full(all_, v)
+    begun, ends = np.zeros(all_ * c), np.full(all_, v)
+    low = np.int64(0)
     walk_back(
-        0, all_, v - 1, -1, counts, sizes, x, raw, turned, scale, top, initial, none, ends, more, weight, messages,
-        behind, start, into_x, into_bulk,
-    )  # fmt: skip
+        low,
+        all_,
+        counts,
+        sizes,
+        x,
+        raw,
+        turned,
+        initial,
+        none,
+        ends,
+        more,
+        weight,
+        messages,
+        begun,
+        into_x,
+        into_bulk,
+    )
     if len(counts):
         into = _at(into_bulk_at, g * c * c, none)
         for i in range(sets):
-            factor = np.exp(-scale[i])
             for k in range(c):
-                for j in range(c):
-                    e = (i * c + k) * c + j
-                    zero = raw[i * sizes[10] + k * sizes[11] + j * sizes[12]] == 0
-                    gone = counts[e] == 0 if by_log else zero
-                    into[e] = 0.0 if gone else counts[e] * (matrix[e] if by_log else factor)
+                e, at = (i * c + k) * c, i * sizes[10] + k * sizes[11]
+                from_linear(into, e, 1.0, counts, e, matrix, e, raw, at, sizes[12], c, scale[i], by_log)
     if need_p0:
         sums = np.zeros(lead[6])
         for q in range(all_):
             factor = np.exp(-log_top[q])
             for j in range(c):
                 share = initial[q * c + j]
-                gradient = start[q * c + j] * (share if by_log else factor)
+                gradient = begun[q * c + j] * (share if by_log else factor)
                 sums[q // m * lead[3] + q % m * lead[4] + j * lead[5]] += 0.0 if share == 0 else gradient
         _at(into_p0_at, lead[6], none)[:] = sums
     return True

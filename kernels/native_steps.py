@@ -1,9 +1,7 @@
 """What one step of a chain does, for the loops that numba compiles: messages times a matrix, emission, scale.
 
-Arrays are flat and contiguous and are cut into rows here: an index that numba knows not to be negative needs no test,
-and only a loop without tests becomes vectors. Maxima are those of bits as integers, which order non-negative floats as
-they are, with NaN above all: maxima of floats, that must not lose NaN, do not become vectors.
-
+Arrays are flat and contiguous, and a row is told by where it begins. Rows of few states are taken in vectors
+(`native_vectors`), and so are those products that need few columns; four long rows at a time are left to the compiler.
 Products are float32 or float64, as the messages; an emission's exponential and the weight that it gives are float64, so
 that neither underflows where the message does not.
 """
@@ -11,21 +9,62 @@ that neither underflows where the message does not.
 import numba
 import numpy as np
 
-from .native_exp import bits, exp_for, from_bits, from_ordered, ordered
+from .native_exp import bits, exp_for, from_bits
+from .native_vectors import LANES, everywhere, flushed, larger, largest, least, load, smaller, store, total, where, wide
 
 _inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
-# sums over the states may be taken in any order
-_dot = numba.njit(fastmath={"contract", "reassoc"}, forceinline=True)
+# columns up to which four rows are taken in vectors: beyond, the matrix is better read as it lies
+_NARROW = 48
 
 
 @_inlined
-def four_rows(a, begin, matrix, p, width, c, out):
-    """`out` (4, c) = `a[begin:]` (4, c) times the matrix (c, c) that begins at `p`, with rows `width` apart."""
-    out0, out1, out2, out3 = out[:c], out[c : 2 * c], out[2 * c : 3 * c], out[3 * c : 4 * c]
-    a0, a1 = a[begin : begin + c], a[begin + c : begin + 2 * c]
-    a2, a3 = a[begin + 2 * c : begin + 3 * c], a[begin + 3 * c : begin + 4 * c]
-    out[: 4 * c] = 0
+def room(c):
+    """How far apart rows lie in a room of our own, where whole vectors are written.
+
+    What has been written under a mask is slow to read at once.
+    """
+    return -(-c // (2 * LANES)) * 2 * LANES
+
+
+@_inlined
+def four_rows(a, matrix, p, width, c, out):
+    """`out` (4, c) = `a` (4, c) times the matrix (c, c) that begins at `p`, with rows `width` apart; both are rooms."""
+    if c <= _NARROW:
+        _four_narrow(a, matrix, p, width, c, out)
+    else:
+        _four_long(a, matrix, p, width, c, out)
+
+
+@_inlined
+def _four_narrow(a, matrix, p, width, c, out):
+    apart, zero = len(a) // 4, everywhere(out, 0.0)
+    for j in range(0, c, 2 * LANES):
+        n, at = c - j, p + j
+        s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zero
+        for k in range(c):
+            left, right = load(matrix, at, n, 0.0), load(matrix, at + LANES, n - LANES, 0.0)
+            a0, a1, a2, a3 = a[k], a[k + apart], a[k + 2 * apart], a[k + 3 * apart]
+            s00, s01, s10, s11 = s00 + a0 * left, s01 + a0 * right, s10 + a1 * left, s11 + a1 * right
+            s20, s21, s30, s31 = s20 + a2 * left, s21 + a2 * right, s30 + a3 * left, s31 + a3 * right
+            at += width
+        store(out, j, LANES, s00)
+        store(out, j + LANES, LANES, s01)
+        store(out, apart + j, LANES, s10)
+        store(out, apart + j + LANES, LANES, s11)
+        store(out, 2 * apart + j, LANES, s20)
+        store(out, 2 * apart + j + LANES, LANES, s21)
+        store(out, 3 * apart + j, LANES, s30)
+        store(out, 3 * apart + j + LANES, LANES, s31)
+
+
+@_inlined
+def _four_long(a, matrix, p, width, c, out):
+    apart = len(a) // 4
+    out0, out1, out2 = out[:c], out[apart : apart + c], out[2 * apart : 2 * apart + c]
+    a0, a1, a2 = a[:c], a[apart : apart + c], a[2 * apart : 2 * apart + c]
+    out3, a3 = out[3 * apart : 3 * apart + c], a[3 * apart : 3 * apart + c]
+    out[:] = 0
     k = 0
     while k + 4 <= c:
         a00, a01, a02, a03 = a0[k], a0[k + 1], a0[k + 2], a0[k + 3]
@@ -56,135 +95,209 @@ def four_rows(a, begin, matrix, p, width, c, out):
 
 
 @_inlined
-def one_row(a, begin, matrix, p, width, c, out):
-    """The same for one row; eight states at a time, so that `out` is read and written once for eight."""
-    out0, a0 = out[:c], a[begin : begin + c]
-    out0[:] = 0
-    k = 0
-    while k + 8 <= c:
-        x0, x1, x2, x3 = a0[k], a0[k + 1], a0[k + 2], a0[k + 3]
-        x4, x5, x6, x7 = a0[k + 4], a0[k + 5], a0[k + 6], a0[k + 7]
-        at = p + k * width
-        row0, row1 = matrix[at : at + c], matrix[at + width : at + width + c]
-        row2, row3 = matrix[at + 2 * width : at + 2 * width + c], matrix[at + 3 * width : at + 3 * width + c]
-        at += 4 * width
-        row4, row5 = matrix[at : at + c], matrix[at + width : at + width + c]
-        row6, row7 = matrix[at + 2 * width : at + 2 * width + c], matrix[at + 3 * width : at + 3 * width + c]
-        for j in range(c):
-            first = x0 * row0[j] + x1 * row1[j] + x2 * row2[j] + x3 * row3[j]
-            second = x4 * row4[j] + x5 * row5[j] + x6 * row6[j] + x7 * row7[j]
-            out0[j] += first + second
-        k += 8
-    while k < c:
-        x0, at = a0[k], p + k * width
-        row0 = matrix[at : at + c]
-        for j in range(c):
-            out0[j] += x0 * row0[j]
-        k += 1
+def one_row(a, matrix, p, width, c, out):
+    """The same for one row."""
+    zero = everywhere(out, 0.0)
+    for j in range(0, c, 2 * LANES):
+        n, rest, at, k = c - j, c - j - LANES, p + j, 0
+        s0 = s1 = t0 = t1 = u0 = u1 = v0 = v1 = zero
+        while k + 4 <= c:
+            x, y, z, w, second, third = a[k], a[k + 1], a[k + 2], a[k + 3], at + width, at + 2 * width
+            fourth = third + width
+            s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
+            t0, t1 = t0 + y * load(matrix, second, n, 0.0), t1 + y * load(matrix, second + LANES, rest, 0.0)
+            u0, u1 = u0 + z * load(matrix, third, n, 0.0), u1 + z * load(matrix, third + LANES, rest, 0.0)
+            v0, v1 = v0 + w * load(matrix, fourth, n, 0.0), v1 + w * load(matrix, fourth + LANES, rest, 0.0)
+            k, at = k + 4, fourth + width
+        while k < c:
+            x = a[k]
+            s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
+            k, at = k + 1, at + width
+        store(out, j, LANES, (s0 + t0) + (u0 + v0))
+        store(out, j + LANES, LANES, (s1 + t1) + (u1 + v1))
 
 
-@_dot
-def row_by_rows(a, matrix, p, width, c, out):
-    """`out` (c) = `a` (c) times the matrix's transpose."""
-    zero = out.dtype.type(0)
-    k = 0
+@_inlined
+def row_by_rows(a, begin, matrix, p, width, c, out, into):
+    """`out[into:]` (c) = `a[begin:]` (c) times the matrix's transpose."""
+    zero = everywhere(out, 0.0)
+    k, at = 0, p
     while k + 4 <= c:
-        at = p + k * width
-        row0, row1 = matrix[at : at + c], matrix[at + width : at + width + c]
-        row2, row3 = matrix[at + 2 * width : at + 2 * width + c], matrix[at + 3 * width : at + 3 * width + c]
-        s0, s1, s2, s3 = zero, zero, zero, zero
-        for j in range(c):
-            s0 += a[j] * row0[j]
-            s1 += a[j] * row1[j]
-            s2 += a[j] * row2[j]
-            s3 += a[j] * row3[j]
-        out[k], out[k + 1], out[k + 2], out[k + 3] = s0, s1, s2, s3
-        k += 4
+        s0 = s1 = s2 = s3 = zero
+        for j in range(0, c, LANES):
+            n, row, place = c - j, load(a, begin + j, c - j, 0.0), at + j
+            s0 = s0 + row * load(matrix, place, n, 0.0)
+            s1 = s1 + row * load(matrix, place + width, n, 0.0)
+            s2 = s2 + row * load(matrix, place + 2 * width, n, 0.0)
+            s3 = s3 + row * load(matrix, place + 3 * width, n, 0.0)
+        here = into + k
+        out[here], out[here + 1], out[here + 2], out[here + 3] = total(s0), total(s1), total(s2), total(s3)
+        k, at = k + 4, at + 4 * width
     while k < c:
-        at = p + k * width
-        row0, s0 = matrix[at : at + c], zero
-        for j in range(c):
-            s0 += a[j] * row0[j]
-        out[k] = s0
-        k += 1
+        s0 = zero
+        for j in range(0, c, LANES):
+            s0 = s0 + load(a, begin + j, c - j, 0.0) * load(matrix, at + j, c - j, 0.0)
+        out[into + k] = total(s0)
+        k, at = k + 1, at + width
 
 
-@_dot
-def dot(a, b):
-    """The sum of the products of two rows, in float64."""
+@_inlined
+def largest_of(row, begin, c):
+    """The largest entry; of NaNs nothing is known."""
+    high = everywhere(row, -np.inf)
+    for j in range(0, c, LANES):
+        high = larger(high, load(row, begin + j, c - j, -np.inf))
+    return largest(high)
+
+
+@_inlined
+def emissions(x, begin, stride, steps, c, shifts, first, out, into):
+    """`out[into:]` (steps, c) = `exp(x - shift)` of rows `stride` apart, `shifts[first:]` their largest; in float64."""
+    for t in range(steps):
+        at = begin + t * stride
+        shift = float(largest_of(x, at, c))
+        shifts[first + t] = shift
+        # -inf - (-inf) is no zero
+        away = 0.0 if shift == -np.inf else shift
+        for j in range(0, c, LANES):
+            store(out, into + t * c + j, c - j, wide(load(x, at + j, c - j, 0.0)) - away)
+    # an index that numba knows not to be negative needs no test, and only a loop without tests becomes vectors
+    part = out[into : into + max(steps, 0) * c]
+    for e in range(len(part)):
+        part[e] = exp_for(part[e], x[begin])
+
+
+@numba.njit(fastmath={"contract"})
+def emissions_reached(x, begin, reached, r, c, out, into):
+    """The same of one row, with the largest x where something is reached (`reached[r:]`) for the shift; 0 elsewhere."""
+    shift = -np.inf
+    for j in range(c):
+        if reached[r + j] != 0 and not x[begin + j] <= shift:
+            shift = float(x[begin + j])
+    away = 0.0 if shift == -np.inf else shift
+    for j in range(c):
+        entry = float(x[begin + j])
+        out[into + j] = exp_for(entry - away, x[begin]) if reached[r + j] != 0 or np.isnan(entry) else 0.0
+    return shift
+
+
+@_inlined
+def weigh(rows, r, emission, e, c):
+    """The largest of the rows times the emission, in float64, and the least of the rows."""
+    high, low = everywhere(emission, 0.0), everywhere(rows, np.inf)
+    for j in range(0, c, LANES):
+        row = load(rows, r + j, c - j, np.inf)
+        low = smaller(low, row)
+        high = larger(high, wide(load(rows, r + j, c - j, 0.0)) * load(emission, e + j, c - j, 0.0))
+    return largest(high), least(low)
+
+
+@_inlined
+def settle(rows, r, emission, e, c, factor, flush, state, a, message, s):
+    """`state[a:]` and `message[s:]` = the rows times the emission times a factor, 0 where that is below `flush`."""
+    for j in range(0, c, LANES):
+        weight = wide(load(rows, r + j, c - j, 0.0)) * load(emission, e + j, c - j, 0.0) * factor
+        found = flushed(weight, flush)
+        store(state, a + j, LANES, found)
+        store(message, s + j, c - j, found)
+
+
+@_inlined
+def unit(z):
+    """A power of two that brings z to between 1/2 and 1, and minus its exponent.
+
+    For 0, infinity and NaN it is 0, 0 and NaN, and minus its exponent 0.
+    """
+    if 0 < z < np.inf:
+        exponent = min((bits(z) >> np.int64(52)) - np.int64(1022), np.int64(1022))
+        return from_bits((np.int64(1023) - exponent) << np.int64(52)), exponent
+    return 1 / z if z != 0 else 0.0, np.int64(0)
+
+
+@_inlined
+def ending(message, s, final, c):
+    """The sum of a last message, weighted where there are weights."""
     found = 0.0
-    for j in range(len(a)):
-        found += float(a[j]) * float(b[j])
+    for j in range(c):
+        found += float(message[s + j]) * (float(final[j]) if len(final) > 0 else 1.0)
     return found
 
 
 @_inlined
-def emit(sums, x, flush, weights, message):
-    """The message: `sums` U times `exp(x - shift)`, over its largest entry z. Returns z, the shift and the least U.
-
-    The shift is the largest x, or, where that would be too far above the states that can be reached, the largest of
-    those. Entries below `flush` are zero. `weights` is room for c numbers in float64.
-    """
-    c = len(sums)
-    high, low = ordered(x.dtype.type(-np.inf)), bits(sums.dtype.type(np.inf))
-    for j in range(c):
-        value, sum_ = ordered(x[j]), bits(sums[j])
-        high = value if value > high else high
-        low = sum_ if sum_ < low else low
-    shift = float(from_ordered(high))
-    z = _weigh(sums, x, shift, weights)
-    if z < 2.0**-24:
-        high = ordered(x.dtype.type(-np.inf))
-        for j in range(c):
-            value = ordered(x[j])
-            if sums[j] != 0 and value > high:
-                high = value
-        shift = float(from_ordered(high))
-        z = _weigh(sums, x, shift, weights)
-    factor = 1 / z if z > 0 else 0.0
-    for j in range(c):
-        weight = weights[j] * factor
-        message[j] = 0.0 if weight < flush else weight
-    return z, shift, from_bits(low)
-
-
-@_inlined
-def _weigh(sums, x, shift, weights):
-    """`sums exp(x - shift)` and its largest entry; what lies above the shift cannot be reached."""
-    away = 0.0 if shift == -np.inf else shift
-    top = np.int64(0)
-    for j in range(len(sums)):
-        d = float(x[j]) - away
-        weight = sums[j] * exp_for(0.0 if d > 0.0 else d, x[j])
-        weights[j] = weight
-        value = bits(weight)
-        top = value if value > top else top
-    return from_bits(top)
-
-
-@_inlined
-def return_to(behind, reached, x, weights, source):
-    """`source` R = B exp(x - shift) over its largest entry, where `reached` is not zero.
+def return_to(behind, b, reached, r, x, begin, emission, e, c, source, s):
+    """`source` R = B times the emission, brought to 1, where something is reached; 0 elsewhere.
 
     `behind` B (c) float64; what no path enters has a B of any size, and no influence.
     """
-    c = len(source)
-    high = ordered(x.dtype.type(-np.inf))
-    for j in range(c):
-        value = ordered(x[j])
-        value = value if reached[j] != 0 else ordered(x.dtype.type(-np.inf))
-        high = value if value > high else high
-    shift = float(from_ordered(high))
-    away = 0.0 if shift == -np.inf else shift
-    top = np.int64(0)
-    for j in range(c):
-        d = float(x[j]) - away
-        weight = behind[j] * exp_for(0.0 if d > 0.0 else d, x[j])
-        weight = weight if reached[j] != 0 else 0.0
-        weights[j] = weight
-        value = bits(weight)
-        top = value if value > top else top
-    z = from_bits(top)
-    factor = 1 / z if z > 0 else 0.0
-    for j in range(c):
-        source[j] = weights[j] * factor
+    z, most = _weigh_reached(behind, b, reached, r, emission, e, c)
+    if most < 2.0**-24:
+        emissions_reached(x, begin, reached, r, c, emission, e)
+        z, most = _weigh_reached(behind, b, reached, r, emission, e, c)
+    factor, _ = unit(z)
+    for j in range(0, c, LANES):
+        weight = load(behind, b + j, c - j, 0.0) * load(emission, e + j, c - j, 0.0) * factor
+        store(source, s + j, LANES, where(load(reached, r + j, c - j, 0.0), weight))
+
+
+@_inlined
+def _weigh_reached(rows, b, reached, r, emission, e, c):
+    """The largest of the rows times the emission, and of the emission, where something is reached."""
+    high = most = everywhere(emission, 0.0)
+    for j in range(0, c, LANES):
+        some, here = load(reached, r + j, c - j, 0.0), load(emission, e + j, c - j, 0.0)
+        high = larger(high, where(some, load(rows, b + j, c - j, 0.0) * here))
+        most = larger(most, where(some, here))
+    return largest(high), largest(most)
+
+
+@_inlined
+def pull(message, s, ahead, a, weight, c, behind, b):
+    """`behind` B, so that the posterior, message times B, sums to the weight; the factor that does it.
+
+    All is 0 where nothing comes back.
+    """
+    sums = everywhere(behind, 0.0)
+    for j in range(0, c, LANES):
+        sums = sums + wide(load(message, s + j, c - j, 0.0)) * wide(load(ahead, a + j, c - j, 0.0))
+    found = total(sums)
+    factor = 0.0 if found == 0 else weight / found
+    for j in range(0, c, LANES):
+        store(behind, b + j, LANES, wide(load(ahead, a + j, c - j, 0.0)) * factor)
+    return factor
+
+
+@_inlined
+def posterior(message, s, behind, b, weight, c, out, o):
+    """`out` = message times B times the weight; 0 where the message is, whatever B is."""
+    for j in range(0, c, LANES):
+        row = load(message, s + j, c - j, 0.0)
+        store(out, o + j, c - j, where(row, wide(row) * load(behind, b + j, c - j, 0.0) * weight))
+
+
+@_inlined
+def multiply(row, r, c, factor):
+    """Multiply a row in place."""
+    for j in range(0, c, LANES):
+        store(row, r + j, LANES, wide(load(row, r + j, c - j, 0.0)) * factor)
+
+
+@_inlined
+def count_four(a0, a1, a2, a3, b, c, counts, at):
+    """`counts[at:]` (c, c) += the transposed rows a (4, c) times `b` (4, c)."""
+    apart = len(b) // 4
+    b0, b1, b2, b3 = b[:c], b[apart : apart + c], b[2 * apart : 2 * apart + c], b[3 * apart : 3 * apart + c]
+    for k in range(c):
+        x0, x1, x2, x3 = a0[k], a1[k], a2[k], a3[k]
+        row = counts[at + k * c : at + (k + 1) * c]
+        for j in range(c):
+            row[j] += x0 * b0[j] + x1 * b1[j] + x2 * b2[j] + x3 * b3[j]
+
+
+@_inlined
+def count_one(a, b, c, counts, at):
+    """The same for one row."""
+    for k in range(c):
+        x, row = a[k], at + k * c
+        for j in range(0, c, LANES):
+            count = x * load(b, j, c - j, 0.0)
+            store(counts, row + j, c - j, count + load(counts, row + j, c - j, 0.0))

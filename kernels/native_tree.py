@@ -9,7 +9,6 @@ numbers do not do. Exponentials are good to 1e-7 (float32) and 3e-16, and 0 belo
 Cost of a product: c^3 multiply-adds, two passes over its result and two over each leaf. Tested against `kernels.tree`.
 """
 
-import math
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -18,12 +17,9 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from . import native_exp, tree
-from .exponentials import FLUSH
 from .native import compiled
 from .nodes import Block, Nodes
 
@@ -33,13 +29,7 @@ bits: Any = native_exp.bits
 from_bits: Any = native_exp.from_bits
 ordered: Any = native_exp.ordered
 from_ordered: Any = native_exp.from_ordered
-
-# log2(e), log(2) in two parts of which the first times a small integer is exact, and what rounds to an integer
-_LOG2E, _HIGH, _LOW = np.float32(math.log2(math.e)), np.float32(0.693359375), np.float32(-2.12194440e-4)
-_ROUND = np.float32(1.5 * 2.0**23)
-_LEAST = np.float32(math.log(FLUSH[torch.float32]))
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / math.factorial(n)) for n in range(2, 8))
+exp: Any = native_exp.exp
 
 
 class Arithmetic(tree.Arithmetic):
@@ -112,31 +102,6 @@ def _lines(values: Tensor) -> tuple[Any, ...]:
     return flat, over_sets, over_slots, over_rows, rows, length
 
 
-def _exp(d: Any) -> Any:
-    """`exp(d)` for a `d` of at most 0, in its own precision."""
-
-
-@overload(_exp, inline="always")
-def _exp_of(d):  # type: ignore[no-untyped-def]
-    return _exp32 if d == types.float32 else native_exp.exp64.py_func
-
-
-def _exp32(d):  # type: ignore[no-untyped-def]
-    rounded = d * _LOG2E + _ROUND
-    k = rounded - _ROUND
-    r = (d - k * _HIGH) - k * _LOW
-    p = r * _C7 + _C6
-    p = p * r + _C5
-    p = p * r + _C4
-    p = p * r + _C3
-    p = p * r + _C2
-    p = p * r + _ONE
-    p = p * r + _ONE
-    # times 2^k: the last bits of what has been rounded are k
-    found = from_bits(np.int32(bits(p) + (bits(rounded) << np.int32(23))))
-    return _ZERO if d < _LEAST else found
-
-
 def _leaves(out, taken, part, z0, i0, sets, slots, flat, over_sets, over_slots, over_rows, rows, length):  # type: ignore[no-untyped-def]
     """Logarithms less the largest of each matrix, that `part` of `taken` (g, p, 4), as linear numbers (n, c, c).
 
@@ -158,7 +123,7 @@ def _leaves(out, taken, part, z0, i0, sets, slots, flat, over_sets, over_slots, 
             line = flat[start + row * over_rows : start + row * over_rows + length]
             target = found[n, row * length : (row + 1) * length]
             for j in range(length):
-                target[j] = _exp(line[j] - shift)
+                target[j] = exp(line[j] - shift)
 
 
 def _finish(sums, trusted, taken, z0, i0, sets, slots, flat, over_sets, over_slots, over_rows, rows, length):  # type: ignore[no-untyped-def]

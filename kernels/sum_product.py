@@ -23,12 +23,17 @@ def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Te
     scales = chain.new(steps + 1, g, m, 1)
     slots = messages[: chain.v] if keep else chain.new(min(chain.v, 2), g, m, c)
     log_norm, lossy = linear_chain.forward(chain, linear_chain.Kept(slots, scales[: chain.v], scales[-1]))
+    return log_norm, messages, scales, redo(chain, lossy, log_norm, messages if keep else None)
+
+
+def redo(chain: Chain, lossy: Tensor | None, log_norm: Tensor, messages: Tensor | None) -> Tensor:
+    """Write the log-partition, and the messages, of the sequences that are lossy; which have been written (g, m)."""
     redone = torch.zeros_like(log_norm, dtype=torch.bool)
     if lossy is not None:
-        exact = log_chain.forward(chain, lossy, messages if keep else None)
+        exact = log_chain.forward(chain, lossy, messages)
         log_norm[exact.sets[:, None], exact.members] = exact.log_norm
         redone[exact.sets[:, None], exact.members] = True
-    return log_norm, messages, scales, redone
+    return redone
 
 
 def backward(
@@ -61,10 +66,25 @@ def backward(
         linear = linear_chain.Kept(slots, scales[: chain.v], scales[-1])
         source = linear_chain.backward(chain, linear, rest, grad_x, grad_bulk)
         grad_p0 = linear_chain.start_gradient(chain, source).double()
-    if some:
+    return with_redone(chain, log_norm, messages, redone, weight, scale, grad_x, grad_bulk, grad_p0)
+
+
+def with_redone(
+    chain: Chain,
+    log_norm: Tensor,
+    messages: Tensor,
+    redone: Tensor,
+    weight: Tensor,
+    scale: float,
+    grad_x: Tensor | None,
+    grad_bulk: Tensor | None,
+    grad_p0: Tensor,
+) -> Tensor:
+    """Add the gradients of the sequences redone to the others', and multiply all with the scale; see `near_one`."""
+    if redone.any():
         sets, members = log_chain.rectangle(redone)
         done = log_chain.Forward(sets, members, log_norm[sets][:, members])
-        log_chain.backward(chain, done, messages, weight, grad_x, grad_bulk, grad_p0)
+        log_chain.backward(chain, done, messages, weight.to(chain.dtype), grad_x, grad_bulk, grad_p0)
     if scale != 1.0:
         for gradient in (grad_x, grad_bulk):
             if gradient is not None:

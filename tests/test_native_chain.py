@@ -121,3 +121,41 @@ def test_far_weights_are_left_to_the_whole_path():
     out = logchain.product(x, torch.full((1, 2, 2), 0.5), torch.ones(2))
     out.backward(torch.tensor([2.0**100, 1.0]))
     torch.testing.assert_close(x.grad[0], torch.full((3, 2), 2.0**99))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c", [3, 17, 50])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 299), (7, 1, 299), (7, 1, 1)], ids=str)
+@pytest.mark.parametrize("lengths", [None, [300, 1, 128, 300, 129, 2, 299]], ids=["whole", "ends"])
+def test_many_blocks_of_steps_agree_with_torch(shape, lengths, c, dtype, monkeypatch):
+    """Sequences in fours and alone, that end in different blocks, one of them without a weight."""
+    generator = torch.Generator().manual_seed(c)
+    x = 3 * torch.randn(7, 300, c, generator=generator, dtype=dtype)
+    x[1, 0, : c - 1] = x[4, 100, 1:] = -torch.inf
+    bulk = torch.rand(shape[0], shape[2], c, c, generator=generator, dtype=dtype)
+    bulk[..., 0, 1:] *= 1e-5
+    p0 = torch.rand(c, generator=generator, dtype=dtype)
+    weight = torch.tensor([1.0, -2.0, 0.5, 0.0, 1.0, 3.0, 1.0], dtype=dtype)
+
+    def found():
+        leaves = [operand.clone().requires_grad_() for operand in (x, bulk, p0)]
+        out = logchain.product(*leaves, lengths=None if lengths is None else torch.tensor(lengths))
+        return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
+
+    compiled = found()
+    monkeypatch.setattr(_device, "_numba", lambda: False)
+    _frames._known.clear()
+    bound = 2e-5 if dtype == torch.float32 else 1e-11
+    for one, other in zip(compiled, found(), strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound * other.abs().max().item())
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_an_entry_far_below_the_others_has_its_gradient(m):
+    """It underflows where a matrix is brought to 1, and is no zero."""
+    bulk = torch.tensor([[2.0**70, 2.0**-100], [2.0**70, 2.0**70]]).expand(2, 2, 2).clone()
+    x, p0 = torch.zeros(m, 3, 2), torch.ones(2)
+    leaf, truth = bulk.clone().requires_grad_(), bulk.double().requires_grad_()
+    (found,) = torch.autograd.grad(logchain.product(x, leaf, p0).sum(), leaf)
+    (expected,) = torch.autograd.grad(m * (p0.double() @ truth[0] @ truth[1]).sum().log(), truth)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

@@ -1,0 +1,223 @@
+"""Vectors of eight floats, for loops that numba compiles: what LLVM makes of a loop over few states takes them singly.
+
+A vector is of the dtype of the array that it comes from; `+`, `-` and `*` take vectors and numbers, and a product and a
+sum may become one operation. Arrays are flat and contiguous. Behind a row's last entry, `n` from the place on, nothing
+is read and nothing written.
+"""
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+LANES = 8
+
+_FLOATS = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
+
+
+class Vector(types.Type):
+    """The type of a vector of float32 or float64."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+        super().__init__(name=f"Vector({dtype})")
+
+
+@register_model(Vector)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, _vector(vector.dtype))
+
+
+def _vector(dtype: Any) -> ir.VectorType:
+    return ir.VectorType(_FLOATS[dtype], LANES)
+
+
+def _all(builder: Any, value: Any) -> Any:
+    """A number in all lanes."""
+    vector = ir.VectorType(value.type, LANES)
+    none = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(none, value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def _lanes(context: Any, builder: Any, value: Any, given: Any, dtype: Any) -> Any:
+    """A vector or a number as a vector of some dtype."""
+    if not isinstance(given, Vector):
+        return _all(builder, context.cast(builder, value, given, dtype))
+    if given.dtype == dtype:
+        return value
+    convert = builder.fpext if dtype == types.float64 else builder.fptrunc
+    return convert(value, _vector(dtype))
+
+
+def _row(context: Any, builder: Any, array: Any, value: Any, at: Any, n: Any) -> tuple[Any, Any, str]:
+    """Where a row's vector lies, which lanes are the row's, and how LLVM names its type."""
+    vector, short = _vector(array.dtype), ir.IntType(32)
+    place = builder.gep(context.make_array(array)(context, builder, value).data, [at])
+    lane = ir.Constant(ir.VectorType(short, LANES), list(range(LANES)))
+    some = builder.icmp_signed("<", lane, _all(builder, builder.trunc(n, short)))
+    return builder.bitcast(place, vector.as_pointer()), some, f"v{LANES}f{array.dtype.bitwidth}"
+
+
+def _call(builder: Any, name: str, result: Any, args: list[Any], flags: tuple[str, ...] = ()) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args, fastmath=flags)
+
+
+def _aligned(array: Any) -> Any:
+    return ir.Constant(ir.IntType(32), array.dtype.bitwidth // 8)
+
+
+@intrinsic
+def borrowed(typing: Any, array: Any) -> Any:
+    """The array without a share in its memory, which its owner holds meanwhile.
+
+    In a loop, counting the shares takes longer than a step.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = context.make_array(array)(context, builder, args[0])
+        found.meminfo, found.parent = (ir.Constant(part.type, None) for part in (found.meminfo, found.parent))
+        return found._getvalue()
+
+    return array(array), generate
+
+
+@intrinsic
+def load(typing: Any, array: Any, at: Any, n: Any, rest: Any) -> Any:
+    """The entries from a place on, `n` at most, and the `rest`, a number, in the lanes behind them."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place, some, name = _row(context, builder, array, *args[:3])
+        other = _lanes(context, builder, args[3], rest, array.dtype)
+        operands = [place, _aligned(array), some, other]
+        return _call(builder, f"llvm.masked.load.{name}.p0{name}", _vector(array.dtype), operands)
+
+    return Vector(array.dtype)(array, types.intp, types.intp, rest), generate
+
+
+@intrinsic
+def store(typing: Any, array: Any, at: Any, n: Any, vector: Any) -> Any:
+    """Write a vector, in the array's dtype, to a place, `n` entries at most."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place, some, name = _row(context, builder, array, *args[:3])
+        value = _lanes(context, builder, args[3], vector, array.dtype)
+        operands = [value, place, _aligned(array), some]
+        _call(builder, f"llvm.masked.store.{name}.p0{name}", ir.VoidType(), operands)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, vector), generate
+
+
+@intrinsic
+def everywhere(typing: Any, array: Any, value: Any) -> Any:
+    """A number in all lanes, as an array has them."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _lanes(context, builder, args[1], value, array.dtype)
+
+    return Vector(array.dtype)(array, value), generate
+
+
+@intrinsic
+def wide(typing: Any, vector: Any) -> Any:
+    """The same in float64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _lanes(context, builder, args[0], vector, types.float64)
+
+    return Vector(types.float64)(vector), generate
+
+
+def _arithmetic(function: Any, operation: str) -> None:
+    """Let one of Python's operators have vectors; of two dtypes, a vector's, and the wider one, is the result's."""
+
+    @infer_global(function)
+    class _Signature(AbstractTemplate):
+        def generic(self, args: Any, kws: Any) -> Any:
+            vectors = [given.dtype for given in args if isinstance(given, Vector)]
+            return signature(Vector(max(vectors, key=lambda dtype: dtype.bitwidth)), *args) if vectors else None
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        dtype = signature.return_type.dtype
+        x, y = (_lanes(context, builder, *pair, dtype) for pair in zip(args, signature.args, strict=True))
+        return getattr(builder, operation)(x, y, flags=("contract",))
+
+    for kinds in ((Vector, Vector), (Vector, types.Number), (types.Number, Vector)):
+        lower_builtin(function, *kinds)(generate)
+
+
+for _function, _operation in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul")):
+    _arithmetic(_function, _operation)
+
+
+@intrinsic
+def where(typing: Any, reached: Any, vector: Any) -> Any:
+    """The vector where another is not zero, and 0 where it is."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        some = builder.fcmp_unordered("!=", args[0], ir.Constant(args[0].type, [0.0] * LANES))
+        return builder.select(some, args[1], ir.Constant(args[1].type, [0.0] * LANES))
+
+    return vector(reached, vector), generate
+
+
+@intrinsic
+def flushed(typing: Any, vector: Any, flush: Any) -> Any:
+    """The vector, and 0 where it is below a number."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        less = builder.fcmp_ordered("<", args[0], _lanes(context, builder, args[1], flush, vector.dtype))
+        return builder.select(less, ir.Constant(args[0].type, [0.0] * LANES), args[0])
+
+    return vector(vector, flush), generate
+
+
+def _chosen(relation: str) -> tuple[Any, Any]:
+    """What chooses between two vectors entry by entry, and among the entries of one.
+
+    Of a NaN and a number it may choose either.
+    """
+
+    def choose(builder: Any, a: Any, b: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(relation, a, b), a, b)
+
+    @intrinsic
+    def entries(typing: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return choose(builder, *args)
+
+        return a(a, a), generate
+
+    @intrinsic
+    def one(typing: Any, vector: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found, short = args[0], ir.IntType(32)
+            for half in (4, 2, 1):
+                lanes = ir.Constant(ir.VectorType(short, LANES), [(lane + half) % LANES for lane in range(LANES)])
+                found = choose(builder, found, builder.shuffle_vector(found, found, lanes))
+            return builder.extract_element(found, ir.Constant(short, 0))
+
+        return vector.dtype(vector), generate
+
+    return entries, one
+
+
+(larger, largest), (smaller, least) = _chosen(">"), _chosen("<")
+
+
+@intrinsic
+def total(typing: Any, vector: Any) -> Any:
+    """The sum of the entries, in any order."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero, name = ir.Constant(_FLOATS[vector.dtype], -0.0), f"v{LANES}f{vector.dtype.bitwidth}"
+        return _call(builder, f"llvm.vector.reduce.fadd.{name}", zero.type, [zero, args[0]], ("reassoc",))
+
+    return vector.dtype(vector), generate

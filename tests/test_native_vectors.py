@@ -1,0 +1,87 @@
+"""The vectors of compiled loops: rows that do not fill them, NaN and infinity, numbers beside vectors."""
+
+import numba
+import numpy as np
+import pytest
+
+from logchain.kernels import native_vectors as vectors
+
+REALS = [np.float32, np.float64]
+LENGTHS = [1, 7, 8, 9, 20]
+
+
+@numba.njit
+def combine(a, b, out, c):
+    for j in range(0, c, vectors.LANES):
+        x, y = vectors.load(a, j, c - j, 0.0), vectors.load(b, j, c - j, 0.0)
+        vectors.store(out, j, c - j, 2.0 * x * y + (x - 1.0))
+
+
+@numba.njit
+def extremes(a, c):
+    high, low = vectors.everywhere(a, -np.inf), vectors.everywhere(a, np.inf)
+    sums = vectors.everywhere(a, 0.0)
+    for j in range(0, c, vectors.LANES):
+        high = vectors.larger(high, vectors.load(a, j, c - j, -np.inf))
+        low = vectors.smaller(low, vectors.load(a, j, c - j, np.inf))
+        sums = sums + vectors.load(a, j, c - j, 0.0)
+    return vectors.largest(high), vectors.least(low), vectors.total(sums)
+
+
+@numba.njit
+def chosen(reached, a, flush, out, c):
+    for j in range(0, c, vectors.LANES):
+        some, wide = vectors.load(reached, j, c - j, 0.0), vectors.wide(vectors.load(a, j, c - j, 0.0))
+        vectors.store(out, j, c - j, vectors.flushed(vectors.where(some, wide), flush))
+
+
+@numba.njit
+def sum_without_a_share(a, times):
+    total = 0.0
+    for _ in range(times):
+        total += vectors.borrowed(a)[1:].sum()
+    return total
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("c", LENGTHS)
+def test_arithmetic_stays_within_the_row(c, real):
+    a, b, out = np.arange(c, dtype=real) + 1, np.full(c + 8, 3, real), np.full(c + 8, np.nan, real)
+    padded = np.concatenate([a, np.full(8, np.nan, real)])
+    combine(padded, b, out, c)
+    np.testing.assert_array_equal(out[:c], 6 * a + (a - 1))
+    assert np.isnan(out[c:]).all()
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("c", LENGTHS)
+def test_extremes_and_sum_of_a_row(c, real):
+    generator = np.random.default_rng(c)
+    a = np.concatenate([generator.standard_normal(c), np.full(8, np.nan)]).astype(real)
+    high, low, total = extremes(a, c)
+    assert (high, low) == (a[:c].max(), a[:c].min())
+    np.testing.assert_allclose(total, a[:c].astype(np.float64).sum(), rtol=0, atol=c * np.finfo(real).eps * 4)
+
+
+@pytest.mark.parametrize("place", [0, 3, 8])
+def test_infinity_is_found_wherever_it_is(place):
+    a = np.zeros(9)
+    a[place] = np.inf
+    assert extremes(a, 9)[0] == np.inf
+    assert extremes(-a, 9)[1] == -np.inf
+
+
+@pytest.mark.parametrize("out", REALS)
+def test_what_is_not_reached_or_too_small_is_zero(out):
+    reached = np.array([1, 0, -2, np.nan, 0, 1, 1, 1, 1], np.float32)
+    a = np.array([5, np.nan, 3, 4, np.inf, 1e-3, np.nan, 2, 0], np.float32)
+    found = np.full(9, -1, out)
+    chosen(reached, a, 1e-2, found, 9)
+    np.testing.assert_array_equal(found, np.array([5, 0, 3, 4, 0, 0, np.nan, 2, 0], out))
+
+
+def test_a_borrowed_array_leaves_its_owner_the_memory():
+    a = np.arange(5.0)
+    before = a.copy()
+    assert sum_without_a_share(a, 1000) == 10_000
+    np.testing.assert_array_equal(a, before)
