@@ -11,14 +11,11 @@ make it a chain of its own; all of them are one batch for the kernels of a seque
 so is the head. The w and f are float64. Where something that may matter underflows, be it in a product or between them,
 the whole batch is left to the sequential schedule.
 
-What a backward pass needs lies in two tensors, as in `sum_product`: `messages` (length + 3, count g m, 1, c) are those
-of the segments, then the weights f, what enters, and the head's messages; `scales` (length + 4, count g m, 1, 1) those
-of the segments, the head's sum, its scales, and the segments' sums. After the sequential schedule it is that one's
-memory. `redone` (2, g, m): which sequences were redone in log space, and whether the schedule was sequential.
+What a backward pass needs lies in `messages` and `scales`, as `kept_segments` has it. `redone` (2, g, m): which
+sequences were redone in log space, and whether the schedule was sequential.
 """
 
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +23,13 @@ from torch import Tensor
 from .between_segments import Between
 from .chain import Chain
 from .cut import Cut, count_of
+from .kept_segments import MORE, Kept, as_kept, as_sequential, shapes
 from .segments import products
-
-# rows of `messages` and of `scales` beyond those of the segments' steps
-_MORE = 3
 
 
 def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
     """Those of `messages`, `scales` and `redone`, of which the first two are empty unless they are kept."""
-    count, length = count_of(v, segments)
-    if not keep:
-        return (0,), (0,), (2, g, m)
-    return (length + _MORE, count * g * m, 1, c), (length + _MORE + 1, count * g * m, 1, 1), (2, g, m)
+    return (*(shapes(*count_of(v, segments), g, m, c) if keep else ((0,), (0,))), (2, g, m))
 
 
 def forward(
@@ -50,21 +42,17 @@ def forward(
     count, length = count_of(steps, segments)
     found = None
     if count < chain.v:
-        found = _forward(Cut(chain, count), kernels, keep, length + _MORE)
-    shapes = kept_shapes(steps, chain.g, chain.m, chain.c, segments, keep)
+        found = _forward(Cut(chain, count), kernels, keep, length + MORE)
     if found is not None:
-        redone = torch.zeros(shapes[2], dtype=torch.bool, device=found[0].device)
-        return found[0], found[1].view(shapes[0]), found[2].view(shapes[1]), redone
-    room = (length + _MORE) * count if keep else chain.v
-    log_norm, messages, scales, single = kernels.forward(chain, keep=keep, steps=room)
+        redone = torch.zeros(2, chain.g, chain.m, dtype=torch.bool, device=found[0].device)
+        return *found, redone
+    log_norm, messages, scales, single = kernels.forward(
+        chain, keep=keep, steps=(length + MORE) * count if keep else chain.v
+    )
     redone = torch.stack([single, torch.ones_like(single)])
     if not keep:
         return log_norm, chain.new(0), chain.new(0), redone
-    messages[chain.v :] = 0.0  # whose results are compared, finds the same twice
-    scales[chain.v : -1] = 0.0
-    padded = chain.new(*shapes[1]).zero_()
-    padded.view(-1)[: scales.numel()] = scales.view(-1)
-    return log_norm, messages.view(shapes[0]), padded, redone
+    return log_norm, *as_kept(chain, count, length, messages, scales), redone
 
 
 def backward(
@@ -82,13 +70,10 @@ def backward(
     segments: int,
 ) -> Tensor:
     """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.sum_product`."""
-    g, m, c = chain.g, chain.m, chain.c
     count, length = count_of(steps, segments)
     if redone[1].any():
-        room = (length + _MORE) * count
-        scales = scales.view(-1)[: (room + 1) * g * m].view(room + 1, g, m, 1)
-        messages = messages.view(room, g, m, c)
-        found: Tensor = kernels.backward(chain, log_norm, messages, scales, redone[0], weight, grad_x, grad_bulk)
+        kept = as_sequential(chain, count, messages, scales)
+        found: Tensor = kernels.backward(chain, log_norm, *kept, redone[0], weight, grad_x, grad_bulk)
         return found
     # what is impossible entered its segments as something arbitrary
     weight = weight.masked_fill(log_norm == -torch.inf, 0.0)
@@ -119,14 +104,14 @@ def _forward(cut: Cut, kernels: ModuleType, keep: bool, steps: int) -> tuple[Ten
         return None
     messages[cut.length :] = 0.0
     scales[cut.length : -1] = 0.0
-    kept = _Kept.of(cut, messages, scales)
+    kept = Kept.of(cut, messages, scales)
     kept.final.copy_(final[:-1])
     kept.entering.copy_(entering)
     kept.head_messages.copy_(ahead[1])
     kept.head_scales.copy_(ahead[2][:-1])
     total = (ahead[1][-1] * final[0]).sum(-1, keepdim=True)
     kept.head_total.copy_(total if head.ends is None else torch.where(head.ends <= cut.rest, ahead[2][-1], total))
-    return log_norm, messages, scales
+    return log_norm, messages.flatten(1, 2).unsqueeze(2), scales.flatten(1, 2).unsqueeze(2)
 
 
 def _backward(
@@ -139,7 +124,7 @@ def _backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     g, m, c, rest = cut.chain.g, cut.chain.m, cut.chain.c, cut.rest
-    kept = _Kept.of(cut, messages, scales)
+    kept = Kept.of(cut, messages, scales)
     messages, scales = (tensor.view(len(tensor), *cut.shape, -1) for tensor in (messages, scales))
     chain = cut.segments(kept.entering, torch.cat([kept.final[1:], torch.ones_like(kept.final[:1])]))
     weights = cut.by_set(weight.expand(cut.count, g, m))
@@ -187,7 +172,7 @@ def _backward(
     return grad_p0
 
 
-def _transitions(cut: Cut, kept: "_Kept", messages: Tensor, entered: Tensor) -> Tensor:
+def _transitions(cut: Cut, kept: "Kept", messages: Tensor, entered: Tensor) -> Tensor:
     """The gradient of the matrices into the segments (g', c, c), from the posteriors of their first states."""
     last = cut.by_segment(messages[cut.length - 1])
     before = cut.by_set(torch.cat([kept.head_messages[-1:], last[:-1]])).double()
@@ -199,20 +184,3 @@ def _transitions(cut: Cut, kept: "_Kept", messages: Tensor, entered: Tensor) -> 
     if cut.chain.log_params or cut.chain.by_log:
         return counts.mul_(matrices).masked_fill_(nothing, 0.0)
     return counts.div_(scale).masked_fill_(nothing | (matrices == 0), 0.0)
-
-
-class _Kept(NamedTuple):
-    """What lies behind the segments' steps in messages and scales, as views."""
-
-    final: Tensor  # (count, g, m, c), of the head and of all segments but the last
-    entering: Tensor  # (count, g, m, c)
-    head_messages: Tensor  # (rest + 1, g, m, c)
-    head_total: Tensor  # (g, m, 1)
-    head_scales: Tensor  # (rest + 1, g, m, 1)
-
-    @classmethod
-    def of(cls, cut: Cut, messages: Tensor, scales: Tensor) -> "_Kept":
-        g, m, c, steps = cut.chain.g, cut.chain.m, cut.chain.c, cut.rest + 1
-        final, entering, head = messages[-_MORE:].view(_MORE, cut.count, g, m, c)
-        total, head_scales = scales[-_MORE:-1].view(_MORE - 1, cut.count, g, m, 1)
-        return cls(final, entering, head[:steps], total[0], head_scales[:steps])

@@ -12,6 +12,9 @@ from torch import Tensor
 from .chain import Chain
 from .exponentials import finite
 
+# a GPU leaves so many products to one vector; if there are more, it multiplies so many at a time again
+FEW, AGAIN = 48, 8
+
 
 def count_of(v: int, count: int) -> tuple[int, int]:
     """How many segments, and of how many steps each; no segments for a chain too short for two."""

@@ -6,6 +6,7 @@ import torch
 
 from ._cost import Work
 from ._tree_leaves import Cut
+from .kernels.cut import AGAIN, FEW
 
 # calls of torch, or kernels of a GPU, for a step and around the steps: forward, and with the backward pass
 _CALLS = {"torch": ((6, 95), (17, 210)), "numba": ((0, 55), (0, 180)), "triton": ((0, 12), (0, 25))}
@@ -90,15 +91,22 @@ def _chunked(size: Size, segments: int, backend: str) -> Work:
     v, c, s = size.v, size.c, size.sequences
     steps = length_of(size, Schedule("chunked", segments))
     rest = v - 1 - segments * steps
+    alone = backend == "triton" and not size.gradients
+    if alone:  # no head, but one more segment, of what is left over
+        steps, rest = steps + (rest > 0), 0
     rows = s * segments * steps * c**2  # each segment's product has c rows, which every step writes and reads again
     logs = size.g * (1 if size.one_matrix else v - 1) * c**2 if size.log_params else 0
     head = _sequential(size._replace(v=rest + 1), backend)
-    calls = 12 * size.g if backend == "triton" else 420 + 11 * steps + 6 * segments
+    waits, again, calls = segments, 0, 420 + 11 * steps + 6 * segments
+    if backend == "triton":
+        calls = 12 * (1 if alone and 1 in (size.g, size.m) else size.g)
+        while alone and waits > FEW:  # products are multiplied again
+            waits, again, calls = -(-waits // AGAIN), again + AGAIN, calls + 8
     products = Work(
         multiply_adds=rows * c + s * segments * c**2,
         exponentials=size.states + logs,
         bytes=size.item * (2 * size.states + 2 * rows + size.g * (v - 1) * c**2),
-        steps=steps + segments,
+        steps=steps + again + waits,
         launches=calls,
     )
     products += head

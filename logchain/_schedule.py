@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from . import _device
-from ._arguments import check_choice
+from ._arguments import check_alone, check_choice
 from ._cost import BOTH, FORWARD, Constants, Work, constants
 from ._cost_counts import SEQUENTIAL, TREE, Schedule, Size, peaks, work
+from ._operators import differentiated
 
 Strategy = Literal["auto", "sequential", "chunked", "tree"]
 STRATEGIES = get_args(Strategy)
@@ -55,7 +56,7 @@ def of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool, str
     """What `product` does with operands; while it is traced with sizes that are not known, the sequential one."""
     if strategy == "sequential":
         return SEQUENTIAL
-    given = log_params, lengths, wanted(x, bulk, p0)
+    given = log_params, lengths, differentiated(x, bulk, p0)
     if not torch.compiler.is_compiling():
         return choose(size_of(x, bulk, p0, *given), where(p0), strategy)
     if not _known(x, bulk):
@@ -96,7 +97,7 @@ def where(x: Tensor) -> Where:
     """Where a tensor is computed with."""
     if _device.on_gpu(x):
         return Where("cuda", "triton", 1)
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return Where(x.device.type, "torch", 1)
     return Where("cpu", "numba" if _device.native(x) else "torch", torch.get_num_threads())
 
@@ -106,20 +107,14 @@ def elsewhere(device: str) -> Where:
     return Where(device, "triton" if device == "cuda" else "torch", 1)
 
 
-def wanted(*operands: Tensor) -> bool:
-    """Whether a gradient will be asked for."""
-    return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-
-
-def check_options(strategy: object, memory_budget: object, *, alone: dict[str, bool]) -> None:
-    """Their kinds, and no schedule of matrices where only the sequential one is there: with what is set in `alone`."""
+def check_options(strategy: object, memory_budget: object, others: dict[str, bool]) -> None:
+    """Their kinds, and no schedule of matrices where only the sequential one is there: with others that are given."""
     check_choice("strategy", strategy, STRATEGIES)
     if memory_budget is not None and (not isinstance(memory_budget, int) or isinstance(memory_budget, bool)):
         raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
     if strategy in ("chunked", "tree"):
-        for name, given in {**alone, "memory_budget": memory_budget is not None}.items():
-            if given:
-                raise ValueError(f"strategy: expected 'auto' or 'sequential' with {name}, got {strategy!r}")
+        others = {**others, "memory_budget": memory_budget is not None}
+        check_alone("strategy", strategy, "'auto' or 'sequential'", others)
 
 
 def size_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool, gradients: bool) -> Size:
@@ -128,6 +123,7 @@ def size_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool
     return _size(x.shape, bulk.shape, double, log_params, lengths, gradients)
 
 
+@lru_cache(maxsize=2**12)
 def _size(
     x: tuple[int, ...], bulk: tuple[int, ...], double: bool, log_params: bool, lengths: bool, gradients: bool
 ) -> Size:
@@ -171,7 +167,8 @@ def candidates(size: Size, backend: str) -> list[Schedule]:
 
 def within_contract(size: Size, schedule: Schedule, place: Where) -> bool:
     """Whether it takes no more memory than two messages, and what does not grow with the chain."""
-    return max(peaks(size, schedule, place.backend)) <= 2 * size.message_bytes + _SLACK
+    forward, backward = peaks(size, schedule, place.backend)
+    return max(forward, backward if size.gradients else 0) <= 2 * size.message_bytes + _SLACK
 
 
 def seconds(size: Size, schedule: Schedule, costs: Constants) -> float:
@@ -182,14 +179,16 @@ def seconds(size: Size, schedule: Schedule, costs: Constants) -> float:
 def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
     """Its work, as far as time goes: what idle processors could have done is done, and float64 is twice float32.
 
-    A loop on a CPU walks one sequence after the other, so that each waits.
+    A loop on a CPU walks one sequence after the other, so that each waits. So do sets of matrices whose chains are cut
+    on a GPU, where gradients are wanted.
     """
     done = work(size, schedule, costs.backend)
     if schedule.name == "tree":
         return done._replace(multiply_adds=done.multiply_adds * size.item // 4)
-    programs = max(1, size.sequences * schedule.segments)
+    in_turn = size.g if costs.backend == "triton" and schedule.name == "chunked" and size.gradients else 1
+    programs = max(1, size.sequences // in_turn * schedule.segments)
     idle = -(-programs // costs.processors) * costs.processors / programs
-    steps = done.steps
+    steps = done.steps * in_turn
     if costs.backend == "numba" and schedule.name == "sequential":
         steps *= size.sequences
     elif costs.backend == "numba" and size.gradients:  # the segments' own chains

@@ -1,5 +1,7 @@
 """What only a device can show: CUDA graphs, no waiting for it, memory, compiled code, and agreement with a CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -19,6 +21,11 @@ def on_device(chain):
 def chain_step(operands, **options):
     out = logchain.product(*operands, **options)
     return out, *torch.autograd.grad(out.sum(), operands)
+
+
+def values_step(operands):
+    with torch.no_grad():
+        return [logchain.product(*operands, strategy="chunked")]
 
 
 def matmul_step(operands):
@@ -49,6 +56,8 @@ def steps():
     yield "shared", chain_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
     yield "each", chain_step, on_device(dense(F32, each=True, v=9, c=33))
     yield "left_to_right", chain_step, on_device(FAMILIES["left_to_right"](F32))
+    yield "chunked", partial(chain_step, strategy="chunked"), on_device(dense(F32, v=60, c=16))
+    yield "chunked values", values_step, on_device(dense(F32, v=200, c=4))
     yield "marginals", marginals_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
     yield "viterbi", viterbi_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
     yield "matmul", matmul_step, [leaf(5, 1, 33, 65), leaf(4, 65, 17)]
@@ -57,7 +66,10 @@ def steps():
     yield "prefixes", prefix_step, [leaf(2, 9, 33, 33)]
 
 
-NAMES = ["shared", "each", "left_to_right", "marginals", "viterbi", "matmul", "tree", "large tree", "prefixes"]
+NAMES = [
+    "shared", "each", "left_to_right", "chunked", "chunked values", "marginals", "viterbi",
+    "matmul", "tree", "large tree", "prefixes",
+]  # fmt: skip
 
 
 def case(name):
@@ -92,6 +104,8 @@ def test_nothing_waits_for_the_device(name):
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(operands)
+        with pytest.raises(RuntimeError, match="synchronizing"):  # as the step would have been told
+            operands[0].sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -153,12 +167,13 @@ def test_the_forums_case_takes_under_60_mb():
     assert torch.cuda.max_memory_allocated() - before < 60 * MB
 
 
-def test_allocations_do_not_grow_with_v():
+@pytest.mark.parametrize("strategy", ["sequential", "chunked"])
+def test_allocations_do_not_grow_with_v(strategy):
     def count(v):
         operands = on_device(dense(F32, n=20, t=1, v=v, c=16))
-        chain_step(operands)
+        chain_step(operands, strategy=strategy)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        chain_step(operands)
+        chain_step(operands, strategy=strategy)
         return torch.cuda.memory_stats()["allocation.all.allocated"] - before
 
     assert count(20) == count(160)

@@ -63,14 +63,78 @@ def test_only_wanted_gradients(wanted, cut):
     assert_kept(dense(F32, **SMALL), cut(3), wanted=wanted)
 
 
-def test_half_poisoned_memory_and_values_alone(cut):
+def test_half_and_poisoned_memory(cut):
     assert_kept(dense(torch.bfloat16, **SMALL), cut(3))
-    chain = FAMILIES["sparse"](F32, **SMALL)
     with poisoned_memory():
-        assert_kept(chain, cut(3))
-        out = logchain.product(*(tensor.to(cut(3)) for tensor in chain[:3]))
+        assert_kept(FAMILIES["sparse"](F32, **SMALL), cut(3))
+
+
+@pytest.fixture
+def again(cut, monkeypatch):
+    """As `cut`; and products are multiplied two at a time until there are three."""
+    pytest.importorskip("triton")
+    from logchain.kernels.gpu import chunked
+
+    monkeypatch.setattr(chunked, "FEW", 3)
+    monkeypatch.setattr(chunked, "AGAIN", 2)
+    return cut
+
+
+def assert_values_alone(chain, device):
+    """The log-partition within the contract, without gradients; how many sums were redone."""
     truth = Truth(chain)
-    assert_values(out, truth.log_norm, truth.value_bound())
+    with torch.no_grad(), logchain.rescues() as seen:
+        out = logchain.product(*(tensor.to(device) for tensor in chain[:3]), log_params=chain.log_params)
+    # a product of two matrices is rounded once more a level than a vector's
+    assert_values(out, truth.log_norm, truth.value_bound() + 4 * 2.0**-17 * (truth.dtype == F32))
+    return seen.outputs
+
+
+@pytest.mark.parametrize("count", [2, 100])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", ["dense", "detour", "left_to_right", "one_dead", "offsets", "sparse"])
+def test_values_alone(name, each, count, again):
+    device = again(count)
+    with poisoned_memory():
+        redone = assert_values_alone(FAMILIES[name](F32, each=each, n=2, t=1, v=12), device)
+    assert (redone > 0) == (name in MISALIGNED)
+
+
+@pytest.mark.parametrize("v", [3, 4, 5, 8, 17])
+def test_values_alone_of_any_length(v, again):
+    assert assert_values_alone(dense(F64, n=1, t=1, v=v, c=3), again(4)) == 0
+
+
+@pytest.mark.parametrize("n", [1, 2], ids=["one sequence", "sets of two sequences"])
+def test_values_alone_with_one_matrix_for_every_step(n, again):
+    chain = dense(F32, n=n, t=2, v=20, c=5, each=True)
+    chain = chain._replace(bulk=chain.bulk[:, :1, :1])
+    for variant in (chain, chain.logs()):
+        assert_values_alone(variant, again(6))
+
+
+def test_a_wide_p0_makes_the_arithmetic_wide(cut):
+    device, chain = cut(3), dense(F32, **SMALL)
+    wide = chain._replace(p0=chain.p0.double())
+    truth = Truth(wide)
+    for wanted in (False, True):
+        out = logchain.product(*(tensor.to(device).requires_grad_(wanted) for tensor in wide[:3]))
+        assert_values(out, truth.log_norm, truth.value_bound())
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_few_long_chains_are_cut(each, monkeypatch):
+    """By the plan, which knows a GPU."""
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+
+    def schedule(n, v, c, wanted=False, lengths=False):
+        x, p0 = (torch.empty(shape, requires_grad=wanted) for shape in ((n, v, c), (c,)))
+        return _schedule.of(x, torch.empty(n if each else 1, v - 1, c, c), p0, False, lengths, "auto").name
+
+    assert schedule(8, 10_000, 16) == schedule(1, 200, 16) == schedule(1, 10_000, 16, wanted=True) == "chunked"
+    assert schedule(8, 10_000, 16, lengths=True) != "chunked" != schedule(8, 8, 16)
+    # with gradients, sets of matrices wait for each other
+    assert (schedule(8, 2000, 4, wanted=True) == "chunked") == (not each)
 
 
 def test_with_lengths_the_schedule_is_sequential(cut):

@@ -168,24 +168,9 @@ def test_sums_redone_are_counted(kernels):
     assert 0 < count("left_to_right") <= 6 * 9 * 12
 
 
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_few_long_chains_are_cut_into_segments(each, kernels, monkeypatch):
-    from logchain.kernels.gpu import segments
-
-    cut = []
-    monkeypatch.setattr(segments, "processors", lambda like: 132)
-    monkeypatch.setattr(segments, "_SHORT", 4)
-    whole = segments.log_norm
-    monkeypatch.setattr(segments, "log_norm", lambda *args, **options: cut.append(1) or whole(*args, **options))
-    chain = FAMILIES["sharp"](F32, n=2, t=1, v=20, c=3, each=each)
-    truth = Truth(chain)
-    out = logchain.product(*(tensor.to(kernels) for tensor in chain[:3]))
-    assert_values(out, truth.log_norm, truth.value_bound() + 2 * 2.0**-17)
-    assert cut
-    x, bulk, p0 = (tensor.to(kernels).requires_grad_() for tensor in chain[:3])
-    logchain.product(x, bulk, p0, lengths=[20, 10])
-    logchain.product(x, bulk, p0)
-    assert len(cut) == 1  # neither lengths nor gradients yet
+def test_a_wide_p0_makes_the_arithmetic_wide(kernels):
+    chain = dense(F32, **SMALL)
+    assert_contract(chain._replace(p0=chain.p0.double()), wanted="p0", device=kernels)
 
 
 def test_second_derivatives(kernels):

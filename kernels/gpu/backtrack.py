@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chain_step import arithmetic, far
+from .chain_step import arithmetic
 from .max_step import wide_entry
+from .tiles import far
 
 
 @triton.jit(do_not_specialize=["v", "m", "sequences"])

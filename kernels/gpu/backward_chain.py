@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chain_step import Widths, column_tops, constants, far, normalised, step, tile_of, tiles, whole_matrix
-from .tiles import exp, finite, log
+from .chain_matrix import whole_matrix
+from .chain_step import Widths, column_tops, constants, normalised, step, tiles
+from .tiles import at, exp, far, finite, log
 
 
 @triton.jit
@@ -130,7 +131,7 @@ def _backward_kernel(
     if grad_ptr is not None:
         grad_ptr += z * stride_dg + first * stride_dm
         for i in tl.range(last, v):
-            out = tile_of(grad_ptr + far(i, stride_dv), rows, columns, stride_dm, stride_dc)
+            out = at(grad_ptr + far(i, stride_dv), rows, columns, stride_dm, stride_dc)
             tl.store(out, tl.zeros((BLOCK_S, BLOCK_C), DTYPE), mask=tile)
         grad_ptr += far(last - 1, stride_dv)
     if r_ptr is not None:
@@ -246,9 +247,9 @@ def _visit(
     weight = tl.load(weight_ptr, mask=inside, other=0.0).to(DTYPE)
     gamma, nu = _posteriors(message, behind, weight)
     if grad_ptr is not None:
-        tl.store(tile_of(grad_ptr, rows, columns, stride_dm, stride_dc), gamma, mask=tile)
+        tl.store(at(grad_ptr, rows, columns, stride_dm, stride_dc), gamma, mask=tile)
     tl.store((start_ptr + rows * c)[:, None] + columns[None, :], gamma, mask=tile & (i == 0))
-    x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
+    x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
     w = behind + (x - finite(tl.max(x, 1))[:, None])
     top = tl.max(w, 1)
     tl.store((ahead_ptr + rows * c)[:, None] + columns[None, :], w - finite(top)[:, None], mask=mask)

@@ -4,8 +4,7 @@
 
 for a block of BLOCK_S sequences that share `P` (c, c), linear or logarithms. The backward recursion passes `P`
 transposed, that is its strides exchanged. Messages are float32 (float64 for float64) logarithms with maximum 0, so
-their exponentials need no shift. Columns of `P` are divided by a power of two near their maximum (logarithms: by the
-maximum), so that neither 1e-36 nor 1e30 leaves the range of a product. Sums are float32, their logarithms float64: what
+their exponentials need no shift; `P` is scaled as in `chain_matrix`. Sums are float32, their logarithms float64: what
 is added to them may cancel, and only what is stored is rounded.
 
 A sum below TRUSTED although a term is there is redone by the pairwise maximum, in the same kernel. Whether a term is
@@ -19,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .chain_matrix import level_of, load_matrix, log_entry, log_level, log_wide, lowered, scaled
 from .launch import common_width, precision
-from .tiles import TRUSTED, any_of, exp, finite, log, operand
-
-_LN2 = tl.constexpr(0.6931471805599453)
+from .tiles import TRUSTED, any_of, exp, far, finite, log, operand
 
 
 class Tiles(NamedTuple):
@@ -112,118 +110,6 @@ def constants(choice: Tiles, bulk: Tensor, dtype: torch.dtype, widths: Widths) -
 
 
 @triton.jit
-def split(s):
-    """Normal float32 numbers as `mantissa * 2**exponent` with the mantissa between sqrt(1/2) and sqrt(2)."""
-    bits = s.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F3504F3) >> 23
-    return exponent, (bits - (exponent << 23)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def log_wide(s):
-    """`log s` as float64, good to a float32's rounding of the mantissa's logarithm; -inf for 0, NaN for NaN."""
-    if s.dtype == tl.float64:
-        return log(s)
-    else:
-        exponent, mantissa = split(s)
-        value = exponent.to(tl.float64) * _LN2 + tl.log(mantissa).to(tl.float64)
-        other = tl.where(s == 0.0, float("-inf"), float("nan")).to(tl.float64)
-        return tl.where((s > 0.0) & (s < float("inf")), value, other)
-
-
-@triton.jit
-def log_entry(p, LOG_PARAMS: tl.constexpr):
-    """The logarithm of entries of `P`, also of denormal ones."""
-    if LOG_PARAMS:
-        return p
-    else:
-        tiny = p < 1e-30
-        return log(tl.where(tiny, p * 1.2676506002282294e30, p)) - tl.where(tiny, 69.31471805599453, 0.0)
-
-
-@triton.jit
-def _power_of_two(exponent, DTYPE: tl.constexpr):
-    if DTYPE == tl.float64:
-        return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
-    else:
-        return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def level_of(top, LOG_PARAMS: tl.constexpr):
-    """What is taken out of a column with this maximum: a logarithm, or the exponent of a power of two."""
-    if LOG_PARAMS:
-        return finite(top)
-    else:
-        # up to where the power and its inverse are normal numbers
-        if top.dtype == tl.float64:
-            biased = ((top.to(tl.int64, bitcast=True) >> 52) & 2047).to(tl.int32)
-            return tl.minimum(tl.maximum(biased, 1), 2045) - 1023
-        else:
-            biased = (top.to(tl.int32, bitcast=True) >> 23) & 255
-            return tl.minimum(tl.maximum(biased, 1), 253) - 127
-
-
-@triton.jit
-def scaled(p, level, LOG_PARAMS: tl.constexpr):
-    """The linear entries of a tile of `P` with a level taken out of each column."""
-    if LOG_PARAMS:
-        return exp(p - level[None, :])
-    else:
-        return p * _power_of_two(-level, p.dtype)[None, :]
-
-
-@triton.jit
-def log_level(level, LOG_PARAMS: tl.constexpr):
-    """What was taken out of a column, as a logarithm in float64."""
-    if LOG_PARAMS:
-        return level.to(tl.float64)
-    else:
-        return level.to(tl.float64) * _LN2
-
-
-@triton.jit
-def _lowered(sums, top, new_top, LOG_PARAMS: tl.constexpr):
-    """Sums (1, BLOCK_C) over a column's old level as sums over its new, higher one."""
-    if LOG_PARAMS:
-        return sums * exp(top - finite(new_top))[None, :]
-    else:
-        lower = level_of(top, LOG_PARAMS) - level_of(new_top, LOG_PARAMS)
-        return tl.where(lower < -126, 0.0, sums * _power_of_two(tl.maximum(lower, -126), top.dtype)[None, :])
-
-
-@triton.jit
-def far(i, stride):
-    """The distance of `i` strides in 64 bits."""
-    return (tl.full((), 0, tl.int64) + i) * stride
-
-
-@triton.jit
-def tile_of(base_ptr, rows, columns, stride_m, stride_c):
-    """Pointers to a tile with strides of its own."""
-    return (base_ptr + rows.to(tl.int64) * stride_m)[:, None] + (columns.to(tl.int64) * stride_c)[None, :]
-
-
-@triton.jit
-def load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile of `P`, zero outside."""
-    pointers = tile_of(matrix_ptr, rows, columns, stride_k, stride_j)
-    mask = (rows < c)[:, None] & (columns < c)[None, :]
-    return tl.load(pointers, mask=mask, other=float("-inf") if LOG_PARAMS else 0.0).to(DTYPE)
-
-
-@triton.jit
-def whole_matrix(
-    matrix_ptr, stride_k, stride_j, c, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """The scaled matrix as one tile, and the maxima of its columns."""
-    columns = tl.arange(0, BLOCK_C)
-    p = load_matrix(matrix_ptr, stride_k, stride_j, columns, columns, c, LOG_PARAMS, DTYPE)
-    top = tl.max(p, 0)
-    return scaled(p, level_of(top, LOG_PARAMS), LOG_PARAMS), top
-
-
-@triton.jit
 def _multiply(weights, matrix, sums, DOT: tl.constexpr, PRECISION: tl.constexpr):
     if DOT:
         left, right = operand(weights, PRECISION), operand(matrix, PRECISION)
@@ -287,7 +173,7 @@ def step(
             weights = exp(load_message(message_ptr, members, rows, inside, c))
             p = load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS, DTYPE)
             new_top = tl.maximum(top, tl.max(p, 0))
-            sums = _lowered(sums, top, new_top, LOG_PARAMS)
+            sums = lowered(sums, top, new_top, LOG_PARAMS)
             top = new_top
             sums = _multiply(weights, scaled(p, level_of(top, LOG_PARAMS), LOG_PARAMS), sums, DOT, PRECISION)
     small = (sums < TRUSTED) & wanted & (top > (float("-inf") if LOG_PARAMS else 0.0))[None, :]

@@ -2,16 +2,20 @@
 
     w_s = w_{s-1} M_s        f_{s-1} = M_s f_s        M_s = P_b D_b ... P_e D_e, steps b to e of segment s
 
-All is logarithms, and exact where maxima are misaligned, so that nothing need be done again. The products are made by
-`forward_chain.segment_product`; they are a chain themselves, whose forward and backward messages are w and f. The
-segments, each from w_{s-1} P_b to f_s, and the head before them are ordinary chains. Nothing waits for the device.
-Each set of matrices has launches of its own: such chains are few. Sequences have no lengths.
+All is logarithms, and exact where maxima are misaligned, so that nothing need be done again. Nothing waits for the
+device. Sequences have no lengths.
+
+Where the log-partition alone is wanted, the products (`segment_products`) are multiplied in turn until few are left,
+and one vector passes through those. For gradients they are a chain themselves, whose forward and backward messages are
+w and f; the segments, each from w_{s-1} P_b to f_s, and the head before them are ordinary chains. Then each set of
+matrices has launches of its own: such chains are few.
 
 Kept for the backward pass are `messages` (g, length, count, m, c), those of the segments, and `others` (g, 2, count, m,
 c): the weights f of the head and of all segments but the last, and the head's messages. Definition:
 `logchain.reference.product`. Not measured yet.
 """
 
+import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,9 +24,10 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..cut import count_of
-from . import backward_chain, forward_chain, transitions
-from .sum_product import operands
+from ..cut import AGAIN, FEW, count_of
+from . import backward_chain, forward_chain
+from .segments import segment_products
+from .sum_product import count_transitions, operands, written
 
 
 def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
@@ -38,13 +43,47 @@ def forward(
     assert chain.v == steps and chain.ends is None
     rescued = torch.zeros(1, dtype=torch.int64, device=chain.x.device)
     x, bulk, start, _ = operands(chain)
-    found = [_Set.of(chain, x, bulk, z, segments).forward(start[z], keep, rescued) for z in range(chain.g)]
-    log_norm, messages, others = zip(*found, strict=True)
+    shapes = kept_shapes(steps, chain.g, chain.m, chain.c, segments, keep)
+    messages, others = chain.new(*shapes[0]), chain.new(*shapes[1])
     if not keep:
-        return torch.stack(log_norm), chain.new(0), chain.new(0), rescued
-    if chain.g == 1:
-        return log_norm[0][None], messages[0][None], others[0][None], rescued
-    return torch.stack(log_norm), torch.stack(messages), torch.stack(others), rescued
+        # one matrix for many sequences, or one for each, is a view of both
+        sets = [slice(None)] if 1 in (chain.g, chain.m) else [slice(z, z + 1) for z in range(chain.g)]
+        norms = [_log_norm(chain, x[:, part], bulk[:, part], start[part], segments, rescued) for part in sets]
+        return torch.cat(norms), messages, others, rescued
+    count, length = count_of(steps, segments)
+    norms = []
+    for z in range(chain.g):
+        part = _Set(chain, x[:, z], bulk[:, z], count, length)
+        norms.append(part.forward(start[z], messages[z], others[z], rescued))
+    return torch.stack(norms), messages, others, rescued
+
+
+def _log_norm(chain: Chain, x: Tensor, bulk: Tensor, start: Tensor, count: int, rescued: Tensor) -> Tensor:
+    """The log-partitions (g, m) of chains of which g or m is 1."""
+    v, g, m, c = x.shape
+    shift = x[0].amax(-1, keepdim=True).double()
+    shift.masked_fill_(shift == -torch.inf, 0.0)
+    first = (start + (x[0] - shift)).reshape(g * m, 1, c)
+    matrices = bulk.expand(v - 1, max(g, m), c, c)
+    potentials: Tensor | None = x[1:].reshape(v - 1, g * m, c)
+    taken, length, log_params = [shift.view(1, -1)], math.ceil((v - 1) / count), chain.log_params
+    while potentials is not None or len(matrices) > FEW:
+        options: dict[str, Any] = {"log_params": log_params, "rescued": rescued, "dtype": chain.dtype}
+        matrices, offset = segment_products(matrices, potentials, length, **options)
+        taken.append(offset)
+        potentials, length, log_params = None, AGAIN, True
+    norm, _ = _carried(first, matrices, chain.dtype, rescued)
+    return (norm.view(-1) + torch.cat(taken).sum(0)).view(g, m)
+
+
+def _carried(
+    first: Tensor, products: Tensor, dtype: torch.dtype, rescued: Tensor, *, keep: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Messages (m, 1, c) through products (count, m, c, c): as `forward_chain.forward`."""
+    nothing = products.new_zeros(()).expand(len(products) + 1, *first.shape)
+    return forward_chain.forward(
+        nothing, products, first, None, log_params=True, keep=keep, dtype=dtype, rescued=rescued
+    )
 
 
 def backward(
@@ -64,36 +103,24 @@ def backward(
     """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.sum_product`."""
     x, bulk, _, _ = operands(chain)
     flat_x = None if grad_x is None else grad_x.reshape(x.shape)
+    count, length = count_of(steps, segments)
     found = []
     for z in range(chain.g):
-        part = _Set.of(chain, x, bulk, z, segments)
         into = None if flat_x is None else flat_x[:, z], None if grad_bulk is None else grad_bulk[:, z]
+        part = _Set(chain, x[:, z], bulk[:, z], count, length)
         found.append(part.backward(log_norm[z], messages[z], others[z], weight[z], *into))
-    if grad_x is not None and flat_x is not None and flat_x.data_ptr() != grad_x.data_ptr():
-        grad_x.copy_(flat_x.view(grad_x.shape))  # axes that do not fold into sets and members
-    grad_p0 = torch.stack(found).double().view(*chain.lead, chain.c)
-    if chain.log_params or chain.by_log:
-        return grad_p0
-    return (grad_p0 / chain.p0.double()).masked_fill_(chain.p0 == 0, 0.0)
+    return written(chain, torch.stack(found), flat_x, grad_x)
 
 
 @dataclass(frozen=True)
 class _Set:
-    """The chains `x` (v, m, c) that share `bulk` (s, c, c), cut into `count` segments of `length` steps."""
+    """Those of a chain that share `bulk` (s, c, c), with `x` (v, m, c), cut into `count` segments of `length` steps."""
 
+    chain: Chain
     x: Tensor
     bulk: Tensor
     count: int
     length: int
-    log_params: bool
-    by_log: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, chain: Chain, x: Tensor, bulk: Tensor, z: int, segments: int) -> "_Set":
-        count, length = count_of(chain.v, segments)
-        by_log = chain.by_log and not chain.log_params
-        return cls(x[:, z], bulk[:, z], count, length, chain.log_params, by_log, chain.dtype)
 
     @property
     def rest(self) -> int:
@@ -120,43 +147,36 @@ class _Set:
         """The head's (rest or 1, 1, c, c)."""
         return bulk[:, None] if len(bulk) == 1 else bulk[: self.rest, None]
 
-    def forward(self, start: Tensor, keep: bool, rescued: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The log-partitions (m), messages (length, count, m, c) and others (2, count, m, c)."""
-        (m, c), count = self.x.shape[1:], self.count
-        linear: dict[str, Any] = {"log_params": self.log_params, "dtype": self.dtype, "rescued": rescued}
-        logs: dict[str, Any] = {**linear, "log_params": True}
+    def forward(self, start: Tensor, messages: Tensor, others: Tensor, rescued: Tensor) -> Tensor:
+        """The log-partitions (m); messages (length, count, m, c) and others (2, count, m, c) are written."""
+        m = self.x.shape[1]
+        dtype = self.chain.dtype
+        linear: dict[str, Any] = {"log_params": self.chain.log_params, "dtype": dtype, "rescued": rescued}
         x, matrices = self.steps(self.x), self.matrices(self.bulk)
         head_norm, head = forward_chain.forward(
             self.x[: self.rest + 1, None], self.ahead(self.bulk), start[None], None, keep=True, **linear
         )
         assert head is not None
-        products, offset = forward_chain.segment_product(
-            matrices[:, :, None].expand(-1, -1, m, -1, -1), x, log_params=self.log_params, rescued=rescued
-        )
+        products, offset = forward_chain.segment_product(matrices[:, :, None].expand(-1, -1, m, -1, -1), x, **linear)
         first = head[-1].double().transpose(0, 1)  # (m, 1, c)
         sums = torch.logsumexp(first, -1)
         scale = torch.where(sums == -torch.inf, 0.0, head_norm.T - sums)
-        nothing = self.x.new_zeros(()).expand(count + 1, m, 1, c)
-        norm, vectors = forward_chain.forward(nothing, products, first, None, keep=keep, **logs)
-        log_norm = (norm + scale)[:, 0] + offset.sum(0)
-        if not keep or vectors is None:
-            return log_norm, first, first
-        backwards = products.flip(0).mT
-        _, weights = forward_chain.forward(nothing, backwards, torch.zeros_like(first), None, keep=True, **logs)
-        entering = self._entering(vectors[:-1, :, 0], rescued)[0]
-        _, messages = forward_chain.forward(x, self.within(self.bulk), entering.double(), None, keep=True, **linear)
-        assert weights is not None and messages is not None
-        others = torch.zeros(2, count, m, c, dtype=self.dtype, device=self.x.device)
+        norm, vectors = _carried(first, products, dtype, rescued, keep=True)
+        ones = torch.zeros_like(first)
+        _, weights = _carried(ones, products.flip(0).mT, dtype, rescued, keep=True)
+        assert vectors is not None and weights is not None
+        entering = self._entering(vectors[:-1, :, 0], rescued)[0].double()
+        forward_chain.forward(x, self.within(self.bulk), entering, None, keep=True, room=messages, **linear)
         others[0] = weights[1:, :, 0].flip(0)
-        others[1, : self.rest + 1] = head[:, 0]
-        return log_norm, messages, others
+        others[1].zero_()[: self.rest + 1] = head[:, 0]
+        return (norm + scale)[:, 0] + offset.sum(0)
 
     def _entering(self, before: Tensor, rescued: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What enters the segments from messages (count, m, c), over its maximum, and what was taken out (count, m)."""
         nothing = before.new_zeros(()).expand(2, *before.shape)
         norm, messages = forward_chain.forward(
             nothing, self.matrices(self.bulk)[:1], before.double(), None,
-            log_params=self.log_params, keep=True, dtype=self.dtype, rescued=rescued,
+            log_params=self.chain.log_params, keep=True, dtype=self.chain.dtype, rescued=rescued,
         )  # fmt: skip
         assert messages is not None
         sums = torch.logsumexp(messages[1].double(), -1)
@@ -168,7 +188,7 @@ class _Set:
     ) -> Tensor:  # fmt: skip
         """Write the gradients; `weight` times the posterior of the first state (m, c) is returned."""
         rest, m = self.rest, len(weight)
-        options: dict[str, Any] = {"log_params": self.log_params, "want_r": grad_bulk is not None}
+        options: dict[str, Any] = {"log_params": self.chain.log_params, "want_r": grad_bulk is not None}
         final = torch.cat([others[0], torch.zeros_like(others[0, :1])])
         norms, weights = (value.expand(self.count, m).contiguous() for value in (log_norm, weight))
         entered, r = backward_chain.backward(
@@ -185,22 +205,18 @@ class _Set:
         before = torch.cat([head[-1], messages[-1, :-1]])
         arrived, taken = self._entering(before)
         share = (entered / weights[..., None]).masked_fill_(entered == 0, 0.0).double().log()
-        share = torch.where(share == -torch.inf, share, share - arrived - taken[..., None]).to(self.dtype)
+        share = torch.where(share == -torch.inf, share, share - arrived - taken[..., None]).to(before.dtype)
         into = torch.stack([before, arrived]), torch.stack([share, share]), weights
         if len(grad_bulk) > 1:
             whole = self.matrices(grad_bulk)
-            self._count(*into, self.matrices(self.bulk)[:1], whole[:1])
-            self._count(messages, r, weights, self.within(self.bulk), whole[1:])
-            self._count(head, head_r, weight[None], self.ahead(self.bulk), self.ahead(grad_bulk))
+            count_transitions(self.chain, *into, self.matrices(self.bulk)[:1], whole[:1])
+            count_transitions(self.chain, messages, r, weights, self.within(self.bulk), whole[1:])
+            count_transitions(self.chain, head, head_r, weight[None], self.ahead(self.bulk), self.ahead(grad_bulk))
             return start[0]
         grad_bulk.zero_()
-        for chain in (into, (messages, r, weights), (head, head_r, weight[None])):
-            sets = len(chain[2])
+        for kept in (into, (messages, r, weights), (head, head_r, weight[None])):
+            sets = len(kept[2])
             counts = grad_bulk.new_empty(1, sets, *grad_bulk.shape[1:])
-            self._count(*chain, self.bulk[:, None].expand(1, sets, *self.bulk.shape[1:]), counts)
+            count_transitions(self.chain, *kept, self.bulk[:, None].expand(1, sets, *self.bulk.shape[1:]), counts)
             grad_bulk += counts.sum(1)
         return start[0]
-
-    def _count(self, messages: Tensor, r: Tensor, weight: Tensor, bulk: Tensor, out: Tensor) -> None:
-        bulk = bulk.to(self.dtype).log() if self.by_log else bulk
-        transitions.gradient(messages, r, weight, bulk, out, log_params=self.log_params or self.by_log)

@@ -25,9 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chain_step import Tiles, Widths, column_tops, constants, far, normalised, step, tile_of, tiles, whole_matrix
+from .chain_matrix import whole_matrix
+from .chain_step import Tiles, Widths, column_tops, constants, normalised, step, tiles
 from .max_step import max_step, max_tiles, whole_logs
-from .tiles import exp, finite, log
+from .tiles import at, exp, far, finite, log
 
 
 @triton.jit(do_not_specialize=["v", "m", "inner"])
@@ -114,13 +115,13 @@ def _forward_kernel(
     if SEGMENT:
         total = tl.where((first + rows)[:, None] == columns[None, :], 0.0, float("-inf")).to(tl.float64)
     else:
-        start = tile_of(start_ptr + z * stride_sg + first * stride_sm, rows, columns, stride_sm, stride_sc)
+        start = at(start_ptr + z * stride_sg + first * stride_sm, rows, columns, stride_sm, stride_sc)
         total = tl.load(start, mask=tile, other=float("-inf")).to(tl.float64)
     shift = tl.zeros((BLOCK_S,), DTYPE)
     if x_ptr is not None:
         x_ptr += z // inner * stride_xg + z % inner * stride_xh + first * stride_xm
         if not SEGMENT:
-            x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=tile, other=float("-inf")).to(DTYPE)
+            x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=tile, other=float("-inf")).to(DTYPE)
             shift = finite(tl.max(x, 1))
             total += x.to(tl.float64) - shift.to(tl.float64)[:, None]
             x_ptr += stride_xv
@@ -164,7 +165,7 @@ def _forward_kernel(
             if top_ptr is not None:
                 top = tl.load(top_ptr + columns, mask=columns < c, other=float("-inf") if LOG_PARAMS else 0.0)
         if x_ptr is not None:
-            x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
+            x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
             wanted = wanted & (x > float("-inf"))
         # the messages of the step before were stored by other threads
         tl.debug_barrier()
@@ -182,7 +183,7 @@ def _forward_kernel(
         low = tl.load(scale_ptr + 1, mask=active, other=0.0)
         if x_ptr is not None:
             # once more, rather than kept in registers
-            x = tl.load(tile_of(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
+            x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
             shift = finite(tl.max(x, 1))
             total += x.to(tl.float64) - shift.to(tl.float64)[:, None]
             high, low = _add_exactly(high, low, shift.to(tl.float64))
@@ -295,6 +296,7 @@ def segment_product(
     x: Tensor | None = None,
     *,
     log_params: bool,
+    dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     offset: Tensor | None = None,
     rescued: Tensor | None = None,
@@ -305,11 +307,12 @@ def segment_product(
     where 4 divides c and the strides; beyond, blocks of 16 share a matrix through the cache.
 
     `bulk` (L, g1, g2, c, c), any strides, so that `stack.unflatten(...)` need not be copied; `x` (L, g1, g2, c).
+    `dtype` is that of the arithmetic, as in `forward`.
     Returns the product (g1, g2, c, c) with largest entry 0, and what was taken out of it (g1, g2) in float64: written
     to `out` and `offset`, contiguous, where these are given. An impossible product is -inf with offset 0.
     """
     length, outer, inner, c, _ = bulk.shape
-    dtype = arithmetic_dtype(bulk if x is None else x, bulk)
+    dtype = dtype or arithmetic_dtype(bulk if x is None else x, bulk)
     if out is None:
         out = torch.empty(outer, inner, c, c, dtype=dtype, device=bulk.device)
     if offset is None:

@@ -14,8 +14,9 @@ each block of sequences. Tiles: from a model of registers, checked by compiling,
 import triton
 import triton.language as tl
 
-from .chain_step import Tiles, far, level_of, load_matrix, load_message, log_level, log_wide, split
-from .tiles import log
+from .chain_matrix import level_of, load_matrix, log_level, log_wide, split
+from .chain_step import Tiles, load_message
+from .tiles import far, log
 
 
 def max_tiles(choice: Tiles) -> Tiles:

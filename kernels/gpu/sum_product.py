@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from . import backward_chain, forward_chain, segments, transitions
+from . import backward_chain, forward_chain, transitions
 
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -21,13 +21,17 @@ def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Te
     assert chain.v == steps
     rescued = torch.zeros(1, dtype=torch.int64, device=chain.x.device)
     x, bulk, start, ends = operands(chain)
-    log_params, messages = chain.log_params, None
-    if not keep and ends is None and segments.worthwhile(x, bulk):
-        log_norm = segments.log_norm(x, bulk, start, log_params=log_params, rescued=rescued)
-    else:
-        log_norm, messages = forward_chain.forward(
-            x, bulk, start, ends, log_params=log_params, keep=keep, rescued=rescued, room=chain.room if keep else None
-        )
+    log_norm, messages = forward_chain.forward(
+        x,
+        bulk,
+        start,
+        ends,
+        log_params=chain.log_params,
+        keep=keep,
+        dtype=chain.dtype,
+        rescued=rescued,
+        room=chain.room if keep else None,
+    )
     if chain.ends is not None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     if messages is None:
@@ -59,12 +63,22 @@ def backward(
         grad_x=flat_x,
         want_r=grad_bulk is not None,
     )
+    if grad_bulk is not None and r is not None:
+        count_transitions(chain, messages, r, weight, bulk, grad_bulk)
+    return written(chain, grad_start, flat_x, grad_x)
+
+
+def count_transitions(chain: Chain, messages: Tensor, r: Tensor, weight: Tensor, bulk: Tensor, out: Tensor) -> None:
+    """Write the gradient with respect to matrices, or to their logarithms where the chain says so."""
+    by_log = chain.by_log and not chain.log_params
+    bulk = bulk.to(chain.dtype).log() if by_log else bulk
+    transitions.gradient(messages, r, weight, bulk, out, log_params=chain.log_params or by_log)
+
+
+def written(chain: Chain, grad_start: Tensor, flat_x: Tensor | None, grad_x: Tensor | None) -> Tensor:
+    """The gradient with respect to p0, from that of its logarithms (g, m, c); that of x is where it belongs."""
     if grad_x is not None and flat_x is not None and flat_x.data_ptr() != grad_x.data_ptr():
         grad_x.copy_(flat_x.view(grad_x.shape))  # axes that do not fold into sets and members
-    if grad_bulk is not None and r is not None:
-        by_log = chain.by_log and not chain.log_params
-        bulk = bulk.to(chain.dtype).log() if by_log else bulk
-        transitions.gradient(messages, r, weight, bulk, grad_bulk, log_params=chain.log_params or by_log)
     grad_p0 = grad_start.double().view(*chain.lead, chain.c)
     if chain.log_params or chain.by_log:
         return grad_p0

@@ -71,6 +71,12 @@ def at(ptr, rows, columns, stride_row, stride_column):
 
 
 @triton.jit
+def far(i, stride):
+    """The distance of `i` strides in 64 bits."""
+    return (tl.full((), 0, tl.int64) + i) * stride
+
+
+@triton.jit
 def multiple(size, WIDTH: tl.constexpr):
     """A size or stride that WIDTH divides, said so that the compiler knows."""
     return size // WIDTH * WIDTH

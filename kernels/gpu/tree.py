@@ -3,7 +3,7 @@
 A node is a (c, c) matrix of logarithms in float32 or float64, its largest entry `top`, and a float64 offset kept apart.
 A product is stored relative to the tops of its operands, which go into its offset: so nodes stay near 0 without a pass
 of their own, over either operand if need be, and nothing waits for the device. Up to c = 64, where a product is bound
-by memory, segments of a stack are multiplied by one program each instead (`forward_chain.segment_product`).
+by memory, segments of a stack are multiplied by one program each instead (`segment_products`).
 
 Names and meaning are those of `kernels.tree`. Reference: `logchain.reference.matrix_product`.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..nodes import parts, two_sum
 from ..summation import exact_sum
-from . import forward_chain, launch, log_matmul, log_matmul_gradient
+from . import launch, log_matmul, log_matmul_gradient
+from .segments import segment_products
 
 # up to this size segments are multiplied by one program, which holds a whole matrix
 _WHOLE = 64
@@ -85,30 +86,10 @@ class Arithmetic:
         while len(matrices) > 1:
             count = len(matrices)
             length = count if count <= 2 * _SHORTEST else max(_SHORTEST, math.ceil(count * g / programs))
-            matrices, offset = self._segments(matrices, length)
+            matrices, offset = segment_products(matrices, None, length, log_params=True, rescued=self.rescued)
             offsets.append(offset)
         offset = torch.stack(exact_sum(torch.cat(offsets))[: parts(matrices.dtype)], -1)
         return Nodes(matrices.transpose(0, 1), matrices.new_zeros(g, 1), offset[:, None])
-
-    def _segments(self, matrices: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The products of each `length` matrices (s, g, c, c), and of the rest, and their offsets (s, g)."""
-        count, g, c, _ = matrices.shape
-        whole, rest = divmod(count, length)
-        dtype = forward_chain.arithmetic_dtype(matrices)
-        out = torch.empty(whole + (rest > 0), g, c, c, dtype=dtype, device=matrices.device)
-        offset = torch.empty(out.shape[:2], dtype=torch.float64, device=matrices.device)
-        for first, segments, steps in ((0, whole, length), (whole, 1, rest)):
-            if segments and steps:
-                forward_chain.segment_product(
-                    matrices.narrow(0, first * length, segments * steps)
-                    .unflatten(0, (segments, steps))
-                    .transpose(0, 1),
-                    log_params=True,
-                    out=out.narrow(0, first, segments),
-                    offset=offset.narrow(0, first, segments),
-                    rescued=self.rescued,
-                )
-        return out, offset
 
     def multiply(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """`out = left right`; it may lie over either."""

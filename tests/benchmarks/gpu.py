@@ -47,7 +47,7 @@ def correctness(session: Session) -> None:
     try:
         limit = max(60.0, session.left / 2)
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
-        text = run.stdout
+        text = run.stdout or run.stderr
     except subprocess.TimeoutExpired as error:
         text = (error.stdout or b"").decode(errors="replace") + "\ntimed out"
     failures = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]

@@ -34,9 +34,7 @@ class Work:
     provider: str = "logchain"
 
 
-def chain_work(
-    n: int, v: int, c: int, mode: str, *, own: bool = False, steps: int | None = None, provider: str = "logchain"
-) -> Work:
+def chain_work(n: int, v: int, c: int, mode: str, *, own: bool = False, provider: str = "logchain") -> Work:
     """`product` of n chains of v variables and c states; each has its `own` matrices, or all share them."""
     x, matrix = n * v * c * FLOAT, (v - 1) * (n if own else 1) * c * c * FLOAT
     macs = (v - 1) * n * c * c
@@ -46,15 +44,15 @@ def chain_work(
     else:
         # forward: x, messages; backward: x, messages, r, gradient; transitions: messages twice, r
         floor, moved, macs = 2 * x + 2 * matrix, 9 * x + matrix * (4 if own else 6), 3 * macs
-    waits = (v if mode == FORWARD else 2 * v) if steps is None else steps
+    shapes = (n, 1, v, c), (n if own else 1, 1, v - 1, c, c), (1, 1, c)
+    planned = logchain.plan(*shapes, gradients=mode != FORWARD, device="cuda")
     kind = "own bulk" if own else "shared bulk"
     products: dict[str, Product] = {"logchain": logchain.product, "forum": _forum.product}
     if provider == "forum":
         macs = (v - 1) * n * c**3 * (1 if mode == FORWARD else 3)
     make = partial(_make_chain, n, v, c, mode, own, products[provider])
-    # the kernels, and small tensors around them
-    launches = 12 if mode == FORWARD else 25
-    return Work(f"product n={n} v={v} c={c}, {kind}", mode, make, floor, moved, macs, waits, launches, provider)
+    name = f"product n={n} v={v} c={c}, {kind}"
+    return Work(name, mode, make, floor, moved, macs, planned.steps, planned.launches, provider)
 
 
 def _make_chain(
@@ -134,7 +132,7 @@ def public(*, tiny: bool = False) -> list[Work]:
         chain_work(*main, GRADIENTS),
         chain_work(*own, FORWARD, own=True),
         chain_work(*own, GRADIENTS, own=True),
-        chain_work(*long, FORWARD, own=True, steps=500),
+        chain_work(*long, FORWARD, own=True),
         chain_work(*long, GRADIENTS, own=True),
         stack_work(*sizes(8, 256, 64)),
         stack_work(*sizes(4, 512, 256)),

@@ -23,9 +23,12 @@ def cases(target: str) -> list[Case]:
         found += [product(c, "ieee", aligned, "*fp64", dot=target != "sm_100") for aligned in (False, True)]
     for c in (1, 64, 200):
         found += [few(c, aligned, dtype) for dtype in ("*fp32", "*fp64") for aligned in (False, True)]
-    # the aligned ones need fewer registers
+    # the aligned ones and the smaller tiles need fewer registers
     often = ("logs, summed", "tf32x3 *fp32 c=200 linear", "ieee *fp32 c=200 linear", "few *fp32 c=64 linear")
-    return [replace(case, by_hand=not case.name.endswith(often) or " c=1 " in case.name) for case in found]
+    spare = (" c=1 ", " c=16 ", "tf32 *fp32 c=32 ", "few *fp32 c=200 ", "few *fp64 c=200 ")
+    return [
+        replace(case, by_hand=not case.name.endswith(often) or any(few in case.name for few in spare)) for case in found
+    ]
 
 
 def product(c: int, precision: str, aligned: bool, dtype: str, dot: bool = True) -> Case:

@@ -1,0 +1,112 @@
+"""The matrix of a step as it is loaded: with a level taken out of each column, near the largest entry there.
+
+A level is the exponent of a power of two, or where the matrix holds logarithms their maximum; so neither 1e-36 nor 1e30
+leaves the range of a product.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import at, exp, finite, log
+
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile of `P`, zero outside."""
+    pointers = at(matrix_ptr, rows, columns, stride_k, stride_j)
+    mask = (rows < c)[:, None] & (columns < c)[None, :]
+    return tl.load(pointers, mask=mask, other=float("-inf") if LOG_PARAMS else 0.0).to(DTYPE)
+
+
+@triton.jit
+def whole_matrix(
+    matrix_ptr, stride_k, stride_j, c, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """The scaled matrix as one tile, and the maxima of its columns."""
+    columns = tl.arange(0, BLOCK_C)
+    p = load_matrix(matrix_ptr, stride_k, stride_j, columns, columns, c, LOG_PARAMS, DTYPE)
+    top = tl.max(p, 0)
+    return scaled(p, level_of(top, LOG_PARAMS), LOG_PARAMS), top
+
+
+@triton.jit
+def level_of(top, LOG_PARAMS: tl.constexpr):
+    """What is taken out of a column with this maximum: a logarithm, or the exponent of a power of two."""
+    if LOG_PARAMS:
+        return finite(top)
+    else:
+        # up to where the power and its inverse are normal numbers
+        if top.dtype == tl.float64:
+            biased = ((top.to(tl.int64, bitcast=True) >> 52) & 2047).to(tl.int32)
+            return tl.minimum(tl.maximum(biased, 1), 2045) - 1023
+        else:
+            biased = (top.to(tl.int32, bitcast=True) >> 23) & 255
+            return tl.minimum(tl.maximum(biased, 1), 253) - 127
+
+
+@triton.jit
+def scaled(p, level, LOG_PARAMS: tl.constexpr):
+    """The linear entries of a tile of `P` with a level taken out of each column."""
+    if LOG_PARAMS:
+        return exp(p - level[None, :])
+    else:
+        return p * _power_of_two(-level, p.dtype)[None, :]
+
+
+@triton.jit
+def log_level(level, LOG_PARAMS: tl.constexpr):
+    """What was taken out of a column, as a logarithm in float64."""
+    if LOG_PARAMS:
+        return level.to(tl.float64)
+    else:
+        return level.to(tl.float64) * _LN2
+
+
+@triton.jit
+def lowered(sums, top, new_top, LOG_PARAMS: tl.constexpr):
+    """Sums (1, BLOCK_C) over a column's old level as sums over its new, higher one."""
+    if LOG_PARAMS:
+        return sums * exp(top - finite(new_top))[None, :]
+    else:
+        lower = level_of(top, LOG_PARAMS) - level_of(new_top, LOG_PARAMS)
+        return tl.where(lower < -126, 0.0, sums * _power_of_two(tl.maximum(lower, -126), top.dtype)[None, :])
+
+
+@triton.jit
+def log_entry(p, LOG_PARAMS: tl.constexpr):
+    """The logarithm of entries of `P`, also of denormal ones."""
+    if LOG_PARAMS:
+        return p
+    else:
+        tiny = p < 1e-30
+        return log(tl.where(tiny, p * 1.2676506002282294e30, p)) - tl.where(tiny, 69.31471805599453, 0.0)
+
+
+@triton.jit
+def log_wide(s):
+    """`log s` as float64, good to a float32's rounding of the mantissa's logarithm; -inf for 0, NaN for NaN."""
+    if s.dtype == tl.float64:
+        return log(s)
+    else:
+        exponent, mantissa = split(s)
+        value = exponent.to(tl.float64) * _LN2 + tl.log(mantissa).to(tl.float64)
+        other = tl.where(s == 0.0, float("-inf"), float("nan")).to(tl.float64)
+        return tl.where((s > 0.0) & (s < float("inf")), value, other)
+
+
+@triton.jit
+def split(s):
+    """Normal float32 numbers as `mantissa * 2**exponent` with the mantissa between sqrt(1/2) and sqrt(2)."""
+    bits = s.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    return exponent, (bits - (exponent << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _power_of_two(exponent, DTYPE: tl.constexpr):
+    if DTYPE == tl.float64:
+        return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    else:
+        return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
