@@ -1,4 +1,4 @@
-"""One piece of an unbounded chain: its forward messages, and the backward messages of its fixed-lag posteriors.
+"""One piece of an unbounded chain, and its forward messages where somebody may differentiate them.
 
 Everything is float64 logarithms, and each step one log-semiring product, whose derivatives autograd chains. What is
 taken out of a message is a constant to it, so that what is impossible has a gradient of exactly 0.
@@ -18,7 +18,8 @@ class Given(NamedTuple):
     """A piece as it comes: x [*B, k, c], bulk [*Bb, k or 1, c, c] into each variable, p0, and what is before it.
 
     `own`: bulk is the stream's. `fresh` [*B]: no variable is before. `unlinked`: that is so for all sequences, which is
-    known without a look. `counts` int64 [*B]: how many variables each sequence has, from 0 to k; None for all of them.
+    known without a look; `running`: likewise, that it is so for none and that none has ended. `counts` int64 [*B]: how
+    many variables each sequence has, from 0 to k; None for all of them.
     """
 
     x: Tensor
@@ -27,6 +28,7 @@ class Given(NamedTuple):
     own: bool
     fresh: Tensor
     unlinked: bool
+    running: bool
     counts: Tensor | None
     log_params: bool
 
@@ -118,12 +120,15 @@ def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
     return message - top, top
 
 
-def log_sum(message: Tensor) -> Tensor:
-    """`log sum exp` over the states [...]: exactly -inf, with gradient 0, where there is nothing."""
+def normalised(message: Tensor) -> tuple[Tensor, Tensor]:
+    """The message [..., c] less the logarithm of its sum, and that [...]: -inf, with gradient 0, of what is nothing."""
     if not differentiable(message):
-        return torch.logsumexp(message, -1)
+        norm = torch.logsumexp(message, -1)
+        # -inf less the lowest number is -inf
+        return message - norm[..., None].clamp(min=torch.finfo(norm.dtype).min), norm
     dead = (message == -torch.inf).all(-1)
-    return torch.logsumexp(message.masked_fill(dead[..., None], 0.0), -1).masked_fill(dead, -torch.inf)
+    norm = torch.logsumexp(message.masked_fill(dead[..., None], 0.0), -1).masked_fill(dead, 0.0)
+    return message - norm[..., None], norm.masked_fill(dead, -torch.inf)
 
 
 def posterior(message: Tensor) -> Tensor:
@@ -166,13 +171,13 @@ def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
     return found, torch.where(piece.active[..., None], torch.cat([shift, taken], -1), 0.0)
 
 
-def total(found: Tensor, lost: Tensor, term: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-    """A sum [*B] and what its rounding lost, with a term more and what that lacks (D. E. Knuth's two-sum)."""
+def added(found: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
+    """A sum [*B] and what its rounding has lost, with a term more (D. E. Knuth's two-sum)."""
     after = found + term
     part = after - found
     error = (found - (after - part)) + (term - part)
     # beside infinity nothing is lost
-    return after, lost + more + error.nan_to_num(0.0, 0.0, 0.0)
+    return after, lost + error.nan_to_num(0.0, 0.0, 0.0)
 
 
 def recovered(piece: Piece, before: Tensor, messages: Tensor) -> Tensor:
@@ -189,23 +194,3 @@ def recovered(piece: Piece, before: Tensor, messages: Tensor) -> Tensor:
         ahead = matmul(messages, piece.matrix(0))
     ahead = torch.where(piece.linked[..., None], ahead, piece.start[..., None, :])
     return torch.where(piece.active[..., None], shifted(ahead + piece.potentials()[0])[0], -torch.inf)
-
-
-def smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:
-    """The posteriors of all but the last `lag` states, given `lag` variables more: [*B, k - lag, c], 0 for no variable.
-
-    `messages` [*B, k, c] are the forward ones. All windows go back at once, a step at a time.
-    """
-    size = piece.x.shape[-2] - lag
-    own = piece.matrices.shape[-3] != 1
-    x = shifted(torch.where(piece.linked[..., None], piece.x, 0.0))[0]
-    behind = torch.zeros_like(messages[..., :size, :])
-    for j in range(lag, 0, -1):
-        ahead = shifted(behind + x[..., j : j + size, :])[0]
-        if own:
-            before = matmul(ahead[..., None, :], piece.matrices[..., j : j + size, :, :].mT)[..., 0, :]
-        else:
-            before = matmul(ahead, piece.matrix(0).mT)
-        # a sequence that ends here has nothing behind it
-        behind = torch.where(piece.linked[..., j : j + size, None], before, 0.0)
-    return torch.where(piece.active[..., :size, None], posterior(messages[..., :size, :] + behind), 0.0)

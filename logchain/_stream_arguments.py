@@ -79,6 +79,18 @@ def check_piece(
     return ends
 
 
+def check_mask(mask: object, fresh: Tensor | None) -> None:
+    """Of the kind and shape of `fresh`, if any batch is known; None for all."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask: expected a torch.Tensor of bool, got {got}")
+    if fresh is None or mask.shape != fresh.shape:
+        expected = "None before the first update" if fresh is None else list(fresh.shape)
+        raise ValueError(f"mask: expected shape {expected}, got {list(mask.shape)}")
+
+
 def active_counts(ends: Tensor | None, over: Tensor, k: int) -> Tensor | None:
     """How many variables each sequence has [*B], 0 for one that is over; None for k, as far as values are looked at."""
     gpu = _device.on_gpu(over)

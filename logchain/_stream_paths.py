@@ -33,6 +33,13 @@ class Survivors(NamedTuple):
     active: Tensor
     linked: Tensor
 
+    @classmethod
+    def none(cls, like: Tensor) -> "Survivors":
+        """Before the first variable, of a batch of messages [*B, c] like these."""
+        none = like.new_zeros(*like.shape[:-1], 0, dtype=torch.bool)
+        paths = like.new_zeros(*none.shape, like.shape[-1], dtype=torch.int32)
+        return cls(torch.full_like(like, -torch.inf), paths, none, none)
+
 
 def extended(held: Survivors, piece: Piece) -> Survivors:
     """The survivors after a piece."""

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from ._arguments import Lengths, check_flag, check_tensor, check_values
 from ._chain_operators import arithmetic_dtype
-from ._stream import Given, Piece, log_sum, logs, only_used, posterior, smoothed, total
-from ._stream_arguments import active_counts, check_piece, check_stream, check_transforms
-from ._stream_filter import Room
-from ._stream_filter import filtered as filtered_piece
+from ._stream import Given, Piece, logs, only_used
+from ._stream_arguments import active_counts, check_mask, check_piece, check_stream, check_transforms
+from ._stream_block import Room
+from ._stream_filter import filtered
+from ._stream_lag import at_the_end, passed
 from ._stream_paths import Survivors, ended, extended, settled
+from ._stream_state import State
 
 
 class StreamUpdate(NamedTuple):
@@ -47,7 +49,8 @@ class Stream:
         dtype: dtype of the results; by default float64 if an operand so far is float64, otherwise float32.
         validate: also check the values of each piece, which costs a pass over the data.
 
-    Operands may be float32, float64, bfloat16 or float16; all arithmetic is in float64. Sequences may end and start
+    Operands may be float32, float64, bfloat16 or float16; the arithmetic within a piece is that of `logchain.product`,
+    what is carried to the next one is float64, and steps that are differentiated are too. Sequences may end and start
     anew at different times: see `update` and `reset`. Nobody's NaN reaches another sequence.
 
     Raises:
@@ -58,8 +61,8 @@ class Stream:
     walk a piece; otherwise each step is some of torch's operators, a thousand times as slow for few states. Inside
     `torch.compile` there are graph breaks; `torch.vmap` and forward derivatives are refused.
 
-    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in float64 in k dependent steps, beside half a
-    millisecond or so whatever k is; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions
+    Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, beside a fraction of a
+    millisecond whatever k is; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions
     and maxima, `c` times that for up to 32 states, and one step at a time beyond. Memory: posteriors, some megabytes
     that pieces share, one message, L variables and their matrices, and c 4-byte states for each variable whose best
     state is not final, in any of the sequences: that is constant as long as the paths that may still win have a state
@@ -109,20 +112,20 @@ class Stream:
         self._bulk, self._p0 = bulk, p0
         self._log_params, self._lag, self._viterbi = log_params, lag, viterbi
         self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
-        self._state: dict[str, Tensor] = {}
+        self._state: State | None = None
         self._room = Room()
 
     @property
     def log_norm(self) -> Tensor:
         """The log-partition `[*B]` of all so far, in nats; 0 for a sequence without a variable."""
         state = self._begun()
-        found = log_sum(state["message"]) + state["lost"] + state["total"]
-        return found.masked_fill(state["fresh"], 0.0).to(self._result_dtype(self._state))
+        return (state.total + state.lost).to(self._result_dtype(state))
 
     @property
     def filtered(self) -> Tensor:
         """The posterior `[*B, c]` of each sequence's newest state given all so far; 0 where there is none."""
-        return posterior(self._begun()["message"]).to(self._result_dtype(self._state))
+        state = self._begun()
+        return state.message.exp().to(self._result_dtype(state))
 
     def update(
         self, x_piece: Tensor, bulk_piece: Tensor | None = None, *, lengths: Lengths | None = None
@@ -148,104 +151,86 @@ class Stream:
         x = x_piece
         check_transforms()
         check_tensor("x_piece", x, 2, like=self._p0)
-        before = self._state["fresh"].shape if self._state else x.shape[:-2]
+        before = x.shape[:-2] if self._state is None else self._state.fresh.shape
         ends = check_piece(x, bulk_piece, lengths, self._bulk, self._p0, before)
         bulk = self._bulk if bulk_piece is None else bulk_piece
         assert bulk is not None
-        k, state = x.shape[-2], self._before(x)
-        if not state["double"] and arithmetic_dtype(x, bulk, self._p0) == torch.float64:
-            state["double"] = torch.tensor(True)
-        fresh, unlinked = state["fresh"], bool(state["unlinked"])
-        counts = active_counts(ends, state["over"], k)
-        given = Given(x, bulk, self._p0, bulk_piece is None, fresh, unlinked, counts, self._log_params)
+        k, state = x.shape[-2], State.before(x) if self._state is None else self._state
+        state = state.detached() if self._detach else state
+        state = state._replace(double=state.double or arithmetic_dtype(x, bulk, self._p0) == torch.float64)
+        running = state.running and ends is None
+        counts = None if running else active_counts(ends, state.over, k)
+        given = Given(
+            x, bulk, self._p0, bulk_piece is None, state.fresh, state.unlinked, running, counts, self._log_params
+        )
         piece = given.logs(each=self._lag > 0) if self._lag or self._viterbi or self._validate else None
         if self._validate:
             assert piece is not None
             self._check_values(piece, x, bulk)
         dtype = self._result_dtype(state) if self._filtered else None
-        found = filtered_piece(given, state["message"], dtype, piece if self._lag else None, self._room)
-
-        state["total"], state["lost"] = total(state["total"], state["lost"], found.taken, found.lost)
+        found = filtered(given, state[:3], dtype, piece if self._lag else None, self._room)
+        total, over = found.total, state.over
         if ends is not None:
             wrong = (ends < 0) | (ends > k)  # of a device whose values are not looked at
-            state["total"] = state["total"].masked_fill(wrong, torch.nan)
-            state["over"] = state["over"] | (ends < k)
-        state["message"], state["fresh"] = found.message, given.still_fresh()
-        if k and unlinked:
-            state["unlinked"] = torch.tensor(False)
+            total, over = total.masked_fill(wrong, torch.nan), over | (ends < k)
+        state = state._replace(
+            message=found.message,
+            total=total,
+            lost=found.lost,
+            fresh=state.fresh if running else given.still_fresh(),
+            over=over,
+            unlinked=state.unlinked and k == 0,
+            running=running or (counts is None and k > 0),
+        )
         ready = states = None
         if self._viterbi:
             assert piece is not None
             with torch.no_grad():
-                states, survivors = settled(extended(self._survivors(state), piece))
-            state.update(_named(survivors))
+                states, survivors = settled(extended(state.survivors or Survivors.none(found.message), piece))
+            state = state._replace(survivors=survivors)
         if self._lag:
             assert piece is not None and found.messages is not None
-            ready = self._smooth(state, piece, found.messages)
-        self._state = state
-        return self._update(found.posteriors, ready, states)
+            ready, window = passed(state.window, piece, found.messages, self._bulk is not None, self._lag)
+            state = state._replace(window=window)
+        return self._to(state, found.posteriors, ready, states)
 
     def flush(self) -> StreamUpdate:
         """End all sequences, and return the posteriors and states that were still waiting for more variables.
 
         `reset` starts them anew.
         """
-        state = dict(self._begun())
-        *batch, c = state["message"].shape
-        ready = states = None
-        if self._lag and "held_x" in state:
-            none = torch.zeros(*batch, self._lag, dtype=torch.bool, device=state["message"].device)
-            x = torch.zeros(*batch, self._lag, c, dtype=torch.float64, device=none.device)
-            matrices = logs(self._bulk, self._log_params) if self._bulk is not None else x.new_zeros(self._lag, c, c)
-            nothing = Piece(x, matrices, state["message"], none, none, False)
-            ready = self._smooth(state, nothing, torch.full_like(x, -torch.inf))
-            for name in ("x", "messages", "active", "linked", "matrices"):
-                state.pop(f"held_{name}", None)
-        elif self._lag:
-            ready = state["message"].new_zeros(*batch, 0, c)
+        state = self._begun()
+        empty, ready, states = state.message[..., None, :][..., :0, :], None, None
+        if self._lag:
+            own = None if self._bulk is None else logs(self._bulk, self._log_params)
+            ready = empty if state.window is None else at_the_end(state.window, own, self._lag)
         if self._viterbi:
-            states, survivors = ended(self._survivors(state))
-            state.update(_named(survivors))
-        state["over"] = torch.ones_like(state["over"])
-        self._state = state
-        empty = state["message"].new_zeros(*batch, 0, c, dtype=self._result_dtype(state)) if self._filtered else None
-        return self._update(empty, ready, states)
+            states, survivors = ended(state.survivors or Survivors.none(state.message))
+            state = state._replace(survivors=survivors)
+        state = state._replace(over=torch.ones_like(state.over), running=False, window=None)
+        return self._to(state, empty.to(self._result_dtype(state)) if self._filtered else None, ready, states)
 
     def reset(self, mask: Tensor | None = None) -> None:
         """Start the sequences of `mask` (bool `[*B]`), or all, anew at `p0`, with the next piece."""
-        if mask is None:
-            if not self._state:
-                return
-            mask = torch.ones_like(self._state["fresh"])
-        elif not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            got = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
-            raise TypeError(f"mask: expected a torch.Tensor of bool, got {got}")
-        elif not self._state or mask.shape != self._state["fresh"].shape:
-            expected = list(self._state["fresh"].shape) if self._state else "None before the first update"
-            raise ValueError(f"mask: expected shape {expected}, got {list(mask.shape)}")
-        state = dict(self._state)
-        mask = mask.to(state["fresh"].device)
-        for name in ("total", "lost"):
-            state[name] = state[name].masked_fill(mask, 0.0)
-        state["message"] = state["message"].masked_fill(mask[..., None], -torch.inf)
-        state["fresh"], state["over"] = state["fresh"] | mask, state["over"] & ~mask
-        self._state = state
+        state = self._state
+        check_mask(mask, None if state is None else state.fresh)
+        if state is not None:
+            self._state = state.anew(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
 
     def state_dict(self) -> dict[str, Any]:
         """All that later updates depend on besides the arguments of the stream: tensors, integers and names of dtypes.
 
         A stream of the same arguments that loads it goes on with the same bits. Gradients are not in it.
         """
-        found: dict[str, Any] = {name: value.detach().clone() for name, value in self._state.items()}
-        return {"options": self._options(), "tensors": found}
+        return {"options": self._options(), "state": None if self._state is None else self._state.plain()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where another stream of the same arguments was."""
-        if not isinstance(state, dict) or set(state) != {"options", "tensors"}:
+        if not isinstance(state, dict) or set(state) != {"options", "state"}:
             raise ValueError("state: expected what state_dict() of a stream has returned")
         if state["options"] != self._options():
             raise ValueError(f"state: expected that of a stream with {self._options()}, got {state['options']}")
-        self._state = {name: value.clone() for name, value in state["tensors"].items()}
+        self._state = None if state["state"] is None else State.of_plain(state["state"])
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -256,81 +241,21 @@ class Stream:
             "bulk": self._bulk is not None,
         }
 
-    def _begun(self) -> dict[str, Tensor]:
-        if not self._state:
+    def _begun(self) -> State:
+        if self._state is None:
             raise RuntimeError("stream: expected an update before, the shape of the batch is not known yet")
         return self._state
 
-    def _before(self, x: Tensor) -> dict[str, Tensor]:
-        """What earlier pieces left: a copy that can be written to."""
-        if self._state:
-            cut = self._detach
-            return {name: v.detach() if cut and v.requires_grad else v for name, v in self._state.items()}
-        batch, c = x.shape[:-2], x.shape[-1]
-        nothing = x.new_zeros(batch, dtype=torch.float64)
-        no = torch.zeros_like(nothing, dtype=torch.bool)
-        return {
-            "message": x.new_full((*batch, c), -torch.inf, dtype=torch.float64),
-            "total": nothing,
-            "lost": nothing,
-            "fresh": ~no,
-            "over": no,
-            # these two are looked at on the host
-            "unlinked": torch.tensor(True),
-            "double": torch.tensor(False),
-        }
+    def _result_dtype(self, state: State) -> torch.dtype:
+        return self._dtype or (torch.float64 if state.double else torch.float32)
 
-    def _result_dtype(self, state: dict[str, Tensor]) -> torch.dtype:
-        if self._dtype is not None:
-            return self._dtype
-        return torch.float64 if bool(state["double"]) else torch.float32
-
-    def _update(self, posteriors: Tensor | None, ready: Tensor | None, states: Tensor | None) -> StreamUpdate:
-        ready = None if ready is None else ready.to(self._result_dtype(self._state))
+    def _to(self, state: State, posteriors: Tensor | None, ready: Tensor | None, states: Tensor | None) -> StreamUpdate:
+        """Go over to a state."""
+        self._state = state
+        ready = None if ready is None else ready.to(self._result_dtype(state))
         return StreamUpdate(self.log_norm, posteriors, ready, states)
-
-    def _survivors(self, state: dict[str, Tensor]) -> Survivors:
-        if "best_message" in state:
-            return Survivors(*(state[f"best_{name}"] for name in Survivors._fields))
-        message = torch.full_like(state["message"], -torch.inf)
-        none = torch.zeros(*message.shape[:-1], 0, dtype=torch.bool, device=message.device)
-        paths = torch.zeros(*none.shape, message.shape[-1], dtype=torch.int32, device=message.device)
-        return Survivors(message, paths, none, none)
-
-    def _smooth(self, state: dict[str, Tensor], piece: Piece, messages: Tensor) -> Tensor:
-        """The posteriors that have their lag now [*B, m, c]; puts what is to wait into `state`."""
-        new = {"x": (piece.x, -2), "messages": (messages, -2), "active": (piece.active, -1)}
-        new |= {"linked": (piece.linked, -1)}
-        if self._bulk is None:
-            new["matrices"] = piece.matrices, -3
-        joined = {name: _joined(state.get(f"held_{name}"), value, axis) for name, (value, axis) in new.items()}
-        waiting = joined["active"].shape[-1]
-        ready = max(0, waiting - self._lag)
-        for name, (_, axis) in new.items():
-            state[f"held_{name}"] = joined[name].narrow(axis, ready, waiting - ready).clone()
-        if not ready:
-            return joined["x"][..., :0, :]
-        matrices = joined.get("matrices", piece.matrices)
-        window = Piece(joined["x"], matrices, piece.start, joined["active"], joined["linked"], False)
-        return smoothed(window, joined["messages"], self._lag)
 
     def _check_values(self, piece: Piece, x: Tensor, given: Tensor) -> None:
         """No NaN, no +inf and no negative probability in what has influence."""
         bulk = given if given is self._bulk else only_used(given, piece.linked)
         check_values(torch.where(piece.active[..., None], x, 0.0), bulk, self._p0, self._log_params, None)
-
-
-def _joined(old: Tensor | None, new: Tensor, axis: int) -> Tensor:
-    """One after the other along the axis; other axes are broadcast."""
-    if old is None:
-        return new
-    dim = max(old.dim(), new.dim())
-    old, new = (part[(None,) * (dim - part.dim())] for part in (old, new))
-    axis += dim
-    sizes = [max(a, b) if a and b else 0 for a, b in zip(old.shape, new.shape, strict=True)]
-    parts = [part.expand([part.shape[i] if i == axis else size for i, size in enumerate(sizes)]) for part in (old, new)]
-    return torch.cat(parts, axis)
-
-
-def _named(survivors: Survivors) -> dict[str, Tensor]:
-    return {f"best_{name}": value for name, value in survivors._asdict().items()}
