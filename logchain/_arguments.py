@@ -39,9 +39,8 @@ def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False)
     *batch, v, c = x.shape
     if v < 1 or c < 1:
         raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
-    steps = {1, v - 1}
-    _check_sizes("bulk", bulk, [*_lead(batch, bulk.dim() - 3), steps, {c}, {c}], x)
-    _check_sizes("p0", p0, [*_lead(batch, p0.dim() - 1), {c}], x)
+    _check_sizes("bulk", bulk, (*_lead(batch, bulk.dim() - 3), (1, v - 1), (c,), (c,)), x)
+    _check_sizes("p0", p0, (*_lead(batch, p0.dim() - 1), (c,)), x)
 
 
 def _check_devices(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
@@ -72,22 +71,24 @@ def check_question(
     return ends
 
 
-def _lead(batch: list[int], axes: int) -> list[set[int]]:
+def _lead(batch: list[int], axes: int) -> list[tuple[int, ...]]:
     """The sizes that as many leading axes of an operand may have; aligned at the right."""
-    allowed = [{1, size} for size in batch]
-    return allowed[max(0, len(allowed) - axes) :]
+    return [(1, size) for size in batch[max(0, len(batch) - axes) :]]
 
 
-def _check_sizes(name: str, value: Tensor, allowed: list[set[int]], x: Tensor) -> None:
-    if len(allowed) == value.dim() and all(size in sizes for size, sizes in zip(value.shape, allowed, strict=True)):
-        return
+def _check_sizes(name: str, value: Tensor, allowed: tuple[tuple[int, ...], ...], x: Tensor) -> None:
+    shape = value.shape
+    if len(allowed) == len(shape):
+        for size, sizes in zip(shape, allowed, strict=True):
+            if size not in sizes:
+                break
+        else:
+            return
     steps = len(allowed) - 3 if name == "bulk" else -1
     texts = []
     for axis, sizes in enumerate(allowed):
-        texts.append(" or ".join(str(size) for size in sorted(sizes, reverse=axis == steps)))
-    raise ValueError(
-        f"{name}: expected shape [{', '.join(texts)}] to go with x {list(x.shape)}, got {list(value.shape)}"
-    )
+        texts.append(" or ".join(str(size) for size in sorted(set(sizes), reverse=axis == steps)))
+    raise ValueError(f"{name}: expected shape [{', '.join(texts)}] to go with x {list(x.shape)}, got {list(shape)}")
 
 
 def check_stack(stack: object) -> None:
@@ -102,6 +103,13 @@ def check_stack(stack: object) -> None:
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}: expected {' or '.join(repr(choice) for choice in choices)}, got {value!r}")
+
+
+def check_alone(name: str, value: object, expected: str, others: dict[str, bool]) -> None:
+    """An option that goes with none of the others."""
+    for other, given in others.items():
+        if given:
+            raise ValueError(f"{name}: expected {expected} with {other}, got {value!r}")
 
 
 def check_float_dtype(name: str, value: torch.dtype | None) -> None:

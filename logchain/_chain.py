@@ -6,15 +6,16 @@ Kept for the backward pass are the operands and one tensor of forward messages. 
 operands' own shapes. Covariances are exact too, and are not differentiated again.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _chain_operators as operators
-from ._batching import batch_axes, mapped_first, shape_of_one, with_batch_first
-from ._operators import apply, is_plain, transform
-from ._operators import call as _call
+from . import _tangent_operators as tangent_operators
+from ._batching import as_one, of_each, with_batch_first
+from ._operators import apply, call, differentiated, is_plain, transform
 
 
 class Kept(NamedTuple):
@@ -27,25 +28,28 @@ class Kept(NamedTuple):
 
 
 def log_norm(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, segments: int = 1
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    log_params: bool,
+    *,
+    segments: int = 1,
+    workspace: Any = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The log-partition [*B] in float64. Arguments have been checked.
+    """The log-partition [*B], found in float64. Arguments have been checked.
 
     `segments`: into how many the chain is cut (`kernels.chunked`); 1 for the sequential schedule. It changes the time
-    that a call and its gradient take, and the memory of either.
+    that a call and its gradient take, and the memory of either. `workspace`: where messages are kept; with 1 segment.
     """
-    keep = torch.is_grad_enabled() and any(operand.requires_grad for operand in (x, bulk, p0))
-    return Kept(*apply(_LogNorm, operators.log_norm, x, bulk, p0, lengths, log_params, keep, segments)).log_norm
-
-
-def log_norm_within(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, workspace: Any
-) -> Tensor:
-    """The same, with what the gradient needs in a workspace; as without one where a call is traced or mapped."""
-    arguments = x, bulk, p0, lengths, log_params
-    if not (is_plain(arguments) and torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:3])):
-        return log_norm(*arguments)
-    found: Tensor = _call(_Within, *arguments, workspace)
+    arguments, keep = (x, bulk, p0, lengths, log_params), differentiated(x, bulk, p0)
+    if not is_plain(arguments):
+        found: Tensor = apply(_LogNorm, operators.log_norm, *arguments, keep, segments)[0].to(dtype, copy=True)
+    elif keep:
+        found = call(LogPartition, *arguments, segments, workspace, dtype)
+    else:
+        found = operators.log_norm_here(*arguments, False, segments)[0].to(dtype)
     return found
 
 
@@ -88,7 +92,7 @@ def along(
     `by_log`: the tangents are those of the logarithms of bulk and p0, though these be linear.
     """
     arguments = x, bulk, p0, lengths, *tangents, log_params, by_log
-    found: Tensor = apply(_Along, operators.log_norm_along, *arguments)
+    found: Tensor = apply(Along, tangent_operators.log_norm_along, *arguments)
     return found
 
 
@@ -113,12 +117,12 @@ class _LogNorm(torch.autograd.Function):
         if grad is None:
             return (None,) * 7
         needs = ctx.needs_input_grad[:3]
-        found = _call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, ctx.segments)
-        return (*_if_needed(found, needs), *(None,) * 4)
+        found = call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, ctx.segments)
+        return (*if_needed(found, needs), *(None,) * 4)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-        found = _call(_Along, *ctx.saved_tensors[:4], *tangents[:3], ctx.log_params, False)
+        found = call(Along, *ctx.saved_tensors[:4], *tangents[:3], ctx.log_params, False)
         return found, None, None, None
 
     @staticmethod
@@ -126,48 +130,47 @@ class _LogNorm(torch.autograd.Function):
         operands = with_batch_first(info.batch_size, in_dims, *args[:4])
         # a mapped tensor does not say that a gradient is wanted of it
         keep = args[5] or torch.is_grad_enabled()
-        return _call(_LogNorm, *operands, args[4], keep, args[6]), (0, None, None, None)
+        return call(_LogNorm, *operands, args[4], keep, args[6]), (0, None, None, None)
 
 
-class _Within(torch.autograd.Function):
-    """x, bulk, p0, lengths, log_params, workspace -> the log-partition."""
+class LogPartition(torch.autograd.Function):
+    """x, bulk, p0, lengths, log_params, segments, workspace, dtype -> the log-partition alone, where nothing traces."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *operands, ctx.log_params, _ = args
-        kept = operators.log_norm_within(*args)
-        ctx.save_for_backward(*operands, *kept)
-        return kept[0]
+        x, bulk, p0, lengths, ctx.log_params, ctx.segments, workspace, dtype = args
+        kept = operators.log_norm_here(x, bulk, p0, lengths, ctx.log_params, True, ctx.segments, workspace)
+        ctx.save_for_backward(x, bulk, p0, lengths, *kept)
+        return kept[0].to(dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
-        found = _call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, 1)
-        return (*_if_needed(found, needs), *(None,) * 3)
+        found = call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, ctx.segments)
+        return (*if_needed(found, needs), None, None, None, None, None)
 
 
-class _Gradient(torch.autograd.Function):
-    """grad, x, bulk, p0, lengths, *Kept, log_params, by_log, need_x, need_bulk, need_p0, segments -> gradients."""
+class Gradient(torch.autograd.Function):
+    """grad, x, bulk, p0, lengths, *kept, *options -> gradients, whose derivatives are the same in every schedule.
 
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor] = operators.log_norm_backward(*args)
-        return found
+    `forward` and `vmap` are a schedule's own, and its `setup_context` is `setup`.
+    """
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tensors, (ctx.log_params, ctx.by_log, *ctx.needs, ctx.segments) = inputs[:9], inputs[9:]
+    def setup(ctx: Any, schedule: Any, tensors: Any, options: Any, *, by_log: bool, needs: Any) -> None:
+        ctx.schedule, ctx.options, ctx.by_log, ctx.needs = schedule, options, by_log, needs
+        ctx.log_params, ctx.others = options[0], (None,) * (len(tensors) + len(options) - 4)
         ctx.save_for_backward(*tensors[:5])
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
-        tangents = _if_needed(along, ctx.needs)
+        tangents = if_needed(along, ctx.needs)
         if all(tangent is None for tangent in tangents):
-            return (None,) * 15
-        found = _call(_Second, *ctx.saved_tensors, *tangents, ctx.log_params, ctx.by_log)
-        return (*_if_needed(found, ctx.needs_input_grad[:4]), *(None,) * 11)
+            return (None, None, None, None, *ctx.others)
+        found = call(_Second, *ctx.saved_tensors, *tangents, ctx.log_params, ctx.by_log)
+        return (*if_needed(found, ctx.needs_input_grad[:4]), *ctx.others)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
@@ -177,31 +180,44 @@ class _Gradient(torch.autograd.Function):
         wide = ctx.by_log and not ctx.log_params  # tangents are linear, but the gradients are not
         if wide:
             along_bulk, along_p0 = _quotient(along_bulk, bulk), _quotient(along_p0, p0)
-        found = _call(_Second, grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, ctx.log_params, ctx.by_log)
+        found = call(_Second, grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, ctx.log_params, ctx.by_log)
         out = [found[1], found[2] * bulk, found[3] * p0] if wide else list(found[1:])
         if along_grad is not None:
-            arguments = along_grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *ctx.needs, ctx.segments
-            more = _call(_Gradient, *arguments)
+            more = call(ctx.schedule, along_grad, x, bulk, p0, lengths, *kept, *ctx.options)
             out = [a + b if need else a for a, b, need in zip(out, more, ctx.needs, strict=True)]
         return tuple(a if need else a.new_zeros(0) for a, need in zip(out, ctx.needs, strict=True))
 
+
+class _Gradient(Gradient):
+    """Kept is `Kept`; the options are log_params, by_log, need_x, need_bulk, need_p0, segments."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = operators.log_norm_backward(*args)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, by_log, *needs, _ = options = inputs[9:]
+        Gradient.setup(ctx, _Gradient, inputs[:9], options, by_log=by_log, needs=needs)
+
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Each example has gradients of its own, also of an operand that all share: so the messages are made again."""
-        grad, *operands = _each(info.batch_size, in_dims, args[:5])
-        log_params, by_log, *needs, segments = args[9:]
-        kept = _call(_LogNorm, *operands, log_params, True, segments)
-        found = _call(_Gradient, grad, *operands, *kept, log_params, by_log, *needs, segments)
-        own = _as_one(info.batch_size, found, in_dims[1:4], args[1:4], needs)
-        return own, (0, 0, 0)
+        log_params, _, *needs, segments = options = args[9:]
+
+        def gradients(grad: Tensor, *operands: Any) -> Any:
+            kept = call(_LogNorm, *operands, log_params, True, segments)
+            return call(_Gradient, grad, *operands, *kept, *options)
+
+        return gradients_of_each(gradients, info.batch_size, in_dims, args, needs)
 
 
-class _Along(torch.autograd.Function):
+class Along(torch.autograd.Function):
     """x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> the log-partition's derivative."""
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
-        found: Tensor = operators.log_norm_along(*args)
+        found: Tensor = tangent_operators.log_norm_along(*args)
         return found
 
     @staticmethod
@@ -216,21 +232,16 @@ class _Along(torch.autograd.Function):
         first: tuple[Tensor | None, ...] = (None,) * 3
         second: tuple[Tensor | None, ...] = (None,) * 4
         if any(needs[:3]):
-            second = _call(_Second, grad, x, bulk, p0, lengths, *tangents, ctx.log_params, ctx.by_log)
+            second = call(_Second, grad, x, bulk, p0, lengths, *tangents, ctx.log_params, ctx.by_log)
         if any(needs[4:7]):
-            kept = _call(_LogNorm, x, bulk, p0, lengths, ctx.log_params, True, 1)
-            first = _call(_Gradient, grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *needs[4:7], 1)
-        return (*_if_needed(second[1:], needs[:3]), None, *_if_needed(first, needs[4:7]), None, None)
+            kept = call(_LogNorm, x, bulk, p0, lengths, ctx.log_params, True, 1)
+            first = call(_Gradient, grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *needs[4:7], 1)
+        return (*if_needed(second[1:], needs[:3]), None, *if_needed(first, needs[4:7]), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        size, axes = info.batch_size, batch_axes(args[0], in_dims[0])
-        operands = _each(size, (None, *in_dims), (None, *args[:4]))[1:]
-        tangents = [
-            mapped_first(size, axes, own, tangent, dim, expand=True)
-            for own, tangent, dim in zip((2, 3, 1), args[4:7], in_dims[4:7], strict=True)
-        ]
-        return _call(_Along, *operands, *tangents, *args[7:]), 0
+        operands = of_each(info.batch_size, "x bulk p0 lengths x bulk p0", in_dims, args)
+        return call(Along, *operands, *args[7:]), 0
 
 
 class _Second(torch.autograd.Function):
@@ -241,7 +252,7 @@ class _Second(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = operators.log_norm_second(*args)
+        found: tuple[Tensor, ...] = tangent_operators.log_norm_second(*args)
         return found
 
     @staticmethod
@@ -254,35 +265,21 @@ class _Second(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        size, axes = info.batch_size, batch_axes(args[1], in_dims[1])
-        operands = _each(size, in_dims, args[:5])
-        tangents = [
-            mapped_first(size, axes, own, tangent, dim, expand=True)
-            for own, tangent, dim in zip((2, 3, 1), args[5:8], in_dims[5:8], strict=True)
-        ]
-        along, *found = _call(_Second, *operands, *tangents, *args[8:])
-        own = _as_one(size, found, in_dims[1:4], args[1:4], [True] * 3)
+        operands = of_each(info.batch_size, "grad x bulk p0 lengths x bulk p0", in_dims, args)
+        along, *found = call(_Second, *operands, *args[8:])
+        own = as_one(info.batch_size, found, in_dims[1:4], args[1:4], [True] * 3)
         return (along, *own), (0, 0, 0, 0)
 
 
-def _each(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    """grad, x, bulk, p0 and lengths, each expanded to operands of its own for every example."""
-    axes = batch_axes(args[1], in_dims[1])
-    return [
-        mapped_first(size, axes, own, operand, dim, expand=True)
-        for own, operand, dim in zip((0, 2, 3, 1, 0), args, in_dims, strict=False)
-    ]
+def gradients_of_each(
+    gradients: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...], needs: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Each example has gradients of its own, also of an operand that all share: so the messages are made again."""
+    found = gradients(*of_each(size, "grad x bulk p0 lengths", in_dims, args))
+    return as_one(size, found, in_dims[1:4], args[1:4], needs), (0, 0, 0)
 
 
-def _as_one(size: int, found: Any, in_dims: tuple[Any, ...], operands: tuple[Any, ...], needs: Any) -> Any:
-    """Gradients of `_each` operand in the shape that one example of it has."""
-    return tuple(
-        gradient.reshape(size, *shape_of_one(operand, dim)) if need else gradient.expand(size, 0)
-        for gradient, operand, dim, need in zip(found, operands, in_dims, needs, strict=True)
-    )
-
-
-def _if_needed(found: Any, needs: Any) -> tuple[Any, ...]:
+def if_needed(found: Any, needs: Any) -> tuple[Any, ...]:
     return tuple(value if need else None for value, need in zip(found, needs, strict=True))
 
 
@@ -292,5 +289,5 @@ def _quotient(tangent: Tensor | None, value: Tensor) -> Tensor | None:
 
 transform("log_norm", _LogNorm)
 transform("log_norm_backward", _Gradient)
-transform("log_norm_along", _Along)
+transform("log_norm_along", Along)
 transform("log_norm_second", _Second)

@@ -26,6 +26,7 @@ from . import _chain, _device
 from . import _chain_operators as operators
 from ._arguments import check_lengths
 from ._chain_operators import chain_of
+from ._operators import call
 from ._pieces import Returns, pieces
 from ._progress import bar
 from ._rescues import report_chains
@@ -51,7 +52,7 @@ def log_norm(
         raise NotImplementedError("memory_budget: expected None inside torch.compile")
     if x.numel() == 0:  # nothing to cut
         return _chain.log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
-    found: Tensor = _call(_LogNorm, x, bulk, p0, lengths, log_params, every, progress, keep)
+    found: Tensor = call(_LogNorm, x, bulk, p0, lengths, log_params, every, progress, keep)
     return found
 
 
@@ -69,7 +70,7 @@ class _LogNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = _call(_Gradient, grad, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[:3])
+        found = call(_Gradient, grad, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[:3])
         return (*found, *(None,) * 5)
 
 
@@ -85,10 +86,6 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
         raise RuntimeError("memory_budget: expected one derivative, got a second; pass None for two")
-
-
-def _call(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
 
 
 @dataclass

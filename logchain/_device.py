@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NOTHING = nullcontext()
+
 
 def on_gpu(tensor: Tensor) -> bool:
     """Whether the Triton kernels compute for it."""
-    return tensor.device.type == "cuda"
+    return tensor.is_cuda
 
 
 def native(tensor: Tensor) -> bool:
     """Whether loops that numba compiles may compute for it."""
-    return tensor.device.type == "cpu" and not on_gpu(tensor) and _numba()
+    return tensor.is_cpu and not on_gpu(tensor) and _numba()
 
 
 @cache
@@ -31,8 +33,8 @@ def _numba() -> bool:
 
 def arithmetic_on(tensor: Tensor) -> AbstractContextManager[None]:
     """Where an operator computes: on the tensor's own device, whichever is current, and in the dtypes it asks for."""
-    plain = tensor.device.type != "cuda" and not torch.is_autocast_enabled(tensor.device.type)
-    return nullcontext() if plain else _arithmetic_on(tensor)
+    plain = not tensor.is_cuda and not torch.is_autocast_enabled("cpu" if tensor.is_cpu else tensor.device.type)
+    return _NOTHING if plain else _arithmetic_on(tensor)
 
 
 @contextmanager

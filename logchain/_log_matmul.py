@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _device
-from ._operators import apply, operator, transform
+from ._operators import apply, call, operator, transform
 from ._rescues import report_outputs
 from .kernels.log_matmul_pieces import Groups
 
@@ -38,13 +38,13 @@ class _LogMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
-        found = _Gradient.apply(grad, *ctx.saved_tensors, *needs)  # type: ignore[no-untyped-call]
+        found = call(_Gradient, grad, *ctx.saved_tensors, *needs)
         return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
         a, b = (t[None] if dim is None else t.movedim(dim, 0) for t, dim in zip((a, b), in_dims, strict=True))
-        return _LogMatmul.apply(a, b), 0  # type: ignore[no-untyped-call]
+        return call(_LogMatmul, a, b), 0
 
 
 class _Gradient(torch.autograd.Function):
@@ -70,7 +70,7 @@ class _Gradient(torch.autograd.Function):
         with torch.no_grad():
             grads = _log_matmul_second(*operands, along_a, along_b)
         if torch.is_grad_enabled():
-            grads = [_Last.apply(grad, *operands, along_a, along_b) for grad in grads]  # type: ignore[no-untyped-call]
+            grads = [call(_Last, grad, *operands, along_a, along_b) for grad in grads]
         return (*grads, None, None)
 
     @staticmethod
@@ -80,7 +80,7 @@ class _Gradient(torch.autograd.Function):
             t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
             for t, dim in zip(args[:3], in_dims[:3], strict=True)
         )
-        found = _Gradient.apply(*stacked, *args[3:])  # type: ignore[no-untyped-call]
+        found = call(_Gradient, *stacked, *args[3:])
         own = [
             gradient if need else gradient.expand(info.batch_size, 0)
             for gradient, need in zip(found, args[3:], strict=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import _device
 from . import _tree_products as products
 from ._log_matmul import log_matmul
-from ._operators import apply, operator, transform
+from ._operators import apply, call, operator, transform
 from ._rescues import report_outputs
 from ._tree_products import prefixes_shape, product_shape, sets
 from .kernels.exponentials import near_one
@@ -46,11 +46,11 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Gradient.apply(grad, *ctx.saved_tensors, ctx.prefixes), None  # type: ignore[no-untyped-call]
+        return call(_Gradient, grad, *ctx.saved_tensors, ctx.prefixes), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], stack: Tensor, prefixes: bool) -> tuple[Tensor, int]:
-        return _Products.apply(stack.movedim(in_dims[0], 0), prefixes), 0  # type: ignore[no-untyped-call]
+        return call(_Products, stack.movedim(in_dims[0], 0), prefixes), 0
 
 
 class _Gradient(torch.autograd.Function):
@@ -77,7 +77,7 @@ class _Gradient(torch.autograd.Function):
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip(args[:2], in_dims[:2], strict=True)
         )
-        return _Gradient.apply(grad, stack, args[2]), 0  # type: ignore[no-untyped-call]
+        return call(_Gradient, grad, stack, args[2]), 0
 
 
 def _forward(stack: Tensor, prefixes: bool) -> Tensor:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from . import _device
-from ._batching import batch_axes, mapped_first, shape_of_one, with_batch_first
-from ._chain_operators import chain_of, gradients_of, marked
+from ._batching import as_one, of_each, with_batch_first
+from ._chain_operators import chain_of, marked
 from ._layout import Layout
-from ._operators import apply, operator, transform
+from ._operators import apply, call, operator, transform
+from ._tangent_operators import gradients_of
 from .kernels import log_messages
 from .kernels.chain import Chain
 
@@ -35,14 +36,14 @@ class _Messages(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
-        found = _call(_Gradient, *along, *ctx.saved_tensors, ctx.log_params)
+        found = call(_Gradient, *along, *ctx.saved_tensors, ctx.log_params)
         needs = ctx.needs_input_grad[:3]
         return (*(g if need else None for g, need in zip(found, needs, strict=True)), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
         operands = with_batch_first(info.batch_size, in_dims, *args[:4])
-        return _call(_Messages, *operands, args[4]), (0, 0, 0)
+        return call(_Messages, *operands, args[4]), (0, 0, 0)
 
 
 class _Gradient(torch.autograd.Function):
@@ -61,19 +62,9 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
-        size, axes = info.batch_size, batch_axes(args[3], in_dims[3])
-        each = [
-            mapped_first(size, axes, own, value, dim, expand=True)
-            for own, value, dim in zip((2, 2, 0, 2, 3, 1, 0), args[:7], in_dims[:7], strict=True)
-        ]
-        found = _call(_Gradient, *each, args[7])
-        one = [shape_of_one(value, dim) for value, dim in zip(args[3:6], in_dims[3:6], strict=True)]
-        own = [gradient.reshape(size, *shape) for gradient, shape in zip(found, one, strict=True)]
-        return (own[0], own[1], own[2]), (0, 0, 0)
-
-
-def _call(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
+        each = of_each(info.batch_size, "x x grad x bulk p0 lengths", in_dims, args)
+        found = call(_Gradient, *each, args[7])
+        return as_one(info.batch_size, found, in_dims[3:6], args[3:6], [True] * 3), (0, 0, 0)
 
 
 def _forward(

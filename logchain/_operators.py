@@ -22,7 +22,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 
 
 def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
-    """Register `logchain::name(...)`; autocast does not reach into it."""
+    """Register `logchain::name(Tensor ...)`; autocast does not reach into it."""
     name = schema[: schema.index("(")]
 
     def fake(*args: Any) -> Any:
@@ -32,7 +32,7 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
         return shapes(*args)
 
     def run(*args: Any) -> Any:
-        with arithmetic_on(next(arg for arg in args if isinstance(arg, torch.Tensor))):
+        with arithmetic_on(args[0]):
             return implementation(*args)
 
     IMPLEMENTATIONS[name] = run
@@ -49,13 +49,14 @@ def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:
 
 
 def call(function: Any, *args: Any) -> Any:
-    """Apply an operator's `autograd.Function`, or do what it does where nothing is to be differentiated."""
-    if not is_plain(args):
+    """Apply an `autograd.Function`, or do what an operator's does where nothing is to be differentiated."""
+    if function.setup_context is torch.autograd.Function.setup_context or not is_plain(args):
         return function.apply(*args)
-    return _eager(function).apply(*args) if _differentiated(args) else function.forward(*args)
+    return _eager(function).apply(*args) if differentiated(*args) else function.forward(*args)
 
 
-def _differentiated(args: tuple[Any, ...]) -> bool:
+def differentiated(*args: Any) -> bool:
+    """Whether a gradient may be asked for."""
     return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
@@ -66,9 +67,13 @@ def is_plain(args: tuple[Any, ...]) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
-        and all(type(arg) in _PLAIN for arg in args)
+        and not torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)
+        and _PLAIN.issuperset(map(type, args))
     )
 
+
+# the mode in which `torch.autograd.grad(..., is_grads_batched=True)` maps
+_OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, type(None)}
 

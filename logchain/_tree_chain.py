@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import _tree_operators as operators
 from ._batching import with_batch_first
-from ._chain import _Along, _as_one, _each, _if_needed, _Second
-from ._operators import apply, transform
+from ._chain import Along, Gradient, gradients_of_each, if_needed
+from ._operators import apply, call, transform
 
 
 def log_norm(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
@@ -42,21 +42,21 @@ class _LogNorm(torch.autograd.Function):
         if grad is None:
             return (None,) * 5
         needs = ctx.needs_input_grad[:3]
-        found = _call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, *needs)
-        return (*_if_needed(found, needs), None, None)
+        found = call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, *needs)
+        return (*if_needed(found, needs), None, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-        return _call(_Along, *ctx.saved_tensors[:4], *tangents[:3], ctx.log_params, False), None
+        return call(Along, *ctx.saved_tensors[:4], *tangents[:3], ctx.log_params, False), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         operands = with_batch_first(info.batch_size, in_dims, *args[:4])
-        return _call(_LogNorm, *operands, args[4]), (0, None)
+        return call(_LogNorm, *operands, args[4]), (0, None)
 
 
-class _Gradient(torch.autograd.Function):
-    """grad, x, bulk, p0, lengths, messages, log_params, need_x, need_bulk, need_p0 -> gradients."""
+class _Gradient(Gradient):
+    """Kept are messages; the options are log_params, need_x, need_bulk, need_p0."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,42 +65,18 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tensors, (ctx.log_params, *ctx.needs) = inputs[:6], inputs[6:]
-        ctx.save_for_backward(*tensors[:5])
-        ctx.save_for_forward(*tensors)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
-        tangents = _if_needed(along, ctx.needs)
-        if all(tangent is None for tangent in tangents):
-            return (None,) * 10
-        found = _call(_Second, *ctx.saved_tensors, *tangents, ctx.log_params, False)
-        return (*_if_needed(found, ctx.needs_input_grad[:4]), *(None,) * 6)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        """Linear in `grad`; in the operands, their covariances, which are symmetric."""
-        *operands, messages = ctx.saved_tensors
-        along_grad, *along = tangents[:4]
-        out = _call(_Second, *operands, *along, ctx.log_params, False)[1:]
-        if along_grad is not None:
-            more = _call(_Gradient, along_grad, *operands[1:], messages, ctx.log_params, *ctx.needs)
-            out = [a + b if need else a for a, b, need in zip(out, more, ctx.needs, strict=True)]
-        return tuple(a if need else a.new_zeros(0) for a, need in zip(out, ctx.needs, strict=True))
+        _, *needs = options = inputs[6:]
+        Gradient.setup(ctx, _Gradient, inputs[:6], options, by_log=False, needs=needs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Each example has gradients of its own, also of an operand that all share: so the messages are made again."""
-        grad, *operands = _each(info.batch_size, in_dims, args[:5])
-        log_params, *needs = args[6:]
-        messages = _call(_LogNorm, *operands, log_params)[1]
-        found = _call(_Gradient, grad, *operands, messages, log_params, *needs)
-        return _as_one(info.batch_size, found, in_dims[1:4], args[1:4], needs), (0, 0, 0)
+        log_params, *needs = options = args[6:]
 
+        def gradients(grad: Tensor, *operands: Any) -> Any:
+            messages = call(_LogNorm, *operands, log_params)[1]
+            return call(_Gradient, grad, *operands, messages, *options)
 
-def _call(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
+        return gradients_of_each(gradients, info.batch_size, in_dims, args, needs)
 
 
 transform("tree_log_norm", _LogNorm)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _device
-from ._chain_operators import arithmetic_dtype, marked
+from ._chain_operators import arithmetic_dtype, marked, unwritten
 from ._layout import Layout
 from ._operators import operator
 from ._rescues import report_outputs
@@ -63,7 +63,7 @@ def _backward(
     need_bulk: bool,
     need_p0: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out = _gradient_shapes(grad, x, bulk, p0, lengths, messages, log_params, need_x, need_bulk, need_p0)
+    out = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
     for gradient in out:
         gradient.zero_()
     if x.numel() == 0:
@@ -179,11 +179,7 @@ def _kept_shapes(
 def _gradient_shapes(
     grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    needs = rest[-3:]
-    shapes = (
-        operand.new_empty(operand.shape if need else (0,)) for operand, need in zip((x, bulk, p0), needs, strict=True)
-    )
-    return tuple(shapes)  # type: ignore[return-value]
+    return unwritten((x, bulk, p0), rest[-3:])
 
 
 def _without_top(message: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import _budget, _cost_counts, _schedule
 from ._arguments import Lengths, check_float_dtype, check_question
 from ._cost_counts import SEQUENTIAL, Schedule, Size
+from ._operators import differentiated
 from ._schedule import Strategy, Where
 
 # of operands of which only the shape is given
@@ -118,14 +119,14 @@ def plan(
     >>> tree.multiply_adds // forum.multiply_adds
     200
     """
-    _schedule.check_options(strategy, memory_budget, alone={})
+    _schedule.check_options(strategy, memory_budget, {})
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
         raise TypeError(f"gradients: expected True, False or None, got {gradients!r}")
     operands, place = _operands((x, bulk, p0), dtype, device)
     ends = check_question(*operands, log_params, lengths, False, in_pieces=memory_budget is not None)
     if gradients is None:
-        gradients = _schedule.wanted(*operands)
+        gradients = differentiated(*operands)
     elif gradients and not any(operand.requires_grad for operand in operands):
         x, bulk, p0 = operands
         operands = _like(x).requires_grad_(), _like(bulk).requires_grad_(), _like(p0).requires_grad_()

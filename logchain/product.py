@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from . import _budget, _checkpoints, _schedule, _tree_chain
-from ._arguments import Lengths, check_flag, check_float_dtype, check_question
-from ._chain import log_norm, log_norm_within
+from ._arguments import Lengths, check_alone, check_flag, check_float_dtype, check_question
+from ._chain import log_norm
+from ._chain_operators import arithmetic_dtype
+from ._operators import differentiated
 from ._packed import Packed
 from ._progress import check_progress
 from ._schedule import Strategy
@@ -42,8 +44,7 @@ def product(
     Args:
         x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes
-        may be of
-            size 1 or left out; a size of 1 on the step axis means one matrix for every step. A zero forbids a
+            may be of size 1 or left out; a size of 1 on the step axis means one matrix for every step. A zero forbids a
             transition.
         p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
         log_params: `bulk` and `p0` are logarithms (nats).
@@ -111,7 +112,7 @@ def product(
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step
     >>> out = product(x, bulk, torch.tensor([1.0, 1.0]))
     >>> out
-    tensor([0.6931], grad_fn=<ToCopyBackward0>)
+    tensor([0.6931], grad_fn=<LogPartitionBackward>)
     >>> out.sum().backward()
     >>> x.grad
     tensor([[[0.5000, 0.5000],
@@ -126,15 +127,13 @@ def product(
     ...     product(x, bulk, torch.tensor([1.0, 1.0]), memory_budget=50_000)
     tensor([0.6931])
     """
-    alone = {"another semiring than LOG": semiring is not LOG, "cu_seqlens": cu_seqlens is not None}
-    alone["a workspace"] = workspace is not None
-    _schedule.check_options(strategy, memory_budget, alone=alone)
+    others = {"another semiring than LOG": semiring is not LOG, "cu_seqlens": cu_seqlens is not None}
+    _schedule.check_options(strategy, memory_budget, {**others, "a workspace": workspace is not None})
     check_float_dtype("out_dtype", out_dtype)
     if not isinstance(semiring, Semiring):
         raise TypeError(f"semiring: expected a logchain.semirings.Semiring, got {type(semiring).__name__}")
     if memory_budget is not None:
-        if semiring is not LOG or cu_seqlens is not None:
-            raise ValueError("memory_budget: expected None with another semiring than LOG and with cu_seqlens")
+        check_alone("memory_budget", memory_budget, "None", others)
     check_flag("progress", progress)
     if progress:
         if memory_budget is None:
@@ -143,31 +142,27 @@ def product(
     if workspace is not None:
         if not isinstance(workspace, Workspace):
             raise TypeError(f"workspace: expected a logchain.Workspace or None, got {type(workspace).__name__}")
-        if semiring is not LOG or cu_seqlens is not None or memory_budget is not None:
-            raise ValueError("workspace: expected None with a semiring other than LOG, cu_seqlens or a memory_budget")
+        check_alone("workspace", workspace, "None", {**others, "a memory_budget": memory_budget is not None})
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         options: Any = {"log_params": log_params, "semiring": semiring, "validate": validate, "out_dtype": out_dtype}
         return packed.by_sequence([product(*piece[:3], lengths=piece.lengths, **options) for piece in packed])
     ends = check_question(x, bulk, p0, log_params, lengths, validate, in_pieces=memory_budget is not None)
-    if out_dtype is None:
-        double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
-        out_dtype = torch.float64 if double else torch.float32
+    dtype = out_dtype or arithmetic_dtype(x, bulk, p0)
     if memory_budget is not None:
-        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, bulk, p0))
+        keep = differentiated(x, bulk, p0)
         every = _budget.every_within(memory_budget, x, bulk, p0, keep)
         if every is not None:
             found: Tensor = _checkpoints.log_norm(x, bulk, p0, ends, log_params, every, keep, progress)
-            return found.to(out_dtype)
-    if workspace is not None:
-        return log_norm_within(x, bulk, p0, ends, log_params, workspace).to(out_dtype, copy=True)
+            return found.to(dtype)
     if semiring is LOG:
-        # the other schedules may take more than the messages, which the budget holds
-        within = strategy if memory_budget is None else "sequential"
+        # the other schedules may take more than the messages, which the budget and the workspace hold
+        within = strategy if memory_budget is None and workspace is None else "sequential"
         schedule = _schedule.of(x, bulk, p0, log_params, ends is not None, within)
         if schedule.name == "tree":
-            return _tree_chain.log_norm(x, bulk, p0, ends, log_params).to(out_dtype, copy=True)
-        return log_norm(x, bulk, p0, ends, log_params, segments=schedule.segments).to(out_dtype, copy=True)
+            return _tree_chain.log_norm(x, bulk, p0, ends, log_params).to(dtype, copy=True)
+        segments = schedule.segments
+        return log_norm(x, bulk, p0, ends, log_params, segments=segments, workspace=workspace, dtype=dtype)
     if semiring is MAX:
-        return best_weight(x, bulk, p0, ends, log_params)[1].to(out_dtype)
-    return total(x, bulk, p0, ends, log_params, semiring).to(out_dtype)
+        return best_weight(x, bulk, p0, ends, log_params)[1].to(dtype)
+    return total(x, bulk, p0, ends, log_params, semiring).to(dtype)
