@@ -1,6 +1,7 @@
 """The accuracy contract as functions: how far a value or a gradient may lie from the truth."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 
@@ -10,7 +11,8 @@ import torch
 import logchain
 from logchain import reference
 from tests import oracle
-from tests.families import Chain
+from tests.families import FAMILIES, Chain
+from tests.layouts import behind, poisoned
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -66,6 +68,14 @@ class Truth:
         per_step, per_nat = (2.0**-49, 2.0**-46) if self.dtype == torch.float64 else (2.0**-20, 2.0**-22)
         slack = per_step * math.sqrt(self.steps) + per_nat * self.forward_depth
         return ulp(self.log_norm, out_dtype or self.dtype) + slack
+
+
+@functools.cache
+def drawn(name: str, dtype: torch.dtype, each: bool = False, log: bool = False) -> tuple[Chain, Truth]:
+    """A family's chain, which nobody may change, and its truth."""
+    chain = FAMILIES[name](dtype, each=each)
+    chain = chain.logs() if log else chain
+    return chain, Truth(chain)
 
 
 def assert_values(out: torch.Tensor, truth: np.ndarray, bound: np.ndarray) -> None:
@@ -147,3 +157,33 @@ def assert_contract(
     for name, leaf in leaves.items():
         torch.testing.assert_close(leaf.detach(), before[name], rtol=0, atol=0, equal_nan=True)
         assert name in names or leaf.grad is None
+
+
+def assert_nothing_behind_matters(chain: Chain, lengths, **options) -> None:
+    """NaN behind the ends reaches neither the values of `logchain.product` nor its gradients."""
+    truth, after, dirty = Truth(chain, lengths), behind(chain, lengths), poisoned(chain, lengths)
+    x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in dirty[:3])
+    out = logchain.product(x, bulk, p0, log_params=chain.log_params, lengths=lengths, **options)
+    assert_values(out, truth.log_norm, truth.value_bound())
+    out.sum().backward()
+    error = np.abs(x.grad.double().numpy() - truth.states)
+    assert (x.grad[after] == 0).all() and (error <= truth.gradient_bound[..., None, None]).all()
+    assert (bulk.grad[dirty.bulk.isnan()] == 0).all()
+    assert bulk.grad.isfinite().all() and p0.grad.isfinite().all()
+
+
+def assert_nan_stays(name: str, operand: str, step: int = -1, **options) -> None:
+    """A NaN in one sequence's operand spoils neither the others' values in `logchain.product` nor their posteriors."""
+    chain, truth = drawn(name, torch.float32, each=True)
+    dirty = {key: getattr(chain, key).clone().requires_grad_() for key in ("x", "bulk", "p0")}
+    with torch.no_grad():
+        where = dirty[operand][1, 0]
+        (where if operand == "p0" else where[step]).flatten()[-1] = torch.nan
+    out = logchain.product(**dirty, log_params=chain.log_params, **options)
+    assert out[1, 0].isnan() and out.isnan().sum() == 1
+    clean = torch.ones(out.shape, dtype=torch.bool)
+    clean[1, 0] = False
+    assert_values(out[clean], truth.log_norm[clean], truth.value_bound()[clean])
+    out.sum().backward()
+    error = np.abs(dirty["x"].grad[clean].double().numpy() - truth.states[clean])
+    assert (error <= truth.gradient_bound[clean][:, None, None]).all()

@@ -3,9 +3,22 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
 import torch
 
 INF = float("inf")
+
+# Every two of these choices meet in every way: for schedules and devices beside `product` itself, which sees all eight.
+PAIRS = pytest.mark.parametrize(
+    ("dtype", "each", "log"),
+    [
+        (torch.float32, False, False),
+        (torch.float32, True, True),
+        (torch.float64, False, True),
+        (torch.float64, True, False),
+    ],
+    ids=["float32", "float32-each-log_params", "float64-log_params", "float64-each"],
+)
 
 
 class Chain(NamedTuple):

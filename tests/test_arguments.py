@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import logchain
+from logchain import _arguments
+from tests.families import FAMILIES
 
 NAN, INF = float("nan"), float("inf")
 
@@ -170,3 +172,21 @@ def test_negative_logarithms_and_zeros_are_valid():
 )
 def test_matmul_refuses(a, b, options, error, message):
     expect_refusal(error, message, logchain.matmul, a=a, b=b, **options)
+
+
+@pytest.mark.parametrize("entries", [1, 7, 20])
+def test_values_are_checked_some_steps_at_a_time(entries, monkeypatch):
+    monkeypatch.setattr(_arguments, "_CHECKED", entries)
+    lengths = torch.tensor([[1, 5], [17, 2], [11, 6]])
+    x, bulk, p0, _ = FAMILIES["dense"](each=True)
+    assert logchain.product(x, bulk, p0, lengths=lengths, validate=True).isfinite().all()
+    for i, length in enumerate(lengths.flatten().tolist()):
+        x.flatten(0, 1)[i, length:], bulk.flatten(0, 1)[i, length - 1 :] = torch.nan, torch.inf
+    assert logchain.product(x, bulk, p0, lengths=lengths, validate=True).isfinite().all()
+    for broken, message in ((x, "x: expected no NaN, got 4"), (bulk, "bulk: expected non-negative values, got -3")):
+        places = broken.flatten(0, 1)[2] if broken is x else broken.flatten(0, 1)[2, :, 0]
+        kept = places.clone()
+        places[1:16:4, 1] = torch.nan if broken is x else torch.tensor([-1.0, -3.0, -2.0, -1.0])
+        with pytest.raises(ValueError, match=f"^{message}"):
+            logchain.product(x, bulk, p0, lengths=lengths, validate=True)
+        places.copy_(kept)

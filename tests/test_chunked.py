@@ -1,7 +1,5 @@
 """A chain that is cut into segments keeps the accuracy contract, in values and gradients, however many they are."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -11,12 +9,20 @@ from logchain import _chain, _device, _schedule, reference
 from logchain._measure import peak_bytes
 from logchain.kernels import chain as layout
 from logchain.kernels import chunked, sum_product
-from tests.contract import Truth, assert_contract, assert_values, poisoned_memory
-from tests.families import FAMILIES, Chain, Draw, dense
+from tests.contract import (
+    Truth,
+    assert_contract,
+    assert_nan_stays,
+    assert_nothing_behind_matters,
+    assert_values,
+    drawn,
+    poisoned_memory,
+)
+from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
+from tests.layouts import BATCHES, STEPS, broadcast, strange
 from tests.test_memory import allocations, variants
 
 F32, F64 = torch.float32, torch.float64
-NAN = float("nan")
 COUNTS = (2, 3, 7, 100)
 
 # what underflows between states that a product keeps apart, though one vector might not have met it
@@ -43,16 +49,7 @@ def cut(monkeypatch):
     return into
 
 
-@functools.cache
-def drawn(name: str, dtype: torch.dtype, each: bool, log: bool) -> tuple[Chain, Truth]:
-    chain = FAMILIES[name](dtype, each=each)
-    chain = chain.logs() if log else chain
-    return chain, Truth(chain)
-
-
-@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@PAIRS
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_keeps_the_contract(name, dtype, each, log, cut):
     chain, truth = drawn(name, dtype, each, log)
@@ -87,26 +84,10 @@ def test_one_matrix_for_every_step(name, dtype, cut):
         assert_contract(own._replace(bulk=own.bulk[..., 1:2, :, :]).logs())
 
 
-BATCHES = [
-    ((3, 2), (3, 1), (1, 2)),
-    ((3, 2), (1, 2), (3, 1)),
-    ((3, 2), (2,), (1,)),
-    ((), (), ()),
-    ((4,), (4,), (4,)),
-    ((2, 3, 2), (3, 1), (2, 1, 2)),
-    ((2, 3, 2), (2, 1, 1), (1, 1, 2)),
-    ((0, 2), (1, 2), (0, 1)),
-]
-
-
-@pytest.mark.parametrize("steps", ["full", "one"])
-@pytest.mark.parametrize("v", [1, 2, 3, 6])
-@pytest.mark.parametrize(("batch", "bulk_batch", "p0_batch"), BATCHES, ids=str)
-def test_batch_axes_broadcast(batch, bulk_batch, p0_batch, v, steps, cut):
-    draw = Draw(0, 1, 1, v, 4, False)
-    size = v - 1 if steps == "full" else 1
-    bulk, p0 = 0.1 + draw.uniform(*bulk_batch, size, 4, 4), 0.1 + draw.uniform(*p0_batch, 4)
-    chain = Chain(draw.normal(*batch, v, 4), bulk, p0).to(F32)
+@pytest.mark.parametrize("steps", [*STEPS, (3, 2)], ids=str)
+@pytest.mark.parametrize("batches", BATCHES, ids=str)
+def test_batch_axes_broadcast(batches, steps, cut):
+    chain = broadcast(batches, steps).to(F32)
     for count in (2, 3):
         cut(count)
         assert_contract(chain)
@@ -130,40 +111,17 @@ def test_lengths_keep_the_contract(name, lengths, each, cut):
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_nan_behind_the_end_has_no_influence(log, count, cut):
     cut(count)
-    lengths = [3, 8, 5]
     chain = dense(F32, v=8, each=True)
-    clean = Truth(chain.logs() if log else chain, lengths)
-    for i, end in enumerate(lengths):
-        chain.x[i, :, end:] = NAN
-        chain.bulk[i, :, end - 1 :] = NAN
-    chain = chain.logs() if log else chain
-    x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain[:3])
-    out = logchain.product(x, bulk, p0, log_params=log, lengths=lengths)
-    assert_values(out, clean.log_norm, clean.value_bound())
-    out.sum().backward()
-    for i, end in enumerate(lengths):
-        assert (x.grad[i, :, end:] == 0).all() and (bulk.grad[i, :, end - 1 :] == 0).all()
-        np.testing.assert_allclose(x.grad[i].double(), clean.states[i], rtol=0, atol=clean.gradient_bound[i].max())
-    assert p0.grad.isfinite().all() and all(cut.kept)
+    assert_nothing_behind_matters(chain.logs() if log else chain, [3, 8, 5])
+    assert all(cut.kept)
 
 
-@pytest.mark.parametrize("step", [0, 4, 16])
-@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+@pytest.mark.parametrize(
+    ("operand", "step"), [("x", 0), ("x", 4), ("x", 16), ("bulk", 0), ("bulk", 4), ("bulk", 15), ("p0", 0)]
+)
 @pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right"])
 def test_nan_stays_in_its_sequence(name, operand, step, cut):
-    chain, truth = drawn(name, F32, True, False)
-    dirty = {key: getattr(chain, key).clone().requires_grad_() for key in ("x", "bulk", "p0")}
-    with torch.no_grad():
-        where = dirty[operand][1, 0]
-        where[() if operand == "p0" else min(step, len(where) - 1)].flatten()[-1:] = NAN
-    out = logchain.product(**dirty)
-    assert out[1, 0].isnan() and out.isnan().sum() == 1
-    clean = torch.ones(3, 2, dtype=torch.bool)
-    clean[1, 0] = False
-    assert_values(out[clean], truth.log_norm[clean], truth.value_bound()[clean])
-    out.sum().backward()
-    error = np.abs(dirty["x"].grad[clean].double().numpy() - truth.states[clean])
-    assert (error <= truth.gradient_bound[clean][:, None, None]).all()
+    assert_nan_stays(name, operand, step)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -194,8 +152,7 @@ def test_poisoned_memory(name, each, cut):
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_strange_strides(each, cut):
     chain = FAMILIES["sparse"](F32, each=each)
-    views = [t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim()))) for t in chain[:3]]
-    assert_contract(Chain(*views))
+    assert_contract(strange(chain, "reversed axes"))
     expanded = chain.x[:, :, :1].expand(chain.x.shape)
     assert_contract(Chain(expanded.clone(), *chain[1:3]))
     out = logchain.product(expanded, *chain[1:3])
@@ -282,17 +239,16 @@ def test_opcheck(name, lengths, cut):
     torch.library.opcheck(torch.ops.logchain.log_norm_backward.default, arguments)
 
 
-@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize(("dtype", "block"), [(F32, 2**18), (F64, 1)])
 @pytest.mark.parametrize("name", variants(3, F32))
-def test_allocations_do_not_grow_with_v(name, dtype, cut, monkeypatch):
-    for block in (2**18, 1):
-        monkeypatch.setattr(layout, "_BLOCK", block)
-        monkeypatch.setattr(layout, "_CAREFUL_BLOCK", block)
-        cut(4)
-        short, long = (variants(v, dtype)[name] for v in (41, 321))
-        assert allocations(short) == allocations(long)
-        lengths = torch.tensor([1, 5, 40, 20, 8])
-        assert allocations(short, lengths=lengths) == allocations(long, lengths=lengths * 8)
+def test_allocations_do_not_grow_with_v(name, dtype, block, cut, monkeypatch):
+    monkeypatch.setattr(layout, "_BLOCK", block)
+    monkeypatch.setattr(layout, "_CAREFUL_BLOCK", block)
+    cut(4)
+    short, long = (variants(v, dtype)[name] for v in (21, 81))
+    assert allocations(short) == allocations(long)
+    lengths = torch.tensor([1, 5, 20, 10, 4])
+    assert allocations(short, lengths=lengths) == allocations(long, lengths=lengths * 4)
 
 
 def test_it_takes_two_messages(cut):

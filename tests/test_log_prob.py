@@ -12,7 +12,7 @@ from logchain.log_prob import log_prob
 from tests import oracle
 from tests.contract import Truth, poisoned_memory
 from tests.families import FAMILIES, Chain, Draw, dense
-from tests.test_product import strange
+from tests.layouts import STRANGE, behind, poisoned, strange
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -105,17 +105,16 @@ def test_lengths_and_what_lies_behind(lengths, each):
     chain = dense(F32, v=5, each=each)
     states = random_paths(4, chain)
     lengths = [lengths] * 3 if isinstance(lengths, int) else lengths
-    ends = torch.tensor(lengths).view(3, -1, 1).expand(3, 2, 1)
-    behind = torch.arange(5) >= ends
+    after = behind(chain, lengths)
     assert_log_prob(chain, states, lengths)
     clean = log_prob(*chain[:3], states, lengths=lengths)
     for filling in (-1, 77):
-        assert torch.equal(log_prob(*chain[:3], states.masked_fill(behind, filling), lengths=lengths), clean)
-    x = chain.x.masked_fill(behind[..., None], NAN).requires_grad_()
-    out = log_prob(x, chain.bulk, chain.p0, states, lengths=lengths)
+        assert torch.equal(log_prob(*chain[:3], states.masked_fill(after, filling), lengths=lengths), clean)
+    x, bulk, p0, _ = poisoned(chain, lengths)
+    out = log_prob(x.requires_grad_(), bulk, p0, states, lengths=lengths)
     assert torch.equal(out, clean)
     (gradient,) = torch.autograd.grad(out.sum(), x)
-    assert gradient.isfinite().all() and (gradient[behind] == 0).all()
+    assert gradient.isfinite().all() and (gradient[after] == 0).all()
 
 
 def test_no_state_within_the_end_is_no_path():
@@ -194,11 +193,10 @@ def test_compiles_whole(lengths):
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["transposed", "reversed axes", "sliced", "offset rows"])
+@pytest.mark.parametrize("how", STRANGE)
 def test_strange_strides(how):
     chain = dense(F32)
-    views = chain._replace(**{key: strange(getattr(chain, key), how) for key in ("x", "bulk", "p0")})
-    assert_log_prob(views, random_paths(2, chain).movedim(-1, 0).contiguous().movedim(0, -1))
+    assert_log_prob(strange(chain, how), random_paths(2, chain).movedim(-1, 0).contiguous().movedim(0, -1))
 
 
 def test_poisoned_memory():

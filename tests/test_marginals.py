@@ -1,6 +1,5 @@
 """Posteriors, messages, entropy and divergence: against sums over all paths, the reference, and each sequence alone."""
 
-import functools
 import math
 
 import numpy as np
@@ -10,18 +9,12 @@ import torch
 import logchain
 from logchain import reference
 from tests import oracle
-from tests.contract import Truth, assert_values, poisoned_memory, rounding, sum_to, ulp
-from tests.families import FAMILIES, Chain, Draw, dense
+from tests.contract import assert_values, drawn, poisoned_memory, rounding, sum_to, ulp
+from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
+from tests.layouts import poisoned
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
-
-
-@functools.cache
-def drawn(name: str, dtype: torch.dtype, each: bool, log: bool) -> tuple[Chain, Truth]:
-    chain = FAMILIES[name](dtype, each=each)
-    chain = chain.logs() if log else chain
-    return chain, Truth(chain)
 
 
 def arrays(chain: Chain) -> list[np.ndarray]:
@@ -37,9 +30,7 @@ def assert_posteriors(found: torch.Tensor, truth: np.ndarray, reach: np.ndarray,
     assert (error <= bound).all(), f"error {error.max():.3g}, {np.nanmax(error / bound):.3g} times the bound"
 
 
-@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@PAIRS
 @pytest.mark.parametrize("name", FAMILIES)
 def test_marginals_of_every_family(name, dtype, each, log):
     chain, truth = drawn(name, dtype, each, log)
@@ -74,7 +65,7 @@ def sequences(chain: Chain):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "c301"])
 def test_messages_and_entropy_of_every_family(name, dtype, each):
     """Each entry of a message is a log-partition of its own: as exact as one, however far below the others."""
-    chain, _ = drawn(name, dtype, each, False)
+    chain = FAMILIES[name](dtype, each=each, n=2, t=1)
     options = {"log_params": chain.log_params}
     found = logchain.forward_backward(*chain[:3], **options)
     entropies = logchain.entropy(*chain[:3], **options)
@@ -175,11 +166,7 @@ QUESTIONS = {
 def test_lengths_are_each_sequence_alone(name, each):
     question, chain = QUESTIONS[name], dense(F64, each=each, v=6, c=4)
     lengths = torch.tensor([[6, 1], [3, 5], [2, 6]])
-    x, bulk, p0 = chain[:3]
-    behind = torch.arange(6) >= lengths[..., None]
-    x = x.masked_fill(behind[..., None], NAN)
-    if each:
-        bulk = bulk.masked_fill(behind[:, :, 1:, None, None], NAN)
+    x, bulk, p0, _ = poisoned(chain, lengths)
     found = question(x, bulk, p0, lengths=lengths)
     counts = torch.zeros_like(bulk)
     for index in np.ndindex(3, 2):
@@ -216,13 +203,15 @@ def test_nan_behind_the_end_is_in_no_gradient(name, steps, log):
         found = QUESTIONS[name](*operands, log_params=log, lengths=lengths)
         total = sum(torch.where(t == -INF, 0.0, t).cos().sum() for t in found)
         grads.append(torch.autograd.grad(total, operands))
-    for clean, poisoned in zip(*grads, strict=True):
-        torch.testing.assert_close(poisoned, clean, rtol=1e-13, atol=1e-13)
+    for clean, spoilt in zip(*grads, strict=True):
+        torch.testing.assert_close(spoilt, clean, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("lengths", [None, torch.tensor([2, 3])], ids=["all", "lengths"])
-@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
-@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+@pytest.mark.parametrize(
+    ("shared", "log", "lengths"),
+    [(False, False, None), (False, True, [2, 3]), (True, False, [2, 3]), (True, True, None)],
+    ids=["each", "each-log_params-lengths", "shared-lengths", "shared-log_params"],
+)
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_gradients(name, shared, log, lengths):
     generator = torch.Generator().manual_seed(0)
@@ -321,10 +310,17 @@ def test_posteriors_sum_to_one_however_large_the_partition():
 
 
 def test_results_can_be_changed_in_place():
+    """None of them is what its gradient is computed from."""
     operands = [operand.requires_grad_() for operand in small(0, False)]
-    for found in (logchain.product(*operands), *logchain.marginals(*operands, transitions="sum")):
-        found -= 1.0
-        found.sum().backward(retain_graph=True)
+    gradients = []
+    for shift in (0.0, 1.0):
+        for found in (logchain.product(*operands), *logchain.marginals(*operands, transitions="sum")):
+            found -= shift
+            weights = torch.arange(found.numel(), dtype=F64).sin().view(found.shape) + 1
+            gradients.append(torch.autograd.grad(found, operands[0], weights, retain_graph=True)[0])
+    assert len(gradients) == 8
+    for one, other in zip(gradients[:4], gradients[4:], strict=True):
+        assert torch.equal(one, other) and one.ne(0).any()
 
 
 def test_entropy_does_not_lose_digits_to_an_offset():

@@ -106,7 +106,7 @@ def variants(v, dtype):
 def test_allocations_do_not_grow_with_v(name, dtype, block, monkeypatch):
     monkeypatch.setattr(layout, "_BLOCK", block)
     monkeypatch.setattr(layout, "_CAREFUL_BLOCK", block)
-    short, long = (variants(v, dtype)[name] for v in (40, 320))
+    short, long = (variants(v, dtype)[name] for v in (20, 80))
     assert allocations(short) == allocations(long)
-    lengths = torch.tensor([1, 5, 40, 20, 8])
-    assert allocations(short, lengths=lengths) == allocations(long, lengths=lengths * 8)
+    lengths = torch.tensor([1, 5, 20, 10, 4])
+    assert allocations(short, lengths=lengths) == allocations(long, lengths=lengths * 4)

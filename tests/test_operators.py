@@ -26,9 +26,13 @@ CHAINS = list(chains())
 IDS = [name for name, *_ in CHAINS]
 
 
-@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_opcheck_of_chains(name, chain, lengths, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("shared", F32), ("shared", F64), ("each", F64), ("redone", F32), ("lengths", F64), ("one variable", F32)],
+    ids=str,
+)
+def test_opcheck_of_chains(name, dtype):
+    _, chain, lengths = CHAINS[IDS.index(name)]
     x, bulk, p0 = leaves(chain.to(dtype))
     torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, chain.log_params, True))
     with torch.no_grad():
@@ -145,10 +149,15 @@ def total(found):
     return sum((torch.where(t == -torch.inf, 0.0, t) * (1 + i)).cos().sum() for i, t in enumerate(found))
 
 
-@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_every_question_compiles_into_one_graph(question, name, chain, lengths):
+# every question with and without lengths, and with one of the others
+ASKED = [(question, name) for question in QUESTIONS for name in ("shared", "lengths")]
+ASKED += list(zip(QUESTIONS, 3 * ["each", "redone", "one variable"], strict=False))
+
+
+@pytest.mark.parametrize(("question", "name"), ASKED)
+def test_every_question_compiles_into_one_graph(question, name):
     torch._dynamo.reset()
+    _, chain, lengths = CHAINS[IDS.index(name)]
 
     def function(x, bulk, p0):
         found = QUESTIONS[question](x + 1, bulk * 1.5, p0, log_params=chain.log_params, lengths=lengths)
@@ -218,6 +227,13 @@ def test_hessians(name, chain, lengths):
                 torch.testing.assert_close(one, other)
     found = torch.func.hessian(function, argnums=everything)(*chain[:3])
     torch.testing.assert_close(found[0][1], expected[0][1])
+
+
+def test_gradients_in_one_batch():
+    chain = FAMILIES["dense"]()
+    expected = torch.autograd.functional.jacobian(lambda x: logchain.product(x, *chain[1:3]), chain.x)
+    found = torch.autograd.functional.jacobian(lambda x: logchain.product(x, *chain[1:3]), chain.x, vectorize=True)
+    torch.testing.assert_close(found, expected)
 
 
 def test_jacobians_of_each_sequence():

@@ -102,9 +102,9 @@ def used(monkeypatch):
     module = sys.modules["logchain.product"]
     sequential, tree = module.log_norm, module._tree_chain.log_norm
 
-    def by_vectors(*args, segments=1):
+    def by_vectors(*args, segments=1, **others):
         seen.append(Schedule("sequential" if segments == 1 else "chunked", segments))
-        return sequential(*args, segments=segments)
+        return sequential(*args, segments=segments, **others)
 
     def by_matrices(*args):
         seen.append(TREE)

@@ -1,25 +1,24 @@
 """`logchain.product` keeps the accuracy contract, in values and gradients, on every family, shape, dtype and layout."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
 
 import logchain
 from logchain import reference
-from tests.contract import Truth, assert_contract, assert_values, poisoned_memory
+from tests.contract import (
+    Truth,
+    assert_contract,
+    assert_nan_stays,
+    assert_nothing_behind_matters,
+    assert_values,
+    drawn,
+    poisoned_memory,
+)
 from tests.families import FAMILIES, Chain, Draw, dense
+from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, strange
 
 F32, F64 = torch.float32, torch.float64
-NAN = float("nan")
-
-
-@functools.cache
-def drawn(name: str, dtype: torch.dtype, each: bool, log: bool) -> tuple[Chain, Truth]:
-    chain = FAMILIES[name](dtype, each=each)
-    chain = chain.logs() if log else chain
-    return chain, Truth(chain)
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
@@ -44,33 +43,12 @@ def test_one_matrix_for_every_step(name):
     assert_contract(chain._replace(bulk=chain.bulk[..., 1:2, :, :]))
 
 
-BATCHES = [
-    ((3, 2), (1, 1), (1, 1)),
-    ((3, 2), (3, 1), (1, 2)),
-    ((3, 2), (1, 2), (3, 1)),
-    ((3, 2), (3, 2), (3, 2)),
-    ((3, 2), (), ()),
-    ((3, 2), (2,), (1,)),
-    ((), (), ()),
-    ((4,), (1,), ()),
-    ((4,), (4,), (4,)),
-    ((2, 3, 2), (3, 1), (2, 1, 2)),
-    ((2, 3, 2), (2, 1, 1), (1, 1, 2)),
-    ((0, 2), (1, 2), (0, 1)),
-    ((0, 2), (0, 2), ()),
-]
-
-
-@pytest.mark.parametrize("steps", ["full", "one"])
-@pytest.mark.parametrize("v", [1, 2, 5])
-@pytest.mark.parametrize(("batch", "bulk_batch", "p0_batch"), BATCHES, ids=str)
-def test_batch_axes_broadcast(batch, bulk_batch, p0_batch, v, steps):
-    draw = Draw(0, 1, 1, v, 4, False)
-    size = v - 1 if steps == "full" else 1
-    bulk, p0 = 0.1 + draw.uniform(*bulk_batch, size, 4, 4), 0.1 + draw.uniform(*p0_batch, 4)
-    chain = Chain(draw.normal(*batch, v, 4), bulk, p0)
-    assert_contract(chain.to(F32))
-    assert_contract(chain.to(F32).logs())
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("batches", BATCHES, ids=str)
+def test_batch_axes_broadcast(batches, steps):
+    chain = broadcast(batches, steps).to(F32)
+    assert_contract(chain)
+    assert_contract(chain.logs())
 
 
 @pytest.mark.parametrize("name", ["dense", "sharp", "detour", "left_to_right", "one_dead", "log_far"])
@@ -89,21 +67,8 @@ def test_lengths_of_unbroadcast_chains_and_of_int32():
 
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
 def test_nan_behind_the_end_has_no_influence(log):
-    lengths = [3, 5, 1]
     chain = dense(F32, v=5, each=True)
-    clean = Truth(chain.logs() if log else chain, lengths)
-    for i, end in enumerate(lengths):
-        chain.x[i, :, end:] = NAN
-        chain.bulk[i, :, end - 1 :] = NAN
-    chain = chain.logs() if log else chain
-    x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain[:3])
-    out = logchain.product(x, bulk, p0, log_params=log, lengths=lengths)
-    assert_values(out, clean.log_norm, clean.value_bound())
-    out.sum().backward()
-    for i, end in enumerate(lengths):
-        assert (x.grad[i, :, end:] == 0).all() and (bulk.grad[i, :, end - 1 :] == 0).all()
-        np.testing.assert_allclose(x.grad[i].double(), clean.states[i], rtol=0, atol=clean.gradient_bound[i].max())
-    assert p0.grad.isfinite().all()
+    assert_nothing_behind_matters(chain.logs() if log else chain, [3, 5, 1])
 
 
 @pytest.mark.parametrize("name", ["dense", "sharp", "left_to_right"])
@@ -140,25 +105,12 @@ def test_options_that_change_no_number(name, options):
     assert_contract(FAMILIES[name](F32, v=5), [5, 1, 3], **options)
 
 
-def strange(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values in another layout."""
-    if how == "transposed":
-        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if how == "reversed axes":
-        return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(*reversed(range(tensor.dim())))
-    if how == "sliced":
-        wide = torch.full([2 * size + 1 for size in tensor.shape], NAN, dtype=tensor.dtype)
-        view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
-        return view.copy_(tensor)
-    return torch.cat([tensor, torch.full_like(tensor, NAN)], dim=-1)[..., : tensor.shape[-1]]
-
-
-@pytest.mark.parametrize("how", ["transposed", "reversed axes", "sliced", "offset rows"])
+@pytest.mark.parametrize("how", STRANGE)
 @pytest.mark.parametrize("name", ["dense", "bakis_jump", "detour", "sparse"])
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_strange_strides(name, how, each):
     chain = FAMILIES[name](F32, each=each)
-    views = chain._replace(**{key: strange(getattr(chain, key), how) for key in ("x", "bulk", "p0")})
+    views = strange(chain, how)
     assert not views.x.is_contiguous() and torch.equal(views.x, chain.x)
     assert_contract(views)
 
@@ -199,18 +151,7 @@ def test_no_grad_gives_the_same_values_and_no_graph(name):
 @pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
 @pytest.mark.parametrize("name", ["dense", "left_to_right", "sparse", "bakis_jump"])
 def test_nan_stays_in_its_sequence(name, operand):
-    chain, truth = drawn(name, F32, True, False)
-    dirty = {key: getattr(chain, key).clone().requires_grad_() for key in ("x", "bulk", "p0")}
-    with torch.no_grad():
-        dirty[operand][1, 0].flatten()[-1] = NAN
-    out = logchain.product(**dirty)
-    assert out[1, 0].isnan() and out.isnan().sum() == 1
-    clean = torch.ones(3, 2, dtype=torch.bool)
-    clean[1, 0] = False
-    assert_values(out[clean], truth.log_norm[clean], truth.value_bound()[clean])
-    out.sum().backward()
-    error = np.abs(dirty["x"].grad[clean].double().numpy() - truth.states[clean])
-    assert (error <= truth.gradient_bound[clean][:, None, None]).all()
+    assert_nan_stays(name, operand)
 
 
 def test_posteriors_of_a_long_chain():

@@ -15,7 +15,7 @@ from logchain.sample import sample
 from tests import oracle
 from tests.contract import poisoned_memory
 from tests.families import FAMILIES, Chain, Draw, dense
-from tests.test_product import BATCHES, strange
+from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, strange
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -157,10 +157,7 @@ def test_lengths(name, lengths, each):
 def test_nan_behind_the_end_has_no_influence(name):
     chain = FAMILIES[name](F32, v=5, each=True)
     clean = drawn(chain, 9, lengths=[3, 5, 1])
-    for i, end in enumerate([3, 5, 1]):
-        chain.x[i, :, end:] = NAN
-        chain.bulk[i, :, end - 1 :] = NAN
-    assert torch.equal(drawn(chain, 9, lengths=[3, 5, 1]), clean)
+    assert torch.equal(drawn(poisoned(chain, [3, 5, 1]), 9, lengths=[3, 5, 1]), clean)
 
 
 @pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
@@ -196,16 +193,13 @@ def test_a_threshold_below_all_numbers(monkeypatch):
     assert states.tolist() == [[[1] * 4, [2] * 4]]
 
 
-@pytest.mark.parametrize("steps", ["full", "one"])
-@pytest.mark.parametrize("v", [1, 2, 5])
-@pytest.mark.parametrize(("batch", "bulk_batch", "p0_batch"), BATCHES, ids=str)
-def test_batch_axes_broadcast(batch, bulk_batch, p0_batch, v, steps):
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("batches", BATCHES, ids=str)
+def test_batch_axes_broadcast(batches, steps):
     """Each sequence has one path only, and its draws are that one."""
-    draw = Draw(0, 1, 1, v, 4, False)
-    only = torch.randint(4, (*batch, v), generator=draw.generator)
-    x = draw.normal(*batch, v, 4).masked_fill(~torch.nn.functional.one_hot(only, 4).bool(), -INF)
-    bulk = 0.1 + draw.uniform(*bulk_batch, v - 1 if steps == "full" else 1, 4, 4)
-    chain = Chain(x, bulk, 0.1 + draw.uniform(*p0_batch, 4)).to(F32)
+    chain = broadcast(batches, steps).to(F32)
+    only = torch.randint(4, chain.x.shape[:-1], generator=seeded())
+    chain.x.masked_fill_(~torch.nn.functional.one_hot(only, 4).bool(), -INF)
     assert torch.equal(drawn(chain, 3), only.expand(3, *only.shape))
     assert torch.equal(drawn(chain.logs(), 3), only.expand(3, *only.shape))
 
@@ -245,13 +239,12 @@ def test_half_types(name, dtype):
         assert_marginals(some, paths)
 
 
-@pytest.mark.parametrize("how", ["transposed", "reversed axes", "sliced", "offset rows"])
+@pytest.mark.parametrize("how", STRANGE)
 @pytest.mark.parametrize("name", ["dense", "bakis_jump"])
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_strange_strides(name, how, each):
     chain = FAMILIES[name](F32, each=each)
-    views = chain._replace(**{key: strange(getattr(chain, key), how) for key in ("x", "bulk", "p0")})
-    paths = drawn(views, 300)
+    paths = drawn(strange(chain, how), 300)
     assert_possible(chain, paths)
     assert_marginals(chain, paths)
 

@@ -14,6 +14,7 @@ from logchain.viterbi import viterbi
 from tests import oracle
 from tests.contract import Truth, assert_gradient, assert_values
 from tests.families import FAMILIES, Chain, dense
+from tests.layouts import poisoned
 from tests.test_viterbi import small, truth
 
 F32, F64 = torch.float32, torch.float64
@@ -103,11 +104,7 @@ def test_it_is_differentiated_twice():
 def test_a_sequence_is_as_if_it_were_alone(semiring, each):
     lengths = [3, 5, 1]
     chain = dense(F64, v=5, each=each)
-    dirty = Chain(*(operand.clone() for operand in chain[:3]))
-    for i, end in enumerate(lengths):
-        dirty.x[i, :, end:] = NAN
-        if each:
-            dirty.bulk[i, :, end - 1 :] = NAN
+    dirty = poisoned(chain, lengths)
     leaves = dirty._replace(x=dirty.x.requires_grad_(), bulk=dirty.bulk.requires_grad_())
     out = run(leaves, semiring, lengths)
     out.sum().backward()

@@ -29,7 +29,7 @@ LAYERS = [
         "_tree",
     ],
     ["_log_matmul", "_tree_products"],
-    ["_chain_operators", "_tree_leaves", "_tree_operators"],
+    ["_chain_operators", "_tangent_operators", "_tree_leaves", "_tree_operators"],
     [
         "_budget",
         "_chain",
@@ -58,7 +58,17 @@ LAYERS = [
         "topk_paths",
         "viterbi",
     ],
-    ["_stream_arguments", "_stream", "_stream_filter", "_stream_paths", "adapters", "stream"],
+    [
+        "_stream",
+        "_stream_arguments",
+        "_stream_block",
+        "_stream_filter",
+        "_stream_lag",
+        "_stream_paths",
+        "_stream_state",
+        "adapters",
+        "stream",
+    ],
     ["__init__", "_demo"],
     ["__main__"],
 ]

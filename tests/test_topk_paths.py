@@ -11,7 +11,7 @@ from logchain.viterbi import viterbi
 from tests import oracle
 from tests.contract import assert_values, poisoned_memory, ulp
 from tests.families import FAMILIES, Chain, Draw, dense
-from tests.test_product import strange
+from tests.layouts import poisoned, strange
 from tests.test_viterbi import numbers, small, truth, weigh
 
 F32, F64 = torch.float32, torch.float64
@@ -71,12 +71,7 @@ def test_lengths_are_as_if_alone(name, each):
     lengths = [3, 5, 1]
     chain = FAMILIES[name](F32, each=each, v=5)
     assert_listed(chain, 3, lengths, bound=np.full((3, 2), 1e-5))
-    dirty = Chain(*(operand.clone() for operand in chain[:3]))
-    for i, end in enumerate(lengths):
-        dirty.x[i, :, end:] = NAN
-        if each:
-            dirty.bulk[i, :, end - 1 :] = NAN
-    found = run(dirty, 3, lengths)
+    found = run(poisoned(chain, lengths), 3, lengths)
     for i, end in enumerate(lengths):
         bulk, p0 = (operand[i] if each else operand[0] for operand in (chain.bulk, chain.p0))
         alone = run(Chain(chain.x[i, :, :end], bulk[:, : end - 1], p0), 3)
@@ -126,7 +121,7 @@ def test_shapes_and_dtypes(batch, dtype):
 @pytest.mark.parametrize("how", ["transposed", "reversed axes", "sliced"])
 def test_strange_strides_and_poisoned_memory(how):
     chain = FAMILIES["sparse"](F32, each=True)
-    views = chain._replace(**{key: strange(getattr(chain, key), how) for key in ("x", "bulk", "p0")})
+    views = strange(chain, how)
     with poisoned_memory():
         found = run(views, 3)
     assert torch.equal(found.states, run(chain, 3).states)

@@ -14,7 +14,7 @@ from logchain.viterbi import Path, viterbi
 from tests import oracle
 from tests.contract import assert_values, poisoned_memory, rounding, ulp
 from tests.families import FAMILIES, Chain, Draw, dense
-from tests.test_product import BATCHES, strange
+from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, strange
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -177,14 +177,10 @@ def test_blocks_and_threads_change_nothing(name, each, monkeypatch):
         assert torch.equal(run(chain, lengths).states, whole[1].states)
 
 
-@pytest.mark.parametrize("steps", ["full", "one"])
-@pytest.mark.parametrize("v", [1, 2, 5])
-@pytest.mark.parametrize(("batch", "bulk_batch", "p0_batch"), BATCHES, ids=str)
-def test_batch_axes_broadcast(batch, bulk_batch, p0_batch, v, steps, kernels):
-    draw = Draw(0, 1, 1, v, 4, False)
-    size = v - 1 if steps == "full" else 1
-    bulk, p0 = 0.1 + draw.uniform(*bulk_batch, size, 4, 4), 0.1 + draw.uniform(*p0_batch, 4)
-    chain = Chain(draw.normal(*batch, v, 4), bulk, p0)
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("batches", BATCHES, ids=str)
+def test_batch_axes_broadcast(batches, steps, kernels):
+    chain = broadcast(batches, steps)
     expected, found = reference.viterbi(*chain[:3]), run(chain)
     np.testing.assert_array_equal(found.states, expected.states)
     np.testing.assert_allclose(found.score, expected.score, rtol=1e-14, atol=1e-14)
@@ -210,11 +206,7 @@ def test_dtypes(name, dtype, kernels):
 def test_a_sequence_is_as_if_it_were_alone(each, log, kernels):
     lengths = [3, 5, 1]
     chain = dense(F32, v=5, each=each)
-    dirty = Chain(*(operand.clone() for operand in chain[:3]))
-    for i, end in enumerate(lengths):
-        dirty.x[i, :, end:] = NAN
-        if each:
-            dirty.bulk[i, :, end - 1 :] = NAN
+    dirty = poisoned(chain, lengths)
     found = run(dirty.logs() if log else dirty, lengths)
     for i, end in enumerate(lengths):
         bulk, p0 = (operand[i] if each else operand[0] for operand in (chain.bulk, chain.p0))
@@ -265,11 +257,11 @@ def test_what_is_impossible(kernels):
     assert run(Chain(torch.zeros(3, 4), torch.zeros(1, 4, 4), torch.ones(4))).score == -INF
 
 
-@pytest.mark.parametrize("how", ["transposed", "reversed axes", "sliced", "offset rows"])
+@pytest.mark.parametrize("how", STRANGE)
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_strange_strides(how, each, kernels):
     for chain in (FAMILIES["dense"](F32, each=each), FAMILIES["detour"](F32, each=each)):
-        views = chain._replace(**{key: strange(getattr(chain, key), how) for key in ("x", "bulk", "p0")})
+        views = strange(chain, how)
         assert torch.equal(run(views).states, run(chain).states) and torch.equal(run(views).score, run(chain).score)
 
 
@@ -306,8 +298,9 @@ def test_the_gradient_counts_what_the_path_passes(log, kernels):
     torch.testing.assert_close((p0.grad * scale[1])[0, 0], hot[..., 0, :].sum((0, 1)).double())
 
 
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-@pytest.mark.parametrize("name", ["dense", "one_dead", "impossible", "log_far"])
+@pytest.mark.parametrize(
+    ("name", "each"), [("dense", False), ("dense", True), ("one_dead", True), ("impossible", False), ("log_far", True)]
+)
 def test_on_the_gpu_kernels(name, each, device, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
@@ -374,8 +367,11 @@ def test_opcheck(name, chain, lengths, kernels):
         torch.library.opcheck(torch.ops.logchain.best_paths.default, arguments)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
+@pytest.mark.parametrize(
+    ("name", "chain", "lengths", "dynamic"),
+    [(*case, False) for case in CHAINS] + [(*case, True) for case in CHAINS[1:3]],
+    ids=[*IDS, "each, dynamic", "lengths, dynamic"],
+)
 def test_compiles_into_one_graph(name, chain, lengths, dynamic):
     def function(x, bulk, p0):
         states, score = viterbi(x + 1, bulk * 2, p0, lengths=lengths)

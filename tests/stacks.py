@@ -1,0 +1,141 @@
+"""Stacks of matrices in named families, their products in 34-digit decimals, and how far a product may lie off."""
+
+import math
+from decimal import Decimal, localcontext
+
+import numpy as np
+import torch
+
+from logchain import reference
+from tests import oracle
+from tests.contract import rounding, ulp
+
+F32, F64 = torch.float32, torch.float64
+INF = float("inf")
+
+FAMILIES = {}
+
+
+def family(draw):
+    """A stack (2, s, c, c) in float64, from functions that draw tensors of a shape."""
+    FAMILIES[draw.__name__] = draw
+    return draw
+
+
+@family
+def dense(normal, uniform, *shape):
+    return normal(*shape)
+
+
+@family
+def sharp(normal, uniform, *shape):
+    """Too widely spread for linear numbers."""
+    return 100.0 * normal(*shape)
+
+
+@family
+def misaligned(normal, uniform, g, s, c, _, depth=200.0):
+    """Columns fall by 200 nats where the next rows climb by 200."""
+    slope = -depth * torch.linspace(0, 1, c, dtype=F64)
+    climbs = (torch.arange(s) % 2 > 0)[:, None, None]
+    return torch.where(climbs, slope.flip(0)[:, None].expand(c, c), slope.expand(c, c)) + 0.1 * normal(g, s, c, c)
+
+
+@family
+def abyss(normal, uniform, *shape):
+    """Misaligned by more than the range of float64."""
+    return misaligned(normal, uniform, *shape, depth=1000.0)
+
+
+@family
+def left_to_right(normal, uniform, g, s, c, _):
+    band = torch.ones(c, c).triu().tril(1)
+    return (20.0 * normal(g, s, c, c)).masked_fill(band == 0, -INF)
+
+
+@family
+def offsets(normal, uniform, g, s, c, _):
+    """Every matrix on a scale of its own."""
+    return normal(g, s, c, c) + 1e4 * (uniform(g, s, 1, 1) - 0.3)
+
+
+@family
+def sparse(normal, uniform, *shape):
+    return torch.where(uniform(*shape) < 0.7, -INF, 20.0 * normal(*shape))
+
+
+@family
+def dead(normal, uniform, g, s, c, _):
+    """Nothing is possible in the first, and a row and a column are shut in one matrix of the second."""
+    stack = normal(g, s, c, c)
+    stack[0], stack[1, s // 2, 0], stack[1, s // 2, :, c - 1] = -INF, -INF, -INF
+    return stack
+
+
+@family
+def mixed(normal, uniform, g, s, c, _):
+    """Linear numbers hold the first set, and of the second only some matrices."""
+    stack = normal(g, s, c, c)
+    stack[1, s // 2 :] *= 100.0
+    return stack
+
+
+def draw(name, s, c, dtype=F32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)  # noqa: E731
+    uniform = lambda *shape: torch.rand(*shape, generator=generator, dtype=F64)  # noqa: E731
+    return FAMILIES[name](normal, uniform, 2, s, c, c).to(dtype)
+
+
+class Truth:
+    """All prefixes [s, c, c] of one stack in 34-digit decimals, and the expected uses of its entries by the paths."""
+
+    def __init__(self, stack):
+        with localcontext(oracle.DIGITS):
+            self._linear = oracle._exp(stack)
+            self._prefixes = [self._linear[0]]
+            for matrix in self._linear[1:]:
+                self._prefixes.append(self._prefixes[-1] @ matrix)
+            self.values = oracle._log(np.stack(self._prefixes))
+
+    def uses(self, weights):
+        """Of weights [s, c, c] of the prefixes' entries, what each entry of the stack [s, c, c] receives."""
+        found = np.zeros_like(self.values)
+        with localcontext(oracle.DIGITS):
+            shares = np.zeros_like(self._linear[0]) + Decimal(0)
+            for i in reversed(range(len(found))):
+                weight = np.vectorize(Decimal, otypes=[object])(weights[i])
+                possible = self._prefixes[i] > 0
+                shares = shares + np.where(possible, weight / np.where(possible, self._prefixes[i], Decimal(1)), 0)
+                # shares_kj sum_i prefix_ik matrix_kj: adjoint of a linear product
+                adjoint = shares if i == 0 else self._prefixes[i - 1].T @ shares
+                found[i] = (adjoint * self._linear[i]).astype(np.float64)
+                shares = shares @ self._linear[i].T
+        return found
+
+
+def depth(stack):
+    """The product [c, c], and how far below their matrix's maximum the nodes run that make up an entry, on average."""
+    s = len(stack)
+    if s == 1:
+        top = stack[0].max()
+        return stack[0], np.where(np.isfinite(stack[0]), (0.0 if np.isinf(top) else top) - stack[0], 0.0)
+    half = 2 ** math.ceil(math.log2(s) - 1)
+    (left, below_left), (right, below_right) = depth(stack[:half]), depth(stack[half:])
+    value = reference.matmul(left, right)
+    shares = np.exp(left[:, :, None] + right - np.where(np.isfinite(value), value, 0.0)[:, None, :])
+    below = shares * np.maximum(below_left[:, :, None], below_right[None, :, :])
+    own = np.where(np.isfinite(value), (value.max() if np.isfinite(value.max()) else 0.0) - value, 0.0)
+    return value, np.maximum(below.sum(1), own)
+
+
+def depths(stack):
+    """The same for all prefixes [2, s, c, c]."""
+    return np.stack([np.stack([depth(part[: i + 1])[1] for i in range(len(part))]) for part in stack])
+
+
+def slack(truth, below, s, name, dtype):
+    """What values may be wrong by, where the paths run so far below their matrices' maxima."""
+    levels = math.ceil(math.log2(s)) if name in ("misaligned", "abyss", "sharp") else 0
+    allowed = 2.0**-20 * s**0.5 + 2.0**-17 * levels + 2.0**-22 * below
+    return ulp(truth, dtype) + rounding(dtype) * allowed

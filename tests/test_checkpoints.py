@@ -1,0 +1,224 @@
+"""Checkpointed messages keep the accuracy contract, however long the segments, on any device, and show a bar."""
+
+import io
+import sys
+
+import pytest
+import torch
+
+import logchain
+from logchain import _budget, _checkpoints, _device
+from logchain._rescues import rescues
+from tests.contract import Truth, assert_contract, assert_nothing_behind_matters, assert_values, drawn, poisoned_memory
+from tests.families import FAMILIES, PAIRS, Chain
+
+LENGTHS = torch.tensor([[1, 5], [17, 2], [11, 6]])
+
+
+@pytest.fixture
+def segments(monkeypatch):
+    """Have every segment so many steps, and count how often that was asked for."""
+
+    def of(every):
+        calls = []
+        monkeypatch.setattr(_budget, "every_within", lambda *args: calls.append(args) or every)
+        return calls
+
+    return of
+
+
+@PAIRS
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_keeps_the_contract(name, dtype, each, log, segments):
+    chain, truth = drawn(name, dtype, each, log)
+    for every in (1, 2, 5):
+        calls = segments(every)
+        assert_contract(chain, truth=truth, memory_budget=1)
+        assert calls
+
+
+@pytest.mark.parametrize("name", ["dense", "sharp", "sparse", "left_to_right", "detour"])
+def test_lengths_that_end_anywhere_in_a_segment(name, segments):
+    chain = FAMILIES[name]()
+    truth = Truth(chain, LENGTHS)
+    for every in (1, 2, 4, 5, 16):
+        segments(every)
+        assert_contract(chain, lengths=LENGTHS, truth=truth, memory_budget=1)
+
+
+def test_what_lies_behind_the_ends_has_no_influence(segments):
+    for every in (1, 2, 5):
+        segments(every)
+        assert_nothing_behind_matters(FAMILIES["dense"](each=True), LENGTHS, memory_budget=1)
+
+
+def test_no_sequence_need_be_as_long_as_x(segments):
+    segments(2)
+    for lengths in (1, 4, 5, 6):
+        assert_contract(FAMILIES["dense"](), lengths=torch.full((3, 2), lengths), memory_budget=1)
+
+
+@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x p0"])
+def test_gradients_that_are_not_wanted_are_left_out(wanted, segments):
+    segments(2)
+    assert_contract(FAMILIES["sharp"](), wanted=wanted, memory_budget=1)
+
+
+@pytest.mark.parametrize("log_params", [False, True])
+def test_one_matrix_for_all_steps(log_params, segments):
+    chain = FAMILIES["dense"](dtype=torch.float32)
+    chain = chain._replace(bulk=chain.bulk[..., :1, :, :], p0=chain.p0[0, 0])
+    segments(3)
+    assert_contract(chain.logs() if log_params else chain, memory_budget=1)
+    own = FAMILIES["dense"](each=True)
+    assert_contract(own._replace(bulk=own.bulk[:1, :, :1]), memory_budget=1)
+
+
+def test_strange_strides_and_no_batch_axes(segments):
+    chain = FAMILIES["sharp"]()
+    segments(5)
+    assert_contract(chain._replace(x=chain.x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)), memory_budget=1)
+    alone = Chain(chain.x[0, 0], chain.bulk[0, 0], chain.p0[0, 0])
+    with poisoned_memory():
+        assert_contract(alone, memory_budget=1)
+
+
+def test_halves_are_computed_wider(segments):
+    chain = FAMILIES["dense"](dtype=torch.bfloat16)
+    segments(5)
+    assert_contract(chain, memory_budget=1)
+
+
+def test_a_nan_stays_in_its_sequence(segments):
+    segments(4)
+    chain = FAMILIES["sharp"](each=True)
+    chain.x[1, 0, 9, 2] = torch.nan
+    x = chain.x.clone().requires_grad_()
+    out = logchain.product(x, *chain[1:3], memory_budget=1)
+    out.sum().backward()
+    sick = torch.zeros(3, 2, dtype=torch.bool)
+    sick[1, 0] = True
+    assert (out.isnan() == sick).all()
+    assert (x.grad.isnan().any(-1).any(-1) == sick).all()
+
+
+def test_a_sequence_without_a_weight_has_no_gradient(segments):
+    segments(4)
+    chain = FAMILIES["dense"]()
+    x = chain.x.requires_grad_()
+    weight = torch.tensor([[0.0, 1.0], [-2.0, 0.0], [1e-100, 1e100]], dtype=torch.float64)
+    (logchain.product(x, *chain[1:3], memory_budget=1) * weight).sum().backward()
+    torch.testing.assert_close(x.grad.sum(-1), weight[..., None].expand(3, 2, 17), rtol=1e-12, atol=0)
+
+
+def test_a_rescued_sequence_counts_once(segments):
+    segments(5)
+    chain = FAMILIES["detour"](dtype=torch.float32)
+    leaves = [operand.requires_grad_() for operand in chain[:3]]
+    with rescues() as seen:
+        logchain.product(*leaves, log_params=True, memory_budget=1).sum().backward()
+    assert seen.sequences == 6
+
+
+def test_lengths_out_of_range_are_refused(segments):
+    segments(5)
+    chain = FAMILIES["dense"]()
+    with pytest.raises(ValueError, match="^lengths: "):
+        logchain.product(chain.x.requires_grad_(), *chain[1:3], lengths=LENGTHS + 1, memory_budget=1)
+
+
+def test_a_second_derivative_is_refused(segments):
+    segments(5)
+    x, bulk, p0, _ = FAMILIES["dense"]()
+    out = logchain.product(x.requires_grad_(), bulk, p0, memory_budget=1)
+    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="^memory_budget: expected one derivative"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["dense", "sharp", "left_to_right", "sparse"])
+def test_without_gradients_the_contract_holds(name, segments):
+    chain = FAMILIES[name](dtype=torch.float32)
+    for lengths in (None, LENGTHS):
+        truth = Truth(chain, lengths)
+        for every in (1, 5):
+            segments(every)
+            out = logchain.product(*chain[:3], log_params=chain.log_params, lengths=lengths, memory_budget=1)
+            assert_values(out, truth.log_norm, truth.value_bound())
+
+
+@pytest.fixture
+def kernels(device, monkeypatch):
+    """The device whose tensors the Triton kernels compute for."""
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    return device
+
+
+SMALL = {"n": 2, "t": 1, "v": 7}
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", ["dense", "left_to_right", "detour", "one_dead"])
+def test_on_a_device_every_family_keeps_the_contract(name, each, kernels, segments):
+    chain = FAMILIES[name](torch.float32, each=each, **SMALL)
+    for every in (1, 4) if name == "dense" else (3,):
+        segments(every)
+        assert_contract(chain.logs() if each and not chain.log_params else chain, device=kernels, memory_budget=1)
+
+
+@pytest.mark.parametrize("lengths", [[7, 3], [1, 4]], ids=str)
+def test_on_a_device_lengths_are_not_looked_at(lengths, kernels, segments, monkeypatch):
+    monkeypatch.setattr(_checkpoints, "check_lengths", None)
+    chain = FAMILIES["dense"](torch.float32, each=True, **SMALL)
+    for every in (2, 3):
+        segments(every)
+        assert_contract(chain, lengths, device=kernels, memory_budget=1)
+    x, bulk, p0 = (operand.to(kernels) for operand in chain[:3])
+    wrong = torch.tensor([8, 0], device=kernels)
+    assert logchain.product(x.requires_grad_(), bulk, p0, lengths=wrong, memory_budget=1).isnan().all()
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """Every bar that was shown: its title, how many items it had, and how many were passed."""
+    module = pytest.importorskip("tqdm.auto")
+    seen = []
+
+    class Bar(module.tqdm):
+        def __init__(self, *args, **options):
+            self.text = io.StringIO()
+            super().__init__(*args, file=self.text, **options)
+            seen.append(self)
+
+    monkeypatch.setattr(module, "tqdm", Bar)
+    return seen
+
+
+def test_a_bar_passes_over_the_segments_forward_and_then_backward(bars, segments):
+    segments(5)
+    x, bulk, p0, _ = FAMILIES["dense"]()
+    expected = logchain.product(x.requires_grad_(), bulk, p0, memory_budget=1)
+    assert not bars
+    out = logchain.product(x, bulk, p0, memory_budget=1, progress=True)
+    assert [(bar.desc, bar.total, bar.n) for bar in bars] == [("forward", 4, 4)]
+    out.sum().backward()
+    assert [(bar.desc, bar.total, bar.n) for bar in bars] == [("forward", 4, 4), ("backward", 4, 4)]
+    assert "4/4" in bars[1].text.getvalue() and "segments" in bars[1].text.getvalue()
+    assert torch.equal(out, expected)
+
+
+def test_no_bar_where_all_messages_fit(bars):
+    logchain.product(*FAMILIES["dense"]()[:3], memory_budget=10**6, progress=True)
+    assert not bars
+
+
+def test_a_bar_goes_with_a_budget_and_with_tqdm(monkeypatch):
+    leaves = FAMILIES["dense"]()[:3]
+    with pytest.raises(ValueError, match="^progress: expected a memory_budget with it"):
+        logchain.product(*leaves, progress=True)
+    with pytest.raises(TypeError, match="^progress: expected True or False, got 1"):
+        logchain.product(*leaves, memory_budget=10**6, progress=1)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="^progress: expected tqdm to be installed, see `pip install tqdm`"):
+        logchain.product(*leaves, memory_budget=10**6, progress=True)
+    logchain.product(*leaves, memory_budget=10**6)
