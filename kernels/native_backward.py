@@ -222,6 +222,7 @@ def _backward(
     """The sequences from `low` to before `high`."""
     v, m, c, block = sizes[0], sizes[2], sizes[3], block_of(sizes)
     source, ahead = np.empty(4 * room(c), messages.dtype), np.empty(4 * room(c), messages.dtype)
+    # the step and the set whose matrix was looked at last, whether it is used where it lies, what was taken out of it
     linear, held = np.empty(0 if sizes[5] else c * c, messages.dtype), np.full(4, -1.0)
     behind, nothing = np.empty((high - low) * room(c)), np.zeros(c, messages.dtype)
     given = sizes, x, raw, turned, initial, final, ends, more, weight

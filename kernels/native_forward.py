@@ -1,11 +1,11 @@
 """The forward messages of `kernels.linear_chain` compiled for the CPU: a loop over steps for one sequence, or for four.
 
-    U_i = S_{i-1} P_i        W_i = U_i exp(x_i - max x_i)        S_i = W_i / 2^k,  k so that max S_i is in [1/2, 1)
+    U_i = S_{i-1} P_i        W_i = U_i exp(x_i - max x_i)        S_i = W_i / 2^k,  k so that max S_i is in [2^-8, 1]
 
-Emissions are made for a block of steps at a time, in vectors however few states there are; a scale is a power of two,
-which loses nothing and needs no logarithm. A sequence is lossy where some U_i(j) that a path reaches is smaller than
-what may have been lost of it. W and the exponentials are float64: emissions, however sharp, lose nothing but entries of
-S, which are looked for in U.
+Emissions are made for a block of steps at a time, in vectors however few states there are. A scale is a power of two,
+which loses nothing and needs no logarithm: that of the step before, where it does, for it is known early. A sequence is
+lossy where some U_i(j) that a path reaches is smaller than what may have been lost of it. W and the exponentials are
+float64: emissions, however sharp, lose nothing but entries of S, which are looked for in U.
 
 Shapes: messages (slots, g, m, c), flat. Cost: c^2 multiply-adds a step and sequence. Tested against
 `logchain.reference.product` and `kernels.linear_chain`.
@@ -218,6 +218,7 @@ def _forward(
     known = np.empty(2 * (high - low) * c, np.bool_), np.full(2 * (high - low), -1)
     sums, state = np.empty(4 * room(c), messages.dtype), np.zeros(4 * room(c), messages.dtype)
     shifts, taken, emitted = np.empty(4 * block), np.zeros(block), np.empty(4 * block * c)
+    # the step and the set whose matrix was looked at last, whether it is used where it lies, its largest entry
     linear, held = np.empty(0 if one else c * c, messages.dtype), np.full(4, -1.0)
     given = sizes, x, raw, matrix, top, initial, faint, ends, limits
     rooms = sums, state, shifts, taken, emitted, linear, held, powers, factors, exponents, rest, *known

@@ -106,7 +106,8 @@ class Block:
         if self._linear and self._redone is None:
             arrived = arrived.double()
             # what is impossible has no share
-            share = arrived.sum(-1).clamp_(min=torch.finfo(torch.float64).tiny).log_()
+            share = arrived.sum(-1)
+            share.masked_fill_(share == 0, 1.0).log_()
             arrived = arrived.log()
         else:
             redone = None if self._redone is None else self._layout.batched(self._redone)[..., None]
@@ -126,8 +127,8 @@ class Block:
         shape = (len(messages), *self._lead)
         if self._linear:
             flat = messages.view(-1, messages.shape[-1])
-            # the sum of what is possible is no smaller than what is trusted
-            sums = torch.mv(flat, flat.new_ones(flat.shape[-1])).clamp_(min=torch.finfo(flat.dtype).tiny)
+            sums = torch.mv(flat, flat.new_ones(flat.shape[-1]))
+            sums.masked_fill_(sums == 0, 1.0)  # nothing is possible, and 0 stays 0
             torch.mul(messages.view(shape), sums.reciprocal_().view(*shape[:-1], 1), out=view)
         if not self._linear or self._redone is not None:
             again = posterior(messages).view(shape)
