@@ -1,0 +1,110 @@
+"""Expectation maximisation of whatever is put together from parts that know their own maximum."""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class Part(Protocol):
+    """What a module has to offer to be fitted by expectation maximisation.
+
+    `statistics(flow, *inputs)`: the expected sufficient statistics, in float64, where `flow` is how often each entry of
+    what `forward(*inputs)` returned is expected to be used. They add up over batches. `maximise(statistics, step)`:
+    take the parameters of the largest expected log-likelihood, or go a `step` of the way in the mean parameters.
+    """
+
+    def statistics(self, flow: Tensor, *inputs: Tensor) -> Tensor:
+        """What the parameters' maximum depends on."""
+
+    def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
+        """Change the parameters."""
+
+
+Statistics = dict[Part, Tensor]
+
+
+def expected_statistics(
+    model: torch.nn.Module, log_likelihood: Callable[[], Tensor], before: Statistics | None = None
+) -> tuple[Tensor, Statistics]:
+    r"""The E step: `E[T]` under the posterior, for every part of a model, from one forward and one backward pass.
+
+    The derivative of a log-likelihood with respect to a log-weight is how often the weight is expected to be used (its
+    flow), and a part makes its sufficient statistics of that: no model needs formulas of its own.
+
+    Args:
+        model: a module, whose parts with `statistics` and `maximise` are looked at if their parameters are trained.
+        log_likelihood: computes the sum over a batch, a scalar, by calling the parts of the model.
+        before: statistics of earlier batches, which are added to.
+
+    Returns:
+        The log-likelihood, and the statistics of each part that was used.
+
+    Cost: one forward and one backward pass of `log_likelihood`.
+
+    Source: A. Darwiche, "A differential approach to inference in Bayesian networks", J. ACM 50 (2003).
+    """
+    used: list[tuple[Part, tuple[Tensor, ...], Tensor]] = []
+
+    def see(part: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            assert isinstance(part, Part)
+            used.append((part, inputs, output))
+
+    handles = [part.register_forward_hook(see) for part in model.modules() if isinstance(part, Part)]
+    try:
+        with torch.enable_grad():
+            total = log_likelihood()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not used:
+        return total.detach(), before or {}
+    flows = torch.autograd.grad(total, [output for *_, output in used], materialize_grads=True)
+    found = dict(before or {})
+    with torch.no_grad():
+        for (part, inputs, _), flow in zip(used, flows, strict=True):
+            statistics = part.statistics(flow, *inputs)
+            found[part] = found[part] + statistics if part in found else statistics
+    return total.detach(), found
+
+
+def maximise(statistics: Statistics, step: float = 1.0) -> None:
+    """The M step: every part takes the parameters that its expected statistics call for, or goes some of the way."""
+    for part, expected in statistics.items():
+        part.maximise(expected, step)
+
+
+def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tensor]], step: float = 1.0) -> Tensor:
+    r"""One step of expectation maximisation: `theta <- argmax E[log p(data, hidden; theta)]` over all parts of a model.
+
+    Args:
+        model: see `expected_statistics`.
+        log_likelihoods: of each batch; the statistics of all are added up before the parameters change.
+        step: in 0..1, how far to go, for batches that are only a part of the data.
+
+    Returns:
+        The log-likelihood before the step. With `step=1` and all the data it never falls.
+
+    >>> from logchain.nn import LogWeights
+    >>> coin = LogWeights(2)
+    >>> before = em_step(coin, [lambda: 3 * coin()[0] + coin()[1]])
+    >>> coin().exp().detach()
+    tensor([0.7500, 0.2500])
+    """
+    total: Tensor | None = None
+    statistics: Statistics = {}
+    for log_likelihood in log_likelihoods:
+        found, statistics = expected_statistics(model, log_likelihood, statistics)
+        total = found if total is None else total + found
+    if total is None:
+        raise ValueError("log_likelihoods: expected at least one batch, got none")
+    maximise(statistics, step)
+    return total
+
+
+def arithmetic(parameter: Tensor) -> Tensor:
+    """At least float32, which half parameters are computed in."""
+    return parameter.float() if parameter.dtype in (torch.float16, torch.bfloat16) else parameter

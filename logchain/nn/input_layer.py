@@ -1,0 +1,116 @@
+"""What observations say about hidden units: log-densities of data given each unit."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .em import arithmetic
+
+
+class InputLayer(torch.nn.Module):
+    r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
+
+    Units `[*U, c]` are `c` hidden states, for each variable of a circuit if `U` says so. Data `[..., *U, *event]` have
+    no axis of states, and the result `[..., *U, c]` no axes of an event. What is not observed is summed out, which
+    leaves `log 1 = 0`: entries that are NaN, and those where `observed` is False.
+
+    A subclass has the parameters and gives `log_density`, `draw` and `mode`; see also `ExponentialFamily`.
+
+    Args:
+        units: `[*U, c]`, or `c` alone.
+        event: the shape of one observation: () or (d,).
+    """
+
+    # what stands for an entry that is missing: any number that the distribution allows
+    filler: float = 0.0
+    # whether the density is a product over the entries of an event, of which some may be missing
+    factorised = True
+
+    def __init__(self, units: int | tuple[int, ...], event: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.units = (units,) if isinstance(units, int) else tuple(units)
+        self.event = event
+        if not self.units or min(*self.units, *event, 1) < 1 or not all(isinstance(size, int) for size in self.units):
+            raise ValueError(f"units: expected a positive integer or several, got {units!r}")
+
+    def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+        """`log p(data | unit)`, `[..., *U, c]` in nats.
+
+        Args:
+            data: `[..., *U, *event]`; the axes `U` may have size 1. NaN is missing.
+            observed: bool, of the shape of the data, or without the axes of an event; False is missing.
+        """
+        data, known = self.known(data, observed)
+        found = self.log_density(data.unsqueeze(-1 - len(self.event)))
+        if known is not None:
+            known = known.unsqueeze(-1 - len(self.event))
+            known = known if self.factorised or not self.event else known[..., 0]
+            # not a product: 0 times infinity is no zero
+            found = torch.where(known, found, 0.0)
+        return found.sum(-1) if self.event and self.factorised else found
+
+    def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Data with fillers where nothing is known, and where something is; None if it is everywhere."""
+        data = self.check(data)
+        known: Tensor | None = None
+        if data.is_floating_point():
+            known = ~data.isnan()
+            # a look at the values would make the host wait for a GPU
+            if data.device.type == "cpu" and not torch.compiler.is_compiling() and bool(known.all()):
+                known = None
+        if observed is not None:
+            observed = self._check_observed(observed, data)
+            known = observed if known is None else known & observed
+        if known is None:
+            return data, None
+        if self.event and not self.factorised:
+            whole = known.all(-1, keepdim=True)
+            if data.device.type == "cpu" and not torch.compiler.is_compiling() and bool((known != whole).any()):
+                raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
+            known = whole.expand(data.shape)
+        return data.masked_fill(~known, self.filler), known
+
+    def check(self, data: Tensor) -> Tensor:
+        """Kind and shape of the data; subclasses add what values they allow. Returns the data to compute with."""
+        if not isinstance(data, Tensor):
+            raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
+        lead = self.units[:-1]
+        wanted = (*lead, *self.event)
+        have = data.shape[data.dim() - len(wanted) :] if wanted else ()
+        allowed = [(size, 1) for size in lead] + [(size,) for size in self.event]
+        if data.dim() < len(wanted) or not all(a in b for a, b in zip(have, allowed, strict=True)):
+            raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
+        return data
+
+    def _check_observed(self, observed: Tensor, data: Tensor) -> Tensor:
+        if not isinstance(observed, Tensor) or observed.dtype != torch.bool:
+            got = f"a tensor of {observed.dtype}" if isinstance(observed, Tensor) else type(observed).__name__
+            raise TypeError(f"observed: expected a bool tensor, got {got}")
+        if self.event and observed.shape == data.shape[:-1] and observed.shape != data.shape:
+            observed = observed[..., None].expand(data.shape)
+        if observed.shape != data.shape:
+            raise ValueError(f"observed: expected shape {list(data.shape)}, as the data, got {list(observed.shape)}")
+        return observed
+
+    def log_density(self, data: Tensor) -> Tensor:
+        """`[..., *U, 1, *event]` to `[..., *U, c]`, or `[..., *U, c, d]` where `factorised`."""
+        raise NotImplementedError
+
+    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One observation of each given state: int64 `[..., *U]` to `[..., *U, *event]`."""
+        raise NotImplementedError
+
+    def mode(self) -> tuple[Tensor, Tensor]:
+        """The most likely observation of each unit `[*U, c, *event]`, and its log-density `[*U, c]`."""
+        raise NotImplementedError
+
+    def of_states(self, parameter: Tensor, states: Tensor) -> Tensor:
+        """Entries `[..., *U, *rest]` of a parameter `[*U, c, *rest]` at given states int64 `[..., *U]`."""
+        axes = len(self.units) - 1
+        at: list[Any] = []
+        for axis, size in enumerate(self.units[:-1]):
+            shape = [1] * axes
+            shape[axis] = size
+            at.append(torch.arange(size, device=states.device).view(shape))
+        return arithmetic(parameter)[(*at, states)]

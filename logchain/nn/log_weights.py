@@ -1,0 +1,74 @@
+"""Trained probabilities: logarithms that sum to one along an axis."""
+
+import torch
+from torch import Tensor
+
+from .em import arithmetic
+
+
+class LogWeights(torch.nn.Module):
+    r"""`log_softmax(logits)`: logarithms of probabilities that sum to 1 along an axis.
+
+    Args:
+        *shape: sizes of the weights.
+        dim: the axis along which they sum to 1, from the right: -1 by default.
+        generator: where the initial weights come from: uniform over the simplex (a Dirichlet of ones).
+
+    `forward()` returns them, `[*shape]` in nats: float32 for half parameters, otherwise of the parameters' dtype. A
+    logit of -inf is a weight that is 0, and stays 0 under gradients and under expectation maximisation.
+
+    Raises:
+        ValueError: the axis has no entry, or `dim` is no axis.
+
+    >>> weights = LogWeights(2, 2)
+    >>> weights.set(torch.tensor([[0.9, 0.1], [0.0, 1.0]]))
+    >>> weights()
+    tensor([[-0.1054, -2.3026],
+            [   -inf,  0.0000]], grad_fn=<LogSoftmaxBackward0>)
+    """
+
+    def __init__(self, *shape: int, dim: int = -1, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        if not (-len(shape) <= dim < 0 and shape[dim] > 0):
+            raise ValueError(f"dim: expected an axis of {list(shape)} that is not empty, from the right, got {dim}")
+        self.dim = dim
+        self.logits = torch.nn.Parameter(torch.empty(shape))
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the weights anew, uniformly over the simplex."""
+        with torch.no_grad():
+            self.logits.exponential_(generator=generator).log_()
+
+    def forward(self) -> Tensor:
+        """The logarithms `[*shape]`."""
+        return torch.log_softmax(arithmetic(self.logits), self.dim)
+
+    @torch.no_grad()
+    def set(self, probabilities: Tensor) -> None:
+        """Take over what is proportional to these probabilities, which broadcast to the shape."""
+        if not isinstance(probabilities, Tensor):
+            raise TypeError(f"probabilities: expected a torch.Tensor, got {type(probabilities).__name__}")
+        total = probabilities.sum(self.dim)
+        if not ((probabilities >= 0).all() and (total > 0).all() and total.isfinite().all()):
+            raise ValueError("probabilities: expected non-negative numbers with a finite, positive sum along the axis")
+        self.logits.copy_(probabilities.log())
+
+    def statistics(self, flow: Tensor) -> Tensor:
+        """Expected counts are sufficient for probabilities."""
+        return flow.double()
+
+    @torch.no_grad()
+    def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
+        """Take the shares of expected counts; where none of an axis are expected, the weights stay.
+
+        `step`: how much of the way, in probabilities.
+        """
+        total = statistics.sum(self.dim, keepdim=True)
+        found, before = statistics / total, torch.softmax(self.logits.double(), self.dim)
+        found = torch.where(total > 0, before + step * (found - before) if step < 1 else found, before)
+        self.logits.copy_(found.log())
+
+    def extra_repr(self) -> str:
+        """Sizes, as torch prints them."""
+        return ", ".join(map(str, self.logits.shape)) + ("" if self.dim == -1 else f", dim={self.dim}")
