@@ -1,7 +1,7 @@
 """Expectation maximisation of whatever is put together from parts that know their own maximum."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class Part(Protocol):
     take the parameters of the largest expected log-likelihood, or go a `step` of the way in the mean parameters.
     """
 
-    def statistics(self, flow: Tensor, *inputs: Tensor) -> Tensor:
+    def statistics(self, flow: Tensor, *inputs: Any, **named: Any) -> Tensor:
         """What the parameters' maximum depends on."""
 
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
@@ -35,7 +35,7 @@ def expected_statistics(
     flow), and a part makes its sufficient statistics of that: no model needs formulas of its own.
 
     Args:
-        model: a module, whose parts with `statistics` and `maximise` are looked at if their parameters are trained.
+        model: a module, whose parts with `statistics` and `maximise` are fitted if all of their parameters are trained.
         log_likelihood: computes the sum over a batch, a scalar, by calling the parts of the model.
         before: statistics of earlier batches, which are added to.
 
@@ -46,14 +46,16 @@ def expected_statistics(
 
     Source: A. Darwiche, "A differential approach to inference in Bayesian networks", J. ACM 50 (2003).
     """
-    used: list[tuple[Part, tuple[Tensor, ...], Tensor]] = []
+    used: list[tuple[Part, tuple[Any, ...], dict[str, Any], Tensor]] = []
 
-    def see(part: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def see(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+        assert isinstance(part, Part)
         if output.requires_grad:
-            assert isinstance(part, Part)
-            used.append((part, inputs, output))
+            used.append((part, inputs, named, output))
 
-    handles = [part.register_forward_hook(see) for part in model.modules() if isinstance(part, Part)]
+    parts = [part for part in model.modules() if isinstance(part, Part)]
+    trained = [part for part in parts if all(parameter.requires_grad for parameter in part.parameters())]
+    handles = [part.register_forward_hook(see, with_kwargs=True) for part in trained]
     try:
         with torch.enable_grad():
             total = log_likelihood()
@@ -65,8 +67,8 @@ def expected_statistics(
     flows = torch.autograd.grad(total, [output for *_, output in used], materialize_grads=True)
     found = dict(before or {})
     with torch.no_grad():
-        for (part, inputs, _), flow in zip(used, flows, strict=True):
-            statistics = part.statistics(flow, *inputs)
+        for (part, inputs, named, _), flow in zip(used, flows, strict=True):
+            statistics = part.statistics(flow, *inputs, **named)
             found[part] = found[part] + statistics if part in found else statistics
     return total.detach(), found
 
@@ -86,7 +88,7 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
         step: in 0..1, how far to go, for batches that are only a part of the data.
 
     Returns:
-        The log-likelihood before the step. With `step=1` and all the data it never falls.
+        The log-likelihood before the step. With `step=1`, all the data and no priors it never falls.
 
     >>> from logchain.nn import LogWeights
     >>> coin = LogWeights(2)
@@ -108,3 +110,13 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
 def arithmetic(parameter: Tensor) -> Tensor:
     """At least float32, which half parameters are computed in."""
     return parameter.float() if parameter.dtype in (torch.float16, torch.bfloat16) else parameter
+
+
+def broadcast(name: str, value: Tensor, shape: torch.Size) -> Tensor:
+    """A tensor to be taken over as parameters of a shape, in float64."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    try:
+        return value.double().expand(shape)
+    except RuntimeError:
+        raise ValueError(f"{name}: expected what broadcasts to {list(shape)}, got {list(value.shape)}") from None

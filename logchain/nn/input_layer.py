@@ -15,15 +15,14 @@ class InputLayer(torch.nn.Module):
     no axis of states, and the result `[..., *U, c]` no axes of an event. What is not observed is summed out, which
     leaves `log 1 = 0`: entries that are NaN, and those where `observed` is False.
 
-    A subclass has the parameters and gives `log_density`, `draw` and `mode`; see also `ExponentialFamily`.
+    A subclass has the parameters and gives `log_density` (or `forward`), `draw` and `mode`; see also
+    `ExponentialFamily` and `Finite`.
 
     Args:
         units: `[*U, c]`, or `c` alone.
         event: the shape of one observation: () or (d,).
     """
 
-    # what stands for an entry that is missing: any number that the distribution allows
-    filler: float = 0.0
     # whether the density is a product over the entries of an event, of which some may be missing
     factorised = True
 
@@ -31,8 +30,10 @@ class InputLayer(torch.nn.Module):
         super().__init__()
         self.units = (units,) if isinstance(units, int) else tuple(units)
         self.event = event
-        if not self.units or min(*self.units, *event, 1) < 1 or not all(isinstance(size, int) for size in self.units):
+        if not self.units or not all(isinstance(size, int) and size > 0 for size in self.units):
             raise ValueError(f"units: expected a positive integer or several, got {units!r}")
+        if not all(isinstance(size, int) and size > 0 for size in event):
+            raise ValueError(f"event: expected positive integers, got {event}")
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats.
@@ -69,12 +70,18 @@ class InputLayer(torch.nn.Module):
             if data.device.type == "cpu" and not torch.compiler.is_compiling() and bool((known != whole).any()):
                 raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
             known = whole.expand(data.shape)
-        return data.masked_fill(~known, self.filler), known
+        return self.fill(data, known), known
+
+    def fill(self, data: Tensor, known: Tensor) -> Tensor:
+        """Any value that is allowed, where nothing is known."""
+        return data.masked_fill(~known, 0)
 
     def check(self, data: Tensor) -> Tensor:
         """Kind and shape of the data; subclasses add what values they allow. Returns the data to compute with."""
         if not isinstance(data, Tensor):
             raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
+        if data.is_complex():
+            raise TypeError(f"data: expected real numbers, got {str(data.dtype)[6:]}")
         lead = self.units[:-1]
         wanted = (*lead, *self.event)
         have = data.shape[data.dim() - len(wanted) :] if wanted else ()
@@ -93,12 +100,26 @@ class InputLayer(torch.nn.Module):
             raise ValueError(f"observed: expected shape {list(data.shape)}, as the data, got {list(observed.shape)}")
         return observed
 
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew."""
+        raise NotImplementedError
+
+    def initialise(
+        self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> None:
+        """Draw the parameters anew, at places that suit the data `[..., *U, *event]`."""
+        self.reset_parameters(generator)
+
     def log_density(self, data: Tensor) -> Tensor:
         """`[..., *U, 1, *event]` to `[..., *U, c]`, or `[..., *U, c, d]` where `factorised`."""
         raise NotImplementedError
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One observation of each given state: int64 `[..., *U]` to `[..., *U, *event]`."""
+        raise NotImplementedError
+
+    def log_probabilities(self) -> Tensor:
+        """Of all values, where there are finitely many: `[*U, c, K]`."""
         raise NotImplementedError
 
     def mode(self) -> tuple[Tensor, Tensor]:
@@ -114,3 +135,7 @@ class InputLayer(torch.nn.Module):
             shape[axis] = size
             at.append(torch.arange(size, device=states.device).view(shape))
         return arithmetic(parameter)[(*at, states)]
+
+    def extra_repr(self) -> str:
+        """Sizes, as torch prints them."""
+        return f"units={self.units}"

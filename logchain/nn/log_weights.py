@@ -1,9 +1,11 @@
 """Trained probabilities: logarithms that sum to one along an axis."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from .em import arithmetic
+from .em import arithmetic, broadcast
 
 
 class LogWeights(torch.nn.Module):
@@ -12,13 +14,15 @@ class LogWeights(torch.nn.Module):
     Args:
         *shape: sizes of the weights.
         dim: the axis along which they sum to 1, from the right: -1 by default.
+        prior_count: what expectation maximisation adds to each expected count (a Dirichlet prior of this plus one);
+            with more than 0 no weight becomes 0 because the data lack it.
         generator: where the initial weights come from: uniform over the simplex (a Dirichlet of ones).
 
     `forward()` returns them, `[*shape]` in nats: float32 for half parameters, otherwise of the parameters' dtype. A
-    logit of -inf is a weight that is 0, and stays 0 under gradients and under expectation maximisation.
+    logit of -inf is a weight that is 0, and stays 0 under gradients and, without a prior, expectation maximisation.
 
     Raises:
-        ValueError: the axis has no entry, or `dim` is no axis.
+        ValueError: the axis has no entry, `dim` is no axis, or `prior_count` is negative.
 
     >>> weights = LogWeights(2, 2)
     >>> weights.set(torch.tensor([[0.9, 0.1], [0.0, 1.0]]))
@@ -27,11 +31,15 @@ class LogWeights(torch.nn.Module):
             [   -inf,  0.0000]], grad_fn=<LogSoftmaxBackward0>)
     """
 
-    def __init__(self, *shape: int, dim: int = -1, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, *shape: int, dim: int = -1, prior_count: float = 0.0, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()
         if not (-len(shape) <= dim < 0 and shape[dim] > 0):
             raise ValueError(f"dim: expected an axis of {list(shape)} that is not empty, from the right, got {dim}")
-        self.dim = dim
+        if not 0 <= prior_count < math.inf:
+            raise ValueError(f"prior_count: expected a number from 0 on, got {prior_count!r}")
+        self.dim, self.prior_count = dim, prior_count
         self.logits = torch.nn.Parameter(torch.empty(shape))
         self.reset_parameters(generator)
 
@@ -47,8 +55,7 @@ class LogWeights(torch.nn.Module):
     @torch.no_grad()
     def set(self, probabilities: Tensor) -> None:
         """Take over what is proportional to these probabilities, which broadcast to the shape."""
-        if not isinstance(probabilities, Tensor):
-            raise TypeError(f"probabilities: expected a torch.Tensor, got {type(probabilities).__name__}")
+        probabilities = broadcast("probabilities", probabilities, self.logits.shape)
         total = probabilities.sum(self.dim)
         if not ((probabilities >= 0).all() and (total > 0).all() and total.isfinite().all()):
             raise ValueError("probabilities: expected non-negative numbers with a finite, positive sum along the axis")
@@ -60,12 +67,13 @@ class LogWeights(torch.nn.Module):
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Take the shares of expected counts; where none of an axis are expected, the weights stay.
+        """Take the shares of expected counts and the prior's; where there are none of an axis, the weights stay.
 
         `step`: how much of the way, in probabilities.
         """
-        total = statistics.sum(self.dim, keepdim=True)
-        found, before = statistics / total, torch.softmax(self.logits.double(), self.dim)
+        counts = statistics + self.prior_count
+        total = counts.sum(self.dim, keepdim=True)
+        found, before = counts / total, torch.softmax(self.logits.double(), self.dim)
         found = torch.where(total > 0, before + step * (found - before) if step < 1 else found, before)
         self.logits.copy_(found.log())
 

@@ -1,0 +1,152 @@
+"""Any family of `torch.distributions` as an input layer, fitted by gradients."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import biject_to, constraints, transform_to
+
+from .em import arithmetic
+from .input_layer import InputLayer
+
+
+class Distribution(InputLayer):
+    r"""`log p(y | unit) = family(**parameters).log_prob(y)`, with parameters of each unit.
+
+    Args:
+        family: a class of `torch.distributions`, or a function that makes a distribution of keyword arguments.
+        units: `[*U, c]`, or `c` alone; the batch shape of the distribution.
+        limits: what each parameter has to satisfy (`torch.distributions.constraints`); by default what the class says,
+            and real numbers for a function.
+        spread: what is the same for all states is told apart by normal noise of this size, in the free parameters.
+        generator: where the noise comes from.
+        **initial: the parameters' values `[*U, c, *event of the parameter]`, or what broadcasts to that.
+
+    `free`: a `ParameterDict` of real parameters, which `torch.distributions.biject_to` maps to what is allowed (or
+    `transform_to`, where no bijection is known). Integers are not trained. Call: data `[..., *U, *event]` to
+    `[..., *U, c]`, in nats; see `InputLayer`. Only the whole of an event may be missing.
+
+    Raises:
+        ValueError: an initial value is not allowed, or nothing maps to what is (name other `limits`); the
+            distribution's shapes do not go with the units; no unit allows some of the data (looked at on a CPU).
+
+    >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=torch.tensor([1.0, 4.0]), spread=0)
+    >>> waits(torch.tensor([1.0]))
+    tensor([[-1.0000, -1.2274]], grad_fn=<SubBackward0>)
+    """
+
+    factorised = False
+
+    def __init__(
+        self,
+        family: Callable[..., torch.distributions.Distribution],
+        units: int | tuple[int, ...],
+        *,
+        limits: Mapping[str, Any] | None = None,
+        spread: float = 0.1,
+        generator: torch.Generator | None = None,
+        **initial: Any,
+    ) -> None:
+        units = (units,) if isinstance(units, int) else tuple(units)
+        if limits is None:
+            said = getattr(family, "arg_constraints", None)
+            limits = said if isinstance(said, dict) else {}
+        values, free, noisy = {}, {}, {}
+        for name, start in initial.items():
+            value = torch.as_tensor(start)
+            value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+            limit = limits.get(name, constraints.real)
+            if constraints.is_dependent(limit):
+                raise ValueError(f"limits: expected what {name} has to satisfy by itself, got {limit}")
+            if not bool(limit.check(value).all()):
+                raise ValueError(f"{name}: expected {limit}, got {start}")
+            lead = value.dim() - limit.event_dim
+            noisy[name] = lead < 1 or value.shape[lead - 1] == 1
+            values[name] = value.expand(*units, *value.shape[lead:]).detach().clone()
+            if not limit.is_discrete:
+                free[name] = _transform(name, limit)
+        example = family(**values)
+        super().__init__(units, tuple(example.event_shape))
+        if example.batch_shape != self.units or len(self.event) > 1:
+            raise ValueError(
+                f"family: expected batch shape {list(self.units)} and an event () or (d,), "
+                f"got {list(example.batch_shape)} and {list(example.event_shape)}"
+            )
+        self.family, self.spread, self.transforms, self._noisy = family, spread, free, noisy
+        self._initial = {name: free[name].inv(values[name]) for name in free}
+        self.free = torch.nn.ParameterDict({name: torch.nn.Parameter(start) for name, start in self._initial.items()})
+        self._fixed = tuple(name for name in values if name not in free)
+        for name in self._fixed:
+            self.register_buffer(name, values[name])
+        with torch.random.fork_rng(devices=[]):
+            self.register_buffer("_allowed", example.sample()[(0,) * len(self.units)], persistent=False)
+        self._allowed: Tensor
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """The initial values, with noise anew."""
+        for name, parameter in self.free.items():
+            start = self._initial[name].to(parameter)
+            noise = self.spread * torch.empty_like(parameter).normal_(generator=generator)
+            parameter.copy_(start + noise if self._noisy[name] else start)
+
+    def parameters_of_units(self) -> dict[str, Tensor]:
+        """What the family is called with, `[*U, c, *event of the parameter]`."""
+        found = {name: self.transforms[name](arithmetic(free)) for name, free in self.free.items()}
+        return found | {name: self.get_buffer(name) for name in self._fixed}
+
+    def distribution(self, **values: Tensor) -> torch.distributions.Distribution:
+        """Of given parameters."""
+        # looking at the values would make the host wait for a GPU
+        options = {"validate_args": False} if isinstance(self.family, type) else {}
+        return self.family(**values, **options)
+
+    def log_density(self, data: Tensor) -> Tensor:
+        """Of the distribution."""
+        values = self.parameters_of_units()
+        made = self.distribution(**values)
+        data = data.to(next(iter(values.values())).dtype)
+        if data.device.type == "cpu" and not torch.compiler.is_compiling():
+            allowed = made.support.check(data).any(-1)  # type: ignore[union-attr]
+            if not bool(allowed.all()):
+                raise ValueError(f"data: expected {made.support}, got something else")
+        found: Tensor = made.log_prob(data)
+        return found
+
+    def fill(self, data: Tensor, known: Tensor) -> Tensor:
+        """With a sample of the initial distribution."""
+        return torch.where(known, data, self._allowed.to(data.dtype))
+
+    @torch.no_grad()
+    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A sample; the distributions know no generators, so one is only the seed."""
+        values = {name: self.of_states(value, states) for name, value in self.parameters_of_units().items()}
+        made = self.distribution(**values)
+        if generator is None:
+            return made.sample()
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        with torch.random.fork_rng(devices=[states.device] if states.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return made.sample()
+
+    @torch.no_grad()
+    def mode(self) -> tuple[Tensor, Tensor]:
+        """Of the distribution, where torch knows it."""
+        made = self.distribution(**self.parameters_of_units())
+        found = made.mode.detach()
+        return found, made.log_prob(found)
+
+    def extra_repr(self) -> str:
+        """Sizes, as torch prints them."""
+        return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
+
+
+def _transform(name: str, limit: Any) -> Any:
+    for known in (biject_to, transform_to):
+        try:
+            return known(limit)
+        except NotImplementedError:
+            continue
+    raise ValueError(f"limits: expected what real numbers can be mapped to for {name}, got {limit}")
