@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import check_tensor
+from ._crf import check_crf, with_end
 from .matmul import matmul
 
 
@@ -182,7 +183,7 @@ def from_pytorch_crf(crf: Any, emissions: Tensor, mask: Tensor | None = None) ->
         the emissions. The layer's log-likelihood is the tags' log-weight minus `product`.
 
     Raises:
-        TypeError: `crf` is no such layer; `emissions` is not a floating tensor or `mask` not a tensor.
+        TypeError: `crf` is no such layer; `emissions` is not a floating tensor, or `mask` none of bool or integers.
         ValueError: sizes do not go together, or `mask` is empty for a sequence or has a hole.
 
     Cost: one copy of the emissions. A mask is looked at, for which a GPU has to wait.
@@ -208,17 +209,9 @@ def from_pytorch_crf(crf: Any, emissions: Tensor, mask: Tensor | None = None) ->
     """
     names = ("start_transitions", "transitions", "end_transitions", "batch_first")
     _check_attributes("crf", crf, "a torchcrf CRF", *names)
-    check_tensor("emissions", emissions, 3)
-    c = len(crf.start_transitions)
-    if emissions.dim() != 3 or emissions.shape[-1] != c:
-        axes = "n, v" if crf.batch_first else "v, n"
-        raise ValueError(f"emissions: expected shape [{axes}, {c}], got {list(emissions.shape)}")
-    ends = None if mask is None else _ends_of(mask, emissions, crf.batch_first)
-    emissions = emissions if crf.batch_first else emissions.transpose(0, 1)
-    v = emissions.shape[1]
-    steps = torch.arange(1, v + 1, device=emissions.device)
-    last = steps[None] == (v if ends is None else ends[:, None])  # (n or 1, v)
-    x = emissions + torch.where(last[..., None], crf.end_transitions, 0.0)
+    check_crf(emissions, mask, len(crf.start_transitions), crf.batch_first)
+    ends = None if mask is None else _ends_of(mask if crf.batch_first else mask.T)
+    x = with_end(emissions if crf.batch_first else emissions.transpose(0, 1), crf.end_transitions, ends)
     return ChainArguments(x, crf.transitions[None], crf.start_transitions, True, ends)
 
 
@@ -284,13 +277,9 @@ def _float64(array: Any) -> Tensor:
     return torch.from_numpy(np.array(array, np.float64))
 
 
-def _ends_of(mask: Tensor, emissions: Tensor, batch_first: bool) -> Tensor:
-    """How many variables the mask leaves to each sequence: int64 [n]."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask: expected a torch.Tensor, got {type(mask).__name__}")
-    if mask.shape != emissions.shape[:2]:
-        raise ValueError(f"mask: expected shape {list(emissions.shape[:2])}, got {list(mask.shape)}")
-    inside = mask.bool() if batch_first else mask.bool().T
+def _ends_of(mask: Tensor) -> Tensor:
+    """How many variables the mask (n, v) leaves to each sequence: int64 [n]."""
+    inside = mask.bool()
     ends = inside.sum(1)
     first = torch.arange(inside.shape[1], device=mask.device) < ends[:, None]
     if not (inside.equal(first) and (ends > 0).all()):

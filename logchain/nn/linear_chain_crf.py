@@ -1,0 +1,229 @@
+"""The linear-chain conditional random field as a layer, in the place of pytorch-crf's."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import check_choice, check_flag
+from .._crf import Sequences, at_hand, check_crf, sequences, with_end
+from ..adapters import ChainArguments
+from ..log_prob import log_prob
+from ..marginals import marginals
+from ..product import product
+from ..sample import sample
+from ..topk_paths import topk_paths
+from ..viterbi import Path, viterbi
+
+
+class LinearChainCRF(nn.Module):
+    r"""`log p(z) = start(z_0) + sum_i (T(z_{i-1}, z_i) + emissions_i(z_i)) + end(z_{v-1}) - log Z` for tags `z`.
+
+    The parameters, their names and their initial values are those of `torchcrf.CRF`, so that a `state_dict` of either
+    loads into the other; `forward` and `decode` take its arguments and give its results. More is taken than there:
+    masks with holes, empty sequences, and any tag where the mask is off.
+
+    Args:
+        num_tags: how many tags there are, c.
+        batch_first: emissions are `[n, v, c]`, not `[v, n, c]`, and so tags, masks and results.
+
+    Attributes:
+        start_transitions: log-weights of the first tag `[c]`, nats.
+        end_transitions: log-weights of the last tag `[c]`.
+        transitions: `[c, c]`, `[from, to]`. -inf forbids a transition, and stays: its gradient is exactly 0, with which
+            Adam and AdamW do nothing. (Weight decay within the gradient, as SGD has it, makes NaN of it.)
+
+    What every method takes:
+        emissions: log-potentials of the tags in nats, from a network: float32, float64, bfloat16 or float16, computed
+            in float32 at least and given as such; the gradient has the dtype of the emissions. -inf forbids a tag.
+        mask: true or nonzero where a variable counts, the opposite of torch's `key_padding_mask`. A sequence is what
+            the mask leaves, side by side: padding may stand behind, in front (a classifier's first token) or between
+            (the pieces of a word). What is masked has no influence, not even NaN, and gets gradient 0. A sequence may
+            have one variable or none: of an empty one the log-likelihood and the log-partition are 0.
+
+    The values of masks and tags are looked at on a CPU alone: on a GPU nothing in `forward` makes the host wait, and a
+    tag out of range is the device's error (-1 is an impossible one). A layer works under `torch.compile` without a
+    break, in autocast and in DistributedDataParallel; a batch may be empty. DataParallel gathers tensors: let it have
+    those of `viterbi`, not the lists of `decode`.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, there is no tag or no step, or a choice or a tag is out of range.
+
+    Cost: that of `logchain.log_prob` for `forward`: `v c^2` multiply-adds a sequence, and twice that backward; one copy
+    of the emissions, and two more where a mask has holes or lies on a GPU.
+
+    Source: J. Lafferty, A. McCallum and F. Pereira, "Conditional random fields", ICML (2001).
+
+    >>> crf = LinearChainCRF(2, batch_first=True)
+    >>> crf
+    LinearChainCRF(num_tags=2, batch_first=True)
+    >>> _ = crf.load_state_dict({
+    ...     "start_transitions": torch.zeros(2),
+    ...     "end_transitions": torch.zeros(2),
+    ...     "transitions": torch.tensor([[0.0, -1.0], [-torch.inf, 0.0]]),  # tag 1 is never left
+    ... })
+    >>> emissions = torch.tensor([[[2.0, 0.0], [0.0, 2.0], [0.0, 0.5]]])
+    >>> loss = -crf(emissions, torch.tensor([[0, 1, 1]]))
+    >>> loss
+    tensor(0.5460, grad_fn=<NegBackward0>)
+    >>> crf.decode(emissions)
+    [[0, 1, 1]]
+    >>> crf.decode(emissions, torch.tensor([[True, False, True]]))
+    [[0, 0]]
+    >>> crf.marginals(emissions).detach()
+    tensor([[[0.7869, 0.2131],
+             [0.2076, 0.7924],
+             [0.1293, 0.8707]]])
+    """
+
+    def __init__(self, num_tags: int, batch_first: bool = False) -> None:
+        if isinstance(num_tags, bool) or not isinstance(num_tags, int):
+            raise TypeError(f"num_tags: expected an integer, got {num_tags!r}")
+        if num_tags < 1:
+            raise ValueError(f"num_tags: expected at least 1, got {num_tags}")
+        check_flag("batch_first", batch_first)
+        super().__init__()
+        self.num_tags = num_tags
+        self.batch_first = batch_first
+        self.start_transitions = nn.Parameter(torch.empty(num_tags))
+        self.end_transitions = nn.Parameter(torch.empty(num_tags))
+        self.transitions = nn.Parameter(torch.empty(num_tags, num_tags))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters uniformly from -0.1 to 0.1."""
+        for parameter in (self.start_transitions, self.end_transitions, self.transitions):
+            nn.init.uniform_(parameter, -0.1, 0.1)
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"num_tags={self.num_tags}, batch_first={self.batch_first}"
+
+    def forward(
+        self,
+        emissions: Tensor,
+        tags: Tensor,
+        mask: Tensor | None = None,
+        reduction: Literal["none", "sum", "mean", "token_mean"] = "sum",
+    ) -> Tensor:
+        """The log-likelihood `log p(tags)`; a loss is its negative.
+
+        Args:
+            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, as all below; see the class.
+            tags: integers `[v, n]`. Those that are masked may be anything, such as -100.
+            mask: `[v, n]`; by default everything counts.
+            reduction: "none" for `[n]`; "sum" of them; "mean", divided by n; "token_mean", by the variables that count.
+
+        Returns:
+            Nats, `[n]` or `[]`: float64 if emissions or parameters are, otherwise float32. Exactly -inf, with gradient
+            0, for tags that are impossible. It can be differentiated twice. Without sequences any sum and mean is 0.
+        """
+        check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
+        chain, kept = self._chain(emissions, mask)
+        states = kept.gathered(self._checked(tags, emissions, kept))
+        found = kept.known(log_prob(**chain._asdict(), states=states))
+        if reduction == "none":
+            return found
+        if reduction == "mean":
+            return found.sum() / max(len(found), 1)
+        if reduction == "token_mean":
+            return found.sum() / (max(tags.numel(), 1) if kept.inside is None else kept.inside.sum().clamp(min=1))
+        return found.sum()
+
+    @torch.no_grad()
+    def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
+        """The most probable tags of each sequence: a list as long as its mask has variables.
+
+        Where every path is impossible, or emissions are NaN, the tags are -1. See `viterbi` for tensors.
+        """
+        chain, kept = self._chain(emissions, mask)
+        return [row[0] for row in _lists(viterbi(**chain._asdict()).states[:, None], kept)]
+
+    def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
+        """`Path(states, score)`: the most probable tags `[v, n]`, -1 where masked, and their log-weights `[n]`.
+
+        A log-weight less `log_partition` is the log-probability. Scores have a gradient, see `logchain.viterbi`.
+        """
+        chain, kept = self._chain(emissions, mask)
+        found = viterbi(**chain._asdict())
+        return Path(self._as_given(kept.spread(found.states, -1)), kept.known(found.score))
+
+    def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
+        """The `k` most probable tags of each sequence, best first, and their log-weights `[n, k]` in nats.
+
+        Where there are fewer the tags of the rest are -1 and their log-weights -inf. See `logchain.topk_paths`.
+        """
+        chain, kept = self._chain(emissions, mask)
+        found = topk_paths(**chain._asdict(), k=k)
+        scores = found.scores
+        if kept.empty is not None:
+            one = torch.zeros_like(scores[:1]).index_fill(1, torch.arange(1, k, device=scores.device), -torch.inf)
+            scores = torch.where(kept.empty[:, None], one, scores)
+        return _lists(found.states, kept), scores
+
+    def sample(
+        self,
+        emissions: Tensor,
+        num_samples: int,
+        mask: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Independent draws of the tags: int64 `[num_samples, v, n]`, -1 where masked. See `logchain.sample`."""
+        chain, kept = self._chain(emissions, mask)
+        states = sample(**chain._asdict(), num_samples=num_samples, generator=generator)
+        states = kept.spread(states.movedim(0, -1), -1)  # (n, v, num_samples)
+        return self._as_given(states).movedim(-1, 0)
+
+    def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The posterior probability of each tag, in the layout of `emissions`; 0 where masked.
+
+        They can be differentiated, once. See `logchain.marginals`.
+        """
+        chain, kept = self._chain(emissions, mask)
+        return self._as_given(kept.spread(marginals(**chain._asdict()).states, 0.0))
+
+    def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`log Z` `[n]` in nats, the log-weight of all tags together. See `logchain.product`."""
+        chain, kept = self._chain(emissions, mask)
+        return kept.known(product(**chain._asdict()))
+
+    def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
+        check_crf(emissions, mask, self.num_tags, self.batch_first)
+        if not self.batch_first:
+            emissions, mask = emissions.transpose(0, 1), None if mask is None else mask.T
+        kept = sequences(mask)
+        x = with_end(kept.gathered(emissions), self.end_transitions, kept.lengths)
+        # once, not in each of the two terms of the likelihood, whose gradients cancel
+        start, transitions = self.start_transitions.to(x.dtype), self.transitions.to(x.dtype)
+        return ChainArguments(x, transitions[None], start, True, kept.lengths), kept
+
+    def _checked(self, tags: Tensor, emissions: Tensor, kept: Sequences) -> Tensor:
+        """Integers from 0 to c - 1, as (n, v)."""
+        if not isinstance(tags, Tensor):
+            raise TypeError(f"tags: expected a torch.Tensor, got {type(tags).__name__}")
+        if tags.is_floating_point() or tags.is_complex() or tags.dtype == torch.bool:
+            raise TypeError(f"tags: expected integers, got {str(tags.dtype)[6:]}")
+        if tags.shape != emissions.shape[:2]:
+            raise ValueError(f"tags: expected shape {list(emissions.shape[:2])}, got {list(tags.shape)}")
+        if tags.device != emissions.device:
+            raise ValueError(f"tags: expected device {emissions.device}, got {tags.device}")
+        tags = tags if self.batch_first else tags.T
+        if at_hand(tags) and tags.numel():
+            counted = tags if kept.inside is None else torch.where(kept.inside, tags, 0)
+            low, high = (int(bound) for bound in torch.aminmax(counted))
+            if low < 0 or high >= self.num_tags:
+                raise ValueError(f"tags: expected values from 0 to {self.num_tags - 1}, got {low} to {high}")
+        return tags
+
+    def _as_given(self, found: Tensor) -> Tensor:
+        """(n, v, ...) in the layout of the emissions."""
+        return found if self.batch_first else found.transpose(0, 1)
+
+
+def _lists(states: Tensor, kept: Sequences) -> list[list[list[int]]]:
+    """Paths (n, k, v) without what is behind the end."""
+    n, _, v = states.shape
+    lengths = [v] * n if kept.inside is None else kept.inside.sum(1).tolist()
+    return [[path[:length] for path in paths] for paths, length in zip(states.tolist(), lengths, strict=True)]
