@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _chain_operators as operators
+from . import _schedule
 from . import _tangent_operators as tangent_operators
 from ._batching import as_one, of_each, with_batch_first
 from ._operators import apply, call, differentiated, is_plain, transform
@@ -34,15 +35,18 @@ def log_norm(
     lengths: Tensor | None,
     log_params: bool,
     *,
-    segments: int = 1,
+    segments: int | None = None,
     workspace: Any = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The log-partition [*B], found in float64. Arguments have been checked.
 
-    `segments`: into how many the chain is cut (`kernels.chunked`); 1 for the sequential schedule. It changes the time
-    that a call and its gradient take, and the memory of either. `workspace`: where messages are kept; with 1 segment.
+    `segments`: into how many the chain is cut (`kernels.chunked`); 1 for the sequential schedule, None for as many as
+    the device's model says. It changes the time that a call and its gradient take, and the memory of either.
+    `workspace`: where messages are kept; with 1 segment.
     """
+    if segments is None:
+        segments = _schedule.of(x, bulk, p0, log_params, lengths is not None, "auto").segments
     arguments, keep = (x, bulk, p0, lengths, log_params), differentiated(x, bulk, p0)
     if not is_plain(arguments):
         found: Tensor = apply(_LogNorm, operators.log_norm, *arguments, keep, segments)[0].to(dtype, copy=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device
+from logchain import _device, _schedule
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, dense
 
@@ -62,6 +62,34 @@ def test_messages_entropy_and_covariances_are_those_of_the_cpu(name, lengths, de
     monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
     for one, other in zip(answers(device), expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_few_long_chains_are_cut_whatever_is_asked(device, monkeypatch):
+    pytest.importorskip("triton")
+    from logchain.kernels.gpu import chunked
+
+    p, q = (FAMILIES["detour"](F64, seed, n=1, t=1, v=5, c=2) for seed in (0, 1))
+
+    def answers(device, calls):
+        (x, bulk, p0), other = on(device, p), on(device, q)
+        states, options = p.x.argmax(-1).to(device), {"log_params": True}
+        found = [logchain.log_prob(x.requires_grad_(), bulk, p0, states, **options)]
+        found += torch.autograd.grad(found[0].sum(), [x])
+        counted = [len(calls)]
+        with torch.no_grad():
+            found.append(logchain.entropy(x, bulk, p0, **options))
+            counted.append(len(calls))
+            found.append(logchain.kl_divergence((x, bulk, p0), tuple(other), **options))
+        return [value.detach().cpu() for value in found], [*counted, len(calls)]
+
+    expected, _ = answers("cpu", [])
+    calls, forward = [], chunked.forward
+    monkeypatch.setattr(chunked, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
+    monkeypatch.setattr(_schedule, "of", lambda *_: _schedule.Schedule("chunked", 2))
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    found, counted = answers(device, calls)
+    torch.testing.assert_close(found, expected)
+    assert counted == [1, 2, 4]
 
 
 def test_a_length_out_of_range_makes_its_sequence_nan(kernels):
