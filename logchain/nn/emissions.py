@@ -1,0 +1,109 @@
+"""The log-potentials of a chain, from what is observed at each step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._arguments import Lengths, as_lengths, check_choice
+from .categorical import Categorical
+from .gaussian import Gaussian
+from .input_layer import InputLayer
+from .poisson import Poisson
+
+
+def emission_of(
+    emission: str | torch.nn.Module,
+    num_states: int,
+    num_features: int | None,
+    num_categories: int | None,
+    covariance: str,
+    generator: torch.Generator | None,
+) -> torch.nn.Module:
+    """The module that a name stands for, or the module itself, if it goes with the other options."""
+    given = {"num_features": num_features, "num_categories": num_categories}
+    if isinstance(emission, torch.nn.Module):
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name}: expected None with an emission module, got {value}")
+        if isinstance(emission, InputLayer) and (emission.units[-1] != num_states or len(emission.units) > 2):
+            expected = f"units ({num_states},) or (d, {num_states})"
+            raise ValueError(f"emission: expected {expected}, got {emission.units}")
+        return emission
+    if not isinstance(emission, str):
+        raise TypeError(f"emission: expected a name or a torch.nn.Module, got {type(emission).__name__}")
+    check_choice("emission", emission, ("categorical", "gaussian", "poisson"))
+    if (emission == "categorical") != (num_categories is not None):
+        expected = "an int" if emission == "categorical" else "None"
+        raise ValueError(f"num_categories: expected {expected} with emission {emission!r}, got {num_categories}")
+    if covariance != "diagonal" and emission != "gaussian":
+        raise ValueError(f"covariance: expected 'diagonal' with emission {emission!r}, got {covariance!r}")
+    if emission == "gaussian":
+        return Gaussian(num_states, num_features, covariance, generator=generator)
+    units = (num_states,) if num_features is None else (num_features, num_states)
+    if num_categories is not None:
+        return Categorical(units, num_categories, generator=generator)
+    return Poisson(units, generator=generator)
+
+
+def potentials(
+    emission: torch.nn.Module, num_states: int, data: Tensor, observed: Tensor | None, lengths: Lengths | None
+) -> tuple[Tensor, Tensor | None]:
+    """`log p(data_i | z_i)` `[*B, v, c]`, 0 where nothing is observed; and how many steps each sequence has."""
+    known, ends = where_known(emission, data, observed, lengths)
+    # what is not looked at may be no number of the family
+    data = data if known is None else fill(data, known)
+    if isinstance(emission, InputLayer):
+        x = emission(data, known)  # (*B, v, *U, c)
+        x = x.sum(-2) if len(emission.units) > 1 else x
+    else:
+        x = emission(data)
+        if known is not None and x.shape[:-1] == known.shape:
+            x = torch.where(known[..., None], x, 0)
+    if x.dim() < 2 or x.shape[-1] != num_states:
+        raise ValueError(f"emission: expected log-potentials [..., v, {num_states}], got {list(x.shape)}")
+    return x, ends
+
+
+def where_known(
+    emission: torch.nn.Module, data: Tensor, observed: Tensor | None, lengths: Lengths | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where data are observed before a sequence's end, `[*B, v]` or of the shape of the data; None for everywhere."""
+    if not isinstance(data, Tensor):
+        raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
+    if observed is not None and (not isinstance(observed, Tensor) or observed.dtype != torch.bool):
+        got = f"a tensor of {observed.dtype}" if isinstance(observed, Tensor) else type(observed).__name__
+        raise TypeError(f"observed: expected a bool tensor, got {got}")
+    is_layer = isinstance(emission, InputLayer)
+    if is_layer:
+        steps = data.shape[: data.dim() - event_axes(emission)]  # (*B, v)
+    elif observed is not None:
+        steps = observed.shape
+    else:
+        steps = data.shape[: 1 + (0 if lengths is None else torch.as_tensor(lengths).dim())]
+    if not steps or steps != data.shape[: len(steps)]:
+        raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes(emission))}], got {list(data.shape)}")
+    if observed is not None and observed.shape not in (steps, data.shape):
+        shapes = " or ".join(str(list(shape)) for shape in dict.fromkeys((data.shape, steps)))
+        raise ValueError(f"observed: expected shape {shapes}, got {list(observed.shape)}")
+    known, ends = observed, None
+    if lengths is not None:
+        ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1))
+        inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
+        known = inside if known is None else known & _over(inside, known)
+    return (None if known is None else _over(known, data) if is_layer else known), ends
+
+
+def event_axes(emission: Any) -> int:
+    """How many axes of the data stand behind those of the steps; 0 for a module that does not say."""
+    return len(emission.units) - 1 + len(emission.event) if isinstance(emission, InputLayer) else 0
+
+
+def fill(values: Tensor, known: Tensor) -> Tensor:
+    """With 0 where nothing is known; the values may have more axes."""
+    return values.masked_fill(~_over(known, values), 0)
+
+
+def _over(known: Tensor, values: Tensor) -> Tensor:
+    """Of the shape of the values, by axes behind those of `known`."""
+    return known[(..., *(None,) * (values.dim() - known.dim()))].expand(values.shape)
