@@ -1,6 +1,6 @@
 """Long chains of non-negative matrices, multiplied in log space: fast, small, exact."""
 
-from . import adapters, reference, semirings
+from . import adapters, nn, reference, semirings
 from ._rescues import Rescues, rescues
 from .entropy import entropy
 from .forward_backward import Messages, forward_backward
@@ -41,6 +41,7 @@ __all__ = [
     "matmul",
     "matrix_product",
     "memory_report",
+    "nn",
     "plan",
     "prefix_products",
     "product",

@@ -16,6 +16,7 @@ LAYERS = [
         "_arguments",
         "_batching",
         "_cost",
+        "_crf",
         "_device",
         "_frames",
         "_layout",
@@ -69,8 +70,21 @@ LAYERS = [
         "adapters",
         "stream",
     ],
+    ["nn"],
     ["__init__", "_demo"],
     ["__main__"],
+]
+
+
+# The modules of `logchain.nn`, from the bottom up likewise.
+MODULES = [
+    ["em", "stationary"],
+    ["fitting", "input_layer", "log_weights"],
+    ["exponential_family", "finite", "layers", "starts"],
+    ["bernoulli", "binomial", "categorical", "distribution", "gaussian", "mixture", "poisson"],
+    ["circuit", "emissions", "named_input"],
+    ["chain_circuit", "hmm", "hmmlearn_models", "linear_chain_crf", "tree_circuit"],
+    ["__init__"],
 ]
 
 
@@ -94,6 +108,18 @@ def test_imports_point_down(path):
     own = {name[1:] for name in imported(path) if name.startswith(".")}
     assert own <= below, f"{path.stem} imports {sorted(own - below)}"
     assert "logchain" not in imported(path), "import relatively"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "logchain" / "nn").glob("*.py")), ids=lambda path: path.stem)
+def test_modules_call_the_public_functions(path):
+    level = next(i for i, layer in enumerate(MODULES) if path.stem in layer)
+    below = {name for layer in MODULES[: level + 1] for name in layer}
+    froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    own = {node.module or "__init__" for node in froms if node.level == 1}
+    library = {node.module or "__init__" for node in froms if node.level == 2}
+    assert own <= below, f"{path.stem} imports {sorted(own - below)}"
+    # checks of arguments are shared; nothing else that is private
+    assert not {name for name in library if name.startswith("_")} - {"__init__", "_arguments", "_crf", "_progress"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.stem)

@@ -56,14 +56,13 @@ def beside(workload: str, mode: str, seconds: dict[str, float], bar: str) -> lis
     return rows
 
 
-GROUPS = {"crf": crf}
-
-
 def measure() -> list[Row]:
-    """Every row of the results file; a minute."""
+    """Every row of the results file; a few minutes."""
+    from tests.benchmarks import layers_circuit, layers_hmm
+
     common = machine()
     rows = []
-    for name, group in GROUPS.items():
+    for name, group in {"CRF": crf, "HMM": layers_hmm.fits, "circuits": layers_circuit.measure}.items():
         print(f"measuring: {name}", flush=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the peers'
