@@ -12,7 +12,6 @@ Messages are laid out (g', c, m'), the sequences innermost: the few states of a 
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,26 +28,13 @@ _BLOCK = 2**15
 _PERIOD = {torch.float32: 8, torch.float64: 1}
 
 
-@dataclass
-class Forward:
-    """The log-partition (g', m') in float64 of the sequences `sets` x `members`."""
+def forward(chain: Chain, lossy: Tensor, log_norm: Tensor, messages: Tensor | None) -> Tensor:
+    """Redo the sequences marked in `lossy` (g, m), and those that complete their rectangle; which these are (g, m).
 
-    sets: Tensor
-    members: Tensor
-    log_norm: Tensor
-
-
-def rectangle(marked: Tensor) -> tuple[Tensor, Tensor]:
-    """The sets and the members of the sequences marked in (g, m)."""
-    return marked.any(1).nonzero()[:, 0], marked.any(0).nonzero()[:, 0]
-
-
-def forward(chain: Chain, lossy: Tensor, messages: Tensor | None) -> Forward:
-    """The log-partition of the sequences marked in `lossy` (g, m), and of those that complete their rectangle.
-
-    Their messages are written over those in `messages` (v, g, m, c), if that is given.
+    Their log-partition is written into `log_norm` (g, m), float64, and their messages over those in `messages` (v, g,
+    m, c), if that is given.
     """
-    rows = Rows(chain, *rectangle(lossy))
+    rows = Rows(chain, *_rectangle(lossy))
     steps, period = steps_for(rows), _PERIOD[chain.dtype]
     message = rows.start()
     scales = message.new_zeros(chain.v, rows.shape[0], 1, rows.shape[2])
@@ -76,27 +62,31 @@ def forward(chain: Chain, lossy: Tensor, messages: Tensor | None) -> Forward:
         ended = rows.ends <= rows.numbers(0, chain.v)
         scales.masked_fill_(ended, 0.0)
         shifts.masked_fill_(ended, 0.0)
-    log_norm = torch.stack(exact_sum(torch.cat([scales, shifts, last[None]]))).sum(0)
-    return Forward(rows.sets, rows.members, log_norm[:, 0])
+    place = rows.sets[:, None], rows.members
+    log_norm[place] = torch.stack(exact_sum(torch.cat([scales, shifts, last[None]]))).sum(0)[:, 0]
+    redone = torch.zeros_like(lossy)
+    redone[place] = True
+    return redone
 
 
 def backward(
     chain: Chain,
-    done: Forward,
+    redone: Tensor,
+    log_norm: Tensor,
     messages: Tensor,
     weight: Tensor,
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
     grad_p0: Tensor,
 ) -> None:
-    """Gradients of `sum(weight * log_norm)` for weights (g, m), from the messages (v, g, m, c).
+    """Gradients of `sum(weight * log_norm)` for weights (g, m), from the messages (v, g, m, c) of those `redone`.
 
     They are written over those of these sequences in `grad_x` (v, *lead, c) and `grad_p0` (*lead, c), and added to
     `grad_bulk` (s, g, c, c).
     """
-    rows = Rows(chain, done.sets, done.members)
+    rows = Rows(chain, *_rectangle(redone))
     steps, period = steps_for(rows), _PERIOD[chain.dtype]
-    weight = weight[done.sets][:, done.members].double().masked_fill_(done.log_norm == -math.inf, 0.0)[:, None]
+    weight = weight.double().masked_fill(log_norm == -math.inf, 0.0)[rows.sets][:, None, rows.members]
     message = torch.zeros(rows.shape, dtype=torch.float64, device=weight.device)
     for start, stop in reversed(chain.blocks(_BLOCK)):
         after, _ = rows.potentials(start, stop)  # becomes x_i + b_i
@@ -115,24 +105,29 @@ def backward(
         active = (
             weight if rows.ends is None else weight * (rows.ends > rows.numbers(start, stop))
         )  # (k or 1, g', 1, m')
-        states = _shares(behind.add_(_kept(messages, done, start, stop)), active)
+        states = _shares(behind.add_(_kept(messages, rows, start, stop)), active)
         if grad_x is not None:
             rows.write(states, grad_x[start:stop])
         if start == 0:
             rows.write(rows.gradient(states[:1], rows.start()), grad_p0[None])
         first = max(start, 1)
         if grad_bulk is not None and first < stop:
-            before = _kept(messages, done, first - 1, stop - 1).double()
+            before = _kept(messages, rows, first - 1, stop - 1).double()
             skip = first - start
             active = active if active is weight else active[skip:]
             steps.transitions(before, after[skip:], states[skip:], active, first, grad_bulk)
 
 
-def _kept(messages: Tensor, done: Forward, start: int, stop: int) -> Tensor:
+def _rectangle(marked: Tensor) -> tuple[Tensor, Tensor]:
+    """The sets and the members of the sequences marked in (g, m)."""
+    return marked.any(1).nonzero()[:, 0], marked.any(0).nonzero()[:, 0]
+
+
+def _kept(messages: Tensor, rows: Rows, start: int, stop: int) -> Tensor:
     """The messages of a block of steps (k, g', c, m')."""
-    if done.log_norm.numel() == messages[0, ..., 0].numel():
+    if len(rows.sets) * len(rows.members) == messages[0, ..., 0].numel():
         return messages[start:stop].mT
-    return messages[start:stop, done.sets[:, None], done.members].mT
+    return messages[start:stop, rows.sets[:, None], rows.members].mT
 
 
 def _normalise(message: Tensor) -> Tensor:

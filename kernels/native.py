@@ -41,13 +41,11 @@ def cut(size: int, parts: int) -> list[tuple[int, int]]:
     return [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]
 
 
-def spread(function: Callable[..., None], ranges: Sequence[tuple[Any, ...]], *args: Any) -> None:
-    """Run a compiled function on each range, on a thread each; the first on this one."""
+def spread(function: Callable[..., Any], ranges: Sequence[tuple[Any, ...]], *args: Any) -> list[Any]:
+    """What a compiled function returns for each range, run on a thread each; the first on this one."""
     if len(ranges) == 1:
-        function(*ranges[0], *args)
-        return
+        return [function(*ranges[0], *args)]
     with ThreadPoolExecutor(len(ranges) - 1) as pool:
         others = [pool.submit(function, *some, *args) for some in ranges[1:]]
-        function(*ranges[0], *args)
-    for other in others:
-        other.result()
+        first = function(*ranges[0], *args)
+    return [first, *(other.result() for other in others)]

@@ -15,6 +15,7 @@ and `kernels.linear_chain`.
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -24,10 +25,10 @@ from torch import Tensor
 from .chain import Chain
 from .linear_chain import Kept
 from .native import compiled, spread
-from .native_chain import Array, Operands, block_of, flat, linear_matrix, operands, ranges, usable
+from .native_chain import MANY, Array, address, at, block_of, empty, matrix_at, operands, ranges, walked
+from .native_counts import add_counts, from_linear
 from .native_steps import (
-    count_four,
-    count_one,
+    copy,
     emissions,
     ending,
     four_rows,
@@ -39,37 +40,39 @@ from .native_steps import (
     room,
     row_by_rows,
 )
-from .native_vectors import LANES, borrowed, load, store, where
+from .native_vectors import borrowed
 
 
 def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, grad_bulk: Tensor | None) -> Tensor:
-    """See `kernels.linear_chain`; sequences with a weight of 0 are not looked at."""
-    given, messages = operands(chain), kept.messages
+    """See `kernels.sum_product`; sequences with a weight of 0 are not looked at."""
+    (given, sizes), messages = operands(chain), kept.messages
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
-    counted, one = grad_bulk is not None and v > 1, len(given.scale) > 0
-    into_x, strides = messages.new_empty(0), [0, 0, 0]
+    counted, one = grad_bulk is not None and v > 1, len(chain.bulk) == 1
+    into_x = into_bulk = counts = None
+    strides = [0] * 5
     if grad_x is not None:
         into_x = grad_x if _walkable(grad_x, chain) else messages.new_empty(v, *chain.lead, c)
-        strides = list(into_x.view(v, g, m, c).stride()[:3])
-    into_bulk = grad_bulk if counted and not one and grad_bulk is not None else messages.new_empty(0, 1, 1, 1)
+        strides[:3] = into_x.view(v, g, m, c).stride()[:3]
     # a matrix's counts are one thread's, but for those that all sequences share: there each thread has its own
     shared = g == 1 and one
     spans = ranges(chain, whole_sets=counted and not shared)
-    counts = np.zeros((len(spans) if shared else 1, g * c * c if counted and one else 0))
-    jobs = [(*span, counts[i if shared else 0]) for i, span in enumerate(spans)]
-    weights = weight.double().reshape(-1).contiguous().numpy()
-    slots, begun = messages.view(-1).numpy(), np.zeros(g * m * c)
-    turned = _transposed(chain, given) if one else given.matrix
-    more = np.array([*strides, *into_bulk.stride()[:3], chain.by_log], np.int64)
-    read = *given[:3], turned, given.initial, given.final, given.ends, more, weights, slots
-    spread(_compiled(chain.dtype), jobs, *read, begun, flat(into_x), flat(into_bulk))
-    if grad_bulk is not None and counted and one:
-        _write_counts(chain, given, torch.from_numpy(counts).sum(0).view(g, c, c), grad_bulk[0])
+    jobs = [(*span, 0) for span in spans]
+    if counted and one:
+        counts = torch.zeros(len(spans) if shared else 1, g * c * c, dtype=torch.float64)
+        jobs = [(*span, address(counts[i if shared else 0])) for i, span in enumerate(spans)]
+    elif counted and grad_bulk is not None:
+        into_bulk, strides[3:] = grad_bulk, grad_bulk.stride()[:2]
+    weight, grad_p0 = weight.double().contiguous(), torch.zeros(g * m * c, dtype=torch.float64)
+    places = map(address, (*given, messages, weight, into_x, into_bulk, grad_p0))
+    into = np.array([*strides, 0, 0, 0, 0])
+    spread(walk_back(chain.dtype), jobs, *places, 0, chain.by_log, sizes, into, empty(chain.dtype))
+    if grad_bulk is not None and counts is not None:
+        grad_bulk[0].copy_(counts.sum(0).view(g, c, c))
     elif grad_bulk is not None and not counted:
         grad_bulk.zero_()
-    if grad_x is not None and into_x is not grad_x:
+    if grad_x is not None and into_x is not None and into_x is not grad_x:
         grad_x.copy_(into_x)
-    return torch.from_numpy(begun).view(*chain.lead, c)
+    return grad_p0.view(*chain.lead, c)
 
 
 def _walkable(gradient: Tensor, chain: Chain) -> bool:
@@ -82,77 +85,69 @@ def _walkable(gradient: Tensor, chain: Chain) -> bool:
     return True
 
 
-def _transposed(chain: Chain, given: Operands) -> Array:
-    """The matrices that all steps share, with states after first."""
-    g, c = chain.g, chain.c
-    turned: Array = torch.from_numpy(given.matrix).view(g, c, c).mT.reshape(-1).numpy()
-    return turned
+class _Into(NamedTuple):
+    """What is written: gradients, empty if they are not asked for, and their strides (v, g, m) and (s, g)."""
+
+    x: Array
+    x_step: int
+    x_set: int
+    x_member: int
+    bulk: Array
+    step: int
+    set: int
+    counts: Array
+    start: Array
+    by_log: bool
 
 
-def _write_counts(chain: Chain, given: Operands, counts: Tensor, out: Tensor) -> None:
-    """From d/dP of the linear matrices (g, c, c) the gradient of what the caller passed; 0 at an exact zero."""
-    g, c = chain.g, chain.c
-    matrix = torch.from_numpy(given.matrix).view(g, c, c)
-    if chain.log_params or chain.by_log:
-        zero = counts == 0  # a matrix that no step used may hold NaN
-        out.copy_((counts * matrix).masked_fill_(zero, 0.0))
-    else:
-        scale = torch.from_numpy(np.exp(-given.scale)).view(g, 1, 1)
-        out.copy_((counts * scale).masked_fill_(chain.bulk.reshape(g, c, c) == 0, 0.0))
+class _Rooms(NamedTuple):
+    """What a walk writes besides. Of four sequences: `source` R and `ahead` B, in rooms; `emitted` (4, block, c).
 
-
-@numba.njit(fastmath={"contract"}, forceinline=True)
-def from_linear(out, o, times, counts, n, matrix, p, raw, at, stride, c, taken, by_log):
-    """A row of counts, times a number, times the linear matrix or over what was taken out of it.
-
-    It is 0 where nothing went, or at a zero of the matrix.
+    `linear` and `held`: see `matrix_at`. `behind`: B of each sequence, in rooms. `turned` (g, c, c): the matrices
+    that all steps share, with states after first. `nothing` (c): zeros.
     """
-    if by_log:
-        for j in range(0, c, LANES):
-            count = times * load(counts, n + j, c - j, 0.0)
-            store(out, o + j, c - j, where(count, count * load(matrix, p + j, c - j, 0.0)))
-        return
-    factor = np.exp(-taken)
-    if stride == 1:
-        for j in range(0, c, LANES):
-            count = times * load(counts, n + j, c - j, 0.0)
-            store(out, o + j, c - j, where(load(raw, at + j, c - j, 0.0), count * factor))
-    else:
-        for j in range(c):
-            out[o + j] = 0.0 if raw[at + j * stride] == 0 else times * counts[n + j] * factor
+
+    source: Array
+    ahead: Array
+    shifts: Array
+    emitted: Array
+    linear: Array
+    held: Array
+    behind: Array
+    turned: Array
+    nothing: Array
 
 
 @numba.njit(fastmath={"contract"}, forceinline=True)
-def _walk(rows, q, i, r, low, start, block, given, rooms, messages, counts, begun, into_x, into_bulk):
-    """A block of steps of the q-th sequence, the r-th of the i-th set, or of four from there on."""
-    sizes, x, raw, turned, initial, final, ends, more, weight = given
-    source, ahead, shifts, emitted, linear, held, behind, nothing = rooms
-    raw, turned, linear, final = borrowed(raw), borrowed(turned), borrowed(linear), borrowed(final)
-    source, nothing, messages = borrowed(source), borrowed(nothing), borrowed(messages)
-    g, m, c, log, one = sizes[1], sizes[2], sizes[3], sizes[4] != 0, sizes[5] != 0
-    stride_x, stride_step, stride_from, stride_to = sizes[6], sizes[9], sizes[11], sizes[12]
-    size, apart, steps = g * m * c, room(c), min(block, sizes[0] - start)
-    by_log, each, shared = log or more[6] != 0, len(into_bulk) > 0, len(counts) > 0
+def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
+    """A block of steps of the q-th sequence, or of four from there on."""
+    v, g, m, c, one, x, ends = chain.v, chain.g, chain.m, chain.c, chain.one, chain.x, chain.ends
+    source, ahead, behind, emitted, nothing = rooms.source, rooms.ahead, rooms.behind, rooms.emitted, rooms.nothing
+    raw, linear, held = chain.raw, rooms.linear, rooms.held
+    i, r, block = q // m, q % m, len(rooms.shifts)
+    size, apart, steps = g * m * c, room(c), min(block, v - start)
+    each, shared = len(into.bulk) > 0, len(into.counts) > 0
     longest = 0
     for row in range(rows):
-        p, at, to = q + row, start * stride_x + i * sizes[7] + (r + row) * sizes[8], i * more[1] + (r + row) * more[2]
+        p, at = q + row, start * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
         count = max(0, min(steps, ends[p] - start)) if weight[p] != 0 else 0
         longest = max(longest, count)
-        emissions(x, at, stride_x, count, c, shifts, 0, emitted, row * block * c)
+        emissions(x, at, chain.x_step, count, c, rooms.shifts, 0, emitted, row * block * c)
         source[row * apart : row * apart + c] = 0
         if start < ends[p] <= start + steps and count > 0:
-            last, final_ = (ends[p] - 1) * size + p * c, final[p * c : (p + 1) * c]
-            rest = ending(messages, last, final_, c)
+            rest = ending(messages, (ends[p] - 1) * size + p * c, chain.final, p * c, c)
             factor = 0.0 if rest == 0 else 1.0 / rest
             for j in range(c):
-                behind[(p - low) * apart + j] = factor * (float(final_[j]) if len(final) > 0 else 1.0)
-        if len(into_x):
+                behind[(p - low) * apart + j] = factor * (
+                    float(chain.final[p * c + j]) if len(chain.final) > 0 else 1.0
+                )
+        if len(into.x):
             for step in range(start + count, start + steps):
-                into = step * more[0] + to
-                into_x[into : into + c] = 0
+                out = step * into.x_step + i * into.x_set + (r + row) * into.x_member
+                into.x[out : out + c] = 0
     if each and m > 1:
         longest = steps
-    matrix, begin, width, taken, raw_at = turned, i * c * c, c, 0.0, 0
+    matrix, begin, width, taken, raw_at = rooms.turned, i * c * c, c, 0.0, 0
     for t in range(longest - 1, -1, -1):
         step = start + t
         now, before = step * size, (step - 1) * size
@@ -160,33 +155,25 @@ def _walk(rows, q, i, r, low, start, block, given, rooms, messages, counts, begu
             p, part, back, here = q + row, row * apart, (q + row - low) * apart, (row * block + t) * c
             if weight[p] == 0 or step >= ends[p]:
                 continue
-            message, at = now + p * c, step * stride_x + i * sizes[7] + (r + row) * sizes[8]
-            if len(into_x):
-                into = step * more[0] + i * more[1] + (r + row) * more[2]
-                posterior(messages, message, behind, back, weight[p], c, into_x, into)
+            message, at = now + p * c, step * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
+            if len(into.x):
+                out = step * into.x_step + i * into.x_set + (r + row) * into.x_member
+                posterior(messages, message, behind, back, weight[p], c, into.x, out)
             if step == 0:
-                return_to(behind, back, initial, p * c, x, at, emitted, here, c, source, part)
-                pull(initial, p * c, source, part, weight[p], c, behind, back)
-                begun[p * c : (p + 1) * c] = behind[back : back + c]
+                return_to(behind, back, chain.initial, p * c, x, at, emitted, here, c, source, part)
+                pull(chain.initial, p * c, source, part, weight[p], c, behind, back)
+                copy(behind, back, c, into.start, p * c)
             else:
                 return_to(behind, back, messages, message, x, at, emitted, here, c, source, part)
         if step == 0:
             continue
-        into = (step - 1) * more[3] + i * more[4]
+        out = (step - 1) * into.step + i * into.set
         if each and m > 1 and r == 0:
-            into_bulk[into : into + c * c] = 0
+            into.bulk[out : out + c * c] = 0
         if not one:
-            raw_at = (step - 1) * stride_step + i * sizes[10]
-            matrix, begin, width = raw, raw_at, stride_from
-            if held[0] != step or held[1] != i:
-                here, _ = usable(raw, begin, stride_from, stride_to, c, log)
-                taken = 0.0
-                if not here:
-                    taken, _ = linear_matrix(raw, begin, stride_from, stride_to, c, log, linear)
-                held[0], held[1], held[2], held[3] = step, i, here, taken
-            taken = held[3]
-            if held[2] == 0:
-                matrix, begin, width = linear, 0, c
+            raw_at = (step - 1) * chain.step + i * chain.set
+            matrix, begin, width = matrix_at(raw, raw_at, chain.row, chain.column, c, chain.log, linear, held)
+            taken = held[2]
             for row in range(rows):
                 row_by_rows(source, row * apart, matrix, begin, width, c, ahead, row * apart)
         elif rows == 4:
@@ -199,68 +186,112 @@ def _walk(rows, q, i, r, low, start, block, given, rooms, messages, counts, begu
                 factor = pull(messages, before + p * c, ahead, row * apart, 1.0, c, behind, (p - low) * apart)
                 multiply(source, row * apart, c, factor * weight[p])
         if shared:
-            _count(rows, messages, before, weight, q, nothing, source, c, counts, i * c * c)
+            add_counts(rows, messages, before, weight, q, nothing, source, c, into.counts, i * c * c)
         elif each and m > 1:
-            _count(rows, messages, before, weight, q, nothing, source, c, into_bulk, into)
+            add_counts(rows, messages, before, weight, q, nothing, source, c, into.bulk, out)
         if each and r + rows == m:
             for k in range(c):
-                gradient, linear_at, at = into + k * c, begin + k * width, raw_at + k * stride_from
-                place = matrix, linear_at, raw, at, stride_to, c, taken, by_log
+                gradient, linear_at, at = out + k * c, begin + k * width, raw_at + k * chain.row
+                place = matrix, linear_at, raw, at, chain.column, c, taken, into.by_log
                 if m > 1:
-                    from_linear(into_bulk, gradient, 1.0, into_bulk, gradient, *place)
+                    from_linear(into.bulk, gradient, 1.0, into.bulk, gradient, *place)
                 else:
-                    from_linear(into_bulk, gradient, messages[before + q * c + k], source, 0, *place)
+                    from_linear(into.bulk, gradient, messages[before + q * c + k], source, 0, *place)
     if each and m == 1:
         for step in range(max(start, start + longest, 1), start + steps):
-            into = (step - 1) * more[3] + i * more[4]
-            into_bulk[into : into + c * c] = 0
+            out = (step - 1) * into.step + i * into.set
+            into.bulk[out : out + c * c] = 0
 
 
 def _backward(
-    low, high, counts, sizes, x, raw, turned, initial, final, ends, more, weight, messages, begun, into_x, into_bulk
-):
-    """The sequences from `low` to before `high`."""
-    v, m, c, block = sizes[0], sizes[2], sizes[3], block_of(sizes)
-    source, ahead = np.empty(4 * room(c), messages.dtype), np.empty(4 * room(c), messages.dtype)
-    # the step and the set whose matrix was looked at last, whether it is used where it lies, what was taken out of it
-    linear, held = np.empty(0 if sizes[5] else c * c, messages.dtype), np.full(4, -1.0)
-    behind, nothing = np.empty((high - low) * room(c)), np.zeros(c, messages.dtype)
-    given = sizes, x, raw, turned, initial, final, ends, more, weight
-    rooms = source, ahead, np.empty(block), np.empty(4 * block * c), linear, held, behind, nothing
-    for start in range((v - 1) // block * block, -1, -block):
+    low, high, counts_at, x_at, raw_at, p0_at, ends_at, final_at, messages_at, weight_at, into_x_at, into_bulk_at,
+    start_at, into_p0_at, by_log, sizes, strides, none,
+):  # fmt: skip
+    """The sequences from `low` to before `high`; without an address for their counts and `start`, all of them at once.
+
+    Then the gradients of matrices that all steps share and of p0 are written as the caller wants them, in his dtype:
+    weights for which that is too narrow are refused, and nothing written.
+    """
+    g, m, c, all_ = sizes[1], sizes[2], sizes[3], sizes[1] * sizes[2]
+    wide = np.empty(0)
+    weight, messages = at(weight_at, all_, wide), at(messages_at, MANY, none)
+    if not start_at:
+        largest = np.abs(weight).max()
+        if not (2.0**-20 <= largest <= 2.0**20 or largest == 0):
+            return False
+    chain = walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none)
+    one, block, sets = chain.one, block_of(chain), range(low // m, (high - 1) // m + 1 if chain.one else 0)
+    rooms = _Rooms(
+        source=np.empty(4 * room(c), none.dtype),
+        ahead=np.empty(4 * room(c), none.dtype),
+        shifts=np.empty(block),
+        emitted=np.empty(4 * block * c),
+        linear=np.empty(0 if one else c * c, none.dtype),
+        held=np.full(4, -1.0),
+        behind=np.empty((high - low) * room(c)),
+        turned=np.empty(len(chain.matrix), none.dtype),
+        nothing=np.zeros(c, none.dtype),
+    )
+    for i in sets:
+        for k in range(c):
+            for j in range(c):
+                rooms.turned[(i * c + j) * c + k] = chain.matrix[(i * c + k) * c + j]
+    into = _Into(
+        x=at(into_x_at, MANY, none) if into_x_at else none,
+        x_step=strides[0],
+        x_set=strides[1],
+        x_member=strides[2],
+        bulk=at(into_bulk_at, MANY, none) if into_bulk_at and not one else none,
+        step=strides[3],
+        set=strides[4],
+        counts=at(counts_at, g * c * c, wide) if counts_at else np.zeros(len(chain.matrix) if into_bulk_at else 0),
+        start=at(start_at, all_ * c, wide) if start_at else np.zeros(all_ * c),
+        by_log=by_log or chain.log,
+    )
+    for start in range((chain.v - 1) // block * block, -1, -block):
         q = low
         while q < high:
-            i, r = q // m, q % m
             # the number is known where the loop is compiled, twice, but not a type of its own
-            if r + 4 <= m and q + 4 <= high:
+            if q % m + 4 <= m and q + 4 <= high:
                 rows = np.int64(4)
-                _walk(rows, q, i, r, low, start, block, given, rooms, messages, counts, begun, into_x, into_bulk)
+                _walk(rows, q, low, start, borrowed(chain), borrowed(rooms), messages, weight, borrowed(into))
             else:
                 rows = np.int64(1)
-                _walk(rows, q, i, r, low, start, block, given, rooms, messages, counts, begun, into_x, into_bulk)
+                _walk(rows, q, low, start, borrowed(chain), borrowed(rooms), messages, weight, borrowed(into))
             q += rows
+    for e in range(sets.start * c, sets.stop * c if len(into.counts) else 0):
+        i, k = e // c, e % c
+        place = chain.matrix, e * c, chain.raw, i * chain.set + k * chain.row, chain.column, c, chain.scale[i]
+        from_linear(into.counts, e * c, 1.0, into.counts, e * c, *place, into.by_log)
+    for q in range(low, high):
+        factor = np.exp(-chain.log_top[q])
+        for e in range(q * c, (q + 1) * c):
+            share = chain.initial[e]
+            into.start[e] = 0.0 if share == 0 else into.start[e] * (share if into.by_log else factor)
+    if not start_at:
+        _write(chain, into, into_bulk_at if one else 0, into_p0_at, strides, none)
+    return True
 
 
-walk_back = numba.njit(inline="always")(_backward)
-
-
-@numba.njit(fastmath={"contract"}, forceinline=True)
-def _count(rows, messages, before, weight, q, nothing, source, c, counts, at):
-    """`counts[at:]` (c, c) += the messages before, transposed, times `source` (rows, c)."""
-    # a sequence that is left out may hold anything
-    from0 = nothing if weight[q] == 0 else messages[before + q * c : before + (q + 1) * c]
-    if rows == 4:
-        from1 = nothing if weight[q + 1] == 0 else messages[before + (q + 1) * c : before + (q + 2) * c]
-        from2 = nothing if weight[q + 2] == 0 else messages[before + (q + 2) * c : before + (q + 3) * c]
-        from3 = nothing if weight[q + 3] == 0 else messages[before + (q + 3) * c : before + (q + 4) * c]
-        count_four(from0, from1, from2, from3, source, c, counts, at)
-    else:
-        count_one(from0, source, c, counts, at)
+@numba.njit
+def _write(chain, into, bulk_at, p0_at, strides, none):
+    """The gradients of what all steps, and sequences, share, in the caller's dtype."""
+    if bulk_at:
+        bulk = at(bulk_at, MANY, none)
+        for e in range(len(into.counts)):
+            bulk[e] = into.counts[e]
+    if p0_at:
+        p0, sums = at(p0_at, MANY, none), np.zeros(strides[8])
+        for e in range(len(into.start)):
+            q, j = e // chain.c, e % chain.c
+            sums[q // chain.m * strides[5] + q % chain.m * strides[6] + j * strides[7]] += into.start[e]
+        for e in range(len(sums)):
+            p0[e] = sums[e]
 
 
 @cache
-def _compiled(dtype: torch.dtype) -> Callable[..., None]:
+def walk_back(dtype: torch.dtype) -> Callable[..., bool]:
+    """The loop for float32 or float64, from numba's cache on disk where there is one."""
     real = numba.float64 if dtype == torch.float64 else numba.float32
-    many, wide, size, whole = real[::1], numba.float64[::1], numba.int64, numba.int64[::1]
-    operands = whole, many, many, many, wide, many, whole, whole
-    return compiled(_backward, numba.void(size, size, wide, *operands, wide, many, wide, many, many))
+    fixed = numba.boolean, numba.int64[::1], numba.int64[::1], real[::1]
+    return compiled(_backward, numba.boolean(*(numba.int64,) * 14, *fixed))

@@ -1,20 +1,21 @@
-"""A chain as the loops that numba compiles take it: flat arrays, and where things lie in them.
+"""A chain as the loops that numba compiles take it: addresses, and where things lie behind them.
 
 As a rule nothing is copied but what all steps share: one matrix for all of them, and the initial weights.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from .chain import Chain
 from .exponentials import FLUSH, trusted_sum
-from .native import compiled, cut
+from .native import cut
 from .native_exp import bits, exp64, from_bits, from_ordered, ordered
 from .native_vectors import LANES, everywhere, larger, largest, load
 
@@ -35,17 +36,29 @@ _WIDE = 96, 16
 _SHALLOW = {torch.float32: 0.0, torch.float64: 2.0**-24}
 
 
-class Operands(NamedTuple):
-    """What both directions read.
+class Walked(NamedTuple):
+    """What the loops of either direction read, flat.
 
-    `sizes`: v, g, m, c, whether matrices are logarithms, whether all steps have one; then the strides of x (v, g, m)
-    and of `raw` (s, g, from, to). `raw` holds the caller's matrices. `matrix` (g, c, c), `scale` (g) and `top` (g): the
-    linear ones that all steps share, what was taken out of them, their largest entries. `initial` (g, m, c) in float64,
-    `log_top` (g, m): the initial weights over the largest, and its logarithm; `faint` (g, m): whether some of them are
-    too small for float64. `limits`: see `limits_of`.
+    `log`, `one`: whether matrices are logarithms, whether all steps have one. Then the strides of x (v, g, m) and of
+    `raw` (s, g, from, to), the caller's matrices. `matrix` (g, c, c), `scale` (g) and `top` (g): the linear ones that
+    all steps share, what was taken out of them, their largest entries. `initial` (g, m, c) in float64, `log_top`
+    (g, m): the initial weights over the largest, and its logarithm; `faint` (g, m): whether some of them are too small
+    for float64. `final` (g, m, c) or empty, `ends` (g, m): see `Chain`.
     """
 
-    sizes: Array
+    v: int
+    g: int
+    m: int
+    c: int
+    log: bool
+    one: bool
+    x_step: int
+    x_set: int
+    x_member: int
+    step: int
+    set: int
+    row: int
+    column: int
     x: Array
     raw: Array
     matrix: Array
@@ -56,7 +69,6 @@ class Operands(NamedTuple):
     faint: Array
     final: Array
     ends: Array
-    limits: Array
 
 
 def wide(chain: Chain) -> bool:
@@ -64,24 +76,32 @@ def wide(chain: Chain) -> bool:
     return chain.c >= _WIDE[0] and chain.m >= _WIDE[1]
 
 
-def operands(chain: Chain) -> Operands:
-    """A copy of x or of `bulk` is made where it is of another dtype, or where the batch's axes cannot be two."""
+def operands(chain: Chain) -> tuple[list[Tensor | None], Array]:
+    """x, bulk, p0, `ends` and `final`, whose addresses `walked` takes, and the sizes.
+
+    A copy of x or of `bulk` is made where it is of another dtype, or where the batch's axes cannot be two.
+    """
     v, g, m, c, dtype = chain.v, chain.g, chain.m, chain.c, chain.dtype
-    x, bulk, one = chain.x.to(dtype), chain.bulk.to(dtype), chain.bulk.shape[0] == 1
+    x, bulk = chain.x.to(dtype), chain.bulk.to(dtype)
     x = (x if x.stride(-1) == 1 or c == 1 else x.contiguous()).reshape(v, g, m, c)
     bulk = bulk.reshape(len(bulk), g, c, c)
     p0 = chain.p0.expand(*chain.lead, c).reshape(g, m, c).to(dtype)
-    kept, kind = g if one else 0, KINDS[dtype]
-    matrix, scale, top = np.empty(kept * c * c, kind), np.empty(kept), np.empty(kept)
-    initial, log_top, faint = np.empty(g * m * c), np.empty(g * m), np.empty(g * m, np.bool_)
-    raw, log = flat(bulk), chain.log_params
-    outputs = matrix, scale, top, initial, log_top, faint
-    _compiled(dtype)(raw, *bulk.stride()[1:], flat(p0), *p0.stride(), m, c, log, *outputs)
-    sizes = np.array([v, g, m, c, log, one, *x.stride()[:3], *bulk.stride()])
-    final = np.empty(0, KINDS[dtype]) if chain.final is None else chain.final.to(dtype).reshape(-1).numpy()
-    ends = np.full(g * m, v) if chain.ends is None else chain.ends.reshape(-1).contiguous().numpy()
-    limits = limits_of(dtype, c)
-    return Operands(sizes, flat(x), raw, matrix, scale, top, initial, log_top, faint, final, ends, limits)
+    ends = None if chain.ends is None else chain.ends.contiguous()
+    final = None if chain.final is None else chain.final.to(dtype).contiguous()
+    return [x, bulk, p0, ends, final], np.array(sizes_of(chain, x, bulk, p0))
+
+
+def grid(chain: Chain) -> tuple[Tensor, Tensor, Tensor]:
+    """x, bulk and p0 as (v, g, m, c), (s, g, c, c) and (g, m, c); a RuntimeError where they are no views."""
+    v, g, m, c = chain.v, chain.g, chain.m, chain.c
+    p0 = chain.p0.expand(*chain.lead, c)
+    return chain.x.view(v, g, m, c), chain.bulk.view(-1, g, c, c), p0.view(g, m, c)
+
+
+def sizes_of(chain: Chain, x: Tensor, bulk: Tensor, p0: Tensor) -> list[int]:
+    """What `walked` is to know of x (v, g, m, c), bulk (s, g, c, c) and p0 (g, m, c)."""
+    sizes = [chain.v, chain.g, chain.m, chain.c, int(chain.log_params), int(len(bulk) == 1)]
+    return [*sizes, *x.stride()[:3], *bulk.stride(), *p0.stride()]
 
 
 @cache
@@ -98,37 +118,42 @@ def ranges(chain: Chain, *, whole_sets: bool = False) -> list[tuple[int, int]]:
     return [(low * m, high * m) for low, high in cut(g, parts)] if whole_sets else cut(g * m, parts)
 
 
-def flat(tensor: Tensor) -> Array:
-    """The memory from its first entry to its last, whatever lies between."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        found: Array = tensor.numpy().reshape(-1)
-        return found
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    found = tensor.as_strided((extent if tensor.numel() else 0,), (1,)).numpy()
-    return found
-
-
-KINDS = {torch.float32: np.float32, torch.float64: np.float64}
-
-
 @cache
-def _compiled(dtype: torch.dtype) -> Callable[..., None]:
-    real = numba.float64 if dtype == torch.float64 else numba.float32
-    many, wide, size = real[::1], numba.float64[::1], numba.int64
-    strides = (size,) * 3
-    outputs = many, wide, wide, wide, wide, numba.boolean[::1]
-    return compiled(_prepare, numba.void(many, *strides, many, *strides, size, size, numba.boolean, *outputs))
+def empty(dtype: torch.dtype) -> Array:
+    """Nothing, of a dtype."""
+    return np.empty(0, np.float64 if dtype == torch.float64 else np.float32)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where its first entry lies; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any, like: Any) -> Any:
+    """What lies at an address, numbers of the type of an array."""
+    found = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(found))
+
+    return found(address, like), generate
+
+
+@numba.njit(forceinline=True)
+def at(address, size, like):
+    """So many numbers at an address, of the type of an array."""
+    return numba.carray(_pointer(address, like), (size,))
 
 
 @numba.njit
-def block_of(sizes):
+def block_of(walked):
     """For how many steps emissions are made at a time: what a first-level cache holds.
 
     One at a time where more sequences than are walked together share a large matrix of a step, which is looked at once.
     """
-    some = sizes[5] or sizes[2] in (1, 4) or sizes[3] <= LANES
-    return max(1, min(sizes[0], _BLOCK // sizes[3])) if some else 1
+    some = walked.one or walked.m in (1, 4) or walked.c <= LANES
+    return max(1, min(walked.v, _BLOCK // walked.c)) if some else 1
 
 
 @numba.njit(fastmath={"contract"})
@@ -149,7 +174,23 @@ def usable(raw, begin, stride_from, stride_to, c, log):
     return not (top < 2.0**-60 or 2.0**60 < top < np.inf) or top == 0, top
 
 
-@numba.njit(fastmath={"contract"})
+@numba.njit(fastmath={"contract"}, forceinline=True)
+def matrix_at(raw, begin, stride_from, stride_to, c, log, linear, held):
+    """The linear one of the matrix that begins somewhere: where it lies, where it begins, how far apart rows are.
+
+    `held`: where the one looked at last begins, whether it is used where it lies, what was taken out of it, and its
+    largest entry.
+    """
+    if held[0] != begin:
+        here, most = usable(raw, begin, stride_from, stride_to, c, log)
+        taken = 0.0
+        if not here:
+            taken, most = linear_matrix(raw, begin, stride_from, stride_to, c, log, linear)
+        held[0], held[1], held[2], held[3] = begin, here, taken, most
+    return (raw, begin, stride_from) if held[1] != 0 else (linear, 0, c)
+
+
+@numba.njit(fastmath={"contract"}, forceinline=True)
 def linear_matrix(raw, begin, stride_from, stride_to, c, log, out):
     """Write a matrix (c, c), linear and with entries near 1; the logarithm of what was taken out, the largest entry."""
     flush = 2.0**-115 if out.itemsize == 4 else 2.0**-990
@@ -177,31 +218,43 @@ def linear_matrix(raw, begin, stride_from, stride_to, c, log, out):
     return shift, from_bits(largest)
 
 
-def _prepare(
-    raw, stride_set, stride_from, stride_to, p0, first, second, third, m, c, log, matrix, scale, top, initial, log_top,
-    faint,
-):  # fmt: skip
-    """Write what all steps share; see `Operands`."""
-    for i in range(len(scale)):
+# as many numbers as may lie behind an address
+MANY = 2**60
+
+
+@numba.njit(fastmath={"contract"})
+def walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none):
+    """The chain of the sequences from `low` to before `high`, with what all steps share.
+
+    `none`: an empty array of the dtype of the arithmetic. An address of 0: no weights at the end, all steps.
+    """
+    v, g, m, c, log, one = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4] != 0, sizes[5] != 0
+    x, raw, p0 = at(x_at, MANY, none), at(raw_at, MANY, none), at(p0_at, MANY, none)
+    all_, sets = g * m, g if one else 0
+    matrix, scale, top = np.empty(sets * c * c, none.dtype), np.empty(sets), np.empty(sets)
+    for i in range(low // m, min(sets, (high - 1) // m + 1)):
         part = matrix[i * c * c : (i + 1) * c * c]
-        scale[i], top[i] = linear_matrix(raw, i * stride_set, stride_from, stride_to, c, log, part)
+        scale[i], top[i] = linear_matrix(raw, i * sizes[10], sizes[11], sizes[12], c, log, part)
+    initial, log_top, faint = np.empty(all_ * c), np.empty(all_), np.empty(all_, np.bool_)
     zero = -np.inf if log else 0.0
-    for q in range(len(log_top)):
-        begin = q // m * first + q % m * second
-        most = -np.inf
+    for q in range(low, high if p0_at else low):
+        begin, most = q // m * sizes[13] + q % m * sizes[14], -np.inf
         for j in range(c):
-            entry = float(p0[begin + j * third])
+            entry = float(p0[begin + j * sizes[15]])
             most = entry if entry > most else most
         most = (0.0 if most == -np.inf else most) if log else (1.0 if most == 0 else most)
         faint[q] = False
         for j in range(c):
-            entry = float(p0[begin + j * third])
+            entry = float(p0[begin + j * sizes[15]])
             share = exp64(entry - most) if log else entry / most
             some = entry > zero
             # what is too small for float64 is not impossible
             initial[q * c + j] = _SMALLEST if some and share < _SMALLEST else share
             faint[q] |= some and share < 2.0**-900
         log_top[q] = most if log else np.log(most)
-
-
-prepare = numba.njit(fastmath={"contract"})(_prepare)
+    ends = at(ends_at, all_, sizes) if ends_at else np.full(all_, v)
+    final = at(final_at, all_ * c, none) if final_at else none
+    return Walked(
+        v, g, m, c, log, one, sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], x, raw, matrix,
+        scale, top, initial, log_top, faint, final, ends,
+    )  # fmt: skip

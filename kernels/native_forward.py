@@ -13,6 +13,7 @@ Shapes: messages (slots, g, m, c), flat. Cost: c^2 multiply-adds a step and sequ
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -22,23 +23,66 @@ from torch import Tensor
 from .chain import Chain
 from .linear_chain import Kept
 from .native import compiled, spread
-from .native_chain import block_of, linear_matrix, operands, ranges, usable
+from .native_chain import MANY, Array, address, at, block_of, empty, limits_of, matrix_at, operands, ranges, walked
 from .native_exp import LN2
-from .native_steps import emissions, emissions_reached, ending, four_rows, one_row, room, settle, unit, weigh
+from .native_filter import continued, logarithm, shares
+from .native_reach import enters
+from .native_steps import copy, emissions, emissions_reached, ending, four_rows, one_row, room, settle, unit, weigh
 from .native_vectors import borrowed
 
 
 def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
     """See `kernels.linear_chain`; the backward pass needs no scales, and those kept are 1."""
-    given, messages = operands(chain), kept.messages
+    given, sizes = operands(chain)
     kept.scales.fill_(1.0)
-    rests = kept.total.fill_(0.0).view(-1).numpy()
     g, m = chain.g, chain.m
-    found, lossy = np.zeros(g * m), np.zeros(g * m, np.bool_)
-    outputs = messages.view(-1).numpy(), rests, found, lossy
-    spread(_compiled(chain.dtype), ranges(chain), len(messages), *given, *outputs)
-    marked = torch.from_numpy(lossy).view(g, m) if lossy.any() else None
-    return torch.from_numpy(found).view(g, m), marked
+    found, lossy = torch.zeros(g, m, dtype=torch.float64), torch.zeros(g, m, dtype=torch.bool)
+    outputs = map(address, (kept.messages, kept.total.fill_(0.0), found, lossy))
+    fixed = sizes, limits_of(chain.dtype, chain.c), empty(chain.dtype)
+    places = *map(address, given), *outputs, *(0,) * 7
+    some = any(spread(walk(chain.dtype), ranges(chain), len(kept.messages), *places, *fixed))
+    return found, lossy if some else None
+
+
+class _Out(NamedTuple):
+    """The results: `messages` (slots, g, m, c), `lossy` (g, m), and two that are empty unless asked for.
+
+    `posteriors` (v, g, m, c) given all up to each step, with strides (v, g, m), and the logarithm of the `last`
+    (g, m, c) in float64.
+    """
+
+    messages: Array
+    slots: int
+    lossy: Array
+    posteriors: Array
+    step: int
+    set: int
+    member: int
+    last: Array
+
+
+class _Rooms(NamedTuple):
+    """What a walk writes besides its results.
+
+    Of a block of steps: `emitted` (4, block, c), `shifts` (4, block), and `taken` (block) out of the matrices. Of a
+    step: `sums` U and `state` S, four rooms each, and `linear` (c, c), with `held` as in `matrix_at`. Of each
+    sequence: its `powers` of two so far, the next factor, and its exponent; the `rest` at its end; what is known to be
+    `reach`-able at the step `reached`, first of any sequence of some, then of this one.
+    """
+
+    sums: Array
+    state: Array
+    shifts: Array
+    taken: Array
+    emitted: Array
+    linear: Array
+    held: Array
+    powers: Array
+    factors: Array
+    exponents: Array
+    rest: Array
+    reach: Array
+    reached: Array
 
 
 @numba.njit(fastmath={"contract"}, forceinline=True)
@@ -58,114 +102,50 @@ def _sum(total, lost, terms, first, count):
     return total, lost
 
 
-@numba.njit
-def _enters(step, q, first, last, low, sizes, x, raw, initial, sums, threshold, reach, reached):
-    """Whether some path reaches a state whose sum is below the threshold.
-
-    First those of any of some sequences (`first` to before `last`) of the set are asked for, whatever x forbids, which
-    is done once for all of them.
-    """
-    c, half = sizes[3], len(reached) // 2
-    at = first - low
-    _advance(step, first, last, sizes, x[:0], raw, initial, reach[at * c : (at + 1) * c], reached[at : at + 1])
-    found = False
-    for j in range(c):
-        found |= sums[j] < threshold and reach[at * c + j]
-    if not found:
-        return False
-    at = q - low + half
-    alive = reach[at * c : (at + 1) * c]
-    _advance(step, q, q + 1, sizes, x, raw, initial, alive, reached[at : at + 1])
-    for j in range(c):
-        if sums[j] < threshold and alive[j]:
-            return True
-    return False
-
-
-@numba.njit
-def _advance(step, first, last, sizes, x, raw, initial, alive, reached):
-    """Which states any of some sequences of a set can be in at a step, from what is known of an earlier one."""
-    m, c, zero, one = sizes[2], sizes[3], -np.inf if sizes[4] else 0.0, sizes[5] != 0
-    i, r = first // m, first % m
-    before = np.empty(c, np.bool_)
-    while reached[0] < step:
-        now = reached[0] + 1
-        if now == 0:
-            alive[:] = False
-            for q in range(first, last):
-                for j in range(c):
-                    alive[j] |= initial[q * c + j] > 0
-        else:
-            before[:] = alive
-            alive[:] = False
-            begin = sizes[9] * (now - 1) + sizes[10] * i
-            for k in range(c):
-                if before[k]:
-                    if sizes[12] == 1:
-                        row = raw[begin + k * sizes[11] : begin + k * sizes[11] + c]
-                        for j in range(c):
-                            alive[j] |= row[j] > zero
-                    else:
-                        for j in range(c):
-                            alive[j] |= raw[begin + k * sizes[11] + j * sizes[12]] > zero
-        if len(x):
-            at = now * sizes[6] + i * sizes[7] + r * sizes[8]
-            for j in range(c):
-                alive[j] &= x[at + j] > -np.inf
-        elif one and now > 0 and (alive == before).all():
-            now = sizes[0]  # and so it stays
-        reached[0] = now
-
-
-@numba.njit(inline="always")
-def _walk(rows, q, i, r, low, high, start, slots, block, given, rooms, messages, lossy, final):
-    """A block of steps of the q-th sequence, the r-th of the i-th set, or of four from there on."""
-    sizes, x, raw, matrix, top, initial, faint, ends, limits = given
-    sums, state, shifts, taken, emitted, linear, held, powers, factors, exponents, rest, reach, reached = rooms
-    raw, matrix, linear = borrowed(raw), borrowed(matrix), borrowed(linear)
-    g, m, c, log, one = sizes[1], sizes[2], sizes[3], sizes[4] != 0, sizes[5] != 0
-    stride_x, stride_step, stride_from, stride_to = sizes[6], sizes[9], sizes[11], sizes[12]
+@numba.njit(fastmath={"contract"}, forceinline=True)
+def _walk(rows, q, low, high, start, chain, rooms, limits, out):
+    """A block of steps of the q-th sequence, or of four from there on."""
+    v, g, m, c, one, x, ends = chain.v, chain.g, chain.m, chain.c, chain.one, chain.x, chain.ends
+    sums, state, shifts, emitted = rooms.sums, rooms.state, rooms.shifts, rooms.emitted
+    linear, held = rooms.linear, rooms.held
+    messages, slots, lossy, posteriors = out.messages, out.slots, out.lossy, out.posteriors
+    powers, factors, exponents = rooms.powers, rooms.factors, rooms.exponents
     trusted, flush, shallow = limits
-    size, apart, steps = g * m * c, room(c), min(block, sizes[0] - start)
+    i, r, block = q // m, q % m, len(rooms.taken)
+    size, apart, steps = g * m * c, room(c), min(block, v - start)
     first, last = (q, q + rows) if block > 1 else (max(low, i * m), min(high, (i + 1) * m))
     longest = 0
     for row in range(rows):
-        p, at = q + row, start * stride_x + i * sizes[7] + (r + row) * sizes[8]
+        p, at = q + row, start * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
         count = min(steps, ends[p] - start)
         longest = max(longest, count)
-        emissions(x, at, stride_x, count, c, shifts, row * block, emitted, row * block * c)
+        emissions(x, at, chain.x_step, count, c, shifts, row * block, emitted, row * block * c)
         if start > 0:
-            behind = (start - 1) % slots * size + p * c
-            state[row * apart : row * apart + c] = messages[behind : behind + c]
+            copy(messages, (start - 1) % slots * size + p * c, c, state, row * apart)
         elif count > 0:
             here, now = row * block, p * c
-            z, _ = weigh(initial, now, emitted, here * c, c)
+            z, _ = weigh(chain.initial, now, emitted, here * c, c)
             if z < 2.0**-24:
-                shifts[here] = emissions_reached(x, at, initial, now, c, emitted, here * c)
-                z, _ = weigh(initial, now, emitted, here * c, c)
+                shifts[here] = emissions_reached(x, at, chain.initial, now, c, emitted, here * c)
+                z, _ = weigh(chain.initial, now, emitted, here * c, c)
             lossy[p] |= 0 < z < shallow
-            if faint[p]:
+            if chain.faint[p]:
                 lossy[p] |= z < 2.0**-600
                 for j in range(c):
                     lossy[p] |= x[at + j] > shifts[here]
             factor, powers[p - low] = unit(z)
-            settle(initial, now, emitted, here * c, c, factor, flush, state, row * apart, messages, now)
+            settle(chain.initial, now, emitted, here * c, c, factor, flush, state, row * apart, messages, now)
             if not 0 < z < np.inf:
                 shifts[here] += np.log(z)
-    source, begin, width, most = matrix, i * c * c, c, top[i] if one else 1.0
+            if len(posteriors):
+                shares(state, row * apart, c, posteriors, i * out.set + (r + row) * out.member)
+    source, begin, width, most = chain.matrix, i * c * c, c, chain.top[i] if one else 1.0
     for t in range(1 if start == 0 else 0, longest):
         step = start + t
         if not one:
-            source, begin, width = raw, (step - 1) * stride_step + i * sizes[10], stride_from
-            if held[0] != step or held[1] != i:
-                here, most = usable(raw, begin, stride_from, stride_to, c, log)
-                taken[t] = 0.0
-                if not here:
-                    taken[t], most = linear_matrix(raw, begin, stride_from, stride_to, c, log, linear)
-                held[0], held[1], held[2], held[3] = step, i, here, most
-            most = held[3]
-            if held[2] == 0:
-                source, begin, width = linear, 0, c
+            begin = (step - 1) * chain.step + i * chain.set
+            source, begin, width = matrix_at(chain.raw, begin, chain.row, chain.column, c, chain.log, linear, held)
+            rooms.taken[t], most = held[2], held[3]
         if rows == 4:
             four_rows(state, source, begin, width, c, sums)
         else:
@@ -178,13 +158,12 @@ def _walk(rows, q, i, r, low, high, start, slots, block, given, rooms, messages,
             factor, exponent = factors[p - low], powers[p - low] + exponents[p - low]
             z, least = weigh(sums, sum_, emitted, here * c, c)
             if z * factor < 2.0**-24:
-                at = step * stride_x + i * sizes[7] + (r + row) * sizes[8]
+                at = step * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
                 shifts[here] = emissions_reached(x, at, sums, sum_, c, emitted, here * c)
                 z, _ = weigh(sums, sum_, emitted, here * c, c)
             z *= factor
             if least < threshold and not lossy[p]:
-                near = first, last, low, sizes, x, raw, initial
-                lossy[p] = _enters(step, p, *near, sums[sum_ : sum_ + c], threshold, reach, reached)
+                lossy[p] = enters(step, p, first, last, low, chain, sums[sum_ : sum_ + c], threshold, rooms)
             if z < shallow * most:
                 lossy[p] |= z > 0
             # what brings this step to 1 is taken to the next, which need not wait for it
@@ -196,67 +175,99 @@ def _walk(rows, q, i, r, low, high, start, slots, block, given, rooms, messages,
             factors[p - low], powers[p - low], exponents[p - low] = pending, exponent, more
             now = step % slots * size + p * c
             settle(sums, sum_, emitted, here * c, c, factor, flush, state, sum_, messages, now)
+            if len(posteriors):
+                shares(state, sum_, c, posteriors, step * out.step + i * out.set + (r + row) * out.member)
     for row in range(rows):
         p = q + row
         if start < ends[p] <= start + steps:
-            rest[p - low] = ending(state, row * apart, final[p * c : (p + 1) * c], c)
-            lossy[p] |= len(final) > 0 and 0 < rest[p - low] < trusted
+            rooms.rest[p - low] = rest = ending(state, row * apart, chain.final, p * c, c)
+            lossy[p] |= len(chain.final) > 0 and 0 < rest < trusted
+            at = (ends[p] - 1) * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
+            if len(out.last) > 0 and v == 1:
+                # no later step would find what is missing
+                lossy[p] |= chain.faint[p]
+                logarithm(chain.initial, p * c, x, at, c, out.last, p * c)
+            elif len(out.last) > 0:
+                logarithm(sums, row * apart, x, at, c, out.last, p * c)
         for step in range(max(start, ends[p]), start + steps):
             now = step % slots * size + p * c
             messages[now : now + c] = 0
 
 
 def _forward(
-    low, high, slots, sizes, x, raw, matrix, scale, top, initial, log_top, faint, final, ends, limits, messages, rests,
-    found, lossy,
+    low, high, slots, x_at, raw_at, p0_at, ends_at, final_at, messages_at, rests_at, found_at, lossy_at, before_at,
+    first_at, total_at, lost_at, posteriors_at, last_at, still_lost_at, sizes, limits, none,
 ):  # fmt: skip
-    """The sequences from `low` to before `high`."""
-    v, m, c, one, block = sizes[0], sizes[2], sizes[3], sizes[5] != 0, block_of(sizes)
-    total, lost, rest = np.zeros(high - low), np.zeros(high - low), np.zeros(high - low)
-    # each sequence's power of two so far; the next factor, and its exponent
-    powers, factors, exponents = np.zeros(high - low, np.int64), np.ones(high - low), np.zeros(high - low, np.int64)
-    known = np.empty(2 * (high - low) * c, np.bool_), np.full(2 * (high - low), -1)
-    sums, state = np.empty(4 * room(c), messages.dtype), np.zeros(4 * room(c), messages.dtype)
-    shifts, taken, emitted = np.empty(4 * block), np.zeros(block), np.empty(4 * block * c)
-    # the step and the set whose matrix was looked at last, whether it is used where it lies, its largest entry
-    linear, held = np.empty(0 if one else c * c, messages.dtype), np.full(4, -1.0)
-    given = sizes, x, raw, matrix, top, initial, faint, ends, limits
-    rooms = sums, state, shifts, taken, emitted, linear, held, powers, factors, exponents, rest, *known
+    """The sequences from `low` to before `high`: whether one of them is lossy.
+
+    Without addresses for them, messages and the like are in room of its own. With one for the logarithm of a message
+    (g, m, c) before the first step, it and the matrices that lead into that step are there in place of p0. The
+    log-partition is added to a `total` (g, m), of which some was `lost`, if there is one.
+    """
+    chain = walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none)
+    v, m, c, one, ends, all_, some = chain.v, chain.m, chain.c, chain.one, chain.ends, chain.g * chain.m, high - low
+    messages = at(messages_at, slots * all_ * c, none) if messages_at else np.empty(slots * all_ * c, none.dtype)
+    rests, found = at(rests_at, all_, none) if rests_at else np.empty(all_, none.dtype), at(found_at, all_, limits)
+    lossy = at(lossy_at, all_, chain.faint) if lossy_at else np.zeros(all_, np.bool_)
+    if before_at:
+        for q in range(low, high):
+            lossy[q] |= continued(q, at(before_at, all_ * c, limits), at(first_at, MANY, none), chain)
+    last = at(last_at, all_ * c, limits) if last_at else limits[:0]
+    posteriors = at(posteriors_at, MANY, none) if posteriors_at else none
+    over_steps, over_sets, over_members = (sizes[16], sizes[17], sizes[18]) if posteriors_at else (0, 0, 0)
+    out = _Out(messages, slots, lossy, posteriors, over_steps, over_sets, over_members, last)
+    block, total, lost, zeros = block_of(chain), np.zeros(some), np.zeros(some), np.zeros(some, np.int64)
+    rooms = _Rooms(
+        sums=np.empty(4 * room(c), none.dtype),
+        state=np.zeros(4 * room(c), none.dtype),
+        shifts=np.empty(4 * block),
+        taken=np.zeros(block),
+        emitted=np.empty(4 * block * c),
+        linear=np.empty(0 if one else c * c, none.dtype),
+        held=np.full(4, -1.0),
+        powers=zeros,
+        factors=np.ones(some),
+        exponents=np.zeros(some, np.int64),
+        rest=np.zeros(some),
+        reach=np.empty(2 * some * c, np.bool_),
+        reached=np.full(2 * some, -1),
+    )
     for start in range(0, v, block):
         q = low
         while q < high:
-            i, r = q // m, q % m
-            rows = 4 if r + 4 <= m and q + 4 <= high else 1
-            _walk(rows, q, i, r, low, high, start, slots, block, given, rooms, messages, lossy, final)
+            rows = 4 if q % m + 4 <= m and q + 4 <= high else 1
+            _walk(rows, q, low, high, start, borrowed(chain), borrowed(rooms), limits, borrowed(out))
             for row in range(rows):
-                at, count = q + row - low, min(start + block, ends[q + row]) - start
-                total[at], lost[at] = _sum(total[at], lost[at], shifts, row * block, count)
+                p, count = q + row - low, min(start + block, ends[q + row]) - start
+                total[p], lost[p] = _sum(total[p], lost[p], rooms.shifts, row * block, count)
                 if not one:
-                    total[at], lost[at] = _sum(total[at], lost[at], taken, 0, count)
+                    total[p], lost[p] = _sum(total[p], lost[p], rooms.taken, 0, count)
             q += rows
     for q in range(low, high):
         if ends[q] == 0:
             continue
-        sum_, rounded = _add(total[q - low], lost[q - low], log_top[q])
+        sum_, rounded = _add(total[q - low], lost[q - low], chain.log_top[q])
         if one and ends[q] > 1:
-            sum_, rounded = _add(sum_, rounded, scale[q // m] * (ends[q] - 1))
-        rests[q] = left = rest[q - low]
-        power = powers[q - low]
+            sum_, rounded = _add(sum_, rounded, chain.scale[q // m] * (ends[q] - 1))
+        rests[q] = left = rooms.rest[q - low]
+        power = rooms.powers[q - low]
         if 0 < left < np.inf:  # so that the logarithm of a power of two is exactly its exponent's
             factor, more = unit(left)
             left, power = 2.0 * factor * left, power + more - 1
         sum_, rounded = _add(sum_, rounded, power * LN2[0])
         sum_, rounded = _add(sum_, rounded, np.log(left))
-        found[q] = sum_ + (rounded + power * LN2[1])
-
-
-walk = numba.njit(inline="always")(_forward)
+        rounded += power * LN2[1]
+        found[q] = sum_ + rounded
+        if total_at:
+            before, still_lost = at(total_at, all_, limits), at(still_lost_at, all_, limits)
+            rest = rounded - (found[q] - sum_) if np.isfinite(found[q]) else 0.0
+            found[q], still_lost[q] = _add(before[q], at(lost_at, all_, limits)[q] + rest, found[q])
+    return lossy[low:high].any()
 
 
 @cache
-def _compiled(dtype: torch.dtype) -> Callable[..., None]:
+def walk(dtype: torch.dtype) -> Callable[..., bool]:
+    """The loop for float32 or float64, from numba's cache on disk where there is one."""
     real = numba.float64 if dtype == torch.float64 else numba.float32
-    many, wide, size, flags = real[::1], numba.float64[::1], numba.int64, numba.boolean[::1]
-    whole = numba.int64[::1]
-    operands = whole, many, many, many, wide, wide, wide, wide, flags, many, whole, wide
-    return compiled(_forward, numba.void(*(size,) * 3, *operands, many, many, wide, flags))
+    fixed = numba.int64[::1], numba.float64[::1], real[::1]
+    return compiled(_forward, numba.boolean(*(numba.int64,) * 19, *fixed))

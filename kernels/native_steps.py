@@ -215,11 +215,11 @@ def unit(z):
 
 
 @_inlined
-def ending(message, s, final, c):
+def ending(message, s, final, f, c):
     """The sum of a last message, weighted where there are weights."""
     found = 0.0
     for j in range(c):
-        found += float(message[s + j]) * (float(final[j]) if len(final) > 0 else 1.0)
+        found += float(message[s + j]) * (float(final[f + j]) if len(final) > 0 else 1.0)
     return found
 
 
@@ -275,29 +275,14 @@ def posterior(message, s, behind, b, weight, c, out, o):
 
 
 @_inlined
+def copy(row, r, c, out, o):
+    """`out[o:]` = a row."""
+    for j in range(0, c, LANES):
+        store(out, o + j, c - j, load(row, r + j, c - j, 0.0))
+
+
+@_inlined
 def multiply(row, r, c, factor):
     """Multiply a row in place."""
     for j in range(0, c, LANES):
         store(row, r + j, LANES, wide(load(row, r + j, c - j, 0.0)) * factor)
-
-
-@_inlined
-def count_four(a0, a1, a2, a3, b, c, counts, at):
-    """`counts[at:]` (c, c) += the transposed rows a (4, c) times `b` (4, c)."""
-    apart = len(b) // 4
-    b0, b1, b2, b3 = b[:c], b[apart : apart + c], b[2 * apart : 2 * apart + c], b[3 * apart : 3 * apart + c]
-    for k in range(c):
-        x0, x1, x2, x3 = a0[k], a1[k], a2[k], a3[k]
-        row = counts[at + k * c : at + (k + 1) * c]
-        for j in range(c):
-            row[j] += x0 * b0[j] + x1 * b1[j] + x2 * b2[j] + x3 * b3[j]
-
-
-@_inlined
-def count_one(a, b, c, counts, at):
-    """The same for one row."""
-    for k in range(c):
-        x, row = a[k], at + k * c
-        for j in range(0, c, LANES):
-            count = x * load(b, j, c - j, 0.0)
-            store(counts, row + j, c - j, count + load(counts, row + j, c - j, 0.0))

@@ -74,18 +74,26 @@ def _aligned(array: Any) -> Any:
 
 
 @intrinsic
-def borrowed(typing: Any, array: Any) -> Any:
-    """The array without a share in its memory, which its owner holds meanwhile.
+def borrowed(typing: Any, arrays: Any) -> Any:
+    """An array, or all in a tuple, without a share in its memory, which its owner holds meanwhile.
 
     In a loop, counting the shares takes longer than a step.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = context.make_array(array)(context, builder, args[0])
+    def borrow(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+        if hasattr(kind, "types"):
+            parts = zip(kind.types, cgutils.unpack_tuple(builder, value), strict=True)
+            return context.make_tuple(builder, kind, [borrow(context, builder, *part) for part in parts])
+        if not isinstance(kind, types.Array):
+            return value
+        found = context.make_array(kind)(context, builder, value)
         found.meminfo, found.parent = (ir.Constant(part.type, None) for part in (found.meminfo, found.parent))
         return found._getvalue()
 
-    return array(array), generate
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return borrow(context, builder, arrays, args[0])
+
+    return arrays(arrays), generate
 
 
 @intrinsic

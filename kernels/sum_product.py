@@ -5,6 +5,8 @@ the sequences redone, logarithms; `scales` (v + 1, g, m, 1), the last being the 
 sequences were `redone` (g, m).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,26 +15,26 @@ from .chain import Chain
 from .exponentials import near_one
 
 
-def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(chain: Chain, *, keep: bool, steps: int, exact: Any = log_chain) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The log-partition (g, m) in float64; messages and scales, with room for so many `steps`; what was redone.
 
-    Without `keep` the messages of two steps are held, and none returned.
+    Without `keep` the messages of two steps are held, and none returned. `exact`: `log_chain`, or what does the same.
     """
     g, m, c = chain.g, chain.m, chain.c
     messages = chain.kept(steps) if keep else chain.new(0)
     scales = chain.new(steps + 1, g, m, 1)
     slots = messages[: chain.v] if keep else chain.new(min(chain.v, 2), g, m, c)
     log_norm, lossy = linear_chain.forward(chain, linear_chain.Kept(slots, scales[: chain.v], scales[-1]))
-    return log_norm, messages, scales, redo(chain, lossy, log_norm, messages if keep else None)
+    return log_norm, messages, scales, redo(chain, lossy, log_norm, messages if keep else None, exact)
 
 
-def redo(chain: Chain, lossy: Tensor | None, log_norm: Tensor, messages: Tensor | None) -> Tensor:
+def redo(
+    chain: Chain, lossy: Tensor | None, log_norm: Tensor, messages: Tensor | None, exact: Any = log_chain
+) -> Tensor:
     """Write the log-partition, and the messages, of the sequences that are lossy; which have been written (g, m)."""
-    redone = torch.zeros_like(log_norm, dtype=torch.bool)
-    if lossy is not None:
-        exact = log_chain.forward(chain, lossy, messages)
-        log_norm[exact.sets[:, None], exact.members] = exact.log_norm
-        redone[exact.sets[:, None], exact.members] = True
+    if lossy is None:
+        return torch.zeros_like(log_norm, dtype=torch.bool)
+    redone: Tensor = exact.forward(chain, lossy, log_norm, messages)
     return redone
 
 
@@ -45,6 +47,7 @@ def backward(
     weight: Tensor,
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
+    exact: Any = log_chain,
 ) -> Tensor:
     """Gradients of `sum(weight * log_norm)` for weights (g, m).
 
@@ -66,7 +69,7 @@ def backward(
         linear = linear_chain.Kept(slots, scales[: chain.v], scales[-1])
         source = linear_chain.backward(chain, linear, rest, grad_x, grad_bulk)
         grad_p0 = linear_chain.start_gradient(chain, source).double()
-    return with_redone(chain, log_norm, messages, redone, weight, scale, grad_x, grad_bulk, grad_p0)
+    return with_redone(chain, log_norm, messages, redone, weight, scale, grad_x, grad_bulk, grad_p0, exact)
 
 
 def with_redone(
@@ -79,12 +82,11 @@ def with_redone(
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
     grad_p0: Tensor,
+    exact: Any = log_chain,
 ) -> Tensor:
     """Add the gradients of the sequences redone to the others', and multiply all with the scale; see `near_one`."""
     if redone.any():
-        sets, members = log_chain.rectangle(redone)
-        done = log_chain.Forward(sets, members, log_norm[sets][:, members])
-        log_chain.backward(chain, done, messages, weight.to(chain.dtype), grad_x, grad_bulk, grad_p0)
+        exact.backward(chain, redone, log_norm, messages, weight.to(chain.dtype), grad_x, grad_bulk, grad_p0)
     if scale != 1.0:
         for gradient in (grad_x, grad_bulk):
             if gradient is not None:

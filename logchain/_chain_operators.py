@@ -61,9 +61,13 @@ def _forward(
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments)
     frame = _small_frame(x, bulk, p0, lengths, log_params, segments)
     if frame is not None:
-        found: tuple[Tensor, Tensor, Tensor, Tensor] | None = frame.forward(x, bulk, p0, keep, room)
-        if found is not None:
-            return found
+        (log_norm, messages, scales, redone), some = frame.forward(x, bulk, p0, keep, room)
+        if some:
+            layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+            views = layout.sequences(log_norm), messages if keep else None
+            redone = _device.chain_kernels(x).redo(chain, redone, *views)
+            report_chains(redone)
+        return log_norm, messages, scales, redone
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     chain = chain if room is None else replace(chain, room=room)
     kernels, v = _device.chain_kernels(x), x.shape[-2]

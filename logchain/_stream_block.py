@@ -5,14 +5,16 @@ of x, which is added to what arrives there: so nothing that the emission hides i
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import _device
 from ._chain_operators import arithmetic_dtype, log_norm_here
 from ._layout import Layout
 from ._stream import Given, normalised, posterior
+from .kernels.chain import Chain
 from .kernels.exponentials import finite
 from .kernels.summation import exact_sum
 
@@ -43,11 +45,12 @@ class Rows(NamedTuple):
 
 
 class Room:
-    """Memory for the log-potentials and the messages of a block."""
+    """Memory for the log-potentials and the messages of a block; and `walked`'s `Piece`, by what it is for."""
 
     def __init__(self) -> None:
         self._memory, self.messages = Memory(), Memory()
         self._rows: tuple[int, Rows] | None = None
+        self.piece: tuple[Any, Any] | None = None
 
     def rows(self, x: Tensor, dtype: torch.dtype, head: int) -> Rows:
         """For variables [*B, k, c] behind a head; the views are made once for pieces of one shape."""
@@ -57,6 +60,32 @@ class Room:
             rows = memory.movedim(0, -2)
             self._rows = head, Rows(memory, rows, rows[..., head:, :], rows[..., 0, :], rows[..., -1, :])
         return self._rows[1]
+
+
+def walked(
+    given: Given, carried: tuple[Tensor, Tensor, Tensor], starting: bool, posteriors: Tensor | None, room: Room
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What is carried on from a whole piece, of which nothing is copied.
+
+    None where compiled loops do not compute for it, or not well enough.
+    """
+    x, bulk, p0, *_, counts, log_params = given
+    if counts is not None or not _device.native(x):
+        return None
+    dtype = arithmetic_dtype(x, bulk, p0)
+    places = x.shape, x.stride(), x.dtype, bulk.shape, bulk.stride(), bulk.dtype
+    key = places, dtype, starting, torch.get_num_threads(), None if posteriors is None else posteriors.dtype
+    if room.piece is None or room.piece[0] != key:
+        from .kernels.native_stream import Piece
+
+        layout = Layout.of(x, bulk)
+        steps, found = layout.steps_first(x), None
+        if layout.own == tuple(range(len(layout.own))) and (not starting or p0.dtype == dtype):
+            chain = Chain(steps, layout.matrices(bulk), layout.weights(p0), None, log_params, dtype)
+            found = Piece.of(chain, None if posteriors is None else layout.steps_first(posteriors))
+        room.piece = key, found
+    piece = room.piece[1]
+    return None if piece is None else piece.walk(x, bulk, p0 if starting else None, carried, posteriors)
 
 
 class Block:

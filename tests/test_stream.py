@@ -135,6 +135,57 @@ def test_any_division_of_every_family(name, dtype, each, gradients, log, monkeyp
         assert_values(weights, weight_of(chain, best), truth.value_bound(dtype))
 
 
+@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
+@pytest.mark.parametrize(("dtype", "each"), [(F32, False), (F32, True), (F64, False)], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pieces_walked_where_they_lie(name, dtype, each, log):
+    """Any division of every family, without what needs a copy."""
+    chain = FAMILIES[name](dtype, each=each)
+    homogeneous = chain.bulk.shape[-3] == 1
+    chain = chain.logs() if log else chain
+    truth, exact, seed = Truth(chain), prefixes(chain, 0), sum(map(ord, name))
+    bound = truth.gradient_bound[..., None, None] + 2.0**-50 * messages_of(chain)
+    for pieces in (division(chain.x.shape[-2], seed), [(0, chain.x.shape[-2])]):
+        stream, found = streamed(chain, pieces, homogeneous=homogeneous)
+        assert found.log_norm.dtype == found.filtered.dtype == dtype
+        assert_values(found.log_norm, truth.log_norm, truth.value_bound(dtype))
+        assert_posteriors(found.filtered, exact, bound)
+        assert_posteriors(stream.filtered, exact[..., -1, :], bound[..., 0])
+        without, _ = streamed(chain, pieces, homogeneous=homogeneous, filtered=False)
+        assert torch.equal(without.log_norm, stream.log_norm)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize(("own", "steps"), [((), 1), ((5, 1), 1), ((5, 6), 1), ((), 40), ((5, 1), 40)], ids=str)
+def test_no_piece_of_a_plain_chain_is_copied(own, steps, dtype, log, monkeypatch):
+    """And the loop that does without agrees with torch's steps, also of a sequence that is NaN or impossible."""
+    pytest.importorskip("numba")
+    draw, v, c = torch.Generator().manual_seed(0), 40, 5
+    x = 3 * torch.randn(5, 6, v, c, generator=draw, dtype=dtype)
+    x[1, 2, 7, 3] = x[0, 1, 0, 2] = -INF
+    x[2, 3, 12], x[4, 0, 30, 1] = -INF, NAN
+    bulk, p0 = torch.rand(*own, steps, c, c, generator=draw, dtype=dtype), torch.rand(c, generator=draw, dtype=dtype)
+    bulk, p0 = (bulk.log(), p0.log()) if log else (bulk, p0)
+
+    def found() -> StreamUpdate:
+        stream = Stream(bulk if steps == 1 else None, p0, log_params=log)
+        updates = []
+        for start, stop in ((0, 9), (9, 10), (10, 10), (10, 40)):
+            into = None if steps == 1 else bulk[..., start:stop, :, :]
+            updates.append(stream.update(x[..., start:stop, :], into))
+        return StreamUpdate(updates[-1].log_norm, joined(updates, 1), stream.filtered, None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_stream_filter, "Block", None)
+        compiled = found()
+    monkeypatch.setattr(_device, "_numba", lambda: False)
+    plain, bound = found(), 3e-6 if dtype == F32 else 1e-13
+    assert compiled.log_norm[2, 3] == -INF and compiled.log_norm[4, 0].isnan()
+    for one, other in zip(compiled[:3], plain[:3], strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound, equal_nan=True)
+
+
 def messages_of(chain: Chain) -> float:
     """The size of the reference's largest message."""
     forward = reference.forward_backward(chain.x.detach(), *chain[1:3], log_params=chain.log_params).forward
@@ -219,17 +270,18 @@ def test_a_piece_in_blocks(name, homogeneous, monkeypatch):
 
 
 @pytest.mark.parametrize("pieces", [[(0, 3)], [(0, 2), (2, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 2), (2, 3)]], ids=str)
-def test_what_an_emission_hides_is_there_later(pieces):
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_an_emission_hides_is_there_later(pieces, lag):
     """State 1 is 2000 nats behind, and 3000 of p0, but the only one that leads on."""
     x = torch.tensor([[0.0, 0.0], [0.0, -2000.0], [0.0, 0.0]])
     both, only = torch.zeros(2, 2), torch.tensor([[-math.inf, -math.inf], [0.0, 0.0]])
     for middle, p0, truth in ((both, [0.0, 0.0], math.log(4) - 2000), (only, [0.0, -3000.0], math.log(2) - 5000)):
         stream, found = streamed(
-            Chain(x, torch.stack([middle, only]), torch.tensor(p0), log_params=True), pieces, lag=1
+            Chain(x, torch.stack([middle, only]), torch.tensor(p0), log_params=True), pieces, lag=lag
         )
         assert stream.log_norm.item() == pytest.approx(truth, rel=1e-6)
         torch.testing.assert_close(found.filtered[2], torch.tensor([0.5, 0.5]))
-        torch.testing.assert_close(found.smoothed[1], torch.tensor([0.0, 1.0]))
+        assert not lag or found.smoothed[1].tolist() == [0.0, 1.0]
 
 
 def test_what_p0_hides_is_there_for_who_ends_at_once():
