@@ -1,0 +1,59 @@
+"""What the pages take from elsewhere in the repository: notebooks, changes, tables, plans; and the pictures, drawn."""
+
+import ast
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import pictures  # noqa: E402
+
+import logchain  # noqa: E402
+
+
+@event_priority(100)  # before the plugin that looks for notebooks
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files that lie outside of `pages`, and the pictures."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        name = f"notebooks/{path.name}"
+        files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    files.append(File.generated(config, "changelog.md", abs_src_path=str(ROOT / "logchain" / "CHANGELOG.md")))
+    plot = ROOT / "tests" / "benchmarks" / "results" / "against_v.svg"
+    files.append(File.generated(config, "pictures/against_v.svg", abs_src_path=str(plot)))
+    for name, svg in drawn().items():
+        files.append(File.generated(config, f"pictures/{name}.svg", content=svg))
+    return files
+
+
+@lru_cache
+def drawn() -> dict[str, bytes]:
+    """All pictures; once, also where pages are served and built again."""
+    return pictures.all()
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put tables of the README, which come from the results files, and plans in the place of their markers."""
+    markdown = re.sub(r"<!-- table: (\w+) -->", lambda found: table(found[1]), markdown)
+    return re.sub(r"<!-- plan: (.*) -->", lambda found: plan(found[1]), markdown)
+
+
+def table(name: str) -> str:
+    """The README's text between two markers."""
+    _, _, rest = (ROOT / "README.md").read_text().partition(f"<!-- {name}: from the results file -->\n")
+    found, end, _ = rest.partition(f"<!-- {name}: end -->")
+    if not end:
+        raise ValueError(f"README.md has no table {name}")
+    return found
+
+
+def plan(shapes: str) -> str:
+    """What `logchain.plan` says of a product with its backward pass."""
+    return f"```text\n{logchain.plan(*ast.literal_eval(shapes), gradients=True)}\n```"

@@ -1,0 +1,112 @@
+"""The pages of the site print what they say, and name what is there; `mkdocs build --strict` checks the rest."""
+
+import doctest
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import logchain
+import logchain.nn
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / ".docs" / "pages"
+TEXTS = {path.relative_to(PAGES).as_posix(): path.read_text() for path in sorted(PAGES.rglob("*.md"))}
+README = (ROOT / "README.md").read_text()
+NAV = (ROOT / ".docs" / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+LISTED = re.findall(r": (\S+\.(?:md|ipynb))$", NAV, re.MULTILINE)
+# what the hooks take from elsewhere
+ELSEWHERE = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} | {"changelog.md"}
+
+
+def examples(page):
+    """The blocks of a page; later ones go on with the names of those before."""
+    blocks = re.findall(r"```python\n(.*?)```", TEXTS[page], re.DOTALL)
+    assert all(block.startswith(">>>") for block in blocks), "an example that nobody runs"
+    return doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page, page, 0)
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if examples(page).examples])
+def test_examples_print_what_they_say(page):
+    output = []
+    runner = doctest.DocTestRunner()
+    runner.run(examples(page), out=output.append)
+    assert not runner.summarize(verbose=False).failed, "".join(output)
+
+
+def test_every_page_and_notebook_is_listed_once():
+    assert sorted(LISTED) == sorted({*TEXTS, *ELSEWHERE})
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_linked_pages_exist(page):
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", TEXTS[page]) if "://" not in link]
+    found = [(PAGES / page).parent / link for link in links if link and not link.endswith(".svg")]
+    assert not [link for link in found if link.resolve().relative_to(PAGES).as_posix() not in {*TEXTS, *ELSEWHERE}]
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    shown = re.findall(r"^::: (\S+)$", "\n".join(TEXTS.values()), re.MULTILINE)
+    public = {f"{module.__name__}.{name}" for module in (logchain, logchain.nn) for name in module.__all__}
+    assert len(shown) == len(set(shown))
+    assert set(shown) == public - {"logchain.nn"}
+
+
+def test_names_that_pages_link_to_exist():
+    for name in set(re.findall(r"\[`(logchain\.[\w.]+)`\]\[\]", "\n".join(TEXTS.values()))):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_tables_are_in_the_readme():
+    tables = re.findall(r"<!-- table: (\w+) -->", "\n".join(TEXTS.values()))
+    assert tables and all(f"<!-- {name}: end -->" in README for name in tables)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_no_measured_number_is_written_by_hand(page):
+    prose = re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
+    assert not re.search(r"\d (ms|s|seconds|GB|MB|x|times)\b", prose.replace("Below 1 x", ""))
+
+
+def test_docstrings_become_markdown():
+    pytest.importorskip("griffe", reason="comes with the extra docs")
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / ".docs" / "docstrings.py")
+    docstrings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(docstrings)
+    text = """Messages [*B, v, c] of `x[i]`:
+
+    a_i = b_i
+
+They take
+    lengths: one of two,
+        or both.
+
+Args:
+    a, b: as in `logchain.product`.
+
+Cost: none.
+
+>>> 1 + 1
+2"""
+    expected = """Messages `[*B, v, c]` of `x[i]`:
+
+    a_i = b_i
+
+They take
+
+- `lengths`: one of two,
+    or both.
+
+Args:
+    a: with `b`.
+    b: as in <autoref identifier="logchain.product" optional><code>logchain.product</code></autoref>.
+
+**Cost:** none.
+
+```pycon
+>>> 1 + 1
+2
+```"""
+    assert docstrings.markdown(text) == expected
