@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _device
 from ._arguments import check_tensor
-from ._operators import is_plain
+from ._operators import at_hand
 
 
 def check_crf(emissions: Tensor, mask: Tensor | None, c: int, batch_first: bool) -> None:
@@ -82,11 +81,6 @@ def sequences(mask: Tensor | None) -> Sequences:
         if inside.equal(first) and lengths.all():
             return Sequences(inside, lengths)
     return Sequences(inside, lengths.clamp(min=1), inside.logical_not().argsort(dim=1, stable=True), lengths == 0)
-
-
-def at_hand(tensor: Tensor) -> bool:
-    """Whether values can be looked at without waiting, tracing or mapping."""
-    return is_plain((tensor,)) and not _device.on_gpu(tensor)
 
 
 def _like(steps: Tensor, values: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ._device import arithmetic_on
+from ._device import arithmetic_on, on_gpu
 
 _library = torch.library.Library("logchain", "DEF")
 
@@ -70,6 +71,11 @@ def is_plain(args: tuple[Any, ...]) -> bool:
         and not torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)
         and _PLAIN.issuperset(map(type, args))
     )
+
+
+def at_hand(tensor: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device, tracing or mapping."""
+    return is_plain((tensor,)) and not on_gpu(tensor)
 
 
 # the mode in which `torch.autograd.grad(..., is_grads_batched=True)` maps

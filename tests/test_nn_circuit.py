@@ -334,3 +334,20 @@ def test_wrong_sizes_raise(kind):
         made(kind, 3, input="gaussian", total_count=4)
     with pytest.raises(ValueError, match=r"^input: expected units \[2, 3, 2\], got \[3, 2\]$"):
         made(kind, 3, input=nn.Gaussian((3, 2)))
+
+
+def test_a_start_keeps_what_is_not_trained(kind):
+    circuit = made(kind, 3)
+    kept = [circuit.mixing.logits, *circuit.input.parameters()]
+    for parameter in kept:
+        parameter.requires_grad_(False)
+    before = [parameter.clone() for parameter in kept]
+    circuit.initialise(torch.zeros(5, 3, dtype=torch.int64))
+    assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
+
+
+def test_integers_do_not_round_what_is_filled_in():
+    circuit = nn.ChainCircuit(2, 2, input="gaussian")
+    data, observed = torch.tensor([[3, 0]]), torch.tensor([[True, False]])
+    for found in (circuit.mpe(data, observed).data, circuit.sample_conditional(data, observed)[0]):
+        assert found[0, 0] == 3 and found[0, 1] != found[0, 1].round()

@@ -379,6 +379,16 @@ def test_forbidden_transitions_stay_forbidden():
         assert (matrix[np.tril_indices(C, -1)] == 0).all() and np.isfinite(matrix).all()
 
 
+def test_a_start_keeps_single_parameters_that_are_not_trained():
+    hmm, data = HMM(2, "gaussian", generator=seeded()), torch.randn(5, V, generator=seeded())
+    kept = [hmm.transition.logits, hmm.emission.log_scales]
+    for parameter in kept:
+        parameter.requires_grad_(False)
+    before = [parameter.clone() for parameter in kept]
+    hmm.fit(data, method="gradient", max_iterations=1, generator=seeded())
+    assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
+
+
 def test_a_model_of_ones_own():
     """`fit` takes any module with a `log_prob`."""
 
@@ -490,6 +500,23 @@ def test_every_parameter_has_a_gradient():
             r"observed: expected shape \[5, 4\], got \[5\]",
         ),
         (lambda: random_hmm().log_prob(torch.tensor(1)), ValueError, r"data: expected shape \[..., v\], got \[\]"),
+        (
+            lambda: random_hmm(Network(2)).log_prob(
+                torch.zeros(5, V, 2, dtype=F64), observed=torch.ones(5, V, 2, dtype=torch.bool)
+            ),
+            ValueError,
+            r"observed: expected shape \[5, 4\], the steps that the emission module makes of the data, got \[5, 4, 2\]",
+        ),
+        (lambda: HMM(2, "gaussian", num_features=0), ValueError, "num_features: expected 1 or more, got 0"),
+        (
+            lambda: HMM(2, Categorical(2, 3), covariance="full"),
+            ValueError,
+            "covariance: expected 'diagonal' with an emission",
+        ),
+        (lambda: HMM(2, "poisson", transition=1), TypeError, "transition: expected a torch.nn.Module, got int"),
+        (lambda: random_hmm().sample(1, -1), ValueError, "num_steps: expected 1 or more, got -1"),
+        (lambda: random_hmm().fit([[0, 1]]), TypeError, "data: expected a torch.Tensor, got list"),
+        (lambda: random_hmm().fit(categories(5, V), step=1.5), ValueError, "step: expected a number from 0 to 1"),
         (lambda: random_hmm().fit(categories(5, V), batch_size=0), ValueError, "batch_size: expected 1 or more"),
         (
             lambda: random_hmm().fit(categories(5, V), method="newton"),

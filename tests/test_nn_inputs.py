@@ -219,6 +219,21 @@ def test_compiles_as_one_graph(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_of_each_observation_by_vmap(name):
+    layer, data, _ = drawn(name, (4, 2))
+    values = {at: value.detach() for at, value in layer.named_parameters()}
+
+    def total(values, data):
+        return torch.func.functional_call(layer, values, (data,)).sum()
+
+    found = torch.func.vmap(torch.func.grad(total), (None, 0))(values, data)
+    for row, one in enumerate(data):
+        expected = torch.autograd.grad(layer(one).sum(), list(layer.parameters()))
+        for got, wanted in zip(found.values(), expected, strict=True):
+            torch.testing.assert_close(got[row], wanted)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_copies_states_and_sizes(name):
     make = FAMILIES[name][0]
     layer, data, _ = drawn(name, (4, 2))
@@ -359,6 +374,22 @@ def test_impossible_is_exactly_minus_infinity_with_gradients_of_zero():
         assert (gradient == 0).all()
 
 
+def test_a_distribution_ends_where_the_support_of_each_unit_does():
+    scales = torch.tensor([2.0, 0.5])
+    layer = Distribution(torch.distributions.Pareto, 2, scale=scales, alpha=3.0, spread=0)
+    found = layer(torch.tensor([1.0, 4.0]))
+    expected = scipy.stats.pareto(3, scale=scales.numpy()).logpdf(np.array([[1.0], [4.0]]))
+    torch.testing.assert_close(found.double(), torch.tensor(expected), rtol=0, atol=1e-5)
+    for gradient in torch.autograd.grad(found[:, 1].sum() + found[1, 0], list(layer.parameters())):
+        assert gradient.isfinite().all()
+
+
+def test_what_is_not_observed_may_be_anything():
+    data, observed = torch.tensor([torch.inf, 1.0]), torch.tensor([False, True])
+    for layer in (Gaussian(2), Poisson(2), Mixture(Gaussian((2, 2))), Bernoulli(2)):
+        assert torch.equal(layer(data, observed), layer(torch.tensor([torch.nan, 1.0])))
+
+
 def test_large_counts_and_large_means_cost_no_digits():
     counts = Poisson(1)
     counts.set(torch.tensor([1e6]))
@@ -404,6 +435,7 @@ def test_a_distribution_learns_by_gradients_and_takes_functions():
     [
         (lambda: Poisson(2), torch.tensor([-1]), ValueError, "expected counts, got -1"),
         (lambda: Poisson(2), torch.tensor([0.5]), ValueError, "expected counts, got 0.5"),
+        (lambda: Poisson(2), torch.tensor([torch.inf]), ValueError, "expected counts, got inf"),
         (lambda: Bernoulli(2), torch.tensor([2]), ValueError, "integers from 0 to 1, got 2"),
         (lambda: Categorical(2, 3), torch.tensor([0.5]), ValueError, "integers from 0 to 2, got 0.5"),
         (lambda: Gaussian((3, 2)), torch.zeros(5, 4), ValueError, r"expected shape \[..., 3\], got \[5, 4\]"),
@@ -415,7 +447,11 @@ def test_a_distribution_learns_by_gradients_and_takes_functions():
         (lambda: Gaussian("two"), None, ValueError, "units: expected a positive integer"),
         (lambda: Gaussian(2, 3, "tied"), None, ValueError, "covariance: expected 'diagonal' or 'full', got 'tied'"),
         (lambda: Gaussian(2, covariance="full"), None, ValueError, "num_features: expected an integer"),
-        (lambda: Binomial(2, -1), None, ValueError, "Binomial: expected"),
+        (lambda: Gaussian(2, 0), None, ValueError, "num_features: expected 1 or more, got 0"),
+        (lambda: Gaussian(2, prior_scatter=-1.0), None, ValueError, "prior_scatter: expected a number from 0 on"),
+        (lambda: Binomial(2, -1), None, ValueError, "total_count: expected 0 or more, got -1"),
+        (lambda: Binomial(2, 1.5), None, TypeError, "total_count: expected an int, got 1.5"),
+        (lambda: Categorical(2, 0), None, ValueError, "num_categories: expected 1 or more, got 0"),
         (lambda: Mixture(Poisson(2)), None, ValueError, "layer: expected units"),
         (lambda: Mixture("poisson"), None, TypeError, "layer: expected an InputLayer"),
         (lambda: Distribution(torch.distributions.Gamma, 2, concentration=-1.0, rate=1.0), None, ValueError, "conc"),
@@ -441,6 +477,7 @@ def test_a_distribution_learns_by_gradients_and_takes_functions():
             r"means: expected .* \[3\], got \[2\]",
         ),
         (lambda: Gaussian(3).set(0.0, torch.ones(3)), None, TypeError, "means: expected a torch.Tensor, got float"),
+        (lambda: Gaussian(1).set(torch.tensor([torch.nan]), torch.ones(1)), None, ValueError, "means: expected finite"),
         (lambda: Gaussian(1)(torch.tensor([torch.inf])), None, ValueError, "data: expected finite numbers"),
         (lambda: Gaussian(1).initialise(torch.full((3,), torch.nan)), None, ValueError, "at least one observation"),
         (lambda: Gaussian(1).initialise(torch.ones(3)), None, ValueError, "two different observations"),

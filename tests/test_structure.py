@@ -78,7 +78,7 @@ LAYERS = [
 
 # The modules of `logchain.nn`, from the bottom up likewise.
 MODULES = [
-    ["em", "stationary"],
+    ["checks", "em", "stationary"],
     ["fitting", "input_layer", "log_weights"],
     ["exponential_family", "finite", "layers", "starts"],
     ["bernoulli", "binomial", "categorical", "distribution", "gaussian", "mixture", "poisson"],
@@ -119,7 +119,13 @@ def test_modules_call_the_public_functions(path):
     library = {node.module or "__init__" for node in froms if node.level == 2}
     assert own <= below, f"{path.stem} imports {sorted(own - below)}"
     # checks of arguments are shared; nothing else that is private
-    assert not {name for name in library if name.startswith("_")} - {"__init__", "_arguments", "_crf", "_progress"}
+    assert not {name for name in library if name.startswith("_")} - {
+        "__init__",
+        "_arguments",
+        "_crf",
+        "_operators",
+        "_progress",
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from .checks import check_count
 from .em import arithmetic, broadcast
 from .exponential_family import sums
 from .finite import Finite
@@ -34,6 +35,7 @@ class Binomial(Finite):
     def __init__(
         self, units: int | tuple[int, ...], total_count: int, *, generator: torch.Generator | None = None
     ) -> None:
+        check_count("total_count", total_count, 0)
         super().__init__(units, total_count + 1)
         self.total_count = total_count
         self.logits = torch.nn.Parameter(torch.empty(self.units))

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .checks import check_count
 from .finite import Finite
 from .log_weights import LogWeights
 from .starts import observations
@@ -38,6 +39,7 @@ class Categorical(Finite):
         prior_count: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
+        check_count("num_categories", num_categories, 1)
         super().__init__(units, num_categories)
         shape = *self.units[:-1], num_categories, self.units[-1]
         self.weights = LogWeights(*shape, dim=-2, prior_count=prior_count, generator=generator)

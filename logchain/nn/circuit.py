@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..matmul import matmul
 from ..viterbi import Path
-from .fitting import Fit, Optimiser, fit
+from .fitting import Fit, Optimiser, fit, frozen
 from .input_layer import InputLayer
 from .log_weights import LogWeights
 from .named_input import named_input
@@ -124,7 +124,7 @@ class Circuit(torch.nn.Module):
         self._check_possible(score)
         states = _of_repetition(path.states, repetition, 0)
         variables = torch.arange(v, device=data.device)
-        found = values[repetition[..., None], variables, states].to(data.dtype)
+        found = values[repetition[..., None], variables, states]
         return Completion(torch.where(known, data, found), repetition, states, score.to(x.dtype))
 
     @torch.no_grad()
@@ -149,17 +149,19 @@ class Circuit(torch.nn.Module):
         """
         x = self._weigh(data, observed)
         data, known = self._known(data, observed)
-        return torch.where(known, data, self._draw(x, num_samples, generator).to(data.dtype))
+        return torch.where(known, data, self._draw(x, num_samples, generator))
 
     def initialise(
         self, data: Tensor, *, observed: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draw all parameters anew: weights uniformly over the simplex, the input layer's by the data."""
+        """Draw what is trained anew: weights uniformly over the simplex, the input layer's parameters by the data."""
         inputs = set(self.input.modules())
-        for part in self.modules():
-            if isinstance(part, LogWeights) and part not in inputs:
-                part.reset_parameters(generator)
-        self.input.initialise(*self._shared(data, observed), generator=generator)
+        with frozen(self):
+            for part in self.modules():
+                if isinstance(part, LogWeights) and part not in inputs:
+                    part.reset_parameters(generator)
+            if any(parameter.requires_grad for parameter in self.input.parameters()):
+                self.input.initialise(*self._shared(data, observed), generator=generator)
 
     def fit(
         self,

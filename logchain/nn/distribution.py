@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
+from .._operators import at_hand
 from .em import arithmetic
 from .input_layer import InputLayer
 
@@ -33,7 +34,7 @@ class Distribution(InputLayer):
 
     >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=torch.tensor([1.0, 4.0]), spread=0)
     >>> waits(torch.tensor([1.0]))
-    tensor([[-1.0000, -1.2274]], grad_fn=<SubBackward0>)
+    tensor([[-1.0000, -1.2274]], grad_fn=<MaskedFillBackward0>)
     """
 
     factorised = False
@@ -108,12 +109,11 @@ class Distribution(InputLayer):
         values = self.parameters_of_units()
         made = self.distribution(**values)
         data = data.to(next(iter(values.values())).dtype)
-        if data.device.type == "cpu" and not torch.compiler.is_compiling():
-            allowed = made.support.check(data).any(-1)  # type: ignore[union-attr]
-            if not bool(allowed.all()):
-                raise ValueError(f"data: expected {made.support}, got something else")
-        found: Tensor = made.log_prob(data)
-        return found
+        allowed: Tensor = made.support.check(data)  # type: ignore[union-attr]
+        if at_hand(allowed) and not bool(allowed.any(-1).all()):
+            raise ValueError(f"data: expected {made.support}, got something else")
+        # some families go on with their formula where they end: Pareto does
+        return made.log_prob(data).masked_fill(~allowed, -torch.inf)
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
         """With a sample of the initial distribution."""

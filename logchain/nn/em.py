@@ -6,6 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from .checks import check_step
+
 
 @runtime_checkable
 class Part(Protocol):
@@ -90,12 +92,16 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     Returns:
         The log-likelihood before the step. With `step=1`, all the data and no priors it never falls.
 
+    Raises:
+        ValueError: there is no batch, or `step` is out of range.
+
     >>> from logchain.nn import LogWeights
     >>> coin = LogWeights(2)
     >>> before = em_step(coin, [lambda: 3 * coin()[0] + coin()[1]])
     >>> coin().exp().detach()
     tensor([0.7500, 0.2500])
     """
+    check_step(step)
     total: Tensor | None = None
     statistics: Statistics = {}
     for log_likelihood in log_likelihoods:

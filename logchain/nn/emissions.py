@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._arguments import Lengths, as_lengths, check_choice
 from .categorical import Categorical
+from .checks import check_count
 from .gaussian import Gaussian
 from .input_layer import InputLayer
 from .poisson import Poisson
@@ -26,6 +27,8 @@ def emission_of(
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"{name}: expected None with an emission module, got {value}")
+        if covariance != "diagonal":
+            raise ValueError(f"covariance: expected 'diagonal' with an emission module, got {covariance!r}")
         if isinstance(emission, InputLayer) and (emission.units[-1] != num_states or len(emission.units) > 2):
             expected = f"units ({num_states},) or (d, {num_states})"
             raise ValueError(f"emission: expected {expected}, got {emission.units}")
@@ -33,6 +36,9 @@ def emission_of(
     if not isinstance(emission, str):
         raise TypeError(f"emission: expected a name or a torch.nn.Module, got {type(emission).__name__}")
     check_choice("emission", emission, ("categorical", "gaussian", "poisson"))
+    for name, value in given.items():
+        if value is not None:
+            check_count(name, value, 1)
     if (emission == "categorical") != (num_categories is not None):
         expected = "an int" if emission == "categorical" else "None"
         raise ValueError(f"num_categories: expected {expected} with emission {emission!r}, got {num_categories}")
@@ -58,7 +64,10 @@ def potentials(
         x = x.sum(-2) if len(emission.units) > 1 else x
     else:
         x = emission(data)
-        if known is not None and x.shape[:-1] == known.shape:
+        if known is not None:
+            if x.shape[:-1] != known.shape:
+                expected = f"{list(x.shape[:-1])}, the steps that the emission module makes of the data"
+                raise ValueError(f"observed: expected shape {expected}, got {list(known.shape)}")
             x = torch.where(known[..., None], x, 0)
     if x.dim() < 2 or x.shape[-1] != num_states:
         raise ValueError(f"emission: expected log-potentials [..., v, {num_states}], got {list(x.shape)}")
@@ -92,6 +101,20 @@ def where_known(
         inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
         known = inside if known is None else known & _over(inside, known)
     return (None if known is None else _over(known, data) if is_layer else known), ends
+
+
+def in_batch(
+    emission: torch.nn.Module, data: Tensor, conditions: dict[str, Tensor | None], lengths: Lengths | None
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """The same with an axis of sequences, where an input layer says that there is but one."""
+    if not isinstance(data, Tensor):
+        raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
+    if lengths is not None:
+        conditions = conditions | {"lengths": torch.as_tensor(lengths)}
+    if not isinstance(emission, InputLayer) or data.dim() != 1 + event_axes(emission):
+        return data, conditions
+    # what is of the wrong kind is refused where it is used
+    return data[None], {name: one[None] if isinstance(one, Tensor) else one for name, one in conditions.items()}
 
 
 def event_axes(emission: Any) -> int:

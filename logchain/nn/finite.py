@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .._operators import at_hand
+from .checks import check_count
 from .input_layer import InputLayer
 
 # observations of one variable whose gradients are added up one after the other
@@ -22,8 +24,7 @@ class Finite(InputLayer):
 
     def __init__(self, units: int | tuple[int, ...], num_values: int) -> None:
         super().__init__(units)
-        if not isinstance(num_values, int) or num_values < 1:
-            raise ValueError(f"{type(self).__name__}: expected a positive number of values, got {num_values!r}")
+        check_count("num_values", num_values, 1)
         self.num_values = num_values
 
     def table(self) -> Tensor:
@@ -63,7 +64,7 @@ class Finite(InputLayer):
 
     def _values(self, data: Tensor) -> Tensor:
         found = data.long()
-        if data.device.type == "cpu" and not torch.compiler.is_compiling():
+        if at_hand(data):
             wrong = (found < 0) | (found >= self.num_values) | (found != data)
             if bool(wrong.any()):
                 worst = data[wrong][0].item()

@@ -1,6 +1,7 @@
 """Maximum likelihood for any model with a `log_prob`: by expectation maximisation, or by gradients."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from .._arguments import check_choice
 from .._progress import check_progress
+from .checks import check_count, check_step
 from .em import Part, em_step
 
 Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -120,6 +122,16 @@ def fit(
     if len(reached) > 1:
         model.load_state_dict(best[1])
     return best[0]._replace(starts=tuple(reached))
+
+
+@contextmanager
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """What is not trained is put back afterwards."""
+    before = [(one, one.detach().clone()) for one in model.parameters() if not one.requires_grad]
+    yield
+    with torch.no_grad():
+        for parameter, value in before:
+            parameter.copy_(value)
 
 
 def _divided(condition: object) -> bool:
@@ -241,14 +253,6 @@ def _finite(total: Tensor) -> float:
     return found
 
 
-def check_count(name: str, value: object, least: int) -> None:
-    """An integer that is no less."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected {least} or more, got {value}")
-
-
 def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
     check_count("max_iterations", max_iterations, 0)
     check_count("restarts", restarts, 0)
@@ -259,6 +263,8 @@ def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
                 raise ValueError(
                     f"{name}: expected {len(run.data)} along the first axis, as the data, got {len(value)}"
                 )
+    if run.step is not None and not callable(run.step):
+        check_step(run.step)
     if run.method == "em" and run.optimiser is not None:
         raise ValueError("optimiser: expected None with method 'em'")
     if run.method == "gradient" and run.step is not None:

@@ -12,9 +12,10 @@ from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
 from ..viterbi import Path, viterbi
+from .checks import check_count
 from .em import arithmetic
-from .emissions import emission_of, event_axes, fill, potentials, where_known
-from .fitting import Fit, Optimiser, check_count, fit
+from .emissions import emission_of, fill, in_batch, potentials, where_known
+from .fitting import Fit, Optimiser, fit, frozen
 from .input_layer import InputLayer
 from .log_weights import LogWeights
 from .stationary import stationary
@@ -46,7 +47,8 @@ class HMM(torch.nn.Module):
         generator: where the initial parameters come from.
 
     The methods take data `[*B, v, *event]`, as `[n, v]` or `[v]`, and
-        observed: bool, of the shape of the data or `[*B, v]`; what is False, or NaN in the data, is summed out.
+        observed: bool, of the shape of the data or `[*B, v]`; what is False is summed out, and so is NaN in the data by
+            an `InputLayer` (a network is given it).
         lengths: integers from 1 to v, of the shape of the first axes of B: what lies behind has no influence.
         covariates: what `transition` is called with, `[*B, v-1, ...]` to depend on the step.
 
@@ -95,6 +97,8 @@ class HMM(torch.nn.Module):
         check_choice("initial", initial, ("free", "stationary"))
         if initial == "stationary" and num_steps is not None:
             raise ValueError("initial: expected 'free' where each step has a matrix of its own, got 'stationary'")
+        if not isinstance(transition, torch.nn.Module | None):
+            raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
         if transition is not None and num_steps is not None:
             raise ValueError(f"num_steps: expected None with a transition module, got {num_steps}")
         self.num_states, self.num_steps = num_states, num_steps
@@ -192,6 +196,7 @@ class HMM(torch.nn.Module):
         emission: Any = self.emission
         if not isinstance(emission, InputLayer):
             raise TypeError(f"emission: expected an InputLayer to sample from, got {type(emission).__name__}")
+        check_count("num_steps", num_steps, 1)
         bulk = self._transitions(torch.Size((num_steps, self.num_states)), None, covariates)
         nothing = torch.zeros(*bulk.shape[:-3], num_steps, self.num_states, device=bulk.device)
         initial = stationary(bulk[..., 0, :, :].double().exp()).log() if self.initial is None else self.initial()
@@ -211,12 +216,13 @@ class HMM(torch.nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         """Draw what is trained anew: probabilities uniformly, emissions by the data."""
-        for weights in (self.initial, self.transition):
-            if isinstance(weights, LogWeights) and weights.logits.requires_grad:
-                weights.reset_parameters(generator)
-        if isinstance(self.emission, InputLayer) and any(p.requires_grad for p in self.emission.parameters()):
-            known, _ = where_known(self.emission, data, observed, lengths)
-            self.emission.initialise(data if known is None else fill(data, known), known, generator=generator)
+        with frozen(self):
+            for weights in (self.initial, self.transition):
+                if isinstance(weights, LogWeights):
+                    weights.reset_parameters(generator)
+            if isinstance(self.emission, InputLayer) and any(p.requires_grad for p in self.emission.parameters()):
+                known, _ = where_known(self.emission, data, observed, lengths)
+                self.emission.initialise(data if known is None else fill(data, known), known, generator=generator)
 
     def fit(
         self,
@@ -241,12 +247,7 @@ class HMM(torch.nn.Module):
         """
         if method == "em" and self.initial is None:
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
-        conditions: dict[str, Tensor | None] = {"observed": observed, "covariates": covariates}
-        if lengths is not None:
-            conditions["lengths"] = torch.as_tensor(lengths)
-        if isinstance(self.emission, InputLayer) and data.dim() == 1 + event_axes(self.emission):
-            data = data[None]
-            conditions = {name: None if value is None else value[None] for name, value in conditions.items()}
+        data, conditions = in_batch(self.emission, data, {"observed": observed, "covariates": covariates}, lengths)
         return fit(
             self,
             data,

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._operators import at_hand
 from .em import arithmetic
 
 
@@ -57,8 +58,7 @@ class InputLayer(torch.nn.Module):
         known: Tensor | None = None
         if data.is_floating_point():
             known = ~data.isnan()
-            # a look at the values would make the host wait for a GPU
-            if data.device.type == "cpu" and not torch.compiler.is_compiling() and bool(known.all()):
+            if at_hand(known) and bool(known.all()):
                 known = None
         if observed is not None:
             observed = self._check_observed(observed, data)
@@ -67,7 +67,7 @@ class InputLayer(torch.nn.Module):
             return data, None
         if self.event and not self.factorised:
             whole = known.all(-1, keepdim=True)
-            if data.device.type == "cpu" and not torch.compiler.is_compiling() and bool((known != whole).any()):
+            if at_hand(known) and bool((known != whole).any()):
                 raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
             known = whole.expand(data.shape)
         return self.fill(data, known), known

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import check_choice, check_flag
-from .._crf import Sequences, at_hand, check_crf, sequences, with_end
+from .._crf import Sequences, check_crf, sequences, with_end
+from .._operators import at_hand
 from ..adapters import ChainArguments
 from ..log_prob import log_prob
 from ..marginals import marginals

@@ -46,7 +46,8 @@ class LogWeights(torch.nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the weights anew, uniformly over the simplex."""
         with torch.no_grad():
-            self.logits.exponential_(generator=generator).log_()
+            # float16 could draw 0, a weight that no training revives
+            self.logits.copy_(torch.empty_like(arithmetic(self.logits)).exponential_(generator=generator).log_())
 
     def forward(self) -> Tensor:
         """The logarithms `[*shape]`."""

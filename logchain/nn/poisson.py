@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._operators import at_hand
 from .em import arithmetic, broadcast
 from .exponential_family import ExponentialFamily
 from .starts import seeds
@@ -67,16 +68,15 @@ class Poisson(ExponentialFamily):
         """`log p(data | unit)`, `[..., *U, c]` in nats; see `InputLayer.forward`."""
         found = super().forward(data, observed)
         never = self.log_rates == -torch.inf
-        # a look at the values would make the host wait for a GPU
-        if never.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(never.any()):
+        if at_hand(never) and not bool(never.any()):
             return found
         some = self.known(data, observed)[0] > 0
         return found.masked_fill(some[..., None] & never, -torch.inf)
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
         """How many counts, their sum, and the logarithms of their factorials."""
-        if data.device.type == "cpu" and not torch.compiler.is_compiling():
-            wrong = (data < 0) | (data != data.floor()) if data.is_floating_point() else data < 0
+        if at_hand(data):
+            wrong = (data < 0) | (data.frac() != 0) if data.is_floating_point() else data < 0
             if bool(wrong.any()):
                 raise ValueError(f"data: expected counts, got {data[wrong][0].item():g}")
         data = data.double()

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .._operators import at_hand
+
 
 def stationary(transition: Tensor) -> Tensor:
     r"""`p` with `p = p P` and `sum p = 1`, found without subtractions: every entry is good to float64, however small.
@@ -31,7 +33,7 @@ def stationary(transition: Tensor) -> Tensor:
     for k in range(left.shape[-1] - 1, 0, -1):
         out = left[..., k, :k]
         leaves = out.sum(-1, keepdim=True)
-        if transition.device.type == "cpu" and not torch.compiler.is_compiling() and bool((leaves == 0).any()):
+        if at_hand(leaves) and bool((leaves == 0).any()):
             raise ValueError("transition: expected every state to reach every other")
         # the weight of k, if that of the states below is 1
         enter = left[..., :k, k] / leaves
