@@ -6,23 +6,19 @@ and steps and counts in proportion, which the row `share computed` says: its wor
 
     python -m tests.benchmarks peers --only hmmlearn XLA --workloads c=64
 
-measures some of them again, and leaves the other rows of the results file as they are. Peers that are not installed
-are left out; the extra `peers` has some of them, the others are, where numpyro needs Python 3.11,
+measures some of them again, and leaves the other rows of the results file as they are. What is not installed or fails
+is in `results/left_out.csv`, with the reason. Floors, which are the GEMMs and the bytes alone, run as peers without
+an answer. The extra `peers` has some of the packages, the others are, where numpyro needs Python 3.11,
 
     pip install --no-deps torch-semiring-einsum nvidia-ml-py pomegranate apricot-select
     pip install funsor dynamax numpyro
 """
 
 import functools
-import multiprocessing
-import os
 import statistics
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,17 +27,22 @@ import torch
 from torch import Tensor
 
 from logchain import reference
-from tests.benchmarks import report
+from tests.benchmarks import aside, kept, report
+from tests.benchmarks.aside import attempts
+from tests.benchmarks.kept import Missing
 from tests.benchmarks.report import FORWARD, GRADIENTS, Row
 
 RESULTS = report.PEERS
 STATES = "forward and backward, posteriors alone"
 ONE, STEP, EACH = "one matrix", "shared bulk", "bulk per sequence"
 
-# seconds: of a peer's single run, of all runs of a peer in a case, and without a word from it
-_MOST, _PATIENCE, _SILENCE = 0.4, 0.6, 300.0
+# seconds: of a peer's single run, and of all runs of a peer in a case
+_MOST, _PATIENCE = 0.4, 0.6
 
 _FEW_STEPS, _MOST_ROUNDS = 33, 15
+
+# steps that the reference takes in a minute or so
+_CHECKED = 100_000
 
 
 class Workload(NamedTuple):
@@ -67,11 +68,15 @@ WORKLOADS = [
     Workload(32, 512, 64, ONE),
     Workload(32, 512, 64, STEP),
     Workload(8, 128, 64, EACH),
+    Workload(500, 40, 200, STEP),
+    Workload(256, 784, 64, STEP),
+    Workload(1, 10_000, 100, ONE),
+    Workload(32, 25, 20, EACH),
 ]
 
 
 class Case(NamedTuple):
-    """x [n, v, c], bulk [n or 1, v-1 or 1, c, c] and p0 [c] in float32; rows of bulk and p0 sum to 1."""
+    """x [n, v, c], bulk [n or 1, v-1 or 1, c, c] and p0 [c] in float32."""
 
     x: Tensor
     bulk: Tensor
@@ -92,10 +97,12 @@ class Provider(NamedTuple):
     modes: tuple[str, ...] = (FORWARD, GRADIENTS)
     # always runs on the whole: each new shape would be compiled
     whole: bool = False
+    # computes no answer
+    floor: bool = False
 
 
 def draw(workload: Workload) -> Case:
-    """The same numbers for everybody."""
+    """The same numbers for everybody; rows of bulk and p0 sum to 1."""
     n, v, c, matrices = workload
     generator = torch.Generator().manual_seed(v)
     x = torch.randn(n, v, c, generator=generator)
@@ -140,8 +147,8 @@ def _power(number: float) -> int:
     return 1 << max(int(number), 1).bit_length() - 1
 
 
-def pair_seconds(runs: Sequence[Run]) -> list[float]:
-    """Median CPU time of one call of each, in turns, short ones many times in a row."""
+def pair_seconds(runs: Sequence[Run]) -> list[list[float]]:
+    """Quartiles of the CPU time of one call of each, in turns, short ones many times in a row."""
     once = [min(seconds(run) for _ in range(2)) for run in runs]
     repeats = [max(1, int(0.004 / max(spent, 1e-6))) for spent in once]
     a_round = sum(spent * repeat for spent, repeat in zip(once, repeats, strict=True))
@@ -152,16 +159,17 @@ def pair_seconds(runs: Sequence[Run]) -> list[float]:
             for _ in range(repeat):
                 run()
             found.append((time.process_time() - start) / repeat)
-    return [statistics.median(found) for found in times]
+    return [statistics.quantiles(found, n=4) for found in times]
 
 
-def truth(workload: Workload, case: Case, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def truth(workload: object, case: Case, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Log-partitions and posteriors by the reference, computed once for all providers."""
     n, v, _ = case.x.shape
     file = folder / f"{workload}, {n} {v}.npz"
     if not file.exists():
         forward, backward, log_norm = reference.forward_backward(*case)
-        np.savez(file, log_norm=log_norm, states=np.exp(forward + backward - log_norm[:, None, None]))
+        norm = np.where(np.isneginf(log_norm), 0.0, log_norm)[:, None, None]
+        np.savez(file, log_norm=log_norm, states=np.exp(forward + backward - norm))
     found = np.load(file)
     return found["log_norm"], found["states"]
 
@@ -172,84 +180,50 @@ def rows_of(provider: Provider, ours: Provider, workload: Workload, mode: str, f
     few = slice_of(provider, case, mode)
     row = functools.partial(Row, str(workload), provider.name, mode)
     theirs, own = provider.make(few, mode), ours.make(case, mode)
-    log_norm, states = truth(workload, few, folder)
     values, posteriors = theirs()
-    yield row("error of a log-partition", np.abs(np.asarray(values, np.float64) - log_norm).max(), "nats")
-    if posteriors is not None:
-        yield row("error of a posterior", np.abs(np.asarray(posteriors, np.float64) - states).max(), "")
+    if values is not None and few.x.shape[1] <= _CHECKED:
+        log_norm, states = truth(workload, few, folder)
+        yield row("error of a log-partition", np.abs(np.asarray(values, np.float64) - log_norm).max(), "nats")
+        if posteriors is not None:
+            yield row("error of a posterior", np.abs(np.asarray(posteriors, np.float64) - states).max(), "")
     own()
-    times = pair_seconds([own, theirs])
+    (_, ours_taken, _), (lower, taken, upper) = pair_seconds([own, theirs])
     share = few.x.numel() / case.x.numel()
-    yield row("logchain's time beside it", times[0] * 1e3, "ms")
-    yield row("time", times[1] / share * 1e3, "ms")
-    yield row(f"{provider.name}'s time over logchain's", times[1] / share / times[0], "x", ">= 1")
+    yield row("logchain's time beside it", ours_taken * 1e3, "ms")
+    yield row("time", taken / share * 1e3, "ms")
+    yield row("time, lower quartile", lower / share * 1e3, "ms")
+    yield row("time, upper quartile", upper / share * 1e3, "ms")
+    if provider.floor:
+        yield row(f"logchain's time over {provider.name}", ours_taken / taken * share, "x")
+    else:
+        yield row(f"{provider.name}'s time over logchain's", taken / share / ours_taken, "x", ">= 1")
     if share < 1:
         yield row("share computed", share, "")
 
 
-def child(name: str, workloads: Sequence[Workload], folder: Path, core: int, sender: Connection) -> None:
-    """Everything of one peer, sent row by row; a text is the reason why there is none."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    providers = _providers()
+def times(workloads: Sequence[Workload], folder: Path, name: str) -> Iterator[Row | Missing]:
+    """Every case of one peer, beside logchain."""
+    providers = every()
     provider, ours = providers[name], providers["logchain"]
-    try:
-        sender.send(f"{provider.package} {metadata.version(provider.package)}")
-    except metadata.PackageNotFoundError:
-        sender.send(f"{name}: left out, {provider.package} is not installed")
-        return
-    for workload in workloads:
-        for mode in provider.modes if workload.matrices in provider.matrices else ():
-            try:
-                for row in rows_of(provider, ours, workload, mode, folder):
-                    sender.send(row)
-            except Exception as error:  # what a peer cannot do is a finding
-                sender.send(f"{name}, {workload}, {mode}: {traceback.format_exception_only(error)[-1][:300].strip()}")
+    cases = [(one, mode) for one in workloads if one.matrices in provider.matrices for mode in provider.modes]
+    return attempts(name, cases, lambda workload, mode: rows_of(provider, ours, workload, mode, folder))
 
 
-def measure(provider: Provider, workloads: Sequence[Workload], folder: Path) -> tuple[list[Row], list[str]]:
-    """The rows of one peer, from a process of its own, and what it says besides."""
-    core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=child, args=(provider.name, workloads, folder, core, sender))
-    process.start()
-    sender.close()
-    found: list[Row] = []
-    said: list[str] = []
-    try:
-        while receiver.poll(_SILENCE):
-            item = receiver.recv()
-            (found if isinstance(item, Row) else said).append(item)
-            print("  ".join((*item[:4], item.text)) if isinstance(item, Row) else item, flush=True)
-        said.append(f"{provider.name}: stopped, silent for {_SILENCE:g} s")
-        print(said[-1], flush=True)
-        process.kill()
-    except EOFError:  # it has said everything
-        pass
-    process.join()
-    return found, said
+def chosen(only: Sequence[str]) -> list[Provider]:
+    """Providers by parts of their names, or all; floors among them."""
+    return [one for one in every().values() if not only or any(text in one.name for text in only)]
 
 
 def rows(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> list[Row]:
     """Every row of the results file, those of some providers and workloads measured anew; some minutes for all."""
     workloads = [one for one in WORKLOADS if not patterns or any(text in str(one) for text in patterns)]
-    order = {str(workload): i for i, workload in enumerate(WORKLOADS)}
     with tempfile.TemporaryDirectory() as folder:
-        for provider in _providers().values():
-            if provider.name == "logchain" or (only and not any(text in provider.name for text in only)):
-                continue
-            new, said = measure(provider, workloads, Path(folder))
-            place = report.machine()
-            if new:
-                place["versions"] += f", {said[0]}"
-            replaced = {row[:3] for row in new}
-            # read anew: another run may have written meanwhile
-            found = report.read(RESULTS) if RESULTS.exists() else []
-            found = [row for row in found if row[:3] not in replaced] + [row._replace(**place) for row in new]
-            found.sort(key=lambda row: (order[row.workload], row.mode))
-            report.write(found, RESULTS)
+        task = functools.partial(times, workloads, Path(folder))
+        for provider in chosen(only):
+            if provider.name != "logchain":
+                new, missing = aside.measure(provider.name, provider.package, task)
+                kept.keep(RESULTS, new, [str(workload) for workload in WORKLOADS])
+                kept.leave_out("peers", new, missing)
     return report.read(RESULTS)
 
 
@@ -269,8 +243,9 @@ def main(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> None:
     print(table(rows(only, patterns)))
 
 
-def _providers() -> dict[str, Provider]:
+def every() -> dict[str, Provider]:
     """By name; a package is imported only when its provider runs."""
-    from tests.benchmarks import peers_jax, peers_torch
+    from tests.benchmarks import peers_floors, peers_jax, peers_more, peers_torch
 
-    return {provider.name: provider for provider in (*peers_jax.PROVIDERS, *peers_torch.PROVIDERS)}
+    files = (peers_jax, peers_torch, peers_more, peers_floors)
+    return {provider.name: provider for file in files for provider in file.PROVIDERS}

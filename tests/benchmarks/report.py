@@ -3,7 +3,9 @@
 import csv
 import datetime
 import platform
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from math import isinf, isnan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,9 @@ import torch
 
 RESULTS = Path(__file__).parent / "results" / "cpu.csv"
 QUESTIONS = RESULTS.with_name("questions.csv")
+LAYERS = RESULTS.with_name("layers.csv")
 PEERS = RESULTS.with_name("peers.csv")
+ACCURACY, MEMORY, COUNTS = (RESULTS.with_name(f"{name}.csv") for name in ("accuracy", "memory", "counts"))
 PLOT = RESULTS.with_name("against_v.svg")
 README = Path(__file__).parents[2] / "README.md"
 FORWARD, GRADIENTS = "forward", "forward and backward"
@@ -32,6 +36,7 @@ class Row(NamedTuple):
     hardware: str = ""
     versions: str = ""
     date: str = ""
+    commit: str = ""
 
     @property
     def text(self) -> str:
@@ -58,7 +63,21 @@ def machine() -> dict[str, str]:
         "hardware": f"{models[0] if models else platform.machine()}, {max(len(models), 1)} cores",
         "versions": ", ".join([f"python {platform.python_version()}", *(f"{k} {v}" for k, v in packages.items())]),
         "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    """The last commit, with a plus where the library's files have changed since; nothing outside a repository."""
+
+    def git(*command: str) -> str:
+        run = subprocess.run(["git", *command], cwd=README.parent, capture_output=True, text=True, check=False)
+        return run.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "logchain", "kernels"))
+    except FileNotFoundError:  # no git
+        return ""
 
 
 def write(rows: Iterable[Row], path: Path = RESULTS) -> None:
@@ -101,12 +120,21 @@ def faults(rows: Sequence[Row]) -> str:
 
 def questions(_: Sequence[Row]) -> str:
     """What the questions of a chain cost, from their own results file."""
-    rows = [row for row in read(QUESTIONS) if row.metric != "time"]
+    return _ratios(QUESTIONS, "question")
+
+
+def layers(_: Sequence[Row]) -> str:
+    """What training a layer costs, from its own results file."""
+    return _ratios(LAYERS, "mode")
+
+
+def _ratios(path: Path, mode: str) -> str:
+    rows = [row for row in read(path) if row.metric != "time"]
     lines = [
         (r.workload, r.mode, r.metric, r.text, r.bar or "", ("yes" if r.reached else "no") if r.bar else "")
         for r in rows
     ]
-    return _markdown(("workload, float32", "question", "what", "measured", "bar", "reached"), lines)
+    return _markdown(("workload, float32", mode, "what", "measured", "bar", "reached"), lines)
 
 
 def peers(_: Sequence[Row]) -> str:
@@ -122,6 +150,52 @@ def peers(_: Sequence[Row]) -> str:
     return _markdown(("workload, float32", "mode", "the fastest peers' time over logchain's", "peers"), lines)
 
 
+def accuracy(_: Sequence[Row]) -> str:
+    """Errors of log-partitions and of posteriors, case by case."""
+    metrics = ("error of a log-partition", "error of a posterior")
+    found = {(r.provider, r.workload, r.metric): r for r in read(ACCURACY)}
+
+    def cell(provider: str, case: str) -> str:
+        if (provider, case, metrics[0]) not in found:
+            return _reason("accuracy", provider, case)
+        value = found[provider, case, "log-partition"]._replace(unit="")
+        errors = [found[provider, case, metric]._replace(unit="") for metric in metrics]
+        texts = ["NaN" if isnan(row.value) else "< 1e-12" if 0 < row.value < 1e-12 else row.text for row in errors]
+        if isinf(errors[0].value):  # one of the two is -inf, and the other is not
+            texts[0] = value.text if isinf(value.value) else f"finite: {value.text}"
+        return ", ".join(texts)
+
+    return _by_provider(list(found), cell)
+
+
+def memory(_: Sequence[Row]) -> str:
+    """Peaks over the size of the inputs."""
+    ending = "over the inputs"
+    found = {(r.provider, f"{r.workload}: {r.mode}", r.metric): r for r in read(MEMORY) if r.metric.endswith(ending)}
+
+    def cell(provider: str, case: str) -> str:
+        row = found.get((provider, case, f"peak of resident memory {ending}"))
+        return row.text if row else _reason("memory", provider, *case.split(": "))
+
+    return _by_provider(list(found), cell)
+
+
+def _by_provider(keys: Sequence[tuple[str, str, str]], cell: Callable[[str, str], str]) -> str:
+    """A line for each provider and a column for each case; logchain first."""
+    cases = list(dict.fromkeys(case for _, case, _ in keys))
+    providers = dict.fromkeys(["logchain", *(provider for provider, *_ in keys)])
+    lines = [(provider, *(cell(provider, case) for case in cases)) for provider in providers]
+    return _markdown(("provider", *cases), lines)
+
+
+def _reason(results: str, provider: str, workload: str, mode: str = GRADIENTS) -> str:
+    """Why there is no number; nothing for what a provider does not take."""
+    from tests.benchmarks.kept import left_out  # which writes with this file
+
+    reasons = {entry[:4]: entry.reason for entry in left_out()}
+    return reasons.get((results, workload, provider, mode), "").split(":")[0]
+
+
 def caption(rows: Sequence[Row]) -> str:
     """Where the numbers come from."""
     row = rows[0]
@@ -129,9 +203,12 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "accuracy": accuracy,
     "caption": caption,
     "faults": faults,
     "figures": figures,
+    "layers": layers,
+    "memory": memory,
     "peers": peers,
     "questions": questions,
     "times": times,

@@ -1,0 +1,112 @@
+"""How many operators one call runs, and how many times it allocates: `python -m tests.benchmarks counts`.
+
+The numbers of ordinary calls, as torch's profiler sees them (a dispatch mode would send them another way), once caches
+are warm, on one thread. They are the same on every machine with the same release of torch.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import logchain
+from logchain import _demo, _device, nn
+from logchain._measure import _without_stderr
+from tests.benchmarks import report
+from tests.benchmarks.report import FORWARD, GRADIENTS, Row, machine
+
+RESULTS = report.COUNTS
+BACKENDS = ("numba", "torch")
+
+
+def calls() -> dict[tuple[str, str], Callable[[], Any]]:
+    """One call of each function, by its name with a size and by a mode, with its operands made."""
+    generator = torch.Generator().manual_seed(0)
+    chain, long = _demo.dense_chain(5, 20, 4), _demo.dense_chain(5, 200, 4)
+    matrices = torch.randn(2, 5, 4, 4, generator=generator).requires_grad_()
+    symbols = torch.randint(3, (5, 20), generator=generator)
+    tags = torch.randint(4, (5, 20), generator=generator)
+    emissions = torch.randn(5, 20, 4, generator=generator).requires_grad_()
+    with torch.random.fork_rng():
+        crf = nn.LinearChainCRF(4, batch_first=True)
+    hmm = nn.HMM(4, "categorical", num_categories=3, generator=generator)
+    circuit = nn.ChainCircuit(20, 4, num_categories=3, generator=generator)
+    stream = logchain.Stream(chain.bulk[0, :, :1], chain.p0[0])
+    piece = chain.x[:, 0]
+
+    def backward(loss: torch.Tensor, module: torch.nn.Module | None = None) -> None:
+        if module is not None:
+            module.zero_grad(set_to_none=True)
+        loss.backward()
+
+    def matmul() -> None:
+        torch.autograd.grad(logchain.matmul(*matrices).sum(), matrices)
+
+    return {
+        ("product, v=20", FORWARD): lambda: _demo.forward(chain),
+        ("product, v=20", GRADIENTS): lambda: _demo.forward_backward(chain),
+        ("product, v=200", FORWARD): lambda: _demo.forward(long),
+        ("product, v=200", GRADIENTS): lambda: _demo.forward_backward(long),
+        ("marginals", "states"): lambda: logchain.marginals(*chain),
+        ("marginals", "sums of transitions"): lambda: logchain.marginals(*chain, transitions="sum"),
+        ("viterbi", FORWARD): lambda: logchain.viterbi(*chain),
+        ("matmul", FORWARD): lambda: logchain.matmul(*matrices.detach()),
+        ("matmul", GRADIENTS): matmul,
+        ("Stream.update", FORWARD): lambda: stream.update(piece),
+        ("nn.LinearChainCRF", "loss, " + GRADIENTS): lambda: backward(-crf(emissions, tags), crf),
+        ("nn.HMM", "expectation maximisation"): lambda: nn.em_step(hmm, [lambda: hmm.log_prob(symbols).sum()]),
+        ("nn.ChainCircuit", "loss, " + GRADIENTS): lambda: backward(-circuit.log_prob(symbols).mean(), circuit),
+    }
+
+
+def counted(call: Callable[[], Any]) -> dict[str, int]:
+    """Operators of torch that a call runs, those inside others too, and allocations of tensors."""
+    with _without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+        kept = call()
+    found = {"operators": 0, "allocations": 0}
+    for event in _events(profile.kineto_results):
+        found["operators"] += event.name.startswith("aten::")
+        found["allocations"] += event.name == "[memory]" and event.extra_fields.alloc_size > 0
+    del kept
+    return found
+
+
+def _events(results: Any) -> Iterator[Any]:
+    stack = list(results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        yield event
+
+
+@contextlib.contextmanager
+def computing(backend: str) -> Iterator[None]:
+    """With loops that numba compiles, or with torch alone; on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with mock.patch.object(_device, "_numba", lambda: backend == "numba"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def rows(backend: str) -> Iterator[Row]:
+    """The counts of every function."""
+    with computing(backend):
+        for (function, mode), call in calls().items():
+            for _ in range(2):  # caches
+                call()
+            for metric, count in counted(call).items():
+                yield Row(f"{function}, {backend}", "logchain", mode, metric, count, "")
+
+
+def main() -> None:
+    """Count, and write the results file."""
+    place = machine()
+    found = [row._replace(**place) for backend in BACKENDS for row in rows(backend)]
+    report.write(found, RESULTS)
+    for row in found:
+        print(row.workload, row.mode, row.metric, row.text, sep="  ")

@@ -1,0 +1,102 @@
+"""What everybody holds at their peak, over the size of the inputs: `python -m tests.benchmarks memory`.
+
+Each provider, workload and mode has a process of its own, on one thread. Resident: the most that the process holds
+during one call, above what it held before; inputs, and what a provider prepares of them, stand before the call, results
+and gradients count. Torch's allocator: the same as torch counts it, without what others allocate. A call that takes
+more than a minute of CPU time or more than 16 GB is left out.
+"""
+
+import ctypes
+import functools
+import gc
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from logchain._measure import peak_bytes
+from tests.benchmarks import aside, kept, peers, report
+from tests.benchmarks.kept import Missing
+from tests.benchmarks.peers import EACH, STEP, Case, Provider, Workload, draw, part
+from tests.benchmarks.report import FORWARD, GRADIENTS, Row
+
+RESULTS = report.MEMORY
+WORKLOADS = [Workload(500, 40, 200, STEP), Workload(32, 512, 64, STEP), Workload(8, 128, 64, EACH)]
+
+_SECONDS, _BYTES = 60, 16_000_000_000
+# how the limits show
+_REASONS = {"SIGPROF": f"longer than {_SECONDS} s", "alloc": "more than 16 GB", "MemoryError": "more than 16 GB"}
+
+# seconds: a call that took less runs once more, with its compilation done
+_SHORT = 10.0
+
+
+def status(field: str) -> int:
+    """Bytes of this process: VmRSS holds, VmHWM held at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+
+
+def resident_peak(call: Callable[[], object]) -> int:
+    """Bytes that this process holds at its peak during a call, above what it held before; needs Linux."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
+
+
+def size(case: Case) -> int:
+    """Bytes of the inputs."""
+    return sum(tensor.nbytes for tensor in case)
+
+
+def rows_of(provider: Provider, workload: Workload, mode: str) -> Iterator[Row]:
+    """The peaks of one provider."""
+    case = draw(workload)
+    provider.make(part(case, 1, 3), mode)()  # imports, and what is compiled for all sizes
+    run = provider.make(case, mode)
+    start = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # ends the process, whatever it does
+    held = resident_peak(run)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if time.process_time() - start < _SHORT:
+        held = resident_peak(run)
+    row = functools.partial(Row, str(workload), provider.name, mode)
+    yield row("peak of resident memory", held / 1e6, "MB")
+    yield row("peak of resident memory over the inputs", held / size(case), "x")
+
+    def nothing_kept() -> list:
+        run()
+        return []
+
+    counted = peak_bytes(nothing_kept) if time.process_time() - start < _SHORT else 0
+    if counted:
+        yield row("peak of torch's allocator over the inputs", counted / size(case), "x")
+
+
+def peaks(workload: Workload, mode: str, name: str) -> Iterator[Row | Missing]:
+    """One case of one provider, within the limits."""
+    resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    return aside.attempts(name, [(workload, mode)], functools.partial(rows_of, peers.every()[name]))
+
+
+def reason(found: str) -> str:
+    """In words, if it is one of the limits."""
+    return next((words for sign, words in _REASONS.items() if sign in found), found)
+
+
+def main(only: Sequence[str] = (), patterns: Sequence[str] = (), workloads: Sequence[Workload] = WORKLOADS) -> None:
+    """Measure, and write the results file after each provider; a quarter of an hour for all."""
+    for provider in (one for one in peers.chosen(only) if not one.floor):
+        for workload in workloads:
+            matched = not patterns or any(text in str(workload) for text in patterns)
+            for mode in (FORWARD, GRADIENTS) if matched and workload.matrices in provider.matrices else ():
+                task = functools.partial(peaks, workload, mode)
+                about = str(workload), mode
+                new, missing = aside.measure(provider.name, provider.package, task, about=about)
+                missing = [entry._replace(reason=reason(entry.reason)) for entry in missing]
+                kept.keep(RESULTS, new, [str(one) for one in WORKLOADS])
+                kept.leave_out("memory", new, missing)
