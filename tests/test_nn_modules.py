@@ -1,0 +1,84 @@
+"""What holds for every model of `logchain.nn`, as a user of torch expects of a module."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from logchain import nn
+
+MODELS = {
+    "HMM": lambda: nn.HMM(3, "categorical", num_categories=4),
+    "ChainCircuit": lambda: nn.ChainCircuit(6, 3, 2, num_categories=4),
+    "TreeCircuit": lambda: nn.TreeCircuit(6, 3, 2, num_categories=4),
+    "Tucker": lambda: nn.TreeCircuit(6, 3, layer="tucker", num_categories=4),
+    "LinearChainCRF": lambda: nn.LinearChainCRF(4, batch_first=True),
+}
+DATA = torch.randint(4, (5, 6), generator=torch.Generator().manual_seed(0))
+
+
+def loss(model, core=None):
+    """Through `forward`, which is what wrappers call."""
+    if isinstance(core or model, nn.LinearChainCRF):
+        emissions = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(1))
+        return -model(emissions, DATA)
+    return -model(DATA).sum()
+
+
+def gradients(model, core=None):
+    model.zero_grad()
+    loss(model, core).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]()
+
+
+@pytest.fixture
+def group(tmp_path):
+    """One process that believes to be of a group."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_data_parallel_training_gives_the_same_gradients(model, group):
+    alone = gradients(model)
+    assert any(gradient.any() for gradient in alone)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    # twice: a parameter that took no part would raise in the second pass
+    for _ in range(2):
+        for found, expected in zip(gradients(wrapped, model), alone, strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_copies_and_files_hold_the_same_model(model):
+    other = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not torch.equal(loss(other), loss(model))
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(loss(other), loss(model))
+
+
+def test_float64_is_computed_in_float64_and_half_in_float32(model):
+    exact = loss(copy.deepcopy(model).double())
+    assert (exact.dtype, loss(copy.deepcopy(model).bfloat16()).dtype) == (torch.float64, torch.float32)
+    assert abs(loss(model) - exact) < 1e-4
+
+
+def test_seeds_repeat():
+    def draw():
+        generator = torch.Generator().manual_seed(3)
+        circuit = nn.ChainCircuit(6, 3, num_categories=4, generator=generator)
+        return circuit.sample(10, generator)
+
+    assert torch.equal(draw(), draw())
