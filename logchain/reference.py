@@ -261,7 +261,7 @@ def kl_divergence(
 def _lowered(x: ArrayLike) -> Array:
     """The potentials with largest entry 0 in each step, where that is no -inf: no posterior changes."""
     x = np.asarray(x, np.float64)
-    top = x.max(-1, keepdims=True)
+    top: Array = x.max(-1, keepdims=True)
     return x - np.where(np.isneginf(top), 0.0, top)
 
 
