@@ -261,8 +261,9 @@ def kl_divergence(
 def _lowered(x: ArrayLike) -> Array:
     """The potentials with largest entry 0 in each step, where that is no -inf: no posterior changes."""
     x = np.asarray(x, np.float64)
-    top: Array = x.max(-1, keepdims=True)
-    return x - np.where(np.isneginf(top), 0.0, top)
+    top = x.max(-1, keepdims=True)
+    lowered: Array = x - np.where(np.isneginf(top), 0.0, top)
+    return lowered
 
 
 def _mean_log_weight(found: Marginals, x: Array, log_bulk: Array, log_p0: Array, ends: NDArray[np.int64]) -> Array:
