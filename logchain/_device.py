@@ -76,6 +76,13 @@ def frames() -> Any:
     return Frame
 
 
+def stream_pieces() -> Any:
+    """`Piece` of a stream on a CPU with numba, see `kernels.native_stream`."""
+    from .kernels.native_stream import Piece
+
+    return Piece
+
+
 def path_kernels(tensor: Tensor) -> ModuleType:
     """`paths` of a chain, see `kernels.max_product`."""
     if on_gpu(tensor):

@@ -61,13 +61,17 @@ def peak_bytes(call: Callable[[], Sequence[Tensor]]) -> int:
 
 
 def _allocations(results: Any) -> Iterator[Any]:
-    """The profiler's allocation events, wherever they hang in its tree."""
+    """The profiler's events of allocations, and of what is freed."""
+    return (event for event in _events(results) if event.name == "[memory]")
+
+
+def _events(results: Any) -> Iterator[Any]:
+    """All events of the profiler, wherever they hang in its tree."""
     stack = list(results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
-        if event.name == "[memory]":
-            yield event
+        yield event
 
 
 @contextmanager

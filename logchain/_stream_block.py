@@ -76,13 +76,11 @@ def walked(
     places = x.shape, x.stride(), x.dtype, bulk.shape, bulk.stride(), bulk.dtype
     key = places, dtype, starting, torch.get_num_threads(), None if posteriors is None else posteriors.dtype
     if room.piece is None or room.piece[0] != key:
-        from .kernels.native_stream import Piece
-
         layout = Layout.of(x, bulk)
         steps, found = layout.steps_first(x), None
         if layout.own == tuple(range(len(layout.own))) and (not starting or p0.dtype == dtype):
             chain = Chain(steps, layout.matrices(bulk), layout.weights(p0), None, log_params, dtype)
-            found = Piece.of(chain, None if posteriors is None else layout.steps_first(posteriors))
+            found = _device.stream_pieces().of(chain, None if posteriors is None else layout.steps_first(posteriors))
         room.piece = key, found
     piece = room.piece[1]
     return None if piece is None else piece.walk(x, bulk, p0 if starting else None, carried, posteriors)

@@ -1,0 +1,45 @@
+"""Both sides of an adapter: what `logchain` answers, and how far another package is from it."""
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+
+F64 = torch.float64
+
+# What two float64 recursions of some hundred steps may differ by, in nats and in probabilities.
+NATS, SHARE = 1e-9, 1e-10
+
+
+def peer(name):
+    return pytest.importorskip(name, exc_type=ImportError)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, dtype=F64, seed=0):
+    return torch.randn(*shape, generator=seeded(seed), dtype=dtype)
+
+
+def answers(arguments):
+    """Log-partition and state posteriors."""
+    x = arguments.x.detach().clone().requires_grad_()
+    log_norm = logchain.product(**arguments._replace(x=x)._asdict())
+    return log_norm.detach(), torch.autograd.grad(log_norm.sum(), x)[0]
+
+
+def gradients(leaves, ours, theirs):
+    """Pairs of gradients of what may share a part of its graph."""
+    both = (torch.autograd.grad(out.sum(), leaves, retain_graph=True) for out in (ours, theirs))
+    return zip(*both, strict=True)
+
+
+def distance(out, truth):
+    """The largest difference of values, whatever their dtypes."""
+    out, truth = (value.detach() if isinstance(value, torch.Tensor) else value for value in (out, truth))
+    out, truth = np.asarray(out, np.float64), np.asarray(truth, np.float64)
+    assert out.shape == truth.shape
+    return np.abs(out - truth).max()

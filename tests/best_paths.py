@@ -1,0 +1,74 @@
+"""Chains, their best paths by the reference, and how far a path's weight may lie from its own sum."""
+
+import functools
+import math
+
+import numpy as np
+import torch
+
+from logchain import reference
+from logchain.viterbi import Path, viterbi
+from tests.contract import rounding, ulp
+from tests.families import FAMILIES, Chain, Draw, dense
+
+F64 = torch.float64
+INF = float("inf")
+
+
+def run(chain: Chain, lengths=None, **options) -> Path:
+    return viterbi(*chain[:3], log_params=chain.log_params, lengths=lengths, **options)
+
+
+def numbers(chain: Chain) -> list[np.ndarray]:
+    return [operand.double().numpy() for operand in chain[:3]]
+
+
+def weigh(chain: Chain, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The weight of each path of states [*B, v], added without rounding, and the sum of the logarithms' sizes."""
+    (x, bulk, p0), batch = numbers(chain), states.shape[:-1]
+    if not chain.log_params:
+        with np.errstate(divide="ignore"):
+            bulk, p0 = np.log(bulk), np.log(p0)
+    c = x.shape[-1]
+    bulk = np.broadcast_to(bulk, (*batch, states.shape[-1] - 1, c, c))
+    p0, found, sizes = np.broadcast_to(p0, (*batch, c)), np.full(batch, -INF), np.zeros(batch)
+    for b in np.ndindex(*batch):
+        path = [z for z in states[b] if z >= 0]
+        if path:
+            taken = [p0[b][path[0]], *(bulk[b][i, z, y] for i, (z, y) in enumerate(zip(path, path[1:], strict=False)))]
+            found[b] = math.fsum([*taken, *(x[b][i, z] for i, z in enumerate(path))])
+            sizes[b] = 0.0 if chain.log_params else np.abs(taken).sum()
+    return found, sizes
+
+
+@functools.cache
+def truth(name: str, dtype: torch.dtype, each: bool, log: bool, lengths=None):
+    """A chain, its best paths by the reference, and how far a score may lie from theirs."""
+    chain = FAMILIES[name](dtype, each=each)
+    chain = chain.logs() if log else chain
+    options = {"log_params": chain.log_params, "lengths": None if lengths is None else list(lengths)}
+    found = reference.viterbi(*numbers(chain), **options)
+    forward = reference.forward_backward(*numbers(chain), **options).forward
+    inside = found.states >= 0
+    own = np.take_along_axis(forward, np.maximum(found.states, 0)[..., None], -1)[..., 0]
+    depth = (np.where(inside, forward.max(-1), 0.0) - np.where(inside, own, 0.0)).max(-1)
+    score, sizes = weigh(chain, found.states)
+    bound = rounding(dtype) * (2.0**-20 * math.sqrt(forward.shape[-2]) + 2.0**-22 * depth) + ulp(score, dtype)
+    return chain, found.states, score, bound + 2.0**-52 * sizes
+
+
+def small(seed: int, zeros: float = 0.0, v: int = 5, c: int = 3) -> Chain:
+    draw = Draw(seed, 1, 1, v, c, False)
+    x, bulk, p0 = draw.normal(v, c), draw.bulk()[0, 0], draw.p0()[0, 0]
+    x[draw.uniform(*x.shape) < zeros / 2] = -INF
+    return Chain(x, bulk * (draw.uniform(*bulk.shape) >= zeros), p0 * (draw.uniform(*p0.shape) >= zeros))
+
+
+CHAINS = [
+    ("shared", dense(F64, v=4, c=3), None),
+    ("each", dense(F64, v=4, c=3, each=True), None),
+    ("lengths", dense(F64, v=4, c=3), torch.tensor([[4, 4], [1, 2], [3, 1]])),
+    ("one variable", dense(F64, v=1, c=3), None),
+]
+
+IDS = [name for name, *_ in CHAINS]

@@ -1,0 +1,104 @@
+"""However a piece is walked, it says the same: where it lies, in blocks, by torch's steps or a GPU's kernels."""
+
+import pytest
+import torch
+
+from logchain import _device, _stream_filter
+from logchain.stream import Stream, StreamUpdate
+from tests.contract import Truth, assert_values
+from tests.families import FAMILIES, Chain
+from tests.streams import assert_posteriors, division, each_step, joined, messages_of, prefixes, streamed
+
+F32, F64 = torch.float32, torch.float64
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
+@pytest.mark.parametrize(("dtype", "each"), [(F32, False), (F32, True), (F64, False)], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pieces_walked_where_they_lie(name, dtype, each, log):
+    """Any division of every family, without what needs a copy."""
+    chain = FAMILIES[name](dtype, each=each)
+    homogeneous = chain.bulk.shape[-3] == 1
+    chain = chain.logs() if log else chain
+    truth, exact, seed = Truth(chain), prefixes(chain, 0), sum(map(ord, name))
+    bound = truth.gradient_bound[..., None, None] + 2.0**-50 * messages_of(chain)
+    for pieces in (division(chain.x.shape[-2], seed), [(0, chain.x.shape[-2])]):
+        stream, found = streamed(chain, pieces, homogeneous=homogeneous)
+        assert found.log_norm.dtype == found.filtered.dtype == dtype
+        assert_values(found.log_norm, truth.log_norm, truth.value_bound(dtype))
+        assert_posteriors(found.filtered, exact, bound)
+        assert_posteriors(stream.filtered, exact[..., -1, :], bound[..., 0])
+        without, _ = streamed(chain, pieces, homogeneous=homogeneous, filtered=False)
+        assert torch.equal(without.log_norm, stream.log_norm)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize(("own", "steps"), [((), 1), ((5, 1), 1), ((5, 6), 1), ((), 40), ((5, 1), 40)], ids=str)
+def test_no_piece_of_a_plain_chain_is_copied(own, steps, dtype, log, monkeypatch):
+    """And the loop that does without agrees with torch's steps, also of a sequence that is NaN or impossible."""
+    pytest.importorskip("numba")
+    draw, v, c = torch.Generator().manual_seed(0), 40, 5
+    x = 3 * torch.randn(5, 6, v, c, generator=draw, dtype=dtype)
+    x[1, 2, 7, 3] = x[0, 1, 0, 2] = -INF
+    x[2, 3, 12], x[4, 0, 30, 1] = -INF, NAN
+    bulk, p0 = torch.rand(*own, steps, c, c, generator=draw, dtype=dtype), torch.rand(c, generator=draw, dtype=dtype)
+    bulk, p0 = (bulk.log(), p0.log()) if log else (bulk, p0)
+
+    def found() -> StreamUpdate:
+        stream = Stream(bulk if steps == 1 else None, p0, log_params=log)
+        updates = []
+        for start, stop in ((0, 9), (9, 10), (10, 10), (10, 40)):
+            into = None if steps == 1 else bulk[..., start:stop, :, :]
+            updates.append(stream.update(x[..., start:stop, :], into))
+        return StreamUpdate(updates[-1].log_norm, joined(updates, 1), stream.filtered, None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_stream_filter, "Block", None)
+        compiled = found()
+    monkeypatch.setattr(_device, "_numba", lambda: False)
+    plain, bound = found(), 3e-6 if dtype == F32 else 1e-13
+    assert compiled.log_norm[2, 3] == -INF and compiled.log_norm[4, 0].isnan()
+    for one, other in zip(compiled[:3], plain[:3], strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound, equal_nan=True)
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["each step", "one matrix"])
+@pytest.mark.parametrize(
+    "name", ["dense", "peaked", "bakis_jump", "one_dead", "abyss", "offsets", "sparse", "far_start"]
+)
+def test_a_piece_in_blocks(name, homogeneous, monkeypatch):
+    """However a piece is cut inside, its values, posteriors and messages are those of the whole."""
+    chain = FAMILIES[name](F64, each=True)
+    if homogeneous:
+        chain = chain._replace(bulk=chain.bulk[..., :1, :, :])
+    v, truth, lengths = chain.x.shape[-2], Truth(chain), torch.full(chain.x.shape[:-2], chain.x.shape[-2])
+    lengths[0, 0] = 1
+    ending = Truth(chain, lengths.numpy())
+    for block in (1, 3 * chain.x[..., 0, :].numel(), 10**9):
+        monkeypatch.setattr(_stream_filter, "_BLOCK", block)
+        _, found = streamed(chain, [(0, v)], homogeneous=homogeneous, lag=2)
+        assert_values(found.log_norm, truth.log_norm, truth.value_bound(F64))
+        bound = truth.gradient_bound[..., None, None] + 2.0**-50 * messages_of(chain)
+        for states, lag in ((found.filtered, 0), (found.smoothed, 2)):
+            assert_posteriors(states, prefixes(chain, lag), bound)
+        _, found = streamed(chain, [(0, v)], homogeneous=homogeneous, lengths=lengths)
+        assert_values(found.log_norm, ending.log_norm, ending.value_bound(F64))
+        assert_posteriors(found.filtered, prefixes(chain, 0, lengths.numpy()), bound)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "one_dead"])
+def test_the_kernels_of_a_gpu(name, device, monkeypatch):
+    """The same answers, and lengths that nobody looks at: one out of range makes its sequence NaN."""
+    chain = FAMILIES[name](F32, v=4, n=2, t=1, c=3)
+    options = {"lag": 1, "viterbi": True, "lengths": [[4], [3]]}
+    _, expected = streamed(chain, [(0, 1), (1, 4)], **options)
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    there = Chain(*(tensor.to(device) for tensor in chain[:3]), chain.log_params)
+    _, found = streamed(there, [(0, 1), (1, 4)], **options)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+    stream = Stream(None, there.p0, log_params=chain.log_params)
+    norm = stream.update(there.x, each_step(there), lengths=torch.tensor([1, 9], device=device)).log_norm
+    assert norm[0].isfinite().all() and norm[1].isnan().all()

@@ -1,0 +1,81 @@
+"""A stream goes on from its saved state, and its sequences end and start anew, each for itself."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain.stream import Stream, StreamUpdate
+from tests.families import FAMILIES, Chain
+from tests.streams import each_step, joined, prefixes
+
+F32, F64 = torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 16])
+def test_state_dict_goes_on_with_the_same_bits(cut):
+    chain = FAMILIES["bakis_jump"](F32, v=17, each=True)
+    into, lengths = each_step(chain), torch.tensor([4, 17, 9])
+    options = {"lag": 2, "viterbi": True}
+
+    def update(stream: Stream, start: int, stop: int) -> StreamUpdate:
+        ends = (lengths - start).clamp(0, stop - start)
+        return stream.update(chain.x[..., start:stop, :], into[..., start:stop, :, :], lengths=ends)
+
+    whole = Stream(None, chain.p0, **options)
+    if cut:
+        update(whole, 0, cut)
+    stored = io.BytesIO()
+    torch.save(whole.state_dict(), stored)
+    stored.seek(0)
+    other = Stream(None, chain.p0, **options)
+    other.load_state_dict(torch.load(stored, weights_only=True))
+    for start, stop in ((cut, cut + 1), (cut + 1, 17)):
+        for a, b in zip(update(whole, start, stop), update(other, start, stop), strict=True):
+            assert torch.equal(a, b)
+    for a, b in zip(whole.flush(), other.flush(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_reset_starts_some_members_anew():
+    """Each member's segments are chains of their own, whatever the others do, and the lag does not look across."""
+    chain = FAMILIES["sharp"](F64, n=3, t=1, v=20, c=5, each=True)
+    x, into, p0 = chain.x[:, 0], each_step(chain)[:, 0], chain.p0[:, 0]
+    into[:, 0] = torch.rand(5, 5, dtype=F64)
+    stream = Stream(None, p0, lag=3, viterbi=True)
+    found, before = [], []
+    cuts = {0: [0, 9], 1: [0], 2: [0, 4, 9]}  # where the members start
+    for start, stop in ((0, 4), (4, 9), (9, 20)):
+        if start:
+            mask = torch.tensor([start in cuts[member] for member in range(3)])
+            before.append(stream.log_norm)
+            stream.reset(mask)
+            assert torch.equal(stream.log_norm, torch.where(mask, 0.0, before[-1]))
+            assert (stream.filtered[mask] == 0).all() and (stream.filtered[~mask].sum(-1) > 0.99).all()
+        found.append(stream.update(x[:, start:stop], into[:, start:stop]))
+    found.append(stream.flush())
+    smooth, states = joined(found, 2), joined(found, 3)
+    for member, starts in cuts.items():
+        for start, stop in zip(starts, [*starts[1:], 20], strict=True):
+            part = Chain(x[member, start:stop], into[member, start + 1 : stop], p0[member])
+            assert torch.equal(states[member, start:stop], logchain.viterbi(*part[:3]).states)
+            np.testing.assert_allclose(smooth[member, start:stop], prefixes(part, 3), rtol=0, atol=1e-12)
+            norm = found[-1].log_norm if stop == 20 else before[[4, 9].index(stop)]
+            torch.testing.assert_close(norm[member], logchain.product(*part[:3]), rtol=1e-13, atol=1e-13)
+    assert (stream.update(x[:, :2], into[:, :2]).filtered == 0).all(), "flushed, and so ended"
+    stream.reset()
+    again = stream.update(x, into)
+    torch.testing.assert_close(again.log_norm, logchain.product(x, into[:, 1:], p0), rtol=1e-13, atol=1e-13)
+
+
+def test_who_has_ended_stays_so_until_reset():
+    chain = FAMILIES["dense"](F64, n=2, t=1, v=6, c=3, each=True)
+    x, into, p0 = chain.x[:, 0], each_step(chain)[:, 0], chain.p0[:, 0]
+    stream = Stream(None, p0)
+    stream.update(x[:, :3], into[:, :3], lengths=[3, 2])
+    last = stream.update(x[:, 3:], into[:, 3:])
+    truth = logchain.product(x, into[:, 1:], p0, lengths=[6, 2])
+    torch.testing.assert_close(last.log_norm, truth, rtol=1e-14, atol=1e-14)
+    assert (last.filtered[1] == 0).all() and (last.filtered[0] > 0).all()
