@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 import torch
 
-from tests.benchmarks import counts, report
-from tests.benchmarks.report import Row
+from tests.benchmarks import counts, results
+from tests.benchmarks.results import Row
 
-TRACKED = {row[:4]: row for row in report.read(counts.RESULTS)}
+TRACKED = {row[:4]: row for row in results.read(results.COUNTS)}
 
 
 def more(found: list[Row], tracked: dict[tuple[str, ...], Row]) -> list[str]:
@@ -29,7 +29,7 @@ def test_nothing_counts_more_than_it_did(backend):
     if f"torch {torch.__version__.split('+')[0]}" not in next(iter(TRACKED.values())).versions:
         pytest.skip("counted with another torch, whose operators are made of others")
     found = list(counts.rows(backend))
-    assert not more(found, TRACKED), "if that is meant: python -m tests.benchmarks counts"
+    assert not more(found, TRACKED), "if that is meant: python -m tests.benchmarks run counts"
     assert {row[:4] for row in found} == {key for key in TRACKED if key[0].endswith(backend)}
 
 
@@ -48,7 +48,7 @@ def test_counts_are_those_of_one_call():
 
 
 @pytest.mark.parametrize("metric", ["operators", "allocations"])
-@pytest.mark.parametrize("mode", [report.FORWARD, report.GRADIENTS])
+@pytest.mark.parametrize("mode", [results.FORWARD, results.GRADIENTS])
 def test_a_long_chain_counts_no_more_than_a_short_one(mode, metric):
     short, long = (TRACKED[f"product, v={v}, numba", "logchain", mode, metric].value for v in (20, 200))
     assert short == long

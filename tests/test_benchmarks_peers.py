@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from logchain import reference
 from tests import oracle
-from tests.benchmarks import accuracy, aside, kept, memory, peers, report, scaling
+from tests.benchmarks import accuracy, aside, cases, kept, memory, peers, plots, report, resident, results, scaling
+from tests.benchmarks.cases import FULL, ONE, STEP, Workload
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.peers import ONE, STEP, Workload
-from tests.benchmarks.report import FORWARD, GRADIENTS, Row
+from tests.benchmarks.results import FORWARD, GRADIENTS, Measured, Row
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -22,12 +23,9 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """Results files of this test."""
-    for module, name in ((accuracy, "accuracy"), (memory, "memory"), (scaling, "scaling")):
-        monkeypatch.setattr(module, "RESULTS", tmp_path / f"{name}.csv")
-    monkeypatch.setattr(report, "ACCURACY", tmp_path / "accuracy.csv")
-    monkeypatch.setattr(report, "MEMORY", tmp_path / "memory.csv")
-    monkeypatch.setattr(scaling, "PLOT", tmp_path / "scaling.svg")
-    monkeypatch.setattr(kept, "LEFT_OUT", tmp_path / "left_out.csv")
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    for name in ("PEERS", "ACCURACY", "MEMORY", "SCALING", "LEFT_OUT"):
+        monkeypatch.setattr(results, name, tmp_path / f"{name.lower()}.csv")
     return tmp_path
 
 
@@ -39,7 +37,7 @@ def test_rows_of_the_same_case_are_replaced_and_others_stay(files):
     path = files / "some.csv"
     kept.keep(path, [row("b", "one"), row("a", "one"), row("a", "one", metric="share"), row("a", "two")], ["a", "b"])
     kept.keep(path, [row("a", "one", value=2.0)], ["a", "b"])
-    assert [(*r[:4], r.value) for r in report.read(path)] == [
+    assert [(*r[:4], r.value) for r in results.read(path)] == [
         ("a", "two", FORWARD, "time", 1.0),
         ("a", "one", FORWARD, "time", 2.0),
         ("b", "one", FORWARD, "time", 1.0),
@@ -59,7 +57,7 @@ def test_reasons_are_replaced_and_forgotten_once_there_is_a_number(files):
 def test_files_without_a_commit_are_read(files):
     path = files / "old.csv"
     path.write_text("workload,provider,mode,metric,value,unit\na,one,forward,time,1.5,ms\n")
-    assert report.read(path) == [Row("a", "one", "forward", "time", 1.5, "ms")]
+    assert results.read(path) == [Row("a", "one", "forward", "time", 1.5, "ms")]
 
 
 def one_row_then_an_error_then_the_end(name):
@@ -118,7 +116,7 @@ def test_cases_are_what_they_are_called(files):
     assert apart.log_norm[0] == pytest.approx(math.log(0.5) - 200)
     assert truths["impossible evidence"].log_norm[0] == -math.inf
     for name, truth in truths.items():
-        log_norm, states = peers.truth(name, accuracy.cases()[name], files)
+        log_norm, states = cases.truth(name, accuracy.cases()[name], files)
         np.testing.assert_allclose(log_norm, truth.log_norm, rtol=1e-12)
         np.testing.assert_allclose(states, truth.states, atol=1e-12)
 
@@ -137,20 +135,61 @@ def test_the_forums_faults_are_found(files):
     assert errors["log-partition"] == pytest.approx(-23.03, abs=0.01)
 
 
-@pytest.mark.parametrize("matrices", [ONE, STEP, peers.EACH])
-@pytest.mark.parametrize("name", ["GEMMs alone", "bytes copied", "forum, padding mended", "statsmodels"])
-def test_rows_of_a_provider(name, matrices, files):
-    provider = peers.every()[name]
-    if matrices not in provider.matrices:
-        pytest.skip("not taken")
-    if name == "statsmodels":
-        pytest.importorskip("statsmodels")
-    ours = peers.every()["torch loop"]
-    for mode in provider.modes:
-        found = {r.metric: r.value for r in peers.rows_of(provider, ours, Workload(2, 4, 3, matrices), mode, files)}
-        assert found["time, lower quartile"] <= found["time"] <= found["time, upper quartile"]
-        errors = [value for metric, value in found.items() if metric.startswith("error")]
-        assert len(errors) == (0 if provider.floor else 2 if mode == GRADIENTS else 1) and all(e < 1e-5 for e in errors)
+def pairs():
+    """Providers that need nothing that the tests do not install, with all matrices that they take."""
+    names = ("GEMMs alone", "bytes copied", "forum, padding mended", "torch loop", "statsmodels", "hmmlearn, log")
+    return [(name, matrices) for name in names for matrices in peers.every()[name].matrices]
+
+
+@LINUX
+@pytest.mark.parametrize(("name", "matrices"), pairs())
+def test_a_provider_is_measured(name, matrices, files):
+    provider, ours = peers.every()[name], peers.every()["torch loop"]
+    pytest.importorskip(provider.package)
+    for mode in (FORWARD, GRADIENTS):
+        (found,) = peers.measured(provider, ours, Workload(2, 4, 3, matrices), mode, files)
+        assert found[:4] == (f"n=2 v=4 c=3, {matrices}", name, mode, "CPU") and found.share == 1
+        assert 0 < found.lower_ms <= found.median_ms <= found.upper_ms and found.logchain_ms > 0
+        errors = found.value_error, found.gradient_error
+        assert [error is None for error in errors] == [provider.floor, provider.floor or mode == FORWARD]
+        assert all(error is None or error < 1e-5 for error in errors)
+        assert found.peak_mb is not None and 0 <= found.peak_mb < 10
+
+
+def test_a_wrong_answer_shows(files):
+    forum = peers.every()["forum"]
+    for matrices in (STEP, FULL):  # three matrices, of which the last is padded with ones
+        workload = Workload(2, 4 if matrices == STEP else 3, 5, matrices)
+        (found,) = peers.measured(forum, peers.every()["torch loop"], workload, GRADIENTS, files)
+        assert found.value_error > 1 and found.gradient_error > 0.1
+
+
+def test_a_case_that_takes_long_is_cut(files, monkeypatch):
+    monkeypatch.setattr(peers, "seconds", lambda run: (run(), 0.5)[1])
+    case = cases.draw(Workload(3, 200, 2, ONE))
+    assert peers.slice_of(peers.every()["torch loop"], case, FORWARD).x.shape == (1, 33, 2)
+    assert peers.slice_of(peers.every()["XLA scan"], case, FORWARD) is case
+
+
+def test_rows_are_read_as_they_were_written(files):
+    rows = [
+        Measured("a", "one", FORWARD, "CPU", 1.5, 1.0, 2.0, 0.5),
+        Measured(
+            "a", "one", FORWARD, "GPU", 1.5, 1.0, 2.0, 0.5, 0.25, 3.0, math.inf, 0.0, "cpu", "torch", "today", "c"
+        ),
+    ]
+    kept.keep(results.PEERS, rows)
+    assert results.read(results.PEERS, Measured) == rows
+    kept.keep(results.PEERS, [rows[0]._replace(median_ms=3.0)])
+    assert [(row.device, row.ratio) for row in results.read(results.PEERS, Measured)] == [("GPU", 3.0), ("CPU", 6.0)]
+
+
+def test_truth_of_a_product(files):
+    stack = cases.draw(Workload(2, 4, 3, FULL))
+    values, gradients = cases.truth("any", stack, files)
+    np.testing.assert_allclose(values, reference.matrix_product(stack.x), rtol=1e-13)
+    # each path takes one entry of every matrix
+    np.testing.assert_allclose(gradients.sum((-2, -1)), 9.0, rtol=1e-12)
 
 
 @LINUX
@@ -160,23 +199,23 @@ def test_resident_memory_is_what_a_call_touches():
     def call():
         return np.ones(size, np.uint8).sum()
 
-    assert 0.99 * size < memory.resident_peak(call) < 1.1 * size
-    assert memory.resident_peak(lambda: None) < size / 100
+    assert 0.99 * size < resident.resident_peak(call) < 1.1 * size
+    assert resident.resident_peak(lambda: None) < size / 100
 
 
 @LINUX
 def test_peaks_of_a_provider(files):
     tiny = Workload(2, 5, 3, STEP)
     memory.main(["torch loop", "GEMMs"], workloads=[tiny])
-    found = report.read(memory.RESULTS)
+    found = results.read(results.MEMORY)
     assert {r[:3] for r in found} == {(str(tiny), "torch loop", mode) for mode in (FORWARD, GRADIENTS)}
     ratios = {r.mode: r.value for r in found if r.metric == "peak of torch's allocator over the inputs"}
     assert 0.5 < ratios[FORWARD] < ratios[GRADIENTS] < 20
     assert not kept.left_out()
     kept.leave_out("memory", [], [Missing("", str(tiny), "other", FORWARD, "more than 16 GB")])
     ratio = next(r for r in found if r.metric == "peak of resident memory over the inputs" and r.mode == GRADIENTS)
-    kept.keep(memory.RESULTS, [ratio._replace(provider="other", value=2.5)])
-    *_, logchain, loop, other = report.memory([]).splitlines()
+    kept.keep(results.MEMORY, [ratio._replace(provider="other", value=2.5)])
+    *_, logchain, loop, other = report.memory().splitlines()
     assert (logchain, loop[:14], other) == (
         "| logchain |  |  |",
         "| torch loop |",
@@ -195,32 +234,42 @@ def test_table_of_errors(files):
         values = (errors[0], value, errors[1])
         return [row(case, provider, GRADIENTS, *pair) for pair in zip(metrics, values, strict=True)]
 
-    report.write(
+    results.write(
         [
             *of("one", "a", (2e-6, 1e-20), 5.0),
             *of("one", "b", (math.inf, math.nan), -math.inf),
             *of("logchain", "a", (0.0, 0.0), 5.0),
             *of("logchain", "b", (math.inf, 0.25), -23.0),
         ],
-        report.ACCURACY,
+        results.ACCURACY,
     )
     kept.leave_out("accuracy", [], [Missing("", "a", "two", GRADIENTS, "ValueError: no")])
-    assert report.accuracy([]).splitlines()[2:] == [
+    assert report.accuracy().splitlines()[2:] == [
         "| logchain | 0, 0 | finite: -23, 0.25 |",
         "| one | 2.0e-06, < 1e-12 | -inf, NaN |",
     ]
-    kept.keep(report.ACCURACY, of("two", "b", (1.0, 1.0), 0.0))
-    assert report.accuracy([]).splitlines()[-1] == "| two | ValueError | 1, 1 |"
+    kept.keep(results.ACCURACY, of("two", "b", (1.0, 1.0), 0.0))
+    assert report.accuracy().splitlines()[-1] == "| two | ValueError | 1, 1 |"
 
 
-def test_scaling_is_measured_and_drawn(files, monkeypatch):
+def test_everybody_is_measured_and_drawn(files, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(aside, "measure", lambda name, package, task: (list(task(name)), []))
+    monkeypatch.setattr(aside, "measure", lambda name, package, task, about=None: (list(task(name)), []))
+    monkeypatch.setattr(scaling, "SOME", ("logchain", "torch loop"))
     sweeps = {"v": [Workload(1, v, 3, ONE) for v in (5, 9)], "n": [Workload(n, 5, 3, ONE) for n in (1, 2)]}
-    scaling.main(["torch loop"], sweeps=sweeps)
-    found = report.read(scaling.RESULTS)
-    for axis, sweep in sweeps.items():
-        for provider in ("logchain", "torch loop"):
-            line = scaling.points(found, provider, sweep, axis)
-            assert [x for x, _ in line] == [getattr(one, axis) for one in sweep] and all(y > 0 for _, y in line)
-    assert "<svg" in scaling.PLOT.read_text()
+    scaling.main(sweeps=sweeps)
+    found = results.read(results.SCALING, Measured)
+    assert {(row.workload, row.provider, row.mode) for row in found} == {
+        (str(one), provider, mode)
+        for sweep in sweeps.values()
+        for one in sweep
+        for provider in scaling.SOME
+        for mode in peers.every()[provider].modes
+    }
+    plots.against_sizes(sweeps)
+    monkeypatch.setattr(peers, "WORKLOADS", [Workload(2, 4, 3, ONE), Workload(2, 4, 3, FULL)])
+    peers.main(["torch loop", "logchain", "GEMMs"])
+    plots.against_peers()
+    assert "variables v" in (files / "scaling.svg").read_text() and "torch loop" in (files / "peers.svg").read_text()
+    table = report.peers().splitlines()
+    assert len(table) == 2 + 4 and all("torch loop" in line and " ms |" in line for line in table[2:])

@@ -20,7 +20,7 @@ def test_examples_print_what_they_say():
 
 
 def test_tables_are_those_of_the_results_file():
-    assert report.fill(TEXT, report.read()) == TEXT, "run: python -m tests.benchmarks report"
+    assert report.fill(TEXT) == TEXT, "run: python -m tests.benchmarks plot"
 
 
 def test_linked_files_exist():

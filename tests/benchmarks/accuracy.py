@@ -1,4 +1,4 @@
-"""How far everybody's log-partitions and posteriors lie from float64: `python -m tests.benchmarks accuracy`.
+"""How far everybody's log-partitions and posteriors lie from float64: `python -m tests.benchmarks run accuracy`.
 
 Each provider gets the same float32 numbers and computes as it does: hmmlearn in float64, the others in float32. The
 truth is the reference. An error is the largest of a case, inf where one number is infinite and the other is not.
@@ -12,29 +12,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.benchmarks import aside, kept, peers, report
+from tests import contract, families
+from tests.benchmarks import aside, kept, peers, results
+from tests.benchmarks.cases import ONE, STEP, Chain, Workload, draw, truth
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.peers import ONE, STEP, Case, Provider, Workload
-from tests.benchmarks.report import GRADIENTS, Row
-from tests.contract import Truth
-from tests.families import FAMILIES, Chain
-
-RESULTS = report.ACCURACY
+from tests.benchmarks.peers import Provider
+from tests.benchmarks.results import GRADIENTS, Row
 
 
-def cases() -> dict[str, Case]:
+def cases() -> dict[str, Chain]:
     """Chains with one matrix for all steps, which every provider takes."""
     two = torch.tensor([0.5, 0.5])
     peaks = torch.tensor([[[0.0, 0.0], [-200.0, 0.0], [0.0, 0.0]]])
     apart = torch.tensor([[[0.0, -200.0], [-300.0, 0.0], [0.0, 0.0]]])
-    dense = peers.draw(Workload(4, 64, 16, ONE))
+    dense = draw(Workload(4, 64, 16, ONE))
     alive = (torch.arange(16) % 5 > 0)[:, None]
-    long = peers.draw(Workload(1, 4096, 8, ONE))
+    long = draw(Workload(1, 4096, 8, ONE))
     wide = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)).mul(-60).exp()
     return {
         "dense": dense,
-        "misaligned maxima: two peaks": Case(peaks, torch.tensor([[1.0, 1e-30]] * 2)[None, None], two),
-        "misaligned maxima: two peaks, no way between": Case(apart, torch.eye(2)[None, None], two),
+        "misaligned maxima: two peaks": Chain(peaks, torch.tensor([[1.0, 1e-30]] * 2)[None, None], two),
+        "misaligned maxima: two peaks, no way between": Chain(apart, torch.eye(2)[None, None], two),
         "evidence jumps, Bakis": family("bakis_jump", n=4),
         "impossible evidence": family("impossible", n=1),
         "dead rows": dense._replace(bulk=dense.bulk * alive),
@@ -43,13 +41,13 @@ def cases() -> dict[str, Case]:
     }
 
 
-def family(name: str, n: int) -> Case:
+def family(name: str, n: int) -> Chain:
     """One of the families that the tests use, with its first matrix for all steps; p0 sums to 1, as some ask for."""
-    x, bulk, p0, _ = FAMILIES[name](torch.float32, n=n, t=1)
-    return Case(x[:, 0].contiguous(), bulk[:1, 0, :1].contiguous(), p0[0, 0] / p0[0, 0].sum())
+    x, bulk, p0, _ = families.FAMILIES[name](torch.float32, n=n, t=1)
+    return Chain(x[:, 0].contiguous(), bulk[:1, 0, :1].contiguous(), p0[0, 0] / p0[0, 0].sum())
 
 
-def taken(provider: Provider, case: Case) -> Case:
+def taken(provider: Provider, case: Chain) -> Chain:
     """The same chain, with a matrix for each step where one for all is not taken."""
     if ONE in provider.matrices:
         return case
@@ -65,16 +63,16 @@ def worst(found: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
     return errors.max(), found[errors.argmax()]
 
 
-def bounds(case: Case) -> tuple[str, str]:
+def bounds(case: Chain) -> tuple[str, str]:
     """What the contract allows logchain, in nats and in probability."""
-    truth = Truth(Chain(case.x[:, None], case.bulk[:, None], case.p0))
-    return f"<= {truth.value_bound().max():.3g}", f"<= {truth.gradient_bound.max():.3g}"
+    allowed = contract.Truth(families.Chain(case.x[:, None], case.bulk[:, None], case.p0))
+    return f"<= {allowed.value_bound().max():.3g}", f"<= {allowed.gradient_bound.max():.3g}"
 
 
-def rows_of(provider: Provider, name: str, case: Case, mode: str, folder: Path) -> Iterator[Row]:
+def rows_of(provider: Provider, name: str, case: Chain, mode: str, folder: Path) -> Iterator[Row]:
     """The errors of one provider in one case."""
     values, posteriors = provider.make(taken(provider, case), mode)()
-    log_norm, states = peers.truth(name, case, folder)
+    log_norm, states = truth(name, case, folder)
     bars = bounds(case) if provider.name == "logchain" else ("", "")
     error, value = worst(values, log_norm)
     yield Row(name, provider.name, mode, "error of a log-partition", error, "nats", bars[0])
@@ -98,5 +96,5 @@ def main(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> None:
         for provider in (one for one in peers.chosen(only) if not one.floor):
             task = functools.partial(errors, some, Path(folder))
             new, missing = aside.measure(provider.name, provider.package, task)
-            kept.keep(RESULTS, new, names)
+            kept.keep(results.ACCURACY, new, names)
             kept.leave_out("accuracy", new, missing)

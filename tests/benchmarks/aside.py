@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks import report
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.report import Row
+from tests.benchmarks.results import AnyRow, Measured, Row, machine
 
 # What is asked of a provider, by name: a function at the top of a module, since another process calls it.
-Task = Callable[[str], Iterable[Row | Missing]]
+Task = Callable[[str], Iterable[Row | Measured | Missing]]
 
 _SILENCE = 300.0
 
 
 def attempts(
-    name: str, cases: Iterable[tuple[Any, str]], one: Callable[[Any, str], Iterable[Row]]
-) -> Iterator[Row | Missing]:
+    name: str, cases: Iterable[tuple[Any, str]], one: Callable[[Any, str], Iterable[AnyRow]]
+) -> Iterator[AnyRow | Missing]:
     """The rows of each workload and mode; what a provider cannot do is a finding."""
     for workload, mode in cases:
         try:
@@ -35,7 +34,7 @@ def attempts(
 
 def measure(
     name: str, package: str, task: Task, *, silence: float = _SILENCE, about: Sequence[str] = ("", "")
-) -> tuple[list[Row], list[Missing]]:
+) -> tuple[list[Any], list[Missing]]:
     """Run a task in a process of its own, held on one core.
 
     Args:
@@ -51,20 +50,20 @@ def measure(
     process = context.Process(target=_child, args=(name, package, task, core, sender))
     process.start()
     sender.close()
-    found: list[Row] = []
+    found: list[Any] = []
     missing: list[Missing] = []
     reason = ""
-    place = report.machine()
+    place = machine()
     try:
         while receiver.poll(silence):
             item = receiver.recv()
-            if isinstance(item, Row):
+            if isinstance(item, Row | Measured):
                 found.append(item)
             elif isinstance(item, Missing):
                 missing.append(item)
             else:  # the package's version
                 place["versions"] += f", {item}"
-            print("  ".join((*item[:4], item.text)) if isinstance(item, Row) else item, flush=True)
+            print("  ".join((*item[:4], item.text)) if isinstance(item, Row | Measured) else item, flush=True)
         reason = f"stopped, silent for {silence:g} s"
         process.kill()
     except EOFError:  # it has said everything

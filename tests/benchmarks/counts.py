@@ -1,4 +1,4 @@
-"""How many operators one call runs, and how many times it allocates: `python -m tests.benchmarks counts`.
+"""How many operators one call runs, and how many times it allocates: `python -m tests.benchmarks run counts`.
 
 The numbers of ordinary calls, as torch's profiler sees them (a dispatch mode would send them another way), once caches
 are warm, on one thread. They are the same on every machine with the same release of torch.
@@ -13,11 +13,10 @@ import torch
 
 import logchain
 from logchain import _demo, _device, nn
-from logchain._measure import _without_stderr
-from tests.benchmarks import report
-from tests.benchmarks.report import FORWARD, GRADIENTS, Row, machine
+from logchain._measure import _events, _without_stderr
+from tests.benchmarks import results
+from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
 
-RESULTS = report.COUNTS
 BACKENDS = ("numba", "torch")
 
 
@@ -64,21 +63,12 @@ def calls() -> dict[tuple[str, str], Callable[[], Any]]:
 def counted(call: Callable[[], Any]) -> dict[str, int]:
     """Operators of torch that a call runs, those inside others too, and allocations of tensors."""
     with _without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
-        kept = call()
+        call()
     found = {"operators": 0, "allocations": 0}
     for event in _events(profile.kineto_results):
         found["operators"] += event.name.startswith("aten::")
         found["allocations"] += event.name == "[memory]" and event.extra_fields.alloc_size > 0
-    del kept
     return found
-
-
-def _events(results: Any) -> Iterator[Any]:
-    stack = list(results.experimental_event_tree())
-    while stack:
-        event = stack.pop()
-        stack.extend(event.children)
-        yield event
 
 
 @contextlib.contextmanager
@@ -107,6 +97,6 @@ def main() -> None:
     """Count, and write the results file."""
     place = machine()
     found = [row._replace(**place) for backend in BACKENDS for row in rows(backend)]
-    report.write(found, RESULTS)
+    results.write(found, results.COUNTS)
     for row in found:
         print(row.workload, row.mode, row.metric, row.text, sep="  ")

@@ -18,8 +18,8 @@ import logchain
 from logchain import _demo, _forum, reference
 from logchain._demo import Chain, Product, dense_chain, gemms
 from logchain._measure import median_seconds, peak_bytes
-from tests.benchmarks import streams
-from tests.benchmarks.report import FORWARD, GRADIENTS, Row, machine
+from tests.benchmarks import results, streams
+from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
 from tests.families import FAMILIES
 
 MAIN = "n=500 v=40 c=200, shared bulk"
@@ -216,8 +216,8 @@ def sweep() -> list[Row]:
     return rows
 
 
-def measure() -> list[Row]:
-    """Every row of the results file; a few minutes on one core."""
+def main() -> None:
+    """Measure, and write the results file; a few minutes on one core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []
@@ -225,5 +225,5 @@ def measure() -> list[Row]:
         print(f"measuring: {group.__name__}", flush=True)
         rows += group()
     torch.set_num_threads(threads)
-    stamp = partial(Row._replace, **machine())
-    return [stamp(row) for row in rows]
+    place = machine()
+    results.write([row._replace(**place) for row in rows], results.PRODUCT)

@@ -25,7 +25,7 @@ from logchain import _chain, _device, _schedule, _tree_chain
 from logchain._cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
 from logchain._schedule import SEQUENTIAL, TREE, Schedule, Size, Where
 from tests.benchmarks import predictions
-from tests.benchmarks.report import machine
+from tests.benchmarks.results import machine
 
 # (n, v, c, sets of matrices), 0 for one matrix for every step and sequence
 SWEEP = [

@@ -5,10 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.benchmarks import report
-from tests.benchmarks.report import Row
-
-LEFT_OUT = report.RESULTS.with_name("left_out.csv")
+from tests.benchmarks import results
+from tests.benchmarks.results import AnyRow, Measured, Row
 
 
 class Missing(NamedTuple):
@@ -24,24 +22,30 @@ class Missing(NamedTuple):
     commit: str = ""
 
 
-def keep(path: Path, new: Iterable[Row], order: Sequence[str] = ()) -> None:
-    """Put rows in the place of those of the same workload, provider and mode, sorted by workload and mode."""
-    new = list(new)
-    replaced = {row[:3] for row in new}
+def key(row: Row | Measured) -> tuple[str, ...]:
+    """The case that a row is of: workload, provider, mode and, of everybody's times, device."""
+    return row[:4] if isinstance(row, Measured) else row[:3]
+
+
+def keep(path: Path, new: Sequence[AnyRow], order: Sequence[str] = ()) -> None:
+    """Put rows in the place of those of the same case, sorted by workload and mode."""
+    if not new:
+        return
+    replaced = set(map(key, new))
     # read here: another run may have written meanwhile
-    rows = [row for row in (report.read(path) if path.exists() else []) if row[:3] not in replaced] + new
+    rows = [row for row in results.read(path, type(new[0])) if key(row) not in replaced] + list(new)
     place = {workload: i for i, workload in enumerate(order)}
     rows.sort(key=lambda row: (place.get(row.workload, len(place)), row.mode))
-    report.write(rows, path)
+    results.write(rows, path)
 
 
-def leave_out(results: str, measured: Iterable[Row], missing: Iterable[Missing]) -> None:
+def leave_out(group: str, measured: Iterable[Row | Measured], missing: Iterable[Missing]) -> None:
     """Write down what could not be measured for a results file, and forget what now was."""
-    missing = [entry._replace(results=results) for entry in missing]
-    done = {(results, *row[:3]) for row in measured} | {entry[:4] for entry in missing}
-    providers = {(results, "", provider, "") for _, _, provider, *_ in done}
+    missing = [entry._replace(results=group) for entry in missing]
+    done = {(group, *row[:3]) for row in measured} | {entry[:4] for entry in missing}
+    providers = {(group, "", provider, "") for _, _, provider, *_ in done}
     kept = [entry for entry in left_out() if entry[:4] not in done | providers]
-    with LEFT_OUT.open("w", newline="") as file:
+    with results.LEFT_OUT.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Missing._fields)
         writer.writerows(sorted([*kept, *missing]))
@@ -49,7 +53,7 @@ def leave_out(results: str, measured: Iterable[Row], missing: Iterable[Missing])
 
 def left_out() -> list[Missing]:
     """What was written down."""
-    if not LEFT_OUT.exists():
+    if not results.LEFT_OUT.exists():
         return []
-    with LEFT_OUT.open(newline="") as file:
+    with results.LEFT_OUT.open(newline="") as file:
         return [Missing(**fields) for fields in csv.DictReader(file)]

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from logchain._measure import median_seconds
 from logchain.nn import LinearChainCRF
-from tests.benchmarks import report
-from tests.benchmarks.report import GRADIENTS, Row, machine
-
-RESULTS = report.RESULTS.with_name("layers.csv")
+from tests.benchmarks import results
+from tests.benchmarks.results import GRADIENTS, Row, machine
 
 
 def crf() -> list[Row]:
@@ -56,8 +54,8 @@ def beside(workload: str, mode: str, seconds: dict[str, float], bar: str) -> lis
     return rows
 
 
-def measure() -> list[Row]:
-    """Every row of the results file; a few minutes."""
+def main() -> None:
+    """Measure, and write the results file; a few minutes."""
     from tests.benchmarks import layers_circuit, layers_hmm
 
     common = machine()
@@ -70,4 +68,4 @@ def measure() -> list[Row]:
         for row in found:
             versions = ", ".join(filter(None, (common["versions"], row.versions)))
             rows.append(row._replace(**{**common, "versions": versions}))
-    return rows
+    results.write(rows, results.LAYERS)

@@ -13,7 +13,7 @@ import torch
 import logchain
 from logchain import nn
 from logchain._measure import median_seconds
-from tests.benchmarks.report import Row
+from tests.benchmarks.results import Row
 
 BAR = "<= 1.3"
 

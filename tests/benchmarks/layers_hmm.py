@@ -14,7 +14,7 @@ import logchain
 from logchain._measure import median_seconds
 from logchain.nn import HMM
 from tests.benchmarks.layers import beside
-from tests.benchmarks.report import GRADIENTS, Row
+from tests.benchmarks.results import GRADIENTS, Row
 
 ITERATIONS = 50
 

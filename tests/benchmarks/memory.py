@@ -1,4 +1,4 @@
-"""What everybody holds at their peak, over the size of the inputs: `python -m tests.benchmarks memory`.
+"""What everybody holds at their peak, over the size of the inputs: `python -m tests.benchmarks run memory`.
 
 Each provider, workload and mode has a process of its own, on one thread. Resident: the most that the process holds
 during one call, above what it held before; inputs, and what a provider prepares of them, stand before the call, results
@@ -6,22 +6,20 @@ and gradients count. Torch's allocator: the same as torch counts it, without wha
 more than a minute of CPU time or more than 16 GB is left out.
 """
 
-import ctypes
 import functools
-import gc
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from logchain._measure import peak_bytes
-from tests.benchmarks import aside, kept, peers, report
+from tests.benchmarks import aside, kept, peers, results
+from tests.benchmarks.cases import EACH, STEP, Case, Workload, draw
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.peers import EACH, STEP, Case, Provider, Workload, draw, part
-from tests.benchmarks.report import FORWARD, GRADIENTS, Row
+from tests.benchmarks.peers import Provider
+from tests.benchmarks.resident import resident_peak
+from tests.benchmarks.results import FORWARD, GRADIENTS, Row
 
-RESULTS = report.MEMORY
 WORKLOADS = [Workload(500, 40, 200, STEP), Workload(32, 512, 64, STEP), Workload(8, 128, 64, EACH)]
 
 _SECONDS, _BYTES = 60, 16_000_000_000
@@ -32,22 +30,6 @@ _REASONS = {"SIGPROF": f"longer than {_SECONDS} s", "alloc": "more than 16 GB", 
 _SHORT = 10.0
 
 
-def status(field: str) -> int:
-    """Bytes of this process: VmRSS holds, VmHWM held at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
-
-
-def resident_peak(call: Callable[[], object]) -> int:
-    """Bytes that this process holds at its peak during a call, above what it held before; needs Linux."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
-    before = status("VmRSS")
-    call()
-    return status("VmHWM") - before
-
-
 def size(case: Case) -> int:
     """Bytes of the inputs."""
     return sum(tensor.nbytes for tensor in case)
@@ -56,7 +38,7 @@ def size(case: Case) -> int:
 def rows_of(provider: Provider, workload: Workload, mode: str) -> Iterator[Row]:
     """The peaks of one provider."""
     case = draw(workload)
-    provider.make(part(case, 1, 3), mode)()  # imports, and what is compiled for all sizes
+    provider.make(case.part(1, 3), mode)()  # imports, and what is compiled for all sizes
     run = provider.make(case, mode)
     start = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # ends the process, whatever it does
@@ -98,5 +80,5 @@ def main(only: Sequence[str] = (), patterns: Sequence[str] = (), workloads: Sequ
                 about = str(workload), mode
                 new, missing = aside.measure(provider.name, provider.package, task, about=about)
                 missing = [entry._replace(reason=reason(entry.reason)) for entry in missing]
-                kept.keep(RESULTS, new, [str(one) for one in WORKLOADS])
+                kept.keep(results.MEMORY, new, [str(one) for one in WORKLOADS])
                 kept.leave_out("memory", new, missing)

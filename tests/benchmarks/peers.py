@@ -1,21 +1,19 @@
-"""What `product` costs on a CPU beside everybody else's: `python -m tests.benchmarks peers`.
+"""What `product` costs on a CPU beside everybody else's: `python -m tests.benchmarks run peers`.
 
 Each peer runs in a process of its own, held on one core, in turns with logchain; a ratio is one of medians of that
 process's CPU time. A peer's answer is compared with the reference first. What takes long runs on the first sequences
-and steps and counts in proportion, which the row `share computed` says: its work is linear in both.
+and steps and counts in proportion, which `share` says: its work is linear in both.
 
-    python -m tests.benchmarks peers --only hmmlearn XLA --workloads c=64
+    python -m tests.benchmarks run peers --only hmmlearn XLA --workloads c=64
 
 measures some of them again, and leaves the other rows of the results file as they are. What is not installed or fails
 is in `results/left_out.csv`, with the reason. Floors, which are the GEMMs and the bytes alone, run as peers without
-an answer. The extra `peers` has some of the packages, the others are, where numpyro needs Python 3.11,
-
-    pip install --no-deps torch-semiring-einsum nvidia-ml-py pomegranate apricot-select
-    pip install funsor dynamax numpyro
+an answer.
 """
 
 import functools
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,67 +21,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from logchain import reference
-from tests.benchmarks import aside, kept, report
+from tests.benchmarks import aside, cases, kept, results
 from tests.benchmarks.aside import attempts
+from tests.benchmarks.cases import EACH, FULL, ONE, STEP, WORKLOADS, Case, Workload, draw
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.report import FORWARD, GRADIENTS, Row
+from tests.benchmarks.resident import resident_peak
+from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
 
-RESULTS = report.PEERS
 STATES = "forward and backward, posteriors alone"
-ONE, STEP, EACH = "one matrix", "shared bulk", "bulk per sequence"
+CPU, GPU = "CPU", "GPU"
 
 # seconds: of a peer's single run, and of all runs of a peer in a case
 _MOST, _PATIENCE = 0.4, 0.6
 
 _FEW_STEPS, _MOST_ROUNDS = 33, 15
 
-# steps that the reference takes in a minute or so
-_CHECKED = 100_000
+# numbers that the reference takes in a minute or so
+_CHECKED = 4_000_000
 
-
-class Workload(NamedTuple):
-    """A dense chain: `matrices` is one for all steps, one for each step, or one for each step of each sequence."""
-
-    n: int
-    v: int
-    c: int
-    matrices: str
-
-    def __str__(self) -> str:
-        """As the results file names it."""
-        return f"n={self.n} v={self.v} c={self.c}, {self.matrices}"
-
-
-WORKLOADS = [
-    Workload(1, 10_000, 16, ONE),
-    Workload(1, 10_000, 16, STEP),
-    Workload(1, 100_000, 4, ONE),
-    Workload(1, 100_000, 4, STEP),
-    Workload(10, 6, 40, ONE),
-    Workload(10, 6, 40, STEP),
-    Workload(32, 512, 64, ONE),
-    Workload(32, 512, 64, STEP),
-    Workload(8, 128, 64, EACH),
-    Workload(500, 40, 200, STEP),
-    Workload(256, 784, 64, STEP),
-    Workload(1, 10_000, 100, ONE),
-    Workload(32, 25, 20, EACH),
-]
-
-
-class Case(NamedTuple):
-    """x [n, v, c], bulk [n or 1, v-1 or 1, c, c] and p0 [c] in float32."""
-
-    x: Tensor
-    bulk: Tensor
-    p0: Tensor
-
-
-# A run gives log-partitions [n], and posteriors [n, v, c] or None; what it may prepare before is not timed.
+# A run gives values, [n] or [n, c, c], and their gradients for x or None; what it may prepare before is not timed.
 Run = Callable[[], tuple[Any, Any]]
 
 
@@ -91,7 +48,7 @@ class Provider(NamedTuple):
     """Who computes the chain: `make` prepares a run, `package` is what has to be installed."""
 
     name: str
-    make: Callable[[Case, str], Run]
+    make: Callable[[Any, str], Run]
     package: str
     matrices: tuple[str, ...] = (ONE, STEP, EACH)
     modes: tuple[str, ...] = (FORWARD, GRADIENTS)
@@ -99,23 +56,7 @@ class Provider(NamedTuple):
     whole: bool = False
     # computes no answer
     floor: bool = False
-
-
-def draw(workload: Workload) -> Case:
-    """The same numbers for everybody; rows of bulk and p0 sum to 1."""
-    n, v, c, matrices = workload
-    generator = torch.Generator().manual_seed(v)
-    x = torch.randn(n, v, c, generator=generator)
-    sets, steps = (n if matrices == EACH else 1), (1 if matrices == ONE else v - 1)
-    bulk = torch.rand(sets, steps, c, c, generator=generator).add_(0.01)
-    p0 = torch.rand(c, generator=generator)
-    return Case(x, bulk / bulk.sum(-1, keepdim=True), p0 / p0.sum())
-
-
-def part(case: Case, n: int, v: int) -> Case:
-    """The first sequences and steps."""
-    bulk = case.bulk[: n if len(case.bulk) > 1 else 1, : max(v - 1, 1)]
-    return Case(case.x[:n, :v].contiguous(), bulk.contiguous(), case.p0)
+    devices: tuple[str, ...] = (CPU,)
 
 
 def seconds(run: Run) -> float:
@@ -127,19 +68,19 @@ def seconds(run: Run) -> float:
 
 def slice_of(provider: Provider, case: Case, mode: str) -> Case:
     """As much of the case as a run may take."""
-    n, v, _ = case.x.shape
+    n, v = case.x.shape[:2]
     if provider.whole or v <= _FEW_STEPS:
         return case
     for few in dict.fromkeys((1, n)):
-        run = provider.make(part(case, few, _FEW_STEPS), mode)
+        run = provider.make(case.part(few, _FEW_STEPS), mode)
         run()
         whole = seconds(run) * v / _FEW_STEPS
         if whole * n / few <= _MOST:
             return case
         if few < n and whole > _MOST:  # one sequence is too long already
-            return part(case, 1, max(_FEW_STEPS, _power(v * _MOST / whole)))
+            return case.part(1, max(_FEW_STEPS, _power(v * _MOST / whole)))
     steps = _power(v * _MOST / whole)
-    return part(case, n, steps) if steps >= _FEW_STEPS else part(case, max(1, n * steps // _FEW_STEPS), _FEW_STEPS)
+    return case.part(n, steps) if steps >= _FEW_STEPS else case.part(max(1, n * steps // _FEW_STEPS), _FEW_STEPS)
 
 
 def _power(number: float) -> int:
@@ -162,90 +103,61 @@ def pair_seconds(runs: Sequence[Run]) -> list[list[float]]:
     return [statistics.quantiles(found, n=4) for found in times]
 
 
-def truth(workload: object, case: Case, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Log-partitions and posteriors by the reference, computed once for all providers."""
-    n, v, _ = case.x.shape
-    file = folder / f"{workload}, {n} {v}.npz"
-    if not file.exists():
-        forward, backward, log_norm = reference.forward_backward(*case)
-        norm = np.where(np.isneginf(log_norm), 0.0, log_norm)[:, None, None]
-        np.savez(file, log_norm=log_norm, states=np.exp(forward + backward - norm))
-    found = np.load(file)
-    return found["log_norm"], found["states"]
-
-
-def rows_of(provider: Provider, ours: Provider, workload: Workload, mode: str, folder: Path) -> Iterator[Row]:
-    """The errors and times of one peer in one case."""
+def measured(provider: Provider, ours: Provider, workload: Workload, mode: str, folder: Path) -> Iterator[Measured]:
+    """The errors, times and peak of one peer in one case."""
     case = draw(workload)
     few = slice_of(provider, case, mode)
-    row = functools.partial(Row, str(workload), provider.name, mode)
     theirs, own = provider.make(few, mode), ours.make(case, mode)
-    values, posteriors = theirs()
-    if values is not None and few.x.shape[1] <= _CHECKED:
-        log_norm, states = truth(workload, few, folder)
-        yield row("error of a log-partition", np.abs(np.asarray(values, np.float64) - log_norm).max(), "nats")
-        if posteriors is not None:
-            yield row("error of a posterior", np.abs(np.asarray(posteriors, np.float64) - states).max(), "")
+    values, gradients = theirs()
+    errors = [None, None]
+    if values is not None and few.x.numel() <= _CHECKED:
+        pairs = zip((values, gradients), cases.truth(workload, few, folder), strict=True)
+        errors = [None if found is None else _error(found, true) for found, true in pairs]
     own()
-    (_, ours_taken, _), (lower, taken, upper) = pair_seconds([own, theirs])
+    (_, ours_taken, _), times = pair_seconds([own, theirs])
     share = few.x.numel() / case.x.numel()
-    yield row("logchain's time beside it", ours_taken * 1e3, "ms")
-    yield row("time", taken / share * 1e3, "ms")
-    yield row("time, lower quartile", lower / share * 1e3, "ms")
-    yield row("time, upper quartile", upper / share * 1e3, "ms")
-    if provider.floor:
-        yield row(f"logchain's time over {provider.name}", ours_taken / taken * share, "x")
-    else:
-        yield row(f"{provider.name}'s time over logchain's", taken / share / ours_taken, "x", ">= 1")
-    if share < 1:
-        yield row("share computed", share, "")
+    lower, taken, upper = (1e3 * spent / share for spent in times)
+    peak = resident_peak(theirs) / 1e6 if sys.platform == "linux" else None
+    yield Measured(str(workload), provider.name, mode, CPU, taken, lower, upper, ours_taken * 1e3, share, peak, *errors)
 
 
-def times(workloads: Sequence[Workload], folder: Path, name: str) -> Iterator[Row | Missing]:
+def _error(found: Any, true: np.ndarray) -> float:
+    return float(np.abs(np.stack([np.asarray(one, np.float64) for one in found]) - true).max())
+
+
+def times(workloads: Sequence[Workload], folder: Path, name: str) -> Iterator[Measured | Missing]:
     """Every case of one peer, beside logchain."""
     providers = every()
     provider, ours = providers[name], providers["logchain"]
-    cases = [(one, mode) for one in workloads if one.matrices in provider.matrices for mode in provider.modes]
-    return attempts(name, cases, lambda workload, mode: rows_of(provider, ours, workload, mode, folder))
+    todo = [
+        (one, mode)
+        for one in workloads
+        for mode in provider.modes
+        if one.matrices in provider.matrices and (one.matrices, mode) != (FULL, STATES)
+    ]
+    return attempts(name, todo, lambda workload, mode: measured(provider, ours, workload, mode, folder))
 
 
 def chosen(only: Sequence[str]) -> list[Provider]:
-    """Providers by parts of their names, or all; floors among them."""
-    return [one for one in every().values() if not only or any(text in one.name for text in only)]
+    """Providers on a CPU by parts of their names, or all; floors among them."""
+    providers = [one for one in every().values() if CPU in one.devices]
+    return [one for one in providers if not only or any(text in one.name for text in only)]
 
 
-def rows(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> list[Row]:
-    """Every row of the results file, those of some providers and workloads measured anew; some minutes for all."""
+def main(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> None:
+    """Measure some providers in some workloads, or all in all, and write the results file after each provider."""
     workloads = [one for one in WORKLOADS if not patterns or any(text in str(one) for text in patterns)]
     with tempfile.TemporaryDirectory() as folder:
         task = functools.partial(times, workloads, Path(folder))
         for provider in chosen(only):
-            if provider.name != "logchain":
-                new, missing = aside.measure(provider.name, provider.package, task)
-                kept.keep(RESULTS, new, [str(workload) for workload in WORKLOADS])
-                kept.leave_out("peers", new, missing)
-    return report.read(RESULTS)
-
-
-def table(found: Sequence[Row]) -> str:
-    """Each peer's time over logchain's; below 1 logchain loses."""
-    ratios = {(r.provider, r.workload, r.mode): r.value for r in found if r.metric.endswith("over logchain's")}
-    names = list(dict.fromkeys(name for name, *_ in ratios))
-    lines = []
-    for workload, mode in dict.fromkeys((r.workload, r.mode) for r in found):
-        cells = sorted((ratios[key], name) for name in names if (key := (name, workload, mode)) in ratios)
-        lines.append(f"{workload}, {mode}: " + ", ".join(f"{name} {ratio:.3g}" for ratio, name in cells))
-    return "\n".join(lines)
-
-
-def main(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> None:
-    """Measure, write the results file after each provider, and print the ratios."""
-    print(table(rows(only, patterns)))
+            new, missing = aside.measure(provider.name, provider.package, task)
+            kept.keep(results.PEERS, new, list(map(str, WORKLOADS)))
+            kept.leave_out("peers", new, missing)
 
 
 def every() -> dict[str, Provider]:
     """By name; a package is imported only when its provider runs."""
-    from tests.benchmarks import peers_floors, peers_jax, peers_more, peers_torch
+    from tests.benchmarks import peers_circuits, peers_floors, peers_formula, peers_hmm, peers_jax, peers_torch
 
-    files = (peers_jax, peers_torch, peers_more, peers_floors)
+    files = (peers_torch, peers_jax, peers_hmm, peers_circuits, peers_formula, peers_floors)
     return {provider.name: provider for file in files for provider in file.PROVIDERS}

@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from functools import partial
 
-from tests.benchmarks.peers import FORWARD, GRADIENTS, STATES, Case, Provider, Run
+from tests.benchmarks.cases import EACH, FULL, ONE, STEP, Case, Chain, Stack
+from tests.benchmarks.peers import STATES, Provider, Run
+from tests.benchmarks.results import FORWARD, GRADIENTS
 
 
 def arrays(case: Case):
-    """Operands on the device: x [n, v, c], bulk [n or none, v-1 or none, c, c], p0 [c]."""
+    """Operands on the device: x [n, v, c], bulk [n or none, v-1 or none, c, c], p0 [c]; of a stack x alone."""
     import jax
 
+    if isinstance(case, Stack):
+        return [jax.device_put(case.x.numpy())]
     bulk = case.bulk[0] if len(case.bulk) == 1 else case.bulk
     bulk = bulk[..., 0, :, :] if case.bulk.shape[1] == 1 and case.x.shape[1] > 2 else bulk
     return [jax.device_put(tensor.numpy()) for tensor in (case.x, bulk, case.p0)]
@@ -22,9 +26,11 @@ def compiled(function: Callable, case: Case) -> Run:
     return lambda: jax.block_until_ready(run(*operands))
 
 
-def differentiated(product: Callable, case: Case, mode: str) -> Run:
-    """Values, then the gradients of their sum for x, bulk and p0, by JAX's autodiff."""
+def differentiated(chain: Callable, full: Callable | None, case: Case, mode: str) -> Run:
+    """Values, then the gradients of their sum for all operands, by JAX's autodiff."""
     import jax
+
+    product = full if isinstance(case, Stack) else chain
 
     def summed(*operands):
         values = product(*operands)
@@ -32,7 +38,7 @@ def differentiated(product: Callable, case: Case, mode: str) -> Run:
 
     if mode == FORWARD:
         return compiled(lambda *operands: (product(*operands), None), case)
-    run = compiled(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True), case)
+    run = compiled(jax.value_and_grad(summed, argnums=tuple(range(len(case))), has_aux=True), case)
 
     def both():
         (_, values), gradients = run()
@@ -71,14 +77,42 @@ def xla(x, bulk, p0):
     return scanned(step, x, bulk, *scaled(p0, x[:, 0]))[1]
 
 
-def goom(x, bulk, p0):
+def xla_product(stack):
+    """The same with matrices for messages."""
+    import jax
+    import jax.numpy as jnp
+    from jax.lax import stop_gradient
+
+    def step(carry, matrix):
+        product, total = carry
+        top = stop_gradient(matrix.max((-2, -1), keepdims=True))
+        product = product @ jnp.exp(matrix - top)
+        scale = stop_gradient(product.max((-2, -1), keepdims=True))
+        return (product / scale, total + top + jnp.log(scale)), None
+
+    tops = stack[:, 0].max((-2, -1), keepdims=True)
+    (product, total), _ = jax.lax.scan(step, (jnp.exp(stack[:, 0] - tops), tops), stack[:, 1:].swapaxes(0, 1))
+    return jnp.log(product) + total
+
+
+def log_matmul(a, b):
     """Logarithms of sums of exponentials with one shift a row and one a column (arXiv 2510.03426, log-matmul-exp)."""
     import jax.numpy as jnp
     from jax.lax import stop_gradient
 
-    def log_matmul(a, b):
-        rows, columns = stop_gradient(a.max(-1, keepdims=True)), stop_gradient(b.max(-2, keepdims=True))
-        return jnp.log(jnp.exp(a - rows) @ jnp.exp(b - columns)) + rows + columns
+    rows, columns = stop_gradient(a.max(-1, keepdims=True)), stop_gradient(b.max(-2, keepdims=True))
+    return jnp.log(jnp.exp(a - rows) @ jnp.exp(b - columns)) + rows + columns
+
+
+def goom_product(stack):
+    import jax
+
+    first, rest = stack[:, 0], stack[:, 1:].swapaxes(0, 1)
+    return jax.lax.scan(lambda product, matrix: (log_matmul(product, matrix), None), first, rest)[0]
+
+
+def goom(x, bulk, p0):
+    import jax.numpy as jnp
 
     def step(message, total, matrix, now):
         if matrix.ndim == 2:
@@ -89,7 +123,7 @@ def goom(x, bulk, p0):
     return jnp.logaddexp.reduce(message, -1)
 
 
-def dynamax(case: Case, mode: str) -> Run:
+def dynamax(case: Chain, mode: str) -> Run:
     """Each sequence by itself, mapped."""
     import jax
     from dynamax.hidden_markov_model import hmm_filter, hmm_smoother
@@ -133,13 +167,14 @@ def numpyro(x, bulk, p0):
     return jax.vmap(lambda *operands: log_density(counted, operands, {}, {})[0], (0, over, None))(x, bulk, p0)
 
 
-def by_autodiff(product: Callable) -> Callable[[Case, str], Run]:
-    return partial(differentiated, product)
+def by_autodiff(chain: Callable, full: Callable | None = None) -> Callable[[Case, str], Run]:
+    return partial(differentiated, chain, full)
 
 
+ALL = ONE, STEP, EACH, FULL
 PROVIDERS = [
-    Provider("XLA scan", by_autodiff(xla), "jax", whole=True),
+    Provider("XLA scan", by_autodiff(xla, xla_product), "jax", ALL, whole=True),
     Provider("dynamax", dynamax, "dynamax", modes=(FORWARD, STATES, GRADIENTS), whole=True),
     Provider("numpyro", by_autodiff(numpyro), "numpyro"),
-    Provider("GOOM's formula", by_autodiff(goom), "jax", whole=True),
+    Provider("GOOM's formula", by_autodiff(goom, goom_product), "jax", ALL, whole=True),
 ]

@@ -1,21 +1,25 @@
-"""The chain by packages on torch and numpy, each as its users would call it, or more kindly."""
+"""Chains and products by packages on torch, each as its users would call it, or more kindly."""
 
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import logchain
-from logchain import _forum
-from tests.benchmarks import cpu
-from tests.benchmarks.peers import EACH, FORWARD, GRADIENTS, ONE, STATES, STEP, Case, Provider, Run
+from tests.benchmarks.cases import EACH, FULL, ONE, STEP, Case, Stack
+from tests.benchmarks.peers import CPU, GPU, STATES, Provider, Run
+from tests.benchmarks.results import FORWARD, GRADIENTS
+
+ALL = ONE, STEP, EACH, FULL
+BOTH = CPU, GPU
+Product = Callable[..., Tensor]
 
 
-def differentiated(product: Callable[..., Tensor], case: Case, mode: str) -> Run:
-    """Values, then the gradients of their sum for x, bulk and p0, or for x alone, by torch's autograd."""
-    wanted = {FORWARD: (), STATES: (0,), GRADIENTS: (0, 1, 2)}[mode]
+def differentiated(chain: Product, full: Product | None, case: Case, mode: str) -> Run:
+    """Values, then the gradients of their sum for all operands, or for x alone, by torch's autograd."""
+    product = full if isinstance(case, Stack) else chain
+    wanted = {FORWARD: (), STATES: (0,), GRADIENTS: range(len(case))}[mode]
     leaves = [tensor.clone().requires_grad_(i in wanted) for i, tensor in enumerate(case)]
 
     def run():
@@ -27,8 +31,17 @@ def differentiated(product: Callable[..., Tensor], case: Case, mode: str) -> Run
     return run
 
 
-def by_autograd(product: Callable[..., Tensor]) -> Callable[[Case, str], Run]:
-    return partial(differentiated, product)
+def by_autograd(chain: Product, full: Product | None = None) -> Callable[[Case, str], Run]:
+    """A way to compute chains, and one to multiply stacks [n, v, c, c] if it has one."""
+    return partial(differentiated, chain, full)
+
+
+def pairwise(matmul: Callable[[Tensor, Tensor], Tensor], stack: Tensor) -> Tensor:
+    """The product of stacks by pairs; an odd matrix waits for the next level."""
+    while (v := stack.shape[1]) > 1:
+        paired = matmul(stack[:, : v - v % 2 : 2], stack[:, 1::2])
+        stack = torch.cat([paired, stack[:, -1:]], 1) if v % 2 else paired
+    return stack[:, 0]
 
 
 def stack(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
@@ -38,14 +51,14 @@ def stack(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     return torch.cat([logs[:, :1] + first, logs[:, 1:]], 1)
 
 
-def loop(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-    return cpu.loop(x, bulk.expand(-1, x.shape[1] - 1, -1, -1), p0)
-
-
 def pyro(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    return pyro_product(stack(x, bulk, p0)).logsumexp((-2, -1))
+
+
+def pyro_product(stack: Tensor) -> Tensor:
     from pyro.distributions.hmm import _sequential_logmatmulexp
 
-    return _sequential_logmatmulexp(stack(x, bulk, p0)).logsumexp((-2, -1))
+    return _sequential_logmatmulexp(stack)
 
 
 def torch_struct(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
@@ -54,19 +67,27 @@ def torch_struct(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     return LinearChainCRF(stack(x, bulk, p0).mT).partition
 
 
+def torch_struct_product(stack: Tensor) -> Tensor:
+    from torch_struct import LogSemiring
+
+    return pairwise(LogSemiring.matmul, stack)
+
+
 def funsor(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    return funsor_product(stack(x, bulk, p0)).logsumexp((-2, -1))
+
+
+def funsor_product(stack: Tensor) -> Tensor:
     import funsor
     from funsor import ops
     from funsor.sum_product import sequential_sum_product
 
     funsor.set_backend("torch")
-    n, v, c = x.shape
-    sizes = {"batch": n, "time": v - 1, "prev": c, "curr": c}
-    inputs = {name: funsor.Bint[size] for name, size in sizes.items()}
-    chain = funsor.tensor.Tensor(stack(x, bulk, p0), inputs)
-    time = funsor.Variable("time", funsor.Bint[v - 1])
-    joined = sequential_sum_product(ops.logaddexp, ops.add, chain, time, {"prev": "curr"})
-    return joined.reduce(ops.logaddexp, {"prev", "curr"}).data
+    names = "batch", "time", "prev", "curr"
+    inputs = {name: funsor.Bint[size] for name, size in zip(names, stack.shape, strict=True)}
+    time = funsor.Variable("time", inputs["time"])
+    chain = funsor.tensor.Tensor(stack, inputs)
+    return sequential_sum_product(ops.logaddexp, ops.add, chain, time, {"prev": "curr"}).data
 
 
 def semiring_einsum(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
@@ -81,6 +102,12 @@ def semiring_einsum(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     return message.logsumexp(-1)
 
 
+def semiring_einsum_product(stack: Tensor) -> Tensor:
+    from torch_semiring_einsum import compile_equation, log_einsum
+
+    return pairwise(partial(log_einsum, compile_equation("bsij,bsjk->bsik"), block_size=64), stack)
+
+
 def pytorch_crf(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     from torchcrf import CRF
 
@@ -92,68 +119,24 @@ def pytorch_crf(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     return crf._compute_normalizer(x.transpose(0, 1), torch.ones(x.shape[1], x.shape[0], dtype=torch.bool))
 
 
-def pomegranate(case: Case, mode: str) -> Run:
-    from pomegranate.distributions import Categorical
-    from pomegranate.hmm import DenseHMM
-
-    c = len(case.p0)
-    silent = [Categorical([[1.0]]) for _ in range(c)]
-    model = DenseHMM(silent, edges=case.bulk[0, 0], starts=case.p0, ends=torch.ones(c))
-    with torch.no_grad():
-        model.ends.zero_()
-    if mode == FORWARD:
-        return torch.no_grad()(lambda: (model.forward(emissions=case.x)[:, -1].logsumexp(-1), None))
-    return torch.no_grad()(lambda: (lambda found: (found[4], found[1].exp()))(model.forward_backward(emissions=case.x)))
-
-
-def hmmlearn(case: Case, mode: str, *, scaling: bool) -> Run:
-    """The compiled functions themselves; exponentials of the potentials, which they do not take, are not timed."""
-    from hmmlearn import _hmmc
-
-    start, matrix = case.p0.double().numpy(), case.bulk[0, 0].double().numpy()
-    tops = case.x.amax(-1).double().sum(-1).numpy()
-    logs = [x.double().numpy() for x in case.x]
-    frames = [(x - x.amax(-1, keepdim=True)).double().exp().numpy() for x in case.x]
-
-    def by_scaling(frame):
-        value, forward, scales = _hmmc.forward_scaling(start, matrix, frame)
-        if mode == FORWARD:
-            return value, None
-        backward = _hmmc.backward_scaling(start, matrix, frame, scales)
-        if mode == GRADIENTS:
-            _hmmc.compute_scaling_xi_sum(forward, matrix, backward, frame)
-        states = forward * backward
-        return value, np.divide(states, states.sum(1, keepdims=True), out=states)
-
-    def by_logs(frame):
-        value, forward = _hmmc.forward_log(start, matrix, frame)
-        if mode == FORWARD:
-            return value, None
-        backward = _hmmc.backward_log(start, matrix, frame)
-        if mode == GRADIENTS:
-            _hmmc.compute_log_xi_sum(forward, matrix, backward, frame)
-        forward += backward
-        forward -= value
-        return value, np.exp(forward, out=forward)
-
-    def run():
-        values, states = zip(*(map(by_scaling, frames) if scaling else map(by_logs, logs)), strict=True)
-        return np.array(values) + (tops if scaling else 0.0), None if mode == FORWARD else states
-
-    return run
-
-
-ALL_MODES = (FORWARD, STATES, GRADIENTS)
 PROVIDERS = [
-    Provider("logchain", by_autograd(logchain.product), "logchain", modes=ALL_MODES),
-    Provider("hmmlearn, scaling", partial(hmmlearn, scaling=True), "hmmlearn", (ONE,), ALL_MODES),
-    Provider("hmmlearn, log", partial(hmmlearn, scaling=False), "hmmlearn", (ONE,), ALL_MODES),
-    Provider("pomegranate", pomegranate, "pomegranate", (ONE,)),
-    Provider("pytorch-crf", by_autograd(pytorch_crf), "pytorch-crf", (ONE,)),
-    Provider("torch-struct", by_autograd(torch_struct), "torch-struct"),
-    Provider("torch-semiring-einsum", by_autograd(semiring_einsum), "torch-semiring-einsum"),
-    Provider("pyro", by_autograd(pyro), "pyro-ppl"),
-    Provider("funsor", by_autograd(funsor), "funsor"),
-    Provider("torch loop", by_autograd(loop), "torch"),
-    Provider("forum", by_autograd(_forum.product), "torch", (STEP, EACH)),
+    Provider(
+        "logchain",
+        by_autograd(logchain.product, logchain.matrix_product),
+        "logchain",
+        ALL,
+        devices=BOTH,
+        modes=(FORWARD, STATES, GRADIENTS),
+    ),
+    Provider("pytorch-crf", by_autograd(pytorch_crf), "pytorch-crf", (ONE,), devices=BOTH),
+    Provider("torch-struct", by_autograd(torch_struct, torch_struct_product), "torch-struct", ALL, devices=BOTH),
+    Provider(
+        "torch-semiring-einsum",
+        by_autograd(semiring_einsum, semiring_einsum_product),
+        "torch-semiring-einsum",
+        ALL,
+        devices=BOTH,
+    ),
+    Provider("pyro", by_autograd(pyro, pyro_product), "pyro-ppl", ALL, devices=BOTH),
+    Provider("funsor", by_autograd(funsor, funsor_product), "funsor", ALL, devices=BOTH),
 ]

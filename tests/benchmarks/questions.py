@@ -14,7 +14,8 @@ import logchain
 from logchain import _demo
 from logchain._demo import Chain, dense_chain
 from logchain._measure import median_seconds, peak_bytes
-from tests.benchmarks.report import FORWARD, Row, machine
+from tests.benchmarks import results
+from tests.benchmarks.results import FORWARD, Row, machine
 
 DRAWS = 100
 
@@ -112,8 +113,8 @@ def against_forward() -> list[Row]:
     return [Row(workload, "logchain", f"sample, {DRAWS} draws", f"time over product's, {FORWARD}", ratio, "x")]
 
 
-def measure() -> list[Row]:
-    """Every row of the results file; a few minutes."""
+def main() -> None:
+    """Measure, and write the results file; a few minutes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []
@@ -124,4 +125,4 @@ def measure() -> list[Row]:
         print(f"measuring: {getattr(group, '__name__', group)}", flush=True)
         rows += group()
     torch.set_num_threads(threads)
-    return [row._replace(**machine()) for row in rows]
+    results.write([row._replace(**machine()) for row in rows], results.QUESTIONS)

@@ -12,7 +12,7 @@ from torch import Tensor
 import logchain
 from logchain._measure import median_seconds, peak_bytes
 from logchain.stream import Stream
-from tests.benchmarks.report import FORWARD, Row
+from tests.benchmarks.results import FORWARD, Row
 
 PIECE, WIDE, ONE_SHOT, LONG = 10_000, 100_000, 1_000_000, 10_000_000
 

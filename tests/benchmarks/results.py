@@ -1,0 +1,142 @@
+"""The results files: what a row holds, where and with what it was measured, and how it is written and read."""
+
+import csv
+import datetime
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy
+import scipy
+import torch
+
+FOLDER = Path(__file__).parent / "results"
+PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT = (
+    FOLDER / f"{name}.csv"
+    for name in ("cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out")
+)
+FORWARD, GRADIENTS = "forward", "forward and backward"
+
+
+class Row(NamedTuple):
+    """One measured number; `bar` is what it should reach, where that was agreed: `<= 1.5`."""
+
+    workload: str
+    provider: str
+    mode: str
+    metric: str
+    value: float
+    unit: str
+    bar: str = ""
+    hardware: str = ""
+    versions: str = ""
+    date: str = ""
+    commit: str = ""
+
+    @property
+    def text(self) -> str:
+        """The value to three digits, with its unit."""
+        return f"{digits(self.value)} {self.unit}".strip()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the value is on the right side of its bar."""
+        sign, limit = self.bar.split()
+        return self.value <= float(limit) if sign == "<=" else self.value >= float(limit)
+
+
+class Measured(NamedTuple):
+    """One provider in one case: its time, beside logchain's in the same process, its peak and its errors.
+
+    Times are of the whole case, of which `share` was computed; the peak is what that share held beyond its inputs.
+    What was not measured or is not computed is None, and empty in the file; an error of NaN is an answer of NaN.
+    """
+
+    workload: str
+    provider: str
+    mode: str
+    device: str
+    median_ms: float
+    lower_ms: float
+    upper_ms: float
+    logchain_ms: float
+    share: float = 1.0
+    peak_mb: float | None = None
+    value_error: float | None = None
+    gradient_error: float | None = None
+    hardware: str = ""
+    versions: str = ""
+    date: str = ""
+    commit: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Its time over logchain's."""
+        return self.median_ms / self.logchain_ms
+
+    @property
+    def text(self) -> str:
+        """For the eye."""
+        errors = [digits(error) for error in (self.value_error, self.gradient_error) if error is not None]
+        off = f", off by {' and '.join(errors)}" if errors else ""
+        return f"{digits(self.median_ms)} ms, {digits(self.ratio)} x logchain{off}"
+
+
+AnyRow = TypeVar("AnyRow", Row, Measured)
+
+
+def digits(value: float) -> str:
+    """Three of them."""
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.3g}"
+
+
+def machine() -> dict[str, str]:
+    """Where and with what the numbers were measured."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    packages = {"torch": torch.__version__, "numpy": numpy.__version__, "scipy": scipy.__version__}
+    return {
+        "hardware": f"{models[0] if models else platform.machine()}, {max(len(models), 1)} cores",
+        "versions": ", ".join([f"python {platform.python_version()}", *(f"{k} {v}" for k, v in packages.items())]),
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str:
+    """The last commit, with a plus where the library's files have changed since; nothing outside a repository."""
+
+    def git(*command: str) -> str:
+        run = subprocess.run(["git", *command], cwd=FOLDER.parent, capture_output=True, text=True, check=False)
+        return run.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", ":/logchain", ":/kernels"))
+    except FileNotFoundError:  # no git
+        return ""
+
+
+def write(rows: Iterable[AnyRow], path: Path) -> None:
+    """Write a results file."""
+    rows = list(rows)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(type(rows[0])._fields)
+        writer.writerows([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
+
+
+def read(path: Path, kind: type[AnyRow] = Row) -> list[AnyRow]:
+    """Read a results file; there may be none yet."""
+    if not path.exists():
+        return []
+    numbers = [name for name, annotation in kind.__annotations__.items() if annotation in (float, float | None)]
+    with path.open(newline="") as file:
+        return [
+            kind(**fields | {name: float(fields[name]) if fields[name] else None for name in numbers})
+            for fields in csv.DictReader(file)
+        ]
