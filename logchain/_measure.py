@@ -41,17 +41,17 @@ def peak_bytes(call: Callable[[], Sequence[Tensor]]) -> int:
     >>> peak_bytes(lambda: [torch.ones(1000).exp() + 1])
     8000
     """
-    with _without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+    with profiled() as profile:
         kept = call()
-    results: Any = profile.kineto_results
-    events = [(e.start_time_ns, e.extra_fields.ptr, e.extra_fields.alloc_size) for e in _allocations(results)]
-    events.sort(key=lambda event: event[0])
+    found = allocations(profile.kineto_results)
+    memory = [(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size) for event in found]
+    memory.sort(key=lambda event: event[0])
     # An address is used again once it is free: what is kept is the last allocation there.
-    last = {address: i for i, (_, address, size) in enumerate(events) if size > 0}
+    last = {address: i for i, (_, address, size) in enumerate(memory) if size > 0}
     result = {last.get(tensor.untyped_storage().data_ptr(), -1) for tensor in kept}
     live: dict[int, int] = {}
     total = peak = 0
-    for i, (_, address, size) in enumerate(events):
+    for i, (_, address, size) in enumerate(memory):
         total -= live.pop(address, 0)
         if size > 0 and i not in result:
             live[address] = size
@@ -60,12 +60,12 @@ def peak_bytes(call: Callable[[], Sequence[Tensor]]) -> int:
     return peak
 
 
-def _allocations(results: Any) -> Iterator[Any]:
+def allocations(results: Any) -> Iterator[Any]:
     """The profiler's events of allocations, and of what is freed."""
-    return (event for event in _events(results) if event.name == "[memory]")
+    return (event for event in events(results) if event.name == "[memory]")
 
 
-def _events(results: Any) -> Iterator[Any]:
+def events(results: Any) -> Iterator[Any]:
     """All events of the profiler, wherever they hang in its tree."""
     stack = list(results.experimental_event_tree())
     while stack:
@@ -75,12 +75,13 @@ def _events(results: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _without_stderr() -> Iterator[None]:
-    """The profiler's native code writes a line to file descriptor 2 on every start and stop."""
+def profiled() -> Iterator[Any]:
+    """Torch's profiler, with memory; without the line that its native code writes to file descriptor 2 at both ends."""
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
-        yield
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            yield profile
     finally:
         os.dup2(saved, 2)
         os.close(saved)

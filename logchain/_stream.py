@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._layout import Layout
 from ._log_matmul import log_matmul
+from ._operators import differentiated
 from .matmul import matmul
 
 
@@ -89,11 +90,6 @@ class Piece(NamedTuple):
         return shifted(torch.where(self.active[..., None], self.x, 0.0))
 
 
-def differentiable(*tensors: Tensor) -> bool:
-    """Whether somebody may ask for a gradient with respect to one of them."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
 def logs(weights: Tensor, log_params: bool) -> Tensor:
     """The logarithm of weights, or what is one already, in float64, with gradient 0 at weight 0."""
     weights = weights.double()
@@ -122,7 +118,7 @@ def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
 
 def normalised(message: Tensor) -> tuple[Tensor, Tensor]:
     """The message [..., c] less the logarithm of its sum, and that [...]: -inf, with gradient 0, of what is nothing."""
-    if not differentiable(message):
+    if not differentiated(message):
         norm = torch.logsumexp(message, -1)
         # -inf less the lowest number is -inf
         return message - norm[..., None].clamp(min=torch.finfo(norm.dtype).min), norm

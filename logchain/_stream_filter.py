@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from . import _device
-from ._operators import operator
-from ._stream import Given, Piece, added, differentiable, filtering, normalised, recovered
+from ._operators import differentiated, operator
+from ._stream import Given, Piece, added, filtering, normalised, recovered
 from ._stream_block import Block, Room, walked
 from .kernels.summation import exact_sum
 
@@ -36,7 +36,7 @@ def filtered(
 
     `carried` are the first three fields of what came before.
     """
-    if differentiable(given.x, given.bulk, given.p0, carried[0]):
+    if differentiated(given.x, given.bulk, given.p0, carried[0]):
         return _by_autograd(given, carried, dtype, given.logs() if piece is None else piece)
     if torch.compiler.is_compiling():
         found = _operator(*given, *carried, dtype, piece is not None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from . import _device
-from ._measure import _allocations, _without_stderr
+from ._measure import allocations, profiled
 
 
 class Memory(NamedTuple):
@@ -112,13 +112,13 @@ class _OnCPU:
 
     @contextmanager
     def phase(self) -> Iterator[None]:
-        with _without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as self._profile:
+        with profiled() as self._profile:
             yield
 
     def done(self) -> Memory:
         total = peak = sum(self._live.values())
         if self._profile is not None:
-            events = [e for e in _allocations(self._profile.kineto_results) if e.extra_fields.device.type == "cpu"]
+            events = [e for e in allocations(self._profile.kineto_results) if e.extra_fields.device.type == "cpu"]
             for event in sorted(events, key=lambda event: event.start_time_ns):
                 address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
                 total -= self._live.pop(address, 0)

@@ -58,7 +58,7 @@ class Stream:
         ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
 
     Where no gradient is wanted of an operand (`torch.no_grad()`, or none that requires one) the chain's own kernels
-    walk a piece; otherwise each step is some of torch's operators, a thousand times as slow for few states. Inside
+    walk a piece; otherwise each step is some of torch's operators, far slower for few states. Inside
     `torch.compile` there are graph breaks; `torch.vmap` and forward derivatives are refused.
 
     Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, beside a fraction of a
@@ -250,7 +250,7 @@ class Stream:
         return self._dtype or (torch.float64 if state.double else torch.float32)
 
     def _to(self, state: State, posteriors: Tensor | None, ready: Tensor | None, states: Tensor | None) -> StreamUpdate:
-        """Go over to a state."""
+        """Go over to a state; what `update` returns."""
         self._state = state
         ready = None if ready is None else ready.to(self._result_dtype(state))
         return StreamUpdate(self.log_norm, posteriors, ready, states)

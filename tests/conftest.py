@@ -24,3 +24,12 @@ def device(request: pytest.FixtureRequest) -> str:
     """Where a kernel is tested: on CPU tensors in the interpreter, or on the device."""
     pytest.importorskip("triton")
     return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture
+def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device whose tensors the Triton kernels compute for."""
+    from logchain import _device  # not before triton is to be interpreted
+
+    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    return device

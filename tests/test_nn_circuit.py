@@ -313,12 +313,14 @@ def test_wrong_arguments_raise(kind):
         circuit.log_prob([0, 1, 2])
     with pytest.raises(ValueError, match=r"^data: expected shape \[..., 3\], got \[1, 1\]$"):
         circuit.log_prob(data[:, :1])
-    with pytest.raises(ValueError, match=r"^observed: expected shape \[1, 3\], as the data, got \[3\]$"):
+    with pytest.raises(ValueError, match=r"^observed: expected shape \[1, 3\], got \[3\]$"):
         circuit.log_prob(data, torch.ones(3, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"^observed: expected a bool tensor, got a tensor of torch.int64$"):
         circuit.log_prob(data, data)
     with pytest.raises(ValueError, match=r"^num_samples: expected a positive integer, got 0$"):
         circuit.sample(0)
+    with pytest.raises(TypeError, match=r"^num_samples: expected a positive integer, got True$"):
+        circuit.sample(True)
 
 
 def test_wrong_sizes_raise(kind):

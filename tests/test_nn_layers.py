@@ -204,5 +204,7 @@ def test_wrong_arguments_raise():
         nn.ProductLayer(0)
     with pytest.raises(ValueError, match=r"^out_units: expected a positive integer, got 0$"):
         nn.SumLayer(4, 0)
+    with pytest.raises(TypeError, match=r"^lead: expected a positive integer, got 2.0$"):
+        nn.SumLayer(4, 3, (5, 2.0))
     with pytest.raises(ValueError, match=r"^num_inputs: expected a positive integer, got 0$"):
         nn.CPLayer(0, 4, 4)

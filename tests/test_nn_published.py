@@ -9,13 +9,10 @@ import pytest
 import torch
 
 from logchain.nn import HMM, LogWeights
+from tests.adapted import peer
 from tests.test_published import EARTHQUAKES
 
 F64 = torch.float64
-
-
-def peer(name):
-    return pytest.importorskip(name, exc_type=ImportError)
 
 
 def seeded(seed=0):
@@ -37,11 +34,8 @@ def test_earthquakes(states, published, rates):
     np.testing.assert_allclose(hmm.emission.log_rates.detach().exp().sort().values, rates, rtol=0, atol=2e-3)
 
 
-# hmmlearn: the log-likelihoods of all iterations, from equal parameters
-
-
 def assert_same_iterations(model, data, samples, lengths=None, iterations=15):
-    """Of expectation maximisation, in float64; sums of some hundred logarithms round differently."""
+    """hmmlearn's log-likelihoods of all iterations, from equal parameters; long sums in float64 round differently."""
     hmm = HMM.from_hmmlearn(model)
     ends = None if lengths is None else torch.tensor(lengths)
     report = hmm.fit(data, lengths=ends, restarts=0, max_iterations=iterations, tolerance=-math.inf)
@@ -99,9 +93,6 @@ def test_counts_of_earthquakes():
     start.startprob_, start.transmat_ = np.full(3, 1 / 3), np.full((3, 3), 0.1) + 0.7 * np.eye(3)
     start.lambdas_ = np.array([[10.0], [20.0], [30.0]])
     assert_same_iterations(start, COUNTS[:, None], COUNTS[:, None].numpy())
-
-
-# statsmodels
 
 
 def series(module, name):

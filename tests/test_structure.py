@@ -78,7 +78,7 @@ LAYERS = [
 
 # The modules of `logchain.nn`, from the bottom up likewise.
 MODULES = [
-    ["checks", "em", "stationary"],
+    ["checks", "em", "parameters", "stationary"],
     ["fitting", "input_layer", "log_weights"],
     ["exponential_family", "finite", "layers", "starts"],
     ["bernoulli", "binomial", "categorical", "distribution", "gaussian", "mixture", "poisson"],

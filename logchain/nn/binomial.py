@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .checks import check_count
-from .em import arithmetic, broadcast
 from .exponential_family import sums
 from .finite import Finite
+from .parameters import arithmetic, broadcast
 from .starts import observations
 
 
@@ -35,7 +35,7 @@ class Binomial(Finite):
     def __init__(
         self, units: int | tuple[int, ...], total_count: int, *, generator: torch.Generator | None = None
     ) -> None:
-        check_count("total_count", total_count, 0)
+        check_count("total_count", total_count, least=0)
         super().__init__(units, total_count + 1)
         self.total_count = total_count
         self.logits = torch.nn.Parameter(torch.empty(self.units))

@@ -39,7 +39,7 @@ class Categorical(Finite):
         prior_count: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        check_count("num_categories", num_categories, 1)
+        check_count("num_categories", num_categories)
         super().__init__(units, num_categories)
         shape = *self.units[:-1], num_categories, self.units[-1]
         self.weights = LogWeights(*shape, dim=-2, prior_count=prior_count, generator=generator)

@@ -1,12 +1,20 @@
-"""Which numbers the modules are given."""
+"""What the modules are given: kinds, sizes and ranges, before anything is computed."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 
-def check_count(name: str, value: object, least: int) -> None:
-    """An integer that is no less."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected {least} or more, got {value}")
+def check_count(name: str, *values: object, least: Literal[0, 1] = 1) -> None:
+    """Positive integers, or also 0."""
+    expected = f"{name}: expected a {'positive' if least else 'non-negative'} integer"
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{expected}, got {value!r}")
+        if value < least:
+            raise ValueError(f"{expected}, got {value}")
 
 
 def check_step(step: object) -> None:
@@ -15,3 +23,25 @@ def check_step(step: object) -> None:
         raise TypeError(f"step: expected a number, got {step!r}")
     if not 0 <= step <= 1:
         raise ValueError(f"step: expected a number from 0 to 1, got {step}")
+
+
+def check_prior(name: str, value: float) -> None:
+    """What a prior adds to an expected count."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}: expected a number from 0 on, got {value!r}")
+
+
+def check_is_tensor(name: str, value: object) -> None:
+    """A tensor of any dtype and shape."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def check_mask(observed: object, *shapes: torch.Size) -> None:
+    """A bool tensor of one of the shapes."""
+    if not isinstance(observed, Tensor) or observed.dtype != torch.bool:
+        got = f"a tensor of {observed.dtype}" if isinstance(observed, Tensor) else type(observed).__name__
+        raise TypeError(f"observed: expected a bool tensor, got {got}")
+    if observed.shape not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        raise ValueError(f"observed: expected shape {expected}, got {list(observed.shape)}")

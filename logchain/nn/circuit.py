@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..matmul import matmul
 from ..viterbi import Path
+from .checks import check_count, check_is_tensor, check_mask
 from .fitting import Fit, Optimiser, fit, frozen
 from .input_layer import InputLayer
 from .log_weights import LogWeights
@@ -89,11 +90,7 @@ class Circuit(torch.nn.Module):
             TypeError: the input layer is of no family with a finite number of values.
             ValueError: the data are impossible.
         """
-        try:
-            shares = self.input.log_probabilities().exp()  # (t, v, c, K)
-        except NotImplementedError:
-            got = type(self.input).__name__
-            raise TypeError(f"input: expected a family with finitely many values, got {got}") from None
+        shares = self.input.log_probabilities().exp()  # (t, v, c, K)
         posterior, log_prob = self._posterior(data, observed)
         self._check_possible(log_prob)
         found = torch.einsum("...tvc,tvck->...vk", posterior, shares.to(posterior))
@@ -239,23 +236,18 @@ class Circuit(torch.nn.Module):
 
     def _shared(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The same with an axis of size 1 for the repetitions."""
-        if not isinstance(data, Tensor):
-            raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
+        check_is_tensor("data", data)
         wanted = (self.units[1], *self.input.event)
         if data.shape[-len(wanted) :] != wanted:
             raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
-        if isinstance(observed, Tensor):  # the input layer looks at its kind
+        if observed is not None:
             variables = data.shape[: data.dim() - len(self.input.event)]
-            if observed.shape not in (data.shape, variables):
-                raise ValueError(
-                    f"observed: expected shape {list(data.shape)}, as the data, got {list(observed.shape)}"
-                )
+            check_mask(observed, data.shape, variables)
             observed = observed.unsqueeze(len(variables) - 1)
         return data.unsqueeze(-1 - len(wanted)), observed
 
     def _draw(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
-        if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
-            raise ValueError(f"num_samples: expected a positive integer, got {num_samples!r}")
+        check_count("num_samples", num_samples)
         joint = self.components(x) + self.mixing()  # (*B, t)
         self._check_possible(joint.amax(-1))
         shares = torch.softmax(joint, -1).reshape(-1, joint.shape[-1])

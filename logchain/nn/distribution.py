@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
 from .._operators import at_hand
-from .em import arithmetic
 from .input_layer import InputLayer
+from .parameters import arithmetic
 
 
 class Distribution(InputLayer):
@@ -38,6 +38,7 @@ class Distribution(InputLayer):
     """
 
     factorised = False
+    _allowed: Tensor
 
     def __init__(
         self,
@@ -49,40 +50,35 @@ class Distribution(InputLayer):
         generator: torch.Generator | None = None,
         **initial: Any,
     ) -> None:
-        units = (units,) if isinstance(units, int) else tuple(units)
+        super().__init__(units)
         if limits is None:
             said = getattr(family, "arg_constraints", None)
             limits = said if isinstance(said, dict) else {}
-        values, free, noisy = {}, {}, {}
-        for name, start in initial.items():
-            value = torch.as_tensor(start)
-            value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
-            limit = limits.get(name, constraints.real)
-            if constraints.is_dependent(limit):
-                raise ValueError(f"limits: expected what {name} has to satisfy by itself, got {limit}")
-            if not bool(limit.check(value).all()):
-                raise ValueError(f"{name}: expected {limit}, got {start}")
-            lead = value.dim() - limit.event_dim
-            noisy[name] = lead < 1 or value.shape[lead - 1] == 1
-            values[name] = value.expand(*units, *value.shape[lead:]).detach().clone()
-            if not limit.is_discrete:
-                free[name] = _transform(name, limit)
+        limits = {name: limits.get(name, constraints.real) for name in initial}
+        starts = {name: _start(name, start, limits[name]) for name, start in initial.items()}
+        values = {}
+        for name, start in starts.items():
+            event = start.shape[start.dim() - limits[name].event_dim :]
+            values[name] = start.expand(*self.units, *event).detach().clone()
         example = family(**values)
-        super().__init__(units, tuple(example.event_shape))
+        self.event = tuple(example.event_shape)
         if example.batch_shape != self.units or len(self.event) > 1:
             raise ValueError(
                 f"family: expected batch shape {list(self.units)} and an event () or (d,), "
                 f"got {list(example.batch_shape)} and {list(example.event_shape)}"
             )
-        self.family, self.spread, self.transforms, self._noisy = family, spread, free, noisy
-        self._initial = {name: free[name].inv(values[name]) for name in free}
-        self.free = torch.nn.ParameterDict({name: torch.nn.Parameter(start) for name, start in self._initial.items()})
-        self._fixed = tuple(name for name in values if name not in free)
+        self.family, self.spread = family, spread
+        self.transforms = {name: _transform(name, limit) for name, limit in limits.items() if not limit.is_discrete}
+        self._initial = {name: transform.inv(values[name]) for name, transform in self.transforms.items()}
+        # a copy: training must not move what `reset_parameters` goes back to
+        free = {name: torch.nn.Parameter(start.clone()) for name, start in self._initial.items()}
+        self.free = torch.nn.ParameterDict(free)
+        self._alike = [name for name, start in starts.items() if _shared(start, limits[name].event_dim)]
+        self._fixed = [name for name in values if name not in self.free]
         for name in self._fixed:
             self.register_buffer(name, values[name])
         with torch.random.fork_rng(devices=[]):
             self.register_buffer("_allowed", example.sample()[(0,) * len(self.units)], persistent=False)
-        self._allowed: Tensor
         self.reset_parameters(generator)
 
     @torch.no_grad()
@@ -91,7 +87,7 @@ class Distribution(InputLayer):
         for name, parameter in self.free.items():
             start = self._initial[name].to(parameter)
             noise = self.spread * torch.empty_like(parameter).normal_(generator=generator)
-            parameter.copy_(start + noise if self._noisy[name] else start)
+            parameter.copy_(start + noise if name in self._alike else start)
 
     def parameters_of_units(self) -> dict[str, Tensor]:
         """What the family is called with, `[*U, c, *event of the parameter]`."""
@@ -143,7 +139,24 @@ class Distribution(InputLayer):
         return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
 
 
+def _start(name: str, start: Any, limit: Any) -> Tensor:
+    """An initial value that is allowed, as a floating tensor."""
+    value = torch.as_tensor(start)
+    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+    if constraints.is_dependent(limit):
+        raise ValueError(f"limits: expected what {name} has to satisfy by itself, got {limit}")
+    if not bool(limit.check(value).all()):
+        raise ValueError(f"{name}: expected {limit}, got {start}")
+    return value
+
+
+def _shared(start: Tensor, event: int) -> bool:
+    """Whether all states are given the same, by a value with so many axes of the parameter's event."""
+    return start.dim() == event or start.shape[-1 - event] == 1
+
+
 def _transform(name: str, limit: Any) -> Any:
+    """Of real numbers to what is allowed."""
     for known in (biject_to, transform_to):
         try:
             return known(limit)

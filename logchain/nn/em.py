@@ -111,18 +111,3 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
         raise ValueError("log_likelihoods: expected at least one batch, got none")
     maximise(statistics, step)
     return total
-
-
-def arithmetic(parameter: Tensor) -> Tensor:
-    """At least float32, which half parameters are computed in."""
-    return parameter.float() if parameter.dtype in (torch.float16, torch.bfloat16) else parameter
-
-
-def broadcast(name: str, value: Tensor, shape: torch.Size) -> Tensor:
-    """A tensor to be taken over as parameters of a shape, in float64."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-    try:
-        return value.double().expand(shape)
-    except RuntimeError:
-        raise ValueError(f"{name}: expected what broadcasts to {list(shape)}, got {list(value.shape)}") from None

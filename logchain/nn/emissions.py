@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._arguments import Lengths, as_lengths, check_choice
 from .categorical import Categorical
-from .checks import check_count
+from .checks import check_count, check_is_tensor, check_mask
 from .gaussian import Gaussian
 from .input_layer import InputLayer
 from .poisson import Poisson
@@ -38,9 +38,9 @@ def emission_of(
     check_choice("emission", emission, ("categorical", "gaussian", "poisson"))
     for name, value in given.items():
         if value is not None:
-            check_count(name, value, 1)
+            check_count(name, value)
     if (emission == "categorical") != (num_categories is not None):
-        expected = "an int" if emission == "categorical" else "None"
+        expected = "an integer" if emission == "categorical" else "None"
         raise ValueError(f"num_categories: expected {expected} with emission {emission!r}, got {num_categories}")
     if covariance != "diagonal" and emission != "gaussian":
         raise ValueError(f"covariance: expected 'diagonal' with emission {emission!r}, got {covariance!r}")
@@ -78,37 +78,33 @@ def where_known(
     emission: torch.nn.Module, data: Tensor, observed: Tensor | None, lengths: Lengths | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Where data are observed before a sequence's end, `[*B, v]` or of the shape of the data; None for everywhere."""
-    if not isinstance(data, Tensor):
-        raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
-    if observed is not None and (not isinstance(observed, Tensor) or observed.dtype != torch.bool):
-        got = f"a tensor of {observed.dtype}" if isinstance(observed, Tensor) else type(observed).__name__
-        raise TypeError(f"observed: expected a bool tensor, got {got}")
+    check_is_tensor("data", data)
     is_layer = isinstance(emission, InputLayer)
     if is_layer:
         steps = data.shape[: data.dim() - event_axes(emission)]  # (*B, v)
-    elif observed is not None:
-        steps = observed.shape
     else:
         steps = data.shape[: 1 + (0 if lengths is None else torch.as_tensor(lengths).dim())]
-    if not steps or steps != data.shape[: len(steps)]:
+    if not steps:
         raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes(emission))}], got {list(data.shape)}")
-    if observed is not None and observed.shape not in (steps, data.shape):
-        shapes = " or ".join(str(list(shape)) for shape in dict.fromkeys((data.shape, steps)))
-        raise ValueError(f"observed: expected shape {shapes}, got {list(observed.shape)}")
+    if observed is not None and is_layer:
+        check_mask(observed, data.shape, steps)
+    elif observed is not None:
+        # a network does not say how many axes of its data are those of an event: the mask does
+        check_mask(observed, *(data.shape[:end] for end in range(1, data.dim() + 1)))
+        steps = observed.shape
     known, ends = observed, None
     if lengths is not None:
         ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1))
         inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
-        known = inside if known is None else known & _over(inside, known)
-    return (None if known is None else _over(known, data) if is_layer else known), ends
+        known = inside if known is None else known & over(inside, known.shape)
+    return (None if known is None else over(known, data.shape) if is_layer else known), ends
 
 
 def in_batch(
     emission: torch.nn.Module, data: Tensor, conditions: dict[str, Tensor | None], lengths: Lengths | None
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """The same with an axis of sequences, where an input layer says that there is but one."""
-    if not isinstance(data, Tensor):
-        raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
+    check_is_tensor("data", data)
     if lengths is not None:
         conditions = conditions | {"lengths": torch.as_tensor(lengths)}
     if not isinstance(emission, InputLayer) or data.dim() != 1 + event_axes(emission):
@@ -124,9 +120,9 @@ def event_axes(emission: Any) -> int:
 
 def fill(values: Tensor, known: Tensor) -> Tensor:
     """With 0 where nothing is known; the values may have more axes."""
-    return values.masked_fill(~_over(known, values), 0)
+    return values.masked_fill(~over(known, values.shape), 0)
 
 
-def _over(known: Tensor, values: Tensor) -> Tensor:
-    """Of the shape of the values, by axes behind those of `known`."""
-    return known[(..., *(None,) * (values.dim() - known.dim()))].expand(values.shape)
+def over(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Of a shape with more axes, behind those of the values, along which they do not change."""
+    return values[(..., *(None,) * (len(shape) - values.dim()))].expand(shape)

@@ -24,7 +24,7 @@ class Finite(InputLayer):
 
     def __init__(self, units: int | tuple[int, ...], num_values: int) -> None:
         super().__init__(units)
-        check_count("num_values", num_values, 1)
+        check_count("num_values", num_values)
         self.num_values = num_values
 
     def table(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,6 @@ from .checks import check_count, check_step
 from .em import Part, em_step
 
 Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-class Model(Protocol):
-    """A module whose `log_prob(data, ...)` is a log-likelihood for each sequence `[n]`."""
-
-    def log_prob(self, data: Any, **conditions: Any) -> Tensor:
-        """The log-likelihoods, in nats."""
 
 
 class Fit(NamedTuple):
@@ -254,10 +247,10 @@ def _finite(total: Tensor) -> float:
 
 
 def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
-    check_count("max_iterations", max_iterations, 0)
-    check_count("restarts", restarts, 0)
+    check_count("max_iterations", max_iterations, least=0)
+    check_count("restarts", restarts, least=0)
     if run.batch_size is not None:
-        check_count("batch_size", run.batch_size, 1)
+        check_count("batch_size", run.batch_size)
         for name, value in run.conditions.items():
             if _divided(value) and len(value) != len(run.data):
                 raise ValueError(

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .._arguments import check_choice
 from .._operators import at_hand
-from .checks import check_count
-from .em import arithmetic, broadcast
+from .checks import check_count, check_prior
 from .exponential_family import ExponentialFamily
+from .parameters import arithmetic, broadcast
 from .starts import seeds
 
 # what the float64 sums of squares leave of a variance that is 0, relative to the squares
@@ -60,12 +60,11 @@ class Gaussian(ExponentialFamily):
         generator: torch.Generator | None = None,
     ) -> None:
         if num_features is not None:
-            check_count("num_features", num_features, 1)
+            check_count("num_features", num_features)
         super().__init__(units, () if num_features is None else (num_features,))
         check_choice("covariance", covariance, ("diagonal", "full"))
-        for name, prior in (("prior_scatter", prior_scatter), ("prior_count", prior_count)):
-            if not 0 <= prior < math.inf:
-                raise ValueError(f"{name}: expected a number from 0 on, got {prior!r}")
+        check_prior("prior_scatter", prior_scatter)
+        check_prior("prior_count", prior_count)
         if covariance == "full" and num_features is None:
             raise ValueError('num_features: expected an integer with covariance="full", got None')
         self.factorised = covariance == "diagonal"
@@ -120,7 +119,7 @@ class Gaussian(ExponentialFamily):
             factors, failed = torch.linalg.cholesky_ex(broadcast("covariance", covariance, self.factors.shape))
             if bool(failed.any()):
                 raise ValueError("covariance: expected positive definite matrices")
-            self.factors.copy_(factors.tril(-1) + factors.diagonal(dim1=-2, dim2=-1).log().diag_embed())
+            self.factors.copy_(factors.tril(-1) + self._diagonal(factors).log().diag_embed())
         self.means.copy_(means)
 
     def covariance(self) -> Tensor:
@@ -132,7 +131,15 @@ class Gaussian(ExponentialFamily):
 
     def _cholesky(self) -> Tensor:
         factors = self.factors.double()
-        return factors.tril(-1) + factors.diagonal(dim1=-2, dim2=-1).exp().diag_embed()
+        return factors.tril(-1) + self._diagonal(factors).exp().diag_embed()
+
+    def _products(self, left: Tensor, right: Tensor) -> Tensor:
+        """Of each feature with itself, or of all pairs of features: of the shape of `covariance()`."""
+        return left * right if self.factorised else left[..., :, None] * right[..., None, :]
+
+    def _diagonal(self, matrix: Tensor) -> Tensor:
+        """What `_products` made of each feature with itself."""
+        return matrix if self.factorised else matrix.diagonal(dim1=-2, dim2=-1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,17 +149,17 @@ class Gaussian(ExponentialFamily):
     def natural(self) -> Tensor:
         """What the sums of `sufficient` are multiplied with."""
         means = self.means.double() - self._centre().unsqueeze(len(self.units) - 1)
-        d = self.event[0] if self.event else 1
         if self.factorised:
             log_scales = self.log_scales.double()
             precisions = (-2 * log_scales).exp()
             first = -log_scales - math.log(2 * math.pi) / 2 - precisions * means.square() / 2
             return (torch.cat if self.event else torch.stack)((first, precisions * means, -precisions / 2), -1)
+        (d,) = self.event
         identity = torch.eye(d, dtype=means.dtype, device=means.device)
         whiten = torch.linalg.solve_triangular(self._cholesky(), identity, upper=False)
         precisions = whiten.mT @ whiten
         linear = (precisions @ means[..., None])[..., 0]
-        logs = self.factors.double().diagonal(dim1=-2, dim2=-1).sum(-1)
+        logs = self._diagonal(self.factors.double()).sum(-1)
         first = -logs - d * math.log(2 * math.pi) / 2 - (linear * means).sum(-1) / 2
         return torch.cat((first[..., None], linear, -precisions.flatten(-2) / 2), -1)
 
@@ -167,8 +174,8 @@ class Gaussian(ExponentialFamily):
 
     def mode(self) -> tuple[Tensor, Tensor]:
         """The means."""
-        logs = self.log_scales if self.factorised else self.factors.diagonal(dim1=-2, dim2=-1)
-        logs = logs.detach().double() + math.log(2 * math.pi) / 2
+        spread = self.log_scales if self.factorised else self.factors
+        logs = self._diagonal(spread.detach().double()) + math.log(2 * math.pi) / 2
         return arithmetic(self.means.detach()), -(logs.sum(-1) if self.event else logs).to(self.dtype)
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
@@ -176,11 +183,12 @@ class Gaussian(ExponentialFamily):
         apart = data.double() - self._centre()
         apart = apart if known is None else apart.masked_fill(~known, 0.0)
         counts = torch.ones_like(apart) if known is None else known.double().expand_as(apart)
+        products = self._products(apart, apart)
         if not self.event:
-            return torch.stack((counts, apart, apart.square()), -1)
+            return torch.stack((counts, apart, products), -1)
         if self.factorised:
-            return torch.cat((counts, apart, apart.square()), -1)
-        return torch.cat((counts[..., :1], apart, (apart[..., :, None] * apart[..., None, :]).flatten(-2)), -1)
+            return torch.cat((counts, apart, products), -1)
+        return torch.cat((counts[..., :1], apart, products.flatten(-2)), -1)
 
     def _centre(self) -> Tensor:
         """`[*U(, d)]`, the same until the parameters change; no result depends on it but for rounding."""
@@ -193,24 +201,19 @@ class Gaussian(ExponentialFamily):
         counts, sums, squares = statistics.split((d, d, d) if self.factorised else (1, d, d * d), -1)
         if not self.event:
             counts, sums, squares = counts[..., 0], sums[..., 0], squares[..., 0]
+        # of the shape of the covariance
+        total, squares = (counts, squares) if self.factorised else (counts[..., None], squares.unflatten(-1, (d, d)))
         centre = self._centre().unsqueeze(len(self.units) - 1)
         means, before = sums / counts, self.means.double() - centre
-        if self.factorised:
-            scatter, moved, total = squares - sums * means, (means - before).square(), counts
-            # observations that differ by rounding only are one
-            scatter = torch.where(scatter > _ROUNDING * squares, scatter, 0.0)
-        else:
-            moved = (means - before)[..., :, None] * (means - before)[..., None, :]
-            squares, total = squares.unflatten(-1, (d, d)), counts[..., None]
-            scatter = squares - sums[..., :, None] * means[..., None, :]
-            left, most = (part.diagonal(dim1=-2, dim2=-1) for part in (scatter, squares))
-            apart = left > _ROUNDING * most
-            scatter = torch.where(apart[..., :, None] & apart[..., None, :], scatter, 0.0)
+        scatter = squares - self._products(sums, means)
+        # observations that differ by rounding only are one
+        apart = self._diagonal(scatter) > _ROUNDING * self._diagonal(squares)
+        scatter = torch.where(self._products(apart, apart), scatter, 0.0)
+        prior = self.prior_scatter * (1.0 if self.factorised else torch.eye(d).to(scatter))
         old = self.covariance().double()
-        extra = self.prior_scatter * (1.0 if self.factorised else torch.eye(d).to(scatter))
-        found = (scatter + extra) / (total + self.prior_count)
+        found = torch.lerp(old, (scatter + prior) / (total + self.prior_count), step)
         # the mean of both distributions: their variances, and what their means lie apart
-        found = torch.lerp(old, found, step) + step * (1 - step) * moved
+        found = found + step * (1 - step) * self._products(means - before, means - before)
         found = torch.where(total > 0, found, old)
         self._refuse_singular(found)
         self.set(torch.where(counts > 0, torch.lerp(before, means, step), before) + centre, found)
@@ -220,8 +223,8 @@ class Gaussian(ExponentialFamily):
             singular = covariance <= 0
         else:
             factors, info = torch.linalg.cholesky_ex(covariance)
-            left, variance = (part.diagonal(dim1=-2, dim2=-1) for part in (factors, covariance))
-            singular = (left.square() <= _ROUNDING * variance).any(-1) | (info > 0)
+            left = self._diagonal(factors).square()
+            singular = (left <= _ROUNDING * self._diagonal(covariance)).any(-1) | (info > 0)
         if bool(singular.any()):
             at = singular.nonzero()[0].tolist()
             unit, feature = at[: len(self.units)], at[len(self.units) :]

@@ -13,11 +13,11 @@ from ..product import product
 from ..sample import sample as draw_paths
 from ..viterbi import Path, viterbi
 from .checks import check_count
-from .em import arithmetic
-from .emissions import emission_of, fill, in_batch, potentials, where_known
+from .emissions import emission_of, fill, in_batch, over, potentials, where_known
 from .fitting import Fit, Optimiser, fit, frozen
 from .input_layer import InputLayer
 from .log_weights import LogWeights
+from .parameters import arithmetic
 from .stationary import stationary
 
 
@@ -92,8 +92,9 @@ class HMM(torch.nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        check_count("num_states", num_states, 1)
-        check_count("num_steps", 1 if num_steps is None else num_steps, 1)
+        check_count("num_states", num_states)
+        if num_steps is not None:
+            check_count("num_steps", num_steps)
         check_choice("initial", initial, ("free", "stationary"))
         if initial == "stationary" and num_steps is not None:
             raise ValueError("initial: expected 'free' where each step has a matrix of its own, got 'stationary'")
@@ -193,16 +194,15 @@ class HMM(torch.nn.Module):
         generator: torch.Generator | None = None,
     ) -> Sample:
         """Paths of states and data of the model: nothing is observed. The emission has to be an `InputLayer`."""
-        emission: Any = self.emission
+        emission = self.emission
         if not isinstance(emission, InputLayer):
             raise TypeError(f"emission: expected an InputLayer to sample from, got {type(emission).__name__}")
-        check_count("num_steps", num_steps, 1)
+        check_count("num_steps", num_steps)
         bulk = self._transitions(torch.Size((num_steps, self.num_states)), None, covariates)
         nothing = torch.zeros(*bulk.shape[:-3], num_steps, self.num_states, device=bulk.device)
         initial = stationary(bulk[..., 0, :, :].double().exp()).log() if self.initial is None else self.initial()
         states = draw_paths(nothing, bulk, initial, num_samples, generator=generator, log_params=True)
-        lead = emission.units[:-1]
-        of_each = states[(..., *(None,) * len(lead))].expand(*states.shape, *lead)
+        of_each = over(states, states.shape + emission.units[:-1])
         return Sample(states, emission.draw(of_each, generator))
 
     @torch.no_grad()

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .._operators import at_hand
-from .em import arithmetic
+from .checks import check_count, check_is_tensor, check_mask
+from .parameters import arithmetic
 
 
 class InputLayer(torch.nn.Module):
@@ -29,12 +30,12 @@ class InputLayer(torch.nn.Module):
 
     def __init__(self, units: int | tuple[int, ...], event: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.units = (units,) if isinstance(units, int) else tuple(units)
+        self.units = tuple(units) if isinstance(units, tuple | list) else (units,)
         self.event = event
-        if not self.units or not all(isinstance(size, int) and size > 0 for size in self.units):
-            raise ValueError(f"units: expected a positive integer or several, got {units!r}")
-        if not all(isinstance(size, int) and size > 0 for size in event):
-            raise ValueError(f"event: expected positive integers, got {event}")
+        check_count("units", *self.units)
+        check_count("event", *event)
+        if not self.units:
+            raise ValueError("units: expected a positive integer or several, got none")
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats.
@@ -61,7 +62,9 @@ class InputLayer(torch.nn.Module):
             if at_hand(known) and bool(known.all()):
                 known = None
         if observed is not None:
-            observed = self._check_observed(observed, data)
+            check_mask(observed, data.shape, data.shape[: data.dim() - len(self.event)])
+            if observed.shape != data.shape:
+                observed = observed[..., None].expand(data.shape)
             known = observed if known is None else known & observed
         if known is None:
             return data, None
@@ -78,8 +81,7 @@ class InputLayer(torch.nn.Module):
 
     def check(self, data: Tensor) -> Tensor:
         """Kind and shape of the data; subclasses add what values they allow. Returns the data to compute with."""
-        if not isinstance(data, Tensor):
-            raise TypeError(f"data: expected a torch.Tensor, got {type(data).__name__}")
+        check_is_tensor("data", data)
         if data.is_complex():
             raise TypeError(f"data: expected real numbers, got {str(data.dtype)[6:]}")
         lead = self.units[:-1]
@@ -89,16 +91,6 @@ class InputLayer(torch.nn.Module):
         if data.dim() < len(wanted) or not all(a in b for a, b in zip(have, allowed, strict=True)):
             raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
         return data
-
-    def _check_observed(self, observed: Tensor, data: Tensor) -> Tensor:
-        if not isinstance(observed, Tensor) or observed.dtype != torch.bool:
-            got = f"a tensor of {observed.dtype}" if isinstance(observed, Tensor) else type(observed).__name__
-            raise TypeError(f"observed: expected a bool tensor, got {got}")
-        if self.event and observed.shape == data.shape[:-1] and observed.shape != data.shape:
-            observed = observed[..., None].expand(data.shape)
-        if observed.shape != data.shape:
-            raise ValueError(f"observed: expected shape {list(data.shape)}, as the data, got {list(observed.shape)}")
-        return observed
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the parameters anew."""
@@ -120,7 +112,7 @@ class InputLayer(torch.nn.Module):
 
     def log_probabilities(self) -> Tensor:
         """Of all values, where there are finitely many: `[*U, c, K]`."""
-        raise NotImplementedError
+        raise TypeError(f"input: expected a family with finitely many values, got {type(self).__name__}")
 
     def mode(self) -> tuple[Tensor, Tensor]:
         """The most likely observation of each unit `[*U, c, *event]`, and its log-density `[*U, c]`."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._arguments import check_tensor
 from ..matmul import matmul
+from .checks import check_count
 from .log_weights import LogWeights
 
 # how one of the last axis' log-weights is taken: [..., c] to int64 [...]
@@ -26,8 +27,8 @@ class SumLayer(torch.nn.Module):
     nats, in float32 at least; exact at any offset, and exactly -inf where all that is mixed is.
 
     Raises:
-        TypeError: x is not a floating tensor.
-        ValueError: a size is no positive integer, or the shape of x does not end in `[*L, c]`.
+        TypeError: a size is no integer, or x no floating tensor.
+        ValueError: a size is not positive, or the shape of x does not end in `[*L, c]`.
 
     Cost: `c c'` multiply-adds for each of `[..., *L]`, as one batched product of matrices; see `logchain.matmul`.
 
@@ -42,7 +43,9 @@ class SumLayer(torch.nn.Module):
         self, in_units: int, out_units: int, lead: tuple[int, ...] = (), *, generator: torch.Generator | None = None
     ) -> None:
         super().__init__()
-        _check_sizes(in_units=in_units, out_units=out_units, **{f"lead[{i}]": size for i, size in enumerate(lead)})
+        check_count("in_units", in_units)
+        check_count("out_units", out_units)
+        check_count("lead", *lead)
         self.shape = (*lead, in_units)
         self.weights = LogWeights(*lead, in_units, out_units, dim=-2, generator=generator)
 
@@ -53,9 +56,9 @@ class SumLayer(torch.nn.Module):
 
     def best(self, x: Tensor) -> Tensor:
         """`max_i (x_i + log W_io)`, the best term of each mixture: `[..., *L, c']`."""
-        weights = self.weights()
+        x = _check(x, self.shape)
         # one output at a time, so that no [..., c, c'] is held
-        return torch.stack([(_check(x, self.shape) + column).amax(-1) for column in weights.unbind(-1)], -1)
+        return torch.stack([(x + column).amax(-1) for column in self.weights().unbind(-1)], -1)
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
         """Which input each given output takes: int64 `[..., *L]` to int64 `[..., *L]`.
@@ -77,8 +80,8 @@ class ProductLayer(torch.nn.Module):
     Call: `[..., f, c]` to `[..., ceil(f / arity), c]` in nats. A last group that is not full is multiplied alone.
 
     Raises:
-        TypeError: x is not a floating tensor.
-        ValueError: the arity is no positive integer, or x has less than two axes.
+        TypeError: the arity is no integer, or x no floating tensor.
+        ValueError: the arity is not positive, or x has less than two axes.
 
     >>> ProductLayer()(torch.tensor([[1.0], [2.0], [3.0]]))
     tensor([[3.],
@@ -87,7 +90,7 @@ class ProductLayer(torch.nn.Module):
 
     def __init__(self, arity: int = 2) -> None:
         super().__init__()
-        _check_sizes(arity=arity)
+        check_count("arity", arity)
         self.arity = arity
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,8 +127,8 @@ class CPLayer(torch.nn.Module):
     Call: `[..., *L, f, c]` to `[..., *L, ceil(f / arity), c']` in nats; see `SumLayer` and `ProductLayer`.
 
     Raises:
-        TypeError: x is not a floating tensor.
-        ValueError: a size is no positive integer, or the shape of x does not end in `[*L, f, c]`.
+        TypeError: a size is no integer, or x no floating tensor.
+        ValueError: a size is not positive, or the shape of x does not end in `[*L, f, c]`.
 
     Cost: `f c c'` multiply-adds.
 
@@ -144,7 +147,7 @@ class CPLayer(torch.nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(num_inputs=num_inputs)
+        check_count("num_inputs", num_inputs)
         self.sums = SumLayer(in_units, out_units, (*lead, num_inputs), generator=generator)
         self.products = ProductLayer(arity)
 
@@ -177,8 +180,8 @@ class TuckerLayer(torch.nn.Module):
     mixed alone.
 
     Raises:
-        TypeError: x is not a floating tensor.
-        ValueError: a size is no positive integer, or the shape of x does not end in `[*L, f, c]`.
+        TypeError: a size is no integer, or x no floating tensor.
+        ValueError: a size is not positive, or the shape of x does not end in `[*L, f, c]`.
 
     Cost: `f c^2 c' / 2` multiply-adds, and `f c^2 / 2` numbers that are kept for the backward pass.
 
@@ -198,7 +201,8 @@ class TuckerLayer(torch.nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(num_inputs=num_inputs, in_units=in_units)
+        check_count("num_inputs", num_inputs)
+        check_count("in_units", in_units)
         self.shape = (*lead, num_inputs, in_units)
         pairs, alone = divmod(num_inputs, 2)
         self.pairs = SumLayer(in_units**2, out_units, (*lead, pairs), generator=generator) if pairs else None
@@ -240,9 +244,3 @@ def _check(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     if x.shape[x.dim() - len(shape) :] != shape:
         raise ValueError(f"x: expected shape [{', '.join(map(str, ('...', *shape)))}], got {list(x.shape)}")
     return x
-
-
-def _check_sizes(**sizes: object) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {size!r}")

@@ -15,6 +15,7 @@ from ..product import product
 from ..sample import sample
 from ..topk_paths import topk_paths
 from ..viterbi import Path, viterbi
+from .checks import check_count, check_is_tensor
 
 
 class LinearChainCRF(nn.Module):
@@ -79,10 +80,7 @@ class LinearChainCRF(nn.Module):
     """
 
     def __init__(self, num_tags: int, batch_first: bool = False) -> None:
-        if isinstance(num_tags, bool) or not isinstance(num_tags, int):
-            raise TypeError(f"num_tags: expected an integer, got {num_tags!r}")
-        if num_tags < 1:
-            raise ValueError(f"num_tags: expected at least 1, got {num_tags}")
+        check_count("num_tags", num_tags)
         check_flag("batch_first", batch_first)
         super().__init__()
         self.num_tags = num_tags
@@ -202,8 +200,7 @@ class LinearChainCRF(nn.Module):
 
     def _checked(self, tags: Tensor, emissions: Tensor, kept: Sequences) -> Tensor:
         """Integers from 0 to c - 1, as (n, v)."""
-        if not isinstance(tags, Tensor):
-            raise TypeError(f"tags: expected a torch.Tensor, got {type(tags).__name__}")
+        check_is_tensor("tags", tags)
         if tags.is_floating_point() or tags.is_complex() or tags.dtype == torch.bool:
             raise TypeError(f"tags: expected integers, got {str(tags.dtype)[6:]}")
         if tags.shape != emissions.shape[:2]:

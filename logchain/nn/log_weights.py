@@ -1,11 +1,10 @@
 """Trained probabilities: logarithms that sum to one along an axis."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from .em import arithmetic, broadcast
+from .checks import check_prior
+from .parameters import arithmetic, broadcast
 
 
 class LogWeights(torch.nn.Module):
@@ -37,8 +36,7 @@ class LogWeights(torch.nn.Module):
         super().__init__()
         if not (-len(shape) <= dim < 0 and shape[dim] > 0):
             raise ValueError(f"dim: expected an axis of {list(shape)} that is not empty, from the right, got {dim}")
-        if not 0 <= prior_count < math.inf:
-            raise ValueError(f"prior_count: expected a number from 0 on, got {prior_count!r}")
+        check_prior("prior_count", prior_count)
         self.dim, self.prior_count = dim, prior_count
         self.logits = torch.nn.Parameter(torch.empty(shape))
         self.reset_parameters(generator)

@@ -5,6 +5,7 @@ import torch
 from .bernoulli import Bernoulli
 from .binomial import Binomial
 from .categorical import Categorical
+from .checks import check_count
 from .gaussian import Gaussian
 from .input_layer import InputLayer
 
@@ -20,8 +21,9 @@ def named_input(
     given = {"num_categories": num_categories, "total_count": total_count}
     needs = {"categorical": "num_categories", "bernoulli": None, "binomial": "total_count", "gaussian": None}
     for name, size in zip(("num_repetitions", "num_variables", "num_states"), units, strict=True):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        check_count(name, size)
+    if not isinstance(input, str | InputLayer):
+        raise TypeError(f"input: expected a name or a logchain.nn.InputLayer, got {type(input).__name__}")
     if isinstance(input, str) and input not in needs:
         raise ValueError(f"input: expected {' or '.join(map(repr, needs))}, or an input layer, got {input!r}")
     need = needs[input] if isinstance(input, str) else None
@@ -33,8 +35,6 @@ def named_input(
         if input.units != units:
             raise ValueError(f"input: expected units {list(units)}, got {list(input.units)}")
         return input
-    if not isinstance(input, str):
-        raise TypeError(f"input: expected a name or a logchain.nn.InputLayer, got {type(input).__name__}")
     if num_categories is not None:
         return Categorical(units, num_categories, generator=generator)
     if total_count is not None:

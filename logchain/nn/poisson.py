@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from .._operators import at_hand
-from .em import arithmetic, broadcast
 from .exponential_family import ExponentialFamily
+from .parameters import arithmetic, broadcast
 from .starts import seeds
 
 
