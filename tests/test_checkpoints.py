@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _budget, _checkpoints, _device
+from logchain import _budget, _checkpoints
 from logchain._rescues import rescues
 from tests.contract import Truth, assert_contract, assert_nothing_behind_matters, assert_values, drawn, poisoned_memory
 from tests.families import FAMILIES, PAIRS, Chain
@@ -145,13 +145,6 @@ def test_without_gradients_the_contract_holds(name, segments):
             segments(every)
             out = logchain.product(*chain[:3], log_params=chain.log_params, lengths=lengths, memory_budget=1)
             assert_values(out, truth.log_norm, truth.value_bound())
-
-
-@pytest.fixture
-def kernels(device, monkeypatch):
-    """The device whose tensors the Triton kernels compute for."""
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
-    return device
 
 
 SMALL = {"n": 2, "t": 1, "v": 7}

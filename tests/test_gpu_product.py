@@ -14,13 +14,6 @@ NAN = float("nan")
 SMALL = {"n": 2, "t": 1, "v": 7}
 
 
-@pytest.fixture
-def kernels(device, monkeypatch) -> str:
-    """The device whose tensors the Triton kernels compute for."""
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
-    return device
-
-
 @pytest.mark.parametrize(("each", "log"), [(False, False), (True, True)], ids=["shared", "each, log_params"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_keeps_the_contract(name, each, log, kernels):

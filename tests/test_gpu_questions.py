@@ -12,13 +12,6 @@ from tests.families import FAMILIES, dense
 F32, F64 = torch.float32, torch.float64
 
 
-@pytest.fixture
-def kernels(device, monkeypatch) -> str:
-    """The device whose tensors the Triton kernels compute for."""
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
-    return device
-
-
 def on(device, chain):
     return [tensor.to(device) for tensor in chain[:3]]
 

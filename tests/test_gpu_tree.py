@@ -5,18 +5,11 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device, reference
+from logchain import reference
 from tests.contract import assert_gradient, assert_values, poisoned_memory, rounding, spread
-from tests.test_matrix_product import FAMILIES, Truth, depths, draw, slack
+from tests.stacks import FAMILIES, Truth, depths, draw, slack
 
 F32, F64 = torch.float32, torch.float64
-
-
-@pytest.fixture
-def kernels(device, monkeypatch) -> str:
-    """The device whose tensors the Triton kernels compute for."""
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
-    return device
 
 
 @pytest.fixture(params=["segments", "levels"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _budget, _checkpoints, _device
+from logchain import _budget, _checkpoints
 from logchain._measure import peak_bytes
 from tests.families import FAMILIES
 
@@ -145,13 +145,6 @@ def test_where_there_are_no_checkpoints_it_is_refused():
 def test_an_empty_batch_needs_nothing():
     x = torch.zeros(0, 5, 2, requires_grad=True)
     assert logchain.product(x, torch.ones(1, 2, 2), torch.ones(2), memory_budget=0).shape == (0,)
-
-
-@pytest.fixture
-def kernels(device, monkeypatch):
-    """The device whose tensors the Triton kernels compute for."""
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
-    return device
 
 
 @pytest.mark.parametrize("case", [{"n": 100, "c": 16}, {"own": True}, {"n": 40, "c": 1}], ids=str)

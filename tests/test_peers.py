@@ -10,16 +10,13 @@ import pytest
 import torch
 
 import logchain
+from tests.adapted import peer
 from tests.contract import spread, ulp
 
 F32, F64 = torch.float32, torch.float64
 SIZES = pytest.mark.parametrize(("v", "c"), [(2, 2), (5, 3), (40, 17), (600, 4)])
 BOTH = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 TORCH_STRUCT = pytest.mark.filterwarnings("ignore:.*does not define `arg_constraints`")
-
-
-def peer(name):
-    return pytest.importorskip(name, exc_type=ImportError)
 
 
 def draw(n, v, c, dtype=F64, matrices=1, seed=0):

@@ -12,10 +12,10 @@ from logchain.kernels import semiring_chain
 from logchain.semirings import LOG, MAX, Semiring
 from logchain.viterbi import viterbi
 from tests import oracle
+from tests.best_paths import small, truth
 from tests.contract import Truth, assert_gradient, assert_values
 from tests.families import FAMILIES, Chain, dense
 from tests.layouts import poisoned
-from tests.test_viterbi import small, truth
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")

@@ -9,10 +9,10 @@ from logchain.kernels import k_best_paths
 from logchain.topk_paths import topk_paths
 from logchain.viterbi import viterbi
 from tests import oracle
+from tests.best_paths import numbers, small, truth, weigh
 from tests.contract import assert_values, poisoned_memory, ulp
 from tests.families import FAMILIES, Chain, Draw, dense
 from tests.layouts import poisoned, strange
-from tests.test_viterbi import numbers, small, truth, weigh
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
