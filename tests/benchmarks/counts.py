@@ -13,7 +13,7 @@ import torch
 
 import logchain
 from logchain import _demo, _device, nn
-from logchain._measure import _events, _without_stderr
+from logchain._measure import events, profiled
 from tests.benchmarks import results
 from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
 
@@ -62,10 +62,10 @@ def calls() -> dict[tuple[str, str], Callable[[], Any]]:
 
 def counted(call: Callable[[], Any]) -> dict[str, int]:
     """Operators of torch that a call runs, those inside others too, and allocations of tensors."""
-    with _without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+    with profiled() as profile:
         call()
     found = {"operators": 0, "allocations": 0}
-    for event in _events(profile.kineto_results):
+    for event in events(profile.kineto_results):
         found["operators"] += event.name.startswith("aten::")
         found["allocations"] += event.name == "[memory]" and event.extra_fields.alloc_size > 0
     return found
