@@ -272,4 +272,5 @@ def test_everybody_is_measured_and_drawn(files, monkeypatch):
     plots.against_peers()
     assert "variables v" in (files / "scaling.svg").read_text() and "torch loop" in (files / "peers.svg").read_text()
     table = report.peers().splitlines()
+    assert {entry.provider for entry in kept.left_out()} == {"pyjuice", "pyjuice, float32", "pyjuice, CUDA graph"}
     assert len(table) == 2 + 4 and all("torch loop" in line and " ms |" in line for line in table[2:])

@@ -153,6 +153,8 @@ def main(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> None:
             new, missing = aside.measure(provider.name, provider.package, task)
             kept.keep(results.PEERS, new, list(map(str, WORKLOADS)))
             kept.leave_out("peers", new, missing)
+    elsewhere = [one.name for one in every().values() if CPU not in one.devices]
+    kept.leave_out("peers", [], [Missing("", "", name, "", "computes on a GPU alone") for name in elsewhere])
 
 
 def every() -> dict[str, Provider]:
