@@ -26,8 +26,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         name = f"notebooks/{path.name}"
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     files.append(File.generated(config, "changelog.md", abs_src_path=str(ROOT / "logchain" / "CHANGELOG.md")))
-    plot = ROOT / "tests" / "benchmarks" / "results" / "against_v.svg"
-    files.append(File.generated(config, "pictures/against_v.svg", abs_src_path=str(plot)))
+    for plot in sorted((ROOT / "tests" / "benchmarks" / "results").glob("*.svg")):
+        files.append(File.generated(config, f"pictures/{plot.name}", abs_src_path=str(plot)))
     for name, svg in drawn().items():
         files.append(File.generated(config, f"pictures/{name}.svg", content=svg))
     return files

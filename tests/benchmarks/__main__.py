@@ -39,16 +39,17 @@ run.add_argument("groups", nargs="*", metavar="group", help=groups)
 run.add_argument("--only", nargs="+", default=(), help=f"{', '.join(EVERYBODY)}: parts of providers' names")
 run.add_argument("--workloads", nargs="+", default=(), help="of the same: parts of workloads' names, n=10 or c=64")
 commands.add_parser("plot", help="the plots and the README's tables, from the results files")
-device = commands.add_parser("gpu", help="on a GPU: tests, times, memory, accuracy, tiles")
+device = commands.add_parser("gpu", help="on a GPU: tests, times, memory, accuracy, peers, tiles")
 device.add_argument("--out", type=Path, help="a folder for one more copy of the results")
 device.add_argument("--minutes", type=float, default=7.5, help="what does not fit is left out")
 device.add_argument("--only", nargs="+", default=(), choices=gpu.GROUPS, help="groups to measure")
 device.add_argument("--dry", action="store_true", help="run everything on a CPU, on tiny sizes")
+device.add_argument("--wheels", type=Path, help="a folder that `python -m tests.benchmarks.wheels` has filled")
 commands.add_parser("predict", help="what a model says of a GPU")
 
 options = parser.parse_args()
 if options.command == "gpu":
-    gpu.main(dry=options.dry, minutes=options.minutes, out=options.out, only=options.only)
+    gpu.main(dry=options.dry, minutes=options.minutes, out=options.out, only=options.only, carried=options.wheels)
 elif options.command == "predict":
     predictions.write()
 else:

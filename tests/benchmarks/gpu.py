@@ -1,4 +1,4 @@
-"""What the library costs on a GPU, after its tests have passed there: times, floors, memory, accuracy, tile shapes.
+"""What the library costs on a GPU, after its tests have passed there: times, floors, memory, peers, tile shapes.
 
 One command, `python -m tests.benchmarks gpu`, of a few minutes: what matters most is measured first, and what does not
 fit into the time is left out and said so. Times are medians and quartiles of CUDA events over several sets of inputs,
@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 import logchain
-from tests.benchmarks import launchers, predictions, workloads
+from tests.benchmarks import cases, launchers, peers_gpu, predictions, wheels, workloads
 from tests.benchmarks.launchers import Kernel
-from tests.benchmarks.report import FORWARD, GRADIENTS
+from tests.benchmarks.peers_gpu_case import exact
+from tests.benchmarks.results import FORWARD, GRADIENTS
 from tests.benchmarks.session import ROOT, Row, Session, precision_of, stamp
 from tests.benchmarks.workloads import FLOAT, Work
 
@@ -160,7 +161,7 @@ def accuracy(session: Session) -> None:
     sizes = ((4, 4, 5, 2),) if tiny else ((500, 40, 200, 4), (1, 20_000, 16, 1), (32, 512, 64, 2))
     for n, v, c, few in sizes:
         chain = workloads.random_chain(n, v, c, False, session.device, 0)
-        truth, posteriors = _exact(chain.x[:few, 0], chain.bulk[0, 0], chain.p0[0, 0])
+        truth, posteriors = exact(cases.Chain(chain.x[:few, 0], chain.bulk[0], chain.p0[0, 0]))
         for precision in PRECISIONS:
             with precision_of(precision):
                 x = chain.x.detach().requires_grad_()
@@ -177,40 +178,13 @@ def accuracy(session: Session) -> None:
         _free()
     n, v, c = (2, 3, 4) if tiny else (2, 256, 64)
     stack = torch.randn(n, v, c, c, device=session.device)
-    truth, scale = stack[:, 0].double().exp(), torch.zeros(n, 1, 1, dtype=torch.float64, device=session.device)
-    for i in range(1, v):
-        truth = truth @ stack[:, i].double().exp()
-        top = truth.amax((-2, -1), keepdim=True)
-        truth, scale = truth / top, scale + top.log()
-    truth = truth.log() + scale
+    wanted = torch.from_numpy(cases.product(cases.Stack(stack.cpu()))[0])
     for precision in PRECISIONS:
         with precision_of(precision):
-            error = (logchain.matrix_product(stack).double() - truth).abs().max().item()
-        bound = float(np.spacing(np.float32(truth.abs().max().item()))) + 2.0**-20 * v**0.5
+            error = (logchain.matrix_product(stack).double().cpu() - wanted).abs().max().item()
+        bound = float(np.spacing(np.float32(wanted.abs().max().item()))) + 2.0**-20 * v**0.5
         session.add(Row("accuracy", f"matrix_product n={n} v={v} c={c}", "logchain", FORWARD, precision, "error", error,
                         "nats", floor=bound if precision == "highest" else float("nan")))  # fmt: skip
-
-
-def _exact(x: Tensor, bulk: Tensor, p0: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Log-partitions (n,) and posteriors (n, v, c) of dense chains: linear messages in float64, scaled step by step."""
-    x, bulk, p0 = (tensor.double().cpu().numpy() for tensor in (x, bulk, p0))
-    v = x.shape[1]
-    top = x.max(-1, keepdims=True)
-    weights = np.exp(x - top)
-    forward, backward = np.empty_like(x), np.ones_like(x)
-    message, total = p0 * weights[:, 0], top[:, 0].copy()
-    for i in range(v):
-        if i:
-            message = (message @ bulk[i - 1]) * weights[:, i]
-            total += top[:, i]
-        scale = message.sum(-1, keepdims=True)
-        message, total = message / scale, total + np.log(scale)
-        forward[:, i] = message
-    for i in range(v - 1, 0, -1):
-        behind = (backward[:, i] * weights[:, i]) @ bulk[i - 1].T
-        backward[:, i - 1] = behind / behind.sum(-1, keepdims=True)
-    joint = forward * backward
-    return total[:, 0], joint / joint.sum(-1, keepdims=True)
 
 
 def kernels(session: Session) -> None:
@@ -297,6 +271,7 @@ GROUPS = {
     "floors": floors,
     "public": public,
     "accuracy": accuracy,
+    "peers": peers_gpu.measure,
     "kernels": kernels,
     "tiles": tuning,
 }  # rows are of a group of this name, without the s
@@ -306,6 +281,7 @@ def summary(session: Session) -> str:
     """The figures once more, the most important last: what a caller far away sees of a long output."""
     lines: dict[tuple[str, ...], list[str]] = {}
     for group in reversed(GROUPS):
+        lines |= peers_gpu.table(session.peers) if group == "peers" else {}
         for row in session.rows:
             if row.group == group.rstrip("s"):
                 over = f" ({row.value / row.floor:.2f}x)" if row.floor > 0 else ""
@@ -318,15 +294,35 @@ def summary(session: Session) -> str:
     return "\n".join(found)[-11_500:]
 
 
-def main(*, dry: bool = False, minutes: float = 7.5, out: Path | None = None, only: Sequence[str] = ()) -> None:
-    """Measure, write `results/gpu.csv` and a copy to `out`, and print a summary."""
+def main(
+    *,
+    dry: bool = False,
+    minutes: float = 7.5,
+    out: Path | None = None,
+    only: Sequence[str] = (),
+    carried: Path | None = None,
+) -> None:
+    """Measure, write `results/gpu.csv`, `peers.csv` and copies to `out`, and print a summary.
+
+    Args:
+        dry: on a CPU and tiny sizes; written to `out` alone.
+        minutes: what does not fit into them is left out.
+        out: a folder.
+        only: groups of measurements, or all.
+        carried: a folder of peers' wheels.
+    """
     if dry:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     elif not torch.cuda.is_available():
         raise SystemExit("no GPU here: --dry runs the same on a CPU, without meaning")
     session = Session(dry=dry, minutes=minutes, out=out)
+    with wheels.installed(carried):
+        _measure(session, only)
+    print("\n" + summary(session))
+
+
+def _measure(session: Session, only: Sequence[str]) -> None:
     for name in only or GROUPS:
         print(f"measuring: {name}, {session.left:.0f} s left", flush=True)
         _guarded(session, name, lambda name=name: GROUPS[name](session))
         session.write()
-    print("\n" + summary(session))

@@ -116,7 +116,8 @@ def pytorch_crf(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
         delattr(crf, name)
     crf.start_transitions, crf.transitions, crf.end_transitions = p0.log(), bulk[0, 0].log(), torch.zeros_like(p0)
     # not with the weight of a path of tags, which a likelihood would need besides
-    return crf._compute_normalizer(x.transpose(0, 1), torch.ones(x.shape[1], x.shape[0], dtype=torch.bool))
+    mask = torch.ones(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device)
+    return crf._compute_normalizer(x.transpose(0, 1), mask)
 
 
 PROVIDERS = [

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from logchain._measure import peak_bytes
 from tests.benchmarks import predictions
+from tests.benchmarks.results import Measured
 
 RESULTS = Path(__file__).parent / "results" / "gpu.csv"
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,7 @@ class Session:
         self.end = time.monotonic() + 60 * minutes
         self.out = out
         self.rows: list[Row] = []
+        self.peers: list[Measured] = []
         self.bandwidth = predictions.BANDWIDTH
         self.rates = dict(predictions.RATE)
 
@@ -63,9 +65,11 @@ class Session:
         """Seconds."""
         return self.end - time.monotonic()
 
-    def calls(self, make: Callable[[str, int], Callable[[], Any]], size: int) -> list[Callable[[], Any]]:
+    def calls(
+        self, make: Callable[[str, int], Callable[[], Any]], size: int, *, most: int = 8
+    ) -> list[Callable[[], Any]]:
         """Calls on as many sets of inputs as it takes to leave the caches; each has been called."""
-        count = 2 if self.dry else max(1, min(8, ROTATED // max(1, size)))
+        count = min(most, 2 if self.dry else max(1, ROTATED // max(1, size)))
         found = [make(self.device, seed) for seed in range(count)]
         for call in found:
             call()
@@ -98,18 +102,28 @@ class Session:
                     cells = (f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row)
                     writer.writerow([*("" if cell == "nan" else cell for cell in cells), *place.values()])
 
-    def seconds(self, calls: Sequence[Callable[[], Any]], *, graph: bool = False) -> tuple[float, float, float]:
+    def host_seconds(self, call: Callable[[], Any]) -> float:
+        """What the host waits for one call."""
+        self._wait()
+        start = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def seconds(
+        self, calls: Sequence[Callable[[], Any]], *, graph: bool = False, patience: float = PATIENCE
+    ) -> tuple[float, float, float]:
         """Median and quartiles of one call's time, the calls taken in turns; each has run before."""
         if self.dry:
-            return _quartiles([_host_seconds(call) for call in calls])
+            return _quartiles([self.host_seconds(call) for call in calls])
         if graph:
             calls = [_captured(call) for call in calls]
-        torch.cuda.synchronize()
-        start = time.monotonic()
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        rounds = max(3, min(200, int(PATIENCE * len(calls) / max(1e-6, time.monotonic() - start))))
+        spent = sum(self.host_seconds(call) for call in calls)
+        rounds = max(3, min(200, int(patience * len(calls) / max(1e-6, spent))))
         events = []
         for i in range(rounds):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -138,14 +152,8 @@ class Session:
 
 
 def _quartiles(times: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     return middle, low, high
-
-
-def _host_seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _captured(call: Callable[[], Any]) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import logchain
 from logchain import _demo, _forum
 from logchain._demo import Chain, Product
-from tests.benchmarks.report import FORWARD, GRADIENTS
+from tests.benchmarks.results import FORWARD, GRADIENTS
 
 FLOAT = 4  # bytes
 
