@@ -27,6 +27,7 @@ from .linear_chain import Kept
 from .native import compiled, spread
 from .native_chain import MANY, Array, address, at, block_of, empty, matrix_at, operands, ranges, walked
 from .native_counts import add_counts, from_linear
+from .native_narrow import narrow_back, ordinary_steps_back
 from .native_steps import (
     copy,
     emissions,
@@ -148,7 +149,10 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
     if each and m > 1:
         longest = steps
     matrix, begin, width, taken, raw_at = rooms.turned, i * c * c, c, 0.0, 0
-    for t in range(longest - 1, -1, -1):
+    last = longest - 1
+    if rows == 1 and narrow_back(chain, rooms, into):
+        last = ordinary_steps_back(last, start, q, low, chain, rooms, messages, weight, into)
+    for t in range(last, -1, -1):
         step = start + t
         now, before = step * size, (step - 1) * size
         for row in range(rows):
@@ -252,7 +256,7 @@ def _backward(
         q = low
         while q < high:
             # the number is known where the loop is compiled, twice, but not a type of its own
-            if q % m + 4 <= m and q + 4 <= high:
+            if q % m + 4 <= m and q + 4 <= high and not narrow_back(chain, rooms, into):
                 rows = np.int64(4)
                 _walk(rows, q, low, start, borrowed(chain), borrowed(rooms), messages, weight, borrowed(into))
             else:

@@ -5,7 +5,8 @@
 Emissions are made for a block of steps at a time, in vectors however few states there are. A scale is a power of two,
 which loses nothing and needs no logarithm: that of the step before, where it does, for it is known early. A sequence is
 lossy where some U_i(j) that a path reaches is smaller than what may have been lost of it. W and the exponentials are
-float64: emissions, however sharp, lose nothing but entries of S, which are looked for in U.
+float64: emissions, however sharp, lose nothing but entries of S, which are looked for in U. Chains of few states are
+walked by `native_narrow`, as far as their steps are ordinary.
 
 Shapes: messages (slots, g, m, c), flat. Cost: c^2 multiply-adds a step and sequence. Tested against
 `logchain.reference.product` and `kernels.linear_chain`.
@@ -26,6 +27,7 @@ from .native import compiled, spread
 from .native_chain import MANY, Array, address, at, block_of, empty, limits_of, matrix_at, operands, ranges, walked
 from .native_exp import LN2
 from .native_filter import continued, logarithm, shares
+from .native_narrow import beyond_reach, narrow, ordinary_steps
 from .native_reach import enters
 from .native_steps import copy, emissions, emissions_reached, ending, four_rows, one_row, room, settle, unit, weigh
 from .native_vectors import borrowed
@@ -67,7 +69,7 @@ class _Rooms(NamedTuple):
     Of a block of steps: `emitted` (4, block, c), `shifts` (4, block), and `taken` (block) out of the matrices. Of a
     step: `sums` U and `state` S, four rooms each, and `linear` (c, c), with `held` as in `matrix_at`. Of each
     sequence: its `powers` of two so far, the next factor, and its exponent; the `rest` at its end; what is known to be
-    `reach`-able at the step `reached`, first of any sequence of some, then of this one.
+    `reach`-able at the step `reached`, first of any sequence of some, then of this one. `beyond`: see `native_narrow`.
     """
 
     sums: Array
@@ -83,6 +85,7 @@ class _Rooms(NamedTuple):
     rest: Array
     reach: Array
     reached: Array
+    beyond: Array
 
 
 @numba.njit(fastmath={"contract"}, forceinline=True)
@@ -140,7 +143,11 @@ def _walk(rows, q, low, high, start, chain, rooms, limits, out):
             if len(posteriors):
                 shares(state, row * apart, c, posteriors, i * out.set + (r + row) * out.member)
     source, begin, width, most = chain.matrix, i * c * c, c, chain.top[i] if one else 1.0
-    for t in range(1 if start == 0 else 0, longest):
+    begun = 1 if start == 0 else 0
+    if rows == 1 and narrow(chain):
+        # the last message's logarithm is taken from what the loop for any chain leaves
+        begun = ordinary_steps(begun, longest - (len(out.last) > 0), start, q, low, chain, rooms, limits, out)
+    for t in range(begun, longest):
         step = start + t
         if not one:
             begin = (step - 1) * chain.step + i * chain.set
@@ -231,11 +238,12 @@ def _forward(
         rest=np.zeros(some),
         reach=np.empty(2 * some * c, np.bool_),
         reached=np.full(2 * some, -1),
+        beyond=beyond_reach(chain),
     )
     for start in range(0, v, block):
         q = low
         while q < high:
-            rows = 4 if q % m + 4 <= m and q + 4 <= high else 1
+            rows = 4 if q % m + 4 <= m and q + 4 <= high and not narrow(chain) else 1
             _walk(rows, q, low, high, start, borrowed(chain), borrowed(rooms), limits, borrowed(out))
             for row in range(rows):
                 p, count = q + row - low, min(start + block, ends[q + row]) - start

@@ -209,9 +209,15 @@ def unit(z):
     For 0, infinity and NaN it is 0, 0 and NaN, and minus its exponent 0.
     """
     if 0 < z < np.inf:
-        exponent = min((bits(z) >> np.int64(52)) - np.int64(1022), np.int64(1022))
-        return from_bits((np.int64(1023) - exponent) << np.int64(52)), exponent
+        return unit_of(z)
     return 1 / z if z != 0 else 0.0, np.int64(0)
+
+
+@_inlined
+def unit_of(z):
+    """The same where z is known to be positive and finite."""
+    exponent = min((bits(z) >> np.int64(52)) - np.int64(1022), np.int64(1022))
+    return from_bits((np.int64(1023) - exponent) << np.int64(52)), exponent
 
 
 @_inlined

@@ -133,6 +133,36 @@ def everywhere(typing: Any, array: Any, value: Any) -> Any:
     return Vector(array.dtype)(array, value), generate
 
 
+@intrinsic(prefer_literal=True)
+def lane(typing: Any, vector: Any, k: Any) -> Any:
+    """The k-th entry in all lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [k.literal_value] * LANES)
+        return builder.shuffle_vector(args[0], args[0], lanes)
+
+    return vector(vector, k), generate
+
+
+@intrinsic
+def turned(typing: Any, rows: Any) -> Any:
+    """A square matrix's rows, a tuple of vectors, as its columns."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found, lanes = cgutils.unpack_tuple(builder, args[0]), range(LANES)
+        for half in (1, 2, 4):  # of each square of 2 by 2 such parts, the two off the diagonal change places
+            upper = [lane - half + LANES if lane & half else lane for lane in lanes]
+            lower = [lane + LANES if lane & half else lane + half for lane in lanes]
+            for k in lanes:
+                if not k & half:
+                    pair = found[k], found[k + half]
+                    orders = (ir.Constant(ir.VectorType(ir.IntType(32), LANES), order) for order in (upper, lower))
+                    found[k], found[k + half] = (builder.shuffle_vector(*pair, order) for order in orders)
+        return context.make_tuple(builder, rows, found)
+
+    return rows(rows), generate
+
+
 @intrinsic
 def wide(typing: Any, vector: Any) -> Any:
     """The same in float64."""

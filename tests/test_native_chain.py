@@ -11,7 +11,7 @@ import logchain
 from logchain import _chain_operators, _device, _frames
 from logchain.kernels import native_chain, native_exp, native_forward
 from tests.contract import assert_contract
-from tests.families import FAMILIES
+from tests.families import FAMILIES, Chain
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -159,3 +159,21 @@ def test_an_entry_far_below_the_others_has_its_gradient(m):
     (found,) = torch.autograd.grad(logchain.product(x, leaf, p0).sum(), leaf)
     (expected,) = torch.autograd.grad(m * (p0.double() @ truth[0] @ truth[1]).sum().log(), truth)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("steps", [1, 699], ids=["shared", "each"])
+@pytest.mark.parametrize("c", [1, 2, 4, 5, 8])
+def test_few_states_keep_the_contract_where_steps_are_not_ordinary(c, steps, dtype):
+    """A message that runs far off, either way; a state that none leads to; evidence against all but one; the end."""
+    generator = torch.Generator().manual_seed(c)
+    x = 3 * torch.randn(3, 1, 700, c, generator=generator, dtype=dtype)
+    x[0, :, 130, 1:] = x[1, :, 300, : c - 1] = -torch.inf
+    x[2, :, 400:410] *= 5
+    bulk = torch.rand(1, 1, steps, c, c, generator=generator, dtype=dtype) + 0.1
+    bulk[..., : c - 1, c - 1] = 0.0
+    if steps > 1:
+        bulk[..., 100:300, :, :] *= 2.0**-40
+        bulk[..., 300:500, :, :] *= 2.0**40
+        bulk[..., 200, :, :] *= 2.0**-30
+    assert_contract(Chain(x, bulk, torch.rand(c, generator=generator, dtype=dtype), False))

@@ -36,6 +36,17 @@ def chosen(reached, a, flush, out, c):
 
 
 @numba.njit
+def sixth_and_columns(matrix, sixth, out):
+    load = vectors.load
+    low = load(matrix, 0, 8, 0.0), load(matrix, 8, 8, 0.0), load(matrix, 16, 8, 0.0), load(matrix, 24, 8, 0.0)
+    high = load(matrix, 32, 8, 0.0), load(matrix, 40, 8, 0.0), load(matrix, 48, 8, 0.0), load(matrix, 56, 8, 0.0)
+    columns = vectors.turned(low + high)
+    vectors.store(sixth, 0, 8, vectors.lane(low[0], 5))
+    for j in range(8):
+        vectors.store(out, 8 * j, 8, columns[j])
+
+
+@numba.njit
 def sum_without_a_share(a, times):
     total = 0.0
     for _ in range(times):
@@ -85,3 +96,11 @@ def test_a_borrowed_array_leaves_its_owner_the_memory():
     before = a.copy()
     assert sum_without_a_share(a, 1000) == 10_000
     np.testing.assert_array_equal(a, before)
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_an_entry_in_all_lanes_and_the_columns_of_rows(real):
+    matrix, sixth, out = np.arange(64, dtype=real), np.zeros(8, real), np.zeros(64, real)
+    sixth_and_columns(matrix, sixth, out)
+    np.testing.assert_array_equal(sixth, np.full(8, 5, real))
+    np.testing.assert_array_equal(out.reshape(8, 8), matrix.reshape(8, 8).T)
