@@ -41,7 +41,7 @@ def _advance(step, first, last, chain, x, alive, reached):
             for q in range(first, last):
                 for j in range(c):
                     alive[j] |= chain.initial[q * c + j] > 0
-        begin = chain.step * (now - 1) + chain.set * i
+        begin = chain.set * i + (0 if chain.one else chain.step * (now - 1))
         for k in range(c if now > 0 else 0):
             row = begin + k * chain.row
             for j in range(c if before[k] else 0):
