@@ -97,6 +97,17 @@ def borrowed(typing: Any, arrays: Any) -> Any:
 
 
 @intrinsic
+def entry(typing: Any, array: Any, at: Any) -> Any:
+    """The entry at a place, which is not negative: no test is made."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array_type = signature.args[0]
+        return builder.load(builder.gep(context.make_array(array_type)(context, builder, args[0]).data, [args[1]]))
+
+    return array.dtype(array, types.intp), generate
+
+
+@intrinsic
 def load(typing: Any, array: Any, at: Any, n: Any, rest: Any) -> Any:
     """The entries from a place on, `n` at most, and the `rest`, a number, in the lanes behind them."""
 

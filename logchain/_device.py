@@ -133,3 +133,12 @@ def tree_kernels(tensor: Tensor) -> ModuleType:
     from .kernels import tree
 
     return tree
+
+
+def fold_kernels(whole: Tensor) -> ModuleType | None:
+    """`product` and `gradient` of stacks (g, s, c, c) of small matrices, see `kernels.native_product`, if there are."""
+    if native(whole):
+        from .kernels import native_product
+
+        return native_product if native_product.folds(whole) else None
+    return None

@@ -20,10 +20,40 @@ def product(stack: Tensor, *, inplace: bool) -> tuple[Tensor, int]:
     if result.numel() == 0:
         return result, 0
     whole = sets(stack)
-    copied = whole.data_ptr() != stack.data_ptr()
-    root, arithmetic = _reduced(whole, result.dtype, inplace=inplace or copied)
-    arithmetic.logarithms(root, result.view(whole.shape[0], 1, *whole.shape[2:]))
-    return result, arithmetic.rescued
+    inplace |= whole.data_ptr() != stack.data_ptr()
+    out = result.view(-1, *stack.shape[-2:])
+    fold = _device.fold_kernels(whole)
+    lossy = None if fold is None else fold.product(whole, out)
+    if fold is None or lossy is not None and lossy.all():
+        return result, _root(whole, out, inplace=inplace)
+    if lossy is None:
+        return result, 0
+    left, rescued = lossy.nonzero()[:, 0], 0
+    if inplace:
+        _to_the_front(whole, left.tolist())
+    # no more than half of them at a time
+    for first, numbers in enumerate(left.split(len(whole) // 2)):
+        begin = first * (len(whole) // 2)
+        part = whole[begin : begin + len(numbers)] if inplace else whole[numbers]
+        found = torch.empty_like(out[: len(numbers)])
+        rescued += _root(part, found, inplace=True)
+        out[numbers] = found
+    return result, rescued
+
+
+def _root(whole: Tensor, out: Tensor, *, inplace: bool) -> int:
+    """Write the products (g, c, c) of stacks (g, s, c, c) by a tree; how many entries of nodes were rescued."""
+    root, arithmetic = _reduced(whole, out.dtype, inplace=inplace)
+    arithmetic.logarithms(root, out[:, None])
+    rescued: int = arithmetic.rescued
+    return rescued
+
+
+def _to_the_front(whole: Tensor, numbers: list[int]) -> None:
+    """Move the stacks (g, s, c, c) with these numbers, which ascend, within their own memory."""
+    for place, number in enumerate(numbers):
+        if place != number:
+            whole[place] = whole[number]
 
 
 def relative_product(whole: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -42,9 +72,28 @@ def product_gradient(grad: Tensor, stack: Tensor) -> Tensor:
         return result.to(stack.dtype)
     whole = sets(stack)
     gradient = result.view(whole.shape)
-    gradient[:, 0] = grad.reshape(gradient[:, 0].shape)
-    Tree(whole, torch.empty_like(gradient)).gradient(gradient)
+    grad = grad.reshape(gradient[:, 0].shape)
+    fold = _device.fold_kernels(whole)
+    lossy = None if fold is None else fold.gradient(grad.contiguous(), whole, gradient)
+    if fold is None or lossy is not None and lossy.all():
+        _back(grad, whole, gradient)
+    elif lossy is not None:
+        # so few at a time that copies, too, are no more than all stacks; one needs none
+        for numbers in lossy.nonzero()[:, 0].split(max(1, len(whole) // 4)):
+            one = slice(int(numbers[0]), int(numbers[0]) + 1)
+            if len(numbers) == 1:
+                _back(grad[one], whole[one], gradient[one])
+            else:
+                found = torch.empty_like(gradient[: len(numbers)])
+                _back(grad[numbers], whole[numbers], found)
+                gradient[numbers] = found
     return result.to(stack.dtype)
+
+
+def _back(grad: Tensor, whole: Tensor, into: Tensor) -> None:
+    """Write the gradients (g, s, c, c) of the products' (g, c, c) by a tree."""
+    into[:, 0] = grad
+    Tree(whole, torch.empty_like(into)).gradient(into)
 
 
 class Tree:

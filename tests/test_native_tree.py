@@ -19,6 +19,12 @@ F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
 
 
+@pytest.fixture(autouse=True)
+def _no_folds(monkeypatch):
+    """Small stacks would not come to a tree."""
+    monkeypatch.setattr(_device, "fold_kernels", lambda whole: None)
+
+
 @pytest.fixture(params=[tree, native_tree], ids=["torch", "numba"])
 def kernels(request, monkeypatch):
     monkeypatch.setattr(_device, "tree_kernels", lambda tensor: request.param)
