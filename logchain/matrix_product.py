@@ -21,15 +21,18 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
 
     Neighbours are multiplied in pairs, then those products, and so on; an odd last one waits for its turn. The scale of
     each product is kept apart in float64 and added last, and what a shifted sum cannot represent is computed again by
-    the pairwise maximum (see `logchain.rescues`). For one number per sequence, `logchain.product` takes `c` times less.
+    the pairwise maximum (see `logchain.rescues`). On a CPU with numba (the extra `cpu`), stacks of up to 64 states that
+    linear numbers can hold are multiplied from the left instead, in one compiled loop. For one number per sequence,
+    `logchain.product` takes `c` times less.
 
     Raises:
         TypeError: `stack` is not a floating tensor, or `inplace` no bool.
         ValueError: the matrices are not square, there is none, or `inplace` cannot be.
 
-    Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps; four times that with the backward
-    pass, which multiplies again. Memory beyond operands, result and gradients: half a stack, none with `inplace`; one
-    stack in the backward pass. Batch axes that cannot be joined without a copy (permuted ones) cost that copy.
+    Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps, `s` in the loop; four times that
+    with the backward pass, which multiplies again. Memory beyond operands, result and gradients: half a stack, none
+    with `inplace`; one stack in the backward pass. Batch axes that cannot be joined without a copy (permuted ones) cost
+    that copy.
 
     Source: S. S. Hassan, S. Särkkä, Á. F. García-Fernández, "Temporal parallelization of inference in hidden Markov
     models" (arXiv:2102.05743). Definition: `logchain.reference.matrix_product`.

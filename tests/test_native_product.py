@@ -16,7 +16,7 @@ native_product = pytest.importorskip("logchain.kernels.native_product", exc_type
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
 
-SIZES = [(s, c) for s in (2, 3, 25, 200) for c in (1, 2, 3, 5, 8, 17, 20, 31, 32) if s * c**3 <= 2**20]
+SIZES = [(s, c) for s in (2, 3, 25, 200) for c in (1, 2, 3, 5, 8, 17, 20, 31, 32, 64) if s * c**3 <= 2**20]
 
 
 def normal(*shape, dtype=F32, seed=0):
@@ -252,11 +252,14 @@ def test_nothing_to_multiply(shape):
 
 
 def test_what_is_left_to_the_tree_altogether(monkeypatch):
-    assert _device.fold_kernels(normal(2, 3, 32, 32)) is native_product
-    assert _device.fold_kernels(normal(2, 3, 33, 33)) is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
+    assert _device.fold_kernels(normal(2, 3, 64, 64)) is native_product
+    assert _device.fold_kernels(normal(2, 3, 65, 65)) is None
+    assert _device.fold_kernels(normal(1, 1, 1, 1).expand(2, 80, 64, 64)) is None
+    assert _device.fold_kernels(normal(1, 1, 1, 1).expand(3, 80, 64, 64)) is native_product
     assert _device.fold_kernels(normal(2, 3, 4, 4).half()) is None
     monkeypatch.setattr(_device, "_numba", lambda: False)
-    assert _device.fold_kernels(normal(2, 3, 32, 32)) is None
+    assert _device.fold_kernels(normal(2, 3, 64, 64)) is None
 
 
 def test_second_derivatives():

@@ -115,3 +115,9 @@ def test_dense_products_are_compiled(monkeypatch):
 @pytest.mark.usefixtures("kernels")
 def test_nothing_is_possible():
     assert (logchain.matrix_product(torch.full((1, 3, 4, 4), -INF)) == -INF).all()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_memory():
+    contract.test_memory_of_the_product()
+    contract.test_memory_of_the_gradient(logchain.matrix_product, 1)

@@ -54,6 +54,19 @@ def sum_without_a_share(a, times):
     return total
 
 
+@numba.njit
+def sum_of_entries(a):
+    found = 0.0
+    for k in range(len(a)):
+        found += (k + 1) * vectors.entry(a, k)
+    return found
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_entries(real):
+    assert sum_of_entries(np.array([2, 3, 5], real)) == 23
+
+
 @pytest.mark.parametrize("real", REALS)
 @pytest.mark.parametrize("c", LENGTHS)
 def test_arithmetic_stays_within_the_row(c, real):
