@@ -37,7 +37,7 @@ _MOST = 64
 _LONG = 2**24
 
 # multiply-adds from which on another thread is worth its start
-_SHARE = 2**20
+_SHARE = 2**21
 
 # between these, rows of P need no scale
 _LOW, _HIGH = 2.0**-40, 2.0**40
