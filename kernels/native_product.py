@@ -227,10 +227,11 @@ def _products(first, stop, raw_at, weight_at, out_at, lossy_at, sizes, limits):
     width, apart = -(-c // LANES) * LANES, c * c + LANES
     raw, out, lossy = at(raw_at, MANY, limits), at(out_at, MANY, limits), at(lossy_at, MANY, np.empty(0, np.bool_))
     rooms = np.empty(c * width, limits.dtype), np.empty(2 * apart, limits.dtype), np.empty(c, limits.dtype)
-    matrix, prefixes, scales = borrowed(rooms)
     counts = np.empty(c, np.int64)
     some = False
     for z in range(first, stop):
+        # here, so that the owner lives as long as the loop
+        matrix, prefixes, scales = borrowed(rooms)
         done, high, low = _fold(z, raw, sizes, limits, matrix, width, prefixes, apart, scales, counts, raw, False)
         lossy[z] = not done
         some |= not done
@@ -256,10 +257,11 @@ def _gradients(first, stop, raw_at, weight_at, out_at, lossy_at, sizes, limits):
         np.empty(c * width, limits.dtype), np.empty(s * apart + LANES, limits.dtype), np.empty(s * c, limits.dtype),
         np.zeros(c * width, limits.dtype), np.zeros(c * width, limits.dtype), np.zeros(c * width, limits.dtype),
     )  # fmt: skip
-    matrix, prefixes, scales, ahead, behind, turned = borrowed(rooms)
     counts = np.empty(c, np.int64)
     some = False
     for z in range(first, stop):
+        # here, so that the owner lives as long as the loop
+        matrix, prefixes, scales, ahead, behind, turned = borrowed(rooms)
         done, _, _ = _fold(z, raw, sizes, limits, matrix, width, prefixes, apart, scales, counts, out, True)
         lossy[z] = not done
         some |= not done

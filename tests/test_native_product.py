@@ -1,5 +1,9 @@
 """Stacks of small matrices that a compiled loop multiplies keep the contract, and those that it cannot hold do, too."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -265,3 +269,12 @@ def test_what_is_left_to_the_tree_altogether(monkeypatch):
 def test_second_derivatives():
     leaf = draw("dense", 3, 2, F64).requires_grad_()
     assert torch.autograd.gradgradcheck(logchain.matrix_product, leaf)
+
+
+def test_rooms_live_as_long_as_their_loop():
+    """Where each room is a mapping of its own (glibc), one that is given back too early ends the process."""
+    code = (
+        "import torch, logchain; logchain.matrix_product(torch.randn(1, 99, 16, 16).requires_grad_()).sum().backward()"
+    )
+    alone = os.environ | {"MALLOC_MMAP_THRESHOLD_": "512", "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=alone, check=False).returncode == 0
