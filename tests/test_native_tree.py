@@ -11,6 +11,7 @@ from logchain.kernels import tree
 from logchain.kernels.exponentials import FLUSH
 from logchain.kernels.nodes import Nodes
 from tests import test_matrix_product as contract
+from tests import test_matrix_product_memory as memory
 from tests.contract import poisoned_memory
 
 native_tree = pytest.importorskip("logchain.kernels.native_tree", exc_type=ImportError)
@@ -119,5 +120,5 @@ def test_nothing_is_possible():
 
 @pytest.mark.usefixtures("kernels")
 def test_memory():
-    contract.test_memory_of_the_product()
-    contract.test_memory_of_the_gradient(logchain.matrix_product, 1)
+    memory.test_memory_of_the_product()
+    memory.test_memory_of_the_gradient(logchain.matrix_product, 1)
