@@ -108,12 +108,11 @@ def measured(provider: Provider, ours: Provider, workload: Workload, mode: str, 
     case = draw(workload)
     few = slice_of(provider, case, mode)
     theirs, own = provider.make(few, mode), ours.make(case, mode)
-    values, gradients = theirs()
     errors = [None, None]
-    if values is not None and few.x.numel() <= _CHECKED:
-        pairs = zip((values, gradients), cases.truth(workload, few, folder), strict=True)
+    if few.x.numel() <= _CHECKED and not provider.floor:
+        pairs = zip(theirs(), cases.truth(workload, few, folder), strict=True)
         errors = [None if found is None else _error(found, true) for found, true in pairs]
-    own()
+    theirs(), own()
     (_, ours_taken, _), times = pair_seconds([own, theirs])
     share = few.x.numel() / case.x.numel()
     lower, taken, upper = (1e3 * spent / share for spent in times)
