@@ -83,7 +83,7 @@ def measure(
 
 
 def keep_memory() -> None:
-    """Of glibc: what is given back stays with the process, so that nobody's time hangs on how another one's memory lies.
+    """Of glibc: what is given back stays with the process, so that no time hangs on how another one's memory lies.
 
     Of what is larger than 32 MB, the most that it takes for a threshold, fresh pages are paid for in each call.
     """
