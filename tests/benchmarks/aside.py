@@ -87,10 +87,11 @@ def keep_memory() -> None:
 
     Of what is larger than 32 MB, the most that it takes for a threshold, fresh pages are paid for in each call.
     """
-    if sys.platform == "linux":
-        glibc, trim, mapped = ctypes.CDLL(None), -1, -3
-        glibc.mallopt(mapped, 32 << 20)
-        glibc.mallopt(trim, 2**31 - 1)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        trim, mapped = -1, -3
+        accepted = mallopt(mapped, 32 << 20), mallopt(trim, 2**31 - 1)
+        assert all(accepted)
 
 
 def _child(name: str, package: str, task: Task, core: int, sender: Connection) -> None:

@@ -38,7 +38,7 @@ _MOST, _PATIENCE = 0.4, 0.6
 _FEW_STEPS, _MOST_ROUNDS = 33, 15
 
 # numbers that the reference takes in a minute or so
-_CHECKED = 4_000_000
+_CHECKED = 128_000_000
 
 # A run gives values, [n] or [n, c, c], and their gradients for x or None; what it may prepare before is not timed.
 Run = Callable[[], tuple[Any, Any]]
