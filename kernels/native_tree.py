@@ -42,7 +42,7 @@ class Arithmetic(tree.Arithmetic):
     def multiply(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """`out = left right`; it may lie over either."""
         sides = [self._side(nodes) for nodes in (left, right)]
-        if None in sides:
+        if None in sides or out.values.stride(-1) != 1:
             super().multiply(left, right, out)
             return
         taken, lines = out.taken.zero_().numpy(), _lines(out.values)

@@ -216,6 +216,22 @@ def test_any_layout(dtype):
             torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("c", [3, 65], ids=["loop", "tree"])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("how", ["transposed", "moved", "every other"])
+def test_what_is_left_to_the_tree_may_lie_in_any_layout(how, inplace, c):
+    stack = normal(3, 5, c, c)
+    stack[1, 1, 2, 0] = -INF  # not for the loop
+    if how == "transposed":
+        view = stack.mT.contiguous().mT
+    elif how == "moved":
+        view = stack.movedim(1, 3).contiguous().movedim(3, 1)
+    else:
+        view = stack.new_zeros(3, 5, c, 2 * c)[..., ::2].copy_(stack)
+    expected = torch.from_numpy(reference.matrix_product(stack)).float()
+    torch.testing.assert_close(logchain.matrix_product(view, inplace=inplace), expected, rtol=0, atol=2e-5)
+
+
 def both_of(stack):
     """The product and its gradient, as operators see them."""
     out, rescued = product(stack, inplace=False)
