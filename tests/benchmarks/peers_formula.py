@@ -1,26 +1,48 @@
 """The plain formula as one writes it oneself: a loop, the forum's pairs, torch.compile."""
 
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from logchain import _forum
-from tests.benchmarks import cpu
 from tests.benchmarks.cases import EACH, FULL, STEP
 from tests.benchmarks.peers import Provider
 from tests.benchmarks.peers_torch import ALL, BOTH, by_autograd, pairwise
 
 
-def loop(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-    return cpu.loop(x, bulk.expand(-1, x.shape[1] - 1, -1, -1), p0)
+def step(message: Tensor, logs: Tensor, now: Tensor) -> Tensor:
+    return (message[..., None] + logs).logsumexp(-2) + now
 
 
-def product_loop(stack: Tensor) -> Tensor:
-    product = stack[:, 0]
-    for i in range(1, stack.shape[1]):
-        product = (product[..., None] + stack[:, i, None]).logsumexp(-2)
-    return product
+@cache
+def compiled_step() -> Callable[..., Tensor]:
+    """A loop that is compiled as a whole would be unrolled."""
+    return torch.compile(step, dynamic=True)
+
+
+def chain(step: Callable[..., Tensor], x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    logs, potentials = bulk.log().unbind(1), x.unbind(1)
+    message = p0.log() + potentials[0]
+    for i in range(1, len(potentials)):
+        message = step(message, logs[min(i, len(logs)) - 1], potentials[i])
+    return message.logsumexp(-1)
+
+
+def product(step: Callable[..., Tensor], stack: Tensor) -> Tensor:
+    found, nothing = stack[:, 0], stack.new_zeros(())
+    for matrix in stack.unbind(1)[1:]:
+        found = step(found, matrix[:, None], nothing)
+    return found
+
+
+def compiled(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    return chain(compiled_step(), x, bulk, p0)
+
+
+def compiled_product(stack: Tensor) -> Tensor:
+    return product(compiled_step(), stack)
 
 
 def forum_product(stack: Tensor) -> Tensor:
@@ -37,29 +59,8 @@ def forum_mended(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     return (p0.log()[:, None] + joined + x[:, -1, None, :]).logsumexp((-2, -1))
 
 
-@cache
-def compiled_step():
-    return torch.compile(lambda message, logs, now: (message[..., None] + logs).logsumexp(-2) + now, dynamic=True)
-
-
-def compiled(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-    """Step by step: a loop that is compiled as a whole is unrolled."""
-    logs, potentials, step = bulk.log().unbind(1), x.unbind(1), compiled_step()
-    message = p0.log() + potentials[0]
-    for i in range(1, len(potentials)):
-        message = step(message, logs[min(i, len(logs)) - 1], potentials[i])
-    return message.logsumexp(-1)
-
-
-def compiled_product(stack: Tensor) -> Tensor:
-    product, nothing, step = stack[:, 0], stack.new_zeros(()), compiled_step()
-    for matrix in stack.unbind(1)[1:]:
-        product = step(product, matrix[:, None], nothing)
-    return product
-
-
 PROVIDERS = [
-    Provider("torch loop", by_autograd(loop, product_loop), "torch", ALL, devices=BOTH),
+    Provider("torch loop", by_autograd(partial(chain, step), partial(product, step)), "torch", ALL, devices=BOTH),
     Provider("forum", by_autograd(_forum.product, forum_product), "torch", (STEP, EACH, FULL), devices=BOTH),
     Provider(
         "forum, padding mended",
