@@ -35,6 +35,9 @@ CPU, GPU = "CPU", "GPU"
 # seconds: of a peer's single run, and of all runs of a peer in a case
 _MOST, _PATIENCE = 0.4, 0.6
 
+# where one sequence promises so many times more, all of them are not even tried
+_FAR = 20
+
 _FEW_STEPS, _MOST_ROUNDS = 33, 15
 
 # numbers that the reference takes in a minute or so
@@ -79,6 +82,8 @@ def slice_of(provider: Provider, case: Case, mode: str) -> Case:
             return case
         if few < n and whole > _MOST:  # one sequence is too long already
             return case.part(1, max(_FEW_STEPS, _power(v * _MOST / whole)))
+        if few < n and whole * n > _FAR * _MOST:
+            return case.part(_power(_MOST / whole), v)
     steps = _power(v * _MOST / whole)
     return case.part(n, steps) if steps >= _FEW_STEPS else case.part(max(1, n * steps // _FEW_STEPS), _FEW_STEPS)
 
