@@ -97,16 +97,16 @@ def against_memory() -> None:
 
 
 def _dots(panels: Sequence[Any], found: Sequence[tuple[str, str, str, float]]) -> None:
-    """A panel for each mode, a line for each case, a mark for each provider; the second eight are hollow."""
+    """A panel for each mode, a line for each case, a mark for each provider; every eight are filled anew."""
     cases = list(dict.fromkeys(case for _, case, *_ in found))[::-1]
     for i, provider in enumerate(sorted({name for name, *_ in found})):
-        style = dict(STYLES[i % len(STYLES)], linestyle="none", markersize=6)
-        hollow = {"markerfacecolor": "none"} if i >= len(STYLES) else {}
+        filled = ("full", "none", "left")[i // len(STYLES)]
+        style = dict(STYLES[i % len(STYLES)], linestyle="none", markersize=6, fillstyle=filled)
         for panel, mode in zip(panels, MODES, strict=True):
             points = [
                 (value, cases.index(case)) for name, case, *rest, value in found if [name, *rest] == [provider, mode]
             ]
-            panel.plot([x for x, _ in points], [y for _, y in points], **style, **hollow, label=provider)
+            panel.plot([x for x, _ in points], [y for _, y in points], **style, label=provider)
     for panel, mode, names in zip(panels, MODES, (cases, [""] * len(cases)), strict=True):
         panel.set_xscale("log")
         panel.set_yticks(range(len(cases)), names)
