@@ -1,0 +1,25 @@
+"""Numbers that differ from step to step, so that a chain of equal steps is not rounded equally in each of them.
+
+Where x and the matrix are the same in every step, the message comes to rest, and from then on each step makes the same
+rounding error: v of them add up to v times one, not to its sqrt(v)-fold. So what is taken out of a step differs a
+little, and so do the bits of what is left. It costs nothing, for it goes into a shift that is subtracted anyway and
+whose exact value is added up anyway.
+
+The numbers are multiples of the golden ratio less their integer part (H. Weyl's sequence), in integer arithmetic, the
+same on every device. They fill an interval more evenly than random ones.
+"""
+
+from typing import Any
+
+# the golden ratio's fractional part times 2^32 (D. E. Knuth's multiplicative hashing)
+GOLDEN = 2654435769
+
+
+def phase(step: Any) -> Any:
+    """A number in [0, 1) for a step: an integer (also in numba's loops), or int64 arrays and tensors of them."""
+    return ((step * GOLDEN) & 0xFFFFFFFF) * 2.0**-32
+
+
+def jitter(step: Any) -> Any:
+    """What to add to the shift of a step: in [0, 2^-6), many roundings wide, and of no weight for what underflows."""
+    return phase(step) * 2.0**-6
