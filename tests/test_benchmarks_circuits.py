@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.benchmarks import cases, peers, peers_circuits
+from tests.benchmarks.aside import Item
 from tests.benchmarks.cases import ONE, STEP, Workload
 from tests.benchmarks.results import FORWARD, GRADIENTS
 
@@ -12,9 +13,8 @@ from tests.benchmarks.results import FORWARD, GRADIENTS
 @pytest.mark.parametrize(("n", "matrices"), [(1, ONE), (3, STEP)])
 def test_rows_of_cirkit(n, matrices, tmp_path):
     pytest.importorskip("cirkit")
-    cirkit, ours = (peers.every()[name] for name in ("cirkit", "logchain"))
     for mode in FORWARD, GRADIENTS:
-        (row,) = peers.measured(cirkit, ours, Workload(n, 5, 3, matrices), mode, tmp_path)
+        (row,) = peers.measured(tmp_path, Item(Workload(n, 5, 3, matrices), "cirkit", mode))
         assert row.share == 1 and row.value_error < 1e-6
         assert row.gradient_error is None if mode == FORWARD else row.gradient_error < 1e-6
 

@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import itertools
 import re
 import subprocess
 import sys
@@ -12,15 +11,13 @@ from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
-from tests import oracle
-from tests.benchmarks import gpu, kept, peers, peers_gpu, peers_gpu_case, predictions, results, session, wheels
-from tests.benchmarks.cases import EACH, FULL, ONE, STEP, Workload, draw
+from tests.benchmarks import aside, gpu, kept, peers, peers_gpu, peers_gpu_case, predictions, results, session, wheels
+from tests.benchmarks.aside import Item
+from tests.benchmarks.cases import ONE, STEP, WORKLOADS, Workload
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.peers_gpu import Item
 from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
 
 ROOT = Path(__file__).parents[1]
@@ -71,8 +68,8 @@ def test_everybody_on_a_gpu_in_a_dry_run(dry):
         assert 0 < row.lower_ms <= row.median_ms <= row.upper_ms < 1e6 and row.logchain_ms > 0 and row.peak_mb > 0
         assert row.value_error < 1e-5 and (row.gradient_error is None) == (row.mode == FORWARD)
         assert row.gradient_error is None or row.gradient_error < 1e-5
-    with mock.patch.object(results, "LEFT_OUT", dry.out / "left_out.csv"):
-        assert [entry[:4] for entry in kept.left_out()] == [("peers on a GPU", "", "jax, dynamax, numpyro", "")]
+    left_out = kept.left_out(dry.out / "left_out.csv")
+    assert [entry[:4] for entry in left_out] == [("peers on a GPU", "", "jax, dynamax, numpyro", "")]
     assert [path.read_bytes() for path in (results.PEERS, results.LEFT_OUT)] == tracked
 
 
@@ -104,22 +101,21 @@ def providers(asleep=()):
     return {"one": found, "logchain": found._replace(make=lambda case, mode: lambda: (None, None))}
 
 
-WORKLOADS = [Workload(2, 5, 3, STEP), Workload(2, 6, 3, ONE)]
-ITEMS = [Item(workload, "one", mode) for workload in WORKLOADS for mode in (FORWARD, GRADIENTS)]
+SMALL = [Workload(2, 5, 3, STEP), Workload(2, 6, 3, ONE)]
+ITEMS = [Item(workload, "one", mode) for workload in SMALL for mode in (FORWARD, GRADIENTS)]
 
 
-def asleep(folder, todo, seconds, end, name):
+def asleep(folder, todo, processes):
     """In a process of its own: gradients are never ready."""
     with (
         mock.patch.object(peers, "every", lambda: providers(asleep=[GRADIENTS])),
         mock.patch.object(peers_gpu, "_STUCK", (2.0, 2.0)),
     ):
-        yield from peers_gpu.times(True, folder, [], todo, seconds, end, name)
+        yield from peers_gpu.times(True, folder, [], 200.0, time.monotonic() + 300, todo, processes)
 
 
 def test_what_hangs_is_stopped_and_the_rest_goes_on(tmp_path):
-    end = time.monotonic() + 300
-    rows, missing = peers_gpu.through(ITEMS, "torch", 200.0, end, functools.partial(asleep, tmp_path))
+    rows, missing = aside.measure("torch", ITEMS, functools.partial(asleep, tmp_path), words=peers_gpu.WORDS)
     assert [row[:3] for row in rows] == [ITEMS[0].key, ITEMS[2].key]
     assert [entry[1:5] for entry in missing] == [(*item.key, "stopped, takes too long") for item in ITEMS[1::2]]
 
@@ -128,15 +124,17 @@ def test_what_hangs_is_stopped_and_the_rest_goes_on(tmp_path):
 def test_a_process_ends_with_its_time_and_with_the_device(seconds, alive, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "every", providers)
     monkeypatch.setattr(peers_gpu, "answers", lambda _: alive)
-    found = list(peers_gpu.times(True, tmp_path, [], ITEMS, seconds, time.monotonic() + 60, "one"))
+    found = list(peers_gpu.times(True, tmp_path, [], seconds, time.monotonic() + 60, ITEMS, 0))
+    begun, said = found[::2], found[1::2]
+    assert begun == (ITEMS if alive else ITEMS[:1])
     if seconds < 0:
-        assert found == [Missing("", *item.key, "no time left") for item in ITEMS]
+        assert said == [Missing("", *item.key, "no time left") for item in ITEMS]
     else:
-        assert [row[:3] for row in found] == [item.key for item in (ITEMS if alive else ITEMS[:1])]
+        assert [row[:3] for row in said] == [item.key for item in begun]
 
 
 def test_logchain_and_the_floors_come_first():
-    (package, items), *others = peers_gpu.processes(peers_gpu.ORDER)
+    (package, items), *others = peers_gpu.processes(WORKLOADS)
     assert package == "torch" and {item.provider for item in items} == {"logchain", "GEMMs alone", "bytes copied"}
     assert items[0] == (Workload(500, 40, 200, STEP), "logchain", FORWARD)
     every = peers.every()
@@ -145,56 +143,8 @@ def test_logchain_and_the_floors_come_first():
         assert peers.GPU in every[name].devices and every[name].package == package
 
 
-@pytest.mark.parametrize(
-    ("spent", "making", "steps"),
-    [
-        (lambda steps: 1e-3 * steps, 0.0, 128),  # of 0.15 seconds
-        (lambda steps: 1e-5 * steps, 0.0, 1000),
-        (lambda steps: 0.01, 0.0, 1000),  # does not grow with the steps
-        (lambda steps: float(steps), 0.0, 32),
-        (lambda steps: 0.01 if steps < 200 else 1.0, 0.0, 256),
-        (lambda steps: 0.01, 1e-3, 128),  # a compilation takes long
-    ],
-)
-def test_steps_are_cut_by_time_and_sequences_are_not(spent, making, steps, monkeypatch):
-    def make(part, mode):
-        sizes.append(part.x.shape[1])
-        time.sleep(making * part.x.shape[1])
-        run = mock.Mock()
-        run.steps = part.x.shape[1]
-        return run
-
-    monkeypatch.setattr(peers_gpu_case, "_MADE", 0.2)
-    sizes = [4]
-    clock = mock.Mock(host_seconds=lambda run: spent(run.steps))
-    provider = peers.Provider("one", make, "torch")
-    part = peers_gpu_case.slice_of(clock, provider, draw(Workload(3, 1000, 2, STEP)), FORWARD)
-    assert part.x.shape == (3, steps, 2) and part.bulk.shape == (1, steps - 1, 2, 2)
-    # what is much slower than few steps promise is found out in time
-    assert all(after <= 8 * before for before, after in itertools.pairwise(sizes))
-
-
 def test_quartiles_of_few_times_lie_between_them():
     assert session._quartiles([5.0, 1.0]) == (3.0, 2.0, 4.0) and session._quartiles([2.0]) == (2.0, 2.0, 2.0)
-
-
-@pytest.mark.parametrize("matrices", [ONE, STEP, EACH, FULL])
-def test_truth(matrices, tmp_path):
-    case = draw(Workload(2, 4, 3, matrices))
-    values, gradients = peers_gpu_case.truth("some", case, tmp_path)
-    if matrices == FULL:
-        wanted = case.x[:, 0].double()
-        for i in range(1, 4):
-            wanted = (wanted[..., None] + case.x[:, i, None].double()).logsumexp(-2)
-        np.testing.assert_allclose(values, wanted, rtol=1e-12)
-    else:
-        wanted = oracle.chain(case.x, case.bulk, case.p0)
-        np.testing.assert_allclose(values, wanted.log_norm, rtol=1e-12)
-        np.testing.assert_allclose(gradients, wanted.states, atol=1e-12)
-    again = peers_gpu_case.truth("some", type(case)(*(0 * tensor for tensor in case)), tmp_path)  # from the file
-    np.testing.assert_array_equal(again[1], gradients)
-    found = peers_gpu_case.errors((torch.tensor(values) + 0.5, None), (values[:1], gradients))
-    assert found == [pytest.approx(0.5), None]
 
 
 class Event:
@@ -219,11 +169,10 @@ def test_the_way_of_a_real_run_with_a_stand_in_for_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "_captured", graphs)
     real = session.Session(dry=False, minutes=1, out=None)
     real.device = "cpu"
-    every = peers.every()
     for name, sets in (("torch loop", 0), ("GEMMs alone", 8)):
-        arguments = real, every[name], every["torch loop"], tmp_path, WORKLOADS[0], GRADIENTS
-        (row,) = peers_gpu_case.measured(*arguments)
-        assert row[:4] == (str(WORKLOADS[0]), name, GRADIENTS, "GPU") and row.peak_mb == 3.0
+        item = Item(SMALL[0], name, GRADIENTS)
+        (row,) = peers_gpu_case.measured(real, tmp_path, item)
+        assert row[:4] == (*item.key, "GPU") and row.peak_mb == 3.0
         assert 0 < row.lower_ms <= row.median_ms <= row.upper_ms and row.logchain_ms > 0
         assert graphs.call_count == sets  # floors alone, on as many sets of inputs
     assert peers_gpu.answers(real)

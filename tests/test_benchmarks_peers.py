@@ -1,10 +1,12 @@
 """Everybody's numbers: each provider in its own process, errors against float64, rows of the same case replaced."""
 
+import itertools
 import math
-import multiprocessing
 import os
 import signal
 import sys
+import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ import torch
 from logchain import reference
 from tests import oracle
 from tests.benchmarks import accuracy, aside, cases, kept, memory, peers, plots, report, resident, results, scaling
-from tests.benchmarks.cases import FULL, ONE, STEP, Workload
+from tests.benchmarks.aside import Item
+from tests.benchmarks.cases import EACH, FULL, ONE, STEP, Workload
 from tests.benchmarks.kept import Missing
+from tests.benchmarks.peers import Provider
 from tests.benchmarks.results import FORWARD, GRADIENTS, Measured, Row
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -60,37 +64,56 @@ def test_files_without_a_commit_are_read(files):
     assert results.read(path) == [Row("a", "one", "forward", "time", 1.5, "ms")]
 
 
-def one_row_then_an_error_then_the_end(name):
-    def one(workload, mode):
-        if workload == "b":
+ITEMS = [Item(workload, "one", mode) for workload in ("a", "b", "c") for mode in (FORWARD, GRADIENTS)]
+
+
+def half_of_it(todo, processes):
+    """In a process of its own: a row, an error, then the end, or silence, as an item says."""
+
+    def one(item):
+        if item.key == ITEMS[1].key:
             raise ArithmeticError("cannot\n  do this")
-        yield row(workload, name, mode)
+        if item.key == ITEMS[2].key:
+            os.kill(os.getpid(), signal.SIGPROF)
+        if item.key == ITEMS[4].key:
+            time.sleep(600)
+        yield row(*item.key, value=processes)
 
-    yield from aside.attempts(name, [("a", FORWARD), ("b", FORWARD)], one)
-    os.kill(os.getpid(), signal.SIGPROF)
+    return aside.attempts(todo, one)
 
 
-def test_what_a_process_says_before_it_ends():
-    rows, missing = aside.measure("one", "torch", one_row_then_an_error_then_the_end, about=("c", GRADIENTS))
-    assert [found[:5] for found in rows] == [("a", "one", FORWARD, "time", 1.0)]
-    assert f"torch {torch.__version__}" in rows[0].versions and rows[0].hardware and rows[0].date
+def test_what_ends_a_process_is_named_and_the_rest_goes_on():
+    rows, missing = aside.measure("torch", ITEMS, half_of_it, silence=20.0, words={"SIGPROF": "longer than 60 s"})
+    assert [found[:5] for found in rows] == [
+        ("a", "one", FORWARD, "time", 0),
+        ("b", "one", GRADIENTS, "time", 1),
+        ("c", "one", GRADIENTS, "time", 2),
+    ]
+    assert rows[0].versions.count(f"torch {torch.__version__}") == 1 and rows[0].hardware and rows[0].date
     assert [entry[1:5] for entry in missing] == [
-        ("b", "one", FORWARD, "ArithmeticError: cannot do this"),
-        ("c", "one", GRADIENTS, "ended by SIGPROF"),
+        (*ITEMS[1].key, "ArithmeticError: cannot do this"),
+        (*ITEMS[2].key, "longer than 60 s"),
+        (*ITEMS[4].key, "stopped, silent for 20 s"),
     ]
     assert all(entry.versions == rows[0].versions for entry in missing)
-    assert memory.reason(missing[1].reason) == "longer than 60 s"
 
 
-def test_what_says_nothing_is_stopped():
-    rows, missing = aside.measure("one", "torch", one_row_then_an_error_then_the_end, silence=0.01)
-    assert not rows and missing[-1].reason == "stopped, silent for 0.01 s"
+def test_what_is_late_is_left_out():
+    rows, missing = aside.measure("torch", ITEMS, half_of_it, end=time.monotonic() - 1)
+    assert not rows and [entry[1:5] for entry in missing] == [(*item.key, "no time left") for item in ITEMS]
 
 
-def test_what_is_not_installed_is_reported():
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    aside._child("one", "no-such-package", one_row_then_an_error_then_the_end, 0, sender)
-    assert receiver.recv() == Missing("", "", "one", "", "no-such-package is not installed") and not receiver.poll()
+def broken(todo, processes):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("package", "task", "reason"),
+    [("no-such-package", half_of_it, "no-such-package is not installed"), ("torch", broken, "ended with code 3")],
+)
+def test_what_does_not_begin_is_reported_once(package, task, reason):
+    rows, missing = aside.measure(package, ITEMS, task)
+    assert not rows and [entry[:5] for entry in missing] == [("", "", "one", "", reason)]
 
 
 @pytest.mark.parametrize(
@@ -116,21 +139,21 @@ def test_cases_are_what_they_are_called(files):
     assert apart.log_norm[0] == pytest.approx(math.log(0.5) - 200)
     assert truths["impossible evidence"].log_norm[0] == -math.inf
     for name, truth in truths.items():
-        log_norm, states = cases.truth(name, accuracy.cases()[name], files)
+        log_norm, states = cases.truth(name, accuracy.cases()[name], files, accuracy.by_reference)
         np.testing.assert_allclose(log_norm, truth.log_norm, rtol=1e-12)
         np.testing.assert_allclose(states, truth.states, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [name for name, case in accuracy.cases().items() if case.x.shape[1] < 100])
 def test_logchain_keeps_its_contract(name, files):
-    found = accuracy.rows_of(peers.every()["logchain"], name, accuracy.cases()[name], GRADIENTS, files)
+    found = accuracy.rows_of(files, Item(name, "logchain", GRADIENTS))
     bars = [one for one in found if one.bar]
     assert len(bars) == 2 and all(one.reached for one in bars), bars
 
 
 def test_the_forums_faults_are_found(files):
-    name, forum = "misaligned maxima: two peaks", peers.every()["forum"]
-    errors = {one.metric: one.value for one in accuracy.rows_of(forum, name, accuracy.cases()[name], GRADIENTS, files)}
+    found = accuracy.rows_of(files, Item("misaligned maxima: two peaks", "forum", GRADIENTS))
+    errors = {one.metric: one.value for one in found}
     assert errors["error of a log-partition"] == pytest.approx(46.05, abs=0.01)
     assert errors["log-partition"] == pytest.approx(-23.03, abs=0.01)
 
@@ -144,10 +167,10 @@ def pairs():
 @LINUX
 @pytest.mark.parametrize(("name", "matrices"), pairs())
 def test_a_provider_is_measured(name, matrices, files):
-    provider, ours = peers.every()[name], peers.every()["torch loop"]
+    provider = peers.every()[name]
     pytest.importorskip(provider.package)
     for mode in (FORWARD, GRADIENTS):
-        (found,) = peers.measured(provider, ours, Workload(2, 4, 3, matrices), mode, files)
+        (found,) = peers.measured(files, Item(Workload(2, 4, 3, matrices), name, mode))
         assert found[:4] == (f"n=2 v=4 c=3, {matrices}", name, mode, "CPU") and found.share == 1
         assert 0 < found.lower_ms <= found.median_ms <= found.upper_ms and found.logchain_ms > 0
         errors = found.value_error, found.gradient_error
@@ -157,18 +180,62 @@ def test_a_provider_is_measured(name, matrices, files):
 
 
 def test_a_wrong_answer_shows(files):
-    forum = peers.every()["forum"]
     for matrices in (STEP, FULL):  # three matrices, of which the last is padded with ones
         workload = Workload(2, 4 if matrices == STEP else 3, 5, matrices)
-        (found,) = peers.measured(forum, peers.every()["torch loop"], workload, GRADIENTS, files)
+        (found,) = peers.measured(files, Item(workload, "forum", GRADIENTS))
         assert found.value_error > 1 and found.gradient_error > 0.1
 
 
-def test_a_case_that_takes_long_is_cut(files, monkeypatch):
-    monkeypatch.setattr(peers, "seconds", lambda run: (run(), 0.5)[1])
-    case = cases.draw(Workload(3, 200, 2, ONE))
-    assert peers.slice_of(peers.every()["torch loop"], case, FORWARD).x.shape == (1, 33, 2)
-    assert peers.slice_of(peers.every()["XLA scan"], case, FORWARD) is case
+@pytest.mark.parametrize(
+    ("spent", "making", "size"),
+    [
+        (lambda n, v: 2e-4 * n * v, 0.0, (32, 32)),  # of 0.4 seconds
+        (lambda n, v: 1e-6 * n * v, 0.0, (100, 1000)),
+        (lambda n, v: 1e-3 * v, 0.0, (100, 256)),  # does not grow with the sequences
+        (lambda n, v: 0.01, 0.0, (100, 1000)),  # nor with the steps
+        (lambda n, v: 1.0 * v, 0.0, (1, 32)),
+        (lambda n, v: 0.01 if v < 200 else 1.0, 0.0, (100, 256)),
+        (lambda n, v: 0.01, 1e-3, (100, 128)),  # a compilation takes long
+    ],
+)
+def test_a_case_that_takes_long_is_cut(spent, making, size):
+    def make(part, mode):
+        sizes.append(part.x.shape[:2].numel())
+        time.sleep(making * part.x.shape[1])
+        run = mock.Mock()
+        run.size = part.x.shape[:2]
+        return run
+
+    sizes = [4]
+    provider = Provider("one", make, "torch")
+    case = cases.draw(Workload(100, 1000, 2, STEP))
+    part = peers.slice_of(provider, case, FORWARD, clock=lambda run: spent(*run.size), made=0.2)
+    assert part.x.shape == (*size, 2) and part.bulk.shape == (1, size[1] - 1, 2, 2)
+    # what is much slower than a few steps promise is found out in time
+    assert all(after <= 8 * before for before, after in itertools.pairwise(sizes))
+    assert peers.slice_of(provider._replace(whole=True), case, FORWARD) is case
+
+
+def test_errors_are_the_largest():
+    true = np.array([1.0, 2.0]), np.zeros((1, 2, 2))
+    assert peers.errors((torch.tensor([1.0, 2.5, 99.0]), None), true) == [0.5, None]
+    assert peers.errors(([1.0, 2.5], [np.full((2, 2), -0.25)]), true) == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("matrices", [ONE, STEP, EACH, FULL])
+def test_truth(matrices, files):
+    case = cases.draw(Workload(2, 4, 3, matrices))
+    values, gradients = cases.truth("some", case, files)
+    if matrices == FULL:
+        np.testing.assert_allclose(values, reference.matrix_product(case.x), rtol=1e-13)
+        # each path takes one entry of every matrix
+        np.testing.assert_allclose(gradients.sum((-2, -1)), 9.0, rtol=1e-12)
+    else:
+        wanted = oracle.chain(case.x, case.bulk, case.p0)
+        np.testing.assert_allclose(values, wanted.log_norm, rtol=1e-12)
+        np.testing.assert_allclose(gradients, wanted.states, atol=1e-12)
+    again = cases.truth("some", type(case)(*(0 * tensor for tensor in case)), files)  # from the file
+    np.testing.assert_array_equal(again[1], gradients)
 
 
 def test_rows_are_read_as_they_were_written(files):
@@ -182,14 +249,6 @@ def test_rows_are_read_as_they_were_written(files):
     assert results.read(results.PEERS, Measured) == rows
     kept.keep(results.PEERS, [rows[0]._replace(median_ms=3.0)])
     assert [(row.device, row.ratio) for row in results.read(results.PEERS, Measured)] == [("GPU", 3.0), ("CPU", 6.0)]
-
-
-def test_truth_of_a_product(files):
-    stack = cases.draw(Workload(2, 4, 3, FULL))
-    values, gradients = cases.truth("any", stack, files)
-    np.testing.assert_allclose(values, reference.matrix_product(stack.x), rtol=1e-13)
-    # each path takes one entry of every matrix
-    np.testing.assert_allclose(gradients.sum((-2, -1)), 9.0, rtol=1e-12)
 
 
 @LINUX
@@ -223,9 +282,17 @@ def test_peaks_of_a_provider(files):
     )
 
 
+def too_large(todo, processes):
+    def one(item):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        yield
+
+    return aside.attempts(todo, one)
+
+
 def test_limits_show_as_such():
-    assert memory.reason("RuntimeError: DefaultCPUAllocator: can't allocate memory") == "more than 16 GB"
-    assert memory.reason("ValueError: no") == "ValueError: no"
+    _, missing = aside.measure("torch", ITEMS[:1], too_large, words=memory.WORDS)
+    assert [entry.reason for entry in missing] == ["more than 16 GB"]
 
 
 def test_table_of_errors(files):
@@ -254,7 +321,9 @@ def test_table_of_errors(files):
 
 def test_everybody_is_measured_and_drawn(files, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(aside, "measure", lambda name, package, task, about=None: (list(task(name)), []))
+    monkeypatch.setattr(
+        aside, "measure", lambda package, todo, task: ([row for row in task(todo, 0) if isinstance(row, Measured)], [])
+    )
     monkeypatch.setattr(scaling, "SOME", ("logchain", "torch loop"))
     sweeps = {"v": [Workload(1, v, 3, ONE) for v in (5, 9)], "n": [Workload(n, 5, 3, ONE) for n in (1, 2)]}
     scaling.main(sweeps=sweeps)

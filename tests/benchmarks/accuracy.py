@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from logchain import reference
 from tests import contract, families
 from tests.benchmarks import aside, kept, peers, results
-from tests.benchmarks.cases import ONE, STEP, Chain, Workload, draw, truth
-from tests.benchmarks.kept import Missing
+from tests.benchmarks.aside import Item, Said
+from tests.benchmarks.cases import ONE, STEP, Chain, Truth, Workload, draw, truth
 from tests.benchmarks.peers import Provider
 from tests.benchmarks.results import GRADIENTS, Row
 
@@ -69,32 +70,36 @@ def bounds(case: Chain) -> tuple[str, str]:
     return f"<= {allowed.value_bound().max():.3g}", f"<= {allowed.gradient_bound.max():.3g}"
 
 
-def rows_of(provider: Provider, name: str, case: Chain, mode: str, folder: Path) -> Iterator[Row]:
+def by_reference(case: Chain) -> Truth:
+    """Log-partitions [n] and posteriors [n, v, c], whatever the numbers."""
+    forward, backward, log_norm = reference.forward_backward(*case)
+    norm = np.where(np.isneginf(log_norm), 0.0, log_norm)[:, None, None]
+    return log_norm, np.exp(forward + backward - norm)
+
+
+def rows_of(folder: Path, item: Item) -> Iterator[Row]:
     """The errors of one provider in one case."""
-    values, posteriors = provider.make(taken(provider, case), mode)()
-    log_norm, states = truth(name, case, folder)
+    name, provider, case = item.workload, peers.every()[item.provider], cases()[item.workload]
+    values, posteriors = provider.make(taken(provider, case), item.mode)()
+    log_norm, states = truth(name, case, folder, by_reference)
     bars = bounds(case) if provider.name == "logchain" else ("", "")
     error, value = worst(values, log_norm)
-    yield Row(name, provider.name, mode, "error of a log-partition", error, "nats", bars[0])
-    yield Row(name, provider.name, mode, "log-partition", value, "nats")
+    yield Row(*item.key, "error of a log-partition", error, "nats", bars[0])
+    yield Row(*item.key, "log-partition", value, "nats")
     error, _ = worst(np.stack([np.asarray(one) for one in posteriors]), states)
-    yield Row(name, provider.name, mode, "error of a posterior", error, "", bars[1])
+    yield Row(*item.key, "error of a posterior", error, "", bars[1])
 
 
-def errors(names: Sequence[str], folder: Path, name: str) -> Iterator[Row | Missing]:
+def errors(folder: Path, todo: Sequence[Item], _: int) -> Iterator[Said]:
     """Some cases of one provider."""
-    provider, chains = peers.every()[name], cases()
-    todo = [(case, GRADIENTS) for case in names]
-    return aside.attempts(name, todo, lambda case, mode: rows_of(provider, case, chains[case], mode, folder))
+    return aside.attempts(todo, functools.partial(rows_of, folder))
 
 
 def main(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> None:
     """Measure some providers and cases, or all, and write the results file after each provider."""
-    names = list(cases())
-    some = [name for name in names if not patterns or any(text in name for text in patterns)]
+    names = [name for name in cases() if not patterns or any(text in name for text in patterns)]
     with tempfile.TemporaryDirectory() as folder:
+        task = functools.partial(errors, Path(folder))
         for provider in (one for one in peers.chosen(only) if not one.floor):
-            task = functools.partial(errors, some, Path(folder))
-            new, missing = aside.measure(provider.name, provider.package, task)
-            kept.keep(results.ACCURACY, new, names)
-            kept.leave_out("accuracy", new, missing)
+            todo = [Item(name, provider.name, GRADIENTS) for name in names]
+            kept.put(results.ACCURACY, *aside.measure(provider.package, todo, task), list(cases()))

@@ -1,85 +1,132 @@
-"""One provider in a process of its own: its rows as they come, and the reasons why others do not."""
+"""Providers in processes of their own: rows as they come, and the reasons why others do not."""
 
 import ctypes
+import functools
+import math
 import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tests.benchmarks.kept import Missing
 from tests.benchmarks.results import AnyRow, Measured, Row, machine
 
-# What is asked of a provider, by name: a function at the top of a module, since another process calls it.
-Task = Callable[[str], Iterable[Row | Measured | Missing]]
+
+class Item(NamedTuple):
+    """What is asked of a provider."""
+
+    workload: Any
+    provider: str
+    mode: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """As rows and reasons name it."""
+        return str(self.workload), self.provider, self.mode
+
+
+class _Ended(NamedTuple):
+    """How a process did, if it did not do so by itself."""
+
+    reason: str
+
+
+Said = Item | Row | Measured | Missing
+
+# Goes through items, one after another, and says which one it begins; the number is that of the processes before its
+# own. It is a function at the top of a module, since another process calls it.
+Task = Callable[[Sequence[Item], int], Iterable[Said]]
 
 _SILENCE = 300.0
+# seconds beyond the last moment, for an item that was begun
+GRACE = 8.0
+LATE = "no time left"
 
 
-def attempts(
-    name: str, cases: Iterable[tuple[Any, str]], one: Callable[[Any, str], Iterable[AnyRow]]
-) -> Iterator[AnyRow | Missing]:
-    """The rows of each workload and mode; what a provider cannot do is a finding."""
-    for workload, mode in cases:
+def attempts(items: Iterable[Item], one: Callable[[Item], Iterable[AnyRow]]) -> Iterator[Item | AnyRow | Missing]:
+    """Each item and its rows; what a provider cannot do is a finding."""
+    for item in items:
+        yield item
         try:
-            yield from one(workload, mode)
+            yield from one(item)
         except Exception as error:
             reason = " ".join(traceback.format_exception_only(error)[-1].split())
-            yield Missing("", str(workload), name, mode, reason[:200])
+            yield Missing("", *item.key, reason[:200])
 
 
 def measure(
-    name: str, package: str, task: Task, *, silence: float = _SILENCE, about: Sequence[str] = ("", "")
+    package: str,
+    todo: Sequence[Item],
+    task: Task,
+    *,
+    silence: float = _SILENCE,
+    end: float = math.inf,
+    words: Mapping[str, str] | None = None,
 ) -> tuple[list[Any], list[Missing]]:
-    """Run a task in a process of its own, held on one core.
+    """Rows and reasons for all items, in as many processes as it takes to get past those that end one.
 
     Args:
-        name: of the provider, for the reasons.
         package: which has to be installed; its version is noted beside the results.
-        task: gives the rows of the provider of that name.
-        silence: seconds without a word from it after which it is stopped.
-        about: the workload and the mode, if the task is one.
+        todo: the items, of one provider as a rule.
+        task: gives their rows.
+        silence: seconds without a word from a process after which it is stopped.
+        end: the last moment, on the clock of `time.monotonic`.
+        words: what to say for a reason with such a text in it.
     """
+    rows: list[Any] = []
+    missing: list[Missing] = []
+    place, processes = machine(), 0
+    while todo:
+        if time.monotonic() > end:
+            missing += [Missing("", *item.key, LATE) for item in todo]
+            break
+        at, begun = ("", todo[0].provider, ""), 0
+        patience = min(silence, end - time.monotonic() + GRACE)
+        for said in _process(package, functools.partial(task, todo, processes), patience):
+            print("  ".join((*said[:4], said.text)) if isinstance(said, Row | Measured) else said, flush=True)
+            if isinstance(said, Item):
+                at, begun = said.key, begun + 1
+            elif isinstance(said, Row | Measured):
+                rows.append(said)
+            elif isinstance(said, str):  # the package with its version
+                place["versions"] += "" if said in place["versions"] else f", {said}"
+            else:
+                missing.append(said if isinstance(said, Missing) else Missing("", *at, said.reason))
+        if not begun:  # not installed, or broken from the start
+            break
+        todo, processes = todo[begun:], processes + 1
+    for i, entry in enumerate(missing):
+        reason = next((new for old, new in (words or {}).items() if old in entry.reason), entry.reason)
+        missing[i] = entry._replace(reason=reason, **{name: place[name] for name in ("versions", "date", "commit")})
+    return [row._replace(**place) for row in rows], missing
+
+
+def _process(package: str, task: Callable[[], Iterable[Said]], silence: float) -> Iterator[Said | str | _Ended]:
+    """What a task says in a process of its own, held on one core."""
     core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, package, task, core, sender))
+    process = context.Process(target=_child, args=(package, task, core, sender))
     process.start()
     sender.close()
-    found: list[Any] = []
-    missing: list[Missing] = []
-    reason = ""
-    place = machine()
     try:
         while receiver.poll(silence):
-            item = receiver.recv()
-            if isinstance(item, Row | Measured):
-                found.append(item)
-            elif isinstance(item, Missing):
-                missing.append(item)
-            else:  # the package's version
-                place["versions"] += f", {item}"
-            print("  ".join((*item[:4], item.text)) if isinstance(item, Row | Measured) else item, flush=True)
-        reason = f"stopped, silent for {silence:g} s"
+            yield receiver.recv()
         process.kill()
+        process.join()
+        yield _Ended(f"stopped, silent for {silence:.3g} s")
     except EOFError:  # it has said everything
-        pass
-    process.join()
-    if process.exitcode and not reason:
-        code = process.exitcode
-        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    if reason:
-        missing.append(Missing("", about[0], name, about[1], reason))
-        print(missing[-1], flush=True)
-    versions, date, commit = (place[key] for key in ("versions", "date", "commit"))
-    missing = [entry._replace(versions=versions, date=date, commit=commit) for entry in missing]
-    return [row._replace(**place) for row in found], missing
+        process.join()
+        if code := process.exitcode:
+            yield _Ended(f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
 
 
 def keep_memory() -> None:
@@ -94,15 +141,15 @@ def keep_memory() -> None:
         assert all(accepted)
 
 
-def _child(name: str, package: str, task: Task, core: int, sender: Connection) -> None:
+def _child(package: str, task: Callable[[], Iterable[Said]], core: int, sender: Connection) -> None:
     try:
         sender.send(f"{package} {metadata.version(package)}")
     except metadata.PackageNotFoundError:
-        sender.send(Missing("", "", name, "", f"{package} is not installed"))
+        sender.send(_Ended(f"{package} is not installed"))
         return
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     keep_memory()
-    for item in task(name):
-        sender.send(item)
+    for said in task():
+        sender.send(said)

@@ -1,9 +1,7 @@
-"""What the library costs on the CPU, beside the GEMMs alone, a hand-written loop and the forum's code.
+"""What the library costs on the CPU, beside the GEMMs alone, the forum's code and dense chains.
 
-All ratios are of medians taken in turns in one process. One thread's times are its CPU time, so that other work on the
-machine adds little; with two threads they are wall time. The loop and the forum's code run on a slice of a large batch
-and count in proportion: their work is linear in the number of sequences. Only the forum's forward pass runs on the
-whole of the main case, once: it takes 8 GB and most of a minute, more than in proportion.
+All ratios are of medians taken in turns in one process, of one thread's CPU time, so that other work on the machine
+adds little.
 """
 
 import time
@@ -19,6 +17,7 @@ from logchain import _demo, _forum, reference
 from logchain._demo import Chain, Product, dense_chain, gemms
 from logchain._measure import median_seconds, peak_bytes
 from tests.benchmarks import results, streams
+from tests.benchmarks.peers_formula import loop
 from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
 from tests.families import FAMILIES
 
@@ -26,112 +25,33 @@ MAIN = "n=500 v=40 c=200, shared bulk"
 SWEEP = (8, 32, 128, 512)
 
 
-def loop(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-    """What one writes by hand: the forward recursion with `torch.logsumexp`."""
-    log_bulk = bulk.log()
-    message = p0.log() + x[..., 0, :]
-    for i in range(1, x.shape[-2]):
-        message = (message[..., :, None] + log_bulk[..., i - 1, :, :]).logsumexp(-2) + x[..., i, :]
-    return message.logsumexp(-1)
-
-
 def call(product: Product, chain: Chain, mode: str) -> Callable[[], Sequence[Tensor]]:
     """One run of any provider's product, without or with the gradients of x, bulk and p0."""
     return partial(_demo.forward if mode == FORWARD else _demo.forward_backward, chain, product)
 
 
-def batched_gemms(chain: Chain, *, backward: bool = False) -> Callable[[], Sequence[Tensor]]:
-    """The floor where each sequence has its own matrices."""
-    n, _, v, c = chain.x.shape
-    message, matrices = chain.x[:, 0, :1].softmax(-1), chain.bulk[:, 0]
-    step, counts = torch.empty(n, 1, c), torch.empty(n, c, c)
-
-    def run() -> Sequence[Tensor]:
-        for i in range(v - 1):
-            torch.bmm(message, matrices[:, i], out=step)
-            if backward:
-                torch.bmm(message, matrices[:, i].mT, out=step)
-                torch.bmm(message.mT, message, out=counts)
-        return step, counts
-
-    return run
-
-
-def part(chain: Chain, n: int) -> tuple[Chain, float]:
-    """The first n sequences, and how many times they make the whole."""
-    few = Chain(*(tensor[:n] if len(tensor) > 1 else tensor for tensor in chain))
-    return few, len(chain.x) / len(few.x)
-
-
-def costs(
-    workload: str,
-    chain: Chain,
-    mode: str,
-    *,
-    slices: dict[str, int],
-    bars: dict[str, str],
-    threads: int = 1,
-    slow_rounds: int = 3,
-) -> list[Row]:
-    """Times of logchain, the GEMMs, the loop and the forum's code, and their ratios."""
-    n = len(chain.x)
-    floor = gemms if len(chain.bulk) == 1 else batched_gemms
-    loop_part, loop_share = part(chain, slices.get("loop", n))
-    forum_part, forum_share = part(chain, slices.get("forum", n))
-    calls = {
-        "logchain": call(logchain.product, chain, mode),
-        "GEMMs alone": floor(chain, backward=mode == GRADIENTS),
-        "torch loop": call(loop, loop_part, mode),
-        "forum": call(_forum.product, forum_part, mode),
-    }
-    torch.set_num_threads(threads)
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    seconds = median_seconds({name: calls[name] for name in ("logchain", "GEMMs alone")}, rounds=21, clock=clock)
-    # The slow ones in turns with logchain again: a ratio never compares two moments of the machine.
-    slow = median_seconds(
-        {name: calls[name] for name in ("logchain", "torch loop", "forum")}, rounds=slow_rounds, clock=clock
-    )
-    torch.set_num_threads(1)
-    times = seconds | {"torch loop": slow["torch loop"] * loop_share, "forum": slow["forum"] * forum_share}
-    mode = mode if threads == 1 else f"{mode}, {threads} threads"
-    rows = [Row(workload, name, mode, "time", value * 1e3, "ms") for name, value in times.items()]
-    over_floor = seconds["logchain"] / seconds["GEMMs alone"]
-    rows.append(Row(workload, "logchain", mode, "time over the GEMMs", over_floor, "x", bars.get("floor", "")))
-    for name in ("torch loop", "forum"):
-        ratio = times[name] / slow["logchain"]
-        rows.append(Row(workload, name, mode, f"{name}'s time over logchain's", ratio, "x", bars.get(name, "")))
-    return rows
+def ratio(workload: str, mode: str, metric: str, bar: str, calls: dict[str, Callable], rounds: int = 21) -> Row:
+    """The first call's time over the second's."""
+    first, second = median_seconds(calls, rounds=rounds, clock=time.thread_time).values()
+    return Row(workload, "logchain", mode, metric, first / second, "x", bar)
 
 
 def main_case() -> list[Row]:
     """The forum's case: time and memory."""
     chain = dense_chain(500, 40, 200)
-    slices = {FORWARD: {"loop": 100}, GRADIENTS: {"loop": 20, "forum": 20}}
-    bars = {FORWARD: {"floor": "<= 1.3", "forum": ">= 1000"}, GRADIENTS: {"floor": "<= 1.6"}}
     rows = []
-    for mode in (FORWARD, GRADIENTS):
-        rows += costs(MAIN, chain, mode, slices=slices[mode], bars=bars[mode], slow_rounds=1 if mode == FORWARD else 3)
-        used = peak_bytes(call(logchain.product, chain, mode)) / 1e6
-        limit = 2 * chain.x.nbytes / 1e6 + 10
+    for mode, bar in ((FORWARD, "<= 1.3"), (GRADIENTS, "<= 1.6")):
+        ours = call(logchain.product, chain, mode)
+        calls = {"logchain": ours, "GEMMs": gemms(chain, backward=mode == GRADIENTS)}
+        rows.append(ratio(MAIN, mode, "time over the GEMMs", bar, calls))
+        used, limit = peak_bytes(ours) / 1e6, 2 * chain.x.nbytes / 1e6 + 10
         rows.append(Row(MAIN, "logchain", mode, "memory", used, "MB", f"<= {limit:g}"))
-    return rows + costs(MAIN, chain, FORWARD, slices=slices[GRADIENTS], bars={}, threads=2)
-
-
-def other_cases() -> list[Row]:
-    """Small, long and per-sequence chains, reported without a bar."""
-    each = dense_chain(8, 128, 64)
-    own = torch.rand(8, 1, 127, 64, 64, generator=torch.Generator().manual_seed(1))
-    cases = {
-        "n=32 v=512 c=64, shared bulk": (dense_chain(32, 512, 64), {"loop": 8, "forum": 2}),
-        "n=8 v=128 c=64, bulk per sequence": (each._replace(bulk=own / own.sum(-1, keepdim=True)), {}),
-        "n=10 v=6 c=40, shared bulk": (dense_chain(10, 6, 40), {}),
+    # once: it takes 8 GB and most of a minute
+    calls = {
+        name: call(product, chain, FORWARD)
+        for name, product in (("forum", _forum.product), ("logchain", logchain.product))
     }
-    return [
-        row
-        for workload, (chain, slices) in cases.items()
-        for mode in (FORWARD, GRADIENTS)
-        for row in costs(workload, chain, mode, slices=slices, bars={})
-    ]
+    return [*rows, ratio(MAIN, FORWARD, "forum's time over logchain's", ">= 1000", calls, rounds=1)]
 
 
 def matrix_products() -> list[Row]:
@@ -145,11 +65,8 @@ def matrix_products() -> list[Row]:
             torch.bmm(level[:, 0], level[:, 1], out=into)
         return out
 
-    calls = {"logchain": lambda: [logchain.matrix_product(stack)], "GEMMs alone": floor}
-    seconds = median_seconds(calls, rounds=21, clock=time.thread_time)
-    workload = "full product n=8 v=256 c=64"
-    over = seconds["logchain"] / seconds["GEMMs alone"]
-    return [Row(workload, "logchain", FORWARD, "time over the GEMMs", over, "x", "<= 1.5")]
+    calls = {"logchain": lambda: [logchain.matrix_product(stack)], "GEMMs": floor}
+    return [ratio("full product n=8 v=256 c=64", FORWARD, "time over the GEMMs", "<= 1.5", calls)]
 
 
 def hard_cases() -> list[Row]:
@@ -169,9 +86,7 @@ def hard_cases() -> list[Row]:
     for workload, chain, dense, bar in cases:
         for mode in (FORWARD, GRADIENTS):
             calls = {"hard": call(logchain.product, chain, mode), "dense": call(logchain.product, dense, mode)}
-            seconds = median_seconds(calls, rounds=9, clock=time.thread_time)
-            ratio = seconds["hard"] / seconds["dense"]
-            rows.append(Row(workload, "logchain", mode, "time over a dense chain's", ratio, "x", bar))
+            rows.append(ratio(workload, mode, "time over a dense chain's", bar, calls, rounds=9))
     return rows
 
 
@@ -221,7 +136,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []
-    for group in (main_case, other_cases, matrix_products, hard_cases, accuracy, streams.stream_rows, sweep):
+    for group in (main_case, matrix_products, hard_cases, accuracy, streams.stream_rows, sweep):
         print(f"measuring: {group.__name__}", flush=True)
         rows += group()
     torch.set_num_threads(threads)

@@ -27,7 +27,6 @@ from torch import Tensor
 import logchain
 from tests.benchmarks import cases, launchers, peers_gpu, predictions, wheels, workloads
 from tests.benchmarks.launchers import Kernel
-from tests.benchmarks.peers_gpu_case import exact
 from tests.benchmarks.results import FORWARD, GRADIENTS
 from tests.benchmarks.session import ROOT, Row, Session, precision_of, stamp
 from tests.benchmarks.workloads import FLOAT, Work
@@ -161,7 +160,7 @@ def accuracy(session: Session) -> None:
     sizes = ((4, 4, 5, 2),) if tiny else ((500, 40, 200, 4), (1, 20_000, 16, 1), (32, 512, 64, 2))
     for n, v, c, few in sizes:
         chain = workloads.random_chain(n, v, c, False, session.device, 0)
-        truth, posteriors = exact(cases.Chain(chain.x[:few, 0], chain.bulk[0], chain.p0[0, 0]))
+        truth, posteriors = cases.posteriors(cases.Chain(chain.x[:few, 0], chain.bulk[0], chain.p0[0, 0]))
         for precision in PRECISIONS:
             with precision_of(precision):
                 x = chain.x.detach().requires_grad_()
@@ -178,7 +177,7 @@ def accuracy(session: Session) -> None:
         _free()
     n, v, c = (2, 3, 4) if tiny else (2, 256, 64)
     stack = torch.randn(n, v, c, c, device=session.device)
-    wanted = torch.from_numpy(cases.product(cases.Stack(stack.cpu()))[0])
+    wanted = torch.from_numpy(cases.product(cases.Stack(stack))[0])
     for precision in PRECISIONS:
         with precision_of(precision):
             error = (logchain.matrix_product(stack).double().cpu() - wanted).abs().max().item()

@@ -27,6 +27,12 @@ def key(row: Row | Measured) -> tuple[str, ...]:
     return row[:4] if isinstance(row, Measured) else row[:3]
 
 
+def put(path: Path, new: Sequence[AnyRow], missing: Iterable[Missing], order: Sequence[str] = ()) -> None:
+    """Put rows in the place of those of the same case, and write down why others could not be measured."""
+    keep(path, new, order)
+    leave_out(path.stem, new, missing)
+
+
 def keep(path: Path, new: Sequence[AnyRow], order: Sequence[str] = ()) -> None:
     """Put rows in the place of those of the same case, sorted by workload and mode."""
     if not new:
@@ -39,21 +45,25 @@ def keep(path: Path, new: Sequence[AnyRow], order: Sequence[str] = ()) -> None:
     results.write(rows, path)
 
 
-def leave_out(group: str, measured: Iterable[Row | Measured], missing: Iterable[Missing]) -> None:
-    """Write down what could not be measured for a results file, and forget what now was."""
+def leave_out(
+    group: str, measured: Iterable[Row | Measured], missing: Iterable[Missing], file: Path | None = None
+) -> None:
+    """Write down what could not be measured of a group, and forget what now was."""
+    file = file or results.LEFT_OUT
     missing = [entry._replace(results=group) for entry in missing]
     done = {(group, *row[:3]) for row in measured} | {entry[:4] for entry in missing}
     providers = {(group, "", provider, "") for _, _, provider, *_ in done}
-    kept = [entry for entry in left_out() if entry[:4] not in done | providers]
-    with results.LEFT_OUT.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+    kept = [entry for entry in left_out(file) if entry[:4] not in done | providers]
+    with file.open("w", newline="") as out:
+        writer = csv.writer(out, lineterminator="\n")
         writer.writerow(Missing._fields)
         writer.writerows(sorted([*kept, *missing]))
 
 
-def left_out() -> list[Missing]:
+def left_out(file: Path | None = None) -> list[Missing]:
     """What was written down."""
-    if not results.LEFT_OUT.exists():
+    file = file or results.LEFT_OUT
+    if not file.exists():
         return []
-    with results.LEFT_OUT.open(newline="") as file:
-        return [Missing(**fields) for fields in csv.DictReader(file)]
+    with file.open(newline="") as found:
+        return [Missing(**fields) for fields in csv.DictReader(found)]

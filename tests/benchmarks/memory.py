@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 
 from logchain._measure import peak_bytes
 from tests.benchmarks import aside, kept, peers, results
+from tests.benchmarks.aside import Item, Said
 from tests.benchmarks.cases import EACH, STEP, Case, Workload, draw
-from tests.benchmarks.kept import Missing
-from tests.benchmarks.peers import Provider
 from tests.benchmarks.resident import resident_peak
 from tests.benchmarks.results import FORWARD, GRADIENTS, Row
 
@@ -24,7 +23,7 @@ WORKLOADS = [Workload(500, 40, 200, STEP), Workload(32, 512, 64, STEP), Workload
 
 _SECONDS, _BYTES = 60, 16_000_000_000
 # how the limits show
-_REASONS = {"SIGPROF": f"longer than {_SECONDS} s", "alloc": "more than 16 GB", "MemoryError": "more than 16 GB"}
+WORDS = {"SIGPROF": f"longer than {_SECONDS} s", "alloc": "more than 16 GB", "MemoryError": "more than 16 GB"}
 
 # seconds: a call that took less runs once more, with its compilation done
 _SHORT = 10.0
@@ -35,9 +34,9 @@ def size(case: Case) -> int:
     return sum(tensor.nbytes for tensor in case)
 
 
-def rows_of(provider: Provider, workload: Workload, mode: str) -> Iterator[Row]:
+def rows_of(item: Item) -> Iterator[Row]:
     """The peaks of one provider."""
-    case = draw(workload)
+    provider, case, mode = peers.every()[item.provider], draw(item.workload), item.mode
     provider.make(case.part(1, 3), mode)()  # imports, and what is compiled for all sizes
     run = provider.make(case, mode)
     start = time.process_time()
@@ -46,7 +45,7 @@ def rows_of(provider: Provider, workload: Workload, mode: str) -> Iterator[Row]:
     signal.setitimer(signal.ITIMER_PROF, 0)
     if time.process_time() - start < _SHORT:
         held = resident_peak(run)
-    row = functools.partial(Row, str(workload), provider.name, mode)
+    row = functools.partial(Row, *item.key)
     yield row("peak of resident memory", held / 1e6, "MB")
     yield row("peak of resident memory over the inputs", held / size(case), "x")
 
@@ -59,26 +58,16 @@ def rows_of(provider: Provider, workload: Workload, mode: str) -> Iterator[Row]:
         yield row("peak of torch's allocator over the inputs", counted / size(case), "x")
 
 
-def peaks(workload: Workload, mode: str, name: str) -> Iterator[Row | Missing]:
-    """One case of one provider, within the limits."""
+def peaks(todo: Sequence[Item], _: int) -> Iterator[Said]:
+    """What is asked, within the limits."""
     resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    return aside.attempts(name, [(workload, mode)], functools.partial(rows_of, peers.every()[name]))
-
-
-def reason(found: str) -> str:
-    """In words, if it is one of the limits."""
-    return next((words for sign, words in _REASONS.items() if sign in found), found)
+    return aside.attempts(todo, rows_of)
 
 
 def main(only: Sequence[str] = (), patterns: Sequence[str] = (), workloads: Sequence[Workload] = WORKLOADS) -> None:
-    """Measure, and write the results file after each provider; a quarter of an hour for all."""
+    """Measure, and write the results file after each; a quarter of an hour for all."""
     for provider in (one for one in peers.chosen(only) if not one.floor):
-        for workload in workloads:
-            matched = not patterns or any(text in str(workload) for text in patterns)
-            for mode in (FORWARD, GRADIENTS) if matched and workload.matrices in provider.matrices else ():
-                task = functools.partial(peaks, workload, mode)
-                about = str(workload), mode
-                new, missing = aside.measure(provider.name, provider.package, task, about=about)
-                missing = [entry._replace(reason=reason(entry.reason)) for entry in missing]
-                kept.keep(results.MEMORY, new, [str(one) for one in WORKLOADS])
-                kept.leave_out("memory", new, missing)
+        for item in peers.items(provider, workloads, patterns):
+            if item.mode in (FORWARD, GRADIENTS):
+                found = aside.measure(provider.package, [item], peaks, words=WORDS)
+                kept.put(results.MEMORY, *found, list(map(str, WORKLOADS)))

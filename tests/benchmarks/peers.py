@@ -1,7 +1,7 @@
 """What `product` costs on a CPU beside everybody else's: `python -m tests.benchmarks run peers`.
 
 Each peer runs in a process of its own, held on one core, in turns with logchain; a ratio is one of medians of that
-process's CPU time. A peer's answer is compared with the reference first. What takes long runs on the first sequences
+process's CPU time. A peer's answer is compared with float64 sums first. What takes long runs on the first sequences
 and steps and counts in proportion, which `share` says: its work is linear in both.
 
     python -m tests.benchmarks run peers --only hmmlearn XLA --workloads c=64
@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from tests.benchmarks import aside, cases, kept, results
-from tests.benchmarks.aside import attempts
-from tests.benchmarks.cases import EACH, FULL, ONE, STEP, WORKLOADS, Case, Workload, draw
+from tests.benchmarks.aside import Item, Said
+from tests.benchmarks.cases import EACH, FULL, ONE, STEP, WORKLOADS, Case, Truth, Workload, draw
 from tests.benchmarks.kept import Missing
 from tests.benchmarks.resident import resident_peak
 from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
@@ -32,16 +33,10 @@ from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
 STATES = "forward and backward, posteriors alone"
 CPU, GPU = "CPU", "GPU"
 
-# seconds: of a peer's single run, and of all runs of a peer in a case
-_MOST, _PATIENCE = 0.4, 0.6
+# seconds: of a peer's single run, of what is done before it, of all runs of a peer in a case
+_MOST, _MADE, _PATIENCE = 0.4, 20.0, 0.6
 
-# where one sequence promises so many times more, all of them are not even tried
-_FAR = 20
-
-_FEW_STEPS, _MOST_ROUNDS = 33, 15
-
-# numbers that the reference takes in a minute or so
-_CHECKED = 16_000_000
+_FEW_STEPS, _GROWTH, _MOST_ROUNDS = 32, 8, 15
 
 # A run gives values, [n] or [n, c, c], and their gradients for x or None; what it may prepare before is not timed.
 Run = Callable[[], tuple[Any, Any]]
@@ -69,28 +64,41 @@ def seconds(run: Run) -> float:
     return time.process_time() - start
 
 
-def slice_of(provider: Provider, case: Case, mode: str) -> Case:
-    """As much of the case as a run may take."""
+def slice_of(
+    provider: Provider,
+    case: Case,
+    mode: str,
+    *,
+    sequences: int = 1,
+    clock: Callable[[Run], float] = seconds,
+    most: float = _MOST,
+    made: float = _MADE,
+) -> Case:
+    """As much of the case as a run may take: from so many sequences of few steps to all sequences, then to all steps.
+
+    Its time may grow less than its size does, but not more, so that little is spent on what is too long.
+    """
     n, v = case.x.shape[:2]
-    if provider.whole or v <= _FEW_STEPS:
+    if provider.whole:
         return case
-    for few in dict.fromkeys((1, n)):
-        run = provider.make(case.part(few, _FEW_STEPS), mode)
+    size = sequences, min(v, _FEW_STEPS)
+    while True:
+        part = case.part(*size)
+        start = time.monotonic()
+        run = provider.make(part, mode)
+        making = time.monotonic() - start
         run()
-        whole = seconds(run) * v / _FEW_STEPS
-        if whole * n / few <= _MOST:
-            return case
-        if few < n and whole > _MOST:  # one sequence is too long already
-            return case.part(1, max(_FEW_STEPS, _power(v * _MOST / whole)))
-        if few < n and whole * n > _FAR * _MOST:
-            return case.part(_power(_MOST / whole), v)
-    steps = _power(v * _MOST / whole)
-    return case.part(n, steps) if steps >= _FEW_STEPS else case.part(max(1, n * steps // _FEW_STEPS), _FEW_STEPS)
+        slow = max(clock(run) / most, making / made, 1 / _GROWTH)
+        larger = (_grown(size[0], n, slow), size[1]) if size[0] < n else (n, _grown(size[1], v, slow))
+        if larger == size:
+            return part
+        size = larger
 
 
-def _power(number: float) -> int:
-    """Of two, no more than the number: peers that are cut meet the same reference."""
-    return 1 << max(int(number), 1).bit_length() - 1
+def _grown(size: int, limit: int, slow: float) -> int:
+    """A power of two, so that peers that are cut share the truth; or the limit."""
+    longest = int(size / slow)
+    return limit if longest >= limit else max(size, 1 << max(longest, 1).bit_length() - 1)
 
 
 def pair_seconds(runs: Sequence[Run]) -> list[list[float]]:
@@ -108,43 +116,38 @@ def pair_seconds(runs: Sequence[Run]) -> list[list[float]]:
     return [statistics.quantiles(found, n=4) for found in times]
 
 
-def measured(provider: Provider, ours: Provider, workload: Workload, mode: str, folder: Path) -> Iterator[Measured]:
+def measured(folder: Path, item: Item) -> Iterator[Measured]:
     """The errors, times and peak of one peer in one case."""
-    case = draw(workload)
+    provider, ours, mode = every()[item.provider], every()["logchain"], item.mode
+    case = draw(item.workload)
     few = slice_of(provider, case, mode)
-    errors = [None, None] if provider.floor else _errors(provider, workload, few, mode, folder)
     theirs, own = provider.make(few, mode), ours.make(case, mode)
-    theirs(), own()
+    found: list[float | None] = [None, None]
+    if not provider.floor:
+        found = errors(theirs(), cases.truth(item.workload, few, folder))
+    own()
     (_, ours_taken, _), times = pair_seconds([own, theirs])
     share = few.x.numel() / case.x.numel()
     lower, taken, upper = (1e3 * spent / share for spent in times)
     peak = resident_peak(theirs) / 1e6 if sys.platform == "linux" else None
-    yield Measured(str(workload), provider.name, mode, CPU, taken, lower, upper, ours_taken * 1e3, share, peak, *errors)
+    yield Measured(*item.key, CPU, taken, lower, upper, ours_taken * 1e3, share, peak, *found)
 
 
-def _errors(provider: Provider, workload: Workload, case: Case, mode: str, folder: Path) -> list[float | None]:
-    """The largest of values and of gradients, on as many steps as the reference can do."""
-    n, v = case.x.shape[:2]
-    case = case.part(n, max(1, min(v, v * _CHECKED // case.x.numel())))
-    pairs = zip(provider.make(case, mode)(), cases.truth(workload, case, folder), strict=True)
-    return [None if found is None else _error(found, true) for found, true in pairs]
+def errors(answer: tuple[Any, Any], true: Truth) -> list[float | None]:
+    """The largest of the values and of the gradients, of as many sequences as the truth has."""
+
+    def numbers(found: Any) -> np.ndarray:
+        if isinstance(found, torch.Tensor):
+            return found.double().cpu().numpy()
+        return np.stack([np.asarray(one, np.float64) for one in found])
+
+    pairs = zip(answer, true, strict=True)
+    return [None if found is None else float(np.abs(numbers(found)[: len(t)] - t).max()) for found, t in pairs]
 
 
-def _error(found: Any, true: np.ndarray) -> float:
-    return float(np.abs(np.stack([np.asarray(one, np.float64) for one in found]) - true).max())
-
-
-def times(workloads: Sequence[Workload], folder: Path, name: str) -> Iterator[Measured | Missing]:
-    """Every case of one peer, beside logchain."""
-    providers = every()
-    provider, ours = providers[name], providers["logchain"]
-    todo = [
-        (one, mode)
-        for one in workloads
-        for mode in provider.modes
-        if one.matrices in provider.matrices and (one.matrices, mode) != (FULL, STATES)
-    ]
-    return attempts(name, todo, lambda workload, mode: measured(provider, ours, workload, mode, folder))
+def times(folder: Path, todo: Sequence[Item], _: int) -> Iterator[Said]:
+    """Cases of one peer, beside logchain."""
+    return aside.attempts(todo, functools.partial(measured, folder))
 
 
 def chosen(only: Sequence[str]) -> list[Provider]:
@@ -153,15 +156,24 @@ def chosen(only: Sequence[str]) -> list[Provider]:
     return [one for one in providers if not only or any(text in one.name for text in only)]
 
 
+def items(provider: Provider, workloads: Sequence[Workload], patterns: Sequence[str] = ()) -> list[Item]:
+    """What to ask of a provider, with workloads by parts of their names, or all."""
+    return [
+        Item(one, provider.name, mode)
+        for one in workloads
+        for mode in provider.modes
+        if one.matrices in provider.matrices and (one.matrices, mode) != (FULL, STATES)
+        if not patterns or any(text in str(one) for text in patterns)
+    ]
+
+
 def main(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> None:
     """Measure some providers in some workloads, or all in all, and write the results file after each provider."""
-    workloads = [one for one in WORKLOADS if not patterns or any(text in str(one) for text in patterns)]
     with tempfile.TemporaryDirectory() as folder:
-        task = functools.partial(times, workloads, Path(folder))
+        task = functools.partial(times, Path(folder))
         for provider in chosen(only):
-            new, missing = aside.measure(provider.name, provider.package, task)
-            kept.keep(results.PEERS, new, list(map(str, WORKLOADS)))
-            kept.leave_out("peers", new, missing)
+            found = aside.measure(provider.package, items(provider, WORKLOADS, patterns), task)
+            kept.put(results.PEERS, *found, list(map(str, WORKLOADS)))
     elsewhere = [one.name for one in every().values() if CPU not in one.devices]
     kept.leave_out("peers", [], [Missing("", "", name, "", "computes on a GPU alone") for name in elsewhere])
 

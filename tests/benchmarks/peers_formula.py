@@ -23,7 +23,7 @@ def compiled_step() -> Callable[..., Tensor]:
 
 
 def chain(step: Callable[..., Tensor], x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-    logs, potentials = bulk.log().unbind(1), x.unbind(1)
+    logs, potentials = bulk.log().unbind(-3), x.unbind(-2)
     message = p0.log() + potentials[0]
     for i in range(1, len(potentials)):
         message = step(message, logs[min(i, len(logs)) - 1], potentials[i])
@@ -35,6 +35,9 @@ def product(step: Callable[..., Tensor], stack: Tensor) -> Tensor:
     for matrix in stack.unbind(1)[1:]:
         found = step(found, matrix[:, None], nothing)
     return found
+
+
+loop = partial(chain, step)
 
 
 def compiled(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
@@ -60,7 +63,7 @@ def forum_mended(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
 
 
 PROVIDERS = [
-    Provider("torch loop", by_autograd(partial(chain, step), partial(product, step)), "torch", ALL, devices=BOTH),
+    Provider("torch loop", by_autograd(loop, partial(product, step)), "torch", ALL, devices=BOTH),
     Provider("forum", by_autograd(_forum.product, forum_product), "torch", (STEP, EACH, FULL), devices=BOTH),
     Provider(
         "forum, padding mended",

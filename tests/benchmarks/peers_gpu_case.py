@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from tests.benchmarks import cases
-from tests.benchmarks.cases import Case, Chain, Workload, draw
+from tests.benchmarks import cases, peers
+from tests.benchmarks.aside import Item
+from tests.benchmarks.cases import Case, Workload, draw
 from tests.benchmarks.peers import GPU, Provider, Run
 from tests.benchmarks.results import Measured
 from tests.benchmarks.session import Session
@@ -18,75 +16,10 @@ from tests.benchmarks.session import Session
 # seconds: of all runs of a provider, of one run, of what is done before it, which may be a compilation
 _PATIENCE, _MOST, _MADE = 0.12, 0.15, 3.0
 
-_FEW_STEPS, _GROWTH, _SETS = 32, 8, 8
+_SETS = 8
 
 # sequences whose answer is checked, and numbers in them
 _SEQUENCES, _CHECKED = 4, 4_000_000
-
-
-def exact(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
-    """Log-partitions (n,) and posteriors (n, v, c) of dense chains: linear messages in float64, scaled step by step."""
-    x, bulk, p0 = (tensor.double().cpu().numpy() for tensor in chain)
-    v, last = x.shape[1], bulk.shape[1] - 1
-    top = x.max(-1, keepdims=True)
-    weights = np.exp(x - top)
-    forward, backward = np.empty_like(x), np.ones_like(x)
-    message, total = p0 * weights[:, 0], top[:, 0].copy()
-    for i in range(v):
-        if i:
-            message = (message[:, None] @ bulk[:, min(i - 1, last)])[:, 0] * weights[:, i]
-            total += top[:, i]
-        scale = message.sum(-1, keepdims=True)
-        message, total = message / scale, total + np.log(scale)
-        forward[:, i] = message
-    for i in range(v - 1, 0, -1):
-        behind = (bulk[:, min(i - 1, last)] @ (backward[:, i] * weights[:, i])[..., None])[..., 0]
-        backward[:, i - 1] = behind / behind.sum(-1, keepdims=True)
-    joint = forward * backward
-    return total[:, 0], joint / joint.sum(-1, keepdims=True)
-
-
-def truth(workload: Workload, part: Case, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Values and gradients in float64, computed by the first provider that asks and kept for the others."""
-    n, v = part.x.shape[:2]
-    file = folder / f"{workload}, {n} {v}.npz"
-    if not file.exists():
-        on_host = moved(part, "cpu")
-        values, gradients = exact(on_host) if isinstance(on_host, Chain) else cases.product(on_host)
-        unfinished = folder / "unfinished.npz"  # a process may be ended while it writes
-        np.savez(unfinished, values=values, gradients=gradients)
-        unfinished.replace(file)
-    found = np.load(file)
-    return found["values"], found["gradients"]
-
-
-def errors(answer: tuple[Any, Any], true: tuple[np.ndarray, np.ndarray]) -> list[float | None]:
-    """The largest of the values and of the gradients, of as many sequences as the truth has."""
-
-    def largest(found: Any, wanted: np.ndarray) -> float:
-        few = torch.as_tensor(found)[: len(wanted)].double().cpu().numpy()
-        return float(np.abs(few - wanted).max())
-
-    return [None if found is None else largest(found, wanted) for found, wanted in zip(answer, true, strict=True)]
-
-
-def slice_of(session: Session, provider: Provider, case: Case, mode: str) -> Case:
-    """As many steps of the case as a run may take, from few to more: the time may well grow less than the steps."""
-    n, v = case.x.shape[:2]
-    if provider.whole:
-        return case
-    steps = min(v, _FEW_STEPS)
-    while True:
-        part = case.part(n, steps)
-        start = time.monotonic()
-        run = provider.make(part, mode)
-        making = time.monotonic() - start
-        run()
-        slow = max(session.host_seconds(run) / _MOST, making / _MADE, 1 / _GROWTH)
-        longest = int(steps / slow)
-        if longest < min(v, 2 * steps) or steps == v:
-            return part
-        steps = v if longest >= v else 1 << longest.bit_length() - 1  # peers that are cut share the truth
 
 
 @functools.lru_cache(maxsize=1)
@@ -115,16 +48,17 @@ def prepared(session: Session, provider: Provider, case: Case, mode: str) -> lis
     return calls if most < 2 else session.calls(make, size, most=most)
 
 
-def measured(
-    session: Session, provider: Provider, ours: Provider, folder: Path, workload: Workload, mode: str
-) -> Iterator[Measured]:
+def measured(session: Session, folder: Path, item: Item) -> Iterator[Measured]:
     """The errors, times and peak of one provider in one case."""
-    case = on_device(workload, session.device)
-    few = slice_of(session, provider, case, mode)
+    provider, ours, mode = peers.every()[item.provider], peers.every()["logchain"], item.mode
+    case = on_device(item.workload, session.device)
+    few = peers.slice_of(
+        provider, case, mode, sequences=len(case.x), clock=session.host_seconds, most=_MOST, made=_MADE
+    )
     calls = prepared(session, provider, few, mode)
     found: list[float | None] = [None, None]
     if not provider.floor:
-        found = checked(provider, workload, few, mode, calls[0], folder)
+        found = checked(provider, item, few, calls[0], folder)
     times = session.seconds(calls, graph=provider.floor, patience=_PATIENCE)
 
     def nothing_kept() -> list[Any]:
@@ -138,16 +72,15 @@ def measured(
     own = middle
     if provider.name != ours.name:
         own = 1e3 * session.seconds(prepared(session, ours, case, mode), patience=_PATIENCE)[0]
-    yield Measured(str(workload), provider.name, mode, GPU, middle, lower, upper, own, share, peak, *found)
+    yield Measured(*item.key, GPU, middle, lower, upper, own, share, peak, *found)
 
 
-def checked(
-    provider: Provider, workload: Workload, case: Case, mode: str, call: Run, folder: Path
-) -> list[float | None]:
+def checked(provider: Provider, item: Item, case: Case, call: Run, folder: Path) -> list[float | None]:
     """The errors of a few sequences; of very large stacks, those of their first matrices."""
     n, v = case.x.shape[:2]
     size = case.x[:_SEQUENCES].numel()
     if size > _CHECKED:
         case = case.part(n, max(2, v * _CHECKED // size))
-        call = provider.make(case, mode)
-    return errors(call(), truth(workload, case.part(min(n, _SEQUENCES), case.x.shape[1]), folder))
+        call = provider.make(case, item.mode)
+    some = case.part(min(n, _SEQUENCES), case.x.shape[1])
+    return peers.errors(call(), cases.truth(item.workload, some, folder))

@@ -124,15 +124,30 @@ def goom(x, bulk, p0):
 
 
 def dynamax(case: Chain, mode: str) -> Run:
-    """Each sequence by itself, mapped."""
-    import jax
     from dynamax.hidden_markov_model import hmm_filter, hmm_smoother
+
+    def smoother(p0, bulk, x):
+        # past its own compilation, in which the choice would be a traced number
+        return hmm_smoother.__wrapped__(p0, bulk, x, compute_trans_probs=mode == GRADIENTS)
+
+    return mapped(hmm_filter, smoother, case, mode)
+
+
+def dynamax_parallel(case: Chain, mode: str) -> Run:
+    """An associative scan over matrices, whose posteriors are gradients."""
+    from dynamax.hidden_markov_model import parallel_inference as parallel
+
+    return mapped(parallel.hmm_filter, parallel.hmm_smoother, case, mode)
+
+
+def mapped(forward: Callable, smoother: Callable, case: Chain, mode: str) -> Run:
+    """Each sequence by itself."""
+    import jax
 
     def one(x, bulk, p0):
         if mode == FORWARD:
-            return hmm_filter(p0, bulk, x).marginal_loglik, None
-        # past its own compilation, in which the choice would be a traced number
-        found = hmm_smoother.__wrapped__(p0, bulk, x, compute_trans_probs=mode == GRADIENTS)
+            return forward(p0, bulk, x).marginal_loglik, None
+        found = smoother(p0, bulk, x)
         return found.marginal_loglik, found.smoothed_probs, found.trans_probs
 
     over = 0 if len(case.bulk) > 1 else None
@@ -175,6 +190,7 @@ ALL = ONE, STEP, EACH, FULL
 PROVIDERS = [
     Provider("XLA scan", by_autodiff(xla, xla_product), "jax", ALL, whole=True),
     Provider("dynamax", dynamax, "dynamax", modes=(FORWARD, STATES, GRADIENTS), whole=True),
+    Provider("dynamax, parallel", dynamax_parallel, "dynamax", (ONE,)),
     Provider("numpyro", by_autodiff(numpyro), "numpyro"),
     Provider("GOOM's formula", by_autodiff(goom, goom_product), "jax", ALL, whole=True),
 ]

@@ -17,16 +17,6 @@ def figures() -> str:
     return _markdown(("workload, float32", "mode", "what", "measured", "bar", "reached"), lines)
 
 
-def times() -> str:
-    """Times of every provider, workload by workload."""
-    providers = ("logchain", "GEMMs alone", "torch loop", "forum")
-    rows = [row for row in read(results.PRODUCT) if row.metric == "time" and "sweep" not in row.workload]
-    cell = {(r.workload, r.mode, r.provider): r.text for r in rows}
-    cases = dict.fromkeys((workload, mode) for workload, mode, _ in cell)
-    lines = [(*case, *(cell[(*case, provider)] for provider in providers)) for case in cases]
-    return _markdown(("workload, float32", "mode", "logchain", "GEMMs alone", "torch loop", "forum's code"), lines)
-
-
 def faults() -> str:
     """What the forum's code gets wrong, in numbers."""
     values = {(r.workload, r.provider): f"{r.value:.2f}" for r in read(results.PRODUCT) if r.metric == "value"}
@@ -69,9 +59,11 @@ def peers() -> str:
         )
         ratios = sorted((row.ratio, name) for name, row in found.items())
         fastest = "; ".join(f"{name} {ratio:.2g} x" for ratio, name in ratios[:4])
-        lines.append((*case, ours, *floors, fastest, str(len(ratios))))
+        plain = (f"{digits(found[name].ratio)} x" if name in found else "" for name in ("torch loop", "forum"))
+        lines.append((*case, ours, *floors, fastest, str(len(ratios)), *plain))
     header = "workload, float32", "mode", "logchain", "GEMMs alone", "bytes copied"
-    return _markdown((*header, "the fastest peers' time over logchain's", "peers"), lines)
+    fastest = "the fastest peers' time over logchain's"
+    return _markdown((*header, fastest, "peers", "torch loop's", "forum's code's"), lines)
 
 
 def accuracy() -> str:
@@ -134,7 +126,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "peers": peers,
     "questions": questions,
-    "times": times,
 }
 
 

@@ -1,6 +1,6 @@
 """Times against v, c and n, logchain's and some peers': `python -m tests.benchmarks run scaling`.
 
-Measured as `peers` does; answers are compared with the reference where it is quick enough.
+Measured as `peers` does.
 """
 
 import functools
@@ -24,11 +24,9 @@ def main(
 ) -> None:
     """Measure, and write the results file after each provider."""
     order = [one for sweep in sweeps.values() for one in sweep]
-    some = [one for one in order if not patterns or any(text in str(one) for text in patterns)]
     with tempfile.TemporaryDirectory() as folder:
-        task = functools.partial(peers.times, some, Path(folder))
+        task = functools.partial(peers.times, Path(folder))
         for provider in peers.chosen(only or SOME):
             if provider.name in SOME:
-                new, missing = aside.measure(provider.name, provider.package, task)
-                kept.keep(results.SCALING, new, list(map(str, order)))
-                kept.leave_out("scaling", new, missing)
+                found = aside.measure(provider.package, peers.items(provider, order, patterns), task)
+                kept.put(results.SCALING, *found, list(map(str, order)))
