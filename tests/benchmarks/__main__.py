@@ -34,6 +34,13 @@ EVERYBODY = {
 GROUPS = OWN | EVERYBODY
 
 
+def group(name: str) -> str:
+    """An argument."""
+    if name not in GROUPS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(GROUPS)}, got {name}")
+    return name
+
+
 def run(options: argparse.Namespace) -> None:
     """Measure some groups, or all."""
     for name in options.groups or GROUPS:
@@ -57,7 +64,7 @@ commands = parser.add_subparsers(required=True)
 
 on_cpu = commands.add_parser("run", help="on this CPU")
 groups = "; ".join(f"{name}: {what}" for name, (_, what) in GROUPS.items())
-on_cpu.add_argument("groups", nargs="*", metavar="group", choices=[[], *GROUPS], help=groups)
+on_cpu.add_argument("groups", nargs="*", type=group, metavar="group", help=groups)
 on_cpu.add_argument("--only", nargs="+", default=(), help=f"{', '.join(EVERYBODY)}: parts of providers' names")
 on_cpu.add_argument("--workloads", nargs="+", default=(), help="of the same: parts of workloads' names, n=10 or c=64")
 on_cpu.set_defaults(call=run)
