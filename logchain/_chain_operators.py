@@ -17,6 +17,9 @@ from ._operators import operator
 from ._rescues import report_chains
 from .kernels.chain import Chain
 
+# the product of a weight up to here, or down to its reciprocal, with a posterior is good in float32
+_LARGE = 2.0**60
+
 
 def chain_of(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, *, by_log: bool = False
@@ -45,6 +48,17 @@ def marked(chain: Chain, found: Tensor) -> Tensor:
 def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
     """float64 if an operand is, otherwise float32."""
     return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
+
+
+def exceeds(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether weights of sequences are too large, or too small, for the posteriors of a narrower arithmetic.
+
+    A GPU is not waited for: there they are taken to be neither.
+    """
+    if weight.dtype == dtype or _device.on_gpu(weight):
+        return False
+    size = weight.abs()
+    return bool(((size > _LARGE) | (size < 1 / _LARGE) & (size > 0)).any())
 
 
 def _forward(
@@ -159,6 +173,13 @@ def _backward(
     grad_x, grad_bulk, grad_p0 = gradients = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
     if x.numel() == 0:
         return grad_x.zero_(), grad_bulk.zero_(), grad_p0.zero_()
+    if exceeds(grad, arithmetic_dtype(x, bulk, p0)):
+        again = x.double()
+        finer = _forward(again, bulk, p0, lengths, log_params, True, segments)
+        found = _backward(
+            grad, again, bulk, p0, lengths, *finer, log_params, by_log, need_x, need_bulk, need_p0, segments
+        )
+        return found[0].to(x.dtype), *found[1:]
     frame = _small_frame(x, bulk, p0, lengths, log_params, segments)
     if frame is not None and not redone.any():
         if frame.backward(x, bulk, p0, messages, grad, by_log, gradients):

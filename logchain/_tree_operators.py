@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _device
-from ._chain_operators import arithmetic_dtype, marked, unwritten
+from ._chain_operators import arithmetic_dtype, exceeds, marked, unwritten
 from ._layout import Layout
 from ._operators import operator
 from ._rescues import report_outputs
@@ -63,6 +63,11 @@ def _backward(
     need_bulk: bool,
     need_p0: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if exceeds(grad, arithmetic_dtype(x, bulk, p0)):
+        again = x.double()
+        messages = _forward(again, bulk, p0, lengths, log_params)[1]
+        found = _backward(grad, again, bulk, p0, lengths, messages, log_params, need_x, need_bulk, need_p0)
+        return found[0].to(x.dtype), *found[1:]
     out = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
     for gradient in out:
         gradient.zero_()

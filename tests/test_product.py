@@ -98,6 +98,31 @@ def test_out_dtype(name):
     assert torch.equal(wide.float(), logchain.product(*chain[:3]))
 
 
+@pytest.mark.parametrize("schedule", ["sequential", "chunked", "tree"])
+@pytest.mark.parametrize("lengths", [None, [20, 18, 7]], ids=["whole", "lengths"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize(
+    "weights", [(1e300, -1.0, 0.0), (-1e300, 1e300, 1e299), (1e60, 1e-3, 1.0), (1e-50, -1e-60, 0.0)], ids=str
+)
+def test_gradients_take_weights_that_float32_does_not_hold(weights, each, lengths, schedule):
+    chain = dense(F32, each=each, n=3, t=1, v=20, c=3)
+    chain.x[0, :, 3, 1] -= 660.0  # a posterior of 1e-287
+    chain.x[1, :, 2, 0] = -torch.inf
+    chain = chain._replace(bulk=1e-30 * chain.bulk, p0=1e-30 * chain.p0.expand(3, 1, 3))
+    ends = None if lengths is None else torch.tensor(lengths)
+    operands = [operand.clone().requires_grad_() for operand in chain[:3]]
+    out = logchain.product(*operands, lengths=ends, strategy=schedule, out_dtype=F64)
+    found = torch.autograd.grad(out, operands, torch.tensor(weights, dtype=F64)[:, None])
+    x, bulk, p0 = (operand.double().numpy() for operand in chain[:3])
+    truth = reference.marginals(x, bulk, p0, lengths=None if lengths is None else np.array(lengths)[:, None])
+    over, states, transitions = torch.tensor(weights, dtype=F64)[:, None], *map(torch.from_numpy, truth[:2])
+    counts = over[..., None, None, None] * transitions
+    counts = counts if each else counts.sum((0, 1), keepdim=True)
+    expected = over[..., None, None] * states, counts / chain.bulk, over[..., None] * states[:, :, 0] / chain.p0
+    for gradient, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, value.float(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("options", [{"strategy": "auto"}, {"strategy": "sequential"}, {"validate": True}], ids=str)
 @pytest.mark.parametrize("name", ["dense", "detour", "sparse", "one_dead"])
 def test_options_that_change_no_number(name, options):
