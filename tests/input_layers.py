@@ -56,8 +56,8 @@ def mixture_density(layer, y):
     return scipy.special.logsumexp(each + wide(layer.weights()), axis=-1)
 
 
-def gamma(units):
-    return Distribution(torch.distributions.Gamma, units, concentration=2.0, rate=1.5, generator=seeded())
+def gamma(units, family=torch.distributions.Gamma, **options):
+    return Distribution(family, units, **{"concentration": 2.0, "rate": 1.5, "generator": seeded(), **options})
 
 
 def gamma_density(layer, y):

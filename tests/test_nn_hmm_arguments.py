@@ -73,6 +73,14 @@ from tests.hmms import F64, Network, V, categories, random_hmm
         (lambda: random_hmm().sample(1, -1), ValueError, "num_steps: expected a positive integer, got -1"),
         (lambda: random_hmm().fit([[0, 1]]), TypeError, "data: expected a torch.Tensor, got list"),
         (lambda: random_hmm().fit(categories(5, V), step=1.5), ValueError, "step: expected a number from 0 to 1"),
+        (lambda: random_hmm().fit(categories(5, V), step="x"), TypeError, "step: expected a number, got 'x'"),
+        (lambda: random_hmm().fit(categories(5, V), tolerance="x"), TypeError, "tolerance: expected a number, got 'x'"),
+        (lambda: random_hmm().fit(categories(5, V), progress=1), TypeError, "progress: expected True or False, got 1"),
+        (
+            lambda: random_hmm().fit(categories(5, V), method="gradient", optimiser=1),
+            TypeError,
+            "optimiser: expected a function of the parameters, got 1",
+        ),
         (
             lambda: random_hmm().fit(categories(5, V), batch_size=0),
             ValueError,

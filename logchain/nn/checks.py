@@ -1,6 +1,7 @@
 """What the modules are given: kinds, sizes and ranges, before anything is computed."""
 
 import math
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -17,16 +18,22 @@ def check_count(name: str, *values: object, least: Literal[0, 1] = 1) -> None:
             raise ValueError(f"{expected}, got {value}")
 
 
-def check_step(step: object) -> None:
+def check_number(name: str, value: object) -> None:
+    """One of Python's or NumPy's."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+
+
+def check_step(step: float) -> None:
     """How much of the way expectation maximisation goes."""
-    if not isinstance(step, (int, float)):
-        raise TypeError(f"step: expected a number, got {step!r}")
+    check_number("step", step)
     if not 0 <= step <= 1:
         raise ValueError(f"step: expected a number from 0 to 1, got {step}")
 
 
-def check_prior(name: str, value: float) -> None:
-    """What a prior adds to an expected count."""
+def check_amount(name: str, value: float) -> None:
+    """What a prior adds to an expected count, or the size of noise."""
+    check_number(name, value)
     if not 0 <= value < math.inf:
         raise ValueError(f"{name}: expected a number from 0 on, got {value!r}")
 

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
 from .._operators import at_hand
+from .checks import check_amount
 from .input_layer import InputLayer
-from .parameters import arithmetic
+from .parameters import arithmetic, broadcast
 
 
 class Distribution(InputLayer):
@@ -29,7 +30,8 @@ class Distribution(InputLayer):
     `[..., *U, c]`, in nats; see `InputLayer`. Only the whole of an event may be missing.
 
     Raises:
-        ValueError: an initial value is not allowed, or nothing maps to what is (name other `limits`); the
+        TypeError: the family is neither a class nor a function, or `spread` is no number.
+        ValueError: an initial value is not allowed, or nothing maps to what is (name other `limits`); it or the
             distribution's shapes do not go with the units; no unit allows some of the data (looked at on a CPU).
 
     >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=torch.tensor([1.0, 4.0]), spread=0)
@@ -51,15 +53,15 @@ class Distribution(InputLayer):
         **initial: Any,
     ) -> None:
         super().__init__(units)
-        if limits is None:
-            said = getattr(family, "arg_constraints", None)
-            limits = said if isinstance(said, dict) else {}
-        limits = {name: limits.get(name, constraints.real) for name in initial}
+        if not callable(family):
+            raise TypeError(f"family: expected a class or a function, got {type(family).__name__}")
+        check_amount("spread", spread)
+        limits = _limits(family, limits, initial)
         starts = {name: _start(name, start, limits[name]) for name, start in initial.items()}
         values = {}
         for name, start in starts.items():
-            event = start.shape[start.dim() - limits[name].event_dim :]
-            values[name] = start.expand(*self.units, *event).detach().clone()
+            shape = (*self.units, *start.shape[start.dim() - limits[name].event_dim :])
+            values[name] = broadcast(name, start, torch.Size(shape)).to(start.dtype).detach().clone()
         example = family(**values)
         self.event = tuple(example.event_shape)
         if example.batch_shape != self.units or len(self.event) > 1:
@@ -105,9 +107,10 @@ class Distribution(InputLayer):
         values = self.parameters_of_units()
         made = self.distribution(**values)
         data = data.to(next(iter(values.values())).dtype)
-        allowed: Tensor = made.support.check(data)  # type: ignore[union-attr]
+        support: Any = made.support
+        allowed: Tensor = support.check(data)
         if at_hand(allowed) and not bool(allowed.any(-1).all()):
-            raise ValueError(f"data: expected {made.support}, got something else")
+            raise ValueError(f"data: expected {support}, got something else")
         # some families go on with their formula where they end: Pareto does
         return made.log_prob(data).masked_fill(~allowed, -torch.inf)
 
@@ -137,6 +140,18 @@ class Distribution(InputLayer):
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
         return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
+
+
+def _limits(family: Any, limits: Mapping[str, Any] | None, initial: Mapping[str, Any]) -> dict[str, Any]:
+    """What each parameter has to satisfy: what is said, or else any real number."""
+    if limits is None:
+        said = getattr(family, "arg_constraints", None)
+        limits = said if isinstance(said, dict) else {}
+    elif unknown := limits.keys() - initial.keys():
+        raise ValueError(
+            f"limits: expected names of parameters, {', '.join(initial)}, got {', '.join(sorted(unknown))}"
+        )
+    return {name: limits.get(name, constraints.real) for name in initial}
 
 
 def _start(name: str, start: Any, limit: Any) -> Tensor:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._arguments import check_choice
+from .._arguments import check_choice, check_flag
 from .._progress import check_progress
-from .checks import check_count, check_step
+from .checks import check_count, check_is_tensor, check_number, check_step
 from .em import Part, em_step
 
 Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -96,6 +97,9 @@ def fit(
     models" (arXiv:0712.4273), for mini-batches.
     """
     check_choice("method", method, ("em", "gradient"))
+    check_is_tensor("data", data)
+    check_number("tolerance", tolerance)
+    check_flag("progress", progress)
     run = _Run(model, data, dict(conditions or {}), method, batch_size, step, optimiser, generator)
     _check_options(run, max_iterations, restarts)
     if progress:
@@ -154,13 +158,13 @@ class _Run(NamedTuple):
         n = len(self.data)
         size = self.batch_size or n
         if size >= n:
-            yield lambda: self.total(self.data, self.conditions)
+            yield partial(self.total, self.data, self.conditions)
             return
         where = "cpu" if self.generator is None else self.generator.device
         order = torch.randperm(n, generator=self.generator, device=where) if self.moving else torch.arange(n)
         for rows in order.to(self.data.device).split(size):
             some = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
-            yield lambda rows=rows, some=some: self.total(self.data[rows], some)  # type: ignore[misc]
+            yield partial(self.total, self.data[rows], some)
 
     def total(self, data: Tensor, conditions: dict[str, Any]) -> Tensor:
         """The sum over a batch, in float64."""
@@ -258,6 +262,8 @@ def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
                 )
     if run.step is not None and not callable(run.step):
         check_step(run.step)
+    if run.optimiser is not None and not callable(run.optimiser):
+        raise TypeError(f"optimiser: expected a function of the parameters, got {run.optimiser!r}")
     if run.method == "em" and run.optimiser is not None:
         raise ValueError("optimiser: expected None with method 'em'")
     if run.method == "gradient" and run.step is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._arguments import check_choice
 from .._operators import at_hand
-from .checks import check_count, check_prior
+from .checks import check_amount, check_count
 from .exponential_family import ExponentialFamily
 from .parameters import arithmetic, broadcast
 from .starts import seeds
@@ -63,8 +63,8 @@ class Gaussian(ExponentialFamily):
             check_count("num_features", num_features)
         super().__init__(units, () if num_features is None else (num_features,))
         check_choice("covariance", covariance, ("diagonal", "full"))
-        check_prior("prior_scatter", prior_scatter)
-        check_prior("prior_count", prior_count)
+        check_amount("prior_scatter", prior_scatter)
+        check_amount("prior_count", prior_count)
         if covariance == "full" and num_features is None:
             raise ValueError('num_features: expected an integer with covariance="full", got None')
         self.factorised = covariance == "diagonal"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checks import check_prior
+from .checks import check_amount
 from .parameters import arithmetic, broadcast
 
 
@@ -36,7 +36,7 @@ class LogWeights(torch.nn.Module):
         super().__init__()
         if not (-len(shape) <= dim < 0 and shape[dim] > 0):
             raise ValueError(f"dim: expected an axis of {list(shape)} that is not empty, from the right, got {dim}")
-        check_prior("prior_count", prior_count)
+        check_amount("prior_count", prior_count)
         self.dim, self.prior_count = dim, prior_count
         self.logits = torch.nn.Parameter(torch.empty(shape))
         self.reset_parameters(generator)
