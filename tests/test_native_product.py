@@ -55,24 +55,22 @@ def exact(stack, weights):
     return np.stack([truth.values[-1] for truth in truths]), np.stack(gradients)
 
 
-def check(stack, *, value_slack=0.0, gradient_slack=1.0, folded=True):
-    """Values and gradients of stacks (g, s, c, c), and whether the loop made them."""
+def check(stack):
+    """Values and gradients of stacks (g, s, c, c), and that the loop made them."""
     g, s, c, _ = stack.shape
     out = torch.full((g, c, c), NAN, dtype=stack.dtype)
-    lossy = native_product.product(stack, out)
-    assert lossy is None if folded else lossy.all()
+    assert native_product.product(stack, out) is None
     weights = 0.1 + normal(g, c, c, dtype=stack.dtype, seed=1).abs()
     leaf = stack.clone().requires_grad_()
     with poisoned_memory():
         found = logchain.matrix_product(leaf)
         found.backward(weights)
     truth, expected = exact(stack, weights)
-    assert_values(found, truth, bound(truth, s, stack.dtype) + value_slack)
-    if folded:
-        assert torch.equal(found, out)
+    assert_values(found, truth, bound(truth, s, stack.dtype))
+    assert torch.equal(found, out)
     for number in range(g):
         error = np.abs(leaf.grad[number].double().numpy() - expected[number]).max()
-        assert error <= c * gradient_slack * rounding(stack.dtype) * 1e-5
+        assert error <= c * rounding(stack.dtype) * 1e-5
 
 
 @pytest.mark.parametrize(
@@ -101,18 +99,18 @@ def test_one_matrix_is_itself(c):
 def test_rows_keep_their_own_scale(c, fall, dtype):
     """Rows fall to 2^-40 and below of each other at once, and in the long run without limit."""
     stack = normal(2, 60, c, c, dtype=dtype) - fall * torch.arange(c)[:, None] / (c - 1)
-    check(stack, value_slack=2.0**-22 * fall * 2, gradient_slack=1 + fall)
+    check(stack)
 
 
 def test_diagonals_part_rows_without_limit():
     """What leads from a state to itself is likelier by 5 nats a step for the first than for the last."""
     off = torch.full((4, 4), -10.0) + torch.diag(10.0 - 5.0 * torch.arange(4) / 3)
-    check(off + 0.1 * normal(2, 10, 4, 4), value_slack=2.0**-22 * 50, gradient_slack=10)
+    check(off + 0.1 * normal(2, 10, 4, 4))
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 def test_growing_products(dtype):
-    check(0.01 * normal(2, 150, 8, 8, dtype=dtype), gradient_slack=2.0)
+    check(0.01 * normal(2, 150, 8, 8, dtype=dtype))
 
 
 @pytest.mark.parametrize("offset", [1e6, -1e6])
