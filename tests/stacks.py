@@ -6,9 +6,10 @@ from decimal import Decimal, localcontext
 import numpy as np
 import torch
 
+import logchain
 from logchain import reference
 from tests import oracle
-from tests.contract import rounding, ulp
+from tests.contract import assert_gradient, assert_values, rounding, spread, ulp
 
 F32, F64 = torch.float32, torch.float64
 INF = float("inf")
@@ -139,3 +140,39 @@ def slack(truth, below, s, name, dtype):
     levels = math.ceil(math.log2(s)) if name in ("misaligned", "abyss", "sharp") else 0
     allowed = 2.0**-20 * s**0.5 + 2.0**-17 * levels + 2.0**-22 * below
     return ulp(truth, dtype) + rounding(dtype) * allowed
+
+
+def assert_contract(stack, name, *functions, device="cpu", gradient=True):
+    """Values and gradients of `matrix_product`, `prefix_products` or both, of a stack [2 or 1, s, c, c]."""
+    g, s, c, _ = stack.shape
+    dtype = stack.dtype if stack.dtype == F64 else F32
+    wide = stack.double().numpy()
+    truths = [Truth(part) for part in wide]
+    prefixes, below = np.stack([truth.values for truth in truths]), depths(wide)
+    bound = slack(prefixes, below, s, name, dtype)
+    each = rounding(dtype) * (1e-5 + 2.0**-22 * (spread(wide.reshape(g, s, -1)).max() + below.max()))
+    for function in functions:
+        last = function is logchain.matrix_product
+        leaf = stack.detach().to(device).requires_grad_(gradient)
+        out = function(leaf)
+        assert out.dtype == dtype
+        assert_values(out, prefixes[:, -1] if last else prefixes, bound[:, -1] if last else bound)
+        if not gradient:
+            continue
+        weights = torch.arange(out.numel(), dtype=dtype).cos().view(out.shape)
+        out.backward(weights.to(device))
+        received = np.zeros_like(wide)
+        received[:, s - 1 if last else slice(None)] = weights.double().numpy()
+        uses = np.stack([truth.uses(weight) for truth, weight in zip(truths, received, strict=True)])
+        reach = np.stack([truth.uses((weight != 0) * 1.0) for truth, weight in zip(truths, received, strict=True)])
+        # every output adds its own error
+        assert_gradient(leaf, uses, reach, np.array(each * c * (1 if last else s)))
+
+
+def assert_nothing_is_lost(far, near, other):
+    """A term of 2^-far that is flushed, beside one of 2^-(near + other) that is not but counts for less."""
+    stack = math.log(2) * torch.tensor([[[0.0, 0.0], [-near, -far]], [[-other, -other], [0.0, 0.0]], [[0.0, 0.0]] * 2])
+    truth = reference.prefix_products(stack)
+    bound = ulp(truth, F32) + 2.0**-20 * 3**0.5 + 2.0**-17 + 2.0**-22 * far
+    assert_values(logchain.prefix_products(stack), truth, bound)
+    assert_values(logchain.matrix_product(stack), truth[-1], bound[-1])

@@ -1,17 +1,15 @@
 """`logchain.matrix_product` and `prefix_products` keep the contract: values and gradients of any stack."""
 
-import math
 import re
 
-import numpy as np
 import pytest
 import torch
 
 import logchain
 from logchain import reference
 from logchain.kernels import tree as arithmetic
-from tests.contract import assert_gradient, assert_values, poisoned_memory, rounding, spread, ulp
-from tests.stacks import FAMILIES, Truth, depths, draw, slack
+from tests.contract import assert_values, poisoned_memory
+from tests.stacks import FAMILIES, assert_contract, assert_nothing_is_lost, depths, draw, slack
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -23,26 +21,7 @@ SIZES = [((1, 2, 5)[s % 3], s, F32) for s in range(1, 10)] + [((1, 2, 5)[(s + 1)
 @pytest.mark.parametrize(("c", "s", "dtype"), SIZES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_keeps_the_contract(name, c, s, dtype):
-    stack = draw(name, s, c, dtype, seed=s)
-    wide = stack.double().numpy()
-    truths = [Truth(part) for part in wide]
-    prefixes = np.stack([truth.values for truth in truths])
-    below = depths(wide)
-    bound = slack(prefixes, below, s, name, dtype)
-    gradient = rounding(dtype) * (1e-5 + 2.0**-22 * (spread(wide.reshape(2, s, -1)).max() + below.max()))
-    for function, last in ((logchain.matrix_product, True), (logchain.prefix_products, False)):
-        leaf = stack.clone().requires_grad_()
-        out = function(leaf)
-        assert out.dtype == dtype
-        assert_values(out, prefixes[:, -1] if last else prefixes, bound[:, -1] if last else bound)
-        weights = torch.arange(out.numel(), dtype=dtype).cos().view(out.shape)
-        out.backward(weights)
-        received = np.zeros_like(wide)
-        received[:, s - 1 if last else slice(None)] = weights.double().numpy()
-        uses = np.stack([truth.uses(weight) for truth, weight in zip(truths, received, strict=True)])
-        reach = np.stack([truth.uses((weight != 0) * 1.0) for truth, weight in zip(truths, received, strict=True)])
-        # every output adds its own error
-        assert_gradient(leaf, uses, reach, np.array(gradient * c * (1 if last else s)))
+    assert_contract(draw(name, s, c, dtype, seed=s), name, logchain.matrix_product, logchain.prefix_products)
 
 
 @pytest.mark.parametrize("name", ["dense", "misaligned", "left_to_right", "offsets", "dead"])
@@ -60,12 +39,7 @@ def test_larger_sizes_against_the_reference(name, s, c):
 @pytest.mark.parametrize("near", [10.0, 60.0, 80.0, 100.0])
 @pytest.mark.parametrize("far", [90.0, 110.0, 116.0, 125.0, 150.0])
 def test_what_linear_numbers_lose_is_found(far, near, other):
-    """A term of 2^-far that is flushed, beside one of 2^-(near + other) that is not but counts for less."""
-    stack = math.log(2) * torch.tensor([[[0.0, 0.0], [-near, -far]], [[-other, -other], [0.0, 0.0]], [[0.0, 0.0]] * 2])
-    truth = reference.prefix_products(stack)
-    bound = ulp(truth, F32) + 2.0**-20 * 3**0.5 + 2.0**-17 + 2.0**-22 * far
-    assert_values(logchain.prefix_products(stack), truth, bound)
-    assert_values(logchain.matrix_product(stack), truth[-1], bound[-1])
+    assert_nothing_is_lost(far, near, other)
 
 
 @pytest.mark.parametrize("held", [1, 40, 2**18])

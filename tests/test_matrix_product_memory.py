@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import logchain
+from logchain import _device
 from logchain._measure import peak_bytes
 from logchain.kernels import tree as arithmetic
 from tests.stacks import FAMILIES, draw
@@ -24,14 +25,24 @@ def test_in_place_is_the_same(name, s, dtype):
         assert torch.equal(logchain.matrix_product(own, inplace=True), expected)
 
 
-# Memory: one stack is 8 MB.
+@pytest.fixture(params=["loop", "compiled tree", "tree"])
+def schedule(request, monkeypatch):
+    """The one loop of small stacks, or the tree that has the others, with passes of numba's or torch's."""
+    if request.param != "tree":
+        pytest.importorskip("numba")
+    if request.param != "loop":
+        monkeypatch.setattr(_device, "fold_kernels", lambda whole: None)
+    if request.param == "tree":
+        monkeypatch.setattr(_device, "tree_kernels", lambda tensor: arithmetic)
+
+
+# one stack is 8 MB
 SHAPE = 4, 128, 64, 64
-
 STACK = 4 * math.prod(SHAPE)
-
 WORKSPACE = 10 * 4 * 2**17
 
 
+@pytest.mark.usefixtures("schedule")
 def test_memory_of_the_product():
     stack = torch.randn(SHAPE)
     assert peak_bytes(lambda: [logchain.matrix_product(stack)]) <= STACK // 2 + WORKSPACE
@@ -40,6 +51,7 @@ def test_memory_of_the_product():
     assert peak_bytes(lambda: [logchain.matrix_product(longer)]) <= STACK // 2 + WORKSPACE
 
 
+@pytest.mark.usefixtures("schedule")
 @pytest.mark.parametrize(("function", "stacks"), [(logchain.matrix_product, 1), (logchain.prefix_products, 2)])
 def test_memory_of_the_gradient(function, stacks):
     leaf = torch.randn(SHAPE, requires_grad=True)

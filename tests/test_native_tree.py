@@ -10,9 +10,8 @@ from logchain import _device
 from logchain.kernels import tree
 from logchain.kernels.exponentials import FLUSH
 from logchain.kernels.nodes import Nodes
-from tests import test_matrix_product as contract
-from tests import test_matrix_product_memory as memory
 from tests.contract import poisoned_memory
+from tests.stacks import FAMILIES, assert_contract, assert_nothing_is_lost, draw
 
 native_tree = pytest.importorskip("logchain.kernels.native_tree", exc_type=ImportError)
 
@@ -49,10 +48,10 @@ def test_a_table_of_exponentials():
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 @pytest.mark.parametrize("s", [2, 5, 8])
 @pytest.mark.parametrize("c", [1, 2, 5])
-@pytest.mark.parametrize("name", contract.FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.usefixtures("kernels")
 def test_every_family_keeps_the_contract(name, c, s, dtype):
-    contract.test_every_family_keeps_the_contract(name, c, s, dtype)
+    assert_contract(draw(name, s, c, dtype, seed=s), name, logchain.matrix_product, logchain.prefix_products)
 
 
 @pytest.mark.parametrize("other", [0.0, 40.0])
@@ -60,7 +59,7 @@ def test_every_family_keeps_the_contract(name, c, s, dtype):
 @pytest.mark.parametrize("far", [90.0, 110.0, 116.0, 125.0, 150.0])
 @pytest.mark.usefixtures("kernels")
 def test_what_linear_numbers_lose_is_found(far, near, other):
-    contract.test_what_linear_numbers_lose_is_found(far, near, other)
+    assert_nothing_is_lost(far, near, other)
 
 
 @pytest.mark.parametrize("value", [NAN, -NAN, INF])
@@ -116,9 +115,3 @@ def test_dense_products_are_compiled(monkeypatch):
 @pytest.mark.usefixtures("kernels")
 def test_nothing_is_possible():
     assert (logchain.matrix_product(torch.full((1, 3, 4, 4), -INF)) == -INF).all()
-
-
-@pytest.mark.usefixtures("kernels")
-def test_memory():
-    memory.test_memory_of_the_product()
-    memory.test_memory_of_the_gradient(logchain.matrix_product, 1)
