@@ -41,7 +41,7 @@ def test_any_division_of_every_family(name, dtype, each, gradients, log, monkeyp
     bound = truth.gradient_bound[..., None, None]
     for states, lag in ((found.filtered, 0), (found.smoothed, 3)):
         exact = prefixes(chain, lag)
-        assert (states.detach().numpy()[exact == 0] <= bound.max()).all()
+        assert (states.detach().numpy()[exact == 0] == 0).all()
         # the reference is good to float64 at the size of its messages
         assert_posteriors(states, exact, bound + 2.0**-50 * np.abs(messages_of(chain)))
     torch.testing.assert_close(stream.filtered, found.filtered[..., -1, :], rtol=0, atol=0)

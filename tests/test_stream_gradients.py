@@ -60,7 +60,7 @@ def test_gradients(name, detach):
         assert_gradient(p0, truth.states[..., 0, :], truth.reach.states[..., 0, :], bound[..., 0], chain.log_params)
         assert (into.grad[..., 0, :, :] == 0).all()
         return
-    assert last > 0 and p0.grad is None or (p0.grad == 0).all()
+    assert last > 0 and (p0.grad is None or (p0.grad == 0).all())
     error = np.abs(x.grad.numpy() - truth.states)[..., last:, :]
     assert (x.grad[..., :last, :] == 0).all() and (error <= bound).all()
     assert (into.grad[..., :last, :, :] == 0).all()
