@@ -58,6 +58,7 @@ def test_data_parallel_training_gives_the_same_gradients(model, group):
 
 def test_copies_and_files_hold_the_same_model(model):
     other = copy.deepcopy(model)
+    assert torch.equal(loss(other), loss(model))
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     with torch.no_grad():
@@ -75,10 +76,24 @@ def test_float64_is_computed_in_float64_and_half_in_float32(model):
     assert abs(loss(model) - exact) < 1e-4
 
 
-def test_seeds_repeat():
-    def draw():
-        generator = torch.Generator().manual_seed(3)
-        circuit = nn.ChainCircuit(6, 3, num_categories=4, generator=generator)
-        return circuit.sample(10, generator)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda generator: nn.HMM(3, "categorical", num_categories=4, generator=generator),
+        lambda generator: nn.ChainCircuit(6, 3, num_categories=4, generator=generator),
+        lambda generator: nn.TreeCircuit(6, 3, num_categories=4, generator=generator),
+    ],
+    ids=["HMM", "ChainCircuit", "TreeCircuit"],
+)
+def test_seeds_repeat(make):
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        model = make(generator)
+        drawn = (
+            model.sample(10, 6, generator=generator).data if isinstance(model, nn.HMM) else model.sample(10, generator)
+        )
+        return loss(model), drawn
 
-    assert torch.equal(draw(), draw())
+    one, again, other = draw(3), draw(3), draw(4)
+    assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
+    assert one[0] != other[0] and not torch.equal(one[1], other[1])

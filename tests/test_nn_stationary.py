@@ -17,6 +17,6 @@ def test_stationary_distributions():
     chain = torch.diag(torch.full((5,), 1e-13, dtype=F64), 1) + torch.diag(torch.full((5,), 0.1, dtype=F64), -1)
     chain = chain + torch.diag(1 - chain.sum(-1))
     np.testing.assert_allclose(stationary(chain)[1:] / stationary(chain)[:-1], 1e-12, rtol=1e-12)
-    torch.autograd.gradcheck(lambda logits: stationary(logits.softmax(-1)), matrix[0].log().requires_grad_())
+    assert torch.autograd.gradcheck(lambda logits: stationary(logits.softmax(-1)), matrix[0].log().requires_grad_())
     with pytest.raises(ValueError, match="transition: expected every state to reach every other"):
         stationary(torch.eye(2))
