@@ -9,7 +9,7 @@ import logchain
 F64 = torch.float64
 
 # What two float64 recursions of some hundred steps may differ by, in nats and in probabilities.
-NATS, SHARE = 1e-9, 1e-10
+NATS, SHARE = 1e-11, 1e-12
 
 
 def peer(name):

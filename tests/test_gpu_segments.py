@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.contract import ulp
+
 forward_chain = pytest.importorskip("logchain.kernels.gpu.forward_chain")
 
 F64 = torch.float64
@@ -26,7 +28,8 @@ def assert_product(found, offset, truth, length, slack=0.0):
     assert torch.equal(value == -INF, truth == -INF)
     possible = truth > -INF
     row_depth = (truth.amax((-2, -1), keepdim=True) - truth)[possible]
-    allowed = 2.0**-20 * length**0.5 + 2.0**-22 * (row_depth + slack) + 2.0**-22 * truth[possible].abs()
+    spacing = torch.from_numpy(ulp(truth[possible].numpy(), torch.float32))
+    allowed = 2.0**-20 * length**0.5 + 2.0**-22 * (row_depth + slack) + spacing
     error = (value - truth)[possible].abs()
     assert (error <= allowed).all(), f"{(error / allowed).max():.3g} times the bound"
 
