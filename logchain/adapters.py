@@ -136,7 +136,7 @@ def from_hmmlearn(model: Any, X: Any, lengths: Sequence[int] | None = None) -> C
         of `product` over the sequences is `model.score(X, lengths)`.
 
     Raises:
-        TypeError: `model` is none of hmmlearn's, or has no parameters yet.
+        TypeError: `model` is none of hmmlearn's, or has no parameters yet; `lengths` are no integers.
         ValueError: `X` has not two axes, or `lengths` do not add up to its samples.
 
     Cost: that of the samples' densities, and one copy of them.
@@ -161,7 +161,9 @@ def from_hmmlearn(model: Any, X: Any, lengths: Sequence[int] | None = None) -> C
     x, p0, bulk = _float64(model._compute_log_likelihood(X)), _float64(model.startprob_), _float64(model.transmat_)
     if lengths is None:
         return ChainArguments(x, bulk[None], p0)
-    counts = [int(length) for length in lengths]
+    counts = np.asarray(lengths).tolist()
+    if not isinstance(counts, list) or not all(type(count) is int for count in counts):
+        raise TypeError(f"lengths: expected integers, one for each sequence, got {lengths!r}")
     if sum(counts) != len(x) or min(counts, default=0) < 1:
         raise ValueError(f"lengths: expected positive integers that add up to {len(x)} samples, got {counts}")
     x = torch.nn.utils.rnn.pad_sequence(x.split(counts), batch_first=True)  # (n, v, c)

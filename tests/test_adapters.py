@@ -30,6 +30,8 @@ from logchain import adapters
         (lambda: adapters.from_hmmlearn(object(), [[1]]), TypeError, "model: expected a fitted model.* startprob_"),
         (lambda: adapters.from_hmmlearn(Flat(), [1, 2]), ValueError, r"X: expected \[samples, features\], got \[2\]"),
         (lambda: adapters.from_hmmlearn(Flat(), [[1], [2]], [1]), ValueError, "lengths: .* 2 samples"),
+        (lambda: adapters.from_hmmlearn(Flat(), [[1], [2]], [1.5, 1.5]), TypeError, "lengths: expected integers"),
+        (lambda: adapters.from_hmmlearn(Flat(), [[1], [2]], 2), TypeError, "lengths: expected integers, one .* got 2"),
         (lambda: adapters.from_hmmlearn(Flat(), [[1], [2]], [2, 0]), ValueError, "lengths: .*positive"),
         (lambda: adapters.from_pytorch_crf(None, torch.zeros(1, 2, 2)), TypeError, "crf: expected a torchcrf CRF"),
         (lambda: adapters.from_pytorch_crf(layer(), [0]), TypeError, "emissions: expected a torch.Tensor"),
