@@ -265,7 +265,7 @@ def test_the_repetitions_of_long_data_are_told_apart(kind):
     wide = copy.deepcopy(circuit).double()
     (exact,) = torch.autograd.grad(wide._mixed(wide.components(x)).sum(), x)
     assert exact[:, :, 0].sum(-1).min() > 0.01
-    assert (circuit.posterior(data) - exact).abs().max() < 2e-4
+    assert (circuit.posterior(data) - exact).abs().max() < 1e-5
 
 
 def test_a_start_depends_on_the_generator_and_the_data_alone(kind):
@@ -277,22 +277,15 @@ def test_a_start_depends_on_the_generator_and_the_data_alone(kind):
         assert torch.equal(value, other.state_dict()[name]), name
 
 
-def test_a_module_behaves(kind):
-    circuit, data = made(kind, seed=7), circuits.values(K, 4)[:9]
-    expected = circuit.log_prob(data)
-    other = made(kind, seed=8)
-    assert not torch.allclose(other.log_prob(data), expected)
-    other.load_state_dict(circuit.state_dict())
-    torch.testing.assert_close(other.log_prob(data), expected, rtol=0, atol=0)
-    torch.testing.assert_close(copy.deepcopy(circuit).log_prob(data), expected, rtol=0, atol=0)
-    torch.testing.assert_close(made(kind, seed=7).log_prob(data), expected, rtol=0, atol=0)
-    half = copy.deepcopy(circuit).bfloat16().log_prob(data)
-    assert half.dtype == torch.float32
-    torch.testing.assert_close(half, expected, rtol=0.02, atol=0.02)
-    half.sum()
+def test_half_parameters_are_computed_with_in_float32(kind):
+    circuit, data = made(kind).bfloat16(), circuits.values(K, 4)[:9]
+    found = circuit.log_prob(data)
+    assert found.dtype == torch.float32
+    exact = copy.deepcopy(circuit).double().log_prob(data)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+    found.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in circuit.parameters())
     assert "num_variables=4, num_states=2, num_repetitions=2" in repr(circuit)
-    expected.sum().backward()
-    assert all(parameter.grad is not None for parameter in circuit.parameters())
 
 
 def test_it_compiles_in_one_graph(kind):

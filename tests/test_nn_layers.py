@@ -97,6 +97,10 @@ def test_a_product_layer_adds_neighbours(f, arity):
     found = nn.ProductLayer(arity)(x)
     assert found.shape == (3, -(-f // arity), 4)
     np.testing.assert_array_equal(found, neighbours(x.numpy(), arity))
+    half = x.bfloat16()
+    found = nn.ProductLayer(arity)(half)
+    assert found.dtype == torch.float32
+    np.testing.assert_array_equal(found, neighbours(half.float().numpy(), arity))
 
 
 @pytest.mark.parametrize("f", [1, 4, 5])
@@ -180,9 +184,10 @@ def test_a_layer_behaves(name):
     other.load_state_dict(layer.state_dict())
     torch.testing.assert_close(other(x), expected, rtol=0, atol=0)
     assert other.double()(x.double()).dtype == torch.float64
-    half = copy.deepcopy(layer).bfloat16()(x.bfloat16())
-    assert half.dtype == torch.float32
-    torch.testing.assert_close(half, expected, rtol=0.03, atol=0.03)
+    half, rounded = copy.deepcopy(layer).bfloat16(), x.bfloat16()
+    found, exact = half(rounded), copy.deepcopy(half).double()(rounded.double())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
     assert torch.autograd.gradcheck(layer.double(), (x[:2].double().requires_grad_(),))

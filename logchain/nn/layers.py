@@ -9,6 +9,7 @@ from .._arguments import check_tensor
 from ..matmul import matmul
 from .checks import check_count
 from .log_weights import LogWeights
+from .parameters import arithmetic
 
 # how one of the last axis' log-weights is taken: [..., c] to int64 [...]
 Choice = Callable[[Tensor], Tensor]
@@ -77,7 +78,8 @@ class ProductLayer(torch.nn.Module):
     Args:
         arity: how many neighbours are multiplied.
 
-    Call: `[..., f, c]` to `[..., ceil(f / arity), c]` in nats. A last group that is not full is multiplied alone.
+    Call: `[..., f, c]` to `[..., ceil(f / arity), c]` in nats, in float32 at least. A last group that is not full is
+    multiplied alone.
 
     Raises:
         TypeError: the arity is no integer, or x no floating tensor.
@@ -96,6 +98,7 @@ class ProductLayer(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The products `[..., ceil(f / arity), c]`."""
         check_tensor("x", x, 2)
+        x = arithmetic(x)
         *batch, f, c = x.shape
         full = f - f % self.arity
         products = x[..., :full, :].reshape(*batch, full // self.arity, self.arity, c).sum(-2)
@@ -234,7 +237,8 @@ class TuckerLayer(torch.nn.Module):
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The products of all units of two neighbours (..., *L, pairs, c^2), and the input without a partner."""
-        f = 2 * (_check(x, self.shape).shape[-2] // 2)
+        x = arithmetic(_check(x, self.shape))
+        f = 2 * (x.shape[-2] // 2)
         left, right = x[..., 0:f:2, :], x[..., 1:f:2, :]
         return (left[..., :, None] + right[..., None, :]).flatten(-2), x[..., f:, :]
 
