@@ -174,6 +174,7 @@ def _backward(
     if x.numel() == 0:
         return grad_x.zero_(), grad_bulk.zero_(), grad_p0.zero_()
     if exceeds(grad, arithmetic_dtype(x, bulk, p0)):
+        # all again in float64, from the start; it is rare
         again = x.double()
         finer = _forward(again, bulk, p0, lengths, log_params, True, segments)
         found = _backward(

@@ -64,6 +64,7 @@ def _backward(
     need_p0: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if exceeds(grad, arithmetic_dtype(x, bulk, p0)):
+        # all again in float64, from the start; it is rare
         again = x.double()
         messages = _forward(again, bulk, p0, lengths, log_params)[1]
         found = _backward(grad, again, bulk, p0, lengths, messages, log_params, need_x, need_bulk, need_p0)
