@@ -55,9 +55,12 @@ def trusted_sum(dtype: torch.dtype, terms: int) -> float:
 
 
 def near_one(weight: Tensor) -> tuple[Tensor, float]:
-    """The weights over a power of two, and that power: the largest is multiplied with what may be close to overflow."""
+    """The weights over a power of two, and that power.
+
+    The largest is then between 1 and 2, and is multiplied with what may be close to overflow.
+    """
     top = weight.abs().amax().item()
     if 2.0**-20 <= top <= 2.0**20 or not math.isfinite(top) or top == 0:
         return weight, 1.0
-    scale = 2.0 ** math.frexp(top)[1]
+    scale = 2.0 ** (math.frexp(top)[1] - 1)
     return weight / scale, scale

@@ -220,7 +220,7 @@ def test_finite_differences(case, batches):
     assert torch.autograd.gradgradcheck(value, operands)
 
 
-@pytest.mark.parametrize("weight", [1e-30, 1e14, 1e30])
+@pytest.mark.parametrize("weight", [1e-30, 1e14, 1e30, 3e38])
 @pytest.mark.parametrize("depth", [30.0, 55.0, 60.0, 64.0])
 def test_gradients_scale_with_the_weight(weight, depth):
     """A large weight over a small sum is no overflow: the gradient is the weight times a share."""
