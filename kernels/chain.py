@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .exponentials import exp_careful, exp_shifted, finite
+from .dither import ROUNDED_ANEW, jitter, moved
+from .exponentials import FLUSH, exp_careful, exp_shifted, finite
 
 # entries of x whose exponentials are taken in one call: enough to hide the call, few enough for a cache
 _BLOCK = 2**18
@@ -29,7 +30,7 @@ class Chain:
     `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the
     arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear. `final`:
     weights of the states of a sequence's last step (g, m, c), in place of ones; with them an end may be 0, for no step.
-    `room`: memory for the messages that are kept (v, g, m, c).
+    `room`: memory for the messages that are kept (v, g, m, c). `number`: that of the first step, in a stream.
     """
 
     x: Tensor
@@ -41,6 +42,7 @@ class Chain:
     by_log: bool = False
     final: Tensor | None = None
     room: Tensor | None = None
+    number: int = 0
 
     @property
     def v(self) -> int:
@@ -115,7 +117,7 @@ class Chain:
 
 
 class Emissions:
-    """`exp(x_i - shift_i)` (k, g, m, c) with `shift_i = max x_i` (v, g, m, 1), a block of steps at a time.
+    """`exp(x_i - shift_i)` (k, g, m, c) with `shift_i = max x_i + jitter(i)` (v, g, m, 1), a block of steps at a time.
 
     Where what counts may lie far below the largest x, float32 is computed `careful`. At the first variable, states that
     `p0` forbids do not count. A block is valid, and may be overwritten by the caller, until the next one is asked for.
@@ -131,6 +133,8 @@ class Emissions:
         self._scratch = torch.empty(*shape, dtype=wide, device=chain.x.device)
         self._exact = self._weights if wide == chain.dtype else torch.empty_like(self._scratch)
         self._top = torch.empty(*shape[:-1], 1, dtype=chain.x.dtype, device=chain.x.device)
+        numbers = torch.arange(chain.number, chain.number + chain.v, device=chain.x.device)
+        self._jitter = jitter(numbers).to(chain.dtype).view(-1, *(1,) * (chain.x.dim() - 1))
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """The weights of the steps from `start` to before `stop`."""
@@ -145,6 +149,7 @@ class Emissions:
         weights, exact, scratch = self._weights[:size], self._exact[:size], self._scratch[:size]
         shift = self.shift[start : start + size].view(size, *self._chain.lead, 1)
         finite(shift.copy_(torch.amax(x, -1, keepdim=True, out=self._top[:size])))
+        shift += self._jitter[start : start + size]
         if weights.dtype == scratch.dtype:
             exp_shifted(x, shift, weights, scratch)
         else:
@@ -223,6 +228,8 @@ class Matrices:
         """The scaled matrix that leads into `step`."""
         chain, index = self._chain, 0 if self.homogeneous else step - 1
         raw = self.raw(step)
+        if self._varying:
+            return self._rounded((chain.number + step) // ROUNDED_ANEW)
         if self._shift is None and self._scale == 1.0 and raw.dtype == chain.dtype:
             return raw
         if self._buffer is None:
@@ -235,6 +242,25 @@ class Matrices:
                 torch.mul(raw, self._scale, out=self._buffer)
             else:
                 exp_careful(raw, self._shift[index].reshape(chain.g, 1, 1), self._buffer, *self._wide)
+        return self._buffer
+
+    @property
+    def _varying(self) -> bool:
+        """Whether a matrix that all steps share is not a float32."""
+        return self._shift is not None and self.homogeneous and self._chain.dtype == torch.float32
+
+    def _rounded(self, block: int) -> Tensor:
+        """The exponentials that all steps share, as a block of steps has them (`kernels.dither`)."""
+        if self._buffer is None:
+            self._buffer = self._chain.new(self._chain.g, self._chain.c, self._chain.c)
+            self._wide = torch.empty(2, *self._buffer.shape, dtype=torch.float64, device=self._buffer.device)
+            assert self._shift is not None
+            exp_shifted(self._wide[1].copy_(self.raw(1)), self._shift.reshape(-1, 1, 1), self._wide[0], self._wide[1])
+        if self._held != block:
+            self._held = block
+            exact, room = self._wide.view(torch.int64)
+            torch.add(exact, moved(block), out=room).bitwise_and_(-(2**29))
+            torch.threshold_(self._buffer.copy_(self._wide[1]), FLUSH[torch.float32], 0.0)
         return self._buffer
 
     def gradient_from_linear(self, step: int, gradient: Tensor) -> None:

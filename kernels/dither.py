@@ -14,12 +14,27 @@ from typing import Any
 # the golden ratio's fractional part times 2^32 (D. E. Knuth's multiplicative hashing)
 GOLDEN = 2654435769
 
+# how far a shift is moved at most
+WIDTH = 2.0**-6
+
+# for how many steps what all of them share is rounded once
+ROUNDED_ANEW = 128
+
 
 def phase(step: Any) -> Any:
     """A number in [0, 1) for a step: an integer (also in numba's loops), or int64 arrays and tensors of them."""
     return ((step * GOLDEN) & 0xFFFFFFFF) * 2.0**-32
 
 
+def moved(block: Any) -> Any:
+    """What to add to the bits of a float64 before it is cut off to a float32: between 0 and 2^29, the last one's place.
+
+    With it a number that is rounded anew for every block of steps is the float64, on an average over blocks. The first
+    one is rounded to nearest.
+    """
+    return ((block * GOLDEN + 2**31) & 0xFFFFFFFF) >> 3
+
+
 def jitter(step: Any) -> Any:
     """What to add to the shift of a step: in [0, 2^-6), many roundings wide, and of no weight for what underflows."""
-    return phase(step) * 2.0**-6
+    return phase(step) * WIDTH

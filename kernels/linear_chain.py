@@ -1,8 +1,9 @@
 """The sum-product recursion in linear space: one matrix product a step.
 
-    U_i = S_{i-1} P_i        W_i = U_i exp(x_i - max x_i)        z_i = max W_i        S_i = W_i / z_i
+    U_i = S_{i-1} P_i      W_i = U_i exp(x_i - max x_i)      S_i = W_i / z_i,  z_i = 2^k so that 1 <= max S_i < 2
 
-The scales are summed as float64 logarithms; `certificate` finds the sequences that this could not represent.
+A scale is a power of two, which loses nothing, and leaves the message the jitter of its shifts (`kernels.dither`). The
+scales are summed as float64 logarithms; `certificate` finds the sequences that this could not represent.
 
 Backward, with Z the partition function, B_i = d log Z / d S_i and R_i = d log Z / d U_i:
 
@@ -26,6 +27,10 @@ _PIECE = 2**15
 
 # steps of the backward pass between two normalisations
 _REFRESH = 64
+
+
+# as which integers the bits of a float are read, and all but those of its mantissa
+_EXPONENT = {torch.float32: (torch.int32, -(2**23)), torch.float64: (torch.int64, -(2**52))}
 
 
 @dataclass
@@ -60,6 +65,8 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
     tiny = torch.finfo(chain.dtype).tiny
     emissions = Emissions(chain, careful=not period)
     slots, scale_of = kept.messages.unbind(0), scales.unbind(0)
+    integer, exponent = _EXPONENT[chain.dtype]
+    bits_of = scales.view(integer).unbind(0)
     for start, stop in emissions.blocks:
         block = emissions(start, stop)
         for step in range(start, stop):
@@ -75,6 +82,7 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
                 message.masked_fill_(chain.ended[step], 0.0)
             if not period or step % period == 0:
                 torch.amax(message, -1, keepdim=True, out=z).clamp_(min=tiny)
+                bits_of[step].bitwise_and_(exponent)
                 message.div_(z)
             if chain.last is not None:
                 torch.sum(message, -1, keepdim=True, out=ending)

@@ -32,7 +32,8 @@ def compiled(function: Callable[..., Any], signature: Any = None) -> Callable[..
 @cache
 def _contents() -> str:
     """A digest of all files with compiled code."""
-    files = sorted(Path(__file__).parent.glob("native*.py"))
+    here = Path(__file__).parent
+    files = [*sorted(here.glob("native*.py")), here / "dither.py"]
     return blake2s(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 

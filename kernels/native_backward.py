@@ -25,7 +25,7 @@ from torch import Tensor
 from .chain import Chain
 from .linear_chain import Kept
 from .native import compiled, spread
-from .native_chain import MANY, Array, address, at, block_of, empty, matrix_at, operands, ranges, walked
+from .native_chain import MANY, Array, address, at, block_of, empty, matrix_at, operands, ranges, round_matrices, walked
 from .native_counts import add_counts, from_linear
 from .native_narrow import narrow_back, ordinary_steps_back
 from .native_steps import (
@@ -133,7 +133,7 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
         p, at = q + row, start * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
         count = max(0, min(steps, ends[p] - start)) if weight[p] != 0 else 0
         longest = max(longest, count)
-        emissions(x, at, chain.x_step, count, c, rooms.shifts, 0, emitted, row * block * c)
+        emissions(x, at, chain.x_step, count, c, rooms.shifts, 0, emitted, row * block * c, start)
         source[row * apart : row * apart + c] = 0
         if start < ends[p] <= start + steps and count > 0:
             rest = ending(messages, (ends[p] - 1) * size + p * c, chain.final, p * c, c)
@@ -236,6 +236,7 @@ def _backward(
         turned=np.empty(len(chain.matrix), none.dtype),
         nothing=np.zeros(c, none.dtype),
     )
+    round_matrices(chain, low, high, 0)
     for i in sets:
         for k in range(c):
             for j in range(c):

@@ -14,8 +14,10 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from .chain import Chain
+from .dither import ROUNDED_ANEW
 from .exponentials import FLUSH, trusted_sum
 from .native import cut
+from .native_dither import round_anew
 from .native_exp import bits, exp64, from_bits, from_ordered, ordered
 from .native_vectors import LANES, everywhere, larger, largest, load
 
@@ -25,6 +27,8 @@ Array = np.ndarray[Any, Any]
 _SHARE = 2**21
 
 _SMALLEST = np.nextafter(0.0, 1.0)
+
+_FLUSH_32 = FLUSH[torch.float32]
 
 # entries of emissions
 _BLOCK = 512
@@ -41,7 +45,8 @@ class Walked(NamedTuple):
 
     `log`, `one`: whether matrices are logarithms, whether all steps have one. Then the strides of x (v, g, m) and of
     `raw` (s, g, from, to), the caller's matrices. `matrix` (g, c, c), `scale` (g) and `top` (g): the linear ones that
-    all steps share, what was taken out of them, their largest entries. `initial` (g, m, c) in float64, `log_top`
+    all steps share, what was taken out of them, their largest entries. `exact` (g, c, c) float64: exponentials that
+    `matrix` is too narrow for, or empty; see `round_matrices`. `initial` (g, m, c) in float64, `log_top`
     (g, m): the initial weights over the largest, and its logarithm; `faint` (g, m): whether some of them are too small
     for float64. `final` (g, m, c) or empty, `ends` (g, m): see `Chain`.
     """
@@ -62,6 +67,7 @@ class Walked(NamedTuple):
     x: Array
     raw: Array
     matrix: Array
+    exact: Array
     scale: Array
     top: Array
     initial: Array
@@ -232,9 +238,13 @@ def walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none):
     x, raw, p0 = at(x_at, MANY, none), at(raw_at, MANY, none), at(p0_at, MANY, none)
     all_, sets = g * m, g if one else 0
     matrix, scale, top = np.empty(sets * c * c, none.dtype), np.empty(sets), np.empty(sets)
+    exact = np.empty(sets * c * c if log and none.itemsize == 4 else 0)
     for i in range(low // m, min(sets, (high - 1) // m + 1)):
-        part = matrix[i * c * c : (i + 1) * c * c]
-        scale[i], top[i] = linear_matrix(raw, i * sizes[10], sizes[11], sizes[12], c, log, part)
+        begin, first, stop = i * sizes[10], i * c * c, (i + 1) * c * c
+        if len(exact) > 0:
+            scale[i], top[i] = linear_matrix(raw, begin, sizes[11], sizes[12], c, log, exact[first:stop])
+        else:
+            scale[i], top[i] = linear_matrix(raw, begin, sizes[11], sizes[12], c, log, matrix[first:stop])
     initial, log_top, faint = np.empty(all_ * c), np.empty(all_), np.empty(all_, np.bool_)
     zero = -np.inf if log else 0.0
     for q in range(low, high if p0_at else low):
@@ -256,5 +266,17 @@ def walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none):
     final = at(final_at, all_ * c, none) if final_at else none
     return Walked(
         v, g, m, c, log, one, sizes[6], sizes[7], sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], x, raw, matrix,
-        scale, top, initial, log_top, faint, final, ends,
+        exact, scale, top, initial, log_top, faint, final, ends,
     )  # fmt: skip
+
+
+@numba.njit
+def round_matrices(chain, low, high, step):
+    """Round the exponentials that all steps share to the `matrix` of a step, for the sequences from `low` to `high`.
+
+    A matrix that is one and the same in all steps would bend each of them in the same direction.
+    """
+    size = chain.c * chain.c
+    if len(chain.exact) > 0:
+        first, stop = low // chain.m * size, ((high - 1) // chain.m + 1) * size
+        round_anew(chain.exact[first:stop], step // ROUNDED_ANEW, _FLUSH_32, chain.matrix[first:stop])

@@ -22,14 +22,29 @@ import torch
 from torch import Tensor
 
 from .chain import Chain
+from .dither import ROUNDED_ANEW
 from .linear_chain import Kept
 from .native import compiled, spread
-from .native_chain import MANY, Array, address, at, block_of, empty, limits_of, matrix_at, operands, ranges, walked
+from .native_chain import (
+    MANY,
+    Array,
+    address,
+    at,
+    block_of,
+    empty,
+    limits_of,
+    matrix_at,
+    operands,
+    ranges,
+    round_matrices,
+    walked,
+)
 from .native_exp import LN2
 from .native_filter import continued, logarithm, shares
 from .native_narrow import beyond_reach, narrow, ordinary_steps
 from .native_reach import enters
 from .native_steps import copy, emissions, emissions_reached, ending, four_rows, one_row, room, settle, unit, weigh
+from .native_summation import added
 from .native_vectors import borrowed
 
 
@@ -42,7 +57,7 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
     outputs = map(address, (kept.messages, kept.total.fill_(0.0), found, lossy))
     fixed = sizes, limits_of(chain.dtype, chain.c), empty(chain.dtype)
     places = *map(address, given), *outputs, *(0,) * 7
-    some = any(spread(walk(chain.dtype), ranges(chain), len(kept.messages), *places, *fixed))
+    some = any(spread(walk(chain.dtype), ranges(chain), len(kept.messages), chain.number, *places, *fixed))
     return found, lossy if some else None
 
 
@@ -89,24 +104,14 @@ class _Rooms(NamedTuple):
 
 
 @numba.njit(fastmath={"contract"}, forceinline=True)
-def _add(total, lost, term):
-    """A sum, and what its roundings lost, with another term (D. E. Knuth's two-sum)."""
-    found = total + term
-    part = found - total
-    rounded = (total - (found - part)) + (term - part)
-    # infinity less infinity is no rounding
-    return found, lost + rounded if np.isfinite(found) else lost
-
-
-@numba.njit(fastmath={"contract"}, forceinline=True)
 def _sum(total, lost, terms, first, count):
     for t in range(first, first + count):
-        total, lost = _add(total, lost, terms[t])
+        total, lost = added(total, lost, terms[t])
     return total, lost
 
 
 @numba.njit(fastmath={"contract"}, forceinline=True)
-def _walk(rows, q, low, high, start, chain, rooms, limits, out):
+def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
     """A block of steps of the q-th sequence, or of four from there on."""
     v, g, m, c, one, x, ends = chain.v, chain.g, chain.m, chain.c, chain.one, chain.x, chain.ends
     sums, state, shifts, emitted = rooms.sums, rooms.state, rooms.shifts, rooms.emitted
@@ -122,14 +127,14 @@ def _walk(rows, q, low, high, start, chain, rooms, limits, out):
         p, at = q + row, start * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
         count = min(steps, ends[p] - start)
         longest = max(longest, count)
-        emissions(x, at, chain.x_step, count, c, shifts, row * block, emitted, row * block * c)
+        emissions(x, at, chain.x_step, count, c, shifts, row * block, emitted, row * block * c, number)
         if start > 0:
             copy(messages, (start - 1) % slots * size + p * c, c, state, row * apart)
         elif count > 0:
             here, now = row * block, p * c
             z, _ = weigh(chain.initial, now, emitted, here * c, c)
             if z < 2.0**-24:
-                shifts[here] = emissions_reached(x, at, chain.initial, now, c, emitted, here * c)
+                shifts[here] = emissions_reached(x, at, chain.initial, now, c, emitted, here * c, number)
                 z, _ = weigh(chain.initial, now, emitted, here * c, c)
             lossy[p] |= 0 < z < shallow
             if chain.faint[p]:
@@ -166,7 +171,7 @@ def _walk(rows, q, low, high, start, chain, rooms, limits, out):
             z, least = weigh(sums, sum_, emitted, here * c, c)
             if z * factor < 2.0**-24:
                 at = step * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
-                shifts[here] = emissions_reached(x, at, sums, sum_, c, emitted, here * c)
+                shifts[here] = emissions_reached(x, at, sums, sum_, c, emitted, here * c, number + t)
                 z, _ = weigh(sums, sum_, emitted, here * c, c)
             z *= factor
             if least < threshold and not lossy[p]:
@@ -202,14 +207,15 @@ def _walk(rows, q, low, high, start, chain, rooms, limits, out):
 
 
 def _forward(
-    low, high, slots, x_at, raw_at, p0_at, ends_at, final_at, messages_at, rests_at, found_at, lossy_at, before_at,
-    first_at, total_at, lost_at, posteriors_at, last_at, still_lost_at, sizes, limits, none,
+    low, high, slots, number, x_at, raw_at, p0_at, ends_at, final_at, messages_at, rests_at, found_at, lossy_at,
+    before_at, first_at, total_at, lost_at, posteriors_at, last_at, still_lost_at, sizes, limits, none,
 ):  # fmt: skip
     """The sequences from `low` to before `high`: whether one of them is lossy.
 
-    Without addresses for them, messages and the like are in room of its own. With one for the logarithm of a message
-    (g, m, c) before the first step, it and the matrices that lead into that step are there in place of p0. The
-    log-partition is added to a `total` (g, m), of which some was `lost`, if there is one.
+    `number`: that of the first step, in a stream. Without addresses for them, messages and the like are in room of its
+    own. With one for the logarithm of a message (g, m, c) before the first step, it and the matrices that lead into
+    that step are there in place of p0. The log-partition is added to a `total` (g, m), of which some was `lost`, if
+    there is one.
     """
     chain = walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none)
     v, m, c, one, ends, all_, some = chain.v, chain.m, chain.c, chain.one, chain.ends, chain.g * chain.m, high - low
@@ -241,10 +247,12 @@ def _forward(
         beyond=beyond_reach(chain),
     )
     for start in range(0, v, block):
+        if start == 0 or (number + start) // ROUNDED_ANEW != (number + start - block) // ROUNDED_ANEW:
+            round_matrices(chain, low, high, number + start)
         q = low
         while q < high:
             rows = 4 if q % m + 4 <= m and q + 4 <= high and not narrow(chain) else 1
-            _walk(rows, q, low, high, start, borrowed(chain), borrowed(rooms), limits, borrowed(out))
+            _walk(rows, q, low, high, start, number + start, borrowed(chain), borrowed(rooms), limits, borrowed(out))
             for row in range(rows):
                 p, count = q + row - low, min(start + block, ends[q + row]) - start
                 total[p], lost[p] = _sum(total[p], lost[p], rooms.shifts, row * block, count)
@@ -254,22 +262,22 @@ def _forward(
     for q in range(low, high):
         if ends[q] == 0:
             continue
-        sum_, rounded = _add(total[q - low], lost[q - low], chain.log_top[q])
+        sum_, rounded = added(total[q - low], lost[q - low], chain.log_top[q])
         if one and ends[q] > 1:
-            sum_, rounded = _add(sum_, rounded, chain.scale[q // m] * (ends[q] - 1))
+            sum_, rounded = added(sum_, rounded, chain.scale[q // m] * (ends[q] - 1))
         rests[q] = left = rooms.rest[q - low]
         power = rooms.powers[q - low]
         if 0 < left < np.inf:  # so that the logarithm of a power of two is exactly its exponent's
             factor, more = unit(left)
             left, power = 2.0 * factor * left, power + more - 1
-        sum_, rounded = _add(sum_, rounded, power * LN2[0])
-        sum_, rounded = _add(sum_, rounded, np.log(left))
+        sum_, rounded = added(sum_, rounded, power * LN2[0])
+        sum_, rounded = added(sum_, rounded, np.log(left))
         rounded += power * LN2[1]
         found[q] = sum_ + rounded
         if total_at:
             before, still_lost = at(total_at, all_, limits), at(still_lost_at, all_, limits)
             rest = rounded - (found[q] - sum_) if np.isfinite(found[q]) else 0.0
-            found[q], still_lost[q] = _add(before[q], at(lost_at, all_, limits)[q] + rest, found[q])
+            found[q], still_lost[q] = added(before[q], at(lost_at, all_, limits)[q] + rest, found[q])
     return lossy[low:high].any()
 
 
@@ -278,4 +286,4 @@ def walk(dtype: torch.dtype) -> Callable[..., bool]:
     """The loop for float32 or float64, from numba's cache on disk where there is one."""
     real = numba.float64 if dtype == torch.float64 else numba.float32
     fixed = numba.int64[::1], numba.float64[::1], real[::1]
-    return compiled(_forward, numba.boolean(*(numba.int64,) * 19, *fixed))
+    return compiled(_forward, numba.boolean(*(numba.int64,) * 20, *fixed))

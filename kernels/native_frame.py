@@ -45,9 +45,12 @@ class Frame(NamedTuple):
         return cls((v, g, m, c), dtype, np.array(sizes_of(chain, x, bulk, p0)), limits_of(dtype, c), np.array(into))
 
     def forward(
-        self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool, room: Tensor | None
+        self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool, room: Tensor | None, number: int = 0
     ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:
-        """The log-partition [*B], messages, scales and what is lossy (g, m); whether something is."""
+        """The log-partition [*B], messages, scales and what is lossy (g, m); whether something is.
+
+        `number`: that of the first step, in a stream.
+        """
         v, g, m, c = self.shape
         found = torch.empty(x.shape[:-2], dtype=torch.float64)
         messages = torch.empty((v, g, m, c) if keep else (0,), dtype=self.dtype) if room is None else room
@@ -56,8 +59,8 @@ class Frame(NamedTuple):
         operands = x.data_ptr(), bulk.data_ptr(), p0.data_ptr(), 0, 0
         rests = scales.data_ptr() + v * g * m * scales.itemsize
         outputs = messages.data_ptr() if keep else 0, rests, found.data_ptr(), lossy.data_ptr(), *(0,) * 7
-        slots = v if keep else 2
-        some = walk(self.dtype)(0, g * m, slots, *operands, *outputs, self.sizes, self.limits, empty(self.dtype))
+        slots, fixed = v if keep else 2, (self.sizes, self.limits, empty(self.dtype))
+        some = walk(self.dtype)(0, g * m, slots, number, *operands, *outputs, *fixed)
         return (found, messages, scales, lossy), some
 
     def backward(

@@ -26,7 +26,6 @@ from .chain import Chain
 from .native import compiled, cut, spread
 from .native_chain import Array
 from .native_log_steps import (
-    add,
     find_links,
     normalise,
     over,
@@ -36,6 +35,7 @@ from .native_log_steps import (
     shared,
     weigh,
 )
+from .native_summation import added
 from .native_vectors import LANES
 
 # exponentials from which on another thread is worth its start
@@ -161,17 +161,18 @@ def _forward(low, high, places, x, raw, p0, ends, log, messages, log_norm):
                         entry = np.float64(p0[i, r, j])
                         state[at + j * LANES + lane] = entry if log else np.log(entry)
                     shift = weigh(state, at, lane, x, step, i, r, step < ends[i, r])
-                    add(whole, lost, first + lane - low, shift)
+                    p = first + lane - low
+                    whole[p], lost[p] = added(whole[p], lost[p], shift)
                 normalise(state, at, rooms)
                 for lane in range(some):
                     p, r, rest = first + lane - low, places[first + lane, 1], 0.0
-                    add(whole, lost, p, rooms.one[lane])
+                    whole[p], lost[p] = added(whole[p], lost[p], rooms.one[lane])
                     for j in range(c if keep else 0):
                         messages[step, i, r, j] = state[at + j * LANES + lane]
                     if step + 1 == ends[i, r]:
                         for j in range(c):
                             rest += np.exp(state[at + j * LANES + lane])
-                        add(whole, lost, p, np.log(rest))
+                        whole[p], lost[p] = added(whole[p], lost[p], np.log(rest))
                         log_norm[i, r] = whole[p] + lost[p]
         begin = end
 

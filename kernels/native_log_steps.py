@@ -91,17 +91,6 @@ def _log(s):
 
 
 @_inlined
-def add(whole, lost, p, term):
-    """Add a term to a sum, and to another what rounding it lost (D. E. Knuth's two-sum)."""
-    found = whole[p] + term
-    part = found - whole[p]
-    rounded = (whole[p] - (found - part)) + (term - part)
-    # infinity less infinity is no rounding
-    lost[p] += rounded if np.isfinite(found) else 0.0
-    whole[p] = found
-
-
-@_inlined
 def pass_on(message, at, source, target, logs, count, rooms):
     """`message[at:]` (c, 8) = `log sum exp(message + log P)` over the links from each source to a target.
 

@@ -84,6 +84,8 @@ def ordinary_steps(t, count, start, q, low, chain, rooms, limits, out):
     emitted, state, messages, posteriors = rooms.emitted, rooms.state, out.messages, out.posteriors
     trusted, flush, shallow = limits
     rows = rows_of(chain.matrix, i * c * c if one else 0, c, c if one else 0)
+    if len(chain.exact) > 0:
+        rows = rows_of(chain.exact, i * c * c, c, c)
     most = chain.top[i] if one else 1.0
     beyond = load(rooms.beyond, i * LANES if one else 0, LANES, 0.0)
     row = wide(load(state, 0, LANES, 0.0)) * (rooms.factors[p] * _SCALE)

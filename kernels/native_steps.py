@@ -9,6 +9,7 @@ that neither underflows where the message does not.
 import numba
 import numpy as np
 
+from .native_dither import jitter
 from .native_exp import bits, exp_for, from_bits
 from .native_vectors import LANES, everywhere, flushed, larger, largest, least, load, smaller, store, total, where, wide
 
@@ -151,11 +152,14 @@ def largest_of(row, begin, c):
 
 
 @_inlined
-def emissions(x, begin, stride, steps, c, shifts, first, out, into):
-    """`out[into:]` (steps, c) = `exp(x - shift)` of rows `stride` apart, `shifts[first:]` their largest; in float64."""
+def emissions(x, begin, stride, steps, c, shifts, first, out, into, number):
+    """`out[into:]` (steps, c) = `exp(x - shift)` of rows `stride` apart, in float64.
+
+    `shifts[first:]`: their largest, and the jitter of the steps from the one of a `number` on.
+    """
     for t in range(steps):
         at = begin + t * stride
-        shift = float(largest_of(x, at, c))
+        shift = float(largest_of(x, at, c)) + jitter(number + t)
         shifts[first + t] = shift
         # -inf - (-inf) is no zero
         away = 0.0 if shift == -np.inf else shift
@@ -168,12 +172,13 @@ def emissions(x, begin, stride, steps, c, shifts, first, out, into):
 
 
 @numba.njit(fastmath={"contract"})
-def emissions_reached(x, begin, reached, r, c, out, into):
+def emissions_reached(x, begin, reached, r, c, out, into, number):
     """The same of one row, with the largest x where something is reached (`reached[r:]`) for the shift; 0 elsewhere."""
     shift = -np.inf
     for j in range(c):
         if reached[r + j] != 0 and not x[begin + j] <= shift:
             shift = float(x[begin + j])
+    shift += jitter(number)
     away = 0.0 if shift == -np.inf else shift
     for j in range(c):
         entry = float(x[begin + j])
@@ -237,7 +242,7 @@ def return_to(behind, b, reached, r, x, begin, emission, e, c, source, s):
     """
     z, most = _weigh_reached(behind, b, reached, r, emission, e, c)
     if most < 2.0**-24:
-        emissions_reached(x, begin, reached, r, c, emission, e)
+        emissions_reached(x, begin, reached, r, c, emission, e, 0)
         z, most = _weigh_reached(behind, b, reached, r, emission, e, c)
     factor, _ = unit(z)
     for j in range(0, c, LANES):

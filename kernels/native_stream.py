@@ -51,11 +51,12 @@ class Piece(NamedTuple):
         p0: Tensor | None,
         carried: tuple[Tensor, Tensor, Tensor],
         posteriors: Tensor | None,
+        number: int,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """The logarithm of the message after a piece [*B, c], the log-partition [*B], and what its rounding has lost.
 
         `carried`: the same before the piece, float64, whose message is not looked at where there is a `p0` to begin
-        at. None where something may be lossy.
+        at; `number`: how many steps are before it. None where something may be lossy.
         """
         before = [tensor.contiguous() for tensor in carried]
         after = [torch.empty_like(tensor) for tensor in before]
@@ -64,6 +65,6 @@ class Piece(NamedTuple):
         operands = x.data_ptr(), bulk.data_ptr() + self.next, address(p0), 0, 0
         ahead = 0, 0, new_total, 0, message if p0 is None else 0, bulk.data_ptr(), total, lost
         behind = address(posteriors), new_message, new_lost, self.sizes, self.limits, empty(self.dtype)
-        if any(spread(walk(self.dtype), self.spans, 2, *operands, *ahead, *behind)):
+        if any(spread(walk(self.dtype), self.spans, 2, number, *operands, *ahead, *behind)):
             return None
         return after[0], after[1], after[2]

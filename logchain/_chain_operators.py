@@ -70,12 +70,13 @@ def _forward(
     keep: bool,
     segments: int = 1,
     room: Tensor | None = None,
+    number: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments)
     frame = _small_frame(x, bulk, p0, lengths, log_params, segments)
     if frame is not None:
-        (log_norm, messages, scales, redone), some = frame.forward(x, bulk, p0, keep, room)
+        (log_norm, messages, scales, redone), some = frame.forward(x, bulk, p0, keep, room, number)
         if some:
             layout, chain = chain_of(x, bulk, p0, lengths, log_params)
             views = layout.sequences(log_norm), messages if keep else None
@@ -83,7 +84,7 @@ def _forward(
             report_chains(redone)
         return log_norm, messages, scales, redone
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    chain = chain if room is None else replace(chain, room=room)
+    chain = chain if room is None else replace(chain, room=room, number=number)
     kernels, v = _device.chain_kernels(x), x.shape[-2]
     if _chunked(x, lengths, segments):
         forward = _device.chunked_kernels(x).forward
@@ -104,14 +105,18 @@ def log_norm_here(
     keep: bool,
     segments: int,
     workspace: Any = None,
+    number: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `log_norm` finds and keeps, past torch's dispatch; with the messages in a `Workspace`, if there is one."""
+    """What `log_norm` finds and keeps, past torch's dispatch; with the messages in a `Workspace`, if there is one.
+
+    `number`: that of the first step, in a stream, which has a `workspace`.
+    """
     room = None
     if workspace is not None:
         shape = (x.shape[-2], *Layout.of(x, bulk).grid, x.shape[-1])
         room = workspace.take(shape, arithmetic_dtype(x, bulk, p0), x.device)
     with _device.arithmetic_on(x):
-        return _forward(x, bulk, p0, lengths, log_params, keep, segments, room)
+        return _forward(x, bulk, p0, lengths, log_params, keep, segments, room, number)
 
 
 def _small_frame(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, segments: int) -> Any:

@@ -20,7 +20,7 @@ class Given(NamedTuple):
 
     `own`: bulk is the stream's. `fresh` [*B]: no variable is before. `unlinked`: that is so for all sequences, which is
     known without a look; `running`: likewise, that it is so for none and that none has ended. `counts` int64 [*B]: how
-    many variables each sequence has, from 0 to k; None for all of them.
+    many variables each sequence has, from 0 to k; None for all of them. `number`: how many steps have been before.
     """
 
     x: Tensor
@@ -32,6 +32,7 @@ class Given(NamedTuple):
     running: bool
     counts: Tensor | None
     log_params: bool
+    number: int
 
     def first(self) -> "Given":
         """The first variable alone."""

@@ -15,6 +15,7 @@ from ._chain_operators import arithmetic_dtype, log_norm_here
 from ._layout import Layout
 from ._stream import Given, normalised, posterior
 from .kernels.chain import Chain
+from .kernels.dither import jitter
 from .kernels.exponentials import finite
 from .kernels.summation import exact_sum
 
@@ -69,7 +70,7 @@ def walked(
 
     None where compiled loops do not compute for it, or not well enough.
     """
-    x, bulk, p0, *_, counts, log_params = given
+    x, bulk, p0, *_, counts, log_params, number = given
     if counts is not None or not _device.native(x):
         return None
     dtype = arithmetic_dtype(x, bulk, p0)
@@ -83,7 +84,7 @@ def walked(
             found = _device.stream_pieces().of(chain, None if posteriors is None else layout.steps_first(posteriors))
         room.piece = key, found
     piece = room.piece[1]
-    return None if piece is None else piece.walk(x, bulk, p0 if starting else None, carried, posteriors)
+    return None if piece is None else piece.walk(x, bulk, p0 if starting else None, carried, posteriors, number)
 
 
 class Block:
@@ -93,14 +94,16 @@ class Block:
     """
 
     def __init__(self, given: Given, message: Tensor | None, start: int, stop: int, room: Room) -> None:
-        x, bulk, p0, *_, counts, log_params = given
+        x, bulk, p0, *_, counts, log_params, number = given
         self._start, self._stop, self._before = start, stop, message
+        # equal messages are not to be rounded equally in each block
+        self._moved = 0.0 if message is None else jitter(number + start)
         self._head = head = int(message is not None)
         x = x[..., start:stop, :]
         self._rows = rows = room.rows(x, arithmetic_dtype(x, bulk, p0), head)
         rows.piece.copy_(x)
         if message is not None:
-            rows.first.copy_(message)
+            rows.first.copy_(message + self._moved)
             p0 = rows.first.new_full(p0.shape[-1:], 0.0 if log_params else 1.0)
         if bulk.shape[-3] != 1:
             bulk = bulk[..., start + 1 - head : stop, :, :]
@@ -115,7 +118,7 @@ class Block:
             self._last = rows.all.gather(-2, at)[..., 0, :].double()
             rows.all.scatter_(-2, at, 0.0)
         self._layout = Layout.of(rows.all, bulk)
-        found = log_norm_here(rows.all, bulk, p0, ends, log_params, True, 1, room.messages)
+        found = log_norm_here(rows.all, bulk, p0, ends, log_params, True, 1, room.messages, number + start - head)
         self._log_norm, self._messages, _, redone = found
         # a CPU keeps linear messages but for the sequences redone
         self._linear = redone.dtype == torch.bool
@@ -141,7 +144,7 @@ class Block:
             arrived = _logs(arrived.double(), self._linear, redone)
             share = finite(torch.logsumexp(arrived, -1))
         message, norm = normalised(arrived + self._last)
-        norm = norm - share + self._log_norm
+        norm = norm - share + (self._log_norm - self._moved)
         if ends is not None and self._before is not None:
             moved = ends > 1
             message, norm = torch.where(moved[..., None], message, self._before), torch.where(moved, norm, 0.0)

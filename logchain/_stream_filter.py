@@ -133,7 +133,7 @@ def _shapes(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 _operator = operator(
     "filtered(Tensor x, Tensor bulk, Tensor p0, bool own, Tensor fresh, bool unlinked, bool running, Tensor? counts,"
-    " bool log_params, Tensor message, Tensor total, Tensor lost, ScalarType? dtype, bool logs)"
+    " bool log_params, int number, Tensor message, Tensor total, Tensor lost, ScalarType? dtype, bool logs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _operator_by_kernels,
     _shapes,

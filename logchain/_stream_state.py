@@ -16,6 +16,7 @@ class State(NamedTuple):
     `total` + `lost` [*B]: the log-partition. `fresh` [*B]: no variable yet; `over` [*B]: ended. `unlinked`: all are
     fresh, which is known without a look; `running`: likewise, that none is fresh or over. `double`: an operand was
     float64. `window`: what waits for its lag. `survivors`: the best paths. These two are None before they are needed.
+    `number`: how many steps have been.
     """
 
     message: Tensor
@@ -28,6 +29,7 @@ class State(NamedTuple):
     double: bool
     window: Window | None
     survivors: Survivors | None
+    number: int = 0
 
     @classmethod
     def before(cls, x: Tensor) -> "State":

@@ -161,8 +161,9 @@ class Stream:
         running = state.running and ends is None
         counts = None if running else active_counts(ends, state.over, k)
         given = Given(
-            x, bulk, self._p0, bulk_piece is None, state.fresh, state.unlinked, running, counts, self._log_params
-        )
+            x, bulk, self._p0, bulk_piece is None, state.fresh, state.unlinked, running, counts, self._log_params,
+            state.number,
+        )  # fmt: skip
         piece = given.logs(each=self._lag > 0) if self._lag or self._viterbi or self._validate else None
         if self._validate:
             assert piece is not None
@@ -181,6 +182,7 @@ class Stream:
             over=over,
             unlinked=state.unlinked and k == 0,
             running=running or (counts is None and k > 0),
+            number=state.number + k,
         )
         ready = states = None
         if self._viterbi:

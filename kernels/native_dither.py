@@ -1,0 +1,28 @@
+"""`kernels.dither` in loops that numba compiles."""
+
+import numba
+import numpy as np
+
+from . import dither
+from .native_exp import bits, from_bits
+
+_phase, _moved = numba.njit(dither.phase), numba.njit(dither.moved)
+_WIDTH = dither.WIDTH
+
+# the last 29 bits are what a float64 has and a float32 has not
+_CUT = -(2**29)
+
+
+@numba.njit(forceinline=True)
+def jitter(step):
+    """See `kernels.dither`."""
+    return _phase(step) * _WIDTH
+
+
+@numba.njit
+def round_anew(exact, block, flush, out):
+    """`out` float32 = `exact` float64, rounded as a block of steps has it; 0 where that is below `flush`."""
+    more = np.int64(_moved(block))
+    for e in range(len(out)):
+        found = from_bits((bits(exact[e]) + more) & np.int64(_CUT))
+        out[e] = 0.0 if found < flush else found
