@@ -134,6 +134,8 @@ class Emissions:
         self._exact = self._weights if wide == chain.dtype else torch.empty_like(self._scratch)
         self._top = torch.empty(*shape[:-1], 1, dtype=chain.x.dtype, device=chain.x.device)
         numbers = torch.arange(chain.number, chain.number + chain.v, device=chain.x.device)
+        # of one state nothing is rounded
+        numbers = numbers if chain.c > 1 else torch.zeros_like(numbers)
         self._jitter = jitter(numbers).to(chain.dtype).view(-1, *(1,) * (chain.x.dim() - 1))
 
     def __call__(self, start: int, stop: int) -> Tensor:

@@ -14,9 +14,9 @@ _CUT = -(2**29)
 
 
 @numba.njit(forceinline=True)
-def jitter(step):
-    """See `kernels.dither`."""
-    return _phase(step) * _WIDTH
+def jitter(step, c):
+    """See `kernels.dither`; 0 for one state, of which nothing is rounded."""
+    return _phase(step) * _WIDTH if c > 1 else 0.0
 
 
 @numba.njit

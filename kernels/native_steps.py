@@ -159,7 +159,7 @@ def emissions(x, begin, stride, steps, c, shifts, first, out, into, number):
     """
     for t in range(steps):
         at = begin + t * stride
-        shift = float(largest_of(x, at, c)) + jitter(number + t)
+        shift = float(largest_of(x, at, c)) + jitter(number + t, c)
         shifts[first + t] = shift
         # -inf - (-inf) is no zero
         away = 0.0 if shift == -np.inf else shift
@@ -178,7 +178,7 @@ def emissions_reached(x, begin, reached, r, c, out, into, number):
     for j in range(c):
         if reached[r + j] != 0 and not x[begin + j] <= shift:
             shift = float(x[begin + j])
-    shift += jitter(number)
+    shift += jitter(number, c)
     away = 0.0 if shift == -np.inf else shift
     for j in range(c):
         entry = float(x[begin + j])
