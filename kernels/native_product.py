@@ -3,8 +3,9 @@
     P_i = D_i P_(i-1) exp(M_i - top_i)        each row of P near 1: D_i are powers of two, and mostly 1
 
 All rows of P go through the same matrices, four of them in registers at once. Nothing but these sums is rounded: powers
-of two are counted in integers, tops are added in float64, each with what its sum loses. Backward, with G the gradient
-of the linear P_s, the prefixes are made again, a stack of them for each thread:
+of two are counted in integers, tops are added in float64, each with what its sum loses. These are the largest entries
+and a little more, a different one each time (`dither`), for matrices that may be equal. Backward, with G the gradient of
+the linear P_s, the prefixes are made again, a stack of them for each thread:
 
     H = D_i G_i,      dM_i = (P_(i-1)^T H) exp(M_i - top_i),      G_(i-1) = H exp(M_i - top_i)^T
 
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .dither import phase
 from .exponentials import FLUSH, trusted_sum
 from .native import compiled, cut, spread
 from .native_chain import MANY, Array, at, empty
@@ -40,10 +42,14 @@ _LONG = 2**24
 # multiply-adds from which on another thread is worth its start
 _SHARE = 2**21
 
+# a matrix that is the same as before is made again after so many: c^2 exponentials against c^3 multiply-adds each time
+_AGAIN = 16
+
 # between these, rows of P need no scale
 _LOW, _HIGH = 2.0**-40, 2.0**40
 
 _inlined = numba.njit(fastmath={"contract"}, forceinline=True)
+_phase = _inlined(phase)
 
 
 def folds(whole: Tensor) -> bool:
@@ -130,10 +136,10 @@ def _times(x, first, over_rows, over_terms, y, width, c, out, into, apart):
 
 
 @_inlined
-def _linear(raw, begin, over_rows, over_columns, c, width, out):
-    """`out` (c, width) = the exponentials of a matrix less its largest entry, which is returned; NaN if not all finite.
+def _linear(raw, begin, over_rows, over_columns, c, width, number, out):
+    """`out` (c, width) = the exponentials of a matrix less its top, which is returned; NaN if not all entries are finite.
 
-    Behind a row its last entry is repeated.
+    Behind a row its last entry is repeated. The top is the largest entry, and the jitter of a number.
     """
     high, off = everywhere(out, -np.inf), everywhere(out, 0.0)
     for k in range(c):
@@ -153,6 +159,8 @@ def _linear(raw, begin, over_rows, over_columns, c, width, out):
     if total(off) != 0:  # NaN - NaN and inf - inf are NaN
         return np.nan
     top = largest(high)
+    if c > 1:  # one number is 1 exactly
+        top += type(top)(_phase(number) * LN2[0])
     part = out[: c * width]
     for e in range(len(part)):
         part[e] = exp(part[e] - top)
@@ -189,8 +197,8 @@ def _fold(z, raw, sizes, limits, matrix, width, prefixes, apart, scales, exponen
     held = -1
     for i in range(s):
         begin = z * sizes[2] + i * sizes[3]
-        if begin != held:
-            top = _linear(raw, begin, sizes[4], sizes[5], c, width, matrix)
+        if begin != held or i % _AGAIN == 0:
+            top = _linear(raw, begin, sizes[4], sizes[5], c, width, i, matrix)
             held = begin
         if not np.isfinite(top):
             return False, high, low

@@ -1,7 +1,7 @@
 """`kernels.tree` with its passes over matrices compiled for the CPU by numba: one before each product, one behind it.
 
-    a leaf        top = max a,  e = exp(a - top)           each matrix while a cache holds it
-    a product     least and largest sum, then sums over the largest
+    a leaf        top = max a + jitter,  e = exp(a - top)           each matrix while a cache holds it
+    a product     least and largest sum, then sums over (1 + jitter) times the largest
 
 Largest and least are found among the bits of floats, as integers, whose order does not depend on NaN: so the loops
 become vectors. Names, meaning and numerics are those of `kernels.tree`, which takes over where the sums say that linear
@@ -45,7 +45,13 @@ class Arithmetic(tree.Arithmetic):
         if None in sides or out.values.stride(-1) != 1:
             super().multiply(left, right, out)
             return
-        taken, lines = out.taken.zero_().numpy(), _lines(out.values)
+        given = out.jitter, *(nodes.jitter if nodes.leaf else None for nodes in (left, right)), None
+        for number, jitter in enumerate(given):
+            if jitter is None:
+                out.taken[..., number].zero_()
+            else:
+                out.taken[..., number].copy_(jitter)
+        taken, lines = out.taken.numpy(), _lines(out.values)
         finish = _compiled(self._buffers.dtype)[1]
         (g, p), (sets, slots) = taken.shape[:2], self._block(out)
         credit = 1  # where linear products fail, it is not tried each time
@@ -59,8 +65,11 @@ class Arithmetic(tree.Arithmetic):
                 done = finish(self._arrays[2], self._trusted, taken, *grid, *lines)
                 credit += 1 if done else -1
             if not done:
-                a, b, into = (Block(nodes.values[at], nodes.linear[at], nodes.leaf) for nodes in (left, right, out))
-                self._multiply_logs(a, b, into, out.taken[at])
+                blocks = (
+                    Block(nodes.values[at], nodes.linear[at], nodes.jitter[at], nodes.leaf)
+                    for nodes in (left, right, out)
+                )
+                self._multiply_logs(*blocks, out.taken[at])
             out.linear[at] = done
         self._add_offsets(left, right, out)
 
@@ -87,6 +96,7 @@ class Arithmetic(tree.Arithmetic):
         if block.values.dtype != buffer.dtype or not block.leaf and block.are_linear or block.values.stride(-1) != 1:
             return super()._linear(block, buffer, top)
         flat = buffer.flatten(0, 1)
+        top.copy_(block.jitter)
         _compiled(buffer.dtype)[0](flat.numpy(), top[..., None].numpy(), 0, 0, 0, *top.shape, *_lines(block.values))
         return flat
 
@@ -103,9 +113,10 @@ def _lines(values: Tensor) -> tuple[Any, ...]:
 
 
 def _leaves(out, taken, part, z0, i0, sets, slots, flat, over_sets, over_slots, over_rows, rows, length):  # type: ignore[no-untyped-def]
-    """Logarithms less the largest of each matrix, that `part` of `taken` (g, p, 4), as linear numbers (n, c, c).
+    """Logarithms less about the largest of each matrix as linear numbers (n, c, c).
 
-    One that is -inf makes NaN, whose sums are not trusted.
+    A `part` of `taken` (g, p, 4) holds the jitter, and then what was taken out. One that is -inf makes NaN, whose sums
+    are not trusted.
     """
     found = out.reshape(out.shape[0], -1)
     for n in range(sets * slots):
@@ -117,8 +128,8 @@ def _leaves(out, taken, part, z0, i0, sets, slots, flat, over_sets, over_slots, 
             for j in range(length):
                 entry = ordered(line[j])
                 best = entry if entry > best else best
-        shift = from_ordered(best)
-        taken[z, i, part] = shift
+        taken[z, i, part] += from_ordered(best)
+        shift = taken[z, i, part]
         for row in range(rows):
             line = flat[start + row * over_rows : start + row * over_rows + length]
             target = found[n, row * length : (row + 1) * length]
@@ -127,7 +138,10 @@ def _leaves(out, taken, part, z0, i0, sets, slots, flat, over_sets, over_slots, 
 
 
 def _finish(sums, trusted, taken, z0, i0, sets, slots, flat, over_sets, over_slots, over_rows, rows, length):  # type: ignore[no-untyped-def]
-    """Sums (n, c, c) over the largest of each matrix, which is `taken` (g, p, 4) first, unless one is too small."""
+    """Sums (n, c, c) over about the largest of each matrix, unless one is too small.
+
+    The first part of `taken` (g, p, 4) holds the jitter, and then what they were divided by.
+    """
     found = sums.reshape(sums.shape[0], -1)
     for n in range(sets * slots):
         matrix = found[n]
@@ -139,7 +153,8 @@ def _finish(sums, trusted, taken, z0, i0, sets, slots, flat, over_sets, over_slo
         # a NaN is larger than infinity or, of the other sign, smaller than zero
         if not (from_bits(least) >= trusted and from_bits(most) < np.inf):
             return False
-        taken[z0 + n // slots, i0 + n % slots, 0] = from_bits(most)
+        taken[z0 + n // slots, i0 + n % slots, 0] *= from_bits(most)
+        taken[z0 + n // slots, i0 + n % slots, 0] += from_bits(most)
     for n in range(sets * slots):
         z, i = z0 + n // slots, i0 + n % slots
         start, most = z * over_sets + i * over_slots, taken[z, i, 0]

@@ -1,5 +1,6 @@
 """Nodes of a product tree: matrices with a scale of their own, cut into blocks of as many as fit a workspace."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,12 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .dither import phase
+
 
 class Block(NamedTuple):
-    """Some nodes: `values` (g, p, c, c), and which of them are `linear` (g, p)."""
+    """Some nodes: `values` (g, p, c, c), which of them are `linear` (g, p), and their `jitter` (g, p)."""
 
     values: Tensor
     linear: NDArray[np.bool_]
+    jitter: Tensor
     leaf: bool
 
     @property
@@ -40,14 +44,16 @@ class Nodes:
 
     The logarithm of a node is `log values + offset`, or `values + offset`. An `offset` (g, p, r) is one float64, or two
     of which the second is what the sum lost, where values are float64, too. `taken` (g, p, 4) is what was taken out of
-    the product that made a node: a factor, and three logarithms. Leaves are the caller's: of any floating dtype, never
-    linear, with offsets of 0, never written.
+    the product that made a node: a factor, and three logarithms. What is taken out is a little more than the largest
+    entry, by the `jitter` (g, p) of a slot, so that nodes that are equal are not rounded equally. Leaves are the
+    caller's: of any floating dtype, never linear, with offsets of 0, never written.
     """
 
     values: Tensor
     linear: NDArray[np.bool_]
     offset: Tensor
     taken: Tensor
+    jitter: Tensor
     leaf: bool = False
 
     @classmethod
@@ -56,32 +62,42 @@ class Nodes:
         g, p = values.shape[:2]
         zero = values.new_zeros(1, 1, 1, dtype=torch.float64)
         linear = np.broadcast_to(np.False_, (g, p))
-        return cls(values, linear, zero.expand(g, p, parts(values.dtype)), zero.expand(g, p, 4), leaf=True)
+        offset = zero.expand(g, p, parts(values.dtype))
+        return cls(values, linear, offset, zero.expand(g, p, 4), _jitter(values), leaf=True)
 
     @classmethod
     def over(cls, values: Tensor) -> "Nodes":
         """Nodes to be written, in this memory."""
         g, p = values.shape[:2]
         offset = values.new_zeros(g, p, parts(values.dtype), dtype=torch.float64)
-        return cls(values, np.zeros((g, p), bool), offset, values.new_zeros(g, p, 4))
+        return cls(values, np.zeros((g, p), bool), offset, values.new_zeros(g, p, 4), _jitter(values))
 
     def at(self, slots: slice) -> "Nodes":
         """The nodes in some slots of each set, as a view."""
         part = slice(None), slots
-        return Nodes(self.values[part], self.linear[part], self.offset[part], self.taken[part], self.leaf)
+        tensors = (tensor[part] for tensor in (self.offset, self.taken, self.jitter))
+        return Nodes(self.values[part], self.linear[part], *tensors, self.leaf)
 
     def blocks(self, sets: int, slots: int) -> Iterator[Block]:
         """The same nodes, so many at a time."""
         across = max(1, -(-self.linear.shape[1] // slots))
-        for number, values in enumerate(split(self.values, sets, slots)):
+        tensors = (split(tensor, sets, slots) for tensor in (self.values, self.jitter))
+        for number, (values, jitter) in enumerate(zip(*tensors, strict=True)):
             z, i = number // across * sets, number % across * slots
-            yield Block(values, self.linear[z : z + sets, i : i + slots], self.leaf)
+            yield Block(values, self.linear[z : z + sets, i : i + slots], jitter, self.leaf)
 
     def copy_(self, other: "Nodes") -> None:
         """Become as many others."""
         self.linear[...] = other.linear
         for own, tensor in ((self.values, other.values), (self.offset, other.offset), (self.taken, other.taken)):
             own.copy_(tensor)
+
+
+def _jitter(values: Tensor) -> Tensor:
+    """That of the slots of nodes (g, p, c, c); none where a node is a number, and nothing is rounded."""
+    g, p, c, _ = values.shape
+    numbers = phase(torch.arange(p, device=values.device)) * math.log(2) if c > 1 else values.new_zeros(p)
+    return numbers.to(torch.promote_types(values.dtype, torch.float32)).expand(g, p)
 
 
 def split(values: Tensor, sets: int, slots: int) -> Iterator[Tensor]:

@@ -2,8 +2,8 @@
 
 A node is a (c, c) matrix in float32 or float64 and a float64 offset kept apart. As long as nothing is too small for it,
 a node stays linear: entries from about 2^-91 to 1, so that a product of two is one matrix product and one pass over its
-result, with nothing to take an exponential or a logarithm of. Otherwise it holds logarithms whose largest is 0, made
-by row and column maxima with rescue as in `log_matmul`. Which of the two is decided by what the sums hold, before
+result, with nothing to take an exponential or a logarithm of. Otherwise it holds logarithms whose largest is about 0,
+made by row and column maxima with rescue as in `log_matmul`. Which of the two is decided by what the sums hold, before
 anything is overwritten, so that results may lie over their operands.
 
 All temporaries live in one workspace that fits a cache: on a CPU the pages of fresh ones cost more than the arithmetic.
@@ -123,17 +123,17 @@ class Arithmetic:
         torch.amin(torch.amin(torch.bmm(ea, eb, out=room.flat_s), (-2, -1), out=room.flat_low), 0, out=self._least)
         if not self._least.item() >= self._trusted:  # NaN is not trusted either
             return False
-        torch.amax(room.s, (-2, -1), out=factor)
+        torch.amax(room.s, (-2, -1), out=factor).addcmul_(factor, out.jitter)
         torch.div(room.s, factor[..., None, None], out=out.values)
         return True
 
     def _linear(self, block: Block, buffer: Tensor, top: Tensor) -> Tensor:
-        """The nodes over their largest entries (n, c, c), linear; the logarithms of those of leaves go into `top`."""
+        """Linear nodes (n, c, c) as they are, leaves over about their largest entries; `top` are these' logarithms."""
         if not block.leaf and block.are_linear:
             return _flat(block.values, buffer)
         scratch = self._room(block).scratch
         values = _same(block.values, scratch)
-        finite(torch.amax(values, (-2, -1), out=top))
+        finite(torch.amax(values, (-2, -1), out=top).add_(block.jitter))
         return exp_shifted(values, top[..., None, None], buffer, scratch).flatten(0, 1)
 
     def _multiply_logs(self, a: Block, b: Block, out: Block, taken: Tensor) -> None:
@@ -145,7 +145,7 @@ class Arithmetic:
         for z, i, j in pieces:
             room.flat_logs[z, i, j] = torch.logsumexp(self._pairs(a, b, z, i, j), -1)
             self.rescued += len(z)
-        top.copy_(torch.amax(logs, (-2, -1), out=room.wide))
+        top.copy_(torch.amax(logs, (-2, -1), out=room.wide)).add_(out.jitter)
         torch.threshold_(top, -math.inf, 0.0)
         out.values.copy_(logs.sub_(top[..., None, None]))
         factor.fill_(1.0)
@@ -235,15 +235,15 @@ class Arithmetic:
         return list(zip(*(index.split(size) for index in indices), strict=True))
 
     def _exponentials(self, block: Block, axis: int, out: Tensor, shift: Tensor) -> None:
-        """The nodes over their maxima along an axis (g, p, c, c), linear, and the logarithms of those."""
+        """The nodes over about their maxima along an axis (g, p, c, c), linear, and the logarithms of those."""
         if block.are_linear:
             torch.div(block.values, torch.amax(block.values, axis, keepdim=True, out=shift), out=out)
             shift.log_()
             return
         scratch = self._room(block).scratch
         values = _same(block.values, scratch)
-        finite(torch.amax(values, axis, keepdim=True, out=shift))
-        exp_shifted(values, shift, out, scratch)
+        torch.amax(values, axis, keepdim=True, out=shift)
+        exp_shifted(values, finite(shift.add_(block.jitter[..., None, None])), out, scratch)
 
     def _pairs(self, a: Block, b: Block, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """The logarithms of the terms of some outputs (f, c), relative to `top_a` and `top_b`, in float64."""
