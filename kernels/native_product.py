@@ -42,7 +42,7 @@ _LONG = 2**24
 # multiply-adds from which on another thread is worth its start
 _SHARE = 2**21
 
-# a matrix that is the same as before is made again after so many: c^2 exponentials against c^3 multiply-adds each time
+# a matrix that is the same as before is made again after so many, with another jitter
 _AGAIN = 16
 
 # between these, rows of P need no scale
@@ -198,7 +198,7 @@ def _fold(z, raw, sizes, limits, matrix, width, prefixes, apart, scales, exponen
     for i in range(s):
         begin = z * sizes[2] + i * sizes[3]
         if begin != held or i % _AGAIN == 0:
-            top = _linear(raw, begin, sizes[4], sizes[5], c, width, i, matrix)
+            top = _linear(raw, begin, sizes[4], sizes[5], c, width, i // _AGAIN, matrix)
             held = begin
         if not np.isfinite(top):
             return False, high, low
