@@ -43,7 +43,7 @@ _LONG = 2**24
 _SHARE = 2**21
 
 # a matrix that is the same as before is made again after so many, with another jitter
-_AGAIN = 16
+_AGAIN = 64
 
 # between these, rows of P need no scale
 _LOW, _HIGH = 2.0**-40, 2.0**40

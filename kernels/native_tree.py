@@ -45,13 +45,10 @@ class Arithmetic(tree.Arithmetic):
         if None in sides or out.values.stride(-1) != 1:
             super().multiply(left, right, out)
             return
-        given = out.jitter, *(nodes.jitter if nodes.leaf else None for nodes in (left, right)), None
-        for number, jitter in enumerate(given):
-            if jitter is None:
-                out.taken[..., number].zero_()
-            else:
-                out.taken[..., number].copy_(jitter)
         taken, lines = out.taken.numpy(), _lines(out.values)
+        taken[..., 0], taken[..., 3] = out.jitter, 0.0
+        for number, nodes in enumerate((left, right)):
+            taken[..., 1 + number] = nodes.jitter if nodes.leaf else 0.0
         finish = _compiled(self._buffers.dtype)[1]
         (g, p), (sets, slots) = taken.shape[:2], self._block(out)
         credit = 1  # where linear products fail, it is not tried each time
@@ -66,7 +63,7 @@ class Arithmetic(tree.Arithmetic):
                 credit += 1 if done else -1
             if not done:
                 blocks = (
-                    Block(nodes.values[at], nodes.linear[at], nodes.jitter[at], nodes.leaf)
+                    Block(nodes.values[at], nodes.linear[at], nodes.jitter[at[1]], nodes.leaf)
                     for nodes in (left, right, out)
                 )
                 self._multiply_logs(*blocks, out.taken[at])
@@ -96,7 +93,7 @@ class Arithmetic(tree.Arithmetic):
         if block.values.dtype != buffer.dtype or not block.leaf and block.are_linear or block.values.stride(-1) != 1:
             return super()._linear(block, buffer, top)
         flat = buffer.flatten(0, 1)
-        top.copy_(block.jitter)
+        top.copy_(torch.from_numpy(block.jitter))
         _compiled(buffer.dtype)[0](flat.numpy(), top[..., None].numpy(), 0, 0, 0, *top.shape, *_lines(block.values))
         return flat
 

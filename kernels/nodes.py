@@ -14,11 +14,11 @@ from .dither import phase
 
 
 class Block(NamedTuple):
-    """Some nodes: `values` (g, p, c, c), which of them are `linear` (g, p), and their `jitter` (g, p)."""
+    """Some nodes: `values` (g, p, c, c), which of them are `linear` (g, p), and their `jitter` (p)."""
 
     values: Tensor
     linear: NDArray[np.bool_]
-    jitter: Tensor
+    jitter: NDArray[np.floating]
     leaf: bool
 
     @property
@@ -45,7 +45,7 @@ class Nodes:
     The logarithm of a node is `log values + offset`, or `values + offset`. An `offset` (g, p, r) is one float64, or two
     of which the second is what the sum lost, where values are float64, too. `taken` (g, p, 4) is what was taken out of
     the product that made a node: a factor, and three logarithms. What is taken out is a little more than the largest
-    entry, by the `jitter` (g, p) of a slot, so that nodes that are equal are not rounded equally. Leaves are the
+    entry, by the `jitter` (p) of a slot, so that nodes that are equal are not rounded equally. Leaves are the
     caller's: of any floating dtype, never linear, with offsets of 0, never written.
     """
 
@@ -53,7 +53,7 @@ class Nodes:
     linear: NDArray[np.bool_]
     offset: Tensor
     taken: Tensor
-    jitter: Tensor
+    jitter: NDArray[np.floating]
     leaf: bool = False
 
     @classmethod
@@ -75,16 +75,15 @@ class Nodes:
     def at(self, slots: slice) -> "Nodes":
         """The nodes in some slots of each set, as a view."""
         part = slice(None), slots
-        tensors = (tensor[part] for tensor in (self.offset, self.taken, self.jitter))
-        return Nodes(self.values[part], self.linear[part], *tensors, self.leaf)
+        offset, taken, jitter = self.offset[part], self.taken[part], self.jitter[slots]
+        return Nodes(self.values[part], self.linear[part], offset, taken, jitter, self.leaf)
 
     def blocks(self, sets: int, slots: int) -> Iterator[Block]:
         """The same nodes, so many at a time."""
         across = max(1, -(-self.linear.shape[1] // slots))
-        tensors = (split(tensor, sets, slots) for tensor in (self.values, self.jitter))
-        for number, (values, jitter) in enumerate(zip(*tensors, strict=True)):
+        for number, values in enumerate(split(self.values, sets, slots)):
             z, i = number // across * sets, number % across * slots
-            yield Block(values, self.linear[z : z + sets, i : i + slots], jitter, self.leaf)
+            yield Block(values, self.linear[z : z + sets, i : i + slots], self.jitter[i : i + slots], self.leaf)
 
     def copy_(self, other: "Nodes") -> None:
         """Become as many others."""
@@ -93,11 +92,11 @@ class Nodes:
             own.copy_(tensor)
 
 
-def _jitter(values: Tensor) -> Tensor:
+def _jitter(values: Tensor) -> NDArray[np.floating]:
     """That of the slots of nodes (g, p, c, c); none where a node is a number, and nothing is rounded."""
-    g, p, c, _ = values.shape
-    numbers = phase(torch.arange(p, device=values.device)) * math.log(2) if c > 1 else values.new_zeros(p)
-    return numbers.to(torch.promote_types(values.dtype, torch.float32)).expand(g, p)
+    _, p, c, _ = values.shape
+    numbers = phase(np.arange(p)) * (math.log(2) if c > 1 else 0.0)
+    return numbers.astype(np.float64 if values.dtype == torch.float64 else np.float32)
 
 
 def split(values: Tensor, sets: int, slots: int) -> Iterator[Tensor]:

@@ -3,8 +3,8 @@
     M = P_1 D_1 P_2 D_2 ... P_L        the emission of the last step is left to the caller
 
 Row i starts as that of P_1, and is multiplied and scaled as a message is (`linear_chain`); its scales are summed as
-float64 logarithms. Segments that are equal start with factors that differ, and scales are powers of two, which leave
-the rows as different as they are: so they are not rounded equally (`dither`). What is multiplied in last is a matrix, so that an entry of 0 is an exact one: a sum that was small
+float64 logarithms. They are the maximum times a factor that differs from segment to segment, so that segments that are
+equal are not rounded equally (`dither`). What is multiplied in last is a matrix, so that an entry of 0 is an exact one: a sum that was small
 though a path reaches it would have been found by the certificate.
 
 Work: c^2 multiply-adds for each row, step and segment.
@@ -23,9 +23,6 @@ from .summation import exact_sum
 
 # float64 scales summed at a time
 _PIECE = 2**15
-
-# as which integers the bits of a float are read, and all but those of its mantissa
-_EXPONENT = {torch.float32: (torch.int32, -(2**23)), torch.float64: (torch.int64, -(2**52))}
 
 
 class Products(NamedTuple):
@@ -54,16 +51,13 @@ def products(chain: Chain, first: Tensor) -> Products | None:
         period = 0
     certificate = None if period else Certificate(rows, matrices)
     scales = _Scales(rows, -(-(v - 1) // max(1, period)) + 1)
-    # from 1/2 to 1
-    factors = (1.0 - phase(torch.arange(g * m, device=first.device)) / 2).to(chain.dtype)
-    started = log_top.expand(*rows.lead, 1).reshape(g * m, c) - factors.double().log()[:, None]
-    scales.start(started.view(g, m * c))
+    scales.start(log_top.expand(*rows.lead, 1).reshape(g, m * c))
     slots, z = rows.new(min(v, 2), g, m, c, c), rows.new(g, m * c, 1).fill_(1.0)
     flat, tiny = slots.view(len(slots), g, m * c, c), torch.finfo(chain.dtype).tiny
-    integer, exponent = _EXPONENT[chain.dtype]
-    bits = z.view(integer)
     slots[0].view(*chain.lead, c, c).copy_(initial)
-    slots[0].mul_(factors.view(g, m, 1, 1))
+    # from 1/2 to 1
+    factors = 1.0 - phase(torch.arange(g * m, device=first.device)) / 2
+    factors, above_zero = factors.to(chain.dtype).repeat_interleave(c).view(z.shape), chain.new(1).fill_(tiny)
     identity = torch.eye(c, dtype=chain.dtype, device=first.device).repeat(m, 1)
     if chain.ended is not None:
         scales.total[0].view(g, m, c).masked_fill_(chain.ended[0], 0.0)
@@ -83,8 +77,7 @@ def products(chain: Chain, first: Tensor) -> Products | None:
             if rows.ended is not None:
                 torch.where(rows.ended[step], flat[(step - 1) % 2] if step else identity, sums, out=sums)
             if step < v - 1 and (not period or step % period == 0):
-                torch.amax(sums, -1, keepdim=True, out=z).clamp_(min=tiny)
-                bits.bitwise_and_(exponent)
+                torch.addcmul(above_zero, torch.amax(sums, -1, keepdim=True, out=z), factors, out=z)
                 sums.div_(z)
                 scales.add(z)
                 if certificate is not None:

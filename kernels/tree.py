@@ -123,7 +123,7 @@ class Arithmetic:
         torch.amin(torch.amin(torch.bmm(ea, eb, out=room.flat_s), (-2, -1), out=room.flat_low), 0, out=self._least)
         if not self._least.item() >= self._trusted:  # NaN is not trusted either
             return False
-        torch.amax(room.s, (-2, -1), out=factor).addcmul_(factor, out.jitter)
+        torch.amax(room.s, (-2, -1), out=factor).addcmul_(factor, torch.from_numpy(out.jitter))
         torch.div(room.s, factor[..., None, None], out=out.values)
         return True
 
@@ -133,7 +133,7 @@ class Arithmetic:
             return _flat(block.values, buffer)
         scratch = self._room(block).scratch
         values = _same(block.values, scratch)
-        finite(torch.amax(values, (-2, -1), out=top).add_(block.jitter))
+        finite(torch.amax(values, (-2, -1), out=top).add_(torch.from_numpy(block.jitter)))
         return exp_shifted(values, top[..., None, None], buffer, scratch).flatten(0, 1)
 
     def _multiply_logs(self, a: Block, b: Block, out: Block, taken: Tensor) -> None:
@@ -145,7 +145,7 @@ class Arithmetic:
         for z, i, j in pieces:
             room.flat_logs[z, i, j] = torch.logsumexp(self._pairs(a, b, z, i, j), -1)
             self.rescued += len(z)
-        top.copy_(torch.amax(logs, (-2, -1), out=room.wide)).add_(out.jitter)
+        top.copy_(torch.amax(logs, (-2, -1), out=room.wide)).add_(torch.from_numpy(out.jitter))
         torch.threshold_(top, -math.inf, 0.0)
         out.values.copy_(logs.sub_(top[..., None, None]))
         factor.fill_(1.0)
@@ -243,7 +243,7 @@ class Arithmetic:
         scratch = self._room(block).scratch
         values = _same(block.values, scratch)
         torch.amax(values, axis, keepdim=True, out=shift)
-        exp_shifted(values, finite(shift.add_(block.jitter[..., None, None])), out, scratch)
+        exp_shifted(values, finite(shift.add_(torch.from_numpy(block.jitter[:, None, None]))), out, scratch)
 
     def _pairs(self, a: Block, b: Block, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """The logarithms of the terms of some outputs (f, c), relative to `top_a` and `top_b`, in float64."""
