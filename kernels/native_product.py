@@ -4,7 +4,7 @@
 
 All rows of P go through the same matrices, four of them in registers at once. Nothing but these sums is rounded: powers
 of two are counted in integers, tops are added in float64, each with what its sum loses. These are the largest entries
-and a little more, a different one each time (`dither`), for matrices that may be equal. Backward, with G the gradient of
+and a little more, now this and now that (`dither`), for matrices that may be equal. Backward, with G the gradient of
 the linear P_s, the prefixes are made again, a stack of them for each thread:
 
     H = D_i G_i,      dM_i = (P_(i-1)^T H) exp(M_i - top_i),      G_(i-1) = H exp(M_i - top_i)^T
@@ -137,7 +137,7 @@ def _times(x, first, over_rows, over_terms, y, width, c, out, into, apart):
 
 @_inlined
 def _linear(raw, begin, over_rows, over_columns, c, width, number, out):
-    """`out` (c, width) = the exponentials of a matrix less its top, which is returned; NaN if not all entries are finite.
+    """`out` (c, width) = the exponentials of a matrix less its top, which is returned; NaN if not all are finite.
 
     Behind a row its last entry is repeated. The top is the largest entry, and the jitter of a number.
     """

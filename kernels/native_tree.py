@@ -62,11 +62,11 @@ class Arithmetic(tree.Arithmetic):
                 done = finish(self._arrays[2], self._trusted, taken, *grid, *lines)
                 credit += 1 if done else -1
             if not done:
-                blocks = (
+                a, b, into = (
                     Block(nodes.values[at], nodes.linear[at], nodes.jitter[at[1]], nodes.leaf)
                     for nodes in (left, right, out)
                 )
-                self._multiply_logs(*blocks, out.taken[at])
+                self._multiply_logs(a, b, into, out.taken[at])
             out.linear[at] = done
         self._add_offsets(left, right, out)
 

@@ -96,7 +96,8 @@ def _jitter(values: Tensor) -> NDArray[np.floating]:
     """That of the slots of nodes (g, p, c, c); none where a node is a number, and nothing is rounded."""
     _, p, c, _ = values.shape
     numbers = phase(np.arange(p)) * (math.log(2) if c > 1 else 0.0)
-    return numbers.astype(np.float64 if values.dtype == torch.float64 else np.float32)
+    found: NDArray[np.floating] = numbers.astype(np.float64 if values.dtype == torch.float64 else np.float32)
+    return found
 
 
 def split(values: Tensor, sets: int, slots: int) -> Iterator[Tensor]:

@@ -4,8 +4,8 @@
 
 Row i starts as that of P_1, and is multiplied and scaled as a message is (`linear_chain`); its scales are summed as
 float64 logarithms. They are the maximum times a factor that differs from segment to segment, so that segments that are
-equal are not rounded equally (`dither`). What is multiplied in last is a matrix, so that an entry of 0 is an exact one: a sum that was small
-though a path reaches it would have been found by the certificate.
+equal are not rounded equally (`dither`). What is multiplied in last is a matrix, so that an entry of 0 is an exact one:
+a sum that was small though a path reaches it would have been found by the certificate.
 
 Work: c^2 multiply-adds for each row, step and segment.
 """

@@ -1,4 +1,4 @@
-"""Matrices that are all the same are not rounded all the same: errors of trees and segments grow as sqrt(v), not as v."""
+"""Equal matrices are not rounded equally: errors of trees and segments grow as sqrt(v), not as v."""
 
 import numpy as np
 import pytest
