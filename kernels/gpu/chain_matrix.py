@@ -2,12 +2,15 @@
 
 A level is the exponent of a power of two, or where the matrix holds logarithms their maximum; so neither 1e-36 nor 1e30
 leaves the range of a product.
+
+A maximum of logarithms is raised by a step's jitter: the exponential of one matrix for many steps is then not rounded
+equally in all of them. Powers of two are taken out without loss.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import at, exp, finite, log
+from .tiles import at, exp, exp_below, finite, log
 
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -22,13 +25,30 @@ def load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS: tl
 
 @triton.jit
 def whole_matrix(
-    matrix_ptr, stride_k, stride_j, c, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """The scaled matrix as one tile, and the maxima of its columns."""
+    matrix_ptr, stride_k, stride_j, c, shift,
+    LOG_PARAMS: tl.constexpr, OFTEN: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The scaled matrix as one tile, and the maxima of its columns, raised by `shift`.
+
+    OFTEN: it is for many steps, and its exponentials are worth more care.
+    """
     columns = tl.arange(0, BLOCK_C)
     p = load_matrix(matrix_ptr, stride_k, stride_j, columns, columns, c, LOG_PARAMS, DTYPE)
-    top = tl.max(p, 0)
-    return scaled(p, level_of(top, LOG_PARAMS), LOG_PARAMS), top
+    top = raised(tl.max(p, 0), shift, LOG_PARAMS)
+    level = level_of(top, LOG_PARAMS)
+    if LOG_PARAMS and OFTEN:
+        return exp_below(p, level[None, :]), top
+    else:
+        return scaled(p, level, LOG_PARAMS), top
+
+
+@triton.jit
+def raised(top, shift, LOG_PARAMS: tl.constexpr):
+    """The maxima of columns of logarithms, raised; those of linear entries as they are."""
+    if LOG_PARAMS:
+        return top + shift
+    else:
+        return top
 
 
 @triton.jit

@@ -51,6 +51,7 @@ def forward(choice, c, dtype, precision, **options) -> Case:
         pointers += ["start", "log_norm:fp64"]
     absent = {"homogeneous": False, "segment": False, "max": False, "ends": False}
     options = absent | {"keep": not options.get("segment")} | options
+    options["renewed"] = forward_chain.renewed(log_params=options["log_params"], maximum=options["max"])
     options["joint"] = options["segment"] and choice.whole and choice.block_s >= c
     units = ["stride_xc", "stride_bj"]
     return case(forward_chain._forward_kernel, pointers, units, choice, c, dtype, precision, options)
@@ -80,7 +81,7 @@ def case(kernel, pointers, units, choice, c, dtype, precision, options) -> Case:
     absent = [name for name in kernel.arg_names if name.endswith("_ptr") and name not in kinds]
     integers = [name for name in kernel.arg_names if name not in kinds and name not in constants and name not in absent]
     divisible = [name for name in integers if name.startswith("stride_") or name == "c"] if c % 16 == 0 else []
-    words = [word for word, value in options.items() if value]
+    words = [word for word, value in options.items() if value is True]
     return Case(
         " ".join([kernel.__name__.split("_")[1], f"c={c}", *map(str, choice), KIND[dtype], precision, *words]),
         kernel, kinds | dict.fromkeys(integers, "i32"), constants | dict.fromkeys(absent), (*kinds, *divisible),
