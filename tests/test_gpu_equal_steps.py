@@ -14,10 +14,10 @@ pytest.importorskip("logchain.kernels.gpu.forward_chain")
 
 F64 = torch.float64
 
-# Sizes and seeds at which kernels without `kernels.dither` are two times outside of the contract after 400 steps.
+# sizes and seeds at which kernels without jitter were 1.8 to 2.7 times outside of the contract after 400 steps
 CHAINS = pytest.mark.parametrize(
     ("c", "seed", "with_x", "log_params"),
-    [(2, 1140, False, True), (4, 898, False, False), (4, 1457, True, True), (16, 294, False, True)],
+    [(4, 292, False, True), (4, 389, False, False), (4, 1457, True, True), (16, 294, False, True)],
 )
 
 
@@ -70,10 +70,10 @@ def test_equal_matrices_of_their_own(strategy, kernels, monkeypatch):
     if strategy == "chunked":
         monkeypatch.setattr(_schedule, "of", lambda *_: _schedule.Schedule("chunked", 12))
     v = 400 if kernels == "cpu" else 10_000
-    assert_chain(2, 1140, False, True, v, kernels, each=True, strategy=strategy)
+    assert_chain(4, 292, False, True, v, kernels, each=True, strategy=strategy)
 
 
-@pytest.mark.parametrize(("schedule", "c", "seed", "spread"), [("segments", 2, 1, 1.0), ("levels", 2, 0, 3.0)])
+@pytest.mark.parametrize(("schedule", "c", "seed", "spread"), [("segments", 2, 1, 1.0), ("levels", 2, 1, 3.0)])
 def test_products_of_equal_matrices(schedule, c, seed, spread, kernels, monkeypatch):
     from logchain.kernels.gpu import tree
 
