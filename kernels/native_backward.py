@@ -26,20 +26,20 @@ from .chain import Chain
 from .linear_chain import Kept
 from .native import compiled, spread
 from .native_chain import MANY, Array, address, at, block_of, empty, matrix_at, operands, ranges, round_matrices, walked
-from .native_counts import add_counts, from_linear
+from .native_counts import count_transitions, from_linear
 from .native_narrow import narrow_back, ordinary_steps_back
 from .native_steps import (
     copy,
     emissions,
     ending,
     four_rows,
-    multiply,
     one_row,
     posterior,
     pull,
     return_to,
     room,
     row_by_rows,
+    scaled,
 )
 from .native_vectors import borrowed
 
@@ -105,7 +105,8 @@ class _Rooms(NamedTuple):
     """What a walk writes besides. Of four sequences: `source` R and `ahead` B, in rooms; `emitted` (4, block, c).
 
     `linear` and `held`: see `matrix_at`. `behind`: B of each sequence, in rooms. `turned` (g, c, c): the matrices
-    that all steps share, with states after first. `nothing` (c): zeros.
+    that all steps share, with states after first. What is to be counted, in rooms: `counted` R of four sequences and a
+    block of steps, or of one step of all that share its matrix, and how many `terms` a sequence has.
     """
 
     source: Array
@@ -116,14 +117,16 @@ class _Rooms(NamedTuple):
     held: Array
     behind: Array
     turned: Array
-    nothing: Array
+    counted: Array
+    terms: Array
 
 
 @numba.njit(fastmath={"contract"}, forceinline=True)
 def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
     """A block of steps of the q-th sequence, or of four from there on."""
     v, g, m, c, one, x, ends = chain.v, chain.g, chain.m, chain.c, chain.one, chain.x, chain.ends
-    source, ahead, behind, emitted, nothing = rooms.source, rooms.ahead, rooms.behind, rooms.emitted, rooms.nothing
+    source, ahead, behind, emitted = rooms.source, rooms.ahead, rooms.behind, rooms.emitted
+    counted, terms = rooms.counted, rooms.terms
     raw, linear, held = chain.raw, rooms.linear, rooms.held
     i, r, block = q // m, q % m, len(rooms.shifts)
     size, apart, steps = g * m * c, room(c), min(block, v - start)
@@ -172,8 +175,6 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
         if step == 0:
             continue
         out = (step - 1) * into.step + i * into.set
-        if each and m > 1 and r == 0:
-            into.bulk[out : out + c * c] = 0
         if not one:
             raw_at = (step - 1) * chain.step + i * chain.set
             matrix, begin, width = matrix_at(raw, raw_at, chain.row, chain.column, c, chain.log, linear, held)
@@ -185,14 +186,19 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
         else:
             one_row(source, matrix, begin, width, c, ahead)
         for row in range(rows):
-            p = q + row
-            if weight[p] != 0 and step < ends[p]:
+            p, here = q + row, row * block + t if shared else row if block > 1 else r + row
+            some = weight[p] != 0 and step < ends[p]
+            if some:
                 factor = pull(messages, before + p * c, ahead, row * apart, 1.0, c, behind, (p - low) * apart)
-                multiply(source, row * apart, c, factor * weight[p])
-        if shared:
-            add_counts(rows, messages, before, weight, q, nothing, source, c, into.counts, i * c * c)
-        elif each and m > 1:
-            add_counts(rows, messages, before, weight, q, nothing, source, c, into.bulk, out)
+                if shared or each:
+                    scaled(source, row * apart, c, factor * weight[p], counted, here * apart)
+            if each:
+                terms[here] = some
+        if each and m > 1 and (block > 1 or r + rows == m):
+            # all that share the matrix, or those that are walked together
+            some = rows if block > 1 else m
+            place = messages, before + (q + rows - some) * c, c, 0, counted, 0, apart, 0
+            count_transitions(some, terms, *place, c, r + rows > some, into.bulk, out)
         if each and r + rows == m:
             for k in range(c):
                 gradient, linear_at, at = out + k * c, begin + k * width, raw_at + k * chain.row
@@ -200,7 +206,17 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
                 if m > 1:
                     from_linear(into.bulk, gradient, 1.0, into.bulk, gradient, *place)
                 else:
-                    from_linear(into.bulk, gradient, messages[before + q * c + k], source, 0, *place)
+                    from_linear(into.bulk, gradient, messages[before + q * c + k], counted, 0, *place)
+    if shared:
+        first = 1 if start == 0 else 0
+        for row in range(rows):
+            p = q + row
+            terms[row] = min(last + 1, ends[p] - start) - first if weight[p] != 0 else 0
+        before = (start + first - 1) * size + q * c
+        count_transitions(
+            rows, terms, messages, before, c, size, counted, first * apart, block * apart, apart, c, True, into.counts,
+            i * c * c,
+        )  # fmt: skip
     if each and m == 1:
         for step in range(max(start, start + longest, 1), start + steps):
             out = (step - 1) * into.step + i * into.set
@@ -234,7 +250,8 @@ def _backward(
         held=np.full(4, -1.0),
         behind=np.empty((high - low) * room(c)),
         turned=np.empty(len(chain.matrix), none.dtype),
-        nothing=np.zeros(c, none.dtype),
+        counted=np.zeros(max(4 * block, m) * room(c), none.dtype),
+        terms=np.zeros(max(4, m), np.int64),
     )
     round_matrices(chain, low, high, 0)
     for i in sets:

@@ -6,23 +6,49 @@ Arrays are flat, as in `native_steps`.
 import numba
 import numpy as np
 
-from .native_vectors import LANES, load, store, where
+from .native_vectors import LANES, entry, everywhere, load, store, where
 
 _inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
 
 @_inlined
-def add_counts(rows, messages, before, weight, q, nothing, source, c, counts, at):
-    """`counts[at:]` (c, c) += the messages before, transposed, times `source` (rows, c)."""
-    # a sequence that is left out may hold anything
-    from0 = nothing if weight[q] == 0 else messages[before + q * c : before + (q + 1) * c]
-    if rows == 4:
-        from1 = nothing if weight[q + 1] == 0 else messages[before + (q + 1) * c : before + (q + 2) * c]
-        from2 = nothing if weight[q + 2] == 0 else messages[before + (q + 2) * c : before + (q + 3) * c]
-        from3 = nothing if weight[q + 3] == 0 else messages[before + (q + 3) * c : before + (q + 4) * c]
-        _count_four(from0, from1, from2, from3, source, c, counts, at)
+def count_transitions(rows, terms, messages, m, message_row, message_term, source, s, source_row, source_term, c, add, counts, at):
+    """`counts[at:]` (c, c) = the messages, transposed, times the sources, or more by that much.
+
+    Both are (rows, terms, c), from `m` and `s` on, with strides for rows and terms; `terms` has those of each row.
+    """
+    for k in range(0, c, 4):
+        # behind the last state the last one is taken once more, and written nowhere
+        k1, k2, k3 = min(k + 1, c - 1), min(k + 2, c - 1), min(k + 3, c - 1)
+        for j in range(0, c, 2 * LANES):
+            s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = everywhere(source, 0.0)
+            for row in range(rows):
+                e, o = m + row * message_row, s + row * source_row + j
+                for _ in range(terms[row]):
+                    left, right = load(source, o, LANES, 0.0), load(source, o + LANES, LANES, 0.0)
+                    a0, a1 = entry(messages, e + k), entry(messages, e + k1)
+                    a2, a3 = entry(messages, e + k2), entry(messages, e + k3)
+                    s00, s01, s10, s11 = s00 + a0 * left, s01 + a0 * right, s10 + a1 * left, s11 + a1 * right
+                    s20, s21, s30, s31 = s20 + a2 * left, s21 + a2 * right, s30 + a3 * left, s31 + a3 * right
+                    e, o = e + message_term, o + source_term
+            here, n = at + k * c + j, c - j
+            _put(s00, s01, add, counts, here, n)
+            if k + 1 < c:
+                _put(s10, s11, add, counts, here + c, n)
+            if k + 2 < c:
+                _put(s20, s21, add, counts, here + 2 * c, n)
+            if k + 3 < c:
+                _put(s30, s31, add, counts, here + 3 * c, n)
+
+
+@_inlined
+def _put(left, right, add, counts, at, n):
+    if add:
+        store(counts, at, n, left + load(counts, at, n, 0.0))
+        store(counts, at + LANES, n - LANES, right + load(counts, at + LANES, n - LANES, 0.0))
     else:
-        _count_one(from0, source, c, counts, at)
+        store(counts, at, n, left)
+        store(counts, at + LANES, n - LANES, right)
 
 
 @_inlined
@@ -44,25 +70,3 @@ def from_linear(out, o, times, counts, n, matrix, p, raw, at, stride, c, taken, 
     else:
         for j in range(c):
             out[o + j] = 0.0 if raw[at + j * stride] == 0 else times * counts[n + j] * factor
-
-
-@_inlined
-def _count_four(a0, a1, a2, a3, b, c, counts, at):
-    """`counts[at:]` (c, c) += the transposed rows a (4, c) times `b` (4, c)."""
-    apart = len(b) // 4
-    b0, b1, b2, b3 = b[:c], b[apart : apart + c], b[2 * apart : 2 * apart + c], b[3 * apart : 3 * apart + c]
-    for k in range(c):
-        x0, x1, x2, x3 = a0[k], a1[k], a2[k], a3[k]
-        row = counts[at + k * c : at + (k + 1) * c]
-        for j in range(c):
-            row[j] += x0 * b0[j] + x1 * b1[j] + x2 * b2[j] + x3 * b3[j]
-
-
-@_inlined
-def _count_one(a, b, c, counts, at):
-    """The same for one row."""
-    for k in range(c):
-        x, row = a[k], at + k * c
-        for j in range(0, c, LANES):
-            count = x * load(b, j, c - j, 0.0)
-            store(counts, row + j, c - j, count + load(counts, row + j, c - j, 0.0))

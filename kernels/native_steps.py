@@ -11,12 +11,9 @@ import numpy as np
 
 from .native_dither import jitter
 from .native_exp import bits, exp_for, from_bits
-from .native_vectors import LANES, everywhere, flushed, larger, largest, least, load, smaller, store, total, where, wide
+from .native_vectors import LANES, entry, everywhere, flushed, larger, largest, least, load, smaller, store, total, where, wide
 
 _inlined = numba.njit(fastmath={"contract"}, forceinline=True)
-
-# columns up to which four rows are taken in vectors: beyond, the matrix is better read as it lies
-_NARROW = 48
 
 
 @_inlined
@@ -31,68 +28,33 @@ def room(c):
 @_inlined
 def four_rows(a, matrix, p, width, c, out):
     """`out` (4, c) = `a` (4, c) times the matrix (c, c) that begins at `p`, with rows `width` apart; both are rooms."""
-    if c <= _NARROW:
-        _four_narrow(a, matrix, p, width, c, out)
-    else:
-        _four_long(a, matrix, p, width, c, out)
+    j = 0
+    while j + 2 * LANES <= c:
+        _four_columns(a, matrix, p, width, c, out, j, LANES, LANES)
+        j += 2 * LANES
+    if j < c:
+        _four_columns(a, matrix, p, width, c, out, j, c - j, c - j - LANES)
 
 
 @_inlined
-def _four_narrow(a, matrix, p, width, c, out):
-    apart, zero = len(a) // 4, everywhere(out, 0.0)
-    for j in range(0, c, 2 * LANES):
-        n, at = c - j, p + j
-        s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zero
-        for k in range(c):
-            left, right = load(matrix, at, n, 0.0), load(matrix, at + LANES, n - LANES, 0.0)
-            a0, a1, a2, a3 = a[k], a[k + apart], a[k + 2 * apart], a[k + 3 * apart]
-            s00, s01, s10, s11 = s00 + a0 * left, s01 + a0 * right, s10 + a1 * left, s11 + a1 * right
-            s20, s21, s30, s31 = s20 + a2 * left, s21 + a2 * right, s30 + a3 * left, s31 + a3 * right
-            at += width
-        store(out, j, LANES, s00)
-        store(out, j + LANES, LANES, s01)
-        store(out, apart + j, LANES, s10)
-        store(out, apart + j + LANES, LANES, s11)
-        store(out, 2 * apart + j, LANES, s20)
-        store(out, 2 * apart + j + LANES, LANES, s21)
-        store(out, 3 * apart + j, LANES, s30)
-        store(out, 3 * apart + j + LANES, LANES, s31)
-
-
-@_inlined
-def _four_long(a, matrix, p, width, c, out):
-    apart = len(a) // 4
-    out0, out1, out2 = out[:c], out[apart : apart + c], out[2 * apart : 2 * apart + c]
-    a0, a1, a2 = a[:c], a[apart : apart + c], a[2 * apart : 2 * apart + c]
-    out3, a3 = out[3 * apart : 3 * apart + c], a[3 * apart : 3 * apart + c]
-    out[:] = 0
-    k = 0
-    while k + 4 <= c:
-        a00, a01, a02, a03 = a0[k], a0[k + 1], a0[k + 2], a0[k + 3]
-        a10, a11, a12, a13 = a1[k], a1[k + 1], a1[k + 2], a1[k + 3]
-        a20, a21, a22, a23 = a2[k], a2[k + 1], a2[k + 2], a2[k + 3]
-        a30, a31, a32, a33 = a3[k], a3[k + 1], a3[k + 2], a3[k + 3]
-        at = p + k * width
-        row0, row1 = matrix[at : at + c], matrix[at + width : at + width + c]
-        row2, row3 = matrix[at + 2 * width : at + 2 * width + c], matrix[at + 3 * width : at + 3 * width + c]
-        for j in range(c):
-            p0, p1, p2, p3 = row0[j], row1[j], row2[j], row3[j]
-            out0[j] += a00 * p0 + a01 * p1 + a02 * p2 + a03 * p3
-            out1[j] += a10 * p0 + a11 * p1 + a12 * p2 + a13 * p3
-            out2[j] += a20 * p0 + a21 * p1 + a22 * p2 + a23 * p3
-            out3[j] += a30 * p0 + a31 * p1 + a32 * p2 + a33 * p3
-        k += 4
-    while k < c:
-        a00, a10, a20, a30 = a0[k], a1[k], a2[k], a3[k]
-        at = p + k * width
-        row0 = matrix[at : at + c]
-        for j in range(c):
-            p0 = row0[j]
-            out0[j] += a00 * p0
-            out1[j] += a10 * p0
-            out2[j] += a20 * p0
-            out3[j] += a30 * p0
-        k += 1
+def _four_columns(a, matrix, p, width, c, out, j, n, rest):
+    """The columns of two vectors from the j-th on, with `n` and `rest` entries at most."""
+    apart, zero, at = len(a) // 4, everywhere(out, 0.0), p + j
+    s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zero
+    for k in range(c):
+        left, right = load(matrix, at, n, 0.0), load(matrix, at + LANES, rest, 0.0)
+        a0, a1, a2, a3 = entry(a, k), entry(a, k + apart), entry(a, k + 2 * apart), entry(a, k + 3 * apart)
+        s00, s01, s10, s11 = s00 + a0 * left, s01 + a0 * right, s10 + a1 * left, s11 + a1 * right
+        s20, s21, s30, s31 = s20 + a2 * left, s21 + a2 * right, s30 + a3 * left, s31 + a3 * right
+        at += width
+    store(out, j, LANES, s00)
+    store(out, j + LANES, LANES, s01)
+    store(out, apart + j, LANES, s10)
+    store(out, apart + j + LANES, LANES, s11)
+    store(out, 2 * apart + j, LANES, s20)
+    store(out, 2 * apart + j + LANES, LANES, s21)
+    store(out, 3 * apart + j, LANES, s30)
+    store(out, 3 * apart + j + LANES, LANES, s31)
 
 
 @_inlined
@@ -293,7 +255,7 @@ def copy(row, r, c, out, o):
 
 
 @_inlined
-def multiply(row, r, c, factor):
-    """Multiply a row in place."""
+def scaled(row, r, c, factor, out, o):
+    """`out[o:]` = a row times a factor, both in rooms."""
     for j in range(0, c, LANES):
-        store(row, r + j, LANES, wide(load(row, r + j, c - j, 0.0)) * factor)
+        store(out, o + j, LANES, wide(load(row, r + j, LANES, 0.0)) * factor)
