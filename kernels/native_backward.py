@@ -40,6 +40,7 @@ from .native_steps import (
     room,
     row_by_rows,
     scaled,
+    turn,
 )
 from .native_vectors import borrowed
 
@@ -104,9 +105,10 @@ class _Into(NamedTuple):
 class _Rooms(NamedTuple):
     """What a walk writes besides. Of four sequences: `source` R and `ahead` B, in rooms; `emitted` (4, block, c).
 
-    `linear` and `held`: see `matrix_at`. `behind`: B of each sequence, in rooms. `turned` (g, c, c): the matrices
-    that all steps share, with states after first. What is to be counted, in rooms: `counted` R of four sequences and a
-    block of steps, or of one step of all that share its matrix, and how many `terms` a sequence has.
+    `linear` and `held`: see `matrix_at`. `behind`: B of each sequence, in rooms. `turned` (g, c, c), with states after
+    first: the matrices that all steps share, or (c, c) that of a step. What is to be counted, in rooms: `counted` R of
+    four sequences and a block of steps, or of one step of all that share its matrix; and how many `terms` a sequence
+    has.
     """
 
     source: Array
@@ -151,7 +153,9 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
                 into.x[out : out + c] = 0
     if each and m > 1:
         longest = steps
-    matrix, begin, width, taken, raw_at = rooms.turned, i * c * c, c, 0.0, 0
+    matrix, begin, width, taken, raw_at = raw, 0, c, 0.0, 0
+    # many sequences in turn are multiplied with a matrix that only one step has
+    turning, first = not one and block == 1, q == max(low, i * m)
     last = longest - 1
     if rows == 1 and narrow_back(chain, rooms, into):
         last = ordinary_steps_back(last, start, q, low, chain, rooms, messages, weight, into)
@@ -179,12 +183,15 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
             raw_at = (step - 1) * chain.step + i * chain.set
             matrix, begin, width = matrix_at(raw, raw_at, chain.row, chain.column, c, chain.log, linear, held)
             taken = held[2]
+            if turning and first:
+                turn(matrix, begin, width, c, rooms.turned, 0)
+        if not (one or turning):
             for row in range(rows):
                 row_by_rows(source, row * apart, matrix, begin, width, c, ahead, row * apart)
         elif rows == 4:
-            four_rows(source, matrix, begin, width, c, ahead)
+            four_rows(source, rooms.turned, i * c * c if one else 0, c, c, ahead)
         else:
-            one_row(source, matrix, begin, width, c, ahead)
+            one_row(source, rooms.turned, i * c * c if one else 0, c, c, ahead)
         for row in range(rows):
             p, here = q + row, row * block + t if shared else row if block > 1 else r + row
             some = weight[p] != 0 and step < ends[p]
@@ -208,15 +215,13 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
                 else:
                     from_linear(into.bulk, gradient, messages[before + q * c + k], counted, 0, *place)
     if shared:
-        first = 1 if start == 0 else 0
+        begun = 1 if start == 0 else 0
         for row in range(rows):
             p = q + row
-            terms[row] = min(last + 1, ends[p] - start) - first if weight[p] != 0 else 0
-        before = (start + first - 1) * size + q * c
-        count_transitions(
-            rows, terms, messages, before, c, size, counted, first * apart, block * apart, apart, c, True, into.counts,
-            i * c * c,
-        )  # fmt: skip
+            terms[row] = min(last + 1, ends[p] - start) - begun if weight[p] != 0 else 0
+        before = (start + begun - 1) * size + q * c
+        place = messages, before, c, size, counted, begun * apart, block * apart, apart
+        count_transitions(rows, terms, *place, c, True, into.counts, i * c * c)
     if each and m == 1:
         for step in range(max(start, start + longest, 1), start + steps):
             out = (step - 1) * into.step + i * into.set
@@ -249,15 +254,13 @@ def _backward(
         linear=np.empty(0 if one else c * c, none.dtype),
         held=np.full(4, -1.0),
         behind=np.empty((high - low) * room(c)),
-        turned=np.empty(len(chain.matrix), none.dtype),
+        turned=np.empty(len(chain.matrix) if one else c * c, none.dtype),
         counted=np.zeros(max(4 * block, m) * room(c), none.dtype),
         terms=np.zeros(max(4, m), np.int64),
     )
     round_matrices(chain, low, high, 0)
     for i in sets:
-        for k in range(c):
-            for j in range(c):
-                rooms.turned[(i * c + j) * c + k] = chain.matrix[(i * c + k) * c + j]
+        turn(chain.matrix, i * c * c, c, c, rooms.turned, i * c * c)
     into = _Into(
         x=at(into_x_at, MANY, none) if into_x_at else none,
         x_step=strides[0],

@@ -33,8 +33,8 @@ _FLUSH_32 = FLUSH[torch.float32]
 # entries of emissions
 _BLOCK = 512
 
-# from so many states, and members that share a matrix, on products are left to the BLAS
-_WIDE = 96, 16
+# from so many states, and members that share a matrix, on a chain's gradients are left to the BLAS
+_WIDE = 64, 96
 
 # by step, float64's emissions may run so far (17 nats) above the states that can be reached
 _SHALLOW = {torch.float32: 0.0, torch.float64: 2.0**-24}
@@ -78,7 +78,7 @@ class Walked(NamedTuple):
 
 
 def wide(chain: Chain) -> bool:
-    """Whether torch's products are faster than a loop, and so `sum_product`."""
+    """Whether torch's products give gradients faster than loops, and so `sum_product`; the forward pass alone never."""
     return chain.c >= _WIDE[0] and chain.m >= _WIDE[1]
 
 

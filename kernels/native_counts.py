@@ -12,7 +12,9 @@ _inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
 
 @_inlined
-def count_transitions(rows, terms, messages, m, message_row, message_term, source, s, source_row, source_term, c, add, counts, at):
+def count_transitions(
+    rows, terms, messages, m, message_row, message_term, source, s, source_row, source_term, c, add, counts, at
+):
     """`counts[at:]` (c, c) = the messages, transposed, times the sources, or more by that much.
 
     Both are (rows, terms, c), from `m` and `s` on, with strides for rows and terms; `terms` has those of each row.

@@ -11,7 +11,22 @@ import numpy as np
 
 from .native_dither import jitter
 from .native_exp import bits, exp_for, from_bits
-from .native_vectors import LANES, entry, everywhere, flushed, larger, largest, least, load, smaller, store, total, where, wide
+from .native_vectors import (
+    LANES,
+    entry,
+    everywhere,
+    flushed,
+    larger,
+    largest,
+    least,
+    load,
+    smaller,
+    store,
+    total,
+    turned,
+    where,
+    wide,
+)
 
 _inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
@@ -78,6 +93,39 @@ def one_row(a, matrix, p, width, c, out):
             k, at = k + 1, at + width
         store(out, j, LANES, (s0 + t0) + (u0 + v0))
         store(out, j + LANES, LANES, (s1 + t1) + (u1 + v1))
+
+
+@_inlined
+def turn(matrix, p, width, c, out, o):
+    """`out[o:]` (c, c) = the transpose of the matrix that begins at `p`, with rows `width` apart."""
+    for k in range(0, c, LANES):
+        for j in range(0, c, LANES):
+            at, n = p + k * width + j, c - j
+            row0, row1 = load(matrix, at, n, 0.0), load(matrix, at + width, n if k + 1 < c else 0, 0.0)
+            at, left = at + 2 * width, c - k
+            row2, row3 = (
+                load(matrix, at, n if left > 2 else 0, 0.0),
+                load(matrix, at + width, n if left > 3 else 0, 0.0),
+            )
+            at += 2 * width
+            row4, row5 = (
+                load(matrix, at, n if left > 4 else 0, 0.0),
+                load(matrix, at + width, n if left > 5 else 0, 0.0),
+            )
+            at += 2 * width
+            row6, row7 = (
+                load(matrix, at, n if left > 6 else 0, 0.0),
+                load(matrix, at + width, n if left > 7 else 0, 0.0),
+            )
+            columns, into = turned((row0, row1, row2, row3, row4, row5, row6, row7)), o + j * c + k
+            store(out, into, left, columns[0])
+            store(out, into + c, left if n > 1 else 0, columns[1])
+            store(out, into + 2 * c, left if n > 2 else 0, columns[2])
+            store(out, into + 3 * c, left if n > 3 else 0, columns[3])
+            store(out, into + 4 * c, left if n > 4 else 0, columns[4])
+            store(out, into + 5 * c, left if n > 5 else 0, columns[5])
+            store(out, into + 6 * c, left if n > 6 else 0, columns[6])
+            store(out, into + 7 * c, left if n > 7 else 0, columns[7])
 
 
 @_inlined

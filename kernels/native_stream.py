@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .chain import Chain
 from .native import spread
-from .native_chain import Array, address, empty, grid, limits_of, ranges, sizes_of, wide
+from .native_chain import Array, address, empty, grid, limits_of, ranges, sizes_of
 from .native_forward import walk
 
 
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
         """
         v, g, m, c, dtype = chain.v, chain.g, chain.m, chain.c, chain.dtype
         plain = chain.x.dtype == chain.bulk.dtype == dtype and (posteriors is None or posteriors.dtype == dtype)
-        if not plain or wide(chain) or (chain.x.stride(-1) != 1 and c > 1):
+        if not plain or (chain.x.stride(-1) != 1 and c > 1):
             return None
         try:
             x, bulk, p0 = grid(chain)

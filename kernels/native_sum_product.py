@@ -1,4 +1,4 @@
-"""`kernels.sum_product` with the linear recursion that numba compiles, but for wide chains, which are the BLAS's.
+"""`kernels.sum_product` with the linear recursion that numba compiles, but for the gradients of wide chains.
 
 What is redone is redone by `native_log_chain`, in either case.
 """
@@ -14,7 +14,7 @@ from .native_chain import wide
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels.sum_product`; of the scales, only the sum of the last message is not 1."""
-    if wide(chain):
+    if keep and wide(chain):
         return sum_product.forward(chain, keep=keep, steps=steps, exact=native_log_chain)
     g, m, c = chain.g, chain.m, chain.c
     slots = chain.kept(steps) if keep else chain.new(min(chain.v, 2), g, m, c)
