@@ -22,6 +22,9 @@ _CAREFUL_BLOCK = 2**14
 # a matrix whose largest entry lies within these is used as it is
 _NEAR_ONE = (2.0**-16, 2.0**16)
 
+# steps of which errors that are equal add up to less than the contract has room for
+_SHORT = 1024
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -123,10 +126,13 @@ class Emissions:
     `p0` forbids do not count. A block is valid, and may be overwritten by the caller, until the next one is asked for.
     """
 
-    def __init__(self, chain: Chain, *, careful: bool) -> None:
+    def __init__(self, chain: Chain, *, careful: bool, part: bool = False) -> None:
+        """`part`: of a longer chain."""
         self._chain = chain
         self.blocks = chain.blocks(_CAREFUL_BLOCK if careful else _BLOCK)
-        self.shift = chain.new(chain.v, chain.g, chain.m, 1)
+        # differences from a float32 shift lie on a coarse grid, and are rounded much alike; float64 takes its time
+        exact = torch.float64 if part or chain.number + chain.v > _SHORT else chain.dtype
+        self.shift = torch.empty(chain.v, chain.g, chain.m, 1, dtype=exact, device=chain.x.device)
         shape = (self.blocks[0][1], *chain.lead, chain.c)
         wide = torch.float64 if careful else chain.dtype
         self._weights = chain.new(*shape)
@@ -136,7 +142,7 @@ class Emissions:
         numbers = torch.arange(chain.number, chain.number + chain.v, device=chain.x.device)
         # of one state nothing is rounded
         numbers = numbers if chain.c > 1 else torch.zeros_like(numbers)
-        self._jitter = jitter(numbers).to(chain.dtype).view(-1, *(1,) * (chain.x.dim() - 1))
+        self._jitter = jitter(numbers).to(exact).view(-1, *(1,) * (chain.x.dim() - 1))
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """The weights of the steps from `start` to before `stop`."""

@@ -63,7 +63,8 @@ def products(chain: Chain, first: Tensor) -> Products | None:
         scales.total[0].view(g, m, c).masked_fill_(chain.ended[0], 0.0)
     # a matrix that all steps share is rounded anew so often, for as many chains: segments have few steps
     often = 32 if matrices.homogeneous else 1
-    emissions, lost = Emissions(chain, careful=not period), torch.empty((), dtype=torch.bool, device=first.device)
+    emissions = Emissions(chain, careful=not period, part=True)
+    lost = torch.empty((), dtype=torch.bool, device=first.device)
     for start, stop in emissions.blocks:
         block = emissions(start, stop)
         for step in range(start, stop):

@@ -9,7 +9,7 @@ import torch
 
 import logchain
 from logchain import _chain_operators, _device, _frames
-from logchain.kernels import native_chain, native_exp, native_forward
+from logchain.kernels import native_chain, native_exp, native_forward, sum_product
 from tests.contract import assert_contract
 from tests.families import FAMILIES, Chain
 
@@ -75,10 +75,15 @@ def test_torch_keeps_the_contract_alone(name, each, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["dense", "left_to_right", "detour"])
-def test_wide_products_are_torchs(name, monkeypatch):
+def test_gradients_of_wide_chains_are_torchs(name, monkeypatch):
     monkeypatch.setattr(native_chain, "_WIDE", (1, 1))
-    monkeypatch.setattr(native_forward, "forward", None)
-    assert_contract(FAMILIES[name](dtype=torch.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr(native_forward, "forward", None)
+        assert_contract(FAMILIES[name](dtype=torch.float32))
+    # what is not to be differentiated is the loop's
+    monkeypatch.setattr(sum_product, "forward", None)
+    x, bulk, p0, _ = FAMILIES[name](dtype=torch.float32)
+    logchain.product(x, bulk, p0)
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
@@ -113,7 +118,7 @@ def test_small_chains_have_a_frame():
     assert frame_of(x, bulk.expand(1, 2, 1, 4, 4), p0) is None, "its sets lie across"
     assert frame_of(x.half(), bulk, p0) is None
     assert frame_of(torch.zeros(100, 1, 1000, 40), torch.ones(1, 1, 1, 40, 40), torch.ones(40)) is not None
-    assert frame_of(torch.zeros(16, 1, 4, 96), torch.ones(1, 1, 1, 96, 96), torch.ones(96)) is None, "it is wide"
+    assert frame_of(torch.zeros(96, 1, 4, 64), torch.ones(1, 1, 1, 64, 64), torch.ones(64)) is None, "it is wide"
 
 
 def test_far_weights_are_left_to_the_whole_path():
