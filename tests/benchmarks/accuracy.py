@@ -29,6 +29,8 @@ def cases() -> dict[str, Chain]:
     dense = draw(Workload(4, 64, 16, ONE))
     alive = (torch.arange(16) % 5 > 0)[:, None]
     long = draw(Workload(1, 4096, 8, ONE))
+    equal = draw(Workload(1, 10_000, 16, ONE))
+    stays = (1 - 1e-6) * torch.eye(16) + 1e-6 / 16
     wide = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)).mul(-60).exp()
     return {
         "dense": dense,
@@ -39,6 +41,8 @@ def cases() -> dict[str, Chain]:
         "dead rows": dense._replace(bulk=dense.bulk * alive),
         "log Z near 500,000": long._replace(x=long.x + 500_000 / 4096),
         "transitions from exp(-60) to 1": dense._replace(bulk=wide),
+        "10,000 equal steps": equal._replace(x=torch.zeros_like(equal.x)),
+        "states that stay, 10,000 steps": equal._replace(x=equal.x / 100, bulk=stays[None, None]),
     }
 
 
