@@ -41,8 +41,9 @@ from .native_steps import (
     row_by_rows,
     scaled,
     turn,
+    without_diagonal,
 )
-from .native_vectors import borrowed
+from .native_vectors import LANES, borrowed
 
 
 def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, grad_bulk: Tensor | None) -> Tensor:
@@ -106,9 +107,9 @@ class _Rooms(NamedTuple):
     """What a walk writes besides. Of four sequences: `source` R and `ahead` B, in rooms; `emitted` (4, block, c).
 
     `linear` and `held`: see `matrix_at`. `behind`: B of each sequence, in rooms. `turned` (g, c, c), with states after
-    first: the matrices that all steps share, or (c, c) that of a step. What is to be counted, in rooms: `counted` R of
-    four sequences and a block of steps, or of one step of all that share its matrix; and how many `terms` a sequence
-    has.
+    first, and apart from it the `diagonal` (g, c), in rooms: of the matrices that all steps share, or of one that a
+    step has. What is to be counted, in rooms: `counted` R of four sequences and a block of steps, or of one step of all
+    that share its matrix; and how many `terms` a sequence has.
     """
 
     source: Array
@@ -119,6 +120,7 @@ class _Rooms(NamedTuple):
     held: Array
     behind: Array
     turned: Array
+    diagonal: Array
     counted: Array
     terms: Array
 
@@ -185,13 +187,15 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
             taken = held[2]
             if turning and first:
                 turn(matrix, begin, width, c, rooms.turned, 0)
+                without_diagonal(rooms.turned, 0, c, rooms.turned, 0, rooms.diagonal, 0)
+        which = i if one else 0
         if not (one or turning):
             for row in range(rows):
                 row_by_rows(source, row * apart, matrix, begin, width, c, ahead, row * apart)
         elif rows == 4:
-            four_rows(source, rooms.turned, i * c * c if one else 0, c, c, ahead)
+            four_rows(source, rooms.turned, which * c * c, c, c, rooms.diagonal, which * apart, ahead)
         else:
-            one_row(source, rooms.turned, i * c * c if one else 0, c, c, ahead)
+            one_row(source, rooms.turned, which * c * c, c, c, rooms.diagonal, which * apart, ahead)
         for row in range(rows):
             p, here = q + row, row * block + t if shared else row if block > 1 else r + row
             some = weight[p] != 0 and step < ends[p]
@@ -255,12 +259,15 @@ def _backward(
         held=np.full(4, -1.0),
         behind=np.empty((high - low) * room(c)),
         turned=np.empty(len(chain.matrix) if one else c * c, none.dtype),
+        diagonal=np.zeros((g if one else 1) * room(c), none.dtype),
         counted=np.zeros(max(4 * block, m) * room(c), none.dtype),
         terms=np.zeros(max(4, m), np.int64),
     )
     round_matrices(chain, low, high, 0)
     for i in sets:
         turn(chain.matrix, i * c * c, c, c, rooms.turned, i * c * c)
+        if c > LANES:  # few states are walked with the whole matrix
+            without_diagonal(rooms.turned, i * c * c, c, rooms.turned, i * c * c, rooms.diagonal, i * room(c))
     into = _Into(
         x=at(into_x_at, MANY, none) if into_x_at else none,
         x_step=strides[0],

@@ -43,7 +43,19 @@ from .native_exp import LN2
 from .native_filter import continued, logarithm, shares
 from .native_narrow import beyond_reach, narrow, ordinary_steps
 from .native_reach import enters
-from .native_steps import copy, emissions, emissions_reached, ending, four_rows, one_row, room, settle, unit, weigh
+from .native_steps import (
+    copy,
+    emissions,
+    emissions_reached,
+    ending,
+    four_rows,
+    one_row,
+    room,
+    settle,
+    unit,
+    weigh,
+    without_diagonal,
+)
 from .native_summation import added
 from .native_vectors import borrowed
 
@@ -85,6 +97,7 @@ class _Rooms(NamedTuple):
     step: `sums` U and `state` S, four rooms each, and `linear` (c, c), with `held` as in `matrix_at`. Of each
     sequence: its `powers` of two so far, the next factor, and its exponent; the `rest` at its end; what is known to be
     `reach`-able at the step `reached`, first of any sequence of some, then of this one. `beyond`: see `native_narrow`.
+    `others` (g, c, c) and `diagonal` (g, c), in rooms: the matrices that all steps share, in two parts; else zeros.
     """
 
     sums: Array
@@ -101,6 +114,8 @@ class _Rooms(NamedTuple):
     reach: Array
     reached: Array
     beyond: Array
+    others: Array
+    diagonal: Array
 
 
 @numba.njit(fastmath={"contract"}, forceinline=True)
@@ -147,7 +162,8 @@ def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
                 shifts[here] += np.log(z)
             if len(posteriors):
                 shares(state, row * apart, c, posteriors, i * out.set + (r + row) * out.member)
-    source, begin, width, most = chain.matrix, i * c * c, c, chain.top[i] if one else 1.0
+    source, begin, width, most = rooms.others, i * c * c, c, chain.top[i] if one else 1.0
+    diagonal = i * apart if one else 0
     begun = 1 if start == 0 else 0
     if rows == 1 and narrow(chain):
         # the last message's logarithm is taken from what the loop for any chain leaves
@@ -159,9 +175,9 @@ def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
             source, begin, width = matrix_at(chain.raw, begin, chain.row, chain.column, c, chain.log, linear, held)
             rooms.taken[t], most = held[2], held[3]
         if rows == 4:
-            four_rows(state, source, begin, width, c, sums)
+            four_rows(state, source, begin, width, c, rooms.diagonal, diagonal, sums)
         else:
-            one_row(state, source, begin, width, c, sums)
+            one_row(state, source, begin, width, c, rooms.diagonal, diagonal, sums)
         threshold = trusted * (most if most > 1 else 1.0)
         for row in range(rows):
             p, sum_, here = q + row, row * apart, row * block + t
@@ -230,13 +246,15 @@ def _forward(
     over_steps, over_sets, over_members = (sizes[16], sizes[17], sizes[18]) if posteriors_at else (0, 0, 0)
     out = _Out(messages, slots, lossy, posteriors, over_steps, over_sets, over_members, last)
     block, total, lost, zeros = block_of(chain), np.zeros(some), np.zeros(some), np.zeros(some, np.int64)
+    # numba wants no choice within so long a call
+    own, sets = (0, chain.g) if one else (c * c, 1)
     rooms = _Rooms(
         sums=np.empty(4 * room(c), none.dtype),
         state=np.zeros(4 * room(c), none.dtype),
         shifts=np.empty(4 * block),
         taken=np.zeros(block),
         emitted=np.empty(4 * block * c),
-        linear=np.empty(0 if one else c * c, none.dtype),
+        linear=np.empty(own, none.dtype),
         held=np.full(4, -1.0),
         powers=zeros,
         factors=np.ones(some),
@@ -245,10 +263,14 @@ def _forward(
         reach=np.empty(2 * some * c, np.bool_),
         reached=np.full(2 * some, -1),
         beyond=beyond_reach(chain),
+        others=np.empty(len(chain.matrix), none.dtype),
+        diagonal=np.zeros(sets * room(c), none.dtype),
     )
     for start in range(0, v, block):
         if start == 0 or (number + start) // ROUNDED_ANEW != (number + start - block) // ROUNDED_ANEW:
             round_matrices(chain, low, high, number + start)
+            for i in range(low // m, (high - 1) // m + 1 if one else 0):
+                without_diagonal(chain.matrix, i * c * c, c, rooms.others, i * c * c, rooms.diagonal, i * room(c))
         q = low
         while q < high:
             rows = 4 if q % m + 4 <= m and q + 4 <= high and not narrow(chain) else 1

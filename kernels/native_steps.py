@@ -41,18 +41,30 @@ def room(c):
 
 
 @_inlined
-def four_rows(a, matrix, p, width, c, out):
-    """`out` (4, c) = `a` (4, c) times the matrix (c, c) that begins at `p`, with rows `width` apart; both are rooms."""
-    j = 0
-    while j + 2 * LANES <= c:
-        _four_columns(a, matrix, p, width, c, out, j, LANES, LANES)
-        j += 2 * LANES
-    if j < c:
-        _four_columns(a, matrix, p, width, c, out, j, c - j, c - j - LANES)
+def without_diagonal(matrix, p, c, others, o, diagonal, d):
+    """A matrix (c, c) that begins at `p` as its `diagonal[d:]`, a room, and what is beside it, `others[o:]`."""
+    for k in range(c):
+        copy(matrix, p + k * c, c, others, o + k * c)
+        diagonal[d + k], others[o + k * c + k] = matrix[p + k * c + k], 0.0
 
 
 @_inlined
-def _four_columns(a, matrix, p, width, c, out, j, n, rest):
+def four_rows(a, matrix, p, width, c, diagonal, d, out):
+    """`out` (4, c) = `a` (4, c) times the matrix (c, c) that begins at `p`, with rows `width` apart; both are rooms.
+
+    And times a diagonal, a room, which comes last: states tend to stay, and behind a large term small ones would be
+    lost, all of them and in each step. Last, in one operation with its sum, it leaves them to the rounding.
+    """
+    j = 0
+    while j + 2 * LANES <= c:
+        _four_columns(a, matrix, p, width, c, diagonal, d, out, j, LANES, LANES)
+        j += 2 * LANES
+    if j < c:
+        _four_columns(a, matrix, p, width, c, diagonal, d, out, j, c - j, c - j - LANES)
+
+
+@_inlined
+def _four_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest):
     """The columns of two vectors from the j-th on, with `n` and `rest` entries at most."""
     apart, zero, at = len(a) // 4, everywhere(out, 0.0), p + j
     s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zero
@@ -62,18 +74,22 @@ def _four_columns(a, matrix, p, width, c, out, j, n, rest):
         s00, s01, s10, s11 = s00 + a0 * left, s01 + a0 * right, s10 + a1 * left, s11 + a1 * right
         s20, s21, s30, s31 = s20 + a2 * left, s21 + a2 * right, s30 + a3 * left, s31 + a3 * right
         at += width
-    store(out, j, LANES, s00)
-    store(out, j + LANES, LANES, s01)
-    store(out, apart + j, LANES, s10)
-    store(out, apart + j + LANES, LANES, s11)
-    store(out, 2 * apart + j, LANES, s20)
-    store(out, 2 * apart + j + LANES, LANES, s21)
-    store(out, 3 * apart + j, LANES, s30)
-    store(out, 3 * apart + j + LANES, LANES, s31)
+    left, right = load(diagonal, d + j, LANES, 0.0), load(diagonal, d + j + LANES, LANES, 0.0)
+    _last(a, 0, left, right, s00, s01, out, j)
+    _last(a, apart, left, right, s10, s11, out, j)
+    _last(a, 2 * apart, left, right, s20, s21, out, j)
+    _last(a, 3 * apart, left, right, s30, s31, out, j)
 
 
 @_inlined
-def one_row(a, matrix, p, width, c, out):
+def _last(a, row, left, right, s0, s1, out, j):
+    """Two vectors of a row of `out`: sums, and a diagonal's share."""
+    store(out, row + j, LANES, s0 + load(a, row + j, LANES, 0.0) * left)
+    store(out, row + j + LANES, LANES, s1 + load(a, row + j + LANES, LANES, 0.0) * right)
+
+
+@_inlined
+def one_row(a, matrix, p, width, c, diagonal, d, out):
     """The same for one row."""
     zero = everywhere(out, 0.0)
     for j in range(0, c, 2 * LANES):
@@ -91,8 +107,8 @@ def one_row(a, matrix, p, width, c, out):
             x = a[k]
             s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
             k, at = k + 1, at + width
-        store(out, j, LANES, (s0 + t0) + (u0 + v0))
-        store(out, j + LANES, LANES, (s1 + t1) + (u1 + v1))
+        left, right = load(diagonal, d + j, LANES, 0.0), load(diagonal, d + j + LANES, LANES, 0.0)
+        _last(a, 0, left, right, (s0 + t0) + (u0 + v0), (s1 + t1) + (u1 + v1), out, j)
 
 
 @_inlined

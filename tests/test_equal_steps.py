@@ -129,3 +129,21 @@ def test_stream(numba, log, size, monkeypatch):
     for _ in range(v // size):
         stream.update(piece)
     steps.check(stream.log_norm, v // size * size)
+
+
+@pytest.mark.parametrize("n", [1, 6])
+@pytest.mark.parametrize("c", [5, 16, 40])
+def test_states_that_stay(c, n):
+    """Small terms are not lost behind a large one, in each step the same way."""
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(1)
+    bulk = ((1 - 1e-6) * torch.eye(c, dtype=torch.float64) + 1e-6 / c).float()
+    x, p0 = 0.01 * torch.randn(20_000, c, generator=generator), torch.full((c,), 1.0 / c)
+    message, expected = p0.double().numpy() * np.exp(x[0].double().numpy()), 0.0
+    for emission in x[1:].double().exp().numpy():
+        message = message @ bulk.double().numpy() * emission
+        expected += np.log(message.sum())
+        message /= message.sum()
+    expected += np.log(message.sum())
+    found = logchain.product(x.expand(n, 20_000, c), bulk[None], p0, strategy="sequential", out_dtype=torch.float64)
+    assert np.abs(found.numpy() - expected).max() <= np.spacing(np.float32(abs(expected))) + 2.0**-20 * 20_000**0.5
