@@ -109,7 +109,7 @@ def asleep(folder, todo, processes):
     """In a process of its own: gradients are never ready."""
     with (
         mock.patch.object(peers, "every", lambda: providers(asleep=[GRADIENTS])),
-        mock.patch.object(peers_gpu, "_STUCK", (2.0, 2.0)),
+        mock.patch.object(peers_gpu, "_STUCK", (5.0, 5.0)),
     ):
         yield from peers_gpu.times(True, folder, [], 200.0, time.monotonic() + 300, todo, processes)
 
