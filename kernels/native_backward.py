@@ -107,9 +107,9 @@ class _Rooms(NamedTuple):
     """What a walk writes besides. Of four sequences: `source` R and `ahead` B, in rooms; `emitted` (4, block, c).
 
     `linear` and `held`: see `matrix_at`. `behind`: B of each sequence, in rooms. `turned` (g, c, c), with states after
-    first, and apart from it the `diagonal` (g, c), in rooms: of the matrices that all steps share, or of one that a
-    step has. What is to be counted, in rooms: `counted` R of four sequences and a block of steps, or of one step of all
-    that share its matrix; and how many `terms` a sequence has.
+    first, and apart from it the `diagonal` (g, c), in rooms: of the matrices that all steps share, or of the `last`
+    one, which begins there. What is to be counted, in rooms: `counted` R of four sequences and a block of steps, or of
+    one step of all that share its matrix; and how many `terms` a sequence has.
     """
 
     source: Array
@@ -120,6 +120,7 @@ class _Rooms(NamedTuple):
     held: Array
     behind: Array
     turned: Array
+    last: Array
     diagonal: Array
     counted: Array
     terms: Array
@@ -156,8 +157,8 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
     if each and m > 1:
         longest = steps
     matrix, begin, width, taken, raw_at = raw, 0, c, 0.0, 0
-    # many sequences in turn are multiplied with a matrix that only one step has
-    turning, first = not one and block == 1, q == max(low, i * m)
+    # many sequences, group after group, are multiplied with a matrix that only one step has
+    turning = not one and block == 1
     last = longest - 1
     if rows == 1 and narrow_back(chain, rooms, into):
         last = ordinary_steps_back(last, start, q, low, chain, rooms, messages, weight, into)
@@ -185,7 +186,8 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
             raw_at = (step - 1) * chain.step + i * chain.set
             matrix, begin, width = matrix_at(raw, raw_at, chain.row, chain.column, c, chain.log, linear, held)
             taken = held[2]
-            if turning and first:
+            if turning and rooms.last[0] != raw_at:
+                rooms.last[0] = raw_at
                 turn(matrix, begin, width, c, rooms.turned, 0)
                 without_diagonal(rooms.turned, 0, c, rooms.turned, 0, rooms.diagonal, 0)
         which = i if one else 0
@@ -259,6 +261,7 @@ def _backward(
         held=np.full(4, -1.0),
         behind=np.empty((high - low) * room(c)),
         turned=np.empty(len(chain.matrix) if one else c * c, none.dtype),
+        last=np.full(1, -1),
         diagonal=np.zeros((g if one else 1) * room(c), none.dtype),
         counted=np.zeros(max(4 * block, m) * room(c), none.dtype),
         terms=np.zeros(max(4, m), np.int64),

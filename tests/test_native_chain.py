@@ -182,3 +182,22 @@ def test_few_states_keep_the_contract_where_steps_are_not_ordinary(c, steps, dty
         bulk[..., 300:500, :, :] *= 2.0**40
         bulk[..., 200, :, :] *= 2.0**-30
     assert_contract(Chain(x, bulk, torch.rand(c, generator=generator, dtype=dtype), False))
+
+
+@pytest.mark.parametrize("skipped", ["ended", "unweighted"])
+def test_a_steps_matrix_is_turned_for_those_that_come_later(skipped):
+    """Sequences are walked in groups; that the first one is done must not leave the others with another matrix."""
+    chain = FAMILIES["dense"](torch.float32, n=9, t=1, v=5, c=12)
+    lengths = torch.tensor([2] * 4 + [5] * 5)[:, None] if skipped == "ended" else None
+    weight = torch.ones(9, 1)
+    if skipped == "unweighted":
+        weight[:4] = 0
+    assert chain.bulk.shape == (1, 1, 4, 12, 12)
+
+    def gradient(rows):
+        x, some = chain.x[rows].requires_grad_(), None if lengths is None else lengths[rows]
+        value = logchain.product(x, chain.bulk, chain.p0, lengths=some, strategy="sequential")
+        return torch.autograd.grad(value, x, weight[rows])[0]
+
+    alone = [gradient(slice(i, i + 1)) for i in range(9)]
+    torch.testing.assert_close(gradient(slice(None)), torch.cat(alone), rtol=0, atol=1e-5)
