@@ -206,6 +206,7 @@ def test_a_repetition_that_is_impossible_is_never_drawn(kind):
 )
 def test_families_of_inputs(kind, options, data):
     circuit = made(kind, 3, **options)
+    circuit.input.reset_parameters(torch.Generator().manual_seed(0))
     log_prob = circuit.log_prob(data)
     assert log_prob.shape == (2,) and log_prob.isfinite().all()
     observed = torch.tensor([[True, False, True], [False, True, True]])
@@ -214,7 +215,9 @@ def test_families_of_inputs(kind, options, data):
     known = observed.view(2, 3, *[1] * (data.dim() - 2)) & ~data.isnan()
     assert (again == data)[:, known.expand(data.shape)].all()
     completed, other = circuit.mpe(data, observed), circuit.mpe(torch.where(known, data, again[0]))
-    assert (completed.log_prob >= other.log_prob).all()
+    # completions that are the same are summed in another order: each is within the contract
+    bound = 2 * (torch.finfo(torch.float32).eps * other.log_prob.abs() + 2.0**-20 * 3**0.5)
+    assert (completed.log_prob >= other.log_prob - bound).all()
     assert circuit.sample(4).shape == (4, *data.shape[1:])
     if isinstance(circuit.input, nn.Gaussian | nn.Poisson):
         with pytest.raises(TypeError, match=r"^input: expected a family with finitely many values, got (Gauss|Poiss)"):
