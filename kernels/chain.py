@@ -140,9 +140,7 @@ class Emissions:
         self._exact = self._weights if wide == chain.dtype else torch.empty_like(self._scratch)
         self._top = torch.empty(*shape[:-1], 1, dtype=chain.x.dtype, device=chain.x.device)
         numbers = torch.arange(chain.number, chain.number + chain.v, device=chain.x.device)
-        # of one state nothing is rounded
-        numbers = numbers if chain.c > 1 else torch.zeros_like(numbers)
-        self._jitter = jitter(numbers).to(exact).view(-1, *(1,) * (chain.x.dim() - 1))
+        self._jitter = jitter(numbers, chain.c).to(exact).view(-1, *(1,) * (chain.x.dim() - 1))
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """The weights of the steps from `start` to before `stop`."""
@@ -171,14 +169,16 @@ class Matrices:
     call.
     """
 
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
+    def __init__(self, chain: Chain, *, anew: int = ROUNDED_ANEW) -> None:
+        """`anew`: for how many steps one matrix that all share is rounded once."""
+        self._chain, self._anew = chain, anew
         self._buffer: Tensor | None = None
         self._zeros: Tensor | None = None
         self._held = self._gathered = -1
         self.low = self.high = 1.0  # bounds of the scaled entries
         self._scale = 1.0
         self._shift: Tensor | None = None
+        self._varying = False
         bulk = chain.bulk
         if bulk.numel() == 0:
             return
@@ -186,6 +186,8 @@ class Matrices:
         if chain.log_params:
             top = bulk.amax((-2, -1), keepdim=True).to(chain.dtype)
             self._shift = finite(top)
+            # exponentials that all steps share, and that are no float32
+            self._varying = self.homogeneous and chain.dtype == torch.float32
             bottom = bulk.amin((-2, -1), keepdim=True).to(chain.dtype)
             self.low = math.exp((bottom - self._shift).amin().item())
         else:
@@ -234,10 +236,10 @@ class Matrices:
 
     def __call__(self, step: int) -> Tensor:
         """The scaled matrix that leads into `step`."""
+        if self._varying:
+            return self._rounded((self._chain.number + step) // self._anew)
         chain, index = self._chain, 0 if self.homogeneous else step - 1
         raw = self.raw(step)
-        if self._varying:
-            return self._rounded((chain.number + step) // ROUNDED_ANEW)
         if self._shift is None and self._scale == 1.0 and raw.dtype == chain.dtype:
             return raw
         if self._buffer is None:
@@ -251,11 +253,6 @@ class Matrices:
             else:
                 exp_careful(raw, self._shift[index].reshape(chain.g, 1, 1), self._buffer, *self._wide)
         return self._buffer
-
-    @property
-    def _varying(self) -> bool:
-        """Whether a matrix that all steps share is not a float32."""
-        return self._shift is not None and self.homogeneous and self._chain.dtype == torch.float32
 
     def _rounded(self, block: int) -> Tensor:
         """The exponentials that all steps share, as a block of steps has them (`kernels.dither`)."""

@@ -6,16 +6,18 @@ little, and so do the bits of what is left. It costs nothing, for it goes into a
 whose exact value is added up anyway.
 
 The numbers are multiples of the golden ratio less their integer part (H. Weyl's sequence), in integer arithmetic, the
-same on every device. They fill an interval more evenly than random ones.
+same on every device. They fill an interval more evenly than random ones. Of one state nothing is rounded, and its
+numbers are 0.
 """
 
+import math
 from typing import Any
 
 # the golden ratio's fractional part times 2^32 (D. E. Knuth's multiplicative hashing)
 GOLDEN = 2654435769
 
 # how far a shift is moved at most
-WIDTH = 2.0**-6
+WIDTH, OCTAVE = 2.0**-6, math.log(2)
 
 # for how many steps what all of them share is rounded once
 ROUNDED_ANEW = 128
@@ -35,6 +37,11 @@ def moved(block: Any) -> Any:
     return ((block * GOLDEN + 2**31) & 0xFFFFFFFF) >> 3
 
 
-def jitter(step: Any) -> Any:
+def jitter(step: Any, c: int) -> Any:
     """What to add to the shift of a step: in [0, 2^-6), many roundings wide, and of no weight for what underflows."""
-    return phase(step) * WIDTH
+    return phase(step) * (WIDTH if c > 1 else 0.0)
+
+
+def octave(number: Any, c: int) -> Any:
+    """The same in [0, log 2), for exponentials and sums that are wrong alike over a part of an octave."""
+    return phase(number) * (OCTAVE if c > 1 else 0.0)

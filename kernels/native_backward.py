@@ -107,9 +107,9 @@ class _Rooms(NamedTuple):
     """What a walk writes besides. Of four sequences: `source` R and `ahead` B, in rooms; `emitted` (4, block, c).
 
     `linear` and `held`: see `matrix_at`. `behind`: B of each sequence, in rooms. `turned` (g, c, c), with states after
-    first, and apart from it the `diagonal` (g, c), in rooms: of the matrices that all steps share, or of the `last`
-    one, which begins there. What is to be counted, in rooms: `counted` R of four sequences and a block of steps, or of
-    one step of all that share its matrix; and how many `terms` a sequence has.
+    first, and apart from it the `diagonal` (g, c), in rooms: of the matrices that all steps share, or of one, and
+    where that begins, `turned_at`. What is to be counted, in rooms: `counted` R of four sequences and a block of
+    steps, or of one step of all that share its matrix; and how many `terms` a sequence has.
     """
 
     source: Array
@@ -120,7 +120,7 @@ class _Rooms(NamedTuple):
     held: Array
     behind: Array
     turned: Array
-    last: Array
+    turned_at: Array
     diagonal: Array
     counted: Array
     terms: Array
@@ -186,8 +186,8 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
             raw_at = (step - 1) * chain.step + i * chain.set
             matrix, begin, width = matrix_at(raw, raw_at, chain.row, chain.column, c, chain.log, linear, held)
             taken = held[2]
-            if turning and rooms.last[0] != raw_at:
-                rooms.last[0] = raw_at
+            if turning and rooms.turned_at[0] != raw_at:
+                rooms.turned_at[0] = raw_at
                 turn(matrix, begin, width, c, rooms.turned, 0)
                 without_diagonal(rooms.turned, 0, c, rooms.turned, 0, rooms.diagonal, 0)
         which = i if one else 0
@@ -261,7 +261,7 @@ def _backward(
         held=np.full(4, -1.0),
         behind=np.empty((high - low) * room(c)),
         turned=np.empty(len(chain.matrix) if one else c * c, none.dtype),
-        last=np.full(1, -1),
+        turned_at=np.full(1, -1),
         diagonal=np.zeros((g if one else 1) * room(c), none.dtype),
         counted=np.zeros(max(4 * block, m) * room(c), none.dtype),
         terms=np.zeros(max(4, m), np.int64),

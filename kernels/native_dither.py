@@ -7,7 +7,7 @@ from . import dither
 from .native_exp import bits, from_bits
 
 _phase, _moved = numba.njit(dither.phase), numba.njit(dither.moved)
-_WIDTH = dither.WIDTH
+_WIDTH, _OCTAVE = dither.WIDTH, dither.OCTAVE
 
 # the last 29 bits are what a float64 has and a float32 has not
 _CUT = -(2**29)
@@ -15,8 +15,14 @@ _CUT = -(2**29)
 
 @numba.njit(forceinline=True)
 def jitter(step, c):
-    """See `kernels.dither`; 0 for one state, of which nothing is rounded."""
+    """See `kernels.dither`."""
     return _phase(step) * _WIDTH if c > 1 else 0.0
+
+
+@numba.njit(forceinline=True)
+def octave(number, c):
+    """See `kernels.dither`."""
+    return _phase(number) * _OCTAVE if c > 1 else 0.0
 
 
 @numba.njit

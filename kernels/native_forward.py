@@ -267,7 +267,8 @@ def _forward(
         diagonal=np.zeros(sets * room(c), none.dtype),
     )
     for start in range(0, v, block):
-        if start == 0 or (number + start) // ROUNDED_ANEW != (number + start - block) // ROUNDED_ANEW:
+        later = number + start
+        if start == 0 or len(chain.exact) > 0 and later // ROUNDED_ANEW != (later - block) // ROUNDED_ANEW:
             round_matrices(chain, low, high, number + start)
             for i in range(low // m, (high - 1) // m + 1 if one else 0):
                 without_diagonal(chain.matrix, i * c * c, c, rooms.others, i * c * c, rooms.diagonal, i * room(c))

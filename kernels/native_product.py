@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dither import phase
 from .exponentials import FLUSH, trusted_sum
 from .native import compiled, cut, spread
 from .native_chain import MANY, Array, at, empty
+from .native_dither import octave
 from .native_exp import LN2, exp
 from .native_steps import largest_of, unit
 from .native_summation import added
@@ -49,7 +49,6 @@ _AGAIN = 64
 _LOW, _HIGH = 2.0**-40, 2.0**40
 
 _inlined = numba.njit(fastmath={"contract"}, forceinline=True)
-_phase = _inlined(phase)
 
 
 def folds(whole: Tensor) -> bool:
@@ -159,8 +158,7 @@ def _linear(raw, begin, over_rows, over_columns, c, width, number, out):
     if total(off) != 0:  # NaN - NaN and inf - inf are NaN
         return np.nan
     top = largest(high)
-    if c > 1:  # one number is 1 exactly
-        top += type(top)(_phase(number) * LN2[0])
+    top += type(top)(octave(number, c))
     part = out[: c * width]
     for e in range(len(part)):
         part[e] = exp(part[e] - top)

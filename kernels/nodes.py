@@ -1,6 +1,5 @@
 """Nodes of a product tree: matrices with a scale of their own, cut into blocks of as many as fit a workspace."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .dither import phase
+from .dither import octave
 
 
 class Block(NamedTuple):
@@ -93,10 +92,10 @@ class Nodes:
 
 
 def _jitter(values: Tensor) -> NDArray[np.floating]:
-    """That of the slots of nodes (g, p, c, c); none where a node is a number, and nothing is rounded."""
+    """That of the slots of nodes (g, p, c, c)."""
     _, p, c, _ = values.shape
-    numbers = phase(np.arange(p)) * (math.log(2) if c > 1 else 0.0)
-    found: NDArray[np.floating] = numbers.astype(np.float64 if values.dtype == torch.float64 else np.float32)
+    dtype = np.float64 if values.dtype == torch.float64 else np.float32
+    found: NDArray[np.floating] = octave(np.arange(p), c).astype(dtype)
     return found
 
 

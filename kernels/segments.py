@@ -17,12 +17,15 @@ from torch import Tensor
 
 from .certificate import Certificate, least_scale, period_of
 from .chain import Chain, Emissions, Matrices
-from .dither import phase
+from .dither import ROUNDED_ANEW, phase
 from .exponentials import trusted_sum
 from .summation import exact_sum
 
 # float64 scales summed at a time
 _PIECE = 2**15
+
+# a matrix that all steps share is rounded once for so many: segments have few steps, and there are many of them
+_ANEW = ROUNDED_ANEW // 32
 
 
 class Products(NamedTuple):
@@ -45,7 +48,7 @@ def products(chain: Chain, first: Tensor) -> Products | None:
     """
     g, m, c, v = chain.g, chain.m, chain.c, chain.v
     rows = _rows(chain, first)
-    matrices, (initial, log_top) = Matrices(rows), rows.start()
+    matrices, (initial, log_top) = Matrices(rows, anew=_ANEW), rows.start()
     period = period_of(rows, matrices)
     if period and not initial.amin().item() >= trusted_sum(chain.dtype, c) * max(1.0, matrices.high) * 2.0**8:
         period = 0
@@ -61,8 +64,6 @@ def products(chain: Chain, first: Tensor) -> Products | None:
     identity = torch.eye(c, dtype=chain.dtype, device=first.device).repeat(m, 1)
     if chain.ended is not None:
         scales.total[0].view(g, m, c).masked_fill_(chain.ended[0], 0.0)
-    # a matrix that all steps share is rounded anew so often, for as many chains: segments have few steps
-    often = 32 if matrices.homogeneous else 1
     emissions = Emissions(chain, careful=not period, part=True)
     lost = torch.empty((), dtype=torch.bool, device=first.device)
     for start, stop in emissions.blocks:
@@ -70,7 +71,7 @@ def products(chain: Chain, first: Tensor) -> Products | None:
         for step in range(start, stop):
             message, sums = slots[step % 2], flat[step % 2]
             if step > 0:
-                torch.bmm(flat[(step - 1) % 2], matrices(step * often), out=sums)
+                torch.bmm(flat[(step - 1) % 2], matrices(step), out=sums)
             if certificate is not None:
                 certificate.look(step, sums, z)
             if step < v - 1:

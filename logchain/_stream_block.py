@@ -97,7 +97,7 @@ class Block:
         x, bulk, p0, *_, counts, log_params, number = given
         self._start, self._stop, self._before = start, stop, message
         # equal messages are not to be rounded equally in each block
-        self._moved = 0.0 if message is None or x.shape[-1] == 1 else jitter(number + start)
+        self._moved = 0.0 if message is None else jitter(number + start, x.shape[-1])
         self._head = head = int(message is not None)
         x = x[..., start:stop, :]
         self._rows = rows = room.rows(x, arithmetic_dtype(x, bulk, p0), head)

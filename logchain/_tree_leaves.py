@@ -138,9 +138,10 @@ class Leaves:
         return x.double() - top, top[..., 0]
 
     def jitter(self, first: int, stop: int) -> Tensor:
-        """What is taken out besides (k, 1); nothing of what is a number, and exact."""
-        numbers = jitter(torch.arange(first, stop, device=self.chain.x.device))
-        return numbers[:, None] if self.c > 1 else torch.zeros_like(numbers)[:, None]
+        """What is taken out besides (k, 1)."""
+        steps = torch.arange(first, stop, device=self.chain.x.device)
+        found: Tensor = jitter(steps, self.c)[:, None]
+        return found
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The first message (g, m, c) in float64, and what was taken out of x_0 (1, g, m)."""

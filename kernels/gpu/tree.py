@@ -75,7 +75,7 @@ class Arithmetic:
 
     def __init__(self, c: int, most: int, dtype: torch.dtype, device: torch.device) -> None:
         self._tops = torch.empty(2, max(1, most), dtype=dtype, device=device)
-        self._jitters = jitter(torch.arange(max(1, most), device=device)).to(dtype)
+        self._jitters = jitter(torch.arange(max(1, most), device=device), c).to(dtype)
         self._sums = torch.empty(3 + parts(dtype), max(1, most), dtype=torch.float64, device=device)
         self.rescued = torch.zeros(1, dtype=torch.int64, device=device)
 
