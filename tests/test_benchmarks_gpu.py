@@ -105,13 +105,13 @@ SMALL = [Workload(2, 5, 3, STEP), Workload(2, 6, 3, ONE)]
 ITEMS = [Item(workload, "one", mode) for workload in SMALL for mode in (FORWARD, GRADIENTS)]
 
 
-def asleep(folder, todo, processes):
+def asleep(folder, todo):
     """In a process of its own: gradients are never ready."""
     with (
         mock.patch.object(peers, "every", lambda: providers(asleep=[GRADIENTS])),
         mock.patch.object(peers_gpu, "_STUCK", (5.0, 5.0)),
     ):
-        yield from peers_gpu.times(True, folder, [], 200.0, time.monotonic() + 300, todo, processes)
+        yield from peers_gpu.times(True, folder, [], 50.0, time.monotonic() + 300, todo)
 
 
 def test_what_hangs_is_stopped_and_the_rest_goes_on(tmp_path):
@@ -124,7 +124,7 @@ def test_what_hangs_is_stopped_and_the_rest_goes_on(tmp_path):
 def test_a_process_ends_with_its_time_and_with_the_device(seconds, alive, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "every", providers)
     monkeypatch.setattr(peers_gpu, "answers", lambda _: alive)
-    found = list(peers_gpu.times(True, tmp_path, [], seconds, time.monotonic() + 60, ITEMS, 0))
+    found = list(peers_gpu.times(True, tmp_path, [], seconds, time.monotonic() + 60, ITEMS))
     begun, said = found[::2], found[1::2]
     assert begun == (ITEMS if alive else ITEMS[:1])
     if seconds < 0:

@@ -1,5 +1,6 @@
 """Everybody's numbers: each provider in its own process, errors against float64, rows of the same case replaced."""
 
+import functools
 import itertools
 import math
 import os
@@ -67,7 +68,7 @@ def test_files_without_a_commit_are_read(files):
 ITEMS = [Item(workload, "one", mode) for workload in ("a", "b", "c") for mode in (FORWARD, GRADIENTS)]
 
 
-def half_of_it(todo, processes):
+def half_of_it(todo):
     """In a process of its own: a row, an error, then the end, or silence, as an item says."""
 
     def one(item):
@@ -77,23 +78,23 @@ def half_of_it(todo, processes):
             os.kill(os.getpid(), signal.SIGPROF)
         if item.key == ITEMS[4].key:
             time.sleep(600)
-        yield row(*item.key, value=processes)
+        yield row(*item.key, value=len(todo))
 
     return aside.attempts(todo, one)
 
 
 def test_what_ends_a_process_is_named_and_the_rest_goes_on():
-    rows, missing = aside.measure("torch", ITEMS, half_of_it, silence=20.0, words={"SIGPROF": "longer than 60 s"})
+    rows, missing = aside.measure("torch", ITEMS, half_of_it, silence=40.0, words={"SIGPROF": "longer than 60 s"})
     assert [found[:5] for found in rows] == [
-        ("a", "one", FORWARD, "time", 0),
-        ("b", "one", GRADIENTS, "time", 1),
-        ("c", "one", GRADIENTS, "time", 2),
+        ("a", "one", FORWARD, "time", 6),
+        ("b", "one", GRADIENTS, "time", 3),
+        ("c", "one", GRADIENTS, "time", 1),
     ]
     assert rows[0].versions.count(f"torch {torch.__version__}") == 1 and rows[0].hardware and rows[0].date
     assert [entry[1:5] for entry in missing] == [
         (*ITEMS[1].key, "ArithmeticError: cannot do this"),
         (*ITEMS[2].key, "longer than 60 s"),
-        (*ITEMS[4].key, "stopped, silent for 20 s"),
+        (*ITEMS[4].key, "stopped, silent for 40 s"),
     ]
     assert all(entry.versions == rows[0].versions for entry in missing)
 
@@ -103,7 +104,7 @@ def test_what_is_late_is_left_out():
     assert not rows and [entry[1:5] for entry in missing] == [(*item.key, "no time left") for item in ITEMS]
 
 
-def broken(todo, processes):
+def broken(todo):
     raise SystemExit(3)
 
 
@@ -177,6 +178,23 @@ def test_a_provider_is_measured(name, matrices, files):
         assert [error is None for error in errors] == [provider.floor, provider.floor or mode == FORWARD]
         assert all(error is None or error < 1e-5 for error in errors)
         assert found.peak_mb is not None and 0 <= found.peak_mb < 10
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
+def test_no_case_is_left_to_a_loop_that_is_no_longer_compiled(monkeypatch):
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    provider = peers.every()["torch.compile, step by step"]
+    for matrices, mode in itertools.product(provider.matrices, results.MODES):
+        before = len(compiled)
+        for size in ((1, 4, 3), (2, 5, 3), (3, 4, 4)):
+            provider.make(cases.draw(Workload(*size, matrices)), mode)()  # beyond its limit dynamo would raise
+        assert len(compiled) > before
 
 
 def test_a_wrong_answer_shows(files):
@@ -282,7 +300,7 @@ def test_peaks_of_a_provider(files):
     )
 
 
-def too_large(todo, processes):
+def too_large(todo):
     def one(item):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         yield
@@ -322,7 +340,7 @@ def test_table_of_errors(files):
 def test_everybody_is_measured_and_drawn(files, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(
-        aside, "measure", lambda package, todo, task: ([row for row in task(todo, 0) if isinstance(row, Measured)], [])
+        aside, "measure", lambda package, todo, task: ([row for row in task(todo) if isinstance(row, Measured)], [])
     )
     monkeypatch.setattr(scaling, "SOME", ("logchain", "torch loop"))
     sweeps = {"v": [Workload(1, v, 3, ONE) for v in (5, 9)], "n": [Workload(n, 5, 3, ONE) for n in (1, 2)]}

@@ -21,6 +21,7 @@ from tests.benchmarks.peers import Provider
 from tests.benchmarks.results import GRADIENTS, Row
 
 
+@functools.cache
 def cases() -> dict[str, Chain]:
     """Chains with one matrix for all steps, which every provider takes."""
     two = torch.tensor([0.5, 0.5])
@@ -94,7 +95,7 @@ def rows_of(folder: Path, item: Item) -> Iterator[Row]:
     yield Row(*item.key, "error of a posterior", error, "", bars[1])
 
 
-def errors(folder: Path, todo: Sequence[Item], _: int) -> Iterator[Said]:
+def errors(folder: Path, todo: Sequence[Item]) -> Iterator[Said]:
     """Some cases of one provider."""
     return aside.attempts(todo, functools.partial(rows_of, folder))
 

@@ -41,9 +41,9 @@ class _Ended(NamedTuple):
 
 Said = Item | Row | Measured | Missing
 
-# Goes through items, one after another, and says which one it begins; the number is that of the processes before its
-# own. It is a function at the top of a module, since another process calls it.
-Task = Callable[[Sequence[Item], int], Iterable[Said]]
+# Goes through items, one after another, and says which one it begins. It is a function at the top of a module, since
+# another process calls it.
+Task = Callable[[Sequence[Item]], Iterable[Said]]
 
 _SILENCE = 300.0
 # seconds beyond the last moment, for an item that was begun
@@ -83,14 +83,14 @@ def measure(
     """
     rows: list[Any] = []
     missing: list[Missing] = []
-    place, processes = machine(), 0
+    place = machine()
     while todo:
         if time.monotonic() > end:
             missing += [Missing("", *item.key, LATE) for item in todo]
             break
         at, begun = ("", todo[0].provider, ""), 0
         patience = min(silence, end - time.monotonic() + GRACE)
-        for said in _process(package, functools.partial(task, todo, processes), patience):
+        for said in _process(package, functools.partial(task, todo), patience):
             print("  ".join((*said[:4], said.text)) if isinstance(said, Row | Measured) else said, flush=True)
             if isinstance(said, Item):
                 at, begun = said.key, begun + 1
@@ -102,7 +102,7 @@ def measure(
                 missing.append(said if isinstance(said, Missing) else Missing("", *at, said.reason))
         if not begun:  # not installed, or broken from the start
             break
-        todo, processes = todo[begun:], processes + 1
+        todo = todo[begun:]
     for i, entry in enumerate(missing):
         reason = next((new for old, new in (words or {}).items() if old in entry.reason), entry.reason)
         missing[i] = entry._replace(reason=reason, **{name: place[name] for name in ("versions", "date", "commit")})

@@ -17,7 +17,7 @@ from tests.benchmarks import aside, kept, peers, results
 from tests.benchmarks.aside import Item, Said
 from tests.benchmarks.cases import EACH, STEP, Case, Workload, draw
 from tests.benchmarks.resident import resident_peak
-from tests.benchmarks.results import FORWARD, GRADIENTS, Row
+from tests.benchmarks.results import MODES, Row
 
 WORKLOADS = [Workload(500, 40, 200, STEP), Workload(32, 512, 64, STEP), Workload(8, 128, 64, EACH)]
 
@@ -58,7 +58,7 @@ def rows_of(item: Item) -> Iterator[Row]:
         yield row("peak of torch's allocator over the inputs", counted / size(case), "x")
 
 
-def peaks(todo: Sequence[Item], _: int) -> Iterator[Said]:
+def peaks(todo: Sequence[Item]) -> Iterator[Said]:
     """What is asked, within the limits."""
     resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     return aside.attempts(todo, rows_of)
@@ -68,6 +68,6 @@ def main(only: Sequence[str] = (), patterns: Sequence[str] = (), workloads: Sequ
     """Measure, and write the results file after each; a quarter of an hour for all."""
     for provider in (one for one in peers.chosen(only) if not one.floor):
         for item in peers.items(provider, workloads, patterns):
-            if item.mode in (FORWARD, GRADIENTS):
+            if item.mode in MODES:
                 found = aside.measure(provider.package, [item], peaks, words=WORDS)
                 kept.put(results.MEMORY, *found, list(map(str, WORKLOADS)))

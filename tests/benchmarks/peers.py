@@ -145,7 +145,7 @@ def errors(answer: tuple[Any, Any], true: Truth) -> list[float | None]:
     return [None if found is None else float(np.abs(numbers(found)[: len(t)] - t).max()) for found, t in pairs]
 
 
-def times(folder: Path, todo: Sequence[Item], _: int) -> Iterator[Said]:
+def times(folder: Path, todo: Sequence[Item]) -> Iterator[Said]:
     """Cases of one peer, beside logchain."""
     return aside.attempts(todo, functools.partial(measured, folder))
 

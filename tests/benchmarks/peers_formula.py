@@ -1,14 +1,14 @@
 """The plain formula as one writes it oneself: a loop, the forum's pairs, torch.compile."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from logchain import _forum
-from tests.benchmarks.cases import EACH, FULL, STEP
-from tests.benchmarks.peers import Provider
+from tests.benchmarks.cases import EACH, FULL, STEP, Case
+from tests.benchmarks.peers import Provider, Run
 from tests.benchmarks.peers_torch import ALL, BOTH, by_autograd, pairwise
 
 
@@ -16,9 +16,13 @@ def step(message: Tensor, logs: Tensor, now: Tensor) -> Tensor:
     return (message[..., None] + logs).logsumexp(-2) + now
 
 
-@cache
-def compiled_step() -> Callable[..., Tensor]:
-    """A loop that is compiled as a whole would be unrolled."""
+@lru_cache(maxsize=1)
+def compiled_step(kind: type[Case], mode: str) -> Callable[..., Tensor]:
+    """One for all sizes, forgotten when something else is asked for: dynamo keeps eight, and then compiles no more.
+
+    A loop that is compiled as a whole would be unrolled.
+    """
+    torch.compiler.reset()
     return torch.compile(step, dynamic=True)
 
 
@@ -40,12 +44,10 @@ def product(step: Callable[..., Tensor], stack: Tensor) -> Tensor:
 loop = partial(chain, step)
 
 
-def compiled(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-    return chain(compiled_step(), x, bulk, p0)
-
-
-def compiled_product(stack: Tensor) -> Tensor:
-    return product(compiled_step(), stack)
+def compiled(case: Case, mode: str) -> Run:
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # it would go on without being compiled
+    step = compiled_step(type(case), mode)
+    return by_autograd(partial(chain, step), partial(product, step))(case, mode)
 
 
 def forum_product(stack: Tensor) -> Tensor:
@@ -72,5 +74,5 @@ PROVIDERS = [
         (STEP, EACH, FULL),
         devices=BOTH,
     ),
-    Provider("torch.compile, step by step", by_autograd(compiled, compiled_product), "torch", ALL, devices=BOTH),
+    Provider("torch.compile, step by step", compiled, "torch", ALL, devices=BOTH),
 ]

@@ -30,13 +30,12 @@ from tests.benchmarks.cases import EACH, FULL, ONE, STEP, WORKLOADS, Workload, d
 from tests.benchmarks.kept import Missing
 from tests.benchmarks.peers import GPU
 from tests.benchmarks.peers_gpu_case import measured, moved
-from tests.benchmarks.results import FORWARD, GRADIENTS, Measured, digits
+from tests.benchmarks.results import MODES, Measured, digits
 from tests.benchmarks.session import Session
 
 GROUP = "peers on a GPU"
 
 TINY = [Workload(3, 5, 4, matrices) for matrices in (STEP, EACH, FULL, ONE)]
-MODES = FORWARD, GRADIENTS
 
 # of the time that is left: kernels and tiles come after
 _PART = 2 / 3
@@ -50,12 +49,9 @@ WORDS = {"SIGALRM": "stopped, takes too long"}
 
 
 def times(
-    dry: bool, folder: Path, cores: Sequence[int], seconds: float, end: float, todo: Sequence[Item], processes: int
+    dry: bool, folder: Path, cores: Sequence[int], seconds: float, end: float, todo: Sequence[Item]
 ) -> Iterator[Said]:
-    """The rows of a process, until it is done, its time is over, or the device no longer answers.
-
-    Each process has half of the time of the one before: it waits for its turn again.
-    """
+    """The rows of a process, until it is done, its `seconds` for each item are over, or the device is lost."""
     if cores:
         os.sched_setaffinity(0, cores)  # launching is no work for one core alone
     # ends the process, whatever it does
@@ -67,7 +63,7 @@ def times(
     signal.setitimer(signal.ITIMER_REAL, 0)
     with (folder / "device").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # one at a time; a process that ends lets go
-        session.end = min(time.monotonic() + seconds / 2**processes, end)
+        session.end = min(time.monotonic() + seconds * len(todo), end)
         for item in todo:
             if session.left < 0:
                 yield item
@@ -120,7 +116,7 @@ def measure(session: Session, only: Sequence[str] = ()) -> None:
             # the one before has just begun
             seconds = (end - time.monotonic()) * weights[i] / sum(weights[max(i - 1, 0) : len(todo)])
             package, items = todo[i]
-            task = functools.partial(times, session.dry, Path(folder), cores, seconds, end)
+            task = functools.partial(times, session.dry, Path(folder), cores, seconds / len(items), end)
             return aside.measure(package, items, task, silence=math.inf, end=end, words=WORDS)
 
         # while one measures, the next one starts

@@ -7,12 +7,11 @@ from typing import Any
 
 from tests.benchmarks import results, scaling
 from tests.benchmarks.cases import Workload
-from tests.benchmarks.results import FORWARD, GRADIENTS, Measured, read
+from tests.benchmarks.results import GRADIENTS, MODES, Measured, read
 
 # Okabe and Ito's colours, which the colour-blind tell apart; markers say the same once more
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#F0E442")
 STYLES = [{"color": colour, "marker": marker} for colour, marker in zip(COLOURS, "os^DvPX*", strict=True)]
-MODES = (FORWARD, GRADIENTS)
 
 
 @contextmanager

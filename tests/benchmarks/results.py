@@ -17,7 +17,7 @@ PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT =
     FOLDER / f"{name}.csv"
     for name in ("cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out")
 )
-FORWARD, GRADIENTS = "forward", "forward and backward"
+MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
 
 
 class Row(NamedTuple):
