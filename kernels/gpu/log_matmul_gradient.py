@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch, log_matmul
+from .log_matmul_tiles import Tiles
 from .tiles import any_of, at, exp, load, multiple, operand
 
 # entries of each buffer of the workspace, unless one matrix is larger
@@ -192,17 +193,17 @@ def _one(weight: Tensor, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return sums[0] if parts == 1 else sums.sum(0)
 
 
-def tiles(m: int, k: int, dtype: torch.dtype, chip: str) -> log_matmul.Tiles:
+def tiles(m: int, k: int, dtype: torch.dtype, chip: str) -> Tiles:
     """The tiles for gradients (m, k), not much larger than needed."""
     if dtype == torch.float64:
         return DOUBLE
     return SMALL if max(m, k) <= 32 else MEDIUM[chip]
 
 
-DOUBLE = log_matmul.Tiles(32, 16, 32, 4, 2)
-SMALL = log_matmul.Tiles(32, 32, 32, 4, 2)
+DOUBLE = Tiles(32, 16, 32, 4, 2)
+SMALL = Tiles(32, 32, 32, 4, 2)
 MEDIUM = {
-    "sm_80": log_matmul.Tiles(64, 16, 64, 4, 2),
-    "sm_90": log_matmul.Tiles(64, 16, 64, 4, 3),
-    "gfx942": log_matmul.Tiles(64, 32, 64, 4, 2),
+    "sm_80": Tiles(64, 16, 64, 4, 2),
+    "sm_90": Tiles(64, 16, 64, 4, 3),
+    "gfx942": Tiles(64, 32, 64, 4, 2),
 }

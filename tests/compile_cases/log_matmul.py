@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from logchain.kernels.gpu import log_matmul
+from logchain.kernels.gpu.log_matmul_tiles import TILES
 from tests.compiled import Case
 
 STRIDES = [f"stride_{name}" for name in "ag ap am ak bg bp bk bn og op om on atg atp btg btp otg otp".split()]
@@ -15,12 +16,12 @@ def cases(target: str) -> list[Case]:
     chip = "sm_90" if target == "sm_100" else target
     precisions = ("tf32x3", "tf32") if target.startswith("sm_") else ("ieee", "tf32")
     found = []
-    for shape, tile in log_matmul.TILES[chip].items():
+    for shape, tile in TILES[chip].items():
         double = shape in ("tiny double", "double")
         for precision in ("ieee",) if double else precisions:
             found += _cases(shape, tile, "float64" if double else "float32", precision)
     others = {"aligned": True, "precision": precisions[0]}
-    large, rows = log_matmul.TILES[chip]["large"], log_matmul.TILES[chip]["rows"]
+    large, rows = TILES[chip]["large"], TILES[chip]["rows"]
     found.append(_case("large bfloat16", large, "bfloat16", **others))
     found.append(_case("rows bfloat16 transposed", rows, "bfloat16", **others, transposed=True))
     found.append(_case("rows transposed", rows, "float32", **others, transposed=True))

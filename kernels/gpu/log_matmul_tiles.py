@@ -1,0 +1,88 @@
+"""The tiles of the log-semiring matrix product, for each chip and shape of the result.
+
+From a model of issue slots and of tensor core rates on sm_90, and from what compiles without a spilled register and
+within the shared memory; not measured yet.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tiles(NamedTuple):
+    """The sizes of a program's tiles.
+
+    Maxima are asked for of `unroll` tiles at a time, and outputs are redone with `depth` inner indices at a time.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    unroll: int = 1
+    depth: int = 4
+
+
+# by chip and by the shape of the result: one tile, some tiles, a few rows or columns, many tiles, and `rows` for many
+# where registers are short: in place, or from operands by columns; `odd` where not every load is of 16 bytes, so that
+# an entry costs an address of its own
+TILES = {
+    "sm_80": {
+        "tiny": Tiles(16, 16, 16, 1, 2),
+        "small": Tiles(32, 32, 32, 4, 3),
+        "wide": Tiles(16, 64, 32, 4, 3),
+        "tall": Tiles(64, 16, 32, 4, 3),
+        "odd": Tiles(32, 64, 16, 4, 3),
+        "medium": Tiles(64, 64, 16, 4, 3),
+        "large": Tiles(64, 128, 32, 8, 3, 2),
+        "rows": Tiles(64, 128, 16, 8, 3, 2),
+        "tiny double": Tiles(16, 16, 16, 1, 2, 1, 2),
+        "double": Tiles(32, 32, 16, 4, 2),
+    },
+    "sm_90": {
+        "tiny": Tiles(16, 16, 16, 1, 2),
+        "small": Tiles(32, 32, 32, 4, 2),
+        "wide": Tiles(16, 64, 32, 4, 2),
+        "tall": Tiles(64, 16, 32, 4, 3),
+        "odd": Tiles(64, 64, 16, 4, 3),
+        "medium": Tiles(64, 64, 32, 4, 3, 2),
+        "large": Tiles(128, 128, 32, 8, 3, 2),
+        "rows": Tiles(64, 128, 32, 8, 3),
+        "tiny double": Tiles(16, 16, 16, 1, 2, 1, 2),
+        "double": Tiles(32, 16, 16, 4, 2),
+    },
+    "gfx942": {
+        "tiny": Tiles(16, 16, 16, 1, 2),
+        "small": Tiles(32, 32, 32, 4, 2),
+        "wide": Tiles(16, 64, 32, 4, 2),
+        "tall": Tiles(64, 16, 32, 4, 2),
+        "odd": Tiles(64, 64, 16, 4, 2),
+        "medium": Tiles(64, 64, 32, 4, 2, 2),
+        "large": Tiles(128, 128, 32, 8, 2, 2),
+        "rows": Tiles(64, 128, 32, 8, 2, 2),
+        "tiny double": Tiles(16, 16, 16, 1, 2),
+        "double": Tiles(32, 32, 16, 4, 2),
+    },
+}
+
+
+def tiles(m: int, n: int, dtype: torch.dtype, chip: str, *, aligned: bool, plain: bool) -> Tiles:
+    """The tiles for results (m, n), not much larger than needed.
+
+    `aligned`: all loads are of 16 bytes. `plain`: not in place, and all matrices lie by rows.
+    """
+    few, many = sorted((m, n))
+    if dtype == torch.float64:
+        shape = "tiny double" if many <= 16 else "double"
+    elif many <= 32:
+        shape = "tiny" if many <= 16 else "small"
+    elif few <= 16:
+        shape = "tall" if m > n else "wide"
+    elif not aligned:
+        shape = "odd"
+    elif few <= 64:
+        shape = "medium"
+    else:
+        shape = "large" if plain else "rows"
+    return TILES[chip][shape]
