@@ -141,7 +141,7 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
         p, at = q + row, start * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
         count = max(0, min(steps, ends[p] - start)) if weight[p] != 0 else 0
         longest = max(longest, count)
-        emissions(x, at, chain.x_step, count, c, rooms.shifts, 0, emitted, row * block * c, start)
+        emissions(x, at, chain.x_step, count, c, rooms.shifts, 0, emitted, row * block * c, start, -chain.x_step)
         source[row * apart : row * apart + c] = 0
         if start < ends[p] <= start + steps and count > 0:
             rest = ending(messages, (ends[p] - 1) * size + p * c, chain.final, p * c, c)
@@ -256,7 +256,7 @@ def _backward(
         source=np.empty(4 * room(c), none.dtype),
         ahead=np.empty(4 * room(c), none.dtype),
         shifts=np.empty(block),
-        emitted=np.empty(4 * block * c),
+        emitted=np.empty(4 * block * c + LANES),
         linear=np.empty(0 if one else c * c, none.dtype),
         held=np.full(4, -1.0),
         behind=np.empty((high - low) * room(c)),

@@ -57,7 +57,7 @@ from .native_steps import (
     without_diagonal,
 )
 from .native_summation import added
-from .native_vectors import borrowed
+from .native_vectors import LANES, borrowed
 
 
 def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
@@ -142,7 +142,7 @@ def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
         p, at = q + row, start * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
         count = min(steps, ends[p] - start)
         longest = max(longest, count)
-        emissions(x, at, chain.x_step, count, c, shifts, row * block, emitted, row * block * c, number)
+        emissions(x, at, chain.x_step, count, c, shifts, row * block, emitted, row * block * c, number, chain.x_step)
         if start > 0:
             copy(messages, (start - 1) % slots * size + p * c, c, state, row * apart)
         elif count > 0:
@@ -253,7 +253,7 @@ def _forward(
         state=np.zeros(4 * room(c), none.dtype),
         shifts=np.empty(4 * block),
         taken=np.zeros(block),
-        emitted=np.empty(4 * block * c),
+        emitted=np.empty(4 * block * c + LANES),
         linear=np.empty(own, none.dtype),
         held=np.full(4, -1.0),
         powers=zeros,

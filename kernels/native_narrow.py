@@ -12,7 +12,22 @@ import numba
 import numpy as np
 
 from .native_steps import room, unit, unit_of
-from .native_vectors import LANES, flushed, lane, larger, largest, least, load, store, total, turned, where, wide
+from .native_vectors import (
+    LANES,
+    flushed,
+    lane,
+    larger,
+    largest,
+    least,
+    load,
+    load_few,
+    store,
+    store_few,
+    total,
+    turned,
+    where,
+    wide,
+)
 
 _inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
@@ -24,13 +39,13 @@ _EXPONENT = 100
 @_inlined
 def rows_of(matrix, p, width, c):
     """The rows of a matrix (c, c) that begins at `p`, `width` apart, in float64; zeros behind them."""
-    row0, row1 = wide(load(matrix, p, c, 0.0)), wide(load(matrix, p + width, c if c > 1 else 0, 0.0))
-    row2 = wide(load(matrix, p + 2 * width, c if c > 2 else 0, 0.0))
-    row3 = wide(load(matrix, p + 3 * width, c if c > 3 else 0, 0.0))
-    row4 = wide(load(matrix, p + 4 * width, c if c > 4 else 0, 0.0))
-    row5 = wide(load(matrix, p + 5 * width, c if c > 5 else 0, 0.0))
-    row6 = wide(load(matrix, p + 6 * width, c if c > 6 else 0, 0.0))
-    row7 = wide(load(matrix, p + 7 * width, c if c > 7 else 0, 0.0))
+    row0, row1 = wide(load_few(matrix, p, c, 0.0)), wide(load_few(matrix, p + width, c if c > 1 else 0, 0.0))
+    row2 = wide(load_few(matrix, p + 2 * width, c if c > 2 else 0, 0.0))
+    row3 = wide(load_few(matrix, p + 3 * width, c if c > 3 else 0, 0.0))
+    row4 = wide(load_few(matrix, p + 4 * width, c if c > 4 else 0, 0.0))
+    row5 = wide(load_few(matrix, p + 5 * width, c if c > 5 else 0, 0.0))
+    row6 = wide(load_few(matrix, p + 6 * width, c if c > 6 else 0, 0.0))
+    row7 = wide(load_few(matrix, p + 7 * width, c if c > 7 else 0, 0.0))
     return row0, row1, row2, row3, row4, row5, row6, row7
 
 
@@ -103,16 +118,17 @@ def ordinary_steps(t, count, start, q, low, chain, rooms, limits, out):
                 break
             rooms.taken[t], floor, threshold = 0.0, max(2.0**-24, shallow * most), trusted * max(most, 1.0)
         sums = times(row, rows, c)
-        weights = sums * load(emitted, t * c, c, 0.0)
+        weights = sums * load_few(emitted, t * c, c, 0.0)
         z = largest(weights)
         if not (high * floor < z < np.inf and least(sums + beyond) >= high * threshold):
             break
         factor, more = unit_of(z)
-        message = flushed(weights * factor, flush)
-        store(messages, place, c, message)
+        message = weights * factor
+        message = flushed(message, message, flush)
+        store_few(messages, place, c, message)
         if len(posteriors):
             at = (start + t) * out.step + i * out.set + r * out.member
-            store(posteriors, at, c, message * (1.0 / total(message)))
+            store_few(posteriors, at, c, message * (1.0 / total(message)))
         row, high = weights, z
         if not _LOW < z < _HIGH:
             factor *= _SCALE
@@ -121,7 +137,8 @@ def ordinary_steps(t, count, start, q, low, chain, rooms, limits, out):
         if place >= behind:
             place -= behind
     factor, more = unit(high)
-    store(state, 0, LANES, flushed(row * factor, flush))
+    left = row * factor
+    store(state, 0, LANES, flushed(left, left, flush))
     rooms.powers[p], rooms.exponents[p], rooms.factors[p] = power + more, 0, 1.0
     return t
 
@@ -146,7 +163,7 @@ def _counted(counts, before, source, c):
 
 @_inlined
 def _write(row, linear, by_log, n, out, o):
-    store(out, o, n, where(row, row * linear) if by_log else where(linear, row))
+    store_few(out, o, n, where(row, row * linear) if by_log else where(linear, row))
 
 
 @_inlined
@@ -176,11 +193,11 @@ def ordinary_steps_back(t, start, q, low, chain, rooms, messages, weight, into):
         return t
     rows = rows_of(raw, 0, 0, 0)
     columns = rows_of(rooms.turned, i * c * c if one else 0, c, c if one else 0)
-    counts, behind, factor = rows, load(rooms.behind, own, c, 0.0), given
+    counts, behind, factor = rows, load_few(rooms.behind, own, c, 0.0), given
     while t > end:
         step, now = start + t, (start + t) * size + q * c
-        message, before = wide(load(messages, now, c, 0.0)), wide(load(messages, now - size, c, 0.0))
-        emission = load(emitted, t * c, c, 0.0)
+        message, before = wide(load_few(messages, now, c, 0.0)), wide(load_few(messages, now - size, c, 0.0))
+        emission = load_few(emitted, t * c, c, 0.0)
         source = where(message, behind * emission)
         if not one:
             rows = rows_of(raw, (step - 1) * chain.step + i * chain.set, chain.row, c)
@@ -193,7 +210,7 @@ def ordinary_steps_back(t, start, q, low, chain, rooms, messages, weight, into):
             break
         if len(into.x):
             at = step * into.x_step + i * into.x_set + r * into.x_member
-            store(into.x, at, c, where(message, message * behind * factor))
+            store_few(into.x, at, c, where(message, message * behind * factor))
         behind, factor = ahead, given / found
         if not 2.0**-100 < found < 2.0**100:
             behind, factor = ahead * (1.0 / found), given
@@ -206,5 +223,5 @@ def ordinary_steps_back(t, start, q, low, chain, rooms, messages, weight, into):
     store(rooms.behind, own, LANES, behind * (factor / given))
     for k in range(c if len(into.counts) else 0):
         at = i * c * c + k * c
-        store(into.counts, at, c, load(into.counts, at, c, 0.0) + counts[k])
+        store_few(into.counts, at, c, load_few(into.counts, at, c, 0.0) + counts[k])
     return t

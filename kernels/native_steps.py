@@ -15,11 +15,13 @@ from .native_vectors import (
     LANES,
     entry,
     everywhere,
+    fetch,
     flushed,
     larger,
     largest,
     least,
     load,
+    load_few,
     smaller,
     store,
     total,
@@ -27,6 +29,9 @@ from .native_vectors import (
     where,
     wide,
 )
+
+# bytes that come from memory together
+_LINE = 64
 
 _inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
@@ -91,24 +96,33 @@ def _last(a, row, left, right, s0, s1, out, j):
 @_inlined
 def one_row(a, matrix, p, width, c, diagonal, d, out):
     """The same for one row."""
-    zero = everywhere(out, 0.0)
-    for j in range(0, c, 2 * LANES):
-        n, rest, at, k = c - j, c - j - LANES, p + j, 0
-        s0 = s1 = t0 = t1 = u0 = u1 = v0 = v1 = zero
-        while k + 4 <= c:
-            x, y, z, w, second, third = a[k], a[k + 1], a[k + 2], a[k + 3], at + width, at + 2 * width
-            fourth = third + width
-            s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
-            t0, t1 = t0 + y * load(matrix, second, n, 0.0), t1 + y * load(matrix, second + LANES, rest, 0.0)
-            u0, u1 = u0 + z * load(matrix, third, n, 0.0), u1 + z * load(matrix, third + LANES, rest, 0.0)
-            v0, v1 = v0 + w * load(matrix, fourth, n, 0.0), v1 + w * load(matrix, fourth + LANES, rest, 0.0)
-            k, at = k + 4, fourth + width
-        while k < c:
-            x = a[k]
-            s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
-            k, at = k + 1, at + width
-        left, right = load(diagonal, d + j, LANES, 0.0), load(diagonal, d + j + LANES, LANES, 0.0)
-        _last(a, 0, left, right, (s0 + t0) + (u0 + v0), (s1 + t1) + (u1 + v1), out, j)
+    j = 0
+    while j + 2 * LANES <= c:
+        _one_columns(a, matrix, p, width, c, diagonal, d, out, j, LANES, LANES)
+        j += 2 * LANES
+    if j < c:
+        _one_columns(a, matrix, p, width, c, diagonal, d, out, j, c - j, c - j - LANES)
+
+
+@_inlined
+def _one_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest):
+    """As `_four_columns`; four terms at a time, so that none waits for another's sum."""
+    zero, at, k = everywhere(out, 0.0), p + j, 0
+    s0 = s1 = t0 = t1 = u0 = u1 = v0 = v1 = zero
+    while k + 4 <= c:
+        x, y, z, w, second, third = a[k], a[k + 1], a[k + 2], a[k + 3], at + width, at + 2 * width
+        fourth = third + width
+        s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
+        t0, t1 = t0 + y * load(matrix, second, n, 0.0), t1 + y * load(matrix, second + LANES, rest, 0.0)
+        u0, u1 = u0 + z * load(matrix, third, n, 0.0), u1 + z * load(matrix, third + LANES, rest, 0.0)
+        v0, v1 = v0 + w * load(matrix, fourth, n, 0.0), v1 + w * load(matrix, fourth + LANES, rest, 0.0)
+        k, at = k + 4, fourth + width
+    while k < c:
+        x = a[k]
+        s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
+        k, at = k + 1, at + width
+    left, right = load(diagonal, d + j, LANES, 0.0), load(diagonal, d + j + LANES, LANES, 0.0)
+    _last(a, 0, left, right, (s0 + t0) + (u0 + v0), (s1 + t1) + (u1 + v1), out, j)
 
 
 @_inlined
@@ -178,23 +192,29 @@ def largest_of(row, begin, c):
 
 
 @_inlined
-def emissions(x, begin, stride, steps, c, shifts, first, out, into, number):
-    """`out[into:]` (steps, c) = `exp(x - shift)` of rows `stride` apart, in float64.
+def emissions(x, begin, stride, steps, c, shifts, first, out, into, number, onward):
+    """`out[into:]` (steps, c) = `exp(x - shift)` of rows `stride` apart, in float64, and a vector behind them.
 
-    `shifts[first:]`: their largest, and the jitter of the steps from the one of a `number` on.
+    `shifts[first:]`: their largest, and the jitter of the steps from the one of a `number` on. A single row's next one
+    lies `onward` from it, and the rows of other sequences, far away, come between.
     """
+    if steps == 1:
+        for j in range(0, c, _LINE // x.itemsize):
+            fetch(x, begin + onward + j)
     for t in range(steps):
-        at = begin + t * stride
+        at, place = begin + t * stride, into + t * c
         shift = float(largest_of(x, at, c)) + jitter(number + t, c)
         shifts[first + t] = shift
         # -inf - (-inf) is no zero
         away = 0.0 if shift == -np.inf else shift
-        for j in range(0, c, LANES):
-            store(out, into + t * c + j, c - j, wide(load(x, at + j, c - j, 0.0)) - away)
-    # an index that numba knows not to be negative needs no test, and only a loop without tests becomes vectors
-    part = out[into : into + max(steps, 0) * c]
-    for e in range(len(part)):
-        part[e] = exp_for(part[e], x[begin])
+        if c < LANES:
+            store(out, place, LANES, wide(load_few(x, at, c, 0.0)) - away)
+        else:
+            for j in range(0, c, LANES):
+                store(out, place + j, c - j, exp_for(wide(load(x, at + j, c - j, 0.0)) - away, x[begin]))
+    if c < LANES:  # exponentials of several steps at once
+        for e in range(into, into + steps * c, LANES):
+            store(out, e, LANES, exp_for(load(out, e, LANES, 0.0), x[begin]))
 
 
 @numba.njit(fastmath={"contract"})
@@ -228,7 +248,7 @@ def settle(rows, r, emission, e, c, factor, flush, state, a, message, s):
     """`state[a:]` and `message[s:]` = the rows times the emission times a factor, 0 where that is below `flush`."""
     for j in range(0, c, LANES):
         weight = wide(load(rows, r + j, c - j, 0.0)) * load(emission, e + j, c - j, 0.0) * factor
-        found = flushed(weight, flush)
+        found = flushed(weight, weight, flush)
         store(state, a + j, LANES, found)
         store(message, s + j, c - j, found)
 

@@ -64,6 +64,11 @@ def _row(context: Any, builder: Any, array: Any, value: Any, at: Any, n: Any) ->
     return builder.bitcast(place, vector.as_pointer()), some, f"v{LANES}f{array.dtype.bitwidth}"
 
 
+def _full(builder: Any, n: Any) -> Any:
+    """Whether a vector ends before its row does. If so no mask is needed, which is slow to write under."""
+    return builder.icmp_signed(">=", n, ir.Constant(n.type, LANES))
+
+
 def _call(builder: Any, name: str, result: Any, args: list[Any], flags: tuple[str, ...] = ()) -> Any:
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args, fastmath=flags)
@@ -107,6 +112,16 @@ def entry(typing: Any, array: Any, at: Any) -> Any:
     return array.dtype(array, types.intp), generate
 
 
+def _masked_load(builder: Any, place: Any, some: Any, name: str, array: Any, rest: Any) -> Any:
+    operands = [place, _aligned(array), some, rest]
+    return _call(builder, f"llvm.masked.load.{name}.p0{name}", _vector(array.dtype), operands)
+
+
+def _masked_store(builder: Any, place: Any, some: Any, name: str, array: Any, value: Any) -> None:
+    operands = [value, place, _aligned(array), some]
+    _call(builder, f"llvm.masked.store.{name}.p0{name}", ir.VoidType(), operands)
+
+
 @intrinsic
 def load(typing: Any, array: Any, at: Any, n: Any, rest: Any) -> Any:
     """The entries from a place on, `n` at most, and the `rest`, a number, in the lanes behind them."""
@@ -114,8 +129,26 @@ def load(typing: Any, array: Any, at: Any, n: Any, rest: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place, some, name = _row(context, builder, array, *args[:3])
         other = _lanes(context, builder, args[3], rest, array.dtype)
-        operands = [place, _aligned(array), some, other]
-        return _call(builder, f"llvm.masked.load.{name}.p0{name}", _vector(array.dtype), operands)
+        with builder.if_else(_full(builder, args[2]), likely=True) as (full, part):
+            with full:
+                all_, here = builder.load(place, align=array.dtype.bitwidth // 8), builder.block
+            with part:
+                few, there = _masked_load(builder, place, some, name, array, other), builder.block
+        found = builder.phi(all_.type)
+        found.add_incoming(all_, here)
+        found.add_incoming(few, there)
+        return found
+
+    return Vector(array.dtype)(array, types.intp, types.intp, rest), generate
+
+
+@intrinsic
+def load_few(typing: Any, array: Any, at: Any, n: Any, rest: Any) -> Any:
+    """The same where `n` is mostly less than a vector has: without a branch."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place, some, name = _row(context, builder, array, *args[:3])
+        return _masked_load(builder, place, some, name, array, _lanes(context, builder, args[3], rest, array.dtype))
 
     return Vector(array.dtype)(array, types.intp, types.intp, rest), generate
 
@@ -127,11 +160,40 @@ def store(typing: Any, array: Any, at: Any, n: Any, vector: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place, some, name = _row(context, builder, array, *args[:3])
         value = _lanes(context, builder, args[3], vector, array.dtype)
-        operands = [value, place, _aligned(array), some]
-        _call(builder, f"llvm.masked.store.{name}.p0{name}", ir.VoidType(), operands)
+        with builder.if_else(_full(builder, args[2]), likely=True) as (full, part):
+            with full:
+                builder.store(value, place, align=array.dtype.bitwidth // 8)
+            with part:
+                _masked_store(builder, place, some, name, array, value)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, vector), generate
+
+
+@intrinsic
+def store_few(typing: Any, array: Any, at: Any, n: Any, vector: Any) -> Any:
+    """The same where `n` is mostly less than a vector has."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place, some, name = _row(context, builder, array, *args[:3])
+        _masked_store(builder, place, some, name, array, _lanes(context, builder, args[3], vector, array.dtype))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, vector), generate
+
+
+@intrinsic
+def fetch(typing: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of a place, which may lie outside of the array, for later."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.gep(context.make_array(array)(context, builder, args[0]).data, [args[1]])
+        byte, short = ir.IntType(8).as_pointer(), ir.IntType(32)
+        to_read, closely, data = (ir.Constant(short, number) for number in (0, 2, 1))
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.bitcast(place, byte), to_read, closely, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
 
 
 @intrinsic
@@ -218,14 +280,32 @@ def where(typing: Any, reached: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def flushed(typing: Any, vector: Any, flush: Any) -> Any:
-    """The vector, and 0 where it is below a number."""
+def two_to(typing: Any, rounded: Any) -> Any:
+    """`2^k` of numbers or vectors in float64 whose last bits are the integer k."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        less = builder.fcmp_ordered("<", args[0], _lanes(context, builder, args[1], flush, vector.dtype))
-        return builder.select(less, ir.Constant(args[0].type, [0.0] * LANES), args[0])
+        given, whole = args[0].type, ir.IntType(64)
+        lanes = isinstance(given, ir.VectorType)
+        kind = ir.VectorType(whole, LANES) if lanes else whole
+        bias, places = (ir.Constant(kind, [number] * LANES if lanes else number) for number in (1023, 52))
+        return builder.bitcast(builder.shl(builder.add(builder.bitcast(args[0], kind), bias), places), given)
 
-    return vector(vector, flush), generate
+    return rounded(rounded), generate
+
+
+@intrinsic
+def flushed(typing: Any, value: Any, looked_at: Any, flush: Any) -> Any:
+    """A vector, or a number, and 0 where another one is below a number."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if isinstance(value, Vector):
+            least = _lanes(context, builder, args[2], flush, looked_at.dtype)
+        else:
+            least = context.cast(builder, args[2], flush, looked_at)
+        less = builder.fcmp_ordered("<", args[1], least)
+        return builder.select(less, context.get_constant_null(value), args[0])
+
+    return value(value, looked_at, flush), generate
 
 
 def _chosen(relation: str) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import torch
 import logchain
 from logchain import _chain_operators, _device, _frames
 from logchain.kernels import native_chain, native_exp, native_forward, sum_product
+from logchain.kernels.native_vectors import LANES, load, store
 from tests.contract import assert_contract
 from tests.families import FAMILIES, Chain
 
@@ -31,29 +32,39 @@ def exponentials(d, out, near):
 
 
 @numba.njit
+def exponentials_of_vectors(d, out, near):
+    for i in range(0, len(d), LANES):
+        some = load(d, i, len(d) - i, 0.0)
+        store(out, i, len(d) - i, native_exp.exp_near(some) if near else native_exp.exp64(some))
+
+
+@numba.njit
 def there_and_back(values, keys):
     for i in range(len(values)):
         keys[i] = native_exp.ordered(values[i])
         values[i] = native_exp.from_ordered(keys[i])
 
 
-def exponential(d, near=False):
+def exponential(d, near=False, compute=exponentials):
     d = np.atleast_1d(np.asarray(d, np.float64))
     out = np.full_like(d, np.nan)
-    exponentials(d, out, near)
+    compute(d, out, near)
     return out
 
 
+@pytest.mark.parametrize("compute", [exponentials, exponentials_of_vectors])
 @pytest.mark.parametrize(("near", "bound"), [(False, 4e-16), (True, 1e-11)])
-def test_exponential_is_good_to_its_bound(near, bound):
+def test_exponential_is_good_to_its_bound(near, bound, compute):
     d = -np.concatenate([np.linspace(0, 1, 10_001), np.linspace(1, 689, 50_001), 2.0 ** -np.arange(60)])
     truth = np.array([math.exp(value) for value in d])
-    assert (np.abs(exponential(d, near) - truth) <= bound * truth).all()
+    assert (np.abs(exponential(d, near, compute) - truth) <= bound * truth).all()
 
 
-def test_exponential_of_what_is_no_number():
-    assert exponential([-np.inf, -690.0, -1e308, 0.0]).tolist() == [0.0, 0.0, 0.0, 1.0]
-    assert np.isnan(exponential(np.nan)).all()
+@pytest.mark.parametrize("compute", [exponentials, exponentials_of_vectors])
+@pytest.mark.parametrize("near", [False, True])
+def test_exponential_of_what_is_no_number(near, compute):
+    assert exponential([-np.inf, -690.0, -1e308, 0.0], near, compute).tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert np.isnan(exponential(np.nan, near, compute)).all()
 
 
 @pytest.mark.parametrize(("real", "integer"), [(np.float32, np.int32), (np.float64, np.int64)])

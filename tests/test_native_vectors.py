@@ -18,6 +18,21 @@ def combine(a, b, out, c):
 
 
 @numba.njit
+def combine_few(a, b, out, c):
+    for j in range(0, c, vectors.LANES):
+        vectors.fetch(a, j + 10**6)
+        x, y = vectors.load_few(a, j, c - j, 0.0), vectors.load_few(b, j, c - j, 0.0)
+        vectors.store_few(out, j, c - j, 2.0 * x * y + (x - 1.0))
+
+
+@numba.njit
+def powers(whole, rounded, out, one):
+    vectors.store(out, 0, vectors.LANES, vectors.two_to(vectors.load(rounded, 0, vectors.LANES, 0.0)))
+    for i in range(len(rounded)):
+        one[i] = vectors.flushed(vectors.two_to(rounded[i]), whole[i], -4.0)
+
+
+@numba.njit
 def extremes(a, c):
     high, low = vectors.everywhere(a, -np.inf), vectors.everywhere(a, np.inf)
     sums = vectors.everywhere(a, 0.0)
@@ -32,7 +47,8 @@ def extremes(a, c):
 def chosen(reached, a, flush, out, c):
     for j in range(0, c, vectors.LANES):
         some, wide = vectors.load(reached, j, c - j, 0.0), vectors.wide(vectors.load(a, j, c - j, 0.0))
-        vectors.store(out, j, c - j, vectors.flushed(vectors.where(some, wide), flush))
+        found = vectors.where(some, wide)
+        vectors.store(out, j, c - j, vectors.flushed(found, found, flush))
 
 
 @numba.njit
@@ -69,7 +85,8 @@ def test_entries(real):
 
 @pytest.mark.parametrize("real", REALS)
 @pytest.mark.parametrize("c", LENGTHS)
-def test_arithmetic_stays_within_the_row(c, real):
+@pytest.mark.parametrize("combine", [combine, combine_few])
+def test_arithmetic_stays_within_the_row(combine, c, real):
     a, b, out = np.arange(c, dtype=real) + 1, np.full(c + 8, 3, real), np.full(c + 8, np.nan, real)
     padded = np.concatenate([a, np.full(8, np.nan, real)])
     combine(padded, b, out, c)
@@ -102,6 +119,14 @@ def test_what_is_not_reached_or_too_small_is_zero(out):
     found = np.full(9, -1, out)
     chosen(reached, a, 1e-2, found, 9)
     np.testing.assert_array_equal(found, np.array([5, 0, 3, 4, 0, 0, np.nan, 2, 0], out))
+
+
+def test_powers_of_two():
+    whole = np.array([-1022.0, -5.0, -4.0, -1.0, 0.0, 1.0, 52.0, 1023.0])
+    out, one = np.zeros(8), np.zeros(8)
+    powers(whole, whole + 1.5 * 2.0**52, out, one)
+    np.testing.assert_array_equal(out, 2.0**whole)
+    np.testing.assert_array_equal(one, np.where(whole < -4, 0, 2.0**whole))
 
 
 def test_a_borrowed_array_leaves_its_owner_the_memory():
