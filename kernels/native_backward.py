@@ -28,21 +28,8 @@ from .native import compiled, spread
 from .native_chain import MANY, Array, address, at, block_of, empty, matrix_at, operands, ranges, round_matrices, walked
 from .native_counts import count_transitions, from_linear
 from .native_narrow import narrow_back, ordinary_steps_back
-from .native_steps import (
-    copy,
-    emissions,
-    ending,
-    four_rows,
-    one_row,
-    posterior,
-    pull,
-    return_to,
-    room,
-    row_by_rows,
-    scaled,
-    turn,
-    without_diagonal,
-)
+from .native_rows import copy, four_rows, one_row, room, row_by_rows, scaled, turn, without_diagonal
+from .native_steps import emissions, ending, posterior, pull, return_to
 from .native_vectors import LANES, borrowed
 
 

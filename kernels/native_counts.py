@@ -1,6 +1,6 @@
 """Expected counts of transitions: how those of a step are added up, and what gradient they are.
 
-Arrays are flat, as in `native_steps`.
+Arrays are flat, as in `native_rows`.
 """
 
 import numba

@@ -43,19 +43,8 @@ from .native_exp import LN2
 from .native_filter import continued, logarithm, shares
 from .native_narrow import beyond_reach, narrow, ordinary_steps
 from .native_reach import enters
-from .native_steps import (
-    copy,
-    emissions,
-    emissions_reached,
-    ending,
-    four_rows,
-    one_row,
-    room,
-    settle,
-    unit,
-    weigh,
-    without_diagonal,
-)
+from .native_rows import copy, four_rows, one_row, room, without_diagonal
+from .native_steps import emissions, emissions_reached, ending, settle, unit, weigh
 from .native_summation import added
 from .native_vectors import LANES, borrowed
 

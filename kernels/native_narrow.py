@@ -11,7 +11,8 @@ the loops for any chain, with the rest of its block. Tested against `logchain.re
 import numba
 import numpy as np
 
-from .native_steps import room, unit, unit_of
+from .native_rows import room
+from .native_steps import unit, unit_of
 from .native_vectors import (
     LANES,
     flushed,
