@@ -25,8 +25,11 @@ def test_tables_are_those_of_the_results_file():
 
 def test_linked_files_exist():
     links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in link]
-    missing = [link for link in links if not (report.README.parent / link).exists()]
+    missing = [link for link in links if not (report.README.parent / link.partition("#")[0]).exists()]
     assert links and not missing
+    for path, heading in (link.split("#") for link in links if "#" in link):
+        titles = re.findall(r"^#+ (.*)$", (report.README.parent / path).read_text(), flags=re.MULTILINE)
+        assert heading in [title.lower().replace(" ", "-") for title in titles]
 
 
 def test_every_decimal_number_outside_the_tables_is_an_example_or_a_promise():
