@@ -24,11 +24,11 @@ from torch import Tensor
 
 from .chain import Chain
 from .linear_chain import Kept
-from .native import compiled, spread
+from .native import called, compiled, inlined, spread
 from .native_chain import MANY, Array, address, at, block_of, empty, matrix_at, operands, ranges, round_matrices, walked
 from .native_counts import count_transitions, from_linear
 from .native_narrow import narrow_back, ordinary_steps_back
-from .native_rows import copy, four_rows, one_row, room, row_by_rows, scaled, turn, without_diagonal
+from .native_rows import copy, room, row_by_rows, rows_times, scaled, turn, without_diagonal
 from .native_steps import emissions, ending, posterior, pull, return_to
 from .native_vectors import LANES, borrowed
 
@@ -113,7 +113,7 @@ class _Rooms(NamedTuple):
     terms: Array
 
 
-@numba.njit(fastmath={"contract"}, forceinline=True)
+@inlined
 def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
     """A block of steps of the q-th sequence, or of four from there on."""
     v, g, m, c, one, x, ends = chain.v, chain.g, chain.m, chain.c, chain.one, chain.x, chain.ends
@@ -181,10 +181,8 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
         if not (one or turning):
             for row in range(rows):
                 row_by_rows(source, row * apart, matrix, begin, width, c, ahead, row * apart)
-        elif rows == 4:
-            four_rows(source, rooms.turned, which * c * c, c, c, rooms.diagonal, which * apart, ahead)
         else:
-            one_row(source, rooms.turned, which * c * c, c, c, rooms.diagonal, which * apart, ahead)
+            rows_times(rows, source, rooms.turned, which * c * c, c, c, rooms.diagonal, which * apart, ahead)
         for row in range(rows):
             p, here = q + row, row * block + t if shared else row if block > 1 else r + row
             some = weight[p] != 0 and step < ends[p]
@@ -295,7 +293,7 @@ def _backward(
     return True
 
 
-@numba.njit
+@called
 def _write(chain, into, bulk_at, p0_at, strides, none):
     """The gradients of what all steps, and sequences, share, in the caller's dtype."""
     if bulk_at:

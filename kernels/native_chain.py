@@ -16,7 +16,7 @@ from torch import Tensor
 from .chain import Chain
 from .dither import ROUNDED_ANEW
 from .exponentials import FLUSH, trusted_sum
-from .native import cut
+from .native import called, cut, inlined
 from .native_dither import round_anew
 from .native_exp import bits, exp64, from_bits, from_ordered, ordered
 from .native_vectors import LANES, everywhere, larger, largest, load
@@ -146,13 +146,13 @@ def _pointer(typing: Any, address: Any, like: Any) -> Any:
     return found(address, like), generate
 
 
-@numba.njit(forceinline=True)
+@inlined
 def at(address, size, like):
     """So many numbers at an address, of the type of an array."""
     return numba.carray(_pointer(address, like), (size,))
 
 
-@numba.njit
+@called
 def block_of(walked):
     """For how many steps emissions are made at a time: what a first-level cache holds.
 
@@ -162,7 +162,7 @@ def block_of(walked):
     return max(1, min(walked.v, _BLOCK // walked.c)) if some else 1
 
 
-@numba.njit(fastmath={"contract"})
+@called
 def usable(raw, begin, stride_from, stride_to, c, log):
     """Whether a matrix may be used where it lies, and its largest entry."""
     if log or (stride_to != 1 and c > 1):
@@ -180,7 +180,7 @@ def usable(raw, begin, stride_from, stride_to, c, log):
     return not (top < 2.0**-60 or 2.0**60 < top < np.inf) or top == 0, top
 
 
-@numba.njit(fastmath={"contract"}, forceinline=True)
+@inlined
 def matrix_at(raw, begin, stride_from, stride_to, c, log, linear, held):
     """The linear one of the matrix that begins somewhere: where it lies, where it begins, how far apart rows are.
 
@@ -196,7 +196,7 @@ def matrix_at(raw, begin, stride_from, stride_to, c, log, linear, held):
     return (raw, begin, stride_from) if held[1] != 0 else (linear, 0, c)
 
 
-@numba.njit(fastmath={"contract"}, forceinline=True)
+@inlined
 def linear_matrix(raw, begin, stride_from, stride_to, c, log, out):
     """Write a matrix (c, c), linear and with entries near 1; the logarithm of what was taken out, the largest entry."""
     flush = 2.0**-115 if out.itemsize == 4 else 2.0**-990
@@ -228,7 +228,7 @@ def linear_matrix(raw, begin, stride_from, stride_to, c, log, out):
 MANY = 2**60
 
 
-@numba.njit(fastmath={"contract"})
+@called
 def walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none):
     """The chain of the sequences from `low` to before `high`, with what all steps share.
 
@@ -270,7 +270,7 @@ def walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none):
     )  # fmt: skip
 
 
-@numba.njit
+@called
 def round_matrices(chain, low, high, step):
     """Round the exponentials that all steps share to the `matrix` of a step, for the sequences from `low` to `high`.
 

@@ -3,15 +3,13 @@
 Arrays are flat, as in `native_rows`.
 """
 
-import numba
 import numpy as np
 
+from .native import inlined
 from .native_vectors import LANES, entry, everywhere, load, store, where
 
-_inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
-
-@_inlined
+@inlined
 def count_transitions(
     rows, terms, messages, m, message_row, message_term, source, s, source_row, source_term, c, add, counts, at
 ):
@@ -43,7 +41,7 @@ def count_transitions(
                 _put(s30, s31, add, counts, here + 3 * c, n)
 
 
-@_inlined
+@inlined
 def _put(left, right, add, counts, at, n):
     if add:
         store(counts, at, n, left + load(counts, at, n, 0.0))
@@ -53,7 +51,7 @@ def _put(left, right, add, counts, at, n):
         store(counts, at + LANES, n - LANES, right)
 
 
-@_inlined
+@inlined
 def from_linear(out, o, times, counts, n, matrix, p, raw, at, stride, c, taken, by_log):
     """A row of counts, times a number, times the linear matrix or over what was taken out of it.
 

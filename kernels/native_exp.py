@@ -2,22 +2,22 @@
 
     exp(d) = 2^k exp(r)        k = round(d log2(e)),  r = d - k log(2)
 
-A polynomial of degree 12 is good to 3e-16 where |r| is at most log(2) / 2; 2^k is made from the bits of k. What libm
-has is called entry by entry instead, and takes 3 times as long. `log(2)` is split in two (Cody and Waite), so that
-`k log(2)` is exact enough. Results below 2^-995 (in float32, where degree 7 is good to 1e-7, below 2^-115) are 0, so
-that nothing is denormal. Arguments are at most 0, -inf or
-NaN: what is left when a maximum has been taken out. Tested against `math.exp`.
+A polynomial of degree 12 is good to 3e-16 where |r| is at most log(2) / 2, one of degree 7 to float32's 1e-7; one of
+degree 9 lies between. 2^k is made from the bits of k. In the first two log(2) is split in two (Cody and Waite), so that
+`k log(2)` is exact enough. What libm has is called entry by entry instead, and takes 3 times as long. Results below
+2^-995, in float32 below 2^-115, are 0, so that nothing is denormal. Arguments are at most 0, -inf or NaN: what is left
+when a maximum has been taken out. Tested against `math.exp`.
 """
 
 import math
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from .native import inlined
 from .native_vectors import flushed, two_to
 
 _LOG2, _LOG2E = math.log(2), math.log2(math.e)
@@ -86,10 +86,7 @@ def from_ordered(typing: Any, value: Any) -> Any:
     return found(value), generate
 
 
-_inlined = numba.njit(fastmath={"contract"}, forceinline=True)
-
-
-@_inlined
+@inlined
 def exp64(d):
     """`exp(d)` for a float64 `d` of at most 0."""
     rounded = d * _LOG2E + _ROUND
@@ -110,11 +107,11 @@ def exp64(d):
     return flushed(p * two_to(rounded), d, _LEAST)
 
 
-@_inlined
+@inlined
 def exp_near(d):
     """The same to 1e-11, which is enough for float32 and for the sum of a million of its errors.
 
-    Of degree 9, in pairs of terms that do not wait for each other (G. Estrin's scheme).
+    In pairs of terms that do not wait for each other (G. Estrin's scheme).
     """
     rounded = d * _LOG2E + _ROUND
     r = d - (rounded - _ROUND) * _LOG2
@@ -138,7 +135,7 @@ def _exp_for(d, like):
     return lambda d, like: exp64(d)
 
 
-@_inlined
+@inlined
 def exp32(d):
     """The same in float32, to 1e-7."""
     rounded = d * _LOG2E_32 + _ROUND_32

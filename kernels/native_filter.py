@@ -1,8 +1,8 @@
 """What a stream asks of the forward loop: to begin behind a message, posteriors on the way, the message at the end."""
 
-import numba
 import numpy as np
 
+from .native import called, inlined
 from .native_exp import exp64
 from .native_vectors import LANES, everywhere, load, store, total
 
@@ -10,7 +10,7 @@ from .native_vectors import LANES, everywhere, load, store, total
 _SMALLEST = np.nextafter(0.0, 1.0)
 
 
-@numba.njit(fastmath={"contract"})
+@called
 def continued(q, before, first, chain):
     """Write, in place of p0, what the logarithm of a message, `before`, and a matrix lead to; whether that has failed.
 
@@ -50,7 +50,7 @@ def continued(q, before, first, chain):
     return not 2.0**-900 < scale < 2.0**900
 
 
-@numba.njit(fastmath={"contract"}, forceinline=True)
+@inlined
 def shares(row, r, c, out, o):
     """`out[o:]` = a row of a room, with zeros behind it, over its sum; 0 where that is 0."""
     sums = everywhere(row, 0.0)
@@ -62,7 +62,7 @@ def shares(row, r, c, out, o):
         store(out, o + j, c - j, load(row, r + j, LANES, 0.0) * factor)
 
 
-@numba.njit
+@called
 def logarithm(row, r, x, begin, c, out, o):
     """`out[o:]` = log(row) + x less the logarithm of what it sums to, in float64; -inf where that is -inf."""
     shift = top = -np.inf

@@ -24,7 +24,7 @@ from torch import Tensor
 from .chain import Chain
 from .dither import ROUNDED_ANEW
 from .linear_chain import Kept
-from .native import compiled, spread
+from .native import compiled, inlined, spread
 from .native_chain import (
     MANY,
     Array,
@@ -43,7 +43,7 @@ from .native_exp import LN2
 from .native_filter import continued, logarithm, shares
 from .native_narrow import beyond_reach, narrow, ordinary_steps
 from .native_reach import enters
-from .native_rows import copy, four_rows, one_row, room, without_diagonal
+from .native_rows import copy, room, rows_times, without_diagonal
 from .native_steps import emissions, emissions_reached, ending, settle, unit, weigh
 from .native_summation import added
 from .native_vectors import LANES, borrowed
@@ -107,14 +107,14 @@ class _Rooms(NamedTuple):
     diagonal: Array
 
 
-@numba.njit(fastmath={"contract"}, forceinline=True)
+@inlined
 def _sum(total, lost, terms, first, count):
     for t in range(first, first + count):
         total, lost = added(total, lost, terms[t])
     return total, lost
 
 
-@numba.njit(fastmath={"contract"}, forceinline=True)
+@inlined
 def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
     """A block of steps of the q-th sequence, or of four from there on."""
     v, g, m, c, one, x, ends = chain.v, chain.g, chain.m, chain.c, chain.one, chain.x, chain.ends
@@ -163,10 +163,7 @@ def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
             begin = (step - 1) * chain.step + i * chain.set
             source, begin, width = matrix_at(chain.raw, begin, chain.row, chain.column, c, chain.log, linear, held)
             rooms.taken[t], most = held[2], held[3]
-        if rows == 4:
-            four_rows(state, source, begin, width, c, rooms.diagonal, diagonal, sums)
-        else:
-            one_row(state, source, begin, width, c, rooms.diagonal, diagonal, sums)
+        rows_times(rows, state, source, begin, width, c, rooms.diagonal, diagonal, sums)
         threshold = trusted * (most if most > 1 else 1.0)
         for row in range(rows):
             p, sum_, here = q + row, row * apart, row * block + t
@@ -258,13 +255,13 @@ def _forward(
     for start in range(0, v, block):
         later = number + start
         if start == 0 or len(chain.exact) > 0 and later // ROUNDED_ANEW != (later - block) // ROUNDED_ANEW:
-            round_matrices(chain, low, high, number + start)
+            round_matrices(chain, low, high, later)
             for i in range(low // m, (high - 1) // m + 1 if one else 0):
                 without_diagonal(chain.matrix, i * c * c, c, rooms.others, i * c * c, rooms.diagonal, i * room(c))
         q = low
         while q < high:
             rows = 4 if q % m + 4 <= m and q + 4 <= high and not narrow(chain) else 1
-            _walk(rows, q, low, high, start, number + start, borrowed(chain), borrowed(rooms), limits, borrowed(out))
+            _walk(rows, q, low, high, start, later, borrowed(chain), borrowed(rooms), limits, borrowed(out))
             for row in range(rows):
                 p, count = q + row - low, min(start + block, ends[q + row]) - start
                 total[p], lost[p] = _sum(total[p], lost[p], rooms.shifts, row * block, count)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import log_chain
 from .chain import Chain
-from .native import compiled, cut, spread
+from .native import called, compiled, cut, spread
 from .native_chain import Array
 from .native_log_steps import (
     find_links,
@@ -116,7 +116,7 @@ def _jobs(chain: Chain, places: Array, *, whole_sets: bool) -> list[tuple[Any, .
     return list(zip(edges, [*edges[1:], len(places)], strict=True))
 
 
-@numba.njit
+@called
 def _end_of_set(places, begin, high):
     """Before which place those of a set end."""
     end = begin
@@ -125,13 +125,13 @@ def _end_of_set(places, begin, high):
     return end
 
 
-@numba.njit
+@called
 def _state(x, low, high):
     """A message for each eight of as many sequences as may share a set."""
     return np.zeros((min(x.shape[2], high - low) // LANES + 1) * x.shape[-1] * LANES)
 
 
-@numba.njit
+@called
 def _longest(ends, places, first, count):
     """The number of steps of the longest of some sequences."""
     most = 0

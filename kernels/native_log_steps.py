@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from .native import INNER, called, inlined
 from .native_chain import Array
 from .native_exp import LN2, bits, exp64, from_bits
 from .native_vectors import LANES, everywhere, larger, load, store, total
@@ -19,8 +20,7 @@ _ROUND = 1.5 * 2.0**52
 # the bits of sqrt(1/2), rounded down
 _HALF = 0x3FE6A09E667F3BCC
 
-_inlined = numba.njit(fastmath={"contract"}, forceinline=True)
-_dividing = numba.njit(fastmath={"contract"}, forceinline=True, error_model="numpy")
+_dividing = numba.njit(forceinline=True, error_model="numpy", **INNER)
 
 
 class Links(NamedTuple):
@@ -40,7 +40,7 @@ class Rooms(NamedTuple):
     one: Array
 
 
-@numba.njit
+@called
 def rooms_of(c):
     """Memory for any matrix; what a sparse one does not need is not touched."""
     states, pairs = c * LANES, c * c
@@ -49,7 +49,7 @@ def rooms_of(c):
     return links, rooms
 
 
-@numba.njit
+@called
 def find_links(raw, step, i, log, links):
     """List a matrix's entries that are not zero; how many there are."""
     c, count, zero = raw.shape[-1], 0, -np.inf if log else 0.0
@@ -90,7 +90,7 @@ def _log(s):
     return found if s > 0 else s - np.inf
 
 
-@_inlined
+@inlined
 def pass_on(message, at, source, target, logs, count, rooms):
     """`message[at:]` (c, 8) = `log sum exp(message + log P)` over the links from each source to a target.
 
@@ -116,14 +116,14 @@ def pass_on(message, at, source, target, logs, count, rooms):
         found[k] = _log(sums[k]) + tops[k]
 
 
-@_inlined
+@inlined
 def exponentiate(values):
     """In place; of at most 0."""
     for k in range(len(values)):
         values[k] = exp64(values[k])
 
 
-@_inlined
+@inlined
 def weigh(message, at, lane, x, step, i, r, live):
     """Add x of a step, less its largest entry at a state that is not zero, to a lane of a message, and return that.
 
@@ -140,7 +140,7 @@ def weigh(message, at, lane, x, step, i, r, live):
     return shift
 
 
-@_inlined
+@inlined
 def normalise(message, at, rooms):
     """Take the largest state of each sequence, which is left in `rooms.one`, out of a message; -inf stays.
 
@@ -159,13 +159,13 @@ def normalise(message, at, rooms):
         store(message, at + j * LANES, LANES, load(message, at + j * LANES, LANES, 0.0) - shift)
 
 
-@_inlined
+@inlined
 def shared(states, s, terms, t):
     """The sum over the sequences of a state's vector times a term's."""
     return total(load(states, s, LANES, 0.0) * load(terms, t, LANES, 0.0))
 
 
-@_inlined
+@inlined
 def share_out(states, active, rooms):
     """`states = active softmax(states)` over the states of each sequence, for weights `active` (8)."""
     normalise(states, 0, rooms)

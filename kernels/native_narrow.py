@@ -8,9 +8,9 @@ ordinary (see `native_forward`: sums that are small, emissions where nothing is 
 the loops for any chain, with the rest of its block. Tested against `logchain.reference`.
 """
 
-import numba
 import numpy as np
 
+from .native import called, inlined
 from .native_rows import room
 from .native_steps import unit, unit_of
 from .native_vectors import (
@@ -30,14 +30,12 @@ from .native_vectors import (
     wide,
 )
 
-_inlined = numba.njit(fastmath={"contract"}, forceinline=True)
-
 # the largest entry of S is kept within these, and brought to what is between where it leaves them: it mostly falls
 _LOW, _SCALE, _HIGH = 1.0, 2.0**100, 2.0**200
 _EXPONENT = 100
 
 
-@_inlined
+@inlined
 def rows_of(matrix, p, width, c):
     """The rows of a matrix (c, c) that begins at `p`, `width` apart, in float64; zeros behind them."""
     row0, row1 = wide(load_few(matrix, p, c, 0.0)), wide(load_few(matrix, p + width, c if c > 1 else 0, 0.0))
@@ -50,7 +48,7 @@ def rows_of(matrix, p, width, c):
     return row0, row1, row2, row3, row4, row5, row6, row7
 
 
-@_inlined
+@inlined
 def times(row, rows, c):
     """A row times a matrix."""
     found = (lane(row, 0) * rows[0] + lane(row, 1) * rows[1]) + (lane(row, 2) * rows[2] + lane(row, 3) * rows[3])
@@ -60,13 +58,13 @@ def times(row, rows, c):
     return found
 
 
-@_inlined
+@inlined
 def narrow(chain):
     """Whether a chain's steps are walked here: few states, and matrices that can be used where they lie."""
     return chain.c <= LANES and (chain.one or not chain.log and (chain.column == 1 or chain.c == 1))
 
 
-@numba.njit
+@called
 def beyond_reach(chain):
     """What, added to sums, leaves out of a minimum lanes behind their end, and states that none leads to.
 
@@ -82,14 +80,14 @@ def beyond_reach(chain):
     return found
 
 
-@_inlined
+@inlined
 def _largest_in(rows):
     high0, high1 = larger(rows[0], rows[1]), larger(rows[2], rows[3])
     high2, high3 = larger(rows[4], rows[5]), larger(rows[6], rows[7])
     return largest(larger(larger(high0, high1), larger(high2, high3)))
 
 
-@numba.njit(fastmath={"contract"})
+@called
 def ordinary_steps(t, count, start, q, low, chain, rooms, limits, out):
     """Walk the q-th sequence on, from the t-th step of a block that begins at `start`; at which step it stops.
 
@@ -144,13 +142,13 @@ def ordinary_steps(t, count, start, q, low, chain, rooms, limits, out):
     return t
 
 
-@_inlined
+@inlined
 def narrow_back(chain, rooms, into):
     """The same on the way back, where float64's exponents are wider than the messages', and no gradients are added."""
     return narrow(chain) and rooms.source.itemsize == 4 and (len(into.bulk) == 0 or chain.m == 1)
 
 
-@_inlined
+@inlined
 def _counted(counts, before, source, c):
     """Counts, a tuple of rows, and the message before, transposed, times `source`."""
     n0, n1 = counts[0] + lane(before, 0) * source, counts[1] + lane(before, 1) * source
@@ -162,12 +160,12 @@ def _counted(counts, before, source, c):
     return n0, n1, n2, n3, n4, n5, n6, n7
 
 
-@_inlined
+@inlined
 def _write(row, linear, by_log, n, out, o):
     store_few(out, o, n, where(row, row * linear) if by_log else where(linear, row))
 
 
-@_inlined
+@inlined
 def _write_counts(before, source, rows, by_log, c, out, o):
     """`out[o:]` (c, c) = the message before, transposed, times `source`: see `from_linear`."""
     _write(lane(before, 0) * source, rows[0], by_log, c, out, o)
@@ -181,7 +179,7 @@ def _write_counts(before, source, rows, by_log, c, out, o):
         _write(lane(before, 7) * source, rows[7], by_log, c if c > 7 else 0, out, o + 7 * c)
 
 
-@numba.njit(fastmath={"contract"})
+@called
 def ordinary_steps_back(t, start, q, low, chain, rooms, messages, weight, into):
     """Walk the q-th sequence back, from the t-th step of a block that begins at `start`; at which step it stops.
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .exponentials import FLUSH, trusted_sum
-from .native import compiled, cut, spread
+from .native import compiled, cut, inlined, spread
 from .native_chain import MANY, Array, at, empty
 from .native_dither import octave
 from .native_exp import LN2, exp
@@ -47,8 +47,6 @@ _AGAIN = 64
 
 # between these, rows of P need no scale
 _LOW, _HIGH = 2.0**-40, 2.0**40
-
-_inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
 
 def folds(whole: Tensor) -> bool:
@@ -90,7 +88,7 @@ def _limits(dtype: torch.dtype, c: int) -> Array:
     return np.array([FLUSH[dtype] / 2, 2 * trusted_sum(dtype, c)], empty(dtype).dtype)
 
 
-@_inlined
+@inlined
 def _times(x, first, over_rows, over_terms, y, width, c, out, into, apart):
     """`out[into:]` (c, c) with rows `apart` = x (c, c) with such strides times `y` (c, c) with rows `width` apart.
 
@@ -134,7 +132,7 @@ def _times(x, first, over_rows, over_terms, y, width, c, out, into, apart):
             store(out, o3 + j + LANES, LANES, s31)
 
 
-@_inlined
+@inlined
 def _linear(raw, begin, over_rows, over_columns, c, width, number, out):
     """`out` (c, width) = the exponentials of a matrix less its top, which is returned; NaN if not all are finite.
 
@@ -165,7 +163,7 @@ def _linear(raw, begin, over_rows, over_columns, c, width, number, out):
     return np.float64(top)
 
 
-@_inlined
+@inlined
 def _scaled(prefixes, p, before, c, trusted, scales, d, exponents):
     """Bring the rows of a prefix (c, c) that begins at p near 1; False where a sum is not to be trusted."""
     for r in range(c):
@@ -183,7 +181,7 @@ def _scaled(prefixes, p, before, c, trusted, scales, d, exponents):
     return True
 
 
-@_inlined
+@inlined
 def _fold(z, raw, sizes, limits, matrix, width, prefixes, apart, scales, exponents, linear, keep):
     """The prefixes of stack z, one `apart` from the next or two in turn; whether it is done, and the sum of tops.
 

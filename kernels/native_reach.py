@@ -1,10 +1,11 @@
 """Which states some path can be in: asked only where a sum is so small that something may have been lost of it."""
 
-import numba
 import numpy as np
 
+from .native import called
 
-@numba.njit
+
+@called
 def enters(step, q, first, last, low, chain, sums, threshold, rooms):
     """Whether some path reaches a state whose sum is below the threshold.
 
@@ -28,7 +29,7 @@ def enters(step, q, first, last, low, chain, sums, threshold, rooms):
     return False
 
 
-@numba.njit
+@called
 def _advance(step, first, last, chain, x, alive, reached):
     """Which states any of some sequences of a set can be in at a step, from what is known of an earlier one."""
     c, zero, raw = chain.c, -np.inf if chain.log else 0.0, chain.raw

@@ -4,14 +4,11 @@ Arrays are flat and contiguous, and a row is told by where it begins. Rows are t
 together with two vectors of a matrix's columns, so that all sums stay in registers. Arithmetic is the messages'.
 """
 
-import numba
-
+from .native import inlined
 from .native_vectors import LANES, entry, everywhere, load, store, total, turned, wide
 
-_inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
-
-@_inlined
+@inlined
 def room(c):
     """How far apart rows lie in a room of our own, where whole vectors are written.
 
@@ -20,7 +17,7 @@ def room(c):
     return -(-c // (2 * LANES)) * 2 * LANES
 
 
-@_inlined
+@inlined
 def without_diagonal(matrix, p, c, others, o, diagonal, d):
     """A matrix (c, c) that begins at `p` as its `diagonal[d:]`, a room, and what is beside it, `others[o:]`."""
     for k in range(c):
@@ -28,24 +25,34 @@ def without_diagonal(matrix, p, c, others, o, diagonal, d):
         diagonal[d + k], others[o + k * c + k] = matrix[p + k * c + k], 0.0
 
 
-@_inlined
-def four_rows(a, matrix, p, width, c, diagonal, d, out):
-    """`out` (4, c) = `a` (4, c) times the matrix (c, c) that begins at `p`, with rows `width` apart; both are rooms.
+@inlined
+def rows_times(rows, a, matrix, p, width, c, diagonal, d, out):
+    """`out` (rows, c) = `a` (rows, c) times the matrix (c, c) that begins at `p`, for one row or four; both rooms.
 
-    And times a diagonal, a room, which comes last: states tend to stay, and behind a large term small ones would be
-    lost, all of them and in each step. Last, in one operation with its sum, it leaves them to the rounding.
+    The matrix's rows lie `width` apart. A diagonal, a room, is multiplied last: states tend to stay, and behind a large
+    term small ones would be lost, all of them and in each step. Last, in one operation with its sum, it leaves them to
+    the rounding.
     """
     j = 0
     while j + 2 * LANES <= c:
-        _four_columns(a, matrix, p, width, c, diagonal, d, out, j, LANES, LANES)
+        _columns(rows, a, matrix, p, width, c, diagonal, d, out, j, LANES, LANES)
         j += 2 * LANES
     if j < c:
-        _four_columns(a, matrix, p, width, c, diagonal, d, out, j, c - j, c - j - LANES)
+        _columns(rows, a, matrix, p, width, c, diagonal, d, out, j, c - j, c - j - LANES)
 
 
-@_inlined
-def _four_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest):
+@inlined
+def _columns(rows, a, matrix, p, width, c, diagonal, d, out, j, n, rest):
     """The columns of two vectors from the j-th on, with `n` and `rest` entries at most."""
+    if rows == 4:
+        _four_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest)
+    else:
+        _one_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest)
+
+
+@inlined
+def _four_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest):
+    """Four rows at once: a matrix is read once for them."""
     apart, zero, at = len(a) // 4, everywhere(out, 0.0), p + j
     s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zero
     for k in range(c):
@@ -61,20 +68,9 @@ def _four_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest):
     _last(a, 3 * apart, left, right, s30, s31, out, j)
 
 
-@_inlined
-def one_row(a, matrix, p, width, c, diagonal, d, out):
-    """The same for one row."""
-    j = 0
-    while j + 2 * LANES <= c:
-        _one_columns(a, matrix, p, width, c, diagonal, d, out, j, LANES, LANES)
-        j += 2 * LANES
-    if j < c:
-        _one_columns(a, matrix, p, width, c, diagonal, d, out, j, c - j, c - j - LANES)
-
-
-@_inlined
+@inlined
 def _one_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest):
-    """As `_four_columns`; four terms at a time, so that none waits for another's sum."""
+    """One row, four terms at a time, so that none waits for another's sum."""
     zero, at, k = everywhere(out, 0.0), p + j, 0
     s0 = s1 = t0 = t1 = u0 = u1 = v0 = v1 = zero
     while k + 4 <= c:
@@ -93,14 +89,14 @@ def _one_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest):
     _last(a, 0, left, right, (s0 + t0) + (u0 + v0), (s1 + t1) + (u1 + v1), out, j)
 
 
-@_inlined
+@inlined
 def _last(a, row, left, right, s0, s1, out, j):
     """Two vectors of a row of `out`: sums, and a diagonal's share."""
     store(out, row + j, LANES, s0 + load(a, row + j, LANES, 0.0) * left)
     store(out, row + j + LANES, LANES, s1 + load(a, row + j + LANES, LANES, 0.0) * right)
 
 
-@_inlined
+@inlined
 def turn(matrix, p, width, c, out, o):
     """`out[o:]` (c, c) = the transpose of the matrix that begins at `p`, with rows `width` apart."""
     for k in range(0, c, LANES):
@@ -133,7 +129,7 @@ def turn(matrix, p, width, c, out, o):
             store(out, into + 7 * c, left if n > 7 else 0, columns[7])
 
 
-@_inlined
+@inlined
 def row_by_rows(a, begin, matrix, p, width, c, out, into):
     """`out[into:]` (c) = `a[begin:]` (c) times the matrix's transpose."""
     zero = everywhere(out, 0.0)
@@ -157,14 +153,14 @@ def row_by_rows(a, begin, matrix, p, width, c, out, into):
         k, at = k + 1, at + width
 
 
-@_inlined
+@inlined
 def copy(row, r, c, out, o):
     """`out[o:]` = a row."""
     for j in range(0, c, LANES):
         store(out, o + j, c - j, load(row, r + j, c - j, 0.0))
 
 
-@_inlined
+@inlined
 def scaled(row, r, c, factor, out, o):
     """`out[o:]` = a row times a factor, both in rooms."""
     for j in range(0, c, LANES):

@@ -4,9 +4,9 @@ Arrays are as in `native_rows`. Messages are float32 or float64; an emission's e
 are float64, so that neither underflows where the message does not.
 """
 
-import numba
 import numpy as np
 
+from .native import called, inlined
 from .native_dither import jitter
 from .native_exp import bits, exp_for, from_bits
 from .native_vectors import (
@@ -29,10 +29,8 @@ from .native_vectors import (
 # bytes that come from memory together
 _LINE = 64
 
-_inlined = numba.njit(fastmath={"contract"}, forceinline=True)
 
-
-@_inlined
+@inlined
 def largest_of(row, begin, c):
     """The largest entry; of NaNs nothing is known."""
     high = everywhere(row, -np.inf)
@@ -41,7 +39,7 @@ def largest_of(row, begin, c):
     return largest(high)
 
 
-@_inlined
+@inlined
 def emissions(x, begin, stride, steps, c, shifts, first, out, into, number, onward):
     """`out[into:]` (steps, c) = `exp(x - shift)` of rows `stride` apart, in float64, and a vector behind them.
 
@@ -67,7 +65,7 @@ def emissions(x, begin, stride, steps, c, shifts, first, out, into, number, onwa
             store(out, e, LANES, exp_for(load(out, e, LANES, 0.0), x[begin]))
 
 
-@numba.njit(fastmath={"contract"})
+@called
 def emissions_reached(x, begin, reached, r, c, out, into, number):
     """The same of one row, with the largest x where something is reached (`reached[r:]`) for the shift; 0 elsewhere."""
     shift = -np.inf
@@ -82,7 +80,7 @@ def emissions_reached(x, begin, reached, r, c, out, into, number):
     return shift
 
 
-@_inlined
+@inlined
 def weigh(rows, r, emission, e, c):
     """The largest of the rows times the emission, in float64, and the least of the rows."""
     high, low = everywhere(emission, 0.0), everywhere(rows, np.inf)
@@ -93,7 +91,7 @@ def weigh(rows, r, emission, e, c):
     return largest(high), least(low)
 
 
-@_inlined
+@inlined
 def settle(rows, r, emission, e, c, factor, flush, state, a, message, s):
     """`state[a:]` and `message[s:]` = the rows times the emission times a factor, 0 where that is below `flush`."""
     for j in range(0, c, LANES):
@@ -103,7 +101,7 @@ def settle(rows, r, emission, e, c, factor, flush, state, a, message, s):
         store(message, s + j, c - j, found)
 
 
-@_inlined
+@inlined
 def unit(z):
     """A power of two that brings z to between 1/2 and 1, and minus its exponent.
 
@@ -114,14 +112,14 @@ def unit(z):
     return 1 / z if z != 0 else 0.0, np.int64(0)
 
 
-@_inlined
+@inlined
 def unit_of(z):
     """The same where z is known to be positive and finite."""
     exponent = min((bits(z) >> np.int64(52)) - np.int64(1022), np.int64(1022))
     return from_bits((np.int64(1023) - exponent) << np.int64(52)), exponent
 
 
-@_inlined
+@inlined
 def ending(message, s, final, f, c):
     """The sum of a last message, weighted where there are weights."""
     found = 0.0
@@ -130,7 +128,7 @@ def ending(message, s, final, f, c):
     return found
 
 
-@_inlined
+@inlined
 def return_to(behind, b, reached, r, x, begin, emission, e, c, source, s):
     """`source` R = B times the emission, brought to 1, where something is reached; 0 elsewhere.
 
@@ -146,7 +144,7 @@ def return_to(behind, b, reached, r, x, begin, emission, e, c, source, s):
         store(source, s + j, LANES, where(load(reached, r + j, c - j, 0.0), weight))
 
 
-@_inlined
+@inlined
 def _weigh_reached(rows, b, reached, r, emission, e, c):
     """The largest of the rows times the emission, and of the emission, where something is reached."""
     high = most = everywhere(emission, 0.0)
@@ -157,7 +155,7 @@ def _weigh_reached(rows, b, reached, r, emission, e, c):
     return largest(high), largest(most)
 
 
-@_inlined
+@inlined
 def pull(message, s, ahead, a, weight, c, behind, b):
     """`behind` B, so that the posterior, message times B, sums to the weight; the factor that does it.
 
@@ -173,7 +171,7 @@ def pull(message, s, ahead, a, weight, c, behind, b):
     return factor
 
 
-@_inlined
+@inlined
 def posterior(message, s, behind, b, weight, c, out, o):
     """`out` = message times B times the weight; 0 where the message is, whatever B is."""
     for j in range(0, c, LANES):

@@ -1,10 +1,11 @@
 """`kernels.summation` term by term, for loops that numba compiles."""
 
-import numba
 import numpy as np
 
+from .native import inlined
 
-@numba.njit(fastmath={"contract"}, forceinline=True)
+
+@inlined
 def added(total, lost, term):
     """A sum, and what its roundings lost, with another term (D. E. Knuth's two-sum)."""
     found = total + term
