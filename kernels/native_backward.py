@@ -236,7 +236,7 @@ def _backward(
         if not (2.0**-20 <= largest <= 2.0**20 or largest == 0):
             return False
     chain = walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none)
-    one, block, sets = chain.one, block_of(chain), range(low // m, (high - 1) // m + 1 if chain.one else 0)
+    one, block, sets = chain.one, block_of(chain, 0), range(low // m, (high - 1) // m + 1 if chain.one else 0)
     rooms = _Rooms(
         source=np.empty(4 * room(c), none.dtype),
         ahead=np.empty(4 * room(c), none.dtype),

@@ -153,13 +153,21 @@ def at(address, size, like):
 
 
 @called
-def block_of(walked):
+def in_sets(walked):
+    """Whether more sequences than are walked together share the matrix of a step, which is looked at once for them."""
+    return not (walked.one or walked.m in (1, 4) or walked.c <= LANES)
+
+
+@called
+def block_of(walked, matrices):
     """For how many steps emissions are made at a time: what a first-level cache holds.
 
-    One at a time where more sequences than are walked together share a large matrix of a step, which is looked at once.
+    And so many `matrices`' entries at most where sets share them, for each group of a set returns to them; or 0: those
+    of one step.
     """
-    some = walked.one or walked.m in (1, 4) or walked.c <= LANES
-    return max(1, min(walked.v, _BLOCK // walked.c)) if some else 1
+    c = walked.c
+    steps = min(_BLOCK // c, matrices // (c * c)) if in_sets(walked) else _BLOCK // c
+    return max(1, min(walked.v, steps))
 
 
 @called

@@ -32,6 +32,7 @@ from .native_chain import (
     at,
     block_of,
     empty,
+    in_sets,
     limits_of,
     matrix_at,
     operands,
@@ -62,6 +63,10 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
     return found, lossy if some else None
 
 
+# entries of matrices: half of a small second-level cache, in float32
+_MATRICES = 2**15
+
+
 class _Out(NamedTuple):
     """The results: `messages` (slots, g, m, c), `lossy` (g, m), and two that are empty unless asked for.
 
@@ -83,9 +88,10 @@ class _Rooms(NamedTuple):
     """What a walk writes besides its results.
 
     Of a block of steps: `emitted` (4, block, c), `shifts` (4, block), and `taken` (block) out of the matrices. Of a
-    step: `sums` U and `state` S, four rooms each, and `linear` (c, c), with `held` as in `matrix_at`. Of each
-    sequence: its `powers` of two so far, the next factor, and its exponent; the `rest` at its end; what is known to be
-    `reach`-able at the step `reached`, first of any sequence of some, then of this one. `beyond`: see `native_narrow`.
+    step: `sums` U and `state` S, four rooms each, and `linear` (slots, c, c), with `held` (slots, 4) as in `matrix_at`;
+    a slot for each step of a block where sets share matrices, else one. Of each sequence: its `powers` of two so far,
+    the next factor, and its exponent; the `rest` at its end. `reach` (sequences, slots, c), `own_reach` (sequences, c)
+    and `reached` (2, sequences): see `native_reach`. `beyond`: see `native_narrow`.
     `others` (g, c, c) and `diagonal` (g, c), in rooms: the matrices that all steps share, in two parts; else zeros.
     """
 
@@ -101,6 +107,7 @@ class _Rooms(NamedTuple):
     exponents: Array
     rest: Array
     reach: Array
+    own_reach: Array
     reached: Array
     beyond: Array
     others: Array
@@ -119,13 +126,13 @@ def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
     """A block of steps of the q-th sequence, or of four from there on."""
     v, g, m, c, one, x, ends = chain.v, chain.g, chain.m, chain.c, chain.one, chain.x, chain.ends
     sums, state, shifts, emitted = rooms.sums, rooms.state, rooms.shifts, rooms.emitted
-    linear, held = rooms.linear, rooms.held
+    held = rooms.held
     messages, slots, lossy, posteriors = out.messages, out.slots, out.lossy, out.posteriors
     powers, factors, exponents = rooms.powers, rooms.factors, rooms.exponents
     trusted, flush, shallow = limits
     i, r, block = q // m, q % m, len(rooms.taken)
     size, apart, steps = g * m * c, room(c), min(block, v - start)
-    first, last = (q, q + rows) if block > 1 else (max(low, i * m), min(high, (i + 1) * m))
+    first, last = (max(low, i * m), min(high, (i + 1) * m)) if in_sets(chain) else (q, q + rows)
     longest = 0
     for row in range(rows):
         p, at = q + row, start * chain.x_step + i * chain.x_set + (r + row) * chain.x_member
@@ -161,8 +168,10 @@ def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
         step = start + t
         if not one:
             begin = (step - 1) * chain.step + i * chain.set
-            source, begin, width = matrix_at(chain.raw, begin, chain.row, chain.column, c, chain.log, linear, held)
-            rooms.taken[t], most = held[2], held[3]
+            slot = t % (len(held) // 4)
+            linear, kept = rooms.linear[slot * c * c : (slot + 1) * c * c], held[4 * slot : 4 * slot + 4]
+            source, begin, width = matrix_at(chain.raw, begin, chain.row, chain.column, c, chain.log, linear, kept)
+            rooms.taken[t], most = kept[2], kept[3]
         rows_times(rows, state, source, begin, width, c, rooms.diagonal, diagonal, sums)
         threshold = trusted * (most if most > 1 else 1.0)
         for row in range(rows):
@@ -231,22 +240,24 @@ def _forward(
     posteriors = at(posteriors_at, MANY, none) if posteriors_at else none
     over_steps, over_sets, over_members = (sizes[16], sizes[17], sizes[18]) if posteriors_at else (0, 0, 0)
     out = _Out(messages, slots, lossy, posteriors, over_steps, over_sets, over_members, last)
-    block, total, lost, zeros = block_of(chain), np.zeros(some), np.zeros(some), np.zeros(some, np.int64)
+    block, total, lost, zeros = block_of(chain, _MATRICES), np.zeros(some), np.zeros(some), np.zeros(some, np.int64)
     # numba wants no choice within so long a call
-    own, sets = (0, chain.g) if one else (c * c, 1)
+    own, sets = (0, chain.g) if one else (1, 1)
+    steps = block if in_sets(chain) else 1
     rooms = _Rooms(
         sums=np.empty(4 * room(c), none.dtype),
         state=np.zeros(4 * room(c), none.dtype),
         shifts=np.empty(4 * block),
         taken=np.zeros(block),
         emitted=np.empty(4 * block * c + LANES),
-        linear=np.empty(own, none.dtype),
-        held=np.full(4, -1.0),
+        linear=np.empty(own * steps * c * c, none.dtype),
+        held=np.full(4 * steps, -1.0),
         powers=zeros,
         factors=np.ones(some),
         exponents=np.zeros(some, np.int64),
         rest=np.zeros(some),
-        reach=np.empty(2 * some * c, np.bool_),
+        reach=np.empty(some * steps * c, np.bool_),
+        own_reach=np.empty(some * c, np.bool_),
         reached=np.full(2 * some, -1),
         beyond=beyond_reach(chain),
         others=np.empty(len(chain.matrix), none.dtype),

@@ -212,3 +212,21 @@ def test_a_steps_matrix_is_turned_for_those_that_come_later(skipped):
 
     alone = [gradient(slice(i, i + 1)) for i in range(9)]
     torch.testing.assert_close(gradient(slice(None)), torch.cat(alone), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("log_params", [False, True], ids=["linear", "logarithms"])
+@pytest.mark.parametrize("faint", [False, True], ids=["sound", "faint"])
+def test_groups_of_a_set_return_to_the_steps_of_a_block(faint, log_params):
+    """A matrix, and what its zeros leave to be reached, are those of the step, whichever group asks for them."""
+    n, v, c, generator = 11, 50, 12, torch.Generator().manual_seed(0)
+    phase, step = torch.arange(c) % 3, torch.arange(v - 1)[:, None]
+    leads = (phase == step % 3)[:, :, None] & (phase == (step + 1) % 3)[:, None, :]
+    bulk = (torch.rand(v - 1, c, c, generator=generator) + 0.1) * leads
+    if faint:  # and not to be reached in the first step of the block
+        bulk[29, :, 3] *= 1e-30
+    chain = Chain(torch.randn(n, v, c, generator=generator), bulk, torch.eye(c)[0])
+    chain = chain.logs() if log_params else chain
+    with logchain.rescues() as seen:
+        logchain.product(*chain[:3], log_params=log_params, strategy="sequential")
+    assert seen.sequences == (n if faint else 0)
+    assert_contract(chain)
