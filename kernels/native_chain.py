@@ -33,8 +33,8 @@ _FLUSH_32 = FLUSH[torch.float32]
 # entries of emissions
 _BLOCK = 512
 
-# from so many states, and members that share a matrix, on a chain's gradients are left to the BLAS
-_WIDE = 64, 96
+# from so many entries of messages that are multiplied with one matrix on a chain's gradients are left to the BLAS
+_WIDE = 25_000
 
 # by step, float64's emissions may run so far (17 nats) above the states that can be reached
 _SHALLOW = {torch.float32: 0.0, torch.float64: 2.0**-24}
@@ -78,8 +78,12 @@ class Walked(NamedTuple):
 
 
 def wide(chain: Chain) -> bool:
-    """Whether torch's products give gradients faster than loops, and so `sum_product`; the forward pass alone never."""
-    return chain.c >= _WIDE[0] and chain.m >= _WIDE[1]
+    """Whether torch's products give gradients faster than loops, and so `sum_product`; the forward pass alone never.
+
+    In the loops the gradients of a set's matrices are one thread's, but for a matrix that is everybody's.
+    """
+    threads = 1 if chain.g == len(chain.bulk) == 1 else max(1, torch.get_num_threads() // chain.g)
+    return chain.m * chain.c * threads >= _WIDE
 
 
 def operands(chain: Chain) -> tuple[list[Tensor | None], Array]:

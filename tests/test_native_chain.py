@@ -87,7 +87,7 @@ def test_torch_keeps_the_contract_alone(name, each, dtype, monkeypatch):
 
 @pytest.mark.parametrize("name", ["dense", "left_to_right", "detour"])
 def test_gradients_of_wide_chains_are_torchs(name, monkeypatch):
-    monkeypatch.setattr(native_chain, "_WIDE", (1, 1))
+    monkeypatch.setattr(native_chain, "_WIDE", 1)
     with monkeypatch.context() as patch:
         patch.setattr(native_forward, "forward", None)
         assert_contract(FAMILIES[name](dtype=torch.float32))
@@ -129,7 +129,7 @@ def test_small_chains_have_a_frame():
     assert frame_of(x, bulk.expand(1, 2, 1, 4, 4), p0) is None, "its sets lie across"
     assert frame_of(x.half(), bulk, p0) is None
     assert frame_of(torch.zeros(100, 1, 1000, 40), torch.ones(1, 1, 1, 40, 40), torch.ones(40)) is not None
-    assert frame_of(torch.zeros(96, 1, 4, 64), torch.ones(1, 1, 1, 64, 64), torch.ones(64)) is None, "it is wide"
+    assert frame_of(torch.zeros(400, 1, 4, 64), torch.ones(1, 1, 1, 64, 64), torch.ones(64)) is None, "it is wide"
 
 
 def test_far_weights_are_left_to_the_whole_path():
