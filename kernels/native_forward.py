@@ -163,7 +163,8 @@ def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
     begun = 1 if start == 0 else 0
     if rows == 1 and narrow(chain):
         # the last message's logarithm is taken from what the loop for any chain leaves
-        begun = ordinary_steps(begun, longest - (len(out.last) > 0), start, q, low, chain, rooms, limits, out)
+        ordinary = longest - (len(out.last) > 0 and ends[q] <= start + steps)
+        begun = ordinary_steps(begun, ordinary, start, q, low, chain, rooms, limits, out)
     for t in range(begun, longest):
         step = start + t
         if not one:

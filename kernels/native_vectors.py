@@ -172,11 +172,22 @@ def store(typing: Any, array: Any, at: Any, n: Any, vector: Any) -> Any:
 
 @intrinsic
 def store_few(typing: Any, array: Any, at: Any, n: Any, vector: Any) -> Any:
-    """The same where `n` is mostly less than a vector has."""
+    """The same where `n` is mostly less than a vector has: also half of one is written without a mask."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place, some, name = _row(context, builder, array, *args[:3])
-        _masked_store(builder, place, some, name, array, _lanes(context, builder, args[3], vector, array.dtype))
+        value, align = _lanes(context, builder, args[3], vector, array.dtype), array.dtype.bitwidth // 8
+        is_half = builder.icmp_signed("==", args[2], ir.Constant(args[2].type, LANES // 2))
+        with builder.if_else(_full(builder, args[2])) as (full, part):
+            with full:
+                builder.store(value, place, align=align)
+            with part, builder.if_else(is_half) as (half, other):
+                with half:
+                    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES // 2), list(range(LANES // 2)))
+                    low = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), lanes)
+                    builder.store(low, builder.bitcast(place, low.type.as_pointer()), align=align)
+                with other:
+                    _masked_store(builder, place, some, name, array, value)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, vector), generate

@@ -7,7 +7,7 @@ import pytest
 from logchain.kernels import native_vectors as vectors
 
 REALS = [np.float32, np.float64]
-LENGTHS = [1, 7, 8, 9, 20]
+LENGTHS = [1, 4, 7, 8, 9, 20]
 
 
 @numba.njit
