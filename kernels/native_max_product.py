@@ -4,8 +4,8 @@
 
 Shapes: messages (v, g, m, c), matrices (s, g, c, c) with `[from, to]`. Numerics: float32 or float64 additions and
 maxima as in `kernels.max_product`, with which it agrees exactly; the logarithms are torch's, taken of a block of steps
-at a time for all sequences that share them. The loop over j is the inner one, in vectors; four k at a time, so that t
-is read and written once for four. Sequences are divided among `torch.get_num_threads()` threads.
+at a time for all sequences that share them. Two vectors of t at a time stay in registers while k runs. Sequences are
+divided among `torch.get_num_threads()` threads.
 Cost: v c^2 additions and maxima a sequence; back, v c more. Tested against `kernels.max_product`.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .chain import Chain
 from .native import compiled, cut, spread
+from .native_vectors import LANES, entry, everywhere, larger, largest, load, store
 from .semiring_chain import log_weights, start
 
 # logarithms and emissions of a block of steps: what a second-level cache holds
@@ -43,10 +44,11 @@ def paths(chain: Chain, steps: int) -> Tensor:
     ranges = cut(g * m, parts)
     for first in range(1, v, matrices.steps):
         stop = min(first + matrices.steps, v)
-        x = chain.x[first:stop].to(chain.dtype).reshape(-1, g, m, c).numpy()
+        x = chain.x[first:stop].to(chain.dtype).reshape(-1, g, m, c)
+        x = x if x.stride(-1) == 1 else x.contiguous()
         logs = matrices(first, stop)
         bad = logs.flatten(-2).amax(-1).isnan()  # (k, g)
-        spread(forward, ranges, first, stop, x, bad.numpy(), logs.numpy(), *shared)
+        spread(forward, ranges, first, stop, x.numpy(), bad.numpy(), logs.numpy(), *shared)
     last = messages.gather(0, (ends - 1).view(1, g, m, 1).expand(1, g, m, c))[0]  # (g, m, c)
     state = last.argmax(-1).masked_fill_(nan | (last == -torch.inf).all(-1), -1)
     states.scatter_(-1, ends[..., None] - 1, state[..., None])
@@ -78,10 +80,10 @@ class _Logarithms:
         return self._logs
 
 
-def _forward(low, high, first, stop, x, bad, logs, ends, messages, states, nan):  # type: ignore[no-untyped-def]
+def _forward(low, high, first, stop, x, bad, logs, ends, messages, states, nan):
     """The messages of the steps from `first` to before `stop` of the sequences from `low` to before `high`."""
     m, c = messages.shape[2:]
-    best = np.empty(c, messages.dtype)
+    best = np.empty(c + 2 * LANES, messages.dtype)
     for step in range(first, stop):
         index = (step - first) % logs.shape[0]
         for q in range(low, high):
@@ -89,42 +91,37 @@ def _forward(low, high, first, stop, x, bad, logs, ends, messages, states, nan):
             if step >= ends[g, r]:
                 continue
             message, matrix, potential = messages[step - 1, g, r], logs[index, g], x[step - first, g, r]
-            best[:] = -np.inf
-            k = 0
-            while k + 4 <= c:
-                a0, a1, a2, a3 = message[k], message[k + 1], message[k + 2], message[k + 3]
-                row0, row1, row2, row3 = matrix[k], matrix[k + 1], matrix[k + 2], matrix[k + 3]
-                for j in range(c):
-                    t0, t1, t2, t3 = a0 + row0[j], a1 + row1[j], a2 + row2[j], a3 + row3[j]
-                    t0 = t0 if t0 > t1 else t1
-                    t2 = t2 if t2 > t3 else t3
-                    t0 = t0 if t0 > t2 else t2
-                    best[j] = best[j] if best[j] > t0 else t0
-                k += 4
-            while k < c:
-                a0, row0 = message[k], matrix[k]
-                for j in range(c):
-                    t0 = a0 + row0[j]
-                    best[j] = best[j] if best[j] > t0 else t0
-                k += 1
-            shift = top = -messages.dtype.type(np.inf)
-            missing = bad[index, g]
+            shift, missing = everywhere(messages, -np.inf), bad[index, g]
+            for j in range(0, c, 2 * LANES):
+                best0 = best1 = everywhere(messages, -np.inf)
+                n, rest = c - j, c - j - LANES
+                for k in range(c):
+                    at, a = k * c + j, entry(message, k)
+                    best0 = larger(best0, load(matrix, at, n, -np.inf) + a)
+                    if rest > 0:
+                        best1 = larger(best1, load(matrix, at + LANES, rest, -np.inf) + a)
+                store(best, j, LANES, best0)
+                store(best, j + LANES, LANES, best1)
+            for j in range(0, c, LANES):
+                shift = larger(shift, load(potential, j, c - j, -np.inf))
             for j in range(c):
-                missing |= potential[j] != potential[j]
-                shift = potential[j] if potential[j] > shift else shift
-            if shift == -np.inf:
-                shift = messages.dtype.type(0)
-            for j in range(c):
-                best[j] += potential[j] - shift
-                top = best[j] if best[j] > top else top
-            if top == -np.inf:
-                top = messages.dtype.type(0)
-            for j in range(c):
-                messages[step, g, r, j] = best[j] - top
+                missing |= entry(potential, j) != entry(potential, j)
+            away, top = largest(shift), everywhere(messages, -np.inf)
+            if away == -np.inf:
+                away = messages.dtype.type(0)
+            for j in range(0, c, LANES):
+                found = load(best, j, LANES, 0.0) + (load(potential, j, c - j, -np.inf) - away)
+                store(best, j, LANES, found)
+                top = larger(top, found)
+            away = largest(top)
+            if away == -np.inf:
+                away = messages.dtype.type(0)
+            for j in range(0, c, LANES):
+                store(messages[step, g, r], j, c - j, load(best, j, LANES, 0.0) - away)
             nan[g, r] |= missing
 
 
-def _back(low, high, first, stop, logs, ends, messages, states, nan):  # type: ignore[no-untyped-def]
+def _back(low, high, first, stop, logs, ends, messages, states, nan):
     """The states before the same steps, given that of each sequence's last step."""
     m, c = messages.shape[2:]
     for step in range(stop - 1, first - 1, -1):
