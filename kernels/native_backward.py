@@ -28,6 +28,7 @@ from .native import called, compiled, inlined, spread
 from .native_chain import MANY, Array, address, at, block_of, empty, matrix_at, operands, ranges, round_matrices, walked
 from .native_counts import count_transitions, from_linear
 from .native_narrow import narrow_back, ordinary_steps_back
+from .native_precision import sums_of
 from .native_rows import copy, room, row_by_rows, rows_times, scaled, turn, without_diagonal
 from .native_steps import emissions, ending, posterior, pull, return_to
 from .native_vectors import LANES, borrowed
@@ -55,7 +56,9 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
     weight, grad_p0 = weight.double().contiguous(), torch.zeros(g * m * c, dtype=torch.float64)
     places = map(address, (*given, messages, weight, into_x, into_bulk, grad_p0))
     into = np.array([*strides, 0, 0, 0, 0])
-    spread(walk_back(chain.dtype), jobs, *places, 0, chain.by_log, sizes, into, empty(chain.dtype))
+    sums = sums_of(chain.dtype, address(given[1]), sizes)
+    fixed = chain.by_log, sizes, into, sums, empty(chain.dtype)
+    spread(walk_back(chain.dtype, sums.itemsize), jobs, *places, 0, *fixed)
     if grad_bulk is not None and counts is not None:
         grad_bulk[0].copy_(counts.sum(0).view(g, c, c))
     elif grad_bulk is not None and not counted:
@@ -221,9 +224,11 @@ def _walk(rows, q, low, start, chain, rooms, messages, weight, into):
 
 def _backward(
     low, high, counts_at, x_at, raw_at, p0_at, ends_at, final_at, messages_at, weight_at, into_x_at, into_bulk_at,
-    start_at, into_p0_at, by_log, sizes, strides, none,
+    start_at, into_p0_at, by_log, sizes, strides, fine, none,
 ):  # fmt: skip
     """The sequences from `low` to before `high`; without an address for their counts and `start`, all of them at once.
+
+    `fine`: an empty array of the dtype of sums, see `native_precision`.
 
     Then the gradients of matrices that all steps share and of p0 are written as the caller wants them, in his dtype:
     weights for which that is too narrow are refused, and nothing written.
@@ -238,8 +243,8 @@ def _backward(
     chain = walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none)
     one, block, sets = chain.one, block_of(chain, 0), range(low // m, (high - 1) // m + 1 if chain.one else 0)
     rooms = _Rooms(
-        source=np.empty(4 * room(c), none.dtype),
-        ahead=np.empty(4 * room(c), none.dtype),
+        source=np.empty(4 * room(c), fine.dtype),
+        ahead=np.empty(4 * room(c)),
         shifts=np.empty(block),
         emitted=np.empty(4 * block * c + LANES),
         linear=np.empty(0 if one else c * c, none.dtype),
@@ -247,7 +252,7 @@ def _backward(
         behind=np.empty((high - low) * room(c)),
         turned=np.empty(len(chain.matrix) if one else c * c, none.dtype),
         turned_at=np.full(1, -1),
-        diagonal=np.zeros((g if one else 1) * room(c), none.dtype),
+        diagonal=np.zeros((g if one else 1) * room(c), fine.dtype),
         counted=np.zeros(max(4 * block, m) * room(c), none.dtype),
         terms=np.zeros(max(4, m), np.int64),
     )
@@ -310,8 +315,8 @@ def _write(chain, into, bulk_at, p0_at, strides, none):
 
 
 @cache
-def walk_back(dtype: torch.dtype) -> Callable[..., bool]:
-    """The loop for float32 or float64, from numba's cache on disk where there is one."""
-    real = numba.float64 if dtype == torch.float64 else numba.float32
-    fixed = numba.boolean, numba.int64[::1], numba.int64[::1], real[::1]
+def walk_back(dtype: torch.dtype, sums: int) -> Callable[..., bool]:
+    """The loop for float32 or float64, with sums of so many bytes, from numba's cache on disk where there is one."""
+    real, fine = (numba.float64 if size == 8 else numba.float32 for size in (dtype.itemsize, sums))
+    fixed = numba.boolean, numba.int64[::1], numba.int64[::1], fine[::1], real[::1]
     return compiled(_backward, numba.boolean(*(numba.int64,) * 14, *fixed))

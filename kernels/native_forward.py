@@ -43,6 +43,7 @@ from .native_chain import (
 from .native_exp import LN2
 from .native_filter import continued, logarithm, shares
 from .native_narrow import beyond_reach, narrow, ordinary_steps
+from .native_precision import sums_of
 from .native_reach import enters
 from .native_rows import copy, room, rows_times, without_diagonal
 from .native_steps import emissions, emissions_reached, ending, settle, unit, weigh
@@ -57,9 +58,11 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
     g, m = chain.g, chain.m
     found, lossy = torch.zeros(g, m, dtype=torch.float64), torch.zeros(g, m, dtype=torch.bool)
     outputs = map(address, (kept.messages, kept.total.fill_(0.0), found, lossy))
-    fixed = sizes, limits_of(chain.dtype, chain.c), empty(chain.dtype)
+    sums = sums_of(chain.dtype, address(given[1]), sizes)
+    fixed = sizes, limits_of(chain.dtype, chain.c), sums, empty(chain.dtype)
     places = *map(address, given), *outputs, *(0,) * 7
-    some = any(spread(walk(chain.dtype), ranges(chain), len(kept.messages), chain.number, *places, *fixed))
+    each = len(kept.messages), chain.number, *places, *fixed
+    some = any(spread(walk(chain.dtype, sums.itemsize), ranges(chain), *each))
     return found, lossy if some else None
 
 
@@ -220,14 +223,14 @@ def _walk(rows, q, low, high, start, number, chain, rooms, limits, out):
 
 def _forward(
     low, high, slots, number, x_at, raw_at, p0_at, ends_at, final_at, messages_at, rests_at, found_at, lossy_at,
-    before_at, first_at, total_at, lost_at, posteriors_at, last_at, still_lost_at, sizes, limits, none,
+    before_at, first_at, total_at, lost_at, posteriors_at, last_at, still_lost_at, sizes, limits, fine, none,
 ):  # fmt: skip
     """The sequences from `low` to before `high`: whether one of them is lossy.
 
-    `number`: that of the first step, in a stream. Without addresses for them, messages and the like are in room of its
-    own. With one for the logarithm of a message (g, m, c) before the first step, it and the matrices that lead into
-    that step are there in place of p0. The log-partition is added to a `total` (g, m), of which some was `lost`, if
-    there is one.
+    `number`: that of the first step, in a stream. `fine`: an empty array of the dtype of sums, see `native_precision`.
+    Without addresses for them, messages and the like are in room of its own. With one for the logarithm of a message
+    (g, m, c) before the first step, it and the matrices that lead into that step are there in place of p0. The
+    log-partition is added to a `total` (g, m), of which some was `lost`, if there is one.
     """
     chain = walked(low, high, x_at, raw_at, p0_at, ends_at, final_at, sizes, none)
     v, m, c, one, ends, all_, some = chain.v, chain.m, chain.c, chain.one, chain.ends, chain.g * chain.m, high - low
@@ -246,8 +249,8 @@ def _forward(
     own, sets = (0, chain.g) if one else (1, 1)
     steps = block if in_sets(chain) else 1
     rooms = _Rooms(
-        sums=np.empty(4 * room(c), none.dtype),
-        state=np.zeros(4 * room(c), none.dtype),
+        sums=np.empty(4 * room(c)),
+        state=np.zeros(4 * room(c), fine.dtype),
         shifts=np.empty(4 * block),
         taken=np.zeros(block),
         emitted=np.empty(4 * block * c + LANES),
@@ -262,7 +265,7 @@ def _forward(
         reached=np.full(2 * some, -1),
         beyond=beyond_reach(chain),
         others=np.empty(len(chain.matrix), none.dtype),
-        diagonal=np.zeros(sets * room(c), none.dtype),
+        diagonal=np.zeros(sets * room(c), fine.dtype),
     )
     for start in range(0, v, block):
         later = number + start
@@ -303,8 +306,8 @@ def _forward(
 
 
 @cache
-def walk(dtype: torch.dtype) -> Callable[..., bool]:
-    """The loop for float32 or float64, from numba's cache on disk where there is one."""
-    real = numba.float64 if dtype == torch.float64 else numba.float32
-    fixed = numba.int64[::1], numba.float64[::1], real[::1]
+def walk(dtype: torch.dtype, sums: int) -> Callable[..., bool]:
+    """The loop for float32 or float64, with sums of so many bytes, from numba's cache on disk where there is one."""
+    real, fine = (numba.float64 if size == 8 else numba.float32 for size in (dtype.itemsize, sums))
+    fixed = numba.int64[::1], numba.float64[::1], fine[::1], real[::1]
     return compiled(_forward, numba.boolean(*(numba.int64,) * 20, *fixed))

@@ -16,16 +16,21 @@ from .chain import Chain
 from .native_backward import walk_back
 from .native_chain import Array, empty, grid, limits_of, ranges, sizes_of, wide
 from .native_forward import walk
+from .native_precision import is_short, sums_of
 
 
 class Frame(NamedTuple):
-    """`sizes` and `limits` as in `native_chain`; `into`: the strides of gradients, as in `native_backward`."""
+    """`sizes` and `limits` as in `native_chain`; `into`: the strides of gradients, as in `native_backward`.
+
+    `short`: as in `native_precision`.
+    """
 
     shape: tuple[int, int, int, int]  # v, g, m, c
     dtype: torch.dtype
     sizes: Array
     limits: Array
     into: Array
+    short: bool
 
     @classmethod
     def of(cls, chain: Chain, dense: Chain) -> "Frame | None":
@@ -42,7 +47,8 @@ class Frame(NamedTuple):
         except RuntimeError:
             return None
         into = [*over_x[:3], *over_bulk[:2], *over_p0, chain.p0.numel()]
-        return cls((v, g, m, c), dtype, np.array(sizes_of(chain, x, bulk, p0)), limits_of(dtype, c), np.array(into))
+        sizes, limits = np.array(sizes_of(chain, x, bulk, p0)), limits_of(dtype, c)
+        return cls((v, g, m, c), dtype, sizes, limits, np.array(into), is_short(dtype, v, c))
 
     def forward(
         self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool, room: Tensor | None, number: int = 0
@@ -59,9 +65,13 @@ class Frame(NamedTuple):
         operands = x.data_ptr(), bulk.data_ptr(), p0.data_ptr(), 0, 0
         rests = scales.data_ptr() + v * g * m * scales.itemsize
         outputs = messages.data_ptr() if keep else 0, rests, found.data_ptr(), lossy.data_ptr(), *(0,) * 7
-        slots, fixed = v if keep else 2, (self.sizes, self.limits, empty(self.dtype))
-        some = walk(self.dtype)(0, g * m, slots, number, *operands, *outputs, *fixed)
+        sums = self._sums(bulk)
+        slots, fixed = v if keep else 2, (self.sizes, self.limits, sums, empty(self.dtype))
+        some = walk(self.dtype, sums.itemsize)(0, g * m, slots, number, *operands, *outputs, *fixed)
         return (found, messages, scales, lossy), some
+
+    def _sums(self, bulk: Tensor) -> Array:
+        return empty(self.dtype) if self.short else sums_of(self.dtype, bulk.data_ptr(), self.sizes)
 
     def backward(
         self,
@@ -79,5 +89,6 @@ class Frame(NamedTuple):
         operands = x.data_ptr(), bulk.data_ptr(), p0.data_ptr(), 0, 0, messages.data_ptr(), weight.data_ptr()
         into_x, into_bulk, into_p0 = (gradient.data_ptr() for gradient in gradients)
         outputs = into_x, into_bulk, 0, into_p0
-        fixed = by_log, self.sizes, self.into, empty(self.dtype)
-        return bool(walk_back(self.dtype)(0, g * m, 0, *operands, *outputs, *fixed))
+        sums = self._sums(bulk)
+        fixed = by_log, self.sizes, self.into, sums, empty(self.dtype)
+        return bool(walk_back(self.dtype, sums.itemsize)(0, g * m, 0, *operands, *outputs, *fixed))

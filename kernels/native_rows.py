@@ -1,11 +1,15 @@
 """Rows times a matrix, one row or four together, for the loops that numba compiles.
 
 Arrays are flat and contiguous, and a row is told by where it begins. Rows are taken in vectors (`native_vectors`), four
-together with two vectors of a matrix's columns, so that all sums stay in registers. Arithmetic is the messages'.
+together with two vectors of a matrix's columns, or one in float64, so that all sums stay in registers. Arithmetic is
+the messages'.
 """
 
 from .native import inlined
-from .native_vectors import LANES, entry, everywhere, load, store, total, turned, wide
+from .native_vectors import LANES, entry, everywhere, is_wide, load, store, total, turned, wide
+
+# so many terms are added one after the other in the dtype of the rows
+_TERMS = 32
 
 
 @inlined
@@ -29,11 +33,14 @@ def without_diagonal(matrix, p, c, others, o, diagonal, d):
 def rows_times(rows, a, matrix, p, width, c, diagonal, d, out):
     """`out` (rows, c) = `a` (rows, c) times the matrix (c, c) that begins at `p`, for one row or four; both rooms.
 
-    The matrix's rows lie `width` apart. A diagonal, a room, is multiplied last: states tend to stay, and behind a large
-    term small ones would be lost, all of them and in each step. Last, in one operation with its sum, it leaves them to
-    the rounding.
+    The matrix's rows lie `width` apart. What becomes of some terms is added in float64, and so is what becomes of a
+    diagonal, a room, since states tend to stay: behind a large term small ones would be lost, in each step the same.
     """
     j = 0
+    if is_wide(a):
+        while j < c:
+            _column(rows, a, matrix, p, width, c, diagonal, d, out, j)
+            j += LANES
     while j + 2 * LANES <= c:
         _columns(rows, a, matrix, p, width, c, diagonal, d, out, j, LANES, LANES)
         j += 2 * LANES
@@ -53,47 +60,101 @@ def _columns(rows, a, matrix, p, width, c, diagonal, d, out, j, n, rest):
 @inlined
 def _four_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest):
     """Four rows at once: a matrix is read once for them."""
-    apart, zero, at = len(a) // 4, everywhere(out, 0.0), p + j
-    s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zero
-    for k in range(c):
-        left, right = load(matrix, at, n, 0.0), load(matrix, at + LANES, rest, 0.0)
-        a0, a1, a2, a3 = entry(a, k), entry(a, k + apart), entry(a, k + 2 * apart), entry(a, k + 3 * apart)
-        s00, s01, s10, s11 = s00 + a0 * left, s01 + a0 * right, s10 + a1 * left, s11 + a1 * right
-        s20, s21, s30, s31 = s20 + a2 * left, s21 + a2 * right, s30 + a3 * left, s31 + a3 * right
-        at += width
+    apart, zero, at, k = len(a) // 4, everywhere(a, 0.0), p + j, 0
     left, right = load(diagonal, d + j, LANES, 0.0), load(diagonal, d + j + LANES, LANES, 0.0)
-    _last(a, 0, left, right, s00, s01, out, j)
-    _last(a, apart, left, right, s10, s11, out, j)
-    _last(a, 2 * apart, left, right, s20, s21, out, j)
-    _last(a, 3 * apart, left, right, s30, s31, out, j)
+    _begin(a, 0, left, right, out, j)
+    _begin(a, apart, left, right, out, j)
+    _begin(a, 2 * apart, left, right, out, j)
+    _begin(a, 3 * apart, left, right, out, j)
+    while k < c:
+        s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = zero
+        for _ in range(min(_TERMS, c - k)):
+            left, right = load(matrix, at, n, 0.0), load(matrix, at + LANES, rest, 0.0)
+            a0, a1, a2, a3 = entry(a, k), entry(a, k + apart), entry(a, k + 2 * apart), entry(a, k + 3 * apart)
+            s00, s01, s10, s11 = s00 + a0 * left, s01 + a0 * right, s10 + a1 * left, s11 + a1 * right
+            s20, s21, s30, s31 = s20 + a2 * left, s21 + a2 * right, s30 + a3 * left, s31 + a3 * right
+            k, at = k + 1, at + width
+        _add(s00, s01, out, j)
+        _add(s10, s11, out, apart + j)
+        _add(s20, s21, out, 2 * apart + j)
+        _add(s30, s31, out, 3 * apart + j)
 
 
 @inlined
 def _one_columns(a, matrix, p, width, c, diagonal, d, out, j, n, rest):
     """One row, four terms at a time, so that none waits for another's sum."""
-    zero, at, k = everywhere(out, 0.0), p + j, 0
-    s0 = s1 = t0 = t1 = u0 = u1 = v0 = v1 = zero
-    while k + 4 <= c:
-        x, y, z, w, second, third = a[k], a[k + 1], a[k + 2], a[k + 3], at + width, at + 2 * width
-        fourth = third + width
-        s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
-        t0, t1 = t0 + y * load(matrix, second, n, 0.0), t1 + y * load(matrix, second + LANES, rest, 0.0)
-        u0, u1 = u0 + z * load(matrix, third, n, 0.0), u1 + z * load(matrix, third + LANES, rest, 0.0)
-        v0, v1 = v0 + w * load(matrix, fourth, n, 0.0), v1 + w * load(matrix, fourth + LANES, rest, 0.0)
-        k, at = k + 4, fourth + width
-    while k < c:
-        x = a[k]
-        s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
-        k, at = k + 1, at + width
+    zero, at, k = everywhere(a, 0.0), p + j, 0
     left, right = load(diagonal, d + j, LANES, 0.0), load(diagonal, d + j + LANES, LANES, 0.0)
-    _last(a, 0, left, right, (s0 + t0) + (u0 + v0), (s1 + t1) + (u1 + v1), out, j)
+    _begin(a, 0, left, right, out, j)
+    while k < c:
+        s0 = s1 = t0 = t1 = u0 = u1 = v0 = v1 = zero
+        for _ in range(min(_TERMS, (c - k) // 4)):
+            x, y, z, w, second, third = a[k], a[k + 1], a[k + 2], a[k + 3], at + width, at + 2 * width
+            fourth = third + width
+            s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
+            t0, t1 = t0 + y * load(matrix, second, n, 0.0), t1 + y * load(matrix, second + LANES, rest, 0.0)
+            u0, u1 = u0 + z * load(matrix, third, n, 0.0), u1 + z * load(matrix, third + LANES, rest, 0.0)
+            v0, v1 = v0 + w * load(matrix, fourth, n, 0.0), v1 + w * load(matrix, fourth + LANES, rest, 0.0)
+            k, at = k + 4, fourth + width
+        while c - 4 < k < c:
+            x = a[k]
+            s0, s1 = s0 + x * load(matrix, at, n, 0.0), s1 + x * load(matrix, at + LANES, rest, 0.0)
+            k, at = k + 1, at + width
+        _add((wide(s0) + t0) + (wide(u0) + v0), (wide(s1) + t1) + (wide(u1) + v1), out, j)
 
 
 @inlined
-def _last(a, row, left, right, s0, s1, out, j):
-    """Two vectors of a row of `out`: sums, and a diagonal's share."""
-    store(out, row + j, LANES, s0 + load(a, row + j, LANES, 0.0) * left)
-    store(out, row + j + LANES, LANES, s1 + load(a, row + j + LANES, LANES, 0.0) * right)
+def _begin(a, row, left, right, out, j):
+    """Two vectors of a row of `out` = a diagonal's share."""
+    store(out, row + j, LANES, load(a, row + j, LANES, 0.0) * wide(left))
+    store(out, row + j + LANES, LANES, load(a, row + j + LANES, LANES, 0.0) * wide(right))
+
+
+@inlined
+def _add(left, right, out, at):
+    store(out, at, LANES, load(out, at, LANES, 0.0) + left)
+    store(out, at + LANES, LANES, load(out, at + LANES, LANES, 0.0) + right)
+
+
+@inlined
+def _column(rows, a, matrix, p, width, c, diagonal, d, out, j):
+    """The columns of one vector from the j-th on."""
+    if rows == 4:
+        _four_column(a, matrix, p, width, c, diagonal, d, out, j)
+    else:
+        _one_column(a, matrix, p, width, c, diagonal, d, out, j)
+
+
+@inlined
+def _four_column(a, matrix, p, width, c, diagonal, d, out, j):
+    apart, at, n = len(a) // 4, p + j, c - j
+    s0 = s1 = s2 = s3 = wide(everywhere(a, 0.0))
+    for k in range(c):
+        row = wide(load(matrix, at, n, 0.0))
+        s0, s1 = s0 + entry(a, k) * row, s1 + entry(a, k + apart) * row
+        s2, s3 = s2 + entry(a, k + 2 * apart) * row, s3 + entry(a, k + 3 * apart) * row
+        at += width
+    last = wide(load(diagonal, d + j, LANES, 0.0))
+    store(out, j, LANES, s0 + load(a, j, LANES, 0.0) * last)
+    store(out, apart + j, LANES, s1 + load(a, apart + j, LANES, 0.0) * last)
+    store(out, 2 * apart + j, LANES, s2 + load(a, 2 * apart + j, LANES, 0.0) * last)
+    store(out, 3 * apart + j, LANES, s3 + load(a, 3 * apart + j, LANES, 0.0) * last)
+
+
+@inlined
+def _one_column(a, matrix, p, width, c, diagonal, d, out, j):
+    at, n, k = p + j, c - j, 0
+    s = t = u = v = wide(everywhere(a, 0.0))
+    while k + 4 <= c:
+        second, third = at + width, at + 2 * width
+        fourth = third + width
+        s, t = s + a[k] * wide(load(matrix, at, n, 0.0)), t + a[k + 1] * wide(load(matrix, second, n, 0.0))
+        u, v = u + a[k + 2] * wide(load(matrix, third, n, 0.0)), v + a[k + 3] * wide(load(matrix, fourth, n, 0.0))
+        k, at = k + 4, fourth + width
+    while k < c:
+        s = s + a[k] * wide(load(matrix, at, n, 0.0))
+        k, at = k + 1, at + width
+    store(out, j, LANES, (s + t) + (u + v) + load(a, j, LANES, 0.0) * wide(load(diagonal, d + j, LANES, 0.0)))
 
 
 @inlined

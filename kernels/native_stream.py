@@ -10,6 +10,7 @@ from .chain import Chain
 from .native import spread
 from .native_chain import Array, address, empty, grid, limits_of, ranges, sizes_of
 from .native_forward import walk
+from .native_precision import sums_of, sums_of_stream
 
 
 class Piece(NamedTuple):
@@ -44,6 +45,10 @@ class Piece(NamedTuple):
         following = bulk.stride(0) * bulk.itemsize if len(bulk) > 1 else 0
         return cls(dtype, sizes, limits_of(dtype, c), ranges(chain), following)
 
+    def sums(self, bulk: Tensor, *, endless: bool) -> Array:
+        """See `native_precision`; `endless`: the matrix is the stream's."""
+        return (sums_of_stream if endless else sums_of)(self.dtype, bulk.data_ptr(), self.sizes)
+
     def walk(
         self,
         x: Tensor,
@@ -52,6 +57,7 @@ class Piece(NamedTuple):
         carried: tuple[Tensor, Tensor, Tensor],
         posteriors: Tensor | None,
         number: int,
+        sums: Array,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """The logarithm of the message after a piece [*B, c], the log-partition [*B], and what its rounding has lost.
 
@@ -64,7 +70,7 @@ class Piece(NamedTuple):
         new_message, new_total, new_lost = (tensor.data_ptr() for tensor in after)
         operands = x.data_ptr(), bulk.data_ptr() + self.next, address(p0), 0, 0
         ahead = 0, 0, new_total, 0, message if p0 is None else 0, bulk.data_ptr(), total, lost
-        behind = address(posteriors), new_message, new_lost, self.sizes, self.limits, empty(self.dtype)
-        if any(spread(walk(self.dtype), self.spans, 2, number, *operands, *ahead, *behind)):
+        behind = address(posteriors), new_message, new_lost, self.sizes, self.limits, sums, empty(self.dtype)
+        if any(spread(walk(self.dtype, sums.itemsize), self.spans, 2, number, *operands, *ahead, *behind)):
             return None
         return after[0], after[1], after[2]

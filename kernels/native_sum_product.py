@@ -10,11 +10,12 @@ from .chain import Chain
 from .exponentials import near_one
 from .linear_chain import Kept
 from .native_chain import wide
+from .native_precision import needs_float64
 
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels.sum_product`; of the scales, only the sum of the last message is not 1."""
-    if keep and wide(chain):
+    if keep and _by_products(chain):
         return sum_product.forward(chain, keep=keep, steps=steps, exact=native_log_chain)
     g, m, c = chain.g, chain.m, chain.c
     slots = chain.kept(steps) if keep else chain.new(min(chain.v, 2), g, m, c)
@@ -41,7 +42,7 @@ def backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """See `kernels.sum_product`."""
-    if wide(chain) or redone.all():  # then no linear message is left to walk along
+    if _by_products(chain) or redone.all():  # then no linear message is left to walk along
         return sum_product.backward(
             chain, log_norm, messages, scales, redone, weight, grad_x, grad_bulk, native_log_chain
         )
@@ -51,3 +52,8 @@ def backward(
     return sum_product.with_redone(
         chain, log_norm, messages, redone, weight, scale, grad_x, grad_bulk, grad_p0, native_log_chain
     )
+
+
+def _by_products(chain: Chain) -> bool:
+    """Whether gradients come from torch's products, whose sums are of the chain's dtype."""
+    return wide(chain) and not needs_float64(chain)

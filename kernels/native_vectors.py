@@ -248,6 +248,17 @@ def turned(typing: Any, rows: Any) -> Any:
 
 
 @intrinsic
+def is_wide(typing: Any, array: Any) -> Any:
+    """Whether an array is of float64, whose vectors take two registers each: known where a loop is compiled."""
+    wide = array.dtype == types.float64
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.boolean, wide)
+
+    return types.boolean(array), generate
+
+
+@intrinsic
 def wide(typing: Any, vector: Any) -> Any:
     """The same in float64."""
 

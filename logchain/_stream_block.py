@@ -46,12 +46,16 @@ class Rows(NamedTuple):
 
 
 class Room:
-    """Memory for the log-potentials and the messages of a block; and `walked`'s `Piece`, by what it is for."""
+    """Memory for the log-potentials and the messages of a block.
+
+    And of `walked` its `Piece`, by what it is for, and how exact sums have to be, by the matrix that all steps share.
+    """
 
     def __init__(self) -> None:
         self._memory, self.messages = Memory(), Memory()
         self._rows: tuple[int, Rows] | None = None
         self.piece: tuple[Any, Any] | None = None
+        self.sums: tuple[Any, Any] | None = None
 
     def rows(self, x: Tensor, dtype: torch.dtype, head: int) -> Rows:
         """For variables [*B, k, c] behind a head; the views are made once for pieces of one shape."""
@@ -84,7 +88,18 @@ def walked(
             found = _device.stream_pieces().of(chain, None if posteriors is None else layout.steps_first(posteriors))
         room.piece = key, found
     piece = room.piece[1]
-    return None if piece is None else piece.walk(x, bulk, p0 if starting else None, carried, posteriors, number)
+    if piece is None:
+        return None
+    if not given.own:
+        sums = piece.sums(bulk, endless=False)
+    else:
+        matrix = bulk.data_ptr(), None if bulk.is_inference() else bulk._version, dtype
+        if room.sums is None or room.sums[0] != matrix:
+            room.sums = matrix, piece.sums(bulk, endless=True)
+        sums = room.sums[1]
+    after: tuple[Tensor, Tensor, Tensor] | None
+    after = piece.walk(x, bulk, p0 if starting else None, carried, posteriors, number, sums)
+    return after
 
 
 class Block:
