@@ -228,10 +228,8 @@ def _backward(
 ):  # fmt: skip
     """The sequences from `low` to before `high`; without an address for their counts and `start`, all of them at once.
 
-    `fine`: an empty array of the dtype of sums, see `native_precision`.
-
     Then the gradients of matrices that all steps share and of p0 are written as the caller wants them, in his dtype:
-    weights for which that is too narrow are refused, and nothing written.
+    weights for which that is too narrow are refused, and nothing written. `fine`: see `native_forward`.
     """
     g, m, c, all_ = sizes[1], sizes[2], sizes[3], sizes[1] * sizes[2]
     wide = np.empty(0)

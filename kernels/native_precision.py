@@ -53,19 +53,15 @@ _STEPS, _PROBES = 128, 8
 _phase = called(phase)
 
 
-def sums_of(dtype: torch.dtype, raw: int, sizes: Array) -> Array:
-    """Nothing, of the dtype that the sums of a chain's steps need; `raw`, `sizes`: see `native_chain.walked`."""
+def sums_of(dtype: torch.dtype, raw: int, sizes: Array, *, endless: bool = False) -> Array:
+    """Nothing, of the dtype that the sums of a chain's steps need; `raw`, `sizes`: see `native_chain.walked`.
+
+    `endless`: the chain is a piece of a stream with one matrix, of however many steps.
+    """
     v, _, _, c = sizes[:4].tolist()
-    if is_short(dtype, v, c):
+    if is_short(dtype, _LONG if endless else v, c):
         return empty(dtype)
-    return empty(torch.float64 if _loop()(raw, sizes, False, empty(dtype)) else dtype)
-
-
-def sums_of_stream(dtype: torch.dtype, raw: int, sizes: Array) -> Array:
-    """The same of a stream with one matrix for all steps, however many they will be."""
-    if is_short(dtype, _LONG, sizes[3]):
-        return empty(dtype)
-    return empty(torch.float64 if _loop()(raw, sizes, True, empty(dtype)) else dtype)
+    return empty(torch.float64 if _loop()(raw, sizes, endless, empty(dtype)) else dtype)
 
 
 def needs_float64(chain: Chain) -> bool:
@@ -82,7 +78,7 @@ def is_short(dtype: torch.dtype, v: int, c: int) -> bool:
 
 
 def _needs(raw_at, sizes, endless, none):
-    """Whether one of the looks says so; in a stream with one matrix, `endless`, of however many steps."""
+    """Whether one of the looks says so; see `sums_of`."""
     v, g, m, c, log, one = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4] != 0, sizes[5] != 0
     raw, steps, shares = at(raw_at, MANY, none), 1 if one else v - 1, 0.0
     if steps == 0:
@@ -150,7 +146,7 @@ def _power(exponent):
 def _apart(strong, alive, c):
     """Whether no living state can be reached from all others, or that only in turns."""
     known, queue, root = np.zeros(c, np.bool_), np.empty(c, np.int64), 0
-    for k in range(c):  # the last one from which a search backward has to begin leads to all, if one does
+    for k in range(c):  # the last state from which a search back had to begin is reached from all, if one is
         if alive[k] and not known[k]:
             root = k
             _search(strong, alive, c, k, True, known, queue, queue[:0])

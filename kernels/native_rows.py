@@ -1,8 +1,8 @@
 """Rows times a matrix, one row or four together, for the loops that numba compiles.
 
 Arrays are flat and contiguous, and a row is told by where it begins. Rows are taken in vectors (`native_vectors`), four
-together with two vectors of a matrix's columns, or one in float64, so that all sums stay in registers. Arithmetic is
-the messages'.
+together with two vectors of a matrix's columns, or one in float64, so that all sums stay in registers. Terms are of the
+rows' dtype.
 """
 
 from .native import inlined
@@ -193,7 +193,7 @@ def turn(matrix, p, width, c, out, o):
 @inlined
 def row_by_rows(a, begin, matrix, p, width, c, out, into):
     """`out[into:]` (c) = `a[begin:]` (c) times the matrix's transpose."""
-    zero = everywhere(out, 0.0)
+    zero = everywhere(a, 0.0)
     k, at = 0, p
     while k + 4 <= c:
         s0 = s1 = s2 = s3 = zero

@@ -10,7 +10,7 @@ from .chain import Chain
 from .native import spread
 from .native_chain import Array, address, empty, grid, limits_of, ranges, sizes_of
 from .native_forward import walk
-from .native_precision import sums_of, sums_of_stream
+from .native_precision import sums_of
 
 
 class Piece(NamedTuple):
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     def sums(self, bulk: Tensor, *, endless: bool) -> Array:
         """See `native_precision`; `endless`: the matrix is the stream's."""
-        return (sums_of_stream if endless else sums_of)(self.dtype, bulk.data_ptr(), self.sizes)
+        return sums_of(self.dtype, bulk.data_ptr(), self.sizes, endless=endless)
 
     def walk(
         self,
