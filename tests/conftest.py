@@ -1,4 +1,8 @@
-"""Kernels run on the device where there is one, otherwise in Triton's interpreter on CPU tensors."""
+"""Kernels run on the device where there is one, otherwise in Triton's interpreter on CPU tensors.
+
+With TRITON_INTERPRET=0 and no device they are launched on CPU tensors, which `tests.benchmarks.gpu_compile` turns into
+compiling them.
+"""
 
 import importlib.util
 import os
@@ -6,24 +10,66 @@ import os
 import pytest
 import torch
 
-INTERPRETED = not torch.cuda.is_available()
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"  # read at the first import of triton
+# read at the first import of triton
+INTERPRETED = os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1") == "1"
 
-if INTERPRETED and importlib.util.find_spec("triton"):
-    from tests import interpreter
+# what Triton's interpreter can imitate, see `tests.interpreter`
+HARDWARE = ("truncating", "fmax", "ftz", "shuffled")
+# tests that do not pass there: by what of hardware, the beginning of their names, why
+FAILING = {
+    "ftz": {
+        "tests/test_gpu_transitions.py::test_maxima_of_messages_and_matrices_far_from_zero[interpreted-2]": (
+            "a gradient of few sequences loses the terms below 2**-126, which matter where a linear matrix is e**77"
+        )
+    }
+}
 
-    interpreter.install()
+# the loops that numba compiles, where it is not installed
+collect_ignore_glob = [] if importlib.util.find_spec("numba") else ["test_native_*.py"]
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core to itself
     torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--hardware`."""
+    parser.addoption(
+        "--hardware", default="", help=f"what interpreted kernels find: all, or some of {', '.join(HARDWARE)}"
+    )
+
+
+def asked_for(option: str) -> tuple[str, ...]:
+    """The names in HARDWARE that the option's value, "all" or names with commas between, asks for."""
+    names = set(HARDWARE if option == "all" else (name.strip() for name in option.split(",") if name.strip()))
+    if wrong := ", ".join(sorted(names.difference(HARDWARE))):
+        raise pytest.UsageError(f"--hardware: expected all or some of {', '.join(HARDWARE)}, found {wrong}")
+    return tuple(name for name in HARDWARE if name in names)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the interpreter strict, and like hardware, before a test imports a kernel."""
+    asked = asked_for(config.getoption("hardware", ""))
+    if INTERPRETED and importlib.util.find_spec("triton"):
+        from tests import interpreter  # not before triton is to be interpreted
+
+        interpreter.install(**dict.fromkeys(asked, True))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Expect the tests in FAILING to fail where their kernels find what makes them."""
+    asked = asked_for(config.getoption("hardware", "")) if INTERPRETED else ()
+    reasons = {name: reason for option in asked for name, reason in FAILING.get(option, {}).items()}
+    for item in items:
+        for name, reason in reasons.items():
+            if item.nodeid.startswith(name):
+                item.add_marker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
 
 
 @pytest.fixture(params=["interpreted"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Where a kernel is tested: on CPU tensors in the interpreter, or on the device."""
     pytest.importorskip("triton")
-    return "cpu" if INTERPRETED else "cuda"
+    return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
 @pytest.fixture

@@ -1,0 +1,68 @@
+"""The tests for a device are collected where nothing is installed that is not needed there."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+
+from tests.benchmarks.results import ROOT
+
+NEEDED = ["torch", "triton", "numpy", "scipy", "pytest", "hypothesis"]
+
+PLUGIN = '''
+import sys
+
+import torch
+
+torch.cuda.is_available = lambda: True  # as on the machine that it is for
+
+
+class Bare:
+    """A finder that does not find some modules."""
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {hidden} else self.finder.find_spec(name, path, target)
+
+
+sys.meta_path[:] = map(Bare, sys.meta_path)
+'''
+
+
+def with_needs(names):
+    """Distributions and what they need, without extras."""
+    found, todo = set(), list(names)
+    while todo:
+        name = re.split("[^A-Za-z0-9_.-]", todo.pop())[0].lower().replace("_", "-")
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        todo += [need for need in needs if "extra ==" not in need]
+    return found
+
+
+def test_the_tests_for_a_device_need_no_other_package(tmp_path):
+    kept = with_needs(NEEDED) | {"logchain", "pip", "setuptools"}
+    modules = importlib.metadata.packages_distributions()
+    hidden = {name for name, owners in modules.items() if not {one.lower().replace("_", "-") for one in owners} & kept}
+    assert {"numba", "nbformat", "hmmlearn", "matplotlib", "xdist"} <= hidden
+    (tmp_path / "bare.py").write_text(PLUGIN.format(hidden=hidden))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "pytest", "-p", "bare", "-m", "gpu", "--collect-only", "-q"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    collected = re.search(r"^(\d+)/\d+ tests collected", run.stdout, re.MULTILINE)
+    assert int(collected[1]) > 1000
