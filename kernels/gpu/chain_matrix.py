@@ -10,7 +10,7 @@ equally in all of them. Powers of two are taken out without loss.
 import triton
 import triton.language as tl
 
-from .tiles import at, exp, exp_below, finite, log
+from .tiles import at, exp, exp_below, finite, log, widened
 
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -20,7 +20,7 @@ def load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS: tl
     """A tile of `P`, zero outside."""
     pointers = at(matrix_ptr, rows, columns, stride_k, stride_j)
     mask = (rows < c)[:, None] & (columns < c)[None, :]
-    return tl.load(pointers, mask=mask, other=float("-inf") if LOG_PARAMS else 0.0).to(DTYPE)
+    return widened(tl.load(pointers, mask=mask, other=float("-inf") if LOG_PARAMS else 0.0), DTYPE)
 
 
 @triton.jit

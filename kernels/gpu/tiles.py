@@ -88,7 +88,20 @@ def operand(x, PRECISION: tl.constexpr):
 def load(ptr, rows, columns, row_end, column_end, stride_row, stride_column, DTYPE: tl.constexpr, OTHER: tl.constexpr):
     """The entries (rows, columns) of a matrix in the dtype of the arithmetic, `OTHER` behind its ends."""
     mask = (rows < row_end)[:, None] & (columns < column_end)[None, :]
-    return tl.load(at(ptr, rows, columns, stride_row, stride_column), mask=mask, other=OTHER).to(DTYPE)
+    return widened(tl.load(at(ptr, rows, columns, stride_row, stride_column), mask=mask, other=OTHER), DTYPE)
+
+
+@triton.jit
+def widened(entries, DTYPE: tl.constexpr):
+    """The entries of a matrix in the dtype of the arithmetic.
+
+    Behind an operand of `tl.dot` the compiler looks for the narrowest load, and lays the operand out for it, which
+    float64 tensor cores cannot do for 16 bits: it does not look behind a sum, here of one term.
+    """
+    if DTYPE == tl.float64 and entries.dtype.primitive_bitwidth == 16:
+        return tl.sum(entries.to(DTYPE)[:, :, None], 2)
+    else:
+        return entries.to(DTYPE)
 
 
 @triton.jit

@@ -110,6 +110,9 @@ def cases(target: str) -> list[Case]:
             for log_params, precision in enumerate(precisions(target, choice, c, dtype), direction is forward):
                 case = direction(choice, c, dtype, precision, log_params=bool(log_params % 2))
                 found.append(replace(case, by_hand=True))
+    for direction in (forward, backward):  # the narrowest load behind a float64 product
+        wide = direction(tiles(16, 500, F64, 4), 16, F64, "ieee", log_params=False)
+        found.append(replace(wide, name=f"{wide.name} bfloat16", arguments=wide.arguments | {"bulk_ptr": "*bf16"}))
     found += [column_tops(200, False), column_tops(200, True)]
     for c, m in product([16, 32, 60, 128, 200], [1, 500]):
         choice = tiles(c, m, F32, 4)

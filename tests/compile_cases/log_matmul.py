@@ -24,6 +24,9 @@ def cases(target: str) -> list[Case]:
     large, rows = TILES[chip]["large"], TILES[chip]["rows"]
     found.append(_case("large bfloat16", large, "bfloat16", **others))
     found.append(_case("rows bfloat16 transposed", rows, "bfloat16", **others, transposed=True))
+    # the narrowest load behind a float64 product
+    mixed = _case("double times bfloat16", TILES[chip]["double"], "float64", precision="ieee")
+    found.append(replace(mixed, arguments=mixed.arguments | {"b_ptr": "*bf16"}))
     found.append(_case("rows transposed", rows, "float32", **others, transposed=True))
     found.append(_case("rows transposed in place", rows, "float32", **others, transposed=True, whole=True))
     found.append(_case("rows transposed in place, walking", rows, "float32", **others, transposed=True, whole=False))
