@@ -1,82 +1,18 @@
 """What only a device can show: CUDA graphs, no waiting for it, memory, compiled code, and agreement with a CPU."""
 
-from functools import partial
-
 import pytest
 import torch
 
 import logchain
 from tests.families import FAMILIES, dense
+from tests.gpu_steps import F32, STEPS, case, chain_step, on_device, waiting_raises
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device")]
 
-F32 = torch.float32
 MB = 1_000_000
 
 
-def on_device(chain):
-    return [tensor.cuda().requires_grad_() for tensor in chain[:3]]
-
-
-def chain_step(operands, **options):
-    out = logchain.product(*operands, **options)
-    return out, *torch.autograd.grad(out.sum(), operands)
-
-
-def values_step(operands):
-    with torch.no_grad():
-        return [logchain.product(*operands, strategy="chunked")]
-
-
-def matmul_step(operands):
-    out = logchain.matmul(*operands)
-    return out, *torch.autograd.grad(out.sum(), operands)
-
-
-def tree_step(operands):
-    out = logchain.matrix_product(*operands)
-    return out, *torch.autograd.grad(out.sum(), operands)
-
-
-def prefix_step(operands):
-    out = logchain.prefix_products(*operands)
-    return out, *torch.autograd.grad(out.sum(), operands)
-
-
-def marginals_step(operands):
-    return [value.detach() for value in logchain.marginals(*operands, transitions="sum")]
-
-
-def viterbi_step(operands):
-    return [value.detach() for value in logchain.viterbi(*operands)]
-
-
-def steps():
-    leaf = lambda *shape: torch.randn(*shape, device="cuda", requires_grad=True)  # noqa: E731
-    yield "shared", chain_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
-    yield "each", chain_step, on_device(dense(F32, each=True, v=9, c=33))
-    yield "left_to_right", chain_step, on_device(FAMILIES["left_to_right"](F32))
-    yield "chunked", partial(chain_step, strategy="chunked"), on_device(dense(F32, v=60, c=16))
-    yield "chunked values", values_step, on_device(dense(F32, v=200, c=4))
-    yield "marginals", marginals_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
-    yield "viterbi", viterbi_step, on_device(dense(F32, n=40, t=1, v=9, c=70))
-    yield "matmul", matmul_step, [leaf(5, 1, 33, 65), leaf(4, 65, 17)]
-    yield "tree", tree_step, [leaf(2, 9, 33, 33)]
-    yield "large tree", tree_step, [leaf(2, 5, 130, 130)]
-    yield "prefixes", prefix_step, [leaf(2, 9, 33, 33)]
-
-
-NAMES = [
-    "shared", "each", "left_to_right", "chunked", "chunked values", "marginals", "viterbi",
-    "matmul", "tree", "large tree", "prefixes",
-]  # fmt: skip
-
-
-def case(name):
-    return next((step, operands) for found, step, operands in steps() if found == name)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STEPS)
 def test_a_cuda_graph_replays_it(name):
     step, operands = case(name)
     side = torch.cuda.Stream()
@@ -96,18 +32,16 @@ def test_a_cuda_graph_replays_it(name):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STEPS)
 def test_nothing_waits_for_the_device(name):
     step, operands = case(name)
     step(operands)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_raises():
         step(operands)
         with pytest.raises(RuntimeError, match="synchronizing"):  # as the step would have been told
             operands[0].sum().item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    operands[0].sum().item()
 
 
 @pytest.mark.parametrize("name", ["shared", "each", "matmul", "tree"])
@@ -122,7 +56,7 @@ def test_inductor_compiles_it_into_one_graph(name):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STEPS)
 def test_runs_agree_to_the_last_bit(name):
     step, operands = case(name)
     for one, other in zip(step(operands), step(operands), strict=True):

@@ -8,6 +8,7 @@ import torch
 
 from logchain.nn import LinearChainCRF
 from tests.crfs import F32, HOLES, batch, gradients, layer
+from tests.gpu_steps import waiting_raises
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
@@ -92,10 +93,7 @@ def test_the_loss_does_not_wait_for_the_device():
         inputs = [None if tensor is None else tensor.cuda() for tensor in (emissions, tags, mask)]
         device(*inputs).backward()  # whatever happens once
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_raises():
             found = device(*inputs)
             found.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-4)
