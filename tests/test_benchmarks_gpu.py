@@ -1,9 +1,10 @@
-"""The GPU benchmark runs from its first line to its last where there is no GPU; the predictions are its model's."""
+"""The three calls of a machine with a GPU run where there is none; the predictions are their model's."""
 
 import csv
 import functools
+import os
 import re
-import subprocess
+import signal
 import sys
 import time
 import zipfile
@@ -11,14 +12,30 @@ from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from tests.benchmarks import aside, gpu, kept, peers, peers_gpu, peers_gpu_case, predictions, results, session, wheels
+from tests.benchmark_calls import call
+from tests.benchmarks import (
+    aside,
+    gpu,
+    gpu_figures,
+    gpu_tests,
+    kept,
+    peers,
+    peers_gpu,
+    peers_gpu_case,
+    predictions,
+    results,
+    session,
+    wheels,
+)
 from tests.benchmarks.aside import Item
 from tests.benchmarks.cases import ONE, STEP, WORKLOADS, Workload
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
+from tests.benchmarks.results import FORWARD, GRADIENTS, Measured, OnGpu
+from tests.conftest import INTERPRETED
 
 ROOT = Path(__file__).parents[1]
 OTHERS = [group for group in gpu.GROUPS if group != "peers"]
@@ -26,38 +43,102 @@ OTHERS = [group for group in gpu.GROUPS if group != "peers"]
 
 def test_dry_run(tmp_path):
     pytest.importorskip("triton")
-    before = session.RESULTS.read_bytes() if session.RESULTS.exists() else None
-    command = [sys.executable, "-m", "tests.benchmarks", "gpu", "--dry", f"--out={tmp_path}", "--only", *OTHERS]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    before = [path.read_bytes() if path.exists() else None for path in (results.ON_GPU, results.LEFT_OUT)]
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    run = call("measure", "--dry", "--folder", folder, "--out", out, "--only", *OTHERS)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    with (tmp_path / "gpu.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert {row["group"] for row in rows} == {group.rstrip("s") for group in OTHERS}
-    assert {row["device"] for row in rows} == {"CPU, dry run"}
-    assert all(float(row["value"]) >= 0 for row in rows)
-    promised = [row for row in rows if row["group"] == "accuracy" and row["floor"]]
-    assert promised and all(float(row["value"]) <= float(row["floor"]) for row in promised)
+    rows = results.read(out / "gpu.csv", OnGpu)
+    kept_rows = folder / results.digest() / "gpu.csv"
+    assert results.read(kept_rows, OnGpu) == rows
+    assert {row.group for row in rows} == set(OTHERS) and {row.hardware for row in rows} == {"CPU, dry run"}
+    assert all(row.value >= 0 for row in rows if row.metric not in ("mean signed error", "error"))
+    promised = [row for row in rows if row.metric == "error" and row.floor]
+    assert promised and all(abs(row.value) <= row.floor for row in promised)
+    heads = [line for line in run.stdout.splitlines() if line.startswith("measuring: ")]
+    assert [head.split()[1].rstrip(",") for head in heads][:2] == ["arithmetic", "floors"]
     assert len(run.stdout.split("\n\n")[-1]) < 12_000
     # a results file is written by a real run only
-    assert (session.RESULTS.read_bytes() if session.RESULTS.exists() else None) == before
+    assert [path.read_bytes() if path.exists() else None for path in (results.ON_GPU, results.LEFT_OUT)] == before
+    # what has a row is not measured again, what lost its rows is
+    left = [row for row in rows if row.workload != "exp2 of [-1, 0)"]
+    results.write(left, kept_rows)
+    again = call("measure", "--dry", "--folder", folder, "--only", "arithmetic", "floors")
+    assert again.returncode == 0 and again.stdout.count("Item(") == 1
+    assert len(results.read(kept_rows, OnGpu)) == len(rows)
 
 
-@pytest.fixture
-def dry(tmp_path):
-    """A dry session that writes into this test's folder."""
-    return session.Session(dry=True, minutes=5, out=tmp_path)
+def fails(this, item):
+    """A measurement: of two figures one fails, and one ends its process."""
+    if item.workload == "fails":
+        raise RuntimeError("CUDA error: an illegal memory access")
+    if item.workload == "ends":
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield OnGpu("main job", item.workload, item.provider, item.mode, "", "time", 1.0, "ms")
+
+
+def items(dry):
+    return [Item(name, "logchain", FORWARD) for name in ("one", "fails", "two", "ends", "three")]
+
+
+def every_fails():
+    return {"main job": gpu_figures.Group(items, fails)}
+
+
+def in_a_process(dry, name, end, floors, todo):
+    """As `gpu.measured`, in a process that measures the figures above."""
+    with mock.patch.object(gpu_figures, "every", every_fails):
+        yield from gpu.measured(dry, name, end, floors, todo)
+
+
+def test_what_fails_is_said_by_name_and_the_rest_is_measured(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(gpu_figures, "every", every_fails)
+    monkeypatch.setattr(gpu, "measured", in_a_process)
+    assert gpu.measure(folder=tmp_path, minutes=1, only=["main job"], dry=True) == gpu_tests.FAILED
+    said = capsys.readouterr().out.split("\n\n")[-1]
+    assert "FAILED fails logchain forward: RuntimeError: CUDA error: an illegal memory access" in said
+    assert "FAILED ends logchain forward: ended by SIGKILL" in said
+    assert [row.workload for row in results.read(tmp_path / "dry" / "gpu.csv", OnGpu)] == ["one", "two", "three"]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="shows what a device would, without one")
+@pytest.mark.parametrize("truncating", [False, True])
+def test_the_first_numbers_show_how_products_are_rounded(truncating, monkeypatch):
+    builder = pytest.importorskip("triton.runtime.interpreter").InterpreterBuilder
+    from tests import interpreter
+    from tests.benchmarks import gpu_arithmetic
+
+    for name, method in interpreter.methods(truncating=truncating).items():
+        monkeypatch.setattr(builder, name, method)
+    found, truth = gpu_arithmetic.product(64, "tf32x3", 2, "cpu")
+    mean = (found / truth - 1).mean()
+    assert mean < -1e-7 if truncating else abs(mean) < 2e-8
+    found, truth = gpu_arithmetic.exp2(-torch.arange(2048) / 2048, "cpu")
+    assert np.abs(found / truth - 1).max() <= 2.0**-23
+    found, truth = gpu_arithmetic.chain(20, 4, "cpu")
+    assert abs(truth) < 1e-5 and abs(found - truth) < 20 * (4 * 4 + 8) * 2.0**-24
+
+
+def test_without_time_nothing_is_measured_and_nothing_failed(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(session, "hardware", lambda dry: "a GPU")
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
+    assert gpu.measure(folder=tmp_path, minutes=0, only=["main job"]) == gpu_tests.CUT
+    assert "NO TIME FOR product n=500 v=40 c=200, shared bulk logchain forward, highest" in capsys.readouterr().out
 
 
 def a_row(provider, device, *, value=2.0, error=None):
     return Measured(str(peers_gpu.TINY[0]), provider, FORWARD, device, value, 1.0, 3.0, 1.0, value_error=error)
 
 
-def test_everybody_on_a_gpu_in_a_dry_run(dry):
+def test_everybody_on_a_gpu_in_a_dry_run(tmp_path):
     tracked = [path.read_bytes() for path in (results.PEERS, results.LEFT_OUT)]
+    out = tmp_path / "out"
     before = [a_row("torch loop", "CPU"), a_row("torch loop", "GPU", value=1e9), a_row("other", "GPU")]
-    kept.keep(dry.out / "peers.csv", before)
-    peers_gpu.measure(dry, ["torch loop"])
-    rows = results.read(dry.out / "peers.csv", Measured)
+    (tmp_path / "dry").mkdir()
+    kept.keep(tmp_path / "dry" / "peers.csv", before)
+    peers_gpu.measure(gpu.Files(tmp_path, out, True), True, time.monotonic() + 600, ["torch loop"])
+    rows = results.read(out / "peers.csv", Measured)
     assert before[0] in rows and before[2] in rows and len(rows) == 2 + 2 * len(peers_gpu.TINY)
     new = [row for row in rows if row not in before]
     assert {row[:4] for row in new} == {
@@ -68,23 +149,41 @@ def test_everybody_on_a_gpu_in_a_dry_run(dry):
         assert 0 < row.lower_ms <= row.median_ms <= row.upper_ms < 1e6 and row.logchain_ms > 0 and row.peak_mb > 0
         assert row.value_error < 1e-5 and (row.gradient_error is None) == (row.mode == FORWARD)
         assert row.gradient_error is None or row.gradient_error < 1e-5
-    left_out = kept.left_out(dry.out / "left_out.csv")
+    left_out = kept.left_out(out / "left_out.csv")
     assert [entry[:4] for entry in left_out] == [("peers on a GPU", "", "jax, dynamax, numpyro", "")]
     assert [path.read_bytes() for path in (results.PEERS, results.LEFT_OUT)] == tracked
+    # all have their rows: nothing is measured again
+    with mock.patch.object(aside, "measure") as measuring:
+        peers_gpu.measure(gpu.Files(tmp_path, None, True), True, time.monotonic() + 600, ["torch loop"])
+    measuring.assert_not_called()
 
 
 def test_a_real_run_writes_results_and_copies_of_them(tmp_path, monkeypatch):
     folder, out = tmp_path / "results", tmp_path / "out"
-    for name, path in (("FOLDER", folder), ("PEERS", folder / "peers.csv"), ("LEFT_OUT", folder / "left_out.csv")):
-        monkeypatch.setattr(results, name, path)
+    monkeypatch.setattr(results, "FOLDER", folder)
+    monkeypatch.setattr(session, "hardware", lambda dry: "a GPU")
     folder.mkdir()
-    kept.keep(results.PEERS, [a_row("one", "CPU")])
+    kept.keep(folder / "peers.csv", [a_row("one", "CPU")])
+    files = gpu.Files(tmp_path / "run", out, False)
+    figure = OnGpu("main job", "a", "logchain", FORWARD, "highest", "time", 1.5, "ms", lower=1.0)
     late = Missing("", "a", "one", GRADIENTS, "no time left")
-    peers_gpu.write(session.Session(dry=False, minutes=1, out=out), [a_row("one", "GPU")], [late])
-    assert set(results.read(results.PEERS, Measured)) == {a_row("one", "CPU"), a_row("one", "GPU")}
-    assert kept.left_out() == [late._replace(results="peers on a GPU")]
-    for name in ("peers.csv", "left_out.csv"):
+    for row in (a_row("one", "GPU"), figure):
+        files.tell(row)
+    files.leave_out(peers_gpu.GROUP, files.rows[:1], [late])
+    assert {row.device: row.hardware for row in results.read(folder / "peers.csv", Measured)} == {
+        "CPU": "",
+        "GPU": "a GPU",
+    }
+    assert results.read(folder / "gpu.csv", OnGpu) == [figure._replace(hardware="a GPU")]
+    assert kept.left_out(folder / "left_out.csv") == [late._replace(results="peers on a GPU")]
+    for name in ("peers.csv", "left_out.csv", "gpu.csv"):
         assert (out / name).read_bytes() == (folder / name).read_bytes()
+    # the next call knows its rows, and puts them into a tree that came anew; after a change of a file it does not
+    (folder / "gpu.csv").unlink()
+    assert gpu.Files(tmp_path / "run", out, False).rows == [files.rows[1], files.rows[0]]
+    assert results.read(folder / "gpu.csv", OnGpu) == [files.rows[1]]
+    monkeypatch.setattr(results, "digest", lambda: "another")
+    assert gpu.Files(tmp_path / "run", out, False).rows == []
 
 
 def providers(asleep=()):
@@ -109,13 +208,14 @@ def asleep(folder, todo):
     """In a process of its own: gradients are never ready."""
     with (
         mock.patch.object(peers, "every", lambda: providers(asleep=[GRADIENTS])),
-        mock.patch.object(peers_gpu, "_STUCK", (5.0, 5.0)),
+        mock.patch.object(peers_gpu, "STUCK", (5.0, 5.0)),
+        mock.patch.object(session, "STUCK", (5.0, 5.0)),
     ):
-        yield from peers_gpu.times(True, folder, [], 50.0, time.monotonic() + 300, todo)
+        yield from peers_gpu.times(True, folder, 50.0, time.monotonic() + 300, todo)
 
 
 def test_what_hangs_is_stopped_and_the_rest_goes_on(tmp_path):
-    rows, missing = aside.measure("torch", ITEMS, functools.partial(asleep, tmp_path), words=peers_gpu.WORDS)
+    rows, missing = aside.measure("torch", ITEMS, functools.partial(asleep, tmp_path), words=session.WORDS)
     assert [row[:3] for row in rows] == [ITEMS[0].key, ITEMS[2].key]
     assert [entry[1:5] for entry in missing] == [(*item.key, "stopped, takes too long") for item in ITEMS[1::2]]
 
@@ -123,8 +223,8 @@ def test_what_hangs_is_stopped_and_the_rest_goes_on(tmp_path):
 @pytest.mark.parametrize(("seconds", "alive"), [(60.0, True), (60.0, False), (-1.0, True)])
 def test_a_process_ends_with_its_time_and_with_the_device(seconds, alive, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "every", providers)
-    monkeypatch.setattr(peers_gpu, "answers", lambda _: alive)
-    found = list(peers_gpu.times(True, tmp_path, [], seconds, time.monotonic() + 60, ITEMS))
+    monkeypatch.setattr(session.Session, "answers", lambda _: alive)
+    found = list(peers_gpu.times(True, tmp_path, seconds, time.monotonic() + 60, ITEMS))
     begun, said = found[::2], found[1::2]
     assert begun == (ITEMS if alive else ITEMS[:1])
     if seconds < 0:
@@ -167,7 +267,7 @@ def test_the_way_of_a_real_run_with_a_stand_in_for_cuda(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     graphs = mock.Mock(side_effect=lambda call: call)
     monkeypatch.setattr(session, "_captured", graphs)
-    real = session.Session(dry=False, minutes=1, out=None)
+    real = session.Session(dry=False, end=time.monotonic() + 60)
     real.device = "cpu"
     for name, sets in (("torch loop", 0), ("GEMMs alone", 8)):
         item = Item(SMALL[0], name, GRADIENTS)
@@ -175,9 +275,9 @@ def test_the_way_of_a_real_run_with_a_stand_in_for_cuda(tmp_path, monkeypatch):
         assert row[:4] == (*item.key, "GPU") and row.peak_mb == 3.0
         assert 0 < row.lower_ms <= row.median_ms <= row.upper_ms and row.logchain_ms > 0
         assert graphs.call_count == sets  # floors alone, on as many sets of inputs
-    assert peers_gpu.answers(real)
+    assert real.answers()
     monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError("illegal memory access")))
-    assert not peers_gpu.answers(real)
+    assert not real.answers()
 
 
 def test_table_of_everybody():
@@ -185,9 +285,7 @@ def test_table_of_everybody():
     table = peers_gpu.table([*rows, rows[1]._replace(mode=GRADIENTS)])
     assert list(table) == [(str(peers_gpu.TINY[0]), GRADIENTS), (str(peers_gpu.TINY[0]), FORWARD)]
     assert list(table.values()) == [["logchain 1 ms"], ["logchain 1 ms", "two 30x?"]]
-    run = session.Session(dry=True, minutes=1, out=None)
-    run.peers = rows
-    assert f"{peers_gpu.TINY[0]} forward: logchain 1 ms; two 30x?" in gpu.summary(run)
+    assert f"{peers_gpu.TINY[0]} forward: logchain 1 ms; two 30x?" in gpu.summary(rows, [])
 
 
 def a_wheel(folder, name, text):
@@ -248,11 +346,11 @@ def test_wheels_have_the_versions_of_the_tests():
     assert pinned and set(pinned) <= set(wheels.requirements())
 
 
-def test_without_a_gpu_nothing_is_measured():
-    if gpu.torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit, match="no GPU here"):
-        gpu.main()
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("what", ["compile", "measure"])
+def test_without_a_gpu_nothing_is_measured(what, tmp_path):
+    run = call(what, "--folder", tmp_path)
+    assert run.returncode == 1 and "no GPU here" in run.stderr
 
 
 def test_predictions_are_up_to_date():
@@ -263,5 +361,5 @@ def test_predictions_are_up_to_date():
 def test_neighbours_of_a_tile():
     transitions = pytest.importorskip("logchain.kernels.gpu.transitions")
     tile = transitions.Tile(16, 16, 32, 1, 3)
-    found = gpu.neighbours(tile)
+    found = gpu_figures.neighbours(tile)
     assert tile._replace(terms=64) in found and tile._replace(stages=2) in found and len(found) == 9

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.results import AnyRow, Measured, Row, machine
+from tests.benchmarks.results import AnyRow, Measured, OnGpu, Row, machine
 
 
 class Item(NamedTuple):
@@ -39,7 +39,8 @@ class _Ended(NamedTuple):
     reason: str
 
 
-Said = Item | Row | Measured | Missing
+ROWS = Row, Measured, OnGpu
+Said = Item | Row | Measured | OnGpu | Missing
 
 # Goes through items, one after another, and says which one it begins. It is a function at the top of a module, since
 # another process calls it.
@@ -70,6 +71,7 @@ def measure(
     silence: float = _SILENCE,
     end: float = math.inf,
     words: Mapping[str, str] | None = None,
+    tell: Callable[[Any], None] = lambda row: None,
 ) -> tuple[list[Any], list[Missing]]:
     """Rows and reasons for all items, in as many processes as it takes to get past those that end one.
 
@@ -80,6 +82,7 @@ def measure(
         silence: seconds without a word from a process after which it is stopped.
         end: the last moment, on the clock of `time.monotonic`.
         words: what to say for a reason with such a text in it.
+        tell: is told each row at once.
     """
     rows: list[Any] = []
     missing: list[Missing] = []
@@ -91,11 +94,12 @@ def measure(
         at, begun = ("", todo[0].provider, ""), 0
         patience = min(silence, end - time.monotonic() + GRACE)
         for said in _process(package, functools.partial(task, todo), patience):
-            print("  ".join((*said[:4], said.text)) if isinstance(said, Row | Measured) else said, flush=True)
+            print("  ".join((*said[:4], said.text)) if isinstance(said, ROWS) else said, flush=True)
             if isinstance(said, Item):
                 at, begun = said.key, begun + 1
-            elif isinstance(said, Row | Measured):
-                rows.append(said)
+            elif isinstance(said, ROWS):
+                rows.append(said._replace(**place))
+                tell(rows[-1])
             elif isinstance(said, str):  # the package with its version
                 place["versions"] += "" if said in place["versions"] else f", {said}"
             else:
@@ -106,7 +110,7 @@ def measure(
     for i, entry in enumerate(missing):
         reason = next((new for old, new in (words or {}).items() if old in entry.reason), entry.reason)
         missing[i] = entry._replace(reason=reason, **{name: place[name] for name in ("versions", "date", "commit")})
-    return [row._replace(**place) for row in rows], missing
+    return rows, missing
 
 
 def _process(package: str, task: Callable[[], Iterable[Said]], silence: float) -> Iterator[Said | str | _Ended]:

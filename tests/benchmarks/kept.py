@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.benchmarks import results
-from tests.benchmarks.results import AnyRow, Measured, Row
+from tests.benchmarks.results import AnyRow, Measured, OnGpu, Row
 
 
 class Missing(NamedTuple):
@@ -22,9 +22,13 @@ class Missing(NamedTuple):
     commit: str = ""
 
 
-def key(row: Row | Measured) -> tuple[str, ...]:
-    """The case that a row is of: workload, provider, mode and, of everybody's times, device."""
-    return row[:4] if isinstance(row, Measured) else row[:3]
+# how many fields of a row name its case
+_CASE = {Row: 3, Measured: 4, OnGpu: 6}
+
+
+def key(row: Row | Measured | OnGpu) -> tuple[str, ...]:
+    """The case that a row is of."""
+    return row[: _CASE[type(row)]]
 
 
 def put(path: Path, new: Sequence[AnyRow], missing: Iterable[Missing], order: Sequence[str] = ()) -> None:
@@ -46,7 +50,7 @@ def keep(path: Path, new: Sequence[AnyRow], order: Sequence[str] = ()) -> None:
 
 
 def leave_out(
-    group: str, measured: Iterable[Row | Measured], missing: Iterable[Missing], file: Path | None = None
+    group: str, measured: Iterable[Row | Measured | OnGpu], missing: Iterable[Missing], file: Path | None = None
 ) -> None:
     """Write down what could not be measured of a group, and forget what now was."""
     file = file or results.LEFT_OUT

@@ -1,7 +1,9 @@
 """The results files: what a row holds, where and with what it was measured, and how it is written and read."""
 
+import contextlib
 import csv
 import datetime
+import hashlib
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -12,10 +14,11 @@ import numpy
 import scipy
 import torch
 
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "results"
-PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT = (
+PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, ON_GPU, LEFT_OUT = (
     FOLDER / f"{name}.csv"
-    for name in ("cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out")
+    for name in ("cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "gpu", "left_out")
 )
 MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
 
@@ -84,7 +87,34 @@ class Measured(NamedTuple):
         return f"{digits(self.median_ms)} ms, {digits(self.ratio)} x logchain{off}"
 
 
-AnyRow = TypeVar("AnyRow", Row, Measured)
+class OnGpu(NamedTuple):
+    """One number measured on a GPU, with its quartiles; `floor` is what it stands beside, in its unit."""
+
+    group: str
+    workload: str
+    provider: str
+    mode: str
+    precision: str
+    metric: str
+    value: float
+    unit: str
+    lower: float | None = None
+    upper: float | None = None
+    floor: float | None = None
+    note: str = ""
+    hardware: str = ""
+    versions: str = ""
+    date: str = ""
+    commit: str = ""
+
+    @property
+    def text(self) -> str:
+        """For the eye."""
+        over = f" ({self.value / self.floor:.2f} x)" if self.floor else ""
+        return f"{self.precision} {self.metric} {self.value:.4g} {self.unit}{over} {self.note}".strip()
+
+
+AnyRow = TypeVar("AnyRow", Row, Measured, OnGpu)
 
 
 def digits(value: float) -> str:
@@ -109,16 +139,25 @@ def machine() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The last commit, with a plus where the library's files have changed since; nothing outside a repository."""
+    """The last commit, with a plus where the library's files have changed since; without git a digest of the files."""
 
     def git(*command: str) -> str:
         run = subprocess.run(["git", *command], cwd=FOLDER.parent, capture_output=True, text=True, check=False)
         return run.stdout.strip()
 
-    try:
-        return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", ":/logchain", ":/kernels"))
-    except FileNotFoundError:  # no git
-        return ""
+    with contextlib.suppress(FileNotFoundError):  # no git
+        if commit := git("rev-parse", "--short", "HEAD"):
+            return commit + "+" * bool(git("status", "--porcelain", ":/logchain", ":/kernels"))
+    return f"files {digest()}"
+
+
+def digest() -> str:
+    """Twelve digits that change with any file of the library or of its tests, where there may be no git."""
+    sources = hashlib.sha256()
+    for folder in ("kernels", "logchain", "tests"):  # `logchain/kernels` is a link, which is not followed
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            sources.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return sources.hexdigest()[:12]
 
 
 def write(rows: Iterable[AnyRow], path: Path) -> None:

@@ -1,27 +1,26 @@
-"""One run on a GPU: its clock, its floors, what it has measured so far, and the file that goes into.
+"""One process's measurements on a GPU: its clock, its time that is left, and what the device does at best.
 
 Times are medians and quartiles of CUDA events; on a CPU, in a dry run, they are the host's and mean nothing.
 """
 
-import csv
-import datetime
+import functools
+import os
+import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from logchain._measure import peak_bytes
-from tests.benchmarks import predictions
-from tests.benchmarks.results import Measured
-
-RESULTS = Path(__file__).parent / "results" / "gpu.csv"
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks import aside, predictions
+from tests.benchmarks.aside import Item, Said
+from tests.benchmarks.kept import Missing
+from tests.benchmarks.results import AnyRow
 
 # inputs are taken in turns until together they are larger than any cache
 ROTATED = 256 * 2**20
@@ -29,41 +28,60 @@ ROTATED = 256 * 2**20
 # seconds that one number may take to measure
 PATIENCE = 0.4
 
-
-class Row(NamedTuple):
-    """One measured number; `low` and `high` are its quartiles, `floor` what it is compared with, in its own unit."""
-
-    group: str
-    workload: str
-    provider: str
-    mode: str
-    precision: str
-    metric: str
-    value: float
-    unit: str
-    low: float = float("nan")
-    high: float = float("nan")
-    floor: float = float("nan")
-    note: str = ""
+# seconds: of one item with its compilation, on a device and in a dry run, which may compile for a CPU
+STUCK = (90.0, 300.0)
+WORDS = {"SIGALRM": "stopped, takes too long"}
 
 
 class Session:
-    """What the measurements share: the device, the time that is left, the floors and the rows so far."""
+    """What the measurements of a process share: the device, the last moment, and the floors."""
 
-    def __init__(self, *, dry: bool, minutes: float, out: Path | None) -> None:
+    def __init__(
+        self, *, dry: bool, end: float, bandwidth: float = 0.0, rates: Mapping[str, float] | None = None
+    ) -> None:
         self.dry = dry
         self.device = "cpu" if dry else "cuda"
-        self.end = time.monotonic() + 60 * minutes
-        self.out = out
-        self.rows: list[Row] = []
-        self.peers: list[Measured] = []
-        self.bandwidth = predictions.BANDWIDTH
-        self.rates = dict(predictions.RATE)
+        self.end = end
+        self.bandwidth = bandwidth or predictions.BANDWIDTH
+        self.rates = {**predictions.RATE, **(rates or {})}
 
     @property
     def left(self) -> float:
         """Seconds."""
         return self.end - time.monotonic()
+
+    def through(self, todo: Sequence[Item], one: Callable[["Session", Item], Iterable[AnyRow]]) -> Iterator[Said]:
+        """The rows of all items, until the time is over or the device is lost; an item that hangs ends the process."""
+        if hasattr(os, "sched_setaffinity"):  # launching is no work for one core alone
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        for item in todo:
+            if self.left < 0:
+                yield item
+                yield Missing("", *item.key, aside.LATE)
+                continue
+            with self.alarm(min(STUCK[self.dry], self.left + aside.GRACE)):
+                yield from aside.attempts([item], functools.partial(one, self))
+                if not self.answers():
+                    return
+
+    @contextmanager
+    def alarm(self, seconds: float) -> Iterator[None]:
+        """Ends the process after so many seconds in the body, whatever it does."""
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def answers(self) -> bool:
+        """Whether the device still does, after an error perhaps; what is free goes back to it."""
+        try:
+            if not self.dry:
+                torch.cuda.empty_cache()
+                torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
 
     def calls(
         self, make: Callable[[str, int], Callable[[], Any]], size: int, *, most: int = 8
@@ -74,33 +92,6 @@ class Session:
         for call in found:
             call()
         return found
-
-    def add(self, row: Row) -> None:
-        """Keep a row, and print it."""
-        self.rows.append(row)
-        over = f"  {row.value / row.floor:6.2f} x floor" if row.floor > 0 else ""
-        head = f"{row.group:9} {row.workload:46} {row.provider:9} {row.mode:20} {row.precision:8}"
-        print(f"{head} {row.metric:12} {row.value:10.4g} {row.unit}{over} {row.note}", flush=True)
-
-    def enough(self, seconds: float, what: str) -> bool:
-        """Whether there is still time, and says if there is not."""
-        if self.dry or self.left > seconds:
-            return True
-        print(f"left out: {what}", flush=True)
-        return False
-
-    def write(self) -> None:
-        """Write the results so far: all of them again, so that a run that is cut short leaves what it had."""
-        place = stamp(self.device)
-        folders = ([] if self.dry else [RESULTS.parent]) + ([self.out] if self.out else [])
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / RESULTS.name).open("w", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow([*Row._fields, *place])
-                for row in self.rows:
-                    cells = (f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row)
-                    writer.writerow([*("" if cell == "nan" else cell for cell in cells), *place.values()])
 
     def host_seconds(self, call: Callable[[], Any]) -> float:
         """What the host waits for one call."""
@@ -179,25 +170,14 @@ def precision_of(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def stamp(device: str) -> dict[str, str]:
-    """Where, when and with what."""
-    cuda = device == "cuda"
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else ""
-    import triton  # only now: a dry run says first that it is to be interpreted
-
-    return {
-        "device": torch.cuda.get_device_name() if cuda else "CPU, dry run",
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if cuda else "",
-        "driver": driver,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": _output("git", "rev-parse", "--short", "HEAD") or "unknown",
-    }
-
-
-def _output(*command: str) -> str:
+def hardware(dry: bool) -> str:
+    """The device with its driver, as results name it."""
+    if dry:
+        return "CPU, dry run"
+    major, minor = torch.cuda.get_device_capability()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
     except OSError:
-        return ""
+        driver = []
+    return f"{torch.cuda.get_device_name()}, capability {major}.{minor}, driver {driver[0] if driver else 'unknown'}"

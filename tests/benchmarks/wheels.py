@@ -1,7 +1,7 @@
 """The peers that run on a GPU as files, for a machine that reaches no package index.
 
-    python -m tests.benchmarks.wheels FOLDER        where there is one
-    python -m tests.benchmarks gpu --wheels FOLDER  on the other machine
+    python -m tests.benchmarks.wheels FOLDER                where there is one
+    python -m tests.benchmarks gpu measure --wheels FOLDER  on the other machine
 
 Pure Python alone: those fit any machine. What a machine with a GPU has to have of its own: torch, triton, numpy, scipy
 and, for pyjuice, numba and matplotlib. JAX would bring hundreds of megabytes of CUDA, and is not carried.

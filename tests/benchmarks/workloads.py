@@ -119,30 +119,32 @@ def _make_matmul(
     return run
 
 
-def public(*, tiny: bool = False) -> list[Work]:
-    """The figures that were asked for, the most important first; `tiny`: the same on sizes for an interpreter."""
+def groups(*, tiny: bool = False) -> dict[str, list[Work]]:
+    """The figures that are asked for, the most wanted first; `tiny`: the same on sizes for an interpreter."""
 
     def sizes(n: int, v: int, c: int) -> tuple[int, int, int]:
-        return (min(n, 3), min(v, 4), min(c, 5)) if tiny else (n, v, c)
+        return (min(n, 3), min(v, 4), min(c, 7 if c > 256 else 5)) if tiny else (n, v, c)
 
-    main, own, long = sizes(500, 40, 200), sizes(500, 40, 200), sizes(1, 100_000, 16)
-    square = 6 if tiny else 512
-    return [
-        chain_work(*main, FORWARD),
-        chain_work(*main, GRADIENTS),
-        chain_work(*own, FORWARD, own=True),
-        chain_work(*own, GRADIENTS, own=True),
-        chain_work(*long, FORWARD, own=True),
-        chain_work(*long, GRADIENTS, own=True),
-        stack_work(*sizes(8, 256, 64)),
-        stack_work(*sizes(4, 512, 256)),
-        stack_work(*sizes(8, 256, 64), prefixes=True),
-        matmul_work(2 if tiny else 8, square, square, square),
-        matmul_work(2 if tiny else 8, square, square, square, GRADIENTS),
-        matmul_work(1, 8 if tiny else 4096, square, square),
-        matmul_work(1, 8 if tiny else 4096, square, square, GRADIENTS),
-        chain_work(*sizes(32, 512, 64), GRADIENTS),
-        chain_work(*sizes(8, 128, 64), GRADIENTS, own=True),
-        chain_work(*main, FORWARD, provider="forum"),
-        chain_work(*main, GRADIENTS, provider="forum"),
-    ]
+    def both(n: int, v: int, c: int, *, own: bool = False, provider: str = "logchain") -> list[Work]:
+        return [chain_work(*sizes(n, v, c), mode, own=own, provider=provider) for mode in (FORWARD, GRADIENTS)]
+
+    square, large = (6, 8) if tiny else (512, 4096)
+    return {
+        "main job": both(500, 40, 200),
+        "log_matmul": [
+            matmul_work(*shape, mode)
+            for shape in ((2 if tiny else 8, square, square, square), (1, large, square, square))
+            for mode in (FORWARD, GRADIENTS)
+        ],
+        "own matrices": both(500, 40, 200, own=True),
+        "one long chain": both(1, 100_000, 16, own=True),
+        "wide": both(500, 40, 512),
+        "others": [
+            *both(32, 512, 64),
+            *both(8, 128, 64, own=True),
+            stack_work(*sizes(8, 256, 64)),
+            stack_work(*sizes(4, 512, 256)),
+            stack_work(*sizes(8, 256, 64), prefixes=True),
+            *both(500, 40, 200, provider="forum"),
+        ],
+    }
