@@ -63,7 +63,7 @@ def outcomes(folder):
 
 
 def test_every_test_has_a_line_and_what_failed_is_run_again(suite, tmp_path):
-    options = ["test", "--folder", tmp_path, "--out", tmp_path / "out", "--paths", suite, "--workers", 2]
+    options = ["test", "--dry", "--folder", tmp_path, "--out", tmp_path / "out", "--paths", suite, "--workers", 2]
     run = call(*options, "--patience", 5)
     assert run.returncode == gpu_tests.FAILED, run.stdout + run.stderr
     first = {"passes": "passed", "fails": "failed", "skips": "skipped", "dies": "ended", "hangs": "ended"}
@@ -87,7 +87,7 @@ def test_every_test_has_a_line_and_what_failed_is_run_again(suite, tmp_path):
 
 def test_a_call_that_is_cut_says_so_and_the_next_goes_on(suite, tmp_path):
     paths = [f"{suite}::test_{name}" for name in ("passes", "hangs")]
-    command = [*COMMAND, "test", "--folder", tmp_path, "--workers", "1", "--paths", *paths]
+    command = [*COMMAND, "test", "--dry", "--folder", tmp_path, "--workers", "1", "--paths", *paths]
     process = subprocess.Popen(command, cwd=results.ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "test.jsonl").exists():
         assert process.poll() is None
@@ -96,14 +96,14 @@ def test_a_call_that_is_cut_says_so_and_the_next_goes_on(suite, tmp_path):
     said, _ = process.communicate()
     assert process.returncode == gpu_tests.CUT and "CUT" in said and "1 passed" in said
     suite.with_name("go").touch()
-    again = call("test", "--folder", tmp_path, "--workers", 1, "--minutes", 5, "--paths", suite)
+    again = call("test", "--dry", "--folder", tmp_path, "--workers", 1, "--minutes", 5, "--paths", suite)
     assert again.returncode == gpu_tests.DONE and "1 done before" in again.stdout
     assert [name for name, _ in outcomes(tmp_path)].count("passes") == 1
 
 
 def test_tests_that_cannot_be_collected_end_the_call(tmp_path):
     (tmp_path / "test_suite.py").write_text("import no_such_package")
-    run = call("test", "--folder", tmp_path / "folder", "--workers", 1, "--paths", tmp_path / "test_suite.py")
+    run = call("test", "--dry", "--folder", tmp_path / "folder", "--workers", 1, "--paths", tmp_path / "test_suite.py")
     assert run.returncode == gpu_tests.FAILED and "No module named 'no_such_package'" in run.stdout
 
 
@@ -122,6 +122,7 @@ def test_a_lost_device_ends_its_process_alone(tmp_path, monkeypatch):
 
 def test_lines_of_other_files_do_not_count(tmp_path):
     shared = Shared(tmp_path)
+    (tmp_path / "test.jsonl").write_text('{"name": "a line that was cut\n')
     for sources in ("older", results.digest()):
         shared.tell("test", Line(f"with {sources}", "passed", 1.0, "", sources))
     assert list(shared.told("test")) == [f"with {results.digest()}"]

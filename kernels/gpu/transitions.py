@@ -207,7 +207,9 @@ def _share(alpha, r, p, LOG_PARAMS: tl.constexpr):
     if LOG_PARAMS:
         return tl.where(joint == float("-inf"), 0.0, exp(joint + p))
     else:
-        return exp(joint)
+        # in halves: devices flush an exponential below 2^-126, which matters beside a large entry of the matrix
+        half = exp(0.5 * joint)
+        return half * half
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from tests.benchmarks import (
     cpu,
     gpu,
     gpu_tests,
+    gpu_worker,
     layers,
     memory,
     peers,
@@ -96,11 +97,12 @@ calls = on_gpu.add_subparsers(required=True)
 shared = argparse.ArgumentParser(add_help=False)
 shared.add_argument("--folder", type=Path, default=Path("build/gpu"), help="what one call leaves for the next")
 shared.add_argument("--out", type=Path, help="a folder for copies of what came out")
-shared.add_argument("--minutes", type=float, default=8.5, help="what does not fit is left for the next call")
+shared.add_argument("--minutes", type=float, default=8.0, help="what does not fit is left for the next call")
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 pooled = argparse.ArgumentParser(add_help=False)
-pooled.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+pooled.add_argument("--workers", type=int, default=cores, help="processes")
 pooled.add_argument("--patience", type=float, default=240.0, help="seconds that one test may take")
-pooled.add_argument("--paths", nargs="+", default=gpu_tests.EVERYTHING, help="files of tests; all tests and figures")
+pooled.add_argument("--paths", nargs="+", default=gpu_worker.EVERYTHING, help="files of tests; all tests and figures")
 
 
 def of(options: argparse.Namespace) -> gpu_tests.Call:
@@ -112,7 +114,8 @@ compiled = calls.add_parser("compile", parents=[shared, pooled], help="every ker
 compiled.add_argument("--target", help="sm_80, sm_90, ...: where it is not this machine's")
 compiled.set_defaults(call=lambda options: gpu_tests.compile_kernels(of(options), options.target))
 tested = calls.add_parser("test", parents=[shared, pooled], help="the tests marked gpu")
-tested.set_defaults(call=lambda options: gpu_tests.test(of(options)))
+tested.add_argument("--dry", action="store_true", help="in Triton's interpreter")
+tested.set_defaults(call=lambda options: gpu_tests.test(of(options), dry=options.dry))
 measured = calls.add_parser("measure", parents=[shared], help="times, memory, errors, peers")
 measured.add_argument("--only", nargs="+", default=(), choices=gpu.GROUPS, help="groups; tiles only if named")
 measured.add_argument("--dry", action="store_true", help="run everything on a CPU, on tiny sizes")

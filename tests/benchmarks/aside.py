@@ -72,6 +72,7 @@ def measure(
     end: float = math.inf,
     words: Mapping[str, str] | None = None,
     tell: Callable[[Any], None] = lambda row: None,
+    finished: Callable[[tuple[str, str, str]], None] = lambda key: None,
 ) -> tuple[list[Any], list[Missing]]:
     """Rows and reasons for all items, in as many processes as it takes to get past those that end one.
 
@@ -83,6 +84,7 @@ def measure(
         end: the last moment, on the clock of `time.monotonic`.
         words: what to say for a reason with such a text in it.
         tell: is told each row at once.
+        finished: is told each item that ended without a reason why something is missing.
     """
     rows: list[Any] = []
     missing: list[Missing] = []
@@ -91,19 +93,26 @@ def measure(
         if time.monotonic() > end:
             missing += [Missing("", *item.key, LATE) for item in todo]
             break
-        at, begun = ("", todo[0].provider, ""), 0
+        at, begun, good = ("", todo[0].provider, ""), 0, False
         patience = min(silence, end - time.monotonic() + GRACE)
         for said in _process(package, functools.partial(task, todo), patience):
             print("  ".join((*said[:4], said.text)) if isinstance(said, ROWS) else said, flush=True)
             if isinstance(said, Item):
-                at, begun = said.key, begun + 1
+                if good:
+                    finished(at)
+                at, begun, good = said.key, begun + 1, True
             elif isinstance(said, ROWS):
                 rows.append(said._replace(**place))
                 tell(rows[-1])
             elif isinstance(said, str):  # the package with its version
                 place["versions"] += "" if said in place["versions"] else f", {said}"
             else:
-                missing.append(said if isinstance(said, Missing) else Missing("", *at, said.reason))
+                good = False
+                late = isinstance(said, _Ended) and time.monotonic() >= end
+                reason = LATE if late else said.reason
+                missing.append(said if isinstance(said, Missing) else Missing("", *at, reason))
+        if good:
+            finished(at)
         if not begun:  # not installed, or broken from the start
             break
         todo = todo[begun:]
@@ -128,6 +137,8 @@ def _process(package: str, task: Callable[[], Iterable[Said]], silence: float) -
         process.join()
         yield _Ended(f"stopped, silent for {silence:.3g} s")
     except EOFError:  # it has said everything
+        process.join(GRACE)
+        process.kill()  # one that has said everything may hang on a device that it has lost
         process.join()
         if code := process.exitcode:
             yield _Ended(f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")

@@ -6,6 +6,7 @@ kernels, in a folder named by the digest of all files.
 """
 
 import functools
+import json
 import math
 import shutil
 import threading
@@ -42,6 +43,9 @@ class Files:
             path.mkdir(parents=True, exist_ok=True)
         self.hardware = session.hardware(dry)
         self.lock = threading.Lock()  # peers are prepared side by side
+        self.finished_before = self.folder / "finished.jsonl"
+        lines = self.finished_before.read_text().splitlines() if self.finished_before.exists() else []
+        self.finished = {tuple(json.loads(line)) for line in lines}
         self.rows = [*self.read("gpu.csv", OnGpu), *self.read("peers.csv", Measured)]
         for row in self.rows:
             self.keep(row)
@@ -53,6 +57,16 @@ class Files:
     def of(self, group: str) -> list[OnGpu]:
         """The rows of a group so far."""
         return [row for row in self.rows if isinstance(row, OnGpu) and row.group == group]
+
+    def left(self, group: str, items: Sequence[Item]) -> list[Item]:
+        """The items of a group that no earlier call has finished."""
+        return [item for item in items if (self.hardware, group, *item.key) not in self.finished]
+
+    def finish(self, group: str, key: tuple[str, str, str]) -> None:
+        """Remember that an item is done."""
+        with self.lock, self.finished_before.open("a") as file:
+            self.finished.add((self.hardware, group, *key))
+            file.write(json.dumps([self.hardware, group, *key]) + "\n")
 
     def tell(self, row: OnGpu | Measured) -> None:
         """Put a new row into all files."""
@@ -91,7 +105,7 @@ def measure(
 ) -> int:
     """Measure groups, by default all but the last; 0 if all is measured, 1 if something failed, 3 if time ran out.
 
-    What a peer cannot do is no failure: it is in `left_out.csv` with the reason.
+    What a peer cannot do is no failure: it is in `left_out.csv` with the reason, and is not tried again.
     """
     start = time.monotonic()
     end = start + (3600 if dry else 60 * minutes)
@@ -100,12 +114,15 @@ def measure(
     for name in only or GROUPS[:-1]:
         print(f"measuring: {name}, {end - time.monotonic():.0f} s left", flush=True)
         if name == "peers":
-            peers_gpu.measure(files, dry, end if dry else time.monotonic() + PEERS_PART * (end - time.monotonic()))
+            until = end if dry else time.monotonic() + PEERS_PART * (end - time.monotonic())
+            missing += [entry for entry in peers_gpu.measure(files, dry, until) if _counts(entry)]
             continue
-        done = {(row.workload, row.provider, row.mode, row.precision) for row in files.of(name)}
-        todo = [item for item in gpu_figures.every()[name].items(dry) if not _is_done(item, done)]
+        todo = files.left(name, gpu_figures.every()[name].items(dry))
         task = functools.partial(measured, dry, name, end, files.of(gpu_figures.FLOORS))
-        _, new = aside.measure("triton", todo, task, silence=math.inf, end=end, words=session.WORDS, tell=files.tell)
+        _, new = aside.measure(
+            "triton", todo, task, silence=math.inf, end=end, words=session.WORDS,
+            tell=files.tell, finished=functools.partial(files.finish, name),
+        )  # fmt: skip
         missing += new
     print("\n" + summary(files.rows, missing))
     print(f"{time.monotonic() - start:.0f} s")
@@ -113,12 +130,9 @@ def measure(
     return FAILED if len(late) < len(missing) else CUT if late else DONE
 
 
-def _is_done(item: Item, done: set[tuple[str, ...]]) -> bool:
-    """Whether a group has a row of an item, whose mode may be the precision, or hold it too."""
-    for workload, provider, *mode in done:
-        if (workload, provider) == (item.workload, item.provider) and item.mode in (*mode, ", ".join(mode)):
-            return True
-    return False
+def _counts(entry: Missing) -> bool:
+    """Whether what a provider lacks is ours, or has only been put off."""
+    return entry.reason == aside.LATE or entry.provider == "logchain"
 
 
 def summary(rows: Sequence[OnGpu | Measured], missing: Sequence[Missing]) -> str:
@@ -132,7 +146,10 @@ def summary(rows: Sequence[OnGpu | Measured], missing: Sequence[Missing]) -> str
     found = [f"{' '.join(filter(None, case))}: {'; '.join(texts)}" for case, texts in lines.items()]
     found.append("in brackets: over the floor, or over the promised error")
     found += [f"{rows[0].hardware}; {rows[0].versions}; {rows[0].date}; {rows[0].commit}"] if rows else []
+    late = [entry for entry in missing if entry.reason == aside.LATE]
+    if late:
+        found.append(f"NO TIME FOR {len(late)}, the first of them {late[0].workload} {late[0].provider} {late[0].mode}")
     for entry in missing:
-        word = "NO TIME FOR" if entry.reason == aside.LATE else "FAILED"
-        found.append(f"{word} {entry.workload} {entry.provider} {entry.mode}: {entry.reason[:200]}")
+        if entry not in late:
+            found.append(f"FAILED {entry.workload} {entry.provider} {entry.mode}: {entry.reason[:200]}")
     return "\n".join(found)[-MOST_CHARACTERS:]

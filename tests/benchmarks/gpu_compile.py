@@ -9,8 +9,10 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ import torch
 
 from tests.benchmarks.gpu_shared import Line, Shared
 
-# bytes of a figure's operands, of which several do not fit into a machine's memory
-LARGE = 5e8
+# bytes of a figure's operands, of which several may not fit into a machine's memory
+LARGE = 1e9
 
 
 class Driver:
@@ -42,7 +44,7 @@ class Driver:
         pass
 
 
-def install(shared: Shared, target: str, sources: str) -> None:
+def install(shared: Shared, target: str, processors: int, sources: str) -> None:
     """Change this process: kernels are compiled for a target like "sm_90", and tests do not stop at wrong numbers."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -51,10 +53,14 @@ def install(shared: Shared, target: str, sources: str) -> None:
     from logchain import _device
     from logchain.kernels.gpu import launch
 
-    chip = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
-    triton.runtime.driver.set_active(Driver(chip))
+    cuda = target.startswith("sm_")
+    triton.runtime.driver.set_active(
+        Driver(GPUTarget("cuda", int(target[3:]), 32) if cuda else GPUTarget("hip", target, 64))
+    )
     _device.on_gpu = lambda tensor: True
-    launch.chip = lambda like: target
+    # as `launch` has them on a device
+    launch.chip = lambda like: "gfx942" if not cuda else "sm_90" if target[3:] in ("90", "100") else "sm_80"
+    launch.processors = lambda like: processors
     for module, checks in ((torch.testing, ["close"]), (np.testing, ["array_equal", "allclose"])):
         for check in checks:
             setattr(module, f"assert_{check}", lambda *_, **__: None)
@@ -78,8 +84,8 @@ def install(shared: Shared, target: str, sources: str) -> None:
             run(self, *args, grid=grid, warmup=True, **kwargs)
         except Exception as error:
             outcome, text = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}"
-        if compiling:
-            name, arguments = compiling.pop()
+        if compiling or text:
+            name, arguments = compiling.pop() if compiling else (f"{self.__name__} before it was compiled", str(kwargs))
             text = f"{text} of {arguments}" if text else ""
             shared.tell(f"kernels-{target}", Line(name, outcome, time.monotonic() - start, text, sources))
 
@@ -95,20 +101,28 @@ def _zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return zeros
 
 
-def figures(folder: Path) -> Iterator[tuple[str, Callable[[], tuple[str, str]]]]:
-    """Every figure's name, and what launches its kernels; the large ones one after the other, for the memory's sake."""
+def figures(folder: Path) -> Iterator[tuple[str, AbstractContextManager[None], Callable[[], tuple[str, str]]]]:
+    """Every figure's name, its turn, and what launches its kernels."""
     from tests.benchmarks import gpu_figures
 
     for name, size, launch in gpu_figures.launched():
-        yield name, functools.partial(_outcome, launch, folder / "large" if size > LARGE else None)
+        turn = _turn(folder) if size > LARGE else contextlib.nullcontext()
+        yield name, turn, functools.partial(_outcome, launch)
 
 
-def _outcome(launch: Callable[[str], Any], turn: Path | None) -> tuple[str, str]:
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """For large figures: no more of them at a time than there is memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    slot = os.getpid() % max(1, int(memory / (40 * LARGE)))
+    with (folder / f"large-{slot}").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _outcome(launch: Callable[[str], Any]) -> tuple[str, str]:
     try:
-        with turn.open("w") if turn else contextlib.nullcontext() as file:
-            if file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            launch("cpu")
+        launch("cpu")
     except Exception as error:
         return "failed", f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}"
     return "passed", ""

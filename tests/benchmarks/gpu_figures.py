@@ -41,7 +41,9 @@ def every() -> dict[str, Group]:
     """All groups in their order; the peers of `peers_gpu` come after those that are asked for."""
     from tests.benchmarks import gpu_arithmetic  # triton is imported when it is known whether to interpret
 
-    asked = {name: Group(lambda dry, name=name: _works(name, dry), _public) for name in workloads.groups()}
+    asked = {
+        name: Group(functools.partial(_works, name), functools.partial(_public, name)) for name in workloads.groups()
+    }
     others = asked.pop("others")
     return {
         gpu_arithmetic.GROUP: Group(gpu_arithmetic.items, gpu_arithmetic.measured),
@@ -123,13 +125,12 @@ def _works(group: str, dry: bool) -> list[Item]:
     ]
 
 
-def _public(session: Session, item: Item) -> Iterator[OnGpu]:
+def _public(group: str, session: Session, item: Item) -> Iterator[OnGpu]:
     """A public function: its time eagerly and as a graph, and its memory."""
     mode, precision = item.mode.rsplit(", ", 1)
-    group, work = next(
-        (name, work)
-        for name, works in workloads.groups(tiny=session.dry).items()
-        for work in works
+    work = next(
+        work
+        for work in workloads.groups(tiny=session.dry)[group]
         if (work.name, work.provider, work.mode) == (item.workload, item.provider, mode)
     )
     ours = work.provider == "logchain"
@@ -245,6 +246,8 @@ def _tiles(session: Session, item: Item) -> Iterator[OnGpu]:
                     else:
                         print(f"  {tuple(tile)}: computes something else", flush=True)
                 except Exception as error:  # too large, or not to be compiled
+                    if not session.answers():
+                        raise
                     print(f"  {tuple(tile)}: {type(error).__name__} {' '.join(str(error).split())[:80]}", flush=True)
     fastest = min(times, key=times.__getitem__)
     gain = times[chosen[0]] / times[fastest]

@@ -4,6 +4,7 @@ A folder holds it. `NAME.jsonl` has a line for each item that is done, written a
 the call in progress.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -65,6 +66,9 @@ class Shared:
     def told(self, list_name: str) -> dict[str, Line]:
         """The last line of each item that ran with today's files."""
         path, sources = self.folder / f"{list_name}.jsonl", digest()
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = [Line(**json.loads(line)) for line in lines if line.endswith("}")]  # the last one may have been cut
-        return {line.name: line for line in found if line.sources == sources}
+        found = {}
+        for text in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):  # a line that was cut
+                line = Line(**json.loads(text))
+                found |= {line.name: line} if line.sources == sources else {}
+        return found

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from tests.benchmarks.gpu_shared import Line, Shared
-from tests.benchmarks.gpu_worker import EVERYTHING, LOST
+from tests.benchmarks.gpu_worker import LOST
 from tests.benchmarks.results import ROOT, digest
 
 DONE, FAILED, CUT = 0, 1, 3
@@ -34,11 +34,11 @@ class Call(NamedTuple):
     """What a caller says: where things are kept, on how many cores and how long."""
 
     folder: Path
-    out: Path | None = None
-    workers: int = os.cpu_count() or 1
-    minutes: float = 8.5
-    patience: float = 240.0  # seconds that one test may take, with what it compiles
-    paths: Sequence[str] = EVERYTHING
+    out: Path | None
+    workers: int
+    minutes: float
+    patience: float  # seconds that one test may take, with what it compiles
+    paths: Sequence[str]
 
 
 def compile_kernels(call: Call, target: str | None) -> int:
@@ -46,12 +46,19 @@ def compile_kernels(call: Call, target: str | None) -> int:
 
     0 if all is compiled, 1 if something may not be, 3 if the call was cut.
     """
-    target = target or this_target()
+    there = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    if target is None:
+        if there is None:
+            raise SystemExit("no GPU here: `--target sm_90` compiles for one that is not")
+        target = there.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{there.major}{there.minor}"
     # no device is looked at; -O leaves out assertions, so that tests go on to their last launch
     environment = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-O", "-m", "tests.benchmarks.gpu_worker", "--target", target]
+    command += ["--processors", str(there.multi_processor_count)] if there else []
     pool = Pool(call, f"compile-{target}", command, environment)
-    code = pool.run()
+    tried = pool.shared.told(f"kernels-{target}").values()
+    # which test launches a kernel that was not compiled is not known
+    code = pool.run(anew=any(line.outcome != "compiled" for line in tried))
     kernels, walked = pool.shared.told(f"kernels-{target}"), pool.shared.told(pool.list_name)
     bad = [line for line in kernels.values() if line.outcome != "compiled"]
     for line in bad[:MOST_FAILURES]:
@@ -66,18 +73,17 @@ def compile_kernels(call: Call, target: str | None) -> int:
     return FAILED if bad or early else code
 
 
-def this_target() -> str:
-    """What kernels are compiled for on this machine."""
-    if not torch.cuda.is_available():
-        raise SystemExit("no GPU here: `--target sm_90` compiles for one that is not")
-    properties = torch.cuda.get_device_properties(0)
-    return properties.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+def test(call: Call, *, dry: bool = False) -> int:
+    """Run the tests, and print what failed; 0, 1 if something did, 3 if nothing did but the call was cut.
 
-
-def test(call: Call) -> int:
-    """Run the tests, and print what failed; 0, 1 if something did, 3 if nothing did but the call was cut."""
+    `dry`: in Triton's interpreter.
+    """
+    if not dry and not torch.cuda.is_available():
+        raise SystemExit("no GPU here: --dry runs the tests in Triton's interpreter")
+    print("in Triton's interpreter" if dry else torch.cuda.get_device_name())
     before = compiled(call.folder)
-    pool = Pool(call, "test", [sys.executable, "-m", "tests.benchmarks.gpu_worker"], {})
+    environment = {"TRITON_INTERPRET": str(int(dry))}
+    pool = Pool(call, "test", [sys.executable, "-m", "tests.benchmarks.gpu_worker"], environment)
     code = pool.run()
     lines = pool.shared.told("test")
     bad = [line for line in lines.values() if line.outcome not in ("passed", "skipped")]
@@ -110,13 +116,14 @@ class Pool:
         options = ["--patience", str(call.patience), "--paths", *call.paths]
         self.command = [*command, str(self.folder), self.sources, *options]
         own = {"TRITON_CACHE_DIR": str(cache(self.folder)), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # what else is installed there has no say
         self.environment = os.environ | own | environment
         self.children: list[subprocess.Popen[bytes]] = []
 
-    def run(self) -> int:
+    def run(self, *, anew: bool = False) -> int:
         """0 when the list is done, 1 when a process cannot start, 3 when it was cut: by its time or by a signal."""
         start = time.monotonic()
-        told = self.shared.told(self.list_name).values()
+        told = [] if anew else self.shared.told(self.list_name).values()
         done = [line.name for line in told if line.outcome in ("passed", "skipped")]
         self.shared.begin(done)
         workers = self.call.workers

@@ -19,8 +19,8 @@ from tests.benchmarks.results import ROOT
 
 # files of tests, or all tests and figures
 EVERYTHING = ["tests"]
-# exit code of a process whose device answers no more
-LOST = 9
+# exit codes of a process whose device answers no more, and of one that finds none
+LOST, NO_DEVICE = 9, 10
 # of a failure's report
 LINES = 12
 
@@ -31,14 +31,14 @@ class Walk:
     def __init__(self, shared: Shared, list_name: str, sources: str, patience: float) -> None:
         self.shared, self.list_name, self.sources, self.patience = shared, list_name, sources, patience
         self.reports: list[pytest.TestReport] = []
-        self.lost = False
+        self.lost, self.parent = False, os.getppid()
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """In place of pytest's own loop; each test takes down all that it has set up."""
         if session.testsfailed:
             raise session.Interrupted("not everything can be collected")
         for item in session.items:
-            if self.lost:
+            if self.lost or os.getppid() != self.parent:
                 break
             if self.shared.take(item.nodeid):
                 self.do(item.nodeid, lambda item=item: self.test(item))
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("sources", help="the digest of all files")
     parser.add_argument("--target", help="compile for it, and launch nothing")
+    parser.add_argument("--processors", type=int, default=132, help="of the target")
     parser.add_argument("--patience", type=float, required=True, help="seconds that one test may take")
     parser.add_argument("--paths", nargs="+", default=EVERYTHING)
     options = parser.parse_args()
@@ -101,22 +102,26 @@ def main() -> int:
     list_name = f"compile-{options.target}" if options.target else "test"
     walk = Walk(shared, list_name, options.sources, options.patience)
     arguments = ["-q", "-c", str(ROOT / "pyproject.toml"), "--no-header", "-o", "addopts=", "-p", "no:cacheprovider"]
-    if options.target or torch.cuda.is_available():  # in the interpreter no test is marked
-        arguments += ["-m", "gpu"]
+    if os.environ["TRITON_INTERPRET"] == "0":  # otherwise no test is marked
+        arguments += ["-m", "gpu", "--ignore-glob=*/test_native_*.py"]
+        if not options.target and not torch.cuda.is_available():
+            print("there is no device any more")
+            return NO_DEVICE
     if options.target:
         from tests.benchmarks import gpu_compile
 
-        gpu_compile.install(shared, options.target, options.sources)
-        arguments += ["--assert=plain", "-o", "filterwarnings="]
+        gpu_compile.install(shared, options.target, options.processors, options.sources)
+        arguments += ["--assert=plain", "-W", "ignore::pytest.PytestConfigWarning"]  # of assertions that -O leaves out
     code = pytest.main([*arguments, *options.paths], plugins=[walk])
     if walk.lost:
         return LOST
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(code)
     if options.target and options.paths == EVERYTHING:
-        for name, call in gpu_compile.figures(options.folder):
+        for name, turn, call in gpu_compile.figures(options.folder):
             if shared.take(name):
-                walk.do(name, call)
+                with turn:
+                    walk.do(name, call)
     return 0
 
 

@@ -68,26 +68,32 @@ def processes(workloads: Sequence[Workload], only: Sequence[str] = ()) -> list[t
     return found
 
 
-def measure(files: "Files", dry: bool, end: float, only: Sequence[str] = ()) -> None:
-    """All providers on the device, or some; those that have rows already are left alone."""
-    done = {row[:3] for row in files.rows if isinstance(row, Measured)}
+def measure(files: "Files", dry: bool, end: float, only: Sequence[str] = ()) -> list[Missing]:
+    """All providers on the device, or some, as far as an earlier call has not finished them; what is missing."""
     every = processes(TINY if dry else WORKLOADS, only)
-    todo = [(package, left) for package, items in every if (left := [item for item in items if item.key not in done])]
+    todo = [(package, left) for package, items in every if (left := files.left(GROUP, items))]
     weights = [_OURS, *[1] * len(todo)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
 
-        def one(i: int) -> None:
+        def one(i: int) -> list[Missing]:
             # the one before has just begun
             seconds = (end - time.monotonic()) * weights[i] / sum(weights[max(i - 1, 0) : len(todo)])
             package, items = todo[i]
             task = functools.partial(times, dry, Path(folder), seconds / len(items), end)
-            found = aside.measure(package, items, task, silence=math.inf, end=end, words=WORDS, tell=files.tell)
-            files.leave_out(GROUP, *found)
+            finish = functools.partial(files.finish, GROUP)
+            rows, missing = aside.measure(
+                package, items, task, silence=math.inf, end=end, words=WORDS, tell=files.tell, finished=finish
+            )
+            for entry in missing:
+                if entry.reason != aside.LATE and entry.provider != "logchain":
+                    finish((entry.workload, entry.provider, entry.mode))
+            files.leave_out(GROUP, rows, missing)
+            return missing
 
         # while one measures, the next one starts
-        list(pool.map(one, range(len(todo))))
-    jax = "needs jax with CUDA, hundreds of MB that are not carried"
-    files.leave_out(GROUP, [], [Missing("", "", "jax, dynamax, numpyro", "", jax)])
+        missing = [entry for found in pool.map(one, range(len(todo))) for entry in found]
+    files.leave_out(GROUP, [], [Missing("", "", "jax, dynamax, numpyro", "", "not tried on a GPU")])
+    return missing
 
 
 def table(rows: Sequence[Measured]) -> dict[tuple[str, ...], list[str]]:

@@ -162,11 +162,12 @@ def digest() -> str:
 
 def write(rows: Iterable[AnyRow], path: Path) -> None:
     """Write a results file."""
-    rows = list(rows)
-    with path.open("w", newline="") as file:
+    rows, new = list(rows), path.with_suffix(".new")
+    with new.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(type(rows[0])._fields)
         writer.writerows([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
+    new.replace(path)  # whoever is stopped meanwhile leaves the file as it was
 
 
 def read(path: Path, kind: type[AnyRow] = Row) -> list[AnyRow]:

@@ -3,6 +3,7 @@
 Times are medians and quartiles of CUDA events; on a CPU, in a dry run, they are the host's and mean nothing.
 """
 
+import contextlib
 import functools
 import os
 import signal
@@ -53,7 +54,8 @@ class Session:
     def through(self, todo: Sequence[Item], one: Callable[["Session", Item], Iterable[AnyRow]]) -> Iterator[Said]:
         """The rows of all items, until the time is over or the device is lost; an item that hangs ends the process."""
         if hasattr(os, "sched_setaffinity"):  # launching is no work for one core alone
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, range(os.cpu_count() or 1))
         for item in todo:
             if self.left < 0:
                 yield item
