@@ -67,6 +67,16 @@ def launched() -> Iterator[tuple[str, int, Callable[[str], Any]]]:
     for item in peers.items(ours, cases.WORKLOADS):  # none of them large
         make = functools.partial(_peer, ours, item)
         yield f"{item.workload}, {item.mode}", 0, functools.partial(_launch, make, "highest")
+    from tests.benchmarks import gpu_arithmetic
+
+    for item in gpu_arithmetic.items(False):
+        yield item.workload, 0, functools.partial(_numbers, gpu_arithmetic.measured, item)
+
+
+def _numbers(measured: Callable[[Session, Item], Iterable[OnGpu]], item: Item, device: str) -> list[OnGpu]:
+    session = Session(dry=False, end=math.inf)
+    session.device = device
+    return list(measured(session, item))
 
 
 def _peer(provider: peers.Provider, item: Item, device: str, seed: int) -> Callable[[], Any]:
