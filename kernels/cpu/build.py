@@ -1,0 +1,160 @@
+"""The C library is compiled by clang from the package `ziglang`: while logchain is built, or by this file.
+
+`python kernels/cpu/build.py` compiles for this machine, beside the sources; `python kernels/cpu/build.py --wheels dist`
+makes the wheels of all platforms. setuptools reads this file alone: it imports nothing of logchain, and no torch.
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from setuptools import build_meta
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SOURCES = sorted(HERE.glob("c/*.c"))
+HEADERS = sorted(HERE.glob("c/*.h"))
+
+# A product and a sum may become one operation, nothing else about the arithmetic is left to the compiler. A frame stays
+# below a page: Windows would have to be asked for a larger one, by a function of its own C library.
+FLAGS = """-O3 -std=c11 -ffreestanding -nostdlib -ffp-contract=fast -fno-math-errno -fvisibility=hidden -s
+    -Wall -Wextra -Werror -Wframe-larger-than=4000""".split()
+
+# torch says AVX512 without looking for the instructions that avx512cd adds
+X86_64 = {"x86_64_v2": "x86_64_v2", "x86_64_v3": "x86_64_v3", "x86_64_v4": "x86_64_v4-avx512cd"}
+AARCH64 = {"aarch64": "generic"}
+
+
+class Target(NamedTuple):
+    """A platform that the library is compiled for."""
+
+    triple: str  # zig's name of it
+    levels: dict[str, str]  # zig's name of the CPU by the name of the level
+    suffix: str
+    wheel: str  # the tag of its wheels
+    flags: tuple[str, ...] = ()
+
+    def library(self, level: str) -> str:
+        """The name of a library's file."""
+        return f"logchain-{level}{self.suffix}"
+
+
+TARGETS = {
+    "linux-x86_64": Target("x86_64-linux-none", X86_64, ".so", "manylinux_2_17_x86_64"),
+    "linux-aarch64": Target("aarch64-linux-none", AARCH64, ".so", "manylinux_2_17_aarch64"),
+    "darwin-arm64": Target("aarch64-macos.11.0", AARCH64, ".dylib", "macosx_11_0_arm64"),
+    "darwin-x86_64": Target("x86_64-macos.10.13", X86_64, ".dylib", "macosx_10_13_x86_64"),
+    "windows-amd64": Target(
+        "x86_64-windows-gnu", X86_64, ".dll", "win_amd64", ("-Wl,--no-entry", "-mno-stack-arg-probe")
+    ),
+}
+
+
+def this_machine() -> Target:
+    """The target that this Python runs on."""
+    name = f"{platform.system()}-{platform.machine()}".lower()
+    if name not in TARGETS:
+        raise RuntimeError(f"the machine: expected one of {', '.join(TARGETS)}, found {name}")
+    return TARGETS[name]
+
+
+def compile_c(target: Target, level: str, *arguments: str | Path) -> None:
+    """Run the compiler for a target and a level."""
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", target.triple, f"-mcpu={target.levels[level]}"]
+    subprocess.run([*command, *FLAGS, *target.flags, *map(str, arguments)], check=True)
+
+
+def compile_library(target: Target, level: str, into: Path) -> Path:
+    """The file of one library, put into a folder when it is complete."""
+    file = into / target.library(level)
+    with TemporaryDirectory(dir=into) as scratch:
+        made = Path(scratch) / file.name
+        compile_c(target, level, "-shared", "-fPIC", *SOURCES, "-o", made)
+        made.replace(file)
+    return file
+
+
+def libraries(target: Target, into: Path) -> list[Path]:
+    """The files of a target in a folder, all levels compiled side by side, and no other library there.
+
+    Without a compiler they are those beside the sources, unless a source is newer.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    files = [into / target.library(level) for level in target.levels]
+    for other in {*into.glob("logchain-*")} - {*files}:
+        other.unlink()
+    if find_spec("ziglang"):
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(lambda level: compile_library(target, level, into), target.levels))
+    newest = max(path.stat().st_mtime for path in [Path(__file__), *SOURCES, *HEADERS])
+    beside = [HERE / file.name for file in files]
+    if not all(path.is_file() and path.stat().st_mtime >= newest for path in beside):
+        raise ModuleNotFoundError("the compiler of the C library: expected ziglang, found nothing; pip install ziglang")
+    if into != HERE:
+        for path in beside:
+            shutil.copy2(path, into)
+    return files
+
+
+class Wheel(bdist_wheel):
+    """A wheel for every Python 3 of one platform: of `--plat-name`, otherwise of this machine."""
+
+    def finalize_options(self) -> None:
+        """Take the target from the name of the platform."""
+        targets = {target.wheel: target for target in TARGETS.values()}
+        if self.plat_name and self.plat_name not in targets:
+            raise ValueError(f"--plat-name: expected one of {', '.join(targets)}, found {self.plat_name}")
+        self.target = targets[self.plat_name] if self.plat_name else this_machine()
+        # on Linux the machine's own tag stays, which holds for a C library that is not glibc too
+        if sys.platform != "linux":
+            self.plat_name = self.target.wheel
+        # what the libraries are to setuptools, which has a folder of its own for what holds machine code
+        self.distribution.has_ext_modules = lambda: True
+        super().finalize_options()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Any Python 3, no ABI of Python's, the platform."""
+        return "py3", "none", super().get_tag()[2]
+
+
+class BuildPy(build_py):
+    """The modules, and the libraries beside them; the sources in C go into an sdist only."""
+
+    def run(self) -> None:
+        """Copy the modules and compile."""
+        super().run()
+        target = self.get_finalized_command("bdist_wheel").target
+        libraries(target, HERE if self.editable_mode else Path(self.build_lib, "logchain/kernels/cpu"))
+
+    def get_source_files(self) -> list[str]:
+        """The files of an sdist, from the root."""
+        return [*super().get_source_files(), *(str(path.relative_to(ROOT)) for path in [*SOURCES, *HEADERS])]
+
+
+def wheels(into: Path) -> list[Path]:
+    """The wheels of all targets in a folder, each built in a folder of its own."""
+    into = into.resolve()
+    os.chdir(ROOT)
+    made = []
+    for target in TARGETS.values():
+        with TemporaryDirectory() as scratch:
+            build = {"--global-option": ["--quiet", "build", "--build-base", scratch]}
+            made.append(into / build_meta.build_wheel(into, {**build, "--build-option": ["--plat-name", target.wheel]}))
+    return made
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Compile the C library for this machine, beside its sources.")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="make the wheels of all platforms there instead")
+    folder = parser.parse_args().wheels
+    print(*(wheels(folder) if folder else libraries(this_machine(), HERE)), sep="\n")

@@ -1,0 +1,36 @@
+"""The C library for this machine, by ctypes."""
+
+import ctypes
+import platform
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+
+
+def level() -> str:
+    """The level whose instructions this machine has, as torch found."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return "aarch64"
+    levels = {"AVX512": "x86_64_v4", "AVX2": "x86_64_v3"}
+    return levels.get(torch.backends.cpu.get_cpu_capability(), "x86_64_v2")
+
+
+@cache
+def load(level: str) -> ctypes.CDLL:
+    """The library of a level, whether this machine has its instructions or not."""
+    file = Path(__file__).with_name(f"logchain-{level}{SUFFIX}")
+    if not file.is_file():
+        raise ImportError(
+            f"{file.name}: expected beside {Path(__file__).name}, found nothing; in a checkout, compile it by: "
+            "pip install setuptools ziglang && python kernels/cpu/build.py"
+        )
+    return ctypes.CDLL(str(file))
+
+
+def library() -> ctypes.CDLL:
+    """The library that this machine computes with."""
+    return load(level())
