@@ -21,7 +21,7 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
 
     Neighbours are multiplied in pairs, then those products, and so on; an odd last one waits for its turn. The scale of
     each product is kept apart in float64 and added last, and what a shifted sum cannot represent is computed again by
-    the pairwise maximum (see `logchain.rescues`). On a CPU with numba (the extra `cpu`), stacks of up to 64 states that
+    the pairwise maximum (see `logchain.rescues`). On a CPU with numba, stacks of up to 64 states that
     linear numbers can hold are multiplied from the left instead, in one compiled loop. For one number per sequence,
     `logchain.product` takes `c` times less.
 

@@ -68,20 +68,19 @@ def this_machine() -> Target:
     return TARGETS[name]
 
 
-def compile_c(target: Target, level: str, *arguments: str | Path) -> None:
-    """Run the compiler for a target and a level."""
+def compile_c(target: Target, level: str, folder: Path, *arguments: str | Path) -> None:
+    """Run the compiler for a target and a level, in a folder."""
     command = [sys.executable, "-m", "ziglang", "cc", "-target", target.triple, f"-mcpu={target.levels[level]}"]
-    subprocess.run([*command, *FLAGS, *target.flags, *map(str, arguments)], check=True)
+    subprocess.run([*command, *FLAGS, *target.flags, *map(str, arguments)], cwd=folder, check=True)
 
 
 def compile_library(target: Target, level: str, into: Path) -> Path:
     """The file of one library, put into a folder when it is complete."""
-    file = into / target.library(level)
+    name = target.library(level)
     with TemporaryDirectory(dir=into) as scratch:
-        made = Path(scratch) / file.name
-        compile_c(target, level, "-shared", "-fPIC", *SOURCES, "-o", made)
-        made.replace(file)
-    return file
+        # a library for macOS holds the path that it was linked as: no folder of this machine's is in it
+        compile_c(target, level, Path(scratch), "-shared", "-fPIC", *SOURCES, "-o", name)
+        return Path(scratch, name).replace(into / name)
 
 
 def libraries(target: Target, into: Path) -> list[Path]:

@@ -25,3 +25,11 @@ void *memmove(void *to, const void *from, size_t size) {
     }
     return to;
 }
+
+/* What macOS has for memset(to, 0, size), under either name. */
+void bzero(void *to, size_t size) {
+    char *out = to;
+    for (size_t i = 0; i < size; i++) out[i] = 0;
+}
+
+void __bzero(void *to, size_t size) { bzero(to, size); }

@@ -1,0 +1,172 @@
+"""The C library is compiled for every platform, needs nothing of theirs, and gets into the wheels."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from logchain.kernels.cpu import library
+
+# the machine for tests of a device has none of them
+lief = pytest.importorskip("lief")
+pytest.importorskip("setuptools")
+pytest.importorskip("ziglang")
+
+from logchain.kernels.cpu import build  # noqa: E402
+from tests import c_program  # noqa: E402
+
+EXPORTED = {"logchain_forward32", "logchain_forward64", "logchain_lanes32", "logchain_lanes64"}
+ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]
+ON_LINUX = [(name, level) for name, level in ONE_LEVEL if name.startswith("linux")]
+
+
+class Chain(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_int64), ("entering", ctypes.c_void_p), ("leaving", ctypes.c_void_p)]
+
+
+class Lanes(ctypes.Structure):
+    _fields_ = [("lanes", ctypes.c_void_p)]
+
+
+@pytest.mark.parametrize(("name", "level"), ONE_LEVEL)
+def test_a_library_exports_its_functions_and_needs_nothing(name, level, tmp_path):
+    target = build.TARGETS[name]
+    file = build.compile_library(target, level, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name] == [f"logchain-{level}{target.suffix}"]
+    binary = lief.parse(str(file))
+    exported = {symbol.name for symbol in binary.exported_functions}
+    imported = {symbol.name for symbol in binary.imported_functions}
+    needed = {getattr(one, "name", one) for one in binary.libraries}
+    if name.startswith("darwin"):
+        # a library names itself there, and has to link to the system's
+        needed -= {file.name, "/usr/lib/libSystem.B.dylib"}
+        imported -= {"dyld_stub_binder"}
+        exported = {symbol[1:] for symbol in exported} - {"_mh_dylib_header", "__dso_handle"}
+        assert binary.has_code_signature == (name == "darwin-arm64")
+    if name.startswith("linux"):
+        assert not [symbol.name for symbol in binary.dynamic_symbols if symbol.name and symbol.shndx == 0]
+    assert exported == EXPORTED
+    assert not imported
+    assert not needed
+    assert str(Path.home()).encode() not in file.read_bytes()
+    assert str(tmp_path).encode() not in file.read_bytes()
+
+
+@pytest.mark.parametrize(("name", "level"), ON_LINUX)
+def test_a_program_computes_the_same_on_every_cpu(name, level, tmp_path):
+    command = c_program.compile_program(build.TARGETS[name], level, tmp_path)
+    x = np.random.default_rng(0).normal(size=1000)
+    lanes = {"lanes": np.zeros(1, np.int64)}
+    assert c_program.run(command, "lanes32", Lanes(), lanes)["lanes"] == 4
+    assert c_program.run(command, "lanes64", Lanes(), lanes)["lanes"] == 2
+    for bits, dtype, expected in ((32, np.float32, x.astype(np.float32)), (64, np.float64, 0 * x)):
+        buffers = {"entering": x.astype(dtype), "leaving": np.full(len(x), np.nan, dtype)}
+        left = c_program.run(command, f"forward{bits}", Chain(size=len(x)), buffers)
+        np.testing.assert_array_equal(left["leaving"], expected)
+        np.testing.assert_array_equal(left["entering"], buffers["entering"])
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """The module that loads, beside libraries of this machine that were compiled into a folder."""
+    build.libraries(build.this_machine(), tmp_path)
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    library.load.cache_clear()
+    yield tmp_path
+    library.load.cache_clear()
+
+
+def test_each_level_can_be_loaded(copy):
+    for level in build.this_machine().levels:
+        assert library.load(level).logchain_lanes64() == 2
+    assert library.library() is library.load(library.level())
+
+
+@pytest.mark.parametrize(
+    ("capability", "level"), [("AVX512", "x86_64_v4"), ("AVX2", "x86_64_v3"), ("DEFAULT", "x86_64_v2")]
+)
+def test_the_level_is_what_torch_finds(capability, level, monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    for machine in ("x86_64", "AMD64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert library.level() == level
+    for machine in ("aarch64", "arm64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert library.level() == "aarch64"
+
+
+def test_every_level_that_is_asked_for_is_compiled():
+    levels = {level for target in build.TARGETS.values() for level in target.levels}
+    assert levels == {"x86_64_v2", "x86_64_v3", "x86_64_v4", "aarch64"}
+    assert library.SUFFIX == build.this_machine().suffix
+
+
+def test_a_missing_library_says_the_command(copy):
+    for file in copy.glob("logchain-*"):
+        file.unlink()
+    with pytest.raises(ImportError, match=r"logchain-\S+: expected beside library.py, .* python kernels/cpu/build.py"):
+        library.library()
+
+
+def test_without_a_compiler_libraries_that_are_newer_than_the_sources_are_used(tmp_path, monkeypatch):
+    target, beside, into = build.this_machine(), tmp_path / "beside", tmp_path / "into"
+    into.mkdir()
+    other = into / "logchain-of_another_platform.dll"
+    other.touch()
+    files = build.libraries(target, beside)
+    monkeypatch.setattr(build, "HERE", beside)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    assert [path.read_bytes() for path in build.libraries(target, into)] == [path.read_bytes() for path in files]
+    assert not other.exists()
+    os.utime(files[0], (0, 0))
+    with pytest.raises(ModuleNotFoundError, match="pip install ziglang"):
+        build.libraries(target, into)
+
+
+def test_an_unknown_machine_is_refused(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "pdp11")
+    with pytest.raises(RuntimeError, match="the machine: expected one of linux-x86_64, .*, found .*-pdp11"):
+        build.this_machine()
+
+
+def names(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name.removeprefix("logchain/kernels/cpu/") for name in archive.namelist() if "/kernels/cpu/" in name}
+
+
+def pip(*arguments):
+    command = [sys.executable, "-m", "pip", *map(str, arguments), "--no-deps", "--no-build-isolation", "--quiet"]
+    subprocess.run(command, check=True)
+
+
+def test_a_wheel_from_an_sdist_holds_the_libraries_of_its_platform(tmp_path):
+    root = tmp_path / "root"
+    left_out = shutil.ignore_patterns(".*", "*.egg-info", "build", "logchain-*", "tests")
+    shutil.copytree(build.ROOT, root, symlinks=True, ignore=left_out)
+    code = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    pip("wheel", sdist, "--wheel-dir", tmp_path)
+    pip("wheel", sdist, "--wheel-dir", tmp_path, "--config-settings=--build-option=--plat-name=win_amd64")
+    modules = {path.name for path in Path(build.__file__).parent.glob("*.py")}
+    levels = build.this_machine().levels
+    own, windows = sorted(tmp_path.glob("*.whl"), key=lambda path: "win_" in path.name)
+    assert windows.name.endswith("-py3-none-win_amd64.whl")
+    assert "-py3-none-" in own.name and not own.name.endswith("-any.whl")
+    assert names(own) == modules | {build.this_machine().library(level) for level in levels}
+    assert names(windows) == modules | {f"logchain-x86_64_v{level}.dll" for level in (2, 3, 4)}
+
+
+def test_an_unknown_platform_of_a_wheel_is_refused():
+    from setuptools import Distribution
+
+    command = build.Wheel(Distribution())
+    command.plat_name = "pdp11"
+    with pytest.raises(ValueError, match="--plat-name: expected one of manylinux_2_17_x86_64, .* found pdp11"):
+        command.finalize_options()
