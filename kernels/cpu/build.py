@@ -132,8 +132,22 @@ class BuildPy(build_py):
     def run(self) -> None:
         """Copy the modules and compile."""
         super().run()
-        target = self.get_finalized_command("bdist_wheel").target
-        libraries(target, HERE if self.editable_mode else Path(self.build_lib, "logchain/kernels/cpu"))
+        libraries(self.target(), HERE if self.editable_mode else self.folder())
+
+    def target(self) -> Target:
+        """That of the wheel."""
+        found: Target = self.get_finalized_command("bdist_wheel").target
+        return found
+
+    def folder(self) -> Path:
+        """Where the libraries lie in what is built."""
+        return Path(self.build_lib, "logchain/kernels/cpu")
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """Files of the tree by those built, which a strict editable installation links to."""
+        files = [self.target().library(level) for level in self.target().levels]
+        beside = {str(self.folder() / file): str((HERE / file).relative_to(ROOT)) for file in files}
+        return {**super().get_output_mapping(), **beside}
 
     def get_source_files(self) -> list[str]:
         """The files of an sdist, from the root."""
