@@ -135,32 +135,42 @@ def test_an_unknown_machine_is_refused(monkeypatch):
         build.this_machine()
 
 
+@pytest.fixture
+def root(tmp_path):
+    """A copy of what wheels are built from."""
+    left_out = shutil.ignore_patterns(".*", "*.egg-info", "build", "logchain-*", "tests")
+    return Path(shutil.copytree(build.ROOT, tmp_path / "root", symlinks=True, ignore=left_out))
+
+
 def names(wheel):
+    """What is in its folder kernels/cpu."""
     with zipfile.ZipFile(wheel) as archive:
         return {name.removeprefix("logchain/kernels/cpu/") for name in archive.namelist() if "/kernels/cpu/" in name}
 
 
-def pip(*arguments):
-    command = [sys.executable, "-m", "pip", *map(str, arguments), "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run(command, check=True)
+def expected(target):
+    modules = {path.name for path in Path(build.__file__).parent.glob("*.py")}
+    return modules | {target.library(level) for level in target.levels}
 
 
-def test_a_wheel_from_an_sdist_holds_the_libraries_of_its_platform(tmp_path):
-    root = tmp_path / "root"
-    left_out = shutil.ignore_patterns(".*", "*.egg-info", "build", "logchain-*", "tests")
-    shutil.copytree(build.ROOT, root, symlinks=True, ignore=left_out)
+def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, tmp_path):
     code = "from setuptools import build_meta; build_meta.build_sdist('..')"
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
     (sdist,) = tmp_path.glob("*.tar.gz")
-    pip("wheel", sdist, "--wheel-dir", tmp_path)
-    pip("wheel", sdist, "--wheel-dir", tmp_path, "--config-settings=--build-option=--plat-name=win_amd64")
-    modules = {path.name for path in Path(build.__file__).parent.glob("*.py")}
-    levels = build.this_machine().levels
-    own, windows = sorted(tmp_path.glob("*.whl"), key=lambda path: "win_" in path.name)
-    assert windows.name.endswith("-py3-none-win_amd64.whl")
-    assert "-py3-none-" in own.name and not own.name.endswith("-any.whl")
-    assert names(own) == modules | {build.this_machine().library(level) for level in levels}
-    assert names(windows) == modules | {f"logchain-x86_64_v{level}.dll" for level in (2, 3, 4)}
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, sdist]
+    subprocess.run(command, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
+    assert names(wheel) == expected(build.this_machine())
+
+
+def test_one_command_makes_the_wheels_of_all_platforms(root, tmp_path):
+    command = [sys.executable, "kernels/cpu/build.py", "--wheels", tmp_path / "wheels"]
+    printed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    for target in build.TARGETS.values():
+        (wheel,) = tmp_path.glob(f"wheels/logchain-*-py3-none-{target.wheel}.whl")
+        assert names(wheel) == expected(target)
+        assert str(wheel) in printed.splitlines()
 
 
 def test_an_unknown_platform_of_a_wheel_is_refused():
