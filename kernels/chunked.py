@@ -176,6 +176,8 @@ def _transitions(cut: Cut, kept: "Kept", messages: Tensor, entered: Tensor) -> T
     """The gradient of the matrices into the segments (g', c, c), from the posteriors of their first states."""
     last = cut.by_segment(messages[cut.length - 1])
     before = cut.by_set(torch.cat([kept.head_messages[-1:], last[:-1]])).double()
+    top = before.amax(-1, keepdim=True)
+    before /= top.masked_fill_(top == 0, 1.0)
     matrices, scale = cut.between()
     share = (entered / torch.bmm(before, matrices)).masked_fill_(entered == 0, 0.0)
     counts = torch.bmm(before.mT, share)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _device, _frames
+from . import _device
 from ._arguments import check_lengths
 from ._layout import Layout
 from ._operators import operator
@@ -71,21 +71,11 @@ def _forward(
     keep: bool,
     segments: int = 1,
     room: Tensor | None = None,
-    number: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments)
-    frame = _small_frame(x, bulk, p0, lengths, log_params, segments)
-    if frame is not None:
-        (log_norm, messages, scales, redone), some = frame.forward(x, bulk, p0, keep, room, number)
-        if some:
-            layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-            views = layout.sequences(log_norm), messages if keep else None
-            redone = _device.chain_kernels(x).redo(chain, redone, *views)
-            report_chains(redone)
-        return log_norm, messages, scales, redone
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    chain = chain if room is None else replace(chain, room=room, number=number)
+    chain = chain if room is None else replace(chain, room=room)
     kernels, v = _device.chain_kernels(x), x.shape[-2]
     if _chunked(x, lengths, segments):
         forward = _device.chunked_kernels(x).forward
@@ -106,25 +96,14 @@ def log_norm_here(
     keep: bool,
     segments: int,
     workspace: Any = None,
-    number: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `log_norm` finds and keeps, past torch's dispatch; with the messages in a `Workspace`, if there is one.
-
-    `number`: that of the first step, in a stream, which has a `workspace`.
-    """
+    """What `log_norm` finds and keeps, past torch's dispatch; with the messages in a `Workspace`, if there is one."""
     room = None
     if workspace is not None:
         shape = (x.shape[-2], *Layout.of(x, bulk).grid, x.shape[-1])
         room = workspace.take(shape, arithmetic_dtype(x, bulk, p0), x.device)
     with _device.arithmetic_on(x):
-        return _forward(x, bulk, p0, lengths, log_params, keep, segments, room, number)
-
-
-def _small_frame(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, segments: int) -> Any:
-    """Where the operands of a small chain lie; None for others."""
-    if lengths is not None or segments != 1 or not _device.native(x):
-        return None
-    return _frames.frame_of(x, bulk, p0, log_params, chain_of)
+        return _forward(x, bulk, p0, lengths, log_params, keep, segments, room)
 
 
 def _chunked(x: Tensor, lengths: Tensor | None, segments: int) -> bool:
@@ -176,7 +155,7 @@ def _backward(
     need_p0: bool,
     segments: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_bulk, grad_p0 = gradients = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
+    grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
     if x.numel() == 0:
         return grad_x.zero_(), grad_bulk.zero_(), grad_p0.zero_()
     if exceeds(grad, arithmetic_dtype(x, bulk, p0)):
@@ -187,10 +166,6 @@ def _backward(
             grad, again, bulk, p0, lengths, *finer, log_params, by_log, need_x, need_bulk, need_p0, segments
         )
         return found[0].to(x.dtype), *found[1:]
-    frame = _small_frame(x, bulk, p0, lengths, log_params, segments)
-    if frame is not None and not redone.any():
-        if frame.backward(x, bulk, p0, messages, grad, by_log, gradients):
-            return gradients
     layout, chain = chain_of(x, bulk, p0, lengths, log_params, by_log=by_log)
     x_view = bulk_view = None
     if need_x:

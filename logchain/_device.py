@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,10 +48,10 @@ def chain_kernels(tensor: Tensor) -> ModuleType:
         from .kernels.gpu import sum_product as gpu
 
         return gpu
-    if native(tensor):
-        from .kernels import native_sum_product
+    if tensor.is_cpu:
+        from .kernels.cpu import sum_product as cpu
 
-        return native_sum_product
+        return cpu
     from .kernels import sum_product
 
     return sum_product
@@ -67,20 +66,6 @@ def chunked_kernels(tensor: Tensor) -> ModuleType:
     from .kernels import chunked
 
     return chunked
-
-
-def frames() -> Any:
-    """`Frame` of small chains on a CPU with numba, see `kernels.native_frame`."""
-    from .kernels.native_frame import Frame
-
-    return Frame
-
-
-def stream_pieces() -> Any:
-    """`Piece` of a stream on a CPU with numba, see `kernels.native_stream`."""
-    from .kernels.native_stream import Piece
-
-    return Piece
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:

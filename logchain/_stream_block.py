@@ -5,17 +5,14 @@ of x, which is added to what arrives there: so nothing that the emission hides i
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _device
 from ._chain_operators import arithmetic_dtype, log_norm_here
 from ._layout import Layout
 from ._stream import Given, normalised, posterior
-from .kernels.chain import Chain
-from .kernels.dither import jitter
 from .kernels.exponentials import finite
 from .kernels.summation import exact_sum
 
@@ -46,16 +43,11 @@ class Rows(NamedTuple):
 
 
 class Room:
-    """Memory for the log-potentials and the messages of a block.
-
-    And of `walked` its `Piece`, by what it is for, and how exact sums have to be, by the matrix that all steps share.
-    """
+    """Memory for the log-potentials and the messages of a block."""
 
     def __init__(self) -> None:
         self._memory, self.messages = Memory(), Memory()
         self._rows: tuple[int, Rows] | None = None
-        self.piece: tuple[Any, Any] | None = None
-        self.sums: tuple[Any, Any] | None = None
 
     def rows(self, x: Tensor, dtype: torch.dtype, head: int) -> Rows:
         """For variables [*B, k, c] behind a head; the views are made once for pieces of one shape."""
@@ -67,41 +59,6 @@ class Room:
         return self._rows[1]
 
 
-def walked(
-    given: Given, carried: tuple[Tensor, Tensor, Tensor], starting: bool, posteriors: Tensor | None, room: Room
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What is carried on from a whole piece, of which nothing is copied.
-
-    None where compiled loops do not compute for it, or not well enough.
-    """
-    x, bulk, p0, *_, counts, log_params, number = given
-    if counts is not None or not _device.native(x):
-        return None
-    dtype = arithmetic_dtype(x, bulk, p0)
-    places = x.shape, x.stride(), x.dtype, bulk.shape, bulk.stride(), bulk.dtype
-    key = places, dtype, starting, torch.get_num_threads(), None if posteriors is None else posteriors.dtype
-    if room.piece is None or room.piece[0] != key:
-        layout = Layout.of(x, bulk)
-        steps, found = layout.steps_first(x), None
-        if layout.own == tuple(range(len(layout.own))) and (not starting or p0.dtype == dtype):
-            chain = Chain(steps, layout.matrices(bulk), layout.weights(p0), None, log_params, dtype)
-            found = _device.stream_pieces().of(chain, None if posteriors is None else layout.steps_first(posteriors))
-        room.piece = key, found
-    piece = room.piece[1]
-    if piece is None:
-        return None
-    if not given.own:
-        sums = piece.sums(bulk, endless=False)
-    else:
-        matrix = bulk.data_ptr(), None if bulk.is_inference() else bulk._version, dtype
-        if room.sums is None or room.sums[0] != matrix:
-            room.sums = matrix, piece.sums(bulk, endless=True)
-        sums = room.sums[1]
-    after: tuple[Tensor, Tensor, Tensor] | None
-    after = piece.walk(x, bulk, p0 if starting else None, carried, posteriors, number, sums)
-    return after
-
-
 class Block:
     """The variables from `start` to before `stop` of a piece, behind the message [*B, c] or, without one, at p0.
 
@@ -109,16 +66,14 @@ class Block:
     """
 
     def __init__(self, given: Given, message: Tensor | None, start: int, stop: int, room: Room) -> None:
-        x, bulk, p0, *_, counts, log_params, number = given
+        x, bulk, p0, *_, counts, log_params, _ = given
         self._start, self._stop, self._before = start, stop, message
-        # equal messages are not to be rounded equally in each block
-        self._moved = 0.0 if message is None else jitter(number + start, x.shape[-1])
         self._head = head = int(message is not None)
         x = x[..., start:stop, :]
         self._rows = rows = room.rows(x, arithmetic_dtype(x, bulk, p0), head)
         rows.piece.copy_(x)
         if message is not None:
-            rows.first.copy_(message + self._moved)
+            rows.first.copy_(message)
             p0 = rows.first.new_full(p0.shape[-1:], 0.0 if log_params else 1.0)
         if bulk.shape[-3] != 1:
             bulk = bulk[..., start + 1 - head : stop, :, :]
@@ -133,7 +88,7 @@ class Block:
             self._last = rows.all.gather(-2, at)[..., 0, :].double()
             rows.all.scatter_(-2, at, 0.0)
         self._layout = Layout.of(rows.all, bulk)
-        found = log_norm_here(rows.all, bulk, p0, ends, log_params, True, 1, room.messages, number + start - head)
+        found = log_norm_here(rows.all, bulk, p0, ends, log_params, True, 1, room.messages)
         self._log_norm, self._messages, _, redone = found
         # a CPU keeps linear messages but for the sequences redone
         self._linear = redone.dtype == torch.bool
@@ -159,7 +114,7 @@ class Block:
             arrived = _logs(arrived.double(), self._linear, redone)
             share = finite(torch.logsumexp(arrived, -1))
         message, norm = normalised(arrived + self._last)
-        norm = norm - share + (self._log_norm - self._moved)
+        norm = norm - share + self._log_norm
         if ends is not None and self._before is not None:
             moved = ends > 1
             message, norm = torch.where(moved[..., None], message, self._before), torch.where(moved, norm, 0.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import _device
 from ._operators import differentiated, operator
 from ._stream import Given, Piece, added, filtering, normalised, recovered
-from ._stream_block import Block, Room, walked
+from ._stream_block import Block, Room
 from .kernels.summation import exact_sum
 
 # values of x, and of matrices that change, in a block: some megabytes, and enough to hide what a block costs
@@ -96,8 +96,6 @@ def _by_kernels(
             posteriors[..., 0, :] = message.exp()
         if messages is not None:
             messages[..., 0, :] = message
-    elif not logs and (left := walked(given, carried, starting, posteriors, room)) is not None:
-        return *left, *outs
     # values of x, and of matrices that change, to a step
     step = (x.numel() + (bulk.numel() if bulk.shape[-3] > 1 else 0)) // x.shape[-2]
     size = max(2, _BLOCK // step)

@@ -1,11 +1,41 @@
-/* A stand-in for the arguments of every loop: one pointer to this struct is the whole interface. */
-#pragma once
-#include <stdint.h>
+/* The arguments of every loop: one pointer to this struct, which library.py mirrors field by field.
 
-#define EXPORT __attribute__((visibility("default")))
+   Sequence q = (set, member) of g sets of matrices and m members that share one; c states, v steps. Strides are in
+   entries. The states of a row of x, of its gradient and of a message lie next to each other. A thread walks the
+   places from `first` to before `last` of the g m; `order` says which member stands in which place of its set. */
+#pragma once
+#include "vector.h"
 
 typedef struct {
-    int64_t size;
-    const void *entering;
-    void *leaving;
+    int64_t steps, sets, members, states, first, last;
+    int64_t one_matrix, logarithms; /* all steps have one matrix; `bulk` and `p0` are logarithms */
+    const real *x;                  /* (v, g, m, c) */
+    int64_t x_step, x_set, x_member;
+    const real *bulk;               /* (v - 1 or 1, g, from, to) */
+    int64_t bulk_step, bulk_set, bulk_from, bulk_to;
+    const real *p0;                 /* (g, m, c) */
+    int64_t p0_set, p0_member, p0_state;
+    const real *final;              /* (g, m, c): weights of the last states; null for ones */
+    const int64_t *ends;            /* (g, m): steps of each sequence; null for v */
+    const int64_t *order;           /* (g, m): members with more steps first; null where all have as many */
+    real *messages;                 /* (v, g, m, c); null where they are not kept */
+    double *log_norm;               /* (g, m) */
+    real *sums;                     /* (g, m): of the last message, times `final` */
+    uint8_t *lossy;                 /* (g, m): 1, forward is to be redone; 2, backward is */
+    char *room;                     /* scratch of this thread, see `room` in library.py */
+    const double *weight;           /* (g, m): what multiplies each sequence's gradients */
+    real *grad_x;                   /* (v, g, m, c) or null */
+    int64_t grad_step, grad_set, grad_member;
+    real *grad_bulk;                /* (v - 1, g, from, to) or null: what each step's transitions add up to */
+    int64_t count_step, count_set;
+    double *counts;                 /* (g, from, to) or null: what all steps' transitions add up to, added to */
+    double *grad_p0;                /* (g, m, c) or null */
+    int64_t by_log;                 /* gradients are those of the logarithms of bulk and p0 */
 } Chain;
+
+/* Places of scratch are handed out one after the other, each on its own cache lines. */
+INLINE void *take(char **room, int64_t bytes) {
+    char *begin = *room;
+    *room += (bytes + 63) / 64 * 64;
+    return begin;
+}

@@ -1,0 +1,102 @@
+"""A chain as the C library takes it: one struct of sizes, strides and addresses, and threads that share the sequences.
+
+As a rule nothing is copied: a copy is made of what has another dtype, and where the batch's axes cannot be two.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..chain import Chain
+from .library import library
+
+# multiply-adds from which on another thread is worth its start
+_SHARE = 2**21
+
+_SIZES = "steps sets members states first last one_matrix logarithms"
+_OPERANDS = "*x x_step x_set x_member *bulk bulk_step bulk_set bulk_from bulk_to *p0 p0_set p0_member p0_state *final"
+_PLACES = "*ends *order *messages *log_norm *sums *lossy *room"
+_GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_bulk count_step count_set *counts *grad_p0 by_log"
+
+
+class Arguments(ctypes.Structure):
+    """`Chain` of c/chain.h, field by field."""
+
+    _fields_ = [
+        (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
+        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS}".split()
+    ]
+
+
+class Call:
+    """The arguments of a chain, with the tensors that they point to."""
+
+    def __init__(self, chain: Chain) -> None:
+        v, g, m, c, dtype = chain.v, chain.g, chain.m, chain.c, chain.dtype
+        x, bulk, p0 = chain.x.to(dtype), chain.bulk.to(dtype), chain.p0.to(dtype)
+        x = (x if x.stride(-1) == 1 or c == 1 else x.contiguous()).reshape(v, g, m, c)
+        bulk = bulk.reshape(len(bulk), g, c, c)
+        p0 = p0.expand(*chain.lead, c).reshape(g, m, c)
+        self.chain, self._held = chain, [x, bulk, p0]
+        self._arguments = a = Arguments(steps=v, sets=g, members=m, states=c)
+        a.one_matrix, a.logarithms, a.by_log = len(bulk) == 1, chain.log_params, chain.by_log
+        a.x, a.bulk, a.p0 = x.data_ptr(), bulk.data_ptr(), p0.data_ptr()
+        a.x_step, a.x_set, a.x_member, _ = x.stride()
+        a.bulk_step, a.bulk_set, a.bulk_from, a.bulk_to = bulk.stride()
+        a.p0_set, a.p0_member, a.p0_state = p0.stride()
+        if chain.ends is not None:
+            ends = chain.ends.reshape(g, m).contiguous()
+            self.point(ends=ends, order=torch.argsort(ends, dim=1, descending=True, stable=True))
+        if chain.final is not None:
+            self.point(final=chain.final.to(dtype).contiguous())
+
+    def point(self, **tensors: Tensor | None) -> None:
+        """Let fields point to tensors; None is a null pointer."""
+        for name, tensor in tensors.items():
+            setattr(self._arguments, name, None if tensor is None else tensor.data_ptr())
+            self._held.append(tensor) if tensor is not None else None
+
+    def set(self, **numbers: int) -> None:
+        """Set fields."""
+        for name, number in numbers.items():
+            setattr(self._arguments, name, number)
+
+    def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
+        """The sequences that each thread walks, whole sets of them if need be."""
+        chain = self.chain
+        g, m = chain.g, chain.m
+        threads = min(torch.get_num_threads(), g if whole_sets else g * m, chain.v * g * m * chain.c**2 // _SHARE)
+        parts = max(1, threads if most is None else min(threads, most))
+        ends = [g * i // parts * m if whole_sets else g * m * i // parts for i in range(parts + 1)]
+        return list(zip(ends, ends[1:], strict=False))
+
+    def run(self, function: str, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> int:
+        """What a function of the library returns for spans of sequences, on a thread each, added up.
+
+        `each`: the tensors that fields point to on one thread alone.
+        """
+        bits, room = 64 if self.chain.dtype == torch.float64 else 32, "redo_room" if "redo" in function else "room"
+        call = getattr(library(), f"logchain_{function}{bits}")
+        size = getattr(library(), f"logchain_{room}{bits}")
+        call.restype = size.restype = ctypes.c_int64
+        bytes_ = size(ctypes.byref(self._arguments))
+
+        def on_thread(index: int) -> Any:
+            scratch = torch.empty(bytes_ + 64, dtype=torch.uint8)
+            copy = Arguments.from_buffer_copy(self._arguments)
+            copy.first, copy.last = spans[index]
+            copy.room = (scratch.data_ptr() + 63) // 64 * 64
+            for name, tensor in each[index].items() if each else ():
+                setattr(copy, name, tensor.data_ptr())
+            return call(ctypes.byref(copy))
+
+        if len(spans) == 1:
+            return int(on_thread(0))
+        with ThreadPoolExecutor(len(spans) - 1) as pool:
+            others = [pool.submit(on_thread, index) for index in range(1, len(spans))]
+            first = on_thread(0)
+        return int(first + sum(other.result() for other in others))

@@ -1,0 +1,407 @@
+/* Backward messages and gradients, from the forward messages that were kept.
+
+       T_i = B_i E_i        B_{i-1} = T_i P_i^T        scaled to 2^TOP as S is, and believed on the same terms
+       d/dx_i = w S_i B_i / sum S_i B_i        d/dP_i = w S_{i-1}^T T_i / sum S_{i-1} B_{i-1}
+
+   Sequences that turn out to be lossy are left out: where they have been added to what others share, their set is
+   walked again without them. */
+#pragma once
+#include "forward.h"
+
+/* So many products are added up in a `real` before they go into a double: what that rounds stays below 2^-20. */
+enum { ADDED = 256 };
+
+/* A source w T / sum S B is multiplied by 2^(TOP - HALF): none of its products with S is too large or too small. */
+enum { HALF = TOP * 36 / 100 };
+#define UNSHARE power_of_two(HALF - TOP)
+
+/* Sources of which no product with an S makes 2^-FADED of a transition are 0: they would be denormal, and slow. */
+enum { FADED = TOP * 7 / 10 };
+
+typedef struct {
+    Walk w;
+    real *behind, *source, *ahead; /* (count, width): B, T, and S where messages are gathered */
+    real *posterior;               /* (width) */
+    real *turned;                  /* (width, width): the matrix's transpose */
+    real *partial;                 /* (c, padded width): sums of S^T T of some rows; what pads them is anything */
+    double *total;                 /* the same of all rows */
+    real *shares, *scales;         /* (count): as `meet` finds them */
+    uint8_t *skipped;              /* (count): without gradients, or lossy */
+    double weight;                 /* a power of two near the largest weight, which sources are without */
+    int64_t added;                 /* rows in `partial` */
+    int gathers, prepared, wary;   /* messages are gathered; a matrix is held; every matrix is looked at */
+} Back;
+
+INLINE int logs(const Chain *a) { return a->by_log || a->logarithms; }
+INLINE reals size_of(reals a) { return (reals)((wholes)a & ~((wholes){0} + bits_of((real)-0.0))); }
+
+/* B after a sequence's last step. */
+static void end_row(Back *b, int64_t place) {
+    const Chain *a = b->w.a;
+    int64_t q = sequence_at(a, b->w.set, b->w.begin + place), width = b->w.width, exponent;
+    real *row = b->behind + place * width;
+    double shift;
+    if (!a->final) {
+        for (int64_t j = 0; j < width; j++) row[j] = j < a->states ? power_of_two(TOP - 1) : 0;
+        return;
+    }
+    if (start_row(a->states, width, a->final + q * a->states, 1, 0, row, &exponent, &shift))
+        a->lossy[q] |= 2, b->skipped[place] = 1;
+}
+
+/* T of a row; whether an emission was raised. */
+INLINE int emit(int64_t width, const real *x, const real *behind, real *source) {
+    real top = top_of(x, width);
+    reals a = load(x + width - LANES) - top, end = load(behind + width - LANES) * exponential(a, (reals){0});
+    wholes deep = (a < LOG_DEEPEST) & (a > -INFINITE);
+    for (int64_t j = 0; j + LANES < width; j += LANES) {
+        reals d = load(x + j) - top;
+        store(source + j, load(behind + j) * exponential(d, (reals){0}));
+        deep |= (d < LOG_DEEPEST) & (d > -INFINITE);
+    }
+    store(source + width - LANES, end);
+    return any(deep);
+}
+
+/* 1 for the lanes of a row's last vector that the one before it does not hold. */
+INLINE reals fresh_lanes(int64_t width) {
+    reals fresh = {0};
+    for (int64_t j = 0; j < LANES; j++) fresh[j] = j >= LANES - 1 - (width - 1) % LANES;
+    return fresh;
+}
+
+typedef struct { real share, scale; whole least, most; } Met;
+
+/* Where S and B meet: B is multiplied by `scale`, to 2^TOP, and `share` is 2^TOP / sum S B. The posterior w S B / sum S B
+   is written, but for what would be denormal. */
+INLINE Met meet(int64_t width, const real *ahead, real *behind, real weight, real *posterior, reals fresh) {
+    reals end = load(behind + width - LANES);
+    wholes low = (wholes)end, tall = (wholes)end;
+    for (int64_t j = 0; j + LANES < width; j += LANES) {
+        wholes bits = (wholes)load(behind + j);
+        low = lower(low, bits), tall = higher(tall, bits);
+    }
+    Met met = {.least = lowest(low), .most = highest(tall)};
+    real factor = met.scale = scale_to_top(exponent_of(met.most)), down = power_of_two(-TOP);
+    end *= factor;
+    reals both = load(ahead + width - LANES) * (end * down), sum = both * fresh;
+    for (int64_t j = 0; j + LANES < width; j += LANES) {
+        reals b = load(behind + j) * factor;
+        store(behind + j, b);
+        sum += load(ahead + j) * (b * down);
+    }
+    store(behind + width - LANES, end);
+    real whole_sum = total(sum);
+    met.share = whole_sum > 0 ? 1 / whole_sum : 0;
+    if (posterior) {
+        real least_seen = whole_sum * power_of_two(1 - BIAS), share = met.share;
+        for (int64_t j = 0; j + LANES < width; j += LANES) {
+            reals g = load(ahead + j) * (load(behind + j) * down);
+            store(posterior + j, where(g < least_seen, (reals){0}, g * share * weight));
+        }
+        store(posterior + width - LANES, where(both < least_seen, (reals){0}, both * share * weight));
+    }
+    return met;
+}
+
+/* T as a source: 0 where that has faded, and within the format where no path is. The
+   two factors are applied one after the other where their product may be no number. */
+INLINE void share_out(int64_t width, real *source, real share, real scale, real weight) {
+    real down = scale * power_of_two(-HALF), factor = down * share;
+    int apart = !(factor > power_of_two(30 - BIAS) && factor < power_of_two(BIAS - 30));
+    real first = apart ? down : factor, second = apart ? share : 1;
+    real limit = apart ? 0 : power_of_two(-HALF - FADED) / factor, least = limit > power_of_two(1 - BIAS) ? limit : power_of_two(1 - BIAS);
+    reals most = all(power_of_two(BIAS - 1)), end = load(source + width - LANES);
+    end = smaller(smaller(where(end < least, (reals){0}, end) * first, most) * second, most) * weight;
+    for (int64_t j = 0; j + LANES < width; j += LANES) {
+        reals t = load(source + j);
+        store(source + j, smaller(smaller(where(t < least, (reals){0}, t) * first, most) * second, most) * weight);
+    }
+    store(source + width - LANES, end);
+}
+
+/* 2^-exponent, which is no number of the format if the matrix was too far from 1. */
+INLINE double unscaled(int64_t exponent) {
+    double factor = 1;
+    for (; exponent > 0; exponent--) factor *= 0.5;
+    for (; exponent < 0; exponent++) factor *= 2;
+    return factor;
+}
+
+/* One row of a gradient from sums of products, exactly 0 where the matrix is. */
+INLINE void write_counts(const Matrix *m, int64_t k, const double *sums, const real *rest, int by_log, double scale, real *out) {
+    const real *p = m->entries + k * m->row;
+    double factor = (double)UNSHARE * scale;
+    for (int64_t j = 0; j < m->c; j++) {
+        double sum = (sums ? sums[j] : 0) + (double)rest[j];
+        out[j] = p[j] == 0 ? 0 : (real)(sum * factor * (by_log ? (double)p[j] : 1));
+    }
+}
+
+static void flush(Back *b) {
+    for (int64_t k = 0; k < b->w.a->states * padded(b->w.width) && b->added; k++) b->total[k] += (double)b->partial[k], b->partial[k] = 0;
+    b->added = 0;
+}
+
+/* One step's transitions of one sequence: an outer product, written at once. */
+static void write_outer(const Back *b, const real *ahead, int64_t step) {
+    const Walk *w = &b->w;
+    const Chain *a = w->a;
+    int64_t c = a->states;
+    real *out = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set;
+    int by_log = logs(a);
+    real scale = (real)(b->weight * (by_log ? 1 : unscaled(w->matrix.exponent))), unshare = UNSHARE;
+    for (int64_t k = 0; k < c; k++) {
+        const real *p = w->matrix.entries + k * w->matrix.row;
+        real s = ahead[k], *to = out + k * c;
+        double limit = (double)power_of_two(8 - BIAS) / (s > 0 ? (double)s : 1); /* products below are no normal numbers */
+        real least = limit < (double)power_of_two(BIAS) ? (real)limit : power_of_two(BIAS);
+        if (c < LANES) {
+            reals t = load(b->source), entries = load(p);
+            reals found = where(size_of(t) < least, (reals){0}, t) * s * unshare * scale;
+            store_some(to, where(entries == 0, (reals){0}, by_log ? found * entries : found), c);
+        } else for (int64_t v = 0; v < vectors_of(c); v++) {
+            int64_t j = start_of(v, c);
+            reals t = load(b->source + j), entries = load(p + j);
+            reals found = where(size_of(t) < least, (reals){0}, t) * s * unshare * scale;
+            store(to + j, where(entries == 0, (reals){0}, by_log ? found * entries : found));
+        }
+    }
+}
+
+/* The transitions into a step: S^T T of the first `count` places. */
+static void count_step(Back *b, int64_t count, const real *ahead, int64_t step) {
+    Walk *w = &b->w;
+    const Chain *a = w->a;
+    int64_t c = a->states, width = w->width, across = padded(width);
+    if (a->grad_bulk && a->members == 1 && count == 1) {
+        write_outer(b, ahead, step);
+        return;
+    }
+    int flushed = 0;
+    for (int64_t place = 0; place < count;) {
+        int64_t rows = count - place < ADDED - b->added ? count - place : ADDED - b->added;
+        multiply_add(c, rows, across, ahead + place * width, 1, width, b->source + place * width, width, b->partial, across);
+        b->added += rows, place += rows;
+        if (b->added == ADDED && (a->counts || place < count)) flush(b), flushed = 1;
+    }
+    if (!a->grad_bulk) return;
+    double scale = b->weight * (logs(a) ? 1 : unscaled(w->matrix.exponent));
+    for (int64_t k = 0; k < c; k++) {
+        real *to = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set + k * c;
+        if (count) write_counts(&w->matrix, k, flushed ? b->total + k * across : 0, b->partial + k * across, logs(a), scale, to);
+        else clear(c, to);
+    }
+    clear(c * across, b->partial), b->added = 0;
+    for (int64_t k = 0; k < c * across && flushed; k++) b->total[k] = 0;
+}
+
+/* S of the first places at a step, as rows next to each other; 0 for what is left out. */
+static const real *rows_ahead(const Back *b, int64_t count, int64_t step) {
+    const Walk *w = &b->w;
+    const Chain *a = w->a;
+    if (!b->gathers) return message_at(a, w->set * a->members + w->begin, step);
+    for (int64_t place = 0; place < count; place++) {
+        real *to = b->ahead + place * w->width;
+        if (b->skipped[place]) clear(w->width, to);
+        else widen(a->states, w->width, message_at(a, sequence_at(a, w->set, w->begin + place), step), 1, 0, to);
+    }
+    return b->ahead;
+}
+
+INLINE real *gradient_at(const Chain *a, int64_t q, int64_t step) {
+    if (!a->grad_x) return 0;
+    return a->grad_x + step * a->grad_step + q / a->members * a->grad_set + q % a->members * a->grad_member;
+}
+
+/* Posteriors of the places from `from` to before `count`. `looks`: B are sums, of which some may be lossy. */
+static void meet_all(Back *b, int64_t from, int64_t count, int64_t step, const real *ahead, int looks, real common) {
+    Walk *w = &b->w;
+    const Chain *a = w->a;
+    int64_t c = a->states, width = w->width;
+    reals fresh = fresh_lanes(width);
+    for (int64_t place = from; place < count; place++) {
+        int64_t q = sequence_at(a, w->set, w->begin + place);
+        real *gradient = gradient_at(a, q, step), *row = b->behind + place * width;
+        if (!b->skipped[place]) {
+            real *to = gradient && c < LANES ? b->posterior : gradient;
+            Met met = meet(width, ahead + place * width, row, (real)a->weight[q], to, fresh);
+            if (gradient && c < LANES) store_some(gradient, load(b->posterior), c);
+            b->shares[place] = met.share, b->scales[place] = met.scale;
+            int lost = !(met.share > 0 && met.share < power_of_two(TOP));
+            if (looks && (lost || asks(w->deep[place], met.least, met.most))) {
+                if (!w->matrix.looked) look(&w->matrix);
+                lost |= is_lossy(c, row, met.scale, met.most, &w->matrix, common);
+                if (lost && is_far(&w->matrix)) b->wary = 1;
+            }
+            if (!lost) continue;
+            a->lossy[q] |= 2, b->skipped[place] = 1;
+        }
+        clear(width, row);
+        if (gradient) clear(c, gradient);
+    }
+}
+
+/* The gradient of the initial weights of a place. */
+static void write_start(Back *b, int64_t place) {
+    Walk *w = &b->w;
+    const Chain *a = w->a;
+    int64_t q = sequence_at(a, w->set, w->begin + place), c = a->states, exponent;
+    double *out = a->grad_p0 + q * c, sum = 0, shift;
+    const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member, *x;
+    real *source = b->source + place * w->width;
+    for (int64_t j = 0; j < c; j++) out[j] = 0;
+    if (b->skipped[place]) return;
+    start_row(c, w->width, p0, a->p0_state, (int)a->logarithms, w->first, &exponent, &shift);
+    rows_of_x(w, place, 1, 0, &x);
+    emit(w->width, x, b->behind + place * w->width, source);
+    double down = (double)power_of_two(-TOP), unscale = unscaled(exponent + TOP);
+    for (int64_t j = 0; j < c; j++) sum += (double)w->first[j] * down * ((double)source[j] * down);
+    double share = sum > 0 ? a->weight[q] / sum : 0;
+    for (int64_t j = 0; j < c; j++)
+        if (w->first[j] != 0) out[j] = (double)source[j] * down * share * (logs(a) ? (double)w->first[j] * down : unscale);
+}
+
+/* The matrix into a step, and its transpose where products or a row want it. */
+static void prepare_back(Back *b, int64_t count, int64_t step) {
+    Walk *w = &b->w;
+    const Chain *a = w->a;
+    int64_t width = w->width;
+    if (b->prepared && a->one_matrix) return;
+    prepare(a, w->set, step, &w->matrix);
+    b->prepared = 1;
+    if (b->wary) look(&w->matrix), rescale(&w->matrix);
+    if (count == 1 && !a->one_matrix) return;
+    if (w->matrix.c >= LANES) transpose(width, w->matrix.entries, w->matrix.row, b->turned, width);
+    else for (int64_t k = 0; k < width; k++)
+        for (int64_t j = 0; j < width; j++) b->turned[j * width + k] = w->matrix.entries[k * w->matrix.row + j];
+}
+
+/* B of the first places at the step before. */
+static void pull(Back *b, int64_t count, int64_t step) {
+    Walk *w = &b->w;
+    int64_t c = w->a->states, width = w->width;
+    for (int64_t place = 0; place < count; place += GROUP) {
+        int64_t rows = count - place < GROUP ? count - place : GROUP;
+        const real *x[GROUP];
+        real *behind = b->behind + place * width, *source = b->source + place * width;
+        rows_of_x(w, place, rows, step, x);
+        for (int64_t r = 0; r < rows; r++) w->deep[place + r] = (uint8_t)emit(width, x[r], behind + r * width, source + r * width);
+        if (count > 1) multiply(rows, c, width, source, width, 1, b->turned, width, behind, width);
+        else if (w->a->one_matrix) row_times(c, width, source, b->turned, width, behind);
+        else row_times_transposed(width, source, w->matrix.entries, w->matrix.row, behind);
+    }
+}
+
+/* All steps of the places. */
+static void walk_back(Back *b) {
+    Walk *w = &b->w;
+    const Chain *a = w->a;
+    int64_t c = a->states, width = w->width, count = 0;
+    int counted = (a->counts || a->grad_bulk) && a->steps > 1;
+    real common = ordinary();
+    b->gathers = !w->direct, b->prepared = 0, b->added = 0, b->weight = 0;
+    for (int64_t place = 0; place < w->count; place++) {
+        int64_t q = sequence_at(a, w->set, w->begin + place);
+        b->skipped[place] = a->lossy[q] || a->weight[q] == 0 || !(a->sums[q] > 0), w->deep[place] = 0;
+        b->gathers |= b->skipped[place]; /* what was kept may be of any kind */
+        double weight = b->skipped[place] ? 0 : a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
+        b->weight = weight > b->weight ? weight : b->weight;
+    }
+    int64_t exponent, some = 0;
+    for (int64_t place = 0; place < w->count; place++) some |= !b->skipped[place];
+    b->weight = b->weight > 0 && b->weight < __builtin_inf() ? b->weight / mantissa(b->weight, &exponent) : 1;
+    for (int64_t k = 0; k < c * padded(width) && counted; k++) b->partial[k] = 0, b->total[k] = 0;
+    for (int64_t step = a->steps - 1; step >= 0; step--) {
+        int64_t before = count;
+        while (some && count < w->count && steps_of(a, sequence_at(a, w->set, w->begin + count)) > step) end_row(b, count++);
+        for (int64_t place = count; place < w->count && a->grad_x; place++)
+            clear(c, gradient_at(a, sequence_at(a, w->set, w->begin + place), step));
+        if (count > before) meet_all(b, before, count, step, rows_ahead(b, count, step), 0, common);
+        if (step == 0) break;
+        if (count == 0) {
+            if (a->grad_bulk && counted) count_step(b, 0, b->ahead, step);
+            continue;
+        }
+        prepare_back(b, count, step);
+        pull(b, count, step);
+        const real *ahead = rows_ahead(b, count, step - 1);
+        meet_all(b, 0, count, step - 1, ahead, 1, common);
+        for (int64_t place = 0; place < count && counted; place++) {
+            real *source = b->source + place * width, weight = (real)(a->weight[sequence_at(a, w->set, w->begin + place)] / b->weight);
+            if (b->skipped[place]) clear(width, source);
+            else share_out(width, source, b->shares[place], b->scales[place], weight);
+        }
+        if (counted) count_step(b, count, ahead, step);
+    }
+    for (int64_t place = 0; place < w->count && a->grad_p0; place++) write_start(b, place);
+}
+
+/* Gradients of the places, without those that are lossy. */
+static void go_back(Back *b) {
+    Walk *w = &b->w;
+    const Chain *a = w->a;
+    int late, wary;
+    do {
+        wary = b->wary, late = 0;
+        uint8_t were[w->count];
+        for (int64_t p = 0; p < w->count; p++) were[p] = a->lossy[sequence_at(a, w->set, w->begin + p)];
+        walk_back(b);
+        for (int64_t p = 0; p < w->count; p++) {
+            int64_t q = sequence_at(a, w->set, w->begin + p);
+            late |= were[p] != a->lossy[q];
+            if (b->wary != wary) a->lossy[q] = were[p]; /* it may have been the matrix */
+        }
+    } while (b->wary != wary || (late && (a->counts || a->grad_bulk)));
+    if (!a->counts || !b->prepared) return;
+    flush(b);
+    for (int64_t k = 0; k < a->states; k++)
+        for (int64_t j = 0; j < a->states; j++) {
+            real p = w->matrix.entries[k * w->matrix.row + j];
+            double factor = b->weight * (logs(a) ? (double)p : unscaled(w->matrix.exponent));
+            if (p != 0) a->counts[(w->set * a->states + k) * a->states + j] += b->total[k * padded(w->width) + j] * (double)UNSHARE * factor;
+        }
+}
+
+/* The places of each set that a thread has. How many are lossy, in either direction. */
+EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
+    int64_t lossy = 0;
+    Back b = {.w = {.a = a, .width = width_of(a)}};
+    Walk *w = &b.w;
+    w->direct = !a->order && !a->ends && w->width == a->states;
+    for (int64_t q = a->first; q < a->last;) {
+        int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
+        int64_t size = a->one_matrix && behind - begin > GROUP ? GROUP : behind - begin, real_size = sizeof(real);
+        char *room = a->room;
+        w->set = q / a->members;
+        w->matrix = (Matrix){.c = a->states, .width = w->width, .room = take(&room, w->width * w->width * real_size)};
+        w->wide = take(&room, GROUP * w->width * real_size);
+        w->first = take(&room, w->width * real_size);
+        w->deep = take(&room, size);
+        b.behind = take(&room, size * w->width * real_size);
+        b.source = take(&room, (size * w->width + LANES) * real_size);
+        b.ahead = take(&room, size * w->width * real_size);
+        b.posterior = take(&room, w->width * real_size);
+        b.turned = take(&room, w->width * w->width * real_size);
+        b.partial = take(&room, w->width * padded(w->width) * real_size);
+        b.total = take(&room, w->width * padded(w->width) * (int64_t)sizeof(double));
+        b.shares = take(&room, size * real_size);
+        b.scales = take(&room, size * real_size);
+        b.skipped = take(&room, size);
+        for (w->begin = begin; w->begin < behind; w->begin += size) {
+            w->count = behind - w->begin < size ? behind - w->begin : size;
+            go_back(&b);
+        }
+        for (int64_t place = begin; place < behind; place++) lossy += a->lossy[sequence_at(a, w->set, place)] != 0;
+        q += behind - begin;
+    }
+    return lossy;
+}
+
+/* Bytes of scratch that a thread takes, of either direction. */
+EXPORT int64_t EXPORTED(logchain_room)(const Chain *a) {
+    int64_t width = width_of(a), size = a->one_matrix && a->members > GROUP ? GROUP : a->members, bytes = sizeof(real);
+    int64_t ahead = width * width * bytes + 2 * GROUP * width * bytes + (2 * size + 1) * width * bytes + size * 40;
+    int64_t back = 2 * width * width * bytes + width * padded(width) * (bytes + 8) + (GROUP + 3 * size + 2) * width * bytes + size * 32;
+    return (ahead > back ? ahead : back) + 20 * 64;
+}

@@ -1,0 +1,212 @@
+/* Forward messages, all sequences of a set of matrices taking a step together. What is lossy is left to exact.h. */
+#pragma once
+#include "step.h"
+
+enum { GROUP = 32 }; /* rows of which the sums stay in the first-level cache between product and emission */
+
+/* Sequences of a set, from place `begin` to before `behind`, and what is known of each place. */
+typedef struct {
+    const Chain *a;
+    int64_t set, begin, count, width, direct; /* direct: messages are kept as they are walked */
+    real *states;                             /* where they are not: two steps' (2, count, width) */
+    real *sums, *wide;                        /* (GROUP, width): a group's sums, and its x where c < LANES */
+    real *first;                              /* (width): the initial weights as sums */
+    Matrix matrix;
+    Sum *shifts;
+    int64_t *exponents;
+    uint8_t *deep;                            /* the last emission was raised */
+} Walk;
+
+INLINE int64_t width_of(const Chain *a) { return a->states < LANES ? LANES : a->states; }
+INLINE int64_t sequence_at(const Chain *a, int64_t set, int64_t place) {
+    return set * a->members + (a->order ? a->order[set * a->members + place] : place);
+}
+INLINE int64_t steps_of(const Chain *a, int64_t q) { return a->ends ? a->ends[q] : a->steps; }
+INLINE const real *x_at(const Chain *a, int64_t q, int64_t step) {
+    return a->x + step * a->x_step + q / a->members * a->x_set + q % a->members * a->x_member;
+}
+INLINE real *message_at(const Chain *a, int64_t q, int64_t step) {
+    return a->messages + (step * a->sets * a->members + q) * a->states;
+}
+
+/* The state of a place after a step. */
+INLINE real *state_at(const Walk *w, int64_t place, int64_t step) {
+    if (w->direct) return message_at(w->a, w->set * w->a->members + w->begin + place, step);
+    return w->states + ((step & 1) * w->count + place) * w->width;
+}
+
+/* How many of the places have a step; they come first. */
+INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
+    if (!w->a->ends) return w->count;
+    while (before > 0 && steps_of(w->a, sequence_at(w->a, w->set, w->begin + before - 1)) <= step) before--;
+    return before;
+}
+
+/* Rows of x of `rows` places, as wide as states. */
+INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, const real **out) {
+    const Chain *a = w->a;
+    for (int64_t r = 0; r < rows; r++) {
+        const real *x = x_at(a, sequence_at(a, w->set, w->begin + place + r), step);
+        if (a->states < LANES) {
+            real *to = w->wide + r * w->width;
+            widen(a->states, w->width, x, 1, -INFINITE, to);
+            x = to;
+        }
+        out[r] = x;
+    }
+}
+
+static void forget(const Walk *w, int64_t place, int64_t step) {
+    clear(w->width, state_at(w, place, step));
+}
+
+/* Up to LANES rows of sums become states; rows that ask are looked at. True, and nothing is done, where the matrix
+   has been rescaled, and the sums are to be made again. */
+static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real *sums, real common) {
+    const Chain *a = w->a;
+    const real *x[LANES];
+    Found found;
+    rows_of_x(w, place, rows, step, x);
+    if (rows == 1) weigh(1, 1, w->width, x, sums, state_at(w, place, step), &found);
+    else weigh(0, rows, w->width, x, sums, state_at(w, place, step), &found);
+    for (int64_t r = 0; r < rows && step > 0; r++) {
+        int64_t q = sequence_at(a, w->set, w->begin + place + r);
+        if (a->lossy[q] || !asks(w->deep[place + r], found.least[r], found.most[r])) continue;
+        if (!w->matrix.looked) {
+            look(&w->matrix);
+            if (rescale(&w->matrix)) return 1;
+        }
+        a->lossy[q] = (uint8_t)is_lossy(a->states, sums + r * w->width, 1, found.most[r], &w->matrix, common);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t q = sequence_at(a, w->set, w->begin + place + r);
+        add(&w->shifts[place + r], found.shift[r]);
+        if (step > 0 && w->matrix.shift != 0) add(&w->shifts[place + r], w->matrix.shift);
+        w->exponents[place + r] += exponent_of(found.most[r]) - TOP + (step > 0 ? w->matrix.exponent : 0);
+        w->deep[place + r] = found.raised[r] != 0;
+        if (a->lossy[q]) forget(w, place + r, step); /* what is lost is denormal, and slow */
+    }
+    return 0;
+}
+
+/* log Z of a sequence whose last step this is. */
+static void finish(Walk *w, int64_t place, int64_t step) {
+    const Chain *a = w->a;
+    int64_t q = sequence_at(a, w->set, w->begin + place), c = a->states;
+    const real *state = state_at(w, place, step), *final = a->final ? a->final + q * c : 0;
+    double sum = 0, high = final ? 0 : 1;
+    int meets = 0;
+    for (int64_t j = 0; j < c; j++) {
+        double weight = final ? final[j] : 1;
+        high = weight > high ? weight : high;
+        meets |= state[j] > 0 && weight > 0;
+        sum += state[j] * weight;
+    }
+    if (!(sum < __builtin_inf()) || (sum > 0 && sum < (double)TRUSTED * high) || (sum == 0 && meets)) a->lossy[q] = 1;
+    if (BITS == 32 && sum > 0x1p127) a->lossy[q] = 1;
+    a->sums[q] = (real)sum;
+    Sum found = w->shifts[place];
+    int64_t exponent;
+    double rest = mantissa(sum, &exponent);
+    add_exponent(&found, w->exponents[place] + exponent);
+    add(&found, logarithm(rest));
+    a->log_norm[q] = sum == 0 ? -__builtin_inf() : value_of(found);
+}
+
+/* Messages that are not kept as they are walked are copied, and are 0 behind a sequence's end. */
+static void keep(const Walk *w, int64_t place, int64_t behind, int64_t step, int there) {
+    const Chain *a = w->a;
+    for (; place < behind; place++) {
+        real *to = message_at(a, sequence_at(a, w->set, w->begin + place), step);
+        if (there) narrow(a->states, state_at(w, place, step), to);
+        else clear(a->states, to);
+    }
+}
+
+/* The initial weights of all places; sequences often share them. */
+static void start(Walk *w, int64_t count, real common) {
+    const Chain *a = w->a;
+    const real *before = 0;
+    int64_t exponent = 0;
+    double shift = 0;
+    int lossy = 0;
+    for (int64_t place = 0; place < count; place++) {
+        int64_t q = sequence_at(a, w->set, w->begin + place);
+        const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
+        if (p0 != before)
+            lossy = start_row(a->states, w->width, p0, a->p0_state, (int)a->logarithms, w->first, &exponent, &shift);
+        before = p0;
+        a->lossy[q] = (uint8_t)lossy;
+        add(&w->shifts[place], shift);
+        w->exponents[place] += exponent;
+        settle(w, place, 1, 0, w->first, common);
+    }
+}
+
+/* All steps of the places. */
+static void walk_ahead(Walk *w) {
+    const Chain *a = w->a;
+    real common = ordinary();
+    for (int64_t place = 0; place < w->count; place++) {
+        int64_t q = sequence_at(a, w->set, w->begin + place);
+        w->shifts[place] = (Sum){0, 0}, w->exponents[place] = 0, w->deep[place] = 0;
+        a->lossy[q] = 0, a->sums[q] = 0, a->log_norm[q] = -__builtin_inf();
+    }
+    int64_t count = active(w, w->count, 0);
+    start(w, count, common);
+    for (int64_t step = 0; step < a->steps; step++) {
+        if (step > 0 && count > 0) {
+            if (step == 1 || !a->one_matrix) prepare(a, w->set, step, &w->matrix);
+            for (int64_t place = 0; place < count; place += GROUP) {
+                int64_t rows = count - place < GROUP ? count - place : GROUP, trusted = 0;
+                for (int64_t r = 0; r < rows; r++) trusted |= !a->lossy[sequence_at(a, w->set, w->begin + place + r)];
+                if (!trusted) {
+                    for (int64_t r = 0; r < rows; r++) forget(w, place + r, step);
+                    continue;
+                }
+                const real *states = state_at(w, place, step - 1);
+                for (int64_t done = 0; done < rows;) {
+                    const Matrix *m = &w->matrix;
+                    if (rows > 1) multiply(rows, a->states, w->width, states, w->width, 1, m->entries, m->row, w->sums, w->width);
+                    else row_times(a->states, w->width, states, m->entries, m->row, w->sums);
+                    for (; done < rows; done += LANES)
+                        if (settle(w, place + done, rows - done < LANES ? rows - done : LANES, step, w->sums + done * w->width, common)) break;
+                }
+            }
+        }
+        if (a->messages && !w->direct) keep(w, 0, count, step, 1), keep(w, count, w->count, step, 0);
+        int64_t still = active(w, count, step + 1);
+        if (step + 1 == a->steps) still = 0;
+        for (int64_t place = still; place < count; place++) finish(w, place, step);
+        count = still;
+    }
+}
+
+/* The places of each set that a thread has, group by group where all steps have one matrix, which then stays near.
+   How many are lossy. */
+EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
+    int64_t lossy = 0;
+    Walk w = {.a = a, .width = width_of(a)};
+    w.direct = a->messages && !a->order && !a->ends && w.width == a->states;
+    for (int64_t q = a->first; q < a->last;) {
+        int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
+        int64_t size = a->one_matrix && behind - begin > GROUP ? GROUP : behind - begin;
+        char *room = a->room;
+        w.set = q / a->members;
+        w.matrix = (Matrix){.c = a->states, .width = w.width, .room = take(&room, w.width * w.width * (int64_t)sizeof(real))};
+        w.sums = take(&room, GROUP * w.width * (int64_t)sizeof(real));
+        w.wide = take(&room, GROUP * w.width * (int64_t)sizeof(real));
+        w.first = take(&room, w.width * (int64_t)sizeof(real));
+        w.states = take(&room, 2 * size * w.width * (int64_t)sizeof(real));
+        w.shifts = take(&room, size * (int64_t)sizeof(Sum));
+        w.exponents = take(&room, size * (int64_t)sizeof(int64_t));
+        w.deep = take(&room, size);
+        for (w.begin = begin; w.begin < behind; w.begin += size) {
+            w.count = behind - w.begin < size ? behind - w.begin : size;
+            walk_ahead(&w);
+        }
+        for (int64_t place = begin; place < behind; place++) lossy += a->lossy[sequence_at(a, w.set, place)];
+        q += behind - begin;
+    }
+    return lossy;
+}

@@ -1,0 +1,198 @@
+/* Vectors of `real` as the compiler's extension spells them, so that one source serves AVX-512, AVX2, SSE and NEON.
+
+   BITS is 32 or 64: `real` is float or double, `whole` the integer of its size. */
+#pragma once
+#include <stdint.h>
+
+#if BITS == 32
+typedef float real;
+typedef int32_t whole;
+typedef uint32_t natural;
+#define EXPORTED(name) name##32
+#else
+typedef double real;
+typedef int64_t whole;
+typedef uint64_t natural;
+#define EXPORTED(name) name##64
+#endif
+
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX2__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+
+enum { LANES = BYTES * 8 / BITS };
+
+/* Of a tile of a product: as many rows by vectors as there are registers, less those of a row's entry and of columns. */
+#if BYTES == 32
+enum { ROWS = 6, VECTORS = 2 };
+#elif defined(__AVX512F__) || defined(__aarch64__)
+enum { ROWS = 8, VECTORS = 3 };
+#else
+enum { ROWS = 3, VECTORS = 3 };
+#endif
+
+#define INLINE static inline __attribute__((always_inline, unused))
+#define UNROLL _Pragma("GCC unroll 16")
+#define EXPORT __attribute__((visibility("default")))
+
+typedef real reals __attribute__((vector_size(BYTES)));
+typedef whole wholes __attribute__((vector_size(BYTES)));
+typedef natural naturals __attribute__((vector_size(BYTES)));
+
+/* What a format is made of. */
+#if BITS == 32
+enum { FRACTION = 23, BIAS = 127 };
+#define ROUNDER 0x1.8p23f     /* what is added to it is rounded to a whole number, which its last bits then are */
+#define LN2_HIGH 0x1.62ep-1f  /* few bits: its products with exponents are exact */
+#define LN2_LOW 0x1.0bfbe8p-15f
+#else
+enum { FRACTION = 52, BIAS = 1023 };
+#define ROUNDER 0x1.8p52
+#define LN2_HIGH 0x1.62e42feep-1
+#define LN2_LOW 0x1.a39ef35793c76p-33
+#endif
+#define LOG2_E ((real)1.4426950408889634)
+#define INFINITE ((real)__builtin_inf())
+
+INLINE reals load(const real *from) { reals a; __builtin_memcpy(&a, from, sizeof a); return a; }
+INLINE void store(real *to, reals a) { __builtin_memcpy(to, &a, sizeof a); }
+INLINE reals all(real a) { return a - (reals){0}; }
+INLINE reals where(wholes condition, reals a, reals b) {
+    return (reals)((condition & (wholes)a) | (~condition & (wholes)b));
+}
+INLINE wholes which(wholes condition, wholes a, wholes b) { return (condition & a) | (~condition & b); }
+INLINE reals larger(reals a, reals b) { return where(a > b, a, b); }
+INLINE reals smaller(reals a, reals b) { return where(a < b, a, b); }
+INLINE wholes higher(wholes a, wholes b) { return which(a > b, a, b); }
+INLINE wholes lower(wholes a, wholes b) { return which(a < b, a, b); }
+INLINE reals plus(reals a, reals b) { return a + b; }
+INLINE wholes either(wholes a, wholes b) { return a | b; }
+
+INLINE whole bits_of(real a) { whole bits; __builtin_memcpy(&bits, &a, sizeof a); return bits; }
+INLINE real real_of(whole bits) { real a; __builtin_memcpy(&a, &bits, sizeof a); return a; }
+
+/* 2^k, for a k that a format has a normal number for. */
+INLINE real power_of_two(int64_t k) { return real_of((whole)(k + BIAS) << FRACTION); }
+
+/* A vector's halves, quarters ... in each other's place, and the even or the odd lanes of two. */
+#if BYTES * 8 / BITS == 16
+#define HALVES_16(a) __builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#define HALVES_8(a) __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+#define HALVES_4(a) __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
+#define HALVES_2(a) __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define FOLDED(a, f) a = f(a, HALVES_16(a)), a = f(a, HALVES_8(a)), a = f(a, HALVES_4(a)), a = f(a, HALVES_2(a))
+#elif BYTES * 8 / BITS == 8
+#define HALVES_8(a) __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3)
+#define HALVES_4(a) __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5)
+#define HALVES_2(a) __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6)
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define FOLDED(a, f) a = f(a, HALVES_8(a)), a = f(a, HALVES_4(a)), a = f(a, HALVES_2(a))
+#elif BYTES * 8 / BITS == 4
+#define HALVES_4(a) __builtin_shufflevector(a, a, 2, 3, 0, 1)
+#define HALVES_2(a) __builtin_shufflevector(a, a, 1, 0, 3, 2)
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#define FOLDED(a, f) a = f(a, HALVES_4(a)), a = f(a, HALVES_2(a))
+#else
+#define HALVES_2(a) __builtin_shufflevector(a, a, 1, 0)
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3)
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 2)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
+#define FOLDED(a, f) a = f(a, HALVES_2(a))
+#endif
+
+/* One number of a vector. */
+INLINE real largest(reals a) { FOLDED(a, larger); return a[0]; }
+INLINE real least(reals a) { FOLDED(a, smaller); return a[0]; }
+INLINE real total(reals a) { FOLDED(a, plus); return a[0]; }
+INLINE whole highest(wholes a) { FOLDED(a, higher); return a[0]; }
+INLINE whole lowest(wholes a) { FOLDED(a, lower); return a[0]; }
+INLINE int any(wholes a) { FOLDED(a, either); return a[0] != 0; }
+
+/* One number of each of as many vectors as there are lanes, in their order. */
+#define OF_EACH(name, type, combined)                                                                       \
+    INLINE type name(type *a) {                                                                              \
+        UNROLL for (int count = LANES / 2; count > 0; count /= 2)                                            \
+            UNROLL for (int k = 0; k < count; k++)                                                           \
+                a[k] = combined(EVEN(a[2 * k], a[2 * k + 1]), ODD(a[2 * k], a[2 * k + 1]));                  \
+        return a[0];                                                                                         \
+    }
+OF_EACH(total_of_each, reals, plus)
+OF_EACH(largest_of_each, reals, larger)
+OF_EACH(highest_of_each, wholes, higher)
+OF_EACH(lowest_of_each, wholes, lower)
+OF_EACH(any_of_each, wholes, either)
+
+/* e to powers r of at most (log 2) / 2 in size: fitted to a relative error of 0.06 and 0.001 units in the last place. */
+INLINE reals near_exponential(reals r) {
+#if BITS == 32
+    reals q = r * 0.00137512791f + 0.00836895178f;
+    q = q * r + 0.0416695387f, q = q * r + 0.166665182f, q = q * r + 0.499999886f;
+#else
+    reals q = r * 2.07977146532679341e-9 + 2.5112254608742596e-8;
+    q = q * r + 2.75576912069113884e-7, q = q * r + 2.75572341705423482e-6, q = q * r + 2.48015867702574306e-5;
+    q = q * r + 1.98412698971676727e-4, q = q * r + 1.3888888889219606e-3, q = q * r + 8.33333333331666335e-3;
+    q = q * r + 4.16666666666657806e-2, q = q * r + 0.16666666666666684, q = q * r + 0.500000000000000008;
+#endif
+    return (q * r) * r + r + 1;
+}
+
+/* The natural logarithm of a positive double, within 2 units in the last place; -inf of 0, NaN of NaN. */
+INLINE double logarithm(double a) {
+    int64_t bits, exponent = 0;
+    if (!(a > 0)) return a == 0 ? -__builtin_inf() : a;
+    if (a == __builtin_inf()) return a;
+    if (a < 0x1p-1022) a *= 0x1p64, exponent = -64;
+    __builtin_memcpy(&bits, &a, 8);
+    int64_t more = (bits - 0x3fe6a09e667f3bcd) >> 52; /* the rest lies between the roots of 1/2 and of 2 */
+    bits -= more << 52, exponent += more;
+    __builtin_memcpy(&a, &bits, 8);
+    double t = (a - 1) / (a + 1), square = t * t, series = 0;
+    for (int k = 21; k > 1; k -= 2) series = (series + 1.0 / k) * square;
+    return (double)exponent * 0x1.62e42feep-1 + ((double)exponent * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));
+}
+
+/* A sum of doubles, and what its rounding lost. */
+typedef struct { double sum, lost; } Sum;
+
+INLINE void add(Sum *to, double term) {
+    double sum = to->sum + term, back = sum - to->sum;
+    to->lost += (to->sum - (sum - back)) + (term - back);
+    to->sum = sum;
+}
+
+/* A positive double as one from 1 to 2, and the exponent that this takes out. */
+INLINE double mantissa(double a, int64_t *exponent) {
+    int64_t bits, more = 0;
+    if (!(a > 0) || a == __builtin_inf()) return *exponent = 0, a;
+    if (a < 0x1p-1022) a *= 0x1p64, more = -64;
+    __builtin_memcpy(&bits, &a, 8);
+    *exponent = (bits >> 52) - 1023 + more;
+    bits = (bits & 0xfffffffffffff) | 0x3ff0000000000000;
+    __builtin_memcpy(&a, &bits, 8);
+    return a;
+}
+
+/* k log 2 with its rounding: k = h 2^16 + l, whose products with the first bits of log 2 are exact. */
+INLINE void add_exponent(Sum *to, int64_t k) {
+    int64_t low = k & 0xffff;
+    add(to, (double)(k - low) * 0x1.62e42feep-1);
+    add(to, (double)low * 0x1.62e42feep-1);
+    add(to, (double)k * 0x1.a39ef35793c76p-33);
+}
+
+INLINE double value_of(Sum a) { return a.sum + a.lost == a.sum + a.lost ? a.sum + a.lost : a.sum; }
