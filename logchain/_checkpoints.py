@@ -252,6 +252,9 @@ class _Gradients:
 
 def _logs(message: Tensor, redone: Tensor) -> Tensor:
     """Logarithms (g, m, c) of a message less that of its sum, whatever it has been kept as."""
-    if redone.dtype == torch.bool:  # a CPU keeps linear messages but for the sequences redone
-        message = torch.where(redone[..., None], message, message.log())
-    return message - finite(torch.logsumexp(message, -1, keepdim=True))
+    logs = message - finite(torch.logsumexp(message, -1, keepdim=True))
+    if redone.dtype != torch.bool:
+        return logs
+    # a CPU keeps linear messages but for the sequences redone
+    total = message.sum(-1, keepdim=True)
+    return torch.where(redone[..., None], logs, (message / total.masked_fill_(total == 0, 1.0)).log())

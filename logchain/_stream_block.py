@@ -105,10 +105,10 @@ class Block:
         arrived = self._layout.states(arrived.view(self._lead))
         if self._linear and self._redone is None:
             arrived = arrived.double()
-            # what is impossible has no share
-            share = arrived.sum(-1)
-            share.masked_fill_(share == 0, 1.0).log_()
-            arrived = arrived.log()
+            # what is impossible has no share; a large sum's logarithm would take the message's last digits
+            total = arrived.sum(-1, keepdim=True)
+            arrived = arrived.div_(total.masked_fill_(total == 0, 1.0)).log_()
+            share = torch.zeros_like(total[..., 0])
         else:
             redone = None if self._redone is None else self._layout.batched(self._redone)[..., None]
             arrived = _logs(arrived.double(), self._linear, redone)

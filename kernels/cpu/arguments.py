@@ -1,6 +1,6 @@
 """A chain as the C library takes it: one struct of sizes, strides and addresses, and threads that share the sequences.
 
-As a rule nothing is copied: a copy is made of what has another dtype, and where the batch's axes cannot be two.
+As a rule nothing is copied: a copy is made of what has another dtype, and of matrices whose batch's axes cannot be one.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from .library import library
 _SHARE = 2**21
 
 _SIZES = "steps sets members states first last one_matrix logarithms"
-_OPERANDS = "*x x_step x_set x_member *bulk bulk_step bulk_set bulk_from bulk_to *p0 p0_set p0_member p0_state *final"
+_OPERANDS = "*x x_step x_set x_member *x_at *bulk bulk_step bulk_set bulk_from bulk_to *p0 p0_set p0_member p0_state *final"
 _PLACES = "*ends *order *messages *log_norm *sums *lossy *room"
-_GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_bulk count_step count_set *counts *grad_p0 by_log"
+_GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *counts *grad_p0 by_log"
 
 
 class Arguments(ctypes.Structure):
@@ -38,14 +38,14 @@ class Call:
     def __init__(self, chain: Chain) -> None:
         v, g, m, c, dtype = chain.v, chain.g, chain.m, chain.c, chain.dtype
         x, bulk, p0 = chain.x.to(dtype), chain.bulk.to(dtype), chain.p0.to(dtype)
-        x = (x if x.stride(-1) == 1 or c == 1 else x.contiguous()).reshape(v, g, m, c)
+        x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
         bulk = bulk.reshape(len(bulk), g, c, c)
         p0 = p0.expand(*chain.lead, c).reshape(g, m, c)
         self.chain, self._held = chain, [x, bulk, p0]
         self._arguments = a = Arguments(steps=v, sets=g, members=m, states=c)
         a.one_matrix, a.logarithms, a.by_log = len(bulk) == 1, chain.log_params, chain.by_log
-        a.x, a.bulk, a.p0 = x.data_ptr(), bulk.data_ptr(), p0.data_ptr()
-        a.x_step, a.x_set, a.x_member, _ = x.stride()
+        a.bulk, a.p0 = bulk.data_ptr(), p0.data_ptr()
+        self.rows("x", x)
         a.bulk_step, a.bulk_set, a.bulk_from, a.bulk_to = bulk.stride()
         a.p0_set, a.p0_member, a.p0_state = p0.stride()
         if chain.ends is not None:
@@ -53,6 +53,22 @@ class Call:
             self.point(ends=ends, order=torch.argsort(ends, dim=1, descending=True, stable=True))
         if chain.final is not None:
             self.point(final=chain.final.to(dtype).contiguous())
+
+    def rows(self, name: str, tensor: Tensor) -> None:
+        """Let `x` or `grad` point to rows (v, *lead, c), each of which is contiguous."""
+        chain = self.chain
+        pointer = name if name == "x" else f"{name}_x"
+        try:
+            tensor = tensor.view(chain.v, chain.g, chain.m, chain.c)
+        except RuntimeError:
+            at = torch.zeros((), dtype=torch.int64)
+            for size, stride in zip(tensor.shape[1:-1], tensor.stride()[1:-1], strict=True):
+                at = at[..., None] + torch.arange(size) * stride
+            self.point(**{f"{name}_at": at.contiguous()})
+            self.set(**{f"{name}_step": tensor.stride(0)})
+        else:
+            self.set(**dict(zip((f"{name}_step", f"{name}_set", f"{name}_member"), tensor.stride(), strict=False)))
+        self.point(**{pointer: tensor})
 
     def point(self, **tensors: Tensor | None) -> None:
         """Let fields point to tensors; None is a null pointer."""

@@ -41,10 +41,9 @@ def backward(
     call.point(grad_p0=grad_p0)
     into = None
     if grad_x is not None:
-        into = grad_x if _walkable(grad_x, chain) else messages.new_empty(v, *chain.lead, c)
-        rows = into.view(v, g, m, c)
-        call.point(grad_x=rows)
-        call.set(**dict(zip(("grad_step", "grad_set", "grad_member"), rows.stride(), strict=False)))
+        plain = grad_x.dtype == chain.dtype and (grad_x.stride(-1) == 1 or c == 1)
+        into = grad_x if plain else messages.new_empty(v, *chain.lead, c)
+        call.rows("grad", into)
     counts: list[Tensor] = []
     one, spans = len(chain.bulk) == 1, call.spans()
     if grad_bulk is not None and v > 1:
@@ -71,13 +70,3 @@ def backward(
         grad_x.copy_(into)
     return grad_p0.view(*chain.lead, c)
 
-
-def _walkable(gradient: Tensor, chain: Chain) -> bool:
-    """Whether a gradient (v, *lead, c) is written where it lies."""
-    if gradient.dtype != chain.dtype or (gradient.stride(-1) != 1 and chain.c > 1):
-        return False
-    try:
-        gradient.view(chain.v, chain.g, chain.m, chain.c)
-    except RuntimeError:
-        return False
-    return True

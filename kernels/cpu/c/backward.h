@@ -11,12 +11,15 @@
 /* So many products are added up in a `real` before they go into a double: what that rounds stays below 2^-20. */
 enum { ADDED = 256 };
 
-/* A source w T / sum S B is multiplied by 2^(TOP - HALF): none of its products with S is too large or too small. */
-enum { HALF = TOP * 36 / 100 };
-#define UNSHARE power_of_two(HALF - TOP)
-
-/* Sources of which no product with an S makes 2^-FADED of a transition are 0: they would be denormal, and slow. */
-enum { FADED = TOP * 7 / 10 };
+/* A source w T / sum S B is multiplied by 2^(TOP - HALF), so that its products with S are within the format: they are at
+   most 2^SPARE over the least entry of P that a path may take. Those below 2^-FADED would be denormal, and are 0. */
+#if BITS == 32
+enum { SPARE = 30, FADED = 54 };
+#else
+enum { SPARE = 64, FADED = 180 };
+#endif
+enum { HALF = TOP - SPARE };
+#define UNSHARE power_of_two(-SPARE)
 
 typedef struct {
     Walk w;
@@ -129,12 +132,12 @@ INLINE double unscaled(int64_t exponent) {
 }
 
 /* One row of a gradient from sums of products, exactly 0 where the matrix is. */
-INLINE void write_counts(const Matrix *m, int64_t k, const double *sums, const real *rest, int by_log, double scale, real *out) {
+INLINE void write_counts(const Matrix *m, int64_t k, const double *sums, const real *rest, int by_log, double weight, real *out) {
     const real *p = m->entries + k * m->row;
-    double factor = (double)UNSHARE * scale;
+    double factor = (double)UNSHARE * weight, unscale = by_log ? 1 : unscaled(m->exponent);
     for (int64_t j = 0; j < m->c; j++) {
         double sum = (sums ? sums[j] : 0) + (double)rest[j];
-        out[j] = p[j] == 0 ? 0 : (real)(sum * factor * (by_log ? (double)p[j] : 1));
+        out[j] = p[j] == 0 ? 0 : (real)(sum * factor * (by_log ? (double)p[j] : unscale));
     }
 }
 
@@ -150,7 +153,7 @@ static void write_outer(const Back *b, const real *ahead, int64_t step) {
     int64_t c = a->states;
     real *out = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set;
     int by_log = logs(a);
-    real scale = (real)(b->weight * (by_log ? 1 : unscaled(w->matrix.exponent))), unshare = UNSHARE;
+    real unscale = by_log ? 1 : (real)unscaled(w->matrix.exponent), factor = UNSHARE * (real)b->weight;
     for (int64_t k = 0; k < c; k++) {
         const real *p = w->matrix.entries + k * w->matrix.row;
         real s = ahead[k], *to = out + k * c;
@@ -158,12 +161,12 @@ static void write_outer(const Back *b, const real *ahead, int64_t step) {
         real least = limit < (double)power_of_two(BIAS) ? (real)limit : power_of_two(BIAS);
         if (c < LANES) {
             reals t = load(b->source), entries = load(p);
-            reals found = where(size_of(t) < least, (reals){0}, t) * s * unshare * scale;
+            reals found = where(size_of(t) < least, (reals){0}, t) * s * factor * unscale;
             store_some(to, where(entries == 0, (reals){0}, by_log ? found * entries : found), c);
         } else for (int64_t v = 0; v < vectors_of(c); v++) {
             int64_t j = start_of(v, c);
             reals t = load(b->source + j), entries = load(p + j);
-            reals found = where(size_of(t) < least, (reals){0}, t) * s * unshare * scale;
+            reals found = where(size_of(t) < least, (reals){0}, t) * s * factor * unscale;
             store(to + j, where(entries == 0, (reals){0}, by_log ? found * entries : found));
         }
     }
@@ -186,10 +189,9 @@ static void count_step(Back *b, int64_t count, const real *ahead, int64_t step) 
         if (b->added == ADDED && (a->counts || place < count)) flush(b), flushed = 1;
     }
     if (!a->grad_bulk) return;
-    double scale = b->weight * (logs(a) ? 1 : unscaled(w->matrix.exponent));
     for (int64_t k = 0; k < c; k++) {
         real *to = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set + k * c;
-        if (count) write_counts(&w->matrix, k, flushed ? b->total + k * across : 0, b->partial + k * across, logs(a), scale, to);
+        if (count) write_counts(&w->matrix, k, flushed ? b->total + k * across : 0, b->partial + k * across, logs(a), b->weight, to);
         else clear(c, to);
     }
     clear(c * across, b->partial), b->added = 0;
@@ -211,7 +213,8 @@ static const real *rows_ahead(const Back *b, int64_t count, int64_t step) {
 
 INLINE real *gradient_at(const Chain *a, int64_t q, int64_t step) {
     if (!a->grad_x) return 0;
-    return a->grad_x + step * a->grad_step + q / a->members * a->grad_set + q % a->members * a->grad_member;
+    int64_t at = a->grad_at ? a->grad_at[q] : q / a->members * a->grad_set + q % a->members * a->grad_member;
+    return a->grad_x + step * a->grad_step + at;
 }
 
 /* Posteriors of the places from `from` to before `count`. `looks`: B are sums, of which some may be lossy. */
@@ -229,10 +232,11 @@ static void meet_all(Back *b, int64_t from, int64_t count, int64_t step, const r
             if (gradient && c < LANES) store_some(gradient, load(b->posterior), c);
             b->shares[place] = met.share, b->scales[place] = met.scale;
             int lost = !(met.share > 0 && met.share < power_of_two(TOP));
-            if (looks && (lost || asks(w->deep[place], met.least, met.most))) {
+            int faint = a->grad_bulk || a->counts ? met.most < bits_of(power_of_two(TOP - 24)) : 0;
+            if (looks && (lost || faint || asks(w->deep[place], met.least, met.most))) {
                 if (!w->matrix.looked) look(&w->matrix);
                 lost |= is_lossy(c, row, met.scale, met.most, &w->matrix, common);
-                if (lost && is_far(&w->matrix)) b->wary = 1;
+                if ((lost || faint) && is_far(&w->matrix)) b->wary = 1;
             }
             if (!lost) continue;
             a->lossy[q] |= 2, b->skipped[place] = 1;
@@ -355,11 +359,12 @@ static void go_back(Back *b) {
     } while (b->wary != wary || (late && (a->counts || a->grad_bulk)));
     if (!a->counts || !b->prepared) return;
     flush(b);
+    double unscale = unscaled(w->matrix.exponent);
     for (int64_t k = 0; k < a->states; k++)
         for (int64_t j = 0; j < a->states; j++) {
             real p = w->matrix.entries[k * w->matrix.row + j];
-            double factor = b->weight * (logs(a) ? (double)p : unscaled(w->matrix.exponent));
-            if (p != 0) a->counts[(w->set * a->states + k) * a->states + j] += b->total[k * padded(w->width) + j] * (double)UNSHARE * factor;
+            double found = b->total[k * padded(w->width) + j] * ((double)UNSHARE * b->weight);
+            if (p != 0) a->counts[(w->set * a->states + k) * a->states + j] += found * (logs(a) ? (double)p : unscale);
         }
 }
 

@@ -11,6 +11,7 @@ typedef struct {
     int64_t one_matrix, logarithms; /* all steps have one matrix; `bulk` and `p0` are logarithms */
     const real *x;                  /* (v, g, m, c) */
     int64_t x_step, x_set, x_member;
+    const int64_t *x_at;            /* (g, m): where sequences begin, if no two strides say so; or null */
     const real *bulk;               /* (v - 1 or 1, g, from, to) */
     int64_t bulk_step, bulk_set, bulk_from, bulk_to;
     const real *p0;                 /* (g, m, c) */
@@ -26,6 +27,7 @@ typedef struct {
     const double *weight;           /* (g, m): what multiplies each sequence's gradients */
     real *grad_x;                   /* (v, g, m, c) or null */
     int64_t grad_step, grad_set, grad_member;
+    const int64_t *grad_at;         /* as x_at */
     real *grad_bulk;                /* (v - 1, g, from, to) or null: what each step's transitions add up to */
     int64_t count_step, count_set;
     double *counts;                 /* (g, from, to) or null: what all steps' transitions add up to, added to */

@@ -23,7 +23,7 @@ INLINE int64_t sequence_at(const Chain *a, int64_t set, int64_t place) {
 }
 INLINE int64_t steps_of(const Chain *a, int64_t q) { return a->ends ? a->ends[q] : a->steps; }
 INLINE const real *x_at(const Chain *a, int64_t q, int64_t step) {
-    return a->x + step * a->x_step + q / a->members * a->x_set + q % a->members * a->x_member;
+    return a->x + step * a->x_step + (a->x_at ? a->x_at[q] : q / a->members * a->x_set + q % a->members * a->x_member);
 }
 INLINE real *message_at(const Chain *a, int64_t q, int64_t step) {
     return a->messages + (step * a->sets * a->members + q) * a->states;
