@@ -94,7 +94,7 @@ class Problem:
         assert (error <= bound).all(), f"error {error.max():.3g} of transitions"
 
     def assert_messages(self, messages, slack: float = 0.0):
-        """A maximum from -log 2 to 0, -inf exactly where nothing passes and behind the end, and right between."""
+        """A maximum of 0, -inf exactly where nothing passes and behind the end, and right between."""
         options = {"log_params": self.chain.log_params, "lengths": self.lengths}
         truth = reference.forward_backward(*(t.double().numpy() for t in self.chain[:3]), **options).forward
         truth = truth.reshape(-1, *truth.shape[-2:]).swapaxes(0, 1).reshape(messages.shape)
@@ -103,7 +103,7 @@ class Problem:
         top = truth.max(-1, keepdims=True)
         truth = truth - np.where(np.isneginf(top), 0.0, top)
         shift = np.where(np.isneginf(top), 0.0, found.max(-1, keepdims=True))
-        assert (shift > -0.7).all() and (shift < 1e-6).all() and (shift[0] == 0.0).all()
+        assert (shift == 0.0).all()
         found = found - shift
         possible = np.isfinite(truth)
         deepest = np.abs(np.where(possible, truth, 0.0)).max((0, -1), keepdims=True)

@@ -24,7 +24,7 @@ def product_of(bulk, x, log_params):
 
 def assert_product(found, offset, truth, length, slack=0.0):
     top = found.flatten(-2).amax(-1)
-    assert (torch.where(truth.flatten(-2).amax(-1) == -INF, top == -INF, (-0.7 < top) & (top <= 0.0))).all()
+    assert (torch.where(truth.flatten(-2).amax(-1) == -INF, top == -INF, top == 0.0)).all()
     value = found.double() + offset[..., None, None]
     assert torch.equal(value == -INF, truth == -INF)
     possible = truth > -INF
