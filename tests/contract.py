@@ -77,8 +77,8 @@ class Truth:
         messages = reference.forward_backward(x, bulk, p0, **options)
         levels = [(array, self.states) for array in (messages.forward, messages.backward, x)]
         if chain.log_params:  # whose largest entries are subtracted too
-            pairs = self.transitions.reshape(*self.transitions.shape[:-2], -1)
-            levels += [(p0[..., None, :], self.states[..., :1, :]), (bulk.reshape(*bulk.shape[:-2], -1), pairs)]
+            matrices, pairs = (array.reshape(*array.shape[:-2], x.shape[-1] ** 2) for array in (bulk, self.transitions))
+            levels += [(p0[..., None, :], self.states[..., :1, :]), (matrices, pairs)]
         self.depth = np.max([depth(*level) for level in levels], 0)
         steps = x.shape[-2] if lengths is None else np.asarray(lengths)
         self.steps = np.zeros(self.log_norm.shape, int) + np.reshape(steps, (*np.shape(steps), *self._missing(steps)))
