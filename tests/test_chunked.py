@@ -244,7 +244,6 @@ def test_opcheck(name, lengths, cut):
 @pytest.mark.parametrize("name", variants(3, F32))
 def test_allocations_do_not_grow_with_v(name, dtype, block, cut, monkeypatch):
     monkeypatch.setattr(layout, "_BLOCK", block)
-    monkeypatch.setattr(layout, "_CAREFUL_BLOCK", block)
     cut(4)
     short, long = (variants(v, dtype)[name] for v in (21, 81))
     assert allocations(short) == allocations(long)
