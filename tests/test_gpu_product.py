@@ -97,7 +97,7 @@ def test_nan_behind_the_end_has_no_influence(each, kernels):
 
 def test_a_length_out_of_range_on_the_device_makes_its_sequence_nan(kernels):
     chain = dense(F32, v=5)
-    lengths = torch.tensor([3, 9, 0], device=kernels, k=K)
+    lengths = torch.tensor([3, 9, 0], device=kernels)
     out = logchain.product(*(tensor.to(kernels) for tensor in chain[:3]), lengths=lengths)
     truth = Truth(chain, [3, 1, 1])
     assert out[1:].isnan().all()
