@@ -12,18 +12,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .dither import ROUNDED_ANEW, jitter, moved
-from .exponentials import FLUSH, exp_careful, exp_shifted, finite
+from .exponentials import exp_shifted, finite
 
 # entries of x whose exponentials are taken in one call: enough to hide the call, few enough for a cache
 _BLOCK = 2**18
-_CAREFUL_BLOCK = 2**14
 
 # a matrix whose largest entry lies within these is used as it is
 _NEAR_ONE = (2.0**-16, 2.0**16)
-
-# steps of which errors that are equal add up to less than the contract has room for
-_SHORT = 1024
 
 
 @dataclass(frozen=True)
@@ -120,27 +115,19 @@ class Chain:
 
 
 class Emissions:
-    """`exp(x_i - shift_i)` (k, g, m, c) with `shift_i = max x_i + jitter(i)` (v, g, m, 1), a block of steps at a time.
+    """`exp(x_i - max x_i)` (k, g, m, c), a block of steps at a time; `shift` holds the maxima (v, g, m, 1).
 
-    Where what counts may lie far below the largest x, float32 is computed `careful`. At the first variable, states that
-    `p0` forbids do not count. A block is valid, and may be overwritten by the caller, until the next one is asked for.
+    At the first variable, states that `p0` forbids do not count. A block is valid, and may be overwritten by the
+    caller, until the next one is asked for.
     """
 
-    def __init__(self, chain: Chain, *, careful: bool, part: bool = False) -> None:
-        """`part`: of a longer chain."""
+    def __init__(self, chain: Chain) -> None:
         self._chain = chain
-        self.blocks = chain.blocks(_CAREFUL_BLOCK if careful else _BLOCK)
-        # differences from a float32 shift lie on a coarse grid, and are rounded much alike; float64 takes its time
-        exact = torch.float64 if part or chain.number + chain.v > _SHORT else chain.dtype
-        self.shift = torch.empty(chain.v, chain.g, chain.m, 1, dtype=exact, device=chain.x.device)
+        self.blocks = chain.blocks(_BLOCK)
+        self.shift = chain.new(chain.v, chain.g, chain.m, 1)
         shape = (self.blocks[0][1], *chain.lead, chain.c)
-        wide = torch.float64 if careful else chain.dtype
-        self._weights = chain.new(*shape)
-        self._scratch = torch.empty(*shape, dtype=wide, device=chain.x.device)
-        self._exact = self._weights if wide == chain.dtype else torch.empty_like(self._scratch)
+        self._weights, self._scratch = chain.new(*shape), chain.new(*shape)
         self._top = torch.empty(*shape[:-1], 1, dtype=chain.x.dtype, device=chain.x.device)
-        numbers = torch.arange(chain.number, chain.number + chain.v, device=chain.x.device)
-        self._jitter = jitter(numbers, chain.c).to(exact).view(-1, *(1,) * (chain.x.dim() - 1))
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """The weights of the steps from `start` to before `stop`."""
@@ -152,14 +139,9 @@ class Emissions:
 
     def _exponentiate(self, x: Tensor, start: int) -> None:
         size = len(x)
-        weights, exact, scratch = self._weights[:size], self._exact[:size], self._scratch[:size]
         shift = self.shift[start : start + size].view(size, *self._chain.lead, 1)
         finite(shift.copy_(torch.amax(x, -1, keepdim=True, out=self._top[:size])))
-        shift += self._jitter[start : start + size]
-        if weights.dtype == scratch.dtype:
-            exp_shifted(x, shift, weights, scratch)
-        else:
-            exp_careful(x, shift, weights, exact, scratch)
+        exp_shifted(x, shift, self._weights[:size], self._scratch[:size])
 
 
 class Matrices:
@@ -169,16 +151,14 @@ class Matrices:
     call.
     """
 
-    def __init__(self, chain: Chain, *, anew: int = ROUNDED_ANEW) -> None:
-        """`anew`: for how many steps one matrix that all share is rounded once."""
-        self._chain, self._anew = chain, anew
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
         self._buffer: Tensor | None = None
         self._zeros: Tensor | None = None
         self._held = self._gathered = -1
         self.low = self.high = 1.0  # bounds of the scaled entries
         self._scale = 1.0
         self._shift: Tensor | None = None
-        self._varying = False
         bulk = chain.bulk
         if bulk.numel() == 0:
             return
@@ -186,8 +166,6 @@ class Matrices:
         if chain.log_params:
             top = bulk.amax((-2, -1), keepdim=True).to(chain.dtype)
             self._shift = finite(top)
-            # exponentials that all steps share, and that are no float32
-            self._varying = self.homogeneous and chain.dtype == torch.float32
             bottom = bulk.amin((-2, -1), keepdim=True).to(chain.dtype)
             self.low = math.exp((bottom - self._shift).amin().item())
         else:
@@ -236,36 +214,19 @@ class Matrices:
 
     def __call__(self, step: int) -> Tensor:
         """The scaled matrix that leads into `step`."""
-        if self._varying:
-            return self._rounded((self._chain.number + step) // self._anew)
         chain, index = self._chain, 0 if self.homogeneous else step - 1
         raw = self.raw(step)
         if self._shift is None and self._scale == 1.0 and raw.dtype == chain.dtype:
             return raw
         if self._buffer is None:
             self._buffer = chain.new(chain.g, chain.c, chain.c)
-            if chain.log_params:
-                self._wide = torch.empty(2, *self._buffer.shape, dtype=torch.float64, device=raw.device)
+            self._scratch = torch.empty_like(self._buffer)
         if self._held != index:
             self._held = index
             if self._shift is None:
                 torch.mul(raw, self._scale, out=self._buffer)
             else:
-                exp_careful(raw, self._shift[index].reshape(chain.g, 1, 1), self._buffer, *self._wide)
-        return self._buffer
-
-    def _rounded(self, block: int) -> Tensor:
-        """The exponentials that all steps share, as a block of steps has them (`kernels.dither`)."""
-        if self._buffer is None:
-            self._buffer = self._chain.new(self._chain.g, self._chain.c, self._chain.c)
-            self._wide = torch.empty(2, *self._buffer.shape, dtype=torch.float64, device=self._buffer.device)
-            assert self._shift is not None
-            exp_shifted(self._wide[1].copy_(self.raw(1)), self._shift.reshape(-1, 1, 1), self._wide[0], self._wide[1])
-        if self._held != block:
-            self._held = block
-            exact, room = self._wide.view(torch.int64)
-            torch.add(exact, moved(block), out=room).bitwise_and_(-(2**29))
-            torch.threshold_(self._buffer.copy_(self._wide[1]), FLUSH[torch.float32], 0.0)
+                exp_shifted(raw, self._shift[index].reshape(chain.g, 1, 1), self._buffer, self._scratch)
         return self._buffer
 
     def gradient_from_linear(self, step: int, gradient: Tensor) -> None:

@@ -32,15 +32,6 @@ def exp_shifted(x: Tensor, shift: Tensor, out: Tensor, scratch: Tensor) -> Tenso
     return torch.threshold_(out.exp2_(), FLUSH[out.dtype], 0.0)
 
 
-def exp_careful(x: Tensor, shift: Tensor, out: Tensor, exact: Tensor, scratch: Tensor) -> Tensor:
-    """`exp_shifted` for a float32 `out` whose arguments are not rounded: `exact` and `scratch` are float64.
-
-    An exponential of -D is otherwise known to D roundings only.
-    """
-    out.copy_(exp_shifted(scratch.copy_(x), shift, exact, scratch))
-    return torch.threshold_(out, FLUSH[out.dtype], 0.0)
-
-
 def finite(shift: Tensor) -> Tensor:
     """The shift itself, in place, with the lowest number for -inf: the one subtraction that would be -inf - (-inf)."""
     return shift.clamp_(min=torch.finfo(shift.dtype).min)

@@ -2,8 +2,8 @@
 
     U_i = S_{i-1} P_i      W_i = U_i exp(x_i - max x_i)      S_i = W_i / z_i,  z_i = 2^k so that 1 <= max S_i < 2
 
-A scale is a power of two, which loses nothing, and leaves the message the jitter of its shifts (`kernels.dither`). The
-scales are summed as float64 logarithms; `certificate` finds the sequences that this could not represent.
+A scale is a power of two, which loses nothing. The scales are summed as float64 logarithms; `certificate` finds the
+sequences that this could not represent.
 
 Backward, with Z the partition function, B_i = d log Z / d S_i and R_i = d log Z / d U_i:
 
@@ -63,7 +63,7 @@ def forward(chain: Chain, kept: Kept) -> tuple[Tensor, Tensor | None]:
     if chain.final is not None:
         weighted, room = torch.zeros_like(total), torch.empty_like(chain.final)
     tiny = torch.finfo(chain.dtype).tiny
-    emissions = Emissions(chain, careful=not period)
+    emissions = Emissions(chain)
     slots, scale_of = kept.messages.unbind(0), scales.unbind(0)
     integer, exponent = _EXPONENT[chain.dtype]
     bits_of = scales.view(integer).unbind(0)
@@ -144,7 +144,7 @@ def backward(chain: Chain, kept: Kept, weight: Tensor, grad_x: Tensor | None, gr
         final = final * chain.final
     adjoint = chain.new(g, m, c).zero_() if chain.ends is not None else final.expand(g, m, c).clone()
     sparse = not matrices.low > 0 or chain.ends is not None
-    slots, emissions = kept.messages.unbind(0), Emissions(chain, careful=not period)
+    slots, emissions = kept.messages.unbind(0), Emissions(chain)
     unreached, found = torch.empty_like(adjoint, dtype=torch.bool), chain.new(g, m, 1)
     spare = torch.empty_like(adjoint)
     if grad_bulk is not None and matrices.homogeneous:

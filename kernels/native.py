@@ -37,7 +37,7 @@ def compiled(function: Callable[..., Any], signature: Any = None) -> Callable[..
 def _contents() -> str:
     """A digest of all files with compiled code."""
     here = Path(__file__).parent
-    files = [*sorted(here.glob("native*.py")), here / "dither.py"]
+    files = sorted(here.glob("native*.py"))
     return blake2s(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 

@@ -3,9 +3,8 @@
     P_i = D_i P_(i-1) exp(M_i - top_i)        each row of P near 1: D_i are powers of two, and mostly 1
 
 All rows of P go through the same matrices, four of them in registers at once. Nothing but these sums is rounded: powers
-of two are counted in integers, tops are added in float64, each with what its sum loses. These are the largest entries
-and a little more, now this and now that (`dither`), for matrices that may be equal. Backward, with G the gradient of
-the linear P_s, the prefixes are made again, a stack of them for each thread:
+of two are counted in integers, tops are added in float64, each with what its sum loses. Backward, with G the gradient
+of the linear P_s, the prefixes are made again, a stack of them for each thread:
 
     H = D_i G_i,      dM_i = (P_(i-1)^T H) exp(M_i - top_i),      G_(i-1) = H exp(M_i - top_i)^T
 
@@ -22,15 +21,13 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from .exponentials import FLUSH, trusted_sum
 from .native import compiled, cut, inlined, spread
-from .native_chain import MANY, Array, at, empty
-from .native_dither import octave
-from .native_exp import LN2, exp
-from .native_steps import largest_of, unit
-from .native_summation import added
+from .native_exp import LN2, bits, exp, from_bits
 from .native_vectors import LANES, borrowed, entry, everywhere, larger, largest, least, load, smaller, store, total
 
 # states up to which stacks come here: on an EPYC the tree takes 2.8 times as long with 32, 1.9 with 64, 1.6 with 128
@@ -42,8 +39,10 @@ _LONG = 2**24
 # multiply-adds from which on another thread is worth its start
 _SHARE = 2**21
 
-# a matrix that is the same as before is made again after so many, with another jitter
-_AGAIN = 64
+Array = np.ndarray[Any, Any]
+
+# as many numbers as may lie behind an address
+MANY = 2**60
 
 # between these, rows of P need no scale
 _LOW, _HIGH = 2.0**-40, 2.0**40
@@ -82,10 +81,59 @@ def _run(function: Callable[..., Any], whole: Tensor, out: int, weight: int) -> 
     return lossy if any(found) else None
 
 
+@intrinsic
+def _pointer(typing: Any, address: Any, like: Any) -> Any:
+    """What lies at an address, numbers of the type of an array."""
+    found = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(found))
+
+    return found(address, like), generate
+
+
+@inlined
+def at(address, size, like):
+    """So many numbers at an address, of the type of an array."""
+    return numba.carray(_pointer(address, like), (size,))
+
+
+@inlined
+def _largest_of(row, begin, c):
+    """The largest entry; of NaNs nothing is known."""
+    high = everywhere(row, -np.inf)
+    for j in range(0, c, LANES):
+        high = larger(high, load(row, begin + j, c - j, -np.inf))
+    return largest(high)
+
+
+@inlined
+def _unit(z):
+    """A power of two that brings z to between 1/2 and 1, and minus its exponent.
+
+    For 0, infinity and NaN it is 0, 0 and NaN, and minus its exponent 0.
+    """
+    if 0 < z < np.inf:
+        exponent = min((bits(z) >> np.int64(52)) - np.int64(1022), np.int64(1022))
+        return from_bits((np.int64(1023) - exponent) << np.int64(52)), exponent
+    return 1 / z if z != 0 else 0.0, np.int64(0)
+
+
+@inlined
+def _added(total, lost, term):
+    """A sum, and what its roundings lost, with another term (D. E. Knuth's two-sum)."""
+    found = total + term
+    part = found - total
+    rounded = (total - (found - part)) + (term - part)
+    # infinity less infinity is no rounding
+    return found, lost + rounded if np.isfinite(found) else lost
+
+
 @cache
 def _limits(dtype: torch.dtype, c: int) -> Array:
     """From where on an exponential is no zero, and a sum is trusted; of the dtype of the arithmetic."""
-    return np.array([FLUSH[dtype] / 2, 2 * trusted_sum(dtype, c)], empty(dtype).dtype)
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    return np.array([FLUSH[dtype] / 2, 2 * trusted_sum(dtype, c)], kind)
 
 
 @inlined
@@ -133,10 +181,10 @@ def _times(x, first, over_rows, over_terms, y, width, c, out, into, apart):
 
 
 @inlined
-def _linear(raw, begin, over_rows, over_columns, c, width, number, out):
+def _linear(raw, begin, over_rows, over_columns, c, width, out):
     """`out` (c, width) = the exponentials of a matrix less its top, which is returned; NaN if not all are finite.
 
-    Behind a row its last entry is repeated. The top is the largest entry, and the jitter of a number.
+    Behind a row its last entry is repeated. The top is the largest entry.
     """
     high, off = everywhere(out, -np.inf), everywhere(out, 0.0)
     for k in range(c):
@@ -156,7 +204,6 @@ def _linear(raw, begin, over_rows, over_columns, c, width, number, out):
     if total(off) != 0:  # NaN - NaN and inf - inf are NaN
         return np.nan
     top = largest(high)
-    top += type(top)(octave(number, c))
     part = out[: c * width]
     for e in range(len(part)):
         part[e] = exp(part[e] - top)
@@ -171,9 +218,9 @@ def _scaled(prefixes, p, before, c, trusted, scales, d, exponents):
         low = everywhere(prefixes, np.inf)
         for j in range(0, c, LANES):
             low = smaller(low, load(prefixes, row + j, c - j, np.inf))
-        if not least(low) >= trusted * max(1.0, largest_of(prefixes, before + r * c, c)):
+        if not least(low) >= trusted * max(1.0, _largest_of(prefixes, before + r * c, c)):
             return False
-        factor, exponent = unit(np.float64(largest_of(prefixes, row, c)))
+        factor, exponent = _unit(np.float64(_largest_of(prefixes, row, c)))
         for j in range(c):
             prefixes[row + j] *= factor
         scales[d + r] = factor
@@ -193,12 +240,12 @@ def _fold(z, raw, sizes, limits, matrix, width, prefixes, apart, scales, exponen
     held = -1
     for i in range(s):
         begin = z * sizes[2] + i * sizes[3]
-        if begin != held or i % _AGAIN == 0:
-            top = _linear(raw, begin, sizes[4], sizes[5], c, width, i // _AGAIN, matrix)
+        if begin != held:
+            top = _linear(raw, begin, sizes[4], sizes[5], c, width, matrix)
             held = begin
         if not np.isfinite(top):
             return False, high, low
-        high, low = added(high, low, top)
+        high, low = _added(high, low, top)
         if keep:
             for r in range(c):
                 for j in range(0, c, LANES):
@@ -240,7 +287,7 @@ def _products(first, stop, raw_at, weight_at, out_at, lossy_at, sizes, limits):
         if done:
             p = (s - 1) % 2 * apart
             for r in range(c):
-                whole, lost = added(high, low, counts[r] * LN2[0])
+                whole, lost = _added(high, low, counts[r] * LN2[0])
                 rest = lost + counts[r] * LN2[1]
                 for j in range(c):
                     out[(z * c + r) * c + j] = whole + (rest + np.log(np.float64(prefixes[p + r * c + j])))

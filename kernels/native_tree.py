@@ -1,7 +1,7 @@
 """`kernels.tree` with its passes over matrices compiled for the CPU by numba: one before each product, one behind it.
 
-    a leaf        top = max a + jitter,  e = exp(a - top)           each matrix while a cache holds it
-    a product     least and largest sum, then sums over (1 + jitter) times the largest
+    a leaf        top = max a,           e = exp(a - top)           each matrix while a cache holds it
+    a product     least and largest sum, then sums over the largest
 
 Largest and least are found among the bits of floats, as integers, whose order does not depend on NaN: so the loops
 become vectors. Names, meaning and numerics are those of `kernels.tree`, which takes over where the sums say that linear
@@ -45,10 +45,7 @@ class Arithmetic(tree.Arithmetic):
         if None in sides or out.values.stride(-1) != 1:
             super().multiply(left, right, out)
             return
-        taken, lines = out.taken.numpy(), _lines(out.values)
-        taken[..., 0], taken[..., 3] = out.jitter, 0.0
-        for number, nodes in enumerate((left, right)):
-            taken[..., 1 + number] = nodes.jitter if nodes.leaf else 0.0
+        taken, lines = out.taken.zero_().numpy(), _lines(out.values)
         finish = _compiled(self._buffers.dtype)[1]
         (g, p), (sets, slots) = taken.shape[:2], self._block(out)
         credit = 1  # where linear products fail, it is not tried each time
@@ -62,10 +59,7 @@ class Arithmetic(tree.Arithmetic):
                 done = finish(self._arrays[2], self._trusted, taken, *grid, *lines)
                 credit += 1 if done else -1
             if not done:
-                a, b, into = (
-                    Block(nodes.values[at], nodes.linear[at], nodes.jitter[at[1]], nodes.leaf)
-                    for nodes in (left, right, out)
-                )
+                a, b, into = (Block(nodes.values[at], nodes.linear[at], nodes.leaf) for nodes in (left, right, out))
                 self._multiply_logs(a, b, into, out.taken[at])
             out.linear[at] = done
         self._add_offsets(left, right, out)
@@ -93,7 +87,6 @@ class Arithmetic(tree.Arithmetic):
         if block.values.dtype != buffer.dtype or not block.leaf and block.are_linear or block.values.stride(-1) != 1:
             return super()._linear(block, buffer, top)
         flat = buffer.flatten(0, 1)
-        top.copy_(torch.from_numpy(block.jitter))
         _compiled(buffer.dtype)[0](flat.numpy(), top[..., None].numpy(), 0, 0, 0, *top.shape, *_lines(block.values))
         return flat
 
@@ -110,10 +103,9 @@ def _lines(values: Tensor) -> tuple[Any, ...]:
 
 
 def _leaves(out, taken, part, z0, i0, sets, slots, flat, over_sets, over_slots, over_rows, rows, length):  # type: ignore[no-untyped-def]
-    """Logarithms less about the largest of each matrix as linear numbers (n, c, c).
+    """Logarithms less the largest of each matrix as linear numbers (n, c, c).
 
-    A `part` of `taken` (g, p, 4) holds the jitter, and then what was taken out. One that is -inf makes NaN, whose sums
-    are not trusted.
+    A `part` of `taken` (g, p, 4) becomes what was taken out. One that is -inf makes NaN, whose sums are not trusted.
     """
     found = out.reshape(out.shape[0], -1)
     for n in range(sets * slots):
@@ -125,7 +117,7 @@ def _leaves(out, taken, part, z0, i0, sets, slots, flat, over_sets, over_slots, 
             for j in range(length):
                 entry = ordered(line[j])
                 best = entry if entry > best else best
-        taken[z, i, part] += from_ordered(best)
+        taken[z, i, part] = from_ordered(best)
         shift = taken[z, i, part]
         for row in range(rows):
             line = flat[start + row * over_rows : start + row * over_rows + length]
@@ -135,9 +127,9 @@ def _leaves(out, taken, part, z0, i0, sets, slots, flat, over_sets, over_slots, 
 
 
 def _finish(sums, trusted, taken, z0, i0, sets, slots, flat, over_sets, over_slots, over_rows, rows, length):  # type: ignore[no-untyped-def]
-    """Sums (n, c, c) over about the largest of each matrix, unless one is too small.
+    """Sums (n, c, c) over the largest of each matrix, unless one is too small.
 
-    The first part of `taken` (g, p, 4) holds the jitter, and then what they were divided by.
+    The first part of `taken` (g, p, 4) becomes what they were divided by.
     """
     found = sums.reshape(sums.shape[0], -1)
     for n in range(sets * slots):
@@ -150,8 +142,7 @@ def _finish(sums, trusted, taken, z0, i0, sets, slots, flat, over_sets, over_slo
         # a NaN is larger than infinity or, of the other sign, smaller than zero
         if not (from_bits(least) >= trusted and from_bits(most) < np.inf):
             return False
-        taken[z0 + n // slots, i0 + n % slots, 0] *= from_bits(most)
-        taken[z0 + n // slots, i0 + n % slots, 0] += from_bits(most)
+        taken[z0 + n // slots, i0 + n % slots, 0] = from_bits(most)
     for n in range(sets * slots):
         z, i = z0 + n // slots, i0 + n % slots
         start, most = z * over_sets + i * over_slots, taken[z, i, 0]

@@ -9,15 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .dither import octave
-
 
 class Block(NamedTuple):
-    """Some nodes: `values` (g, p, c, c), which of them are `linear` (g, p), and their `jitter` (p)."""
+    """Some nodes: `values` (g, p, c, c), and which of them are `linear` (g, p)."""
 
     values: Tensor
     linear: NDArray[np.bool_]
-    jitter: NDArray[np.floating]
     leaf: bool
 
     @property
@@ -43,16 +40,14 @@ class Nodes:
 
     The logarithm of a node is `log values + offset`, or `values + offset`. An `offset` (g, p, r) is one float64, or two
     of which the second is what the sum lost, where values are float64, too. `taken` (g, p, 4) is what was taken out of
-    the product that made a node: a factor, and three logarithms. What is taken out is a little more than the largest
-    entry, by the `jitter` (p) of a slot, so that nodes that are equal are not rounded equally. Leaves are the
-    caller's: of any floating dtype, never linear, with offsets of 0, never written.
+    the product that made a node: a factor, and three logarithms. Leaves are the caller's: of any floating dtype, never
+    linear, with offsets of 0, never written.
     """
 
     values: Tensor
     linear: NDArray[np.bool_]
     offset: Tensor
     taken: Tensor
-    jitter: NDArray[np.floating]
     leaf: bool = False
 
     @classmethod
@@ -62,41 +57,32 @@ class Nodes:
         zero = values.new_zeros(1, 1, 1, dtype=torch.float64)
         linear = np.broadcast_to(np.False_, (g, p))
         offset = zero.expand(g, p, parts(values.dtype))
-        return cls(values, linear, offset, zero.expand(g, p, 4), _jitter(values), leaf=True)
+        return cls(values, linear, offset, zero.expand(g, p, 4), leaf=True)
 
     @classmethod
     def over(cls, values: Tensor) -> "Nodes":
         """Nodes to be written, in this memory."""
         g, p = values.shape[:2]
         offset = values.new_zeros(g, p, parts(values.dtype), dtype=torch.float64)
-        return cls(values, np.zeros((g, p), bool), offset, values.new_zeros(g, p, 4), _jitter(values))
+        return cls(values, np.zeros((g, p), bool), offset, values.new_zeros(g, p, 4))
 
     def at(self, slots: slice) -> "Nodes":
         """The nodes in some slots of each set, as a view."""
         part = slice(None), slots
-        offset, taken, jitter = self.offset[part], self.taken[part], self.jitter[slots]
-        return Nodes(self.values[part], self.linear[part], offset, taken, jitter, self.leaf)
+        return Nodes(self.values[part], self.linear[part], self.offset[part], self.taken[part], self.leaf)
 
     def blocks(self, sets: int, slots: int) -> Iterator[Block]:
         """The same nodes, so many at a time."""
         across = max(1, -(-self.linear.shape[1] // slots))
         for number, values in enumerate(split(self.values, sets, slots)):
             z, i = number // across * sets, number % across * slots
-            yield Block(values, self.linear[z : z + sets, i : i + slots], self.jitter[i : i + slots], self.leaf)
+            yield Block(values, self.linear[z : z + sets, i : i + slots], self.leaf)
 
     def copy_(self, other: "Nodes") -> None:
         """Become as many others."""
         self.linear[...] = other.linear
         for own, tensor in ((self.values, other.values), (self.offset, other.offset), (self.taken, other.taken)):
             own.copy_(tensor)
-
-
-def _jitter(values: Tensor) -> NDArray[np.floating]:
-    """That of the slots of nodes (g, p, c, c)."""
-    _, p, c, _ = values.shape
-    dtype = np.float64 if values.dtype == torch.float64 else np.float32
-    found: NDArray[np.floating] = octave(np.arange(p), c).astype(dtype)
-    return found
 
 
 def split(values: Tensor, sets: int, slots: int) -> Iterator[Tensor]:

@@ -3,8 +3,7 @@
     M = P_1 D_1 P_2 D_2 ... P_L        the emission of the last step is left to the caller
 
 Row i starts as that of P_1, and is multiplied and scaled as a message is (`linear_chain`); its scales are summed as
-float64 logarithms. They are the maximum times a factor that differs from segment to segment, so that segments that are
-equal are not rounded equally (`dither`). What is multiplied in last is a matrix, so that an entry of 0 is an exact one:
+float64 logarithms. What is multiplied in last is a matrix, so that an entry of 0 is an exact one:
 a sum that was small though a path reaches it would have been found by the certificate.
 
 Work: c^2 multiply-adds for each row, step and segment.
@@ -17,15 +16,11 @@ from torch import Tensor
 
 from .certificate import Certificate, least_scale, period_of
 from .chain import Chain, Emissions, Matrices
-from .dither import ROUNDED_ANEW, phase
 from .exponentials import trusted_sum
 from .summation import exact_sum
 
 # float64 scales summed at a time
 _PIECE = 2**15
-
-# a matrix that all steps share is rounded once for so many: segments have few steps, and there are many of them
-_ANEW = ROUNDED_ANEW // 32
 
 
 class Products(NamedTuple):
@@ -48,7 +43,7 @@ def products(chain: Chain, first: Tensor) -> Products | None:
     """
     g, m, c, v = chain.g, chain.m, chain.c, chain.v
     rows = _rows(chain, first)
-    matrices, (initial, log_top) = Matrices(rows, anew=_ANEW), rows.start()
+    matrices, (initial, log_top) = Matrices(rows), rows.start()
     period = period_of(rows, matrices)
     if period and not initial.amin().item() >= trusted_sum(chain.dtype, c) * max(1.0, matrices.high) * 2.0**8:
         period = 0
@@ -58,13 +53,10 @@ def products(chain: Chain, first: Tensor) -> Products | None:
     slots, z = rows.new(min(v, 2), g, m, c, c), rows.new(g, m * c, 1).fill_(1.0)
     flat, tiny = slots.view(len(slots), g, m * c, c), torch.finfo(chain.dtype).tiny
     slots[0].view(*chain.lead, c, c).copy_(initial)
-    # from 1/2 to 1
-    factors = 1.0 - phase(torch.arange(g * m, device=first.device)) / 2
-    factors, above_zero = factors.to(chain.dtype).repeat_interleave(c).view(z.shape), chain.new(1).fill_(tiny)
     identity = torch.eye(c, dtype=chain.dtype, device=first.device).repeat(m, 1)
     if chain.ended is not None:
         scales.total[0].view(g, m, c).masked_fill_(chain.ended[0], 0.0)
-    emissions = Emissions(chain, careful=not period, part=True)
+    emissions = Emissions(chain)
     lost = torch.empty((), dtype=torch.bool, device=first.device)
     for start, stop in emissions.blocks:
         block = emissions(start, stop)
@@ -79,8 +71,7 @@ def products(chain: Chain, first: Tensor) -> Products | None:
             if rows.ended is not None:
                 torch.where(rows.ended[step], flat[(step - 1) % 2] if step else identity, sums, out=sums)
             if step < v - 1 and (not period or step % period == 0):
-                torch.addcmul(above_zero, torch.amax(sums, -1, keepdim=True, out=z), factors, out=z)
-                sums.div_(z)
+                sums.div_(torch.amax(sums, -1, keepdim=True, out=z).clamp_(min=tiny))
                 scales.add(z)
                 if certificate is not None:
                     certificate.look_at_scale(step, z)

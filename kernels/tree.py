@@ -123,17 +123,17 @@ class Arithmetic:
         torch.amin(torch.amin(torch.bmm(ea, eb, out=room.flat_s), (-2, -1), out=room.flat_low), 0, out=self._least)
         if not self._least.item() >= self._trusted:  # NaN is not trusted either
             return False
-        torch.amax(room.s, (-2, -1), out=factor).addcmul_(factor, torch.from_numpy(out.jitter))
+        torch.amax(room.s, (-2, -1), out=factor)
         torch.div(room.s, factor[..., None, None], out=out.values)
         return True
 
     def _linear(self, block: Block, buffer: Tensor, top: Tensor) -> Tensor:
-        """Linear nodes (n, c, c) as they are, leaves over about their largest entries; `top` are these' logarithms."""
+        """Linear nodes (n, c, c) as they are, leaves over their largest entries; `top` are these' logarithms."""
         if not block.leaf and block.are_linear:
             return _flat(block.values, buffer)
         scratch = self._room(block).scratch
         values = _same(block.values, scratch)
-        finite(torch.amax(values, (-2, -1), out=top).add_(torch.from_numpy(block.jitter)))
+        finite(torch.amax(values, (-2, -1), out=top))
         return exp_shifted(values, top[..., None, None], buffer, scratch).flatten(0, 1)
 
     def _multiply_logs(self, a: Block, b: Block, out: Block, taken: Tensor) -> None:
@@ -145,7 +145,7 @@ class Arithmetic:
         for z, i, j in pieces:
             room.flat_logs[z, i, j] = torch.logsumexp(self._pairs(a, b, z, i, j), -1)
             self.rescued += len(z)
-        top.copy_(torch.amax(logs, (-2, -1), out=room.wide)).add_(torch.from_numpy(out.jitter))
+        top.copy_(torch.amax(logs, (-2, -1), out=room.wide))
         torch.threshold_(top, -math.inf, 0.0)
         out.values.copy_(logs.sub_(top[..., None, None]))
         factor.fill_(1.0)
@@ -235,7 +235,7 @@ class Arithmetic:
         return list(zip(*(index.split(size) for index in indices), strict=True))
 
     def _exponentials(self, block: Block, axis: int, out: Tensor, shift: Tensor) -> None:
-        """The nodes over about their maxima along an axis (g, p, c, c), linear, and the logarithms of those."""
+        """The nodes over their maxima along an axis (g, p, c, c), linear, and the logarithms of those."""
         if block.are_linear:
             torch.div(block.values, torch.amax(block.values, axis, keepdim=True, out=shift), out=out)
             shift.log_()
@@ -243,7 +243,7 @@ class Arithmetic:
         scratch = self._room(block).scratch
         values = _same(block.values, scratch)
         torch.amax(values, axis, keepdim=True, out=shift)
-        exp_shifted(values, finite(shift.add_(torch.from_numpy(block.jitter[:, None, None]))), out, scratch)
+        exp_shifted(values, finite(shift), out, scratch)
 
     def _pairs(self, a: Block, b: Block, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """The logarithms of the terms of some outputs (f, c), relative to `top_a` and `top_b`, in float64."""

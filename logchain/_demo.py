@@ -1,6 +1,5 @@
 """The forum's case, checked against scipy and timed: what `python -m logchain` prints."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -115,9 +114,10 @@ def _accuracy(chain: Chain, few: Chain) -> list[tuple[str, ...]]:
     _, _, bulk, p0 = forward_backward(few)
     counts = bulk.double() * few.bulk.double()
     start = p0.double() * few.p0.double()
-    value_bound = float(np.spacing(np.float32(np.abs(truth.log_norm).max()))) + 2**-20 * math.sqrt(few.x.shape[-2])
-    spread = float((few.x.amax(-1) - few.x.amin(-1)).max())
-    bound = 1e-5 + 2**-22 * spread
+    v, c = few.x.shape[-2:]
+    steps = v * (c + 8 + 2 * _depth(few, truth.states)) * 2**-24
+    value_bound = float(np.spacing(np.float32(np.abs(truth.log_norm).max()))) + steps
+    bound = 2 * steps + c * 2**-26
     pairs = [
         ("log-partition (nats)", value[:n], truth.log_norm, value_bound),
         ("d/dx: state posteriors", states[:n], truth.states, bound),
@@ -134,6 +134,13 @@ def _accuracy(chain: Chain, few: Chain) -> list[tuple[str, ...]]:
         )
         for name, ours, theirs, promised in pairs
     ]
+
+
+def _depth(chain: Chain, states: reference.Array) -> float:
+    """How many nats the states that matter lie below the largest entries of their messages and of x."""
+    messages, matters = reference.forward_backward(*chain), states > 1e-3
+    below = (array.max(-1, keepdims=True) - array for array in (messages.forward, messages.backward, chain.x.numpy()))
+    return max(float(part[matters].max()) for part in below)
 
 
 def _cost(chain: Chain) -> list[tuple[str, ...]]:

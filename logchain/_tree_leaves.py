@@ -1,8 +1,8 @@
 """The leaves of a chain's tree: one matrix of logarithms a transition, some steps of some sequences at a time.
 
-A leaf is `log P_i(k, j) + x_i(j)`, less about the largest entries of both, which are summed apart; behind a sequence's
-end it is the identity, so that the product of those before it stays. What is taken out differs a little from step to
-step, so that steps that are equal are not rounded equally. No more are held than take the memory of two messages.
+A leaf is `log P_i(k, j) + x_i(j)`, less the largest entries of both, which are summed apart; behind a sequence's
+end it is the identity, so that the product of those before it stays. No more are held than take the memory of two
+messages.
 """
 
 import math
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from . import _device
 from ._chain_operators import chain_of
-from .kernels.dither import jitter
 
 # bytes that leaves and all that is made of them may take where two messages are smaller
 _LEAST = 2**21
@@ -79,16 +78,11 @@ class Leaves:
         return part.reshape(-1, self.g, self.c, self.c)[:, sets]
 
     def logarithms(self, first: int, stop: int, sets: slice) -> tuple[Tensor, Tensor]:
-        """Those of the matrices less about their largest entries (k, g', c, c), and these in float64 (k, g', 1).
-
-        A matrix that all steps share stays in float64: its rounding would be the same in each of them.
-        """
+        """Those of the matrices less their largest entries (k, g', c, c), and these in float64 (k, g', 1)."""
         raw, log_params = self.raw(first, stop, sets), self.chain.log_params
         top = raw.amax((-2, -1)).double()
         top = finite_top(top if log_params else top.log())
-        if not self.one:
-            top += self.jitter(first, stop)
-        logs = raw.new_empty(raw.shape, dtype=torch.float64 if self.one else self.chain.dtype)
+        logs = raw.new_empty(raw.shape, dtype=self.chain.dtype)
         size = max(1, HELD // raw[:1].numel())
         for part, shift, out in zip(raw.split(size), top.split(size), logs.split(size), strict=True):
             wide = part.to(torch.float64, copy=True)
@@ -116,12 +110,7 @@ class Leaves:
         k, g, m, c = potentials.shape
         stack = self.chain.new(g, m, k, c, c)
         logs, potentials = logs.movedim(0, 1)[:, None], potentials.permute(1, 2, 0, 3)[..., None, :]
-        if not self.one:
-            torch.add(logs, potentials.to(stack.dtype), out=stack)
-        else:  # rounded once
-            size = max(1, HELD // stack[:, :, 0].numel())
-            for some, out in zip(potentials.split(size, 2), stack.split(size, 2), strict=True):
-                torch.add(logs, some, out=out)
+        torch.add(logs, potentials.to(stack.dtype), out=stack)
         top = top.expand(k, g, m)
         over = self.over(first, stop, block)
         if over is not None:
@@ -131,17 +120,10 @@ class Leaves:
         return stack.flatten(0, 1), torch.cat([shift, top])
 
     def potentials(self, first: int, stop: int, block: Block) -> tuple[Tensor, Tensor]:
-        """x less about its largest entry (k, g', m', c), and that (k, g', m'); both in float64."""
+        """x less its largest entry (k, g', m', c), and that (k, g', m'); both in float64."""
         x = self.chain.x[first:stop].reshape(-1, self.g, self.m, self.c)[:, block[0], block[1]]
         top = finite_top(x.amax(-1, keepdim=True).double())
-        top += self.jitter(first, stop)[..., None, None]
         return x.double() - top, top[..., 0]
-
-    def jitter(self, first: int, stop: int) -> Tensor:
-        """What is taken out besides (k, 1)."""
-        steps = torch.arange(first, stop, device=self.chain.x.device)
-        found: Tensor = jitter(steps, self.c)[:, None]
-        return found
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The first message (g, m, c) in float64, and what was taken out of x_0 (1, g, m)."""

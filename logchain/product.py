@@ -89,8 +89,9 @@ def product(
         for impossible sequences and, by definition, where `x`, `bulk` or `p0` forbid. It can be differentiated twice.
 
     Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in
-    float64. The result is within `ulp + 2^-20 sqrt(v)` of the float64 value: what linear space cannot hold is found and
-    computed again in log space (see `logchain.rescues`).
+    float64. The result is within `ulp + v (c + 8 + 2 D) u` of the exact value, u being 2^-24 (float64: 2^-53), where
+    states that matter lie at most D nats below the largest entries of their messages, of `x` and of matrices that are
+    logarithms. What linear space cannot hold is found and computed again in log space (see `logchain.rescues`).
 
     Raises:
         TypeError: an argument is of the wrong kind.

@@ -51,7 +51,7 @@ def viterbi(
     elsewhere, and 0 for impossible sequences. The choice of the path is not differentiated.
 
     Operands may be float32, float64, bfloat16 or float16; messages are float32 or float64 with their largest entry 0.
-    The score is within the rounding of those of the largest: `ulp + 2^-20 sqrt(v) + 2^-22 D` for a path that runs D
+    The score is within `ulp + v (c + 8 + 2 D) u` of the largest, as the result of `product` is, for a path that runs D
     nats below a message's maximum.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 
 from logchain import reference
 from logchain.viterbi import Path, viterbi
-from tests.contract import rounding, ulp
+from tests.contract import value_bound
 from tests.families import FAMILIES, Chain, Draw, dense
 
 F64 = torch.float64
@@ -53,7 +53,7 @@ def truth(name: str, dtype: torch.dtype, each: bool, log: bool, lengths=None):
     own = np.take_along_axis(forward, np.maximum(found.states, 0)[..., None], -1)[..., 0]
     depth = (np.where(inside, forward.max(-1), 0.0) - np.where(inside, own, 0.0)).max(-1)
     score, sizes = weigh(chain, found.states)
-    bound = rounding(dtype) * (2.0**-20 * math.sqrt(forward.shape[-2]) + 2.0**-22 * depth) + ulp(score, dtype)
+    bound = value_bound(score, *forward.shape[-2:], depth, dtype=dtype)
     return chain, found.states, score, bound + 2.0**-52 * sizes
 
 

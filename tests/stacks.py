@@ -9,7 +9,7 @@ import torch
 import logchain
 from logchain import reference
 from tests import oracle
-from tests.contract import assert_gradient, assert_values, rounding, spread, ulp
+from tests.contract import assert_gradient, assert_values, gradient_bound, value_bound
 
 F32, F64 = torch.float32, torch.float64
 INF = float("inf")
@@ -135,22 +135,14 @@ def depths(stack):
     return np.stack([np.stack([depth(part[: i + 1])[1] for i in range(len(part))]) for part in stack])
 
 
-def slack(truth, below, s, name, dtype):
-    """What values may be wrong by, where the paths run so far below their matrices' maxima."""
-    levels = math.ceil(math.log2(s)) if name in ("misaligned", "abyss", "sharp") else 0
-    allowed = 2.0**-20 * s**0.5 + 2.0**-17 * levels + 2.0**-22 * below
-    return ulp(truth, dtype) + rounding(dtype) * allowed
-
-
-def assert_contract(stack, name, *functions, device="cpu", gradient=True):
+def assert_contract(stack, *functions, device="cpu", gradient=True, k=1):
     """Values and gradients of `matrix_product`, `prefix_products` or both, of a stack [2 or 1, s, c, c]."""
     g, s, c, _ = stack.shape
     dtype = stack.dtype if stack.dtype == F64 else F32
     wide = stack.double().numpy()
     truths = [Truth(part) for part in wide]
     prefixes, below = np.stack([truth.values for truth in truths]), depths(wide)
-    bound = slack(prefixes, below, s, name, dtype)
-    each = rounding(dtype) * (1e-5 + 2.0**-22 * (spread(wide.reshape(g, s, -1)).max() + below.max()))
+    bound = value_bound(prefixes, s, c, below, dtype=dtype, k=k)
     for function in functions:
         last = function is logchain.matrix_product
         leaf = stack.detach().to(device).requires_grad_(gradient)
@@ -165,14 +157,16 @@ def assert_contract(stack, name, *functions, device="cpu", gradient=True):
         received[:, s - 1 if last else slice(None)] = weights.double().numpy()
         uses = np.stack([truth.uses(weight) for truth, weight in zip(truths, received, strict=True)])
         reach = np.stack([truth.uses((weight != 0) * 1.0) for truth, weight in zip(truths, received, strict=True)])
-        # every output adds its own error
-        assert_gradient(leaf, uses, reach, np.array(each * c * (1 if last else s)))
+        sizes = np.stack([truth.uses(abs(weight)) for truth, weight in zip(truths, received, strict=True)])
+        outputs = c * c * (1 if last else s)
+        allowed = gradient_bound(sizes, s, c, below.max(), dtype=dtype, k=k, terms=outputs)
+        assert_gradient(leaf, uses, reach, allowed)
 
 
 def assert_nothing_is_lost(far, near, other):
     """A term of 2^-far that is flushed, beside one of 2^-(near + other) that is not but counts for less."""
     stack = math.log(2) * torch.tensor([[[0.0, 0.0], [-near, -far]], [[-other, -other], [0.0, 0.0]], [[0.0, 0.0]] * 2])
     truth = reference.prefix_products(stack)
-    bound = ulp(truth, F32) + 2.0**-20 * 3**0.5 + 2.0**-17 + 2.0**-22 * far
+    bound = value_bound(truth, 3, 2, far, dtype=F32)
     assert_values(logchain.prefix_products(stack), truth, bound)
     assert_values(logchain.matrix_product(stack), truth[-1], bound[-1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from logchain import reference
+from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, Chain
 from tests.gpu_chains import BOTH, Problem, few
@@ -64,13 +65,13 @@ def test_arithmetic_in_doubles_for_float_operands(device, each):
     truth = Truth(Chain(chain.x.double(), *chain[1:]))
     log_norm, messages = Problem(chain, device).forward(keep=True, dtype=F64)
     assert messages.dtype == F64
-    assert_values(log_norm.reshape(truth.log_norm.shape).cpu(), truth.log_norm, truth.value_bound(F64))
+    assert_values(log_norm.reshape(truth.log_norm.shape).cpu(), truth.log_norm, truth.value_bound(F64, K))
 
 
 def test_a_long_sum_of_scales_is_rounded_once(device):
     chain = FAMILIES["offsets"](dtype=F64, n=3, t=2, v=100, c=2)
     truth = Truth(chain)
-    assert_values(Problem(chain, device).value(), truth.log_norm, truth.value_bound())
+    assert_values(Problem(chain, device).value(), truth.log_norm, truth.value_bound(k=K))
 
 
 @BOTH

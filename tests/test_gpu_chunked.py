@@ -1,10 +1,13 @@
 """Chains cut into segments on the Triton kernels keep the accuracy contract: on a device, or in the interpreter."""
 
+import functools
+
 import pytest
 import torch
 
 import logchain
 from logchain import _device, _schedule
+from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_contract, assert_values, poisoned_memory
 from tests.families import FAMILIES, Chain, Draw, dense
 
@@ -25,19 +28,14 @@ def cut(device, monkeypatch):
     return into
 
 
-def assert_kept(chain, device, **options):
-    """The contract, with the rounding that matrices have where maxima are misaligned."""
-    truth = Truth(chain)
-    bound = truth.value_bound
-    truth.value_bound = lambda dtype=None: bound(dtype) + 4 * 2.0**-17 * (truth.dtype == F32)
-    assert_contract(chain, truth=truth, device=device, **options)
+assert_kept = functools.partial(assert_contract, k=K)
 
 
 @pytest.mark.parametrize(("each", "log", "count"), [(False, False, 3), (True, True, 2)], ids=["shared", "each, log"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name[-1] not in "12345" and name != "c301"])
 def test_families_keep_the_contract(name, each, log, count, cut):
     chain = FAMILIES[name](F32, each=each, **SMALL)
-    assert_kept(chain.logs() if log else chain, cut(count))
+    assert_kept(chain.logs() if log else chain, device=cut(count))
 
 
 @pytest.mark.parametrize("count", [2, 5, 100])
@@ -45,7 +43,7 @@ def test_families_keep_the_contract(name, each, log, count, cut):
 def test_one_matrix_for_every_step(name, count, cut):
     chain = FAMILIES[name](F64, **SMALL)
     for variant in (chain, chain.logs()):
-        assert_kept(variant._replace(bulk=variant.bulk[..., 1:2, :, :]), cut(count))
+        assert_kept(variant._replace(bulk=variant.bulk[..., 1:2, :, :]), device=cut(count))
 
 
 @pytest.mark.parametrize("steps", ["full", "one"])
@@ -55,18 +53,18 @@ def test_one_matrix_for_every_step(name, count, cut):
 def test_batch_axes_broadcast(batch, bulk_batch, p0_batch, steps, cut):
     draw = Draw(0, 1, 1, 6, 3, False)
     bulk, p0 = 0.1 + draw.uniform(*bulk_batch, 5 if steps == "full" else 1, 3, 3), 0.1 + draw.uniform(*p0_batch, 3)
-    assert_kept(Chain(draw.normal(*batch, 6, 3), bulk, p0).to(F32), cut(2))
+    assert_kept(Chain(draw.normal(*batch, 6, 3), bulk, p0).to(F32), device=cut(2))
 
 
 @pytest.mark.parametrize("wanted", ["x", "bulk", "p0"])
 def test_only_wanted_gradients(wanted, cut):
-    assert_kept(dense(F32, **SMALL), cut(3), wanted=wanted)
+    assert_kept(dense(F32, **SMALL), device=cut(3), wanted=wanted)
 
 
 def test_half_and_poisoned_memory(cut):
-    assert_kept(dense(torch.bfloat16, **SMALL), cut(3))
+    assert_kept(dense(torch.bfloat16, **SMALL), device=cut(3))
     with poisoned_memory():
-        assert_kept(FAMILIES["sparse"](F32, **SMALL), cut(3))
+        assert_kept(FAMILIES["sparse"](F32, **SMALL), device=cut(3))
 
 
 @pytest.fixture
@@ -85,8 +83,7 @@ def assert_values_alone(chain, device):
     truth = Truth(chain)
     with torch.no_grad(), logchain.rescues() as seen:
         out = logchain.product(*(tensor.to(device) for tensor in chain[:3]), log_params=chain.log_params)
-    # a product of two matrices is rounded once more a level than a vector's
-    assert_values(out, truth.log_norm, truth.value_bound() + 4 * 2.0**-17 * (truth.dtype == F32))
+    assert_values(out, truth.log_norm, truth.value_bound(k=K))
     return seen.outputs
 
 
@@ -119,7 +116,7 @@ def test_a_wide_p0_makes_the_arithmetic_wide(cut):
     truth = Truth(wide)
     for wanted in (False, True):
         out = logchain.product(*(tensor.to(device).requires_grad_(wanted) for tensor in wide[:3]))
-        assert_values(out, truth.log_norm, truth.value_bound())
+        assert_values(out, truth.log_norm, truth.value_bound(k=K))
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
@@ -138,7 +135,7 @@ def test_few_long_chains_are_cut(each, monkeypatch):
 
 
 def test_with_lengths_the_schedule_is_sequential(cut):
-    assert_contract(dense(F32, v=5), [5, 1, 3], device=cut(2))
+    assert_contract(dense(F32, v=5), [5, 1, 3], device=cut(2), k=K)
 
 
 def test_nan_stays_in_its_sequence(cut):

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from logchain import reference
 from logchain.kernels.gpu import log_matmul
 from tests import oracle
-from tests.contract import assert_values, poisoned_memory, rounding
-from tests.test_matmul import CASES, F32, F64, INF, NAN, bounds, dead, dense, draw, misaligned, offsets, sparse
+from tests.contract import TENSOR_CORES, assert_values, of_steps, poisoned_memory, value_bound
+from tests.test_matmul import CASES, F32, F64, INF, NAN, dead, dense, depth, draw, misaligned, offsets, sparse
 
 SIZES = [(7, 5, 3), (1, 17, 1), (17, 1, 4), (33, 20, 17), (1, 33, 65), (1, 1, 1)]
 
@@ -35,12 +35,17 @@ def truth(a, b, dtype):
     return oracle.matmul(a, b)[0] if dtype == F64 else reference.matmul(a, b)
 
 
+def bound(a, b, expected, dtype):
+    """As of a chain of two matrices."""
+    return value_bound(expected, 2, a.shape[-1], depth(a, b, expected), dtype=dtype, k=TENSOR_CORES)
+
+
 def assert_product(out, a, b, *, factors=0.0):
     """`out` is within the contract; `factors` is the relative error that the precision allows for each factor."""
     dtype = F64 if F64 in (a.dtype, b.dtype) else F32
     assert out.dtype == dtype
     expected = truth(a, b, dtype)
-    value, _ = bounds(a.double().cpu().numpy(), b.double().cpu().numpy(), expected, dtype)
+    value = bound(a.double().cpu().numpy(), b.double().cpu().numpy(), expected, dtype)
     assert_values(out.cpu(), expected, value + 2 * factors)
 
 
@@ -175,9 +180,9 @@ def test_relative_to_tops(device, case, place, dtype):
     out = {"new": None, "left": left, "right": right}[place]
     found = log_matmul.forward(left, right, out, a_top=tops[0], b_top=tops[1], out_top=out_top)
     expected = truth(*relative, dtype)
-    value, _ = bounds(*(tensor.numpy() for tensor in relative), expected, dtype)
+    value = bound(*(tensor.numpy() for tensor in relative), expected, dtype)
     below = np.where(np.isfinite(expected), np.abs(expected), 0.0)  # the top
-    assert_values(found.cpu(), expected, value + rounding(dtype) * 2.0**-22 * below)
+    assert_values(found.cpu(), expected, value + of_steps(1, 0, below, dtype=dtype))
     assert torch.equal(out_top, found.amax((2, 3)))
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests import oracle
-from tests.contract import poisoned_memory, spread, sum_to
-from tests.test_matmul import CASES, draw
+from tests.contract import TENSOR_CORES, gradient_bound, poisoned_memory, sum_to, unit
+from tests.test_matmul import CASES, depth, draw
 
 pytest.importorskip("triton")
 F32, F64 = torch.float32, torch.float64
@@ -21,9 +21,9 @@ def gradient(device, monkeypatch):
 
 
 def assert_shares(gradient, device, a, b, *, weight=None, wanted="ab"):
-    """Both gradients lie within 1e-5 plus 2**-22 of the spread of their row or column of float64 shares."""
+    """Both gradients lie within the contract of a chain of two matrices."""
     wide = F64 if F64 in (a.dtype, b.dtype) else F32
-    _, shares = oracle.matmul(a.double().numpy(), b.double().numpy())
+    values, shares = oracle.matmul(a.double().numpy(), b.double().numpy())
     if weight is None:
         weight = torch.arange(shares[..., 0, :].size, dtype=wide).cos().reshape(*a.shape[:3], b.shape[-1])
     grads = {"a": torch.full(a.shape, torch.nan, dtype=wide, device=device)}
@@ -31,17 +31,17 @@ def assert_shares(gradient, device, a, b, *, weight=None, wanted="ab"):
     into = {f"grad_{name}": grads[name] for name in wanted}
     gradient.backward(weight.to(device), a.to(device), b.to(device), **into)
     shares = shares * weight.double().numpy()[..., None, :]
-    unit = 2.0**-29 if wide == F64 else 1.0
+    below = depth(a.double().numpy(), b.double().numpy(), values)[..., :, None, :]
+    allowed = gradient_bound(shares, 2, a.shape[-1], below, dtype=wide, k=TENSOR_CORES, terms=0)
+    # nothing is flushed of a share but beside its weight
+    allowed = allowed + a.shape[-1] * unit(wide) / 4 * np.abs(weight.double().numpy())[..., None, :]
     for name, operand, axis in (("a", a, -1), ("b", b, -3)):
         if name not in wanted:
             assert grads[name].isnan().all()
             continue
         found, expected = grads[name].cpu().double().numpy(), shares.sum(axis)
-        widest = max(spread(a.double().numpy()).max(), spread(b.mT.double().numpy()).max())
-        # each share is a gradient of its own
-        bound = unit * (1e-5 + 2.0**-22 * widest) * np.abs(weight.double().numpy()).sum(-1 if axis == -1 else -2)
-        allowed = bound[..., :, None] if axis == -1 else bound[..., None, :]
-        assert (np.abs(found - expected) <= allowed).all(), f"grad_{name}: {np.abs(found - expected).max():.3g}"
+        error = np.abs(found - expected)
+        assert (error <= allowed.sum(axis)).all(), f"grad_{name}: {error.max():.3g}"
         assert (found[np.isneginf(operand.double().numpy())] == 0).all()
     return grads
 

@@ -6,6 +6,7 @@ import torch
 
 import logchain
 from logchain import _device
+from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_contract, assert_values, poisoned_memory
 from tests.families import FAMILIES, Chain, Draw, dense
 
@@ -20,30 +21,30 @@ def test_every_family_keeps_the_contract(name, each, log, kernels):
     sizes = SMALL | {"v": 5} if name[-1] not in "12345" else {"n": 2, "t": 1}
     sizes |= {"c": 130} if name == "c301" else {}
     chain = FAMILIES[name](F32, each=each, **sizes)
-    assert_contract(chain.logs() if log else chain, device=kernels)
+    assert_contract(chain.logs() if log else chain, device=kernels, k=K)
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 @pytest.mark.parametrize("name", ["dense", "detour", "abyss", "left_to_right", "one_dead", "offsets", "log_far"])
 def test_float64(name, each, kernels):
-    assert_contract(FAMILIES[name](F64, each=each, **SMALL), device=kernels)
+    assert_contract(FAMILIES[name](F64, each=each, **SMALL), device=kernels, k=K)
 
 
 @pytest.mark.parametrize("name", ["sharp", "bakis_jump", "sparse"])
 def test_many_sequences_share_their_matrices(name, kernels):
-    assert_contract(FAMILIES[name](F32, 1, n=18, t=1, v=5, c=17), device=kernels)
+    assert_contract(FAMILIES[name](F32, 1, n=18, t=1, v=5, c=17), device=kernels, k=K)
 
 
 @pytest.mark.parametrize("c", [1, 33, 65, 130])
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_sizes(c, each, kernels):
-    assert_contract(dense(F32, each=each, n=3, t=1, v=4, c=c), device=kernels)
+    assert_contract(dense(F32, each=each, n=3, t=1, v=4, c=c), device=kernels, k=K)
 
 
 @pytest.mark.parametrize("name", ["sparse", "detour", "dense"])
 def test_one_matrix_for_every_step(name, kernels):
     chain = FAMILIES[name](F32, v=9)
-    assert_contract(chain._replace(bulk=chain.bulk[..., 1:2, :, :]), device=kernels)
+    assert_contract(chain._replace(bulk=chain.bulk[..., 1:2, :, :]), device=kernels, k=K)
 
 
 @pytest.mark.parametrize(("v", "steps"), [(1, "full"), (1, "one"), (3, "full"), (3, "one")])
@@ -63,14 +64,14 @@ def test_batch_axes_broadcast(batch, bulk_batch, p0_batch, v, steps, kernels):
     draw = Draw(0, 1, 1, v, 4, False)
     size = v - 1 if steps == "full" else 1
     bulk, p0 = 0.1 + draw.uniform(*bulk_batch, size, 4, 4), 0.1 + draw.uniform(*p0_batch, 4)
-    assert_contract(Chain(draw.normal(*batch, v, 4), bulk, p0).to(F32), device=kernels)
+    assert_contract(Chain(draw.normal(*batch, v, 4), bulk, p0).to(F32), device=kernels, k=K)
 
 
 @pytest.mark.parametrize("name", ["dense", "detour", "left_to_right", "one_dead"])
 @pytest.mark.parametrize("lengths", [[5, 1, 3], [[5, 5], [1, 2], [4, 3]]], ids=str)
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_lengths_keep_the_contract(name, lengths, each, kernels):
-    assert_contract(FAMILIES[name](F32, each=each, v=5), lengths, device=kernels)
+    assert_contract(FAMILIES[name](F32, each=each, v=5), lengths, device=kernels, k=K)
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
@@ -84,13 +85,13 @@ def test_nan_behind_the_end_has_no_influence(each, kernels):
             chain.bulk[i, :, end - 1 :] = NAN
     x, bulk, p0 = (tensor.clone().to(kernels).requires_grad_() for tensor in chain[:3])
     out = logchain.product(x, bulk, p0, lengths=lengths)
-    assert_values(out, clean.log_norm, clean.value_bound())
+    assert_values(out, clean.log_norm, clean.value_bound(k=K))
     out.sum().backward()
     for i, end in enumerate(lengths):
         assert (x.grad[i, :, end:] == 0).all()
         assert not each or (bulk.grad[i, :, end - 1 :] == 0).all()
         error = np.abs(x.grad[i].double().cpu().numpy() - clean.states[i])
-        assert error.max() <= clean.gradient_bound[i].max()
+        assert error.max() <= clean.gradient_bound(clean.states, K)[i].max()
     assert p0.grad.isfinite().all() and bulk.grad.isfinite().all()
 
 
@@ -100,14 +101,14 @@ def test_a_length_out_of_range_on_the_device_makes_its_sequence_nan(kernels):
     out = logchain.product(*(tensor.to(kernels) for tensor in chain[:3]), lengths=lengths)
     truth = Truth(chain, [3, 1, 1])
     assert out[1:].isnan().all()
-    assert_values(out[:1], truth.log_norm[:1], truth.value_bound()[:1])
+    assert_values(out[:1], truth.log_norm[:1], truth.value_bound(k=K)[:1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_half_types_are_exact_on_their_rounded_inputs(dtype, each, kernels):
-    assert_contract(dense(dtype, each=each, **SMALL), device=kernels)
-    assert_contract(dense(dtype, each=each, **SMALL).logs(), device=kernels)
+    assert_contract(dense(dtype, each=each, **SMALL), device=kernels, k=K)
+    assert_contract(dense(dtype, each=each, **SMALL).logs(), device=kernels, k=K)
 
 
 @pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
@@ -122,31 +123,31 @@ def test_nan_stays_in_its_sequence(name, operand, kernels):
     assert out[1, 0].isnan() and out.isnan().sum() == 1
     clean = torch.ones(3, 2, dtype=torch.bool)
     clean[1, 0] = False
-    assert_values(out[clean.to(kernels)], truth.log_norm[clean], truth.value_bound()[clean])
+    assert_values(out[clean.to(kernels)], truth.log_norm[clean], truth.value_bound(k=K)[clean])
     out.sum().backward()
     error = np.abs(dirty["x"].grad[clean.to(kernels)].double().cpu().numpy() - truth.states[clean])
-    assert (error <= truth.gradient_bound[clean][:, None, None]).all()
+    assert (error <= truth.gradient_bound(truth.states, K)[clean]).all()
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 @pytest.mark.parametrize("name", ["dense", "detour", "sparse", "one_dead"])
 def test_poisoned_memory(name, each, kernels):
     with poisoned_memory():
-        assert_contract(FAMILIES[name](F32, each=each, v=5), device=kernels)
-        assert_contract(FAMILIES[name](F32, each=each, n=2, v=5), [1, 5], device=kernels)
+        assert_contract(FAMILIES[name](F32, each=each, v=5), device=kernels, k=K)
+        assert_contract(FAMILIES[name](F32, each=each, n=2, v=5), [1, 5], device=kernels, k=K)
 
 
 @pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x p0"])
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_only_wanted_gradients(wanted, each, kernels):
-    assert_contract(dense(F32, each=each, **SMALL), wanted=wanted, device=kernels)
+    assert_contract(dense(F32, each=each, **SMALL), wanted=wanted, device=kernels, k=K)
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_strange_strides(each, kernels):
     chain = FAMILIES["sparse"](F32, each=each, v=5)
     views = [t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim()))) for t in chain[:3]]
-    assert_contract(Chain(*views), device=kernels)
+    assert_contract(Chain(*views), device=kernels, k=K)
 
 
 def test_sums_redone_are_counted(kernels):
@@ -163,7 +164,7 @@ def test_sums_redone_are_counted(kernels):
 
 def test_a_wide_p0_makes_the_arithmetic_wide(kernels):
     chain = dense(F32, **SMALL)
-    assert_contract(chain._replace(p0=chain.p0.double()), wanted="p0", device=kernels)
+    assert_contract(chain._replace(p0=chain.p0.double()), wanted="p0", device=kernels, k=K)
 
 
 def test_second_derivatives(kernels):
@@ -190,4 +191,4 @@ def test_tf32_is_used_only_when_asked_for(kernels):
     finally:
         torch.set_float32_matmul_precision("highest")
     error = np.abs(out.double().cpu().numpy() - truth.log_norm)
-    assert (error <= truth.value_bound() + 2 * 2.0**-10).all() and (error > truth.value_bound()).any()
+    assert (error <= truth.value_bound(k=K) + 2 * 2.0**-10).all() and (error > truth.value_bound(k=K)).any()

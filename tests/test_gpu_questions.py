@@ -6,6 +6,7 @@ import torch
 
 import logchain
 from logchain import _device, _schedule
+from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, dense
 
@@ -22,14 +23,13 @@ def on(device, chain):
 def test_marginals(name, each, transitions, kernels):
     chain = FAMILIES[name](F32, each=each, n=2, t=1, v=6)
     truth = Truth(chain)
-    bound = truth.gradient_bound[..., None, None]
     found = logchain.marginals(*on(kernels, chain), transitions=transitions, log_params=chain.log_params)
-    assert_values(found.log_norm, truth.log_norm, truth.value_bound())
-    assert (np.abs(found.states.double().cpu().numpy() - truth.states) <= bound).all()
-    counts = truth.transitions
+    assert_values(found.log_norm, truth.log_norm, truth.value_bound(k=K))
+    assert (np.abs(found.states.double().cpu().numpy() - truth.states) <= truth.gradient_bound(truth.states, K)).all()
+    counts, bound = truth.transitions, truth.gradient_bound(truth.transitions, K)
     if transitions == "sum" and not each:
         counts, bound = counts.sum((0, 1), keepdims=True), bound.sum((0, 1), keepdims=True)
-    assert (np.abs(found.transitions.double().cpu().numpy() - counts) <= bound[..., None]).all()
+    assert (np.abs(found.transitions.double().cpu().numpy() - counts) <= bound).all()
 
 
 def test_counts_of_the_smallest_weights(kernels):

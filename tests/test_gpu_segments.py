@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.contract import ulp
+from tests.contract import TENSOR_CORES, value_bound
 
 forward_chain = pytest.importorskip("logchain.kernels.gpu.forward_chain")
 
@@ -24,13 +24,13 @@ def product_of(bulk, x, log_params):
 
 def assert_product(found, offset, truth, length, slack=0.0):
     top = found.flatten(-2).amax(-1)
-    assert (torch.where(truth.flatten(-2).amax(-1) == -INF, top == -INF, (-0.7 < top) & (top <= 0.0))).all()
+    assert (torch.where(truth.flatten(-2).amax(-1) == -INF, top == -INF, top == 0.0)).all()
     value = found.double() + offset[..., None, None]
     assert torch.equal(value == -INF, truth == -INF)
     possible = truth > -INF
-    row_depth = (truth.amax((-2, -1), keepdim=True) - truth)[possible]
-    spacing = torch.from_numpy(ulp(truth[possible].numpy(), torch.float32))
-    allowed = 2.0**-20 * length**0.5 + 2.0**-22 * (row_depth + slack) + spacing
+    depth = slack + (truth.amax((-2, -1), keepdim=True) - truth)[possible].numpy()
+    bound = value_bound(truth[possible].numpy(), length, truth.shape[-1], depth, dtype=torch.float32, k=TENSOR_CORES)
+    allowed = torch.from_numpy(bound)
     error = (value - truth)[possible].abs()
     assert (error <= allowed).all(), f"{(error / allowed).max():.3g} times the bound"
 

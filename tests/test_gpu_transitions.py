@@ -8,7 +8,7 @@ sum exceed its sequence's weight.
 import pytest
 import torch
 
-from tests.contract import poisoned_memory, rounding
+from tests.contract import TENSOR_CORES, of_steps, poisoned_memory, unit
 
 transitions = pytest.importorskip("logchain.kernels.gpu.transitions")
 
@@ -49,7 +49,7 @@ def truth(alpha, r, weight, bulk, log_params):
 
 
 def check(alpha, r, weight, logs, device, dtype=torch.float32, log_params=True, bulk_dtype=None, out=None, high=False):
-    """The gradient lies within the contract's bound: 1e-5 of the weights, and 2**-22 of each nat of spread."""
+    """The gradient lies within the contract of a step."""
     bulk = (logs if log_params else logs.exp()).to(bulk_dtype or dtype).to(device)
     alpha, r, weight = (tensor.to(dtype).to(device) for tensor in (alpha, r, weight))
     if out is None:
@@ -67,9 +67,10 @@ def check(alpha, r, weight, logs, device, dtype=torch.float32, log_params=True, 
     finite = torch.stack([alpha.double(), r.double()])[..., None].cpu()
     size = torch.where(finite.isfinite(), finite, 0.0).abs().amax()
     counts = truth(alpha, r, torch.where(weight.isnan(), 0.0, weight).abs(), bulk, log_params) * scale
-    share = rounding(dtype) * (1e-6 + 2.0**-22 * size) + (2.0**-10 if high else 0.0)
+    c = alpha.shape[-1]
+    share = 2 * of_steps(1, c, size, dtype=dtype, k=TENSOR_CORES) + (2.0**-10 if high else 0.0)
     error = ((found - expected) * scale).abs()
-    allowed = share * counts + rounding(dtype) * 2.0**-24 * weight.abs().sum().item()
+    allowed = share * counts + c * unit(dtype) / 4 * weight.abs().sum().item()
     assert found.isnan().equal(expected.isnan())
     inside = ~expected.isnan()
     assert (error <= allowed)[inside].all(), f"{(error / allowed)[inside].max():.3g} times the bound"

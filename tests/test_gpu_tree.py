@@ -1,14 +1,19 @@
 """`logchain.matrix_product` and `prefix_products` on the Triton kernels: on a device, or in the interpreter."""
 
+import functools
+
 import pytest
 import torch
 
 import logchain
 from logchain import reference
-from tests.contract import assert_values, poisoned_memory
-from tests.stacks import FAMILIES, assert_contract, depths, draw, slack
+from tests.contract import TENSOR_CORES, assert_values, poisoned_memory, value_bound
+from tests.stacks import FAMILIES, depths, draw
+from tests.stacks import assert_contract as assert_stack
 
 F32, F64 = torch.float32, torch.float64
+
+assert_contract = functools.partial(assert_stack, k=TENSOR_CORES)
 
 
 @pytest.fixture(params=["segments", "levels"])
@@ -23,23 +28,23 @@ def schedule(request, monkeypatch) -> str:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_values(name, kernels, schedule):
-    assert_contract(draw(name, 5, 5), name, logchain.matrix_product, device=kernels, gradient=False)
+    assert_contract(draw(name, 5, 5), logchain.matrix_product, device=kernels, gradient=False)
 
 
 @pytest.mark.parametrize("s", [1, 2, 3, 4, 6, 11])
 def test_any_number_of_factors(s, kernels, schedule):
-    assert_contract(draw("mixed", s, 3), "mixed", logchain.matrix_product, device=kernels, gradient=False)
+    assert_contract(draw("mixed", s, 3), logchain.matrix_product, device=kernels, gradient=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients(name, kernels):
-    assert_contract(draw(name, 5, 3)[-1:], name, logchain.matrix_product, device=kernels)
+    assert_contract(draw(name, 5, 3)[-1:], logchain.matrix_product, device=kernels)
 
 
 @pytest.mark.parametrize("name", ["dense", "misaligned", "left_to_right", "offsets", "dead"])
 @pytest.mark.parametrize("s", [1, 6])
 def test_prefixes(name, s, kernels):
-    assert_contract(draw(name, s, 3)[-1:], name, logchain.prefix_products, device=kernels)
+    assert_contract(draw(name, s, 3)[-1:], logchain.prefix_products, device=kernels)
 
 
 @pytest.mark.parametrize("c", [1, 33, 70])
@@ -47,7 +52,7 @@ def test_prefixes(name, s, kernels):
 def test_sizes(name, c, kernels):
     stack = draw(name, 3, c)[:1]
     truth = reference.prefix_products(stack)
-    bound = slack(truth, depths(stack.double().numpy()), 3, name, F32)
+    bound = value_bound(truth, 3, c, depths(stack.double().numpy()), dtype=F32, k=TENSOR_CORES)
     assert_values(logchain.matrix_product(stack.to(kernels)), truth[:, -1], bound[:, -1])
     if c < 70:
         assert_values(logchain.prefix_products(stack.to(kernels)), truth, bound)
@@ -56,18 +61,18 @@ def test_sizes(name, c, kernels):
 @pytest.mark.parametrize("name", ["misaligned", "offsets"])
 @pytest.mark.parametrize("function", [logchain.matrix_product, logchain.prefix_products])
 def test_float64(name, function, kernels):
-    assert_contract(draw(name, 3, 3, F64)[-1:], name, function, device=kernels)
+    assert_contract(draw(name, 3, 3, F64)[-1:], function, device=kernels)
 
 
 @pytest.mark.parametrize("name", ["misaligned", "offsets"])
 def test_float64_values(name, kernels, schedule):
-    assert_contract(draw(name, 9, 3, F64), name, logchain.matrix_product, device=kernels, gradient=False)
+    assert_contract(draw(name, 9, 3, F64), logchain.matrix_product, device=kernels, gradient=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_types(dtype, kernels, schedule):
     stack = draw("misaligned", 4, 3, dtype)
-    assert_contract(stack, "misaligned", logchain.matrix_product, device=kernels, gradient=schedule == "levels")
+    assert_contract(stack, logchain.matrix_product, device=kernels, gradient=schedule == "levels")
 
 
 @pytest.mark.parametrize("name", ["dense", "misaligned", "dead"])
@@ -159,7 +164,7 @@ def test_many_levels_of_segments(kernels, monkeypatch):
 
     monkeypatch.setattr(tree, "_RESIDENT", 2)
     for s in (9, 26):
-        assert_contract(draw("offsets", s, 2)[:1], "offsets", logchain.matrix_product, device=kernels, gradient=False)
+        assert_contract(draw("offsets", s, 2)[:1], logchain.matrix_product, device=kernels, gradient=False)
 
 
 @pytest.fixture

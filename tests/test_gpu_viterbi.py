@@ -8,7 +8,7 @@ import torch
 
 from logchain._layout import Layout
 from logchain.kernels import chain as kernel_chain
-from tests.contract import poisoned_memory, ulp
+from tests.contract import of_steps, poisoned_memory, value_bound
 from tests.families import FAMILIES, Chain, Draw
 
 forward_chain = pytest.importorskip("logchain.kernels.gpu.forward_chain")
@@ -99,7 +99,6 @@ class Found:
         self.weight = weight.flatten().cpu().numpy()  # (n)
         self.messages = messages.flatten(1, 2).movedim(0, 1).cpu().double().numpy()  # (n, v, c)
         self.dtype = problem.dtype
-        self.per_step, self.per_nat = (2.0**-49, 2.0**-46) if self.dtype == F64 else (2.0**-20, 2.0**-22)
 
     def assert_contract(self) -> "Found":
         truth = sequences(self.chain, self.lengths)
@@ -116,12 +115,13 @@ class Found:
         expected = best.messages - np.where(np.isneginf(top), 0.0, top)
         np.testing.assert_array_equal(np.isneginf(messages[:end]), np.isneginf(expected))
         possible = np.isfinite(expected)
-        allowed = self.per_step * end**0.5 - self.per_nat * expected[possible].min(initial=0.0)
+        c = expected.shape[-1]
+        allowed = of_steps(end, c, -expected[possible].min(initial=0.0), dtype=self.dtype)
         assert (np.abs(messages[:end][possible] - expected[possible]) <= allowed).all()
         if best.weight == -INF:
             assert weight == -INF and (states == -1).all()
             return
-        bound = ulp(np.array(best.weight), self.dtype) + self.per_step * end**0.5 + self.per_nat * best.deepest()
+        bound = value_bound(np.array(best.weight), end, c, best.deepest(), dtype=self.dtype)
         assert abs(weight - best.weight) <= bound
         assert ((states[:end] >= 0) & (states[:end] < best.x.shape[-1])).all()
         assert best.weight - best.weigh(states[:end]) <= bound

@@ -1,7 +1,5 @@
 """Posteriors, messages, entropy and divergence: against sums over all paths, the reference, and each sequence alone."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ import torch
 import logchain
 from logchain import reference
 from tests import oracle
-from tests.contract import assert_values, drawn, poisoned_memory, rounding, sum_to, ulp
+from tests.contract import assert_values, drawn, of_steps, poisoned_memory, sum_to, ulp, unit
 from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
 from tests.layouts import poisoned
 
@@ -34,17 +32,16 @@ def assert_posteriors(found: torch.Tensor, truth: np.ndarray, reach: np.ndarray,
 @pytest.mark.parametrize("name", FAMILIES)
 def test_marginals_of_every_family(name, dtype, each, log):
     chain, truth = drawn(name, dtype, each, log)
-    bound = truth.gradient_bound[..., None, None]
     for transitions in (None, "sum", "full"):
         found = logchain.marginals(*chain[:3], transitions=transitions, log_params=chain.log_params)
         assert found.states.dtype == found.log_norm.dtype == dtype
         assert_values(found.log_norm, truth.log_norm, truth.value_bound(dtype))
-        assert_posteriors(found.states, truth.states, truth.reach.states, bound)
+        assert_posteriors(found.states, truth.states, truth.reach.states, truth.gradient_bound(truth.states))
         if transitions is None:
             assert found.transitions is None
             continue
         counts, reach = truth.transitions, truth.reach.transitions
-        allowed = np.broadcast_to(bound[..., None], counts.shape)
+        allowed = truth.gradient_bound(counts)
         if transitions == "sum":
             shape = tuple(chain.bulk.shape)
             counts, reach, allowed = (sum_to(array, shape) for array in (counts, reach, allowed))
@@ -70,12 +67,12 @@ def test_messages_and_entropy_of_every_family(name, dtype, each):
     found = logchain.forward_backward(*chain[:3], **options)
     entropies = logchain.entropy(*chain[:3], **options)
     assert {message.dtype for message in found} == {entropies.dtype} == {dtype}
-    v = chain.x.shape[-2]
+    v, c = chain.x.shape[-2:]
     for index, operands in sequences(chain):
         for one, truth in zip(found, oracle.messages(*operands, **options), strict=False):
             deep = truth.max(-1, keepdims=True) - np.where(np.isfinite(truth), truth, np.inf)
             deep = max(0.0, np.where(np.isfinite(deep), deep, 0.0).max(initial=0.0))
-            assert_values(one[index], truth, ulp(truth, dtype) + 2.0**-49 * math.sqrt(v) + 2.0**-50 * deep)
+            assert_values(one[index], truth, ulp(truth, dtype) + of_steps(v, c, deep, dtype=F64))
         truth, size = np.array(oracle.entropy(*operands, **options)), abs(float(found.log_norm[index]))
         size = size if np.isfinite(size) else 0.0
         assert_values(entropies[index], truth, ulp(truth, dtype) + 2.0**-49 * max(1.0, size))
@@ -357,6 +354,6 @@ def test_a_third_derivative_is_refused():
 
 def test_float64_is_good_to_its_own_rounding():
     chain, truth = drawn("dense", F64, False, False)
-    assert rounding(F64) < 1e-8
+    assert unit(F64) < 1e-8
     found = logchain.marginals(*chain[:3])
     assert np.abs(found.states.numpy() - truth.states).max() < 1e-13

@@ -9,8 +9,8 @@ import torch
 import logchain
 from logchain import reference
 from logchain.kernels import tree as arithmetic
-from tests.contract import assert_values, poisoned_memory
-from tests.stacks import FAMILIES, assert_contract, assert_nothing_is_lost, depths, draw, slack
+from tests.contract import assert_values, poisoned_memory, value_bound
+from tests.stacks import FAMILIES, assert_contract, assert_nothing_is_lost, depths, draw
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -22,7 +22,7 @@ SIZES = [((1, 2, 5)[s % 3], s, F32) for s in range(1, 10)] + [((1, 2, 5)[(s + 1)
 @pytest.mark.parametrize(("c", "s", "dtype"), SIZES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_keeps_the_contract(name, c, s, dtype):
-    assert_contract(draw(name, s, c, dtype, seed=s), name, logchain.matrix_product, logchain.prefix_products)
+    assert_contract(draw(name, s, c, dtype, seed=s), logchain.matrix_product, logchain.prefix_products)
 
 
 @pytest.mark.parametrize("name", ["dense", "misaligned", "left_to_right", "offsets", "dead"])
@@ -31,7 +31,7 @@ def test_larger_sizes_against_the_reference(name, s, c):
     stack = draw(name, s, c)
     truth = reference.prefix_products(stack)
     below = 0.0 if name == "dense" else depths(stack.double().numpy())
-    bound = slack(truth, below, s, name, F32)
+    bound = value_bound(truth, s, c, below, dtype=F32)
     assert_values(logchain.matrix_product(stack), truth[:, -1], bound[:, -1])
     assert_values(logchain.prefix_products(stack), truth, bound)
 

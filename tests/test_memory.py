@@ -105,7 +105,6 @@ def variants(v, dtype):
 @pytest.mark.parametrize("name", variants(3, torch.float32))
 def test_allocations_do_not_grow_with_v(name, dtype, block, monkeypatch):
     monkeypatch.setattr(layout, "_BLOCK", block)
-    monkeypatch.setattr(layout, "_CAREFUL_BLOCK", block)
     short, long = (variants(v, dtype)[name] for v in (20, 80))
     assert allocations(short) == allocations(long)
     lengths = torch.tensor([1, 5, 20, 10, 4])

@@ -12,7 +12,7 @@ import logchain
 from logchain import _device, reference
 from logchain._tree_products import product, product_gradient
 from logchain.kernels import native
-from tests.contract import assert_values, poisoned_memory, rounding, ulp
+from tests.contract import assert_values, gradient_bound, poisoned_memory, value_bound
 from tests.stacks import Truth, draw
 
 native_product = pytest.importorskip("logchain.kernels.native_product", exc_type=ImportError)
@@ -28,7 +28,7 @@ def normal(*shape, dtype=F32, seed=0):
 
 
 def bound(truth, s, dtype):
-    return ulp(truth, dtype) + rounding(dtype) * 2.0**-20 * s**0.5
+    return value_bound(truth, s, truth.shape[-1], dtype=dtype)
 
 
 def uses(stack, weights):
@@ -69,8 +69,8 @@ def check(stack):
     assert_values(found, truth, bound(truth, s, stack.dtype))
     assert torch.equal(found, out)
     for number in range(g):
-        error = np.abs(leaf.grad[number].double().numpy() - expected[number]).max()
-        assert error <= c * rounding(stack.dtype) * 1e-5
+        error = np.abs(leaf.grad[number].double().numpy() - expected[number])
+        assert (error <= gradient_bound(expected[number], s, c, dtype=stack.dtype, terms=c * c)).all()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_many_stacks_go_to_the_tree(inplace):
     leaf = stack.clone().requires_grad_()
     truth = reference.matrix_product(stack)
     out = logchain.matrix_product(stack.clone(), inplace=True) if inplace else logchain.matrix_product(leaf)
-    assert_values(out, truth, bound(truth, 5, F32) + 2.0**-17)
+    assert_values(out, truth, bound(truth, 5, F32))
     logchain.matrix_product(leaf).exp().sum().backward()
     expected = stack.double().requires_grad_()
     linear = expected.exp()

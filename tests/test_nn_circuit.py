@@ -8,6 +8,7 @@ import torch
 
 from logchain import nn
 from tests import circuits
+from tests.contract import of_steps
 
 K = 3
 KINDS = {
@@ -216,7 +217,7 @@ def test_families_of_inputs(kind, options, data):
     assert (again == data)[:, known.expand(data.shape)].all()
     completed, other = circuit.mpe(data, observed), circuit.mpe(torch.where(known, data, again[0]))
     # completions that are the same are summed in another order: each is within the contract
-    bound = 2 * (torch.finfo(torch.float32).eps * other.log_prob.abs() + 2.0**-20 * 3**0.5)
+    bound = 2 * (torch.finfo(torch.float32).eps * other.log_prob.abs() + of_steps(3, 3, dtype=torch.float32))
     assert (completed.log_prob >= other.log_prob - bound).all()
     assert circuit.sample(4).shape == (4, *data.shape[1:])
     if isinstance(circuit.input, nn.Gaussian | nn.Poisson):

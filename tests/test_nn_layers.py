@@ -9,7 +9,7 @@ from scipy.special import logsumexp, softmax
 
 from logchain import nn
 from logchain._measure import peak_bytes
-from tests.contract import assert_values, ulp
+from tests.contract import assert_values, ulp, value_bound
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -46,8 +46,7 @@ def neighbours(x, arity=2):
 
 def assert_close(found, truth):
     """Within the contract of a single product, whose weights are rounded once more."""
-    slack = 2.0**-49 if found.dtype == torch.float64 else 2.0**-20
-    assert_values(found, truth, 2 * ulp(truth, found.dtype) + slack)
+    assert_values(found, truth, ulp(truth, found.dtype) + value_bound(truth, 2, 4, dtype=found.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,15 +3,13 @@
 The peers' recursions are in float64: against them float32 is held to the contract, float64 to their own rounding.
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 import logchain
 from tests.adapted import peer
-from tests.contract import spread, ulp
+from tests.contract import gradient_bound, value_bound
 
 F32, F64 = torch.float32, torch.float64
 SIZES = pytest.mark.parametrize(("v", "c"), [(2, 2), (5, 3), (40, 17), (600, 4)])
@@ -30,10 +28,10 @@ def draw(n, v, c, dtype=F64, matrices=1, seed=0):
 
 def bounds(x, log_norm):
     """How far a value and a posterior may be off."""
-    v = x.shape[-2]
+    v, c = x.shape[-2:]
     if x.dtype == F64:
         return 1e-12 * v + 1e-12 * np.abs(log_norm), 1e-10
-    return ulp(log_norm, F32) + 2.0**-20 * math.sqrt(v), (1e-5 + 2.0**-22 * spread(x.numpy()).max())
+    return value_bound(log_norm, v, c, dtype=F32), gradient_bound(1.0, v, c, dtype=F32)
 
 
 def answers(x, bulk, p0):

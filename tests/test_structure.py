@@ -18,7 +18,6 @@ LAYERS = [
         "_cost",
         "_crf",
         "_device",
-        "_frames",
         "_layout",
         "_measure",
         "_operators",

@@ -10,7 +10,7 @@ from logchain.topk_paths import topk_paths
 from logchain.viterbi import viterbi
 from tests import oracle
 from tests.best_paths import numbers, small, truth, weigh
-from tests.contract import assert_values, poisoned_memory, ulp
+from tests.contract import assert_values, of_steps, poisoned_memory, ulp
 from tests.families import FAMILIES, Chain, Draw, dense
 from tests.layouts import poisoned, strange
 
@@ -184,4 +184,4 @@ def test_wrong_arguments_are_refused():
 
 
 def test_scores_fall_where_messages_are_coarse():
-    assert_listed(FAMILIES["abyss"](F32), 32, bound=np.full((3, 2), 2.0**-22 * 1000 + 2.0**-20 * 17))
+    assert_listed(FAMILIES["abyss"](F32), 32, bound=of_steps(17, 6, np.full((3, 2), 1000.0), dtype=F32))

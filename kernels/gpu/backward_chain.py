@@ -158,7 +158,7 @@ def _backward_kernel(
     if top_ptr is not None:
         top_ptr += z * c + far(i - 1, stride_tv)
     if HOMOGENEOUS:
-        held, held_top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, 0.0, LOG_PARAMS, False, DTYPE, BLOCK_C)
+        held, held_top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
     for n in tl.range(1, last):
         i = last - 1 - n
         # adds 0, but the compiler does not know: pointers of rows are computed in each step, not kept in registers
@@ -173,7 +173,7 @@ def _backward_kernel(
         if HOMOGENEOUS:
             matrix, top = held, held_top
         elif WHOLE:
-            matrix, top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, 0.0, LOG_PARAMS, False, DTYPE, BLOCK_C)
+            matrix, top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
         else:
             matrix, top = None, None
             if top_ptr is not None:
@@ -184,10 +184,10 @@ def _backward_kernel(
         # w was stored by other threads
         tl.debug_barrier()
         u = step(
-            previous, current, rows, active, matrix, top, 0.0, matrix_ptr, stride_bk, stride_bj, wanted, c,
+            previous, current, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, wanted, c,
             rescued_ptr, LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
         )  # fmt: skip
-        behind, taken = normalised(u, 0.0, DTYPE)
+        behind, taken = normalised(u, DTYPE)
         if ends_ptr is not None:
             beyond = _beyond(final_ptr, log_norm_ptr, rows, columns, inside, c, DTYPE)
             behind = tl.where(active[:, None], behind, beyond)

@@ -1,16 +1,13 @@
 """The matrix of a step as it is loaded: with a level taken out of each column, near the largest entry there.
 
 A level is the exponent of a power of two, or where the matrix holds logarithms their maximum; so neither 1e-36 nor 1e30
-leaves the range of a product.
-
-A maximum of logarithms is raised by a step's jitter: the exponential of one matrix for many steps is then not rounded
-equally in all of them. Powers of two are taken out without loss.
+leaves the range of a product. Powers of two are taken out without loss.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import at, exp, exp_below, finite, log, widened
+from .tiles import at, exp, finite, log, widened
 
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -25,30 +22,13 @@ def load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS: tl
 
 @triton.jit
 def whole_matrix(
-    matrix_ptr, stride_k, stride_j, c, shift,
-    LOG_PARAMS: tl.constexpr, OFTEN: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """The scaled matrix as one tile, and the maxima of its columns, raised by `shift`.
-
-    OFTEN: it is for many steps, and its exponentials are worth more care.
-    """
+    matrix_ptr, stride_k, stride_j, c, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """The scaled matrix as one tile, and the maxima of its columns."""
     columns = tl.arange(0, BLOCK_C)
     p = load_matrix(matrix_ptr, stride_k, stride_j, columns, columns, c, LOG_PARAMS, DTYPE)
-    top = raised(tl.max(p, 0), shift, LOG_PARAMS)
-    level = level_of(top, LOG_PARAMS)
-    if LOG_PARAMS and OFTEN:
-        return exp_below(p, level[None, :]), top
-    else:
-        return scaled(p, level, LOG_PARAMS), top
-
-
-@triton.jit
-def raised(top, shift, LOG_PARAMS: tl.constexpr):
-    """The maxima of columns of logarithms, raised; those of linear entries as they are."""
-    if LOG_PARAMS:
-        return top + shift
-    else:
-        return top
+    top = tl.max(p, 0)
+    return scaled(p, level_of(top, LOG_PARAMS), LOG_PARAMS), top
 
 
 @triton.jit

@@ -3,8 +3,8 @@
     u(j) = log sum_k exp(message(k)) P(k, j)
 
 for a block of BLOCK_S sequences that share `P` (c, c), linear or logarithms. The backward recursion passes `P`
-transposed, that is its strides exchanged. Messages are float32 (float64 for float64) logarithms with a maximum between
--log 2 and 0, so their exponentials need no shift; `P` is scaled as in `chain_matrix`. Sums are float32, their
+transposed, that is its strides exchanged. Messages are float32 (float64 for float64) logarithms with a maximum of
+0, so their exponentials need no shift; `P` is scaled as in `chain_matrix`. Sums are float32, their
 logarithms float64: what is added to them may cancel, and only what is stored is rounded.
 
 A sum below TRUSTED although a term is there is redone by the pairwise maximum, in the same kernel. Whether a term is
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chain_matrix import level_of, load_matrix, log_entry, log_level, log_wide, lowered, raised, scaled
+from .chain_matrix import level_of, load_matrix, log_entry, log_level, log_wide, lowered, scaled
 from .launch import common_width, precision
 from .tiles import TRUSTED, any_of, exp, far, finite, log, operand
 
@@ -133,7 +133,6 @@ def step(
     inside,
     matrix,
     top,
-    shift,
     matrix_ptr,
     stride_k,
     stride_j,
@@ -153,7 +152,7 @@ def step(
 
     From the messages at `message_ptr` (BLOCK_S, c) in memory, in rows `members`. Kept in registers, they would be held,
     and computed, once for each layout that they are used in. Where the new messages will go (`new_ptr`) is room for
-    notes until then. `top` (BLOCK_C) holds the columns' maxima, raised by `shift`, unless they are found on the way;
+    notes until then. `top` (BLOCK_C) holds the columns' maxima, unless they are found on the way;
     WHOLE: `matrix` is all of `P`, scaled.
     """
     columns = tl.arange(0, BLOCK_C)
@@ -173,7 +172,7 @@ def step(
             rows = start + tl.arange(0, BLOCK_K)
             weights = exp(load_message(message_ptr, members, rows, inside, c))
             p = load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS, DTYPE)
-            new_top = tl.maximum(top, raised(tl.max(p, 0), shift, LOG_PARAMS))
+            new_top = tl.maximum(top, tl.max(p, 0))
             sums = lowered(sums, top, new_top, LOG_PARAMS)
             top = new_top
             sums = _multiply(weights, scaled(p, level_of(top, LOG_PARAMS), LOG_PARAMS), sums, DOT, PRECISION)
@@ -317,9 +316,9 @@ def _pairs(
 
 
 @triton.jit
-def normalised(total, shift, DTYPE: tl.constexpr):
-    """Float64 logarithms (BLOCK_S, BLOCK_C) as a message with maximum `-shift`, and what was taken out; -inf stays."""
-    taken = tl.max(total, 1) + shift
+def normalised(total, DTYPE: tl.constexpr):
+    """Float64 logarithms (BLOCK_S, BLOCK_C) as a message with maximum 0, and what was taken out; -inf stays."""
+    taken = tl.max(total, 1)
     return (total - finite(taken)[:, None]).to(DTYPE), taken
 
 

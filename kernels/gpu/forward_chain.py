@@ -8,12 +8,9 @@ In the max-plus semiring each `log sum exp` is a maximum: the log-weight of the 
 one matrix for each of `g` sets of `m` sequences and each step; size 1 is one matrix for all steps. `start` (g, m, c)
 logarithms. `ends` (g, m) int64, the steps of each sequence, or None.
 
-Numerics: messages are float32 (float64 where an operand is) with a maximum between -log 2 and 0; what is taken out of
-them adds up in two float64 numbers per sequence. The maximum differs from step to step (`kernels.dither`), and so does
-that of a matrix of logarithms, whose exponential is taken anew for every 64 steps where it is the same for all:
-equal steps are then not rounded equally. Best paths are not shifted: no number of theirs is an answer. A step is
-`chain_step.step`, exact for misaligned maxima by rescue, or `max_step.max_step`. -inf and zeros are exact, a NaN stays
-in its sequence. Half types are converted when loaded.
+Numerics: messages are float32 (float64 where an operand is) with a maximum of 0; what is taken out of them
+adds up in two float64 numbers per sequence. A step is `chain_step.step`, exact for misaligned maxima by rescue, or
+`max_step.max_step`. -inf and zeros are exact, a NaN stays in its sequence. Half types are converted when loaded.
 
 Cost: g m (v - 1) c**2 multiply-adds, v dependent steps. One program walks all steps of a block of sequences. With one
 sequence to a set each matrix is read once, and the kernel is bound by memory; with more, each block of sixteen reads
@@ -28,10 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chain_matrix import raised, whole_matrix
+from .chain_matrix import whole_matrix
 from .chain_step import Tiles, Widths, column_tops, constants, normalised, step, tiles
 from .max_step import max_step, max_tiles, whole_logs
-from .tiles import at, exp, far, finite, jitter, log
+from .tiles import at, exp, far, finite, log
 
 
 @triton.jit(do_not_specialize=["v", "m", "inner"])
@@ -72,7 +69,6 @@ def _forward_kernel(
     KEEP: tl.constexpr,
     JOINT: tl.constexpr,
     MAX: tl.constexpr,
-    RENEWED: tl.constexpr,
     DTYPE: tl.constexpr,
     DOT: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -129,7 +125,7 @@ def _forward_kernel(
             peak = finite(tl.max(x, 1)).to(tl.float64)
             total += x.to(tl.float64) - peak[:, None]
             x_ptr += stride_xv
-    message, taken = normalised(total, 0.0, DTYPE)
+    message, taken = normalised(total, DTYPE)
     # what is taken out adds up in memory: in registers, each of many threads would hold the sums of all rows
     scale_ptr += 2 * (sequence + rows)
     high, low = _add_exactly(peak, 0.0, finite(taken))
@@ -147,68 +143,62 @@ def _forward_kernel(
 
     if top_ptr is not None:
         top_ptr += z * c
-    # segments are numbered, so that equal ones are not rounded equally
-    turn = z // inner if SEGMENT else tl.full((), 0, tl.int64)
-    for begin in tl.range(1, last, RENEWED):
+    if HOMOGENEOUS:
+        held, held_top = _whole(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, MAX, DTYPE, BLOCK_C)
+    for i in tl.range(1, last):
+        # adds 0, but the compiler does not know: pointers of rows are computed in each step, not kept in registers
+        rows = tl.arange(0, BLOCK_S) + i // v
+        active = inside
+        if ends_ptr is not None:
+            active = inside & (i < ends)
+        mask = active[:, None] & (columns < c)[None, :]
+        wanted = mask & alive[:, None]
+        previous = current
+        # two slots in turn; the last message of a sequence stays in its own
+        current = current + stride_mv if KEEP else message_ptr + i % 2 * stride_mv
         if HOMOGENEOUS:
-            again = jitter(turn + begin // RENEWED)
-            held, held_top = _whole(matrix_ptr, stride_bk, stride_bj, c, again, LOG_PARAMS, True, MAX, DTYPE, BLOCK_C)
-        for i in tl.range(begin, tl.minimum(begin + RENEWED, last)):
-            shift = 0.0 if MAX else jitter(turn + i)
-            # adds 0, but the compiler does not know: pointers of rows are computed in each step, not kept in registers
-            rows = tl.arange(0, BLOCK_S) + i // v
-            active = inside
-            if ends_ptr is not None:
-                active = inside & (i < ends)
-            mask = active[:, None] & (columns < c)[None, :]
-            wanted = mask & alive[:, None]
-            previous = current
-            # two slots in turn; the last message of a sequence stays in its own
-            current = current + stride_mv if KEEP else message_ptr + i % 2 * stride_mv
-            if HOMOGENEOUS:
-                matrix, top = held, held_top
-            elif WHOLE:
-                matrix, top = _whole(matrix_ptr, stride_bk, stride_bj, c, shift, LOG_PARAMS, False, MAX, DTYPE, BLOCK_C)
-            else:
-                matrix, top = None, None
-                if top_ptr is not None:
-                    top = tl.load(top_ptr + columns, mask=columns < c, other=float("-inf") if LOG_PARAMS else 0.0)
-                    top = raised(top, shift, LOG_PARAMS)
-            if x_ptr is not None:
-                x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
-                wanted = wanted & (x > float("-inf"))
-            # the messages of the step before were stored by other threads
-            tl.debug_barrier()
-            if MAX:
-                total = max_step(
-                    previous, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, c,
-                    LOG_PARAMS, DTYPE, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C,
-                )  # fmt: skip
-            else:
-                total = step(
-                    previous, current, rows, active, matrix, top, shift, matrix_ptr, stride_bk, stride_bj, wanted, c,
-                    rescued_ptr, LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
-                )  # fmt: skip
-            high = tl.load(scale_ptr, mask=active, other=0.0)
-            low = tl.load(scale_ptr + 1, mask=active, other=0.0)
-            if x_ptr is not None:
-                # once more, rather than kept in registers
-                x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
-                peak = finite(tl.max(x, 1)).to(tl.float64)
-                total += x.to(tl.float64) - peak[:, None]
-                high, low = _add_exactly(high, low, peak)
-                x_ptr += stride_xv
-            message, taken = normalised(total, shift, DTYPE)
-            high, low = _add_exactly(high, low, finite(taken))
-            tl.store(scale_ptr, high, mask=active)
-            tl.store(scale_ptr + 1, low, mask=active)
-            alive = taken != float("-inf")
-            if KEEP and ends_ptr is not None:
-                message = tl.where(active[:, None], message, float("-inf"))
-            tl.store((current + rows * c)[:, None] + columns[None, :], message, mask=tile if KEEP else mask)
-            matrix_ptr += stride_bv
+            matrix, top = held, held_top
+        elif WHOLE:
+            matrix, top = _whole(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, MAX, DTYPE, BLOCK_C)
+        else:
+            matrix, top = None, None
             if top_ptr is not None:
-                top_ptr += stride_tv
+                top = tl.load(top_ptr + columns, mask=columns < c, other=float("-inf") if LOG_PARAMS else 0.0)
+        if x_ptr is not None:
+            x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
+            wanted = wanted & (x > float("-inf"))
+        # the messages of the step before were stored by other threads
+        tl.debug_barrier()
+        if MAX:
+            total = max_step(
+                previous, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, c,
+                LOG_PARAMS, DTYPE, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C,
+            )  # fmt: skip
+        else:
+            total = step(
+                previous, current, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, wanted, c,
+                rescued_ptr, LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
+            )  # fmt: skip
+        high = tl.load(scale_ptr, mask=active, other=0.0)
+        low = tl.load(scale_ptr + 1, mask=active, other=0.0)
+        if x_ptr is not None:
+            # once more, rather than kept in registers
+            x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
+            peak = finite(tl.max(x, 1)).to(tl.float64)
+            total += x.to(tl.float64) - peak[:, None]
+            high, low = _add_exactly(high, low, peak)
+            x_ptr += stride_xv
+        message, taken = normalised(total, DTYPE)
+        high, low = _add_exactly(high, low, finite(taken))
+        tl.store(scale_ptr, high, mask=active)
+        tl.store(scale_ptr + 1, low, mask=active)
+        alive = taken != float("-inf")
+        if KEEP and ends_ptr is not None:
+            message = tl.where(active[:, None], message, float("-inf"))
+        tl.store((current + rows * c)[:, None] + columns[None, :], message, mask=tile if KEEP else mask)
+        matrix_ptr += stride_bv
+        if top_ptr is not None:
+            top_ptr += stride_tv
 
     if KEEP and ends_ptr is not None:
         for _ in tl.range(last, v):
@@ -244,13 +234,13 @@ def _forward_kernel(
 
 @triton.jit
 def _whole(
-    matrix_ptr, stride_k, stride_j, c, shift,
-    LOG_PARAMS: tl.constexpr, OFTEN: tl.constexpr, MAX: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr,
+    matrix_ptr, stride_k, stride_j, c,
+    LOG_PARAMS: tl.constexpr, MAX: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     if MAX:
         return whole_logs(matrix_ptr, stride_k, stride_j, c, LOG_PARAMS, DTYPE, BLOCK_C)
     else:
-        return whole_matrix(matrix_ptr, stride_k, stride_j, c, shift, LOG_PARAMS, OFTEN, DTYPE, BLOCK_C)
+        return whole_matrix(matrix_ptr, stride_k, stride_j, c, LOG_PARAMS, DTYPE, BLOCK_C)
 
 
 @triton.jit
@@ -318,9 +308,8 @@ def segment_product(
 
     `bulk` (L, g1, g2, c, c), any strides, so that `stack.unflatten(...)` need not be copied; `x` (L, g1, g2, c).
     `dtype` is that of the arithmetic, as in `forward`.
-    Returns the product (g1, g2, c, c) with its largest entry between -log 2 and 0, and what was taken out of it
-    (g1, g2) in float64: written to `out` and `offset`, contiguous, where these are given. An impossible product is
-    -inf with offset 0.
+    Returns the product (g1, g2, c, c) with its largest entry at 0, and what was taken out of it (g1, g2) in float64:
+    written to `out` and `offset`, contiguous, where these are given. An impossible product is -inf with offset 0.
     """
     length, outer, inner, c, _ = bulk.shape
     dtype = dtype or arithmetic_dtype(bulk if x is None else x, bulk)
@@ -345,14 +334,6 @@ def segment_product(
         offset.masked_fill_(offset == -torch.inf, 0.0)
         out += (row_offset - offset[..., None]).masked_fill_(dead, 0.0).to(dtype)[..., None]
     return out, offset
-
-
-def renewed(*, log_params: bool, maximum: bool) -> int:
-    """The steps that share the exponential of a matrix which is the same for all: all of them if none is taken.
-
-    Beside so many steps, taking it again costs little.
-    """
-    return 64 if log_params and not maximum else 2**30
 
 
 def arithmetic_dtype(*operands: Tensor) -> torch.dtype:
@@ -395,6 +376,5 @@ def _launch(
         *((0,) * 3 if start is None else start.stride()),
         outer * inner * m * c,
         LOG_PARAMS=log_params, SEGMENT=segment, KEEP=keep, MAX=maximum,
-        RENEWED=renewed(log_params=log_params, maximum=maximum),
         JOINT=segment and choice.whole and choice.block_s >= m, **constants(choice, bulk, dtype, widths),
     )  # fmt: skip

@@ -10,8 +10,7 @@ factors of a term are at most 1, and each loses less than 2^-115: 3xTF32 keeps a
 that is no denormal. So s is good where it is not below `TRUSTED`. Where it is, although row and column have something
 finite, the output is first stored as +inf, which no sum can be. Only programs that stored one go on: a product of zeros
 and ones tells the true zeros, and the other marks are redone by the pairwise maximum, few at a time, so that no
-register is spilled. Shifts are added without loss; they differ a little along the axis p (`kernels.dither`), so that
-equal operands there are not rounded equally. A NaN makes its row or column NaN.
+register is spilled. Shifts are added without loss. A NaN makes its row or column NaN.
 
 In place, `a` is read by the one program that writes its rows, from a copy where they are more than one tile.
 
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from . import launch
 from .log_matmul_tiles import tiles
-from .tiles import TRUSTED, any_of, at, exact_sum, exp, finite, jitter, load, log, multiple, operand
+from .tiles import TRUSTED, any_of, at, exact_sum, exp, finite, load, log, multiple, operand
 
 _ZERO = tl.constexpr(float("-inf"))
 
@@ -74,7 +73,7 @@ def forward_kernel(
     first_row, first_column = tile // blocks_n * BLOCK_M, tile % blocks_n * BLOCK_N
     rows, columns = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
     value = _product(
-        a_ptr, b_ptr, a_top, b_top, jitter(y), rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+        a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
         BLOCK_K, UNROLL, PRECISION, out_ptr.dtype.element_ty,
     )  # fmt: skip
     _store(out_ptr, out_top_ptr, value, rows, columns, m, n, stride_om, stride_on)
@@ -123,7 +122,7 @@ def in_place_kernel(
         if WHOLE:
             columns = tl.arange(0, BLOCK_N)
             value = _product(
-                out, b, a_top, b_top, jitter(y), rows, columns, m, k, k, stride_am, stride_ak, stride_bk, stride_bn,
+                out, b, a_top, b_top, rows, columns, m, k, k, stride_am, stride_ak, stride_bk, stride_bn,
                 BLOCK_K, UNROLL, PRECISION, a_ptr.dtype.element_ty,
             )  # fmt: skip
             again = any_of(value == _MARK)
@@ -144,7 +143,7 @@ def in_place_kernel(
             for first_column in tl.range(0, k, BLOCK_N, disable_licm=True):
                 columns = first_column + tl.arange(0, BLOCK_N)
                 value = _product(
-                    saved, b, a_top, b_top, jitter(y), rows, columns, m, k, k, k, 1, stride_bk, stride_bn,
+                    saved, b, a_top, b_top, rows, columns, m, k, k, k, 1, stride_bk, stride_bn,
                     BLOCK_K, UNROLL, PRECISION, a_ptr.dtype.element_ty,
                 )  # fmt: skip
                 _store(out, out_top, value, rows, columns, m, k, stride_am, stride_ak)
@@ -176,10 +175,10 @@ def _copy(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, BLOCK_K: tl.conste
 
 @triton.jit
 def _product(
-    a_ptr, b_ptr, a_top, b_top, more, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+    a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the result, with marks for what is to be redone; `more` is added to the shifts."""
+    """A tile of the result, with marks for what is to be redone."""
     a_max = tl.full((rows.shape[0], BLOCK_K), _ZERO, DTYPE)
     b_max = tl.full((BLOCK_K, columns.shape[0]), _ZERO, DTYPE)
     for start in tl.range(0, k, BLOCK_K, loop_unroll_factor=UNROLL):
@@ -187,7 +186,7 @@ def _product(
         a_max = tl.maximum(a_max, load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, _ZERO))
         b_max = tl.maximum(b_max, load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, _ZERO))
     row, column = tl.max(a_max, 1), tl.max(b_max, 0)
-    row_shift, column_shift = finite(row) + more, finite(column) + more
+    row_shift, column_shift = finite(row), finite(column)
     s = tl.zeros((rows.shape[0], columns.shape[0]), DTYPE)
     for start in range(0, k, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)

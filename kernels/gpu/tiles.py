@@ -16,19 +16,6 @@ _LOW = tl.constexpr(1.92596303350e-8)
 TRUSTED = tl.constexpr(2.0**-80)
 
 
-# as in `kernels.dither`
-_GOLDEN = tl.constexpr(2654435769)
-
-
-@triton.jit
-def jitter(step):
-    """What is added to the shift of a step, from 0 to log 2; 0 for step 0. The sequence is that of `kernels.dither`.
-
-    Here it goes through a whole octave: what EX2 and LG2 are wrong by at some part of it then averages out as well.
-    """
-    return tl.mul(step.to(tl.uint32), _GOLDEN, sanitize_overflow=False).to(tl.float32) * (0.6931471805599453 * 2.0**-32)
-
-
 @triton.jit
 def finite(shift):
     """The shift itself, and 0 for -inf: the one subtraction that would be -inf - (-inf)."""
@@ -42,20 +29,6 @@ def exp(x):
         return tl.exp(x)
     else:
         return tl.exp2(tl.fma(x, _HIGH, x * _LOW))
-
-
-@triton.jit
-def exp_below(x, shift):
-    """`exp(x - shift)` for `x` up to about `shift`, good to float32's rounding however far below; 0 for -inf."""
-    if x.dtype == tl.float64:
-        return tl.exp(x - shift)
-    else:
-        below, rest = exact_sum(x, -shift)
-        rest = tl.where(below == float("-inf"), 0.0, rest)
-        exponent = tl.where(below == below, tl.maximum(tl.floor(below * _HIGH + 0.5), -126.0), 0.0)
-        fraction = tl.fma(below, _HIGH, -exponent) + tl.fma(below, _LOW, rest * _HIGH)
-        power = ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-        return tl.exp2(fraction) * power
 
 
 @triton.jit

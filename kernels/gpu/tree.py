@@ -2,8 +2,7 @@
 
 A node is a (c, c) matrix of logarithms in float32 or float64, its largest entry `top`, and a float64 offset kept apart.
 A product is stored relative to the tops of its operands, which go into its offset: so nodes stay near 0 without a pass
-of their own, over either operand if need be, and nothing waits for the device. One of the tops differs a little from
-slot to slot (`kernels.dither`), so that equal nodes are not rounded equally. Up to c = 64, where a product is bound
+of their own, over either operand if need be, and nothing waits for the device. Up to c = 64, where a product is bound
 by memory, segments of a stack are multiplied by one program each instead (`segment_products`).
 
 Names and meaning are those of `kernels.tree`. Reference: `logchain.reference.matrix_product`.
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dither import jitter
 from ..nodes import parts, two_sum
 from ..summation import exact_sum
 from . import launch, log_matmul, log_matmul_gradient
@@ -75,7 +73,6 @@ class Arithmetic:
 
     def __init__(self, c: int, most: int, dtype: torch.dtype, device: torch.device) -> None:
         self._tops = torch.empty(2, max(1, most), dtype=dtype, device=device)
-        self._jitters = jitter(torch.arange(max(1, most), device=device), c).to(dtype)
         self._sums = torch.empty(3 + parts(dtype), max(1, most), dtype=torch.float64, device=device)
         self.rescued = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -98,8 +95,8 @@ class Arithmetic:
         """`out = left right`; it may lie over either."""
         shape = out.top.shape
         tops = [
-            torch.add(nodes.top, more, out=room[: out.top.numel()].view(shape))
-            for room, nodes, more in zip(self._tops, (left, right), (self._jitters[: shape[1]], 0.0), strict=True)
+            room[: out.top.numel()].view(shape).copy_(nodes.top)
+            for room, nodes in zip(self._tops, (left, right), strict=True)
         ]
         self._add_offsets(left, right, tops, out)
         log_matmul.forward(

@@ -72,7 +72,7 @@ def worst(found: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
 def bounds(case: Chain) -> tuple[str, str]:
     """What the contract allows logchain, in nats and in probability."""
     allowed = contract.Truth(families.Chain(case.x[:, None], case.bulk[:, None], case.p0))
-    return f"<= {allowed.value_bound().max():.3g}", f"<= {allowed.gradient_bound.max():.3g}"
+    return f"<= {allowed.value_bound().max():.3g}", f"<= {allowed.gradient_bound(allowed.states).max():.3g}"
 
 
 def by_reference(case: Chain) -> Truth:

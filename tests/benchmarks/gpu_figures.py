@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import logchain
+from tests import contract
 from tests.benchmarks import cases, launchers, peers, predictions, workloads
 from tests.benchmarks.aside import Item
 from tests.benchmarks.peers_gpu_case import moved
@@ -196,18 +197,19 @@ def _chain_errors(session: Session, n: int, v: int, c: int, few: int) -> list[tu
     value.sum().backward()
     error = np.abs(value[:few, 0].detach().double().cpu().numpy() - truth).max()
     of_gradient = np.abs(x.grad[:few, 0].double().cpu().numpy() - posteriors).max()
-    return [(error, _promised(truth, v)), (of_gradient, 1e-5)]
+    of_posteriors = contract.gradient_bound(posteriors, v, c, dtype=torch.float32, k=contract.TENSOR_CORES)
+    return [(error, _promised(truth, v, c)), (of_gradient, of_posteriors.max())]
 
 
 def _product_errors(session: Session, n: int, v: int, c: int) -> list[tuple[float, float]]:
     stack = torch.randn(n, v, c, c, device=session.device)
     truth = cases.product(cases.Stack(stack))[0]
     error = np.abs(logchain.matrix_product(stack).double().cpu().numpy() - truth).max()
-    return [(error, _promised(truth, v))]
+    return [(error, _promised(truth, v, c))]
 
 
-def _promised(truth: np.ndarray, v: int) -> float:
-    return float(np.spacing(np.float32(np.abs(truth).max()))) + 2.0**-20 * v**0.5
+def _promised(truth: np.ndarray, v: int, c: int) -> float:
+    return float(contract.value_bound(truth, v, c, dtype=torch.float32, k=contract.TENSOR_CORES).max())
 
 
 def _kernel_items(dry: bool) -> list[Item]:

@@ -51,7 +51,6 @@ def forward(choice, c, dtype, precision, **options) -> Case:
         pointers += ["start", "log_norm:fp64"]
     absent = {"homogeneous": False, "segment": False, "max": False, "ends": False}
     options = absent | {"keep": not options.get("segment")} | options
-    options["renewed"] = forward_chain.renewed(log_params=options["log_params"], maximum=options["max"])
     options["joint"] = options["segment"] and choice.whole and choice.block_s >= c
     units = ["stride_xc", "stride_bj"]
     return case(forward_chain._forward_kernel, pointers, units, choice, c, dtype, precision, options)
