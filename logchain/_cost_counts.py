@@ -9,7 +9,7 @@ from ._tree_leaves import Cut
 from .kernels.cut import AGAIN, FEW
 
 # calls of torch, or kernels of a GPU, for a step and around the steps: forward, and with the backward pass
-_CALLS = {"torch": ((6, 95), (17, 210)), "numba": ((0, 55), (0, 180)), "triton": ((0, 12), (0, 25))}
+_CALLS = {"torch": ((6, 95), (17, 210)), "c": ((0, 30), (0, 60)), "triton": ((0, 12), (0, 25))}
 
 # entries of x whose exponentials are taken at a time
 _BLOCK = 2**18

@@ -99,7 +99,7 @@ def where(x: Tensor) -> Where:
         return Where("cuda", "triton", 1)
     if not x.is_cpu:
         return Where(x.device.type, "torch", 1)
-    return Where("cpu", "numba" if _device.native(x) else "torch", torch.get_num_threads())
+    return Where("cpu", "c", torch.get_num_threads())
 
 
 def elsewhere(device: str) -> Where:
@@ -189,8 +189,8 @@ def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
     programs = max(1, size.sequences // in_turn * schedule.segments)
     idle = -(-programs // costs.processors) * costs.processors / programs
     steps = done.steps * in_turn
-    if costs.backend == "numba" and schedule.name == "sequential":
+    if costs.backend == "c" and schedule.name == "sequential":
         steps *= size.sequences
-    elif costs.backend == "numba" and size.gradients:  # the segments' own chains
+    elif costs.backend == "c" and size.gradients:  # the segments' own chains
         steps += 2 * size.sequences * size.v
     return done._replace(multiply_adds=round(done.multiply_adds * idle * size.item / 4), steps=steps)

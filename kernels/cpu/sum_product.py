@@ -69,4 +69,3 @@ def backward(
     if grad_x is not None and into is not grad_x and into is not None:
         grad_x.copy_(into)
     return grad_p0.view(*chain.lead, c)
-

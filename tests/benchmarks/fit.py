@@ -219,7 +219,7 @@ def computing(place: Where) -> Iterator[None]:
     """With that backend, and as many threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(place.threads)
-    native = place.backend == "numba"
+    native = place.backend == "c"
     try:
         with mock.patch.object(_device, "native", lambda tensor: native and tensor.device.type == "cpu"):
             yield
@@ -230,7 +230,7 @@ def computing(place: Where) -> Iterator[None]:
 def places() -> list[Where]:
     """What this machine has to measure."""
     threads = sorted({1, torch.get_num_threads()})
-    backends = ["torch", "numba"] if _device.native(torch.empty(0)) else ["torch"]
+    backends = ["c"]
     found = [Where("cpu", backend, number) for number in threads for backend in backends]
     return found + [Where("cuda", "triton", 1)] * torch.cuda.is_available()
 
@@ -238,7 +238,7 @@ def places() -> list[Where]:
 def main() -> None:
     """Measure, fit, write, and print how well it fits."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fit", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=(), help="backends to measure: torch, numba, triton")
+    parser.add_argument("--only", nargs="+", default=(), help="backends to measure: c, triton")
     parser.add_argument("--out", type=Path, default=FILE, help="the file to write")
     options = parser.parse_args()
     measured = [entry for entry in read(options.out) if entry.measured] if options.out.exists() else []
