@@ -1,6 +1,7 @@
 """The C library is compiled for every platform, needs nothing of theirs, and gets into the wheels."""
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from logchain import reference
 from logchain.kernels.cpu import library
+from logchain.kernels.cpu.arguments import Arguments
 
 # the machine for tests of a device has none of them
 lief = pytest.importorskip("lief")
@@ -21,17 +24,10 @@ pytest.importorskip("ziglang")
 from logchain.kernels.cpu import build  # noqa: E402
 from tests import c_program  # noqa: E402
 
-EXPORTED = {"logchain_forward32", "logchain_forward64", "logchain_lanes32", "logchain_lanes64"}
+FUNCTIONS = "forward", "backward", "redo_forward", "redo_backward", "room", "redo_room", "size"
+EXPORTED = {f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)}
 ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]
 ON_LINUX = [(name, level) for name, level in ONE_LEVEL if name.startswith("linux")]
-
-
-class Chain(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_int64), ("entering", ctypes.c_void_p), ("leaving", ctypes.c_void_p)]
-
-
-class Lanes(ctypes.Structure):
-    _fields_ = [("lanes", ctypes.c_void_p)]
 
 
 @pytest.mark.parametrize(("name", "level"), ONE_LEVEL)
@@ -58,18 +54,43 @@ def test_a_library_exports_its_functions_and_needs_nothing(name, level, tmp_path
     assert str(tmp_path).encode() not in file.read_bytes()
 
 
+def chain_of(dtype, c, steps=7, members=3):
+    """The fields and the buffers of a chain; emissions of the second sequence are lost."""
+    generator = np.random.default_rng(c)
+    x = generator.normal(size=(steps, members, c)).astype(dtype)
+    x[:, 1] *= 1000
+    bulk = generator.random((steps - 1, c, c)).astype(dtype) * (generator.random((steps - 1, c, c)) < 0.5)
+    bulk += np.eye(c, dtype=dtype)
+    sizes = {"steps": steps, "sets": 1, "members": members, "states": c, "last": members, "x_step": members * c}
+    strides = {"x_member": c, "bulk_step": c * c, "bulk_from": c, "bulk_to": 1, "p0_state": 1}
+    gradients = {"grad_step": members * c, "grad_member": c, "count_step": c * c}
+    empty = functools.partial(np.zeros, dtype=dtype)
+    buffers = {
+        "x": x, "bulk": bulk, "p0": np.ones(c, dtype), "messages": empty((steps, members, c)),
+        "log_norm": np.zeros(members), "sums": empty(members), "lossy": np.zeros(members, np.uint8),
+        "weight": np.ones(members), "grad_x": empty(x.shape), "grad_bulk": empty(bulk.shape),
+        "grad_p0": np.zeros((members, c)), "room": np.zeros(2**20, np.uint8),
+    }  # fmt: skip
+    return Arguments(**sizes, **strides, **gradients), buffers
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("name", "level"), ON_LINUX)
-def test_a_program_computes_the_same_on_every_cpu(name, level, tmp_path):
+def test_a_program_computes_the_same_on_every_cpu(name, level, dtype, tmp_path):
     command = c_program.compile_program(build.TARGETS[name], level, tmp_path)
-    x = np.random.default_rng(0).normal(size=1000)
-    lanes = {"lanes": np.zeros(1, np.int64)}
-    assert c_program.run(command, "lanes32", Lanes(), lanes)["lanes"] == 4
-    assert c_program.run(command, "lanes64", Lanes(), lanes)["lanes"] == 2
-    for bits, dtype, expected in ((32, np.float32, x.astype(np.float32)), (64, np.float64, 0 * x)):
-        buffers = {"entering": x.astype(dtype), "leaving": np.full(len(x), np.nan, dtype)}
-        left = c_program.run(command, f"forward{bits}", Chain(size=len(x)), buffers)
-        np.testing.assert_array_equal(left["leaving"], expected)
-        np.testing.assert_array_equal(left["entering"], buffers["entering"])
+    bits = np.dtype(dtype).itemsize * 8
+    for c in (1, 3, 17):
+        arguments, buffers = chain_of(dtype, c)
+        for function in ("forward", "redo_forward", "backward", "redo_backward"):
+            buffers = c_program.run(command, f"{function}{bits}", arguments, buffers)
+        x, bulk = (buffers[field].astype(float) for field in ("x", "bulk"))
+        truth = reference.marginals(x.swapaxes(0, 1), bulk[None], np.ones(c))
+        assert buffers["lossy"].tolist()[::2] == [0, 0]
+        accuracy = {"rtol": 1e-5 if bits == 32 else 1e-12, "atol": 1e-5 if bits == 32 else 1e-12}
+        np.testing.assert_allclose(buffers["log_norm"], truth.log_norm, **accuracy)
+        np.testing.assert_allclose(buffers["grad_x"], truth.states.swapaxes(0, 1), **accuracy)
+        np.testing.assert_allclose(buffers["grad_bulk"] * bulk, truth.transitions.sum(0), **accuracy)
+        np.testing.assert_allclose(buffers["grad_p0"], truth.states[:, 0], **accuracy)
 
 
 @pytest.fixture
@@ -84,7 +105,8 @@ def copy(tmp_path, monkeypatch):
 
 def test_each_level_can_be_loaded(copy):
     for level in build.this_machine().levels:
-        assert library.load(level).logchain_lanes64() == 2
+        for bits in (32, 64):
+            assert getattr(library.load(level), f"logchain_size{bits}")() == ctypes.sizeof(Arguments)
     assert library.library() is library.load(library.level())
 
 

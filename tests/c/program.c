@@ -5,22 +5,26 @@
    system calls of Linux do. */
 #include <stdint.h>
 
-void logchain_forward32(const void *);
-void logchain_forward64(const void *);
-int64_t logchain_lanes32(void);
-int64_t logchain_lanes64(void);
-
-static void lanes32(const void *argument) { **(int64_t *const *)argument = logchain_lanes32(); }
-static void lanes64(const void *argument) { **(int64_t *const *)argument = logchain_lanes64(); }
+#define OF_BOTH(name)                        \
+    int64_t logchain_##name##32(const void *); \
+    int64_t logchain_##name##64(const void *);
+OF_BOTH(forward)
+OF_BOTH(backward)
+OF_BOTH(redo_forward)
+OF_BOTH(redo_backward)
 
 static const struct {
     char name[64];
-    void (*function)(const void *);
+    int64_t (*function)(const void *);
 } FUNCTIONS[] = {
-    {"lanes32", lanes32},
-    {"lanes64", lanes64},
     {"forward32", logchain_forward32},
     {"forward64", logchain_forward64},
+    {"backward32", logchain_backward32},
+    {"backward64", logchain_backward64},
+    {"redo_forward32", logchain_redo_forward32},
+    {"redo_forward64", logchain_redo_forward64},
+    {"redo_backward32", logchain_redo_backward32},
+    {"redo_backward64", logchain_redo_backward64},
 };
 
 enum { BUFFERS = 64, ALIGNMENT = 64, ROOM = 1 << 26 };

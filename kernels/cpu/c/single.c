@@ -2,5 +2,5 @@
 #define BITS 32
 #include "exact.h"
 
-EXPORT int64_t logchain_lanes32(void) { return LANES; }
+/* Of the struct, which another language has to have the same. */
 EXPORT int64_t logchain_size32(void) { return sizeof(Chain); }
