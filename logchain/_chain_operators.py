@@ -74,6 +74,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments)
+    short = _short(x, bulk, p0, lengths, log_params, segments)
+    if short is not None:
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = short.forward(x, bulk, p0, keep, room)
+        report_chains(found[-1])
+        return found
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     chain = chain if room is None else replace(chain, room=room)
     kernels, v = _device.chain_kernels(x), x.shape[-2]
@@ -84,6 +89,7 @@ def _forward(
     else:
         log_norm, messages, scales, redone = kernels.forward(chain, keep=keep, steps=v)
         report_chains(redone)
+        scales = scales[-1:].clone() if _in_c(x) else scales
     return layout.batched(log_norm).clone(memory_format=torch.contiguous_format), messages, scales, redone
 
 
@@ -106,6 +112,18 @@ def log_norm_here(
         return _forward(x, bulk, p0, lengths, log_params, keep, segments, room)
 
 
+def _short(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, segments: int) -> Any:
+    """What is known of short chains of the operands' shapes; None for others."""
+    if lengths is not None or segments != 1 or not _in_c(x):
+        return None
+    return _device.short_calls().short_of(x, bulk, p0, log_params, chain_of)
+
+
+def _in_c(x: Tensor) -> bool:
+    """Whether the loops in C compute for it."""
+    return x.is_cpu and not _device.on_gpu(x)
+
+
 def _chunked(x: Tensor, lengths: Tensor | None, segments: int) -> bool:
     """Whether the chain is cut into segments; on a GPU it is not where sequences have lengths."""
     return min(segments, x.shape[-2] - 1) > 1 and not (lengths is not None and _device.on_gpu(x))
@@ -116,8 +134,8 @@ def _kept_shapes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The log-partition [*B], messages (v, g, m, c), scales (v + 1, g, m, 1) and what was redone (g, m), unwritten.
 
-    Messages are made if they are to be kept; a GPU does without scales, and counts single sums that were redone. For a
-    chain cut into segments see `kernels.chunked`.
+    Messages are made if they are to be kept; a GPU does without scales, and counts single sums that were redone; the
+    loops in C do without all but the last. For a chain cut into segments see `kernels.chunked`.
     """
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
@@ -133,7 +151,7 @@ def _kept_shapes(
     return (
         x.new_empty(x.shape[:-2], dtype=torch.float64),
         x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype),
-        x.new_empty((0,) if _device.on_gpu(x) else (v + 1, g, m, 1), dtype=dtype),
+        x.new_empty((0,) if _device.on_gpu(x) else (1 if _in_c(x) else v + 1, g, m, 1), dtype=dtype),
         x.new_empty((1,), dtype=torch.int64) if _device.on_gpu(x) else x.new_empty((g, m), dtype=torch.bool),
     )
 
@@ -166,6 +184,11 @@ def _backward(
             grad, again, bulk, p0, lengths, *finer, log_params, by_log, need_x, need_bulk, need_p0, segments
         )
         return found[0].to(x.dtype), *found[1:]
+    short = _short(x, bulk, p0, lengths, log_params, segments)
+    if short is not None:
+        gradients = grad_x, grad_bulk, grad_p0
+        short.backward(x, bulk, p0, log_norm, (messages, scales, redone), grad, by_log, gradients)
+        return gradients
     layout, chain = chain_of(x, bulk, p0, lengths, log_params, by_log=by_log)
     x_view = bulk_view = None
     if need_x:

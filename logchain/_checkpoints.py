@@ -190,7 +190,8 @@ class _Segments:
         x, bulk, _ = self._operands
         parts = pieces(x, -2, [(first, last + 1) for first, last in map(self._ranges.__getitem__, order)], self._device)
         if bulk.shape[-3] == 1:
-            matrices: Iterator[Tensor] = repeat(bulk.to(self._device))
+            # whose gradient is rounded once
+            matrices: Iterator[Tensor] = repeat(bulk.to(self._device, torch.float64))
         else:
             matrices = pieces(bulk, -3, [self._ranges[i] for i in order], self._device)
         return zip(bar(order, title, self._progress), parts, matrices, strict=False)

@@ -57,6 +57,13 @@ def chain_kernels(tensor: Tensor) -> ModuleType:
     return sum_product
 
 
+def short_calls() -> ModuleType:
+    """`short_of` operands on a CPU, see `kernels.cpu.short`."""
+    from .kernels.cpu import short
+
+    return short
+
+
 def chunked_kernels(tensor: Tensor) -> ModuleType:
     """`forward` and `backward` of a chain cut into segments, see `kernels.chunked`."""
     if on_gpu(tensor):

@@ -176,4 +176,7 @@ def _logs(messages: Tensor, linear: bool, redone: Tensor | None) -> Tensor:
     """Messages as they were kept, as logarithms."""
     if not linear:
         return messages
-    return messages.log() if redone is None else torch.where(redone, messages, messages.log())
+    # the logarithm of a large message would take its last digits
+    top = messages.amax(-1, keepdim=True)
+    logs = (messages / top.masked_fill(top == 0, 1.0)).log()
+    return logs if redone is None else torch.where(redone, messages, logs)

@@ -66,6 +66,14 @@ def prefixes(chain: Chain, lag: int, lengths=None) -> np.ndarray:
     return np.stack(found, -2)
 
 
+def reachable(chain: Chain) -> Chain:
+    """The same states are possible, and all that is possible is about as likely."""
+    zero = -torch.inf if chain.log_params else 0.0
+    x = chain.x.detach()
+    bulk, p0 = (torch.where(operand > zero, 1.0, 0.0) for operand in chain[1:3])
+    return Chain(torch.where(x.isneginf(), x, 0.0), bulk, p0)
+
+
 def weight_of(chain: Chain, states: torch.Tensor, lengths=None) -> np.ndarray:
     """The log-weight of paths, by its own sum in NumPy."""
     x, bulk, p0 = (tensor.detach().double().numpy() for tensor in chain[:3])

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from logchain import _device, _stream_filter
-from logchain.stream import Stream, StreamUpdate
+from logchain.stream import Stream
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, Chain
-from tests.streams import assert_posteriors, division, each_step, joined, messages_of, prefixes, streamed
+from tests.streams import assert_posteriors, division, each_step, messages_of, prefixes, streamed
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -31,37 +31,6 @@ def test_pieces_walked_where_they_lie(name, dtype, each, log):
         assert_posteriors(stream.filtered, exact[..., -1, :], bound[..., -1, :])
         without, _ = streamed(chain, pieces, homogeneous=homogeneous, filtered=False)
         assert torch.equal(without.log_norm, stream.log_norm)
-
-
-@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
-@pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize(("own", "steps"), [((), 1), ((5, 1), 1), ((5, 6), 1), ((), 40), ((5, 1), 40)], ids=str)
-def test_no_piece_of_a_plain_chain_is_copied(own, steps, dtype, log, monkeypatch):
-    """And the loop that does without agrees with torch's steps, also of a sequence that is NaN or impossible."""
-    pytest.importorskip("numba")
-    draw, v, c = torch.Generator().manual_seed(0), 40, 5
-    x = 3 * torch.randn(5, 6, v, c, generator=draw, dtype=dtype)
-    x[1, 2, 7, 3] = x[0, 1, 0, 2] = -INF
-    x[2, 3, 12], x[4, 0, 30, 1] = -INF, NAN
-    bulk, p0 = torch.rand(*own, steps, c, c, generator=draw, dtype=dtype), torch.rand(c, generator=draw, dtype=dtype)
-    bulk, p0 = (bulk.log(), p0.log()) if log else (bulk, p0)
-
-    def found() -> StreamUpdate:
-        stream = Stream(bulk if steps == 1 else None, p0, log_params=log)
-        updates = []
-        for start, stop in ((0, 9), (9, 10), (10, 10), (10, 40)):
-            into = None if steps == 1 else bulk[..., start:stop, :, :]
-            updates.append(stream.update(x[..., start:stop, :], into))
-        return StreamUpdate(updates[-1].log_norm, joined(updates, 1), stream.filtered, None)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_stream_filter, "Block", None)
-        compiled = found()
-    monkeypatch.setattr(_device, "_numba", lambda: False)
-    plain, bound = found(), 3e-6 if dtype == F32 else 1e-13
-    assert compiled.log_norm[2, 3] == -INF and compiled.log_norm[4, 0].isnan()
-    for one, other in zip(compiled[:3], plain[:3], strict=True):
-        torch.testing.assert_close(one, other, rtol=bound, atol=bound, equal_nan=True)
 
 
 @pytest.mark.parametrize("homogeneous", [False, True], ids=["each step", "one matrix"])

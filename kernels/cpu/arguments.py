@@ -6,6 +6,7 @@ As a rule nothing is copied: a copy is made of what has another dtype, and of ma
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ class Arguments(ctypes.Structure):
     ]
 
 
+@cache
+def function(name: str, dtype: torch.dtype) -> Any:
+    """A function of the library, which takes `Arguments` and returns an integer."""
+    found = getattr(library(), f"logchain_{name}{64 if dtype == torch.float64 else 32}")
+    found.restype = ctypes.c_int64
+    return found
+
+
 class Call:
     """The arguments of a chain, with the tensors that they point to."""
 
@@ -46,7 +55,7 @@ class Call:
         bulk = bulk.reshape(len(bulk), g, c, c)
         p0 = p0.expand(*chain.lead, c).reshape(g, m, c)
         self.chain, self._held = chain, [x, bulk, p0]
-        self._arguments = a = Arguments(steps=v, sets=g, members=m, states=c)
+        self.arguments = a = Arguments(steps=v, sets=g, members=m, states=c)
         a.one_matrix, a.logarithms, a.by_log = len(bulk) == 1, chain.log_params, chain.by_log
         a.bulk, a.p0 = bulk.data_ptr(), p0.data_ptr()
         self.rows("x", x)
@@ -77,13 +86,13 @@ class Call:
     def point(self, **tensors: Tensor | None) -> None:
         """Let fields point to tensors; None is a null pointer."""
         for name, tensor in tensors.items():
-            setattr(self._arguments, name, None if tensor is None else tensor.data_ptr())
+            setattr(self.arguments, name, None if tensor is None else tensor.data_ptr())
             self._held.append(tensor) if tensor is not None else None
 
     def set(self, **numbers: int) -> None:
         """Set fields."""
         for name, number in numbers.items():
-            setattr(self._arguments, name, number)
+            setattr(self.arguments, name, number)
 
     def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
         """The sequences that each thread walks, whole sets of them if need be."""
@@ -94,24 +103,22 @@ class Call:
         ends = [g * i // parts * m if whole_sets else g * m * i // parts for i in range(parts + 1)]
         return list(zip(ends, ends[1:], strict=False))
 
-    def run(self, function: str, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> int:
+    def run(self, name: str, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> int:
         """What a function of the library returns for spans of sequences, on a thread each, added up.
 
         `each`: the tensors that fields point to on one thread alone.
         """
-        bits, room = 64 if self.chain.dtype == torch.float64 else 32, "redo_room" if "redo" in function else "room"
-        call = getattr(library(), f"logchain_{function}{bits}")
-        size = getattr(library(), f"logchain_{room}{bits}")
-        call.restype = size.restype = ctypes.c_int64
-        bytes_ = size(ctypes.byref(self._arguments))
+        call = function(name, self.chain.dtype)
+        size = function("redo_room" if "redo" in name else "room", self.chain.dtype)
+        bytes_ = size(ctypes.byref(self.arguments))
 
         def on_thread(index: int) -> Any:
             scratch = torch.empty(bytes_ + 64, dtype=torch.uint8)
-            copy = Arguments.from_buffer_copy(self._arguments)
+            copy = Arguments.from_buffer_copy(self.arguments)
             copy.first, copy.last = spans[index]
             copy.room = (scratch.data_ptr() + 63) // 64 * 64
-            for name, tensor in each[index].items() if each else ():
-                setattr(copy, name, tensor.data_ptr())
+            for field, tensor in each[index].items() if each else ():
+                setattr(copy, field, tensor.data_ptr())
             return call(ctypes.byref(copy))
 
         if len(spans) == 1:
