@@ -23,13 +23,14 @@ def short_of(
     x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, chain_of: Callable[..., tuple[Any, Chain]]
 ) -> "Short | None":
     """The `Short` of operands; `chain_of` gives the layout and the chain of operands and lengths."""
-    key = (x.shape, bulk.shape, p0.shape, x.stride(), bulk.stride(), p0.stride(), x.dtype, bulk.dtype, p0.dtype)
-    key = *key, log_params, torch.get_num_threads()
+    places = x.shape, bulk.shape, p0.shape, x.stride(), bulk.stride(), p0.stride()
+    key = places, x.dtype, bulk.dtype, p0.dtype, log_params, torch.get_num_threads()
     if key not in _known:
         if len(_known) >= _MOST:
             _known.clear()
         layout, chain = chain_of(x, bulk, p0, None, log_params)
-        dense = chain_of(*(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (x, bulk, p0)), None, log_params)
+        meta = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in (x, bulk, p0))
+        dense = chain_of(*meta, None, log_params)
         in_order = layout.own == tuple(range(len(layout.own)))
         _known[key] = Short(chain, dense[1]) if in_order and Short.takes(chain) else None
     return _known[key]
