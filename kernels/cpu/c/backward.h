@@ -211,9 +211,9 @@ static const real *rows_ahead(const Back *b, int64_t count, int64_t step) {
     return b->ahead;
 }
 
-INLINE real *gradient_at(const Chain *a, int64_t q, int64_t step) {
+INLINE real *gradient_at(const Chain *a, int64_t set, int64_t q, int64_t step) {
     if (!a->grad_x) return 0;
-    int64_t at = a->grad_at ? a->grad_at[q] : q / a->members * a->grad_set + q % a->members * a->grad_member;
+    int64_t at = a->grad_at ? a->grad_at[q] : set * a->grad_set + (q - set * a->members) * a->grad_member;
     return a->grad_x + step * a->grad_step + at;
 }
 
@@ -225,7 +225,7 @@ static void meet_all(Back *b, int64_t from, int64_t count, int64_t step, const r
     reals fresh = fresh_lanes(width);
     for (int64_t place = from; place < count; place++) {
         int64_t q = sequence_at(a, w->set, w->begin + place);
-        real *gradient = gradient_at(a, q, step), *row = b->behind + place * width;
+        real *gradient = gradient_at(a, w->set, q, step), *row = b->behind + place * width;
         if (!b->skipped[place]) {
             real *to = gradient && c < LANES ? b->posterior : gradient;
             Met met = meet(width, ahead + place * width, row, (real)a->weight[q], to, fresh);
@@ -320,7 +320,7 @@ static void walk_back(Back *b) {
         int64_t before = count;
         while (some && count < w->count && steps_of(a, sequence_at(a, w->set, w->begin + count)) > step) end_row(b, count++);
         for (int64_t place = count; place < w->count && a->grad_x; place++)
-            clear(c, gradient_at(a, sequence_at(a, w->set, w->begin + place), step));
+            clear(c, gradient_at(a, w->set, sequence_at(a, w->set, w->begin + place), step));
         if (count > before) meet_all(b, before, count, step, rows_ahead(b, count, step), 0, common);
         if (step == 0) break;
         if (count == 0) {
@@ -380,6 +380,7 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
         char *room = a->room;
         w->set = q / a->members;
         w->matrix = (Matrix){.c = a->states, .width = w->width, .room = take(&room, w->width * w->width * real_size)};
+        if (w->width > a->states) clear(w->width * w->width, w->matrix.room);
         w->wide = take(&room, GROUP * w->width * real_size);
         w->first = take(&room, w->width * real_size);
         w->deep = take(&room, size);

@@ -272,7 +272,7 @@ static void walk_numbers_ahead(Exact *w) {
                 row_of_numbers(&w->matrix, m, e, w->scratch, w->rows, w->um, w->ue);
                 for (int64_t j = 0; j < w->across; j++) m[j] = w->um[j], e[j] = w->ue[j];
             }
-            add(&w->shifts[f], emit_numbers(w, x_at(a, q, step), m, e, &digit));
+            add(&w->shifts[f], emit_numbers(w, x_at(a, w->set, q, step), m, e, &digit));
             w->digits[f] += digit;
             if (a->messages) keep_numbers(w, m, e, message_at(a, q, step));
             if (step + 1 == steps_of(a, q)) finish_numbers(w, f, m, e);
@@ -318,7 +318,7 @@ static void walk_numbers_back(Exact *w) {
         for (int64_t f = 0; f < w->count; f++) {
             int64_t q = w->chosen[f], steps = steps_of(a, q);
             double *bm = w->m + f * w->across, *be = w->e + f * w->across, *tm = w->um, *te = w->ue;
-            real *gradient = gradient_at(a, q, step);
+            real *gradient = gradient_at(a, w->set, q, step);
             if (step >= steps) {
                 if (gradient) clear(c, gradient);
                 continue;
@@ -328,7 +328,7 @@ static void walk_numbers_back(Exact *w) {
                 if (a->final) read_row(w, a->final + q * c, 1, 0, bm, be);
             } else {
                 for (int64_t j = 0; j < w->across; j++) tm[j] = bm[j], te[j] = be[j];
-                emit_numbers(w, x_at(a, q, step + 1), tm, te, &digit);
+                emit_numbers(w, x_at(a, w->set, q, step + 1), tm, te, &digit);
                 row_of_numbers(&w->matrix, tm, te, w->scratch, w->rows, bm, be);
             }
             const real *kept = message_at(a, q, step);
@@ -353,7 +353,7 @@ static void walk_numbers_back(Exact *w) {
             if (step > 0 || !a->grad_p0) continue;
             double *out = a->grad_p0 + q * c;
             const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
-            emit_numbers(w, x_at(a, q, 0), bm, be, &digit);
+            emit_numbers(w, x_at(a, w->set, q, 0), bm, be, &digit);
             read_row(w, p0, a->p0_state, (int)a->logarithms, w->am, w->ae);
             for (int64_t j = 0; j < w->across; j++) w->gm[j] = w->am[j] * bm[j], w->ge[j] = w->gm[j] == 0 ? NO_DIGIT : w->ae[j] + be[j];
             sum = sum_of(w, w->gm, w->ge, &digit);

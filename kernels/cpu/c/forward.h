@@ -22,8 +22,9 @@ INLINE int64_t sequence_at(const Chain *a, int64_t set, int64_t place) {
     return set * a->members + (a->order ? a->order[set * a->members + place] : place);
 }
 INLINE int64_t steps_of(const Chain *a, int64_t q) { return a->ends ? a->ends[q] : a->steps; }
-INLINE const real *x_at(const Chain *a, int64_t q, int64_t step) {
-    return a->x + step * a->x_step + (a->x_at ? a->x_at[q] : q / a->members * a->x_set + q % a->members * a->x_member);
+INLINE const real *x_at(const Chain *a, int64_t set, int64_t q, int64_t step) {
+    int64_t member = q - set * a->members;
+    return a->x + step * a->x_step + (a->x_at ? a->x_at[q] : set * a->x_set + member * a->x_member);
 }
 INLINE real *message_at(const Chain *a, int64_t q, int64_t step) {
     return a->messages + (step * a->sets * a->members + q) * a->states;
@@ -46,7 +47,7 @@ INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
 INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, const real **out) {
     const Chain *a = w->a;
     for (int64_t r = 0; r < rows; r++) {
-        const real *x = x_at(a, sequence_at(a, w->set, w->begin + place + r), step);
+        const real *x = x_at(a, w->set, sequence_at(a, w->set, w->begin + place + r), step);
         if (a->states < LANES) {
             real *to = w->wide + r * w->width;
             widen(a->states, w->width, x, 1, -INFINITE, to);
@@ -194,6 +195,7 @@ EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
         char *room = a->room;
         w.set = q / a->members;
         w.matrix = (Matrix){.c = a->states, .width = w.width, .room = take(&room, w.width * w.width * (int64_t)sizeof(real))};
+        if (w.width > a->states) clear(w.width * w.width, w.matrix.room);
         w.sums = take(&room, GROUP * w.width * (int64_t)sizeof(real));
         w.wide = take(&room, GROUP * w.width * (int64_t)sizeof(real));
         w.first = take(&room, w.width * (int64_t)sizeof(real));

@@ -130,9 +130,8 @@ static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
         return;
     }
     out->entries = out->room, out->row = out->width;
-    for (int64_t k = 0; k < out->width; k++)
-        if (k < c) widen(c, out->width, from + k * a->bulk_from, a->bulk_to, a->logarithms ? -INFINITE : 0, out->room + k * out->width);
-        else for (int64_t j = 0; j < out->width; j++) out->room[k * out->width + j] = 0;
+    for (int64_t k = 0; k < c; k++) /* rows behind are 0 */
+        widen(c, out->width, from + k * a->bulk_from, a->bulk_to, a->logarithms ? -INFINITE : 0, out->room + k * out->width);
     if (!a->logarithms) return;
     reals high = all(-INFINITE);
     for (int64_t k = 0; k < c; k++)
