@@ -123,21 +123,26 @@ INLINE void share_out(int64_t width, real *source, real share, real scale, real 
     store(source + width - LANES, end);
 }
 
-/* 2^-exponent, which is no number of the format if the matrix was too far from 1. */
-INLINE double unscaled(int64_t exponent) {
-    double factor = 1;
-    for (; exponent > 0; exponent--) factor *= 0.5;
-    for (; exponent < 0; exponent++) factor *= 2;
-    return factor;
+/* 2^-exponent as two factors: it may be no number of the format, and 0 times it is 0. */
+typedef struct { double first, second; } Factors;
+
+INLINE double halved(double a, int64_t times) {
+    for (; times > 0; times--) a *= 0.5;
+    for (; times < 0; times++) a *= 2;
+    return a;
+}
+INLINE Factors unscaled(int64_t exponent) {
+    return (Factors){halved(1, exponent / 2), halved(1, exponent - exponent / 2)};
 }
 
 /* One row of a gradient from sums of products, exactly 0 where the matrix is. */
 INLINE void write_counts(const Matrix *m, int64_t k, const double *sums, const real *rest, int by_log, double weight, real *out) {
     const real *p = m->entries + k * m->row;
-    double factor = (double)UNSHARE * weight, unscale = by_log ? 1 : unscaled(m->exponent);
+    double factor = (double)UNSHARE * weight;
+    Factors unscale = unscaled(by_log ? 0 : m->exponent);
     for (int64_t j = 0; j < m->c; j++) {
-        double sum = (sums ? sums[j] : 0) + (double)rest[j];
-        out[j] = p[j] == 0 ? 0 : (real)(sum * factor * (by_log ? (double)p[j] : unscale));
+        double sum = ((sums ? sums[j] : 0) + (double)rest[j]) * factor;
+        out[j] = p[j] == 0 ? 0 : (real)(by_log ? sum * (double)p[j] : sum * unscale.first * unscale.second);
     }
 }
 
@@ -153,7 +158,8 @@ static void write_outer(const Back *b, const real *ahead, int64_t step) {
     int64_t c = a->states;
     real *out = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set;
     int by_log = logs(a);
-    real unscale = by_log ? 1 : (real)unscaled(w->matrix.exponent), factor = UNSHARE * (real)b->weight;
+    Factors unscale = unscaled(by_log ? 0 : w->matrix.exponent);
+    real first = UNSHARE * (real)b->weight * (real)unscale.first, second = (real)unscale.second;
     for (int64_t k = 0; k < c; k++) {
         const real *p = w->matrix.entries + k * w->matrix.row;
         real s = ahead[k], *to = out + k * c;
@@ -161,12 +167,12 @@ static void write_outer(const Back *b, const real *ahead, int64_t step) {
         real least = limit < (double)power_of_two(BIAS) ? (real)limit : power_of_two(BIAS);
         if (c < LANES) {
             reals t = load(b->source), entries = load(p);
-            reals found = where(size_of(t) < least, (reals){0}, t) * s * factor * unscale;
+            reals found = where(size_of(t) < least, (reals){0}, t) * s * first * second;
             store_some(to, where(entries == 0, (reals){0}, by_log ? found * entries : found), c);
         } else for (int64_t v = 0; v < vectors_of(c); v++) {
             int64_t j = start_of(v, c);
             reals t = load(b->source + j), entries = load(p + j);
-            reals found = where(size_of(t) < least, (reals){0}, t) * s * factor * unscale;
+            reals found = where(size_of(t) < least, (reals){0}, t) * s * first * second;
             store(to + j, where(entries == 0, (reals){0}, by_log ? found * entries : found));
         }
     }
@@ -259,11 +265,15 @@ static void write_start(Back *b, int64_t place) {
     start_row(c, w->width, p0, a->p0_state, (int)a->logarithms, w->first, &exponent, &shift);
     rows_of_x(w, place, 1, 0, &x);
     emit(w->width, x, b->behind + place * w->width, source);
-    double down = (double)power_of_two(-TOP), unscale = unscaled(exponent + TOP);
+    double down = (double)power_of_two(-TOP / 2); /* of both factors: their product may exceed a double either way */
+    Factors unscale = unscaled(exponent + TOP / 2);
     for (int64_t j = 0; j < c; j++) sum += (double)w->first[j] * down * ((double)source[j] * down);
-    double share = sum > 0 ? a->weight[q] / sum : 0;
-    for (int64_t j = 0; j < c; j++)
-        if (w->first[j] != 0) out[j] = (double)source[j] * down * share * (logs(a) ? (double)w->first[j] * down : unscale);
+    for (int64_t j = 0; j < c; j++) {
+        if (w->first[j] == 0 || !(sum > 0)) continue;
+        double t = (double)source[j] * down;
+        double found = logs(a) ? t * ((double)w->first[j] * down) / sum : t / sum * unscale.first * unscale.second;
+        out[j] = found * a->weight[q];
+    }
 }
 
 /* The matrix into a step, and its transpose where products or a row want it. */
@@ -359,12 +369,13 @@ static void go_back(Back *b) {
     } while (b->wary != wary || (late && (a->counts || a->grad_bulk)));
     if (!a->counts || !b->prepared) return;
     flush(b);
-    double unscale = unscaled(w->matrix.exponent);
+    Factors unscale = unscaled(w->matrix.exponent);
     for (int64_t k = 0; k < a->states; k++)
         for (int64_t j = 0; j < a->states; j++) {
             real p = w->matrix.entries[k * w->matrix.row + j];
             double found = b->total[k * padded(w->width) + j] * ((double)UNSHARE * b->weight);
-            if (p != 0) a->counts[(w->set * a->states + k) * a->states + j] += found * (logs(a) ? (double)p : unscale);
+            found = logs(a) ? found * (double)p : found * unscale.first * unscale.second;
+            if (p != 0) a->counts[(w->set * a->states + k) * a->states + j] += found;
         }
 }
 

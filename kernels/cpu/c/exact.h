@@ -199,6 +199,16 @@ static void read_row(const Exact *w, const real *from, int64_t step, int logarit
     }
 }
 
+/* Rows of numbers, entry by entry; the result may lie where a factor does. */
+static void multiply_numbers(int64_t across, const double *am, const double *ae, const double *bm, const double *be,
+                             double *m, double *e) {
+    for (int64_t j = 0; j < across; j += WIDE) {
+        Number found = {load_wide(am + j) * load_wide(bm + j), load_wide(ae + j) + load_wide(be + j)};
+        found = settled(found);
+        store_wide(m + j, found.m), store_wide(e + j, found.e);
+    }
+}
+
 /* The sum of a row over its largest digit. */
 static double sum_of(const Exact *w, const double *m, const double *e, double *digit) {
     double top = NO_DIGIT, sum = 0;
@@ -232,10 +242,7 @@ static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e
     double digit, sum;
     if (a->final) {
         read_row(w, a->final + q * a->states, 1, 0, w->um, w->ue);
-        for (int64_t j = 0; j < w->across; j++) {
-            w->um[j] *= m[j];
-            w->ue[j] = w->um[j] == 0 ? NO_DIGIT : w->ue[j] + e[j];
-        }
+        multiply_numbers(w->across, m, e, w->um, w->ue, w->um, w->ue);
         sum = sum_of(w, w->um, w->ue, &digit);
     } else sum = sum_of(w, m, e, &digit);
     Sum found = w->shifts[f];
@@ -282,9 +289,11 @@ static void walk_numbers_ahead(Exact *w) {
 
 /* ------------------------------------------------------------------------------------------------------ gradients */
 
-/* 2^(512 d) for digits from -2 (which is 0) to 1. */
-INLINE doubles digits_apart(doubles d) {
-    return choose(d > 0.5, both(DIGIT), choose(d > -0.5, both(1), choose(d > -1.5, both(1 / DIGIT), both(0))));
+/* m 2^(512 e) as a double: a digit at a time, for a gradient may be within the format where 2^(512 e) is not. */
+INLINE doubles value_of_number(Number a) {
+    doubles m = a.m * choose(a.e > 0.5, both(DIGIT), choose(a.e < -0.5, both(1 / DIGIT), both(1)));
+    m *= choose(a.e > 1.5, both(DIGIT), choose(a.e < -1.5, both(1 / DIGIT), both(1)));
+    return m * choose(a.e > 2.5, both(DIGIT), choose(a.e < -2.5, both(0), both(1)));
 }
 
 /* Adds the transitions into a step, of which (tm, te) are the sources: those into states that are hardly ever entered
@@ -293,16 +302,21 @@ static void count_numbers(Exact *w, const double *sm, const double *se, const do
                           const double *entered, double weight, double sum, double digit, double *into) {
     const Numbers *p = &w->matrix; /* the transpose */
     int by_log = logs(w->a);
+    double sign = weight < 0 ? -1 : 1;
+    Number size = settled(settled((Number){both(weight * sign), both(0)}));
     for (int64_t j = 0; j < p->c; j++) {
         if (entered[j] < 0x1p-120 || tm[j] == 0) continue;
-        double share = tm[j] / sum * weight;
-        int64_t first = 0, behind = p->across;
-        for (int64_t k = first; k < behind; k += WIDE) {
-            doubles entry = load_wide(p->m + j * p->across + k), d = load_wide(se + k) + (te[j] - digit);
-            doubles found = load_wide(sm + k) * share;
-            if (by_log) found *= entry, d += load_wide(p->e + j * p->across + k);
-            found = choose((entry == 0) | (found == 0), both(0), found * digits_apart(d));
-            store_wide(into + j * p->across + k, load_wide(into + j * p->across + k) + found);
+        Number share = settled((Number){both(tm[j] / sum), both(te[j] - digit)});
+        share = settled((Number){share.m * size.m, share.e + size.e});
+        for (int64_t k = 0; k < p->across; k += WIDE) {
+            doubles entry = load_wide(p->m + j * p->across + k);
+            Number found = {load_wide(sm + k) * share.m, load_wide(se + k) + share.e};
+            if (by_log) {
+                found = settled(found);
+                found.m *= entry, found.e += load_wide(p->e + j * p->across + k);
+            }
+            doubles value = choose((entry == 0) | (found.m == 0), both(0), value_of_number(found) * sign);
+            store_wide(into + j * p->across + k, load_wide(into + j * p->across + k) + value);
         }
     }
 }
@@ -336,11 +350,7 @@ static void walk_numbers_back(Exact *w) {
             read_row(w, kept, 1, in_logs, w->am, w->ae);
             double *entered = w->values; /* of the step after */
             if (step + 1 < steps && counted) for (int64_t j = 0; j < w->across; j++) entered[j] = w->total[(c + f) * w->across + j];
-            for (int64_t j = 0; j < w->across; j += WIDE) {
-                Number s = {load_wide(w->am + j), load_wide(w->ae + j)}, b = {load_wide(bm + j), load_wide(be + j)};
-                Number g = settled((Number){s.m * b.m, s.e + b.e});
-                store_wide(w->gm + j, g.m), store_wide(w->ge + j, g.e);
-            }
+            multiply_numbers(w->across, w->am, w->ae, bm, be, w->gm, w->ge);
             double sum = sum_of(w, w->gm, w->ge, &digit), weight = a->weight[q];
             for (int64_t j = 0; j < c; j++) {
                 double d = digit - w->ge[j], share = w->gm[j] == 0 || sum == 0 ? 0 : d < 0.5 ? w->gm[j] / sum : d < 1.5 ? w->gm[j] / sum / DIGIT : 0;
@@ -355,12 +365,12 @@ static void walk_numbers_back(Exact *w) {
             const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
             emit_numbers(w, x_at(a, w->set, q, 0), bm, be, &digit);
             read_row(w, p0, a->p0_state, (int)a->logarithms, w->am, w->ae);
-            for (int64_t j = 0; j < w->across; j++) w->gm[j] = w->am[j] * bm[j], w->ge[j] = w->gm[j] == 0 ? NO_DIGIT : w->ae[j] + be[j];
+            multiply_numbers(w->across, w->am, w->ae, bm, be, w->gm, w->ge);
             sum = sum_of(w, w->gm, w->ge, &digit);
             for (int64_t j = 0; j < c; j++) {
-                double m = logs(a) ? w->gm[j] : bm[j], d = (logs(a) ? w->ge[j] : be[j]) - digit;
-                double by = d > 0.5 ? DIGIT : d > -0.5 ? 1 : d > -1.5 ? 1 / DIGIT : 0;
-                out[j] = sum != sum ? sum : w->am[j] == 0 || m == 0 || sum == 0 ? 0 : m / sum * weight * by;
+                double m = logs(a) ? w->gm[j] : bm[j], e = (logs(a) ? w->ge[j] : be[j]) - digit;
+                double found = value_of_number((Number){both(m / sum), both(e)})[0];
+                out[j] = sum != sum ? sum : w->am[j] == 0 || m == 0 || sum == 0 ? 0 : found * weight;
             }
         }
         if (step + 1 < a->steps && a->grad_bulk && counted)

@@ -107,7 +107,7 @@ static int rescale(Matrix *a) {
     int64_t k = 0;
     for (double high = a->high; high >= 1; k++) high *= 0.5;
     for (double high = a->high; high < 0.5; k--) high *= 2;
-    real first = power_of_two(-k / 2), second = power_of_two(-k - -k / 2);
+    real first = power_of_two(-k / 2), second = power_of_two(-k - -k / 2), low = a->low * first * second;
     for (int64_t i = 0; i < a->c; i++)
         for (int64_t b = 0; b < vectors_of(a->width); b++) {
             int64_t j = start_of(b, a->width), again = a->entries == a->room && j < b * LANES ? b * LANES - j : 0;
@@ -117,6 +117,7 @@ static int rescale(Matrix *a) {
         }
     a->entries = a->room, a->row = a->width, a->exponent = k;
     look(a);
+    if (low == 0) a->low = 0; /* an entry has become 0, which is none */
     return 1;
 }
 
@@ -296,7 +297,7 @@ static int start_row(int64_t c, int64_t width, const real *from, int64_t step, i
             u *= factor, left -= part;
         }
         row[j] = (real)u;
-        lossy |= u != 0 && !(u >= (double)TRUSTED);
+        lossy |= j < c && from[j * step] != 0 && !(u >= (double)TRUSTED);
     }
     *exponent = -power;
     return lossy;
