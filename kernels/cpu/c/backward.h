@@ -32,6 +32,8 @@ typedef struct {
     uint8_t *skipped;              /* (count): without gradients, or lossy */
     double weight;                 /* a power of two near the largest weight, which sources are without */
     int64_t added;                 /* rows in `partial` */
+    real *held_ahead, *held_source; /* (GROUP, width): S and T of some steps of few sequences, to be multiplied together */
+    int64_t held;
     int gathers, prepared, wary;   /* messages are gathered; a matrix is held; every matrix is looked at */
 } Back;
 
@@ -178,6 +180,34 @@ static void write_outer(const Back *b, const real *ahead, int64_t step) {
     }
 }
 
+/* Adds S^T T of some rows. */
+static void add_rows(Back *b, int64_t count, const real *ahead, const real *source) {
+    int64_t c = b->w.a->states, width = b->w.width, across = padded(width);
+    for (int64_t row = 0; row < count;) {
+        int64_t rows = count - row < ADDED - b->added ? count - row : ADDED - b->added;
+        multiply_add(c, rows, across, ahead + row * width, 1, width, source + row * width, width, b->partial, across);
+        b->added += rows, row += rows;
+        if (b->added == ADDED) flush(b);
+    }
+}
+
+static void release(Back *b) {
+    add_rows(b, b->held, b->held_ahead, b->held_source);
+    b->held = 0;
+}
+
+/* The same of few rows, but not before there are some. */
+static void hold_rows(Back *b, int64_t count, const real *ahead) {
+    int64_t width = b->w.width;
+    if (b->held + count > GROUP) release(b);
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t k = 0; k < vectors_of(width); k++) {
+            int64_t from = row * width + start_of(k, width), to = b->held * width + from;
+            store(b->held_ahead + to, load(ahead + from)), store(b->held_source + to, load(b->source + from));
+        }
+    b->held += count;
+}
+
 /* The transitions into a step: S^T T of the first `count` places. */
 static void count_step(Back *b, int64_t count, const real *ahead, int64_t step) {
     Walk *w = &b->w;
@@ -187,14 +217,13 @@ static void count_step(Back *b, int64_t count, const real *ahead, int64_t step) 
         write_outer(b, ahead, step);
         return;
     }
-    int flushed = 0;
-    for (int64_t place = 0; place < count;) {
-        int64_t rows = count - place < ADDED - b->added ? count - place : ADDED - b->added;
-        multiply_add(c, rows, across, ahead + place * width, 1, width, b->source + place * width, width, b->partial, across);
-        b->added += rows, place += rows;
-        if (b->added == ADDED && (a->counts || place < count)) flush(b), flushed = 1;
+    if (a->counts) {
+        if (count <= GROUP / 4) hold_rows(b, count, ahead);
+        else add_rows(b, count, ahead, b->source);
+        return;
     }
-    if (!a->grad_bulk) return;
+    int flushed = count >= ADDED;
+    add_rows(b, count, ahead, b->source);
     for (int64_t k = 0; k < c; k++) {
         real *to = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set + k * c;
         if (count) write_counts(&w->matrix, k, flushed ? b->total + k * across : 0, b->partial + k * across, logs(a), b->weight, to);
@@ -314,7 +343,7 @@ static void walk_back(Back *b) {
     int64_t c = a->states, width = w->width, count = 0;
     int counted = (a->counts || a->grad_bulk) && a->steps > 1;
     real common = ordinary();
-    b->gathers = !w->direct, b->prepared = 0, b->added = 0, b->weight = 0;
+    b->gathers = !w->direct, b->prepared = 0, b->added = b->held = 0, b->weight = 0;
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_at(a, w->set, w->begin + place);
         b->skipped[place] = a->lossy[q] || a->weight[q] == 0 || !(a->sums[q] > 0), w->deep[place] = 0;
@@ -368,7 +397,7 @@ static void go_back(Back *b) {
         }
     } while (b->wary != wary || (late && (a->counts || a->grad_bulk)));
     if (!a->counts || !b->prepared) return;
-    flush(b);
+    release(b), flush(b);
     Factors unscale = unscaled(w->matrix.exponent);
     for (int64_t k = 0; k < a->states; k++)
         for (int64_t j = 0; j < a->states; j++) {
@@ -401,6 +430,8 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
         b.posterior = take(&room, w->width * real_size);
         b.turned = take(&room, w->width * w->width * real_size);
         b.partial = take(&room, w->width * padded(w->width) * real_size);
+        b.held_ahead = take(&room, (GROUP * w->width + LANES) * real_size);
+        b.held_source = take(&room, (GROUP * w->width + LANES) * real_size);
         b.total = take(&room, w->width * padded(w->width) * (int64_t)sizeof(double));
         b.shares = take(&room, size * real_size);
         b.scales = take(&room, size * real_size);
@@ -419,6 +450,6 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
 EXPORT int64_t EXPORTED(logchain_room)(const Chain *a) {
     int64_t width = width_of(a), size = a->one_matrix && a->members > GROUP ? GROUP : a->members, bytes = sizeof(real);
     int64_t ahead = width * width * bytes + 2 * GROUP * width * bytes + (2 * size + 1) * width * bytes + size * 40;
-    int64_t back = 2 * width * width * bytes + width * padded(width) * (bytes + 8) + (GROUP + 3 * size + 2) * width * bytes + size * 32;
+    int64_t back = 2 * width * width * bytes + width * padded(width) * (bytes + 8) + (3 * GROUP + 3 * size + 2) * width * bytes + size * 32;
     return (ahead > back ? ahead : back) + 20 * 64;
 }
