@@ -80,24 +80,67 @@ typedef struct {
     int digits, nan;
 } Numbers;
 
+/* Linear rows of the caller's that lie next to each other, read as doubles into `to`; false, and nothing is done, where
+   an entry needs a digit. */
+static int read_rows(const real *from, int64_t row, int64_t c, int64_t across, double *to) {
+    typedef real part __attribute__((vector_size(WIDE * sizeof(real))));
+    longs far = {0};
+    for (int64_t k = 0; k < c; k++)
+        for (int64_t j = 0; j < across; j += WIDE) {
+            doubles a = both(0);
+            if (j + WIDE <= c) {
+                part read;
+                __builtin_memcpy(&read, from + k * row + j, sizeof read);
+                a = __builtin_convertvector(read, doubles);
+            } else
+                UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) a[l] = (double)from[k * row + j + l];
+            far |= ~((a == 0) | ((a >= 0x1p-256) & (a < 0x1p256)));
+            store_wide(to + k * across + j, a);
+        }
+    int64_t some = 0;
+    UNROLL for (int l = 0; l < WIDE; l++) some |= far[l];
+    return !some;
+}
+
+/* Where columns have entries, of numbers that have been read. */
+static void find_entries(Numbers *out) {
+    for (int64_t j = 0; j < out->across; j += BLOCK) {
+        int64_t first = out->c, behind = 0;
+        for (int64_t k = 0; k < out->c; k++) {
+            longs some = {0};
+            int64_t found = 0;
+            UNROLL for (int l = 0; l < PARTS; l++) some |= load_wide(out->m + k * out->across + j + l * WIDE) != 0;
+            UNROLL for (int l = 0; l < WIDE; l++) found |= some[l];
+            if (found) first = first < k ? first : k, behind = k + 1;
+        }
+        out->first[j / BLOCK] = first, out->behind[j / BLOCK] = behind;
+    }
+}
+
 static void read_numbers(const Chain *a, int64_t set, int64_t step, int turned, Numbers *out) {
     const real *from = a->bulk + set * a->bulk_set + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
     int64_t row = turned ? a->bulk_to : a->bulk_from, column = turned ? a->bulk_from : a->bulk_to, c = out->c;
+    int64_t across = out->across, apart = a->bulk_to == 1 ? a->bulk_from : a->bulk_to; /* of rows, or of columns */
+    int in_rows = column == 1;
     out->digits = out->nan = 0;
-    for (int64_t j = 0; j < out->across; j += BLOCK) out->first[j / BLOCK] = c, out->behind[j / BLOCK] = 0;
+    if (!a->logarithms && (row == 1 || column == 1) && read_rows(from, apart, c, across, in_rows ? out->m : out->plane)) {
+        for (int64_t k = 0; k < c && !in_rows; k++)
+            for (int64_t j = 0; j < across; j++) out->m[k * across + j] = j < c ? out->plane[j * across + k] : 0;
+        find_entries(out);
+        return;
+    }
     for (int64_t k = 0; k < c; k++)
-        for (int64_t j = 0; j < out->across; j += WIDE) {
+        for (int64_t j = 0; j < across; j += WIDE) {
             doubles raw = both(a->logarithms ? -__builtin_inf() : 0);
             UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) raw[l] = (double)from[k * row + (j + l) * column];
             Number entry = a->logarithms ? exponential_number(raw) : settled(settled((Number){raw, both(0)}));
-            store_wide(out->m + k * out->across + j, entry.m), store_wide(out->e + k * out->across + j, entry.e);
+            store_wide(out->m + k * across + j, entry.m), store_wide(out->e + k * across + j, entry.e);
             UNROLL for (int l = 0; l < WIDE; l++) {
                 if (entry.m[l] == 0) continue;
-                if (out->first[j / BLOCK] == c) out->first[j / BLOCK] = k;
-                out->behind[j / BLOCK] = k + 1;
                 out->digits |= entry.e[l] != 0, out->nan |= entry.m[l] != entry.m[l];
             }
         }
+    find_entries(out);
 }
 
 /* The largest digit below `below` of a matrix's entries; NO_DIGIT for none. */
@@ -313,7 +356,8 @@ static void count_numbers(Exact *w, const double *sm, const double *se, const do
             Number found = {load_wide(sm + k) * share.m, load_wide(se + k) + share.e};
             if (by_log) {
                 found = settled(found);
-                found.m *= entry, found.e += load_wide(p->e + j * p->across + k);
+                found.m *= entry;
+                if (p->digits) found.e += load_wide(p->e + j * p->across + k);
             }
             doubles value = choose((entry == 0) | (found.m == 0), both(0), value_of_number(found) * sign);
             store_wide(into + j * p->across + k, load_wide(into + j * p->across + k) + value);
