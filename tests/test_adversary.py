@@ -159,3 +159,11 @@ def test_nor_do_emissions_of_any_size_on_dense_chains(c, dtype):
     with logchain.rescues() as seen:
         out = logchain.product(x, bulk, torch.ones(c, dtype=dtype), strategy="sequential")
     assert seen.sequences == 0 and out.isfinite().all()
+
+
+@BOTH
+def test_an_infinite_weight_makes_an_infinite_sum_in_either_form(dtype):
+    x, p0 = torch.zeros(2, 3, 2, dtype=dtype), torch.tensor([[1.0, inf], [1.0, 1.0]], dtype=dtype)
+    for log in (False, True):
+        out = logchain.product(x, torch.ones(1, 2, 2, dtype=dtype), p0, log_params=log, strategy="sequential")
+        assert out[0] == inf and out[1].isfinite()
