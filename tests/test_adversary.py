@@ -167,3 +167,14 @@ def test_an_infinite_weight_makes_an_infinite_sum_in_either_form(dtype):
     for log in (False, True):
         out = logchain.product(x, torch.ones(1, 2, 2, dtype=dtype), p0, log_params=log, strategy="sequential")
         assert out[0] == inf and out[1].isfinite()
+
+
+@BOTH
+def test_logarithms_so_far_apart_that_their_difference_rounds_by_many_nats(dtype):
+    r = torch.Generator().manual_seed(0)
+    for size in (1e9, 1e12, 1e20, 1e25, 1e30):
+        for _ in range(20):
+            x, bulk, p0 = (torch.rand(*shape, generator=r, dtype=dtype) for shape in ((3, 2), (1, 2, 2), (2,)))
+            out = logchain.product(x, bulk * size, p0 * size, log_params=True, strategy="sequential")
+            truth = reference.product(x, bulk * size, p0 * size, log_params=True)
+            torch.testing.assert_close(out.double(), torch.tensor(truth), rtol=1e-6, atol=0)
