@@ -2,6 +2,8 @@
 
 import ctypes
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -178,3 +180,12 @@ def test_logarithms_so_far_apart_that_their_difference_rounds_by_many_nats(dtype
             out = logchain.product(x, bulk * size, p0 * size, log_params=True, strategy="sequential")
             truth = reference.product(x, bulk * size, p0 * size, log_params=True)
             torch.testing.assert_close(out.double(), torch.tensor(truth), rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
+def test_no_loop_reads_behind_an_operand():
+    beyond = "import torch, ctypes; from tests.guarded import guarded; t = guarded(torch.ones(3)); "
+    reads = f"{beyond} ctypes.string_at(t.data_ptr(), 13)"
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", reads], cwd=root, capture_output=True).returncode < 0
+    subprocess.run([sys.executable, "-m", "tests.guarded"], cwd=root, check=True, capture_output=True)
