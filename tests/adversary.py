@@ -285,15 +285,15 @@ def _gradient_ratio(
 ) -> np.ndarray:
     """Errors over bounds of a gradient, as that of logarithms; infinite for what is not exactly 0 and has to be."""
     found, value = leaf.grad.double().numpy(), leaf.detach().double().numpy()
-    expected, bound, reach = (sum_to(array, value.shape) for array in (expected, bound, reach))
+    expected, sizes, bound, reach = (sum_to(a, value.shape) for a in (expected, np.abs(expected), bound, reach))
     shut = (np.isneginf(value) if log else value == 0) | (reach == 0)
     if leaf.grad.numel() == 0:
         return np.zeros(1)
     with np.errstate(all="ignore"):
         size = 1.0 if log else value
-        # a format may be too narrow for the gradient of a linear entry
+        # a format may be too narrow for the gradient of a linear entry: sequences may even give inf - inf
         largest, least = torch.finfo(leaf.dtype).max, torch.finfo(leaf.dtype).tiny
-        beyond = np.isinf(found) & (bound + np.abs(expected) > largest / 2 * size)
+        beyond = ~np.isfinite(found) & (bound + sizes > largest / 2 * size)
         ratio = np.abs(found * size - expected) / (bound + 2 * least * size)
     ratio = np.where(beyond, 0, ratio)
     return np.where(shut, np.where(found == 0, 0, np.inf), ratio)

@@ -1,10 +1,20 @@
 """Nothing that a chain on a CPU loses goes unseen: a random search, and the smallest of what it has found."""
 
+import ctypes
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import logchain
 from logchain import reference
+from logchain.kernels.cpu import arguments, library
+from tests.adversary import search
+
+inf = torch.inf
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
@@ -18,7 +28,164 @@ def test_an_entry_that_rescaling_its_matrix_loses_is_still_a_path(high, low, dty
 
 
 def test_a_weight_far_below_the_largest_is_still_a_start():
-    x = torch.tensor([[-torch.inf, 0.0]], dtype=torch.float64)
+    x = torch.tensor([[-inf, 0.0]], dtype=torch.float64)
     p0 = torch.tensor([1e275, 1e-320], dtype=torch.float64)
     out = logchain.product(x, torch.ones(1, 2, 2, dtype=torch.float64), p0)
     torch.testing.assert_close(out, torch.tensor(1e-320, dtype=torch.float64).log())
+
+
+def test_a_start_that_the_emissions_nearly_shut_has_its_gradient():
+    """Its backward message is small, and its emission: their product, over what the largest are, is no double."""
+    x = torch.tensor([[0.0, -576], [0, -576], [0, 0]], dtype=torch.float64)
+    p0 = torch.tensor([0.0, 0.25], dtype=torch.float64, requires_grad=True)
+    logchain.product(x, torch.eye(2, dtype=torch.float64)[None], p0, strategy="sequential").backward()
+    torch.testing.assert_close(p0.grad, torch.tensor([0.0, 4.0], dtype=torch.float64))
+
+
+@BOTH
+def test_no_path_times_a_matrix_of_denormal_entries_is_nothing(dtype):
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    bulk = torch.full((2, 1, 2, 2), least, dtype=dtype, requires_grad=True)
+    x = torch.tensor([[0.0, 0.0], [0.0, -inf]], dtype=dtype).repeat(2, 1, 1)
+    logchain.product(x, bulk, torch.ones(2, dtype=dtype), strategy="sequential").sum().backward()
+    assert (bulk.grad[..., 1] == 0).all() and (bulk.grad[..., 0] > 1).all()
+
+
+@BOTH
+def test_counts_of_entries_at_either_end_of_the_format(dtype):
+    """Sequences that are redone add 1 / p to the gradient of the one entry p that they take."""
+    sizes = [1e-37, 1e37] if dtype == torch.float32 else [1e-300, 1e300]
+    for size in sizes:
+        bulk = torch.tensor([[[size, 0.0], [0.0, 1.0]]], dtype=dtype, requires_grad=True)
+        p0 = torch.tensor([size, 1.0], dtype=dtype, requires_grad=True)
+        x = torch.tensor([[0.0, -3000.0], [-3000.0, -6000.0], [0.0, -inf]], dtype=dtype)
+        logchain.product(x, bulk, p0, strategy="sequential").backward()
+        torch.testing.assert_close((bulk.grad * bulk)[0, 0, 0].item(), 2.0)
+        torch.testing.assert_close((p0.grad * p0)[0].item(), 1.0)
+
+
+def test_nothing_that_was_searched_is_wrong():
+    found = search(seed=3, seconds=16)
+    assert not found.wrong, "\n".join([*found.wrong[:20], str(found)])
+    assert found.chains > 1000 and 0.1 < found.redone / found.chains < 0.9 < 1.3 * found.possible / found.chains
+
+
+@pytest.mark.parametrize("level", ["x86_64_v2", "x86_64_v3"])
+def test_nor_is_it_on_machines_with_shorter_vectors(level, monkeypatch):
+    if not library.level().startswith("x86_64") or level >= library.level():
+        pytest.skip("this machine has no other level")
+    monkeypatch.setattr(library, "level", lambda: level)
+    found = search(seed=4, seconds=3)
+    assert not found.wrong, "\n".join([*found.wrong[:20], str(found)])
+
+
+# A text of the sources and what takes its place. That a matrix's largest entry is not looked at stays unseen: matrices
+# of which it lies far from 1 have been rescaled, and the rest is less than the guard bits.
+MUTANTS = {
+    "zeros are always believed": ("step.h", "return lost || (none && matrix->low < common);", "return lost;"),
+    "the last sum is not looked at": (
+        "forward.h",
+        "(sum > 0 && sum < (double)TRUSTED * high)",
+        "(sum > 0 && high < 0)",
+    ),
+    "raised emissions are not asked about": (
+        "step.h",
+        "return deep || least < bits_of(TRUSTED) ||",
+        "return (deep & 0) || least < bits_of(TRUSTED) ||",
+    ),
+    "the threshold is 2^20 lower": (
+        "step.h",
+        "power_of_two(TOP - DEEPEST + GUARD)",
+        "power_of_two(TOP - DEEPEST + GUARD - 20)",
+    ),
+    "backward messages are not tested": (
+        "backward.h",
+        "lost |= is_lossy(c, row, met.scale, met.most, &w->matrix, common);",
+        "",
+    ),
+    "what rescaling loses is forgotten": ("step.h", "if (low == 0) a->low = 0;", ""),
+    "starts are not looked at": ("step.h", "return lossy;\n}", "return 0 * lossy;\n}"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_search_sees_what_a_mutant_loses(name, tmp_path, monkeypatch):
+    pytest.importorskip("setuptools")
+    pytest.importorskip("ziglang")
+    from logchain.kernels.cpu import build
+
+    file, text, other = MUTANTS[name]
+    folder = Path(shutil.copytree(build.HERE / "c", tmp_path / "c"))
+    source = (folder / file).read_text()
+    assert text in source
+    (folder / file).write_text(source.replace(text, other))
+    units = [folder / path.name for path in build.SOURCES if path.name != "double.c"]
+    build.compile_c(
+        build.this_machine(), library.level(), tmp_path, "-Wno-error", "-shared", "-fPIC", *units, "-o", "mutant"
+    )
+    mutant = ctypes.CDLL(str(tmp_path / "mutant"))
+    monkeypatch.setattr(arguments, "library", lambda: mutant)
+    found = search(seed=5, seconds=20, dtypes=[torch.float32], enough=1)
+    assert found.wrong
+
+
+def structured(name: str, c: int, dtype: torch.dtype) -> torch.Tensor:
+    i, j = torch.meshgrid(torch.arange(c), torch.arange(c), indexing="ij")
+    zeros = {
+        "left to right": (j < i) | (j > i + 1),
+        "banded": (j - i).abs() > 2,
+        "blocks": i // 4 != j // 4,
+    }
+    bulk = torch.rand(c, c, generator=torch.Generator().manual_seed(0), dtype=dtype).masked_fill(zeros[name], 0) + 0.0
+    return bulk[None] / bulk.sum(-1, keepdim=True)
+
+
+@BOTH
+@pytest.mark.parametrize("c", [5, 40])
+@pytest.mark.parametrize("name", ["left to right", "banded", "blocks"])
+def test_zeros_alone_cost_nothing(name, c, dtype):
+    x = torch.randn(6, 20, c, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    p0 = torch.zeros(c, dtype=dtype)
+    p0[0] = 1
+    with logchain.rescues() as seen:
+        out = logchain.product(x, structured(name, c, dtype), p0, strategy="sequential")
+    assert seen.sequences == 0 and out.isfinite().all()
+
+
+@BOTH
+@pytest.mark.parametrize("c", [1, 7, 40])
+def test_nor_do_emissions_of_any_size_on_dense_chains(c, dtype):
+    generator = torch.Generator().manual_seed(2)
+    x = -300 * torch.randn(6, 30, c, generator=generator, dtype=dtype).abs()
+    bulk = torch.rand(29, c, c, generator=generator, dtype=dtype) + 0.01
+    with logchain.rescues() as seen:
+        out = logchain.product(x, bulk, torch.ones(c, dtype=dtype), strategy="sequential")
+    assert seen.sequences == 0 and out.isfinite().all()
+
+
+@BOTH
+def test_an_infinite_weight_makes_an_infinite_sum_in_either_form(dtype):
+    x, p0 = torch.zeros(2, 3, 2, dtype=dtype), torch.tensor([[1.0, inf], [1.0, 1.0]], dtype=dtype)
+    for log in (False, True):
+        out = logchain.product(x, torch.ones(1, 2, 2, dtype=dtype), p0, log_params=log, strategy="sequential")
+        assert out[0] == inf and out[1].isfinite()
+
+
+@BOTH
+def test_logarithms_so_far_apart_that_their_difference_rounds_by_many_nats(dtype):
+    r = torch.Generator().manual_seed(0)
+    for size in (1e9, 1e12, 1e20, 1e25, 1e30):
+        for _ in range(20):
+            x, bulk, p0 = (torch.rand(*shape, generator=r, dtype=dtype) for shape in ((3, 2), (1, 2, 2), (2,)))
+            out = logchain.product(x, bulk * size, p0 * size, log_params=True, strategy="sequential")
+            truth = reference.product(x, bulk * size, p0 * size, log_params=True)
+            torch.testing.assert_close(out.double(), torch.tensor(truth), rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
+def test_no_loop_reads_behind_an_operand():
+    beyond = "import torch, ctypes; from tests.guarded import guarded; t = guarded(torch.ones(3)); "
+    reads = f"{beyond} ctypes.string_at(t.data_ptr(), 13)"
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", reads], cwd=root, capture_output=True).returncode < 0
+    subprocess.run([sys.executable, "-m", "tests.guarded"], cwd=root, check=True, capture_output=True)

@@ -294,13 +294,13 @@ static void write_start(Back *b, int64_t place) {
     start_row(c, w->width, p0, a->p0_state, (int)a->logarithms, w->first, &exponent, &shift);
     rows_of_x(w, place, 1, 0, &x);
     emit(w->width, x, b->behind + place * w->width, source);
-    double down = (double)power_of_two(-TOP / 2); /* of both factors: their product may exceed a double either way */
-    Factors unscale = unscaled(exponent + TOP / 2);
-    for (int64_t j = 0; j < c; j++) sum += (double)w->first[j] * down * ((double)source[j] * down);
+    double down = (double)power_of_two(-TOP); /* of the weights: the least source is a number that has no room for it */
+    Factors unscale = unscaled(exponent + TOP);
+    for (int64_t j = 0; j < c; j++) sum += (double)w->first[j] * down * (double)source[j];
     for (int64_t j = 0; j < c; j++) {
         if (w->first[j] == 0 || !(sum > 0)) continue;
-        double t = (double)source[j] * down;
-        double found = logs(a) ? t * ((double)w->first[j] * down) / sum : t / sum * unscale.first * unscale.second;
+        double t = source[j], posterior = (double)w->first[j] * down * t / sum;
+        double found = logs(a) ? posterior : t / sum * unscale.first * unscale.second;
         out[j] = found * a->weight[q];
     }
 }

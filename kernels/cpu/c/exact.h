@@ -55,8 +55,9 @@ INLINE Number exponential_number(doubles a) {
     q = q * r + 1.98412698971676727e-4, q = q * r + 1.3888888889219606e-3, q = q * r + 8.33333333331666335e-3;
     q = q * r + 4.16666666666657806e-2, q = q * r + 0.16666666666666684, q = q * r + 0.500000000000000008;
     doubles m = (doubles)((longs)((q * r) * r + r + 1) + ((longs)rounded << 52));
-    m = choose(a == a, choose(none, both(0), m), a);
-    return settled((Number){m, choose(a == a, e, both(0))});
+    longs number = a < __builtin_inf(); /* neither infinite nor NaN, which stay what they are */
+    m = choose(number, choose(none, both(0), m), a);
+    return settled((Number){m, choose(number, e, both(0))});
 }
 
 /* The natural logarithms of m in range, -inf of 0. */

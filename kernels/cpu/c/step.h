@@ -41,7 +41,7 @@ INLINE reals exponential(reals a, reals rest) {
 /* The same of x - most with the rounding of that difference, for logarithms of matrices. */
 INLINE reals exponential_of_difference(reals x, real most) {
     reals a = x - most, back = a - x, rest = (x - (a - back)) - (most + back);
-    return exponential(a, where(rest == rest, rest, (reals){0}));
+    return exponential(a, where(a >= LOG_DEEPEST, rest, (reals){0})); /* what is raised is no difference any more */
 }
 
 /* Entries that a vector takes from fewer places than it has, and gives to them. */
