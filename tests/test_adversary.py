@@ -11,12 +11,22 @@ import torch
 
 import logchain
 from logchain import reference
-from logchain.kernels.cpu import arguments, library
+from logchain.kernels.cpu import arguments, library, short
 from tests.adversary import search
 
 inf = torch.inf
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+@pytest.fixture(autouse=True)
+def no_function_is_known():
+    """What a test loads must not outlast it, nor be kept from it."""
+    for forget in (arguments.function.cache_clear, short._known.clear):
+        forget()
+    yield
+    for forget in (arguments.function.cache_clear, short._known.clear):
+        forget()
 
 
 @pytest.mark.parametrize(("high", "low", "dtype"), [(1e30, 1e-30, torch.float32), (1e200, 1e-128, torch.float64)])
