@@ -35,7 +35,7 @@ class Fit(NamedTuple):
         end = "converged" if self.converged else "not converged"
         last = self.history[-1] - self.history[-2] if self.iterations else 0.0
         lines = [
-            f"log-likelihood {self.log_likelihood:.4f} nats, {self.history[0]:.4f} at the start",
+            f"log-likelihood {self.log_likelihood:.2f} nats, {self.history[0]:.2f} at the start",
             f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}",
         ]
         if len(self.starts) > 1:
