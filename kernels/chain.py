@@ -28,7 +28,7 @@ class Chain:
     `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the
     arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear. `final`:
     weights of the states of a sequence's last step (g, m, c), in place of ones; with them an end may be 0, for no step.
-    `room`: memory for the messages that are kept (v, g, m, c). `number`: that of the first step, in a stream.
+    `room`: memory for the messages that are kept (v, g, m, c).
     """
 
     x: Tensor
@@ -40,7 +40,6 @@ class Chain:
     by_log: bool = False
     final: Tensor | None = None
     room: Tensor | None = None
-    number: int = 0
 
     @property
     def v(self) -> int:

@@ -131,7 +131,8 @@ def call(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> Callable[[]
 
 def fitted(place: Where, found: Sequence[Sample], about: dict[str, str], processors: int = 1) -> Constants:
     """Constants for each schedule and pass."""
-    entry = Constants(*place, processors, True, **about, seconds={})
+    known = {name: value for name, value in about.items() if name in Constants._fields}
+    entry = Constants(*place, processors, True, **known, seconds={})
     for name in ("sequential", "chunked", "tree"):
         entry.seconds[name] = {}
         for gradients, which in ((False, FORWARD), (True, BOTH)):
