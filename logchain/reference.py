@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import logsumexp
 
 Array = NDArray[np.float64]
 
@@ -292,5 +291,7 @@ def _logs(
 
 def _logsumexp(array: Array, axis: int) -> Array:
     """`scipy.special.logsumexp`, which warns where every term is -inf."""
+    from scipy.special import logsumexp  # takes longer to import than all of logchain
+
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(logsumexp(array, axis=axis))
