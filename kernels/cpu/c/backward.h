@@ -11,16 +11,6 @@
 /* So many products are added up in a `real` before they go into a double: what that rounds stays below 2^-20. */
 enum { ADDED = 256 };
 
-/* A source w T / sum S B is multiplied by 2^(TOP - HALF), so that its products with S are within the format: they are at
-   most 2^SPARE over the least entry of P that a path may take. Those below 2^-FADED would be denormal, and are 0. */
-#if BITS == 32
-enum { SPARE = 30, FADED = 54 };
-#else
-enum { SPARE = 64, FADED = 180 };
-#endif
-enum { HALF = TOP - SPARE };
-#define UNSHARE power_of_two(-SPARE)
-
 typedef struct {
     Walk w;
     real *behind, *source, *ahead; /* (count, width): B, T, and S where messages are gathered */
@@ -313,7 +303,7 @@ static void prepare_back(Back *b, int64_t count, int64_t step) {
     if (b->prepared && a->one_matrix) return;
     prepare(a, w->set, step, &w->matrix);
     b->prepared = 1;
-    if (b->wary) look(&w->matrix), rescale(&w->matrix);
+    if (b->wary || (w->lone && a->one_matrix)) look(&w->matrix), rescale(&w->matrix);
     if (count == 1 && !a->one_matrix) return;
     if (w->matrix.c >= LANES) transpose(width, w->matrix.entries, w->matrix.row, b->turned, width);
     else for (int64_t k = 0; k < width; k++)
@@ -334,6 +324,30 @@ static void pull(Back *b, int64_t count, int64_t step) {
         else if (w->a->one_matrix) row_times(c, width, source, b->turned, width, behind);
         else row_times_transposed(width, source, w->matrix.entries, w->matrix.row, behind);
     }
+}
+
+/* Steps of a sequence of few states, as far as they ask for no care. */
+static int64_t few_back(Back *b, int64_t step) {
+    Walk *w = &b->w;
+    const Chain *a = w->a;
+    int64_t q = sequence_at(a, w->set, w->begin);
+    Lone l;
+    if (a->one_matrix) prepare_back(b, 1, step);
+    if (step >= lone_of(w, &l) || (a->grad_bulk && a->members > 1)) return step;
+    l.turned = b->turned, l.by_log = logs(a);
+    l.gradient = gradient_at(a, w->set, q, 0), l.gradient_step = a->grad_step;
+    l.outer = a->grad_bulk ? a->grad_bulk + w->set * a->count_set : 0, l.outer_step = a->count_step;
+    l.held_ahead = a->counts ? b->held_ahead : 0, l.held_source = b->held_source, l.most_held = GROUP;
+    l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / b->weight), l.unshare = UNSHARE * (real)b->weight;
+    widen(w->width, w->width, b->behind, 1, 0, l.state);
+    for (int full = 1; full && step > 0;) {
+        l.held = b->held;
+        step = back(&l, step);
+        b->held = l.held, full = l.held_ahead && l.held == GROUP;
+        if (full) release(b);
+    }
+    widen(w->width, w->width, l.state, 1, 0, b->behind);
+    return step;
 }
 
 /* All steps of the places. */
@@ -366,6 +380,8 @@ static void walk_back(Back *b) {
             if (a->grad_bulk && counted) count_step(b, 0, b->ahead, step);
             continue;
         }
+        if (w->lone && !b->skipped[0] && !b->wary) step = few_back(b, step);
+        if (step == 0) break;
         prepare_back(b, count, step);
         pull(b, count, step);
         const real *ahead = rows_ahead(b, count, step - 1);
@@ -438,6 +454,7 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
         b.skipped = take(&room, size);
         for (w->begin = begin; w->begin < behind; w->begin += size) {
             w->count = behind - w->begin < size ? behind - w->begin : size;
+            w->lone = w->count == 1 && a->states <= FEW;
             go_back(&b);
         }
         for (int64_t place = begin; place < behind; place++) lossy += a->lossy[sequence_at(a, w->set, place)] != 0;

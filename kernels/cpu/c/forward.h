@@ -1,6 +1,6 @@
 /* Forward messages, all sequences of a set of matrices taking a step together. What is lossy is left to exact.h. */
 #pragma once
-#include "step.h"
+#include "few.h"
 
 enum { GROUP = 32 }; /* rows of which the sums stay in the first-level cache between product and emission */
 
@@ -15,6 +15,7 @@ typedef struct {
     Sum *shifts;
     int64_t *exponents;
     uint8_t *deep;                            /* the last emission was raised */
+    int lone;                                 /* it is one sequence of few states */
 } Walk;
 
 INLINE int64_t width_of(const Chain *a) { return a->states < LANES ? LANES : a->states; }
@@ -144,6 +145,38 @@ static void start(Walk *w, int64_t count, real common) {
     }
 }
 
+/* What few.h takes of a sequence whose matrix, if all steps have one, is prepared; the step before which it stops. */
+static int64_t lone_of(Walk *w, Lone *l) {
+    const Chain *a = w->a;
+    int64_t c = a->states, q = sequence_at(a, w->set, w->begin), one = a->one_matrix;
+    int64_t aside = steps_kept_back(c, a->x_step), others = one ? 0 : steps_kept_back(c, a->bulk_step);
+    if (!one && (a->logarithms || a->bulk_to != 1)) return 0;
+    if (one && !w->matrix.looked) look(&w->matrix), rescale(&w->matrix);
+    real limit = one ? TRUSTED * w->matrix.high : INFINITE;
+    limit = limit < SHALLOW ? SHALLOW : limit;
+    *l = (Lone){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 0), .x_step = a->x_step,
+                .entries = one ? w->matrix.entries : a->bulk + w->set * a->bulk_set, .row = one ? w->matrix.row : a->bulk_from,
+                .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
+                .message_step = a->sets * a->members * c, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
+                .zeros = one && w->matrix.low >= ordinary(), .matrix_shift = one ? w->matrix.shift : 0,
+                .matrix_exponent = one ? w->matrix.exponent : 0};
+    return a->steps - (aside > others ? aside : others);
+}
+
+/* Steps of a sequence of few states, as far as they ask for no care. */
+static int64_t few_ahead(Walk *w, int64_t step) {
+    Lone l;
+    int64_t behind = lone_of(w, &l), last = steps_of(w->a, sequence_at(w->a, w->set, w->begin)) - 1;
+    behind = behind < last ? behind : last;
+    if (step >= behind) return step;
+    widen(w->width, w->width, state_at(w, 0, step - 1), 1, 0, l.state);
+    l.shift = w->shifts[0], l.exponent = w->exponents[0], l.deep = w->deep[0];
+    step = ahead(&l, step, behind);
+    widen(w->width, w->width, l.state, 1, 0, state_at(w, 0, step - 1));
+    w->shifts[0] = l.shift, w->exponents[0] = l.exponent, w->deep[0] = (uint8_t)l.deep;
+    return step;
+}
+
 /* All steps of the places. */
 static void walk_ahead(Walk *w) {
     const Chain *a = w->a;
@@ -155,9 +188,11 @@ static void walk_ahead(Walk *w) {
     }
     int64_t count = active(w, w->count, 0);
     start(w, count, common);
+    if (a->one_matrix && a->steps > 1) prepare(a, w->set, 1, &w->matrix);
     for (int64_t step = 0; step < a->steps; step++) {
+        if (w->lone && step > 0 && count > 0 && !a->lossy[sequence_at(a, w->set, w->begin)]) step = few_ahead(w, step);
         if (step > 0 && count > 0) {
-            if (step == 1 || !a->one_matrix) prepare(a, w->set, step, &w->matrix);
+            if (!a->one_matrix) prepare(a, w->set, step, &w->matrix);
             for (int64_t place = 0; place < count; place += GROUP) {
                 int64_t rows = count - place < GROUP ? count - place : GROUP, trusted = 0;
                 for (int64_t r = 0; r < rows; r++) trusted |= !a->lossy[sequence_at(a, w->set, w->begin + place + r)];
@@ -205,6 +240,7 @@ EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
         w.deep = take(&room, size);
         for (w.begin = begin; w.begin < behind; w.begin += size) {
             w.count = behind - w.begin < size ? behind - w.begin : size;
+            w.lone = w.count == 1 && a->states <= FEW;
             walk_ahead(&w);
         }
         for (int64_t place = begin; place < behind; place++) lossy += a->lossy[sequence_at(a, w.set, place)];

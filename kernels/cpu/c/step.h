@@ -22,6 +22,16 @@ enum { TOP = 900, DEEPEST = 960, GUARD = 55 };
 /* Sums above it are still normal numbers after an emission. */
 #define SHALLOW power_of_two(DEEPEST + 1 - BIAS)
 
+/* A source w T / sum S B is multiplied by 2^(TOP - HALF), so that its products with S are within the format: they are at
+   most 2^SPARE over the least entry of P that a path may take. Those below 2^-FADED would be denormal, and are 0. */
+#if BITS == 32
+enum { SPARE = 30, FADED = 54 };
+#else
+enum { SPARE = 64, FADED = 180 };
+#endif
+enum { HALF = TOP - SPARE };
+#define UNSHARE power_of_two(-SPARE)
+
 #define LOG_DEEPEST ((real)(-DEEPEST * 0.69314718055994531))
 
 /* The least entry of which every product with an S is a number: another one where denormal numbers are flushed. */
