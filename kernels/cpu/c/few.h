@@ -105,15 +105,11 @@ INLINE void times_transposed(const int vectors, const int narrow, int64_t c, rea
 
 /* The bits of a row's largest sum, in all lanes, if all sums are believed; 0 otherwise. */
 INLINE wholes believed(const int vectors, const int narrow, const Lone *l, int deep, reals *sums) {
-    reals limit = all(l->limits[deep]);
-    wholes zeros = l->zeros ? (wholes){0} - 1 : (wholes){0}, bad = {0}, most = {0};
+    wholes zeros = l->zeros ? (wholes){0} - 1 : (wholes){0}, bad = {0}, most = {0}, within = lanes() < (whole)l->c;
+    reals limit = narrow ? where(within, all(l->limits[deep]), (reals){0}) : all(l->limits[deep]);
     UNROLL for (int v = 0; v < vectors; v++) {
-        wholes good = ((sums[v] >= limit) & (sums[v] < INFINITE)) | ((sums[v] == 0) & zeros);
-        if (narrow) {
-            wholes within = lanes() < (whole)l->c;
-            good |= ~within, sums[v] = where(within, sums[v], (reals){0});
-        }
-        bad |= ~good;
+        if (narrow) sums[v] = where(within, sums[v], (reals){0});
+        bad |= (~(sums[v] >= limit) & ~((sums[v] == 0) & zeros)) | ~(sums[v] < INFINITE);
         most = higher(most, (wholes)sums[v]);
     }
     FOLDED(most, higher);
@@ -143,7 +139,7 @@ INLINE int64_t stride_ahead(const int vectors, const int narrow, const int one, 
         deep = emissions(vectors, narrow, c, l->x + step * l->x_step, emission, &top);
         reals factor = to_top(most);
         UNROLL for (int v = 0; v < vectors; v++) {
-            sums[v] = sums[v] * factor * emission[v];
+            sums[v] = sums[v] * emission[v] * factor;
             store(state + offset(vectors, v, end), sums[v]);
         }
         if (l->messages) write(vectors, narrow, c, sums, (real *)l->messages + step * l->message_step);
