@@ -1,12 +1,18 @@
 """The C library for this machine, by ctypes."""
 
 import ctypes
+import mmap
 import platform
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+
+# bytes of two large pages
+_LARGE = 2**22
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
@@ -34,3 +40,17 @@ def load(level: str) -> ctypes.CDLL:
 def library() -> ctypes.CDLL:
     """The library that this machine computes with."""
     return load(level())
+
+
+@cache
+def _advise() -> Any:
+    return ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_HUGEPAGE") else None
+
+
+def in_large_pages(tensor: Tensor) -> None:
+    """Let the system back a new tensor's storage with large pages, if it has any: a first touch of small ones is slow."""
+    storage = tensor.untyped_storage()
+    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = storage.data_ptr() + storage.nbytes() - begin
+    if size >= _LARGE and (advise := _advise()) is not None:
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from .arguments import Arguments, Call, function
+from .library import in_large_pages
 
 # by shapes, strides, dtypes; None for chains that are not short
 _known: dict[Any, "Short | None"] = {}
@@ -70,6 +71,8 @@ class Short:
         v, g, m, c = self._shape
         log_norm = torch.empty(x.shape[:-2], dtype=torch.float64)
         messages = room if room is not None else torch.empty((v, g, m, c) if keep else 0, dtype=self._dtype)
+        if keep and room is None:
+            in_large_pages(messages)
         sums, lossy = torch.empty((1, g, m, 1), dtype=self._dtype), torch.empty((g, m), dtype=torch.bool)
         a = Arguments.from_buffer_copy(self._arguments)
         a.x, a.bulk, a.p0, a.messages = (
@@ -97,11 +100,13 @@ class Short:
         a.log_norm, a.sums, a.lossy = log_norm.data_ptr(), sums[-1].data_ptr(), lossy.data_ptr()
         a.weight, a.by_log, counts, starts = weight.data_ptr(), by_log, None, None
         if grad_x.numel():
+            in_large_pages(grad_x)
             a.grad_x = grad_x.data_ptr()
         if grad_bulk.numel() and self._one:
             counts = torch.zeros((g, c, c), dtype=torch.float64)
             a.counts = counts.data_ptr()
         elif grad_bulk.numel():
+            in_large_pages(grad_bulk)
             a.grad_bulk = grad_bulk.data_ptr()
         if grad_p0.numel():
             starts = torch.empty((g, m, c), dtype=torch.float64)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from .arguments import Call
+from .library import in_large_pages
 
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -15,6 +16,8 @@ def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Te
     scales = chain.new(steps + 1, g, m, 1).fill_(1.0)
     lossy = torch.zeros(g, m, dtype=torch.uint8)
     call = Call(chain)
+    if keep and chain.room is None:
+        in_large_pages(messages)
     call.point(messages=messages if keep else None, log_norm=log_norm, sums=scales[-1], lossy=lossy)
     spans = call.spans()
     if call.run("forward", spans):
@@ -39,6 +42,9 @@ def backward(
     call = Call(chain)
     call.point(messages=messages, log_norm=log_norm, sums=scales[-1].contiguous(), lossy=lossy, weight=weight)
     call.point(grad_p0=grad_p0)
+    for gradient in (grad_x, grad_bulk):
+        if gradient is not None:
+            in_large_pages(gradient)
     into = None
     if grad_x is not None:
         plain = grad_x.dtype == chain.dtype and (grad_x.stride(-1) == 1 or c == 1)

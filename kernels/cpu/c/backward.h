@@ -127,14 +127,27 @@ INLINE Factors unscaled(int64_t exponent) {
     return (Factors){halved(1, exponent / 2), halved(1, exponent - exponent / 2)};
 }
 
-/* One row of a gradient from sums of products, exactly 0 where the matrix is. */
-INLINE void write_counts(const Matrix *m, int64_t k, const double *sums, const real *rest, int by_log, double weight, real *out) {
-    const real *p = m->entries + k * m->row;
-    double factor = (double)UNSHARE * weight;
+/* A step's gradient from sums of products in `partial`, and those in `total` if there are any: exactly 0 where the
+   matrix is. */
+static void write_counts(const Back *b, const double *total, real *out) {
+    const Matrix *m = &b->w.matrix;
+    int64_t c = m->c, across = padded(b->w.width);
+    int by_log = logs(b->w.a);
     Factors unscale = unscaled(by_log ? 0 : m->exponent);
-    for (int64_t j = 0; j < m->c; j++) {
-        double sum = ((sums ? sums[j] : 0) + (double)rest[j]) * factor;
-        out[j] = p[j] == 0 ? 0 : (real)(by_log ? sum * (double)p[j] : sum * unscale.first * unscale.second);
+    double factor = (double)UNSHARE * b->weight;
+    for (int64_t k = 0; k < c; k++) {
+        const real *p = m->entries + k * m->row, *rest = b->partial + k * across;
+        if (total || c < LANES || !(m->exponent == 0 || by_log)) {
+            for (int64_t j = 0; j < c; j++) {
+                double sum = ((total ? total[k * across + j] : 0) + (double)rest[j]) * factor;
+                out[k * c + j] = p[j] == 0 ? 0 : (real)(by_log ? sum * (double)p[j] : sum * unscale.first * unscale.second);
+            }
+        } else
+            for (int64_t v = 0; v < vectors_of(c); v++) {
+                int64_t j = start_of(v, c);
+                reals entries = load(p + j), found = load(rest + j) * (real)factor;
+                store(out + k * c + j, where(entries == 0, (reals){0}, by_log ? found * entries : found));
+            }
     }
 }
 
@@ -212,15 +225,17 @@ static void count_step(Back *b, int64_t count, const real *ahead, int64_t step) 
         else add_rows(b, count, ahead, b->source);
         return;
     }
-    int flushed = count >= ADDED;
-    add_rows(b, count, ahead, b->source);
-    for (int64_t k = 0; k < c; k++) {
-        real *to = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set + k * c;
-        if (count) write_counts(&w->matrix, k, flushed ? b->total + k * across : 0, b->partial + k * across, logs(a), b->weight, to);
-        else clear(c, to);
+    real *to = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set;
+    if (count == 0) clear(c * c, to);
+    else if (count <= ADDED) {
+        multiply(c, count, across, ahead, 1, width, b->source, width, b->partial, across);
+        write_counts(b, 0, to);
+    } else {
+        for (int64_t k = 0; k < c * across; k++) b->partial[k] = 0, b->total[k] = 0;
+        add_rows(b, count, ahead, b->source);
+        write_counts(b, b->total, to);
+        b->added = 0;
     }
-    clear(c * across, b->partial), b->added = 0;
-    for (int64_t k = 0; k < c * across && flushed; k++) b->total[k] = 0;
 }
 
 /* S of the first places at a step, as rows next to each other; 0 for what is left out. */
