@@ -329,9 +329,9 @@ static void prepare_back(Back *b, int64_t count, int64_t step) {
 static void pull(Back *b, int64_t count, int64_t step) {
     Walk *w = &b->w;
     int64_t c = w->a->states, width = w->width;
-    for (int64_t place = 0; place < count; place += GROUP) {
-        int64_t rows = count - place < GROUP ? count - place : GROUP;
-        const real *x[GROUP];
+    for (int64_t place = 0, group = group_of(w->a); place < count; place += group) {
+        int64_t rows = count - place < group ? count - place : group;
+        const real *x[4 * GROUP];
         real *behind = b->behind + place * width, *source = b->source + place * width;
         rows_of_x(w, place, rows, step, x);
         for (int64_t r = 0; r < rows; r++) w->deep[place + r] = (uint8_t)emit(width, x[r], behind + r * width, source + r * width);
@@ -447,12 +447,12 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     w->direct = !a->order && !a->ends && w->width == a->states;
     for (int64_t q = a->first; q < a->last;) {
         int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
-        int64_t size = a->one_matrix && behind - begin > GROUP ? GROUP : behind - begin, real_size = sizeof(real);
+        int64_t group = group_of(a), size = a->one_matrix && behind - begin > group ? group : behind - begin, real_size = sizeof(real);
         char *room = a->room;
         w->set = q / a->members;
         w->matrix = (Matrix){.c = a->states, .width = w->width, .room = take(&room, w->width * w->width * real_size)};
         if (w->width > a->states) clear(w->width * w->width, w->matrix.room);
-        w->wide = take(&room, GROUP * w->width * real_size);
+        w->wide = take(&room, group * w->width * real_size);
         w->first = take(&room, w->width * real_size);
         w->deep = take(&room, size);
         b.behind = take(&room, size * w->width * real_size);
@@ -480,8 +480,9 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
 
 /* Bytes of scratch that a thread takes, of either direction. */
 EXPORT int64_t EXPORTED(logchain_room)(const Chain *a) {
-    int64_t width = width_of(a), size = a->one_matrix && a->members > GROUP ? GROUP : a->members, bytes = sizeof(real);
-    int64_t ahead = width * width * bytes + 2 * GROUP * width * bytes + (2 * size + 1) * width * bytes + size * 40;
-    int64_t back = 2 * width * width * bytes + width * padded(width) * (bytes + 8) + (3 * GROUP + 3 * size + 2) * width * bytes + size * 32;
+    int64_t width = width_of(a), group = group_of(a), bytes = sizeof(real);
+    int64_t size = a->one_matrix && a->members > group ? group : a->members;
+    int64_t ahead = width * width * bytes + 2 * group * width * bytes + (2 * size + 1) * width * bytes + size * 40;
+    int64_t back = 2 * width * width * bytes + width * padded(width) * (bytes + 8) + (2 * GROUP + group + 3 * size + 2) * width * bytes + size * 32;
     return (ahead > back ? ahead : back) + 20 * 64;
 }

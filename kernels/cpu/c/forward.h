@@ -4,12 +4,15 @@
 
 enum { GROUP = 32 }; /* rows of which the sums stay in the first-level cache between product and emission */
 
+/* Rows that meet a matrix together: more of them where a matrix is copied for each group. */
+INLINE int64_t group_of(const Chain *a) { return is_packed(4 * GROUP, a->states) ? 4 * GROUP : GROUP; }
+
 /* Sequences of a set, from place `begin` to before `behind`, and what is known of each place. */
 typedef struct {
     const Chain *a;
     int64_t set, begin, count, width, direct; /* direct: messages are kept as they are walked */
     real *states;                             /* where they are not: two steps' (2, count, width) */
-    real *sums, *wide;                        /* (GROUP, width): a group's sums, and its x where c < LANES */
+    real *sums, *wide;                        /* (group, width): a group's sums, and its x where c < LANES */
     real *first;                              /* (width): the initial weights as sums */
     Matrix matrix;
     Sum *shifts;
@@ -193,8 +196,8 @@ static void walk_ahead(Walk *w) {
         if (w->lone && step > 0 && count > 0 && !a->lossy[sequence_at(a, w->set, w->begin)]) step = few_ahead(w, step);
         if (step > 0 && count > 0) {
             if (!a->one_matrix) prepare(a, w->set, step, &w->matrix);
-            for (int64_t place = 0; place < count; place += GROUP) {
-                int64_t rows = count - place < GROUP ? count - place : GROUP, trusted = 0;
+            for (int64_t place = 0, group = group_of(a); place < count; place += group) {
+                int64_t rows = count - place < group ? count - place : group, trusted = 0;
                 for (int64_t r = 0; r < rows; r++) trusted |= !a->lossy[sequence_at(a, w->set, w->begin + place + r)];
                 if (!trusted) {
                     for (int64_t r = 0; r < rows; r++) forget(w, place + r, step);
@@ -226,13 +229,13 @@ EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
     w.direct = a->messages && !a->order && !a->ends && w.width == a->states;
     for (int64_t q = a->first; q < a->last;) {
         int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
-        int64_t size = a->one_matrix && behind - begin > GROUP ? GROUP : behind - begin;
+        int64_t group = group_of(a), size = a->one_matrix && behind - begin > group ? group : behind - begin;
         char *room = a->room;
         w.set = q / a->members;
         w.matrix = (Matrix){.c = a->states, .width = w.width, .room = take(&room, w.width * w.width * (int64_t)sizeof(real))};
         if (w.width > a->states) clear(w.width * w.width, w.matrix.room);
-        w.sums = take(&room, GROUP * w.width * (int64_t)sizeof(real));
-        w.wide = take(&room, GROUP * w.width * (int64_t)sizeof(real));
+        w.sums = take(&room, group * w.width * (int64_t)sizeof(real));
+        w.wide = take(&room, group * w.width * (int64_t)sizeof(real));
         w.first = take(&room, w.width * (int64_t)sizeof(real));
         w.states = take(&room, 2 * size * w.width * (int64_t)sizeof(real));
         w.shifts = take(&room, size * (int64_t)sizeof(Sum));

@@ -88,6 +88,8 @@ static void packed_tiles(const int adds, int64_t rows, int64_t depth, int64_t wi
             if (vectors == 3 && !more) packed_column(VECTORS, 0, rows, deep, a, a_row, a_k, b + j, b_row, out + j, out_row, end, ahead, packed);
             if (vectors == 2 && more) packed_column(2, 1, rows, deep, a, a_row, a_k, b + j, b_row, out + j, out_row, end, ahead, packed);
             if (vectors == 2 && !more) packed_column(2, 0, rows, deep, a, a_row, a_k, b + j, b_row, out + j, out_row, end, ahead, packed);
+            if (vectors == 1 && done + deep == depth) /* it may overlap the columns before it, and so is made at once */
+                column_of_tiles(1, adds, rows, depth, a - done * a_k, a_row, a_k, b - done * b_row + j, b_row, end, out + j, out_row, end, 0, 0);
         )
     }
 }
