@@ -64,7 +64,8 @@ def depth(messages: np.ndarray, posteriors: np.ndarray) -> np.ndarray:
 class Truth:
     """Values, posteriors and bounds of one chain: float64 reference, or decimals where the arithmetic is float64."""
 
-    def __init__(self, chain: Chain, lengths=None):
+    def __init__(self, chain: Chain, lengths=None, *, by_logs: bool = False):
+        """`by_logs`: the arithmetic adds logarithms of entries as they are, and rounds as their size is."""
         x, bulk, p0 = (tensor.detach().double().numpy() for tensor in chain[:3])
         options = {"log_params": chain.log_params, "lengths": lengths}
         self.dtype = torch.float64 if torch.float64 in (t.dtype for t in chain[:3]) else torch.float32
@@ -80,6 +81,9 @@ class Truth:
             matrices, pairs = (array.reshape(*array.shape[:-2], x.shape[-1] ** 2) for array in (bulk, self.transitions))
             levels += [(p0[..., None, :], self.states[..., :1, :]), (matrices, pairs)]
         self.depth = np.max([depth(*level) for level in levels], 0)
+        if by_logs and self.transitions.size:
+            taken = np.broadcast_to(bulk, self.transitions.shape)[self.transitions > _MATTERS]
+            self.depth = np.maximum(self.depth, np.abs(np.log(taken)).max(initial=0.0))
         steps = x.shape[-2] if lengths is None else np.asarray(lengths)
         self.steps = np.zeros(self.log_norm.shape, int) + np.reshape(steps, (*np.shape(steps), *self._missing(steps)))
         self.c = x.shape[-1]

@@ -115,7 +115,7 @@ def test_a_rescued_sequence_counts_once(segments):
     segments(5)
     chain = FAMILIES["detour"](dtype=torch.float32)
     # checkpoints are computed in float64, which is lost later
-    leaves = [operand.requires_grad_() for operand in (10 * chain.x, *chain[1:3])]
+    leaves = [operand.requires_grad_() for operand in (100 * chain.x, *chain[1:3])]
     with rescues() as seen:
         logchain.product(*leaves, log_params=True, memory_budget=1).sum().backward()
     assert seen.sequences == 6

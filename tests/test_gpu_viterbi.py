@@ -50,6 +50,10 @@ class Best(NamedTuple):
         """D: how far the best path runs below its messages' maxima."""
         return max(row.max() - row[z] for row, z in zip(self.messages, self.states, strict=True))
 
+    def largest_logarithm(self) -> float:
+        """What is added to a message may round as its size is, not as the sum's."""
+        return np.abs(self.bulk[np.isfinite(self.bulk)]).max(initial=0.0)
+
 
 def viterbi(x: np.ndarray, bulk: np.ndarray, p0: np.ndarray) -> Best:
     """Of logarithms (v, c), (v - 1, c, c) and (c)."""
@@ -116,7 +120,8 @@ class Found:
         np.testing.assert_array_equal(np.isneginf(messages[:end]), np.isneginf(expected))
         possible = np.isfinite(expected)
         c = expected.shape[-1]
-        allowed = of_steps(end, c, -expected[possible].min(initial=0.0), dtype=self.dtype)
+        depth = max(-expected[possible].min(initial=0.0), best.largest_logarithm())
+        allowed = of_steps(end, c, depth, dtype=self.dtype)
         assert (np.abs(messages[:end][possible] - expected[possible]) <= allowed).all()
         if best.weight == -INF:
             assert weight == -INF and (states == -1).all()
