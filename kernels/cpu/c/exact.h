@@ -1,112 +1,15 @@
 /* Sequences whose sums a format's exponents cannot hold, redone: forward and backward as in forward.h and backward.h.
 
-   Every entry of a message is a number m 2^(512 e), m a double from 2^-250 to 2^262 and e an integer, its digit: entries
-   of two digits next to each other fit into one double, and so do their products with a matrix's entries. A row times a
-   matrix is one sum for each two digits that the row has; for most rows, one. Nothing underflows, and nothing takes a
-   logarithm but a message that is kept: in log space, its largest entry near 0. */
+   Every entry of a message is a number of number.h. A row times a matrix is one sum for each two digits that the row
+   has: for most rows, one. Nothing underflows, and nothing takes a logarithm but a message that is kept: in log space,
+   its largest entry near 0. */
 #pragma once
 #include "backward.h"
+#include "number.h"
 
-typedef double doubles __attribute__((vector_size(BYTES)));
-typedef int64_t longs __attribute__((vector_size(BYTES)));
-enum { WIDE = BYTES / 8, BLOCK = 16, PARTS = BLOCK / WIDE };
-enum { CHAINS = PARTS < 8 ? 8 / PARTS : 1 }; /* sums of one column that do not wait for each other */
+enum { BLOCK = 16, PARTS = BLOCK / WIDE };   /* columns that are summed together, and their vectors */
+enum { CHAINS = PARTS < 8 ? 8 / PARTS : 1 }; /* sums of a column that do not wait for each other */
 enum { TOGETHER = 32 };                      /* sequences that take a step together */
-
-#define DIGIT 0x1p512
-#define LEAST 0x1p-250
-#define BEYOND 0x1p262
-#define NO_DIGIT -0x1p900 /* of 0 */
-#define DIGIT_LN2_HIGH 0x1.62e42feep8
-#define DIGIT_LN2_LOW 0x1.a39ef35793c76p-24
-
-INLINE doubles load_wide(const double *from) { doubles a; __builtin_memcpy(&a, from, sizeof a); return a; }
-INLINE void store_wide(double *to, doubles a) { __builtin_memcpy(to, &a, sizeof a); }
-INLINE doubles both(double a) { return a - (doubles){0}; }
-INLINE doubles choose(longs condition, doubles a, doubles b) { return (doubles)((condition & (longs)a) | (~condition & (longs)b)); }
-
-INLINE int some(longs a) {
-    int64_t found = 0;
-    UNROLL for (int l = 0; l < WIDE; l++) found |= a[l];
-    return found != 0;
-}
-INLINE double highest_of(doubles a) {
-    double found = a[0];
-    UNROLL for (int l = 1; l < WIDE; l++) found = a[l] > found ? a[l] : found;
-    return found;
-}
-
-/* Entries of a row of the format, of which it has `left`; what is behind them is `rest`. */
-typedef real Part __attribute__((vector_size(WIDE * sizeof(real))));
-INLINE doubles read_wide(const real *from, int64_t step, int64_t left, double rest) {
-    doubles a = both(rest);
-    if (step == 1 && left >= WIDE) {
-        Part read;
-        __builtin_memcpy(&read, from, sizeof read);
-        return __builtin_convertvector(read, doubles);
-    }
-    UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a[l] = (double)from[l * step];
-    return a;
-}
-INLINE void write_wide(real *to, doubles a, int64_t left) {
-    Part written = __builtin_convertvector(a, Part);
-    if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);
-    else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
-}
-
-typedef struct { doubles m, e; } Number;
-
-/* The same number with its m in range, if it was not farther off than a digit. */
-INLINE Number settled(Number a) {
-    longs large = a.m >= BEYOND, small = (a.m < LEAST) & (a.m > 0);
-    a.m *= choose(large, both(1 / DIGIT), choose(small, both(DIGIT), both(1)));
-    a.e += choose(large, both(1), choose(small, both(-1), both(0)));
-    a.e = choose(a.m == 0, both(NO_DIGIT), a.e);
-    return a;
-}
-
-/* What a number is to one whose digit is `ahead` larger: 0 if that is two or more. */
-INLINE doubles lowered(doubles m, doubles ahead) {
-    return m * choose(ahead < 0.5, both(1), choose(ahead < 1.5, both(1 / DIGIT), both(0)));
-}
-
-INLINE Number plus_number(Number a, Number b) {
-    doubles top = choose(a.e > b.e, a.e, b.e);
-    return settled((Number){lowered(a.m, top - a.e) + lowered(b.m, top - b.e), top});
-}
-
-/* e to a power from -178 to 178. */
-INLINE doubles exponential_of(doubles a) {
-    doubles rounded = a * 1.4426950408889634 + 0x1.8p52, k = rounded - 0x1.8p52;
-    doubles r = (a - k * 0x1.62e42feep-1) - k * 0x1.a39ef35793c76p-33;
-    doubles q = r * 2.07977146532679341e-9 + 2.5112254608742596e-8;
-    q = q * r + 2.75576912069113884e-7, q = q * r + 2.75572341705423482e-6, q = q * r + 2.48015867702574306e-5;
-    q = q * r + 1.98412698971676727e-4, q = q * r + 1.3888888889219606e-3, q = q * r + 8.33333333331666335e-3;
-    q = q * r + 4.16666666666657806e-2, q = q * r + 0.16666666666666684, q = q * r + 0.500000000000000008;
-    return (doubles)((longs)((q * r) * r + r + 1) + ((longs)rounded << 52));
-}
-
-/* e to the power a: 0 for -inf. */
-INLINE Number exponential_number(doubles a) {
-    longs none = a == -__builtin_inf();
-    doubles b = choose(none, both(0), a), e = (b * (1.4426950408889634 / 512) + 0x1.8p52) - 0x1.8p52;
-    e = choose((b > 1e15) | (b < -1e15), b * (1.4426950408889634 / 512), e); /* beyond what can be rounded */
-    doubles r = (b - e * DIGIT_LN2_HIGH) - e * DIGIT_LN2_LOW;
-    doubles m = exponential_of(choose(r > 178, both(178), choose(r < -178, both(-178), r)));
-    longs number = a < __builtin_inf(); /* neither infinite nor NaN, which stay what they are */
-    m = choose(number, choose(none, both(0), m), a);
-    return settled((Number){m, choose(number, e, both(0))});
-}
-
-/* The natural logarithms of m in range, -inf of 0. */
-INLINE doubles logarithm_of(doubles m) {
-    longs bits = (longs)m, more = (bits - 0x3fe6a09e667f3bcd) >> 52;
-    doubles f = (doubles)(bits - (more << 52)), k = __builtin_convertvector(more, doubles);
-    doubles t = (f - 1) / (f + 1), square = t * t, series = both(0);
-    UNROLL for (int j = 21; j > 1; j -= 2) series = (series + 1.0 / j) * square;
-    doubles found = k * 0x1.62e42feep-1 + (k * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));
-    return choose(m > 0, found, choose(m == 0, both(-__builtin_inf()), m));
-}
 
 /* ------------------------------------------------------------------------------------------------------ matrices */
 
@@ -275,7 +178,8 @@ static void rows_of_numbers(Numbers *p, int64_t count, const double *m, const do
 }
 
 /* One row times the matrix. */
-INLINE void row_of_numbers(Numbers *p, const double *m, const double *e, double *values, int64_t *kind, double *om, double *oe) {
+INLINE void row_of_numbers(Numbers *p, const double *m, const double *e, double *values, int64_t *kind, double *om,
+                           double *oe) {
     rows_of_numbers(p, 1, m, e, values, kind, om, oe);
 }
 
@@ -314,6 +218,7 @@ static double emit_numbers(const Exact *w, const real *x, double *m, double *e, 
         Number emission = {choose(a == -__builtin_inf(), both(0), exponential_of(a)), both(0)};
         if (!near) emission = exponential_number(a);
         Number found = settled((Number){load_wide(m + j) * emission.m, load_wide(e + j) + emission.e});
+        found.e = choose(found.m == found.m, found.e, both(0)); /* a NaN counts, what it was times a 0 too */
         top = choose(found.e > top, found.e, top);
         store_wide(m + j, found.m), store_wide(e + j, found.e);
     }
@@ -397,7 +302,9 @@ static void multiply_all(Exact *w) {
     w->m = w->um, w->e = w->ue, w->um = m, w->ue = e;
 }
 
-INLINE const real *p0_at(const Chain *a, int64_t q) { return a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member; }
+INLINE const real *p0_at(const Chain *a, int64_t q) {
+    return a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
+}
 
 static void walk_numbers_ahead(Exact *w) {
     const Chain *a = w->a;
@@ -425,19 +332,12 @@ static void walk_numbers_ahead(Exact *w) {
 
 /* ------------------------------------------------------------------------------------------------------ gradients */
 
-/* m 2^(512 e) as a double: a digit at a time, for a gradient may be within the format where 2^(512 e) is not. */
-INLINE doubles value_of_number(Number a) {
-    doubles m = a.m * choose(a.e > 0.5, both(DIGIT), choose(a.e < -0.5, both(1 / DIGIT), both(1)));
-    m *= choose(a.e > 1.5, both(DIGIT), choose(a.e < -1.5, both(1 / DIGIT), both(1)));
-    return m * choose(a.e > 2.5, both(DIGIT), choose(a.e < -2.5, both(0), both(1)));
-}
-
 /* Whether S T / sum S B of transitions are doubles, which are multiplied by P when all have been added up. */
 static int plain_counts(const Exact *w) {
     int plain = !w->matrix.digits;
     for (int64_t f = 0; f < w->count; f++) {
-        double weight = w->a->weight[w->chosen[f]], size = weight < 0 ? -weight : weight;
-        plain &= size > 0x1p-64 && size < 0x1p64;
+        double weight = w->a->weight[w->chosen[f]];
+        plain &= weight * weight > 0x1p-128 && weight * weight < 0x1p128;
     }
     return plain;
 }
@@ -448,7 +348,9 @@ static int64_t share_numbers(const Exact *w, const double *entered, double weigh
                              double *te, int64_t *states) {
     const Numbers *p = &w->matrix;
     int64_t count = 0;
-    double sign = weight < 0 ? -1 : 1, least = p->digits ? 0x1p-120 : (double)power_of_two(-FADED) * (logs(w->a) || p->low > 1 ? 1 : p->low);
+    double sign = weight < 0 ? -1 : 1, least = power_of_two(-FADED); /* of S T / sum S B, or of that times P */
+    if (p->digits) least = 0x1p-120;
+    else if (!logs(w->a) && p->low < 1) least *= p->low;
     Number size = settled(settled((Number){both(weight * sign), both(0)}));
     for (int64_t j = 0; j < p->c; j++) {
         double m = tm[j], e = te[j];
@@ -464,23 +366,26 @@ static int64_t share_numbers(const Exact *w, const double *entered, double weigh
 }
 
 /* Adds a sequence's transitions from a block of states, of which (sm, se) are the kept messages: sums as doubles. */
-static void count_block(const Numbers *p, int64_t k, int64_t count, const double *sm, const double *se, const double *tm,
-                        const double *te, const int64_t *states, double *total) {
+static void count_block(const Exact *w, int64_t k, int64_t count, const double *sm, const double *se, const double *tm,
+                        const double *te, const int64_t *states) {
+    const Numbers *p = &w->matrix; /* the transpose */
     int64_t first = p->first[k / BLOCK], behind = p->behind[k / BLOCK], begin = 0;
     while (begin < count && states[begin] < first) begin++;
     while (begin < count && states[count - 1] >= behind) count--;
     if (begin == count) return;
-    for (double level = next_digit(se, k, k + BLOCK, -NO_DIGIT); level > NO_DIGIT; level = next_digit(se, k, k + BLOCK, level)) {
+    double level = next_digit(se, k, k + BLOCK, -NO_DIGIT);
+    for (; level > NO_DIGIT; level = next_digit(se, k, k + BLOCK, level)) {
         doubles source[PARTS];
         UNROLL for (int l = 0; l < PARTS; l++) {
             int64_t at = k + l * WIDE;
             source[l] = choose(load_wide(se + at) == level, load_wide(sm + at), both(0));
         }
         for (int64_t t = begin; t < count; t++) {
-            double digit = te[t] + level, *to = total + states[t] * p->across + k;
+            double digit = te[t] + level, *to = w->total + states[t] * p->across + k;
             if (tm[t] == tm[t] && (digit < -1.5 || digit > 1.5)) continue; /* nothing; no path */
             double share = digit == 0 ? tm[t] : digit > 0 ? tm[t] * DIGIT : tm[t] / DIGIT;
-            UNROLL for (int l = 0; l < PARTS; l++) store_wide(to + l * WIDE, load_wide(to + l * WIDE) + share * source[l]);
+            UNROLL for (int l = 0; l < PARTS; l++)
+                store_wide(to + l * WIDE, load_wide(to + l * WIDE) + share * source[l]);
         }
     }
 }
@@ -488,7 +393,7 @@ static void count_block(const Numbers *p, int64_t k, int64_t count, const double
 /* The same of all states, with P where gradients are those of logarithms, and each product a number. */
 static void count_numbers(const Exact *w, int64_t count, const double *sm, const double *se, const double *tm,
                           const double *te, const int64_t *states) {
-    const Numbers *p = &w->matrix; /* the transpose */
+    const Numbers *p = &w->matrix;
     int by_log = logs(w->a);
     for (int64_t t = 0; t < count; t++) {
         double *into = w->total + states[t] * p->across, size = tm[t] < 0 ? -tm[t] : tm[t];
@@ -506,27 +411,29 @@ static void count_numbers(const Exact *w, int64_t count, const double *sm, const
     }
 }
 
-/* Adds what has been counted to the gradient of a step, exactly 0 where the matrix is. */
-static void write_counted(Exact *w, int64_t step, int plain) {
+/* Adds what has been counted to a gradient (from, to), exactly 0 where the matrix is. `times`: after a product with P. */
+static void write_counted(Exact *w, int64_t step, int times) {
     const Chain *a = w->a;
     const Numbers *p = &w->matrix;
-    int64_t c = a->states, times = plain && logs(a);
-    real tile[BLOCK * BLOCK], turned[BLOCK * BLOCK], *to = a->grad_bulk ? a->grad_bulk + step * a->count_step + w->set * a->count_set : 0;
+    int64_t c = a->states;
     for (int64_t k = 0; k < c * w->across; k += WIDE) {
         doubles entry = load_wide(p->m + k), found = load_wide(w->total + k);
         store_wide(w->total + k, choose(entry == 0, both(0), times ? found * entry : found));
     }
-    for (int64_t k = 0; k < c; k += BLOCK)
-        for (int64_t j = p->first[k / BLOCK] / BLOCK * BLOCK; j < p->behind[k / BLOCK]; j += BLOCK) {
+    for (int64_t k = 0; k < c && a->counts; k++)
+        for (int64_t j = 0; j < c; j++) a->counts[(w->set * c + k) * c + j] += w->total[j * w->across + k];
+    for (int64_t k = 0; k < c && !a->counts; k += BLOCK)
+        for (int64_t j = p->first[k / BLOCK]; j < p->behind[k / BLOCK]; j += BLOCK) {
             int64_t rows = c - j < BLOCK ? c - j : BLOCK, columns = c - k < BLOCK ? c - k : BLOCK;
-            for (int64_t r = 0; r < rows; r++)
-                UNROLL for (int l = 0; l < BLOCK; l += WIDE) write_wide(tile + r * BLOCK + l, load_wide(w->total + (j + r) * w->across + k + l), WIDE);
+            real tile[BLOCK * BLOCK] = {0}, turned[BLOCK * BLOCK];
+            real *to = a->grad_bulk + step * a->count_step + w->set * a->count_set + k * c + j;
+            for (int64_t r = 0; r < rows * BLOCK; r += WIDE)
+                write_wide(tile + r, load_wide(w->total + (j + r / BLOCK) * w->across + k + r % BLOCK), WIDE);
             UNROLL for (int r = 0; r < BLOCK; r += LANES)
-                UNROLL for (int l = 0; l < BLOCK; l += LANES) transpose_block(tile + r * BLOCK + l, BLOCK, turned + l * BLOCK + r, BLOCK);
-            for (int64_t r = 0; r < columns && to; r++)
-                for (int64_t l = 0; l < rows; l++) to[(k + r) * c + j + l] += turned[r * BLOCK + l];
-            for (int64_t r = 0; r < columns && !to; r++)
-                for (int64_t l = 0; l < rows; l++) a->counts[(w->set * c + k + r) * c + j + l] += w->total[(j + l) * w->across + k + r];
+                UNROLL for (int l = 0; l < BLOCK; l += LANES)
+                    transpose_block(tile + r * BLOCK + l, BLOCK, turned + l * BLOCK + r, BLOCK);
+            for (int64_t r = 0; r < columns; r++)
+                for (int64_t l = 0; l < rows; l++) to[r * c + l] += turned[r * BLOCK + l];
         }
     for (int64_t k = 0; k < c * w->across; k++) w->total[k] = 0;
 }
@@ -605,23 +512,25 @@ static void walk_numbers_back(Exact *w) {
         }
         for (int64_t k = 0; k < w->across && plain; k += BLOCK)
             for (int64_t f = 0, at = 0; f < w->count; f++, at += w->across)
-                count_block(&w->matrix, k, counts[f], w->am + at, w->ae + at, w->um + at, w->ue + at, w->rows + at, w->total);
-        if (counted && ahead < a->steps && (a->grad_bulk || step == 0)) write_counted(w, step, plain);
+                count_block(w, k, counts[f], w->am + at, w->ae + at, w->um + at, w->ue + at, w->rows + at);
+        if (counted && ahead < a->steps && (a->grad_bulk || step == 0)) write_counted(w, step, plain && logs(a));
     }
     for (int64_t f = 0; f < w->count && a->grad_p0; f++) start_numbers(w, f, w->m + f * w->across, w->e + f * w->across);
 }
 
 static int64_t redo(const Chain *a, int which, void walk(Exact *)) {
     for (int64_t q = a->first; q < a->last;) {
-        int64_t c = a->states, across = (c + BLOCK - 1) / BLOCK * BLOCK, matrix = c * across * 8, row = across * 8, rows = TOGETHER * row;
+        int64_t c = a->states, across = (c + BLOCK - 1) / BLOCK * BLOCK;
+        int64_t matrix = c * across * 8, row = across * 8, rows = TOGETHER * row;
         char *room = a->room;
         Exact w = {.a = a, .set = q / a->members, .across = across};
         w.chosen = take(&room, TOGETHER * 8);
         for (; q < a->last && q / a->members == w.set && w.count < TOGETHER; q++)
             if ((a->lossy[q] & which) && (which == 1 || (a->weight[q] != 0 && a->log_norm[q] != -__builtin_inf()))) w.chosen[w.count++] = q;
         if (!w.count) continue;
-        w.matrix = (Numbers){.c = c, .across = across, .m = take(&room, matrix), .e = take(&room, matrix), .plane = take(&room, matrix),
-                             .enough = take(&room, row), .first = take(&room, across), .behind = take(&room, across)};
+        w.matrix = (Numbers){.c = c, .across = across, .m = take(&room, matrix), .e = take(&room, matrix),
+                             .plane = take(&room, matrix), .enough = take(&room, row), .first = take(&room, across),
+                             .behind = take(&room, across)};
         w.m = take(&room, rows), w.e = take(&room, rows), w.um = take(&room, rows), w.ue = take(&room, rows);
         w.am = take(&room, rows), w.ae = take(&room, rows), w.gm = take(&room, row), w.ge = take(&room, row);
         w.entered = take(&room, rows), w.scratch = take(&room, rows), w.rows = take(&room, rows);
