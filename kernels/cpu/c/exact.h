@@ -131,17 +131,19 @@ static void add_block(const Numbers *p, const double *entries, double digit, int
         longs small = {0};
         int64_t k = first;
         if (kind != WHOLE) read_digits(first, behind, base, m, e, values);
-        for (; k + CHAINS <= behind; k += CHAINS)
+        for (; k + CHAINS <= behind && !p->digits; k += CHAINS)
             UNROLL for (int r = 0; r < CHAINS; r++)
                 UNROLL for (int l = 0; l < PARTS; l++)
                     sum[r][l] += values[k + r] * load_wide(entries + (k + r) * across + j + l * WIDE);
-        for (; k < behind; k++)
+        for (; k < behind; k++) {
+            if (p->digits && values[k] == 0) continue; /* an entry may be infinite */
             UNROLL for (int l = 0; l < PARTS; l++) sum[0][l] += values[k] * load_wide(entries + k * across + j + l * WIDE);
+        }
         UNROLL for (int l = 0; l < PARTS; l++) {
             UNROLL for (int r = 1; r < CHAINS; r++) sum[0][l] += sum[r][l];
             small |= sum[0][l] < load_wide(p->enough + j + l * WIDE);
         }
-        int again = some(small);
+        int again = p->digits || some(small);
         UNROLL for (int l = 0; l < BLOCK; l += WIDE) {
             Number found = settled((Number){sum[0][l / WIDE], both(base + digit)});
             if (again) found = settled(found);
@@ -218,7 +220,7 @@ static double emit_numbers(const Exact *w, const real *x, double *m, double *e, 
         Number emission = {choose(a == -__builtin_inf(), both(0), exponential_of(a)), both(0)};
         if (!near) emission = exponential_number(a);
         Number found = settled((Number){load_wide(m + j) * emission.m, load_wide(e + j) + emission.e});
-        found.e = choose(found.m == found.m, found.e, both(0)); /* a NaN counts, what it was times a 0 too */
+        if (most != most) found.e = both(0); /* 0 times a NaN counts */
         top = choose(found.e > top, found.e, top);
         store_wide(m + j, found.m), store_wide(e + j, found.e);
     }
