@@ -1,82 +1,25 @@
 /* Sequences whose sums a format's exponents cannot hold, redone: forward and backward as in forward.h and backward.h.
 
-   Every entry of a message is a number m 2^(512 e), m a double from 2^-256 to 2^256 and e an integer, its digit. A row
-   times a matrix is one sum a digit that the row has: the largest, and what the next adds. Nothing underflows, and
-   nothing takes a logarithm but a message that is kept: in log space, its largest entry near 0. */
+   Every entry of a message is a number of number.h. A row times a matrix is one sum for each two digits that the row
+   has: for most rows, one. Nothing underflows, and nothing takes a logarithm but a message that is kept: in log space,
+   its largest entry near 0. */
 #pragma once
 #include "backward.h"
+#include "number.h"
 
-typedef double doubles __attribute__((vector_size(BYTES)));
-typedef int64_t longs __attribute__((vector_size(BYTES)));
-enum { WIDE = BYTES / 8, BLOCK = 16, PARTS = BLOCK / WIDE };
-
-#define DIGIT 0x1p512
-#define NO_DIGIT -0x1p900 /* of 0 */
-#define DIGIT_LN2_HIGH 0x1.62e42feep8
-#define DIGIT_LN2_LOW 0x1.a39ef35793c76p-24
-
-INLINE doubles load_wide(const double *from) { doubles a; __builtin_memcpy(&a, from, sizeof a); return a; }
-INLINE void store_wide(double *to, doubles a) { __builtin_memcpy(to, &a, sizeof a); }
-INLINE doubles both(double a) { return a - (doubles){0}; }
-INLINE doubles choose(longs condition, doubles a, doubles b) { return (doubles)((condition & (longs)a) | (~condition & (longs)b)); }
-
-typedef struct { doubles m, e; } Number;
-
-/* The same number with its m in range, if it was not farther off than a digit. */
-INLINE Number settled(Number a) {
-    longs large = a.m >= 0x1p256, small = (a.m < 0x1p-256) & (a.m > 0);
-    a.m *= choose(large, both(1 / DIGIT), choose(small, both(DIGIT), both(1)));
-    a.e += choose(large, both(1), choose(small, both(-1), both(0)));
-    a.e = choose(a.m == 0, both(NO_DIGIT), a.e);
-    return a;
-}
-
-/* What a number is to one whose digit is `ahead` larger: 0 if that is two or more. */
-INLINE doubles lowered(doubles m, doubles ahead) {
-    return m * choose(ahead < 0.5, both(1), choose(ahead < 1.5, both(1 / DIGIT), both(0)));
-}
-
-INLINE Number plus_number(Number a, Number b) {
-    doubles top = choose(a.e > b.e, a.e, b.e);
-    return settled((Number){lowered(a.m, top - a.e) + lowered(b.m, top - b.e), top});
-}
-
-/* e to the power a: 0 for -inf. */
-INLINE Number exponential_number(doubles a) {
-    longs none = a == -__builtin_inf();
-    doubles b = choose(none, both(0), a), e = (b * (1.4426950408889634 / 512) + 0x1.8p52) - 0x1.8p52;
-    e = choose((b > 1e15) | (b < -1e15), b * (1.4426950408889634 / 512), e); /* beyond what can be rounded */
-    doubles r = (b - e * DIGIT_LN2_HIGH) - e * DIGIT_LN2_LOW;
-    r = choose(r > 178, both(178), choose(r < -178, both(-178), r));
-    doubles rounded = r * 1.4426950408889634 + 0x1.8p52, k = rounded - 0x1.8p52;
-    r = (r - k * 0x1.62e42feep-1) - k * 0x1.a39ef35793c76p-33;
-    doubles q = r * 2.07977146532679341e-9 + 2.5112254608742596e-8;
-    q = q * r + 2.75576912069113884e-7, q = q * r + 2.75572341705423482e-6, q = q * r + 2.48015867702574306e-5;
-    q = q * r + 1.98412698971676727e-4, q = q * r + 1.3888888889219606e-3, q = q * r + 8.33333333331666335e-3;
-    q = q * r + 4.16666666666657806e-2, q = q * r + 0.16666666666666684, q = q * r + 0.500000000000000008;
-    doubles m = (doubles)((longs)((q * r) * r + r + 1) + ((longs)rounded << 52));
-    longs number = a < __builtin_inf(); /* neither infinite nor NaN, which stay what they are */
-    m = choose(number, choose(none, both(0), m), a);
-    return settled((Number){m, choose(number, e, both(0))});
-}
-
-/* The natural logarithms of m in range, -inf of 0. */
-INLINE doubles logarithm_of(doubles m) {
-    longs bits = (longs)m, more = (bits - 0x3fe6a09e667f3bcd) >> 52;
-    doubles f = (doubles)(bits - (more << 52)), k = __builtin_convertvector(more, doubles);
-    doubles t = (f - 1) / (f + 1), square = t * t, series = both(0);
-    UNROLL for (int j = 21; j > 1; j -= 2) series = (series + 1.0 / j) * square;
-    doubles found = k * 0x1.62e42feep-1 + (k * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));
-    return choose(m > 0, found, choose(m == 0, both(-__builtin_inf()), m));
-}
+enum { BLOCK = 16, PARTS = BLOCK / WIDE };   /* columns that are summed together, and their vectors */
+enum { CHAINS = PARTS < 8 ? 8 / PARTS : 1 }; /* sums of a column that do not wait for each other */
+enum { TOGETHER = 32 };                      /* sequences that take a step together */
 
 /* ------------------------------------------------------------------------------------------------------ matrices */
 
 /* A step's matrix as numbers (c, across), or its transpose; digits only where there is one other than 0. For each block
-   of columns, the rows from first[block] to before behind[block] have entries there. */
+   of columns, the rows from first[block] to before behind[block] have entries there. Sums of a column from `enough` (0
+   where it has no entry) are not touched by what lies two digits lower. */
 typedef struct {
     int64_t c, across;
-    double *m, *e, *plane;
+    double *m, *e, *plane, *enough;
+    double low; /* no positive entry is less */
     int64_t *first, *behind;
     int digits, nan;
 } Numbers;
@@ -84,38 +27,40 @@ typedef struct {
 /* Linear rows of the caller's that lie next to each other, read as doubles into `to`; false, and nothing is done, where
    an entry needs a digit. */
 static int read_rows(const real *from, int64_t row, int64_t c, int64_t across, double *to) {
-    typedef real part __attribute__((vector_size(WIDE * sizeof(real))));
     longs far = {0};
     for (int64_t k = 0; k < c; k++)
         for (int64_t j = 0; j < across; j += WIDE) {
-            doubles a = both(0);
-            if (j + WIDE <= c) {
-                part read;
-                __builtin_memcpy(&read, from + k * row + j, sizeof read);
-                a = __builtin_convertvector(read, doubles);
-            } else
-                UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) a[l] = (double)from[k * row + j + l];
-            far |= ~((a == 0) | ((a >= 0x1p-256) & (a < 0x1p256)));
+            doubles a = read_wide(from + k * row + j, 1, c - j, 0);
+            far |= ~((a == 0) | ((a >= LEAST) & (a < BEYOND)));
             store_wide(to + k * across + j, a);
         }
-    int64_t some = 0;
-    UNROLL for (int l = 0; l < WIDE; l++) some |= far[l];
-    return !some;
+    return !some(far);
+}
+
+INLINE int has_entries(const double *block) {
+    longs found = {0};
+    UNROLL for (int l = 0; l < PARTS; l++) found |= load_wide(block + l * WIDE) != 0;
+    return some(found);
 }
 
 /* Where columns have entries, of numbers that have been read. */
 static void find_entries(Numbers *out) {
+    doubles low = both(BEYOND);
     for (int64_t j = 0; j < out->across; j += BLOCK) {
-        int64_t first = out->c, behind = 0;
-        for (int64_t k = 0; k < out->c; k++) {
-            longs some = {0};
-            int64_t found = 0;
-            UNROLL for (int l = 0; l < PARTS; l++) some |= load_wide(out->m + k * out->across + j + l * WIDE) != 0;
-            UNROLL for (int l = 0; l < WIDE; l++) found |= some[l];
-            if (found) first = first < k ? first : k, behind = k + 1;
-        }
+        int64_t first = 0, behind = out->c;
+        while (first < behind && !has_entries(out->m + first * out->across + j)) first++;
+        while (first < behind && !has_entries(out->m + (behind - 1) * out->across + j)) behind--;
         out->first[j / BLOCK] = first, out->behind[j / BLOCK] = behind;
+        longs found[PARTS] = {0};
+        for (int64_t k = first; k < behind; k++)
+            UNROLL for (int l = 0; l < PARTS; l++) {
+                doubles entry = load_wide(out->m + k * out->across + j + l * WIDE);
+                found[l] |= entry != 0;
+                low = choose((entry > 0) & (entry < low), entry, low);
+            }
+        UNROLL for (int l = 0; l < PARTS; l++) store_wide(out->enough + j + l * WIDE, choose(found[l], both(0x1p-400), both(0)));
     }
+    out->low = -highest_of(-low);
 }
 
 static void read_numbers(const Chain *a, int64_t set, int64_t step, int turned, Numbers *out) {
@@ -132,8 +77,7 @@ static void read_numbers(const Chain *a, int64_t set, int64_t step, int turned, 
     }
     for (int64_t k = 0; k < c; k++)
         for (int64_t j = 0; j < across; j += WIDE) {
-            doubles raw = both(a->logarithms ? -__builtin_inf() : 0);
-            UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) raw[l] = (double)from[k * row + (j + l) * column];
+            doubles raw = read_wide(from + k * row + j * column, column, c - j, a->logarithms ? -__builtin_inf() : 0);
             Number entry = a->logarithms ? exponential_number(raw) : settled(settled((Number){raw, both(0)}));
             store_wide(out->m + k * across + j, entry.m), store_wide(out->e + k * across + j, entry.e);
             UNROLL for (int l = 0; l < WIDE; l++) {
@@ -152,50 +96,93 @@ static double next_plane(Numbers *p, double below) {
     return found;
 }
 
-/* Adds to a row (om, oe) what a row times entries of one digit is. `values`, `rows`: scratch (c). */
-static void add_products(const Numbers *p, const double *entries, double digit, const double *m, const double *e,
-                         double *values, int64_t *rows, double *om, double *oe) {
-    double level = NO_DIGIT;
-    for (int64_t k = 0; k < p->c; k++) if (m[k] != 0 && e[k] > level) level = e[k];
-    while (level > NO_DIGIT) {
-        double next = NO_DIGIT;
-        int64_t count = 0;
-        for (int64_t k = 0; k < p->c; k++) {
-            if (m[k] == 0) continue;
-            if (e[k] == level) values[count] = m[k], rows[count++] = k;
-            else if (e[k] < level && e[k] > next) next = e[k];
-        }
-        for (int64_t j = 0; j < p->across; j += BLOCK) {
-            int64_t t = 0, end = count, first = p->first[j / BLOCK], behind = p->behind[j / BLOCK];
-            while (t < end && rows[t] < first) t++;
-            while (end > t && rows[end - 1] >= behind) end--;
-            if (t == end) continue;
-            doubles sum[2][PARTS] = {0};
-            for (; t + 2 <= end; t += 2)
-                UNROLL for (int l = 0; l < PARTS; l++) {
-                    sum[0][l] += values[t] * load_wide(entries + rows[t] * p->across + j + l * WIDE);
-                    sum[1][l] += values[t + 1] * load_wide(entries + rows[t + 1] * p->across + j + l * WIDE);
-                }
-            if (t < end)
-                UNROLL for (int l = 0; l < PARTS; l++) sum[0][l] += values[t] * load_wide(entries + rows[t] * p->across + j + l * WIDE);
-            UNROLL for (int l = 0; l < PARTS; l++) {
-                Number found = settled((Number){sum[0][l] + sum[1][l], both(level + digit)});
-                Number before = {load_wide(om + j + l * WIDE), load_wide(oe + j + l * WIDE)};
-                found = plus_number(before, found);
-                store_wide(om + j + l * WIDE, found.m), store_wide(oe + j + l * WIDE, found.e);
-            }
-        }
-        level = next;
+static void clear_numbers(int64_t count, double *m, double *e) {
+    for (int64_t j = 0; j < count; j++) m[j] = 0, e[j] = NO_DIGIT;
+}
+
+/* The largest digit below `below` of a row's entries from `first` to before `behind`, and of some beside them. */
+static double next_digit(const double *e, int64_t first, int64_t behind, double below) {
+    doubles found = both(NO_DIGIT);
+    for (int64_t k = first / WIDE * WIDE; k < behind; k += WIDE) {
+        doubles digit = load_wide(e + k);
+        found = choose((digit < below) & (digit > found), digit, found);
+    }
+    return highest_of(found);
+}
+
+/* Entries of a digit, and of the one below it, as doubles; 0 for others. */
+static void read_digits(int64_t first, int64_t behind, double digit, const double *m, const double *e, double *out) {
+    for (int64_t k = first / WIDE * WIDE; k < behind; k += WIDE) {
+        doubles ahead = digit - load_wide(e + k);
+        store_wide(out + k, lowered(load_wide(m + k), choose(ahead < -0.5, both(2), ahead)));
     }
 }
 
-/* A row times the matrix. */
-static void row_of_numbers(Numbers *p, const double *m, const double *e, double *values, int64_t *rows, double *om, double *oe) {
-    for (int64_t j = 0; j < p->across; j++) om[j] = 0, oe[j] = NO_DIGIT;
-    if (!p->digits) add_products(p, p->m, 0, m, e, values, rows, om, oe);
-    else for (double digit = next_plane(p, -NO_DIGIT); digit > NO_DIGIT; digit = next_plane(p, digit))
-        add_products(p, p->plane, digit, m, e, values, rows, om, oe);
-    for (int64_t j = 0; j < p->c && p->nan; j++) om[j] = __builtin_nan(""), oe[j] = 0;
+enum { NOTHING, WHOLE, PARTED }; /* a row: without entries, with digits 0 and -1 alone, with others */
+
+/* Adds to a block of columns j of a row (om, oe), which is 0 if `fresh`, what a row times entries of one digit is.
+   `values`: of a row that is whole, its entries as doubles; otherwise scratch. */
+static void add_block(const Numbers *p, const double *entries, double digit, int fresh, int64_t j, int64_t kind,
+                      const double *m, const double *e, double *values, double *om, double *oe) {
+    int64_t first = p->first[j / BLOCK], behind = p->behind[j / BLOCK], across = p->across;
+    double base = kind == WHOLE ? 0 : next_digit(e, first, behind, -NO_DIGIT);
+    while (base > NO_DIGIT) {
+        doubles sum[CHAINS][PARTS] = {0};
+        longs small = {0};
+        int64_t k = first;
+        if (kind != WHOLE) read_digits(first, behind, base, m, e, values);
+        for (; k + CHAINS <= behind && !p->digits; k += CHAINS)
+            UNROLL for (int r = 0; r < CHAINS; r++)
+                UNROLL for (int l = 0; l < PARTS; l++)
+                    sum[r][l] += values[k + r] * load_wide(entries + (k + r) * across + j + l * WIDE);
+        for (; k < behind; k++) {
+            if (p->digits && values[k] == 0) continue; /* an entry may be infinite */
+            UNROLL for (int l = 0; l < PARTS; l++) sum[0][l] += values[k] * load_wide(entries + k * across + j + l * WIDE);
+        }
+        UNROLL for (int l = 0; l < PARTS; l++) {
+            UNROLL for (int r = 1; r < CHAINS; r++) sum[0][l] += sum[r][l];
+            small |= sum[0][l] < load_wide(p->enough + j + l * WIDE);
+        }
+        int again = p->digits || some(small);
+        UNROLL for (int l = 0; l < BLOCK; l += WIDE) {
+            Number found = settled((Number){sum[0][l / WIDE], both(base + digit)});
+            if (again) found = settled(found);
+            if (!fresh) found = plus_number((Number){load_wide(om + j + l), load_wide(oe + j + l)}, found);
+            store_wide(om + j + l, found.m), store_wide(oe + j + l, found.e);
+        }
+        fresh = 0;
+        base = again && kind != WHOLE ? next_digit(e, first, behind, base - 1.5) : NO_DIGIT;
+    }
+}
+
+/* Rows (count, across), of which 0 is the largest digit, times the matrix: block by block of it, which then stays in the
+   first-level cache. `values` (count, across) and `kinds` (count): scratch. */
+static void rows_of_numbers(Numbers *p, int64_t count, const double *m, const double *e, double *values, int64_t *kinds,
+                            double *om, double *oe) {
+    int64_t across = p->across;
+    clear_numbers(count * across, om, oe);
+    for (int64_t f = 0; f < count; f++) {
+        double below = next_digit(e + f * across, 0, across, -1.5), top = next_digit(e + f * across, 0, across, 1);
+        kinds[f] = top == NO_DIGIT ? NOTHING : below == NO_DIGIT ? WHOLE : PARTED;
+        if (kinds[f] == WHOLE) read_digits(0, across, 0, m + f * across, e + f * across, values + f * across);
+    }
+    const double *entries = p->digits ? p->plane : p->m;
+    double digit = p->digits ? next_plane(p, -NO_DIGIT) : 0;
+    for (int fresh = 1; digit > NO_DIGIT; digit = p->digits ? next_plane(p, digit) : NO_DIGIT, fresh = 0)
+        for (int64_t j = 0; j < across; j += BLOCK)
+            for (int64_t f = 0, at = 0; f < count; f++, at += across)
+                if (kinds[f] != NOTHING)
+                    add_block(p, entries, digit, fresh, j, kinds[f], m + at, e + at, values + at, om + at, oe + at);
+    for (double *to = om, *digits = oe; to < om + count * across; to += across, digits += across) {
+        for (int64_t j = 0; j < p->c && p->nan; j++) to[j] = __builtin_nan(""), digits[j] = 0;
+        clear_numbers(across - p->c, to + p->c, digits + p->c); /* infinite entries times 0 */
+    }
+}
+
+/* One row times the matrix. */
+INLINE void row_of_numbers(Numbers *p, const double *m, const double *e, double *values, int64_t *kind, double *om,
+                           double *oe) {
+    rows_of_numbers(p, 1, m, e, values, kind, om, oe);
 }
 
 /* ---------------------------------------------------------------------------------------------------------- rows */
@@ -203,41 +190,51 @@ static void row_of_numbers(Numbers *p, const double *m, const double *e, double 
 typedef struct {
     const Chain *a;
     int64_t set, count, across;
-    int64_t *chosen;          /* (count): sequences of the set */
+    int64_t *chosen;           /* (count): sequences of the set */
     Numbers matrix;
-    double *m, *e, *um, *ue;  /* (count, across): messages; (across): a row of sums */
-    double *am, *ae, *gm, *ge; /* (across): kept messages, and posteriors */
-    double *values, *digits;  /* (count): what has been taken out of messages */
+    double *m, *e, *um, *ue;   /* (count, across): messages, and sums */
+    double *am, *ae;           /* (count, across): kept messages */
+    double *gm, *ge;           /* (across): posteriors */
+    double *digits;            /* (count): what has been taken out of messages */
     Sum *shifts;
-    double *scratch;
-    int64_t *rows;
-    double *total;            /* (c, across): counts by (to, from) */
+    double *scratch;           /* (count, across) */
+    int64_t *rows;             /* (count, across) */
+    double *entered, *total;   /* (count, across): posteriors of the step after; (c, across): counts by (to, from) */
 } Exact;
 
 /* exp(x - max x) times a row, in place; the row's largest digit is taken out. Returns max x. */
 static double emit_numbers(const Exact *w, const real *x, double *m, double *e, double *digit) {
-    double most = -__builtin_inf(), top = NO_DIGIT;
+    doubles high = both(-__builtin_inf()), low = both(__builtin_inf()), top = both(NO_DIGIT);
+    longs nan = {0};
     int64_t c = w->a->states;
-    for (int64_t j = 0; j < c; j++) most = (double)x[j] > most || x[j] != x[j] ? (double)x[j] : most;
+    for (int64_t j = 0; j < c; j += WIDE) {
+        doubles a = read_wide(x + j, 1, c - j, -__builtin_inf());
+        nan |= a != a;
+        high = choose(a > high, a, high), low = choose((a < low) & (a > -__builtin_inf()), a, low);
+    }
+    double most = some(nan) ? __builtin_nan("") : highest_of(high);
     if (most == -__builtin_inf()) most = 0;
-    for (int64_t j = 0; j < w->across; j += WIDE) {
-        doubles raw = both(-__builtin_inf());
-        UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) raw[l] = (double)x[j + l];
-        Number emission = exponential_number(raw - most);
+    int near = most + highest_of(-low) <= 178;
+    for (int64_t j = 0; j < c; j += WIDE) {
+        doubles a = read_wide(x + j, 1, c - j, -__builtin_inf()) - most;
+        Number emission = {choose(a == -__builtin_inf(), both(0), exponential_of(a)), both(0)};
+        if (!near) emission = exponential_number(a);
         Number found = settled((Number){load_wide(m + j) * emission.m, load_wide(e + j) + emission.e});
+        if (most != most) found.e = both(0); /* 0 times a NaN counts */
+        top = choose(found.e > top, found.e, top);
         store_wide(m + j, found.m), store_wide(e + j, found.e);
     }
-    for (int64_t j = 0; j < c; j++) if (m[j] != 0 && e[j] > top) top = e[j];
-    for (int64_t j = 0; j < c && top > NO_DIGIT; j++) if (m[j] != 0) e[j] -= top;
-    *digit = top > NO_DIGIT ? top : 0;
+    double taken = highest_of(top);
+    *digit = taken > NO_DIGIT ? taken : 0;
+    for (int64_t j = 0; j < c && *digit != 0; j += WIDE)
+        store_wide(e + j, choose(load_wide(m + j) == 0, both(NO_DIGIT), load_wide(e + j) - taken));
     return most;
 }
 
 /* A row of c values of the format, linear or logarithms, as numbers. */
 static void read_row(const Exact *w, const real *from, int64_t step, int logarithms, double *m, double *e) {
     for (int64_t j = 0; j < w->across; j += WIDE) {
-        doubles raw = both(logarithms ? -__builtin_inf() : 0);
-        UNROLL for (int l = 0; l < WIDE; l++) if (j + l < w->a->states) raw[l] = (double)from[(j + l) * step];
+        doubles raw = read_wide(from + j * step, step, w->a->states - j, logarithms ? -__builtin_inf() : 0);
         Number found = logarithms ? exponential_number(raw) : settled(settled((Number){raw, both(0)}));
         store_wide(m + j, found.m), store_wide(e + j, found.e);
     }
@@ -255,29 +252,25 @@ static void multiply_numbers(int64_t across, const double *am, const double *ae,
 
 /* The sum of a row over its largest digit. */
 static double sum_of(const Exact *w, const double *m, const double *e, double *digit) {
-    double top = NO_DIGIT, sum = 0;
-    int64_t c = w->a->states;
-    for (int64_t j = 0; j < c; j++) if (m[j] != 0 && e[j] > top) top = e[j];
-    *digit = top;
-    for (int64_t j = 0; j < c; j++) {
-        if (m[j] != m[j]) return m[j];
-        if (m[j] != 0 && top - e[j] < 1.5) sum += top - e[j] < 0.5 ? m[j] : m[j] / DIGIT;
-    }
+    double top = *digit = next_digit(e, 0, w->across, -NO_DIGIT), sum = 0;
+    doubles parts = {0};
+    for (int64_t j = 0; j < w->across; j += WIDE) parts += lowered(load_wide(m + j), top - load_wide(e + j));
+    UNROLL for (int l = 0; l < WIDE; l++) sum += parts[l];
     return sum;
 }
 
 /* A kept message: natural logarithms, the largest of them near 0. */
 static void keep_numbers(const Exact *w, const double *m, const double *e, real *out) {
-    double top = -__builtin_inf();
-    int64_t c = w->a->states;
-    for (int64_t j = 0; j < w->across; j += WIDE) {
-        doubles found = logarithm_of(load_wide(m + j));
-        doubles digit = load_wide(e + j);
+    doubles high = both(-__builtin_inf());
+    for (int64_t j = 0; j < w->a->states; j += WIDE) {
+        doubles found = logarithm_of(load_wide(m + j)), digit = load_wide(e + j);
         found += choose(digit == NO_DIGIT, both(0), digit * DIGIT_LN2_HIGH + digit * DIGIT_LN2_LOW);
-        store_wide(w->um + j, found);
+        high = choose(found > high, found, high);
+        store_wide(w->gm + j, found);
     }
-    for (int64_t j = 0; j < c; j++) top = w->um[j] > top ? w->um[j] : top;
-    for (int64_t j = 0; j < c; j++) out[j] = (real)(top > -__builtin_inf() ? w->um[j] - top : w->um[j]);
+    double top = highest_of(high);
+    for (int64_t j = 0; j < w->a->states; j += WIDE)
+        write_wide(out + j, load_wide(w->gm + j) - (top > -__builtin_inf() ? top : 0), w->a->states - j);
 }
 
 static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e) {
@@ -285,9 +278,9 @@ static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e
     int64_t q = w->chosen[f];
     double digit, sum;
     if (a->final) {
-        read_row(w, a->final + q * a->states, 1, 0, w->um, w->ue);
-        multiply_numbers(w->across, m, e, w->um, w->ue, w->um, w->ue);
-        sum = sum_of(w, w->um, w->ue, &digit);
+        read_row(w, a->final + q * a->states, 1, 0, w->gm, w->ge);
+        multiply_numbers(w->across, m, e, w->gm, w->ge, w->gm, w->ge);
+        sum = sum_of(w, w->gm, w->ge, &digit);
     } else sum = sum_of(w, m, e, &digit);
     Sum found = w->shifts[f];
     digit += w->digits[f];
@@ -304,25 +297,33 @@ static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e
     a->log_norm[q] = value_of(found);
 }
 
+/* Messages become what they were times the matrix. */
+static void multiply_all(Exact *w) {
+    double *m = w->m, *e = w->e;
+    rows_of_numbers(&w->matrix, w->count, m, e, w->scratch, w->rows, w->um, w->ue);
+    w->m = w->um, w->e = w->ue, w->um = m, w->ue = e;
+}
+
+INLINE const real *p0_at(const Chain *a, int64_t q) {
+    return a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
+}
+
 static void walk_numbers_ahead(Exact *w) {
     const Chain *a = w->a;
-    int64_t c = a->states;
     double digit;
     for (int64_t f = 0; f < w->count; f++) w->shifts[f] = (Sum){0, 0}, w->digits[f] = 0;
     for (int64_t step = 0; step < a->steps; step++) {
         if (step == 1 || (step > 1 && !a->one_matrix)) read_numbers(a, w->set, step, 0, &w->matrix);
+        if (step > 0) multiply_all(w);
         for (int64_t f = 0; f < w->count; f++) {
             int64_t q = w->chosen[f];
             double *m = w->m + f * w->across, *e = w->e + f * w->across;
             if (step >= steps_of(a, q)) {
-                if (a->messages) clear(c, message_at(a, q, step));
+                clear_numbers(w->across, m, e);
+                if (a->messages) clear(a->states, message_at(a, q, step));
                 continue;
             }
-            if (step == 0) read_row(w, a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member, a->p0_state, (int)a->logarithms, m, e);
-            else {
-                row_of_numbers(&w->matrix, m, e, w->scratch, w->rows, w->um, w->ue);
-                for (int64_t j = 0; j < w->across; j++) m[j] = w->um[j], e[j] = w->ue[j];
-            }
+            if (step == 0) read_row(w, p0_at(a, q), a->p0_state, (int)a->logarithms, m, e);
             add(&w->shifts[f], emit_numbers(w, x_at(a, w->set, q, step), m, e, &digit));
             w->digits[f] += digit;
             if (a->messages) keep_numbers(w, m, e, message_at(a, q, step));
@@ -333,121 +334,210 @@ static void walk_numbers_ahead(Exact *w) {
 
 /* ------------------------------------------------------------------------------------------------------ gradients */
 
-/* m 2^(512 e) as a double: a digit at a time, for a gradient may be within the format where 2^(512 e) is not. */
-INLINE doubles value_of_number(Number a) {
-    doubles m = a.m * choose(a.e > 0.5, both(DIGIT), choose(a.e < -0.5, both(1 / DIGIT), both(1)));
-    m *= choose(a.e > 1.5, both(DIGIT), choose(a.e < -1.5, both(1 / DIGIT), both(1)));
-    return m * choose(a.e > 2.5, both(DIGIT), choose(a.e < -2.5, both(0), both(1)));
+/* Whether S T / sum S B of transitions are doubles, which are multiplied by P when all have been added up. */
+static int plain_counts(const Exact *w) {
+    int plain = !w->matrix.digits;
+    for (int64_t f = 0; f < w->count; f++) {
+        double weight = w->a->weight[w->chosen[f]];
+        plain &= weight * weight > 0x1p-128 && weight * weight < 0x1p128;
+    }
+    return plain;
 }
 
-/* Adds the transitions into a step, of which (tm, te) are the sources: those into states that are hardly ever entered
-   are left out. `entered` (across): posteriors of the step's states over their sum, before the weight. */
-static void count_numbers(Exact *w, const double *sm, const double *se, const double *tm, const double *te,
-                          const double *entered, double weight, double sum, double digit, double *into) {
-    const Numbers *p = &w->matrix; /* the transpose */
-    int by_log = logs(w->a);
-    double sign = weight < 0 ? -1 : 1;
+/* The states that a step enters, and their T times the weight over sum S B: in place of T, next to each other, with the
+   states in `states`. How many; states that are hardly ever entered are left out. */
+static int64_t share_numbers(const Exact *w, const double *entered, double weight, double sum, double digit, double *tm,
+                             double *te, int64_t *states) {
+    const Numbers *p = &w->matrix;
+    int64_t count = 0;
+    double sign = weight < 0 ? -1 : 1, least = power_of_two(-FADED); /* of S T / sum S B, or of that times P */
+    if (p->digits) least = 0x1p-120;
+    else if (!logs(w->a) && p->low < 1) least *= p->low;
     Number size = settled(settled((Number){both(weight * sign), both(0)}));
     for (int64_t j = 0; j < p->c; j++) {
-        if (entered[j] < 0x1p-120 || tm[j] == 0) continue;
-        Number share = settled((Number){both(tm[j] / sum), both(te[j] - digit)});
+        double m = tm[j], e = te[j];
+        tm[count] = m, te[count] = e, states[count] = j;
+        count += !(entered[j] < least) & (m != 0);
+    }
+    for (int64_t k = 0; k < count; k += WIDE) {
+        Number share = settled((Number){load_wide(tm + k) / sum, load_wide(te + k) - digit});
         share = settled((Number){share.m * size.m, share.e + size.e});
+        store_wide(tm + k, share.m * sign), store_wide(te + k, share.e);
+    }
+    return count;
+}
+
+/* Adds a sequence's transitions from a block of states, of which (sm, se) are the kept messages: sums as doubles. */
+static void count_block(const Exact *w, int64_t k, int64_t count, const double *sm, const double *se, const double *tm,
+                        const double *te, const int64_t *states) {
+    const Numbers *p = &w->matrix; /* the transpose */
+    int64_t first = p->first[k / BLOCK], behind = p->behind[k / BLOCK], begin = 0;
+    while (begin < count && states[begin] < first) begin++;
+    while (begin < count && states[count - 1] >= behind) count--;
+    if (begin == count) return;
+    double level = next_digit(se, k, k + BLOCK, -NO_DIGIT);
+    for (; level > NO_DIGIT; level = next_digit(se, k, k + BLOCK, level)) {
+        doubles source[PARTS];
+        UNROLL for (int l = 0; l < PARTS; l++) {
+            int64_t at = k + l * WIDE;
+            source[l] = choose(load_wide(se + at) == level, load_wide(sm + at), both(0));
+        }
+        for (int64_t t = begin; t < count; t++) {
+            double digit = te[t] + level, *to = w->total + states[t] * p->across + k;
+            if (tm[t] == tm[t] && (digit < -1.5 || digit > 1.5)) continue; /* nothing; no path */
+            double share = digit == 0 ? tm[t] : digit > 0 ? tm[t] * DIGIT : tm[t] / DIGIT;
+            UNROLL for (int l = 0; l < PARTS; l++)
+                store_wide(to + l * WIDE, load_wide(to + l * WIDE) + share * source[l]);
+        }
+    }
+}
+
+/* The same of all states, with P where gradients are those of logarithms, and each product a number. */
+static void count_numbers(const Exact *w, int64_t count, const double *sm, const double *se, const double *tm,
+                          const double *te, const int64_t *states) {
+    const Numbers *p = &w->matrix;
+    int by_log = logs(w->a);
+    for (int64_t t = 0; t < count; t++) {
+        double *into = w->total + states[t] * p->across, size = tm[t] < 0 ? -tm[t] : tm[t];
         for (int64_t k = 0; k < p->across; k += WIDE) {
-            doubles entry = load_wide(p->m + j * p->across + k);
-            Number found = {load_wide(sm + k) * share.m, load_wide(se + k) + share.e};
+            doubles entry = load_wide(p->m + states[t] * p->across + k);
+            Number found = {load_wide(sm + k) * size, load_wide(se + k) + te[t]};
             if (by_log) {
                 found = settled(found);
                 found.m *= entry;
-                if (p->digits) found.e += load_wide(p->e + j * p->across + k);
+                if (p->digits) found.e += load_wide(p->e + states[t] * p->across + k);
             }
-            doubles value = choose((entry == 0) | (found.m == 0), both(0), value_of_number(found) * sign);
-            store_wide(into + j * p->across + k, load_wide(into + j * p->across + k) + value);
+            doubles value = choose((entry == 0) | (found.m == 0), both(0), value_of_number(found));
+            store_wide(into + k, load_wide(into + k) + (tm[t] < 0 ? -value : value));
         }
     }
+}
+
+/* Adds what has been counted to a gradient (from, to), exactly 0 where the matrix is. `times`: after a product with P. */
+static void write_counted(Exact *w, int64_t step, int times) {
+    const Chain *a = w->a;
+    const Numbers *p = &w->matrix;
+    int64_t c = a->states;
+    for (int64_t k = 0; k < c * w->across; k += WIDE) {
+        doubles entry = load_wide(p->m + k), found = load_wide(w->total + k);
+        store_wide(w->total + k, choose(entry == 0, both(0), times ? found * entry : found));
+    }
+    for (int64_t k = 0; k < c && a->counts; k++)
+        for (int64_t j = 0; j < c; j++) a->counts[(w->set * c + k) * c + j] += w->total[j * w->across + k];
+    for (int64_t k = 0; k < c && !a->counts; k += BLOCK)
+        for (int64_t j = p->first[k / BLOCK]; j < p->behind[k / BLOCK]; j += BLOCK) {
+            int64_t rows = c - j < BLOCK ? c - j : BLOCK, columns = c - k < BLOCK ? c - k : BLOCK;
+            real tile[BLOCK * BLOCK] = {0}, turned[BLOCK * BLOCK];
+            real *to = a->grad_bulk + step * a->count_step + w->set * a->count_set + k * c + j;
+            for (int64_t r = 0; r < rows * BLOCK; r += WIDE)
+                write_wide(tile + r, load_wide(w->total + (j + r / BLOCK) * w->across + k + r % BLOCK), WIDE);
+            UNROLL for (int r = 0; r < BLOCK; r += LANES)
+                UNROLL for (int l = 0; l < BLOCK; l += LANES)
+                    transpose_block(tile + r * BLOCK + l, BLOCK, turned + l * BLOCK + r, BLOCK);
+            for (int64_t r = 0; r < columns; r++)
+                for (int64_t l = 0; l < rows; l++) to[r * c + l] += turned[r * BLOCK + l];
+        }
+    for (int64_t k = 0; k < c * w->across; k++) w->total[k] = 0;
+}
+
+/* The gradient of the initial weights, from B at the first step. */
+static void start_numbers(const Exact *w, int64_t f, double *bm, double *be) {
+    const Chain *a = w->a;
+    int64_t q = w->chosen[f], c = a->states, at = f * w->across;
+    double *out = a->grad_p0 + q * c, digit;
+    emit_numbers(w, x_at(a, w->set, q, 0), bm, be, &digit);
+    read_row(w, p0_at(a, q), a->p0_state, (int)a->logarithms, w->am + at, w->ae + at);
+    multiply_numbers(w->across, w->am + at, w->ae + at, bm, be, w->gm, w->ge);
+    double sum = sum_of(w, w->gm, w->ge, &digit);
+    for (int64_t j = 0; j < c; j++) {
+        double m = logs(a) ? w->gm[j] : bm[j], e = (logs(a) ? w->ge[j] : be[j]) - digit;
+        double found = value_of_number((Number){both(m / sum), both(e)})[0];
+        out[j] = sum != sum ? sum : w->am[at + j] == 0 || m == 0 || sum == 0 ? 0 : found * a->weight[q];
+    }
+}
+
+/* Posteriors of a sequence at a step, from what was kept and from B. Returns their sum. */
+static double meet_numbers(Exact *w, int64_t f, int64_t step, const double *bm, const double *be, double *digit) {
+    const Chain *a = w->a;
+    int64_t q = w->chosen[f], at = f * w->across;
+    real *gradient = gradient_at(a, w->set, q, step);
+    read_row(w, message_at(a, q, step), 1, a->lossy[q] & 1, w->am + at, w->ae + at);
+    multiply_numbers(w->across, w->am + at, w->ae + at, bm, be, w->gm, w->ge);
+    double sum = sum_of(w, w->gm, w->ge, digit), over = sum == 0 ? 0 : 1 / sum;
+    for (int64_t j = 0; j < w->across; j += WIDE) {
+        doubles share = lowered(load_wide(w->gm + j), *digit - load_wide(w->ge + j)) * over;
+        store_wide(w->entered + at + j, share);
+        if (gradient) write_wide(gradient + j, share * a->weight[q], a->states - j);
+    }
+    return sum;
 }
 
 static void walk_numbers_back(Exact *w) {
     const Chain *a = w->a;
-    int64_t c = a->states;
-    double digit;
-    int counted = (a->counts || a->grad_bulk) && a->steps > 1;
+    int64_t c = a->states, counts[TOGETHER];
+    int counted = (a->counts || a->grad_bulk) && a->steps > 1, plain = 0;
     for (int64_t k = 0; k < c * w->across && counted; k++) w->total[k] = 0;
+    clear_numbers(w->count * w->across, w->m, w->e);
     for (int64_t step = a->steps - 1; step >= 0; step--) {
-        if (step + 1 < a->steps && (!a->one_matrix || step + 2 == a->steps)) read_numbers(a, w->set, step + 1, 1, &w->matrix);
+        double digit;
+        int64_t ahead = step + 1;
+        if (ahead < a->steps) {
+            if (!a->one_matrix || ahead + 1 == a->steps) read_numbers(a, w->set, ahead, 1, &w->matrix);
+            for (int64_t f = 0; f < w->count; f++) {
+                int64_t q = w->chosen[f], at = f * w->across;
+                if (ahead < steps_of(a, q)) emit_numbers(w, x_at(a, w->set, q, ahead), w->m + at, w->e + at, &digit);
+            }
+            multiply_all(w);
+            plain = plain_counts(w);
+        }
         for (int64_t f = 0; f < w->count; f++) {
-            int64_t q = w->chosen[f], steps = steps_of(a, q);
-            double *bm = w->m + f * w->across, *be = w->e + f * w->across, *tm = w->um, *te = w->ue;
-            real *gradient = gradient_at(a, w->set, q, step);
+            int64_t q = w->chosen[f], steps = steps_of(a, q), at = f * w->across;
+            double *bm = w->m + at, *be = w->e + at;
+            counts[f] = 0;
             if (step >= steps) {
-                if (gradient) clear(c, gradient);
+                clear_numbers(w->across, bm, be);
+                if (gradient_at(a, w->set, q, step)) clear(c, gradient_at(a, w->set, q, step));
                 continue;
             }
-            if (step + 1 == steps) {
+            if (ahead == steps) {
                 for (int64_t j = 0; j < w->across; j++) bm[j] = j < c, be[j] = j < c ? 0 : NO_DIGIT;
                 if (a->final) read_row(w, a->final + q * c, 1, 0, bm, be);
-            } else {
-                for (int64_t j = 0; j < w->across; j++) tm[j] = bm[j], te[j] = be[j];
-                emit_numbers(w, x_at(a, w->set, q, step + 1), tm, te, &digit);
-                row_of_numbers(&w->matrix, tm, te, w->scratch, w->rows, bm, be);
             }
-            const real *kept = message_at(a, q, step);
-            int in_logs = a->lossy[q] & 1;
-            read_row(w, kept, 1, in_logs, w->am, w->ae);
-            double *entered = w->values; /* of the step after */
-            if (step + 1 < steps && counted) for (int64_t j = 0; j < w->across; j++) entered[j] = w->total[(c + f) * w->across + j];
-            multiply_numbers(w->across, w->am, w->ae, bm, be, w->gm, w->ge);
-            double sum = sum_of(w, w->gm, w->ge, &digit), weight = a->weight[q];
-            for (int64_t j = 0; j < c; j++) {
-                double d = digit - w->ge[j], share = w->gm[j] == 0 || sum == 0 ? 0 : d < 0.5 ? w->gm[j] / sum : d < 1.5 ? w->gm[j] / sum / DIGIT : 0;
-                if (sum != sum) share = sum;
-                if (gradient) gradient[j] = (real)(share * weight);
-                if (counted) w->total[(c + f) * w->across + j] = share;
-            }
-            if (counted && step + 1 < steps && sum != 0)
-                count_numbers(w, w->am, w->ae, tm, te, entered, weight, sum, digit, w->total);
-            if (step > 0 || !a->grad_p0) continue;
-            double *out = a->grad_p0 + q * c;
-            const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
-            emit_numbers(w, x_at(a, w->set, q, 0), bm, be, &digit);
-            read_row(w, p0, a->p0_state, (int)a->logarithms, w->am, w->ae);
-            multiply_numbers(w->across, w->am, w->ae, bm, be, w->gm, w->ge);
-            sum = sum_of(w, w->gm, w->ge, &digit);
-            for (int64_t j = 0; j < c; j++) {
-                double m = logs(a) ? w->gm[j] : bm[j], e = (logs(a) ? w->ge[j] : be[j]) - digit;
-                double found = value_of_number((Number){both(m / sum), both(e)})[0];
-                out[j] = sum != sum ? sum : w->am[j] == 0 || m == 0 || sum == 0 ? 0 : found * weight;
-            }
+            for (int64_t j = 0; j < w->across; j++) w->scratch[j] = w->entered[at + j];
+            double sum = meet_numbers(w, f, step, bm, be, &digit);
+            if (counted && ahead < steps && sum != 0)
+                counts[f] = share_numbers(w, w->scratch, a->weight[q], sum, digit, w->um + at, w->ue + at, w->rows + at);
         }
-        if (step + 1 < a->steps && a->grad_bulk && counted)
-            for (int64_t j = 0; j < c; j++)
-                for (int64_t k = 0; k < c; k++) {
-                    double *found = w->total + j * w->across + k;
-                    if (*found != 0) a->grad_bulk[step * a->count_step + w->set * a->count_set + k * c + j] += (real)*found;
-                    *found = 0;
-                }
+        for (int64_t f = 0; f < w->count && !plain; f++) {
+            int64_t at = f * w->across;
+            count_numbers(w, counts[f], w->am + at, w->ae + at, w->um + at, w->ue + at, w->rows + at);
+        }
+        for (int64_t k = 0; k < w->across && plain; k += BLOCK)
+            for (int64_t f = 0, at = 0; f < w->count; f++, at += w->across)
+                count_block(w, k, counts[f], w->am + at, w->ae + at, w->um + at, w->ue + at, w->rows + at);
+        if (counted && ahead < a->steps && (a->grad_bulk || step == 0)) write_counted(w, step, plain && logs(a));
     }
-    if (!a->counts || !counted) return;
-    for (int64_t j = 0; j < c; j++)
-        for (int64_t k = 0; k < c; k++) a->counts[(w->set * c + k) * c + j] += w->total[j * w->across + k];
+    for (int64_t f = 0; f < w->count && a->grad_p0; f++) start_numbers(w, f, w->m + f * w->across, w->e + f * w->across);
 }
 
 static int64_t redo(const Chain *a, int which, void walk(Exact *)) {
     for (int64_t q = a->first; q < a->last;) {
-        int64_t begin = q, c = a->states, across = (c + BLOCK - 1) / BLOCK * BLOCK;
+        int64_t c = a->states, across = (c + BLOCK - 1) / BLOCK * BLOCK;
+        int64_t matrix = c * across * 8, row = across * 8, rows = TOGETHER * row;
         char *room = a->room;
         Exact w = {.a = a, .set = q / a->members, .across = across};
-        w.chosen = take(&room, a->members * 8);
-        for (; q < a->last && q / a->members == begin / a->members; q++)
+        w.chosen = take(&room, TOGETHER * 8);
+        for (; q < a->last && q / a->members == w.set && w.count < TOGETHER; q++)
             if ((a->lossy[q] & which) && (which == 1 || (a->weight[q] != 0 && a->log_norm[q] != -__builtin_inf()))) w.chosen[w.count++] = q;
         if (!w.count) continue;
-        w.matrix = (Numbers){.c = c, .across = across, .m = take(&room, c * across * 8), .e = take(&room, c * across * 8),
-                             .plane = take(&room, c * across * 8), .first = take(&room, across), .behind = take(&room, across)};
-        w.m = take(&room, w.count * across * 8), w.e = take(&room, w.count * across * 8);
-        w.um = take(&room, across * 8), w.ue = take(&room, across * 8), w.am = take(&room, across * 8), w.ae = take(&room, across * 8);
-        w.gm = take(&room, across * 8), w.ge = take(&room, across * 8), w.values = take(&room, across * 8);
-        w.scratch = take(&room, across * 8), w.rows = take(&room, across * 8);
-        w.digits = take(&room, w.count * 8), w.shifts = take(&room, w.count * (int64_t)sizeof(Sum));
-        w.total = take(&room, (c + w.count) * across * 8);
+        w.matrix = (Numbers){.c = c, .across = across, .m = take(&room, matrix), .e = take(&room, matrix),
+                             .plane = take(&room, matrix), .enough = take(&room, row), .first = take(&room, across),
+                             .behind = take(&room, across)};
+        w.m = take(&room, rows), w.e = take(&room, rows), w.um = take(&room, rows), w.ue = take(&room, rows);
+        w.am = take(&room, rows), w.ae = take(&room, rows), w.gm = take(&room, row), w.ge = take(&room, row);
+        w.entered = take(&room, rows), w.scratch = take(&room, rows), w.rows = take(&room, rows);
+        w.digits = take(&room, TOGETHER * 8), w.shifts = take(&room, TOGETHER * (int64_t)sizeof(Sum));
+        w.total = take(&room, matrix);
         walk(&w);
     }
     return 0;
@@ -462,5 +552,5 @@ EXPORT int64_t EXPORTED(logchain_redo_backward)(const Chain *a) { return redo(a,
 /* Bytes of scratch for as many sequences of a set. */
 EXPORT int64_t EXPORTED(logchain_redo_room)(const Chain *a) {
     int64_t across = (a->states + BLOCK - 1) / BLOCK * BLOCK;
-    return (4 * a->states + 3 * a->members + 16) * across * 8 + a->members * 40 + 40 * 64;
+    return (4 * a->states + 9 * TOGETHER + 5) * across * 8 + TOGETHER * 40 + 20 * 64;
 }

@@ -1,0 +1,111 @@
+/* Numbers m 2^(512 e), vectors of them: m is a double from 2^-250 to 2^262, and e an integer, the number's digit.
+
+   Numbers of two digits next to each other fit into one double, and so do their products with a third in range. */
+#pragma once
+#include "vector.h"
+
+typedef double doubles __attribute__((vector_size(BYTES)));
+typedef int64_t longs __attribute__((vector_size(BYTES)));
+enum { WIDE = BYTES / 8 };
+
+#define DIGIT 0x1p512
+#define LEAST 0x1p-250
+#define BEYOND 0x1p262
+#define NO_DIGIT -0x1p900 /* of 0 */
+#define DIGIT_LN2_HIGH 0x1.62e42feep8
+#define DIGIT_LN2_LOW 0x1.a39ef35793c76p-24
+
+INLINE doubles load_wide(const double *from) { doubles a; __builtin_memcpy(&a, from, sizeof a); return a; }
+INLINE void store_wide(double *to, doubles a) { __builtin_memcpy(to, &a, sizeof a); }
+INLINE doubles both(double a) { return a - (doubles){0}; }
+INLINE doubles choose(longs condition, doubles a, doubles b) { return (doubles)((condition & (longs)a) | (~condition & (longs)b)); }
+
+INLINE int some(longs a) {
+    int64_t found = 0;
+    UNROLL for (int l = 0; l < WIDE; l++) found |= a[l];
+    return found != 0;
+}
+INLINE double highest_of(doubles a) {
+    double found = a[0];
+    UNROLL for (int l = 1; l < WIDE; l++) found = a[l] > found ? a[l] : found;
+    return found;
+}
+
+/* Entries of a row of the format, of which it has `left`; what is behind them is `rest`. */
+typedef real Part __attribute__((vector_size(WIDE * sizeof(real))));
+INLINE doubles read_wide(const real *from, int64_t step, int64_t left, double rest) {
+    doubles a = both(rest);
+    if (step == 1 && left >= WIDE) {
+        Part read;
+        __builtin_memcpy(&read, from, sizeof read);
+        return __builtin_convertvector(read, doubles);
+    }
+    UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a[l] = (double)from[l * step];
+    return a;
+}
+INLINE void write_wide(real *to, doubles a, int64_t left) {
+    Part written = __builtin_convertvector(a, Part);
+    if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);
+    else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
+}
+
+typedef struct { doubles m, e; } Number;
+
+/* The same number with its m in range, if it was not farther off than a digit. */
+INLINE Number settled(Number a) {
+    longs large = a.m >= BEYOND, small = (a.m < LEAST) & (a.m > 0);
+    a.m *= choose(large, both(1 / DIGIT), choose(small, both(DIGIT), both(1)));
+    a.e += choose(large, both(1), choose(small, both(-1), both(0)));
+    a.e = choose(a.m == 0, both(NO_DIGIT), a.e);
+    return a;
+}
+
+/* What a number is to one whose digit is `ahead` larger: 0 if that is two or more. */
+INLINE doubles lowered(doubles m, doubles ahead) {
+    return m * choose(ahead < 0.5, both(1), choose(ahead < 1.5, both(1 / DIGIT), both(0)));
+}
+
+INLINE Number plus_number(Number a, Number b) {
+    doubles top = choose(a.e > b.e, a.e, b.e);
+    return settled((Number){lowered(a.m, top - a.e) + lowered(b.m, top - b.e), top});
+}
+
+/* e to a power from -178 to 178. */
+INLINE doubles exponential_of(doubles a) {
+    doubles rounded = a * 1.4426950408889634 + 0x1.8p52, k = rounded - 0x1.8p52;
+    doubles r = (a - k * 0x1.62e42feep-1) - k * 0x1.a39ef35793c76p-33;
+    doubles q = r * 2.07977146532679341e-9 + 2.5112254608742596e-8;
+    q = q * r + 2.75576912069113884e-7, q = q * r + 2.75572341705423482e-6, q = q * r + 2.48015867702574306e-5;
+    q = q * r + 1.98412698971676727e-4, q = q * r + 1.3888888889219606e-3, q = q * r + 8.33333333331666335e-3;
+    q = q * r + 4.16666666666657806e-2, q = q * r + 0.16666666666666684, q = q * r + 0.500000000000000008;
+    return (doubles)((longs)((q * r) * r + r + 1) + ((longs)rounded << 52));
+}
+
+/* e to the power a: 0 for -inf. */
+INLINE Number exponential_number(doubles a) {
+    longs none = a == -__builtin_inf();
+    doubles b = choose(none, both(0), a), e = (b * (1.4426950408889634 / 512) + 0x1.8p52) - 0x1.8p52;
+    e = choose((b > 1e15) | (b < -1e15), b * (1.4426950408889634 / 512), e); /* beyond what can be rounded */
+    doubles r = (b - e * DIGIT_LN2_HIGH) - e * DIGIT_LN2_LOW;
+    doubles m = exponential_of(choose(r > 178, both(178), choose(r < -178, both(-178), r)));
+    longs number = a < __builtin_inf(); /* neither infinite nor NaN, which stay what they are */
+    m = choose(number, choose(none, both(0), m), a);
+    return settled((Number){m, choose(number, e, both(0))});
+}
+
+/* The natural logarithms of m in range, -inf of 0. */
+INLINE doubles logarithm_of(doubles m) {
+    longs bits = (longs)m, more = (bits - 0x3fe6a09e667f3bcd) >> 52;
+    doubles f = (doubles)(bits - (more << 52)), k = __builtin_convertvector(more, doubles);
+    doubles t = (f - 1) / (f + 1), square = t * t, series = both(0);
+    UNROLL for (int j = 21; j > 1; j -= 2) series = (series + 1.0 / j) * square;
+    doubles found = k * 0x1.62e42feep-1 + (k * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));
+    return choose(m > 0, found, choose(m == 0, both(-__builtin_inf()), m));
+}
+
+/* m 2^(512 e) as a double: a digit at a time, for a gradient may be within the format where 2^(512 e) is not. */
+INLINE doubles value_of_number(Number a) {
+    doubles m = a.m * choose(a.e > 0.5, both(DIGIT), choose(a.e < -0.5, both(1 / DIGIT), both(1)));
+    m *= choose(a.e > 1.5, both(DIGIT), choose(a.e < -1.5, both(1 / DIGIT), both(1)));
+    return m * choose(a.e > 2.5, both(DIGIT), choose(a.e < -2.5, both(0), both(1)));
+}
