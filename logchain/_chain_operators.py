@@ -74,7 +74,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments)
-    short = _short(x, bulk, p0, lengths, log_params, segments)
+    short = short_of(x, bulk, p0, lengths, log_params, segments)
     if short is not None:
         found: tuple[Tensor, Tensor, Tensor, Tensor] = short.forward(x, bulk, p0, keep, room)
         report_chains(found[-1])
@@ -112,7 +112,7 @@ def log_norm_here(
         return _forward(x, bulk, p0, lengths, log_params, keep, segments, room)
 
 
-def _short(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, segments: int) -> Any:
+def short_of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, segments: int = 1) -> Any:
     """What is known of short chains of the operands' shapes; None for others."""
     if lengths is not None or segments != 1 or not _in_c(x):
         return None
@@ -184,7 +184,7 @@ def _backward(
             grad, again, bulk, p0, lengths, *finer, log_params, by_log, need_x, need_bulk, need_p0, segments
         )
         return found[0].to(x.dtype), *found[1:]
-    short = _short(x, bulk, p0, lengths, log_params, segments)
+    short = short_of(x, bulk, p0, lengths, log_params, segments)
     if short is not None:
         gradients = grad_x, grad_bulk, grad_p0
         short.backward(x, bulk, p0, log_norm, (messages, scales, redone), grad, by_log, gradients)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from .arguments import Arguments, Call, function
+from .arguments import ROOMS, Arguments, Call, function
 
 # by shapes, strides, dtypes; None for chains that are not short
 _known: dict[Any, "Short | None"] = {}
@@ -47,7 +47,7 @@ class Short:
         a.last = g * m
         a.grad_step, a.grad_set, a.grad_member = gradients.x_step, gradients.x_set, gradients.x_member
         a.count_step, a.count_set = gradients.bulk_step, gradients.bulk_set
-        self._rooms = {name: function(name, dtype)(ctypes.byref(a)) + 64 for name in ("room", "redo_room")}
+        self._rooms = {name: function(room, dtype)(ctypes.byref(a)) + 64 for name, room in ROOMS.items()}
         self._one = bool(a.one_matrix)
 
     @staticmethod
@@ -113,8 +113,17 @@ class Short:
         if starts is not None:
             grad_p0.copy_(starts.view(*x.shape[:-2], c).sum_to_size(p0.shape))
 
+    def messages(self, x: Tensor, bulk: Tensor, p0: Tensor, forward: Tensor, backward: Tensor) -> Tensor:
+        """The log-partition [*B]; writes the messages, contiguous as the gradient of x."""
+        log_norm = torch.empty(x.shape[:-2], dtype=torch.float64)
+        a = Arguments.from_buffer_copy(self._arguments)
+        a.x, a.bulk, a.p0, a.log_norm = x.data_ptr(), bulk.data_ptr(), p0.data_ptr(), log_norm.data_ptr()
+        a.log_forward, a.log_backward = forward.data_ptr(), backward.data_ptr()
+        self._run("messages", a)
+        return log_norm
+
     def _run(self, name: str, arguments: Arguments) -> int:
-        room = torch.empty(self._rooms["redo_room" if "redo" in name else "room"], dtype=torch.uint8)
+        room = torch.empty(self._rooms[name], dtype=torch.uint8)
         arguments.room = (room.data_ptr() + 63) // 64 * 64
         found: int = function(name, self._dtype)(ctypes.byref(arguments))
         return found
