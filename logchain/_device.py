@@ -57,6 +57,7 @@ def chain_kernels(tensor: Tensor) -> ModuleType:
     return sum_product
 
 
+@cache
 def short_calls() -> ModuleType:
     """`short_of` operands on a CPU, see `kernels.cpu.short`."""
     from .kernels.cpu import short

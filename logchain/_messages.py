@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _device
 from ._batching import as_one, of_each, with_batch_first
-from ._chain_operators import arithmetic_dtype, chain_of, marked, short_of
+from ._chain_operators import arithmetic_dtype, chain_of, marked
 from ._operators import apply, call, operator, transform
 from ._tangent_operators import gradients_of
 from .kernels import log_messages
@@ -71,10 +71,6 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     ahead, behind, norm = _shapes(x, bulk, p0)
     if x.numel() == 0:
-        return ahead, behind, norm
-    short = short_of(x, bulk, p0, lengths, log_params)
-    if short is not None:
-        norm.copy_(short.messages(x, bulk, p0, ahead, behind))
         return ahead, behind, norm
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     first, last = layout.steps_first(ahead), layout.steps_first(behind)

@@ -5,7 +5,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ._arguments import Lengths, check_question
+from ._chain_operators import short_of
 from ._messages import messages
+from ._operators import differentiated
 
 
 class Messages(NamedTuple):
@@ -72,5 +74,9 @@ def forward_backward(
             [1.0000, 1.0000],
             [1.0000, 1.0000]]), tensor(0.6931))
     """
+    if lengths is None and validate is False and not differentiated(x, bulk, p0):
+        short = short_of(x, bulk, p0, log_params)
+        if short is not None:
+            return Messages(*short.messages(x, bulk, p0))
     ends = check_question(x, bulk, p0, log_params, lengths, validate)
     return Messages(*messages(x, bulk, p0, ends, log_params))

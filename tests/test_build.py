@@ -25,7 +25,8 @@ from logchain.kernels.cpu import build  # noqa: E402
 from tests import c_program  # noqa: E402
 
 FUNCTIONS = (
-    "forward", "backward", "redo_forward", "redo_backward", "messages", "room", "redo_room", "messages_room", "size",
+    "forward", "backward", "redo_forward", "redo_backward", "messages", "value", "gradients", "posteriors", "size",
+    "room", "redo_room", "messages_room", "value_room", "gradients_room", "posteriors_room",
 )  # fmt: skip
 EXPORTED = {f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)}
 ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]

@@ -102,13 +102,17 @@ static void messages_both(Exact *w) { messages_ahead(w), messages_back(w); }
 /* Messages and log Z of all sequences: to the loops of exact.h, each of them is to be redone. */
 EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     Chain all = *a;
-    all.lossy = take(&all.room, a->sets * a->members);
-    all.sums = take(&all.room, a->sets * a->members * (int64_t)sizeof(real));
+    int64_t sequences = a->sets * a->members;
+    all.lossy = take(&all.room, sequences);
+    all.sums = take(&all.room, sequences * (int64_t)sizeof(real));
+    if (!a->log_norm) all.log_norm = take(&all.room, sequences * 8);
     for (int64_t q = a->first; q < a->last; q++) all.lossy[q] = 1;
-    return redo(&all, 1, messages_both);
+    redo(&all, 1, messages_both);
+    for (int64_t q = a->first; q < a->last && a->value; q++) a->value[q] = (real)all.log_norm[q];
+    return 0;
 }
 
 /* Bytes of scratch for them. */
 EXPORT int64_t EXPORTED(logchain_messages_room)(const Chain *a) {
-    return EXPORTED(logchain_redo_room)(a) + a->sets * a->members * (int64_t)(1 + sizeof(real)) + 2 * 64;
+    return EXPORTED(logchain_redo_room)(a) + a->sets * a->members * (int64_t)(9 + sizeof(real)) + 3 * 64;
 }
