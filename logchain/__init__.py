@@ -1,6 +1,9 @@
 """Long chains of non-negative matrices, multiplied in log space: fast, small, exact."""
 
-from . import adapters, nn, reference, semirings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import semirings
 from ._rescues import Rescues, rescues
 from .entropy import entropy
 from .forward_backward import Messages, forward_backward
@@ -53,3 +56,17 @@ __all__ = [
     "viterbi",
 ]
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import adapters, nn, reference
+
+
+def __getattr__(name: str) -> Any:
+    """The modules that not every program uses: half of what an import would take."""
+    if name in ("adapters", "nn", "reference"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

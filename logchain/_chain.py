@@ -17,6 +17,7 @@ from . import _schedule
 from . import _tangent_operators as tangent_operators
 from ._batching import as_one, of_each, with_batch_first
 from ._operators import apply, call, differentiated, is_plain, transform
+from ._rescues import report_chains
 
 
 class Kept(NamedTuple):
@@ -51,9 +52,20 @@ def log_norm(
     if not is_plain(arguments):
         found: Tensor = apply(_LogNorm, operators.log_norm, *arguments, keep, segments)[0].to(dtype, copy=True)
     elif keep:
-        found = call(LogPartition, *arguments, segments, workspace, dtype)
+        found = call(LogPartition, *arguments, segments, workspace, dtype, None)
     else:
         found = operators.log_norm_here(*arguments, False, segments)[0].to(dtype)
+    return found
+
+
+def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
+    """The log-partition [*B] of a short chain, in the dtype of the operands."""
+    if keep:
+        with_gradient: Tensor = call(LogPartition, x, bulk, p0, None, log_params, 1, None, None, short)
+        return with_gradient
+    found: Tensor
+    found, _, redone = short.value(x, bulk, p0, False)
+    report_chains(redone)
     return found
 
 
@@ -138,20 +150,36 @@ class _LogNorm(torch.autograd.Function):
 
 
 class LogPartition(torch.autograd.Function):
-    """x, bulk, p0, lengths, log_params, segments, workspace, dtype -> the log-partition alone, where nothing traces."""
+    """The log-partition alone, where nothing traces.
+
+    x, bulk, p0, lengths, log_params, segments, workspace, dtype, the `Short` of these or None -> log-partition.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, bulk, p0, lengths, ctx.log_params, ctx.segments, workspace, dtype = args
+        x, bulk, p0, lengths, ctx.log_params, ctx.segments, workspace, dtype, ctx.short = args
+        if ctx.short is not None:
+            found: Tensor
+            found, kept, redone = ctx.short.value(x, bulk, p0, True)
+            report_chains(redone)
+            ctx.save_for_backward(x, bulk, p0, kept)
+            return found
         kept = operators.log_norm_here(x, bulk, p0, lengths, ctx.log_params, True, ctx.segments, workspace)
         ctx.save_for_backward(x, bulk, p0, lengths, *kept)
         return kept[0].to(dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:3]
-        found = call(_Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, ctx.segments)
-        return (*if_needed(found, needs), None, None, None, None, None)
+        needs, short = ctx.needs_input_grad[:3], ctx.short
+        if short is None:
+            saved = ctx.saved_tensors
+        else:
+            x, bulk, p0, kept = ctx.saved_tensors
+            if not torch.is_grad_enabled() and is_plain((grad,)) and short.fits(x, bulk, p0):
+                return (*short.gradients(x, bulk, p0, kept, grad, needs), *(None,) * 6)
+            saved = x, bulk, p0, None, *short.parts(kept, x)
+        found = call(_Gradient, grad, *saved, ctx.log_params, False, *needs, ctx.segments)
+        return (*if_needed(found, needs), *(None,) * 6)
 
 
 class Gradient(torch.autograd.Function):

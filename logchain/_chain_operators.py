@@ -4,6 +4,7 @@ They know shapes, layouts and kernels, and nothing of autograd: how they are eac
 business.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import _device
-from ._arguments import check_lengths
+from ._arguments import check_chain, check_lengths
 from ._layout import Layout
-from ._operators import operator
+from ._operators import is_plain, operator
 from ._rescues import report_chains
 from .kernels.chain import Chain
 
@@ -74,11 +75,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return _kept_shapes(x, bulk, p0, lengths, log_params, keep, segments)
-    short = _short(x, bulk, p0, lengths, log_params, segments)
+    short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = short.forward(x, bulk, p0, keep, room)
-        report_chains(found[-1])
-        return found
+        kept: tuple[Tensor, Tensor, Tensor, Tensor] = short.apart(x, bulk, p0, keep, room)
+        report_chains(kept[-1])
+        return kept
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     chain = chain if room is None else replace(chain, room=room)
     kernels, v = _device.chain_kernels(x), x.shape[-2]
@@ -112,11 +113,26 @@ def log_norm_here(
         return _forward(x, bulk, p0, lengths, log_params, keep, segments, room)
 
 
-def _short(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, segments: int) -> Any:
-    """What is known of short chains of the operands' shapes; None for others."""
-    if lengths is not None or segments != 1 or not _in_c(x):
-        return None
-    return _device.short_calls().short_of(x, bulk, p0, log_params, chain_of)
+def is_good(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
+    """True of operands that go together; raises."""
+    check_chain(x, bulk, p0)
+    return True
+
+
+def short_of(
+    x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool = False, wanted: Callable[..., bool] = is_good
+) -> Any:
+    """What is known of short chains like these on a CPU, see `kernels.cpu.short`; None for others.
+
+    `wanted` is asked, and checks the operands, at the first of them; what `keep` is may count.
+    """
+    try:
+        if not (type(log_params) is bool and is_plain((x, bulk, p0)) and x.is_cpu and bulk.is_cpu and p0.is_cpu):
+            return None
+        return _device.short_calls().short_of(x, bulk, p0, log_params, keep, wanted, chain_of)
+    except (AttributeError, RuntimeError):  # one is no dense tensor
+        check_chain(x, bulk, p0)
+        raise
 
 
 def _in_c(x: Tensor) -> bool:
@@ -173,9 +189,9 @@ def _backward(
     need_p0: bool,
     segments: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
     if x.numel() == 0:
-        return grad_x.zero_(), grad_bulk.zero_(), grad_p0.zero_()
+        zero_x, zero_bulk, zero_p0 = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
+        return zero_x.zero_(), zero_bulk.zero_(), zero_p0.zero_()
     if exceeds(grad, arithmetic_dtype(x, bulk, p0)):
         # all again in float64, from the start; it is rare
         again = x.double()
@@ -184,11 +200,13 @@ def _backward(
             grad, again, bulk, p0, lengths, *finer, log_params, by_log, need_x, need_bulk, need_p0, segments
         )
         return found[0].to(x.dtype), *found[1:]
-    short = _short(x, bulk, p0, lengths, log_params, segments)
+    short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:
-        gradients = grad_x, grad_bulk, grad_p0
-        short.backward(x, bulk, p0, log_norm, (messages, scales, redone), grad, by_log, gradients)
-        return gradients
+        needs, kept = (need_x, need_bulk, need_p0), (log_norm, messages, scales, redone)
+        gradients = short.gradients(x, bulk, p0, kept, grad, needs, by_log=by_log)
+        grad_x, grad_bulk, grad_p0 = (x.new_empty(0) if one is None else one for one in gradients)
+        return grad_x, grad_bulk, grad_p0
+    grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
     layout, chain = chain_of(x, bulk, p0, lengths, log_params, by_log=by_log)
     x_view = bulk_view = None
     if need_x:
@@ -202,12 +220,12 @@ def _backward(
         bulk_view = bulk_view[: chain.v - 1]
         bulk_view = bulk_view.view(len(bulk_view), chain.g, chain.c, chain.c)
     kernels, norms, weight = _device.chain_kernels(x), layout.sequences(log_norm), layout.sequences(grad)
-    kept = messages, scales, redone, weight, x_view, bulk_view
+    others = messages, scales, redone, weight, x_view, bulk_view
     if _chunked(x, lengths, segments):
         steps = x.shape[-2]
-        start = _device.chunked_kernels(x).backward(chain, kernels, norms, *kept, steps=steps, segments=segments)
+        start = _device.chunked_kernels(x).backward(chain, kernels, norms, *others, steps=steps, segments=segments)
     else:
-        start = kernels.backward(chain, norms, *kept)
+        start = kernels.backward(chain, norms, *others)
     if need_bulk and wide is not grad_bulk:
         grad_bulk.copy_(wide)
     if need_p0:

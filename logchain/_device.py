@@ -1,6 +1,6 @@
 """The one place that looks at the device: which kernels compute for a tensor."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
@@ -57,11 +57,21 @@ def chain_kernels(tensor: Tensor) -> ModuleType:
     return sum_product
 
 
+@cache
 def short_calls() -> ModuleType:
     """`short_of` operands on a CPU, see `kernels.cpu.short`."""
     from .kernels.cpu import short
 
     return short
+
+
+def messages_in_c(tensor: Tensor) -> Callable[..., Tensor] | None:
+    """`messages` of a chain, see `kernels.cpu.messages`; None where no loop in C computes."""
+    if on_gpu(tensor) or not tensor.is_cpu:
+        return None
+    from .kernels.cpu.messages import messages
+
+    return messages
 
 
 def chunked_kernels(tensor: Tensor) -> ModuleType:

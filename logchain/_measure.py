@@ -1,7 +1,6 @@
 """How long calls take beside each other, and how much memory one holds at its peak."""
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ def median_seconds(
             start = clock()
             call()
             times[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: float(torch.tensor(values, dtype=torch.float64).quantile(0.5)) for name, values in times.items()}
 
 
 def peak_bytes(call: Callable[[], Sequence[Tensor]]) -> int:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from . import _device
 from ._batching import as_one, of_each, with_batch_first
-from ._chain_operators import chain_of, marked
-from ._layout import Layout
+from ._chain_operators import arithmetic_dtype, chain_of, marked
 from ._operators import apply, call, operator, transform
 from ._tangent_operators import gradients_of
 from .kernels import log_messages
@@ -18,7 +17,7 @@ from .kernels.chain import Chain
 def messages(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward and backward messages [*B, v, c] and the log-partition [*B] in float64; -inf behind the end."""
+    """Forward and backward messages [*B, v, c] and the log-partition [*B], found in float64; -inf behind the end."""
     found: tuple[Tensor, Tensor, Tensor] = apply(_Messages, _messages, x, bulk, p0, lengths, log_params)
     return found
 
@@ -70,29 +69,33 @@ class _Gradient(torch.autograd.Function):
 def _forward(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ahead, behind, norm = _shapes(x)
+    ahead, behind, norm = _shapes(x, bulk, p0)
     if x.numel() == 0:
         return ahead, behind, norm
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    matmul = _device.log_matmul_kernels(x)
-    forward = log_messages.forward(chain, matmul)
-    norm.copy_(layout.batched(marked(chain, forward.log_norm()[..., None])[..., 0]))
-    _write(layout, chain, forward.absolute(), ahead)
-    _write(layout, chain, log_messages.backward(chain, matmul).absolute(), behind)
+    first, last = layout.steps_first(ahead), layout.steps_first(behind)
+    first[chain.v :] = last[chain.v :] = -torch.inf
+    write = _device.messages_in_c(x) or _messages_in_torch
+    norm.copy_(layout.batched(write(chain, first[: chain.v], last[: chain.v])))
     return ahead, behind, norm
 
 
-def _shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    messages = x.new_empty(x.shape, dtype=torch.float64)
-    return messages, torch.empty_like(messages), x.new_empty(x.shape[:-2], dtype=torch.float64)
+def _messages_in_torch(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
+    """See `kernels.cpu.messages`."""
+    matmul = _device.log_matmul_kernels(chain.x)
+    ahead = log_messages.forward(chain, matmul)
+    log_norm = marked(chain, ahead.log_norm()[..., None])[..., 0]
+    for messages, out in ((ahead, forward), (log_messages.backward(chain, matmul), backward)):
+        found = messages.absolute()
+        if chain.ended is not None:
+            marked(chain, found.masked_fill_(chain.ended, -torch.inf))
+        out.copy_(found.view(chain.v, *chain.lead, chain.c))
+    return log_norm
 
 
-def _write(layout: Layout, chain: Chain, messages: Tensor, out: Tensor) -> None:
-    if chain.ended is not None:
-        marked(chain, messages.masked_fill_(chain.ended, -torch.inf))
-    view = layout.steps_first(out)
-    view[: chain.v] = messages.view(chain.v, *chain.lead, chain.c)
-    view[chain.v :] = -torch.inf
+def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    messages = x.new_empty(x.shape, dtype=arithmetic_dtype(x, bulk, p0))
+    return messages, torch.empty_like(messages), messages.new_empty(x.shape[:-2])
 
 
 def _backward(

@@ -56,11 +56,12 @@ def report(found: Rescues) -> None:
         counter.add(found)
 
 
-def report_chains(redone: Tensor) -> None:
-    """Count the sequences marked, or the sums of a GPU; looked at only where somebody counts."""
+def report_chains(redone: int | Tensor) -> None:
+    """Count sequences: a number, those marked, or the sums of a GPU; looked at only where somebody counts."""
     if _open.get() is not None:
-        count = int(redone.sum())
-        report(Rescues(sequences=count) if redone.dtype == torch.bool else Rescues(outputs=count))
+        sums = isinstance(redone, Tensor) and redone.dtype != torch.bool
+        count = int(redone.sum() if isinstance(redone, Tensor) else redone)
+        report(Rescues(outputs=count) if sums else Rescues(sequences=count))
 
 
 def report_outputs(rescued: int | Tensor) -> None:

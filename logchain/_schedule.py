@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _device
-from ._arguments import check_alone, check_choice
+from ._arguments import check_alone, check_chain, check_choice
 from ._cost import BOTH, FORWARD, Constants, Work, constants
 from ._cost_counts import SEQUENTIAL, TREE, Schedule, Size, peaks, work
 from ._operators import differentiated
@@ -64,6 +64,12 @@ def of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool, str
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
     name, segments = _traced((*x.shape,), (*bulk.shape,), double, *given, _device.on_gpu(p0), strategy)
     return Schedule(name, segments)
+
+
+def is_sequential(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
+    """Whether `product` takes a vector through a chain; checks its operands."""
+    check_chain(x, bulk, p0)
+    return of(x, bulk, p0, log_params, False, "auto") == SEQUENTIAL
 
 
 def _known(x: Tensor, bulk: Tensor) -> bool:

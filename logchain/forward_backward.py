@@ -5,8 +5,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ._arguments import Lengths, check_question
-from ._chain_operators import arithmetic_dtype
+from ._chain_operators import short_of
 from ._messages import messages
+from ._operators import differentiated
 
 
 class Messages(NamedTuple):
@@ -54,7 +55,8 @@ def forward_backward(
         ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
 
     Cost: `2 v c^2` multiply-adds a sequence in float64, and as many exponentials as the operands have entries, in `2 v`
-    dependent steps. Each entry is exact, however far below the others. Memory: the messages, in float64.
+    dependent steps. Each entry is exact, however far below the others. Memory: the results; elsewhere than on a CPU the
+    messages in float64.
 
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989). Definition:
     `logchain.reference.forward_backward`.
@@ -72,7 +74,9 @@ def forward_backward(
             [1.0000, 1.0000],
             [1.0000, 1.0000]]), tensor(0.6931))
     """
+    if lengths is None and validate is False and not differentiated(x, bulk, p0):
+        short = short_of(x, bulk, p0, log_params)
+        if short is not None:
+            return Messages(*short.messages(x, bulk, p0))
     ends = check_question(x, bulk, p0, log_params, lengths, validate)
-    dtype = arithmetic_dtype(x, bulk, p0)
-    forward, backward, log_norm = messages(x, bulk, p0, ends, log_params)
-    return Messages(forward.to(dtype), backward.to(dtype), log_norm.to(dtype))
+    return Messages(*messages(x, bulk, p0, ends, log_params))

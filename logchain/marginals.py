@@ -7,8 +7,10 @@ from torch import Tensor
 
 from ._arguments import Lengths, check_choice, check_question
 from ._chain import forward, gradient
-from ._chain_operators import arithmetic_dtype
+from ._chain_operators import arithmetic_dtype, short_of
+from ._operators import differentiated
 from ._packed import Packed
+from ._rescues import report_chains
 
 
 class Marginals(NamedTuple):
@@ -74,6 +76,13 @@ def marginals(
     tensor([[[0.9450, 0.1050],
              [0.1900, 0.7600]]])
     """
+    alone = lengths is None and cu_seqlens is None and validate is False
+    if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
+        short = short_of(x, bulk, p0, log_params)
+        if short is not None:
+            log_norm, (posteriors, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)
+            report_chains(redone)
+            return Marginals(posteriors, expected, log_norm)
     check_choice("transitions", transitions, (None, "sum", "full"))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)

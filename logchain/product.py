@@ -7,8 +7,8 @@ from torch import Tensor
 
 from . import _budget, _checkpoints, _schedule, _tree_chain
 from ._arguments import Lengths, check_alone, check_flag, check_float_dtype, check_question
-from ._chain import log_norm
-from ._chain_operators import arithmetic_dtype
+from ._chain import log_norm, short_log_norm
+from ._chain_operators import arithmetic_dtype, short_of
 from ._operators import differentiated
 from ._packed import Packed
 from ._progress import check_progress
@@ -128,6 +128,12 @@ def product(
     ...     product(x, bulk, torch.tensor([1.0, 1.0]), memory_budget=50_000)
     tensor([0.6931])
     """
+    alone = lengths is None and cu_seqlens is None and memory_budget is None and workspace is None and out_dtype is None
+    if alone and semiring is LOG and strategy == "auto" and progress is False and validate is False:
+        keep = differentiated(x, bulk, p0)
+        short = short_of(x, bulk, p0, log_params, keep, _schedule.is_sequential)
+        if short is not None:
+            return short_log_norm(short, x, bulk, p0, log_params, keep)
     others = {"another semiring than LOG": semiring is not LOG, "cu_seqlens": cu_seqlens is not None}
     _schedule.check_options(strategy, memory_budget, {**others, "a workspace": workspace is not None})
     check_float_dtype("out_dtype", out_dtype)

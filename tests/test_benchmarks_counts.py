@@ -1,10 +1,11 @@
-"""No call runs more operators, or allocates more often, than the results file says."""
+"""No call runs more operators or functions, or allocates more often, than the results file says."""
 
 import importlib.util
 
 import pytest
 import torch
 
+import logchain
 from tests.benchmarks import counts, results
 from tests.benchmarks.results import Row
 
@@ -45,6 +46,12 @@ def test_counts_are_those_of_one_call():
     once = counts.counted(lambda: [x.exp().neg()])
     assert once == {"operators": 2, "allocations": 2}
     assert counts.counted(lambda: [x.exp_()]) == {"operators": 1, "allocations": 0}
+
+
+def test_frames_are_the_librarys_own():
+    x = torch.zeros(3, 2)
+    sizes = [counts.frames(call) for call in (x.exp, lambda: logchain.viterbi(x, torch.ones(1, 2, 2), torch.ones(2)))]
+    assert sizes[0] == 0 < sizes[1]
 
 
 @pytest.mark.parametrize("metric", ["operators", "allocations"])

@@ -24,7 +24,10 @@ pytest.importorskip("ziglang")
 from logchain.kernels.cpu import build  # noqa: E402
 from tests import c_program  # noqa: E402
 
-FUNCTIONS = "forward", "backward", "redo_forward", "redo_backward", "room", "redo_room", "size"
+FUNCTIONS = (
+    "forward", "backward", "redo_forward", "redo_backward", "messages", "value", "gradients", "posteriors", "size",
+    "room", "redo_room", "messages_room", "value_room", "gradients_room", "posteriors_room",
+)  # fmt: skip
 EXPORTED = {f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)}
 ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]
 ON_LINUX = [(name, level) for name, level in ONE_LEVEL if name.startswith("linux")]
@@ -69,7 +72,8 @@ def chain_of(dtype, c, steps=7, members=3):
         "x": x, "bulk": bulk, "p0": np.ones(c, dtype), "messages": empty((steps, members, c)),
         "log_norm": np.zeros(members), "sums": empty(members), "lossy": np.zeros(members, np.uint8),
         "weight": np.ones(members), "grad_x": empty(x.shape), "grad_bulk": empty(bulk.shape),
-        "grad_p0": np.zeros((members, c)), "room": np.zeros(2**20, np.uint8),
+        "grad_p0": np.zeros((members, c)), "log_forward": empty(x.shape), "log_backward": empty(x.shape),
+        "room": np.zeros(2**20, np.uint8),
     }  # fmt: skip
     return Arguments(**sizes, **strides, **gradients), buffers
 
@@ -81,7 +85,7 @@ def test_a_program_computes_the_same_on_every_cpu(name, level, dtype, tmp_path):
     bits = np.dtype(dtype).itemsize * 8
     for c in (1, 3, 17):
         arguments, buffers = chain_of(dtype, c)
-        for function in ("forward", "redo_forward", "backward", "redo_backward"):
+        for function in ("forward", "redo_forward", "backward", "redo_backward", "messages"):
             buffers = c_program.run(command, f"{function}{bits}", arguments, buffers)
         x, bulk = (buffers[field].astype(float) for field in ("x", "bulk"))
         truth = reference.marginals(x.swapaxes(0, 1), bulk[None], np.ones(c))
@@ -91,6 +95,9 @@ def test_a_program_computes_the_same_on_every_cpu(name, level, dtype, tmp_path):
         np.testing.assert_allclose(buffers["grad_x"], truth.states.swapaxes(0, 1), **accuracy)
         np.testing.assert_allclose(buffers["grad_bulk"] * bulk, truth.transitions.sum(0), **accuracy)
         np.testing.assert_allclose(buffers["grad_p0"], truth.states[:, 0], **accuracy)
+        messages = reference.forward_backward(x.swapaxes(0, 1), bulk[None], np.ones(c))
+        np.testing.assert_allclose(buffers["log_forward"], messages.forward.swapaxes(0, 1), **accuracy)
+        np.testing.assert_allclose(buffers["log_backward"], messages.backward.swapaxes(0, 1), **accuracy)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import reference
+from logchain import _device, reference
 from tests import oracle
 from tests.contract import assert_values, drawn, of_steps, poisoned_memory, sum_to, ulp, unit
 from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
@@ -76,6 +76,29 @@ def test_messages_and_entropy_of_every_family(name, dtype, each):
         truth, size = np.array(oracle.entropy(*operands, **options)), abs(float(found.log_norm[index]))
         size = size if np.isfinite(size) else 0.0
         assert_values(entropies[index], truth, ulp(truth, dtype) + 2.0**-49 * max(1.0, size))
+
+
+@pytest.mark.parametrize("lengths", [None, [[5, 1], [2, 4]]], ids=["whole", "lengths"])
+@pytest.mark.parametrize("broken", [None, 0, 1, 2], ids=["good", "x", "bulk", "p0"])
+@pytest.mark.parametrize(("dtype", "each"), [(F32, False), (F64, True)], ids=["float32 shared", "float64 each"])
+def test_messages_in_c_are_those_in_torch(dtype, each, broken, lengths, monkeypatch):
+    """Entries far below the others, axes in any order, and a NaN, after which nothing is possible."""
+    chain = FAMILIES["dense"](dtype, each=each, n=2, t=2)
+    operands = [chain.x[..., :5, :].clone(), chain.bulk[..., :4, :, :].clone(), chain.p0.clone()]
+    operands[0][..., ::2] -= 3000
+    operands[0][0, 0, 3] = -INF
+    operands[1] = operands[1].mT.contiguous().mT
+    if broken is not None:
+        operands[broken][(0,) * operands[broken].dim()] = torch.nan
+    found = logchain.forward_backward(*operands, lengths=lengths)  # without lengths, a short call
+    monkeypatch.setattr(_device, "messages_in_c", lambda x: None)
+    for one, truth in zip(found, logchain.forward_backward(*operands, lengths=lengths or 5), strict=True):
+        torch.testing.assert_close(
+            one, truth, rtol=2 * unit(dtype), atol=of_steps(5, 6, 0.0, dtype=F64), equal_nan=True
+        )
+    bad = found.log_norm.isnan()
+    assert bad.any() == (broken is not None)
+    assert not bad.all() or (not each and broken != 0)
 
 
 def small(seed: int, zeros: bool, v: int = 4, c: int = 3) -> list[torch.Tensor]:

@@ -133,6 +133,8 @@ def test_kernels_stand_alone(path):
     assert others <= {"torch", "triton", "numba", "llvmlite", "numpy", "setuptools", *sys.stdlib_module_names}
 
 
-def test_importing_the_library_does_not_import_triton():
-    code = "import sys, logchain; sys.exit('triton' in sys.modules or 'numba' in sys.modules)"
+def test_importing_the_library_does_not_import_what_takes_long():
+    # kernels of other devices, and modules that few programs use
+    late = {"triton", "numba", "scipy", "logchain.nn", "logchain.adapters", "logchain.reference"}
+    code = f"import sys, logchain; sys.exit(bool({late} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

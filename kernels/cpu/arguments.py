@@ -15,6 +15,13 @@ from torch import Tensor
 from ..chain import Chain
 from .library import library
 
+# what says how much scratch a function takes
+ROOMS = {
+    **dict.fromkeys(("forward", "backward"), "room"),
+    **dict.fromkeys(("redo_forward", "redo_backward"), "redo_room"),
+    "messages": "messages_room",
+}
+
 # multiply-adds from which on another thread is worth its start
 _SHARE = 2**21
 
@@ -23,9 +30,8 @@ _OPERANDS = (
     "*x x_step x_set x_member *x_at *bulk bulk_step bulk_set bulk_from bulk_to *p0 p0_set p0_member p0_state *final"
 )
 _PLACES = "*ends *order *messages *log_norm *sums *lossy *room"
-_GRADIENTS = (
-    "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *counts *grad_p0 by_log"
-)
+_GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *counts *grad_p0"
+_MESSAGES = "*value *start start_set start_member *log_forward *log_backward"
 
 
 class Arguments(ctypes.Structure):
@@ -33,7 +39,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS}".split()
+        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} by_log".split()
     ]
 
 
@@ -109,7 +115,7 @@ class Call:
         `each`: the tensors that fields point to on one thread alone.
         """
         call = function(name, self.chain.dtype)
-        size = function("redo_room" if "redo" in name else "room", self.chain.dtype)
+        size = function(ROOMS[name], self.chain.dtype)
         bytes_ = size(ctypes.byref(self.arguments))
 
         def on_thread(index: int) -> Any:

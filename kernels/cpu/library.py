@@ -47,10 +47,11 @@ def _advise() -> Any:
     return ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
-def in_large_pages(tensor: Tensor) -> None:
-    """Let the system back a new tensor's storage with large pages, if it has any: a first touch of small ones is slow."""
-    storage = tensor.untyped_storage()
-    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = storage.data_ptr() + storage.nbytes() - begin
-    if size >= _LARGE and (advise := _advise()) is not None:
+def in_large_pages(tensor: Tensor) -> Tensor:
+    """A new tensor, backed by large pages if it is large and the system has any: a first touch of small ones is slow."""
+    if tensor.nbytes >= _LARGE and (advise := _advise()) is not None:
+        storage = tensor.untyped_storage()
+        begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = storage.data_ptr() + storage.nbytes() - begin
         advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return tensor

@@ -1,7 +1,8 @@
 """Short calls: what is worked out once for all chains of the same shapes and strides.
 
-A chain of a few dozen steps is walked in less time than it takes to arrange its tensors. A `Short` knows the arguments
-but for the addresses, and writes gradients in the operands' own shapes.
+A chain of a few dozen steps is walked in less time than it takes to check and to arrange its tensors. A `Short` knows
+the arguments but for the addresses, finds what one question asks in one call of the library, and writes gradients in
+the operands' own shapes.
 """
 
 import ctypes
@@ -15,41 +16,64 @@ from ..chain import Chain
 from .arguments import Arguments, Call, function
 from .library import in_large_pages
 
-# by shapes, strides, dtypes; None for chains that are not short
+# by shapes, strides, dtypes and whatever else decides; None for chains that are not short
 _known: dict[Any, "Short | None"] = {}
 _MOST = 1024
 
+# scratch that is lent to one call after the other: a call takes it from the list, so that no other has it meanwhile
+_rooms: list[Tensor] = []
+_ROOM = 2**20
+
 
 def short_of(
-    x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, chain_of: Callable[..., tuple[Any, Chain]]
+    x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool, wanted: Callable[..., bool], chain_of: Any
 ) -> "Short | None":
-    """The `Short` of operands; `chain_of` gives the layout and the chain of operands and lengths."""
+    """The `Short` of operands; None for chains that are not short, and those for which another way is wanted.
+
+    `wanted` checks the operands, once for all of the same shapes; `chain_of` gives their layout and chain.
+    """
     places = x.shape, bulk.shape, p0.shape, x.stride(), bulk.stride(), p0.stride()
-    key = places, x.dtype, bulk.dtype, p0.dtype, log_params, torch.get_num_threads()
+    key = places, x.dtype, bulk.dtype, p0.dtype, log_params, keep, wanted, torch.get_num_threads()
     if key not in _known:
+        found = None
+        if wanted(x, bulk, p0, log_params) and x.numel():
+            layout, chain = chain_of(x, bulk, p0, None, log_params)
+            meta = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in (x, bulk, p0))
+            dense = chain_of(*meta, None, log_params)[1]
+            in_order = layout.own == tuple(range(len(layout.own)))
+            if in_order and Short.takes(chain) and Short.takes(dense):
+                found = Short(places[3:], chain, dense)
         if len(_known) >= _MOST:
             _known.clear()
-        layout, chain = chain_of(x, bulk, p0, None, log_params)
-        meta = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in (x, bulk, p0))
-        dense = chain_of(*meta, None, log_params)
-        in_order = layout.own == tuple(range(len(layout.own)))
-        _known[key] = Short(chain, dense[1]) if in_order and Short.takes(chain) else None
+        _known[key] = found
     return _known[key]
 
 
 class Short:
-    """The arguments of a chain but for addresses; `dense` is one of contiguous operands, as gradients are."""
+    """The arguments of a chain but for addresses.
 
-    def __init__(self, chain: Chain, dense: Chain) -> None:
+    `strides` are those of its operands; `dense` is a chain of contiguous ones, as gradients are.
+    """
+
+    def __init__(self, strides: tuple[tuple[int, ...], ...], chain: Chain, dense: Chain) -> None:
         v, g, m, c, dtype = chain.v, chain.g, chain.m, chain.c, chain.dtype
-        self._shape, self._dtype = (v, g, m, c), dtype
+        self._dtype, self._strides = dtype, strides
         call, gradients = Call(chain), Call(dense).arguments
         self._arguments = a = call.arguments
         a.last = g * m
         a.grad_step, a.grad_set, a.grad_member = gradients.x_step, gradients.x_set, gradients.x_member
         a.count_step, a.count_set = gradients.bulk_step, gradients.bulk_set
-        self._rooms = {name: function(name, dtype)(ctypes.byref(a)) + 64 for name in ("room", "redo_room")}
-        self._one = bool(a.one_matrix)
+        a.start_set, a.start_member = gradients.p0_set, gradients.p0_member
+        self._calls = {}
+        for name in ("value", "gradients", "posteriors", "messages"):
+            room = function(f"{name}_room", dtype)(ctypes.byref(a)) + 64
+            self._calls[name] = function(name, dtype), room
+        # what is kept of a chain, one behind the other
+        self._kept = ((torch.float64, (g, m)), (dtype, (v, g, m, c)), (dtype, (1, g, m, 1)), (torch.bool, (g, m)))
+        self._places, self._bytes = [], 0
+        for kind, shape in self._kept:
+            self._places.append(self._bytes)
+            self._bytes += -(-torch.Size(shape).numel() * kind.itemsize // 64) * 64
 
     @staticmethod
     def takes(chain: Chain) -> bool:
@@ -66,60 +90,105 @@ class Short:
             return False
         return True
 
-    def forward(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool, room: Tensor | None) -> tuple[Tensor, ...]:
-        """The log-partition [*B], messages, the sums of the last ones (1, g, m, 1), and which were redone (g, m)."""
-        v, g, m, c = self._shape
-        log_norm = torch.empty(x.shape[:-2], dtype=torch.float64)
-        messages = room if room is not None else torch.empty((v, g, m, c) if keep else 0, dtype=self._dtype)
-        if keep and room is None:
-            in_large_pages(messages)
-        sums, lossy = torch.empty((1, g, m, 1), dtype=self._dtype), torch.empty((g, m), dtype=torch.bool)
-        a = Arguments.from_buffer_copy(self._arguments)
-        a.x, a.bulk, a.p0, a.messages = (
-            x.data_ptr(),
-            bulk.data_ptr(),
-            p0.data_ptr(),
-            messages.data_ptr() if keep else None,
-        )
-        a.log_norm, a.sums, a.lossy = log_norm.data_ptr(), sums.data_ptr(), lossy.data_ptr()
-        if self._run("forward", a):
-            self._run("redo_forward", a)
-        return log_norm, messages, sums, lossy
+    def fits(self, x: Tensor, bulk: Tensor, p0: Tensor) -> bool:
+        """Whether operands lie as those that this was made of."""
+        return self._strides == (x.stride(), bulk.stride(), p0.stride())
 
-    def backward(
-        self, x: Tensor, bulk: Tensor, p0: Tensor, log_norm: Tensor, kept: tuple[Tensor, ...], weight: Tensor,
-        by_log: bool, gradients: tuple[Tensor, ...],
-    ) -> None:  # fmt: skip
-        """Write the gradients of x, bulk and p0 that are not empty."""
-        _, g, m, c = self._shape
-        messages, sums, redone = kept
-        grad_x, grad_bulk, grad_p0 = gradients
-        weight, lossy = weight.to(torch.float64).contiguous(), redone.to(torch.uint8)
+    def value(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, int]:
+        """The log-partition [*B] in the dtype of the operands, what gradients need, and how many were redone."""
+        found, kept = torch.empty(x.shape[:-2], dtype=self._dtype), None
+        a = self._of(x, bulk, p0)
+        a.value = found.data_ptr()
+        if keep:
+            kept = in_large_pages(torch.empty(self._bytes, dtype=torch.uint8))
+            self._point(a, *self._addresses(kept))
+        return found, kept, self._run("value", a)
+
+    def parts(self, kept: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """What is kept, as `kernels.sum_product` does: the log-partition [*B], messages, sums and what was redone."""
+        found = []
+        for place, (kind, shape) in zip(self._places, self._kept, strict=True):
+            size = torch.Size(shape).numel() * kind.itemsize
+            found.append(kept[place : place + size].view(kind).view(shape))
+        log_norm, *others = found
+        return log_norm.view(x.shape[:-2]), *others
+
+    def apart(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool, room: Tensor | None) -> tuple[Tensor, ...]:
+        """The log-partition [*B] in float64, messages if they are to be kept, sums and what was redone.
+
+        Each is a tensor of its own, as an operator returns them; `room` is that of the messages, if there is one.
+        """
+        log_norm, messages, sums, redone = (
+            room
+            if room is not None and at == 1
+            else in_large_pages(torch.empty(shape if keep or at != 1 else (0,), dtype=kind))
+            for at, (kind, shape) in enumerate(self._kept)
+        )
+        a = self._of(x, bulk, p0)
+        self._point(a, *(part.data_ptr() for part in (log_norm, messages, sums, redone)))
+        self._run("value", a)
+        return log_norm.view(x.shape[:-2]), messages, sums, redone
+
+    def gradients(
+        self, x: Tensor, bulk: Tensor, p0: Tensor, kept: Tensor | tuple[Tensor, ...], weight: Tensor,
+        needs: tuple[bool, ...], *, by_log: bool = False,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """The gradients of x, bulk and p0 that are needed; `kept` may be in its parts."""
+        weight = weight.to(torch.float64).contiguous()
+        a = self._of(x, bulk, p0)
+        a.weight, a.by_log = weight.data_ptr(), by_log
+        if isinstance(kept, Tensor):
+            self._point(a, *self._addresses(kept))
+        else:
+            self._point(a, *(part.data_ptr() for part in kept))
+        found = self._gradients(a, (x, bulk, p0), needs)
+        self._run("gradients", a)
+        return found
+
+    def posteriors(self, x: Tensor, bulk: Tensor, p0: Tensor, counts: bool) -> tuple[Tensor, list[Tensor | None], int]:
+        """The log-partition [*B], the gradients of x and log bulk, if it is asked for, and how many were redone."""
+        log_norm = torch.empty(x.shape[:-2], dtype=self._dtype)
+        a = self._of(x, bulk, p0)
+        a.value, a.by_log = log_norm.data_ptr(), 1
+        found = self._gradients(a, (x, bulk), (True, counts))
+        return log_norm, found, self._run("posteriors", a)
+
+    def messages(self, x: Tensor, bulk: Tensor, p0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward and backward messages [*B, v, c] and the log-partition [*B]."""
+        forward, backward = (torch.empty(x.shape, dtype=self._dtype) for _ in range(2))
+        log_norm = torch.empty(x.shape[:-2], dtype=self._dtype)
+        a = self._of(x, bulk, p0)
+        a.value, a.log_forward, a.log_backward = log_norm.data_ptr(), forward.data_ptr(), backward.data_ptr()
+        self._run("messages", a)
+        return forward, backward, log_norm
+
+    def _of(self, x: Tensor, bulk: Tensor, p0: Tensor) -> Arguments:
         a = Arguments.from_buffer_copy(self._arguments)
-        a.x, a.bulk, a.p0, a.messages = x.data_ptr(), bulk.data_ptr(), p0.data_ptr(), messages.data_ptr()
-        a.log_norm, a.sums, a.lossy = log_norm.data_ptr(), sums[-1].data_ptr(), lossy.data_ptr()
-        a.weight, a.by_log, counts, starts = weight.data_ptr(), by_log, None, None
-        if grad_x.numel():
-            in_large_pages(grad_x)
-            a.grad_x = grad_x.data_ptr()
-        if grad_bulk.numel() and self._one:
-            counts = torch.zeros((g, c, c), dtype=torch.float64)
-            a.counts = counts.data_ptr()
-        elif grad_bulk.numel():
-            in_large_pages(grad_bulk)
-            a.grad_bulk = grad_bulk.data_ptr()
-        if grad_p0.numel():
-            starts = torch.empty((g, m, c), dtype=torch.float64)
-            a.grad_p0 = starts.data_ptr()
-        if self._run("backward", a):
-            self._run("redo_backward", a)
-        if counts is not None:
-            grad_bulk.copy_(counts.view_as(grad_bulk))
-        if starts is not None:
-            grad_p0.copy_(starts.view(*x.shape[:-2], c).sum_to_size(p0.shape))
+        a.x, a.bulk, a.p0 = x.data_ptr(), bulk.data_ptr(), p0.data_ptr()
+        return a
+
+    def _addresses(self, kept: Tensor) -> list[int]:
+        at = kept.data_ptr()
+        return [at + place for place in self._places]
+
+    def _point(self, a: Arguments, log_norm: int, messages: int, sums: int, lossy: int) -> None:
+        a.log_norm, a.messages, a.sums, a.lossy = log_norm, messages, sums, lossy
+
+    def _gradients(self, a: Arguments, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for name, operand, need in zip(("grad_x", "grad_bulk", "start"), operands, needs, strict=False):
+            gradient = in_large_pages(torch.empty(operand.shape, dtype=self._dtype)) if need else None
+            if gradient is not None:
+                setattr(a, name, gradient.data_ptr())
+            found.append(gradient)
+        return found
 
     def _run(self, name: str, arguments: Arguments) -> int:
-        room = torch.empty(self._rooms["redo_room" if "redo" in name else "room"], dtype=torch.uint8)
+        call, size = self._calls[name]
+        lent = size <= _ROOM
+        room = _rooms.pop() if lent and _rooms else in_large_pages(torch.empty(max(size, _ROOM), dtype=torch.uint8))
         arguments.room = (room.data_ptr() + 63) // 64 * 64
-        found: int = function(name, self._dtype)(ctypes.byref(arguments))
+        found: int = call(ctypes.byref(arguments))
+        if lent:
+            _rooms.append(room)
         return found

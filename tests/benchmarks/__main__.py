@@ -29,7 +29,7 @@ OWN = {
     "product": (cpu, "the product on this CPU, with what it should reach"),
     "questions": (questions, "the questions of a chain, likewise"),
     "layers": (layers, "logchain.nn, likewise"),
-    "counts": (counts, "operators and allocations of our own calls, which the tests compare"),
+    "counts": (counts, "operators, allocations and frames of our own calls, which the tests compare"),
 }
 # each in a process of its own: a part can be chosen
 EVERYBODY = {

@@ -1,11 +1,13 @@
-"""How many operators one call runs, and how many times it allocates: `python -m tests.benchmarks run counts`.
+"""How many operators one call runs, and how often it allocates and calls: `python -m tests.benchmarks run counts`.
 
 The numbers of ordinary calls, as torch's profiler sees them (a dispatch mode would send them another way), once caches
 are warm, on one thread. They are the same on every machine with the same release of torch.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,9 @@ from tests.benchmarks import results
 from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
 
 BACKENDS = ("numba", "torch")
+
+# of which a short call's time is mostly Python's: its functions are counted too
+SHORT = ("product, v=20", "marginals", "forward_backward")
 
 
 def calls() -> dict[tuple[str, str], Callable[[], Any]]:
@@ -50,6 +55,7 @@ def calls() -> dict[tuple[str, str], Callable[[], Any]]:
         ("product, v=200", GRADIENTS): lambda: _demo.forward_backward(long),
         ("marginals", "states"): lambda: logchain.marginals(*chain),
         ("marginals", "sums of transitions"): lambda: logchain.marginals(*chain, transitions="sum"),
+        ("forward_backward", FORWARD): lambda: logchain.forward_backward(*chain),
         ("viterbi", FORWARD): lambda: logchain.viterbi(*chain),
         ("matmul", FORWARD): lambda: logchain.matmul(*matrices.detach()),
         ("matmul", GRADIENTS): matmul,
@@ -69,6 +75,25 @@ def counted(call: Callable[[], Any]) -> dict[str, int]:
         found["operators"] += event.name.startswith("aten::")
         found["allocations"] += event.name == "[memory]" and event.extra_fields.alloc_size > 0
     return found
+
+
+def frames(call: Callable[[], Any]) -> int:
+    """Functions of the library in Python that a call calls."""
+    count = 0
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        library = frame.f_globals.get("__name__", "").partition(".")[0] == "logchain"
+        # comprehensions are functions in some releases of Python only
+        count += event == "call" and library and not frame.f_code.co_name.startswith("<")
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
 
 
 @contextlib.contextmanager
@@ -91,6 +116,8 @@ def rows(backend: str) -> Iterator[Row]:
                 call()
             for metric, count in counted(call).items():
                 yield Row(f"{function}, {backend}", "logchain", mode, metric, count, "")
+            if function in SHORT:
+                yield Row(f"{function}, {backend}", "logchain", mode, "frames", frames(call), "")
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ OF_BOTH(forward)
 OF_BOTH(backward)
 OF_BOTH(redo_forward)
 OF_BOTH(redo_backward)
+OF_BOTH(messages)
 
 static const struct {
     char name[64];
@@ -25,6 +26,8 @@ static const struct {
     {"redo_forward64", logchain_redo_forward64},
     {"redo_backward32", logchain_redo_backward32},
     {"redo_backward64", logchain_redo_backward64},
+    {"messages32", logchain_messages32},
+    {"messages64", logchain_messages64},
 };
 
 enum { BUFFERS = 64, ALIGNMENT = 64, ROOM = 1 << 26 };

@@ -32,6 +32,10 @@ typedef struct {
     int64_t count_step, count_set;
     double *counts;                 /* (g, from, to) or null: what all steps' transitions add up to, added to */
     double *grad_p0;                /* (g, m, c) or null */
+    real *value;                    /* (g, m): log Z in the format, or null */
+    real *start;                    /* gradients of p0 where it has one for several sequences or sets, or null */
+    int64_t start_set, start_member;
+    real *log_forward, *log_backward; /* (v, g, m, c): messages, where gradients of x would lie */
     int64_t by_log;                 /* gradients are those of the logarithms of bulk and p0 */
 } Chain;
 
