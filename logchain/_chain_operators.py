@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels as _device
 from ._arguments import check_lengths
 from ._layout import Layout
 from ._operators import operator

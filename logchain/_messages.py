@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels as _device
 from ._batching import as_one, of_each, with_batch_first
 from ._chain_operators import chain_of, marked
 from ._layout import Layout

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._operators import differentiated, operator
 from ._stream import Given, Piece, added, filtering, normalised, recovered
 from ._stream_block import Block, Room
@@ -41,7 +41,7 @@ def filtered(
     if torch.compiler.is_compiling():
         found = _operator(*given, *carried, dtype, piece is not None)
     else:
-        with _device.arithmetic_on(given.x):
+        with kernels.arithmetic_on(given.x):
             found = _by_kernels(given, carried, dtype, piece is not None, room)
     message, total, lost, posteriors, messages = found
     logs = None if piece is None else recovered(piece, carried[0], messages)
@@ -146,7 +146,7 @@ def _starting(given: Given) -> bool | None:
     if given.running:
         return False
     counts, long = given.counts, given.x.shape[-2] > 1
-    if _device.on_gpu(given.x):  # nothing is looked at
+    if kernels.on_gpu(given.x):  # nothing is looked at
         return True if given.unlinked and counts is None and long else None
     if not given.fresh.any():
         return False
