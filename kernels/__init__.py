@@ -30,9 +30,14 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+def in_c(tensor: Tensor) -> bool:
+    """Whether the loops in C compute for it."""
+    return tensor.is_cpu and not on_gpu(tensor)
+
+
 def in_numba(tensor: Tensor) -> bool:
     """Whether loops that numba compiles may compute for it."""
-    return tensor.is_cpu and not on_gpu(tensor) and _numba()
+    return in_c(tensor) and _numba()
 
 
 @cache
@@ -72,6 +77,11 @@ def chain_kernels(tensor: Tensor) -> ModuleType:
 def short_calls() -> ModuleType:
     """`short_of` operands on a CPU, see `kernels.cpu.short`."""
     return import_module(f"{__name__}.cpu.short")
+
+
+def stretches() -> ModuleType:
+    """`Stretch` of a longer chain on a CPU, see `kernels.cpu.stretch`."""
+    return import_module(f"{__name__}.cpu.stretch")
 
 
 def chunked_kernels(tensor: Tensor) -> ModuleType:

@@ -133,7 +133,7 @@ class Sizes:
         step, matrix = self.g * self.m * self.c, self.g * self.c**2
         if self.gpu:
             return 8 * (step + matrix) + min(_GPU_COUNTS, steps * self.m // _GPU_COUNTED * matrix)
-        # a sparse chain's few transitions from each state are gathered in log space, see `kernels.log_steps`
+        # room for a few transitions from each state, in log space
         few = 4 + self.c // 64
         entries = steps * step
         linear = 3 * min(entries, max(_LINEAR_BLOCK, step))

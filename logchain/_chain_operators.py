@@ -121,7 +121,7 @@ def _short(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_para
 
 def _in_c(x: Tensor) -> bool:
     """Whether the loops in C compute for it."""
-    return x.is_cpu and not _device.on_gpu(x)
+    return _device.in_c(x)
 
 
 def _chunked(x: Tensor, lengths: Tensor | None, segments: int) -> bool:

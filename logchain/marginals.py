@@ -8,7 +8,9 @@ from torch import Tensor
 from ._arguments import Lengths, check_choice, check_question
 from ._chain import forward, gradient
 from ._chain_operators import arithmetic_dtype
+from ._operators import differentiated
 from ._packed import Packed
+from ._packed_chain import posteriors, taken
 
 
 class Marginals(NamedTuple):
@@ -77,6 +79,9 @@ def marginals(
     check_choice("transitions", transitions, (None, "sum", "full"))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        if transitions != "full" and not differentiated(x, bulk, p0) and taken(packed, log_params, validate):
+            posterior, expected, norm = posteriors(packed, log_params, transitions == "sum")
+            return Marginals(posterior, expected, norm.to(posterior.dtype))
         options: Any = {"transitions": transitions, "log_params": log_params, "validate": validate}
         found = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
         counted = None

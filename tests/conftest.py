@@ -71,9 +71,8 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains are computed as on a device that has no kernels of its own."""
-    from logchain import _chain_operators, kernels
+    from logchain import kernels
     from logchain.kernels.plain import sum_product
 
-    monkeypatch.setattr(_chain_operators, "_in_c", lambda x: False)
+    monkeypatch.setattr(kernels, "in_c", lambda tensor: False)
     monkeypatch.setattr(kernels, "chain_kernels", lambda tensor: sum_product)
-    monkeypatch.setattr(kernels, "in_numba", lambda tensor: False)

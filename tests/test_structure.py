@@ -38,6 +38,7 @@ LAYERS = [
         "_cost_counts",
         "_matrix_chain",
         "_messages",
+        "_packed_chain",
         "_schedule",
         "_semiring_chain",
         "_tree_chain",

@@ -266,18 +266,29 @@ static double sum_of(const Exact *w, const double *m, const double *e, double *d
     return sum;
 }
 
-/* A kept message: natural logarithms, the largest of them near 0. */
-static void keep_numbers(const Exact *w, const double *m, const double *e, real *out) {
-    double top = -__builtin_inf();
-    int64_t c = w->a->states;
+/* Natural logarithms of a row. */
+static void log_numbers(const Exact *w, const double *m, const double *e, double *out) {
     for (int64_t j = 0; j < w->across; j += WIDE) {
         doubles found = logarithm_of(load_wide(m + j));
         doubles digit = load_wide(e + j);
         found += choose(digit == NO_DIGIT, both(0), digit * DIGIT_LN2_HIGH + digit * DIGIT_LN2_LOW);
-        store_wide(w->um + j, found);
+        store_wide(out + j, found);
     }
+}
+
+/* A kept message: natural logarithms, the largest of them near 0. */
+static void keep_numbers(const Exact *w, const double *m, const double *e, real *out) {
+    double top = -__builtin_inf();
+    int64_t c = w->a->states;
+    log_numbers(w, m, e, w->um);
     for (int64_t j = 0; j < c; j++) top = w->um[j] > top ? w->um[j] : top;
     for (int64_t j = 0; j < c; j++) out[j] = (real)(top > -__builtin_inf() ? w->um[j] - top : w->um[j]);
+}
+
+/* An entry over the row's sum, of which `digit` is the largest. */
+INLINE double share_of(double m, double e, double sum, double digit) {
+    if (sum != sum) return sum;
+    return m == 0 || sum == 0 || digit - e >= 1.5 ? 0 : digit - e < 0.5 ? m / sum : m / sum / DIGIT;
 }
 
 static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e) {
@@ -290,10 +301,15 @@ static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e
         sum = sum_of(w, w->um, w->ue, &digit);
     } else sum = sum_of(w, m, e, &digit);
     Sum found = w->shifts[f];
+    if (a->leaving) {
+        log_numbers(w, m, e, w->um);
+        double total = sum > 0 ? logarithm(sum) + digit * 512 * 0.69314718055994531 : sum;
+        for (int64_t j = 0; j < a->states; j++) a->leaving[q * a->states + j] = w->um[j] - total;
+    }
     digit += w->digits[f];
     a->sums[q] = sum > 0 ? 1 : sum != sum ? (real)sum : 0;
     if (sum == 0 || sum != sum) {
-        a->log_norm[q] = sum == 0 && found.sum == found.sum ? -__builtin_inf() : __builtin_nan("");
+        tell(a, q, (Sum){sum == 0 && found.sum == found.sum ? -__builtin_inf() : __builtin_nan(""), 0});
         return;
     }
     int64_t exponent;
@@ -301,21 +317,23 @@ static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e
     if (digit < 0x1p40 && digit > -0x1p40) add_exponent(&found, (int64_t)digit * 512 + exponent);
     else add(&found, (digit * 512 + (double)exponent) * 0.69314718055994531);
     add(&found, logarithm(rest));
-    a->log_norm[q] = value_of(found);
+    tell(a, q, found);
 }
 
 static void walk_numbers_ahead(Exact *w) {
     const Chain *a = w->a;
     int64_t c = a->states;
     double digit;
-    for (int64_t f = 0; f < w->count; f++) w->shifts[f] = (Sum){0, 0}, w->digits[f] = 0;
+    for (int64_t f = 0; f < w->count; f++) w->shifts[f] = begun(a, w->chosen[f]), w->digits[f] = 0;
     for (int64_t step = 0; step < a->steps; step++) {
         if (step == 1 || (step > 1 && !a->one_matrix)) read_numbers(a, w->set, step, 0, &w->matrix);
         for (int64_t f = 0; f < w->count; f++) {
             int64_t q = w->chosen[f];
             double *m = w->m + f * w->across, *e = w->e + f * w->across;
+            real *shares = shares_at(a, q, step);
             if (step >= steps_of(a, q)) {
-                if (a->messages) clear(c, message_at(a, q, step));
+                if (a->messages && !a->starts) clear(c, message_at(a, q, step));
+                if (shares) clear(c, shares);
                 continue;
             }
             if (step == 0) read_row(w, a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member, a->p0_state, (int)a->logarithms, m, e);
@@ -326,6 +344,8 @@ static void walk_numbers_ahead(Exact *w) {
             add(&w->shifts[f], emit_numbers(w, x_at(a, w->set, q, step), m, e, &digit));
             w->digits[f] += digit;
             if (a->messages) keep_numbers(w, m, e, message_at(a, q, step));
+            double sum = shares ? sum_of(w, m, e, &digit) : 0;
+            for (int64_t j = 0; j < c && shares; j++) shares[j] = (real)share_of(m[j], e[j], sum, digit);
             if (step + 1 == steps_of(a, q)) finish_numbers(w, f, m, e);
         }
     }
@@ -379,7 +399,7 @@ static void walk_numbers_back(Exact *w) {
             double *bm = w->m + f * w->across, *be = w->e + f * w->across, *tm = w->um, *te = w->ue;
             real *gradient = gradient_at(a, w->set, q, step);
             if (step >= steps) {
-                if (gradient) clear(c, gradient);
+                if (gradient && !a->starts) clear(c, gradient);
                 continue;
             }
             if (step + 1 == steps) {
@@ -398,8 +418,7 @@ static void walk_numbers_back(Exact *w) {
             multiply_numbers(w->across, w->am, w->ae, bm, be, w->gm, w->ge);
             double sum = sum_of(w, w->gm, w->ge, &digit), weight = a->weight[q];
             for (int64_t j = 0; j < c; j++) {
-                double d = digit - w->ge[j], share = w->gm[j] == 0 || sum == 0 ? 0 : d < 0.5 ? w->gm[j] / sum : d < 1.5 ? w->gm[j] / sum / DIGIT : 0;
-                if (sum != sum) share = sum;
+                double share = share_of(w->gm[j], w->ge[j], sum, digit);
                 if (gradient) gradient[j] = (real)(share * weight);
                 if (counted) w->total[(c + f) * w->across + j] = share;
             }
