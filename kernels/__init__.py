@@ -1,1 +1,128 @@
-"""Arithmetic on plain tensors: no argument checks, no autograd, nothing of `logchain` imported."""
+"""Arithmetic on plain tensors: no argument checks, no autograd, nothing of `logchain` imported.
+
+This is the one place that looks at a device. A module is imported when it is first asked for.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+# who computes on a GPU, on a CPU, and elsewhere; what is native is there where numba is
+_MODULES = {
+    "chain": ("gpu.sum_product", "cpu.sum_product", "plain.sum_product"),
+    "chunked": ("gpu.chunked", "chunked", "chunked"),
+    "path": ("gpu.max_product", "native_max_product", "max_product"),
+    "draw": ("sampling", "native_sampling", "sampling"),
+    "log_matmul": ("gpu.matmul", "log_matmul", "log_matmul"),
+    "tree": ("gpu.tree", "native_tree", "tree"),
+}
+
+_NOTHING = nullcontext()
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether the Triton kernels compute for it."""
+    return tensor.is_cuda
+
+
+def in_c(tensor: Tensor) -> bool:
+    """Whether the loops in C compute for it."""
+    return tensor.is_cpu and not on_gpu(tensor)
+
+
+def in_numba(tensor: Tensor) -> bool:
+    """Whether loops that numba compiles may compute for it."""
+    return in_c(tensor) and _numba()
+
+
+@cache
+def _numba() -> bool:
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def arithmetic_on(tensor: Tensor) -> AbstractContextManager[None]:
+    """Where an operator computes: on the tensor's own device, whichever is current, and in the dtypes it asks for."""
+    plain = not tensor.is_cuda and not torch.is_autocast_enabled("cpu" if tensor.is_cpu else tensor.device.type)
+    return _NOTHING if plain else _arithmetic_on(tensor)
+
+
+@contextmanager
+def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
+    with torch.cuda.device_of(tensor), torch.autocast(tensor.device.type, enabled=False):
+        yield
+
+
+def _module(question: str, tensor: Tensor) -> ModuleType:
+    gpu, cpu, other = _MODULES[question]
+    name = gpu if on_gpu(tensor) else cpu if tensor.is_cpu else other
+    if name.startswith("native") and not in_numba(tensor):
+        name = other
+    return import_module(f"{__name__}.{name}")
+
+
+def chain_kernels(tensor: Tensor) -> ModuleType:
+    """`forward` and `backward` of a chain, see `kernels.plain.sum_product`."""
+    return _module("chain", tensor)
+
+
+@cache
+def short_calls() -> ModuleType:
+    """`short_of` operands on a CPU, see `kernels.cpu.short`."""
+    return import_module(f"{__name__}.cpu.short")
+
+
+def messages_in_c(tensor: Tensor) -> Callable[..., Tensor] | None:
+    """`messages` of a chain, see `kernels.cpu.messages`; None where no loop in C computes."""
+    if not in_c(tensor):
+        return None
+    from .cpu.messages import messages
+
+    return messages
+
+
+def stretches() -> ModuleType:
+    """`Stretch` of a longer chain on a CPU, see `kernels.cpu.stretch`."""
+    return import_module(f"{__name__}.cpu.stretch")
+
+
+def chunked_kernels(tensor: Tensor) -> ModuleType:
+    """`forward` and `backward` of a chain cut into segments, see `kernels.chunked`."""
+    return _module("chunked", tensor)
+
+
+def path_kernels(tensor: Tensor) -> ModuleType:
+    """`paths` of a chain, see `kernels.max_product`."""
+    return _module("path", tensor)
+
+
+def draw_kernels(tensor: Tensor) -> ModuleType:
+    """`draw_block` of a chain, see `kernels.sampling`."""
+    return _module("draw", tensor)
+
+
+def log_matmul_kernels(tensor: Tensor) -> ModuleType:
+    """`forward` and `backward` of a log-semiring matrix product, see `kernels.log_matmul`."""
+    return _module("log_matmul", tensor)
+
+
+def tree_kernels(tensor: Tensor) -> ModuleType:
+    """`Nodes` of a product tree and their `Arithmetic`, see `kernels.tree`."""
+    return _module("tree", tensor)
+
+
+def fold_kernels(whole: Tensor) -> ModuleType | None:
+    """`product` and `gradient` of stacks (g, s, c, c) of small matrices, see `kernels.native_product`, if there are."""
+    if in_numba(whole):
+        from . import native_product
+
+        return native_product if native_product.folds(whole) else None
+    return None

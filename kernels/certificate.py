@@ -2,7 +2,7 @@
 
 Entries of a message S_i may underflow freely: one that mattered feeds an entry of U_{i+1} = S_i P_{i+1} that is small
 though some path reaches it, and that is where `Certificate` looks, step by step. Matrices without zeros, and without
-entries much too small, need no look at the steps: there the scales of the messages tell, once, at the end (`doubtful`).
+entries much too small, need no look at the steps: there the scales of the messages tell, at the end (`least_scale`).
 """
 
 import math
@@ -20,7 +20,7 @@ _SHALLOW = 2.0**-24
 def period_of(chain: Chain, matrices: Matrices) -> int:
     """After how many steps a message is scaled, where no matrix holds a zero or an entry much too small; else 0.
 
-    Then the scales themselves are the certificate, see `doubtful`. The period is one at which a scale of c^-k, or a
+    Then the scales themselves are the certificate, see `least_scale`. The period is one at which a scale of c^-k, or a
     little less, vouches for its steps: random matrices have such scales.
     """
     threshold, period = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high) * 2.0**8, 0
@@ -34,29 +34,6 @@ def least_scale(chain: Chain, matrices: Matrices, period: int) -> float:
     trusted = trusted_sum(chain.dtype, chain.c) * max(1.0, matrices.high)
     least = trusted * max(1.0, chain.c * matrices.high) ** period / matrices.low
     return max(least, _SHALLOW ** ((period + 1) / 2)) if matrices.low < _SHALLOW else least
-
-
-def doubtful(chain: Chain, matrices: Matrices, scales: Tensor, total: Tensor, period: int) -> Tensor:
-    """The sequences (g, m) of which some scale z does not vouch that nothing that mattered underflowed or ran too deep.
-
-    No message grows by more than c `high` in a step, and no sum is below `low` times the message's largest entry. So
-    each of the k steps that z is the scale of, and the step after them, had sums of at least `low` z / (c `high`)^k.
-    The sum of the last message is the scale of the steps since the last one.
-    """
-    least = least_scale(chain, matrices, period)
-    small = scales < least
-    small[0] |= scales[0] < _SHALLOW
-    short = total < chain.c * least
-    if chain.ends is not None and chain.ended is not None:
-        small.masked_fill_(chain.ended, False)
-        short.logical_and_(chain.ends > 0)
-    small[-1] |= short
-    if not small.any():
-        return small[0, ..., 0]
-    impossible = (chain.x == -math.inf).all(-1).view(scales.shape)
-    if chain.ended is not None:
-        impossible.masked_fill_(chain.ended, False)
-    return small.any(0).masked_fill_(impossible.any(0), False)[..., 0]
 
 
 class Certificate:

@@ -28,7 +28,8 @@ class Chain:
     `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the
     arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear. `final`:
     weights of the states of a sequence's last step (g, m, c), in place of ones; with them an end may be 0, for no step.
-    `room`: memory for the messages that are kept (v, g, m, c).
+    `room`: memory for the messages that are kept (v, g, m, c). `starts` (m), with one set of matrices on a CPU: the
+    rows at which sequences begin in `x` (rows, c), one behind the other; so lie its gradient and what is kept.
     """
 
     x: Tensor
@@ -40,11 +41,12 @@ class Chain:
     by_log: bool = False
     final: Tensor | None = None
     room: Tensor | None = None
+    starts: Tensor | None = None
 
-    @property
+    @cached_property
     def v(self) -> int:
-        """Variables."""
-        return self.x.shape[0]
+        """Variables, of the longest sequence."""
+        return self.x.shape[0] if self.starts is None or self.ends is None else int(self.ends.max())
 
     @property
     def c(self) -> int:
@@ -54,7 +56,7 @@ class Chain:
     @cached_property
     def lead(self) -> torch.Size:
         """The batch axes, own ones first."""
-        return self.x.shape[1:-1]
+        return self.x.shape[1:-1] if self.starts is None else self.starts.shape
 
     @cached_property
     def g(self) -> int:
@@ -77,6 +79,8 @@ class Chain:
 
     def kept(self, steps: int) -> Tensor:
         """Where the messages of so many steps are kept (steps, g, m, c), uninitialised."""
+        if self.starts is not None:
+            return self.new(*self.x.shape)
         return self.new(steps, self.g, self.m, self.c) if self.room is None else self.room
 
     def blocks(self, entries: int) -> list[tuple[int, int]]:
@@ -161,7 +165,7 @@ class Matrices:
         bulk = chain.bulk
         if bulk.numel() == 0:
             return
-        self._room = None if _is_view(bulk[0], 2) else bulk.new_empty(bulk.shape[1:])
+        self._room = None if is_view(bulk[0], 2) else bulk.new_empty(bulk.shape[1:])
         if chain.log_params:
             top = bulk.amax((-2, -1), keepdim=True).to(chain.dtype)
             self._shift = finite(top)
@@ -242,7 +246,7 @@ class Matrices:
             gradient.masked_fill_(torch.eq(self.raw(step), 0, out=self._zeros), 0.0)
 
 
-def _is_view(values: Tensor, kept: int) -> bool:
+def is_view(values: Tensor, kept: int) -> bool:
     """Whether all axes but the last `kept` can be one without a copy."""
     axes = list(zip(values.shape, values.stride(), strict=True))[:-kept]
     axes = [(size, stride) for size, stride in axes if size != 1]

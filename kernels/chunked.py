@@ -35,7 +35,7 @@ def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tu
 def forward(
     chain: Chain, kernels: ModuleType, *, keep: bool, steps: int, segments: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log-partition (g, m) in float64; messages; scales; what was redone. `kernels`: see `kernels.sum_product`.
+    """The log-partition (g, m) in float64; messages; scales; what was redone. `kernels`: those of `chain_kernels`.
 
     The memory is laid out for `steps`, which may be more than the chain has.
     """
@@ -69,7 +69,7 @@ def backward(
     steps: int,
     segments: int,
 ) -> Tensor:
-    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.sum_product`."""
+    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.plain.sum_product`."""
     count, length = count_of(steps, segments)
     if redone[1].any():
         kept = as_sequential(chain, count, messages, scales)

@@ -2,8 +2,8 @@
 
     M = P_1 D_1 P_2 D_2 ... P_L        the emission of the last step is left to the caller
 
-Row i starts as that of P_1, and is multiplied and scaled as a message is (`linear_chain`); its scales are summed as
-float64 logarithms. What is multiplied in last is a matrix, so that an entry of 0 is an exact one:
+Row i starts as that of P_1, and is multiplied as a message is, and divided by its largest entry; these scales are
+summed as float64 logarithms. What is multiplied in last is a matrix, so that an entry of 0 is an exact one:
 a sum that was small though a path reaches it would have been found by the certificate.
 
 Work: c^2 multiply-adds for each row, step and segment.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -45,7 +45,7 @@ def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False)
 
 def _check_devices(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
     """All where p0 is; if that is a GPU, x or bulk or both on the host."""
-    host = ("cpu",) if _device.on_gpu(p0) else ()
+    host = ("cpu",) if kernels.on_gpu(p0) else ()
     for name, value in (("x", x), ("bulk", bulk)):
         if value.device != p0.device and value.device.type not in host:
             raise ValueError(f"{name}: expected device {' or '.join((str(p0.device), *host))}, got {value.device}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._chain_operators import arithmetic_dtype
 from ._layout import Layout
 from ._pieces import SLOTS, apart
@@ -101,7 +101,7 @@ class Sizes:
                 moved += here // steps * SLOTS * (2 if keep and operand.requires_grad else 1)
             else:
                 fixed += here
-        gpu, item = _device.on_gpu(p0), arithmetic_dtype(x, bulk, p0).itemsize
+        gpu, item = kernels.on_gpu(p0), arithmetic_dtype(x, bulk, p0).itemsize
         return cls(v, g, m, c, item, own, counts, keep, gpu, bool(host), moved, fixed)
 
     @property
@@ -133,7 +133,7 @@ class Sizes:
         step, matrix = self.g * self.m * self.c, self.g * self.c**2
         if self.gpu:
             return 8 * (step + matrix) + min(_GPU_COUNTS, steps * self.m // _GPU_COUNTED * matrix)
-        # a sparse chain's few transitions from each state are gathered in log space, see `kernels.log_steps`
+        # room for a few transitions from each state, in log space
         few = 4 + self.c // 64
         entries = steps * step
         linear = 3 * min(entries, max(_LINEAR_BLOCK, step))

@@ -21,7 +21,7 @@ from ._rescues import report_chains
 
 
 class Kept(NamedTuple):
-    """The log-partition [*B] in float64, and what `kernels.sum_product` keeps: messages, scales, what was redone."""
+    """The log-partition [*B] in float64, and what `kernels.plain` keeps: messages, scales, what was redone."""
 
     log_norm: Tensor
     messages: Tensor

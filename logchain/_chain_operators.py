@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._arguments import check_chain, check_lengths
 from ._layout import Layout
 from ._operators import is_plain, operator
@@ -31,7 +31,7 @@ def chain_of(
     ends, v = None, x.shape[-2]
     if lengths is not None:
         ends = layout.sequences(lengths)[..., None]
-        if not _device.on_gpu(x):
+        if not kernels.on_gpu(x):
             check_lengths(lengths, v)
             v = int(lengths.max())
     steps, matrices = layout.steps_first(x), layout.matrices(bulk)
@@ -57,7 +57,7 @@ def exceeds(weight: Tensor, dtype: torch.dtype) -> bool:
 
     A GPU is not waited for: there they are taken to be neither.
     """
-    if weight.dtype == dtype or _device.on_gpu(weight):
+    if weight.dtype == dtype or kernels.on_gpu(weight):
         return False
     size = np.abs(weight.numpy())  # few numbers, for which torch's operators take longer
     return bool(((size > _LARGE) | (size < 1 / _LARGE) & (size > 0)).any())
@@ -82,13 +82,13 @@ def _forward(
         return kept
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     chain = chain if room is None else replace(chain, room=room)
-    kernels, v = _device.chain_kernels(x), x.shape[-2]
+    backend, v = kernels.chain_kernels(x), x.shape[-2]
     if _chunked(x, lengths, segments):
-        forward = _device.chunked_kernels(x).forward
-        log_norm, messages, scales, redone = forward(chain, kernels, keep=keep, steps=v, segments=segments)
-        report_chains(redone if _device.on_gpu(x) else redone[0])
+        forward = kernels.chunked_kernels(x).forward
+        log_norm, messages, scales, redone = forward(chain, backend, keep=keep, steps=v, segments=segments)
+        report_chains(redone if kernels.on_gpu(x) else redone[0])
     else:
-        log_norm, messages, scales, redone = kernels.forward(chain, keep=keep, steps=v)
+        log_norm, messages, scales, redone = backend.forward(chain, keep=keep, steps=v)
         report_chains(redone)
         scales = scales[-1:].clone() if _in_c(x) else scales
     return layout.batched(log_norm).clone(memory_format=torch.contiguous_format), messages, scales, redone
@@ -109,7 +109,7 @@ def log_norm_here(
     if workspace is not None:
         shape = (x.shape[-2], *Layout.of(x, bulk).grid, x.shape[-1])
         room = workspace.take(shape, arithmetic_dtype(x, bulk, p0), x.device)
-    with _device.arithmetic_on(x):
+    with kernels.arithmetic_on(x):
         return _forward(x, bulk, p0, lengths, log_params, keep, segments, room)
 
 
@@ -129,7 +129,7 @@ def short_of(
     try:
         if not (type(log_params) is bool and is_plain((x, bulk, p0)) and x.is_cpu and bulk.is_cpu and p0.is_cpu):
             return None
-        return _device.short_calls().short_of(x, bulk, p0, log_params, keep, wanted, chain_of)
+        return kernels.short_calls().short_of(x, bulk, p0, log_params, keep, wanted, chain_of)
     except (AttributeError, RuntimeError):  # one is no dense tensor
         check_chain(x, bulk, p0)
         raise
@@ -137,12 +137,12 @@ def short_of(
 
 def _in_c(x: Tensor) -> bool:
     """Whether the loops in C compute for it."""
-    return x.is_cpu and not _device.on_gpu(x)
+    return kernels.in_c(x)
 
 
 def _chunked(x: Tensor, lengths: Tensor | None, segments: int) -> bool:
     """Whether the chain is cut into segments; on a GPU it is not where sequences have lengths."""
-    return min(segments, x.shape[-2] - 1) > 1 and not (lengths is not None and _device.on_gpu(x))
+    return min(segments, x.shape[-2] - 1) > 1 and not (lengths is not None and kernels.on_gpu(x))
 
 
 def _kept_shapes(
@@ -157,18 +157,18 @@ def _kept_shapes(
     v, c = x.shape[-2:]
     dtype = arithmetic_dtype(x, bulk, p0)
     if _chunked(x, lengths, segments):
-        messages, scales, redone = _device.chunked_kernels(x).kept_shapes(v, g, m, c, segments, keep)
+        messages, scales, redone = kernels.chunked_kernels(x).kept_shapes(v, g, m, c, segments, keep)
         return (
             x.new_empty(x.shape[:-2], dtype=torch.float64),
             x.new_empty(messages, dtype=dtype),
             x.new_empty(scales, dtype=dtype),
-            x.new_empty(redone, dtype=torch.int64 if _device.on_gpu(x) else torch.bool),
+            x.new_empty(redone, dtype=torch.int64 if kernels.on_gpu(x) else torch.bool),
         )
     return (
         x.new_empty(x.shape[:-2], dtype=torch.float64),
         x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype),
-        x.new_empty((0,) if _device.on_gpu(x) else (1 if _in_c(x) else v + 1, g, m, 1), dtype=dtype),
-        x.new_empty((1,), dtype=torch.int64) if _device.on_gpu(x) else x.new_empty((g, m), dtype=torch.bool),
+        x.new_empty((0,) if kernels.on_gpu(x) else (1 if _in_c(x) else v + 1, g, m, 1), dtype=dtype),
+        x.new_empty((1,), dtype=torch.int64) if kernels.on_gpu(x) else x.new_empty((g, m), dtype=torch.bool),
     )
 
 
@@ -219,13 +219,13 @@ def _backward(
         bulk_view[chain.v - 1 :] = 0.0
         bulk_view = bulk_view[: chain.v - 1]
         bulk_view = bulk_view.view(len(bulk_view), chain.g, chain.c, chain.c)
-    kernels, norms, weight = _device.chain_kernels(x), layout.sequences(log_norm), layout.sequences(grad)
+    backend, norms, weight = kernels.chain_kernels(x), layout.sequences(log_norm), layout.sequences(grad)
     others = messages, scales, redone, weight, x_view, bulk_view
     if _chunked(x, lengths, segments):
         steps = x.shape[-2]
-        start = _device.chunked_kernels(x).backward(chain, kernels, norms, *others, steps=steps, segments=segments)
+        start = kernels.chunked_kernels(x).backward(chain, backend, norms, *others, steps=steps, segments=segments)
     else:
-        start = kernels.backward(chain, norms, *others)
+        start = backend.backward(chain, norms, *others)
     if need_bulk and wide is not grad_bulk:
         grad_bulk.copy_(wide)
     if need_p0:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _chain, _device
+from . import _chain, kernels
 from . import _chain_operators as operators
 from ._arguments import check_lengths
 from ._chain_operators import chain_of
@@ -63,7 +63,7 @@ class _LogNorm(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *arguments, keep = args
         x, bulk, p0, lengths, *ctx.options = arguments
-        with _device.arithmetic_on(p0):
+        with kernels.arithmetic_on(p0):
             found, checkpoints = _Segments(*arguments).forward(keep)
         ctx.save_for_backward(x, bulk, p0, lengths, checkpoints)
         return found
@@ -80,7 +80,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
         grad, x, bulk, p0, lengths, checkpoints, *options, needs = args
-        with _device.arithmetic_on(grad):
+        with kernels.arithmetic_on(grad):
             return _Segments(x, bulk, p0, lengths, *options).backward(grad, checkpoints, needs)
 
     @staticmethod
@@ -121,8 +121,8 @@ class _Segments:
         self, x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, every: int, progress: bool
     ) -> None:
         self._operands, self._lengths, self._log_params, self._progress = (x, bulk, p0), lengths, log_params, progress
-        v, self._device, self._kernels = x.shape[-2], p0.device, _device.chain_kernels(p0)
-        if lengths is not None and not _device.on_gpu(p0):
+        v, self._device, self._kernels = x.shape[-2], p0.device, kernels.chain_kernels(p0)
+        if lengths is not None and not kernels.on_gpu(p0):
             check_lengths(lengths, v)
             v = int(lengths.max())
         self._v = v

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._operators import apply, call, operator, transform
 from ._rescues import report_outputs
 from .kernels.log_matmul_pieces import Groups
@@ -105,29 +105,29 @@ class _Last(torch.autograd.Function):
 
 
 def _forward(a: Tensor, b: Tensor) -> Tensor:
-    kernels = _device.log_matmul_kernels(a)
-    if _device.on_gpu(a):
+    backend = kernels.log_matmul_kernels(a)
+    if kernels.on_gpu(a):
         groups = Groups.of(a, b)
-        out, rescued = kernels.forward(*_matrices(groups, a, b))
+        out, rescued = backend.forward(*_matrices(groups, a, b))
         out = _ungrouped(out, groups.right_order, groups.shape)
     else:
-        out, rescued = kernels.forward(a, b)
+        out, rescued = backend.forward(a, b)
     report_outputs(rescued)
     found: Tensor = out
     return found
 
 
 def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
-    kernels = _device.log_matmul_kernels(a)
-    if _device.on_gpu(a):
+    backend = kernels.log_matmul_kernels(a)
+    if kernels.on_gpu(a):
         groups = Groups.of(a, b)
         left, right = _matrices(groups, a, b)
         joint = groups.joint(weight).reshape(left.shape[0], left.shape[1], right.shape[2])
-        grad_a, grad_b = kernels.backward(joint, left, right, need_a, need_b)
+        grad_a, grad_b = backend.backward(joint, left, right, need_a, need_b)
         grad_a = None if grad_a is None else _ungrouped(grad_a, groups.left_order, a.shape)
         grad_b = None if grad_b is None else _ungrouped(grad_b, groups.right_order, b.shape)
     else:
-        grad_a, grad_b = kernels.backward(weight, a, b, need_a, need_b)
+        grad_a, grad_b = backend.backward(weight, a, b, need_a, need_b)
     return a.new_empty(0) if grad_a is None else grad_a, b.new_empty(0) if grad_b is None else grad_b
 
 
@@ -151,11 +151,11 @@ def _second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tens
 def _shape(a: Tensor, b: Tensor) -> Tensor:
     groups = Groups.of(a, b)
     out = a.new_empty(groups.shape)
-    return _ungrouped(out, groups.right_order, groups.shape) if _device.on_gpu(a) else out
+    return _ungrouped(out, groups.right_order, groups.shape) if kernels.on_gpu(a) else out
 
 
 def _gradient_shapes(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
-    if _device.on_gpu(a):
+    if kernels.on_gpu(a):
         groups = Groups.of(a, b)
         grad_a = _ungrouped(a.new_empty(a.shape), groups.left_order, a.shape)
         grad_b = _ungrouped(b.new_empty(b.shape), groups.right_order, b.shape)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
 from . import _tree_products as products
+from . import kernels
 from ._log_matmul import log_matmul
 from ._operators import apply, call, operator, transform
 from ._rescues import report_outputs
@@ -94,7 +94,7 @@ def _forward_(stack: Tensor) -> Tensor:
 
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
     scale = 1.0
-    if grad.numel() and not _device.on_gpu(grad):
+    if grad.numel() and not kernels.on_gpu(grad):
         grad, scale = near_one(grad)  # what is divided by small sums
     found = products.prefixes_gradient(grad, stack) if prefixes else products.product_gradient(grad, stack)
     return found if scale == 1.0 else found.mul_(scale)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._batching import as_one, of_each, with_batch_first
 from ._chain_operators import arithmetic_dtype, chain_of, marked
 from ._operators import apply, call, operator, transform
@@ -75,14 +75,14 @@ def _forward(
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     first, last = layout.steps_first(ahead), layout.steps_first(behind)
     first[chain.v :] = last[chain.v :] = -torch.inf
-    write = _device.messages_in_c(x) or _messages_in_torch
+    write = kernels.messages_in_c(x) or _messages_in_torch
     norm.copy_(layout.batched(write(chain, first[: chain.v], last[: chain.v])))
     return ahead, behind, norm
 
 
 def _messages_in_torch(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     """See `kernels.cpu.messages`."""
-    matmul = _device.log_matmul_kernels(chain.x)
+    matmul = kernels.log_matmul_kernels(chain.x)
     ahead = log_messages.forward(chain, matmul)
     log_norm = marked(chain, ahead.log_norm()[..., None])[..., 0]
     for messages, out in ((ahead, forward), (log_messages.backward(chain, matmul), backward)):
@@ -111,7 +111,7 @@ def _backward(
     if x.numel() == 0:
         return torch.zeros_like(x), torch.zeros_like(bulk), torch.zeros_like(p0)
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    matmul = _device.log_matmul_kernels(x)
+    matmul = kernels.log_matmul_kernels(x)
     shape = (chain.v, chain.g, chain.m, chain.c)
     grads = log_messages.Gradients.zeros(chain)
     along = [layout.steps_first(value)[: chain.v].reshape(shape) for value in (along_forward, along_backward)]

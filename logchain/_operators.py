@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._device import arithmetic_on, on_gpu
+from .kernels import arithmetic_on, on_gpu
 
 _library = torch.library.Library("logchain", "DEF")
 

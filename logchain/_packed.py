@@ -1,6 +1,8 @@
 """Sequences of different lengths that lie one behind the other, as padded batches of similar lengths."""
 
 from collections.abc import Iterator
+from copy import copy
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -24,40 +26,51 @@ class Piece(NamedTuple):
 class Packed:
     """`x` [total, c], `bulk` [1 or total, c, c], `p0` [c] or [n, c]; sequence i has the rows cu_seqlens[i:i + 2].
 
-    Iterating gives `Piece`s in order of length; what is computed of them is put back in the caller's order.
+    `starts` and `lengths` (n) are on the host. Iterating gives `Piece`s in order of length; what is computed of them is
+    put back in the caller's order.
     """
 
     def __init__(self, x: Tensor, bulk: Tensor, p0: Tensor, cu_seqlens: Tensor, lengths: object) -> None:
         if lengths is not None:
             raise ValueError("lengths: expected None beside cu_seqlens, which holds them")
-        self._starts, ends = _bounds(x, cu_seqlens)
-        (total, c), n = x.shape, len(self._starts)
-        _check_parameters(bulk, p0, total, n, c)
-        self._x, self._bulk, self._p0, self._lengths = x, bulk, p0, ends - self._starts
-        order = torch.argsort(self._lengths, descending=True, stable=True)
-        self._groups, first = [], 0
-        longest = self._lengths[order].tolist()
-        for i in range(1, n + 1):
-            if i == n or longest[i] * _PADDING < longest[first]:
-                self._groups.append(order[first:i])
+        self.starts, ends = _bounds(x, cu_seqlens)
+        _check_parameters(bulk, p0, len(x), len(self.starts), x.shape[-1])
+        self.x, self.bulk, self.p0, self.lengths = x, bulk, p0, ends - self.starts
+
+    def of(self, x: Tensor, bulk: Tensor, p0: Tensor) -> "Packed":
+        """The same with other operands of the same shapes."""
+        other = copy(self)
+        other.x, other.bulk, other.p0 = x, bulk, p0
+        return other
+
+    @cached_property
+    def _groups(self) -> list[Tensor]:
+        """The members of each piece."""
+        order = torch.argsort(self.lengths, descending=True, stable=True)
+        groups, first = [], 0
+        longest = self.lengths[order].tolist()
+        for i in range(1, len(order) + 1):
+            if i == len(order) or longest[i] * _PADDING < longest[first]:
+                groups.append(order[first:i])
                 first = i
+        return groups
 
     def __iter__(self) -> Iterator[Piece]:
         for members in self._groups:
             rows = self._rows(members)
-            bulk = self._bulk if len(self._bulk) == 1 else self._bulk[rows[:, 1:]]
-            p0 = self._p0 if self._p0.dim() == 1 else self._p0[members.to(self._p0.device)]
-            yield Piece(self._x[rows], bulk, p0, self._lengths[members].to(self._x.device))
+            bulk = self.bulk if len(self.bulk) == 1 else self.bulk[rows[:, 1:]]
+            p0 = self.p0 if self.p0.dim() == 1 else self.p0[members.to(self.p0.device)]
+            yield Piece(self.x[rows], bulk, p0, self.lengths[members].to(self.x.device))
 
     def by_sequence(self, found: list[Tensor]) -> Tensor:
         """What was found for the sequences of each piece (k, ...), as [n, ...]."""
-        return torch.cat(found)[torch.argsort(torch.cat(self._groups)).to(self._x.device)]
+        return torch.cat(found)[torch.argsort(torch.cat(self._groups)).to(self.x.device)]
 
     def by_row(self, found: list[Tensor]) -> Tensor:
         """What was found for each variable of each piece (k, v, ...), as [total, ...]."""
         rows, values = [], []
         for members, value in zip(self._groups, found, strict=True):
-            inside = (torch.arange(value.shape[1]) < self._lengths[members][:, None]).to(value.device)
+            inside = (torch.arange(value.shape[1]) < self.lengths[members][:, None]).to(value.device)
             rows.append(self._rows(members)[inside])
             values.append(value[inside])
         return torch.cat(values)[torch.argsort(torch.cat(rows))]
@@ -68,13 +81,13 @@ class Packed:
 
     def counts(self, found: list[Tensor]) -> Tensor:
         """Expected counts in the shape of `bulk`, from those in the shape of each piece's."""
-        return torch.stack(found).sum(0) if len(self._bulk) == 1 else self.by_step(found)
+        return torch.stack(found).sum(0) if len(self.bulk) == 1 else self.by_step(found)
 
     def _rows(self, members: Tensor) -> Tensor:
         """The rows of each member (k, v); behind its end, its last one."""
-        lengths = self._lengths[members]
+        lengths = self.lengths[members]
         steps = torch.minimum(torch.arange(int(lengths[0])), lengths[:, None] - 1)
-        return (self._starts[members][:, None] + steps).to(self._x.device)
+        return (self.starts[members][:, None] + steps).to(self.x.device)
 
 
 def _bounds(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

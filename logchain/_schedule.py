@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._arguments import check_alone, check_chain, check_choice
 from ._cost import BOTH, FORWARD, Constants, Work, constants
 from ._cost_counts import SEQUENTIAL, TREE, Schedule, Size, peaks, work
@@ -62,7 +62,7 @@ def of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool, str
     if not _known(x, bulk):
         return _UNKNOWN[strategy]
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
-    name, segments = _traced((*x.shape,), (*bulk.shape,), double, *given, _device.on_gpu(p0), strategy)
+    name, segments = _traced((*x.shape,), (*bulk.shape,), double, *given, kernels.on_gpu(p0), strategy)
     return Schedule(name, segments)
 
 
@@ -101,7 +101,7 @@ _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def where(x: Tensor) -> Where:
     """Where a tensor is computed with."""
-    if _device.on_gpu(x):
+    if kernels.on_gpu(x):
         return Where("cuda", "triton", 1)
     if not x.is_cpu:
         return Where(x.device.type, "torch", 1)

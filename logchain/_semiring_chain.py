@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._arguments import check_lengths
 from ._chain_operators import arithmetic_dtype
 from ._layout import Layout
@@ -31,7 +31,7 @@ def total(x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None, log_params: 
 
 
 def _check(lengths: Tensor, v: int) -> Tensor:
-    if not _device.on_gpu(lengths):
+    if not kernels.on_gpu(lengths):
         check_lengths(lengths, v)
     return lengths.clone()
 

@@ -40,6 +40,14 @@ class Given(NamedTuple):
         counts = None if self.counts is None else self.counts.clamp(max=1)
         return self._replace(x=self.x[..., :1, :], bulk=bulk, counts=counts)
 
+    def behind(self, start: int) -> "Given":
+        """The variables from `start` on."""
+        if start == 0:
+            return self
+        bulk = self.bulk if self.bulk.shape[-3] == 1 else self.bulk[..., start:, :, :]
+        counts = None if self.counts is None else (self.counts - start).clamp(min=0)
+        return self._replace(x=self.x[..., start:, :], bulk=bulk, counts=counts)
+
     def active(self) -> Tensor:
         """Which variables belong to a sequence [*B, k]."""
         k = self.x.shape[-2]

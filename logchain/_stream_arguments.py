@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
-from . import _device
+from . import kernels
 from ._arguments import Lengths, as_lengths, check_float_dtype, check_tensor
 
 
@@ -72,7 +72,7 @@ def check_piece(
         lengths = _tensor(lengths, x)
     # 0 is a length too, so the values are looked at here
     ends = as_lengths(lengths, x)
-    if not _device.on_gpu(x) and ends.numel():
+    if not kernels.on_gpu(x) and ends.numel():
         low, high = int(ends.min()), int(ends.max())
         if not 0 <= low <= high <= k:
             raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
@@ -93,7 +93,7 @@ def check_mask(mask: object, fresh: Tensor | None) -> None:
 
 def active_counts(ends: Tensor | None, over: Tensor, k: int) -> Tensor | None:
     """How many variables each sequence has [*B], 0 for one that is over; None for k, as far as values are looked at."""
-    gpu = _device.on_gpu(over)
+    gpu = kernels.on_gpu(over)
     if ends is None:
         return torch.where(over, 0, k) if gpu or over.any() else None
     counts = ends.clamp(0, k).masked_fill(over, 0)

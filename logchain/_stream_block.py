@@ -5,7 +5,8 @@ of x, which is added to what arrives there: so nothing that the emission hides i
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,13 @@ class Room:
     def __init__(self) -> None:
         self._memory, self.messages = Memory(), Memory()
         self._rows: tuple[int, Rows] | None = None
+        self._stretch: tuple[Any, Any] = None, None
+
+    def stretch(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was made for the last piece of the same key, or is made."""
+        if self._stretch[0] != key:
+            self._stretch = key, make()
+        return self._stretch[1]
 
     def rows(self, x: Tensor, dtype: torch.dtype, head: int) -> Rows:
         """For variables [*B, k, c] behind a head; the views are made once for pieces of one shape."""
@@ -138,12 +146,8 @@ class Block:
 
     def write_last(self, out: Tensor, value: Tensor) -> None:
         """The value [*B, c] of each sequence's last variable."""
-        out = out[..., self._start : self._stop, :]
-        if self._ends is None:
-            out[..., -1, :] = value
-            return
-        at = (self._ends - self._head - 1).clamp(min=0)[..., None, None].expand(*value.shape[:-1], 1, value.shape[-1])
-        out.scatter_(-2, at, value[..., None, :].to(out.dtype))
+        counts = None if self._ends is None else self._ends - self._head
+        write_last(out[..., self._start : self._stop, :], counts, value)
 
     def write_messages(self, out: Tensor) -> None:
         """The messages as logarithms, -inf also for what has underflowed."""
@@ -172,10 +176,22 @@ class Block:
         return tuple(self._layout.steps_first(self._rows.all).shape[1:])
 
 
+def write_last(out: Tensor, counts: Tensor | None, value: Tensor) -> None:
+    """The value [*B, c] of the last of so many variables [*B] of each sequence, or of all of them."""
+    if counts is None:
+        out[..., -1, :] = value
+        return
+    at = (counts - 1).clamp(min=0)[..., None, None].expand(*value.shape[:-1], 1, value.shape[-1])
+    out.scatter_(-2, at, value[..., None, :].to(out.dtype))
+
+
 def _logs(messages: Tensor, linear: bool, redone: Tensor | None) -> Tensor:
     """Messages as they were kept, as logarithms."""
-    if not linear:
-        return messages
+    return linear_as_logs(messages, redone) if linear else messages
+
+
+def linear_as_logs(messages: Tensor, redone: Tensor | None) -> Tensor:
+    """Linear messages as logarithms; those `redone` are."""
     # the logarithm of a large message would take its last digits
     top = messages.amax(-1, keepdim=True)
     logs = (messages / top.masked_fill(top == 0, 1.0)).log()

@@ -5,10 +5,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
+from ._chain_operators import arithmetic_dtype
+from ._layout import Layout
 from ._operators import differentiated, operator
+from ._rescues import report_chains
 from ._stream import Given, Piece, added, filtering, normalised, recovered
-from ._stream_block import Block, Room
+from ._stream_block import Block, Room, linear_as_logs, write_last
+from .kernels.chain import Chain, is_view
 from .kernels.summation import exact_sum
 
 # values of x, and of matrices that change, in a block: some megabytes, and enough to hide what a block costs
@@ -41,7 +45,7 @@ def filtered(
     if torch.compiler.is_compiling():
         found = _operator(*given, *carried, dtype, piece is not None)
     else:
-        with _device.arithmetic_on(given.x):
+        with kernels.arithmetic_on(given.x):
             found = _by_kernels(given, carried, dtype, piece is not None, room)
     message, total, lost, posteriors, messages = found
     logs = None if piece is None else recovered(piece, carried[0], messages)
@@ -96,6 +100,13 @@ def _by_kernels(
             posteriors[..., 0, :] = message.exp()
         if messages is not None:
             messages[..., 0, :] = message
+    if kernels.in_c(x) and _in_order(given):
+        if x.shape[-2] > first:
+            outs_left = (None if out is None else out[..., first:, :] for out in (posteriors, messages))
+            message, found, lost = _by_stretch(
+                given.behind(first), (message, found, lost), bool(starting), *outs_left, room=room
+            )
+        first = x.shape[-2]
     # values of x, and of matrices that change, to a step
     step = (x.numel() + (bulk.numel() if bulk.shape[-3] > 1 else 0)) // x.shape[-2]
     size = max(2, _BLOCK // step)
@@ -114,6 +125,68 @@ def _by_kernels(
     if posteriors is not None and given.counts is not None:
         posteriors.masked_fill_(~given.active()[..., None], 0.0)
     return message, found, lost, *outs
+
+
+def _in_order(given: Given) -> bool:
+    """Whether axes with matrices of their own come before the others."""
+    own = Layout.of(given.x, given.bulk).own
+    return own == tuple(range(len(own)))
+
+
+def _by_stretch(
+    given: Given,
+    carried: tuple[Tensor, Tensor, Tensor],
+    starting: bool,
+    posteriors: Tensor | None,
+    messages: Tensor | None,
+    *,
+    room: Room,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is carried on from a piece that the loops in C walk where it lies; posteriors and messages are written."""
+    dtype = arithmetic_dtype(given.x, given.bulk, given.p0)
+    operands = given.x, given.bulk, given.p0
+    x, bulk, p0 = (operand if operand.dtype == dtype else operand.to(dtype) for operand in operands)
+    x = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous()
+    if starting:
+        bulk = bulk if bulk.shape[-3] == 1 else bulk[..., 1:, :, :]
+        p0 = p0.expand(*x.shape[:-2], -1)
+        p0 = p0 if is_view(p0, 1) else p0.contiguous()
+    bulk = bulk if is_view(bulk, 3) else bulk.contiguous()
+    layout = Layout.of(x, bulk)
+
+    def stretch() -> Any:
+        chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, given.log_params, dtype)
+        return kernels.stretches().Stretch(chain, head=not starting)
+
+    stretch_ = room.stretch((x.shape, x.stride(), bulk.shape, bulk.stride(), p0.stride(), dtype, starting), stretch)
+    ends, kept, shares = given.counts, None, posteriors
+    if ends is not None:
+        ends = layout.sequences(ends + (not starting)).contiguous()
+    if messages is not None:
+        shape = x.shape[-2] + (not starting), *layout.grid, x.shape[-1]
+        kept = room.messages.take(shape, dtype, x.device)
+    if shares is not None and shares.dtype != dtype:
+        shares = torch.empty_like(shares, dtype=dtype)
+    after: tuple[Tensor, Tensor, Tensor]
+    message, total, lost = carried
+    before = message.contiguous(), total.contiguous(), lost.contiguous()
+    after, redone, count = stretch_.forward((x, bulk, p0), before, ends, kept, shares)
+    if count:
+        report_chains(redone)
+    if posteriors is not None and shares is not None:
+        if shares is not posteriors:
+            posteriors.copy_(shares)
+        write_last(posteriors, given.counts, after[0].exp())
+    if messages is not None and kept is not None:
+        logs = linear_as_logs(kept[int(not starting) :].double(), redone[..., None] if count else None)
+        view = layout.steps_first(messages)
+        view.copy_(logs.view(view.shape))
+    if given.counts is None or starting:
+        return after
+    message, found, lost = after
+    moved = given.counts > 0
+    message = torch.where(moved[..., None], message, carried[0])
+    return message, torch.where(moved, found, carried[1]), torch.where(moved, lost, carried[2])
 
 
 def _outs(x: Tensor, dtype: torch.dtype | None, logs: bool) -> tuple[Tensor, Tensor]:
@@ -139,15 +212,17 @@ _operator = operator(
 
 
 def _starting(given: Given) -> bool | None:
-    """Whether all sequences start with this piece, and have two variables at least; None for some, or for not known.
+    """Whether all sequences start with this piece; None for some, or for not known.
 
-    What p0 alone leads to has not been looked at by any step.
+    But in C they must have two variables at least: what p0 alone leads to has not been looked at by any step.
     """
     if given.running:
         return False
-    counts, long = given.counts, given.x.shape[-2] > 1
-    if _device.on_gpu(given.x):  # nothing is looked at
-        return True if given.unlinked and counts is None and long else None
+    counts = given.counts
+    if kernels.on_gpu(given.x):  # nothing is looked at
+        return True if given.unlinked and counts is None and given.x.shape[-2] > 1 else None
     if not given.fresh.any():
         return False
-    return True if long and given.fresh.all() and (counts is None or bool((counts > 1).all())) else None
+    least = 0 if kernels.in_c(given.x) else 1
+    many = given.x.shape[-2] > least and (counts is None or bool((counts > least).all()))
+    return True if many and given.fresh.all() else None

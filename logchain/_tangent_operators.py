@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._chain_operators import chain_of, marked
 from ._layout import Layout
 from ._operators import operator
@@ -32,7 +32,7 @@ def _along(
         return x.new_zeros(x.shape[:-2], dtype=torch.float64)
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     tangents = _tangents(layout, chain, along_x, along_bulk, along_p0, log_params or by_log)
-    found = log_messages.tangent(chain, _device.log_matmul_kernels(x), tangents)
+    found = log_messages.tangent(chain, kernels.log_matmul_kernels(x), tangents)
     return layout.batched(marked(chain, found[..., None])[..., 0]).contiguous()
 
 
@@ -57,7 +57,7 @@ def _second(
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     tangents = _tangents(layout, chain, along_x, along_bulk, along_p0, log_params or by_log)
     weight = layout.sequences(grad).double()
-    along, first, derived = log_messages.second(chain, _device.log_matmul_kernels(x), weight, tangents)
+    along, first, derived = log_messages.second(chain, kernels.log_matmul_kernels(x), weight, tangents)
     if not log_params and not by_log:  # the first derivative is that of the logarithm over the weight itself
         for found, counts, tangent in zip(derived[1:], first[1:], tangents[1:], strict=True):
             if tangent is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._chain_operators import chain_of
 
 # bytes that leaves and all that is made of them may take where two messages are smaller
@@ -102,7 +102,7 @@ class Leaves:
         if ends is None:
             return None
         over = ends[block] <= torch.arange(first, stop, device=ends.device)
-        return over if _device.on_gpu(over) or over.any() else None
+        return over if kernels.on_gpu(over) or over.any() else None
 
     def stack(self, first: int, stop: int, block: Block, logs: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
         """The leaves (g' m', k, c, c), and what was taken out of them, as float64 terms of a sum (2 k, g', m')."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._chain_operators import arithmetic_dtype, exceeds, marked, unwritten
 from ._layout import Layout
 from ._operators import operator
@@ -27,7 +27,7 @@ def _forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_pa
     if x.numel() == 0:
         return out, messages
     leaves = Leaves(x, bulk, p0, lengths, log_params)
-    matmul = _device.log_matmul_kernels(x)
+    matmul = kernels.log_matmul_kernels(x)
     message, taken = leaves.start()
     messages[0], top = _without_top(message)
     sums, rescued, last = [taken, top], 0, 0
@@ -108,7 +108,7 @@ def _back(stack: Tensor, before: Tensor, posterior: Tensor) -> tuple[Tensor, Ten
     """The posterior of a piece's first states (g', m', c), and its expected transitions (g', m', k, c, c)."""
     tree = Tree(stack, torch.empty_like(stack))
     ends, begins = (value.reshape(-1, 1, value.shape[-1]) for value in (posterior, before))
-    matmul = _device.log_matmul_kernels(stack)
+    matmul = kernels.log_matmul_kernels(stack)
     found, pairs = matmul.backward(ends, begins, tree.root()[0].double(), True, True)
     gradient = torch.empty_like(stack)
     gradient[:, 0] = pairs

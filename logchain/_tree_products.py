@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._tree import Step, downward, halved, reduction, shifted, upward
 
 
@@ -22,7 +22,7 @@ def product(stack: Tensor, *, inplace: bool) -> tuple[Tensor, int]:
     whole = sets(stack)
     inplace |= whole.data_ptr() != stack.data_ptr()
     out = result.view(-1, *stack.shape[-2:])
-    fold = _device.fold_kernels(whole)
+    fold = kernels.fold_kernels(whole)
     lossy = None if fold is None else fold.product(whole, out)
     if fold is None or lossy is not None and lossy.all():
         return result, _root(whole, out, inplace=inplace)
@@ -73,7 +73,7 @@ def product_gradient(grad: Tensor, stack: Tensor) -> Tensor:
     whole = sets(stack)
     gradient = result.view(whole.shape)
     grad = grad.reshape(gradient[:, 0].shape)
-    fold = _device.fold_kernels(whole)
+    fold = kernels.fold_kernels(whole)
     lossy = None if fold is None else fold.gradient(grad.contiguous(), whole, gradient)
     if fold is None or lossy is not None and lossy.all():
         _back(grad, whole, gradient)
@@ -100,8 +100,8 @@ class Tree:
     """All products of a stack (g, s, c, c), each where its right operand had been, in `memory` of that shape."""
 
     def __init__(self, whole: Tensor, memory: Tensor) -> None:
-        kernels, self._arithmetic = _arithmetic(whole, memory.dtype)
-        self._leaves, self._nodes = kernels.Nodes.leaves(whole), kernels.Nodes.over(memory)
+        backend, self._arithmetic = _arithmetic(whole, memory.dtype)
+        self._leaves, self._nodes = backend.Nodes.leaves(whole), backend.Nodes.over(memory)
         self._steps = list(reduction(whole.shape[1]))
         for step in self._steps:
             self._arithmetic.multiply(*self._operands(step), self._nodes.at(step.right))
@@ -133,8 +133,8 @@ def prefixes(stack: Tensor) -> tuple[Tensor, int]:
         return result, 0
     whole = sets(stack)
     s = whole.shape[1]
-    kernels, arithmetic = _arithmetic(whole, result.dtype)
-    leaves, nodes = kernels.Nodes.leaves(whole), kernels.Nodes.over(result.view(whole.shape))
+    backend, arithmetic = _arithmetic(whole, result.dtype)
+    leaves, nodes = backend.Nodes.leaves(whole), backend.Nodes.over(result.view(whole.shape))
     for step in (*upward(s), *downward(s)):
         left = (leaves if step.left_at is None else nodes).at(step.left)
         right = (leaves if step.right_at is None else nodes).at(step.right)
@@ -155,9 +155,9 @@ def prefixes_gradient(grad: Tensor, stack: Tensor) -> Tensor:
     whole = sets(stack)
     s = whole.shape[1]
     gradient = result.copy_(grad).view(whole.shape)
-    kernels, arithmetic = _arithmetic(whole, result.dtype)
-    leaves = kernels.Nodes.leaves(whole)
-    nodes, found = (kernels.Nodes.over(torch.empty_like(gradient)) for _ in range(2))
+    backend, arithmetic = _arithmetic(whole, result.dtype)
+    leaves = backend.Nodes.leaves(whole)
+    nodes, found = (backend.Nodes.over(torch.empty_like(gradient)) for _ in range(2))
     up, down = list(upward(s)), list(downward(s))
     for step in up:
         arithmetic.multiply(*_operands(step, leaves, nodes, nodes), nodes.at(step.left))
@@ -193,14 +193,14 @@ def sets(stack: Tensor) -> Tensor:
 
 def _reduced(whole: Tensor, dtype: torch.dtype, *, inplace: bool) -> tuple[Any, Any]:
     """The root of a stack (g, s, c, c), a slot of nodes, and the arithmetic that made it."""
-    kernels, arithmetic = _arithmetic(whole, dtype)
+    backend, arithmetic = _arithmetic(whole, dtype)
     leaves = arithmetic.leaves_for_root(whole)
     g, s, c, _ = leaves.values.shape
     if inplace and whole.dtype == dtype:
         memory = whole[:, : s // 2 * 2 : 2]
     else:
         memory = whole.new_empty(g, s // 2, c, c, dtype=dtype)
-    nodes = kernels.Nodes.over(memory)
+    nodes = backend.Nodes.over(memory)
     for step in reduction(s):
         left = leaves.at(step.left) if step.left_at is None else nodes.at(halved(step.left))
         right = leaves.at(step.right) if step.right_at is None else nodes.at(halved(step.right))
@@ -217,8 +217,8 @@ def _relative(root: Any, arithmetic: Any) -> tuple[Tensor, Tensor]:
 def _arithmetic(whole: Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
     """The kernels for nodes of a stack (g, s, c, c), and room for a level of them."""
     g, s, c, _ = whole.shape
-    kernels: Any = _device.tree_kernels(whole)
-    return kernels, kernels.Arithmetic(c, g * max(1, s // 2), dtype, whole.device)
+    backend: Any = kernels.tree_kernels(whole)
+    return backend, backend.Arithmetic(c, g * max(1, s // 2), dtype, whole.device)
 
 
 def _operands(step: Step, leaves: Any, lefts: Any, rights: Any) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._batching import with_batch_first
 from ._chain_operators import chain_of
 from ._operators import operator
@@ -39,13 +39,13 @@ def _forward(
         return states, unknown
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     if k is None:
-        found = _device.path_kernels(x).paths(chain, x.shape[-2])[:, :, None]
+        found = kernels.path_kernels(x).paths(chain, x.shape[-2])[:, :, None]
         lasts = states[..., None, :]
     else:
         found, lasts = k_best_paths.paths(chain, x.shape[-2], k), states
     for rank in range(found.shape[2]):
         lasts[..., rank, :] = layout.states(found[:, :, rank].reshape(*chain.lead, -1))
-    if _device.on_gpu(x) or (lasts[..., 0] < 0).any():
+    if kernels.on_gpu(x) or (lasts[..., 0] < 0).any():
         unknown.copy_(layout.batched(_unknown(chain)))
     else:
         unknown.zero_()

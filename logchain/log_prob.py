@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._arguments import Lengths, check_question
 from ._chain import log_norm
 from ._chain_operators import arithmetic_dtype
@@ -96,7 +96,7 @@ def _check_states(states: object, x: Tensor) -> None:
 
 
 def _check_values(states: Tensor, c: int) -> Tensor:
-    if not _device.on_gpu(states) and states.numel():
+    if not kernels.on_gpu(states) and states.numel():
         low, high = (int(bound) for bound in torch.aminmax(states))
         if low < -1 or high >= c:
             raise ValueError(f"states: expected values from -1 to c - 1 = {c - 1}, got {low} to {high}")

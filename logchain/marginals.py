@@ -10,6 +10,7 @@ from ._chain import forward, gradient
 from ._chain_operators import arithmetic_dtype, short_of
 from ._operators import differentiated
 from ._packed import Packed
+from ._packed_chain import posteriors, taken
 from ._rescues import report_chains
 
 
@@ -80,12 +81,15 @@ def marginals(
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params)
         if short is not None:
-            log_norm, (posteriors, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)
+            log_norm, (states, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)
             report_chains(redone)
-            return Marginals(posteriors, expected, log_norm)
+            return Marginals(states, expected, log_norm)
     check_choice("transitions", transitions, (None, "sum", "full"))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        if transitions != "full" and not differentiated(x, bulk, p0) and taken(packed, log_params, validate):
+            posterior, expected, norm = posteriors(packed, log_params, transitions == "sum")
+            return Marginals(posterior, expected, norm.to(posterior.dtype))
         options: Any = {"transitions": transitions, "log_params": log_params, "validate": validate}
         found = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
         counted = None

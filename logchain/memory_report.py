@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from . import _device
+from . import kernels
 from ._measure import allocations, profiled
 
 
@@ -68,7 +68,7 @@ def memory_report(fn: Callable[..., object], *args: object) -> MemoryReport:
     if not callable(fn):
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
     tensors = _tensors(args)
-    on_gpu = [tensor for tensor in tensors if _device.on_gpu(tensor)]
+    on_gpu = [tensor for tensor in tensors if kernels.on_gpu(tensor)]
     count: _OnGPU | _OnCPU = _OnGPU(on_gpu[0].device) if on_gpu else _OnCPU(tensors)
     before = count.done()
     with count.phase():

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _budget, _checkpoints, _schedule, _tree_chain
+from . import _budget, _checkpoints, _packed_chain, _schedule, _tree_chain
 from ._arguments import Lengths, check_alone, check_flag, check_float_dtype, check_question
 from ._chain import log_norm, short_log_norm
 from ._chain_operators import arithmetic_dtype, short_of
@@ -152,6 +152,8 @@ def product(
         check_alone("workspace", workspace, "None", {**others, "a memory_budget": memory_budget is not None})
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        if semiring is LOG and _packed_chain.taken(packed, log_params, validate):
+            return _packed_chain.log_norm(packed, log_params).to(out_dtype or arithmetic_dtype(x, bulk, p0))
         options: Any = {"log_params": log_params, "semiring": semiring, "validate": validate, "out_dtype": out_dtype}
         return packed.by_sequence([product(*piece[:3], lengths=piece.lengths, **options) for piece in packed])
     ends = check_question(x, bulk, p0, log_params, lengths, validate, in_pieces=memory_budget is not None)

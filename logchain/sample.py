@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _device
+from . import kernels
 from ._arguments import Lengths, check_question
 from ._batching import with_batch_first
 from ._chain_operators import chain_of
@@ -89,17 +89,17 @@ def _sample(
     states = _shape(x, bulk, p0, lengths, num_samples, generator, log_params)
     if states.numel() == 0:
         return states
-    with torch.no_grad(), _device.arithmetic_on(x):
+    with torch.no_grad(), kernels.arithmetic_on(x):
         layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
-        log_norm, messages, _, redone = _device.chain_kernels(x).forward(chain, keep=True, steps=chain.v)
+        log_norm, messages, _, redone = kernels.chain_kernels(x).forward(chain, keep=True, steps=chain.v)
         report_chains(redone)
         written = layout.steps_first(states.movedim(0, -1))  # (v, *lead, num_samples)
         written[chain.v :] = -1
         # on a GPU all messages are logarithms
-        logs = None if _device.on_gpu(x) else redone
-        draw(chain, messages, logs, written, generator, _device.draw_kernels(x).draw_block)
+        logs = None if kernels.on_gpu(x) else redone
+        draw(chain, messages, logs, written, generator, kernels.draw_kernels(x).draw_block)
         drawn = layout.batched(log_norm).isfinite()
-        if _device.on_gpu(x) or not drawn.all():
+        if kernels.on_gpu(x) or not drawn.all():
             states.masked_fill_(~drawn[..., None], -1)
     return states
 

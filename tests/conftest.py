@@ -62,7 +62,17 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device whose tensors the Triton kernels compute for."""
-    from logchain import _device  # not before triton is to be interpreted
+    from logchain import kernels as devices  # not before triton is to be interpreted
 
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     return device
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains are computed as on a device that has no kernels of its own."""
+    from logchain import kernels
+    from logchain.kernels.plain import sum_product
+
+    monkeypatch.setattr(kernels, "in_c", lambda tensor: False)
+    monkeypatch.setattr(kernels, "chain_kernels", lambda tensor: sum_product)

@@ -5,10 +5,12 @@ import pytest
 import torch
 
 import logchain
-from logchain import _chain, _device, _schedule, reference
+from logchain import _chain, _schedule, reference
+from logchain import kernels as devices
 from logchain._measure import peak_bytes
 from logchain.kernels import chain as layout
-from logchain.kernels import chunked, sum_product
+from logchain.kernels import chunked
+from logchain.kernels.plain import sum_product
 from tests.contract import (
     Truth,
     assert_contract,
@@ -43,7 +45,7 @@ def cut(monkeypatch):
         into.kept.append(found is not None)
         return found
 
-    monkeypatch.setattr(_device, "native", lambda tensor: False)
+    monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
     forward, into.kept = chunked._forward, []
     monkeypatch.setattr(chunked, "_forward", spy)
     into(3)

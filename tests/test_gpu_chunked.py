@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device, _schedule
+from logchain import _schedule
+from logchain import kernels as devices
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_contract, assert_values, poisoned_memory
 from tests.families import FAMILIES, Chain, Draw, dense
@@ -24,7 +25,7 @@ def cut(device, monkeypatch):
         monkeypatch.setattr(_schedule, "of", lambda *_: _schedule.Schedule("chunked", count))
         return device
 
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     return into
 
 
@@ -122,7 +123,7 @@ def test_a_wide_p0_makes_the_arithmetic_wide(cut):
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_few_long_chains_are_cut(each, monkeypatch):
     """By the plan, which knows a GPU."""
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
 
     def schedule(n, v, c, wanted=False, lengths=False):
         x, p0 = (torch.empty(shape, requires_grad=wanted) for shape in ((n, v, c), (c,)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device
+from logchain import kernels as devices
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_contract, assert_values, poisoned_memory
 from tests.families import FAMILIES, Chain, Draw, dense
@@ -177,7 +177,7 @@ def test_second_derivatives(kernels):
 
     found = second(kernels)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_device, "on_gpu", lambda tensor: tensor.device.type == "cuda")
+        patch.setattr(devices, "on_gpu", lambda tensor: tensor.device.type == "cuda")
         for one, other in zip(found, second("cpu"), strict=True):
             torch.testing.assert_close(one, other)
 

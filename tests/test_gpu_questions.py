@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device, _schedule
+from logchain import _schedule
+from logchain import kernels as devices
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, dense
@@ -52,7 +53,7 @@ def test_messages_entropy_and_covariances_are_those_of_the_cpu(name, lengths, de
         return [t.detach().cpu() for t in (*messages, entropy, *torch.autograd.grad(total, operands))]
 
     expected = answers("cpu")
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     for one, other in zip(answers(device), expected, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -79,7 +80,7 @@ def test_few_long_chains_are_cut_whatever_is_asked(device, monkeypatch):
     calls, forward = [], chunked.forward
     monkeypatch.setattr(chunked, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
     monkeypatch.setattr(_schedule, "of", lambda *_: _schedule.Schedule("chunked", 2))
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     found, counted = answers(device, calls)
     torch.testing.assert_close(found, expected)
     assert counted == [1, 2, 4]

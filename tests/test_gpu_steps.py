@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from logchain import _device
+from logchain import kernels as devices
 from tests import gpu_steps
 from tests.conftest import INTERPRETED
 
@@ -16,7 +16,7 @@ def test_a_step_gives_what_the_cpu_gives(name, kernels):
     step, operands = gpu_steps.case(name, kernels)
     found = step(operands)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_device, "on_gpu", lambda tensor: tensor.is_cuda)
+        patch.setattr(devices, "on_gpu", lambda tensor: tensor.is_cuda)
         expected = step([operand.detach().cpu().requires_grad_() for operand in operands])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.detach().cpu(), other.detach(), rtol=2.0**-20, atol=4e-5)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device, reference
+from logchain import kernels, reference
 from tests import oracle
 from tests.contract import assert_values, drawn, of_steps, poisoned_memory, sum_to, ulp, unit
 from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
@@ -91,7 +91,7 @@ def test_messages_in_c_are_those_in_torch(dtype, each, broken, lengths, monkeypa
     if broken is not None:
         operands[broken][(0,) * operands[broken].dim()] = torch.nan
     found = logchain.forward_backward(*operands, lengths=lengths)  # without lengths, a short call
-    monkeypatch.setattr(_device, "messages_in_c", lambda x: None)
+    monkeypatch.setattr(kernels, "messages_in_c", lambda x: None)
     for one, truth in zip(found, logchain.forward_backward(*operands, lengths=lengths or 5), strict=True):
         torch.testing.assert_close(
             one, truth, rtol=2 * unit(dtype), atol=of_steps(5, 6, 0.0, dtype=F64), equal_nan=True

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device, reference
+from logchain import kernels as devices
+from logchain import reference
 from logchain._measure import peak_bytes
 from logchain.kernels import log_matmul_pieces
 from tests import oracle
@@ -307,7 +308,7 @@ def test_operands_of_any_batch_on_the_kernels_of_the_device(device, monkeypatch)
     ]
     expected = [t.detach().requires_grad_() for t in operands]
     logchain.matmul(*expected).cos().sum().backward()
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     found = [t.to(device).requires_grad_() for t in operands]
     logchain.matmul(*found).cos().sum().backward()
     for one, other in zip(found, expected, strict=True):

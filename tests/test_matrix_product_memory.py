@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device
+from logchain import kernels as devices
 from logchain._measure import peak_bytes
 from logchain.kernels import tree as arithmetic
 from tests.stacks import FAMILIES, draw
@@ -31,9 +31,9 @@ def schedule(request, monkeypatch):
     if request.param != "tree":
         pytest.importorskip("numba")
     if request.param != "loop":
-        monkeypatch.setattr(_device, "fold_kernels", lambda whole: None)
+        monkeypatch.setattr(devices, "fold_kernels", lambda whole: None)
     if request.param == "tree":
-        monkeypatch.setattr(_device, "tree_kernels", lambda tensor: arithmetic)
+        monkeypatch.setattr(devices, "tree_kernels", lambda tensor: arithmetic)
 
 
 # one stack is 8 MB

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device, reference
+from logchain import kernels as devices
+from logchain import reference
 from logchain._tree_products import product, product_gradient
 from logchain.kernels import native
 from tests.contract import assert_values, gradient_bound, poisoned_memory, value_bound
@@ -271,13 +272,13 @@ def test_nothing_to_multiply(shape):
 
 def test_what_is_left_to_the_tree_altogether(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
-    assert _device.fold_kernels(normal(2, 3, 64, 64)) is native_product
-    assert _device.fold_kernels(normal(2, 3, 65, 65)) is None
-    assert _device.fold_kernels(normal(1, 1, 1, 1).expand(2, 80, 64, 64)) is None
-    assert _device.fold_kernels(normal(1, 1, 1, 1).expand(3, 80, 64, 64)) is native_product
-    assert _device.fold_kernels(normal(2, 3, 4, 4).half()) is None
-    monkeypatch.setattr(_device, "_numba", lambda: False)
-    assert _device.fold_kernels(normal(2, 3, 64, 64)) is None
+    assert devices.fold_kernels(normal(2, 3, 64, 64)) is native_product
+    assert devices.fold_kernels(normal(2, 3, 65, 65)) is None
+    assert devices.fold_kernels(normal(1, 1, 1, 1).expand(2, 80, 64, 64)) is None
+    assert devices.fold_kernels(normal(1, 1, 1, 1).expand(3, 80, 64, 64)) is native_product
+    assert devices.fold_kernels(normal(2, 3, 4, 4).half()) is None
+    monkeypatch.setattr(devices, "_numba", lambda: False)
+    assert devices.fold_kernels(normal(2, 3, 64, 64)) is None
 
 
 def test_second_derivatives():

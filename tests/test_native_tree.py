@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device
+from logchain import kernels as devices
 from logchain.kernels import tree
 from logchain.kernels.exponentials import FLUSH
 from logchain.kernels.nodes import Nodes
@@ -22,12 +22,12 @@ INF, NAN = float("inf"), float("nan")
 @pytest.fixture(autouse=True)
 def _no_folds(monkeypatch):
     """Small stacks would not come to a tree."""
-    monkeypatch.setattr(_device, "fold_kernels", lambda whole: None)
+    monkeypatch.setattr(devices, "fold_kernels", lambda whole: None)
 
 
 @pytest.fixture(params=[tree, native_tree], ids=["torch", "numba"])
 def kernels(request, monkeypatch):
-    monkeypatch.setattr(_device, "tree_kernels", lambda tensor: request.param)
+    monkeypatch.setattr(devices, "tree_kernels", lambda tensor: request.param)
     return request.param
 
 
@@ -89,7 +89,7 @@ def test_both_agree_on_any_layout(dtype, how, monkeypatch):
     weight = torch.randn(3, 33, 33, dtype=dtype)
     found = {}
     for module in (tree, native_tree):
-        monkeypatch.setattr(_device, "tree_kernels", lambda tensor, module=module: module)
+        monkeypatch.setattr(devices, "tree_kernels", lambda tensor, module=module: module)
         leaf = stack.detach().requires_grad_()
         with poisoned_memory(), logchain.rescues() as seen:
             out = logchain.matrix_product(leaf)
@@ -103,7 +103,7 @@ def test_both_agree_on_any_layout(dtype, how, monkeypatch):
 
 def test_dense_products_are_compiled(monkeypatch):
     """The passes that torch makes would do as well, unseen."""
-    monkeypatch.setattr(_device, "tree_kernels", lambda tensor: native_tree)
+    monkeypatch.setattr(devices, "tree_kernels", lambda tensor: native_tree)
     leaves, finish = native_tree._compiled(F32)
     done = []
     passes = leaves, lambda *args: done.append(finish(*args)) or done[-1]

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import logchain
+from logchain._measure import peak_bytes
+from logchain.kernels.cpu import arguments
 
 F64 = torch.float64
 LENGTHS = [3, 1, 9, 4, 4, 30, 2, 1]
@@ -33,9 +35,12 @@ def test_product(shared, log):
     found = logchain.product(*operands, cu_seqlens=cu_seqlens, log_params=log)
     expected = torch.stack([logchain.product(*one, log_params=log) for one in alone(operands, cu_seqlens, shared)])
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
-    grads = [torch.autograd.grad(value.cos().sum(), operands) for value in (found, expected)]
+    grads = [torch.autograd.grad(value.cos().sum(), operands, create_graph=True) for value in (found, expected)]
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    seconds = [torch.autograd.grad(sum(part.sin().sum() for part in parts), operands) for parts in grads]
+    for one, other in zip(*seconds, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("transitions", [None, "sum", "full"])
@@ -58,6 +63,62 @@ def test_marginals(shared, transitions):
     grads = [torch.autograd.grad(value.cos().sum(), operands) for value in (found.transitions, expected)]
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+def test_what_underflows_is_redone_where_it_lies(dtype, log, threads, monkeypatch):
+    """One matrix with zeros, weights of their own, emissions far apart; one is impossible, one has no weight."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(arguments, "_SHARE", 1)
+    operands, cu_seqlens = packed(True, dtype)
+    with torch.no_grad():
+        x, bulk, p0 = (operand.clone() for operand in operands)
+        x[17:25] *= 4000
+        x[13, 0], x[14, 0] = 4000, -torch.inf  # nothing else leaves state 0: a short sequence that others lie behind
+        x[6] = -torch.inf  # in the third sequence
+        bulk[0, 0, 1:] = 0
+        p0 = p0 * torch.rand(len(LENGTHS), 1, dtype=dtype) + 0.1
+        bulk, p0 = (bulk.log(), p0.log()) if log else (bulk, p0)
+    operands = [operand.requires_grad_() for operand in (x, bulk, p0)]
+    weight = torch.linspace(-1, 2, len(LENGTHS), dtype=dtype).masked_fill(torch.arange(len(LENGTHS)) == 4, 0.0)
+    with logchain.rescues() as seen:
+        found = logchain.product(*operands, cu_seqlens=cu_seqlens, log_params=log)
+    assert seen.sequences > 0
+    each = [
+        logchain.product(x[start:end], bulk, p0[i], log_params=log)
+        for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
+    ]
+    expected, close = torch.stack(each), {"rtol": 100 * torch.finfo(dtype).eps, "atol": 100 * torch.finfo(dtype).eps}
+    assert found[2] == -torch.inf
+    torch.testing.assert_close(found, expected, **close)
+    for one, other in zip(*(torch.autograd.grad(value, operands, weight) for value in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, **close)
+    with torch.no_grad():
+        states, counts, norm = logchain.marginals(*operands, cu_seqlens=cu_seqlens, transitions="sum", log_params=log)
+    assert torch.equal(norm, found) and states.dtype == counts.dtype == dtype
+    by_log = torch.autograd.grad(logchain.product(*operands, cu_seqlens=cu_seqlens, log_params=log).sum(), operands)
+    torch.testing.assert_close(states, by_log[0], **close)
+    torch.testing.assert_close(counts, by_log[1] if log else by_log[1] * bulk, **close)
+
+
+def test_weights_that_float32_does_not_hold():
+    operands, cu_seqlens = packed(True, torch.float32)
+    found = logchain.product(*operands, cu_seqlens=cu_seqlens, out_dtype=F64)
+    small = torch.autograd.grad(found.sum(), operands, retain_graph=True)
+    large = torch.autograd.grad(found.sum() * 2.0**80, operands)
+    for one, other in zip(large, small, strict=True):
+        torch.testing.assert_close(one / 2.0**80, other, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_padded():
+    """Beside the operands and their gradients a call holds one message for each row, however unequal the lengths."""
+    x = torch.randn(20_000, 8).requires_grad_()
+    cu_seqlens = torch.tensor([0, *range(1, 500), 20_000])
+    bulk, p0 = torch.rand(1, 8, 8), torch.rand(8)
+    peak = peak_bytes(lambda: torch.autograd.grad(logchain.product(x, bulk, p0, cu_seqlens=cu_seqlens).sum(), x))
+    assert peak < 1.5 * x.numel() * 4
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import _arguments, _budget, _checkpoints, _device, _pieces
+from logchain import _arguments, _budget, _checkpoints, _pieces
+from logchain import kernels as devices
 from tests.contract import Truth, assert_contract
 from tests.families import FAMILIES
 
@@ -193,7 +194,7 @@ def test_one_step_and_no_sequence(on_host):
 
 def test_kernels_of_a_device_compute_the_pieces(on_host, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     on_host(3, (4, 5))
     chain = FAMILIES["dense"](torch.float32, each=True, n=2, t=1, v=8, c=3)
     assert_contract(chain, lengths=[8, 5], memory_budget=1)
@@ -225,7 +226,7 @@ def test_the_host_is_allowed_beside_a_gpu_alone(monkeypatch):
         logchain.product(x, bulk, p0.to("meta"), memory_budget=10**6)
     with pytest.raises(ValueError, match="^p0: expected device cpu, got meta"):
         logchain.product(x, bulk, p0.to("meta"))
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: tensor.device.type == "meta")
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: tensor.device.type == "meta")
     for mixed in ((x, bulk), (x.to("meta"), bulk), (x, bulk.to("meta"))):
         ends = _arguments.check_question(*mixed, p0.to("meta"), False, [3, 5], False, in_pieces=True)
         assert ends.device.type == "meta"

@@ -7,9 +7,11 @@ import pytest
 import torch
 from scipy import stats
 
-from logchain import _device, reference
+from logchain import kernels as devices
+from logchain import reference
 from logchain._chain_operators import chain_of
-from logchain.kernels import sampling, sum_product
+from logchain.kernels import sampling
+from logchain.kernels.plain import sum_product
 from logchain.log_prob import log_prob
 from logchain.sample import sample
 from tests import oracle
@@ -26,7 +28,7 @@ def backend(request, monkeypatch):
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(_device, "native", lambda tensor: False)
+        monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
     return request.param
 
 
@@ -188,7 +190,12 @@ def test_a_threshold_below_all_numbers(monkeypatch):
     messages = torch.tensor([[[0.0, 2.0**-100, 0.0], [0.0, 0.0, 1.0]]])[:, None]
     states = torch.empty(1, 2, 4, dtype=torch.int64)
     sampling.draw(
-        chain, messages, torch.zeros(1, 2, dtype=torch.bool), states, None, _device.draw_kernels(messages).draw_block
+        chain,
+        messages,
+        torch.zeros(1, 2, dtype=torch.bool),
+        states,
+        None,
+        devices.draw_kernels(messages).draw_block,
     )
     assert states.tolist() == [[[1] * 4, [2] * 4]]
 
@@ -285,7 +292,7 @@ def test_numba_and_torch_draw_the_same_of_the_same_numbers(name, backend, monkey
     chain = FAMILIES[name](F64, n=4)
     lengths = [3, chain.x.shape[-2], 5, 1]
     one = [drawn(chain, 50, lengths=lengths), drawn(chain, 1)]
-    monkeypatch.setattr(_device, "native", lambda tensor: False)
+    monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
     for paths, others in zip(one, (drawn(chain, 50, lengths=lengths), drawn(chain, 1)), strict=True):
         assert torch.equal(paths, others)
 

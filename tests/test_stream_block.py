@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from logchain import _device, _stream_filter
+from logchain import _stream_filter
+from logchain import kernels as devices
 from logchain.stream import Stream
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, Chain
@@ -65,7 +66,7 @@ def test_the_kernels_of_a_gpu(name, device, monkeypatch):
     chain = FAMILIES[name](F32, v=4, n=2, t=1, c=3)
     options = {"lag": 1, "viterbi": True, "lengths": [[4], [3]]}
     _, expected = streamed(chain, [(0, 1), (1, 4)], **options)
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     there = Chain(*(tensor.to(device) for tensor in chain[:3]), chain.log_params)
     _, found = streamed(there, [(0, 1), (1, 4)], **options)
     for one, other in zip(found, expected, strict=True):

@@ -1,6 +1,8 @@
 """Imports point down only, and the kernels know nothing of the library."""
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,6 @@ LAYERS = [
         "_batching",
         "_cost",
         "_crf",
-        "_device",
         "_layout",
         "_measure",
         "_operators",
@@ -37,6 +38,7 @@ LAYERS = [
         "_cost_counts",
         "_matrix_chain",
         "_messages",
+        "_packed_chain",
         "_schedule",
         "_semiring_chain",
         "_tree_chain",
@@ -131,6 +133,15 @@ def test_modules_call_the_public_functions(path):
 def test_kernels_stand_alone(path):
     others = {name for name in imported(path) if not name.startswith(".")}
     assert others <= {"torch", "triton", "numba", "llvmlite", "numpy", "setuptools", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("name", ["sum_product"])
+def test_twins_have_the_same_doors(name):
+    pytest.importorskip("triton")
+    twins = [importlib.import_module(f"logchain.kernels.{room}.{name}") for room in ("plain", "cpu", "gpu")]
+    for door in ("forward", "backward"):
+        plain, *others = (inspect.signature(getattr(twin, door)) for twin in twins)
+        assert [plain, plain] == others
 
 
 def test_importing_the_library_does_not_import_what_takes_long():

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import _demo, _device, _tree_chain, _tree_leaves, _tree_operators, reference
+from logchain import _demo, _tree_chain, _tree_leaves, _tree_operators, reference
+from logchain import kernels as devices
 from logchain._measure import peak_bytes
 from tests.contract import (
     TENSOR_CORES,
@@ -178,7 +179,7 @@ def test_operators_are_torchs_own():
 
 def test_products_wait_for_each_other_as_often_as_the_tree_is_deep(monkeypatch):
     calls = []
-    arithmetic = _device.tree_kernels(torch.empty(0)).Arithmetic
+    arithmetic = devices.tree_kernels(torch.empty(0)).Arithmetic
     multiply = arithmetic.multiply
     monkeypatch.setattr(arithmetic, "multiply", lambda *args: calls.append(1) or multiply(*args))
     logchain.product(*dense(F32, n=1, t=1, v=1025, c=2)[:3], strategy="tree")
@@ -201,7 +202,7 @@ def test_memory_is_two_messages(sizes):
 
 @pytest.mark.parametrize("name", ["dense", "detour", "left_to_right", "impossible", "one_dead", "offsets", "v1"])
 def test_triton_kernels_keep_the_contract(name, device, monkeypatch):
-    monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     if name == "dense":
         monkeypatch.setattr(_tree_leaves, "_LEAST", 0)
         monkeypatch.setattr(_tree_leaves, "_SHORT", 2)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from logchain import _device, reference
+from logchain import kernels as devices
+from logchain import reference
 from logchain.viterbi import viterbi
 from tests import oracle
 from tests.best_paths import CHAINS, IDS, numbers, run, small, truth, weigh
@@ -22,7 +23,7 @@ def kernels(request, monkeypatch):
     if request.param == "compiled":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(_device, "native", lambda tensor: False)
+        monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
     return request.param
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from logchain import _device, reference
+from logchain import kernels as devices
+from logchain import reference
 from logchain.kernels import max_product
 from logchain.viterbi import viterbi
 from tests.best_paths import numbers, run
@@ -25,7 +26,7 @@ def test_compiled_and_plain_agree_exactly(c, dtype, monkeypatch):
         chain = chain._replace(bulk=chain.bulk[..., :1, :, :]) if c % 2 else chain
         for lengths in (None, [12, 1, 7, 2]):
             with monkeypatch.context() as patch:
-                patch.setattr(_device, "native", lambda tensor: False)
+                patch.setattr(devices, "in_numba", lambda tensor: False)
                 plain = run(chain, lengths)
             assert torch.equal(run(chain, lengths).states, plain.states)
 
@@ -50,7 +51,7 @@ def test_blocks_and_threads_change_nothing(name, each, monkeypatch):
             torch.set_num_threads(threads)
         for part, one in zip(parts, whole, strict=True):
             assert torch.equal(part.states, one.states) and torch.equal(part.score, one.score)
-    monkeypatch.setattr(_device, "native", lambda tensor: False)
+    monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
     for terms in (1, 40, 200, 2000):
         monkeypatch.setattr(semiring_chain, "_TERMS", terms)
         assert torch.equal(run(chain, lengths).states, whole[1].states)
@@ -61,7 +62,7 @@ def test_blocks_and_threads_change_nothing(name, each, monkeypatch):
 )
 def test_on_the_gpu_kernels(name, each, device, monkeypatch):
     if device == "cpu":
-        monkeypatch.setattr(_device, "on_gpu", lambda tensor: True)
+        monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     chain = FAMILIES[name](F64, each=each, v=5, c=3)
     chain.x[2, 1, 0, 0] = NAN
     for lengths in (None, torch.tensor([5, 1, 3])):
@@ -81,12 +82,12 @@ def test_without_numba(monkeypatch):
     chain = dense(F32)
     expected = run(chain)
     monkeypatch.setitem(sys.modules, "numba", None)
-    _device._numba.cache_clear()
+    devices._numba.cache_clear()
     try:
-        assert _device.path_kernels(chain.x) is max_product
+        assert devices.path_kernels(chain.x) is max_product
         found = run(chain)
     finally:
-        _device._numba.cache_clear()
+        devices._numba.cache_clear()
     assert torch.equal(found.states, expected.states) and torch.equal(found.score, expected.score)
 
 

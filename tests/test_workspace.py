@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import logchain
-from logchain import _device
 from logchain._measure import peak_bytes
 from tests.contract import assert_contract
 from tests.families import FAMILIES
@@ -19,11 +18,11 @@ def operands(n=6, v=V, c=C):
     return x, bulk, torch.rand(c, generator=draw).requires_grad_()
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["numba", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "plain"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_contract_holds_in_it(name, compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(_device, "_numba", lambda: False)
+def test_the_contract_holds_in_it(name, backend, request):
+    if backend == "plain":
+        request.getfixturevalue("plain")
     workspace = logchain.Workspace()
     for dtype in (torch.float32, torch.float64):
         assert_contract(FAMILIES[name](dtype=dtype), workspace=workspace)

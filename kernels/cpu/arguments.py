@@ -31,7 +31,8 @@ _OPERANDS = (
 )
 _PLACES = "*ends *order *messages *log_norm *sums *lossy *room"
 _GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *counts *grad_p0"
-_MESSAGES = "*value *start start_set start_member *log_forward *log_backward"
+_MESSAGES = "*value *start start_set start_member *log_forward *log_backward by_log"
+_STRETCH = "*starts *leaving *entering *taken *lacking *lost *shares"
 
 
 class Arguments(ctypes.Structure):
@@ -39,7 +40,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} by_log".split()
+        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH}".split()
     ]
 
 
@@ -77,6 +78,10 @@ class Call:
         """Let `x` or `grad` point to rows (v, *lead, c), each of which is contiguous."""
         chain = self.chain
         pointer = name if name == "x" else f"{name}_x"
+        if chain.starts is not None:
+            self.point(**{pointer: tensor, "starts": chain.starts})
+            self.set(**{f"{name}_step": tensor.stride(0)})
+            return
         try:
             tensor = tensor.view(chain.v, chain.g, chain.m, chain.c)
         except RuntimeError:
@@ -114,22 +119,32 @@ class Call:
 
         `each`: the tensors that fields point to on one thread alone.
         """
-        call = function(name, self.chain.dtype)
-        size = function(ROOMS[name], self.chain.dtype)
-        bytes_ = size(ctypes.byref(self.arguments))
+        return run(self.arguments, self.chain.dtype, name, spans, each)
 
-        def on_thread(index: int) -> Any:
-            scratch = torch.empty(bytes_ + 64, dtype=torch.uint8)
-            copy = Arguments.from_buffer_copy(self.arguments)
-            copy.first, copy.last = spans[index]
-            copy.room = (scratch.data_ptr() + 63) // 64 * 64
-            for field, tensor in each[index].items() if each else ():
-                setattr(copy, field, tensor.data_ptr())
-            return call(ctypes.byref(copy))
 
-        if len(spans) == 1:
-            return int(on_thread(0))
-        with ThreadPoolExecutor(len(spans) - 1) as pool:
-            others = [pool.submit(on_thread, index) for index in range(1, len(spans))]
-            first = on_thread(0)
-        return int(first + sum(other.result() for other in others))
+def run(
+    arguments: Arguments,
+    dtype: torch.dtype,
+    name: str,
+    spans: Sequence[tuple[int, int]],
+    each: Sequence[dict[str, Tensor]] = (),
+) -> int:
+    """What `Call.run` returns."""
+    call = function(name, dtype)
+    bytes_ = function(ROOMS[name], dtype)(ctypes.byref(arguments))
+
+    def on_thread(index: int) -> Any:
+        scratch = torch.empty(bytes_ + 64, dtype=torch.uint8)
+        copy = Arguments.from_buffer_copy(arguments)
+        copy.first, copy.last = spans[index]
+        copy.room = (scratch.data_ptr() + 63) // 64 * 64
+        for field, tensor in each[index].items() if each else ():
+            setattr(copy, field, tensor.data_ptr())
+        return call(ctypes.byref(copy))
+
+    if len(spans) == 1:
+        return int(on_thread(0))
+    with ThreadPoolExecutor(len(spans) - 1) as pool:
+        others = [pool.submit(on_thread, index) for index in range(1, len(spans))]
+        first = on_thread(0)
+    return int(first + sum(other.result() for other in others))

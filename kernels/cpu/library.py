@@ -48,7 +48,7 @@ def _advise() -> Any:
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
-    """A new tensor, backed by large pages if it is large and the system has any: a first touch of small ones is slow."""
+    """A new tensor, backed by large pages if it is large and the system has any: their first touch is faster."""
     if tensor.nbytes >= _LARGE and (advise := _advise()) is not None:
         storage = tensor.untyped_storage()
         begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""`kernels.sum_product` by the loops of the C library."""
+"""`kernels.plain.sum_product` by the loops of the C library."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from .library import in_large_pages
 
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `kernels.sum_product`; of the scales, only the sum of the last message is not 1."""
+    """See `kernels.plain.sum_product`; of the scales, only the sum of the last message is not 1."""
     g, m = chain.g, chain.m
     log_norm = torch.empty(g, m, dtype=torch.float64)
     messages = chain.kept(steps) if keep else chain.new(0)
@@ -35,7 +35,7 @@ def backward(
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
 ) -> Tensor:
-    """See `kernels.sum_product`; sequences with a weight of 0 are not looked at."""
+    """See `kernels.plain.sum_product`; sequences with a weight of 0 are not looked at."""
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     weight, log_norm, lossy = weight.double().contiguous(), log_norm.contiguous(), redone.to(torch.uint8, copy=True)
     grad_p0 = torch.empty(g, m, c, dtype=torch.float64)

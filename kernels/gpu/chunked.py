@@ -100,7 +100,7 @@ def backward(
     steps: int,
     segments: int,
 ) -> Tensor:
-    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.sum_product`."""
+    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.plain.sum_product`."""
     x, bulk, _, _ = operands(chain)
     flat_x = None if grad_x is None else grad_x.reshape(x.shape)
     count, length = count_of(steps, segments)

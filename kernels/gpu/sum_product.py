@@ -1,4 +1,4 @@
-"""The log-partition of a batch of chains, as `kernels.sum_product` has it, on the Triton kernels.
+"""The log-partition of a batch of chains, as `kernels.plain.sum_product` has it, on the Triton kernels.
 
 Kept for the backward pass are the forward messages (v, g, m, c), logarithms; there are no scales. Nothing here waits
 for the device.
@@ -49,7 +49,7 @@ def backward(
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
 ) -> Tensor:
-    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.sum_product`."""
+    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.plain.sum_product`."""
     x, bulk, _, ends = operands(chain)
     flat_x = None if grad_x is None else grad_x.reshape(x.shape)
     grad_start, r = backward_chain.backward(

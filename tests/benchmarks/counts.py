@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 
 import logchain
-from logchain import _demo, _device, nn
+from logchain import _demo, nn
+from logchain import kernels as devices
 from logchain._measure import events, profiled
 from tests.benchmarks import results
 from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
@@ -102,7 +103,7 @@ def computing(backend: str) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with mock.patch.object(_device, "_numba", lambda: backend == "numba"):
+        with mock.patch.object(devices, "_numba", lambda: backend == "numba"):
             yield
     finally:
         torch.set_num_threads(threads)

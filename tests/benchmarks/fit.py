@@ -21,7 +21,8 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from logchain import _chain, _device, _schedule, _tree_chain
+from logchain import _chain, _schedule, _tree_chain
+from logchain import kernels as devices
 from logchain._cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
 from logchain._schedule import SEQUENTIAL, TREE, Schedule, Size, Where
 from tests.benchmarks import predictions
@@ -222,7 +223,7 @@ def computing(place: Where) -> Iterator[None]:
     torch.set_num_threads(place.threads)
     native = place.backend == "c"
     try:
-        with mock.patch.object(_device, "native", lambda tensor: native and tensor.device.type == "cpu"):
+        with mock.patch.object(devices, "in_numba", lambda tensor: native and tensor.device.type == "cpu"):
             yield
     finally:
         torch.set_num_threads(threads)

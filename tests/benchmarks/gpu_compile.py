@@ -50,14 +50,14 @@ def install(shared: Shared, target: str, processors: int, sources: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from logchain import _device
+    from logchain import kernels as devices
     from logchain.kernels.gpu import launch
 
     cuda = target.startswith("sm_")
     triton.runtime.driver.set_active(
         Driver(GPUTarget("cuda", int(target[3:]), 32) if cuda else GPUTarget("hip", target, 64))
     )
-    _device.on_gpu = lambda tensor: True
+    devices.on_gpu = lambda tensor: True
     # as `launch` has them on a device
     launch.chip = lambda like: "gfx942" if not cuda else "sm_90" if target[3:] in ("90", "100") else "sm_80"
     launch.processors = lambda like: processors

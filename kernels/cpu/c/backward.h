@@ -253,6 +253,7 @@ static const real *rows_ahead(const Back *b, int64_t count, int64_t step) {
 
 INLINE real *gradient_at(const Chain *a, int64_t set, int64_t q, int64_t step) {
     if (!a->grad_x) return 0;
+    if (a->starts) return a->grad_x + (a->starts[q] + step) * a->grad_step;
     int64_t at = a->grad_at ? a->grad_at[q] : set * a->grad_set + (q - set * a->members) * a->grad_member;
     return a->grad_x + step * a->grad_step + at;
 }
@@ -387,7 +388,7 @@ static void walk_back(Back *b) {
     for (int64_t step = a->steps - 1; step >= 0; step--) {
         int64_t before = count;
         while (some && count < w->count && steps_of(a, sequence_at(a, w->set, w->begin + count)) > step) end_row(b, count++);
-        for (int64_t place = count; place < w->count && a->grad_x; place++)
+        for (int64_t place = count; place < w->count && a->grad_x && !a->starts; place++)
             clear(c, gradient_at(a, w->set, sequence_at(a, w->set, w->begin + place), step));
         if (count > before) meet_all(b, before, count, step, rows_ahead(b, count, step), 0, common);
         if (step == 0) break;

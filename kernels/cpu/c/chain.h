@@ -37,6 +37,14 @@ typedef struct {
     int64_t start_set, start_member;
     real *log_forward, *log_backward; /* (v, g, m, c): messages, where gradients of x would lie */
     int64_t by_log;                 /* gradients are those of the logarithms of bulk and p0 */
+    const int64_t *starts;          /* (g, m): the rows at which sequences begin in x, its gradient and messages, all of
+                                       which are (rows, c), with one sequence behind the other; or null */
+    /* a stretch of a longer chain, forward alone: leaving is null where there is none */
+    double *leaving;                /* (g, m, c): logarithms of the shares of the last states */
+    const real *entering;           /* (g, m, c): such ones as they came in, the x of a step ahead of x; or null */
+    const double *taken, *lacking;  /* (g, m): what log_norm adds to, and what that lacks */
+    double *lost;                   /* (g, m): what log_norm lacks */
+    real *shares;                   /* (v, g, m, c), with the strides of grad_x: of forward messages; or null */
 } Chain;
 
 /* Places of scratch are handed out one after the other, each on its own cache lines. */

@@ -259,18 +259,31 @@ static double sum_of(const Exact *w, const double *m, const double *e, double *d
     return sum;
 }
 
+/* Natural logarithms of a row. */
+static void log_numbers(const Exact *w, const double *m, const double *e, double *out) {
+    for (int64_t j = 0; j < w->a->states; j += WIDE) {
+        doubles found = logarithm_of(load_wide(m + j)), digit = load_wide(e + j);
+        store_wide(out + j, found + choose(digit == NO_DIGIT, both(0), digit * DIGIT_LN2_HIGH + digit * DIGIT_LN2_LOW));
+    }
+}
+
 /* A kept message: natural logarithms, the largest of them near 0. */
 static void keep_numbers(const Exact *w, const double *m, const double *e, real *out) {
     doubles high = both(-__builtin_inf());
+    log_numbers(w, m, e, w->gm);
     for (int64_t j = 0; j < w->a->states; j += WIDE) {
-        doubles found = logarithm_of(load_wide(m + j)), digit = load_wide(e + j);
-        found += choose(digit == NO_DIGIT, both(0), digit * DIGIT_LN2_HIGH + digit * DIGIT_LN2_LOW);
+        doubles found = load_wide(w->gm + j);
         high = choose(found > high, found, high);
-        store_wide(w->gm + j, found);
     }
     double top = highest_of(high);
     for (int64_t j = 0; j < w->a->states; j += WIDE)
         write_wide(out + j, load_wide(w->gm + j) - (top > -__builtin_inf() ? top : 0), w->a->states - j);
+}
+
+/* An entry over the row's sum, of which `digit` is the largest. */
+INLINE double share_of(double m, double e, double sum, double digit) {
+    if (sum != sum) return sum;
+    return m == 0 || sum == 0 || digit - e >= 1.5 ? 0 : digit - e < 0.5 ? m / sum : m / sum / DIGIT;
 }
 
 static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e) {
@@ -283,10 +296,15 @@ static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e
         sum = sum_of(w, w->gm, w->ge, &digit);
     } else sum = sum_of(w, m, e, &digit);
     Sum found = w->shifts[f];
+    if (a->leaving) {
+        log_numbers(w, m, e, w->um);
+        double total = sum > 0 ? logarithm(sum) + digit * 512 * 0.69314718055994531 : sum;
+        for (int64_t j = 0; j < a->states; j++) a->leaving[q * a->states + j] = w->um[j] - total;
+    }
     digit += w->digits[f];
     a->sums[q] = sum > 0 ? 1 : sum != sum ? (real)sum : 0;
     if (sum == 0 || sum != sum) {
-        a->log_norm[q] = sum == 0 && found.sum == found.sum ? -__builtin_inf() : __builtin_nan("");
+        tell(a, q, (Sum){sum == 0 && found.sum == found.sum ? -__builtin_inf() : __builtin_nan(""), 0});
         return;
     }
     int64_t exponent;
@@ -294,7 +312,7 @@ static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e
     if (digit < 0x1p40 && digit > -0x1p40) add_exponent(&found, (int64_t)digit * 512 + exponent);
     else add(&found, (digit * 512 + (double)exponent) * 0.69314718055994531);
     add(&found, logarithm(rest));
-    a->log_norm[q] = value_of(found);
+    tell(a, q, found);
 }
 
 /* Messages become what they were times the matrix. */
@@ -311,22 +329,26 @@ INLINE const real *p0_at(const Chain *a, int64_t q) {
 static void walk_numbers_ahead(Exact *w) {
     const Chain *a = w->a;
     double digit;
-    for (int64_t f = 0; f < w->count; f++) w->shifts[f] = (Sum){0, 0}, w->digits[f] = 0;
+    for (int64_t f = 0; f < w->count; f++) w->shifts[f] = begun(a, w->chosen[f]), w->digits[f] = 0;
     for (int64_t step = 0; step < a->steps; step++) {
         if (step == 1 || (step > 1 && !a->one_matrix)) read_numbers(a, w->set, step, 0, &w->matrix);
         if (step > 0) multiply_all(w);
         for (int64_t f = 0; f < w->count; f++) {
             int64_t q = w->chosen[f];
             double *m = w->m + f * w->across, *e = w->e + f * w->across;
+            real *shares = shares_at(a, q, step);
             if (step >= steps_of(a, q)) {
                 clear_numbers(w->across, m, e);
-                if (a->messages) clear(a->states, message_at(a, q, step));
+                if (a->messages && !a->starts) clear(a->states, message_at(a, q, step));
+                if (shares) clear(a->states, shares);
                 continue;
             }
             if (step == 0) read_row(w, p0_at(a, q), a->p0_state, (int)a->logarithms, m, e);
             add(&w->shifts[f], emit_numbers(w, x_at(a, w->set, q, step), m, e, &digit));
             w->digits[f] += digit;
             if (a->messages) keep_numbers(w, m, e, message_at(a, q, step));
+            double sum = shares ? sum_of(w, m, e, &digit) : 0;
+            for (int64_t j = 0; j < a->states && shares; j++) shares[j] = (real)share_of(m[j], e[j], sum, digit);
             if (step + 1 == steps_of(a, q)) finish_numbers(w, f, m, e);
         }
     }
@@ -496,7 +518,7 @@ static void walk_numbers_back(Exact *w) {
             counts[f] = 0;
             if (step >= steps) {
                 clear_numbers(w->across, bm, be);
-                if (gradient_at(a, w->set, q, step)) clear(c, gradient_at(a, w->set, q, step));
+                if (gradient_at(a, w->set, q, step) && !a->starts) clear(c, gradient_at(a, w->set, q, step));
                 continue;
             }
             if (ahead == steps) {

@@ -28,10 +28,29 @@ INLINE int64_t sequence_at(const Chain *a, int64_t set, int64_t place) {
 INLINE int64_t steps_of(const Chain *a, int64_t q) { return a->ends ? a->ends[q] : a->steps; }
 INLINE const real *x_at(const Chain *a, int64_t set, int64_t q, int64_t step) {
     int64_t member = q - set * a->members;
+    if (a->entering && step-- == 0) return a->entering + q * a->states;
+    if (a->starts) return a->x + (a->starts[q] + step) * a->x_step;
     return a->x + step * a->x_step + (a->x_at ? a->x_at[q] : set * a->x_set + member * a->x_member);
 }
 INLINE real *message_at(const Chain *a, int64_t q, int64_t step) {
-    return a->messages + (step * a->sets * a->members + q) * a->states;
+    return a->messages + (a->starts ? a->starts[q] + step : step * a->sets * a->members + q) * a->states;
+}
+
+/* Where the shares of a forward message go; null for nowhere. */
+INLINE real *shares_at(const Chain *a, int64_t q, int64_t step) {
+    if (!a->shares || (a->entering && step-- == 0)) return 0;
+    return a->shares + step * a->grad_step + q / a->members * a->grad_set + q % a->members * a->grad_member;
+}
+
+/* What log_norm adds to. */
+INLINE Sum begun(const Chain *a, int64_t q) {
+    return a->taken ? (Sum){a->taken[q], a->lacking[q]} : (Sum){0, 0};
+}
+
+INLINE void tell(const Chain *a, int64_t q, Sum found) {
+    double value = value_of(found), rest = (found.sum - value) + found.lost;
+    a->log_norm[q] = value;
+    if (a->lost) a->lost[q] = rest == rest ? rest : 0;
 }
 
 /* The state of a place after a step. */
@@ -65,6 +84,31 @@ static void forget(const Walk *w, int64_t place, int64_t step) {
     clear(w->width, state_at(w, place, step));
 }
 
+/* The logarithms of a last row of sums times 2^-exponent, with their emissions: what underflows in a state is there. */
+static void leave(const Chain *a, int64_t q, const real *sums, const real *x, double shift, int64_t exponent) {
+    for (int64_t j = 0; j < a->states; j++) {
+        int64_t k;
+        double rest = mantissa(sums[j], &k), found = (double)(k - exponent) * 0.69314718055994531 + logarithm(rest);
+        a->leaving[q * a->states + j] = (sums[j] == 0 ? -__builtin_inf() : found) + ((double)x[j] - shift);
+    }
+}
+
+/* States over their sum, and 0 behind a sequence's end. */
+static void share(const Walk *w, int64_t count, int64_t step) {
+    const Chain *a = w->a;
+    for (int64_t place = 0; place < w->count; place++) {
+        real *out = shares_at(a, sequence_at(a, w->set, w->begin + place), step);
+        const real *state = state_at(w, place, step);
+        if (!out) return;
+        reals parts = {0};
+        int64_t j = 0, c = place < count ? a->states : 0;
+        for (; j + LANES <= c; j += LANES) parts += load(state + j);
+        real sum = total(parts);
+        for (; j < c; j++) sum += state[j];
+        for (int64_t j = 0; j < a->states; j++) out[j] = sum > 0 ? state[j] / sum : sum;
+    }
+}
+
 /* Up to LANES rows of sums become states; rows that ask are looked at. True, and nothing is done, where the matrix
    has been rescaled, and the sums are to be made again. */
 static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real *sums, real common) {
@@ -85,6 +129,8 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
     }
     for (int64_t r = 0; r < rows; r++) {
         int64_t q = sequence_at(a, w->set, w->begin + place + r);
+        if (a->leaving && step + 1 == steps_of(a, q))
+            leave(a, q, sums + r * w->width, x[r], found.shift[r], exponent_of(found.most[r]));
         add(&w->shifts[place + r], found.shift[r]);
         if (step > 0 && w->matrix.shift != 0) add(&w->shifts[place + r], w->matrix.shift);
         w->exponents[place + r] += exponent_of(found.most[r]) - TOP + (step > 0 ? w->matrix.exponent : 0);
@@ -115,7 +161,9 @@ static void finish(Walk *w, int64_t place, int64_t step) {
     double rest = mantissa(sum, &exponent);
     add_exponent(&found, w->exponents[place] + exponent);
     add(&found, logarithm(rest));
-    a->log_norm[q] = sum == 0 ? -__builtin_inf() : value_of(found);
+    tell(a, q, sum == 0 ? (Sum){-__builtin_inf(), 0} : found);
+    for (int64_t j = 0; j < c && a->leaving && sum > 0; j++)
+        a->leaving[q * c + j] -= (double)(exponent - TOP) * 0.69314718055994531 + logarithm(rest);
 }
 
 /* Messages that are not kept as they are walked are copied, and are 0 behind a sequence's end. */
@@ -152,18 +200,20 @@ static void start(Walk *w, int64_t count, real common) {
 static int64_t lone_of(Walk *w, Lone *l) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_at(a, w->set, w->begin), one = a->one_matrix;
-    int64_t aside = steps_kept_back(c, a->x_step), others = one ? 0 : steps_kept_back(c, a->bulk_step);
-    if (!one && (a->logarithms || a->bulk_to != 1)) return 0;
+    int64_t row = a->starts ? c : a->sets * a->members * c, aside = steps_kept_back(c, a->x_step);
+    int64_t others = one ? 0 : steps_kept_back(c, a->bulk_step), kept = a->messages ? steps_kept_back(c, row) : 0;
+    if (a->shares || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
     if (one && !w->matrix.looked) look(&w->matrix), rescale(&w->matrix);
     real limit = one ? TRUSTED * w->matrix.high : INFINITE;
     limit = limit < SHALLOW ? SHALLOW : limit;
-    *l = (Lone){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 0), .x_step = a->x_step,
+    *l = (Lone){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 1) - a->x_step, .x_step = a->x_step,
                 .entries = one ? w->matrix.entries : a->bulk + w->set * a->bulk_set, .row = one ? w->matrix.row : a->bulk_from,
                 .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
-                .message_step = a->sets * a->members * c, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
+                .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
                 .zeros = one && w->matrix.low >= ordinary(), .matrix_shift = one ? w->matrix.shift : 0,
                 .matrix_exponent = one ? w->matrix.exponent : 0};
-    return a->steps - (aside > others ? aside : others);
+    aside = aside > others ? aside : others;
+    return steps_of(a, q) - (aside > kept ? aside : kept);
 }
 
 /* Steps of a sequence of few states, as far as they ask for no care. */
@@ -186,7 +236,7 @@ static void walk_ahead(Walk *w) {
     real common = ordinary();
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_at(a, w->set, w->begin + place);
-        w->shifts[place] = (Sum){0, 0}, w->exponents[place] = 0, w->deep[place] = 0;
+        w->shifts[place] = begun(a, q), w->exponents[place] = 0, w->deep[place] = 0;
         a->lossy[q] = 0, a->sums[q] = 0, a->log_norm[q] = -__builtin_inf();
     }
     int64_t count = active(w, w->count, 0);
@@ -213,7 +263,8 @@ static void walk_ahead(Walk *w) {
                 }
             }
         }
-        if (a->messages && !w->direct) keep(w, 0, count, step, 1), keep(w, count, w->count, step, 0);
+        if (a->shares) share(w, count, step);
+        if (a->messages && !w->direct) keep(w, 0, count, step, 1), keep(w, count, a->starts ? count : w->count, step, 0);
         int64_t still = active(w, count, step + 1);
         if (step + 1 == a->steps) still = 0;
         for (int64_t place = still; place < count; place++) finish(w, place, step);
