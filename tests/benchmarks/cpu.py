@@ -4,6 +4,8 @@ All ratios are of medians taken in turns in one process, of one thread's CPU tim
 adds little.
 """
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,11 +16,12 @@ from torch import Tensor
 
 import logchain
 from logchain import _demo, _forum, reference
-from logchain._demo import Chain, Product, dense_chain, gemms
+from logchain._demo import Chain, Product, dense_chain
 from logchain._measure import median_seconds, peak_bytes
-from tests.benchmarks import results, streams
+from tests.benchmarks import peers_floors, results, streams
+from tests.benchmarks.cases import EACH, ONE, STEP, Workload, draw
 from tests.benchmarks.peers_formula import loop
-from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
+from tests.benchmarks.results import FORWARD, GRADIENTS, MODES, Row, machine
 from tests.families import FAMILIES
 
 MAIN = "n=500 v=40 c=200, shared bulk"
@@ -36,15 +39,29 @@ def ratio(workload: str, mode: str, metric: str, bar: str, calls: dict[str, Call
     return Row(workload, "logchain", mode, metric, first / second, "x", bar)
 
 
+# the most that a pass over dense chains should take of its GEMMs: forward, and with gradients
+DENSE = {
+    Workload(500, 40, 200, STEP): (1.3, 1.7),
+    Workload(32, 512, 64, STEP): (1.0, 1.4),
+    Workload(32, 512, 64, ONE): (1.0, 1.2),
+    Workload(8, 128, 64, EACH): (0.9, 1.0),
+    Workload(256, 784, 64, STEP): (1.6, 2.2),
+}
+# nanoseconds a step
+FEW = {
+    Workload(1, 10_000, 16, STEP): (60, 250),
+    Workload(1, 10_000, 16, ONE): (45, 110),
+    Workload(1, 100_000, 4, STEP): (14, 50),
+    Workload(1, 100_000, 4, ONE): (13, 45),
+}
+
+
 def main_case() -> list[Row]:
-    """The forum's case: time and memory."""
+    """The forum's case: memory, and time beside the forum's code."""
     chain = dense_chain(500, 40, 200)
     rows = []
-    for mode, bar in ((FORWARD, "<= 1.3"), (GRADIENTS, "<= 1.6")):
-        ours = call(logchain.product, chain, mode)
-        calls = {"logchain": ours, "GEMMs": gemms(chain, backward=mode == GRADIENTS)}
-        rows.append(ratio(MAIN, mode, "time over the GEMMs", bar, calls))
-        used, limit = peak_bytes(ours) / 1e6, 2 * chain.x.nbytes / 1e6 + 10
+    for mode in MODES:
+        used, limit = peak_bytes(call(logchain.product, chain, mode)) / 1e6, 2 * chain.x.nbytes / 1e6 + 10
         rows.append(Row(MAIN, "logchain", mode, "memory", used, "MB", f"<= {limit:g}"))
     # once: it takes 8 GB and most of a minute
     calls = {
@@ -52,6 +69,79 @@ def main_case() -> list[Row]:
         for name, product in (("forum", _forum.product), ("logchain", logchain.product))
     }
     return [*rows, ratio(MAIN, FORWARD, "forum's time over logchain's", ">= 1000", calls, rounds=1)]
+
+
+def dense_chains() -> list[Row]:
+    """Dense chains over their matrix products alone."""
+    rows = []
+    for workload, bars in DENSE.items():
+        chain = draw(workload)
+        for mode, bar in zip(MODES, bars, strict=True):
+            calls = {"logchain": call(logchain.product, chain, mode), "GEMMs": peers_floors.gemms(chain, mode)}
+            rows.append(ratio(str(workload), mode, "time over the GEMMs", f"<= {bar}", calls))
+    return rows
+
+
+def few_states() -> list[Row]:
+    """One long sequence of few states: each step waits for the one before."""
+    rows = []
+    for workload, bars in FEW.items():
+        chain = draw(workload)
+        for mode, bar in zip(MODES, bars, strict=True):
+            calls = {"logchain": call(logchain.product, chain, mode)}
+            (seconds,) = median_seconds(calls, rounds=21, clock=time.thread_time).values()
+            value = seconds / workload.v * 1e9
+            rows.append(Row(str(workload), "logchain", mode, "time of a step", value, "ns", f"<= {bar}"))
+    return rows
+
+
+class _Empty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bulk, p0):
+        ctx.save_for_backward(x, bulk, p0)
+        return x.new_empty(len(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.empty_like(operand) for operand in ctx.saved_tensors)
+
+
+def short_calls() -> list[Row]:
+    """Calls that take less than torch's autograd takes to do nothing."""
+    workload = Workload(10, 6, 40, STEP)
+    chain = draw(workload)
+    calls = {
+        (FORWARD, "product"): (0.63, call(logchain.product, chain, FORWARD)),
+        (GRADIENTS, "product"): (2.7, call(logchain.product, chain, GRADIENTS)),
+        ("posteriors", "marginals"): (0.73, lambda: logchain.marginals(*chain)),
+        ("messages", "forward_backward"): (0.73, lambda: logchain.forward_backward(*chain)),
+    }
+    rows = []
+    for (mode, name), (bar, ours) in calls.items():
+        in_turns = {name: _often(ours), "nothing": _often(call(_Empty.apply, chain, GRADIENTS))}
+        rows.append(
+            ratio(str(workload), mode, f"{name}'s time over an empty autograd Function's", f"<= {bar}", in_turns)
+        )
+    return rows
+
+
+def _often(run: Callable[[], object], times: int = 100) -> Callable[[], None]:
+    def runs() -> None:
+        for _ in range(times):
+            run()
+
+    return runs
+
+
+def start() -> list[Row]:
+    """What a fresh process waits for after `import torch`."""
+    code = (
+        "import time, torch; begin = time.perf_counter(); import logchain; x = torch.zeros(10, 6, 40).requires_grad_();"
+        "logchain.product(x, torch.rand(1, 5, 40, 40), torch.rand(40)).sum().backward();"
+        "print(time.perf_counter() - begin)"
+    )
+    seconds = sorted(float(subprocess.check_output([sys.executable, "-c", code], cwd=results.ROOT)) for _ in range(5))
+    return [Row("a fresh process", "logchain", GRADIENTS, "import and first call", seconds[2], "s", "<= 0.3")]
 
 
 def matrix_products() -> list[Row]:
@@ -76,17 +166,24 @@ def hard_cases() -> list[Row]:
         return Chain(*FAMILIES[name](dtype=torch.float32, n=n, t=1, v=v, c=c)[:3])
 
     plain, long_plain = dense_chain(500, 40, 200), family("dense", 64, 200, 12)
+    hard, some = (
+        plain._replace(x=plain.x * 20),
+        torch.rand(plain.bulk.shape, generator=torch.Generator().manual_seed(1)),
+    )
+    left_to_right, banded = family("left_to_right", 64, 200, 12), family("banded", 500, 40, 200)
     cases = [
-        ("dense n=500 v=40 c=200, emissions x20", plain._replace(x=plain.x * 20), plain, "<= 1.2"),
-        ("dense n=500 v=40 c=200, emissions x300", plain._replace(x=plain.x * 300), plain, "<= 1.2"),
-        ("left-to-right n=64 v=200 c=12, emissions x20", family("left_to_right", 64, 200, 12), long_plain, "<= 3"),
-        ("3 superdiagonals n=500 v=40 c=200, emissions x20", family("banded", 500, 40, 200), plain, "<= 25"),
+        ("dense n=500 v=40 c=200, emissions x20", hard, plain, (1.2, 1.2)),
+        ("dense n=500 v=40 c=200, emissions x300", plain._replace(x=plain.x * 300), plain, (1.2, 1.2)),
+        ("left-to-right n=64 v=200 c=12, emissions x20", left_to_right, long_plain, (4, 4)),
+        ("3 superdiagonals n=500 v=40 c=200, emissions x20", banded, plain, (2, 2.5)),
+        ("triangular n=500 v=40 c=200, emissions x20", hard._replace(bulk=plain.bulk.triu()), plain, (4, 5)),
+        ("70 % zeros n=500 v=40 c=200, emissions x20", hard._replace(bulk=plain.bulk * (some < 0.3)), plain, (3, 4)),
     ]
     rows = []
-    for workload, chain, dense, bar in cases:
-        for mode in (FORWARD, GRADIENTS):
+    for workload, chain, dense, bars in cases:
+        for mode, bar in zip(MODES, bars, strict=True):
             calls = {"hard": call(logchain.product, chain, mode), "dense": call(logchain.product, dense, mode)}
-            rows.append(ratio(workload, mode, "time over a dense chain's", bar, calls, rounds=9))
+            rows.append(ratio(workload, mode, "time over a dense chain's", f"<= {bar}", calls, rounds=9))
     return rows
 
 
@@ -136,7 +233,8 @@ def main() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []
-    for group in (main_case, matrix_products, hard_cases, accuracy, streams.stream_rows, sweep):
+    groups = main_case, dense_chains, few_states, short_calls, start, matrix_products, hard_cases, accuracy
+    for group in (*groups, streams.stream_rows, sweep):
         print(f"measuring: {group.__name__}", flush=True)
         rows += group()
     torch.set_num_threads(threads)
