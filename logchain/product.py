@@ -91,7 +91,7 @@ def product(
     Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in
     float64. The result is within `ulp + v (c + 8 + 2 D) u` of the exact value, u being 2^-24 (float64: 2^-53), where
     states that matter lie at most D nats below the largest entries of their messages, of `x` and of matrices that are
-    logarithms. What linear space cannot hold is found and computed again in log space (see `logchain.rescues`).
+    logarithms. What the format cannot hold is found and computed again exactly (see `logchain.rescues`).
 
     Raises:
         TypeError: an argument is of the wrong kind.
