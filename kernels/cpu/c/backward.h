@@ -188,7 +188,7 @@ static void add_rows(Back *b, int64_t count, const real *ahead, const real *sour
     int64_t c = b->w.a->states, width = b->w.width, across = padded(width);
     for (int64_t row = 0; row < count;) {
         int64_t rows = count - row < ADDED - b->added ? count - row : ADDED - b->added;
-        multiply_add(c, rows, across, ahead + row * width, 1, width, source + row * width, width, b->partial, across);
+        multiply_add((Product){c, rows, across, ahead + row * width, 1, width, source + row * width, width, b->partial, across});
         b->added += rows, row += rows;
         if (b->added == ADDED) flush(b);
     }
@@ -228,7 +228,7 @@ static void count_step(Back *b, int64_t count, const real *ahead, int64_t step) 
     real *to = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set;
     if (count == 0) clear(c * c, to);
     else if (count <= ADDED) {
-        multiply(c, count, across, ahead, 1, width, b->source, width, b->partial, across);
+        multiply((Product){c, count, across, ahead, 1, width, b->source, width, b->partial, across});
         write_counts(b, 0, to);
     } else {
         for (int64_t k = 0; k < c * across; k++) b->partial[k] = 0, b->total[k] = 0;
@@ -336,7 +336,7 @@ static void pull(Back *b, int64_t count, int64_t step) {
         real *behind = b->behind + place * width, *source = b->source + place * width;
         rows_of_x(w, place, rows, step, x);
         for (int64_t r = 0; r < rows; r++) w->deep[place + r] = (uint8_t)emit(width, x[r], behind + r * width, source + r * width);
-        if (count > 1) multiply(rows, c, width, source, width, 1, b->turned, width, behind, width);
+        if (count > 1) multiply((Product){rows, c, width, source, width, 1, b->turned, width, behind, width});
         else if (w->a->one_matrix) row_times(c, width, source, b->turned, width, behind);
         else row_times_transposed(width, source, w->matrix.entries, w->matrix.row, behind);
     }

@@ -13,7 +13,7 @@ typedef struct {
     const real *x;                         /* of step 0 */
     const real *entries;                   /* the matrix into step 1, or the one of all steps */
     const real *turned;                    /* its transpose, rows one after the other, where all steps have one */
-    const real *messages;                  /* of step 0; null where they are not kept */
+    real *messages;                        /* of step 0; null where they are not kept */
     real *gradient;                        /* of x at step 0, or null */
     real *outer;                           /* gradient of the matrix into step 1, or null */
     real *held_ahead, *held_source;        /* rows (HELD, width) that are to be multiplied, or null */
@@ -72,7 +72,8 @@ INLINE int emissions(const int vectors, const int narrow, int64_t c, const real 
 }
 
 /* A row times a matrix: four sums that do not wait for each other. */
-INLINE void times(const int vectors, int64_t c, int64_t end, const real *a, const real *entries, int64_t row, reals *out) {
+INLINE void times(const int vectors, int64_t c, int64_t end, const real *a, const real *entries, int64_t row,
+                  reals *out) {
     reals sum[4][MOST_VECTORS] = {0};
     int64_t k = 0;
     for (; k + 4 <= c; k += 4)
@@ -142,7 +143,7 @@ INLINE int64_t stride_ahead(const int vectors, const int narrow, const int one, 
             sums[v] = sums[v] * emission[v] * factor;
             store(state + offset(vectors, v, end), sums[v]);
         }
-        if (l->messages) write(vectors, narrow, c, sums, (real *)l->messages + step * l->message_step);
+        if (l->messages) write(vectors, narrow, c, sums, l->messages + step * l->message_step);
         add(&shift, top);
         if (l->matrix_shift != 0) add(&shift, l->matrix_shift);
         exponent += exponent_of(most[0]) - TOP + l->matrix_exponent;
@@ -153,14 +154,15 @@ INLINE int64_t stride_ahead(const int vectors, const int narrow, const int one, 
 }
 
 /* The gradient of a matrix: an outer product of S and a source, exactly 0 where the matrix is. */
-INLINE void write_transitions(const int vectors, const int narrow, const Lone *l, const real *ahead, const reals *source,
-                              const real *entries, real *to) {
+INLINE void write_transitions(const int vectors, const int narrow, const Lone *l, const real *ahead,
+                              const reals *source, const real *entries, real *to) {
     int64_t c = l->c, end = end_of(narrow, c);
+    reals tiny = all(power_of_two(1 - BIAS));
     for (int64_t k = 0; k < c; k++) {
         reals found[MOST_VECTORS];
         UNROLL for (int v = 0; v < vectors; v++) {
             reals entry = load(entries + k * l->row + offset(vectors, v, end)), both = source[v] * ahead[k];
-            found[v] = where((both < power_of_two(1 - BIAS)) & (both > -power_of_two(1 - BIAS)), (reals){0}, both) * l->unshare;
+            found[v] = where((both < tiny) & (both > -tiny), (reals){0}, both) * l->unshare;
             found[v] = where(entry == 0, (reals){0}, l->by_log ? found[v] * entry : found[v]);
         }
         write(vectors, narrow, c, found, to + k * c);
@@ -177,7 +179,7 @@ INLINE int64_t stride_back(const int vectors, const int narrow, const int one, L
     int counts = l->outer || l->held_ahead;
     for (; step > 0 && (!l->held_ahead || l->held < l->most_held); step--) {
         const real *entries = one ? l->entries : l->entries + (step - 1) * l->entries_step;
-        reals source[MOST_VECTORS], sums[MOST_VECTORS], ahead[MOST_VECTORS], both[MOST_VECTORS], posterior[MOST_VECTORS];
+        reals source[MOST_VECTORS], sums[MOST_VECTORS], ahead[MOST_VECTORS], both[MOST_VECTORS];
         int deep = emissions(vectors, narrow, c, l->x + step * l->x_step, source, &top);
         UNROLL for (int v = 0; v < vectors; v++) source[v] *= behind[v];
         if (one) {
@@ -198,8 +200,8 @@ INLINE int64_t stride_back(const int vectors, const int narrow, const int one, L
         if (counts && !(share < 1)) break;
         if (l->gradient) {
             UNROLL for (int v = 0; v < vectors; v++)
-                posterior[v] = where(both[v] < least_seen, (reals){0}, both[v] * share * l->weight);
-            write(vectors, narrow, c, posterior, l->gradient + (step - 1) * l->gradient_step);
+                both[v] = where(both[v] < least_seen, (reals){0}, both[v] * share * l->weight);
+            write(vectors, narrow, c, both, l->gradient + (step - 1) * l->gradient_step);
         }
         UNROLL for (int v = 0; v < vectors; v++) behind[v] = sums[v];
         if (!counts) continue;
@@ -223,15 +225,17 @@ INLINE int64_t stride_back(const int vectors, const int narrow, const int one, L
     return step;
 }
 
-/* Each is compiled for each number of vectors. */
-#define OF_FEW(name, arguments, ...)                                                                      \
-    static int64_t name arguments {                                                                       \
-        int64_t vectors = vectors_of(l->c);                                                               \
-        if (l->c < LANES) return l->one ? stride_##name(1, 1, 1, __VA_ARGS__) : stride_##name(1, 1, 0, __VA_ARGS__); \
-        if (vectors == 1) return l->one ? stride_##name(1, 0, 1, __VA_ARGS__) : stride_##name(1, 0, 0, __VA_ARGS__); \
-        if (vectors == 2 && MOST_VECTORS >= 2) return l->one ? stride_##name(2, 0, 1, __VA_ARGS__) : stride_##name(2, 0, 0, __VA_ARGS__); \
-        if (vectors == 3 && MOST_VECTORS >= 3) return l->one ? stride_##name(3, 0, 1, __VA_ARGS__) : stride_##name(3, 0, 0, __VA_ARGS__); \
-        return l->one ? stride_##name(MOST_VECTORS, 0, 1, __VA_ARGS__) : stride_##name(MOST_VECTORS, 0, 0, __VA_ARGS__); \
+/* Each is compiled for each number of vectors, and for one matrix or many. */
+#define OF_VECTORS(name, vectors, narrow, ...) \
+    return l->one ? stride_##name(vectors, narrow, 1, __VA_ARGS__) : stride_##name(vectors, narrow, 0, __VA_ARGS__)
+#define OF_FEW(name, arguments, ...)                                                             \
+    static int64_t name arguments {                                                              \
+        int64_t vectors = vectors_of(l->c);                                                      \
+        if (l->c < LANES) OF_VECTORS(name, 1, 1, __VA_ARGS__);                                   \
+        if (vectors == 1) OF_VECTORS(name, 1, 0, __VA_ARGS__);                                   \
+        if (vectors == 2 && MOST_VECTORS > 2) OF_VECTORS(name, 2, 0, __VA_ARGS__);               \
+        if (vectors == 3 && MOST_VECTORS > 3) OF_VECTORS(name, 3, 0, __VA_ARGS__);               \
+        OF_VECTORS(name, MOST_VECTORS, 0, __VA_ARGS__);                                          \
     }
 OF_FEW(ahead, (Lone *l, int64_t step, int64_t behind), l, step, behind)
 OF_FEW(back, (Lone *l, int64_t step), l, step)

@@ -256,7 +256,7 @@ static void walk_ahead(Walk *w) {
                 const real *states = state_at(w, place, step - 1);
                 for (int64_t done = 0; done < rows;) {
                     const Matrix *m = &w->matrix;
-                    if (rows > 1) multiply(rows, a->states, w->width, states, w->width, 1, m->entries, m->row, w->sums, w->width);
+                    if (rows > 1) multiply((Product){rows, a->states, w->width, states, w->width, 1, m->entries, m->row, w->sums, w->width});
                     else row_times(a->states, w->width, states, m->entries, m->row, w->sums);
                     for (; done < rows; done += LANES)
                         if (settle(w, place + done, rows - done < LANES ? rows - done : LANES, step, w->sums + done * w->width, common)) break;

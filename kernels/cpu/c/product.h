@@ -12,107 +12,118 @@ INLINE int64_t start_of(int64_t k, int64_t width) { return (k + 1) * LANES > wid
 INLINE int64_t vectors_of(int64_t width) { return (width + LANES - 1) / LANES; }
 INLINE int64_t padded(int64_t width) { return vectors_of(width) * LANES; }
 
-/* Entries of a matrix that are copied next to each other, and stay in the first-level cache while all rows meet them. */
-enum { DEEP = BYTES * 4, PACKED = DEEP * VECTORS * LANES };
+/* out (rows, width) = a (rows, depth) b (depth, width): a[r, k] lies at r a_row + k a_k. */
+typedef struct {
+    int64_t rows, depth, width;
+    const real *a;
+    int64_t a_row, a_k;
+    const real *b;
+    int64_t b_row;
+    real *out;
+    int64_t out_row;
+} Product;
 
-/* `rows` by `vectors` registers; the last vector of columns begins at `end`, in b at `b_end`. a[r, k] lies at
-   r a_row + k a_k. What lies at `ahead`, as b does in rows of `ahead_row`, is fetched for later, if anything is. */
-INLINE void tile(const int rows, const int vectors, const int adds, int64_t depth, const real *a, int64_t a_row,
-                 int64_t a_k, const real *b, int64_t b_row, int64_t b_end, real *out, int64_t out_row, int64_t end,
-                 const real *ahead, int64_t ahead_row) {
+/* `vectors` registers of columns from `first` on; the last of them begins `end` columns behind that. `b` are these
+   columns, in rows `b_row` apart, where the last vector lies at `b_end`. What lies at `ahead` is fetched for later. */
+typedef struct {
+    int64_t first, end;
+    const real *b;
+    int64_t b_row, b_end;
+    const real *ahead;
+} Columns;
+
+/* `rows` by `vectors` registers, from row `r` on. */
+INLINE void tile(const int rows, const int vectors, const int adds, const int fetches, Product p, Columns j, int64_t r) {
     reals sum[ROWS][VECTORS];
-    UNROLL for (int r = 0; r < rows; r++)
+    const real *a = p.a + r * p.a_row, *b = j.b;
+    real *out = p.out + r * p.out_row + j.first;
+    UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int k = 0; k < vectors; k++)
-            sum[r][k] = adds ? load(out + r * out_row + (k + 1 < vectors ? k * LANES : end)) : (reals){0};
-    for (int64_t d = 0; d < depth; d++, a += a_k, b += b_row) {
+            sum[i][k] = adds ? load(out + i * p.out_row + (k + 1 < vectors ? k * LANES : j.end)) : (reals){0};
+    for (int64_t d = 0; d < p.depth; d++, a += p.a_k, b += j.b_row) {
         reals columns[VECTORS];
-        if (ahead) __builtin_prefetch(ahead + d * ahead_row);
-        UNROLL for (int k = 0; k < vectors; k++) columns[k] = load(b + (k + 1 < vectors ? k * LANES : b_end));
-        UNROLL for (int r = 0; r < rows; r++) {
-            reals entry = all(a[r * a_row]);
-            UNROLL for (int k = 0; k < vectors; k++) sum[r][k] += entry * columns[k];
+        if (fetches) __builtin_prefetch(j.ahead + d * p.b_row);
+        UNROLL for (int k = 0; k < vectors; k++) columns[k] = load(b + (k + 1 < vectors ? k * LANES : j.b_end));
+        UNROLL for (int i = 0; i < rows; i++) {
+            reals entry = all(a[i * p.a_row]);
+            UNROLL for (int k = 0; k < vectors; k++) sum[i][k] += entry * columns[k];
         }
     }
-    UNROLL for (int r = 0; r < rows; r++)
+    UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int k = 0; k < vectors; k++)
-            store(out + r * out_row + (k + 1 < vectors ? k * LANES : end), sum[r][k]);
+            store(out + i * p.out_row + (k + 1 < vectors ? k * LANES : j.end), sum[i][k]);
 }
 
-INLINE void column_of_tiles(const int vectors, const int adds, int64_t rows, int64_t depth, const real *a,
-                            int64_t a_row, int64_t a_k, const real *b, int64_t b_row, int64_t b_end, real *out,
-                            int64_t out_row, int64_t end, const real *ahead, int64_t ahead_row) {
+INLINE void column_of_tiles(const int vectors, const int adds, Product p, Columns j) {
     int64_t r = 0;
-    if (ahead && rows >= ROWS) {
-        tile(ROWS, vectors, adds, depth, a, a_row, a_k, b, b_row, b_end, out, out_row, end, ahead, ahead_row);
-        r = ROWS;
-    }
-    for (; r + ROWS <= rows; r += ROWS)
-        tile(ROWS, vectors, adds, depth, a + r * a_row, a_row, a_k, b, b_row, b_end, out + r * out_row, out_row, end, 0, 0);
-    for (; r + 2 <= rows; r += 2)
-        tile(2, vectors, adds, depth, a + r * a_row, a_row, a_k, b, b_row, b_end, out + r * out_row, out_row, end, 0, 0);
-    if (r < rows) tile(1, vectors, adds, depth, a + r * a_row, a_row, a_k, b, b_row, b_end, out + r * out_row, out_row, end, 0, 0);
+    if (j.ahead && p.rows >= ROWS) tile(ROWS, vectors, adds, 1, p, j, 0), r = ROWS;
+    for (; r + ROWS <= p.rows; r += ROWS) tile(ROWS, vectors, adds, 0, p, j, r);
+    for (; r + 2 <= p.rows; r += 2) tile(2, vectors, adds, 0, p, j, r);
+    if (r < p.rows) tile(1, vectors, adds, 0, p, j, r);
 }
 
-/* The same, from a copy of the columns. */
-INLINE void packed_column(const int vectors, const int adds, int64_t rows, int64_t depth, const real *a, int64_t a_row,
-                          int64_t a_k, const real *b, int64_t b_row, real *out, int64_t out_row, int64_t end,
-                          const real *ahead, real *packed) {
-    for (int64_t d = 0; d < depth; d++)
-        UNROLL for (int k = 0; k < vectors; k++)
-            store(packed + (d * vectors + k) * LANES, load(b + d * b_row + (k + 1 < vectors ? k * LANES : end)));
-    column_of_tiles(vectors, adds, rows, depth, a, a_row, a_k, packed, vectors * LANES, (vectors - 1) * LANES, out, out_row,
-                    end, ahead, b_row);
+/* Columns are taken VECTORS at a time, but not so that one vector alone is left over where that can be helped. */
+INLINE int64_t vectors_from(int64_t first, int64_t width) {
+    int64_t left = vectors_of(width - first);
+    return left == VECTORS + 1 ? 2 : left < VECTORS ? left : VECTORS;
+}
+INLINE Columns columns_from(Product p, int64_t first, int64_t vectors) {
+    int64_t end = first + vectors * LANES > p.width ? p.width - LANES - first : (vectors - 1) * LANES;
+    return (Columns){first, end, p.b + first, p.b_row, end, 0};
 }
 
-/* Columns are taken VECTORS at a time, but not so that one vector alone is left over. */
-#define FOR_COLUMNS(...)                                                                                              \
-    for (int64_t j = 0; j < width;) {                                                                                 \
-        int64_t left = vectors_of(width - j), vectors = left == VECTORS + 1 ? 2 : left < VECTORS ? left : VECTORS;    \
-        int64_t end = j + vectors * LANES > width ? width - LANES - j : (vectors - 1) * LANES;                        \
-        __VA_ARGS__                                                                                                   \
-        j += vectors * LANES;                                                                                         \
+INLINE void all_tiles(const int adds, Product p) {
+    for (int64_t first = 0, vectors; first < p.width; first += vectors * LANES) {
+        vectors = vectors_from(first, p.width);
+        Columns j = columns_from(p, first, vectors);
+        if (vectors == 3) column_of_tiles(VECTORS, adds, p, j);
+        if (vectors == 2) column_of_tiles(2, adds, p, j);
+        if (vectors == 1) column_of_tiles(1, adds, p, j);
     }
+}
 
-/* A matrix of which a row's columns lie in other pages than those of the next row is copied, as far as rows repay it. */
+/* Rows of b that are copied, VECTORS of columns at a time, and stay in the first-level cache while all rows meet them. */
+enum { DEEP = BYTES * 4 };
+
+/* A matrix of which each row's columns lie in another page is copied, as far as rows repay it. */
 INLINE int is_packed(int64_t rows, int64_t width) { return rows >= 3 * ROWS && width * (int64_t)sizeof(real) >= 2048; }
 
-static void packed_tiles(const int adds, int64_t rows, int64_t depth, int64_t width, const real *a, int64_t a_row,
-                         int64_t a_k, const real *b, int64_t b_row, real *out, int64_t out_row) {
-    real packed[PACKED] __attribute__((aligned(64)));
-    for (int64_t done = 0; done < depth; done += DEEP, a += DEEP * a_k, b += DEEP * b_row) {
-        int64_t deep = depth - done < DEEP ? depth - done : DEEP;
-        int more = adds || done > 0;
-        FOR_COLUMNS(
-            const real *ahead = j + 2 * vectors * LANES <= width ? b + j + vectors * LANES : 0;
-            if (vectors == 3 && more) packed_column(VECTORS, 1, rows, deep, a, a_row, a_k, b + j, b_row, out + j, out_row, end, ahead, packed);
-            if (vectors == 3 && !more) packed_column(VECTORS, 0, rows, deep, a, a_row, a_k, b + j, b_row, out + j, out_row, end, ahead, packed);
-            if (vectors == 2 && more) packed_column(2, 1, rows, deep, a, a_row, a_k, b + j, b_row, out + j, out_row, end, ahead, packed);
-            if (vectors == 2 && !more) packed_column(2, 0, rows, deep, a, a_row, a_k, b + j, b_row, out + j, out_row, end, ahead, packed);
-            if (vectors == 1 && done + deep == depth) /* it may overlap the columns before it, and so is made at once */
-                column_of_tiles(1, adds, rows, depth, a - done * a_k, a_row, a_k, b - done * b_row + j, b_row, end, out + j, out_row, end, 0, 0);
-        )
+/* The same from copies of columns. A vector that is left over overlaps what is added to before it: it is made at once. */
+static void packed_tiles(const int adds, Product p) {
+    real packed[DEEP * VECTORS * LANES] __attribute__((aligned(64)));
+    for (int64_t done = 0; done < p.depth; done += DEEP) {
+        Product part = p;
+        part.depth = p.depth - done < DEEP ? p.depth - done : DEEP;
+        part.a += done * p.a_k, part.b += done * p.b_row;
+        for (int64_t first = 0, vectors; first < p.width; first += vectors * LANES) {
+            vectors = vectors_from(first, p.width);
+            if (vectors == 1) {
+                if (done + part.depth == p.depth) column_of_tiles(1, adds, p, columns_from(p, first, 1));
+                continue;
+            }
+            Columns j = columns_from(part, first, vectors);
+            for (int64_t d = 0; d < part.depth; d++)
+                for (int64_t k = 0; k < vectors; k++)
+                    store(packed + (d * vectors + k) * LANES, load(j.b + d * p.b_row + (k + 1 < vectors ? k * LANES : j.end)));
+            if (first + 2 * vectors * LANES <= p.width) j.ahead = j.b + vectors * LANES;
+            j.b = packed, j.b_row = vectors * LANES, j.b_end = (vectors - 1) * LANES;
+            if (vectors == 3 && (adds || done)) column_of_tiles(VECTORS, 1, part, j);
+            else if (vectors == 3) column_of_tiles(VECTORS, 0, part, j);
+            else if (adds || done) column_of_tiles(2, 1, part, j);
+            else column_of_tiles(2, 0, part, j);
+        }
     }
 }
 
-INLINE void all_tiles(const int adds, int64_t rows, int64_t depth, int64_t width, const real *a, int64_t a_row,
-                      int64_t a_k, const real *b, int64_t b_row, real *out, int64_t out_row) {
-    FOR_COLUMNS(
-        if (vectors == 3) column_of_tiles(VECTORS, adds, rows, depth, a, a_row, a_k, b + j, b_row, end, out + j, out_row, end, 0, 0);
-        if (vectors == 2) column_of_tiles(2, adds, rows, depth, a, a_row, a_k, b + j, b_row, end, out + j, out_row, end, 0, 0);
-        if (vectors == 1) column_of_tiles(1, adds, rows, depth, a, a_row, a_k, b + j, b_row, end, out + j, out_row, end, 0, 0);
-    )
+static void multiply(Product p) {
+    if (is_packed(p.rows, p.width)) packed_tiles(0, p);
+    else all_tiles(0, p);
 }
 
-static void multiply(int64_t rows, int64_t depth, int64_t width, const real *a, int64_t a_row, int64_t a_k,
-                     const real *b, int64_t b_row, real *out, int64_t out_row) {
-    if (is_packed(rows, width)) packed_tiles(0, rows, depth, width, a, a_row, a_k, b, b_row, out, out_row);
-    else all_tiles(0, rows, depth, width, a, a_row, a_k, b, b_row, out, out_row);
-}
-
-static void multiply_add(int64_t rows, int64_t depth, int64_t width, const real *a, int64_t a_row, int64_t a_k,
-                         const real *b, int64_t b_row, real *out, int64_t out_row) {
-    if (is_packed(rows, width)) packed_tiles(1, rows, depth, width, a, a_row, a_k, b, b_row, out, out_row);
-    else all_tiles(1, rows, depth, width, a, a_row, a_k, b, b_row, out, out_row);
+/* Adds the product to what is there. */
+static void multiply_add(Product p) {
+    if (is_packed(p.rows, p.width)) packed_tiles(1, p);
+    else all_tiles(1, p);
 }
 
 /* One row: the sum over the depth is four, none of which waits for another. */
