@@ -44,7 +44,7 @@ def paths(chain: Chain, steps: int) -> Tensor:
     ranges = cut(g * m, parts)
     for first in range(1, v, matrices.steps):
         stop = min(first + matrices.steps, v)
-        x = chain.x[first:stop].to(chain.dtype).reshape(-1, g, m, c)
+        x = chain.x[first:stop].to(chain.dtype).resolve_neg().reshape(-1, g, m, c)
         x = x if x.stride(-1) == 1 else x.contiguous()
         logs = matrices(first, stop)
         bad = logs.flatten(-2).amax(-1).isnan()  # (k, g)

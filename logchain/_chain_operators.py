@@ -59,7 +59,7 @@ def exceeds(weight: Tensor, dtype: torch.dtype) -> bool:
     """
     if weight.dtype == dtype or kernels.on_gpu(weight):
         return False
-    size = np.abs(weight.numpy())  # few numbers, for which torch's operators take longer
+    size = np.abs(weight.resolve_neg().numpy())  # few numbers, for which torch's operators take longer
     return bool(((size > _LARGE) | (size < 1 / _LARGE) & (size > 0)).any())
 
 

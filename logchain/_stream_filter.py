@@ -145,7 +145,7 @@ def _by_stretch(
     """What is carried on from a piece that the loops in C walk where it lies; posteriors and messages are written."""
     dtype = arithmetic_dtype(given.x, given.bulk, given.p0)
     operands = given.x, given.bulk, given.p0
-    x, bulk, p0 = (operand if operand.dtype == dtype else operand.to(dtype) for operand in operands)
+    x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in operands)
     x = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous()
     if starting:
         bulk = bulk if bulk.shape[-3] == 1 else bulk[..., 1:, :, :]

@@ -72,7 +72,7 @@ def product_gradient(grad: Tensor, stack: Tensor) -> Tensor:
         return result.to(stack.dtype)
     whole = sets(stack)
     gradient = result.view(whole.shape)
-    grad = grad.reshape(gradient[:, 0].shape)
+    grad = grad.resolve_neg().reshape(gradient[:, 0].shape)
     fold = kernels.fold_kernels(whole)
     lossy = None if fold is None else fold.gradient(grad.contiguous(), whole, gradient)
     if fold is None or lossy is not None and lossy.all():
@@ -187,8 +187,8 @@ def prefixes_shape(stack: Tensor) -> Tensor:
 
 
 def sets(stack: Tensor) -> Tensor:
-    """(g, s, c, c): a view, or a copy where the batch axes cannot be joined."""
-    return stack.reshape(-1, *stack.shape[-3:])
+    """(g, s, c, c): a view, or a copy where the batch axes cannot be joined or the stack is a negative view."""
+    return stack.resolve_neg().reshape(-1, *stack.shape[-3:])
 
 
 def _reduced(whole: Tensor, dtype: torch.dtype, *, inplace: bool) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ BATCHES = [
 # variables, and the matrices between them: one for each step, or one for every step
 STEPS = [(1, 0), (1, 1), (2, 1), (5, 4), (5, 1)]
 
-STRANGE = ["transposed", "reversed axes", "sliced", "offset rows"]
+STRANGE = ["transposed", "reversed axes", "sliced", "offset rows", "negative view"]
 
 
 def broadcast(batches: tuple[tuple[int, ...], ...], steps: tuple[int, int]) -> Chain:
@@ -51,6 +51,8 @@ def _strange(tensor: torch.Tensor, how: str) -> torch.Tensor:
         wide = torch.full([2 * size + 1 for size in tensor.shape], NAN, dtype=tensor.dtype)
         view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
         return view.copy_(tensor)
+    if how == "negative view":
+        return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag  # its memory holds the values times -1
     return torch.cat([tensor, torch.full_like(tensor, NAN)], dim=-1)[..., : tensor.shape[-1]]
 
 

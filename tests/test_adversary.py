@@ -192,6 +192,27 @@ def test_logarithms_so_far_apart_that_their_difference_rounds_by_many_nats(dtype
             torch.testing.assert_close(out.double(), torch.tensor(truth), rtol=1e-6, atol=0)
 
 
+@BOTH
+def test_a_nan_stays_where_no_path_follows(dtype):
+    bulk, p0 = torch.ones(2, 2, 2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype)
+    bulk[0], p0[0, 0] = 0, torch.nan
+    out = logchain.product(torch.zeros(2, 3, 2, dtype=dtype), bulk, p0, strategy="sequential")
+    assert out[0].isnan() and out[1].isfinite()
+
+
+@BOTH
+def test_matrices_behind_what_is_redone_may_be_nan(dtype):
+    far = -1000.0 if dtype == torch.float32 else -8000.0
+    x = torch.tensor([[0, far], [far, 0], [0, 0]], dtype=dtype).repeat(2, 1, 1)
+    bulk = torch.eye(2, dtype=dtype).log().repeat(2, 2, 1, 1)
+    bulk[0, 1] = torch.nan
+    bulk.requires_grad_()
+    with logchain.rescues() as seen:
+        out = logchain.product(x, bulk, bulk.new_zeros(2), log_params=True, lengths=torch.tensor([2, 3]))
+    out.sum().backward()
+    assert seen.sequences == 2 and (bulk.grad[0, 1] == 0).all()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
 def test_no_loop_reads_behind_an_operand():
     beyond = "import torch, ctypes; from tests.guarded import guarded; t = guarded(torch.ones(3)); "

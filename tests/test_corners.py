@@ -59,3 +59,36 @@ def test_a_third_derivative_is_refused():
     (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="at most two derivatives"):
         torch.autograd.grad(second.square().sum(), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_negative_views_are_read_as_what_they_say(dtype):
+    """Where the loops in C take addresses: x in rows, packed, in pieces, a stack, and weights of sequences."""
+    view = torch._neg_view
+    x, bulk, p0 = torch.randn(2, 5, 3, dtype=dtype), torch.rand(1, 1, 3, 3, dtype=dtype), torch.ones(3, dtype=dtype)
+    packed = {"cu_seqlens": torch.tensor([0, 2, 5])}
+
+    def streamed(x):
+        stream = logchain.Stream(bulk, p0)
+        return [stream.update(x[:, :2]).filtered, stream.update(x[:, 2:]).filtered, stream.log_norm]
+
+    for function in (
+        lambda x: [logchain.product(x, bulk, p0)],
+        lambda x: [logchain.product(x, bulk, p0, lengths=torch.tensor([2, 5]))],
+        lambda x: [logchain.product(x[0], bulk[0], p0, **packed)],
+        lambda x: logchain.forward_backward(x, bulk, p0),
+        lambda x: [logchain.viterbi(x, bulk, p0).score],
+        lambda x: [logchain.matrix_product(x[..., None].expand(2, 5, 3, 3))],
+        streamed,
+    ):
+        for found, expected in zip(function(view(-x)), function(x), strict=True):
+            torch.testing.assert_close(found, expected)
+    leaf, weight = x.clone().requires_grad_(), torch.tensor([0.5, -2.0], dtype=torch.float64)
+    for lengths in (None, torch.tensor([2, 5])):
+        out = logchain.product(leaf, bulk, p0, lengths=lengths, out_dtype=torch.float64)
+        found, expected = (torch.autograd.grad(out, leaf, w, retain_graph=True)[0] for w in (view(-weight), weight))
+        torch.testing.assert_close(found, expected)
+    out = logchain.matrix_product(leaf[..., None].expand(2, 5, 3, 3))
+    weight = out.detach()
+    found, expected = (torch.autograd.grad(out, leaf, w, retain_graph=True)[0] for w in (view(-weight), weight))
+    torch.testing.assert_close(found, expected)

@@ -103,6 +103,20 @@ def test_what_underflows_is_redone_where_it_lies(dtype, log, threads, monkeypatc
     torch.testing.assert_close(counts, by_log[1] if log else by_log[1] * bulk, **close)
 
 
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1000.0), (F64, 8000.0)], ids=["float32", "float64"])
+def test_a_short_sequence_that_is_redone_leaves_what_lies_behind_it(dtype, far):
+    """A longer sequence that is not redone has its rows there: of x, and of its gradient."""
+    x = torch.zeros(7, 2, dtype=dtype)
+    x[0, 1] = x[1, 0] = -far
+    x.requires_grad_()
+    bulk, p0 = torch.eye(2, dtype=dtype)[None], torch.ones(2, dtype=dtype)
+    with logchain.rescues() as seen:
+        out = logchain.product(x, bulk, p0, cu_seqlens=torch.tensor([0, 2, 7]))
+    out.sum().backward()
+    assert seen.sequences == 1
+    torch.testing.assert_close(x.grad, torch.full_like(x, 0.5))
+
+
 def test_weights_that_float32_does_not_hold():
     operands, cu_seqlens = packed(True, torch.float32)
     found = logchain.product(*operands, cu_seqlens=cu_seqlens, out_dtype=F64)

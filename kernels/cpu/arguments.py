@@ -57,7 +57,8 @@ class Call:
 
     def __init__(self, chain: Chain) -> None:
         v, g, m, c, dtype = chain.v, chain.g, chain.m, chain.c, chain.dtype
-        x, bulk, p0 = chain.x.to(dtype), chain.bulk.to(dtype), chain.p0.to(dtype)
+        # the memory of a negative view holds other numbers
+        x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (chain.x, chain.bulk, chain.p0))
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
         bulk = bulk.reshape(len(bulk), g, c, c)
         p0 = p0.expand(*chain.lead, c).reshape(g, m, c)

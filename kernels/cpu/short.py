@@ -32,6 +32,8 @@ def short_of(
 
     `wanted` checks the operands, once for all of the same shapes; `chain_of` gives their layout and chain.
     """
+    if x.is_neg() or bulk.is_neg() or p0.is_neg():  # addresses do not say so
+        return None
     places = x.shape, bulk.shape, p0.shape, x.stride(), bulk.stride(), p0.stride()
     key = places, x.dtype, bulk.dtype, p0.dtype, log_params, keep, wanted, torch.get_num_threads()
     if key not in _known:
@@ -134,7 +136,7 @@ class Short:
         needs: tuple[bool, ...], *, by_log: bool = False,
     ) -> list[Tensor | None]:  # fmt: skip
         """The gradients of x, bulk and p0 that are needed; `kept` may be in its parts."""
-        weight = weight.to(torch.float64).contiguous()
+        weight = weight.to(torch.float64).resolve_neg().contiguous()
         a = self._of(x, bulk, p0)
         a.weight, a.by_log = weight.data_ptr(), by_log
         if isinstance(kept, Tensor):

@@ -37,7 +37,8 @@ def backward(
 ) -> Tensor:
     """See `kernels.plain.sum_product`; sequences with a weight of 0 are not looked at."""
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
-    weight, log_norm, lossy = weight.double().contiguous(), log_norm.contiguous(), redone.to(torch.uint8, copy=True)
+    weight = weight.double().resolve_neg().contiguous()
+    log_norm, lossy = log_norm.contiguous(), redone.to(torch.uint8, copy=True)
     grad_p0 = torch.empty(g, m, c, dtype=torch.float64)
     call = Call(chain)
     call.point(messages=messages, log_norm=log_norm, sums=scales[-1].contiguous(), lossy=lossy, weight=weight)

@@ -202,14 +202,15 @@ typedef struct {
     double *entered, *total;   /* (count, across): posteriors of the step after; (c, across): counts by (to, from) */
 } Exact;
 
-/* exp(x - max x) times a row, in place; the row's largest digit is taken out. Returns max x. */
+/* exp(x - max x) times a row, in place; the row's largest digit is taken out. Returns max x, and NaN of a row with a
+   NaN: what has been taken out keeps it, for a step without a path may follow. */
 static double emit_numbers(const Exact *w, const real *x, double *m, double *e, double *digit) {
     doubles high = both(-__builtin_inf()), low = both(__builtin_inf()), top = both(NO_DIGIT);
     longs nan = {0};
     int64_t c = w->a->states;
     for (int64_t j = 0; j < c; j += WIDE) {
         doubles a = read_wide(x + j, 1, c - j, -__builtin_inf());
-        nan |= a != a;
+        nan |= (a != a) | (load_wide(m + j) != load_wide(m + j));
         high = choose(a > high, a, high), low = choose((a < low) & (a > -__builtin_inf()), a, low);
     }
     double most = some(nan) ? __builtin_nan("") : highest_of(high);
@@ -435,14 +436,15 @@ static void count_numbers(const Exact *w, int64_t count, const double *sm, const
     }
 }
 
-/* Adds what has been counted to a gradient (from, to), exactly 0 where the matrix is. `times`: after a product with P. */
+/* Adds what has been counted to a gradient (from, to), exactly 0 where the matrix is, or where no path is: behind all ends
+   a matrix may be NaN. `times`: after a product with P. */
 static void write_counted(Exact *w, int64_t step, int times) {
     const Chain *a = w->a;
     const Numbers *p = &w->matrix;
     int64_t c = a->states;
     for (int64_t k = 0; k < c * w->across; k += WIDE) {
         doubles entry = load_wide(p->m + k), found = load_wide(w->total + k);
-        store_wide(w->total + k, choose(entry == 0, both(0), times ? found * entry : found));
+        store_wide(w->total + k, choose((entry == 0) | (found == 0), both(0), times ? found * entry : found));
     }
     for (int64_t k = 0; k < c && a->counts; k++)
         for (int64_t j = 0; j < c; j++) a->counts[(w->set * c + k) * c + j] += w->total[j * w->across + k];
