@@ -34,8 +34,8 @@ def paths(chain: Chain, steps: int) -> Tensor:
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     messages = chain.new(v, g, m, c)
     messages[0] = start(chain)[0]
-    ends = torch.full((g, m), v) if chain.ends is None else chain.ends[..., 0].contiguous()
-    states = torch.full((g, m, steps), -1)
+    ends = torch.full((g, m), v, device="cpu") if chain.ends is None else chain.ends[..., 0].contiguous()
+    states = torch.full((g, m, steps), -1, device="cpu")
     nan = messages[0].isnan().any(-1)
     shared = ends.numpy(), messages.numpy(), states.numpy(), nan.numpy()
     forward, back = _compiled(chain.dtype)

@@ -73,7 +73,7 @@ def gradient(weight: Tensor, whole: Tensor, out: Tensor) -> Tensor | None:
 
 def _run(function: Callable[..., Any], whole: Tensor, out: int, weight: int) -> Tensor | None:
     g, s, c, _ = whole.shape
-    lossy = torch.empty(g, dtype=torch.bool)
+    lossy = torch.empty(g, dtype=torch.bool, device="cpu")
     parts = max(1, min(torch.get_num_threads(), g, g * s * c**3 // _SHARE))
     sizes = np.array((s, c, *whole.stride()))
     addresses = whole.data_ptr(), weight, out, lossy.data_ptr()

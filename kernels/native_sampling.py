@@ -51,7 +51,7 @@ def draw_block(
     some, every = bool(redone.any()), bool(redone.all())
     linear = none if every else transitions(start, stop, log=False)
     logs = transitions(start, stop, log=True) if some else none
-    ends = torch.full((g, m), chain.v) if chain.ends is None else chain.ends[..., 0].contiguous()
+    ends = torch.full((g, m), chain.v, device="cpu") if chain.ends is None else chain.ends[..., 0].contiguous()
     operands = (messages, redone, linear, logs, ends, uniform, drawn)
     arrays = tuple(tensor.numpy() for tensor in operands)
     least = torch.finfo(chain.dtype).tiny

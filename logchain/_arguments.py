@@ -128,7 +128,7 @@ def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) 
     on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and device.type != "cpu")
     if not isinstance(lengths, Tensor):
         try:
-            lengths = torch.tensor(lengths)
+            lengths = torch.tensor(lengths, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"lengths: expected integers, got {lengths!r}") from error
     if lengths.layout != torch.strided or lengths.device.type == "meta":

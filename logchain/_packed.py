@@ -70,7 +70,7 @@ class Packed:
         """What was found for each variable of each piece (k, v, ...), as [total, ...]."""
         rows, values = [], []
         for members, value in zip(self._groups, found, strict=True):
-            inside = (torch.arange(value.shape[1]) < self.lengths[members][:, None]).to(value.device)
+            inside = (torch.arange(value.shape[1], device="cpu") < self.lengths[members][:, None]).to(value.device)
             rows.append(self._rows(members)[inside])
             values.append(value[inside])
         return torch.cat(values)[torch.argsort(torch.cat(rows))]
@@ -86,7 +86,7 @@ class Packed:
     def _rows(self, members: Tensor) -> Tensor:
         """The rows of each member (k, v); behind its end, its last one."""
         lengths = self.lengths[members]
-        steps = torch.minimum(torch.arange(int(lengths[0])), lengths[:, None] - 1)
+        steps = torch.minimum(torch.arange(int(lengths[0]), device="cpu"), lengths[:, None] - 1)
         return (self.starts[members][:, None] + steps).to(self.x.device)
 
 

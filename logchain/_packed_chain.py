@@ -98,7 +98,7 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The gradients of x, of the matrix (1, c, c), and of the initial weights of each sequence (n, c)."""
     need_x, need_bulk, *_ = needs
-    grad_x = torch.zeros(chain.x.shape, dtype=chain.dtype) if need_x else None
+    grad_x = torch.zeros(chain.x.shape, dtype=chain.dtype, device="cpu") if need_x else None
     grad_bulk = chain.new(1, 1, chain.c, chain.c) if need_bulk else None
     with kernels.arithmetic_on(chain.x):
         start: Tensor = kernels.chain_kernels(chain.x).backward(chain, *kept, grad.view(1, -1), grad_x, grad_bulk)

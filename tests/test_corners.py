@@ -92,3 +92,26 @@ def test_negative_views_are_read_as_what_they_say(dtype):
     weight = out.detach()
     found, expected = (torch.autograd.grad(out, leaf, w, retain_graph=True)[0] for w in (view(-weight), weight))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("lengths", [None, [2, 5], "packed"], ids=str)
+def test_what_lies_on_the_cpu_is_computed_there_whatever_the_default_device(lengths):
+    x, bulk, p0 = torch.randn(2, 5, 3, requires_grad=True), torch.rand(1, 1, 3, 3), torch.ones(3)
+    operands, options = (x, bulk, p0), {"lengths": lengths}
+    if lengths == "packed":
+        operands, options = (x[0], bulk[0], p0), {"cu_seqlens": torch.tensor([0, 2, 5])}
+
+    def found():
+        out = logchain.product(*operands, **options)
+        return [
+            torch.autograd.grad(out.sum(), x)[0],
+            logchain.marginals(*(operand.detach() for operand in operands), **options).states,
+            logchain.viterbi(*operands, **options).score,
+            logchain.matrix_product(x[..., None].expand(2, 5, 3, 3)),
+        ]
+
+    expected = found()
+    with torch.device("meta"):
+        elsewhere = found()
+    for one, other in zip(elsewhere, expected, strict=True):
+        torch.testing.assert_close(one, other)

@@ -86,9 +86,9 @@ class Call:
         try:
             tensor = tensor.view(chain.v, chain.g, chain.m, chain.c)
         except RuntimeError:
-            at = torch.zeros((), dtype=torch.int64)
+            at = torch.zeros((), dtype=torch.int64, device="cpu")
             for size, stride in zip(tensor.shape[1:-1], tensor.stride()[1:-1], strict=True):
-                at = at[..., None] + torch.arange(size) * stride
+                at = at[..., None] + torch.arange(size, device="cpu") * stride
             self.point(**{f"{name}_at": at.contiguous()})
             self.set(**{f"{name}_step": tensor.stride(0)})
         else:
@@ -135,7 +135,7 @@ def run(
     bytes_ = function(ROOMS[name], dtype)(ctypes.byref(arguments))
 
     def on_thread(index: int) -> Any:
-        scratch = torch.empty(bytes_ + 64, dtype=torch.uint8)
+        scratch = torch.empty(bytes_ + 64, dtype=torch.uint8, device="cpu")
         copy = Arguments.from_buffer_copy(arguments)
         copy.first, copy.last = spans[index]
         copy.room = (scratch.data_ptr() + 63) // 64 * 64

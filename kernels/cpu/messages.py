@@ -9,7 +9,7 @@ from .arguments import Call
 
 def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     """The log-partition (g, m); writes messages (v, *lead, c), alike in strides, in the dtype of the arithmetic."""
-    log_norm = torch.empty(chain.g, chain.m, dtype=torch.float64)
+    log_norm = torch.empty(chain.g, chain.m, dtype=torch.float64, device="cpu")
     call = Call(chain)
     call.rows("grad", forward)
     call.point(log_norm=log_norm, log_forward=forward, log_backward=backward)

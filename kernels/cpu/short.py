@@ -98,11 +98,11 @@ class Short:
 
     def value(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, int]:
         """The log-partition [*B] in the dtype of the operands, what gradients need, and how many were redone."""
-        found, kept = torch.empty(x.shape[:-2], dtype=self._dtype), None
+        found, kept = torch.empty(x.shape[:-2], dtype=self._dtype, device="cpu"), None
         a = self._of(x, bulk, p0)
         a.value = found.data_ptr()
         if keep:
-            kept = in_large_pages(torch.empty(self._bytes, dtype=torch.uint8))
+            kept = in_large_pages(torch.empty(self._bytes, dtype=torch.uint8, device="cpu"))
             self._point(a, *self._addresses(kept))
         return found, kept, self._run("value", a)
 
@@ -123,7 +123,7 @@ class Short:
         log_norm, messages, sums, redone = (
             room
             if room is not None and at == 1
-            else in_large_pages(torch.empty(shape if keep or at != 1 else (0,), dtype=kind))
+            else in_large_pages(torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu"))
             for at, (kind, shape) in enumerate(self._kept)
         )
         a = self._of(x, bulk, p0)
@@ -149,7 +149,7 @@ class Short:
 
     def posteriors(self, x: Tensor, bulk: Tensor, p0: Tensor, counts: bool) -> tuple[Tensor, list[Tensor | None], int]:
         """The log-partition [*B], the gradients of x and log bulk, if it is asked for, and how many were redone."""
-        log_norm = torch.empty(x.shape[:-2], dtype=self._dtype)
+        log_norm = torch.empty(x.shape[:-2], dtype=self._dtype, device="cpu")
         a = self._of(x, bulk, p0)
         a.value, a.by_log = log_norm.data_ptr(), 1
         found = self._gradients(a, (x, bulk), (True, counts))
@@ -157,8 +157,8 @@ class Short:
 
     def messages(self, x: Tensor, bulk: Tensor, p0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Forward and backward messages [*B, v, c] and the log-partition [*B]."""
-        forward, backward = (torch.empty(x.shape, dtype=self._dtype) for _ in range(2))
-        log_norm = torch.empty(x.shape[:-2], dtype=self._dtype)
+        forward, backward = (torch.empty(x.shape, dtype=self._dtype, device="cpu") for _ in range(2))
+        log_norm = torch.empty(x.shape[:-2], dtype=self._dtype, device="cpu")
         a = self._of(x, bulk, p0)
         a.value, a.log_forward, a.log_backward = log_norm.data_ptr(), forward.data_ptr(), backward.data_ptr()
         self._run("messages", a)
@@ -179,7 +179,7 @@ class Short:
     def _gradients(self, a: Arguments, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         for name, operand, need in zip(("grad_x", "grad_bulk", "start"), operands, needs, strict=False):
-            gradient = in_large_pages(torch.empty(operand.shape, dtype=self._dtype)) if need else None
+            gradient = in_large_pages(torch.empty(operand.shape, dtype=self._dtype, device="cpu")) if need else None
             if gradient is not None:
                 setattr(a, name, gradient.data_ptr())
             found.append(gradient)
@@ -188,7 +188,11 @@ class Short:
     def _run(self, name: str, arguments: Arguments) -> int:
         call, size = self._calls[name]
         lent = size <= _ROOM
-        room = _rooms.pop() if lent and _rooms else in_large_pages(torch.empty(max(size, _ROOM), dtype=torch.uint8))
+        room = (
+            _rooms.pop()
+            if lent and _rooms
+            else in_large_pages(torch.empty(max(size, _ROOM), dtype=torch.uint8, device="cpu"))
+        )
         arguments.room = (room.data_ptr() + 63) // 64 * 64
         found: int = call(ctypes.byref(arguments))
         if lent:

@@ -20,7 +20,10 @@ class Stretch:
         self._arguments.steps, self._head = chain.v + head, head
         self._grid = chain.g, chain.m
         self._one, self._entering = chain.new(1).fill_(float(not chain.log_params)), chain.new(*self._grid, chain.c)
-        self._sums, self._lossy = chain.new(chain.g, chain.m), torch.empty(chain.g, chain.m, dtype=torch.bool)
+        self._sums, self._lossy = (
+            chain.new(chain.g, chain.m),
+            torch.empty(chain.g, chain.m, dtype=torch.bool, device="cpu"),
+        )
 
     def forward(
         self,

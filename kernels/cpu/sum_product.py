@@ -11,10 +11,10 @@ from .library import in_large_pages
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels.plain.sum_product`; of the scales, only the sum of the last message is not 1."""
     g, m = chain.g, chain.m
-    log_norm = torch.empty(g, m, dtype=torch.float64)
+    log_norm = torch.empty(g, m, dtype=torch.float64, device="cpu")
     messages = chain.kept(steps) if keep else chain.new(0)
     scales = chain.new(steps + 1, g, m, 1).fill_(1.0)
-    lossy = torch.zeros(g, m, dtype=torch.uint8)
+    lossy = torch.zeros(g, m, dtype=torch.uint8, device="cpu")
     call = Call(chain)
     if keep and chain.room is None:
         in_large_pages(messages)
@@ -39,7 +39,7 @@ def backward(
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     weight = weight.double().resolve_neg().contiguous()
     log_norm, lossy = log_norm.contiguous(), redone.to(torch.uint8, copy=True)
-    grad_p0 = torch.empty(g, m, c, dtype=torch.float64)
+    grad_p0 = torch.empty(g, m, c, dtype=torch.float64, device="cpu")
     call = Call(chain)
     call.point(messages=messages, log_norm=log_norm, sums=scales[-1].contiguous(), lossy=lossy, weight=weight)
     call.point(grad_p0=grad_p0)
@@ -57,7 +57,7 @@ def backward(
         # threads that share a matrix count for themselves, as far as two messages have room for it
         spans = call.spans(whole_sets=True) if g > 1 else call.spans(most=None if one else max(1, m // c))
         if one:
-            counts = [torch.zeros(g, c, c, dtype=torch.float64) for _ in spans[: 1 if g > 1 else None]]
+            counts = [torch.zeros(g, c, c, dtype=torch.float64, device="cpu") for _ in spans[: 1 if g > 1 else None]]
         else:
             counts = [grad_bulk, *(torch.empty_like(grad_bulk) for _ in spans[1 if g == 1 else len(spans) :])]
             call.set(**dict(zip(("count_step", "count_set"), grad_bulk.stride(), strict=False)))
