@@ -43,10 +43,15 @@ class Chain:
     room: Tensor | None = None
     starts: Tensor | None = None
 
-    @cached_property
+    @property
     def v(self) -> int:
         """Variables, of the longest sequence."""
-        return self.x.shape[0] if self.starts is None or self.ends is None else int(self.ends.max())
+        return self.x.shape[0] if self.starts is None else self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        assert self.ends is not None
+        return int(self.ends.max())
 
     @property
     def c(self) -> int:

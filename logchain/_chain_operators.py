@@ -127,7 +127,7 @@ def short_of(
     `wanted` is asked, and checks the operands, at the first of them; what `keep` is may count.
     """
     try:
-        if not (type(log_params) is bool and is_plain((x, bulk, p0)) and x.is_cpu and bulk.is_cpu and p0.is_cpu):
+        if not (type(log_params) is bool and is_plain((x, bulk, p0)) and bulk.is_cpu and p0.is_cpu and kernels.in_c(x)):
             return None
         return kernels.short_calls().short_of(x, bulk, p0, log_params, keep, wanted, chain_of)
     except (AttributeError, RuntimeError):  # one is no dense tensor

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -110,6 +111,14 @@ def used(monkeypatch):
         seen.append(TREE)
         return tree(*args)
 
+    def at_once(*args):
+        found = short_of(*args)
+        if found is not None:
+            seen.append(SEQUENTIAL)
+        return found
+
+    short_of = module.short_of
+    monkeypatch.setattr(module, "short_of", at_once)
     monkeypatch.setattr(module, "log_norm", by_vectors)
     monkeypatch.setattr(module._tree_chain, "log_norm", by_matrices)
     return seen
@@ -192,6 +201,11 @@ def test_a_choice_is_made_once():
     logchain.product(*operands)
     before = _schedule.choose.cache_info()
     logchain.product(*operands)
+    assert _schedule.choose.cache_info() == before  # a short call does not even ask
+    product = partial(logchain.product, lengths=[41, 7])
+    product(*operands)
+    before = _schedule.choose.cache_info()
+    product(*operands)
     after = _schedule.choose.cache_info()
     assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 

@@ -20,7 +20,8 @@ from .library import in_large_pages
 _known: dict[Any, "Short | None"] = {}
 _MOST = 1024
 
-# scratch that is lent to one call after the other: a call takes it from the list, so that no other has it meanwhile
+# scratch that is lent to one call after the other: a call takes it from the list, so that no other has it meanwhile;
+# chains that need more are not short
 _rooms: list[Tensor] = []
 _ROOM = 2**20
 
@@ -45,6 +46,7 @@ def short_of(
             in_order = layout.own == tuple(range(len(layout.own)))
             if in_order and Short.takes(chain) and Short.takes(dense):
                 found = Short(places[3:], chain, dense)
+                found = found if found.is_small else None
         if len(_known) >= _MOST:
             _known.clear()
         _known[key] = found
@@ -66,10 +68,10 @@ class Short:
         a.grad_step, a.grad_set, a.grad_member = gradients.x_step, gradients.x_set, gradients.x_member
         a.count_step, a.count_set = gradients.bulk_step, gradients.bulk_set
         a.start_set, a.start_member = gradients.p0_set, gradients.p0_member
-        self._calls = {}
-        for name in ("value", "gradients", "posteriors", "messages"):
-            room = function(f"{name}_room", dtype)(ctypes.byref(a)) + 64
-            self._calls[name] = function(name, dtype), room
+        names = "value", "gradients", "posteriors", "messages"
+        self._calls = {name: function(name, dtype) for name in names}
+        rooms = (function(f"{name}_room", dtype)(ctypes.byref(a)) + 64 for name in names)
+        self.is_small = max(rooms) <= _ROOM
         # what is kept of a chain, one behind the other
         self._kept = ((torch.float64, (g, m)), (dtype, (v, g, m, c)), (dtype, (1, g, m, 1)), (torch.bool, (g, m)))
         self._places, self._bytes = [], 0
@@ -102,7 +104,7 @@ class Short:
         a = self._of(x, bulk, p0)
         a.value = found.data_ptr()
         if keep:
-            kept = in_large_pages(torch.empty(self._bytes, dtype=torch.uint8, device="cpu"))
+            kept = torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
             self._point(a, *self._addresses(kept))
         return found, kept, self._run("value", a)
 
@@ -123,7 +125,7 @@ class Short:
         log_norm, messages, sums, redone = (
             room
             if room is not None and at == 1
-            else in_large_pages(torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu"))
+            else torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu")
             for at, (kind, shape) in enumerate(self._kept)
         )
         a = self._of(x, bulk, p0)
@@ -186,15 +188,8 @@ class Short:
         return found
 
     def _run(self, name: str, arguments: Arguments) -> int:
-        call, size = self._calls[name]
-        lent = size <= _ROOM
-        room = (
-            _rooms.pop()
-            if lent and _rooms
-            else in_large_pages(torch.empty(max(size, _ROOM), dtype=torch.uint8, device="cpu"))
-        )
+        room = _rooms.pop() if _rooms else torch.empty(_ROOM, dtype=torch.uint8, device="cpu")
         arguments.room = (room.data_ptr() + 63) // 64 * 64
-        found: int = call(ctypes.byref(arguments))
-        if lent:
-            _rooms.append(room)
+        found: int = self._calls[name](ctypes.byref(arguments))
+        _rooms.append(room)
         return found

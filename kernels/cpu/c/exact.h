@@ -544,14 +544,16 @@ static void walk_numbers_back(Exact *w) {
     for (int64_t f = 0; f < w->count && a->grad_p0; f++) start_numbers(w, f, w->m + f * w->across, w->e + f * w->across);
 }
 
+INLINE int64_t together_of(const Chain *a) { return a->members < TOGETHER ? a->members : TOGETHER; }
+
 static int64_t redo(const Chain *a, int which, void walk(Exact *)) {
     for (int64_t q = a->first; q < a->last;) {
         int64_t c = a->states, across = (c + BLOCK - 1) / BLOCK * BLOCK;
-        int64_t matrix = c * across * 8, row = across * 8, rows = TOGETHER * row;
+        int64_t together = together_of(a), matrix = c * across * 8, row = across * 8, rows = together * row;
         char *room = a->room;
         Exact w = {.a = a, .set = q / a->members, .across = across};
-        w.chosen = take(&room, TOGETHER * 8);
-        for (; q < a->last && q / a->members == w.set && w.count < TOGETHER; q++)
+        w.chosen = take(&room, together * 8);
+        for (; q < a->last && q / a->members == w.set && w.count < together; q++)
             if ((a->lossy[q] & which) && (which == 1 || (a->weight[q] != 0 && a->log_norm[q] != -__builtin_inf()))) w.chosen[w.count++] = q;
         if (!w.count) continue;
         w.matrix = (Numbers){.c = c, .across = across, .m = take(&room, matrix), .e = take(&room, matrix),
@@ -560,7 +562,7 @@ static int64_t redo(const Chain *a, int which, void walk(Exact *)) {
         w.m = take(&room, rows), w.e = take(&room, rows), w.um = take(&room, rows), w.ue = take(&room, rows);
         w.am = take(&room, rows), w.ae = take(&room, rows), w.gm = take(&room, row), w.ge = take(&room, row);
         w.entered = take(&room, rows), w.scratch = take(&room, rows), w.rows = take(&room, rows);
-        w.digits = take(&room, TOGETHER * 8), w.shifts = take(&room, TOGETHER * (int64_t)sizeof(Sum));
+        w.digits = take(&room, together * 8), w.shifts = take(&room, together * (int64_t)sizeof(Sum));
         w.total = take(&room, matrix);
         walk(&w);
     }
@@ -576,5 +578,5 @@ EXPORT int64_t EXPORTED(logchain_redo_backward)(const Chain *a) { return redo(a,
 /* Bytes of scratch for as many sequences of a set. */
 EXPORT int64_t EXPORTED(logchain_redo_room)(const Chain *a) {
     int64_t across = (a->states + BLOCK - 1) / BLOCK * BLOCK;
-    return (4 * a->states + 9 * TOGETHER + 5) * across * 8 + TOGETHER * 40 + 20 * 64;
+    return (4 * a->states + 9 * together_of(a) + 5) * across * 8 + together_of(a) * 40 + 20 * 64;
 }
