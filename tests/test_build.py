@@ -200,6 +200,9 @@ def test_one_command_makes_the_wheels_of_all_platforms(root, tmp_path):
         (wheel,) = tmp_path.glob(f"wheels/logchain-*-py3-none-{target.wheel}.whl")
         assert names(wheel) == expected(target)
         assert str(wheel) in printed.splitlines()
+    # those of this machine lie beside the sources too: a program that is run from there finds them
+    beside = {path.name for path in (root / "kernels/cpu").glob("logchain-*")}
+    assert beside == {build.this_machine().library(level) for level in build.this_machine().levels}
 
 
 def test_an_unknown_platform_of_a_wheel_is_refused():

@@ -129,7 +129,14 @@ class BuildPy(build_py):
     def run(self) -> None:
         """Copy the modules and compile."""
         super().run()
-        libraries(self.target(), HERE if self.editable_mode else self.folder())
+        if self.target() != this_machine():
+            libraries(self.target(), self.folder())
+            return
+        # beside the sources too: a program that is run in this folder takes the modules here, not those installed
+        for path in libraries(self.target(), HERE):
+            if not self.editable_mode:
+                self.folder().mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, self.folder())
 
     def target(self) -> Target:
         """That of the wheel."""
