@@ -17,16 +17,15 @@ Product = Callable[..., Tensor]
 
 
 def differentiated(chain: Product, full: Product | None, case: Case, mode: str) -> Run:
-    """Values, then the gradients of their sum for all operands, or for x alone, by torch's autograd."""
+    """Values, then the gradients of their sum for all operands, by torch's autograd."""
     product = full if isinstance(case, Stack) else chain
-    wanted = {FORWARD: (), STATES: (0,), GRADIENTS: range(len(case))}[mode]
-    leaves = [tensor.clone().requires_grad_(i in wanted) for i, tensor in enumerate(case)]
+    leaves = [tensor.clone().requires_grad_(mode == GRADIENTS) for tensor in case]
 
     def run():
         out = product(*leaves)
-        if not wanted:
+        if mode == FORWARD:
             return out.detach(), None  # torch-struct asks for gradients by itself
-        return out.detach(), torch.autograd.grad(out.sum(), [leaves[i] for i in wanted])[0]
+        return out.detach(), torch.autograd.grad(out.sum(), leaves)[0]
 
     return run
 
@@ -34,6 +33,18 @@ def differentiated(chain: Product, full: Product | None, case: Case, mode: str) 
 def by_autograd(chain: Product, full: Product | None = None) -> Callable[[Case, str], Run]:
     """A way to compute chains, and one to multiply stacks [n, v, c, c] if it has one."""
     return partial(differentiated, chain, full)
+
+
+def ours(case: Case, mode: str) -> Run:
+    """Posteriors by the function that one asks for them; gradients as a model that is trained has them."""
+    if mode != STATES:
+        return differentiated(logchain.product, logchain.matrix_product, case, mode)
+
+    def run():
+        found = logchain.marginals(*case)
+        return found.log_norm, found.states
+
+    return run
 
 
 def pairwise(matmul: Callable[[Tensor, Tensor], Tensor], stack: Tensor) -> Tensor:
@@ -123,7 +134,7 @@ def pytorch_crf(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
 PROVIDERS = [
     Provider(
         "logchain",
-        by_autograd(logchain.product, logchain.matrix_product),
+        ours,
         "logchain",
         ALL,
         devices=BOTH,

@@ -2,7 +2,7 @@
 #pragma once
 #include "few.h"
 
-enum { GROUP = 32 }; /* rows of which the sums stay in the first-level cache between product and emission */
+enum { GROUP = 48 }; /* whole tiles of rows, of which the sums stay near between product and emission */
 
 /* Rows that meet a matrix together: more of them where a matrix is copied for each group. */
 INLINE int64_t group_of(const Chain *a) { return is_packed(4 * GROUP, a->states) ? 4 * GROUP : GROUP; }

@@ -44,8 +44,8 @@ INLINE real ordinary(void) {
 INLINE reals exponential(reals a, reals rest) {
     reals b = where(a < LOG_DEEPEST, all(LOG_DEEPEST), a), rounded = b * LOG2_E + ROUNDER, k = rounded - ROUNDER;
     reals r = (b - k * LN2_HIGH) - k * LN2_LOW + rest;
-    wholes shifted = (wholes)near_exponential(r) + ((wholes)rounded << FRACTION);
-    return where(a > -INFINITE, (reals)shifted, where(a == a, (reals){0}, a));
+    reals power = (reals)(((wholes)rounded << FRACTION) + bits_of(1)); /* a NaN stays one by being multiplied */
+    return (reals)((wholes)(near_exponential(r) * power) & (a != -INFINITE));
 }
 
 /* The same of x - most with the rounding of that difference, for logarithms of matrices. */
