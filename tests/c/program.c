@@ -1,8 +1,8 @@
 /* One function of the C library on operands from stdin, its buffers to stdout: for machines that only an emulator has.
 
-   stdin: the function's name (64 bytes), the size of its struct, the number of buffers; for each buffer the offset of its
-   pointer in the struct and its size in bytes; the struct; the buffers. stdout: the buffers. No C library is needed: three
-   system calls of Linux do. */
+   stdin: the function's name (64 bytes), the size of its struct, the number of buffers; for each buffer the offset of
+   its pointer in the struct and its size in bytes; the struct; the buffers. stdout: the buffers. No C library is
+   needed: three system calls of Linux do. */
 #include <stdint.h>
 
 #define OF_BOTH(name)                        \

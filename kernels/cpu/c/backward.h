@@ -22,7 +22,8 @@ typedef struct {
     uint8_t *skipped;              /* (count): without gradients, or lossy */
     double weight;                 /* a power of two near the largest weight, which sources are without */
     int64_t added;                 /* rows in `partial` */
-    real *held_ahead, *held_source; /* (GROUP, width): S and T of some steps of few sequences, to be multiplied together */
+    /* (GROUP, width): S and T of some steps of few sequences, to be multiplied together */
+    real *held_ahead, *held_source;
     int64_t held;
     int gathers, prepared, wary;   /* messages are gathered; a matrix is held; every matrix is looked at */
 } Back;
@@ -67,8 +68,8 @@ INLINE reals fresh_lanes(int64_t width) {
 
 typedef struct { real share, scale; whole least, most; } Met;
 
-/* Where S and B meet: B is multiplied by `scale`, to 2^TOP, and `share` is 2^TOP / sum S B. The posterior w S B / sum S B
-   is written, but for what would be denormal. */
+/* Where S and B meet: B is multiplied by `scale`, to 2^TOP, and `share` is 2^TOP / sum S B. The posterior w S B / sum S
+   B is written, but for what would be denormal. */
 INLINE Met meet(int64_t width, const real *ahead, real *behind, real weight, real *posterior, reals fresh) {
     reals end = load(behind + width - LANES);
     wholes low = (wholes)end, tall = (wholes)end;
@@ -105,7 +106,8 @@ INLINE void share_out(int64_t width, real *source, real share, real scale, real 
     real down = scale * power_of_two(-HALF), factor = down * share;
     int apart = !(factor > power_of_two(30 - BIAS) && factor < power_of_two(BIAS - 30));
     real first = apart ? down : factor, second = apart ? share : 1;
-    real limit = apart ? 0 : power_of_two(-HALF - FADED) / factor, least = limit > power_of_two(1 - BIAS) ? limit : power_of_two(1 - BIAS);
+    real limit = apart ? 0 : power_of_two(-HALF - FADED) / factor,
+             least = limit > power_of_two(1 - BIAS) ? limit : power_of_two(1 - BIAS);
     reals most = all(power_of_two(BIAS - 1)), end = load(source + width - LANES);
     end = smaller(smaller(where(end < least, (reals){0}, end) * first, most) * second, most) * weight;
     for (int64_t j = 0; j + LANES < width; j += LANES) {
@@ -140,7 +142,8 @@ static void write_counts(const Back *b, const double *total, real *out) {
         if (total || c < LANES || !(m->exponent == 0 || by_log)) {
             for (int64_t j = 0; j < c; j++) {
                 double sum = ((total ? total[k * across + j] : 0) + (double)rest[j]) * factor;
-                out[k * c + j] = p[j] == 0 ? 0 : (real)(by_log ? sum * (double)p[j] : sum * unscale.first * unscale.second);
+                out[k * c + j] =
+                    p[j] == 0 ? 0 : (real)(by_log ? sum * (double)p[j] : sum * unscale.first * unscale.second);
             }
         } else
             for (int64_t v = 0; v < vectors_of(c); v++) {
@@ -152,7 +155,8 @@ static void write_counts(const Back *b, const double *total, real *out) {
 }
 
 static void flush(Back *b) {
-    for (int64_t k = 0; k < b->w.a->states * padded(b->w.width) && b->added; k++) b->total[k] += (double)b->partial[k], b->partial[k] = 0;
+    for (int64_t k = 0; k < b->w.a->states * padded(b->w.width) && b->added; k++)
+        b->total[k] += (double)b->partial[k], b->partial[k] = 0;
     b->added = 0;
 }
 
@@ -168,7 +172,8 @@ static void write_outer(const Back *b, const real *ahead, int64_t step) {
     for (int64_t k = 0; k < c; k++) {
         const real *p = w->matrix.entries + k * w->matrix.row;
         real s = ahead[k], *to = out + k * c;
-        double limit = (double)power_of_two(8 - BIAS) / (s > 0 ? (double)s : 1); /* products below are no normal numbers */
+        /* products below are no normal numbers */
+        double limit = (double)power_of_two(8 - BIAS) / (s > 0 ? (double)s : 1);
         real least = limit < (double)power_of_two(BIAS) ? (real)limit : power_of_two(BIAS);
         if (c < LANES) {
             reals t = load(b->source), entries = load(p);
@@ -188,7 +193,8 @@ static void add_rows(Back *b, int64_t count, const real *ahead, const real *sour
     int64_t c = b->w.a->states, width = b->w.width, across = padded(width);
     for (int64_t row = 0; row < count;) {
         int64_t rows = count - row < ADDED - b->added ? count - row : ADDED - b->added;
-        multiply_add((Product){c, rows, across, ahead + row * width, 1, width, source + row * width, width, b->partial, across});
+        multiply_add((Product){c, rows, across, ahead + row * width, 1, width,
+                              source + row * width, width, b->partial, across});
         b->added += rows, row += rows;
         if (b->added == ADDED) flush(b);
     }
@@ -335,7 +341,8 @@ static void pull(Back *b, int64_t count, int64_t step) {
         const real *x[4 * GROUP];
         real *behind = b->behind + place * width, *source = b->source + place * width;
         rows_of_x(w, place, rows, step, x);
-        for (int64_t r = 0; r < rows; r++) w->deep[place + r] = (uint8_t)emit(width, x[r], behind + r * width, source + r * width);
+        for (int64_t r = 0; r < rows; r++)
+            w->deep[place + r] = (uint8_t)emit(width, x[r], behind + r * width, source + r * width);
         if (count > 1) multiply((Product){rows, c, width, source, width, 1, b->turned, width, behind, width});
         else if (w->a->one_matrix) row_times(c, width, source, b->turned, width, behind);
         else row_times_transposed(width, source, w->matrix.entries, w->matrix.row, behind);
@@ -354,7 +361,8 @@ static int64_t few_back(Back *b, int64_t step) {
     l.gradient = gradient_at(a, w->set, q, 0), l.gradient_step = a->grad_step;
     l.outer = a->grad_bulk ? a->grad_bulk + w->set * a->count_set : 0, l.outer_step = a->count_step;
     l.held_ahead = a->counts ? b->held_ahead : 0, l.held_source = b->held_source, l.most_held = GROUP;
-    l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / b->weight), l.unshare = UNSHARE * (real)b->weight;
+    l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / b->weight);
+    l.unshare = UNSHARE * (real)b->weight;
     widen(w->width, w->width, b->behind, 1, 0, l.state);
     for (int full = 1; full && step > 0;) {
         l.held = b->held;
@@ -387,7 +395,8 @@ static void walk_back(Back *b) {
     for (int64_t k = 0; k < c * padded(width) && counted; k++) b->partial[k] = 0, b->total[k] = 0;
     for (int64_t step = a->steps - 1; step >= 0; step--) {
         int64_t before = count;
-        while (some && count < w->count && steps_of(a, sequence_at(a, w->set, w->begin + count)) > step) end_row(b, count++);
+        while (some && count < w->count && steps_of(a, sequence_at(a, w->set, w->begin + count)) > step)
+            end_row(b, count++);
         for (int64_t place = count; place < w->count && a->grad_x && !a->starts; place++)
             clear(c, gradient_at(a, w->set, sequence_at(a, w->set, w->begin + place), step));
         if (count > before) meet_all(b, before, count, step, rows_ahead(b, count, step), 0, common);
@@ -403,7 +412,8 @@ static void walk_back(Back *b) {
         const real *ahead = rows_ahead(b, count, step - 1);
         meet_all(b, 0, count, step - 1, ahead, 1, common);
         for (int64_t place = 0; place < count && counted; place++) {
-            real *source = b->source + place * width, weight = (real)(a->weight[sequence_at(a, w->set, w->begin + place)] / b->weight);
+            real *source = b->source + place * width,
+                 weight = (real)(a->weight[sequence_at(a, w->set, w->begin + place)] / b->weight);
             if (b->skipped[place]) clear(width, source);
             else share_out(width, source, b->shares[place], b->scales[place], weight);
         }
@@ -448,7 +458,8 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     w->direct = !a->order && !a->ends && w->width == a->states;
     for (int64_t q = a->first; q < a->last;) {
         int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
-        int64_t group = group_of(a), size = a->one_matrix && behind - begin > group ? group : behind - begin, real_size = sizeof(real);
+        int64_t group = group_of(a),
+                size = a->one_matrix && behind - begin > group ? group : behind - begin, real_size = sizeof(real);
         char *room = a->room;
         w->set = q / a->members;
         w->matrix = (Matrix){.c = a->states, .width = w->width, .room = take(&room, w->width * w->width * real_size)};
@@ -484,6 +495,7 @@ EXPORT int64_t EXPORTED(logchain_room)(const Chain *a) {
     int64_t width = width_of(a), group = group_of(a), bytes = sizeof(real);
     int64_t size = a->one_matrix && a->members > group ? group : a->members;
     int64_t ahead = width * width * bytes + 2 * group * width * bytes + (2 * size + 1) * width * bytes + size * 40;
-    int64_t back = 2 * width * width * bytes + width * padded(width) * (bytes + 8) + (2 * GROUP + group + 3 * size + 2) * width * bytes + size * 32;
+    int64_t back = 2 * width * width * bytes + width * padded(width) * (bytes + 8)
+                   + (2 * GROUP + group + 3 * size + 2) * width * bytes + size * 32;
     return (ahead > back ? ahead : back) + 20 * 64;
 }

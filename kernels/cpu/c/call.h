@@ -33,16 +33,19 @@ static void find_gradients(const Chain *a) {
     }
     if (a->start) all.grad_p0 = take(&all.room, sequences_of(a) * c * 8);
     if (EXPORTED(logchain_backward)(&all)) EXPORTED(logchain_redo_backward)(&all);
-    for (int64_t k = 0; k < a->sets * square && all.counts; k++) a->grad_bulk[k / square * a->count_set + k % square] = (real)all.counts[k];
+    for (int64_t k = 0; k < a->sets * square && all.counts; k++)
+        a->grad_bulk[k / square * a->count_set + k % square] = (real)all.counts[k];
     if (!a->start) return;
-    for (int64_t q = 0; q < sequences_of(a); q++) { /* the first sequence of those that share a place adds up the others */
+    /* the first sequence of those that share a place adds up the others */
+    for (int64_t q = 0; q < sequences_of(a); q++) {
         int64_t set = q / a->members, member = q % a->members;
         int64_t first = (a->start_set ? set : 0) * a->members + (a->start_member ? member : 0);
         for (int64_t j = 0; j < c && first < q; j++) all.grad_p0[first * c + j] += all.grad_p0[q * c + j];
     }
     for (int64_t q = sequences_of(a) - 1; q >= 0; q--) /* it comes last here */
         for (int64_t j = 0; j < c; j++)
-            a->start[q / a->members * a->start_set + q % a->members * a->start_member + j] = (real)all.grad_p0[q * c + j];
+            a->start[q / a->members * a->start_set + q % a->members * a->start_member + j] =
+                (real)all.grad_p0[q * c + j];
 }
 
 /* log Z, and how many sequences were redone. */
@@ -78,5 +81,6 @@ EXPORT int64_t EXPORTED(logchain_gradients_room)(const Chain *a) {
     return EXPORTED(logchain_value_room)(a) + sequences_of(a) + doubles_ * 8 + 3 * 64;
 }
 EXPORT int64_t EXPORTED(logchain_posteriors_room)(const Chain *a) {
-    return EXPORTED(logchain_gradients_room)(a) + sequences_of(a) * 8 + message_entries(a) * (int64_t)sizeof(real) + 2 * 64;
+    return EXPORTED(logchain_gradients_room)(a) + sequences_of(a) * 8
+           + message_entries(a) * (int64_t)sizeof(real) + 2 * 64;
 }

@@ -58,7 +58,8 @@ static void find_entries(Numbers *out) {
                 found[l] |= entry != 0;
                 low = choose((entry > 0) & (entry < low), entry, low);
             }
-        UNROLL for (int l = 0; l < PARTS; l++) store_wide(out->enough + j + l * WIDE, choose(found[l], both(0x1p-400), both(0)));
+        UNROLL for (int l = 0; l < PARTS; l++)
+            store_wide(out->enough + j + l * WIDE, choose(found[l], both(0x1p-400), both(0)));
     }
     out->low = -highest_of(-low);
 }
@@ -69,7 +70,8 @@ static void read_numbers(const Chain *a, int64_t set, int64_t step, int turned, 
     int64_t across = out->across, apart = a->bulk_to == 1 ? a->bulk_from : a->bulk_to; /* of rows, or of columns */
     int in_rows = column == 1;
     out->digits = out->nan = 0;
-    if (!a->logarithms && (row == 1 || column == 1) && read_rows(from, apart, c, across, in_rows ? out->m : out->plane)) {
+    if (!a->logarithms && (row == 1 || column == 1) &&
+        read_rows(from, apart, c, across, in_rows ? out->m : out->plane)) {
         for (int64_t k = 0; k < c && !in_rows; k++)
             for (int64_t j = 0; j < across; j++) out->m[k * across + j] = j < c ? out->plane[j * across + k] : 0;
         find_entries(out);
@@ -91,7 +93,8 @@ static void read_numbers(const Chain *a, int64_t set, int64_t step, int turned, 
 /* The largest digit below `below` of a matrix's entries; NO_DIGIT for none. */
 static double next_plane(Numbers *p, double below) {
     double found = NO_DIGIT;
-    for (int64_t k = 0; k < p->c * p->across; k++) if (p->m[k] != 0 && p->e[k] < below && p->e[k] > found) found = p->e[k];
+    for (int64_t k = 0; k < p->c * p->across; k++)
+        if (p->m[k] != 0 && p->e[k] < below && p->e[k] > found) found = p->e[k];
     for (int64_t k = 0; k < p->c * p->across && found > NO_DIGIT; k++) p->plane[k] = p->e[k] == found ? p->m[k] : 0;
     return found;
 }
@@ -137,7 +140,8 @@ static void add_block(const Numbers *p, const double *entries, double digit, int
                     sum[r][l] += values[k + r] * load_wide(entries + (k + r) * across + j + l * WIDE);
         for (; k < behind; k++) {
             if (p->digits && values[k] == 0) continue; /* an entry may be infinite */
-            UNROLL for (int l = 0; l < PARTS; l++) sum[0][l] += values[k] * load_wide(entries + k * across + j + l * WIDE);
+            UNROLL for (int l = 0; l < PARTS; l++)
+                sum[0][l] += values[k] * load_wide(entries + k * across + j + l * WIDE);
         }
         UNROLL for (int l = 0; l < PARTS; l++) {
             UNROLL for (int r = 1; r < CHAINS; r++) sum[0][l] += sum[r][l];
@@ -155,8 +159,8 @@ static void add_block(const Numbers *p, const double *entries, double digit, int
     }
 }
 
-/* Rows (count, across), of which 0 is the largest digit, times the matrix: block by block of it, which then stays in the
-   first-level cache. `values` (count, across) and `kinds` (count): scratch. */
+/* Rows (count, across), of which 0 is the largest digit, times the matrix: block by block of it, which then stays in
+   the first-level cache. `values` (count, across) and `kinds` (count): scratch. */
 static void rows_of_numbers(Numbers *p, int64_t count, const double *m, const double *e, double *values, int64_t *kinds,
                             double *om, double *oe) {
     int64_t across = p->across;
@@ -436,8 +440,8 @@ static void count_numbers(const Exact *w, int64_t count, const double *sm, const
     }
 }
 
-/* Adds what has been counted to a gradient (from, to), exactly 0 where the matrix is, or where no path is: behind all ends
-   a matrix may be NaN. `times`: after a product with P. */
+/* Adds what has been counted to a gradient (from, to), exactly 0 where the matrix is, or where no path is: behind all
+   ends a matrix may be NaN. `times`: after a product with P. */
 static void write_counted(Exact *w, int64_t step, int times) {
     const Chain *a = w->a;
     const Numbers *p = &w->matrix;
@@ -530,7 +534,8 @@ static void walk_numbers_back(Exact *w) {
             for (int64_t j = 0; j < w->across; j++) w->scratch[j] = w->entered[at + j];
             double sum = meet_numbers(w, f, step, bm, be, &digit);
             if (counted && ahead < steps && sum != 0)
-                counts[f] = share_numbers(w, w->scratch, a->weight[q], sum, digit, w->um + at, w->ue + at, w->rows + at);
+                counts[f] = share_numbers(w, w->scratch, a->weight[q], sum, digit,
+                                          w->um + at, w->ue + at, w->rows + at);
         }
         for (int64_t f = 0; f < w->count && !plain; f++) {
             int64_t at = f * w->across;
@@ -541,7 +546,8 @@ static void walk_numbers_back(Exact *w) {
                 count_block(w, k, counts[f], w->am + at, w->ae + at, w->um + at, w->ue + at, w->rows + at);
         if (counted && ahead < a->steps && (a->grad_bulk || step == 0)) write_counted(w, step, plain && logs(a));
     }
-    for (int64_t f = 0; f < w->count && a->grad_p0; f++) start_numbers(w, f, w->m + f * w->across, w->e + f * w->across);
+    for (int64_t f = 0; f < w->count && a->grad_p0; f++)
+        start_numbers(w, f, w->m + f * w->across, w->e + f * w->across);
 }
 
 INLINE int64_t together_of(const Chain *a) { return a->members < TOGETHER ? a->members : TOGETHER; }
@@ -554,7 +560,8 @@ static int64_t redo(const Chain *a, int which, void walk(Exact *)) {
         Exact w = {.a = a, .set = q / a->members, .across = across};
         w.chosen = take(&room, together * 8);
         for (; q < a->last && q / a->members == w.set && w.count < together; q++)
-            if ((a->lossy[q] & which) && (which == 1 || (a->weight[q] != 0 && a->log_norm[q] != -__builtin_inf()))) w.chosen[w.count++] = q;
+            if ((a->lossy[q] & which) && (which == 1 || (a->weight[q] != 0 && a->log_norm[q] != -__builtin_inf())))
+                w.chosen[w.count++] = q;
         if (!w.count) continue;
         w.matrix = (Numbers){.c = c, .across = across, .m = take(&room, matrix), .e = take(&room, matrix),
                              .plane = take(&room, matrix), .enough = take(&room, row), .first = take(&room, across),

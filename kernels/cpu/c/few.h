@@ -196,7 +196,8 @@ INLINE int64_t stride_back(const int vectors, const int narrow, const int one, L
         }
         real sum = total(meeting), share = 1 / sum, least_seen = sum * power_of_two(1 - BIAS);
         real down = factor[0] * power_of_two(-HALF);
-        if (most[0] < (counts ? bits_of(power_of_two(TOP - 24)) : 1) || !(share > 0 && share < power_of_two(TOP))) break;
+        if (most[0] < (counts ? bits_of(power_of_two(TOP - 24)) : 1) ||
+            !(share > 0 && share < power_of_two(TOP))) break;
         if (counts && !(share < 1)) break;
         if (l->gradient) {
             UNROLL for (int v = 0; v < vectors; v++)

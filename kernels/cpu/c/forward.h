@@ -207,7 +207,8 @@ static int64_t lone_of(Walk *w, Lone *l) {
     real limit = one ? TRUSTED * w->matrix.high : INFINITE;
     limit = limit < SHALLOW ? SHALLOW : limit;
     *l = (Lone){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 1) - a->x_step, .x_step = a->x_step,
-                .entries = one ? w->matrix.entries : a->bulk + w->set * a->bulk_set, .row = one ? w->matrix.row : a->bulk_from,
+                .entries = one ? w->matrix.entries : a->bulk + w->set * a->bulk_set,
+                .row = one ? w->matrix.row : a->bulk_from,
                 .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
                 .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
                 .zeros = one && w->matrix.low >= ordinary(), .matrix_shift = one ? w->matrix.shift : 0,
@@ -256,15 +257,22 @@ static void walk_ahead(Walk *w) {
                 const real *states = state_at(w, place, step - 1);
                 for (int64_t done = 0; done < rows;) {
                     const Matrix *m = &w->matrix;
-                    if (rows > 1) multiply((Product){rows, a->states, w->width, states, w->width, 1, m->entries, m->row, w->sums, w->width});
+                    if (rows > 1)
+                        multiply((Product){rows, a->states, w->width, states, w->width, 1, m->entries,
+                                         m->row, w->sums, w->width});
                     else row_times(a->states, w->width, states, m->entries, m->row, w->sums);
-                    for (; done < rows; done += LANES)
-                        if (settle(w, place + done, rows - done < LANES ? rows - done : LANES, step, w->sums + done * w->width, common)) break;
+                    for (; done < rows; done += LANES) {
+                        int64_t some = rows - done < LANES ? rows - done : LANES;
+                        if (settle(w, place + done, some, step, w->sums + done * w->width, common)) break;
+                    }
                 }
             }
         }
         if (a->shares) share(w, count, step);
-        if (a->messages && !w->direct) keep(w, 0, count, step, 1), keep(w, count, a->starts ? count : w->count, step, 0);
+        if (a->messages && !w->direct) {
+            keep(w, 0, count, step, 1);
+            keep(w, count, a->starts ? count : w->count, step, 0);
+        }
         int64_t still = active(w, count, step + 1);
         if (step + 1 == a->steps) still = 0;
         for (int64_t place = still; place < count; place++) finish(w, place, step);
@@ -283,7 +291,8 @@ EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
         int64_t group = group_of(a), size = a->one_matrix && behind - begin > group ? group : behind - begin;
         char *room = a->room;
         w.set = q / a->members;
-        w.matrix = (Matrix){.c = a->states, .width = w.width, .room = take(&room, w.width * w.width * (int64_t)sizeof(real))};
+        w.matrix = (Matrix){.c = a->states, .width = w.width,
+                            .room = take(&room, w.width * w.width * (int64_t)sizeof(real))};
         if (w.width > a->states) clear(w.width * w.width, w.matrix.room);
         w.sums = take(&room, group * w.width * (int64_t)sizeof(real));
         w.wide = take(&room, group * w.width * (int64_t)sizeof(real));

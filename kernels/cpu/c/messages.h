@@ -81,7 +81,8 @@ static void messages_back(Exact *w) {
     for (int64_t f = 0; f < w->count; f++) w->shifts[f] = (Sum){0, 0}, w->digits[f] = 0;
     for (int64_t step = a->steps - 1; step >= 0; step--) {
         int64_t ahead = step + 1;
-        if (ahead < a->steps && (!a->one_matrix || ahead + 1 == a->steps)) read_numbers(a, w->set, ahead, 1, &w->matrix);
+        if (ahead < a->steps && (!a->one_matrix || ahead + 1 == a->steps))
+            read_numbers(a, w->set, ahead, 1, &w->matrix);
         for (int64_t f = 0; f < w->count; f++) {
             int64_t q = w->chosen[f], row = f * w->across;
             real *out = logarithms_at(a, a->log_backward, w->set, q, step);
@@ -90,7 +91,8 @@ static void messages_back(Exact *w) {
                 continue;
             }
             if (ahead == steps_of(a, q))
-                for (int64_t j = 0; j < w->across; j++) w->m[row + j] = j < a->states, w->e[row + j] = j < a->states ? 0 : NO_DIGIT;
+                for (int64_t j = 0; j < w->across; j++)
+                    w->m[row + j] = j < a->states, w->e[row + j] = j < a->states ? 0 : NO_DIGIT;
             else emit_into(w, f, ahead), multiply_into(w, f);
             write_logarithms(w, f, out);
         }

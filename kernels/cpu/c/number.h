@@ -18,7 +18,9 @@ enum { WIDE = BYTES / 8 };
 INLINE doubles load_wide(const double *from) { doubles a; __builtin_memcpy(&a, from, sizeof a); return a; }
 INLINE void store_wide(double *to, doubles a) { __builtin_memcpy(to, &a, sizeof a); }
 INLINE doubles both(double a) { return a - (doubles){0}; }
-INLINE doubles choose(longs condition, doubles a, doubles b) { return (doubles)((condition & (longs)a) | (~condition & (longs)b)); }
+INLINE doubles choose(longs condition, doubles a, doubles b) {
+    return (doubles)((condition & (longs)a) | (~condition & (longs)b));
+}
 
 INLINE int some(longs a) {
     int64_t found = 0;

@@ -33,7 +33,8 @@ typedef struct {
 } Columns;
 
 /* `rows` by `vectors` registers, from row `r` on. */
-INLINE void tile(const int rows, const int vectors, const int adds, const int fetches, Product p, Columns j, int64_t r) {
+INLINE void tile(const int rows, const int vectors, const int adds, const int fetches,
+                 Product p, Columns j, int64_t r) {
     reals sum[ROWS][VECTORS];
     const real *a = p.a + r * p.a_row, *b = j.b;
     real *out = p.out + r * p.out_row + j.first;
@@ -82,13 +83,15 @@ INLINE void all_tiles(const int adds, Product p) {
     }
 }
 
-/* Rows of b that are copied, VECTORS of columns at a time, and stay in the first-level cache while all rows meet them. */
+/* Rows of b that are copied, VECTORS of columns at a time, and stay in the first-level cache while all rows meet them.
+   */
 enum { DEEP = BYTES * 4 };
 
 /* A matrix of which each row's columns lie in another page is copied, as far as rows repay it. */
 INLINE int is_packed(int64_t rows, int64_t width) { return rows >= 3 * ROWS && width * (int64_t)sizeof(real) >= 2048; }
 
-/* The same from copies of columns. A vector that is left over overlaps what is added to before it: it is made at once. */
+/* The same from copies of columns. A vector that is left over overlaps what is added to before it: it is made at once.
+   */
 static void packed_tiles(const int adds, Product p) {
     real packed[DEEP * VECTORS * LANES] __attribute__((aligned(64)));
     for (int64_t done = 0; done < p.depth; done += DEEP) {
@@ -104,7 +107,8 @@ static void packed_tiles(const int adds, Product p) {
             Columns j = columns_from(part, first, vectors);
             for (int64_t d = 0; d < part.depth; d++)
                 for (int64_t k = 0; k < vectors; k++)
-                    store(packed + (d * vectors + k) * LANES, load(j.b + d * p.b_row + (k + 1 < vectors ? k * LANES : j.end)));
+                    store(packed + (d * vectors + k) * LANES,
+                          load(j.b + d * p.b_row + (k + 1 < vectors ? k * LANES : j.end)));
             if (first + 2 * vectors * LANES <= p.width) j.ahead = j.b + vectors * LANES;
             j.b = packed, j.b_row = vectors * LANES, j.b_end = (vectors - 1) * LANES;
             if (vectors == 3 && (adds || done)) column_of_tiles(VECTORS, 1, part, j);
@@ -163,7 +167,8 @@ static void row_times_transposed(int64_t width, const real *a, const real *b, in
     for (int64_t block = 0; block < vectors_of(width); block++) {
         int64_t k = start_of(block, width);
         reals sum[LANES];
-        UNROLL for (int r = 0; r < LANES; r++) sum[r] = even < width ? last * load(b + (k + r) * b_row + end) : (reals){0};
+        UNROLL for (int r = 0; r < LANES; r++)
+            sum[r] = even < width ? last * load(b + (k + r) * b_row + end) : (reals){0};
         for (int64_t j = 0; j < even; j += LANES) {
             reals entries = load(a + j);
             UNROLL for (int r = 0; r < LANES; r++) sum[r] += entries * load(b + (k + r) * b_row + j);

@@ -1,5 +1,5 @@
-/* Windows grows a stack by one page, when that is touched: before a frame of rax bytes, more than a page, a compiler calls
-   this, which touches page after page and changes no register. Other systems need nothing. */
+/* Windows grows a stack by one page, when that is touched: before a frame of rax bytes, more than a page, a compiler
+   calls this, which touches page after page and changes no register. Other systems need nothing. */
 #if defined(_WIN32)
 __attribute__((naked)) void ___chkstk_ms(void) {
     __asm__("push %rax\n"

@@ -1,6 +1,6 @@
 /* What a step does to a row of sums, and which rows are to be believed.
 
-       U_i = S_{i-1} P_i        S_i = U_i E_i 2^(TOP - k)        E_i = exp(x_i - max x_i), k so that max U_i is in [1/2, 1) 2^k
+       U_i = S_{i-1} P_i      S_i = U_i E_i 2^(TOP - k)      E_i = exp(x_i - max x_i), and max U_i is in [1/2, 1) 2^k
 
    An emission E is 0 only where x is -inf, and is raised to 2^-DEEPEST where it is less. So an S is 0, or at least
    TRUSTED 2^-DEEPEST / c, and a sum U that is 0 says that no path leads there, as long as no product S P underflows.
@@ -22,8 +22,8 @@ enum { TOP = 900, DEEPEST = 960, GUARD = 55 };
 /* Sums above it are still normal numbers after an emission. */
 #define SHALLOW power_of_two(DEEPEST + 1 - BIAS)
 
-/* A source w T / sum S B is multiplied by 2^(TOP - HALF), so that its products with S are within the format: they are at
-   most 2^SPARE over the least entry of P that a path may take. Those below 2^-FADED would be denormal, and are 0. */
+/* A source w T / sum S B is multiplied by 2^(TOP - HALF), so that its products with S are within the format: they are
+   at most 2^SPARE over the least entry of P that a path may take. Those below 2^-FADED would be denormal, and are 0. */
 #if BITS == 32
 enum { SPARE = 30, FADED = 54 };
 #else
@@ -67,7 +67,8 @@ INLINE void store_some(real *to, reals a, int64_t count) {
 /* A row of c entries as one of `width`, of which the others are `rest`. */
 INLINE void widen(int64_t c, int64_t width, const real *from, int64_t step, real rest, real *to) {
     if (c < LANES) store(to, load_some(from, step, c, rest));
-    else if (step == 1) for (int64_t k = 0; k < vectors_of(c); k++) store(to + start_of(k, c), load(from + start_of(k, c)));
+    else if (step == 1)
+        for (int64_t k = 0; k < vectors_of(c); k++) store(to + start_of(k, c), load(from + start_of(k, c)));
     else for (int64_t j = 0; j < width; j++) to[j] = from[j * step];
 }
 INLINE void narrow(int64_t c, const real *from, real *to) {
@@ -142,7 +143,8 @@ static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
     }
     out->entries = out->room, out->row = out->width;
     for (int64_t k = 0; k < c; k++) /* rows behind are 0 */
-        widen(c, out->width, from + k * a->bulk_from, a->bulk_to, a->logarithms ? -INFINITE : 0, out->room + k * out->width);
+        widen(c, out->width, from + k * a->bulk_from, a->bulk_to, a->logarithms ? -INFINITE : 0,
+              out->room + k * out->width);
     if (!a->logarithms) return;
     reals high = all(-INFINITE);
     for (int64_t k = 0; k < c; k++)

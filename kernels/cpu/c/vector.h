@@ -26,7 +26,8 @@ typedef uint64_t natural;
 
 enum { LANES = BYTES * 8 / BITS };
 
-/* Of a tile of a product: as many rows by vectors as there are registers, less those of a row's entry and of columns. */
+/* Of a tile of a product: as many rows by vectors as there are registers, less those of a row's entry and of columns.
+   */
 #if BYTES == 32
 enum { ROWS = 6, VECTORS = 2 };
 #elif defined(__AVX512F__) || defined(__aarch64__)
@@ -137,7 +138,8 @@ OF_EACH(highest_of_each, wholes, higher)
 OF_EACH(lowest_of_each, wholes, lower)
 OF_EACH(any_of_each, wholes, either)
 
-/* e to powers r of at most (log 2) / 2 in size: fitted to a relative error of 0.06 and 0.001 units in the last place. */
+/* e to powers r of at most (log 2) / 2 in size: fitted to a relative error of 0.06 and 0.001 units in the last place.
+   */
 INLINE reals near_exponential(reals r) {
 #if BITS == 32
     reals q = r * 0.00137512791f + 0.00836895178f;
