@@ -22,8 +22,8 @@ ROOMS = {
     "messages": "messages_room",
 }
 
-# multiply-adds from which on another thread is worth its start
-_SHARE = 2**21
+# multiply-adds that are worth the start of a thread, a millisecond or two where torch's own threads are still spinning
+_SHARE = 2**25
 
 _SIZES = "steps sets members states first last one_matrix logarithms"
 _OPERANDS = (
