@@ -77,7 +77,7 @@ def search(seed: int, seconds: float, dtypes=(torch.float32, torch.float64), eno
 def draw(r: np.random.Generator, dtype: torch.dtype) -> Drawn:
     """Chains of one size, of which most are near the edges of the format."""
     batch = BATCHES[r.integers(len(BATCHES))]
-    c = int(r.integers(1, 10)) if r.random() < 0.95 else int(r.choice([17, 40]))
+    c = int(r.integers(1, 10)) if r.random() < 0.95 else int(r.choice([12, 16, 17, 40]))
     v = int(r.integers(1, 13)) if c < 10 else int(r.integers(1, 6))
     wider = WIDER if dtype == torch.float64 and r.random() < 0.8 else 1
     own = tuple(size if r.random() < 0.4 else 1 for size in batch)
@@ -182,7 +182,7 @@ def _detours(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Few levels and many zeros: what is lost at one step is all that is left at a later one."""
     x = -r.choice(r.choice(NATS, 6), (*batch, v, c)) * wider
-    shape = (*batch, v - 1, c, c)
+    shape = (*batch, 1 if r.random() < 0.3 else v - 1, c, c)
     return x, _levels(r, shape, wider) * (r.random(shape) < r.choice([0.3, 0.5, 0.7]))
 
 

@@ -52,6 +52,48 @@ def test_a_start_that_the_emissions_nearly_shut_has_its_gradient():
     torch.testing.assert_close(p0.grad, torch.tensor([0.0, 4.0], dtype=torch.float64))
 
 
+@pytest.mark.parametrize(("nats", "entry", "dtype"), [(-36, 1e21, torch.float32), (-170, 1e80, torch.float64)])
+def test_a_state_that_is_hardly_seen_but_always_entered(nats, entry, dtype):
+    """Its backward message is far below the others, the entries into it are as far above."""
+    x = torch.zeros(2, 2, 4, dtype=dtype)
+    x[:, 1, 0] = nats
+    bulk = torch.full((1, 4, 4), 0.5, dtype=dtype)
+    bulk[..., 0] = entry
+    bulk.requires_grad_()
+    logchain.product(x, bulk, torch.ones(4, dtype=dtype), strategy="sequential").sum().backward()
+    weights = bulk.detach().double() * x[:, 1:].double().exp()[0]
+    expected = 2 * weights / weights.sum()
+    torch.testing.assert_close(bulk.grad.double() * bulk.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_makes_a_gradient_a_number():
+    p0 = torch.tensor([4e-309, 0.0], dtype=torch.float64, requires_grad=True)
+    x = torch.tensor([[0.0, -inf], [-inf, 600], [-600, -inf]], dtype=torch.float64)
+    (0.25 * logchain.product(x, torch.ones(1, 2, 2, dtype=torch.float64), p0, strategy="sequential")).backward()
+    torch.testing.assert_close(p0.grad * 4e-309, torch.tensor([0.25, 0], dtype=torch.float64))
+
+
+def test_a_path_that_is_below_all_numbers_until_it_is_the_only_one():
+    """One sequence of few states under one matrix, of which a sum is 0 though a path leads there."""
+    bulk, x = torch.zeros(1, 4, 4), torch.zeros(6, 4)
+    bulk[0, 0, 3] = bulk[0, 1, 1] = bulk[0, 2, 2] = 2.0**-14
+    bulk[0, 3, 1] = 2.0**-47.9
+    x[0, 0], x[1, 3] = -56.07, -74.79
+    x[3, [0, 2, 3]] = -inf
+    out = logchain.product(x, bulk, torch.tensor([1.0, 0, 1, 0]), strategy="sequential")
+    torch.testing.assert_close(out, x[0, 0] + x[1, 3] + bulk[0, [0, 3, 1, 1, 1], [3, 1, 1, 1, 1]].log().sum())
+
+
+def test_a_gradient_close_to_the_least_number_is_not_lost():
+    x = torch.tensor([[-24.0, -600, -600, -600], [0, 0, 0, 0]], dtype=torch.float64)
+    bulk = torch.zeros(1, 4, 4, dtype=torch.float64)
+    bulk[0, 1, 2], bulk[0, 2, 2] = 9e303, 6e303
+    p0 = torch.tensor([1e51, 4e70, 3e73, 1e111], dtype=torch.float64)
+    bulk.requires_grad_()
+    logchain.product(x, bulk, p0, strategy="sequential").backward()
+    torch.testing.assert_close((bulk.grad * bulk)[0, 1:3, 2], torch.tensor([0.36, 180], dtype=torch.float64) / 180.36)
+
+
 @BOTH
 def test_no_path_times_a_matrix_of_denormal_entries_is_nothing(dtype):
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
@@ -104,7 +146,7 @@ MUTANTS = {
         "return (deep & 0) || least < bits_of(TRUSTED) ||",
     ),
     "the threshold is 2^20 lower": (
-        "step.h",
+        "scale.h",
         "power_of_two(TOP - DEEPEST + GUARD)",
         "power_of_two(TOP - DEEPEST + GUARD - 20)",
     ),
@@ -114,6 +156,7 @@ MUTANTS = {
         "",
     ),
     "what rescaling loses is forgotten": ("step.h", "if (low == 0) a->low = 0;", ""),
+    "nor are they of one sequence of few states": ("few.h", "bounds->least[deep]", "bounds->least[deep & 0]"),
     "starts are not looked at": ("step.h", "return lossy;\n}", "return 0 * lossy;\n}"),
 }
 

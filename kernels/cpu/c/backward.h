@@ -48,11 +48,11 @@ static void end_row(Back *b, int64_t place) {
 /* T of a row; whether an emission was raised. */
 INLINE int emit(int64_t width, const real *x, const real *behind, real *source) {
     real top = top_of(x, width);
-    reals a = load(x + width - LANES) - top, end = load(behind + width - LANES) * exponential(a, (reals){0});
+    reals a = load(x + width - LANES) - top, end = load(behind + width - LANES) * exponential(a, NO_REST);
     wholes deep = (a < LOG_DEEPEST) & (a > -INFINITE);
     for (int64_t j = 0; j + LANES < width; j += LANES) {
         reals d = load(x + j) - top;
-        store(source + j, load(behind + j) * exponential(d, (reals){0}));
+        store(source + j, load(behind + j) * exponential(d, NO_REST));
         deep |= (d < LOG_DEEPEST) & (d > -INFINITE);
     }
     store(source + width - LANES, end);
@@ -129,10 +129,15 @@ INLINE Factors unscaled(int64_t exponent) {
     return (Factors){halved(1, exponent / 2), halved(1, exponent - exponent / 2)};
 }
 
+/* Sources of transitions by entries far above 1 may be gone where those transitions are the likely ones. */
+#define LARGE power_of_two(FADED - GUARD)
+INLINE void beware(Back *b, reals high) { b->wary |= largest(high) > LARGE; }
+
 /* A step's gradient from sums of products in `partial`, and those in `total` if there are any: exactly 0 where the
    matrix is. */
-static void write_counts(const Back *b, const double *total, real *out) {
+static void write_counts(Back *b, const double *total, real *out) {
     const Matrix *m = &b->w.matrix;
+    reals high = {0};
     int64_t c = m->c, across = padded(b->w.width);
     int by_log = logs(b->w.a);
     Factors unscale = unscaled(by_log ? 0 : m->exponent);
@@ -141,6 +146,7 @@ static void write_counts(const Back *b, const double *total, real *out) {
         const real *p = m->entries + k * m->row, *rest = b->partial + k * across;
         if (total || c < LANES || !(m->exponent == 0 || by_log)) {
             for (int64_t j = 0; j < c; j++) {
+                high[0] = p[j] > high[0] ? p[j] : high[0];
                 double sum = ((total ? total[k * across + j] : 0) + (double)rest[j]) * factor;
                 out[k * c + j] =
                     p[j] == 0 ? 0 : (real)(by_log ? sum * (double)p[j] : sum * unscale.first * unscale.second);
@@ -149,9 +155,11 @@ static void write_counts(const Back *b, const double *total, real *out) {
             for (int64_t v = 0; v < vectors_of(c); v++) {
                 int64_t j = start_of(v, c);
                 reals entries = load(p + j), found = load(rest + j) * (real)factor;
+                high = larger(entries, high);
                 store(out + k * c + j, where(entries == 0, (reals){0}, by_log ? found * entries : found));
             }
     }
+    beware(b, high);
 }
 
 static void flush(Back *b) {
@@ -161,8 +169,9 @@ static void flush(Back *b) {
 }
 
 /* One step's transitions of one sequence: an outer product, written at once. */
-static void write_outer(const Back *b, const real *ahead, int64_t step) {
+static void write_outer(Back *b, const real *ahead, int64_t step) {
     const Walk *w = &b->w;
+    reals high = {0};
     const Chain *a = w->a;
     int64_t c = a->states;
     real *out = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set;
@@ -177,15 +186,18 @@ static void write_outer(const Back *b, const real *ahead, int64_t step) {
         real least = limit < (double)power_of_two(BIAS) ? (real)limit : power_of_two(BIAS);
         if (c < LANES) {
             reals t = load(b->source), entries = load(p);
+            high = larger(entries, high);
             reals found = where(size_of(t) < least, (reals){0}, t) * s * first * second;
             store_some(to, where(entries == 0, (reals){0}, by_log ? found * entries : found), c);
         } else for (int64_t v = 0; v < vectors_of(c); v++) {
             int64_t j = start_of(v, c);
             reals t = load(b->source + j), entries = load(p + j);
             reals found = where(size_of(t) < least, (reals){0}, t) * s * first * second;
+            high = larger(entries, high);
             store(to + j, where(entries == 0, (reals){0}, by_log ? found * entries : found));
         }
     }
+    beware(b, high);
 }
 
 /* Adds S^T T of some rows. */
@@ -312,8 +324,7 @@ static void write_start(Back *b, int64_t place) {
     for (int64_t j = 0; j < c; j++) {
         if (w->first[j] == 0 || !(sum > 0)) continue;
         double t = source[j], posterior = (double)w->first[j] * down * t / sum;
-        double found = logs(a) ? posterior : t / sum * unscale.first * unscale.second;
-        out[j] = found * a->weight[q];
+        out[j] = a->weight[q] * (logs(a) ? posterior : t / sum * unscale.first) * (logs(a) ? 1 : unscale.second);
     }
 }
 
@@ -325,7 +336,7 @@ static void prepare_back(Back *b, int64_t count, int64_t step) {
     if (b->prepared && a->one_matrix) return;
     prepare(a, w->set, step, &w->matrix);
     b->prepared = 1;
-    if (b->wary || (w->lone && a->one_matrix)) look(&w->matrix), rescale(&w->matrix);
+    if (b->wary || a->one_matrix) look(&w->matrix), rescale(&w->matrix);
     if (count == 1 && !a->one_matrix) return;
     if (w->matrix.c >= LANES) transpose(width, w->matrix.entries, w->matrix.row, b->turned, width);
     else for (int64_t k = 0; k < width; k++)
@@ -355,22 +366,25 @@ static int64_t few_back(Back *b, int64_t step) {
     const Chain *a = w->a;
     int64_t q = sequence_at(a, w->set, w->begin);
     Lone l;
+    real padded[FEW * FEW];
     if (a->one_matrix) prepare_back(b, 1, step);
-    if (step >= lone_of(w, &l) || (a->grad_bulk && a->members > 1)) return step;
-    l.turned = b->turned, l.by_log = logs(a);
+    if (step >= lone_of(w, 1, padded, &l) || (a->grad_bulk && a->members > 1)) return step;
+    l.by_log = logs(a);
     l.gradient = gradient_at(a, w->set, q, 0), l.gradient_step = a->grad_step;
     l.outer = a->grad_bulk ? a->grad_bulk + w->set * a->count_set : 0, l.outer_step = a->count_step;
-    l.held_ahead = a->counts ? b->held_ahead : 0, l.held_source = b->held_source, l.most_held = GROUP;
+    l.held_ahead = a->counts ? b->held_ahead : 0, l.held_source = b->held_source;
+    l.held_step = w->width, l.most_held = GROUP;
     l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / b->weight);
     l.unshare = UNSHARE * (real)b->weight;
-    widen(w->width, w->width, b->behind, 1, 0, l.state);
+    narrow(a->states, b->behind, l.state);
     for (int full = 1; full && step > 0;) {
         l.held = b->held;
-        step = back(&l, step);
+        step = steps_back(&l, step);
+        b->wary |= l.high > LARGE;
         b->held = l.held, full = l.held_ahead && l.held == GROUP;
         if (full) release(b);
     }
-    widen(w->width, w->width, l.state, 1, 0, b->behind);
+    narrow(a->states, l.state, b->behind);
     return step;
 }
 

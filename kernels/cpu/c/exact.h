@@ -371,6 +371,10 @@ static int plain_counts(const Exact *w) {
     return plain;
 }
 
+INLINE Number size_of_weight(double weight) {
+    return settled(settled((Number){both(weight < 0 ? -weight : weight), both(0)}));
+}
+
 /* The states that a step enters, and their T times the weight over sum S B: in place of T, next to each other, with the
    states in `states`. How many; states that are hardly ever entered are left out. */
 static int64_t share_numbers(const Exact *w, const double *entered, double weight, double sum, double digit, double *tm,
@@ -380,7 +384,7 @@ static int64_t share_numbers(const Exact *w, const double *entered, double weigh
     double sign = weight < 0 ? -1 : 1, least = power_of_two(-FADED); /* of S T / sum S B, or of that times P */
     if (p->digits) least = 0x1p-120;
     else if (!logs(w->a) && p->low < 1) least *= p->low;
-    Number size = settled(settled((Number){both(weight * sign), both(0)}));
+    Number size = size_of_weight(weight);
     for (int64_t j = 0; j < p->c; j++) {
         double m = tm[j], e = te[j];
         tm[count] = m, te[count] = e, states[count] = j;
@@ -476,11 +480,13 @@ static void start_numbers(const Exact *w, int64_t f, double *bm, double *be) {
     emit_numbers(w, x_at(a, w->set, q, 0), bm, be, &digit);
     read_row(w, p0_at(a, q), a->p0_state, (int)a->logarithms, w->am + at, w->ae + at);
     multiply_numbers(w->across, w->am + at, w->ae + at, bm, be, w->gm, w->ge);
-    double sum = sum_of(w, w->gm, w->ge, &digit);
+    double sum = sum_of(w, w->gm, w->ge, &digit), weight = a->weight[q];
+    Number size = size_of_weight(weight);
     for (int64_t j = 0; j < c; j++) {
         double m = logs(a) ? w->gm[j] : bm[j], e = (logs(a) ? w->ge[j] : be[j]) - digit;
-        double found = value_of_number((Number){both(m / sum), both(e)})[0];
-        out[j] = sum != sum ? sum : w->am[at + j] == 0 || m == 0 || sum == 0 ? 0 : found * a->weight[q];
+        Number share = settled((Number){both(m / sum), both(e)});
+        double found = value_of_number((Number){share.m * size.m, share.e + size.e})[0];
+        out[j] = sum != sum ? sum : w->am[at + j] == 0 || m == 0 || sum == 0 ? 0 : weight < 0 ? -found : found;
     }
 }
 

@@ -1,6 +1,7 @@
 /* Forward messages, all sequences of a set of matrices taking a step together. What is lossy is left to exact.h. */
 #pragma once
-#include "few.h"
+#include "lone.h"
+#include "step.h"
 
 enum { GROUP = 48 }; /* whole tiles of rows, of which the sums stay near between product and emission */
 
@@ -196,23 +197,29 @@ static void start(Walk *w, int64_t count, real common) {
     }
 }
 
-/* What few.h takes of a sequence whose matrix, if all steps have one, is prepared; the step before which it stops. */
-static int64_t lone_of(Walk *w, Lone *l) {
+/* What few.h takes of a sequence whose matrix, if all steps have one, is prepared; the step before which it stops.
+   `padded` (FEW, FEW) becomes that matrix, or its transpose. */
+static int64_t lone_of(Walk *w, int turned, real *padded, Lone *l) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_at(a, w->set, w->begin), one = a->one_matrix;
     int64_t row = a->starts ? c : a->sets * a->members * c, aside = steps_kept_back(c, a->x_step);
     int64_t others = one ? 0 : steps_kept_back(c, a->bulk_step), kept = a->messages ? steps_kept_back(c, row) : 0;
     if (a->shares || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
     if (one && !w->matrix.looked) look(&w->matrix), rescale(&w->matrix);
-    real limit = one ? TRUSTED * w->matrix.high : INFINITE;
+    const Matrix *m = &w->matrix;
+    real limit = one ? TRUSTED * m->high : INFINITE;
     limit = limit < SHALLOW ? SHALLOW : limit;
     *l = (Lone){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 1) - a->x_step, .x_step = a->x_step,
-                .entries = one ? w->matrix.entries : a->bulk + w->set * a->bulk_set,
-                .row = one ? w->matrix.row : a->bulk_from,
+                .entries = one ? padded : a->bulk + w->set * a->bulk_set, .row = a->bulk_from,
                 .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
                 .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
-                .zeros = one && w->matrix.low >= ordinary(), .matrix_shift = one ? w->matrix.shift : 0,
-                .matrix_exponent = one ? w->matrix.exponent : 0};
+                /* states are met by a matrix before they are taken to 2^TOP, and may be as much lower as it is */
+                .zeros = one && m->low * (m->high < 1 ? m->high : 1) >= ordinary(),
+                .matrix_shift = one ? m->shift : 0, .matrix_exponent = one ? m->exponent : 0};
+    for (int64_t k = 0; k < row_of(c) && one; k++)
+        for (int64_t j = 0; j < row_of(c); j++)
+            padded[k * row_of(c) + j] =
+                k < c && j < c ? m->entries[turned ? j * m->row + k : k * m->row + j] : 0;
     aside = aside > others ? aside : others;
     return steps_of(a, q) - (aside > kept ? aside : kept);
 }
@@ -220,13 +227,14 @@ static int64_t lone_of(Walk *w, Lone *l) {
 /* Steps of a sequence of few states, as far as they ask for no care. */
 static int64_t few_ahead(Walk *w, int64_t step) {
     Lone l;
-    int64_t behind = lone_of(w, &l), last = steps_of(w->a, sequence_at(w->a, w->set, w->begin)) - 1;
+    real padded[FEW * FEW];
+    int64_t behind = lone_of(w, 0, padded, &l), last = steps_of(w->a, sequence_at(w->a, w->set, w->begin)) - 1;
     behind = behind < last ? behind : last;
     if (step >= behind) return step;
-    widen(w->width, w->width, state_at(w, 0, step - 1), 1, 0, l.state);
+    narrow(w->a->states, state_at(w, 0, step - 1), l.state);
     l.shift = w->shifts[0], l.exponent = w->exponents[0], l.deep = w->deep[0];
-    step = ahead(&l, step, behind);
-    widen(w->width, w->width, l.state, 1, 0, state_at(w, 0, step - 1));
+    step = steps_ahead(&l, step, behind);
+    narrow(w->a->states, l.state, state_at(w, 0, step - 1));
     w->shifts[0] = l.shift, w->exponents[0] = l.exponent, w->deep[0] = (uint8_t)l.deep;
     return step;
 }

@@ -105,9 +105,11 @@ INLINE doubles logarithm_of(doubles m) {
     return choose(m > 0, found, choose(m == 0, both(-__builtin_inf()), m));
 }
 
-/* m 2^(512 e) as a double: a digit at a time, for a gradient may be within the format where 2^(512 e) is not. */
+/* m 2^(512 e) as a double, m being in range or a product of two that are: a digit at a time, for the number may be
+   within the format where 2^(512 e) is not. */
 INLINE doubles value_of_number(Number a) {
     doubles m = a.m * choose(a.e > 0.5, both(DIGIT), choose(a.e < -0.5, both(1 / DIGIT), both(1)));
     m *= choose(a.e > 1.5, both(DIGIT), choose(a.e < -1.5, both(1 / DIGIT), both(1)));
-    return m * choose(a.e > 2.5, both(DIGIT), choose(a.e < -2.5, both(0), both(1)));
+    m *= choose(a.e > 2.5, both(DIGIT), choose(a.e < -2.5, both(1 / DIGIT), both(1)));
+    return choose(a.e < -3.5, both(0), m);
 }

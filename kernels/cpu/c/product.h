@@ -83,15 +83,13 @@ INLINE void all_tiles(const int adds, Product p) {
     }
 }
 
-/* Rows of b that are copied, VECTORS of columns at a time, and stay in the first-level cache while all rows meet them.
-   */
+/* Rows of b that are copied, VECTORS of columns at a time, and stay in the nearest cache while all rows meet them. */
 enum { DEEP = BYTES * 4 };
 
 /* A matrix of which each row's columns lie in another page is copied, as far as rows repay it. */
 INLINE int is_packed(int64_t rows, int64_t width) { return rows >= 3 * ROWS && width * (int64_t)sizeof(real) >= 2048; }
 
-/* The same from copies of columns. A vector that is left over overlaps what is added to before it: it is made at once.
-   */
+/* The same from copies of columns. A vector left over overlaps what is added to before it: it is made at once. */
 static void packed_tiles(const int adds, Product p) {
     real packed[DEEP * VECTORS * LANES] __attribute__((aligned(64)));
     for (int64_t done = 0; done < p.depth; done += DEEP) {

@@ -9,30 +9,7 @@
 #pragma once
 #include "chain.h"
 #include "product.h"
-
-#if BITS == 32
-enum { TOP = 100, DEEPEST = 108, GUARD = 26 };
-#else
-enum { TOP = 900, DEEPEST = 960, GUARD = 55 };
-#endif
-
-/* Sums above it, times the matrix's largest entry, are not touched by what was raised. */
-#define TRUSTED power_of_two(TOP - DEEPEST + GUARD)
-
-/* Sums above it are still normal numbers after an emission. */
-#define SHALLOW power_of_two(DEEPEST + 1 - BIAS)
-
-/* A source w T / sum S B is multiplied by 2^(TOP - HALF), so that its products with S are within the format: they are
-   at most 2^SPARE over the least entry of P that a path may take. Those below 2^-FADED would be denormal, and are 0. */
-#if BITS == 32
-enum { SPARE = 30, FADED = 54 };
-#else
-enum { SPARE = 64, FADED = 180 };
-#endif
-enum { HALF = TOP - SPARE };
-#define UNSHARE power_of_two(-SPARE)
-
-#define LOG_DEEPEST ((real)(-DEEPEST * 0.69314718055994531))
+#include "scale.h"
 
 /* The least entry of which every product with an S is a number: another one where denormal numbers are flushed. */
 INLINE real ordinary(void) {
@@ -40,15 +17,7 @@ INLINE real ordinary(void) {
     return power_of_two(1 - BIAS - (tiny * half > 0 ? FRACTION : 0) + 2 * DEEPEST - TOP - GUARD + 11);
 }
 
-/* exp(a + rest), at least 2^-DEEPEST, and 0 for a of -inf. */
-INLINE reals exponential(reals a, reals rest) {
-    reals b = where(a < LOG_DEEPEST, all(LOG_DEEPEST), a), rounded = b * LOG2_E + ROUNDER, k = rounded - ROUNDER;
-    reals r = (b - k * LN2_HIGH) - k * LN2_LOW + rest;
-    reals power = (reals)(((wholes)rounded << FRACTION) + bits_of(1)); /* a NaN stays one by being multiplied */
-    return (reals)((wholes)(near_exponential(r) * power) & (a != -INFINITE));
-}
-
-/* The same of x - most with the rounding of that difference, for logarithms of matrices. */
+/* exp(x - most) with the rounding of that difference, for logarithms of matrices. */
 INLINE reals exponential_of_difference(reals x, real most) {
     reals a = x - most, back = a - x, rest = (x - (a - back)) - (most + back);
     return exponential(a, where(a >= LOG_DEEPEST, rest, (reals){0})); /* what is raised is no difference any more */
@@ -173,12 +142,6 @@ INLINE real top_of(const real *a, int64_t width) {
     return top == -INFINITE ? 0 : top;
 }
 
-/* The exponent k of which the largest sum, of these bits, is in [1/2, 1) 2^k; TOP where there is none. */
-INLINE int64_t exponent_of(whole bits) {
-    whole exponent = bits >> FRACTION;
-    return exponent > 0 && exponent < 2 * BIAS + 1 ? exponent - (BIAS - 1) : TOP;
-}
-
 /* 2^(TOP - k), within the format: what is beyond belongs to rows that are lossy. */
 INLINE real scale_to_top(int64_t k) {
     int64_t power = TOP - k;
@@ -223,11 +186,11 @@ INLINE void weigh(const int single, int64_t rows, int64_t width, const real *con
         const real *row = x[r], *u = sums + r * width;
         real *to = state + r * width, factor = scale_to_top(exponent_of(out->most[r])), shift = out->shift[r];
         reals a = load(row + width - LANES) - shift;
-        reals end = load(u + width - LANES) * factor * exponential(a, (reals){0});
+        reals end = load(u + width - LANES) * factor * exponential(a, NO_REST);
         wholes deep = (a < LOG_DEEPEST) & (a > -INFINITE);
         for (int64_t j = 0; j + LANES < width; j += LANES) {
             reals b = load(row + j) - shift;
-            store(to + j, load(u + j) * factor * exponential(b, (reals){0}));
+            store(to + j, load(u + j) * factor * exponential(b, NO_REST));
             deep |= (b < LOG_DEEPEST) & (b > -INFINITE);
         }
         store(to + width - LANES, end);

@@ -16,7 +16,9 @@ typedef uint64_t natural;
 #define EXPORTED(name) name##64
 #endif
 
-#if defined(__AVX512F__)
+#if defined(ROW) /* a vector is a row of so many states, in however many registers */
+#define BYTES (ROW * BITS / 8)
+#elif defined(__AVX512F__)
 #define BYTES 64
 #elif defined(__AVX2__)
 #define BYTES 32
@@ -26,8 +28,7 @@ typedef uint64_t natural;
 
 enum { LANES = BYTES * 8 / BITS };
 
-/* Of a tile of a product: as many rows by vectors as there are registers, less those of a row's entry and of columns.
-   */
+/* Of a tile of a product: as many rows by vectors as registers leave room for, beside an entry and columns. */
 #if BYTES == 32
 enum { ROWS = 6, VECTORS = 2 };
 #elif defined(__AVX512F__) || defined(__aarch64__)
@@ -68,6 +69,7 @@ INLINE reals where(wholes condition, reals a, reals b) {
 INLINE wholes which(wholes condition, wholes a, wholes b) { return (condition & a) | (~condition & b); }
 INLINE reals larger(reals a, reals b) { return where(a > b, a, b); }
 INLINE reals smaller(reals a, reals b) { return where(a < b, a, b); }
+INLINE naturals above(naturals a, naturals b) { return (naturals)which(a > b, (wholes)a, (wholes)b); }
 INLINE wholes higher(wholes a, wholes b) { return which(a > b, a, b); }
 INLINE wholes lower(wholes a, wholes b) { return which(a < b, a, b); }
 INLINE reals plus(reals a, reals b) { return a + b; }
@@ -79,42 +81,13 @@ INLINE real real_of(whole bits) { real a; __builtin_memcpy(&a, &bits, sizeof a);
 /* 2^k, for a k that a format has a normal number for. */
 INLINE real power_of_two(int64_t k) { return real_of((whole)(k + BIAS) << FRACTION); }
 
-/* A vector's halves, quarters ... in each other's place, and the even or the odd lanes of two. */
-#if BYTES * 8 / BITS == 16
-#define HALVES_16(a) __builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
-#define HALVES_8(a) __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
-#define HALVES_4(a) __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
-#define HALVES_2(a) __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#define FOLDED(a, f) a = f(a, HALVES_16(a)), a = f(a, HALVES_8(a)), a = f(a, HALVES_4(a)), a = f(a, HALVES_2(a))
-#elif BYTES * 8 / BITS == 8
-#define HALVES_8(a) __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3)
-#define HALVES_4(a) __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5)
-#define HALVES_2(a) __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6)
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
-#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#define FOLDED(a, f) a = f(a, HALVES_8(a)), a = f(a, HALVES_4(a)), a = f(a, HALVES_2(a))
-#elif BYTES * 8 / BITS == 4
-#define HALVES_4(a) __builtin_shufflevector(a, a, 2, 3, 0, 1)
-#define HALVES_2(a) __builtin_shufflevector(a, a, 1, 0, 3, 2)
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
-#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
-#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
-#define FOLDED(a, f) a = f(a, HALVES_4(a)), a = f(a, HALVES_2(a))
-#else
-#define HALVES_2(a) __builtin_shufflevector(a, a, 1, 0)
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3)
-#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 2)
-#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
-#define FOLDED(a, f) a = f(a, HALVES_2(a))
-#endif
+/* All lanes become what `f` makes of all of them: each meets the half, the quarter ... beside it. */
+#define FOLDED(a, f)                                                     \
+    UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2) {          \
+        __typeof__(a) beside;                                            \
+        UNROLL for (int j = 0; j < LANES; j++) beside[j] = a[j ^ apart]; \
+        a = f(a, beside);                                                \
+    }
 
 /* One number of a vector. */
 INLINE real largest(reals a) { FOLDED(a, larger); return a[0]; }
@@ -122,15 +95,22 @@ INLINE real least(reals a) { FOLDED(a, smaller); return a[0]; }
 INLINE real total(reals a) { FOLDED(a, plus); return a[0]; }
 INLINE whole highest(wholes a) { FOLDED(a, higher); return a[0]; }
 INLINE whole lowest(wholes a) { FOLDED(a, lower); return a[0]; }
-INLINE int any(wholes a) { FOLDED(a, either); return a[0] != 0; }
+INLINE int any(wholes a) { return __builtin_reduce_or(a) != 0; }
 
-/* One number of each of as many vectors as there are lanes, in their order. */
-#define OF_EACH(name, type, combined)                                                                       \
-    INLINE type name(type *a) {                                                                              \
-        UNROLL for (int count = LANES / 2; count > 0; count /= 2)                                            \
-            UNROLL for (int k = 0; k < count; k++)                                                           \
-                a[k] = combined(EVEN(a[2 * k], a[2 * k + 1]), ODD(a[2 * k], a[2 * k + 1]));                  \
-        return a[0];                                                                                         \
+/* One number of each of as many vectors as there are lanes, in their order: the halves of two vectors become one of
+   half-folded ones, and so on. */
+#define OF_EACH(name, type, f)                                          \
+    INLINE type name(type *a) {                                         \
+        UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2)       \
+            UNROLL for (int k = 0; k < apart; k++) {                    \
+                type own, beside;                                       \
+                UNROLL for (int j = 0; j < LANES; j++) {                \
+                    own[j] = a[j & apart ? k + apart : k][j];           \
+                    beside[j] = a[j & apart ? k + apart : k][j ^ apart]; \
+                }                                                       \
+                a[k] = f(own, beside);                                  \
+            }                                                           \
+        return a[0];                                                    \
     }
 OF_EACH(total_of_each, reals, plus)
 OF_EACH(largest_of_each, reals, larger)
@@ -138,8 +118,22 @@ OF_EACH(highest_of_each, wholes, higher)
 OF_EACH(lowest_of_each, wholes, lower)
 OF_EACH(any_of_each, wholes, either)
 
-/* e to powers r of at most (log 2) / 2 in size: fitted to a relative error of 0.06 and 0.001 units in the last place.
-   */
+/* The first and the second halves of two vectors, their lanes by turns. */
+#if BYTES * 8 / BITS == 16
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif BYTES * 8 / BITS == 8
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#elif BYTES * 8 / BITS == 4
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#else
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 2)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
+#endif
+
+/* e to powers r of at most (log 2) / 2 in size, within 0.06 or 0.001 units in the last place before it is rounded. */
 INLINE reals near_exponential(reals r) {
 #if BITS == 32
     reals q = r * 0.00137512791f + 0.00836895178f;
