@@ -28,7 +28,7 @@ FUNCTIONS = (
     "forward", "backward", "redo_forward", "redo_backward", "messages", "value", "gradients", "posteriors", "size",
     "room", "redo_room", "messages_room", "value_room", "gradients_room", "posteriors_room",
 )  # fmt: skip
-EXPORTED = {f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)}
+EXPORTED = {"logchain_share"} | {f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)}
 ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]
 ON_LINUX = [(name, level) for name, level in ONE_LEVEL if name.startswith("linux")]
 

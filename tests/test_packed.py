@@ -1,11 +1,14 @@
 """Sequences one behind the other give what each gives alone, in values and gradients."""
 
+import os
+import signal
+
 import pytest
 import torch
 
 import logchain
 from logchain._measure import peak_bytes
-from logchain.kernels.cpu import arguments
+from logchain.kernels.cpu import arguments, team
 
 F64 = torch.float64
 LENGTHS = [3, 1, 9, 4, 4, 30, 2, 1]
@@ -65,13 +68,15 @@ def test_marginals(shared, transitions):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("threads", "whose"), [(1, "nobody's"), (3, "torch's"), (3, "Python's")])
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=["float32", "float64"])
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
-def test_what_underflows_is_redone_where_it_lies(dtype, log, threads, monkeypatch):
+def test_what_underflows_is_redone_where_it_lies(dtype, log, threads, whose, monkeypatch):
     """One matrix with zeros, weights of their own, emissions far apart; one is impossible, one has no weight."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(arguments, "_SHARE", 1)
+    if whose == "Python's":
+        monkeypatch.setattr(team, "_parallel", lambda: None)
     operands, cu_seqlens = packed(True, dtype)
     with torch.no_grad():
         x, bulk, p0 = (operand.clone() for operand in operands)
@@ -180,3 +185,16 @@ def test_wrong_arguments():
             function(x, bulk[:, :2], p0, cu_seqlens=cu_seqlens)
         with pytest.raises(ValueError, match=r"p0: expected shape \[4\] or \[8, 4\]"):
             function(x, bulk, p0[:2], cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_a_forked_process_has_threads_too(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(arguments, "_SHARE", 1)
+    chain = torch.zeros(4, 3, 2), torch.ones(2, 2, 2), torch.ones(2)
+    expected = logchain.product(*chain).tolist()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends it, if it waits for threads that are not there
+        os._exit(0 if logchain.product(*chain).tolist() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -5,7 +5,6 @@ As a rule nothing is copied: a copy is made of what has another dtype, and of ma
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
+from . import team
 from .library import library
 
 # what says how much scratch a function takes
@@ -22,8 +22,8 @@ ROOMS = {
     "messages": "messages_room",
 }
 
-# multiply-adds that are worth the start of a thread, a millisecond or two where torch's own threads are still spinning
-_SHARE = 2**25
+# multiply-adds that are worth waking a thread
+_SHARE = 2**20
 
 _SIZES = "steps sets members states first last one_matrix logarithms"
 _OPERANDS = (
@@ -131,21 +131,15 @@ def run(
     each: Sequence[dict[str, Tensor]] = (),
 ) -> int:
     """What `Call.run` returns."""
-    call = function(name, dtype)
-    bytes_ = function(ROOMS[name], dtype)(ctypes.byref(arguments))
-
-    def on_thread(index: int) -> Any:
-        scratch = torch.empty(bytes_ + 64, dtype=torch.uint8, device="cpu")
-        copy = Arguments.from_buffer_copy(arguments)
-        copy.first, copy.last = spans[index]
-        copy.room = (scratch.data_ptr() + 63) // 64 * 64
+    call, count = function(name, dtype), len(spans)
+    bytes_ = function(ROOMS[name], dtype)(ctypes.byref(arguments)) + 63 & ~63
+    scratch = torch.empty(count * bytes_ + 64, dtype=torch.uint8, device="cpu")
+    copies = (Arguments * count)(*[arguments] * count)
+    for index, (copy, span) in enumerate(zip(copies, spans, strict=True)):
+        copy.first, copy.last = span
+        copy.room = (scratch.data_ptr() + 63 & ~63) + index * bytes_
         for field, tensor in each[index].items() if each else ():
             setattr(copy, field, tensor.data_ptr())
-        return call(ctypes.byref(copy))
-
-    if len(spans) == 1:
-        return int(on_thread(0))
-    with ThreadPoolExecutor(len(spans) - 1) as pool:
-        others = [pool.submit(on_thread, index) for index in range(1, len(spans))]
-        first = on_thread(0)
-    return int(first + sum(other.result() for other in others))
+    if count == 1:
+        return int(call(ctypes.byref(copies)))
+    return sum(team.calls(call, copies))

@@ -1,0 +1,67 @@
+"""Calls of the C library on several threads: on torch's own, which may still be awake, or else on Python's."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from .library import library
+
+# whose children have no team: a fork copies none of its threads
+_PROCESS = os.getpid()
+
+
+class Calls(ctypes.Structure):
+    """`Calls` of c/team.c, field by field."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("found", ctypes.c_void_p),
+        ("taken", ctypes.c_int64),
+    ]
+
+
+@cache
+def _parallel() -> Any:
+    """`GOMP_parallel` of the OpenMP library that torch has loaded, or None: what its `parallel` directives call."""
+    if not sys.platform.startswith("linux"):
+        return None
+    torch_cpu = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    found = getattr(ctypes.CDLL(str(torch_cpu)), "GOMP_parallel", None) if torch_cpu.is_file() else None
+    if found is not None:
+        found.restype, found.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    return found
+
+
+def calls(function: Any, arguments: "ctypes.Array[Any]") -> Sequence[int]:
+    """What a function of the library returns for each of an array of arguments, on as many threads as torch takes."""
+    count = len(arguments)
+    found = (ctypes.c_int64 * count)()
+    of_all = Calls(
+        ctypes.cast(function, ctypes.c_void_p),
+        ctypes.addressof(arguments),
+        ctypes.sizeof(arguments) // count,
+        count,
+        ctypes.addressof(found),
+    )
+    share, data = library().logchain_share, ctypes.byref(of_all)
+    if os.getpid() == _PROCESS and (parallel := _parallel()) is not None:
+        # a team of another size than torch's would end threads, which torch would start again
+        parallel(share, data, torch.get_num_threads(), 0)
+        return list(found)
+    threads = [Thread(target=share, args=(data,)) for _ in range(1, count)]
+    for thread in threads:
+        thread.start()
+    share(data)
+    for thread in threads:
+        thread.join()
+    return list(found)
