@@ -267,7 +267,7 @@ static double sum_of(const Exact *w, const double *m, const double *e, double *d
 /* Natural logarithms of a row. */
 static void log_numbers(const Exact *w, const double *m, const double *e, double *out) {
     for (int64_t j = 0; j < w->a->states; j += WIDE) {
-        doubles found = logarithm_of(load_wide(m + j)), digit = load_wide(e + j);
+        doubles found = logarithm_of(load_wide(m + j), 0), digit = load_wide(e + j);
         store_wide(out + j, found + choose(digit == NO_DIGIT, both(0), digit * DIGIT_LN2_HIGH + digit * DIGIT_LN2_LOW));
     }
 }

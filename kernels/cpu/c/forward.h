@@ -1,6 +1,7 @@
 /* Forward messages, all sequences of a set of matrices taking a step together. What is lossy is left to exact.h. */
 #pragma once
 #include "lone.h"
+#include "number.h"
 #include "step.h"
 
 enum { GROUP = 48 }; /* whole tiles of rows, of which the sums stay near between product and emission */
@@ -94,6 +95,22 @@ static void leave(const Chain *a, int64_t q, const real *sums, const real *x, do
     }
 }
 
+/* Where a row of logarithms (v, g, m, c) is written; they lie as a gradient of x does. */
+INLINE real *logarithms_at(const Chain *a, real *all, int64_t set, int64_t q, int64_t step) {
+    int64_t member = q - set * a->members;
+    return all + step * a->grad_step + (a->grad_at ? a->grad_at[q] : set * a->grad_set + member * a->grad_member);
+}
+
+/* Natural logarithms of a row times 2^exponent e^taken: of its largest, near 2^TOP, a small one is added. */
+static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t exponent, real *out) {
+    add_exponent(&taken, exponent + TOP);
+    double rest = value_of(taken);
+    for (int64_t j = 0; j < a->states; j += WIDE) {
+        doubles found = logarithm_of(read_wide(row + j, 1, a->states - j, 0), TOP);
+        write_wide(out + j, found + rest, a->states - j);
+    }
+}
+
 /* States over their sum, and 0 behind a sequence's end. */
 static void share(const Walk *w, int64_t count, int64_t step) {
     const Chain *a = w->a;
@@ -132,9 +149,19 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
         int64_t q = sequence_at(a, w->set, w->begin + place + r);
         if (a->leaving && step + 1 == steps_of(a, q))
             leave(a, q, sums + r * w->width, x[r], found.shift[r], exponent_of(found.most[r]));
-        add(&w->shifts[place + r], found.shift[r]);
-        if (step > 0 && w->matrix.shift != 0) add(&w->shifts[place + r], w->matrix.shift);
-        w->exponents[place + r] += exponent_of(found.most[r]) - TOP + (step > 0 ? w->matrix.exponent : 0);
+        Sum *shift = &w->shifts[place + r];
+        int64_t *exponent = &w->exponents[place + r];
+        if (step > 0 && w->matrix.shift != 0) add(shift, w->matrix.shift);
+        if (step > 0) *exponent += w->matrix.exponent;
+        if (a->log_backward)
+            write_logarithms(a, sums + r * w->width, *shift, *exponent,
+                             logarithms_at(a, a->log_backward, w->set, q, step));
+        add(shift, found.shift[r]);
+        *exponent += exponent_of(found.most[r]) - TOP;
+        if (a->log_forward)
+            write_logarithms(a, state_at(w, place + r, step), *shift, *exponent,
+                             logarithms_at(a, a->log_forward, w->set, q, step));
+        if (found.raised[r] && (a->log_forward || a->log_backward)) a->lossy[q] = 1;
         w->deep[place + r] = found.raised[r] != 0;
         if (a->lossy[q]) forget(w, place + r, step); /* what is lost is denormal, and slow */
     }
@@ -204,7 +231,7 @@ static int64_t lone_of(Walk *w, int turned, real *padded, Lone *l) {
     int64_t c = a->states, q = sequence_at(a, w->set, w->begin), one = a->one_matrix;
     int64_t row = a->starts ? c : a->sets * a->members * c, aside = steps_kept_back(c, a->x_step);
     int64_t others = one ? 0 : steps_kept_back(c, a->bulk_step), kept = a->messages ? steps_kept_back(c, row) : 0;
-    if (a->shares || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
+    if (a->shares || a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
     if (one && !w->matrix.looked) look(&w->matrix), rescale(&w->matrix);
     const Matrix *m = &w->matrix;
     real limit = one ? TRUSTED * m->high : INFINITE;

@@ -3,19 +3,14 @@
        forward_i = log(a_i) + what was taken out,  a_i = (a_{i-1} P_i) exp(x_i - max x_i)
        backward_{i-1} = log(b_{i-1}) + what was taken out,  b_{i-1} = P_i (exp(x_i - max x_i) b_i)
 
-   in the numbers of exact.h, so that nothing underflows and every sequence goes the same way. */
+   by the loops of forward.h, or in the numbers of exact.h where something may underflow. Backward messages are the sums
+   of a walk from the end, under matrices that are turned. */
 #pragma once
 #include "exact.h"
 
-/* Where a row of logarithms (v, g, m, c) is written; they lie as a gradient of x does. */
-INLINE real *logarithms_at(const Chain *a, real *all, int64_t set, int64_t q, int64_t step) {
-    int64_t member = q - set * a->members;
-    return all + step * a->grad_step + (a->grad_at ? a->grad_at[q] : set * a->grad_set + member * a->grad_member);
-}
-
 /* A sequence's row as logarithms, with what has been taken out of it. One that holds a NaN is NaN, and so are the next:
    the sum of what has been taken out keeps it, for a row of zeros could not. */
-static void write_logarithms(const Exact *w, int64_t f, real *out) {
+static void write_log_numbers(const Exact *w, int64_t f, real *out) {
     const double *m = w->m + f * w->across, *e = w->e + f * w->across, digits = w->digits[f];
     Sum taken = w->shifts[f];
     longs nan = {0};
@@ -24,7 +19,7 @@ static void write_logarithms(const Exact *w, int64_t f, real *out) {
     else add(&taken, digits * (512 * 0.69314718055994531));
     for (int64_t j = 0; j < w->across; j += WIDE) {
         doubles value = load_wide(m + j), digit = load_wide(e + j);
-        doubles found = choose(value < __builtin_inf(), logarithm_of(value), value);
+        doubles found = choose(value < __builtin_inf(), logarithm_of(value, 0), value);
         found += choose(value == 0, both(0), digit * DIGIT_LN2_HIGH + digit * DIGIT_LN2_LOW);
         found = taken.sum + (taken.lost + found);
         nan |= found != found;
@@ -70,7 +65,7 @@ static void messages_ahead(Exact *w) {
             if (step == 0) read_row(w, p0, a->p0_state, (int)a->logarithms, w->m + row, w->e + row);
             else multiply_into(w, f);
             emit_into(w, f, step);
-            write_logarithms(w, f, out);
+            write_log_numbers(w, f, out);
             if (step + 1 == steps_of(a, q)) finish_numbers(w, f, w->m + row, w->e + row);
         }
     }
@@ -94,21 +89,41 @@ static void messages_back(Exact *w) {
                 for (int64_t j = 0; j < w->across; j++)
                     w->m[row + j] = j < a->states, w->e[row + j] = j < a->states ? 0 : NO_DIGIT;
             else emit_into(w, f, ahead), multiply_into(w, f);
-            write_logarithms(w, f, out);
+            write_log_numbers(w, f, out);
         }
     }
 }
 
 static void messages_both(Exact *w) { messages_ahead(w), messages_back(w); }
 
-/* Messages and log Z of all sequences: to the loops of exact.h, each of them is to be redone. */
+/* Messages of sequences that all have as many steps; log Z. */
+static void messages_of(const Chain *a, Chain back) {
+    static const real one = 1, none = 0;
+    Chain ahead = *a;
+    int64_t last = a->steps - 1;
+    ahead.log_backward = back.log_forward = 0;
+    back.x += last * a->x_step, back.x_step = -a->x_step;
+    back.log_backward += last * a->grad_step, back.grad_step = -a->grad_step;
+    back.bulk_from = a->bulk_to, back.bulk_to = a->bulk_from;
+    if (last > 0 && !a->one_matrix) back.bulk += (last - 1) * a->bulk_step, back.bulk_step = -a->bulk_step;
+    back.p0 = a->logarithms ? &none : &one, back.p0_set = back.p0_member = back.p0_state = 0;
+    EXPORTED(logchain_forward)(&ahead), EXPORTED(logchain_forward)(&back);
+    for (int64_t q = a->first; q < a->last; q++) a->lossy[q] |= back.lossy[q];
+}
+
+/* Messages and log Z of all sequences. */
 EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
-    Chain all = *a;
+    Chain all = *a, back = *a;
     int64_t sequences = a->sets * a->members;
-    all.lossy = take(&all.room, sequences);
-    all.sums = take(&all.room, sequences * (int64_t)sizeof(real));
-    if (!a->log_norm) all.log_norm = take(&all.room, sequences * 8);
+    Chain *both[] = {&all, &back};
+    for (int k = 0; k < 2; k++) {
+        both[k]->room = all.room, both[k]->lossy = take(&both[k]->room, sequences);
+        both[k]->sums = take(&both[k]->room, sequences * (int64_t)sizeof(real));
+        if (k || !a->log_norm) both[k]->log_norm = take(&both[k]->room, sequences * 8);
+        all.room = both[k]->room;
+    }
     for (int64_t q = a->first; q < a->last; q++) all.lossy[q] = 1;
+    if (!a->ends && !a->starts) messages_of(&all, back);
     redo(&all, 1, messages_both);
     for (int64_t q = a->first; q < a->last && a->value; q++) a->value[q] = (real)all.log_norm[q];
     return 0;
@@ -116,5 +131,6 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
 
 /* Bytes of scratch for them. */
 EXPORT int64_t EXPORTED(logchain_messages_room)(const Chain *a) {
-    return EXPORTED(logchain_redo_room)(a) + a->sets * a->members * (int64_t)(9 + sizeof(real)) + 3 * 64;
+    int64_t plain = EXPORTED(logchain_room)(a), redone = EXPORTED(logchain_redo_room)(a);
+    return (plain > redone ? plain : redone) + 2 * a->sets * a->members * (int64_t)(9 + sizeof(real)) + 6 * 64;
 }

@@ -95,10 +95,10 @@ INLINE Number exponential_number(doubles a) {
     return settled((Number){m, choose(number, e, both(0))});
 }
 
-/* The natural logarithms of m in range, -inf of 0. */
-INLINE doubles logarithm_of(doubles m) {
+/* The natural logarithms of m 2^-less, -inf of 0: m are normal numbers. */
+INLINE doubles logarithm_of(doubles m, double less) {
     longs bits = (longs)m, more = (bits - 0x3fe6a09e667f3bcd) >> 52;
-    doubles f = (doubles)(bits - (more << 52)), k = __builtin_convertvector(more, doubles);
+    doubles f = (doubles)(bits - (more << 52)), k = __builtin_convertvector(more, doubles) - less;
     doubles t = (f - 1) / (f + 1), square = t * t, series = both(0);
     UNROLL for (int j = 21; j > 1; j -= 2) series = (series + 1.0 / j) * square;
     doubles found = k * 0x1.62e42feep-1 + (k * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));

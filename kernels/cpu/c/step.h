@@ -111,7 +111,8 @@ static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
         return;
     }
     out->entries = out->room, out->row = out->width;
-    for (int64_t k = 0; k < c; k++) /* rows behind are 0 */
+    if (out->width == c && a->bulk_from == 1) transpose(c, from, a->bulk_to, out->room, c);
+    else for (int64_t k = 0; k < c; k++) /* rows behind are 0 */
         widen(c, out->width, from + k * a->bulk_from, a->bulk_to, a->logarithms ? -INFINITE : 0,
               out->room + k * out->width);
     if (!a->logarithms) return;
