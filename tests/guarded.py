@@ -40,6 +40,7 @@ def main() -> None:
                     weight = guarded(torch.ones(3, dtype=dtype))
                     out = logchain.product(*leaves, log_params=log, strategy="sequential")
                     out.backward(weight)
+                    logchain.forward_backward(*(leaf.detach() for leaf in leaves), log_params=log)
 
 
 if __name__ == "__main__":
