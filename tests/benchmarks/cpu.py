@@ -134,14 +134,16 @@ def _often(run: Callable[[], object], times: int = 100) -> Callable[[], None]:
 
 
 def start() -> list[Row]:
-    """What a fresh process waits for after `import torch`."""
+    """What a fresh process waits for after `import torch`, of modules that have been compiled as pip does."""
     code = (
-        "import time, torch; begin = time.perf_counter(); import logchain; x = torch.zeros(10, 6, 40).requires_grad_();"
+        "import sys, time, torch; sys.dont_write_bytecode = False; begin = time.perf_counter(); import logchain;"
+        "x = torch.zeros(10, 6, 40).requires_grad_();"
         "logchain.product(x, torch.rand(1, 5, 40, 40), torch.rand(40)).sum().backward();"
         "print(time.perf_counter() - begin)"
     )
-    seconds = sorted(float(subprocess.check_output([sys.executable, "-c", code], cwd=results.ROOT)) for _ in range(5))
-    return [Row("a fresh process", "logchain", GRADIENTS, "import and first call", seconds[2], "s", "<= 0.3")]
+    command = [sys.executable, "-c", code]
+    _first, *seconds = (float(subprocess.check_output(command, cwd=results.ROOT)) for _ in range(6))
+    return [Row("a fresh process", "logchain", GRADIENTS, "import and first call", sorted(seconds)[2], "s", "<= 0.3")]
 
 
 def matrix_products() -> list[Row]:
