@@ -29,6 +29,17 @@ def no_function_is_known():
         forget()
 
 
+@pytest.fixture(params=["cpu", "plain"])
+def room(request):
+    """Loops in C, and torch's operations."""
+    if request.param == "plain":
+        request.getfixturevalue("plain")
+
+
+EVERYWHERE = pytest.mark.usefixtures("room")
+
+
+@EVERYWHERE
 @pytest.mark.parametrize(("high", "low", "dtype"), [(1e30, 1e-30, torch.float32), (1e200, 1e-128, torch.float64)])
 def test_an_entry_that_rescaling_its_matrix_loses_is_still_a_path(high, low, dtype):
     bulk, p0 = torch.tensor([[[high, 0.0], [0.0, low]]], dtype=dtype), torch.tensor([0.0, 1.0], dtype=dtype)
@@ -37,6 +48,7 @@ def test_an_entry_that_rescaling_its_matrix_loses_is_still_a_path(high, low, dty
     torch.testing.assert_close(out.double(), torch.from_numpy(reference.product(x, bulk, p0)))
 
 
+@EVERYWHERE
 def test_a_weight_far_below_the_largest_is_still_a_start():
     x = torch.tensor([[-inf, 0.0]], dtype=torch.float64)
     p0 = torch.tensor([1e275, 1e-320], dtype=torch.float64)
@@ -44,6 +56,7 @@ def test_a_weight_far_below_the_largest_is_still_a_start():
     torch.testing.assert_close(out, torch.tensor(1e-320, dtype=torch.float64).log())
 
 
+@EVERYWHERE
 def test_a_start_that_the_emissions_nearly_shut_has_its_gradient():
     """Its backward message is small, and its emission: their product, over what the largest are, is no double."""
     x = torch.tensor([[0.0, -576], [0, -576], [0, 0]], dtype=torch.float64)
@@ -52,6 +65,7 @@ def test_a_start_that_the_emissions_nearly_shut_has_its_gradient():
     torch.testing.assert_close(p0.grad, torch.tensor([0.0, 4.0], dtype=torch.float64))
 
 
+@EVERYWHERE
 @pytest.mark.parametrize(("nats", "entry", "dtype"), [(-36, 1e21, torch.float32), (-170, 1e80, torch.float64)])
 def test_a_state_that_is_hardly_seen_but_always_entered(nats, entry, dtype):
     """Its backward message is far below the others, the entries into it are as far above."""
@@ -66,6 +80,7 @@ def test_a_state_that_is_hardly_seen_but_always_entered(nats, entry, dtype):
     torch.testing.assert_close(bulk.grad.double() * bulk.detach().double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@EVERYWHERE
 def test_a_weight_that_makes_a_gradient_a_number():
     p0 = torch.tensor([4e-309, 0.0], dtype=torch.float64, requires_grad=True)
     x = torch.tensor([[0.0, -inf], [-inf, 600], [-600, -inf]], dtype=torch.float64)
@@ -73,6 +88,7 @@ def test_a_weight_that_makes_a_gradient_a_number():
     torch.testing.assert_close(p0.grad * 4e-309, torch.tensor([0.25, 0], dtype=torch.float64))
 
 
+@EVERYWHERE
 def test_a_path_that_is_below_all_numbers_until_it_is_the_only_one():
     """One sequence of few states under one matrix, of which a sum is 0 though a path leads there."""
     bulk, x = torch.zeros(1, 4, 4), torch.zeros(6, 4)
@@ -84,6 +100,7 @@ def test_a_path_that_is_below_all_numbers_until_it_is_the_only_one():
     torch.testing.assert_close(out, x[0, 0] + x[1, 3] + bulk[0, [0, 3, 1, 1, 1], [3, 1, 1, 1, 1]].log().sum())
 
 
+@EVERYWHERE
 def test_a_gradient_close_to_the_least_number_is_not_lost():
     x = torch.tensor([[-24.0, -600, -600, -600], [0, 0, 0, 0]], dtype=torch.float64)
     bulk = torch.zeros(1, 4, 4, dtype=torch.float64)
@@ -94,6 +111,7 @@ def test_a_gradient_close_to_the_least_number_is_not_lost():
     torch.testing.assert_close((bulk.grad * bulk)[0, 1:3, 2], torch.tensor([0.36, 180], dtype=torch.float64) / 180.36)
 
 
+@EVERYWHERE
 @BOTH
 def test_no_path_times_a_matrix_of_denormal_entries_is_nothing(dtype):
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
@@ -103,6 +121,7 @@ def test_no_path_times_a_matrix_of_denormal_entries_is_nothing(dtype):
     assert (bulk.grad[..., 1] == 0).all() and (bulk.grad[..., 0] > 1).all()
 
 
+@EVERYWHERE
 @BOTH
 def test_counts_of_entries_at_either_end_of_the_format(dtype):
     """Sequences that are redone add 1 / p to the gradient of the one entry p that they take."""

@@ -117,7 +117,8 @@ def _matrix(chain: Chain, step: int) -> tuple[Tensor, Tensor]:
         top = top.masked_fill(top == -math.inf, 0.0)
         return weights - top, top
     top = top.masked_fill(top == 0, 1.0)
-    return (weights / top).log(), top.log()
+    share, level = weights / top, top.log()
+    return torch.where(share < torch.finfo(share.dtype).tiny, weights.log() - level, share.log()), level
 
 
 def _final(chain: Chain) -> Tensor:
