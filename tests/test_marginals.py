@@ -61,7 +61,7 @@ def sequences(chain: Chain):
 @pytest.mark.parametrize(("dtype", "each"), [(F32, False), (F64, True)], ids=["float32 shared", "float64 each"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "c301"])
 def test_messages_and_entropy_of_every_family(name, dtype, each):
-    """Each entry of a message is a log-partition of its own: as exact as one so far below the others."""
+    """Each entry of a message is a log-partition of its own: as exact as one, however far below the others."""
     chain = FAMILIES[name](dtype, each=each, n=2, t=1)
     options = {"log_params": chain.log_params}
     found = logchain.forward_backward(*chain[:3], **options)
@@ -72,7 +72,7 @@ def test_messages_and_entropy_of_every_family(name, dtype, each):
         for one, truth in zip(found, oracle.messages(*operands, **options), strict=False):
             deep = truth.max(-1, keepdims=True) - np.where(np.isfinite(truth), truth, np.inf)
             deep = max(0.0, np.where(np.isfinite(deep), deep, 0.0).max(initial=0.0))
-            assert_values(one[index], truth, ulp(truth, dtype) + of_steps(v, c, deep, dtype=dtype))
+            assert_values(one[index], truth, ulp(truth, dtype) + of_steps(v, c, deep, dtype=F64))
         truth, size = np.array(oracle.entropy(*operands, **options)), abs(float(found.log_norm[index]))
         size = size if np.isfinite(size) else 0.0
         assert_values(entropies[index], truth, ulp(truth, dtype) + 2.0**-49 * max(1.0, size))

@@ -73,8 +73,12 @@ INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, 
     const Chain *a = w->a;
     for (int64_t r = 0; r < rows; r++) {
         const real *x = x_at(a, w->set, sequence_at(a, w->set, w->begin + place + r), step);
-        if (a->states < LANES) {
-            real *to = w->wide + r * w->width;
+        real *to = w->wide + r * w->width;
+        if (a->single) {
+            const float *entries = single_of(a->x, x);
+            for (int64_t j = 0; j < w->width; j++) to[j] = j < a->states ? (real)entries[j] : -INFINITE;
+            x = to;
+        } else if (a->states < LANES) {
             widen(a->states, w->width, x, 1, -INFINITE, to);
             x = to;
         }
@@ -98,7 +102,8 @@ static void leave(const Chain *a, int64_t q, const real *sums, const real *x, do
 /* Where a row of logarithms (v, g, m, c) is written; they lie as a gradient of x does. */
 INLINE real *logarithms_at(const Chain *a, real *all, int64_t set, int64_t q, int64_t step) {
     int64_t member = q - set * a->members;
-    return all + step * a->grad_step + (a->grad_at ? a->grad_at[q] : set * a->grad_set + member * a->grad_member);
+    int64_t at = step * a->grad_step + (a->grad_at ? a->grad_at[q] : set * a->grad_set + member * a->grad_member);
+    return a->single ? (real *)((float *)all + at) : all + at;
 }
 
 /* Natural logarithms of a row times 2^exponent e^taken: of its largest, near 2^TOP, a small one is added. */
@@ -106,8 +111,9 @@ static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t
     add_exponent(&taken, exponent + TOP);
     double rest = value_of(taken);
     for (int64_t j = 0; j < a->states; j += WIDE) {
-        doubles found = logarithm_of(read_wide(row + j, 1, a->states - j, 0), TOP);
-        write_wide(out + j, found + rest, a->states - j);
+        doubles found = logarithm_of(read_wide(row + j, 1, a->states - j, 0), TOP) + rest;
+        if (!a->single) write_wide(out + j, found, a->states - j);
+        else for (int64_t l = 0; l < WIDE && j + l < a->states; l++) ((float *)out)[j + l] = (float)found[l];
     }
 }
 
@@ -214,8 +220,11 @@ static void start(Walk *w, int64_t count, real common) {
     for (int64_t place = 0; place < count; place++) {
         int64_t q = sequence_at(a, w->set, w->begin + place);
         const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
+        for (int64_t j = 0; j < a->states && a->single && p0 != before; j++)
+            w->sums[j] = (real)single_of(a->p0, p0)[j * a->p0_state];
         if (p0 != before)
-            lossy = start_row(a->states, w->width, p0, a->p0_state, (int)a->logarithms, w->first, &exponent, &shift);
+            lossy = start_row(a->states, w->width, a->single ? w->sums : p0, a->single ? 1 : a->p0_state,
+                              (int)a->logarithms, w->first, &exponent, &shift);
         before = p0;
         a->lossy[q] = (uint8_t)lossy;
         add(&w->shifts[place], shift);

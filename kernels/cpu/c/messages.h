@@ -3,8 +3,8 @@
        forward_i = log(a_i) + what was taken out,  a_i = (a_{i-1} P_i) exp(x_i - max x_i)
        backward_{i-1} = log(b_{i-1}) + what was taken out,  b_{i-1} = P_i (exp(x_i - max x_i) b_i)
 
-   by the loops of forward.h, or in the numbers of exact.h where something may underflow. Backward messages are the sums
-   of a walk from the end, under matrices that are turned. */
+   by the loops of forward.h in float64, or in the numbers of exact.h where something may underflow. Backward messages
+   are the sums of a walk from the end, under matrices that are turned. */
 #pragma once
 #include "exact.h"
 
@@ -96,18 +96,20 @@ static void messages_back(Exact *w) {
 
 static void messages_both(Exact *w) { messages_ahead(w), messages_back(w); }
 
-/* Messages of sequences that all have as many steps; log Z. */
+/* Messages in float64 of sequences that all have as many steps; log Z. */
+int64_t logchain_forward64(const Chain *), logchain_room64(const Chain *);
 static void messages_of(const Chain *a, Chain back) {
     static const real one = 1, none = 0;
     Chain ahead = *a;
     int64_t last = a->steps - 1;
+    ahead.single = back.single = BITS == 32;
     ahead.log_backward = back.log_forward = 0;
     back.x += last * a->x_step, back.x_step = -a->x_step;
     back.log_backward += last * a->grad_step, back.grad_step = -a->grad_step;
     back.bulk_from = a->bulk_to, back.bulk_to = a->bulk_from;
     if (last > 0 && !a->one_matrix) back.bulk += (last - 1) * a->bulk_step, back.bulk_step = -a->bulk_step;
     back.p0 = a->logarithms ? &none : &one, back.p0_set = back.p0_member = back.p0_state = 0;
-    EXPORTED(logchain_forward)(&ahead), EXPORTED(logchain_forward)(&back);
+    logchain_forward64(&ahead), logchain_forward64(&back);
     for (int64_t q = a->first; q < a->last; q++) a->lossy[q] |= back.lossy[q];
 }
 
@@ -118,7 +120,7 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     Chain *both[] = {&all, &back};
     for (int k = 0; k < 2; k++) {
         both[k]->room = all.room, both[k]->lossy = take(&both[k]->room, sequences);
-        both[k]->sums = take(&both[k]->room, sequences * (int64_t)sizeof(real));
+        both[k]->sums = take(&both[k]->room, sequences * 8); /* float64, or float32 of what is redone */
         if (k || !a->log_norm) both[k]->log_norm = take(&both[k]->room, sequences * 8);
         all.room = both[k]->room;
     }
@@ -131,6 +133,6 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
 
 /* Bytes of scratch for them. */
 EXPORT int64_t EXPORTED(logchain_messages_room)(const Chain *a) {
-    int64_t plain = EXPORTED(logchain_room)(a), redone = EXPORTED(logchain_redo_room)(a);
-    return (plain > redone ? plain : redone) + 2 * a->sets * a->members * (int64_t)(9 + sizeof(real)) + 6 * 64;
+    int64_t plain = logchain_room64(a), redone = EXPORTED(logchain_redo_room)(a);
+    return (plain > redone ? plain : redone) + 2 * a->sets * a->members * 17 + 6 * 64;
 }
