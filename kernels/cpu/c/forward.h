@@ -74,9 +74,8 @@ INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, 
     for (int64_t r = 0; r < rows; r++) {
         const real *x = x_at(a, w->set, sequence_at(a, w->set, w->begin + place + r), step);
         real *to = w->wide + r * w->width;
-        if (a->single) {
-            const float *entries = single_of(a->x, x);
-            for (int64_t j = 0; j < w->width; j++) to[j] = j < a->states ? (real)entries[j] : -INFINITE;
+        if (is_single(a)) {
+            widen_singles(a->states, w->width, single_of(a->x, x), 1, -INFINITE, to);
             x = to;
         } else if (a->states < LANES) {
             widen(a->states, w->width, x, 1, -INFINITE, to);
@@ -103,7 +102,7 @@ static void leave(const Chain *a, int64_t q, const real *sums, const real *x, do
 INLINE real *logarithms_at(const Chain *a, real *all, int64_t set, int64_t q, int64_t step) {
     int64_t member = q - set * a->members;
     int64_t at = step * a->grad_step + (a->grad_at ? a->grad_at[q] : set * a->grad_set + member * a->grad_member);
-    return a->single ? (real *)((float *)all + at) : all + at;
+    return is_single(a) ? (real *)((float *)all + at) : all + at;
 }
 
 /* Natural logarithms of a row times 2^exponent e^taken: of its largest, near 2^TOP, a small one is added. */
@@ -112,8 +111,8 @@ static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t
     double rest = value_of(taken);
     for (int64_t j = 0; j < a->states; j += WIDE) {
         doubles found = logarithm_of(read_wide(row + j, 1, a->states - j, 0), TOP) + rest;
-        if (!a->single) write_wide(out + j, found, a->states - j);
-        else for (int64_t l = 0; l < WIDE && j + l < a->states; l++) ((float *)out)[j + l] = (float)found[l];
+        if (is_single(a)) write_singles((float *)out + j, found, a->states - j);
+        else write_wide(out + j, found, a->states - j);
     }
 }
 
@@ -220,11 +219,11 @@ static void start(Walk *w, int64_t count, real common) {
     for (int64_t place = 0; place < count; place++) {
         int64_t q = sequence_at(a, w->set, w->begin + place);
         const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
-        for (int64_t j = 0; j < a->states && a->single && p0 != before; j++)
-            w->sums[j] = (real)single_of(a->p0, p0)[j * a->p0_state];
-        if (p0 != before)
-            lossy = start_row(a->states, w->width, a->single ? w->sums : p0, a->single ? 1 : a->p0_state,
-                              (int)a->logarithms, w->first, &exponent, &shift);
+        if (p0 != before && is_single(a)) {
+            widen_singles(a->states, a->states, single_of(a->p0, p0), a->p0_state, 0, w->sums);
+            lossy = start_row(a->states, w->width, w->sums, 1, (int)a->logarithms, w->first, &exponent, &shift);
+        } else if (p0 != before)
+            lossy = start_row(a->states, w->width, p0, a->p0_state, (int)a->logarithms, w->first, &exponent, &shift);
         before = p0;
         a->lossy[q] = (uint8_t)lossy;
         add(&w->shifts[place], shift);

@@ -103,7 +103,7 @@ static void messages_of(const Chain *a, Chain back) {
     Chain ahead = *a;
     int64_t last = a->steps - 1;
     ahead.single = back.single = BITS == 32;
-    ahead.log_backward = back.log_forward = 0;
+    ahead.log_backward = back.log_forward = ahead.messages = back.messages = 0;
     back.x += last * a->x_step, back.x_step = -a->x_step;
     back.log_backward += last * a->grad_step, back.grad_step = -a->grad_step;
     back.bulk_from = a->bulk_to, back.bulk_to = a->bulk_from;

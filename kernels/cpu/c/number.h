@@ -51,6 +51,14 @@ INLINE void write_wide(real *to, doubles a, int64_t left) {
     else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
 }
 
+/* The same, written as float32. */
+typedef float Singles __attribute__((vector_size(WIDE * sizeof(float))));
+INLINE void write_singles(float *to, doubles a, int64_t left) {
+    Singles written = __builtin_convertvector(a, Singles);
+    if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);
+    else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
+}
+
 typedef struct { doubles m, e; } Number;
 
 /* The same number with its m in range, if it was not farther off than a digit. */

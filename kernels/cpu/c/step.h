@@ -101,9 +101,15 @@ static int rescale(Matrix *a) {
     return 1;
 }
 
-/* An operand's entries as they lie where they are float32. */
+/* Whether loops in float64 read float32, and where an operand's entries then lie. */
+INLINE int is_single(const Chain *a) { return BITS == 64 && a->single; }
 INLINE const float *single_of(const real *operand, const real *from) {
     return (const float *)operand + (from - operand);
+}
+INLINE void widen_singles(int64_t c, int64_t width, const float *from, int64_t step, real rest, real *to) {
+    if (step == 1) for (int64_t j = 0; j < c; j++) to[j] = (real)from[j];
+    else for (int64_t j = 0; j < c; j++) to[j] = (real)from[j * step];
+    for (int64_t j = c; j < width; j++) to[j] = rest;
 }
 
 /* The matrix into `step` as products take it: where it lies, or as a copy. */
@@ -111,21 +117,19 @@ static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
     const real *from = a->bulk + set * a->bulk_set + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
     int64_t c = a->states;
     out->exponent = out->looked = 0, out->shift = 0;
-    if (!a->logarithms && !a->single && out->width == c && (a->bulk_to == 1 || c == 1)) {
+    if (!a->logarithms && !is_single(a) && out->width == c && (a->bulk_to == 1 || c == 1)) {
         out->entries = from, out->row = a->bulk_from;
         return;
     }
     out->entries = out->room, out->row = out->width;
-    if (a->single) {
-        const float *entries = single_of(a->bulk, from);
+    real rest = a->logarithms ? -INFINITE : 0;
+    if (is_single(a))
         for (int64_t k = 0; k < c; k++)
-            for (int64_t j = 0; j < out->width; j++)
-                out->room[k * out->width + j] = j < c ? (real)entries[k * a->bulk_from + j * a->bulk_to]
-                                                : a->logarithms ? -INFINITE : 0;
-    } else if (out->width == c && a->bulk_from == 1) transpose(c, from, a->bulk_to, out->room, c);
+            widen_singles(c, out->width, single_of(a->bulk, from + k * a->bulk_from), a->bulk_to, rest,
+                          out->room + k * out->width);
+    else if (out->width == c && a->bulk_from == 1) transpose(c, from, a->bulk_to, out->room, c);
     else for (int64_t k = 0; k < c; k++) /* rows behind are 0 */
-        widen(c, out->width, from + k * a->bulk_from, a->bulk_to, a->logarithms ? -INFINITE : 0,
-              out->room + k * out->width);
+        widen(c, out->width, from + k * a->bulk_from, a->bulk_to, rest, out->room + k * out->width);
     if (!a->logarithms) return;
     reals high = all(-INFINITE);
     for (int64_t k = 0; k < c; k++)
