@@ -71,6 +71,7 @@ def chain_of(dtype, c, steps=7, members=3):
     buffers = {
         "x": x, "bulk": bulk, "p0": np.ones(c, dtype), "messages": empty((steps, members, c)),
         "log_norm": np.zeros(members), "sums": empty(members), "lossy": np.zeros(members, np.uint8),
+        "uncounted": np.zeros(members, np.int64),
         "weight": np.ones(members), "grad_x": empty(x.shape), "grad_bulk": empty(bulk.shape),
         "grad_p0": np.zeros((members, c)), "log_forward": empty(x.shape), "log_backward": empty(x.shape),
         "room": np.zeros(2**20, np.uint8),

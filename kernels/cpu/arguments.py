@@ -29,7 +29,7 @@ _SIZES = "steps sets members states first last one_matrix logarithms"
 _OPERANDS = (
     "*x x_step x_set x_member *x_at *bulk bulk_step bulk_set bulk_from bulk_to *p0 p0_set p0_member p0_state *final"
 )
-_PLACES = "*ends *order *messages *log_norm *sums *lossy *room"
+_PLACES = "*ends *order *messages *log_norm *sums *lossy *uncounted *room"
 _GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *counts *grad_p0"
 _MESSAGES = "*value *start start_set start_member *log_forward *log_backward by_log"
 _STRETCH = "*starts *leaving *entering *taken *lacking *lost *shares single"

@@ -42,7 +42,7 @@ def backward(
     grad_p0 = torch.empty(g, m, c, dtype=torch.float64, device="cpu")
     call = Call(chain)
     call.point(messages=messages, log_norm=log_norm, sums=scales[-1].contiguous(), lossy=lossy, weight=weight)
-    call.point(grad_p0=grad_p0)
+    call.point(grad_p0=grad_p0, uncounted=torch.empty(g, m, dtype=torch.int64, device="cpu"))
     for gradient in (grad_x, grad_bulk):
         if gradient is not None:
             in_large_pages(gradient)

@@ -3,8 +3,7 @@
        T_i = B_i E_i        B_{i-1} = T_i P_i^T        scaled to 2^TOP as S is, and believed on the same terms
        d/dx_i = w S_i B_i / sum S_i B_i        d/dP_i = w S_{i-1}^T T_i / sum S_{i-1} B_{i-1}
 
-   Sequences that turn out to be lossy are left out: where they have been added to what others share, their set is
-   walked again without them. */
+   A sequence that is lossy is left out; one that turns out to be, from there on: what it has been counted for stands. */
 #pragma once
 #include "forward.h"
 
@@ -19,13 +18,13 @@ typedef struct {
     real *partial;                 /* (c, padded width): sums of S^T T of some rows; what pads them is anything */
     double *total;                 /* the same of all rows */
     real *shares, *scales;         /* (count): as `meet` finds them */
-    uint8_t *skipped;              /* (count): without gradients, or lossy */
+    uint8_t *skipped;              /* (count): turned out to be lossy */
     double weight;                 /* a power of two near the largest weight, which sources are without */
     int64_t added;                 /* rows in `partial` */
     /* (GROUP, width): S and T of some steps of few sequences, to be multiplied together */
     real *held_ahead, *held_source;
     int64_t held;
-    int gathers, prepared, wary;   /* messages are gathered; a matrix is held; every matrix is looked at */
+    int prepared, wary;            /* a matrix is held; every matrix is looked at */
 } Back;
 
 INLINE int logs(const Chain *a) { return a->by_log || a->logarithms; }
@@ -34,7 +33,7 @@ INLINE reals size_of(reals a) { return (reals)((wholes)a & ~((wholes){0} + bits_
 /* B after a sequence's last step. */
 static void end_row(Back *b, int64_t place) {
     const Chain *a = b->w.a;
-    int64_t q = sequence_at(a, b->w.set, b->w.begin + place), width = b->w.width, exponent;
+    int64_t q = sequence_of(&b->w, place), width = b->w.width, exponent;
     real *row = b->behind + place * width;
     double shift;
     if (!a->final) {
@@ -42,7 +41,7 @@ static void end_row(Back *b, int64_t place) {
         return;
     }
     if (start_row(a->states, width, a->final + q * a->states, 1, 0, row, &exponent, &shift))
-        a->lossy[q] |= 2, b->skipped[place] = 1;
+        a->lossy[q] = 2, b->skipped[place] = 1;
 }
 
 /* T of a row; whether an emission was raised. */
@@ -256,16 +255,13 @@ static void count_step(Back *b, int64_t count, const real *ahead, int64_t step) 
     }
 }
 
-/* S of the first places at a step, as rows next to each other; 0 for what is left out. */
+/* S of the first places at a step, as rows next to each other. */
 static const real *rows_ahead(const Back *b, int64_t count, int64_t step) {
     const Walk *w = &b->w;
     const Chain *a = w->a;
-    if (!b->gathers) return message_at(a, w->set * a->members + w->begin, step);
-    for (int64_t place = 0; place < count; place++) {
-        real *to = b->ahead + place * w->width;
-        if (b->skipped[place]) clear(w->width, to);
-        else widen(a->states, w->width, message_at(a, sequence_at(a, w->set, w->begin + place), step), 1, 0, to);
-    }
+    if (w->direct) return message_at(a, sequence_of(w, 0), step);
+    for (int64_t place = 0; place < count; place++)
+        widen(a->states, w->width, message_at(a, sequence_of(w, place), step), 1, 0, b->ahead + place * w->width);
     return b->ahead;
 }
 
@@ -283,7 +279,7 @@ static void meet_all(Back *b, int64_t from, int64_t count, int64_t step, const r
     int64_t c = a->states, width = w->width;
     reals fresh = fresh_lanes(width);
     for (int64_t place = from; place < count; place++) {
-        int64_t q = sequence_at(a, w->set, w->begin + place);
+        int64_t q = sequence_of(w, place);
         real *gradient = gradient_at(a, w->set, q, step), *row = b->behind + place * width;
         if (!b->skipped[place]) {
             real *to = gradient && c < LANES ? b->posterior : gradient;
@@ -298,7 +294,7 @@ static void meet_all(Back *b, int64_t from, int64_t count, int64_t step, const r
                 if ((lost || faint) && is_far(&w->matrix)) b->wary = 1;
             }
             if (!lost) continue;
-            a->lossy[q] |= 2, b->skipped[place] = 1;
+            a->lossy[q] = 2, a->uncounted[q] = step + 1, b->skipped[place] = 1;
         }
         clear(width, row);
         if (gradient) clear(c, gradient);
@@ -309,7 +305,7 @@ static void meet_all(Back *b, int64_t from, int64_t count, int64_t step, const r
 static void write_start(Back *b, int64_t place) {
     Walk *w = &b->w;
     const Chain *a = w->a;
-    int64_t q = sequence_at(a, w->set, w->begin + place), c = a->states, exponent;
+    int64_t q = sequence_of(w, place), c = a->states, exponent;
     double *out = a->grad_p0 + q * c, sum = 0, shift;
     const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member, *x;
     real *source = b->source + place * w->width;
@@ -364,7 +360,7 @@ static void pull(Back *b, int64_t count, int64_t step) {
 static int64_t few_back(Back *b, int64_t step) {
     Walk *w = &b->w;
     const Chain *a = w->a;
-    int64_t q = sequence_at(a, w->set, w->begin);
+    int64_t q = sequence_of(w, 0);
     Lone l;
     real padded[FEW * FEW];
     if (a->one_matrix) prepare_back(b, 1, step);
@@ -395,24 +391,22 @@ static void walk_back(Back *b) {
     int64_t c = a->states, width = w->width, count = 0;
     int counted = (a->counts || a->grad_bulk) && a->steps > 1;
     real common = ordinary();
-    b->gathers = !w->direct, b->prepared = 0, b->added = b->held = 0, b->weight = 0;
+    b->prepared = 0, b->added = b->held = 0, b->weight = 0;
     for (int64_t place = 0; place < w->count; place++) {
-        int64_t q = sequence_at(a, w->set, w->begin + place);
-        b->skipped[place] = a->lossy[q] || a->weight[q] == 0 || !(a->sums[q] > 0), w->deep[place] = 0;
-        b->gathers |= b->skipped[place]; /* what was kept may be of any kind */
-        double weight = b->skipped[place] ? 0 : a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
+        int64_t q = sequence_of(w, place);
+        double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
+        a->lossy[q] = 0, a->uncounted[q] = a->steps, b->skipped[place] = 0, w->deep[place] = 0;
         b->weight = weight > b->weight ? weight : b->weight;
     }
-    int64_t exponent, some = 0;
-    for (int64_t place = 0; place < w->count; place++) some |= !b->skipped[place];
+    int64_t exponent;
     b->weight = b->weight > 0 && b->weight < __builtin_inf() ? b->weight / mantissa(b->weight, &exponent) : 1;
     for (int64_t k = 0; k < c * padded(width) && counted; k++) b->partial[k] = 0, b->total[k] = 0;
     for (int64_t step = a->steps - 1; step >= 0; step--) {
         int64_t before = count;
-        while (some && count < w->count && steps_of(a, sequence_at(a, w->set, w->begin + count)) > step)
+        while (count < w->count && steps_of(a, sequence_of(w, count)) > step)
             end_row(b, count++);
         for (int64_t place = count; place < w->count && a->grad_x && !a->starts; place++)
-            clear(c, gradient_at(a, w->set, sequence_at(a, w->set, w->begin + place), step));
+            clear(c, gradient_at(a, w->set, sequence_of(w, place), step));
         if (count > before) meet_all(b, before, count, step, rows_ahead(b, count, step), 0, common);
         if (step == 0) break;
         if (count == 0) {
@@ -427,7 +421,7 @@ static void walk_back(Back *b) {
         meet_all(b, 0, count, step - 1, ahead, 1, common);
         for (int64_t place = 0; place < count && counted; place++) {
             real *source = b->source + place * width,
-                 weight = (real)(a->weight[sequence_at(a, w->set, w->begin + place)] / b->weight);
+                 weight = (real)(a->weight[sequence_of(w, place)] / b->weight);
             if (b->skipped[place]) clear(width, source);
             else share_out(width, source, b->shares[place], b->scales[place], weight);
         }
@@ -436,22 +430,13 @@ static void walk_back(Back *b) {
     for (int64_t place = 0; place < w->count && a->grad_p0; place++) write_start(b, place);
 }
 
-/* Gradients of the places, without those that are lossy. */
+/* Gradients of the places: once more where a matrix turns out to need care, for any that was added up may have. */
 static void go_back(Back *b) {
     Walk *w = &b->w;
     const Chain *a = w->a;
-    int late, wary;
-    do {
-        wary = b->wary, late = 0;
-        uint8_t were[w->count];
-        for (int64_t p = 0; p < w->count; p++) were[p] = a->lossy[sequence_at(a, w->set, w->begin + p)];
-        walk_back(b);
-        for (int64_t p = 0; p < w->count; p++) {
-            int64_t q = sequence_at(a, w->set, w->begin + p);
-            late |= were[p] != a->lossy[q];
-            if (b->wary != wary) a->lossy[q] = were[p]; /* it may have been the matrix */
-        }
-    } while (b->wary != wary || (late && (a->counts || a->grad_bulk)));
+    int wary;
+    do wary = b->wary, walk_back(b);
+    while (b->wary != wary);
     if (!a->counts || !b->prepared) return;
     release(b), flush(b);
     Factors unscale = unscaled(w->matrix.exponent);
@@ -464,18 +449,37 @@ static void go_back(Back *b) {
         }
 }
 
+/* The members in the places from `begin` to before `behind` of a set that have gradients here. The others', of which
+   some are redone, become 0. */
+static int64_t choose_members(const Walk *w, int64_t begin, int64_t behind, int64_t *chosen) {
+    const Chain *a = w->a;
+    int64_t count = 0;
+    for (int64_t place = begin; place < behind; place++) {
+        int64_t q = sequence_of(w, place);
+        a->uncounted[q] = a->steps;
+        if (!a->lossy[q] && a->weight[q] != 0 && a->sums[q] > 0) {
+            chosen[count++] = q - w->set * a->members;
+            continue;
+        }
+        int64_t steps = a->starts ? steps_of(a, q) : a->steps;
+        for (int64_t step = 0; step < steps && a->grad_x; step++)
+            clear(a->states, gradient_at(a, w->set, q, step));
+        for (int64_t j = 0; j < a->states && a->grad_p0; j++) a->grad_p0[q * a->states + j] = 0;
+    }
+    return count;
+}
+
 /* The places of each set that a thread has. How many are lossy, in either direction. */
 EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     int64_t lossy = 0;
     Back b = {.w = {.a = a, .width = width_of(a)}};
     Walk *w = &b.w;
-    w->direct = !a->order && !a->ends && w->width == a->states;
     for (int64_t q = a->first; q < a->last;) {
         int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
         int64_t group = group_of(a),
                 size = a->one_matrix && behind - begin > group ? group : behind - begin, real_size = sizeof(real);
         char *room = a->room;
-        w->set = q / a->members;
+        w->set = q / a->members, w->begin = 0, w->order = order_of(a, w->set);
         w->matrix = (Matrix){.c = a->states, .width = w->width, .room = take(&room, w->width * w->width * real_size)};
         if (w->width > a->states) clear(w->width * w->width, w->matrix.room);
         w->wide = take(&room, group * w->width * real_size);
@@ -493,12 +497,18 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
         b.shares = take(&room, size * real_size);
         b.scales = take(&room, size * real_size);
         b.skipped = take(&room, size);
-        for (w->begin = begin; w->begin < behind; w->begin += size) {
-            w->count = behind - w->begin < size ? behind - w->begin : size;
+        int64_t *chosen = take(&room, (behind - begin) * 8), count = choose_members(w, begin, behind, chosen);
+        int64_t last = behind;
+        w->begin = begin;
+        if (count < behind - begin) w->order = chosen, w->begin = 0, last = count;
+        w->direct = !w->order && !a->ends && w->width == a->states;
+        do { /* without any, too: gradients of matrices become 0 */
+            w->count = last - w->begin < size ? last - w->begin : size;
             w->lone = w->count == 1 && a->states <= FEW;
             go_back(&b);
-        }
-        for (int64_t place = begin; place < behind; place++) lossy += a->lossy[sequence_at(a, w->set, place)] != 0;
+        } while ((w->begin += size) < last);
+        w->order = order_of(a, w->set);
+        for (w->begin = begin; w->begin < behind; w->begin++) lossy += a->lossy[sequence_of(w, 0)] != 0;
         q += behind - begin;
     }
     return lossy;
@@ -510,6 +520,6 @@ EXPORT int64_t EXPORTED(logchain_room)(const Chain *a) {
     int64_t size = a->one_matrix && a->members > group ? group : a->members;
     int64_t ahead = width * width * bytes + 2 * group * width * bytes + (2 * size + 1) * width * bytes + size * 40;
     int64_t back = 2 * width * width * bytes + width * padded(width) * (bytes + 8)
-                   + (2 * GROUP + group + 3 * size + 2) * width * bytes + size * 32;
+                   + (2 * GROUP + group + 3 * size + 2) * width * bytes + size * 32 + a->members * 8;
     return (ahead > back ? ahead : back) + 20 * 64;
 }

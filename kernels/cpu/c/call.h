@@ -27,6 +27,7 @@ static void find_gradients(const Chain *a) {
     int64_t c = a->states, square = c * c;
     uint8_t *lossy = all.lossy = take(&all.room, sequences_of(a)); /* that of the caller may be asked again */
     for (int64_t q = 0; q < sequences_of(a); q++) lossy[q] = a->lossy[q];
+    all.uncounted = take(&all.room, sequences_of(a) * 8);
     if (a->grad_bulk && a->one_matrix) {
         all.grad_bulk = 0, all.counts = take(&all.room, a->sets * square * 8);
         for (int64_t k = 0; k < a->sets * square; k++) all.counts[k] = 0;
@@ -78,7 +79,7 @@ EXPORT int64_t EXPORTED(logchain_value_room)(const Chain *a) {
 }
 EXPORT int64_t EXPORTED(logchain_gradients_room)(const Chain *a) {
     int64_t doubles_ = a->sets * a->states * a->states + sequences_of(a) * a->states;
-    return EXPORTED(logchain_value_room)(a) + sequences_of(a) + doubles_ * 8 + 3 * 64;
+    return EXPORTED(logchain_value_room)(a) + sequences_of(a) * 9 + doubles_ * 8 + 4 * 64;
 }
 EXPORT int64_t EXPORTED(logchain_posteriors_room)(const Chain *a) {
     return EXPORTED(logchain_gradients_room)(a) + sequences_of(a) * 8

@@ -23,6 +23,7 @@ typedef struct {
     double *log_norm;               /* (g, m) */
     real *sums;                     /* (g, m): of the last message, times `final` */
     uint8_t *lossy;                 /* (g, m): 1, forward is to be redone; 2, backward is */
+    int64_t *uncounted;             /* (g, m): where it is, the last step whose transitions have not been counted yet */
     char *room;                     /* scratch of this thread, see `room` in library.py */
     const double *weight;           /* (g, m): what multiplies each sequence's gradients */
     real *grad_x;                   /* (v, g, m, c) or null */

@@ -9,7 +9,7 @@
 
 enum { BLOCK = 16, PARTS = BLOCK / WIDE };   /* columns that are summed together, and their vectors */
 enum { CHAINS = PARTS < 8 ? 8 / PARTS : 1 }; /* sums of a column that do not wait for each other */
-enum { TOGETHER = 32 };                      /* sequences that take a step together */
+enum { TOGETHER = 64 };                      /* sequences that take a step together */
 
 /* ------------------------------------------------------------------------------------------------------ matrices */
 
@@ -539,7 +539,7 @@ static void walk_numbers_back(Exact *w) {
             }
             for (int64_t j = 0; j < w->across; j++) w->scratch[j] = w->entered[at + j];
             double sum = meet_numbers(w, f, step, bm, be, &digit);
-            if (counted && ahead < steps && sum != 0)
+            if (counted && ahead < steps && ahead <= a->uncounted[q] && sum != 0)
                 counts[f] = share_numbers(w, w->scratch, a->weight[q], sum, digit,
                                           w->um + at, w->ue + at, w->rows + at);
         }

@@ -13,6 +13,7 @@ INLINE int64_t group_of(const Chain *a) { return is_packed(4 * GROUP, a->states)
 typedef struct {
     const Chain *a;
     int64_t set, begin, count, width, direct; /* direct: messages are kept as they are walked */
+    const int64_t *order;                     /* the members in the set's places; null where they are in order */
     real *states;                             /* where they are not: two steps' (2, count, width) */
     real *sums, *wide;                        /* (group, width): a group's sums, and its x where c < LANES */
     real *first;                              /* (width): the initial weights as sums */
@@ -23,9 +24,11 @@ typedef struct {
     int lone;                                 /* it is one sequence of few states */
 } Walk;
 
+INLINE const int64_t *order_of(const Chain *a, int64_t set) { return a->order ? a->order + set * a->members : 0; }
 INLINE int64_t width_of(const Chain *a) { return a->states < LANES ? LANES : a->states; }
-INLINE int64_t sequence_at(const Chain *a, int64_t set, int64_t place) {
-    return set * a->members + (a->order ? a->order[set * a->members + place] : place);
+INLINE int64_t sequence_of(const Walk *w, int64_t place) {
+    place += w->begin;
+    return w->set * w->a->members + (w->order ? w->order[place] : place);
 }
 INLINE int64_t steps_of(const Chain *a, int64_t q) { return a->ends ? a->ends[q] : a->steps; }
 INLINE const real *x_at(const Chain *a, int64_t set, int64_t q, int64_t step) {
@@ -64,7 +67,7 @@ INLINE real *state_at(const Walk *w, int64_t place, int64_t step) {
 /* How many of the places have a step; they come first. */
 INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
     if (!w->a->ends) return w->count;
-    while (before > 0 && steps_of(w->a, sequence_at(w->a, w->set, w->begin + before - 1)) <= step) before--;
+    while (before > 0 && steps_of(w->a, sequence_of(w, before - 1)) <= step) before--;
     return before;
 }
 
@@ -72,7 +75,7 @@ INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
 INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, const real **out) {
     const Chain *a = w->a;
     for (int64_t r = 0; r < rows; r++) {
-        const real *x = x_at(a, w->set, sequence_at(a, w->set, w->begin + place + r), step);
+        const real *x = x_at(a, w->set, sequence_of(w, place + r), step);
         real *to = w->wide + r * w->width;
         if (is_single(a)) {
             widen_singles(a->states, w->width, single_of(a->x, x), 1, -INFINITE, to);
@@ -120,7 +123,7 @@ static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t
 static void share(const Walk *w, int64_t count, int64_t step) {
     const Chain *a = w->a;
     for (int64_t place = 0; place < w->count; place++) {
-        real *out = shares_at(a, sequence_at(a, w->set, w->begin + place), step);
+        real *out = shares_at(a, sequence_of(w, place), step);
         const real *state = state_at(w, place, step);
         if (!out) return;
         reals parts = {0};
@@ -142,7 +145,7 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
     if (rows == 1) weigh(1, 1, w->width, x, sums, state_at(w, place, step), &found);
     else weigh(0, rows, w->width, x, sums, state_at(w, place, step), &found);
     for (int64_t r = 0; r < rows && step > 0; r++) {
-        int64_t q = sequence_at(a, w->set, w->begin + place + r);
+        int64_t q = sequence_of(w, place + r);
         if (a->lossy[q] || !asks(w->deep[place + r], found.least[r], found.most[r])) continue;
         if (!w->matrix.looked) {
             look(&w->matrix);
@@ -151,7 +154,7 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
         a->lossy[q] = (uint8_t)is_lossy(a->states, sums + r * w->width, 1, found.most[r], &w->matrix, common);
     }
     for (int64_t r = 0; r < rows; r++) {
-        int64_t q = sequence_at(a, w->set, w->begin + place + r);
+        int64_t q = sequence_of(w, place + r);
         if (a->leaving && step + 1 == steps_of(a, q))
             leave(a, q, sums + r * w->width, x[r], found.shift[r], exponent_of(found.most[r]));
         Sum *shift = &w->shifts[place + r];
@@ -176,7 +179,7 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
 /* log Z of a sequence whose last step this is. */
 static void finish(Walk *w, int64_t place, int64_t step) {
     const Chain *a = w->a;
-    int64_t q = sequence_at(a, w->set, w->begin + place), c = a->states;
+    int64_t q = sequence_of(w, place), c = a->states;
     const real *state = state_at(w, place, step), *final = a->final ? a->final + q * c : 0;
     double sum = 0, high = final ? 0 : 1;
     int meets = 0;
@@ -203,7 +206,7 @@ static void finish(Walk *w, int64_t place, int64_t step) {
 static void keep(const Walk *w, int64_t place, int64_t behind, int64_t step, int there) {
     const Chain *a = w->a;
     for (; place < behind; place++) {
-        real *to = message_at(a, sequence_at(a, w->set, w->begin + place), step);
+        real *to = message_at(a, sequence_of(w, place), step);
         if (there) narrow(a->states, state_at(w, place, step), to);
         else clear(a->states, to);
     }
@@ -217,7 +220,7 @@ static void start(Walk *w, int64_t count, real common) {
     double shift = 0;
     int lossy = 0;
     for (int64_t place = 0; place < count; place++) {
-        int64_t q = sequence_at(a, w->set, w->begin + place);
+        int64_t q = sequence_of(w, place);
         const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
         if (p0 != before && is_single(a)) {
             widen_singles(a->states, a->states, single_of(a->p0, p0), a->p0_state, 0, w->sums);
@@ -236,7 +239,7 @@ static void start(Walk *w, int64_t count, real common) {
    `padded` (FEW, FEW) becomes that matrix, or its transpose. */
 static int64_t lone_of(Walk *w, int turned, real *padded, Lone *l) {
     const Chain *a = w->a;
-    int64_t c = a->states, q = sequence_at(a, w->set, w->begin), one = a->one_matrix;
+    int64_t c = a->states, q = sequence_of(w, 0), one = a->one_matrix;
     int64_t row = a->starts ? c : a->sets * a->members * c, aside = steps_kept_back(c, a->x_step);
     int64_t others = one ? 0 : steps_kept_back(c, a->bulk_step), kept = a->messages ? steps_kept_back(c, row) : 0;
     if (a->shares || a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
@@ -263,7 +266,7 @@ static int64_t lone_of(Walk *w, int turned, real *padded, Lone *l) {
 static int64_t few_ahead(Walk *w, int64_t step) {
     Lone l;
     real padded[FEW * FEW];
-    int64_t behind = lone_of(w, 0, padded, &l), last = steps_of(w->a, sequence_at(w->a, w->set, w->begin)) - 1;
+    int64_t behind = lone_of(w, 0, padded, &l), last = steps_of(w->a, sequence_of(w, 0)) - 1;
     behind = behind < last ? behind : last;
     if (step >= behind) return step;
     narrow(w->a->states, state_at(w, 0, step - 1), l.state);
@@ -279,7 +282,7 @@ static void walk_ahead(Walk *w) {
     const Chain *a = w->a;
     real common = ordinary();
     for (int64_t place = 0; place < w->count; place++) {
-        int64_t q = sequence_at(a, w->set, w->begin + place);
+        int64_t q = sequence_of(w, place);
         w->shifts[place] = begun(a, q), w->exponents[place] = 0, w->deep[place] = 0;
         a->lossy[q] = 0, a->sums[q] = 0, a->log_norm[q] = -__builtin_inf();
     }
@@ -287,12 +290,12 @@ static void walk_ahead(Walk *w) {
     start(w, count, common);
     if (a->one_matrix && a->steps > 1) prepare(a, w->set, 1, &w->matrix);
     for (int64_t step = 0; step < a->steps; step++) {
-        if (w->lone && step > 0 && count > 0 && !a->lossy[sequence_at(a, w->set, w->begin)]) step = few_ahead(w, step);
+        if (w->lone && step > 0 && count > 0 && !a->lossy[sequence_of(w, 0)]) step = few_ahead(w, step);
         if (step > 0 && count > 0) {
             if (!a->one_matrix) prepare(a, w->set, step, &w->matrix);
             for (int64_t place = 0, group = group_of(a); place < count; place += group) {
                 int64_t rows = count - place < group ? count - place : group, trusted = 0;
-                for (int64_t r = 0; r < rows; r++) trusted |= !a->lossy[sequence_at(a, w->set, w->begin + place + r)];
+                for (int64_t r = 0; r < rows; r++) trusted |= !a->lossy[sequence_of(w, place + r)];
                 if (!trusted) {
                     for (int64_t r = 0; r < rows; r++) forget(w, place + r, step);
                     continue;
@@ -333,7 +336,7 @@ EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
         int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
         int64_t group = group_of(a), size = a->one_matrix && behind - begin > group ? group : behind - begin;
         char *room = a->room;
-        w.set = q / a->members;
+        w.set = q / a->members, w.order = order_of(a, w.set);
         w.matrix = (Matrix){.c = a->states, .width = w.width,
                             .room = take(&room, w.width * w.width * (int64_t)sizeof(real))};
         if (w.width > a->states) clear(w.width * w.width, w.matrix.room);
@@ -349,7 +352,7 @@ EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
             w.lone = w.count == 1 && a->states <= FEW;
             walk_ahead(&w);
         }
-        for (int64_t place = begin; place < behind; place++) lossy += a->lossy[sequence_at(a, w.set, place)];
+        for (w.begin = begin; w.begin < behind; w.begin++) lossy += a->lossy[sequence_of(&w, 0)];
         q += behind - begin;
     }
     return lossy;
