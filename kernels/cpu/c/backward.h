@@ -3,7 +3,7 @@
        T_i = B_i E_i        B_{i-1} = T_i P_i^T        scaled to 2^TOP as S is, and believed on the same terms
        d/dx_i = w S_i B_i / sum S_i B_i        d/dP_i = w S_{i-1}^T T_i / sum S_{i-1} B_{i-1}
 
-   A sequence that is lossy is left out; one that turns out to be, from there on: what it has been counted for stands. */
+   A sequence that is lossy is left out; one that turns out to be, from there on: what was counted of it stands. */
 #pragma once
 #include "forward.h"
 
