@@ -110,6 +110,10 @@ INLINE int64_t ahead(const int narrow, const int one, Lone *lone, int64_t step, 
         if (!believed(narrow, c, &bounds, deep, &sums, &most)) break;
         state = sums * emissions(narrow, c, l->x + step * l->x_step, &top, &deep), factor = to_top(most);
         if (l->messages) write(narrow, c, state * factor, l->messages + step * l->message_step);
+        if (l->shares) {
+            reals message = state * factor, sum = all(total(message));
+            write(narrow, c, where(sum > 0, message / sum, sum), l->shares + step * l->share_step);
+        }
         add(&shift, top);
         exponents += most[0] >> FRACTION;
     }

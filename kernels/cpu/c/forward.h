@@ -242,7 +242,7 @@ static int64_t lone_of(Walk *w, int turned, real *padded, Lone *l) {
     int64_t c = a->states, q = sequence_of(w, 0), one = a->one_matrix;
     int64_t row = a->starts ? c : a->sets * a->members * c, aside = steps_kept_back(c, a->x_step);
     int64_t others = one ? 0 : steps_kept_back(c, a->bulk_step), kept = a->messages ? steps_kept_back(c, row) : 0;
-    if (a->shares || a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
+    if (a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
     if (one && !w->matrix.looked) look(&w->matrix), rescale(&w->matrix);
     const Matrix *m = &w->matrix;
     real limit = one ? TRUSTED * m->high : INFINITE;
@@ -250,6 +250,7 @@ static int64_t lone_of(Walk *w, int turned, real *padded, Lone *l) {
     *l = (Lone){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 1) - a->x_step, .x_step = a->x_step,
                 .entries = one ? padded : a->bulk + w->set * a->bulk_set, .row = a->bulk_from,
                 .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
+                .shares = a->shares ? shares_at(a, q, 1) - a->grad_step : 0, .share_step = a->grad_step,
                 .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
                 /* states are met by a matrix before they are taken to 2^TOP, and may be as much lower as it is */
                 .zeros = one && m->low * (m->high < 1 ? m->high : 1) >= ordinary(),

@@ -12,11 +12,11 @@ typedef struct {
     const real *x;                  /* of step 0 */
     const real *entries;            /* the matrix into step 1; where all steps have one, that one or, for steps back,
                                        its transpose, with zeros up to the length of a row of few.h */
-    real *messages;                 /* of step 0; null where they are not kept */
+    real *messages, *shares;        /* of step 0, and those over their sums; null where they are not kept */
     real *gradient;                 /* of x at step 0, or null */
     real *outer;                    /* gradient of the matrix into step 1, or null */
     real *held_ahead, *held_source; /* rows that are to be multiplied, or null */
-    int64_t x_step, row, entries_step, message_step, gradient_step, outer_step, held_step, held, most_held;
+    int64_t x_step, row, entries_step, message_step, share_step, gradient_step, outer_step, held_step, held, most_held;
     real high;                      /* the largest entry that a gradient was written for */
     real limits[2];                 /* of sums that are believed; the second, where an emission was raised */
     int one, zeros, by_log;         /* all steps have one matrix; sums may be 0; gradients are of logarithms */
