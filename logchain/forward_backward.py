@@ -56,7 +56,8 @@ def forward_backward(
 
     Cost: `2 v c^2` multiply-adds a sequence in float64, an exponential and a logarithm for each entry of a message, in
     `2 v` dependent steps; with exponents of any size where something may underflow, or sequences have lengths. Each
-    entry is exact, however far below the others. Memory: the results; elsewhere than on a CPU the messages in float64.
+    entry is as exact as a log-partition, however far below the others. Memory: the results; elsewhere than on a CPU the
+    messages in float64.
 
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989). Definition:
     `logchain.reference.forward_backward`.

@@ -395,7 +395,7 @@ static void walk_back(Back *b) {
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place);
         double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
-        a->lossy[q] = 0, a->uncounted[q] = a->steps, b->skipped[place] = 0, w->deep[place] = 0;
+        a->lossy[q] = b->skipped[place] = w->deep[place] = 0;
         b->weight = weight > b->weight ? weight : b->weight;
     }
     int64_t exponent;
