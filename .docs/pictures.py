@@ -13,7 +13,7 @@ from matplotlib.patches import Circle, Rectangle
 
 import logchain
 from logchain import _forum, reference
-from logchain.kernels.exponentials import trusted_sum
+from logchain.kernels.numbers import trusted_sum
 
 # M. Okabe and K. Ito's colours, which can be told apart by all readers
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"

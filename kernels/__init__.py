@@ -16,10 +16,10 @@ from torch import Tensor
 _MODULES = {
     "chain": ("gpu.sum_product", "cpu.sum_product", "plain.sum_product"),
     "chunked": ("gpu.chunked", "chunked", "chunked"),
-    "path": ("gpu.max_product", "native_max_product", "max_product"),
-    "draw": ("sampling", "native_sampling", "sampling"),
-    "log_matmul": ("gpu.matmul", "log_matmul", "log_matmul"),
-    "tree": ("gpu.tree", "native_tree", "tree"),
+    "path": ("gpu.viterbi", "native_max_product", "plain.viterbi"),
+    "draw": ("plain.sample", "native_sampling", "plain.sample"),
+    "log_matmul": ("gpu.matmul", "plain.matmul", "plain.matmul"),
+    "tree": ("gpu.product", "native_tree", "plain.product"),
 }
 
 _NOTHING = nullcontext()
@@ -100,22 +100,22 @@ def chunked_kernels(tensor: Tensor) -> ModuleType:
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:
-    """`paths` of a chain, see `kernels.max_product`."""
+    """`paths` of a chain, see `kernels.plain.viterbi`."""
     return _module("path", tensor)
 
 
 def draw_kernels(tensor: Tensor) -> ModuleType:
-    """`draw_block` of a chain, see `kernels.sampling`."""
+    """`draw_block` of a chain, see `kernels.plain.sample`."""
     return _module("draw", tensor)
 
 
 def log_matmul_kernels(tensor: Tensor) -> ModuleType:
-    """`forward` and `backward` of a log-semiring matrix product, see `kernels.log_matmul`."""
+    """`forward` and `backward` of a log-semiring matrix product, see `kernels.plain.matmul`."""
     return _module("log_matmul", tensor)
 
 
 def tree_kernels(tensor: Tensor) -> ModuleType:
-    """`Nodes` of a product tree and their `Arithmetic`, see `kernels.tree`."""
+    """`Nodes` of a product tree and their `Arithmetic`, see `kernels.plain.product`."""
     return _module("tree", tensor)
 
 

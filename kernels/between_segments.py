@@ -14,9 +14,8 @@ from torch import Tensor
 from .certificate import Reach
 from .chain import Matrices
 from .cut import Cut
-from .exponentials import finite, trusted_sum
+from .numbers import exact_sum, finite, trusted_sum
 from .segments import Products
-from .summation import exact_sum
 
 _TINY = torch.finfo(torch.float64).tiny
 

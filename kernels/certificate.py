@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .chain import Chain, Matrices
-from .exponentials import trusted_sum
+from .numbers import trusted_sum
 
 # by step, a path may run so far (17 nats) below the largest emission: its rounding stays within the contract
 _SHALLOW = 2.0**-24

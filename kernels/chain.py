@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .exponentials import exp_shifted, finite
+from .numbers import exp_shifted, finite
 
 # entries of x whose exponentials are taken in one call: enough to hide the call, few enough for a cache
 _BLOCK = 2**18

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .chain import Chain
-from .exponentials import finite
+from .numbers import finite
 
 # a GPU leaves so many products to one vector; if there are more, it multiplies so many at a time again
 FEW, AGAIN = 48, 8

@@ -1,12 +1,12 @@
-"""`kernels.max_product` compiled for the CPU by numba: one loop over steps, sequences, states before and states after.
+"""`kernels.plain.viterbi` compiled by numba: one loop over steps, sequences, states before and states after.
 
     t(j) = max_k(a(k) + log P(k, j)),  a(j) = t(j) + (x(j) - max x),  less its largest entry
 
 Shapes: messages (v, g, m, c), matrices (s, g, c, c) with `[from, to]`. Numerics: float32 or float64 additions and
-maxima as in `kernels.max_product`, with which it agrees exactly; the logarithms are torch's, taken of a block of steps
+maxima as in `kernels.plain.viterbi`, with which it agrees exactly; logarithms are torch's, of a block of steps
 at a time for all sequences that share them. Two vectors of t at a time stay in registers while k runs. Sequences are
 divided among `torch.get_num_threads()` threads.
-Cost: v c^2 additions and maxima a sequence; back, v c more. Tested against `kernels.max_product`.
+Cost: v c^2 additions and maxima a sequence; back, v c more. Tested against `kernels.plain.viterbi`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from torch import Tensor
 from .chain import Chain
 from .native import compiled, cut, spread
 from .native_vectors import LANES, entry, everywhere, larger, largest, load, store
-from .semiring_chain import log_weights, start
+from .plain.semiring import log_weights, start
 
 # logarithms and emissions of a block of steps: what a second-level cache holds
 _BLOCK = 2**18
@@ -30,7 +30,7 @@ _SHARE = 2**22
 
 
 def paths(chain: Chain, steps: int) -> Tensor:
-    """The states (g, m, steps) int64 of the best paths: see `kernels.max_product`."""
+    """The states (g, m, steps) int64 of the best paths: see `kernels.plain.viterbi`."""
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     messages = chain.new(v, g, m, c)
     messages[0] = start(chain)[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .chain import Chain
 from .native import compiled, cut, spread
-from .sampling import Transitions
+from .plain.sample import Transitions
 
 # draws to a state from which on all columns are made: made alone, one takes as long as eight of them
 _FULL = 0.125

@@ -1,12 +1,12 @@
-"""`kernels.tree` with its passes over matrices compiled for the CPU by numba: one before each product, one behind it.
+"""`kernels.plain.product` with its passes over matrices compiled by numba: one before each product, one behind it.
 
     a leaf        top = max a,           e = exp(a - top)           each matrix while a cache holds it
     a product     least and largest sum, then sums over the largest
 
 Largest and least are found among the bits of floats, as integers, whose order does not depend on NaN: so the loops
-become vectors. Names, meaning and numerics are those of `kernels.tree`, which takes over where the sums say that linear
-numbers do not do. Exponentials are good to 1e-7 (float32) and 3e-16, and 0 below 2^-115 and 2^-995.
-Cost of a product: c^3 multiply-adds, two passes over its result and two over each leaf. Tested against `kernels.tree`.
+become vectors. Names, meaning and numerics are those of `kernels.plain.product`, which takes over where the
+sums say that linear numbers do not do; exponentials to 1e-7 (float32) and 3e-16, and 0 below 2^-115 and 2^-995.
+Cost of a product: c^3 multiply-adds, two passes over its result and two over each leaf.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import native_exp, tree
+from . import native_exp
 from .native import compiled
-from .nodes import Block, Nodes
+from .plain import product as tree
+from .plain.nodes import Block, Nodes
 
 __all__ = ["Arithmetic", "Nodes"]
 
@@ -33,7 +34,7 @@ exp: Any = native_exp.exp
 
 
 class Arithmetic(tree.Arithmetic):
-    """Products of nodes, see `kernels.tree`."""
+    """Products of nodes, see `kernels.plain.product`."""
 
     def __init__(self, c: int, most: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(c, most, dtype, device)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from .certificate import Certificate, least_scale, period_of
 from .chain import Chain, Emissions, Matrices
-from .exponentials import trusted_sum
-from .summation import exact_sum
+from .numbers import exact_sum, trusted_sum
 
 # float64 scales summed at a time
 _PIECE = 2**15

@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import semirings
-from ._rescues import Rescues, rescues
 from .entropy import entropy
 from .forward_backward import Messages, forward_backward
 from .kl_divergence import kl_divergence
@@ -16,6 +15,7 @@ from .memory_report import Memory, MemoryReport, memory_report
 from .plan import Estimate, Plan, plan
 from .prefix_products import prefix_products
 from .product import product
+from .rescues import Rescues, rescues
 from .sample import sample
 from .stream import Stream, StreamUpdate
 from .topk_paths import Paths, topk_paths

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._arguments import check_tensor
-from ._crf import check_crf, with_end
+from .arguments import check_tensor
+from .masks import check_crf, with_end
 from .matmul import matmul
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ._arguments import Lengths, check_question
-from ._chain import along, log_norm
-from ._chain_operators import arithmetic_dtype
-from ._paths import finite_log
+from .arguments import Lengths, check_question
+from .autograd.chain import along, log_norm
+from .autograd.paths import finite_log
+from .operands import arithmetic_dtype
 
 
 def entropy(

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ._arguments import Lengths, check_question
-from ._chain_operators import short_of
-from ._messages import messages
-from ._operators import differentiated
+from .arguments import Lengths, check_question
+from .autograd.chain_operators import short_of
+from .autograd.messages import messages
+from .operands import differentiated
 
 
 class Messages(NamedTuple):

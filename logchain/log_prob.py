@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._arguments import Lengths, check_question
-from ._chain import log_norm
-from ._chain_operators import arithmetic_dtype
-from ._operators import operator
-from ._paths import log_weight
+from .arguments import Lengths, check_question
+from .autograd.chain import log_norm
+from .autograd.operator import operator
+from .autograd.paths import log_weight
+from .operands import arithmetic_dtype
 
 
 def log_prob(

@@ -5,13 +5,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import Lengths, check_choice, check_question
-from ._chain import forward, gradient
-from ._chain_operators import arithmetic_dtype, short_of
-from ._operators import differentiated
-from ._packed import Packed
-from ._packed_chain import posteriors, taken
-from ._rescues import report_chains
+from .arguments import Lengths, check_choice, check_question
+from .autograd.chain import forward, gradient
+from .autograd.chain_operators import short_of
+from .autograd.packed_chain import posteriors, taken
+from .operands import arithmetic_dtype, differentiated
+from .rescues import report_chains
+from .schedules.packed import Packed
 
 
 class Marginals(NamedTuple):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ._arguments import check_tensor
-from ._log_matmul import log_matmul
+from .arguments import check_tensor
+from .autograd.matmul import broadcast_log_matmul
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -55,7 +55,7 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     if 0 in a.shape or 0 in b.shape:  # nothing to sum or nothing to give
         result = torch.logsumexp(a.to(dtype)[..., :, :, None] + b.to(dtype)[..., None, :, :], -2)
     else:
-        result = log_matmul(*(t.to(dtype)[(None,) * (len(shape) - t.dim())] for t in (a, b)))
+        result = broadcast_log_matmul(a.to(dtype), b.to(dtype))
     return result if out is None else out.copy_(result)
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ._arguments import check_flag, check_stack
-from ._matrix_chain import log_product
+from .arguments import check_flag, check_stack
+from .autograd.products import log_product
 
 
 def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from . import _budget, _cost_counts, _schedule
-from ._arguments import Lengths, check_float_dtype, check_question
-from ._cost_counts import SEQUENTIAL, Schedule, Size
-from ._operators import differentiated
-from ._schedule import Strategy, Where
+from .arguments import Lengths, check_float_dtype, check_question
+from .operands import differentiated
+from .schedules import budget as budgets
+from .schedules import choose, cost_counts
+from .schedules.choose import Strategy, Where
+from .schedules.cost_counts import SEQUENTIAL, Schedule, Size
 
 # of operands of which only the shape is given
 Shape = Sequence[int]
@@ -119,7 +120,7 @@ def plan(
     >>> tree.multiply_adds // forum.multiply_adds
     200
     """
-    _schedule.check_options(strategy, memory_budget, {})
+    choose.check_options(strategy, memory_budget, {})
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
         raise TypeError(f"gradients: expected True, False or None, got {gradients!r}")
@@ -130,15 +131,15 @@ def plan(
     elif gradients and not any(operand.requires_grad for operand in operands):
         x, bulk, p0 = operands
         operands = _like(x).requires_grad_(), _like(bulk).requires_grad_(), _like(p0).requires_grad_()
-    size = _schedule.size_of(*operands, log_params, ends is not None, gradients)
+    size = choose.size_of(*operands, log_params, ends is not None, gradients)
     strategy = "sequential" if memory_budget is not None else strategy
     found = _plan(
         size, place, strategy, _title(operands, place, ends is not None, gradients), memory_budget is not None
     )
     if memory_budget is not None:
-        every = _budget.every_within(memory_budget, *operands, gradients)
+        every = budgets.every_within(memory_budget, *operands, gradients)
         if every is not None:
-            return _checkpointed(found, size, place, every, _budget.Sizes.of(*operands, gradients))
+            return _checkpointed(found, size, place, every, budgets.Sizes.of(*operands, gradients))
     return found
 
 
@@ -148,13 +149,13 @@ def _operands(
     """Tensors, those without memory for shapes, and where they are computed with."""
     tensors = [value for value in given if isinstance(value, Tensor)]
     if len(tensors) == 3:
-        return (tensors[0], tensors[1], tensors[2]), _schedule.where(tensors[2])
+        return (tensors[0], tensors[1], tensors[2]), choose.where(tensors[2])
     if tensors and device is None:
-        place = _schedule.where(tensors[-1])
+        place = choose.where(tensors[-1])
     else:
         device = torch.device("cpu" if device is None else device)
         # a GPU may be planned for that is not there
-        place = _schedule.where(torch.empty(0)) if device.type == "cpu" else _schedule.elsewhere(device.type)
+        place = choose.where(torch.empty(0)) if device.type == "cpu" else choose.elsewhere(device.type)
     x, bulk, p0 = (
         _like(value) if isinstance(value, Tensor) else _from_shape(name, value, dtype)
         for name, value in zip(("x", "bulk", "p0"), given, strict=True)
@@ -175,8 +176,8 @@ def _from_shape(name: str, shape: Shape, dtype: torch.dtype | None) -> Tensor:
 
 
 def _plan(size: Size, place: Where, strategy: Strategy, title: str, budget: bool) -> Plan:
-    picked = _schedule.choose(size, place, strategy)
-    kinds = {name: _schedule.choose(size, place, name) for name in ("sequential", "chunked", "tree")}
+    picked = choose.choose(size, place, strategy)
+    kinds = {name: choose.choose(size, place, name) for name in ("sequential", "chunked", "tree")}
     # a chain that is too short for segments has no chunked schedule
     others = [found for name, found in kinds.items() if found.name == name != picked.name]
     alternatives = sorted((_estimate(size, schedule, place) for schedule in others), key=lambda found: found.seconds)
@@ -200,34 +201,34 @@ def _plan(size: Size, place: Where, strategy: Strategy, title: str, budget: bool
 
 
 def _estimate(size: Size, schedule: Schedule, place: Where) -> Estimate:
-    forward, backward = _cost_counts.peaks(size, schedule, place.backend)
+    forward, backward = cost_counts.peaks(size, schedule, place.backend)
     return Estimate(
         schedule=schedule.name,
         segments=schedule.segments,
-        segment_size=_cost_counts.length_of(size, schedule),
-        **_cost_counts.work(size, schedule, place.backend)._asdict(),
+        segment_size=cost_counts.length_of(size, schedule),
+        **cost_counts.work(size, schedule, place.backend)._asdict(),
         peak_forward=forward,
         peak_backward=backward if size.gradients else None,
-        seconds=_schedule.seconds(size, schedule, place.constants),
+        seconds=choose.seconds(size, schedule, place.constants),
     )
 
 
-def _checkpointed(found: Plan, size: Size, place: Where, every: int, sizes: _budget.Sizes) -> Plan:
+def _checkpointed(found: Plan, size: Size, place: Where, every: int, sizes: budgets.Sizes) -> Plan:
     """In float64, with one more forward pass before the backward pass, in the memory of a segment."""
     wide, costs = size._replace(item=8), place.constants
-    work = _cost_counts.work(wide, SEQUENTIAL, place.backend)
-    seconds = _schedule.seconds(wide, SEQUENTIAL, costs)
+    work = cost_counts.work(wide, SEQUENTIAL, place.backend)
+    seconds = choose.seconds(wide, SEQUENTIAL, costs)
     if size.gradients:
         again = wide._replace(gradients=False)
-        work += _cost_counts.work(again, SEQUENTIAL, place.backend)
-        seconds += _schedule.seconds(again, SEQUENTIAL, costs)
+        work += cost_counts.work(again, SEQUENTIAL, place.backend)
+        seconds += choose.seconds(again, SEQUENTIAL, costs)
     peak = sizes.checkpointed(every)
     return replace(
         found,
         **work._asdict(),
         schedule="sequential",
         segments=1,
-        segment_size=_cost_counts.length_of(size, SEQUENTIAL),
+        segment_size=cost_counts.length_of(size, SEQUENTIAL),
         seconds=seconds,
         peak_forward=peak,
         peak_backward=peak if size.gradients else None,

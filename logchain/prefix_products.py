@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ._arguments import check_stack
-from ._matrix_chain import log_prefixes
+from .arguments import check_stack
+from .autograd.products import log_prefixes
 
 
 def prefix_products(stack: Tensor) -> Tensor:

@@ -5,16 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _budget, _checkpoints, _packed_chain, _schedule, _tree_chain
-from ._arguments import Lengths, check_alone, check_flag, check_float_dtype, check_question
-from ._chain import log_norm, short_log_norm
-from ._chain_operators import arithmetic_dtype, short_of
-from ._operators import differentiated
-from ._packed import Packed
-from ._progress import check_progress
-from ._schedule import Strategy
-from ._semiring_chain import total
-from ._viterbi import best_weight
+from .arguments import Lengths, check_alone, check_flag, check_float_dtype, check_question
+from .autograd import checkpoints, packed_chain, tree_chain
+from .autograd.chain import log_norm, short_log_norm
+from .autograd.chain_operators import short_of
+from .autograd.semiring import total
+from .autograd.viterbi import best_weight
+from .operands import arithmetic_dtype, differentiated
+from .progress import check_progress
+from .schedules import budget, choose
+from .schedules.choose import Strategy
+from .schedules.packed import Packed
 from .semirings import LOG, MAX, Semiring
 from .workspace import Workspace
 
@@ -131,11 +132,11 @@ def product(
     alone = lengths is None and cu_seqlens is None and memory_budget is None and workspace is None and out_dtype is None
     if alone and semiring is LOG and strategy == "auto" and progress is False and validate is False:
         keep = differentiated(x, bulk, p0)
-        short = short_of(x, bulk, p0, log_params, keep, _schedule.is_sequential)
+        short = short_of(x, bulk, p0, log_params, keep, choose.is_sequential)
         if short is not None:
             return short_log_norm(short, x, bulk, p0, log_params, keep)
     others = {"another semiring than LOG": semiring is not LOG, "cu_seqlens": cu_seqlens is not None}
-    _schedule.check_options(strategy, memory_budget, {**others, "a workspace": workspace is not None})
+    choose.check_options(strategy, memory_budget, {**others, "a workspace": workspace is not None})
     check_float_dtype("out_dtype", out_dtype)
     if not isinstance(semiring, Semiring):
         raise TypeError(f"semiring: expected a logchain.semirings.Semiring, got {type(semiring).__name__}")
@@ -152,24 +153,24 @@ def product(
         check_alone("workspace", workspace, "None", {**others, "a memory_budget": memory_budget is not None})
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        if semiring is LOG and _packed_chain.taken(packed, log_params, validate):
-            return _packed_chain.log_norm(packed, log_params).to(out_dtype or arithmetic_dtype(x, bulk, p0))
+        if semiring is LOG and packed_chain.taken(packed, log_params, validate):
+            return packed_chain.log_norm(packed, log_params).to(out_dtype or arithmetic_dtype(x, bulk, p0))
         options: Any = {"log_params": log_params, "semiring": semiring, "validate": validate, "out_dtype": out_dtype}
         return packed.by_sequence([product(*piece[:3], lengths=piece.lengths, **options) for piece in packed])
     ends = check_question(x, bulk, p0, log_params, lengths, validate, in_pieces=memory_budget is not None)
     dtype = out_dtype or arithmetic_dtype(x, bulk, p0)
     if memory_budget is not None:
         keep = differentiated(x, bulk, p0)
-        every = _budget.every_within(memory_budget, x, bulk, p0, keep)
+        every = budget.every_within(memory_budget, x, bulk, p0, keep)
         if every is not None:
-            found: Tensor = _checkpoints.log_norm(x, bulk, p0, ends, log_params, every, keep, progress)
+            found: Tensor = checkpoints.log_norm(x, bulk, p0, ends, log_params, every, keep, progress)
             return found.to(dtype)
     if semiring is LOG:
         # the other schedules may take more than the messages, which the budget and the workspace hold
         within = strategy if memory_budget is None and workspace is None else "sequential"
-        schedule = _schedule.of(x, bulk, p0, log_params, ends is not None, within)
+        schedule = choose.of(x, bulk, p0, log_params, ends is not None, within)
         if schedule.name == "tree":
-            return _tree_chain.log_norm(x, bulk, p0, ends, log_params).to(dtype, copy=True)
+            return tree_chain.log_norm(x, bulk, p0, ends, log_params).to(dtype, copy=True)
         segments = schedule.segments
         return log_norm(x, bulk, p0, ends, log_params, segments=segments, workspace=workspace, dtype=dtype)
     if semiring is MAX:

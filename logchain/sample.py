@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._arguments import Lengths, check_question
-from ._batching import with_batch_first
-from ._chain_operators import chain_of
-from ._rescues import report_chains
-from .kernels.sampling import draw
+from .arguments import Lengths, check_question
+from .autograd.operator import with_batch_first
+from .kernels.plain.sample import draw
+from .operands import chain_of
+from .rescues import report_chains
 
 
 def sample(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels.semiring_chain import maximum
+from .kernels.plain.semiring import maximum
 
 
 @dataclass(frozen=True)

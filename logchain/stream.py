@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import Lengths, check_flag, check_tensor, check_values
-from ._chain_operators import arithmetic_dtype
-from ._stream import Given, Piece, logs, only_used
-from ._stream_arguments import active_counts, check_mask, check_piece, check_stream, check_transforms
-from ._stream_block import Room
-from ._stream_filter import filtered
-from ._stream_lag import at_the_end, passed
-from ._stream_paths import Survivors, ended, extended, settled
-from ._stream_state import State
+from .arguments import Lengths, check_flag, check_tensor, check_values
+from .operands import arithmetic_dtype
+from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms
+from .streams.block import Room
+from .streams.filter import filtered
+from .streams.lag import at_the_end, passed
+from .streams.paths import Survivors, ended, extended, settled
+from .streams.piece import Given, Piece, logs, only_used
+from .streams.state import State
 
 
 class StreamUpdate(NamedTuple):

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import Lengths, check_question
-from ._paths import log_weight
-from ._viterbi import best_paths
+from .arguments import Lengths, check_question
+from .autograd.paths import log_weight
+from .autograd.viterbi import best_paths
 
 
 class Paths(NamedTuple):

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import Lengths, check_question
-from ._packed import Packed
-from ._viterbi import best_weight
+from .arguments import Lengths, check_question
+from .autograd.viterbi import best_weight
+from .schedules.packed import Packed
 
 
 class Path(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _arguments
+from logchain import arguments as checks
 from tests.families import FAMILIES
 
 NAN, INF = float("nan"), float("inf")
@@ -176,7 +176,7 @@ def test_matmul_refuses(a, b, options, error, message):
 
 @pytest.mark.parametrize("entries", [1, 7, 20])
 def test_values_are_checked_some_steps_at_a_time(entries, monkeypatch):
-    monkeypatch.setattr(_arguments, "_CHECKED", entries)
+    monkeypatch.setattr(checks, "_CHECKED", entries)
     lengths = torch.tensor([[1, 5], [17, 2], [11, 6]])
     x, bulk, p0, _ = FAMILIES["dense"](each=True)
     assert logchain.product(x, bulk, p0, lengths=lengths, validate=True).isfinite().all()

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import logchain
-from logchain import _budget, _checkpoints
-from logchain._rescues import rescues
+from logchain.autograd import checkpoints
+from logchain.rescues import rescues
+from logchain.schedules import budget
 from tests.contract import Truth, assert_contract, assert_nothing_behind_matters, assert_values, drawn, poisoned_memory
 from tests.families import FAMILIES, PAIRS, Chain
 
@@ -21,7 +22,7 @@ def segments(monkeypatch):
 
     def of(every):
         calls = []
-        monkeypatch.setattr(_budget, "every_within", lambda *args: calls.append(args) or every)
+        monkeypatch.setattr(budget, "every_within", lambda *args: calls.append(args) or every)
         return calls
 
     return of
@@ -161,7 +162,7 @@ def test_on_a_device_every_family_keeps_the_contract(name, each, kernels, segmen
 
 @pytest.mark.parametrize("lengths", [[7, 3], [1, 4]], ids=str)
 def test_on_a_device_lengths_are_not_looked_at(lengths, kernels, segments, monkeypatch):
-    monkeypatch.setattr(_checkpoints, "check_lengths", None)
+    monkeypatch.setattr(checkpoints, "check_lengths", None)
     chain = FAMILIES["dense"](torch.float32, each=True, **SMALL)
     for every in (2, 3):
         segments(every)

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 import logchain
-from logchain import _chain, _schedule, reference
 from logchain import kernels as devices
+from logchain import reference
 from logchain._measure import peak_bytes
+from logchain.autograd import chain as chain_functions
 from logchain.kernels import chain as layout
 from logchain.kernels import chunked
 from logchain.kernels.plain import sum_product
+from logchain.schedules import choose
 from tests.contract import (
     Truth,
     assert_contract,
@@ -38,7 +40,7 @@ def cut(monkeypatch):
     """Makes `product` cut its chains into so many segments; `cut.kept` tells of each forward pass whether that held."""
 
     def into(count):
-        monkeypatch.setattr(_schedule, "of", lambda *_: _schedule.Schedule("chunked", count))
+        monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", count))
 
     def spy(*args):
         found = forward(*args)
@@ -215,7 +217,7 @@ def test_it_compiles_into_one_graph(dynamic, cut):
     torch._dynamo.reset()
 
     def function(x, bulk, p0):
-        return _chain.log_norm(x + 1, bulk * 2, p0, None, False, segments=3) * 2
+        return chain_functions.log_norm(x + 1, bulk * 2, p0, None, False, segments=3) * 2
 
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for v in (6, 9):

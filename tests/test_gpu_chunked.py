@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import _schedule
 from logchain import kernels as devices
+from logchain.schedules import choose
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_contract, assert_values, poisoned_memory
 from tests.families import FAMILIES, Chain, Draw, dense
@@ -22,7 +22,7 @@ def cut(device, monkeypatch):
     """Makes `product` cut its chains into so many segments; returns the device."""
 
     def into(count):
-        monkeypatch.setattr(_schedule, "of", lambda *_: _schedule.Schedule("chunked", count))
+        monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", count))
         return device
 
     monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
@@ -127,7 +127,7 @@ def test_few_long_chains_are_cut(each, monkeypatch):
 
     def schedule(n, v, c, wanted=False, lengths=False):
         x, p0 = (torch.empty(shape, requires_grad=wanted) for shape in ((n, v, c), (c,)))
-        return _schedule.of(x, torch.empty(n if each else 1, v - 1, c, c), p0, False, lengths, "auto").name
+        return choose.of(x, torch.empty(n if each else 1, v - 1, c, c), p0, False, lengths, "auto").name
 
     assert schedule(8, 10_000, 16) == schedule(1, 200, 16) == schedule(1, 10_000, 16, wanted=True) == "chunked"
     assert schedule(8, 10_000, 16, lengths=True) != "chunked" != schedule(8, 8, 16)

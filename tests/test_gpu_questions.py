@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import logchain
-from logchain import _schedule
 from logchain import kernels as devices
+from logchain.schedules import choose
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, dense
@@ -79,7 +79,7 @@ def test_few_long_chains_are_cut_whatever_is_asked(device, monkeypatch):
     expected, _ = answers("cpu", [])
     calls, forward = [], chunked.forward
     monkeypatch.setattr(chunked, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
-    monkeypatch.setattr(_schedule, "of", lambda *_: _schedule.Schedule("chunked", 2))
+    monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", 2))
     monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     found, counted = answers(device, calls)
     torch.testing.assert_close(found, expected)

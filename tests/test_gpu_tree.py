@@ -19,7 +19,7 @@ assert_contract = functools.partial(assert_stack, k=TENSOR_CORES)
 @pytest.fixture(params=["segments", "levels"])
 def schedule(request, monkeypatch) -> str:
     """Small matrices are multiplied by segments or, as larger ones are, level by level."""
-    from logchain.kernels.gpu import tree
+    from logchain.kernels.gpu import product as tree
 
     if request.param == "levels":
         monkeypatch.setattr(tree, "_WHOLE", 0)
@@ -160,7 +160,7 @@ def test_the_count_of_what_was_computed_again(kernels, schedule):
 
 def test_many_levels_of_segments(kernels, monkeypatch):
     """As many programs as two processors have: segments of segments."""
-    from logchain.kernels.gpu import tree
+    from logchain.kernels.gpu import product as tree
 
     monkeypatch.setattr(tree, "_RESIDENT", 2)
     for s in (9, 26):

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from logchain._layout import Layout
 from logchain.kernels import chain as kernel_chain
+from logchain.layout import Layout
 from tests.contract import of_steps, poisoned_memory, value_bound
 from tests.families import FAMILIES, Chain, Draw
 
 forward_chain = pytest.importorskip("logchain.kernels.gpu.forward_chain")
-from logchain.kernels.gpu import backtrack, max_product  # noqa: E402
+from logchain.kernels.gpu import backtrack  # noqa: E402
+from logchain.kernels.gpu import viterbi as max_product  # noqa: E402
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")

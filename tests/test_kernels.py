@@ -6,9 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from logchain.kernels import log_matmul
-from logchain.kernels.exponentials import FLUSH, exp_shifted, finite
-from logchain.kernels.summation import exact_sum
+from logchain.kernels.numbers import FLUSH, exact_sum, exp_shifted, finite
+from logchain.kernels.plain import matmul as log_matmul
 
 
 def exponentials(d):

@@ -8,7 +8,7 @@ import torch
 
 import logchain
 from logchain import reference
-from logchain.kernels import tree as arithmetic
+from logchain.kernels.plain import product as arithmetic
 from tests.contract import assert_values, poisoned_memory, value_bound
 from tests.stacks import FAMILIES, assert_contract, assert_nothing_is_lost, depths, draw
 

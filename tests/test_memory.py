@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 import logchain
 from logchain import _demo
 from logchain._measure import peak_bytes
-from logchain._operators import IMPLEMENTATIONS
+from logchain.autograd.operator import IMPLEMENTATIONS
 from logchain.kernels import chain as layout
 from tests.families import FAMILIES, Chain
 

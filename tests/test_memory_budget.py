@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import logchain
-from logchain import _budget, _checkpoints
 from logchain._measure import peak_bytes
+from logchain.autograd import checkpoints
+from logchain.schedules import budget as budgets
 from tests.families import FAMILIES
 
 
@@ -33,7 +34,7 @@ def smallest(leaves):
 
 
 def run_with(leaves, every, lengths=None, log_params=False):
-    out = _checkpoints.log_norm(*leaves, lengths, log_params, every)
+    out = checkpoints.log_norm(*leaves, lengths, log_params, every)
     return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
 
 
@@ -51,14 +52,14 @@ def test_the_smallest_budget_is_kept_and_one_byte_less_refused(case):
     budget = smallest(leaves)
     with pytest.raises(ValueError, match=f"at least {budget} bytes"):
         logchain.product(*leaves, memory_budget=budget - 1)
-    assert budget < _budget.Sizes.of(*leaves).all_messages
+    assert budget < budgets.Sizes.of(*leaves).all_messages
     assert peak_of(leaves, budget) <= budget
     assert peak_of(leaves, budget + 1000) <= budget + 1000
 
 
 def test_a_matrix_of_its_own_for_every_step_counts():
     leaves = leaves_of(120, n=2, c=30, own=True)
-    budget = _budget.Sizes.of(*leaves).checkpointed(9)
+    budget = budgets.Sizes.of(*leaves).checkpointed(9)
     assert peak_bytes(lambda: run_with(leaves, 9)) <= budget
     assert budget < peak_bytes(lambda: run_with(leaves, 40))  # which says something
 
@@ -70,7 +71,7 @@ def test_chains_that_are_redone_in_log_space_keep_the_budget(name, lengths):
     operands = chain.x[:, 0], chain.bulk[0, 0, :1], chain.p0[0, 0]
     for every in (4, 39):
         leaves = [operand.detach().requires_grad_() for operand in operands]
-        budget = _budget.Sizes.of(*leaves).checkpointed(every)
+        budget = budgets.Sizes.of(*leaves).checkpointed(every)
         assert peak_bytes(partial(run_with, leaves, every, lengths, chain.log_params)) <= budget
 
 
@@ -87,16 +88,16 @@ def test_the_smallest_budget_grows_with_the_root_of_the_chain():
 def test_the_segments_are_the_longest_that_the_budget_holds_up_to_a_thousand_steps(v):
     x = torch.zeros(1, 1, 1).expand(7, v, 16).requires_grad_()
     operands = x, torch.ones(1, 16, 16), torch.ones(16)
-    size, least = _budget.Sizes.of(*operands), smallest(operands)
+    size, least = budgets.Sizes.of(*operands), smallest(operands)
     for budget in range(least, size.all_messages, (size.all_messages - least) // 5 + 1):
-        every = _budget.every_within(budget, *operands)
+        every = budgets.every_within(budget, *operands)
         assert size.checkpointed(every) <= budget
         assert every >= 1024 or size.checkpointed(2 * every) > budget
 
 
 def test_a_budget_that_holds_all_messages_changes_nothing(monkeypatch):
     leaves = leaves_of(50, n=3)
-    monkeypatch.setattr(_checkpoints, "log_norm", None)
+    monkeypatch.setattr(checkpoints, "log_norm", None)
     enough = 3 * 50 * 17 * 4
     out = logchain.product(*leaves, memory_budget=enough)
     assert torch.equal(out, logchain.product(*leaves))
@@ -116,15 +117,15 @@ def test_without_gradients_a_smaller_budget_will_do(case):
 
 def test_without_gradients_one_checkpoint_is_held():
     operands = [operand.detach() for operand in leaves_of(400, n=20, c=8)]
-    peaks = [peak_bytes(lambda k=k: [_checkpoints.log_norm(*operands, None, False, 1, k)]) for k in (True, False)]
+    peaks = [peak_bytes(lambda k=k: [checkpoints.log_norm(*operands, None, False, 1, k)]) for k in (True, False)]
     assert peaks[0] - peaks[1] >= 397 * 20 * 8 * 8
 
 
 def test_without_gradients_scales_alone_may_fit_where_messages_do_not():
     operands = [operand.detach() for operand in leaves_of(2000, n=400, c=32)]
-    budget = _budget.Sizes.of(*operands, False).whole
-    assert budget < _budget.Sizes.of(*operands, False).all_messages
-    assert _budget.every_within(budget, *operands, False) is None
+    budget = budgets.Sizes.of(*operands, False).whole
+    assert budget < budgets.Sizes.of(*operands, False).all_messages
+    assert budgets.every_within(budget, *operands, False) is None
     assert peak_bytes(lambda: [logchain.product(*operands)]) <= budget
 
 
@@ -150,11 +151,11 @@ def test_an_empty_batch_needs_nothing():
 @pytest.mark.parametrize("case", [{"n": 100, "c": 16}, {"own": True}, {"n": 40, "c": 1}], ids=str)
 def test_on_a_device_the_budget_is_kept(case, kernels):
     leaves = [operand.detach().to(kernels).requires_grad_() for operand in leaves_of(**({"v": 13, "c": 8} | case))]
-    budget = _budget.Sizes.of(*leaves).checkpointed(4)
+    budget = budgets.Sizes.of(*leaves).checkpointed(4)
     if kernels == "cpu":
         assert peak_bytes(partial(run_with, leaves, 4)) <= budget
         return
-    report = logchain.memory_report(lambda *leaves: _checkpoints.log_norm(*leaves, None, False, 4), *leaves)
+    report = logchain.memory_report(lambda *leaves: checkpoints.log_norm(*leaves, None, False, 4), *leaves)
     # a device's allocator rounds each up
     assert report.forward.peak - report.before.allocated <= budget + 2**16
     gradients = sum(operand.nbytes for operand in leaves)

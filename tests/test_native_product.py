@@ -11,8 +11,8 @@ import torch
 import logchain
 from logchain import kernels as devices
 from logchain import reference
-from logchain._tree_products import product, product_gradient
 from logchain.kernels import native
+from logchain.schedules.tree import product, product_gradient
 from tests.contract import assert_values, gradient_bound, poisoned_memory, value_bound
 from tests.stacks import Truth, draw
 

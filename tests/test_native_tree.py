@@ -7,9 +7,9 @@ import torch
 
 import logchain
 from logchain import kernels as devices
-from logchain.kernels import tree
-from logchain.kernels.exponentials import FLUSH
-from logchain.kernels.nodes import Nodes
+from logchain.kernels.numbers import FLUSH
+from logchain.kernels.plain import product as tree
+from logchain.kernels.plain.nodes import Nodes
 from tests.contract import poisoned_memory
 from tests.stacks import FAMILIES, assert_contract, assert_nothing_is_lost, draw
 

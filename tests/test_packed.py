@@ -158,7 +158,7 @@ def test_one_sequence_does_not_reach_another():
 
 
 def test_padding_is_bounded():
-    from logchain._packed import Packed
+    from logchain.schedules.packed import Packed
 
     operands, cu_seqlens = packed(True)
     pieces = list(Packed(*operands, cu_seqlens, None))

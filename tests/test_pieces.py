@@ -4,8 +4,11 @@ import pytest
 import torch
 
 import logchain
-from logchain import _arguments, _budget, _checkpoints, _pieces
+from logchain import arguments
 from logchain import kernels as devices
+from logchain.autograd import checkpoints
+from logchain.schedules import budget
+from logchain.schedules import transfers as pieces
 from tests.contract import Truth, assert_contract
 from tests.families import FAMILIES
 
@@ -84,8 +87,8 @@ class FakeSide:
 def device(request, monkeypatch):
     """A fake device, and every tensor lies on the host."""
     found = FakeDevice(request.param)
-    monkeypatch.setattr(_pieces, "Side", found.side)
-    monkeypatch.setattr(_pieces, "apart", lambda tensor, device: True)
+    monkeypatch.setattr(pieces, "Side", found.side)
+    monkeypatch.setattr(pieces, "apart", lambda tensor, device: True)
     return found
 
 
@@ -96,7 +99,7 @@ RANGES = [(0, 3), (2, 5), (5, 6), (6, 9), (1, 2), (4, 4), (8, 9)]
 def test_each_piece_arrives_before_it_is_computed_and_stays_until_then(ranges, device):
     tensor = torch.randn(2, 9, 3).transpose(0, 2)  # strange strides
     found = []
-    for piece in _pieces.pieces(tensor, 1, ranges, torch.device("cpu")):
+    for piece in pieces.pieces(tensor, 1, ranges, torch.device("cpu")):
         device.now(piece, lambda piece: found.append(piece.clone()))
     device.run(device.compute, len(device.compute))
     for one, (start, stop) in zip(found, ranges, strict=True):
@@ -107,10 +110,10 @@ def test_each_piece_arrives_before_it_is_computed_and_stays_until_then(ranges, d
 def test_a_piece_is_asked_for_while_the_one_before_is_computed(monkeypatch):
     """The copy into the device's buffer waits for no more than the piece that lay in it."""
     device = FakeDevice(eager=True)
-    monkeypatch.setattr(_pieces, "Side", device.side)
-    monkeypatch.setattr(_pieces, "apart", lambda tensor, device: True)
+    monkeypatch.setattr(pieces, "Side", device.side)
+    monkeypatch.setattr(pieces, "apart", lambda tensor, device: True)
     done = []
-    for i, piece in enumerate(_pieces.pieces(torch.randn(40), 0, [(10 * i, 10 * i + 10) for i in range(4)], None)):
+    for i, piece in enumerate(pieces.pieces(torch.randn(40), 0, [(10 * i, 10 * i + 10) for i in range(4)], None)):
         assert len(done) == max(0, i - 1)
         device.now(piece, done.append)
 
@@ -119,7 +122,7 @@ def test_a_piece_is_asked_for_while_the_one_before_is_computed(monkeypatch):
 def test_what_is_computed_returns(ranges, device):
     into = torch.zeros(3, 9, 2, dtype=torch.float32)
     expected = into.clone()
-    returns = _pieces.Returns(into, 1, 3, torch.device("cpu"))
+    returns = pieces.Returns(into, 1, 3, torch.device("cpu"))
     for start, stop in ranges:
         piece = torch.full((3, stop - start, 2), NAN, dtype=torch.float64)
         value = torch.randn(3, stop - start, 2, dtype=torch.float64)
@@ -138,10 +141,10 @@ def test_what_is_computed_returns(ranges, device):
 
 def test_on_one_device_pieces_are_views():
     tensor = torch.randn(4, 6)
-    for piece, start in zip(_pieces.pieces(tensor, 1, [(0, 2), (2, 6)], tensor.device), (0, 2), strict=True):
+    for piece, start in zip(pieces.pieces(tensor, 1, [(0, 2), (2, 6)], tensor.device), (0, 2), strict=True):
         assert piece.data_ptr() == tensor[:, start].data_ptr()
     into = torch.zeros(4, 6)
-    returns = _pieces.Returns(into, 1, 3, tensor.device)
+    returns = pieces.Returns(into, 1, 3, tensor.device)
     returns.put(2, tensor[:, :3])
     assert torch.equal(into[:, 2:5], tensor[:, :3]) and not into[:, :2].any()
 
@@ -151,8 +154,8 @@ def on_host(device, monkeypatch):
     """Have the operands that are named by their numbers of axes lie on the host, and segments be of so many steps."""
 
     def of(every, axes):
-        monkeypatch.setattr(_pieces, "apart", lambda tensor, device: tensor.dim() in axes)
-        monkeypatch.setattr(_budget, "every_within", lambda *args: every)
+        monkeypatch.setattr(pieces, "apart", lambda tensor, device: tensor.dim() in axes)
+        monkeypatch.setattr(budget, "every_within", lambda *args: every)
         device.at_once = True
         return device
 
@@ -205,19 +208,19 @@ def test_kernels_of_a_device_compute_the_pieces(on_host, monkeypatch):
 
 def test_what_is_under_way_counts(monkeypatch):
     x, bulk, p0 = torch.zeros(3, 50, 4), torch.zeros(3, 49, 4, 4), torch.ones(4)
-    here = _budget.Sizes.of(x, bulk, p0)
-    monkeypatch.setattr(_pieces, "apart", lambda tensor, device: True)
-    monkeypatch.setattr(_budget, "apart", _pieces.apart)
+    here = budget.Sizes.of(x, bulk, p0)
+    monkeypatch.setattr(pieces, "apart", lambda tensor, device: True)
+    monkeypatch.setattr(budget, "apart", pieces.apart)
     step = 3 * 4 * 4  # bytes of x
-    assert _budget.Sizes.of(x, bulk, p0).checkpointed(7) - here.checkpointed(7) == 8 * 2 * (step + 4 * step)
+    assert budget.Sizes.of(x, bulk, p0).checkpointed(7) - here.checkpointed(7) == 8 * 2 * (step + 4 * step)
     x.requires_grad_()
-    assert _budget.Sizes.of(x, bulk, p0).checkpointed(7) - here.checkpointed(7) == 8 * 2 * (2 * step + 4 * step)
-    assert _budget.Sizes.of(x, bulk[:, :1], p0).fixed == 3 * 4 * 4 * 4
+    assert budget.Sizes.of(x, bulk, p0).checkpointed(7) - here.checkpointed(7) == 8 * 2 * (2 * step + 4 * step)
+    assert budget.Sizes.of(x, bulk[:, :1], p0).fixed == 3 * 4 * 4 * 4
     # however much there is, the operands are moved
-    assert _budget.every_within(10**9, x, bulk, p0) == 49
-    monkeypatch.setattr(_budget, "apart", lambda tensor, device: tensor is not x)
-    assert _budget.every_within(10**9, x, bulk[:, :1], p0) == 49
-    assert _budget.every_within(10**9, x[:0], bulk[:, :1], p0) == 49
+    assert budget.every_within(10**9, x, bulk, p0) == 49
+    monkeypatch.setattr(budget, "apart", lambda tensor, device: tensor is not x)
+    assert budget.every_within(10**9, x, bulk[:, :1], p0) == 49
+    assert budget.every_within(10**9, x[:0], bulk[:, :1], p0) == 49
 
 
 def test_the_host_is_allowed_beside_a_gpu_alone(monkeypatch):
@@ -228,7 +231,7 @@ def test_the_host_is_allowed_beside_a_gpu_alone(monkeypatch):
         logchain.product(x, bulk, p0.to("meta"))
     monkeypatch.setattr(devices, "on_gpu", lambda tensor: tensor.device.type == "meta")
     for mixed in ((x, bulk), (x.to("meta"), bulk), (x, bulk.to("meta"))):
-        ends = _arguments.check_question(*mixed, p0.to("meta"), False, [3, 5], False, in_pieces=True)
+        ends = arguments.check_question(*mixed, p0.to("meta"), False, [3, 5], False, in_pieces=True)
         assert ends.device.type == "meta"
     with pytest.raises(ValueError, match="^x: expected device cpu, got meta"):
         logchain.product(x.to("meta"), bulk, p0, memory_budget=10**6)
@@ -239,6 +242,6 @@ def test_the_host_is_allowed_beside_a_gpu_alone(monkeypatch):
 def test_a_gradient_is_taken_where_its_operand_lies(on_host):
     on_host(5, (4,))
     chain = FAMILIES["dense"]()
-    found = _checkpoints.log_norm(*(t.requires_grad_() for t in chain[:3]), None, False, 5)
+    found = checkpoints.log_norm(*(t.requires_grad_() for t in chain[:3]), None, False, 5)
     for operand, gradient in zip(chain[:3], torch.autograd.grad(found.sum(), chain[:3]), strict=True):
         assert gradient.device == operand.device and gradient.shape == operand.shape

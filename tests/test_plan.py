@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import logchain
-from logchain import _cost, _schedule
-from logchain._cost import BOTH, FORWARD, Constants, Work
 from logchain._measure import peak_bytes
-from logchain._schedule import SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.plan import plan
+from logchain.schedules import choose, cost
+from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
+from logchain.schedules.cost import BOTH, FORWARD, Constants, Work
 from tests.benchmarks import fit
 
 NAMES = ("sequential", "chunked", "tree")
@@ -33,7 +33,7 @@ SHAPES = [
 
 
 def places():
-    return [Where(entry.device, entry.backend, entry.threads) for entry in _cost.read()]
+    return [Where(entry.device, entry.backend, entry.threads) for entry in cost.read()]
 
 
 def sizes():
@@ -49,11 +49,11 @@ def test_the_pick_costs_at_most_1_3_times_the_best(place):
     for size in sizes():
         numbers = {round(1.1**power) for power in range(120)}
         every = [Schedule("chunked", k) for k in sorted(numbers) if 2 <= k <= (size.v - 1) // 2]
-        every = [schedule for schedule in every if _schedule.within_contract(size, schedule, place)]
-        every = every if _schedule.candidates(size, place.backend) else []
-        best = min(_schedule.seconds(size, schedule, costs) for schedule in (SEQUENTIAL, TREE, *every))
-        pick = _schedule.choose(size, place, "auto")
-        assert _schedule.seconds(size, pick, costs) <= 1.3 * best, (size, pick)
+        every = [schedule for schedule in every if choose.within_contract(size, schedule, place)]
+        every = every if choose.candidates(size, place.backend) else []
+        best = min(choose.seconds(size, schedule, costs) for schedule in (SEQUENTIAL, TREE, *every))
+        pick = choose.choose(size, place, "auto")
+        assert choose.seconds(size, pick, costs) <= 1.3 * best, (size, pick)
         picks.add(pick.name)
     assert "sequential" in picks
 
@@ -89,11 +89,11 @@ def prefer(monkeypatch):
     def set_to(name):
         seconds = {other: dict.fromkeys((FORWARD, BOTH), (0.0 if other == name else 1.0,) * 5) for other in NAMES}
         found = Constants("cpu", "torch", 1, 1, True, "test", "", "", seconds)
-        monkeypatch.setattr(_schedule, "constants", lambda *place: found)
-        _schedule.choose.cache_clear()
+        monkeypatch.setattr(choose, "constants", lambda *place: found)
+        choose.choose.cache_clear()
 
     yield set_to
-    _schedule.choose.cache_clear()
+    choose.choose.cache_clear()
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def chain(n=2, v=40, c=3, gradients=False):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("strategy", _schedule.STRATEGIES)
+@pytest.mark.parametrize("strategy", choose.STRATEGIES)
 @pytest.mark.parametrize("preferred", NAMES)
 def test_product_does_what_is_planned(prefer, used, preferred, strategy, gradients):
     prefer(preferred)
@@ -178,7 +178,7 @@ def test_sizes_that_are_unknown_when_traced_are_sequential(prefer, strategy, exp
     prefer("tree")
 
     def planned(x, bulk, p0):
-        name, segments = _schedule.of(x, bulk, p0, False, False, strategy)
+        name, segments = choose.of(x, bulk, p0, False, False, strategy)
         return x + segments if name == expected else x
 
     operands = chain()
@@ -199,14 +199,14 @@ def test_mapped_sizes_are_planned_for(prefer, used):
 def test_a_choice_is_made_once():
     operands = chain(v=41)
     logchain.product(*operands)
-    before = _schedule.choose.cache_info()
+    before = choose.choose.cache_info()
     logchain.product(*operands)
-    assert _schedule.choose.cache_info() == before  # a short call does not even ask
+    assert choose.choose.cache_info() == before  # a short call does not even ask
     product = partial(logchain.product, lengths=[41, 7])
     product(*operands)
-    before = _schedule.choose.cache_info()
+    before = choose.choose.cache_info()
     product(*operands)
-    after = _schedule.choose.cache_info()
+    after = choose.choose.cache_info()
     assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 
 
@@ -314,11 +314,11 @@ def test_a_gpu_is_planned_for_without_one():
 
 
 def test_every_constant_has_its_date_and_hardware():
-    raw = json.loads(_cost.FILE.read_text())
+    raw = json.loads(cost.FILE.read_text())
     assert raw["command"] == "python -m tests.benchmarks.fit"
     found = {(entry["device"], entry["backend"]) for entry in raw["constants"]}
     assert found == {("cpu", "c"), ("cuda", "triton")}
-    for entry in _cost.read():
+    for entry in cost.read():
         assert set(entry.seconds) == set(NAMES)
         for passes in entry.seconds.values():
             assert set(passes) == {FORWARD, BOTH}
@@ -333,9 +333,9 @@ def test_constants_of_the_nearest_number_of_threads(tmp_path):
     path, one = tmp_path / "costs.json", fit.h200()
     fit.write([one, *(one._replace(device="cpu", backend="torch", threads=threads) for threads in (2, 4, 16))], path)
     for threads, expected in ((1, 2), (2, 2), (3, 2), (4, 4), (15, 4), (64, 16)):
-        assert _cost.constants("cpu", "torch", threads, path).threads == expected
-    assert _cost.constants("cpu", "numba", 4, path).backend == "torch"
-    assert _cost.constants("mps", "torch", 4, path).device == "cuda"
+        assert cost.constants("cpu", "torch", threads, path).threads == expected
+    assert cost.constants("cpu", "numba", 4, path).backend == "torch"
+    assert cost.constants("mps", "torch", 4, path).device == "cuda"
 
 
 def test_fit_recovers_constants_from_the_times_they_make(tmp_path):
@@ -348,20 +348,20 @@ def test_fit_recovers_constants_from_the_times_they_make(tmp_path):
     def measure(size, schedule, call):
         if size.v < 10:
             call()
-        return _schedule.seconds(size, schedule, model)
+        return choose.seconds(size, schedule, model)
 
     sweep = [(1, 3, 4, 1), (2, 300, 4, 0), (1, 2000, 2, 1), (30, 30, 30, 1), (4, 40, 60, 0), (1, 20, 100, 1)]
     found = list(fit.samples(place, sweep, measure))
     fitted = fit.fitted(place, found, about)
     for sample in found:
-        predicted = _schedule.seconds(sample.size, sample.schedule, fitted)
+        predicted = choose.seconds(sample.size, sample.schedule, fitted)
         assert predicted == pytest.approx(sample.seconds, rel=0.01)
     assert fitted.seconds["sequential"][FORWARD] == pytest.approx(true, rel=0.01)
     assert "sequential: off by 1.00 x" in fit.text(fitted, found)
     path = tmp_path / "costs.json"
     fit.write([fitted], path)
     fit.write([fitted, fit.h200()], path)
-    assert _cost.read(path) == (fitted, fit.h200())
+    assert cost.read(path) == (fitted, fit.h200())
 
 
 def test_one_wrong_measurement_does_not_turn_the_fit():

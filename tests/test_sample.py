@@ -9,10 +9,10 @@ from scipy import stats
 
 from logchain import kernels as devices
 from logchain import reference
-from logchain._chain_operators import chain_of
-from logchain.kernels import sampling
+from logchain.kernels.plain import sample as sampling
 from logchain.kernels.plain import sum_product
 from logchain.log_prob import log_prob
+from logchain.operands import chain_of
 from logchain.sample import sample
 from tests import oracle
 from tests.contract import poisoned_memory

@@ -6,9 +6,9 @@ import torch
 
 import logchain
 from logchain import reference
-from logchain._arguments import check_question
-from logchain._semiring_chain import total
-from logchain.kernels import semiring_chain
+from logchain.arguments import check_question
+from logchain.autograd.semiring import total
+from logchain.kernels.plain import semiring as semiring_chain
 from logchain.semirings import LOG, MAX, Semiring
 from logchain.viterbi import viterbi
 from tests import oracle

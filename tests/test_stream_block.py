@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from logchain import _stream_filter
 from logchain import kernels as devices
 from logchain.stream import Stream
+from logchain.streams import filter as stream_filter
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, Chain
 from tests.streams import assert_posteriors, division, each_step, messages_of, prefixes, streamed
@@ -47,7 +47,7 @@ def test_a_piece_in_blocks(name, homogeneous, monkeypatch):
     lengths[0, 0] = 1
     ending = Truth(chain, lengths.numpy())
     for block in (1, 3 * chain.x[..., 0, :].numel(), 10**9):
-        monkeypatch.setattr(_stream_filter, "_BLOCK", block)
+        monkeypatch.setattr(stream_filter, "_BLOCK", block)
         _, found = streamed(chain, [(0, v)], homogeneous=homogeneous, lag=2)
         assert_values(found.log_norm, truth.log_norm, truth.value_bound(F64))
         messages = 2.0**-50 * messages_of(chain)

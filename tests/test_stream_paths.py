@@ -3,8 +3,8 @@
 import torch
 
 import logchain
-from logchain import _stream_paths
 from logchain.stream import Stream
+from logchain.streams import paths as stream_paths
 
 F64 = torch.float64
 INF = float("inf")
@@ -33,8 +33,8 @@ def test_best_paths_of_long_pieces(monkeypatch):
     x[1, 50, :3] = -INF
     found = []
     for long, terms in ((1, 2**20), (1, 300), (1000, 2**20)):
-        monkeypatch.setattr(_stream_paths, "_LONG", long)
-        monkeypatch.setattr(_stream_paths, "_TERMS", terms)
+        monkeypatch.setattr(stream_paths, "_LONG", long)
+        monkeypatch.setattr(stream_paths, "_TERMS", terms)
         stream = Stream(bulk, torch.ones(4, dtype=F64), viterbi=True)
         found.append([stream.update(part).states for part in x.split(40, 1)] + [stream.flush().states])
     for other in found[:2]:

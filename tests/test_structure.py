@@ -1,6 +1,7 @@
 """Imports point down only, and the kernels know nothing of the library."""
 
 import ast
+import graphlib
 import importlib
 import inspect
 import subprocess
@@ -11,70 +12,24 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# From the bottom up; a module may import from its own layer and from those before it.
-LAYERS = [
-    ["kernels", "_forum", "reference", "semirings", "workspace"],
-    [
-        "_arguments",
-        "_batching",
-        "_cost",
-        "_crf",
-        "_layout",
-        "_measure",
-        "_operators",
-        "_packed",
-        "_paths",
-        "_pieces",
-        "_progress",
-        "_rescues",
-        "_tree",
-    ],
-    ["_log_matmul", "_tree_products"],
-    ["_chain_operators", "_tangent_operators", "_tree_leaves", "_tree_operators"],
-    [
-        "_budget",
-        "_chain",
-        "_checkpoints",
-        "_cost_counts",
-        "_matrix_chain",
-        "_messages",
-        "_packed_chain",
-        "_schedule",
-        "_semiring_chain",
-        "_tree_chain",
-        "_viterbi",
-    ],
-    [
-        "entropy",
-        "forward_backward",
-        "kl_divergence",
-        "log_prob",
-        "marginals",
-        "matmul",
-        "matrix_product",
-        "memory_report",
-        "plan",
-        "prefix_products",
-        "product",
-        "sample",
-        "topk_paths",
-        "viterbi",
-    ],
-    [
-        "_stream",
-        "_stream_arguments",
-        "_stream_block",
-        "_stream_filter",
-        "_stream_lag",
-        "_stream_paths",
-        "_stream_state",
-        "adapters",
-        "stream",
-    ],
-    ["nn"],
-    ["__init__", "_demo"],
-    ["__main__"],
-]
+# Rooms from the bottom up: a file imports from rooms below its own, and from files before it in its own room.
+ROOMS = ["kernels", "shared", "schedules", "autograd", "streams", "public", "adapters", "nn", "programs"]
+# files that stand beside the public functions and belong to another room
+SHARED = ["arguments", "layout", "operands", "rescues", "reference", "semirings", "workspace", "progress", "masks"]
+SHARED += ["_forum", "_measure"]
+PROGRAMS = ["__init__", "__main__", "_demo"]
+
+
+def room_of(path: Path) -> str:
+    """The room in which a file of the library stands."""
+    folder = path.relative_to(ROOT / "logchain").parts[0]
+    if folder != path.name:
+        return folder
+    if path.stem in SHARED:
+        return "shared"
+    if path.stem in PROGRAMS:
+        return "programs"
+    return "adapters" if path.stem == "adapters" else "public"
 
 
 # The modules of `logchain.nn`, from the bottom up likewise.
@@ -89,26 +44,61 @@ MODULES = [
 ]
 
 
+def absolute(node: ast.ImportFrom, path: Path) -> str:
+    """The module that an import in a file of the library names, as `folder.module` below the package."""
+    folders = list(path.relative_to(ROOT / "logchain").parts[:-1])
+    return ".".join([*folders[: len(folders) - node.level + 1], *([node.module] if node.module else [])])
+
+
 def imported(path: Path) -> set[str]:
-    """The library's own modules that a file imports, and the packages of others."""
-    found = set()
+    """The packages of others that a file imports, and `.` with the library's own first names."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level:
-            found |= {"." + (node.module or alias.name).split(".")[0] for alias in node.names}
+            names |= {"." + (node.module or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module.split(".")[0])
-    return found
+            names.add(node.module.split(".")[0])
+    return names
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "logchain").glob("*.py")), ids=lambda path: path.stem)
-def test_imports_point_down(path):
-    level = next(i for i, layer in enumerate(LAYERS) if path.stem in layer)
-    below = {name for layer in LAYERS[: level + 1] for name in layer}
-    own = {name[1:] for name in imported(path) if name.startswith(".")}
-    assert own <= below, f"{path.stem} imports {sorted(own - below)}"
-    assert "logchain" not in imported(path), "import relatively"
+def own_imports(path: Path) -> set[Path]:
+    """The files of the library that a file imports when it is imported itself; of kernels, their door."""
+    files = set()
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        module = absolute(node, path)
+        for name in [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]:
+            place = (ROOT / "logchain").joinpath(*filter(None, name.split(".")))
+            if place.with_suffix(".py").is_file() and place != ROOT / "logchain":
+                files.add(place.with_suffix(".py"))
+    return files
+
+
+FILES = [path for path in sorted((ROOT / "logchain").rglob("*.py")) if "kernels" not in path.parts]
+
+
+def test_rooms_import_rooms_below_only():
+    order = {room: level for level, room in enumerate(ROOMS)}
+    assert {room_of(path) for path in FILES} <= set(order)
+    up = [
+        f"{path.relative_to(ROOT)} imports {other.relative_to(ROOT)}"
+        for path in FILES
+        for other in own_imports(path)
+        if order[room_of(other) if "kernels" not in other.parts else "kernels"] > order[room_of(path)]
+    ]
+    assert up == []
+
+
+def test_no_file_imports_one_that_imports_it():
+    list(graphlib.TopologicalSorter({path: own_imports(path) for path in FILES}).static_order())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_imports_of_the_library_are_relative(path):
+    assert "logchain" not in imported(path)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "logchain" / "nn").glob("*.py")), ids=lambda path: path.stem)
@@ -119,14 +109,9 @@ def test_modules_call_the_public_functions(path):
     own = {node.module or "__init__" for node in froms if node.level == 1}
     library = {node.module or "__init__" for node in froms if node.level == 2}
     assert own <= below, f"{path.stem} imports {sorted(own - below)}"
-    # checks of arguments are shared; nothing else that is private
-    assert not {name for name in library if name.startswith("_")} - {
-        "__init__",
-        "_arguments",
-        "_crf",
-        "_operators",
-        "_progress",
-    }
+    # checks of arguments are shared; no other room is entered
+    rooms = {name.split(".")[0] for name in library} & {"autograd", "schedules", "streams", "kernels"}
+    assert not rooms, f"{path.stem} imports {sorted(rooms)}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.stem)

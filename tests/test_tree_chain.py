@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import logchain
-from logchain import _demo, _tree_chain, _tree_leaves, _tree_operators, reference
+from logchain import _demo, reference
 from logchain import kernels as devices
 from logchain._measure import peak_bytes
+from logchain.autograd import tree_chain, tree_operators
+from logchain.schedules import tree_leaves
 from tests.contract import (
     TENSOR_CORES,
     assert_contract,
@@ -34,8 +36,8 @@ contract = functools.partial(assert_contract, strategy="tree")
 def cut(request, monkeypatch):
     """Either all leaves fit, or a few transitions of a few sequences do."""
     if request.param == "pieces":
-        monkeypatch.setattr(_tree_leaves, "_LEAST", 0)
-        monkeypatch.setattr(_tree_leaves, "_SHORT", 3)
+        monkeypatch.setattr(tree_leaves, "_LEAST", 0)
+        monkeypatch.setattr(tree_leaves, "_SHORT", 3)
     return request.param
 
 
@@ -47,7 +49,7 @@ def test_every_family_keeps_the_contract(cut, name, dtype, each, log):
 
 
 def test_few_transitions_of_few_sequences_are_pieces(cut):
-    leaves = _tree_leaves.Leaves(*dense(F32)[:3], None, False)
+    leaves = tree_leaves.Leaves(*dense(F32)[:3], None, False)
     blocks = sum(len(members) for _, members in leaves.cut.blocks(leaves.g, leaves.m))
     many = cut == "pieces"
     assert (len(leaves.cut.pieces(17)) > 3) == many and (blocks > 2) == many
@@ -61,7 +63,7 @@ def test_one_matrix_for_every_step(cut, name):
 
 
 def test_counts_of_one_matrix_are_added_in_float64(monkeypatch):
-    monkeypatch.setattr(_tree_operators, "HELD", 64)
+    monkeypatch.setattr(tree_operators, "HELD", 64)
     draw = Draw(0, 1, 1, 10_001, 2, False)
     chain = Chain(draw.x(), draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
     truth = reference.marginals(*chain[:3]).transitions.sum(-3, keepdims=True)
@@ -171,9 +173,9 @@ def test_operators_are_torchs_own():
     x, bulk, p0 = (tensor.requires_grad_() for tensor in dense(F32, v=5, c=3)[:3])
     lengths = torch.tensor([[5, 2], [1, 3], [4, 4]])
     torch.library.opcheck(torch.ops.logchain.tree_log_norm.default, (x, bulk, p0, lengths, False))
-    compiled = torch.compile(lambda *operands: _tree_chain.log_norm(*operands, lengths, False), backend="aot_eager")
+    compiled = torch.compile(lambda *operands: tree_chain.log_norm(*operands, lengths, False), backend="aot_eager")
     found = torch.autograd.grad(compiled(x, bulk, p0).sum(), (x, bulk, p0))
-    expected = torch.autograd.grad(_tree_chain.log_norm(x, bulk, p0, lengths, False).sum(), (x, bulk, p0))
+    expected = torch.autograd.grad(tree_chain.log_norm(x, bulk, p0, lengths, False).sum(), (x, bulk, p0))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -204,8 +206,8 @@ def test_memory_is_two_messages(sizes):
 def test_triton_kernels_keep_the_contract(name, device, monkeypatch):
     monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
     if name == "dense":
-        monkeypatch.setattr(_tree_leaves, "_LEAST", 0)
-        monkeypatch.setattr(_tree_leaves, "_SHORT", 2)
+        monkeypatch.setattr(tree_leaves, "_LEAST", 0)
+        monkeypatch.setattr(tree_leaves, "_SHORT", 2)
     v = 1 if name == "v1" else 5
     chain = FAMILIES[name](F32, n=2, t=1, c=3, v=v)
     contract(chain, device=device, k=TENSOR_CORES)

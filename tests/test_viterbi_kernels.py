@@ -8,7 +8,7 @@ import torch
 
 from logchain import kernels as devices
 from logchain import reference
-from logchain.kernels import max_product
+from logchain.kernels.plain import viterbi as max_product
 from logchain.viterbi import viterbi
 from tests.best_paths import numbers, run
 from tests.families import FAMILIES, dense
@@ -35,7 +35,8 @@ def test_compiled_and_plain_agree_exactly(c, dtype, monkeypatch):
 @pytest.mark.parametrize("name", ["dense", "sparse", "one_dead", "left_to_right"])
 def test_blocks_and_threads_change_nothing(name, each, monkeypatch):
     pytest.importorskip("numba")
-    from logchain.kernels import native_max_product, semiring_chain
+    from logchain.kernels import native_max_product
+    from logchain.kernels.plain import semiring as semiring_chain
 
     chain = FAMILIES[name](F32, each=each, v=11, n=7)
     lengths = [11, 3, 10, 1, 7, 8, 2]

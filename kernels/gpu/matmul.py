@@ -1,9 +1,9 @@
-"""The log-semiring matrix product of canonical operands, as `kernels.log_matmul` has it, on the Triton kernels."""
+"""The log-semiring matrix product of canonical operands, as `kernels.plain.matmul` has it, on the Triton kernels."""
 
 import torch
 from torch import Tensor
 
-from ..log_matmul import second, tangent
+from ..plain.matmul import second, tangent
 from . import log_matmul, log_matmul_gradient
 
 __all__ = ["backward", "forward", "second", "tangent"]

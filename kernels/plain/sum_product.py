@@ -18,10 +18,9 @@ import math
 import torch
 from torch import Tensor
 
-from .. import log_matmul
 from ..chain import Chain
-from ..exponentials import FLUSH
-from ..summation import exact_sum
+from ..numbers import FLUSH, exact_sum
+from . import matmul as log_matmul
 
 
 def forward(chain: Chain, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

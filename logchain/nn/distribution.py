@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
-from .._operators import at_hand
+from ..operands import at_hand
 from .checks import check_amount
 from .input_layer import InputLayer
 from .parameters import arithmetic, broadcast

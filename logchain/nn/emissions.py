@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import Lengths, as_lengths, check_choice
+from ..arguments import Lengths, as_lengths, check_choice
 from .categorical import Categorical
 from .checks import check_count, check_is_tensor, check_mask
 from .gaussian import Gaussian

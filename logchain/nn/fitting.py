@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import check_choice, check_flag
-from .._progress import check_progress
+from ..arguments import check_choice, check_flag
+from ..progress import check_progress
 from .checks import check_count, check_is_tensor, check_number, check_step
 from .em import Part, em_step
 

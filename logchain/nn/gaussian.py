@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from .._arguments import check_choice
-from .._operators import at_hand
+from ..arguments import check_choice
+from ..operands import at_hand
 from .checks import check_amount, check_count
 from .exponential_family import ExponentialFamily
 from .parameters import arithmetic, broadcast

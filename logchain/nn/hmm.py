@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments import Lengths, check_choice
 from ..adapters import ChainArguments
+from ..arguments import Lengths, check_choice
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths

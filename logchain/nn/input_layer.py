@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._operators import at_hand
+from ..operands import at_hand
 from .checks import check_count, check_is_tensor, check_mask
 from .parameters import arithmetic
 

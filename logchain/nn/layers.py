@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._arguments import check_tensor
+from ..arguments import check_tensor
 from ..matmul import matmul
 from .checks import check_count
 from .log_weights import LogWeights

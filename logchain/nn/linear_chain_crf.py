@@ -5,12 +5,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_choice, check_flag
-from .._crf import Sequences, check_crf, sequences, with_end
-from .._operators import at_hand
 from ..adapters import ChainArguments
+from ..arguments import check_choice, check_flag
 from ..log_prob import log_prob
 from ..marginals import marginals
+from ..masks import Sequences, check_crf, sequences, with_end
+from ..operands import at_hand
 from ..product import product
 from ..sample import sample
 from ..topk_paths import topk_paths

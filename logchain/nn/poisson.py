@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._operators import at_hand
+from ..operands import at_hand
 from .exponential_family import ExponentialFamily
 from .parameters import arithmetic, broadcast
 from .starts import seeds

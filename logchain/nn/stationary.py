@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._operators import at_hand
+from ..operands import at_hand
 
 
 def stationary(transition: Tensor) -> Tensor:

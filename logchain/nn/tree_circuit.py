@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._arguments import check_choice
+from ..arguments import check_choice
 from ..viterbi import Path
 from .circuit import Circuit
 from .input_layer import InputLayer

@@ -1,4 +1,4 @@
-"""Measure every schedule of `product` on this machine, and fit the constants of the cost model: `logchain/_costs.json`.
+"""Measure every schedule of `product` on this machine, and fit the cost model: `logchain/schedules/costs.json`.
 
     python -m tests.benchmarks.fit
 
@@ -21,10 +21,12 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from logchain import _chain, _schedule, _tree_chain
 from logchain import kernels as devices
-from logchain._cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
-from logchain._schedule import SEQUENTIAL, TREE, Schedule, Size, Where
+from logchain.autograd import chain as chain_functions
+from logchain.autograd import tree_chain
+from logchain.schedules import choose
+from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
+from logchain.schedules.cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
 from tests.benchmarks import predictions
 from tests.benchmarks.results import machine
 
@@ -104,16 +106,16 @@ def samples(place: Where, sweep: Iterable[tuple[int, int, int, int]], measure: T
         operands = [torch.rand(shape, generator=generator).add_(0.1).to(place.device) for shape in shapes]
         for gradients in (False, True):
             x, bulk, p0 = (operand.clone().requires_grad_(gradients) for operand in operands)
-            size = _schedule.size_of(x, bulk, p0, False, False, gradients)
+            size = choose.size_of(x, bulk, p0, False, False, gradients)
             for schedule in schedules(size, place.backend):
-                done = _schedule.work(size, schedule, place.backend)
+                done = choose.work(size, schedule, place.backend)
                 if done.multiply_adds <= _MOST_ADDS and done.launches <= _MOST_LAUNCHES:
                     yield Sample(size, schedule, measure(size, schedule, call(schedule, x, bulk, p0)))
 
 
 def schedules(size: Size, backend: str) -> list[Schedule]:
     """All kinds, with few, some and many segments."""
-    chunked = _schedule.candidates(size, backend)
+    chunked = choose.candidates(size, backend)
     return [SEQUENTIAL, *chunked[4::10], TREE]
 
 
@@ -122,9 +124,9 @@ def call(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> Callable[[]
 
     def run() -> object:
         if schedule.name == "tree":
-            found = _tree_chain.log_norm(x, bulk, p0, None, False)
+            found = tree_chain.log_norm(x, bulk, p0, None, False)
         else:
-            found = _chain.log_norm(x, bulk, p0, None, False, segments=schedule.segments)
+            found = chain_functions.log_norm(x, bulk, p0, None, False, segments=schedule.segments)
         return torch.autograd.grad(found.sum(), (x, bulk, p0)) if found.requires_grad else found
 
     return run
@@ -138,7 +140,7 @@ def fitted(place: Where, found: Sequence[Sample], about: dict[str, str], process
         entry.seconds[name] = {}
         for gradients, which in ((False, FORWARD), (True, BOTH)):
             own = [sample for sample in found if sample.schedule.name == name and sample.size.gradients == gradients]
-            counted = [_schedule.counted(sample.size, sample.schedule, entry) for sample in own]
+            counted = [choose.counted(sample.size, sample.schedule, entry) for sample in own]
             entry.seconds[name][which] = least_squares(counted, [sample.seconds for sample in own])
     return entry
 
@@ -180,7 +182,7 @@ def text(entry: Constants, found: Sequence[Sample]) -> str:
     sizes = list(dict.fromkeys(sample.size for sample in found))
     for name in _NAMES:
         logs = [
-            abs(math.log(_schedule.seconds(sample.size, sample.schedule, entry) / sample.seconds))
+            abs(math.log(choose.seconds(sample.size, sample.schedule, entry) / sample.seconds))
             for sample in found
             if sample.schedule.name == name
         ]
@@ -189,7 +191,7 @@ def text(entry: Constants, found: Sequence[Sample]) -> str:
             lines.append(f"  {name}: off by {math.exp(logs[len(logs) // 2]):.2f} x, {math.exp(logs[-1]):.2f} x at most")
     for size in sizes:
         own = {sample.schedule: sample.seconds for sample in found if sample.size == size}
-        predicted = {schedule: _schedule.seconds(size, schedule, entry) for schedule in own}
+        predicted = {schedule: choose.seconds(size, schedule, entry) for schedule in own}
         pick, best = min(own, key=predicted.__getitem__), min(own, key=own.__getitem__)
         ratio = own[pick] / own[best]
         lines.append(

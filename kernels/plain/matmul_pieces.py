@@ -1,0 +1,246 @@
+"""A log-semiring matrix product in pieces: exponentials over their maxima, their product, and where it is not good.
+
+    s = exp(a - row maximum) exp(b - column maximum)
+
+is one matrix product and good wherever s is not tiny. Outputs whose s is tiny although a finite term exists are found:
+they are to be redone by the pairwise maximum. Those without a finite term are found by a product of zeros and ones,
+asked for only where some s is tiny. Operands are (*batch, m, k) and (*batch, k, n) with any strides, float32 or
+float64, of one dtype; a batch axis of size 1 in one of them is not repeated. A large product is computed in pieces, so
+that no copy of a large operand or result is held.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..numbers import exp_shifted, finite, trusted_sum
+
+# pairwise terms held at a time
+_PAIRS = 2**15
+
+# entries of the operands and of the result in a piece: so many, or this part of all where that is more
+_ENTRIES = 3 * 2**15
+_PART = 128
+
+# a piece may have so many rows and columns, on the side with fewer and on the other one: exponentials are taken again
+# for every piece of the former, and products of few rows are slow
+_KEPT = 1024
+_PASSING = 512
+
+
+class Groups(NamedTuple):
+    """The batch axes of a product: those of both operands (sets), of `a` alone (rows) and of `b` alone (columns)."""
+
+    sets: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor) -> "Groups":
+        """Those of operands (*batch, m, k) and (*batch, k, n), and the shape of their product."""
+        *left, m, _ = a.shape
+        *right, _, n = b.shape
+        axes = range(len(left))
+        if left == right:
+            return cls(tuple(axes), (), (), (*left, m, n))
+        assert len(left) == len(right)
+        rows = tuple(axis for axis in axes if right[axis] == 1)
+        columns = tuple(axis for axis in axes if left[axis] == 1 and axis not in rows)
+        sets = tuple(axis for axis in axes if axis not in rows and axis not in columns)
+        return cls(sets, rows, columns, (*torch.broadcast_shapes(left, right), m, n))
+
+    @property
+    def plain(self) -> bool:
+        """Whether no axis is of one operand alone: then all three views are the tensor itself."""
+        return not self.rows and not self.columns
+
+    @property
+    def left_order(self) -> tuple[int, ...]:
+        """The axes of `a` in the order of the groups, columns (all of size 1) with the rows."""
+        m = len(self.shape) - 2
+        return (*self.sets, *self.rows, *self.columns, m, m + 1)
+
+    @property
+    def right_order(self) -> tuple[int, ...]:
+        """The axes of the product, or of `b` whose rows are of size 1, in the order of the groups."""
+        m = len(self.shape) - 2
+        return (*self.sets, *self.rows, m, *self.columns, m + 1)
+
+    def left(self, a: Tensor) -> Tensor:
+        """What is shaped like `a`, as a view (*sets, *rows, k)."""
+        return a if self.plain else a.permute(self.left_order).flatten(len(self.sets) + len(self.rows), -2)
+
+    def right(self, b: Tensor) -> Tensor:
+        """What is shaped like `b`, as a view (*sets, k, *columns)."""
+        first = len(self.sets)
+        return b if self.plain else b.permute(self.right_order).flatten(first, first + len(self.rows))
+
+    def joint(self, c: Tensor) -> Tensor:
+        """What is shaped like the product, as a view (*sets, *rows, *columns)."""
+        return c if self.plain else c.permute(self.right_order)
+
+
+Slices = tuple[slice, ...]
+Outputs = tuple[Tensor, Tensor, Tensor]
+
+
+class _Cut(NamedTuple):
+    """Where a piece lies in operands and product, and whether it is the first one with its rows, and its columns."""
+
+    left: Slices
+    right: Slices
+    joint: Slices
+    opens_rows: bool
+    opens_columns: bool
+
+
+@dataclass
+class Piece:
+    """`exp(a - row)` (g, m, k), `exp(b - column)` (g, k, n) and their product `s` for some sets, rows and columns.
+
+    `cut` says which ones, None if the operands are of three axes and it is all of them.
+
+    `small` marks where s is too small to be good, None for nowhere; `rescues` lists those of them that have a finite
+    term, as pieces of indices (z, i, j).
+    """
+
+    cut: _Cut | None
+    a: Tensor
+    b: Tensor
+    ea: Tensor
+    eb: Tensor
+    row: Tensor
+    column: Tensor
+    s: Tensor
+    small: Tensor | None
+    rescues: list[Outputs]
+
+    def divide(self, by_s: Tensor) -> Tensor:
+        """`by_s / s`, and 0 where s is not good."""
+        quotient = by_s / self.s
+        return quotient if self.small is None else quotient.masked_fill_(self.small, 0.0)
+
+    def left(self, a: Tensor) -> Tensor:
+        """The piece (g, m, k) of what `Groups.left` gives."""
+        return a if self.cut is None else a[self.cut.left].reshape(self.ea.shape)
+
+    def right(self, b: Tensor) -> Tensor:
+        """The piece (g, k, n) of what `Groups.right` gives."""
+        return b if self.cut is None else b[self.cut.right].reshape(self.eb.shape)
+
+    def joint(self, c: Tensor) -> Tensor:
+        """The piece (g, m, n) of what `Groups.joint` gives."""
+        return c if self.cut is None else c[self.cut.joint].reshape(self.s.shape)
+
+    def put_left(self, part: Tensor, into: Tensor) -> None:
+        """The part of these columns in a sum over all columns."""
+        if self.cut is None:
+            into.copy_(part)
+        else:
+            _put(part, into[self.cut.left], self.cut.opens_rows)
+
+    def put_right(self, part: Tensor, into: Tensor) -> None:
+        """The part of these rows in a sum over all rows."""
+        if self.cut is None:
+            into.copy_(part)
+        else:
+            _put(part, into[self.cut.right], self.cut.opens_columns)
+
+    def put_joint(self, part: Tensor, into: Tensor) -> None:
+        """These outputs."""
+        if self.cut is None:
+            into.copy_(part)
+        else:
+            _put(part, into[self.cut.joint], True)
+
+
+def _put(part: Tensor, into: Tensor, first: bool) -> None:
+    part = part.reshape(into.shape)
+    if first:
+        into.copy_(part)
+    else:
+        into.add_(part)
+
+
+def pieces(groups: Groups, a: Tensor, b: Tensor, depth: torch.dtype) -> Iterator[Piece]:
+    """All pieces, one after the other, so that little is held."""
+    threshold = 2 * trusted_sum(depth, a.shape[-1])
+    whole = a.numel() + b.numel() + math.prod(groups.shape)
+    if whole <= _ENTRIES and len(groups.sets) == 1 == a.dim() - 2:
+        yield _piece(None, a, b, *_exponentials(a, -1), *_exponentials(b, -2), threshold)
+        return
+    first, k = len(groups.sets), a.shape[-1]
+    left, right = groups.left(a), groups.right(b)
+    seen_left = seen_right = None
+    for cut in _cuts(left.shape[:first], left.shape[first:-1], right.shape[first + 1 :], k):
+        if seen_left != cut.left:
+            seen_left, a = cut.left, left[cut.left]
+            a = a.reshape(math.prod(a.shape[:first]), -1, k)
+            row, ea = _exponentials(a, -1)
+        if seen_right != cut.right:
+            seen_right, b = cut.right, right[cut.right]
+            b = b.reshape(a.shape[0], k, -1)
+            column, eb = _exponentials(b, -2)
+        yield _piece(cut, a, b, row, ea, column, eb, threshold)
+
+
+def _piece(
+    cut: _Cut | None, a: Tensor, b: Tensor, row: Tensor, ea: Tensor, column: Tensor, eb: Tensor, threshold: float
+) -> Piece:
+    s = torch.bmm(ea, eb)
+    if s.amin().item() >= threshold:
+        return Piece(cut, a, b, ea, eb, row, column, s, None, [])
+    small = s < threshold
+    possible = torch.bmm((a > -math.inf).to(s.dtype), (b > -math.inf).to(s.dtype)) > 0
+    indices = possible.logical_and_(small).nonzero(as_tuple=True)
+    size = max(1, _PAIRS // a.shape[-1])
+    rescues = list(zip(*(index.split(size) for index in indices), strict=True)) if len(indices[0]) else []
+    return Piece(cut, a, b, ea, eb, row, column, s, small, rescues)
+
+
+def _cuts(sets: Sequence[int], rows: Sequence[int], columns: Sequence[int], k: int) -> Iterator[_Cut]:
+    """Many small sets at a time; a large one in pieces of its rows and columns."""
+    m, n = math.prod(rows), math.prod(columns)
+    each = m * k + k * n + m * n
+    entries = max(_ENTRIES, math.prod(sets) * each // _PART)
+    at_once = max(1, entries // each)
+    most = [m, n]
+    if each > entries:
+        kept = min(m, n, max(_KEPT, entries // (2 * k)))
+        passing = max(_PASSING, (entries - k * kept) // (k + kept))
+        most = [kept, passing] if m < n else [passing, kept]
+    row_cuts, column_cuts = _parts(rows, most[0]), _parts(columns, most[1])
+    # the exponentials of the side that is kept are those of the outer loop
+    order = (
+        [(i, j) for i in row_cuts for j in column_cuts] if m < n else [(i, j) for j in column_cuts for i in row_cuts]
+    )
+    for some in _parts(sets, at_once):
+        for i, j in order:
+            left, right, joint = (*some, *i), (*some, slice(None), *j), (*some, *i, *j)
+            yield _Cut(left, right, joint, j is column_cuts[0], i is row_cuts[0])
+
+
+def _parts(sizes: Sequence[int], most: int) -> list[Slices]:
+    """An array of these sizes in parts of at most so many entries, about as large as each other."""
+    if not sizes:
+        return [()]
+    inner = math.prod(sizes[1:])
+    step = -(-sizes[0] // -(-sizes[0] // max(1, most // inner)))
+    rest = _parts(sizes[1:], most)
+    return [(slice(start, start + step), *part) for start in range(0, sizes[0], step) for part in rest]
+
+
+def _exponentials(t: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """The maxima over k, and the exponentials of what is left."""
+    shift = finite(t.amax(axis, keepdim=True))
+    return shift, exp_shifted(t, shift, torch.empty_like(t), torch.empty_like(t))
+
+
+def pairs(t: Piece, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """The terms a_ik + b_kj of some outputs (f, k), in float64."""
+    return t.a[z, i].double() + t.b[z, :, j].double()

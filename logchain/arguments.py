@@ -1,0 +1,196 @@
+"""What the public functions accept: every check of kinds, sizes and values, before anything is computed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import kernels
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+Lengths = Tensor | int | Sequence[int] | Sequence[Sequence[int]]
+
+# entries whose values are checked at a time, so that a tensor may be larger than the memory
+_CHECKED = 2**20
+
+
+def check_tensor(name: str, value: object, axes: int, like: Tensor | None = None) -> None:
+    """A floating tensor with at least so many axes, on the device of `like`."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {str(value.dtype)[6:]}")
+    if value.dim() < axes:
+        raise ValueError(f"{name}: expected at least {axes} axes, got shape {list(value.shape)}")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+
+
+def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False) -> None:
+    """Kinds and sizes of the operands of a chain. `in_pieces`: x and bulk may lie on the host, p0 on a GPU."""
+    check_tensor("x", x, 2)
+    check_tensor("bulk", bulk, 3, like=None if in_pieces else x)
+    check_tensor("p0", p0, 1, like=None if in_pieces else x)
+    if in_pieces:
+        _check_devices(x, bulk, p0)
+    *batch, v, c = x.shape
+    if v < 1 or c < 1:
+        raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
+    _check_sizes("bulk", bulk, (*_lead(batch, bulk.dim() - 3), (1, v - 1), (c,), (c,)), x)
+    _check_sizes("p0", p0, (*_lead(batch, p0.dim() - 1), (c,)), x)
+
+
+def _check_devices(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
+    """All where p0 is; if that is a GPU, x or bulk or both on the host."""
+    host = ("cpu",) if kernels.on_gpu(p0) else ()
+    for name, value in (("x", x), ("bulk", bulk)):
+        if value.device != p0.device and value.device.type not in host:
+            raise ValueError(f"{name}: expected device {' or '.join((str(p0.device), *host))}, got {value.device}")
+
+
+def check_question(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    log_params: bool,
+    lengths: Lengths | None,
+    validate: bool,
+    *,
+    in_pieces: bool = False,
+) -> Tensor | None:
+    """What every function of a chain is passed; returns the lengths as int64 [*B], where p0 is."""
+    check_chain(x, bulk, p0, in_pieces=in_pieces)
+    check_flag("log_params", log_params)
+    check_flag("validate", validate)
+    ends = None if lengths is None else as_lengths(lengths, x, p0.device)
+    if validate:
+        check_values(x, bulk, p0, log_params, ends)
+    return ends
+
+
+def _lead(batch: list[int], axes: int) -> list[tuple[int, ...]]:
+    """The sizes that as many leading axes of an operand may have; aligned at the right."""
+    return [(1, size) for size in batch[max(0, len(batch) - axes) :]]
+
+
+def _check_sizes(name: str, value: Tensor, allowed: tuple[tuple[int, ...], ...], x: Tensor) -> None:
+    shape = value.shape
+    if len(allowed) == len(shape):
+        for size, sizes in zip(shape, allowed, strict=True):
+            if size not in sizes:
+                break
+        else:
+            return
+    steps = len(allowed) - 3 if name == "bulk" else -1
+    texts = []
+    for axis, sizes in enumerate(allowed):
+        texts.append(" or ".join(str(size) for size in sorted(set(sizes), reverse=axis == steps)))
+    raise ValueError(f"{name}: expected shape [{', '.join(texts)}] to go with x {list(x.shape)}, got {list(shape)}")
+
+
+def check_stack(stack: object) -> None:
+    """At least one square matrix."""
+    check_tensor("stack", stack, 3)
+    assert isinstance(stack, Tensor)
+    s, *square = stack.shape[-3:]
+    if s < 1 or square[0] != square[1]:
+        raise ValueError(f"stack: expected at least one square matrix [..., s, c, c], got {list(stack.shape)}")
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """One of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected {' or '.join(repr(choice) for choice in choices)}, got {value!r}")
+
+
+def check_alone(name: str, value: object, expected: str, others: dict[str, bool]) -> None:
+    """An option that goes with none of the others."""
+    for other, given in others.items():
+        if given:
+            raise ValueError(f"{name}: expected {expected} with {other}, got {value!r}")
+
+
+def check_float_dtype(name: str, value: torch.dtype | None) -> None:
+    """A floating dtype of torch, or None."""
+    if value is not None and value not in FLOATS:
+        got = str(value)[6:] if isinstance(value, torch.dtype) else repr(value)
+        raise TypeError(f"{name}: expected float32, float64, bfloat16, float16 or None, got {got}")
+
+
+def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) -> Tensor:
+    """Integers 1..v of the shape of the first batch axes, as an int64 tensor of the whole batch shape.
+
+    It is on a device, by default that of x.
+    """
+    batch, v, device = x.shape[:-2], x.shape[-2], device or x.device
+    # the values of a tensor beside x are looked at by the operator: it may be traced or mapped here
+    on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and device.type != "cpu")
+    if not isinstance(lengths, Tensor):
+        try:
+            lengths = torch.tensor(lengths, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"lengths: expected integers, got {lengths!r}") from error
+    if lengths.layout != torch.strided or lengths.device.type == "meta":
+        raise TypeError(f"lengths: expected a dense tensor, got {lengths.layout} on {lengths.device}")
+    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
+        raise TypeError(f"lengths: expected integers, got {str(lengths.dtype)[6:]}")
+    axes = lengths.dim()
+    if lengths.shape != batch[:axes]:
+        prefixes = " or ".join(str(list(batch[:end])) for end in range(1, len(batch) + 1)) or "[]"
+        raise ValueError(f"lengths: expected shape {prefixes} to go with x {list(x.shape)}, got {list(lengths.shape)}")
+    if on_host and not torch.compiler.is_compiling():
+        check_lengths(lengths, v)
+    lengths = lengths.to(device, torch.int64)
+    return lengths.reshape(lengths.shape + (1,) * (len(batch) - axes)).expand(batch)
+
+
+def check_lengths(lengths: Tensor, v: int) -> None:
+    """From 1 to v; looks at the values."""
+    if lengths.numel() and not (1 <= int(lengths.min()) and int(lengths.max()) <= v):
+        low, high = int(lengths.min()), int(lengths.max())
+        raise ValueError(f"lengths: expected values from 1 to v = {v}, got {low} to {high}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """True or False, and nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Tensor | None) -> None:
+    """No NaN, no +inf and no negative probability, except behind a sequence's end. A pass over the data."""
+    before = longest = None
+    if ends is not None:
+        before = ends.to(x.device)
+        if bulk.shape[-3] == x.shape[-2] - 1:
+            lead = (1,) * (ends.dim() + 3 - bulk.dim()) + bulk.shape[:-3]
+            shared = [axis for axis, size in enumerate(lead) if size == 1]
+            longest = (ends.amax(shared, keepdim=True) if shared else ends).to(bulk.device) - 1
+    _check_values("x", x, -2, True, before)
+    _check_values("bulk", bulk, -3, log_params, longest)
+    _check_values("p0", p0[..., None, :], -2, log_params, None)
+
+
+def _check_values(name: str, value: Tensor, axis: int, log: bool, ends: Tensor | None) -> None:
+    """Of the steps along an axis that come before the `ends`, some at a time."""
+    nan = infinite = 0
+    least = 0.0
+    size = max(1, _CHECKED * value.shape[axis] // max(1, value.numel()))
+    for start, piece in enumerate(value.split(size, axis)):
+        if ends is not None:
+            steps = torch.arange(start * size, start * size + piece.shape[axis], device=value.device)
+            inside = (steps < ends[..., None]).view(*ends.shape, len(steps), *(1,) * (-axis - 1))
+            piece = torch.where(inside, piece, 0.0)
+        nan += int(piece.isnan().sum())
+        infinite += int((piece == torch.inf).sum())
+        if not log and piece.numel():
+            least = min(least, piece.amin().item())
+    if nan:
+        raise ValueError(f"{name}: expected no NaN, got {nan}")
+    if infinite:
+        raise ValueError(f"{name}: expected no +inf, got {infinite}")
+    if least < 0:
+        raise ValueError(f"{name}: expected non-negative values, got {least:g}")

@@ -1,0 +1,1 @@
+"""What differentiates what: operators of torch, their Functions and batching rules; no arithmetic."""

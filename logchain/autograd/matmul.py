@@ -1,0 +1,191 @@
+"""The log-semiring matrix product of operands with as many batch axes as an operator of torch, differentiable twice.
+
+Kept for the backward pass are the operands alone.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.plain.matmul_pieces import Groups
+from ..rescues import report_outputs
+from .operator import apply, call, operator, transform
+
+
+def log_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`log(exp(a) exp(b))` for (*batch, m, k) and (*batch, k, n) of one dtype, float32 or float64, no size being 0.
+
+    A batch axis is of the same size in both operands or of size 1 in one of them.
+    """
+    result: Tensor = apply(_LogMatmul, _log_matmul, a, b)
+    return result
+
+
+def broadcast_log_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`log(exp(a) exp(b))` for [..., m, k] and [..., k, n] whose leading axes broadcast; no size is 0."""
+    axes = max(a.dim(), b.dim())
+    return log_matmul(*(operand[(None,) * (axes - operand.dim())] for operand in (a, b)))
+
+
+class _LogMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        found: Tensor = _log_matmul(a, b)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        found = call(_Gradient, grad, *ctx.saved_tensors, *needs)
+        return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+        a, b = (t[None] if dim is None else t.movedim(dim, 0) for t, dim in zip((a, b), in_dims, strict=True))
+        return call(_LogMatmul, a, b), 0
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of `sum(weight * log_matmul(a, b))`; an empty tensor for one that is not needed."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = _log_matmul_backward(*args)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:3])
+        ctx.needs = inputs[3:]
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
+        weight, a, b = operands = ctx.saved_tensors
+        along_a, along_b = (
+            tangent if need else torch.zeros_like(operand)
+            for tangent, operand, need in zip(along, (a, b), ctx.needs, strict=True)
+        )
+        with torch.no_grad():
+            grads = _log_matmul_second(*operands, along_a, along_b)
+        if torch.is_grad_enabled():
+            grads = [call(_Last, grad, *operands, along_a, along_b) for grad in grads]
+        return (*grads, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        # each of the batch has a gradient of its own
+        stacked = (
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(args[:3], in_dims[:3], strict=True)
+        )
+        found = call(_Gradient, *stacked, *args[3:])
+        own = [
+            gradient if need else gradient.expand(info.batch_size, 0)
+            for gradient, need in zip(found, args[3:], strict=True)
+        ]
+        return (own[0], own[1]), (0, 0)
+
+
+class _Last(torch.autograd.Function):
+    """A second derivative as it is, but not to be differentiated again by its operands."""
+
+    @staticmethod
+    def forward(value: Tensor, *operands: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("logchain: expected at most two derivatives, got a third")
+
+
+def _forward(a: Tensor, b: Tensor) -> Tensor:
+    backend = kernels.log_matmul_kernels(a)
+    if kernels.on_gpu(a):
+        groups = Groups.of(a, b)
+        out, rescued = backend.forward(*_matrices(groups, a, b))
+        out = _ungrouped(out, groups.right_order, groups.shape)
+    else:
+        out, rescued = backend.forward(a, b)
+    report_outputs(rescued)
+    found: Tensor = out
+    return found
+
+
+def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
+    backend = kernels.log_matmul_kernels(a)
+    if kernels.on_gpu(a):
+        groups = Groups.of(a, b)
+        left, right = _matrices(groups, a, b)
+        joint = groups.joint(weight).reshape(left.shape[0], left.shape[1], right.shape[2])
+        grad_a, grad_b = backend.backward(joint, left, right, need_a, need_b)
+        grad_a = None if grad_a is None else _ungrouped(grad_a, groups.left_order, a.shape)
+        grad_b = None if grad_b is None else _ungrouped(grad_b, groups.right_order, b.shape)
+    else:
+        grad_a, grad_b = backend.backward(weight, a, b, need_a, need_b)
+    return a.new_empty(0) if grad_a is None else grad_a, b.new_empty(0) if grad_b is None else grad_b
+
+
+def _matrices(groups: Groups, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The operands as (g, m, k) and (g, k, n), for kernels that take no other; copies where axes do not merge."""
+    g = math.prod(groups.shape[axis] for axis in groups.sets)
+    return groups.left(a).reshape(g, -1, a.shape[-1]), groups.right(b).reshape(g, b.shape[-2], -1)
+
+
+def _ungrouped(found: Tensor, order: tuple[int, ...], shape: Sequence[int]) -> Tensor:
+    """What was found for matrices, as a view with the axes of the operands."""
+    return found.view([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
+
+
+def _second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from ..kernels.plain import matmul as plain
+
+    return plain.second(weight, a, b, along_a, along_b)
+
+
+def _shape(a: Tensor, b: Tensor) -> Tensor:
+    groups = Groups.of(a, b)
+    out = a.new_empty(groups.shape)
+    return _ungrouped(out, groups.right_order, groups.shape) if kernels.on_gpu(a) else out
+
+
+def _gradient_shapes(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
+    if kernels.on_gpu(a):
+        groups = Groups.of(a, b)
+        grad_a = _ungrouped(a.new_empty(a.shape), groups.left_order, a.shape)
+        grad_b = _ungrouped(b.new_empty(b.shape), groups.right_order, b.shape)
+    else:
+        grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+    return grad_a if need_a else a.new_empty(0), grad_b if need_b else b.new_empty(0)
+
+
+def _second_shapes(
+    weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return weight.new_empty(weight.shape), torch.empty_like(a), torch.empty_like(b)
+
+
+_log_matmul = operator("log_matmul(Tensor a, Tensor b) -> Tensor", _forward, _shape)
+_log_matmul_backward = operator(
+    "log_matmul_backward(Tensor weight, Tensor a, Tensor b, bool need_a, bool need_b) -> (Tensor, Tensor)",
+    _backward,
+    _gradient_shapes,
+)
+_log_matmul_second = operator(
+    "log_matmul_second(Tensor weight, Tensor a, Tensor b, Tensor along_a, Tensor along_b) -> (Tensor, Tensor, Tensor)",
+    _second,
+    _second_shapes,
+)
+transform("log_matmul", _LogMatmul)
+transform("log_matmul_backward", _Gradient)

@@ -1,0 +1,137 @@
+"""Forward and backward messages as an operator of torch: natural logarithms, differentiable."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.chain import Chain
+from ..kernels.plain import messages as log_messages
+from ..operands import arithmetic_dtype, chain_of, marked
+from .operator import apply, as_one, call, of_each, operator, transform, with_batch_first
+from .tangents import gradients_of
+
+
+def messages(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and backward messages [*B, v, c] and the log-partition [*B], found in float64; -inf behind the end."""
+    found: tuple[Tensor, Tensor, Tensor] = apply(_Messages, _messages, x, bulk, p0, lengths, log_params)
+    return found
+
+
+class _Messages(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _messages(*args)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *operands, ctx.log_params = inputs
+        ctx.save_for_backward(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
+        found = call(_Gradient, *along, *ctx.saved_tensors, ctx.log_params)
+        needs = ctx.needs_input_grad[:3]
+        return (*(g if need else None for g, need in zip(found, needs, strict=True)), None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+        operands = with_batch_first(info.batch_size, in_dims, *args[:4])
+        return call(_Messages, *operands, args[4]), (0, 0, 0)
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _messages_backward(*args)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("logchain: expected at most one derivative of messages, got a second")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+        each = of_each(info.batch_size, "x x grad x bulk p0 lengths", in_dims, args)
+        found = call(_Gradient, *each, args[7])
+        return as_one(info.batch_size, found, in_dims[3:6], args[3:6], [True] * 3), (0, 0, 0)
+
+
+def _forward(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    ahead, behind, norm = _shapes(x, bulk, p0)
+    if x.numel() == 0:
+        return ahead, behind, norm
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+    first, last = layout.steps_first(ahead), layout.steps_first(behind)
+    first[chain.v :] = last[chain.v :] = -torch.inf
+    write = kernels.messages_in_c(x) or _messages_in_torch
+    norm.copy_(layout.batched(write(chain, first[: chain.v], last[: chain.v])))
+    return ahead, behind, norm
+
+
+def _messages_in_torch(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
+    """See `kernels.cpu.messages`."""
+    matmul = kernels.log_matmul_kernels(chain.x)
+    ahead = log_messages.forward(chain, matmul)
+    log_norm = marked(chain, ahead.log_norm()[..., None])[..., 0]
+    for messages, out in ((ahead, forward), (log_messages.backward(chain, matmul), backward)):
+        found = messages.absolute()
+        if chain.ended is not None:
+            marked(chain, found.masked_fill_(chain.ended, -torch.inf))
+        out.copy_(found.view(chain.v, *chain.lead, chain.c))
+    return log_norm
+
+
+def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    messages = x.new_empty(x.shape, dtype=arithmetic_dtype(x, bulk, p0))
+    return messages, torch.empty_like(messages), messages.new_empty(x.shape[:-2])
+
+
+def _backward(
+    along_forward: Tensor,
+    along_backward: Tensor,
+    along_norm: Tensor,
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    log_params: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.numel() == 0:
+        return torch.zeros_like(x), torch.zeros_like(bulk), torch.zeros_like(p0)
+    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+    matmul = kernels.log_matmul_kernels(x)
+    shape = (chain.v, chain.g, chain.m, chain.c)
+    grads = log_messages.Gradients.zeros(chain)
+    along = [layout.steps_first(value)[: chain.v].reshape(shape) for value in (along_forward, along_backward)]
+    forward = log_messages.forward(chain, matmul).relative
+    log_messages.backward_of_forward(chain, matmul, forward, along[0], layout.sequences(along_norm), grads)
+    backward = log_messages.backward(chain, matmul).relative
+    log_messages.backward_of_backward(chain, matmul, backward, along[1], grads)
+    return gradients_of(layout, chain, grads, x, bulk, p0)
+
+
+def _gradient_shapes(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(operand.new_empty(operand.shape) for operand in args[3:6])
+
+
+_OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, bool log_params"
+_messages = operator(f"messages({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _forward, _shapes)
+_messages_backward = operator(
+    f"messages_backward(Tensor along_forward, Tensor along_backward, Tensor along_norm, {_OPERANDS})"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _gradient_shapes,
+)
+transform("messages", _Messages)
+transform("messages_backward", _Gradient)

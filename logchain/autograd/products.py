@@ -1,0 +1,157 @@
+"""Products of a stack of matrices as operators of torch: what is kept for the backward pass, and what is recomputed.
+
+Kept is the stack alone. The backward pass recomputes the nodes of the tree and goes down it, with the gradients in the
+slots of the result. A second derivative is taken through products of `autograd.matmul` in the same order.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.numbers import near_one
+from ..rescues import report_outputs
+from ..schedules import tree as products
+from ..schedules.tree import prefixes_shape, product_shape, sets
+from .matmul import log_matmul
+from .operator import apply, call, operator, transform
+
+
+def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
+    """The product [..., c, c] of a stack [..., s, c, c] of logarithms. Arguments have been checked."""
+    result: Tensor = _log_product_(stack) if inplace else apply(_Products, _log_products, stack, False)
+    return result
+
+
+def log_prefixes(stack: Tensor) -> Tensor:
+    """The products [..., s, c, c] of the first 1 to s matrices of a stack [..., s, c, c] of logarithms."""
+    result: Tensor = apply(_Products, _log_products, stack, True)
+    return result
+
+
+class _Products(torch.autograd.Function):
+    """The product of all matrices, or all `prefixes`."""
+
+    @staticmethod
+    def forward(stack: Tensor, prefixes: bool) -> Tensor:
+        found: Tensor = _log_products(stack, prefixes)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        stack, ctx.prefixes = inputs
+        ctx.save_for_backward(stack)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return call(_Gradient, grad, *ctx.saved_tensors, ctx.prefixes), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], stack: Tensor, prefixes: bool) -> tuple[Tensor, int]:
+        return call(_Products, stack.movedim(in_dims[0], 0), prefixes), 0
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradient of `sum(grad * products)`."""
+
+    @staticmethod
+    def forward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
+        found: Tensor = _log_products_backward(grad, stack, prefixes)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, stack, ctx.prefixes = inputs
+        ctx.save_for_backward(grad, stack)
+
+    @staticmethod
+    def backward(ctx: Any, along: Tensor) -> tuple[Tensor | None, ...]:
+        grad, stack = ctx.saved_tensors
+        return (*_by_composition(grad, stack, ctx.prefixes, along), None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        grad, stack = (
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(args[:2], in_dims[:2], strict=True)
+        )
+        return call(_Gradient, grad, stack, args[2]), 0
+
+
+def _forward(stack: Tensor, prefixes: bool) -> Tensor:
+    result, rescued = products.prefixes(stack) if prefixes else products.product(stack, inplace=False)
+    report_outputs(rescued)
+    return result
+
+
+def _forward_(stack: Tensor) -> Tensor:
+    result, rescued = products.product(stack, inplace=True)
+    report_outputs(rescued)
+    return result
+
+
+def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
+    scale = 1.0
+    if grad.numel() and not kernels.on_gpu(grad):
+        grad, scale = near_one(grad)  # what is divided by small sums
+    found = products.prefixes_gradient(grad, stack) if prefixes else products.product_gradient(grad, stack)
+    return found if scale == 1.0 else found.mul_(scale)
+
+
+def _shape(stack: Tensor, prefixes: bool = False) -> Tensor:
+    return prefixes_shape(stack) if prefixes else product_shape(stack)
+
+
+def _gradient_shape(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
+    return stack.new_empty(stack.shape)
+
+
+def _by_composition(grad: Tensor, stack: Tensor, prefixes: bool, along: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients, with respect to grad and stack, of the gradient's product with `along`."""
+    if stack.numel() == 0:
+        return None, None
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        grad, stack = operands = [
+            operand.view_as(operand) if again and operand.requires_grad else operand.detach().requires_grad_()
+            for operand in (grad, stack)
+        ]
+        compose = _composed_prefixes if prefixes else _composed_product
+        result = compose(sets(stack).double()).view(grad.shape)
+        (first,) = torch.autograd.grad(result, stack, grad.double(), create_graph=True)
+        return torch.autograd.grad(first, operands, along, create_graph=again, allow_unused=True)
+
+
+def _composed_product(nodes: Tensor) -> Tensor:
+    """(g, s, c, c) to (g, c, c), level by level."""
+    nodes = _no_gradient_at_zero(nodes)
+    while nodes.shape[1] > 1:
+        pairs = nodes.shape[1] // 2
+        left, right = nodes[:, : 2 * pairs : 2], nodes[:, 1 : 2 * pairs : 2]
+        products = log_matmul(left.flatten(0, 1), right.flatten(0, 1)).view(left.shape)
+        nodes = torch.cat([products, nodes[:, 2 * pairs :]], 1)
+    return nodes[:, 0]
+
+
+def _composed_prefixes(stack: Tensor) -> Tensor:
+    """(g, s, c, c) to the same, one after the other."""
+    first, *others = _no_gradient_at_zero(stack).unbind(1)
+    prefixes = [first]
+    for matrix in others:
+        prefixes.append(log_matmul(prefixes[-1], matrix))
+    return torch.stack(prefixes, 1)
+
+
+def _no_gradient_at_zero(logs: Tensor) -> Tensor:
+    return logs.masked_fill(logs == -math.inf, -math.inf)
+
+
+_log_products = operator("log_products(Tensor stack, bool prefixes) -> Tensor", _forward, _shape)
+_log_product_ = operator("log_product_(Tensor(a!) stack) -> Tensor", _forward_, _shape)
+_log_products_backward = operator(
+    "log_products_backward(Tensor grad, Tensor stack, bool prefixes) -> Tensor", _backward, _gradient_shape
+)
+transform("log_products", _Products)
+transform("log_products_backward", _Gradient)

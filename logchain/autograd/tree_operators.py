@@ -1,0 +1,205 @@
+"""What the operators of the tree schedule compute: the log-partition by matrix products in pairs, and its gradient.
+
+Each piece of steps is reduced by the tree, and a vector goes through the pieces. Backward the posterior goes back
+through them: with the message before a piece, it gives the expected transitions from the piece's first state to its
+last, and the tree hands those down to the leaves, whose stack is made again.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.numbers import exact_sum
+from ..layout import Layout
+from ..operands import arithmetic_dtype, exceeds, marked, unwritten
+from ..rescues import report_outputs
+from ..schedules.tree import Tree, relative_product
+from ..schedules.tree_leaves import HELD, Block, Cut, Leaves, finite_top
+from .operator import operator
+
+
+def _forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, Tensor]:
+    """The log-partition [*B] in float64, and the message before each piece and at the end (pieces + 1, g, m, c)."""
+    out, messages = _kept_shapes(x, bulk, p0, lengths, log_params)
+    if x.numel() == 0:
+        return out, messages
+    leaves = Leaves(x, bulk, p0, lengths, log_params)
+    matmul = kernels.log_matmul_kernels(x)
+    message, taken = leaves.start()
+    messages[0], top = _without_top(message)
+    sums, rescued, last = [taken, top], 0, 0
+    for first, stop in leaves.cut.pieces(leaves.v):
+        terms = messages.new_zeros(5, leaves.g, leaves.m)
+        for block, stack, taken in leaves.parts(first, stop):
+            root, offset, count = relative_product(stack)
+            before = messages[last][block]
+            after = matmul.forward(before.reshape(-1, 1, leaves.c), root.double())[0]
+            after, top = _without_top(after.view(before.shape))
+            for term, into in zip((*exact_sum(taken), *top, *offset), terms[:, block[0], block[1]], strict=False):
+                into.copy_(term.view(into.shape))
+            messages[last + 1][block] = after
+            rescued = rescued + count
+        sums.append(terms)
+        last += 1
+    messages[last + 1 :] = messages[last]
+    report_outputs(rescued)
+    sums.append(torch.logsumexp(messages[last], -1)[None])
+    total = torch.stack(exact_sum(torch.cat(sums))).sum(0)
+    return out.copy_(leaves.layout.batched(marked(leaves.chain, total[..., None])[..., 0])), messages
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    messages: Tensor,
+    log_params: bool,
+    need_x: bool,
+    need_bulk: bool,
+    need_p0: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if exceeds(grad, arithmetic_dtype(x, bulk, p0)):
+        # all again in float64, from the start; it is rare
+        again = x.double()
+        messages = _forward(again, bulk, p0, lengths, log_params)[1]
+        found = _backward(grad, again, bulk, p0, lengths, messages, log_params, need_x, need_bulk, need_p0)
+        return found[0].to(x.dtype), *found[1:]
+    out = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
+    for gradient in out:
+        gradient.zero_()
+    if x.numel() == 0:
+        return out
+    leaves = Leaves(x, bulk, p0, lengths, log_params)
+    weight = leaves.layout.sequences(grad).double()[..., None]
+    states = _States(leaves, out[0]) if need_x else None
+    counts = _Counts(leaves, bulk, out[1]) if need_bulk else None
+    dead = (messages[-1] == -math.inf).all(-1, keepdim=True)
+    posterior = torch.softmax(messages[-1].masked_fill(dead, 0.0), -1).masked_fill_(dead, 0.0)
+    pieces = leaves.cut.pieces(leaves.v)
+    for before, (first, stop) in reversed(list(zip(messages, pieces, strict=False))):
+        for block, stack, _ in leaves.parts(first, stop):
+            posterior[block], gradient = _back(stack, before[block], posterior[block])
+            over = leaves.over(first, stop, block)
+            if over is not None:
+                gradient.masked_fill_(over[..., None, None], 0.0)
+            if states is not None:
+                states.add(first, stop, block, gradient, weight[block])
+            if counts is not None:
+                counts.add(first, stop, block, gradient, weight[block])
+    start = posterior.mul_(weight).view(*leaves.chain.lead, leaves.c)
+    if states is not None:
+        states.finish(start)
+    if counts is not None:
+        counts.finish()
+    if need_p0:
+        if not log_params:
+            value = leaves.chain.p0.double()
+            start = (start / value).masked_fill_((start == 0) | (value == 0), 0.0)
+        out[2].copy_(leaves.layout.states(start).sum_to_size(p0.shape))
+    return out
+
+
+def _back(stack: Tensor, before: Tensor, posterior: Tensor) -> tuple[Tensor, Tensor]:
+    """The posterior of a piece's first states (g', m', c), and its expected transitions (g', m', k, c, c)."""
+    tree = Tree(stack, torch.empty_like(stack))
+    ends, begins = (value.reshape(-1, 1, value.shape[-1]) for value in (posterior, before))
+    matmul = kernels.log_matmul_kernels(stack)
+    found, pairs = matmul.backward(ends, begins, tree.root()[0].double(), True, True)
+    gradient = torch.empty_like(stack)
+    gradient[:, 0] = pairs
+    tree.gradient(gradient)
+    return found.view(before.shape), gradient.unflatten(0, before.shape[:2])
+
+
+class _States:
+    """The posteriors of states, which are the gradient of x."""
+
+    def __init__(self, leaves: Leaves, out: Tensor) -> None:
+        self._out = leaves.layout.steps_first(out)
+        # a copy where batch axes do not merge
+        self._grid = self._out.reshape(len(self._out), leaves.g, leaves.m, leaves.c)
+
+    def add(self, first: int, stop: int, block: Block, gradient: Tensor, weight: Tensor) -> None:
+        """Those of a block's expected transitions (g', m', k, c, c)."""
+        states = gradient.sum(-2).mul_(weight[..., None].to(gradient.dtype))
+        self._grid[first:stop, block[0], block[1]] = states.movedim(2, 0)
+
+    def finish(self, start: Tensor) -> None:
+        """Put them where they belong, with those of the first step (*lead, c)."""
+        if self._grid.data_ptr() != self._out.data_ptr():
+            self._out.copy_(self._grid.view(self._out.shape))
+        self._out[0] = start
+
+
+class _Counts:
+    """The expected transitions, added up to the gradient of `bulk`."""
+
+    def __init__(self, leaves: Leaves, bulk: Tensor, out: Tensor) -> None:
+        self._leaves, self._out = leaves, out
+        # what all steps add to is rounded once
+        dtype = torch.float64 if leaves.one else leaves.chain.dtype
+        self._wide = out if out.dtype == dtype else torch.zeros_like(out, dtype=dtype)
+        view = leaves.layout.matrices(self._wide)[: leaves.v - 1]
+        self._sums = view.view(len(view), leaves.g, leaves.c, leaves.c)
+
+    def add(self, first: int, stop: int, block: Block, gradient: Tensor, weight: Tensor) -> None:
+        """Those of a block (g', m', k, c, c), which is overwritten."""
+        gradient.mul_(weight[..., None, None].to(gradient.dtype))
+        if not self._leaves.one:
+            self._sums[first - 1 : stop - 1, block[0]] += gradient.sum(1).transpose(0, 1)
+            return
+        size = max(1, HELD // gradient[:, :, :1].numel())
+        for part in gradient.split(size, 2):
+            self._sums[0, block[0]] += part.sum((1, 2), dtype=torch.float64)
+
+    def finish(self) -> None:
+        """Make them the gradient of linear matrices, if those they are: exactly 0 at a zero and behind all ends."""
+        leaves = self._leaves
+        if not leaves.chain.log_params:
+            pieces = [(1, 2)] if leaves.one else leaves.cut.pieces(leaves.v)
+            for first, stop in pieces:
+                raw, sums = leaves.raw(first, stop, slice(None)), self._sums[first - 1 : stop - 1]
+                nothing = (sums == 0) | (raw == 0)
+                sums.div_(raw).masked_fill_(nothing, 0.0)
+        if self._wide is not self._out:
+            self._out.copy_(self._wide)
+
+
+def _kept_shapes(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
+) -> tuple[Tensor, Tensor]:
+    g, m = Layout.of(x, bulk).grid
+    v, c = x.shape[-2:]
+    pieces = len(Cut.of(v, g, m, c, arithmetic_dtype(x, bulk, p0)).pieces(v)) if x.numel() else 0
+    return (
+        x.new_empty(x.shape[:-2], dtype=torch.float64),
+        x.new_empty((pieces + 1, g, m, c), dtype=torch.float64),
+    )
+
+
+def _gradient_shapes(
+    grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return unwritten((x, bulk, p0), rest[-3:])
+
+
+def _without_top(message: Tensor) -> tuple[Tensor, Tensor]:
+    """A message (g, m, c) with its largest entry at 0, and that (1, g, m)."""
+    top = finite_top(message.amax(-1, keepdim=True))
+    return message - top, top.movedim(-1, 0)
+
+
+_OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths"
+
+log_norm = operator(f"tree_log_norm({_OPERANDS}, bool log_params) -> (Tensor, Tensor)", _forward, _kept_shapes)
+log_norm_backward = operator(
+    f"tree_log_norm_backward(Tensor grad, {_OPERANDS}, Tensor messages, bool log_params,"
+    " bool need_x, bool need_bulk, bool need_p0) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _gradient_shapes,
+)

@@ -1,0 +1,78 @@
+"""Where the axes of the operands lie: integers and views, no arithmetic.
+
+The recursions want the steps first and, of the batch axes, those along which `bulk` has matrices of its own before
+those that share them. `Layout` finds that order once and gives views of operands and gradients in it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`batch`: the leading axes of x; `own`: those along which bulk is not broadcast."""
+
+    batch: torch.Size
+    own: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, bulk: Tensor) -> "Layout":
+        """The layout of x `[*B, v, c]` and bulk `[*B or ones, s, c, c]`."""
+        batch, lead = x.shape[:-2], bulk.shape[:-3]
+        padded = (1,) * (len(batch) - len(lead)) + tuple(lead)
+        return cls(batch, tuple(axis for axis, size in enumerate(padded) if size > 1))
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Sets of matrices, and sequences that share a set."""
+        sets = math.prod(self.batch[axis] for axis in self.own)
+        return sets, math.prod(self.batch[axis] for axis in range(len(self.batch)) if axis not in self.own)
+
+    @property
+    def _order(self) -> list[int]:
+        return [*self.own, *(axis for axis in range(len(self.batch)) if axis not in self.own)]
+
+    def steps_first(self, x: Tensor) -> Tensor:
+        """[*B, v, c] as (v, *lead, c); a chain without batch axes gets one."""
+        last = len(self.batch)
+        view = x.permute(last, *self._order, last + 1)
+        return view if self.batch else view.unsqueeze(1)
+
+    def weights(self, p0: Tensor) -> Tensor:
+        """[*B or ones, c] as (*lead or ones, c)."""
+        if not self.batch:
+            return p0.unsqueeze(0)
+        padded = p0[(None,) * (len(self.batch) + 1 - p0.dim())]
+        return padded.permute(*self._order, len(self.batch))
+
+    def states(self, values: Tensor) -> Tensor:
+        """(*lead, c) as [*B, c]."""
+        if not self.batch:
+            return values.squeeze(0)
+        order = self._order
+        return values.permute(*(order.index(axis) for axis in range(len(order))), len(order))
+
+    def matrices(self, bulk: Tensor) -> Tensor:
+        """[*B or ones, s, c, c] as (s, *own, c, c)."""
+        lead = bulk.dim() - 3
+        missing = len(self.batch) - lead
+        own = [axis - missing for axis in self.own]
+        shared = tuple(axis for axis in range(lead) if axis not in own)
+        kept = bulk.squeeze(shared) if shared else bulk
+        if not own:
+            return kept
+        return kept.permute(len(own), *range(len(own)), len(own) + 1, len(own) + 2)
+
+    def sequences(self, values: Tensor) -> Tensor:
+        """[*B] as (g, m)."""
+        return values.permute(self._order).reshape(self.grid)
+
+    def batched(self, values: Tensor) -> Tensor:
+        """(g, m) as [*B]."""
+        order = self._order
+        return values.reshape([self.batch[axis] for axis in order]).permute(
+            [order.index(axis) for axis in range(len(order))]
+        )

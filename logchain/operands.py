@@ -1,0 +1,92 @@
+"""The operands of a chain as the kernels take them, and what is known of them before anything is computed."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import kernels
+from .arguments import check_lengths
+from .kernels import on_gpu
+from .kernels.chain import Chain
+from .layout import Layout
+
+# the product of a weight up to here, or down to its reciprocal, with a posterior is good in float32
+_LARGE = 2.0**60
+
+# the mode in which `torch.autograd.grad(..., is_grads_batched=True)` maps
+_OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, type(None)}
+
+
+def chain_of(
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, *, by_log: bool = False
+) -> tuple[Layout, Chain]:
+    """The chain up to the longest length. On a GPU, where its value is not looked at, the whole one."""
+    layout = Layout.of(x, bulk)
+    ends, v = None, x.shape[-2]
+    if lengths is not None:
+        ends = layout.sequences(lengths)[..., None]
+        if not kernels.on_gpu(x):
+            check_lengths(lengths, v)
+            v = int(lengths.max())
+    steps, matrices = layout.steps_first(x), layout.matrices(bulk)
+    if lengths is not None or v == 1:
+        steps, matrices = steps[:v], matrices[: v - 1]
+    return layout, Chain(steps, matrices, layout.weights(p0), ends, log_params, arithmetic_dtype(x, bulk, p0), by_log)
+
+
+def marked(chain: Chain, found: Tensor) -> Tensor:
+    """What was found for sequences (..., g, m, k), in place, with NaN where a length that nobody looked at is wrong."""
+    if chain.ends is None:
+        return found
+    return found.masked_fill_((chain.ends < 1) | (chain.ends > chain.v), torch.nan)
+
+
+def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
+    """float64 if an operand is, otherwise float32."""
+    return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
+
+
+def exceeds(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether weights of sequences are too large, or too small, for the posteriors of a narrower arithmetic.
+
+    A GPU is not waited for: there they are taken to be neither.
+    """
+    if weight.dtype == dtype or kernels.on_gpu(weight):
+        return False
+    size = np.abs(weight.resolve_neg().numpy())  # few numbers, for which torch's operators take longer
+    return bool(((size > _LARGE) | (size < 1 / _LARGE) & (size > 0)).any())
+
+
+def unwritten(operands: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of operands; an empty tensor for one that is not needed."""
+    x, bulk, p0 = (
+        torch.empty_like(operand, memory_format=torch.contiguous_format) if need else operand.new_empty(0)
+        for operand, need in zip(operands, needs, strict=True)
+    )
+    return x, bulk, p0
+
+
+def differentiated(*args: Any) -> bool:
+    """Whether a gradient may be asked for."""
+    return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
+def is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether tensors are torch's own, and no mode, no transform and no compiler looks at what is done with them."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and not torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)
+        and _PLAIN.issuperset(map(type, args))
+    )
+
+
+def at_hand(tensor: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device, tracing or mapping."""
+    return is_plain((tensor,)) and not on_gpu(tensor)

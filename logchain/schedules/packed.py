@@ -1,0 +1,116 @@
+"""Sequences of different lengths that lie one behind the other, as padded batches of similar lengths."""
+
+from collections.abc import Iterator
+from copy import copy
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_tensor
+
+# a sequence is padded to at most so many times its length
+_PADDING = 1.25
+
+
+class Piece(NamedTuple):
+    """Some of the sequences: `x` (k, v, c), `bulk`, `p0`, and the length of each (k)."""
+
+    x: Tensor
+    bulk: Tensor
+    p0: Tensor
+    lengths: Tensor
+
+
+class Packed:
+    """`x` [total, c], `bulk` [1 or total, c, c], `p0` [c] or [n, c]; sequence i has the rows cu_seqlens[i:i + 2].
+
+    `starts` and `lengths` (n) are on the host. Iterating gives `Piece`s in order of length; what is computed of them is
+    put back in the caller's order.
+    """
+
+    def __init__(self, x: Tensor, bulk: Tensor, p0: Tensor, cu_seqlens: Tensor, lengths: object) -> None:
+        if lengths is not None:
+            raise ValueError("lengths: expected None beside cu_seqlens, which holds them")
+        self.starts, ends = _bounds(x, cu_seqlens)
+        _check_parameters(bulk, p0, len(x), len(self.starts), x.shape[-1])
+        self.x, self.bulk, self.p0, self.lengths = x, bulk, p0, ends - self.starts
+
+    def of(self, x: Tensor, bulk: Tensor, p0: Tensor) -> "Packed":
+        """The same with other operands of the same shapes."""
+        other = copy(self)
+        other.x, other.bulk, other.p0 = x, bulk, p0
+        return other
+
+    @cached_property
+    def _groups(self) -> list[Tensor]:
+        """The members of each piece."""
+        order = torch.argsort(self.lengths, descending=True, stable=True)
+        groups, first = [], 0
+        longest = self.lengths[order].tolist()
+        for i in range(1, len(order) + 1):
+            if i == len(order) or longest[i] * _PADDING < longest[first]:
+                groups.append(order[first:i])
+                first = i
+        return groups
+
+    def __iter__(self) -> Iterator[Piece]:
+        for members in self._groups:
+            rows = self._rows(members)
+            bulk = self.bulk if len(self.bulk) == 1 else self.bulk[rows[:, 1:]]
+            p0 = self.p0 if self.p0.dim() == 1 else self.p0[members.to(self.p0.device)]
+            yield Piece(self.x[rows], bulk, p0, self.lengths[members].to(self.x.device))
+
+    def by_sequence(self, found: list[Tensor]) -> Tensor:
+        """What was found for the sequences of each piece (k, ...), as [n, ...]."""
+        return torch.cat(found)[torch.argsort(torch.cat(self._groups)).to(self.x.device)]
+
+    def by_row(self, found: list[Tensor]) -> Tensor:
+        """What was found for each variable of each piece (k, v, ...), as [total, ...]."""
+        rows, values = [], []
+        for members, value in zip(self._groups, found, strict=True):
+            inside = (torch.arange(value.shape[1], device="cpu") < self.lengths[members][:, None]).to(value.device)
+            rows.append(self._rows(members)[inside])
+            values.append(value[inside])
+        return torch.cat(values)[torch.argsort(torch.cat(rows))]
+
+    def by_step(self, found: list[Tensor]) -> Tensor:
+        """What was found for each transition of each piece (k, v - 1, ...), as [total, ...], 0 where none leads."""
+        return self.by_row([torch.cat([value.new_zeros(len(value), 1, *value.shape[2:]), value], 1) for value in found])
+
+    def counts(self, found: list[Tensor]) -> Tensor:
+        """Expected counts in the shape of `bulk`, from those in the shape of each piece's."""
+        return torch.stack(found).sum(0) if len(self.bulk) == 1 else self.by_step(found)
+
+    def _rows(self, members: Tensor) -> Tensor:
+        """The rows of each member (k, v); behind its end, its last one."""
+        lengths = self.lengths[members]
+        steps = torch.minimum(torch.arange(int(lengths[0]), device="cpu"), lengths[:, None] - 1)
+        return (self.starts[members][:, None] + steps).to(self.x.device)
+
+
+def _bounds(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each sequence starts and ends, on the host."""
+    check_tensor("x", x, 2)
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens: expected a torch.Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected int32 or int64, got {str(cu_seqlens.dtype)[6:]}")
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape [total, c] to go with cu_seqlens, got {list(x.shape)}")
+    bounds = cu_seqlens.to("cpu", torch.int64)
+    good = bounds.dim() == 1 and len(bounds) >= 2 and bounds[0] == 0 and bounds[-1] == len(x)
+    if not good or not (bounds.diff() > 0).all():
+        raise ValueError(f"cu_seqlens: expected rising integers from 0 to {len(x)}, got {cu_seqlens.tolist()}")
+    return bounds[:-1], bounds[1:]
+
+
+def _check_parameters(bulk: Tensor, p0: Tensor, total: int, n: int, c: int) -> None:
+    check_tensor("bulk", bulk, 3)
+    check_tensor("p0", p0, 1)
+    if bulk.shape not in ((1, c, c), (total, c, c)):
+        expected = f"[1 or {total}, {c}, {c}]"
+        raise ValueError(f"bulk: expected shape {expected} to go with cu_seqlens, got {list(bulk.shape)}")
+    if p0.shape not in ((c,), (n, c)):
+        raise ValueError(f"p0: expected shape [{c}] or [{n}, {c}] to go with cu_seqlens, got {list(p0.shape)}")

@@ -1,0 +1,140 @@
+"""The leaves of a chain's tree: one matrix of logarithms a transition, some steps of some sequences at a time.
+
+A leaf is `log P_i(k, j) + x_i(j)`, less the largest entries of both, which are summed apart; behind a sequence's
+end it is the identity, so that the product of those before it stays. No more are held than take the memory of two
+messages.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..operands import chain_of
+
+# bytes that leaves and all that is made of them may take where two messages are smaller
+_LEAST = 2**21
+
+# transitions of a piece that sequences do not share the memory for: fewer make the steps between pieces count
+_SHORT = 64
+
+# entries whose logarithms are taken in float64, or that are summed in it, at a time
+HELD = 2**17
+
+
+# some sets of matrices, and some of the sequences that share each
+Block = tuple[slice, slice]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Into what a chain is cut: pieces of `steps` transitions, and blocks of `sets` times `members` sequences."""
+
+    steps: int
+    sets: int
+    members: int
+
+    @classmethod
+    def of(cls, v: int, g: int, m: int, c: int, dtype: torch.dtype) -> "Cut":
+        """As many as fit into two messages (v, g, m, c)."""
+        steps = max(1, v - 1)
+        # leaves, nodes, gradients and logarithms of matrices; potentials; in float64 sums and gradients of x
+        each = dtype.itemsize * (4 * c * c + 3 * c) + 8 * (2 * c + 4)
+        fitting = max(_LEAST, 2 * v * g * m * c * dtype.itemsize) // each
+        held = min(steps, max(fitting // (g * m), _SHORT))
+        if held > fitting:
+            held = min(steps, max(2, fitting))
+        held = -(-steps // -(-steps // held))
+        sequences = max(1, fitting // held)
+        return cls(held, min(g, max(1, sequences // m)), min(m, sequences))
+
+    def pieces(self, v: int) -> list[tuple[int, int]]:
+        """Ranges of variables into which the transitions of a piece lead."""
+        return [(first, min(first + self.steps, v)) for first in range(1, v, self.steps)]
+
+    def blocks(self, g: int, m: int) -> Iterator[tuple[slice, list[slice]]]:
+        """Sets, and the members of each block of them."""
+        members = [slice(r, min(r + self.members, m)) for r in range(0, m, self.members)]
+        for z in range(0, g, self.sets):
+            yield slice(z, min(z + self.sets, g)), members
+
+
+class Leaves:
+    """The leaves of a chain, a piece of steps and a block of sequences at a time."""
+
+    def __init__(self, x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> None:
+        self.layout, self.chain = chain_of(x, bulk, p0, lengths, log_params)
+        chain = self.chain
+        self.g, self.m, self.c, self.v = chain.g, chain.m, chain.c, chain.v
+        self.cut = Cut.of(x.shape[-2], chain.g, chain.m, chain.c, chain.dtype)
+        self.one = len(chain.bulk) == 1
+
+    def raw(self, first: int, stop: int, sets: slice) -> Tensor:
+        """What the caller passed for these transitions (k, g', c, c); k = 1 where all have one matrix."""
+        part = self.chain.bulk[:1] if self.one else self.chain.bulk[first - 1 : stop - 1]
+        return part.reshape(-1, self.g, self.c, self.c)[:, sets]
+
+    def logarithms(self, first: int, stop: int, sets: slice) -> tuple[Tensor, Tensor]:
+        """Those of the matrices less their largest entries (k, g', c, c), and these in float64 (k, g', 1)."""
+        raw, log_params = self.raw(first, stop, sets), self.chain.log_params
+        top = raw.amax((-2, -1)).double()
+        top = finite_top(top if log_params else top.log())
+        logs = raw.new_empty(raw.shape, dtype=self.chain.dtype)
+        size = max(1, HELD // raw[:1].numel())
+        for part, shift, out in zip(raw.split(size), top.split(size), logs.split(size), strict=True):
+            wide = part.to(torch.float64, copy=True)
+            out.copy_((wide if log_params else wide.log_()).sub_(shift[..., None, None]))
+        return logs, top[..., None]
+
+    def parts(self, first: int, stop: int) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        """Blocks, the leaves of each (g' m', k, c, c), and terms of what was taken out of them (2 k, g', m')."""
+        for sets, members in self.cut.blocks(self.g, self.m):
+            logs, top = self.logarithms(first, stop, sets)
+            for block in ((sets, some) for some in members):
+                yield block, *self.stack(first, stop, block, logs, top)
+
+    def over(self, first: int, stop: int, block: Block) -> Tensor | None:
+        """Which sequences have ended before a step (g', m', k); None for nowhere."""
+        ends = self.chain.ends
+        if ends is None:
+            return None
+        over = ends[block] <= torch.arange(first, stop, device=ends.device)
+        return over if kernels.on_gpu(over) or over.any() else None
+
+    def stack(self, first: int, stop: int, block: Block, logs: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+        """The leaves (g' m', k, c, c), and what was taken out of them, as float64 terms of a sum (2 k, g', m')."""
+        potentials, shift = self.potentials(first, stop, block)
+        k, g, m, c = potentials.shape
+        stack = self.chain.new(g, m, k, c, c)
+        logs, potentials = logs.movedim(0, 1)[:, None], potentials.permute(1, 2, 0, 3)[..., None, :]
+        torch.add(logs, potentials.to(stack.dtype), out=stack)
+        top = top.expand(k, g, m)
+        over = self.over(first, stop, block)
+        if over is not None:
+            stack.masked_fill_(over[..., None, None], -math.inf)
+            stack.diagonal(dim1=-2, dim2=-1).masked_fill_(over[..., None], 0.0)
+            shift, top = (torch.where(over.movedim(-1, 0), 0.0, taken) for taken in (shift, top))
+        return stack.flatten(0, 1), torch.cat([shift, top])
+
+    def potentials(self, first: int, stop: int, block: Block) -> tuple[Tensor, Tensor]:
+        """x less its largest entry (k, g', m', c), and that (k, g', m'); both in float64."""
+        x = self.chain.x[first:stop].reshape(-1, self.g, self.m, self.c)[:, block[0], block[1]]
+        top = finite_top(x.amax(-1, keepdim=True).double())
+        return x.double() - top, top[..., 0]
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """The first message (g, m, c) in float64, and what was taken out of x_0 (1, g, m)."""
+        chain = self.chain
+        p0 = chain.p0.double() if chain.log_params else chain.p0.double().log()
+        x = chain.x[0].reshape(self.g, self.m, self.c).double()
+        top = finite_top(x.amax(-1, keepdim=True))
+        p0 = p0.expand(*chain.lead, self.c).reshape(self.g, self.m, self.c)
+        return p0 + (x - top), top.movedim(-1, 0)
+
+
+def finite_top(top: Tensor) -> Tensor:
+    """The largest entries, in place; 0 where there is none but -inf."""
+    return top.masked_fill_(top == -math.inf, 0.0)

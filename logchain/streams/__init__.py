@@ -1,0 +1,1 @@
+"""Chains without an end, one piece after the other."""

@@ -1,0 +1,119 @@
+"""What a stream and its pieces accept: every check of sizes and kinds, before anything is computed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+from .. import kernels
+from ..arguments import Lengths, as_lengths, check_float_dtype, check_tensor
+
+
+def check_stream(bulk: Tensor | None, p0: Tensor, lag: object, dtype: torch.dtype | None) -> None:
+    """Kinds and sizes of what a stream is made of."""
+    check_tensor("p0", p0, 1)
+    c = p0.shape[-1]
+    if c < 1:
+        raise ValueError(f"p0: expected at least one state [..., c], got {list(p0.shape)}")
+    if bulk is not None:
+        check_tensor("bulk", bulk, 3, like=p0)
+        if bulk.shape[-3:] != (1, c, c):
+            raise ValueError(
+                f"bulk: expected shape [..., 1, {c}, {c}] to go with p0 {list(p0.shape)}, got {list(bulk.shape)}:"
+                " matrices that change go into update, as bulk_piece"
+            )
+    if isinstance(lag, bool) or not isinstance(lag, int):
+        raise TypeError(f"lag: expected an integer, got {lag!r}")
+    if lag < 0:
+        raise ValueError(f"lag: expected 0 or more, got {lag}")
+    check_float_dtype("dtype", dtype)
+
+
+def check_transforms() -> None:
+    """A stream keeps what it finds, and its messages have no forward derivative."""
+    if torch.compiler.is_compiling():
+        return
+    if any(found.key() == TransformType.Vmap for found in retrieve_all_functorch_interpreters()):
+        raise NotImplementedError("Stream: expected no torch.vmap around update, make its axis one of the batch")
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError("Stream: expected no forward derivative, take gradients")
+
+
+def check_piece(
+    x: Tensor, bulk_piece: Tensor | None, lengths: Lengths | None, bulk: Tensor | None, p0: Tensor, before: torch.Size
+) -> Tensor | None:
+    """Sizes of a piece that goes on from a batch of the shape `before`; returns the lengths as int64 [*B]."""
+    *batch, k, c = x.shape
+    if c != p0.shape[-1] or batch != list(before):
+        sizes = ", ".join(str(size) for size in (*before, "k", p0.shape[-1]))
+        raise ValueError(f"x_piece: expected shape [{sizes}], got {list(x.shape)}")
+    _check_lead("p0", p0, 1, x)
+    if bulk is not None:
+        if bulk_piece is not None:
+            raise ValueError("bulk_piece: expected None, since the stream has a bulk of its own")
+        _check_lead("bulk", bulk, 3, x)
+    elif bulk_piece is None:
+        raise ValueError("bulk_piece: expected a torch.Tensor, since the stream has no bulk of its own")
+    else:
+        check_tensor("bulk_piece", bulk_piece, 3, like=x)
+        if bulk_piece.shape[-3] not in (1, k) or bulk_piece.shape[-2:] != (c, c):
+            raise ValueError(
+                f"bulk_piece: expected shape [..., {k} or 1, {c}, {c}] to go with x_piece {list(x.shape)}, got"
+                f" {list(bulk_piece.shape)}"
+            )
+        _check_lead("bulk_piece", bulk_piece, 3, x)
+    if lengths is None:
+        return None
+    if isinstance(lengths, Tensor):
+        lengths = lengths.to(x.device)
+    else:
+        lengths = _tensor(lengths, x)
+    # 0 is a length too, so the values are looked at here
+    ends = as_lengths(lengths, x)
+    if not kernels.on_gpu(x) and ends.numel():
+        low, high = int(ends.min()), int(ends.max())
+        if not 0 <= low <= high <= k:
+            raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
+    return ends
+
+
+def check_mask(mask: object, fresh: Tensor | None) -> None:
+    """Of the kind and shape of `fresh`, if any batch is known; None for all."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = str(mask.dtype)[6:] if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask: expected a torch.Tensor of bool, got {got}")
+    if fresh is None or mask.shape != fresh.shape:
+        expected = "None before the first update" if fresh is None else list(fresh.shape)
+        raise ValueError(f"mask: expected shape {expected}, got {list(mask.shape)}")
+
+
+def active_counts(ends: Tensor | None, over: Tensor, k: int) -> Tensor | None:
+    """How many variables each sequence has [*B], 0 for one that is over; None for k, as far as values are looked at."""
+    gpu = kernels.on_gpu(over)
+    if ends is None:
+        return torch.where(over, 0, k) if gpu or over.any() else None
+    counts = ends.clamp(0, k).masked_fill(over, 0)
+    return counts if gpu or (counts < k).any() else None
+
+
+def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:
+    """Leading axes of size 1, or of that of the batch, or left out."""
+    batch, lead = list(x.shape[:-2]), list(value.shape[: value.dim() - axes])
+    against = batch[len(batch) - len(lead) :] if len(lead) <= len(batch) else None
+    if against is None or any(size not in (1, other) for size, other in zip(lead, against, strict=True)):
+        raise ValueError(
+            f"{name}: expected leading axes of 1 or as in {batch} to go with x_piece {list(x.shape)}, got"
+            f" {list(value.shape)}"
+        )
+
+
+def _tensor(lengths: Any, x: Tensor) -> Any:
+    """A tensor beside x, or what it was: that it is none is said elsewhere."""
+    try:
+        return torch.tensor(lengths, device=x.device)
+    except (TypeError, ValueError, RuntimeError):
+        return lengths

@@ -1,0 +1,90 @@
+"""The posteriors of states given some variables more: which are ready, and what must be held for the others."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autograd.matmul import broadcast_log_matmul
+from .piece import Piece, posterior, shifted
+
+
+class Window(NamedTuple):
+    """Variables that wait for more: their forward messages [*B, n, c]; the rest as in `Piece`.
+
+    `matrices` is None where one matrix is that of every step.
+    """
+
+    x: Tensor
+    messages: Tensor
+    active: Tensor
+    linked: Tensor
+    matrices: Tensor | None
+
+
+def passed(held: Window | None, piece: Piece, messages: Tensor, own: bool, lag: int) -> tuple[Tensor, Window]:
+    """The posteriors that have their lag after a piece [*B, m, c], and what still waits.
+
+    `own`: the matrices of the piece are one for every step.
+    """
+    window = Window(piece.x, messages, piece.active, piece.linked, None if own else piece.matrices)
+    if held is not None:
+        window = Window._make(_joined(*some) for some in zip(held, window, _AXES, strict=True))
+    waiting = window.active.shape[-1]
+    ready = max(0, waiting - lag)
+    left = Window._make(_from(value, ready, axis) for value, axis in zip(window, _AXES, strict=True))
+    if not ready:
+        return window.x[..., :0, :], left
+    matrices = piece.matrices if window.matrices is None else window.matrices
+    every = Piece(window.x, matrices, piece.start, window.active, window.linked, False)
+    return _smoothed(every, window.messages, lag), left
+
+
+def at_the_end(held: Window, matrices: Tensor | None, lag: int) -> Tensor:
+    """The posteriors of all that waits, behind which nothing comes."""
+    batch, c = held.x.shape[:-2], held.x.shape[-1]
+    x, none = held.x.new_zeros(*batch, lag, c), held.active.new_zeros(*batch, lag)
+    own = matrices is not None
+    nothing = Piece(x, x.new_zeros(lag, c, c) if matrices is None else matrices, x[..., 0, :], none, none, False)
+    return passed(held, nothing, torch.full_like(x, -torch.inf), own, lag)[0]
+
+
+def _smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:
+    """The posteriors of all but the last `lag` states, given `lag` variables more: [*B, k - lag, c], 0 for no variable.
+
+    `messages` [*B, k, c] are the forward ones. All windows go back at once, a step at a time.
+    """
+    size = piece.x.shape[-2] - lag
+    own = piece.matrices.shape[-3] != 1
+    x = shifted(torch.where(piece.linked[..., None], piece.x, 0.0))[0]
+    behind = torch.zeros_like(messages[..., :size, :])
+    for j in range(lag, 0, -1):
+        ahead = shifted(behind + x[..., j : j + size, :])[0]
+        if own:
+            before = broadcast_log_matmul(ahead[..., None, :], piece.matrices[..., j : j + size, :, :].mT)[..., 0, :]
+        else:
+            before = broadcast_log_matmul(ahead, piece.matrix(0).mT)
+        # a sequence that ends here has nothing behind it
+        behind = torch.where(piece.linked[..., j : j + size, None], before, 0.0)
+    return torch.where(piece.active[..., :size, None], posterior(messages[..., :size, :] + behind), 0.0)
+
+
+# the axes along which variables lie
+_AXES = -2, -2, -1, -1, -3
+
+
+def _from(value: Tensor | None, start: int, axis: int) -> Tensor | None:
+    """What lies behind, without the memory of what lies before."""
+    return None if value is None else value.narrow(axis, start, value.shape[axis] - start).clone()
+
+
+def _joined(old: Tensor | None, new: Tensor | None, axis: int) -> Tensor | None:
+    """One after the other along the axis; other axes are broadcast."""
+    if old is None or new is None:
+        return None
+    dim = max(old.dim(), new.dim())
+    old, new = (part[(None,) * (dim - part.dim())] for part in (old, new))
+    axis += dim
+    sizes = [max(a, b) if a and b else 0 for a, b in zip(old.shape, new.shape, strict=True)]
+    parts = [part.expand([part.shape[i] if i == axis else size for i, size in enumerate(sizes)]) for part in (old, new)]
+    return torch.cat(parts, axis)

@@ -1,0 +1,165 @@
+"""The best path of an unbounded chain: which states of it are final, and what must be held until the others are.
+
+Held is, for each state of the last variable, the best path that ends in it, from the first variable that is not final.
+Once all paths that may still win go through one state of a variable, the states up to there are final. A sequence that
+ended, and one that starts anew, has its best last state as the only one before; one that is impossible has none, -1.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..autograd.paths import log_weight
+from ..operands import chain_of
+from .piece import Piece, shifted
+
+# terms [*B, c, columns], or log-potentials of paths to each state, that are held at a time
+_TERMS = 2**20
+
+# up to so many states a path to each of them, by loops that are compiled, costs less than steps one by one
+_FEW = 32
+
+# from so many steps on
+_LONG = 16
+
+
+class Survivors(NamedTuple):
+    """Max-plus message [*B, c] with maximum 0, paths int32 [*B, n, c] to each last state; the rest as in `Piece`."""
+
+    message: Tensor
+    paths: Tensor
+    active: Tensor
+    linked: Tensor
+
+    @classmethod
+    def none(cls, like: Tensor) -> "Survivors":
+        """Before the first variable, of a batch of messages [*B, c] like these."""
+        none = like.new_zeros(*like.shape[:-1], 0, dtype=torch.bool)
+        paths = like.new_zeros(*none.shape, like.shape[-1], dtype=torch.int32)
+        return cls(torch.full_like(like, -torch.inf), paths, none, none)
+
+
+def extended(held: Survivors, piece: Piece) -> Survivors:
+    """The survivors after a piece."""
+    k, c = piece.x.shape[-2:]
+    fast = c <= _FEW and k >= _LONG and piece.x.numel() > 0 and kernels.in_numba(piece.x)
+    if not fast or not piece.active.all() or not (piece.unlinked or piece.linked.all()):
+        return _joined(held, piece, *_stepwise(held.message, piece))
+    size = max(2, _TERMS // max(1, c * piece.x[..., 0, :].numel()))
+    for start in range(0, k, size):
+        part = piece.part(start, min(start + size, k))
+        held = _joined(held, part, *_to_each(held.message, part))
+    return held
+
+
+def _stepwise(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+    """The message after a piece, the paths through it to each state, and the states before it that they come from."""
+    pointers, k = [], piece.x.shape[-2]
+    first = _best(message)[..., None].clamp(min=0).expand_as(message)
+    x = piece.potentials()[0]
+    for i in range(k):
+        active, linked = piece.active[..., i, None], piece.linked[..., i, None]
+        ahead, pointer = piece.start, first
+        if not (i == 0 and piece.unlinked):
+            ahead, pointer = _step(message, piece.matrix(i))
+            ahead, pointer = torch.where(linked, ahead, piece.start), torch.where(linked, pointer, first)
+        after = _possible(shifted(ahead + x[..., i, :])[0])
+        pointers.append(pointer)
+        message = torch.where(active, after, message)
+    # where a sequence has ended only its best path is left
+    last = _best(message)[..., None].clamp(min=0).expand_as(message)
+    state = torch.arange(message.shape[-1], device=message.device).expand_as(message)
+    found = torch.empty(*piece.active.shape, message.shape[-1], dtype=torch.int32, device=message.device)
+    for i in reversed(range(k)):
+        found[..., i, :] = state
+        state = torch.where(piece.active[..., i, None], pointers[i].gather(-1, state), last)
+    return message, found, state
+
+
+def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where every sequence has all variables: the best of all chains that end in a state, for each of them."""
+    x, matrices, p0, c = piece.x, piece.matrices, piece.start, piece.x.shape[-1]
+    if not piece.unlinked:
+        x, p0 = torch.cat([message[..., None, :], x], -2), piece.start.new_zeros(c)
+    elif matrices.shape[-3] != 1:
+        matrices = matrices[..., 1:, :, :]
+    x = x.expand(c, *x.shape).clone()
+    ends = torch.eye(c, dtype=torch.bool, device=x.device).view(c, *(1,) * (x.dim() - 3), c)
+    x[..., -1, :].masked_fill_(~ends, -torch.inf)
+    layout, chain = chain_of(x, matrices, p0, None, True)
+    states = kernels.path_kernels(x).paths(chain, x.shape[-2])
+    states = layout.states(states.view(*chain.lead, x.shape[-2]))  # (c, *B, rows)
+    after = log_weight(x, matrices, p0, states, None, True).movedim(0, -1)
+    states = states.movedim(0, -1).clamp(min=0)  # (*B, rows, c)
+    if piece.unlinked:
+        return _possible(shifted(after)[0]), states.int(), _best(message)[..., None].clamp(min=0).expand_as(message)
+    return _possible(shifted(after)[0]), states[..., 1:, :].int(), states[..., 0, :]
+
+
+def _possible(message: Tensor) -> Tensor:
+    """Neither NaN nor infinity has a best path."""
+    return message.masked_fill(~(message < torch.inf).all(-1, keepdim=True), -torch.inf)
+
+
+def _joined(held: Survivors, piece: Piece, message: Tensor, paths: Tensor, before: Tensor) -> Survivors:
+    """The survivors with the paths [*B, k, c] through a piece, which come from the states [*B, c] before it."""
+    if not held.paths.shape[-2]:
+        return Survivors(message, paths, piece.active, piece.linked)
+    # what starts anew leaves what was impossible behind
+    anew = (piece.active & ~piece.linked).any(-1)
+    lost = (anew & (_best(held.message) < 0))[..., None] & _own(held)
+    old = held.paths.masked_fill(lost[..., None], -1)
+    old = old.gather(-1, before[..., None, :].expand_as(old))
+    return Survivors(
+        message,
+        torch.cat([old, paths], -2),
+        torch.cat([held.active, piece.active], -1),
+        torch.cat([held.linked, piece.linked], -1),
+    )
+
+
+def settled(held: Survivors) -> tuple[Tensor, Survivors]:
+    """The states that are final in all sequences [*B, m], -1 for no variable, and what is still to be held."""
+    best = _best(held.message)[..., None, None].clamp(min=0)
+    dead = (held.message == -torch.inf)[..., None, :]
+    same = (held.paths == held.paths.gather(-1, best.expand(*held.paths.shape[:-1], 1))) | dead
+    same = same.all(-1) | ~held.active
+    # once paths have met they are one as far as they go back
+    return _split(held, int(same.flatten(0, -2).all(0).sum()) if same.dim() > 1 else int(same.sum()))
+
+
+def ended(held: Survivors) -> tuple[Tensor, Survivors]:
+    """The states of the best paths as they are now, and nothing held."""
+    return _split(held, held.paths.shape[-2])
+
+
+def _split(held: Survivors, m: int) -> tuple[Tensor, Survivors]:
+    """The first m states of the best paths [*B, m], and what is held of the others, without the memory of these."""
+    best = _best(held.message)
+    paths = held.paths[..., :m, :]
+    found = paths.gather(-1, best[..., None, None].clamp(min=0).expand(*paths.shape[:-1], 1))[..., 0].long()
+    found.masked_fill_((best < 0)[..., None] & _own(held)[..., :m], -1).masked_fill_(~held.active[..., :m], -1)
+    active, linked = (part[..., m:].clone() for part in (held.active, held.linked))
+    return found, Survivors(held.message, held.paths[..., m:, :].clone(), active, linked)
+
+
+def _own(held: Survivors) -> Tensor:
+    """Which variables [*B, n] belong to what has started last."""
+    starts = (held.active & ~held.linked).long()
+    return starts.flip(-1).cumsum(-1).flip(-1) - starts == 0
+
+
+def _best(message: Tensor) -> Tensor:
+    """The lowest best state [*B], -1 for none."""
+    top, state = message.max(-1)
+    return state.masked_fill(top == -torch.inf, -1)
+
+
+def _step(message: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest `message(k) + matrix(k, j)` [*B, c], and the lowest k that attains it; a few columns at a time."""
+    c = message.shape[-1]
+    columns = max(1, min(c, _TERMS // max(1, message.numel())))
+    parts = [(message[..., None] + matrix[..., j : j + columns]).max(-2) for j in range(0, c, columns)]
+    return torch.cat([part.values for part in parts], -1), torch.cat([part.indices for part in parts], -1)
