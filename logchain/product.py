@@ -66,10 +66,10 @@ def product(
             goes with a `memory_budget`. There is none where the budget holds all messages.
 
     Returns:
-        `[*B]`, natural logarithm, in float64 if an operand is and otherwise in float32; exactly -inf where every path is
-        impossible. Gradients are the state posteriors (`x`)
-        and the expected transition counts (`log bulk`, or over `bulk` itself), in each operand's own shape; exactly 0
-        for impossible sequences and, by definition, where `x`, `bulk` or `p0` forbid. It can be differentiated twice.
+        `[*B]`, natural logarithm; float64 if an operand is, otherwise float32. Exactly -inf where every path is
+        impossible. Gradients are the state posteriors (`x`) and the expected transition counts (`log bulk`, or over
+        `bulk` itself), in each operand's own shape; exactly 0 for impossible sequences and, by definition, where `x`,
+        `bulk` or `p0` forbid. It can be differentiated twice.
 
     Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in
     float64. The result is within `ulp + v (c + 8 + 2 D) u` of the exact value, u being 2^-24 (float64: 2^-53), where
@@ -92,6 +92,7 @@ def product(
     Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77
     (1989). Definition: `logchain.reference.product`.
 
+    >>> import torch
     >>> x = torch.zeros(1, 3, 2).requires_grad_()  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step
     >>> out = product(x, bulk, torch.tensor([1.0, 1.0]))
