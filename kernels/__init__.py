@@ -19,7 +19,7 @@ _MODULES = {
     "path": ("gpu.viterbi", "native_max_product", "plain.viterbi"),
     "draw": ("plain.sample", "native_sampling", "plain.sample"),
     "log_matmul": ("gpu.matmul", "plain.matmul", "plain.matmul"),
-    "tree": ("gpu.product", "native_tree", "plain.product"),
+    "stack": ("gpu.product", "cpu.product", "plain.product"),
 }
 
 _NOTHING = nullcontext()
@@ -114,15 +114,6 @@ def log_matmul_kernels(tensor: Tensor) -> ModuleType:
     return _module("log_matmul", tensor)
 
 
-def tree_kernels(tensor: Tensor) -> ModuleType:
-    """`Nodes` of a product tree and their `Arithmetic`, see `kernels.plain.product`."""
-    return _module("tree", tensor)
-
-
-def fold_kernels(whole: Tensor) -> ModuleType | None:
-    """`product` and `gradient` of stacks (g, s, c, c) of small matrices, see `kernels.native_product`, if there are."""
-    if in_numba(whole):
-        from . import native_product
-
-        return native_product if native_product.folds(whole) else None
-    return None
+def stack_kernels(tensor: Tensor) -> ModuleType:
+    """`product` of stacks of matrices, their prefixes and gradients, see `kernels.tree`."""
+    return _module("stack", tensor)

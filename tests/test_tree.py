@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logchain.schedules import order as tree
+from logchain.kernels import order as tree
 
 
 def slots(part, s):
