@@ -118,6 +118,8 @@ class Arithmetic:
                 total.add_(term)
             else:
                 two_sum(total, term, room[count:])
+        if count == 2:  # what an infinite sum has lost is NaN
+            total[1].masked_fill_(~total[0].isfinite(), 0.0)
         out.offset.copy_(total.movedim(0, -1))
 
 

@@ -22,6 +22,9 @@ _SHARE = 2**22
 # fewer matrices to a segment are not worth a product more
 _SHORTEST = 8
 
+# more matrices to a segment let roundings of its gradients add up
+_LONGEST = 128
+
 # rows that a thread takes of a product at least: a tile of registers
 _ROWS = 8
 
@@ -45,7 +48,7 @@ def product(stack: Tensor, *, inplace: bool) -> Product:
 def product_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
     """Write the gradients (g, s, c, c) of `sum(weight * log product)` with respect to stacks, for weights (g, c, c)."""
     matrices = _matrices(stack)
-    if stack.shape[1] > 1 and len(_segments(matrices)) == 1:
+    if stack.shape[1] > 1 and len(_segments(matrices, stack.shape[1])) == 1:
         _gradients(plain.product_gradient, weight, matrices, into)
     else:
         Kept(matrices, into).gradient(weight)
@@ -112,18 +115,18 @@ class _Segments:
 
     def __init__(self, stack: Tensor, into: Tensor | None = None) -> None:
         g, _, c, _ = stack.shape
-        self._stack, segments = stack, _segments(stack)
+        self._stack, segments = stack, _segments(stack, stack.shape[1] if into is None else _LONGEST)
         shares = torch.empty(len(segments), g, c, c, dtype=torch.float64, device="cpu")
         taken = torch.empty(2, len(segments), g, c, dtype=torch.float64, device="cpu")
         lossy = torch.empty(len(segments), g, c, dtype=torch.bool, device="cpu")
-        self._spans, self._held = _spans(stack), []
+        self._spans, self._held = _spans(stack), [lossy]
         self._calls = [
             _arguments(stack, *segment, leaving=value, log_norm=size, lost=rest, lossy=lost)
             for segment, value, size, rest, lost in zip(segments, shares, *taken, lossy, strict=True)
         ]
         for (first, last), call in zip(segments, self._calls, strict=True):
             if into is not None:
-                self._held.append(_keep(call, stack, g, last - first, into[:, first:]))
+                self._held.extend(_keep(call, stack, g, last - first, into[:, first:]))
         _run("fold", stack, self._calls, self._spans)
         self.lossy = _numbers(lossy)
         # of each segment, less an offset
@@ -215,10 +218,10 @@ def _threads(stack: Tensor, most: int) -> int:
     return max(1, min(torch.get_num_threads(), most, g * s * c**3 // _SHARE))
 
 
-def _segments(stack: Tensor) -> list[tuple[int, int]]:
-    """The matrices of each segment: one segment unless sets are fewer than threads."""
+def _segments(stack: Tensor, longest: int) -> list[tuple[int, int]]:
+    """The matrices of each segment: one segment, unless sets are fewer than threads or it is too long."""
     g, s = stack.shape[:2]
-    return _ranges(s, max(1, min(_threads(stack, s) // g, s // _SHORTEST)))
+    return _ranges(s, max(1, -(-s // longest), min(_threads(stack, s) // g, s // _SHORTEST)))
 
 
 def _spans(stack: Tensor) -> list[tuple[int, int]]:
