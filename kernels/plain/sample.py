@@ -22,8 +22,8 @@ def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None
     """Writes states (draws, g, m, steps) int64 over the numbers in [0, 1), float64, that lie in their memory.
 
     `redone` (g, m) marks sequences whose messages (v, g, m, c) are logarithms; None: all are. A state is -1 behind the
-    end, and everywhere in a sequence whose `log_norm` (g, m) is not finite. The chain may be shorter than `steps`. Where
-    it has `starts`, the states are (draws, steps), one sequence behind the other.
+    end, and everywhere in a sequence whose `log_norm` (g, m) is not finite. The chain may be shorter than `steps`.
+    Where it has `starts`, the states are (draws, steps), one sequence behind the other.
     """
     size = max(1, _WEIGHTS // (chain.g * chain.m * chain.c))
     for first in range(0, len(states), size):
@@ -33,7 +33,7 @@ def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None
 
 def _draw(chain: Chain, messages: Tensor, redone: Tensor | None, states: Tensor) -> None:
     g, c, numbers = chain.g, chain.c, states.view(torch.float64)
-    sets = torch.arange(g, device=states.device)[:, None]
+    sets, state = torch.arange(g, device=states.device)[:, None], torch.empty(0)
     for step in reversed(range(chain.v)):
         terms = messages[step]
         if redone is not None:
