@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _forum
-from . import reference
+from . import _forum, reference
 from ._measure import median_seconds, peak_bytes
 from .product import product
 
