@@ -13,8 +13,8 @@ _DRAWS = 512
 _SHARE = 2**20
 
 
-def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor, states: Tensor) -> None:
-    """See `kernels.plain.sample`."""
+def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None, states: Tensor) -> None:
+    """See `kernels.plain.sample`; sequences one behind the other have their states (draws, steps) so too."""
     count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
     call = Call(chain)
     call.point(paths=states, messages=messages, log_norm=log_norm.contiguous(), lossy=redone.to(torch.uint8))

@@ -7,5 +7,5 @@ from .viterbi import best_paths
 
 
 def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
-    """See `kernels.plain.topk_paths`."""
+    """See `kernels.plain.topk_paths`; sequences one behind the other have their states (k, steps) so too."""
     return best_paths(chain, steps, "topk_paths", k)

@@ -8,7 +8,7 @@ from .arguments import Call
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
-    """See `kernels.plain.viterbi`."""
+    """See `kernels.plain.viterbi`; sequences that lie one behind the other have their states (steps) so too."""
     states, unknown = best_paths(chain, steps, "viterbi", 1)
     return states[..., 0, :], unknown
 

@@ -23,11 +23,11 @@ def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None
 
     `redone` (g, m) marks sequences whose messages (v, g, m, c) are logarithms; None: all are. A state is -1 behind the
     end, and everywhere in a sequence whose `log_norm` (g, m) is not finite. The chain may be shorter than `steps`.
-    Where it has `starts`, the states are (draws, steps), one sequence behind the other.
     """
     size = max(1, _WEIGHTS // (chain.g * chain.m * chain.c))
     for first in range(0, len(states), size):
         _draw(chain, messages, redone, states[first : first + size])
+    states[..., chain.v :] = -1
     without_states(chain, states, ~log_norm.isfinite())
 
 

@@ -23,7 +23,6 @@ def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
     """The states (g, m, k, steps) int64 of the k best paths, best first; which sequences are unknown (g, m).
 
     A state is -1 where `viterbi.paths` has -1, and in a rank that no path fills. The chain may be shorter than `steps`.
-    Where it has `starts`, the states are (k, steps), one sequence behind the other.
     """
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     message = chain.new(g, m, c, k).fill_(-math.inf)

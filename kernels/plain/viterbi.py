@@ -16,8 +16,7 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     """The states (g, m, steps) int64 of the best paths; which sequences are `unknown` (g, m).
 
     Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 behind the end, and
-    everywhere in a sequence that is impossible or unknown. The chain may be shorter than `steps`. Where it has
-    `starts`, the states lie one sequence behind the other (steps).
+    everywhere in a sequence that is impossible or unknown. The chain may be shorter than `steps`.
     """
     g, m, c = chain.g, chain.m, chain.c
     messages = chain.new(chain.v, g, m, c)
