@@ -9,10 +9,8 @@ from scipy import stats
 
 from logchain import kernels as devices
 from logchain import reference
-from logchain.kernels.plain import sample as sampling
-from logchain.kernels.plain import sum_product
+from logchain.kernels.plain import sample as plain_sample
 from logchain.log_prob import log_prob
-from logchain.operands import chain_of
 from logchain.sample import sample
 from tests import oracle
 from tests.contract import poisoned_memory
@@ -23,13 +21,11 @@ F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(params=["torch", "numba"], autouse=True)
-def backend(request, monkeypatch):
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    else:
-        monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
-    return request.param
+@pytest.fixture(params=["cpu", "plain"])
+def room(request, monkeypatch):
+    """The loops in C, and torch's own operations."""
+    if request.param == "plain":
+        monkeypatch.setattr(devices, "draw_kernels", lambda tensor: plain_sample)
 
 
 def seeded(seed=0):
@@ -100,7 +96,7 @@ def counted(values, size):
         ("bakis_jump", 4, 4),
     ],
 )
-def test_each_path_comes_as_often_as_it_should(name, v, c, dtype, log):
+def test_each_path_comes_as_often_as_it_should(name, v, c, dtype, log, room):
     chain = FAMILIES[name](dtype, seed=3, n=2, t=1, v=v, c=c)
     chain = chain.logs() if log else chain
     total = 20000
@@ -117,8 +113,8 @@ def test_each_path_comes_as_often_as_it_should(name, v, c, dtype, log):
         expected = total * np.array([float(weight / norm) for weight in weights.values()])
         rare = expected < 5
         counts, expected = (
-            np.append(some[~rare], some[rare].sum()) if expected[rare].sum() >= 1 else some[~rare]
-            for some in (counts, expected)
+            np.append(each[~rare], each[rare].sum()) if expected[rare].sum() >= 1 else each[~rare]
+            for each in (counts, expected)
         )
         if len(expected) > 1:
             assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-6
@@ -135,13 +131,13 @@ def test_every_family(name, dtype, each):
         assert_marginals(chain, paths)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 40])
-@pytest.mark.parametrize("c", [1, 7, 8, 17, 33])
-def test_few_and_many_draws_of_odd_sizes(c, count):
-    chain = FAMILIES["sharp"](F32, v=9, c=c)
-    paths = drawn(chain, count)
-    assert paths.shape == (count, 3, 2, 9)
-    assert_possible(chain, paths)
+@pytest.mark.parametrize("count", [0, 1, 40, 600])
+def test_few_and_many_draws_of_odd_sizes(count):
+    for c in (1, 7, 8, 17, 33):
+        chain = FAMILIES["sharp"](F32, v=9, c=c)
+        paths = drawn(chain, count)
+        assert paths.shape == (count, 3, 2, 9)
+        assert_possible(chain, paths)
 
 
 @pytest.mark.parametrize("lengths", [[5, 1, 3], [[5, 5], [1, 2], [4, 3]], [2, 2, 2]], ids=str)
@@ -156,10 +152,33 @@ def test_lengths(name, lengths, each):
 
 
 @pytest.mark.parametrize("name", ["dense", "detour"])
-def test_nan_behind_the_end_has_no_influence(name):
+def test_neither_nan_behind_the_end_nor_what_memory_held_has_an_influence(name):
     chain = FAMILIES[name](F32, v=5, each=True)
     clean = drawn(chain, 9, lengths=[3, 5, 1])
-    assert torch.equal(drawn(poisoned(chain, [3, 5, 1]), 9, lengths=[3, 5, 1]), clean)
+    with poisoned_memory():
+        assert torch.equal(drawn(poisoned(chain, [3, 5, 1]), 9, lengths=[3, 5, 1]), clean)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own matrices"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+def test_packed_sequences(dtype, own):
+    """Of different lengths; one is impossible, one holds NaN, and one is redone exactly."""
+    lengths, generator = [4, 1, 3, 2, 4], torch.Generator().manual_seed(0)
+    x, p0, ends = (
+        torch.randn(14, 3, generator=generator),
+        torch.rand(5, 3, generator=generator),
+        torch.tensor(lengths).cumsum(0),
+    )
+    bulk = torch.rand(14 if own else 1, 3, 3, generator=generator)
+    x[4], x[9], x[11], x[12] = -INF, NAN, torch.tensor([0.0, 300.0, -4000.0]), torch.tensor([4000.0, 0.0, -300.0])
+    chain = Chain(x, bulk, p0).to(dtype)
+    paths = drawn(chain, 5000, cu_seqlens=torch.cat([ends.new_zeros(1), ends]))
+    assert paths.shape == (5000, 14) and (paths[:, 4] == -1).all() and (paths[:, 8:10] == -1).all()
+    for i in (0, 2, 4):
+        start, end = int(ends[i]) - lengths[i], int(ends[i])
+        alone = Chain(chain.x[start:end], chain.bulk[start + 1 : end] if own else chain.bulk, chain.p0[i])
+        assert_possible(alone, paths[:, start:end])
+        assert_marginals(alone, paths[:, start:end])
 
 
 @pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
@@ -172,32 +191,6 @@ def test_nan_stays_in_its_sequence(name, operand):
     keep = torch.tensor([True, False, True])
     rest = Chain(*(tensor[keep] for tensor in chain[:3]))
     assert_possible(rest, paths[:, keep])
-
-
-@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
-@pytest.mark.parametrize("name", ["sparse", "left_to_right", "bakis_jump", "tiny_transitions", "log_far", "one_hot"])
-def test_the_ends_of_the_unit_interval(name, uniform, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, generator=None: self.fill_(uniform))
-    for dtype in (F32, F64):
-        chain = FAMILIES[name](dtype)
-        assert_possible(chain, drawn(chain, 30))
-
-
-def test_a_threshold_below_all_numbers(monkeypatch):
-    """u times the total is no float32: still no state of weight zero is drawn."""
-    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, generator=None: self.fill_(1 - 2.0**-53))
-    _, chain = chain_of(torch.zeros(2, 1, 3), torch.ones(1, 3, 3), torch.ones(3), None, False)
-    messages = torch.tensor([[[0.0, 2.0**-100, 0.0], [0.0, 0.0, 1.0]]])[:, None]
-    states = torch.empty(1, 2, 4, dtype=torch.int64)
-    sampling.draw(
-        chain,
-        messages,
-        torch.zeros(1, 2, dtype=torch.bool),
-        states,
-        None,
-        devices.draw_kernels(messages).draw_block,
-    )
-    assert states.tolist() == [[[1] * 4, [2] * 4]]
 
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
@@ -228,7 +221,7 @@ def test_one_matrix_for_every_step():
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_weights_far_from_one(scale):
+def test_weights_far_from_one(scale, room):
     """Products of weights with messages would leave float32."""
     chain = FAMILIES["sharp"](F32, v=9)
     chain = chain._replace(bulk=scale * chain.bulk, p0=scale * chain.p0)
@@ -256,27 +249,6 @@ def test_strange_strides(name, how, each):
     assert_marginals(chain, paths)
 
 
-@pytest.mark.parametrize("name", ["dense", "detour", "bakis_jump", "one_dead", "v1"])
-def test_poisoned_memory(name):
-    chain = FAMILIES[name](F32)
-    clean = drawn(chain, 7)
-    with poisoned_memory():
-        assert torch.equal(drawn(chain, 7), clean)
-
-
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_small_blocks_give_the_same_kind_of_draws(each, monkeypatch):
-    """Blocks of a few steps and, without numba, of a few draws."""
-    for name in ("_WEIGHTS", "_NUMBERS", "_MATRICES"):
-        monkeypatch.setattr(sampling, name, 700)
-    for name in ("dense", "bakis_jump"):
-        chain = FAMILIES[name](F32, each=each, v=9, c=5)
-        for some in (chain, chain.logs()):
-            paths = drawn(some, 500)
-            assert_possible(some, paths)
-            assert_marginals(some, paths)
-
-
 def test_a_generator_makes_it_reproducible():
     chain = dense(F32)
     first, again, other = drawn(chain, 5), drawn(chain, 5), drawn(chain, 5, seed=1)
@@ -285,46 +257,6 @@ def test_a_generator_makes_it_reproducible():
     assert not torch.equal(*(sample(*chain[:3], 5, generator=generator) for _ in range(2)))
     torch.manual_seed(0)
     assert torch.equal(sample(*chain[:3], 5), first)
-
-
-@pytest.mark.parametrize("name", ["dense", "sparse", "bakis_jump", "one_dead", "detour"])
-def test_numba_and_torch_draw_the_same_of_the_same_numbers(name, backend, monkeypatch):
-    chain = FAMILIES[name](F64, n=4)
-    lengths = [3, chain.x.shape[-2], 5, 1]
-    one = [drawn(chain, 50, lengths=lengths), drawn(chain, 1)]
-    monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
-    for paths, others in zip(one, (drawn(chain, 50, lengths=lengths), drawn(chain, 1)), strict=True):
-        assert torch.equal(paths, others)
-
-
-@pytest.mark.parametrize("count", [2, 100])
-def test_threads(count, backend, monkeypatch):
-    if backend == "numba":
-        monkeypatch.setattr("logchain.kernels.native_sampling._SHARE", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for chain in (dense(F32, n=5), dense(F32, n=1, t=1)):
-        paths = drawn(chain, count)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-        assert torch.equal(paths, drawn(chain, count))
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-
-
-@pytest.mark.parametrize("lengths", [None, [5, 1, 3]], ids=["whole", "lengths"])
-@pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right"])
-def test_messages_that_are_logarithms_all_of_them(name, lengths):
-    """What a GPU keeps."""
-    given = FAMILIES[name](F32, v=5, c=4)
-    for some in (given, given.logs()):
-        ends = None if lengths is None else torch.tensor(lengths)[:, None].expand(3, 2)
-        _, chain = chain_of(*some[:3], ends, some.log_params)
-        _, messages, _, redone = sum_product.forward(chain, keep=True, steps=chain.v)
-        messages = torch.where(redone[..., None], messages, messages.log())
-        paths = torch.zeros(3, 2, 5, 1000, dtype=torch.int64)
-        sampling.draw(chain, messages, None, paths.permute(2, 0, 1, 3), seeded(), sampling.draw_block)
-        paths = paths.permute(3, 0, 1, 2)
-        possible = reference.product(*arrays(some), log_params=some.log_params, lengths=lengths) > -np.inf
-        assert possible.any()
-        assert_marginals(some, torch.where(torch.from_numpy(possible)[..., None], paths, -1), lengths)
 
 
 def test_nothing_has_a_gradient_and_the_operands_stay():
