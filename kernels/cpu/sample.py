@@ -16,8 +16,9 @@ _SHARE = 2**20
 def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None, states: Tensor) -> None:
     """See `kernels.plain.sample`; sequences one behind the other have their states (draws, steps) so too."""
     count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
+    logs = torch.ones_like(log_norm, dtype=torch.uint8) if redone is None else redone.to(torch.uint8)
     call = Call(chain)
-    call.point(paths=states, messages=messages, log_norm=log_norm.contiguous(), lossy=redone.to(torch.uint8))
+    call.point(paths=states, messages=messages, log_norm=log_norm.contiguous(), lossy=logs)
     call.set(path_steps=states.shape[-1], path_rank=states.stride(0), ranks=count)
     if chain.starts is None:
         call.set(path_sequence=states.stride(2))

@@ -194,14 +194,16 @@ def test_a_threshold_below_all_numbers(where):
     assert states.view(4, 2).tolist() == [[1, 2]] * 4
 
 
+@pytest.mark.parametrize("where", ["plain", "cpu"])
 @pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right"])
-def test_messages_that_are_logarithms_all_of_them(name):
+def test_messages_that_are_logarithms_all_of_them(name, where):
     """What a GPU keeps."""
+    draw = room(where, "sample").draw
     for given in (FAMILIES[name](F64), FAMILIES[name](F64).logs()):
         chain = arranged(given, [5, 1, 3])
         log_norm, messages, _, redone = sum_product.forward(chain, keep=True, steps=chain.v)
         logs = torch.where(redone[..., None], messages, messages.log())
         one, other = (numbers_for(chain, 17, 50).view(torch.int64) for _ in range(2))
-        sample_plainly.draw(chain, log_norm, messages, redone, one)
-        sample_plainly.draw(chain, log_norm, logs, None, other)
+        draw(chain, log_norm, messages, redone, one)
+        draw(chain, log_norm, logs, None, other)
         assert torch.equal(one, other) and (one >= 0).any()
