@@ -1,8 +1,8 @@
-"""A machine with a GPU, in three calls: `python -m tests.benchmarks gpu compile`, `... test`, `... measure`.
+"""Figures of a GPU: `python -m tests.benchmarks gpu`.
 
-The first two are in `gpu_tests`. This one measures: each group in a process of its own, a row in the results file as
-soon as it is known. Called again it goes on with what has no row yet; what it keeps for that lies beside the cache of
-kernels, in a folder named by the digest of all files.
+Each group runs in a process of its own, and a row is in the results file as soon as it is known. The next call goes on
+with what has no row yet; what it needs for that lies beside the cache of kernels, in a folder named by the digest of
+all files.
 """
 
 import functools
@@ -17,13 +17,25 @@ from pathlib import Path
 from tests.benchmarks import aside, gpu_figures, kept, peers_gpu, results, session
 from tests.benchmarks.aside import Item, Said
 from tests.benchmarks.cases import WORKLOADS
-from tests.benchmarks.gpu_tests import CUT, DONE, FAILED
 from tests.benchmarks.kept import Missing
 from tests.benchmarks.results import AnyRow, Measured, OnGpu
 
-# what is asked for first, then what is there for tuning
-FIRST = ("arithmetic", "floors", "main job", "log_matmul", "own matrices", "one long chain", "wide", "peers")
-GROUPS = (*FIRST, "accuracy", "others", "kernels", "tiles")
+# exit codes: everything was measured, something failed, time ran out
+DONE, FAILED, CUT = 0, 1, 3
+
+# the most wanted first
+GROUPS = (
+    "arithmetic",
+    "floors",
+    "main job",
+    "log_matmul",
+    "own matrices",
+    "one long chain",
+    "wide",
+    "peers",
+    "accuracy",
+    "others",
+)
 # of the time that is left: what comes after the peers is measured too
 PEERS_PART = 0.8
 
@@ -103,7 +115,7 @@ def measured(dry: bool, name: str, end: float, floors: Sequence[OnGpu], todo: Se
 def measure(
     *, folder: Path, minutes: float, out: Path | None = None, only: Sequence[str] = (), dry: bool = False
 ) -> int:
-    """Measure groups, by default all but the last; 0 if all is measured, 1 if something failed, 3 if time ran out.
+    """Measure groups, by default all; 0 if all is measured, 1 if something failed, 3 if time ran out.
 
     What a peer cannot do is no failure: it is in `left_out.csv` with the reason, and is not tried again.
     """
@@ -111,7 +123,7 @@ def measure(
     end = start + (3600 if dry else 60 * minutes)
     files = Files(folder, out, dry)
     missing: list[Missing] = []
-    for name in only or GROUPS[:-1]:
+    for name in only or GROUPS:
         print(f"measuring: {name}, {end - time.monotonic():.0f} s left", flush=True)
         if name == "peers":
             until = end if dry else time.monotonic() + PEERS_PART * (end - time.monotonic())

@@ -6,21 +6,16 @@ and of multiply-adds over the rate of `torch.mm`, both measured on the device: 3
 """
 
 import functools
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
-from unittest import mock
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import logchain
 from tests import contract
-from tests.benchmarks import cases, launchers, peers, predictions, workloads
+from tests.benchmarks import cases, workloads
 from tests.benchmarks.aside import Item
-from tests.benchmarks.peers_gpu_case import moved
 from tests.benchmarks.results import FORWARD, GRADIENTS, OnGpu
 from tests.benchmarks.session import Session, precision_of
 
@@ -52,41 +47,7 @@ def every() -> dict[str, Group]:
         **asked,
         "accuracy": Group(_accuracy_items, _accuracy),
         "others": others,
-        "kernels": Group(_kernel_items, _kernel),
-        "tiles": Group(lambda dry: _kernel_items(dry)[: 2 if dry else None], _tiles),
     }
-
-
-def launched() -> Iterator[tuple[str, int, Callable[[str], Any]]]:
-    """Every figure of ours: name, bytes, and a call that launches its kernels on tensors of a device."""
-    every = [work for group in workloads.groups().values() for work in group if work.provider == "logchain"]
-    found = [(f"{work.name}, {work.mode}", work.floor_bytes, work.make) for work in every]
-    found += [(kernel.name, kernel.floor_bytes, kernel.make) for kernel in launchers.kernels(tiny=False)]
-    for (name, size, make), precision in itertools.product(found, PRECISIONS):
-        yield f"{name}, {precision}", size, functools.partial(_launch, make, precision)
-    ours = peers.every()["logchain"]
-    for item in peers.items(ours, cases.WORKLOADS):  # none of them large
-        make = functools.partial(_peer, ours, item)
-        yield f"{item.workload}, {item.mode}", 0, functools.partial(_launch, make, "highest")
-    from tests.benchmarks import gpu_arithmetic
-
-    for item in gpu_arithmetic.items(False):
-        yield item.workload, 0, functools.partial(_numbers, gpu_arithmetic.measured, item)
-
-
-def _numbers(measured: Callable[[Session, Item], Iterable[OnGpu]], item: Item, device: str) -> list[OnGpu]:
-    session = Session(dry=False, end=math.inf)
-    session.device = device
-    return list(measured(session, item))
-
-
-def _peer(provider: peers.Provider, item: Item, device: str, seed: int) -> Callable[[], Any]:
-    return provider.make(moved(cases.draw(item.workload), device), item.mode)
-
-
-def _launch(make: Callable[[str, int], Callable[[], Any]], precision: str, device: str) -> Any:
-    with precision_of(precision):
-        return make(device, 0)()
 
 
 # batch, rows, terms, columns; the largest one's rate is the device's
@@ -151,8 +112,7 @@ def _public(group: str, session: Session, item: Item) -> Iterator[OnGpu]:
         calls = session.calls(work.make, work.floor_bytes)
         times = session.seconds(calls)
         share = work.floor_bytes / times[0] / session.bandwidth
-        predicted = predictions.seconds(work, precision)[0] * 1e3
-        yield _timed(row, times, f"predicted {predicted:.3g} ms, {share:.0%} of copy" if ours else "")
+        yield _timed(row, times, f"{share:.0%} of copy" if ours else "")
         if precision == "highest":
             peak = session.peak(calls[0]) / 1e6
             yield row._replace(metric="memory", value=peak, unit="MB", floor=None, note="beyond inputs and results")
@@ -210,78 +170,3 @@ def _product_errors(session: Session, n: int, v: int, c: int) -> list[tuple[floa
 
 def _promised(truth: np.ndarray, v: int, c: int) -> float:
     return float(contract.value_bound(truth, v, c, dtype=torch.float32, k=contract.TENSOR_CORES).max())
-
-
-def _kernel_items(dry: bool) -> list[Item]:
-    return [
-        Item(kernel.name, "logchain", precision)
-        for kernel in launchers.kernels(tiny=dry)
-        for precision in PRECISIONS[: 1 if dry else None]
-    ]
-
-
-def _kernel_of(session: Session, item: Item) -> tuple[launchers.Kernel, OnGpu]:
-    """A kernel, and its row without a value."""
-    kernel = next(one for one in launchers.kernels(tiny=session.dry) if one.name == item.workload)
-    floor = session.floor(kernel.floor_bytes, kernel.multiply_adds, item.mode) * 1e3
-    return kernel, OnGpu("kernels", kernel.name, "logchain", "", item.mode, "graph", 0.0, "ms", floor=floor)
-
-
-def _kernel(session: Session, item: Item) -> Iterator[OnGpu]:
-    """A kernel alone."""
-    kernel, row = _kernel_of(session, item)
-    with precision_of(item.mode):
-        calls = session.calls(kernel.make, kernel.floor_bytes)
-        yield _timed(row, session.seconds(calls, graph=True))
-
-
-def _tiles(session: Session, item: Item) -> Iterator[OnGpu]:
-    """Tiles beside the chosen ones, each field halved and doubled: the best of them."""
-    kernel, row = _kernel_of(session, item)
-    chosen: list[Any] = []
-    plain = getattr(kernel.module, kernel.choose)
-
-    def note(*arguments: Any, **options: Any) -> Any:
-        chosen.append(plain(*arguments, **options))
-        return chosen[-1]
-
-    with precision_of(item.mode):
-        with mock.patch.object(kernel.module, kernel.choose, note):
-            calls = session.calls(kernel.make, kernel.floor_bytes)
-        expected = [result.clone() for result in calls[0]()]
-        times = {chosen[0]: session.seconds(calls, graph=True)[0]}
-        for tile in neighbours(chosen[0])[: 1 if session.dry else None]:
-            with mock.patch.object(kernel.module, kernel.choose, lambda *_, tile=tile, **__: tile):
-                try:
-                    if _same(calls[0], expected):
-                        times[tile] = session.seconds(calls, graph=True)[0]
-                    else:
-                        print(f"  {tuple(tile)}: computes something else", flush=True)
-                except Exception as error:  # too large, or not to be compiled
-                    if not session.answers():
-                        raise
-                    print(f"  {tuple(tile)}: {type(error).__name__} {' '.join(str(error).split())[:80]}", flush=True)
-    fastest = min(times, key=times.__getitem__)
-    gain = times[chosen[0]] / times[fastest]
-    shown = "the chosen" if fastest == chosen[0] else str(tuple(fastest))
-    note_of = f"{gain:.2f} x faster than {tuple(chosen[0])}: {shown}"
-    yield row._replace(group="tiles", metric="best", value=times[fastest] * 1e3, note=note_of)
-
-
-def _same(call: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor]) -> bool:
-    """Whether a call still gives what it should; what it leaves unwritten is NaN."""
-    for result in call():
-        result.fill_(math.nan)
-    pairs = zip(call(), expected, strict=True)
-    return all(torch.allclose(found, wanted, rtol=1e-2, atol=1e-3) for found, wanted in pairs)
-
-
-def neighbours(tile: Any) -> list[Any]:
-    """A tile with one of its numbers halved or doubled; choices of yes or no stay."""
-    found = []
-    for field, value in tile._asdict().items():
-        if isinstance(value, bool):
-            continue
-        nearby = (value - 1, value + 1) if field == "stages" else (value // 2, value * 2)
-        found += [tile._replace(**{field: other}) for other in nearby if other >= 1]
-    return found

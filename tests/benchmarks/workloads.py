@@ -1,7 +1,6 @@
 """What is measured on a GPU: sizes, the fewest bytes and multiply-adds that the answer takes, and how to run it.
 
-A floor counts every input read once and every output written once, and no arithmetic but the products. The model of
-`predictions` counts what the kernels really move.
+A floor counts every input read once and every output written once, and no arithmetic but the products.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +26,7 @@ class Work:
     mode: str
     make: Callable[[str, int], Callable[[], Sequence[Tensor]]]
     floor_bytes: int
-    moved_bytes: int  # by the kernels, as they are planned
     multiply_adds: int
-    steps: int  # that wait for each other
-    launches: int
     provider: str = "logchain"
 
 
@@ -39,20 +35,16 @@ def chain_work(n: int, v: int, c: int, mode: str, *, own: bool = False, provider
     x, matrix = n * v * c * FLOAT, (v - 1) * (n if own else 1) * c * c * FLOAT
     macs = (v - 1) * n * c * c
     if mode == FORWARD:
-        # the sequence's own scratch messages, and column maxima of shared matrices
-        floor, moved = x + matrix, 2 * x + matrix * (1 if own else 2)
+        floor = x + matrix
     else:
-        # forward: x, messages; backward: x, messages, r, gradient; transitions: messages twice, r
-        floor, moved, macs = 2 * x + 2 * matrix, 9 * x + matrix * (4 if own else 6), 3 * macs
-    shapes = (n, 1, v, c), (n if own else 1, 1, v - 1, c, c), (1, 1, c)
-    planned = logchain.plan(*shapes, gradients=mode != FORWARD, device="cuda")
+        floor, macs = 2 * x + 2 * matrix, 3 * macs
     kind = "own bulk" if own else "shared bulk"
     products: dict[str, Product] = {"logchain": logchain.product, "forum": _forum.product}
     if provider == "forum":
         macs = (v - 1) * n * c**3 * (1 if mode == FORWARD else 3)
     make = partial(_make_chain, n, v, c, mode, own, products[provider])
     name = f"product n={n} v={v} c={c}, {kind}"
-    return Work(name, mode, make, floor, moved, macs, planned.steps, planned.launches, provider)
+    return Work(name, mode, make, floor, macs, provider)
 
 
 def _make_chain(
@@ -75,13 +67,10 @@ def stack_work(n: int, v: int, c: int, *, prefixes: bool = False) -> Work:
     """The product of v matrices, or all prefixes of it, for each of n stacks."""
     stack = n * v * c * c * FLOAT
     macs = n * (v - 1) * c**3 * (2 if prefixes else 1)
-    levels = max(1, (v - 1).bit_length()) * (2 if prefixes else 1)
-    # every level but the first is as large as all those above it; small matrices are multiplied in segments
-    moved = 5 * stack if prefixes else stack + (0 if c <= 64 else 2 * stack)
     name = f"{'prefix_products' if prefixes else 'matrix_product'} n={n} v={v} c={c}"
     function = logchain.prefix_products if prefixes else logchain.matrix_product
     floor = stack + (stack if prefixes else n * c * c * FLOAT)
-    return Work(name, FORWARD, partial(_make_stack, n, v, c, function), floor, moved, macs, levels, 2 * levels)
+    return Work(name, FORWARD, partial(_make_stack, n, v, c, function), floor, macs)
 
 
 def _make_stack(
@@ -100,7 +89,7 @@ def matmul_work(batch: int, m: int, k: int, n: int, mode: str = FORWARD) -> Work
     make = partial(_make_matmul, batch, m, k, n, mode)
     name = f"matmul {batch} x ({m}, {k}) ({k}, {n})"
     factor = 3 if backward else 1
-    return Work(name, mode, make, size * (2 if backward else 1), size * 3 * factor, macs * factor, 1, 1 + 4 * backward)
+    return Work(name, mode, make, size * (2 if backward else 1), macs * factor)
 
 
 def _make_matmul(
