@@ -1,10 +1,9 @@
 """A random search for wrong verdicts: small chains, on the edge of what a format holds, against float64 log-sum-exp.
 
-`python -m tests.kernels.cpu.adversary SEED SECONDS` searches for as long as it is told, in float32 and float64 in turn.
+`python -m tests.kernels.cpu.adversary SEED DRAWS` searches float32 and float64 in turn.
 """
 
 import sys
-import time
 from typing import NamedTuple
 
 import numpy as np
@@ -62,12 +61,14 @@ class Search:
         )
 
 
-def search(seed: int, seconds: float, dtypes=(torch.float32, torch.float64), enough: int | None = None) -> Search:
-    """What is found in so many seconds, or until `enough` answers are wrong."""
-    seen, end, number = Search(), time.monotonic() + seconds, 0
-    while time.monotonic() < end and (enough is None or len(seen.wrong) < enough):
-        judge(draw(np.random.default_rng((seed, number)), dtypes[number % len(dtypes)]), seen, f"{seed} {number}")
-        number += 1
+def search(seed: int, draws: int, dtypes=(torch.float32, torch.float64), enough: int | None = None) -> Search:
+    """What so many draws show, or those until `enough` answers are wrong."""
+    seen = Search()
+    for number in range(draws):
+        if enough is not None and len(seen.wrong) >= enough:
+            break
+        drawn = draw(np.random.default_rng((seed, number)), dtypes[number % len(dtypes)])
+        judge(drawn, seen, f"{seed} {number}", strategy="sequential")
     return seen
 
 
@@ -242,24 +243,24 @@ def _truth(drawn: Drawn) -> Truth:
 # ----------------------------------------------------------------------------------------------------------- judgement
 
 
-def judge(drawn: Drawn, seen: Search, name: str) -> None:
+def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1, **options) -> None:
     """Compare value and gradients with the truth: as the contract says, and the reference's own rounding besides."""
     chain, truth = drawn.chain, truth_of(drawn)
     dtype, c = chain.x.dtype, chain.x.shape[-1]
-    leaves = [tensor.clone().requires_grad_() for tensor in chain[:3]]
+    leaves = [tensor.clone().to(device).requires_grad_() for tensor in chain[:3]]
     with logchain.rescues() as count:
-        out = logchain.product(*leaves, log_params=chain.log_params, lengths=drawn.lengths, strategy="sequential")
-    found = out.detach().double().numpy()
+        out = logchain.product(*leaves, log_params=chain.log_params, lengths=drawn.lengths, **options)
+    found = out.detach().double().cpu().numpy()
     weight = np.cos(np.arange(found.size)).reshape(found.shape)
     weight[np.abs(weight) < 0.2] = 0
-    out.backward(torch.from_numpy(weight).to(dtype))
+    out.backward(torch.from_numpy(weight).to(out))
     weight = torch.from_numpy(weight).to(dtype).double().numpy()
 
     seen.chains += found.size
     seen.possible += int(np.isfinite(truth.log_norm).sum())
     seen.redone += count.sequences
     possible = np.isfinite(truth.log_norm)
-    bound = value_bound(truth.log_norm, truth.steps, c, truth.depth, dtype=dtype) + truth.slack
+    bound = value_bound(truth.log_norm, truth.steps, c, truth.depth, dtype=dtype, k=k) + truth.slack
     with np.errstate(all="ignore"):
         ratio = np.where(possible, np.abs(found - truth.log_norm) / bound, np.where(np.isneginf(found), 0, np.inf))
     _record(seen, "value", name, drawn, ratio)
@@ -276,7 +277,7 @@ def judge(drawn: Drawn, seen: Search, name: str) -> None:
             array.reshape(array.shape + (1,) * (expected.ndim - array.ndim))
             for array in (truth.steps, truth.depth, truth.slack)
         )
-        bound = gradient_bound(expected, steps, c, deep, dtype=dtype) + 2 * slack * np.abs(expected)
+        bound = gradient_bound(expected, steps, c, deep, dtype=dtype, k=k) + 2 * slack * np.abs(expected)
         _record(seen, key, name, drawn, _gradient_ratio(leaf, expected, bound, reach, chain.log_params or key == "x"))
 
 
@@ -284,7 +285,7 @@ def _gradient_ratio(
     leaf: torch.Tensor, expected: np.ndarray, bound: np.ndarray, reach: np.ndarray, log: bool
 ) -> np.ndarray:
     """Errors over bounds of a gradient, as that of logarithms; infinite for what is not exactly 0 and has to be."""
-    found, value = leaf.grad.double().numpy(), leaf.detach().double().numpy()
+    found, value = leaf.grad.double().cpu().numpy(), leaf.detach().double().cpu().numpy()
     expected, sizes, bound, reach = (sum_to(a, value.shape) for a in (expected, np.abs(expected), bound, reach))
     shut = (np.isneginf(value) if log else value == 0) | (reach == 0)
     if leaf.grad.numel() == 0:
@@ -314,7 +315,7 @@ def _record(seen: Search, key: str, name: str, drawn: Drawn, ratio: np.ndarray) 
 
 def _main() -> None:
     torch.set_num_threads(1)
-    found = search(int(sys.argv[1]), float(sys.argv[2]))
+    found = search(int(sys.argv[1]), int(sys.argv[2]))
     print(*found.wrong[:50], found, sep="\n")
 
 

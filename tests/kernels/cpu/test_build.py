@@ -33,6 +33,7 @@ ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS
 ON_LINUX = [(name, level) for name, level in ONE_LEVEL if name.startswith("linux")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "level"), ONE_LEVEL)
 def test_a_library_exports_its_functions_and_needs_nothing(name, level, tmp_path):
     target = build.TARGETS[name]
@@ -79,6 +80,7 @@ def chain_of(dtype, c, steps=7, members=3):
     return Arguments(**sizes, **strides, **gradients), buffers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("name", "level"), ON_LINUX)
 def test_a_program_computes_the_same_on_every_cpu(name, level, dtype, tmp_path):
@@ -111,6 +113,7 @@ def copy(tmp_path, monkeypatch):
     library.load.cache_clear()
 
 
+@pytest.mark.slow
 def test_each_level_can_be_loaded(copy):
     for level in build.this_machine().levels:
         for bits in (32, 64):
@@ -137,6 +140,7 @@ def test_every_level_that_is_asked_for_is_compiled():
     assert library.SUFFIX == build.this_machine().suffix
 
 
+@pytest.mark.slow
 def test_a_missing_library_says_the_command(copy):
     for file in copy.glob("logchain-*"):
         file.unlink()
@@ -144,6 +148,7 @@ def test_a_missing_library_says_the_command(copy):
         library.library()
 
 
+@pytest.mark.slow
 def test_without_a_compiler_libraries_that_are_newer_than_the_sources_are_used(tmp_path, monkeypatch):
     target, beside, into = build.this_machine(), tmp_path / "beside", tmp_path / "into"
     into.mkdir()
@@ -183,6 +188,7 @@ def expected(target):
     return modules | {target.library(level) for level in target.levels}
 
 
+@pytest.mark.slow
 def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, tmp_path):
     code = "from setuptools import build_meta; build_meta.build_sdist('..')"
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
@@ -194,6 +200,7 @@ def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, tmp_pat
     assert names(wheel) == expected(build.this_machine())
 
 
+@pytest.mark.slow
 def test_one_command_makes_the_wheels_of_all_platforms(root, tmp_path):
     command = [sys.executable, "kernels/cpu/build.py", "--wheels", tmp_path / "wheels"]
     printed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
