@@ -18,6 +18,7 @@ from tests.benchmarks import (
     plots,
     questions,
     report,
+    results,
     scaling,
 )
 
@@ -65,13 +66,12 @@ def publish(_: argparse.Namespace) -> None:
 def measure_gpu(options: argparse.Namespace) -> int:
     """Figures of a GPU, or a dry run of them without one."""
     if options.dry:
+        if options.results == results.FOLDER:
+            raise SystemExit("--dry: expected --results, another folder than that of the results")
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     elif not torch.cuda.is_available():
         raise SystemExit("no GPU here: --dry runs the same on a CPU, without meaning")
-    os.environ.setdefault("TRITON_CACHE_DIR", str(options.folder.absolute() / "cache"))
-    return gpu.measure(
-        folder=options.folder, minutes=options.minutes, out=options.out, only=options.only, dry=options.dry
-    )
+    return gpu.measure(options.results, options.minutes, options.only, options.dry)
 
 
 parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
@@ -87,12 +87,11 @@ on_cpu.set_defaults(call=run)
 drawn = commands.add_parser("plot", help="the plots and the README's tables, from the results files")
 drawn.set_defaults(call=publish)
 
-on_gpu = commands.add_parser("gpu", help="on a GPU: times, memory, errors, peers; goes on where the last call was cut")
-on_gpu.add_argument("--folder", type=Path, default=Path("build/gpu"), help="what one call leaves for the next")
-on_gpu.add_argument("--out", type=Path, help="a folder for copies of the results")
+on_gpu = commands.add_parser("gpu", help="on a GPU: everybody's times, peaks and errors; goes on where it was cut")
+on_gpu.add_argument("--results", type=Path, default=results.FOLDER, help="the folder of the results files")
 on_gpu.add_argument("--minutes", type=float, default=8.0, help="what does not fit is left for the next call")
-on_gpu.add_argument("--only", nargs="+", default=(), choices=gpu.GROUPS, help="groups")
-on_gpu.add_argument("--dry", action="store_true", help="run everything on a CPU, on tiny sizes")
+on_gpu.add_argument("--only", nargs="+", default=(), help="parts of providers' names")
+on_gpu.add_argument("--dry", action="store_true", help="on a CPU, on tiny sizes: times mean nothing")
 on_gpu.set_defaults(call=measure_gpu)
 
 chosen = parser.parse_args()

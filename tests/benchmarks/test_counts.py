@@ -1,6 +1,7 @@
 """No call runs more operators or functions, or allocates more often, than the results file says."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import logchain
 from tests.benchmarks import counts, results
 from tests.benchmarks.results import Row
 
+CONSTRAINTS = results.ROOT / "tests" / "constraints.txt"
 TRACKED = {row[:4]: row for row in results.read(results.COUNTS)}
 
 
@@ -27,8 +29,10 @@ def test_nothing_counts_more_than_it_did(backend):
     if backend == "numba" and not importlib.util.find_spec("numba"):
         pytest.skip("numba is not installed")
     assert TRACKED
-    if f"torch {torch.__version__.split('+')[0]}" not in next(iter(TRACKED.values())).versions:
-        pytest.skip("counted with another torch, whose operators are made of others")
+    pinned = re.search(r"^torch==([\d.]+)", CONSTRAINTS.read_text(), re.MULTILINE)[1]
+    assert f"torch {pinned}" in next(iter(TRACKED.values())).versions, "count again: see the next assertion"
+    if torch.__version__.split("+")[0] != pinned:
+        pytest.skip("another torch than that of the constraints, whose operators are made of others")
     found = list(counts.rows(backend))
     assert not more(found, TRACKED), "if that is meant: python -m tests.benchmarks run counts"
     assert {row[:4] for row in found} == {key for key in TRACKED if key[0].endswith(backend)}

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing.connection import Connection
 from unittest import mock
 
 import numpy as np
@@ -69,7 +70,7 @@ ITEMS = [Item(workload, "one", mode) for workload in ("a", "b", "c") for mode in
 
 
 def half_of_it(todo):
-    """In a process of its own: a row, an error, then the end, or silence, as an item says."""
+    """In a process of its own: a row, an error, then the end, or silence for ever, as an item says."""
 
     def one(item):
         if item.key == ITEMS[1].key:
@@ -77,12 +78,27 @@ def half_of_it(todo):
         if item.key == ITEMS[2].key:
             os.kill(os.getpid(), signal.SIGPROF)
         if item.key == ITEMS[4].key:
-            time.sleep(600)
+            signal.pause()
         yield row(*item.key, value=len(todo))
 
     return aside.attempts(todo, one)
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Waits for a process as long as it takes, but not for the item that never ends."""
+    poll, recv, said = Connection.poll, Connection.recv, []
+
+    def receive(connection):
+        said.append(recv(connection))
+        return said[-1]
+
+    monkeypatch.setattr(Connection, "recv", receive)
+    monkeypatch.setattr(Connection, "poll", lambda it, patience: said[-1:] != ITEMS[4:5] and poll(it, None))
+
+
+@LINUX
+@pytest.mark.usefixtures("impatient")
 def test_what_ends_a_process_is_named_and_the_rest_goes_on():
     rows, missing = aside.measure("torch", ITEMS, half_of_it, silence=40.0, words={"SIGPROF": "longer than 60 s"})
     assert [found[:5] for found in rows] == [
@@ -165,6 +181,7 @@ def pairs():
     return [(name, matrices) for name in names for matrices in peers.every()[name].matrices]
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize(("name", "matrices"), pairs())
 def test_a_provider_is_measured(name, matrices, files):
@@ -180,6 +197,7 @@ def test_a_provider_is_measured(name, matrices, files):
         assert found.peak_mb is not None and 0 <= found.peak_mb < 10
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
 def test_no_case_is_left_to_a_loop_that_is_no_longer_compiled(monkeypatch):
     compiled = []
@@ -216,10 +234,13 @@ def test_a_wrong_answer_shows(files):
         (lambda n, v: 0.01, 1e-3, (100, 128)),  # a compilation takes long
     ],
 )
-def test_a_case_that_takes_long_is_cut(spent, making, size):
+def test_a_case_that_takes_long_is_cut(spent, making, size, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
+
     def make(part, mode):
         sizes.append(part.x.shape[:2].numel())
-        time.sleep(making * part.x.shape[1])
+        now[0] += making * part.x.shape[1]
         run = mock.Mock()
         run.size = part.x.shape[:2]
         return run
@@ -280,6 +301,7 @@ def test_resident_memory_is_what_a_call_touches():
     assert resident.resident_peak(lambda: None) < size / 100
 
 
+@pytest.mark.slow
 @LINUX
 def test_peaks_of_a_provider(files):
     tiny = Workload(2, 5, 3, STEP)
@@ -337,6 +359,7 @@ def test_table_of_errors(files):
     assert report.accuracy().splitlines()[-1] == "| two | ValueError | 1, 1 |"
 
 
+@pytest.mark.slow
 def test_everybody_is_measured_and_drawn(files, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(
