@@ -49,8 +49,9 @@ def assert_product(out, a, b, *, factors=0.0):
     assert_values(out.cpu(), expected, value + 2 * factors)
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [*((sizes, F32) for sizes in SIZES), (SIZES[0], F64), (SIZES[2], F64)], ids=str
+)
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_keeps_the_contract(device, case, sizes, dtype):
     a, b = batch(case, (1, 1), sizes, dtype, device)
@@ -58,7 +59,7 @@ def test_every_case_keeps_the_contract(device, case, sizes, dtype):
 
 
 @pytest.mark.parametrize("case", [dense, misaligned, sparse])
-@pytest.mark.parametrize("c", [60, 63, 130, 132])
+@pytest.mark.parametrize("c", [63, pytest.param(132, marks=pytest.mark.slow)])
 def test_results_of_several_tiles(device, case, c):
     a, b = batch(case, (1, 1), (c, 20, c), F32, device)
     if case is not dense:  # a part of it: what is redone takes long where kernels are interpreted
@@ -103,7 +104,7 @@ def test_nan_stays_in_its_row_and_column(device, precision):
     assert torch.equal(out.isnan(), wrong)
 
 
-@pytest.mark.parametrize("case", [dense, misaligned, sparse])
+@pytest.mark.parametrize("case", [dense, misaligned])
 def test_strange_strides(device, case):
     a, b = batch(case, (2, 2), (7, 5, 9), F32, device)
     expected = log_matmul.forward(a, b)
@@ -129,12 +130,10 @@ def test_sizes_of_nothing(device):
 
 
 IN_PLACE = [
-    *itertools.product(
-        [dense, misaligned, sparse, dead, offsets], [((1, 4), 1), ((2, 5), 5), ((1, 3), 17)], [F32, F64]
-    ),
-    (dense, ((1, 2), 33), F32),
+    *itertools.product([dense, misaligned, sparse, dead, offsets], [((2, 5), 5), ((1, 3), 17)], [F32, F64]),
+    (dense, ((1, 4), 1), F32),
     (misaligned, ((1, 2), 33), F32),
-    (dense, ((1, 2), 68), F32),
+    pytest.param(dense, ((1, 2), 68), F32, marks=pytest.mark.slow),
 ]
 
 
@@ -161,7 +160,7 @@ def test_in_place_is_the_same_to_the_last_bit(device, case, sizes, dtype, monkey
 
 
 def test_in_place_walks_over_more_blocks_than_programs(device):
-    a, b = batch(misaligned, (5, 7), (3, 3, 3), F32, device)
+    a, b = batch(misaligned, (5, 5), (2, 2, 2), F32, device)
     expected = log_matmul.forward(a, b)
     assert torch.equal(log_matmul.forward(a, b, a), expected)
 

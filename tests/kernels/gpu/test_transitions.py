@@ -88,7 +88,7 @@ def high():
 SIZES = {
     "few": (3, 2, 3, 5),
     "few, one state": (4, 1, 1, 1),
-    "few, many columns": (2, 1, 2, 260),
+    "few, many columns": (2, 1, 1, 132),
     "matrices over tiles": (5, 3, 1, 33),
     "product, 16 states": (3, 2, 17, 13),
     "product, 32 states": (2, 1, 33, 17),
@@ -97,16 +97,16 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("log_params", [True, False])
 @pytest.mark.parametrize("name", SIZES)
-def test_each_step_has_a_matrix(device, name, log_params):
-    check(*draw(*SIZES[name], zeros=0.2), device, log_params=log_params)
+def test_each_step_has_a_matrix(device, name):
+    for log_params in (True, False):
+        check(*draw(*SIZES[name], zeros=0.2), device, log_params=log_params)
 
 
-@pytest.mark.parametrize("log_params", [True, False])
-@pytest.mark.parametrize("v, g, m, c", [(3, 1, 2, 5), (4, 2, 2, 5), (3, 2, 9, 17), (12, 1, 3, 7), (70, 1, 1, 16)])
-def test_one_matrix_for_all_steps(device, v, g, m, c, log_params):
-    check(*draw(v, g, m, c, 1, zeros=0.2), device, log_params=log_params)
+@pytest.mark.parametrize("v, g, m, c", [(4, 2, 2, 5), (3, 2, 9, 17), (12, 1, 3, 7)])
+def test_one_matrix_for_all_steps(device, v, g, m, c):
+    for log_params in (True, False):
+        check(*draw(v, g, m, c, 1, zeros=0.2), device, log_params=log_params)
 
 
 @pytest.mark.parametrize("m", [3, 20])
@@ -197,7 +197,7 @@ def test_strides(device, m):
     check(alpha.double(), r.double(), weight.double(), bulk.double(), device)
 
 
-@pytest.mark.parametrize("v, g, s", [(2, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 2)])
+@pytest.mark.parametrize("v, g, s", [(2, 1, 1), (3, 2, 1), (3, 1, 2)])
 def test_split_sums_are_the_same_every_time(device, v, g, s, monkeypatch):
     monkeypatch.setattr(transitions, "_SHORTEST", 32)
     alpha, r, weight, logs = draw(v, g, 140, 6, s)

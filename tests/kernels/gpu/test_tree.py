@@ -31,23 +31,23 @@ def test_values(name, kernels, schedule):
     assert_contract(draw(name, 5, 5), logchain.matrix_product, device=kernels, gradient=False)
 
 
-@pytest.mark.parametrize("s", [1, 2, 3, 4, 6, 11])
+@pytest.mark.parametrize("s", [1, 2, 4, 11])
 def test_any_number_of_factors(s, kernels, schedule):
     assert_contract(draw("mixed", s, 3), logchain.matrix_product, device=kernels, gradient=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients(name, kernels):
-    assert_contract(draw(name, 5, 3)[-1:], logchain.matrix_product, device=kernels)
+    assert_contract(draw(name, 4, 3)[-1:], logchain.matrix_product, device=kernels)
 
 
 @pytest.mark.parametrize("name", ["dense", "misaligned", "left_to_right", "offsets", "dead"])
-@pytest.mark.parametrize("s", [1, 6])
+@pytest.mark.parametrize("s", [1, 5])
 def test_prefixes(name, s, kernels):
     assert_contract(draw(name, s, 3)[-1:], logchain.prefix_products, device=kernels)
 
 
-@pytest.mark.parametrize("c", [1, 33, 70])
+@pytest.mark.parametrize("c", [1, 33, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["dense", "left_to_right"])
 def test_sizes(name, c, kernels):
     stack = draw(name, 3, c)[:1]
@@ -163,7 +163,7 @@ def test_many_levels_of_segments(kernels, monkeypatch):
     from logchain.kernels.gpu import product as tree
 
     monkeypatch.setattr(tree, "_RESIDENT", 2)
-    for s in (9, 26):
+    for s in (9, 15):
         assert_contract(draw("offsets", s, 2)[:1], logchain.matrix_product, device=kernels, gradient=False)
 
 
