@@ -12,12 +12,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-# who computes on a GPU, on a CPU, and elsewhere; what is native is there where numba is
+# who computes on a GPU, on a CPU, and elsewhere; a CPU's products of two matrices are torch's, whose own are faster
 _MODULES = {
     "chain": ("gpu.sum_product", "cpu.sum_product", "plain.sum_product"),
     "chunked": ("gpu.chunked", "chunked", "chunked"),
-    "path": ("gpu.viterbi", "native_max_product", "plain.viterbi"),
-    "draw": ("plain.sample", "native_sampling", "plain.sample"),
+    "path": ("gpu.viterbi", "cpu.viterbi", "plain.viterbi"),
+    "paths": ("plain.topk_paths", "cpu.topk_paths", "plain.topk_paths"),
+    "draw": ("plain.sample", "cpu.sample", "plain.sample"),
     "log_matmul": ("gpu.matmul", "plain.matmul", "plain.matmul"),
     "stack": ("gpu.product", "cpu.product", "plain.product"),
 }
@@ -35,20 +36,6 @@ def in_c(tensor: Tensor) -> bool:
     return tensor.is_cpu and not on_gpu(tensor)
 
 
-def in_numba(tensor: Tensor) -> bool:
-    """Whether loops that numba compiles may compute for it."""
-    return in_c(tensor) and _numba()
-
-
-@cache
-def _numba() -> bool:
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def arithmetic_on(tensor: Tensor) -> AbstractContextManager[None]:
     """Where an operator computes: on the tensor's own device, whichever is current, and in the dtypes it asks for."""
     plain = not tensor.is_cuda and not torch.is_autocast_enabled("cpu" if tensor.is_cpu else tensor.device.type)
@@ -64,8 +51,6 @@ def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
 def _module(question: str, tensor: Tensor) -> ModuleType:
     gpu, cpu, other = _MODULES[question]
     name = gpu if on_gpu(tensor) else cpu if tensor.is_cpu else other
-    if name.startswith("native") and not in_numba(tensor):
-        name = other
     return import_module(f"{__name__}.{name}")
 
 
@@ -104,8 +89,13 @@ def path_kernels(tensor: Tensor) -> ModuleType:
     return _module("path", tensor)
 
 
+def topk_kernels(tensor: Tensor) -> ModuleType:
+    """`paths` of a chain, see `kernels.plain.topk_paths`."""
+    return _module("paths", tensor)
+
+
 def draw_kernels(tensor: Tensor) -> ModuleType:
-    """`draw_block` of a chain, see `kernels.plain.sample`."""
+    """`draw` from a chain, see `kernels.plain.sample`."""
     return _module("draw", tensor)
 
 

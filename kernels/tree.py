@@ -75,7 +75,7 @@ class Arithmetic:
         self.rescued = torch.zeros(1, dtype=torch.int64, device=device)
 
     def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
-        """Write `log(exp(left) exp(right))` less both `tops` (g, p), and its largest entries; `out` may lie over both."""
+        """Write `log(exp(left) exp(right))` less both `tops` (g, p), and its largest entries, also over an operand."""
         raise NotImplementedError
 
     def gradient(
@@ -124,7 +124,7 @@ class Arithmetic:
 
 
 def product(kind: type[Arithmetic], stack: Tensor, *, inplace: bool) -> Product:
-    """The products of stacks (g, s, c, c), of any floating dtype; `inplace` computes in their memory if that will do."""
+    """The products of stacks (g, s, c, c) of any floating dtype, computed in their memory if `inplace`."""
     g, s, c, _ = stack.shape
     arithmetic = _arithmetic(kind, stack)
     leaves = arithmetic.leaves_for_root(stack)

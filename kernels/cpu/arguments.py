@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..chain import Chain
 from . import team
-from .library import library
+from .library import in_large_pages, library
 
 # what says how much scratch a function takes
 ROOMS = {
     **dict.fromkeys(("forward", "backward"), "room"),
     **dict.fromkeys(("redo_forward", "redo_backward"), "redo_room"),
-    "messages": "messages_room",
+    **{name: f"{name}_room" for name in ("messages", "viterbi", "topk_paths", "sample")},
     **dict.fromkeys(("fold", "unfold", "fold_gradients"), "fold_room"),
 }
 
@@ -34,6 +34,7 @@ _PLACES = "*ends *order *messages *log_norm *sums *lossy *uncounted *room"
 _GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *counts *grad_p0"
 _MESSAGES = "*value *start start_set start_member *log_forward *log_backward by_log"
 _STRETCH = "*starts *leaving *entering *taken *lacking *lost *shares single"
+_PATHS = "*paths path_steps path_rank path_sequence ranks"
 
 
 class Arguments(ctypes.Structure):
@@ -41,7 +42,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH}".split()
+        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_PATHS}".split()
     ]
 
 
@@ -144,7 +145,7 @@ def run_each(calls: "ctypes.Array[Arguments]", dtype: torch.dtype, name: str) ->
     """What a function of the library returns for each of an array of arguments, on a thread each."""
     count, room = len(calls), function(ROOMS[name], dtype)
     sizes = [room(ctypes.byref(arguments)) + 63 & ~63 for arguments in calls]
-    scratch = torch.empty(sum(sizes) + 64, dtype=torch.uint8, device="cpu")
+    scratch = in_large_pages(torch.empty(sum(sizes) + 64, dtype=torch.uint8, device="cpu"))
     begin = scratch.data_ptr() + 63 & ~63
     for arguments, size in zip(calls, sizes, strict=True):
         arguments.room, begin = begin, begin + size

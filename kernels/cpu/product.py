@@ -33,7 +33,7 @@ _SLACK = 64
 
 
 def product(stack: Tensor, *, inplace: bool) -> Product:
-    """The products of stacks (g, s, c, c), of any floating dtype; `inplace` computes in their memory if that will do."""
+    """The products of stacks (g, s, c, c) of any floating dtype, computed in their memory if `inplace`."""
     matrices = _matrices(stack)
     if stack.shape[1] == 1:
         return _only(matrices)
@@ -268,7 +268,7 @@ def _put(root: Product, redone: Product, numbers: Tensor) -> None:
 
 
 def _near_one(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights over a power of two, the largest then from 1 to 2, and that power; as they are where one is not finite."""
+    """Weights over a power of two, so that the largest is from 1 to 2, and that power; 1 where one is not finite."""
     top = float(weight.abs().amax())
     scale = 2.0 ** (math.frexp(top)[1] - 1) if 0.0 < top < math.inf else 1.0
     return weight.resolve_neg() / scale, torch.tensor([scale], dtype=torch.float64, device="cpu")

@@ -34,8 +34,8 @@ class Arithmetic(tree.Arithmetic):
     ) -> None:
         """See `kernels.tree`."""
         for at in self._blocks(weight):
-            operands = (values[at].double().flatten(0, 1) for values in (weight, left.values, right.values))
-            grads = matmul.backward(*operands, True, True, torch.float64)
+            w, a, b = (values[at].double().flatten(0, 1) for values in (weight, left.values, right.values))
+            grads = matmul.backward(w, a, b, True, True, torch.float64)
             for grad, into, adds in zip(grads, (grad_left, grad_right), (add_left, False), strict=True):
                 assert grad is not None
                 part = grad.view(into[at].shape)

@@ -2,6 +2,7 @@
 #define BITS 64
 #include "call.h"
 #include "fold.h"
+#include "sample.h"
 
 /* Of the struct, which another language has to have the same. */
 EXPORT int64_t logchain_size64(void) { return sizeof(Chain); }
