@@ -27,6 +27,7 @@ from tests.kernels.cpu import c_program  # noqa: E402
 FUNCTIONS = (
     "forward", "backward", "redo_forward", "redo_backward", "messages", "value", "gradients", "posteriors", "size",
     "room", "redo_room", "messages_room", "value_room", "gradients_room", "posteriors_room",
+    *(name + room for name in ("viterbi", "topk_paths", "sample") for room in ("", "_room")),
 )  # fmt: skip
 EXPORTED = {"logchain_share"} | {f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)}
 ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]

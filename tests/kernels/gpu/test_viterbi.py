@@ -217,7 +217,7 @@ def test_nothing_behind_an_end_matters(device, lengths, c, each):
 def test_a_length_out_of_range_has_no_path(device, bad):
     chain = FAMILIES["dense"](dtype=F32, v=5, c=3, n=3, t=1)
     problem = as_kernels_take(chain, device, torch.tensor([[5], [bad], [2]]))
-    states = max_product.paths(problem, 5).flatten(0, 1).cpu()
+    states = max_product.paths(problem, 5)[0].flatten(0, 1).cpu()
     assert (states[1] == -1).all() and ((states >= 0).sum(-1) == torch.tensor([5, 0, 2])).all()
 
 
@@ -227,7 +227,7 @@ def test_the_answer_of_a_chain(device, each):
     chain = FAMILIES["sparse"](dtype=F32, v=4, c=6, **few(each))
     for lengths in (None, torch.tensor([[4], [2], [1]])[: len(chain.x)]):
         problem, found = as_kernels_take(chain, device, lengths), Found(chain, device, lengths)
-        states = max_product.paths(problem, 4)
+        states, _ = max_product.paths(problem, 4)
         assert states.shape == (problem.g, problem.m, 4)
         assert (states.flatten(0, 1).cpu().numpy() == found.states).all()
         x, bulk, start, ends = max_product.operands(problem)
