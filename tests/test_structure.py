@@ -152,12 +152,8 @@ def test_twins_have_the_same_doors(name):
 
 def test_there_are_twins():
     pytest.importorskip("triton")
-    shared = {
-        (name, door)
-        for name in TWINS
-        for one, other in itertools.combinations(rooms_of(name), 2)
-        for door in one.keys() & other.keys()
-    }
+    pairs = [(name, *pair) for name in TWINS for pair in itertools.combinations(rooms_of(name), 2)]
+    shared = {(name, door) for name, one, other in pairs for door in one.keys() & other.keys()}
     assert len(shared) >= 5 and {("matmul", "forward"), ("viterbi", "paths")} <= shared
 
 
