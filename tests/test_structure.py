@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Rooms from the bottom up: a file imports from rooms below its own, and from files before it in its own room.
 ROOMS = ["kernels", "shared", "schedules", "autograd", "streams", "public", "adapters", "nn", "programs"]
 # files that stand beside the public functions and belong to another room
-SHARED = ["arguments", "layout", "operands", "rescues", "reference", "semirings", "workspace", "progress", "masks"]
+SHARED = ["arguments", "layout", "operands", "rescues", "reference", "semirings", "workspace", "progress"]
 SHARED += ["_forum", "_measure"]
 PROGRAMS = ["__init__", "__main__", "_demo"]
 
@@ -29,12 +29,12 @@ def room_of(path: Path) -> str:
         return "shared"
     if path.stem in PROGRAMS:
         return "programs"
-    return "adapters" if path.stem == "adapters" else "public"
+    return "public"
 
 
 # The modules of `logchain.nn`, from the bottom up likewise.
 MODULES = [
-    ["checks", "em", "parameters", "stationary"],
+    ["checks", "em", "masked_sequences", "parameters", "stationary"],
     ["fitting", "input_layer", "log_weights"],
     ["exponential_family", "finite", "layers", "starts"],
     ["bernoulli", "binomial", "categorical", "distribution", "gaussian", "mixture", "poisson"],

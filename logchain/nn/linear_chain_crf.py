@@ -6,16 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import ChainArguments
+from ..adapters.pytorch_crf import check_crf, with_end
 from ..arguments import check_choice, check_flag
 from ..log_prob import log_prob
 from ..marginals import marginals
-from ..masks import Sequences, check_crf, sequences, with_end
 from ..operands import at_hand
 from ..product import product
 from ..sample import sample
 from ..topk_paths import topk_paths
 from ..viterbi import Path, viterbi
 from .checks import check_count, check_is_tensor
+from .masked_sequences import Sequences, sequences
 
 
 class LinearChainCRF(nn.Module):
@@ -121,7 +122,7 @@ class LinearChainCRF(nn.Module):
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         chain, kept = self._chain(emissions, mask)
         states = kept.gathered(self._checked(tags, emissions, kept))
-        found = kept.known(log_prob(**chain._asdict(), states=states))
+        found = kept.zero_where_empty(log_prob(**chain._asdict(), states=states))
         if reduction == "none":
             return found
         if reduction == "mean":
@@ -146,7 +147,7 @@ class LinearChainCRF(nn.Module):
         """
         chain, kept = self._chain(emissions, mask)
         found = viterbi(**chain._asdict())
-        return Path(self._as_given(kept.spread(found.states, -1)), kept.known(found.score))
+        return Path(self._as_given(kept.spread(found.states, -1)), kept.zero_where_empty(found.score))
 
     def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable tags of each sequence, best first, and their log-weights `[n, k]` in nats.
@@ -186,7 +187,7 @@ class LinearChainCRF(nn.Module):
     def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """`log Z` `[n]` in nats, the log-weight of all tags together. See `logchain.product`."""
         chain, kept = self._chain(emissions, mask)
-        return kept.known(product(**chain._asdict()))
+        return kept.zero_where_empty(product(**chain._asdict()))
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
         check_crf(emissions, mask, self.num_tags, self.batch_first)
