@@ -11,8 +11,7 @@ from .log_prob import log_prob
 from .marginals import Marginals, marginals
 from .matmul import matmul
 from .matrix_product import matrix_product
-from .memory_report import Memory, MemoryReport, memory_report
-from .plan import Estimate, Plan, plan
+from .plan import plan
 from .prefix_products import prefix_products
 from .product import product
 from .rescues import Rescues, rescues
@@ -23,14 +22,10 @@ from .viterbi import Path, viterbi
 from .workspace import Workspace
 
 __all__ = [
-    "Estimate",
     "Marginals",
-    "Memory",
-    "MemoryReport",
     "Messages",
     "Path",
     "Paths",
-    "Plan",
     "Rescues",
     "Stream",
     "StreamUpdate",
@@ -43,7 +38,7 @@ __all__ = [
     "marginals",
     "matmul",
     "matrix_product",
-    "memory_report",
+    "memory",
     "nn",
     "plan",
     "prefix_products",
@@ -58,12 +53,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import adapters, nn, reference
+    from . import adapters, memory, nn, reference
 
 
 def __getattr__(name: str) -> Any:
-    """The modules that not every program uses: half of what an import would take."""
-    if name in ("adapters", "nn", "reference"):
+    """A module that not every program uses, imported when it is named: together they take as long as the rest."""
+    if name in ("adapters", "memory", "nn", "reference"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

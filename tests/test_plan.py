@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import logchain
-from logchain._measure import peak_bytes
+from logchain.memory import peak_bytes
 from logchain.plan import plan
 from logchain.schedules import choose, cost
 from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ["kernels", "shared", "schedules", "autograd", "streams", "public", "adapters", "nn", "programs"]
 # files that stand beside the public functions and belong to another room
 SHARED = ["arguments", "layout", "operands", "rescues", "reference", "semirings", "workspace", "progress"]
-SHARED += ["_forum", "_measure"]
-PROGRAMS = ["__init__", "__main__", "_demo"]
+SHARED += ["memory"]
+PROGRAMS = ["__init__", "__main__", "demo"]
 
 
 def room_of(path: Path) -> str:

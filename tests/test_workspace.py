@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import logchain
-from logchain._measure import peak_bytes
+from logchain.memory import peak_bytes
 from tests.contract import assert_contract
 from tests.families import FAMILIES
 

@@ -9,7 +9,7 @@ from .chain_arguments import ChainArguments
 def from_torch_struct(crf: Any) -> ChainArguments:
     r"""The linear chain of torch-struct: `log Z = log sum_z exp(sum_i log_potentials[i, z_{i+1}, z_i])`.
 
-    The v - 1 edges are `[to, from]`, with the potentials of single variables in them. So `bulk` is the transposed edges,
+    The v - 1 edges are `[to, from]`, with single variables' potentials in them. So `bulk` is the transposed edges,
     and `x` and `p0` are zeros.
 
     Args:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import logchain
-from logchain import _demo, _forum
-from logchain._demo import Chain, Product
+from logchain import demo
+from logchain.demo import Chain, Product
+from tests.benchmarks import forum
 from tests.benchmarks.results import FORWARD, GRADIENTS
 
 FLOAT = 4  # bytes
@@ -47,7 +48,7 @@ def chain_work(n: int, v: int, c: int, mode: str, *, own: bool = False, provider
     shapes = (n, 1, v, c), (n if own else 1, 1, v - 1, c, c), (1, 1, c)
     planned = logchain.plan(*shapes, gradients=mode != FORWARD, device="cuda")
     kind = "own bulk" if own else "shared bulk"
-    products: dict[str, Product] = {"logchain": logchain.product, "forum": _forum.product}
+    products: dict[str, Product] = {"logchain": logchain.product, "forum": forum.product}
     if provider == "forum":
         macs = (v - 1) * n * c**3 * (1 if mode == FORWARD else 3)
     make = partial(_make_chain, n, v, c, mode, own, products[provider])
@@ -59,7 +60,7 @@ def _make_chain(
     n: int, v: int, c: int, mode: str, own: bool, product: Product, device: str, seed: int
 ) -> Callable[[], Sequence[Tensor]]:
     chain = random_chain(n, v, c, own, device, seed)
-    return partial(_demo.forward if mode == FORWARD else _demo.forward_backward, chain, product)
+    return partial(demo.forward if mode == FORWARD else demo.forward_backward, chain, product)
 
 
 def random_chain(n: int, v: int, c: int, own: bool, device: str, seed: int) -> Chain:
