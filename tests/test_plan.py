@@ -281,7 +281,6 @@ def test_wrong_arguments_are_refused():
 def test_schedules_of_matrices_go_alone(strategy):
     x, bulk, p0 = chain()
     alone = [
-        ("another semiring than LOG", {"semiring": logchain.semirings.MAX}),
         ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 40])}),
         ("memory_budget", {"memory_budget": 10**9}),
     ]

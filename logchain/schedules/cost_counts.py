@@ -139,6 +139,8 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
         return kept, kept
     products = 4 * s * schedule.segments * c * (c + 1) * item
     scales = 18 * s * v + 2 * item * size.states
-    # gradients of the segments' matrices, in the order of segments
+    # gradients of the matrices into the segments in float64, and of sets that are not in the caller's order
     counts = 32 * size.g * (1 if size.one_matrix else schedule.segments) * c**2
-    return kept + scales + products, kept + scales + counts + item * size.g * (v - 1) * c**2 * (not size.one_matrix)
+    if size.g > 1 and not size.one_matrix:
+        counts += size.g * (v - 1) * c**2 * item
+    return kept + scales + products, kept + scales + counts
