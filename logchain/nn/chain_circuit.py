@@ -7,7 +7,7 @@ from ..product import product
 from ..sample import sample
 from ..viterbi import Path, viterbi
 from .circuit import Circuit
-from .input_layer import InputLayer
+from .emissions.input_layer import InputLayer
 from .log_weights import LogWeights
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from ..matmul import matmul
 from ..viterbi import Path
 from .checks import check_count, check_is_tensor, check_mask
+from .emissions.input_layer import InputLayer
+from .emissions.named import named_input
 from .fitting import Fit, Optimiser, fit, frozen
-from .input_layer import InputLayer
 from .log_weights import LogWeights
-from .named_input import named_input
 
 
 class Completion(NamedTuple):

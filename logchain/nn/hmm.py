@@ -13,11 +13,12 @@ from ..product import product
 from ..sample import sample as draw_paths
 from ..viterbi import Path, viterbi
 from .checks import check_count
-from .emissions import emission_of, fill, in_batch, over, potentials, where_known
+from .emissions.input_layer import InputLayer
+from .emissions.named import emission_of
 from .fitting import Fit, Optimiser, fit, frozen
-from .input_layer import InputLayer
 from .log_weights import LogWeights
 from .parameters import arithmetic
+from .potentials import fill, in_batch, over, potentials, where_known
 from .stationary import stationary
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .categorical import Categorical
-from .gaussian import Gaussian
+from .emissions.categorical import Categorical
+from .emissions.gaussian import Gaussian
+from .emissions.input_layer import InputLayer
+from .emissions.mixture import Mixture
+from .emissions.poisson import Poisson
 from .hmm import HMM
-from .input_layer import InputLayer
 from .log_weights import LogWeights
-from .mixture import Mixture
-from .poisson import Poisson
 
 
 def from_hmmlearn(model: Any) -> HMM:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arguments import check_choice
 from ..viterbi import Path
 from .circuit import Circuit
-from .input_layer import InputLayer
+from .emissions.input_layer import InputLayer
 from .layers import Choice, CPLayer, SumLayer, TuckerLayer
 
 

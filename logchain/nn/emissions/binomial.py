@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .checks import check_count
+from ..checks import check_count
+from ..parameters import arithmetic, broadcast
 from .exponential_family import sums
 from .finite import Finite
-from .parameters import arithmetic, broadcast
 from .starts import observations
 
 

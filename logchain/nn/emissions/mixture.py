@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..log_weights import LogWeights
 from .input_layer import InputLayer
-from .log_weights import LogWeights
 
 
 class Mixture(InputLayer):

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ..operands import at_hand
+from ...operands import at_hand
+from ..parameters import arithmetic, broadcast
 from .exponential_family import ExponentialFamily
-from .parameters import arithmetic, broadcast
 from .starts import seeds
 
 

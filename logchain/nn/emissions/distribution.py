@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
-from ..operands import at_hand
-from .checks import check_amount
+from ...operands import at_hand
+from ..checks import check_amount
+from ..parameters import arithmetic, broadcast
 from .input_layer import InputLayer
-from .parameters import arithmetic, broadcast
 
 
 class Distribution(InputLayer):

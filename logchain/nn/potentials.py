@@ -5,51 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, check_choice
-from .categorical import Categorical
-from .checks import check_count, check_is_tensor, check_mask
-from .gaussian import Gaussian
-from .input_layer import InputLayer
-from .poisson import Poisson
-
-
-def emission_of(
-    emission: str | torch.nn.Module,
-    num_states: int,
-    num_features: int | None,
-    num_categories: int | None,
-    covariance: str,
-    generator: torch.Generator | None,
-) -> torch.nn.Module:
-    """The module that a name stands for, or the module itself, if it goes with the other options."""
-    given = {"num_features": num_features, "num_categories": num_categories}
-    if isinstance(emission, torch.nn.Module):
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"{name}: expected None with an emission module, got {value}")
-        if covariance != "diagonal":
-            raise ValueError(f"covariance: expected 'diagonal' with an emission module, got {covariance!r}")
-        if isinstance(emission, InputLayer) and (emission.units[-1] != num_states or len(emission.units) > 2):
-            expected = f"units ({num_states},) or (d, {num_states})"
-            raise ValueError(f"emission: expected {expected}, got {emission.units}")
-        return emission
-    if not isinstance(emission, str):
-        raise TypeError(f"emission: expected a name or a torch.nn.Module, got {type(emission).__name__}")
-    check_choice("emission", emission, ("categorical", "gaussian", "poisson"))
-    for name, value in given.items():
-        if value is not None:
-            check_count(name, value)
-    if (emission == "categorical") != (num_categories is not None):
-        expected = "an integer" if emission == "categorical" else "None"
-        raise ValueError(f"num_categories: expected {expected} with emission {emission!r}, got {num_categories}")
-    if covariance != "diagonal" and emission != "gaussian":
-        raise ValueError(f"covariance: expected 'diagonal' with emission {emission!r}, got {covariance!r}")
-    if emission == "gaussian":
-        return Gaussian(num_states, num_features, covariance, generator=generator)
-    units = (num_states,) if num_features is None else (num_features, num_states)
-    if num_categories is not None:
-        return Categorical(units, num_categories, generator=generator)
-    return Poisson(units, generator=generator)
+from ..arguments import Lengths, as_lengths
+from .checks import check_is_tensor, check_mask
+from .emissions.input_layer import InputLayer
 
 
 def potentials(

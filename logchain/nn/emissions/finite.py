@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..operands import at_hand
-from .checks import check_count
+from ...operands import at_hand
+from ..checks import check_count
 from .input_layer import InputLayer
 
 # observations of one variable whose gradients are added up one after the other

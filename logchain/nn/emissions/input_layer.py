@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import at_hand
-from .checks import check_count, check_is_tensor, check_mask
-from .parameters import arithmetic
+from ...operands import at_hand
+from ..checks import check_count, check_is_tensor, check_mask
+from ..parameters import arithmetic
 
 
 class InputLayer(torch.nn.Module):

@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from ..arguments import check_choice
-from ..operands import at_hand
-from .checks import check_amount, check_count
+from ...arguments import check_choice
+from ...operands import at_hand
+from ..checks import check_amount, check_count
+from ..parameters import arithmetic, broadcast
 from .exponential_family import ExponentialFamily
-from .parameters import arithmetic, broadcast
 from .starts import seeds
 
 # what the float64 sums of squares leave of a variance that is 0, relative to the squares
