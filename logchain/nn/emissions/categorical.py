@@ -61,5 +61,5 @@ class Categorical(Finite):
 
     def table(self) -> Tensor:
         """Log-probabilities `[*U, K, c]`."""
-        found: Tensor = self.weights()
-        return found
+        logs: Tensor = self.weights()
+        return logs
