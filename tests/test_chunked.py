@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import logchain
-from logchain import kernels as devices
 from logchain import reference
 from logchain.autograd import chain as chain_functions
 from logchain.kernels import chain as layout
@@ -47,7 +46,6 @@ def cut(monkeypatch):
         into.kept.append(found is not None)
         return found
 
-    monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
     forward, into.kept = chunked._forward, []
     monkeypatch.setattr(chunked, "_forward", spy)
     into(3)
