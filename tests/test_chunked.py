@@ -6,11 +6,11 @@ import torch
 
 import logchain
 from logchain import reference
-from logchain._measure import peak_bytes
 from logchain.autograd import chain as chain_functions
 from logchain.kernels import chain as layout
 from logchain.kernels import chunked
 from logchain.kernels.plain import sum_product
+from logchain.memory import peak_bytes
 from logchain.schedules import choose
 from tests.contract import (
     Truth,
