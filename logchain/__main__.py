@@ -82,8 +82,8 @@ def _read(path: str) -> dict[str, NDArray[np.generic]]:
                 raise WrongFileError(f"{path}: expected an .npz file with x, bulk and p0, got a single array")
             missing = [name for name in ("x", "bulk", "p0") if name not in archive]
             if missing:
-                found = ", ".join(archive) or "nothing"
-                raise WrongFileError(f"{path}: {', '.join(missing)}: missing; the file holds {found}")
+                names = ", ".join(archive) or "nothing"
+                raise WrongFileError(f"{path}: {', '.join(missing)}: missing; the file holds {names}")
             return {name: np.asarray(archive[name]) for name in ("x", "bulk", "p0", "lengths") if name in archive}
     except FileNotFoundError as error:
         raise WrongFileError(f"{path}: no such file") from error

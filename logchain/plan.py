@@ -136,10 +136,10 @@ def plan(
     planned = _plan(size, place, "sequential" if memory_budget is not None else strategy, f"{title}, {place.device}")
     if memory_budget is None:
         return planned
-    every = budgets.every_within(memory_budget, x, bulk, p0, gradients)
-    if every is None:
+    spacing = budgets.every_within(memory_budget, x, bulk, p0, gradients)
+    if spacing is None:
         return replace(planned, why="sequential: memory_budget holds all messages")
-    return _checkpointed(planned, size, place, every, budgets.Sizes.of(x, bulk, p0, gradients).checkpointed(every))
+    return _checkpointed(planned, size, place, spacing, budgets.Sizes.of(x, bulk, p0, gradients).checkpointed(spacing))
 
 
 def _operands(
@@ -196,7 +196,7 @@ def _estimate(size: Size, schedule: Schedule, place: Where) -> Estimate:
     )
 
 
-def _checkpointed(planned: Plan, size: Size, place: Where, every: int, peak: int) -> Plan:
+def _checkpointed(planned: Plan, size: Size, place: Where, spacing: int, peak: int) -> Plan:
     """The plan in float64, with one more forward pass before the backward pass, in the memory of a segment."""
     wide = size._replace(item=8)
     passes = [wide, *([wide._replace(gradients=False)] if size.gradients else [])]
@@ -209,7 +209,7 @@ def _checkpointed(planned: Plan, size: Size, place: Where, every: int, peak: int
         peak_backward=peak if size.gradients else None,
         alternatives=(),
         why="sequential: memory_budget keeps the messages that fit, and recomputes the rest",
-        checkpoint_every=every,
+        checkpoint_every=spacing,
     )
 
 

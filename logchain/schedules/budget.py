@@ -17,7 +17,7 @@ _WIDE = 8
 # On a GPU also the sums behind each transition, and a copy of potentials whose batch axes do not fold
 _STATES, _GPU_STATES, _SCALES = 3, 5, 9
 
-# some programs of a GPU each sum the counts of so many products of their own: entries of all their sums
+# programs of a GPU each sum the counts of as many products: products of each, and entries of all sums at most
 _COUNTED, _COUNTS = 2**8, 2**18
 
 # entries of x that a CPU takes at a time, in linear space and in log space, and of matrices there
@@ -44,8 +44,8 @@ def every_within(budget: int, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = 
     root = math.isqrt(size.v) + 1
     most = max(1, size.v - 1)
     choices = {min(k, most) for k in (*range(1, root + 1), _LONG)} | {-(-most // k) for k in range(1, root + 1)}
-    bytes_of = {every: size.checkpointed(every) for every in choices}
-    fitting = [every for every, needed in bytes_of.items() if needed <= budget]
+    bytes_of = {spacing: size.checkpointed(spacing) for spacing in choices}
+    fitting = [spacing for spacing, needed in bytes_of.items() if needed <= budget]
     if not fitting:
         least = min(bytes_of.values())
         least = least if size.apart else min(least, size.whole)
@@ -54,8 +54,8 @@ def every_within(budget: int, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = 
             f"{list(bulk.shape)}, got {budget}"
         )
     long = max(_LONG, _MOVED // size.moved) if size.moved else _LONG
-    short = [every for every in fitting if every <= long]
-    return max(short) if short else min(fitting)
+    within = [spacing for spacing in fitting if spacing <= long]
+    return max(within) if within else min(fitting)
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class Sizes:
         sequences = self.g * self.m
         return min(self.all_messages, _WIDE * (_STEP * self.v * sequences + self._block(self.v)))
 
-    def checkpointed(self, every: int) -> int:
+    def checkpointed(self, spacing: int) -> int:
         """Bytes of the checkpoints, and at most of one segment with all that is computed from it."""
-        sequences, steps = self.g * self.m, every + 1
-        segments = max(1, -(-(self.v - 1) // every))
+        sequences, steps = self.g * self.m, spacing + 1
+        segments = max(1, -(-(self.v - 1) // spacing))
         kept = segments * sequences * (self.c + 3)
         if not self.keep:
             kept = min(kept, sequences * (2 * self.c + _SUMS * segments))

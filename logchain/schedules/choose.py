@@ -92,14 +92,14 @@ def _picked(
 _picked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def check_options(strategy: object, memory_budget: object, others: dict[str, bool]) -> None:
+def check_options(strategy: object, memory_budget: object, options: dict[str, bool]) -> None:
     """Check the kinds of both, and that only the sequential schedule is asked for beside other options."""
     check_choice("strategy", strategy, STRATEGIES)
     if memory_budget is not None and (not isinstance(memory_budget, int) or isinstance(memory_budget, bool)):
         raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
     if strategy in ("chunked", "tree"):
-        others = {**others, "memory_budget": memory_budget is not None}
-        check_alone("strategy", strategy, "'auto' or 'sequential'", others)
+        options = {**options, "memory_budget": memory_budget is not None}
+        check_alone("strategy", strategy, "'auto' or 'sequential'", options)
 
 
 @lru_cache(maxsize=2**12)
