@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.cut import AGAIN, FEW
+from ..kernels.chain import AGAIN, FEW
 from .cost import Work
 from .tree_leaves import Cut
 
