@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels.message import Kept as RoomKept
 from ..operands import Operands, arithmetic_dtype, differentiated, exceeds, is_plain
 from ..rescues import report_chains
 from ..schedules import choose
@@ -258,7 +259,7 @@ class _ByRows(NamedTuple):
         packed = self.packed.of(x, bulk, p0)
         if torch.is_grad_enabled() or exceeds(grad, arithmetic_dtype(x, bulk, p0)):
             return _through_padding(packed, log_params, grad, needs)
-        grad_x, grad_bulk, start = PackedChain(packed, log_params).backward(kernels.Kept(*kept), grad, needs)
+        grad_x, grad_bulk, start = PackedChain(packed, log_params).backward(RoomKept(*kept), grad, needs)
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_bulk = None if grad_bulk is None else grad_bulk.to(bulk.dtype)
         start = start.view(len(packed.lengths), -1)

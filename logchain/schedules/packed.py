@@ -125,6 +125,13 @@ class PackedChain:
         report_chains(kept.redone)
         return kept
 
+    def posteriors(self, counted: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Posteriors [total, c], expected counts in the shape of `bulk` if they are `counted`, log-partitions [n]."""
+        kept = self.forward(True)
+        states, counts, _ = self.backward(kept, torch.ones_like(kept.log_norm), (True, counted))
+        assert states is not None
+        return states, counts, kept.log_norm.flatten().to(states.dtype)
+
     def backward(self, kept: Kept, grad: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The gradients of x, of the matrices, and of the initial weights of each sequence (n, c)."""
         chain = self._chain
