@@ -1,8 +1,7 @@
 """What passes between stretches of a chain, and what a stretch keeps for its backward pass.
 
-A stretch maps the message that enters it to the one that leaves it, and backwards likewise. `Message` has one meaning in
-every room. What a room keeps for itself between its own `forward` and `backward` is `Kept`, which only that room, and
-the functions of kernels/message.py, look into.
+A stretch maps the message that enters it to the one that leaves it, and backwards likewise. `Message` has one meaning
+in every room; `Kept` is what a room keeps for its own `backward`, and for those that read messages step by step.
 """
 
 from typing import NamedTuple

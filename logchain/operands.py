@@ -49,7 +49,7 @@ def chain_of(
 
 
 def marked(chain: Chain, values: Tensor) -> Tensor:
-    """Values of sequences (..., g, m, k), in place, with NaN where a length is out of range: a GPU's are not checked."""
+    """Values of sequences (..., g, m, k), in place, with NaN where a length, unchecked on a GPU, is out of range."""
     if chain.ends is None:
         return values
     return values.masked_fill_((chain.ends < 1) | (chain.ends > chain.v), torch.nan)

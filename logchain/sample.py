@@ -91,14 +91,19 @@ def _sample(
         return states
     with torch.no_grad(), kernels.arithmetic_on(x):
         layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
-        log_norm, messages, _, redone = kernels.chain_kernels(x).forward(chain, keep=True, steps=chain.v)
-        report_chains(redone)
+        kept, _ = kernels.chain_kernels(x).forward(chain, keep=chain.new(chain.v, chain.g, chain.m, chain.c))
+        report_chains(kept.redone)
         written = layout.steps_first(states.movedim(0, -1))  # (v, *lead, num_samples)
         written[chain.v :] = -1
-        # on a GPU all messages are logarithms
-        logs = None if kernels.on_gpu(x) else redone
-        draw(chain, messages, logs, written, generator, kernels.draw_kernels(x).draw_block)
-        drawn = layout.batched(log_norm).isfinite()
+        draw(
+            chain,
+            kept.messages,
+            None if kept.all_logs else kept.redone,
+            written,
+            generator,
+            kernels.draw_kernels(x).draw_block,
+        )
+        drawn = layout.batched(kept.log_norm).isfinite()
         if kernels.on_gpu(x) or not drawn.all():
             states.masked_fill_(~drawn[..., None], -1)
     return states

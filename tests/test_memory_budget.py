@@ -14,7 +14,8 @@ import torch
 
 import logchain
 from logchain._measure import peak_bytes
-from logchain.autograd import checkpoints
+from logchain.autograd.chain import log_norm_in_pieces
+from logchain.operands import Operands
 from logchain.schedules import budget as budgets
 from tests.families import FAMILIES
 
@@ -34,7 +35,7 @@ def smallest(leaves):
 
 
 def run_with(leaves, every, lengths=None, log_params=False):
-    out = checkpoints.log_norm(*leaves, lengths, log_params, every)
+    out = log_norm_in_pieces(Operands(*leaves, lengths, log_params), every)
     return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
 
 
@@ -97,7 +98,7 @@ def test_the_segments_are_the_longest_that_the_budget_holds_up_to_a_thousand_ste
 
 def test_a_budget_that_holds_all_messages_changes_nothing(monkeypatch):
     leaves = leaves_of(50, n=3)
-    monkeypatch.setattr(checkpoints, "log_norm", None)
+    monkeypatch.setattr(sys.modules["logchain.product"], "log_norm_in_pieces", None)
     enough = 3 * 50 * 17 * 4
     out = logchain.product(*leaves, memory_budget=enough)
     assert torch.equal(out, logchain.product(*leaves))
@@ -117,7 +118,9 @@ def test_without_gradients_a_smaller_budget_will_do(case):
 
 def test_without_gradients_one_checkpoint_is_held():
     operands = [operand.detach() for operand in leaves_of(400, n=20, c=8)]
-    peaks = [peak_bytes(lambda k=k: [checkpoints.log_norm(*operands, None, False, 1, k)]) for k in (True, False)]
+    peaks = [
+        peak_bytes(lambda k=k: [log_norm_in_pieces(Operands(*operands, None, False), 1, k)]) for k in (True, False)
+    ]
     assert peaks[0] - peaks[1] >= 397 * 20 * 8 * 8
 
 
@@ -153,7 +156,7 @@ def test_on_a_device_the_budget_is_kept(case, kernels):
     if kernels == "cpu":
         assert peak_bytes(partial(run_with, leaves, 4)) <= budget
         return
-    report = logchain.memory_report(lambda *leaves: checkpoints.log_norm(*leaves, None, False, 4), *leaves)
+    report = logchain.memory_report(lambda *leaves: log_norm_in_pieces(Operands(*leaves, None, False), 4), *leaves)
     # a device's allocator rounds each up
     assert report.forward.peak - report.before.allocated <= budget + 2**16
     gradients = sum(operand.nbytes for operand in leaves)

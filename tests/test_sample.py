@@ -10,7 +10,7 @@ from scipy import stats
 from logchain import kernels as devices
 from logchain import reference
 from logchain.kernels.plain import sample as sampling
-from logchain.kernels.plain import sum_product
+from logchain.kernels.plain.forward import forward as plain_forward
 from logchain.log_prob import log_prob
 from logchain.operands import chain_of
 from logchain.sample import sample
@@ -317,7 +317,7 @@ def test_messages_that_are_logarithms_all_of_them(name, lengths):
     for some in (given, given.logs()):
         ends = None if lengths is None else torch.tensor(lengths)[:, None].expand(3, 2)
         _, chain = chain_of(*some[:3], ends, some.log_params)
-        _, messages, _, redone = sum_product.forward(chain, keep=True, steps=chain.v)
+        _, messages, redone, _ = plain_forward(chain, keep=chain.new(chain.v, chain.g, chain.m, chain.c))[0]
         messages = torch.where(redone[..., None], messages, messages.log())
         paths = torch.zeros(3, 2, 5, 1000, dtype=torch.int64)
         sampling.draw(chain, messages, None, paths.permute(2, 0, 1, 3), seeded(), sampling.draw_block)

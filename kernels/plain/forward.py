@@ -27,7 +27,8 @@ def forward(
         entering: the message of the step before the first; without one the chain begins at its p0.
         keep: memory of the dtype of the arithmetic for the messages (steps, g, m, c), contiguous, with one step more
             than the chain if a message enters, and with room for others behind; None where no gradient is wanted.
-        leave: whether the message of each sequence's last step is returned.
+        leave: whether the message of each sequence's last step is returned. If a backward message is to follow that
+            step in `backward`, one has to leave.
     """
     grid, message, scale = (chain.g, chain.m, chain.c), *_begun(chain, entering)
     deepest = math.log(FLUSH[chain.dtype])
@@ -69,8 +70,8 @@ def _begun(chain: Chain, entering: Message | None) -> tuple[Tensor, Tensor]:
     """The message before the first step (g, m, c), its largest entry near 0, and the two parts of its scale."""
     if entering is not None:
         return entering.values.expand(chain.g, chain.m, chain.c), entering.scale.expand(2, chain.g, chain.m)
-    shape, options = (chain.g, chain.m, chain.c), {"dtype": torch.float64, "device": chain.x.device}
-    return torch.full(shape, -math.inf, **options), torch.zeros(2, *shape[:2], **options)
+    scale = torch.zeros(2, chain.g, chain.m, dtype=torch.float64, device=chain.x.device)
+    return scale.new_full((chain.g, chain.m, chain.c), -math.inf), scale
 
 
 def potentials(chain: Chain, step: int) -> tuple[Tensor, Tensor]:

@@ -42,10 +42,10 @@ def _forward(
         return log_norm, messages, messages.new_empty(0), redone
     layout, chain = chain_of(*operands)
     if _chunked(x, lengths, segments):
-        log_norm, *others = chunked.forward(chain, segments, keep=keep, steps=x.shape[-2])
-        return _in_order(layout, log_norm), *others
-    messages = kernels.new_messages(chain, x.shape[-2]) if keep else None
-    kept, _ = kernels.chain_kernels(x).forward(chain, keep=messages)
+        log_norm, messages, following, redone = chunked.forward(chain, segments, keep=keep, steps=x.shape[-2])
+        return _in_order(layout, log_norm), messages, following, redone
+    room = kernels.new_messages(chain, x.shape[-2]) if keep else None
+    kept, _ = kernels.chain_kernels(x).forward(chain, keep=room)
     report_chains(kept.redone)
     return _in_order(layout, kept.log_norm), kept.messages, kept.messages.new_empty(0), kept.redone
 

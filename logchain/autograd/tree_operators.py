@@ -61,6 +61,7 @@ def backward(
     need_bulk: bool,
     need_p0: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of operands in their own shapes, empty for one that is not needed, from `forward`'s messages."""
     out = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
     for gradient in out:
         gradient.zero_()
@@ -162,9 +163,8 @@ class _Counts:
             self._out.copy_(self._wide)
 
 
-def kept_shapes(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
-) -> tuple[Tensor, Tensor]:
+def kept_shapes(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, Tensor]:
+    """Memory for what `forward` returns, unwritten."""
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
     pieces = len(Cut.of(v, g, m, c, arithmetic_dtype(x, bulk, p0)).pieces(v)) if x.numel() else 0

@@ -1,11 +1,11 @@
 r"""The log-partition of a chain in pieces, of which only the messages between them are kept.
 
-A piece is a stretch of so many transitions. Forward, one after the other maps the message that enters it to the one that
-leaves it. Backward, the last piece comes first: its messages are found again from the one that entered it, and its
+A piece is a stretch of so many transitions. Forward, one after the other maps the message that enters it to the one
+that leaves it. Backward, the last piece comes first: its messages are found again from the one that entered it, and its
 backward message follows the piece before.
 
-All is computed where p0 lies. Of operands that lie on the host a piece at a time is moved there, and their gradients are
-moved back.
+All is computed where p0 lies. Of operands that lie on the host a piece at a time is moved there, and their gradients
+are moved back.
 """
 
 import math
@@ -26,7 +26,7 @@ from ..rescues import report_chains
 from .transfers import Returns, apart, pieces
 
 # what is needed of x, bulk and p0
-Needs = tuple[bool, bool, bool]
+Needs = tuple[bool, ...]
 
 
 class Checkpoints:
@@ -81,7 +81,8 @@ class Checkpoints:
         scale, following = torch.zeros(2, g, m, dtype=torch.float64, device=p0.device), None
         for i, potentials, matrices in self._walk(range(len(self._variables))[::-1], "backward"):
             chain = self._stretch(i, potentials, matrices)
-            kept, _ = self._room.forward(chain, Message(values[i - 1], scale) if i > 0 else None, keep=messages)
+            entering, followed = Message(values[i - 1], scale) if i > 0 else None, following is not None
+            kept, _ = self._room.forward(chain, entering, keep=messages, leave=followed)
             piece_x = None if into_x is None else layout.steps_first(into_x.piece(*self._variables[i]))
             piece_bulk = None
             if into_bulk is not None and len(chain.bulk) > 0:

@@ -3,10 +3,10 @@
     M_s = P_b D_b ... P_e D_e        b, e: the first and the last step of segment s
     w_s = w_{s-1} M_s        f_{s-1} = M_s f_s
 
-A head of a few steps begins at p0; segments of equal length follow, all of them views. First every segment is passed
-from each of its states (the rows of M_s). The products M_s are then a short chain of their own, whose forward messages w
-enter the segments, and whose backward messages f follow them. So the segments are passed once more, each by one message,
-forward and backward, and what they find is that of the whole chain. A GPU has kernels of its own for all of this.
+A head of a few steps begins at p0; segments of equal length follow, all of them views. First every segment is walked
+from each of its states: these are the rows of M_s. The products M_s are then a short chain of their own, whose forward
+messages w enter the segments, and whose backward messages f follow them. So the segments are walked once more, from one
+message each, forward and backward, and their gradients are those of the whole chain. A GPU has kernels of its own.
 
 Kept for the backward pass are `messages`, those of the head and, with what entered, of the segments; `following` (count
 + 1, g, m, c), the f; and which sequences were `redone`, in the head and in the segments.
@@ -60,7 +60,7 @@ def forward(chain: Chain, segments: int, *, keep: bool, steps: int) -> tuple[Ten
     head, start = room.forward(cut.head(), keep=head_messages, leave=True)
     rows, products = room.forward(cut.segments(rows=True), cut.unit_rows(), leave=True)
     between, shift = cut.between(start.values, products)
-    redone = [head.redone.view(1, g * m), cut.by_segment(rows.redone.view(*cut.shape, c).any(-1)).view(-1, g * m)]
+    redone = [head.redone.view(1, g * m), cut.by_segment(rows.redone.view(*cut.shape, c).any(-1)).reshape(-1, g * m)]
     if not keep:
         last = room.forward(between)[0]
         marks[0] = torch.cat([*redone, last.redone.view(1, g * m)]).any(0)
@@ -70,8 +70,8 @@ def forward(chain: Chain, segments: int, *, keep: bool, steps: int) -> tuple[Ten
     log_norm = kernels.message_kernels(chain.x).messages(between, w, behind)
     entering = cut.by_set(normalised(w[:-1])[0])
     message = Message(entering, torch.zeros(2, *cut.shape, dtype=torch.float64, device=entering.device))
-    passed = room.forward(cut.segments(), message, keep=segment_messages)[0]
-    report_chains(torch.cat([*redone, cut.by_segment(passed.redone).view(-1, g * m)]).any(0))
+    passed = room.forward(cut.segments(), message, keep=segment_messages, leave=True)[0]
+    report_chains(torch.cat([*redone, cut.by_segment(passed.redone).reshape(-1, g * m)]).any(0))
     marks[0], marks[1 : cut.count + 1] = head.redone.view(-1), passed.redone.view(-1, g * m)
     return _total([start.scale, shift, log_norm.view(1, g, m)]), messages, following, marks
 

@@ -132,7 +132,9 @@ class PackedChain:
         assert states is not None
         return states, counts, kept.log_norm.flatten().to(states.dtype)
 
-    def backward(self, kept: Kept, grad: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    def backward(
+        self, kept: Kept, grad: Tensor, needs: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The gradients of x, of the matrices, and of the initial weights of each sequence (n, c)."""
         chain = self._chain
         grad_x = torch.zeros(chain.x.shape, dtype=chain.dtype, device="cpu") if needs[0] else None

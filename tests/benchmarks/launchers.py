@@ -1,6 +1,6 @@
 """The kernels at the sizes of the public figures, and square products from small to large.
 
-The chains are called through `sum_product`, which prepares `p0`; triton is imported when a kernel is asked for.
+The chains are called through the room's doors, which prepare `p0`; triton is imported when a kernel is asked for.
 """
 
 from collections.abc import Callable
@@ -97,23 +97,25 @@ def _chain(n: int, v: int, c: int, own: bool, generator: torch.Generator, device
 def _forward_chain(
     n: int, v: int, c: int, own: bool, generator: torch.Generator, device: str
 ) -> Callable[[], list[Tensor]]:
-    from logchain.kernels.gpu import sum_product
+    from logchain.kernels.gpu.forward import forward
 
     chain = _chain(n, v, c, own, generator, device)
-    return lambda: list(sum_product.forward(chain, keep=True, steps=v)[:2])
+    messages = chain.new(v, chain.g, chain.m, c)
+    return lambda: list(forward(chain, keep=messages)[0][:2])
 
 
 def _backward_chain(
     n: int, v: int, c: int, own: bool, generator: torch.Generator, device: str
 ) -> Callable[[], list[Tensor]]:
-    from logchain.kernels.gpu import sum_product
+    from logchain.kernels.gpu.backward import backward
+    from logchain.kernels.gpu.forward import forward
 
     chain = _chain(n, v, c, own, generator, device)
-    kept = sum_product.forward(chain, keep=True, steps=v)
+    kept, _ = forward(chain, keep=chain.new(v, chain.g, chain.m, c))
     weight, grad_x = torch.ones(chain.g, chain.m, device=device), torch.empty_like(chain.x)
 
     def run() -> list[Tensor]:
-        return [sum_product.backward(chain, *kept, weight, grad_x, None), grad_x]
+        return [backward(chain, kept, weight, None, grad_x, None), grad_x]
 
     return run
 

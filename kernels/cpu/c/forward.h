@@ -184,6 +184,7 @@ static void finish(Walk *w, int64_t place, int64_t step) {
     double sum = 0;
     for (int64_t j = 0; j < c; j++) sum += state[j];
     if (!(sum < __builtin_inf()) || (sum > 0 && sum < (double)TRUSTED)) a->lossy[q] = 1;
+    if (a->leaving && a->messages && w->deep[place]) a->lossy[q] = 1; /* no sums follow that would tell */
     Sum found = w->shifts[place];
     int64_t exponent;
     double rest = mantissa(sum, &exponent);
