@@ -1,4 +1,4 @@
-"""Measure, write the results files, and draw plots and the README's tables from them."""
+"""Measure, write the results files, and draw plots, and the tables of the README and of the pages, from them."""
 
 import argparse
 import os
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
 def publish(_: argparse.Namespace) -> None:
     """From the results files."""
     plots.draw()
-    report.update_readme()
+    report.update()
     print(report.figures())
 
 
@@ -89,7 +89,7 @@ on_cpu.add_argument("--only", nargs="+", default=(), help=f"{', '.join(EVERYBODY
 on_cpu.add_argument("--workloads", nargs="+", default=(), help="of the same: parts of workloads' names, n=10 or c=64")
 on_cpu.set_defaults(call=run)
 
-drawn = commands.add_parser("plot", help="the plots and the README's tables, from the results files")
+drawn = commands.add_parser("plot", help="the plots and all tables, from the results files")
 drawn.set_defaults(call=publish)
 
 on_gpu = commands.add_parser("gpu", help="on a GPU, in three calls, each of which goes on where the last was cut")
