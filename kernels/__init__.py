@@ -18,8 +18,9 @@ _MODULES = {
     "forward": ("gpu.forward", "cpu.forward", "plain.forward"),
     "backward": ("gpu.backward", "cpu.backward", "plain.backward"),
     "messages": ("plain.messages", "cpu.messages", "plain.messages"),
-    "path": ("gpu.viterbi", "native_max_product", "plain.viterbi"),
-    "draw": ("plain.sample", "native_sampling", "plain.sample"),
+    "path": ("gpu.viterbi", "cpu.viterbi", "plain.viterbi"),
+    "paths": ("plain.topk_paths", "cpu.topk_paths", "plain.topk_paths"),
+    "draw": ("plain.sample", "cpu.sample", "plain.sample"),
     "log_matmul": ("gpu.matmul", "plain.matmul", "plain.matmul"),
     "tree": ("gpu.product", "native_tree", "plain.product"),
 }
@@ -119,8 +120,13 @@ def path_kernels(tensor: Tensor) -> ModuleType:
     return _module("path", tensor)
 
 
+def topk_kernels(tensor: Tensor) -> ModuleType:
+    """`paths` of a chain, see `kernels.plain.topk_paths`."""
+    return _module("paths", tensor)
+
+
 def draw_kernels(tensor: Tensor) -> ModuleType:
-    """`draw_block` of a chain, see `kernels.plain.sample`."""
+    """`draw` from a chain, see `kernels.plain.sample`."""
     return _module("draw", tensor)
 
 

@@ -87,6 +87,10 @@ class Chain:
         """An uninitialised tensor of the dtype of the arithmetic."""
         return self.x.new_empty(shape, dtype=self.dtype)
 
+    def room(self, steps: int) -> Tensor:
+        """Memory for the messages of so many steps (steps, g, m, c), or of all rows (rows, c) of packed sequences."""
+        return self.new(steps, self.g, self.m, self.c) if self.starts is None else self.new(*self.x.shape)
+
     @cached_property
     def ended(self) -> Tensor | None:
         """Which sequences have ended before a step (v, g, m, 1); None where all go on to the last."""

@@ -87,7 +87,7 @@ def marginals(
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         plain = log_params in (True, False) and validate is False and not differentiated(x, bulk, p0)
-        if transitions != "full" and plain and PackedChain.takes(packed):
+        if transitions != "full" and plain and packed.in_place:
             return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
         options: Any = {"transitions": transitions, "log_params": log_params, "validate": validate}
         found = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]

@@ -100,7 +100,7 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
 def packed_log_norm(packed: Packed, log_params: bool) -> Tensor:
     """The log-partition [n] in float64 of sequences that lie one behind the other."""
     operands = Operands(packed.x, packed.bulk, packed.p0, None, log_params)
-    if not PackedChain.takes(packed):
+    if not packed.in_place:
         return packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
     if differentiated(*operands[:3]):
         return _differentiable(operands, _ByRows(packed))

@@ -52,6 +52,16 @@ class Packed:
         other.x, other.bulk, other.p0 = x, bulk, p0
         return other
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the kernels walk sequences where they lie."""
+        operands = self.x, self.bulk, self.p0
+        return is_plain(operands) and self.x.numel() > 0 and all(kernels.in_c(operand) for operand in operands)
+
+    def walks_in_place(self, log_params: object, validate: object) -> bool:
+        """Whether a question that has loops for one matrix does, where no padded batch has to check its options."""
+        return self.in_place and len(self.bulk) == 1 and isinstance(log_params, bool) and validate is False
+
     @cached_property
     def _groups(self) -> list[Tensor]:
         """The members of each piece."""
@@ -108,20 +118,14 @@ class PackedChain:
         one = len(bulk) == 1
         ends = packed.lengths.view(1, -1, 1) if one else packed.lengths.view(-1, 1, 1)
         dtype = arithmetic_dtype(x, bulk, p0)
-        self._chain = Chain(x, bulk, p0, ends, log_params, dtype, by_log, starts=packed.starts)
+        self.chain = Chain(x, bulk, p0, ends, log_params, dtype, by_log, starts=packed.starts)
         self._room = kernels.chain_kernels(x)
-
-    @staticmethod
-    def takes(packed: Packed) -> bool:
-        """Whether the kernels walk sequences where they lie."""
-        operands = packed.x, packed.bulk, packed.p0
-        return is_plain(operands) and packed.x.numel() > 0 and all(kernels.in_c(operand) for operand in operands)
 
     def forward(self, keep: bool) -> Kept:
         """What the room keeps; its log-partition has n entries."""
-        chain = self._chain
+        chain = self.chain
         with kernels.arithmetic_on(chain.x):
-            kept: Kept = self._room.forward(chain, keep=chain.new(*chain.x.shape) if keep else None)[0]
+            kept: Kept = self._room.forward(chain, keep=chain.room(chain.v) if keep else None)[0]
         report_chains(kept.redone)
         return kept
 
@@ -136,7 +140,7 @@ class PackedChain:
         self, kept: Kept, grad: Tensor, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The gradients of x, of the matrices, and of the initial weights of each sequence (n, c)."""
-        chain = self._chain
+        chain = self.chain
         grad_x = torch.zeros(chain.x.shape, dtype=chain.dtype, device="cpu") if needs[0] else None
         grad_bulk = torch.zeros(chain.bulk.shape, dtype=chain.dtype, device="cpu") if needs[1] else None
         weight = grad.reshape(chain.g, chain.m)
