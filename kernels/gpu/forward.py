@@ -55,7 +55,7 @@ def operands(chain: Chain, entering: Message | None = None) -> tuple[Tensor, Ten
         start = chain.p0.double() if chain.log_params else chain.p0.double().log()
         start = start.expand(*chain.lead, c).reshape(g, m, c)
     else:
-        start = log_matmul(entering.values.expand(g, m, c), first_logs(chain))[0]
+        start = log_matmul(entering.values.double().expand(g, m, c), first_logs(chain))[0]
         bulk = bulk if len(bulk) == 1 else bulk[1:]
     ends = None if chain.ends is None else chain.ends.reshape(g, m).clamp(1, v)
     return chain.x.reshape(v, g, m, c), bulk, start, ends

@@ -69,7 +69,7 @@ def forward(
 def _begun(chain: Chain, entering: Message | None) -> tuple[Tensor, Tensor]:
     """The message before the first step (g, m, c), its largest entry near 0, and the two parts of its scale."""
     if entering is not None:
-        return entering.values.expand(chain.g, chain.m, chain.c), entering.scale.expand(2, chain.g, chain.m)
+        return entering.values.double().expand(chain.g, chain.m, chain.c), entering.scale.expand(2, chain.g, chain.m)
     scale = torch.zeros(2, chain.g, chain.m, dtype=torch.float64, device=chain.x.device)
     return scale.new_full((chain.g, chain.m, chain.c), -math.inf), scale
 
