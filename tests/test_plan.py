@@ -334,7 +334,7 @@ def test_constants_of_the_nearest_number_of_threads(tmp_path):
     fit.write([one, *(one._replace(device="cpu", backend="torch", threads=threads) for threads in (2, 4, 16))], path)
     for threads, expected in ((1, 2), (2, 2), (3, 2), (4, 4), (15, 4), (64, 16)):
         assert cost.constants("cpu", "torch", threads, path).threads == expected
-    assert cost.constants("cpu", "numba", 4, path).backend == "torch"
+    assert cost.constants("cpu", "other", 4, path).backend == "torch"
     assert cost.constants("mps", "torch", 4, path).device == "cuda"
 
 

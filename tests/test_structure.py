@@ -4,6 +4,7 @@ import ast
 import graphlib
 import importlib
 import inspect
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -117,19 +118,51 @@ def test_modules_call_the_public_functions(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda path: path.stem)
 def test_kernels_stand_alone(path):
     others = {name for name in imported(path) if not name.startswith(".")}
-    assert others <= {"torch", "triton", "numba", "llvmlite", "numpy", "setuptools", *sys.stdlib_module_names}
+    assert others <= {"torch", "triton", "numpy", "setuptools", *sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize("name", ["forward", "backward"])
+ARITHMETIC = ("plain", "cpu", "gpu")
+STEMS = [path.stem for room in ARITHMETIC for path in sorted((ROOT / "kernels" / room).glob("*.py"))]
+TWINS = sorted({stem for stem in STEMS if STEMS.count(stem) > 1} - {"__init__"})
+
+
+def doors(module) -> dict[str, list[str]]:
+    """The public functions that a module defines, with the parameters that a caller has to give."""
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    return {
+        name: [str(one) for one in inspect.signature(value).parameters.values() if one.default is one.empty]
+        for name, value in functions.items()
+        if value.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+def rooms_of(name: str) -> list[dict[str, list[str]]]:
+    """The doors of a name in each room that has it."""
+    rooms = [room for room in ARITHMETIC if (ROOT / "kernels" / room / f"{name}.py").exists()]
+    return [doors(importlib.import_module(f"logchain.kernels.{room}.{name}")) for room in rooms]
+
+
+@pytest.mark.parametrize("name", TWINS)
 def test_twins_have_the_same_doors(name):
     pytest.importorskip("triton")
-    twins = [importlib.import_module(f"logchain.kernels.{room}.{name}") for room in ("plain", "cpu", "gpu")]
-    plain, *others = (inspect.signature(getattr(twin, name)) for twin in twins)
-    assert [plain, plain] == others
+    for one, other in itertools.combinations(rooms_of(name), 2):
+        shared = one.keys() & other.keys()
+        assert {door: one[door] for door in shared} == {door: other[door] for door in shared}
+
+
+def test_there_are_twins():
+    pytest.importorskip("triton")
+    shared = {
+        (name, door)
+        for name in TWINS
+        for one, other in itertools.combinations(rooms_of(name), 2)
+        for door in one.keys() & other.keys()
+    }
+    assert len(shared) >= 5 and {("matmul", "forward"), ("viterbi", "paths")} <= shared
 
 
 def test_importing_the_library_does_not_import_what_takes_long():
     # kernels of other devices, and modules that few programs use
-    late = {"triton", "numba", "scipy", "logchain.nn", "logchain.adapters", "logchain.reference"}
+    late = {"triton", "scipy", "logchain.nn", "logchain.adapters", "logchain.reference"}
     code = f"import sys, logchain; sys.exit(bool({late} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -82,6 +82,10 @@ def potentials(chain: Chain, step: int) -> tuple[Tensor, Tensor]:
 def transitions(chain: Chain, index: int) -> tuple[Tensor, Tensor]:
     """The logarithms of the matrix of an index (g, c, c) less the largest of each set, and that (g, 1, 1)."""
     weights = chain.bulk[0 if len(chain.bulk) == 1 else index].reshape(chain.g, chain.c, chain.c).double()
+    if chain.ended is not None and len(chain.bulk) > 1:  # behind all ends of a set there may be NaN
+        weights = weights.masked_fill(
+            chain.ended[len(chain.ended) - len(chain.bulk) + index].all(1)[:, None], chain.zero
+        )
     top = weights.amax((-2, -1), keepdim=True)
     if chain.log_params:
         top = top.masked_fill(top == -math.inf, 0.0)

@@ -1,6 +1,7 @@
 /* The loops in float64. */
 #define BITS 64
 #include "call.h"
+#include "fold.h"
 #include "sample.h"
 
 /* Of the struct, which another language has to have the same. */

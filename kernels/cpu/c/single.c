@@ -1,6 +1,7 @@
 /* The loops in float32. */
 #define BITS 32
 #include "call.h"
+#include "fold.h"
 #include "sample.h"
 
 /* Of the struct, which another language has to have the same. */
