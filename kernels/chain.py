@@ -14,9 +14,6 @@ from torch import Tensor
 
 from .numbers import exp_shifted, finite
 
-# a GPU leaves so many products of segments to one vector; if there are more, it multiplies so many at a time again
-FEW, AGAIN = 48, 8
-
 # a matrix whose largest entry lies within these is used as it is
 _NEAR_ONE = (2.0**-16, 2.0**16)
 

@@ -6,8 +6,8 @@ import torch
 
 import logchain
 from logchain import reference
-from logchain._measure import peak_bytes
 from logchain.autograd import chain as chain_functions
+from logchain.memory import peak_bytes
 from logchain.schedules import choose, chunked
 from tests.contract import (
     Truth,

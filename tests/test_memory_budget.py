@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import logchain
-from logchain._measure import peak_bytes
 from logchain.autograd.chain import log_norm_in_pieces
+from logchain.memory import peak_bytes
 from logchain.operands import Operands
 from logchain.schedules import budget as budgets
 from tests.families import FAMILIES
@@ -156,7 +156,7 @@ def test_on_a_device_the_budget_is_kept(case, kernels):
     if kernels == "cpu":
         assert peak_bytes(partial(run_with, leaves, 4)) <= budget
         return
-    report = logchain.memory_report(lambda *leaves: log_norm_in_pieces(Operands(*leaves, None, False), 4), *leaves)
+    report = logchain.memory.report(lambda *leaves: log_norm_in_pieces(Operands(*leaves, None, False), 4), *leaves)
     # a device's allocator rounds each up
     assert report.forward.peak - report.before.allocated <= budget + 2**16
     gradients = sum(operand.nbytes for operand in leaves)

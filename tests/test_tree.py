@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import logchain
-from logchain import _demo, reference
+from logchain import demo, reference
 from logchain import kernels as devices
-from logchain._measure import peak_bytes
 from logchain.autograd import tree_operators
 from logchain.autograd.chain import TREE, log_norm
 from logchain.kernels import order
 from logchain.kernels.plain import product as plain
+from logchain.memory import peak_bytes
 from logchain.schedules import tree_leaves
 from tests.contract import (
     TENSOR_CORES,
@@ -205,7 +205,7 @@ def test_products_wait_for_each_other_as_often_as_the_tree_is_deep(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [(50, 40, 64), (1, 40_000, 8), (4, 1000, 32)], ids=str)
 def test_memory_is_two_messages(sizes):
-    chain = _demo.dense_chain(*sizes)
+    chain = demo.dense_chain(*sizes)
     x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain)
 
     def both():

@@ -37,6 +37,7 @@ _GRADIENTS = (
 )
 _MESSAGES = "*value *start start_set start_member *log_forward *log_backward by_log"
 _STRETCH = "*starts *leaving *entering *taken *lacking *lost *shares single"
+_STACKS = "*factors *final_weights"
 _PATHS = "*paths path_steps path_rank path_sequence ranks"
 
 
@@ -45,7 +46,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_PATHS}".split()
+        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_STACKS} {_PATHS}".split()
     ]
 
 

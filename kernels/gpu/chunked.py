@@ -22,11 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..chain import AGAIN, FEW, Chain, segments_of
+from ..chain import Chain, segments_of
 from . import backward_chain, forward_chain
 from .backward import count_transitions, written
 from .forward import operands
 from .segments import segment_products
+
+# so many products of segments are left to one vector; if there are more, so many at a time are multiplied first
+FEW, AGAIN = 48, 8
 
 
 def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:

@@ -61,7 +61,7 @@ def backward(
             grad_x[step] = posterior.view(grad_x.shape[1:])
         if step + head == 0:
             break
-        x, (matrix, _) = potentials(chain, step)[0], transitions(chain, step - 1 + head)
+        x, (matrix, _) = potentials(chain, step)[0], transitions(chain, step, head)
         if grad_bulk is not None:
             before = _logs(kept, step - 1 + head).masked_fill(share == 0, -math.inf)
             found = log_matmul.backward(posterior, before, matrix, False, True, torch.float64)[1]

@@ -43,7 +43,7 @@ def forward(
             weights = chain.p0.double() if chain.log_params else chain.p0.double().log()
             message, top = shifted(weights.expand(*chain.lead, chain.c).reshape(grid))
         else:
-            matrix, top = transitions(chain, step - 1 + head)
+            matrix, top = transitions(chain, step, head)
             message = log_matmul.forward(message, matrix, torch.float64)[0]
         message, taken = shifted(message + x)
         terms = torch.stack([scale[0], *(term[..., 0].expand(grid[:2]) for term in (*tops, top, taken))])
@@ -79,13 +79,14 @@ def potentials(chain: Chain, step: int) -> tuple[Tensor, Tensor]:
     return shifted(chain.x[step].reshape(chain.g, chain.m, chain.c).double())
 
 
-def transitions(chain: Chain, index: int) -> tuple[Tensor, Tensor]:
-    """The logarithms of the matrix of an index (g, c, c) less the largest of each set, and that (g, 1, 1)."""
-    weights = chain.bulk[0 if len(chain.bulk) == 1 else index].reshape(chain.g, chain.c, chain.c).double()
-    if chain.ended is not None and len(chain.bulk) > 1:  # behind all ends of a set there may be NaN
-        weights = weights.masked_fill(
-            chain.ended[len(chain.ended) - len(chain.bulk) + index].all(1)[:, None], chain.zero
-        )
+def transitions(chain: Chain, step: int, head: int) -> tuple[Tensor, Tensor]:
+    """The logarithms of the matrix into a step (g, c, c) less the largest of each set, and that (g, 1, 1).
+
+    `head` is 1 if a message has entered, so that the first matrix leads into step 0, and 0 otherwise.
+    """
+    weights = chain.bulk[0 if len(chain.bulk) == 1 else step - 1 + head].reshape(chain.g, chain.c, chain.c).double()
+    if chain.ended is not None:  # behind all ends of a set there may be NaN
+        weights = weights.masked_fill(chain.ended[step].all(1)[:, None], chain.zero)
     top = weights.amax((-2, -1), keepdim=True)
     if chain.log_params:
         top = top.masked_fill(top == -math.inf, 0.0)
