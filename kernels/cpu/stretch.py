@@ -20,10 +20,7 @@ class Stretch:
         self._arguments.steps, self._head = chain.v + head, head
         self._grid = chain.g, chain.m
         self._one, self._entering = chain.new(1).fill_(float(not chain.log_params)), chain.new(*self._grid, chain.c)
-        self._sums, self._lossy = (
-            chain.new(chain.g, chain.m),
-            torch.empty(chain.g, chain.m, dtype=torch.bool, device="cpu"),
-        )
+        self._lossy = torch.empty(chain.g, chain.m, dtype=torch.bool, device="cpu")
 
     def forward(
         self,
@@ -49,7 +46,7 @@ class Stretch:
         a.x, a.bulk, a.p0 = x.data_ptr(), bulk.data_ptr(), (self._one if self._head else p0).data_ptr()
         a.leaving, a.log_norm, a.lost = (tensor.data_ptr() for tensor in found)
         a.taken, a.lacking = total.data_ptr(), lost.data_ptr()
-        a.sums, a.lossy = self._sums.data_ptr(), self._lossy.data_ptr()
+        a.lossy = self._lossy.data_ptr()
         if shares is not None:
             member = shares.stride(-3) if shares.dim() > 2 else 0
             a.shares, a.grad_step = shares.data_ptr(), shares.stride(-2)

@@ -137,10 +137,8 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
     kept = (size.message_bytes if size.gradients else 2 * s * c * item) + s * v * item
     if schedule.name == "sequential":
         return kept, kept
-    products = 4 * s * schedule.segments * c * (c + 1) * item
-    scales = 18 * s * v + 2 * item * size.states
-    # gradients of the matrices into the segments in float64, and of sets that are not in the caller's order
+    # unit rows, the products in float64 and a copy of them in order; messages between segments, and what enters these
+    products = s * schedule.segments * c * (c + 1) * (item + 2 * 8)
+    between = s * schedule.segments * c * (item + 3 * 8)
     counts = 32 * size.g * (1 if size.one_matrix else schedule.segments) * c**2
-    if size.g > 1 and not size.one_matrix:
-        counts += size.g * (v - 1) * c**2 * item
-    return kept + scales + products, kept + scales + counts
+    return kept + between + products, kept + between + counts

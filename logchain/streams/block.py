@@ -14,7 +14,7 @@ from torch import Tensor
 from ..autograd.chain_operators import log_norm_here
 from ..kernels.numbers import exact_sum, finite
 from ..layout import Layout
-from ..operands import arithmetic_dtype
+from ..operands import Operands, arithmetic_dtype
 from .piece import Given, normalised, posterior
 
 
@@ -96,7 +96,7 @@ class Block:
             self._last = rows.all.gather(-2, at)[..., 0, :].double()
             rows.all.scatter_(-2, at, 0.0)
         self._layout = Layout.of(rows.all, bulk)
-        found = log_norm_here(rows.all, bulk, p0, ends, log_params, True, 1, room.messages)
+        found = log_norm_here(Operands(rows.all, bulk, p0, ends, log_params), True)
         self._log_norm, self._messages, _, redone = found
         # a CPU keeps linear messages but for the sequences redone
         self._linear = redone.dtype == torch.bool

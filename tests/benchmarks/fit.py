@@ -21,7 +21,6 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from logchain.autograd import chain as chain_functions
-from logchain.autograd import tree_chain
 from logchain.schedules import choose
 from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
@@ -126,7 +125,7 @@ def call(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> Callable[[]
 
     def run() -> object:
         if schedule.name == "tree":
-            found = tree_chain.log_norm(x, bulk, p0, None, False)
+            found = chain_functions.log_norm(x, bulk, p0, None, False, segments=chain_functions.TREE)
         else:
             found = chain_functions.log_norm(x, bulk, p0, None, False, segments=schedule.segments)
         return torch.autograd.grad(found.sum(), (x, bulk, p0)) if found.requires_grad else found
