@@ -47,6 +47,7 @@ typedef struct {
     double *lost;                   /* (g, m): what log_norm lacks */
     real *shares;                   /* (v, g, m, c), with the strides of grad_x: of forward messages; or null */
     int64_t single;                 /* x, bulk, p0 and logarithms of messages are float32, whatever is computed in */
+    const void *other;              /* another chain of as many steps, sequences and states, or null */
 } Chain;
 
 /* Places of scratch are handed out one after the other, each on its own cache lines. */
