@@ -4,38 +4,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import semirings
+from .check import check
 from .entropy import entropy
-from .forward_backward import Messages, forward_backward
+from .forward_backward import forward_backward
 from .kl_divergence import kl_divergence
 from .log_prob import log_prob
-from .marginals import Marginals, marginals
+from .marginals import marginals
 from .matmul import matmul
 from .matrix_product import matrix_product
 from .memory_report import Memory, MemoryReport, memory_report
-from .plan import Estimate, Plan, plan
+from .plan import plan
 from .prefix_products import prefix_products
 from .product import product
-from .rescues import Rescues, rescues
+from .rescues import rescues
 from .sample import sample
-from .stream import Stream, StreamUpdate
-from .topk_paths import Paths, topk_paths
-from .viterbi import Path, viterbi
-from .workspace import Workspace
+from .stream import Stream
+from .topk_paths import topk_paths
+from .viterbi import viterbi
 
 __all__ = [
-    "Estimate",
-    "Marginals",
     "Memory",
     "MemoryReport",
-    "Messages",
-    "Path",
-    "Paths",
-    "Plan",
-    "Rescues",
     "Stream",
-    "StreamUpdate",
-    "Workspace",
     "adapters",
+    "check",
     "entropy",
     "forward_backward",
     "kl_divergence",

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ._demo import demonstrate
+from .check import check
 from .product import product
 
 # Whatever NumPy and the zip reader say of a file that they cannot read.
@@ -65,7 +66,8 @@ def _product_of(path: str, *, log_params: bool) -> NDArray[np.generic]:
     x, bulk, p0 = (_tensor(arrays[name], np.float64) for name in ("x", "bulk", "p0"))
     lengths = _tensor(arrays["lengths"], np.int64) if "lengths" in arrays else None
     try:
-        result = product(x, bulk, p0, log_params=log_params, lengths=lengths, validate=True)
+        check(x, bulk, p0, log_params=log_params, lengths=lengths)
+        result = product(x, bulk, p0, log_params=log_params, lengths=lengths)
     except (ValueError, TypeError) as error:
         raise WrongFileError(f"{path}: {_line(error)}") from error
     return result.numpy()

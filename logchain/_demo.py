@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import forum as forum
-from . import reference
+from . import _forum, reference
 from ._measure import median_seconds, peak_bytes
 from .product import product
 
@@ -166,10 +165,10 @@ def _baseline(chain: Chain, few: Chain) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for whole, part, mark in ((small, small, ""), (chain, few, " *")):
         n, _, v, c = whole.x.shape
-        calls = {"ours": partial(forward, whole), "theirs": partial(forward, part, forum.product)}
+        calls = {"ours": partial(forward, whole), "theirs": partial(forward, part, _forum.product)}
         seconds = median_seconds(calls, rounds=3)
         share = n / len(part.x)
-        truth, ours, theirs = reference.product(*part), forward(part)[0], forum.product(*part)
+        truth, ours, theirs = reference.product(*part), forward(part)[0], _forum.product(*part)
         rows.append(
             (
                 f"n={n} v={v} c={c}{mark}",

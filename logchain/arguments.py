@@ -57,7 +57,7 @@ def check_question(
     p0: Tensor,
     log_params: bool,
     lengths: Lengths | None,
-    validate: bool,
+    validate: bool = False,
     *,
     in_pieces: bool = False,
 ) -> Tensor | None:

@@ -1,23 +1,16 @@
 """The log-partition of a chain of non-negative matrices."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_alone, check_flag, check_float_dtype, check_question
+from .arguments import Lengths, check_alone, check_flag, check_question
 from .autograd import checkpoints, packed_chain, tree_chain
 from .autograd.chain import log_norm, short_log_norm
 from .autograd.chain_operators import short_of
-from .autograd.semiring import total
-from .autograd.viterbi import best_weight
 from .operands import arithmetic_dtype, differentiated
 from .progress import check_progress
 from .schedules import budget, choose
 from .schedules.choose import Strategy
 from .schedules.packed import Packed
-from .semirings import LOG, MAX, Semiring
-from .workspace import Workspace
 
 
 def product(
@@ -28,13 +21,9 @@ def product(
     log_params: bool = False,
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
-    semiring: Semiring = LOG,
     strategy: Strategy = "auto",
     memory_budget: int | None = None,
     progress: bool = False,
-    workspace: Workspace | None = None,
-    out_dtype: torch.dtype | None = None,
-    validate: bool = False,
 ) -> Tensor:
     r"""`log(p0 D_0 P_1 D_1 P_2 ... P_{v-1} d_{v-1})` with `D_i = diag(exp x_i)` and `d_{v-1} = exp x_{v-1}`.
 
@@ -55,20 +44,17 @@ def product(
         cu_seqlens: rising integers `[n + 1]` from 0 to `total`, for sequences that lie one behind the other: sequence i
             has the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
             `[total, c, c]` with the matrix that leads into each row, `p0` is `[c]` or `[n, c]`, and the result `[n]`.
-        semiring: how the weights of paths are added: `logchain.semirings.LOG`, `MAX` for that of the best path alone
-            (which `logchain.viterbi` finds), or one of yours, whose gradients are those that torch's autograd takes
-            through its sum: `c^2` terms a step are kept for them.
         strategy: "sequential" carries a vector through the chain; "chunked" multiplies the matrices of many segments
             side by side before it; "tree" multiplies pairs of matrices, level by level. "auto" takes the one that a
             model of this device predicts to be fastest: `logchain.plan` says which, and why. "chunked" and "tree" go
-            with the semiring `LOG` alone, and with neither `cu_seqlens` nor `memory_budget`; a chain too short for
-            segments, or one with `lengths` on a GPU, has none.
+            with neither `cu_seqlens` nor `memory_budget`; a chain too short for segments, or one with `lengths` on a
+            GPU, has none.
         memory_budget: bytes that messages may take. A budget that holds all of them, `v (c + 1)` numbers a sequence,
             changes nothing. With a smaller one the chain is computed a segment at a time, in float64: messages are kept
             between segments, and the others are computed again in the backward pass. That takes `O(sqrt v)` bytes at
             the least, with all that is computed from messages at the worst, but for operands, results and gradients;
-            without gradients a smaller budget will do. The result can be differentiated once. Only in the semiring
-            `LOG`, and without `cu_seqlens`.
+            without gradients a smaller budget will do. The result can be differentiated once. Without
+            `cu_seqlens`.
 
             Operands may then be larger than the memory. On a CPU `x` and `bulk` may be memory maps
             (`torch.from_file`, `torch.from_numpy(numpy.memmap(...))`, safetensors), of which a segment at a time is
@@ -78,16 +64,12 @@ def product(
             operand, and is made in memory: of a memory map that exceeds it none can be taken.
         progress: show a bar (tqdm) of the segments that have been passed to the device, forward and then backward; it
             goes with a `memory_budget`. There is none where the budget holds all messages.
-        workspace: a `logchain.Workspace` that lends the memory of the messages, where gradients are needed, to one call
-            after the other. Where a call is traced or mapped (`torch.compile`, `torch.func`), it has no effect. Only
-            for the sequential schedule of the semiring `LOG`, without `cu_seqlens` and `memory_budget`.
-        out_dtype: dtype of the result; by default float64 if an operand is float64, otherwise float32.
-        validate: also check the values, which costs a pass over the data.
 
     Returns:
-        `[*B]`, natural logarithm; exactly -inf where every path is impossible. Gradients are the state posteriors (`x`)
-        and the expected transition counts (`log bulk`, or over `bulk` itself), in each operand's own shape; exactly 0
-        for impossible sequences and, by definition, where `x`, `bulk` or `p0` forbid. It can be differentiated twice.
+        `[*B]`, natural logarithm; float64 if an operand is, otherwise float32. Exactly -inf where every path is
+        impossible. Gradients are the state posteriors (`x`) and the expected transition counts (`log bulk`, or over
+        `bulk` itself), in each operand's own shape; exactly 0 for impossible sequences and, by definition, where `x`,
+        `bulk` or `p0` forbid. It can be differentiated twice.
 
     Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in
     float64. The result is within `ulp + v (c + 8 + 2 D) u` of the exact value, u being 2^-24 (float64: 2^-53), where
@@ -96,9 +78,9 @@ def product(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length or a choice is out of range, `validate` finds a value, a strategy
-            or a `memory_budget` does not go with another argument, or the budget is too small; the message says the
-            smallest that is not.
+        ValueError: sizes do not go together, a length or a choice is out of range, a strategy or a `memory_budget` does
+            not go with another argument, or the budget is too small; the message says the smallest that is not. Values
+            are checked by `logchain.check`.
         ImportError: `progress`, and tqdm is not installed.
 
     Cost: sequential, `v c^2` multiply-adds a sequence in `v` dependent steps; chunked, `v c^3` in `v / k + k` for k
@@ -110,6 +92,7 @@ def product(
     Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77
     (1989). Definition: `logchain.reference.product`.
 
+    >>> import torch
     >>> x = torch.zeros(1, 3, 2).requires_grad_()  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step
     >>> out = product(x, bulk, torch.tensor([1.0, 1.0]))
@@ -129,50 +112,40 @@ def product(
     ...     product(x, bulk, torch.tensor([1.0, 1.0]), memory_budget=50_000)
     tensor([0.6931])
     """
-    alone = lengths is None and cu_seqlens is None and memory_budget is None and workspace is None and out_dtype is None
-    if alone and semiring is LOG and strategy == "auto" and progress is False and validate is False:
+    alone = lengths is None and cu_seqlens is None and memory_budget is None
+    if alone and strategy == "auto" and progress is False:
         keep = differentiated(x, bulk, p0)
         short = short_of(x, bulk, p0, log_params, keep, choose.is_sequential)
         if short is not None:
             return short_log_norm(short, x, bulk, p0, log_params, keep)
-    others = {"another semiring than LOG": semiring is not LOG, "cu_seqlens": cu_seqlens is not None}
-    choose.check_options(strategy, memory_budget, {**others, "a workspace": workspace is not None})
-    check_float_dtype("out_dtype", out_dtype)
-    if not isinstance(semiring, Semiring):
-        raise TypeError(f"semiring: expected a logchain.semirings.Semiring, got {type(semiring).__name__}")
+    choose.check_options(strategy, memory_budget, {"cu_seqlens": cu_seqlens is not None})
+    _check_progress(progress, memory_budget)
     if memory_budget is not None:
-        check_alone("memory_budget", memory_budget, "None", others)
+        check_alone("memory_budget", memory_budget, "None", {"cu_seqlens": cu_seqlens is not None})
+    if cu_seqlens is not None:
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        if packed_chain.taken(packed, log_params):
+            return packed_chain.log_norm(packed, log_params).to(arithmetic_dtype(x, bulk, p0))
+        return packed.by_sequence(
+            [product(*piece[:3], lengths=piece.lengths, log_params=log_params) for piece in packed]
+        )
+    ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
+    dtype = arithmetic_dtype(x, bulk, p0)
+    if memory_budget is not None:
+        keep = differentiated(x, bulk, p0)
+        steps = budget.every_within(memory_budget, x, bulk, p0, keep)
+        if steps is not None:
+            return checkpoints.log_norm(x, bulk, p0, ends, log_params, steps, keep, progress).to(dtype)
+        strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
+    schedule = choose.of(x, bulk, p0, log_params, ends is not None, strategy)
+    if schedule.name == "tree":
+        return tree_chain.log_norm(x, bulk, p0, ends, log_params).to(dtype, copy=True)
+    return log_norm(x, bulk, p0, ends, log_params, segments=schedule.segments, dtype=dtype)
+
+
+def _check_progress(progress: bool, memory_budget: int | None) -> None:
     check_flag("progress", progress)
     if progress:
         if memory_budget is None:
             raise ValueError("progress: expected a memory_budget with it")
         check_progress()
-    if workspace is not None:
-        if not isinstance(workspace, Workspace):
-            raise TypeError(f"workspace: expected a logchain.Workspace or None, got {type(workspace).__name__}")
-        check_alone("workspace", workspace, "None", {**others, "a memory_budget": memory_budget is not None})
-    if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        if semiring is LOG and packed_chain.taken(packed, log_params, validate):
-            return packed_chain.log_norm(packed, log_params).to(out_dtype or arithmetic_dtype(x, bulk, p0))
-        options: Any = {"log_params": log_params, "semiring": semiring, "validate": validate, "out_dtype": out_dtype}
-        return packed.by_sequence([product(*piece[:3], lengths=piece.lengths, **options) for piece in packed])
-    ends = check_question(x, bulk, p0, log_params, lengths, validate, in_pieces=memory_budget is not None)
-    dtype = out_dtype or arithmetic_dtype(x, bulk, p0)
-    if memory_budget is not None:
-        keep = differentiated(x, bulk, p0)
-        every = budget.every_within(memory_budget, x, bulk, p0, keep)
-        if every is not None:
-            found: Tensor = checkpoints.log_norm(x, bulk, p0, ends, log_params, every, keep, progress)
-            return found.to(dtype)
-    if semiring is LOG:
-        # the other schedules may take more than the messages, which the budget and the workspace hold
-        within = strategy if memory_budget is None and workspace is None else "sequential"
-        schedule = choose.of(x, bulk, p0, log_params, ends is not None, within)
-        if schedule.name == "tree":
-            return tree_chain.log_norm(x, bulk, p0, ends, log_params).to(dtype, copy=True)
-        segments = schedule.segments
-        return log_norm(x, bulk, p0, ends, log_params, segments=segments, workspace=workspace, dtype=dtype)
-    if semiring is MAX:
-        return best_weight(x, bulk, p0, ends, log_params)[1].to(dtype)
-    return total(x, bulk, p0, ends, log_params, semiring).to(dtype)

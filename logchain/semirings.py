@@ -1,4 +1,4 @@
-"""How weights are added along a chain: the semirings whose multiplication is the sum of logarithms."""
+"""Totals of a chain in semirings whose multiplication is the sum of logarithms, and these semirings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .arguments import Lengths, check_question
+from .autograd import semiring as semiring_chain
+from .autograd.viterbi import best_weight
 from .kernels.plain.semiring import maximum
+from .operands import arithmetic_dtype
+from .product import product
+from .schedules.packed import Packed
+
+__all__ = ["LOG", "MAX", "Semiring", "total"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +54,61 @@ def _log_sum_exp(terms: Tensor, dim: int) -> Tensor:
 
 LOG = Semiring("log", _log_sum_exp)
 MAX = Semiring("max", maximum)
+
+
+def total(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    semiring: Semiring,
+    *,
+    log_params: bool = False,
+    lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    r"""`sum_z (log p0(z_0) + x_0(z_0) + log P_1(z_0, z_1) + x_1(z_1) + ...)`, where a semiring says how paths z add up.
+
+    Args:
+        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`,
+            `lengths` and `cu_seqlens`.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        p0: initial weights `[*B or ones, c]`.
+        semiring: `MAX` for the weight of the best path (which `logchain.viterbi` finds), `LOG` for
+            `logchain.product`, or one of yours.
+        log_params: `bulk` and `p0` are logarithms (nats).
+        lengths: how many variables each sequence has.
+        cu_seqlens: sequences one behind the other.
+
+    Returns:
+        `[*B]` in nats, in float64 if an operand is and otherwise in float32; exactly -inf where every path is
+        impossible. Gradients are those that torch's autograd takes through the semiring's sum.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, or a length is out of range.
+
+    Cost: `v c^2` terms a sequence in `v` dependent steps, which are kept where gradients are needed; for `LOG` and
+    `MAX` that of `logchain.product` and `logchain.viterbi`.
+
+    Source: J. Goodman, "Semiring parsing", Computational Linguistics 25 (1999).
+
+    >>> x = torch.tensor([[0.0, 0.0], [0.0, 3.0], [0.0, 0.0]])  # three variables, two states
+    >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step
+    >>> total(x, bulk, torch.tensor([0.5, 0.5]), MAX)
+    tensor(1.8606)
+    """
+    if not isinstance(semiring, Semiring):
+        raise TypeError(f"semiring: expected a logchain.semirings.Semiring, got {type(semiring).__name__}")
+    if semiring is LOG:
+        return product(x, bulk, p0, log_params=log_params, lengths=lengths, cu_seqlens=cu_seqlens)
+    if cu_seqlens is not None:
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        return packed.by_sequence(
+            [total(*piece[:3], semiring, log_params=log_params, lengths=piece.lengths) for piece in packed]
+        )
+    ends = check_question(x, bulk, p0, log_params, lengths)
+    if semiring is MAX:
+        weight = best_weight(x, bulk, p0, ends, log_params)[1]
+    else:
+        weight = semiring_chain.total(x, bulk, p0, ends, log_params, semiring.sum)
+    return weight.to(arithmetic_dtype(x, bulk, p0))

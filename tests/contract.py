@@ -92,11 +92,9 @@ class Truth:
         """Axes that lengths lack, which belong to the first batch axes."""
         return (1,) * (self.log_norm.ndim - np.ndim(lengths)) if np.ndim(lengths) else ()
 
-    def value_bound(self, out_dtype: torch.dtype | None = None, k: int = 1) -> np.ndarray:
+    def value_bound(self, dtype: torch.dtype | None = None, k: int = 1) -> np.ndarray:
         """How far log Z [*B] may lie from the truth."""
-        return ulp(self.log_norm, out_dtype or self.dtype) + of_steps(
-            self.steps, self.c, self.depth, dtype=self.dtype, k=k
-        )
+        return ulp(self.log_norm, dtype or self.dtype) + of_steps(self.steps, self.c, self.depth, dtype=self.dtype, k=k)
 
     def gradient_bound(self, posteriors: np.ndarray, k: int = 1) -> np.ndarray:
         """How far posteriors [*B, ...], of states or transitions, times weights or not, may lie from these."""
@@ -180,7 +178,7 @@ def assert_contract(
     for name in names:
         leaves[name].requires_grad_()
     out = logchain.product(**leaves, log_params=chain.log_params, lengths=lengths, **options)
-    assert out.dtype == options.get("out_dtype", truth.dtype)
+    assert out.dtype == truth.dtype
     assert_values(out, truth.log_norm, truth.value_bound(out.dtype, k))
 
     # Upstream weights in [-1, 1], another one for every sequence.

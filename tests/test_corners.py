@@ -85,7 +85,7 @@ def test_negative_views_are_read_as_what_they_say(dtype):
             torch.testing.assert_close(found, expected)
     leaf, weight = x.clone().requires_grad_(), torch.tensor([0.5, -2.0], dtype=torch.float64)
     for lengths in (None, torch.tensor([2, 5])):
-        out = logchain.product(leaf, bulk, p0, lengths=lengths, out_dtype=torch.float64)
+        out = logchain.product(leaf, bulk, p0, lengths=lengths).double()
         found, expected = (torch.autograd.grad(out, leaf, w, retain_graph=True)[0] for w in (view(-weight), weight))
         torch.testing.assert_close(found, expected)
     out = logchain.matrix_product(leaf[..., None].expand(2, 5, 3, 3))

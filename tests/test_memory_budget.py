@@ -138,8 +138,6 @@ def test_what_is_no_number_of_bytes_is_refused(budget):
 def test_where_there_are_no_checkpoints_it_is_refused():
     x, bulk, p0 = leaves_of(5)
     with pytest.raises(ValueError, match="^memory_budget: expected None"):
-        logchain.product(x, bulk, p0, semiring=logchain.semirings.MAX, memory_budget=10**9)
-    with pytest.raises(ValueError, match="^memory_budget: expected None"):
         logchain.product(x[0], bulk, p0, cu_seqlens=torch.tensor([0, 2, 5]), memory_budget=10**9)
 
 
@@ -194,7 +192,7 @@ def read_within_a_limit(path, which):
         few[i].requires_grad_()
 
     def step(x, bulk, p0, weight, **options):
-        out = logchain.product(x, bulk, p0, validate=True, **options)
+        out = logchain.product(x, bulk, p0, **options)
         return [out[:4].detach(), *torch.autograd.grad((out * weight).sum(), [few[i] for i in wanted])]
 
     def both():

@@ -7,9 +7,9 @@ import torch
 import logchain
 from logchain import reference
 from logchain.arguments import check_question
-from logchain.autograd.semiring import total
+from logchain.autograd import semiring as recursion
 from logchain.kernels.plain import semiring as semiring_chain
-from logchain.semirings import LOG, MAX, Semiring
+from logchain.semirings import LOG, MAX, Semiring, total
 from logchain.viterbi import viterbi
 from tests import oracle
 from tests.best_paths import small, truth
@@ -31,8 +31,8 @@ SOFT = Semiring("soft maximum", tempered)
 
 
 def run(chain, semiring, lengths=None):
-    ends = check_question(*chain[:3], chain.log_params, lengths, False)
-    return total(*chain[:3], ends, chain.log_params, semiring)
+    ends = check_question(*chain[:3], chain.log_params, lengths)
+    return recursion.total(*chain[:3], ends, chain.log_params, semiring.sum)
 
 
 @pytest.mark.parametrize("lengths", [None, (5, 2, 1)], ids=str)
@@ -95,7 +95,7 @@ def test_it_is_differentiated_twice():
     chain = dense(F64, v=4, c=3, n=2, t=1)
     operands = [operand.clone().requires_grad_() for operand in chain[:3]]
     for semiring in (LOG, SOFT):
-        assert torch.autograd.gradgradcheck(lambda *o, s=semiring: total(*o, None, False, s), operands)
+        assert torch.autograd.gradgradcheck(lambda *o, s=semiring: recursion.total(*o, None, False, s.sum), operands)
 
 
 @pytest.mark.parametrize("semiring", [LOG, MAX, SOFT], ids=lambda semiring: semiring.name)
@@ -147,7 +147,7 @@ def test_shapes(batch):
         torch.testing.assert_close(run(chain, LOG), logchain.product(*chain[:3]))
         assert torch.equal(run(chain, MAX), run(chain.logs(), MAX))
         leaves = [operand.clone().requires_grad_() for operand in chain[:3]]
-        total(*leaves, None, False, LOG).sum().backward()
+        recursion.total(*leaves, None, False, LOG.sum).sum().backward()
         assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
 
 
@@ -157,7 +157,7 @@ def test_compiles_and_maps():
     lengths = torch.tensor([[4, 1, 2], [3, 4, 1]])
 
     def function(x, ends):
-        return total(x + 1, bulk, p0, ends[:, None].expand(3, 2), False, LOG)
+        return recursion.total(x + 1, bulk, p0, ends[:, None].expand(3, 2), False, LOG.sum)
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -178,21 +178,19 @@ def test_zeros_have_no_gradient_under_torch_func():
 
 
 @pytest.mark.parametrize("name", ["dense", "sparse", "one_dead"])
-def test_product_takes_a_semiring(name):
+def test_total_takes_a_semiring(name):
     chain = FAMILIES[name](F64)
     lengths = [4, 1, 3]
     options = {"log_params": chain.log_params, "lengths": lengths}
     best = viterbi(*chain[:3], **options).score
-    assert torch.equal(logchain.product(*chain[:3], semiring=MAX, **options), best)
-    assert torch.equal(logchain.product(*chain[:3], semiring=SOFT, **options), run(chain, SOFT, lengths))
+    assert torch.equal(total(*chain[:3], MAX, **options), best)
+    assert torch.equal(total(*chain[:3], SOFT, **options), run(chain, SOFT, lengths))
     packed = torch.cat([row[:end] for row, end in zip(chain.x[:, 0], lengths, strict=True)])
-    found = logchain.product(
-        packed, chain.bulk[0, 0, :1], chain.p0[0, 0], semiring=MAX, cu_seqlens=torch.tensor([0, 4, 5, 8])
-    )
-    expected = logchain.product(chain.x[:, :1], chain.bulk[:, :, :1], chain.p0, semiring=MAX, lengths=lengths)[:, 0]
+    found = total(packed, chain.bulk[0, 0, :1], chain.p0[0, 0], MAX, cu_seqlens=torch.tensor([0, 4, 5, 8]))
+    expected = total(chain.x[:, :1], chain.bulk[:, :, :1], chain.p0, MAX, lengths=lengths)[:, 0]
     torch.testing.assert_close(found, expected)
 
 
 def test_a_semiring_that_is_none_is_named():
     with pytest.raises(TypeError, match="semiring: expected a logchain.semirings.Semiring, got str"):
-        logchain.product(*dense(F32)[:3], semiring="max")
+        total(*dense(F32)[:3], "max")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Rooms from the bottom up: a file imports from rooms below its own, and from files before it in its own room.
 ROOMS = ["kernels", "shared", "schedules", "autograd", "streams", "public", "adapters", "nn", "programs"]
 # files that stand beside the public functions and belong to another room
-SHARED = ["arguments", "layout", "operands", "rescues", "reference", "semirings", "workspace", "progress", "masks"]
+SHARED = ["arguments", "layout", "operands", "rescues", "reference", "progress", "masks"]
 SHARED += ["_forum", "_measure"]
 PROGRAMS = ["__init__", "__main__", "_demo"]
 

@@ -19,7 +19,7 @@ from .chain import if_needed
 from .operator import call
 
 
-def taken(packed: Packed, log_params: object, validate: object) -> bool:
+def taken(packed: Packed, log_params: object, validate: object = False) -> bool:
     """Whether all sequences are walked in one call; otherwise the pieces say what is wrong with an option, too."""
     operands = packed.x, packed.bulk, packed.p0
     in_c = all(kernels.in_c(operand) for operand in operands) and packed.x.numel() > 0

@@ -12,12 +12,13 @@ from ..kernels.chain import Chain
 from ..kernels.plain import semiring as semiring_chain
 from ..layout import Layout
 from ..operands import arithmetic_dtype
-from ..semirings import Semiring
 from .operator import operator
 
 
-def total(x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None, log_params: bool, semiring: Semiring) -> Tensor:
-    """The total [*B] in float64. Arguments have been checked.
+def total(
+    x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None, log_params: bool, add: semiring_chain.Add
+) -> Tensor:
+    """The total [*B] in float64, by an addition of terms along an axis. Arguments have been checked.
 
     Under autograd every step keeps its terms, c^2 a sequence.
     """
@@ -27,7 +28,7 @@ def total(x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None, log_params: 
     if ends is not None:
         ends = layout.steps_first(_checked(ends, chain.v)[..., None, None])  # (1, *lead, 1)
         chain = replace(chain, ends=ends.reshape(*semiring_chain.grid(chain), 1))
-    return layout.batched(semiring_chain.forward(chain, semiring.sum))
+    return layout.batched(semiring_chain.forward(chain, add))
 
 
 def _check(lengths: Tensor, v: int) -> Tensor:

@@ -89,7 +89,7 @@ class ChainCircuit(Circuit):
 
     def components(self, x: Tensor) -> Tensor:
         """The log-partition of each chain."""
-        return product(x, *self._weights(), out_dtype=torch.float64)
+        return product(x, *self._weights()).double()
 
     def best_states(self, x: Tensor) -> Path:
         """The Viterbi path of each chain."""

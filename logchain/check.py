@@ -1,0 +1,49 @@
+"""The values of a chain's operands, looked at before they are computed with."""
+
+from torch import Tensor
+
+from .arguments import Lengths, check_question, check_values
+from .schedules.packed import Packed
+
+
+def check(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    *,
+    log_params: bool = False,
+    lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Raise where operands hold NaN, +inf, or a negative weight before a sequence's end.
+
+    Every function of a chain checks kinds and sizes, and lets NaN in give NaN out; values are looked at here alone.
+
+    Args:
+        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`,
+            `lengths` and `cu_seqlens`.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        p0: initial weights `[*B or ones, c]`.
+        log_params: `bulk` and `p0` are logarithms (nats), which may be negative.
+        lengths: how many variables each sequence has; what lies behind is not looked at.
+        cu_seqlens: sequences one behind the other; matrices into their first rows are not looked at.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, a length is out of range, or a value is NaN, +inf or negative; the message
+            names the operand and says how many there are, or the least.
+
+    Cost: three passes over the operands, some steps at a time; it waits for a GPU.
+
+    >>> import torch
+    >>> check(torch.zeros(3, 2), torch.tensor([[[0.9, 0.1], [0.2, -0.8]]]), torch.ones(2))
+    Traceback (most recent call last):
+    ...
+    ValueError: bulk: expected non-negative values, got -0.8
+    """
+    if cu_seqlens is not None:
+        for piece in Packed(x, bulk, p0, cu_seqlens, lengths):
+            check(*piece[:3], log_params=log_params, lengths=piece.lengths)
+        return
+    ends = check_question(x, bulk, p0, log_params, lengths)
+    check_values(x, bulk, p0, log_params, ends)
