@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..layout import Layout
 from ..operands import chain_of
+from ..rescues import report_chains
 from ..schedules import choose
-from .chain import covariances, forward, gradient, if_needed
+from .chain import _Second as Covariances
+from .chain import forward, gradient, if_needed
 from .chain_operators import log_norm_here
 from .operator import apply, call, operator, transform, with_batch_first
 from .paths import finite_log
@@ -54,8 +55,8 @@ class _Entropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bulk, p0, lengths = ctx.saved_tensors
         tangents = _log_weights(x, bulk, p0, ctx.log_params)
-        found = covariances(-grad, x, bulk, p0, lengths, tangents, ctx.log_params)
-        return (*if_needed(found, ctx.needs_input_grad[:3]), None, None)
+        found = call(Covariances, -grad, x, bulk, p0, lengths, *tangents, ctx.log_params, True)
+        return (*if_needed(found[1:], ctx.needs_input_grad[:3]), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
@@ -86,7 +87,7 @@ class _Divergence(torch.autograd.Function):
         if any(needs[:3]):
             weights = _log_weights(*p, log_params), _log_weights(*q, log_params)
             tangents = tuple(one - other for one, other in zip(*weights, strict=True))
-            of_p = list(covariances(grad, *p, lengths, tangents, log_params))
+            of_p = list(call(Covariances, grad, *p, lengths, *tangents, log_params, True)[1:])
         if any(needs[3:6]):
             wanted = True, True, True
             kept_p, kept_q = (forward(*one, lengths, log_params, True) for one in (p, q))
@@ -94,7 +95,8 @@ class _Divergence(torch.autograd.Function):
             under_p = gradient(grad, *p, lengths, kept_p, log_params, True, wanted)
             of_q = [one - other for one, other in zip(under_q, under_p, strict=True)]
             for index, weight in enumerate(() if log_params else q[1:], 1):
-                of_q[index] = torch.where(weight == 0, 0.0, of_q[index] / weight)
+                counts = of_q[index]  # 0 beside a NaN that nothing has used, behind the ends
+                of_q[index] = torch.where((weight == 0) | (counts == 0), 0.0, counts / weight)
         found = (
             one if one is None else one.sum_to_size(operand.shape)
             for one, operand in zip((*of_p, *of_q), operands, strict=True)
@@ -117,22 +119,88 @@ def _alike(p: Operands, q: Operands, *, steps: bool = True) -> tuple[Operands, O
     """Both chains with the axes that the matrices and the initial weights of either have: views."""
     lead = torch.broadcast_shapes(p[1].shape[:-3], q[1].shape[:-3])
     each = max(p[1].shape[-3], q[1].shape[-3]) if min(p[1].shape[-3], q[1].shape[-3]) else 0
-    p0 = torch.broadcast_tensors(p[2], q[2])
-    first, second = (
-        (x, bulk.expand(*lead, each if steps else bulk.shape[-3], *bulk.shape[-2:]), start)
-        for (x, bulk, _), start in zip((p, q), p0, strict=True)
-    )
-    return first, second
+    starts = torch.broadcast_tensors(p[2], q[2])
+    bulks = [bulk.expand(*lead, each if steps else bulk.shape[-3], *bulk.shape[-2:]) for _, bulk, _ in (p, q)]
+    return (p[0], bulks[0], starts[0]), (q[0], bulks[1], starts[1])
 
 
 def _forward_entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
+    p = x, bulk, p0
     if not kernels.in_c(x) or x.numel() == 0:
-        return _entropy_in_torch(x, bulk, p0, lengths, log_params)
-    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+        return _entropy_in_torch(p, lengths, log_params)
+    layout, chain = chain_of(*p, lengths, log_params)
     values, unknown = kernels.entropy_in_c()(chain, None)
-    if not unknown.any():
-        return layout.batched(values).clone(memory_format=torch.contiguous_format)
-    ...
+    found, left = layout.batched(values).contiguous(), layout.batched(unknown)
+    if unknown.any():
+        report_chains(unknown)
+        found[left] = _entropy_in_torch(*_chosen(left, p, lengths), log_params)
+    return found
 
 
-_OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths"
+def _forward_divergence(*args: Any) -> Tensor:
+    p, q, lengths, log_params = args[:3], args[3:6], args[6], args[7]
+    if not kernels.in_c(p[0]) or p[0].numel() == 0:
+        return _divergence_in_torch(p, q, lengths, log_params)
+    p, q = _alike(p, q, steps=False)
+    (layout, chain), (_, other) = (chain_of(*one, lengths, log_params) for one in (p, q))
+    values, unknown = kernels.entropy_in_c()(chain, other)
+    found, left = layout.batched(values).contiguous(), layout.batched(unknown)
+    if unknown.any():
+        report_chains(unknown)
+        (p, ends), (q, _) = (_chosen(left, one, lengths) for one in (p, q))
+        found[left] = _divergence_in_torch(p, q, ends, log_params)
+    return found
+
+
+def _chosen(mask: Tensor, p: Operands, lengths: Tensor | None) -> tuple[Operands, Tensor | None]:
+    """The operands and lengths of the sequences of a mask [*B], along one axis; what all share they still share."""
+    x, bulk, p0 = p
+    batch = x.shape[:-2]
+    bulk, p0 = (
+        value.expand(*batch, *value.shape[lead:])[mask] if value.shape[:lead].numel() > 1 else value.flatten(0, lead)
+        for value, lead in ((bulk, bulk.dim() - 3), (p0, p0.dim() - 1))
+    )
+    return (x[mask], bulk, p0), None if lengths is None else lengths.expand(batch)[mask]
+
+
+def _entropy_in_torch(p: Operands, lengths: Tensor | None, log_params: bool) -> Tensor:
+    norm = _log_norm(p, lengths, log_params)
+    expected = _expected(p, lengths, _log_weights(*p, log_params), log_params)
+    return torch.where(norm == -torch.inf, 0.0, norm - expected)
+
+
+def _divergence_in_torch(p: Operands, q: Operands, lengths: Tensor | None, log_params: bool) -> Tensor:
+    """The same; +inf where a path of p, of a probability above 2^-1000, has none under q."""
+    p, q = _alike(p, q)
+    zero = -torch.inf if log_params else 0.0
+    forbidden = (q[0] == -torch.inf).double(), (q[1] == zero).double(), (q[2] == zero).double()
+    ruled_out = _expected(p, lengths, forbidden, log_params) > 0
+    weights = _log_weights(*p, log_params), _log_weights(*q, log_params)
+    differences = tuple(one - other for one, other in zip(*weights, strict=True))
+    norm, other_norm = (_log_norm(one, lengths, log_params) for one in (p, q))
+    found = _expected(p, lengths, differences, log_params) - norm + torch.where(ruled_out, 0.0, other_norm)
+    return torch.where(norm == -torch.inf, 0.0, torch.where(ruled_out, torch.inf, found))
+
+
+def _log_norm(p: Operands, lengths: Tensor | None, log_params: bool) -> Tensor:
+    x, bulk, p0 = (operand.double() for operand in p)
+    segments = choose.of(x, bulk, p0, log_params, lengths is not None, "auto").segments
+    return log_norm_here(x, bulk, p0, lengths, log_params, False, segments)[0]
+
+
+def _expected(p: Operands, lengths: Tensor | None, tangents: tuple[Tensor, ...], log_params: bool) -> Tensor:
+    found: Tensor = log_norm_along(*p, lengths, *tangents, log_params, True)
+    return found
+
+
+def _shapes(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[:-2], dtype=torch.float64)
+
+
+_P, _Q = "Tensor x, Tensor bulk, Tensor p0", "Tensor other_x, Tensor other_bulk, Tensor other_p0"
+_entropy = operator(f"entropy({_P}, Tensor? lengths, bool log_params) -> Tensor", _forward_entropy, _shapes)
+_divergence = operator(
+    f"divergence({_P}, {_Q}, Tensor? lengths, bool log_params) -> Tensor", _forward_divergence, _shapes
+)
+transform("entropy", _Entropy)
+transform("divergence", _Divergence)
