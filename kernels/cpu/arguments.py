@@ -33,7 +33,7 @@ _OPERANDS = (
 _PLACES = "*ends *order *messages *log_norm *sums *lossy *uncounted *room"
 _GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *counts *grad_p0"
 _MESSAGES = "*value *start start_set start_member *log_forward *log_backward by_log"
-_STRETCH = "*starts *leaving *entering *taken *lacking *lost *shares single *other"
+_STRETCH = "*starts *leaving *entering *taken *lacking *arriving *lost *shares single *other"
 
 
 class Arguments(ctypes.Structure):

@@ -60,7 +60,9 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        return call(_Entropy, *with_batch_first(info.batch_size, in_dims, *args[:4]), args[4]), 0
+        x, bulk, p0, lengths, log_params = args
+        operands = with_batch_first(info.batch_size, in_dims, x, bulk, p0, lengths)
+        return call(_Entropy, *operands, log_params), 0
 
 
 class _Divergence(torch.autograd.Function):
@@ -95,7 +97,7 @@ class _Divergence(torch.autograd.Function):
             under_p = gradient(grad, *p, lengths, kept_p, log_params, True, wanted)
             of_q = [one - other for one, other in zip(under_q, under_p, strict=True)]
             for index, weight in enumerate(() if log_params else q[1:], 1):
-                counts = of_q[index]  # 0 beside a NaN that nothing has used, behind the ends
+                counts = under_q[index] - under_p[index]  # 0 beside a NaN that nothing has used, behind the ends
                 of_q[index] = torch.where((weight == 0) | (counts == 0), 0.0, counts / weight)
         found = (
             one if one is None else one.sum_to_size(operand.shape)
@@ -105,9 +107,10 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        *p, lengths = with_batch_first(info.batch_size, (*in_dims[:3], in_dims[6]), *args[:3], args[6])
-        q = with_batch_first(info.batch_size, (*in_dims[3:6], None), *args[3:6], None)
-        return call(_Divergence, *p, *q[:3], lengths, args[7]), 0
+        *p, other_x, other_bulk, other_p0, lengths, log_params = args
+        *p, lengths = with_batch_first(info.batch_size, (*in_dims[:3], in_dims[6]), p[0], p[1], p[2], lengths)
+        q = with_batch_first(info.batch_size, (*in_dims[3:6], None), other_x, other_bulk, other_p0, None)
+        return call(_Divergence, *p, *q[:3], lengths, log_params), 0
 
 
 def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Operands:

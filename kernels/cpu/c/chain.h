@@ -44,6 +44,7 @@ typedef struct {
     double *leaving;                /* (g, m, c): logarithms of the shares of the last states */
     const real *entering;           /* (g, m, c): such ones as they came in, the x of a step ahead of x; or null */
     const double *taken, *lacking;  /* (g, m): what log_norm adds to, and what that lacks */
+    const double *arriving;         /* (g, m, c): what enters, in float64: see stretch.h */
     double *lost;                   /* (g, m): what log_norm lacks */
     real *shares;                   /* (v, g, m, c), with the strides of grad_x: of forward messages; or null */
     int64_t single;                 /* x, bulk, p0 and logarithms of messages are float32, whatever is computed in */

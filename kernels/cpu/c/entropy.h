@@ -16,45 +16,107 @@
 /* Steps after which the mean of A / S is taken out of it: numbers that are far larger would round more. */
 enum { CENTRED = 64 };
 
+/* Columns of a matrix that lie next to each other, row by row: rows of a wide one would be in too many pages. */
+enum { PANEL = VECTORS * LANES };
+
 /* Weights of the second chain from this, relative to its largest, are what they are, and not raised. */
 #define ALLOWED 0x1p-900
 
-/* Rows that meet a pair of matrices together: more of them where these do not stay near. */
-INLINE int64_t rows_of_pair(const Chain *a) { return a->states >= 128 ? 4 * GROUP : GROUP; }
-
 typedef struct {
-    Walk p, q;        /* without a second chain, q.a is null */
-    real *rows;       /* (count, 2 width): A, and S behind its c entries */
-    real *stacked;    /* (2 c, width): P, and P d below it */
-    real *sums;       /* (group, width): V */
-    Sum *means;       /* (count): what has been taken out of A / S */
+    Walk p, q;            /* without a second chain, q.a is null */
+    real *terms;          /* (count, width): A */
+    real *panels, *ratios; /* (panels, c, PANEL): P, and P d */
+    real *sums, *rest;    /* (group, width): A P, and S (P d) */
+    Sum *means;           /* (count): what has been taken out of A / S */
 } Pair;
 
-/* d, from weights of both chains, or of one; `forbidden` where the second has too little. */
-INLINE reals log_ratio(reals p, const real *other, double scale, wholes *forbidden) {
-    if (!other) return -logarithm_of(p, scale);
+/* The natural logarithm of numbers of the format that are finite and not negative; anything finite for 0. */
+INLINE reals log_of(reals a) {
+    naturals bits = (naturals)a + (0x3ff0000000000000 - 0x3fe6a09e667f3bcd);
+    reals k = (reals)((bits >> 52) + 0x4338000000000000) - (0x1.8p52 + 1023);
+    reals f = (reals)((bits & 0xfffffffffffff) + 0x3fe6a09e667f3bcd), t = (f - 1) / (f + 1), square = t * t;
+    reals series = {0};
+    UNROLL for (int j = 21; j > 1; j -= 2) series = (series + (real)(1.0 / j)) * square;
+    return k * LN2_HIGH + (k * LN2_LOW + 2 * t * (1 + series));
+}
+
+/* d, from weights of both chains, or of one; `forbidden` where the second has less than `least`. */
+INLINE reals log_ratio(reals p, const real *other, real least, wholes *forbidden) {
+    if (!other) return -log_of(p);
     reals q = load(other);
-    *forbidden |= (p > 0) & ~(q >= ALLOWED * power_of_two((int64_t)scale));
-    return logarithm_of(p, scale) - logarithm_of(q, scale);
+    *forbidden |= (p > 0) & ~(q >= least);
+    return log_of(p) - log_of(q);
+}
+
+typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
+INLINE reals load_singles(const float *from) {
+    Floats a;
+    __builtin_memcpy(&a, from, sizeof a);
+    return __builtin_convertvector(a, reals);
+}
+
+INLINE int64_t panels_of(int64_t width) { return (width + PANEL - 1) / PANEL; }
+INLINE int64_t width_of_panel(int64_t width) { return width < PANEL ? width : PANEL; }
+INLINE int64_t start_of_panel(int64_t k, int64_t width) {
+    return (k + 1) * PANEL > width ? width - width_of_panel(width) : k * PANEL;
 }
 
 /* P and P d of a step. True where the second chain has too little weight somewhere. */
-static int stack(Pair *w, int64_t step) {
+static int arrange(Pair *w, int64_t step) {
     Matrix *m = &w->p.matrix, *other = &w->q.matrix;
-    int64_t c = m->c, width = m->width;
+    int64_t c = m->c, across = width_of_panel(m->width);
     wholes forbidden = {0};
     prepare(w->p.a, w->p.set, step, m), look(m), rescale(m);
     if (w->q.a) prepare(w->q.a, w->q.set, step, other), look(other), rescale(other);
-    for (int64_t k = 0; k < c; k++)
-        for (int64_t b = 0; b < vectors_of(width); b++) {
-            int64_t j = start_of(b, width);
-            const real *q = w->q.a ? other->entries + k * other->row + j : 0;
-            reals p = load(m->entries + k * m->row + j), d = log_ratio(p, q, 0, &forbidden);
-            store(w->stacked + k * width + j, p);
-            store(w->stacked + (c + k) * width + j, where(p == 0, (reals){0}, p * d));
-        }
-    m->entries = w->stacked, m->row = width;
+    for (int64_t panel = 0; panel < panels_of(m->width); panel++)
+        for (int64_t k = 0; k < c; k++)
+            for (int64_t b = 0; b < vectors_of(across); b++) {
+                int64_t at = start_of(b, across), j = start_of_panel(panel, m->width) + at;
+                const real *q = w->q.a ? other->entries + k * other->row + j : 0;
+                reals p = load(m->entries + k * m->row + j);
+                at += (panel * c + k) * across;
+                store(w->panels + at, p), store(w->ratios + at, p * log_ratio(p, q, ALLOWED, &forbidden));
+            }
     return any(forbidden);
+}
+
+/* U, A P and S (P d) of up to a group of rows. */
+static void multiply_pair(Pair *w, int64_t rows, const real *states, const real *terms) {
+    int64_t c = w->p.a->states, width = w->p.width, across = width_of_panel(width);
+    for (int64_t panel = 0; panel < panels_of(width); panel++) {
+        int64_t j = start_of_panel(panel, width);
+        const real *p = w->panels + panel * c * across, *ratios = w->ratios + panel * c * across;
+        if (rows > 1) {
+            multiply((Product){rows, c, across, states, width, 1, p, across, w->p.sums + j, width});
+            multiply((Product){rows, c, across, terms, width, 1, p, across, w->sums + j, width});
+            multiply((Product){rows, c, across, states, width, 1, ratios, across, w->rest + j, width});
+        } else {
+            row_times(c, across, states, p, across, w->p.sums + j);
+            row_times(c, across, terms, p, across, w->sums + j);
+            row_times(c, across, states, ratios, across, w->rest + j);
+        }
+    }
+}
+
+/* The same of one row by a matrix of its own, as it is read; false, and nothing is done, where it is to be rescaled. */
+static int multiply_once(Pair *w, int64_t step, const real *states, const real *terms) {
+    const Chain *a = w->p.a;
+    Matrix *m = &w->p.matrix;
+    const real *from = a->bulk + w->p.set * a->bulk_set + (step - 1) * a->bulk_step;
+    reals high = {0}, low = all(INFINITE);
+    for (int64_t b = 0; b < vectors_of(m->c); b++) {
+        int64_t j = start_of(b, m->c);
+        reals u = {0}, v = {0}, rest = {0};
+        for (int64_t k = 0; k < m->c; k++) {
+            const real *entry = from + k * a->bulk_from + j;
+            reals p = is_single(a) ? load_singles(single_of(a->bulk, entry)) : load(entry);
+            high = larger(p, high), low = where((p < low) & (p > 0), p, low);
+            u += states[k] * p, v += terms[k] * p, rest -= states[k] * (p * log_of(p));
+        }
+        store(w->p.sums + j, u), store(w->sums + j, v), store(w->rest + j, rest);
+    }
+    *m = (Matrix){.c = m->c, .width = m->width, .room = m->room, .looked = 1, .high = largest(high), .low = least(low)};
+    return !is_far(m);
 }
 
 /* log E of a row is x - top - nats, with what scales it. */
@@ -69,8 +131,9 @@ INLINE Emission emission_of(const Walk *w, int64_t place, int64_t step, int64_t 
 }
 INLINE reals log_emission(Emission a, int64_t j) { return load(a.x + j) - a.top - a.nats; }
 
-/* A of a row, from V, U and S; true where the second chain forbids a state that has a weight in the first. */
-static int weigh_terms(int64_t width, const real *v, const real *u, const real *s, Emission p, Emission q, real *out) {
+/* A of a row, from V in two parts, U and S; true where the second chain forbids a state that has a weight. */
+static int weigh_terms(int64_t width, const real *v, const real *rest, const real *u, const real *s, Emission p,
+                       Emission q, real *out) {
     wholes forbidden = {0};
     for (int64_t b = 0; b < vectors_of(width); b++) {
         int64_t j = start_of(b, width);
@@ -79,7 +142,8 @@ static int weigh_terms(int64_t width, const real *v, const real *u, const real *
             forbidden |= (state > 0) & (load(q.x + j) == -INFINITE);
             e = -e - log_emission(q, j);
         }
-        store(out + j, where(state == 0, (reals){0}, load(v + j) * (state / load(u + j)) + state * e));
+        reals sum = (load(v + j) + load(rest + j)) * (state / load(u + j));
+        store(out + j, where(state == 0, (reals){0}, sum + state * e));
     }
     return any(forbidden);
 }
@@ -87,66 +151,76 @@ static int weigh_terms(int64_t width, const real *v, const real *u, const real *
 /* A of a first message; likewise. */
 static int first_terms(int64_t width, const real *s, const real *other, real *out) {
     wholes forbidden = {0};
+    real down = power_of_two(-TOP), up[LANES], least_allowed = ALLOWED;
     for (int64_t b = 0; b < vectors_of(width); b++) {
         int64_t j = start_of(b, width);
-        reals state = load(s + j), d = log_ratio(state, other ? other + j : 0, TOP, &forbidden);
+        reals state = load(s + j);
+        if (other) store(up, load(other + j) * down);
+        reals d = log_ratio(state * down, other ? up : 0, least_allowed, &forbidden);
         store(out + j, where(state == 0, (reals){0}, state * d));
     }
     return any(forbidden);
 }
 
-INLINE real *terms_at(const Pair *w, int64_t place) { return w->rows + place * 2 * w->p.width; }
-
-/* U of up to a group of rows becomes S, of one chain. */
+/* U of up to a group of rows becomes S. */
 static void settle_all(Walk *w, int64_t place, int64_t rows, int64_t step, real common) {
+    for (int64_t done = 0; done < rows; done += LANES)
+        settle(w, place + done, rows - done < LANES ? rows - done : LANES, step, w->sums + done * w->width, common);
+}
+
+/* The same of the second chain, from S. */
+static void step_other(Walk *w, int64_t place, int64_t rows, int64_t step, real common) {
     const real *states = state_at(w, place, step - 1);
     const Matrix *m = &w->matrix;
     if (rows > 1)
         multiply((Product){rows, w->a->states, w->width, states, w->width, 1, m->entries, m->row, w->sums, w->width});
     else row_times(w->a->states, w->width, states, m->entries, m->row, w->sums);
-    for (int64_t done = 0; done < rows; done += LANES)
-        settle(w, place + done, rows - done < LANES ? rows - done : LANES, step, w->sums + done * w->width, common);
+    settle_all(w, place, rows, step, common);
 }
 
-/* A step of up to a group of places. */
-static void step_pair(Pair *w, int64_t place, int64_t rows, int64_t step, real common) {
+/* A step of up to a group of places. True where the second chain forbids too much of them all. */
+static int step_pair(Pair *w, int64_t place, int64_t rows, int64_t step, int arranged, real common) {
     Walk *p = &w->p, *q = &w->q;
-    int64_t c = p->a->states, width = p->width, own[4 * GROUP], others[4 * GROUP];
-    real *terms = terms_at(w, place);
-    if (rows > 1)
-        multiply((Product){rows, 2 * c, width, terms, 2 * width, 1, w->stacked, width, w->sums, width});
-    else row_times(2 * c, width, terms, w->stacked, width, w->sums);
+    int64_t width = p->width, own[GROUP], others[GROUP];
+    const real *states = state_at(p, place, step - 1);
+    real *terms = w->terms + place * width;
+    int plain = !q->a && !p->a->logarithms && p->count == 1 && width == p->a->states && p->a->bulk_to == 1, lost = 0;
+    if (p->a->one_matrix || !plain || !multiply_once(w, step, states, terms)) {
+        lost = arranged ? 0 : arrange(w, step);
+        multiply_pair(w, rows, states, terms);
+    }
     for (int64_t r = 0; r < rows; r++) {
         own[r] = p->exponents[place + r] + p->matrix.exponent;
         others[r] = q->a ? q->exponents[place + r] + q->matrix.exponent : 0;
     }
     settle_all(p, place, rows, step, common);
-    if (q->a) settle_all(q, place, rows, step, common);
-    for (int64_t r = 0; r < rows; r++, terms += 2 * width) {
-        const real *state = state_at(p, place + r, step), *u = p->sums + r * width;
+    if (q->a) step_other(q, place, rows, step, common);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t at = r * width;
         Emission e = emission_of(p, place + r, step, own[r]), other = {0};
         if (q->a) other = emission_of(q, place + r, step, others[r]);
-        if (weigh_terms(width, w->sums + r * width, u, state, e, other, terms))
+        if (weigh_terms(width, w->sums + at, w->rest + at, p->sums + at, state_at(p, place + r, step), e, other,
+                        terms + at))
             p->a->lossy[sequence_of(p, place + r)] = 1;
-        narrow(c, state, terms + c);
     }
+    return lost;
 }
 
 /* The sums of S and of A of a place. */
-static void add_up(const Pair *w, int64_t place, double *weight, double *terms) {
-    const real *row = terms_at(w, place);
+static void add_up(const Pair *w, int64_t place, int64_t step, double *weight, double *terms) {
+    const real *row = w->terms + place * w->p.width, *state = state_at(&w->p, place, step);
     *weight = *terms = 0;
-    for (int64_t j = 0; j < w->p.a->states; j++) *weight += row[w->p.a->states + j], *terms += row[j];
+    for (int64_t j = 0; j < w->p.a->states; j++) *weight += state[j], *terms += row[j];
 }
 
-static void centre(Pair *w, int64_t place) {
+static void centre(Pair *w, int64_t place, int64_t step) {
     double weight, terms;
-    int64_t c = w->p.a->states;
-    real *row = terms_at(w, place);
-    add_up(w, place, &weight, &terms);
+    real *row = w->terms + place * w->p.width;
+    const real *state = state_at(&w->p, place, step);
+    add_up(w, place, step, &weight, &terms);
     double mean = weight > 0 ? terms / weight : 0;
     add(&w->means[place], mean);
-    for (int64_t j = 0; j < c; j++) row[j] -= mean * row[c + j];
+    for (int64_t j = 0; j < w->p.a->states; j++) row[j] -= mean * state[j];
 }
 
 /* log of a sum of states, without what was taken out of them. */
@@ -162,7 +236,7 @@ static void finish_pair(Pair *w, int64_t place, int64_t step) {
     int64_t q = sequence_of(&w->p, place);
     finish(&w->p, place, step);
     if (w->q.a) finish(&w->q, place, step);
-    add_up(w, place, &weight, &terms);
+    add_up(w, place, step, &weight, &terms);
     Sum found = w->means[place];
     add(&found, terms / weight);
     add(&found, w->q.a ? log_sum(w->q.a->sums[q]) - log_sum(weight) : log_sum(weight));
@@ -174,7 +248,7 @@ static void walk_pair(Pair *w) {
     Walk *p = &w->p, *both[] = {p, &w->q};
     const Chain *a = p->a;
     real common = ordinary();
-    int64_t count = active(p, p->count, 0), group = rows_of_pair(a);
+    int64_t count = active(p, p->count, 0), one = a->one_matrix && (!w->q.a || w->q.a->one_matrix);
     for (int k = 0; k < 2 && both[k]->a; k++) {
         for (int64_t place = 0; place < p->count; place++) {
             both[k]->shifts[place] = (Sum){0, 0}, both[k]->exponents[place] = 0, both[k]->deep[place] = 0;
@@ -185,19 +259,17 @@ static void walk_pair(Pair *w) {
     for (int64_t place = 0; place < count; place++) {
         const real *state = state_at(p, place, 0);
         w->means[place] = (Sum){0, 0};
-        if (first_terms(p->width, state, w->q.a ? state_at(&w->q, place, 0) : 0, terms_at(w, place)))
+        if (first_terms(p->width, state, w->q.a ? state_at(&w->q, place, 0) : 0, w->terms + place * p->width))
             a->lossy[sequence_of(p, place)] = 1;
-        narrow(a->states, state, terms_at(w, place) + a->states);
     }
     for (int64_t step = 0; step < a->steps && count > 0; step++) {
-        if (step > 0) {
-            int one = a->one_matrix && (!w->q.a || w->q.a->one_matrix);
-            if ((step == 1 || !one) && stack(w, step))
-                for (int64_t place = 0; place < count; place++) a->lossy[sequence_of(p, place)] = 1;
-            for (int64_t place = 0; place < count; place += group)
-                step_pair(w, place, count - place < group ? count - place : group, step, common);
+        for (int64_t place = 0; place < count && step > 0; place += GROUP) {
+            int64_t rows = count - place < GROUP ? count - place : GROUP;
+            int arranged = place > 0 || (one && step > 1);
+            if (step_pair(w, place, rows, step, arranged, common))
+                for (int64_t at = 0; at < count; at++) a->lossy[sequence_of(p, at)] = 1;
         }
-        for (int64_t place = 0; place < count && step % CENTRED == CENTRED - 1; place++) centre(w, place);
+        for (int64_t place = 0; place < count && step % CENTRED == CENTRED - 1; place++) centre(w, place, step);
         int64_t still = step + 1 == a->steps ? 0 : active(p, count, step + 1);
         for (int64_t place = still; place < count; place++) finish_pair(w, place, step);
         count = still;
@@ -215,12 +287,13 @@ static void make_walk(Walk *w, const Chain *a, int64_t size, int64_t group, char
 }
 
 INLINE int64_t size_of_walk(const Chain *a) {
-    return a->one_matrix && a->members > rows_of_pair(a) ? rows_of_pair(a) : a->members;
+    return a->one_matrix && a->members > GROUP ? GROUP : a->members;
 }
 
 /* Entropies of all sequences, or divergences from the chain at `other`, into `value`; how many are left to the caller. */
 EXPORT int64_t logchain_entropy64(const Chain *a) {
-    int64_t lossy = 0, sequences = a->sets * a->members, size = size_of_walk(a), width = width_of(a), bytes = 8;
+    int64_t lossy = 0, sequences = a->sets * a->members, size = size_of_walk(a), width = width_of(a), bytes = 8,
+            panel = panels_of(width) * width_of_panel(width) * a->states;
     char *room = a->room;
     Chain chains[2] = {*a};
     if (a->other) chains[1] = *(const Chain *)a->other;
@@ -228,11 +301,12 @@ EXPORT int64_t logchain_entropy64(const Chain *a) {
     for (int k = 0; k <= (a->other != 0); k++) {
         chains[k].log_norm = take(&room, sequences * 8), chains[k].sums = take(&room, sequences * 8);
         if (k) chains[k].lossy = take(&room, sequences);
-        make_walk(k ? &w.q : &w.p, chains + k, size, rows_of_pair(a), &room);
+        make_walk(k ? &w.q : &w.p, chains + k, size, GROUP, &room);
     }
-    w.rows = take(&room, (size + 1) * 2 * width * bytes);
-    w.stacked = take(&room, 2 * width * width * bytes);
-    w.sums = take(&room, rows_of_pair(a) * width * bytes), w.means = take(&room, size * (int64_t)sizeof(Sum));
+    w.terms = take(&room, size * width * bytes);
+    w.panels = take(&room, panel * bytes), w.ratios = take(&room, panel * bytes);
+    w.sums = take(&room, GROUP * width * bytes), w.rest = take(&room, GROUP * width * bytes);
+    w.means = take(&room, size * (int64_t)sizeof(Sum));
     for (int64_t q = a->first; q < a->last;) {
         int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
         w.p.set = w.q.set = q / a->members, w.p.order = w.q.order = order_of(a, w.p.set);
@@ -248,7 +322,8 @@ EXPORT int64_t logchain_entropy64(const Chain *a) {
 
 /* Bytes of scratch for them. */
 EXPORT int64_t logchain_entropy_room64(const Chain *a) {
-    int64_t width = width_of(a), size = size_of_walk(a), group = rows_of_pair(a), sequences = a->sets * a->members;
-    int64_t walk = (width * width + (2 * group + 2 * size + 1) * width) * 8 + size * 25 + sequences * 17;
-    return 2 * walk + (2 * width * width + (2 * size + 2 + group) * width) * 8 + size * 16 + 32 * 64;
+    int64_t width = width_of(a), size = size_of_walk(a), sequences = a->sets * a->members;
+    int64_t panel = panels_of(width) * width_of_panel(width) * a->states;
+    int64_t walk = (width * width + (2 * GROUP + 2 * size + 1) * width) * 8 + size * 25 + sequences * 17;
+    return 2 * walk + (2 * panel + (size + 2 * GROUP) * width) * 8 + size * 16 + 32 * 64;
 }
