@@ -24,14 +24,18 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Move and rewrite what was loaded."""
         public = [(module, name) for module in (pkg, pkg["nn"]) for name in module.exports or ()]
-        found = [(module, name, target(module, name)) for module, name in public]
-        for module, name, obj in found:
+        objects = [(module, name, target(module, name)) for module, name in public]
+        for module, name, obj in objects:
             if not obj.is_module:
+                # `logchain.viterbi` is the function, and `logchain.viterbi.Path` what stands in its file
+                if obj.is_function:
+                    obj.members.update(classes(obj.parent))
                 obj.parent = module
                 module.members[name] = obj
         seen: set[int] = set()
-        for _, _, obj in found:
+        for _, _, obj in objects:
             rewrite(obj, seen)
+        rewrite(pkg["stream"], seen)
 
 
 def target(module: griffe.Module, name: str) -> Any:
@@ -40,6 +44,12 @@ def target(module: griffe.Module, name: str) -> Any:
     if obj.is_alias:
         return obj.final_target
     return obj.members.get(name, obj) if obj.is_module else obj
+
+
+def classes(module: griffe.Module) -> dict[str, Any]:
+    """The types of results, which stand in the file of a public function."""
+    own = {name: member for name, member in module.members.items() if not member.is_alias}
+    return {name: member for name, member in own.items() if member.is_class and not name.startswith("_")}
 
 
 def rewrite(obj: Any, seen: set[int]) -> None:
@@ -55,15 +65,15 @@ def rewrite(obj: Any, seen: set[int]) -> None:
 
 def markdown(text: str) -> str:
     """A docstring as Markdown, in which griffe finds its sections."""
-    found: list[str] = []
+    lines: list[str] = []
     section = doctest = item = False
     for line in text.splitlines():
-        bare, before = line.strip(), found[-1] if found else ""
+        bare, before = line.strip(), lines[-1] if lines else ""
         if doctest and not bare:
-            found.append("```")
+            lines.append("```")
         doctest = bool(bare) and (doctest or bare.startswith(">>>"))
         if doctest:
-            found += ["```pycon", line] if not before or before == "```" else [line]
+            lines += ["```pycon", line] if not before or before == "```" else [line]
             continue
         if bare and not line.startswith(" "):
             section, item = bool(SECTION.match(line)), False
@@ -73,10 +83,10 @@ def markdown(text: str) -> str:
             item = True
         elif section and (pair := PAIR.match(line)):
             # griffe takes one name at a time
-            found.append(f"{pair[1]}{pair[2]}: with `{pair[3]}`.")
+            lines.append(f"{pair[1]}{pair[2]}: with `{pair[3]}`.")
             line = pair[1] + pair[3] + line[pair.end() :]
-        found.append(line if line.startswith("    ") and not (section or item) else prose(line))
-    return "\n".join([*found, "```"] if doctest else found)
+        lines.append(line if line.startswith("    ") and not (section or item) else prose(line))
+    return "\n".join([*lines, "```"] if doctest else lines)
 
 
 def prose(line: str) -> str:

@@ -1,4 +1,4 @@
-"""What the pages take from elsewhere in the repository: notebooks, changes, tables, plans; and the pictures, drawn."""
+"""What the pages take from elsewhere in the repository: notebooks, changes, plans; and the pictures, drawn."""
 
 import ast
 import re
@@ -40,18 +40,9 @@ def drawn() -> dict[str, bytes]:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put tables of the README, which come from the results files, and plans in the place of their markers."""
-    markdown = re.sub(r"<!-- table: (\w+) -->", lambda found: table(found[1]), markdown)
-    return re.sub(r"<!-- plan: (.*) -->", lambda found: plan(found[1]), markdown)
-
-
-def table(name: str) -> str:
-    """The README's text between two markers."""
-    _, _, rest = (ROOT / "README.md").read_text().partition(f"<!-- {name}: from the results file -->\n")
-    found, end, _ = rest.partition(f"<!-- {name}: end -->")
-    if not end:
-        raise ValueError(f"README.md has no table {name}")
-    return found
+    """Put plans in the place of their markers, and mark sessions, so that prompts and outputs are not copied."""
+    markdown = markdown.replace("```python\n>>>", "```pycon\n>>>")
+    return re.sub(r"<!-- plan: (.*) -->", lambda marker: plan(marker[1]), markdown)
 
 
 def plan(shapes: str) -> str:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Rectangle
 
 import logchain
-from logchain import _forum, reference
+from logchain import reference
 from logchain.kernels.numbers import trusted_sum
 
 # M. Okabe and K. Ito's colours, which can be told apart by all readers
@@ -81,14 +81,15 @@ def misaligned() -> Figure:
     gaps = torch.linspace(0, 200, 401)
     a, b = torch.stack([torch.zeros(401), -gaps], -1)[:, None], torch.stack([-gaps, torch.zeros(401)], -1)[:, :, None]
     rows, columns = a.amax(-1, keepdim=True), b.amax(-2, keepdim=True)
-    one_shift = ((a - rows).exp() @ (b - columns).exp()).log() + rows + columns
+    product = (a - rows).exp() @ (b - columns).exp()
+    one_shift, clamped = (sums.log() + rows + columns for sums in (product, product.clamp(1e-10)))
     curves = {
         "logchain.matmul": (logchain.matmul(a, b), BLUE, "-"),
         "one shift a row and column": (one_shift, ORANGE, "--"),
-        "the same with a clamp": (_forum.matmul(a, b), RED, ":"),
+        "the same with a clamp": (clamped, RED, ":"),
     }
-    for name, (found, colour, line) in curves.items():
-        values.plot(gaps, found.flatten(), line, color=colour, label=name, linewidth=2)
+    for name, (logarithms, colour, line) in curves.items():
+        values.plot(gaps, logarithms.flatten(), line, color=colour, label=name, linewidth=2)
     values.set(xlabel="gap g: A = [0, -g], B = [-g, 0]", ylabel="log of the product, nats", title="in float32")
     values.legend(frameon=False, loc="lower left")
     values.grid(alpha=0.3)

@@ -16,8 +16,9 @@ from torch import Tensor
 _MODULES = {
     "chain": ("gpu.sum_product", "cpu.sum_product", "plain.sum_product"),
     "chunked": ("gpu.chunked", "chunked", "chunked"),
-    "path": ("gpu.viterbi", "native_max_product", "plain.viterbi"),
-    "draw": ("plain.sample", "native_sampling", "plain.sample"),
+    "path": ("gpu.viterbi", "cpu.viterbi", "plain.viterbi"),
+    "paths": ("plain.topk_paths", "cpu.topk_paths", "plain.topk_paths"),
+    "draw": ("plain.sample", "cpu.sample", "plain.sample"),
     "log_matmul": ("gpu.matmul", "plain.matmul", "plain.matmul"),
     "tree": ("gpu.product", "native_tree", "plain.product"),
 }
@@ -111,8 +112,13 @@ def path_kernels(tensor: Tensor) -> ModuleType:
     return _module("path", tensor)
 
 
+def topk_kernels(tensor: Tensor) -> ModuleType:
+    """`paths` of a chain, see `kernels.plain.topk_paths`."""
+    return _module("paths", tensor)
+
+
 def draw_kernels(tensor: Tensor) -> ModuleType:
-    """`draw_block` of a chain, see `kernels.plain.sample`."""
+    """`draw` from a chain, see `kernels.plain.sample`."""
     return _module("draw", tensor)
 
 

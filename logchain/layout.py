@@ -49,11 +49,13 @@ class Layout:
         return padded.permute(*self._order, len(self.batch))
 
     def states(self, values: Tensor) -> Tensor:
-        """(*lead, c) as [*B, c]."""
+        """(..., *lead, c) as [..., *B, c]."""
         if not self.batch:
-            return values.squeeze(0)
+            return values.squeeze(-2)
         order = self._order
-        return values.permute(*(order.index(axis) for axis in range(len(order))), len(order))
+        ahead = values.dim() - 1 - len(order)
+        axes = (ahead + order.index(axis) for axis in range(len(order)))
+        return values.permute(*range(ahead), *axes, values.dim() - 1)
 
     def matrices(self, bulk: Tensor) -> Tensor:
         """[*B or ones, s, c, c] as (s, *own, c, c)."""

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import Lengths, check_question
+from .autograd import packed_chain
 from .autograd.operator import with_batch_first
-from .kernels.plain.sample import draw
+from .kernels.chain import Chain
 from .operands import chain_of
 from .rescues import report_chains
+from .schedules.packed import Packed
 
 
 def sample(
@@ -22,6 +24,7 @@ def sample(
     generator: torch.Generator | None = None,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
     validate: bool = False,
 ) -> Tensor:
     r"""Independent draws of a path `z` with probability `p0(z_0) prod_i P_i(z_{i-1}, z_i) prod_i exp x_i(z_i) / Z`.
@@ -41,6 +44,7 @@ def sample(
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
             sequence has.
+        cu_seqlens: sequences one behind the other, as in `logchain.product`: paths are `[num_samples, total]`.
         validate: also check the values, which costs a pass over the data.
 
     Returns:
@@ -56,9 +60,8 @@ def sample(
         ValueError: sizes do not go together, a length is out of range, `num_samples` is negative, the generator is on
             another device, or `validate` finds a value.
 
-    Cost: `v c^2` multiply-adds a sequence for the messages; then `v c` a draw, or, where numba is installed, another
-    `v c^2` a sequence and `v c / 8` comparisons a draw, in `v` dependent steps. Memory: the messages `[*B, v, c]`, the
-    paths, and blocks of a fixed size.
+    Cost: `v c^2` multiply-adds a sequence for the messages; then, in `v` dependent steps, `v c` a draw, on a CPU for as
+    many draws as there are states and a fraction of it for others. Memory: the messages `[*B, v, c]` and the paths.
 
     Source: S. L. Scott, "Bayesian methods for hidden Markov models", J. Am. Stat. Assoc. 97 (2002): forward filtering,
     backward sampling. Definition: each of the paths with the probability `logchain.reference.log_prob`.
@@ -67,14 +70,22 @@ def sample(
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.0, 1.0]]])  # one matrix for every step: state 1 is never left
     >>> sample(x, bulk, torch.tensor([0.5, 0.5]), 4, generator=torch.Generator().manual_seed(0))
     tensor([[0, 1, 1],
+            [0, 0, 0],
             [1, 1, 1],
-            [1, 1, 1],
-            [0, 1, 1]])
+            [1, 1, 1]])
     """
-    ends = check_question(x, bulk, p0, log_params, lengths, validate)
+    packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
+    ends = None if packed else check_question(x, bulk, p0, log_params, lengths, validate)
     _check_draws(num_samples, generator, x)
-    found: Tensor = torch.ops.logchain.sample(x, bulk, p0, ends, num_samples, generator, log_params)
-    return found
+    if packed and not packed_chain.taken(packed, log_params, validate):
+        options: Any = {"generator": generator, "log_params": log_params, "validate": validate}
+        pieces = [sample(*one[:3], num_samples, lengths=one.lengths, **options) for one in packed]
+        return packed.by_row([paths.movedim(0, -1) for paths in pieces]).mT.contiguous()
+    if packed:
+        with torch.no_grad(), kernels.arithmetic_on(x):
+            return _drawn(packed_chain.chain_of(packed, log_params), (num_samples, len(x)), generator)
+    paths: Tensor = torch.ops.logchain.sample(x, bulk, p0, ends, num_samples, generator, log_params)
+    return paths
 
 
 def _sample(
@@ -91,16 +102,19 @@ def _sample(
         return states
     with torch.no_grad(), kernels.arithmetic_on(x):
         layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
-        log_norm, messages, _, redone = kernels.chain_kernels(x).forward(chain, keep=True, steps=chain.v)
-        report_chains(redone)
-        written = layout.steps_first(states.movedim(0, -1))  # (v, *lead, num_samples)
-        written[chain.v :] = -1
-        # on a GPU all messages are logarithms
-        logs = None if kernels.on_gpu(x) else redone
-        draw(chain, messages, logs, written, generator, kernels.draw_kernels(x).draw_block)
-        drawn = layout.batched(log_norm).isfinite()
-        if kernels.on_gpu(x) or not drawn.all():
-            states.masked_fill_(~drawn[..., None], -1)
+        states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
+        return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
+
+
+def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    """States of a shape that the kernels take, drawn by as many numbers in their memory."""
+    log_norm, messages, _, redone = kernels.chain_kernels(chain.x).forward(chain, keep=True, steps=chain.v)
+    report_chains(redone)
+    states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
+    states.view(torch.float64).uniform_(generator=generator)
+    # on a GPU all messages are logarithms
+    logs = None if kernels.on_gpu(chain.x) else redone
+    kernels.draw_kernels(chain.x).draw(chain, log_norm, messages, logs, states)
     return states
 
 

@@ -216,7 +216,7 @@ class Stream:
         repeated, dtype = self._room.repeated(x), self._result_dtype(state)
         if repeated is None or dtype != x.dtype:
             return None
-        shares = torch.empty(x.shape, dtype=dtype, device="cpu") if self._filtered else None
+        shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
         (message, total, lost), log_norm, redone = repeated.forward(x, state[:3], shares)
         if redone:
             report_chains(redone)

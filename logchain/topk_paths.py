@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_question
+from .autograd import packed_chain
 from .autograd.paths import log_weight
-from .autograd.viterbi import best_paths
+from .autograd.viterbi import best_paths, packed_paths
+from .schedules.packed import Packed
 
 
 class Paths(NamedTuple):
@@ -25,6 +27,7 @@ def topk_paths(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
     validate: bool = False,
 ) -> Paths:
     r"""The `k` different paths z of the largest `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`.
@@ -38,6 +41,7 @@ def topk_paths(
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
             sequence has. What lies behind has no influence; two paths differ before the end.
+        cu_seqlens: sequences one behind the other, as in `logchain.product`: states are `[k, total]`, scores `[n, k]`.
         validate: also check the values, which costs a pass over the data.
 
     Returns:
@@ -58,7 +62,8 @@ def topk_paths(
         ValueError: sizes do not go together, `k` or a length is out of range, or `validate` finds a value.
 
     Cost: `v c^2 k` additions and a selection of the k largest of c k for each state and step, in `v` dependent steps.
-    Memory: `[*B, v, c, k]` 32-bit integers.
+    Memory: `[*B, v, c, k]` integers of the operands' size; on a CPU, where all steps have one matrix, those of one
+    sequence a thread.
 
     Source: F. K. Soong, E.-F. Huang, "A tree-trellis based fast search for finding the N best sentence hypotheses",
     ICASSP (1991); the parallel list algorithm of N. Seshadri, C.-E. W. Sundberg, IEEE Trans. Commun. 42 (1994).
@@ -71,16 +76,29 @@ def topk_paths(
             [0, 0, 0],
             [1, 1, 0]]), scores=tensor([-0.1394, -0.9039, -1.5257]))
     """
-    ends = check_question(x, bulk, p0, log_params, lengths, validate)
+    packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
+    ends = None if packed else check_question(x, bulk, p0, log_params, lengths, validate)
     if isinstance(k, bool) or not isinstance(k, int):
         raise TypeError(f"k: expected an integer, got {k!r}")
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
-    states, unknown = best_paths(x, bulk, p0, ends, log_params, k)
-    scores = log_weight(x, bulk, p0, states.movedim(-2, 0), ends, log_params).movedim(0, -1)
-    # messages and scores are rounded differently
-    order = scores.detach().argsort(stable=True, dim=-1, descending=True)
-    scores = scores.gather(-1, order).masked_fill(unknown[..., None], torch.nan)
-    states = states.gather(-2, order[..., None].expand_as(states))
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
+    if packed and not packed_chain.taken(packed, log_params, validate):
+        pieces = [
+            topk_paths(*one[:3], k, log_params=log_params, lengths=one.lengths, validate=validate) for one in packed
+        ]
+        states = packed.by_row([one.states.mT for one in pieces]).mT.contiguous()
+        return Paths(states, packed.by_sequence([one.scores for one in pieces]))
+    if packed:
+        states, scores, _ = packed_paths(packed, log_params, k)
+        scores = scores.mT
+    else:
+        states, unknown = best_paths(x, bulk, p0, ends, log_params, k)
+        scores = log_weight(x, bulk, p0, states.movedim(-2, 0), ends, log_params).movedim(0, -1)
+        scores = scores.masked_fill(unknown[..., None], torch.nan)
+    # messages and scores are rounded differently
+    order = scores.detach().argsort(stable=True, dim=-1, descending=True)  # [*B, k]
+    ranks = order[..., None] if packed is None else torch.repeat_interleave(order.mT, packed.lengths, -1)
+    states = states.gather(-2, ranks.expand_as(states))
+    scores = scores.gather(-1, order)
     return Paths(states, scores if double else scores.float())

@@ -1,8 +1,4 @@
-"""Kernels run on the device where there is one, otherwise in Triton's interpreter on CPU tensors.
-
-With TRITON_INTERPRET=0 and no device they are launched on CPU tensors, which `tests.benchmarks.gpu_compile` turns into
-compiling them.
-"""
+"""Kernels run on the device where there is one, otherwise in Triton's interpreter on CPU tensors."""
 
 import contextlib
 import importlib.util
@@ -15,7 +11,7 @@ import torch
 # read at the first import of triton
 INTERPRETED = os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1") == "1"
 
-# what Triton's interpreter can imitate, see `tests.interpreter`
+# what Triton's interpreter can imitate, see `tests.kernels.gpu.interpreter`
 HARDWARE = ("truncating", "fmax", "ftz", "shuffled")
 
 # the loops that numba compiles, where it is not installed or refuses its surroundings
@@ -30,10 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core to itself
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--hardware`."""
+    """`--hardware`, and `--share` for a machine that has pytest alone."""
     parser.addoption(
         "--hardware", default="", help=f"what interpreted kernels find: all, or some of {', '.join(HARDWARE)}"
     )
+    parser.addoption("--share", default="1/1", help="1/4: the first, fifth, ninth... test")
 
 
 def asked_for(option: str) -> tuple[str, ...]:
@@ -48,9 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the interpreter strict, and like hardware, before a test imports a kernel."""
     asked = asked_for(config.getoption("hardware", ""))
     if INTERPRETED and importlib.util.find_spec("triton"):
-        from tests import interpreter  # not before triton is to be interpreted
+        from tests.kernels.gpu import interpreter  # not before triton is to be interpreted
 
         interpreter.install(**dict.fromkeys(asked, True))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the process's share of the tests that are left after deselection."""
+    number, count = map(int, config.getoption("share").split("/"))
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % count != number - 1])
+    items[:] = items[number - 1 :: count]
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.benchmarks.results import ROOT
 
 NEEDED = ["torch", "triton", "numpy", "scipy", "pytest", "hypothesis"]
@@ -51,6 +53,7 @@ def with_needs(names):
     return found
 
 
+@pytest.mark.slow
 def test_the_tests_for_a_device_need_no_other_package(tmp_path, monkeypatch):
     kept = with_needs(NEEDED) | {"logchain", "pip", "setuptools"}
     # where setuptools, once it is imported, has copies of what it needs

@@ -1,7 +1,9 @@
 """The pages of the site print what they say, and name what is there; `mkdocs build --strict` checks the rest."""
 
 import doctest
+import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -9,13 +11,15 @@ import pytest
 
 import logchain
 import logchain.nn
+from tests.benchmarks import report
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / ".docs" / "pages"
 TEXTS = {path.relative_to(PAGES).as_posix(): path.read_text() for path in sorted(PAGES.rglob("*.md"))}
-README = (ROOT / "README.md").read_text()
 NAV = (ROOT / ".docs" / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-LISTED = re.findall(r": (\S+\.(?:md|ipynb))$", NAV, re.MULTILINE)
+LISTED = re.findall(r"[-:] (\S+\.(?:md|ipynb))$", NAV, re.MULTILINE)
+# modules that the reference shows as a whole
+PACKAGES = {f"logchain.{name}" for name in ("adapters", "nn", "reference", "semirings")}
 # what the hooks take from elsewhere
 ELSEWHERE = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} | {"changelog.md"}
 
@@ -42,15 +46,29 @@ def test_every_page_and_notebook_is_listed_once():
 @pytest.mark.parametrize("page", TEXTS)
 def test_linked_pages_exist(page):
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", TEXTS[page]) if "://" not in link]
-    found = [(PAGES / page).parent / link for link in links if link and not link.endswith(".svg")]
-    assert not [link for link in found if link.resolve().relative_to(PAGES).as_posix() not in {*TEXTS, *ELSEWHERE}]
+    targets = [(PAGES / page).parent / link for link in links if link and not link.endswith(".svg")]
+    assert not [link for link in targets if link.resolve().relative_to(PAGES).as_posix() not in {*TEXTS, *ELSEWHERE}]
 
 
 def test_every_public_name_has_its_place_in_the_reference():
     shown = re.findall(r"^::: (\S+)$", "\n".join(TEXTS.values()), re.MULTILINE)
     public = {f"{module.__name__}.{name}" for module in (logchain, logchain.nn) for name in module.__all__}
     assert len(shown) == len(set(shown))
-    assert set(shown) == public - {"logchain.nn"}
+    assert set(shown) == (public | result_types()) - {"logchain.nn"}
+
+
+def result_types():
+    """The classes that stand in the files of public functions, and have no other public name."""
+    modules = [importlib.import_module(f"logchain.{name}") for name in logchain.__all__ if name.islower()]
+    modules = [module for module in modules if module.__name__ not in PACKAGES] + [
+        importlib.import_module("logchain.stream")
+    ]
+    return {
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, item in inspect.getmembers(module, inspect.isclass)
+        if item.__module__ == module.__name__ and name[0] != "_" and name not in logchain.__all__
+    }
 
 
 def test_names_that_pages_link_to_exist():
@@ -59,15 +77,19 @@ def test_names_that_pages_link_to_exist():
         assert hasattr(importlib.import_module(module), attribute), name
 
 
-def test_tables_are_in_the_readme():
-    tables = re.findall(r"<!-- table: (\w+) -->", "\n".join(TEXTS.values()))
-    assert tables and all(f"<!-- {name}: end -->" in README for name in tables)
+@pytest.mark.parametrize("page", [page for page in TEXTS if "from the results file -->" in TEXTS[page]])
+def test_tables_are_those_of_the_results_files(page):
+    assert report.fill(TEXTS[page]) == TEXTS[page], "run: python -m tests.benchmarks plot"
+
+
+def test_every_table_stands_on_a_page():
+    shown = re.findall(r"<!-- (\w+): from the results file -->", "\n".join(TEXTS.values()))
+    assert set(shown) == set(report.TABLES)
 
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_no_measured_number_is_written_by_hand(page):
-    prose = re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
-    assert not re.search(r"\d (ms|s|seconds|GB|MB|x|times)\b", prose.replace("Below 1 x", ""))
+    assert not report.MEASURED.search(report.prose(TEXTS[page]).replace("Below 1 x", ""))
 
 
 def test_docstrings_become_markdown():

@@ -9,27 +9,24 @@ from scipy import stats
 
 from logchain import kernels as devices
 from logchain import reference
-from logchain.kernels.plain import sample as sampling
-from logchain.kernels.plain import sum_product
+from logchain.kernels.plain import sample as plain_sample
 from logchain.log_prob import log_prob
-from logchain.operands import chain_of
+from logchain.rescues import rescues
 from logchain.sample import sample
 from tests import oracle
 from tests.contract import poisoned_memory
-from tests.families import FAMILIES, Chain, Draw, dense
-from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, strange
+from tests.families import FAMILIES, Chain, dense
+from tests.layouts import BATCHES, STEPS, broadcast, poisoned
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(params=["torch", "numba"], autouse=True)
-def backend(request, monkeypatch):
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    else:
-        monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
-    return request.param
+@pytest.fixture(params=["cpu", "plain"])
+def room(request, monkeypatch):
+    """The loops in C, and torch's own operations."""
+    if request.param == "plain":
+        monkeypatch.setattr(devices, "draw_kernels", lambda tensor: plain_sample)
 
 
 def seeded(seed=0):
@@ -100,7 +97,7 @@ def counted(values, size):
         ("bakis_jump", 4, 4),
     ],
 )
-def test_each_path_comes_as_often_as_it_should(name, v, c, dtype, log):
+def test_each_path_comes_as_often_as_it_should(name, v, c, dtype, log, room):
     chain = FAMILIES[name](dtype, seed=3, n=2, t=1, v=v, c=c)
     chain = chain.logs() if log else chain
     total = 20000
@@ -117,8 +114,8 @@ def test_each_path_comes_as_often_as_it_should(name, v, c, dtype, log):
         expected = total * np.array([float(weight / norm) for weight in weights.values()])
         rare = expected < 5
         counts, expected = (
-            np.append(some[~rare], some[rare].sum()) if expected[rare].sum() >= 1 else some[~rare]
-            for some in (counts, expected)
+            np.append(each[~rare], each[rare].sum()) if expected[rare].sum() >= 1 else each[~rare]
+            for each in (counts, expected)
         )
         if len(expected) > 1:
             assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-6
@@ -128,20 +125,22 @@ def test_each_path_comes_as_often_as_it_should(name, v, c, dtype, log):
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name, dtype, each):
-    chain = FAMILIES[name](dtype, each=each)
-    paths = drawn(chain, 1000 if name != "c301" else 5)
-    assert_possible(chain, paths)
-    if name != "c301":
-        assert_marginals(chain, paths)
+    given = FAMILIES[name](dtype, each=each)
+    one_matrix = given._replace(bulk=given.bulk[..., -1:, :, :])
+    for chain in (given, one_matrix) if given.bulk.shape[-3] > 1 else (given,):
+        paths = drawn(chain, 1000 if name != "c301" else 5)
+        assert_possible(chain, paths)
+        if name != "c301":
+            assert_marginals(chain, paths)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 40])
-@pytest.mark.parametrize("c", [1, 7, 8, 17, 33])
-def test_few_and_many_draws_of_odd_sizes(c, count):
-    chain = FAMILIES["sharp"](F32, v=9, c=c)
-    paths = drawn(chain, count)
-    assert paths.shape == (count, 3, 2, 9)
-    assert_possible(chain, paths)
+@pytest.mark.parametrize("count", [0, 1, 40, 600])
+def test_few_and_many_draws_of_odd_sizes(count):
+    for c in (1, 7, 8, 17, 33):
+        chain = FAMILIES["sharp"](F32, v=9, c=c)
+        paths = drawn(chain, count)
+        assert paths.shape == (count, 3, 2, 9)
+        assert_possible(chain, paths)
 
 
 @pytest.mark.parametrize("lengths", [[5, 1, 3], [[5, 5], [1, 2], [4, 3]], [2, 2, 2]], ids=str)
@@ -149,17 +148,38 @@ def test_few_and_many_draws_of_odd_sizes(c, count):
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 def test_lengths(name, lengths, each):
     chain = FAMILIES[name](F32, v=5, each=each)
-    for some in (lengths, torch.tensor(lengths)):
-        paths = drawn(chain, 1000, lengths=some)
-        assert_possible(chain, paths, lengths)
+    paths = drawn(chain, 1000, lengths=lengths)
+    assert_possible(chain, paths, lengths)
     assert_marginals(chain, paths, lengths)
 
 
 @pytest.mark.parametrize("name", ["dense", "detour"])
-def test_nan_behind_the_end_has_no_influence(name):
+def test_neither_nan_behind_the_end_nor_what_memory_held_has_an_influence(name):
     chain = FAMILIES[name](F32, v=5, each=True)
     clean = drawn(chain, 9, lengths=[3, 5, 1])
-    assert torch.equal(drawn(poisoned(chain, [3, 5, 1]), 9, lengths=[3, 5, 1]), clean)
+    with poisoned_memory():
+        assert torch.equal(drawn(poisoned(chain, [3, 5, 1]), 9, lengths=[3, 5, 1]), clean)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own matrices"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+def test_packed_sequences(dtype, own):
+    """Of different lengths; one is impossible, one holds NaN, and one is redone exactly."""
+    lengths, generator = [4, 1, 3, 2, 4], torch.Generator().manual_seed(0)
+    ends, x = torch.tensor(lengths).cumsum(0), torch.randn(14, 3, generator=generator)
+    p0 = torch.rand(5, 3, generator=generator)
+    bulk = torch.rand(14 if own else 1, 3, 3, generator=generator)
+    x[4], x[9], x[11], x[12] = -INF, NAN, torch.tensor([0.0, 300.0, -4000.0]), torch.tensor([4000.0, 0.0, -300.0])
+    chain = Chain(x, bulk, p0).to(dtype)
+    with rescues() as seen:
+        paths = drawn(chain, 5000, cu_seqlens=torch.cat([ends.new_zeros(1), ends]))
+    assert seen.sequences
+    assert paths.shape == (5000, 14) and (paths[:, 4] == -1).all() and (paths[:, 8:10] == -1).all()
+    for i in (0, 2, 4):
+        start, end = int(ends[i]) - lengths[i], int(ends[i])
+        alone = Chain(chain.x[start:end], chain.bulk[start + 1 : end] if own else chain.bulk, chain.p0[i])
+        assert_possible(alone, paths[:, start:end])
+        assert_marginals(alone, paths[:, start:end])
 
 
 @pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
@@ -174,32 +194,6 @@ def test_nan_stays_in_its_sequence(name, operand):
     assert_possible(rest, paths[:, keep])
 
 
-@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
-@pytest.mark.parametrize("name", ["sparse", "left_to_right", "bakis_jump", "tiny_transitions", "log_far", "one_hot"])
-def test_the_ends_of_the_unit_interval(name, uniform, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, generator=None: self.fill_(uniform))
-    for dtype in (F32, F64):
-        chain = FAMILIES[name](dtype)
-        assert_possible(chain, drawn(chain, 30))
-
-
-def test_a_threshold_below_all_numbers(monkeypatch):
-    """u times the total is no float32: still no state of weight zero is drawn."""
-    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, generator=None: self.fill_(1 - 2.0**-53))
-    _, chain = chain_of(torch.zeros(2, 1, 3), torch.ones(1, 3, 3), torch.ones(3), None, False)
-    messages = torch.tensor([[[0.0, 2.0**-100, 0.0], [0.0, 0.0, 1.0]]])[:, None]
-    states = torch.empty(1, 2, 4, dtype=torch.int64)
-    sampling.draw(
-        chain,
-        messages,
-        torch.zeros(1, 2, dtype=torch.bool),
-        states,
-        None,
-        devices.draw_kernels(messages).draw_block,
-    )
-    assert states.tolist() == [[[1] * 4, [2] * 4]]
-
-
 @pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("batches", BATCHES, ids=str)
 def test_batch_axes_broadcast(batches, steps):
@@ -211,24 +205,8 @@ def test_batch_axes_broadcast(batches, steps):
     assert torch.equal(drawn(chain.logs(), 3), only.expand(3, *only.shape))
 
 
-@pytest.mark.parametrize(("bulk_batch", "p0_batch"), [((1, 1), (3, 2)), ((3, 1), (1, 2)), ((1, 2), ()), ((3, 2), (1,))])
-def test_matrices_and_starts_of_some_axes(bulk_batch, p0_batch):
-    draw = Draw(0, 1, 1, 4, 3, False)
-    chain = Chain(draw.normal(3, 2, 4, 3), draw.uniform(*bulk_batch, 3, 3, 3), draw.uniform(*p0_batch, 3)).to(F32)
-    assert_marginals(chain, drawn(chain, 3000))
-
-
-def test_one_matrix_for_every_step():
-    for name in ("sparse", "banded", "detour", "bakis_jump"):
-        chain = FAMILIES[name](F32, v=9, c=6)
-        chain = chain._replace(bulk=chain.bulk[..., 1:2, :, :])
-        paths = drawn(chain, 1000)
-        assert_possible(chain, paths)
-        assert_marginals(chain, paths)
-
-
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_weights_far_from_one(scale):
+def test_weights_far_from_one(scale, room):
     """Products of weights with messages would leave float32."""
     chain = FAMILIES["sharp"](F32, v=9)
     chain = chain._replace(bulk=scale * chain.bulk, p0=scale * chain.p0)
@@ -240,41 +218,10 @@ def test_weights_far_from_one(scale):
 @pytest.mark.parametrize("name", ["dense", "left_to_right", "sharp"])
 def test_half_types(name, dtype):
     chain = FAMILIES[name](dtype, v=9)
-    for some in (chain, chain.logs(), chain._replace(x=chain.x.float())):
-        paths = drawn(some, 1000)
-        assert_possible(some, paths)
-        assert_marginals(some, paths)
-
-
-@pytest.mark.parametrize("how", STRANGE)
-@pytest.mark.parametrize("name", ["dense", "bakis_jump"])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_strange_strides(name, how, each):
-    chain = FAMILIES[name](F32, each=each)
-    paths = drawn(strange(chain, how), 300)
-    assert_possible(chain, paths)
-    assert_marginals(chain, paths)
-
-
-@pytest.mark.parametrize("name", ["dense", "detour", "bakis_jump", "one_dead", "v1"])
-def test_poisoned_memory(name):
-    chain = FAMILIES[name](F32)
-    clean = drawn(chain, 7)
-    with poisoned_memory():
-        assert torch.equal(drawn(chain, 7), clean)
-
-
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_small_blocks_give_the_same_kind_of_draws(each, monkeypatch):
-    """Blocks of a few steps and, without numba, of a few draws."""
-    for name in ("_WEIGHTS", "_NUMBERS", "_MATRICES"):
-        monkeypatch.setattr(sampling, name, 700)
-    for name in ("dense", "bakis_jump"):
-        chain = FAMILIES[name](F32, each=each, v=9, c=5)
-        for some in (chain, chain.logs()):
-            paths = drawn(some, 500)
-            assert_possible(some, paths)
-            assert_marginals(some, paths)
+    for given in (chain.logs(), chain._replace(x=chain.x.float())):
+        paths = drawn(given, 1000)
+        assert_possible(given, paths)
+        assert_marginals(given, paths)
 
 
 def test_a_generator_makes_it_reproducible():
@@ -285,46 +232,6 @@ def test_a_generator_makes_it_reproducible():
     assert not torch.equal(*(sample(*chain[:3], 5, generator=generator) for _ in range(2)))
     torch.manual_seed(0)
     assert torch.equal(sample(*chain[:3], 5), first)
-
-
-@pytest.mark.parametrize("name", ["dense", "sparse", "bakis_jump", "one_dead", "detour"])
-def test_numba_and_torch_draw_the_same_of_the_same_numbers(name, backend, monkeypatch):
-    chain = FAMILIES[name](F64, n=4)
-    lengths = [3, chain.x.shape[-2], 5, 1]
-    one = [drawn(chain, 50, lengths=lengths), drawn(chain, 1)]
-    monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
-    for paths, others in zip(one, (drawn(chain, 50, lengths=lengths), drawn(chain, 1)), strict=True):
-        assert torch.equal(paths, others)
-
-
-@pytest.mark.parametrize("count", [2, 100])
-def test_threads(count, backend, monkeypatch):
-    if backend == "numba":
-        monkeypatch.setattr("logchain.kernels.native_sampling._SHARE", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for chain in (dense(F32, n=5), dense(F32, n=1, t=1)):
-        paths = drawn(chain, count)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-        assert torch.equal(paths, drawn(chain, count))
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-
-
-@pytest.mark.parametrize("lengths", [None, [5, 1, 3]], ids=["whole", "lengths"])
-@pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right"])
-def test_messages_that_are_logarithms_all_of_them(name, lengths):
-    """What a GPU keeps."""
-    given = FAMILIES[name](F32, v=5, c=4)
-    for some in (given, given.logs()):
-        ends = None if lengths is None else torch.tensor(lengths)[:, None].expand(3, 2)
-        _, chain = chain_of(*some[:3], ends, some.log_params)
-        _, messages, _, redone = sum_product.forward(chain, keep=True, steps=chain.v)
-        messages = torch.where(redone[..., None], messages, messages.log())
-        paths = torch.zeros(3, 2, 5, 1000, dtype=torch.int64)
-        sampling.draw(chain, messages, None, paths.permute(2, 0, 1, 3), seeded(), sampling.draw_block)
-        paths = paths.permute(3, 0, 1, 2)
-        possible = reference.product(*arrays(some), log_params=some.log_params, lengths=lengths) > -np.inf
-        assert possible.any()
-        assert_marginals(some, torch.where(torch.from_numpy(possible)[..., None], paths, -1), lengths)
 
 
 def test_nothing_has_a_gradient_and_the_operands_stay():

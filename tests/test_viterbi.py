@@ -1,4 +1,4 @@
-"""`logchain.viterbi` finds the best path and its weight, compiled and plain alike, whatever the layout."""
+"""`logchain.viterbi` and `logchain.topk_paths` find the best paths and their weights, whatever the layout."""
 
 import numpy as np
 import pytest
@@ -6,25 +6,26 @@ import torch
 
 from logchain import kernels as devices
 from logchain import reference
+from logchain.kernels.plain import topk_paths as plain_topk
+from logchain.kernels.plain import viterbi as plain_viterbi
+from logchain.topk_paths import topk_paths
 from logchain.viterbi import viterbi
 from tests import oracle
-from tests.best_paths import CHAINS, IDS, numbers, run, small, truth, weigh
-from tests.contract import assert_values, poisoned_memory, ulp
+from tests.best_paths import BOTH, numbers, ranked, run, truth, weigh
+from tests.contract import assert_values, ulp
 from tests.families import FAMILIES, Chain, dense
-from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, strange
+from tests.layouts import BATCHES, STEPS, broadcast, poisoned
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def kernels(request, monkeypatch):
-    """The loop that numba compiles, and torch's own operations."""
-    if request.param == "compiled":
-        pytest.importorskip("numba")
-    else:
-        monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
-    return request.param
+@pytest.fixture(params=["cpu", "plain"])
+def room(request, monkeypatch):
+    """The loops in C, and torch's own operations."""
+    if request.param == "plain":
+        monkeypatch.setattr(devices, "path_kernels", lambda tensor: plain_viterbi)
+        monkeypatch.setattr(devices, "topk_kernels", lambda tensor: plain_topk)
 
 
 def assert_best(name, dtype, each, log, lengths=None):
@@ -41,7 +42,7 @@ def assert_best(name, dtype, each, log, lengths=None):
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_has_its_best_path(name, dtype, kernels):
+def test_every_family_has_its_best_path(name, dtype, room):
     for each in (False, True):
         for log in (False, True):
             assert_best(name, dtype, each, log)
@@ -49,29 +50,14 @@ def test_every_family_has_its_best_path(name, dtype, kernels):
 
 @pytest.mark.parametrize("name", ["dense", "sharp", "detour", "left_to_right", "one_dead", "sparse"])
 @pytest.mark.parametrize("lengths", [(5, 1, 3), (2, 2, 4), (1, 1, 1)], ids=str)
-def test_lengths(name, lengths, kernels):
+def test_lengths(name, lengths, room):
     for dtype in (F32, F64):
         assert_best(name, dtype, False, False, lengths)
         assert_best(name, dtype, True, True, lengths)
 
 
-@pytest.mark.parametrize("zeros", [0.0, 0.4])
-@pytest.mark.parametrize("seed", range(6))
-def test_no_path_is_better(seed, zeros, kernels):
-    chain = small(seed, zeros)
-    weights = oracle.paths(*numbers(chain))
-    best = max(weights, key=weights.get)
-    found = run(chain)
-    if weights[best] == 0:
-        assert found.score == -INF and (found.states == -1).all()
-    else:
-        assert tuple(found.states.tolist()) == best
-        assert found.score.item() == pytest.approx(float(weights[best].ln()), rel=1e-14, abs=1e-14)
-    assert tuple(run(chain.to(F32)).states.tolist()) == tuple(found.states.tolist())
-
-
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_ties_go_to_the_lowest_state_from_the_last_variable_back(dtype, kernels):
+def test_ties_go_to_the_lowest_state_from_the_last_variable_back(dtype, room):
     for v, c in ((1, 5), (4, 3), (7, 1), (9, 17), (3, 33)):
         uniform = Chain(torch.zeros(2, v, c), torch.full((1, c, c), 0.25), torch.ones(c)).to(dtype)
         assert (run(uniform).states == 0).all()
@@ -87,7 +73,7 @@ def test_ties_go_to_the_lowest_state_from_the_last_variable_back(dtype, kernels)
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("batches", BATCHES, ids=str)
-def test_batch_axes_broadcast(batches, steps, kernels):
+def test_batch_axes_broadcast(batches, steps):
     chain = broadcast(batches, steps)
     expected, found = reference.viterbi(*chain[:3]), run(chain)
     np.testing.assert_array_equal(found.states, expected.states)
@@ -96,7 +82,7 @@ def test_batch_axes_broadcast(batches, steps, kernels):
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["dense", "sparse", "bakis_jump"])
-def test_dtypes(name, dtype, kernels):
+def test_dtypes(name, dtype):
     chain = FAMILIES[name](dtype)
     expected = run(Chain(*(operand.float() for operand in chain[:3])))
     found = run(chain)
@@ -109,42 +95,44 @@ def test_dtypes(name, dtype, kernels):
         assert_values(mixed.score, own, 2.0**-50 * sizes)
 
 
+@BOTH
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_a_sequence_is_as_if_it_were_alone(each, log, kernels):
+def test_a_sequence_is_as_if_it_were_alone(each, log, question):
     lengths = [3, 5, 1]
     chain = dense(F32, v=5, each=each)
     dirty = poisoned(chain, lengths)
-    found = run(dirty.logs() if log else dirty, lengths)
+    states, score = question(dirty.logs() if log else dirty, lengths)
     for i, end in enumerate(lengths):
         bulk, p0 = (operand[i] if each else operand[0] for operand in (chain.bulk, chain.p0))
         one = Chain(chain.x[i, :, :end], bulk[:, : end - 1], p0)
-        alone = run(one.logs() if log else one)
-        assert torch.equal(found.states[i, :, :end], alone.states) and torch.equal(found.score[i], alone.score)
-        assert (found.states[i, :, end:] == -1).all()
+        alone = question(one.logs() if log else one)
+        assert torch.equal(states[i, ..., :end], alone[0]) and torch.equal(score[i], alone[1])
+        assert (states[i, ..., end:] == -1).all()
 
 
+@BOTH
 @pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+@pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("name", ["dense", "left_to_right", "impossible", "v1"])
-def test_nan_stays_in_its_sequence(name, operand, kernels):
+def test_nan_stays_in_its_sequence(name, value, operand, question, room):
     chain = FAMILIES[name](F32, each=True)
-    clean = run(chain)
+    clean = question(chain)
     dirty = {key: getattr(chain, key).clone() for key in ("x", "bulk", "p0")}
     if dirty[operand].numel() == 0:
         return
-    dirty[operand][1, 0].flatten()[-1] = NAN
+    dirty[operand][1, 0].flatten()[-1] = value
     dirty["x"].requires_grad_()
-    found = viterbi(**dirty)
-    assert found.score[1, 0].isnan() and (found.states[1, 0] == -1).all()
+    states, score = question(Chain(**dirty))
+    assert score[1, 0].isnan().all() and (states[1, 0] == -1).all()
     others = torch.ones(3, 2, dtype=torch.bool)
     others[1, 0] = False
-    assert torch.equal(found.states[others], clean.states[others])
-    assert torch.equal(found.score[others], clean.score[others])
-    found.score[others].sum().backward()
+    assert torch.equal(states[others], clean[0][others]) and torch.equal(score[others], clean[1][others])
+    score[others].sum().backward()
     assert dirty["x"].grad.isfinite().all()
 
 
-def test_nan_of_a_shared_matrix_reaches_who_gets_there(kernels):
+def test_nan_of_a_shared_matrix_reaches_who_gets_there(room):
     chain = dense(F32, v=5)
     clean = run(chain, [2, 5, 3])
     chain.bulk[..., 2, 1, 1] = NAN
@@ -153,7 +141,7 @@ def test_nan_of_a_shared_matrix_reaches_who_gets_there(kernels):
     assert torch.equal(found.states[::2], clean.states[::2]) and torch.equal(found.score[::2], clean.score[::2])
 
 
-def test_what_is_impossible(kernels):
+def test_what_is_impossible(room):
     chain = FAMILIES["impossible"](F32)
     x = chain.x.clone().requires_grad_()
     found = viterbi(x, chain.bulk, chain.p0)
@@ -165,34 +153,8 @@ def test_what_is_impossible(kernels):
     assert run(Chain(torch.zeros(3, 4), torch.zeros(1, 4, 4), torch.ones(4))).score == -INF
 
 
-@pytest.mark.parametrize("how", STRANGE)
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_strange_strides(how, each, kernels):
-    for chain in (FAMILIES["dense"](F32, each=each), FAMILIES["detour"](F32, each=each)):
-        views = strange(chain, how)
-        assert torch.equal(run(views).states, run(chain).states) and torch.equal(run(views).score, run(chain).score)
-
-
-def test_expanded_operands(kernels):
-    one = dense(F32, n=1, t=1)
-    expected = run(one)
-    many = Chain(one.x.expand(3, 2, -1, -1), one.bulk.expand(3, 2, -1, -1, -1), one.p0.expand(3, 2, -1))
-    found = run(many)
-    assert (found.states == expected.states).all() and (found.score == expected.score).all()
-
-
-def test_poisoned_memory(kernels):
-    for name in ("dense", "sparse", "one_dead", "v1"):
-        chain = FAMILIES[name](F32)
-        expected = run(chain), run(chain, [1, chain.x.shape[-2], 1])
-        with poisoned_memory():
-            found = run(chain), run(chain, [1, chain.x.shape[-2], 1])
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one.states, other.states) and torch.equal(one.score, other.score)
-
-
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
-def test_the_gradient_counts_what_the_path_passes(log, kernels):
+def test_the_gradient_counts_what_the_path_passes(log):
     chain = dense(F64, v=5, c=3)
     chain = chain.logs() if log else chain
     x, bulk, p0 = (operand.clone().requires_grad_() for operand in chain[:3])
@@ -206,27 +168,69 @@ def test_the_gradient_counts_what_the_path_passes(log, kernels):
     torch.testing.assert_close((p0.grad * scale[1])[0, 0], hot[..., 0, :].sum((0, 1)).double())
 
 
-@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
-def test_opcheck(name, chain, lengths, kernels):
-    for k in (None, 2):
-        arguments = (*chain[:3], lengths, chain.log_params, k)
-        torch.library.opcheck(torch.ops.logchain.best_paths.default, arguments)
+@pytest.mark.parametrize(
+    ("name", "each"), [("dense", False), ("dense", True), ("one_dead", True), ("impossible", False), ("log_far", True)]
+)
+def test_on_the_gpu_kernels(name, each, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
+    chain = FAMILIES[name](F64, each=each, v=5, c=3)
+    chain.x[2, 1, 0, 0] = NAN
+    for lengths in (None, torch.tensor([5, 1, 3])):
+        found = viterbi(
+            *(operand.to(device) for operand in chain[:3]),
+            log_params=chain.log_params,
+            lengths=None if lengths is None else lengths.to(device),
+        )
+        expected = reference.viterbi(*numbers(chain), log_params=chain.log_params, lengths=lengths)
+        assert found.score[2, 1].isnan() and (found.states[2, 1] == -1).all()
+        expected.states[2, 1], expected.score[2, 1] = -1, NAN
+        np.testing.assert_array_equal(found.states.cpu(), expected.states)
+        np.testing.assert_allclose(found.score.cpu(), expected.score, rtol=1e-13, atol=1e-13)
 
 
-def test_the_inputs_stay_as_they_are(kernels):
-    chain = FAMILIES["sparse"](F32)
-    before = [operand.clone() for operand in chain[:3]]
-    run(chain, [17, 3, 5])
-    assert all(torch.equal(one, other) for one, other in zip(before, chain[:3], strict=True))
+@BOTH
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("own", ["", "bulk", "p0"])
+def test_packed_sequences_are_as_if_alone(own, dtype, question):
+    """Values and gradients; one is impossible, one holds NaN, and sums of large terms cancel."""
+    lengths, generator = [3, 1, 9, 4, 30, 1], torch.Generator().manual_seed(0)
+    x, bulk = torch.randn(48, 4, generator=generator), torch.rand(48, 4, 4, generator=generator)
+    p0, ends = 0.1 + torch.rand(6, 4, generator=generator), torch.tensor(lengths).cumsum(0)
+    x[13:17], x[5], x[44] = x[13:17] * 1e6, -INF, NAN
+    chain = Chain(x, bulk if own == "bulk" else bulk[:1], p0 if own == "p0" else p0[0]).to(dtype)
+    x, bulk, p0 = leaves = [operand.requires_grad_() for operand in chain[:3]]
+    states, score = question(chain, cu_seqlens=torch.cat([ends.new_zeros(1), ends]))
+    alone = [
+        question(Chain(x[start:end], bulk[start + 1 : end] if own == "bulk" else bulk, p0[i] if own == "p0" else p0))
+        for i, (start, end) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False))
+    ]
+    assert torch.equal(states, torch.cat([one[0] for one in alone], -1)) and score.dtype == dtype
+    expected = torch.stack([one[1] for one in alone])
+    assert (expected[2] == -INF).all() and expected[4].isnan().all()
+    torch.testing.assert_close(score, expected, rtol=2 * torch.finfo(dtype).eps, atol=0, equal_nan=True)
+    sums = (value.nan_to_num(0.0, neginf=0.0).cos().sum() for value in (score, expected))
+    for one, other in zip(*(torch.autograd.grad(total, leaves) for total in sums), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_wrong_arguments_are_refused():
     chain = dense(F32, v=4, c=3)
-    with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 5 to 5"):
-        run(chain, [5, 5, 5])
-    with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 0 to 5"):
-        run(chain, torch.tensor([0, 5, 1]))
-    with pytest.raises(ValueError, match="bulk: expected shape"):
-        viterbi(chain.x, chain.bulk[..., :2], chain.p0)
-    with pytest.raises(ValueError, match="x: expected no NaN"):
-        viterbi(chain.x * NAN, chain.bulk, chain.p0, validate=True)
+    for question in (run, ranked):
+        with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 5 to 5"):
+            question(chain, [5, 5, 5])
+        with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 0 to 5"):
+            question(chain, torch.tensor([0, 5, 1]))
+        with pytest.raises(ValueError, match="bulk: expected shape"):
+            question(chain._replace(bulk=chain.bulk[..., :2]))
+        with pytest.raises(ValueError, match="x: expected no NaN"):
+            question(chain._replace(x=chain.x * NAN), validate=True)
+        with pytest.raises(ValueError, match="lengths: expected None beside cu_seqlens"):
+            question(Chain(chain.x[0, 0], chain.bulk[0, 0, :1], chain.p0[0, 0]), 3, cu_seqlens=torch.tensor([0, 4]))
+    for k, error, message in (
+        (0, ValueError, "k: expected at least 1, got 0"),
+        (True, TypeError, "k: expected an integer, got True"),
+        (2.0, TypeError, "k: expected an integer, got 2.0"),
+    ):
+        with pytest.raises(error, match=message):
+            topk_paths(*chain[:3], k)

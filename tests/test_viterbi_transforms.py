@@ -1,23 +1,33 @@
-"""`logchain.viterbi` is compiled into one graph, exported and mapped."""
+"""`logchain.viterbi` and `logchain.topk_paths` are compiled into one graph, exported and mapped."""
 
 import pytest
 import torch
 
 from logchain.viterbi import viterbi
-from tests.best_paths import CHAINS, IDS, run
-from tests.families import dense
+from tests.best_paths import BOTH, CHAINS, IDS, ranked, run
+from tests.families import Chain, dense
 
 F32, F64 = torch.float32, torch.float64
 
 
+@pytest.mark.parametrize(("name", "chain", "lengths"), CHAINS, ids=IDS)
+def test_opcheck(name, chain, lengths):
+    for k in (None, 2):
+        arguments = (*chain[:3], lengths, chain.log_params, k)
+        torch.library.opcheck(torch.ops.logchain.best_paths.default, arguments)
+
+
 @pytest.mark.parametrize(
-    ("name", "chain", "lengths", "dynamic"),
-    [(*case, False) for case in CHAINS] + [(*case, True) for case in CHAINS[1:3]],
-    ids=[*IDS, "each, dynamic", "lengths, dynamic"],
+    ("question", "case", "dynamic"),
+    [(run, case, False) for case in CHAINS]
+    + [(run, CHAINS[1], True), (run, CHAINS[2], True), (ranked, CHAINS[2], True)],
+    ids=[*IDS, "each, dynamic", "lengths, dynamic", "topk_paths, lengths, dynamic"],
 )
-def test_compiles_into_one_graph(name, chain, lengths, dynamic):
+def test_compiles_into_one_graph(question, case, dynamic):
+    _, chain, lengths = case
+
     def function(x, bulk, p0):
-        states, score = viterbi(x + 1, bulk * 2, p0, lengths=lengths)
+        states, score = question(Chain(x + 1, bulk * 2, p0), lengths)
         return states, score * 2
 
     torch._dynamo.reset()
@@ -42,11 +52,12 @@ def test_is_exported():
     assert torch.equal(program.module()(*chain[:3]).states, run(chain).states)
 
 
+@BOTH
 @pytest.mark.parametrize(
     "in_dims", [(0, None, None), (0, 0, 0), (None, 0, None), (None, None, 0), (1, None, 1)], ids=str
 )
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_vmap_is_a_loop(in_dims, each):
+def test_vmap_is_a_loop(in_dims, each, question):
     chain = dense(F64, v=4, c=3, each=each)
     scale = torch.linspace(0.5, 2.0, 5, dtype=F64)
     stacked = [
@@ -54,14 +65,17 @@ def test_vmap_is_a_loop(in_dims, each):
         for operand, dim in zip(chain[:3], in_dims, strict=True)
     ]
 
-    def gradient(*operands):
-        return torch.func.grad(lambda *o: viterbi(*o).score.sum(), argnums=(0, 1, 2))(*operands)
+    def paths(*operands):
+        return tuple(question(Chain(*operands)))
 
-    found, slopes = torch.vmap(viterbi, in_dims=in_dims)(*stacked), torch.vmap(gradient, in_dims=in_dims)(*stacked)
+    def gradient(*operands):
+        return torch.func.grad(lambda *o: paths(*o)[1].sum(), argnums=(0, 1, 2))(*operands)
+
+    found, slopes = torch.vmap(paths, in_dims=in_dims)(*stacked), torch.vmap(gradient, in_dims=in_dims)(*stacked)
     for i in range(5):
         one = [t if dim is None else t.select(dim, i) for t, dim in zip(stacked, in_dims, strict=True)]
-        expected = viterbi(*one)
-        assert torch.equal(found.states[i], expected.states) and torch.equal(found.score[i], expected.score)
+        for value, expected in zip(found, paths(*one), strict=True):
+            assert torch.equal(value[i], expected)
         for slope, other in zip(slopes, gradient(*one), strict=True):
             torch.testing.assert_close(slope[i], other)
 

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ..chain import Chain
 from . import team
-from .library import library
+from .library import in_large_pages, library
 
 # what says how much scratch a function takes
 ROOMS = {
     **dict.fromkeys(("forward", "backward"), "room"),
     **dict.fromkeys(("redo_forward", "redo_backward"), "redo_room"),
-    "messages": "messages_room",
-    "entropy": "entropy_room",
+    **{name: f"{name}_room" for name in ("messages", "entropy", "viterbi", "topk_paths", "sample")},
 }
 
 # multiply-adds that are worth waking a thread
@@ -34,6 +33,7 @@ _PLACES = "*ends *order *messages *log_norm *sums *lossy *uncounted *room"
 _GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *counts *grad_p0"
 _MESSAGES = "*value *start start_set start_member *log_forward *log_backward by_log"
 _STRETCH = "*starts *leaving *entering *taken *lacking *arriving *lost *shares single *other"
+_PATHS = "*paths path_steps path_rank path_sequence ranks"
 
 
 class Arguments(ctypes.Structure):
@@ -41,7 +41,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH}".split()
+        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_PATHS}".split()
     ]
 
 
@@ -134,7 +134,7 @@ def run(
     """What `Call.run` returns."""
     call, count = function(name, dtype), len(spans)
     bytes_ = function(ROOMS[name], dtype)(ctypes.byref(arguments)) + 63 & ~63
-    scratch = torch.empty(count * bytes_ + 64, dtype=torch.uint8, device="cpu")
+    scratch = in_large_pages(torch.empty(count * bytes_ + 64, dtype=torch.uint8, device="cpu"))
     copies = (Arguments * count)(*[arguments] * count)
     for index, (copy, span) in enumerate(zip(copies, spans, strict=True)):
         copy.first, copy.last = span

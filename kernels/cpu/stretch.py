@@ -96,7 +96,7 @@ class Repeated:
         """What is carried on, the log-partition [*B] in the dtype of x, and how many sequences were redone."""
         a, (message, total, lost) = self._arguments, carried
         after = torch.empty_like(message), torch.empty_like(total), torch.empty_like(lost)
-        value = torch.empty(total.shape, dtype=self._dtype, device="cpu")
+        value = torch.empty_like(total, dtype=self._dtype)
         a.x, a.arriving, a.taken, a.lacking = x.data_ptr(), message.data_ptr(), total.data_ptr(), lost.data_ptr()
         a.leaving, a.log_norm, a.lost = after[0].data_ptr(), after[1].data_ptr(), after[2].data_ptr()
         a.value = value.data_ptr()

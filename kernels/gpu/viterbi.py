@@ -1,20 +1,17 @@
-"""The best path of each of a batch of chains, as `kernels.plain.viterbi` has it, on the Triton kernels.
-
-Nothing here waits for the device.
-"""
+"""`kernels.plain.viterbi` on the Triton kernels. Nothing here waits for the device."""
 
 from torch import Tensor
 
 from ..chain import Chain
+from ..plain.viterbi import unknown
 from . import backtrack, forward_chain
 from .sum_product import operands
 
 
-def paths(chain: Chain, steps: int) -> Tensor:
-    """The states (g, m, steps) int64 of the best paths; ties go to the lowest state, from the last variable back.
+def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
+    """See `kernels.plain.viterbi`; the states of a sequence with a length out of range are -1 too.
 
-    -1 behind the end, and in all of a sequence that is impossible, holds NaN, or has a length out of range. The chain
-    has all its `steps`: lengths are not looked at on the host.
+    The chain has all its `steps`: lengths are not looked at on the host.
     """
     assert chain.v == steps
     x, bulk, start, ends = operands(chain)
@@ -25,4 +22,4 @@ def paths(chain: Chain, steps: int) -> Tensor:
     states = backtrack.paths(messages, bulk, ends, log_params=chain.log_params)
     if chain.ends is not None:
         states.masked_fill_((chain.ends < 1) | (chain.ends > steps), -1)
-    return states
+    return states, unknown(chain)

@@ -1,39 +1,60 @@
-"""The state path of the largest weight: the max-plus recursion forward, then one state a step back, in plain torch.
+"""The state path of the largest weight: max-plus messages forward, then one state a step back.
 
-Kept are the messages, no back-pointers: the state before a known one is the lowest k that attains the largest
-`a_{i-1}(k) + log P_i(k, j)`, c terms a step.
+    a_i(j) = max_k (a_{i-1}(k) + log P_i(k, j)) + x_i(j)        z_{i-1} = argmax_k (a_{i-1}(k) + log P_i(k, z_i))
+
+Kept are the messages, no back-pointers: c terms a step find the state before a known one.
 """
 
 import torch
 from torch import Tensor
 
 from ..chain import Chain
-from . import semiring as semiring_chain
+from . import semiring
 
 
-def paths(chain: Chain, steps: int) -> Tensor:
-    """The states (g, m, steps) int64 of the best paths; ties go to the lowest state, from the last variable back.
+def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
+    """The states (g, m, steps) int64 of the best paths; which sequences are `unknown` (g, m).
 
-    -1 behind the end, and in all of a sequence that is impossible or holds NaN. The chain may be shorter than `steps`.
-    Definition: `logchain.reference.viterbi`.
+    Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 behind the end, and
+    everywhere in a sequence that is impossible or unknown. The chain may be shorter than `steps`.
     """
     g, m, c = chain.g, chain.m, chain.c
     messages = chain.new(chain.v, g, m, c)
-    total = semiring_chain.forward(chain, semiring_chain.maximum, messages=messages)
+    total = semiring.forward(chain, semiring.maximum, messages=messages)
     states = torch.full((g, m, steps), -1, device=messages.device)
     sets = torch.arange(g, device=messages.device)[:, None]
-    logs = state = torch.empty(0)
+    state = torch.empty(0)
     for step in reversed(range(chain.v)):
         terms = messages[step]
         if step + 1 < chain.v:
-            if step + 2 == chain.v or chain.bulk.shape[0] > 1:
-                matrix = chain.bulk[step if chain.bulk.shape[0] > 1 else 0]
-                logs = semiring_chain.log_weights(matrix, chain.log_params, chain.dtype).reshape(g, c, c)
-            joined = terms + logs.mT[sets, state]
-            terms = joined if chain.ends is None else torch.where(chain.ends == step + 1, terms, joined)
+            matrix = chain.bulk[step if len(chain.bulk) > 1 else 0].reshape(g, c, c)
+            columns = semiring.log_weights(matrix.mT[sets, state], chain.log_params, chain.dtype)
+            terms = (
+                terms + columns if chain.ends is None else torch.where(chain.ends == step + 1, terms, terms + columns)
+            )
         state = terms.argmax(-1)
         states[..., step] = state
-    lost = ~(total > -torch.inf)[..., None]  # NaN is lost too
+    no_sum = unknown(chain)
+    return without_states(chain, states, no_sum | ~(total > -torch.inf)), no_sum
+
+
+def unknown(chain: Chain) -> Tensor:
+    """Which sequences (g, m) hold NaN or +inf before their end."""
+    g, m = chain.g, chain.m
+    steps = torch.arange(chain.v, device=chain.x.device).view(-1, 1, 1)
+    potentials = ~(chain.x.amax(-1) < torch.inf).reshape(-1, g, m)
+    transitions = ~(chain.bulk.flatten(-2).amax(-1) < torch.inf).reshape(-1, g, 1)
+    start = ~(chain.p0.amax(-1) < torch.inf).expand(chain.lead).reshape(g, m)
+    transitions = transitions[:0] if chain.v == 1 else transitions.expand(chain.v - 1, g, 1)
     if chain.ends is not None:
-        lost = lost | (torch.arange(steps, device=states.device) >= chain.ends)
+        potentials = potentials & (steps < chain.ends[..., 0])
+        transitions = transitions & (steps[1:] < chain.ends[..., 0])
+    return potentials.any(0) | transitions.any(0) | start
+
+
+def without_states(chain: Chain, states: Tensor, lost: Tensor) -> Tensor:
+    """The states (..., g, m, steps), in place, with -1 behind the ends and for sequences (..., g, m) that are lost."""
+    lost = lost[..., None]
+    if chain.ends is not None:
+        lost = lost | (torch.arange(states.shape[-1], device=states.device) >= chain.ends)
     return states.masked_fill_(lost, -1)

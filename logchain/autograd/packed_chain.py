@@ -32,12 +32,12 @@ def log_norm(packed: Packed, log_params: bool) -> Tensor:
     if differentiated(*operands):
         found: Tensor = call(_LogPartition, *operands, packed, log_params)
         return found
-    return _forward(_chain_of(packed, log_params), keep=False)[0].view(-1)
+    return _forward(chain_of(packed, log_params), keep=False)[0].view(-1)
 
 
 def posteriors(packed: Packed, log_params: bool, counted: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """Posteriors of the states [total, c], expected counts [1, c, c] if they are wanted, the log-partition [n]."""
-    chain = _chain_of(packed, log_params, by_log=True)
+    chain = chain_of(packed, log_params, by_log=True)
     kept = _forward(chain, keep=True)
     states, counts, _ = _backward(chain, kept, torch.ones_like(kept[0]), (True, counted))
     assert states is not None
@@ -49,7 +49,7 @@ class _LogPartition(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bulk: Tensor, p0: Tensor, packed: Packed, log_params: bool) -> Tensor:
-        kept = _forward(_chain_of(packed, log_params), keep=True)
+        kept = _forward(chain_of(packed, log_params), keep=True)
         ctx.packed, ctx.log_params = packed, log_params
         ctx.save_for_backward(x, bulk, p0, *kept)
         return kept[0].view(-1).clone()
@@ -60,7 +60,7 @@ class _LogPartition(torch.autograd.Function):
         packed, log_params, needs = ctx.packed.of(x, bulk, p0), ctx.log_params, ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() or exceeds(grad, arithmetic_dtype(x, bulk, p0)):
             return *_through_pieces(packed, log_params, grad, needs), None, None
-        chain = _chain_of(packed, log_params)
+        chain = chain_of(packed, log_params)
         grad_x, grad_bulk, start = _backward(chain, kept, grad, needs)
         grad_p0 = start if p0.dim() > 1 else start.sum(0)
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
@@ -80,7 +80,8 @@ def _through_pieces(packed: Packed, log_params: bool, grad: Tensor, needs: tuple
     return tuple(next(gradients) if need else None for need in needs)
 
 
-def _chain_of(packed: Packed, log_params: bool, *, by_log: bool = False) -> Chain:
+def chain_of(packed: Packed, log_params: bool, *, by_log: bool = False) -> Chain:
+    """The chain of sequences that are walked where they lie."""
     operands = packed.x, packed.bulk, packed.p0
     ends, dtype = packed.lengths.view(1, -1, 1), arithmetic_dtype(*operands)
     p0 = packed.p0 if packed.p0.dim() > 1 else packed.p0[None]

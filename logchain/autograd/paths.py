@@ -1,7 +1,11 @@
 """The weight of a given state path, differentiable: lookups and a sum, no recursion."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from ..schedules.packed import Packed
 
 
 def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor | None, log_params: bool) -> Tensor:
@@ -12,37 +16,52 @@ def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor
     v = x.shape[-2]
     steps = torch.arange(v, device=x.device)
     inside = torch.ones_like(states, dtype=torch.bool) if ends is None else (steps < ends[..., None]).expand_as(states)
-    lost = (inside & (states < 0)).any(-1)
+    lost = inside & (states < 0)
     states = torch.where(inside & (states >= 0), states, 0)
     before = torch.arange(v - 1, device=x.device) if bulk.shape[-3] == v - 1 else steps[:1]
-    weights = torch.cat(
-        [_look_up(p0, states[..., :1]).double(), _look_up(bulk, before, states[..., :-1], states[..., 1:]).double()], -1
-    )
-    weights = torch.where(inside, weights, 0.0 if log_params else 1.0)  # the first is never behind the end
-    if not log_params:
-        zero = weights == 0
-        weights = torch.where(zero, 1.0, weights).log().masked_fill(zero, -torch.inf)
-    terms = torch.cat([weights, torch.where(inside, _look_up(x, steps, states).double(), 0.0)], -1)
-    lost = lost | (terms == -torch.inf).any(-1)
-    terms = torch.where(lost[..., None], 0.0, terms)
+    start = _look_up(p0, states[..., :1]).double()
+    weights = torch.cat([start, _look_up(bulk, before, states[..., :-1], states[..., 1:]).double()], -1)
+    # what lies behind the end counts as 1; the first is never behind it
+    weights = torch.where(inside, weights, 0.0 if log_params else 1.0)
+    potentials = torch.where(inside, _look_up(x, steps, states).double(), 0.0)
+    terms = torch.cat([_logarithms(weights, log_params), potentials.masked_fill(lost, -torch.inf)], -1)
+    return _sum(terms, lambda a: a.sum(-1), lambda a: a[..., None], torch.float64 in (x.dtype, bulk.dtype, p0.dtype))
+
+
+def packed_log_weight(packed: Packed, states: Tensor, log_params: bool) -> Tensor:
+    """The same of paths [*S, total] of sequences that lie one behind the other: [*S, n]."""
+    x, bulk, p0 = packed.x, packed.bulk, packed.p0
+    n, rows = len(packed.lengths), torch.arange(len(x), device=x.device)
+    sequence = torch.repeat_interleave(packed.lengths).to(x.device)  # (total)
+    first = torch.zeros_like(rows, dtype=torch.bool).index_fill_(0, packed.starts.to(x.device), True)
+    lost, states = states < 0, states.clamp(min=0)
+    start = p0.expand(n, -1)[sequence, states].double()
+    moved = bulk[rows if len(bulk) > 1 else 0, states.roll(1, -1), states].double()
+    terms = [_logarithms(torch.where(first, start, moved), log_params), x[rows, states].double()]
+    terms[1] = terms[1].masked_fill(lost, -torch.inf)
+    sequence = torch.cat([sequence, sequence])
+
+    def total(a: Tensor) -> Tensor:
+        return a.new_zeros(*a.shape[:-1], n).index_add(-1, sequence, a)
+
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
-    return torch.where(lost, -torch.inf, _exact_sum(terms) if double else terms.sum(-1))
+    return _sum(torch.cat(terms, -1), total, lambda a: a[..., sequence], double)
 
 
-def _exact_sum(terms: Tensor) -> Tensor:
-    """The sum over the last axis to one rounding, as `kernels.numbers` has it, by operations that all have gradients.
+def _sum(terms: Tensor, total: Callable[[Tensor], Tensor], of_terms: Callable[[Tensor], Tensor], exact: bool) -> Tensor:
+    """The `total` of terms; exactly -inf, with gradient 0, where one is. `of_terms`: totals, one for each term.
 
-    Those of what is lost in an addition cancel.
+    `exact` to one rounding: the terms' first bits are multiples of a unit of which no sum has 2^53, so that these add
+    up without rounding in any order, and the others are too small for theirs to count.
     """
-    lost = torch.zeros_like(terms[..., 0])
-    while terms.shape[-1] > 1:
-        half = terms.shape[-1] // 2
-        a, b = terms[..., :half], terms[..., half : 2 * half]
-        total = a + b
-        other = total - a
-        lost = lost + ((a - (total - other)) + (b - other)).sum(-1)
-        terms = torch.cat([total, terms[..., 2 * half :]], -1)
-    return terms[..., 0] + torch.where(lost.isfinite(), lost, 0.0)
+    impossible = total((terms.detach() == -torch.inf).double()) > 0
+    terms = torch.where(of_terms(impossible), 0.0, terms)
+    if not exact:
+        return torch.where(impossible, -torch.inf, total(terms))
+    size = total(terms.detach().abs())
+    ahead = of_terms(1.5 * (size.log2().ceil() + 2).exp2())
+    high = ((terms.detach() + ahead) - ahead).masked_fill(ahead == torch.inf, 0.0)
+    return torch.where(impossible, -torch.inf, total(high) + total(terms - high))
 
 
 def finite_log(value: Tensor, log_params: bool) -> Tensor:
@@ -53,6 +72,14 @@ def finite_log(value: Tensor, log_params: bool) -> Tensor:
     zero = (value == (-torch.inf if log_params else 0.0)) | value.isnan()
     value = torch.where(zero, 0.0 if log_params else 1.0, value.double())
     return value if log_params else value.log()
+
+
+def _logarithms(weights: Tensor, log_params: bool) -> Tensor:
+    """The logarithms of weights, -inf with gradient 0 at weight 0."""
+    if log_params:
+        return weights
+    zero = weights == 0
+    return torch.where(zero, 1.0, weights).log().masked_fill(zero, -torch.inf)
 
 
 def _look_up(operand: Tensor, *index: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Survivors(NamedTuple):
 def extended(held: Survivors, piece: Piece) -> Survivors:
     """The survivors after a piece."""
     k, c = piece.x.shape[-2:]
-    fast = c <= _FEW and k >= _LONG and piece.x.numel() > 0 and kernels.in_numba(piece.x)
+    fast = c <= _FEW and k >= _LONG and piece.x.numel() > 0 and kernels.in_c(piece.x)
     if not fast or not piece.active.all() or not (piece.unlinked or piece.linked.all()):
         return _joined(held, piece, *_stepwise(held.message, piece))
     size = max(2, _TERMS // max(1, c * piece.x[..., 0, :].numel()))
@@ -89,7 +89,7 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     ends = torch.eye(c, dtype=torch.bool, device=x.device).view(c, *(1,) * (x.dim() - 3), c)
     x[..., -1, :].masked_fill_(~ends, -torch.inf)
     layout, chain = chain_of(x, matrices, p0, None, True)
-    states = kernels.path_kernels(x).paths(chain, x.shape[-2])
+    states, _ = kernels.path_kernels(x).paths(chain, x.shape[-2])
     states = layout.states(states.view(*chain.lead, x.shape[-2]))  # (c, *B, rows)
     after = log_weight(x, matrices, p0, states, None, True).movedim(0, -1)
     states = states.movedim(0, -1).clamp(min=0)  # (*B, rows, c)

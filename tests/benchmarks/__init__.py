@@ -1,1 +1,1 @@
-"""The figures that the README quotes: `python -m tests.benchmarks` measures them, `... report` only writes them out."""
+"""The figures that the README and the pages quote: `python -m tests.benchmarks` measures them and writes them out."""

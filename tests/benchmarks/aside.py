@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.results import AnyRow, Measured, OnGpu, Row, machine
+from tests.benchmarks.results import AnyRow, Measured, Row, machine
 
 
 class Item(NamedTuple):
@@ -39,8 +39,8 @@ class _Ended(NamedTuple):
     reason: str
 
 
-ROWS = Row, Measured, OnGpu
-Said = Item | Row | Measured | OnGpu | Missing
+ROWS = Row, Measured
+Said = Item | Row | Measured | Missing
 
 # Goes through items, one after another, and says which one it begins. It is a function at the top of a module, since
 # another process calls it.
@@ -72,7 +72,6 @@ def measure(
     end: float = math.inf,
     words: Mapping[str, str] | None = None,
     tell: Callable[[Any], None] = lambda row: None,
-    finished: Callable[[tuple[str, str, str]], None] = lambda key: None,
 ) -> tuple[list[Any], list[Missing]]:
     """Rows and reasons for all items, in as many processes as it takes to get past those that end one.
 
@@ -84,7 +83,6 @@ def measure(
         end: the last moment, on the clock of `time.monotonic`.
         words: what to say for a reason with such a text in it.
         tell: is told each row at once.
-        finished: is told each item that ended without a reason why something is missing.
     """
     rows: list[Any] = []
     missing: list[Missing] = []
@@ -93,26 +91,21 @@ def measure(
         if time.monotonic() > end:
             missing += [Missing("", *item.key, LATE) for item in todo]
             break
-        at, begun, good = ("", todo[0].provider, ""), 0, False
+        at, begun = ("", todo[0].provider, ""), 0
         patience = min(silence, end - time.monotonic() + GRACE)
         for said in _process(package, functools.partial(task, todo), patience):
             print("  ".join((*said[:4], said.text)) if isinstance(said, ROWS) else said, flush=True)
             if isinstance(said, Item):
-                if good:
-                    finished(at)
-                at, begun, good = said.key, begun + 1, True
+                at, begun = said.key, begun + 1
             elif isinstance(said, ROWS):
                 rows.append(said._replace(**place))
                 tell(rows[-1])
             elif isinstance(said, str):  # the package with its version
                 place["versions"] += "" if said in place["versions"] else f", {said}"
             else:
-                good = False
                 late = isinstance(said, _Ended) and time.monotonic() >= end
                 reason = LATE if late else said.reason
                 missing.append(said if isinstance(said, Missing) else Missing("", *at, reason))
-        if good:
-            finished(at)
         if not begun:  # not installed, or broken from the start
             break
         todo = todo[begun:]

@@ -1,155 +1,141 @@
-"""A machine with a GPU, in three calls: `python -m tests.benchmarks gpu compile`, `... test`, `... measure`.
+"""What `product` costs on a GPU beside everybody else's: `python -m tests.benchmarks gpu`.
 
-The first two are in `gpu_tests`. This one measures: each group in a process of its own, a row in the results file as
-soon as it is known. Called again it goes on with what has no row yet; what it keeps for that lies beside the cache of
-kernels, in a folder named by the digest of all files.
+Each provider has a process of its own, which starts while another one measures, and an equal part of the time; the
+most telling workloads come first. An answer is compared with float64 sums of a few sequences, then timed by CUDA
+events over several sets of inputs, and logchain right after it. Floors are captured as a CUDA graph, so that launching
+is not in them. What takes long runs on the first steps and counts in proportion, which `share` says; sequences stay,
+since they run side by side. A case that takes too long or breaks the device ends its process, and another one goes on
+with the next case. The next call goes on with what has no row of this commit and device. What fails or is not installed
+is in `results/left_out.csv`, with the reason.
 """
 
+import contextlib
+import fcntl
 import functools
-import json
 import math
-import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.benchmarks import aside, gpu_figures, kept, peers_gpu, results, session
+from tests.benchmarks import aside, kept, peers, results
 from tests.benchmarks.aside import Item, Said
-from tests.benchmarks.cases import WORKLOADS
-from tests.benchmarks.gpu_tests import CUT, DONE, FAILED
+from tests.benchmarks.cases import EACH, FULL, ONE, STEP, WORKLOADS, Workload, draw
+from tests.benchmarks.gpu_case import measured, moved
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.results import AnyRow, Measured, OnGpu
+from tests.benchmarks.peers import GPU
+from tests.benchmarks.results import MODES, Measured, digits, machine
+from tests.benchmarks.session import STUCK, WORDS, Session, hardware
 
-# what is asked for first, then what is there for tuning
-FIRST = ("arithmetic", "floors", "main job", "log_matmul", "own matrices", "one long chain", "wide", "peers")
-GROUPS = (*FIRST, "accuracy", "others", "kernels", "tiles")
-# of the time that is left: what comes after the peers is measured too
-PEERS_PART = 0.8
+GROUP = "peers on a GPU"
 
-MOST_CHARACTERS = 11_500
+# exit codes: everything was measured, something of ours failed, time ran out
+DONE, FAILED, CUT = 0, 1, 3
+
+TINY = [Workload(3, 5, 4, matrices) for matrices in (STEP, EACH, FULL, ONE)]
+
+# logchain's process compiles, computes what is true, and measures the floors too
+_OURS = 3
 
 
 class Files:
-    """Where rows go: this run's folder, the results files, and copies for a caller far away.
+    """The results of a folder, to which rows of this device are added as they come."""
 
-    A dry run leaves the results files of the repository alone.
-    """
+    def __init__(self, folder: Path, dry: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.peers, self.left_out = folder / "peers.csv", folder / "left_out.csv"
+        self.hardware, commit = hardware(dry), machine()["commit"]
+        self.lock = threading.Lock()  # the next provider starts while one is measured
+        self.rows = [
+            row
+            for row in results.read(self.peers, Measured)
+            if (row.device, row.hardware, row.commit) == (GPU, self.hardware, commit)
+        ]
+        failed = [entry for entry in kept.left_out(self.left_out) if (entry.results, entry.commit) == (GROUP, commit)]
+        self.known = {row[:3] for row in self.rows} | {entry[1:4] for entry in failed if entry.reason != aside.LATE}
 
-    def __init__(self, folder: Path, out: Path | None, dry: bool) -> None:
-        self.folder, self.out = folder / results.digest(), out
-        self.results = folder / "dry" if dry else results.FOLDER
-        for path in (self.folder, self.results, *([out] if out else [])):
-            path.mkdir(parents=True, exist_ok=True)
-        self.hardware = session.hardware(dry)
-        self.lock = threading.Lock()  # peers are prepared side by side
-        self.finished_before = self.folder / "finished.jsonl"
-        lines = self.finished_before.read_text().splitlines() if self.finished_before.exists() else []
-        self.finished = {tuple(json.loads(line)) for line in lines}
-        self.rows = [*self.read("gpu.csv", OnGpu), *self.read("peers.csv", Measured)]
-        for row in self.rows:
-            self.keep(row)
-
-    def read(self, name: str, kind: type[AnyRow]) -> list[AnyRow]:
-        """The rows of an earlier call with this device and today's files."""
-        return [row for row in results.read(self.folder / name, kind) if row.hardware == self.hardware]
-
-    def of(self, group: str) -> list[OnGpu]:
-        """The rows of a group so far."""
-        return [row for row in self.rows if isinstance(row, OnGpu) and row.group == group]
-
-    def left(self, group: str, items: Sequence[Item]) -> list[Item]:
-        """The items of a group that no earlier call has finished."""
-        return [item for item in items if (self.hardware, group, *item.key) not in self.finished]
-
-    def finish(self, group: str, key: tuple[str, str, str]) -> None:
-        """Remember that an item is done."""
-        with self.lock, self.finished_before.open("a") as file:
-            self.finished.add((self.hardware, group, *key))
-            file.write(json.dumps([self.hardware, group, *key]) + "\n")
-
-    def tell(self, row: OnGpu | Measured) -> None:
-        """Put a new row into all files."""
+    def tell(self, row: Measured) -> None:
+        """Put a row in the place of an older one of its case."""
         with self.lock:
             self.rows.append(row._replace(hardware=self.hardware))
-            self.keep(self.rows[-1])
+            kept.keep(self.peers, self.rows[-1:], list(map(str, WORKLOADS)))
 
-    def keep(self, row: OnGpu | Measured) -> None:
-        """Put a row into all files, in the place of an older one of its case."""
-        name, order = ("gpu.csv", []) if isinstance(row, OnGpu) else ("peers.csv", list(map(str, WORKLOADS)))
-        for folder in (self.folder, self.results):
-            kept.keep(folder / name, [row], order)
-        self.copy(name)
-
-    def leave_out(self, group: str, rows: Sequence[Measured], missing: Sequence[Missing]) -> None:
-        """Write down what has no row."""
+    def tell_missing(self, rows: Sequence[Measured], missing: Sequence[Missing]) -> None:
+        """Write down what has no row, and why."""
         with self.lock:
-            kept.leave_out(group, rows, missing, self.results / "left_out.csv")
-            self.copy("left_out.csv")
-
-    def copy(self, name: str) -> None:
-        """A copy of a results file."""
-        if self.out:
-            shutil.copy(self.results / name, self.out)
+            kept.leave_out(GROUP, rows, missing, self.left_out)
 
 
-def measured(dry: bool, name: str, end: float, floors: Sequence[OnGpu], todo: Sequence[Item]) -> Iterator[Said]:
-    """The rows of a group, in a process of its own."""
-    bandwidth, rates = gpu_figures.best(floors)
-    this = session.Session(dry=dry, end=end, bandwidth=bandwidth, rates=rates)
-    yield from this.through(todo, gpu_figures.every()[name].measured)
+def times(dry: bool, folder: Path, seconds: float, end: float, todo: Sequence[Item]) -> Iterator[Said]:
+    """The rows of a process, until it is done, its `seconds` for each item are over, or the device is lost."""
+    session, every = Session(dry=dry, end=end), peers.every()
+    with session.alarm(STUCK[dry]), contextlib.suppress(Exception):  # imports; what fails is said below
+        tiny = draw(Workload(2, 3, 4, todo[0].workload.matrices))
+        every[todo[0].provider].make(moved(tiny, session.device), todo[0].mode)()
+    with (folder / "device").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # one at a time; a process that ends lets go
+        session.end = min(time.monotonic() + seconds * len(todo), end)
+        yield from session.through(todo, lambda session, item: measured(session, folder, item))
 
 
-def measure(
-    *, folder: Path, minutes: float, out: Path | None = None, only: Sequence[str] = (), dry: bool = False
-) -> int:
-    """Measure groups, by default all but the last; 0 if all is measured, 1 if something failed, 3 if time ran out.
+def processes(workloads: Sequence[Workload], only: Sequence[str] = ()) -> list[tuple[str, list[Item]]]:
+    """Package and items of each process: logchain with the floors first, then everybody else on a GPU."""
+    every = [one for one in peers.every().values() if GPU in one.devices or one.floor]
+    together = [one for one in every if one.floor or one.name == "logchain"]
+    pairs = []
+    for group in [together, *([one] for one in every if one not in together)]:
+        chosen = [one for one in group if not only or any(text in one.name for text in only)]
+        items = [item for one in chosen for item in peers.items(one, workloads) if item.mode in MODES]
+        items.sort(key=lambda item: (workloads.index(item.workload), MODES.index(item.mode)))
+        # logchain is this repository, installed or not
+        package = "torch" if group is together else group[0].package
+        pairs += [(package, items)] if items else []
+    return pairs
 
-    What a peer cannot do is no failure: it is in `left_out.csv` with the reason, and is not tried again.
-    """
-    start = time.monotonic()
-    end = start + (3600 if dry else 60 * minutes)
-    files = Files(folder, out, dry)
-    missing: list[Missing] = []
-    for name in only or GROUPS[:-1]:
-        print(f"measuring: {name}, {end - time.monotonic():.0f} s left", flush=True)
-        if name == "peers":
-            until = end if dry else time.monotonic() + PEERS_PART * (end - time.monotonic())
-            missing += [entry for entry in peers_gpu.measure(files, dry, until) if _counts(entry)]
-            continue
-        todo = files.left(name, gpu_figures.every()[name].items(dry))
-        task = functools.partial(measured, dry, name, end, files.of(gpu_figures.FLOORS))
-        _, new = aside.measure(
-            "triton", todo, task, silence=math.inf, end=end, words=session.WORDS,
-            tell=files.tell, finished=functools.partial(files.finish, name),
-        )  # fmt: skip
-        missing += new
-    print("\n" + summary(files.rows, missing))
-    print(f"{time.monotonic() - start:.0f} s")
+
+def measure(folder: Path, minutes: float, only: Sequence[str] = (), dry: bool = False) -> int:
+    """An exit code; what a peer cannot do is no failure."""
+    end = time.monotonic() + (3600 if dry else 60 * minutes)
+    files = Files(folder, dry)
+    todo = []
+    for package, items in processes(TINY if dry else WORKLOADS, only):
+        left = [item for item in items if item.key not in files.known]
+        todo += [(package, left)] if left else []
+    weights = [_OURS, *[1] * len(todo)]
+    with tempfile.TemporaryDirectory() as shared, ThreadPoolExecutor(2) as pool:
+
+        def one(i: int) -> list[Missing]:
+            # the one before has just begun
+            seconds = (end - time.monotonic()) * weights[i] / sum(weights[max(i - 1, 0) : len(todo)])
+            package, items = todo[i]
+            task = functools.partial(times, dry, Path(shared), seconds / len(items), end)
+            rows, missing = aside.measure(package, items, task, silence=math.inf, end=end, words=WORDS, tell=files.tell)
+            files.tell_missing(rows, missing)
+            return missing
+
+        # while one measures, the next one starts
+        missing = [entry for of_one in pool.map(one, range(len(todo))) for entry in of_one]
+    files.tell_missing([], [Missing("", "", "jax, dynamax, numpyro", "", "not tried on a GPU")])
+    for line in table(files.rows):
+        print(line)
+    print(f"{files.hardware}; `?`: off by more than 0.01")
     late = [entry for entry in missing if entry.reason == aside.LATE]
-    return FAILED if len(late) < len(missing) else CUT if late else DONE
-
-
-def _counts(entry: Missing) -> bool:
-    """Whether what a provider lacks is ours, or has only been put off."""
-    return entry.reason == aside.LATE or entry.provider == "logchain"
-
-
-def summary(rows: Sequence[OnGpu | Measured], missing: Sequence[Missing]) -> str:
-    """The figures once more, the most important last: what a caller far away sees of a long output."""
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for name in reversed(GROUPS):
-        lines |= peers_gpu.table([row for row in rows if isinstance(row, Measured)]) if name == "peers" else {}
-        for row in rows:
-            if isinstance(row, OnGpu) and row.group == name:
-                lines.setdefault((row.workload, row.provider, row.mode), []).append(row.text)
-    found = [f"{' '.join(filter(None, case))}: {'; '.join(texts)}" for case, texts in lines.items()]
-    found.append("in brackets: over the floor, or over the promised error")
-    found += [f"{rows[0].hardware}; {rows[0].versions}; {rows[0].date}; {rows[0].commit}"] if rows else []
-    late = [entry for entry in missing if entry.reason == aside.LATE]
+    ours = [entry for entry in missing if entry.provider == "logchain" and entry not in late]
+    for entry in ours:
+        print(f"FAILED {entry.workload} {entry.mode}: {entry.reason}")
     if late:
-        found.append(f"NO TIME FOR {len(late)}, the first of them {late[0].workload} {late[0].provider} {late[0].mode}")
-    for entry in missing:
-        if entry not in late:
-            found.append(f"FAILED {entry.workload} {entry.provider} {entry.mode}: {entry.reason[:200]}")
-    return "\n".join(found)[-MOST_CHARACTERS:]
+        print(f"NO TIME FOR {len(late)}, the first of them {late[0].workload} {late[0].provider} {late[0].mode}")
+    return FAILED if ours else CUT if late else DONE
+
+
+def table(rows: Sequence[Measured]) -> list[str]:
+    """Of each workload and mode logchain's time, and everybody's in multiples of it; the most telling last."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in sorted(rows, key=lambda row: row.provider != "logchain"):
+        off = "?" if row.value_error is not None and not row.value_error <= 0.01 else ""
+        own = f"logchain {digits(row.median_ms)} ms{off}"
+        theirs = f"{row.provider} {digits(row.ratio)}x{off}"
+        lines.setdefault((row.workload, row.mode), []).append(own if row.provider == "logchain" else theirs)
+    return [f"{workload} {mode}: {'; '.join(texts)}" for (workload, mode), texts in reversed(lines.items())]

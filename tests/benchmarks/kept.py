@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.benchmarks import results
-from tests.benchmarks.results import AnyRow, Measured, OnGpu, Row
+from tests.benchmarks.results import AnyRow, Measured, Row
 
 
 class Missing(NamedTuple):
@@ -23,10 +23,10 @@ class Missing(NamedTuple):
 
 
 # how many fields of a row name its case
-_CASE = {Row: 3, Measured: 4, OnGpu: 6}
+_CASE = {Row: 3, Measured: 4}
 
 
-def key(row: Row | Measured | OnGpu) -> tuple[str, ...]:
+def key(row: Row | Measured) -> tuple[str, ...]:
     """The case that a row is of."""
     return row[: _CASE[type(row)]]
 
@@ -50,7 +50,7 @@ def keep(path: Path, new: Sequence[AnyRow], order: Sequence[str] = ()) -> None:
 
 
 def leave_out(
-    group: str, measured: Iterable[Row | Measured | OnGpu], missing: Iterable[Missing], file: Path | None = None
+    group: str, measured: Iterable[Row | Measured], missing: Iterable[Missing], file: Path | None = None
 ) -> None:
     """Write down what could not be measured of a group, and forget what now was."""
     file = file or results.LEFT_OUT

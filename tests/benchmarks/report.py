@@ -1,13 +1,109 @@
-"""The README's tables, drawn from the results files."""
+"""The tables of the README and of the documentation's pages, written from the results files."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from math import isinf, isnan
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.benchmarks import kept, results
 from tests.benchmarks.results import FORWARD, GRADIENTS, Measured, digits, read
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+# every document that may hold tables
+DOCUMENTS = [README, *sorted((ROOT / ".docs" / "pages").glob("*.md"))]
+# a number with a unit, which documents show in tables only
+MEASURED = re.compile(r"\d (ms|s|seconds|GB|MB|x|times)\b")
+# not packages: what the time of a package is compared with
+FLOORS = "GEMMs alone", "bytes copied"
+
+
+class Job(NamedTuple):
+    """A line of the summary: one case of a results file, in a user's words."""
+
+    name: str
+    size: str
+    results: Path
+    workload: str
+    mode: str
+
+
+SUMMARY = [
+    Job(
+        "train a CRF: loss and gradients",
+        "32 sentences of up to 128 words, 20 tags",
+        results.LAYERS,
+        "CRF n=32 v=128 c=20, ragged mask, 2 threads",
+        "loss, forward and backward",
+    ),
+    Job(
+        "fit an HMM: 50 iterations of EM",
+        "200 sequences of 50 steps, 50 states",
+        results.LAYERS,
+        "HMM n=200 v=50 c=50, Gaussian, 2 threads",
+        "EM, 50 iterations",
+    ),
+    Job(
+        "best paths (Viterbi)",
+        "32 sequences of 512 steps, 64 states",
+        results.QUESTIONS,
+        "n=32 v=512 c=64, one matrix",
+        "viterbi",
+    ),
+    Job(
+        "log-likelihood and posteriors, one long sequence",
+        "10,000 steps, 16 states",
+        results.PEERS,
+        "n=1 v=10000 c=16, one matrix",
+        GRADIENTS,
+    ),
+    Job(
+        "log-partitions and gradients, a large batch",
+        "500 sequences of 40 steps, 200 states",
+        results.PEERS,
+        "n=500 v=40 c=200, shared bulk",
+        GRADIENTS,
+    ),
+    Job(
+        "log-partitions and gradients, a tiny batch",
+        "10 sequences of 6 steps, 40 states",
+        results.PEERS,
+        "n=10 v=6 c=40, shared bulk",
+        GRADIENTS,
+    ),
+]
+
+
+def summary() -> str:
+    """Six jobs: logchain's time, and the fastest of the packages that were measured at the same."""
+    lines = []
+    for job in SUMMARY:
+        milliseconds, ratios = _measured(job)
+        ratio, fastest = min((ratio, name) for name, ratio in ratios.items())
+        lines.append((job.name, job.size, f"{digits(milliseconds)} ms", fastest, f"{ratio:.2g} x", str(len(ratios))))
+    header = (
+        "job, float32",
+        "size",
+        "logchain",
+        "fastest other package",
+        "its time over logchain's",
+        "packages measured",
+    )
+    return _markdown(header, lines)
+
+
+def _measured(job: Job) -> tuple[float, dict[str, float]]:
+    """Logchain's time of a job in milliseconds, and the times of others over logchain's, by package."""
+    if job.results == results.PEERS:
+        cases = [
+            row for row in read(job.results, Measured) if (row.workload, row.mode, row.device) == (*job[3:], "CPU")
+        ]
+        ratios = {row.provider: row.ratio for row in cases if row.provider not in ("logchain", *FLOORS)}
+        return next(row.median_ms for row in cases if row.provider == "logchain"), ratios
+    rows = [row for row in read(job.results) if (row.workload, row.mode) == job[3:]]
+    ratios = {row.provider: row.value for row in rows if row.provider != "logchain"}
+    return next(row.value for row in rows if row.metric == "time"), ratios
 
 
 def figures() -> str:
@@ -52,14 +148,14 @@ def peers() -> str:
         if row.mode in (FORWARD, GRADIENTS) and row.device == "CPU":
             cases.setdefault((row.workload, row.mode), {})[row.provider] = row
     lines = []
-    for case, found in cases.items():
+    for case, providers in cases.items():
         ours, *floors = (
-            f"{digits(row.median_ms)} ms" if (row := found.pop(name, None)) else ""
-            for name in ("logchain", "GEMMs alone", "bytes copied")
+            f"{digits(row.median_ms)} ms" if (row := providers.pop(name, None)) else ""
+            for name in ("logchain", *FLOORS)
         )
-        ratios = sorted((row.ratio, name) for name, row in found.items())
+        ratios = sorted((row.ratio, name) for name, row in providers.items())
         fastest = "; ".join(f"{name} {ratio:.2g} x" for ratio, name in ratios[:4])
-        plain = (f"{digits(found[name].ratio)} x" if name in found else "" for name in ("torch loop", "forum"))
+        plain = (f"{digits(providers[name].ratio)} x" if name in providers else "" for name in ("torch loop", "forum"))
         lines.append((*case, ours, *floors, fastest, str(len(ratios)), *plain))
     header = "workload, float32", "mode", "logchain", "GEMMs alone", "bytes copied"
     fastest = "the fastest peers' time over logchain's"
@@ -69,32 +165,32 @@ def peers() -> str:
 def accuracy() -> str:
     """Errors of log-partitions and of posteriors, case by case."""
     metrics = ("error of a log-partition", "error of a posterior")
-    found = {(r.provider, r.workload, r.metric): r for r in read(results.ACCURACY)}
+    measured = {(r.provider, r.workload, r.metric): r for r in read(results.ACCURACY)}
 
     def cell(provider: str, case: str) -> str:
-        if (provider, case, metrics[0]) not in found:
+        if (provider, case, metrics[0]) not in measured:
             return _reason("accuracy", provider, case)
-        value = found[provider, case, "log-partition"]._replace(unit="")
-        errors = [found[provider, case, metric]._replace(unit="") for metric in metrics]
+        value = measured[provider, case, "log-partition"]._replace(unit="")
+        errors = [measured[provider, case, metric]._replace(unit="") for metric in metrics]
         texts = ["NaN" if isnan(row.value) else "< 1e-12" if 0 < row.value < 1e-12 else row.text for row in errors]
         if isinf(errors[0].value):  # one of the two is -inf, and the other is not
             texts[0] = value.text if isinf(value.value) else f"finite: {value.text}"
         return ", ".join(texts)
 
-    return _by_provider(list(found), cell)
+    return _by_provider(list(measured), cell)
 
 
 def memory() -> str:
     """Peaks over the size of the inputs."""
     ending = "over the inputs"
     rows = [row for row in read(results.MEMORY) if row.metric.endswith(ending)]
-    found = {(r.provider, f"{r.workload}: {r.mode}", r.metric): r for r in rows}
+    measured = {(r.provider, f"{r.workload}: {r.mode}", r.metric): r for r in rows}
 
     def cell(provider: str, case: str) -> str:
-        row = found.get((provider, case, f"peak of resident memory {ending}"))
+        row = measured.get((provider, case, f"peak of resident memory {ending}"))
         return row.text if row else _reason("memory", provider, *case.split(": "))
 
-    return _by_provider(list(found), cell)
+    return _by_provider(list(measured), cell)
 
 
 def _by_provider(keys: Sequence[tuple[str, str, str]], cell: Callable[[str, str], str]) -> str:
@@ -126,21 +222,30 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "peers": peers,
     "questions": questions,
+    "summary": summary,
 }
 
 
-def fill(readme: str) -> str:
-    """The README with the text between each pair of markers written anew."""
+def fill(text: str) -> str:
+    """A document with the text between each pair of markers written anew."""
     for name, table in TABLES.items():
         begin, end = f"<!-- {name}: from the results file -->\n", f"<!-- {name}: end -->"
-        head, rest = readme.split(begin)
-        readme = head + begin + table() + "\n" + end + rest.split(end)[1]
-    return readme
+        if begin in text:
+            head, rest = text.split(begin)
+            text = head + begin + table() + "\n" + end + rest.split(end)[1]
+    return text
 
 
-def update_readme() -> None:
-    """Write the README's tables."""
-    README.write_text(fill(README.read_text()))
+def prose(text: str) -> str:
+    """A document without its tables of results and its code."""
+    without_tables = re.sub(r"<!-- (\w+): from the results file -->.*?<!-- \1: end -->", "", text, flags=re.DOTALL)
+    return re.sub(r"```.*?```", "", without_tables, flags=re.DOTALL)
+
+
+def update() -> None:
+    """Write the tables of all documents."""
+    for path in DOCUMENTS:
+        path.write_text(fill(path.read_text()))
 
 
 def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -16,9 +16,9 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "results"
-PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, ON_GPU, LEFT_OUT = (
+PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT = (
     FOLDER / f"{name}.csv"
-    for name in ("cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "gpu", "left_out")
+    for name in ("cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out")
 )
 MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
 
@@ -87,34 +87,7 @@ class Measured(NamedTuple):
         return f"{digits(self.median_ms)} ms, {digits(self.ratio)} x logchain{off}"
 
 
-class OnGpu(NamedTuple):
-    """One number measured on a GPU, with its quartiles; `floor` is what it stands beside, in its unit."""
-
-    group: str
-    workload: str
-    provider: str
-    mode: str
-    precision: str
-    metric: str
-    value: float
-    unit: str
-    lower: float | None = None
-    upper: float | None = None
-    floor: float | None = None
-    note: str = ""
-    hardware: str = ""
-    versions: str = ""
-    date: str = ""
-    commit: str = ""
-
-    @property
-    def text(self) -> str:
-        """For the eye."""
-        over = f" ({self.value / self.floor:.2f} x)" if self.floor else ""
-        return f"{self.precision} {self.metric} {self.value:.4g} {self.unit}{over} {self.note}".strip()
-
-
-AnyRow = TypeVar("AnyRow", Row, Measured, OnGpu)
+AnyRow = TypeVar("AnyRow", Row, Measured)
 
 
 def digits(value: float) -> str:

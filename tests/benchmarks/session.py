@@ -1,4 +1,4 @@
-"""One process's measurements on a GPU: its clock, its time that is left, and what the device does at best.
+"""One process's measurements on a GPU: its clock, and its time that is left.
 
 Times are medians and quartiles of CUDA events; on a CPU, in a dry run, they are the host's and mean nothing.
 """
@@ -10,7 +10,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from logchain._measure import peak_bytes
-from tests.benchmarks import aside, predictions
+from tests.benchmarks import aside
 from tests.benchmarks.aside import Item, Said
 from tests.benchmarks.kept import Missing
-from tests.benchmarks.results import AnyRow
+from tests.benchmarks.results import Measured
 
 # inputs are taken in turns until together they are larger than any cache
 ROTATED = 256 * 2**20
@@ -35,23 +35,18 @@ WORDS = {"SIGALRM": "stopped, takes too long"}
 
 
 class Session:
-    """What the measurements of a process share: the device, the last moment, and the floors."""
+    """What the measurements of a process share: the device and the last moment."""
 
-    def __init__(
-        self, *, dry: bool, end: float, bandwidth: float = 0.0, rates: Mapping[str, float] | None = None
-    ) -> None:
-        self.dry = dry
+    def __init__(self, *, dry: bool, end: float) -> None:
+        self.dry, self.end = dry, end
         self.device = "cpu" if dry else "cuda"
-        self.end = end
-        self.bandwidth = bandwidth or predictions.BANDWIDTH
-        self.rates = {**predictions.RATE, **(rates or {})}
 
     @property
     def left(self) -> float:
         """Seconds."""
         return self.end - time.monotonic()
 
-    def through(self, todo: Sequence[Item], one: Callable[["Session", Item], Iterable[AnyRow]]) -> Iterator[Said]:
+    def through(self, todo: Sequence[Item], one: Callable[["Session", Item], Iterable[Measured]]) -> Iterator[Said]:
         """The rows of all items, until the time is over or the device is lost; an item that hangs ends the process."""
         if hasattr(os, "sched_setaffinity"):  # launching is no work for one core alone
             with contextlib.suppress(OSError):
@@ -139,10 +134,6 @@ class Session:
         peak = torch.cuda.max_memory_allocated() - before - sum(tensor.untyped_storage().nbytes() for tensor in kept)
         return peak
 
-    def floor(self, floor_bytes: int, multiply_adds: int, precision: str) -> float:
-        """Seconds below which no program gets, by what this device was seen to do."""
-        return max(floor_bytes / self.bandwidth, multiply_adds / self.rates[precision])
-
 
 def _quartiles(times: list[float]) -> tuple[float, float, float]:
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
@@ -160,16 +151,6 @@ def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         kept = call()
     return lambda: (graph.replay(), kept)
-
-
-@contextmanager
-def precision_of(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def hardware(dry: bool) -> str:

@@ -49,6 +49,10 @@ typedef struct {
     real *shares;                   /* (v, g, m, c), with the strides of grad_x: of forward messages; or null */
     int64_t single;                 /* x, bulk, p0 and logarithms of messages are float32, whatever is computed in */
     const void *other;              /* another chain of as many steps, sequences and states, or null */
+    /* state paths: the best, the `ranks` best, or as many that are drawn */
+    int64_t *paths;                 /* (ranks, g, m, path_steps), or (ranks, rows) where there are `starts`; -1 for no
+                                       state. Drawn ones come in as numbers in [0, 1), float64 */
+    int64_t path_steps, path_rank, path_sequence, ranks; /* path_rank, path_sequence: strides */
 } Chain;
 
 /* Places of scratch are handed out one after the other, each on its own cache lines. */

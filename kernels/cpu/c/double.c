@@ -1,6 +1,7 @@
 /* The loops in float64. */
 #define BITS 64
 #include "entropy.h"
+#include "sample.h"
 #include "stretch.h"
 
 /* Of the struct, which another language has to have the same. */

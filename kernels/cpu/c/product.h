@@ -2,6 +2,8 @@
 
        out (rows, width) = a (rows, depth) b (depth, width)
 
+   `best`: of logarithms, where sums stand for products and maxima for sums.
+
    Widths are at least LANES. The last vector of a row overlaps the one before it, so that no column is left over: what
    lies in both is computed twice. Where a product is added to what is there, widths are multiples of LANES. */
 #pragma once
@@ -32,22 +34,29 @@ typedef struct {
     const real *ahead;
 } Columns;
 
+/* Nothing, and it with one term more. */
+INLINE reals nothing(const int best) { return best ? all(-INFINITE) : (reals){0}; }
+INLINE reals with_term(const int best, reals before, reals a, reals b) {
+    return best ? larger(a + b, before) : before + a * b;
+}
+INLINE reals joined(const int best, reals a, reals b) { return best ? larger(a, b) : a + b; }
+
 /* `rows` by `vectors` registers, from row `r` on. */
-INLINE void tile(const int rows, const int vectors, const int adds, const int fetches,
-                 Product p, Columns j, int64_t r) {
+INLINE void tile(const int best, const int rows, const int vectors, const int adds,
+                 const int fetches, Product p, Columns j, int64_t r) {
     reals sum[ROWS][VECTORS];
     const real *a = p.a + r * p.a_row, *b = j.b;
     real *out = p.out + r * p.out_row + j.first;
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int k = 0; k < vectors; k++)
-            sum[i][k] = adds ? load(out + i * p.out_row + (k + 1 < vectors ? k * LANES : j.end)) : (reals){0};
+            sum[i][k] = adds ? load(out + i * p.out_row + (k + 1 < vectors ? k * LANES : j.end)) : nothing(best);
     for (int64_t d = 0; d < p.depth; d++, a += p.a_k, b += j.b_row) {
         reals columns[VECTORS];
         if (fetches) __builtin_prefetch(j.ahead + d * p.b_row);
         UNROLL for (int k = 0; k < vectors; k++) columns[k] = load(b + (k + 1 < vectors ? k * LANES : j.b_end));
         UNROLL for (int i = 0; i < rows; i++) {
             reals entry = all(a[i * p.a_row]);
-            UNROLL for (int k = 0; k < vectors; k++) sum[i][k] += entry * columns[k];
+            UNROLL for (int k = 0; k < vectors; k++) sum[i][k] = with_term(best, sum[i][k], entry, columns[k]);
         }
     }
     UNROLL for (int i = 0; i < rows; i++)
@@ -55,12 +64,12 @@ INLINE void tile(const int rows, const int vectors, const int adds, const int fe
             store(out + i * p.out_row + (k + 1 < vectors ? k * LANES : j.end), sum[i][k]);
 }
 
-INLINE void column_of_tiles(const int vectors, const int adds, Product p, Columns j) {
+INLINE void column_of_tiles(const int best, const int vectors, const int adds, Product p, Columns j) {
     int64_t r = 0;
-    if (j.ahead && p.rows >= ROWS) tile(ROWS, vectors, adds, 1, p, j, 0), r = ROWS;
-    for (; r + ROWS <= p.rows; r += ROWS) tile(ROWS, vectors, adds, 0, p, j, r);
-    for (; r + 2 <= p.rows; r += 2) tile(2, vectors, adds, 0, p, j, r);
-    if (r < p.rows) tile(1, vectors, adds, 0, p, j, r);
+    if (j.ahead && p.rows >= ROWS) tile(best, ROWS, vectors, adds, 1, p, j, 0), r = ROWS;
+    for (; r + ROWS <= p.rows; r += ROWS) tile(best, ROWS, vectors, adds, 0, p, j, r);
+    for (; r + 2 <= p.rows; r += 2) tile(best, 2, vectors, adds, 0, p, j, r);
+    if (r < p.rows) tile(best, 1, vectors, adds, 0, p, j, r);
 }
 
 /* Columns are taken VECTORS at a time, but not so that one vector alone is left over where that can be helped. */
@@ -73,13 +82,13 @@ INLINE Columns columns_from(Product p, int64_t first, int64_t vectors) {
     return (Columns){first, end, p.b + first, p.b_row, end, 0};
 }
 
-INLINE void all_tiles(const int adds, Product p) {
+INLINE void all_tiles(const int best, const int adds, Product p) {
     for (int64_t first = 0, vectors; first < p.width; first += vectors * LANES) {
         vectors = vectors_from(first, p.width);
         Columns j = columns_from(p, first, vectors);
-        if (vectors == 3) column_of_tiles(VECTORS, adds, p, j);
-        if (vectors == 2) column_of_tiles(2, adds, p, j);
-        if (vectors == 1) column_of_tiles(1, adds, p, j);
+        if (vectors == 3) column_of_tiles(best, VECTORS, adds, p, j);
+        if (vectors == 2) column_of_tiles(best, 2, adds, p, j);
+        if (vectors == 1) column_of_tiles(best, 1, adds, p, j);
     }
 }
 
@@ -90,7 +99,7 @@ enum { DEEP = BYTES * 4 };
 INLINE int is_packed(int64_t rows, int64_t width) { return rows >= 3 * ROWS && width * (int64_t)sizeof(real) >= 2048; }
 
 /* The same from copies of columns. A vector left over overlaps what is added to before it: it is made at once. */
-static void packed_tiles(const int adds, Product p) {
+INLINE void packed_tiles(const int best, const int adds, Product p) {
     real packed[DEEP * VECTORS * LANES] __attribute__((aligned(64)));
     for (int64_t done = 0; done < p.depth; done += DEEP) {
         Product part = p;
@@ -99,7 +108,7 @@ static void packed_tiles(const int adds, Product p) {
         for (int64_t first = 0, vectors; first < p.width; first += vectors * LANES) {
             vectors = vectors_from(first, p.width);
             if (vectors == 1) {
-                if (done + part.depth == p.depth) column_of_tiles(1, adds, p, columns_from(p, first, 1));
+                if (done + part.depth == p.depth) column_of_tiles(best, 1, adds, p, columns_from(p, first, 1));
                 continue;
             }
             Columns j = columns_from(part, first, vectors);
@@ -109,51 +118,67 @@ static void packed_tiles(const int adds, Product p) {
                           load(j.b + d * p.b_row + (k + 1 < vectors ? k * LANES : j.end)));
             if (first + 2 * vectors * LANES <= p.width) j.ahead = j.b + vectors * LANES;
             j.b = packed, j.b_row = vectors * LANES, j.b_end = (vectors - 1) * LANES;
-            if (vectors == 3 && (adds || done)) column_of_tiles(VECTORS, 1, part, j);
-            else if (vectors == 3) column_of_tiles(VECTORS, 0, part, j);
-            else if (adds || done) column_of_tiles(2, 1, part, j);
-            else column_of_tiles(2, 0, part, j);
+            if (vectors == 3 && (adds || done)) column_of_tiles(best, VECTORS, 1, part, j);
+            else if (vectors == 3) column_of_tiles(best, VECTORS, 0, part, j);
+            else if (adds || done) column_of_tiles(best, 2, 1, part, j);
+            else column_of_tiles(best, 2, 0, part, j);
         }
     }
 }
 
 static void multiply(Product p) {
-    if (is_packed(p.rows, p.width)) packed_tiles(0, p);
-    else all_tiles(0, p);
+    if (is_packed(p.rows, p.width)) packed_tiles(0, 0, p);
+    else all_tiles(0, 0, p);
+}
+
+/* The product of logarithms: out (r, j) = the largest a (r, k) + b (k, j). */
+static void multiply_best(Product p) {
+    if (is_packed(p.rows, p.width)) packed_tiles(1, 0, p);
+    else all_tiles(1, 0, p);
 }
 
 /* Adds the product to what is there. */
 static void multiply_add(Product p) {
-    if (is_packed(p.rows, p.width)) packed_tiles(1, p);
-    else all_tiles(1, p);
+    if (is_packed(p.rows, p.width)) packed_tiles(0, 1, p);
+    else all_tiles(0, 1, p);
 }
 
 /* One row: the sum over the depth is four, none of which waits for another. */
-INLINE void row_tile(const int vectors, int64_t depth, const real *a, const real *b, int64_t b_row, real *out,
-                     int64_t end) {
-    reals sum[4][4] = {0};
+INLINE void row_tile(const int best, const int vectors, int64_t depth, const real *a, const real *b, int64_t b_row,
+                     real *out, int64_t end) {
+    reals sum[4][4];
     int64_t d = 0;
+    UNROLL for (int part = 0; part < 4; part++) UNROLL for (int k = 0; k < vectors; k++) sum[part][k] = nothing(best);
     for (; d + 4 <= depth; d += 4)
         UNROLL for (int part = 0; part < 4; part++)
             UNROLL for (int k = 0; k < vectors; k++)
-                sum[part][k] += a[d + part] * load(b + (d + part) * b_row + (k + 1 < vectors ? k * LANES : end));
+                sum[part][k] = with_term(best, sum[part][k], all(a[d + part]),
+                                         load(b + (d + part) * b_row + (k + 1 < vectors ? k * LANES : end)));
     for (; d < depth; d++)
         UNROLL for (int k = 0; k < vectors; k++)
-            sum[0][k] += a[d] * load(b + d * b_row + (k + 1 < vectors ? k * LANES : end));
+            sum[0][k] = with_term(best, sum[0][k], all(a[d]),
+                                  load(b + d * b_row + (k + 1 < vectors ? k * LANES : end)));
     UNROLL for (int k = 0; k < vectors; k++)
-        store(out + (k + 1 < vectors ? k * LANES : end), (sum[0][k] + sum[1][k]) + (sum[2][k] + sum[3][k]));
+        store(out + (k + 1 < vectors ? k * LANES : end), joined(best, joined(best, sum[0][k], sum[1][k]), joined(best, sum[2][k], sum[3][k])));
 }
 
-static void row_times(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+INLINE void row_tiles(const int best, int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
     for (int64_t j = 0; j < width;) {
         int64_t left = vectors_of(width - j), vectors = left < 4 ? left : 4;
         int64_t end = j + vectors * LANES > width ? width - LANES - j : (vectors - 1) * LANES;
-        if (vectors == 4) row_tile(4, depth, a, b + j, b_row, out + j, end);
-        if (vectors == 3) row_tile(3, depth, a, b + j, b_row, out + j, end);
-        if (vectors == 2) row_tile(2, depth, a, b + j, b_row, out + j, end);
-        if (vectors == 1) row_tile(1, depth, a, b + j, b_row, out + j, end);
+        if (vectors == 4) row_tile(best, 4, depth, a, b + j, b_row, out + j, end);
+        if (vectors == 3) row_tile(best, 3, depth, a, b + j, b_row, out + j, end);
+        if (vectors == 2) row_tile(best, 2, depth, a, b + j, b_row, out + j, end);
+        if (vectors == 1) row_tile(best, 1, depth, a, b + j, b_row, out + j, end);
         j += vectors * LANES;
     }
+}
+
+static void row_times(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+    row_tiles(0, depth, width, a, b, b_row, out);
+}
+static void row_times_best(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+    row_tiles(1, depth, width, a, b, b_row, out);
 }
 
 /* out (width) = a (width) times the transpose of b (width, width). What two vectors of `a` share counts once. */

@@ -1,5 +1,6 @@
 /* The loops in float32. */
 #define BITS 32
+#include "sample.h"
 #include "stretch.h"
 
 /* Of the struct, which another language has to have the same. */

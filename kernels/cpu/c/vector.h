@@ -162,6 +162,25 @@ INLINE double logarithm(double a) {
     return (double)exponent * 0x1.62e42feep-1 + ((double)exponent * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));
 }
 
+/* Natural logarithms of the format, within 2 units in the last place; -inf of 0, NaN of what is negative or NaN. */
+#if BITS == 32
+#define ROOT_HALF 0x3f3504f3
+enum { LOG_TERMS = 9 };
+#else
+#define ROOT_HALF 0x3fe6a09e667f3bcd
+enum { LOG_TERMS = 21 };
+#endif
+INLINE reals logarithms(reals a) {
+    wholes tiny = a < power_of_two(1 - BIAS);
+    wholes bits = (wholes)where(tiny, a * power_of_two(FRACTION + 1), a), more = (bits - ROOT_HALF) >> FRACTION;
+    reals f = (reals)(bits - (more << FRACTION)), t = (f - 1) / (f + 1), square = t * t, series = {0};
+    reals k = __builtin_convertvector(more - (tiny & (whole)(FRACTION + 1)), reals);
+    UNROLL for (int j = LOG_TERMS; j > 1; j -= 2) series = (series + (real)1 / (real)j) * square;
+    reals log = k * LN2_HIGH + (k * LN2_LOW + 2 * t * (1 + series));
+    reals other = where(a == 0, all(-INFINITE), where(a < 0, all(__builtin_nanf("")), a));
+    return where((a > 0) & (a < INFINITE), log, other);
+}
+
 /* A sum of doubles, and what its rounding lost. */
 typedef struct { double sum, lost; } Sum;
 

@@ -1,0 +1,224 @@
+/* The best paths, by additions and maxima of logarithms:
+
+       t_i(j) = max_k (a_{i-1}(k) + log P_i(k, j))      a_i(j) = t_i(j) + (x_i(j) - max x_i), less its largest entry
+
+   The largest entry of a message is 0. Kept are the messages, for as many sequences as walk together: the state before
+   a state j is the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. */
+#pragma once
+#include "exact.h"
+
+/* Sequences of a set that walk together; topk.h has its own messages and adds choices. */
+typedef struct {
+    Walk walk;                 /* of which a, set, begin, count, width, order, wide and sums are used */
+    int64_t ranks, read;       /* paths that are kept to each state; the set and step whose matrix was read */
+    int unknown;               /* that matrix has an entry that is NaN or +inf */
+    real *logs, *turned;       /* (c, width): logarithms of it; its transpose, or one column */
+    real *messages;            /* (v, count, width), or (2, count, ranks, width) */
+    whole *choices;            /* (v, count, ranks, width): see topk.h */
+    real *best;                /* (2, ranks, LANES) */
+    double *start;             /* (2, width): log p0, and the first message */
+} Best;
+
+/* Replaces a row of weights by their logarithms; whether one is NaN or +inf. */
+static int to_logarithms(int64_t width, int logarithms_given, real *row) {
+    int64_t last = width - LANES;
+    reals end = load(row + last);
+    if (!logarithms_given) end = logarithms(end);
+    wholes bad = ~(end < INFINITE);
+    for (int64_t j = 0; j < last; j += LANES) {
+        reals logs = load(row + j);
+        if (!logarithms_given) logs = logarithms(logs);
+        bad |= ~(logs < INFINITE);
+        store(row + j, logs);
+    }
+    store(row + last, end);
+    return any(bad);
+}
+
+/* The logarithms of the matrix into a step, and their transpose where all steps have one matrix. */
+static void read_logarithms(Best *b, int64_t step) {
+    const Chain *a = b->walk.a;
+    int64_t c = a->states, width = b->walk.width, index = a->one_matrix ? 0 : step - 1;
+    const real *from = a->bulk + b->walk.set * a->bulk_set + index * a->bulk_step;
+    if (b->read == b->walk.set * a->steps + index) return;
+    b->read = b->walk.set * a->steps + index, b->unknown = 0;
+    for (int64_t k = 0; k < c; k++) {
+        real *row = b->logs + k * width;
+        widen(c, width, from + k * a->bulk_from, a->bulk_to, a->logarithms ? -INFINITE : 0, row);
+        b->unknown |= to_logarithms(width, (int)a->logarithms, row);
+    }
+    if (!a->one_matrix) return;
+    if (c >= LANES) transpose(c, b->logs, c, b->turned, c);
+    else for (int64_t k = 0; k < c * width; k++)
+        b->turned[k] = k % width < c ? b->logs[k % width * width + k / width] : -INFINITE;
+}
+
+/* The logarithms of the transitions into a state (width). */
+INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
+    const Chain *a = b->walk.a;
+    if (a->one_matrix) return b->turned + state * b->walk.width;
+    const real *from = a->bulk + b->walk.set * a->bulk_set + (step - 1) * a->bulk_step + state * a->bulk_to;
+    widen(a->states, b->walk.width, from, a->bulk_from, a->logarithms ? -INFINITE : 0, b->turned);
+    to_logarithms(b->walk.width, (int)a->logarithms, b->turned);
+    return b->turned;
+}
+
+/* The first message of a place: the sums are made in float64, where p0 may be far from 1. Whether it holds NaN. */
+static int start_best(Best *b, int64_t place, real *message) {
+    const Chain *a = b->walk.a;
+    int64_t q = sequence_of(&b->walk, place), c = a->states;
+    const real *p0 = p0_at(a, q), *x = x_at(a, b->walk.set, q, 0);
+    double *sums = b->start, high = -__builtin_inf(), top = high, most = high;
+    int bad = 0;
+    for (int64_t j = 0; j < c; j++) {
+        double weight = p0[j * a->p0_state];
+        bad |= !(x[j] < INFINITE) | !(weight < __builtin_inf()) | (!a->logarithms & (weight < 0));
+        sums[j] = a->logarithms ? weight : logarithm(weight);
+        high = sums[j] > high ? sums[j] : high;
+        top = sums[j] > -__builtin_inf() && x[j] > top ? x[j] : top;
+    }
+    high = high > -__builtin_inf() ? high : 0, top = top > -__builtin_inf() ? top : 0;
+    for (int64_t j = 0; j < c; j++) {
+        sums[j] = (sums[j] - high) + (sums[j] > -__builtin_inf() ? x[j] - top : 0);
+        most = sums[j] > most ? sums[j] : most;
+    }
+    most = most > -__builtin_inf() ? most : 0;
+    for (int64_t j = 0; j < b->walk.width; j++) message[j] = j < c ? (real)(sums[j] - most) : -INFINITE;
+    return bad;
+}
+
+/* `ranks` rows of sums with a row of x become a message; whether x holds NaN or +inf. No sum exceeds the first row. */
+INLINE int weigh_best(int64_t ranks, int64_t width, const real *x, const real *sums, real *message) {
+    real top = top_of(x, width);
+    reals high = all(-INFINITE);
+    wholes bad = {0};
+    for (int64_t k = 0; k < vectors_of(width); k++) {
+        int64_t j = start_of(k, width);
+        reals potential = load(x + j);
+        bad |= ~(potential < INFINITE);
+        high = larger(load(sums + j) + (potential - top), high);
+    }
+    real most = largest(high);
+    most = most > -INFINITE ? most : 0;
+    for (int64_t rank = 0; rank < ranks; rank++, sums += width, message += width)
+        for (int64_t k = 0; k < vectors_of(width); k++) {
+            int64_t j = start_of(k, width);
+            store(message + j, (load(sums + j) + (load(x + j) - top)) - most);
+        }
+    return any(bad);
+}
+
+/* The lowest state of the largest a + b; the entries of `a` alone where b is null. */
+INLINE int64_t lowest_best(int64_t width, const real *a, const real *b) {
+    reals high = all(-INFINITE);
+    for (int64_t k = 0; k < vectors_of(width); k++) {
+        int64_t j = start_of(k, width);
+        high = larger(b ? load(a + j) + load(b + j) : load(a + j), high);
+    }
+    real most = largest(high);
+    wholes lane, first;
+    UNROLL for (int l = 0; l < LANES; l++) lane[l] = l, first[l] = (whole)width;
+    for (int64_t k = 0; k < vectors_of(width); k++) {
+        int64_t j = start_of(k, width);
+        reals sum = b ? load(a + j) + load(b + j) : load(a + j);
+        first = lower(which(sum == most, lane + (whole)j, first), first);
+    }
+    return lowest(first);
+}
+
+INLINE int64_t *path_of(const Chain *a, int64_t q, int64_t rank) {
+    return a->paths + rank * a->path_rank + (a->starts ? a->starts[q] : q * a->path_sequence);
+}
+INLINE void no_states(int64_t first, int64_t behind, int64_t *path) {
+    for (int64_t step = first; step < behind; step++) path[step] = -1;
+}
+
+/* No states behind the end, nor in a sequence that has no path. */
+static int64_t end_path(const Chain *a, int64_t q, int possible, int64_t *path) {
+    int64_t steps = steps_of(a, q);
+    no_states(possible ? steps : 0, a->starts ? steps : a->path_steps, path);
+    return possible ? steps : 0;
+}
+
+INLINE real *best_message(const Best *b, int64_t place, int64_t step) {
+    return b->messages + (step * b->walk.count + place) * b->walk.width;
+}
+
+static void best_ahead(Best *b) {
+    Walk *w = &b->walk;
+    const Chain *a = w->a;
+    int64_t c = a->states, width = w->width, count = active(w, w->count, 0);
+    for (int64_t place = 0; place < count; place++)
+        a->lossy[sequence_of(w, place)] = (uint8_t)start_best(b, place, best_message(b, place, 0));
+    for (int64_t step = 1; step < a->steps && (count = active(w, count, step)) > 0; step++) {
+        read_logarithms(b, step);
+        for (int64_t place = 0; place < count; place += GROUP) {
+            int64_t rows = count - place < GROUP ? count - place : GROUP;
+            const real *before = best_message(b, place, step - 1), *x;
+            if (rows == 1) row_times_best(c, width, before, b->logs, width, w->sums);
+            else multiply_best((Product){rows, c, width, before, width, 1, b->logs, width, w->sums, width});
+            for (int64_t r = 0; r < rows; r++) {
+                rows_of_x(w, place + r, 1, step, &x);
+                int bad = weigh_best(1, width, x, w->sums + r * width, best_message(b, place + r, step));
+                a->lossy[sequence_of(w, place + r)] |= (uint8_t)(bad | b->unknown);
+            }
+        }
+    }
+}
+
+static void best_back(Best *b) {
+    const Walk *w = &b->walk;
+    const Chain *a = w->a;
+    for (int64_t place = 0; place < w->count; place++) {
+        int64_t q = sequence_of(w, place), last = steps_of(a, q) - 1, *path = path_of(a, q, 0), state;
+        const real *message = best_message(b, place, last);
+        state = lowest_best(w->width, message, 0);
+        int possible = !a->lossy[q] && message[state] > -INFINITE;
+        for (int64_t step = end_path(a, q, possible, path) - 1; step >= 0; step--) {
+            if (step < last)
+                state = lowest_best(w->width, best_message(b, place, step), column_of_logarithms(b, step + 1, state));
+            path[step] = state;
+        }
+    }
+}
+
+/* Sequences that walk together: as many as a tile needs where all steps have one matrix, otherwise a whole set. */
+INLINE int64_t together_best(const Chain *a, int64_t ranked) {
+    int64_t group = ranked ? 1 : GROUP;
+    return a->one_matrix && a->members > group ? group : a->members;
+}
+
+static void each_best(const Chain *a, int ranked, void walk(Best *)) {
+    int64_t width = width_of(a), size = sizeof(real), most = together_best(a, ranked);
+    char *room = a->room;
+    Best b = {.walk = {.a = a, .width = width}, .ranks = ranked ? a->ranks : 1, .read = -1};
+    b.logs = take(&room, a->states * width * size);
+    b.turned = take(&room, (a->one_matrix ? a->states : 1) * width * size);
+    b.walk.sums = take(&room, (ranked ? b.ranks : GROUP) * width * size);
+    b.walk.wide = take(&room, width * size);
+    b.start = take(&room, width * 8);
+    b.best = take(&room, 2 * b.ranks * LANES * size);
+    b.messages = take(&room, (ranked ? 2 : a->steps) * most * b.ranks * width * size);
+    if (ranked) b.choices = take(&room, a->steps * most * b.ranks * width * size);
+    for (int64_t q = a->first; q < a->last; q += b.walk.count) {
+        b.walk.set = q / a->members, b.walk.begin = q % a->members, b.walk.order = order_of(a, b.walk.set);
+        int64_t left = a->members - b.walk.begin < a->last - q ? a->members - b.walk.begin : a->last - q;
+        b.walk.count = left < most ? left : most;
+        walk(&b);
+    }
+}
+
+static void best_path(Best *b) { best_ahead(b), best_back(b); }
+
+/* The best paths, and which sequences are unknown. */
+EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) {
+    each_best(a, 0, best_path);
+    return 0;
+}
+
+INLINE int64_t room_of_best(const Chain *a, int ranked) {
+    int64_t ranks = ranked ? a->ranks : 1, kept = ranked ? a->steps + 2 : a->steps;
+    int64_t rows = 2 * a->states + 4 + (ranked ? ranks : GROUP) + kept * together_best(a, ranked) * ranks;
+    return rows * width_of(a) * (int64_t)sizeof(real) + 2 * ranks * BYTES + 9 * 64;
+}
+EXPORT int64_t EXPORTED(logchain_viterbi_room)(const Chain *a) { return room_of_best(a, 0); }

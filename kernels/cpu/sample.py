@@ -1,0 +1,29 @@
+"""`kernels.plain.sample` by the loops of the C library."""
+
+import torch
+from torch import Tensor
+
+from ..chain import Chain
+from .arguments import Call
+
+# states of so many draws go back together: DRAWS of c/sample.h
+_DRAWS = 512
+
+# multiply-adds that are worth waking a thread
+_SHARE = 2**20
+
+
+def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None, states: Tensor) -> None:
+    """See `kernels.plain.sample`; sequences one behind the other have their states (draws, steps) so too."""
+    count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
+    logs = torch.ones_like(log_norm, dtype=torch.uint8) if redone is None else redone.to(torch.uint8)
+    call = Call(chain)
+    call.point(paths=states, messages=messages, log_norm=log_norm.contiguous(), lossy=logs)
+    call.set(path_steps=states.shape[-1], path_rank=states.stride(0), ranks=count)
+    if chain.starts is None:
+        call.set(path_sequence=states.stride(2))
+    # a state that a draw comes from has a column of its own, as far as there are states
+    work = chain.v * chain.g * chain.m * chain.c * min(chain.c, count)
+    threads = max(1, min(torch.get_num_threads(), places, work // _SHARE))
+    ends = [places * i // threads for i in range(threads + 1)]
+    call.run("sample", list(zip(ends, ends[1:], strict=False)))

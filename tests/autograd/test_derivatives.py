@@ -1,0 +1,150 @@
+"""Derivatives of `logchain.product`, first and second, agree with finite differences and with a plain recursion."""
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from tests import contract
+from tests.contract import Truth
+from tests.families import FAMILIES, Chain
+
+F32, F64 = torch.float32, torch.float64
+SMALL = {"v": 4, "c": 3, "n": 2, "t": 1}
+CASES = {
+    "shared": ("dense", {}, {}),
+    "each": ("dense", {"each": True}, {}),
+    "lengths": ("dense", {"each": True}, {"lengths": [3, 1]}),
+    "misaligned": ("detour", {"v": 5}, {}),
+    "misaligned_each": ("detour", {"v": 3, "each": True}, {}),
+    "misaligned_lengths": ("detour", {"v": 5}, {"lengths": [4, 2]}),
+    "abyss": ("abyss", {"v": 5}, {}),
+    "abyss_each": ("abyss", {"v": 3, "each": True}, {}),
+    "far": ("log_far", {"v": 3}, {}),
+    "sharp": ("sharp", {}, {}),
+    "v1": ("dense", {"v": 1}, {}),
+    "v1_lengths": ("dense", {"v": 1}, {"lengths": [1, 1]}),
+    "c1": ("dense", {"c": 1}, {}),
+}
+
+
+# every entry of every derivative, or their products with random directions
+THOROUGH = pytest.mark.parametrize(
+    "fast", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fast", "thorough"]
+)
+
+
+def leaves(chain: Chain) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.clone().requires_grad_() for tensor in chain[:3])
+
+
+@THOROUGH
+@pytest.mark.parametrize(
+    ("case", "log"),
+    [
+        (case, log)
+        for log in (False, True)
+        for case, (name, *_) in CASES.items()
+        if not log or not FAMILIES[name](**SMALL).log_params
+    ],
+)
+def test_finite_differences(case, log, fast):
+    name, sizes, options = CASES[case]
+    chain = FAMILIES[name](**(SMALL | sizes))
+    chain = chain.logs() if log else chain
+
+    def value(x, bulk, p0):
+        return logchain.product(x, bulk, p0, log_params=chain.log_params, **options)
+
+    assert torch.autograd.gradcheck(value, leaves(chain), fast_mode=fast)
+    assert torch.autograd.gradgradcheck(value, leaves(chain), fast_mode=fast)
+
+
+@THOROUGH
+def test_finite_differences_of_one_matrix_for_every_step(fast):
+    chain = FAMILIES["dense"](**SMALL)
+    chain = chain._replace(bulk=chain.bulk[..., :1, :, :])
+    assert torch.autograd.gradcheck(logchain.product, leaves(chain), fast_mode=fast)
+    assert torch.autograd.gradgradcheck(logchain.product, leaves(chain), fast_mode=fast)
+
+
+@THOROUGH
+@pytest.mark.parametrize("name", ["sparse", "left_to_right", "one_dead", "bakis_jump"])
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+def test_finite_differences_around_forbidden_entries(name, log, fast):
+    """Entries that are exactly zero stay zero, so that only the others are varied."""
+    chain = FAMILIES[name](**(SMALL | {"seed": 3}))
+    chain = chain.logs() if log else chain
+    possible = logchain.product(*chain[:3], log_params=log).isfinite()
+    assert possible.any()
+    zero = -torch.inf if log else 0.0
+    hard = [chain.x.isneginf(), chain.bulk == zero, chain.p0 == zero]
+
+    def value(*varied):
+        x, bulk, p0 = (
+            torch.where(mask, original, tensor) for mask, original, tensor in zip(hard, chain[:3], varied, strict=True)
+        )
+        return logchain.product(x, bulk, p0, log_params=log)[possible]
+
+    varied = [torch.where(mask, 0.5, tensor).requires_grad_() for mask, tensor in zip(hard, chain[:3], strict=True)]
+    assert torch.autograd.gradcheck(value, varied, fast_mode=fast)
+    assert torch.autograd.gradgradcheck(value, varied, fast_mode=fast)
+
+
+def pairwise(x, bulk, p0):
+    """The definition on logarithmic parameters, one `logsumexp` per step, for finite operands."""
+    message = p0 + x[..., 0, :]
+    for i in range(1, x.shape[-2]):
+        message = torch.logsumexp(message[..., :, None] + bulk[..., i - 1, :, :], -2) + x[..., i, :]
+    return torch.logsumexp(message, -1)
+
+
+def second(function, operands, directions):
+    """The directional derivative of the gradient: covariances of the counts."""
+    operands = [operand.clone().requires_grad_() for operand in operands]
+    first = torch.autograd.grad(function(*operands).sum(), operands, create_graph=True)
+    slope = sum((gradient * direction).sum() for gradient, direction in zip(first, directions, strict=True))
+    return torch.autograd.grad(slope, operands)
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", ["dense", "detour", "abyss", "sharp", "tiny_transitions", "v2"])
+def test_second_derivatives_in_float32(name, each):
+    """The covariances with the least certain state and the least certain transition are as good as a gradient."""
+    chain = FAMILIES[name](F32, each=each).logs()
+    truth = Truth(chain)
+    directions = [torch.zeros(operand.shape) for operand in chain[:3]]
+    for i, posterior in enumerate((truth.states, truth.transitions)):
+        variance = contract.sum_to(posterior * (1 - posterior), directions[i].shape)
+        directions[i].view(-1)[variance.argmax()] = 1.0
+        found = second(lambda *operands: logchain.product(*operands, log_params=True), chain[:3], directions)
+        doubles = [tensor.double() for tensor in chain[:3]]
+        expected = second(pairwise, doubles, [direction.double() for direction in directions])
+        assert expected[i].abs().max() > 1e-3
+        for operand, gradient, covariance in zip(chain[:3], found, expected, strict=True):
+            assert gradient.dtype == F32
+            counted = chain.x[..., 0, 0].numel() if operand is not chain.x and not each else 1
+            bound = truth.gradient_bound(np.ones_like(truth.states)).max() * counted
+            assert (gradient.double() - covariance).abs().max() <= bound
+        directions[i].zero_()
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@pytest.mark.parametrize("name", ["sparse", "left_to_right", "one_dead", "impossible", "bakis_jump"])
+def test_second_derivatives_at_forbidden_entries_are_zero(name, log):
+    chain = FAMILIES[name](F32)
+    chain = chain.logs() if log else chain
+    zero = -torch.inf if log else 0.0
+    ones = [torch.ones_like(operand) for operand in chain[:3]]
+    found = second(lambda *operands: logchain.product(*operands, log_params=log), chain[:3], ones)
+    for gradient, forbidden in zip(found, (chain.x.isneginf(), chain.bulk == zero, chain.p0 == zero), strict=True):
+        assert gradient.isfinite().all() and (gradient[forbidden] == 0).all()
+
+
+def test_gradient_at_an_exact_zero_is_zero_though_a_path_would_profit():
+    x = torch.zeros(2, 2)
+    bulk = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]], requires_grad=True)
+    p0 = torch.tensor([1.0, 0.0], requires_grad=True)
+    logchain.product(x, bulk, p0).backward()
+    assert bulk.grad.tolist() == [[[0.0, 1.0], [0.0, 0.0]]]
+    assert p0.grad.tolist() == [1.0, 0.0]

@@ -1,0 +1,323 @@
+"""A random search for wrong verdicts: small chains, on the edge of what a format holds, against float64 log-sum-exp.
+
+`python -m tests.kernels.cpu.adversary SEED DRAWS` searches float32 and float64 in turn.
+"""
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import logchain
+from tests.contract import depth, gradient_bound, sum_to, value_bound
+from tests.families import Chain
+
+SEQUENCES = 64
+
+# axes of as many sequences, of which matrices own some
+BATCHES = [(64,), (64,), (8, 8), (4, 4, 4)]
+
+# nats and decades between which float64 has its edges, over those of float32
+WIDER = 8
+
+# how far below the largest entry emissions lie: about 75 nats is where they are raised, 104 where float32 ends
+NATS = [0, 0, 3, 17, 18, 20, 37, 50, 56, 69, 74, 75, 76, 87, 90, 104, 150, 300, np.inf]
+DECADES = [0, 0, -3, -8, -12, -16, -17, -20, -30, -38, -44, 3, 5, 12, 19, 25, 30, 38]
+
+
+class Drawn(NamedTuple):
+    """Chains, and the steps of each sequence or None."""
+
+    chain: Chain
+    lengths: torch.Tensor | None
+
+
+class Truth(NamedTuple):
+    """What float64 log-sum-exp says of sequences [*B], and by how much that may be wrong."""
+
+    log_norm: np.ndarray
+    states: np.ndarray  # [*B, v, c]
+    transitions: np.ndarray  # [*B, v - 1, c, c]
+    reach: tuple[np.ndarray, np.ndarray]  # where paths pass, however unlikely
+    depth: np.ndarray
+    steps: np.ndarray
+    slack: np.ndarray  # in nats: the reference's own rounding
+
+
+class Search:
+    """What a search has seen."""
+
+    def __init__(self) -> None:
+        self.chains = self.possible = self.redone = 0
+        self.wrong: list[str] = []
+        self.worst = {"value": 0.0, "x": 0.0, "bulk": 0.0, "p0": 0.0}
+
+    def __str__(self) -> str:
+        worst = ", ".join(f"{name} {ratio:.3f}" for name, ratio in self.worst.items())
+        return (
+            f"{self.chains} chains, {self.possible} possible, {self.redone} redone, {len(self.wrong)} wrong;"
+            f" worst error over its bound: {worst}"
+        )
+
+
+def search(seed: int, draws: int, dtypes=(torch.float32, torch.float64), enough: int | None = None) -> Search:
+    """What so many draws show, or those until `enough` answers are wrong."""
+    seen = Search()
+    for number in range(draws):
+        if enough is not None and len(seen.wrong) >= enough:
+            break
+        drawn = draw(np.random.default_rng((seed, number)), dtypes[number % len(dtypes)])
+        judge(drawn, seen, f"{seed} {number}", strategy="sequential")
+    return seen
+
+
+# ------------------------------------------------------------------------------------------------------------- drawing
+
+
+def draw(r: np.random.Generator, dtype: torch.dtype) -> Drawn:
+    """Chains of one size, of which most are near the edges of the format."""
+    batch = BATCHES[r.integers(len(BATCHES))]
+    c = int(r.integers(1, 10)) if r.random() < 0.95 else int(r.choice([12, 16, 17, 40]))
+    v = int(r.integers(1, 13)) if c < 10 else int(r.integers(1, 6))
+    wider = WIDER if dtype == torch.float64 and r.random() < 0.8 else 1
+    own = tuple(size if r.random() < 0.4 else 1 for size in batch)
+    if r.random() < 0.5:
+        x, bulk = _detours(r, batch, min(v, 6), c, wider)
+    else:
+        x, bulk = (
+            _emissions(r, (*batch, v, c), wider),
+            _matrices(r, (*own, 1 if r.random() < 0.3 else v - 1, c, c), wider),
+        )
+    p0 = _weights(r, (*(size if r.random() < 0.5 else 1 for size in batch), c), wider)
+    largest = float(torch.finfo(dtype).max) * 0.9
+    chain = Chain(
+        *(torch.from_numpy(array).to(dtype) for array in (x, np.minimum(bulk, largest), np.minimum(p0, largest)))
+    )
+    if r.random() < 0.25:
+        chain = chain.logs()
+        stretch = float(r.choice([1, 1, 3, 20]))
+        chain = chain._replace(bulk=chain.bulk * stretch, p0=chain.p0 * stretch)
+    lengths = torch.from_numpy(r.integers(1, x.shape[-2] + 1, batch)) if r.random() < 0.2 else None
+    return Drawn(chain, lengths)
+
+
+def _emissions(r: np.random.Generator, shape: tuple[int, ...], wider: int) -> np.ndarray:
+    kind = r.choice(["mild", "huge", "mostly equal", "levels", "of many sizes"], p=[0.35, 0.15, 0.2, 0.2, 0.1])
+    if kind == "mild":
+        x = r.normal(size=shape) * r.choice([0.3, 2, 7, 14, 25]) * wider
+    elif kind == "huge":
+        x = r.normal(size=shape) * r.choice([50, 90, 150, 300, 1e3, 1e5])
+    elif kind == "mostly equal":
+        low = r.choice([15, 40])
+        x = np.where(r.random(shape) < r.choice([0.1, 0.4]), -r.uniform(low, low + 70, shape), 0) * wider
+    elif kind == "levels":
+        x = -r.choice(r.choice(NATS, r.integers(2, 5)), shape) * wider
+    else:
+        x = r.normal(size=shape) * 10 ** r.uniform(-2, 3, (*shape[:-1], 1))
+    if r.random() < 0.3:
+        x = np.where(r.random(shape) < r.choice([0.03, 0.25, 0.6]), -np.inf, x)
+    if r.random() < 0.2:
+        x = x + r.normal(size=(*shape[:-1], 1)) * 1e4
+    return x
+
+
+def _matrices(r: np.random.Generator, shape: tuple[int, ...], wider: int) -> np.ndarray:
+    kind = r.choice(["dense", "spread", "levels", "far from 1", "two sizes"], p=[0.3, 0.3, 0.15, 0.1, 0.15])
+    found = r.random(shape)
+    if kind == "spread":
+        low, high = [(-8, 0), (-12, 0), (-20, 0), (-37, 0), (-44, 38), (-2, 30)][r.integers(6)]
+        found = 10 ** (r.uniform(low, high, shape) * wider)
+    elif kind == "levels":
+        found = _levels(r, shape, wider)
+    elif kind == "far from 1":
+        found = found * 10 ** (r.uniform(-36, 37, (*shape[:-2], 1, 1)) * wider)
+    elif kind == "two sizes":
+        found = found * 10.0 ** (r.choice([0, -10, -18, -30], shape, p=[0.4, 0.2, 0.2, 0.2]) * wider)
+    return found * _pattern(r, shape)
+
+
+def _levels(r: np.random.Generator, shape: tuple[int, ...], wider: int) -> np.ndarray:
+    decades = np.clip(r.choice(r.choice(DECADES, r.integers(1, 4)), shape) * wider, -323.0, 308.0)
+    return 10.0**decades * r.uniform(0.5, 1, shape)
+
+
+def _pattern(r: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Ones, and zeros where a matrix has structure."""
+    c, kind = (
+        shape[-1],
+        r.choice(["full", "triangular", "banded", "blocks", "hub", "random"], p=[0.3, 0.15, 0.15, 0.1, 0.1, 0.2]),
+    )
+    i, j = np.indices((c, c))
+    ones = np.ones(shape)
+    if kind == "triangular":
+        ones *= i <= j
+    elif kind == "banded":
+        ones *= (i <= j) & (j <= i + 1)
+    elif kind == "blocks":
+        ones *= i // 2 == j // 2
+    elif kind == "hub":
+        hub = r.integers(c)
+        ones *= (i == j) | (i == hub) | (j == hub)
+    elif kind == "random":
+        ones *= r.random(shape) < r.choice([0.2, 0.5, 0.8])
+    if r.random() < 0.1:
+        ones[..., r.integers(c), :] = 0
+    return ones
+
+
+def _weights(r: np.random.Generator, shape: tuple[int, ...], wider: int) -> np.ndarray:
+    kind = r.choice(["dense", "spread", "one state", "some states"], p=[0.4, 0.25, 0.2, 0.15])
+    p0 = r.random(shape)
+    if kind == "spread":
+        p0 = 10 ** (r.uniform(-44, 38, shape) * wider)
+    elif kind == "one state":
+        p0 = p0 * (np.arange(shape[-1]) == r.integers(shape[-1]))
+    elif kind == "some states":
+        p0 = p0 * (r.random(shape) < 0.5)
+    return p0
+
+
+def _detours(
+    r: np.random.Generator, batch: tuple[int, ...], v: int, c: int, wider: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Few levels and many zeros: what is lost at one step is all that is left at a later one."""
+    x = -r.choice(r.choice(NATS, 6), (*batch, v, c)) * wider
+    shape = (*batch, 1 if r.random() < 0.3 else v - 1, c, c)
+    return x, _levels(r, shape, wider) * (r.random(shape) < r.choice([0.3, 0.5, 0.7]))
+
+
+# ----------------------------------------------------------------------------------------------------------- the truth
+
+
+def _sum(array: np.ndarray, axis: int) -> np.ndarray:
+    """Log-sum-exp over an axis."""
+    top = array.max(axis, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0.0)
+    return np.log(np.exp(array - top).sum(axis)) + top.squeeze(axis)
+
+
+def truth_of(drawn: Drawn) -> Truth:
+    """Forward and backward messages in float64 logarithms, whose rounding is at most that of the largest of them."""
+    with np.errstate(all="ignore"):
+        return _truth(drawn)
+
+
+def _truth(drawn: Drawn) -> Truth:
+    chain = drawn.chain
+    x, bulk, p0 = (tensor.double().numpy() for tensor in chain[:3])
+    if not chain.log_params:
+        bulk, p0 = np.log(bulk), np.log(p0)
+    *batch, v, c = x.shape
+    bulk = np.broadcast_to(bulk, (*bulk.shape[:-3], v - 1, c, c))
+    ends = np.full(batch, v) if drawn.lengths is None else drawn.lengths.numpy()
+    there = np.arange(v) < ends[..., None]  # [*B, v]
+    ahead, behind = np.zeros_like(x), np.zeros_like(x)
+    ahead[..., 0, :] = p0 + x[..., 0, :]
+    for i in range(1, v):
+        ahead[..., i, :] = _sum(ahead[..., i - 1, :, None] + bulk[..., i - 1, :, :], -2) + x[..., i, :]
+    for i in range(v - 2, -1, -1):
+        entered = _sum(bulk[..., i, :, :] + (x[..., i + 1, :] + behind[..., i + 1, :])[..., None, :], -1)
+        behind[..., i, :] = np.where(there[..., i + 1, None], entered, 0)
+    log_norm = _sum(np.take_along_axis(ahead, ends[..., None, None] - 1, -2)[..., 0, :], -1)
+    possible = np.isfinite(log_norm)
+    norm = np.where(possible, log_norm, 0)[..., None, None]
+    passing = np.where((there & possible[..., None])[..., None], ahead + behind - norm, -np.inf)
+    pairs = ahead[..., :-1, :, None] + bulk + (x + behind)[..., 1:, None, :] - norm[..., None]
+    pairs = np.where((there & possible[..., None])[..., 1:, None, None], pairs, -np.inf)
+    states, transitions = np.exp(passing), np.exp(pairs)
+    levels = [(ahead, states), (behind, states), (x, states)]
+    if chain.log_params:
+        flat = (*transitions.shape[:-2], c * c)
+        matrices = np.broadcast_to(bulk, transitions.shape).reshape(flat)
+        levels += [
+            (np.broadcast_to(p0, (*batch, c))[..., None, :], states[..., :1, :]),
+            (matrices, transitions.reshape(flat)),
+        ]
+    sizes = [np.where(np.isfinite(array), np.abs(array), 0).max((-2, -1), initial=0) for array in (ahead, behind, x)]
+    slack = 2 * ends * (c + 8 + 2 * np.max(sizes, 0)) * 2.0**-53
+    reach = passing > -np.inf, pairs > -np.inf
+    return Truth(log_norm, states, transitions, reach, np.max([depth(*level) for level in levels], 0), ends, slack)
+
+
+# ----------------------------------------------------------------------------------------------------------- judgement
+
+
+def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1, **options) -> None:
+    """Compare value and gradients with the truth: as the contract says, and the reference's own rounding besides."""
+    chain, truth = drawn.chain, truth_of(drawn)
+    dtype, c = chain.x.dtype, chain.x.shape[-1]
+    leaves = [tensor.clone().to(device).requires_grad_() for tensor in chain[:3]]
+    with logchain.rescues() as count:
+        out = logchain.product(*leaves, log_params=chain.log_params, lengths=drawn.lengths, **options)
+    found = out.detach().double().cpu().numpy()
+    weight = np.cos(np.arange(found.size)).reshape(found.shape)
+    weight[np.abs(weight) < 0.2] = 0
+    out.backward(torch.from_numpy(weight).to(out))
+    weight = torch.from_numpy(weight).to(dtype).double().numpy()
+
+    seen.chains += found.size
+    seen.possible += int(np.isfinite(truth.log_norm).sum())
+    seen.redone += count.sequences
+    possible = np.isfinite(truth.log_norm)
+    bound = value_bound(truth.log_norm, truth.steps, c, truth.depth, dtype=dtype, k=k) + truth.slack
+    with np.errstate(all="ignore"):
+        ratio = np.where(possible, np.abs(found - truth.log_norm) / bound, np.where(np.isneginf(found), 0, np.inf))
+    _record(seen, "value", name, drawn, ratio)
+
+    states = weight[..., None, None] * truth.states
+    transitions = weight[..., None, None, None] * truth.transitions
+    reach_states, reach_pairs = truth.reach
+    for key, leaf, expected, reach in (
+        ("x", leaves[0], states, reach_states),
+        ("bulk", leaves[1], transitions, reach_pairs),
+        ("p0", leaves[2], states[..., 0, :], reach_states[..., 0, :]),
+    ):
+        steps, deep, slack = (
+            array.reshape(array.shape + (1,) * (expected.ndim - array.ndim))
+            for array in (truth.steps, truth.depth, truth.slack)
+        )
+        bound = gradient_bound(expected, steps, c, deep, dtype=dtype, k=k) + 2 * slack * np.abs(expected)
+        _record(seen, key, name, drawn, _gradient_ratio(leaf, expected, bound, reach, chain.log_params or key == "x"))
+
+
+def _gradient_ratio(
+    leaf: torch.Tensor, expected: np.ndarray, bound: np.ndarray, reach: np.ndarray, log: bool
+) -> np.ndarray:
+    """Errors over bounds of a gradient, as that of logarithms; infinite for what is not exactly 0 and has to be."""
+    found, value = leaf.grad.double().cpu().numpy(), leaf.detach().double().cpu().numpy()
+    expected, sizes, bound, reach = (sum_to(a, value.shape) for a in (expected, np.abs(expected), bound, reach))
+    shut = (np.isneginf(value) if log else value == 0) | (reach == 0)
+    if leaf.grad.numel() == 0:
+        return np.zeros(1)
+    with np.errstate(all="ignore"):
+        size = 1.0 if log else value
+        # a format may be too narrow for the gradient of a linear entry: sequences may even give inf - inf
+        largest, least = torch.finfo(leaf.dtype).max, torch.finfo(leaf.dtype).tiny
+        beyond = ~np.isfinite(found) & (bound + sizes > largest / 2 * size)
+        ratio = np.abs(found * size - expected) / (bound + 2 * least * size)
+    ratio = np.where(beyond, 0, ratio)
+    return np.where(shut, np.where(found == 0, 0, np.inf), ratio)
+
+
+def _record(seen: Search, key: str, name: str, drawn: Drawn, ratio: np.ndarray) -> None:
+    worst = np.where(np.isnan(ratio), np.inf, ratio).max(initial=0.0)
+    if worst <= 1:
+        seen.worst[key] = max(seen.worst[key], float(worst))
+        return
+    sizes = " ".join(f"{tuple(tensor.shape)}" for tensor in drawn.chain[:3])
+    kind = (
+        f"{drawn.chain.x.dtype}, log_params={drawn.chain.log_params}, {'no ' if drawn.lengths is None else ''}lengths"
+    )
+    at = np.unravel_index(np.argmax(np.where(np.isnan(ratio), np.inf, ratio)), ratio.shape)
+    seen.wrong.append(f"draw {name}: {key} at {tuple(map(int, at))} is {worst:.3g} bounds off: {sizes} {kind}")
+
+
+def _main() -> None:
+    torch.set_num_threads(1)
+    found = search(int(sys.argv[1]), int(sys.argv[2]))
+    print(*found.wrong[:50], found, sep="\n")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,223 @@
+"""The C library is compiled for every platform, needs nothing of theirs, and gets into the wheels."""
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from logchain import reference
+from logchain.kernels.cpu import library
+from logchain.kernels.cpu.arguments import Arguments
+
+# the machine for tests of a device has none of them
+lief = pytest.importorskip("lief")
+pytest.importorskip("setuptools")
+pytest.importorskip("ziglang")
+
+from logchain.kernels.cpu import build  # noqa: E402
+from tests.kernels.cpu import c_program  # noqa: E402
+
+FUNCTIONS = (
+    "forward", "backward", "redo_forward", "redo_backward", "messages", "value", "gradients", "posteriors", "size",
+    "room", "redo_room", "messages_room", "value_room", "gradients_room", "posteriors_room",
+    *(name + room for name in ("viterbi", "topk_paths", "sample") for room in ("", "_room")),
+)  # fmt: skip
+EXPORTED = {"logchain_share"} | {f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)}
+ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]
+ON_LINUX = [(name, level) for name, level in ONE_LEVEL if name.startswith("linux")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "level"), ONE_LEVEL)
+def test_a_library_exports_its_functions_and_needs_nothing(name, level, tmp_path):
+    target = build.TARGETS[name]
+    file = build.compile_library(target, level, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name] == [f"logchain-{level}{target.suffix}"]
+    binary = lief.parse(str(file))
+    exported = {symbol.name for symbol in binary.exported_functions}
+    imported = {symbol.name for symbol in binary.imported_functions}
+    needed = {getattr(one, "name", one) for one in binary.libraries}
+    if name.startswith("darwin"):
+        # a library names itself there, and has to link to the system's
+        needed -= {file.name, "/usr/lib/libSystem.B.dylib"}
+        imported -= {"dyld_stub_binder"}
+        exported = {symbol[1:] for symbol in exported} - {"_mh_dylib_header", "__dso_handle"}
+        assert binary.has_code_signature == (name == "darwin-arm64")
+    if name.startswith("linux"):
+        assert not [symbol.name for symbol in binary.dynamic_symbols if symbol.name and symbol.shndx == 0]
+    assert exported == EXPORTED
+    assert not imported
+    assert not needed
+    assert str(Path.home()).encode() not in file.read_bytes()
+    assert str(tmp_path).encode() not in file.read_bytes()
+
+
+def chain_of(dtype, c, steps=7, members=3):
+    """The fields and the buffers of a chain; emissions of the second sequence are lost."""
+    generator = np.random.default_rng(c)
+    x = generator.normal(size=(steps, members, c)).astype(dtype)
+    x[:, 1] *= 1000
+    bulk = generator.random((steps - 1, c, c)).astype(dtype) * (generator.random((steps - 1, c, c)) < 0.5)
+    bulk += np.eye(c, dtype=dtype)
+    sizes = {"steps": steps, "sets": 1, "members": members, "states": c, "last": members, "x_step": members * c}
+    strides = {"x_member": c, "bulk_step": c * c, "bulk_from": c, "bulk_to": 1, "p0_state": 1}
+    gradients = {"grad_step": members * c, "grad_member": c, "count_step": c * c}
+    empty = functools.partial(np.zeros, dtype=dtype)
+    buffers = {
+        "x": x, "bulk": bulk, "p0": np.ones(c, dtype), "messages": empty((steps, members, c)),
+        "log_norm": np.zeros(members), "sums": empty(members), "lossy": np.zeros(members, np.uint8),
+        "uncounted": np.zeros(members, np.int64),
+        "weight": np.ones(members), "grad_x": empty(x.shape), "grad_bulk": empty(bulk.shape),
+        "grad_p0": np.zeros((members, c)), "log_forward": empty(x.shape), "log_backward": empty(x.shape),
+        "room": np.zeros(2**20, np.uint8),
+    }  # fmt: skip
+    return Arguments(**sizes, **strides, **gradients), buffers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("name", "level"), ON_LINUX)
+def test_a_program_computes_the_same_on_every_cpu(name, level, dtype, tmp_path):
+    command = c_program.compile_program(build.TARGETS[name], level, tmp_path)
+    bits = np.dtype(dtype).itemsize * 8
+    for c in (1, 3, 17):
+        arguments, buffers = chain_of(dtype, c)
+        for function in ("forward", "redo_forward", "backward", "redo_backward", "messages"):
+            buffers = c_program.run(command, f"{function}{bits}", arguments, buffers)
+        x, bulk = (buffers[field].astype(float) for field in ("x", "bulk"))
+        truth = reference.marginals(x.swapaxes(0, 1), bulk[None], np.ones(c))
+        assert buffers["lossy"].tolist()[::2] == [0, 0]
+        accuracy = {"rtol": 1e-5 if bits == 32 else 1e-12, "atol": 1e-5 if bits == 32 else 1e-12}
+        np.testing.assert_allclose(buffers["log_norm"], truth.log_norm, **accuracy)
+        np.testing.assert_allclose(buffers["grad_x"], truth.states.swapaxes(0, 1), **accuracy)
+        np.testing.assert_allclose(buffers["grad_bulk"] * bulk, truth.transitions.sum(0), **accuracy)
+        np.testing.assert_allclose(buffers["grad_p0"], truth.states[:, 0], **accuracy)
+        messages = reference.forward_backward(x.swapaxes(0, 1), bulk[None], np.ones(c))
+        np.testing.assert_allclose(buffers["log_forward"], messages.forward.swapaxes(0, 1), **accuracy)
+        np.testing.assert_allclose(buffers["log_backward"], messages.backward.swapaxes(0, 1), **accuracy)
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """The module that loads, beside libraries of this machine that were compiled into a folder."""
+    build.libraries(build.this_machine(), tmp_path)
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    library.load.cache_clear()
+    yield tmp_path
+    library.load.cache_clear()
+
+
+@pytest.mark.slow
+def test_each_level_can_be_loaded(copy):
+    for level in build.this_machine().levels:
+        for bits in (32, 64):
+            assert getattr(library.load(level), f"logchain_size{bits}")() == ctypes.sizeof(Arguments)
+    assert library.library() is library.load(library.level())
+
+
+@pytest.mark.parametrize(
+    ("capability", "level"), [("AVX512", "x86_64_v4"), ("AVX2", "x86_64_v3"), ("DEFAULT", "x86_64_v2")]
+)
+def test_the_level_is_what_torch_finds(capability, level, monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    for machine in ("x86_64", "AMD64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert library.level() == level
+    for machine in ("aarch64", "arm64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert library.level() == "aarch64"
+
+
+def test_every_level_that_is_asked_for_is_compiled():
+    levels = {level for target in build.TARGETS.values() for level in target.levels}
+    assert levels == {"x86_64_v2", "x86_64_v3", "x86_64_v4", "aarch64"}
+    assert library.SUFFIX == build.this_machine().suffix
+
+
+@pytest.mark.slow
+def test_a_missing_library_says_the_command(copy):
+    for file in copy.glob("logchain-*"):
+        file.unlink()
+    with pytest.raises(ImportError, match=r"logchain-\S+: expected beside library.py, .* python kernels/cpu/build.py"):
+        library.library()
+
+
+@pytest.mark.slow
+def test_without_a_compiler_libraries_that_are_newer_than_the_sources_are_used(tmp_path, monkeypatch):
+    target, beside, into = build.this_machine(), tmp_path / "beside", tmp_path / "into"
+    into.mkdir()
+    other = into / "logchain-of_another_platform.dll"
+    other.touch()
+    files = build.libraries(target, beside)
+    monkeypatch.setattr(build, "HERE", beside)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    assert [path.read_bytes() for path in build.libraries(target, into)] == [path.read_bytes() for path in files]
+    assert not other.exists()
+    os.utime(files[0], (0, 0))
+    with pytest.raises(ModuleNotFoundError, match="pip install ziglang"):
+        build.libraries(target, into)
+
+
+def test_an_unknown_machine_is_refused(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "pdp11")
+    with pytest.raises(RuntimeError, match="the machine: expected one of linux-x86_64, .*, found .*-pdp11"):
+        build.this_machine()
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A copy of what wheels are built from."""
+    left_out = shutil.ignore_patterns(".*", "*.egg-info", "build", "logchain-*", "tests")
+    return Path(shutil.copytree(build.ROOT, tmp_path / "root", symlinks=True, ignore=left_out))
+
+
+def names(wheel):
+    """What is in its folder kernels/cpu."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name.removeprefix("logchain/kernels/cpu/") for name in archive.namelist() if "/kernels/cpu/" in name}
+
+
+def expected(target):
+    modules = {path.name for path in Path(build.__file__).parent.glob("*.py")}
+    return modules | {target.library(level) for level in target.levels}
+
+
+@pytest.mark.slow
+def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, tmp_path):
+    code = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, sdist]
+    subprocess.run(command, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
+    assert names(wheel) == expected(build.this_machine())
+
+
+@pytest.mark.slow
+def test_one_command_makes_the_wheels_of_all_platforms(root, tmp_path):
+    command = [sys.executable, "kernels/cpu/build.py", "--wheels", tmp_path / "wheels"]
+    printed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    for target in build.TARGETS.values():
+        (wheel,) = tmp_path.glob(f"wheels/logchain-*-py3-none-{target.wheel}.whl")
+        assert names(wheel) == expected(target)
+        assert str(wheel) in printed.splitlines()
+    # those of this machine lie beside the sources too: a program that is run from there finds them
+    beside = {path.name for path in (root / "kernels/cpu").glob("logchain-*")}
+    assert beside == {build.this_machine().library(level) for level in build.this_machine().levels}
+
+
+def test_an_unknown_platform_of_a_wheel_is_refused():
+    from setuptools import Distribution
+
+    command = build.Wheel(Distribution())
+    command.plat_name = "pdp11"
+    with pytest.raises(ValueError, match="--plat-name: expected one of manylinux_2_17_x86_64, .* found pdp11"):
+        command.finalize_options()

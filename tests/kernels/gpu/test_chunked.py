@@ -1,0 +1,74 @@
+"""Chains cut into segments on the Triton kernels: products of products, values alone, and when the plan cuts."""
+
+import pytest
+import torch
+
+import logchain
+from logchain import kernels as devices
+from logchain.schedules import choose
+from tests.contract import TENSOR_CORES as K
+from tests.contract import Truth, assert_values, poisoned_memory
+from tests.families import FAMILIES, dense
+
+F32, F64 = torch.float32, torch.float64
+MISALIGNED = {"detour", "left_to_right"}
+
+
+@pytest.fixture
+def cut(kernels, monkeypatch):
+    """Cuts chains into so many segments, whose products are multiplied two at a time until there are three."""
+    from logchain.kernels.gpu import chunked
+
+    def into(count):
+        monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", count))
+        return kernels
+
+    monkeypatch.setattr(chunked, "FEW", 3)
+    monkeypatch.setattr(chunked, "AGAIN", 2)
+    return into
+
+
+def assert_values_alone(chain, device):
+    """The log-partition within the contract, without gradients; how many sums were redone."""
+    truth = Truth(chain)
+    with torch.no_grad(), logchain.rescues() as seen:
+        out = logchain.product(*(tensor.to(device) for tensor in chain[:3]), log_params=chain.log_params)
+    assert_values(out, truth.log_norm, truth.value_bound(k=K))
+    return seen.outputs
+
+
+@pytest.mark.parametrize(("each", "count"), [(False, 100), (True, 2)], ids=["shared, 100", "each, 2"])
+@pytest.mark.parametrize("name", ["dense", "detour", "left_to_right", "one_dead", "offsets", "sparse"])
+def test_values_alone(name, each, count, cut):
+    device = cut(count)
+    with poisoned_memory():
+        redone = assert_values_alone(FAMILIES[name](F32, each=each, n=2, t=1, v=8, c=5), device)
+    assert (redone > 0) == (name in MISALIGNED)
+
+
+@pytest.mark.parametrize("v", [3, 4, 5, 8, 17])
+def test_values_alone_of_any_length(v, cut):
+    assert assert_values_alone(dense(F64, n=1, t=1, v=v, c=3), cut(4)) == 0
+
+
+@pytest.mark.parametrize("n", [1, 2], ids=["one sequence", "sets of two sequences"])
+def test_values_alone_with_one_matrix_for_every_step(n, cut):
+    chain = dense(F32, n=n, t=2, v=14, c=3, each=True)
+    chain = chain._replace(bulk=chain.bulk[:, :1, :1])
+    for variant in (chain, chain.logs()):
+        assert_values_alone(variant, cut(6))
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_few_long_chains_are_cut(each, monkeypatch):
+    """By the plan, which knows a GPU."""
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
+
+    def schedule(n, v, c, wanted=False, lengths=False):
+        x, p0 = (torch.empty(shape, requires_grad=wanted) for shape in ((n, v, c), (c,)))
+        return choose.of(x, torch.empty(n if each else 1, v - 1, c, c), p0, False, lengths, "auto").name
+
+    assert schedule(8, 10_000, 16) == schedule(1, 200, 16) == schedule(1, 10_000, 16, wanted=True) == "chunked"
+    assert schedule(8, 10_000, 16, lengths=True) != "chunked" != schedule(8, 8, 16)
+    # with gradients, sets of matrices wait for each other
+    assert (schedule(8, 2000, 4, wanted=True) == "chunked") == (not each)

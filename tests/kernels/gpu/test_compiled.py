@@ -1,0 +1,57 @@
+"""The configurations of kernels that need most compile for the devices they are meant for, without a device.
+
+A spilled register, or more shared memory than a program may have, is a defect; so is a `tl.dot` that was not to be
+done without tensor cores, and is.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.kernels.gpu import compile_cases
+from tests.kernels.gpu.compiled import TARGETS, reports, table
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def compiled(request, tmp_path_factory):
+    """The reports to come of the selected pairs (module, target): as many are made at a time as there are cores."""
+    cache = str(tmp_path_factory.mktemp("triton"))
+    wanted = [
+        item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == "test_no_defects"
+    ]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield {
+            (pair["module"], pair["target"]): pool.submit(reports, pair["module"], pair["target"], cache)
+            for pair in wanted
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("module", compile_cases.modules())
+def test_no_defects(compiled, module, target):
+    found = compiled[module, target].result()
+    assert found, "a module without a case"
+    names = [report.name for report in found]
+    assert len(set(names)) == len(names), "two cases of one name"
+    defects = [report for report in found if report.defect]
+    assert not defects, "\n".join(table(defects))
+
+
+@pytest.mark.slow
+def test_defects_are_seen(tmp_path):
+    found = {report.name: report.defect for report in reports("_probe", "sm_80", str(tmp_path))}
+    assert found.pop("spills").endswith(" spills")
+    assert found.pop("dies").startswith("the compiler died (exit code -6)")
+    assert found.pop("unknown argument") == "arguments missing, unknown or given twice: ['c_ptr']"
+    assert found.pop("no tensor cores") == "no tensor-core instruction"
+    assert found.pop("too large") == "262144 bytes of shared memory, 166912 are there"
+    assert found == {"fast": ""}
+
+
+def test_a_module_that_cannot_be_imported_is_said(tmp_path):
+    with pytest.raises(RuntimeError, match="No module named 'tests.kernels.gpu.compile_cases.absent'"):
+        reports("absent", "sm_80", str(tmp_path))

@@ -1,0 +1,237 @@
+"""The Triton log-semiring product keeps the contract of `logchain.matmul`, also in place and relative to tops."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from logchain import reference
+from logchain.kernels.gpu import log_matmul
+from tests import oracle
+from tests.contract import TENSOR_CORES, assert_values, of_steps, poisoned_memory, value_bound
+from tests.test_matmul import CASES, F32, F64, INF, NAN, dead, dense, depth, draw, misaligned, offsets, sparse
+
+SIZES = [(7, 5, 3), (1, 17, 1), (17, 1, 4), (33, 20, 17), (1, 33, 65), (1, 1, 1)]
+
+
+def batch(case, shape, sizes, dtype, device):
+    """Different matrices for every batch index: (*shape, m, k) and (*shape, k, n)."""
+    drawn = [draw(case, sizes, dtype, seed) for seed in range(int(np.prod(shape)))]
+    return tuple(torch.stack(each).unflatten(0, shape).to(device) for each in zip(*drawn, strict=True))
+
+
+def stack(case, shape, c, dtype, device):
+    """Square matrices (g, s, c, c): left operands of a case at the even places of a stack, right ones at the odd."""
+    g, s = shape
+    a, b = batch(case, (g, (s + 1) // 2), (c, c, c), dtype, device)
+    return torch.stack([a, b], 2).flatten(1, 2)[:, :s].contiguous()
+
+
+def truth(a, b, dtype):
+    a, b = a.double().cpu().numpy(), b.double().cpu().numpy()
+    return oracle.matmul(a, b)[0] if dtype == F64 else reference.matmul(a, b)
+
+
+def bound(a, b, expected, dtype):
+    """As of a chain of two matrices."""
+    return value_bound(expected, 2, a.shape[-1], depth(a, b, expected), dtype=dtype, k=TENSOR_CORES)
+
+
+def assert_product(out, a, b, *, factors=0.0):
+    """`out` is within the contract; `factors` is the relative error that the precision allows for each factor."""
+    dtype = F64 if F64 in (a.dtype, b.dtype) else F32
+    assert out.dtype == dtype
+    expected = truth(a, b, dtype)
+    value = bound(a.double().cpu().numpy(), b.double().cpu().numpy(), expected, dtype)
+    assert_values(out.cpu(), expected, value + 2 * factors)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [*((sizes, F32) for sizes in SIZES), (SIZES[0], F64), (SIZES[2], F64)], ids=str
+)
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_keeps_the_contract(device, case, sizes, dtype):
+    a, b = batch(case, (1, 1), sizes, dtype, device)
+    assert_product(log_matmul.forward(a, b), a, b)
+
+
+@pytest.mark.parametrize("case", [dense, misaligned, sparse])
+@pytest.mark.parametrize("c", [63, pytest.param(132, marks=pytest.mark.slow)])
+def test_results_of_several_tiles(device, case, c):
+    a, b = batch(case, (1, 1), (c, 20, c), F32, device)
+    if case is not dense:  # a part of it: what is redone takes long where kernels are interpreted
+        a[..., 2:-2, :], b[..., 2:-2] = a[..., 2:-2, :1], b[..., :1, 2:-2]
+    assert_product(log_matmul.forward(a, b), a, b)
+
+
+@pytest.mark.parametrize("case", [dense, misaligned, sparse])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_exact_on_their_rounded_inputs(device, case, dtype):
+    a, b = batch(case, (1, 2), (7, 5, 3), dtype, device)
+    assert_product(log_matmul.forward(a, b), a, b)
+    assert_product(log_matmul.forward(a, b.float()), a, b)
+    assert_product(log_matmul.forward(a.double(), b), a.double(), b)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tf32_rounds_each_factor_once(device, case):
+    a, b = batch(case, (1, 1), (33, 20, 17), F32, device)
+    torch.set_float32_matmul_precision("high")
+    try:
+        out = log_matmul.forward(a, b)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert_product(out, a, b, factors=2.0**-11)
+    if case is dense:
+        assert (out != log_matmul.forward(a, b)).any()
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_nan_stays_in_its_row_and_column(device, precision):
+    a, b = batch(misaligned, (1, 2), (18, 5, 3), F32, device)
+    a[0, 0, 1, 2] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)  # as devices write it
+    b[0, 1, 2, 1] = NAN
+    torch.set_float32_matmul_precision(precision)
+    try:
+        out = log_matmul.forward(a, b)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    wrong = torch.zeros_like(out, dtype=torch.bool)
+    wrong[0, 0, 1] = wrong[0, 1, :, 1] = True
+    assert torch.equal(out.isnan(), wrong)
+
+
+@pytest.mark.parametrize("case", [dense, misaligned])
+def test_strange_strides(device, case):
+    a, b = batch(case, (2, 2), (7, 5, 9), F32, device)
+    expected = log_matmul.forward(a, b)
+    columns = [tensor.mT.contiguous().mT for tensor in (a, b)]
+    spread = a.repeat_interleave(2, 2)[:, :, ::2], b.repeat_interleave(3, 3)[..., ::3]
+    inside_out = [tensor.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for tensor in (a, b)]
+    for left, right in (columns, spread, inside_out):
+        assert torch.equal(log_matmul.forward(left, right), expected)
+    out = expected.new_full((9, 14, 2, 2), NAN)
+    assert log_matmul.forward(a, b, out[:, ::2].permute(3, 2, 1, 0)).data_ptr() == out.data_ptr()
+    assert torch.equal(out[:, ::2].permute(3, 2, 1, 0), expected) and out[:, 1::2].isnan().all()
+    shared = a[:1, :1].expand(2, 2, 7, 5), b[:, :, :, :1].expand(2, 2, 5, 9)
+    assert torch.equal(log_matmul.forward(*shared), log_matmul.forward(*(tensor.contiguous() for tensor in shared)))
+
+
+def test_sizes_of_nothing(device):
+    for sizes in [(0, 3, 2), (2, 3, 0), (2, 0, 3)]:
+        m, k, n = sizes
+        out = log_matmul.forward(torch.zeros(2, 1, m, k, device=device), torch.zeros(2, 1, k, n, device=device))
+        assert out.shape == (2, 1, m, n) and (out == -INF).all()
+    none = torch.zeros(0, 1, 2, 2, device=device)
+    assert log_matmul.forward(none, none).shape == (0, 1, 2, 2)
+
+
+IN_PLACE = [
+    *itertools.product([dense, misaligned, sparse, dead, offsets], [((2, 5), 5), ((1, 3), 17)], [F32, F64]),
+    (dense, ((1, 4), 1), F32),
+    (misaligned, ((1, 2), 33), F32),
+    pytest.param(dense, ((1, 2), 68), F32, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("case", "sizes", "dtype"), IN_PLACE)
+def test_in_place_is_the_same_to_the_last_bit(device, case, sizes, dtype, monkeypatch):
+    """Over the left or the right operands of a stack, whose other matrices are not touched."""
+    shape, c = sizes
+    # the same tiles: the interpreter's sums are numpy's, whose order may hang on a tile's height
+    tiles = log_matmul.tiles
+    monkeypatch.setattr(log_matmul, "tiles", lambda *args, **options: tiles(*args, **options | {"plain": False}))
+    nodes = stack(case, shape, c, dtype, device)
+    pairs = shape[1] // 2
+    expected = log_matmul.forward(nodes[:, 0 : 2 * pairs : 2], nodes[:, 1::2])
+    for side in (0, 1):
+        work = nodes.clone()
+        operands = [work[:, place : 2 * pairs : 2] for place in (0, 1)]
+        with poisoned_memory():
+            assert log_matmul.forward(*operands, operands[side]) is operands[side]
+        assert_product(operands[side], nodes[:, 0 : 2 * pairs : 2], nodes[:, 1::2])
+        rest = [place for place in range(shape[1]) if place % 2 != side or place == 2 * pairs]
+        assert torch.equal(work[:, rest], nodes[:, rest])
+        if side == 0 or c <= 16:  # the transposed product adds in another order
+            torch.testing.assert_close(operands[side], expected, rtol=0, atol=0)
+
+
+def test_in_place_walks_over_more_blocks_than_programs(device):
+    a, b = batch(misaligned, (5, 5), (2, 2, 2), F32, device)
+    expected = log_matmul.forward(a, b)
+    assert torch.equal(log_matmul.forward(a, b, a), expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("case", [dense, misaligned, sparse, dead, offsets])
+@pytest.mark.parametrize("place", ["new", "left", "right"])
+def test_relative_to_tops(device, case, place, dtype):
+    a, b = batch(case, (3, 1), (17, 17, 17), dtype, device)
+    a[1], b[2] = -INF, -INF  # with nothing to be relative to
+    tops = [tensor.amax((2, 3)) for tensor in (a, b)]
+    out_top = torch.full((3, 1), -INF, dtype=dtype, device=device)
+    shifts = [torch.where(top == -INF, 0.0, top).double().cpu()[..., None, None] for top in tops]
+    relative = [tensor.double().cpu() - shift for tensor, shift in zip((a, b), shifts, strict=True)]
+    left, right = a.clone(), b.clone()
+    out = {"new": None, "left": left, "right": right}[place]
+    found = log_matmul.forward(left, right, out, a_top=tops[0], b_top=tops[1], out_top=out_top)
+    expected = truth(*relative, dtype)
+    value = bound(*(tensor.numpy() for tensor in relative), expected, dtype)
+    below = np.where(np.isfinite(expected), np.abs(expected), 0.0)  # the top
+    assert_values(found.cpu(), expected, value + of_steps(1, 0, below, dtype=dtype))
+    assert torch.equal(out_top, found.amax((2, 3)))
+
+
+def test_a_nan_has_no_part_in_the_top(device):
+    a, b = batch(dense, (1, 1), (4, 4, 4), F32, device)
+    a[0, 0, 1] = NAN
+    top, out_top = torch.zeros(1, 1, device=device), torch.full((1, 1), -INF, device=device)
+    out = log_matmul.forward(a, b, a_top=top, b_top=top, out_top=out_top)
+    assert out[0, 0, 1].isnan().all() and out_top.item() == out.nan_to_num(nan=-INF).amax().item()
+
+
+def count(a, b):
+    rescued = torch.full((1,), 5, dtype=torch.int64, device=a.device)
+    log_matmul.forward(a, b, rescued=rescued)
+    return rescued.item() - 5
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+def test_the_counter_says_what_was_redone(device, dtype):
+    a, b = batch(dense, (1, 2), (33, 5, 17), dtype, device)
+    assert count(a, b) == 0
+    assert count(*batch(misaligned, (1, 2), (33, 5, 17), dtype, device)) == 2 * 33 * 17
+    assert count(*batch(dead, (1, 2), (33, 5, 17), dtype, device)) == 0
+    a[..., 0], b[..., 0, :] = 0.0, -INF  # a large entry that meets nothing
+    a[..., 1:] -= 40.0
+    assert count(a, b) == 0
+    a[0, 1, 7, 1:] -= 40.0  # one row below what a shifted sum holds
+    assert count(a, b) == 17
+    band = torch.ones(40, 40, dtype=dtype, device=device).triu(-1).tril(1).log()[None, None]
+    assert count(band, band) == 0
+
+
+def test_the_left_to_right_zeros_stay_zeros(device):
+    band = torch.ones(20, 20, device=device).triu().tril(1).log()[None, None]
+    a = band + 60.0 * torch.arange(20, device=device)[:, None]
+    b = band - 60.0 * torch.arange(20, device=device)
+    assert_product(log_matmul.forward(a, b), a, b)
+
+
+def test_shifts_are_added_without_loss(device):
+    """The sum of the maxima has a coarser grain than what is left of it."""
+    a = torch.tensor([2.0**17, 2.0**17 - 3], device=device).view(1, 1, 1, 2)
+    for offset in (0.0077, 0.005, -0.0077):
+        b = torch.tensor([offset - 3, offset], device=device).view(1, 1, 2, 1)
+        exact = truth(a, b, F64).item()
+        assert abs(log_matmul.forward(a, b).item() - exact) <= 2.0**-8 + 1e-5  # half of its own grain
+
+
+@pytest.mark.parametrize("case", [dense, misaligned, dead])
+def test_poisoned_memory(device, case):
+    a, b = batch(case, (1, 2), (7, 5, 3), F32, device)
+    with poisoned_memory():
+        assert_product(log_matmul.forward(a, b), a, b)

@@ -1,0 +1,209 @@
+"""State paths by the kernels: the rooms agree, whatever the sizes, layouts, levels and threads."""
+
+import importlib
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+
+from logchain.autograd.paths import log_weight
+from logchain.kernels.cpu import arguments, library, team
+from logchain.kernels.cpu import sample as sample_in_c
+from logchain.kernels.plain import sample as sample_plainly
+from logchain.kernels.plain import semiring, sum_product, topk_paths
+from logchain.operands import chain_of
+from tests.contract import poisoned_memory
+from tests.families import FAMILIES
+from tests.layouts import STRANGE, poisoned, strange
+
+F32, F64 = torch.float32, torch.float64
+NAN, INF = float("nan"), float("inf")
+QUESTIONS = pytest.mark.parametrize("question", ["viterbi", "topk_paths", "sample"])
+LENGTHS = [12, 1, 7, 2, 12, 3]
+
+
+def room(name, question):
+    return importlib.import_module(f"logchain.kernels.{name}.{question}")
+
+
+def arranged(chain, lengths=None):
+    """A chain of the tests as kernels take it; lengths are those of the first batch axis."""
+    ends = None if lengths is None else torch.tensor(lengths)[:, None].expand(chain.x.shape[:-2])
+    return chain_of(*chain[:3], ends, chain.log_params)[1]
+
+
+def numbers_for(chain, steps, count=3):
+    """What `count` draws of each sequence are made of."""
+    return torch.rand(count, chain.g, chain.m, steps, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+
+def answer(where, question, chain, steps, count=3, numbers=None):
+    """The states that a room finds, and which sequences have none because of a NaN or +inf."""
+    paths = room(where, question)
+    if question == "viterbi":
+        return paths.paths(chain, steps)
+    if question == "topk_paths":
+        return paths.paths(chain, steps, count)
+    log_norm, messages, _, redone = room("cpu", "sum_product").forward(chain, keep=True, steps=chain.v)
+    states = (numbers_for(chain, steps, count) if numbers is None else numbers).clone().view(torch.int64)
+    paths.draw(chain, log_norm, messages, redone, states)
+    return states, ~(log_norm < INF)
+
+
+def assert_same(found, expected):
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@QUESTIONS
+def test_twins_have_the_same_doors(question):
+    door = "draw" if question == "sample" else "paths"
+    rooms = ["plain", "cpu", *(["gpu"] if question == "viterbi" and importlib.util.find_spec("triton") else [])]
+    assert len({inspect.signature(getattr(room(name, question), door)) for name in rooms}) == 1
+
+
+@QUESTIONS
+@pytest.mark.parametrize("c", [1, 2, 3, 4, 5, 8, 17, 33, 64])
+def test_rooms_agree_exactly(c, question):
+    for seed, (dtype, each, log, lengths) in enumerate(
+        [(F64, True, False, None), (F64, False, True, LENGTHS), (F32, False, False, LENGTHS), (F32, True, True, None)]
+    ):
+        if question == "sample" and dtype == F32:  # sums are rounded in another order
+            continue
+        chain = FAMILIES["dense"](dtype, seed, each=each, c=c, v=12, n=6, t=1)
+        chain = chain._replace(bulk=chain.bulk[..., :1, :, :]) if c % 2 else chain
+        chain.x[3, 0, 1, c // 2] = (NAN, INF, -INF, NAN)[seed]
+        problem = arranged(chain.logs() if log else chain, lengths)
+        for count in {"viterbi": [1], "topk_paths": [1, 3 if c > 8 else 40], "sample": [1, 40]}[question]:
+            found = answer("cpu", question, problem, 13, count)
+            assert_same(found, answer("plain", question, problem, 13, count))
+            assert (found[0][..., 12:] == -1).all()
+
+
+@QUESTIONS
+@pytest.mark.parametrize("name", ["sparse", "bakis_jump", "one_dead", "detour", "left_to_right", "far_start"])
+def test_rooms_agree_where_much_is_impossible(name, question):
+    chain = FAMILIES[name](F64, n=4)
+    v = chain.x.shape[-2]
+    for lengths in (None, [3, v, 2, 1]):
+        for given in (chain, chain.logs(), chain._replace(bulk=chain.bulk[..., :1, :, :])):
+            found, expected = (answer(where, question, arranged(given, lengths), v, 2) for where in ("cpu", "plain"))
+            if question == "topk_paths":  # of paths that tie for the last place, any
+                found, expected = ([states[:, :, :1], unknown] for states, unknown in (found, expected))
+            assert_same(found, expected)
+
+
+@QUESTIONS
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_threads_groups_and_blocks_change_nothing(question, each, monkeypatch):
+    """More sequences than walk together, more draws than go back together, and memory that holds NaN before."""
+    chain = FAMILIES["sparse"](F32, each=each, v=6, n=110, t=1, c=5)
+    lengths = [1 + i * i % 6 for i in range(110)]
+    problem, few = (
+        arranged(chain, lengths),
+        arranged(chain._replace(**{key: getattr(chain, key)[:1] for key in ("x", "bulk", "p0")})),
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    whole, draws = answer("cpu", question, problem, 6), answer("cpu", question, few, 6, 30 if each else 1100)
+    for module in (arguments, sample_in_c):
+        monkeypatch.setattr(module, "_SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for _ in range(2):
+        with poisoned_memory():
+            assert_same(answer("cpu", question, problem, 6), whole)
+        assert_same(answer("cpu", question, few, 6, 30 if each else 1100), draws)
+        monkeypatch.setattr(team, "_parallel", lambda: None)  # Python's threads
+    for module, name in ((sample_plainly, "_WEIGHTS"), (topk_paths, "_TERMS"), (semiring, "_TERMS")):
+        monkeypatch.setattr(module, name, 200)
+    if question != "sample":
+        assert_same(answer("plain", question, problem, 6), whole)
+    else:
+        exact = arranged(chain.to(F64), lengths)
+        assert_same(answer("plain", question, exact, 6), answer("cpu", question, exact, 6))
+
+
+@QUESTIONS
+@pytest.mark.parametrize("level", ["x86_64_v2", "x86_64_v3", "x86_64_v4"])
+def test_levels_agree(level, question, monkeypatch):
+    if library.level() == "aarch64" or library.level() < level:
+        pytest.skip("this machine has no such instructions")
+    problems = [arranged(FAMILIES["dense"](F64, c=c, each=True)) for c in (3, 17)]
+    expected = [answer("cpu", question, problem, 17) for problem in problems]
+    monkeypatch.setattr(arguments, "library", lambda: library.load(level))
+    arguments.function.cache_clear()
+    try:
+        for problem, one in zip(problems, expected, strict=True):
+            assert_same(answer("cpu", question, problem, 17), one)
+    finally:
+        arguments.function.cache_clear()
+
+
+@QUESTIONS
+@pytest.mark.parametrize("name", ["dense", "bakis_jump", "detour"])
+def test_sequences_one_behind_the_other(name, question):
+    chain = FAMILIES[name](F64, v=12, n=6, t=1)
+    chain = chain._replace(bulk=chain.bulk[..., :1, :, :])
+    chain.x[2, 0, 1, 0] = NAN
+    padded, ends = arranged(chain, LENGTHS), torch.tensor(LENGTHS)
+    inside = torch.arange(12) < ends[:, None]
+    rows = replace(padded, x=chain.x[:, 0][inside], starts=ends.cumsum(0) - ends, p0=chain.p0[0])
+    numbers = numbers_for(padded, 12)
+    expected, unknown = answer("cpu", question, padded, 12, numbers=numbers)
+    found, missing = answer("cpu", question, rows, len(rows.x), numbers=numbers[:, 0, inside].contiguous())
+    ranked = {"viterbi": expected[0], "topk_paths": expected[0].movedim(1, 0), "sample": expected[:, 0]}[question]
+    assert torch.equal(found, ranked[..., inside]) and torch.equal(missing, unknown)
+    assert (found[..., 13:20] == -1).all() and (found[..., :13] >= 0).any()
+
+
+@QUESTIONS
+@pytest.mark.parametrize("how", STRANGE)
+def test_strange_strides_and_what_lies_behind(how, question):
+    for each in (False, True):
+        chain = FAMILIES["bakis_jump"](F64, each=each)
+        assert_same(
+            answer("cpu", question, arranged(strange(chain, how)), 24), answer("cpu", question, arranged(chain), 24)
+        )
+    lengths = [3, 24, 1]
+    clean, dirty = (arranged(given, lengths) for given in (chain, poisoned(chain, lengths)))
+    assert_same(answer("cpu", question, dirty, 24), answer("cpu", question, clean, 24))
+
+
+@pytest.mark.parametrize("where", ["plain", "cpu"])
+@pytest.mark.parametrize("number", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+def test_the_ends_of_the_unit_interval(number, where):
+    """No state of weight zero is drawn."""
+    for name in ("sparse", "left_to_right", "bakis_jump", "tiny_transitions", "log_far", "one_hot"):
+        for dtype in (F32, F64):
+            chain = FAMILIES[name](dtype)
+            problem = arranged(chain)
+            numbers = torch.full((3, problem.g, problem.m, problem.v), number, dtype=F64)
+            states = answer(where, "sample", problem, problem.v, numbers=numbers)[0].view(3, *chain.x.shape[:-1])
+            weight = log_weight(*chain[:3], states, None, chain.log_params)
+            assert ((weight > -INF) == (states[..., 0] >= 0)).all() and (weight > -INF).any()
+
+
+@pytest.mark.parametrize("where", ["plain", "cpu"])
+def test_a_threshold_below_all_numbers(where):
+    """(1 - u) times the total is no float32: still no state of weight zero is drawn."""
+    _, chain = chain_of(torch.zeros(2, 1, 3), torch.ones(1, 3, 3), torch.ones(3), None, False)
+    messages = torch.tensor([[[0.0, 2.0**-100, 0.0], [0.0, 0.0, 1.0]]])[:, None]
+    states = torch.full((4, 1, 2, 1), 1 - 2.0**-53, dtype=F64).view(torch.int64)
+    room(where, "sample").draw(
+        chain, torch.zeros(1, 2, dtype=F64), messages, torch.zeros(1, 2, dtype=torch.bool), states
+    )
+    assert states.view(4, 2).tolist() == [[1, 2]] * 4
+
+
+@pytest.mark.parametrize("where", ["plain", "cpu"])
+@pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right"])
+def test_messages_that_are_logarithms_all_of_them(name, where):
+    """What a GPU keeps."""
+    draw = room(where, "sample").draw
+    for given in (FAMILIES[name](F64), FAMILIES[name](F64).logs()):
+        chain = arranged(given, [5, 1, 3])
+        log_norm, messages, _, redone = sum_product.forward(chain, keep=True, steps=chain.v)
+        logs = torch.where(redone[..., None], messages, messages.log())
+        one, other = (numbers_for(chain, 17, 50).view(torch.int64) for _ in range(2))
+        draw(chain, log_norm, messages, redone, one)
+        draw(chain, log_norm, logs, None, other)
+        assert torch.equal(one, other) and (one >= 0).any()

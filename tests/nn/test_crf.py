@@ -1,0 +1,213 @@
+"""The answers of the conditional random field are sums over all tags, wherever a mask is off."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests.nn.crfs import F32, F64, HOLES, INF, NAN, REDUCTIONS, batch, gradients, layer, seeded, turned
+
+
+def all_weights(crf, emissions, inside):
+    """Every tagging of what one mask leaves, with its log-weight: start, transitions, emissions and end, added up."""
+    start, end, transitions = (t.tolist() for t in (crf.start_transitions, crf.end_transitions, crf.transitions))
+    rows = emissions[inside].tolist()
+    weights = {}
+    for path in itertools.product(range(crf.num_tags), repeat=len(rows)):
+        terms = [row[tag] for row, tag in zip(rows, path, strict=True)]
+        terms += [transitions[a][b] for a, b in itertools.pairwise(path)]
+        terms += [start[path[0]], end[path[-1]]] if path else []
+        weights[path] = math.fsum(terms) if -INF not in terms else -INF
+    return weights
+
+
+def log_sum(values):
+    top = max(values)
+    return top + math.log(math.fsum(math.exp(value - top) for value in values)) if top > -INF else -INF
+
+
+@pytest.fixture(scope="module")
+def enumerated():
+    """A layer, emissions, tags, the masks, and every path of each sequence with its weight."""
+    crf = layer(3, batch_first=True)
+    emissions, tags, _ = batch(len(HOLES), 4, 3)
+    return crf, emissions, tags, [all_weights(crf, *pair) for pair in zip(emissions, HOLES, strict=True)]
+
+
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+def test_likelihood_and_partition_wherever_the_mask_is_off(enumerated, batch_first):
+    crf, emissions, tags, weights = enumerated
+    crf = copy.deepcopy(crf)
+    crf.batch_first = batch_first
+    inputs = turned(crf, emissions, tags, HOLES)
+    norms = [log_sum(of_one.values()) for of_one in weights]
+    chosen = [of_one[tuple(row[inside].tolist())] for of_one, row, inside in zip(weights, tags, HOLES, strict=True)]
+    norms, chosen = torch.tensor(norms, dtype=F64), torch.tensor(chosen, dtype=F64)
+    torch.testing.assert_close(crf.log_partition(inputs[0], inputs[2]), norms, rtol=0, atol=1e-13)
+    torch.testing.assert_close(crf(*inputs, reduction="none"), chosen - norms, rtol=0, atol=1e-13)
+    total = (chosen - norms).sum()
+    torch.testing.assert_close(crf(*inputs, reduction="token_mean"), total / 12, rtol=0, atol=1e-13)
+    torch.testing.assert_close(crf(*inputs, reduction="mean"), total / 6, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+def test_marginals_wherever_the_mask_is_off(enumerated, batch_first):
+    crf, emissions, _, weights = enumerated
+    crf = copy.deepcopy(crf)
+    crf.batch_first = batch_first
+    found = crf.marginals(*turned(crf, emissions, HOLES))
+    assert found.shape == turned(crf, emissions)[0].shape
+    expected = torch.zeros_like(emissions)
+    for i, of_one in enumerate(weights):
+        steps, norm = HOLES[i].nonzero()[:, 0].tolist(), log_sum(of_one.values())
+        for path, weight in of_one.items():
+            for step, tag in zip(steps, path, strict=True):
+                expected[i, step, tag] += math.exp(weight - norm)
+    torch.testing.assert_close(*turned(crf, expected), found, rtol=0, atol=1e-13)
+    assert (found[~turned(crf, HOLES)[0]] == 0).all()
+
+
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+def test_best_tags_wherever_the_mask_is_off(enumerated, batch_first):
+    crf, emissions, _, weights = enumerated
+    crf = copy.deepcopy(crf)
+    crf.batch_first = batch_first
+    emissions, mask = turned(crf, emissions, HOLES)
+    ordered = [sorted(of_one.items(), key=lambda pair: -pair[1]) for of_one in weights]
+    best = [list(pairs[0][0]) for pairs in ordered]
+    assert crf.decode(emissions, mask) == best
+    states, scores = crf.viterbi(emissions, mask)
+    assert states.shape == mask.shape and (states[~mask] == -1).all()
+    rows = states if batch_first else states.T
+    assert [row[inside].tolist() for row, inside in zip(rows, HOLES, strict=True)] == best
+    torch.testing.assert_close(scores, torch.tensor([pairs[0][1] for pairs in ordered], dtype=F64))
+    tags, scores = crf.topk(emissions, 4, mask)
+    for found, weight, pairs in zip(tags, scores.tolist(), ordered, strict=True):
+        there = len(pairs[:4])
+        assert found[:there] == [list(path) for path, _ in pairs[:4]]
+        assert weight[:there] == pytest.approx([w for _, w in pairs[:4]], abs=1e-13)
+        assert weight[there:] == [-INF] * (4 - there)
+        assert all(set(path) <= {-1} and len(path) == len(found[0]) for path in found[there:])
+
+
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+def test_draws_wherever_the_mask_is_off(enumerated, batch_first):
+    crf, emissions, _, _ = enumerated
+    crf = copy.deepcopy(crf)
+    crf.batch_first = batch_first
+    emissions, mask = turned(crf, emissions, HOLES)
+    draws = 4000
+    drawn = crf.sample(emissions, draws, mask, generator=seeded())
+    assert drawn.shape == (draws, *mask.shape) and (drawn[:, ~mask] == -1).all()
+    assert torch.equal(drawn, crf.sample(emissions, draws, mask, generator=seeded()))
+    frequencies = torch.stack([(drawn == tag).double().mean(0) for tag in range(3)], -1)
+    assert (frequencies - crf.marginals(emissions, mask)).abs().max() < 5 * 0.5 / draws**0.5
+
+
+def test_what_is_masked_has_no_influence():
+    crf = layer()
+    emissions, tags, ends = batch(6, 4, dtype=F64)
+    for mask in (ends, HOLES):
+        outside = emissions.masked_fill(~mask[..., None], NAN).requires_grad_()
+        inside = emissions.clone().requires_grad_()
+        found = crf(outside, tags.masked_fill(~mask, -100), mask, "none")
+        expected = crf(inside, tags, mask, "none")
+        assert torch.equal(found, expected)
+        ours = gradients(crf, outside, found)
+        assert all(torch.equal(*pair) for pair in zip(ours, gradients(crf, inside, expected), strict=True))
+        assert (ours[0][~mask] == 0).all() and (ours[0][mask] != 0).any()
+        assert crf.decode(outside, mask) == crf.decode(inside, mask)
+        assert torch.equal(crf.marginals(outside, mask), crf.marginals(inside, mask))
+        assert torch.equal(crf.log_partition(outside, mask), crf.log_partition(inside, mask))
+
+
+def test_forbidden_tags_and_transitions():
+    crf = layer(3)
+    emissions, _, _ = batch(2, 4, 3)
+    with torch.no_grad():
+        crf.transitions[2, 0] = crf.start_transitions[1] = crf.end_transitions[2] = -INF
+        emissions[0, 1, 0] = -INF
+    emissions.requires_grad_()
+    tags = torch.tensor([[0, 1, 1, 0], [0, 2, 0, 1]])  # the second takes the forbidden transition
+    out = crf(emissions, tags, reduction="none")
+    weights = [all_weights(crf, of_one, torch.ones(4, dtype=torch.bool)) for of_one in emissions]
+    expected = weights[0][0, 1, 1, 0] - log_sum(weights[0].values())
+    assert out[0].item() == pytest.approx(expected, abs=1e-13) and out[1] == -INF
+    found = gradients(crf, emissions, out)
+    assert all(gradient.isfinite().all() for gradient in found)
+    assert found[0][0, 1, 0] == found[1][1] == found[2][2] == found[3][2, 0] == 0
+    assert (found[0][1] == 0).all() and (found[0][0] != 0).any()
+    assert crf.decode(emissions)[0] == list(max(weights[0], key=weights[0].get))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW], ids=lambda o: o.__name__)
+def test_a_forbidden_transition_stays_so(optimizer):
+    crf = layer(3, F32)
+    emissions, tags, mask = batch(c=3, dtype=F32)
+    with torch.no_grad():
+        crf.transitions[2, 0] = -INF
+    steps = optimizer(crf.parameters(), lr=0.1)
+    possible = torch.where((tags[:, 1:] == 0) & (tags[:, :-1] == 2), 1, tags[:, 1:])
+    tags = torch.cat([tags[:, :1], possible], 1)
+    losses = []
+    for _ in range(3):
+        steps.zero_grad()
+        loss = -crf(emissions, tags, mask, "mean")
+        loss.backward()
+        steps.step()
+        losses.append(loss.item())
+    assert crf.transitions[2, 0] == -INF and crf.transitions.isneginf().sum() == 1
+    assert losses[2] < losses[1] < losses[0] < INF
+
+
+def test_where_every_path_is_impossible():
+    crf = layer(3)
+    emissions, tags, _ = batch(2, 3, 3)
+    emissions[0, 1] = -INF
+    out = crf(emissions.requires_grad_(), tags, reduction="none")
+    assert out[0] == -INF and out[1].isfinite() and crf.log_partition(emissions)[0] == -INF
+    assert all(gradient.isfinite().all() for gradient in gradients(crf, emissions, out))
+    assert crf.decode(emissions)[0] == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_one_variable(masked):
+    crf = layer()
+    emissions, tags, mask = batch(3, 1)
+    given = mask if masked else None
+    weights = emissions[:, 0] + crf.start_transitions + crf.end_transitions
+    expected = weights.log_softmax(-1).gather(-1, tags)[:, 0]
+    out = crf(emissions.requires_grad_(), tags, given, "none")
+    torch.testing.assert_close(out, expected)
+    assert (gradients(crf, emissions, out)[-1] == 0).all()  # of the transitions: each has one, for DDP
+    torch.testing.assert_close(crf.marginals(emissions, given)[:, 0], weights.softmax(-1))
+    assert crf.decode(emissions, given) == weights.argmax(-1, keepdim=True).tolist()
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_no_sequences(masked):
+    crf = layer()
+    emissions, tags, mask = batch(0, 5)
+    given = mask if masked else None
+    for reduction in REDUCTIONS:
+        out = crf(emissions.requires_grad_(), tags, given, reduction)
+        assert out.shape == ((0,) if reduction == "none" else ()) and (out == 0).all()
+        assert all((gradient == 0).all() for gradient in gradients(crf, emissions, out))
+    assert crf.decode(emissions, given) == [] and crf.marginals(emissions, given).shape == (0, 5, 4)
+    assert crf.topk(emissions, 2, given)[0] == [] and crf.sample(emissions, 3, given).shape == (3, 0, 5)
+
+
+def test_only_empty_sequences():
+    crf = layer()
+    emissions, tags, mask = batch(2, 3)
+    out = crf(emissions.requires_grad_(), tags, torch.zeros_like(mask), "token_mean")
+    assert out == 0 and all((gradient == 0).all() for gradient in gradients(crf, emissions, out))
+    assert crf.decode(emissions, torch.zeros_like(mask)) == [[], []]
+
+
+def test_one_tag():
+    crf = layer(1)
+    emissions, tags, mask = batch(c=1)
+    torch.testing.assert_close(crf(emissions, tags, mask, "none"), torch.zeros(5, dtype=F64), rtol=0, atol=1e-12)

@@ -1,0 +1,99 @@
+"""The layer behaves as a module: half precision, compilation, vmap, derivatives, copies."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from logchain.nn import LinearChainCRF
+from tests.kernels.gpu.steps import waiting_raises
+from tests.nn.crfs import F32, HOLES, batch, gradients, layer
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("parameters", ["half", "float32"])
+def test_half_precision_is_float32_inside(half, parameters):
+    crf = layer(dtype=half)
+    emissions, tags, mask = batch(dtype=half)
+    wide, exact = copy.deepcopy(crf).float(), emissions.float().requires_grad_()
+    crf = copy.deepcopy(wide) if parameters == "float32" else crf
+    out, expected = crf(emissions.requires_grad_(), tags, mask, "none"), wide(exact, tags, mask, "none")
+    assert out.dtype == F32 and torch.equal(out, expected)
+    for mine, theirs in zip(gradients(crf, emissions, out), gradients(wide, exact, expected), strict=True):
+        torch.testing.assert_close(mine.float(), theirs, rtol=torch.finfo(half).eps, atol=0)
+    assert crf.marginals(emissions, mask).dtype == F32
+    assert crf.decode(emissions, mask) == wide.decode(exact, mask)
+
+
+def test_autocast_changes_nothing():
+    crf = layer(dtype=F32)
+    emissions, tags, mask = batch(dtype=F32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = crf(emissions, tags, mask)
+    assert torch.equal(found, crf(emissions, tags, mask))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_compiled_without_a_break(masked):
+    crf = layer()
+    emissions, tags, ends = batch(6, 4)
+    for mask in (ends, HOLES) if masked else (None,):
+        leaf = emissions.clone().requires_grad_()
+        compiled = torch.compile(crf, fullgraph=True, backend="aot_eager")
+        out, expected = compiled(leaf, tags, mask, "none"), crf(leaf, tags, mask, "none")
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+        pairs = zip(gradients(crf, leaf, out), gradients(crf, leaf, expected), strict=True)
+        assert all((mine - theirs).abs().max() < 1e-13 for mine, theirs in pairs)
+
+
+def test_under_vmap():
+    crf = layer()
+    emissions, tags, _ = batch(6, 4)
+    likelihood = torch.func.vmap(lambda *one: crf(*(tensor[None] for tensor in one)))
+    torch.testing.assert_close(likelihood(emissions, tags, HOLES), crf(emissions, tags, HOLES, "none"))
+
+
+def test_derivatives():
+    crf = layer(2)
+    emissions, tags, _ = batch(3, 3, 2)
+    mask = HOLES[1:4, :3]
+
+    def likelihood(emissions, start, end, transitions):
+        parameters = {"start_transitions": start, "end_transitions": end, "transitions": transitions}
+        return torch.func.functional_call(crf, parameters, (emissions, tags, mask, "none"))
+
+    leaves = [tensor.detach().requires_grad_() for tensor in (emissions, *crf.parameters())]
+    assert torch.autograd.gradcheck(likelihood, leaves)
+    assert torch.autograd.gradgradcheck(likelihood, leaves)
+
+
+def test_copies_and_pickles():
+    crf = layer(5, batch_first=True)
+    emissions, tags, mask = batch(c=5)
+    expected = crf(emissions, tags, mask)
+    for other in (copy.deepcopy(crf), pickle.loads(pickle.dumps(crf))):
+        assert torch.equal(other(emissions, tags, mask), expected) and other.batch_first
+        assert not {p.data_ptr() for p in other.parameters()} & {p.data_ptr() for p in crf.parameters()}
+    assert crf.to(F32)(emissions.float(), tags, mask).dtype == F32
+
+
+def test_repr():
+    assert repr(LinearChainCRF(5, batch_first=True)) == "LinearChainCRF(num_tags=5, batch_first=True)"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device")
+def test_the_loss_does_not_wait_for_the_device():
+    crf = layer(dtype=F32)
+    emissions, tags, ends = batch(6, 4, dtype=F32)
+    device = copy.deepcopy(crf).cuda()
+    for mask in (None, ends, HOLES):
+        expected = crf(emissions, tags, mask)
+        inputs = [None if tensor is None else tensor.cuda() for tensor in (emissions, tags, mask)]
+        device(*inputs).backward()  # whatever happens once
+        torch.cuda.synchronize()
+        with waiting_raises():
+            found = device(*inputs)
+            found.backward()
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-4)

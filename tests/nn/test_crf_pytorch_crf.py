@@ -1,0 +1,71 @@
+"""The layer is pytorch-crf's where that has an answer: likelihoods, gradients, best tags, parameters."""
+
+import copy
+
+import pytest
+import torch
+
+from logchain.nn import LinearChainCRF
+from tests.contract import of_steps, ulp
+from tests.nn.crfs import F32, F64, REDUCTIONS, batch, gradients, layer, turned
+
+# what pytorch-crf itself provokes
+TORCHCRF = pytest.mark.filterwarnings("ignore:where received a uint8 condition tensor")
+
+
+def peer(crf):
+    torchcrf = pytest.importorskip("torchcrf", exc_type=ImportError)
+    other = torchcrf.CRF(crf.num_tags, batch_first=crf.batch_first).to(crf.transitions.dtype)
+    other.load_state_dict(crf.state_dict())
+    return other
+
+
+@TORCHCRF
+@pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.uint8], ids=str)
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_the_log_likelihood_of_pytorch_crf(dtype, batch_first, mask_dtype):
+    crf = layer(dtype=dtype, batch_first=batch_first)
+    emissions, tags, mask = batch(dtype=dtype)
+    mask = None if mask_dtype is None else mask.to(mask_dtype)
+    inputs = turned(crf, emissions.requires_grad_(), tags, mask)
+    exact, wide = peer(copy.deepcopy(crf).double()), emissions.detach().double().requires_grad_()
+    truth = turned(crf, wide)
+    for reduction in REDUCTIONS:
+        ours, theirs = crf(*inputs, reduction=reduction), exact(*truth, *inputs[1:], reduction=reduction)
+        assert ours.dtype == dtype and ours.shape == theirs.shape
+        size = 5 if reduction == "sum" else 1
+        allowed = size * (of_steps(7, 6, dtype=dtype) + ulp(torch.tensor(64.0).numpy(), dtype))
+        assert (ours.double() - theirs).abs().max() <= allowed
+        pairs = zip(gradients(crf, emissions, ours), gradients(exact, wide, theirs), strict=True)
+        for mine, expected in pairs:
+            assert mine.dtype == dtype and mine.shape == expected.shape
+            assert (mine.double() - expected).abs().max() <= size * (1e-5 if dtype == F32 else 1e-12)
+
+
+@TORCHCRF
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+def test_the_best_tags_of_pytorch_crf(batch_first, masked):
+    crf = layer(batch_first=batch_first)
+    emissions, _, mask = batch()
+    inputs = turned(crf, emissions, mask if masked else None)
+    found = crf.decode(*inputs)
+    assert found == peer(crf).decode(*inputs)
+    assert [len(tags) for tags in found] == (mask.sum(1).tolist() if masked else [7] * 5)
+    assert all(type(tag) is int for tags in found for tag in tags)
+
+
+def test_parameters_of_pytorch_crf():
+    torchcrf = pytest.importorskip("torchcrf", exc_type=ImportError)
+    torch.manual_seed(3)
+    theirs = torchcrf.CRF(6)
+    torch.manual_seed(3)
+    ours = LinearChainCRF(6)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+    ours.reset_parameters()
+    assert not torch.equal(ours.transitions, theirs.transitions) and ours.transitions.abs().max() <= 0.1
+    theirs.load_state_dict(ours.state_dict())
+    assert torch.equal(ours.transitions, theirs.transitions)

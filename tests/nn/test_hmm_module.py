@@ -1,0 +1,35 @@
+"""`logchain.nn.HMM` behaves as a module, beside what all models do: half precision, compilation, gradients."""
+
+import copy
+
+import pytest
+import torch
+
+from logchain.nn import Categorical
+from tests.nn.hmms import F64, LENGTHS, V, array, categories, close, random_hmm
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_parameters_are_computed_with_in_float32(dtype):
+    hmm, data = random_hmm().to(dtype), categories(5, V)
+    found = hmm.log_prob(data)
+    assert found.dtype == torch.float32
+    close(found, array(copy.deepcopy(hmm).double().log_prob(data)), atol=1e-5)
+    found.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in hmm.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"initial": "stationary"}], ids=str)
+def test_compiled_whole(options):
+    hmm, data = random_hmm(**options), categories(5, V)
+    ends = torch.tensor(LENGTHS)
+    compiled = torch.compile(hmm.log_prob, fullgraph=True, backend="aot_eager")
+    close(compiled(data, lengths=ends), array(hmm.log_prob(data, lengths=ends)))
+
+
+def test_every_parameter_has_a_gradient():
+    """Which data-parallel training asks for."""
+    for hmm in (random_hmm(), random_hmm(initial="stationary"), random_hmm("gaussian", num_features=None)):
+        data = categories(5, V) if isinstance(hmm.emission, Categorical) else torch.randn(5, V, dtype=F64)
+        hmm(data).sum().backward()
+        assert all(parameter.grad is not None for parameter in hmm.parameters())

@@ -1,0 +1,183 @@
+"""Every backend keeps the accuracy contract in every schedule: torch's operations, loops in C, Triton's kernels."""
+
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from logchain.schedules import budget, choose
+from tests import contract
+from tests.contract import TENSOR_CORES, Truth, assert_contract, drawn, poisoned_memory
+from tests.families import FAMILIES, PAIRS, Chain, dense
+from tests.kernels.cpu import adversary
+from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, strange
+
+F32, F64 = torch.float32, torch.float64
+BACKENDS = ("cpu", "plain", "gpu")
+SCHEDULES = ("sequential", "chunked", "tree", "checkpoints")
+
+# what shifted sums get wrong, or is impossible
+HARD = ["dense", "detour", "left_to_right", "one_dead", "sparse", "log_far"]
+
+EACH = pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+
+
+class Where(NamedTuple):
+    """A backend, a schedule, and the options of the contract for them."""
+
+    backend: str
+    schedule: str
+    options: dict
+
+    def assert_contract(self, chain: Chain, lengths=None, **options) -> None:
+        assert_contract(chain, lengths, **self.options, **options)
+
+    def family(self, name: str, dtype=F32, each: bool = False, log: bool = False) -> tuple[Chain, Truth]:
+        """A family's chain, of few small sequences where kernels are interpreted, and its truth."""
+        if self.backend != "gpu":
+            return drawn(name, dtype, each, log)
+        sizes = {"n": 2, "t": 1} | ({} if name[-1].isdigit() else {"v": 5, "c": 4})
+        chain = FAMILIES[name](dtype, each=each, **sizes)
+        chain = chain.logs() if log else chain
+        return chain, Truth(chain)
+
+
+def options_of(schedule: str, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """The options of `product` for a schedule, whose segments are of few steps."""
+    if schedule == "chunked":
+        monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", 3))
+        return {}
+    if schedule == "checkpoints":
+        monkeypatch.setattr(budget, "every_within", lambda *_: 2)
+        return {"memory_budget": 1}
+    return {"strategy": schedule}
+
+
+@pytest.fixture(params=product(BACKENDS, SCHEDULES), ids="-".join)
+def where(request, monkeypatch) -> Where:
+    """Every schedule of every backend, or those of an indirect parameter."""
+    backend, schedule = request.param
+    options = options_of(schedule, monkeypatch)
+    if backend == "gpu":
+        options |= {"device": request.getfixturevalue("kernels"), "k": TENSOR_CORES}
+    if backend == "plain":
+        request.getfixturevalue("plain")
+    return Where(backend, schedule, options)
+
+
+def families() -> list:
+    """All choices of dtype, `each` and `log` on a CPU's own backend, elsewhere one for each family, in turn."""
+    choices, found = PAIRS.args[1], []
+    for (backend, schedule), (i, name) in product(product(BACKENDS, SCHEDULES), enumerate(FAMILIES)):
+        marks = [pytest.mark.slow] if backend == "gpu" and schedule != "sequential" and name not in HARD else []
+        if (backend, name) != ("gpu", "c301"):  # takes an interpreter minutes
+            for choice in choices if backend == "cpu" else [choices[i % len(choices)]]:
+                words = [backend, schedule, name, *(str(word) for word in choice)]
+                found.append(pytest.param((backend, schedule), name, *choice, marks=marks, id="-".join(words)))
+    return found
+
+
+@pytest.mark.parametrize(("where", "name", "dtype", "each", "log"), families(), indirect=["where"])
+def test_every_family(where, name, dtype, each, log):
+    chain, truth = where.family(name, dtype, each, log)
+    where.assert_contract(chain, truth=truth)
+
+
+@pytest.mark.parametrize("name", ["sparse", "detour", "dense", "one_dead"])
+def test_one_matrix_for_every_step(name, where):
+    chain, _ = where.family(name, F32)
+    where.assert_contract(chain._replace(bulk=chain.bulk[..., 1:2, :, :]))
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+def test_batch_axes_broadcast(steps, where):
+    for i, batches in enumerate(BATCHES):
+        chain = broadcast(batches, steps).to(F32)
+        if where.backend == "cpu":
+            where.assert_contract(chain)
+            where.assert_contract(chain.logs())
+        elif where.backend == "plain" or i % 5 == steps[0] % 5:
+            where.assert_contract(chain.logs() if i % 2 else chain)
+
+
+@pytest.mark.parametrize("lengths", [[5, 1, 3], [[5, 5], [1, 2], [4, 3]], [2, 2, 2]], ids=str)
+@EACH
+def test_lengths(lengths, each, where):
+    for name in HARD[:2] if where.backend == "gpu" else HARD:
+        where.assert_contract(FAMILIES[name](F32, each=each, v=5, c=4), lengths)
+        if where.backend != "gpu":
+            where.assert_contract(FAMILIES[name](F64, each=each, v=5, c=3), torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@EACH
+def test_nan_behind_an_end_has_no_influence(log, each, where):
+    chain = dense(F32, v=6, c=3, each=each)
+    contract.assert_nothing_behind_matters(chain.logs() if log else chain, [3, 5, 1], **where.options)
+
+
+@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+def test_nan_stays_in_its_sequence(operand, where):
+    for name in ["sparse"] if where.backend == "gpu" else ["dense", "left_to_right", "sparse"]:
+        contract.assert_nan_stays(where.family(name, F32, each=True), operand, **where.options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_exact_on_their_rounded_inputs(dtype, where):
+    chain, _ = where.family("sharp", dtype)
+    for same in (chain, chain.logs(), chain._replace(bulk=chain.bulk[..., :1, :, :].float(), p0=chain.p0.float())):
+        where.assert_contract(same)
+
+
+@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+def test_one_float64_operand_makes_the_arithmetic_wide(operand, where):
+    chain, _ = where.family("dense", F32)
+    where.assert_contract(chain._replace(**{operand: getattr(chain, operand).double()}))
+
+
+@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x p0"])
+@EACH
+def test_only_wanted_gradients(wanted, each, where):
+    for name in ["one_dead"] if where.backend == "gpu" else ["dense", "bakis_jump", "one_dead"]:
+        chain, truth = where.family(name, F32, each)
+        where.assert_contract(chain, wanted=wanted, truth=truth)
+
+
+@EACH
+def test_nothing_is_read_before_it_is_written(each, where):
+    for name in ["sparse"] if where.backend == "gpu" else HARD:
+        chain, truth = where.family(name, F32, each)
+        with poisoned_memory():
+            where.assert_contract(chain, truth=truth)
+            where.assert_contract(FAMILIES[name](F32, each=each, n=2, v=5, c=4), [1, 5])
+
+
+@EACH
+def test_strange_strides(each, where):
+    for how in STRANGE[:1] if where.backend == "gpu" else STRANGE:
+        chain, _ = where.family("sparse", F32, each)
+        where.assert_contract(strange(chain, how))
+
+
+def test_expanded_operands(where):
+    chain = dense(F32, n=1, t=1, v=5, c=3)
+    where.assert_contract(chain._replace(x=chain.x.expand(3, 2, -1, -1), p0=chain.p0.expand(3, 2, -1)))
+    where.assert_contract(chain._replace(bulk=chain.bulk[..., :1, :, :].expand(-1, -1, 4, -1, -1)))
+
+
+def search(where: Where, dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch) -> adversary.Search:
+    """What random chains at the edges of a format show, four sequences at a time."""
+    monkeypatch.setattr(adversary, "BATCHES", [(4,), (2, 2)])
+    seen = adversary.Search()
+    for number in range(count):
+        random = np.random.default_rng((7, number))
+        adversary.judge(adversary.draw(random, dtype), seen, f"7 {number}", **where.options)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_random_chains(dtype, where, monkeypatch):
+    seen = search(where, dtype, 12 if where.backend == "gpu" else 60, monkeypatch)
+    assert not seen.wrong, "\n".join(seen.wrong)
