@@ -147,6 +147,8 @@ def test_divergence_where_one_forbids_what_the_other_does():
     p, q = small(0, False), small(1, True)
     assert logchain.kl_divergence(tuple(p), tuple(q)) == INF
     assert logchain.kl_divergence(tuple(q), tuple(p)) < INF
+    for index in range(3):  # each operand alone
+        assert logchain.kl_divergence(tuple(p), (*p[:index], q[index], *p[index + 1 :])) == INF
     assert logchain.kl_divergence(tuple(q), tuple(q)).abs() < 1e-14
     impossible = [torch.full_like(p[0], -INF), *p[1:]]
     assert logchain.kl_divergence(tuple(impossible), tuple(p)) == 0
