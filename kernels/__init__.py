@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-# who computes on a GPU, on a CPU, and elsewhere; what is native is there where numba is
+# who computes on a GPU, on a CPU, and elsewhere; a CPU's products of two matrices are torch's, whose own are faster
 _MODULES = {
     "chain": ("gpu.sum_product", "cpu.sum_product", "plain.sum_product"),
     "chunked": ("gpu.chunked", "chunked", "chunked"),
@@ -20,7 +20,7 @@ _MODULES = {
     "paths": ("plain.topk_paths", "cpu.topk_paths", "plain.topk_paths"),
     "draw": ("plain.sample", "cpu.sample", "plain.sample"),
     "log_matmul": ("gpu.matmul", "plain.matmul", "plain.matmul"),
-    "tree": ("gpu.product", "native_tree", "plain.product"),
+    "stack": ("gpu.product", "cpu.product", "plain.product"),
 }
 
 _NOTHING = nullcontext()
@@ -34,20 +34,6 @@ def on_gpu(tensor: Tensor) -> bool:
 def in_c(tensor: Tensor) -> bool:
     """Whether the loops in C compute for it."""
     return tensor.is_cpu and not on_gpu(tensor)
-
-
-def in_numba(tensor: Tensor) -> bool:
-    """Whether loops that numba compiles may compute for it."""
-    return in_c(tensor) and _numba()
-
-
-@cache
-def _numba() -> bool:
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def arithmetic_on(tensor: Tensor) -> AbstractContextManager[None]:
@@ -65,8 +51,6 @@ def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
 def _module(question: str, tensor: Tensor) -> ModuleType:
     gpu, cpu, other = _MODULES[question]
     name = gpu if on_gpu(tensor) else cpu if tensor.is_cpu else other
-    if name.startswith("native") and not in_numba(tensor):
-        name = other
     return import_module(f"{__name__}.{name}")
 
 
@@ -127,15 +111,6 @@ def log_matmul_kernels(tensor: Tensor) -> ModuleType:
     return _module("log_matmul", tensor)
 
 
-def tree_kernels(tensor: Tensor) -> ModuleType:
-    """`Nodes` of a product tree and their `Arithmetic`, see `kernels.plain.product`."""
-    return _module("tree", tensor)
-
-
-def fold_kernels(whole: Tensor) -> ModuleType | None:
-    """`product` and `gradient` of stacks (g, s, c, c) of small matrices, see `kernels.native_product`, if there are."""
-    if in_numba(whole):
-        from . import native_product
-
-        return native_product if native_product.folds(whole) else None
-    return None
+def stack_kernels(tensor: Tensor) -> ModuleType:
+    """`product` of stacks of matrices, their prefixes and gradients, see `kernels.tree`."""
+    return _module("stack", tensor)

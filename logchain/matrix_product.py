@@ -8,7 +8,7 @@ from .autograd.products import log_product
 
 
 def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
-    r"""`log(exp(M_1) exp(M_2) ... exp(M_s))`: all products of a stack of matrices of logarithms, in a tree.
+    r"""`log(exp(M_1) exp(M_2) ... exp(M_s))`: the product of a stack of matrices of logarithms.
 
     Args:
         stack: `[..., s, c, c]` logarithms (nats), at least one matrix; -inf is zero. Rows are `from`, columns `to`.
@@ -19,20 +19,19 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
         float32); exactly -inf where every path is impossible. The gradient of an entry is its expected use by the
         paths, exactly 0 where it is -inf. It can be differentiated twice.
 
-    Neighbours are multiplied in pairs, then those products, and so on; an odd last one waits for its turn. The scale of
-    each product is kept apart in float64 and added last, and what a shifted sum cannot represent is computed again by
-    the pairwise maximum (see `logchain.rescues`). On a CPU with numba, stacks of up to 64 states that
-    linear numbers can hold are multiplied from the left instead, in one compiled loop. For one number per sequence,
-    `logchain.product` takes `c` times less.
+    On a GPU neighbours are multiplied in pairs, then those products, and so on; an odd last one waits for its turn. A
+    CPU multiplies a stack from the left, in linear numbers of which each row has a scale of its own. Scales are added
+    in float64, and what linear numbers cannot represent is computed again in logarithms (see `logchain.rescues`).
+    For one number per sequence, `logchain.product` takes `c` times less.
 
     Raises:
         TypeError: `stack` is not a floating tensor, or `inplace` no bool.
         ValueError: the matrices are not square, there is none, or `inplace` cannot be.
 
-    Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps, `s` in the loop; four times that
-    with the backward pass, which multiplies again. Memory beyond operands, result and gradients: half a stack, none
-    with `inplace`; one stack in the backward pass. Batch axes that cannot be joined without a copy (permuted ones) cost
-    that copy.
+    Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps, `s` on a CPU; four times that with
+    the backward pass, which multiplies again. Memory beyond operands, result and gradients: at most half a stack, and a
+    copy of what is computed again, none of them with `inplace`; one stack in the backward pass. Batch axes that cannot
+    be joined without a copy (permuted ones) cost that copy.
 
     Source: S. S. Hassan, S. Särkkä, Á. F. García-Fernández, "Temporal parallelization of inference in hidden Markov
     models" (arXiv:2102.05743). Definition: `logchain.reference.matrix_product`.

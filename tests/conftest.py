@@ -1,6 +1,5 @@
 """Kernels run on the device where there is one, otherwise in Triton's interpreter on CPU tensors."""
 
-import contextlib
 import importlib.util
 import os
 import sys
@@ -13,13 +12,6 @@ INTERPRETED = os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_ava
 
 # what Triton's interpreter can imitate, see `tests.kernels.gpu.interpreter`
 HARDWARE = ("truncating", "fmax", "ftz", "shuffled")
-
-# the loops that numba compiles, where it is not installed or refuses its surroundings
-collect_ignore_glob = ["test_native_*.py"]
-with contextlib.suppress(ImportError):
-    import numba  # noqa: F401
-
-    collect_ignore_glob = []
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core to itself
     torch.set_num_threads(1)

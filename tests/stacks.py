@@ -81,6 +81,10 @@ def mixed(normal, uniform, g, s, c, _):
     return stack
 
 
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def draw(name, s, c, dtype=F32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)  # noqa: E731
@@ -161,12 +165,3 @@ def assert_contract(stack, *functions, device="cpu", gradient=True, k=1):
         outputs = c * c * (1 if last else s)
         allowed = gradient_bound(sizes, s, c, below.max(), dtype=dtype, k=k, terms=outputs)
         assert_gradient(leaf, uses, reach, allowed)
-
-
-def assert_nothing_is_lost(far, near, other):
-    """A term of 2^-far that is flushed, beside one of 2^-(near + other) that is not but counts for less."""
-    stack = math.log(2) * torch.tensor([[[0.0, 0.0], [-near, -far]], [[-other, -other], [0.0, 0.0]], [[0.0, 0.0]] * 2])
-    truth = reference.prefix_products(stack)
-    bound = value_bound(truth, 3, 2, far, dtype=F32)
-    assert_values(logchain.prefix_products(stack), truth, bound)
-    assert_values(logchain.matrix_product(stack), truth[-1], bound[-1])

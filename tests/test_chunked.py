@@ -5,13 +5,12 @@ import pytest
 import torch
 
 import logchain
-from logchain import kernels as devices
 from logchain import reference
-from logchain._measure import peak_bytes
 from logchain.autograd import chain as chain_functions
 from logchain.kernels import chain as layout
 from logchain.kernels import chunked
 from logchain.kernels.plain import sum_product
+from logchain.memory import peak_bytes
 from logchain.schedules import choose
 from tests.contract import (
     Truth,
@@ -47,7 +46,6 @@ def cut(monkeypatch):
         into.kept.append(found is not None)
         return found
 
-    monkeypatch.setattr(devices, "in_numba", lambda tensor: False)
     forward, into.kept = chunked._forward, []
     monkeypatch.setattr(chunked, "_forward", spy)
     into(3)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import logchain
-from logchain._measure import peak_bytes
 from logchain.autograd import checkpoints
+from logchain.memory import peak_bytes
 from logchain.schedules import budget as budgets
 from tests.families import FAMILIES
 
@@ -153,7 +153,7 @@ def test_on_a_device_the_budget_is_kept(case, kernels):
     if kernels == "cpu":
         assert peak_bytes(partial(run_with, leaves, 4)) <= budget
         return
-    report = logchain.memory_report(lambda *leaves: checkpoints.log_norm(*leaves, None, False, 4), *leaves)
+    report = logchain.memory.report(lambda *leaves: checkpoints.log_norm(*leaves, None, False, 4), *leaves)
     # a device's allocator rounds each up
     assert report.forward.peak - report.before.allocated <= budget + 2**16
     gradients = sum(operand.nbytes for operand in leaves)

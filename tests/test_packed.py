@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import logchain
-from logchain._measure import peak_bytes
 from logchain.kernels.cpu import arguments, team
+from logchain.memory import peak_bytes
 
 F64 = torch.float64
 LENGTHS = [3, 1, 9, 4, 4, 30, 2, 1]

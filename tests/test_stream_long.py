@@ -9,7 +9,7 @@ import torch
 
 import logchain
 from logchain import reference
-from logchain._measure import peak_bytes
+from logchain.memory import peak_bytes
 from logchain.stream import Stream
 from tests.contract import Truth, assert_values
 from tests.families import Chain

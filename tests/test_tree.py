@@ -1,11 +1,227 @@
-"""The order of a tree's products: neighbours, each node once, no more levels than the tree is deep."""
+"""A tree multiplies neighbours in order, and `strategy="tree"` keeps the contracts, in one piece and in many."""
 
+import functools
 import math
 
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logchain.schedules import order as tree
+import logchain
+from logchain import demo, reference
+from logchain import kernels as devices
+from logchain.autograd import tree_chain, tree_operators
+from logchain.kernels import order
+from logchain.kernels.plain import product as plain
+from logchain.memory import peak_bytes
+from logchain.schedules import tree_leaves
+from tests.contract import (
+    TENSOR_CORES,
+    assert_contract,
+    assert_nan_stays,
+    assert_nothing_behind_matters,
+    assert_values,
+    drawn,
+    poisoned_memory,
+    value_bound,
+)
+from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
+from tests.layouts import BATCHES, STEPS, broadcast
+
+F32, F64 = torch.float32, torch.float64
+
+SLACK = 10_000_000
+
+contract = functools.partial(assert_contract, strategy="tree")
+
+
+@pytest.fixture(params=["whole", "pieces"])
+def cut(request, monkeypatch):
+    """Either all leaves fit, or a few transitions of a few sequences do."""
+    if request.param == "pieces":
+        monkeypatch.setattr(tree_leaves, "_LEAST", 0)
+        monkeypatch.setattr(tree_leaves, "_SHORT", 3)
+    return request.param
+
+
+@PAIRS
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_keeps_the_contract(cut, name, dtype, each, log):
+    chain, truth = drawn(name, dtype, each, log)
+    contract(chain, truth=truth)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "left_to_right", "one_dead", "offsets"])
+def test_the_tree_of_torch_keeps_the_contract(cut, name, monkeypatch):
+    monkeypatch.setattr(devices, "stack_kernels", lambda tensor: plain)
+    contract(FAMILIES[name](F32, v=9), [[5, 9], [1, 2], [4, 3]])
+
+
+def test_few_transitions_of_few_sequences_are_pieces(cut):
+    leaves = tree_leaves.Leaves(*dense(F32)[:3], None, False)
+    blocks = sum(len(members) for _, members in leaves.cut.blocks(leaves.g, leaves.m))
+    many = cut == "pieces"
+    assert (len(leaves.cut.pieces(17)) > 3) == many and (blocks > 2) == many
+    assert [i for first, stop in leaves.cut.pieces(17) for i in range(first, stop)] == list(range(1, 17))
+
+
+@pytest.mark.parametrize("name", ["sparse", "banded", "detour", "impossible", "one_dead", "bakis_jump"])
+def test_one_matrix_for_every_step(cut, name):
+    chain = FAMILIES[name](F32, v=9)
+    contract(chain._replace(bulk=chain.bulk[..., 1:2, :, :]))
+
+
+def test_counts_of_one_matrix_are_added_in_float64(monkeypatch):
+    monkeypatch.setattr(tree_operators, "HELD", 64)
+    draw = Draw(0, 1, 1, 10_001, 2, False)
+    chain = Chain(draw.x(), draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
+    truth = reference.marginals(*chain[:3]).transitions.sum(-3, keepdims=True)
+    bulk = chain.bulk.requires_grad_()
+    logchain.product(*chain[:3], strategy="tree").sum().backward()
+    counts = (bulk.grad * bulk).detach().double().numpy()
+    np.testing.assert_allclose(counts, truth, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("batches", BATCHES, ids=str)
+def test_batch_axes_broadcast(cut, batches, steps):
+    chain = broadcast(batches, steps).to(F32)
+    contract(chain)
+    contract(chain.logs())
+
+
+@pytest.mark.parametrize("name", ["dense", "sharp", "detour", "left_to_right", "one_dead", "log_far"])
+@pytest.mark.parametrize("lengths", [[5, 1, 3], [[5, 5], [1, 2], [4, 3]], [2, 2, 2]], ids=str)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_lengths_keep_the_contract(cut, name, lengths, each):
+    contract(FAMILIES[name](F32, each=each, v=5), lengths)
+    contract(FAMILIES[name](F64, each=each, v=5, n=3, t=2, c=3), torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["each", "one"])
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+def test_nan_behind_the_end_has_no_influence(cut, log, one):
+    chain = dense(F32, v=6, each=not one)
+    chain = chain._replace(bulk=chain.bulk[..., :1, :, :]) if one else chain
+    assert_nothing_behind_matters(chain.logs() if log else chain, [3, 5, 1], strategy="tree")
+
+
+@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+@pytest.mark.parametrize("name", ["dense", "left_to_right", "sparse", "bakis_jump"])
+def test_nan_stays_in_its_sequence(cut, name, operand):
+    assert_nan_stays(name, operand, strategy="tree")
+
+
+@pytest.mark.parametrize("name", ["dense", "sharp", "left_to_right"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_exact_on_their_rounded_inputs(name, dtype):
+    chain = FAMILIES[name](dtype, v=9)
+    one = chain._replace(bulk=chain.bulk[..., :1, :, :].float(), p0=chain.p0.float())
+    for same in (chain, chain.logs(), one):
+        contract(same)
+
+
+@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x p0"])
+@pytest.mark.parametrize("name", ["dense", "bakis_jump", "one_dead"])
+def test_only_wanted_gradients(cut, name, wanted):
+    chain, truth = drawn(name, F32, False, False)
+    contract(chain, wanted=wanted, truth=truth)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "bakis_jump", "sparse", "one_dead", "log_far", "v1"])
+def test_poisoned_memory(cut, name):
+    chain, truth = drawn(name, F32, True, False)
+    with poisoned_memory():
+        contract(chain, truth=truth)
+        contract(FAMILIES[name](F32, n=2), [1, chain.x.shape[-2]])
+
+
+def test_posteriors_of_a_long_chain():
+    draw = Draw(0, 1, 1, 4096, 8, False)
+    chain = Chain(draw.x() - 128.0, draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
+    truth = reference.marginals(*chain[:3])
+    x = chain.x.requires_grad_()
+    out = logchain.product(*chain[:3], strategy="tree")
+    assert_values(out, truth.log_norm, value_bound(truth.log_norm, 4096, 8, dtype=F32))
+    out.backward()
+    assert np.abs(x.grad.double().numpy() - truth.states).max() < 1e-5
+
+
+def test_scales_of_products_are_kept_apart(cut):
+    """Where x gains 60 nats, transitions lose them: the product of all is far from 0, and no path is the only one."""
+    x, bulk, p0, _ = FAMILIES["dense"](F64, v=257, n=1, t=2, c=4).logs()
+    x[..., ::2, :2] += 60.0
+    bulk[..., 1::2, :, :2] -= 60.0
+    contract(Chain(x, bulk, p0, True).to(F32))
+
+
+def test_second_derivatives_and_maps_are_those_of_the_other_schedules(cut):
+    chain = dense(F64, n=2, t=2, v=5, c=2)
+
+    def value(x, bulk, p0, strategy):
+        return (logchain.product(x, bulk, p0, strategy=strategy) * torch.arange(4.0).view(2, 2)).sum()
+
+    for transform in (
+        lambda f: torch.func.hessian(f, argnums=(0, 1, 2)),  # forward over reverse, mapped
+        lambda f: torch.func.jacrev(torch.func.jacrev(f), argnums=(0, 1, 2)),
+    ):
+        found, expected = (
+            transform(functools.partial(value, strategy=strategy))(*chain[:3]) for strategy in ("tree", "sequential")
+        )
+        flat = (torch.cat([t.flatten() for t in torch.utils._pytree.tree_leaves(tree)]) for tree in (found, expected))
+        torch.testing.assert_close(*flat, rtol=1e-10, atol=1e-12)
+
+    mapped = torch.vmap(torch.func.grad(functools.partial(logchain.product, strategy="tree")), (0, None, 0))
+    x, p0 = chain.x[:, 0], chain.p0[0, 0].expand(2, 2)
+    leaf = x.clone().requires_grad_()
+    logchain.product(leaf, chain.bulk[0], p0, strategy="sequential").sum().backward()
+    torch.testing.assert_close(mapped(x, chain.bulk[0, 0], p0), leaf.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_operators_are_torchs_own():
+    x, bulk, p0 = (tensor.requires_grad_() for tensor in dense(F32, v=5, c=3)[:3])
+    lengths = torch.tensor([[5, 2], [1, 3], [4, 4]])
+    torch.library.opcheck(torch.ops.logchain.tree_log_norm.default, (x, bulk, p0, lengths, False))
+    compiled = torch.compile(lambda *operands: tree_chain.log_norm(*operands, lengths, False), backend="aot_eager")
+    found = torch.autograd.grad(compiled(x, bulk, p0).sum(), (x, bulk, p0))
+    expected = torch.autograd.grad(tree_chain.log_norm(x, bulk, p0, lengths, False).sum(), (x, bulk, p0))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_products_wait_for_each_other_as_often_as_the_tree_is_deep(monkeypatch):
+    calls, multiply = [], plain.Arithmetic.multiply
+    monkeypatch.setattr(devices, "stack_kernels", lambda tensor: plain)
+    monkeypatch.setattr(plain.Arithmetic, "multiply", lambda *args: calls.append(1) or multiply(*args))
+    logchain.product(*dense(F32, n=1, t=1, v=1025, c=2)[:3], strategy="tree")
+    assert len(calls) == 10
+
+
+@pytest.mark.parametrize("sizes", [(50, 40, 64), (1, 40_000, 8), (4, 1000, 32)], ids=str)
+def test_memory_is_two_messages(sizes):
+    chain = demo.dense_chain(*sizes)
+    x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain)
+
+    def both():
+        return torch.autograd.grad(logchain.product(x, bulk, p0, strategy="tree").sum(), (x, bulk, p0))
+
+    messages = x.numel() * 4
+    assert peak_bytes(both) <= 2 * messages + SLACK
+    with torch.no_grad():
+        assert peak_bytes(lambda: [logchain.product(x, bulk, p0, strategy="tree")]) <= 2 * messages + SLACK
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "left_to_right", "impossible", "one_dead", "offsets", "v1"])
+def test_triton_kernels_keep_the_contract(name, device, monkeypatch):
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
+    if name == "dense":
+        monkeypatch.setattr(tree_leaves, "_LEAST", 0)
+        monkeypatch.setattr(tree_leaves, "_SHORT", 2)
+    v = 1 if name == "v1" else 5
+    chain = FAMILIES[name](F32, n=2, t=1, c=3, v=v)
+    contract(chain, device=device, k=TENSOR_CORES)
+    contract(chain, [1, v], device=device, k=TENSOR_CORES)
 
 
 def slots(part, s):
@@ -19,16 +235,16 @@ def test_the_reduction_multiplies_neighbours_in_order(s):
     """Words stand for matrices: of the slots, of every second slot, and of the layout in which all nodes stay."""
     leaves = [(i,) for i in range(s)]
     over, half, kept = list(leaves), [None] * (s // 2), [None] * s
-    for step in tree.reduction(s):
+    for step in order.reduction(s):
         lefts, rights = slots(step.left, s), slots(step.right, s)
         for k, (a, b) in enumerate(zip(lefts, rights, strict=True)):
-            to = slots(tree.halved(step.left), s // 2)[k]
+            to = slots(order.halved(step.left), s // 2)[k]
             over[a] += over[b]
             left = leaves[a] if step.left_at is None else half[to]
-            half[to] = left + (leaves[b] if step.right_at is None else half[slots(tree.halved(step.right), s // 2)[k]])
+            half[to] = left + (leaves[b] if step.right_at is None else half[slots(order.halved(step.right), s // 2)[k]])
             assert kept[b] is None, "a node is lost"
-            left = leaves[a] if step.left_at is None else kept[slots(tree.shifted(step.left, step.left_at), s)[k]]
-            right = leaves[b] if step.right_at is None else kept[slots(tree.shifted(step.right, step.right_at), s)[k]]
+            left = leaves[a] if step.left_at is None else kept[slots(order.shifted(step.left, step.left_at), s)[k]]
+            right = leaves[b] if step.right_at is None else kept[slots(order.shifted(step.right, step.right_at), s)[k]]
             kept[b] = left + right
             assert kept[b] == half[to] == over[a]
     assert over[0] == tuple(range(s))
@@ -37,22 +253,22 @@ def test_the_reduction_multiplies_neighbours_in_order(s):
 @given(st.integers(1, 200))
 def test_the_reduction_takes_no_more_steps_than_the_tree_is_deep_and_the_odd_ones(s):
     deep = math.ceil(math.log2(s))
-    assert deep <= sum(1 for _ in tree.reduction(s)) <= 2 * deep
-    assert sum(len(slots(step.left, s)) for step in tree.reduction(s)) == s - 1
+    assert deep <= sum(1 for _ in order.reduction(s)) <= 2 * deep
+    assert sum(len(slots(step.left, s)) for step in order.reduction(s)) == s - 1
 
 
 @given(st.integers(1, 70))
 def test_the_sweeps_give_all_prefixes(s):
     leaves = [(i,) for i in range(s)]
     over, kept = list(leaves), [None] * s
-    for step in tree.upward(s):
+    for step in order.upward(s):
         for a, b in zip(slots(step.left, s), slots(step.right, s), strict=True):
             left = leaves[a] if step.left_at is None else kept[a + step.left_at]
             right = leaves[b] if step.right_at is None else kept[b + step.right_at]
             assert kept[a] is None, "a node is lost"
             kept[a] = over[b] = over[a] + over[b]
             assert kept[a] == left + right
-    for step in tree.downward(s):
+    for step in order.downward(s):
         for a, b in zip(slots(step.left, s), slots(step.right, s), strict=True):
             assert over[b] == (leaves[b] if step.right_at is None else kept[b + step.right_at])
             over[b] = over[a] + over[b]

@@ -20,6 +20,7 @@ ROOMS = {
     **dict.fromkeys(("forward", "backward"), "room"),
     **dict.fromkeys(("redo_forward", "redo_backward"), "redo_room"),
     **{name: f"{name}_room" for name in ("messages", "entropy", "viterbi", "topk_paths", "sample")},
+    **dict.fromkeys(("fold", "unfold", "fold_gradients"), "fold_room"),
 }
 
 # multiply-adds that are worth waking a thread
@@ -132,15 +133,22 @@ def run(
     each: Sequence[dict[str, Tensor]] = (),
 ) -> int:
     """What `Call.run` returns."""
-    call, count = function(name, dtype), len(spans)
-    bytes_ = function(ROOMS[name], dtype)(ctypes.byref(arguments)) + 63 & ~63
-    scratch = in_large_pages(torch.empty(count * bytes_ + 64, dtype=torch.uint8, device="cpu"))
-    copies = (Arguments * count)(*[arguments] * count)
+    copies = (Arguments * len(spans))(*[arguments] * len(spans))
     for index, (copy, span) in enumerate(zip(copies, spans, strict=True)):
         copy.first, copy.last = span
-        copy.room = (scratch.data_ptr() + 63 & ~63) + index * bytes_
         for field, tensor in each[index].items() if each else ():
             setattr(copy, field, tensor.data_ptr())
+    return sum(run_each(copies, dtype, name))
+
+
+def run_each(calls: "ctypes.Array[Arguments]", dtype: torch.dtype, name: str) -> Sequence[int]:
+    """What a function of the library returns for each of an array of arguments, on a thread each."""
+    count, room = len(calls), function(ROOMS[name], dtype)
+    sizes = [room(ctypes.byref(arguments)) + 63 & ~63 for arguments in calls]
+    scratch = in_large_pages(torch.empty(sum(sizes) + 64, dtype=torch.uint8, device="cpu"))
+    begin = scratch.data_ptr() + 63 & ~63
+    for arguments, size in zip(calls, sizes, strict=True):
+        arguments.room, begin = begin, begin + size
     if count == 1:
-        return int(call(ctypes.byref(copies)))
-    return sum(team.calls(call, copies))
+        return [int(function(name, dtype)(ctypes.byref(calls)))]
+    return team.calls(function(name, dtype), calls)

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.numbers import near_one
+from ..kernels.tree import Product
 from ..rescues import report_outputs
-from ..schedules import tree as products
-from ..schedules.tree import prefixes_shape, product_shape, sets
 from .matmul import log_matmul
 from .operator import apply, call, operator, transform
 
@@ -81,27 +79,42 @@ class _Gradient(torch.autograd.Function):
 
 
 def _forward(stack: Tensor, prefixes: bool) -> Tensor:
-    result, rescued = products.prefixes(stack) if prefixes else products.product(stack, inplace=False)
-    report_outputs(rescued)
-    return result
+    result = _shape(stack, prefixes)
+    if result.numel() == 0:
+        return result
+    whole, room = sets(stack), kernels.stack_kernels(stack)
+    if prefixes:
+        report_outputs(room.prefixes(whole, result.view(whole.shape)))
+        return result
+    return _total(room.product(whole, inplace=whole.data_ptr() != stack.data_ptr()), result)
 
 
 def _forward_(stack: Tensor) -> Tensor:
-    result, rescued = products.product(stack, inplace=True)
-    report_outputs(rescued)
-    return result
+    result = _shape(stack)
+    if result.numel() == 0:
+        return result
+    return _total(kernels.stack_kernels(stack).product(sets(stack), inplace=True), result)
+
+
+def _total(product: Product, result: Tensor) -> Tensor:
+    report_outputs(product.rescued)
+    return product.total(result.dtype).view(result.shape)
 
 
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
-    scale = 1.0
-    if grad.numel() and not kernels.on_gpu(grad):
-        grad, scale = near_one(grad)  # what is divided by small sums
-    found = products.prefixes_gradient(grad, stack) if prefixes else products.product_gradient(grad, stack)
-    return found if scale == 1.0 else found.mul_(scale)
+    result = stack.new_empty(stack.shape, dtype=grad.dtype)
+    if result.numel():
+        whole, room = sets(stack), kernels.stack_kernels(stack)
+        write = room.prefixes_gradient if prefixes else room.product_gradient
+        weight = grad.resolve_neg().reshape(whole.shape if prefixes else whole[:, 0].shape)
+        write(weight, whole, result.view(whole.shape))
+    return result.to(stack.dtype)
 
 
 def _shape(stack: Tensor, prefixes: bool = False) -> Tensor:
-    return prefixes_shape(stack) if prefixes else product_shape(stack)
+    """A result, unwritten: float64 for float64, otherwise float32."""
+    shape = stack.shape if prefixes else stack.shape[:-3] + stack.shape[-2:]
+    return stack.new_empty(shape, dtype=torch.promote_types(stack.dtype, torch.float32))
 
 
 def _gradient_shape(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
@@ -122,6 +135,11 @@ def _by_composition(grad: Tensor, stack: Tensor, prefixes: bool, along: Tensor) 
         result = compose(sets(stack).double()).view(grad.shape)
         (first,) = torch.autograd.grad(result, stack, grad.double(), create_graph=True)
         return torch.autograd.grad(first, operands, along, create_graph=again, allow_unused=True)
+
+
+def sets(stack: Tensor) -> Tensor:
+    """(g, s, c, c): a view, or a copy where the batch axes cannot be joined or the stack is a negative view."""
+    return stack.resolve_neg().reshape(-1, *stack.shape[-3:])
 
 
 def _composed_product(nodes: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from ..kernels.numbers import exact_sum
 from ..layout import Layout
 from ..operands import arithmetic_dtype, exceeds, marked, unwritten
 from ..rescues import report_outputs
-from ..schedules.tree import Tree, relative_product
 from ..schedules.tree_leaves import HELD, Block, Cut, Leaves, finite_top
 from .operator import operator
 
@@ -27,21 +26,21 @@ def _forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_pa
     if x.numel() == 0:
         return out, messages
     leaves = Leaves(x, bulk, p0, lengths, log_params)
-    matmul = kernels.log_matmul_kernels(x)
+    matmul, stacks = kernels.log_matmul_kernels(x), kernels.stack_kernels(x)
     message, taken = leaves.start()
     messages[0], top = _without_top(message)
     sums, rescued, last = [taken, top], 0, 0
     for first, stop in leaves.cut.pieces(leaves.v):
         terms = messages.new_zeros(5, leaves.g, leaves.m)
         for block, stack, taken in leaves.parts(first, stop):
-            root, offset, count = relative_product(stack)
+            root = stacks.product(stack, inplace=True)
             before = messages[last][block]
-            after = matmul.forward(before.reshape(-1, 1, leaves.c), root.double())[0]
+            after = matmul.forward(before.reshape(-1, 1, leaves.c), root.values.double())[0]
             after, top = _without_top(after.view(before.shape))
-            for term, into in zip((*exact_sum(taken), *top, *offset), terms[:, block[0], block[1]], strict=False):
+            for term, into in zip((*exact_sum(taken), *top, *root.offset), terms[:, block[0], block[1]], strict=False):
                 into.copy_(term.view(into.shape))
             messages[last + 1][block] = after
-            rescued = rescued + count
+            rescued = rescued + root.rescued
         sums.append(terms)
         last += 1
     messages[last + 1 :] = messages[last]
@@ -106,14 +105,13 @@ def _backward(
 
 def _back(stack: Tensor, before: Tensor, posterior: Tensor) -> tuple[Tensor, Tensor]:
     """The posterior of a piece's first states (g', m', c), and its expected transitions (g', m', k, c, c)."""
-    tree = Tree(stack, torch.empty_like(stack))
+    gradient = torch.empty_like(stack)
+    kept = kernels.stack_kernels(stack).Kept(stack, gradient)
     ends, begins = (value.reshape(-1, 1, value.shape[-1]) for value in (posterior, before))
     matmul = kernels.log_matmul_kernels(stack)
-    found, pairs = matmul.backward(ends, begins, tree.root()[0].double(), True, True)
-    gradient = torch.empty_like(stack)
-    gradient[:, 0] = pairs
-    tree.gradient(gradient)
-    return found.view(before.shape), gradient.unflatten(0, before.shape[:2])
+    start, pairs = matmul.backward(ends, begins, kept.root().values.double(), True, True)
+    kept.gradient(pairs.to(stack.dtype))
+    return start.view(before.shape), gradient.unflatten(0, before.shape[:2])
 
 
 class _States:

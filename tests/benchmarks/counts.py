@@ -9,18 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 
 import logchain
-from logchain import _demo, nn
-from logchain import kernels as devices
-from logchain._measure import events, profiled
+from logchain import demo, nn
+from logchain.memory import events, profiled
 from tests.benchmarks import results
 from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
-
-BACKENDS = ("numba", "torch")
 
 # of which a short call's time is mostly Python's: its functions are counted too
 SHORT = ("product, v=20", "marginals", "forward_backward")
@@ -29,7 +25,7 @@ SHORT = ("product, v=20", "marginals", "forward_backward")
 def calls() -> dict[tuple[str, str], Callable[[], Any]]:
     """One call of each function, by its name with a size and by a mode, with its operands made."""
     generator = torch.Generator().manual_seed(0)
-    chain, long = _demo.dense_chain(5, 20, 4), _demo.dense_chain(5, 200, 4)
+    chain, long = demo.dense_chain(5, 20, 4), demo.dense_chain(5, 200, 4)
     matrices = torch.randn(2, 5, 4, 4, generator=generator).requires_grad_()
     symbols = torch.randint(3, (5, 20), generator=generator)
     tags = torch.randint(4, (5, 20), generator=generator)
@@ -50,10 +46,10 @@ def calls() -> dict[tuple[str, str], Callable[[], Any]]:
         torch.autograd.grad(logchain.matmul(*matrices).sum(), matrices)
 
     return {
-        ("product, v=20", FORWARD): lambda: _demo.forward(chain),
-        ("product, v=20", GRADIENTS): lambda: _demo.forward_backward(chain),
-        ("product, v=200", FORWARD): lambda: _demo.forward(long),
-        ("product, v=200", GRADIENTS): lambda: _demo.forward_backward(long),
+        ("product, v=20", FORWARD): lambda: demo.forward(chain),
+        ("product, v=20", GRADIENTS): lambda: demo.forward_backward(chain),
+        ("product, v=200", FORWARD): lambda: demo.forward(long),
+        ("product, v=200", GRADIENTS): lambda: demo.forward_backward(long),
         ("marginals", "states"): lambda: logchain.marginals(*chain),
         ("marginals", "sums of transitions"): lambda: logchain.marginals(*chain, transitions="sum"),
         ("forward_backward", FORWARD): lambda: logchain.forward_backward(*chain),
@@ -98,33 +94,32 @@ def frames(call: Callable[[], Any]) -> int:
 
 
 @contextlib.contextmanager
-def computing(backend: str) -> Iterator[None]:
-    """With loops that numba compiles, or with torch alone; on one thread."""
+def on_one_thread() -> Iterator[None]:
+    """Where counts do not depend on the machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with mock.patch.object(devices, "_numba", lambda: backend == "numba"):
-            yield
+        yield
     finally:
         torch.set_num_threads(threads)
 
 
-def rows(backend: str) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """The counts of every function."""
-    with computing(backend):
+    with on_one_thread():
         for (function, mode), call in calls().items():
             for _ in range(2):  # caches
                 call()
             for metric, count in counted(call).items():
-                yield Row(f"{function}, {backend}", "logchain", mode, metric, count, "")
+                yield Row(function, "logchain", mode, metric, count, "")
             if function in SHORT:
-                yield Row(f"{function}, {backend}", "logchain", mode, "frames", frames(call), "")
+                yield Row(function, "logchain", mode, "frames", frames(call), "")
 
 
 def main() -> None:
     """Count, and write the results file."""
     place = machine()
-    found = [row._replace(**place) for backend in BACKENDS for row in rows(backend)]
+    found = [row._replace(**place) for row in rows()]
     results.write(found, results.COUNTS)
     for row in found:
         print(row.workload, row.mode, row.metric, row.text, sep="  ")

@@ -1,6 +1,8 @@
 /* The loops in float64. */
 #define BITS 64
+#include "call.h"
 #include "entropy.h"
+#include "fold.h"
 #include "sample.h"
 #include "stretch.h"
 

@@ -1,5 +1,7 @@
 /* The loops in float32. */
 #define BITS 32
+#include "call.h"
+#include "fold.h"
 #include "sample.h"
 #include "stretch.h"
 

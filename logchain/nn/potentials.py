@@ -1,55 +1,16 @@
-"""The log-potentials of a chain, from what is observed at each step."""
+"""The log-potentials and transitions of a hidden Markov model, from its data and covariates."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..arguments import Lengths, as_lengths, check_choice
-from .categorical import Categorical
 from .checks import check_count, check_is_tensor, check_mask
-from .gaussian import Gaussian
-from .input_layer import InputLayer
-from .poisson import Poisson
-
-
-def emission_of(
-    emission: str | torch.nn.Module,
-    num_states: int,
-    num_features: int | None,
-    num_categories: int | None,
-    covariance: str,
-    generator: torch.Generator | None,
-) -> torch.nn.Module:
-    """The module that a name stands for, or the module itself, if it goes with the other options."""
-    given = {"num_features": num_features, "num_categories": num_categories}
-    if isinstance(emission, torch.nn.Module):
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"{name}: expected None with an emission module, got {value}")
-        if covariance != "diagonal":
-            raise ValueError(f"covariance: expected 'diagonal' with an emission module, got {covariance!r}")
-        if isinstance(emission, InputLayer) and (emission.units[-1] != num_states or len(emission.units) > 2):
-            expected = f"units ({num_states},) or (d, {num_states})"
-            raise ValueError(f"emission: expected {expected}, got {emission.units}")
-        return emission
-    if not isinstance(emission, str):
-        raise TypeError(f"emission: expected a name or a torch.nn.Module, got {type(emission).__name__}")
-    check_choice("emission", emission, ("categorical", "gaussian", "poisson"))
-    for name, value in given.items():
-        if value is not None:
-            check_count(name, value)
-    if (emission == "categorical") != (num_categories is not None):
-        expected = "an integer" if emission == "categorical" else "None"
-        raise ValueError(f"num_categories: expected {expected} with emission {emission!r}, got {num_categories}")
-    if covariance != "diagonal" and emission != "gaussian":
-        raise ValueError(f"covariance: expected 'diagonal' with emission {emission!r}, got {covariance!r}")
-    if emission == "gaussian":
-        return Gaussian(num_states, num_features, covariance, generator=generator)
-    units = (num_states,) if num_features is None else (num_features, num_states)
-    if num_categories is not None:
-        return Categorical(units, num_categories, generator=generator)
-    return Poisson(units, generator=generator)
+from .emissions.input_layer import InputLayer
+from .log_weights import LogWeights
+from .parameters import arithmetic
 
 
 def potentials(
@@ -57,7 +18,7 @@ def potentials(
 ) -> tuple[Tensor, Tensor | None]:
     """`log p(data_i | z_i)` `[*B, v, c]`, 0 where nothing is observed; and how many steps each sequence has."""
     known, ends = where_known(emission, data, observed, lengths)
-    # what is not looked at may be no number of the family
+    # masked entries may be no values of the family
     data = data if known is None else fill(data, known)
     if isinstance(emission, InputLayer):
         x = emission(data, known)  # (*B, v, *U, c)
@@ -72,6 +33,36 @@ def potentials(
     if x.dim() < 2 or x.shape[-1] != num_states:
         raise ValueError(f"emission: expected log-potentials [..., v, {num_states}], got {list(x.shape)}")
     return x, ends
+
+
+def check_transitions(initial: object, transition: object, num_steps: object) -> None:
+    """Check the options of a hidden Markov model that say how states follow each other."""
+    if num_steps is not None:
+        check_count("num_steps", num_steps)
+    check_choice("initial", initial, ("free", "stationary"))
+    if initial == "stationary" and num_steps is not None:
+        raise ValueError("initial: expected 'free' where each step has a matrix of its own, got 'stationary'")
+    if not isinstance(transition, torch.nn.Module | None):
+        raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
+    if transition is not None and num_steps is not None:
+        raise ValueError(f"num_steps: expected None with a transition module, got {num_steps}")
+
+
+def transitions(
+    transition: Any, shape: Sequence[int], ends: Tensor | None, covariates: Tensor | None, num_steps: int | None
+) -> Tensor:
+    """Log-probabilities `[*B or less, v-1 or 1, c, c]` to go with x `[*B, v, c]` of a shape."""
+    *batch, v, _ = shape
+    if isinstance(transition, LogWeights):
+        if covariates is not None:
+            raise ValueError("covariates: expected None without a transition module")
+        if num_steps is not None and v > num_steps:
+            raise ValueError(f"data: expected at most {num_steps} steps, got {v}")
+        logs: Tensor = transition()
+        return logs if num_steps is None else logs[: v - 1]
+    if covariates is not None and ends is not None and covariates.shape[: len(batch) + 1] == (*batch, v - 1):
+        covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
+    return torch.log_softmax(arithmetic(transition(covariates)), -1)
 
 
 def where_known(
@@ -103,26 +94,26 @@ def where_known(
 def in_batch(
     emission: torch.nn.Module, data: Tensor, conditions: dict[str, Tensor | None], lengths: Lengths | None
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """The same with an axis of sequences, where an input layer says that there is but one."""
+    """Data and conditions with an axis of sequences, which is added where an input layer says that there is one."""
     check_is_tensor("data", data)
     if lengths is not None:
         conditions = conditions | {"lengths": torch.as_tensor(lengths)}
     if not isinstance(emission, InputLayer) or data.dim() != 1 + event_axes(emission):
         return data, conditions
-    # what is of the wrong kind is refused where it is used
+    # wrong kinds are refused where they are used
     return data[None], {name: one[None] if isinstance(one, Tensor) else one for name, one in conditions.items()}
 
 
 def event_axes(emission: Any) -> int:
-    """How many axes of the data stand behind those of the steps; 0 for a module that does not say."""
+    """Number of axes of the data behind those of the steps; 0 for a module that does not say."""
     return len(emission.units) - 1 + len(emission.event) if isinstance(emission, InputLayer) else 0
 
 
 def fill(values: Tensor, known: Tensor) -> Tensor:
-    """With 0 where nothing is known; the values may have more axes."""
+    """Values with 0 where nothing is known; they may have more axes."""
     return values.masked_fill(~over(known, values.shape), 0)
 
 
 def over(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Of a shape with more axes, behind those of the values, along which they do not change."""
+    """Values expanded along further axes at the right, to a shape."""
     return values[(..., *(None,) * (len(shape) - values.dim()))].expand(shape)

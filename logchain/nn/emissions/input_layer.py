@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import at_hand
-from .checks import check_count, check_is_tensor, check_mask
-from .parameters import arithmetic
+from ...operands import at_hand
+from ..checks import check_count, check_is_tensor, check_mask
+from ..parameters import arithmetic
 
 
 class InputLayer(torch.nn.Module):
@@ -45,13 +45,13 @@ class InputLayer(torch.nn.Module):
             observed: bool, of the shape of the data, or without the axes of an event; False is missing.
         """
         data, known = self.known(data, observed)
-        found = self.log_density(data.unsqueeze(-1 - len(self.event)))
+        log_density = self.log_density(data.unsqueeze(-1 - len(self.event)))
         if known is not None:
             known = known.unsqueeze(-1 - len(self.event))
             known = known if self.factorised or not self.event else known[..., 0]
             # not a product: 0 times infinity is no zero
-            found = torch.where(known, found, 0.0)
-        return found.sum(-1) if self.event and self.factorised else found
+            log_density = torch.where(known, log_density, 0.0)
+        return log_density.sum(-1) if self.event and self.factorised else log_density
 
     def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Data with fillers where nothing is known, and where something is; None if it is everywhere."""

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ..operands import at_hand
+from ...operands import at_hand
+from ..parameters import arithmetic, broadcast
 from .exponential_family import ExponentialFamily
-from .parameters import arithmetic, broadcast
 from .starts import seeds
 
 
@@ -56,8 +56,8 @@ class Poisson(ExponentialFamily):
         """Rates half way between the mean of the data and counts that lie apart."""
         chosen, mean, *_ = seeds(self, data, observed, generator)
         rates = (chosen + mean) / 2  # (*U, c, 1)
-        found = rates[..., 0].log() + torch.empty_like(rates[..., 0]).normal_(0, 0.05, generator=generator)
-        self.log_rates.copy_(torch.where(found.isfinite(), found, self.log_rates.double()))
+        log_rates = rates[..., 0].log() + torch.empty_like(rates[..., 0]).normal_(0, 0.05, generator=generator)
+        self.log_rates.copy_(torch.where(log_rates.isfinite(), log_rates, self.log_rates.double()))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,12 +66,12 @@ class Poisson(ExponentialFamily):
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats; see `InputLayer.forward`."""
-        found = super().forward(data, observed)
+        log_density = super().forward(data, observed)
         never = self.log_rates == -torch.inf
         if at_hand(never) and not bool(never.any()):
-            return found
-        some = self.known(data, observed)[0] > 0
-        return found.masked_fill(some[..., None] & never, -torch.inf)
+            return log_density
+        positive = self.known(data, observed)[0] > 0
+        return log_density.masked_fill(positive[..., None] & never, -torch.inf)
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
         """How many counts, their sum, and the logarithms of their factorials."""
@@ -97,9 +97,9 @@ class Poisson(ExponentialFamily):
     def mode(self) -> tuple[Tensor, Tensor]:
         """The count below the rate, the lower one of two equals."""
         log_rates = self.log_rates.detach().double()
-        found = (log_rates.exp().ceil() - 1).relu()
-        log_density = torch.where(found > 0, found * log_rates, 0.0) - log_rates.exp() - (found + 1).lgamma()
-        return found.long(), log_density.to(self.dtype)
+        counts = (log_rates.exp().ceil() - 1).relu()
+        log_density = torch.where(counts > 0, counts * log_rates, 0.0) - log_rates.exp() - (counts + 1).lgamma()
+        return counts.long(), log_density.to(self.dtype)
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:

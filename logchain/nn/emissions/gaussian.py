@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from ..arguments import check_choice
-from ..operands import at_hand
-from .checks import check_amount, check_count
+from ...arguments import check_choice
+from ...operands import at_hand
+from ..checks import check_amount, check_count
+from ..parameters import arithmetic, broadcast
 from .exponential_family import ExponentialFamily
-from .parameters import arithmetic, broadcast
 from .starts import seeds
 
 # what the float64 sums of squares leave of a variance that is 0, relative to the squares
@@ -211,12 +211,12 @@ class Gaussian(ExponentialFamily):
         scatter = torch.where(self._products(apart, apart), scatter, 0.0)
         prior = self.prior_scatter * (1.0 if self.factorised else torch.eye(d).to(scatter))
         old = self.covariance().double()
-        found = torch.lerp(old, (scatter + prior) / (total + self.prior_count), step)
+        covariance = torch.lerp(old, (scatter + prior) / (total + self.prior_count), step)
         # the mean of both distributions: their variances, and what their means lie apart
-        found = found + step * (1 - step) * self._products(means - before, means - before)
-        found = torch.where(total > 0, found, old)
-        self._refuse_singular(found)
-        self.set(torch.where(counts > 0, torch.lerp(before, means, step), before) + centre, found)
+        covariance = covariance + step * (1 - step) * self._products(means - before, means - before)
+        covariance = torch.where(total > 0, covariance, old)
+        self._refuse_singular(covariance)
+        self.set(torch.where(counts > 0, torch.lerp(before, means, step), before) + centre, covariance)
 
     def _refuse_singular(self, covariance: Tensor) -> None:
         if self.factorised:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .checks import check_count
+from ..checks import check_count
+from ..parameters import arithmetic, broadcast
 from .exponential_family import sums
 from .finite import Finite
-from .parameters import arithmetic, broadcast
 from .starts import observations
 
 
@@ -76,10 +76,10 @@ class Binomial(Finite):
         ways = -torch.lgamma(hits + 1) - torch.lgamma(misses + 1)
         ways = ways - ways[:1]  # one way to have none, exactly
         # none out of any number of trials is 0 times log 0
-        found = torch.where(hits > 0, hits * logsigmoid(wide), 0.0) + torch.where(
+        log_density = torch.where(hits > 0, hits * logsigmoid(wide), 0.0) + torch.where(
             misses > 0, misses * logsigmoid(-wide), 0.0
         )
-        return (ways + found).to(logits.dtype)
+        return (ways + log_density).to(logits.dtype)
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """Expected successes and failures: `[*U, c, 2]` in float64."""

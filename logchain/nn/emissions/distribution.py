@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
-from ..operands import at_hand
-from .checks import check_amount
+from ...operands import at_hand
+from ..checks import check_amount
+from ..parameters import arithmetic, broadcast
 from .input_layer import InputLayer
-from .parameters import arithmetic, broadcast
 
 
 class Distribution(InputLayer):
@@ -93,8 +93,8 @@ class Distribution(InputLayer):
 
     def parameters_of_units(self) -> dict[str, Tensor]:
         """What the family is called with, `[*U, c, *event of the parameter]`."""
-        found = {name: self.transforms[name](arithmetic(free)) for name, free in self.free.items()}
-        return found | {name: self.get_buffer(name) for name in self._fixed}
+        trained = {name: self.transforms[name](arithmetic(free)) for name, free in self.free.items()}
+        return trained | {name: self.get_buffer(name) for name in self._fixed}
 
     def distribution(self, **values: Tensor) -> torch.distributions.Distribution:
         """Of given parameters."""
@@ -134,8 +134,8 @@ class Distribution(InputLayer):
     def mode(self) -> tuple[Tensor, Tensor]:
         """Of the distribution, where torch knows it."""
         made = self.distribution(**self.parameters_of_units())
-        found = made.mode.detach()
-        return found, made.log_prob(found)
+        modes = made.mode.detach()
+        return modes, made.log_prob(modes)
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""

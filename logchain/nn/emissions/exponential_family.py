@@ -25,8 +25,8 @@ class ExponentialFamily(InputLayer):
         lead, f, c = features.shape[:-axes], features.shape[-1], self.units[-1]
         rows = _by_group(features, lead, self.units)
         natural = self.natural().double().movedim(-1, -2).reshape(-1, f, c)
-        found = (rows @ natural).transpose(0, 1)  # (n, groups, c)
-        return found.to(self.dtype, memory_format=torch.contiguous_format).view(*lead, *self.units)
+        products = (rows @ natural).transpose(0, 1)  # (n, groups, c)
+        return products.to(self.dtype, memory_format=torch.contiguous_format).view(*lead, *self.units)
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`sum flow T(data)` over all but the units: `[*U, c, f]` in float64."""
@@ -57,8 +57,8 @@ def sums(flow: Tensor, features: Tensor, units: tuple[int, ...]) -> Tensor:
     """`sum flow feature` over all but the units: `[..., *U, c]` and `[..., *U, f]` to `[*U, c, f]` in float64."""
     lead = flow.shape[: -len(units)]
     by_group = flow.double().reshape(-1, math.prod(units[:-1]), units[-1]).transpose(0, 1)  # (groups, n, c)
-    found = _by_group(features, lead, units).mT @ by_group  # (groups, f, c)
-    return found.mT.reshape(*units, features.shape[-1])
+    products = _by_group(features, lead, units).mT @ by_group  # (groups, f, c)
+    return products.mT.reshape(*units, features.shape[-1])
 
 
 def _by_group(features: Tensor, lead: torch.Size, units: tuple[int, ...]) -> Tensor:

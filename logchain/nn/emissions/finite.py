@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..operands import at_hand
-from .checks import check_count
+from ...operands import at_hand
+from ..checks import check_count
 from .input_layer import InputLayer
 
 # observations of one variable whose gradients are added up one after the other
@@ -59,14 +59,14 @@ class Finite(InputLayer):
 
     def mode(self) -> tuple[Tensor, Tensor]:
         """The most likely value, the lowest among equals."""
-        found = self.table().detach().max(-2)
-        return found.indices, found.values
+        best = self.table().detach().max(-2)
+        return best.indices, best.values
 
     def _values(self, data: Tensor) -> Tensor:
-        found = data.long()
+        values = data.long()
         if at_hand(data):
-            wrong = (found < 0) | (found >= self.num_values) | (found != data)
+            wrong = (values < 0) | (values >= self.num_values) | (values != data)
             if bool(wrong.any()):
                 worst = data[wrong][0].item()
                 raise ValueError(f"data: expected integers from 0 to {self.num_values - 1}, got {worst:g}")
-        return found
+        return values

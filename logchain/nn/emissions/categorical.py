@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from .checks import check_count
+from ..checks import check_count
+from ..log_weights import LogWeights
 from .finite import Finite
-from .log_weights import LogWeights
 from .starts import observations
 
 
@@ -61,5 +61,5 @@ class Categorical(Finite):
 
     def table(self) -> Tensor:
         """Log-probabilities `[*U, K, c]`."""
-        found: Tensor = self.weights()
-        return found
+        logs: Tensor = self.weights()
+        return logs

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..log_weights import LogWeights
 from .input_layer import InputLayer
-from .log_weights import LogWeights
 
 
 class Mixture(InputLayer):
@@ -52,11 +52,11 @@ class Mixture(InputLayer):
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats; see `InputLayer.forward`."""
         data, known = self.known(data, observed)
-        found = _logsumexp(self.layer(*self._of_layer(data, known)) + self.weights())
+        log_density = _logsumexp(self.layer(*self._of_layer(data, known)) + self.weights())
         if known is None:
-            return found
+            return log_density
         # the weights sum to 1 but for rounding
-        return torch.where((known.any(-1) if self.event else known)[..., None], found, 0.0)
+        return torch.where((known.any(-1) if self.event else known)[..., None], log_density, 0.0)
 
     def check(self, data: Tensor) -> Tensor:
         """As the layer does."""
@@ -80,8 +80,8 @@ class Mixture(InputLayer):
         """The likeliest of the modes of the components: near the mode of the mixture, which has no formula."""
         places = self.layer.mode()[0].movedim(len(self.units), 0)  # (k, *U, c, *event)
         with torch.no_grad():
-            found = _logsumexp(self.layer(places) + self.weights())  # (k, *U, c)
-        best = found.max(0)
+            log_density = _logsumexp(self.layer(places) + self.weights())  # (k, *U, c)
+        best = log_density.max(0)
         at = best.indices.view(1, *self.units, *(1,) * len(self.event)).expand(1, *places.shape[1:])
         return places.gather(0, at)[0], best.values
 

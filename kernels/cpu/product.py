@@ -1,0 +1,274 @@
+"""Products of stacks of matrices of logarithms by the loops of the C library, from the left; see c/fold.h.
+
+Where sets are fewer than threads, stacks are cut into segments whose products are multiplied in float64. Sets of which
+a loop has lost something are redone by `kernels.plain`.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numbers import exact_sum
+from ..plain import product as plain
+from ..tree import Product
+from .arguments import Arguments, run_each
+from .library import in_large_pages
+
+# multiply-adds that are worth waking a thread
+_SHARE = 2**22
+
+# fewer matrices to a segment are not worth a product more
+_SHORTEST = 8
+
+# more matrices to a segment let roundings of its gradients add up
+_LONGEST = 128
+
+# rows that a thread takes of a product at least: a tile of registers
+_ROWS = 8
+
+# entries behind what is kept of a set, which whole vectors may reach
+_SLACK = 64
+
+
+def product(stack: Tensor, *, inplace: bool) -> Product:
+    """The products of stacks (g, s, c, c) of any floating dtype, computed in their memory if `inplace`."""
+    matrices = _matrices(stack)
+    if stack.shape[1] == 1:
+        return _only(matrices)
+    segments = _Segments(matrices)
+    root, lossy = segments.root(), segments.lossy
+    if len(lossy):
+        own = inplace or matrices.dtype != stack.dtype
+        _put(root, plain.product(_some(matrices, lossy, inplace=own), inplace=own or len(lossy) < len(stack)), lossy)
+    return root._replace(rescued=len(lossy) * stack[0, 0].numel())
+
+
+def product_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
+    """Write the gradients (g, s, c, c) of `sum(weight * log product)` with respect to stacks, for weights (g, c, c)."""
+    matrices = _matrices(stack)
+    if stack.shape[1] > 1 and len(_segments(matrices, stack.shape[1])) == 1:
+        _gradients(plain.product_gradient, weight, matrices, into)
+    else:
+        Kept(matrices, into).gradient(weight)
+
+
+def prefixes(stack: Tensor, out: Tensor) -> int | Tensor:
+    """Write the products of the first 1 to s matrices (g, s, c, c), and return how many entries were rescued."""
+    (g, s, c, _), matrices = stack.shape, _matrices(stack)
+    lossy = torch.zeros(g, c, dtype=torch.bool, device="cpu")
+    if s > 1:
+        arguments = _arguments(matrices, 0, s, lossy=lossy, log_forward=out)
+        arguments.grad_set, arguments.grad_step, arguments.grad_member, _ = out.stride()
+        _run("fold", matrices, [arguments], _ranges(g * c, _threads(matrices, g * -(-c // _ROWS))))
+    numbers = _numbers(lossy)
+    if len(numbers):
+        redone = torch.empty_like(out[: len(numbers)])
+        plain.prefixes(matrices[numbers], redone)
+        out[numbers] = redone
+    out[:, 0] = stack[:, 0]
+    return len(numbers) * s * c * c
+
+
+def prefixes_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
+    """Write the gradients (g, s, c, c) of `sum(weight * prefixes)`."""
+    if stack.shape[1] > 1:
+        _gradients(plain.prefixes_gradient, weight, _matrices(stack), into)
+    else:
+        Kept(stack, into).gradient(weight[:, 0])
+
+
+class Kept:
+    """All products from the left of stacks (g, s, c, c), kept for gradients `into` a tensor of that shape."""
+
+    def __init__(self, stack: Tensor, into: Tensor) -> None:
+        self._stack, self._into = _matrices(stack), into
+        if stack.shape[1] == 1:
+            return
+        self._segments = segments = _Segments(self._stack, into)
+        self._root, self._lossy = segments.root(), segments.lossy
+        if len(self._lossy):
+            redone = torch.empty_like(into[: len(self._lossy)])
+            self._redone = redone, plain.Kept(self._stack[self._lossy], redone)
+            _put(self._root, self._redone[1].root(), self._lossy)
+
+    def root(self) -> Product:
+        """The products of all matrices."""
+        return _only(self._stack) if self._stack.shape[1] == 1 else self._root
+
+    def gradient(self, weight: Tensor) -> None:
+        """Write the gradients of `sum(weight * log product)`."""
+        if self._stack.shape[1] == 1:
+            self._into[:, 0] = weight
+            self._into.masked_fill_(self._stack == -math.inf, 0.0)
+            return
+        self._segments.gradients(weight)
+        if len(self._lossy):
+            redone, kept = self._redone
+            kept.gradient(weight[self._lossy])
+            self._into[self._lossy] = redone
+
+
+class _Segments:
+    """The products of segments of stacks, kept where there is a place for their gradients."""
+
+    def __init__(self, stack: Tensor, into: Tensor | None = None) -> None:
+        g, _, c, _ = stack.shape
+        self._stack, segments = stack, _segments(stack, stack.shape[1] if into is None else _LONGEST)
+        shares = torch.empty(len(segments), g, c, c, dtype=torch.float64, device="cpu")
+        taken = torch.empty(2, len(segments), g, c, dtype=torch.float64, device="cpu")
+        lossy = torch.empty(len(segments), g, c, dtype=torch.bool, device="cpu")
+        self._spans, self._held = _spans(stack), [lossy]
+        self._calls = [
+            _arguments(stack, *segment, leaving=value, log_norm=size, lost=rest, lossy=lost)
+            for segment, value, size, rest, lost in zip(segments, shares, *taken, lossy, strict=True)
+        ]
+        for (first, last), call in zip(segments, self._calls, strict=True):
+            if into is not None:
+                self._held.extend(_keep(call, stack, g, last - first, into[:, first:]))
+        _run("fold", stack, self._calls, self._spans)
+        self.lossy = _numbers(lossy)
+        # of each segment, less an offset
+        self._offset = taken[0].amax(-1)
+        self._products = shares.add_((taken[0] - self._offset[..., None]).add_(taken[1])[..., None]).transpose(0, 1)
+        if len(self.lossy):  # which were written in part
+            self._offset[:, self.lossy] = self._products[self.lossy] = 0.0
+        if len(segments) > 1:
+            self._whole = Kept(self._products, torch.empty_like(self._products).contiguous())
+
+    def root(self) -> Product:
+        """The products of all segments; of lossy sets, anything."""
+        if len(self._calls) == 1:
+            return Product(self._products[:, 0], torch.cat([self._offset, torch.zeros_like(self._offset)]), 0)
+        values, offset, _ = self._whole.root()
+        return Product(values, torch.stack(exact_sum(torch.cat([self._offset, offset]))), 0)
+
+    def gradients(self, weight: Tensor) -> None:
+        """Write those of all segments."""
+        weights, scale = _near_one(weight)
+        weights = weights[None]
+        if len(self._calls) > 1:
+            self._whole.gradient(weights[0].double())
+            weights = self._whole._into.transpose(0, 1)
+        weights = weights.to(self._stack.dtype).contiguous()
+        for call, own in zip(self._calls, weights, strict=True):
+            call.final, call.x_set, call.weight = own.data_ptr(), own.stride(0), scale.data_ptr()
+        _run("unfold", self._stack, self._calls, self._spans)
+
+
+def _gradients(redo: Any, weight: Tensor, stack: Tensor, into: Tensor) -> None:
+    """Write gradients set after set; `weight` is that of products (g, c, c), or of all prefixes (g, s, c, c)."""
+    g, s, c, _ = stack.shape
+    lossy = torch.zeros(g, c, dtype=torch.bool, device="cpu")
+    weights, scale = _near_one(weight)
+    weights, calls, held, spans = weights.contiguous(), [], [], _spans(stack)
+    for first, last in spans:
+        call = _arguments(stack, 0, s, lossy=lossy, weight=scale)
+        held.append(_keep(call, stack, 1, s, into))
+        call.first, call.last, call.x_set = first, last, weights.stride(0)
+        if weight.dim() == 3:
+            call.final = weights.data_ptr()
+        else:
+            call.x, call.x_step = weights.data_ptr(), weights.stride(1)
+        calls.append(call)
+    run_each((Arguments * len(calls))(*calls), stack.dtype, "fold_gradients")
+    # so few at a time that copies, too, are no more than all stacks
+    for numbers in _numbers(lossy).split(max(1, g // 4)) if lossy.any() else ():
+        redone = torch.empty_like(into[: len(numbers)])
+        redo(weight[numbers], stack[numbers], redone)
+        into[numbers] = redone
+
+
+def _arguments(stack: Tensor, first: int, last: int, **outputs: Tensor) -> Arguments:
+    """Those of the products of the matrices from `first` to before `last`."""
+    g, _, c, _ = stack.shape
+    arguments = Arguments(steps=last - first, sets=g, members=c, states=c, first=0, last=g * c, logarithms=1)
+    over_sets, over_steps, over_rows, over_columns = stack.stride()
+    arguments.p0 = stack.data_ptr() + first * over_steps * stack.element_size()
+    arguments.p0_set, arguments.p0_member, arguments.p0_state = over_sets, over_rows, over_columns
+    arguments.bulk = arguments.p0 + over_steps * stack.element_size()
+    arguments.bulk_set, arguments.bulk_step = over_sets, over_steps
+    arguments.bulk_from, arguments.bulk_to, arguments.one_matrix = over_rows, over_columns, over_steps == 0
+    for name, tensor in outputs.items():
+        setattr(arguments, name, tensor.data_ptr())
+    return arguments
+
+
+def _keep(call: Arguments, stack: Tensor, sets: int, steps: int, into: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory in which a call keeps the products of so many sets, with exponentials `into` the place of gradients."""
+    c = stack.shape[-1]
+    products = in_large_pages(stack.new_empty(sets * (steps * c * c + _SLACK)))
+    factors = stack.new_empty(sets * steps * c)
+    call.messages, call.sums, call.grad_bulk = products.data_ptr(), factors.data_ptr(), into.data_ptr()
+    call.count_set, call.count_step = into.stride()[:2]
+    return products, factors
+
+
+def _run(name: str, stack: Tensor, arguments: list[Arguments], spans: list[tuple[int, int]]) -> None:
+    """Make each call for spans of rows, on a thread each."""
+    calls = (Arguments * (len(arguments) * len(spans)))(*(one for one in arguments for _ in spans))
+    for index, call in enumerate(calls):
+        call.first, call.last = spans[index % len(spans)]
+    run_each(calls, stack.dtype, name)
+
+
+def _threads(stack: Tensor, most: int) -> int:
+    g, s, c, _ = stack.shape
+    return max(1, min(torch.get_num_threads(), most, g * s * c**3 // _SHARE))
+
+
+def _segments(stack: Tensor, longest: int) -> list[tuple[int, int]]:
+    """The matrices of each segment: one segment, unless sets are fewer than threads or it is too long."""
+    g, s = stack.shape[:2]
+    return _ranges(s, max(1, -(-s // longest), min(_threads(stack, s) // g, s // _SHORTEST)))
+
+
+def _spans(stack: Tensor) -> list[tuple[int, int]]:
+    """The rows of sets that a thread has."""
+    g, c = len(stack), stack.shape[-1]
+    return [(first * c, last * c) for first, last in _ranges(g, _threads(stack, g))]
+
+
+def _ranges(size: int, parts: int) -> list[tuple[int, int]]:
+    """Ranges of about the same size."""
+    return [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]
+
+
+def _matrices(stack: Tensor) -> Tensor:
+    """The matrices in the dtype of the arithmetic; the memory of a negative view holds other numbers."""
+    return stack.to(torch.promote_types(stack.dtype, torch.float32)).resolve_neg()
+
+
+def _only(stack: Tensor) -> Product:
+    return Product(stack[:, 0].double(), torch.zeros(2, len(stack), dtype=torch.float64, device="cpu"), 0)
+
+
+def _numbers(lossy: Tensor) -> Tensor:
+    """The sets of which some row (..., g, c) is lossy."""
+    return lossy.any(-1).view(-1, lossy.shape[-2]).any(0).nonzero()[:, 0]
+
+
+def _some(stack: Tensor, numbers: Tensor, *, inplace: bool) -> Tensor:
+    """Some stacks, whose numbers ascend: all of them as they are, `inplace` moved to the front, otherwise copies."""
+    if len(numbers) == len(stack):
+        return stack
+    if not inplace:
+        return stack[numbers]
+    for place, number in enumerate(numbers.tolist()):
+        if place != number:
+            stack[place] = stack[number]
+    return stack[: len(numbers)]
+
+
+def _put(root: Product, redone: Product, numbers: Tensor) -> None:
+    root.values[numbers] = redone.values.double()
+    root.offset[:, numbers] = 0.0
+    root.offset[: len(redone.offset), numbers] = redone.offset
+
+
+def _near_one(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights over a power of two, so that the largest is from 1 to 2, and that power; 1 where one is not finite."""
+    top = float(weight.abs().amax())
+    scale = 2.0 ** (math.frexp(top)[1] - 1) if 0.0 < top < math.inf else 1.0
+    return weight.resolve_neg() / scale, torch.tensor([scale], dtype=torch.float64, device="cpu")

@@ -1,0 +1,255 @@
+"""Products of stacks of matrices of logarithms on a tree of pairs, and their gradients, by any arithmetic of pairs.
+
+A node is a matrix of logarithms near 0 and a float64 offset. A product is stored relative to the largest entries of its
+operands, which go into its offset: no pass over a result is needed before it is an operand itself. Which nodes are
+multiplied when, and where results lie, is the business of `order`; what two nodes make is that of a room.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .order import Step, downward, halved, reduction, shifted, upward
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """`values` (g, p, c, c), their largest entries `top` (g, p), and `offset` (g, p, r), one float64 or a sum of two.
+
+    The logarithm of a node is `values + offset`. Leaves are the caller's: of any floating dtype, with offsets of 0.
+    """
+
+    values: Tensor
+    top: Tensor
+    offset: Tensor
+
+    @classmethod
+    def leaves(cls, values: Tensor) -> "Nodes":
+        """The matrices that the caller passed."""
+        g, p = values.shape[:2]
+        zero = values.new_zeros(1, 1, 1, dtype=torch.float64)
+        top = values.amax((-2, -1)).to(torch.promote_types(values.dtype, torch.float32))
+        return cls(values, top, zero.expand(g, p, parts(values.dtype)))
+
+    @classmethod
+    def over(cls, values: Tensor) -> "Nodes":
+        """Nodes to be written, in this memory."""
+        g, p = values.shape[:2]
+        return cls(values, values.new_empty(g, p), values.new_empty(g, p, parts(values.dtype), dtype=torch.float64))
+
+    def at(self, slots: slice) -> "Nodes":
+        """The nodes in some slots of each set, as a view."""
+        return Nodes(self.values[:, slots], self.top[:, slots], self.offset[:, slots])
+
+    def copy_(self, other: "Nodes") -> None:
+        """Become as many others."""
+        self.values.copy_(other.values)
+        self.top.copy_(other.top)
+        self.offset.copy_(other.offset)
+
+
+class Product(NamedTuple):
+    """The logarithms of products, `values` (g, c, c) + `offset` (r, g) in float64; how many entries were `rescued`."""
+
+    values: Tensor
+    offset: Tensor
+    rescued: int | Tensor
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        """The logarithms (g, c, c)."""
+        high, *lost = self.offset.unbind(0)
+        # what the offset has beyond the dtype goes to the smaller summand
+        rest = (lost[0] if lost else high - high.to(dtype)).nan_to_num(0.0, 0.0, 0.0)
+        return (self.values + rest.to(self.values.dtype)[:, None, None]).add_(high[:, None, None]).to(dtype)
+
+
+class Arithmetic:
+    """Products of nodes, at most so many at once; `rescued` counts entries redone. Rooms add the two methods below."""
+
+    def __init__(self, most: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._tops = torch.empty(2, max(1, most), dtype=dtype, device=device)
+        self._sums = torch.empty(3 + parts(dtype), max(1, most), dtype=torch.float64, device=device)
+        self.rescued = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
+        """Write `log(exp(left) exp(right))` less both `tops` (g, p), and its largest entries, also over an operand."""
+        raise NotImplementedError
+
+    def gradient(
+        self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool
+    ) -> None:
+        """From `weight`, the gradient of the logarithm of a product, those of its operands (g, p, c, c).
+
+        Either may lie over `weight`. With `add_left` that of `left` is added to what is there.
+        """
+        raise NotImplementedError
+
+    def leaves_for_root(self, values: Tensor) -> Nodes:
+        """The leaves of a tree of which only the root is wanted."""
+        return Nodes.leaves(values)
+
+    def multiply(self, left: Nodes, right: Nodes, out: Nodes) -> None:
+        """`out = left right`; it may lie over either."""
+        shape = out.top.shape
+        tops = [
+            room[: out.top.numel()].view(shape).copy_(nodes.top)
+            for room, nodes in zip(self._tops, (left, right), strict=True)
+        ]
+        self._add_offsets(left, right, tops, out)
+        self.pair(left.values, right.values, out, tops)
+
+    def logarithms(self, nodes: Nodes) -> None:
+        """The nodes become what they mean, logarithms with their offsets, in their own memory."""
+        offset, *lost = nodes.offset.unbind(-1)
+        high = offset.to(nodes.values.dtype)
+        rest = (lost[0] if lost else offset - high).nan_to_num(0.0, 0.0, 0.0).to(nodes.values.dtype)
+        nodes.values.add_(rest[..., None, None]).add_(high[..., None, None])
+
+    def _add_offsets(self, left: Nodes, right: Nodes, tops: list[Tensor], out: Nodes) -> None:
+        """The offset of a product: those of the operands and their tops; -inf where nothing is possible."""
+        g, p, count = out.offset.shape
+        room = self._sums[:, : g * p].unflatten(1, (g, p))
+        total = room[:count].copy_(left.offset.movedim(-1, 0))
+        for term in (*right.offset.unbind(-1), *tops):
+            if count == 1:
+                total.add_(term)
+            else:
+                two_sum(total, term, room[count:])
+        if count == 2:  # what an infinite sum has lost is NaN
+            total[1].masked_fill_(~total[0].isfinite(), 0.0)
+        out.offset.copy_(total.movedim(0, -1))
+
+
+def product(kind: type[Arithmetic], stack: Tensor, *, inplace: bool) -> Product:
+    """The products of stacks (g, s, c, c) of any floating dtype, computed in their memory if `inplace`."""
+    g, s, c, _ = stack.shape
+    arithmetic = _arithmetic(kind, stack)
+    leaves = arithmetic.leaves_for_root(stack)
+    dtype, s = _dtype(stack), leaves.values.shape[1]
+    memory = stack[:, : s // 2 * 2 : 2] if inplace and stack.dtype == dtype else None
+    nodes = Nodes.over(stack.new_empty(g, s // 2, c, c, dtype=dtype) if memory is None else memory)
+    for step in reduction(s):
+        left = leaves.at(step.left) if step.left_at is None else nodes.at(halved(step.left))
+        right = leaves.at(step.right) if step.right_at is None else nodes.at(halved(step.right))
+        arithmetic.multiply(left, right, nodes.at(halved(step.left)))
+    return _root((nodes if s > 1 else leaves).at(slice(0, 1)), arithmetic)
+
+
+def product_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, into: Tensor) -> None:
+    """Write the gradients (g, s, c, c) of `sum(weight * log product)` with respect to stacks, for weights (g, c, c)."""
+    Kept(kind, stack, into).gradient(weight)
+
+
+class Kept:
+    """All nodes of the tree of stacks (g, s, c, c), kept for gradients `into` a tensor of that shape."""
+
+    def __init__(self, kind: type[Arithmetic], stack: Tensor, into: Tensor) -> None:
+        self._arithmetic, self._into = _arithmetic(kind, stack), into
+        # each product lies where its right operand had been
+        self._leaves, self._nodes = Nodes.leaves(stack), Nodes.over(torch.empty_like(into))
+        self._steps = list(reduction(stack.shape[1]))
+        for step in self._steps:
+            self._arithmetic.multiply(*self._operands(step), self._nodes.at(step.right))
+
+    def root(self) -> Product:
+        """The products of all matrices."""
+        root = self._nodes.at(self._steps[-1].right) if self._steps else self._leaves
+        return _root(root, self._arithmetic)
+
+    def gradient(self, weight: Tensor) -> None:
+        """Write the gradients of `sum(weight * log product)`, from the root's slot down to the leaves'."""
+        into = self._into
+        into[:, 0] = weight
+        if not self._steps:
+            into.masked_fill_(self._leaves.values == -torch.inf, 0.0)
+        for step in reversed(self._steps):
+            grads = into[:, step.left], into[:, step.right]
+            self._arithmetic.gradient(grads[0], *self._operands(step), *grads, add_left=False)
+
+    def _operands(self, step: Step) -> tuple[Nodes, Nodes]:
+        return _operands(step, self._leaves, self._nodes, self._nodes)
+
+
+def prefixes(kind: type[Arithmetic], stack: Tensor, out: Tensor) -> int | Tensor:
+    """Write the products of the first 1 to s matrices (g, s, c, c), over the nodes of the first sweep.
+
+    Returned is how many entries were rescued.
+    """
+    s = stack.shape[1]
+    arithmetic, leaves, nodes = _arithmetic(kind, stack), Nodes.leaves(stack), Nodes.over(out)
+    for step in (*upward(s), *downward(s)):
+        left = (leaves if step.left_at is None else nodes).at(step.left)
+        right = (leaves if step.right_at is None else nodes).at(step.right)
+        arithmetic.multiply(left, right, nodes.at(step.right))
+    arithmetic.logarithms(nodes.at(slice(1, s)))
+    out[:, 0] = stack[:, 0]
+    return arithmetic.rescued
+
+
+def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, into: Tensor) -> None:
+    """Write the gradients (g, s, c, c) of `sum(weight * prefixes)`.
+
+    Both sweeps backwards: a product's gradient becomes its right operand's, and what its left receives is added.
+    """
+    s = stack.shape[1]
+    into.copy_(weight)
+    arithmetic, leaves = _arithmetic(kind, stack), Nodes.leaves(stack)
+    nodes, passed = (Nodes.over(torch.empty_like(into)) for _ in range(2))
+    up, down = list(upward(s)), list(downward(s))
+    for step in up:
+        arithmetic.multiply(*_operands(step, leaves, nodes, nodes), nodes.at(step.left))
+        first = step.left.start  # the first node of each level is a prefix
+        passed.at(slice(step.right.start, step.right.start + 1)).copy_(nodes.at(slice(first, first + 1)))
+    for step in down:
+        arithmetic.multiply(*_operands(step, leaves, passed, nodes), passed.at(step.right))
+    for step in reversed(up + down):
+        operands = _operands(step, leaves, passed if step.left_at == 0 else nodes, nodes)
+        grads = into[:, step.left], into[:, step.right]
+        arithmetic.gradient(grads[1], *operands, *grads, add_left=True)
+    into[:, 0].masked_fill_(stack[:, 0] == -torch.inf, 0.0)
+
+
+def blocks(nodes: int, g: int, p: int) -> Iterator[tuple[slice, slice]]:
+    """Sets and slots of g sets of p nodes, about so many nodes at a time."""
+    slots = max(1, min(p, nodes))
+    sets = max(1, nodes // slots)
+    for z in range(0, g, sets):
+        for i in range(0, p, slots):
+            yield slice(z, z + sets), slice(i, i + slots)
+
+
+def parts(dtype: torch.dtype) -> int:
+    """How many float64 an offset of such values is."""
+    return 2 if dtype == torch.float64 else 1
+
+
+def two_sum(total: Tensor, term: Tensor, room: Tensor) -> None:
+    """Add to the first part of `total` (2, g, p), and to the second what rounding took (D. E. Knuth's two-sum)."""
+    (high, low), (result, back, other) = total, room
+    torch.sub(torch.add(high, term, out=result), high, out=back)
+    low.add_(torch.sub(term, back, out=other))
+    low.add_(high.sub_(torch.sub(result, back, out=other)))
+    high.copy_(result)
+
+
+def _dtype(stack: Tensor) -> torch.dtype:
+    return torch.promote_types(stack.dtype, torch.float32)
+
+
+def _arithmetic(kind: type[Arithmetic], stack: Tensor) -> Arithmetic:
+    """Arithmetic for nodes of stacks (g, s, c, c), with room for a level of them."""
+    return kind(stack.shape[0] * max(1, stack.shape[1] // 2), _dtype(stack), stack.device)
+
+
+def _root(root: Nodes, arithmetic: Arithmetic) -> Product:
+    return Product(root.values[:, 0].to(_dtype(root.values)), root.offset[:, 0].T, arithmetic.rescued)
+
+
+def _operands(step: Step, leaves: Nodes, lefts: Nodes, rights: Nodes) -> tuple[Nodes, Nodes]:
+    """The operands of a step in layouts in which nodes stay."""
+    left = leaves.at(step.left) if step.left_at is None else lefts.at(shifted(step.left, step.left_at))
+    right = leaves.at(step.right) if step.right_at is None else rights.at(shifted(step.right, step.right_at))
+    return left, right
