@@ -89,6 +89,13 @@ def message_kernels(tensor: Tensor) -> ModuleType:
     return _module("messages", tensor)
 
 
+def entropy_in_c() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`entropy` of a chain on a CPU, see `kernels.cpu.entropy`."""
+    from .cpu.entropy import entropy
+
+    return entropy
+
+
 def stretches() -> ModuleType:
     """`Stretch` of a longer chain on a CPU, see `kernels.cpu.stretch`."""
     return import_module(f"{__name__}.cpu.stretch")

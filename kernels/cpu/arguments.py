@@ -19,7 +19,7 @@ from .library import in_large_pages, library
 ROOMS = {
     **dict.fromkeys(("forward", "backward"), "room"),
     **dict.fromkeys(("redo_forward", "redo_backward"), "redo_room"),
-    **{name: f"{name}_room" for name in ("messages", "viterbi", "topk_paths", "sample")},
+    **{name: f"{name}_room" for name in ("messages", "entropy", "viterbi", "topk_paths", "sample")},
     **dict.fromkeys(("fold", "unfold", "fold_gradients"), "fold_room"),
 }
 
@@ -36,7 +36,7 @@ _GRADIENTS = (
     "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *count_at *counts *grad_p0"
 )
 _MESSAGES = "*value *start start_set start_member *log_forward *log_backward by_log"
-_STRETCH = "*starts *leaving *entering *taken *lacking *lost *shares single"
+_STRETCH = "*starts *leaving *entering *taken *lacking *arriving *lost *shares single *other"
 _STACKS = "*factors *final_weights"
 _PATHS = "*paths path_steps path_rank path_sequence ranks"
 

@@ -1,10 +1,12 @@
 """A stretch of a longer chain: a message with its scale enters it, and one leaves."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from ..chain import Chain
-from .arguments import Arguments, Call, run
+from .arguments import Arguments, Call, function, run
 
 
 class Stretch:
@@ -60,3 +62,43 @@ class Stretch:
         if redone:
             run(a, self._dtype, "redo_forward", self._spans)
         return found, self._lossy, redone
+
+    def repeated(self, bulk: Tensor) -> "Repeated | None":
+        """The same with a head, one after the other, by one matrix; None where several threads share a stretch."""
+        if not self._head or len(self._spans) > 1:
+            return None
+        arguments = Arguments.from_buffer_copy(self._arguments)
+        arguments.last, arguments.bulk, arguments.p0 = (
+            self._grid[0] * self._grid[1],
+            bulk.data_ptr(),
+            self._one.data_ptr(),
+        )
+        arguments.p0_set = arguments.p0_member = arguments.p0_state = 0
+        return Repeated(arguments, self._dtype, self._grid[1], [bulk, self._one])
+
+
+class Repeated:
+    """Stretches of one shape, one after the other: a call of the library each, of which only addresses change."""
+
+    def __init__(self, arguments: Arguments, dtype: torch.dtype, members: int, held: list[Tensor]) -> None:
+        self._arguments, self._dtype, self._members, self._held = arguments, dtype, members, held
+        self._call, self._reference = function("stretch", dtype), ctypes.byref(arguments)
+        room = function("stretch_room", dtype)(self._reference) + 64
+        self._room = torch.empty(room, dtype=torch.uint8, device="cpu")
+        arguments.room = self._room.data_ptr() + 63 & ~63
+
+    def forward(
+        self, x: Tensor, carried: tuple[Tensor, Tensor, Tensor], shares: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, int]:
+        """What is carried on, the log-partition [*B] in the dtype of x, and how many sequences were redone."""
+        a, (message, total, lost) = self._arguments, carried
+        after = torch.empty_like(message), torch.empty_like(total), torch.empty_like(lost)
+        value = torch.empty_like(total, dtype=self._dtype)
+        a.x, a.arriving, a.taken, a.lacking = x.data_ptr(), message.data_ptr(), total.data_ptr(), lost.data_ptr()
+        a.leaving, a.log_norm, a.lost = after[0].data_ptr(), after[1].data_ptr(), after[2].data_ptr()
+        a.value = value.data_ptr()
+        if shares is not None:
+            member = shares.stride(-3) if shares.dim() > 2 else 0
+            a.shares, a.grad_step = shares.data_ptr(), shares.stride(-2)
+            a.grad_set, a.grad_member = self._members * member, member
+        return after, value, self._call(self._reference)

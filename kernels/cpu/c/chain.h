@@ -46,12 +46,14 @@ typedef struct {
                                        of the backward message of the step that entered */
     const real *entering;           /* (g, m, c): such ones as they came in, the x of a step ahead of x; or null */
     const double *taken, *lacking;  /* (g, m): what log_norm adds to, and what that lacks */
+    const double *arriving;         /* (g, m, c): what enters, in float64: see stretch.h */
     double *lost;                   /* (g, m): what log_norm lacks */
     real *shares;                   /* (v, g, m, c), with the strides of grad_x: of forward messages; or null */
     int64_t single;                 /* x, bulk, p0 and logarithms of messages are float32, whatever is computed in */
-    /* state paths: the best, the `ranks` best, or as many that are drawn */
+    const void *other;              /* another chain of as many steps, sequences and states, or null */
     real *factors;                  /* of stacks of matrices, see fold.h: what rows were scaled by */
     const real *final_weights;      /* of stacks: weights of the last products, beside x; or null */
+    /* state paths: the best, the `ranks` best, or as many that are drawn */
     int64_t *paths;                 /* (ranks, g, m, path_steps), or (ranks, rows) where there are `starts`; -1 for no
                                        state. Drawn ones come in as numbers in [0, 1), float64 */
     int64_t path_steps, path_rank, path_sequence, ranks; /* path_rank, path_sequence: strides */
