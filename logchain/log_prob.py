@@ -48,8 +48,8 @@ def log_prob(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, or a state is not in -1..c-1. On a GPU states are
-            not looked at: one that is out of range is the device's error.
+        ValueError: sizes do not go together, a length is out of range, or a state is not in -1..c-1. On a GPU states
+            are not looked at: one that is out of range is the device's error.
 
     Cost: that of `logchain.product` once, however many paths, and `v` look-ups a path. Memory: a few `[*S, *B, v]`.
 

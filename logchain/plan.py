@@ -124,7 +124,7 @@ def plan(
     if gradients is not None and not isinstance(gradients, bool):
         raise TypeError(f"gradients: expected True, False or None, got {gradients!r}")
     (x, bulk, p0), place = _operands((x, bulk, p0), dtype, device)
-    ends = check_question(x, bulk, p0, log_params, lengths, False, in_pieces=memory_budget is not None)
+    ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
     if gradients is None:
         gradients = differentiated(x, bulk, p0)
     elif gradients and not (x.requires_grad or bulk.requires_grad or p0.requires_grad):
