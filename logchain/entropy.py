@@ -14,20 +14,18 @@ def entropy(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
-    validate: bool = False,
 ) -> Tensor:
     r"""`-sum_z p(z) log p(z)` over all state paths `z`, with `p(z)` their posterior probability.
 
     It is the log-partition less the expected log-weight of a path, `log Z - E[log w(z)]`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`,
-            `lengths` and `validate`.
+        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`
+            and `lengths`.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: how many variables each sequence has.
-        validate: also check the values.
 
     Returns:
         `[*B]` in nats, in float64 if an operand is and otherwise in float32; 0 where no path is possible: there is
@@ -35,7 +33,7 @@ def entropy(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
+        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `3 v c^2` multiply-adds a sequence in `v` dependent steps, in float64, and a logarithm for each entry of
     `bulk`. What log Z and the expectation have in common is in neither, so that an entropy of 1e-3 is good however
@@ -50,5 +48,5 @@ def entropy(
     >>> entropy(torch.zeros(3, 2), torch.full((1, 2, 2), 0.5), torch.tensor([1.0, 0.0]))  # two fair coins
     tensor(1.3863)
     """
-    ends = check_question(x, bulk, p0, log_params, lengths, validate)
+    ends = check_question(x, bulk, p0, log_params, lengths)
     return entropy_of(x, bulk, p0, ends, log_params).to(arithmetic_dtype(x, bulk, p0))

@@ -16,7 +16,6 @@ def kl_divergence(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
-    validate: bool = False,
 ) -> Tensor:
     r"""`sum_z p(z) log(p(z) / q(z))` over all state paths `z`, for the posteriors of two chains.
 
@@ -28,7 +27,6 @@ def kl_divergence(
         q: the same of the other chain, with an `x` of the same shape.
         log_params: `bulk` and `p0` of both are logarithms (nats).
         lengths: how many variables each sequence has.
-        validate: also check the values.
 
     Returns:
         `[*B]` in nats, in float64 if an operand is and otherwise in float32. It is +inf where `q` forbids what is
@@ -37,7 +35,7 @@ def kl_divergence(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
+        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `4 v c^2` multiply-adds a sequence in `v` dependent steps, in float64, and two logarithms for each entry of
     `bulk`. What the terms have in common is in none of them, so that a divergence of 1e-3 is good however large
@@ -56,7 +54,7 @@ def kl_divergence(
     for name, operands in (("p", p), ("q", q)):
         if not isinstance(operands, tuple) or len(operands) != 3:
             raise TypeError(f"{name}: expected a tuple (x, bulk, p0), got {type(operands).__name__}")
-        ends = check_question(*operands, log_params, lengths, validate)
+        ends = check_question(*operands, log_params, lengths)
         dtypes.append(arithmetic_dtype(*operands))
     if p[0].shape != q[0].shape or p[0].device != q[0].device:
         raise ValueError(

@@ -24,7 +24,6 @@ def sample(
     log_params: bool = False,
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
-    validate: bool = False,
 ) -> Tensor:
     r"""Independent draws of a path `z` with probability `p0(z_0) prod_i P_i(z_{i-1}, z_i) prod_i exp x_i(z_i) / Z`.
 
@@ -44,7 +43,6 @@ def sample(
         lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
             sequence has.
         cu_seqlens: sequences one behind the other, as in `logchain.product`: paths are `[num_samples, total]`.
-        validate: also check the values, which costs a pass over the data.
 
     Returns:
         int64 `[num_samples, *B, v]`. A path has positive weight, always. -1 stands for no state: behind a sequence's
@@ -56,8 +54,8 @@ def sample(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, `num_samples` is negative, the generator is on
-            another device, or `validate` finds a value.
+        ValueError: sizes do not go together, a length is out of range, `num_samples` is negative, or the generator is
+            on another device.
 
     Cost: `v c^2` multiply-adds a sequence for the messages; then, in `v` dependent steps, `v c` a draw, on a CPU for as
     many draws as there are states and a fraction of it for others. Memory: the messages `[*B, v, c]` and the paths.
@@ -74,10 +72,10 @@ def sample(
             [1, 1, 1]])
     """
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
-    ends = None if packed else check_question(x, bulk, p0, log_params, lengths, validate)
+    ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
     _check_draws(num_samples, generator, x)
-    if packed and not packed.walks_in_place(log_params, validate):
-        options: Any = {"generator": generator, "log_params": log_params, "validate": validate}
+    if packed and not packed.walks_in_place(log_params):
+        options: Any = {"generator": generator, "log_params": log_params}
         pieces = [sample(*one[:3], num_samples, lengths=one.lengths, **options) for one in packed]
         return packed.by_row([paths.movedim(0, -1) for paths in pieces]).mT.contiguous()
     if packed:

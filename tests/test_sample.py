@@ -312,10 +312,3 @@ def test_wrong_arguments_are_refused(options, error, message):
 def test_a_generator_of_another_device_is_refused():
     with pytest.raises(ValueError, match="^generator: expected device meta, got cpu"):
         sample(*(tensor.to("meta") for tensor in dense(F32)[:3]), 2, generator=seeded())
-
-
-def test_values_are_checked_on_demand():
-    chain = dense(F32)
-    chain.p0[0, 0, 0] = -1.0
-    with pytest.raises(ValueError, match="^p0: expected non-negative values"):
-        drawn(chain, 1, validate=True)

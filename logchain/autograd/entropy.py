@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..operands import chain_of
+from ..operands import Operands, chain_of
 from ..rescues import report_chains
 from ..schedules import choose
-from .chain import _Second as Covariances
-from .chain import forward, gradient, if_needed
+from .chain import forward, gradient
+from .chain_functions import Second as Covariances
+from .chain_functions import if_needed
 from .chain_operators import log_norm_here
 from .operator import apply, call, operator, transform, with_batch_first
 from .paths import finite_log
 from .tangents import log_norm_along
 
-Operands = tuple[Tensor, Tensor, Tensor]
+Weights = tuple[Tensor, Tensor, Tensor]
 
 
 def entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
@@ -32,7 +33,7 @@ def entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_par
     return found
 
 
-def divergence(p: Operands, q: Operands, lengths: Tensor | None, log_params: bool) -> Tensor:
+def divergence(p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
     """The divergence of the paths of p from those of q [*B] in float64; 0 where none is possible under p."""
     found: Tensor = apply(_Divergence, _divergence, *p, *q, lengths, log_params)
     return found
@@ -113,12 +114,12 @@ class _Divergence(torch.autograd.Function):
         return call(_Divergence, *p, *q[:3], lengths, log_params), 0
 
 
-def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Operands:
+def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Weights:
     """The logarithms of all weights, finite, in float64."""
     return finite_log(x, True), finite_log(bulk, log_params), finite_log(p0, log_params)
 
 
-def _alike(p: Operands, q: Operands, *, steps: bool = True) -> tuple[Operands, Operands]:
+def _alike(p: Weights, q: Weights, *, steps: bool = True) -> tuple[Weights, Weights]:
     """Both chains with the axes that the matrices and the initial weights of either have: views."""
     lead = torch.broadcast_shapes(p[1].shape[:-3], q[1].shape[:-3])
     each = max(p[1].shape[-3], q[1].shape[-3]) if min(p[1].shape[-3], q[1].shape[-3]) else 0
@@ -155,7 +156,7 @@ def _forward_divergence(*args: Any) -> Tensor:
     return found
 
 
-def _chosen(mask: Tensor, p: Operands, lengths: Tensor | None) -> tuple[Operands, Tensor | None]:
+def _chosen(mask: Tensor, p: Weights, lengths: Tensor | None) -> tuple[Weights, Tensor | None]:
     """The operands and lengths of the sequences of a mask [*B], along one axis; what all share they still share."""
     x, bulk, p0 = p
     batch = x.shape[:-2]
@@ -166,13 +167,13 @@ def _chosen(mask: Tensor, p: Operands, lengths: Tensor | None) -> tuple[Operands
     return (x[mask], bulk, p0), None if lengths is None else lengths.expand(batch)[mask]
 
 
-def _entropy_in_torch(p: Operands, lengths: Tensor | None, log_params: bool) -> Tensor:
+def _entropy_in_torch(p: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
     norm = _log_norm(p, lengths, log_params)
     expected = _expected(p, lengths, _log_weights(*p, log_params), log_params)
     return torch.where(norm == -torch.inf, 0.0, norm - expected)
 
 
-def _divergence_in_torch(p: Operands, q: Operands, lengths: Tensor | None, log_params: bool) -> Tensor:
+def _divergence_in_torch(p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
     """The same; +inf where a path of p, of a probability above 2^-1000, has none under q."""
     p, q = _alike(p, q)
     zero = -torch.inf if log_params else 0.0
@@ -185,13 +186,13 @@ def _divergence_in_torch(p: Operands, q: Operands, lengths: Tensor | None, log_p
     return torch.where(norm == -torch.inf, 0.0, torch.where(ruled_out, torch.inf, found))
 
 
-def _log_norm(p: Operands, lengths: Tensor | None, log_params: bool) -> Tensor:
+def _log_norm(p: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
     x, bulk, p0 = (operand.double() for operand in p)
     segments = choose.of(x, bulk, p0, log_params, lengths is not None, "auto").segments
-    return log_norm_here(x, bulk, p0, lengths, log_params, False, segments)[0]
+    return log_norm_here(Operands(x, bulk, p0, lengths, log_params), False, segments)[0]
 
 
-def _expected(p: Operands, lengths: Tensor | None, tangents: tuple[Tensor, ...], log_params: bool) -> Tensor:
+def _expected(p: Weights, lengths: Tensor | None, tangents: tuple[Tensor, ...], log_params: bool) -> Tensor:
     found: Tensor = log_norm_along(*p, lengths, *tangents, log_params, True)
     return found
 

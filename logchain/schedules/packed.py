@@ -58,9 +58,9 @@ class Packed:
         operands = self.x, self.bulk, self.p0
         return is_plain(operands) and self.x.numel() > 0 and all(kernels.in_c(operand) for operand in operands)
 
-    def walks_in_place(self, log_params: object, validate: object) -> bool:
+    def walks_in_place(self, log_params: object) -> bool:
         """Whether a question that has loops for one matrix does, where no padded batch has to check its options."""
-        return self.in_place and len(self.bulk) == 1 and isinstance(log_params, bool) and validate is False
+        return self.in_place and len(self.bulk) == 1 and isinstance(log_params, bool)
 
     @cached_property
     def _groups(self) -> list[Tensor]:

@@ -230,6 +230,13 @@ INLINE double log_sum(double sum) {
     return (double)(exponent - TOP) * 0.69314718055994531 + logarithm(rest);
 }
 
+INLINE double last_sum(const Walk *w, int64_t place, int64_t step) {
+    const real *state = state_at(w, place, step);
+    double sum = 0;
+    for (int64_t j = 0; j < w->a->states; j++) sum += state[j];
+    return sum;
+}
+
 /* The entropy or the divergence of a place whose last step this is; 0 where no path is possible. */
 static void finish_pair(Pair *w, int64_t place, int64_t step) {
     double weight, terms;
@@ -239,7 +246,7 @@ static void finish_pair(Pair *w, int64_t place, int64_t step) {
     add_up(w, place, step, &weight, &terms);
     Sum found = w->means[place];
     add(&found, terms / weight);
-    add(&found, w->q.a ? log_sum(w->q.a->sums[q]) - log_sum(weight) : log_sum(weight));
+    add(&found, w->q.a ? log_sum(last_sum(&w->q, place, step)) - log_sum(weight) : log_sum(weight));
     w->p.a->value[q] = weight > 0 ? value_of(found) : 0;
     if (w->q.a) w->p.a->lossy[q] |= w->q.a->lossy[q];
 }
@@ -299,7 +306,7 @@ EXPORT int64_t logchain_entropy64(const Chain *a) {
     if (a->other) chains[1] = *(const Chain *)a->other;
     Pair w = {.q.a = 0};
     for (int k = 0; k <= (a->other != 0); k++) {
-        chains[k].log_norm = take(&room, sequences * 8), chains[k].sums = take(&room, sequences * 8);
+        chains[k].log_norm = take(&room, sequences * 8);
         if (k) chains[k].lossy = take(&room, sequences);
         make_walk(k ? &w.q : &w.p, chains + k, size, GROUP, &room);
     }
