@@ -101,15 +101,11 @@ def used(monkeypatch):
     """The schedules that `product` computes with."""
     seen = []
     module = sys.modules["logchain.product"]
-    sequential, tree = module.log_norm, module.tree_chain.log_norm
+    log_norm, names = module.log_norm, {0: "tree", 1: "sequential"}
 
-    def by_vectors(*args, segments=1, **others):
-        seen.append(Schedule("sequential" if segments == 1 else "chunked", segments))
-        return sequential(*args, segments=segments, **others)
-
-    def by_matrices(*args):
-        seen.append(TREE)
-        return tree(*args)
+    def watched(*args, segments, **others):
+        seen.append(Schedule(names.get(segments, "chunked"), max(1, segments)))
+        return log_norm(*args, segments=segments, **others)
 
     def at_once(*args):
         found = short_of(*args)
@@ -119,8 +115,7 @@ def used(monkeypatch):
 
     short_of = module.short_of
     monkeypatch.setattr(module, "short_of", at_once)
-    monkeypatch.setattr(module, "log_norm", by_vectors)
-    monkeypatch.setattr(module.tree_chain, "log_norm", by_matrices)
+    monkeypatch.setattr(module, "log_norm", watched)
     return seen
 
 

@@ -102,7 +102,7 @@ static void multiply_pair(Pair *w, int64_t rows, const real *states, const real 
 static int multiply_once(Pair *w, int64_t step, const real *states, const real *terms) {
     const Chain *a = w->p.a;
     Matrix *m = &w->p.matrix;
-    const real *from = a->bulk + w->p.set * a->bulk_set + (step - 1) * a->bulk_step;
+    const real *from = a->bulk + first_matrix(a, w->p.set) + (step - 1) * a->bulk_step;
     reals high = {0}, low = all(INFINITE);
     for (int64_t b = 0; b < vectors_of(m->c); b++) {
         int64_t j = start_of(b, m->c);

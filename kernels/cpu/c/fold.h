@@ -63,7 +63,7 @@ INLINE real *uses_at(const Fold *f, int64_t step) {
 static real exponentiate(const Fold *f, int64_t step, real *out) {
     const Chain *a = f->a;
     int64_t c = a->states, count = c * c;
-    const real *from = a->bulk + f->set * a->bulk_set + (step - 1) * a->bulk_step;
+    const real *from = a->bulk + first_matrix(a, f->set) + (step - 1) * a->bulk_step;
     if (a->bulk_to != 1 || a->bulk_from != c || count < LANES) {
         for (int64_t k = 0; k < c; k++)
             for (int64_t j = 0; j < c; j++) out[k * c + j] = from[k * a->bulk_from + j * a->bulk_to];
