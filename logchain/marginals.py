@@ -8,10 +8,9 @@ from torch import Tensor
 from .arguments import Lengths, check_choice, check_question
 from .autograd.chain import forward, gradient
 from .autograd.chain_operators import short_of
-from .autograd.packed_chain import posteriors, taken
 from .operands import arithmetic_dtype, differentiated
 from .rescues import report_chains
-from .schedules.packed import Packed
+from .schedules.packed import Packed, PackedChain
 
 
 class Marginals(NamedTuple):
@@ -87,9 +86,9 @@ def marginals(
     check_choice("transitions", transitions, (None, "sum", "full"))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        if transitions != "full" and not differentiated(x, bulk, p0) and taken(packed, log_params, validate):
-            posterior, expected, norm = posteriors(packed, log_params, transitions == "sum")
-            return Marginals(posterior, expected, norm.to(posterior.dtype))
+        plain = log_params in (True, False) and validate is False and not differentiated(x, bulk, p0)
+        if transitions != "full" and plain and packed.in_place:
+            return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
         options: Any = {"transitions": transitions, "log_params": log_params, "validate": validate}
         found = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
         counted = None

@@ -19,10 +19,10 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
         float32); exactly -inf where every path is impossible. The gradient of an entry is its expected use by the
         paths, exactly 0 where it is -inf. It can be differentiated twice.
 
-    On a GPU neighbours are multiplied in pairs, then those products, and so on; an odd last one waits for its turn. On a
-    CPU a stack is multiplied from the left, in linear numbers of which each row has a scale of its own. Scales are
-    added in float64, and what linear numbers cannot represent is computed again in logarithms (see `logchain.rescues`).
-    For one number per sequence, `logchain.product` takes `c` times less.
+    On a GPU neighbours are multiplied in pairs, then those products, and so on; an odd last one waits for its turn.
+    On a CPU a stack is multiplied from the left, in linear numbers of which each row has a scale of its own. Scales
+    are added in float64, and what linear numbers cannot represent is computed again in logarithms (see
+    `logchain.rescues`). For one number per sequence, `logchain.product` takes `c` times less.
 
     Raises:
         TypeError: `stack` is not a floating tensor, or `inplace` no bool.

@@ -24,8 +24,9 @@ def prefix_products(stack: Tensor) -> Tensor:
         ValueError: the matrices are not square, or there is none.
 
     Cost: on a CPU `s c^3` multiply-adds and `s c^2` logarithms, one matrix after the other; on a GPU two sweeps over a
-    tree, `2 s c^3` in `2 log2 s` dependent steps. Four times that with the backward pass. Memory beyond operands, result and gradients: none of the stack's size; two stacks in the backward
-    pass, which multiplies again. Batch axes that cannot be joined without a copy (permuted ones) cost that copy.
+    tree, `2 s c^3` in `2 log2 s` dependent steps. Four times that with the backward pass, which multiplies again.
+    Memory beyond operands, result and gradients: none of the stack's size; two stacks in the backward pass. Batch axes
+    that cannot be joined without a copy (permuted ones) cost that copy.
 
     Source: R. P. Brent, H. T. Kung, "A regular layout for parallel adders", IEEE Trans. Computers C-31 (1982).
     Definition: `logchain.reference.prefix_products`.

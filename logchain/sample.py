@@ -7,12 +7,11 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import Lengths, check_question
-from .autograd import packed_chain
 from .autograd.operator import with_batch_first
 from .kernels.chain import Chain
 from .operands import chain_of
 from .rescues import report_chains
-from .schedules.packed import Packed
+from .schedules.packed import Packed, PackedChain
 
 
 def sample(
@@ -77,13 +76,13 @@ def sample(
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths, validate)
     _check_draws(num_samples, generator, x)
-    if packed and not packed_chain.taken(packed, log_params, validate):
+    if packed and not packed.walks_in_place(log_params, validate):
         options: Any = {"generator": generator, "log_params": log_params, "validate": validate}
         pieces = [sample(*one[:3], num_samples, lengths=one.lengths, **options) for one in packed]
         return packed.by_row([paths.movedim(0, -1) for paths in pieces]).mT.contiguous()
     if packed:
         with torch.no_grad(), kernels.arithmetic_on(x):
-            return _drawn(packed_chain.chain_of(packed, log_params), (num_samples, len(x)), generator)
+            return _drawn(PackedChain(packed, log_params).chain, (num_samples, len(x)), generator)
     paths: Tensor = torch.ops.logchain.sample(x, bulk, p0, ends, num_samples, generator, log_params)
     return paths
 
@@ -108,13 +107,12 @@ def _sample(
 
 def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """States of a shape that the kernels take, drawn by as many numbers in their memory."""
-    log_norm, messages, _, redone = kernels.chain_kernels(chain.x).forward(chain, keep=True, steps=chain.v)
-    report_chains(redone)
+    kept, _ = kernels.chain_kernels(chain.x).forward(chain, keep=chain.room(chain.v))
+    report_chains(kept.redone)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)
-    # on a GPU all messages are logarithms
-    logs = None if kernels.on_gpu(chain.x) else redone
-    kernels.draw_kernels(chain.x).draw(chain, log_norm, messages, logs, states)
+    logs = None if kept.all_logs else kept.redone
+    kernels.draw_kernels(chain.x).draw(chain, kept.log_norm, kept.messages, logs, states)
     return states
 
 

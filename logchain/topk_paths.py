@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_question
-from .autograd import packed_chain
 from .autograd.paths import log_weight
 from .autograd.viterbi import best_paths, packed_paths
 from .schedules.packed import Packed
@@ -83,7 +82,7 @@ def topk_paths(
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
-    if packed and not packed_chain.taken(packed, log_params, validate):
+    if packed and not packed.walks_in_place(log_params, validate):
         pieces = [
             topk_paths(*one[:3], k, log_params=log_params, lengths=one.lengths, validate=validate) for one in packed
         ]

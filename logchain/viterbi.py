@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_question
-from .autograd import packed_chain
 from .autograd.viterbi import best_weight, packed_paths
 from .schedules.packed import Packed
 
@@ -72,7 +71,7 @@ def viterbi(
     """
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        if not packed_chain.taken(packed, log_params, validate):
+        if not packed.walks_in_place(log_params, validate):
             pieces = [
                 viterbi(*one[:3], lengths=one.lengths, log_params=log_params, validate=validate) for one in packed
             ]
