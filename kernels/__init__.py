@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 # who computes on a GPU, on a CPU, and elsewhere; a CPU's products of two matrices are torch's, whose own are faster
 _MODULES = {
-    "chain": ("gpu.sum_product", "cpu.sum_product", "plain.sum_product"),
-    "chunked": ("gpu.chunked", "chunked", "chunked"),
+    "forward": ("gpu.forward", "cpu.forward", "plain.forward"),
+    "backward": ("gpu.backward", "cpu.backward", "plain.backward"),
+    "messages": ("plain.messages", "cpu.messages", "plain.messages"),
     "path": ("gpu.viterbi", "cpu.viterbi", "plain.viterbi"),
     "paths": ("plain.topk_paths", "cpu.topk_paths", "plain.topk_paths"),
     "draw": ("plain.sample", "cpu.sample", "plain.sample"),
@@ -50,13 +52,20 @@ def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
 
 def _module(question: str, tensor: Tensor) -> ModuleType:
     gpu, cpu, other = _MODULES[question]
-    name = gpu if on_gpu(tensor) else cpu if tensor.is_cpu else other
+    name = gpu if on_gpu(tensor) else cpu if in_c(tensor) else other
     return import_module(f"{__name__}.{name}")
 
 
-def chain_kernels(tensor: Tensor) -> ModuleType:
-    """`forward` and `backward` of a chain, see `kernels.plain.sum_product`."""
-    return _module("chain", tensor)
+class Room(NamedTuple):
+    """`forward` and `backward` of a chain, see `kernels.plain`."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def chain_kernels(tensor: Tensor) -> Room:
+    """The room that walks a chain."""
+    return Room(_module("forward", tensor).forward, _module("backward", tensor).backward)
 
 
 @cache
@@ -65,13 +74,26 @@ def short_calls() -> ModuleType:
     return import_module(f"{__name__}.cpu.short")
 
 
-def messages_in_c(tensor: Tensor) -> Callable[..., Tensor] | None:
-    """`messages` of a chain, see `kernels.cpu.messages`; None where no loop in C computes."""
-    if not in_c(tensor):
-        return None
-    from .cpu.messages import messages
+def new_messages(chain: Any, steps: int) -> Tensor:
+    """Memory for the messages of so many steps of a chain, (steps, g, m, c)."""
+    messages: Tensor = chain.new(steps, chain.g, chain.m, chain.c)
+    if in_c(chain.x):
+        from .cpu.library import in_large_pages
 
-    return messages
+        in_large_pages(messages)
+    return messages if chain.v == steps else messages.zero_()
+
+
+def message_kernels(tensor: Tensor) -> ModuleType:
+    """`messages` of a chain, forward and backward, see `kernels.plain.messages`."""
+    return _module("messages", tensor)
+
+
+def entropy_in_c() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`entropy` of a chain on a CPU, see `kernels.cpu.entropy`."""
+    from .cpu.entropy import entropy
+
+    return entropy
 
 
 def stretches() -> ModuleType:
@@ -79,9 +101,9 @@ def stretches() -> ModuleType:
     return import_module(f"{__name__}.cpu.stretch")
 
 
-def chunked_kernels(tensor: Tensor) -> ModuleType:
-    """`forward` and `backward` of a chain cut into segments, see `kernels.chunked`."""
-    return _module("chunked", tensor)
+def chunked_kernels(tensor: Tensor) -> ModuleType | None:
+    """`forward` and `backward` of a chain cut into segments, if a room has its own, see `kernels.gpu.chunked`."""
+    return import_module(f"{__name__}.gpu.chunked") if on_gpu(tensor) else None
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:

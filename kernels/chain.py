@@ -14,9 +14,6 @@ from torch import Tensor
 
 from .numbers import exp_shifted, finite
 
-# entries of x whose exponentials are taken in one call: enough to hide the call, few enough for a cache
-_BLOCK = 2**18
-
 # a matrix whose largest entry lies within these is used as it is
 _NEAR_ONE = (2.0**-16, 2.0**16)
 
@@ -26,10 +23,13 @@ class Chain:
     """`x` (v, *lead, c), `bulk` (s, *own, c, c) with s = v - 1 or 1, `p0` (*lead or ones, c), `ends` (g, m, 1) or None.
 
     `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the
-    arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear. `final`:
-    weights of the states of a sequence's last step (g, m, c), in place of ones; with them an end may be 0, for no step.
-    `room`: memory for the messages that are kept (v, g, m, c). `starts` (m), with one set of matrices on a CPU: the
-    rows at which sequences begin in `x` (rows, c), one behind the other; so lie its gradient and what is kept.
+    arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear.
+
+    A stretch that a message enters has no `p0`: it has v matrices, or 1, the first of which leads from that message to
+    its first variable, and a sequence may have none of its steps.
+
+    `starts` (n), on a CPU: the rows at which n sequences begin in `x` (rows, c), one behind the other; so lie its
+    gradient and what is kept, and so do matrices (rows, c, c), each of which leads into its row, unless there is one.
     """
 
     x: Tensor
@@ -39,8 +39,6 @@ class Chain:
     log_params: bool
     dtype: torch.dtype
     by_log: bool = False
-    final: Tensor | None = None
-    room: Tensor | None = None
     starts: Tensor | None = None
 
     @property
@@ -66,11 +64,15 @@ class Chain:
     @cached_property
     def g(self) -> int:
         """Sets of matrices."""
+        if self.starts is not None:
+            return len(self.starts) if len(self.bulk) > 1 else 1
         return math.prod(self.bulk.shape[1:-2])
 
     @cached_property
     def m(self) -> int:
         """Sequences that share a set."""
+        if self.starts is not None:
+            return len(self.starts) // self.g
         return math.prod(self.lead[self.bulk.dim() - 3 :])
 
     @property
@@ -82,30 +84,9 @@ class Chain:
         """An uninitialised tensor of the dtype of the arithmetic."""
         return self.x.new_empty(shape, dtype=self.dtype)
 
-    def kept(self, steps: int) -> Tensor:
-        """Where the messages of so many steps are kept (steps, g, m, c), uninitialised."""
-        if self.starts is not None:
-            return self.new(*self.x.shape)
-        return self.new(steps, self.g, self.m, self.c) if self.room is None else self.room
-
-    def blocks(self, entries: int) -> list[tuple[int, int]]:
-        """Ranges of steps, in order, of about so many entries of x each."""
-        size = max(1, entries // (self.g * self.m * self.c))
-        return [(start, min(start + size, self.v)) for start in range(0, self.v, size)]
-
-    def start(self) -> tuple[Tensor, Tensor]:
-        """The initial weights (*lead or ones, c) over their maximum, and its logarithm (*lead or ones, 1), float64."""
-        top = self.p0.amax(-1, keepdim=True).double()
-        if self.log_params:
-            return (self.p0.double() - finite(top)).exp_(), top
-        top.masked_fill_(top == 0, 1.0)
-        return self.p0.double() / top, top.log()
-
-    @cached_property
-    def shut(self) -> Tensor | None:
-        """Where `p0` is zero (*lead or ones, c); None for nowhere."""
-        shut = self.p0 == self.zero
-        return shut if shut.any() else None
+    def room(self, steps: int) -> Tensor:
+        """Memory for the messages of so many steps (steps, g, m, c), or of all rows (rows, c) of packed sequences."""
+        return self.new(steps, self.g, self.m, self.c) if self.starts is None else self.new(*self.x.shape)
 
     @cached_property
     def ended(self) -> Tensor | None:
@@ -122,34 +103,10 @@ class Chain:
         return torch.arange(self.v, device=self.x.device).view(-1, 1, 1, 1)
 
 
-class Emissions:
-    """`exp(x_i - max x_i)` (k, g, m, c), a block of steps at a time; `shift` holds the maxima (v, g, m, 1).
-
-    At the first variable, states that `p0` forbids do not count. A block is valid, and may be overwritten by the
-    caller, until the next one is asked for.
-    """
-
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
-        self.blocks = chain.blocks(_BLOCK)
-        self.shift = chain.new(chain.v, chain.g, chain.m, 1)
-        shape = (self.blocks[0][1], *chain.lead, chain.c)
-        self._weights, self._scratch = chain.new(*shape), chain.new(*shape)
-        self._top = torch.empty(*shape[:-1], 1, dtype=chain.x.dtype, device=chain.x.device)
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        """The weights of the steps from `start` to before `stop`."""
-        chain, size = self._chain, stop - start
-        self._exponentiate(chain.x[start:stop], start)
-        if start == 0 and chain.shut is not None:
-            self._exponentiate(chain.x[:1].masked_fill(chain.shut, -math.inf), 0)
-        return self._weights[:size].view(size, chain.g, chain.m, chain.c)
-
-    def _exponentiate(self, x: Tensor, start: int) -> None:
-        size = len(x)
-        shift = self.shift[start : start + size].view(size, *self._chain.lead, 1)
-        finite(shift.copy_(torch.amax(x, -1, keepdim=True, out=self._top[:size])))
-        exp_shifted(x, shift, self._weights[:size], self._scratch[:size])
+def segments_of(v: int, count: int) -> tuple[int, int]:
+    """How many segments a chain is cut into, and of how many steps each; (0, 0) for a chain too short for two."""
+    count = min(count, v - 1)
+    return (count, (v - 1) // count) if count > 1 else (0, 0)
 
 
 class Matrices:

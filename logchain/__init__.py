@@ -12,7 +12,6 @@ from .log_prob import log_prob
 from .marginals import marginals
 from .matmul import matmul
 from .matrix_product import matrix_product
-from .memory_report import Memory, MemoryReport, memory_report
 from .plan import plan
 from .prefix_products import prefix_products
 from .product import product
@@ -23,8 +22,6 @@ from .topk_paths import topk_paths
 from .viterbi import viterbi
 
 __all__ = [
-    "Memory",
-    "MemoryReport",
     "Stream",
     "adapters",
     "check",
@@ -35,7 +32,7 @@ __all__ = [
     "marginals",
     "matmul",
     "matrix_product",
-    "memory_report",
+    "memory",
     "nn",
     "plan",
     "prefix_products",
@@ -50,12 +47,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import adapters, nn, reference
+    from . import adapters, memory, nn, reference
 
 
 def __getattr__(name: str) -> Any:
-    """The modules that not every program uses: half of what an import would take."""
-    if name in ("adapters", "nn", "reference"):
+    """A module that not every program uses, imported when it is named: together they take as long as the rest."""
+    if name in ("adapters", "memory", "nn", "reference"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

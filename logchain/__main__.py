@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._demo import demonstrate
 from .check import check
+from .demo import demonstrate
 from .product import product
 
 # Whatever NumPy and the zip reader say of a file that they cannot read.
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, or 2 where an argument or a file is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m logchain",
-        description="Without FILE: the forum's case (n=500 v=40 c=200), checked against scipy and timed. "
+        description="Without FILE: a chain of n=500 v=40 c=200, checked against scipy and timed. "
         "With FILE: the log-partition of every sequence in it, one number a line.",
     )
     parser.add_argument("file", nargs="?", metavar="FILE", help="an .npz with x, bulk, p0 and, if need be, lengths")
@@ -82,8 +82,8 @@ def _read(path: str) -> dict[str, NDArray[np.generic]]:
                 raise WrongFileError(f"{path}: expected an .npz file with x, bulk and p0, got a single array")
             missing = [name for name in ("x", "bulk", "p0") if name not in archive]
             if missing:
-                found = ", ".join(archive) or "nothing"
-                raise WrongFileError(f"{path}: {', '.join(missing)}: missing; the file holds {found}")
+                names = ", ".join(archive) or "nothing"
+                raise WrongFileError(f"{path}: {', '.join(missing)}: missing; the file holds {names}")
             return {name: np.asarray(archive[name]) for name in ("x", "bulk", "p0", "lengths") if name in archive}
     except FileNotFoundError as error:
         raise WrongFileError(f"{path}: no such file") from error

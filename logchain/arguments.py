@@ -1,4 +1,4 @@
-"""What the public functions accept: every check of kinds, sizes and values, before anything is computed."""
+"""Checks of the public functions' arguments: kinds, sizes and values, before anything is computed."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ _CHECKED = 2**20
 
 
 def check_tensor(name: str, value: object, axes: int, like: Tensor | None = None) -> None:
-    """A floating tensor with at least so many axes, on the device of `like`."""
+    """Check for a floating tensor with a number of axes at least, on the device of `like`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if value.layout != torch.strided or value.is_nested:
@@ -30,7 +30,7 @@ def check_tensor(name: str, value: object, axes: int, like: Tensor | None = None
 
 
 def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False) -> None:
-    """Kinds and sizes of the operands of a chain. `in_pieces`: x and bulk may lie on the host, p0 on a GPU."""
+    """Check kinds and sizes of the operands of a chain. `in_pieces`: x and bulk may lie on the host, p0 on a GPU."""
     check_tensor("x", x, 2)
     check_tensor("bulk", bulk, 3, like=None if in_pieces else x)
     check_tensor("p0", p0, 1, like=None if in_pieces else x)
@@ -44,7 +44,7 @@ def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False)
 
 
 def _check_devices(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
-    """All where p0 is; if that is a GPU, x or bulk or both on the host."""
+    """Check that all lie where p0 is; beside a GPU, x or bulk or both may lie on the host."""
     host = ("cpu",) if kernels.on_gpu(p0) else ()
     for name, value in (("x", x), ("bulk", bulk)):
         if value.device != p0.device and value.device.type not in host:
@@ -57,18 +57,13 @@ def check_question(
     p0: Tensor,
     log_params: bool,
     lengths: Lengths | None,
-    validate: bool = False,
     *,
     in_pieces: bool = False,
 ) -> Tensor | None:
-    """What every function of a chain is passed; returns the lengths as int64 [*B], where p0 is."""
+    """Check the arguments that all functions of a chain share; the result is the lengths as int64 [*B], where p0 is."""
     check_chain(x, bulk, p0, in_pieces=in_pieces)
     check_flag("log_params", log_params)
-    check_flag("validate", validate)
-    ends = None if lengths is None else as_lengths(lengths, x, p0.device)
-    if validate:
-        check_values(x, bulk, p0, log_params, ends)
-    return ends
+    return None if lengths is None else as_lengths(lengths, x, p0.device)
 
 
 def _lead(batch: list[int], axes: int) -> list[tuple[int, ...]]:
@@ -92,7 +87,7 @@ def _check_sizes(name: str, value: Tensor, allowed: tuple[tuple[int, ...], ...],
 
 
 def check_stack(stack: object) -> None:
-    """At least one square matrix."""
+    """Check for at least one square matrix."""
     check_tensor("stack", stack, 3)
     assert isinstance(stack, Tensor)
     s, *square = stack.shape[-3:]
@@ -101,20 +96,20 @@ def check_stack(stack: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """One of the choices."""
+    """Check that a value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name}: expected {' or '.join(repr(choice) for choice in choices)}, got {value!r}")
 
 
 def check_alone(name: str, value: object, expected: str, others: dict[str, bool]) -> None:
-    """An option that goes with none of the others."""
+    """Check that an option stands alone: none of the others is given."""
     for other, given in others.items():
         if given:
             raise ValueError(f"{name}: expected {expected} with {other}, got {value!r}")
 
 
 def check_float_dtype(name: str, value: torch.dtype | None) -> None:
-    """A floating dtype of torch, or None."""
+    """Check for a floating dtype of torch, or None."""
     if value is not None and value not in FLOATS:
         got = str(value)[6:] if isinstance(value, torch.dtype) else repr(value)
         raise TypeError(f"{name}: expected float32, float64, bfloat16, float16 or None, got {got}")
@@ -126,7 +121,7 @@ def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) 
     It is on a device, by default that of x.
     """
     batch, v, device = x.shape[:-2], x.shape[-2], device or x.device
-    # the values of a tensor beside x are looked at by the operator: it may be traced or mapped here
+    # the operator checks the values of a tensor beside x, which may be traced or mapped now
     on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and device.type != "cpu")
     if not isinstance(lengths, Tensor):
         try:
@@ -148,14 +143,14 @@ def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) 
 
 
 def check_lengths(lengths: Tensor, v: int) -> None:
-    """From 1 to v; looks at the values."""
+    """Check that lengths lie from 1 to v; a GPU is waited for."""
     if lengths.numel() and not (1 <= int(lengths.min()) and int(lengths.max()) <= v):
         low, high = int(lengths.min()), int(lengths.max())
         raise ValueError(f"lengths: expected values from 1 to v = {v}, got {low} to {high}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """True or False, and nothing that merely counts as one."""
+    """Check for True or False, and nothing that merely counts as one."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
@@ -175,7 +170,7 @@ def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Te
 
 
 def _check_values(name: str, value: Tensor, axis: int, log: bool, ends: Tensor | None) -> None:
-    """Of the steps along an axis that come before the `ends`, some at a time."""
+    """Check the steps along an axis that come before the `ends`, a piece at a time."""
     nan = infinite = 0
     least = 0.0
     size = max(1, _CHECKED * value.shape[axis] // max(1, value.numel()))

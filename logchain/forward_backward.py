@@ -25,7 +25,6 @@ def forward_backward(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
-    validate: bool = False,
 ) -> Messages:
     r"""The log-weights of all paths up to a state, and of all paths on from it.
 
@@ -37,13 +36,12 @@ def forward_backward(
     faster, and does not lose digits where the log-partition is large.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`,
-            `lengths` and `validate`.
+        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`
+            and `lengths`.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: how many variables each sequence has.
-        validate: also check the values.
 
     Returns:
         `Messages(forward [*B, v, c], backward [*B, v, c], log_norm [*B])`, natural logarithms, in float64 if an operand
@@ -52,7 +50,7 @@ def forward_backward(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
+        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `2 v c^2` multiply-adds a sequence in float64, an exponential and a logarithm for each entry of a message, in
     `2 v` dependent steps; with exponents of any size where something may underflow, or sequences have lengths. Each
@@ -75,9 +73,9 @@ def forward_backward(
             [1., 1.],
             [1., 1.]]), tensor(0.6931))
     """
-    if lengths is None and validate is False and not differentiated(x, bulk, p0):
+    if lengths is None and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params)
         if short is not None:
             return Messages(*short.messages(x, bulk, p0))
-    ends = check_question(x, bulk, p0, log_params, lengths, validate)
+    ends = check_question(x, bulk, p0, log_params, lengths)
     return Messages(*messages(x, bulk, p0, ends, log_params))

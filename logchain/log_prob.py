@@ -21,7 +21,6 @@ def log_prob(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
-    validate: bool = False,
 ) -> Tensor:
     r"""`log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i) - log_norm` for paths `z`: their posterior.
 
@@ -38,7 +37,6 @@ def log_prob(
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
             sequence has.
-        validate: also check the values, which costs a pass over the data.
 
     Returns:
         `[*S, *B]`, natural logarithm; float64 if an operand is, otherwise float32. Exactly -inf, with gradient 0, where
@@ -50,8 +48,8 @@ def log_prob(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, a state is not in -1..c-1, or `validate` finds a
-            value. On a GPU states are not looked at: one that is out of range is the device's error.
+        ValueError: sizes do not go together, a length is out of range, or a state is not in -1..c-1. On a GPU states
+            are not looked at: one that is out of range is the device's error.
 
     Cost: that of `logchain.product` once, however many paths, and `v` look-ups a path. Memory: a few `[*S, *B, v]`.
 
@@ -64,7 +62,7 @@ def log_prob(
     >>> log_prob(x, bulk, torch.tensor([0.5, 0.5]), paths).exp()
     tensor([0.4050, 0.0450, 0.0000])
     """
-    ends = check_question(x, bulk, p0, log_params, lengths, validate)
+    ends = check_question(x, bulk, p0, log_params, lengths)
     _check_states(states, x)
     states = states.to(torch.int64)
     if ends is not None:

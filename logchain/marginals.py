@@ -8,10 +8,9 @@ from torch import Tensor
 from .arguments import Lengths, check_choice, check_question
 from .autograd.chain import forward, gradient
 from .autograd.chain_operators import short_of
-from .autograd.packed_chain import posteriors, taken
 from .operands import arithmetic_dtype, differentiated
 from .rescues import report_chains
-from .schedules.packed import Packed
+from .schedules.packed import Packed, PackedChain
 
 
 class Marginals(NamedTuple):
@@ -31,15 +30,14 @@ def marginals(
     log_params: bool = False,
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
-    validate: bool = False,
 ) -> Marginals:
     r"""`P(z_i = j)` and `P(z_{i-1} = k, z_i = j)` under the posterior over state paths `z`.
 
     They are the gradients of `logchain.product` with respect to `x` and to `log bulk`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`,
-            `lengths` and `validate`.
+        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`
+            and `lengths`.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         transitions: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over
@@ -48,7 +46,6 @@ def marginals(
         lengths: how many variables each sequence has.
         cu_seqlens: sequences one behind the other, as in `logchain.product`: states are `[total, c]`, and transitions
             those into each row, `[total, c, c]` ("full", or "sum" with matrices of their own; 0 into first rows).
-        validate: also check the values.
 
     Returns:
         `Marginals(states [*B, v, c], transitions, log_norm [*B])` in float64 if an operand is, otherwise in float32. A
@@ -57,7 +54,7 @@ def marginals(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length or a choice is out of range, or `validate` finds a value.
+        ValueError: sizes do not go together, or a length or a choice is out of range. `logchain.check` checks values.
 
     Cost: that of `product` forward and backward, `3 v c^2` multiply-adds a sequence, and `v c^2` more for "sum". Memory
     beyond operands and results: the forward messages `[*B, v, c]`. "full" gives each sequence matrices of its own, and
@@ -77,7 +74,7 @@ def marginals(
     tensor([[[0.9450, 0.1050],
              [0.1900, 0.7600]]])
     """
-    alone = lengths is None and cu_seqlens is None and validate is False
+    alone = lengths is None and cu_seqlens is None
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params)
         if short is not None:
@@ -87,10 +84,10 @@ def marginals(
     check_choice("transitions", transitions, (None, "sum", "full"))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        if transitions != "full" and not differentiated(x, bulk, p0) and taken(packed, log_params, validate):
-            posterior, expected, norm = posteriors(packed, log_params, transitions == "sum")
-            return Marginals(posterior, expected, norm.to(posterior.dtype))
-        options: Any = {"transitions": transitions, "log_params": log_params, "validate": validate}
+        plain = log_params in (True, False) and not differentiated(x, bulk, p0)
+        if transitions != "full" and plain and packed.in_place:
+            return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
+        options: Any = {"transitions": transitions, "log_params": log_params}
         found = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
         counted = None
         if transitions is not None:
@@ -98,7 +95,7 @@ def marginals(
             counted = put_back([part.transitions for part in found if part.transitions is not None])
         states = packed.by_row([part.states for part in found])
         return Marginals(states, counted, packed.by_sequence([part.log_norm for part in found]))
-    ends = check_question(x, bulk, p0, log_params, lengths, validate)
+    ends = check_question(x, bulk, p0, log_params, lengths)
     dtype = arithmetic_dtype(x, bulk, p0)
     x, bulk, p0 = x.to(dtype), bulk.to(dtype), p0.to(dtype)
     if transitions == "full":

@@ -1,6 +1,6 @@
 """The operands of a chain as the kernels take them, and what is known of them before anything is computed."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,16 @@ _OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
 _PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, type(None)}
 
 
+class Operands(NamedTuple):
+    """What all questions about a chain are asked of: see `logchain.product`; `lengths` [*B] have been checked."""
+
+    x: Tensor
+    bulk: Tensor
+    p0: Tensor
+    lengths: Tensor | None
+    log_params: bool
+
+
 def chain_of(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, *, by_log: bool = False
 ) -> tuple[Layout, Chain]:
@@ -38,11 +48,11 @@ def chain_of(
     return layout, Chain(steps, matrices, layout.weights(p0), ends, log_params, arithmetic_dtype(x, bulk, p0), by_log)
 
 
-def marked(chain: Chain, found: Tensor) -> Tensor:
-    """What was found for sequences (..., g, m, k), in place, with NaN where a length that nobody looked at is wrong."""
+def marked(chain: Chain, values: Tensor) -> Tensor:
+    """Values of sequences (..., g, m, k), in place, with NaN where a length, unchecked on a GPU, is out of range."""
     if chain.ends is None:
-        return found
-    return found.masked_fill_((chain.ends < 1) | (chain.ends > chain.v), torch.nan)
+        return values
+    return values.masked_fill_((chain.ends < 1) | (chain.ends > chain.v), torch.nan)
 
 
 def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What a product will do and what that will cost, before it is computed."""
+"""The schedule of a product, and its predicted cost, before anything is computed."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,16 +13,16 @@ from .schedules import choose, cost_counts
 from .schedules.choose import Strategy, Where
 from .schedules.cost_counts import SEQUENTIAL, Schedule, Size
 
-# of operands of which only the shape is given
+# an operand may be given by its shape alone
 Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one schedule does: `segments` of `segment_size` transitions each, side by side.
+    """The cost of one schedule: `segments` of `segment_size` transitions each, side by side.
 
-    `steps` wait for each other; `launches` are kernels of a GPU, or calls of torch on a CPU; `seconds` are predicted.
-    The peaks are bytes beyond operands, result and gradients; `peak_backward` is None where no gradient is wanted.
+    `steps` wait for each other; `launches` are kernels of a GPU, or calls on a CPU; `seconds` are predicted. The peaks
+    are bytes beyond operands, result and gradients; `peak_backward` is None where no gradient is wanted.
     """
 
     schedule: str
@@ -40,11 +40,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan(Estimate):
-    """The `Estimate` of what `product` will do; `str()` is a table.
+    """The `Estimate` of the schedule that `product` follows; `str()` is a table.
 
-    `alternatives` are the other schedules at their best. `why` says what decided, `constants` whose seconds these are,
-    and `measured` whether anybody measured them. `checkpoint_every` is the number of transitions between two kept
-    messages under a `memory_budget`, None for the messages of all steps.
+    `alternatives` are the other schedules at their best. `why` says what decided, `constants` the machine of the
+    predicted seconds, and `measured` whether they were measured there. `checkpoint_every` is the number of transitions
+    between two kept messages under a `memory_budget`, None for the messages of all steps.
     """
 
     alternatives: tuple[Estimate, ...]
@@ -83,7 +83,7 @@ def plan(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Plan:
-    """What `logchain.product` will do with such operands: schedule, work, memory and predicted time.
+    """The schedule of `logchain.product` for such operands, with its work, memory and predicted time.
 
     `seconds = sum of (multiply-adds, exponentials, bytes, dependent steps, launches) times constants of the device`
 
@@ -92,23 +92,22 @@ def plan(
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, or their shape.
         p0: initial weights `[*B or ones, c]`, or their shape.
         log_params: `bulk` and `p0` are logarithms.
-        lengths: as in `product`; only whether there are some counts.
+        lengths: as in `product`; only whether they are given matters.
         strategy: "sequential" carries a vector through the chain, "chunked" multiplies segments side by side, "tree"
             pairs of matrices; "auto" takes the one that is predicted to be fastest.
         memory_budget: bytes that messages may take where gradients are wanted, as in `product`.
         gradients: whether a backward pass follows; by default whether a tensor requires one.
         dtype: of operands that are shapes, float32 by default.
-        device: where those would lie, the CPU by default, or where the tensors are; it need not be there.
+        device: of operands that are shapes, the CPU by default, or the tensors' device; it need not be there.
 
     Returns:
         The `Plan` that `product` follows. `measured` is False for a device whose constants are a data sheet's.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or the `memory_budget` is too small or goes with "chunked" or "tree".
+        ValueError: sizes do not go together, or the `memory_budget` is too small or given with "chunked" or "tree".
 
-    Cost: microseconds where the same sizes were asked for before, less than a millisecond otherwise. Nothing is
-    computed, and no memory is taken.
+    Cost: less than a millisecond; nothing is computed, and no memory is taken.
 
     Source: the work of each schedule is `v c^2` multiply-adds (sequential) or `v c^3` (chunked, tree), as in G. E.
     Blelloch, "Prefix sums and their applications" (1990); the constants are fitted to measurements.
@@ -124,75 +123,59 @@ def plan(
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
         raise TypeError(f"gradients: expected True, False or None, got {gradients!r}")
-    operands, place = _operands((x, bulk, p0), dtype, device)
-    ends = check_question(*operands, log_params, lengths, False, in_pieces=memory_budget is not None)
+    (x, bulk, p0), place = _operands((x, bulk, p0), dtype, device)
+    ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
     if gradients is None:
-        gradients = differentiated(*operands)
-    elif gradients and not any(operand.requires_grad for operand in operands):
-        x, bulk, p0 = operands
-        operands = _like(x).requires_grad_(), _like(bulk).requires_grad_(), _like(p0).requires_grad_()
-    size = choose.size_of(*operands, log_params, ends is not None, gradients)
-    strategy = "sequential" if memory_budget is not None else strategy
-    found = _plan(
-        size, place, strategy, _title(operands, place, ends is not None, gradients), memory_budget is not None
-    )
-    if memory_budget is not None:
-        every = budgets.every_within(memory_budget, *operands, gradients)
-        if every is not None:
-            return _checkpointed(found, size, place, every, budgets.Sizes.of(*operands, gradients))
-    return found
+        gradients = differentiated(x, bulk, p0)
+    elif gradients and not (x.requires_grad or bulk.requires_grad or p0.requires_grad):
+        x, bulk, p0 = (_without_memory(operand).requires_grad_() for operand in (x, bulk, p0))
+    double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
+    size = Size.of(x.shape, bulk.shape, double, log_params, ends is not None, gradients)
+    passes = "forward and backward" if gradients else "forward"
+    title = f"product of x {list(x.shape)} and bulk {list(bulk.shape)}{', lengths' * (ends is not None)}: {passes}"
+    planned = _plan(size, place, "sequential" if memory_budget is not None else strategy, f"{title}, {place.device}")
+    if memory_budget is None:
+        return planned
+    spacing = budgets.every_within(memory_budget, x, bulk, p0, gradients)
+    if spacing is None:
+        return replace(planned, why="sequential: memory_budget holds all messages")
+    return _checkpointed(planned, size, place, spacing, budgets.Sizes.of(x, bulk, p0, gradients).checkpointed(spacing))
 
 
 def _operands(
     given: tuple[Tensor | Shape, ...], dtype: torch.dtype | None, device: torch.device | str | None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Where]:
-    """Tensors, those without memory for shapes, and where they are computed with."""
+) -> tuple[list[Tensor], Where]:
+    """Tensors, those without memory where a shape is given, and the place where they are computed with."""
     tensors = [value for value in given if isinstance(value, Tensor)]
     if len(tensors) == 3:
-        return (tensors[0], tensors[1], tensors[2]), choose.where(tensors[2])
-    if tensors and device is None:
-        place = choose.where(tensors[-1])
-    else:
-        device = torch.device("cpu" if device is None else device)
-        # a GPU may be planned for that is not there
-        place = choose.where(torch.empty(0)) if device.type == "cpu" else choose.elsewhere(device.type)
-    x, bulk, p0 = (
-        _like(value) if isinstance(value, Tensor) else _from_shape(name, value, dtype)
-        for name, value in zip(("x", "bulk", "p0"), given, strict=True)
-    )
-    return (x, bulk, p0), place
+        return tensors, choose.where(tensors[2].device.type)
+    device = torch.device(device or (tensors[-1].device if tensors else "cpu"))
+    named = zip(("x", "bulk", "p0"), given, strict=True)
+    return [_without_memory(value, name, dtype) for name, value in named], choose.where(device.type)
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """One without memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
-
-
-def _from_shape(name: str, shape: Shape, dtype: torch.dtype | None) -> Tensor:
+def _without_memory(value: Tensor | Shape, name: str = "", dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on the meta device, like another or of a shape."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
     try:
-        return torch.empty(tuple(shape), dtype=dtype or torch.float32, device="meta")
+        return torch.empty(tuple(value), dtype=dtype or torch.float32, device="meta")
     except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{name}: expected a torch.Tensor or a shape, got {shape!r}") from error
+        raise TypeError(f"{name}: expected a torch.Tensor or a shape, got {value!r}") from error
 
 
-def _plan(size: Size, place: Where, strategy: Strategy, title: str, budget: bool) -> Plan:
-    picked = choose.choose(size, place, strategy)
-    kinds = {name: choose.choose(size, place, name) for name in ("sequential", "chunked", "tree")}
+def _plan(size: Size, place: Where, strategy: Strategy, title: str) -> Plan:
+    picked, costs = choose.choose(size, place, strategy), place.constants
+    kinds = [choose.choose(size, place, name) for name in ("sequential", "chunked", "tree")]
     # a chain that is too short for segments has no chunked schedule
-    others = [found for name, found in kinds.items() if found.name == name != picked.name]
-    alternatives = sorted((_estimate(size, schedule, place) for schedule in others), key=lambda found: found.seconds)
-    own, costs = _estimate(size, picked, place), place.constants
-    if strategy == "sequential" and budget:
-        why = "sequential: memory_budget holds all messages"
-    elif strategy != "auto":
-        why = f"{picked.name}: strategy={strategy!r}"
-    else:
-        against = ", ".join(f"{_time(found.seconds)} for {found.schedule}" for found in alternatives)
-        why = f"{picked.name}: {_time(own.seconds)} against {against}" if against else picked.name
+    others = {kind.name: _estimate(size, kind, place) for kind in kinds if kind.name != picked.name}
+    own, alternatives = _estimate(size, picked, place), sorted(others.values(), key=lambda other: other.seconds)
+    against = ", ".join(f"{_time(other.seconds)} for {other.schedule}" for other in alternatives)
+    why = f"{_time(own.seconds)} against {against}" if strategy == "auto" else f"strategy={strategy!r}"
     return Plan(
         **asdict(own),
         alternatives=tuple(alternatives),
-        why=why,
+        why=f"{picked.name}: {why}",
         constants=costs.source,
         measured=costs.measured,
         checkpoint_every=None,
@@ -201,48 +184,33 @@ def _plan(size: Size, place: Where, strategy: Strategy, title: str, budget: bool
 
 
 def _estimate(size: Size, schedule: Schedule, place: Where) -> Estimate:
-    forward, backward = cost_counts.peaks(size, schedule, place.backend)
+    forward, backward = cost_counts.peaks(size, schedule)
     return Estimate(
         schedule=schedule.name,
         segments=schedule.segments,
         segment_size=cost_counts.length_of(size, schedule),
-        **cost_counts.work(size, schedule, place.backend)._asdict(),
+        **cost_counts.work(size, schedule)._asdict(),
         peak_forward=forward,
         peak_backward=backward if size.gradients else None,
         seconds=choose.seconds(size, schedule, place.constants),
     )
 
 
-def _checkpointed(found: Plan, size: Size, place: Where, every: int, sizes: budgets.Sizes) -> Plan:
-    """In float64, with one more forward pass before the backward pass, in the memory of a segment."""
-    wide, costs = size._replace(item=8), place.constants
-    work = cost_counts.work(wide, SEQUENTIAL, place.backend)
-    seconds = choose.seconds(wide, SEQUENTIAL, costs)
-    if size.gradients:
-        again = wide._replace(gradients=False)
-        work += cost_counts.work(again, SEQUENTIAL, place.backend)
-        seconds += choose.seconds(again, SEQUENTIAL, costs)
-    peak = sizes.checkpointed(every)
+def _checkpointed(planned: Plan, size: Size, place: Where, spacing: int, peak: int) -> Plan:
+    """The plan in float64, with one more forward pass before the backward pass, in the memory of a segment."""
+    wide = size._replace(item=8)
+    passes = [wide, *([wide._replace(gradients=False)] if size.gradients else [])]
+    work = sum((cost_counts.work(one, SEQUENTIAL) for one in passes), cost_counts.NOTHING)
     return replace(
-        found,
+        planned,
         **work._asdict(),
-        schedule="sequential",
-        segments=1,
-        segment_size=cost_counts.length_of(size, SEQUENTIAL),
-        seconds=seconds,
+        seconds=sum(choose.seconds(one, SEQUENTIAL, place.constants) for one in passes),
         peak_forward=peak,
         peak_backward=peak if size.gradients else None,
         alternatives=(),
-        why="sequential: memory_budget keeps few messages and finds the others again",
-        checkpoint_every=every,
+        why="sequential: memory_budget keeps the messages that fit, and recomputes the rest",
+        checkpoint_every=spacing,
     )
-
-
-def _title(operands: tuple[Tensor, ...], place: Where, lengths: bool, gradients: bool) -> str:
-    x, bulk, _ = operands
-    passes = "forward and backward" if gradients else "forward"
-    ends = ", lengths" if lengths else ""
-    return f"product of x {list(x.shape)} and bulk {list(bulk.shape)}{ends}: {passes}, {place.device}"
 
 
 def _short(number: int) -> str:

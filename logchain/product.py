@@ -3,10 +3,9 @@
 from torch import Tensor
 
 from .arguments import Lengths, check_alone, check_flag, check_question
-from .autograd import checkpoints, packed_chain, tree_chain
-from .autograd.chain import log_norm, short_log_norm
+from .autograd.chain import TREE, log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
 from .autograd.chain_operators import short_of
-from .operands import arithmetic_dtype, differentiated
+from .operands import Operands, arithmetic_dtype, differentiated
 from .progress import check_progress
 from .schedules import budget, choose
 from .schedules.choose import Strategy
@@ -123,24 +122,20 @@ def product(
     if memory_budget is not None:
         check_alone("memory_budget", memory_budget, "None", {"cu_seqlens": cu_seqlens is not None})
     if cu_seqlens is not None:
+        check_flag("log_params", log_params)
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        if packed_chain.taken(packed, log_params):
-            return packed_chain.log_norm(packed, log_params).to(arithmetic_dtype(x, bulk, p0))
-        return packed.by_sequence(
-            [product(*piece[:3], lengths=piece.lengths, log_params=log_params) for piece in packed]
-        )
+        return packed_log_norm(packed, log_params).to(arithmetic_dtype(x, bulk, p0))
     ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
     dtype = arithmetic_dtype(x, bulk, p0)
     if memory_budget is not None:
         keep = differentiated(x, bulk, p0)
         steps = budget.every_within(memory_budget, x, bulk, p0, keep)
         if steps is not None:
-            return checkpoints.log_norm(x, bulk, p0, ends, log_params, steps, keep, progress).to(dtype)
+            return log_norm_in_pieces(Operands(x, bulk, p0, ends, log_params), steps, keep, progress).to(dtype)
         strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
     schedule = choose.of(x, bulk, p0, log_params, ends is not None, strategy)
-    if schedule.name == "tree":
-        return tree_chain.log_norm(x, bulk, p0, ends, log_params).to(dtype, copy=True)
-    return log_norm(x, bulk, p0, ends, log_params, segments=schedule.segments, dtype=dtype)
+    segments = TREE if schedule.name == "tree" else schedule.segments
+    return log_norm(x, bulk, p0, ends, log_params, segments=segments, dtype=dtype)
 
 
 def _check_progress(progress: bool, memory_budget: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What every operation of the library means, in float64, slowly and plainly.
+"""The definition of each operation of the library, in float64, slowly and plainly.
 
 Arrays are NumPy arrays (anything `numpy.asarray` takes); leading axes broadcast; results are natural logarithms (nats)
 or probabilities in float64. The fast versions are tested against these, and these against a sum over all state paths.
@@ -154,16 +154,16 @@ def log_prob(
     log_norm = product(x, bulk, p0, log_params=log_params, lengths=lengths)
     x, log_bulk, log_p0, ends = _logs(x, bulk, p0, log_params, lengths)
     states = np.asarray(states)
-    found = np.full(states.shape[:-1], -np.inf)
+    log_probs = np.full(states.shape[:-1], -np.inf)
     log_p0 = np.broadcast_to(log_p0, (*ends.shape, x.shape[-1]))
     log_bulk = np.broadcast_to(log_bulk, (*ends.shape, *log_bulk.shape[-3:]))
-    for index in np.ndindex(*found.shape):
+    for index in np.ndindex(*log_probs.shape):
         b = index[states.ndim - x.ndim + 1 :]
         path, steps = states[index][: ends[b]], np.arange(int(ends[b]))
         if path.min() >= 0:
             weight = log_p0[b][path[0]] + x[b][steps, path].sum() + log_bulk[b][steps[:-1], path[:-1], path[1:]].sum()
-            found[index] = weight if weight == -np.inf else weight - log_norm[b]
-    return found
+            log_probs[index] = weight if weight == -np.inf else weight - log_norm[b]
+    return log_probs
 
 
 def viterbi(
@@ -215,8 +215,8 @@ def topk_paths(
                 for j in range(x.shape[-1])
             ]
             best = [sorted(way, key=lambda one: -one[0])[:k] for way in ways]
-        found = sorted((one for part in best for one in part if one[0] > -np.inf), key=lambda one: -one[0])[:k]
-        for rank, (scores[b][rank], path) in enumerate(found):
+        ranked = sorted((one for part in best for one in part if one[0] > -np.inf), key=lambda one: -one[0])[:k]
+        for rank, (scores[b][rank], path) in enumerate(ranked):
             states[b][rank, : ends[b]] = path
     return Paths(states, scores)
 
@@ -230,9 +230,9 @@ def entropy(
     1.3863
     """
     x = _lowered(x)
-    found = marginals(x, bulk, p0, log_params=log_params, lengths=lengths)
-    mean = _mean_log_weight(found, *_logs(x, bulk, p0, log_params, lengths))
-    return np.where(found.log_norm == -np.inf, 0.0, found.log_norm - mean)
+    posterior = marginals(x, bulk, p0, log_params=log_params, lengths=lengths)
+    mean = _mean_log_weight(posterior, *_logs(x, bulk, p0, log_params, lengths))
+    return np.where(posterior.log_norm == -np.inf, 0.0, posterior.log_norm - mean)
 
 
 def kl_divergence(
@@ -249,12 +249,12 @@ def kl_divergence(
     0.1438
     """
     p, q = (_lowered(p[0]), *p[1:]), (_lowered(q[0]), *q[1:])
-    found = marginals(*p, log_params=log_params, lengths=lengths)
-    means = [_mean_log_weight(found, *_logs(*chain, log_params, lengths)) for chain in (p, q)]
+    posterior = marginals(*p, log_params=log_params, lengths=lengths)
+    means = [_mean_log_weight(posterior, *_logs(*chain, log_params, lengths)) for chain in (p, q)]
     other = product(*q, log_params=log_params, lengths=lengths)
     with np.errstate(invalid="ignore"):
-        divergence = means[0] - found.log_norm - np.where(means[1] == -np.inf, -np.inf, means[1] - other)
-    return np.where(found.log_norm == -np.inf, 0.0, divergence)
+        divergence = means[0] - posterior.log_norm - np.where(means[1] == -np.inf, -np.inf, means[1] - other)
+    return np.where(posterior.log_norm == -np.inf, 0.0, divergence)
 
 
 def _lowered(x: ArrayLike) -> Array:
@@ -265,11 +265,12 @@ def _lowered(x: ArrayLike) -> Array:
     return lowered
 
 
-def _mean_log_weight(found: Marginals, x: Array, log_bulk: Array, log_p0: Array, ends: NDArray[np.int64]) -> Array:
+def _mean_log_weight(posterior: Marginals, x: Array, log_bulk: Array, log_p0: Array, ends: NDArray[np.int64]) -> Array:
     mean = np.zeros(ends.shape)
-    for posterior, weight in ((found.states, x), (found.transitions, log_bulk), (found.states[..., 0, :], log_p0)):
-        some = posterior > 0
-        terms = np.where(some, posterior, 0.0) * np.where(some, weight, 0.0)
+    states, transitions, _ = posterior
+    for shares, weight in ((states, x), (transitions, log_bulk), (states[..., 0, :], log_p0)):
+        possible = shares > 0
+        terms = np.where(possible, shares, 0.0) * np.where(possible, weight, 0.0)
         mean += terms.reshape(*ends.shape, -1).sum(-1)
     return mean
 

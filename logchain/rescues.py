@@ -20,7 +20,7 @@ class Rescues:
     outputs: int = 0
 
     def add(self, other: "Rescues") -> None:
-        """Add the counts of another."""
+        """Add other counts to these."""
         self.sequences += other.sequences
         self.outputs += other.outputs
 
@@ -30,7 +30,7 @@ _open: ContextVar[Rescues | None] = ContextVar("_open", default=None)
 
 @contextmanager
 def rescues() -> Iterator[Rescues]:
-    """Count, inside a `with` block, what the forward passes could not represent and computed again exactly.
+    """A context that counts, for a `with` block, the sequences and outputs that were recomputed exactly.
 
     The answers are the same to the accuracy contract; the counts explain the time. Nested blocks count for the outer
     ones too.
@@ -50,11 +50,11 @@ def rescues() -> Iterator[Rescues]:
         report(seen)
 
 
-def report(found: Rescues) -> None:
+def report(counts: Rescues) -> None:
     """Add to the innermost open count, if there is one."""
     counter = _open.get()
     if counter is not None:
-        counter.add(found)
+        counter.add(counts)
 
 
 def report_chains(redone: int | Tensor) -> None:

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import Lengths, check_question
-from .autograd import packed_chain
 from .autograd.operator import with_batch_first
 from .kernels.chain import Chain
 from .operands import chain_of
 from .rescues import report_chains
-from .schedules.packed import Packed
+from .schedules.packed import Packed, PackedChain
 
 
 def sample(
@@ -25,7 +24,6 @@ def sample(
     log_params: bool = False,
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
-    validate: bool = False,
 ) -> Tensor:
     r"""Independent draws of a path `z` with probability `p0(z_0) prod_i P_i(z_{i-1}, z_i) prod_i exp x_i(z_i) / Z`.
 
@@ -45,7 +43,6 @@ def sample(
         lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
             sequence has.
         cu_seqlens: sequences one behind the other, as in `logchain.product`: paths are `[num_samples, total]`.
-        validate: also check the values, which costs a pass over the data.
 
     Returns:
         int64 `[num_samples, *B, v]`. A path has positive weight, always. -1 stands for no state: behind a sequence's
@@ -57,8 +54,8 @@ def sample(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, `num_samples` is negative, the generator is on
-            another device, or `validate` finds a value.
+        ValueError: sizes do not go together, a length is out of range, `num_samples` is negative, or the generator is
+            on another device.
 
     Cost: `v c^2` multiply-adds a sequence for the messages; then, in `v` dependent steps, `v c` a draw, on a CPU for as
     many draws as there are states and a fraction of it for others. Memory: the messages `[*B, v, c]` and the paths.
@@ -75,15 +72,15 @@ def sample(
             [1, 1, 1]])
     """
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
-    ends = None if packed else check_question(x, bulk, p0, log_params, lengths, validate)
+    ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
     _check_draws(num_samples, generator, x)
-    if packed and not packed_chain.taken(packed, log_params, validate):
-        options: Any = {"generator": generator, "log_params": log_params, "validate": validate}
+    if packed and not packed.walks_in_place(log_params):
+        options: Any = {"generator": generator, "log_params": log_params}
         pieces = [sample(*one[:3], num_samples, lengths=one.lengths, **options) for one in packed]
         return packed.by_row([paths.movedim(0, -1) for paths in pieces]).mT.contiguous()
     if packed:
         with torch.no_grad(), kernels.arithmetic_on(x):
-            return _drawn(packed_chain.chain_of(packed, log_params), (num_samples, len(x)), generator)
+            return _drawn(PackedChain(packed, log_params).chain, (num_samples, len(x)), generator)
     paths: Tensor = torch.ops.logchain.sample(x, bulk, p0, ends, num_samples, generator, log_params)
     return paths
 
@@ -108,13 +105,12 @@ def _sample(
 
 def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """States of a shape that the kernels take, drawn by as many numbers in their memory."""
-    log_norm, messages, _, redone = kernels.chain_kernels(chain.x).forward(chain, keep=True, steps=chain.v)
-    report_chains(redone)
+    kept, _ = kernels.chain_kernels(chain.x).forward(chain, keep=chain.room(chain.v))
+    report_chains(kept.redone)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)
-    # on a GPU all messages are logarithms
-    logs = None if kernels.on_gpu(chain.x) else redone
-    kernels.draw_kernels(chain.x).draw(chain, log_norm, messages, logs, states)
+    logs = None if kept.all_logs else kept.redone
+    kernels.draw_kernels(chain.x).draw(chain, kept.log_norm, kept.messages, logs, states)
     return states
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_flag, check_tensor, check_values
-from .operands import arithmetic_dtype
+from .operands import arithmetic_dtype, differentiated, is_plain
+from .rescues import report_chains
 from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms
 from .streams.block import Room
 from .streams.filter import filtered
@@ -114,6 +115,8 @@ class Stream:
         self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
         self._state: State | None = None
         self._room = Room()
+        # pieces are filtered, and nothing else is done with them
+        self._filters = bulk is not None and not (lag or viterbi or validate)
 
     @property
     def log_norm(self) -> Tensor:
@@ -149,6 +152,9 @@ class Stream:
             differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
         """
         x = x_piece
+        repeated = self._repeated(x, bulk_piece, lengths)
+        if repeated is not None:
+            return repeated
         check_transforms()
         check_tensor("x_piece", x, 2, like=self._p0)
         before = x.shape[:-2] if self._state is None else self._state.fresh.shape
@@ -195,6 +201,27 @@ class Stream:
             ready, window = passed(state.window, piece, found.messages, self._bulk is not None, self._lag)
             state = state._replace(window=window)
         return self._to(state, found.posteriors, ready, states)
+
+    def _repeated(self, x: Tensor, bulk_piece: Tensor | None, lengths: Lengths | None) -> StreamUpdate | None:
+        """What `update` returns after a piece like the last ones, by one call of the library; None if more is to do.
+
+        Of sequences that all go on, where nothing but the log-partition and what is filtered is wanted, and nobody
+        differentiates, everything else is known from the last pieces.
+        """
+        state = self._state
+        if state is None or not state.running or bulk_piece is not None or lengths is not None or not self._filters:
+            return None
+        if not is_plain((x,)) or differentiated(x, self._bulk, self._p0, state.message):
+            return None
+        repeated, dtype = self._room.repeated(x), self._result_dtype(state)
+        if repeated is None or dtype != x.dtype:
+            return None
+        shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
+        (message, total, lost), log_norm, redone = repeated.forward(x, state[:3], shares)
+        if redone:
+            report_chains(redone)
+        self._state = state._replace(message=message, total=total, lost=lost, number=state.number + x.shape[-2])
+        return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:
         """End all sequences, and return the posteriors and states that were still waiting for more variables.

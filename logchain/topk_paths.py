@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_question
-from .autograd import packed_chain
 from .autograd.paths import log_weight
 from .autograd.viterbi import best_paths, packed_paths
 from .schedules.packed import Packed
@@ -28,7 +27,6 @@ def topk_paths(
     log_params: bool = False,
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
-    validate: bool = False,
 ) -> Paths:
     r"""The `k` different paths z of the largest `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`.
 
@@ -42,7 +40,6 @@ def topk_paths(
         lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
             sequence has. What lies behind has no influence; two paths differ before the end.
         cu_seqlens: sequences one behind the other, as in `logchain.product`: states are `[k, total]`, scores `[n, k]`.
-        validate: also check the values, which costs a pass over the data.
 
     Returns:
         `Paths(states, scores)`. `states` `[*B, k, v]` int64, -1 behind a sequence's end; `scores` `[*B, k]`, falling,
@@ -59,7 +56,7 @@ def topk_paths(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, `k` or a length is out of range, or `validate` finds a value.
+        ValueError: sizes do not go together, or `k` or a length is out of range. `logchain.check` checks values.
 
     Cost: `v c^2 k` additions and a selection of the k largest of c k for each state and step, in `v` dependent steps.
     Memory: `[*B, v, c, k]` integers of the operands' size; on a CPU, where all steps have one matrix, those of one
@@ -77,16 +74,14 @@ def topk_paths(
             [1, 1, 0]]), scores=tensor([-0.1394, -0.9039, -1.5257]))
     """
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
-    ends = None if packed else check_question(x, bulk, p0, log_params, lengths, validate)
+    ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
     if isinstance(k, bool) or not isinstance(k, int):
         raise TypeError(f"k: expected an integer, got {k!r}")
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
-    if packed and not packed_chain.taken(packed, log_params, validate):
-        pieces = [
-            topk_paths(*one[:3], k, log_params=log_params, lengths=one.lengths, validate=validate) for one in packed
-        ]
+    if packed and not packed.walks_in_place(log_params):
+        pieces = [topk_paths(*one[:3], k, log_params=log_params, lengths=one.lengths) for one in packed]
         states = packed.by_row([one.states.mT for one in pieces]).mT.contiguous()
         return Paths(states, packed.by_sequence([one.scores for one in pieces]))
     if packed:

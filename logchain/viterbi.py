@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_question
-from .autograd import packed_chain
 from .autograd.viterbi import best_weight, packed_paths
 from .schedules.packed import Packed
 
@@ -26,7 +25,6 @@ def viterbi(
     log_params: bool = False,
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
-    validate: bool = False,
 ) -> Path:
     r"""`argmax_z log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`, and that maximum.
 
@@ -39,7 +37,6 @@ def viterbi(
         lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
             sequence has. What lies behind has no influence.
         cu_seqlens: sequences one behind the other, as in `logchain.product`: states are `[total]`, scores `[n]`.
-        validate: also check the values, which costs a pass over the data.
 
     Returns:
         `Path(states, score)`. `states` `[*B, v]` int64, -1 behind a sequence's end. Among paths whose computed weights
@@ -57,7 +54,7 @@ def viterbi(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
+        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `v c^2` additions and maxima a sequence in `v` dependent steps, then `v c` back along the path. Memory: the
     messages `[*B, v, c]`; on a CPU, where all steps have one matrix, those of 48 sequences a thread.
@@ -72,16 +69,14 @@ def viterbi(
     """
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        if not packed_chain.taken(packed, log_params, validate):
-            pieces = [
-                viterbi(*one[:3], lengths=one.lengths, log_params=log_params, validate=validate) for one in packed
-            ]
+        if not packed.walks_in_place(log_params):
+            pieces = [viterbi(*one[:3], lengths=one.lengths, log_params=log_params) for one in packed]
             return Path(
                 packed.by_row([one.states for one in pieces]), packed.by_sequence([one.score for one in pieces])
             )
         states, score, _ = packed_paths(packed, log_params, None)
     else:
-        ends = check_question(x, bulk, p0, log_params, lengths, validate)
+        ends = check_question(x, bulk, p0, log_params, lengths)
         states, score = best_weight(x, bulk, p0, ends, log_params)
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
     return Path(states, score if double else score.float())

@@ -77,7 +77,5 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains are computed as on a device that has no kernels of its own."""
     from logchain import kernels
-    from logchain.kernels.plain import sum_product
 
     monkeypatch.setattr(kernels, "in_c", lambda tensor: False)
-    monkeypatch.setattr(kernels, "chain_kernels", lambda tensor: sum_product)

@@ -64,7 +64,6 @@ def test_sizes_are_refused(changes, message):
         ({"lengths": [None] * 10}, "lengths: expected integers, got [None"),
         ({"lengths": torch.ones(10, dtype=torch.int64, device="meta")}, "lengths: expected a dense tensor, got"),
         ({"log_params": "no"}, "log_params: expected True or False, got 'no'"),
-        ({"validate": None}, "validate: expected True or False, got None"),
         ({"bulk": torch.ones(4, 4).to_sparse()}, "bulk: expected a dense tensor, got torch.sparse_coo"),
         ({"lengths": "all"}, "lengths: expected integers, got 'all'"),
     ],

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from logchain import kernels
 from logchain.schedules import budget, choose
 from tests import contract
+from tests.conftest import INTERPRETED
 from tests.contract import TENSOR_CORES, Truth, assert_contract, drawn, poisoned_memory
 from tests.families import FAMILIES, PAIRS, Chain, dense
 from tests.kernels.cpu import adversary
@@ -55,13 +57,25 @@ def options_of(schedule: str, monkeypatch: pytest.MonkeyPatch) -> dict:
     return {"strategy": schedule}
 
 
-@pytest.fixture(params=product(BACKENDS, SCHEDULES), ids="-".join)
+def on(backend: str, schedule: str, *values, slow: bool = False):
+    """A parameter for the fixture below and others beside it."""
+    marks = [pytest.mark.slow] * slow + [pytest.mark.gpu] * (backend == "gpu" and not INTERPRETED)
+    return pytest.param((backend, schedule), *values, marks=marks, id="-".join(map(str, (backend, schedule, *values))))
+
+
+# an interpreter takes its time: by default it meets the other schedules in `test_every_family`
+EVERYWHERE = [on(*pair, slow=pair[0] == "gpu" and pair[1] != "sequential") for pair in product(BACKENDS, SCHEDULES)]
+
+
+@pytest.fixture(params=EVERYWHERE)
 def where(request, monkeypatch) -> Where:
     """Every schedule of every backend, or those of an indirect parameter."""
     backend, schedule = request.param
     options = options_of(schedule, monkeypatch)
     if backend == "gpu":
-        options |= {"device": request.getfixturevalue("kernels"), "k": TENSOR_CORES}
+        pytest.importorskip("triton")
+        monkeypatch.setattr(kernels, "on_gpu", lambda tensor: True)
+        options |= {"device": "cpu" if INTERPRETED else "cuda", "k": TENSOR_CORES}
     if backend == "plain":
         request.getfixturevalue("plain")
     return Where(backend, schedule, options)
@@ -71,11 +85,10 @@ def families() -> list:
     """All choices of dtype, `each` and `log` on a CPU's own backend, elsewhere one for each family, in turn."""
     choices, found = PAIRS.args[1], []
     for (backend, schedule), (i, name) in product(product(BACKENDS, SCHEDULES), enumerate(FAMILIES)):
-        marks = [pytest.mark.slow] if backend == "gpu" and schedule != "sequential" and name not in HARD else []
+        slow = backend == "gpu" and schedule != "sequential" and name not in HARD
         if (backend, name) != ("gpu", "c301"):  # takes an interpreter minutes
             for choice in choices if backend == "cpu" else [choices[i % len(choices)]]:
-                words = [backend, schedule, name, *(str(word) for word in choice)]
-                found.append(pytest.param((backend, schedule), name, *choice, marks=marks, id="-".join(words)))
+                found.append(on(backend, schedule, name, *choice, slow=slow))
     return found
 
 
@@ -134,7 +147,7 @@ def test_half_types_are_exact_on_their_rounded_inputs(dtype, where):
 @pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
 def test_one_float64_operand_makes_the_arithmetic_wide(operand, where):
     chain, _ = where.family("dense", F32)
-    where.assert_contract(chain._replace(**{operand: getattr(chain, operand).double()}))
+    where.assert_contract(chain._replace(**{operand: getattr(chain, operand).double()}), wanted=operand)
 
 
 @pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x p0"])
@@ -179,5 +192,5 @@ def search(where: Where, dtype: torch.dtype, count: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_random_chains(dtype, where, monkeypatch):
-    seen = search(where, dtype, 12 if where.backend == "gpu" else 60, monkeypatch)
+    seen = search(where, dtype, {"cpu": 60, "plain": 25, "gpu": 6}[where.backend], monkeypatch)
     assert not seen.wrong, "\n".join(seen.wrong)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import logchain
-from logchain.autograd import checkpoints
 from logchain.rescues import rescues
-from logchain.schedules import budget
+from logchain.schedules import budget, checkpoints
 from tests.contract import Truth, assert_contract, assert_nothing_behind_matters, assert_values, drawn, poisoned_memory
 from tests.families import FAMILIES, PAIRS, Chain
 

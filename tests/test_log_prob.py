@@ -241,10 +241,3 @@ def test_nan_stays_in_its_sequence():
 def test_wrong_states_are_refused(states, error, message):
     with pytest.raises(error, match="^" + re.escape(message)):
         log_prob(*dense(F32)[:3], states)
-
-
-def test_values_are_checked_on_demand():
-    chain = dense(F32)
-    chain.bulk[0, 0, 0, 0, 0] = -1.0
-    with pytest.raises(ValueError, match="^bulk: expected non-negative values"):
-        log_prob(*chain[:3], random_paths(1, chain), validate=True)

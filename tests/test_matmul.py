@@ -9,8 +9,8 @@ import torch
 import logchain
 from logchain import kernels as devices
 from logchain import reference
-from logchain._measure import peak_bytes
 from logchain.kernels.plain import matmul_pieces as log_matmul_pieces
+from logchain.memory import peak_bytes
 from tests import oracle
 from tests.contract import assert_gradient, assert_values, gradient_bound, poisoned_memory, value_bound
 

@@ -7,8 +7,8 @@ import torch
 
 import logchain
 from logchain import kernels
-from logchain._measure import peak_bytes
 from logchain.kernels.plain import product as plain
+from logchain.memory import peak_bytes
 from tests.stacks import FAMILIES, draw
 from tests.test_memory import Allocations
 

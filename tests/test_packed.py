@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import logchain
-from logchain._measure import peak_bytes
 from logchain.kernels.cpu import arguments, team
+from logchain.memory import peak_bytes
 
 F64 = torch.float64
 LENGTHS = [3, 1, 9, 4, 4, 30, 2, 1]
@@ -71,19 +71,20 @@ def test_marginals(shared, transitions):
 @pytest.mark.parametrize(("threads", "whose"), [(1, "nobody's"), (3, "torch's"), (3, "Python's")])
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=["float32", "float64"])
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
-def test_what_underflows_is_redone_where_it_lies(dtype, log, threads, whose, monkeypatch):
-    """One matrix with zeros, weights of their own, emissions far apart; one is impossible, one has no weight."""
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+def test_what_underflows_is_redone_where_it_lies(shared, dtype, log, threads, whose, monkeypatch):
+    """Matrices with zeros, weights of their own, emissions far apart; one is impossible, one has no weight."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(arguments, "_SHARE", 1)
     if whose == "Python's":
         monkeypatch.setattr(team, "_parallel", lambda: None)
-    operands, cu_seqlens = packed(True, dtype)
+    operands, cu_seqlens = packed(shared, dtype)
     with torch.no_grad():
         x, bulk, p0 = (operand.clone() for operand in operands)
         x[17:25] *= 4000
         x[13, 0], x[14, 0] = 4000, -torch.inf  # nothing else leaves state 0: a short sequence that others lie behind
         x[6] = -torch.inf  # in the third sequence
-        bulk[0, 0, 1:] = 0
+        bulk[:, 0, 1:] = 0
         p0 = p0 * torch.rand(len(LENGTHS), 1, dtype=dtype) + 0.1
         bulk, p0 = (bulk.log(), p0.log()) if log else (bulk, p0)
     operands = [operand.requires_grad_() for operand in (x, bulk, p0)]
@@ -92,7 +93,7 @@ def test_what_underflows_is_redone_where_it_lies(dtype, log, threads, whose, mon
         found = logchain.product(*operands, cu_seqlens=cu_seqlens, log_params=log)
     assert seen.sequences > 0
     each = [
-        logchain.product(x[start:end], bulk, p0[i], log_params=log)
+        logchain.product(x[start:end], bulk if shared else bulk[start + 1 : end], p0[i], log_params=log)
         for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
     ]
     expected, close = torch.stack(each), {"rtol": 100 * torch.finfo(dtype).eps, "atol": 100 * torch.finfo(dtype).eps}
@@ -131,11 +132,12 @@ def test_weights_of_sequences_scale_gradients():
         torch.testing.assert_close(one / 2.0**40, other, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_is_padded():
+@pytest.mark.parametrize("matrices", [1, 20_000])
+def test_nothing_is_padded(matrices):
     """Beside the operands and their gradients a call holds one message for each row, however unequal the lengths."""
     x = torch.randn(20_000, 8).requires_grad_()
     cu_seqlens = torch.tensor([0, *range(1, 500), 20_000])
-    bulk, p0 = torch.rand(1, 8, 8), torch.rand(8)
+    bulk, p0 = torch.rand(matrices, 8, 8), torch.rand(8)
     peak = peak_bytes(lambda: torch.autograd.grad(logchain.product(x, bulk, p0, cu_seqlens=cu_seqlens).sum(), x))
     assert peak < 1.5 * x.numel() * 4
 

@@ -6,7 +6,8 @@ import torch
 import logchain
 from logchain import arguments
 from logchain import kernels as devices
-from logchain.autograd import checkpoints
+from logchain.autograd.chain import log_norm_in_pieces
+from logchain.operands import Operands
 from logchain.schedules import budget
 from logchain.schedules import transfers as pieces
 from tests.contract import Truth, assert_contract
@@ -242,6 +243,6 @@ def test_the_host_is_allowed_beside_a_gpu_alone(monkeypatch):
 def test_a_gradient_is_taken_where_its_operand_lies(on_host):
     on_host(5, (4,))
     chain = FAMILIES["dense"]()
-    found = checkpoints.log_norm(*(t.requires_grad_() for t in chain[:3]), None, False, 5)
+    found = log_norm_in_pieces(Operands(*(t.requires_grad_() for t in chain[:3]), None, False), 5)
     for operand, gradient in zip(chain[:3], torch.autograd.grad(found.sum(), chain[:3]), strict=True):
         assert gradient.device == operand.device and gradient.shape == operand.shape

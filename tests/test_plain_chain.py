@@ -1,15 +1,23 @@
-"""The recursion in torch's operations keeps the contract, and says what the loops in C say."""
+"""The recursion in torch's operations keeps the contract, and the rooms find the same: whole chains, and stretches."""
+
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from logchain.kernels.chain import Chain
-from logchain.kernels.cpu import sum_product as cpu_room
-from logchain.kernels.plain import sum_product as plain_room
+from logchain.kernels.cpu.backward import backward as cpu_backward
+from logchain.kernels.cpu.forward import forward as cpu_forward
+from logchain.kernels.message import Message
+from logchain.kernels.plain.backward import backward as plain_backward
+from logchain.kernels.plain.forward import forward as plain_forward
 from tests.contract import assert_contract, drawn
 from tests.families import FAMILIES
 
 NAN = torch.nan
+ROOMS = {"plain": (plain_forward, plain_backward), "cpu": (cpu_forward, cpu_backward)}
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
@@ -22,26 +30,30 @@ def test_every_family_keeps_the_contract(name, each, dtype, log):
     assert_contract(chain, truth=truth, strategy="sequential")
 
 
-def both(chain, weight):
-    """What the rooms find: the log-partition, shares of forward messages, and the gradients."""
-    for room in (plain_room, cpu_room):
-        log_norm, messages, scales, redone = kept = room.forward(chain, keep=True, steps=chain.v)
-        grad_x, grad_bulk = torch.full_like(chain.x, NAN), torch.full((*chain.bulk.shape,), NAN, dtype=chain.dtype)
-        grad_p0 = room.backward(chain, *kept, weight, grad_x, grad_bulk)
-        assert torch.equal(room.forward(chain, keep=False, steps=chain.v)[0], log_norm)
-        logs = torch.where(redone[..., None], messages, messages.log())
-        shares = torch.softmax(logs, -1).masked_fill((logs == -torch.inf).all(-1, keepdim=True), 0.0)
-        if chain.ended is not None:
-            shares = shares.masked_fill(chain.ended, 0.0)
-        yield log_norm, shares, grad_x, grad_bulk, grad_p0
+class Answers(NamedTuple):
+    """The log-partition, the message that leaves, and the gradients; what precedes is that of p0 or a message."""
+
+    log_norm: Tensor
+    values: Tensor
+    scale: Tensor
+    grad_x: Tensor
+    grad_bulk: Tensor
+    preceding: Tensor
 
 
-@pytest.mark.parametrize("form", ["linear", "logs", "by_log"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("one_matrix", [True, False], ids=["one", "each"])
-@pytest.mark.parametrize("ends", [False, True], ids=["whole", "ends"])
-@pytest.mark.parametrize("final", [False, True], ids=["ones", "final"])
-def test_the_loops_in_c_find_the_same(form, dtype, one_matrix, ends, final):
+def answers(room, chain, weight, entering=None, following=None, log_norm=None) -> Answers:
+    forward, backward = ROOMS[room]
+    messages = torch.full((chain.v + (entering is not None), chain.g, chain.m, chain.c), NAN, dtype=chain.dtype)
+    kept, leaving = forward(chain, entering, keep=messages, leave=True)
+    torch.testing.assert_close(forward(chain, entering)[0].log_norm, kept.log_norm, rtol=2.0**-23, atol=0)
+    grad_x, grad_bulk = torch.full_like(chain.x, NAN), torch.full((*chain.bulk.shape,), NAN, dtype=chain.dtype)
+    whole = kept if log_norm is None else kept._replace(log_norm=log_norm)
+    preceding = backward(chain, whole, weight, following, grad_x, grad_bulk)
+    return Answers(kept.log_norm, leaving.values, leaving.scale.sum(0), grad_x, grad_bulk, preceding)
+
+
+def chain_of(form, dtype, one_matrix, ends):
+    """A chain with sequences to be redone, and one that is impossible."""
     v, g, m, c = 6, 2, 3, 5
     draw = torch.Generator().manual_seed(0)
     bulk = torch.rand(1 if one_matrix else v - 1, g, c, c, generator=draw, dtype=dtype)
@@ -49,12 +61,87 @@ def test_the_loops_in_c_find_the_same(form, dtype, one_matrix, ends, final):
     p0, x = torch.rand(g, m, c, generator=draw, dtype=dtype), 9 * torch.randn(v, g, m, c, generator=draw, dtype=dtype)
     x[:, 0, 1] *= 30  # to be redone
     x[1, 1, 1] = -torch.inf  # to be impossible
-    weights = torch.rand(g, m, c, generator=draw, dtype=dtype) if final else None
     lengths = torch.tensor([[6, 3, 1], [2, 5, 6]])[..., None] if ends else None
     if form == "logs":
         bulk, p0 = bulk.log(), p0.log()
-    chain = Chain(x, bulk, p0, lengths, form == "logs", dtype, form == "by_log", weights)
     weight = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.0, 0.0]], dtype=dtype)
+    return Chain(x, bulk, p0, lengths, form == "logs", dtype, form == "by_log"), weight
+
+
+FORMS = pytest.mark.parametrize("form", ["linear", "logs", "by_log"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+ONE = pytest.mark.parametrize("one_matrix", [True, False], ids=["one", "each"])
+ENDS = pytest.mark.parametrize("ends", [False, True], ids=["whole", "ends"])
+
+
+@FORMS
+@DTYPES
+@ONE
+@ENDS
+def test_the_rooms_find_the_same(form, dtype, one_matrix, ends):
+    chain, weight = chain_of(form, dtype, one_matrix, ends)
+    close = dict.fromkeys(("rtol", "atol"), 300 * torch.finfo(dtype).eps)
+    plain, cpu = (answers(room, chain, weight) for room in ROOMS)
+    for name, one, other in zip(Answers._fields, plain, cpu, strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}", **close)
+
+
+@FORMS
+@DTYPES
+@ONE
+@ENDS
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("cuts", [(3,), (1, 2, 5)], ids=str)
+def test_stretches_one_after_the_other_are_the_chain(room, cuts, form, dtype, one_matrix, ends):
+    chain, weight = chain_of(form, dtype, one_matrix, ends)
+    whole = answers(room, chain, weight)
+    bounds = [0, *cuts, chain.v]
+    stretches, entered, message = [], [], None
+    for first, stop in zip(bounds, bounds[1:], strict=False):
+        bulk = chain.bulk if one_matrix else chain.bulk[max(0, first - 1) : stop - 1]
+        left = None if chain.ends is None else (chain.ends - first).clamp(0 if first else 1, stop - first)
+        stretches.append(replace(chain, x=chain.x[first:stop], bulk=bulk[: stop - 1] if not first else bulk, ends=left))
+        entered.append(message)
+        message = ROOMS[room][0](stretches[-1], message, leave=True)[1]
     eps = torch.finfo(dtype).eps
-    for ours, theirs in zip(*both(chain, weight), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=300 * eps, atol=300 * eps)
+    close = {"rtol": 300 * eps, "atol": 300 * eps}
+    torch.testing.assert_close(message.scale.sum(0), whole.scale, **close)
+    torch.testing.assert_close(message.values.exp(), whole.values.exp(), **close)
+    following, grad_x, grad_bulk = None, [], []
+    for stretch, entering in zip(stretches[::-1], entered[::-1], strict=True):
+        part = answers(room, stretch, weight, entering, following, whole.log_norm)
+        following = part.preceding
+        grad_x.insert(0, part.grad_x)
+        if len(stretch.bulk):
+            grad_bulk.insert(0, part.grad_bulk)
+    torch.testing.assert_close(torch.cat(grad_x), whole.grad_x, **close)
+    counts = sum(grad_bulk) if one_matrix else torch.cat(grad_bulk)
+    torch.testing.assert_close(counts, whole.grad_bulk, rtol=300 * eps, atol=3000 * eps)
+    torch.testing.assert_close(following, whole.preceding, **close)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("depth", [50, 300, 3000])
+def test_what_a_stretch_hides_at_its_end_counts_behind_it(room, depth):
+    """The state that wins in the end lies far below the other where one stretch ends and the next begins."""
+    x = torch.tensor([[0.0, -depth], [-2.0 * depth, 0.0], [0.0, 0.0]]).view(3, 1, 1, 2)
+    chain = Chain(x, torch.eye(2).view(1, 1, 2, 2), torch.ones(1, 1, 2), None, False, torch.float32)
+    weight = torch.ones(1, 1)
+    head, tail = replace(chain, x=x[:1], bulk=chain.bulk[:0]), replace(chain, x=x[1:])
+    entering = ROOMS[room][0](head, leave=True)[1]
+    behind = answers(room, tail, weight, entering)
+    torch.testing.assert_close(behind.log_norm, torch.full((1, 1), -float(depth), dtype=torch.float64))
+    ahead = answers(room, head, weight, None, behind.preceding, behind.log_norm)
+    torch.testing.assert_close(ahead.grad_x.flatten(), torch.tensor([0.0, 1.0]))
+    torch.testing.assert_close(behind.grad_x.view(2, 2), torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_message_has_one_meaning(room):
+    """Whatever room a message leaves, another goes on from it."""
+    chain, weight = chain_of("linear", torch.float64, True, False)
+    other = next(name for name in ROOMS if name != room)
+    message = ROOMS[other][0](replace(chain, x=chain.x[:2]), leave=True)[1]
+    assert isinstance(message, Message)
+    after = ROOMS[room][0](replace(chain, x=chain.x[2:]), message, leave=True)[1]
+    torch.testing.assert_close(after.scale.sum(0), answers(room, chain, weight).log_norm, rtol=1e-13, atol=1e-13)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import _demo, reference
+from logchain import demo, reference
 from tests.contract import of_steps
 from tests.families import FAMILIES
 
@@ -24,7 +24,7 @@ def test_a_dense_chain_is_never_computed_again(dtype, scale):
 
 @pytest.mark.parametrize("scale", [1.0, 20.0, 300.0])
 def test_nor_is_one_with_entries_near_zero(scale):
-    chain = _demo.dense_chain(200, 40, 200, scale=scale)
+    chain = demo.dense_chain(200, 40, 200, scale=scale)
     assert chain.bulk.amin() < 2.0**-24
     with logchain.rescues() as seen:
         logchain.product(*chain)

@@ -210,8 +210,9 @@ def test_weights_far_from_one(scale, room):
     """Products of weights with messages would leave float32."""
     chain = FAMILIES["sharp"](F32, v=9)
     chain = chain._replace(bulk=scale * chain.bulk, p0=scale * chain.p0)
-    assert_possible(chain, drawn(chain, 100))
-    assert torch.equal(drawn(chain, 1), drawn(chain, 1))
+    paths = drawn(chain, 1000)
+    assert_possible(chain, paths)
+    assert_marginals(chain, paths)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -311,10 +312,3 @@ def test_wrong_arguments_are_refused(options, error, message):
 def test_a_generator_of_another_device_is_refused():
     with pytest.raises(ValueError, match="^generator: expected device meta, got cpu"):
         sample(*(tensor.to("meta") for tensor in dense(F32)[:3]), 2, generator=seeded())
-
-
-def test_values_are_checked_on_demand():
-    chain = dense(F32)
-    chain.p0[0, 0, 0] = -1.0
-    with pytest.raises(ValueError, match="^p0: expected non-negative values"):
-        drawn(chain, 1, validate=True)

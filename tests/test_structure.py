@@ -4,6 +4,7 @@ import ast
 import graphlib
 import importlib
 import inspect
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,8 @@ ROOT = Path(__file__).parents[1]
 # Rooms from the bottom up: a file imports from rooms below its own, and from files before it in its own room.
 ROOMS = ["kernels", "shared", "schedules", "autograd", "streams", "public", "adapters", "nn", "programs"]
 # files that stand beside the public functions and belong to another room
-SHARED = ["arguments", "layout", "operands", "rescues", "reference", "progress", "masks"]
-SHARED += ["_forum", "_measure"]
-PROGRAMS = ["__init__", "__main__", "_demo"]
+SHARED = ["arguments", "layout", "operands", "rescues", "reference", "progress", "memory"]
+PROGRAMS = ["__init__", "__main__", "demo"]
 
 
 def room_of(path: Path) -> str:
@@ -29,16 +29,16 @@ def room_of(path: Path) -> str:
         return "shared"
     if path.stem in PROGRAMS:
         return "programs"
-    return "adapters" if path.stem == "adapters" else "public"
+    return "public"
 
 
 # The modules of `logchain.nn`, from the bottom up likewise.
 MODULES = [
-    ["checks", "em", "parameters", "stationary"],
-    ["fitting", "input_layer", "log_weights"],
-    ["exponential_family", "finite", "layers", "starts"],
-    ["bernoulli", "binomial", "categorical", "distribution", "gaussian", "mixture", "poisson"],
-    ["circuit", "emissions", "named_input"],
+    ["checks", "em", "masked_sequences", "parameters", "stationary"],
+    ["fitting", "log_weights"],
+    ["emissions"],
+    ["layers", "potentials"],
+    ["circuit"],
     ["chain_circuit", "hmm", "hmmlearn_models", "linear_chain_crf", "tree_circuit"],
     ["__init__"],
 ]
@@ -101,13 +101,15 @@ def test_imports_of_the_library_are_relative(path):
     assert "logchain" not in imported(path)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "logchain" / "nn").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "logchain" / "nn").rglob("*.py")), ids=lambda path: path.stem)
 def test_modules_call_the_public_functions(path):
-    level = next(i for i, layer in enumerate(MODULES) if path.stem in layer)
+    *folders, _ = path.relative_to(ROOT / "logchain" / "nn").parts
+    name = folders[0] if folders else path.stem
+    level = next(i for i, layer in enumerate(MODULES) if name in layer)
     below = {name for layer in MODULES[: level + 1] for name in layer}
     froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    own = {node.module or "__init__" for node in froms if node.level == 1}
-    library = {node.module or "__init__" for node in froms if node.level == 2}
+    own = {(node.module or "__init__").split(".")[0] for node in froms if node.level == 1 + len(folders)}
+    library = {node.module or "__init__" for node in froms if node.level == 2 + len(folders)}
     assert own <= below, f"{path.stem} imports {sorted(own - below)}"
     # checks of arguments are shared; no other room is entered
     rooms = {name.split(".")[0] for name in library} & {"autograd", "schedules", "streams", "kernels"}
@@ -120,13 +122,40 @@ def test_kernels_stand_alone(path):
     assert others <= {"torch", "triton", "numpy", "setuptools", *sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize("name", ["sum_product"])
+ARITHMETIC = ("plain", "cpu", "gpu")
+STEMS = [path.stem for room in ARITHMETIC for path in sorted((ROOT / "kernels" / room).glob("*.py"))]
+TWINS = sorted({stem for stem in STEMS if STEMS.count(stem) > 1} - {"__init__"})
+
+
+def doors(module) -> dict[str, list[str]]:
+    """The public functions that a module defines, with the parameters that a caller has to give."""
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    return {
+        name: [str(one) for one in inspect.signature(value).parameters.values() if one.default is one.empty]
+        for name, value in functions.items()
+        if value.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+def rooms_of(name: str) -> list[dict[str, list[str]]]:
+    """The doors of a name in each room that has it."""
+    rooms = [room for room in ARITHMETIC if (ROOT / "kernels" / room / f"{name}.py").exists()]
+    return [doors(importlib.import_module(f"logchain.kernels.{room}.{name}")) for room in rooms]
+
+
+@pytest.mark.parametrize("name", TWINS)
 def test_twins_have_the_same_doors(name):
     pytest.importorskip("triton")
-    twins = [importlib.import_module(f"logchain.kernels.{room}.{name}") for room in ("plain", "cpu", "gpu")]
-    for door in ("forward", "backward"):
-        plain, *others = (inspect.signature(getattr(twin, door)) for twin in twins)
-        assert [plain, plain] == others
+    for one, other in itertools.combinations(rooms_of(name), 2):
+        shared = one.keys() & other.keys()
+        assert {door: one[door] for door in shared} == {door: other[door] for door in shared}
+
+
+def test_there_are_twins():
+    pytest.importorskip("triton")
+    pairs = [(name, *pair) for name in TWINS for pair in itertools.combinations(rooms_of(name), 2)]
+    shared = {(name, door) for name, one, other in pairs for door in one.keys() & other.keys()}
+    assert len(shared) >= 5 and {("matmul", "forward"), ("viterbi", "paths")} <= shared
 
 
 def test_importing_the_library_does_not_import_what_takes_long():

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import logchain
-from logchain import _demo, reference
+from logchain import demo, reference
 from logchain import kernels as devices
-from logchain._measure import peak_bytes
-from logchain.autograd import tree_chain, tree_operators
+from logchain.autograd import tree_operators
+from logchain.autograd.chain import TREE, log_norm
 from logchain.kernels import order
 from logchain.kernels.plain import product as plain
+from logchain.memory import peak_bytes
 from logchain.schedules import tree_leaves
 from tests.contract import (
     TENSOR_CORES,
@@ -183,10 +184,14 @@ def test_second_derivatives_and_maps_are_those_of_the_other_schedules(cut):
 def test_operators_are_torchs_own():
     x, bulk, p0 = (tensor.requires_grad_() for tensor in dense(F32, v=5, c=3)[:3])
     lengths = torch.tensor([[5, 2], [1, 3], [4, 4]])
-    torch.library.opcheck(torch.ops.logchain.tree_log_norm.default, (x, bulk, p0, lengths, False))
-    compiled = torch.compile(lambda *operands: tree_chain.log_norm(*operands, lengths, False), backend="aot_eager")
+    torch.library.opcheck(torch.ops.logchain.log_norm.default, (x, bulk, p0, lengths, False, True, TREE))
+
+    def by_pairs(*operands):
+        return log_norm(*operands, lengths, False, segments=TREE)
+
+    compiled = torch.compile(by_pairs, backend="aot_eager")
     found = torch.autograd.grad(compiled(x, bulk, p0).sum(), (x, bulk, p0))
-    expected = torch.autograd.grad(tree_chain.log_norm(x, bulk, p0, lengths, False).sum(), (x, bulk, p0))
+    expected = torch.autograd.grad(by_pairs(x, bulk, p0).sum(), (x, bulk, p0))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -200,7 +205,7 @@ def test_products_wait_for_each_other_as_often_as_the_tree_is_deep(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [(50, 40, 64), (1, 40_000, 8), (4, 1000, 32)], ids=str)
 def test_memory_is_two_messages(sizes):
-    chain = _demo.dense_chain(*sizes)
+    chain = demo.dense_chain(*sizes)
     x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain)
 
     def both():

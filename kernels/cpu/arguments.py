@@ -19,7 +19,7 @@ from .library import in_large_pages, library
 ROOMS = {
     **dict.fromkeys(("forward", "backward"), "room"),
     **dict.fromkeys(("redo_forward", "redo_backward"), "redo_room"),
-    **{name: f"{name}_room" for name in ("messages", "viterbi", "topk_paths", "sample")},
+    **{name: f"{name}_room" for name in ("messages", "entropy", "viterbi", "topk_paths", "sample")},
     **dict.fromkeys(("fold", "unfold", "fold_gradients"), "fold_room"),
 }
 
@@ -28,12 +28,16 @@ _SHARE = 2**20
 
 _SIZES = "steps sets members states first last one_matrix logarithms"
 _OPERANDS = (
-    "*x x_step x_set x_member *x_at *bulk bulk_step bulk_set bulk_from bulk_to *p0 p0_set p0_member p0_state *final"
+    "*x x_step x_set x_member *x_at *bulk bulk_step bulk_set bulk_from bulk_to *bulk_at *p0 p0_set p0_member p0_state"
+    " *following"
 )
-_PLACES = "*ends *order *messages *log_norm *sums *lossy *uncounted *room"
-_GRADIENTS = "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *counts *grad_p0"
+_PLACES = "*ends *order *messages *log_norm *lossy *uncounted *room"
+_GRADIENTS = (
+    "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *count_at *counts *grad_p0"
+)
 _MESSAGES = "*value *start start_set start_member *log_forward *log_backward by_log"
-_STRETCH = "*starts *leaving *entering *taken *lacking *lost *shares single"
+_STRETCH = "*starts *leaving *entering *taken *lacking *arriving *lost *shares single *other"
+_STACKS = "*factors *final_weights"
 _PATHS = "*paths path_steps path_rank path_sequence ranks"
 
 
@@ -42,7 +46,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_PATHS}".split()
+        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_STACKS} {_PATHS}".split()
     ]
 
 
@@ -55,27 +59,31 @@ def function(name: str, dtype: torch.dtype) -> Any:
 
 
 class Call:
-    """The arguments of a chain, with the tensors that they point to."""
+    """The arguments of a chain, with the tensors that they point to.
 
-    def __init__(self, chain: Chain) -> None:
-        v, g, m, c, dtype = chain.v, chain.g, chain.m, chain.c, chain.dtype
+    A message that entered is the x of one step more, ahead of the others, in which all states weigh the same.
+    """
+
+    def __init__(self, chain: Chain, *, entered: bool = False) -> None:
+        g, m, c, dtype = chain.g, chain.m, chain.c, chain.dtype
         # the memory of a negative view holds other numbers
         x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (chain.x, chain.bulk, chain.p0))
         x = x if x.stride(-1) == 1 or c == 1 else x.contiguous()
-        bulk = bulk.reshape(len(bulk), g, c, c)
-        p0 = p0.expand(*chain.lead, c).reshape(g, m, c)
+        if entered:
+            p0 = chain.new(1).fill_(float(not chain.log_params)).expand(g, m, c)
+        else:
+            p0 = p0.expand(*chain.lead, c).reshape(g, m, c)
         self.chain, self._held = chain, [x, bulk, p0]
-        self.arguments = a = Arguments(steps=v, sets=g, members=m, states=c)
+        self.arguments = a = Arguments(steps=chain.v + entered, sets=g, members=m, states=c)
         a.one_matrix, a.logarithms, a.by_log = len(bulk) == 1, chain.log_params, chain.by_log
         a.bulk, a.p0 = bulk.data_ptr(), p0.data_ptr()
         self.rows("x", x)
-        a.bulk_step, a.bulk_set, a.bulk_from, a.bulk_to = bulk.stride()
+        self.matrices("bulk", bulk)
+        a.bulk_from, a.bulk_to = bulk.stride()[-2:]
         a.p0_set, a.p0_member, a.p0_state = p0.stride()
         if chain.ends is not None:
-            ends = chain.ends.reshape(g, m).contiguous()
+            ends = (chain.ends.reshape(g, m) + int(entered)).contiguous()
             self.point(ends=ends, order=torch.argsort(ends, dim=1, descending=True, stable=True))
-        if chain.final is not None:
-            self.point(final=chain.final.to(dtype).contiguous())
 
     def rows(self, name: str, tensor: Tensor) -> None:
         """Let `x` or `grad` point to rows (v, *lead, c), each of which is contiguous."""
@@ -88,14 +96,24 @@ class Call:
         try:
             tensor = tensor.view(chain.v, chain.g, chain.m, chain.c)
         except RuntimeError:
-            at = torch.zeros((), dtype=torch.int64, device="cpu")
-            for size, stride in zip(tensor.shape[1:-1], tensor.stride()[1:-1], strict=True):
-                at = at[..., None] + torch.arange(size, device="cpu") * stride
-            self.point(**{f"{name}_at": at.contiguous()})
+            self.point(**{f"{name}_at": _places(tensor.shape[1:-1], tensor.stride()[1:-1])})
             self.set(**{f"{name}_step": tensor.stride(0)})
         else:
             self.set(**dict(zip((f"{name}_step", f"{name}_set", f"{name}_member"), tensor.stride(), strict=False)))
         self.point(**{pointer: tensor})
+
+    def matrices(self, name: str, tensor: Tensor) -> None:
+        """Let `bulk` or `count` have the strides of matrices (s, *own, c, c)."""
+        chain = self.chain
+        self.set(**{f"{name}_step": tensor.stride(0)})
+        if chain.starts is not None:  # each leads into its row of x
+            if len(tensor) > 1:
+                self.point(**{f"{name}_at": (chain.starts + 1) * tensor.stride(0)})
+            return
+        try:
+            self.set(**{f"{name}_set": tensor.view(len(tensor), chain.g, *tensor.shape[-2:]).stride(1)})
+        except RuntimeError:
+            self.point(**{f"{name}_at": _places(tensor.shape[1:-2], tensor.stride()[1:-2])})
 
     def point(self, **tensors: Tensor | None) -> None:
         """Let fields point to tensors; None is a null pointer."""
@@ -123,6 +141,14 @@ class Call:
         `each`: the tensors that fields point to on one thread alone.
         """
         return run(self.arguments, self.chain.dtype, name, spans, each)
+
+
+def _places(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """The offsets of all entries of axes that cannot be one, in order."""
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for size, stride in zip(sizes, strides, strict=True):
+        places = places[..., None] + torch.arange(size, device="cpu") * stride
+    return places.contiguous()
 
 
 def run(

@@ -153,7 +153,7 @@ class _Segments:
             weights = self._whole._into.transpose(0, 1)
         weights = weights.to(self._stack.dtype).contiguous()
         for call, own in zip(self._calls, weights, strict=True):
-            call.final, call.x_set, call.weight = own.data_ptr(), own.stride(0), scale.data_ptr()
+            call.final_weights, call.x_set, call.weight = own.data_ptr(), own.stride(0), scale.data_ptr()
         _run("unfold", self._stack, self._calls, self._spans)
 
 
@@ -168,7 +168,7 @@ def _gradients(redo: Any, weight: Tensor, stack: Tensor, into: Tensor) -> None:
         held.append(_keep(call, stack, 1, s, into))
         call.first, call.last, call.x_set = first, last, weights.stride(0)
         if weight.dim() == 3:
-            call.final = weights.data_ptr()
+            call.final_weights = weights.data_ptr()
         else:
             call.x, call.x_step = weights.data_ptr(), weights.stride(1)
         calls.append(call)
@@ -200,7 +200,7 @@ def _keep(call: Arguments, stack: Tensor, sets: int, steps: int, into: Tensor) -
     c = stack.shape[-1]
     products = in_large_pages(stack.new_empty(sets * (steps * c * c + _SLACK)))
     factors = stack.new_empty(sets * steps * c)
-    call.messages, call.sums, call.grad_bulk = products.data_ptr(), factors.data_ptr(), into.data_ptr()
+    call.messages, call.factors, call.grad_bulk = products.data_ptr(), factors.data_ptr(), into.data_ptr()
     call.count_set, call.count_step = into.stride()[:2]
     return products, factors
 

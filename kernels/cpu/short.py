@@ -73,7 +73,7 @@ class Short:
         rooms = (function(f"{name}_room", dtype)(ctypes.byref(a)) + 64 for name in names)
         self.is_small = max(rooms) <= _ROOM
         # what is kept of a chain, one behind the other
-        self._kept = ((torch.float64, (g, m)), (dtype, (v, g, m, c)), (dtype, (1, g, m, 1)), (torch.bool, (g, m)))
+        self._kept = ((torch.float64, (g, m)), (dtype, (v, g, m, c)), (torch.bool, (g, m)))
         self._places, self._bytes = [], 0
         for kind, shape in self._kept:
             self._places.append(self._bytes)
@@ -108,30 +108,28 @@ class Short:
             self._point(a, *self._addresses(kept))
         return found, kept, self._run("value", a)
 
-    def parts(self, kept: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        """What is kept, as `kernels.sum_product` does: the log-partition [*B], messages, sums and what was redone."""
+    def parts(self, kept: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What is kept, as `apart` returns it."""
         found = []
         for place, (kind, shape) in zip(self._places, self._kept, strict=True):
             size = torch.Size(shape).numel() * kind.itemsize
             found.append(kept[place : place + size].view(kind).view(shape))
-        log_norm, *others = found
-        return log_norm.view(x.shape[:-2]), *others
+        log_norm, messages, redone = found
+        return log_norm.view(x.shape[:-2]), messages, redone
 
-    def apart(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool, room: Tensor | None) -> tuple[Tensor, ...]:
-        """The log-partition [*B] in float64, messages if they are to be kept, sums and what was redone.
+    def apart(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-partition [*B] in float64, messages if they are to be kept, and what was redone.
 
-        Each is a tensor of its own, as an operator returns them; `room` is that of the messages, if there is one.
+        Each is a tensor of its own, as an operator returns them.
         """
-        log_norm, messages, sums, redone = (
-            room
-            if room is not None and at == 1
-            else torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu")
+        log_norm, messages, redone = (
+            torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu")
             for at, (kind, shape) in enumerate(self._kept)
         )
         a = self._of(x, bulk, p0)
-        self._point(a, *(part.data_ptr() for part in (log_norm, messages, sums, redone)))
+        self._point(a, log_norm.data_ptr(), messages.data_ptr() if keep else 0, redone.data_ptr())
         self._run("value", a)
-        return log_norm.view(x.shape[:-2]), messages, sums, redone
+        return log_norm.view(x.shape[:-2]), messages, redone
 
     def gradients(
         self, x: Tensor, bulk: Tensor, p0: Tensor, kept: Tensor | tuple[Tensor, ...], weight: Tensor,
@@ -175,8 +173,8 @@ class Short:
         at = kept.data_ptr()
         return [at + place for place in self._places]
 
-    def _point(self, a: Arguments, log_norm: int, messages: int, sums: int, lossy: int) -> None:
-        a.log_norm, a.messages, a.sums, a.lossy = log_norm, messages, sums, lossy
+    def _point(self, a: Arguments, log_norm: int, messages: int, lossy: int) -> None:
+        a.log_norm, a.messages, a.lossy = log_norm, messages, lossy
 
     def _gradients(self, a: Arguments, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
         found: list[Tensor | None] = []

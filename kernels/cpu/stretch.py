@@ -1,10 +1,12 @@
 """A stretch of a longer chain: a message with its scale enters it, and one leaves."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from ..chain import Chain
-from .arguments import Arguments, Call, run
+from .arguments import Arguments, Call, function, run
 
 
 class Stretch:
@@ -20,10 +22,7 @@ class Stretch:
         self._arguments.steps, self._head = chain.v + head, head
         self._grid = chain.g, chain.m
         self._one, self._entering = chain.new(1).fill_(float(not chain.log_params)), chain.new(*self._grid, chain.c)
-        self._sums, self._lossy = (
-            chain.new(chain.g, chain.m),
-            torch.empty(chain.g, chain.m, dtype=torch.bool, device="cpu"),
-        )
+        self._lossy = torch.empty(chain.g, chain.m, dtype=torch.bool, device="cpu")
 
     def forward(
         self,
@@ -49,7 +48,7 @@ class Stretch:
         a.x, a.bulk, a.p0 = x.data_ptr(), bulk.data_ptr(), (self._one if self._head else p0).data_ptr()
         a.leaving, a.log_norm, a.lost = (tensor.data_ptr() for tensor in found)
         a.taken, a.lacking = total.data_ptr(), lost.data_ptr()
-        a.sums, a.lossy = self._sums.data_ptr(), self._lossy.data_ptr()
+        a.lossy = self._lossy.data_ptr()
         if shares is not None:
             member = shares.stride(-3) if shares.dim() > 2 else 0
             a.shares, a.grad_step = shares.data_ptr(), shares.stride(-2)
@@ -63,3 +62,43 @@ class Stretch:
         if redone:
             run(a, self._dtype, "redo_forward", self._spans)
         return found, self._lossy, redone
+
+    def repeated(self, bulk: Tensor) -> "Repeated | None":
+        """The same with a head, one after the other, by one matrix; None where several threads share a stretch."""
+        if not self._head or len(self._spans) > 1:
+            return None
+        arguments = Arguments.from_buffer_copy(self._arguments)
+        arguments.last, arguments.bulk, arguments.p0 = (
+            self._grid[0] * self._grid[1],
+            bulk.data_ptr(),
+            self._one.data_ptr(),
+        )
+        arguments.p0_set = arguments.p0_member = arguments.p0_state = 0
+        return Repeated(arguments, self._dtype, self._grid[1], [bulk, self._one])
+
+
+class Repeated:
+    """Stretches of one shape, one after the other: a call of the library each, of which only addresses change."""
+
+    def __init__(self, arguments: Arguments, dtype: torch.dtype, members: int, held: list[Tensor]) -> None:
+        self._arguments, self._dtype, self._members, self._held = arguments, dtype, members, held
+        self._call, self._reference = function("stretch", dtype), ctypes.byref(arguments)
+        room = function("stretch_room", dtype)(self._reference) + 64
+        self._room = torch.empty(room, dtype=torch.uint8, device="cpu")
+        arguments.room = self._room.data_ptr() + 63 & ~63
+
+    def forward(
+        self, x: Tensor, carried: tuple[Tensor, Tensor, Tensor], shares: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, int]:
+        """What is carried on, the log-partition [*B] in the dtype of x, and how many sequences were redone."""
+        a, (message, total, lost) = self._arguments, carried
+        after = torch.empty_like(message), torch.empty_like(total), torch.empty_like(lost)
+        value = torch.empty_like(total, dtype=self._dtype)
+        a.x, a.arriving, a.taken, a.lacking = x.data_ptr(), message.data_ptr(), total.data_ptr(), lost.data_ptr()
+        a.leaving, a.log_norm, a.lost = after[0].data_ptr(), after[1].data_ptr(), after[2].data_ptr()
+        a.value = value.data_ptr()
+        if shares is not None:
+            member = shares.stride(-3) if shares.dim() > 2 else 0
+            a.shares, a.grad_step = shares.data_ptr(), shares.stride(-2)
+            a.grad_set, a.grad_member = self._members * member, member
+        return after, value, self._call(self._reference)

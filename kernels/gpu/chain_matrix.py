@@ -81,7 +81,9 @@ def log_entry(p, LOG_PARAMS: tl.constexpr):
         return p
     else:
         tiny = p < 1e-30
-        return log(tl.where(tiny, p * 1.2676506002282294e30, p)) - tl.where(tiny, 69.31471805599453, 0.0)
+        value = log(tl.where(tiny, p * 1.2676506002282294e30, p))
+        # a choice between two constants would be one of float32, whatever the entries are
+        return tl.where(tiny, value - 69.31471805599453, value)
 
 
 @triton.jit

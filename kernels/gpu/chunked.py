@@ -1,4 +1,4 @@
-"""The log-partition of few long chains cut into segments, as `kernels.chunked` has it, on the Triton kernels.
+"""The log-partition of few long chains cut into segments, as `schedules.chunked` has it, on the Triton kernels.
 
     w_s = w_{s-1} M_s        f_{s-1} = M_s f_s        M_s = P_b D_b ... P_e D_e, steps b to e of segment s
 
@@ -17,40 +17,40 @@ c): the weights f of the head and of all segments but the last, and the head's m
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..chain import Chain
-from ..cut import AGAIN, FEW, count_of
+from ..chain import Chain, segments_of
 from . import backward_chain, forward_chain
+from .backward import count_transitions, written
+from .forward import operands
 from .segments import segment_products
-from .sum_product import count_transitions, operands, written
+
+# so many products of segments are left to one vector; if there are more, so many at a time are multiplied first
+FEW, AGAIN = 48, 8
 
 
 def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
     """Those of `messages`, `others` and the count of what was redone."""
-    count, length = count_of(v, segments)
+    count, length = segments_of(v, segments)
     return ((g, length, count, m, c), (g, 2, count, m, c), (1,)) if keep else ((0,), (0,), (1,))
 
 
-def forward(
-    chain: Chain, kernels: ModuleType, *, keep: bool, steps: int, segments: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The log-partition (g, m) in float64; messages; others; how many sums were redone pairwise."""
-    assert chain.v == steps and chain.ends is None
+    assert chain.ends is None
     rescued = torch.zeros(1, dtype=torch.int64, device=chain.x.device)
     x, bulk, start, _ = operands(chain)
-    shapes = kept_shapes(steps, chain.g, chain.m, chain.c, segments, keep)
+    shapes = kept_shapes(chain.v, chain.g, chain.m, chain.c, segments, keep)
     messages, others = chain.new(*shapes[0]), chain.new(*shapes[1])
     if not keep:
         # one matrix for many sequences, or one for each, is a view of both
         sets = [slice(None)] if 1 in (chain.g, chain.m) else [slice(z, z + 1) for z in range(chain.g)]
         norms = [_log_norm(chain, x[:, part], bulk[:, part], start[part], segments, rescued) for part in sets]
         return torch.cat(norms), messages, others, rescued
-    count, length = count_of(steps, segments)
+    count, length = segments_of(chain.v, segments)
     norms = []
     for z in range(chain.g):
         part = _Set(chain, x[:, z], bulk[:, z], count, length)
@@ -88,22 +88,19 @@ def _carried(
 
 def backward(
     chain: Chain,
-    kernels: ModuleType,
-    log_norm: Tensor,
-    messages: Tensor,
-    others: Tensor,
-    redone: Tensor,
+    segments: int,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor],
     weight: Tensor,
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
-    *,
-    steps: int,
-    segments: int,
 ) -> Tensor:
-    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.plain.sum_product`."""
+    """Gradients of `sum(weight * log_norm)` for weights (g, m), as in `kernels.plain.backward`; `kept` by `forward`."""
+    log_norm, messages, others, _ = kept
     x, bulk, _, _ = operands(chain)
+    if grad_bulk is not None:
+        grad_bulk = grad_bulk.view(len(grad_bulk), *bulk.shape[1:])
     flat_x = None if grad_x is None else grad_x.reshape(x.shape)
-    count, length = count_of(steps, segments)
+    count, length = segments_of(chain.v, segments)
     found = []
     for z in range(chain.g):
         into = None if flat_x is None else flat_x[:, z], None if grad_bulk is None else grad_bulk[:, z]

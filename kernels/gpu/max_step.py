@@ -52,8 +52,9 @@ def wide_entry(p, LOG_PARAMS: tl.constexpr):
         return p.to(tl.float64)
     else:
         tiny = p < 1e-30
-        scale = tl.where(tiny, 69.31471805599453, 0.0).to(tl.float64)
-        return log_wide(tl.where(tiny, p * 1.2676506002282294e30, p)) - scale
+        value = log_wide(tl.where(tiny, p * 1.2676506002282294e30, p))
+        # a choice between two constants would be one of float32
+        return tl.where(tiny, value - 69.31471805599453, value)
 
 
 @triton.jit

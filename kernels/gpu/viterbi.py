@@ -5,7 +5,7 @@ from torch import Tensor
 from ..chain import Chain
 from ..plain.viterbi import unknown
 from . import backtrack, forward_chain
-from .sum_product import operands
+from .forward import operands
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:

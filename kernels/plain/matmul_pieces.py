@@ -229,6 +229,8 @@ def _parts(sizes: Sequence[int], most: int) -> list[Slices]:
     """An array of these sizes in parts of at most so many entries, about as large as each other."""
     if not sizes:
         return [()]
+    if 0 in sizes:
+        return []
     inner = math.prod(sizes[1:])
     step = -(-sizes[0] // -(-sizes[0] // max(1, most // inner)))
     rest = _parts(sizes[1:], most)

@@ -24,7 +24,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import log_matmul_kernels
 from ..chain import Chain
+
+
+def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
+    """The log-partition (g, m), -inf behind ends; writes messages (v, *lead, c), natural logarithms."""
+    matmul = log_matmul_kernels(chain.x)
+    ahead = forward_messages(chain, matmul)
+    log_norm = ahead.log_norm()
+    for relative, out in ((ahead, forward), (backward_messages(chain, matmul), backward)):
+        logs = relative.absolute()
+        if chain.ended is not None:
+            logs.masked_fill_(chain.ended, -math.inf)
+        out.copy_(logs.view(chain.v, *chain.lead, chain.c))
+    return log_norm
 
 
 class Tangents(NamedTuple):
@@ -142,7 +156,7 @@ class Messages(NamedTuple):
         return (torch.logsumexp(self.relative[-1], -1, keepdim=True) + self.rest[-1] + self.offset[-1])[..., 0]
 
 
-def forward(chain: Chain, matmul: ModuleType) -> Messages:
+def forward_messages(chain: Chain, matmul: ModuleType) -> Messages:
     """The forward messages; those of a sequence that has ended stay."""
     steps, messages = Steps(chain), Messages.new(chain)
     x, shift = steps.potential(0)
@@ -154,7 +168,7 @@ def forward(chain: Chain, matmul: ModuleType) -> Messages:
     return messages
 
 
-def backward(chain: Chain, matmul: ModuleType) -> Messages:
+def backward_messages(chain: Chain, matmul: ModuleType) -> Messages:
     """The backward messages; 0 from the last step of a sequence on."""
     steps, messages = Steps(chain), Messages.new(chain)
     message = messages.write(chain.v - 1, torch.zeros_like(messages.relative[-1]), before=None)
@@ -234,7 +248,7 @@ def second(chain: Chain, matmul: ModuleType, weight: Tensor, tangents: Tangents)
 def _tangent(chain: Chain, matmul: ModuleType, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor]:
     """Forward messages and their derivatives (v, g, m, c), and the log-partition's (g, m)."""
     steps = Steps(chain)
-    messages = forward(chain, matmul).relative
+    messages = forward_messages(chain, matmul).relative
     dots = torch.zeros_like(messages)
     if tangents.p0 is not None:
         dots[0] += tangents.p0

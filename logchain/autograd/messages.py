@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.chain import Chain
 from ..kernels.plain import messages as log_messages
 from ..operands import arithmetic_dtype, chain_of, marked
 from .operator import apply, as_one, call, of_each, operator, transform, with_batch_first
@@ -74,22 +73,12 @@ def _forward(
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     first, last = layout.steps_first(ahead), layout.steps_first(behind)
     first[chain.v :] = last[chain.v :] = -torch.inf
-    write = kernels.messages_in_c(x) or _messages_in_torch
-    norm.copy_(layout.batched(write(chain, first[: chain.v], last[: chain.v])))
+    log_norm = kernels.message_kernels(x).messages(chain, first[: chain.v], last[: chain.v])
+    norm.copy_(layout.batched(marked(chain, log_norm[..., None])[..., 0]))
+    if kernels.on_gpu(x) and chain.ends is not None:
+        for value in (ahead, behind):
+            value.masked_fill_(norm.isnan()[..., None, None], torch.nan)
     return ahead, behind, norm
-
-
-def _messages_in_torch(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
-    """See `kernels.cpu.messages`."""
-    matmul = kernels.log_matmul_kernels(chain.x)
-    ahead = log_messages.forward(chain, matmul)
-    log_norm = marked(chain, ahead.log_norm()[..., None])[..., 0]
-    for messages, out in ((ahead, forward), (log_messages.backward(chain, matmul), backward)):
-        found = messages.absolute()
-        if chain.ended is not None:
-            marked(chain, found.masked_fill_(chain.ended, -torch.inf))
-        out.copy_(found.view(chain.v, *chain.lead, chain.c))
-    return log_norm
 
 
 def _shapes(x: Tensor, bulk: Tensor, p0: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,9 +103,9 @@ def _backward(
     shape = (chain.v, chain.g, chain.m, chain.c)
     grads = log_messages.Gradients.zeros(chain)
     along = [layout.steps_first(value)[: chain.v].reshape(shape) for value in (along_forward, along_backward)]
-    forward = log_messages.forward(chain, matmul).relative
+    forward = log_messages.forward_messages(chain, matmul).relative
     log_messages.backward_of_forward(chain, matmul, forward, along[0], layout.sequences(along_norm), grads)
-    backward = log_messages.backward(chain, matmul).relative
+    backward = log_messages.backward_messages(chain, matmul).relative
     log_messages.backward_of_backward(chain, matmul, backward, along[1], grads)
     return gradients_of(layout, chain, grads, x, bulk, p0)
 

@@ -6,7 +6,6 @@ last, and the tree hands those down to the leaves, whose stack is made again.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +13,14 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.numbers import exact_sum
 from ..layout import Layout
-from ..operands import arithmetic_dtype, exceeds, marked, unwritten
+from ..operands import arithmetic_dtype, marked, unwritten
 from ..rescues import report_outputs
 from ..schedules.tree_leaves import HELD, Block, Cut, Leaves, finite_top
-from .operator import operator
 
 
-def _forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, Tensor]:
     """The log-partition [*B] in float64, and the message before each piece and at the end (pieces + 1, g, m, c)."""
-    out, messages = _kept_shapes(x, bulk, p0, lengths, log_params)
+    out, messages = kept_shapes(x, bulk, p0, lengths, log_params)
     if x.numel() == 0:
         return out, messages
     leaves = Leaves(x, bulk, p0, lengths, log_params)
@@ -50,7 +48,7 @@ def _forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_pa
     return out.copy_(leaves.layout.batched(marked(leaves.chain, total[..., None])[..., 0])), messages
 
 
-def _backward(
+def backward(
     grad: Tensor,
     x: Tensor,
     bulk: Tensor,
@@ -62,12 +60,7 @@ def _backward(
     need_bulk: bool,
     need_p0: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if exceeds(grad, arithmetic_dtype(x, bulk, p0)):
-        # all again in float64, from the start; it is rare
-        again = x.double()
-        messages = _forward(again, bulk, p0, lengths, log_params)[1]
-        found = _backward(grad, again, bulk, p0, lengths, messages, log_params, need_x, need_bulk, need_p0)
-        return found[0].to(x.dtype), *found[1:]
+    """The gradients of operands in their own shapes, empty for one that is not needed, from `forward`'s messages."""
     out = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
     for gradient in out:
         gradient.zero_()
@@ -168,9 +161,8 @@ class _Counts:
             self._out.copy_(self._wide)
 
 
-def _kept_shapes(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
-) -> tuple[Tensor, Tensor]:
+def kept_shapes(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, Tensor]:
+    """Memory for what `forward` returns, unwritten."""
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
     pieces = len(Cut.of(v, g, m, c, arithmetic_dtype(x, bulk, p0)).pieces(v)) if x.numel() else 0
@@ -180,24 +172,7 @@ def _kept_shapes(
     )
 
 
-def _gradient_shapes(
-    grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return unwritten((x, bulk, p0), rest[-3:])
-
-
 def _without_top(message: Tensor) -> tuple[Tensor, Tensor]:
     """A message (g, m, c) with its largest entry at 0, and that (1, g, m)."""
     top = finite_top(message.amax(-1, keepdim=True))
     return message - top, top.movedim(-1, 0)
-
-
-_OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths"
-
-log_norm = operator(f"tree_log_norm({_OPERANDS}, bool log_params) -> (Tensor, Tensor)", _forward, _kept_shapes)
-log_norm_backward = operator(
-    f"tree_log_norm_backward(Tensor grad, {_OPERANDS}, Tensor messages, bool log_params,"
-    " bool need_x, bool need_bulk, bool need_p0) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _gradient_shapes,
-)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..operands import chain_of
-from ..schedules.packed import Packed
-from . import packed_chain
+from ..schedules.packed import Packed, PackedChain
 from .operator import operator, with_batch_first
 from .paths import log_weight, packed_log_weight
 
@@ -33,10 +32,10 @@ def best_weight(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log
 def packed_paths(packed: Packed, log_params: bool, k: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """The best path [total], or the k best [k, total], log-weights [n] or [k, n] in float64, which are unknown [n].
 
-    For sequences that are walked where they lie, see `packed_chain.taken`.
+    For sequences that are walked where they lie, see `Packed.walks_in_place`.
     """
     given = packed.of(packed.x.detach(), packed.bulk.detach(), packed.p0.detach())
-    chain = packed_chain.chain_of(given, log_params)
+    chain = PackedChain(given, log_params).chain
     with kernels.arithmetic_on(chain.x):
         if k is None:
             states, unknown = kernels.path_kernels(chain.x).paths(chain, len(chain.x))

@@ -7,7 +7,8 @@ from ..product import product
 from ..sample import sample
 from ..viterbi import Path, viterbi
 from .circuit import Circuit
-from .input_layer import InputLayer
+from .emissions.input_layer import InputLayer
+from .layers import shifted
 from .log_weights import LogWeights
 
 
@@ -89,7 +90,9 @@ class ChainCircuit(Circuit):
 
     def components(self, x: Tensor) -> Tensor:
         """The log-partition of each chain."""
-        return product(x, *self._weights()).double()
+        # in float32 what all states have in common would hide what tells repetitions of long data apart
+        x, shift = shifted(x)
+        return product(x, *self._weights()).double() + shift
 
     def best_states(self, x: Tensor) -> Path:
         """The Viterbi path of each chain."""

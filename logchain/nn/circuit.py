@@ -1,4 +1,4 @@
-"""What every circuit can be asked, whatever its hidden units are joined by: a mixture of structured mixtures."""
+"""The questions that all circuits answer: a mixture of repetitions of a structure of hidden units."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -9,10 +9,10 @@ from torch import Tensor
 from ..matmul import matmul
 from ..viterbi import Path
 from .checks import check_count, check_is_tensor, check_mask
+from .emissions.input_layer import InputLayer
+from .emissions.named import named_input
 from .fitting import Fit, Optimiser, fit, frozen
-from .input_layer import InputLayer
 from .log_weights import LogWeights
-from .named_input import named_input
 
 
 class Completion(NamedTuple):
@@ -62,29 +62,38 @@ class Circuit(torch.nn.Module):
         return t, v, c
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log_prob`, for whoever calls modules (DistributedDataParallel does)."""
+        """`log_prob`, as wrappers such as DistributedDataParallel call it."""
         return self.log_prob(data, observed)
 
     def log_prob(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data)`, of the observed variables alone: `[*B]` in nats.
+        """`log p(data)`, of the observed variables alone.
 
-        Sums are kept in float64 where they run over variables; the result has the dtype of the input layer's.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool; see the class.
+
+        Returns:
+            Nats `[*B]`, in the input layer's dtype; sums over variables are float64.
         """
         x = self._weigh(data, observed)
         return self._mixed(self.components(x)).to(x.dtype)
 
     def posterior(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`p(repetition, state of variable i | observed)`: `[*B, t, v, c]`, for each i summing to 1 over the others.
+        """`p(repetition, state of variable i | observed)`, a derivative of `log_prob`, with its arguments.
 
-        It is the derivative of `log_prob` with respect to what the input layer gives; 0 for impossible data.
+        Returns:
+            `[*B, t, v, c]`; of each variable it sums to 1, and to 0 for impossible data.
         """
         return self._posterior(data, observed)[0]
 
     @torch.no_grad()
     def conditionals(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`p(value of variable i | all that is observed)`: `[*B, v, K]`, for variables with K values.
+        """`p(value of variable i | observed)`, for variables with K values; an observed value is certain.
 
-        Where variable i itself is observed, the value that it has is certain.
+        Arguments as in `log_prob`.
+
+        Returns:
+            `[*B, v, K]`.
 
         Raises:
             TypeError: the input layer is of no family with a finite number of values.
@@ -93,18 +102,24 @@ class Circuit(torch.nn.Module):
         shares = self.input.log_probabilities().exp()  # (t, v, c, K)
         posterior, log_prob = self._posterior(data, observed)
         self._check_possible(log_prob)
-        found = torch.einsum("...tvc,tvck->...vk", posterior, shares.to(posterior))
+        probabilities = torch.einsum("...tvc,tvck->...vk", posterior, shares.to(posterior))
         data, known = self._known(data, observed)
         values = torch.arange(shares.shape[-1], device=data.device)
-        return torch.where(known[..., None], (data[..., None] == values).to(found), found)
+        return torch.where(known[..., None], (data[..., None] == values).to(probabilities), probabilities)
 
     @torch.no_grad()
     def mpe(self, data: Tensor, observed: Tensor | None = None) -> Completion:
-        """The most probable explanation: the best values of what is not observed, jointly with all hidden units.
+        """The most probable explanation: the maximum of `p(data, repetition, states)` given the observed variables.
 
-        That is the maximum of `p(data, repetition, states)`; it need not be the most probable completion when the
-        hidden units are summed out, which is hard to find. Values are the `mode` of the input layer: of a continuous
-        variable the density counts, and of a `Mixture` it is near the maximum.
+        The most probable completion with the hidden units summed out may differ; it is hard to find. Values are the
+        `mode` of the input layer: of a continuous variable the density counts, and a `Mixture`'s is near the maximum.
+
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool; see the class.
+
+        Returns:
+            The completed data, their hidden units and log-probability.
 
         Raises:
             ValueError: the data are impossible, or of an event a part is missing.
@@ -121,12 +136,20 @@ class Circuit(torch.nn.Module):
         self._check_possible(score)
         states = _of_repetition(path.states, repetition, 0)
         variables = torch.arange(v, device=data.device)
-        found = values[repetition[..., None], variables, states]
-        return Completion(torch.where(known, data, found), repetition, states, score.to(x.dtype))
+        best_values = values[repetition[..., None], variables, states]
+        return Completion(torch.where(known, data, best_values), repetition, states, score.to(x.dtype))
 
     @torch.no_grad()
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent draws `[num_samples, v, *event]` of all variables."""
+        """Independent draws of all variables.
+
+        Args:
+            num_samples: how many.
+            generator: the source of randomness.
+
+        Returns:
+            `[num_samples, v, *event]`.
+        """
         return self._draw(self.mixing().new_zeros(self.units), num_samples, generator)
 
     @torch.no_grad()
@@ -137,9 +160,16 @@ class Circuit(torch.nn.Module):
         num_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Independent draws of what is not observed, given what is: `[num_samples, *B, v, *event]`.
+        """Independent, exact draws of the other variables, given the observed ones.
 
-        Exact: the repetition is drawn from its posterior, then the states of that repetition, then the values.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool; see the class.
+            num_samples: how many for each of the data.
+            generator: the source of randomness.
+
+        Returns:
+            `[num_samples, *B, v, *event]`.
 
         Raises:
             ValueError: the data are impossible.
@@ -151,7 +181,7 @@ class Circuit(torch.nn.Module):
     def initialise(
         self, data: Tensor, *, observed: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draw what is trained anew: weights uniformly over the simplex, the input layer's parameters by the data."""
+        """Draw trained parameters anew: weights uniformly over the simplex, the input layer's by the data."""
         inputs = set(self.input.modules())
         with frozen(self):
             for part in self.modules():
@@ -224,18 +254,18 @@ class Circuit(torch.nn.Module):
 
     def _weigh(self, data: Tensor, observed: Tensor | None) -> Tensor:
         """The input layer's log-densities `[*B, t, v, c]`."""
-        found: Tensor = self.input(*self._shared(data, observed))
-        return found
+        log_densities: Tensor = self.input(*self._shared(data, observed))
+        return log_densities
 
     def _known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Data with fillers, and what is known of them, bool of their shape."""
+        """Data with fillers where nothing is known, and a bool of their shape, True where something is."""
         axis = -2 - len(self.input.event)
-        found, known = self.input.known(*self._shared(data, observed))
-        known = torch.ones_like(found, dtype=torch.bool) if known is None else known
-        return found.squeeze(axis), known.squeeze(axis)
+        filled, known = self.input.known(*self._shared(data, observed))
+        known = torch.ones_like(filled, dtype=torch.bool) if known is None else known
+        return filled.squeeze(axis), known.squeeze(axis)
 
     def _shared(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The same with an axis of size 1 for the repetitions."""
+        """Data and mask with an axis of size 1 for the repetitions."""
         check_is_tensor("data", data)
         wanted = (self.units[1], *self.input.event)
         if data.shape[-len(wanted) :] != wanted:

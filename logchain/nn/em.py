@@ -1,4 +1,4 @@
-"""Expectation maximisation of whatever is put together from parts that know their own maximum."""
+"""Expectation maximisation of modules whose parts have a maximum in closed form."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from .checks import check_step
 
 @runtime_checkable
 class Part(Protocol):
-    """What a module has to offer to be fitted by expectation maximisation.
+    """The methods by which expectation maximisation fits a module.
 
     `statistics(flow, *inputs)`: the expected sufficient statistics, in float64, where `flow` is how often each entry of
     what `forward(*inputs)` returned is expected to be used. They add up over batches. `maximise(statistics, step)`:
@@ -19,7 +19,7 @@ class Part(Protocol):
     """
 
     def statistics(self, flow: Tensor, *inputs: Any, **named: Any) -> Tensor:
-        """What the parameters' maximum depends on."""
+        """The expected sufficient statistics, in float64."""
 
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
         """Change the parameters."""
@@ -33,8 +33,8 @@ def expected_statistics(
 ) -> tuple[Tensor, Statistics]:
     r"""The E step: `E[T]` under the posterior, for every part of a model, from one forward and one backward pass.
 
-    The derivative of a log-likelihood with respect to a log-weight is how often the weight is expected to be used (its
-    flow), and a part makes its sufficient statistics of that: no model needs formulas of its own.
+    The derivative of a log-likelihood by a log-weight is its flow, how often the weight is expected to be used. A part
+    turns flows into its sufficient statistics: no model needs formulas of its own.
 
     Args:
         model: a module, whose parts with `statistics` and `maximise` are fitted if all of their parameters are trained.
@@ -67,16 +67,16 @@ def expected_statistics(
     if not used:
         return total.detach(), before or {}
     flows = torch.autograd.grad(total, [output for *_, output in used], materialize_grads=True)
-    found = dict(before or {})
+    sums = dict(before or {})
     with torch.no_grad():
         for (part, inputs, named, _), flow in zip(used, flows, strict=True):
             statistics = part.statistics(flow, *inputs, **named)
-            found[part] = found[part] + statistics if part in found else statistics
-    return total.detach(), found
+            sums[part] = sums[part] + statistics if part in sums else statistics
+    return total.detach(), sums
 
 
 def maximise(statistics: Statistics, step: float = 1.0) -> None:
-    """The M step: every part takes the parameters that its expected statistics call for, or goes some of the way."""
+    """The M step: each part takes the parameters of the largest expected log-likelihood, or goes part of the way."""
     for part, expected in statistics.items():
         part.maximise(expected, step)
 
@@ -105,8 +105,8 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     total: Tensor | None = None
     statistics: Statistics = {}
     for log_likelihood in log_likelihoods:
-        found, statistics = expected_statistics(model, log_likelihood, statistics)
-        total = found if total is None else total + found
+        reached, statistics = expected_statistics(model, log_likelihood, statistics)
+        total = reached if total is None else total + reached
     if total is None:
         raise ValueError("log_likelihoods: expected at least one batch, got none")
     maximise(statistics, step)

@@ -17,7 +17,7 @@ Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Fit(NamedTuple):
-    """How a fit went; log-likelihoods are of all the data, in nats.
+    """The result of a fit; log-likelihoods are of all the data, in nats.
 
     `log_likelihood`: of the parameters that were kept. `history`: before the first iteration and after each, of the
     start that was kept; with mini-batches each is the sum over batches while the parameters move. `converged`: the last
@@ -63,7 +63,7 @@ def fit(
     Args:
         model: a module with `log_prob(data, **conditions) -> [n]`; for `restarts`, with `initialise(data, ...)` too.
         data: `[n, ...]`, of n independent sequences or samples.
-        conditions: what else `log_prob` takes, by name; tensors `[n, ...]` are divided into batches as the data are.
+        conditions: further arguments of `log_prob`, by name; tensors `[n, ...]` are divided into batches like the data.
         method: "em", expectation maximisation: every trained parameter has to belong to a part with a maximum in closed
             form (see `em_step`). "gradient": any; by L-BFGS of all data, or Adam of mini-batches.
         max_iterations: how many at most. An iteration is one pass over the data by EM or Adam, and up to 20 steps of
@@ -111,10 +111,10 @@ def fit(
             initialise: Any = model.initialise
             initialise(data, generator=generator, **run.conditions)
         title = f"start {start + 1} of {restarts}" if restarts > 1 else "fit"
-        found = _one_start(run, _iterations(max_iterations, title, progress), tolerance)
-        reached.append(found.log_likelihood)
-        if best is None or found.log_likelihood > best[0].log_likelihood:
-            best = found, {name: value.detach().clone() for name, value in model.state_dict().items()}
+        outcome = _one_start(run, _iterations(max_iterations, title, progress), tolerance)
+        reached.append(outcome.log_likelihood)
+        if best is None or outcome.log_likelihood > best[0].log_likelihood:
+            best = outcome, {name: value.detach().clone() for name, value in model.state_dict().items()}
     assert best is not None
     if len(reached) > 1:
         model.load_state_dict(best[1])
@@ -123,7 +123,7 @@ def fit(
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """What is not trained is put back afterwards."""
+    """A context after which parameters that are not trained have their values again."""
     before = [(one, one.detach().clone()) for one in model.parameters() if not one.requires_grad]
     yield
     with torch.no_grad():
@@ -132,12 +132,12 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _divided(condition: object) -> bool:
-    """Whether each sequence has one of its own."""
+    """Whether a condition has a row for each sequence."""
     return isinstance(condition, Tensor) and condition.dim() > 0
 
 
 class _Run(NamedTuple):
-    """What does not change from one start to the next."""
+    """The options that all starts share."""
 
     model: Any
     data: Tensor
@@ -163,13 +163,13 @@ class _Run(NamedTuple):
         where = "cpu" if self.generator is None else self.generator.device
         order = torch.randperm(n, generator=self.generator, device=where) if self.moving else torch.arange(n)
         for rows in order.to(self.data.device).split(size):
-            some = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
-            yield partial(self.total, self.data[rows], some)
+            own = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
+            yield partial(self.total, self.data[rows], own)
 
     def total(self, data: Tensor, conditions: dict[str, Any]) -> Tensor:
         """The sum over a batch, in float64."""
-        found: Tensor = self.model.log_prob(data, **conditions)
-        return found.double().sum()
+        log_likelihoods: Tensor = self.model.log_prob(data, **conditions)
+        return log_likelihoods.double().sum()
 
 
 def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
@@ -187,24 +187,24 @@ def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
 
 
 def _em(run: _Run) -> Callable[[], Tensor]:
-    """One iteration; what it gives is the log-likelihood before it."""
-    done = 0
+    """One iteration as a function, which returns the log-likelihood before it."""
+    batches_before = 0
 
     def advance() -> Tensor:
-        nonlocal done
+        nonlocal batches_before
         if run.step is None:
             return em_step(run.model, run.batches())
         total = torch.zeros(())
         for batch in run.batches():
-            total = total + em_step(run.model, [batch], run.step(done) if callable(run.step) else run.step)
-            done += 1
+            total = total + em_step(run.model, [batch], run.step(batches_before) if callable(run.step) else run.step)
+            batches_before += 1
         return total
 
     return advance
 
 
 def _gradient(run: _Run) -> Callable[[], Tensor]:
-    """One iteration; what it gives is the log-likelihood before it."""
+    """One iteration as a function, which returns the log-likelihood before it."""
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     optimiser: Any = (run.optimiser or (_adam if run.moving else _lbfgs))(parameters)
     # the mean over sequences, for optimisers with a step of their own
@@ -244,10 +244,10 @@ def _iterations(count: int, title: str, shown: bool) -> Iterable[int]:
 
 
 def _finite(total: Tensor) -> float:
-    found = total.item()
-    if not -float("inf") < found < float("inf"):
-        raise ValueError(f"data: expected a finite log-likelihood, got {found}: see `log_prob` of each sequence")
-    return found
+    value = total.item()
+    if not -float("inf") < value < float("inf"):
+        raise ValueError(f"data: expected a finite log-likelihood, got {value}: see `log_prob` of each sequence")
+    return value
 
 
 def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
@@ -277,7 +277,7 @@ def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
 
 
 def _check_closed(model: torch.nn.Module) -> None:
-    """Every trained parameter belongs to a part that maximises all of its own."""
+    """Check that each trained parameter belongs to a part that maximises all of its own."""
     closed = set()
     for part in model.modules():
         if isinstance(part, Part):

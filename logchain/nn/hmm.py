@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from ..adapters import ChainArguments
-from ..arguments import Lengths, check_choice
+from ..arguments import Lengths
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
 from ..viterbi import Path, viterbi
 from .checks import check_count
-from .emissions import emission_of, fill, in_batch, over, potentials, where_known
+from .emissions.input_layer import InputLayer
+from .emissions.named import emission_of
 from .fitting import Fit, Optimiser, fit, frozen
-from .input_layer import InputLayer
 from .log_weights import LogWeights
-from .parameters import arithmetic
+from .potentials import check_transitions, fill, in_batch, over, potentials, transitions, where_known
 from .stationary import stationary
 
 
@@ -39,17 +39,17 @@ class HMM(torch.nn.Module):
         num_features: d, the size of the vector that is observed at each step; None for a single number.
         num_categories: of "categorical".
         covariance: of "gaussian": "diagonal" or "full".
-        initial: "free", or "stationary": that which the transitions leave as it is. Then they have to be one matrix for
-            all steps, with which every state reaches every other, and `fit` goes by gradients.
+        initial: "free", or "stationary": the stationary distribution of the transitions, which have to be one
+            irreducible matrix for all steps; `fit` then goes by gradients.
         transition: a module whose call makes logits `[*B or less, v-1 or 1, c, c]` (`[from, to]`) of covariates. By
             default there is one matrix for all steps.
         num_steps: v, for a matrix of its own at each step; sequences may be shorter.
         generator: where the initial parameters come from.
 
     The methods take data `[*B, v, *event]`, as `[n, v]` or `[v]`, and
-        observed: bool, of the shape of the data or `[*B, v]`; what is False is summed out, and so is NaN in the data by
-            an `InputLayer` (a network is given it).
-        lengths: integers from 1 to v, of the shape of the first axes of B: what lies behind has no influence.
+        observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out; so are NaN entries of the
+            data, if the emission is an `InputLayer`.
+        lengths: integers from 1 to v, of the shape of the first axes of B; steps behind the end have no influence.
         covariates: what `transition` is called with, `[*B, v-1, ...]` to depend on the step.
 
     Raises:
@@ -61,16 +61,6 @@ class HMM(torch.nn.Module):
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989).
 
     >>> hmm = HMM(2, "categorical", num_categories=2)
-    >>> hmm
-    HMM(
-      num_states=2, initial='free'
-      (initial): LogWeights(2)
-      (transition): LogWeights(1, 2, 2)
-      (emission): Categorical(
-        units=(2,)
-        (weights): LogWeights(2, 2, dim=-2)
-      )
-    )
     >>> hmm.initial.set(torch.tensor([0.5, 0.5]))
     >>> hmm.transition.set(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
     >>> hmm.emission.weights.set(torch.tensor([[0.5, 0.25], [0.5, 0.75]]))  # [data, state]
@@ -93,15 +83,7 @@ class HMM(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_count("num_states", num_states)
-        if num_steps is not None:
-            check_count("num_steps", num_steps)
-        check_choice("initial", initial, ("free", "stationary"))
-        if initial == "stationary" and num_steps is not None:
-            raise ValueError("initial: expected 'free' where each step has a matrix of its own, got 'stationary'")
-        if not isinstance(transition, torch.nn.Module | None):
-            raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
-        if transition is not None and num_steps is not None:
-            raise ValueError(f"num_steps: expected None with a transition module, got {num_steps}")
+        check_transitions(initial, transition, num_steps)
         self.num_states, self.num_steps = num_states, num_steps
         self.initial = LogWeights(num_states, generator=generator) if initial == "free" else None
         if transition is None:
@@ -119,9 +101,19 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> ChainArguments:
-        """What the library's functions take: `logchain.entropy(**hmm.arguments(data)._asdict())`."""
+        """The arguments of the library's functions: `logchain.entropy(**hmm.arguments(data)._asdict())`.
+
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool; see the class.
+            lengths: how many steps each sequence has.
+            covariates: of the transition module.
+
+        Returns:
+            `x` `[*B, v, c]`, `bulk` and `p0`, as logarithms but with a stationary initial distribution; the lengths.
+        """
         x, ends = potentials(self.emission, self.num_states, data, observed, lengths)
-        bulk = self._transitions(x.shape, ends, covariates)
+        bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
         if self.initial is not None:
             return ChainArguments(x, bulk, self.initial(), True, ends)
         if bulk.shape[-3] != 1:
@@ -138,7 +130,7 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> Tensor:
-        """`log p(data)` `[*B]` in nats; it can be differentiated."""
+        """`log p(data)` `[*B]` in nats, with gradients; arguments as in `arguments`."""
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return product(**chain._asdict())
 
@@ -154,7 +146,13 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         transitions: Literal["sum", "full"] | None = None,
     ) -> Marginals:
-        """Posterior probabilities of states `[*B, v, c]`, and of transitions: see `logchain.marginals`."""
+        """Posterior probabilities of states, and of transitions: see `logchain.marginals`.
+
+        Arguments as in `arguments`; `transitions`: "sum" over the steps, "full" for each, None for neither.
+
+        Returns:
+            `states` `[*B, v, c]`, `transitions` as asked for, and the log-partition `[*B]`.
+        """
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return marginals(**chain._asdict(), transitions=transitions)
 
@@ -166,7 +164,11 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> Path:
-        """The most probable path of states `[*B, v]`, and `log p(data, path)` `[*B]`: see `logchain.viterbi`."""
+        """The most probable path of states: see `logchain.viterbi`. Arguments as in `arguments`.
+
+        Returns:
+            `states` int64 `[*B, v]` and `score`, `log p(data, path)` `[*B]`.
+        """
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return viterbi(**chain._asdict())
 
@@ -180,7 +182,10 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Paths of states given the data: int64 `[num_samples, *B, v]`, see `logchain.sample`."""
+        """Paths of states drawn from their posterior: int64 `[num_samples, *B, v]`, see `logchain.sample`.
+
+        Arguments as in `arguments`; `generator` is the source of randomness.
+        """
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
 
@@ -193,12 +198,22 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Sample:
-        """Paths of states and data of the model: nothing is observed. The emission has to be an `InputLayer`."""
+        """Paths and data drawn from the model itself; the emission has to be an `InputLayer`.
+
+        Args:
+            num_samples: how many sequences are drawn.
+            num_steps: v, the length of each.
+            covariates: of the transition module.
+            generator: the source of randomness.
+
+        Returns:
+            `Sample(states, data)`.
+        """
         emission = self.emission
         if not isinstance(emission, InputLayer):
             raise TypeError(f"emission: expected an InputLayer to sample from, got {type(emission).__name__}")
         check_count("num_steps", num_steps)
-        bulk = self._transitions(torch.Size((num_steps, self.num_states)), None, covariates)
+        bulk = transitions(self.transition, (num_steps, self.num_states), None, covariates, self.num_steps)
         nothing = torch.zeros(*bulk.shape[:-3], num_steps, self.num_states, device=bulk.device)
         initial = stationary(bulk[..., 0, :, :].double().exp()).log() if self.initial is None else self.initial()
         states = draw_paths(nothing, bulk, initial, num_samples, generator=generator, log_params=True)
@@ -215,7 +230,7 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Draw what is trained anew: probabilities uniformly, emissions by the data."""
+        """Draw trained parameters anew, probabilities uniformly, emissions by the data; arguments as in `fit`."""
         with frozen(self):
             for weights in (self.initial, self.transition):
                 if isinstance(weights, LogWeights):
@@ -278,22 +293,6 @@ class HMM(torch.nn.Module):
         from .hmmlearn_models import to_hmmlearn
 
         return to_hmmlearn(self)
-
-    def _transitions(self, shape: torch.Size, ends: Tensor | None, covariates: Tensor | None) -> Tensor:
-        """Log-probabilities `[*B or less, v-1 or 1, c, c]` to go with x of a shape."""
-        *batch, v, _ = shape
-        if isinstance(self.transition, LogWeights):
-            if covariates is not None:
-                raise ValueError("covariates: expected None without a transition module")
-            found: Tensor = self.transition()
-            if self.num_steps is None:
-                return found
-            if v > self.num_steps:
-                raise ValueError(f"data: expected at most {self.num_steps} steps, got {v}")
-            return found[: v - 1]
-        if covariates is not None and ends is not None and covariates.shape[: len(batch) + 1] == (*batch, v - 1):
-            covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
-        return torch.log_softmax(arithmetic(self.transition(covariates)), -1)
 
     def extra_repr(self) -> str:
         """Sizes, and where chains start."""

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .categorical import Categorical
-from .gaussian import Gaussian
+from .emissions.categorical import Categorical
+from .emissions.gaussian import Gaussian
+from .emissions.input_layer import InputLayer
+from .emissions.mixture import Mixture
+from .emissions.poisson import Poisson
 from .hmm import HMM
-from .input_layer import InputLayer
 from .log_weights import LogWeights
-from .mixture import Mixture
-from .poisson import Poisson
 
 
 def from_hmmlearn(model: Any) -> HMM:
@@ -75,30 +75,30 @@ def _mixture(model: Any) -> InputLayer:
         covariance = covariance[:, None]
     if kind == "spherical":
         covariance = covariance[..., None]
-    found = Mixture(_layer(model.means_, covariance, kind in ("full", "tied"))).double()
-    found.weights.set(_tensor(model.weights_))
-    return found
+    mixture = Mixture(_layer(model.means_, covariance, kind in ("full", "tied"))).double()
+    mixture.weights.set(_tensor(model.weights_))
+    return mixture
 
 
 def _layer(means: Any, covariance: Any, full: bool) -> Gaussian:
     means = _tensor(means)
-    found = Gaussian(tuple(means.shape[:-1]), means.shape[-1], "full" if full else "diagonal").double()
-    found.set(means, _tensor(covariance))
-    return found
+    layer = Gaussian(tuple(means.shape[:-1]), means.shape[-1], "full" if full else "diagonal").double()
+    layer.set(means, _tensor(covariance))
+    return layer
 
 
 def _poisson(model: Any) -> InputLayer:
     rates = _tensor(model.lambdas_).T  # (d, c)
-    found = Poisson(tuple(rates.shape)).double()
-    found.set(rates)
-    return found
+    layer = Poisson(tuple(rates.shape)).double()
+    layer.set(rates)
+    return layer
 
 
 def _categorical(model: Any) -> InputLayer:
     table = _tensor(model.emissionprob_).T  # (K, c)
-    found = Categorical(table.shape[1], table.shape[0]).double()
-    found.weights.set(table)
-    return found
+    layer = Categorical(table.shape[1], table.shape[0]).double()
+    layer.weights.set(table)
+    return layer
 
 
 _READ = {"GaussianHMM": _gaussian, "GMMHMM": _mixture, "PoissonHMM": _poisson, "CategoricalHMM": _categorical}

@@ -11,7 +11,7 @@ from .checks import check_count
 from .log_weights import LogWeights
 from .parameters import arithmetic
 
-# how one of the last axis' log-weights is taken: [..., c] to int64 [...]
+# the choice of one of the last axis' log-weights: [..., c] to int64 [...]
 Choice = Callable[[Tensor], Tensor]
 
 
@@ -156,13 +156,13 @@ class CPLayer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The products `[..., *L, ceil(f / arity), c']`."""
-        found: Tensor = self.products(self.sums(x))
-        return found
+        products: Tensor = self.products(self.sums(x))
+        return products
 
     def best(self, x: Tensor) -> Tensor:
         """The same of the best term of each mixture."""
-        found: Tensor = self.products(self.sums.best(x))
-        return found
+        products: Tensor = self.products(self.sums.best(x))
+        return products
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
         """Which input units the given outputs take: int64 `[..., *L, ceil(f / arity)]` to `[..., *L, f]`."""
@@ -229,8 +229,8 @@ class TuckerLayer(torch.nn.Module):
         pairs = paired.shape[-2]
         parts = []
         if self.pairs is not None:
-            found = self.pairs.choose(paired, units[..., :pairs], choice)
-            parts.append(torch.stack([found // x.shape[-1], found % x.shape[-1]], -1).flatten(-2))
+            pair = self.pairs.choose(paired, units[..., :pairs], choice)
+            parts.append(torch.stack([pair // x.shape[-1], pair % x.shape[-1]], -1).flatten(-2))
         if self.alone is not None:
             parts.append(self.alone.choose(alone, units[..., pairs:], choice))
         return torch.cat(parts, -1)
@@ -241,6 +241,14 @@ class TuckerLayer(torch.nn.Module):
         f = 2 * (x.shape[-2] // 2)
         left, right = x[..., 0:f:2, :], x[..., 1:f:2, :]
         return (left[..., :, None] + right[..., None, :]).flatten(-2), x[..., f:, :]
+
+
+def shifted(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-weights (..., f, c) with largest entry 0 at each node, and the sum of the nodes' shifts in float64."""
+    top = x.detach().amax(-1, keepdim=True)
+    # an impossible node has no shift
+    top = torch.where(top == -torch.inf, 0.0, top)
+    return x - top, top.double().sum((-2, -1))
 
 
 def _check(x: Tensor, shape: tuple[int, ...]) -> Tensor:

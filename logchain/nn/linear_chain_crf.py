@@ -6,24 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import ChainArguments
+from ..adapters.pytorch_crf import check_crf, with_end
 from ..arguments import check_choice, check_flag
 from ..log_prob import log_prob
 from ..marginals import marginals
-from ..masks import Sequences, check_crf, sequences, with_end
 from ..operands import at_hand
 from ..product import product
 from ..sample import sample
 from ..topk_paths import topk_paths
 from ..viterbi import Path, viterbi
 from .checks import check_count, check_is_tensor
+from .masked_sequences import Sequences, sequences
 
 
 class LinearChainCRF(nn.Module):
     r"""`log p(z) = start(z_0) + sum_i (T(z_{i-1}, z_i) + emissions_i(z_i)) + end(z_{v-1}) - log Z` for tags `z`.
 
     The parameters, their names and their initial values are those of `torchcrf.CRF`, so that a `state_dict` of either
-    loads into the other; `forward` and `decode` take its arguments and give its results. More is taken than there:
-    masks with holes, empty sequences, and any tag where the mask is off.
+    loads into the other; `forward` and `decode` take its arguments and give its results. Beyond pytorch-crf, masks may
+    have holes, sequences may be empty, and masked tags may be anything.
 
     Args:
         num_tags: how many tags there are, c.
@@ -38,10 +39,10 @@ class LinearChainCRF(nn.Module):
     What every method takes:
         emissions: log-potentials of the tags in nats, from a network: float32, float64, bfloat16 or float16, computed
             in float32 at least and given as such; the gradient has the dtype of the emissions. -inf forbids a tag.
-        mask: true or nonzero where a variable counts, the opposite of torch's `key_padding_mask`. A sequence is what
-            the mask leaves, side by side: padding may stand behind, in front (a classifier's first token) or between
-            (the pieces of a word). What is masked has no influence, not even NaN, and gets gradient 0. A sequence may
-            have one variable or none: of an empty one the log-likelihood and the log-partition are 0.
+        mask: true or nonzero where a variable counts, the opposite of torch's `key_padding_mask`. Masked positions are
+            dropped and the rest are joined: padding may stand behind, in front (a classifier's first token) or between
+            (the pieces of a word). Masked values have no influence, not even NaN, and gradient 0. A sequence may have
+            one variable or none: of an empty one the log-likelihood and the log-partition are 0.
 
     The values of masks and tags are looked at on a CPU alone: on a GPU nothing in `forward` makes the host wait, and a
     tag out of range is the device's error (-1 is an impossible one). A layer works under `torch.compile` without a
@@ -121,45 +122,65 @@ class LinearChainCRF(nn.Module):
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         chain, kept = self._chain(emissions, mask)
         states = kept.gathered(self._checked(tags, emissions, kept))
-        found = kept.known(log_prob(**chain._asdict(), states=states))
+        log_likelihood = kept.zero_where_empty(log_prob(**chain._asdict(), states=states))
         if reduction == "none":
-            return found
+            return log_likelihood
         if reduction == "mean":
-            return found.sum() / max(len(found), 1)
+            return log_likelihood.sum() / max(len(log_likelihood), 1)
         if reduction == "token_mean":
-            return found.sum() / (max(tags.numel(), 1) if kept.inside is None else kept.inside.sum().clamp(min=1))
-        return found.sum()
+            counted = max(tags.numel(), 1) if kept.inside is None else kept.inside.sum().clamp(min=1)
+            return log_likelihood.sum() / counted
+        return log_likelihood.sum()
 
     @torch.no_grad()
     def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
-        """The most probable tags of each sequence: a list as long as its mask has variables.
+        """The most probable tags of each sequence; see `viterbi` for tensors.
 
-        Where every path is impossible, or emissions are NaN, the tags are -1. See `viterbi` for tensors.
+        Args:
+            emissions: log-potentials; see the class.
+            mask: `[v, n]`; see the class.
+
+        Returns:
+            For each sequence, a list as long as its mask has variables. Where every path is impossible, or emissions
+            are NaN, the tags are -1.
         """
         chain, kept = self._chain(emissions, mask)
         return [row[0] for row in _lists(viterbi(**chain._asdict()).states[:, None], kept)]
 
     def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
-        """`Path(states, score)`: the most probable tags `[v, n]`, -1 where masked, and their log-weights `[n]`.
+        """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
 
-        A log-weight less `log_partition` is the log-probability. Scores have a gradient, see `logchain.viterbi`.
+        Args:
+            emissions: log-potentials; see the class.
+            mask: `[v, n]`; see the class.
+
+        Returns:
+            `Path(states, score)`: tags `[v, n]`, -1 where masked, and log-weights `[n]`, with a gradient. A log-weight
+            less `log_partition` is the log-probability.
         """
         chain, kept = self._chain(emissions, mask)
-        found = viterbi(**chain._asdict())
-        return Path(self._as_given(kept.spread(found.states, -1)), kept.known(found.score))
+        path = viterbi(**chain._asdict())
+        return Path(self._as_given(kept.spread(path.states, -1)), kept.zero_where_empty(path.score))
 
     def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
-        """The `k` most probable tags of each sequence, best first, and their log-weights `[n, k]` in nats.
+        """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
 
-        Where there are fewer the tags of the rest are -1 and their log-weights -inf. See `logchain.topk_paths`.
+        Args:
+            emissions: log-potentials; see the class.
+            k: how many paths.
+            mask: `[v, n]`; see the class.
+
+        Returns:
+            Tags, best path first, and log-weights `[n, k]` in nats. Where there are fewer paths, tags of the rest are
+            -1 and their log-weights -inf.
         """
         chain, kept = self._chain(emissions, mask)
-        found = topk_paths(**chain._asdict(), k=k)
-        scores = found.scores
+        paths = topk_paths(**chain._asdict(), k=k)
+        scores = paths.scores
         if kept.empty is not None:
             one = torch.zeros_like(scores[:1]).index_fill(1, torch.arange(1, k, device=scores.device), -torch.inf)
             scores = torch.where(kept.empty[:, None], one, scores)
-        return _lists(found.states, kept), scores
+        return _lists(paths.states, kept), scores
 
     def sample(
         self,
@@ -169,24 +190,47 @@ class LinearChainCRF(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Independent draws of the tags: int64 `[num_samples, v, n]`, -1 where masked. See `logchain.sample`."""
+        """Independent draws of the tags: see `logchain.sample`.
+
+        Args:
+            emissions: log-potentials; see the class.
+            num_samples: how many paths are drawn of each sequence.
+            mask: `[v, n]`; see the class.
+            generator: the source of randomness.
+
+        Returns:
+            int64 `[num_samples, v, n]`, -1 where masked.
+        """
         chain, kept = self._chain(emissions, mask)
         states = sample(**chain._asdict(), num_samples=num_samples, generator=generator)
         states = kept.spread(states.movedim(0, -1), -1)  # (n, v, num_samples)
         return self._as_given(states).movedim(-1, 0)
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The posterior probability of each tag, in the layout of `emissions`; 0 where masked.
+        """The posterior probability of each tag: see `logchain.marginals`.
 
-        They can be differentiated, once. See `logchain.marginals`.
+        Args:
+            emissions: log-potentials; see the class.
+            mask: `[v, n]`; see the class.
+
+        Returns:
+            In the layout of `emissions`, 0 where masked. They can be differentiated, once.
         """
         chain, kept = self._chain(emissions, mask)
         return self._as_given(kept.spread(marginals(**chain._asdict()).states, 0.0))
 
     def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`log Z` `[n]` in nats, the log-weight of all tags together. See `logchain.product`."""
+        """`log Z`, the log-weight of all tags together: see `logchain.product`.
+
+        Args:
+            emissions: log-potentials; see the class.
+            mask: `[v, n]`; see the class.
+
+        Returns:
+            Nats `[n]`.
+        """
         chain, kept = self._chain(emissions, mask)
-        return kept.known(product(**chain._asdict()))
+        return kept.zero_where_empty(product(**chain._asdict()))
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
         check_crf(emissions, mask, self.num_tags, self.batch_first)
@@ -215,13 +259,13 @@ class LinearChainCRF(nn.Module):
                 raise ValueError(f"tags: expected values from 0 to {self.num_tags - 1}, got {low} to {high}")
         return tags
 
-    def _as_given(self, found: Tensor) -> Tensor:
+    def _as_given(self, values: Tensor) -> Tensor:
         """(n, v, ...) in the layout of the emissions."""
-        return found if self.batch_first else found.transpose(0, 1)
+        return values if self.batch_first else values.transpose(0, 1)
 
 
 def _lists(states: Tensor, kept: Sequences) -> list[list[list[int]]]:
-    """Paths (n, k, v) without what is behind the end."""
+    """Paths (n, k, v) as lists, each up to its sequence's end."""
     n, _, v = states.shape
     lengths = [v] * n if kept.inside is None else kept.inside.sum(1).tolist()
     return [[path[:length] for path in paths] for paths, length in zip(states.tolist(), lengths, strict=True)]

@@ -53,7 +53,7 @@ class LogWeights(torch.nn.Module):
 
     @torch.no_grad()
     def set(self, probabilities: Tensor) -> None:
-        """Take over what is proportional to these probabilities, which broadcast to the shape."""
+        """Take over weights proportional to probabilities, which broadcast to the shape."""
         probabilities = broadcast("probabilities", probabilities, self.logits.shape)
         total = probabilities.sum(self.dim)
         if not ((probabilities >= 0).all() and (total > 0).all() and total.isfinite().all()):
@@ -66,15 +66,15 @@ class LogWeights(torch.nn.Module):
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Take the shares of expected counts and the prior's; where there are none of an axis, the weights stay.
+        """Take the shares of expected counts and the prior's; an axis without any keeps its weights.
 
         `step`: how much of the way, in probabilities.
         """
         counts = statistics + self.prior_count
         total = counts.sum(self.dim, keepdim=True)
-        found, before = counts / total, torch.softmax(self.logits.double(), self.dim)
-        found = torch.where(total > 0, before + step * (found - before) if step < 1 else found, before)
-        self.logits.copy_(found.log())
+        shares, before = counts / total, torch.softmax(self.logits.double(), self.dim)
+        shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)
+        self.logits.copy_(shares.log())
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""

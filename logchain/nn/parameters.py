@@ -1,4 +1,4 @@
-"""Parameters as numbers to compute with, and numbers to be taken over as parameters."""
+"""Parameters in the dtype of arithmetic, and values in the shape of parameters."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from .checks import check_is_tensor
 
 
 def arithmetic(parameter: Tensor) -> Tensor:
-    """At least float32, which half parameters are computed in."""
+    """A parameter in float32 at least."""
     return parameter.float() if parameter.dtype in (torch.float16, torch.bfloat16) else parameter
 
 
 def broadcast(name: str, value: Tensor, shape: torch.Size) -> Tensor:
-    """A tensor to be taken over as parameters of a shape, in float64."""
+    """A value expanded to the shape of parameters, in float64."""
     check_is_tensor(name, value)
     try:
         return value.double().expand(shape)

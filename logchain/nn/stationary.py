@@ -1,4 +1,4 @@
-"""The distribution that a transition matrix leaves as it is."""
+"""The stationary distribution of a transition matrix."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from ..operands import at_hand
 
 
 def stationary(transition: Tensor) -> Tensor:
-    r"""`p` with `p = p P` and `sum p = 1`, found without subtractions: every entry is good to float64, however small.
+    r"""`p` with `p = p P` and `sum p = 1`, without subtractions: each entry is good to float64, however small.
 
-    States are taken out of the chain one after the other, the others making up for the detours, and put in again.
+    States are eliminated one after the other, detours through them added to the rest, and then substituted back.
 
     Args:
         transition: probabilities `[..., c, c]`, `[from, to]`, of an irreducible chain: every state reaches every other.
@@ -39,7 +39,7 @@ def stationary(transition: Tensor) -> Tensor:
         enter = left[..., :k, k] / leaves
         left = left[..., :k, :k] + enter[..., :, None] * out[..., None, :]
         entries.append(enter)
-    found = torch.ones_like(left[..., 0])  # (..., 1)
+    weights = torch.ones_like(left[..., 0])  # (..., 1)
     for enter in reversed(entries):
-        found = torch.cat([found, (found * enter).sum(-1, keepdim=True)], -1)
-    return found / found.sum(-1, keepdim=True)
+        weights = torch.cat([weights, (weights * enter).sum(-1, keepdim=True)], -1)
+    return weights / weights.sum(-1, keepdim=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..arguments import check_choice
 from ..viterbi import Path
 from .circuit import Circuit
-from .input_layer import InputLayer
-from .layers import Choice, CPLayer, SumLayer, TuckerLayer
+from .emissions.input_layer import InputLayer
+from .layers import Choice, CPLayer, SumLayer, TuckerLayer, shifted
 
 
 class TreeCircuit(Circuit):
@@ -94,15 +94,15 @@ class TreeCircuit(Circuit):
         return self._down(below, root[..., 0].expand(num_samples, *root.shape[:-1]), draw)
 
     def _up(self, x: Tensor, best: bool) -> list[Tensor]:
-        """What goes into each layer and into the root, the root, and what has been taken out of all of them."""
-        found, scale = [], x.new_zeros(x.shape[:-2], dtype=torch.float64)
+        """The inputs of each layer and of the root, the root's output, and the sum of all shifts."""
+        below, scale = [], x.new_zeros(x.shape[:-2], dtype=torch.float64)
         layer: Any
         for layer in (*self.layers, self.root):
-            x, taken = _shifted(x)
-            scale = scale + taken
-            found.append(x)
+            x, shift = shifted(x)
+            scale = scale + shift
+            below.append(x)
             x = layer.best(x) if best else layer(x)
-        return [*found, x, scale]
+        return [*below, x, scale]
 
     def _down(self, below: list[Tensor], root: Tensor, choice: Choice) -> Tensor:
         units = torch.zeros_like(root, dtype=torch.int64)  # (..., t, 1)
@@ -110,11 +110,3 @@ class TreeCircuit(Circuit):
         for layer, x in zip((self.root, *reversed(self.layers)), reversed(below), strict=True):
             units = layer.choose(x, units, choice)
         return units
-
-
-def _shifted(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-weights (..., f, c) whose largest is 0 at each node, and what was taken out of all nodes, in float64."""
-    top = x.detach().amax(-1, keepdim=True)
-    # nothing can be taken out of what is impossible
-    top = torch.where(top == -torch.inf, 0.0, top)
-    return x - top, top.double().sum((-2, -1))

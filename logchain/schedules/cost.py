@@ -1,8 +1,8 @@
 """How many seconds work takes: constants that were measured on a device and lie in `costs.json`, with their date.
 
-    seconds = sum over what is counted of (its number * its constant)
+    seconds = sum over the fields of `Work` of (its count * its constant)
 
-Each backend, number of threads, schedule and pass has constants of its own, fitted by `tests/benchmarks/fit.py`.
+Each device, number of threads, schedule and pass has constants of its own, fitted by `tests/benchmarks/fit.py`.
 """
 
 import json
@@ -17,10 +17,7 @@ FORWARD, BOTH = "forward", "forward and backward"
 
 
 class Work(NamedTuple):
-    """What a schedule does: what has to be computed and moved, what waits, and how often something is started.
-
-    `steps` wait for each other; `launches` are kernels of a GPU, and calls of torch on a CPU.
-    """
+    """Counts of a schedule: `steps` wait for each other, `launches` are kernels of a GPU, or calls on a CPU."""
 
     multiply_adds: int
     exponentials: int
@@ -33,13 +30,12 @@ class Work(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Seconds for one of each thing in a `Work`, by schedule and pass, and where they come from.
+    """Seconds for one of each count in a `Work`, by schedule and pass, and their origin.
 
-    `processors` work side by side: what fewer programs leave idle counts as if it were done.
+    `processors` work side by side: idle ones count as if they worked.
     """
 
     device: str
-    backend: str
     threads: int
     processors: int
     measured: bool
@@ -48,40 +44,30 @@ class Constants(NamedTuple):
     date: str
     seconds: dict[str, dict[str, tuple[float, ...]]]
 
-    def of(self, schedule: str, name: str, work: Work) -> float:
+    def of(self, schedule: str, which: str, work: Work) -> float:
         """The seconds of work in a schedule and a pass."""
-        return sum(number * constant for number, constant in zip(work, self.seconds[schedule][name], strict=True))
+        return sum(count * constant for count, constant in zip(work, self.seconds[schedule][which], strict=True))
 
     @property
     def source(self) -> str:
-        """Where they come from, in a line."""
-        threads = "" if self.device != "cpu" else f", {self.threads} thread{'s' * (self.threads > 1)}"
-        return (
-            f"{self.hardware}, {self.backend}{threads}: {'measured' if self.measured else 'not measured'} {self.date}"
-        )
+        """The origin of the constants, in a line."""
+        threads = f", {self.threads} thread{'s' * (self.threads > 1)}" * (self.device == "cpu")
+        return f"{self.hardware}{threads}: {'measured' if self.measured else 'not measured'} {self.date}"
 
 
 @cache
 def read(path: Path = FILE) -> tuple[Constants, ...]:
-    """All that the file holds."""
+    """All constants in a file."""
     entries: list[dict[str, Any]] = json.loads(path.read_text())["constants"]
-    return tuple(Constants(**{**entry, "seconds": _in_order(entry["seconds"])}) for entry in entries)
+    for entry in entries:
+        for passes in entry["seconds"].values():
+            passes.update({which: tuple(row[field] for field in Work._fields) for which, row in passes.items()})
+    return tuple(Constants(**entry) for entry in entries)
 
 
 @lru_cache
-def constants(device: str, backend: str, threads: int, path: Path = FILE) -> Constants:
-    """Those of a device and backend; measured with that many threads, or with the next fewer, or with the fewest.
-
-    A device that the file does not have gets those of a GPU, a backend those of torch.
-    """
-    found = [entry for entry in read(path) if entry.device == device] or [e for e in read(path) if e.device == "cuda"]
-    found = [entry for entry in found if entry.backend == backend] or found
-    fewer = [entry for entry in found if entry.threads <= threads]
-    return max(fewer, key=lambda e: e.threads) if fewer else min(found, key=lambda e: e.threads)
-
-
-def _in_order(seconds: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, tuple[float, ...]]]:
-    return {
-        schedule: {name: tuple(float(row[field]) for field in Work._fields) for name, row in passes.items()}
-        for schedule, passes in seconds.items()
-    }
+def constants(device: str, threads: int, path: Path = FILE) -> Constants:
+    """The constants for as many threads, else for the next fewer, else for the fewest; a GPU's for other devices."""
+    rows = [row for row in read(path) if row.device == ("cpu" if device == "cpu" else "cuda")]
+    within = [row for row in rows if row.threads <= threads]
+    return max(within, key=lambda row: row.threads) if within else min(rows, key=lambda row: row.threads)

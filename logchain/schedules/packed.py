@@ -1,4 +1,8 @@
-"""Sequences of different lengths that lie one behind the other, as padded batches of similar lengths."""
+"""Sequences of different lengths that lie one behind the other.
+
+On a CPU all of them are walked where they lie, in one call: nothing is padded. Other devices, and derivatives of
+gradients, take padded batches of sequences of similar lengths.
+"""
 
 from collections.abc import Iterator
 from copy import copy
@@ -8,14 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..arguments import check_tensor
+from ..kernels.chain import Chain
+from ..kernels.message import Kept
+from ..operands import arithmetic_dtype, is_plain
+from ..rescues import report_chains
 
 # a sequence is padded to at most so many times its length
 _PADDING = 1.25
 
 
 class Piece(NamedTuple):
-    """Some of the sequences: `x` (k, v, c), `bulk`, `p0`, and the length of each (k)."""
+    """Sequences of similar lengths: `x` (k, v, c), `bulk`, `p0`, and the length of each (k)."""
 
     x: Tensor
     bulk: Tensor
@@ -42,6 +51,16 @@ class Packed:
         other = copy(self)
         other.x, other.bulk, other.p0 = x, bulk, p0
         return other
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the kernels walk sequences where they lie."""
+        operands = self.x, self.bulk, self.p0
+        return is_plain(operands) and self.x.numel() > 0 and all(kernels.in_c(operand) for operand in operands)
+
+    def walks_in_place(self, log_params: object) -> bool:
+        """Whether a question that has loops for one matrix does, where no padded batch has to check its options."""
+        return self.in_place and len(self.bulk) == 1 and isinstance(log_params, bool)
 
     @cached_property
     def _groups(self) -> list[Tensor]:
@@ -88,6 +107,46 @@ class Packed:
         lengths = self.lengths[members]
         steps = torch.minimum(torch.arange(int(lengths[0]), device="cpu"), lengths[:, None] - 1)
         return (self.starts[members][:, None] + steps).to(self.x.device)
+
+
+class PackedChain:
+    """Packed sequences as one chain, on a CPU: the kernels know where each begins."""
+
+    def __init__(self, packed: Packed, log_params: bool, *, by_log: bool = False) -> None:
+        x, bulk, p0 = packed.x, packed.bulk, packed.p0
+        p0 = p0 if p0.dim() > 1 else p0[None]
+        one = len(bulk) == 1
+        ends = packed.lengths.view(1, -1, 1) if one else packed.lengths.view(-1, 1, 1)
+        dtype = arithmetic_dtype(x, bulk, p0)
+        self.chain = Chain(x, bulk, p0, ends, log_params, dtype, by_log, starts=packed.starts)
+        self._room = kernels.chain_kernels(x)
+
+    def forward(self, keep: bool) -> Kept:
+        """What the room keeps; its log-partition has n entries."""
+        chain = self.chain
+        with kernels.arithmetic_on(chain.x):
+            kept: Kept = self._room.forward(chain, keep=chain.room(chain.v) if keep else None)[0]
+        report_chains(kept.redone)
+        return kept
+
+    def posteriors(self, counted: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Posteriors [total, c], expected counts in the shape of `bulk` if they are `counted`, log-partitions [n]."""
+        kept = self.forward(True)
+        states, counts, _ = self.backward(kept, torch.ones_like(kept.log_norm), (True, counted))
+        assert states is not None
+        return states, counts, kept.log_norm.flatten().to(states.dtype)
+
+    def backward(
+        self, kept: Kept, grad: Tensor, needs: tuple[bool, ...]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """The gradients of x, of the matrices, and of the initial weights of each sequence (n, c)."""
+        chain = self.chain
+        grad_x = torch.zeros(chain.x.shape, dtype=chain.dtype, device="cpu") if needs[0] else None
+        grad_bulk = torch.zeros(chain.bulk.shape, dtype=chain.dtype, device="cpu") if needs[1] else None
+        weight = grad.reshape(chain.g, chain.m)
+        with kernels.arithmetic_on(chain.x):
+            start: Tensor = self._room.backward(chain, kept, weight, None, grad_x, grad_bulk)
+        return grad_x, grad_bulk, start
 
 
 def _bounds(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

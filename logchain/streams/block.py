@@ -14,7 +14,7 @@ from torch import Tensor
 from ..autograd.chain_operators import log_norm_here
 from ..kernels.numbers import exact_sum, finite
 from ..layout import Layout
-from ..operands import arithmetic_dtype
+from ..operands import Operands, arithmetic_dtype
 from .piece import Given, normalised, posterior
 
 
@@ -50,12 +50,23 @@ class Room:
         self._memory, self.messages = Memory(), Memory()
         self._rows: tuple[int, Rows] | None = None
         self._stretch: tuple[Any, Any] = None, None
+        self._repeated: tuple[Any, Any] = None, None
 
     def stretch(self, key: Any, make: Callable[[], Any]) -> Any:
         """What was made for the last piece of the same key, or is made."""
         if self._stretch[0] != key:
             self._stretch = key, make()
         return self._stretch[1]
+
+    def repeat(self, x: Tensor, bulk: Tensor, stretch: Any) -> None:
+        """Take a stretch for pieces that lie as this one does, behind others and with the stream's own matrix."""
+        key = x.shape, x.stride(), x.dtype
+        self._repeated = key, stretch.repeated(bulk) if self._repeated[0] == key else None
+
+    def repeated(self, x: Tensor) -> Any:
+        """The `Repeated` for a piece that lies as the last one did; None where there is none."""
+        key, repeated = self._repeated
+        return repeated if key == (x.shape, x.stride(), x.dtype) and not x.is_neg() else None
 
     def rows(self, x: Tensor, dtype: torch.dtype, head: int) -> Rows:
         """For variables [*B, k, c] behind a head; the views are made once for pieces of one shape."""
@@ -96,7 +107,7 @@ class Block:
             self._last = rows.all.gather(-2, at)[..., 0, :].double()
             rows.all.scatter_(-2, at, 0.0)
         self._layout = Layout.of(rows.all, bulk)
-        found = log_norm_here(rows.all, bulk, p0, ends, log_params, True, 1, room.messages)
+        found = log_norm_here(Operands(rows.all, bulk, p0, ends, log_params), True)
         self._log_norm, self._messages, _, redone = found
         # a CPU keeps linear messages but for the sequences redone
         self._linear = redone.dtype == torch.bool

@@ -171,6 +171,8 @@ def _by_stretch(
     message, total, lost = carried
     before = message.contiguous(), total.contiguous(), lost.contiguous()
     after, redone, count = stretch_.forward((x, bulk, p0), before, ends, kept, shares)
+    if x is given.x and bulk is given.bulk and given.own and not starting:
+        room.repeat(x, bulk, stretch_)
     if count:
         report_chains(redone)
     if posteriors is not None and shares is not None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import logchain
-from logchain import _demo, nn
-from logchain._measure import events, profiled
+from logchain import demo, nn
+from logchain.memory import events, profiled
 from tests.benchmarks import results
 from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
 
@@ -25,7 +25,7 @@ SHORT = ("product, v=20", "marginals", "forward_backward")
 def calls() -> dict[tuple[str, str], Callable[[], Any]]:
     """One call of each function, by its name with a size and by a mode, with its operands made."""
     generator = torch.Generator().manual_seed(0)
-    chain, long = _demo.dense_chain(5, 20, 4), _demo.dense_chain(5, 200, 4)
+    chain, long = demo.dense_chain(5, 20, 4), demo.dense_chain(5, 200, 4)
     matrices = torch.randn(2, 5, 4, 4, generator=generator).requires_grad_()
     symbols = torch.randint(3, (5, 20), generator=generator)
     tags = torch.randint(4, (5, 20), generator=generator)
@@ -46,10 +46,10 @@ def calls() -> dict[tuple[str, str], Callable[[], Any]]:
         torch.autograd.grad(logchain.matmul(*matrices).sum(), matrices)
 
     return {
-        ("product, v=20", FORWARD): lambda: _demo.forward(chain),
-        ("product, v=20", GRADIENTS): lambda: _demo.forward_backward(chain),
-        ("product, v=200", FORWARD): lambda: _demo.forward(long),
-        ("product, v=200", GRADIENTS): lambda: _demo.forward_backward(long),
+        ("product, v=20", FORWARD): lambda: demo.forward(chain),
+        ("product, v=20", GRADIENTS): lambda: demo.forward_backward(chain),
+        ("product, v=200", FORWARD): lambda: demo.forward(long),
+        ("product, v=200", GRADIENTS): lambda: demo.forward_backward(long),
         ("marginals", "states"): lambda: logchain.marginals(*chain),
         ("marginals", "sums of transitions"): lambda: logchain.marginals(*chain, transitions="sum"),
         ("forward_backward", FORWARD): lambda: logchain.forward_backward(*chain),

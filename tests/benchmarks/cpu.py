@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 import logchain
-from logchain import _demo, _forum, reference
-from logchain._demo import Chain, Product, dense_chain
-from logchain._measure import median_seconds, peak_bytes
-from tests.benchmarks import peers_floors, results, streams
+from logchain import demo, reference
+from logchain.demo import Chain, Product, dense_chain
+from logchain.memory import peak_bytes
+from tests.benchmarks import forum, peers_floors, results, streams
 from tests.benchmarks.cases import EACH, ONE, STEP, Workload, draw
 from tests.benchmarks.peers_formula import loop
 from tests.benchmarks.results import FORWARD, GRADIENTS, MODES, Row, machine
+from tests.benchmarks.timing import median_seconds
 from tests.families import FAMILIES
 
 MAIN = "n=500 v=40 c=200, shared bulk"
@@ -30,7 +31,7 @@ SWEEP = (8, 32, 128, 512)
 
 def call(product: Product, chain: Chain, mode: str) -> Callable[[], Sequence[Tensor]]:
     """One run of any provider's product, without or with the gradients of x, bulk and p0."""
-    return partial(_demo.forward if mode == FORWARD else _demo.forward_backward, chain, product)
+    return partial(demo.forward if mode == FORWARD else demo.forward_backward, chain, product)
 
 
 def ratio(workload: str, mode: str, metric: str, bar: str, calls: dict[str, Callable], rounds: int = 21) -> Row:
@@ -66,7 +67,7 @@ def main_case() -> list[Row]:
     # once: it takes 8 GB and most of a minute
     calls = {
         name: call(product, chain, FORWARD)
-        for name, product in (("forum", _forum.product), ("logchain", logchain.product))
+        for name, product in (("forum", forum.product), ("logchain", logchain.product))
     }
     return [*rows, ratio(MAIN, FORWARD, "forum's time over logchain's", ">= 1000", calls, rounds=1)]
 
@@ -194,7 +195,7 @@ def accuracy() -> list[Row]:
     v = 16384
     long = dense_chain(1, v, 8)
     long = long._replace(x=long.x + 500_000 / v)
-    posteriors = _demo.forward_backward(long)[1]
+    posteriors = demo.forward_backward(long)[1]
     truth = reference.marginals(*long)
     error = np.abs(posteriors.double().numpy() - truth.states).max()
     workload = f"n=1 v={v} c=8, log Z = {truth.log_norm.item():.0f}"
@@ -208,7 +209,7 @@ def accuracy() -> list[Row]:
         values = {
             "scipy float64": reference.product(*chain).flat[0],
             "logchain": logchain.product(*chain).flatten()[0].item(),
-            "forum": _forum.product(*chain).flatten()[0].item(),
+            "forum": forum.product(*chain).flatten()[0].item(),
         }
         rows += [Row(name, provider, FORWARD, "value", value, "nats") for provider, value in values.items()]
     return rows
@@ -221,7 +222,7 @@ def sweep() -> list[Row]:
         chain = dense_chain(32, v, 64)
         calls = {
             name: call(product, chain, GRADIENTS)
-            for name, product in (("logchain", logchain.product), ("torch loop", loop), ("forum", _forum.product))
+            for name, product in (("logchain", logchain.product), ("torch loop", loop), ("forum", forum.product))
         }
         seconds = median_seconds(calls, rounds=3, clock=time.thread_time)
         for name, run in calls.items():

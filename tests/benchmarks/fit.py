@@ -21,7 +21,6 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from logchain.autograd import chain as chain_functions
-from logchain.autograd import tree_chain
 from logchain.schedules import choose
 from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
@@ -109,17 +108,16 @@ def samples(place: Where, sweep: Iterable[tuple[int, int, int, int]], measure: T
         operands = [torch.rand(shape, generator=generator).add_(0.1).to(place.device) for shape in shapes]
         for gradients in (False, True):
             x, bulk, p0 = (operand.clone().requires_grad_(gradients) for operand in operands)
-            size = choose.size_of(x, bulk, p0, False, False, gradients)
-            for schedule in schedules(size, place.backend):
-                done = choose.work(size, schedule, place.backend)
-                if done.multiply_adds <= _MOST_ADDS and done.launches <= _MOST_LAUNCHES:
+            size = choose.Size.of(x.shape, bulk.shape, False, False, False, gradients)
+            for schedule in schedules(size, place):
+                work = choose.work(size, schedule)
+                if work.multiply_adds <= _MOST_ADDS and work.launches <= _MOST_LAUNCHES:
                     yield Sample(size, schedule, measure(size, schedule, call(schedule, x, bulk, p0)))
 
 
-def schedules(size: Size, backend: str) -> list[Schedule]:
+def schedules(size: Size, place: Where) -> list[Schedule]:
     """All kinds, with few, some and many segments."""
-    chunked = choose.candidates(size, backend)
-    return [SEQUENTIAL, *chunked[4::10], TREE]
+    return [SEQUENTIAL, *choose.candidates(size, place)[4::10], TREE]
 
 
 def call(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> Callable[[], object]:
@@ -127,7 +125,7 @@ def call(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> Callable[[]
 
     def run() -> object:
         if schedule.name == "tree":
-            found = tree_chain.log_norm(x, bulk, p0, None, False)
+            found = chain_functions.log_norm(x, bulk, p0, None, False, segments=chain_functions.TREE)
         else:
             found = chain_functions.log_norm(x, bulk, p0, None, False, segments=schedule.segments)
         return torch.autograd.grad(found.sum(), (x, bulk, p0)) if found.requires_grad else found
@@ -173,7 +171,7 @@ def h200() -> Constants:
     row = (adds, 1e-13, moved, STEP, LAUNCH)
     wide = row[:3] + (WIDE_STEP, LAUNCH)
     seconds = {name: {which: row if name == "sequential" else wide for which in (FORWARD, BOTH)} for name in _NAMES}
-    return Constants("cuda", "triton", 1, 132, False, "NVIDIA H200, data sheet", "", "", seconds)
+    return Constants("cuda", 1, 132, False, "NVIDIA H200, data sheet", "", "", seconds)
 
 
 _NAMES = ("sequential", "chunked", "tree")
@@ -207,8 +205,8 @@ def text(entry: Constants, found: Sequence[Sample]) -> str:
 
 def write(entries: Iterable[Constants], path: Path = FILE) -> None:
     """The file anew: a place's constants take the place of those that it had."""
-    kept = {(e.device, e.backend, e.threads): e for e in (*read(path), *entries)} if path.exists() else {}
-    kept |= {(e.device, e.backend, e.threads): e for e in entries}
+    kept = {(e.device, e.threads): e for e in (*read(path), *entries)} if path.exists() else {}
+    kept |= {(e.device, e.threads): e for e in entries}
     rows = []
     for entry in kept.values():
         seconds = {
@@ -223,7 +221,7 @@ def write(entries: Iterable[Constants], path: Path = FILE) -> None:
 
 @contextlib.contextmanager
 def computing(place: Where) -> Iterator[None]:
-    """With that backend, and as many threads."""
+    """On as many threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(place.threads)
     try:
@@ -235,22 +233,20 @@ def computing(place: Where) -> Iterator[None]:
 def places() -> list[Where]:
     """What this machine has to measure."""
     threads = sorted({1, torch.get_num_threads()})
-    backends = ["c"]
-    found = [Where("cpu", backend, number) for number in threads for backend in backends]
-    return found + [Where("cuda", "triton", 1)] * torch.cuda.is_available()
+    return [*(Where("cpu", number) for number in threads), *[Where("cuda", 1)] * torch.cuda.is_available()]
 
 
 def main() -> None:
     """Measure, fit, write, and print how well it fits."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fit", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=(), help="backends to measure: c, triton")
+    parser.add_argument("--only", nargs="+", default=(), help="devices to measure: cpu, cuda")
     parser.add_argument("--out", type=Path, default=FILE, help="the file to write")
     options = parser.parse_args()
     measured = [entry for entry in read(options.out) if entry.measured] if options.out.exists() else []
     if not any(entry.device == "cuda" for entry in measured):
         write([h200()], options.out)
     for place in places():
-        if options.only and place.backend not in options.only:
+        if options.only and place.device not in options.only:
             continue
         about = machine()
         if place.device == "cuda":

@@ -11,10 +11,10 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
-from logchain._measure import median_seconds
 from logchain.nn import LinearChainCRF
 from tests.benchmarks import results
 from tests.benchmarks.results import GRADIENTS, Row, machine
+from tests.benchmarks.timing import median_seconds
 
 
 def crf() -> list[Row]:

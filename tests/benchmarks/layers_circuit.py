@@ -12,8 +12,8 @@ import torch
 
 import logchain
 from logchain import nn
-from logchain._measure import median_seconds
 from tests.benchmarks.results import Row
+from tests.benchmarks.timing import median_seconds
 
 BAR = "<= 1.3"
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import logchain
-from logchain._measure import median_seconds
 from logchain.nn import HMM
 from tests.benchmarks.layers import beside
 from tests.benchmarks.results import GRADIENTS, Row
+from tests.benchmarks.timing import median_seconds
 
 ITERATIONS = 50
 

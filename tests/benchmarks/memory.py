@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
-from logchain._measure import peak_bytes
+from logchain.memory import peak_bytes
 from tests.benchmarks import aside, kept, peers, results
 from tests.benchmarks.aside import Item, Said
 from tests.benchmarks.cases import EACH, STEP, Case, Workload, draw

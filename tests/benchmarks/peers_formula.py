@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from logchain import _forum
+from tests.benchmarks import forum
 from tests.benchmarks.cases import EACH, FULL, STEP, Case
 from tests.benchmarks.peers import Provider, Run
 from tests.benchmarks.peers_torch import ALL, BOTH, by_autograd, pairwise
@@ -54,22 +54,22 @@ def forum_product(stack: Tensor) -> Tensor:
     """With its padding, log-zeros for an odd matrix's neighbour."""
     while stack.shape[1] > 1:
         stack = torch.cat((stack, torch.zeros_like(stack[:, :1])), 1) if stack.shape[1] % 2 else stack
-        stack = _forum.matmul(stack[:, 0::2], stack[:, 1::2])
+        stack = forum.matmul(stack[:, 0::2], stack[:, 1::2])
     return stack[:, 0]
 
 
 def forum_mended(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     """The forum's code without padding; the clamp stays."""
-    joined = pairwise(_forum.matmul, x[:, :-1, :, None] + bulk.log())
+    joined = pairwise(forum.matmul, x[:, :-1, :, None] + bulk.log())
     return (p0.log()[:, None] + joined + x[:, -1, None, :]).logsumexp((-2, -1))
 
 
 PROVIDERS = [
     Provider("torch loop", by_autograd(loop, partial(product, step)), "torch", ALL, devices=BOTH),
-    Provider("forum", by_autograd(_forum.product, forum_product), "torch", (STEP, EACH, FULL), devices=BOTH),
+    Provider("forum", by_autograd(forum.product, forum_product), "torch", (STEP, EACH, FULL), devices=BOTH),
     Provider(
         "forum, padding mended",
-        by_autograd(forum_mended, partial(pairwise, _forum.matmul)),
+        by_autograd(forum_mended, partial(pairwise, forum.matmul)),
         "torch",
         (STEP, EACH, FULL),
         devices=BOTH,

@@ -11,11 +11,12 @@ from functools import partial
 import torch
 
 import logchain
-from logchain import _demo
-from logchain._demo import Chain, dense_chain
-from logchain._measure import median_seconds, peak_bytes
+from logchain import demo
+from logchain.demo import Chain, dense_chain
+from logchain.memory import peak_bytes
 from tests.benchmarks import results
 from tests.benchmarks.results import FORWARD, Row, machine
+from tests.benchmarks.timing import median_seconds
 
 DRAWS = 100
 
@@ -40,7 +41,7 @@ def posteriors() -> list[Row]:
         "sum": lambda: logchain.marginals(*chain, transitions="sum"),
         "messages": lambda: logchain.forward_backward(*chain),
         "entropy": lambda: logchain.entropy(*chain),
-        "product": partial(_demo.forward_backward, chain),
+        "product": partial(demo.forward_backward, chain),
     }
     seconds = median_seconds(calls, rounds=11)
     names = {"states": "marginals", "sum": 'marginals, "sum"', "messages": "forward_backward", "entropy": "entropy"}
@@ -107,7 +108,7 @@ def draws() -> list[Row]:
 def against_forward() -> list[Row]:
     """Draws beside the forward pass they begin with."""
     chain, workload = dense_chain(32, 512, 64), "n=32 v=512 c=64, shared bulk"
-    calls = {"sample": lambda: logchain.sample(*chain, DRAWS), "product": partial(_demo.forward, chain)}
+    calls = {"sample": lambda: logchain.sample(*chain, DRAWS), "product": partial(demo.forward, chain)}
     seconds = median_seconds(calls, rounds=11)
     ratio = seconds["sample"] / seconds["product"]
     return [Row(workload, "logchain", f"sample, {DRAWS} draws", f"time over product's, {FORWARD}", ratio, "x")]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logchain._measure import peak_bytes
+from logchain.memory import peak_bytes
 from tests.benchmarks import aside
 from tests.benchmarks.aside import Item, Said
 from tests.benchmarks.kept import Missing

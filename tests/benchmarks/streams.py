@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import logchain
-from logchain._measure import median_seconds, peak_bytes
+from logchain.memory import peak_bytes
 from logchain.stream import Stream
 from tests.benchmarks.results import FORWARD, Row
+from tests.benchmarks.timing import median_seconds
 
 PIECE, WIDE, ONE_SHOT, LONG = 10_000, 100_000, 1_000_000, 10_000_000
 

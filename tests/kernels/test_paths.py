@@ -11,7 +11,8 @@ from logchain.autograd.paths import log_weight
 from logchain.kernels.cpu import arguments, library, team
 from logchain.kernels.cpu import sample as sample_in_c
 from logchain.kernels.plain import sample as sample_plainly
-from logchain.kernels.plain import semiring, sum_product, topk_paths
+from logchain.kernels.plain import semiring, topk_paths
+from logchain.kernels.plain.forward import forward as plain_forward
 from logchain.operands import chain_of
 from tests.contract import poisoned_memory
 from tests.families import FAMILIES
@@ -45,7 +46,7 @@ def answer(where, question, chain, steps, count=3, numbers=None):
         return paths.paths(chain, steps)
     if question == "topk_paths":
         return paths.paths(chain, steps, count)
-    log_norm, messages, _, redone = room("cpu", "sum_product").forward(chain, keep=True, steps=chain.v)
+    log_norm, messages, redone, _ = room("cpu", "forward").forward(chain, keep=chain.room(chain.v))[0]
     states = (numbers_for(chain, steps, count) if numbers is None else numbers).clone().view(torch.int64)
     paths.draw(chain, log_norm, messages, redone, states)
     return states, ~(log_norm < INF)
@@ -201,7 +202,7 @@ def test_messages_that_are_logarithms_all_of_them(name, where):
     draw = room(where, "sample").draw
     for given in (FAMILIES[name](F64), FAMILIES[name](F64).logs()):
         chain = arranged(given, [5, 1, 3])
-        log_norm, messages, _, redone = sum_product.forward(chain, keep=True, steps=chain.v)
+        log_norm, messages, redone, _ = plain_forward(chain, keep=chain.room(chain.v))[0]
         logs = torch.where(redone[..., None], messages, messages.log())
         one, other = (numbers_for(chain, 17, 50).view(torch.int64) for _ in range(2))
         draw(chain, log_norm, messages, redone, one)

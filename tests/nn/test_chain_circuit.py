@@ -8,7 +8,7 @@ import torch
 from scipy.special import logsumexp
 
 from logchain import nn, reference
-from logchain._measure import peak_bytes
+from logchain.memory import peak_bytes
 from tests.nn import circuits
 
 

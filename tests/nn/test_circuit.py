@@ -153,7 +153,7 @@ def test_a_fit_by_em_never_falls_and_ends_at_a_stationary_point(kind, missing):
     circuit = made(kind, 3, seed=4).double()
     data = torch.randint(K, (30, 3), generator=torch.Generator().manual_seed(2))
     observed = some_observed(30, 3) if missing else None
-    report = circuit.fit(data, observed=observed, max_iterations=60, generator=torch.Generator().manual_seed(0))
+    report = circuit.fit(data, observed=observed, max_iterations=25, generator=torch.Generator().manual_seed(0))
     history = np.array(report.history)
     assert (np.diff(history) >= -1e-9).all() and history[-1] > history[0] + 1
     assert abs(circuit.log_prob(data, observed).sum().item() - report.log_likelihood) < 1e-9

@@ -8,7 +8,7 @@ import torch
 from scipy.special import logsumexp, softmax
 
 from logchain import nn
-from logchain._measure import peak_bytes
+from logchain.memory import peak_bytes
 from tests.contract import assert_values, ulp, value_bound
 
 DTYPES = [torch.float32, torch.float64]

@@ -30,18 +30,38 @@ typedef struct {
 INLINE int logs(const Chain *a) { return a->by_log || a->logarithms; }
 INLINE reals size_of(reals a) { return (reals)((wholes)a & ~((wholes){0} + bits_of((real)-0.0))); }
 
+/* The largest of logarithms, or 0 where there is none. */
+static double largest_log(int64_t c, const double *from) {
+    double top = -__builtin_inf();
+    for (int64_t j = 0; j < c; j++) top = from[j] > top ? from[j] : top;
+    return top > -__builtin_inf() ? top : 0;
+}
+
+/* A row of logarithms as one of sums; whether that loses any. */
+static int follow(int64_t c, const double *from, real *row) {
+    double top = largest_log(c, from);
+    int lost = 0;
+    for (int64_t j = 0; j < c; j += LANES) {
+        reals high, rest;
+        UNROLL for (int l = 0; l < LANES; l++) {
+            double value = j + l < c ? from[j + l] - top : -__builtin_inf();
+            high[l] = (real)value, rest[l] = high[l] >= LOG_DEEPEST ? (real)(value - (double)high[l]) : 0;
+        }
+        reals value = exponential(high, rest) * power_of_two(TOP - 1);
+        lost |= any(~((value == 0) | (value >= TRUSTED)));
+        store_some(row + j, value, c - j);
+    }
+    return lost;
+}
+
 /* B after a sequence's last step. */
 static void end_row(Back *b, int64_t place) {
     const Chain *a = b->w.a;
-    int64_t q = sequence_of(&b->w, place), width = b->w.width, exponent;
+    int64_t q = sequence_of(&b->w, place), width = b->w.width;
     real *row = b->behind + place * width;
-    double shift;
-    if (!a->final) {
-        for (int64_t j = 0; j < width; j++) row[j] = j < a->states ? power_of_two(TOP - 1) : 0;
-        return;
-    }
-    if (start_row(a->states, width, a->final + q * a->states, 1, 0, row, &exponent, &shift))
-        a->lossy[q] = 2, b->skipped[place] = 1;
+    for (int64_t j = 0; j < width; j++) row[j] = j < a->states ? power_of_two(TOP - 1) : 0;
+    if (!a->following) return;
+    if (follow(a->states, a->following + q * a->states, row)) a->lossy[q] = 2, b->skipped[place] = 1;
 }
 
 /* T of a row; whether an emission was raised. */
@@ -173,7 +193,7 @@ static void write_outer(Back *b, const real *ahead, int64_t step) {
     reals high = {0};
     const Chain *a = w->a;
     int64_t c = a->states;
-    real *out = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set;
+    real *out = a->grad_bulk + first_count(a, w->set) + (step - 1) * a->count_step;
     int by_log = logs(a);
     Factors unscale = unscaled(by_log ? 0 : w->matrix.exponent);
     real first = UNSHARE * (real)b->weight * (real)unscale.first, second = (real)unscale.second;
@@ -242,7 +262,7 @@ static void count_step(Back *b, int64_t count, const real *ahead, int64_t step) 
         else add_rows(b, count, ahead, b->source);
         return;
     }
-    real *to = a->grad_bulk + (step - 1) * a->count_step + w->set * a->count_set;
+    real *to = a->grad_bulk + first_count(a, w->set) + (step - 1) * a->count_step;
     if (count == 0) clear(c * c, to);
     else if (count <= ADDED) {
         multiply((Product){c, count, across, ahead, 1, width, b->source, width, b->partial, across});
@@ -266,7 +286,7 @@ static const real *rows_ahead(const Back *b, int64_t count, int64_t step) {
 }
 
 INLINE real *gradient_at(const Chain *a, int64_t set, int64_t q, int64_t step) {
-    if (!a->grad_x) return 0;
+    if (!a->grad_x || (a->entering && step-- == 0)) return 0;
     if (a->starts) return a->grad_x + (a->starts[q] + step) * a->grad_step;
     int64_t at = a->grad_at ? a->grad_at[q] : set * a->grad_set + (q - set * a->members) * a->grad_member;
     return a->grad_x + step * a->grad_step + at;
@@ -324,6 +344,15 @@ static void write_start(Back *b, int64_t place) {
     }
 }
 
+/* B of the step that entered. */
+static void leave_back(const Back *b, int64_t place) {
+    const Chain *a = b->w.a;
+    const real *row = b->behind + place * b->w.width;
+    double *out = a->leaving + sequence_of(&b->w, place) * a->states;
+    for (int64_t j = 0; j < a->states && !b->skipped[place]; j++)
+        out[j] = logarithm((double)row[j] * (double)power_of_two(-TOP));
+}
+
 /* The matrix into a step, and its transpose where products or a row want it. */
 static void prepare_back(Back *b, int64_t count, int64_t step) {
     Walk *w = &b->w;
@@ -366,14 +395,16 @@ static int64_t few_back(Back *b, int64_t step) {
     if (a->one_matrix) prepare_back(b, 1, step);
     if (step >= lone_of(w, 1, padded, &l) || (a->grad_bulk && a->members > 1)) return step;
     l.by_log = logs(a);
-    l.gradient = gradient_at(a, w->set, q, 0), l.gradient_step = a->grad_step;
-    l.outer = a->grad_bulk ? a->grad_bulk + w->set * a->count_set : 0, l.outer_step = a->count_step;
+    l.until = a->entering != 0; /* that step has no gradient */
+    l.gradient = gradient_at(a, w->set, q, l.until), l.gradient_step = a->grad_step;
+    if (l.gradient) l.gradient -= l.until * l.gradient_step;
+    l.outer = a->grad_bulk ? a->grad_bulk + first_count(a, w->set) : 0, l.outer_step = a->count_step;
     l.held_ahead = a->counts ? b->held_ahead : 0, l.held_source = b->held_source;
     l.held_step = w->width, l.most_held = GROUP;
     l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / b->weight);
     l.unshare = UNSHARE * (real)b->weight;
     narrow(a->states, b->behind, l.state);
-    for (int full = 1; full && step > 0;) {
+    for (int full = 1; full && step > l.until;) {
         l.held = b->held;
         step = steps_back(&l, step);
         b->wary |= l.high > LARGE;
@@ -401,7 +432,9 @@ static void walk_back(Back *b) {
     int64_t exponent;
     b->weight = b->weight > 0 && b->weight < __builtin_inf() ? b->weight / mantissa(b->weight, &exponent) : 1;
     for (int64_t k = 0; k < c * padded(width) && counted; k++) b->partial[k] = 0, b->total[k] = 0;
-    for (int64_t step = a->steps - 1; step >= 0; step--) {
+    /* rows behind the ends of packed sequences are those of others */
+    int64_t steps = !a->starts ? a->steps : w->count > 0 ? steps_of(a, sequence_of(w, 0)) : 0;
+    for (int64_t step = steps - 1; step >= 0; step--) {
         int64_t before = count;
         while (count < w->count && steps_of(a, sequence_of(w, count)) > step)
             end_row(b, count++);
@@ -427,6 +460,7 @@ static void walk_back(Back *b) {
         }
         if (counted) count_step(b, count, ahead, step);
     }
+    for (int64_t place = 0; place < w->count && a->entering && a->leaving; place++) leave_back(b, place);
     for (int64_t place = 0; place < w->count && a->grad_p0; place++) write_start(b, place);
 }
 
@@ -457,14 +491,15 @@ static int64_t choose_members(const Walk *w, int64_t begin, int64_t behind, int6
     for (int64_t place = begin; place < behind; place++) {
         int64_t q = sequence_of(w, place);
         a->uncounted[q] = a->steps;
-        if (!a->lossy[q] && a->weight[q] != 0 && a->sums[q] > 0) {
+        if (!a->lossy[q] && a->weight[q] != 0 && a->log_norm[q] > -__builtin_inf()) {
             chosen[count++] = q - w->set * a->members;
             continue;
         }
         int64_t steps = a->starts ? steps_of(a, q) : a->steps;
-        for (int64_t step = 0; step < steps && a->grad_x; step++)
+        for (int64_t step = a->entering != 0; step < steps && a->grad_x; step++)
             clear(a->states, gradient_at(a, w->set, q, step));
         for (int64_t j = 0; j < a->states && a->grad_p0; j++) a->grad_p0[q * a->states + j] = 0;
+        for (int64_t j = 0; j < a->states && a->entering && a->leaving; j++) a->leaving[q * a->states + j] = 0;
     }
     return count;
 }

@@ -9,7 +9,6 @@ INLINE int64_t message_entries(const Chain *a) { return a->steps * sequences_of(
 static Chain with_scratch(const Chain *a) {
     Chain all = *a;
     if (!a->log_norm) all.log_norm = take(&all.room, sequences_of(a) * 8);
-    if (!a->sums) all.sums = take(&all.room, sequences_of(a) * (int64_t)sizeof(real));
     if (!a->lossy) all.lossy = take(&all.room, sequences_of(a));
     return all;
 }

@@ -14,14 +14,14 @@ typedef struct {
     const int64_t *x_at;            /* (g, m): where sequences begin, if no two strides say so; or null */
     const real *bulk;               /* (v - 1 or 1, g, from, to) */
     int64_t bulk_step, bulk_set, bulk_from, bulk_to;
+    const int64_t *bulk_at;         /* (g): where the matrices of a set begin, if no stride says so; or null */
     const real *p0;                 /* (g, m, c) */
     int64_t p0_set, p0_member, p0_state;
-    const real *final;              /* (g, m, c): weights of the last states; null for ones */
+    const double *following;        /* (g, m, c): logarithms of the backward messages of last steps; null for zeros */
     const int64_t *ends;            /* (g, m): steps of each sequence; null for v */
     const int64_t *order;           /* (g, m): members with more steps first; null where all have as many */
     real *messages;                 /* (v, g, m, c); null where they are not kept */
     double *log_norm;               /* (g, m) */
-    real *sums;                     /* (g, m): of the last message, times `final` */
     uint8_t *lossy;                 /* (g, m): 1, forward is to be redone; 2, backward is */
     int64_t *uncounted;             /* (g, m): where it is, the last step whose transitions have not been counted yet */
     char *room;                     /* scratch of this thread, see `room` in library.py */
@@ -31,6 +31,7 @@ typedef struct {
     const int64_t *grad_at;         /* as x_at */
     real *grad_bulk;                /* (v - 1, g, from, to) or null: what each step's transitions add up to */
     int64_t count_step, count_set;
+    const int64_t *count_at;        /* as bulk_at */
     double *counts;                 /* (g, from, to) or null: what all steps' transitions add up to, added to */
     double *grad_p0;                /* (g, m, c) or null */
     real *value;                    /* (g, m): log Z in the format, or null */
@@ -40,18 +41,27 @@ typedef struct {
     int64_t by_log;                 /* gradients are those of the logarithms of bulk and p0 */
     const int64_t *starts;          /* (g, m): the rows at which sequences begin in x, its gradient and messages, all of
                                        which are (rows, c), with one sequence behind the other; or null */
-    /* a stretch of a longer chain, forward alone: leaving is null where there is none */
-    double *leaving;                /* (g, m, c): logarithms of the shares of the last states */
+    /* a stretch of a longer chain: leaving is null where nothing is to leave it */
+    double *leaving;                /* (g, m, c): logarithms of the shares of the last states; of a backward call those
+                                       of the backward message of the step that entered */
     const real *entering;           /* (g, m, c): such ones as they came in, the x of a step ahead of x; or null */
     const double *taken, *lacking;  /* (g, m): what log_norm adds to, and what that lacks */
+    const double *arriving;         /* (g, m, c): what enters, in float64: see stretch.h */
     double *lost;                   /* (g, m): what log_norm lacks */
     real *shares;                   /* (v, g, m, c), with the strides of grad_x: of forward messages; or null */
     int64_t single;                 /* x, bulk, p0 and logarithms of messages are float32, whatever is computed in */
+    const void *other;              /* another chain of as many steps, sequences and states, or null */
+    real *factors;                  /* of stacks of matrices, see fold.h: what rows were scaled by */
+    const real *final_weights;      /* of stacks: weights of the last products, beside x; or null */
     /* state paths: the best, the `ranks` best, or as many that are drawn */
     int64_t *paths;                 /* (ranks, g, m, path_steps), or (ranks, rows) where there are `starts`; -1 for no
                                        state. Drawn ones come in as numbers in [0, 1), float64 */
     int64_t path_steps, path_rank, path_sequence, ranks; /* path_rank, path_sequence: strides */
 } Chain;
+
+/* Where the first matrix of a set lies, and its gradient. */
+INLINE int64_t first_matrix(const Chain *a, int64_t set) { return a->bulk_at ? a->bulk_at[set] : set * a->bulk_set; }
+INLINE int64_t first_count(const Chain *a, int64_t set) { return a->count_at ? a->count_at[set] : set * a->count_set; }
 
 /* Places of scratch are handed out one after the other, each on its own cache lines. */
 INLINE void *take(char **room, int64_t bytes) {

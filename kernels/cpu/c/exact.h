@@ -65,7 +65,7 @@ static void find_entries(Numbers *out) {
 }
 
 static void read_numbers(const Chain *a, int64_t set, int64_t step, int turned, Numbers *out) {
-    const real *from = a->bulk + set * a->bulk_set + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
+    const real *from = a->bulk + first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
     int64_t row = turned ? a->bulk_to : a->bulk_from, column = turned ? a->bulk_from : a->bulk_to, c = out->c;
     int64_t across = out->across, apart = a->bulk_to == 1 ? a->bulk_from : a->bulk_to; /* of rows, or of columns */
     int in_rows = column == 1;
@@ -194,6 +194,7 @@ INLINE void row_of_numbers(Numbers *p, const double *m, const double *e, double 
 typedef struct {
     const Chain *a;
     int64_t set, count, across;
+    int64_t steps;             /* of the longest of the sequences */
     int64_t *chosen;           /* (count): sequences of the set */
     Numbers matrix;
     double *m, *e, *um, *ue;   /* (count, across): messages, and sums */
@@ -245,6 +246,17 @@ static void read_row(const Exact *w, const real *from, int64_t step, int logarit
     }
 }
 
+/* A backward message that enters, logarithms of which the largest is taken out, as numbers. */
+static void read_following(const Exact *w, const double *from, double *m, double *e) {
+    double top = largest_log(w->a->states, from);
+    for (int64_t j = 0; j < w->across; j += WIDE) {
+        doubles raw = both(-__builtin_inf());
+        UNROLL for (int l = 0; l < WIDE; l++) if (j + l < w->a->states) raw[l] = from[j + l] - top;
+        Number value = exponential_number(raw);
+        store_wide(m + j, value.m), store_wide(e + j, value.e);
+    }
+}
+
 /* Rows of numbers, entry by entry; the result may lie where a factor does. */
 static void multiply_numbers(int64_t across, const double *am, const double *ae, const double *bm, const double *be,
                              double *m, double *e) {
@@ -272,17 +284,29 @@ static void log_numbers(const Exact *w, const double *m, const double *e, double
     }
 }
 
-/* A kept message: natural logarithms, the largest of them near 0. */
-static void keep_numbers(const Exact *w, const double *m, const double *e, real *out) {
+/* Natural logarithms of a row in `gm`; the largest of them, or 0 where there is none. */
+static double top_of_logs(const Exact *w, const double *m, const double *e) {
     doubles high = both(-__builtin_inf());
     log_numbers(w, m, e, w->gm);
     for (int64_t j = 0; j < w->a->states; j += WIDE) {
-        doubles found = load_wide(w->gm + j);
-        high = choose(found > high, found, high);
+        doubles value = load_wide(w->gm + j);
+        high = choose(value > high, value, high);
     }
     double top = highest_of(high);
+    return top > -__builtin_inf() ? top : 0;
+}
+
+/* A kept message: natural logarithms, the largest of them near 0. */
+static void keep_numbers(const Exact *w, const double *m, const double *e, real *out) {
+    double top = top_of_logs(w, m, e);
     for (int64_t j = 0; j < w->a->states; j += WIDE)
-        write_wide(out + j, load_wide(w->gm + j) - (top > -__builtin_inf() ? top : 0), w->a->states - j);
+        write_wide(out + j, load_wide(w->gm + j) - top, w->a->states - j);
+}
+
+/* The same of a backward message that leaves. */
+static void leave_numbers(const Exact *w, const double *m, const double *e, double *out) {
+    double top = top_of_logs(w, m, e);
+    for (int64_t j = 0; j < w->a->states; j++) out[j] = w->gm[j] - top;
 }
 
 /* An entry over the row's sum, of which `digit` is the largest. */
@@ -294,12 +318,7 @@ INLINE double share_of(double m, double e, double sum, double digit) {
 static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e) {
     const Chain *a = w->a;
     int64_t q = w->chosen[f];
-    double digit, sum;
-    if (a->final) {
-        read_row(w, a->final + q * a->states, 1, 0, w->gm, w->ge);
-        multiply_numbers(w->across, m, e, w->gm, w->ge, w->gm, w->ge);
-        sum = sum_of(w, w->gm, w->ge, &digit);
-    } else sum = sum_of(w, m, e, &digit);
+    double digit, sum = sum_of(w, m, e, &digit);
     Sum found = w->shifts[f];
     if (a->leaving) {
         log_numbers(w, m, e, w->um);
@@ -307,7 +326,6 @@ static void finish_numbers(Exact *w, int64_t f, const double *m, const double *e
         for (int64_t j = 0; j < a->states; j++) a->leaving[q * a->states + j] = w->um[j] - total;
     }
     digit += w->digits[f];
-    a->sums[q] = sum > 0 ? 1 : sum != sum ? (real)sum : 0;
     if (sum == 0 || sum != sum) {
         tell(a, q, (Sum){sum == 0 && found.sum == found.sum ? -__builtin_inf() : __builtin_nan(""), 0});
         return;
@@ -335,7 +353,7 @@ static void walk_numbers_ahead(Exact *w) {
     const Chain *a = w->a;
     double digit;
     for (int64_t f = 0; f < w->count; f++) w->shifts[f] = begun(a, w->chosen[f]), w->digits[f] = 0;
-    for (int64_t step = 0; step < a->steps; step++) {
+    for (int64_t step = 0; step < w->steps; step++) {
         if (step == 1 || (step > 1 && !a->one_matrix)) read_numbers(a, w->set, step, 0, &w->matrix);
         if (step > 0) multiply_all(w);
         for (int64_t f = 0; f < w->count; f++) {
@@ -460,7 +478,7 @@ static void write_counted(Exact *w, int64_t step, int times) {
         for (int64_t j = p->first[k / BLOCK]; j < p->behind[k / BLOCK]; j += BLOCK) {
             int64_t rows = c - j < BLOCK ? c - j : BLOCK, columns = c - k < BLOCK ? c - k : BLOCK;
             real tile[BLOCK * BLOCK] = {0}, turned[BLOCK * BLOCK];
-            real *to = a->grad_bulk + step * a->count_step + w->set * a->count_set + k * c + j;
+            real *to = a->grad_bulk + first_count(a, w->set) + step * a->count_step + k * c + j;
             for (int64_t r = 0; r < rows * BLOCK; r += WIDE)
                 write_wide(tile + r, load_wide(w->total + (j + r / BLOCK) * w->across + k + r % BLOCK), WIDE);
             UNROLL for (int r = 0; r < BLOCK; r += LANES)
@@ -509,14 +527,14 @@ static double meet_numbers(Exact *w, int64_t f, int64_t step, const double *bm, 
 static void walk_numbers_back(Exact *w) {
     const Chain *a = w->a;
     int64_t c = a->states, counts[TOGETHER];
-    int counted = (a->counts || a->grad_bulk) && a->steps > 1, plain = 0;
+    int counted = (a->counts || a->grad_bulk) && w->steps > 1, plain = 0;
     for (int64_t k = 0; k < c * w->across && counted; k++) w->total[k] = 0;
     clear_numbers(w->count * w->across, w->m, w->e);
-    for (int64_t step = a->steps - 1; step >= 0; step--) {
+    for (int64_t step = w->steps - 1; step >= 0; step--) {
         double digit;
         int64_t ahead = step + 1;
-        if (ahead < a->steps) {
-            if (!a->one_matrix || ahead + 1 == a->steps) read_numbers(a, w->set, ahead, 1, &w->matrix);
+        if (ahead < w->steps) {
+            if (!a->one_matrix || ahead + 1 == w->steps) read_numbers(a, w->set, ahead, 1, &w->matrix);
             for (int64_t f = 0; f < w->count; f++) {
                 int64_t q = w->chosen[f], at = f * w->across;
                 if (ahead < steps_of(a, q)) emit_numbers(w, x_at(a, w->set, q, ahead), w->m + at, w->e + at, &digit);
@@ -535,7 +553,7 @@ static void walk_numbers_back(Exact *w) {
             }
             if (ahead == steps) {
                 for (int64_t j = 0; j < w->across; j++) bm[j] = j < c, be[j] = j < c ? 0 : NO_DIGIT;
-                if (a->final) read_row(w, a->final + q * c, 1, 0, bm, be);
+                if (a->following) read_following(w, a->following + q * c, bm, be);
             }
             for (int64_t j = 0; j < w->across; j++) w->scratch[j] = w->entered[at + j];
             double sum = meet_numbers(w, f, step, bm, be, &digit);
@@ -550,8 +568,10 @@ static void walk_numbers_back(Exact *w) {
         for (int64_t k = 0; k < w->across && plain; k += BLOCK)
             for (int64_t f = 0, at = 0; f < w->count; f++, at += w->across)
                 count_block(w, k, counts[f], w->am + at, w->ae + at, w->um + at, w->ue + at, w->rows + at);
-        if (counted && ahead < a->steps && (a->grad_bulk || step == 0)) write_counted(w, step, plain && logs(a));
+        if (counted && ahead < w->steps && (a->grad_bulk || step == 0)) write_counted(w, step, plain && logs(a));
     }
+    for (int64_t f = 0; f < w->count && a->entering && a->leaving; f++)
+        leave_numbers(w, w->m + f * w->across, w->e + f * w->across, a->leaving + w->chosen[f] * c);
     for (int64_t f = 0; f < w->count && a->grad_p0; f++)
         start_numbers(w, f, w->m + f * w->across, w->e + f * w->across);
 }
@@ -568,6 +588,9 @@ static int64_t redo(const Chain *a, int which, void walk(Exact *)) {
         for (; q < a->last && q / a->members == w.set && w.count < together; q++)
             if ((a->lossy[q] & which) && (which == 1 || (a->weight[q] != 0 && a->log_norm[q] != -__builtin_inf())))
                 w.chosen[w.count++] = q;
+        w.steps = a->starts ? 0 : a->steps;
+        for (int64_t f = 0; f < w.count && a->starts; f++)
+            if (steps_of(a, w.chosen[f]) > w.steps) w.steps = steps_of(a, w.chosen[f]);
         if (!w.count) continue;
         w.matrix = (Numbers){.c = c, .across = across, .m = take(&room, matrix), .e = take(&room, matrix),
                              .plane = take(&room, matrix), .enough = take(&room, row), .first = take(&room, across),

@@ -148,7 +148,7 @@ INLINE int64_t back(const int narrow, const int one, Lone *lone, int64_t step) {
     const Bounds bounds = bounds_of(narrow, l);
     int64_t c = narrow ? l->c : LANES, counts = l->outer || l->held_ahead, held = l->held;
     reals behind = load(l->state), factor = all(1), high = {0};
-    for (; step > 0 && (!l->held_ahead || held < l->most_held); step--) {
+    for (; step > l->until && (!l->held_ahead || held < l->most_held); step--) {
         const real *entries = one ? l->entries : l->entries + (step - 1) * l->entries_step;
         real top;
         int deep;

@@ -31,7 +31,7 @@ enum { MIDDLE = TOP - 16 };
 
 /* Rows of the products of one set, in the fields of a Chain: p0 is the first matrix (set, member = row, state), bulk the
    others. `messages` keeps P (sets, steps, c, c) with LANES entries behind each set, for the last vector of a row may
-   reach beyond it; then `sums` keeps D (sets, steps, c), with a 0 in front where no row is scaled, and `grad_bulk` E. */
+   reach beyond it; then `factors` keeps D (sets, steps, c), with a 0 in front where no row is scaled, and `grad_bulk` E. */
 typedef struct {
     const Chain *a;
     int64_t set, row, rows, width;
@@ -63,7 +63,7 @@ INLINE real *uses_at(const Fold *f, int64_t step) {
 static real exponentiate(const Fold *f, int64_t step, real *out) {
     const Chain *a = f->a;
     int64_t c = a->states, count = c * c;
-    const real *from = a->bulk + f->set * a->bulk_set + (step - 1) * a->bulk_step;
+    const real *from = a->bulk + first_matrix(a, f->set) + (step - 1) * a->bulk_step;
     if (a->bulk_to != 1 || a->bulk_from != c || count < LANES) {
         for (int64_t k = 0; k < c; k++)
             for (int64_t j = 0; j < c; j++) out[k * c + j] = from[k * a->bulk_from + j * a->bulk_to];
@@ -229,7 +229,7 @@ static Fold fold_of(const Chain *a, char **room) {
 INLINE void keep_set(Fold *f) {
     if (!f->a->messages) return;
     f->kept = f->a->messages + f->set * (f->a->steps * f->a->states * f->a->states + LANES);
-    f->factors = f->a->sums + f->set * f->a->steps * f->a->states;
+    f->factors = f->a->factors + f->set * f->a->steps * f->a->states;
 }
 
 /* Products of the rows from `first` to before `last` of all sets: those of a set that has lost something are marked.
@@ -280,7 +280,7 @@ static void sweep(const Fold *f, real *g, real *behind, real *uses, real *turned
     clear(c * width, g);
     for (int64_t step = last; step >= 0; step--) {
         const real *weights = a->x ? a->x + step * a->x_step + f->set * a->x_set : 0;
-        if (a->final && step == last) weights = a->final + f->set * a->x_set;
+        if (a->final_weights && step == last) weights = a->final_weights + f->set * a->x_set;
         seed(f, step, weights, c, g);
         if (step == 0) {
             write_uses(f, 0, g, width, product_at(f, 0));
@@ -307,7 +307,7 @@ static int64_t gradients(const Chain *a, int all) {
     real *g = take(&room, bytes), *behind = take(&room, bytes), *uses = take(&room, bytes);
     real *turned = take(&room, bytes);
     clear(c * f.width, turned);
-    f.rows = c, f.kept = a->messages, f.factors = a->sums;
+    f.rows = c, f.kept = a->messages, f.factors = a->factors;
     for (f.set = a->first / c; f.set < a->last / c; f.set++) {
         if (all) a->lossy[f.set * c] = (uint8_t)!fold(&f);
         else keep_set(&f);

@@ -180,18 +180,11 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
 static void finish(Walk *w, int64_t place, int64_t step) {
     const Chain *a = w->a;
     int64_t q = sequence_of(w, place), c = a->states;
-    const real *state = state_at(w, place, step), *final = a->final ? a->final + q * c : 0;
-    double sum = 0, high = final ? 0 : 1;
-    int meets = 0;
-    for (int64_t j = 0; j < c; j++) {
-        double weight = final ? final[j] : 1;
-        high = weight > high ? weight : high;
-        meets |= state[j] > 0 && weight > 0;
-        sum += state[j] * weight;
-    }
-    if (!(sum < __builtin_inf()) || (sum > 0 && sum < (double)TRUSTED * high) || (sum == 0 && meets)) a->lossy[q] = 1;
-    if (BITS == 32 && sum > 0x1p127) a->lossy[q] = 1;
-    a->sums[q] = (real)sum;
+    const real *state = state_at(w, place, step);
+    double sum = 0;
+    for (int64_t j = 0; j < c; j++) sum += state[j];
+    if (!(sum < __builtin_inf()) || (sum > 0 && sum < (double)TRUSTED)) a->lossy[q] = 1;
+    if (a->leaving && a->messages && w->deep[place]) a->lossy[q] = 1; /* no sums follow that would tell */
     Sum found = w->shifts[place];
     int64_t exponent;
     double rest = mantissa(sum, &exponent);
@@ -248,7 +241,7 @@ static int64_t lone_of(Walk *w, int turned, real *padded, Lone *l) {
     real limit = one ? TRUSTED * m->high : INFINITE;
     limit = limit < SHALLOW ? SHALLOW : limit;
     *l = (Lone){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 1) - a->x_step, .x_step = a->x_step,
-                .entries = one ? padded : a->bulk + w->set * a->bulk_set, .row = a->bulk_from,
+                .entries = one ? padded : a->bulk + first_matrix(a, w->set), .row = a->bulk_from,
                 .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
                 .shares = a->shares ? shares_at(a, q, 1) - a->grad_step : 0, .share_step = a->grad_step,
                 .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
@@ -285,12 +278,12 @@ static void walk_ahead(Walk *w) {
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place);
         w->shifts[place] = begun(a, q), w->exponents[place] = 0, w->deep[place] = 0;
-        a->lossy[q] = 0, a->sums[q] = 0, a->log_norm[q] = -__builtin_inf();
+        a->lossy[q] = 0, a->log_norm[q] = -__builtin_inf();
     }
     int64_t count = active(w, w->count, 0);
     start(w, count, common);
     if (a->one_matrix && a->steps > 1) prepare(a, w->set, 1, &w->matrix);
-    for (int64_t step = 0; step < a->steps; step++) {
+    for (int64_t step = 0; step < a->steps && (count > 0 || !a->starts); step++) {
         if (w->lone && step > 0 && count > 0 && !a->lossy[sequence_of(w, 0)]) step = few_ahead(w, step);
         if (step > 0 && count > 0) {
             if (!a->one_matrix) prepare(a, w->set, step, &w->matrix);

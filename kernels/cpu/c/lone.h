@@ -16,6 +16,7 @@ typedef struct {
     real *gradient;                 /* of x at step 0, or null */
     real *outer;                    /* gradient of the matrix into step 1, or null */
     real *held_ahead, *held_source; /* rows that are to be multiplied, or null */
+    int64_t until;                  /* steps back stop there */
     int64_t x_step, row, entries_step, message_step, share_step, gradient_step, outer_step, held_step, held, most_held;
     real high;                      /* the largest entry that a gradient was written for */
     real limits[2];                 /* of sums that are believed; the second, where an emission was raised */

@@ -120,7 +120,6 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     Chain *both[] = {&all, &back};
     for (int k = 0; k < 2; k++) {
         both[k]->room = all.room, both[k]->lossy = take(&both[k]->room, sequences);
-        both[k]->sums = take(&both[k]->room, sequences * 8); /* float64, or float32 of what is redone */
         if (k || !a->log_norm) both[k]->log_norm = take(&both[k]->room, sequences * 8);
         all.room = both[k]->room;
     }

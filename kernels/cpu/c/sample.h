@@ -25,7 +25,7 @@ typedef struct {
 static void read_column(const Sampler *s, int64_t step, int64_t state, int as_logarithms, real *out) {
     const Chain *a = s->a;
     int64_t index = a->one_matrix ? 0 : step - 1;
-    const real *from = a->bulk + s->set * a->bulk_set + index * a->bulk_step + state * a->bulk_to;
+    const real *from = a->bulk + first_matrix(a, s->set) + index * a->bulk_step + state * a->bulk_to;
     int given = a->logarithms != 0;
     for (int64_t k = 0; k < a->states; k++) out[k] = from[k * a->bulk_from];
     for (int64_t k = a->states; k < s->width; k++) out[k] = given ? -INFINITE : 0;

@@ -114,7 +114,7 @@ INLINE void widen_singles(int64_t c, int64_t width, const float *from, int64_t s
 
 /* The matrix into `step` as products take it: where it lies, or as a copy. */
 static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
-    const real *from = a->bulk + set * a->bulk_set + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
+    const real *from = a->bulk + first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
     int64_t c = a->states;
     out->exponent = out->looked = 0, out->shift = 0;
     if (!a->logarithms && !is_single(a) && out->width == c && (a->bulk_to == 1 || c == 1)) {

@@ -39,7 +39,7 @@ static int to_logarithms(int64_t width, int logarithms_given, real *row) {
 static void read_logarithms(Best *b, int64_t step) {
     const Chain *a = b->walk.a;
     int64_t c = a->states, width = b->walk.width, index = a->one_matrix ? 0 : step - 1;
-    const real *from = a->bulk + b->walk.set * a->bulk_set + index * a->bulk_step;
+    const real *from = a->bulk + first_matrix(a, b->walk.set) + index * a->bulk_step;
     if (b->read == b->walk.set * a->steps + index) return;
     b->read = b->walk.set * a->steps + index, b->unknown = 0;
     for (int64_t k = 0; k < c; k++) {
@@ -57,7 +57,7 @@ static void read_logarithms(Best *b, int64_t step) {
 INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
     const Chain *a = b->walk.a;
     if (a->one_matrix) return b->turned + state * b->walk.width;
-    const real *from = a->bulk + b->walk.set * a->bulk_set + (step - 1) * a->bulk_step + state * a->bulk_to;
+    const real *from = a->bulk + first_matrix(a, b->walk.set) + (step - 1) * a->bulk_step + state * a->bulk_to;
     widen(a->states, b->walk.width, from, a->bulk_from, a->logarithms ? -INFINITE : 0, b->turned);
     to_logarithms(b->walk.width, (int)a->logarithms, b->turned);
     return b->turned;

@@ -76,9 +76,10 @@ def chain_of(dtype, c, steps=7, members=3):
         "uncounted": np.zeros(members, np.int64),
         "weight": np.ones(members), "grad_x": empty(x.shape), "grad_bulk": empty(bulk.shape),
         "grad_p0": np.zeros((members, c)), "log_forward": empty(x.shape), "log_backward": empty(x.shape),
-        "room": np.zeros(2**20, np.uint8),
+        "room": np.zeros(2**20, np.uint8), "paths": np.zeros((members, steps), np.int64),
     }  # fmt: skip
-    return Arguments(**sizes, **strides, **gradients), buffers
+    states = {"path_steps": steps, "path_sequence": steps, "ranks": 1}
+    return Arguments(**sizes, **strides, **gradients, **states), buffers
 
 
 @pytest.mark.slow
@@ -102,6 +103,14 @@ def test_a_program_computes_the_same_on_every_cpu(name, level, dtype, tmp_path):
         messages = reference.forward_backward(x.swapaxes(0, 1), bulk[None], np.ones(c))
         np.testing.assert_allclose(buffers["log_forward"], messages.forward.swapaxes(0, 1), **accuracy)
         np.testing.assert_allclose(buffers["log_backward"], messages.backward.swapaxes(0, 1), **accuracy)
+        best = reference.viterbi(x.swapaxes(0, 1), bulk[None], np.ones(c))
+        for function in ("viterbi", "topk_paths"):
+            found = c_program.run(command, f"{function}{bits}", arguments, buffers)
+            np.testing.assert_array_equal(found["paths"], best.states)
+        arguments.last = 1  # messages of the first sequence: of a draw by a number of 0, the last state of a weight
+        buffers = c_program.run(command, f"forward{bits}", arguments, buffers)
+        found = c_program.run(command, f"sample{bits}", arguments, buffers)
+        assert found["paths"][0, -1] == c - 1 and (found["paths"][0] >= 0).all()
 
 
 @pytest.fixture

@@ -211,3 +211,12 @@ def test_nothing_is_read_before_it_is_written(device, each):
     lengths = torch.tensor([3, 2, 1][: chain.x.shape[0]])
     with poisoned_memory():
         Problem(chain, device, lengths).assert_contract()
+
+
+@BOTH
+def test_tiny_entries_of_doubles(device, each):
+    """Their logarithms are as exact as others', where a sum of them is redone."""
+    chain = FAMILIES["detour"](dtype=F64, v=4, c=4, **few(each))
+    linear = Chain(chain.x, chain.bulk.exp(), chain.p0.exp())
+    assert linear.bulk.min() < 1e-80
+    Problem(linear, device).assert_contract()

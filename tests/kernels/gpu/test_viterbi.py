@@ -311,3 +311,12 @@ def test_a_path_of_given_messages(device):
             state = int(terms.argmax())
             expected.insert(0, state)
         assert found[z, y].tolist() == expected + [-1] * (4 - end)
+
+
+def test_tiny_entries_of_doubles(device):
+    """Of two ways to state 0 the one through the smaller entry weighs more, by 1e-6."""
+    bulk = torch.tensor([[1e-31, 1.0], [1e-29, 1.0]], dtype=F64, device=device)
+    better = np.log(1e-31) - np.log(1e-29) - 1e-6
+    messages = torch.tensor([[0.0, better], [0.0, -INF]], dtype=F64, device=device)[:, None, None]
+    ends = torch.full((1, 1), 2, device=device)
+    assert backtrack.paths(messages, bulk[None, None], ends, log_params=False).flatten().tolist() == [0, 0]

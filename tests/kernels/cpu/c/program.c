@@ -11,6 +11,9 @@
 OF_BOTH(forward)
 OF_BOTH(backward)
 OF_BOTH(redo_forward)
+OF_BOTH(sample)
+OF_BOTH(topk_paths)
+OF_BOTH(viterbi)
 OF_BOTH(redo_backward)
 OF_BOTH(messages)
 
@@ -22,6 +25,12 @@ static const struct {
     {"forward64", logchain_forward64},
     {"backward32", logchain_backward32},
     {"backward64", logchain_backward64},
+    {"viterbi32", logchain_viterbi32},
+    {"viterbi64", logchain_viterbi64},
+    {"topk_paths32", logchain_topk_paths32},
+    {"topk_paths64", logchain_topk_paths64},
+    {"sample32", logchain_sample32},
+    {"sample64", logchain_sample64},
     {"redo_forward32", logchain_redo_forward32},
     {"redo_forward64", logchain_redo_forward64},
     {"redo_backward32", logchain_redo_backward32},

@@ -1,0 +1,17 @@
+"""What other packages call a chain, as the arguments of `logchain`'s functions; none of those packages is imported."""
+
+from .chain_arguments import ChainArguments
+from .hmmlearn import from_hmmlearn
+from .pyro import from_pyro
+from .pytorch_crf import from_pytorch_crf
+from .statsmodels import from_statsmodels
+from .torch_struct import from_torch_struct
+
+__all__ = [
+    "ChainArguments",
+    "from_hmmlearn",
+    "from_pyro",
+    "from_pytorch_crf",
+    "from_statsmodels",
+    "from_torch_struct",
+]

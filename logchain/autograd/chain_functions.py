@@ -1,0 +1,177 @@
+"""The operators of a chain as Functions: what is whose derivative, and how each is mapped.
+
+    log-partition  --gradient-->  posteriors  --along tangents-->  covariances
+
+Each has derivatives up to the second, a rule for vmap, and is known to torch.compile. Kept for the backward pass are
+the operands and what the schedule keeps; gradients have the operands' own shapes. Derivatives of gradients, and those
+along tangents, do not depend on the schedule.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import chain_operators as operators
+from . import tangents as tangent_operators
+from .operator import as_one, call, of_each, transform, with_batch_first
+
+
+class LogNorm(torch.autograd.Function):
+    """x, bulk, p0, lengths, log_params, keep, segments -> Kept."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        kept: tuple[Tensor, ...] = operators.log_norm(*args)
+        return kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *operands, ctx.log_params, _, ctx.segments = inputs
+        ctx.save_for_backward(*operands, *output)
+        ctx.save_for_forward(*operands)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
+        needs = ctx.needs_input_grad[:3]
+        gradients = call(Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, ctx.segments)
+        return (*if_needed(gradients, needs), *(None,) * 4)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+        derivative = call(Along, *ctx.saved_tensors[:4], *tangents[:3], ctx.log_params, False)
+        return derivative, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        operands = with_batch_first(info.batch_size, in_dims, *args[:4])
+        # a mapped tensor does not say that a gradient is wanted of it
+        keep = args[5] or torch.is_grad_enabled()
+        return call(LogNorm, *operands, args[4], keep, args[6]), (0, None, None, None)
+
+
+class Gradient(torch.autograd.Function):
+    """grad, x, bulk, p0, lengths, *Kept, log_params, by_log, need_x, need_bulk, need_p0, segments -> gradients."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        gradients: tuple[Tensor, Tensor, Tensor] = operators.log_norm_backward(*args)
+        return gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.log_params, ctx.by_log, *ctx.needs, _ = ctx.options = inputs[9:]
+        ctx.save_for_backward(*inputs[:5])
+        ctx.save_for_forward(*inputs[:9])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        tangents = if_needed(tangents, ctx.needs)
+        if all(tangent is None for tangent in tangents):
+            return (None,) * 15
+        derivatives = call(Second, *ctx.saved_tensors, *tangents, ctx.log_params, ctx.by_log)
+        return (*if_needed(derivatives, ctx.needs_input_grad[:4]), *(None,) * 11)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        """Linear in `grad`; in the operands, their covariances, which are symmetric."""
+        grad, x, bulk, p0, lengths, *kept = ctx.saved_tensors
+        along_grad, along_x, along_bulk, along_p0 = tangents[:4]
+        wide = ctx.by_log and not ctx.log_params  # tangents are linear, but the gradients are not
+        if wide:
+            along_bulk, along_p0 = _quotient(along_bulk, bulk), _quotient(along_p0, p0)
+        options = ctx.log_params, ctx.by_log
+        second = call(Second, grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, *options)
+        out = [second[1], second[2] * bulk, second[3] * p0] if wide else list(second[1:])
+        if along_grad is not None:
+            first = call(Gradient, along_grad, x, bulk, p0, lengths, *kept, *ctx.options)
+            out = [a + b if need else a for a, b, need in zip(out, first, ctx.needs, strict=True)]
+        return tuple(a if need else a.new_zeros(0) for a, need in zip(out, ctx.needs, strict=True))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Each example has gradients of its own, also of an operand that all share: so the messages are made again."""
+        log_params, _, *needs, segments = options = args[9:]
+        grad, *operands = of_each(info.batch_size, "grad x bulk p0 lengths", in_dims, args)
+        kept = call(LogNorm, *operands, log_params, True, segments)
+        gradients = call(Gradient, grad, *operands, *kept, *options)
+        return as_one(info.batch_size, gradients, in_dims[1:4], args[1:4], needs), (0, 0, 0)
+
+
+class Along(torch.autograd.Function):
+    """x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> the log-partition's derivative."""
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        derivative: Tensor = tangent_operators.log_norm_along(*args)
+        return derivative
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.log_params, ctx.by_log = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bulk, p0, lengths, *tangents = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        first: tuple[Tensor | None, ...] = (None,) * 3
+        second: tuple[Tensor | None, ...] = (None,) * 4
+        if any(needs[:3]):
+            second = call(Second, grad, x, bulk, p0, lengths, *tangents, ctx.log_params, ctx.by_log)
+        if any(needs[4:7]):
+            kept = call(LogNorm, x, bulk, p0, lengths, ctx.log_params, True, 1)
+            first = call(Gradient, grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *needs[4:7], 1)
+        return (*if_needed(second[1:], needs[:3]), None, *if_needed(first, needs[4:7]), None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        operands = of_each(info.batch_size, "x bulk p0 lengths x bulk p0", in_dims, args)
+        return call(Along, *operands, *args[7:]), 0
+
+
+class Second(torch.autograd.Function):
+    """The gradients, with respect to grad, x, bulk and p0, of the products of `Gradient` with tangents.
+
+    grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> gradients.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = tangent_operators.log_norm_second(*args)
+        return gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("logchain: expected at most two derivatives, got a third")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        operands = of_each(info.batch_size, "grad x bulk p0 lengths x bulk p0", in_dims, args)
+        derivative, *gradients = call(Second, *operands, *args[8:])
+        own = as_one(info.batch_size, gradients, in_dims[1:4], args[1:4], [True] * 3)
+        return (derivative, *own), (0, 0, 0, 0)
+
+
+def if_needed(gradients: Any, needs: Any) -> tuple[Any, ...]:
+    """The gradients that are needed, None for the others."""
+    return tuple(value if need else None for value, need in zip(gradients, needs, strict=True))
+
+
+def _quotient(tangent: Tensor | None, value: Tensor) -> Tensor | None:
+    return None if tangent is None else torch.where(value == 0, 0.0, tangent / torch.where(value == 0, 1.0, value))
+
+
+transform("log_norm", LogNorm)
+transform("log_norm_backward", Gradient)
+transform("log_norm_along", Along)
+transform("log_norm_second", Second)

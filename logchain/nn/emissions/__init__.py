@@ -1,0 +1,25 @@
+"""The families of what is observed: the emissions of a hidden Markov model, the input layers of a circuit."""
+
+from .bernoulli import Bernoulli
+from .binomial import Binomial
+from .categorical import Categorical
+from .distribution import Distribution
+from .exponential_family import ExponentialFamily
+from .finite import Finite
+from .gaussian import Gaussian
+from .input_layer import InputLayer
+from .mixture import Mixture
+from .poisson import Poisson
+
+__all__ = [
+    "Bernoulli",
+    "Binomial",
+    "Categorical",
+    "Distribution",
+    "ExponentialFamily",
+    "Finite",
+    "Gaussian",
+    "InputLayer",
+    "Mixture",
+    "Poisson",
+]

@@ -1,0 +1,180 @@
+"""Any family of `torch.distributions` as an input layer, fitted by gradients."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import biject_to, constraints, transform_to
+
+from ...operands import at_hand
+from ..checks import check_amount
+from ..parameters import arithmetic, broadcast
+from .input_layer import InputLayer
+
+
+class Distribution(InputLayer):
+    r"""`log p(y | unit) = family(**parameters).log_prob(y)`, with parameters of each unit.
+
+    Args:
+        family: a class of `torch.distributions`, or a function that makes a distribution of keyword arguments.
+        units: `[*U, c]`, or `c` alone; the batch shape of the distribution.
+        limits: what each parameter has to satisfy (`torch.distributions.constraints`); by default what the class says,
+            and real numbers for a function.
+        spread: what is the same for all states is told apart by normal noise of this size, in the free parameters.
+        generator: where the noise comes from.
+        **initial: the parameters' values `[*U, c, *event of the parameter]`, or what broadcasts to that.
+
+    `free`: a `ParameterDict` of real parameters, which `torch.distributions.biject_to` maps to what is allowed (or
+    `transform_to`, where no bijection is known). Integers are not trained. Call: data `[..., *U, *event]` to
+    `[..., *U, c]`, in nats; see `InputLayer`. Only the whole of an event may be missing.
+
+    Raises:
+        TypeError: the family is neither a class nor a function, or `spread` is no number.
+        ValueError: an initial value is not allowed, or nothing maps to what is (name other `limits`); it or the
+            distribution's shapes do not go with the units; no unit allows some of the data (looked at on a CPU).
+
+    >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=torch.tensor([1.0, 4.0]), spread=0)
+    >>> waits(torch.tensor([1.0]))
+    tensor([[-1.0000, -1.2274]], grad_fn=<MaskedFillBackward0>)
+    """
+
+    factorised = False
+    _allowed: Tensor
+
+    def __init__(
+        self,
+        family: Callable[..., torch.distributions.Distribution],
+        units: int | tuple[int, ...],
+        *,
+        limits: Mapping[str, Any] | None = None,
+        spread: float = 0.1,
+        generator: torch.Generator | None = None,
+        **initial: Any,
+    ) -> None:
+        super().__init__(units)
+        if not callable(family):
+            raise TypeError(f"family: expected a class or a function, got {type(family).__name__}")
+        check_amount("spread", spread)
+        limits = _limits(family, limits, initial)
+        starts = {name: _start(name, start, limits[name]) for name, start in initial.items()}
+        values = {}
+        for name, start in starts.items():
+            shape = (*self.units, *start.shape[start.dim() - limits[name].event_dim :])
+            values[name] = broadcast(name, start, torch.Size(shape)).to(start.dtype).detach().clone()
+        example = family(**values)
+        self.event = tuple(example.event_shape)
+        if example.batch_shape != self.units or len(self.event) > 1:
+            raise ValueError(
+                f"family: expected batch shape {list(self.units)} and an event () or (d,), "
+                f"got {list(example.batch_shape)} and {list(example.event_shape)}"
+            )
+        self.family, self.spread = family, spread
+        self.transforms = {name: _transform(name, limit) for name, limit in limits.items() if not limit.is_discrete}
+        self._initial = {name: transform.inv(values[name]) for name, transform in self.transforms.items()}
+        # a copy: training must not move what `reset_parameters` goes back to
+        free = {name: torch.nn.Parameter(start.clone()) for name, start in self._initial.items()}
+        self.free = torch.nn.ParameterDict(free)
+        self._alike = [name for name, start in starts.items() if _shared(start, limits[name].event_dim)]
+        self._fixed = [name for name in values if name not in self.free]
+        for name in self._fixed:
+            self.register_buffer(name, values[name])
+        with torch.random.fork_rng(devices=[]):
+            self.register_buffer("_allowed", example.sample()[(0,) * len(self.units)], persistent=False)
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """The initial values, with noise anew."""
+        for name, parameter in self.free.items():
+            start = self._initial[name].to(parameter)
+            noise = self.spread * torch.empty_like(parameter).normal_(generator=generator)
+            parameter.copy_(start + noise if name in self._alike else start)
+
+    def parameters_of_units(self) -> dict[str, Tensor]:
+        """What the family is called with, `[*U, c, *event of the parameter]`."""
+        trained = {name: self.transforms[name](arithmetic(free)) for name, free in self.free.items()}
+        return trained | {name: self.get_buffer(name) for name in self._fixed}
+
+    def distribution(self, **values: Tensor) -> torch.distributions.Distribution:
+        """Of given parameters."""
+        # looking at the values would make the host wait for a GPU
+        options = {"validate_args": False} if isinstance(self.family, type) else {}
+        return self.family(**values, **options)
+
+    def log_density(self, data: Tensor) -> Tensor:
+        """Of the distribution."""
+        values = self.parameters_of_units()
+        made = self.distribution(**values)
+        data = data.to(next(iter(values.values())).dtype)
+        support: Any = made.support
+        allowed: Tensor = support.check(data)
+        if at_hand(allowed) and not bool(allowed.any(-1).all()):
+            raise ValueError(f"data: expected {support}, got something else")
+        # some families go on with their formula where they end: Pareto does
+        return made.log_prob(data).masked_fill(~allowed, -torch.inf)
+
+    def fill(self, data: Tensor, known: Tensor) -> Tensor:
+        """With a sample of the initial distribution."""
+        return torch.where(known, data, self._allowed.to(data.dtype))
+
+    @torch.no_grad()
+    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A sample; the distributions know no generators, so one is only the seed."""
+        values = {name: self.of_states(value, states) for name, value in self.parameters_of_units().items()}
+        made = self.distribution(**values)
+        if generator is None:
+            return made.sample()
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        with torch.random.fork_rng(devices=[states.device] if states.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return made.sample()
+
+    @torch.no_grad()
+    def mode(self) -> tuple[Tensor, Tensor]:
+        """Of the distribution, where torch knows it."""
+        made = self.distribution(**self.parameters_of_units())
+        modes = made.mode.detach()
+        return modes, made.log_prob(modes)
+
+    def extra_repr(self) -> str:
+        """Sizes, as torch prints them."""
+        return f"{getattr(self.family, '__name__', self.family)}, {super().extra_repr()}"
+
+
+def _limits(family: Any, limits: Mapping[str, Any] | None, initial: Mapping[str, Any]) -> dict[str, Any]:
+    """What each parameter has to satisfy: what is said, or else any real number."""
+    if limits is None:
+        said = getattr(family, "arg_constraints", None)
+        limits = said if isinstance(said, dict) else {}
+    elif unknown := limits.keys() - initial.keys():
+        raise ValueError(
+            f"limits: expected names of parameters, {', '.join(initial)}, got {', '.join(sorted(unknown))}"
+        )
+    return {name: limits.get(name, constraints.real) for name in initial}
+
+
+def _start(name: str, start: Any, limit: Any) -> Tensor:
+    """An initial value that is allowed, as a floating tensor."""
+    value = torch.as_tensor(start)
+    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+    if constraints.is_dependent(limit):
+        raise ValueError(f"limits: expected what {name} has to satisfy by itself, got {limit}")
+    if not bool(limit.check(value).all()):
+        raise ValueError(f"{name}: expected {limit}, got {start}")
+    return value
+
+
+def _shared(start: Tensor, event: int) -> bool:
+    """Whether all states are given the same, by a value with so many axes of the parameter's event."""
+    return start.dim() == event or start.shape[-1 - event] == 1
+
+
+def _transform(name: str, limit: Any) -> Any:
+    """Of real numbers to what is allowed."""
+    for known in (biject_to, transform_to):
+        try:
+            return known(limit)
+        except NotImplementedError:
+            continue
+    raise ValueError(f"limits: expected what real numbers can be mapped to for {name}, got {limit}")

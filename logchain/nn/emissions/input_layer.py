@@ -1,0 +1,133 @@
+"""What observations say about hidden units: log-densities of data given each unit."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...operands import at_hand
+from ..checks import check_count, check_is_tensor, check_mask
+from ..parameters import arithmetic
+
+
+class InputLayer(torch.nn.Module):
+    r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
+
+    Units `[*U, c]` are `c` hidden states, for each variable of a circuit if `U` says so. Data `[..., *U, *event]` have
+    no axis of states, and the result `[..., *U, c]` no axes of an event. What is not observed is summed out, which
+    leaves `log 1 = 0`: entries that are NaN, and those where `observed` is False.
+
+    A subclass has the parameters and gives `log_density` (or `forward`), `draw` and `mode`; see also
+    `ExponentialFamily` and `Finite`.
+
+    Args:
+        units: `[*U, c]`, or `c` alone.
+        event: the shape of one observation: () or (d,).
+    """
+
+    # whether the density is a product over the entries of an event, of which some may be missing
+    factorised = True
+
+    def __init__(self, units: int | tuple[int, ...], event: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.units = tuple(units) if isinstance(units, tuple | list) else (units,)
+        self.event = event
+        check_count("units", *self.units)
+        check_count("event", *event)
+        if not self.units:
+            raise ValueError("units: expected a positive integer or several, got none")
+
+    def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+        """`log p(data | unit)`, `[..., *U, c]` in nats.
+
+        Args:
+            data: `[..., *U, *event]`; the axes `U` may have size 1. NaN is missing.
+            observed: bool, of the shape of the data, or without the axes of an event; False is missing.
+        """
+        data, known = self.known(data, observed)
+        log_density = self.log_density(data.unsqueeze(-1 - len(self.event)))
+        if known is not None:
+            known = known.unsqueeze(-1 - len(self.event))
+            known = known if self.factorised or not self.event else known[..., 0]
+            # not a product: 0 times infinity is no zero
+            log_density = torch.where(known, log_density, 0.0)
+        return log_density.sum(-1) if self.event and self.factorised else log_density
+
+    def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Data with fillers where nothing is known, and where something is; None if it is everywhere."""
+        data = self.check(data)
+        known: Tensor | None = None
+        if data.is_floating_point():
+            known = ~data.isnan()
+            if at_hand(known) and bool(known.all()):
+                known = None
+        if observed is not None:
+            check_mask(observed, data.shape, data.shape[: data.dim() - len(self.event)])
+            if observed.shape != data.shape:
+                observed = observed[..., None].expand(data.shape)
+            known = observed if known is None else known & observed
+        if known is None:
+            return data, None
+        if self.event and not self.factorised:
+            whole = known.all(-1, keepdim=True)
+            if at_hand(known) and bool((known != whole).any()):
+                raise ValueError("data: expected each event whole or missing, got some of which a part is missing")
+            known = whole.expand(data.shape)
+        return self.fill(data, known), known
+
+    def fill(self, data: Tensor, known: Tensor) -> Tensor:
+        """Any value that is allowed, where nothing is known."""
+        return data.masked_fill(~known, 0)
+
+    def check(self, data: Tensor) -> Tensor:
+        """Kind and shape of the data; subclasses add what values they allow. Returns the data to compute with."""
+        check_is_tensor("data", data)
+        if data.is_complex():
+            raise TypeError(f"data: expected real numbers, got {str(data.dtype)[6:]}")
+        lead = self.units[:-1]
+        wanted = (*lead, *self.event)
+        have = data.shape[data.dim() - len(wanted) :] if wanted else ()
+        allowed = [(size, 1) for size in lead] + [(size,) for size in self.event]
+        if data.dim() < len(wanted) or not all(a in b for a, b in zip(have, allowed, strict=True)):
+            raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
+        return data
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew."""
+        raise NotImplementedError
+
+    def initialise(
+        self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> None:
+        """Draw the parameters anew, at places that suit the data `[..., *U, *event]`."""
+        self.reset_parameters(generator)
+
+    def log_density(self, data: Tensor) -> Tensor:
+        """`[..., *U, 1, *event]` to `[..., *U, c]`, or `[..., *U, c, d]` where `factorised`."""
+        raise NotImplementedError
+
+    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One observation of each given state: int64 `[..., *U]` to `[..., *U, *event]`."""
+        raise NotImplementedError
+
+    def log_probabilities(self) -> Tensor:
+        """Of all values, where there are finitely many: `[*U, c, K]`."""
+        raise TypeError(f"input: expected a family with finitely many values, got {type(self).__name__}")
+
+    def mode(self) -> tuple[Tensor, Tensor]:
+        """The most likely observation of each unit `[*U, c, *event]`, and its log-density `[*U, c]`."""
+        raise NotImplementedError
+
+    def of_states(self, parameter: Tensor, states: Tensor) -> Tensor:
+        """Entries `[..., *U, *rest]` of a parameter `[*U, c, *rest]` at given states int64 `[..., *U]`."""
+        axes = len(self.units) - 1
+        at: list[Any] = []
+        for axis, size in enumerate(self.units[:-1]):
+            shape = [1] * axes
+            shape[axis] = size
+            at.append(torch.arange(size, device=states.device).view(shape))
+        return arithmetic(parameter)[(*at, states)]
+
+    def extra_repr(self) -> str:
+        """Sizes, as torch prints them."""
+        return f"units={self.units}"

@@ -1,0 +1,103 @@
+"""Mixtures: each hidden unit has components of its own, of any kind of input layer."""
+
+import torch
+from torch import Tensor
+
+from ..log_weights import LogWeights
+from .input_layer import InputLayer
+
+
+class Mixture(InputLayer):
+    r"""`log p(y | unit) = logsumexp_k (log weight[unit, k] + log p(y | unit, k))`.
+
+    Args:
+        layer: an input layer of units `[*U, c, k]`; the result has units `[*U, c]`.
+        generator: where the initial weights come from, uniform over the simplex.
+
+    `weights`: `LogWeights` `[*U, c, k]`. Call: data `[..., *U, *event]` to `[..., *U, c]`, in nats; see `InputLayer`.
+    Expectation maximisation fits it where it fits the layer.
+
+    Cost: of the layer, and four passes over its result.
+
+    >>> from logchain.nn import Gaussian
+    >>> halves = Mixture(Gaussian((1, 2)))
+    >>> halves.layer.set(torch.tensor([-2.0, 2.0]), torch.tensor(1.0))
+    >>> halves.weights.set(torch.tensor([0.5, 0.5]))
+    >>> halves(torch.tensor([2.0, torch.nan]))
+    tensor([[-1.6118],
+            [ 0.0000]], grad_fn=<WhereBackward0>)
+    """
+
+    def __init__(self, layer: InputLayer, *, generator: torch.Generator | None = None) -> None:
+        if not isinstance(layer, InputLayer):
+            raise TypeError(f"layer: expected an InputLayer, got {type(layer).__name__}")
+        if len(layer.units) < 2:
+            raise ValueError(f"layer: expected units (..., c, k), got {layer.units}")
+        super().__init__(layer.units[:-1], layer.event)
+        self.layer, self.factorised = layer, layer.factorised
+        self.weights = LogWeights(*layer.units, generator=generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw components and weights anew."""
+        self.layer.reset_parameters(generator)
+        self.weights.reset_parameters(generator)
+
+    def initialise(
+        self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> None:
+        """The components as their layer does for each unit, with weights drawn anew."""
+        self.layer.initialise(*self._of_layer(*self.known(data, observed)), generator=generator)
+        self.weights.reset_parameters(generator)
+
+    def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
+        """`log p(data | unit)`, `[..., *U, c]` in nats; see `InputLayer.forward`."""
+        data, known = self.known(data, observed)
+        log_density = _logsumexp(self.layer(*self._of_layer(data, known)) + self.weights())
+        if known is None:
+            return log_density
+        # the weights sum to 1 but for rounding
+        return torch.where((known.any(-1) if self.event else known)[..., None], log_density, 0.0)
+
+    def check(self, data: Tensor) -> Tensor:
+        """As the layer does."""
+        self.layer.check(super().check(data).unsqueeze(-1 - len(self.event)))
+        return data
+
+    def fill(self, data: Tensor, known: Tensor) -> Tensor:
+        """As the layer does."""
+        return self.layer.fill(data, known)
+
+    def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A component of each state, and what it draws."""
+        shares = self.of_states(self.weights().detach(), states).exp()
+        chosen = torch.multinomial(shares.reshape(-1, shares.shape[-1]), 1, generator=generator).view(states.shape)
+        # the layer has one state for each unit: the others are thrown away
+        drawn = self.layer.draw(chosen[..., None].expand(*chosen.shape, self.units[-1]), generator)
+        at = states.view(*states.shape, 1, *(1,) * len(self.event))
+        return drawn.gather(states.dim(), at.expand(*states.shape, 1, *self.event)).squeeze(states.dim())
+
+    def mode(self) -> tuple[Tensor, Tensor]:
+        """The likeliest of the modes of the components: near the mode of the mixture, which has no formula."""
+        places = self.layer.mode()[0].movedim(len(self.units), 0)  # (k, *U, c, *event)
+        with torch.no_grad():
+            log_density = _logsumexp(self.layer(places) + self.weights())  # (k, *U, c)
+        best = log_density.max(0)
+        at = best.indices.view(1, *self.units, *(1,) * len(self.event)).expand(1, *places.shape[1:])
+        return places.gather(0, at)[0], best.values
+
+    def log_probabilities(self) -> Tensor:
+        """Of all values, where the layer has finitely many: `[*U, c, K]`."""
+        each: Tensor = self.layer.log_probabilities()
+        return _logsumexp((each + self.weights()[..., None]).movedim(-2, -1))
+
+    def _of_layer(self, data: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        at = -1 - len(self.event)
+        return data.unsqueeze(at), None if known is None else known.unsqueeze(at)
+
+
+def _logsumexp(values: Tensor) -> Tensor:
+    """Over the last axis, with a gradient of 0 where all is -inf."""
+    top = values.detach().amax(-1, keepdim=True)
+    dead = top == -torch.inf
+    total = (values - top.masked_fill(dead, 0.0)).exp().sum(-1, keepdim=True)
+    return (total.masked_fill(dead, 1.0).log() + top)[..., 0]

@@ -1,0 +1,119 @@
+"""The log-potentials and transitions of a hidden Markov model, from its data and covariates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import Lengths, as_lengths, check_choice
+from .checks import check_count, check_is_tensor, check_mask
+from .emissions.input_layer import InputLayer
+from .log_weights import LogWeights
+from .parameters import arithmetic
+
+
+def potentials(
+    emission: torch.nn.Module, num_states: int, data: Tensor, observed: Tensor | None, lengths: Lengths | None
+) -> tuple[Tensor, Tensor | None]:
+    """`log p(data_i | z_i)` `[*B, v, c]`, 0 where nothing is observed; and how many steps each sequence has."""
+    known, ends = where_known(emission, data, observed, lengths)
+    # masked entries may be no values of the family
+    data = data if known is None else fill(data, known)
+    if isinstance(emission, InputLayer):
+        x = emission(data, known)  # (*B, v, *U, c)
+        x = x.sum(-2) if len(emission.units) > 1 else x
+    else:
+        x = emission(data)
+        if known is not None:
+            if x.shape[:-1] != known.shape:
+                expected = f"{list(x.shape[:-1])}, the steps that the emission module makes of the data"
+                raise ValueError(f"observed: expected shape {expected}, got {list(known.shape)}")
+            x = torch.where(known[..., None], x, 0)
+    if x.dim() < 2 or x.shape[-1] != num_states:
+        raise ValueError(f"emission: expected log-potentials [..., v, {num_states}], got {list(x.shape)}")
+    return x, ends
+
+
+def check_transitions(initial: object, transition: object, num_steps: object) -> None:
+    """Check the options of a hidden Markov model that say how states follow each other."""
+    if num_steps is not None:
+        check_count("num_steps", num_steps)
+    check_choice("initial", initial, ("free", "stationary"))
+    if initial == "stationary" and num_steps is not None:
+        raise ValueError("initial: expected 'free' where each step has a matrix of its own, got 'stationary'")
+    if not isinstance(transition, torch.nn.Module | None):
+        raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
+    if transition is not None and num_steps is not None:
+        raise ValueError(f"num_steps: expected None with a transition module, got {num_steps}")
+
+
+def transitions(
+    transition: Any, shape: Sequence[int], ends: Tensor | None, covariates: Tensor | None, num_steps: int | None
+) -> Tensor:
+    """Log-probabilities `[*B or less, v-1 or 1, c, c]` to go with x `[*B, v, c]` of a shape."""
+    *batch, v, _ = shape
+    if isinstance(transition, LogWeights):
+        if covariates is not None:
+            raise ValueError("covariates: expected None without a transition module")
+        if num_steps is not None and v > num_steps:
+            raise ValueError(f"data: expected at most {num_steps} steps, got {v}")
+        logs: Tensor = transition()
+        return logs if num_steps is None else logs[: v - 1]
+    if covariates is not None and ends is not None and covariates.shape[: len(batch) + 1] == (*batch, v - 1):
+        covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
+    return torch.log_softmax(arithmetic(transition(covariates)), -1)
+
+
+def where_known(
+    emission: torch.nn.Module, data: Tensor, observed: Tensor | None, lengths: Lengths | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where data are observed before a sequence's end, `[*B, v]` or of the shape of the data; None for everywhere."""
+    check_is_tensor("data", data)
+    is_layer = isinstance(emission, InputLayer)
+    if is_layer:
+        steps = data.shape[: data.dim() - event_axes(emission)]  # (*B, v)
+    else:
+        steps = data.shape[: 1 + (0 if lengths is None else torch.as_tensor(lengths).dim())]
+    if not steps:
+        raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes(emission))}], got {list(data.shape)}")
+    if observed is not None and is_layer:
+        check_mask(observed, data.shape, steps)
+    elif observed is not None:
+        # a network does not say how many axes of its data are those of an event: the mask does
+        check_mask(observed, *(data.shape[:end] for end in range(1, data.dim() + 1)))
+        steps = observed.shape
+    known, ends = observed, None
+    if lengths is not None:
+        ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1))
+        inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
+        known = inside if known is None else known & over(inside, known.shape)
+    return (None if known is None else over(known, data.shape) if is_layer else known), ends
+
+
+def in_batch(
+    emission: torch.nn.Module, data: Tensor, conditions: dict[str, Tensor | None], lengths: Lengths | None
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Data and conditions with an axis of sequences, which is added where an input layer says that there is one."""
+    check_is_tensor("data", data)
+    if lengths is not None:
+        conditions = conditions | {"lengths": torch.as_tensor(lengths)}
+    if not isinstance(emission, InputLayer) or data.dim() != 1 + event_axes(emission):
+        return data, conditions
+    # wrong kinds are refused where they are used
+    return data[None], {name: one[None] if isinstance(one, Tensor) else one for name, one in conditions.items()}
+
+
+def event_axes(emission: Any) -> int:
+    """Number of axes of the data behind those of the steps; 0 for a module that does not say."""
+    return len(emission.units) - 1 + len(emission.event) if isinstance(emission, InputLayer) else 0
+
+
+def fill(values: Tensor, known: Tensor) -> Tensor:
+    """Values with 0 where nothing is known; they may have more axes."""
+    return values.masked_fill(~over(known, values.shape), 0)
+
+
+def over(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Values expanded along further axes at the right, to a shape."""
+    return values[(..., *(None,) * (len(shape) - values.dim()))].expand(shape)
