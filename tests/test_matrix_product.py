@@ -136,7 +136,7 @@ def test_what_is_raised_adds_to_no_sum(near):
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 def test_what_no_path_reaches_may_grow(dtype):
-    """State 0 stays, and loses 30 nats a step; the state that it cannot reach keeps all, without a trace in gradients."""
+    """State 0 loses 30 nats a step; the state that it cannot reach keeps all, without a trace in gradients."""
     stack = torch.tensor([[-30.0, -INF], [0.0, 0.0]], dtype=dtype).expand(1, 60, 2, 2)
     assert lossy(stack) == 0
     assert_contract(stack.clone(), *BOTH)
