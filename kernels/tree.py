@@ -138,6 +138,13 @@ def product(kind: type[Arithmetic], stack: Tensor, *, inplace: bool) -> Product:
     return _root((nodes if s > 1 else leaves).at(slice(0, 1)), arithmetic)
 
 
+def write_product(kind: type[Arithmetic], stack: Tensor, out: Tensor, *, inplace: bool) -> int | Tensor:
+    """Write the logarithms (g, c, c) of products, see `product`, and return how many entries were rescued."""
+    whole = product(kind, stack, inplace=inplace)
+    out.copy_(whole.total(out.dtype))
+    return whole.rescued
+
+
 def product_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, into: Tensor) -> None:
     """Write the gradients (g, s, c, c) of `sum(weight * log product)` with respect to stacks, for weights (g, c, c)."""
     Kept(kind, stack, into).gradient(weight)

@@ -4,6 +4,7 @@ Where sets are fewer than threads, stacks are cut into segments whose products a
 a loop has lost something are redone by `kernels.plain`.
 """
 
+import ctypes
 import math
 from typing import Any
 
@@ -28,6 +29,8 @@ _LONGEST = 128
 # rows that a thread takes of a product at least: a tile of registers
 _ROWS = 8
 
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
+
 # entries behind what is kept of a set, which whole vectors may reach
 _SLACK = 64
 
@@ -43,6 +46,21 @@ def product(stack: Tensor, *, inplace: bool) -> Product:
         own = inplace or matrices.dtype != stack.dtype
         _put(root, plain.product(_some(matrices, lossy, inplace=own), inplace=own or len(lossy) < len(stack)), lossy)
     return root._replace(rescued=len(lossy) * stack[0, 0].numel())
+
+
+def write_product(stack: Tensor, out: Tensor, *, inplace: bool) -> int | Tensor:
+    """Write the logarithms (g, c, c) of products, see `product`, and return how many entries were rescued."""
+    g, s, c, _ = stack.shape
+    matrices = _matrices(stack)
+    if s > 1 and len(_segments(matrices, s)) == 1:
+        lossy = torch.empty(g, c, dtype=torch.bool, device="cpu")
+        call = _arguments(matrices, 0, s, lossy=lossy, log_forward=out)
+        call.grad_set, call.grad_member = c * c, c
+        if not _run("fold", matrices, [call], _spans(matrices)):
+            return 0
+    whole = product(stack, inplace=inplace)
+    out.copy_(whole.total(out.dtype))
+    return whole.rescued
 
 
 def product_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
@@ -61,8 +79,8 @@ def prefixes(stack: Tensor, out: Tensor) -> int | Tensor:
     if s > 1:
         arguments = _arguments(matrices, 0, s, lossy=lossy, log_forward=out)
         arguments.grad_set, arguments.grad_step, arguments.grad_member, _ = out.stride()
-        _run("fold", matrices, [arguments], _ranges(g * c, _threads(matrices, g * -(-c // _ROWS))))
-    numbers = _numbers(lossy)
+        lost = _run("fold", matrices, [arguments], _ranges(g * c, _threads(matrices, g * -(-c // _ROWS))))
+    numbers = _numbers(lossy) if s > 1 and lost else _NONE
     if len(numbers):
         redone = torch.empty_like(out[: len(numbers)])
         plain.prefixes(matrices[numbers], redone)
@@ -116,33 +134,31 @@ class _Segments:
     def __init__(self, stack: Tensor, into: Tensor | None = None) -> None:
         g, _, c, _ = stack.shape
         self._stack, segments = stack, _segments(stack, stack.shape[1] if into is None else _LONGEST)
-        shares = torch.empty(len(segments), g, c, c, dtype=torch.float64, device="cpu")
-        taken = torch.empty(2, len(segments), g, c, dtype=torch.float64, device="cpu")
+        products = torch.empty(len(segments), g, c, c, dtype=torch.float64, device="cpu")
+        self._offset = torch.empty(2, len(segments), g, dtype=torch.float64, device="cpu")
         lossy = torch.empty(len(segments), g, c, dtype=torch.bool, device="cpu")
         self._spans, self._held = _spans(stack), [lossy]
         self._calls = [
             _arguments(stack, *segment, leaving=value, log_norm=size, lost=rest, lossy=lost)
-            for segment, value, size, rest, lost in zip(segments, shares, *taken, lossy, strict=True)
+            for segment, value, size, rest, lost in zip(segments, products, *self._offset, lossy, strict=True)
         ]
         for (first, last), call in zip(segments, self._calls, strict=True):
             if into is not None:
                 self._held.extend(_keep(call, stack, g, last - first, into[:, first:]))
-        _run("fold", stack, self._calls, self._spans)
-        self.lossy = _numbers(lossy)
-        # of each segment, less an offset
-        self._offset = taken[0].amax(-1)
-        self._products = shares.add_((taken[0] - self._offset[..., None]).add_(taken[1])[..., None]).transpose(0, 1)
+        lost = _run("fold", stack, self._calls, self._spans)
+        self.lossy = _numbers(lossy) if lost else _NONE
+        self._products = products.transpose(0, 1)
         if len(self.lossy):  # which were written in part
-            self._offset[:, self.lossy] = self._products[self.lossy] = 0.0
+            self._offset[:, :, self.lossy] = self._products[self.lossy] = 0.0
         if len(segments) > 1:
             self._whole = Kept(self._products, torch.empty_like(self._products).contiguous())
 
     def root(self) -> Product:
         """The products of all segments; of lossy sets, anything."""
         if len(self._calls) == 1:
-            return Product(self._products[:, 0], torch.cat([self._offset, torch.zeros_like(self._offset)]), 0)
+            return Product(self._products[:, 0], self._offset[:, 0], 0)
         values, offset, _ = self._whole.root()
-        return Product(values, torch.stack(exact_sum(torch.cat([self._offset, offset]))), 0)
+        return Product(values, torch.stack(exact_sum(torch.cat([*self._offset, offset]))), 0)
 
     def gradients(self, weight: Tensor) -> None:
         """Write those of all segments."""
@@ -153,7 +169,7 @@ class _Segments:
             weights = self._whole._into.transpose(0, 1)
         weights = weights.to(self._stack.dtype).contiguous()
         for call, own in zip(self._calls, weights, strict=True):
-            call.final_weights, call.x_set, call.weight = own.data_ptr(), own.stride(0), scale.data_ptr()
+            call.final_weights, call.x_set, call.weight = own.data_ptr(), own.stride(0), ctypes.addressof(scale)
         _run("unfold", self._stack, self._calls, self._spans)
 
 
@@ -164,7 +180,8 @@ def _gradients(redo: Any, weight: Tensor, stack: Tensor, into: Tensor) -> None:
     weights, scale = _near_one(weight)
     weights, calls, held, spans = weights.contiguous(), [], [], _spans(stack)
     for first, last in spans:
-        call = _arguments(stack, 0, s, lossy=lossy, weight=scale)
+        call = _arguments(stack, 0, s, lossy=lossy)
+        call.weight = ctypes.addressof(scale)
         held.append(_keep(call, stack, 1, s, into))
         call.first, call.last, call.x_set = first, last, weights.stride(0)
         if weight.dim() == 3:
@@ -172,9 +189,9 @@ def _gradients(redo: Any, weight: Tensor, stack: Tensor, into: Tensor) -> None:
         else:
             call.x, call.x_step = weights.data_ptr(), weights.stride(1)
         calls.append(call)
-    run_each((Arguments * len(calls))(*calls), stack.dtype, "fold_gradients")
+    lost = sum(run_each((Arguments * len(calls))(*calls), stack.dtype, "fold_gradients"))
     # so few at a time that copies, too, are no more than all stacks
-    for numbers in _numbers(lossy).split(max(1, g // 4)) if lossy.any() else ():
+    for numbers in _numbers(lossy).split(max(1, g // 4)) if lost else ():
         redone = torch.empty_like(into[: len(numbers)])
         redo(weight[numbers], stack[numbers], redone)
         into[numbers] = redone
@@ -205,12 +222,12 @@ def _keep(call: Arguments, stack: Tensor, sets: int, steps: int, into: Tensor) -
     return products, factors
 
 
-def _run(name: str, stack: Tensor, arguments: list[Arguments], spans: list[tuple[int, int]]) -> None:
-    """Make each call for spans of rows, on a thread each."""
+def _run(name: str, stack: Tensor, arguments: list[Arguments], spans: list[tuple[int, int]]) -> int:
+    """How many rows of each call are lossy, for spans of rows on a thread each."""
     calls = (Arguments * (len(arguments) * len(spans)))(*(one for one in arguments for _ in spans))
     for index, call in enumerate(calls):
         call.first, call.last = spans[index % len(spans)]
-    run_each(calls, stack.dtype, name)
+    return sum(run_each(calls, stack.dtype, name))
 
 
 def _threads(stack: Tensor, most: int) -> int:
@@ -237,6 +254,8 @@ def _ranges(size: int, parts: int) -> list[tuple[int, int]]:
 
 def _matrices(stack: Tensor) -> Tensor:
     """The matrices in the dtype of the arithmetic; the memory of a negative view holds other numbers."""
+    if stack.dtype in (torch.float32, torch.float64) and not stack.is_neg():
+        return stack
     return stack.to(torch.promote_types(stack.dtype, torch.float32)).resolve_neg()
 
 
@@ -267,8 +286,11 @@ def _put(root: Product, redone: Product, numbers: Tensor) -> None:
     root.offset[: len(redone.offset), numbers] = redone.offset
 
 
-def _near_one(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights over a power of two, so that the largest is from 1 to 2, and that power; 1 where one is not finite."""
+def _near_one(weight: Tensor) -> tuple[Tensor, ctypes.c_double]:
+    """Weights over a power of two, so that the largest is not far from 1, and that power; 1 where one is not finite."""
     top = float(weight.abs().amax())
-    scale = 2.0 ** (math.frexp(top)[1] - 1) if 0.0 < top < math.inf else 1.0
-    return weight.resolve_neg() / scale, torch.tensor([scale], dtype=torch.float64, device="cpu")
+    weight = weight.resolve_neg() if weight.is_neg() else weight
+    if 0.125 <= top <= 2.0 or not 0.0 < top < math.inf:
+        return weight, ctypes.c_double(1.0)
+    scale = 2.0 ** (math.frexp(top)[1] - 1)
+    return weight / scale, ctypes.c_double(scale)

@@ -77,6 +77,7 @@ class Arithmetic(tree.Arithmetic):
 
 
 product = partial(tree.product, Arithmetic)
+write_product = partial(tree.write_product, Arithmetic)
 product_gradient = partial(tree.product_gradient, Arithmetic)
 prefixes = partial(tree.prefixes, Arithmetic)
 prefixes_gradient = partial(tree.prefixes_gradient, Arithmetic)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.tree import Product
 from ..rescues import report_outputs
 from .matmul import log_matmul
 from .operator import apply, call, operator, transform
@@ -86,19 +85,18 @@ def _forward(stack: Tensor, prefixes: bool) -> Tensor:
     if prefixes:
         report_outputs(room.prefixes(whole, result.view(whole.shape)))
         return result
-    return _total(room.product(whole, inplace=whole.data_ptr() != stack.data_ptr()), result)
+    own = whole.data_ptr() != stack.data_ptr()
+    report_outputs(room.write_product(whole, result.view(-1, *result.shape[-2:]), inplace=own))
+    return result
 
 
 def _forward_(stack: Tensor) -> Tensor:
     result = _shape(stack)
     if result.numel() == 0:
         return result
-    return _total(kernels.stack_kernels(stack).product(sets(stack), inplace=True), result)
-
-
-def _total(product: Product, result: Tensor) -> Tensor:
-    report_outputs(product.rescued)
-    return product.total(result.dtype).view(result.shape)
+    out = result.view(-1, *result.shape[-2:])
+    report_outputs(kernels.stack_kernels(stack).write_product(sets(stack), out, inplace=True))
+    return result
 
 
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:

@@ -146,7 +146,7 @@ static Sum taken_out(const Fold *f, int64_t r) {
     return found;
 }
 
-/* Logarithms of a step's products. */
+/* Logarithms of a step's products: of the last step alone where their steps are 0 apart. */
 static void write_products(const Fold *f, int64_t step) {
     const Chain *a = f->a;
     for (int64_t r = 0; r < f->rows; r++) {
@@ -160,22 +160,22 @@ static void write_products(const Fold *f, int64_t step) {
     }
 }
 
-/* Logarithms of the last products less what has been taken out of their rows, and that. False if it is infinite. */
-static int leave_products(const Fold *f) {
+/* Logarithms of the last products less what has been taken out of the first row, and that, one for the set. */
+static void leave_products(const Fold *f) {
     const Chain *a = f->a;
     int64_t c = a->states;
+    Sum first = taken_out(f, 0);
     for (int64_t r = 0; r < f->rows; r++) {
         const real *row = product_at(f, a->steps - 1) + r * c;
-        int64_t q = f->set * c + f->row + r;
+        double *out = a->leaving + (f->set * c + r) * c;
         Sum taken = taken_out(f, r);
-        if (!(taken.sum < __builtin_inf() && taken.sum > -__builtin_inf())) return 0;
-        tell(a, q, taken);
+        double ahead = (taken.sum - first.sum) + (taken.lost - first.lost);
         for (int64_t j = 0; j < c; j += WIDE) {
-            doubles found = logarithm_of(read_wide(row + j, 1, c - j, 0), TOP);
-            UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) a->leaving[q * c + j + l] = found[l];
+            doubles found = logarithm_of(read_wide(row + j, 1, c - j, 0), TOP) + ahead;
+            UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) out[j + l] = found[l];
         }
     }
-    return 1;
+    tell(a, f->set, first);
 }
 
 /* The first matrix; false where it does not fit. */
@@ -191,7 +191,7 @@ static int start_rows(Fold *f) {
     return 1;
 }
 
-/* All products of some rows; false where something is lost. */
+/* All products of some rows; false where something is lost, or what is taken out is not finite. */
 static int fold(Fold *f) {
     const Chain *a = f->a;
     int64_t c = a->states, row;
@@ -210,9 +210,14 @@ static int fold(Fold *f) {
         if (factors) factors[0] = 0;
         if (!are_plain(out, f->rows * c) && !scale_rows(f, step)) return 0;
         if (factors && step == 0) factors[0] = 0; /* the gradient of the first matrix is P_0 G_0 as they are */
-        if (a->log_forward) write_products(f, step);
+        if (a->log_forward && (a->grad_step || step + 1 == a->steps)) write_products(f, step);
     }
-    return !a->leaving || leave_products(f);
+    for (int64_t r = 0; r < f->rows; r++) {
+        double taken = f->shift.sum + f->shifts[r];
+        if (!(taken < __builtin_inf() && taken > -__builtin_inf())) return 0;
+    }
+    if (a->leaving) leave_products(f);
+    return 1;
 }
 
 /* Scratch of the rows that a thread has of a set. */
