@@ -126,6 +126,22 @@ def test_what_linear_numbers_lose_is_redone():
     assert_values(logchain.matrix_product(stack), truth[:, -1], bound[:, -1])
 
 
+@pytest.mark.parametrize("near", [60.0, 80.0, 90.0, 94.0, 96.0, 98.0, 107.0])
+def test_what_is_raised_adds_to_no_sum(near):
+    """A sum of 2^-near beside an exponential that is too small for the format, in a later matrix."""
+    stack = np.log(2) * torch.tensor([[[0.0, 0.0]] * 2, [[0.0, -150.0], [0.0, -near]], [[0.0, -150.0], [-INF, 0.0]]])
+    truth = reference.prefix_products(stack)
+    assert_values(logchain.prefix_products(stack), truth, value_bound(truth, 3, 2, near, dtype=F32))
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+def test_what_no_path_reaches_may_grow(dtype):
+    """State 0 loses 30 nats a step; the state that it cannot reach keeps all, without a trace in gradients."""
+    stack = torch.tensor([[-30.0, -INF], [0.0, 0.0]], dtype=dtype).expand(1, 60, 2, 2)
+    assert lossy(stack) == 0
+    assert_contract(stack.clone(), *BOTH)
+
+
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 def test_a_search_for_wrong_verdicts(dtype):
     """Entries on all scales, some of them -inf: what is not redone is right, what is redone is right, zeros are."""

@@ -11,7 +11,7 @@ from ..tree import Nodes, blocks
 from . import matmul
 
 # entries of nodes that are multiplied at a time
-_HELD = 2**16
+_HELD = 2**15
 
 
 class Arithmetic(tree.Arithmetic):

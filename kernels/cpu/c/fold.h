@@ -130,7 +130,7 @@ static int scale_rows(Fold *f, int64_t step) {
         if (most >= (natural)bits_of(INFINITE)) return 0;
         real factor = scale_to_top(exponent_of((whole)most) + TOP - MIDDLE), low = real_of((whole)least), limit = 0;
         if (before) limit = real_of((whole)extremes(before + r * c, c, &ahead)) * power_of_two(FRACTION + 2 - DEEPEST);
-        if (!(low >= limit * (real)c && low * factor >= power_of_two(2 - BIAS + DEEPEST))) return 0;
+        if (!(low >= limit * (real)c)) return 0; /* then products with raised exponentials are normal numbers */
         for (int64_t j = 0; j < c; j++) row[j] *= factor;
         f->exponents[r] += exponent_of((whole)most) - MIDDLE;
         if (factors) factors[r] = factor;
