@@ -1,5 +1,6 @@
 """Every backend keeps the accuracy contract in every schedule: torch's operations, loops in C, Triton's kernels."""
 
+import sys
 from itertools import product
 from typing import NamedTuple
 
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+import logchain
 from logchain import kernels
-from logchain.schedules import budget, choose
+from logchain.schedules import budget, checkpoints, choose, chunked, tree_leaves
 from tests import contract
 from tests.conftest import INTERPRETED
 from tests.contract import TENSOR_CORES, Truth, assert_contract, drawn, poisoned_memory
@@ -18,7 +20,7 @@ from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, strange
 
 F32, F64 = torch.float32, torch.float64
 BACKENDS = ("cpu", "plain", "gpu")
-SCHEDULES = ("sequential", "chunked", "tree", "checkpoints")
+SCHEDULES = ("sequential", "chunked", "tree", "pieces", "checkpoints")
 
 # what shifted sums get wrong, or is impossible
 HARD = ["dense", "detour", "left_to_right", "one_dead", "sparse", "log_far"]
@@ -46,15 +48,18 @@ class Where(NamedTuple):
         return chain, Truth(chain)
 
 
-def options_of(schedule: str, monkeypatch: pytest.MonkeyPatch) -> dict:
-    """The options of `product` for a schedule, whose segments are of few steps."""
+def options_of(schedule: str, monkeypatch: pytest.MonkeyPatch, size: int | None = None) -> dict:
+    """The options of `product` for a schedule: of 3 segments, or of 2 steps each, or of another size."""
     if schedule == "chunked":
-        monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", 3))
+        monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", size or 3))
         return {}
     if schedule == "checkpoints":
-        monkeypatch.setattr(budget, "every_within", lambda *_: 2)
+        monkeypatch.setattr(budget, "every_within", lambda *_: size or 2)
         return {"memory_budget": 1}
-    return {"strategy": schedule}
+    if schedule == "pieces":  # the leaves of a tree, a few transitions of a few sequences at a time
+        monkeypatch.setattr(tree_leaves, "_LEAST", 0)
+        monkeypatch.setattr(tree_leaves, "_SHORT", 3)
+    return {"strategy": "tree" if schedule == "pieces" else schedule}
 
 
 def on(backend: str, schedule: str, *values, slow: bool = False):
@@ -96,6 +101,43 @@ def families() -> list:
 def test_every_family(where, name, dtype, each, log):
     chain, truth = where.family(name, dtype, each, log)
     where.assert_contract(chain, truth=truth)
+    if where.backend != "gpu":
+        assert_values_alone(chain, truth, **where.options)
+
+
+def assert_values_alone(chain: Chain, truth: Truth, **options) -> None:
+    """Values keep the contract where no gradient is wanted."""
+    out = logchain.product(*chain[:3], log_params=chain.log_params, **options)
+    contract.assert_values(out, truth.log_norm, truth.value_bound())
+
+
+SIZES = [("chunked", 2), ("chunked", 7), ("chunked", 100), ("checkpoints", 1), ("checkpoints", 5)]
+
+
+@pytest.mark.parametrize(("schedule", "size"), SIZES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_segments_of_other_sizes(schedule, size, name, monkeypatch):
+    options = options_of(schedule, monkeypatch, size)
+    chain, truth = drawn(name, *PAIRS.args[1][len(name) % 4])
+    assert_contract(chain, truth=truth, **options)
+    assert_values_alone(chain, truth, **options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "module", "name"),
+    [("chunked", chunked, "forward"), ("checkpoints", checkpoints, "Checkpoints"), ("pieces", tree_leaves, "Leaves")],
+)
+def test_a_schedule_is_what_runs(schedule, module, name, monkeypatch):
+    """Otherwise all of these tests would be of the sequential one."""
+    options = options_of(schedule, monkeypatch)
+
+    def refuse(*_, **__):
+        raise LookupError(schedule)
+
+    for user in (module, *(one for one in sys.modules.values() if getattr(one, name, None) is getattr(module, name))):
+        monkeypatch.setattr(user, name, refuse)
+    with pytest.raises(LookupError, match=schedule):
+        logchain.product(*(operand.requires_grad_() for operand in dense(F32, v=9)[:3]), **options)
 
 
 @pytest.mark.parametrize("name", ["sparse", "detour", "dense", "one_dead"])

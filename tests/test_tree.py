@@ -19,17 +19,11 @@ from logchain.kernels.plain import product as plain
 from logchain.memory import peak_bytes
 from logchain.schedules import tree_leaves
 from tests.contract import (
-    TENSOR_CORES,
     assert_contract,
-    assert_nan_stays,
-    assert_nothing_behind_matters,
     assert_values,
-    drawn,
-    poisoned_memory,
     value_bound,
 )
-from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
-from tests.layouts import BATCHES, STEPS, broadcast
+from tests.families import FAMILIES, Chain, Draw, dense
 
 F32, F64 = torch.float32, torch.float64
 
@@ -47,31 +41,12 @@ def cut(request, monkeypatch):
     return request.param
 
 
-@PAIRS
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_keeps_the_contract(cut, name, dtype, each, log):
-    chain, truth = drawn(name, dtype, each, log)
-    contract(chain, truth=truth)
-
-
-@pytest.mark.parametrize("name", ["dense", "detour", "left_to_right", "one_dead", "offsets"])
-def test_the_tree_of_torch_keeps_the_contract(cut, name, monkeypatch):
-    monkeypatch.setattr(devices, "stack_kernels", lambda tensor: plain)
-    contract(FAMILIES[name](F32, v=9), [[5, 9], [1, 2], [4, 3]])
-
-
 def test_few_transitions_of_few_sequences_are_pieces(cut):
     leaves = tree_leaves.Leaves(*dense(F32)[:3], None, False)
     blocks = sum(len(members) for _, members in leaves.cut.blocks(leaves.g, leaves.m))
     many = cut == "pieces"
     assert (len(leaves.cut.pieces(17)) > 3) == many and (blocks > 2) == many
     assert [i for first, stop in leaves.cut.pieces(17) for i in range(first, stop)] == list(range(1, 17))
-
-
-@pytest.mark.parametrize("name", ["sparse", "banded", "detour", "impossible", "one_dead", "bakis_jump"])
-def test_one_matrix_for_every_step(cut, name):
-    chain = FAMILIES[name](F32, v=9)
-    contract(chain._replace(bulk=chain.bulk[..., 1:2, :, :]))
 
 
 def test_counts_of_one_matrix_are_added_in_float64(monkeypatch):
@@ -83,60 +58,6 @@ def test_counts_of_one_matrix_are_added_in_float64(monkeypatch):
     logchain.product(*chain[:3], strategy="tree").sum().backward()
     counts = (bulk.grad * bulk).detach().double().numpy()
     np.testing.assert_allclose(counts, truth, rtol=2.0**-22)
-
-
-@pytest.mark.parametrize("steps", STEPS, ids=str)
-@pytest.mark.parametrize("batches", BATCHES, ids=str)
-def test_batch_axes_broadcast(cut, batches, steps):
-    chain = broadcast(batches, steps).to(F32)
-    contract(chain)
-    contract(chain.logs())
-
-
-@pytest.mark.parametrize("name", ["dense", "sharp", "detour", "left_to_right", "one_dead", "log_far"])
-@pytest.mark.parametrize("lengths", [[5, 1, 3], [[5, 5], [1, 2], [4, 3]], [2, 2, 2]], ids=str)
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_lengths_keep_the_contract(cut, name, lengths, each):
-    contract(FAMILIES[name](F32, each=each, v=5), lengths)
-    contract(FAMILIES[name](F64, each=each, v=5, n=3, t=2, c=3), torch.tensor(lengths))
-
-
-@pytest.mark.parametrize("one", [False, True], ids=["each", "one"])
-@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
-def test_nan_behind_the_end_has_no_influence(cut, log, one):
-    chain = dense(F32, v=6, each=not one)
-    chain = chain._replace(bulk=chain.bulk[..., :1, :, :]) if one else chain
-    assert_nothing_behind_matters(chain.logs() if log else chain, [3, 5, 1], strategy="tree")
-
-
-@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
-@pytest.mark.parametrize("name", ["dense", "left_to_right", "sparse", "bakis_jump"])
-def test_nan_stays_in_its_sequence(cut, name, operand):
-    assert_nan_stays(name, operand, strategy="tree")
-
-
-@pytest.mark.parametrize("name", ["dense", "sharp", "left_to_right"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_types_are_exact_on_their_rounded_inputs(name, dtype):
-    chain = FAMILIES[name](dtype, v=9)
-    one = chain._replace(bulk=chain.bulk[..., :1, :, :].float(), p0=chain.p0.float())
-    for same in (chain, chain.logs(), one):
-        contract(same)
-
-
-@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x p0"])
-@pytest.mark.parametrize("name", ["dense", "bakis_jump", "one_dead"])
-def test_only_wanted_gradients(cut, name, wanted):
-    chain, truth = drawn(name, F32, False, False)
-    contract(chain, wanted=wanted, truth=truth)
-
-
-@pytest.mark.parametrize("name", ["dense", "detour", "bakis_jump", "sparse", "one_dead", "log_far", "v1"])
-def test_poisoned_memory(cut, name):
-    chain, truth = drawn(name, F32, True, False)
-    with poisoned_memory():
-        contract(chain, truth=truth)
-        contract(FAMILIES[name](F32, n=2), [1, chain.x.shape[-2]])
 
 
 def test_posteriors_of_a_long_chain():
@@ -215,18 +136,6 @@ def test_memory_is_two_messages(sizes):
     assert peak_bytes(both) <= 2 * messages + SLACK
     with torch.no_grad():
         assert peak_bytes(lambda: [logchain.product(x, bulk, p0, strategy="tree")]) <= 2 * messages + SLACK
-
-
-@pytest.mark.parametrize("name", ["dense", "detour", "left_to_right", "impossible", "one_dead", "offsets", "v1"])
-def test_triton_kernels_keep_the_contract(name, device, monkeypatch):
-    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
-    if name == "dense":
-        monkeypatch.setattr(tree_leaves, "_LEAST", 0)
-        monkeypatch.setattr(tree_leaves, "_SHORT", 2)
-    v = 1 if name == "v1" else 5
-    chain = FAMILIES[name](F32, n=2, t=1, c=3, v=v)
-    contract(chain, device=device, k=TENSOR_CORES)
-    contract(chain, [1, v], device=device, k=TENSOR_CORES)
 
 
 def slots(part, s):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from .arguments import Arguments, Call, function, run
+from .library import in_large_pages
 
 
 class Stretch:
@@ -99,6 +100,6 @@ class Repeated:
         a.value = value.data_ptr()
         if shares is not None:
             member = shares.stride(-3) if shares.dim() > 2 else 0
-            a.shares, a.grad_step = shares.data_ptr(), shares.stride(-2)
+            a.shares, a.grad_step = in_large_pages(shares).data_ptr(), shares.stride(-2)
             a.grad_set, a.grad_member = self._members * member, member
         return after, value, self._call(self._reference)

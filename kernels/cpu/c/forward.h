@@ -131,7 +131,11 @@ static void share(const Walk *w, int64_t count, int64_t step) {
         for (; j + LANES <= c; j += LANES) parts += load(state + j);
         real sum = total(parts);
         for (; j < c; j++) sum += state[j];
-        for (int64_t j = 0; j < a->states; j++) out[j] = sum > 0 ? state[j] / sum : sum;
+        real over = sum > 0 ? 1 / sum : sum; /* 0, or NaN */
+        if (c == 0) clear(a->states, out);
+        else if (c < LANES) for (j = 0; j < c; j++) out[j] = state[j] * over;
+        else for (int64_t k = 0; k < vectors_of(c); k++)
+            store(out + start_of(k, c), load(state + start_of(k, c)) * over);
     }
 }
 
