@@ -160,7 +160,7 @@ MUTANTS = {
     "zeros are always believed": ("step.h", "return lost || (none && matrix->low < common);", "return lost;"),
     "the last sum is not looked at": (
         "forward.h",
-        "(sum > 0 && sum < (double)TRUSTED * high)",
+        "(sum > 0 && sum < (double)TRUSTED)",
         "(sum > 0 && high < 0)",
     ),
     "raised emissions are not asked about": (

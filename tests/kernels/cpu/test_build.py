@@ -27,9 +27,12 @@ from tests.kernels.cpu import c_program  # noqa: E402
 FUNCTIONS = (
     "forward", "backward", "redo_forward", "redo_backward", "messages", "value", "gradients", "posteriors", "size",
     "room", "redo_room", "messages_room", "value_room", "gradients_room", "posteriors_room",
-    *(name + room for name in ("viterbi", "topk_paths", "sample") for room in ("", "_room")),
+    *(name + room for name in ("viterbi", "topk_paths", "sample", "stretch", "fold") for room in ("", "_room")),
+    "fold_gradients", "unfold",
 )  # fmt: skip
-EXPORTED = {"logchain_share"} | {f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)}
+EXPORTED = {"logchain_share", "logchain_entropy64", "logchain_entropy_room64"} | {
+    f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)
+}
 ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]
 ON_LINUX = [(name, level) for name, level in ONE_LEVEL if name.startswith("linux")]
 
@@ -72,7 +75,7 @@ def chain_of(dtype, c, steps=7, members=3):
     empty = functools.partial(np.zeros, dtype=dtype)
     buffers = {
         "x": x, "bulk": bulk, "p0": np.ones(c, dtype), "messages": empty((steps, members, c)),
-        "log_norm": np.zeros(members), "sums": empty(members), "lossy": np.zeros(members, np.uint8),
+        "log_norm": np.zeros(members), "lossy": np.zeros(members, np.uint8),
         "uncounted": np.zeros(members, np.int64),
         "weight": np.ones(members), "grad_x": empty(x.shape), "grad_bulk": empty(bulk.shape),
         "grad_p0": np.zeros((members, c)), "log_forward": empty(x.shape), "log_backward": empty(x.shape),

@@ -70,5 +70,3 @@ def test_few_long_chains_are_cut(each, monkeypatch):
 
     assert schedule(8, 10_000, 16) == schedule(1, 200, 16) == schedule(1, 10_000, 16, wanted=True) == "chunked"
     assert schedule(8, 10_000, 16, lengths=True) != "chunked" != schedule(8, 8, 16)
-    # with gradients, sets of matrices wait for each other
-    assert (schedule(8, 2000, 4, wanted=True) == "chunked") == (not each)
