@@ -161,7 +161,7 @@ MUTANTS = {
     "the last sum is not looked at": (
         "forward.h",
         "(sum > 0 && sum < (double)TRUSTED)",
-        "(sum > 0 && high < 0)",
+        "(sum > 0 && sum < 0)",
     ),
     "raised emissions are not asked about": (
         "step.h",
