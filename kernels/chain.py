@@ -12,11 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .numbers import exp_shifted, finite
-
-# a matrix whose largest entry lies within these is used as it is
-_NEAR_ONE = (2.0**-16, 2.0**16)
-
 
 @dataclass(frozen=True)
 class Chain:
@@ -107,105 +102,6 @@ def segments_of(v: int, count: int) -> tuple[int, int]:
     """How many segments a chain is cut into, and of how many steps each; (0, 0) for a chain too short for two."""
     count = min(count, v - 1)
     return (count, (v - 1) // count) if count > 1 else (0, 0)
-
-
-class Matrices:
-    """The linear matrices `P_i` of a chain (g, c, c), one step at a time, scaled so that their entries lie near 1.
-
-    A matrix that needs no change is a view of the caller's; others are written into one buffer, valid until the next
-    call.
-    """
-
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
-        self._buffer: Tensor | None = None
-        self._zeros: Tensor | None = None
-        self._held = self._gathered = -1
-        self.low = self.high = 1.0  # bounds of the scaled entries
-        self._scale = 1.0
-        self._shift: Tensor | None = None
-        bulk = chain.bulk
-        if bulk.numel() == 0:
-            return
-        self._room = None if is_view(bulk[0], 2) else bulk.new_empty(bulk.shape[1:])
-        if chain.log_params:
-            top = bulk.amax((-2, -1), keepdim=True).to(chain.dtype)
-            self._shift = finite(top)
-            bottom = bulk.amin((-2, -1), keepdim=True).to(chain.dtype)
-            self.low = math.exp((bottom - self._shift).amin().item())
-        else:
-            # one pass, but torch.aminmax would copy a permuted tensor
-            bounds = torch.aminmax(bulk) if bulk.is_contiguous() else (bulk.amin(), bulk.amax())
-            low, high = (bound.item() for bound in bounds)
-            if not math.isfinite(high):  # neither NaN nor infinity may hide the size of the others
-                high = torch.where(bulk.isfinite(), bulk, 0.0).amax().item()
-            if not _NEAR_ONE[0] <= high <= _NEAR_ONE[1] and high > 0:
-                limit = math.frexp(torch.finfo(chain.dtype).max)[1] - 2  # the scale itself is to be finite
-                self._scale = 2.0 ** max(-limit, min(limit, -math.frexp(high)[1]))
-            self.low, self.high = low * self._scale, high * self._scale
-
-    @property
-    def homogeneous(self) -> bool:
-        """One matrix for every step."""
-        return self._chain.bulk.shape[0] == 1
-
-    def log_scale(self, start: int, stop: int) -> Tensor | None:
-        """What was taken out of the matrix into each step (k, g or 1, 1), 0 for the first; None for nothing."""
-        chain, skip = self._chain, int(start == 0)
-        if self._shift is None and self._scale == 1.0:
-            return None
-        scale = torch.zeros(stop - start, 1, 1, dtype=torch.float64, device=chain.x.device)
-        if self._shift is None:
-            scale[skip:] = -math.log(self._scale)
-            return scale
-        scale = scale.repeat(1, chain.g, 1)
-        taken = self._shift if self.homogeneous else self._shift[start + skip - 1 : stop - 1]
-        scale[skip:] = taken.reshape(-1, chain.g, 1)
-        return scale
-
-    def raw(self, step: int) -> Tensor:
-        """What the caller passed for the transition into `step` (g, c, c).
-
-        It is valid until another one is asked for where the axes of the batch cannot be one.
-        """
-        chain, index = self._chain, 0 if self.homogeneous else step - 1
-        raw = chain.bulk[index]
-        if self._room is not None:
-            if self._gathered != index:
-                self._room.copy_(raw)
-                self._gathered = index
-            raw = self._room
-        return raw.view(chain.g, chain.c, chain.c)
-
-    def __call__(self, step: int) -> Tensor:
-        """The scaled matrix that leads into `step`."""
-        chain, index = self._chain, 0 if self.homogeneous else step - 1
-        raw = self.raw(step)
-        if self._shift is None and self._scale == 1.0 and raw.dtype == chain.dtype:
-            return raw
-        if self._buffer is None:
-            self._buffer = chain.new(chain.g, chain.c, chain.c)
-            self._scratch = torch.empty_like(self._buffer)
-        if self._held != index:
-            self._held = index
-            if self._shift is None:
-                torch.mul(raw, self._scale, out=self._buffer)
-            else:
-                exp_shifted(raw, self._shift[index].reshape(chain.g, 1, 1), self._buffer, self._scratch)
-        return self._buffer
-
-    def gradient_from_linear(self, step: int, gradient: Tensor) -> None:
-        """Make the scaled linear matrix's gradient that of what the caller asks for, in place; exactly 0 at a zero."""
-        if self._zeros is None:
-            self._zeros = torch.empty_like(gradient, dtype=torch.bool)
-        if self._chain.log_params or self._chain.by_log:
-            torch.eq(gradient, 0, out=self._zeros)
-            gradient.mul_(self(step)).masked_fill_(self._zeros, 0.0)  # what lies behind an end may be NaN
-            return
-        if self._scale != 1.0:
-            gradient.mul_(self._scale)
-        if not self.low > 0:
-            gradient.masked_fill_(torch.eq(self.raw(step), 0, out=self._zeros), 0.0)
 
 
 def is_view(values: Tensor, kept: int) -> bool:

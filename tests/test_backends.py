@@ -170,10 +170,7 @@ def test_lengths(lengths, each, where):
 
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
 @EACH
-def test_nan_behind_an_end_has_no_influence(log, each, where, request):
-    if each and where.options and "gpu-checkpoints" in request.node.callspec.id:
-        reason = "a stretch's last matrix behind an end is read by the GPU's kernels"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_nan_behind_an_end_has_no_influence(log, each, where):
     chain = dense(F32, v=6, c=3, each=each)
     contract.assert_nothing_behind_matters(chain.logs() if log else chain, [3, 5, 1], **where.options)
 

@@ -62,6 +62,8 @@ def operands(chain: Chain, entering: Message | None = None) -> tuple[Tensor, Ten
 
 
 def first_logs(chain: Chain) -> Tensor:
-    """The logarithms of the first matrices (g, c, c), in float64."""
+    """The logarithms of the first matrices (g, c, c), in float64; zeros for a set of which no sequence has the step."""
     first = chain.bulk[0].reshape(chain.g, chain.c, chain.c).double()
+    if chain.ends is not None:  # behind all ends of a set there may be NaN
+        first = first.masked_fill((chain.ends < 1).all(1)[:, None], chain.zero)
     return first if chain.log_params else first.log()
