@@ -20,31 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chain_step import arithmetic
+from .chain_tiles import arithmetic
 from .max_step import wide_entry
 from .tiles import far
 
 
 @triton.jit(do_not_specialize=["v", "m", "sequences"])
 def _backtrack_kernel(
-    message_ptr,
-    bulk_ptr,
-    ends_ptr,
-    state_ptr,
-    v,
-    m,
-    sequences,
-    c,
-    stride_bv,
-    stride_bg,
-    stride_bk,
-    stride_bj,
+    message_ptr, bulk_ptr, ends_ptr, state_ptr, v, m, sequences, c, stride_bv, stride_bg, stride_bk, stride_bj,
     stride_mv,
-    LOG_PARAMS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_S sequences, of any sets."""
     sequence = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     inside = sequence < sequences
@@ -94,12 +80,12 @@ def paths(messages: Tensor, bulk: Tensor, ends: Tensor | None, *, log_params: bo
     v, g, m, c = messages.shape
     assert bulk.shape[1:] == (g, c, c) and len(bulk) in (1, v - 1) and messages.is_contiguous()
     assert ends is None or (ends.is_contiguous() and ends.shape == (g, m))
-    found = torch.empty(g, m, v, dtype=torch.int64, device=messages.device)
-    if found.numel():
+    states = torch.empty(g, m, v, dtype=torch.int64, device=messages.device)
+    if states.numel():
         block_s, block_c, warps = tiles(c)
         _backtrack_kernel[(triton.cdiv(g * m, block_s),)](
-            messages, bulk, ends, found, v, m, g * m, c,
+            messages, bulk, ends, states, v, m, g * m, c,
             bulk.stride(0) if len(bulk) == v - 1 > 1 else 0, *bulk.stride()[1:], g * m * c,
             LOG_PARAMS=log_params, DTYPE=arithmetic(messages.dtype), BLOCK_S=block_s, BLOCK_C=block_c, num_warps=warps,
         )  # fmt: skip
-    return found
+    return states

@@ -24,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .chain_matrix import whole_matrix
-from .chain_step import Widths, column_tops, constants, normalised, step, tiles
-from .tiles import at, exp, far, finite, log
+from .chain_step import normalised, step
+from .chain_tiles import Widths, column_tops, constants, tiles
+from .tiles import at, exp, far, finite, log, multiple
 
 
 @triton.jit
@@ -43,68 +44,28 @@ def _posteriors(message, behind, weight):
 
 @triton.jit(do_not_specialize=["v", "m"])
 def _backward_kernel(
-    x_ptr,
-    bulk_ptr,
-    top_ptr,
-    ends_ptr,
-    final_ptr,
-    message_ptr,
-    log_norm_ptr,
-    weight_ptr,
-    ahead_ptr,
-    grad_ptr,
-    start_ptr,
-    r_ptr,
-    rescued_ptr,
-    v,
-    m,
-    c,
-    stride_xv,
-    stride_xg,
-    stride_xm,
-    stride_xc,
-    stride_bv,
-    stride_bg,
-    stride_bk,
-    stride_bj,
-    stride_tv,
-    stride_mv,
-    stride_wg,
-    stride_wm,
-    stride_dv,
-    stride_dg,
-    stride_dm,
-    stride_dc,
-    LOG_PARAMS: tl.constexpr,
-    HOMOGENEOUS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    DOT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDTH_C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    WIDTH_J: tl.constexpr,
-    WIDTH_X: tl.constexpr,
-):
+    x_ptr, bulk_ptr, top_ptr, ends_ptr, final_ptr, message_ptr, log_norm_ptr, weight_ptr, ahead_ptr, grad_ptr,
+    start_ptr, r_ptr, rescued_ptr, v, m, c, stride_xv, stride_xg, stride_xm, stride_xc,
+    stride_bv, stride_bg, stride_bk, stride_bj, stride_tv, stride_mv, stride_wg, stride_wm,
+    stride_dv, stride_dg, stride_dm, stride_dc,
+    LOG_PARAMS: tl.constexpr, HOMOGENEOUS: tl.constexpr, DTYPE: tl.constexpr, DOT: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_C: tl.constexpr, WIDTH: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr, WIDTH_X: tl.constexpr,
+):  # fmt: skip
     # the launcher knows what divides these; the compiler then loads as many elements at once
-    c = c // WIDTH_C * WIDTH_C
-    stride_bk = stride_bk // WIDTH_K * WIDTH_K
-    stride_bj = stride_bj // WIDTH_J * WIDTH_J
-    stride_bv = stride_bv // WIDTH * WIDTH
-    stride_bg = stride_bg // WIDTH * WIDTH
-    stride_xv = stride_xv // WIDTH_X * WIDTH_X
-    stride_xg = stride_xg // WIDTH_X * WIDTH_X
-    stride_xm = stride_xm // WIDTH_X * WIDTH_X
-    stride_dv = stride_dv // WIDTH_X * WIDTH_X
-    stride_dg = stride_dg // WIDTH_X * WIDTH_X
-    stride_dm = stride_dm // WIDTH_X * WIDTH_X
-
-    stride_tv = stride_tv // WIDTH_C * WIDTH_C
-    stride_mv = stride_mv // WIDTH_C * WIDTH_C
+    c = multiple(c, WIDTH_C)
+    stride_bk = multiple(stride_bk, WIDTH_K)
+    stride_bj = multiple(stride_bj, WIDTH_J)
+    stride_bv = multiple(stride_bv, WIDTH)
+    stride_bg = multiple(stride_bg, WIDTH)
+    stride_xv = multiple(stride_xv, WIDTH_X)
+    stride_xg = multiple(stride_xg, WIDTH_X)
+    stride_xm = multiple(stride_xm, WIDTH_X)
+    stride_dv = multiple(stride_dv, WIDTH_X)
+    stride_dg = multiple(stride_dg, WIDTH_X)
+    stride_dm = multiple(stride_dm, WIDTH_X)
+    stride_tv = multiple(stride_tv, WIDTH_C)
+    stride_mv = multiple(stride_mv, WIDTH_C)
 
     # scalars move from step to step, and blocks of rows lie at small offsets from them
     blocks = tl.cdiv(m, BLOCK_S)
@@ -187,7 +148,7 @@ def _backward_kernel(
             previous, current, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, wanted, c,
             rescued_ptr, LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
         )  # fmt: skip
-        behind, taken = normalised(u, DTYPE)
+        behind, shift = normalised(u, DTYPE)
         if ends_ptr is not None:
             beyond = _beyond(final_ptr, log_norm_ptr, rows, columns, inside, c, DTYPE)
             behind = tl.where(active[:, None], behind, beyond)
@@ -197,7 +158,7 @@ def _backward_kernel(
         )  # fmt: skip
         if r_ptr is not None:
             ahead = tl.load((previous + rows * c)[:, None] + columns[None, :], mask=mask, other=float("-inf"))
-            r = (ahead.to(tl.float64) - (nu.to(tl.float64) + finite(taken))[:, None]).to(DTYPE)
+            r = (ahead.to(tl.float64) - (nu.to(tl.float64) + finite(shift))[:, None]).to(DTYPE)
             r = tl.where(mask, r, float("-inf"))
             tl.store((r_ptr + rows * c)[:, None] + columns[None, :], r, mask=tile)
             r_ptr -= stride_mv
@@ -219,25 +180,10 @@ def _beyond(final_ptr, log_norm_ptr, rows, columns, inside, c, DTYPE: tl.constex
 
 @triton.jit
 def _visit(
-    x_ptr,
-    stride_xm,
-    stride_xc,
-    message_ptr,
-    behind,
-    weight_ptr,
-    ahead_ptr,
-    grad_ptr,
-    stride_dm,
-    stride_dc,
-    start_ptr,
-    i,
-    rows,
-    ends,
-    inside,
-    c,
-    DTYPE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x_ptr, stride_xm, stride_xc, message_ptr, behind, weight_ptr, ahead_ptr, grad_ptr, stride_dm, stride_dc,
+    start_ptr, i, rows, ends, inside, c,
+    DTYPE: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Write step `i`'s posteriors and its `w`; return `nu`, and for which sequences `w` is not -inf."""
     columns = tl.arange(0, BLOCK_C)
     tile = inside[:, None] & (columns < c)[None, :]

@@ -66,14 +66,14 @@ def _log_norm(chain: Chain, x: Tensor, bulk: Tensor, start: Tensor, count: int, 
     first = (start + (x[0] - shift)).reshape(g * m, 1, c)
     matrices = bulk.expand(v - 1, max(g, m), c, c)
     potentials: Tensor | None = x[1:].reshape(v - 1, g * m, c)
-    taken, length, log_params = [shift.view(1, -1)], math.ceil((v - 1) / count), chain.log_params
+    offsets, length, log_params = [shift.view(1, -1)], math.ceil((v - 1) / count), chain.log_params
     while potentials is not None or len(matrices) > FEW:
         options: dict[str, Any] = {"log_params": log_params, "rescued": rescued, "dtype": chain.dtype}
         matrices, offset = segment_products(matrices, potentials, length, **options)
-        taken.append(offset)
+        offsets.append(offset)
         potentials, length, log_params = None, AGAIN, True
     norm, _ = _carried(first, matrices, chain.dtype, rescued)
-    return (norm.view(-1) + torch.cat(taken).sum(0)).view(g, m)
+    return (norm.view(-1) + torch.cat(offsets).sum(0)).view(g, m)
 
 
 def _carried(
@@ -101,12 +101,12 @@ def backward(
         grad_bulk = grad_bulk.view(len(grad_bulk), *bulk.shape[1:])
     flat_x = None if grad_x is None else grad_x.reshape(x.shape)
     count, length = segments_of(chain.v, segments)
-    found = []
+    starts = []
     for z in range(chain.g):
         into = None if flat_x is None else flat_x[:, z], None if grad_bulk is None else grad_bulk[:, z]
         part = _Set(chain, x[:, z], bulk[:, z], count, length)
-        found.append(part.backward(log_norm[z], messages[z], others[z], weight[z], *into))
-    return written(chain, torch.stack(found), flat_x, grad_x)
+        starts.append(part.backward(log_norm[z], messages[z], others[z], weight[z], *into))
+    return written(chain, torch.stack(starts), flat_x, grad_x)
 
 
 @dataclass(frozen=True)
@@ -120,20 +120,20 @@ class _Set:
     length: int
 
     @property
-    def rest(self) -> int:
+    def head_steps(self) -> int:
         """Transitions of the head."""
         return (len(self.x) - 1) % self.count
 
     def steps(self, x: Tensor) -> Tensor:
         """(v, m, c) of the segments (length, count, m, c)."""
-        whole: Tensor = x[self.rest + 1 :].unflatten(0, (self.count, self.length))
+        whole: Tensor = x[self.head_steps + 1 :].unflatten(0, (self.count, self.length))
         return whole.transpose(0, 1)
 
     def matrices(self, bulk: Tensor) -> Tensor:
         """The matrices (length, count, c, c) that lead into the segments and on."""
         if len(bulk) == 1:
             return bulk[0].expand(self.length, self.count, *bulk.shape[1:])
-        whole: Tensor = bulk[self.rest :].unflatten(0, (self.count, self.length))
+        whole: Tensor = bulk[self.head_steps :].unflatten(0, (self.count, self.length))
         return whole.transpose(0, 1)
 
     def within(self, bulk: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ class _Set:
         return self.matrices(bulk)[:1] if len(bulk) == 1 else self.matrices(bulk)[1:]
 
     def ahead(self, bulk: Tensor) -> Tensor:
-        """The head's (rest or 1, 1, c, c)."""
-        return bulk[:, None] if len(bulk) == 1 else bulk[: self.rest, None]
+        """The head's (head_steps or 1, 1, c, c)."""
+        return bulk[:, None] if len(bulk) == 1 else bulk[: self.head_steps, None]
 
     def forward(self, start: Tensor, messages: Tensor, others: Tensor, rescued: Tensor) -> Tensor:
         """The log-partitions (m); messages (length, count, m, c) and others (2, count, m, c) are written."""
@@ -151,7 +151,7 @@ class _Set:
         linear: dict[str, Any] = {"log_params": self.chain.log_params, "dtype": dtype, "rescued": rescued}
         x, matrices = self.steps(self.x), self.matrices(self.bulk)
         head_norm, head = forward_chain.forward(
-            self.x[: self.rest + 1, None], self.ahead(self.bulk), start[None], None, keep=True, **linear
+            self.x[: self.head_steps + 1, None], self.ahead(self.bulk), start[None], None, keep=True, **linear
         )
         assert head is not None
         products, offset = forward_chain.segment_product(matrices[:, :, None].expand(-1, -1, m, -1, -1), x, **linear)
@@ -165,7 +165,7 @@ class _Set:
         entering = self._entering(vectors[:-1, :, 0], rescued)[0].double()
         forward_chain.forward(x, self.within(self.bulk), entering, None, keep=True, room=messages, **linear)
         others[0] = weights[1:, :, 0].flip(0)
-        others[1].zero_()[: self.rest + 1] = head[:, 0]
+        others[1].zero_()[: self.head_steps + 1] = head[:, 0]
         return (norm + scale)[:, 0] + offset.sum(0)
 
     def _entering(self, before: Tensor, rescued: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ class _Set:
         grad_bulk: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Write the gradients; `weight` times the posterior of the first state (m, c) is returned."""
-        rest, m = self.rest, len(weight)
+        head_steps, m = self.head_steps, len(weight)
         options: dict[str, Any] = {"log_params": self.chain.log_params, "want_r": grad_bulk is not None}
         final = torch.cat([others[0], torch.zeros_like(others[0, :1])])
         norms, weights = (value.expand(self.count, m).contiguous() for value in (log_norm, weight))
@@ -192,17 +192,17 @@ class _Set:
             self.steps(self.x), self.within(self.bulk), None, messages, norms, weights,
             grad_x=None if grad_x is None else self.steps(grad_x), final=final[1:], **options,
         )  # fmt: skip
-        head = others[1, : rest + 1, None].contiguous()  # (rest + 1, 1, m, c)
+        head = others[1, : head_steps + 1, None].contiguous()  # (head_steps + 1, 1, m, c)
         start, head_r = backward_chain.backward(
-            self.x[: rest + 1, None], self.ahead(self.bulk), None, head, log_norm[None].contiguous(), weight[None],
-            grad_x=None if grad_x is None else grad_x[: rest + 1, None], final=final[:1], **options,
+            self.x[: head_steps + 1, None], self.ahead(self.bulk), None, head, log_norm[None].contiguous(),
+            weight[None], grad_x=None if grad_x is None else grad_x[: head_steps + 1, None], final=final[:1], **options,
         )  # fmt: skip
         if grad_bulk is None or r is None or head_r is None:
             return start[0]
         before = torch.cat([head[-1], messages[-1, :-1]])
-        arrived, taken = self._entering(before)
+        arrived, scale = self._entering(before)
         share = (entered / weights[..., None]).masked_fill_(entered == 0, 0.0).double().log()
-        share = torch.where(share == -torch.inf, share, share - arrived - taken[..., None]).to(before.dtype)
+        share = torch.where(share == -torch.inf, share, share - arrived - scale[..., None]).to(before.dtype)
         into = torch.stack([before, arrived]), torch.stack([share, share]), weights
         if len(grad_bulk) > 1:
             whole = self.matrices(grad_bulk)

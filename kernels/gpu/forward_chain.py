@@ -26,80 +26,39 @@ import triton.language as tl
 from torch import Tensor
 
 from .chain_matrix import whole_matrix
-from .chain_step import Tiles, Widths, column_tops, constants, normalised, step, tiles
+from .chain_step import normalised, step
+from .chain_tiles import Tiles, Widths, arithmetic_dtype, column_tops, constants, tiles
 from .max_step import max_step, max_tiles, whole_logs
-from .tiles import at, exp, far, finite, log
+from .tiles import at, exact_sum, exp, far, finite, log, multiple
 
 
 @triton.jit(do_not_specialize=["v", "m", "inner"])
 def _forward_kernel(
-    x_ptr,
-    bulk_ptr,
-    top_ptr,
-    start_ptr,
-    ends_ptr,
-    message_ptr,
-    final_ptr,
-    offset_ptr,
-    scale_ptr,
-    log_norm_ptr,
-    rescued_ptr,
-    v,
-    m,
-    inner,
-    c,
-    stride_xv,
-    stride_xg,
-    stride_xh,
-    stride_xm,
-    stride_xc,
-    stride_bv,
-    stride_bg,
-    stride_bh,
-    stride_bk,
-    stride_bj,
-    stride_tv,
-    stride_sg,
-    stride_sm,
-    stride_sc,
-    stride_mv,
-    LOG_PARAMS: tl.constexpr,
-    HOMOGENEOUS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    KEEP: tl.constexpr,
-    JOINT: tl.constexpr,
-    MAX: tl.constexpr,
-    DTYPE: tl.constexpr,
-    DOT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDTH_C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    WIDTH_J: tl.constexpr,
-    WIDTH_X: tl.constexpr,
-):
+    x_ptr, bulk_ptr, top_ptr, start_ptr, ends_ptr, message_ptr, final_ptr, offset_ptr, scale_ptr, log_norm_ptr,
+    rescued_ptr, v, m, inner, c, stride_xv, stride_xg, stride_xh, stride_xm, stride_xc,
+    stride_bv, stride_bg, stride_bh, stride_bk, stride_bj, stride_tv, stride_sg, stride_sm, stride_sc, stride_mv,
+    LOG_PARAMS: tl.constexpr, HOMOGENEOUS: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr,
+    JOINT: tl.constexpr, MAX: tl.constexpr, DTYPE: tl.constexpr, DOT: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_C: tl.constexpr, WIDTH: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr, WIDTH_X: tl.constexpr,
+):  # fmt: skip
     """SEGMENT: start from the rows of the identity, and step 0 has no x. JOINT: one offset for a whole set.
 
     MAX: the best path instead of the sum over all.
     """
     # the launcher knows what divides these; the compiler then loads as many elements at once
-    c = c // WIDTH_C * WIDTH_C
-    stride_bk = stride_bk // WIDTH_K * WIDTH_K
-    stride_bj = stride_bj // WIDTH_J * WIDTH_J
-    stride_bv = stride_bv // WIDTH * WIDTH
-    stride_bg = stride_bg // WIDTH * WIDTH
-    stride_xv = stride_xv // WIDTH_X * WIDTH_X
-    stride_xg = stride_xg // WIDTH_X * WIDTH_X
-    stride_xm = stride_xm // WIDTH_X * WIDTH_X
-    stride_xh = stride_xh // WIDTH_X * WIDTH_X
-    stride_bh = stride_bh // WIDTH * WIDTH
-
-    stride_tv = stride_tv // WIDTH_C * WIDTH_C
-    stride_mv = stride_mv // WIDTH_C * WIDTH_C
+    c = multiple(c, WIDTH_C)
+    stride_bk = multiple(stride_bk, WIDTH_K)
+    stride_bj = multiple(stride_bj, WIDTH_J)
+    stride_bv = multiple(stride_bv, WIDTH)
+    stride_bg = multiple(stride_bg, WIDTH)
+    stride_xv = multiple(stride_xv, WIDTH_X)
+    stride_xg = multiple(stride_xg, WIDTH_X)
+    stride_xm = multiple(stride_xm, WIDTH_X)
+    stride_xh = multiple(stride_xh, WIDTH_X)
+    stride_bh = multiple(stride_bh, WIDTH)
+    stride_tv = multiple(stride_tv, WIDTH_C)
+    stride_mv = multiple(stride_mv, WIDTH_C)
 
     # scalars move from step to step, and blocks of rows lie at small offsets from them
     blocks = tl.cdiv(m, BLOCK_S)
@@ -125,13 +84,13 @@ def _forward_kernel(
             peak = finite(tl.max(x, 1)).to(tl.float64)
             total += x.to(tl.float64) - peak[:, None]
             x_ptr += stride_xv
-    message, taken = normalised(total, DTYPE)
+    message, shift = normalised(total, DTYPE)
     # what is taken out adds up in memory: in registers, each of many threads would hold the sums of all rows
     scale_ptr += 2 * (sequence + rows)
-    high, low = _add_exactly(peak, 0.0, finite(taken))
+    high, low = _add_exactly(peak, 0.0, finite(shift))
     tl.store(scale_ptr, high, mask=inside)
     tl.store(scale_ptr + 1, low, mask=inside)
-    alive = taken != float("-inf")
+    alive = shift != float("-inf")
     if ends_ptr is None:
         ends = tl.full((BLOCK_S,), 0, tl.int32) + v
         last = v
@@ -188,11 +147,11 @@ def _forward_kernel(
             total += x.to(tl.float64) - peak[:, None]
             high, low = _add_exactly(high, low, peak)
             x_ptr += stride_xv
-        message, taken = normalised(total, DTYPE)
-        high, low = _add_exactly(high, low, finite(taken))
+        message, shift = normalised(total, DTYPE)
+        high, low = _add_exactly(high, low, finite(shift))
         tl.store(scale_ptr, high, mask=active)
         tl.store(scale_ptr + 1, low, mask=active)
-        alive = taken != float("-inf")
+        alive = shift != float("-inf")
         if KEEP and ends_ptr is not None:
             message = tl.where(active[:, None], message, float("-inf"))
         tl.store((current + rows * c)[:, None] + columns[None, :], message, mask=tile if KEEP else mask)
@@ -246,9 +205,8 @@ def _whole(
 @triton.jit
 def _add_exactly(high, low, term):
     """Two numbers hold a sum of many to one rounding."""
-    total = high + term
-    back = total - high
-    return total, low + ((high - (total - back)) + (term - back))
+    total, error = exact_sum(high, term)
+    return total, low + error
 
 
 def forward(
@@ -284,64 +242,14 @@ def forward(
         choice = max_tiles(choice)
     slots = v if keep else min(v, 2)
     messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device) if room is None else room
-    _launch(
+    launch(
         x[:, :, None], bulk[:, :, None], start, ends, messages, None, None, log_norm, rescued, v, m, choice, widths,
         dtype, log_params=log_params, keep=keep, segment=False, maximum=semiring == "max",
     )  # fmt: skip
     return log_norm, messages if keep else None
 
 
-def segment_product(
-    bulk: Tensor,
-    x: Tensor | None = None,
-    *,
-    log_params: bool,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    offset: Tensor | None = None,
-    rescued: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`log(M_1 D_1 M_2 D_2 ... M_L D_L)` with `D_i = diag(exp x_i)`, or all 1.
-
-    The rows of the product are sequences that start in one state each. One program has all of them up to c = 16, or 32
-    where 4 divides c and the strides; beyond, blocks of 16 share a matrix through the cache.
-
-    `bulk` (L, g1, g2, c, c), any strides, so that `stack.unflatten(...)` need not be copied; `x` (L, g1, g2, c).
-    `dtype` is that of the arithmetic, as in `forward`.
-    Returns the product (g1, g2, c, c) with its largest entry at 0, and what was taken out of it (g1, g2) in float64:
-    written to `out` and `offset`, contiguous, where these are given. An impossible product is -inf with offset 0.
-    """
-    length, outer, inner, c, _ = bulk.shape
-    dtype = dtype or arithmetic_dtype(bulk if x is None else x, bulk)
-    if out is None:
-        out = torch.empty(outer, inner, c, c, dtype=dtype, device=bulk.device)
-    if offset is None:
-        offset = torch.empty(outer, inner, dtype=torch.float64, device=bulk.device)
-    assert length > 0 and out.is_contiguous() and offset.is_contiguous() and out.dtype == dtype
-    x = None if x is None else x[..., None, :].expand(-1, -1, -1, c, -1)
-    widths = Widths.of(bulk, x)
-    choice = tiles(c, c, dtype, min(widths))
-    joint = choice.whole and choice.block_s >= c
-    messages = torch.empty(2, outer * inner, c, c, dtype=dtype, device=bulk.device)
-    row_offset = offset if joint else torch.empty(outer, inner, c, dtype=torch.float64, device=bulk.device)
-    _launch(
-        x, bulk, None, None, messages, out, row_offset, None, rescued, length + 1, c, choice, widths,
-        dtype, log_params=log_params, keep=False, segment=True,
-    )  # fmt: skip
-    if not joint:
-        dead = out.amax(-1) == -torch.inf
-        torch.amax(row_offset.masked_fill_(dead, -torch.inf), -1, out=offset)
-        offset.masked_fill_(offset == -torch.inf, 0.0)
-        out += (row_offset - offset[..., None]).masked_fill_(dead, 0.0).to(dtype)[..., None]
-    return out, offset
-
-
-def arithmetic_dtype(*operands: Tensor) -> torch.dtype:
-    """Float64 if an operand is, otherwise float32."""
-    return torch.float64 if torch.float64 in [operand.dtype for operand in operands] else torch.float32
-
-
-def _launch(
+def launch(
     x: Tensor | None,  # (v, g1, g2, m, c), without step 0 for a segment
     bulk: Tensor,  # (s, g1, g2, c, c)
     start: Tensor | None,
@@ -362,6 +270,7 @@ def _launch(
     segment: bool,
     maximum: bool = False,
 ) -> None:
+    """The kernel's results, written to those of `messages`, `final`, `offset` and `log_norm` that are given."""
     outer, inner, c = bulk.shape[1:4]
     if outer * inner * m == 0:
         return

@@ -28,16 +28,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .log_matmul_redo import MARK, ZERO, redo
 from .log_matmul_tiles import tiles
 from .tiles import TRUSTED, any_of, at, exact_sum, exp, finite, load, log, multiple, operand
 
-_ZERO = tl.constexpr(float("-inf"))
-
 # logarithms of sums that are good
 _SHALLOW = tl.constexpr(math.log(TRUSTED.value))
-
-# what an output holds until it is redone
-_MARK = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -77,8 +73,8 @@ def forward_kernel(
         BLOCK_K, UNROLL, PRECISION, out_ptr.dtype.element_ty,
     )  # fmt: skip
     _store(out_ptr, out_top_ptr, value, rows, columns, m, n, stride_om, stride_on)
-    if any_of(value == _MARK):
-        _redo(
+    if any_of(value == MARK):
+        redo(
             a_ptr, b_ptr, out_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, first_column, m, n, k,
             stride_am, stride_ak, stride_bk, stride_bn, stride_om, stride_on, BLOCK_M, BLOCK_N, BLOCK_K,
             DEPTH,
@@ -125,13 +121,13 @@ def in_place_kernel(
                 out, b, a_top, b_top, rows, columns, m, k, k, stride_am, stride_ak, stride_bk, stride_bn,
                 BLOCK_K, UNROLL, PRECISION, a_ptr.dtype.element_ty,
             )  # fmt: skip
-            again = any_of(value == _MARK)
-            if again:
+            marked = any_of(value == MARK)
+            if marked:
                 _copy(out, saved, rows, m, k, stride_am, stride_ak, BLOCK_K)
             tl.debug_barrier()  # others of this program may still read the rows
             _store(out, out_top, value, rows, columns, m, k, stride_am, stride_ak)
-            if again:
-                _redo(
+            if marked:
+                redo(
                     saved, b, out, a_top, b_top, out_top, rescued_ptr, first_row, 0, m, k, k,
                     k, 1, stride_bk, stride_bn, stride_am, stride_ak, BLOCK_M, BLOCK_N, BLOCK_K,
                     DEPTH,
@@ -147,8 +143,8 @@ def in_place_kernel(
                     BLOCK_K, UNROLL, PRECISION, a_ptr.dtype.element_ty,
                 )  # fmt: skip
                 _store(out, out_top, value, rows, columns, m, k, stride_am, stride_ak)
-                if any_of(value == _MARK):
-                    _redo(
+                if any_of(value == MARK):
+                    redo(
                         saved, b, out, a_top, b_top, out_top, rescued_ptr, first_row, first_column, m, k, k,
                         k, 1, stride_bk, stride_bn, stride_am, stride_ak, BLOCK_M, BLOCK_N, BLOCK_K,
                         DEPTH,
@@ -179,90 +175,34 @@ def _product(
     BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A tile of the result, with marks for what is to be redone."""
-    a_max = tl.full((rows.shape[0], BLOCK_K), _ZERO, DTYPE)
-    b_max = tl.full((BLOCK_K, columns.shape[0]), _ZERO, DTYPE)
+    a_max = tl.full((rows.shape[0], BLOCK_K), ZERO, DTYPE)
+    b_max = tl.full((BLOCK_K, columns.shape[0]), ZERO, DTYPE)
     for start in tl.range(0, k, BLOCK_K, loop_unroll_factor=UNROLL):
         inner = start + tl.arange(0, BLOCK_K)
-        a_max = tl.maximum(a_max, load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, _ZERO))
-        b_max = tl.maximum(b_max, load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, _ZERO))
+        a_max = tl.maximum(a_max, load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, ZERO))
+        b_max = tl.maximum(b_max, load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, ZERO))
     row, column = tl.max(a_max, 1), tl.max(b_max, 0)
     row_shift, column_shift = finite(row), finite(column)
     s = tl.zeros((rows.shape[0], columns.shape[0]), DTYPE)
     for start in range(0, k, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
-        a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, _ZERO)
-        b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, _ZERO)
+        a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, ZERO)
+        b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, ZERO)
         left = operand(exp(a - row_shift[:, None]), PRECISION)
         right = operand(exp(b - column_shift[None, :]), PRECISION)
         s = tl.dot(left, right, s, input_precision=PRECISION, out_dtype=DTYPE)
     logs = log(s)  # before the shifts are added up: its branches would have to hold them all
-    shift, rest = exact_sum((row_shift - a_top)[:, None], (column_shift - b_top)[None, :])
-    value = shift + (logs + rest)
-    return tl.where((logs < _SHALLOW) & (row > _ZERO)[:, None] & (column > _ZERO)[None, :], _MARK, value)
+    shift, error = exact_sum((row_shift - a_top)[:, None], (column_shift - b_top)[None, :])
+    value = shift + (logs + error)
+    return tl.where((logs < _SHALLOW) & (row > ZERO)[:, None] & (column > ZERO)[None, :], MARK, value)
 
 
 @triton.jit
 def _store(out_ptr, out_top_ptr, value, rows, columns, m, n, stride_om, stride_on):
     if out_top_ptr is not None:
-        tl.atomic_max(out_top_ptr, tl.max(tl.where(value < _MARK, value, _ZERO)), sem="relaxed")
+        tl.atomic_max(out_top_ptr, tl.max(tl.where(value < MARK, value, ZERO)), sem="relaxed")
     mask = (rows < m)[:, None] & (columns < n)[None, :]
     tl.store(at(out_ptr, rows, columns, stride_om, stride_on), value, mask=mask)
-
-
-@triton.jit
-def _redo(
-    a_ptr, b_ptr, out_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, first_column, m, n, k,
-    stride_am, stride_ak, stride_bk, stride_bn, stride_om, stride_on,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
-    PIECE: tl.constexpr = 16,
-):  # fmt: skip
-    """Replace the marks in a tile that this program has stored, a piece of the tile at a time."""
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    tl.debug_barrier()  # the tile was stored by others of this program
-    for piece in tl.range(0, (BLOCK_M // PIECE) * (BLOCK_N // PIECE), disable_licm=True):
-        rows = first_row + piece // (BLOCK_N // PIECE) * PIECE + tl.arange(0, PIECE)
-        columns = first_column + piece % (BLOCK_N // PIECE) * PIECE + tl.arange(0, PIECE)
-        marked = load(out_ptr, rows, columns, m, n, stride_om, stride_on, DTYPE, _ZERO) == _MARK
-        if any_of(marked):
-            terms = tl.zeros((PIECE, PIECE), tl.float32)  # the number of finite ones
-            for start in range(0, k, BLOCK_K):
-                inner = start + tl.arange(0, BLOCK_K)
-                a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, _ZERO)
-                b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, _ZERO)
-                terms = tl.dot((a > _ZERO).to(tl.float16), (b > _ZERO).to(tl.float16), terms)
-            tl.store(at(out_ptr, rows, columns, stride_om, stride_on), _ZERO, mask=marked)
-            again = marked & (terms > 0.0)
-            if any_of(again):
-                value = _pairwise(
-                    a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-                    DEPTH, DTYPE,
-                )  # fmt: skip
-                tl.store(at(out_ptr, rows, columns, stride_om, stride_on), value, mask=again)
-                if out_top_ptr is not None:
-                    tl.atomic_max(out_top_ptr, tl.max(tl.where(again, value, _ZERO)), sem="relaxed")
-                if rescued_ptr is not None:
-                    tl.atomic_add(rescued_ptr, tl.sum(again.to(tl.int64)), sem="relaxed")
-
-
-@triton.jit
-def _pairwise(
-    a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-    DEPTH: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """A piece of the result, each entry shifted by its own largest term so far."""
-    peak = tl.full((rows.shape[0], columns.shape[0]), _ZERO, DTYPE)
-    s = tl.zeros((rows.shape[0], columns.shape[0]), DTYPE)
-    for start in range(0, k, DEPTH):
-        inner = start + tl.arange(0, DEPTH)
-        a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, _ZERO) - a_top
-        b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, _ZERO) - b_top
-        terms, rest = exact_sum(a[:, :, None], b[None, :, :])
-        rest = tl.where(terms == _ZERO, 0.0, rest)
-        higher = tl.maximum(peak, tl.max(terms, 1))
-        shift = finite(higher)
-        s = s * exp(peak - shift) + tl.sum(exp(terms - shift[:, None, :] + rest), 1)
-        peak = higher
-    return peak + log(s)
 
 
 # programs in place that each multiprocessor is given, bounded because each has rows set aside

@@ -1,4 +1,4 @@
-"""The gradients of the log-semiring matrix product, from the operands alone: the result is computed again.
+"""The gradients of the log-semiring matrix product, from the operands alone: the result is computed pairwise.
 
     grad_a(i, k) = sum_j weight_ij exp(a_ik + b_kj - c_ij)          grad_b = the same of the transposed product
 
@@ -14,7 +14,7 @@ and sums of it are one product of tiles, except for results so far below their s
 good: those are left out and added pairwise, one j after another, by the programs that saw one. A weight of 0 and a
 result of -inf give exactly 0.
 
-Cost: the forward product again and one product for each gradient. The shifted operands and `c` lie in a workspace of
+Cost: the forward product pairwise and one product for each gradient. The shifted operands and `c` lie in a workspace of
 bounded size; matrices take turns in it. A long sum over j is cut into parts, which are added in a fixed order: two runs
 agree to the last bit.
 
@@ -83,8 +83,8 @@ def gradient_kernel(
         weight = load(weight_ptr, rows, columns, m, end, stride_wm, stride_wn, DTYPE, 0.0)
         c = load(c_ptr, rows, columns, m, end, stride_cm, stride_cn, DTYPE, float("-inf"))
         b = load(b_ptr, inner, columns, k, end, stride_bk, stride_bn, DTYPE, float("-inf"))
-        quotient, again = _quotient(weight, c)
-        deep = tl.maximum(deep, tl.max(again.to(tl.int32), 1))
+        quotient, pairwise = _quotient(weight, c)
+        deep = tl.maximum(deep, tl.max(pairwise.to(tl.int32), 1))
         left, right = operand(quotient, PRECISION), operand(tl.trans(exp(b)), PRECISION)
         sums = tl.dot(left, right, sums, input_precision=PRECISION, out_dtype=DTYPE)
     a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, float("-inf"))
@@ -117,8 +117,8 @@ def _add_deep(
         weight = load(weight_ptr, rows, j, m, end, stride_wm, stride_wn, DTYPE, 0.0)
         c = load(c_ptr, rows, j, m, end, stride_cm, stride_cn, DTYPE, 0.0)
         b = tl.trans(load(b_ptr, inner, j, k, end, stride_bk, stride_bn, DTYPE, float("-inf")))
-        _, again = _quotient(weight, c)
-        sums += tl.where(again, weight * exp(a + b - tl.where(again, c, 0.0)), 0.0)
+        _, pairwise = _quotient(weight, c)
+        sums += tl.where(pairwise, weight * exp(a + b - tl.where(pairwise, c, 0.0)), 0.0)
     tl.store(at(out_ptr, rows, inner, stride_om, stride_ok), sums, mask=mask)
 
 
@@ -127,8 +127,8 @@ def _quotient(weight, c):
     """`weight / exp(c)`, and where it is not to be used but shares are to be summed pairwise."""
     used = (weight != 0.0) & (c != float("-inf"))
     quotient = weight * exp(-c)
-    again = used & ((c < _DEEP) | (tl.abs(quotient) > _LARGE))
-    return tl.where(used & ~again, quotient, 0.0), again
+    pairwise = used & ((c < _DEEP) | (tl.abs(quotient) > _LARGE))
+    return tl.where(used & ~pairwise, quotient, 0.0), pairwise
 
 
 def backward(

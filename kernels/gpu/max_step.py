@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from .chain_matrix import level_of, load_matrix, log_level, log_wide, split
-from .chain_step import Tiles, load_message
+from .chain_step import load_message
+from .chain_tiles import Tiles
 from .tiles import far, log
 
 
@@ -77,22 +78,10 @@ def _best(message, logs, level, LOG_PARAMS: tl.constexpr):
 
 @triton.jit
 def max_step(
-    message_ptr,
-    members,
-    inside,
-    matrix,
-    top,
-    matrix_ptr,
-    stride_k,
-    stride_j,
-    c,
-    LOG_PARAMS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    message_ptr, members, inside, matrix, top, matrix_ptr, stride_k, stride_j, c,
+    LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     """The logarithms `u` (BLOCK_S, BLOCK_C) in float64.
 
     From the messages at `message_ptr` (BLOCK_S, c) in memory, in rows `members`. WHOLE: of one sequence, and `matrix`

@@ -71,9 +71,9 @@ class Arithmetic(tree.Arithmetic):
         for w, a, b, grad_a, grad_b in zip(
             *(t.split(slots, 1) for t in (weight, left.values, right.values, grad_left, grad_right)), strict=True
         ):
-            found = torch.empty(grad_a.shape, dtype=grad_a.dtype, device=grad_a.device)
-            log_matmul_gradient.backward(w, a, b, grad_a=found, grad_b=grad_b)
-            grad_a.add_(found)
+            grad = torch.empty(grad_a.shape, dtype=grad_a.dtype, device=grad_a.device)
+            log_matmul_gradient.backward(w, a, b, grad_a=grad, grad_b=grad_b)
+            grad_a.add_(grad)
 
 
 product = partial(tree.product, Arithmetic)

@@ -20,8 +20,7 @@ tiles; reads messages twice, `bulk` once, and writes `out` once. Few sequences: 
 memory traffic of `bulk` and `out` up to 7 of them. Long sums for few matrices are split over programs and their parts
 added in a fixed order: no atomics, the same bits every time.
 
-Tiles: a model of registers and of the tensor cores' share in a step (compiled for sm_80, sm_90, gfx942), not measured
-yet. Tested against float64 sums over the sequences in `tests/test_gpu_transitions.py`.
+Tiles: a model of registers and of the tensor cores' share in a step, compiled for each chip, not measured yet.
 """
 
 from typing import NamedTuple
@@ -32,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import common_width, precision, widths
-from .tiles import any_of, exp, finite, multiple, operand
+from .tiles import any_of, at, exp, finite, load, multiple, operand
 
 # up to so many terms are added without a matrix product
 FEW = 8
@@ -139,14 +138,11 @@ def _product(
         alpha = tl.load(messages_ptr + row[None, :] * c + k[:, None], mask=mask, other=float("-inf"))
         mask = live[:, None] & (j < c)[None, :]
         r = tl.load(r_ptr + row[:, None] * c + j[None, :], mask=mask, other=float("-inf"))
-        before = exp(alpha - top[None, :])
-        behind = exp(r + top[:, None] - shift[None, :]) * weight[:, None]
-        before, behind = operand(before, PRECISION), operand(behind, PRECISION)
+        before = operand(exp(alpha - top[None, :]), PRECISION)
+        behind = operand(exp(r + top[:, None] - shift[None, :]) * weight[:, None], PRECISION)
         total = tl.dot(before, behind, total, input_precision=PRECISION, out_dtype=dtype)
 
-    inside = (k < c)[:, None] & (j < c)[None, :]
-    bulk_at = bulk_ptr + k.to(tl.int64)[:, None] * stride_bk + j.to(tl.int64)[None, :] * stride_bj
-    p = tl.load(bulk_at, mask=inside, other=ZERO).to(dtype)
+    p = load(bulk_ptr, k, j, c, c, stride_bk, stride_bj, dtype, ZERO)
     if LOG_PARAMS:
         size = shift[None, :] + p
         deep = size > LIMIT
@@ -157,8 +153,8 @@ def _product(
         deep = p * exp(shift - LIMIT)[None, :] > 1.0
         gradient = total * half * half
     gradient = tl.where((total == 0.0) | (p == ZERO), 0.0, gradient)
-    out_at = out_ptr + k.to(tl.int64)[:, None] * stride_ok + j.to(tl.int64)[None, :] * stride_oj
-    tl.store(out_at, gradient, mask=inside)
+    inside = (k < c)[:, None] & (j < c)[None, :]
+    tl.store(at(out_ptr, k, j, stride_ok, stride_oj), gradient, mask=inside)
 
     if any_of(deep):
         # the same addresses are written again by other threads
@@ -183,9 +179,7 @@ def _redo(
     """Rows k and columns j of one matrix's gradient, term by term."""
     dtype = messages_ptr.dtype.element_ty
     ZERO: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
-    inside = (k < c)[:, None] & (j < c)[None, :]
-    bulk_at = bulk_ptr + k.to(tl.int64)[:, None] * stride_bk + j.to(tl.int64)[None, :] * stride_bj
-    p = tl.load(bulk_at, mask=inside, other=ZERO).to(dtype)
+    p = load(bulk_ptr, k, j, c, c, stride_bk, stride_bj, dtype, ZERO)
     # the fast part has written zeros
     if any_of(p != ZERO):
         total = tl.zeros((k.shape[0], j.shape[0]), dtype)
@@ -196,8 +190,8 @@ def _redo(
                 alpha = tl.load(messages_ptr + row * c + k, mask=k < c, other=float("-inf"))
                 r = tl.load(r_ptr + row * c + j, mask=j < c, other=float("-inf"))
                 total += weight * _share(alpha[:, None], r[None, :], p, LOG_PARAMS)
-        out_at = out_ptr + k.to(tl.int64)[:, None] * stride_ok + j.to(tl.int64)[None, :] * stride_oj
-        tl.store(out_at, tl.where(p == ZERO, 0.0, total), mask=inside)
+        inside = (k < c)[:, None] & (j < c)[None, :]
+        tl.store(at(out_ptr, k, j, stride_ok, stride_oj), tl.where(p == ZERO, 0.0, total), mask=inside)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import torch
 
 from tests.contract import TENSOR_CORES, value_bound
 
-forward_chain = pytest.importorskip("logchain.kernels.gpu.forward_chain")
+segments = pytest.importorskip("logchain.kernels.gpu.segments")
 
 F64 = torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -43,7 +43,7 @@ def test_segments(device, length, c, with_x, log_params):
     bulk = (bulk * (torch.rand(length, 2, 1, c, c, generator=generator) < 0.7)).to(device)
     x = 10 * torch.randn(length, 2, 1, c, generator=generator).to(device) if with_x else None
     bulk = bulk.log() if log_params else bulk
-    out, offset = forward_chain.segment_product(bulk, x, log_params=log_params)
+    out, offset = segments.segment_product(bulk, x, log_params=log_params)
     assert_product(out.cpu(), offset.cpu(), product_of(bulk, x, log_params).cpu(), length)
 
 
@@ -58,7 +58,7 @@ def test_segments_of_a_stack(device):
     stack = stack.to(device)
     bulk = stack[:, :6].unflatten(1, (2, 3)).movedim(2, 0)  # (3, 3, 2, 8, 8)
     out, offset = torch.full((3, 2, 8, 8), NAN, device=device), torch.full((3, 2), NAN, device=device, dtype=F64)
-    given = forward_chain.segment_product(bulk, log_params=True, out=out, offset=offset)
+    given = segments.segment_product(bulk, log_params=True, out=out, offset=offset)
     assert given[0] is out and given[1] is offset
     assert_product(out.cpu(), offset.cpu(), product_of(bulk.cpu(), None, True), 3, slack=200.0)
     assert (out[2, 1] == -INF).all() and offset[2, 1] == 0
@@ -66,7 +66,7 @@ def test_segments_of_a_stack(device):
 
 def test_segments_of_wide_matrices_and_doubles(device):
     bulk = torch.randn(2, 1, 2, 20, 20, dtype=F64, generator=torch.Generator().manual_seed(0)).to(device)
-    out, offset = forward_chain.segment_product(bulk, log_params=True)
+    out, offset = segments.segment_product(bulk, log_params=True)
     assert out.dtype == F64
     truth = product_of(bulk, None, True)
     assert (out + offset[..., None, None] - truth).abs().max() < 1e-13

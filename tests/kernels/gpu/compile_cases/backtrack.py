@@ -6,7 +6,7 @@ from itertools import product
 import torch
 
 from logchain.kernels.gpu import backtrack
-from logchain.kernels.gpu.chain_step import Tiles, arithmetic, tiles
+from logchain.kernels.gpu.chain_tiles import Tiles, arithmetic, tiles
 from logchain.kernels.gpu.max_step import max_tiles
 from tests.kernels.gpu.compile_cases import chain
 from tests.kernels.gpu.compile_cases.chain import F32, F64, KIND

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from logchain.kernels.gpu import backward_chain, chain_step, forward_chain
-from logchain.kernels.gpu.chain_step import Tiles, arithmetic, tiles
+from logchain.kernels.gpu import backward_chain, chain_tiles, forward_chain
+from logchain.kernels.gpu.chain_tiles import Tiles, arithmetic, tiles
 from logchain.kernels.gpu.launch import common_width
 from tests.kernels.gpu.compiled import Case
 
@@ -73,7 +73,7 @@ def case(kernel, pointers, units, choice, c, dtype, precision, options) -> Case:
 
 
 def column_tops(c: int, log_params: bool) -> Case:
-    kernel = chain_step._column_tops_kernel
+    kernel = chain_tiles._column_tops_kernel
     constants = {"LOG_PARAMS": log_params, "DTYPE": arithmetic(F32), "BLOCK_K": 32, "BLOCK_C": 64, "stride_bj": 1}
     pointers = {"bulk_ptr": "*fp32", "top_ptr": "*fp32"}
     integers = [name for name in kernel.arg_names if name not in pointers and name not in constants]
