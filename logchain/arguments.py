@@ -103,8 +103,8 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 def check_alone(name: str, value: object, expected: str, others: dict[str, bool]) -> None:
     """Check that an option stands alone: none of the others is given."""
-    for other, given in others.items():
-        if given:
+    for other, is_given in others.items():
+        if is_given:
             raise ValueError(f"{name}: expected {expected} with {other}, got {value!r}")
 
 

@@ -63,10 +63,10 @@ class Layout:
         missing = len(self.batch) - lead
         own = [axis - missing for axis in self.own]
         shared = tuple(axis for axis in range(lead) if axis not in own)
-        kept = bulk.squeeze(shared) if shared else bulk
+        bulk = bulk.squeeze(shared) if shared else bulk
         if not own:
-            return kept
-        return kept.permute(len(own), *range(len(own)), len(own) + 1, len(own) + 2)
+            return bulk
+        return bulk.permute(len(own), *range(len(own)), len(own) + 1, len(own) + 2)
 
     def sequences(self, values: Tensor) -> Tensor:
         """[*B] as (g, m)."""

@@ -98,9 +98,7 @@ def families() -> list:
 
 
 @pytest.mark.parametrize(("where", "name", "dtype", "each", "log"), families(), indirect=["where"])
-def test_every_family(where, name, dtype, each, log, request):
-    if "gpu-chunked-offsets-torch.float64-True-False" in request.node.callspec.id:
-        request.applymarker(pytest.mark.xfail(reason="chunked on a GPU: float64 offsets err by 36 bounds", strict=True))
+def test_every_family(where, name, dtype, each, log):
     chain, truth = where.family(name, dtype, each, log)
     where.assert_contract(chain, truth=truth)
     if where.backend != "gpu":

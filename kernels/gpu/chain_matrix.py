@@ -94,8 +94,8 @@ def log_wide(s):
     else:
         exponent, mantissa = split(s)
         value = exponent.to(tl.float64) * _LN2 + tl.log(mantissa).to(tl.float64)
-        other = tl.where(s == 0.0, float("-inf"), float("nan")).to(tl.float64)
-        return tl.where((s > 0.0) & (s < float("inf")), value, other)
+        special = tl.where(s == 0.0, float("-inf"), float("nan")).to(tl.float64)
+        return tl.where((s > 0.0) & (s < float("inf")), value, special)
 
 
 @triton.jit

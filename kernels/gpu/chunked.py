@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain, segments_of
+from ..numbers import exact_sum
 from . import backward_chain, forward_chain
 from .backward import count_transitions, written
 from .forward import operands
-from .segments import segment_products
+from .segments import segment_product, segment_products
 
 # so many products of segments are left to one vector; if there are more, so many at a time are multiplied first
 FEW, AGAIN = 48, 8
@@ -73,7 +74,12 @@ def _log_norm(chain: Chain, x: Tensor, bulk: Tensor, start: Tensor, count: int, 
         offsets.append(offset)
         potentials, length, log_params = None, AGAIN, True
     norm, _ = _carried(first, matrices, chain.dtype, rescued)
-    return (norm.view(-1) + torch.cat(offsets).sum(0)).view(g, m)
+    return _added(norm.view(1, -1), *offsets).view(g, m)
+
+
+def _added(*offsets: Tensor) -> Tensor:
+    """The sum of the rows of (k, n), which may cancel."""
+    return torch.add(*exact_sum(torch.cat(offsets)))
 
 
 def _carried(
@@ -150,14 +156,14 @@ class _Set:
         dtype = self.chain.dtype
         linear: dict[str, Any] = {"log_params": self.chain.log_params, "dtype": dtype, "rescued": rescued}
         x, matrices = self.steps(self.x), self.matrices(self.bulk)
-        head_norm, head = forward_chain.forward(
-            self.x[: self.head_steps + 1, None], self.ahead(self.bulk), start[None], None, keep=True, **linear
-        )
+        scale = torch.empty(1, m, 2, dtype=torch.float64, device=self.x.device)
+        head = forward_chain.forward(
+            self.x[: self.head_steps + 1, None], self.ahead(self.bulk), start[None], None, keep=True, scale=scale,
+            **linear,
+        )[1]  # fmt: skip
         assert head is not None
-        products, offset = forward_chain.segment_product(matrices[:, :, None].expand(-1, -1, m, -1, -1), x, **linear)
+        products, offset = segment_product(matrices[:, :, None].expand(-1, -1, m, -1, -1), x, **linear)
         first = head[-1].double().transpose(0, 1)  # (m, 1, c)
-        sums = torch.logsumexp(first, -1)
-        scale = torch.where(sums == -torch.inf, 0.0, head_norm.T - sums)
         norm, vectors = _carried(first, products, dtype, rescued, keep=True)
         ones = torch.zeros_like(first)
         _, weights = _carried(ones, products.flip(0).mT, dtype, rescued, keep=True)
@@ -166,7 +172,7 @@ class _Set:
         forward_chain.forward(x, self.within(self.bulk), entering, None, keep=True, room=messages, **linear)
         others[0] = weights[1:, :, 0].flip(0)
         others[1].zero_()[: self.head_steps + 1] = head[:, 0]
-        return (norm + scale)[:, 0] + offset.sum(0)
+        return _added(norm.T, *scale.movedim(-1, 0), offset)
 
     def _entering(self, before: Tensor, rescued: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What enters the segments from messages (count, m, c), over its maximum, and what was taken out (count, m)."""

@@ -181,13 +181,15 @@ def _forward_kernel(
         norm = high + (low + best.to(tl.float64))
         tl.store(log_norm_ptr + sequence + rows, norm, mask=inside)
     if final_ptr is not None:
-        offset = high + low
+        # what an offset's rounding loses stays in the message
+        offset, error = exact_sum(high, low)
         if JOINT:
             joint = finite(tl.max(tl.where(tl.max(message, 1) > float("-inf"), offset, float("-inf")), 0))
-            message = (message.to(tl.float64) + (offset - joint)[:, None]).to(DTYPE)
+            error += offset - joint
             tl.store(offset_ptr + z, joint)
         else:
             tl.store(offset_ptr + sequence + rows, offset, mask=inside)
+        message = (message.to(tl.float64) + error[:, None]).to(DTYPE)
         tl.store((final_ptr + sequence * c + rows * c)[:, None] + columns[None, :], message, mask=tile)
 
 
@@ -221,6 +223,7 @@ def forward(
     rescued: Tensor | None = None,
     semiring: str = "log",
     room: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The log-partitions (g, m) in float64 and, if they are to be kept, the messages (v, g, m, c), in `room` if given.
 
@@ -228,7 +231,7 @@ def forward(
 
     `dtype` is that of the arithmetic and of the messages, by default float64 if `x` or `bulk` is, and float32 if not.
     Messages are -inf behind the end. `rescued`, an int64 tensor of one element, is increased by the number of outputs
-    that were redone.
+    that were redone; `scale` (g, m, 2) is overwritten with what was taken out of the last messages, as two numbers.
     """
     v, g, m, c = x.shape
     assert bulk.shape[1:] == (g, c, c) and start.shape == (g, m, c)
@@ -243,8 +246,8 @@ def forward(
     slots = v if keep else min(v, 2)
     messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device) if room is None else room
     launch(
-        x[:, :, None], bulk[:, :, None], start, ends, messages, None, None, log_norm, rescued, v, m, choice, widths,
-        dtype, log_params=log_params, keep=keep, segment=False, maximum=semiring == "max",
+        x[:, :, None], bulk[:, :, None], start, ends, messages, None, None, scale, log_norm, rescued, v, m, choice,
+        widths, dtype, log_params=log_params, keep=keep, segment=False, maximum=semiring == "max",
     )  # fmt: skip
     return log_norm, messages if keep else None
 
@@ -257,6 +260,7 @@ def launch(
     messages: Tensor | None,
     final: Tensor | None,
     offset: Tensor | None,
+    scale: Tensor | None,
     log_norm: Tensor | None,
     rescued: Tensor | None,
     v: int,
@@ -276,7 +280,8 @@ def launch(
         return
     top = None if choice.whole or not choice.dot else column_tops(bulk, dtype, log_params=log_params)
     homogeneous = bulk.shape[0] == 1
-    scale = torch.empty(outer, inner, m, 2, dtype=torch.float64, device=bulk.device)
+    if scale is None:
+        scale = torch.empty(outer, inner, m, 2, dtype=torch.float64, device=bulk.device)
     _forward_kernel[(outer * inner * triton.cdiv(m, choice.block_s),)](
         x, bulk, top, start, ends, messages, final, offset, scale, log_norm, rescued, v, m, inner, c,
         *((0,) * 5 if x is None else x.stride()),

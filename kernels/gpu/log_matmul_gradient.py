@@ -149,10 +149,10 @@ def backward(
         return
     size = max(m * n, m * k, k * n)
     sets = max(1, min(g, _HELD // (size * p)))
-    each = max(1, min(p, _HELD // (size * sets)))
+    products = max(1, min(p, _HELD // (size * sets)))
     for z in range(0, g, sets):
-        for y in range(0, p, each):
-            block = (slice(z, z + sets), slice(y, y + each))
+        for y in range(0, p, products):
+            block = (slice(z, z + sets), slice(y, y + products))
             shifted_a, shifted_b = _shifted(a[block], -1, dtype), _shifted(b[block], -2, dtype)
             c = log_matmul.forward(shifted_a, shifted_b)
             wanted = []
@@ -160,8 +160,8 @@ def backward(
                 wanted.append((_one(weight[block], c, shifted_a, shifted_b), grad_a[block]))
             if grad_b is not None:
                 wanted.append((_one(weight[block].mT, c.mT, shifted_b.mT, shifted_a.mT).mT, grad_b[block]))
-            for found, gradient in wanted:
-                gradient.copy_(found)
+            for values, gradient in wanted:
+                gradient.copy_(values)
 
 
 def _shifted(matrix: Tensor, axis: int, dtype: torch.dtype) -> Tensor:

@@ -42,8 +42,8 @@ def logs_below(p, level, LOG_PARAMS: tl.constexpr):
         tiny = p < 1e-30
         exponent, mantissa = split(tl.where(tiny, p * 1.2676506002282294e30, p))
         value = (exponent - tl.where(tiny, 100, 0) - level[None, :]).to(tl.float32) * 0.6931471805599453
-        other = tl.where(p == 0.0, float("-inf"), float("nan"))
-        return tl.where((p > 0.0) & (p < float("inf")), value + tl.log(mantissa), other)
+        special = tl.where(p == 0.0, float("-inf"), float("nan"))
+        return tl.where((p > 0.0) & (p < float("inf")), value + tl.log(mantissa), special)
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def segment_product(
     messages = torch.empty(2, outer * inner, c, c, dtype=dtype, device=bulk.device)
     row_offset = offset if joint else torch.empty(outer, inner, c, dtype=torch.float64, device=bulk.device)
     launch(
-        x, bulk, None, None, messages, out, row_offset, None, rescued, length + 1, c, choice, widths,
+        x, bulk, None, None, messages, out, row_offset, None, None, rescued, length + 1, c, choice, widths,
         dtype, log_params=log_params, keep=False, segment=True,
     )  # fmt: skip
     if not joint:

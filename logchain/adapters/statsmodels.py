@@ -52,8 +52,8 @@ def from_statsmodels(results: Any) -> ChainArguments:
     bulk = transitions[1:] if len(transitions) == v else transitions
     if order:
         # the regimes that are kept become the earlier ones; the oldest is forgotten
-        kept = torch.eye(k**order, dtype=bulk.dtype)
+        identity = torch.eye(k**order, dtype=bulk.dtype)
         rows = bulk.repeat_interleave(k ** (order - 1), 1)  # (steps, kept regimes, latest)
-        bulk = (rows[:, :, None, :, None] * kept[:, None, None, :]).expand(-1, -1, k, -1, -1)
+        bulk = (rows[:, :, None, :, None] * identity[:, None, None, :]).expand(-1, -1, k, -1, -1)
         bulk = bulk.reshape(len(rows), k ** (order + 1), k ** (order + 1))
     return ChainArguments(conditional.flatten(0, -2).T, bulk, predicted[..., 0].flatten())

@@ -124,7 +124,7 @@ def fit(
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
     """A context after which parameters that are not trained have their values again."""
-    before = [(one, one.detach().clone()) for one in model.parameters() if not one.requires_grad]
+    before = [(fixed, fixed.detach().clone()) for fixed in model.parameters() if not fixed.requires_grad]
     yield
     with torch.no_grad():
         for parameter, value in before:

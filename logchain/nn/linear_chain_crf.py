@@ -120,15 +120,15 @@ class LinearChainCRF(nn.Module):
             0, for tags that are impossible. It can be differentiated twice. Without sequences any sum and mean is 0.
         """
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
-        chain, kept = self._chain(emissions, mask)
-        states = kept.gathered(self._checked(tags, emissions, kept))
-        log_likelihood = kept.zero_where_empty(log_prob(**chain._asdict(), states=states))
+        chain, unmasked = self._chain(emissions, mask)
+        states = unmasked.gathered(self._checked(tags, emissions, unmasked))
+        log_likelihood = unmasked.zero_where_empty(log_prob(**chain._asdict(), states=states))
         if reduction == "none":
             return log_likelihood
         if reduction == "mean":
             return log_likelihood.sum() / max(len(log_likelihood), 1)
         if reduction == "token_mean":
-            counted = max(tags.numel(), 1) if kept.inside is None else kept.inside.sum().clamp(min=1)
+            counted = max(tags.numel(), 1) if unmasked.inside is None else unmasked.inside.sum().clamp(min=1)
             return log_likelihood.sum() / counted
         return log_likelihood.sum()
 
@@ -144,8 +144,8 @@ class LinearChainCRF(nn.Module):
             For each sequence, a list as long as its mask has variables. Where every path is impossible, or emissions
             are NaN, the tags are -1.
         """
-        chain, kept = self._chain(emissions, mask)
-        return [row[0] for row in _lists(viterbi(**chain._asdict()).states[:, None], kept)]
+        chain, unmasked = self._chain(emissions, mask)
+        return [row[0] for row in _lists(viterbi(**chain._asdict()).states[:, None], unmasked)]
 
     def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
@@ -158,9 +158,9 @@ class LinearChainCRF(nn.Module):
             `Path(states, score)`: tags `[v, n]`, -1 where masked, and log-weights `[n]`, with a gradient. A log-weight
             less `log_partition` is the log-probability.
         """
-        chain, kept = self._chain(emissions, mask)
+        chain, unmasked = self._chain(emissions, mask)
         path = viterbi(**chain._asdict())
-        return Path(self._as_given(kept.spread(path.states, -1)), kept.zero_where_empty(path.score))
+        return Path(self._as_given(unmasked.spread(path.states, -1)), unmasked.zero_where_empty(path.score))
 
     def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
@@ -174,13 +174,13 @@ class LinearChainCRF(nn.Module):
             Tags, best path first, and log-weights `[n, k]` in nats. Where there are fewer paths, tags of the rest are
             -1 and their log-weights -inf.
         """
-        chain, kept = self._chain(emissions, mask)
+        chain, unmasked = self._chain(emissions, mask)
         paths = topk_paths(**chain._asdict(), k=k)
         scores = paths.scores
-        if kept.empty is not None:
-            one = torch.zeros_like(scores[:1]).index_fill(1, torch.arange(1, k, device=scores.device), -torch.inf)
-            scores = torch.where(kept.empty[:, None], one, scores)
-        return _lists(paths.states, kept), scores
+        if unmasked.empty is not None:
+            no_tags = torch.zeros_like(scores[:1]).index_fill(1, torch.arange(1, k, device=scores.device), -torch.inf)
+            scores = torch.where(unmasked.empty[:, None], no_tags, scores)
+        return _lists(paths.states, unmasked), scores
 
     def sample(
         self,
@@ -201,9 +201,9 @@ class LinearChainCRF(nn.Module):
         Returns:
             int64 `[num_samples, v, n]`, -1 where masked.
         """
-        chain, kept = self._chain(emissions, mask)
+        chain, unmasked = self._chain(emissions, mask)
         states = sample(**chain._asdict(), num_samples=num_samples, generator=generator)
-        states = kept.spread(states.movedim(0, -1), -1)  # (n, v, num_samples)
+        states = unmasked.spread(states.movedim(0, -1), -1)  # (n, v, num_samples)
         return self._as_given(states).movedim(-1, 0)
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -216,8 +216,8 @@ class LinearChainCRF(nn.Module):
         Returns:
             In the layout of `emissions`, 0 where masked. They can be differentiated, once.
         """
-        chain, kept = self._chain(emissions, mask)
-        return self._as_given(kept.spread(marginals(**chain._asdict()).states, 0.0))
+        chain, unmasked = self._chain(emissions, mask)
+        return self._as_given(unmasked.spread(marginals(**chain._asdict()).states, 0.0))
 
     def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
         """`log Z`, the log-weight of all tags together: see `logchain.product`.
@@ -229,20 +229,20 @@ class LinearChainCRF(nn.Module):
         Returns:
             Nats `[n]`.
         """
-        chain, kept = self._chain(emissions, mask)
-        return kept.zero_where_empty(product(**chain._asdict()))
+        chain, unmasked = self._chain(emissions, mask)
+        return unmasked.zero_where_empty(product(**chain._asdict()))
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
         check_crf(emissions, mask, self.num_tags, self.batch_first)
         if not self.batch_first:
             emissions, mask = emissions.transpose(0, 1), None if mask is None else mask.T
-        kept = sequences(mask)
-        x = with_end(kept.gathered(emissions), self.end_transitions, kept.lengths)
+        unmasked = sequences(mask)
+        x = with_end(unmasked.gathered(emissions), self.end_transitions, unmasked.lengths)
         # once, not in each of the two terms of the likelihood, whose gradients cancel
         start, transitions = self.start_transitions.to(x.dtype), self.transitions.to(x.dtype)
-        return ChainArguments(x, transitions[None], start, True, kept.lengths), kept
+        return ChainArguments(x, transitions[None], start, True, unmasked.lengths), unmasked
 
-    def _checked(self, tags: Tensor, emissions: Tensor, kept: Sequences) -> Tensor:
+    def _checked(self, tags: Tensor, emissions: Tensor, unmasked: Sequences) -> Tensor:
         """Integers from 0 to c - 1, as (n, v)."""
         check_is_tensor("tags", tags)
         if tags.is_floating_point() or tags.is_complex() or tags.dtype == torch.bool:
@@ -253,7 +253,7 @@ class LinearChainCRF(nn.Module):
             raise ValueError(f"tags: expected device {emissions.device}, got {tags.device}")
         tags = tags if self.batch_first else tags.T
         if at_hand(tags) and tags.numel():
-            counted = tags if kept.inside is None else torch.where(kept.inside, tags, 0)
+            counted = tags if unmasked.inside is None else torch.where(unmasked.inside, tags, 0)
             low, high = (int(bound) for bound in torch.aminmax(counted))
             if low < 0 or high >= self.num_tags:
                 raise ValueError(f"tags: expected values from 0 to {self.num_tags - 1}, got {low} to {high}")
@@ -264,8 +264,8 @@ class LinearChainCRF(nn.Module):
         return values if self.batch_first else values.transpose(0, 1)
 
 
-def _lists(states: Tensor, kept: Sequences) -> list[list[list[int]]]:
+def _lists(states: Tensor, unmasked: Sequences) -> list[list[list[int]]]:
     """Paths (n, k, v) as lists, each up to its sequence's end."""
     n, _, v = states.shape
-    lengths = [v] * n if kept.inside is None else kept.inside.sum(1).tolist()
+    lengths = [v] * n if unmasked.inside is None else unmasked.inside.sum(1).tolist()
     return [[path[:length] for path in paths] for paths, length in zip(states.tolist(), lengths, strict=True)]

@@ -101,7 +101,7 @@ def in_batch(
     if not isinstance(emission, InputLayer) or data.dim() != 1 + event_axes(emission):
         return data, conditions
     # wrong kinds are refused where they are used
-    return data[None], {name: one[None] if isinstance(one, Tensor) else one for name, one in conditions.items()}
+    return data[None], {name: value[None] if isinstance(value, Tensor) else value for name, value in conditions.items()}
 
 
 def event_axes(emission: Any) -> int:

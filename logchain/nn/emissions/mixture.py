@@ -87,8 +87,8 @@ class Mixture(InputLayer):
 
     def log_probabilities(self) -> Tensor:
         """Of all values, where the layer has finitely many: `[*U, c, K]`."""
-        each: Tensor = self.layer.log_probabilities()
-        return _logsumexp((each + self.weights()[..., None]).movedim(-2, -1))
+        components: Tensor = self.layer.log_probabilities()
+        return _logsumexp((components + self.weights()[..., None]).movedim(-2, -1))
 
     def _of_layer(self, data: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor | None]:
         at = -1 - len(self.event)
