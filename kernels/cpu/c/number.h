@@ -70,6 +70,8 @@ INLINE Number settled(Number a) {
     return a;
 }
 
+INLINE Number times_number(Number a, Number b) { return (Number){a.m * b.m, a.e + b.e}; }
+
 /* What a number is to one whose digit is `ahead` larger: 0 if that is two or more. */
 INLINE doubles lowered(doubles m, doubles ahead) {
     return m * choose(ahead < 0.5, both(1), choose(ahead < 1.5, both(1 / DIGIT), both(0)));
