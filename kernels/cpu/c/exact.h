@@ -283,19 +283,9 @@ static void write_counted(Exact *w, int64_t step, int times) {
     }
     for (int64_t k = 0; k < c && a->counts; k++)
         for (int64_t j = 0; j < c; j++) a->counts[(w->set * c + k) * c + j] += w->total[j * w->across + k];
-    for (int64_t k = 0; k < c && !a->counts; k += BLOCK)
-        for (int64_t j = p->first[k / BLOCK]; j < p->behind[k / BLOCK]; j += BLOCK) {
-            int64_t rows = c - j < BLOCK ? c - j : BLOCK, columns = c - k < BLOCK ? c - k : BLOCK;
-            real tile[BLOCK * BLOCK] = {0}, turned[BLOCK * BLOCK];
-            real *to = a->grad_bulk + first_count(a, w->set) + step * a->count_step + k * c + j;
-            for (int64_t r = 0; r < rows * BLOCK; r += WIDE)
-                write_wide(tile + r, load_wide(w->total + (j + r / BLOCK) * w->across + k + r % BLOCK), WIDE);
-            UNROLL for (int r = 0; r < BLOCK; r += LANES)
-                UNROLL for (int l = 0; l < BLOCK; l += LANES)
-                    transpose_block(tile + r * BLOCK + l, BLOCK, turned + l * BLOCK + r, BLOCK);
-            for (int64_t r = 0; r < columns; r++)
-                for (int64_t l = 0; l < rows; l++) to[r * c + l] += turned[r * BLOCK + l];
-        }
+    real *to = a->counts ? 0 : a->grad_bulk + first_count(a, w->set) + step * a->count_step;
+    for (int64_t k = 0; k < c && to; k++, to += c)
+        for (int64_t j = 0; j < c; j++) to[j] += (real)w->total[j * w->across + k];
     for (int64_t k = 0; k < c * w->across; k++) w->total[k] = 0;
 }
 

@@ -22,11 +22,7 @@ INLINE doubles choose(longs condition, doubles a, doubles b) {
     return (doubles)((condition & (longs)a) | (~condition & (longs)b));
 }
 
-INLINE int some(longs a) {
-    int64_t found = 0;
-    UNROLL for (int l = 0; l < WIDE; l++) found |= a[l];
-    return found != 0;
-}
+INLINE int some(longs a) { return __builtin_reduce_or(a) != 0; }
 INLINE double highest_of(doubles a) {
     double found = a[0];
     UNROLL for (int l = 1; l < WIDE; l++) found = a[l] > found ? a[l] : found;

@@ -59,15 +59,27 @@ static void find_entries(Numbers *out) {
     out->low = -highest_of(-low);
 }
 
+/* Linear entries as doubles, whose digits are 0; whether all are numbers so. */
+INLINE int read_doubles(const real *from, int64_t row, int64_t column, Numbers *out) {
+    longs far = {0};
+    for (int64_t k = 0; k < out->c; k++)
+        for (int64_t j = 0; j < out->across; j += WIDE) {
+            doubles value = read_wide(from + k * row + j * column, column, out->c - j, 0);
+            far |= ~((value == 0) | ((value >= LEAST) & (value < BEYOND)));
+            store_wide(out->all.m + k * out->across + j, value);
+        }
+    return !some(far);
+}
+
 /* The matrix into a step, or its transpose. */
 static void read_numbers(const Chain *a, int64_t set, int64_t step, int turned, Numbers *out) {
     const real *from = a->bulk + first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
     int64_t row = turned ? a->bulk_to : a->bulk_from, column = turned ? a->bulk_from : a->bulk_to;
-    double none = a->logarithms ? -__builtin_inf() : 0;
+    int doubles_do = !a->logarithms && (column == 1 ? read_doubles(from, row, 1, out) : read_doubles(from, row, column, out));
     longs digits = {0}, nan = {0};
-    for (int64_t k = 0; k < out->c; k++)
+    for (int64_t k = 0; k < out->c && !doubles_do; k++)
         for (int64_t j = 0; j < out->across; j += WIDE) {
-            doubles value = read_wide(from + k * row + j * column, column, out->c - j, none);
+            doubles value = read_wide(from + k * row + j * column, column, out->c - j, a->logarithms ? -__builtin_inf() : 0);
             Number entry = number_of(value, (int)a->logarithms);
             digits |= (entry.m != 0) & (entry.e != 0), nan |= entry.m != entry.m;
             store_number(out->all, k * out->across + j, entry);
