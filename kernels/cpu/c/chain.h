@@ -63,6 +63,11 @@ typedef struct {
 INLINE int64_t first_matrix(const Chain *a, int64_t set) { return a->bulk_at ? a->bulk_at[set] : set * a->bulk_set; }
 INLINE int64_t first_count(const Chain *a, int64_t set) { return a->count_at ? a->count_at[set] : set * a->count_set; }
 
+/* The sequence in a place of the g m. */
+INLINE int64_t sequence_in(const Chain *a, int64_t place) {
+    return a->order ? place - place % a->members + a->order[place] : place;
+}
+
 /* Of sequence q of a set: its steps, its initial weights, and its row of a step in each operand and result. What came
    in as `entering` is step 0, which has no gradient: x and what lies as x does begin at step 1. */
 INLINE int64_t steps_of(const Chain *a, int64_t q) { return a->ends ? a->ends[q] : a->steps; }

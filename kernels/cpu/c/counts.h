@@ -20,7 +20,6 @@ typedef struct {
 } Counts;
 
 INLINE int logs(const Chain *a) { return a->by_log || a->logarithms; }
-INLINE reals size_of(reals a) { return (reals)((wholes)a & ~((wholes){0} + bits_of((real)-0.0))); }
 
 /* T as a source: 0 where that has faded, and within the format where no path is. The two factors are applied one after
    the other where their product may be no number. */
@@ -68,32 +67,6 @@ static void write_counts(Counts *t, const Walk *w, const double *total, real *ou
                 high = larger(entries, high);
                 store(out + k * c + j, where(entries == 0, (reals){0}, by_log ? count * entries : count));
             }
-    }
-    beware(t, high);
-}
-
-/* One step's transitions of one sequence: an outer product, written at once. */
-static void write_outer(Counts *t, const Walk *w, const real *ahead, const real *source, real *out) {
-    reals high = {0};
-    int64_t c = w->a->states;
-    int by_log = logs(w->a);
-    Factors unscale = factors_of(by_log ? 0 : -w->matrix.exponent);
-    real first = UNSHARE * (real)t->weight * (real)unscale.first, second = (real)unscale.second;
-    for (int64_t k = 0; k < c; k++) {
-        const real *p = w->matrix.entries + k * w->matrix.row;
-        real s = ahead[k], *to = out + k * c;
-        /* products below are no normal numbers */
-        double limit = (double)power_of_two(8 - BIAS) / (s > 0 ? (double)s : 1);
-        real least = limit < (double)power_of_two(BIAS) ? (real)limit : power_of_two(BIAS);
-        for (int64_t v = 0; v < vectors_of(c); v++) {
-            int64_t j = c < LANES ? 0 : start_of(v, c);
-            reals entries = load(p + j), row = load(source + j);
-            reals count = where(size_of(row) < least, (reals){0}, row) * s * first * second;
-            high = larger(entries, high);
-            count = where(entries == 0, (reals){0}, by_log ? count * entries : count);
-            if (c < LANES) store_some(to, count, c);
-            else store(to + j, count);
-        }
     }
     beware(t, high);
 }
@@ -146,7 +119,6 @@ static void count_step(Counts *t, const Walk *w, int64_t count, const real *ahea
         if (count <= GROUP / 4) hold_rows(t, w, count, ahead, source);
         else add_rows(t, w, count, ahead, source);
     } else if (count == 0) clear(c * c, counts_at(w, step));
-    else if (a->members == 1) write_outer(t, w, ahead, source, counts_at(w, step));
     else if (count <= ADDED) {
         multiply((Product){c, count, across, ahead, 1, width, source, width, t->partial, across});
         write_counts(t, w, 0, counts_at(w, step));

@@ -1,7 +1,7 @@
 /* Sequences whose sums a format's exponents cannot hold, redone: forward and backward as in forward.h and backward.h.
 
-   Every entry of a message is a number, see rows.h. Nothing underflows, and nothing takes a logarithm but a message that
-   is kept: in log space, its largest entry near 0. */
+   Every entry of a message is a number, see rows.h. Nothing underflows, and nothing takes a logarithm but a message
+   that is kept: in log space, its largest entry near 0. */
 #pragma once
 #include "backward.h"
 #include "rows.h"
@@ -108,7 +108,7 @@ static void clear_forms(const Exact *w, int64_t q, int64_t step) {
     const Chain *a = w->a;
     real *shares = shares_at(a, q, step);
     if (a->messages && !a->starts) clear(a->states, message_at(a, q, step));
-    if (a->log_forward) write_none(a, logarithms_at(a, a->log_forward, w->set, q, step));
+    if (a->log_forward && !a->starts) write_none(a, logarithms_at(a, a->log_forward, w->set, q, step));
     if (shares) clear(a->states, shares);
 }
 
@@ -203,8 +203,8 @@ INLINE Number size_of_weight(double weight) {
 
 /* The states that a step enters, by their posteriors, and their T times the weight over sum S B: in place of T, next to
    each other. How many; states that are hardly ever entered are left out. */
-static int64_t share_numbers(const Exact *w, const double *entered, double weight, double sum, double digit, Row sources,
-                             int64_t *states) {
+static int64_t share_numbers(const Exact *w, const double *entered, double weight, double sum, double digit,
+                             Row sources, int64_t *states) {
     const Numbers *p = &w->matrix;
     int64_t count = 0;
     double sign = weight < 0 ? -1 : 1, least = power_of_two(-FADED); /* of S T / sum S B, or of that times P */
@@ -392,14 +392,15 @@ static Exact new_exact(const Chain *a) {
 /* Walks with a thread's sequences that are lossy, `which` 1 in the forward pass, 3 in either and with gradients. */
 static int64_t redo(const Chain *a, int which, void walk(Exact *)) {
     int64_t together = together_of(a);
-    for (int64_t q = a->first; q < a->last;) {
+    for (int64_t place = a->first; place < a->last;) {
         Exact w = new_exact(a);
-        w.set = q / a->members, w.steps = a->starts ? 0 : a->steps;
-        for (; q < a->last && q / a->members == w.set && w.count < together; q++)
-            if ((a->lossy[q] & which) && (which == 1 || has_gradient(a, q))) {
-                w.chosen[w.count++] = q;
-                if (steps_of(a, q) > w.steps) w.steps = steps_of(a, q);
-            }
+        w.set = place / a->members, w.steps = a->starts ? 0 : a->steps;
+        for (; place < a->last && place / a->members == w.set && w.count < together; place++) {
+            int64_t q = sequence_in(a, place);
+            if (!(a->lossy[q] & which) || (which == 3 && !has_gradient(a, q))) continue;
+            w.chosen[w.count++] = q;
+            if (steps_of(a, q) > w.steps) w.steps = steps_of(a, q);
+        }
         if (w.count) walk(&w);
     }
     return 0;

@@ -17,19 +17,19 @@ enum { GROUP = 48 }; /* whole tiles of rows, of which the sums stay near between
 /* Rows that meet a matrix together: more of them where a matrix is copied for each group. */
 INLINE int64_t group_of(const Chain *a) { return is_packed(4 * GROUP, a->states) ? 4 * GROUP : GROUP; }
 
-/* Sequences of a set, from place `begin` to before `behind`, and what is known of each place. */
+/* `count` places of a set from its place `begin` on, and what is known of each. */
 typedef struct {
     const Chain *a;
-    int64_t set, begin, count, width, direct; /* direct: messages are kept as they are walked */
-    const int64_t *order;                     /* the members in the set's places; null where they are in order */
-    real *states;                             /* where they are not: two steps' (2, count, width) */
-    real *sums, *wide;                        /* (group, width): a group's sums, and its x where c < LANES */
-    real *first;                              /* (width): the initial weights as sums */
-    Matrix matrix;
-    Sum *shifts;
-    int64_t *exponents;
-    uint8_t *deep;                            /* the last emission was raised */
-    int lone;                                 /* it is one sequence of few states */
+    int64_t set, begin, count, width; /* width: of a row, c or LANES */
+    int direct, lone;                 /* states are where messages are kept; it is one sequence of few states */
+    const int64_t *order;             /* the members in the set's places; null where they are in order */
+    real *states;                     /* (2, count, width): S of two steps, unless `direct` */
+    real *sums, *wide;                /* (group, width): a group's U, and its x where c < LANES */
+    real *first;                      /* (width): U_0 */
+    Matrix matrix;                    /* the one into the step */
+    Sum *shifts;                      /* (count): what was taken out of S as logarithms, max x and those of matrices */
+    int64_t *exponents;               /* (count): and as powers of two, k - TOP and those of matrices */
+    uint8_t *deep;                    /* (count): the last emission was raised */
 } Walk;
 
 INLINE const int64_t *order_of(const Chain *a, int64_t set) { return a->order ? a->order + set * a->members : 0; }
@@ -42,8 +42,7 @@ INLINE int64_t sequence_of(const Walk *w, int64_t place) {
 /* How many of the places of a thread have lossy sequences. */
 static int64_t lossy_places(const Chain *a) {
     int64_t lossy = 0;
-    for (int64_t place = a->first; place < a->last; place++)
-        lossy += a->lossy[a->order ? place - place % a->members + a->order[place] : place] != 0;
+    for (int64_t place = a->first; place < a->last; place++) lossy += a->lossy[sequence_in(a, place)] != 0;
     return lossy;
 }
 

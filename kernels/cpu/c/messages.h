@@ -18,7 +18,7 @@ static void walk_messages(Exact *w) {
             int64_t q = w->chosen[f];
             real *out = logarithms_at(a, a->log_backward, w->set, q, step);
             if (step < steps_of(a, q)) write_log_numbers(w, f, out);
-            else write_none(a, out);
+            else if (!a->starts) write_none(a, out);
         }
     }
 }
@@ -49,7 +49,7 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     back = all;
     back.lossy = take(&all.room, sequences), back.log_norm = take(&all.room, sequences * 8);
     back.room = all.room;
-    for (int64_t q = a->first; q < a->last; q++) all.lossy[q] = 1;
+    for (int64_t q = 0; q < sequences; q++) all.lossy[q] = 1;
     if (!a->ends && !a->starts) messages_of(&all, back);
     redo(&all, 1, walk_messages);
     for (int64_t q = a->first; q < a->last && a->value; q++) a->value[q] = (real)all.log_norm[q];

@@ -41,19 +41,16 @@ INLINE doubles read_wide(const real *from, int64_t step, int64_t left, double re
     UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a[l] = (double)from[l * step];
     return a;
 }
-INLINE void write_wide(real *to, doubles a, int64_t left) {
-    Part written = __builtin_convertvector(a, Part);
-    if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);
-    else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
-}
-
-/* The same, written as float32. */
-typedef float Singles __attribute__((vector_size(WIDE * sizeof(float))));
-INLINE void write_singles(float *to, doubles a, int64_t left) {
-    Singles written = __builtin_convertvector(a, Singles);
-    if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);
-    else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
-}
+/* Writes those that are left. */
+#define WRITE(name, type)                                                                     \
+    INLINE void name(type *to, doubles a, int64_t left) {                                     \
+        typedef type Written __attribute__((vector_size(WIDE * sizeof(type))));               \
+        Written written = __builtin_convertvector(a, Written);                                \
+        if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);                     \
+        else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];          \
+    }
+WRITE(write_wide, real)
+WRITE(write_singles, float) /* whatever the format is */
 
 typedef struct { doubles m, e; } Number;
 

@@ -1,4 +1,4 @@
-/* Rows of numbers (number.h) times a matrix of numbers: one sum for each two digits that a row has, for most rows one. */
+/* Rows of numbers (number.h) times a matrix of numbers: a sum for each two digits that a row has, for most rows one. */
 #pragma once
 #include "chain.h"
 #include "number.h"
@@ -71,20 +71,29 @@ INLINE int read_doubles(const real *from, int64_t row, int64_t column, Numbers *
     return !some(far);
 }
 
-/* The matrix into a step, or its transpose. */
-static void read_numbers(const Chain *a, int64_t set, int64_t step, int turned, Numbers *out) {
-    const real *from = a->bulk + first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
-    int64_t row = turned ? a->bulk_to : a->bulk_from, column = turned ? a->bulk_from : a->bulk_to;
-    int doubles_do = !a->logarithms && (column == 1 ? read_doubles(from, row, 1, out) : read_doubles(from, row, column, out));
+/* Entries of any size, or logarithms, as numbers. */
+static void read_any(const real *from, int64_t row, int64_t column, int logarithms, Numbers *out) {
+    double none = logarithms ? -__builtin_inf() : 0;
     longs digits = {0}, nan = {0};
-    for (int64_t k = 0; k < out->c && !doubles_do; k++)
+    for (int64_t k = 0; k < out->c; k++)
         for (int64_t j = 0; j < out->across; j += WIDE) {
-            doubles value = read_wide(from + k * row + j * column, column, out->c - j, a->logarithms ? -__builtin_inf() : 0);
-            Number entry = number_of(value, (int)a->logarithms);
+            doubles value = read_wide(from + k * row + j * column, column, out->c - j, none);
+            Number entry = number_of(value, logarithms);
             digits |= (entry.m != 0) & (entry.e != 0), nan |= entry.m != entry.m;
             store_number(out->all, k * out->across + j, entry);
         }
     out->digits = some(digits), out->nan = some(nan);
+}
+
+/* The matrix into a step, or its transpose. */
+static void read_numbers(const Chain *a, int64_t set, int64_t step, int turned, Numbers *out) {
+    const real *from = a->bulk + first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
+    int64_t row = turned ? a->bulk_to : a->bulk_from, column = turned ? a->bulk_from : a->bulk_to;
+    int read = 0;
+    if (!a->logarithms && column == 1) read = read_doubles(from, row, 1, out);
+    else if (!a->logarithms) read = read_doubles(from, row, column, out);
+    out->digits = out->nan = 0;
+    if (!read) read_any(from, row, column, (int)a->logarithms, out);
     find_entries(out);
 }
 
@@ -170,9 +179,10 @@ static void multiply_rows(Numbers *p, int64_t count, Row rows, double *values, i
     double digit = p->digits ? next_plane(p, -NO_DIGIT) : 0;
     for (int fresh = 1; digit > NO_DIGIT; digit = p->digits ? next_plane(p, digit) : NO_DIGIT, fresh = 0)
         for (int64_t j = 0; j < across; j += BLOCK)
-            for (int64_t f = 0, at = 0; f < count; f++, at += across)
-                if (kinds[f] != NOTHING)
-                    add_block(p, entries, digit, fresh, j, kinds[f], row_from(rows, at), values + at, row_from(out, at));
+            for (int64_t f = 0, at = 0; f < count; f++, at += across) {
+                Row row = row_from(rows, at), to = row_from(out, at);
+                if (kinds[f] != NOTHING) add_block(p, entries, digit, fresh, j, kinds[f], row, values + at, to);
+            }
     for (int64_t f = 0; f < count; f++) {
         Row row = row_from(out, f * across);
         for (int64_t j = 0; j < p->c && p->nan; j++) row.m[j] = __builtin_nan(""), row.e[j] = 0;
@@ -180,8 +190,8 @@ static void multiply_rows(Numbers *p, int64_t count, Row rows, double *values, i
     }
 }
 
-/* exp(x - max x) times a row of c states, in place; the row's largest digit is taken out. Returns max x, and NaN of a row
-   with a NaN: what has been taken out keeps it, for a step without a path may follow. */
+/* exp(x - max x) times a row of c states, in place; the row's largest digit is taken out. Returns max x, and NaN of a
+   row with a NaN: what has been taken out keeps it, for a step without a path may follow. */
 static double emit_numbers(int64_t c, const real *x, Row row, double *digit) {
     doubles high = both(-__builtin_inf()), low = both(__builtin_inf()), top = both(NO_DIGIT);
     longs nan = {0};
