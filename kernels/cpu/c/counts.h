@@ -52,18 +52,18 @@ static void write_counts(Counts *t, const Walk *w, const double *total, real *ou
     Factors unscale = factors_of(by_log ? 0 : -m->exponent);
     double factor = (double)UNSHARE * t->weight;
     for (int64_t k = 0; k < c; k++) {
-        const real *p = m->entries + k * m->row, *rest = t->partial + k * across;
+        const real *p = m->entries + k * m->row, *sums = t->partial + k * across;
         if (total || c < LANES || !(m->exponent == 0 || by_log)) {
             for (int64_t j = 0; j < c; j++) {
                 high[0] = p[j] > high[0] ? p[j] : high[0];
-                double count = ((total ? total[k * across + j] : 0) + (double)rest[j]) * factor;
+                double count = ((total ? total[k * across + j] : 0) + (double)sums[j]) * factor;
                 double value = count * (by_log ? (double)p[j] : 1) * unscale.first * unscale.second;
                 out[k * c + j] = p[j] == 0 ? 0 : (real)value;
             }
         } else
             for (int64_t v = 0; v < vectors_of(c); v++) {
                 int64_t j = start_of(v, c);
-                reals entries = load(p + j), count = load(rest + j) * (real)factor;
+                reals entries = load(p + j), count = load(sums + j) * (real)factor;
                 high = larger(entries, high);
                 store(out + k * c + j, where(entries == 0, (reals){0}, by_log ? count * entries : count));
             }

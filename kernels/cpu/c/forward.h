@@ -235,8 +235,9 @@ static void start(Walk *w, int64_t count, real common) {
 static int64_t lone_of(Walk *w, int turned, real *padded, Lone *l) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_of(w, 0), one = a->one_matrix;
-    int64_t row = a->starts ? c : a->sets * a->members * c, aside = steps_kept_back(c, a->x_step);
-    int64_t others = one ? 0 : steps_kept_back(c, a->bulk_step), kept = a->messages ? steps_kept_back(c, row) : 0;
+    int64_t row = a->starts ? c : a->sets * a->members * c, for_x = steps_kept_back(c, a->x_step);
+    int64_t for_matrices = one ? 0 : steps_kept_back(c, a->bulk_step);
+    int64_t for_messages = a->messages ? steps_kept_back(c, row) : 0;
     if (a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
     if (one && !w->matrix.looked) look(&w->matrix), rescale(&w->matrix);
     const Matrix *m = &w->matrix;
@@ -254,8 +255,8 @@ static int64_t lone_of(Walk *w, int turned, real *padded, Lone *l) {
         for (int64_t j = 0; j < row_of(c); j++)
             padded[k * row_of(c) + j] =
                 k < c && j < c ? m->entries[turned ? j * m->row + k : k * m->row + j] : 0;
-    aside = aside > others ? aside : others;
-    return steps_of(a, q) - (aside > kept ? aside : kept);
+    int64_t for_operands = for_x > for_matrices ? for_x : for_matrices;
+    return steps_of(a, q) - (for_operands > for_messages ? for_operands : for_messages);
 }
 
 /* Steps of a sequence of few states, as far as they ask for no care. */

@@ -24,9 +24,9 @@ INLINE doubles choose(longs condition, doubles a, doubles b) {
 
 INLINE int some(longs a) { return __builtin_reduce_or(a) != 0; }
 INLINE double highest_of(doubles a) {
-    double found = a[0];
-    UNROLL for (int l = 1; l < WIDE; l++) found = a[l] > found ? a[l] : found;
-    return found;
+    double highest = a[0];
+    UNROLL for (int l = 1; l < WIDE; l++) highest = a[l] > highest ? a[l] : highest;
+    return highest;
 }
 
 /* Entries of a row of the format, of which it has `left`; what is behind them is `rest`. */
