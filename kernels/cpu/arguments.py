@@ -17,9 +17,9 @@ from .library import in_large_pages, library
 
 # what says how much scratch a function takes
 ROOMS = {
-    **dict.fromkeys(("forward", "backward"), "room"),
-    **dict.fromkeys(("redo_forward", "redo_backward"), "redo_room"),
-    **{name: f"{name}_room" for name in ("messages", "entropy", "viterbi", "topk_paths", "sample")},
+    "backward": "room",
+    "redo_backward": "redo_room",
+    **{name: f"{name}_room" for name in ("value", "messages", "entropy", "viterbi", "topk_paths", "sample")},
     **dict.fromkeys(("fold", "unfold", "fold_gradients"), "fold_room"),
 }
 
@@ -128,12 +128,10 @@ class Call:
 
     def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
         """The sequences that each thread walks, whole sets of them if need be."""
-        chain = self.chain
-        g, m = chain.g, chain.m
-        threads = min(torch.get_num_threads(), g if whole_sets else g * m, chain.v * g * m * chain.c**2 // _SHARE)
-        parts = max(1, threads if most is None else min(threads, most))
-        ends = [g * i // parts * m if whole_sets else g * m * i // parts for i in range(parts + 1)]
-        return list(zip(ends, ends[1:], strict=False))
+        g, m = self.chain.g, self.chain.m
+        parts, size = (g, m) if whole_sets else (g * m, 1)
+        spans = shared(parts, self.chain.v * g * m * self.chain.c**2, most)
+        return [(first * size, last * size) for first, last in spans]
 
     def run(self, name: str, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> int:
         """What a function of the library returns for spans of sequences, on a thread each, added up.
@@ -149,6 +147,14 @@ def _places(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     for size, stride in zip(sizes, strides, strict=True):
         places = places[..., None] + torch.arange(size, device="cpu") * stride
     return places.contiguous()
+
+
+def shared(parts: int, work: int, most: int | None = None) -> list[tuple[int, int]]:
+    """As many ranges of parts, of so many multiply-adds in all, as there are threads worth waking."""
+    threads = min(torch.get_num_threads(), parts, work // _SHARE)
+    count = max(1, threads if most is None else min(threads, most))
+    ends = [parts * i // count for i in range(count + 1)]
+    return list(zip(ends, ends[1:], strict=False))
 
 
 def run(

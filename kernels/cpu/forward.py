@@ -21,9 +21,7 @@ def forward(
     if entering is not None:
         begun = entering.scale.expand(2, g, m).contiguous()
         call.point(entering=entering.values.to(chain.dtype).contiguous(), taken=begun[0], lacking=begun[1])
-    spans = call.spans()
-    if call.run("forward", spans):
-        call.run("redo_forward", spans)
+    call.run("value", call.spans())
     kept = Kept(scale[0], chain.new(0) if keep is None else keep, lossy, entering is not None)
     if values is None:
         return kept, None

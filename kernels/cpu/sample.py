@@ -4,13 +4,10 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from .arguments import Call
+from .arguments import Call, shared
 
 # states of so many draws go back together: DRAWS of c/sample.h
 _DRAWS = 512
-
-# multiply-adds that are worth waking a thread
-_SHARE = 2**20
 
 
 def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None, states: Tensor) -> None:
@@ -24,6 +21,4 @@ def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None
         call.set(path_sequence=states.stride(2))
     # a state that a draw comes from has a column of its own, as far as there are states
     work = chain.v * chain.g * chain.m * chain.c * min(chain.c, count)
-    threads = max(1, min(torch.get_num_threads(), places, work // _SHARE))
-    ends = [places * i // threads for i in range(threads + 1)]
-    call.run("sample", list(zip(ends, ends[1:], strict=False)))
+    call.run("sample", shared(places, work))

@@ -100,21 +100,20 @@ class Short:
 
     def value(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, int]:
         """The log-partition [*B] in the dtype of the operands, what gradients need, and how many were redone."""
-        found, kept = torch.empty(x.shape[:-2], dtype=self._dtype, device="cpu"), None
+        log_norm, kept = torch.empty(x.shape[:-2], dtype=self._dtype, device="cpu"), None
         a = self._of(x, bulk, p0)
-        a.value = found.data_ptr()
+        a.value = log_norm.data_ptr()
         if keep:
             kept = torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
-            self._point(a, *self._addresses(kept))
-        return found, kept, self._run("value", a)
+            self._point(a, kept)
+        return log_norm, kept, self._run("value", a)
 
     def parts(self, kept: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What is kept, as `apart` returns it."""
-        found = []
-        for place, (kind, shape) in zip(self._places, self._kept, strict=True):
-            size = torch.Size(shape).numel() * kind.itemsize
-            found.append(kept[place : place + size].view(kind).view(shape))
-        log_norm, messages, redone = found
+        log_norm, messages, redone = (
+            kept[place : place + torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)
+            for place, (kind, shape) in zip(self._places, self._kept, strict=True)
+        )
         return log_norm.view(x.shape[:-2]), messages, redone
 
     def apart(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +126,7 @@ class Short:
             for at, (kind, shape) in enumerate(self._kept)
         )
         a = self._of(x, bulk, p0)
-        self._point(a, log_norm.data_ptr(), messages.data_ptr() if keep else 0, redone.data_ptr())
+        self._point(a, (log_norm, messages, redone))
         self._run("value", a)
         return log_norm.view(x.shape[:-2]), messages, redone
 
@@ -139,21 +138,18 @@ class Short:
         weight = weight.to(torch.float64).resolve_neg().contiguous()
         a = self._of(x, bulk, p0)
         a.weight, a.by_log = weight.data_ptr(), by_log
-        if isinstance(kept, Tensor):
-            self._point(a, *self._addresses(kept))
-        else:
-            self._point(a, *(part.data_ptr() for part in kept))
-        found = self._gradients(a, (x, bulk, p0), needs)
+        self._point(a, kept)
+        gradients = self._gradients(a, (x, bulk, p0), needs)
         self._run("gradients", a)
-        return found
+        return gradients
 
     def posteriors(self, x: Tensor, bulk: Tensor, p0: Tensor, counts: bool) -> tuple[Tensor, list[Tensor | None], int]:
         """The log-partition [*B], the gradients of x and log bulk, if it is asked for, and how many were redone."""
         log_norm = torch.empty(x.shape[:-2], dtype=self._dtype, device="cpu")
         a = self._of(x, bulk, p0)
         a.value, a.by_log = log_norm.data_ptr(), 1
-        found = self._gradients(a, (x, bulk), (True, counts))
-        return log_norm, found, self._run("posteriors", a)
+        gradients = self._gradients(a, (x, bulk), (True, counts))
+        return log_norm, gradients, self._run("posteriors", a)
 
     def messages(self, x: Tensor, bulk: Tensor, p0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Forward and backward messages [*B, v, c] and the log-partition [*B]."""
@@ -169,21 +165,23 @@ class Short:
         a.x, a.bulk, a.p0 = x.data_ptr(), bulk.data_ptr(), p0.data_ptr()
         return a
 
-    def _addresses(self, kept: Tensor) -> list[int]:
-        at = kept.data_ptr()
-        return [at + place for place in self._places]
-
-    def _point(self, a: Arguments, log_norm: int, messages: int, lossy: int) -> None:
-        a.log_norm, a.messages, a.lossy = log_norm, messages, lossy
+    def _point(self, a: Arguments, kept: Tensor | tuple[Tensor, ...]) -> None:
+        """Let the arguments point to what is kept, in one tensor or in its parts; an empty one is a null pointer."""
+        if isinstance(kept, Tensor):
+            at = kept.data_ptr()
+            a.log_norm, a.messages, a.lossy = (at + place for place in self._places)
+        else:
+            a.log_norm, a.messages, a.lossy = (part.data_ptr() for part in kept)
 
     def _gradients(self, a: Arguments, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
+        """Memory for the gradients that are needed, to which the arguments point."""
+        gradients: list[Tensor | None] = []
         for name, operand, need in zip(("grad_x", "grad_bulk", "start"), operands, needs, strict=False):
             gradient = in_large_pages(torch.empty(operand.shape, dtype=self._dtype, device="cpu")) if need else None
             if gradient is not None:
                 setattr(a, name, gradient.data_ptr())
-            found.append(gradient)
-        return found
+            gradients.append(gradient)
+        return gradients
 
     def _run(self, name: str, arguments: Arguments) -> int:
         room = _rooms.pop() if _rooms else torch.empty(_ROOM, dtype=torch.uint8, device="cpu")

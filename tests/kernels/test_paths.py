@@ -9,7 +9,6 @@ import torch
 
 from logchain.autograd.paths import log_weight
 from logchain.kernels.cpu import arguments, library, team
-from logchain.kernels.cpu import sample as sample_in_c
 from logchain.kernels.plain import sample as sample_plainly
 from logchain.kernels.plain import semiring, topk_paths
 from logchain.kernels.plain.forward import forward as plain_forward
@@ -106,8 +105,7 @@ def test_threads_groups_and_blocks_change_nothing(question, each, monkeypatch):
     )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     whole, draws = answer("cpu", question, problem, 6), answer("cpu", question, few, 6, 30 if each else 1100)
-    for module in (arguments, sample_in_c):
-        monkeypatch.setattr(module, "_SHARE", 1)
+    monkeypatch.setattr(arguments, "_SHARE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for _ in range(2):
         with poisoned_memory():

@@ -1,34 +1,26 @@
-/* Backward messages and gradients, from the forward messages that were kept.
+/* Backward messages B, and gradients, from the forward messages S that were kept:
 
-       T_i = B_i E_i        B_{i-1} = T_i P_i^T        scaled to 2^TOP as S is, and believed on the same terms
-       d/dx_i = w S_i B_i / sum S_i B_i        d/dP_i = w S_{i-1}^T T_i / sum S_{i-1} B_{i-1}
+       T_i = B_i E_i      B_{i-1} = T_i P_i^T, scaled to 2^TOP as S is      B_{v-1} = 1, or what follows
 
-   A sequence that is lossy is left out; one that turns out to be, from there on: what was counted of it stands. */
+       d/dx_i = w S_i B_i / sum S_i B_i      d/dP_i = w S_{i-1}^T T_i / sum S_{i-1} B_{i-1}: see counts.h
+
+       d/dp0 = w E_0 B_0 / sum p0 E_0 B_0
+
+   B are sums as U are, and believed on the same terms. A sequence that is lossy is left out, and one that turns out to
+   be, from there on: exact.h redoes it, but for the transitions that have been counted. */
 #pragma once
-#include "forward.h"
-
-/* So many products are added up in a `real` before they go into a double: what that rounds stays below 2^-20. */
-enum { ADDED = 256 };
+#include "counts.h"
 
 typedef struct {
     Walk w;
+    Counts counts;
     real *behind, *source, *ahead; /* (count, width): B, T, and S where messages are gathered */
     real *posterior;               /* (width) */
     real *turned;                  /* (width, width): the matrix's transpose */
-    real *partial;                 /* (c, padded width): sums of S^T T of some rows; what pads them is anything */
-    double *total;                 /* the same of all rows */
     real *shares, *scales;         /* (count): as `meet` finds them */
     uint8_t *skipped;              /* (count): turned out to be lossy */
-    double weight;                 /* a power of two near the largest weight, which sources are without */
-    int64_t added;                 /* rows in `partial` */
-    /* (GROUP, width): S and T of some steps of few sequences, to be multiplied together */
-    real *held_ahead, *held_source;
-    int64_t held;
-    int prepared, wary;            /* a matrix is held; every matrix is looked at */
+    int prepared;                  /* a matrix is held */
 } Back;
-
-INLINE int logs(const Chain *a) { return a->by_log || a->logarithms; }
-INLINE reals size_of(reals a) { return (reals)((wholes)a & ~((wholes){0} + bits_of((real)-0.0))); }
 
 /* The largest of logarithms, or 0 where there is none. */
 static double largest_log(int64_t c, const double *from) {
@@ -119,162 +111,6 @@ INLINE Met meet(int64_t width, const real *ahead, real *behind, real weight, rea
     return met;
 }
 
-/* T as a source: 0 where that has faded, and within the format where no path is. The
-   two factors are applied one after the other where their product may be no number. */
-INLINE void share_out(int64_t width, real *source, real share, real scale, real weight) {
-    real down = scale * power_of_two(-HALF), factor = down * share;
-    int apart = !(factor > power_of_two(30 - BIAS) && factor < power_of_two(BIAS - 30));
-    real first = apart ? down : factor, second = apart ? share : 1;
-    real limit = apart ? 0 : power_of_two(-HALF - FADED) / factor,
-             least = limit > power_of_two(1 - BIAS) ? limit : power_of_two(1 - BIAS);
-    reals most = all(power_of_two(BIAS - 1)), end = load(source + width - LANES);
-    end = smaller(smaller(where(end < least, (reals){0}, end) * first, most) * second, most) * weight;
-    for (int64_t j = 0; j + LANES < width; j += LANES) {
-        reals t = load(source + j);
-        store(source + j, smaller(smaller(where(t < least, (reals){0}, t) * first, most) * second, most) * weight);
-    }
-    store(source + width - LANES, end);
-}
-
-/* 2^-exponent as two factors: it may be no number of the format, and 0 times it is 0. */
-typedef struct { double first, second; } Factors;
-
-INLINE double halved(double a, int64_t times) {
-    for (; times > 0; times--) a *= 0.5;
-    for (; times < 0; times++) a *= 2;
-    return a;
-}
-INLINE Factors unscaled(int64_t exponent) {
-    return (Factors){halved(1, exponent / 2), halved(1, exponent - exponent / 2)};
-}
-
-/* Sources of transitions by entries far above 1 may be gone where those transitions are the likely ones. */
-#define LARGE power_of_two(FADED - GUARD)
-INLINE void beware(Back *b, reals high) { b->wary |= largest(high) > LARGE; }
-
-/* A step's gradient from sums of products in `partial`, and those in `total` if there are any: exactly 0 where the
-   matrix is. */
-static void write_counts(Back *b, const double *total, real *out) {
-    const Matrix *m = &b->w.matrix;
-    reals high = {0};
-    int64_t c = m->c, across = padded(b->w.width);
-    int by_log = logs(b->w.a);
-    Factors unscale = unscaled(by_log ? 0 : m->exponent);
-    double factor = (double)UNSHARE * b->weight;
-    for (int64_t k = 0; k < c; k++) {
-        const real *p = m->entries + k * m->row, *rest = b->partial + k * across;
-        if (total || c < LANES || !(m->exponent == 0 || by_log)) {
-            for (int64_t j = 0; j < c; j++) {
-                high[0] = p[j] > high[0] ? p[j] : high[0];
-                double sum = ((total ? total[k * across + j] : 0) + (double)rest[j]) * factor;
-                out[k * c + j] =
-                    p[j] == 0 ? 0 : (real)(by_log ? sum * (double)p[j] : sum * unscale.first * unscale.second);
-            }
-        } else
-            for (int64_t v = 0; v < vectors_of(c); v++) {
-                int64_t j = start_of(v, c);
-                reals entries = load(p + j), found = load(rest + j) * (real)factor;
-                high = larger(entries, high);
-                store(out + k * c + j, where(entries == 0, (reals){0}, by_log ? found * entries : found));
-            }
-    }
-    beware(b, high);
-}
-
-static void flush(Back *b) {
-    for (int64_t k = 0; k < b->w.a->states * padded(b->w.width) && b->added; k++)
-        b->total[k] += (double)b->partial[k], b->partial[k] = 0;
-    b->added = 0;
-}
-
-/* One step's transitions of one sequence: an outer product, written at once. */
-static void write_outer(Back *b, const real *ahead, int64_t step) {
-    const Walk *w = &b->w;
-    reals high = {0};
-    const Chain *a = w->a;
-    int64_t c = a->states;
-    real *out = a->grad_bulk + first_count(a, w->set) + (step - 1) * a->count_step;
-    int by_log = logs(a);
-    Factors unscale = unscaled(by_log ? 0 : w->matrix.exponent);
-    real first = UNSHARE * (real)b->weight * (real)unscale.first, second = (real)unscale.second;
-    for (int64_t k = 0; k < c; k++) {
-        const real *p = w->matrix.entries + k * w->matrix.row;
-        real s = ahead[k], *to = out + k * c;
-        /* products below are no normal numbers */
-        double limit = (double)power_of_two(8 - BIAS) / (s > 0 ? (double)s : 1);
-        real least = limit < (double)power_of_two(BIAS) ? (real)limit : power_of_two(BIAS);
-        if (c < LANES) {
-            reals t = load(b->source), entries = load(p);
-            high = larger(entries, high);
-            reals found = where(size_of(t) < least, (reals){0}, t) * s * first * second;
-            store_some(to, where(entries == 0, (reals){0}, by_log ? found * entries : found), c);
-        } else for (int64_t v = 0; v < vectors_of(c); v++) {
-            int64_t j = start_of(v, c);
-            reals t = load(b->source + j), entries = load(p + j);
-            reals found = where(size_of(t) < least, (reals){0}, t) * s * first * second;
-            high = larger(entries, high);
-            store(to + j, where(entries == 0, (reals){0}, by_log ? found * entries : found));
-        }
-    }
-    beware(b, high);
-}
-
-/* Adds S^T T of some rows. */
-static void add_rows(Back *b, int64_t count, const real *ahead, const real *source) {
-    int64_t c = b->w.a->states, width = b->w.width, across = padded(width);
-    for (int64_t row = 0; row < count;) {
-        int64_t rows = count - row < ADDED - b->added ? count - row : ADDED - b->added;
-        multiply_add((Product){c, rows, across, ahead + row * width, 1, width,
-                              source + row * width, width, b->partial, across});
-        b->added += rows, row += rows;
-        if (b->added == ADDED) flush(b);
-    }
-}
-
-static void release(Back *b) {
-    add_rows(b, b->held, b->held_ahead, b->held_source);
-    b->held = 0;
-}
-
-/* The same of few rows, but not before there are some. */
-static void hold_rows(Back *b, int64_t count, const real *ahead) {
-    int64_t width = b->w.width;
-    if (b->held + count > GROUP) release(b);
-    for (int64_t row = 0; row < count; row++)
-        for (int64_t k = 0; k < vectors_of(width); k++) {
-            int64_t from = row * width + start_of(k, width), to = b->held * width + from;
-            store(b->held_ahead + to, load(ahead + from)), store(b->held_source + to, load(b->source + from));
-        }
-    b->held += count;
-}
-
-/* The transitions into a step: S^T T of the first `count` places. */
-static void count_step(Back *b, int64_t count, const real *ahead, int64_t step) {
-    Walk *w = &b->w;
-    const Chain *a = w->a;
-    int64_t c = a->states, width = w->width, across = padded(width);
-    if (a->grad_bulk && a->members == 1 && count == 1) {
-        write_outer(b, ahead, step);
-        return;
-    }
-    if (a->counts) {
-        if (count <= GROUP / 4) hold_rows(b, count, ahead);
-        else add_rows(b, count, ahead, b->source);
-        return;
-    }
-    real *to = a->grad_bulk + first_count(a, w->set) + (step - 1) * a->count_step;
-    if (count == 0) clear(c * c, to);
-    else if (count <= ADDED) {
-        multiply((Product){c, count, across, ahead, 1, width, b->source, width, b->partial, across});
-        write_counts(b, 0, to);
-    } else {
-        for (int64_t k = 0; k < c * across; k++) b->partial[k] = 0, b->total[k] = 0;
-        add_rows(b, count, ahead, b->source);
-        write_counts(b, b->total, to);
-        b->added = 0;
-    }
-}
-
 /* S of the first places at a step, as rows next to each other. */
 static const real *rows_ahead(const Back *b, int64_t count, int64_t step) {
     const Walk *w = &b->w;
@@ -283,13 +119,6 @@ static const real *rows_ahead(const Back *b, int64_t count, int64_t step) {
     for (int64_t place = 0; place < count; place++)
         widen(a->states, w->width, message_at(a, sequence_of(w, place), step), 1, 0, b->ahead + place * w->width);
     return b->ahead;
-}
-
-INLINE real *gradient_at(const Chain *a, int64_t set, int64_t q, int64_t step) {
-    if (!a->grad_x || (a->entering && step-- == 0)) return 0;
-    if (a->starts) return a->grad_x + (a->starts[q] + step) * a->grad_step;
-    int64_t at = a->grad_at ? a->grad_at[q] : set * a->grad_set + (q - set * a->members) * a->grad_member;
-    return a->grad_x + step * a->grad_step + at;
 }
 
 /* Posteriors of the places from `from` to before `count`. `looks`: B are sums, of which some may be lossy. */
@@ -311,13 +140,12 @@ static void meet_all(Back *b, int64_t from, int64_t count, int64_t step, const r
             if (looks && (lost || faint || asks(w->deep[place], met.least, met.most))) {
                 if (!w->matrix.looked) look(&w->matrix);
                 lost |= is_lossy(c, row, met.scale, met.most, &w->matrix, common);
-                if ((lost || faint) && is_far(&w->matrix)) b->wary = 1;
+                if ((lost || faint) && is_far(&w->matrix)) b->counts.wary = 1;
             }
             if (!lost) continue;
             a->lossy[q] = 2, a->uncounted[q] = step + 1, b->skipped[place] = 1;
         }
         clear(width, row);
-        if (gradient) clear(c, gradient);
     }
 }
 
@@ -327,20 +155,19 @@ static void write_start(Back *b, int64_t place) {
     const Chain *a = w->a;
     int64_t q = sequence_of(w, place), c = a->states, exponent;
     double *out = a->grad_p0 + q * c, sum = 0, shift;
-    const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member, *x;
+    const real *x;
     real *source = b->source + place * w->width;
-    for (int64_t j = 0; j < c; j++) out[j] = 0;
     if (b->skipped[place]) return;
-    start_row(c, w->width, p0, a->p0_state, (int)a->logarithms, w->first, &exponent, &shift);
+    start_row(c, w->width, p0_at(a, q), a->p0_state, (int)a->logarithms, w->first, &exponent, &shift);
     rows_of_x(w, place, 1, 0, &x);
     emit(w->width, x, b->behind + place * w->width, source);
     double down = (double)power_of_two(-TOP); /* of the weights: the least source is a number that has no room for it */
-    Factors unscale = unscaled(exponent + TOP);
+    Factors unscale = factors_of(logs(a) ? 0 : -exponent - TOP);
     for (int64_t j = 0; j < c; j++) sum += (double)w->first[j] * down * (double)source[j];
     for (int64_t j = 0; j < c; j++) {
-        if (w->first[j] == 0 || !(sum > 0)) continue;
         double t = source[j], posterior = (double)w->first[j] * down * t / sum;
-        out[j] = a->weight[q] * (logs(a) ? posterior : t / sum * unscale.first) * (logs(a) ? 1 : unscale.second);
+        out[j] = a->weight[q] * (logs(a) ? posterior : t / sum * unscale.first) * unscale.second;
+        if (w->first[j] == 0 || !(sum > 0)) out[j] = 0;
     }
 }
 
@@ -361,7 +188,7 @@ static void prepare_back(Back *b, int64_t count, int64_t step) {
     if (b->prepared && a->one_matrix) return;
     prepare(a, w->set, step, &w->matrix);
     b->prepared = 1;
-    if (b->wary || a->one_matrix) look(&w->matrix), rescale(&w->matrix);
+    if (b->counts.wary || a->one_matrix) look(&w->matrix), rescale(&w->matrix);
     if (count == 1 && !a->one_matrix) return;
     if (w->matrix.c >= LANES) transpose(width, w->matrix.entries, w->matrix.row, b->turned, width);
     else for (int64_t k = 0; k < width; k++)
@@ -388,6 +215,7 @@ static void pull(Back *b, int64_t count, int64_t step) {
 /* Steps of a sequence of few states, as far as they ask for no care. */
 static int64_t few_back(Back *b, int64_t step) {
     Walk *w = &b->w;
+    Counts *t = &b->counts;
     const Chain *a = w->a;
     int64_t q = sequence_of(w, 0);
     Lone l;
@@ -398,67 +226,76 @@ static int64_t few_back(Back *b, int64_t step) {
     l.until = a->entering != 0; /* that step has no gradient */
     l.gradient = gradient_at(a, w->set, q, l.until), l.gradient_step = a->grad_step;
     if (l.gradient) l.gradient -= l.until * l.gradient_step;
-    l.outer = a->grad_bulk ? a->grad_bulk + first_count(a, w->set) : 0, l.outer_step = a->count_step;
-    l.held_ahead = a->counts ? b->held_ahead : 0, l.held_source = b->held_source;
+    l.outer = a->grad_bulk ? counts_at(w, 1) : 0, l.outer_step = a->count_step;
+    l.held_ahead = a->counts ? t->held_ahead : 0, l.held_source = t->held_source;
     l.held_step = w->width, l.most_held = GROUP;
-    l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / b->weight);
-    l.unshare = UNSHARE * (real)b->weight;
+    l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / t->weight);
+    l.unshare = UNSHARE * (real)t->weight;
     narrow(a->states, b->behind, l.state);
     for (int full = 1; full && step > l.until;) {
-        l.held = b->held;
+        l.held = t->held;
         step = steps_back(&l, step);
-        b->wary |= l.high > LARGE;
-        b->held = l.held, full = l.held_ahead && l.held == GROUP;
-        if (full) release(b);
+        t->wary |= l.high > LARGE;
+        t->held = l.held, full = l.held_ahead && l.held == GROUP;
+        if (full) release(t, w);
     }
     narrow(a->states, l.state, b->behind);
     return step;
+}
+
+/* Nothing has been looked at or counted yet. */
+static void begin_back(Back *b, int counted) {
+    Walk *w = &b->w;
+    const Chain *a = w->a;
+    double most = 0;
+    int64_t exponent;
+    b->prepared = 0, b->counts.added = b->counts.held = 0;
+    for (int64_t place = 0; place < w->count; place++) {
+        int64_t q = sequence_of(w, place);
+        double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
+        a->lossy[q] = b->skipped[place] = w->deep[place] = 0;
+        most = weight > most ? weight : most;
+    }
+    b->counts.weight = most > 0 && most < __builtin_inf() ? most / mantissa(most, &exponent) : 1;
+    if (counted) clear_counts(&b->counts, w);
+}
+
+/* The first places at the step before, with posteriors and transitions. */
+static void step_back(Back *b, int64_t count, int64_t step, int counted, real common) {
+    Walk *w = &b->w;
+    const Chain *a = w->a;
+    int64_t width = w->width;
+    prepare_back(b, count, step);
+    pull(b, count, step);
+    const real *ahead = rows_ahead(b, count, step - 1);
+    meet_all(b, 0, count, step - 1, ahead, 1, common);
+    for (int64_t place = 0; place < count && counted; place++) {
+        real *source = b->source + place * width, weight = (real)(a->weight[sequence_of(w, place)] / b->counts.weight);
+        if (b->skipped[place]) clear(width, source);
+        else share_out(width, source, b->shares[place], b->scales[place], weight);
+    }
+    if (counted) count_step(&b->counts, w, count, ahead, b->source, step);
 }
 
 /* All steps of the places. */
 static void walk_back(Back *b) {
     Walk *w = &b->w;
     const Chain *a = w->a;
-    int64_t c = a->states, width = w->width, count = 0;
     int counted = (a->counts || a->grad_bulk) && a->steps > 1;
     real common = ordinary();
-    b->prepared = 0, b->added = b->held = 0, b->weight = 0;
-    for (int64_t place = 0; place < w->count; place++) {
-        int64_t q = sequence_of(w, place);
-        double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
-        a->lossy[q] = b->skipped[place] = w->deep[place] = 0;
-        b->weight = weight > b->weight ? weight : b->weight;
-    }
-    int64_t exponent;
-    b->weight = b->weight > 0 && b->weight < __builtin_inf() ? b->weight / mantissa(b->weight, &exponent) : 1;
-    for (int64_t k = 0; k < c * padded(width) && counted; k++) b->partial[k] = 0, b->total[k] = 0;
+    begin_back(b, counted);
     /* rows behind the ends of packed sequences are those of others */
     int64_t steps = !a->starts ? a->steps : w->count > 0 ? steps_of(a, sequence_of(w, 0)) : 0;
-    for (int64_t step = steps - 1; step >= 0; step--) {
+    for (int64_t step = steps - 1, count = 0; step >= 0; step--) {
         int64_t before = count;
-        while (count < w->count && steps_of(a, sequence_of(w, count)) > step)
-            end_row(b, count++);
+        while (count < w->count && steps_of(a, sequence_of(w, count)) > step) end_row(b, count++);
         for (int64_t place = count; place < w->count && a->grad_x && !a->starts; place++)
-            clear(c, gradient_at(a, w->set, sequence_of(w, place), step));
+            clear(a->states, gradient_at(a, w->set, sequence_of(w, place), step));
         if (count > before) meet_all(b, before, count, step, rows_ahead(b, count, step), 0, common);
+        if (w->lone && count > 0 && step > 0 && !b->skipped[0] && !b->counts.wary) step = few_back(b, step);
         if (step == 0) break;
-        if (count == 0) {
-            if (a->grad_bulk && counted) count_step(b, 0, b->ahead, step);
-            continue;
-        }
-        if (w->lone && !b->skipped[0] && !b->wary) step = few_back(b, step);
-        if (step == 0) break;
-        prepare_back(b, count, step);
-        pull(b, count, step);
-        const real *ahead = rows_ahead(b, count, step - 1);
-        meet_all(b, 0, count, step - 1, ahead, 1, common);
-        for (int64_t place = 0; place < count && counted; place++) {
-            real *source = b->source + place * width,
-                 weight = (real)(a->weight[sequence_of(w, place)] / b->weight);
-            if (b->skipped[place]) clear(width, source);
-            else share_out(width, source, b->shares[place], b->scales[place], weight);
-        }
-        if (counted) count_step(b, count, ahead, step);
+        if (count > 0) step_back(b, count, step, counted, common);
+        else if (a->grad_bulk && counted) count_step(&b->counts, w, 0, b->ahead, b->source, step);
     }
     for (int64_t place = 0; place < w->count && a->entering && a->leaving; place++) leave_back(b, place);
     for (int64_t place = 0; place < w->count && a->grad_p0; place++) write_start(b, place);
@@ -466,95 +303,74 @@ static void walk_back(Back *b) {
 
 /* Gradients of the places: once more where a matrix turns out to need care, for any that was added up may have. */
 static void go_back(Back *b) {
-    Walk *w = &b->w;
-    const Chain *a = w->a;
     int wary;
-    do wary = b->wary, walk_back(b);
-    while (b->wary != wary);
-    if (!a->counts || !b->prepared) return;
-    release(b), flush(b);
-    Factors unscale = unscaled(w->matrix.exponent);
-    for (int64_t k = 0; k < a->states; k++)
-        for (int64_t j = 0; j < a->states; j++) {
-            real p = w->matrix.entries[k * w->matrix.row + j];
-            double found = b->total[k * padded(w->width) + j] * ((double)UNSHARE * b->weight);
-            found = logs(a) ? found * (double)p : found * unscale.first * unscale.second;
-            if (p != 0) a->counts[(w->set * a->states + k) * a->states + j] += found;
-        }
+    do wary = b->counts.wary, walk_back(b);
+    while (b->counts.wary != wary);
+    if (b->w.a->counts && b->prepared) add_counts(&b->counts, &b->w);
 }
 
-/* The members in the places from `begin` to before `behind` of a set that have gradients here. The others', of which
-   some are redone, become 0. */
-static int64_t choose_members(const Walk *w, int64_t begin, int64_t behind, int64_t *chosen) {
+/* Whether a sequence has gradients: those of an impossible one are 0. */
+INLINE int has_gradient(const Chain *a, int64_t q) { return a->weight[q] != 0 && a->log_norm[q] != -__builtin_inf(); }
+
+static void clear_gradients(const Chain *a, int64_t set, int64_t q) {
+    int64_t steps = a->starts ? steps_of(a, q) : a->steps;
+    for (int64_t step = a->entering != 0; step < steps && a->grad_x; step++)
+        clear(a->states, gradient_at(a, set, q, step));
+    for (int64_t j = 0; j < a->states && a->grad_p0; j++) a->grad_p0[q * a->states + j] = 0;
+    for (int64_t j = 0; j < a->states && a->entering && a->leaving; j++) a->leaving[q * a->states + j] = 0;
+}
+
+/* Of the walk's first `left` places, those of sequences that have gradients and are not lossy: how many, and which
+   members of the set. */
+static int64_t choose_members(const Walk *w, int64_t left, int64_t *chosen) {
     const Chain *a = w->a;
     int64_t count = 0;
-    for (int64_t place = begin; place < behind; place++) {
+    for (int64_t place = 0; place < left; place++) {
         int64_t q = sequence_of(w, place);
         a->uncounted[q] = a->steps;
-        if (!a->lossy[q] && a->weight[q] != 0 && a->log_norm[q] > -__builtin_inf()) {
-            chosen[count++] = q - w->set * a->members;
-            continue;
-        }
-        int64_t steps = a->starts ? steps_of(a, q) : a->steps;
-        for (int64_t step = a->entering != 0; step < steps && a->grad_x; step++)
-            clear(a->states, gradient_at(a, w->set, q, step));
-        for (int64_t j = 0; j < a->states && a->grad_p0; j++) a->grad_p0[q * a->states + j] = 0;
-        for (int64_t j = 0; j < a->states && a->entering && a->leaving; j++) a->leaving[q * a->states + j] = 0;
+        if (!has_gradient(a, q)) clear_gradients(a, w->set, q);
+        else if (!a->lossy[q]) chosen[count++] = q - w->set * a->members;
     }
     return count;
 }
 
-/* The places of each set that a thread has. How many are lossy, in either direction. */
+/* The backward pass of a thread's places; how many are lossy, in either direction. */
 EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
-    int64_t lossy = 0;
-    Back b = {.w = {.a = a, .width = width_of(a)}};
+    char *room = a->room;
+    int64_t most = most_places(a), bytes = sizeof(real);
+    Back b = {.w = new_walk(a, &room)};
     Walk *w = &b.w;
-    for (int64_t q = a->first; q < a->last;) {
-        int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
-        int64_t group = group_of(a),
-                size = a->one_matrix && behind - begin > group ? group : behind - begin, real_size = sizeof(real);
-        char *room = a->room;
-        w->set = q / a->members, w->begin = 0, w->order = order_of(a, w->set);
-        w->matrix = (Matrix){.c = a->states, .width = w->width, .room = take(&room, w->width * w->width * real_size)};
-        if (w->width > a->states) clear(w->width * w->width, w->matrix.room);
-        w->wide = take(&room, group * w->width * real_size);
-        w->first = take(&room, w->width * real_size);
-        w->deep = take(&room, size);
-        b.behind = take(&room, size * w->width * real_size);
-        b.source = take(&room, (size * w->width + LANES) * real_size);
-        b.ahead = take(&room, size * w->width * real_size);
-        b.posterior = take(&room, w->width * real_size);
-        b.turned = take(&room, w->width * w->width * real_size);
-        b.partial = take(&room, w->width * padded(w->width) * real_size);
-        b.held_ahead = take(&room, (GROUP * w->width + LANES) * real_size);
-        b.held_source = take(&room, (GROUP * w->width + LANES) * real_size);
-        b.total = take(&room, w->width * padded(w->width) * (int64_t)sizeof(double));
-        b.shares = take(&room, size * real_size);
-        b.scales = take(&room, size * real_size);
-        b.skipped = take(&room, size);
-        int64_t *chosen = take(&room, (behind - begin) * 8), count = choose_members(w, begin, behind, chosen);
-        int64_t last = behind;
-        w->begin = begin;
-        if (count < behind - begin) w->order = chosen, w->begin = 0, last = count;
+    b.behind = take(&room, most * w->width * bytes);
+    b.source = take(&room, (most * w->width + LANES) * bytes);
+    b.ahead = take(&room, most * w->width * bytes);
+    b.posterior = take(&room, w->width * bytes);
+    b.turned = take(&room, w->width * w->width * bytes);
+    b.shares = take(&room, most * bytes), b.scales = take(&room, most * bytes);
+    b.skipped = take(&room, most);
+    b.counts.partial = take(&room, w->width * padded(w->width) * bytes);
+    b.counts.total = take(&room, w->width * padded(w->width) * 8);
+    b.counts.held_ahead = take(&room, (GROUP * w->width + LANES) * bytes);
+    b.counts.held_source = take(&room, (GROUP * w->width + LANES) * bytes);
+    int64_t *chosen = take(&room, a->members * 8);
+    for (int64_t q = a->first, left; q < a->last; q += left) {
+        left = enter_set(w, q);
+        int64_t count = choose_members(w, left, chosen), last = w->begin + left;
+        if (count < left) w->order = chosen, w->begin = 0, last = count;
         w->direct = !w->order && !a->ends && w->width == a->states;
         do { /* without any, too: gradients of matrices become 0 */
-            w->count = last - w->begin < size ? last - w->begin : size;
+            w->count = last - w->begin < most ? last - w->begin : most;
             w->lone = w->count == 1 && a->states <= FEW;
             go_back(&b);
-        } while ((w->begin += size) < last);
-        w->order = order_of(a, w->set);
-        for (w->begin = begin; w->begin < behind; w->begin++) lossy += a->lossy[sequence_of(w, 0)] != 0;
-        q += behind - begin;
+        } while ((w->begin += most) < last);
     }
-    return lossy;
+    return lossy_places(a);
 }
 
 /* Bytes of scratch that a thread takes, of either direction. */
 EXPORT int64_t EXPORTED(logchain_room)(const Chain *a) {
-    int64_t width = width_of(a), group = group_of(a), bytes = sizeof(real);
-    int64_t size = a->one_matrix && a->members > group ? group : a->members;
-    int64_t ahead = width * width * bytes + 2 * group * width * bytes + (2 * size + 1) * width * bytes + size * 40;
+    int64_t width = width_of(a), group = group_of(a), most = most_places(a), bytes = sizeof(real);
+    int64_t ahead = width * width * bytes + 2 * group * width * bytes + (2 * most + 1) * width * bytes + most * 40;
     int64_t back = 2 * width * width * bytes + width * padded(width) * (bytes + 8)
-                   + (2 * GROUP + group + 3 * size + 2) * width * bytes + size * 32 + a->members * 8;
+                   + (2 * GROUP + group + 3 * most + 2) * width * bytes + most * 32 + a->members * 8;
     return (ahead > back ? ahead : back) + 20 * 64;
 }

@@ -16,7 +16,10 @@ static Chain with_scratch(const Chain *a) {
 static int64_t find_value(const Chain *a) {
     int64_t lossy = EXPORTED(logchain_forward)(a);
     if (lossy) EXPORTED(logchain_redo_forward)(a);
-    for (int64_t q = 0; q < sequences_of(a) && a->value; q++) a->value[q] = (real)a->log_norm[q];
+    for (int64_t place = a->first; place < a->last && a->value; place++) {
+        int64_t q = sequence_in(a, place);
+        a->value[q] = (real)a->log_norm[q];
+    }
     return lossy;
 }
 

@@ -63,6 +63,44 @@ typedef struct {
 INLINE int64_t first_matrix(const Chain *a, int64_t set) { return a->bulk_at ? a->bulk_at[set] : set * a->bulk_set; }
 INLINE int64_t first_count(const Chain *a, int64_t set) { return a->count_at ? a->count_at[set] : set * a->count_set; }
 
+/* The sequence in a place of the g m. */
+INLINE int64_t sequence_in(const Chain *a, int64_t place) {
+    return a->order ? place - place % a->members + a->order[place] : place;
+}
+
+/* Of sequence q of a set: its steps, its initial weights, and its row of a step in each operand and result. What came
+   in as `entering` is step 0, which has no gradient: x and what lies as x does begin at step 1. */
+INLINE int64_t steps_of(const Chain *a, int64_t q) { return a->ends ? a->ends[q] : a->steps; }
+INLINE const real *p0_at(const Chain *a, int64_t q) {
+    return a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
+}
+INLINE const real *x_at(const Chain *a, int64_t set, int64_t q, int64_t step) {
+    int64_t member = q - set * a->members;
+    if (a->entering && step-- == 0) return a->entering + q * a->states;
+    if (a->starts) return a->x + (a->starts[q] + step) * a->x_step;
+    return a->x + step * a->x_step + (a->x_at ? a->x_at[q] : set * a->x_set + member * a->x_member);
+}
+INLINE real *message_at(const Chain *a, int64_t q, int64_t step) {
+    return a->messages + (a->starts ? a->starts[q] + step : step * a->sets * a->members + q) * a->states;
+}
+
+/* Entries ahead of a row of the gradient of x, behind a message that entered. */
+INLINE int64_t gradient_offset(const Chain *a, int64_t set, int64_t q, int64_t step) {
+    int64_t member = q - set * a->members;
+    if (a->starts) return (a->starts[q] + step) * a->grad_step;
+    return step * a->grad_step + (a->grad_at ? a->grad_at[q] : set * a->grad_set + member * a->grad_member);
+}
+INLINE real *row_or_null(const Chain *a, real *all, int64_t set, int64_t q, int64_t step) {
+    if (!all || (a->entering && step-- == 0)) return 0;
+    return all + gradient_offset(a, set, q, step);
+}
+INLINE real *gradient_at(const Chain *a, int64_t set, int64_t q, int64_t step) {
+    return row_or_null(a, a->grad_x, set, q, step);
+}
+INLINE real *shares_at(const Chain *a, int64_t q, int64_t step) {
+    return row_or_null(a, a->shares, q / a->members, q, step);
+}
+
 /* Places of scratch are handed out one after the other, each on its own cache lines. */
 INLINE void *take(char **room, int64_t bytes) {
     char *begin = *room;

@@ -22,15 +22,11 @@ INLINE doubles choose(longs condition, doubles a, doubles b) {
     return (doubles)((condition & (longs)a) | (~condition & (longs)b));
 }
 
-INLINE int some(longs a) {
-    int64_t found = 0;
-    UNROLL for (int l = 0; l < WIDE; l++) found |= a[l];
-    return found != 0;
-}
+INLINE int some(longs a) { return __builtin_reduce_or(a) != 0; }
 INLINE double highest_of(doubles a) {
-    double found = a[0];
-    UNROLL for (int l = 1; l < WIDE; l++) found = a[l] > found ? a[l] : found;
-    return found;
+    double highest = a[0];
+    UNROLL for (int l = 1; l < WIDE; l++) highest = a[l] > highest ? a[l] : highest;
+    return highest;
 }
 
 /* Entries of a row of the format, of which it has `left`; what is behind them is `rest`. */
@@ -45,19 +41,16 @@ INLINE doubles read_wide(const real *from, int64_t step, int64_t left, double re
     UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a[l] = (double)from[l * step];
     return a;
 }
-INLINE void write_wide(real *to, doubles a, int64_t left) {
-    Part written = __builtin_convertvector(a, Part);
-    if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);
-    else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
-}
-
-/* The same, written as float32. */
-typedef float Singles __attribute__((vector_size(WIDE * sizeof(float))));
-INLINE void write_singles(float *to, doubles a, int64_t left) {
-    Singles written = __builtin_convertvector(a, Singles);
-    if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);
-    else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];
-}
+/* Writes those that are left. */
+#define WRITE(name, type)                                                                     \
+    INLINE void name(type *to, doubles a, int64_t left) {                                     \
+        typedef type Written __attribute__((vector_size(WIDE * sizeof(type))));               \
+        Written written = __builtin_convertvector(a, Written);                                \
+        if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);                     \
+        else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];          \
+    }
+WRITE(write_wide, real)
+WRITE(write_singles, float) /* whatever the format is */
 
 typedef struct { doubles m, e; } Number;
 
@@ -69,6 +62,8 @@ INLINE Number settled(Number a) {
     a.e = choose(a.m == 0, both(NO_DIGIT), a.e);
     return a;
 }
+
+INLINE Number times_number(Number a, Number b) { return (Number){a.m * b.m, a.e + b.e}; }
 
 /* What a number is to one whose digit is `ahead` larger: 0 if that is two or more. */
 INLINE doubles lowered(doubles m, doubles ahead) {

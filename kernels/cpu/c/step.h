@@ -23,6 +23,22 @@ INLINE reals exponential_of_difference(reals x, real most) {
     return exponential(a, where(a >= LOG_DEEPEST, rest, (reals){0})); /* what is raised is no difference any more */
 }
 
+/* 2^k as two factors: it may be no number of the format, and 0 times it is 0. */
+typedef struct { double first, second; } Factors;
+INLINE Factors factors_of(int64_t k) {
+    int64_t bits[] = {(k / 2 + 1023) << 52, (k - k / 2 + 1023) << 52};
+    Factors factors;
+    __builtin_memcpy(&factors, bits, sizeof factors);
+    return factors;
+}
+
+/* The exponent k of a positive number in [1/2, 1) 2^k; 0 for 0 and infinity. */
+INLINE int64_t exponent_above(double a) {
+    int64_t exponent;
+    mantissa(a, &exponent);
+    return a > 0 && a < __builtin_inf() ? exponent + 1 : 0;
+}
+
 /* Entries that a vector takes from fewer places than it has, and gives to them. */
 INLINE reals load_some(const real *from, int64_t step, int64_t count, real rest) {
     reals a = all(rest);
@@ -84,10 +100,9 @@ INLINE int is_far(const Matrix *a) {
 /* Such a matrix becomes one whose largest entry is near 1; whether it was one. */
 static int rescale(Matrix *a) {
     if (!is_far(a)) return 0;
-    int64_t k = 0;
-    for (double high = a->high; high >= 1; k++) high *= 0.5;
-    for (double high = a->high; high < 0.5; k--) high *= 2;
-    real first = power_of_two(-k / 2), second = power_of_two(-k - -k / 2), low = a->low * first * second;
+    int64_t k = exponent_above(a->high);
+    Factors scale = factors_of(-k);
+    real first = (real)scale.first, second = (real)scale.second, low = a->low * first * second;
     for (int64_t i = 0; i < a->c; i++)
         for (int64_t b = 0; b < vectors_of(a->width); b++) {
             int64_t j = start_of(b, a->width), again = a->entries == a->room && j < b * LANES ? b * LANES - j : 0;
@@ -164,16 +179,16 @@ INLINE real scale_to_top(int64_t k) {
     return power_of_two(power > BIAS ? BIAS : power < 1 - BIAS ? 1 - BIAS : power);
 }
 
-/* What was found of up to LANES rows. */
+/* What makes states of up to LANES rows of sums. */
 typedef struct {
     real shift[LANES];                 /* max x */
     whole least[LANES], most[LANES];   /* bits of the least and of the largest sum */
     whole raised[LANES];               /* whether an emission was raised */
-} Found;
+} Weighed;
 
 /* S of up to LANES rows into `state`, from their sums and x. `single`: of one row. */
 INLINE void weigh(const int single, int64_t rows, int64_t width, const real *const *x, const real *sums,
-                  real *state, Found *out) {
+                  real *state, Weighed *out) {
     reals high[LANES] = {0};
     wholes low[LANES], tall[LANES], raised[LANES];
     UNROLL for (int r = 0; r < LANES; r++) if (!single) low[r] = tall[r] = raised[r] = (wholes){0};
@@ -274,22 +289,12 @@ static int start_row(int64_t c, int64_t width, const real *from, int64_t step, i
         *exponent = 1 - TOP;
         return lossy;
     }
-    int64_t k = 0;
-    for (double a = high; a >= 1; k++) a *= 0.5;
-    for (double a = high; a > 0 && a < 0.5; k--) a *= 2;
-    int64_t power = TOP - k;
+    *exponent = exponent_above(high) - TOP;
+    Factors scale = factors_of(-*exponent);
     for (int64_t j = 0; j < width; j++) {
-        double u = j < c ? (double)from[j * step] : 0;
-        for (int64_t left = power; left; ) { /* 2^power may be no double */
-            int64_t part = left > 1000 ? 1000 : left < -1000 ? -1000 : left;
-            int64_t bits = (part + 1023) << 52;
-            double factor;
-            __builtin_memcpy(&factor, &bits, 8);
-            u *= factor, left -= part;
-        }
+        double u = j < c ? (double)from[j * step] * scale.first * scale.second : 0;
         row[j] = (real)u;
         lossy |= j < c && from[j * step] != 0 && !(u >= (double)TRUSTED);
     }
-    *exponent = -power;
     return lossy;
 }

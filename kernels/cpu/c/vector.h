@@ -147,17 +147,25 @@ INLINE reals near_exponential(reals r) {
     return (q * r) * r + r + 1;
 }
 
+/* A positive double as one from 1 to 2, and the exponent that this takes out. */
+INLINE double mantissa(double a, int64_t *exponent) {
+    int64_t bits, more = 0;
+    if (!(a > 0) || a == __builtin_inf()) return *exponent = 0, a;
+    if (a < 0x1p-1022) a *= 0x1p64, more = -64;
+    __builtin_memcpy(&bits, &a, 8);
+    *exponent = (bits >> 52) - 1023 + more;
+    bits = (bits & 0xfffffffffffff) | 0x3ff0000000000000;
+    __builtin_memcpy(&a, &bits, 8);
+    return a;
+}
+
 /* The natural logarithm of a positive double, within 2 units in the last place; -inf of 0, NaN of NaN. */
 INLINE double logarithm(double a) {
-    int64_t bits, exponent = 0;
-    if (!(a > 0)) return a == 0 ? -__builtin_inf() : a;
-    if (a == __builtin_inf()) return a;
-    if (a < 0x1p-1022) a *= 0x1p64, exponent = -64;
-    __builtin_memcpy(&bits, &a, 8);
-    int64_t more = (bits - 0x3fe6a09e667f3bcd) >> 52; /* the rest lies between the roots of 1/2 and of 2 */
-    bits -= more << 52, exponent += more;
-    __builtin_memcpy(&a, &bits, 8);
-    double t = (a - 1) / (a + 1), square = t * t, series = 0;
+    int64_t exponent;
+    double part = mantissa(a, &exponent), series = 0;
+    if (!(a > 0) || a == __builtin_inf()) return a == 0 ? -__builtin_inf() : a;
+    if (part >= 0x1.6a09e667f3bcdp0) part *= 0.5, exponent++; /* between the roots of 1/2 and of 2 */
+    double t = (part - 1) / (part + 1), square = t * t;
     for (int k = 21; k > 1; k -= 2) series = (series + 1.0 / k) * square;
     return (double)exponent * 0x1.62e42feep-1 + ((double)exponent * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));
 }
@@ -188,18 +196,6 @@ INLINE void add(Sum *to, double term) {
     double sum = to->sum + term, back = sum - to->sum;
     to->lost += (to->sum - (sum - back)) + (term - back);
     to->sum = sum;
-}
-
-/* A positive double as one from 1 to 2, and the exponent that this takes out. */
-INLINE double mantissa(double a, int64_t *exponent) {
-    int64_t bits, more = 0;
-    if (!(a > 0) || a == __builtin_inf()) return *exponent = 0, a;
-    if (a < 0x1p-1022) a *= 0x1p64, more = -64;
-    __builtin_memcpy(&bits, &a, 8);
-    *exponent = (bits >> 52) - 1023 + more;
-    bits = (bits & 0xfffffffffffff) | 0x3ff0000000000000;
-    __builtin_memcpy(&a, &bits, 8);
-    return a;
 }
 
 /* k log 2 with its rounding: k = h 2^16 + l, whose products with the first bits of log 2 are exact. */

@@ -5,7 +5,7 @@
    The largest entry of a message is 0. Kept are the messages, for as many sequences as walk together: the state before
    a state j is the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. */
 #pragma once
-#include "exact.h"
+#include "forward.h"
 
 /* Sequences of a set that walk together; topk.h has its own messages and adds choices. */
 typedef struct {
@@ -201,8 +201,7 @@ static void each_best(const Chain *a, int ranked, void walk(Best *)) {
     b.messages = take(&room, (ranked ? 2 : a->steps) * most * b.ranks * width * size);
     if (ranked) b.choices = take(&room, a->steps * most * b.ranks * width * size);
     for (int64_t q = a->first; q < a->last; q += b.walk.count) {
-        b.walk.set = q / a->members, b.walk.begin = q % a->members, b.walk.order = order_of(a, b.walk.set);
-        int64_t left = a->members - b.walk.begin < a->last - q ? a->members - b.walk.begin : a->last - q;
+        int64_t left = enter_set(&b.walk, q);
         b.walk.count = left < most ? left : most;
         walk(&b);
     }

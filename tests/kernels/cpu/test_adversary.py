@@ -180,7 +180,7 @@ MUTANTS = {
     ),
     "what rescaling loses is forgotten": ("step.h", "if (low == 0) a->low = 0;", ""),
     "nor are they of one sequence of few states": ("few.h", "bounds->least[deep]", "bounds->least[deep & 0]"),
-    "what was counted is counted again": ("exact.h", "ahead <= a->uncounted[q]", "ahead <= a->steps"),
+    "what was counted is counted again": ("exact.h", "step + 1 <= a->uncounted[q]", "step + 1 <= a->steps"),
     "what was not counted is not redone": ("backward.h", "a->uncounted[q] = step + 1", "a->uncounted[q] = 0"),
     "starts are not looked at": ("step.h", "return lossy;\n}", "return 0 * lossy;\n}"),
 }
