@@ -58,8 +58,8 @@ def test_log_is_the_product(name, dtype, lengths):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_max_is_the_best_path(name, dtype):
     for each in (False, True):
-        chain, _, score, bound = truth(name, dtype, each, False)
-        assert_values(run(chain, MAX), score, bound)
+        chain, known = truth(name, dtype, each, False)
+        assert_values(run(chain, MAX), known.score, known.bound)
 
 
 def test_the_gradient_of_max_is_the_best_path():

@@ -9,7 +9,6 @@ from tests.benchmarks.peers import Provider, Run
 from tests.benchmarks.peers_torch import BOTH
 from tests.benchmarks.results import FORWARD
 
-
 # variables: longer circuits take more than a minute to compile
 _MOST = 8192
 

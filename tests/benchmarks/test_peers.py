@@ -17,7 +17,18 @@ import torch
 from logchain import reference
 from tests import oracle
 from tests.benchmarks import (
-    accuracy, aside, cases, kept, memory, peers, peers_circuits, plots, report, resident, results, scaling,
+    accuracy,
+    aside,
+    cases,
+    kept,
+    memory,
+    peers,
+    peers_circuits,
+    plots,
+    report,
+    resident,
+    results,
+    scaling,
 )
 from tests.benchmarks.aside import Item
 from tests.benchmarks.cases import EACH, FULL, ONE, STEP, Workload
