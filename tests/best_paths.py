@@ -12,7 +12,7 @@ from logchain import reference
 from logchain.topk_paths import Paths, topk_paths
 from logchain.viterbi import Path, viterbi
 from tests.contract import assert_values, ulp, value_bound
-from tests.families import FAMILIES, Chain, Draw, dense
+from tests.families import FAMILIES, Chain, Draw
 
 F64 = torch.float64
 INF = float("inf")
@@ -97,13 +97,3 @@ def small(seed: int, zeros: float = 0.0, v: int = 5, c: int = 3) -> Chain:
     x, bulk, p0 = draw.normal(v, c), draw.bulk()[0, 0], draw.p0()[0, 0]
     x[draw.uniform(*x.shape) < zeros / 2] = -INF
     return Chain(x, bulk * (draw.uniform(*bulk.shape) >= zeros), p0 * (draw.uniform(*p0.shape) >= zeros))
-
-
-CHAINS = [
-    ("shared", dense(F64, v=4, c=3), None),
-    ("each", dense(F64, v=4, c=3, each=True), None),
-    ("lengths", dense(F64, v=4, c=3), torch.tensor([[4, 4], [1, 2], [3, 1]])),
-    ("one variable", dense(F64, v=1, c=3), None),
-]
-
-IDS = [name for name, *_ in CHAINS]

@@ -60,6 +60,17 @@ def test_any_division_of_every_family(name, dtype, each, gradients, log, monkeyp
         best = torch.from_numpy(best)
         weights = torch.from_numpy(weight_of(chain, found.states))
         assert_values(weights, weight_of(chain, best), truth.value_bound(dtype))
+    # walked where they lie, without what needs a copy
+    exact = prefixes(chain, 0)
+    bound = truth.gradient_bound(exact) + 2.0**-50 * messages_of(chain)
+    for pieces in (division(v, seed), [(0, v)]):
+        options = {"homogeneous": chain.bulk.shape[-3] == 1}
+        stream, found = streamed(chain, pieces, **options)
+        assert_values(found.log_norm, truth.log_norm, truth.value_bound(dtype))
+        assert_posteriors(found.filtered, exact, bound)
+        assert_posteriors(stream.filtered, exact[..., -1, :], bound[..., -1, :])
+        without, _ = streamed(chain, pieces, filtered=False, **options)
+        assert torch.equal(without.log_norm, stream.log_norm)
 
 
 @pytest.mark.parametrize("seed", range(3))

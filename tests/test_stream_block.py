@@ -1,4 +1,4 @@
-"""However a piece is walked, it says the same: where it lies, in blocks, by torch's steps or a GPU's kernels."""
+"""However a piece is walked, it says the same: in blocks, or by a GPU's kernels."""
 
 import pytest
 import torch
@@ -8,30 +8,10 @@ from logchain.stream import Stream
 from logchain.streams import filter as stream_filter
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, Chain
-from tests.streams import assert_posteriors, division, each_step, messages_of, prefixes, streamed
+from tests.streams import assert_posteriors, each_step, messages_of, prefixes, streamed
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
-@pytest.mark.parametrize(("dtype", "each"), [(F32, False), (F32, True), (F64, False)], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_pieces_walked_where_they_lie(name, dtype, each, log):
-    """Any division of every family, without what needs a copy."""
-    chain = FAMILIES[name](dtype, each=each)
-    homogeneous = chain.bulk.shape[-3] == 1
-    chain = chain.logs() if log else chain
-    truth, exact, seed = Truth(chain), prefixes(chain, 0), sum(map(ord, name))
-    bound = truth.gradient_bound(exact) + 2.0**-50 * messages_of(chain)
-    for pieces in (division(chain.x.shape[-2], seed), [(0, chain.x.shape[-2])]):
-        stream, found = streamed(chain, pieces, homogeneous=homogeneous)
-        assert found.log_norm.dtype == found.filtered.dtype == dtype
-        assert_values(found.log_norm, truth.log_norm, truth.value_bound(dtype))
-        assert_posteriors(found.filtered, exact, bound)
-        assert_posteriors(stream.filtered, exact[..., -1, :], bound[..., -1, :])
-        without, _ = streamed(chain, pieces, homogeneous=homogeneous, filtered=False)
-        assert torch.equal(without.log_norm, stream.log_norm)
 
 
 @pytest.mark.parametrize("homogeneous", [False, True], ids=["each step", "one matrix"])

@@ -16,7 +16,7 @@ from tests import oracle
 from tests.best_paths import BOTH, assert_best, ranked, run, truth, weigh
 from tests.contract import assert_values
 from tests.families import FAMILIES, Chain, dense
-from tests.layouts import BATCHES, STEPS, broadcast, poisoned
+from tests.layouts import BATCHES, STEPS, broadcast
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -84,22 +84,6 @@ def test_dtypes(name, dtype):
         assert mixed.score.dtype == F64
         own, sizes = weigh(chain, mixed.states.numpy())
         assert_values(mixed.score, own, 2.0**-50 * sizes)
-
-
-@BOTH
-@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_a_sequence_is_as_if_it_were_alone(each, log, question):
-    lengths = [3, 5, 1]
-    chain = dense(F32, v=5, each=each)
-    dirty = poisoned(chain, lengths)
-    states, score = question(dirty.logs() if log else dirty, lengths)
-    for i, end in enumerate(lengths):
-        bulk, p0 = (operand[i] if each else operand[0] for operand in (chain.bulk, chain.p0))
-        one = Chain(chain.x[i, :, :end], bulk[:, : end - 1], p0)
-        alone = question(one.logs() if log else one)
-        assert torch.equal(states[i, ..., :end], alone[0]) and torch.equal(score[i], alone[1])
-        assert (states[i, ..., end:] == -1).all()
 
 
 @BOTH

@@ -29,10 +29,12 @@ def few(each: bool) -> dict:
 MANY_STATES = [pytest.param("dense", c, marks=pytest.mark.slow) for c in (130, 200, 300)]
 
 
-@pytest.mark.parametrize(("name", "c"), [("dense", 1), ("dense", 33), ("sparse", 65), ("detour", 70), *MANY_STATES])
+@pytest.mark.parametrize(
+    ("name", "c"), [("dense", 1), ("detour", 6), ("dense", 33), ("sparse", 65), ("detour", 70), *MANY_STATES]
+)
 @EACH
 def test_sizes(name, c, each, kernels):
-    chain = FAMILIES[name](F32, v=3, c=c, **few(each))
+    chain = FAMILIES[name](F32, v=5 if c < 10 else 3, c=c, **few(each))
     assert_contract(chain.logs() if c == 200 else chain, device=kernels)
 
 
