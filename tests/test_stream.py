@@ -249,9 +249,9 @@ def test_one_matrix_for_each_piece(lag):
 @pytest.mark.parametrize(
     "name", ["dense", "peaked", "bakis_jump", "one_dead", "abyss", "offsets", "sparse", "far_start"]
 )
-def test_a_piece_in_blocks(name, homogeneous, monkeypatch):
-    """However a piece is cut inside, its values, posteriors and messages are those of the whole."""
-    chain = FAMILIES[name](F64, each=True)
+def test_a_piece_in_blocks(name, homogeneous, plain, monkeypatch):
+    """However a piece is cut inside, where no loop in C walks it, its values and posteriors are those of the whole."""
+    chain = FAMILIES[name](F64, each=True, n=2, t=1, v=9, c=5)
     if homogeneous:
         chain = chain._replace(bulk=chain.bulk[..., :1, :, :])
     v, truth, lengths = chain.x.shape[-2], Truth(chain), torch.full(chain.x.shape[:-2], chain.x.shape[-2])
