@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from logchain import reference
 from logchain.topk_paths import Paths, topk_paths
 from logchain.viterbi import Path, viterbi
-from tests.contract import value_bound
-from tests.families import FAMILIES, Chain, Draw, dense
+from tests.contract import assert_values, ulp, value_bound
+from tests.families import FAMILIES, Chain, Draw
 
 F64 = torch.float64
 INF = float("inf")
@@ -50,20 +51,45 @@ def weigh(chain: Chain, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found, sizes
 
 
+class Truth(NamedTuple):
+    """The best paths by the reference, their weights, and how far a score may lie from these."""
+
+    states: np.ndarray
+    score: np.ndarray
+    bound: np.ndarray
+
+
+def truth_of(chain: Chain, lengths=None) -> Truth:
+    options = {"log_params": chain.log_params, "lengths": lengths}
+    dtype = F64 if F64 in (operand.dtype for operand in chain[:3]) else torch.float32
+    best = reference.viterbi(*numbers(chain), **options)
+    forward = reference.forward_backward(*numbers(chain), **options).forward
+    inside = best.states >= 0
+    own = np.take_along_axis(forward, np.maximum(best.states, 0)[..., None], -1)[..., 0]
+    depth = (np.where(inside, forward.max(-1), 0.0) - np.where(inside, own, 0.0)).max(-1)
+    score, sizes = weigh(chain, best.states)
+    return Truth(best.states, score, value_bound(score, *forward.shape[-2:], depth, dtype=dtype) + 2.0**-52 * sizes)
+
+
 @functools.cache
-def truth(name: str, dtype: torch.dtype, each: bool, log: bool, lengths=None):
-    """A chain, its best paths by the reference, and how far a score may lie from theirs."""
+def truth(name: str, dtype: torch.dtype, each: bool, log: bool, lengths=None) -> tuple[Chain, Truth]:
+    """A family's chain, which nobody may change, and its best paths."""
     chain = FAMILIES[name](dtype, each=each)
     chain = chain.logs() if log else chain
-    options = {"log_params": chain.log_params, "lengths": None if lengths is None else list(lengths)}
-    found = reference.viterbi(*numbers(chain), **options)
-    forward = reference.forward_backward(*numbers(chain), **options).forward
-    inside = found.states >= 0
-    own = np.take_along_axis(forward, np.maximum(found.states, 0)[..., None], -1)[..., 0]
-    depth = (np.where(inside, forward.max(-1), 0.0) - np.where(inside, own, 0.0)).max(-1)
-    score, sizes = weigh(chain, found.states)
-    bound = value_bound(score, *forward.shape[-2:], depth, dtype=dtype)
-    return chain, found.states, score, bound + 2.0**-52 * sizes
+    return chain, truth_of(chain, lengths and list(lengths))
+
+
+def assert_best(chain: Chain, lengths=None, known: Truth | None = None, device: str = "cpu") -> Path:
+    """No path is better, by more than the contract allows, and the score is that of just these states."""
+    known = known or truth_of(chain, lengths)
+    on_device = chain._replace(**{key: getattr(chain, key).to(device) for key in ("x", "bulk", "p0")})
+    best = run(on_device, lengths)
+    assert best.states.dtype == torch.int64 and best.states.shape == chain.x.shape[:-1]
+    np.testing.assert_array_equal(best.states.cpu().numpy() < 0, known.states < 0)
+    assert_values(best.score, known.score, known.bound)
+    own, sizes = weigh(chain, best.states.cpu().numpy())
+    assert_values(best.score, own, ulp(own, best.score.dtype) + 2.0**-50 * sizes)
+    return best
 
 
 def small(seed: int, zeros: float = 0.0, v: int = 5, c: int = 3) -> Chain:
@@ -71,13 +97,3 @@ def small(seed: int, zeros: float = 0.0, v: int = 5, c: int = 3) -> Chain:
     x, bulk, p0 = draw.normal(v, c), draw.bulk()[0, 0], draw.p0()[0, 0]
     x[draw.uniform(*x.shape) < zeros / 2] = -INF
     return Chain(x, bulk * (draw.uniform(*bulk.shape) >= zeros), p0 * (draw.uniform(*p0.shape) >= zeros))
-
-
-CHAINS = [
-    ("shared", dense(F64, v=4, c=3), None),
-    ("each", dense(F64, v=4, c=3, each=True), None),
-    ("lengths", dense(F64, v=4, c=3), torch.tensor([[4, 4], [1, 2], [3, 1]])),
-    ("one variable", dense(F64, v=1, c=3), None),
-]
-
-IDS = [name for name, *_ in CHAINS]

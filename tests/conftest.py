@@ -79,3 +79,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     from logchain import kernels
 
     monkeypatch.setattr(kernels, "in_c", lambda tensor: False)
+
+
+# parameters that stand for Triton's kernels need a device where they are not interpreted
+ON_GPU = [] if INTERPRETED else [pytest.mark.gpu]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import logchain
-from logchain import kernels
+from logchain import kernels, reference
 from logchain.schedules import budget, checkpoints, choose, chunked, tree_leaves
 from tests import contract
 from tests.conftest import INTERPRETED
-from tests.contract import TENSOR_CORES, Truth, assert_contract, drawn, poisoned_memory
-from tests.families import FAMILIES, PAIRS, Chain, dense
+from tests.contract import TENSOR_CORES, Truth, assert_contract, drawn, poisoned_memory, value_bound
+from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
 from tests.kernels.cpu import adversary
 from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, strange
 
@@ -121,6 +121,11 @@ def test_segments_of_other_sizes(schedule, size, name, monkeypatch):
     chain, truth = drawn(name, *PAIRS.args[1][len(name) % 4])
     assert_contract(chain, truth=truth, **options)
     assert_values_alone(chain, truth, **options)
+    if chain.x.shape[-2] == 17:  # they end anywhere in a segment
+        ends = {"lengths": torch.tensor([[1, 5], [17, 2], [11, 6]])}
+        truth = Truth(chain, ends["lengths"])
+        assert_contract(chain, truth=truth, **options, **ends)
+        assert_values_alone(chain, truth, **options, **ends)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +143,53 @@ def test_a_schedule_is_what_runs(schedule, module, name, monkeypatch):
         monkeypatch.setattr(user, name, refuse)
     with pytest.raises(LookupError, match=schedule):
         logchain.product(*(operand.requires_grad_() for operand in dense(F32, v=9)[:3]), **options)
+
+
+@pytest.mark.parametrize(("schedule", "size"), [("sequential", None), ("chunked", 5), ("chunked", 8)])
+@pytest.mark.parametrize("name", ["left_to_right", "bakis_jump", "banded", "sparse", "sharp", "one_dead", "dense"])
+@EACH
+def test_other_draws_and_many_sequences(name, each, schedule, size, monkeypatch):
+    options = options_of(schedule, monkeypatch, size)
+    for seed in (1, 2):
+        assert_contract(FAMILIES[name](F32, seed, each=each, n=8, t=1, v=50, c=17), **options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "v"), [("sequential", None, 16384), ("chunked", 64, 16384), ("tree", None, 4096)]
+)
+def test_posteriors_of_a_long_chain(schedule, size, v, monkeypatch):
+    options, draw = options_of(schedule, monkeypatch, size), Draw(0, 1, 1, v, 8, False)
+    chain = Chain(draw.x() - 2**19 / v, draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
+    truth = reference.marginals(*chain[:3])
+    assert -6e5 < truth.log_norm.item() < -5e5
+    x = chain.x.requires_grad_()
+    out = logchain.product(*chain[:3], **options)
+    contract.assert_values(out, truth.log_norm, value_bound(truth.log_norm, v, 8, dtype=F32))
+    out.backward()
+    assert np.abs(x.grad.double().numpy() - truth.states).max() < 1e-5
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 2]], ids=str)
+@pytest.mark.parametrize("schedule", ["chunked", "tree", "pieces"])
+def test_second_derivatives_and_maps_are_those_of_the_sequential_schedule(schedule, lengths, monkeypatch):
+    chain = dense(F64, n=2, t=2, v=5, c=2)
+
+    def answers(**options):
+        def value(*operands):
+            out = logchain.product(*operands, lengths=lengths, **options)
+            return (out * torch.arange(4.0).view(2, 2)).sum()
+
+        every = {"argnums": (0, 1, 2)}
+        gradient = torch.func.grad(lambda x: value(x, *chain[1:3]))
+        found = [
+            torch.func.hessian(value, **every)(*chain[:3]),  # forward over reverse, mapped
+            torch.func.jacrev(torch.func.jacrev(value, **every), **every)(*chain[:3]),
+            torch.vmap(gradient)(torch.stack([chain.x, chain.x.flip(-1)])),
+        ]
+        return torch.cat([tensor.flatten() for tensor in torch.utils._pytree.tree_leaves(found)])
+
+    expected = answers(strategy="sequential")
+    torch.testing.assert_close(answers(**options_of(schedule, monkeypatch)), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["sparse", "detour", "dense", "one_dead"])

@@ -1,21 +1,17 @@
 """A chain that is cut into segments keeps the accuracy contract, in values and gradients, however many they are."""
 
-import numpy as np
 import pytest
 import torch
 
 import logchain
-from logchain import reference
-from logchain.autograd import chain as chain_functions
 from logchain.memory import peak_bytes
 from logchain.schedules import choose, chunked
 from tests.contract import (
     Truth,
     assert_contract,
     assert_values,
-    value_bound,
 )
-from tests.families import FAMILIES, Chain, Draw, dense
+from tests.families import Chain, Draw
 from tests.test_memory import allocations, variants
 
 F32, F64 = torch.float32, torch.float64
@@ -39,27 +35,6 @@ def cut(monkeypatch):
     return into
 
 
-@pytest.mark.parametrize("name", ["left_to_right", "sparse", "sharp", "one_dead", "dense"])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_other_draws_and_many_steps(name, each, cut):
-    for seed, count in ((1, 5), (2, 8)):
-        cut(count)
-        assert_contract(FAMILIES[name](F32, seed, each=each, n=3, t=1, v=50, c=9))
-
-
-def test_posteriors_of_a_long_chain(cut):
-    cut(64)
-    draw = Draw(0, 1, 1, 16384, 8, False)
-    chain = Chain(draw.x() - 32.0, draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
-    truth = reference.marginals(*(tensor.numpy() for tensor in chain[:3]))
-    x = chain.x.requires_grad_()
-    out = logchain.product(*chain[:3])
-    assert_values(out, truth.log_norm, value_bound(truth.log_norm, 16384, 8, dtype=F32))
-    out.backward()
-    assert np.abs(x.grad.double().numpy() - truth.states).max() < 1e-5
-    assert cut.calls
-
-
 def test_float64_of_a_long_chain(cut):
     draw = Draw(0, 2, 1, 2048, 4, True)
     chain = Chain(draw.x(3.0), draw.bulk(), draw.p0())
@@ -68,63 +43,6 @@ def test_float64_of_a_long_chain(cut):
         cut(count)
         assert_contract(chain, truth=truth)
     assert cut.calls
-
-
-def second(chain, **options):
-    operands = [tensor.clone().requires_grad_() for tensor in chain[:3]]
-    out = logchain.product(*operands, **options)
-    first = torch.autograd.grad(out.sum(), operands, create_graph=True)
-    return out, *first, *torch.autograd.grad(sum(gradient.square().sum() for gradient in first), operands)
-
-
-@pytest.mark.parametrize("lengths", [None, [6, 2, 4]])
-def test_second_derivatives_and_maps_are_those_of_the_sequential_schedule(lengths, cut):
-    chain = dense(F64, v=6, c=3)
-    stacked = torch.stack([chain.x, chain.x.flip(-1)])
-    found = [
-        (
-            *second(chain, lengths=lengths),
-            torch.vmap(lambda x: logchain.product(x, *chain[1:3], lengths=lengths))(stacked),
-            torch.vmap(torch.func.grad(lambda x: logchain.product(x, *chain[1:3], lengths=lengths).sum()))(stacked),
-        )
-        for count in (1, 3)
-        if cut(count) is None
-    ]
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
-    assert cut.calls
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_it_compiles_into_one_graph(dynamic, cut):
-    torch._dynamo.reset()
-
-    def function(x, bulk, p0):
-        return chain_functions.log_norm(x + 1, bulk * 2, p0, None, False, segments=3) * 2
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for v in (6, 9):
-        found = []
-        for call in (function, compiled):
-            operands = [tensor.clone().requires_grad_() for tensor in dense(F64, v=v, c=3)[:3]]
-            out = call(*operands)
-            found.append((out, *torch.autograd.grad(out.cos().sum(), operands)))
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["dense", "left_to_right"])
-@pytest.mark.parametrize("lengths", [None, torch.tensor([[6, 6], [1, 2], [3, 1]])], ids=["all", "lengths"])
-def test_opcheck(name, lengths, cut):
-    chain = FAMILIES[name](F64, v=6, c=3)
-    x, bulk, p0 = (tensor.clone().requires_grad_() for tensor in chain[:3])
-    torch.library.opcheck(torch.ops.logchain.log_norm.default, (x, bulk, p0, lengths, False, True, 3))
-    torch.library.opcheck(torch.ops.logchain.log_norm.default, (*chain[:3], lengths, False, False, 3))
-    with torch.no_grad():
-        kept = torch.ops.logchain.log_norm(x, bulk, p0, lengths, False, True, 3)
-    grad = torch.randn_like(kept[0]).requires_grad_()
-    arguments = (grad, x, bulk, p0, lengths, *kept, False, False, True, True, True, 3)
-    torch.library.opcheck(torch.ops.logchain.log_norm_backward.default, arguments)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])

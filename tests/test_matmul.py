@@ -1,6 +1,7 @@
 """`logchain.matmul` keeps the accuracy contract against pairwise log-sum-exp, in values and in both derivatives."""
 
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from logchain import reference
 from logchain.kernels.plain import matmul_pieces as log_matmul_pieces
 from logchain.memory import peak_bytes
 from tests import oracle
-from tests.contract import assert_gradient, assert_values, gradient_bound, poisoned_memory, value_bound
+from tests.conftest import INTERPRETED, ON_GPU
+from tests.contract import TENSOR_CORES, assert_gradient, assert_values, gradient_bound, poisoned_memory, value_bound
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -63,7 +65,7 @@ def offsets(normal, uniform, m, k, n):
 
 
 CASES = [dense, gaps, misaligned, abyss, just_representable, sparse, dead, offsets]
-SIZES = [(7, 5, 3), (1, 17, 1), (17, 1, 4), (33, 20, 17), (1, 1, 1)]
+SIZES = [(7, 5, 3), (1, 17, 1), (17, 1, 4), (33, 20, 17), (1, 33, 40), (1, 1, 1)]
 
 
 def draw(case, sizes, dtype, seed=0):
@@ -81,40 +83,72 @@ def depth(a, b, truth):
     return np.where(np.isfinite(below), below, 0.0).clip(0.0)
 
 
-def assert_matmul(a, b):
+class Room(NamedTuple):
+    """The device of the operands, and k of the contract."""
+
+    device: str = "cpu"
+    k: int = 1
+
+
+CPU = Room()
+
+
+@pytest.fixture(params=["torch", pytest.param("gpu", marks=ON_GPU)])
+def room(request, monkeypatch) -> Room:
+    """Who multiplies: torch's operations, or Triton's kernels, which cut sums of a few dozen terms too."""
+    if request.param == "torch":
+        return CPU
+    pytest.importorskip("triton")
+    from logchain.kernels.gpu import log_matmul_gradient
+
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(log_matmul_gradient, "_SHORTEST", 16)
+    return Room("cpu" if INTERPRETED else "cuda", TENSOR_CORES)
+
+
+def in_rooms(name, cases, on_gpu):
+    """A parameter of the tests in torch's room and, of other values, on the kernels, which may be interpreted."""
+    values = [pytest.param("torch", case) for case in cases] + [pytest.param("gpu", c, marks=ON_GPU) for c in on_gpu]
+    return pytest.mark.parametrize(("room", name), values, indirect=["room"], ids=str)
+
+
+def assert_matmul(a, b, room=CPU):
     """Value and both gradients within the contract; the gradients are sums of the terms' shares of their output."""
     dtype = F64 if F64 in (a.dtype, b.dtype) else F32
-    a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
     wide_a, wide_b = a.detach().double().numpy(), b.detach().double().numpy()
+    a, b = (operand.detach().to(room.device).requires_grad_() for operand in (a, b))
     exact, shares = oracle.matmul(wide_a, wide_b)
     truth = exact if dtype == F64 else reference.matmul(wide_a, wide_b)
     # as a chain of two matrices
     inner, below = a.shape[-1], depth(wide_a, wide_b, truth)
     out = logchain.matmul(a, b)
     assert out.dtype == dtype
-    assert_values(out, truth, value_bound(truth, 2, inner, below, dtype=dtype))
+    assert_values(out, truth, value_bound(truth, 2, inner, below, dtype=dtype, k=room.k))
     upstream = torch.arange(out.numel(), dtype=dtype).cos().reshape(out.shape)
-    out.backward(upstream)
+    out.backward(upstream.to(room.device))
     shares = shares * upstream.double().numpy()[..., :, None, :]
-    allowed = gradient_bound(shares, 2, inner, below[..., :, None, :], dtype=dtype)
+    allowed = gradient_bound(shares, 2, inner, below[..., :, None, :], dtype=dtype, k=room.k)
     terms = np.isfinite(wide_a[..., :, :, None] + wide_b[..., None, :, :])
     assert_gradient(a, shares.sum(-1), terms.sum(-1), allowed.sum(-1))
     assert_gradient(b, shares.sum(-3), terms.sum(-3), allowed.sum(-3))
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@in_rooms(
+    "sizes_dtype",
+    itertools.product(SIZES, (F32, F64)),
+    [((7, 5, 3), F32), ((1, 33, 40), F32), ((1, 1, 1), F32), ((5, 4, 7), F64), ((17, 1, 4), F64)],
+)
 @pytest.mark.parametrize("case", CASES)
-def test_every_case_keeps_the_contract(case, sizes, dtype):
-    assert_matmul(*draw(case, sizes, dtype))
+def test_every_case_keeps_the_contract(case, sizes_dtype, room):
+    assert_matmul(*draw(case, *sizes_dtype), room)
 
 
-@pytest.mark.parametrize("case", [dense, misaligned, sparse])
+@in_rooms("case", [dense, misaligned, sparse], [misaligned])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_types_are_exact_on_their_rounded_inputs(case, dtype):
+def test_half_types_are_exact_on_their_rounded_inputs(case, dtype, room):
     a, b = draw(case, (7, 5, 3), dtype)
-    assert_matmul(a, b)
-    assert_matmul(a, b.float())
+    for left, right in ((a, b), (a, b.float()), (a.double(), b)):
+        assert_matmul(left, right, room)
 
 
 def test_one_misaligned_pair():
@@ -125,21 +159,21 @@ def test_one_misaligned_pair():
 BATCHES = [((3,), ()), ((), (3,)), ((3, 1), (1, 4)), ((1,), (5,)), ((2, 1, 3), (3,)), ((2, 3), (2, 3)), ((0,), (1,))]
 
 
-@pytest.mark.parametrize("case", [dense, misaligned, sparse])
+@in_rooms("case", [dense, misaligned, sparse], [misaligned])
 @pytest.mark.parametrize(("batch_a", "batch_b"), BATCHES, ids=str)
-def test_batch_axes_broadcast(case, batch_a, batch_b):
+def test_batch_axes_broadcast(case, batch_a, batch_b, room):
     def stack(which, batch):
         drawn = [draw(case, (4, 6, 3), F32, seed)[which] for seed in range(int(np.prod(batch)))]
         matrix = draw(case, (4, 6, 3), F32)[which]
         return torch.stack(drawn).reshape(*batch, *matrix.shape) if drawn else matrix.new_zeros(*batch, *matrix.shape)
 
-    assert_matmul(stack(0, batch_a), stack(1, batch_b))
+    assert_matmul(stack(0, batch_a), stack(1, batch_b), room)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 2), (2, 3, 0), (0, 3, 0), (2, 0, 3), (0, 0, 0)], ids=str)
-def test_empty_sizes(sizes):
+def test_empty_sizes(sizes, room):
     m, k, n = sizes
-    a, b = torch.zeros(m, k, requires_grad=True), torch.zeros(k, n, requires_grad=True)
+    a, b = (torch.zeros(shape, device=room.device, requires_grad=True) for shape in ((m, k), (k, n)))
     out = logchain.matmul(a, b)
     assert out.shape == (m, n) and (out == -INF).all()
     out.sum().backward()
@@ -147,13 +181,13 @@ def test_empty_sizes(sizes):
     assert (a.grad == 0).all() and (b.grad == 0).all()
 
 
-@pytest.mark.parametrize("case", [dense, misaligned, sparse, dead])
-def test_strange_strides(case):
+@in_rooms("case", [dense, misaligned, sparse, dead], [misaligned, dead])
+def test_strange_strides(case, room):
     a, b = draw(case, (7, 5, 9), F32)
-    assert_matmul(a.T.contiguous().T, b.T.contiguous().T)
-    assert_matmul(a.repeat_interleave(2, 0)[::2], b.repeat_interleave(3, 1)[:, ::3])
-    assert_matmul(a.expand(3, 7, 5), b.expand(3, 5, 9))
-    assert_matmul(a[:, :1].expand(7, 5), b[:1].expand(5, 9))
+    assert_matmul(a.T.contiguous().T, b.T.contiguous().T, room)
+    assert_matmul(a.repeat_interleave(2, 0)[::2], b.repeat_interleave(3, 1)[:, ::3], room)
+    assert_matmul(a.expand(3, 7, 5), b.expand(3, 5, 9), room)
+    assert_matmul(a[:, :1].expand(7, 5), b[:1].expand(5, 9), room)
 
 
 @pytest.mark.parametrize("case", [dense, misaligned, sparse, dead])
@@ -166,22 +200,25 @@ def test_out_is_written_and_returned(case, dtype):
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_poisoned_memory(case):
+@in_rooms("case", CASES, [dense, misaligned, dead])
+def test_poisoned_memory(case, room):
     with poisoned_memory():
-        assert_matmul(*draw(case, (7, 5, 3), F32))
+        assert_matmul(*draw(case, (17, 9, 5), F32), room)
 
 
-def test_nan_stays_in_its_row_and_column():
-    a, b = draw(dense, (4, 5, 3), F32)
+def test_nan_stays_in_its_row_and_column(room):
+    a, b = (operand.to(room.device) for operand in draw(dense, (4, 5, 3), F32))
     clean = logchain.matmul(a, b)
     a[1, 2] = NAN
+    a.requires_grad_(), b.requires_grad_()
     out = logchain.matmul(a, b)
     assert out[1].isnan().all() and torch.equal(out[[0, 2, 3]], clean[[0, 2, 3]])
+    out.sum().backward()
+    assert a.grad.isnan().any(-1).tolist() == [False, True, False, False] and b.grad.isnan().all()
 
 
-def test_only_wanted_gradients():
-    a, b = draw(misaligned, (4, 5, 3), F32)
+def test_only_wanted_gradients(room):
+    a, b = (operand.to(room.device) for operand in draw(misaligned, (4, 5, 3), F32))
     for wants_a, wants_b in itertools.product([False, True], repeat=2):
         left, right = a.clone().requires_grad_(wants_a), b.clone().requires_grad_(wants_b)
         out = logchain.matmul(left, right)
@@ -219,12 +256,12 @@ def test_finite_differences(case, batches):
 
 
 @pytest.mark.parametrize("weight", [1e-30, 1e14, 1e30, 3e38])
-@pytest.mark.parametrize("depth", [30.0, 55.0, 60.0, 64.0])
-def test_gradients_scale_with_the_weight(weight, depth):
+@in_rooms("depth", [30.0, 55.0, 60.0, 64.0], [55.0])
+def test_gradients_scale_with_the_weight(weight, depth, room):
     """A large weight over a small sum is no overflow: the gradient is the weight times a share."""
-    a = torch.tensor([[0.0, -depth]], requires_grad=True)
-    b = torch.tensor([[-depth], [0.0]], requires_grad=True)
-    for gradient in torch.autograd.grad(logchain.matmul(a, b), (a, b), torch.full((1, 1), weight)):
+    a = torch.tensor([[0.0, -depth]], device=room.device, requires_grad=True)
+    b = torch.tensor([[-depth], [0.0]], device=room.device, requires_grad=True)
+    for gradient in torch.autograd.grad(logchain.matmul(a, b), (a, b), torch.full_like(a[:, :1], weight)):
         torch.testing.assert_close(gradient / weight, torch.full_like(gradient, 0.5), rtol=0, atol=4e-5)
 
 
@@ -299,17 +336,3 @@ def test_a_shared_weight_takes_no_more_than_results_and_gradients(needs, layout,
         return [out, *(torch.autograd.grad(out, wanted, upstream) if wanted else ())]
 
     assert peak_bytes(call) <= 2_000_000
-
-
-def test_operands_of_any_batch_on_the_kernels_of_the_device(device, monkeypatch):
-    """Those take (g, m, k) and (g, k, n) only."""
-    operands = [
-        (stacked(misaligned, batch, which, (4, 5, 3), F32)) for which, batch in enumerate(((2, 1, 3), (1, 2, 3)))
-    ]
-    expected = [t.detach().requires_grad_() for t in operands]
-    logchain.matmul(*expected).cos().sum().backward()
-    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
-    found = [t.to(device).requires_grad_() for t in operands]
-    logchain.matmul(*found).cos().sum().backward()
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-4, atol=1e-4)

@@ -10,18 +10,10 @@ from tests.contract import (
     assert_contract,
     assert_values,
     drawn,
-    value_bound,
 )
-from tests.families import FAMILIES, Chain, Draw, dense
+from tests.families import Chain, dense
 
 F32, F64 = torch.float32, torch.float64
-
-
-@pytest.mark.parametrize("name", ["left_to_right", "bakis_jump", "banded", "sparse", "sharp"])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_other_draws_and_many_sequences(name, each):
-    for seed in (1, 2, 3):
-        assert_contract(FAMILIES[name](F32, seed, each=each, n=8, t=1, v=33, c=17))
 
 
 def test_lengths_of_unbroadcast_chains_and_of_int32():
@@ -55,13 +47,6 @@ def test_gradients_take_weights_of_any_size(weights, each, lengths, schedule):
         torch.testing.assert_close(gradient, value.float(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("options", [{"strategy": "auto"}, {"strategy": "sequential"}], ids=str)
-@pytest.mark.parametrize("name", ["dense", "detour", "sparse", "one_dead"])
-def test_options_that_change_no_number(name, options):
-    assert_contract(FAMILIES[name](F32), **options)
-    assert_contract(FAMILIES[name](F32, v=5), [5, 1, 3], **options)
-
-
 @pytest.mark.parametrize("name", ["dense", "bakis_jump", "impossible"])
 def test_no_grad_gives_the_same_values_and_no_graph(name):
     chain, truth = drawn(name, F32, False, False)
@@ -70,16 +55,3 @@ def test_no_grad_gives_the_same_values_and_no_graph(name):
         out = logchain.product(x, chain.bulk, chain.p0)
     assert out.grad_fn is None and not out.requires_grad
     assert_values(out, truth.log_norm, truth.value_bound())
-
-
-def test_posteriors_of_a_long_chain():
-    draw = Draw(0, 1, 1, 16384, 8, False)
-    x = draw.x() - 32.0
-    chain = Chain(x, draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
-    truth = reference.marginals(*chain[:3])
-    assert -6e5 < truth.log_norm.item() < -5e5
-    x = chain.x.requires_grad_()
-    out = logchain.product(*chain[:3])
-    assert_values(out, truth.log_norm, value_bound(truth.log_norm, 16384, 8, dtype=F32))
-    out.backward()
-    assert np.abs(x.grad.double().numpy() - truth.states).max() < 1e-5

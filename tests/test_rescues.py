@@ -17,8 +17,9 @@ def count(chain, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1, 20, 300])
-def test_a_dense_chain_is_never_computed_again(dtype, scale):
-    chain = FAMILIES["dense"](dtype=dtype, n=5, t=2, v=30, c=20)
+@pytest.mark.parametrize("c", [1, 7, 20, 40])
+def test_a_dense_chain_is_never_computed_again(c, scale, dtype):
+    chain = FAMILIES["dense"](dtype=dtype, n=5, t=2, v=30, c=c)
     assert count(chain._replace(x=chain.x * scale)) == 0
 
 

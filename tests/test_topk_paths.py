@@ -44,9 +44,9 @@ def assert_listed(chain, k, lengths=None, bound=None):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "c301"])
 def test_every_family(name, dtype):
     for each in (False, True):
-        chain, _, _, bound = truth(name, dtype, each, False)
-        assert_listed(chain, 4, bound=2 * bound)
-    assert_listed(chain.logs(), 2, bound=2 * bound)
+        chain, known = truth(name, dtype, each, False)
+        assert_listed(chain, 4, bound=2 * known.bound)
+    assert_listed(chain.logs(), 2, bound=2 * known.bound)
 
 
 def test_lengths():

@@ -13,15 +13,12 @@ import logchain
 from logchain import demo, reference
 from logchain import kernels as devices
 from logchain.autograd import tree_operators
-from logchain.autograd.chain import TREE, log_norm
 from logchain.kernels import order
 from logchain.kernels.plain import product as plain
 from logchain.memory import peak_bytes
 from logchain.schedules import tree_leaves
 from tests.contract import (
     assert_contract,
-    assert_values,
-    value_bound,
 )
 from tests.families import FAMILIES, Chain, Draw, dense
 
@@ -60,60 +57,12 @@ def test_counts_of_one_matrix_are_added_in_float64(monkeypatch):
     np.testing.assert_allclose(counts, truth, rtol=2.0**-22)
 
 
-def test_posteriors_of_a_long_chain():
-    draw = Draw(0, 1, 1, 4096, 8, False)
-    chain = Chain(draw.x() - 128.0, draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
-    truth = reference.marginals(*chain[:3])
-    x = chain.x.requires_grad_()
-    out = logchain.product(*chain[:3], strategy="tree")
-    assert_values(out, truth.log_norm, value_bound(truth.log_norm, 4096, 8, dtype=F32))
-    out.backward()
-    assert np.abs(x.grad.double().numpy() - truth.states).max() < 1e-5
-
-
 def test_scales_of_products_are_kept_apart(cut):
     """Where x gains 60 nats, transitions lose them: the product of all is far from 0, and no path is the only one."""
     x, bulk, p0, _ = FAMILIES["dense"](F64, v=257, n=1, t=2, c=4).logs()
     x[..., ::2, :2] += 60.0
     bulk[..., 1::2, :, :2] -= 60.0
     contract(Chain(x, bulk, p0, True).to(F32))
-
-
-def test_second_derivatives_and_maps_are_those_of_the_other_schedules(cut):
-    chain = dense(F64, n=2, t=2, v=5, c=2)
-
-    def value(x, bulk, p0, strategy):
-        return (logchain.product(x, bulk, p0, strategy=strategy) * torch.arange(4.0).view(2, 2)).sum()
-
-    for transform in (
-        lambda f: torch.func.hessian(f, argnums=(0, 1, 2)),  # forward over reverse, mapped
-        lambda f: torch.func.jacrev(torch.func.jacrev(f), argnums=(0, 1, 2)),
-    ):
-        found, expected = (
-            transform(functools.partial(value, strategy=strategy))(*chain[:3]) for strategy in ("tree", "sequential")
-        )
-        flat = (torch.cat([t.flatten() for t in torch.utils._pytree.tree_leaves(tree)]) for tree in (found, expected))
-        torch.testing.assert_close(*flat, rtol=1e-10, atol=1e-12)
-
-    mapped = torch.vmap(torch.func.grad(functools.partial(logchain.product, strategy="tree")), (0, None, 0))
-    x, p0 = chain.x[:, 0], chain.p0[0, 0].expand(2, 2)
-    leaf = x.clone().requires_grad_()
-    logchain.product(leaf, chain.bulk[0], p0, strategy="sequential").sum().backward()
-    torch.testing.assert_close(mapped(x, chain.bulk[0, 0], p0), leaf.grad, rtol=1e-10, atol=1e-12)
-
-
-def test_operators_are_torchs_own():
-    x, bulk, p0 = (tensor.requires_grad_() for tensor in dense(F32, v=5, c=3)[:3])
-    lengths = torch.tensor([[5, 2], [1, 3], [4, 4]])
-    torch.library.opcheck(torch.ops.logchain.log_norm.default, (x, bulk, p0, lengths, False, True, TREE))
-
-    def by_pairs(*operands):
-        return log_norm(*operands, lengths, False, segments=TREE)
-
-    compiled = torch.compile(by_pairs, backend="aot_eager")
-    found = torch.autograd.grad(compiled(x, bulk, p0).sum(), (x, bulk, p0))
-    expected = torch.autograd.grad(by_pairs(x, bulk, p0).sum(), (x, bulk, p0))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_products_wait_for_each_other_as_often_as_the_tree_is_deep(monkeypatch):

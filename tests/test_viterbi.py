@@ -1,5 +1,7 @@
 """`logchain.viterbi` and `logchain.topk_paths` find the best paths and their weights, whatever the layout."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,10 @@ from logchain.kernels.plain import viterbi as plain_viterbi
 from logchain.topk_paths import topk_paths
 from logchain.viterbi import viterbi
 from tests import oracle
-from tests.best_paths import BOTH, numbers, ranked, run, truth, weigh
-from tests.contract import assert_values, ulp
+from tests.best_paths import BOTH, assert_best, ranked, run, truth, weigh
+from tests.contract import assert_values
 from tests.families import FAMILIES, Chain, dense
-from tests.layouts import BATCHES, STEPS, broadcast, poisoned
+from tests.layouts import BATCHES, STEPS, broadcast
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -28,32 +30,21 @@ def room(request, monkeypatch):
         monkeypatch.setattr(devices, "topk_kernels", lambda tensor: plain_topk)
 
 
-def assert_best(name, dtype, each, log, lengths=None):
-    chain, states, score, bound = truth(name, dtype, each, log, lengths)
-    found = run(chain, None if lengths is None else list(lengths))
-    assert found.states.dtype == torch.int64 and found.states.shape == chain.x.shape[:-1]
-    assert found.score.dtype == dtype
-    np.testing.assert_array_equal(found.states.numpy() < 0, states < 0)
-    assert_values(found.score, score, bound)
-    # the score is that of just these states
-    own, sizes = weigh(chain, found.states.numpy())
-    assert_values(found.score, own, ulp(own, dtype) + 2.0**-50 * sizes)
-
-
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_has_its_best_path(name, dtype, room):
     for each in (False, True):
         for log in (False, True):
-            assert_best(name, dtype, each, log)
+            chain, known = truth(name, dtype, each, log)
+            assert assert_best(chain, known=known).score.dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["dense", "sharp", "detour", "left_to_right", "one_dead", "sparse"])
 @pytest.mark.parametrize("lengths", [(5, 1, 3), (2, 2, 4), (1, 1, 1)], ids=str)
 def test_lengths(name, lengths, room):
-    for dtype in (F32, F64):
-        assert_best(name, dtype, False, False, lengths)
-        assert_best(name, dtype, True, True, lengths)
+    for dtype, own in itertools.product((F32, F64), (False, True)):
+        chain, known = truth(name, dtype, own, own, lengths)
+        assert_best(chain, list(lengths), known)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
@@ -93,22 +84,6 @@ def test_dtypes(name, dtype):
         assert mixed.score.dtype == F64
         own, sizes = weigh(chain, mixed.states.numpy())
         assert_values(mixed.score, own, 2.0**-50 * sizes)
-
-
-@BOTH
-@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-def test_a_sequence_is_as_if_it_were_alone(each, log, question):
-    lengths = [3, 5, 1]
-    chain = dense(F32, v=5, each=each)
-    dirty = poisoned(chain, lengths)
-    states, score = question(dirty.logs() if log else dirty, lengths)
-    for i, end in enumerate(lengths):
-        bulk, p0 = (operand[i] if each else operand[0] for operand in (chain.bulk, chain.p0))
-        one = Chain(chain.x[i, :, :end], bulk[:, : end - 1], p0)
-        alone = question(one.logs() if log else one)
-        assert torch.equal(states[i, ..., :end], alone[0]) and torch.equal(score[i], alone[1])
-        assert (states[i, ..., end:] == -1).all()
 
 
 @BOTH
@@ -166,27 +141,6 @@ def test_the_gradient_counts_what_the_path_passes(log):
     scale = (1.0, 1.0) if log else (bulk.detach(), p0.detach())
     torch.testing.assert_close((bulk.grad * scale[0])[0, 0], counts)
     torch.testing.assert_close((p0.grad * scale[1])[0, 0], hot[..., 0, :].sum((0, 1)).double())
-
-
-@pytest.mark.parametrize(
-    ("name", "each"), [("dense", False), ("dense", True), ("one_dead", True), ("impossible", False), ("log_far", True)]
-)
-def test_on_the_gpu_kernels(name, each, device, monkeypatch):
-    if device == "cpu":
-        monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
-    chain = FAMILIES[name](F64, each=each, v=5, c=3)
-    chain.x[2, 1, 0, 0] = NAN
-    for lengths in (None, torch.tensor([5, 1, 3])):
-        found = viterbi(
-            *(operand.to(device) for operand in chain[:3]),
-            log_params=chain.log_params,
-            lengths=None if lengths is None else lengths.to(device),
-        )
-        expected = reference.viterbi(*numbers(chain), log_params=chain.log_params, lengths=lengths)
-        assert found.score[2, 1].isnan() and (found.states[2, 1] == -1).all()
-        expected.states[2, 1], expected.score[2, 1] = -1, NAN
-        np.testing.assert_array_equal(found.states.cpu(), expected.states)
-        np.testing.assert_allclose(found.score.cpu(), expected.score, rtol=1e-13, atol=1e-13)
 
 
 @BOTH

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import logchain
+from logchain.autograd.chain import TREE, log_norm
 from tests.families import FAMILIES, Chain
+from tests.questions import QUESTIONS, floating
 
 OPS = torch.ops.logchain
 F32, F64 = torch.float32, torch.float64
@@ -53,6 +55,40 @@ def test_opcheck_of_chains(name, dtype):
         torch.library.opcheck(OPS.messages_backward.default, arguments)
         arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False)
         assert [tuple(t.shape) for t in OPS.log_norm_backward(*arguments)] == [tuple(x.shape), (0,), (0,)]
+        for k in (None, 2):
+            torch.library.opcheck(OPS.best_paths.default, (*chain.to(dtype)[:3], lengths, chain.log_params, k))
+
+
+SEGMENTS = pytest.mark.parametrize("segments", [3, TREE], ids=["chunked", "tree"])
+
+
+@SEGMENTS
+@pytest.mark.parametrize("name", ["dense", "left_to_right"])
+@pytest.mark.parametrize("lengths", [None, torch.tensor([[6, 6], [1, 2], [3, 1]])], ids=["all", "lengths"])
+def test_opcheck_of_schedules(name, lengths, segments):
+    x, bulk, p0 = leaves(FAMILIES[name](F64, v=6, c=3))
+    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, True, segments))
+    with torch.no_grad():
+        torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, False, segments))
+        kept = OPS.log_norm(x, bulk, p0, lengths, False, True, segments)
+    grad = torch.randn_like(kept[0]).requires_grad_()
+    arguments = (grad, x, bulk, p0, lengths, *kept, False, False, True, True, True, segments)
+    torch.library.opcheck(OPS.log_norm_backward.default, arguments)
+
+
+@SEGMENTS
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_schedules_compile_into_one_graph(dynamic, segments):
+    torch._dynamo.reset()
+
+    def function(x, bulk, p0):
+        return log_norm(x + 1, bulk * 2, p0, None, False, segments=segments) * 2
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for v in (6, 9):
+        chain = FAMILIES["dense"](F64, v=v, c=3)
+        for one, other in zip(with_gradients(compiled, chain), with_gradients(function, chain), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 5), (1, 1, 1, 1)], ids=str)
@@ -134,24 +170,13 @@ def test_product_is_exported(name, chain, lengths):
     torch.testing.assert_close(program.module()(*chain[:3]), Product(chain, lengths)(*chain[:3]), rtol=0, atol=0)
 
 
-QUESTIONS = {
-    "marginals": lambda *o, **k: logchain.marginals(*o, transitions="sum", **k),
-    "pairs": lambda *o, **k: logchain.marginals(*o, transitions="full", **k)[1:],
-    "messages": logchain.forward_backward,
-    "entropy": lambda *o, **k: (logchain.entropy(*o, **k),),
-    "divergence": lambda x, b, p, **k: (logchain.kl_divergence((x, b, p), (x.flip(-1) * 0.5, b.mT, p.flip(-1)), **k),),
-    "log_prob": lambda x, b, p, **k: (logchain.log_prob(x, b, p, x.argmax(-1).detach(), **k),),
-    "score": lambda *o, **k: (logchain.viterbi(*o, **k).score,),
-}
-
-
 def total(found):
-    return sum((torch.where(t == -torch.inf, 0.0, t) * (1 + i)).cos().sum() for i, t in enumerate(found))
+    return sum((t * (1 + i)).cos().sum() for i, t in enumerate(floating(found)))
 
 
 # every question with and without lengths, and with one of the others
 ASKED = [(question, name) for question in QUESTIONS for name in ("shared", "lengths")]
-ASKED += list(zip(QUESTIONS, 3 * ["each", "redone", "one variable"], strict=False))
+ASKED += list(zip(QUESTIONS, 3 * ["each", "redone", "one variable"], strict=True))
 
 
 @pytest.mark.parametrize(("question", "name"), ASKED)
@@ -187,10 +212,13 @@ def test_every_question_is_exported(question):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("in_dims", [(0, None, None), (0, 0, 0), (None, 0, None), (-3, 2, None)], ids=str)
-@pytest.mark.parametrize("question", QUESTIONS)
+ASKED_ALL = QUESTIONS | {"product": lambda *o: (logchain.product(*o),)}
+
+
+@pytest.mark.parametrize("in_dims", [(0, None, None), (0, 0, 0), (None, 0, None), (None, None, 0), (-3, 2, 1)], ids=str)
+@pytest.mark.parametrize("question", ASKED_ALL)
 def test_vmap_of_every_question_is_a_loop(question, in_dims):
-    chain = FAMILIES["dense"](F64, v=4, c=3)
+    chain = FAMILIES["dense"](F64, v=4, c=3, each=in_dims[1] == 0)
     scale = torch.linspace(0.5, 2.0, 5, dtype=F64)
     stacked = [
         operand if dim is None else (operand[None] * scale.view(-1, *(1,) * operand.dim())).movedim(0, dim)
@@ -198,9 +226,9 @@ def test_vmap_of_every_question_is_a_loop(question, in_dims):
     ]
 
     def gradients(*operands):
-        return torch.func.grad(lambda *o: total(QUESTIONS[question](*o)), argnums=(0, 1, 2))(*operands)
+        return torch.func.grad(lambda *o: total(ASKED_ALL[question](*o)), argnums=(0, 1, 2))(*operands)
 
-    for function in (QUESTIONS[question], gradients):
+    for function in (ASKED_ALL[question], gradients):
         found = torch.vmap(function, in_dims=in_dims)(*stacked)
         rows = [
             function(*(t if dim is None else t.select(dim, i) for t, dim in zip(stacked, in_dims, strict=True)))
@@ -275,43 +303,10 @@ def test_marginals_by_forward_mode(transitions):
             torch.testing.assert_close(one, other)
 
 
-IN_DIMS = [(0, None, None), (0, 0, 0), (None, 0, None), (None, None, 0), (1, None, 1), (-3, 2, None)]
-
-
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
-@pytest.mark.parametrize("in_dims", IN_DIMS, ids=str)
-def test_vmap_is_a_loop(in_dims, each):
-    chain = FAMILIES["dense"](F64, v=4, c=3, each=each)
-    scale = torch.linspace(0.5, 2.0, 5, dtype=F64)
-    stacked, dims = [], []
-    for operand, dim in zip(chain[:3], in_dims, strict=True):
-        many = operand if dim is None else (operand[None] * scale.view(-1, *(1,) * operand.dim())).movedim(0, dim)
-        stacked.append(many)
-        dims.append(dim)
-
-    def loop(function):
-        rows = []
-        for i in range(5):
-            one = [t if dim is None else t.select(dim, i) for t, dim in zip(stacked, dims, strict=True)]
-            rows.append(function(*one))
-        return rows
-
-    found = torch.vmap(logchain.product, in_dims=in_dims)(*stacked)
-    torch.testing.assert_close(found, torch.stack(loop(logchain.product)))
-
-    def gradients(*operands):
-        return torch.func.grad(lambda *o: logchain.product(*o).sin().sum(), argnums=(0, 1, 2))(*operands)
-
-    rows = loop(gradients)
-    for i, found in enumerate(torch.vmap(gradients, in_dims=in_dims)(*stacked)):
-        torch.testing.assert_close(found, torch.stack([row[i] for row in rows]))
-
-
-@pytest.mark.parametrize("question", ["product", *QUESTIONS])
+@pytest.mark.parametrize("question", ASKED_ALL)
 def test_gradients_from_outside_a_map(question):
     """Where every operand that needs a gradient is mapped, too."""
-    chain = FAMILIES["dense"](F64, v=4, c=3)
-    asked = QUESTIONS.get(question, lambda *o: (logchain.product(*o),))
+    chain, asked = FAMILIES["dense"](F64, v=4, c=3), ASKED_ALL[question]
     stacked = torch.stack([chain.x, chain.x * 0.5]).requires_grad_()
     mapped = torch.vmap(lambda x: tuple(asked(x, *chain[1:3])))
     loop = sum(total(asked(x, *chain[1:3])) for x in stacked)
@@ -327,6 +322,10 @@ def test_vmap_over_lengths():
     lengths = torch.tensor([[4, 1, 2], [3, 4, 1]])
     found = torch.vmap(lambda ends: logchain.product(*chain[:3], lengths=ends))(lengths)
     torch.testing.assert_close(found, torch.stack([logchain.product(*chain[:3], lengths=ends) for ends in lengths]))
+    found = torch.vmap(lambda ends: logchain.viterbi(*chain[:3], lengths=ends))(lengths)
+    for i, ends in enumerate(lengths):
+        for one, other in zip(found, logchain.viterbi(*chain[:3], lengths=ends), strict=True):
+            assert torch.equal(one[i], other)
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2)], ids=str)
@@ -360,7 +359,7 @@ def test_autocast_changes_nothing():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = question(*chain[:3])
         for one, other in zip(found, question(*chain[:3]), strict=True):
-            assert one.dtype == F32 and torch.equal(one, other)
+            assert one.dtype in (F32, torch.int64) and torch.equal(one, other)
     a = torch.randn(4, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = logchain.matmul(a, a.T)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -74,25 +75,31 @@ def measure_gpu(options: argparse.Namespace) -> int:
     return gpu.measure(options.results, options.minutes, options.only, options.dry)
 
 
-parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-commands = parser.add_subparsers(required=True)
+def main(argv: Sequence[str] | None = None) -> int | None:
+    """An exit code, if there is one."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True)
 
-on_cpu = commands.add_parser("run", help="on this CPU")
-groups = "; ".join(f"{name}: {what}" for name, (_, what) in GROUPS.items())
-on_cpu.add_argument("groups", nargs="*", type=group, metavar="group", help=groups)
-on_cpu.add_argument("--only", nargs="+", default=(), help=f"{', '.join(EVERYBODY)}: parts of providers' names")
-on_cpu.add_argument("--workloads", nargs="+", default=(), help="of the same: parts of workloads' names, n=10 or c=64")
-on_cpu.set_defaults(call=run)
+    on_cpu = commands.add_parser("run", help="on this CPU")
+    groups = "; ".join(f"{name}: {what}" for name, (_, what) in GROUPS.items())
+    on_cpu.add_argument("groups", nargs="*", type=group, metavar="group", help=groups)
+    on_cpu.add_argument("--only", nargs="+", default=(), help=f"{', '.join(EVERYBODY)}: parts of providers' names")
+    on_cpu.add_argument("--workloads", nargs="+", default=(), help="of the same: parts of workloads' names, as c=64")
+    on_cpu.set_defaults(call=run)
 
-drawn = commands.add_parser("plot", help="the plots and all tables, from the results files")
-drawn.set_defaults(call=publish)
+    drawn = commands.add_parser("plot", help="the plots and all tables, from the results files")
+    drawn.set_defaults(call=publish)
 
-on_gpu = commands.add_parser("gpu", help="on a GPU: everybody's times, peaks and errors; goes on where it was cut")
-on_gpu.add_argument("--results", type=Path, default=results.FOLDER, help="the folder of the results files")
-on_gpu.add_argument("--minutes", type=float, default=8.0, help="what does not fit is left for the next call")
-on_gpu.add_argument("--only", nargs="+", default=(), help="parts of providers' names")
-on_gpu.add_argument("--dry", action="store_true", help="on a CPU, on tiny sizes: times mean nothing")
-on_gpu.set_defaults(call=measure_gpu)
+    on_gpu = commands.add_parser("gpu", help="on a GPU: everybody's times, peaks and errors; goes on where it was cut")
+    on_gpu.add_argument("--results", type=Path, default=results.FOLDER, help="the folder of the results files")
+    on_gpu.add_argument("--minutes", type=float, default=8.0, help="what does not fit is left for the next call")
+    on_gpu.add_argument("--only", nargs="+", default=(), help="parts of providers' names")
+    on_gpu.add_argument("--dry", action="store_true", help="on a CPU, on tiny sizes: times mean nothing")
+    on_gpu.set_defaults(call=measure_gpu)
 
-chosen = parser.parse_args()
-sys.exit(chosen.call(chosen))
+    options = parser.parse_args(argv)
+    return options.call(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

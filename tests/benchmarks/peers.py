@@ -26,7 +26,6 @@ import torch
 from tests.benchmarks import aside, cases, kept, results
 from tests.benchmarks.aside import Item, Said
 from tests.benchmarks.cases import EACH, FULL, ONE, STEP, WORKLOADS, Case, Truth, Workload, draw
-from tests.benchmarks.kept import Missing
 from tests.benchmarks.resident import resident_peak
 from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
 
@@ -151,9 +150,8 @@ def times(folder: Path, todo: Sequence[Item]) -> Iterator[Said]:
 
 
 def chosen(only: Sequence[str]) -> list[Provider]:
-    """Providers on a CPU by parts of their names, or all; floors among them."""
-    providers = [one for one in every().values() if CPU in one.devices]
-    return [one for one in providers if not only or any(text in one.name for text in only)]
+    """Providers by parts of their names, or all; floors among them."""
+    return [one for one in every().values() if not only or any(text in one.name for text in only)]
 
 
 def items(provider: Provider, workloads: Sequence[Workload], patterns: Sequence[str] = ()) -> list[Item]:
@@ -174,8 +172,6 @@ def main(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> None:
         for provider in chosen(only):
             found = aside.measure(provider.package, items(provider, WORKLOADS, patterns), task)
             kept.put(results.PEERS, *found, list(map(str, WORKLOADS)))
-    elsewhere = [one.name for one in every().values() if CPU not in one.devices]
-    kept.leave_out("peers", [], [Missing("", "", name, "", "computes on a GPU alone") for name in elsewhere])
 
 
 def every() -> dict[str, Provider]:

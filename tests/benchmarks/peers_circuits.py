@@ -1,25 +1,22 @@
-"""Chains as probabilistic circuits, by packages for these; what a package compiles is compiled before it is timed."""
+"""Chains as probabilistic circuits, by cirkit, compiled before they are timed."""
 
-import sys
-from functools import partial
 from typing import Any
 
 import torch
 
 from tests.benchmarks.cases import ONE, STEP, Chain
-from tests.benchmarks.peers import CPU, GPU, Provider, Run
+from tests.benchmarks.peers import Provider, Run
+from tests.benchmarks.peers_torch import BOTH
 from tests.benchmarks.results import FORWARD
 
-
-def _few(case: Chain, most: int) -> None:
-    """Longer circuits take more than a minute to compile."""
-    if (v := case.x.shape[1]) > most:
-        raise NotImplementedError(f"compiling a circuit of {v} variables takes minutes; not tried above {most}")
+# variables: longer circuits take more than a minute to compile
+_MOST = 8192
 
 
 def cirkit(case: Chain, mode: str) -> Run:
     """Logits of input units are x, a category for each sequence."""
-    _few(case, 8192)
+    if (v := case.x.shape[1]) > _MOST:
+        raise NotImplementedError(f"compiling a circuit of {v} variables takes minutes; not tried above {_MOST}")
     from cirkit.backend.torch.layers import TorchCategoricalLayer
     from cirkit.pipeline import PipelineContext
 
@@ -72,39 +69,4 @@ def _symbolic(case: Chain) -> Any:
     return Circuit(layers, inputs, below)
 
 
-def pyjuice(case: Chain, mode: str, *, graph: bool = False, **precision: bool) -> Run:
-    """Input units take x from outside; parameter flows are expected counts, for a sum's gradients times weights."""
-    _few(case, 2048)
-    import pyjuice as juice
-    from pyjuice.nodes.distributions import External
-
-    (n, v, c), x = case.x.shape, case.x.contiguous()
-    sys.setrecursionlimit(max(sys.getrecursionlimit(), 100 + 10 * v))  # its own walks over a circuit are recursive
-    p0, steps = case.p0.cpu(), case.bulk[0].cpu()
-    root = juice.structures.GeneralizedHMM(v, c, len(steps) == 1, alpha=steps[0], gamma=p0, input_dist=External())
-    node = root
-    for matrix in steps:
-        node = node.chs[0].chs[1]
-        node.set_params(matrix)
-    model = juice.compile(root, verbose=False).to(x.device)
-    data, gradients = torch.zeros(n, v, device=x.device), torch.empty_like(x)
-
-    def run(**options):
-        values = model(data, external_soft_evi=x, **precision, **options)[:, 0].detach()
-        if mode == FORWARD:
-            return values, None
-        options = {"external_soft_evi_grad": gradients, "flows_memory": 0.0} | options  # of this batch alone
-        model.backward(data, external_soft_evi=x, **precision, **options)
-        return values, gradients.exp()
-
-    if graph:
-        run(record_cudagraph=True)  # its answer in that call counts the recording too
-    return run
-
-
-PROVIDERS = [
-    Provider("cirkit", cirkit, "libcirkit", (ONE, STEP), devices=(CPU, GPU)),
-    Provider("pyjuice", pyjuice, "pyjuice", (ONE, STEP), devices=(GPU,)),
-    Provider("pyjuice, float32", partial(pyjuice, force_use_fp32=True), "pyjuice", (ONE, STEP), devices=(GPU,)),
-    Provider("pyjuice, CUDA graph", partial(pyjuice, graph=True), "pyjuice", (ONE, STEP), devices=(GPU,)),
-]
+PROVIDERS = [Provider("cirkit", cirkit, "libcirkit", (ONE, STEP), devices=BOTH)]

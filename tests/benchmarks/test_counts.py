@@ -27,11 +27,11 @@ def test_nothing_counts_more_than_it_did():
     assert TRACKED
     pinned = re.search(r"^torch==([\d.]+)", CONSTRAINTS.read_text(), re.MULTILINE)[1]
     assert f"torch {pinned}" in next(iter(TRACKED.values())).versions, "count again: see the next assertion"
-    if torch.__version__.split("+")[0] != pinned:
-        pytest.skip("another torch than that of the constraints, whose operators are made of others")
-    found = list(counts.rows())
+    # operators of another torch are made of others
+    same = torch.__version__.split("+")[0] == pinned
+    found = [row for row in counts.rows() if same or row.metric == "frames"]
     assert not more(found, TRACKED), "if that is meant: python -m tests.benchmarks run counts"
-    assert {row[:4] for row in found} == set(TRACKED)
+    assert {row[:4] for row in found} == {key for key in TRACKED if same or key[3] == "frames"}
 
 
 def test_one_more_operator_is_found():

@@ -1,19 +1,16 @@
 """Everybody is measured on a GPU, in a dry run, where there is none."""
 
-import functools
-import os
-import signal
-import subprocess
-import sys
 import time
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.benchmarks import aside, gpu, gpu_case, kept, peers, results, session
+from tests.benchmarks import __main__ as program
+from tests.benchmarks import aside, device, gpu, kept, peers, results
 from tests.benchmarks.aside import Item
 from tests.benchmarks.cases import ONE, STEP, WORKLOADS, Workload
+from tests.benchmarks.device import Device
 from tests.benchmarks.kept import Missing
 from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
 
@@ -54,10 +51,8 @@ def test_everybody_in_a_dry_run(tmp_path):
 def test_a_call_goes_on_with_what_has_no_row(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "hardware", lambda dry: "a GPU")
     monkeypatch.setattr(gpu, "machine", lambda: {"commit": "now"})
-    late, failed = (
-        Missing("", "a", "one", GRADIENTS, aside.LATE, commit="now"),
-        Missing("", "a", "two", FORWARD, "no", commit="now"),
-    )
+    late = Missing("", "a", "one", GRADIENTS, aside.LATE, commit="now")
+    failed = Missing("", "a", "two", FORWARD, "no", commit="now")
     files = gpu.Files(tmp_path, False)
     files.tell(a_row("one", "GPU")._replace(commit="now"))
     files.tell_missing(files.rows, [late, failed])
@@ -68,49 +63,15 @@ def test_a_call_goes_on_with_what_has_no_row(tmp_path, monkeypatch):
     assert not gpu.Files(tmp_path, False).known
 
 
-def providers(lost=()):
-    """By name; in the modes that are given an alarm ends the process, as it does where something takes too long."""
-
-    def make(case, mode):
-        def run():
-            if mode in lost:
-                signal.raise_signal(signal.SIGALRM)
-            return None, None
-
-        return run
-
-    one = peers.Provider("one", make, "torch", floor=True)
-    return {"one": one, "logchain": one._replace(make=lambda case, mode: lambda: (None, None))}
-
-
-def hangs(folder, todo):
-    """In a process of its own: gradients are never ready."""
-    with mock.patch.object(peers, "every", lambda: providers(lost=[GRADIENTS])):
-        this = session.Session(dry=True, end=time.monotonic() + 3600)
-        yield from this.through(todo, lambda this, item: gpu_case.measured(this, folder, item))
-
-
-def test_what_hangs_is_stopped_and_the_rest_goes_on(tmp_path):
-    rows, missing = aside.measure("torch", ITEMS, functools.partial(hangs, tmp_path), words=session.WORDS)
-    assert [row[:3] for row in rows] == [ITEMS[0].key, ITEMS[2].key]
-    assert [entry[1:5] for entry in missing] == [(*item.key, "stopped, takes too long") for item in ITEMS[1::2]]
-
-
-def test_an_alarm_is_set_for_the_body_alone():
-    this = session.Session(dry=True, end=0.0)
-    with this.alarm(1000.0):
-        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
-@pytest.mark.parametrize(("seconds", "alive"), [(1e6, True), (1e6, False), (-1.0, True)])
-def test_a_process_ends_with_its_time_and_with_the_device(seconds, alive, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "every", providers)
-    monkeypatch.setattr(session.Session, "answers", lambda _: alive)
-    told = list(gpu.times(True, tmp_path, seconds, time.monotonic() + 1e6, ITEMS))
+@pytest.mark.parametrize(("late", "alive"), [(False, True), (False, False), (True, True)])
+def test_a_process_ends_with_its_time_and_with_the_device(late, alive, tmp_path, monkeypatch):
+    one = peers.Provider("one", lambda case, mode: lambda: (None, None), "torch", floor=True)
+    monkeypatch.setattr(peers, "every", lambda: {"one": one, "logchain": one})
+    monkeypatch.setattr(Device, "answers", lambda _: alive)
+    told = list(gpu.times(True, tmp_path, time.monotonic() + (-1.0 if late else 1e6), ITEMS))
     begun, said = told[::2], told[1::2]
     assert begun == (ITEMS if alive else ITEMS[:1])
-    if seconds < 0:
+    if late:
         assert said == [Missing("", *item.key, "no time left") for item in ITEMS]
     else:
         assert [row[:3] for row in said] == [item.key for item in begun]
@@ -126,21 +87,20 @@ def test_logchain_and_the_floors_come_first():
         assert peers.GPU in every[name].devices and every[name].package == package
 
 
-def test_quartiles_of_few_times_lie_between_them():
-    assert session._quartiles([5.0, 1.0]) == (3.0, 2.0, 4.0) and session._quartiles([2.0]) == (2.0, 2.0, 2.0)
-
-
 class Event:
-    """As of CUDA, by the host's clock."""
+    """As of CUDA; every call takes a millisecond."""
+
+    now = 0.0
 
     def __init__(self, enable_timing):
         assert enable_timing
 
     def record(self):
-        self.at = time.perf_counter()
+        Event.now += 1.0
+        self.at = Event.now
 
     def elapsed_time(self, other):
-        return 1e3 * (other.at - self.at)
+        return other.at - self.at
 
 
 def test_the_way_of_a_real_run_with_a_stand_in_for_cuda(tmp_path, monkeypatch):
@@ -149,17 +109,17 @@ def test_the_way_of_a_real_run_with_a_stand_in_for_cuda(tmp_path, monkeypatch):
     for name, stand_in in (allocated | quiet | {"Event": Event}).items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     graphs = mock.Mock(side_effect=lambda call: call)
-    monkeypatch.setattr(session, "_captured", graphs)
+    monkeypatch.setattr(device, "_captured", graphs)
     # however slow this machine is, eight sets of inputs are prepared
-    monkeypatch.setattr(session.Session, "host_seconds", lambda _, call: 1e-6)
-    monkeypatch.setattr(gpu_case, "_MADE", 1e6)
-    real = session.Session(dry=False, end=time.monotonic() + 1e6)
-    real.device = "cpu"
+    monkeypatch.setattr(Device, "seconds", lambda _, call: 1e-6)
+    monkeypatch.setattr(gpu, "_MADE", 1e6)
+    real = Device(dry=False)
+    real.name = "cpu"
     for name, sets in (("torch loop", 0), ("GEMMs alone", 8)):
         item = Item(SMALL[0], name, GRADIENTS)
-        (row,) = gpu_case.measured(real, tmp_path, item)
+        (row,) = gpu.measured(real, tmp_path, item)
         assert row[:4] == (*item.key, "GPU") and row.peak_mb == 3.0
-        assert 0 < row.lower_ms <= row.median_ms <= row.upper_ms and row.logchain_ms > 0
+        assert row.lower_ms == row.median_ms == row.upper_ms == row.logchain_ms == 1.0
         assert graphs.call_count == sets  # floors alone, on as many sets of inputs
     assert real.answers()
     monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError("illegal memory access")))
@@ -172,8 +132,9 @@ def test_table_of_everybody():
     assert lines == [f"{gpu.TINY[0]} {GRADIENTS}: logchain 1 ms", f"{gpu.TINY[0]} {FORWARD}: logchain 1 ms; two 30x?"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_measured(tmp_path):
-    command = [sys.executable, "-m", "tests.benchmarks", "gpu", "--results", tmp_path]
-    run = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, env=os.environ)
-    assert run.returncode == 1 and "no GPU here" in run.stderr
+def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="^no GPU here"):
+        program.main(["gpu", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="^--dry: expected --results"):
+        program.main(["gpu", "--dry"])

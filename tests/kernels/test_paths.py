@@ -1,7 +1,6 @@
 """State paths by the kernels: the rooms agree, whatever the sizes, layouts, levels and threads."""
 
 import importlib
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -53,13 +52,6 @@ def answer(where, question, chain, steps, count=3, numbers=None):
 
 def assert_same(found, expected):
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-@QUESTIONS
-def test_twins_have_the_same_doors(question):
-    door = "draw" if question == "sample" else "paths"
-    rooms = ["plain", "cpu", *(["gpu"] if question == "viterbi" and importlib.util.find_spec("triton") else [])]
-    assert len({inspect.signature(getattr(room(name, question), door)) for name in rooms}) == 1
 
 
 @QUESTIONS

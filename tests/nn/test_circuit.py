@@ -303,38 +303,6 @@ def test_it_compiles_in_one_graph(kind):
     torch.testing.assert_close(again, grads)
 
 
-def test_wrong_arguments_raise(kind):
-    circuit = made(kind, 3)
-    data = torch.tensor([[0, 1, 2]])
-    with pytest.raises(TypeError, match=r"^data: expected a torch.Tensor, got list$"):
-        circuit.log_prob([0, 1, 2])
-    with pytest.raises(ValueError, match=r"^data: expected shape \[..., 3\], got \[1, 1\]$"):
-        circuit.log_prob(data[:, :1])
-    with pytest.raises(ValueError, match=r"^observed: expected shape \[1, 3\], got \[3\]$"):
-        circuit.log_prob(data, torch.ones(3, dtype=torch.bool))
-    with pytest.raises(TypeError, match=r"^observed: expected a bool tensor, got a tensor of torch.int64$"):
-        circuit.log_prob(data, data)
-    with pytest.raises(ValueError, match=r"^num_samples: expected a positive integer, got 0$"):
-        circuit.sample(0)
-    with pytest.raises(TypeError, match=r"^num_samples: expected a positive integer, got True$"):
-        circuit.sample(True)
-
-
-def test_wrong_sizes_raise(kind):
-    with pytest.raises(ValueError, match=r"^num_states: expected a positive integer, got 0$"):
-        made(kind, 3, 0)
-    with pytest.raises(ValueError, match=r"^input: expected 'categorical' or .*, or an input layer, got 'poisson'$"):
-        made(kind, 3, input="poisson")
-    with pytest.raises(TypeError, match=r"^input: expected a name or a logchain.nn.InputLayer, got int$"):
-        made(kind, 3, input=3)
-    with pytest.raises(ValueError, match=r"^num_categories: expected an integer with input='categorical', got None$"):
-        made(kind, 3, input="categorical")
-    with pytest.raises(ValueError, match=r"^total_count: expected None with input='gaussian', got 4$"):
-        made(kind, 3, input="gaussian", total_count=4)
-    with pytest.raises(ValueError, match=r"^input: expected units \[2, 3, 2\], got \[3, 2\]$"):
-        made(kind, 3, input=nn.Gaussian((3, 2)))
-
-
 def test_a_start_keeps_what_is_not_trained(kind):
     circuit = made(kind, 3)
     kept = [circuit.mixing.logits, *circuit.input.parameters()]

@@ -1,6 +1,5 @@
 """The answers of the conditional random field are sums over all tags, wherever a mask is off."""
 
-import copy
 import itertools
 import math
 
@@ -28,19 +27,16 @@ def log_sum(values):
     return top + math.log(math.fsum(math.exp(value - top) for value in values)) if top > -INF else -INF
 
 
-@pytest.fixture(scope="module")
-def enumerated():
-    """A layer, emissions, tags, the masks, and every path of each sequence with its weight."""
-    crf = layer(3, batch_first=True)
+@pytest.fixture(scope="module", params=[False, True], ids=["steps first", "batch first"])
+def enumerated(request):
+    """A layer, emissions, tags, and every path of each sequence with its weight."""
+    crf = layer(3, batch_first=request.param)
     emissions, tags, _ = batch(len(HOLES), 4, 3)
     return crf, emissions, tags, [all_weights(crf, *pair) for pair in zip(emissions, HOLES, strict=True)]
 
 
-@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
-def test_likelihood_and_partition_wherever_the_mask_is_off(enumerated, batch_first):
+def test_likelihood_and_partition_wherever_the_mask_is_off(enumerated):
     crf, emissions, tags, weights = enumerated
-    crf = copy.deepcopy(crf)
-    crf.batch_first = batch_first
     inputs = turned(crf, emissions, tags, HOLES)
     norms = [log_sum(of_one.values()) for of_one in weights]
     chosen = [of_one[tuple(row[inside].tolist())] for of_one, row, inside in zip(weights, tags, HOLES, strict=True)]
@@ -52,11 +48,8 @@ def test_likelihood_and_partition_wherever_the_mask_is_off(enumerated, batch_fir
     torch.testing.assert_close(crf(*inputs, reduction="mean"), total / 6, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
-def test_marginals_wherever_the_mask_is_off(enumerated, batch_first):
+def test_marginals_wherever_the_mask_is_off(enumerated):
     crf, emissions, _, weights = enumerated
-    crf = copy.deepcopy(crf)
-    crf.batch_first = batch_first
     found = crf.marginals(*turned(crf, emissions, HOLES))
     assert found.shape == turned(crf, emissions)[0].shape
     expected = torch.zeros_like(emissions)
@@ -69,18 +62,15 @@ def test_marginals_wherever_the_mask_is_off(enumerated, batch_first):
     assert (found[~turned(crf, HOLES)[0]] == 0).all()
 
 
-@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
-def test_best_tags_wherever_the_mask_is_off(enumerated, batch_first):
+def test_best_tags_wherever_the_mask_is_off(enumerated):
     crf, emissions, _, weights = enumerated
-    crf = copy.deepcopy(crf)
-    crf.batch_first = batch_first
     emissions, mask = turned(crf, emissions, HOLES)
     ordered = [sorted(of_one.items(), key=lambda pair: -pair[1]) for of_one in weights]
     best = [list(pairs[0][0]) for pairs in ordered]
     assert crf.decode(emissions, mask) == best
     states, scores = crf.viterbi(emissions, mask)
     assert states.shape == mask.shape and (states[~mask] == -1).all()
-    rows = states if batch_first else states.T
+    rows = states if crf.batch_first else states.T
     assert [row[inside].tolist() for row, inside in zip(rows, HOLES, strict=True)] == best
     torch.testing.assert_close(scores, torch.tensor([pairs[0][1] for pairs in ordered], dtype=F64))
     tags, scores = crf.topk(emissions, 4, mask)
@@ -92,11 +82,8 @@ def test_best_tags_wherever_the_mask_is_off(enumerated, batch_first):
         assert all(set(path) <= {-1} and len(path) == len(found[0]) for path in found[there:])
 
 
-@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
-def test_draws_wherever_the_mask_is_off(enumerated, batch_first):
+def test_draws_wherever_the_mask_is_off(enumerated):
     crf, emissions, _, _ = enumerated
-    crf = copy.deepcopy(crf)
-    crf.batch_first = batch_first
     emissions, mask = turned(crf, emissions, HOLES)
     draws = 4000
     drawn = crf.sample(emissions, draws, mask, generator=seeded())

@@ -190,25 +190,3 @@ def test_a_layer_behaves(name):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
     assert torch.autograd.gradcheck(layer.double(), (x[:2].double().requires_grad_(),))
-
-
-def test_wrong_arguments_raise():
-    layer = nn.SumLayer(4, 3, (5,))
-    with pytest.raises(TypeError, match=r"^x: expected a torch.Tensor, got list$"):
-        layer([1.0])
-    with pytest.raises(ValueError, match=r"^x: expected shape \[..., 5, 4\], got \[2, 5, 3\]$"):
-        layer(torch.zeros(2, 5, 3))
-    with pytest.raises(ValueError, match=r"^x: expected shape \[..., 5, 4\], got \[4\]$"):
-        layer(torch.zeros(4))
-    with pytest.raises(ValueError, match=r"^x: expected shape \[..., 3, 4\], got \[2, 1, 4\]$"):
-        nn.TuckerLayer(3, 4, 2)(torch.zeros(2, 1, 4))
-    with pytest.raises(ValueError, match=r"^x: expected at least 2 axes, got shape \[4\]$"):
-        nn.ProductLayer()(torch.zeros(4))
-    with pytest.raises(ValueError, match=r"^arity: expected a positive integer, got 0$"):
-        nn.ProductLayer(0)
-    with pytest.raises(ValueError, match=r"^out_units: expected a positive integer, got 0$"):
-        nn.SumLayer(4, 0)
-    with pytest.raises(TypeError, match=r"^lead: expected a positive integer, got 2.0$"):
-        nn.SumLayer(4, 3, (5, 2.0))
-    with pytest.raises(ValueError, match=r"^num_inputs: expected a positive integer, got 0$"):
-        nn.CPLayer(0, 4, 4)

@@ -1,28 +1,121 @@
 """`logchain.product` on the Triton kernels, in what is theirs alone: tiles, precision, rescues, unknown lengths."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 import logchain
 from logchain import kernels as devices
+from tests import contract
 from tests.contract import TENSOR_CORES as K
-from tests.contract import Truth, assert_contract, assert_values
-from tests.families import FAMILIES, dense
+from tests.contract import Truth, assert_values, poisoned_memory
+from tests.families import FAMILIES, Chain, dense
+from tests.layouts import strange
 
 F32, F64 = torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
 EACH = pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 
-
-@pytest.mark.parametrize("name", ["sharp", "bakis_jump", "sparse"])
-def test_many_sequences_share_their_matrices(name, kernels):
-    assert_contract(FAMILIES[name](F32, 1, n=18, t=1, v=3, c=17), device=kernels, k=K)
+assert_contract = functools.partial(contract.assert_contract, k=K)
 
 
-@pytest.mark.parametrize("c", [1, 33, 65, pytest.param(130, marks=pytest.mark.slow)])
+def few(each: bool) -> dict:
+    """Three sequences that share their matrices, or two that do not."""
+    return {"each": each, "n": 2 if each else 3, "t": 1}
+
+
+MANY_STATES = [pytest.param("dense", c, marks=pytest.mark.slow) for c in (130, 200, 300)]
+
+
+@pytest.mark.parametrize(
+    ("name", "c"), [("dense", 1), ("detour", 6), ("dense", 33), ("sparse", 65), ("detour", 70), *MANY_STATES]
+)
 @EACH
-def test_sizes(c, each, kernels):
-    assert_contract(dense(F32, each=each, n=2, t=1, v=3, c=c), device=kernels, k=K)
+def test_sizes(name, c, each, kernels):
+    chain = FAMILIES[name](F32, v=5 if c < 10 else 3, c=c, **few(each))
+    assert_contract(chain.logs() if c == 200 else chain, device=kernels)
+
+
+@pytest.mark.parametrize("n, c", [(1, 17), (2, 1), (17, 17), (33, 1), (65, 17)])
+def test_blocks_of_sequences(n, c, kernels):
+    for name in ["dense", "sparse", "sharp"] if n == 17 else ["dense"]:
+        assert_contract(FAMILIES[name](F32, 1, n=n, t=1, v=3, c=c), device=kernels)
+
+
+@EACH
+@pytest.mark.parametrize("name", ["peaked", "detour", "offsets"])
+def test_float64(name, each, kernels):
+    assert_contract(FAMILIES[name](F64, v=5, c=5, **few(each)), device=kernels)
+
+
+def test_a_long_sum_of_scales_is_rounded_once(kernels):
+    assert_contract(FAMILIES["offsets"](F64, n=2, t=1, v=100, c=2), wanted="x", device=kernels)
+
+
+@EACH
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+def test_columns_of_any_size(log, each, kernels):
+    """From denormal numbers to the largest, a column of zeros among them: nothing is rescued that need not be."""
+    chain = dense(F64, v=4, c=5, **few(each))
+    chain.bulk[:] *= torch.tensor([1e-40, 1e-36, 1.0, 1e30, 0.0], dtype=F64)
+    chain = chain.to(F32).logs() if log else chain.to(F32)
+    with logchain.rescues() as seen:
+        out = logchain.product(*(tensor.to(kernels) for tensor in chain[:3]), log_params=log)
+    truth = Truth(chain)
+    assert_values(out, truth.log_norm, truth.value_bound(k=K))
+    assert seen.outputs == 0
+
+
+@EACH
+def test_tiny_entries_of_doubles(each, kernels):
+    """Their logarithms are as exact as others', where a sum of them is redone."""
+    chain = FAMILIES["detour"](F64, v=4, c=4, **few(each))
+    linear = Chain(chain.x, chain.bulk.exp(), chain.p0.exp())
+    assert linear.bulk.min() < 1e-80
+    assert_contract(linear, device=kernels)
+
+
+@EACH
+@pytest.mark.parametrize("c, lengths", [(6, [5, 4]), (70, [3, 1]), (70, [1, 1])])
+def test_nothing_behind_an_end_matters(lengths, c, each, kernels):
+    """The last length is that of the whole tensor or not: blocks stop at their own largest end."""
+    contract.assert_nothing_behind_matters(dense(F32, v=5, c=c, each=each, n=2, t=1), lengths, device=kernels, k=K)
+
+
+@pytest.mark.parametrize(("operand", "step", "c"), [("x", 1, 70), ("x", -1, 5), ("bulk", 1, 70)])
+@EACH
+def test_nan_stays_in_its_sequence(operand, step, c, each, kernels):
+    if operand == "bulk" and not each:  # which all sequences share
+        return
+    chain = FAMILIES["sparse"](F32, v=4, c=c, each=each, n=2, t=1)
+    chain.x[:] = chain.x.nan_to_num(neginf=-1.0)  # every state is possible somewhere
+    contract.assert_nan_stays((chain, Truth(chain)), operand, step, device=kernels, k=K)
+
+
+@EACH
+def test_no_weight_no_gradient(each, kernels):
+    """Also where the numbers are not finite."""
+    chain = dense(F32, v=4, c=5, each=each, n=2, t=1)
+    chain.x[1, 0, 2] = NAN
+    x, bulk, p0 = (tensor.to(kernels).requires_grad_() for tensor in chain[:3])
+    logchain.product(x, bulk, p0).backward(torch.tensor([[INF], [0.0]], device=kernels))
+    assert (x.grad[1] == 0).all() and x.grad[0].isinf().all()
+    assert not each or ((bulk.grad[1] == 0).all() and (p0.grad[1] == 0).all())
+
+
+@EACH
+@pytest.mark.parametrize("how", ["transposed", "sliced"])
+def test_strange_strides(how, each, kernels):
+    assert_contract(strange(dense(F32, v=3, c=68, **few(each)), how), device=kernels)
+
+
+@EACH
+def test_nothing_is_read_before_it_is_written(each, kernels):
+    chain = FAMILIES["sparse"](F32, v=4, c=70, **few(each))
+    with poisoned_memory():
+        assert_contract(chain, torch.tensor([3, 2, 1][: len(chain.x)]), device=kernels)
 
 
 def test_a_length_out_of_range_on_the_device_makes_its_sequence_nan(kernels):
@@ -36,14 +129,15 @@ def test_a_length_out_of_range_on_the_device_makes_its_sequence_nan(kernels):
 
 def test_sums_redone_are_counted(kernels):
     def count(name):
-        chain = FAMILIES[name](F32, v=9)
+        chain = FAMILIES[name](F32, v=6, n=2, t=1)
         with logchain.rescues() as seen, torch.no_grad():
             logchain.product(*(tensor.to(kernels) for tensor in chain[:3]), log_params=chain.log_params)
         assert seen.sequences == 0
         return seen.outputs
 
-    assert count("dense") == count("peaked") == 0
-    assert 0 < count("left_to_right") <= 6 * 9 * 12
+    assert count("dense") == count("peaked") == count("impossible") == 0
+    assert 0 < count("left_to_right") <= 2 * 6 * 12
+    assert count("detour") > 0
 
 
 def test_second_derivatives(kernels):

@@ -47,14 +47,16 @@ def test_prefixes(name, s, kernels):
     assert_contract(draw(name, s, 3)[-1:], logchain.prefix_products, device=kernels)
 
 
-@pytest.mark.parametrize("c", [1, 33, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "c", [1, 16, 33, pytest.param(64, marks=pytest.mark.slow), pytest.param(70, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["dense", "left_to_right"])
 def test_sizes(name, c, kernels):
     stack = draw(name, 3, c)[:1]
     truth = reference.prefix_products(stack)
     bound = value_bound(truth, 3, c, depths(stack.double().numpy()), dtype=F32, k=TENSOR_CORES)
     assert_values(logchain.matrix_product(stack.to(kernels)), truth[:, -1], bound[:, -1])
-    if c < 70:
+    if c < 64:
         assert_values(logchain.prefix_products(stack.to(kernels)), truth, bound)
 
 
