@@ -81,26 +81,27 @@ class Packed:
             p0 = self.p0 if self.p0.dim() == 1 else self.p0[members.to(self.p0.device)]
             yield Piece(self.x[rows], bulk, p0, self.lengths[members].to(self.x.device))
 
-    def by_sequence(self, found: list[Tensor]) -> Tensor:
-        """What was found for the sequences of each piece (k, ...), as [n, ...]."""
-        return torch.cat(found)[torch.argsort(torch.cat(self._groups)).to(self.x.device)]
+    def by_sequence(self, values: list[Tensor]) -> Tensor:
+        """Values [n, ...] in the caller's order, from those of the sequences of each piece (k, ...)."""
+        return torch.cat(values)[torch.argsort(torch.cat(self._groups)).to(self.x.device)]
 
-    def by_row(self, found: list[Tensor]) -> Tensor:
-        """What was found for each variable of each piece (k, v, ...), as [total, ...]."""
-        rows, values = [], []
-        for members, value in zip(self._groups, found, strict=True):
+    def by_row(self, values: list[Tensor]) -> Tensor:
+        """Values [total, ...] in the caller's order, from those of the variables of each piece (k, v, ...)."""
+        rows, unpadded = [], []
+        for members, value in zip(self._groups, values, strict=True):
             inside = (torch.arange(value.shape[1], device="cpu") < self.lengths[members][:, None]).to(value.device)
             rows.append(self._rows(members)[inside])
-            values.append(value[inside])
-        return torch.cat(values)[torch.argsort(torch.cat(rows))]
+            unpadded.append(value[inside])
+        return torch.cat(unpadded)[torch.argsort(torch.cat(rows))]
 
-    def by_step(self, found: list[Tensor]) -> Tensor:
-        """What was found for each transition of each piece (k, v - 1, ...), as [total, ...], 0 where none leads."""
-        return self.by_row([torch.cat([value.new_zeros(len(value), 1, *value.shape[2:]), value], 1) for value in found])
+    def by_step(self, values: list[Tensor]) -> Tensor:
+        """Values [total, ...], 0 at first variables, from those of the transitions of each piece (k, v - 1, ...)."""
+        first = [value.new_zeros(len(value), 1, *value.shape[2:]) for value in values]
+        return self.by_row([torch.cat(pair, 1) for pair in zip(first, values, strict=True)])
 
-    def counts(self, found: list[Tensor]) -> Tensor:
+    def counts(self, values: list[Tensor]) -> Tensor:
         """Expected counts in the shape of `bulk`, from those in the shape of each piece's."""
-        return torch.stack(found).sum(0) if len(self.bulk) == 1 else self.by_step(found)
+        return torch.stack(values).sum(0) if len(self.bulk) == 1 else self.by_step(values)
 
     def _rows(self, members: Tensor) -> Tensor:
         """The rows of each member (k, v); behind its end, its last one."""
@@ -135,6 +136,14 @@ class PackedChain:
         states, counts, _ = self.backward(kept, torch.ones_like(kept.log_norm), (True, counted))
         assert states is not None
         return states, counts, kept.log_norm.flatten().to(states.dtype)
+
+    def messages(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward and backward messages [total, c] as natural logarithms, and log-partitions [n]."""
+        chain = self.chain
+        ahead, behind = (chain.new(*chain.x.shape) for _ in range(2))
+        with kernels.arithmetic_on(chain.x):
+            log_norm: Tensor = kernels.message_kernels(chain.x).messages(chain, ahead, behind)
+        return ahead, behind, log_norm.flatten().to(ahead.dtype)
 
     def backward(
         self, kept: Kept, grad: Tensor, needs: tuple[bool, ...]

@@ -103,8 +103,8 @@ static void leave(const Chain *a, int64_t q, const real *sums, const real *x, do
 
 /* Where a row of logarithms (v, g, m, c) is written; they lie as a gradient of x does. */
 INLINE real *logarithms_at(const Chain *a, real *all, int64_t set, int64_t q, int64_t step) {
-    int64_t member = q - set * a->members;
-    int64_t at = step * a->grad_step + (a->grad_at ? a->grad_at[q] : set * a->grad_set + member * a->grad_member);
+    int64_t begin = a->grad_at ? a->grad_at[q] : set * a->grad_set + (q - set * a->members) * a->grad_member;
+    int64_t at = step * a->grad_step + (a->starts ? a->starts[q] * a->grad_step : begin);
     return is_single(a) ? (real *)((float *)all + at) : all + at;
 }
 

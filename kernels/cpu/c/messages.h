@@ -52,13 +52,13 @@ static void none_at(const Chain *a, real *out) {
 static void messages_ahead(Exact *w) {
     const Chain *a = w->a;
     for (int64_t f = 0; f < w->count; f++) w->shifts[f] = (Sum){0, 0}, w->digits[f] = 0;
-    for (int64_t step = 0; step < a->steps; step++) {
+    for (int64_t step = 0; step < w->steps; step++) {
         if (step == 1 || (step > 1 && !a->one_matrix)) read_numbers(a, w->set, step, 0, &w->matrix);
         for (int64_t f = 0; f < w->count; f++) {
             int64_t q = w->chosen[f], row = f * w->across;
             real *out = logarithms_at(a, a->log_forward, w->set, q, step);
             if (step >= steps_of(a, q)) {
-                none_at(a, out);
+                if (!a->starts) none_at(a, out);
                 continue;
             }
             const real *p0 = a->p0 + q / a->members * a->p0_set + q % a->members * a->p0_member;
@@ -74,15 +74,15 @@ static void messages_ahead(Exact *w) {
 static void messages_back(Exact *w) {
     const Chain *a = w->a;
     for (int64_t f = 0; f < w->count; f++) w->shifts[f] = (Sum){0, 0}, w->digits[f] = 0;
-    for (int64_t step = a->steps - 1; step >= 0; step--) {
+    for (int64_t step = w->steps - 1; step >= 0; step--) {
         int64_t ahead = step + 1;
-        if (ahead < a->steps && (!a->one_matrix || ahead + 1 == a->steps))
+        if (ahead < w->steps && (!a->one_matrix || ahead + 1 == w->steps))
             read_numbers(a, w->set, ahead, 1, &w->matrix);
         for (int64_t f = 0; f < w->count; f++) {
             int64_t q = w->chosen[f], row = f * w->across;
             real *out = logarithms_at(a, a->log_backward, w->set, q, step);
             if (step >= steps_of(a, q)) {
-                none_at(a, out);
+                if (!a->starts) none_at(a, out);
                 continue;
             }
             if (ahead == steps_of(a, q))
