@@ -20,7 +20,7 @@ from ..arguments import check_lengths
 from ..kernels.chain import Chain
 from ..kernels.message import Message
 from ..layout import Layout
-from ..operands import Operands, arithmetic_dtype, exceeds
+from ..operands import Operands, arithmetic_dtype
 from ..progress import bar
 from ..rescues import report_chains
 from .transfers import Returns, apart, pieces
@@ -71,8 +71,6 @@ class Checkpoints:
         self, grad: Tensor, log_norm: Tensor, values: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of `sum(grad * log_norm)`, of those that are needed."""
-        if exceeds(grad, self._dtype):  # products with posteriors would leave the format
-            self._dtype = torch.float64
         (x, bulk, p0), layout, dtype = self._operands[:3], self._layout, self._dtype
         weight, norms, (g, m) = layout.sequences(grad), layout.sequences(log_norm), layout.grid
         into_x = _Gradient(x, -2, self._every + 1, p0.device, x.dtype) if needs[0] else None

@@ -41,9 +41,9 @@ def forward(chain: Chain, segments: int, *, keep: bool, steps: int) -> tuple[Ten
     """
     own = kernels.chunked_kernels(chain.x)
     if own is not None:
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = own.forward(chain, segments, keep=keep)
-        report_chains(found[3])
-        return found
+        log_norm, inside, between, rescued = own.forward(chain, segments, keep=keep)
+        report_chains(rescued)
+        return log_norm, inside, between, rescued
     room, g, m, c = kernels.chain_kernels(chain.x), chain.g, chain.m, chain.c
     shapes = kept_shapes(chain.x, steps, g, m, c, segments, keep)
     messages, marks = chain.new(*shapes[0]), torch.zeros(shapes[2], dtype=torch.bool, device=chain.x.device)
@@ -83,19 +83,19 @@ def _total(terms: list[Tensor]) -> Tensor:
 def backward(
     chain: Chain,
     segments: int,
-    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
     weight: Tensor,
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
     *,
     steps: int,
 ) -> Tensor:
-    """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `kept` is what `forward` returned."""
+    """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
     own = kernels.chunked_kernels(chain.x)
     if own is not None:
-        found: Tensor = own.backward(chain, segments, kept, weight, grad_x, grad_bulk)
-        return found
-    log_norm, messages, following, redone = kept
+        grad_p0: Tensor = own.backward(chain, segments, saved, weight, grad_x, grad_bulk)
+        return grad_p0
+    log_norm, messages, following, redone = saved
     room = kernels.chain_kernels(chain.x)
     if chain.v == 1:
         alone = Kept(log_norm, messages, redone[0].view(chain.g, chain.m))

@@ -107,7 +107,7 @@ class Block:
             self._last = rows.all.gather(-2, at)[..., 0, :].double()
             rows.all.scatter_(-2, at, 0.0)
         self._layout = Layout.of(rows.all, bulk)
-        found = log_norm_here(Operands(rows.all, bulk, p0, ends, log_params), True)
+        found = log_norm_here(Operands(rows.all, bulk, p0, ends, log_params), True, 1)
         self._log_norm, self._messages, _, redone = found
         # a CPU keeps linear messages but for the sequences redone
         self._linear = redone.dtype == torch.bool
