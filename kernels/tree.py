@@ -7,7 +7,8 @@ multiplied when, and where results lie, is the business of `order`; what two nod
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -217,6 +218,11 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
         grads = into[:, step.left], into[:, step.right]
         arithmetic.gradient(grads[1], *operands, *grads, add_left=True)
     into[:, 0].masked_fill_(stack[:, 0] == -torch.inf, 0.0)
+
+
+def doors(kind: type[Arithmetic]) -> list[Any]:
+    """The functions of this file by the arithmetic of a room, as `kernels.stack_kernels` offers them."""
+    return [partial(f, kind) for f in (product, write_product, product_gradient, prefixes, prefixes_gradient, Kept)]
 
 
 def blocks(nodes: int, g: int, p: int) -> Iterator[tuple[slice, slice]]:

@@ -107,12 +107,20 @@ def of_each(size: int, kinds: str, in_dims: tuple[Any, ...], args: tuple[Any, ..
     ]
 
 
-def as_one(size: int, found: Any, in_dims: tuple[Any, ...], operands: tuple[Any, ...], needs: Any) -> Any:
+def as_one(size: int, gradients: Any, in_dims: tuple[Any, ...], operands: tuple[Any, ...], needs: Any) -> Any:
     """Gradients of operands `of_each`, in the shape that one example of the operand has; empty where not needed."""
     return tuple(
         gradient.reshape(size, *_shape_of_one(operand, dim)) if need else gradient.expand(size, 0)
-        for gradient, operand, dim, need in zip(found, operands, in_dims, needs, strict=True)
+        for gradient, operand, dim, need in zip(gradients, operands, in_dims, needs, strict=True)
     )
+
+
+def stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Tensors with the mapped axis first; one that is not mapped is expanded, as a view."""
+    return [
+        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, in_dims, strict=False)
+    ]
 
 
 def _batch_axes(x: Tensor, dim: int | None) -> int:
