@@ -109,8 +109,7 @@ def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | No
     report_chains(kept.redone)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)
-    logs = None if kept.all_logs else kept.redone
-    kernels.draw_kernels(chain.x).draw(chain, kept.log_norm, kept.messages, logs, states)
+    kernels.draw_kernels(chain.x).draw(chain, kept, states)
     return states
 
 
