@@ -51,8 +51,8 @@ def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
 
 
 def _module(question: str, tensor: Tensor) -> ModuleType:
-    gpu, cpu, other = _MODULES[question]
-    name = gpu if on_gpu(tensor) else cpu if in_c(tensor) else other
+    gpu, cpu, elsewhere = _MODULES[question]
+    name = gpu if on_gpu(tensor) else cpu if in_c(tensor) else elsewhere
     return import_module(f"{__name__}.{name}")
 
 

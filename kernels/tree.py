@@ -63,8 +63,8 @@ class Product(NamedTuple):
         """The logarithms (g, c, c)."""
         high, *lost = self.offset.unbind(0)
         # what the offset has beyond the dtype goes to the smaller summand
-        rest = (lost[0] if lost else high - high.to(dtype)).nan_to_num(0.0, 0.0, 0.0)
-        return (self.values + rest.to(self.values.dtype)[:, None, None]).add_(high[:, None, None]).to(dtype)
+        low = (lost[0] if lost else high - high.to(dtype)).nan_to_num(0.0, 0.0, 0.0)
+        return (self.values + low.to(self.values.dtype)[:, None, None]).add_(high[:, None, None]).to(dtype)
 
 
 class Arithmetic:
@@ -106,8 +106,8 @@ class Arithmetic:
         """The nodes become what they mean, logarithms with their offsets, in their own memory."""
         offset, *lost = nodes.offset.unbind(-1)
         high = offset.to(nodes.values.dtype)
-        rest = (lost[0] if lost else offset - high).nan_to_num(0.0, 0.0, 0.0).to(nodes.values.dtype)
-        nodes.values.add_(rest[..., None, None]).add_(high[..., None, None])
+        low = (lost[0] if lost else offset - high).nan_to_num(0.0, 0.0, 0.0).to(nodes.values.dtype)
+        nodes.values.add_(low[..., None, None]).add_(high[..., None, None])
 
     def _add_offsets(self, left: Nodes, right: Nodes, tops: list[Tensor], out: Nodes) -> None:
         """The offset of a product: those of the operands and their tops; -inf where nothing is possible."""
@@ -241,10 +241,10 @@ def parts(dtype: torch.dtype) -> int:
 
 def two_sum(total: Tensor, term: Tensor, room: Tensor) -> None:
     """Add to the first part of `total` (2, g, p), and to the second what rounding took (D. E. Knuth's two-sum)."""
-    (high, low), (result, back, other) = total, room
+    (high, low), (result, back, error) = total, room
     torch.sub(torch.add(high, term, out=result), high, out=back)
-    low.add_(torch.sub(term, back, out=other))
-    low.add_(high.sub_(torch.sub(result, back, out=other)))
+    low.add_(torch.sub(term, back, out=error))
+    low.add_(high.sub_(torch.sub(result, back, out=error)))
     high.copy_(result)
 
 

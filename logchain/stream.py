@@ -12,7 +12,7 @@ from .streams.arguments import active_counts, check_mask, check_piece, check_str
 from .streams.filter import filtered
 from .streams.lag import at_the_end, passed
 from .streams.paths import Survivors, ended, extended, settled
-from .streams.piece import Carried, Given, Piece, logs, only_used
+from .streams.piece import Carried, Piece, RawPiece, logs, only_used
 from .streams.state import State
 from .streams.stretch import Calls
 
@@ -166,22 +166,22 @@ class Stream:
         state = state._replace(double=state.double or arithmetic_dtype(x, bulk, self._p0) == torch.float64)
         running = state.running and ends is None
         counts = None if running else active_counts(ends, state.over, k)
-        given = Given(
+        raw = RawPiece(
             x, bulk, self._p0, bulk_piece is None, state.fresh, state.unlinked, running, counts, self._log_params
         )
-        piece = given.logs(each=self._lag > 0) if self._lag or self._viterbi or self._validate else None
+        piece = raw.logs(each=self._lag > 0) if self._lag or self._viterbi or self._validate else None
         if self._validate:
             assert piece is not None
             self._check_values(piece, x, bulk)
         dtype = self._result_dtype(state) if self._filtered else None
-        carried, posteriors, messages = filtered(given, state.carried, dtype, piece if self._lag else None, self._calls)
+        carried, posteriors, messages = filtered(raw, state.carried, dtype, piece if self._lag else None, self._calls)
         over = state.over
         if ends is not None:
             wrong = (ends < 0) | (ends > k)  # of a device whose values are not looked at
             carried, over = carried._replace(total=carried.total.masked_fill(wrong, torch.nan)), over | (ends < k)
         state = state._replace(
             carried=carried,
-            fresh=state.fresh if running else given.still_fresh(),
+            fresh=state.fresh if running else raw.still_fresh(),
             over=over,
             unlinked=state.unlinked and k == 0,
             running=running or (counts is None and k > 0),

@@ -22,8 +22,7 @@ class LogNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        saved: tuple[Tensor, ...] = operators.log_norm(*args)
-        return saved
+        return tuple(operators.log_norm(*args))  # torch maps no named tuples
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -59,9 +59,9 @@ def _forward(
         saved = Saved(*chunked.forward(chain, segments, keep=keep, steps=x.shape[-2]))
         return saved._replace(log_norm=_in_order(layout, saved.log_norm))
     room = kernels.new_messages(chain, x.shape[-2]) if keep else None
-    kept, _ = kernels.chain_kernels(x).forward(chain, keep=room)
-    report_chains(kept.redone)
-    return Saved(_in_order(layout, kept.log_norm), kept.messages, kept.messages.new_empty(0), kept.redone)
+    log_norm, messages, redone, _ = kernels.chain_kernels(x).forward(chain, keep=room)[0]
+    report_chains(redone)
+    return Saved(_in_order(layout, log_norm), messages, messages.new_empty(0), redone)
 
 
 def _in_order(layout: Layout, log_norm: Tensor) -> Tensor:
@@ -164,8 +164,8 @@ def _gradients(
     if _chunked(x, lengths, segments):
         start = chunked.backward(chain, segments, saved, weight, into_x, into_bulk, steps=x.shape[-2])
     else:
-        kept = Kept(saved.log_norm, saved.messages, saved.redone)
-        start = kernels.chain_kernels(x).backward(chain, kept, weight, None, into_x, into_bulk)
+        residuals = Kept(saved.log_norm, saved.messages, saved.redone)
+        start = kernels.chain_kernels(x).backward(chain, residuals, weight, None, into_x, into_bulk)
     if wide is not grad_bulk:
         grad_bulk.copy_(wide)
     if needs[2]:

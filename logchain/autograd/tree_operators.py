@@ -88,11 +88,11 @@ def backward(
 def _back(stack: Tensor, before: Tensor, posterior: Tensor) -> tuple[Tensor, Tensor]:
     """The posterior of a piece's first states (g', m', c), and its expected transitions (g', m', k, c, c)."""
     gradient = torch.empty_like(stack)
-    kept = kernels.stack_kernels(stack).Kept(stack, gradient)
+    tree = kernels.stack_kernels(stack).Kept(stack, gradient)
     ends, begins = (value.reshape(-1, 1, value.shape[-1]) for value in (posterior, before))
     matmul = kernels.log_matmul_kernels(stack)
-    start, pairs = matmul.backward(ends, begins, kept.root().values.double(), True, True)
-    kept.gradient(pairs.to(stack.dtype))
+    start, pairs = matmul.backward(ends, begins, tree.root().values.double(), True, True)
+    tree.gradient(pairs.to(stack.dtype))
     return start.view(before.shape), gradient.unflatten(0, before.shape[:2])
 
 

@@ -48,9 +48,9 @@ class Packed:
 
     def of(self, x: Tensor, bulk: Tensor, p0: Tensor) -> "Packed":
         """The same with other operands of the same shapes."""
-        other = copy(self)
-        other.x, other.bulk, other.p0 = x, bulk, p0
-        return other
+        packed = copy(self)
+        packed.x, packed.bulk, packed.p0 = x, bulk, p0
+        return packed
 
     @property
     def in_place(self) -> bool:
@@ -116,8 +116,7 @@ class PackedChain:
     def __init__(self, packed: Packed, log_params: bool, *, by_log: bool = False) -> None:
         x, bulk, p0 = packed.x, packed.bulk, packed.p0
         p0 = p0 if p0.dim() > 1 else p0[None]
-        one = len(bulk) == 1
-        ends = packed.lengths.view(1, -1, 1) if one else packed.lengths.view(-1, 1, 1)
+        ends = packed.lengths.view(1, -1, 1) if len(bulk) == 1 else packed.lengths.view(-1, 1, 1)
         dtype = arithmetic_dtype(x, bulk, p0)
         self.chain = Chain(x, bulk, p0, ends, log_params, dtype, by_log, starts=packed.starts)
         self._room = kernels.chain_kernels(x)
@@ -126,16 +125,16 @@ class PackedChain:
         """What the room keeps; its log-partition has n entries."""
         chain = self.chain
         with kernels.arithmetic_on(chain.x):
-            kept: Kept = self._room.forward(chain, keep=chain.room(chain.v) if keep else None)[0]
-        report_chains(kept.redone)
-        return kept
+            residuals: Kept = self._room.forward(chain, keep=chain.room(chain.v) if keep else None)[0]
+        report_chains(residuals.redone)
+        return residuals
 
     def posteriors(self, counted: bool) -> tuple[Tensor, Tensor | None, Tensor]:
         """Posteriors [total, c], expected counts in the shape of `bulk` if they are `counted`, log-partitions [n]."""
-        kept = self.forward(True)
-        states, counts, _ = self.backward(kept, torch.ones_like(kept.log_norm), (True, counted))
+        residuals = self.forward(True)
+        states, counts, _ = self.backward(residuals, torch.ones_like(residuals.log_norm), (True, counted))
         assert states is not None
-        return states, counts, kept.log_norm.flatten().to(states.dtype)
+        return states, counts, residuals.log_norm.flatten().to(states.dtype)
 
     def messages(self) -> tuple[Tensor, Tensor, Tensor]:
         """Forward and backward messages [total, c] as natural logarithms, and log-partitions [n]."""
@@ -146,7 +145,7 @@ class PackedChain:
         return ahead, behind, log_norm.flatten().to(ahead.dtype)
 
     def backward(
-        self, kept: Kept, grad: Tensor, needs: tuple[bool, ...]
+        self, residuals: Kept, grad: Tensor, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The gradients of x, of the matrices, and of the initial weights of each sequence (n, c)."""
         chain = self.chain
@@ -154,7 +153,7 @@ class PackedChain:
         grad_bulk = torch.zeros(chain.bulk.shape, dtype=chain.dtype, device="cpu") if needs[1] else None
         weight = grad.reshape(chain.g, chain.m)
         with kernels.arithmetic_on(chain.x):
-            start: Tensor = self._room.backward(chain, kept, weight, None, grad_x, grad_bulk)
+            start: Tensor = self._room.backward(chain, residuals, weight, None, grad_x, grad_bulk)
         return grad_x, grad_bulk, start
 
 

@@ -42,8 +42,8 @@ class Cut:
         """As many as fit into two messages (v, g, m, c)."""
         steps = max(1, v - 1)
         # leaves, nodes, gradients and logarithms of matrices; potentials; in float64 sums and gradients of x
-        each = dtype.itemsize * (4 * c * c + 3 * c) + 8 * (2 * c + 4)
-        fitting = max(_LEAST, 2 * v * g * m * c * dtype.itemsize) // each
+        leaf_bytes = dtype.itemsize * (4 * c * c + 3 * c) + 8 * (2 * c + 4)
+        fitting = max(_LEAST, 2 * v * g * m * c * dtype.itemsize) // leaf_bytes
         held = min(steps, max(fitting // (g * m), _SHORT))
         if held > fitting:
             held = min(steps, max(2, fitting))

@@ -14,7 +14,7 @@ from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_chains
 from . import stretch
-from .piece import Carried, Given, Piece, added, filtering, normalised, posterior, recovered
+from .piece import Carried, Piece, RawPiece, added, filtering, normalised, posterior, recovered
 
 # values of x, and of matrices that change, in a block: some megabytes, and enough to hide what a block costs
 _BLOCK = 2**19
@@ -33,21 +33,21 @@ class Filtered(NamedTuple):
 
 
 def filtered(
-    given: Given, carried: Carried, dtype: torch.dtype | None, piece: Piece | None, calls: stretch.Calls
+    raw: RawPiece, carried: Carried, dtype: torch.dtype | None, piece: Piece | None, calls: stretch.Calls
 ) -> Filtered:
     """Filter a piece, with posteriors of that dtype, and with messages where its logarithms are there."""
-    if differentiated(given.x, given.bulk, given.p0, carried.message):
-        return _by_autograd(given, carried, dtype, given.logs() if piece is None else piece)
+    if differentiated(raw.x, raw.bulk, raw.p0, carried.message):
+        return _by_autograd(raw, carried, dtype, raw.logs() if piece is None else piece)
     if torch.compiler.is_compiling():
-        *after, posteriors, messages = _operator(*given, *carried, dtype, piece is not None)
+        *after, posteriors, messages = _operator(*raw, *carried, dtype, piece is not None)
     else:
-        with kernels.arithmetic_on(given.x):
-            *after, posteriors, messages = _by_kernels(given, carried, dtype, piece is not None, calls)
+        with kernels.arithmetic_on(raw.x):
+            *after, posteriors, messages = _by_kernels(raw, carried, dtype, piece is not None, calls)
     logs = None if piece is None else recovered(piece, carried.message, messages)
     return Filtered(Carried(*after), None if dtype is None else posteriors, logs)
 
 
-def _by_autograd(given: Given, carried: Carried, dtype: torch.dtype | None, piece: Piece) -> Filtered:
+def _by_autograd(raw: RawPiece, carried: Carried, dtype: torch.dtype | None, piece: Piece) -> Filtered:
     messages, after = _steps(piece, carried)
     posteriors = None
     if dtype is not None:
@@ -71,49 +71,51 @@ def _steps(piece: Piece, carried: Carried) -> tuple[Tensor, Carried]:
 
 
 def _operator_by_kernels(*args: Any) -> tuple[Tensor, ...]:
-    *given, message, total, lost, dtype, logs = args
-    return _by_kernels(Given(*given), Carried(message, total, lost), dtype, logs, stretch.Calls())
+    *raw, message, total, lost, dtype, logs = args
+    return _by_kernels(RawPiece(*raw), Carried(message, total, lost), dtype, logs, stretch.Calls())
 
 
 def _by_kernels(
-    given: Given, carried: Carried, dtype: torch.dtype | None, logs: bool, calls: stretch.Calls
+    raw: RawPiece, carried: Carried, dtype: torch.dtype | None, logs: bool, calls: stretch.Calls
 ) -> tuple[Tensor, ...]:
-    x, k = given.x, given.x.shape[-2]
+    x, k = raw.x, raw.x.shape[-2]
     outputs = _outputs(x, dtype, logs)
     if x.numel() == 0:
         return *(tensor.clone() for tensor in carried), *outputs
     posteriors, messages = outputs[0] if dtype is not None else None, outputs[1] if logs else None
-    starting, first = _starting(given), 0
+    starting, first = _starting(raw), 0
     if starting is None:  # some start and others go on
-        _, carried = _steps(given.part(0, 1).logs(), carried)
+        _, carried = _steps(raw.part(0, 1).logs(), carried)
         first = 1
         if posteriors is not None:
             posteriors[..., 0, :] = carried.message.exp()
         if messages is not None:
             messages[..., 0, :] = carried.message
-    in_place, size = stretch.takes(given), k
+    in_place, size = stretch.takes(raw), k
     if not in_place:  # some steps at a time
-        size = max(1, _BLOCK * k // (x.numel() + (given.bulk.numel() if given.bulk.shape[-3] > 1 else 0)))
+        size = max(1, _BLOCK * k // (x.numel() + (raw.bulk.numel() if raw.bulk.shape[-3] > 1 else 0)))
     for start in range(first, k, size):
-        part, head = given.part(start, min(start + size, k)), not starting or start > 0
+        part, head = raw.part(start, min(start + size, k)), not starting or start > 0
         into, logs_into = (None if out is None else out[..., start : start + size, :] for out in (posteriors, messages))
         if in_place:
             carried = stretch.walk(part, carried, head, into, logs_into, calls)
         else:
             carried = _by_room(part, carried, head, into, logs_into)
-    if posteriors is not None and given.counts is not None:
-        posteriors.masked_fill_(~given.active()[..., None], 0.0)
+    if posteriors is not None and raw.counts is not None:
+        posteriors.masked_fill_(~raw.active()[..., None], 0.0)
     return *carried, *outputs
 
 
-def _by_room(given: Given, carried: Carried, head: bool, posteriors: Tensor | None, messages: Tensor | None) -> Carried:
+def _by_room(
+    raw: RawPiece, carried: Carried, head: bool, posteriors: Tensor | None, messages: Tensor | None
+) -> Carried:
     """As `stretch.walk`, by the room of any device."""
-    x, bulk, counts = given.x, given.bulk, given.counts
+    x, bulk, counts = raw.x, raw.bulk, raw.counts
     if not head and bulk.shape[-3] > 1:
         bulk = bulk[..., 1:, :, :]
-    layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, given.p0)
+    layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, raw.p0)
     steps, ends = layout.steps_first(x), None if counts is None else layout.sequences(counts)[..., None]
-    chain = Chain(steps, layout.matrices(bulk), layout.weights(given.p0), ends, given.log_params, dtype)
+    chain = Chain(steps, layout.matrices(bulk), layout.weights(raw.p0), ends, raw.log_params, dtype)
     grid, entering, room = (chain.g, chain.m, chain.c), None, None
     if head:
         values = layout.weights(carried.message).reshape(grid)
@@ -154,13 +156,13 @@ _operator = operator(
 )
 
 
-def _starting(given: Given) -> bool | None:
+def _starting(raw: RawPiece) -> bool | None:
     """Whether all sequences start with this piece; None for some, or for not known."""
-    if given.running:
+    if raw.running:
         return False
-    counts = given.counts
-    if kernels.on_gpu(given.x):  # nothing is looked at
-        return True if given.unlinked and counts is None else None
-    if not given.fresh.any():
+    counts = raw.counts
+    if kernels.on_gpu(raw.x):  # nothing is looked at
+        return True if raw.unlinked and counts is None else None
+    if not raw.fresh.any():
         return False
-    return True if given.fresh.all() and (counts is None or bool((counts > 0).all())) else None
+    return True if raw.fresh.all() and (counts is None or bool((counts > 0).all())) else None

@@ -15,7 +15,7 @@ from ..operands import differentiated
 
 
 class Carried(NamedTuple):
-    """What goes from one piece to the next, and what it is the sum of.
+    """What goes from one piece to the next.
 
     `message` [*B, c]: the logarithm of the newest state's posterior, float64; -inf for none and for the impossible.
     `total` + `lost` [*B]: the log-partition, and what its rounding has lost.
@@ -38,7 +38,7 @@ class Carried(NamedTuple):
         return Carried(message, torch.where(mask, self.total, other.total), torch.where(mask, self.lost, other.lost))
 
 
-class Given(NamedTuple):
+class RawPiece(NamedTuple):
     """A piece as it comes: x [*B, k, c], bulk [*Bb, k or 1, c, c] into each variable, p0, and what is before it.
 
     `own`: bulk is the stream's. `fresh` [*B]: no variable is before. `unlinked`: that is so for all sequences, which is
@@ -56,7 +56,7 @@ class Given(NamedTuple):
     counts: Tensor | None
     log_params: bool
 
-    def part(self, start: int, stop: int) -> "Given":
+    def part(self, start: int, stop: int) -> "RawPiece":
         """The variables from `start` to before `stop`."""
         if stop - start == self.x.shape[-2]:
             return self
@@ -105,8 +105,7 @@ class Piece(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Piece":
         """Some of its variables."""
-        one = self.matrices.shape[-3] == 1
-        matrices = self.matrices if one else self.matrices[..., start:stop, :, :]
+        matrices = self.matrices if self.matrices.shape[-3] == 1 else self.matrices[..., start:stop, :, :]
         x, active, linked = self.x[..., start:stop, :], self.active[..., start:stop], self.linked[..., start:stop]
         return Piece(x, matrices, self.start, active, linked, self.unlinked and start == 0)
 

@@ -12,7 +12,7 @@ from ..kernels.message import Kept
 from ..layout import Layout
 from ..operands import arithmetic_dtype
 from ..rescues import report_chains
-from .piece import Carried, Given
+from .piece import Carried, RawPiece
 
 
 class Calls:
@@ -39,21 +39,21 @@ class Calls:
         return repeated if key == (x.shape, x.stride(), x.dtype) and not x.is_neg() else None
 
 
-def takes(given: Given) -> bool:
+def takes(raw: RawPiece) -> bool:
     """Whether the loops in C walk a piece where it lies: axes with matrices of their own come before the others."""
-    own = Layout.of(given.x, given.bulk).own
-    return kernels.in_c(given.x) and own == tuple(range(len(own)))
+    own = Layout.of(raw.x, raw.bulk).own
+    return kernels.in_c(raw.x) and own == tuple(range(len(own)))
 
 
 def walk(
-    given: Given, carried: Carried, head: bool, posteriors: Tensor | None, messages: Tensor | None, calls: Calls
+    raw: RawPiece, carried: Carried, head: bool, posteriors: Tensor | None, messages: Tensor | None, calls: Calls
 ) -> Carried:
     """What is carried on from a piece; posteriors and messages are written where memory for them is given.
 
     `head`: the message that is carried enters the piece, which otherwise starts at p0.
     """
-    dtype = arithmetic_dtype(given.x, given.bulk, given.p0)
-    x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (given.x, given.bulk, given.p0))
+    dtype = arithmetic_dtype(raw.x, raw.bulk, raw.p0)
+    x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (raw.x, raw.bulk, raw.p0))
     x = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous()
     if not head:
         bulk = bulk if bulk.shape[-3] == 1 else bulk[..., 1:, :, :]
@@ -63,11 +63,11 @@ def walk(
     layout = Layout.of(x, bulk)
 
     def make() -> Any:
-        chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, given.log_params, dtype)
+        chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, raw.log_params, dtype)
         return kernels.stretches().Stretch(chain, head=head)
 
     stretch = calls.stretch((x.shape, x.stride(), bulk.shape, bulk.stride(), p0.stride(), dtype, head), make)
-    ends = None if given.counts is None else layout.sequences(given.counts + head).contiguous()
+    ends = None if raw.counts is None else layout.sequences(raw.counts + head).contiguous()
     linear = None if messages is None else x.new_empty(x.shape[-2] + head, *layout.grid, x.shape[-1])
     shares = posteriors
     if posteriors is not None and posteriors.dtype != dtype:
@@ -75,19 +75,19 @@ def walk(
     before = Carried(*(tensor.contiguous() for tensor in carried))
     outputs, redone, count = stretch.forward((x, bulk, p0), before, ends, linear, shares)
     after = Carried(*outputs)
-    if x is given.x and bulk is given.bulk and given.own and head:
+    if x is raw.x and bulk is raw.bulk and raw.own and head:
         calls.repeat(x, bulk, stretch)
     if count:
         report_chains(redone)
     if posteriors is not None and shares is not None:
         if shares is not posteriors:
             posteriors.copy_(shares)
-        _write_last(posteriors, given.counts, after.message.exp())
+        _write_last(posteriors, raw.counts, after.message.exp())
     if messages is not None and linear is not None:
         logs = Kept(after.total, linear, redone).logs(slice(int(head), None))
         view = layout.steps_first(messages)
         view.copy_(logs.view(view.shape))
-    return after if given.counts is None or not head else after.where(given.counts > 0, carried)
+    return after if raw.counts is None or not head else after.where(raw.counts > 0, carried)
 
 
 def _write_last(posteriors: Tensor, counts: Tensor | None, last: Tensor) -> None:
