@@ -12,17 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import chain_operators as operators
-from . import tangents as tangent_operators
+from . import chain_operators  # noqa: F401  registers the operators
+from . import tangents as tangent_operators  # noqa: F401  likewise
 from .operator import as_one, call, of_each, transform, with_batch_first
 
 
 class LogNorm(torch.autograd.Function):
     """x, bulk, p0, lengths, log_params, keep, segments -> Saved."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(operators.log_norm(*args))  # torch maps no named tuples
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -55,11 +51,6 @@ class LogNorm(torch.autograd.Function):
 
 class Gradient(torch.autograd.Function):
     """grad, x, bulk, p0, lengths, *Saved, log_params, by_log, need_x, need_bulk, need_p0, segments -> gradients."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor, Tensor] = operators.log_norm_backward(*args)
-        return gradients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -106,11 +97,6 @@ class Along(torch.autograd.Function):
     """x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> the log-partition's derivative."""
 
     @staticmethod
-    def forward(*args: Any) -> Tensor:
-        derivative: Tensor = tangent_operators.log_norm_along(*args)
-        return derivative
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         *tensors, ctx.log_params, ctx.by_log = inputs
         ctx.save_for_backward(*tensors)
@@ -139,11 +125,6 @@ class Second(torch.autograd.Function):
 
     grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> gradients.
     """
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = tangent_operators.log_norm_second(*args)
-        return gradients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

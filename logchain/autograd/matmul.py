@@ -35,11 +35,6 @@ def broadcast_log_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 class _LogMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        product: Tensor = _log_matmul(a, b)
-        return product
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
@@ -56,11 +51,6 @@ class _LogMatmul(torch.autograd.Function):
 
 class _Gradient(torch.autograd.Function):
     """The gradients of `sum(weight * log_matmul(a, b))`; an empty tensor for one that is not needed."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor] = _log_matmul_backward(*args)
-        return gradients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -23,11 +23,6 @@ def messages(
 
 class _Messages(torch.autograd.Function):
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _messages(*args)
-        return outputs
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *operands, ctx.log_params = inputs
         ctx.save_for_backward(*operands)
@@ -44,11 +39,6 @@ class _Messages(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = _messages_backward(*args)
-        return gradients
-
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
