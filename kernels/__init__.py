@@ -96,6 +96,13 @@ def entropy_in_c() -> Callable[..., tuple[Tensor, Tensor]]:
     return entropy
 
 
+def scratch_of_loops(m: int, c: int, item: int, one_matrix: bool) -> int:
+    """Bytes that each thread takes beside a chain in numbers of `item` bytes, forward and backward, on a CPU."""
+    from .cpu.arguments import scratch
+
+    return scratch(m, c, torch.float64 if item == 8 else torch.float32, one_matrix)
+
+
 def stretches() -> ModuleType:
     """`Stretch` of a longer chain on a CPU, see `kernels.cpu.stretch`."""
     return import_module(f"{__name__}.cpu.stretch")

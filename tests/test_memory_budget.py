@@ -65,7 +65,7 @@ def test_the_bytes_of_segments_are_those_that_are_measured(dtype, own):
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
     for every in (16, 60, 300):
         peak = peak_bytes(partial(run_with, leaves, every))
-        assert peak <= budgets.Sizes.of(*leaves).checkpointed(every) <= 1.8 * peak
+        assert peak <= budgets.Sizes.of(*leaves).checkpointed(every) <= 1.5 * peak
 
 
 def test_gradients_of_matrices_are_written_where_they_are_returned():

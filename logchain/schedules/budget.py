@@ -17,11 +17,8 @@ _WIDE = 8
 # float64 values of a sequence that do not grow with the piece: by state, and beside the states
 _STATES, _BESIDE = 5, 24
 
-# rows of a vector's width that a loop in C holds, those of them that are redone at a time, and its other scratch
-_ROWS, _REDONE, _SCRATCH = 300, 64, 2**12
-
-# of one matrix for all steps as many sequences are walked at a time, and so many multiply-adds are worth a thread
-_GROUP, _SHARE = 192, 2**20
+# multiply-adds that are worth a thread
+_SHARE = 2**20
 
 # values of a step that a GPU holds: by state in the dtype of the arithmetic, and in float64 scales and their sums
 _GPU_STATES, _GPU_SCALES = 5, 10
@@ -136,10 +133,7 @@ class Sizes:
             return _WIDE * (values + 8 * (self.sequences * c + matrices) + sums)
         threads = min(torch.get_num_threads(), self.sequences, steps * self.sequences * c**2 // _SHARE)
         threads = max(1, threads)
-        width = max(-(-c // 16) * 16, 64 // self.item)
-        together = min(self.m, _GROUP) if self.one_matrix else self.m
-        rows = max(self.item * (_ROWS + 3 * together), _WIDE * 9 * min(together, _REDONE))
-        scratch = width * (4 * _WIDE * width + rows) + _WIDE * 8 * together + _SCRATCH
+        scratch = kernels.scratch_of_loops(self.m, c, self.item, self.one_matrix)
         # each thread that shares a set of matrices has counts of its own, which are added up in float64
         sharing = threads if self.g == 1 else 1
         counts = _WIDE * matrices * (sharing + 2 if self.one_matrix else 1)
