@@ -51,8 +51,8 @@ def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
 
 
 def _module(question: str, tensor: Tensor) -> ModuleType:
-    gpu, cpu, other = _MODULES[question]
-    name = gpu if on_gpu(tensor) else cpu if in_c(tensor) else other
+    gpu, cpu, elsewhere = _MODULES[question]
+    name = gpu if on_gpu(tensor) else cpu if in_c(tensor) else elsewhere
     return import_module(f"{__name__}.{name}")
 
 
@@ -94,6 +94,13 @@ def entropy_in_c() -> Callable[..., tuple[Tensor, Tensor]]:
     from .cpu.entropy import entropy
 
     return entropy
+
+
+def scratch_of_loops(m: int, c: int, item: int, one_matrix: bool) -> int:
+    """Bytes that each thread takes beside a chain in numbers of `item` bytes, forward and backward, on a CPU."""
+    from .cpu.arguments import scratch
+
+    return scratch(m, c, torch.float64 if item == 8 else torch.float32, one_matrix)
 
 
 def stretches() -> ModuleType:

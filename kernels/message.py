@@ -1,7 +1,7 @@
 """What passes between stretches of a chain, and what a stretch keeps for its backward pass.
 
 A stretch maps the message that enters it to the one that leaves it, and backwards likewise. `Message` has one meaning
-in every room; `Kept` is what a room keeps for its own `backward`, and for those that read messages step by step.
+in every room; `Kept` is what a room keeps for its own `backward`; whoever else reads messages asks for their `logs`.
 """
 
 from typing import NamedTuple
@@ -43,6 +43,16 @@ class Kept(NamedTuple):
     def all_logs(self) -> bool:
         """Whether the messages of all sequences are logarithms."""
         return self.redone.dtype != torch.bool
+
+    def logs(self, steps: int | slice) -> Tensor:
+        """The messages of some steps as float64 logarithms (..., g, m, c), over any factor each."""
+        messages = self.messages[steps].double()
+        if self.all_logs:
+            return messages
+        # the logarithm of a large message would take its last digits
+        top = messages.amax(-1, keepdim=True)
+        linear = (messages / top.masked_fill(top == 0, 1.0)).log()
+        return torch.where(self.redone[..., None], messages, linear)
 
 
 def normalised(logs: Tensor) -> tuple[Tensor, Tensor]:

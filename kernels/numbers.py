@@ -63,17 +63,17 @@ def exact_sum(terms: Tensor) -> tuple[Tensor, Tensor]:
     The terms are overwritten. They are added in pairs, level by level, and the error of each addition, which is itself
     a float, is kept (D. E. Knuth's two-sum). Add the two parts last.
     """
-    lost, found = torch.zeros_like(terms[0]), torch.empty_like(terms[0])
-    room = torch.empty(2, len(terms) // 2, *found.shape, dtype=terms.dtype, device=terms.device)
+    lost, errors = torch.zeros_like(terms[0]), torch.empty_like(terms[0])
+    room = torch.empty(2, len(terms) // 2, *lost.shape, dtype=terms.dtype, device=terms.device)
     count = len(terms)
     while count > 1:
         half = count // 2
-        a, b, (total, other) = terms[:half], terms[half : 2 * half], room[:, :half]
+        a, b, (total, back) = terms[:half], terms[half : 2 * half], room[:, :half]
         torch.add(a, b, out=total)
-        torch.sub(total, a, out=other)
-        b -= other
-        a -= torch.sub(total, other, out=other)
-        lost += torch.sum(a.add_(b), 0, out=found)
+        torch.sub(total, a, out=back)
+        b -= back
+        a -= torch.sub(total, back, out=back)
+        lost += torch.sum(a.add_(b), 0, out=errors)
         a.copy_(total)
         if count % 2:
             terms[half] = terms[count - 1]

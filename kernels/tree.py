@@ -7,7 +7,8 @@ multiplied when, and where results lie, is the business of `order`; what two nod
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +63,8 @@ class Product(NamedTuple):
         """The logarithms (g, c, c)."""
         high, *lost = self.offset.unbind(0)
         # what the offset has beyond the dtype goes to the smaller summand
-        rest = (lost[0] if lost else high - high.to(dtype)).nan_to_num(0.0, 0.0, 0.0)
-        return (self.values + rest.to(self.values.dtype)[:, None, None]).add_(high[:, None, None]).to(dtype)
+        low = (lost[0] if lost else high - high.to(dtype)).nan_to_num(0.0, 0.0, 0.0)
+        return (self.values + low.to(self.values.dtype)[:, None, None]).add_(high[:, None, None]).to(dtype)
 
 
 class Arithmetic:
@@ -105,8 +106,8 @@ class Arithmetic:
         """The nodes become what they mean, logarithms with their offsets, in their own memory."""
         offset, *lost = nodes.offset.unbind(-1)
         high = offset.to(nodes.values.dtype)
-        rest = (lost[0] if lost else offset - high).nan_to_num(0.0, 0.0, 0.0).to(nodes.values.dtype)
-        nodes.values.add_(rest[..., None, None]).add_(high[..., None, None])
+        low = (lost[0] if lost else offset - high).nan_to_num(0.0, 0.0, 0.0).to(nodes.values.dtype)
+        nodes.values.add_(low[..., None, None]).add_(high[..., None, None])
 
     def _add_offsets(self, left: Nodes, right: Nodes, tops: list[Tensor], out: Nodes) -> None:
         """The offset of a product: those of the operands and their tops; -inf where nothing is possible."""
@@ -219,6 +220,11 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
     into[:, 0].masked_fill_(stack[:, 0] == -torch.inf, 0.0)
 
 
+def doors(kind: type[Arithmetic]) -> list[Any]:
+    """The functions of this file by the arithmetic of a room, as `kernels.stack_kernels` offers them."""
+    return [partial(f, kind) for f in (product, write_product, product_gradient, prefixes, prefixes_gradient, Kept)]
+
+
 def blocks(nodes: int, g: int, p: int) -> Iterator[tuple[slice, slice]]:
     """Sets and slots of g sets of p nodes, about so many nodes at a time."""
     slots = max(1, min(p, nodes))
@@ -235,10 +241,10 @@ def parts(dtype: torch.dtype) -> int:
 
 def two_sum(total: Tensor, term: Tensor, room: Tensor) -> None:
     """Add to the first part of `total` (2, g, p), and to the second what rounding took (D. E. Knuth's two-sum)."""
-    (high, low), (result, back, other) = total, room
+    (high, low), (result, back, error) = total, room
     torch.sub(torch.add(high, term, out=result), high, out=back)
-    low.add_(torch.sub(term, back, out=other))
-    low.add_(high.sub_(torch.sub(result, back, out=other)))
+    low.add_(torch.sub(term, back, out=error))
+    low.add_(high.sub_(torch.sub(result, back, out=error)))
     high.copy_(result)
 
 

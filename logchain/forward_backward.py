@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .arguments import Lengths, check_question
+from .arguments import Lengths, check_flag, check_question
 from .autograd.chain_operators import short_of
 from .autograd.messages import messages
 from .operands import differentiated
+from .schedules.packed import Packed, PackedChain
 
 
 class Messages(NamedTuple):
@@ -25,6 +26,7 @@ def forward_backward(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Messages:
     r"""The log-weights of all paths up to a state, and of all paths on from it.
 
@@ -42,6 +44,8 @@ def forward_backward(
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: how many variables each sequence has.
+        cu_seqlens: sequences one behind the other, as in `logchain.product`: messages are `[total, c]`, and
+            log-partitions `[n]`.
 
     Returns:
         `Messages(forward [*B, v, c], backward [*B, v, c], log_norm [*B])`, natural logarithms, in float64 if an operand
@@ -73,9 +77,20 @@ def forward_backward(
             [1., 1.],
             [1., 1.]]), tensor(0.6931))
     """
-    if lengths is None and not differentiated(x, bulk, p0):
+    if lengths is None and cu_seqlens is None and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params)
         if short is not None:
             return Messages(*short.messages(x, bulk, p0))
+    if cu_seqlens is not None:
+        check_flag("log_params", log_params)
+        return _packed_messages(Packed(x, bulk, p0, cu_seqlens, lengths), log_params)
     ends = check_question(x, bulk, p0, log_params, lengths)
     return Messages(*messages(x, bulk, p0, ends, log_params))
+
+
+def _packed_messages(packed: Packed, log_params: bool) -> Messages:
+    if packed.in_place and not differentiated(packed.x, packed.bulk, packed.p0):
+        return Messages(*PackedChain(packed, log_params).messages())
+    parts = [Messages(*messages(*piece, log_params)) for piece in packed]
+    ahead, behind = (packed.by_row([part[side] for part in parts]) for side in range(2))
+    return Messages(ahead, behind, packed.by_sequence([part.log_norm for part in parts]))

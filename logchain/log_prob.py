@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import Lengths, check_question
-from .autograd.chain import log_norm
+from .arguments import Lengths, check_flag, check_question
+from .autograd.chain import log_norm, packed_log_norm
 from .autograd.operator import operator
-from .autograd.paths import log_weight
+from .autograd.paths import log_weight, packed_log_weight
 from .operands import arithmetic_dtype
+from .schedules.packed import Packed
 
 
 def log_prob(
@@ -21,6 +22,7 @@ def log_prob(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     r"""`log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i) - log_norm` for paths `z`: their posterior.
 
@@ -37,6 +39,8 @@ def log_prob(
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
             sequence has.
+        cu_seqlens: sequences one behind the other, as in `logchain.product`: paths are `[*S, total]`, and the result
+            `[*S, n]`.
 
     Returns:
         `[*S, *B]`, natural logarithm; float64 if an operand is, otherwise float32. Exactly -inf, with gradient 0, where
@@ -62,22 +66,26 @@ def log_prob(
     >>> log_prob(x, bulk, torch.tensor([0.5, 0.5]), paths).exp()
     tensor([0.4050, 0.0450, 0.0000])
     """
-    ends = check_question(x, bulk, p0, log_params, lengths)
-    _check_states(states, x)
-    states = states.to(torch.int64)
-    if ends is not None:
-        states = torch.where(torch.arange(x.shape[-2], device=x.device) < ends[..., None], states, -1)
-    states = _checked(states, x.shape[-1])
-    weight = log_weight(x, bulk, p0, states, ends, log_params)  # [*S, *B]
-    norm = log_norm(x, bulk, p0, ends, log_params)
+    if cu_seqlens is not None:
+        check_flag("log_params", log_params)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        states = _checked(_integers(states, x), x.shape[-1])
+        weight, norm = packed_log_weight(packed, states, log_params), packed_log_norm(packed, log_params)  # [*S, n]
+    else:
+        ends = check_question(x, bulk, p0, log_params, lengths)
+        states = _integers(states, x)
+        if ends is not None:
+            states = torch.where(torch.arange(x.shape[-2], device=x.device) < ends[..., None], states, -1)
+        states = _checked(states, x.shape[-1])
+        weight, norm = log_weight(x, bulk, p0, states, ends, log_params), log_norm(x, bulk, p0, ends, log_params)
     # where the path is impossible the sequence may be so too: -inf - (-inf) is no NaN that was in the input
     lost = (weight == -torch.inf) & ~norm.isnan()
     result = torch.where(lost, -torch.inf, weight - norm)
     return result.to(arithmetic_dtype(x, bulk, p0))
 
 
-def _check_states(states: object, x: Tensor) -> None:
-    """Integers of shape [*S, *B, v]."""
+def _integers(states: object, x: Tensor) -> Tensor:
+    """States of shape [*S, *B, v] as int64."""
     if not isinstance(states, Tensor):
         raise TypeError(f"states: expected a torch.Tensor, got {type(states).__name__}")
     if states.is_floating_point() or states.is_complex() or states.dtype == torch.bool:
@@ -91,6 +99,7 @@ def _check_states(states: object, x: Tensor) -> None:
     if states.dim() < axes or list(states.shape[states.dim() - axes :]) != [*batch, v]:
         text = ", ".join(["...", *map(str, batch), str(v)])
         raise ValueError(f"states: expected shape [{text}] to go with x {list(x.shape)}, got {list(states.shape)}")
+    return states.to(torch.int64)
 
 
 def _check_values(states: Tensor, c: int) -> Tensor:

@@ -1,8 +1,8 @@
 """The operands of a chain as the kernels take them, and what is known of them before anything is computed."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,9 +11,6 @@ from .arguments import check_lengths
 from .kernels import on_gpu
 from .kernels.chain import Chain
 from .layout import Layout
-
-# the product of a weight up to here, or down to its reciprocal, with a posterior is good in float32
-_LARGE = 2.0**60
 
 # the mode in which `torch.autograd.grad(..., is_grads_batched=True)` maps
 _OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
@@ -60,18 +57,7 @@ def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (x.dtype, bulk.dtype, p0.dtype) else torch.float32
 
 
-def exceeds(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether weights of sequences are too large, or too small, for the posteriors of a narrower arithmetic.
-
-    A GPU is not waited for: there they are taken to be neither.
-    """
-    if weight.dtype == dtype or kernels.on_gpu(weight):
-        return False
-    size = np.abs(weight.resolve_neg().numpy())  # few numbers, for which torch's operators take longer
-    return bool(((size > _LARGE) | (size < 1 / _LARGE) & (size > 0)).any())
-
-
-def unwritten(operands: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def unwritten(operands: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the gradients of operands; an empty tensor for one that is not needed."""
     x, bulk, p0 = (
         torch.empty_like(operand, memory_format=torch.contiguous_format) if need else operand.new_empty(0)

@@ -197,14 +197,13 @@ def _estimate(size: Size, schedule: Schedule, place: Where) -> Estimate:
 
 
 def _checkpointed(planned: Plan, size: Size, place: Where, spacing: int, peak: int) -> Plan:
-    """The plan in float64, with one more forward pass before the backward pass, in the memory of a segment."""
-    wide = size._replace(item=8)
-    passes = [wide, *([wide._replace(gradients=False)] if size.gradients else [])]
-    work = sum((cost_counts.work(one, SEQUENTIAL) for one in passes), cost_counts.NOTHING)
+    """The plan with one more forward pass before the backward pass, in the memory of a segment."""
+    passes = [size, *([size._replace(gradients=False)] if size.gradients else [])]
+    work = sum((cost_counts.work(walk, SEQUENTIAL) for walk in passes), cost_counts.NOTHING)
     return replace(
         planned,
         **work._asdict(),
-        seconds=sum(choose.seconds(one, SEQUENTIAL, place.constants) for one in passes),
+        seconds=sum(choose.seconds(walk, SEQUENTIAL, place.constants) for walk in passes),
         peak_forward=peak,
         peak_backward=peak if size.gradients else None,
         alternatives=(),

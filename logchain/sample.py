@@ -105,12 +105,11 @@ def _sample(
 
 def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """States of a shape that the kernels take, drawn by as many numbers in their memory."""
-    kept, _ = kernels.chain_kernels(chain.x).forward(chain, keep=chain.room(chain.v))
-    report_chains(kept.redone)
+    residuals, _ = kernels.chain_kernels(chain.x).forward(chain, keep=chain.room(chain.v))
+    report_chains(residuals.redone)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)
-    logs = None if kept.all_logs else kept.redone
-    kernels.draw_kernels(chain.x).draw(chain, kept.log_norm, kept.messages, logs, states)
+    kernels.draw_kernels(chain.x).draw(chain, residuals, states)
     return states
 
 

@@ -9,12 +9,12 @@ from .arguments import Lengths, check_flag, check_tensor, check_values
 from .operands import arithmetic_dtype, differentiated, is_plain
 from .rescues import report_chains
 from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms
-from .streams.block import Room
 from .streams.filter import filtered
 from .streams.lag import at_the_end, passed
 from .streams.paths import Survivors, ended, extended, settled
-from .streams.piece import Given, Piece, logs, only_used
+from .streams.piece import Carried, Piece, RawPiece, logs, only_used
 from .streams.state import State
+from .streams.stretch import Calls
 
 
 class StreamUpdate(NamedTuple):
@@ -114,7 +114,7 @@ class Stream:
         self._log_params, self._lag, self._viterbi = log_params, lag, viterbi
         self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
         self._state: State | None = None
-        self._room = Room()
+        self._calls = Calls()
         # pieces are filtered, and nothing else is done with them
         self._filters = bulk is not None and not (lag or viterbi or validate)
 
@@ -122,13 +122,13 @@ class Stream:
     def log_norm(self) -> Tensor:
         """The log-partition `[*B]` of all so far, in nats; 0 for a sequence without a variable."""
         state = self._begun()
-        return (state.total + state.lost).to(self._result_dtype(state))
+        return (state.carried.total + state.carried.lost).to(self._result_dtype(state))
 
     @property
     def filtered(self) -> Tensor:
         """The posterior `[*B, c]` of each sequence's newest state given all so far; 0 where there is none."""
         state = self._begun()
-        return state.message.exp().to(self._result_dtype(state))
+        return state.carried.message.exp().to(self._result_dtype(state))
 
     def update(
         self, x_piece: Tensor, bulk_piece: Tensor | None = None, *, lengths: Lengths | None = None
@@ -166,41 +166,37 @@ class Stream:
         state = state._replace(double=state.double or arithmetic_dtype(x, bulk, self._p0) == torch.float64)
         running = state.running and ends is None
         counts = None if running else active_counts(ends, state.over, k)
-        given = Given(
-            x, bulk, self._p0, bulk_piece is None, state.fresh, state.unlinked, running, counts, self._log_params,
-            state.number,
-        )  # fmt: skip
-        piece = given.logs(each=self._lag > 0) if self._lag or self._viterbi or self._validate else None
+        raw = RawPiece(
+            x, bulk, self._p0, bulk_piece is None, state.fresh, state.unlinked, running, counts, self._log_params
+        )
+        piece = raw.logs(each=self._lag > 0) if self._lag or self._viterbi or self._validate else None
         if self._validate:
             assert piece is not None
             self._check_values(piece, x, bulk)
         dtype = self._result_dtype(state) if self._filtered else None
-        found = filtered(given, state[:3], dtype, piece if self._lag else None, self._room)
-        total, over = found.total, state.over
+        carried, posteriors, messages = filtered(raw, state.carried, dtype, piece if self._lag else None, self._calls)
+        over = state.over
         if ends is not None:
             wrong = (ends < 0) | (ends > k)  # of a device whose values are not looked at
-            total, over = total.masked_fill(wrong, torch.nan), over | (ends < k)
+            carried, over = carried._replace(total=carried.total.masked_fill(wrong, torch.nan)), over | (ends < k)
         state = state._replace(
-            message=found.message,
-            total=total,
-            lost=found.lost,
-            fresh=state.fresh if running else given.still_fresh(),
+            carried=carried,
+            fresh=state.fresh if running else raw.still_fresh(),
             over=over,
             unlinked=state.unlinked and k == 0,
             running=running or (counts is None and k > 0),
-            number=state.number + k,
         )
         ready = states = None
         if self._viterbi:
             assert piece is not None
             with torch.no_grad():
-                states, survivors = settled(extended(state.survivors or Survivors.none(found.message), piece))
+                states, survivors = settled(extended(state.survivors or Survivors.none(carried.message), piece))
             state = state._replace(survivors=survivors)
         if self._lag:
-            assert piece is not None and found.messages is not None
-            ready, window = passed(state.window, piece, found.messages, self._bulk is not None, self._lag)
+            assert piece is not None and messages is not None
+            ready, window = passed(state.window, piece, messages, self._bulk is not None, self._lag)
             state = state._replace(window=window)
-        return self._to(state, found.posteriors, ready, states)
+        return self._to(state, posteriors, ready, states)
 
     def _repeated(self, x: Tensor, bulk_piece: Tensor | None, lengths: Lengths | None) -> StreamUpdate | None:
         """What `update` returns after a piece like the last ones, by one call of the library; None if more is to do.
@@ -211,16 +207,16 @@ class Stream:
         state = self._state
         if state is None or not state.running or bulk_piece is not None or lengths is not None or not self._filters:
             return None
-        if not is_plain((x,)) or differentiated(x, self._bulk, self._p0, state.message):
+        if not is_plain((x,)) or differentiated(x, self._bulk, self._p0, state.carried.message):
             return None
-        repeated, dtype = self._room.repeated(x), self._result_dtype(state)
+        repeated, dtype = self._calls.repeated(x), self._result_dtype(state)
         if repeated is None or dtype != x.dtype:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
-        (message, total, lost), log_norm, redone = repeated.forward(x, state[:3], shares)
+        after, log_norm, redone = repeated.forward(x, state.carried, shares)
         if redone:
             report_chains(redone)
-        self._state = state._replace(message=message, total=total, lost=lost, number=state.number + x.shape[-2])
+        self._state = state._replace(carried=Carried(*after))
         return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:
@@ -229,12 +225,13 @@ class Stream:
         `reset` starts them anew.
         """
         state = self._begun()
-        empty, ready, states = state.message[..., None, :][..., :0, :], None, None
+        message, ready, states = state.carried.message, None, None
+        empty = message[..., None, :][..., :0, :]
         if self._lag:
-            own = None if self._bulk is None else logs(self._bulk, self._log_params)
-            ready = empty if state.window is None else at_the_end(state.window, own, self._lag)
+            matrix = None if self._bulk is None else logs(self._bulk, self._log_params)
+            ready = empty if state.window is None else at_the_end(state.window, matrix, self._lag)
         if self._viterbi:
-            states, survivors = ended(state.survivors or Survivors.none(state.message))
+            states, survivors = ended(state.survivors or Survivors.none(message))
             state = state._replace(survivors=survivors)
         state = state._replace(over=torch.ones_like(state.over), running=False, window=None)
         return self._to(state, empty.to(self._result_dtype(state)) if self._filtered else None, ready, states)
@@ -284,7 +281,7 @@ class Stream:
         ready = None if ready is None else ready.to(self._result_dtype(state))
         return StreamUpdate(self.log_norm, posteriors, ready, states)
 
-    def _check_values(self, piece: Piece, x: Tensor, given: Tensor) -> None:
-        """No NaN, no +inf and no negative probability in what has influence."""
-        bulk = given if given is self._bulk else only_used(given, piece.linked)
+    def _check_values(self, piece: Piece, x: Tensor, bulk: Tensor) -> None:
+        """Raise for NaN, +inf or a negative probability in what has influence."""
+        bulk = bulk if bulk is self._bulk else only_used(bulk, piece.linked)
         check_values(torch.where(piece.active[..., None], x, 0.0), bulk, self._p0, self._log_params, None)

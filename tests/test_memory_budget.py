@@ -58,6 +58,16 @@ def test_the_smallest_budget_is_kept_and_one_byte_less_refused(case):
     assert peak_of(leaves, budget + 1000) <= budget + 1000
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["one matrix", "each step"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_bytes_of_segments_are_those_that_are_measured(dtype, own):
+    leaves = leaves_of(600, n=20, c=8, own=own, dtype=torch.float32)
+    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+    for every in (16, 60, 300):
+        peak = peak_bytes(partial(run_with, leaves, every))
+        assert peak <= budgets.Sizes.of(*leaves).checkpointed(every) <= 1.5 * peak
+
+
 def test_gradients_of_matrices_are_written_where_they_are_returned():
     leaves = leaves_of(120, n=2, c=30, own=True)
     for every in (9, 40):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -151,6 +152,55 @@ def test_viterbi(shared):
     torch.testing.assert_close(found.score, torch.stack([part.score for part in parts]))
 
 
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+@pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
+def test_forward_backward(shared, log, gradients):
+    """Also of sequences that are far apart or impossible, and where one has NaN behind it."""
+    operands, cu_seqlens = packed(shared)
+    with torch.no_grad():
+        x, bulk, _ = operands
+        x[8:17] *= 4000
+        x[5] = -torch.inf
+        x[-1] = float("nan")
+        bulk[:, 0, 1:] = -torch.inf if log else 0
+    operands = [operand.detach().requires_grad_(gradients) for operand in operands]
+    found = logchain.forward_backward(*operands, cu_seqlens=cu_seqlens, log_params=log)
+    parts = [logchain.forward_backward(*one, log_params=log) for one in alone(operands, cu_seqlens, shared)]
+    expected = [join([part[i] for part in parts]) for i, join in enumerate((torch.cat, torch.cat, torch.stack))]
+    for value, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-13, atol=1e-12, equal_nan=True)
+    if gradients:
+        sums = [sum(part.nan_to_num(0, 0, 0).cos().sum() for part in parts) for parts in (found, expected)]
+        for value, truth in zip(*(torch.autograd.grad(total, operands) for total in sums), strict=True):
+            torch.testing.assert_close(value, truth, rtol=1e-11, atol=1e-11, equal_nan=True)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+def test_log_prob(shared, log):
+    """Of several paths at once; one that holds no state, and one through a zero, are impossible."""
+    operands, cu_seqlens = packed(shared)
+    states = torch.randint(0, 4, (3, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    states[0, 5], states[1, 3] = -1, 2
+    with torch.no_grad():
+        operands[0][3, 2] = -torch.inf
+    found = logchain.log_prob(*operands, states, cu_seqlens=cu_seqlens, log_params=log)
+    paths = states.split(LENGTHS, -1)
+    each = [
+        logchain.log_prob(*one, path, log_params=log)
+        for one, path in zip(alone(operands, cu_seqlens, shared), paths, strict=True)
+    ]
+    expected = torch.stack(each, -1)
+    assert found[0, 2] == found[1, 1] == -torch.inf
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    sums = [value.masked_fill(value == -torch.inf, 0.0).cos().sum() for value in (found, expected)]
+    for value, truth in zip(*(torch.autograd.grad(total, operands) for total in sums), strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-11, atol=1e-11)
+    with pytest.raises(ValueError, match=r"states: expected shape \[\.\.\., 54\]"):
+        logchain.log_prob(*operands, states[..., 1:], cu_seqlens=cu_seqlens, log_params=log)
+
+
 def test_one_sequence_does_not_reach_another():
     operands, cu_seqlens = packed(True)
     x = operands[0].detach().clone()
@@ -170,7 +220,8 @@ def test_padding_is_bounded():
 
 def test_wrong_arguments():
     (x, bulk, p0), cu_seqlens = packed(True)
-    for function in (logchain.product, logchain.marginals, logchain.viterbi):
+    log_prob = partial(logchain.log_prob, states=torch.zeros(len(x), dtype=torch.int64))
+    for function in (logchain.product, logchain.marginals, logchain.viterbi, logchain.forward_backward, log_prob):
         with pytest.raises(ValueError, match="cu_seqlens: expected rising integers from 0 to 54"):
             function(x, bulk, p0, cu_seqlens=cu_seqlens[:-1])
         with pytest.raises(ValueError, match="cu_seqlens: expected rising integers"):

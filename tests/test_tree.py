@@ -16,6 +16,7 @@ from logchain.autograd import tree_operators
 from logchain.kernels import order
 from logchain.kernels.plain import product as plain
 from logchain.memory import peak_bytes
+from logchain.operands import Operands
 from logchain.schedules import tree_leaves
 from tests.contract import (
     assert_contract,
@@ -39,7 +40,7 @@ def cut(request, monkeypatch):
 
 
 def test_few_transitions_of_few_sequences_are_pieces(cut):
-    leaves = tree_leaves.Leaves(*dense(F32)[:3], None, False)
+    leaves = tree_leaves.Leaves(Operands(*dense(F32)[:3], None, False))
     blocks = sum(len(members) for _, members in leaves.cut.blocks(leaves.g, leaves.m))
     many = cut == "pieces"
     assert (len(leaves.cut.pieces(17)) > 3) == many and (blocks > 2) == many

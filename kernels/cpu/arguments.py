@@ -58,6 +58,12 @@ def function(name: str, dtype: torch.dtype) -> Any:
     return found
 
 
+def scratch(m: int, c: int, dtype: torch.dtype, one_matrix: bool) -> int:
+    """Bytes of scratch that a thread takes forward and backward, for m sequences of each set of matrices."""
+    arguments = Arguments(members=m, states=c, one_matrix=one_matrix)
+    return max(int(function(room, dtype)(ctypes.byref(arguments))) for room in ("room", "redo_room")) + 128
+
+
 class Call:
     """The arguments of a chain, with the tensors that they point to.
 

@@ -4,18 +4,19 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
+from ..message import Kept
 from .arguments import Call, shared
 
 # states of so many draws go back together: DRAWS of c/sample.h
 _DRAWS = 512
 
 
-def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None, states: Tensor) -> None:
+def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     """See `kernels.plain.sample`; sequences one behind the other have their states (draws, steps) so too."""
     count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
-    logs = torch.ones_like(log_norm, dtype=torch.uint8) if redone is None else redone.to(torch.uint8)
+    logs = torch.ones_like(kept.log_norm, dtype=torch.uint8) if kept.all_logs else kept.redone.to(torch.uint8)
     call = Call(chain)
-    call.point(paths=states, messages=messages, log_norm=log_norm.contiguous(), lossy=logs)
+    call.point(paths=states, messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=logs)
     call.set(path_steps=states.shape[-1], path_rank=states.stride(0), ranks=count)
     if chain.starts is None:
         call.set(path_sequence=states.stride(2))

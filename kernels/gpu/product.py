@@ -5,7 +5,6 @@ Up to c = 64, where a product of two is bound by memory, segments of a stack are
 """
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,9 +75,4 @@ class Arithmetic(tree.Arithmetic):
             grad_a.add_(grad)
 
 
-product = partial(tree.product, Arithmetic)
-write_product = partial(tree.write_product, Arithmetic)
-product_gradient = partial(tree.product_gradient, Arithmetic)
-prefixes = partial(tree.prefixes, Arithmetic)
-prefixes_gradient = partial(tree.prefixes_gradient, Arithmetic)
-Kept = partial(tree.Kept, Arithmetic)
+product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.doors(Arithmetic)

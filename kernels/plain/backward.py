@@ -56,20 +56,20 @@ def backward(
             behind = torch.where(chain.last[step], last, behind)
             alive = ~chain.ended[step]
             share = weight.masked_fill(~alive, 0.0)
-        posterior = (torch.softmax(_logs(kept, step + head) + behind, -1) * share).masked_fill(share == 0, 0.0)
+        posterior = (torch.softmax(kept.logs(step + head) + behind, -1) * share).masked_fill(share == 0, 0.0)
         if grad_x is not None:
             grad_x[step] = posterior.view(grad_x.shape[1:])
         if step + head == 0:
             break
         x, (matrix, _) = potentials(chain, step)[0], transitions(chain, step, head)
         if grad_bulk is not None:
-            before = _logs(kept, step - 1 + head).masked_fill(share == 0, -math.inf)
-            found = log_matmul.backward(posterior, before, matrix, False, True, torch.float64)[1]
-            assert found is not None
+            before = kept.logs(step - 1 + head).masked_fill(share == 0, -math.inf)
+            into_step = log_matmul.backward(posterior, before, matrix, False, True, torch.float64)[1]
+            assert into_step is not None
             if len(chain.bulk) == 1:
-                counts += found
+                counts += into_step
             else:
-                grad_bulk[step - 1 + head] = _gradient(chain, found, chain.bulk[step - 1 + head])
+                grad_bulk[step - 1 + head] = _gradient(chain, into_step, chain.bulk[step - 1 + head])
         earlier = shifted(log_matmul.forward(x + behind, matrix.mT, torch.float64)[0])[0]
         behind = earlier if alive is None else torch.where(alive, earlier, last)
     if grad_bulk is not None and len(chain.bulk) == 1:
@@ -77,12 +77,6 @@ def backward(
     if kept.entered:
         return behind.masked_fill(weight == 0, 0.0)
     return _gradient(chain, posterior.view(*chain.lead, c), chain.p0.expand(*chain.lead, c))
-
-
-def _logs(kept: Kept, step: int) -> Tensor:
-    """A kept message as logarithms (g, m, c)."""
-    message = kept.messages[step].double()
-    return torch.where(kept.redone[..., None], message, message.log())
 
 
 def _gradient(chain: Chain, counts: Tensor, weights: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ def forward(
         else:
             matrix, top = transitions(chain, step, head)
             message = log_matmul.forward(message, matrix, torch.float64)[0]
-        message, taken = shifted(message + x)
-        terms = torch.stack([scale[0], *(term[..., 0].expand(grid[:2]) for term in (*tops, top, taken))])
+        message, last_top = shifted(message + x)
+        terms = torch.stack([scale[0], *(term[..., 0].expand(grid[:2]) for term in (*tops, top, last_top))])
         if chain.ended is not None:  # the last message stays
             message = torch.where(chain.ended[step], before, message)
             terms[1:].masked_fill_(chain.ended[step][..., 0], 0.0)
@@ -55,15 +55,15 @@ def forward(
         redone |= ((message > -math.inf) & (message < deepest)).any(-1)
         if keep is not None:
             keep[step + head] = message if chain.ended is None else message.masked_fill(chain.ended[step], -math.inf)
-    for kept in keep[: chain.v + head] if keep is not None else ():
-        kept.copy_(torch.where(redone[..., None], kept, kept.exp()))
+    for logs in keep[: chain.v + head] if keep is not None else ():
+        logs.copy_(torch.where(redone[..., None], logs, logs.exp()))
     values, total = normalised(message)
     scale = torch.stack(exact_sum(torch.stack([scale[0], total, scale[1]])))
     leaving = Message(values, scale)
     if entering is not None and chain.ends is not None:
         leaving = where_moved(chain.ends[..., 0] > 0, leaving, entering)
-    kept = Kept(scale.sum(0), chain.new(0) if keep is None else keep, redone, entering is not None)
-    return kept, leaving if leave else None
+    residuals = Kept(scale.sum(0), chain.new(0) if keep is None else keep, redone, entering is not None)
+    return residuals, leaving if leave else None
 
 
 def _begun(chain: Chain, entering: Message | None) -> tuple[Tensor, Tensor]:

@@ -101,10 +101,10 @@ def second(
         for z, i, j in t.rescues:
             shares = torch.softmax(pairs(t, z, i, j), -1)
             u = (along_a[z, i] + along_b[z, :, j]).double().sub_(mean[z, i, j, None])
-            some = u.mul_(weight[z, i, j, None])
+            terms = u.mul_(weight[z, i, j, None])
             if along_weight is not None:
-                some += along_weight[z, i, j, None]
-            _scatter(shares.mul_(some), part_a, part_b, z, i, j)
+                terms += along_weight[z, i, j, None]
+            _scatter(shares.mul_(terms), part_a, part_b, z, i, j)
         t.put_joint(mean, into)
         t.put_left(part_a, into_a)
         t.put_right(part_b, into_b)

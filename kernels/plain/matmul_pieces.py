@@ -206,22 +206,22 @@ def _piece(
 def _cuts(sets: Sequence[int], rows: Sequence[int], columns: Sequence[int], k: int) -> Iterator[_Cut]:
     """Many small sets at a time; a large one in pieces of its rows and columns."""
     m, n = math.prod(rows), math.prod(columns)
-    each = m * k + k * n + m * n
-    entries = max(_ENTRIES, math.prod(sets) * each // _PART)
-    at_once = max(1, entries // each)
+    set_entries = m * k + k * n + m * n
+    entries = max(_ENTRIES, math.prod(sets) * set_entries // _PART)
+    at_once = max(1, entries // set_entries)
     most = [m, n]
-    if each > entries:
-        kept = min(m, n, max(_KEPT, entries // (2 * k)))
-        passing = max(_PASSING, (entries - k * kept) // (k + kept))
-        most = [kept, passing] if m < n else [passing, kept]
+    if set_entries > entries:
+        held = min(m, n, max(_KEPT, entries // (2 * k)))
+        passing = max(_PASSING, (entries - k * held) // (k + held))
+        most = [held, passing] if m < n else [passing, held]
     row_cuts, column_cuts = _parts(rows, most[0]), _parts(columns, most[1])
-    # the exponentials of the side that is kept are those of the outer loop
+    # the exponentials of the side that is held are those of the outer loop
     order = (
         [(i, j) for i in row_cuts for j in column_cuts] if m < n else [(i, j) for j in column_cuts for i in row_cuts]
     )
-    for some in _parts(sets, at_once):
+    for z in _parts(sets, at_once):
         for i, j in order:
-            left, right, joint = (*some, *i), (*some, slice(None), *j), (*some, *i, *j)
+            left, right, joint = (*z, *i), (*z, slice(None), *j), (*z, *i, *j)
             yield _Cut(left, right, joint, j is column_cuts[0], i is row_cuts[0])
 
 
@@ -233,8 +233,8 @@ def _parts(sizes: Sequence[int], most: int) -> list[Slices]:
         return []
     inner = math.prod(sizes[1:])
     step = -(-sizes[0] // -(-sizes[0] // max(1, most // inner)))
-    rest = _parts(sizes[1:], most)
-    return [(slice(start, start + step), *part) for start in range(0, sizes[0], step) for part in rest]
+    inner_parts = _parts(sizes[1:], most)
+    return [(slice(start, start + step), *part) for start in range(0, sizes[0], step) for part in inner_parts]
 
 
 def _exponentials(t: Tensor, axis: int) -> tuple[Tensor, Tensor]:

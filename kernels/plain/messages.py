@@ -33,11 +33,11 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     matmul = log_matmul_kernels(chain.x)
     ahead = forward_messages(chain, matmul)
     log_norm = ahead.log_norm()
-    for relative, out in ((ahead, forward), (backward_messages(chain, matmul), backward)):
+    for relative, into in ((ahead, forward), (backward_messages(chain, matmul), backward)):
         logs = relative.absolute()
         if chain.ended is not None:
             logs.masked_fill_(chain.ended, -math.inf)
-        out.copy_(logs.view(chain.v, *chain.lead, chain.c))
+        into.copy_(logs.view(chain.v, *chain.lead, chain.c))
     return log_norm
 
 
@@ -91,11 +91,11 @@ class Steps:
             return self._held
         raw = chain.bulk[self.index(step)].reshape(chain.g, chain.c, chain.c).double()
         logs = raw if chain.log_params else raw.log()
-        one = len(chain.bulk) == 1
-        alive = self.alive(1 if one else step)
+        one_matrix = len(chain.bulk) == 1
+        alive = self.alive(1 if one_matrix else step)
         if alive is not None:
             logs = torch.where(alive.any(1, keepdim=True), logs, 0.0)
-        if one:
+        if one_matrix:
             self._held = logs
         return logs
 
@@ -124,7 +124,7 @@ class Messages(NamedTuple):
 
     relative: Tensor
     offset: Tensor
-    rest: Tensor
+    lost: Tensor
 
     @classmethod
     def new(cls, chain: Chain) -> "Messages":
@@ -133,27 +133,27 @@ class Messages(NamedTuple):
         new = chain.x.new_empty
         return cls(*(new((*shape, last), dtype=torch.float64) for last in (chain.c, 1, 1)))
 
-    def write(self, step: int, message: Tensor, *taken: Tensor, before: int | None) -> Tensor:
-        """Put a message there, whose offset is that of the step `before` and what was taken; return it."""
+    def write(self, step: int, message: Tensor, *shifts: Tensor, before: int | None) -> Tensor:
+        """Put a message there, whose offset is that of the step `before` and its shifts; return it."""
         top = _top(message)
         if before is None:
-            offset, rest = torch.zeros_like(top), torch.zeros_like(top)
+            offset, lost = torch.zeros_like(top), torch.zeros_like(top)
         else:
-            offset, rest = self.offset[before], self.rest[before]
-        for term in (*taken, top):
+            offset, lost = self.offset[before], self.lost[before]
+        for term in (*shifts, top):
             total = offset + term
             back = total - offset
-            offset, rest = total, rest + ((offset - (total - back)) + (term - back))
-        self.offset[step], self.rest[step] = offset, rest
+            offset, lost = total, lost + ((offset - (total - back)) + (term - back))
+        self.offset[step], self.lost[step] = offset, lost
         return torch.sub(message, top, out=self.relative[step])
 
     def absolute(self) -> Tensor:
         """Natural logarithms; overwrites the relative ones."""
-        return self.relative.add_(self.rest).add_(self.offset)
+        return self.relative.add_(self.lost).add_(self.offset)
 
     def log_norm(self) -> Tensor:
         """The log-partition (g, m), of forward messages."""
-        return (torch.logsumexp(self.relative[-1], -1, keepdim=True) + self.rest[-1] + self.offset[-1])[..., 0]
+        return (torch.logsumexp(self.relative[-1], -1, keepdim=True) + self.lost[-1] + self.offset[-1])[..., 0]
 
 
 def forward_messages(chain: Chain, matmul: ModuleType) -> Messages:
@@ -281,8 +281,8 @@ def _top(message: Tensor) -> Tensor:
 
 def _there(steps: Steps, step: int, message: Tensor) -> Tensor:
     alive = steps.alive(step)
-    some = message != -math.inf
-    return some if alive is None else some & alive
+    possible = message != -math.inf
+    return possible if alive is None else possible & alive
 
 
 def _alive(steps: Steps, step: int, values: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Products of stacks of matrices of logarithms on a tree, each pair of nodes by `matmul` in float64."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -46,9 +44,4 @@ class Arithmetic(tree.Arithmetic):
         return list(blocks(max(1, _HELD // c**2), g, p))
 
 
-product = partial(tree.product, Arithmetic)
-write_product = partial(tree.write_product, Arithmetic)
-product_gradient = partial(tree.product_gradient, Arithmetic)
-prefixes = partial(tree.prefixes, Arithmetic)
-prefixes_gradient = partial(tree.prefixes_gradient, Arithmetic)
-Kept = partial(tree.Kept, Arithmetic)
+product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.doors(Arithmetic)

@@ -3,7 +3,7 @@
     z_{v-1} ~ a_{v-1}        z_{i-1} ~ a_{i-1}(k) P_i(k, z_i)
 
 A state is the first whose cumulated weight reaches (1 - u) times the total, for a number u in [0, 1): never one of
-weight zero. Weights are exponentials of logarithms less the largest, in the dtype of the messages; u is float64.
+weight zero. Weights are exponentials of logarithms less the largest; they and u are float64.
 Source: S. L. Scott, "Bayesian methods for hidden Markov models", JASA 97 (2002): forward filtering, backward sampling.
 """
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
+from ..message import Kept
 from .semiring import log_weights
 from .viterbi import without_states
 
@@ -18,29 +19,27 @@ from .viterbi import without_states
 _WEIGHTS = 2**22
 
 
-def draw(chain: Chain, log_norm: Tensor, messages: Tensor, redone: Tensor | None, states: Tensor) -> None:
+def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     """Writes states (draws, g, m, steps) int64 over the numbers in [0, 1), float64, that lie in their memory.
 
-    `redone` (g, m) marks sequences whose messages (v, g, m, c) are logarithms; None: all are. A state is -1 behind the
-    end, and everywhere in a sequence whose `log_norm` (g, m) is not finite. The chain may be shorter than `steps`.
+    `kept` is what `forward` has kept of the chain. A state is -1 behind the end, and everywhere in a sequence whose
+    log-partition is not finite. The chain may be shorter than `steps`.
     """
     size = max(1, _WEIGHTS // (chain.g * chain.m * chain.c))
     for first in range(0, len(states), size):
-        _draw(chain, messages, redone, states[first : first + size])
+        _draw(chain, kept, states[first : first + size])
     states[..., chain.v :] = -1
-    without_states(chain, states, ~log_norm.isfinite())
+    without_states(chain, states, ~kept.log_norm.isfinite())
 
 
-def _draw(chain: Chain, messages: Tensor, redone: Tensor | None, states: Tensor) -> None:
+def _draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     g, c, numbers = chain.g, chain.c, states.view(torch.float64)
     sets, state = torch.arange(g, device=states.device)[:, None], torch.empty(0)
     for step in reversed(range(chain.v)):
-        terms = messages[step]
-        if redone is not None:
-            terms = torch.where(redone[..., None], terms, terms.log())
+        terms = kept.logs(step)
         if step + 1 < chain.v:
             matrix = chain.bulk[step if len(chain.bulk) > 1 else 0].reshape(g, c, c)
-            columns = log_weights(matrix.mT[sets, state], chain.log_params, chain.dtype)  # (draws, g, m, c)
+            columns = log_weights(matrix.mT[sets, state], chain.log_params, torch.float64)  # (draws, g, m, c)
             terms = terms + columns if chain.last is None else torch.where(chain.last[step], terms, terms + columns)
         weights = (terms - terms.amax(-1, keepdim=True)).exp_().expand(len(states), *terms.shape[-3:])
         sums = weights.cumsum(-1).masked_fill_(weights == 0, 0.0)

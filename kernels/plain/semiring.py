@@ -43,11 +43,11 @@ def forward(chain: Chain, add: Add, *, messages: Tensor | None = None) -> Tensor
             if ended is not None:
                 potential = potential.masked_fill(ended, 0.0)
             potential, shift = shifted(potential)
-            after, taken = shifted(_step(message, logs, ended, add) + potential)
+            after, top = shifted(_step(message, logs, ended, add) + potential)
             if ended is not None:
-                after, taken = torch.where(ended, message, after), taken.masked_fill(ended, 0.0)
+                after, top = torch.where(ended, message, after), top.masked_fill(ended, 0.0)
             message = after
-            scale, lost = _add(*_add(scale, lost, shift), taken)
+            scale, lost = _add(*_add(scale, lost, shift), top)
         if messages is not None:
             messages[step] = message.detach()
     # what is not asked for has a gradient too, of 0
@@ -61,9 +61,9 @@ def start(chain: Chain) -> tuple[Tensor, Tensor, Tensor]:
     # the largest x is that of a state where one may start
     potential, shift = shifted(chain.x[0].double().masked_fill(weights == -math.inf, -math.inf))
     weights, first = shifted(weights)
-    message, taken = shifted((weights + potential).reshape(*grid(chain), chain.c))
+    message, top = shifted((weights + potential).reshape(*grid(chain), chain.c))
     scale, lost = _add(shift, torch.zeros_like(shift), first)
-    return message.to(chain.dtype), *_add(scale.reshape(taken.shape), lost.reshape(taken.shape), taken)
+    return message.to(chain.dtype), *_add(scale.reshape(top.shape), lost.reshape(top.shape), top)
 
 
 def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,8 +75,8 @@ def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
 
 def grid(chain: Chain) -> tuple[int, int]:
     """`g` and `m` of the chain, whose own properties `torch.compile` cannot trace."""
-    own = chain.bulk.dim() - 3
-    return math.prod(chain.bulk.shape[1 : 1 + own]), math.prod(chain.x.shape[1 + own : -1])
+    axes = chain.bulk.dim() - 3
+    return math.prod(chain.bulk.shape[1 : 1 + axes]), math.prod(chain.x.shape[1 + axes : -1])
 
 
 def maximum(terms: Tensor, dim: int) -> Tensor:
@@ -112,10 +112,10 @@ def _step(message: Tensor, logs: Tensor, ended: Tensor | None, add: Add) -> Tens
     for s in range(0, g, sets):
         parts = []
         for r in range(0, m, members):
-            some = message[s : s + sets, r : r + members, :, None]
+            column = message[s : s + sets, r : r + members, :, None]
             dead = None if ended is None else ended[s : s + sets, r : r + members]
             pieces = [logs[s : s + sets, None, :, j : j + columns] for j in range(0, c, columns)]
-            parts.append(torch.cat([_sum(some + piece, dead, add) for piece in pieces], -1))
+            parts.append(torch.cat([_sum(column + piece, dead, add) for piece in pieces], -1))
         rows.append(torch.cat(parts, 1))
     return torch.cat(rows)
 

@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.message import Kept as RoomKept
-from ..operands import Operands, arithmetic_dtype, differentiated, exceeds, is_plain
+from ..kernels.message import Kept
+from ..operands import Operands, differentiated, is_plain
 from ..rescues import report_chains
 from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
 from ..schedules.packed import Packed, PackedChain
 from . import chain_operators as operators
-from . import tangents as tangent_operators
-from .chain_functions import Along, Gradient, LogNorm, if_needed
-from .chain_operators import TREE
+from .chain_functions import Gradient, LogNorm, if_needed
+from .chain_operators import TREE, Gradients, Saved
 from .operator import apply, call
 
 __all__ = [
     "TREE",
-    "along",
     "forward",
     "gradient",
     "log_norm",
@@ -35,15 +33,6 @@ __all__ = [
 
 # which of x, bulk and p0 need a gradient
 Needs = tuple[bool, ...]
-
-
-class Kept(NamedTuple):
-    """The log-partition [*B] in float64, and what the operators keep: see `chain_operators`."""
-
-    log_norm: Tensor
-    messages: Tensor
-    following: Tensor
-    redone: Tensor
 
 
 def log_norm(
@@ -69,7 +58,7 @@ def log_norm(
         return value.to(dtype, copy=True)
     if keep:
         return _differentiable(operands, _ByOperators(segments, dtype))
-    return operators.log_norm_here(operands, False, segments)[0].to(dtype)
+    return operators.log_norm_here(operands, False, segments).log_norm.to(dtype)
 
 
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
@@ -107,9 +96,9 @@ def packed_log_norm(packed: Packed, log_params: bool) -> Tensor:
     return PackedChain(packed, log_params).forward(False).log_norm.view(-1)
 
 
-def forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool) -> Kept:
+def forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool) -> Saved:
     """The log-partition, and what its gradient needs."""
-    return Kept(*apply(LogNorm, operators.log_norm, x, bulk, p0, lengths, log_params, keep, 1))
+    return Saved(*apply(LogNorm, operators.log_norm, x, bulk, p0, lengths, log_params, keep, 1))
 
 
 def gradient(
@@ -118,36 +107,18 @@ def gradient(
     bulk: Tensor,
     p0: Tensor,
     lengths: Tensor | None,
-    kept: Kept,
+    saved: Saved,
     log_params: bool,
     by_log: bool,
     needs: Needs,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """The gradients of `sum(grad * log_norm)`; an empty tensor for one that is not needed.
 
     `by_log`: with respect to the logarithms of bulk and p0, though these be linear.
     """
-    arguments = grad, x, bulk, p0, lengths, *kept, log_params, by_log, *needs, 1
-    gradients: tuple[Tensor, Tensor, Tensor] = apply(Gradient, operators.log_norm_backward, *arguments)
+    arguments = grad, x, bulk, p0, lengths, *saved, log_params, by_log, *needs, 1
+    gradients: Gradients = apply(Gradient, operators.log_norm_backward, *arguments)
     return gradients
-
-
-def along(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    tangents: tuple[Tensor | None, Tensor | None, Tensor | None],
-    log_params: bool,
-    by_log: bool,
-) -> Tensor:
-    """The derivative of the log-partition along tangents of the operands [*B], in float64: a path's expected tangent.
-
-    `by_log`: the tangents are those of the logarithms of bulk and p0, though these be linear.
-    """
-    arguments = x, bulk, p0, lengths, *tangents, log_params, by_log
-    derivative: Tensor = apply(Along, tangent_operators.log_norm_along, *arguments)
-    return derivative
 
 
 class Schedule(Protocol):
@@ -156,7 +127,7 @@ class Schedule(Protocol):
     def forward(self, operands: Operands, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The log-partition [*B] in memory of its own, and what the gradient needs."""
 
-    def gradients(self, operands: Operands, kept: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
+    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
         """The gradients of `sum(grad * log_norm)`, None for one that is not needed."""
 
 
@@ -172,15 +143,15 @@ class LogPartition(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         x, bulk, p0, lengths, ctx.log_params, ctx.schedule = args
         value: Tensor
-        value, kept = ctx.schedule.forward(Operands(x, bulk, p0, lengths, ctx.log_params))
-        ctx.save_for_backward(x, bulk, p0, lengths, *kept)
+        value, saved = ctx.schedule.forward(Operands(x, bulk, p0, lengths, ctx.log_params))
+        ctx.save_for_backward(x, bulk, p0, lengths, *saved)
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, bulk, p0, lengths, *kept = ctx.saved_tensors
+        x, bulk, p0, lengths, *saved = ctx.saved_tensors
         operands = Operands(x, bulk, p0, lengths, ctx.log_params)
-        return *ctx.schedule.gradients(operands, kept, grad, ctx.needs_input_grad[:3]), None, None, None
+        return *ctx.schedule.gradients(operands, saved, grad, ctx.needs_input_grad[:3]), None, None, None
 
 
 class _ByOperators(NamedTuple):
@@ -190,12 +161,12 @@ class _ByOperators(NamedTuple):
     dtype: torch.dtype
 
     def forward(self, operands: Operands, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        kept = operators.log_norm_here(operands, keep, self.segments)
-        return kept[0].to(self.dtype, copy=True), kept
+        saved = operators.log_norm_here(operands, keep, self.segments)
+        return saved.log_norm.to(self.dtype, copy=True), saved
 
-    def gradients(self, operands: Operands, kept: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
+    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
         *tensors, log_params = operands
-        return if_needed(call(Gradient, grad, *tensors, *kept, log_params, False, *needs, self.segments), needs)
+        return if_needed(call(Gradient, grad, *tensors, *saved, log_params, False, *needs, self.segments), needs)
 
 
 class _ByShort(NamedTuple):
@@ -204,17 +175,17 @@ class _ByShort(NamedTuple):
     short: Any
 
     def forward(self, operands: Operands, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        value, kept, redone = self.short.value(*operands[:3], keep)
+        value, saved, redone = self.short.value(*operands[:3], keep)
         report_chains(redone)
-        return value, (kept,)
+        return value, (saved,)
 
-    def gradients(self, operands: Operands, kept: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
+    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
         x, bulk, p0, _, log_params = operands
         if not torch.is_grad_enabled() and is_plain((grad,)) and self.short.fits(x, bulk, p0):
-            gradients: tuple[Any, ...] = self.short.gradients(x, bulk, p0, kept[0], grad, needs)
+            gradients: tuple[Any, ...] = self.short.gradients(x, bulk, p0, saved[0], grad, needs)
             return gradients
-        norm, messages, redone = self.short.parts(kept[0], x)
-        parts = norm, messages, messages.new_empty(0), redone
+        norm, messages, redone = self.short.parts(saved[0], x)
+        parts = Saved(norm, messages, messages.new_empty(0), redone)
         return if_needed(call(Gradient, grad, x, bulk, p0, None, *parts, log_params, False, *needs, 1), needs)
 
 
@@ -229,8 +200,8 @@ class _ByCheckpoints(NamedTuple):
             value, checkpoints = Checkpoints(operands, self.every, self.progress).forward(keep)
         return value.clone(), (value, checkpoints)
 
-    def gradients(self, operands: Operands, kept: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-        log_norm, checkpoints = kept
+    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
+        log_norm, checkpoints = saved
 
         def compute(grad: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
             with kernels.arithmetic_on(grad):
@@ -254,22 +225,22 @@ class _Once(torch.autograd.Function):
 
 
 class _ByRows(NamedTuple):
-    """Packed sequences, walked where they lie; derivatives of gradients, and wide weights, by padded batches."""
+    """Packed sequences, walked where they lie; derivatives of gradients by padded batches."""
 
     packed: Packed
 
     def forward(self, operands: Operands, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        kept = PackedChain(self.packed, operands.log_params).forward(keep)
-        return kept.log_norm.flatten().clone(), kept[:3]
+        residuals = PackedChain(self.packed, operands.log_params).forward(keep)
+        return residuals.log_norm.flatten().clone(), residuals[:3]
 
-    def gradients(self, operands: Operands, kept: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
+    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
         x, bulk, p0, _, log_params = operands
         packed = self.packed.of(x, bulk, p0)
-        if torch.is_grad_enabled() or exceeds(grad, arithmetic_dtype(x, bulk, p0)):
+        if torch.is_grad_enabled():
             return _through_padding(packed, log_params, grad, needs)
-        log_norm, messages, redone = kept
-        room_kept = RoomKept(log_norm, messages, redone)
-        grad_x, grad_bulk, start = PackedChain(packed, log_params).backward(room_kept, grad, needs)
+        log_norm, messages, redone = saved
+        residuals = Kept(log_norm, messages, redone)
+        grad_x, grad_bulk, start = PackedChain(packed, log_params).backward(residuals, grad, needs)
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_bulk = None if grad_bulk is None else grad_bulk.to(bulk.dtype)
         start = start.view(len(packed.lengths), -1)
@@ -278,14 +249,9 @@ class _ByRows(NamedTuple):
 
 
 def _through_padding(packed: Packed, log_params: bool, grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-    create = torch.is_grad_enabled()
+    """The gradients of packed operands, None for one that is not needed, as functions that can be differentiated."""
     with torch.enable_grad():
-        operands = [
-            tensor if create else tensor.detach().requires_grad_(need)
-            for tensor, need in zip((packed.x, packed.bulk, packed.p0), needs, strict=True)
-        ]
-        padded = packed.of(*operands)
-        value = padded.by_sequence([log_norm(*piece, log_params) for piece in padded])
-        wanted = [operand for operand, need in zip(operands, needs, strict=True) if need]
-        gradients = iter(torch.autograd.grad(value, wanted, grad, create_graph=create))
+        value = packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
+        wanted = [operand for operand, need in zip((packed.x, packed.bulk, packed.p0), needs, strict=True) if need]
+        gradients = iter(torch.autograd.grad(value, wanted, grad, create_graph=True))
     return tuple(next(gradients) if need else None for need in needs)

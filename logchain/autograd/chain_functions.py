@@ -12,18 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import chain_operators as operators
-from . import tangents as tangent_operators
+from . import chain_operators  # noqa: F401  registers the operators
+from . import tangents as tangent_operators  # noqa: F401  likewise
 from .operator import as_one, call, of_each, transform, with_batch_first
 
 
 class LogNorm(torch.autograd.Function):
-    """x, bulk, p0, lengths, log_params, keep, segments -> Kept."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        kept: tuple[Tensor, ...] = operators.log_norm(*args)
-        return kept
+    """x, bulk, p0, lengths, log_params, keep, segments -> Saved."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -55,12 +50,7 @@ class LogNorm(torch.autograd.Function):
 
 
 class Gradient(torch.autograd.Function):
-    """grad, x, bulk, p0, lengths, *Kept, log_params, by_log, need_x, need_bulk, need_p0, segments -> gradients."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor, Tensor] = operators.log_norm_backward(*args)
-        return gradients
+    """grad, x, bulk, p0, lengths, *Saved, log_params, by_log, need_x, need_bulk, need_p0, segments -> gradients."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -80,36 +70,31 @@ class Gradient(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         """Linear in `grad`; in the operands, their covariances, which are symmetric."""
-        grad, x, bulk, p0, lengths, *kept = ctx.saved_tensors
+        grad, x, bulk, p0, lengths, *saved = ctx.saved_tensors
         along_grad, along_x, along_bulk, along_p0 = tangents[:4]
         wide = ctx.by_log and not ctx.log_params  # tangents are linear, but the gradients are not
         if wide:
             along_bulk, along_p0 = _quotient(along_bulk, bulk), _quotient(along_p0, p0)
         options = ctx.log_params, ctx.by_log
         second = call(Second, grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, *options)
-        out = [second[1], second[2] * bulk, second[3] * p0] if wide else list(second[1:])
+        derivatives = [second[1], second[2] * bulk, second[3] * p0] if wide else list(second[1:])
         if along_grad is not None:
-            first = call(Gradient, along_grad, x, bulk, p0, lengths, *kept, *ctx.options)
-            out = [a + b if need else a for a, b, need in zip(out, first, ctx.needs, strict=True)]
-        return tuple(a if need else a.new_zeros(0) for a, need in zip(out, ctx.needs, strict=True))
+            first = call(Gradient, along_grad, x, bulk, p0, lengths, *saved, *ctx.options)
+            derivatives = [a + b if need else a for a, b, need in zip(derivatives, first, ctx.needs, strict=True)]
+        return tuple(a if need else a.new_zeros(0) for a, need in zip(derivatives, ctx.needs, strict=True))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Each example has gradients of its own, also of an operand that all share: so the messages are made again."""
         log_params, _, *needs, segments = options = args[9:]
         grad, *operands = of_each(info.batch_size, "grad x bulk p0 lengths", in_dims, args)
-        kept = call(LogNorm, *operands, log_params, True, segments)
-        gradients = call(Gradient, grad, *operands, *kept, *options)
+        saved = call(LogNorm, *operands, log_params, True, segments)
+        gradients = call(Gradient, grad, *operands, *saved, *options)
         return as_one(info.batch_size, gradients, in_dims[1:4], args[1:4], needs), (0, 0, 0)
 
 
 class Along(torch.autograd.Function):
     """x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> the log-partition's derivative."""
-
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        derivative: Tensor = tangent_operators.log_norm_along(*args)
-        return derivative
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -125,8 +110,8 @@ class Along(torch.autograd.Function):
         if any(needs[:3]):
             second = call(Second, grad, x, bulk, p0, lengths, *tangents, ctx.log_params, ctx.by_log)
         if any(needs[4:7]):
-            kept = call(LogNorm, x, bulk, p0, lengths, ctx.log_params, True, 1)
-            first = call(Gradient, grad, x, bulk, p0, lengths, *kept, ctx.log_params, ctx.by_log, *needs[4:7], 1)
+            saved = call(LogNorm, x, bulk, p0, lengths, ctx.log_params, True, 1)
+            first = call(Gradient, grad, x, bulk, p0, lengths, *saved, ctx.log_params, ctx.by_log, *needs[4:7], 1)
         return (*if_needed(second[1:], needs[:3]), None, *if_needed(first, needs[4:7]), None, None)
 
     @staticmethod
@@ -142,11 +127,6 @@ class Second(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = tangent_operators.log_norm_second(*args)
-        return gradients
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
@@ -158,8 +138,8 @@ class Second(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         operands = of_each(info.batch_size, "grad x bulk p0 lengths x bulk p0", in_dims, args)
         derivative, *gradients = call(Second, *operands, *args[8:])
-        own = as_one(info.batch_size, gradients, in_dims[1:4], args[1:4], [True] * 3)
-        return (derivative, *own), (0, 0, 0, 0)
+        gradients = as_one(info.batch_size, gradients, in_dims[1:4], args[1:4], [True] * 3)
+        return (derivative, *gradients), (0, 0, 0, 0)
 
 
 def if_needed(gradients: Any, needs: Any) -> tuple[Any, ...]:

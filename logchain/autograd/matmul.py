@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels.plain import matmul as plain
 from ..kernels.plain.matmul_pieces import Groups
 from ..rescues import report_outputs
-from .operator import apply, call, operator, transform
+from .chain_functions import if_needed
+from .operator import apply, as_one, call, operator, stacked, transform
 
 
 def log_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -33,33 +35,22 @@ def broadcast_log_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 class _LogMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        found: Tensor = _log_matmul(a, b)
-        return found
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad
-        found = call(_Gradient, grad, *ctx.saved_tensors, *needs)
-        return tuple(gradient if need else None for gradient, need in zip(found, needs, strict=True))
+        return if_needed(call(_Gradient, grad, *ctx.saved_tensors, *needs), needs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
         a, b = (t[None] if dim is None else t.movedim(dim, 0) for t, dim in zip((a, b), in_dims, strict=True))
-        return call(_LogMatmul, a, b), 0
+        return call(_LogMatmul, a, b), 0  # an operand that all share stays one
 
 
 class _Gradient(torch.autograd.Function):
     """The gradients of `sum(weight * log_matmul(a, b))`; an empty tensor for one that is not needed."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = _log_matmul_backward(*args)
-        return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -81,17 +72,9 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        # each of the batch has a gradient of its own
-        stacked = (
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(args[:3], in_dims[:3], strict=True)
-        )
-        found = call(_Gradient, *stacked, *args[3:])
-        own = [
-            gradient if need else gradient.expand(info.batch_size, 0)
-            for gradient, need in zip(found, args[3:], strict=True)
-        ]
-        return (own[0], own[1]), (0, 0)
+        """Each example has gradients of its own, also of an operand that all share."""
+        gradients = call(_Gradient, *stacked(info.batch_size, in_dims, args[:3]), *args[3:])
+        return as_one(info.batch_size, gradients, in_dims[1:3], args[1:3], args[3:]), (0, 0)
 
 
 class _Last(torch.autograd.Function):
@@ -111,16 +94,15 @@ class _Last(torch.autograd.Function):
 
 
 def _forward(a: Tensor, b: Tensor) -> Tensor:
-    backend = kernels.log_matmul_kernels(a)
+    product: Tensor
     if kernels.on_gpu(a):
         groups = Groups.of(a, b)
-        out, rescued = backend.forward(*_matrices(groups, a, b))
-        out = _ungrouped(out, groups.right_order, groups.shape)
+        matrices, rescued = kernels.log_matmul_kernels(a).forward(*_matrices(groups, a, b))
+        product = _ungrouped(matrices, groups.right_order, groups.shape)
     else:
-        out, rescued = backend.forward(a, b)
+        product, rescued = kernels.log_matmul_kernels(a).forward(a, b)
     report_outputs(rescued)
-    found: Tensor = out
-    return found
+    return product
 
 
 def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
@@ -143,21 +125,15 @@ def _matrices(groups: Groups, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return groups.left(a).reshape(g, -1, a.shape[-1]), groups.right(b).reshape(g, b.shape[-2], -1)
 
 
-def _ungrouped(found: Tensor, order: tuple[int, ...], shape: Sequence[int]) -> Tensor:
-    """What was found for matrices, as a view with the axes of the operands."""
-    return found.view([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
-
-
-def _second(weight: Tensor, a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from ..kernels.plain import matmul as plain
-
-    return plain.second(weight, a, b, along_a, along_b)
+def _ungrouped(matrices: Tensor, order: tuple[int, ...], shape: Sequence[int]) -> Tensor:
+    """Matrices as a view with the axes of the operands."""
+    return matrices.view([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
 
 
 def _shape(a: Tensor, b: Tensor) -> Tensor:
     groups = Groups.of(a, b)
-    out = a.new_empty(groups.shape)
-    return _ungrouped(out, groups.right_order, groups.shape) if kernels.on_gpu(a) else out
+    product = a.new_empty(groups.shape)
+    return _ungrouped(product, groups.right_order, groups.shape) if kernels.on_gpu(a) else product
 
 
 def _gradient_shapes(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
@@ -184,7 +160,7 @@ _log_matmul_backward = operator(
 )
 _log_matmul_second = operator(
     "log_matmul_second(Tensor weight, Tensor a, Tensor b, Tensor along_a, Tensor along_b) -> (Tensor, Tensor, Tensor)",
-    _second,
+    plain.second,
     _second_shapes,
 )
 transform("log_matmul", _LogMatmul)

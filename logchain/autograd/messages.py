@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.plain import messages as log_messages
 from ..operands import arithmetic_dtype, chain_of, marked
+from .chain_functions import if_needed
 from .operator import apply, as_one, call, of_each, operator, transform, with_batch_first
 from .tangents import gradients_of
 
@@ -16,16 +17,11 @@ def messages(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward and backward messages [*B, v, c] and the log-partition [*B], found in float64; -inf behind the end."""
-    found: tuple[Tensor, Tensor, Tensor] = apply(_Messages, _messages, x, bulk, p0, lengths, log_params)
-    return found
+    ahead, behind, log_norm = apply(_Messages, _messages, x, bulk, p0, lengths, log_params)
+    return ahead, behind, log_norm
 
 
 class _Messages(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _messages(*args)
-        return found
-
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *operands, ctx.log_params = inputs
@@ -33,9 +29,8 @@ class _Messages(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
-        found = call(_Gradient, *along, *ctx.saved_tensors, ctx.log_params)
-        needs = ctx.needs_input_grad[:3]
-        return (*(g if need else None for g, need in zip(found, needs, strict=True)), None, None)
+        gradients = call(_Gradient, *along, *ctx.saved_tensors, ctx.log_params)
+        return (*if_needed(gradients, ctx.needs_input_grad[:3]), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
@@ -44,11 +39,6 @@ class _Messages(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _messages_backward(*args)
-        return found
-
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
@@ -59,9 +49,9 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
-        each = of_each(info.batch_size, "x x grad x bulk p0 lengths", in_dims, args)
-        found = call(_Gradient, *each, args[7])
-        return as_one(info.batch_size, found, in_dims[3:6], args[3:6], [True] * 3), (0, 0, 0)
+        operands = of_each(info.batch_size, "x x grad x bulk p0 lengths", in_dims, args)
+        gradients = call(_Gradient, *operands, args[7])
+        return as_one(info.batch_size, gradients, in_dims[3:6], args[3:6], [True] * 3), (0, 0, 0)
 
 
 def _forward(
@@ -93,12 +83,11 @@ def _backward(
     x: Tensor,
     bulk: Tensor,
     p0: Tensor,
-    lengths: Tensor | None,
-    log_params: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return torch.zeros_like(x), torch.zeros_like(bulk), torch.zeros_like(p0)
-    layout, chain = chain_of(x, bulk, p0, lengths, log_params)
+    layout, chain = chain_of(x, bulk, p0, *options)
     matmul = kernels.log_matmul_kernels(x)
     shape = (chain.v, chain.g, chain.m, chain.c)
     grads = log_messages.Gradients.zeros(chain)

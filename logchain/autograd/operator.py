@@ -19,8 +19,9 @@ from ..operands import differentiated, is_plain
 
 _library = torch.library.Library("logchain", "DEF")
 
-# what each operator does, by its name
+# what each operator does, and how it is called, by its name
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
+_called: dict[str, Callable[..., Any]] = {}
 
 # the axes that are an operand's own, behind those of the batch
 _OWN = {"grad": 0, "x": 2, "bulk": 3, "p0": 1, "lengths": 0}
@@ -45,7 +46,8 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"logchain::{name}", fake, lib=_library)
     registered: Callable[..., Any] = getattr(torch.ops.logchain, name).default
-    return lambda *args: run(*args) if is_plain(args) else registered(*args)
+    _called[name] = lambda *args: run(*args) if is_plain(args) else registered(*args)
+    return _called[name]
 
 
 def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:
@@ -74,7 +76,17 @@ def _eager(function: Any) -> Any:
 
 
 def transform(name: str, function: Any) -> None:
-    """Give the operator the derivative and the batching rule of an `autograd.Function` that has its signature."""
+    """Give the operator the derivative and the batching rule of an `autograd.Function` of its signature.
+
+    The Function's `forward` is the operator, unless it has one of its own.
+    """
+
+    def forward(*args: Any) -> Any:
+        outputs = _called[name](*args)
+        return tuple(outputs) if isinstance(outputs, tuple) else outputs  # torch maps no named tuples
+
+    if "forward" not in vars(function):
+        function.forward = staticmethod(forward)
     torch.library.register_autograd(
         f"logchain::{name}",
         function.backward,
@@ -107,12 +119,20 @@ def of_each(size: int, kinds: str, in_dims: tuple[Any, ...], args: tuple[Any, ..
     ]
 
 
-def as_one(size: int, found: Any, in_dims: tuple[Any, ...], operands: tuple[Any, ...], needs: Any) -> Any:
+def as_one(size: int, gradients: Any, in_dims: tuple[Any, ...], operands: tuple[Any, ...], needs: Any) -> Any:
     """Gradients of operands `of_each`, in the shape that one example of the operand has; empty where not needed."""
     return tuple(
         gradient.reshape(size, *_shape_of_one(operand, dim)) if need else gradient.expand(size, 0)
-        for gradient, operand, dim, need in zip(found, operands, in_dims, needs, strict=True)
+        for gradient, operand, dim, need in zip(gradients, operands, in_dims, needs, strict=True)
     )
+
+
+def stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Tensors with the mapped axis first; one that is not mapped is expanded, as a view."""
+    return [
+        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, in_dims, strict=False)
+    ]
 
 
 def _batch_axes(x: Tensor, dim: int | None) -> int:

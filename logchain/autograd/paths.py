@@ -85,8 +85,8 @@ def _logarithms(weights: Tensor, log_params: bool) -> Tensor:
 def _look_up(operand: Tensor, *index: Tensor) -> Tensor:
     """Entries [*S, *B, k] of an operand [*B or ones, ...], whose last axes are indexed."""
     lead = operand.dim() - len(index)
-    own = [
+    places = [
         torch.arange(size, device=operand.device).view(-1, *(1,) * (lead - axis))
         for axis, size in enumerate(operand.shape[:lead])
     ]
-    return operand[(*own, *index)]
+    return operand[(*places, *index)]

@@ -3,6 +3,7 @@
 Both are sums over paths in log space, whichever schedule found what they are derivatives of.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,99 +18,80 @@ from ..operands import chain_of, marked
 from .operator import operator
 
 
-def _along(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    along_x: Tensor | None,
-    along_bulk: Tensor | None,
-    along_p0: Tensor | None,
-    log_params: bool,
-    by_log: bool,
-) -> Tensor:
+def _along(*args: Any) -> Tensor:
+    x, bulk, p0, lengths, *tangents, log_params, by_log = args
     if x.numel() == 0:
-        return x.new_zeros(x.shape[:-2], dtype=torch.float64)
+        return _along_shapes(x).zero_()
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    tangents = _tangents(layout, chain, along_x, along_bulk, along_p0, log_params or by_log)
-    found = log_messages.tangent(chain, kernels.log_matmul_kernels(x), tangents)
-    return layout.batched(marked(chain, found[..., None])[..., 0]).contiguous()
+    along = _tangents(layout, chain, tangents, log_params or by_log)
+    derivative = log_messages.tangent(chain, kernels.log_matmul_kernels(x), along)
+    return layout.batched(marked(chain, derivative[..., None])[..., 0]).contiguous()
 
 
 def _along_shapes(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[:-2], dtype=torch.float64)
 
 
-def _second(
-    grad: Tensor,
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    along_x: Tensor | None,
-    along_bulk: Tensor | None,
-    along_p0: Tensor | None,
-    log_params: bool,
-    by_log: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _second(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    x, bulk, p0, lengths, *tangents, log_params, by_log = args
     if x.numel() == 0:
-        return torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(bulk), torch.zeros_like(p0)
+        return tuple(shape.zero_() for shape in _second_shapes(grad, x, bulk, p0))
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
-    tangents = _tangents(layout, chain, along_x, along_bulk, along_p0, log_params or by_log)
+    along = _tangents(layout, chain, tangents, log_params or by_log)
     weight = layout.sequences(grad).double()
-    along, first, derived = log_messages.second(chain, kernels.log_matmul_kernels(x), weight, tangents)
+    derivative, first, second = log_messages.second(chain, kernels.log_matmul_kernels(x), weight, along)
     if not log_params and not by_log:  # the first derivative is that of the logarithm over the weight itself
-        for found, counts, tangent in zip(derived[1:], first[1:], tangents[1:], strict=True):
+        for gradient, counts, tangent in zip(second[1:], first[1:], along[1:], strict=True):
             if tangent is not None:
-                found -= torch.where(counts == 0, 0.0, counts * tangent)
-    out = torch.empty_like(grad, memory_format=torch.contiguous_format).copy_(layout.batched(along))
-    return out, *gradients_of(layout, chain, derived, x, bulk, p0)
+                gradient -= torch.where(counts == 0, 0.0, counts * tangent)
+    by_grad = torch.empty_like(grad, memory_format=torch.contiguous_format).copy_(layout.batched(derivative))
+    return by_grad, *gradients_of(layout, chain, second, x, bulk, p0)
 
 
 def gradients_of(
-    layout: Layout, chain: Chain, found: Gradients, x: Tensor, bulk: Tensor, p0: Tensor
+    layout: Layout, chain: Chain, by_log: Gradients, x: Tensor, bulk: Tensor, p0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in the operands' own shapes, from those of logarithms, which are divided in place."""
     if not chain.log_params:
-        linear = chain.bulk.reshape(found.bulk.shape).double(), _own(chain, chain.p0)
-        for value, gradient in zip(linear, found[1:], strict=True):
+        linear = chain.bulk.reshape(by_log.bulk.shape).double(), _by_sequence(chain, chain.p0)
+        for value, gradient in zip(linear, by_log[1:], strict=True):
             # 0 also for a NaN that nothing has used, behind the ends
             nothing = (gradient == 0) | (value == 0)
             gradient.div_(value).masked_fill_(nothing, 0.0)
-    out = tuple(torch.zeros_like(value, memory_format=torch.contiguous_format) for value in (x, bulk, p0))
-    layout.steps_first(out[0])[: chain.v] = found.x.view(chain.v, *chain.lead, chain.c)
-    matrices = layout.matrices(out[1])[: chain.v - 1]
-    matrices.copy_(found.bulk.view(matrices.shape))
-    out[2].copy_(layout.states(found.p0.view(*chain.lead, chain.c)).sum_to_size(p0.shape))
-    return out[0], out[1], out[2]
+    grad_x, grad_bulk, grad_p0 = (
+        torch.zeros_like(operand, memory_format=torch.contiguous_format) for operand in (x, bulk, p0)
+    )
+    layout.steps_first(grad_x)[: chain.v] = by_log.x.view(chain.v, *chain.lead, chain.c)
+    matrices = layout.matrices(grad_bulk)[: chain.v - 1]
+    matrices.copy_(by_log.bulk.view(matrices.shape))
+    grad_p0.copy_(layout.states(by_log.p0.view(*chain.lead, chain.c)).sum_to_size(p0.shape))
+    return grad_x, grad_bulk, grad_p0
 
 
 def _second_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(operand.new_empty(operand.shape) for operand in (grad, x, bulk, p0))
 
 
-def _tangents(
-    layout: Layout, chain: Chain, x: Tensor | None, bulk: Tensor | None, p0: Tensor | None, by_log: bool
-) -> Tangents:
+def _tangents(layout: Layout, chain: Chain, along: Sequence[Tensor | None], by_log: bool) -> Tangents:
     """Tangents of the logarithms; exactly 0 where a linear parameter is."""
+    x, bulk, p0 = along
     shape = (len(chain.bulk), chain.g, chain.c, chain.c)
     if x is not None:
         x = layout.steps_first(x)[: chain.v].reshape(chain.v, chain.g, chain.m, chain.c).double()
     if bulk is not None:
         bulk = layout.matrices(bulk)[: chain.v - 1].reshape(shape).double()
+        bulk = bulk if by_log else _quotient(bulk, chain.bulk.reshape(shape).double())
     if p0 is not None:
-        p0 = _own(chain, layout.weights(p0))
-    if not by_log:
-        if bulk is not None:
-            linear = chain.bulk.reshape(shape).double()
-            bulk = (bulk / linear).masked_fill_(linear == 0, 0.0)
-        if p0 is not None:
-            linear = _own(chain, chain.p0)
-            p0 = (p0 / linear).masked_fill_(linear == 0, 0.0)
+        p0 = _by_sequence(chain, layout.weights(p0))
+        p0 = p0 if by_log else _quotient(p0, _by_sequence(chain, chain.p0))
     return Tangents(x, bulk, p0)
 
 
-def _own(chain: Chain, p0: Tensor) -> Tensor:
+def _quotient(tangent: Tensor, value: Tensor) -> Tensor:
+    return (tangent / value).masked_fill_(value == 0, 0.0)
+
+
+def _by_sequence(chain: Chain, p0: Tensor) -> Tensor:
     """(*lead or ones, c) as (g, m, c) in float64."""
     return p0.double().expand(*chain.lead, chain.c).reshape(chain.g, chain.m, chain.c)
 

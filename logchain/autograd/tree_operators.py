@@ -6,6 +6,7 @@ last, and the tree hands those down to the leaves, whose stack is made again.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,29 +14,27 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.numbers import exact_sum
 from ..layout import Layout
-from ..operands import arithmetic_dtype, marked, unwritten
+from ..operands import Operands, arithmetic_dtype, marked, unwritten
 from ..rescues import report_outputs
 from ..schedules.tree_leaves import HELD, Block, Cut, Leaves, finite_top
 
 
-def forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, Tensor]:
+def forward(operands: Operands) -> tuple[Tensor, Tensor]:
     """The log-partition [*B] in float64, and the message before each piece and at the end (pieces + 1, g, m, c)."""
-    out, messages = kept_shapes(x, bulk, p0, lengths, log_params)
-    if x.numel() == 0:
-        return out, messages
-    leaves = Leaves(x, bulk, p0, lengths, log_params)
-    matmul, stacks = kernels.log_matmul_kernels(x), kernels.stack_kernels(x)
-    message, taken = leaves.start()
+    log_norm, messages = kept_shapes(operands.x, operands.bulk, operands.p0)
+    leaves = Leaves(operands)
+    matmul, stacks = kernels.log_matmul_kernels(operands.x), kernels.stack_kernels(operands.x)
+    message, shift = leaves.start()
     messages[0], top = _without_top(message)
-    sums, rescued, last = [taken, top], 0, 0
+    sums, rescued, last = [shift, top], 0, 0
     for first, stop in leaves.cut.pieces(leaves.v):
         terms = messages.new_zeros(5, leaves.g, leaves.m)
-        for block, stack, taken in leaves.parts(first, stop):
+        for block, stack, shifts in leaves.parts(first, stop):
             root = stacks.product(stack, inplace=True)
             before = messages[last][block]
             after = matmul.forward(before.reshape(-1, 1, leaves.c), root.values.double())[0]
             after, top = _without_top(after.view(before.shape))
-            for term, into in zip((*exact_sum(taken), *top, *root.offset), terms[:, block[0], block[1]], strict=False):
+            for term, into in zip((*exact_sum(shifts), *top, *root.offset), terms[:, block[0], block[1]], strict=False):
                 into.copy_(term.view(into.shape))
             messages[last + 1][block] = after
             rescued = rescued + root.rescued
@@ -45,31 +44,21 @@ def forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_par
     report_outputs(rescued)
     sums.append(torch.logsumexp(messages[last], -1)[None])
     total = torch.stack(exact_sum(torch.cat(sums))).sum(0)
-    return out.copy_(leaves.layout.batched(marked(leaves.chain, total[..., None])[..., 0])), messages
+    return log_norm.copy_(leaves.layout.batched(marked(leaves.chain, total[..., None])[..., 0])), messages
 
 
 def backward(
-    grad: Tensor,
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    messages: Tensor,
-    log_params: bool,
-    need_x: bool,
-    need_bulk: bool,
-    need_p0: bool,
+    grad: Tensor, operands: Operands, messages: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of operands in their own shapes, empty for one that is not needed, from `forward`'s messages."""
-    out = unwritten((x, bulk, p0), (need_x, need_bulk, need_p0))
-    for gradient in out:
+    _, bulk, p0, _, log_params = operands
+    grad_x, grad_bulk, grad_p0 = gradients = unwritten(operands[:3], needs)
+    for gradient in gradients:
         gradient.zero_()
-    if x.numel() == 0:
-        return out
-    leaves = Leaves(x, bulk, p0, lengths, log_params)
+    leaves = Leaves(operands)
     weight = leaves.layout.sequences(grad).double()[..., None]
-    states = _States(leaves, out[0]) if need_x else None
-    counts = _Counts(leaves, bulk, out[1]) if need_bulk else None
+    states = _States(leaves, grad_x) if needs[0] else None
+    counts = _Counts(leaves, grad_bulk) if needs[1] else None
     dead = (messages[-1] == -math.inf).all(-1, keepdim=True)
     posterior = torch.softmax(messages[-1].masked_fill(dead, 0.0), -1).masked_fill_(dead, 0.0)
     pieces = leaves.cut.pieces(leaves.v)
@@ -88,32 +77,32 @@ def backward(
         states.finish(start)
     if counts is not None:
         counts.finish()
-    if need_p0:
+    if needs[2]:
         if not log_params:
             value = leaves.chain.p0.double()
             start = (start / value).masked_fill_((start == 0) | (value == 0), 0.0)
-        out[2].copy_(leaves.layout.states(start).sum_to_size(p0.shape))
-    return out
+        grad_p0.copy_(leaves.layout.states(start).sum_to_size(p0.shape))
+    return gradients
 
 
 def _back(stack: Tensor, before: Tensor, posterior: Tensor) -> tuple[Tensor, Tensor]:
     """The posterior of a piece's first states (g', m', c), and its expected transitions (g', m', k, c, c)."""
     gradient = torch.empty_like(stack)
-    kept = kernels.stack_kernels(stack).Kept(stack, gradient)
+    tree = kernels.stack_kernels(stack).Kept(stack, gradient)
     ends, begins = (value.reshape(-1, 1, value.shape[-1]) for value in (posterior, before))
     matmul = kernels.log_matmul_kernels(stack)
-    start, pairs = matmul.backward(ends, begins, kept.root().values.double(), True, True)
-    kept.gradient(pairs.to(stack.dtype))
+    start, pairs = matmul.backward(ends, begins, tree.root().values.double(), True, True)
+    tree.gradient(pairs.to(stack.dtype))
     return start.view(before.shape), gradient.unflatten(0, before.shape[:2])
 
 
 class _States:
     """The posteriors of states, which are the gradient of x."""
 
-    def __init__(self, leaves: Leaves, out: Tensor) -> None:
-        self._out = leaves.layout.steps_first(out)
+    def __init__(self, leaves: Leaves, grad_x: Tensor) -> None:
+        self._grad_x = leaves.layout.steps_first(grad_x)
         # a copy where batch axes do not merge
-        self._grid = self._out.reshape(len(self._out), leaves.g, leaves.m, leaves.c)
+        self._grid = self._grad_x.reshape(len(self._grad_x), leaves.g, leaves.m, leaves.c)
 
     def add(self, first: int, stop: int, block: Block, gradient: Tensor, weight: Tensor) -> None:
         """Those of a block's expected transitions (g', m', k, c, c)."""
@@ -122,19 +111,19 @@ class _States:
 
     def finish(self, start: Tensor) -> None:
         """Put them where they belong, with those of the first step (*lead, c)."""
-        if self._grid.data_ptr() != self._out.data_ptr():
-            self._out.copy_(self._grid.view(self._out.shape))
-        self._out[0] = start
+        if self._grid.data_ptr() != self._grad_x.data_ptr():
+            self._grad_x.copy_(self._grid.view(self._grad_x.shape))
+        self._grad_x[0] = start
 
 
 class _Counts:
     """The expected transitions, added up to the gradient of `bulk`."""
 
-    def __init__(self, leaves: Leaves, bulk: Tensor, out: Tensor) -> None:
-        self._leaves, self._out = leaves, out
+    def __init__(self, leaves: Leaves, grad_bulk: Tensor) -> None:
+        self._leaves, self._grad_bulk = leaves, grad_bulk
         # what all steps add to is rounded once
         dtype = torch.float64 if leaves.one else leaves.chain.dtype
-        self._wide = out if out.dtype == dtype else torch.zeros_like(out, dtype=dtype)
+        self._wide = grad_bulk if grad_bulk.dtype == dtype else torch.zeros_like(grad_bulk, dtype=dtype)
         view = leaves.layout.matrices(self._wide)[: leaves.v - 1]
         self._sums = view.view(len(view), leaves.g, leaves.c, leaves.c)
 
@@ -157,11 +146,11 @@ class _Counts:
                 raw, sums = leaves.raw(first, stop, slice(None)), self._sums[first - 1 : stop - 1]
                 nothing = (sums == 0) | (raw == 0)
                 sums.div_(raw).masked_fill_(nothing, 0.0)
-        if self._wide is not self._out:
-            self._out.copy_(self._wide)
+        if self._wide is not self._grad_bulk:
+            self._grad_bulk.copy_(self._wide)
 
 
-def kept_shapes(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> tuple[Tensor, Tensor]:
+def kept_shapes(x: Tensor, bulk: Tensor, p0: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for what `forward` returns, unwritten."""
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]

@@ -34,8 +34,8 @@ def packed_paths(packed: Packed, log_params: bool, k: int | None) -> tuple[Tenso
 
     For sequences that are walked where they lie, see `Packed.walks_in_place`.
     """
-    given = packed.of(packed.x.detach(), packed.bulk.detach(), packed.p0.detach())
-    chain = PackedChain(given, log_params).chain
+    detached = packed.of(packed.x.detach(), packed.bulk.detach(), packed.p0.detach())
+    chain = PackedChain(detached, log_params).chain
     with kernels.arithmetic_on(chain.x):
         if k is None:
             states, unknown = kernels.path_kernels(chain.x).paths(chain, len(chain.x))

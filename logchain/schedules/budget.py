@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .. import kernels
@@ -10,24 +11,20 @@ from ..layout import Layout
 from ..operands import arithmetic_dtype
 from .transfers import SLOTS, apart
 
-# bytes of the float64 in which segments are computed
+# bytes of the float64 in which checkpoints are kept, and all that enters or leaves a piece
 _WIDE = 8
 
-# values by state, and beside the states, that a step of a segment holds: potentials, messages and gradients; scales.
-# On a GPU also the sums behind each transition, and a copy of potentials whose batch axes do not fold
-_STATES, _GPU_STATES, _SCALES = 3, 5, 9
+# float64 values of a sequence that do not grow with the piece: by state, and beside the states
+_STATES, _BESIDE = 5, 24
+
+# multiply-adds that are worth a thread
+_SHARE = 2**20
+
+# values of a step that a GPU holds: by state in the dtype of the arithmetic, and in float64 scales and their sums
+_GPU_STATES, _GPU_SCALES = 5, 10
 
 # programs of a GPU each sum the counts of as many products: products of each, and entries of all sums at most
 _COUNTED, _COUNTS = 2**8, 2**18
-
-# entries of x that a CPU takes at a time, in linear space and in log space, and of matrices there
-_LINEAR_BLOCK, _LOG_BLOCK, _HELD = 2**18, 2**15, 2**18
-
-# values by step and sequence that are held where no messages are kept: scales, and their sums
-_STEP = 10
-
-# values by segment and sequence that its scales take, and the sum of those
-_SUMS = 8
 
 # steps and bytes of a segment beyond which nothing is gained: its fixed cost is hidden, and that of moving a piece
 _LONG, _MOVED = 2**10, 2**24
@@ -62,8 +59,9 @@ def every_within(budget: int, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = 
 class Sizes:
     """The sizes that decide how many bytes messages take: `g` times `m` sequences of v steps and c states.
 
-    `own`: each step has matrices of its own; `counts`: bytes of an entry of their gradients. `apart`: operands lie on
-    the host; `moved`: bytes of a step under way from and to the host; `fixed`: bytes of operands that all steps share.
+    `item`: bytes of a number of the arithmetic. `one_matrix` for every step. `copied`: bytes of a step of operands that
+    are converted to the arithmetic, and of gradients that are converted back. `apart`: operands lie on the host;
+    `moved`: bytes of a step under way from and to the host; `fixed`: bytes of operands that all steps share.
     """
 
     v: int
@@ -71,8 +69,8 @@ class Sizes:
     m: int
     c: int
     item: int
-    own: bool
-    counts: int
+    one_matrix: bool
+    copied: int
     keep: bool
     gpu: bool
     apart: bool
@@ -84,50 +82,61 @@ class Sizes:
         """The sizes of operands."""
         g, m = Layout.of(x, bulk).grid
         v, c = x.shape[-2:]
-        own = bulk.shape[-3] > 1
-        # gradients of one step's matrices before they are rounded to bulk's dtype, and those in it
-        counts = _WIDE + bulk.element_size() if own and bulk.requires_grad and keep else 0
-        moved, fixed = 0, 0
-        host = [operand for operand in (x, bulk) if apart(operand, p0.device)]
-        for operand in host:
-            if operand is x or own:
-                steps = operand.shape[-2 if operand is x else -3]
-                moved += operand.nbytes // steps * SLOTS * (2 if keep and operand.requires_grad else 1)
-            else:
+        dtype, one_matrix = arithmetic_dtype(x, bulk, p0), bulk.shape[-3] == 1
+        moved = fixed = copied = 0
+        for operand, entries, whole in ((x, g * m * c, False), (bulk, g * c**2, one_matrix)):
+            gradients = int(keep and operand.requires_grad)
+            if not whole and (operand.dtype != dtype or operand.stride(-1) != 1):
+                copied += entries * dtype.itemsize * (1 + gradients)
+            if apart(operand, p0.device) and whole:
                 fixed += operand.nbytes
-        gpu, item = kernels.on_gpu(p0), arithmetic_dtype(x, bulk, p0).itemsize
-        return cls(v, g, m, c, item, own, counts, keep, gpu, bool(host), moved, fixed)
+            elif apart(operand, p0.device):
+                moved += operand.nbytes // operand.shape[-2 if operand is x else -3] * SLOTS * (1 + gradients)
+        on_host = apart(x, p0.device) or apart(bulk, p0.device)
+        return cls(v, g, m, c, dtype.itemsize, one_matrix, copied, keep, kernels.on_gpu(p0), on_host, moved, fixed)
+
+    @property
+    def sequences(self) -> int:
+        """Number of chains."""
+        return self.g * self.m
 
     @property
     def all_messages(self) -> int:
         """Bytes of the messages and scales of all steps."""
-        return self.v * self.g * self.m * (self.c + 1) * self.item
+        return self.v * self.sequences * (self.c + 1) * self.item
 
     @property
     def whole(self) -> int:
-        """Bytes without segments; without gradients, the scales of the steps may take less than messages."""
+        """Bytes without segments; without gradients no messages are kept, on a GPU scales alone."""
         if self.keep:
             return self.all_messages
-        sequences = self.g * self.m
-        return min(self.all_messages, _WIDE * (_STEP * self.v * sequences + self._block(self.v)))
+        scales = _WIDE * _GPU_SCALES * self.v * self.sequences if self.gpu else 0
+        return min(self.all_messages, scales + self._beside(self.v) + self.copied * self.v)
 
     def checkpointed(self, spacing: int) -> int:
         """Bytes of the checkpoints, and at most of one segment with all that is computed from it."""
-        sequences, steps = self.g * self.m, spacing + 1
+        steps, states = spacing + 1, self.sequences * self.c
         segments = max(1, -(-(self.v - 1) // spacing))
-        kept = segments * sequences * (self.c + 3)
-        if not self.keep:
-            kept = min(kept, sequences * (2 * self.c + _SUMS * segments))
-        segment = steps * sequences * ((_GPU_STATES if self.gpu else _STATES) * self.c + _SCALES)
-        around = steps * (self.g * self.c**2 * self.counts + self.moved) + self.fixed
-        return _WIDE * (kept + segment + self._block(steps)) + around
-
-    def _block(self, steps: int) -> int:
-        """Numbers that the kernels hold while they compute a number of steps."""
-        step, matrix = self.g * self.m * self.c, self.g * self.c**2
+        checkpoints = _WIDE * (segments - 1) * states if self.keep else 0
         if self.gpu:
-            return 8 * (step + matrix) + min(_COUNTS, steps * self.m // _COUNTED * matrix)
-        entries, few = steps * step, 4 + self.c // 64  # transitions from a state, in log space
-        linear = 3 * min(entries, max(_LINEAR_BLOCK, step))
-        logs = (8 + (8 if self.own else 4) * few) * min(entries, max(_LOG_BLOCK, step))
-        return max(linear, logs) + 4 * matrix + 6 * min(matrix, max(_HELD, self.c**2))
+            step = _GPU_STATES * states * self.item + _GPU_SCALES * _WIDE * self.sequences
+        else:
+            step = states * self.item if self.keep else 0
+        return checkpoints + steps * (step + self.copied + self.moved) + self.fixed + self._beside(steps)
+
+    def _beside(self, steps: int) -> int:
+        """Bytes that the kernels hold while they compute a number of steps, and that hardly grow with them."""
+        c, matrices = self.c, self.g * self.c**2
+        values = self.sequences * (_STATES * c + _BESIDE)
+        if self.gpu:
+            sums = min(_COUNTS, steps * self.m // _COUNTED * matrices)
+            return _WIDE * (values + 8 * (self.sequences * c + matrices) + sums)
+        threads = min(torch.get_num_threads(), self.sequences, steps * self.sequences * c**2 // _SHARE)
+        threads = max(1, threads)
+        scratch = kernels.scratch_of_loops(self.m, c, self.item, self.one_matrix)
+        # each thread that shares a set of matrices has counts of its own, which are added up in float64
+        sharing = threads if self.g == 1 else 1
+        counts = _WIDE * matrices * (sharing + 2 if self.one_matrix else 1)
+        if not self.one_matrix:
+            counts += (min(sharing, max(1, self.m // c)) - 1) * steps * matrices * self.item
+        return _WIDE * values + threads * scratch + counts * self.keep

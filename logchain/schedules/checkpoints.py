@@ -20,7 +20,7 @@ from ..arguments import check_lengths
 from ..kernels.chain import Chain
 from ..kernels.message import Message
 from ..layout import Layout
-from ..operands import Operands, arithmetic_dtype, exceeds
+from ..operands import Operands, arithmetic_dtype
 from ..progress import bar
 from ..rescues import report_chains
 from .transfers import Returns, apart, pieces
@@ -51,28 +51,26 @@ class Checkpoints:
     def forward(self, keep: bool) -> tuple[Tensor, Tensor]:
         """The log-partition [*B] in float64, and the values of the messages between pieces, if they are to be kept."""
         (g, m), c, last = self._layout.grid, self._operands.x.shape[-1], len(self._variables) - 1
-        kept_values = self._operands.p0.new_empty((last if keep else 0, g, m, c), dtype=torch.float64)
+        checkpoints = self._operands.p0.new_empty((last if keep else 0, g, m, c), dtype=torch.float64)
         message: Message | None = None
         redone: Tensor | None = None
         for i, x, bulk in self._walk(range(last + 1), "forward"):
-            kept, message = self._room.forward(self._stretch(i, x, bulk), message, leave=True)
-            redone = kept.redone if redone is None else redone + kept.redone
+            residuals, message = self._room.forward(self._stretch(i, x, bulk), message, leave=True)
+            redone = residuals.redone if redone is None else redone + residuals.redone
             if keep and i < last:
-                kept_values[i] = message.values
+                checkpoints[i] = message.values
         assert message is not None and redone is not None
         report_chains(redone)
         log_norm = message.log_norm
         if self._ends is not None:  # those of a GPU have not been looked at
             ends = self._ends[..., 0]
             log_norm = log_norm.masked_fill((ends < 1) | (ends > self._v), math.nan)
-        return self._layout.batched(log_norm), kept_values
+        return self._layout.batched(log_norm), checkpoints
 
     def backward(
         self, grad: Tensor, log_norm: Tensor, values: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of `sum(grad * log_norm)`, of those that are needed."""
-        if exceeds(grad, self._dtype):  # products with posteriors would leave the format
-            self._dtype = torch.float64
         (x, bulk, p0), layout, dtype = self._operands[:3], self._layout, self._dtype
         weight, norms, (g, m) = layout.sequences(grad), layout.sequences(log_norm), layout.grid
         into_x = _Gradient(x, -2, self._every + 1, p0.device, x.dtype) if needs[0] else None
@@ -82,13 +80,13 @@ class Checkpoints:
         for i, potentials, matrices in self._walk(range(len(self._variables))[::-1], "backward"):
             chain = self._stretch(i, potentials, matrices)
             entering, followed = Message(values[i - 1], scale) if i > 0 else None, following is not None
-            kept, _ = self._room.forward(chain, entering, keep=messages, leave=followed)
+            residuals, _ = self._room.forward(chain, entering, keep=messages, leave=followed)
             piece_x = None if into_x is None else layout.steps_first(into_x.piece(*self._variables[i]))
             piece_bulk = None
             if into_bulk is not None and len(chain.bulk) > 0:
                 piece_bulk = layout.matrices(into_bulk.piece(*self._transitions[i]))
-            kept = kept._replace(log_norm=norms)
-            following = self._room.backward(chain, kept, weight, following, piece_x, piece_bulk)
+            residuals = residuals._replace(log_norm=norms)
+            following = self._room.backward(chain, residuals, weight, following, piece_x, piece_bulk)
             if into_x is not None:
                 into_x.put(self._variables[i][0])
             if into_bulk is not None and piece_bulk is not None:
@@ -125,9 +123,9 @@ class _Gradient:
     def __init__(self, operand: Tensor, axis: int, steps: int, device: torch.device, dtype: torch.dtype) -> None:
         self._into = torch.zeros_like(operand, memory_format=torch.contiguous_format)
         self._axis, self._device, self._dtype = axis, device, dtype
-        one = axis == -3 and operand.shape[axis] == 1
-        self._sum = torch.zeros(operand.shape, dtype=torch.float64, device=device) if one else None
-        self._in_place = not one and not apart(operand, device) and operand.dtype == dtype
+        shared = axis == -3 and operand.shape[axis] == 1
+        self._sum = torch.zeros(operand.shape, dtype=torch.float64, device=device) if shared else None
+        self._in_place = not shared and not apart(operand, device) and operand.dtype == dtype
         self._returns = None if self._in_place else Returns(self._into, axis, steps, device)
         self._piece = self._into
 

@@ -26,9 +26,9 @@ from ..rescues import report_chains
 
 def kept_shapes(like: Tensor, v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
     """Those of `messages`, `following` and `redone`, of which the first two are empty unless they are kept."""
-    own = kernels.chunked_kernels(like)
-    if own is not None:
-        shapes: tuple[tuple[int, ...], ...] = own.kept_shapes(v, g, m, c, segments, keep)
+    of_room = kernels.chunked_kernels(like)
+    if of_room is not None:
+        shapes: tuple[tuple[int, ...], ...] = of_room.kept_shapes(v, g, m, c, segments, keep)
         return shapes
     count = segments_of(v, segments)[0]
     return ((v + count, g, m, c), (count + 1, g, m, c), (count + 1, g * m)) if keep else ((0,), (0,), (1, g * m))
@@ -39,11 +39,11 @@ def forward(chain: Chain, segments: int, *, keep: bool, steps: int) -> tuple[Ten
 
     Memory is laid out for `steps`, which may be more than the chain has.
     """
-    own = kernels.chunked_kernels(chain.x)
-    if own is not None:
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = own.forward(chain, segments, keep=keep)
-        report_chains(found[3])
-        return found
+    of_room = kernels.chunked_kernels(chain.x)
+    if of_room is not None:
+        log_norm, inside, between, rescued = of_room.forward(chain, segments, keep=keep)
+        report_chains(rescued)
+        return log_norm, inside, between, rescued
     room, g, m, c = kernels.chain_kernels(chain.x), chain.g, chain.m, chain.c
     shapes = kept_shapes(chain.x, steps, g, m, c, segments, keep)
     messages, marks = chain.new(*shapes[0]), torch.zeros(shapes[2], dtype=torch.bool, device=chain.x.device)
@@ -83,19 +83,19 @@ def _total(terms: list[Tensor]) -> Tensor:
 def backward(
     chain: Chain,
     segments: int,
-    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
     weight: Tensor,
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
     *,
     steps: int,
 ) -> Tensor:
-    """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `kept` is what `forward` returned."""
-    own = kernels.chunked_kernels(chain.x)
-    if own is not None:
-        found: Tensor = own.backward(chain, segments, kept, weight, grad_x, grad_bulk)
-        return found
-    log_norm, messages, following, redone = kept
+    """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
+    of_room = kernels.chunked_kernels(chain.x)
+    if of_room is not None:
+        grad_p0: Tensor = of_room.backward(chain, segments, saved, weight, grad_x, grad_bulk)
+        return grad_p0
+    log_norm, messages, following, redone = saved
     room = kernels.chain_kernels(chain.x)
     if chain.v == 1:
         alone = Kept(log_norm, messages, redone[0].view(chain.g, chain.m))
@@ -157,10 +157,9 @@ class Cut:
     def parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Memory (steps + count, g, m, c) as the head's messages, and those of the segments (length + 1, g', m', c)."""
         flat, entries = messages.view(-1), self.chain.g * self.chain.m * self.chain.c
-        head, rest = flat[: (self.rest + 1) * entries], flat[(self.rest + 1) * entries :]
-        shape = self.length + 1, *self.shape, self.chain.c
-        used = rest[: shape[0] * self.count * entries]
-        return head.view(self.rest + 1, self.chain.g, self.chain.m, self.chain.c), used.view(shape)
+        begin, shape = (self.rest + 1) * entries, (self.length + 1, *self.shape, self.chain.c)
+        segments = flat[begin : begin + shape[0] * self.count * entries]
+        return flat[:begin].view(self.rest + 1, self.chain.g, self.chain.m, self.chain.c), segments.view(shape)
 
     def steps(self, x: Tensor) -> Tensor:
         """(v, *lead, c) of the segments: (length, *lead', c)."""

@@ -81,16 +81,16 @@ def length_of(size: Size, schedule: Schedule) -> int:
 
 
 def _sequential(size: Size) -> Work:
-    v, c, both = size.v, size.c, size.gradients
+    v, c, gradients = size.v, size.c, size.gradients
     matrices = size.g * (v - 1) * c**2
     # exponentials of logarithmic matrices, taken once where one matrix serves all steps
     linear = size.g * (1 if size.one_matrix else v - 1) * c**2 * size.log_params
     return Work(
-        multiply_adds=(3 if both else 1) * size.sequences * (v - 1) * c**2,
-        exponentials=(2 if both else 1) * (size.states + linear),
-        bytes=size.item * ((10 if both else 4) * size.states + (3 if both else 1) * matrices),
-        steps=(2 if both else 1) * v,
-        launches=_LAUNCHES[both],
+        multiply_adds=(3 if gradients else 1) * size.sequences * (v - 1) * c**2,
+        exponentials=(2 if gradients else 1) * (size.states + linear),
+        bytes=size.item * ((10 if gradients else 4) * size.states + (3 if gradients else 1) * matrices),
+        steps=(2 if gradients else 1) * v,
+        launches=_LAUNCHES[gradients],
     )
 
 
@@ -134,11 +134,11 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
     if schedule.name == "tree":
         leaves = min(4 * s * max(1, v - 1) * c**2 * item, _leaf_bytes(size))
         return leaves, 2 * leaves
-    kept = (size.message_bytes if size.gradients else 2 * s * c * item) + s * v * item
+    messages = (size.message_bytes if size.gradients else 2 * s * c * item) + s * v * item
     if schedule.name == "sequential":
-        return kept, kept
+        return messages, messages
     # unit rows, the products in float64 and a copy of them in order; messages between segments, and what enters these
     products = s * schedule.segments * c * (c + 1) * (item + 2 * 8)
     between = s * schedule.segments * c * (item + 3 * 8)
     counts = 32 * size.g * (1 if size.one_matrix else schedule.segments) * c**2
-    return kept + between + products, kept + between + counts
+    return messages + between + products, messages + between + counts

@@ -48,9 +48,9 @@ class Packed:
 
     def of(self, x: Tensor, bulk: Tensor, p0: Tensor) -> "Packed":
         """The same with other operands of the same shapes."""
-        other = copy(self)
-        other.x, other.bulk, other.p0 = x, bulk, p0
-        return other
+        packed = copy(self)
+        packed.x, packed.bulk, packed.p0 = x, bulk, p0
+        return packed
 
     @property
     def in_place(self) -> bool:
@@ -81,26 +81,27 @@ class Packed:
             p0 = self.p0 if self.p0.dim() == 1 else self.p0[members.to(self.p0.device)]
             yield Piece(self.x[rows], bulk, p0, self.lengths[members].to(self.x.device))
 
-    def by_sequence(self, found: list[Tensor]) -> Tensor:
-        """What was found for the sequences of each piece (k, ...), as [n, ...]."""
-        return torch.cat(found)[torch.argsort(torch.cat(self._groups)).to(self.x.device)]
+    def by_sequence(self, values: list[Tensor]) -> Tensor:
+        """Values [n, ...] in the caller's order, from those of the sequences of each piece (k, ...)."""
+        return torch.cat(values)[torch.argsort(torch.cat(self._groups)).to(self.x.device)]
 
-    def by_row(self, found: list[Tensor]) -> Tensor:
-        """What was found for each variable of each piece (k, v, ...), as [total, ...]."""
-        rows, values = [], []
-        for members, value in zip(self._groups, found, strict=True):
+    def by_row(self, values: list[Tensor]) -> Tensor:
+        """Values [total, ...] in the caller's order, from those of the variables of each piece (k, v, ...)."""
+        rows, unpadded = [], []
+        for members, value in zip(self._groups, values, strict=True):
             inside = (torch.arange(value.shape[1], device="cpu") < self.lengths[members][:, None]).to(value.device)
             rows.append(self._rows(members)[inside])
-            values.append(value[inside])
-        return torch.cat(values)[torch.argsort(torch.cat(rows))]
+            unpadded.append(value[inside])
+        return torch.cat(unpadded)[torch.argsort(torch.cat(rows))]
 
-    def by_step(self, found: list[Tensor]) -> Tensor:
-        """What was found for each transition of each piece (k, v - 1, ...), as [total, ...], 0 where none leads."""
-        return self.by_row([torch.cat([value.new_zeros(len(value), 1, *value.shape[2:]), value], 1) for value in found])
+    def by_step(self, values: list[Tensor]) -> Tensor:
+        """Values [total, ...], 0 at first variables, from those of the transitions of each piece (k, v - 1, ...)."""
+        first = [value.new_zeros(len(value), 1, *value.shape[2:]) for value in values]
+        return self.by_row([torch.cat(pair, 1) for pair in zip(first, values, strict=True)])
 
-    def counts(self, found: list[Tensor]) -> Tensor:
+    def counts(self, values: list[Tensor]) -> Tensor:
         """Expected counts in the shape of `bulk`, from those in the shape of each piece's."""
-        return torch.stack(found).sum(0) if len(self.bulk) == 1 else self.by_step(found)
+        return torch.stack(values).sum(0) if len(self.bulk) == 1 else self.by_step(values)
 
     def _rows(self, members: Tensor) -> Tensor:
         """The rows of each member (k, v); behind its end, its last one."""
@@ -115,8 +116,7 @@ class PackedChain:
     def __init__(self, packed: Packed, log_params: bool, *, by_log: bool = False) -> None:
         x, bulk, p0 = packed.x, packed.bulk, packed.p0
         p0 = p0 if p0.dim() > 1 else p0[None]
-        one = len(bulk) == 1
-        ends = packed.lengths.view(1, -1, 1) if one else packed.lengths.view(-1, 1, 1)
+        ends = packed.lengths.view(1, -1, 1) if len(bulk) == 1 else packed.lengths.view(-1, 1, 1)
         dtype = arithmetic_dtype(x, bulk, p0)
         self.chain = Chain(x, bulk, p0, ends, log_params, dtype, by_log, starts=packed.starts)
         self._room = kernels.chain_kernels(x)
@@ -125,19 +125,27 @@ class PackedChain:
         """What the room keeps; its log-partition has n entries."""
         chain = self.chain
         with kernels.arithmetic_on(chain.x):
-            kept: Kept = self._room.forward(chain, keep=chain.room(chain.v) if keep else None)[0]
-        report_chains(kept.redone)
-        return kept
+            residuals: Kept = self._room.forward(chain, keep=chain.room(chain.v) if keep else None)[0]
+        report_chains(residuals.redone)
+        return residuals
 
     def posteriors(self, counted: bool) -> tuple[Tensor, Tensor | None, Tensor]:
         """Posteriors [total, c], expected counts in the shape of `bulk` if they are `counted`, log-partitions [n]."""
-        kept = self.forward(True)
-        states, counts, _ = self.backward(kept, torch.ones_like(kept.log_norm), (True, counted))
+        residuals = self.forward(True)
+        states, counts, _ = self.backward(residuals, torch.ones_like(residuals.log_norm), (True, counted))
         assert states is not None
-        return states, counts, kept.log_norm.flatten().to(states.dtype)
+        return states, counts, residuals.log_norm.flatten().to(states.dtype)
+
+    def messages(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward and backward messages [total, c] as natural logarithms, and log-partitions [n]."""
+        chain = self.chain
+        ahead, behind = (chain.new(*chain.x.shape) for _ in range(2))
+        with kernels.arithmetic_on(chain.x):
+            log_norm: Tensor = kernels.message_kernels(chain.x).messages(chain, ahead, behind)
+        return ahead, behind, log_norm.flatten().to(ahead.dtype)
 
     def backward(
-        self, kept: Kept, grad: Tensor, needs: tuple[bool, ...]
+        self, residuals: Kept, grad: Tensor, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The gradients of x, of the matrices, and of the initial weights of each sequence (n, c)."""
         chain = self.chain
@@ -145,7 +153,7 @@ class PackedChain:
         grad_bulk = torch.zeros(chain.bulk.shape, dtype=chain.dtype, device="cpu") if needs[1] else None
         weight = grad.reshape(chain.g, chain.m)
         with kernels.arithmetic_on(chain.x):
-            start: Tensor = self._room.backward(chain, kept, weight, None, grad_x, grad_bulk)
+            start: Tensor = self._room.backward(chain, residuals, weight, None, grad_x, grad_bulk)
         return grad_x, grad_bulk, start
 
 

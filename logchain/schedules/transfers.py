@@ -63,8 +63,8 @@ def pieces(tensor: Tensor, axis: int, ranges: Sequence[tuple[int, int]], device:
         yield from views
         return
     side = Side(device)
-    rest = tensor.numel() // max(1, tensor.shape[axis])
-    entries = rest * max((stop - start for start, stop in ranges), default=0)
+    step_entries = tensor.numel() // max(1, tensor.shape[axis])
+    entries = step_entries * max((stop - start for start, stop in ranges), default=0)
     count = min(SLOTS, len(ranges))
     slots = [(side.pinned(entries, tensor.dtype), side.buffer(entries, tensor.dtype)) for _ in range(count)]
     used = [side.computed()] * count

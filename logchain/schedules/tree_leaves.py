@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..operands import chain_of
+from ..operands import Operands, chain_of
 
 # bytes that leaves and all that is made of them may take where two messages are smaller
 _LEAST = 2**21
@@ -42,8 +42,8 @@ class Cut:
         """As many as fit into two messages (v, g, m, c)."""
         steps = max(1, v - 1)
         # leaves, nodes, gradients and logarithms of matrices; potentials; in float64 sums and gradients of x
-        each = dtype.itemsize * (4 * c * c + 3 * c) + 8 * (2 * c + 4)
-        fitting = max(_LEAST, 2 * v * g * m * c * dtype.itemsize) // each
+        leaf_bytes = dtype.itemsize * (4 * c * c + 3 * c) + 8 * (2 * c + 4)
+        fitting = max(_LEAST, 2 * v * g * m * c * dtype.itemsize) // leaf_bytes
         held = min(steps, max(fitting // (g * m), _SHORT))
         if held > fitting:
             held = min(steps, max(2, fitting))
@@ -65,11 +65,11 @@ class Cut:
 class Leaves:
     """The leaves of a chain, a piece of steps and a block of sequences at a time."""
 
-    def __init__(self, x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> None:
-        self.layout, self.chain = chain_of(x, bulk, p0, lengths, log_params)
+    def __init__(self, operands: Operands) -> None:
+        self.layout, self.chain = chain_of(*operands)
         chain = self.chain
         self.g, self.m, self.c, self.v = chain.g, chain.m, chain.c, chain.v
-        self.cut = Cut.of(x.shape[-2], chain.g, chain.m, chain.c, chain.dtype)
+        self.cut = Cut.of(operands.x.shape[-2], chain.g, chain.m, chain.c, chain.dtype)
         self.one = len(chain.bulk) == 1
 
     def raw(self, first: int, stop: int, sets: slice) -> Tensor:
@@ -90,11 +90,12 @@ class Leaves:
         return logs, top[..., None]
 
     def parts(self, first: int, stop: int) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """Blocks, the leaves of each (g' m', k, c, c), and terms of what was taken out of them (2 k, g', m')."""
-        for sets, members in self.cut.blocks(self.g, self.m):
+        """Blocks, the leaves of each (g' m', k, c, c), and the shifts out of them, to be added up (2 k, g', m')."""
+        for sets, spans in self.cut.blocks(self.g, self.m):
             logs, top = self.logarithms(first, stop, sets)
-            for block in ((sets, some) for some in members):
-                yield block, *self.stack(first, stop, block, logs, top)
+            for members in spans:
+                leaves, shifts = self.stack(first, stop, (sets, members), logs, top)
+                yield (sets, members), leaves, shifts
 
     def over(self, first: int, stop: int, block: Block) -> Tensor | None:
         """Which sequences have ended before a step (g', m', k); None for nowhere."""
@@ -105,7 +106,7 @@ class Leaves:
         return over if kernels.on_gpu(over) or over.any() else None
 
     def stack(self, first: int, stop: int, block: Block, logs: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-        """The leaves (g' m', k, c, c), and what was taken out of them, as float64 terms of a sum (2 k, g', m')."""
+        """The leaves (g' m', k, c, c), and the shifts out of them, as float64 terms of a sum (2 k, g', m')."""
         potentials, shift = self.potentials(first, stop, block)
         k, g, m, c = potentials.shape
         stack = self.chain.new(g, m, k, c, c)
@@ -116,7 +117,7 @@ class Leaves:
         if over is not None:
             stack.masked_fill_(over[..., None, None], -math.inf)
             stack.diagonal(dim1=-2, dim2=-1).masked_fill_(over[..., None], 0.0)
-            shift, top = (torch.where(over.movedim(-1, 0), 0.0, taken) for taken in (shift, top))
+            shift, top = (torch.where(over.movedim(-1, 0), 0.0, term) for term in (shift, top))
         return stack.flatten(0, 1), torch.cat([shift, top])
 
     def potentials(self, first: int, stop: int, block: Block) -> tuple[Tensor, Tensor]:

@@ -32,10 +32,10 @@ def check_stream(bulk: Tensor | None, p0: Tensor, lag: object, dtype: torch.dtyp
 
 
 def check_transforms() -> None:
-    """A stream keeps what it finds, and its messages have no forward derivative."""
+    """Refuse torch.vmap, out of which a stream would keep tensors, and forward derivatives, which messages lack."""
     if torch.compiler.is_compiling():
         return
-    if any(found.key() == TransformType.Vmap for found in retrieve_all_functorch_interpreters()):
+    if any(transform.key() == TransformType.Vmap for transform in retrieve_all_functorch_interpreters()):
         raise NotImplementedError("Stream: expected no torch.vmap around update, make its axis one of the batch")
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError("Stream: expected no forward derivative, take gradients")
@@ -66,10 +66,7 @@ def check_piece(
         _check_lead("bulk_piece", bulk_piece, 3, x)
     if lengths is None:
         return None
-    if isinstance(lengths, Tensor):
-        lengths = lengths.to(x.device)
-    else:
-        lengths = _tensor(lengths, x)
+    lengths = lengths.to(x.device) if isinstance(lengths, Tensor) else _tensor(lengths, x)
     # 0 is a length too, so the values are looked at here
     ends = as_lengths(lengths, x)
     if not kernels.on_gpu(x) and ends.numel():
@@ -104,7 +101,7 @@ def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:
     """Leading axes of size 1, or of that of the batch, or left out."""
     batch, lead = list(x.shape[:-2]), list(value.shape[: value.dim() - axes])
     against = batch[len(batch) - len(lead) :] if len(lead) <= len(batch) else None
-    if against is None or any(size not in (1, other) for size, other in zip(lead, against, strict=True)):
+    if against is None or any(size not in (1, full) for size, full in zip(lead, against, strict=True)):
         raise ValueError(
             f"{name}: expected leading axes of 1 or as in {batch} to go with x_piece {list(x.shape)}, got"
             f" {list(value.shape)}"
@@ -112,7 +109,7 @@ def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:
 
 
 def _tensor(lengths: Any, x: Tensor) -> Any:
-    """A tensor beside x, or what it was: that it is none is said elsewhere."""
+    """The lengths as a tensor beside x, or as they are: `as_lengths` says what is wrong with them."""
     try:
         return torch.tensor(lengths, device=x.device)
     except (TypeError, ValueError, RuntimeError):

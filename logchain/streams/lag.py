@@ -22,31 +22,28 @@ class Window(NamedTuple):
     matrices: Tensor | None
 
 
-def passed(held: Window | None, piece: Piece, messages: Tensor, own: bool, lag: int) -> tuple[Tensor, Window]:
-    """The posteriors that have their lag after a piece [*B, m, c], and what still waits.
-
-    `own`: the matrices of the piece are one for every step.
-    """
-    window = Window(piece.x, messages, piece.active, piece.linked, None if own else piece.matrices)
+def passed(held: Window | None, piece: Piece, messages: Tensor, one_matrix: bool, lag: int) -> tuple[Tensor, Window]:
+    """The posteriors that have their lag after a piece [*B, m, c], and what still waits."""
+    window = Window(piece.x, messages, piece.active, piece.linked, None if one_matrix else piece.matrices)
     if held is not None:
-        window = Window._make(_joined(*some) for some in zip(held, window, _AXES, strict=True))
+        window = Window._make(_joined(old, new, axis) for old, new, axis in zip(held, window, _AXES, strict=True))
     waiting = window.active.shape[-1]
     ready = max(0, waiting - lag)
     left = Window._make(_from(value, ready, axis) for value, axis in zip(window, _AXES, strict=True))
     if not ready:
         return window.x[..., :0, :], left
     matrices = piece.matrices if window.matrices is None else window.matrices
-    every = Piece(window.x, matrices, piece.start, window.active, window.linked, False)
-    return _smoothed(every, window.messages, lag), left
+    whole = Piece(window.x, matrices, piece.start, window.active, window.linked, False)
+    return _smoothed(whole, window.messages, lag), left
 
 
 def at_the_end(held: Window, matrices: Tensor | None, lag: int) -> Tensor:
     """The posteriors of all that waits, behind which nothing comes."""
     batch, c = held.x.shape[:-2], held.x.shape[-1]
     x, none = held.x.new_zeros(*batch, lag, c), held.active.new_zeros(*batch, lag)
-    own = matrices is not None
-    nothing = Piece(x, x.new_zeros(lag, c, c) if matrices is None else matrices, x[..., 0, :], none, none, False)
-    return passed(held, nothing, torch.full_like(x, -torch.inf), own, lag)[0]
+    into_nothing = x.new_zeros(lag, c, c) if matrices is None else matrices
+    nothing = Piece(x, into_nothing, x[..., 0, :], none, none, False)
+    return passed(held, nothing, torch.full_like(x, -torch.inf), matrices is not None, lag)[0]
 
 
 def _smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:
@@ -55,12 +52,11 @@ def _smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:
     `messages` [*B, k, c] are the forward ones. All windows go back at once, a step at a time.
     """
     size = piece.x.shape[-2] - lag
-    own = piece.matrices.shape[-3] != 1
     x = shifted(torch.where(piece.linked[..., None], piece.x, 0.0))[0]
     behind = torch.zeros_like(messages[..., :size, :])
     for j in range(lag, 0, -1):
         ahead = shifted(behind + x[..., j : j + size, :])[0]
-        if own:
+        if piece.matrices.shape[-3] != 1:
             before = broadcast_log_matmul(ahead[..., None, :], piece.matrices[..., j : j + size, :, :].mT)[..., 0, :]
         else:
             before = broadcast_log_matmul(ahead, piece.matrix(0).mT)

@@ -71,11 +71,11 @@ def _stepwise(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     # where a sequence has ended only its best path is left
     last = _best(message)[..., None].clamp(min=0).expand_as(message)
     state = torch.arange(message.shape[-1], device=message.device).expand_as(message)
-    found = torch.empty(*piece.active.shape, message.shape[-1], dtype=torch.int32, device=message.device)
+    paths = torch.empty(*piece.active.shape, message.shape[-1], dtype=torch.int32, device=message.device)
     for i in reversed(range(k)):
-        found[..., i, :] = state
+        paths[..., i, :] = state
         state = torch.where(piece.active[..., i, None], pointers[i].gather(-1, state), last)
-    return message, found, state
+    return message, paths, state
 
 
 def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,10 +139,10 @@ def _split(held: Survivors, m: int) -> tuple[Tensor, Survivors]:
     """The first m states of the best paths [*B, m], and what is held of the others, without the memory of these."""
     best = _best(held.message)
     paths = held.paths[..., :m, :]
-    found = paths.gather(-1, best[..., None, None].clamp(min=0).expand(*paths.shape[:-1], 1))[..., 0].long()
-    found.masked_fill_((best < 0)[..., None] & _own(held)[..., :m], -1).masked_fill_(~held.active[..., :m], -1)
+    states = paths.gather(-1, best[..., None, None].clamp(min=0).expand(*paths.shape[:-1], 1))[..., 0].long()
+    states.masked_fill_((best < 0)[..., None] & _own(held)[..., :m], -1).masked_fill_(~held.active[..., :m], -1)
     active, linked = (part[..., m:].clone() for part in (held.active, held.linked))
-    return found, Survivors(held.message, held.paths[..., m:, :].clone(), active, linked)
+    return states, Survivors(held.message, held.paths[..., m:, :].clone(), active, linked)
 
 
 def _own(held: Survivors) -> Tensor:

@@ -14,12 +14,36 @@ from ..layout import Layout
 from ..operands import differentiated
 
 
-class Given(NamedTuple):
+class Carried(NamedTuple):
+    """What goes from one piece to the next.
+
+    `message` [*B, c]: the logarithm of the newest state's posterior, float64; -inf for none and for the impossible.
+    `total` + `lost` [*B]: the log-partition, and what its rounding has lost.
+    """
+
+    message: Tensor
+    total: Tensor
+    lost: Tensor
+
+    @classmethod
+    def before(cls, x: Tensor) -> "Carried":
+        """That of a batch [*B, k, c] of which no variable has come."""
+        message = x.new_full((*x.shape[:-2], x.shape[-1]), -torch.inf, dtype=torch.float64)
+        zero = x.new_zeros(x.shape[:-2], dtype=torch.float64)
+        return cls(message, zero, zero)
+
+    def where(self, mask: Tensor, other: "Carried") -> "Carried":
+        """This for the sequences of a mask [*B], and another for the rest."""
+        message = torch.where(mask[..., None], self.message, other.message)
+        return Carried(message, torch.where(mask, self.total, other.total), torch.where(mask, self.lost, other.lost))
+
+
+class RawPiece(NamedTuple):
     """A piece as it comes: x [*B, k, c], bulk [*Bb, k or 1, c, c] into each variable, p0, and what is before it.
 
     `own`: bulk is the stream's. `fresh` [*B]: no variable is before. `unlinked`: that is so for all sequences, which is
     known without a look; `running`: likewise, that it is so for none and that none has ended. `counts` int64 [*B]: how
-    many variables each sequence has, from 0 to k; None for all of them. `number`: how many steps have been before.
+    many variables each sequence has, from 0 to k; None for all of them.
     """
 
     x: Tensor
@@ -31,21 +55,14 @@ class Given(NamedTuple):
     running: bool
     counts: Tensor | None
     log_params: bool
-    number: int
 
-    def first(self) -> "Given":
-        """The first variable alone."""
-        bulk = self.bulk if self.bulk.shape[-3] == 1 else self.bulk[..., :1, :, :]
-        counts = None if self.counts is None else self.counts.clamp(max=1)
-        return self._replace(x=self.x[..., :1, :], bulk=bulk, counts=counts)
-
-    def behind(self, start: int) -> "Given":
-        """The variables from `start` on."""
-        if start == 0:
+    def part(self, start: int, stop: int) -> "RawPiece":
+        """The variables from `start` to before `stop`."""
+        if stop - start == self.x.shape[-2]:
             return self
-        bulk = self.bulk if self.bulk.shape[-3] == 1 else self.bulk[..., start:, :, :]
-        counts = None if self.counts is None else (self.counts - start).clamp(min=0)
-        return self._replace(x=self.x[..., start:, :], bulk=bulk, counts=counts)
+        bulk = self.bulk if self.bulk.shape[-3] == 1 else self.bulk[..., start:stop, :, :]
+        counts = None if self.counts is None else (self.counts - start).clamp(0, stop - start)
+        return self._replace(x=self.x[..., start:stop, :], bulk=bulk, counts=counts)
 
     def active(self) -> Tensor:
         """Which variables belong to a sequence [*B, k]."""
@@ -88,8 +105,7 @@ class Piece(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Piece":
         """Some of its variables."""
-        one = self.matrices.shape[-3] == 1
-        matrices = self.matrices if one else self.matrices[..., start:stop, :, :]
+        matrices = self.matrices if self.matrices.shape[-3] == 1 else self.matrices[..., start:stop, :, :]
         x, active, linked = self.x[..., start:stop, :], self.active[..., start:stop], self.linked[..., start:stop]
         return Piece(x, matrices, self.start, active, linked, self.unlinked and start == 0)
 
@@ -113,8 +129,8 @@ def only_used(matrices: Tensor, used: Tensor) -> Tensor:
         used = used.any(-1, keepdim=True)
     missing = used.dim() + 2 - matrices.dim()
     shared = [axis for axis in range(used.dim()) if axis < missing or matrices.shape[axis - missing] == 1]
-    some = used.any(shared, keepdim=True) if shared else used
-    return torch.where(some.reshape(some.shape[missing:])[..., None, None], matrices, 0.0)
+    used = used.any(shared, keepdim=True) if shared else used
+    return torch.where(used.reshape(used.shape[missing:])[..., None, None], matrices, 0.0)
 
 
 def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,9 +158,9 @@ def posterior(message: Tensor) -> Tensor:
 
 
 def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward messages [*B, k + 1, c] with maximum 0, the first being `message`, and what was taken out [*B, k, 2].
+    """The forward messages [*B, k + 1, c] with maximum 0, `message` ahead, and the shifts out of them [*B, k, 2].
 
-    A message stays where a sequence has no variable, and nothing is taken out there.
+    A message stays where a sequence has no variable, and its shifts are 0.
     """
     k = piece.x.shape[-2]
     x, shift = piece.potentials()
@@ -170,18 +186,18 @@ def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
         message = torch.where(active[i], after, message)
         messages.append(message)
         tops.append(top)
-    taken = torch.stack([layout.states(top) for top in tops], -2)
-    found = torch.stack([layout.states(message) for message in messages], -2)
-    return found, torch.where(piece.active[..., None], torch.cat([shift, taken], -1), 0.0)
+    shifts = torch.cat([shift, torch.stack([layout.states(top) for top in tops], -2)], -1)
+    by_step = torch.stack([layout.states(message) for message in messages], -2)
+    return by_step, torch.where(piece.active[..., None], shifts, 0.0)
 
 
-def added(found: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
-    """A sum [*B] and what its rounding has lost, with a term more (D. E. Knuth's two-sum)."""
-    after = found + term
-    part = after - found
-    error = (found - (after - part)) + (term - part)
+def added(carried: Carried, term: Tensor) -> Carried:
+    """The same with a term [*B] added to its log-partition (D. E. Knuth's two-sum)."""
+    total = carried.total + term
+    part = total - carried.total
+    error = (carried.total - (total - part)) + (term - part)
     # beside infinity nothing is lost
-    return after, lost + error.nan_to_num(0.0, 0.0, 0.0)
+    return carried._replace(total=total, lost=carried.lost + error.nan_to_num(0.0, 0.0, 0.0))
 
 
 def recovered(piece: Piece, before: Tensor, messages: Tensor) -> Tensor:

@@ -8,20 +8,21 @@ from torch import Tensor
 
 from .lag import Window
 from .paths import Survivors
+from .piece import Carried
+
+# the fields that are named tuples
+_PARTS = {"carried": Carried, "window": Window, "survivors": Survivors}
 
 
 class State(NamedTuple):
-    """`message` [*B, c]: the logarithm of the newest state's posterior, float64; -inf for none and for the impossible.
+    """`carried`: what the log-partition goes on from. `fresh` [*B]: no variable yet; `over` [*B]: ended.
 
-    `total` + `lost` [*B]: the log-partition. `fresh` [*B]: no variable yet; `over` [*B]: ended. `unlinked`: all are
-    fresh, which is known without a look; `running`: likewise, that none is fresh or over. `double`: an operand was
-    float64. `window`: what waits for its lag. `survivors`: the best paths. These two are None before they are needed.
-    `number`: how many steps have been.
+    `unlinked`: all are fresh, which is known without a look; `running`: likewise, that none is fresh or over. `double`:
+    an operand was float64. `window`: what waits for its lag. `survivors`: the best paths. These two are None before
+    they are needed.
     """
 
-    message: Tensor
-    total: Tensor
-    lost: Tensor
+    carried: Carried
     fresh: Tensor
     over: Tensor
     unlinked: bool
@@ -29,48 +30,39 @@ class State(NamedTuple):
     double: bool
     window: Window | None
     survivors: Survivors | None
-    number: int = 0
 
     @classmethod
     def before(cls, x: Tensor) -> "State":
         """That of a batch of which no variable has come."""
-        message = x.new_full((*x.shape[:-2], x.shape[-1]), -torch.inf, dtype=torch.float64)
-        zero, no = x.new_zeros(x.shape[:-2], dtype=torch.float64), x.new_zeros(x.shape[:-2], dtype=torch.bool)
-        return cls(message, zero, zero, ~no, no, True, False, False, None, None)
+        no = x.new_zeros(x.shape[:-2], dtype=torch.bool)
+        return cls(Carried.before(x), ~no, no, True, False, False, None, None)
 
     def anew(self, mask: Tensor) -> "State":
         """The same with the sequences of the mask [*B] before their start."""
-        return self._replace(
-            message=self.message.masked_fill(mask[..., None], -torch.inf),
-            total=self.total.masked_fill(mask, 0.0),
-            lost=self.lost.masked_fill(mask, 0.0),
-            fresh=self.fresh | mask,
-            over=self.over & ~mask,
-            running=False,
+        message, total, lost = self.carried
+        carried = (
+            message.masked_fill(mask[..., None], -torch.inf),
+            total.masked_fill(mask, 0),
+            lost.masked_fill(mask, 0),
         )
+        return self._replace(carried=Carried(*carried), fresh=self.fresh | mask, over=self.over & ~mask, running=False)
 
     def detached(self) -> "State":
         """The same as constants."""
-        some = self.message.requires_grad or (self.window is not None and self.window.messages.requires_grad)
-        detached: State = _mapped(Tensor.detach, self) if some or self.total.requires_grad else self
+        leaves = [*self.carried[:2], *(() if self.window is None else (self.window.messages,))]
+        detached: State = _mapped(Tensor.detach, self) if any(leaf.requires_grad for leaf in leaves) else self
         return detached
 
     def plain(self) -> dict[str, Any]:
         """Copies, in types that need no class to be loaded."""
-        found: dict[str, Any] = _mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
-        for name in ("window", "survivors"):
-            found[name] = None if found[name] is None else found[name]._asdict()
-        return found
+        fields: dict[str, Any] = _mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
+        return fields | {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
 
     @classmethod
-    def of_plain(cls, found: dict[str, Any]) -> "State":
-        """What `plain` has been made of."""
-        window, survivors = found["window"], found["survivors"]
-        found = found | {
-            "window": None if window is None else Window(**window),
-            "survivors": None if survivors is None else Survivors(**survivors),
-        }
-        state: State = _mapped(Tensor.clone, cls(**found))
+    def of_plain(cls, fields: dict[str, Any]) -> "State":
+        """The state that `plain` has copied."""
+        parts = {name: kind(**fields[name]) for name, kind in _PARTS.items() if fields[name] is not None}
+        state: State = _mapped(Tensor.clone, cls(**fields | parts))
         return state
 
 

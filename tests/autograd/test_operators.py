@@ -36,12 +36,12 @@ IDS = [name for name, *_ in CHAINS]
 def test_opcheck_of_chains(name, dtype):
     _, chain, lengths = CHAINS[IDS.index(name)]
     x, bulk, p0 = leaves(chain.to(dtype))
-    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, chain.log_params, True))
+    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, chain.log_params, True, 1))
     with torch.no_grad():
-        kept = OPS.log_norm(x, bulk, p0, lengths, chain.log_params, True)
+        kept = OPS.log_norm(x, bulk, p0, lengths, chain.log_params, True, 1)
     grad = torch.randn_like(kept[0]).requires_grad_()
     for by_log in (False, True):
-        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, by_log, True, True, True)
+        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, by_log, True, True, True, 1)
         torch.library.opcheck(OPS.log_norm_backward.default, arguments)
         along = [torch.randn_like(operand) for operand in (x, bulk, p0)]
         arguments = (x, bulk, p0, lengths, *along, chain.log_params, by_log)
@@ -53,7 +53,7 @@ def test_opcheck_of_chains(name, dtype):
         found = OPS.messages(x, bulk, p0, lengths, chain.log_params)
         arguments = (*map(torch.ones_like, found), x, bulk, p0, lengths, chain.log_params)
         torch.library.opcheck(OPS.messages_backward.default, arguments)
-        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False)
+        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False, 1)
         assert [tuple(t.shape) for t in OPS.log_norm_backward(*arguments)] == [tuple(x.shape), (0,), (0,)]
         for k in (None, 2):
             torch.library.opcheck(OPS.best_paths.default, (*chain.to(dtype)[:3], lengths, chain.log_params, k))

@@ -8,6 +8,7 @@ import torch
 
 from logchain.autograd.paths import log_weight
 from logchain.kernels.cpu import arguments, library, team
+from logchain.kernels.message import Kept
 from logchain.kernels.plain import sample as sample_plainly
 from logchain.kernels.plain import semiring, topk_paths
 from logchain.kernels.plain.forward import forward as plain_forward
@@ -44,10 +45,10 @@ def answer(where, question, chain, steps, count=3, numbers=None):
         return paths.paths(chain, steps)
     if question == "topk_paths":
         return paths.paths(chain, steps, count)
-    log_norm, messages, redone, _ = room("cpu", "forward").forward(chain, keep=chain.room(chain.v))[0]
+    kept = room("cpu", "forward").forward(chain, keep=chain.room(chain.v))[0]
     states = (numbers_for(chain, steps, count) if numbers is None else numbers).clone().view(torch.int64)
-    paths.draw(chain, log_norm, messages, redone, states)
-    return states, ~(log_norm < INF)
+    paths.draw(chain, kept, states)
+    return states, ~(kept.log_norm < INF)
 
 
 def assert_same(found, expected):
@@ -179,9 +180,8 @@ def test_a_threshold_below_all_numbers(where):
     _, chain = chain_of(torch.zeros(2, 1, 3), torch.ones(1, 3, 3), torch.ones(3), None, False)
     messages = torch.tensor([[[0.0, 2.0**-100, 0.0], [0.0, 0.0, 1.0]]])[:, None]
     states = torch.full((4, 1, 2, 1), 1 - 2.0**-53, dtype=F64).view(torch.int64)
-    room(where, "sample").draw(
-        chain, torch.zeros(1, 2, dtype=F64), messages, torch.zeros(1, 2, dtype=torch.bool), states
-    )
+    kept = Kept(torch.zeros(1, 2, dtype=F64), messages, torch.zeros(1, 2, dtype=torch.bool))
+    room(where, "sample").draw(chain, kept, states)
     assert states.view(4, 2).tolist() == [[1, 2]] * 4
 
 
@@ -192,9 +192,9 @@ def test_messages_that_are_logarithms_all_of_them(name, where):
     draw = room(where, "sample").draw
     for given in (FAMILIES[name](F64), FAMILIES[name](F64).logs()):
         chain = arranged(given, [5, 1, 3])
-        log_norm, messages, redone, _ = plain_forward(chain, keep=chain.room(chain.v))[0]
-        logs = torch.where(redone[..., None], messages, messages.log())
+        kept = plain_forward(chain, keep=chain.room(chain.v))[0]
+        logs = torch.where(kept.redone[..., None], kept.messages, kept.messages.log())
         one, other = (numbers_for(chain, 17, 50).view(torch.int64) for _ in range(2))
-        draw(chain, log_norm, messages, redone, one)
-        draw(chain, log_norm, logs, None, other)
+        draw(chain, kept, one)
+        draw(chain, Kept(kept.log_norm, logs, torch.zeros(1, dtype=torch.int64)), other)
         assert torch.equal(one, other) and (one >= 0).any()

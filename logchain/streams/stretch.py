@@ -1,0 +1,99 @@
+"""A piece that the loops in C walk where it lies, in one call whose arguments are worked out once for pieces alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.chain import Chain, is_view
+from ..kernels.message import Kept
+from ..layout import Layout
+from ..operands import arithmetic_dtype
+from ..rescues import report_chains
+from .piece import Carried, RawPiece
+
+
+class Calls:
+    """The calls of the library for the last pieces of a stream, to be made again for pieces that lie alike."""
+
+    def __init__(self) -> None:
+        self._stretch: tuple[Any, Any] = None, None
+        self._repeated: tuple[Any, Any] = None, None
+
+    def stretch(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The `Stretch` for pieces of one key: that of the last piece, or a new one."""
+        if self._stretch[0] != key:
+            self._stretch = key, make()
+        return self._stretch[1]
+
+    def repeat(self, x: Tensor, bulk: Tensor, stretch: Any) -> None:
+        """Take a stretch for pieces that lie as this one does, behind others and with the stream's own matrix."""
+        key = x.shape, x.stride(), x.dtype
+        self._repeated = key, stretch.repeated(bulk) if self._repeated[0] == key else None
+
+    def repeated(self, x: Tensor) -> Any:
+        """The `Repeated` for a piece that lies as the last one did; None where there is none."""
+        key, repeated = self._repeated
+        return repeated if key == (x.shape, x.stride(), x.dtype) and not x.is_neg() else None
+
+
+def takes(raw: RawPiece) -> bool:
+    """Whether the loops in C walk a piece where it lies: axes with matrices of their own come before the others."""
+    own = Layout.of(raw.x, raw.bulk).own
+    return kernels.in_c(raw.x) and own == tuple(range(len(own)))
+
+
+def walk(
+    raw: RawPiece, carried: Carried, head: bool, posteriors: Tensor | None, messages: Tensor | None, calls: Calls
+) -> Carried:
+    """What is carried on from a piece; posteriors and messages are written where memory for them is given.
+
+    `head`: the message that is carried enters the piece, which otherwise starts at p0.
+    """
+    dtype = arithmetic_dtype(raw.x, raw.bulk, raw.p0)
+    x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (raw.x, raw.bulk, raw.p0))
+    x = x if is_view(x, 2) and x.stride(-1) == 1 else x.contiguous()
+    if not head:
+        bulk = bulk if bulk.shape[-3] == 1 else bulk[..., 1:, :, :]
+        p0 = p0.expand(*x.shape[:-2], -1)
+        p0 = p0 if is_view(p0, 1) else p0.contiguous()
+    bulk = bulk if is_view(bulk, 3) else bulk.contiguous()
+    layout = Layout.of(x, bulk)
+
+    def make() -> Any:
+        chain = Chain(layout.steps_first(x), layout.matrices(bulk), layout.weights(p0), None, raw.log_params, dtype)
+        return kernels.stretches().Stretch(chain, head=head)
+
+    stretch = calls.stretch((x.shape, x.stride(), bulk.shape, bulk.stride(), p0.stride(), dtype, head), make)
+    ends = None if raw.counts is None else layout.sequences(raw.counts + head).contiguous()
+    linear = None if messages is None else x.new_empty(x.shape[-2] + head, *layout.grid, x.shape[-1])
+    shares = posteriors
+    if posteriors is not None and posteriors.dtype != dtype:
+        shares = torch.empty_like(posteriors, dtype=dtype)
+    before = Carried(*(tensor.contiguous() for tensor in carried))
+    outputs, redone, count = stretch.forward((x, bulk, p0), before, ends, linear, shares)
+    after = Carried(*outputs)
+    if x is raw.x and bulk is raw.bulk and raw.own and head:
+        calls.repeat(x, bulk, stretch)
+    if count:
+        report_chains(redone)
+    if posteriors is not None and shares is not None:
+        if shares is not posteriors:
+            posteriors.copy_(shares)
+        _write_last(posteriors, raw.counts, after.message.exp())
+    if messages is not None and linear is not None:
+        logs = Kept(after.total, linear, redone).logs(slice(int(head), None))
+        view = layout.steps_first(messages)
+        view.copy_(logs.view(view.shape))
+    return after if raw.counts is None or not head else after.where(raw.counts > 0, carried)
+
+
+def _write_last(posteriors: Tensor, counts: Tensor | None, last: Tensor) -> None:
+    """Write the posterior [*B, c] of the last of so many variables [*B] of each sequence, or of all of them."""
+    if counts is None:
+        posteriors[..., -1, :] = last
+        return
+    at = (counts - 1).clamp(min=0)[..., None, None].expand(*last.shape[:-1], 1, last.shape[-1])
+    posteriors.scatter_(-2, at, last[..., None, :].to(posteriors.dtype))
