@@ -26,8 +26,9 @@ _SHORTEST = 8
 # more matrices to a segment let roundings of its gradients add up
 _LONGEST = 128
 
-# rows that a thread takes of a product at least: a tile of registers
+# rows that a thread takes of a product at least: a tile of registers, and all of few states, which c/fold.h has in one
 _ROWS = 8
+_FEW = 16
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -79,7 +80,8 @@ def prefixes(stack: Tensor, out: Tensor) -> int | Tensor:
     if s > 1:
         arguments = _arguments(matrices, 0, s, lossy=lossy, log_forward=out)
         arguments.grad_set, arguments.grad_step, arguments.grad_member, _ = out.stride()
-        lost = _run("fold", matrices, [arguments], _ranges(g * c, _threads(matrices, g * -(-c // _ROWS))))
+        parts = _ranges(g * c, _threads(matrices, g * -(-c // _ROWS)))
+        lost = _run("fold", matrices, [arguments], parts if c > _FEW else _spans(matrices))
     numbers = _numbers(lossy) if s > 1 and lost else _NONE
     if len(numbers):
         redone = torch.empty_like(out[: len(numbers)])
