@@ -19,8 +19,8 @@ from .library import in_large_pages, library
 ROOMS = {
     **dict.fromkeys(("forward", "backward"), "room"),
     **dict.fromkeys(("redo_forward", "redo_backward"), "redo_room"),
-    **{name: f"{name}_room" for name in ("messages", "entropy", "viterbi", "topk_paths", "sample")},
-    **dict.fromkeys(("fold", "unfold", "fold_gradients"), "fold_room"),
+    **{name: f"{name}_room" for name in ("messages", "entropy", "viterbi", "topk_paths", "sample", "fold_gradients")},
+    **dict.fromkeys(("fold", "unfold"), "fold_room"),
 }
 
 # multiply-adds that are worth waking a thread

@@ -99,7 +99,7 @@ static int are_plain(const real *p, int64_t count) {
     return is_plain(&seen);
 }
 
-/* The largest entry of a row as bits, and the least one that is not 0: the largest number of bits where there is none. */
+/* The largest entry of a row as bits, and the least one that is not 0: where there is none, the largest number. */
 static natural extremes(const real *row, int64_t c, natural *least) {
     natural most = 0, low = (natural)-1;
     for (int64_t j = 0; j < c; j++) {
@@ -133,10 +133,10 @@ static int scale_rows(Fold *f, int64_t step) {
 
 /* What has been taken out of a row of P 2^-TOP. */
 static Sum taken_out(const Fold *f, int64_t r) {
-    Sum found = f->shift;
-    add(&found, f->shifts[r]);
-    add_exponent(&found, f->exponents[r] + TOP);
-    return found;
+    Sum taken = f->shift;
+    add(&taken, f->shifts[r]);
+    add_exponent(&taken, f->exponents[r] + TOP);
+    return taken;
 }
 
 /* Logarithms of a step's products: of the last step alone where their steps are 0 apart. */
@@ -195,7 +195,7 @@ INLINE int step_of_many(Fold *f, int64_t step, real *top) {
     return are_plain(out, f->rows * c);
 }
 
-/* Rows of fewer states than LANES as vectors, with zeros behind them: (c, c) entries, or their transpose. */
+/* Rows of a matrix (c, c) of few states, or of its transpose, as vectors with zeros behind. */
 INLINE void load_rows(const int64_t c, const real *from, int64_t row, int64_t step, reals *out) {
     for (int64_t k = 0; k < c; k++)
         out[k] = step == 1 ? load_some(from + k * row, 1, c, 0) : load_some(from + k * row, step, c, 0);
@@ -209,15 +209,18 @@ INLINE void multiply_few(const int64_t c, const real *a, int64_t a_row, int64_t 
     }
 }
 
-/* The same of fewer states than LANES, in registers. */
+/* The same of few states, each row one vector. */
 INLINE int step_of_few(const int64_t c, Fold *f, int64_t step) {
     reals entries[LANES], products[LANES], high = all(-INFINITE);
-    wholes behind = {0};
+    wholes behind;
     Extent seen = {(naturals){0} - 1, {0}};
     real *kept = f->kept ? uses_at(f, step) : 0, *out = product_at(f, step);
     UNROLL for (int j = 0; j < LANES; j++) behind[j] = j < c ? 0 : -1;
     load_rows(c, matrix_at(f, step), f->a->bulk_from, f->a->bulk_to, entries);
-    for (int64_t k = 0; k < c; k++) entries[k] = where(behind, all(-INFINITE), entries[k]), high = larger(entries[k], high);
+    for (int64_t k = 0; k < c; k++) {
+        entries[k] = where(behind, all(-INFINITE), entries[k]);
+        high = larger(entries[k], high);
+    }
     real most = largest(high);
     most = most == -INFINITE ? 0 : most;
     for (int64_t k = 0; k < c; k++) {
@@ -253,7 +256,7 @@ INLINE int fold_rows(const int64_t few, Fold *f) {
     return 1;
 }
 
-/* What `name` does of few states, which are one vector: of up to 8 with their number known to the compiler. Of 0, many. */
+/* What `name` does of few states, up to 8 of them with their number known to the compiler; of many, as 0. */
 #define OF_STATES(name, c, ...)                                                   \
     if (LANES >= 8 && (c) == 5) return name(5, __VA_ARGS__);                      \
     if (LANES >= 8 && (c) == 6) return name(6, __VA_ARGS__);                      \
@@ -356,7 +359,7 @@ static void sweep_many(const Fold *f, real *g, real *behind, real *uses, real *t
     write_uses(f, 0, g, product_at(f, 0));
 }
 
-/* The same of fewer states than LANES, in registers; `g` (c, LANES) is G, to be read entry by entry. */
+/* The same of few states, each row one vector; `g` (c, LANES) is G, to be read entry by entry. */
 INLINE void sweep_few(const int64_t c, const Fold *f, real *g) {
     reals rows[LANES], own[LANES], entries[LANES], turned[LANES], uses[LANES];
     real scale = unlift(f);
@@ -391,14 +394,15 @@ static int sweep(const Fold *f, real *g, real *behind, real *uses, real *turned)
 }
 
 /* Gradients of the matrices of the sets whose rows are from `first` to before `last`: of those that `fold` has kept and
-   nothing is lossy of, or of all, one set after the other in the same memory for what is kept. How many are lossy. */
+   nothing is lossy of, or of all, one set after the other in the same scratch for what is kept. How many are lossy. */
 static int64_t gradients(const Chain *a, int all) {
     char *room = a->room;
     Fold f = fold_of(a, &room);
-    int64_t c = a->states, bytes = c * width_of(a) * (int64_t)sizeof(real), lossy = 0;
+    int64_t c = a->states, size = sizeof(real), bytes = c * width_of(a) * size, lossy = 0;
     real *g = take(&room, bytes), *behind = take(&room, bytes), *uses = take(&room, bytes);
     real *turned = take(&room, bytes);
-    f.rows = c, f.kept = a->messages, f.factors = a->factors;
+    if (all) f.kept = take(&room, (a->steps * c * c + LANES) * size), f.factors = take(&room, a->steps * c * size);
+    f.rows = c;
     for (f.set = a->first / c; f.set < a->last / c; f.set++) {
         if (all) a->lossy[f.set * c] = (uint8_t)!fold(&f);
         else keep_set(&f);
@@ -411,8 +415,12 @@ static int64_t gradients(const Chain *a, int all) {
 EXPORT int64_t EXPORTED(logchain_unfold)(const Chain *a) { return gradients(a, 0); }
 EXPORT int64_t EXPORTED(logchain_fold_gradients)(const Chain *a) { return gradients(a, 1); }
 
-/* Bytes of scratch that a thread takes, of either direction. */
+/* Bytes of scratch that a thread takes, of either direction, and of both. */
 EXPORT int64_t EXPORTED(logchain_fold_room)(const Chain *a) {
     int64_t c = a->states, width = width_of(a);
-    return ((4 * c + LANES) * width + 3 * c * c + 2 * LANES) * (int64_t)sizeof(real) + 16 * c + 9 * 64;
+    return (4 * c * width + 3 * c * c + 2 * LANES) * (int64_t)sizeof(real) + 16 * c + 8 * 64;
+}
+EXPORT int64_t EXPORTED(logchain_fold_gradients_room)(const Chain *a) {
+    int64_t c = a->states;
+    return EXPORTED(logchain_fold_room)(a) + (a->steps * c * (c + 1) + LANES) * (int64_t)sizeof(real) + 2 * 64;
 }
