@@ -96,16 +96,18 @@ static void multiply_pair(Pair *w, int64_t rows, const real *states, const real 
     if (others) multiply_rows(rows, c, width, others, width, other->entries, other->row, w->q.sums, width);
 }
 
-/* A vector of the matrix into a step, as it is read, and bounds of all of them. */
-typedef struct { const Chain *a; const real *entries; reals high, low; } Reading;
+/* A matrix as it is read, and bounds of its entries. */
+typedef struct { const real *entries; int64_t begin, row; reals high, low; } Reading;
 
 INLINE Reading reading_of(const Walk *w, int64_t step) {
-    return (Reading){w->a, w->a->bulk + first_matrix(w->a, w->set) + (step - 1) * w->a->bulk_step, {0}, all(INFINITE)};
+    const Chain *a = w->a;
+    int64_t begin = first_matrix(a, w->set) + (step - 1) * a->bulk_step;
+    return (Reading){a->bulk, begin, a->bulk_from, {0}, all(INFINITE)};
 }
-INLINE reals read_entries(Reading *from, int64_t k, int64_t j) {
-    const real *entry = from->entries + k * from->a->bulk_from + j;
-    reals p = is_single(from->a) ? load_singles(single_of(from->a->bulk, entry)) : load(entry);
-    from->high = larger(p, from->high), from->low = where((p < from->low) & (p > 0), p, from->low);
+INLINE reals read_entries(const int single, Reading *m, int64_t k, int64_t j) {
+    int64_t at = m->begin + k * m->row + j;
+    reals p = single ? load_singles((const float *)m->entries + at) : load(m->entries + at);
+    m->high = larger(p, m->high), m->low = where((p < m->low) & (p > 0), p, m->low);
     return p;
 }
 INLINE int has_been_read(Matrix *m, const Reading *from) {
@@ -114,9 +116,9 @@ INLINE int has_been_read(Matrix *m, const Reading *from) {
     return !is_far(m);
 }
 
-/* The same of one row by a matrix of its own, in one reading of it; 0, and nothing is done, where one is to be rescaled;
-   `forbidden` where the second chain has too little weight somewhere. */
-INLINE int multiply_once(const int two, Pair *w, int64_t step, const real *states, const real *terms,
+/* The same of one row by matrices of its own, in one reading of them; 0, and nothing is done, where one is to be
+   rescaled. `forbidden`: the second chain has too little weight somewhere. */
+INLINE int multiply_once(const int two, const int single, Pair *w, int64_t step, const real *states, const real *terms,
                          const real *others, int *forbidden) {
     int64_t c = w->p.a->states;
     Reading p = reading_of(&w->p, step), q = two ? reading_of(&w->q, step) : p;
@@ -125,11 +127,11 @@ INLINE int multiply_once(const int two, Pair *w, int64_t step, const real *state
         int64_t j = start_of(b, c);
         reals u = {0}, v = {0}, other = {0};
         for (int64_t k = 0; k < c; k++) {
-            reals entry = read_entries(&p, k, j), entry_of_q = two ? read_entries(&q, k, j) : all(1);
-            if (two) other += others[k] * entry_of_q, none |= (entry > 0) & ~(entry_of_q >= ALLOWED);
-            reals ratio = finite_logarithm_of(two ? entry / entry_of_q : entry, 0);
+            reals entry = read_entries(single, &p, k, j), divisor = two ? read_entries(single, &q, k, j) : entry;
+            if (two) other += others[k] * divisor, none |= (entry > 0) & ~(divisor >= ALLOWED);
+            reals log = finite_logarithm_of(two ? entry / divisor : entry, 0);
             u += states[k] * entry;
-            v += (two ? terms[k] + states[k] * ratio : terms[k] - states[k] * ratio) * entry;
+            v += (two ? terms[k] + states[k] * log : terms[k] - states[k] * log) * entry;
         }
         store(w->p.sums + j, u), store(w->sums + j, v);
         if (two) store(w->q.sums + j, other);
@@ -197,9 +199,12 @@ static int step_pair(Pair *w, int64_t place, int64_t rows, int64_t step, int arr
     int64_t width = p->width, own[GROUP], ahead[GROUP];
     const real *states = state_at(p, place, step - 1), *others = q->a ? state_at(q, place, step - 1) : 0;
     real *terms = w->terms + place * width;
-    int lost = 0, once = p->count == 1 && is_read(p->a) && (!q->a || is_read(q->a));
-    if (once) once = q->a ? multiply_once(1, w, step, states, terms, others, &lost)
-                          : multiply_once(0, w, step, states, terms, others, &lost);
+    int lost = 0, single = is_single(p->a), once = p->count == 1 && is_read(p->a);
+    if (q->a) once = once && is_read(q->a) && is_single(q->a) == single;
+    if (once && q->a) once = single ? multiply_once(1, 1, w, step, states, terms, others, &lost)
+                                    : multiply_once(1, 0, w, step, states, terms, others, &lost);
+    else if (once) once = single ? multiply_once(0, 1, w, step, states, terms, others, &lost)
+                                 : multiply_once(0, 0, w, step, states, terms, others, &lost);
     if (!once) {
         lost = arranged ? 0 : arrange(w, step);
         multiply_pair(w, rows, states, terms, others);
