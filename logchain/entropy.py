@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
-from .arguments import Lengths, check_question
+from .arguments import Lengths, check_flag, check_question
 from .autograd.entropy import entropy as entropy_of
+from .autograd.entropy import packed_entropy
 from .operands import arithmetic_dtype
+from .schedules.packed import Packed
 
 
 def entropy(
@@ -14,6 +16,7 @@ def entropy(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     r"""`-sum_z p(z) log p(z)` over all state paths `z`, with `p(z)` their posterior probability.
 
@@ -26,10 +29,11 @@ def entropy(
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: how many variables each sequence has.
+        cu_seqlens: sequences one behind the other, as in `logchain.product`.
 
     Returns:
-        `[*B]` in nats, in float64 if an operand is and otherwise in float32; 0 where no path is possible: there is
-        nothing to be uncertain about. It can be differentiated once, in reverse mode.
+        `[*B]` in nats, with `cu_seqlens` `[n]`, in float64 if an operand is and otherwise in float32; 0 where no path
+        is possible: there is nothing to be uncertain about. It can be differentiated once, in reverse mode.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -48,5 +52,10 @@ def entropy(
     >>> entropy(torch.zeros(3, 2), torch.full((1, 2, 2), 0.5), torch.tensor([1.0, 0.0]))  # two fair coins
     tensor(1.3863)
     """
-    ends = check_question(x, bulk, p0, log_params, lengths)
-    return entropy_of(x, bulk, p0, ends, log_params).to(arithmetic_dtype(x, bulk, p0))
+    if cu_seqlens is not None:
+        check_flag("log_params", log_params)
+        entropies = packed_entropy(Packed(x, bulk, p0, cu_seqlens, lengths), log_params)
+    else:
+        ends = check_question(x, bulk, p0, log_params, lengths)
+        entropies = entropy_of(x, bulk, p0, ends, log_params)
+    return entropies.to(arithmetic_dtype(x, bulk, p0))

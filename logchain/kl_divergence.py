@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_question
-from .autograd.entropy import divergence
+from .arguments import Lengths, check_flag, check_question
+from .autograd.entropy import divergence, packed_divergence
 from .operands import arithmetic_dtype
+from .schedules.packed import Packed
 
 Operands = tuple[Tensor, Tensor, Tensor]
 
@@ -16,6 +17,7 @@ def kl_divergence(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     r"""`sum_z p(z) log(p(z) / q(z))` over all state paths `z`, for the posteriors of two chains.
 
@@ -27,11 +29,13 @@ def kl_divergence(
         q: the same of the other chain, with an `x` of the same shape.
         log_params: `bulk` and `p0` of both are logarithms (nats).
         lengths: how many variables each sequence has.
+        cu_seqlens: sequences one behind the other, in both chains alike, as in `logchain.product`.
 
     Returns:
-        `[*B]` in nats, in float64 if an operand is and otherwise in float32. It is +inf where `q` forbids what is
-        possible under `p` (with probability above `2^-1000`), and 0 where nothing is possible under `p`. It can be
-        differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the gradient is 0.
+        `[*B]` in nats, with `cu_seqlens` `[n]`, in float64 if an operand is and otherwise in float32. It is +inf where
+        `q` forbids what is possible under `p` (with probability above `2^-1000`), and 0 where nothing is possible under
+        `p`. It can be differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the
+        gradient is 0.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -50,14 +54,23 @@ def kl_divergence(
     >>> kl_divergence((x, bulk, fair), (x, bulk, biased))
     tensor(0.1438)
     """
-    ends, dtypes = None, []
     for name, operands in (("p", p), ("q", q)):
         if not isinstance(operands, tuple) or len(operands) != 3:
             raise TypeError(f"{name}: expected a tuple (x, bulk, p0), got {type(operands).__name__}")
-        ends = check_question(*operands, log_params, lengths)
-        dtypes.append(arithmetic_dtype(*operands))
-    if p[0].shape != q[0].shape or p[0].device != q[0].device:
+    if cu_seqlens is None:
+        ends, _ = (check_question(*operands, log_params, lengths) for operands in (p, q))
+        _check_alike(p[0], q[0])
+        divergences = divergence(p, q, ends, log_params)
+    else:
+        check_flag("log_params", log_params)
+        packed_p, packed_q = (Packed(*operands, cu_seqlens, lengths) for operands in (p, q))
+        _check_alike(p[0], q[0])
+        divergences = packed_divergence(packed_p, packed_q, log_params)
+    return divergences.to(torch.promote_types(arithmetic_dtype(*p), arithmetic_dtype(*q)))
+
+
+def _check_alike(x: Tensor, other: Tensor) -> None:
+    if x.shape != other.shape or x.device != other.device:
         raise ValueError(
-            f"q: expected x {list(p[0].shape)} on {p[0].device} as in p, got {list(q[0].shape)} on {q[0].device}"
+            f"q: expected x {list(x.shape)} on {x.device} as in p, got {list(other.shape)} on {other.device}"
         )
-    return divergence(p, q, ends, log_params).to(torch.promote_types(*dtypes))

@@ -143,6 +143,44 @@ def test_nothing_is_padded(matrices):
     assert peak < 1.5 * x.numel() * 4
 
 
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@pytest.mark.parametrize(
+    ("shared", "dtype"),
+    [((False, False), F64), ((True, True), F64), ((True, False), torch.float32), ((False, True), torch.float32)],
+    ids=str,
+)
+def test_entropy_and_divergence(shared, dtype, log):
+    """Matrices of each step, one for all, and one chain with the other; some sequences are left by the loops."""
+    (p, cu_seqlens), q = packed(shared[0], dtype), packed(shared[1], dtype)[0]
+    with torch.no_grad():
+        q[0].copy_(q[0].roll(1, 0))
+        for x, bulk, _ in (p, q):
+            x[13, 0], x[14, 0] = 4000, -torch.inf  # nothing else leaves state 0
+            x[6] = -torch.inf  # in the third sequence
+            bulk[:, 0, 1:] = -torch.inf if log else 0.0
+    questions = (
+        (lambda p, q, **o: logchain.entropy(*p, **o)),
+        (lambda p, q, **o: logchain.kl_divergence(tuple(p), tuple(q), **o)),
+    )
+    close = {"rtol": 10 * torch.finfo(dtype).eps, "atol": 1e-9 if dtype == F64 else 1e-6}
+    for question in questions:
+        pairs = zip(alone(p, cu_seqlens, shared[0]), alone(q, cu_seqlens, shared[1]), strict=True)
+        expected = torch.stack([question(*pair, log_params=log) for pair in pairs])
+        with torch.no_grad(), logchain.rescues() as seen:
+            found = question(p, q, log_params=log, cu_seqlens=cu_seqlens)
+        assert 0 < seen.sequences < len(LENGTHS) and found.dtype == dtype and found[2] == 0
+        torch.testing.assert_close(found, expected, **close)
+        differentiable = question(p, q, log_params=log, cu_seqlens=cu_seqlens)
+        torch.testing.assert_close(differentiable, expected, **close)
+        grads = [
+            torch.autograd.grad(value.cos()[3:].sum(), [*p, *q], allow_unused=True)
+            for value in (differentiable, expected)
+        ]
+        for one, other in zip(*grads, strict=True):
+            if other is not None:
+                torch.testing.assert_close(one, other, rtol=1e-5 if dtype == torch.float32 else 1e-10, atol=1e-5)
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
 def test_viterbi(shared):
     operands, cu_seqlens = packed(shared)
@@ -221,7 +259,12 @@ def test_padding_is_bounded():
 def test_wrong_arguments():
     (x, bulk, p0), cu_seqlens = packed(True)
     log_prob = partial(logchain.log_prob, states=torch.zeros(len(x), dtype=torch.int64))
-    for function in (logchain.product, logchain.marginals, logchain.viterbi, logchain.forward_backward, log_prob):
+
+    def from_itself(*chain, **options):
+        return logchain.kl_divergence(chain, chain, **options)
+
+    functions = [logchain.product, logchain.marginals, logchain.viterbi, logchain.forward_backward, logchain.entropy]
+    for function in (*functions, log_prob, from_itself):
         with pytest.raises(ValueError, match="cu_seqlens: expected rising integers from 0 to 54"):
             function(x, bulk, p0, cu_seqlens=cu_seqlens[:-1])
         with pytest.raises(ValueError, match="cu_seqlens: expected rising integers"):

@@ -20,7 +20,8 @@ ROOMS = {
     "backward": "room",
     "redo_backward": "redo_room",
     **{name: f"{name}_room" for name in ("value", "messages", "entropy", "viterbi", "topk_paths", "sample")},
-    **dict.fromkeys(("fold", "unfold", "fold_gradients"), "fold_room"),
+    **dict.fromkeys(("fold", "unfold"), "fold_room"),
+    "fold_gradients": "fold_gradients_room",
 }
 
 # multiply-adds that are worth waking a thread

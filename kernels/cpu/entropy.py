@@ -9,7 +9,7 @@ from ..chain import Chain
 from .arguments import Call, run
 
 
-def entropy(chain: Chain, other: Chain | None) -> tuple[Tensor, Tensor]:
+def entropy(chain: Chain, other: Chain | None = None) -> tuple[Tensor, Tensor]:
     """Entropies of `chain`, or its divergences from `other`, (g, m) in float64, and which are not known (g, m).
 
     Both chains have the same steps, sets and members. Not known are sequences that would underflow, and those of which

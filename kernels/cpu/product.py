@@ -26,8 +26,9 @@ _SHORTEST = 8
 # more matrices to a segment let roundings of its gradients add up
 _LONGEST = 128
 
-# rows that a thread takes of a product at least: a tile of registers
+# rows that a thread takes of a product at least: a tile of registers, and all of few states, which c/fold.h has in one
 _ROWS = 8
+_FEW = 16
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -79,7 +80,8 @@ def prefixes(stack: Tensor, out: Tensor) -> int | Tensor:
     if s > 1:
         arguments = _arguments(matrices, 0, s, lossy=lossy, log_forward=out)
         arguments.grad_set, arguments.grad_step, arguments.grad_member, _ = out.stride()
-        lost = _run("fold", matrices, [arguments], _ranges(g * c, _threads(matrices, g * -(-c // _ROWS))))
+        parts = _ranges(g * c, _threads(matrices, g * -(-c // _ROWS)))
+        lost = _run("fold", matrices, [arguments], parts if c > _FEW else _spans(matrices))
     numbers = _numbers(lossy) if s > 1 and lost else _NONE
     if len(numbers):
         redone = torch.empty_like(out[: len(numbers)])
@@ -144,7 +146,7 @@ class _Segments:
         ]
         for (first, last), call in zip(segments, self._calls, strict=True):
             if into is not None:
-                self._held.extend(_keep(call, stack, g, last - first, into[:, first:]))
+                self._keep(call, last - first, into[:, first:])
         lost = _run("fold", stack, self._calls, self._spans)
         self.lossy = _numbers(lossy) if lost else _NONE
         self._products = products.transpose(0, 1)
@@ -152,6 +154,15 @@ class _Segments:
             self._offset[:, :, self.lossy] = self._products[self.lossy] = 0.0
         if len(segments) > 1:
             self._whole = Kept(self._products, torch.empty_like(self._products).contiguous())
+
+    def _keep(self, call: Arguments, steps: int, into: Tensor) -> None:
+        """Give a call memory for products of so many steps, and for exponentials the place of gradients."""
+        g, _, c, _ = self._stack.shape
+        products = in_large_pages(self._stack.new_empty(g * (steps * c * c + _SLACK)))
+        factors = self._stack.new_empty(g * steps * c)
+        call.messages, call.factors, call.grad_bulk = products.data_ptr(), factors.data_ptr(), into.data_ptr()
+        call.count_set, call.count_step = into.stride()[:2]
+        self._held.extend((products, factors))
 
     def root(self) -> Product:
         """The products of all segments; of lossy sets, anything."""
@@ -178,18 +189,15 @@ def _gradients(redo: Any, weight: Tensor, stack: Tensor, into: Tensor) -> None:
     g, s, c, _ = stack.shape
     lossy = torch.zeros(g, c, dtype=torch.bool, device="cpu")
     weights, scale = _near_one(weight)
-    weights, calls, held, spans = weights.contiguous(), [], [], _spans(stack)
-    for first, last in spans:
-        call = _arguments(stack, 0, s, lossy=lossy)
-        call.weight = ctypes.addressof(scale)
-        held.append(_keep(call, stack, 1, s, into))
-        call.first, call.last, call.x_set = first, last, weights.stride(0)
-        if weight.dim() == 3:
-            call.final_weights = weights.data_ptr()
-        else:
-            call.x, call.x_step = weights.data_ptr(), weights.stride(1)
-        calls.append(call)
-    lost = sum(run_each((Arguments * len(calls))(*calls), stack.dtype, "fold_gradients"))
+    weights = weights.contiguous()
+    call = _arguments(stack, 0, s, lossy=lossy, grad_bulk=into)
+    call.count_set, call.count_step = into.stride()[:2]
+    call.weight, call.x_set = ctypes.addressof(scale), weights.stride(0)
+    if weight.dim() == 3:
+        call.final_weights = weights.data_ptr()
+    else:
+        call.x, call.x_step = weights.data_ptr(), weights.stride(1)
+    lost = _run("fold_gradients", stack, [call], _spans(stack))
     # so few at a time that copies, too, are no more than all stacks
     for numbers in _numbers(lossy).split(max(1, g // 4)) if lost else ():
         redone = torch.empty_like(into[: len(numbers)])
@@ -210,16 +218,6 @@ def _arguments(stack: Tensor, first: int, last: int, **outputs: Tensor) -> Argum
     for name, tensor in outputs.items():
         setattr(arguments, name, tensor.data_ptr())
     return arguments
-
-
-def _keep(call: Arguments, stack: Tensor, sets: int, steps: int, into: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory in which a call keeps the products of so many sets, with exponentials `into` the place of gradients."""
-    c = stack.shape[-1]
-    products = in_large_pages(stack.new_empty(sets * (steps * c * c + _SLACK)))
-    factors = stack.new_empty(sets * steps * c)
-    call.messages, call.factors, call.grad_bulk = products.data_ptr(), factors.data_ptr(), into.data_ptr()
-    call.count_set, call.count_step = into.stride()[:2]
-    return products, factors
 
 
 def _run(name: str, stack: Tensor, arguments: list[Arguments], spans: list[tuple[int, int]]) -> int:
@@ -288,7 +286,7 @@ def _put(root: Product, redone: Product, numbers: Tensor) -> None:
 
 def _near_one(weight: Tensor) -> tuple[Tensor, ctypes.c_double]:
     """Weights over a power of two, so that the largest is not far from 1, and that power; 1 where one is not finite."""
-    top = float(weight.abs().amax())
+    top = float(torch.linalg.vector_norm(weight, math.inf))
     weight = weight.resolve_neg() if weight.is_neg() else weight
     if 0.125 <= top <= 2.0 or not 0.0 < top < math.inf:
         return weight, ctypes.c_double(1.0)

@@ -7,15 +7,17 @@ E[t] is what the log-partition changes by along t, and its derivative along a ta
 `autograd.chain` finds. Both exist once: what a covariance depends on is not differentiated again.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..operands import Operands, chain_of
+from ..operands import Operands, chain_of, differentiated
 from ..rescues import report_chains
 from ..schedules import choose
+from ..schedules.packed import Packed, PackedChain, Piece
 from .chain import forward, gradient
 from .chain_functions import Second as Covariances
 from .chain_functions import if_needed
@@ -29,35 +31,71 @@ Weights = tuple[Tensor, Tensor, Tensor]
 
 def entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
     """The entropy of the paths of each sequence [*B] in float64; 0 where none is possible."""
-    found: Tensor = apply(_Entropy, _entropy, x, bulk, p0, lengths, log_params)
-    return found
+    entropies: Tensor = apply(_Entropy, _entropy, x, bulk, p0, lengths, log_params)
+    return entropies
 
 
 def divergence(p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
     """The divergence of the paths of p from those of q [*B] in float64; 0 where none is possible under p."""
-    found: Tensor = apply(_Divergence, _divergence, *p, *q, lengths, log_params)
-    return found
+    divergences: Tensor = apply(_Divergence, _divergence, *p, *q, lengths, log_params)
+    return divergences
 
 
-class _Entropy(torch.autograd.Function):
-    """x, bulk, p0, lengths, log_params -> entropy."""
+def packed_entropy(packed: Packed, log_params: bool) -> Tensor:
+    """The entropies [n] of sequences that lie one behind the other."""
 
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        found: Tensor = _entropy(*args)
-        return found
+    def of_piece(piece: Piece) -> Tensor:
+        return entropy(*piece, log_params)
+
+    return _of_packed(of_piece, log_params, packed)
+
+
+def packed_divergence(p: Packed, q: Packed, log_params: bool) -> Tensor:
+    """The divergences [n] of sequences that lie one behind the other, in both chains alike."""
+
+    def of_pieces(p: Piece, q: Piece) -> Tensor:
+        return divergence(p[:3], q[:3], p.lengths, log_params)
+
+    return _of_packed(of_pieces, log_params, p, q)
+
+
+def _of_packed(padded: Callable[..., Tensor], log_params: bool, *packed: Packed) -> Tensor:
+    """One number a sequence [n]: on a CPU by the loops in C; `padded` pieces are asked for gradients, and elsewhere."""
+    first = packed[0]
+    if not all(one.in_place for one in packed) or differentiated(*(t for one in packed for t in one.operands)):
+        return first.by_sequence([padded(*pieces) for pieces in zip(*packed, strict=True)])
+    each = any(len(one.bulk) > 1 for one in packed)
+    chains = [
+        PackedChain(one.of(one.x, one.bulk.expand(len(one.x), -1, -1) if each else one.bulk, one.p0), log_params).chain
+        for one in packed
+    ]
+    values, unknown = (one.flatten() for one in kernels.entropy_in_c()(*chains))
+    if unknown.any():
+        for pieces in zip(*(one.pieces(unknown) for one in packed), strict=True):
+            values[pieces[0][0]] = padded(*(piece for _, piece in pieces))
+    return values
+
+
+class _Question(torch.autograd.Function):
+    """The operands of one chain or of two, lengths, log_params -> a number for each sequence."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         *operands, ctx.log_params = inputs
-        ctx.save_for_backward(*operands)
+        ctx.save_for_backward(*operands, output)
+
+
+class _Entropy(_Question):
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return _entropy(*args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, bulk, p0, lengths = ctx.saved_tensors
+        x, bulk, p0, lengths, _ = ctx.saved_tensors
         tangents = _log_weights(x, bulk, p0, ctx.log_params)
-        found = call(Covariances, -grad, x, bulk, p0, lengths, *tangents, ctx.log_params, True)
-        return (*if_needed(found[1:], ctx.needs_input_grad[:3]), None, None)
+        gradients = call(Covariances, -grad, x, bulk, p0, lengths, *tangents, ctx.log_params, True)[1:]
+        return (*if_needed(gradients, ctx.needs_input_grad[:3]), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
@@ -66,45 +104,25 @@ class _Entropy(torch.autograd.Function):
         return call(_Entropy, *operands, log_params), 0
 
 
-class _Divergence(torch.autograd.Function):
-    """x, bulk, p0 of p, and of q, lengths, log_params -> divergence."""
-
+class _Divergence(_Question):
     @staticmethod
-    def forward(*args: Any) -> Tensor:
-        found: Tensor = _divergence(*args)
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *operands, ctx.log_params = inputs
-        ctx.save_for_backward(*operands, output)
+    def forward(*args: Any) -> Any:
+        return _divergence(*args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *operands, lengths, divergence = ctx.saved_tensors
-        log_params, needs = ctx.log_params, ctx.needs_input_grad
+        needs = ctx.needs_input_grad
         grad = torch.where(divergence.isinf(), 0.0, grad)
         p, q = _alike(tuple(operands[:3]), tuple(operands[3:]))
-        of_p: list[Tensor | None] = [None] * 3
-        of_q: list[Tensor | None] = [None] * 3
-        if any(needs[:3]):
-            weights = _log_weights(*p, log_params), _log_weights(*q, log_params)
-            tangents = tuple(one - other for one, other in zip(*weights, strict=True))
-            of_p = list(call(Covariances, grad, *p, lengths, *tangents, log_params, True)[1:])
-        if any(needs[3:6]):
-            wanted = True, True, True
-            kept_p, kept_q = (forward(*one, lengths, log_params, True) for one in (p, q))
-            under_q = gradient(grad, *q, lengths, kept_q, log_params, True, wanted)
-            under_p = gradient(grad, *p, lengths, kept_p, log_params, True, wanted)
-            of_q = [one - other for one, other in zip(under_q, under_p, strict=True)]
-            for index, weight in enumerate(() if log_params else q[1:], 1):
-                counts = under_q[index] - under_p[index]  # 0 beside a NaN that nothing has used, behind the ends
-                of_q[index] = torch.where((weight == 0) | (counts == 0), 0.0, counts / weight)
-        found = (
-            one if one is None else one.sum_to_size(operand.shape)
+        nothing = None, None, None
+        of_p = _gradients_of_p(grad, p, q, lengths, ctx.log_params) if any(needs[:3]) else nothing
+        of_q = _gradients_of_q(grad, p, q, lengths, ctx.log_params) if any(needs[3:6]) else nothing
+        gradients = (
+            None if one is None else one.sum_to_size(operand.shape)
             for one, operand in zip((*of_p, *of_q), operands, strict=True)
         )
-        return (*if_needed(found, needs[:6]), None, None)
+        return (*if_needed(gradients, needs[:6]), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
@@ -112,6 +130,29 @@ class _Divergence(torch.autograd.Function):
         *p, lengths = with_batch_first(info.batch_size, (*in_dims[:3], in_dims[6]), p[0], p[1], p[2], lengths)
         q = with_batch_first(info.batch_size, (*in_dims[3:6], None), other_x, other_bulk, other_p0, None)
         return call(_Divergence, *p, *q[:3], lengths, log_params), 0
+
+
+def _gradients_of_p(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
+    weights = _log_weights(*p, log_params), _log_weights(*q, log_params)
+    tangents = tuple(one - other for one, other in zip(*weights, strict=True))
+    return call(Covariances, grad, *p, lengths, *tangents, log_params, True)[1:]
+
+
+def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
+    """Posteriors under q less those under p: over the weights themselves, where these are linear."""
+    under_p, under_q = (
+        gradient(grad, *one, lengths, forward(*one, lengths, log_params, True), log_params, True, (True, True, True))
+        for one in (p, q)
+    )
+    counts = [one - other for one, other in zip(under_q, under_p, strict=True)]
+    if log_params:
+        return counts
+    # 0 beside a NaN that nothing has used, behind the ends
+    weighted = (
+        torch.where((weight == 0) | (count == 0), 0.0, count / weight)
+        for count, weight in zip(counts[1:], q[1:], strict=True)
+    )
+    return counts[0], *weighted
 
 
 def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Weights:
@@ -129,47 +170,45 @@ def _alike(p: Weights, q: Weights, *, steps: bool = True) -> tuple[Weights, Weig
 
 
 def _forward_entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
-    p = x, bulk, p0
-    if not kernels.in_c(x) or x.numel() == 0:
-        return _entropy_in_torch(p, lengths, log_params)
-    layout, chain = chain_of(*p, lengths, log_params)
-    values, unknown = kernels.entropy_in_c()(chain, None)
-    found, left = layout.batched(values).contiguous(), layout.batched(unknown)
-    if unknown.any():
-        report_chains(unknown)
-        found[left] = _entropy_in_torch(*_chosen(left, p, lengths), log_params)
-    return found
+    return _forward(_entropy_in_torch, ((x, bulk, p0),), lengths, log_params)
 
 
 def _forward_divergence(*args: Any) -> Tensor:
-    p, q, lengths, log_params = args[:3], args[3:6], args[6], args[7]
-    if not kernels.in_c(p[0]) or p[0].numel() == 0:
-        return _divergence_in_torch(p, q, lengths, log_params)
-    p, q = _alike(p, q, steps=False)
-    (layout, chain), (_, other) = (chain_of(*one, lengths, log_params) for one in (p, q))
-    values, unknown = kernels.entropy_in_c()(chain, other)
-    found, left = layout.batched(values).contiguous(), layout.batched(unknown)
+    p, q = _alike(args[:3], args[3:6], steps=False)
+    return _forward(_divergence_in_torch, (p, q), *args[6:])
+
+
+def _forward(
+    in_torch: Callable[..., Tensor], chains: tuple[Weights, ...], lengths: Tensor | None, log_params: bool
+) -> Tensor:
+    """One number a sequence [*B]: by the loops in C, or `in_torch`, as are those that the loops leave."""
+    x = chains[0][0]
+    if not kernels.in_c(x) or x.numel() == 0:
+        return in_torch(*chains, lengths, log_params)
+    layouts, in_order = zip(*(chain_of(*one, lengths, log_params) for one in chains), strict=True)
+    values, unknown = kernels.entropy_in_c()(*in_order)
+    result: Tensor = layouts[0].batched(values).contiguous()
     if unknown.any():
         report_chains(unknown)
-        (p, ends), (q, _) = (_chosen(left, one, lengths) for one in (p, q))
-        found[left] = _divergence_in_torch(p, q, ends, log_params)
-    return found
+        left = layouts[0].batched(unknown)
+        ends = None if lengths is None else lengths.expand(left.shape)[left]
+        result[left] = in_torch(*(_chosen(left, *one) for one in chains), ends, log_params)
+    return result
 
 
-def _chosen(mask: Tensor, p: Weights, lengths: Tensor | None) -> tuple[Weights, Tensor | None]:
-    """The operands and lengths of the sequences of a mask [*B], along one axis; what all share they still share."""
-    x, bulk, p0 = p
+def _chosen(mask: Tensor, x: Tensor, bulk: Tensor, p0: Tensor) -> Weights:
+    """The operands of the sequences of a mask [*B], along one axis; what all share they still share."""
     batch = x.shape[:-2]
     bulk, p0 = (
         value.expand(*batch, *value.shape[lead:])[mask] if value.shape[:lead].numel() > 1 else value.flatten(0, lead)
         for value, lead in ((bulk, bulk.dim() - 3), (p0, p0.dim() - 1))
     )
-    return (x[mask], bulk, p0), None if lengths is None else lengths.expand(batch)[mask]
+    return x[mask], bulk, p0
 
 
 def _entropy_in_torch(p: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
     norm = _log_norm(p, lengths, log_params)
-    expected = _expected(p, lengths, _log_weights(*p, log_params), log_params)
+    expected = log_norm_along(*p, lengths, *_log_weights(*p, log_params), log_params, True)
     return torch.where(norm == -torch.inf, 0.0, norm - expected)
 
 
@@ -178,23 +217,19 @@ def _divergence_in_torch(p: Weights, q: Weights, lengths: Tensor | None, log_par
     p, q = _alike(p, q)
     zero = -torch.inf if log_params else 0.0
     forbidden = (q[0] == -torch.inf).double(), (q[1] == zero).double(), (q[2] == zero).double()
-    ruled_out = _expected(p, lengths, forbidden, log_params) > 0
+    ruled_out = log_norm_along(*p, lengths, *forbidden, log_params, True) > 0
     weights = _log_weights(*p, log_params), _log_weights(*q, log_params)
     differences = tuple(one - other for one, other in zip(*weights, strict=True))
     norm, other_norm = (_log_norm(one, lengths, log_params) for one in (p, q))
-    found = _expected(p, lengths, differences, log_params) - norm + torch.where(ruled_out, 0.0, other_norm)
-    return torch.where(norm == -torch.inf, 0.0, torch.where(ruled_out, torch.inf, found))
+    expected = log_norm_along(*p, lengths, *differences, log_params, True)
+    divergences = expected - norm + torch.where(ruled_out, 0.0, other_norm)
+    return torch.where(norm == -torch.inf, 0.0, torch.where(ruled_out, torch.inf, divergences))
 
 
 def _log_norm(p: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
     x, bulk, p0 = (operand.double() for operand in p)
     segments = choose.of(x, bulk, p0, log_params, lengths is not None, "auto").segments
     return log_norm_here(Operands(x, bulk, p0, lengths, log_params), False, segments)[0]
-
-
-def _expected(p: Weights, lengths: Tensor | None, tangents: tuple[Tensor, ...], log_params: bool) -> Tensor:
-    found: Tensor = log_norm_along(*p, lengths, *tangents, log_params, True)
-    return found
 
 
 def _shapes(x: Tensor, *_: Any) -> Tensor:

@@ -33,8 +33,8 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(stack: Tensor, prefixes: bool) -> Tensor:
-        found: Tensor = _log_products(stack, prefixes)
-        return found
+        products: Tensor = _log_products(stack, prefixes)
+        return products
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -55,8 +55,8 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
-        found: Tensor = _log_products_backward(grad, stack, prefixes)
-        return found
+        gradient: Tensor = _log_products_backward(grad, stack, prefixes)
+        return gradient
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -78,25 +78,26 @@ class _Gradient(torch.autograd.Function):
 
 
 def _forward(stack: Tensor, prefixes: bool) -> Tensor:
-    result = _shape(stack, prefixes)
-    if result.numel() == 0:
-        return result
-    whole, room = sets(stack), kernels.stack_kernels(stack)
-    if prefixes:
-        report_outputs(room.prefixes(whole, result.view(whole.shape)))
-        return result
-    own = whole.data_ptr() != stack.data_ptr()
-    report_outputs(room.write_product(whole, result.view(-1, *result.shape[-2:]), inplace=own))
+    if not prefixes:
+        return _product(stack, inplace=False)
+    result = _shape(stack, True)
+    if result.numel():
+        whole = sets(stack)
+        report_outputs(kernels.stack_kernels(stack).prefixes(whole, result.view(whole.shape)))
+    return result
+
+
+def _product(stack: Tensor, *, inplace: bool) -> Tensor:
+    result = _shape(stack)
+    if result.numel():
+        whole, out = sets(stack), result.view(-1, *result.shape[-2:])
+        own = inplace or whole.data_ptr() != stack.data_ptr()
+        report_outputs(kernels.stack_kernels(stack).write_product(whole, out, inplace=own))
     return result
 
 
 def _forward_(stack: Tensor) -> Tensor:
-    result = _shape(stack)
-    if result.numel() == 0:
-        return result
-    out = result.view(-1, *result.shape[-2:])
-    report_outputs(kernels.stack_kernels(stack).write_product(sets(stack), out, inplace=True))
-    return result
+    return _product(stack, inplace=True)
 
 
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
@@ -123,16 +124,16 @@ def _by_composition(grad: Tensor, stack: Tensor, prefixes: bool, along: Tensor) 
     """The gradients, with respect to grad and stack, of the gradient's product with `along`."""
     if stack.numel() == 0:
         return None, None
-    again = torch.is_grad_enabled()
+    differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
         grad, stack = operands = [
-            operand.view_as(operand) if again and operand.requires_grad else operand.detach().requires_grad_()
+            operand.view_as(operand) if differentiable and operand.requires_grad else operand.detach().requires_grad_()
             for operand in (grad, stack)
         ]
         compose = _composed_prefixes if prefixes else _composed_product
         result = compose(sets(stack).double()).view(grad.shape)
         (first,) = torch.autograd.grad(result, stack, grad.double(), create_graph=True)
-        return torch.autograd.grad(first, operands, along, create_graph=again, allow_unused=True)
+        return torch.autograd.grad(first, operands, along, create_graph=differentiable, allow_unused=True)
 
 
 def sets(stack: Tensor) -> Tensor:

@@ -53,10 +53,14 @@ class Packed:
         return packed
 
     @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x, bulk and p0."""
+        return self.x, self.bulk, self.p0
+
+    @property
     def in_place(self) -> bool:
         """Whether the kernels walk sequences where they lie."""
-        operands = self.x, self.bulk, self.p0
-        return is_plain(operands) and self.x.numel() > 0 and all(kernels.in_c(operand) for operand in operands)
+        return is_plain(self.operands) and self.x.numel() > 0 and all(kernels.in_c(one) for one in self.operands)
 
     def walks_in_place(self, log_params: object) -> bool:
         """Whether a question that has loops for one matrix does, where no padded batch has to check its options."""
@@ -75,11 +79,20 @@ class Packed:
         return groups
 
     def __iter__(self) -> Iterator[Piece]:
-        for members in self._groups:
-            rows = self._rows(members)
-            bulk = self.bulk if len(self.bulk) == 1 else self.bulk[rows[:, 1:]]
-            p0 = self.p0 if self.p0.dim() == 1 else self.p0[members.to(self.p0.device)]
-            yield Piece(self.x[rows], bulk, p0, self.lengths[members].to(self.x.device))
+        return map(self._piece, self._groups)
+
+    def pieces(self, mask: Tensor) -> Iterator[tuple[Tensor, Piece]]:
+        """The members of each piece, and it, of the sequences of a mask (n) alone."""
+        for group in self._groups:
+            members = group[mask[group]]
+            if len(members):
+                yield members, self._piece(members)
+
+    def _piece(self, members: Tensor) -> Piece:
+        rows = self._rows(members)
+        bulk = self.bulk if len(self.bulk) == 1 else self.bulk[rows[:, 1:]]
+        p0 = self.p0 if self.p0.dim() == 1 else self.p0[members.to(self.p0.device)]
+        return Piece(self.x[rows], bulk, p0, self.lengths[members].to(self.x.device))
 
     def by_sequence(self, values: list[Tensor]) -> Tensor:
         """Values [n, ...] in the caller's order, from those of the sequences of each piece (k, ...)."""

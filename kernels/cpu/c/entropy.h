@@ -25,27 +25,18 @@ enum { PANEL = VECTORS * LANES };
 typedef struct {
     Walk p, q;            /* without a second chain, q.a is null */
     real *terms;          /* (count, width): A */
-    real *panels, *ratios; /* (panels, c, PANEL): P, and P d */
-    real *sums, *rest;    /* (group, width): A P, and S (P d) */
+    real *panels;         /* (panels, 2 c, PANEL): P, and P d below it */
+    real *rows;           /* (group, 2 c): S beside A, in the order of panels */
+    real *sums;           /* (group, width): V */
     Sum *means;           /* (count): what has been taken out of A / S */
 } Pair;
 
-/* The natural logarithm of numbers of the format that are finite and not negative; anything finite for 0. */
-INLINE reals log_of(reals a) {
-    naturals bits = (naturals)a + (0x3ff0000000000000 - 0x3fe6a09e667f3bcd);
-    reals k = (reals)((bits >> 52) + 0x4338000000000000) - (0x1.8p52 + 1023);
-    reals f = (reals)((bits & 0xfffffffffffff) + 0x3fe6a09e667f3bcd), t = (f - 1) / (f + 1), square = t * t;
-    reals series = {0};
-    UNROLL for (int j = 21; j > 1; j -= 2) series = (series + (real)(1.0 / j)) * square;
-    return k * LN2_HIGH + (k * LN2_LOW + 2 * t * (1 + series));
-}
-
 /* d, from weights of both chains, or of one; `forbidden` where the second has less than `least`. */
 INLINE reals log_ratio(reals p, const real *other, real least, wholes *forbidden) {
-    if (!other) return -log_of(p);
+    if (!other) return -finite_logarithm_of(p, 0);
     reals q = load(other);
     *forbidden |= (p > 0) & ~(q >= least);
-    return log_of(p) - log_of(q);
+    return finite_logarithm_of(p / q, 0);
 }
 
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
@@ -61,7 +52,7 @@ INLINE int64_t start_of_panel(int64_t k, int64_t width) {
     return (k + 1) * PANEL > width ? width - width_of_panel(width) : k * PANEL;
 }
 
-/* P and P d of a step. True where the second chain has too little weight somewhere. */
+/* P, and P d below it, of a step. True where the second chain has too little weight somewhere. */
 static int arrange(Pair *w, int64_t step) {
     Matrix *m = &w->p.matrix, *other = &w->q.matrix;
     int64_t c = m->c, across = width_of_panel(m->width);
@@ -74,49 +65,79 @@ static int arrange(Pair *w, int64_t step) {
                 int64_t at = start_of(b, across), j = start_of_panel(panel, m->width) + at;
                 const real *q = w->q.a ? other->entries + k * other->row + j : 0;
                 reals p = load(m->entries + k * m->row + j);
-                at += (panel * c + k) * across;
-                store(w->panels + at, p), store(w->ratios + at, p * log_ratio(p, q, ALLOWED, &forbidden));
+                real *to = w->panels + (2 * panel * c + k) * across + at;
+                store(to, p), store(to + c * across, p * log_ratio(p, q, ALLOWED, &forbidden));
             }
     return any(forbidden);
 }
 
-/* U, A P and S (P d) of up to a group of rows. */
-static void multiply_pair(Pair *w, int64_t rows, const real *states, const real *terms) {
-    int64_t c = w->p.a->states, width = w->p.width, across = width_of_panel(width);
-    for (int64_t panel = 0; panel < panels_of(width); panel++) {
-        int64_t j = start_of_panel(panel, width);
-        const real *p = w->panels + panel * c * across, *ratios = w->ratios + panel * c * across;
-        if (rows > 1) {
-            multiply((Product){rows, c, across, states, width, 1, p, across, w->p.sums + j, width});
-            multiply((Product){rows, c, across, terms, width, 1, p, across, w->sums + j, width});
-            multiply((Product){rows, c, across, states, width, 1, ratios, across, w->rest + j, width});
-        } else {
-            row_times(c, across, states, p, across, w->p.sums + j);
-            row_times(c, across, terms, p, across, w->sums + j);
-            row_times(c, across, states, ratios, across, w->rest + j);
-        }
-    }
+/* Products of up to a group of rows, `row` apart, with a matrix. */
+INLINE void multiply_group(int64_t rows, int64_t depth, int64_t width, const real *a, int64_t row, const real *b,
+                           int64_t b_row, real *out, int64_t out_row) {
+    if (rows > 1) multiply((Product){rows, depth, width, a, row, 1, b, b_row, out, out_row});
+    else row_times(depth, width, a, b, b_row, out);
 }
 
-/* The same of one row by a matrix of its own, as it is read; false, and nothing is done, where it is to be rescaled. */
-static int multiply_once(Pair *w, int64_t step, const real *states, const real *terms) {
-    const Chain *a = w->p.a;
-    Matrix *m = &w->p.matrix;
-    const real *from = a->bulk + first_matrix(a, w->p.set) + (step - 1) * a->bulk_step;
-    reals high = {0}, low = all(INFINITE);
-    for (int64_t b = 0; b < vectors_of(m->c); b++) {
-        int64_t j = start_of(b, m->c);
-        reals u = {0}, v = {0}, rest = {0};
-        for (int64_t k = 0; k < m->c; k++) {
-            const real *entry = from + k * a->bulk_from + j;
-            reals p = is_single(a) ? load_singles(single_of(a->bulk, entry)) : load(entry);
-            high = larger(p, high), low = where((p < low) & (p > 0), p, low);
-            u += states[k] * p, v += terms[k] * p, rest -= states[k] * (p * log_of(p));
+/* U and V of up to a group of rows, and U of the second chain. */
+static void multiply_pair(Pair *w, int64_t rows, const real *states, const real *terms, const real *others) {
+    int64_t c = w->p.a->states, width = w->p.width, across = width_of_panel(width);
+    const Matrix *other = &w->q.matrix;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < c; k++) {
+            w->rows[(2 * r) * c + k] = terms[r * width + k];
+            w->rows[(2 * r + 1) * c + k] = states[r * width + k];
         }
-        store(w->p.sums + j, u), store(w->sums + j, v), store(w->rest + j, rest);
+    for (int64_t panel = 0; panel < panels_of(width); panel++) {
+        int64_t j = start_of_panel(panel, width);
+        const real *p = w->panels + 2 * panel * c * across;
+        multiply_group(rows, c, across, w->rows + c, 2 * c, p, across, w->p.sums + j, width);
+        multiply_group(rows, 2 * c, across, w->rows, 2 * c, p, across, w->sums + j, width);
     }
-    *m = (Matrix){.c = m->c, .width = m->width, .room = m->room, .looked = 1, .high = largest(high), .low = least(low)};
+    if (others) multiply_group(rows, c, width, others, width, other->entries, other->row, w->q.sums, width);
+}
+
+/* A matrix as it is read, and bounds of its entries. */
+typedef struct { const real *entries; int64_t begin, row; reals high, low; } Reading;
+
+INLINE Reading reading_of(const Walk *w, int64_t step) {
+    const Chain *a = w->a;
+    int64_t begin = first_matrix(a, w->set) + (step - 1) * a->bulk_step;
+    return (Reading){a->bulk, begin, a->bulk_from, {0}, all(INFINITE)};
+}
+INLINE reals read_entries(const int single, Reading *m, int64_t k, int64_t j) {
+    int64_t at = m->begin + k * m->row + j;
+    reals p = single ? load_singles((const float *)m->entries + at) : load(m->entries + at);
+    m->high = larger(p, m->high), m->low = where((p < m->low) & (p > 0), p, m->low);
+    return p;
+}
+INLINE int has_been_read(Matrix *m, const Reading *from) {
+    *m = (Matrix){.c = m->c, .width = m->width, .room = m->room, .looked = 1, .high = largest(from->high),
+                  .low = least(from->low)};
     return !is_far(m);
+}
+
+/* The same of one row by matrices of its own, in one reading of them; 0, and nothing is done, where one is to be
+   rescaled. `forbidden`: the second chain has too little weight somewhere. */
+INLINE int multiply_once(const int two, const int single, Pair *w, int64_t step, const real *states, const real *terms,
+                         const real *others, int *forbidden) {
+    int64_t c = w->p.a->states;
+    Reading p = reading_of(&w->p, step), q = two ? reading_of(&w->q, step) : p;
+    wholes none = {0};
+    for (int64_t b = 0; b < vectors_of(c); b++) {
+        int64_t j = start_of(b, c);
+        reals u = {0}, v = {0}, other = {0};
+        for (int64_t k = 0; k < c; k++) {
+            reals entry = read_entries(single, &p, k, j), divisor = two ? read_entries(single, &q, k, j) : entry;
+            if (two) other += others[k] * divisor, none |= (entry > 0) & ~(divisor >= ALLOWED);
+            reals log = finite_logarithm_of(two ? entry / divisor : entry, 0);
+            u += states[k] * entry;
+            v += (two ? terms[k] + states[k] * log : terms[k] - states[k] * log) * entry;
+        }
+        store(w->p.sums + j, u), store(w->sums + j, v);
+        if (two) store(w->q.sums + j, other);
+    }
+    *forbidden = any(none);
+    return has_been_read(&w->p.matrix, &p) & (!two || has_been_read(&w->q.matrix, &q));
 }
 
 /* log E of a row is x - top - nats, with what scales it. */
@@ -131,9 +152,8 @@ INLINE Emission emission_of(const Walk *w, int64_t place, int64_t step, int64_t 
 }
 INLINE reals log_emission(Emission a, int64_t j) { return load(a.x + j) - a.top - a.nats; }
 
-/* A of a row, from V in two parts, U and S; true where the second chain forbids a state that has a weight. */
-static int weigh_terms(int64_t width, const real *v, const real *rest, const real *u, const real *s, Emission p,
-                       Emission q, real *out) {
+/* A of a row, from V, U and S; true where the second chain forbids a state that has a weight. */
+static int weigh_terms(int64_t width, const real *v, const real *u, const real *s, Emission p, Emission q, real *out) {
     wholes forbidden = {0};
     for (int64_t b = 0; b < vectors_of(width); b++) {
         int64_t j = start_of(b, width);
@@ -142,7 +162,7 @@ static int weigh_terms(int64_t width, const real *v, const real *rest, const rea
             forbidden |= (state > 0) & (load(q.x + j) == -INFINITE);
             e = -e - log_emission(q, j);
         }
-        reals sum = (load(v + j) + load(rest + j)) * (state / load(u + j));
+        reals sum = load(v + j) * (state / load(u + j));
         store(out + j, where(state == 0, (reals){0}, sum + state * e));
     }
     return any(forbidden);
@@ -168,39 +188,38 @@ static void settle_all(Walk *w, int64_t place, int64_t rows, int64_t step, real 
         settle(w, place + done, rows - done < LANES ? rows - done : LANES, step, w->sums + done * w->width, common);
 }
 
-/* The same of the second chain, from S. */
-static void step_other(Walk *w, int64_t place, int64_t rows, int64_t step, real common) {
-    const real *states = state_at(w, place, step - 1);
-    const Matrix *m = &w->matrix;
-    if (rows > 1)
-        multiply((Product){rows, w->a->states, w->width, states, w->width, 1, m->entries, m->row, w->sums, w->width});
-    else row_times(w->a->states, w->width, states, m->entries, m->row, w->sums);
-    settle_all(w, place, rows, step, common);
+/* Whether every step of a chain has a matrix that is read as it lies. */
+INLINE int is_read(const Chain *a) {
+    return !a->one_matrix && !a->logarithms && a->states >= LANES && a->bulk_to == 1;
 }
 
 /* A step of up to a group of places. True where the second chain forbids too much of them all. */
 static int step_pair(Pair *w, int64_t place, int64_t rows, int64_t step, int arranged, real common) {
     Walk *p = &w->p, *q = &w->q;
-    int64_t width = p->width, own[GROUP], others[GROUP];
-    const real *states = state_at(p, place, step - 1);
+    int64_t width = p->width, own[GROUP], ahead[GROUP];
+    const real *states = state_at(p, place, step - 1), *others = q->a ? state_at(q, place, step - 1) : 0;
     real *terms = w->terms + place * width;
-    int plain = !q->a && !p->a->logarithms && p->count == 1 && width == p->a->states && p->a->bulk_to == 1, lost = 0;
-    if (p->a->one_matrix || !plain || !multiply_once(w, step, states, terms)) {
+    int lost = 0, single = is_single(p->a), once = p->count == 1 && is_read(p->a);
+    if (q->a) once = once && is_read(q->a) && is_single(q->a) == single;
+    if (once && q->a) once = single ? multiply_once(1, 1, w, step, states, terms, others, &lost)
+                                    : multiply_once(1, 0, w, step, states, terms, others, &lost);
+    else if (once) once = single ? multiply_once(0, 1, w, step, states, terms, others, &lost)
+                                 : multiply_once(0, 0, w, step, states, terms, others, &lost);
+    if (!once) {
         lost = arranged ? 0 : arrange(w, step);
-        multiply_pair(w, rows, states, terms);
+        multiply_pair(w, rows, states, terms, others);
     }
     for (int64_t r = 0; r < rows; r++) {
         own[r] = p->exponents[place + r] + p->matrix.exponent;
-        others[r] = q->a ? q->exponents[place + r] + q->matrix.exponent : 0;
+        ahead[r] = q->a ? q->exponents[place + r] + q->matrix.exponent : 0;
     }
     settle_all(p, place, rows, step, common);
-    if (q->a) step_other(q, place, rows, step, common);
+    if (q->a) settle_all(q, place, rows, step, common);
     for (int64_t r = 0; r < rows; r++) {
         int64_t at = r * width;
         Emission e = emission_of(p, place + r, step, own[r]), other = {0};
-        if (q->a) other = emission_of(q, place + r, step, others[r]);
-        if (weigh_terms(width, w->sums + at, w->rest + at, p->sums + at, state_at(p, place + r, step), e, other,
-                        terms + at))
+        if (q->a) other = emission_of(q, place + r, step, ahead[r]);
+        if (weigh_terms(width, w->sums + at, p->sums + at, state_at(p, place + r, step), e, other, terms + at))
             p->a->lossy[sequence_of(p, place + r)] = 1;
     }
     return lost;
@@ -311,8 +330,8 @@ EXPORT int64_t logchain_entropy64(const Chain *a) {
         make_walk(k ? &w.q : &w.p, chains + k, size, GROUP, &room);
     }
     w.terms = take(&room, size * width * bytes);
-    w.panels = take(&room, panel * bytes), w.ratios = take(&room, panel * bytes);
-    w.sums = take(&room, GROUP * width * bytes), w.rest = take(&room, GROUP * width * bytes);
+    w.panels = take(&room, 2 * panel * bytes);
+    w.sums = take(&room, GROUP * width * bytes), w.rows = take(&room, 2 * GROUP * a->states * bytes);
     w.means = take(&room, size * (int64_t)sizeof(Sum));
     for (int64_t q = a->first; q < a->last;) {
         int64_t begin = q % a->members, behind = a->members - begin < a->last - q ? a->members : begin + a->last - q;
@@ -332,5 +351,5 @@ EXPORT int64_t logchain_entropy_room64(const Chain *a) {
     int64_t width = width_of(a), size = size_of_walk(a), sequences = a->sets * a->members;
     int64_t panel = panels_of(width) * width_of_panel(width) * a->states;
     int64_t walk = (width * width + (2 * GROUP + 2 * size + 1) * width) * 8 + size * 25 + sequences * 17;
-    return 2 * walk + (2 * panel + (size + 2 * GROUP) * width) * 8 + size * 16 + 32 * 64;
+    return 2 * walk + (2 * panel + (size + 3 * GROUP) * width) * 8 + size * 16 + 32 * 64;
 }

@@ -34,11 +34,10 @@ enum { MIDDLE = TOP - 16 };
    reach beyond it; then `factors` keeps D (sets, steps, c), with a 0 in front where no row is scaled, and `grad_bulk` E. */
 typedef struct {
     const Chain *a;
-    int64_t set, row, rows, width;
+    int64_t set, row, rows; /* all rows of a set, where it has few states */
     real *kept, *factors; /* P (steps, c, c) and D (steps, c) of the set; or null */
     real *slots;        /* P of a step and of the one before it, where they are not kept */
     real *exponentials; /* (c, c): E, where it is not kept */
-    real *wide;         /* (c, LANES): E where c < LANES, with zeros behind its columns */
     Sum shift;          /* of the matrices behind the first */
     double *shifts;     /* (rows): of the first */
     int64_t *exponents; /* (rows): of what D took out */
@@ -59,21 +58,19 @@ INLINE real *uses_at(const Fold *f, int64_t step) {
     return f->a->grad_bulk + f->set * f->a->count_set + step * f->a->count_step;
 }
 
+INLINE const real *matrix_at(const Fold *f, int64_t step) {
+    return f->a->bulk + first_matrix(f->a, f->set) + (step - 1) * f->a->bulk_step;
+}
+
 /* E of a step (c, c), and its t. */
 static real exponentiate(const Fold *f, int64_t step, real *out) {
     const Chain *a = f->a;
     int64_t c = a->states, count = c * c;
-    const real *from = a->bulk + first_matrix(a, f->set) + (step - 1) * a->bulk_step;
-    if (a->bulk_to != 1 || a->bulk_from != c || count < LANES) {
+    const real *from = matrix_at(f, step);
+    if (a->bulk_to != 1 || a->bulk_from != c) {
         for (int64_t k = 0; k < c; k++)
             for (int64_t j = 0; j < c; j++) out[k * c + j] = from[k * a->bulk_from + j * a->bulk_to];
         from = out;
-    }
-    if (count < LANES) {
-        reals all_of_it = load_some(from, 1, count, -INFINITE);
-        real most = largest(all_of_it);
-        store_some(out, exponential(all_of_it - (most == -INFINITE ? 0 : most), NO_REST), count);
-        return most == -INFINITE ? 0 : most;
     }
     real most = top_of(from, count);
     reals end = exponential(load(from + count - LANES) - most, NO_REST); /* what two vectors share */
@@ -82,31 +79,27 @@ static real exponentiate(const Fold *f, int64_t step, real *out) {
     return most;
 }
 
-/* E as products take it, in rows `row` apart. */
-static const real *for_products(const Fold *f, const real *entries, int64_t *row) {
-    int64_t c = f->a->states;
-    *row = f->width;
-    if (c >= LANES) return entries;
-    for (int64_t k = 0; k < c; k++)
-        for (int64_t j = 0; j < c; j++) f->wide[k * LANES + j] = entries[k * c + j];
-    return f->wide;
+/* The least bits less 1 and the largest bits of entries: 0 becomes the largest there. */
+typedef struct { naturals low, high; } Extent;
+
+INLINE void observe(Extent *seen, reals entries) {
+    naturals bits = (naturals)entries, below = bits - 1;
+    seen->high = above(bits, seen->high);
+    seen->low = (naturals)which(below < seen->low, (wholes)below, (wholes)seen->low);
 }
 
-/* Whether all entries are 0 or between LOW and HIGH. */
+/* Whether all of them are 0 or between LOW and HIGH. */
+INLINE int is_plain(const Extent *seen) {
+    return !any((wholes)((seen->low < (natural)bits_of(LOW) - 1) | (seen->high > (natural)bits_of(HIGH))));
+}
+
 static int are_plain(const real *p, int64_t count) {
-    naturals low = (naturals){0} - 1, high = {0};
-    for (int64_t b = 0; b < vectors_of(count); b++) {
-        naturals bits = (naturals)load(p + (count < LANES ? 0 : start_of(b, count))), below = bits - 1;
-        high = above(bits, high);
-        low = (naturals)which(below < low, (wholes)below, (wholes)low);
-    }
-    int outside = 0;
-    UNROLL for (int l = 0; l < LANES; l++)
-        outside |= low[l] < (natural)bits_of(LOW) - 1 || high[l] > (natural)bits_of(HIGH);
-    return !outside;
+    Extent seen = {(naturals){0} - 1, {0}};
+    for (int64_t b = 0; b < vectors_of(count); b++) observe(&seen, load(p + (count < LANES ? 0 : start_of(b, count))));
+    return is_plain(&seen);
 }
 
-/* The largest entry of a row as bits, and the least one that is not 0: the largest number of bits where there is none. */
+/* The largest entry of a row as bits, and the least one that is not 0: where there is none, the largest number. */
 static natural extremes(const real *row, int64_t c, natural *least) {
     natural most = 0, low = (natural)-1;
     for (int64_t j = 0; j < c; j++) {
@@ -140,10 +133,10 @@ static int scale_rows(Fold *f, int64_t step) {
 
 /* What has been taken out of a row of P 2^-TOP. */
 static Sum taken_out(const Fold *f, int64_t r) {
-    Sum found = f->shift;
-    add(&found, f->shifts[r]);
-    add_exponent(&found, f->exponents[r] + TOP);
-    return found;
+    Sum taken = f->shift;
+    add(&taken, f->shifts[r]);
+    add_exponent(&taken, f->exponents[r] + TOP);
+    return taken;
 }
 
 /* Logarithms of a step's products: of the last step alone where their steps are 0 apart. */
@@ -183,32 +176,75 @@ static int start_rows(Fold *f) {
     const Chain *a = f->a;
     for (int64_t r = 0; r < f->rows; r++) {
         const real *from = a->p0 + f->set * a->p0_set + (f->row + r) * a->p0_member;
-        if (start_row(a->states, f->width, from, a->p0_state, 1, product_at(f, 0) + r * a->states, &f->exponents[r],
-                      &f->shifts[r]))
+        if (start_row(a->states, width_of(a), from, a->p0_state, 1, product_at(f, 0) + r * a->states,
+                      &f->exponents[r], &f->shifts[r]))
             return 0;
     }
     f->shift = (Sum){0, 0};
     return 1;
 }
 
-/* All products of some rows; false where something is lost, or what is taken out is not finite. */
-static int fold(Fold *f) {
+/* P of a step, from that before it; whether it is plain. */
+INLINE int step_of_many(Fold *f, int64_t step, real *top) {
     const Chain *a = f->a;
-    int64_t c = a->states, row;
+    int64_t c = a->states;
+    real *out = product_at(f, step), *exponentials = f->kept ? uses_at(f, step) : f->exponentials;
+    if (step == 1 || f->kept || !a->one_matrix) *top = exponentiate(f, step, exponentials);
+    add(&f->shift, *top);
+    multiply((Product){f->rows, c, c, product_at(f, step - 1), c, 1, exponentials, c, out, c});
+    return are_plain(out, f->rows * c);
+}
+
+/* Rows of a matrix (c, c) of few states, or of its transpose, as vectors with zeros behind. */
+INLINE void load_rows(const int64_t c, const real *from, int64_t row, int64_t step, reals *out) {
+    for (int64_t k = 0; k < c; k++)
+        out[k] = step == 1 ? load_some(from + k * row, 1, c, 0) : load_some(from + k * row, step, c, 0);
+}
+
+/* out (c, c) = a (c, c) b (c, c), with a[r, k] at r a_row + k a_k. */
+INLINE void multiply_few(const int64_t c, const real *a, int64_t a_row, int64_t a_k, const reals *b, reals *out) {
+    for (int64_t r = 0; r < c; r++) {
+        out[r] = a[r * a_row] * b[0];
+        for (int64_t k = 1; k < c; k++) out[r] += a[r * a_row + k * a_k] * b[k];
+    }
+}
+
+/* The same of few states, each row one vector. */
+INLINE int step_of_few(const int64_t c, Fold *f, int64_t step) {
+    reals entries[LANES], products[LANES], high = all(-INFINITE);
+    wholes behind;
+    Extent seen = {(naturals){0} - 1, {0}};
+    real *kept = f->kept ? uses_at(f, step) : 0, *out = product_at(f, step);
+    UNROLL for (int j = 0; j < LANES; j++) behind[j] = j < c ? 0 : -1;
+    load_rows(c, matrix_at(f, step), f->a->bulk_from, f->a->bulk_to, entries);
+    for (int64_t k = 0; k < c; k++) {
+        entries[k] = where(behind, all(-INFINITE), entries[k]);
+        high = larger(entries[k], high);
+    }
+    real most = largest(high);
+    most = most == -INFINITE ? 0 : most;
+    for (int64_t k = 0; k < c; k++) {
+        entries[k] = exponential(entries[k] - most, NO_REST);
+        if (kept) store_some(kept + k * c, entries[k], c);
+    }
+    multiply_few(c, product_at(f, step - 1), c, 1, entries, products);
+    for (int64_t r = 0; r < c; r++) store_some(out + r * c, products[r], c), observe(&seen, products[r]);
+    add(&f->shift, most);
+    return is_plain(&seen);
+}
+
+/* All products of some rows; false where something is lost, or what is taken out is not finite. */
+INLINE int fold_rows(const int64_t few, Fold *f) {
+    const Chain *a = f->a;
     real top = 0;
     if (!start_rows(f)) return 0;
     for (int64_t step = 0; step < a->steps; step++) {
-        real *out = product_at(f, step), *factors = factors_at(f, step);
-        if (step > 0) {
-            const real *before = product_at(f, step - 1);
-            real *exponentials = f->kept ? uses_at(f, step) : f->exponentials;
-            if (step == 1 || f->kept || !a->one_matrix) top = exponentiate(f, step, exponentials);
-            add(&f->shift, top);
-            const real *entries = for_products(f, exponentials, &row);
-            multiply((Product){f->rows, c, f->width, before, c, 1, entries, row, out, c});
-        }
+        real *factors = factors_at(f, step);
+        int plain = step == 0 ? are_plain(product_at(f, 0), f->rows * a->states)
+                    : few     ? step_of_few(few, f, step)
+                              : step_of_many(f, step, &top);
         if (factors) factors[0] = 0;
-        if (!are_plain(out, f->rows * c) && !scale_rows(f, step)) return 0;
+        if (!plain && !scale_rows(f, step)) return 0;
         if (factors && step == 0) factors[0] = 0; /* the gradient of the first matrix is P_0 G_0 as they are */
         if (a->log_forward && (a->grad_step || step + 1 == a->steps)) write_products(f, step);
     }
@@ -220,12 +256,24 @@ static int fold(Fold *f) {
     return 1;
 }
 
+/* What `name` does of few states, up to 8 of them with their number known to the compiler; of many, as 0. */
+#define OF_STATES(name, c, ...)                                                   \
+    if (LANES >= 8 && (c) == 5) return name(5, __VA_ARGS__);                      \
+    if (LANES >= 8 && (c) == 6) return name(6, __VA_ARGS__);                      \
+    if (LANES >= 8 && (c) == 7) return name(7, __VA_ARGS__);                      \
+    if (LANES >= 8 && (c) == 8) return name(8, __VA_ARGS__);                      \
+    if (LANES >= 4 && (c) == 3) return name(3, __VA_ARGS__);                      \
+    if (LANES >= 4 && (c) == 4) return name(4, __VA_ARGS__);                      \
+    if ((c) == 2) return name(2, __VA_ARGS__);                                    \
+    return (c) < LANES ? name(c, __VA_ARGS__) : name(0, __VA_ARGS__)
+
+static int fold(Fold *f) { OF_STATES(fold_rows, f->a->states, f); }
+
 /* Scratch of the rows that a thread has of a set. */
 static Fold fold_of(const Chain *a, char **room) {
-    int64_t c = a->states, width = width_of(a), bytes = sizeof(real);
-    Fold f = {.a = a, .width = width};
-    f.exponentials = take(room, c * c * bytes), f.wide = take(room, width * LANES * bytes);
-    clear(width * LANES, f.wide);
+    int64_t c = a->states, bytes = sizeof(real);
+    Fold f = {.a = a};
+    f.exponentials = take(room, c * c * bytes);
     f.shifts = take(room, c * 8), f.exponents = take(room, c * 8);
     f.slots = take(room, 2 * (c * c + LANES) * bytes);
     return f;
@@ -255,64 +303,106 @@ EXPORT int64_t EXPORTED(logchain_fold)(const Chain *a) {
 
 /* ------------------------------------------------------------------------------------------------------- gradients */
 
-/* G with the weights of a step's products, (rows, c) `apart` from each other, then that of P before D. */
-static void seed(const Fold *f, int64_t step, const real *weights, int64_t apart, real *g) {
-    int64_t c = f->a->states;
-    const real *p = product_at(f, step), *factors = factors_at(f, step);
-    for (int64_t r = 0; r < c; r++) {
-        real *row = g + r * f->width, factor = factors[0] != 0 ? factors[r] : 1;
-        for (int64_t j = 0; j < c; j++) {
-            real sum = p[r * c + j], own = weights ? LIFT * weights[r * apart + j] / sum : 0;
-            row[j] = sum == 0 ? 0 : (row[j] + own) * factor;
-        }
-    }
-}
-
-/* The gradient of a step's matrix: what its exponentials are multiplied by, in rows so far `apart`, times those. */
-static void write_uses(const Fold *f, int64_t step, const real *found, int64_t apart, const real *entries) {
-    int64_t c = f->a->states;
-    real *out = uses_at(f, step), unlift = (real)f->a->weight[0] / LIFT;
-    for (int64_t k = 0; k < c; k++)
-        for (int64_t j = 0; j < c; j++) {
-            real entry = entries[k * c + j];
-            out[k * c + j] = entry == 0 ? 0 : found[k * apart + j] * entry * unlift;
-        }
-}
-
-static void sweep(const Fold *f, real *g, real *behind, real *uses, real *turned) {
+/* Weights of a step's products (c, c), or null. */
+INLINE const real *weights_at(const Fold *f, int64_t step) {
     const Chain *a = f->a;
-    int64_t c = a->states, width = f->width, last = a->steps - 1;
-    clear(c * width, g);
-    for (int64_t step = last; step >= 0; step--) {
-        const real *weights = a->x ? a->x + step * a->x_step + f->set * a->x_set : 0;
-        if (a->final_weights && step == last) weights = a->final_weights + f->set * a->x_set;
-        seed(f, step, weights, c, g);
-        if (step == 0) {
-            write_uses(f, 0, g, width, product_at(f, 0));
-            return;
-        }
-        real *entries = uses_at(f, step);
-        if (c >= LANES) transpose(c, entries, c, turned, c);
-        else for (int64_t k = 0; k < c; k++)
-            for (int64_t j = 0; j < c; j++) turned[j * LANES + k] = entries[k * c + j];
-        multiply((Product){c, c, width, product_at(f, step - 1), 1, c, g, width, uses, width});
-        write_uses(f, step, uses, width, entries);
-        multiply((Product){c, c, width, g, width, 1, turned, width, behind, width});
-        real *other = g;
-        g = behind, behind = other;
+    if (a->final_weights && step + 1 == a->steps) return a->final_weights + f->set * a->x_set;
+    return a->x ? a->x + step * a->x_step + f->set * a->x_set : 0;
+}
+
+/* What weights of gradients are multiplied by in the end. */
+INLINE real unlift(const Fold *f) { return (real)f->a->weight[0] / LIFT; }
+
+/* G with weights of products, then that of P before D; and the gradient of what E are exponentials of. */
+INLINE reals seeded(reals g, reals p, const real *weights, real factor) {
+    if (weights) g += LIFT * load(weights) / p;
+    return where(p == 0, (reals){0}, g * factor);
+}
+INLINE reals used(reals uses, reals entries, real scale) {
+    return where(entries == 0, (reals){0}, uses * entries * scale);
+}
+
+/* All of them. What two vectors share is found before either is written. */
+static void seed(const Fold *f, int64_t step, real *g) {
+    int64_t c = f->a->states;
+    const real *p = product_at(f, step), *factors = factors_at(f, step), *weights = weights_at(f, step);
+    for (int64_t r = 0; r < c; r++, p += c, g += c, weights += weights ? c : 0) {
+        real factor = factors[0] != 0 ? factors[r] : 1;
+        int64_t last = c - LANES;
+        reals end = seeded(load(g + last), load(p + last), weights ? weights + last : 0, factor);
+        for (int64_t j = 0; j < last; j += LANES)
+            store(g + j, seeded(load(g + j), load(p + j), weights ? weights + j : 0, factor));
+        store(g + last, end);
     }
+}
+static void write_uses(const Fold *f, int64_t step, const real *uses, const real *entries) {
+    real *out = uses_at(f, step), scale = unlift(f);
+    int64_t last = f->a->states * f->a->states - LANES;
+    reals end = used(load(uses + last), load(entries + last), scale);
+    for (int64_t j = 0; j < last; j += LANES) store(out + j, used(load(uses + j), load(entries + j), scale));
+    store(out + last, end);
+}
+
+static void sweep_many(const Fold *f, real *g, real *behind, real *uses, real *turned) {
+    int64_t c = f->a->states;
+    clear(c * c, g);
+    for (int64_t step = f->a->steps - 1; step > 0; step--) {
+        real *entries = uses_at(f, step), *ahead = g;
+        seed(f, step, g);
+        transpose(c, entries, c, turned, c);
+        multiply((Product){c, c, c, product_at(f, step - 1), 1, c, g, c, uses, c});
+        write_uses(f, step, uses, entries);
+        multiply((Product){c, c, c, g, c, 1, turned, c, behind, c});
+        g = behind, behind = ahead;
+    }
+    seed(f, 0, g);
+    write_uses(f, 0, g, product_at(f, 0));
+}
+
+/* The same of few states, each row one vector; `g` (c, LANES) is G, to be read entry by entry. */
+INLINE void sweep_few(const int64_t c, const Fold *f, real *g) {
+    reals rows[LANES], own[LANES], entries[LANES], turned[LANES], uses[LANES];
+    real scale = unlift(f);
+    for (int64_t r = 0; r < c; r++) rows[r] = (reals){0};
+    for (int64_t step = f->a->steps - 1; step >= 0; step--) {
+        const real *factors = factors_at(f, step), *weights = weights_at(f, step);
+        real *to = uses_at(f, step);
+        load_rows(c, product_at(f, step), c, 1, own);
+        for (int64_t r = 0; r < c; r++) {
+            if (weights) rows[r] += LIFT * load_some(weights + r * c, 1, c, 0) / own[r];
+            rows[r] = seeded(rows[r], own[r], 0, factors[0] != 0 ? factors[r] : 1);
+            store(g + r * LANES, rows[r]), uses[r] = rows[r], entries[r] = own[r];
+        }
+        if (step > 0) {
+            load_rows(c, to, c, 1, entries), load_rows(c, to, 1, c, turned);
+            multiply_few(c, product_at(f, step - 1), 1, c, rows, uses);
+            multiply_few(c, g, LANES, 1, turned, rows);
+        }
+        for (int64_t k = 0; k < c; k++)
+            store_some(to + k * c, used(uses[k], entries[k], scale), c);
+    }
+}
+
+INLINE int sweep_rows(const int64_t few, const Fold *f, real *g, real *behind, real *uses, real *turned) {
+    if (few) sweep_few(few, f, g);
+    else sweep_many(f, g, behind, uses, turned);
+    return 1;
+}
+
+static int sweep(const Fold *f, real *g, real *behind, real *uses, real *turned) {
+    OF_STATES(sweep_rows, f->a->states, f, g, behind, uses, turned);
 }
 
 /* Gradients of the matrices of the sets whose rows are from `first` to before `last`: of those that `fold` has kept and
-   nothing is lossy of, or of all, one set after the other in the same memory for what is kept. How many are lossy. */
+   nothing is lossy of, or of all, one set after the other in the same scratch for what is kept. How many are lossy. */
 static int64_t gradients(const Chain *a, int all) {
     char *room = a->room;
     Fold f = fold_of(a, &room);
-    int64_t c = a->states, bytes = c * f.width * (int64_t)sizeof(real), lossy = 0;
+    int64_t c = a->states, size = sizeof(real), bytes = c * width_of(a) * size, lossy = 0;
     real *g = take(&room, bytes), *behind = take(&room, bytes), *uses = take(&room, bytes);
     real *turned = take(&room, bytes);
-    clear(c * f.width, turned);
-    f.rows = c, f.kept = a->messages, f.factors = a->factors;
+    if (all) f.kept = take(&room, (a->steps * c * c + LANES) * size), f.factors = take(&room, a->steps * c * size);
+    f.rows = c;
     for (f.set = a->first / c; f.set < a->last / c; f.set++) {
         if (all) a->lossy[f.set * c] = (uint8_t)!fold(&f);
         else keep_set(&f);
@@ -325,8 +415,12 @@ static int64_t gradients(const Chain *a, int all) {
 EXPORT int64_t EXPORTED(logchain_unfold)(const Chain *a) { return gradients(a, 0); }
 EXPORT int64_t EXPORTED(logchain_fold_gradients)(const Chain *a) { return gradients(a, 1); }
 
-/* Bytes of scratch that a thread takes, of either direction. */
+/* Bytes of scratch that a thread takes, of either direction, and of both. */
 EXPORT int64_t EXPORTED(logchain_fold_room)(const Chain *a) {
     int64_t c = a->states, width = width_of(a);
-    return ((4 * c + LANES) * width + 3 * c * c + 2 * LANES) * (int64_t)sizeof(real) + 16 * c + 9 * 64;
+    return (4 * c * width + 3 * c * c + 2 * LANES) * (int64_t)sizeof(real) + 16 * c + 8 * 64;
+}
+EXPORT int64_t EXPORTED(logchain_fold_gradients_room)(const Chain *a) {
+    int64_t c = a->states;
+    return EXPORTED(logchain_fold_room)(a) + (a->steps * c * (c + 1) + LANES) * (int64_t)sizeof(real) + 2 * 64;
 }

@@ -6,6 +6,7 @@
 
 typedef double doubles __attribute__((vector_size(BYTES)));
 typedef int64_t longs __attribute__((vector_size(BYTES)));
+typedef uint64_t natural_longs __attribute__((vector_size(BYTES)));
 enum { WIDE = BYTES / 8 };
 
 #define DIGIT 0x1p512
@@ -98,14 +99,23 @@ INLINE Number exponential_number(doubles a) {
     return settled((Number){m, choose(number, e, both(0))});
 }
 
-/* The natural logarithms of m 2^-less, -inf of 0: m are normal numbers. */
+/* The natural logarithms of m 2^-less, within 2 units in the last place: m are normal numbers. Of 0, anything finite.
+
+   With m = 2^k f, f between the roots of 1/2 and of 2, and t = (f - 1) / (f + 1), log f = 2 t + t R(t t); the
+   coefficients of R are those of fdlibm's e_log.c. */
+INLINE doubles finite_logarithm_of(doubles m, double less) {
+    natural_longs bits = (natural_longs)m + (0x3ff0000000000000 - 0x3fe6a09e667f3bcd);
+    doubles k = (doubles)((bits >> 52) + 0x4338000000000000) - (0x1.8p52 + 1023 + less);
+    doubles f = (doubles)((bits & 0xfffffffffffff) + 0x3fe6a09e667f3bcd), t = (f - 1) / (f + 1), z = t * t, w = z * z;
+    doubles odd = w * 1.479819860511658591e-1 + 1.818357216161805012e-1, even = w * 1.531383769920937332e-1;
+    odd = odd * w + 2.857142874366239149e-1, even = (even + 2.222219843214978396e-1) * w;
+    odd = odd * w + 6.666666666666735130e-1, even = (even + 3.999999999940941908e-1) * w;
+    return k * 0x1.62e42feep-1 + (k * 0x1.a39ef35793c76p-33 + t * (odd * z + even + 2));
+}
+
+/* The same, -inf of 0. */
 INLINE doubles logarithm_of(doubles m, double less) {
-    longs bits = (longs)m, more = (bits - 0x3fe6a09e667f3bcd) >> 52;
-    doubles f = (doubles)(bits - (more << 52)), k = __builtin_convertvector(more, doubles) - less;
-    doubles t = (f - 1) / (f + 1), square = t * t, series = both(0);
-    UNROLL for (int j = 21; j > 1; j -= 2) series = (series + 1.0 / j) * square;
-    doubles found = k * 0x1.62e42feep-1 + (k * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));
-    return choose(m > 0, found, choose(m == 0, both(-__builtin_inf()), m));
+    return choose(m > 0, finite_logarithm_of(m, less), choose(m == 0, both(-__builtin_inf()), m));
 }
 
 /* m 2^(512 e) as a double, m being in range or a product of two that are: a digit at a time, for the number may be

@@ -68,6 +68,7 @@ INLINE void column_of_tiles(const int best, const int vectors, const int adds, P
     int64_t r = 0;
     if (j.ahead && p.rows >= ROWS) tile(best, ROWS, vectors, adds, 1, p, j, 0), r = ROWS;
     for (; r + ROWS <= p.rows; r += ROWS) tile(best, ROWS, vectors, adds, 0, p, j, r);
+    if (ROWS > 4 && r + 4 <= p.rows) tile(best, 4, vectors, adds, 0, p, j, r), r += 4;
     for (; r + 2 <= p.rows; r += 2) tile(best, 2, vectors, adds, 0, p, j, r);
     if (r < p.rows) tile(best, 1, vectors, adds, 0, p, j, r);
 }

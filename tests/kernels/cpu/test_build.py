@@ -28,7 +28,7 @@ FUNCTIONS = (
     "forward", "backward", "redo_forward", "redo_backward", "messages", "value", "gradients", "posteriors", "size",
     "room", "redo_room", "messages_room", "value_room", "gradients_room", "posteriors_room",
     *(name + room for name in ("viterbi", "topk_paths", "sample", "stretch", "fold") for room in ("", "_room")),
-    "fold_gradients", "unfold",
+    "fold_gradients", "fold_gradients_room", "unfold",
 )  # fmt: skip
 EXPORTED = {"logchain_share", "logchain_entropy64", "logchain_entropy_room64"} | {
     f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)
