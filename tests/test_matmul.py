@@ -109,7 +109,9 @@ def room(request, monkeypatch) -> Room:
 def in_rooms(name, cases, on_gpu):
     """A parameter of the tests in torch's room and, of other values, on the kernels, which may be interpreted."""
     values = [pytest.param("torch", case) for case in cases] + [pytest.param("gpu", c, marks=ON_GPU) for c in on_gpu]
-    return pytest.mark.parametrize(("room", name), values, indirect=["room"], ids=str)
+    return pytest.mark.parametrize(
+        ("room", name), values, indirect=["room"], ids=lambda value: getattr(value, "__name__", str(value))
+    )
 
 
 def assert_matmul(a, b, room=CPU):
