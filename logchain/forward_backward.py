@@ -67,12 +67,12 @@ def forward_backward(
     >>> import torch
     >>> x = torch.zeros(3, 2)  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for both steps
-    >>> found = forward_backward(x, bulk, torch.tensor([1.0, 1.0]))
-    >>> found.forward.exp()
+    >>> messages = forward_backward(x, bulk, torch.tensor([1.0, 1.0]))
+    >>> messages.forward.exp()
     tensor([[1.0000, 1.0000],
             [1.1000, 0.9000],
             [1.1700, 0.8300]])
-    >>> found.backward.exp().round(decimals=4), found.log_norm
+    >>> messages.backward.exp().round(decimals=4), messages.log_norm
     (tensor([[1., 1.],
             [1., 1.],
             [1., 1.]]), tensor(0.6931))

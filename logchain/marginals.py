@@ -65,12 +65,12 @@ def marginals(
 
     >>> x = torch.zeros(3, 2)  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for both steps
-    >>> found = marginals(x, bulk, torch.tensor([1.0, 1.0]), transitions="sum")
-    >>> found.states
+    >>> posterior = marginals(x, bulk, torch.tensor([1.0, 1.0]), transitions="sum")
+    >>> posterior.states
     tensor([[0.5000, 0.5000],
             [0.5500, 0.4500],
             [0.5850, 0.4150]])
-    >>> found.transitions
+    >>> posterior.transitions
     tensor([[[0.9450, 0.1050],
              [0.1900, 0.7600]]])
     """
@@ -88,13 +88,13 @@ def marginals(
         if transitions != "full" and plain and packed.in_place:
             return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
         options: Any = {"transitions": transitions, "log_params": log_params}
-        found = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
+        pieces = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
         counted = None
         if transitions is not None:
             put_back = packed.counts if transitions == "sum" else packed.by_step
-            counted = put_back([part.transitions for part in found if part.transitions is not None])
-        states = packed.by_row([part.states for part in found])
-        return Marginals(states, counted, packed.by_sequence([part.log_norm for part in found]))
+            counted = put_back([part.transitions for part in pieces if part.transitions is not None])
+        states = packed.by_row([part.states for part in pieces])
+        return Marginals(states, counted, packed.by_sequence([part.log_norm for part in pieces]))
     ends = check_question(x, bulk, p0, log_params, lengths)
     dtype = arithmetic_dtype(x, bulk, p0)
     x, bulk, p0 = x.to(dtype), bulk.to(dtype), p0.to(dtype)

@@ -54,9 +54,9 @@ class Arguments(ctypes.Structure):
 @cache
 def function(name: str, dtype: torch.dtype) -> Any:
     """A function of the library, which takes `Arguments` and returns an integer."""
-    found = getattr(library(), f"logchain_{name}{64 if dtype == torch.float64 else 32}")
-    found.restype = ctypes.c_int64
-    return found
+    loop = getattr(library(), f"logchain_{name}{64 if dtype == torch.float64 else 32}")
+    loop.restype = ctypes.c_int64
+    return loop
 
 
 def scratch(m: int, c: int, dtype: torch.dtype, one_matrix: bool) -> int:

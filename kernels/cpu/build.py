@@ -140,8 +140,8 @@ class BuildPy(build_py):
 
     def target(self) -> Target:
         """That of the wheel."""
-        found: Target = self.get_finalized_command("bdist_wheel").target
-        return found
+        target: Target = self.get_finalized_command("bdist_wheel").target
+        return target
 
     def folder(self) -> Path:
         """Where the libraries lie in what is built."""

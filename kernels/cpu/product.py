@@ -141,8 +141,8 @@ class _Segments:
         lossy = torch.empty(len(segments), g, c, dtype=torch.bool, device="cpu")
         self._spans, self._held = _spans(stack), [lossy]
         self._calls = [
-            _arguments(stack, *segment, leaving=value, log_norm=size, lost=rest, lossy=lost)
-            for segment, value, size, rest, lost in zip(segments, products, *self._offset, lossy, strict=True)
+            _arguments(stack, *segment, leaving=value, log_norm=size, lost=lacking, lossy=lost)
+            for segment, value, size, lacking, lost in zip(segments, products, *self._offset, lossy, strict=True)
         ]
         for (first, last), call in zip(segments, self._calls, strict=True):
             if into is not None:

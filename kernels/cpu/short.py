@@ -38,18 +38,18 @@ def short_of(
     places = x.shape, bulk.shape, p0.shape, x.stride(), bulk.stride(), p0.stride()
     key = places, x.dtype, bulk.dtype, p0.dtype, log_params, keep, wanted, torch.get_num_threads()
     if key not in _known:
-        found = None
+        short = None
         if wanted(x, bulk, p0, log_params) and x.numel():
             layout, chain = chain_of(x, bulk, p0, None, log_params)
             meta = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in (x, bulk, p0))
             dense = chain_of(*meta, None, log_params)[1]
             in_order = layout.own == tuple(range(len(layout.own)))
             if in_order and Short.takes(chain) and Short.takes(dense):
-                found = Short(places[3:], chain, dense)
-                found = found if found.is_small else None
+                short = Short(places[3:], chain, dense)
+                short = short if short.is_small else None
         if len(_known) >= _MOST:
             _known.clear()
-        _known[key] = found
+        _known[key] = short
     return _known[key]
 
 
@@ -186,6 +186,6 @@ class Short:
     def _run(self, name: str, arguments: Arguments) -> int:
         room = _rooms.pop() if _rooms else torch.empty(_ROOM, dtype=torch.uint8, device="cpu")
         arguments.room = (room.data_ptr() + 63) // 64 * 64
-        found: int = self._calls[name](ctypes.byref(arguments))
+        code: int = self._calls[name](ctypes.byref(arguments))
         _rooms.append(room)
-        return found
+        return code

@@ -25,7 +25,7 @@ class Calls(ctypes.Structure):
         ("arguments", ctypes.c_void_p),
         ("size", ctypes.c_int64),
         ("count", ctypes.c_int64),
-        ("found", ctypes.c_void_p),
+        ("results", ctypes.c_void_p),
         ("taken", ctypes.c_int64),
     ]
 
@@ -36,32 +36,32 @@ def _parallel() -> Any:
     if not sys.platform.startswith("linux"):
         return None
     torch_cpu = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-    found = getattr(ctypes.CDLL(str(torch_cpu)), "GOMP_parallel", None) if torch_cpu.is_file() else None
-    if found is not None:
-        found.restype, found.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    return found
+    parallel = getattr(ctypes.CDLL(str(torch_cpu)), "GOMP_parallel", None) if torch_cpu.is_file() else None
+    if parallel is not None:
+        parallel.restype, parallel.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    return parallel
 
 
 def calls(function: Any, arguments: "ctypes.Array[Any]") -> Sequence[int]:
     """What a function of the library returns for each of an array of arguments, on as many threads as torch takes."""
     count = len(arguments)
-    found = (ctypes.c_int64 * count)()
+    results = (ctypes.c_int64 * count)()
     of_all = Calls(
         ctypes.cast(function, ctypes.c_void_p),
         ctypes.addressof(arguments),
         ctypes.sizeof(arguments) // count,
         count,
-        ctypes.addressof(found),
+        ctypes.addressof(results),
     )
     share, data = library().logchain_share, ctypes.byref(of_all)
     if os.getpid() == _PROCESS and (parallel := _parallel()) is not None:
         # a team of another size than torch's would end threads, which torch would start again
         parallel(share, data, torch.get_num_threads(), 0)
-        return list(found)
+        return list(results)
     threads = [Thread(target=share, args=(data,)) for _ in range(1, count)]
     for thread in threads:
         thread.start()
     share(data)
     for thread in threads:
         thread.join()
-    return list(found)
+    return list(results)

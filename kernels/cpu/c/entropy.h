@@ -144,11 +144,11 @@ INLINE int multiply_once(const int two, const int single, Pair *w, int64_t step,
 typedef struct { const real *x; real top, nats; } Emission;
 
 INLINE Emission emission_of(const Walk *w, int64_t place, int64_t step, int64_t exponent) {
-    Emission found;
-    rows_of_x(w, place, 1, step, &found.x);
-    found.top = top_of(found.x, w->width);
-    found.nats = (real)(w->exponents[place] - exponent) * (real)0.69314718055994531;
-    return found;
+    Emission emission;
+    rows_of_x(w, place, 1, step, &emission.x);
+    emission.top = top_of(emission.x, w->width);
+    emission.nats = (real)(w->exponents[place] - exponent) * (real)0.69314718055994531;
+    return emission;
 }
 INLINE reals log_emission(Emission a, int64_t j) { return load(a.x + j) - a.top - a.nats; }
 
@@ -263,10 +263,10 @@ static void finish_pair(Pair *w, int64_t place, int64_t step) {
     finish(&w->p, place, step);
     if (w->q.a) finish(&w->q, place, step);
     add_up(w, place, step, &weight, &terms);
-    Sum found = w->means[place];
-    add(&found, terms / weight);
-    add(&found, w->q.a ? log_sum(last_sum(&w->q, place, step)) - log_sum(weight) : log_sum(weight));
-    w->p.a->value[q] = weight > 0 ? value_of(found) : 0;
+    Sum entropy = w->means[place];
+    add(&entropy, terms / weight);
+    add(&entropy, w->q.a ? log_sum(last_sum(&w->q, place, step)) - log_sum(weight) : log_sum(weight));
+    w->p.a->value[q] = weight > 0 ? value_of(entropy) : 0;
     if (w->q.a) w->p.a->lossy[q] |= w->q.a->lossy[q];
 }
 

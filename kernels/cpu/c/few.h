@@ -69,13 +69,13 @@ INLINE reals times_transposed(const int narrow, int64_t c, reals a, const real *
 /* What bits of sums are compared with: bits less `taken`, 1 where a sum may be 0, are not below `least`. */
 typedef struct { natural taken; naturals least[2]; } Bounds;
 INLINE Bounds bounds_of(const int narrow, const Lone *l) {
-    Bounds found = {.taken = (natural)l->zeros};
+    Bounds bounds = {.taken = (natural)l->zeros};
     UNROLL for (int deep = 0; deep < 2; deep++) {
         naturals limit = (naturals){0} + (natural)bits_of(l->limits[deep]);
         if (narrow) limit &= (naturals)within(l->c);
-        found.least[deep] = limit - found.taken;
+        bounds.least[deep] = limit - bounds.taken;
     }
-    return found;
+    return bounds;
 }
 
 /* Whether all sums are believed, and the bits of the largest in all lanes. */

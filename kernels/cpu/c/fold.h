@@ -164,8 +164,8 @@ static void leave_products(const Fold *f) {
         Sum taken = taken_out(f, r);
         double ahead = (taken.sum - first.sum) + (taken.lost - first.lost);
         for (int64_t j = 0; j < c; j += WIDE) {
-            doubles found = logarithm_of(read_wide(row + j, 1, c - j, 0), TOP) + ahead;
-            UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) out[j + l] = found[l];
+            doubles logs = logarithm_of(read_wide(row + j, 1, c - j, 0), TOP) + ahead;
+            UNROLL for (int l = 0; l < WIDE; l++) if (j + l < c) out[j + l] = logs[l];
         }
     }
     tell(a, f->set, first);

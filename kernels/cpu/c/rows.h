@@ -33,9 +33,9 @@ typedef struct {
 } Numbers;
 
 INLINE int has_entries(const double *block) {
-    longs found = {0};
-    UNROLL for (int l = 0; l < PARTS; l++) found |= load_wide(block + l * WIDE) != 0;
-    return some(found);
+    longs nonzero = {0};
+    UNROLL for (int l = 0; l < PARTS; l++) nonzero |= load_wide(block + l * WIDE) != 0;
+    return some(nonzero);
 }
 
 /* Where columns have entries, of numbers that have been read. */
@@ -46,15 +46,15 @@ static void find_entries(Numbers *out) {
         while (first < behind && !has_entries(out->all.m + first * out->across + j)) first++;
         while (first < behind && !has_entries(out->all.m + (behind - 1) * out->across + j)) behind--;
         out->first[j / BLOCK] = first, out->behind[j / BLOCK] = behind;
-        longs found[PARTS] = {0};
+        longs nonzero[PARTS] = {0};
         for (int64_t k = first; k < behind; k++)
             UNROLL for (int l = 0; l < PARTS; l++) {
                 doubles entry = load_wide(out->all.m + k * out->across + j + l * WIDE);
-                found[l] |= entry != 0;
+                nonzero[l] |= entry != 0;
                 low = choose((entry > 0) & (entry < low), entry, low);
             }
         UNROLL for (int l = 0; l < PARTS; l++)
-            store_wide(out->enough + j + l * WIDE, choose(found[l], both(0x1p-400), both(0)));
+            store_wide(out->enough + j + l * WIDE, choose(nonzero[l], both(0x1p-400), both(0)));
     }
     out->low = -highest_of(-low);
 }
