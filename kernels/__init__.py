@@ -96,11 +96,11 @@ def entropy_in_c() -> Callable[..., tuple[Tensor, Tensor]]:
     return entropy
 
 
-def scratch_of_loops(m: int, c: int, item: int, one_matrix: bool) -> int:
-    """Bytes that each thread takes beside a chain in numbers of `item` bytes, forward and backward, on a CPU."""
+def scratch_of_loops(v: int, g: int, m: int, c: int, item: int, one_matrix: bool) -> tuple[int, int]:
+    """How many threads walk a chain in numbers of `item` bytes on a CPU, and the bytes that each takes beside it."""
     from .cpu.arguments import scratch
 
-    return scratch(m, c, torch.float64 if item == 8 else torch.float32, one_matrix)
+    return scratch(v, g, m, c, torch.float64 if item == 8 else torch.float32, one_matrix)
 
 
 def stretches() -> ModuleType:

@@ -59,10 +59,11 @@ def function(name: str, dtype: torch.dtype) -> Any:
     return loop
 
 
-def scratch(m: int, c: int, dtype: torch.dtype, one_matrix: bool) -> int:
-    """Bytes of scratch that a thread takes forward and backward, for m sequences of each set of matrices."""
+def scratch(v: int, g: int, m: int, c: int, dtype: torch.dtype, one_matrix: bool) -> tuple[int, int]:
+    """How many threads walk g sets of m sequences, and the bytes of scratch that each takes forward and backward."""
     arguments = Arguments(members=m, states=c, one_matrix=one_matrix)
-    return max(int(function(room, dtype)(ctypes.byref(arguments))) for room in ("room", "redo_room")) + 128
+    rooms = (int(function(room, dtype)(ctypes.byref(arguments))) for room in ("room", "redo_room"))
+    return len(shared(g * m, v * g * m * c**2)), max(rooms) + 128
 
 
 class Call:

@@ -186,6 +186,6 @@ class Short:
     def _run(self, name: str, arguments: Arguments) -> int:
         room = _rooms.pop() if _rooms else torch.empty(_ROOM, dtype=torch.uint8, device="cpu")
         arguments.room = (room.data_ptr() + 63) // 64 * 64
-        code: int = self._calls[name](ctypes.byref(arguments))
+        redone: int = self._calls[name](ctypes.byref(arguments))
         _rooms.append(room)
-        return code
+        return redone

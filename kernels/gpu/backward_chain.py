@@ -26,7 +26,7 @@ from torch import Tensor
 from .chain_matrix import whole_matrix
 from .chain_step import normalised, step
 from .chain_tiles import Widths, column_tops, constants, tiles
-from .tiles import at, exp, far, finite, log, multiple
+from .tiles import at, exp, far, finite, log, multiple, multiples
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _posteriors(message, behind, weight):
 @triton.jit(do_not_specialize=["v", "m"])
 def _backward_kernel(
     x_ptr, bulk_ptr, top_ptr, ends_ptr, final_ptr, message_ptr, log_norm_ptr, weight_ptr, ahead_ptr, grad_ptr,
-    start_ptr, r_ptr, rescued_ptr, v, m, c, stride_xv, stride_xg, stride_xm, stride_xc,
+    start_ptr, r_ptr, v, m, c, stride_xv, stride_xg, stride_xm, stride_xc,
     stride_bv, stride_bg, stride_bk, stride_bj, stride_tv, stride_mv, stride_wg, stride_wm,
     stride_dv, stride_dg, stride_dm, stride_dc,
     LOG_PARAMS: tl.constexpr, HOMOGENEOUS: tl.constexpr, DTYPE: tl.constexpr, DOT: tl.constexpr, WHOLE: tl.constexpr,
@@ -53,19 +53,11 @@ def _backward_kernel(
     WIDTH_C: tl.constexpr, WIDTH: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr, WIDTH_X: tl.constexpr,
 ):  # fmt: skip
     # the launcher knows what divides these; the compiler then loads as many elements at once
-    c = multiple(c, WIDTH_C)
-    stride_bk = multiple(stride_bk, WIDTH_K)
-    stride_bj = multiple(stride_bj, WIDTH_J)
-    stride_bv = multiple(stride_bv, WIDTH)
-    stride_bg = multiple(stride_bg, WIDTH)
-    stride_xv = multiple(stride_xv, WIDTH_X)
-    stride_xg = multiple(stride_xg, WIDTH_X)
-    stride_xm = multiple(stride_xm, WIDTH_X)
-    stride_dv = multiple(stride_dv, WIDTH_X)
-    stride_dg = multiple(stride_dg, WIDTH_X)
-    stride_dm = multiple(stride_dm, WIDTH_X)
-    stride_tv = multiple(stride_tv, WIDTH_C)
-    stride_mv = multiple(stride_mv, WIDTH_C)
+    c, stride_tv, stride_mv = multiples(c, stride_tv, stride_mv, WIDTH_C)
+    stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, WIDTH_X)
+    stride_dv, stride_dg, stride_dm = multiples(stride_dv, stride_dg, stride_dm, WIDTH_X)
+    stride_bv, stride_bg = multiple(stride_bv, WIDTH), multiple(stride_bg, WIDTH)
+    stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
 
     # scalars move from step to step, and blocks of rows lie at small offsets from them
     blocks = tl.cdiv(m, BLOCK_S)
@@ -146,7 +138,7 @@ def _backward_kernel(
         tl.debug_barrier()
         u = step(
             previous, current, rows, active, matrix, top, matrix_ptr, stride_bk, stride_bj, wanted, c,
-            rescued_ptr, LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
+            None, LOG_PARAMS, DTYPE, DOT, WHOLE, BLOCK_S, BLOCK_K, BLOCK_C, PRECISION,
         )  # fmt: skip
         behind, shift = normalised(u, DTYPE)
         if ends_ptr is not None:
@@ -214,7 +206,6 @@ def backward(
     grad_x: Tensor | None = None,
     want_r: bool = False,
     final: Tensor | None = None,
-    rescued: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`weight * gamma_0` (g, m, c), the gradient with respect to `start`, and, if they are wanted, `r` (v, g, m, c).
 
@@ -239,7 +230,7 @@ def backward(
     if x.numel() == 0:
         return grad_start, r
     _backward_kernel[(g * triton.cdiv(m, choice.block_s),)](
-        x, transposed, top, ends, final, messages, log_norm, weight, ahead, grad_x, grad_start, r, rescued, v, m, c,
+        x, transposed, top, ends, final, messages, log_norm, weight, ahead, grad_x, grad_start, r, v, m, c,
         *x.stride(), 0 if homogeneous else transposed.stride(0), *transposed.stride()[1:],
         0 if homogeneous else g * c, g * m * c, *weight.stride(),
         *((0,) * 4 if grad_x is None else grad_x.stride()),

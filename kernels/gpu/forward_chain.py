@@ -29,7 +29,7 @@ from .chain_matrix import whole_matrix
 from .chain_step import normalised, step
 from .chain_tiles import Tiles, Widths, arithmetic_dtype, column_tops, constants, tiles
 from .max_step import max_step, max_tiles, whole_logs
-from .tiles import at, exact_sum, exp, far, finite, log, multiple
+from .tiles import at, exact_sum, exp, far, finite, log, multiple, multiples
 
 
 @triton.jit(do_not_specialize=["v", "m", "inner"])
@@ -47,18 +47,11 @@ def _forward_kernel(
     MAX: the best path instead of the sum over all.
     """
     # the launcher knows what divides these; the compiler then loads as many elements at once
-    c = multiple(c, WIDTH_C)
-    stride_bk = multiple(stride_bk, WIDTH_K)
-    stride_bj = multiple(stride_bj, WIDTH_J)
-    stride_bv = multiple(stride_bv, WIDTH)
-    stride_bg = multiple(stride_bg, WIDTH)
-    stride_xv = multiple(stride_xv, WIDTH_X)
-    stride_xg = multiple(stride_xg, WIDTH_X)
-    stride_xm = multiple(stride_xm, WIDTH_X)
+    c, stride_tv, stride_mv = multiples(c, stride_tv, stride_mv, WIDTH_C)
+    stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, WIDTH_X)
     stride_xh = multiple(stride_xh, WIDTH_X)
-    stride_bh = multiple(stride_bh, WIDTH)
-    stride_tv = multiple(stride_tv, WIDTH_C)
-    stride_mv = multiple(stride_mv, WIDTH_C)
+    stride_bv, stride_bg, stride_bh = multiples(stride_bv, stride_bg, stride_bh, WIDTH)
+    stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
 
     # scalars move from step to step, and blocks of rows lie at small offsets from them
     blocks = tl.cdiv(m, BLOCK_S)

@@ -96,6 +96,12 @@ def multiple(size, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def multiples(x, y, z, WIDTH: tl.constexpr):
+    """`multiple` of three sizes."""
+    return multiple(x, WIDTH), multiple(y, WIDTH), multiple(z, WIDTH)
+
+
+@triton.jit
 def exact_sum(x, y):
     """`x + y` of finite numbers, rounded, and what the rounding took away."""
     total = x + y

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import common_width, precision, widths
-from .tiles import any_of, at, exp, finite, load, multiple, operand
+from .tiles import any_of, at, exp, finite, load, multiple, multiples, operand
 
 # up to so many terms are added without a matrix product
 FEW = 8
@@ -80,11 +80,6 @@ def _row(first, term, g, m, SUMMED: tl.constexpr):
 
 
 @triton.jit
-def _multiples(x, y, z, WIDTH: tl.constexpr):
-    return multiple(x, WIDTH), multiple(y, WIDTH), multiple(z, WIDTH)
-
-
-@triton.jit
 def _product(
     messages_ptr, r_ptr, weight_ptr, top_ptr, bulk_ptr, out_ptr,
     g, m, c, length, span, batches,
@@ -98,8 +93,8 @@ def _product(
     dtype = messages_ptr.dtype.element_ty
     ZERO: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     c = multiple(c, WIDTH)
-    stride_bs, stride_bg, stride_bk = _multiples(stride_bs, stride_bg, stride_bk, WIDTH_BULK)
-    stride_os, stride_og, stride_ok = _multiples(stride_os, stride_og, stride_ok, WIDTH_OUT)
+    stride_bs, stride_bg, stride_bk = multiples(stride_bs, stride_bg, stride_bk, WIDTH_BULK)
+    stride_os, stride_og, stride_ok = multiples(stride_os, stride_og, stride_ok, WIDTH_OUT)
     tiles_k, tiles_j = tl.cdiv(c, BLOCK_K), tl.cdiv(c, BLOCK_J)
     program = tl.program_id(0)
     tile, batch = program % (tiles_k * tiles_j), program // (tiles_k * tiles_j)
@@ -220,8 +215,8 @@ def _few(
     dtype = messages_ptr.dtype.element_ty
     ZERO: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     c = multiple(c, WIDTH)
-    stride_bs, stride_bg, stride_bk = _multiples(stride_bs, stride_bg, stride_bk, WIDTH_BULK)
-    stride_os, stride_og, stride_ok = _multiples(stride_os, stride_og, stride_ok, WIDTH_OUT)
+    stride_bs, stride_bg, stride_bk = multiples(stride_bs, stride_bg, stride_bk, WIDTH_BULK)
+    stride_os, stride_og, stride_ok = multiples(stride_os, stride_og, stride_ok, WIDTH_OUT)
     tiles_j = tl.cdiv(c, BLOCK_J)
     program = tl.program_id(0)
     before = (program // tiles_j).to(tl.int64) * BLOCK_K

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .. import kernels
@@ -16,9 +15,6 @@ _WIDE = 8
 
 # float64 values of a sequence that do not grow with the piece: by state, and beside the states
 _STATES, _BESIDE = 5, 24
-
-# multiply-adds that are worth a thread
-_SHARE = 2**20
 
 # values of a step that a GPU holds: by state in the dtype of the arithmetic, and in float64 scales and their sums
 _GPU_STATES, _GPU_SCALES = 5, 10
@@ -131,9 +127,7 @@ class Sizes:
         if self.gpu:
             sums = min(_COUNTS, steps * self.m // _COUNTED * matrices)
             return _WIDE * (values + 8 * (self.sequences * c + matrices) + sums)
-        threads = min(torch.get_num_threads(), self.sequences, steps * self.sequences * c**2 // _SHARE)
-        threads = max(1, threads)
-        scratch = kernels.scratch_of_loops(self.m, c, self.item, self.one_matrix)
+        threads, scratch = kernels.scratch_of_loops(steps, self.g, self.m, c, self.item, self.one_matrix)
         # each thread that shares a set of matrices has counts of its own, which are added up in float64
         sharing = threads if self.g == 1 else 1
         counts = _WIDE * matrices * (sharing + 2 if self.one_matrix else 1)

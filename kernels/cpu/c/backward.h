@@ -338,7 +338,7 @@ static int64_t choose_members(const Walk *w, int64_t left, int64_t *chosen) {
 EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     char *room = a->room;
     int64_t most = most_places(a), bytes = sizeof(real);
-    Back b = {.w = new_walk(a, &room)};
+    Back b = {.w = new_walk(a, group_of(a), most, &room)};
     Walk *w = &b.w;
     b.behind = take(&room, most * w->width * bytes);
     b.source = take(&room, (most * w->width + LANES) * bytes);

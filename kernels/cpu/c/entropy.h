@@ -302,16 +302,6 @@ static void walk_pair(Pair *w) {
     }
 }
 
-static void make_walk(Walk *w, const Chain *a, int64_t size, int64_t group, char **room) {
-    int64_t bytes = sizeof(real);
-    *w = (Walk){.a = a, .width = width_of(a)};
-    w->matrix = (Matrix){.c = a->states, .width = w->width, .room = take(room, w->width * w->width * bytes)};
-    if (w->width > a->states) clear(w->width * w->width, w->matrix.room);
-    w->sums = take(room, group * w->width * bytes), w->wide = take(room, group * w->width * bytes);
-    w->first = take(room, w->width * bytes), w->states = take(room, 2 * size * w->width * bytes);
-    w->shifts = take(room, size * (int64_t)sizeof(Sum)), w->exponents = take(room, size * 8), w->deep = take(room, size);
-}
-
 INLINE int64_t size_of_walk(const Chain *a) {
     return a->one_matrix && a->members > GROUP ? GROUP : a->members;
 }
@@ -327,7 +317,9 @@ EXPORT int64_t logchain_entropy64(const Chain *a) {
     for (int k = 0; k <= (a->other != 0); k++) {
         chains[k].log_norm = take(&room, sequences * 8);
         if (k) chains[k].lossy = take(&room, sequences);
-        make_walk(k ? &w.q : &w.p, chains + k, size, GROUP, &room);
+        Walk *walk = k ? &w.q : &w.p;
+        *walk = new_walk(chains + k, GROUP, size, &room);
+        take_states(walk, GROUP, size, &room);
     }
     w.terms = take(&room, size * width * bytes);
     w.panels = take(&room, 2 * panel * bytes);

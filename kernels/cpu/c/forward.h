@@ -327,15 +327,24 @@ INLINE int64_t most_places(const Chain *a) {
 }
 
 /* A walk in either direction, with the scratch that both take. */
-static Walk new_walk(const Chain *a, char **room) {
-    int64_t bytes = sizeof(real), most = most_places(a);
+static Walk new_walk(const Chain *a, int64_t group, int64_t most, char **room) {
+    int64_t bytes = sizeof(real);
     Walk w = {.a = a, .width = width_of(a)};
     w.matrix = (Matrix){.c = a->states, .width = w.width, .room = take(room, w.width * w.width * bytes)};
     if (w.width > a->states) clear(w.width * w.width, w.matrix.room);
-    w.wide = take(room, group_of(a) * w.width * bytes);
+    w.wide = take(room, group * w.width * bytes);
     w.first = take(room, w.width * bytes);
     w.deep = take(room, most);
     return w;
+}
+
+/* And that of a walk that keeps its states itself. */
+static void take_states(Walk *w, int64_t group, int64_t most, char **room) {
+    int64_t bytes = sizeof(real);
+    w->sums = take(room, group * w->width * bytes);
+    w->states = take(room, 2 * most * w->width * bytes);
+    w->shifts = take(room, most * (int64_t)sizeof(Sum));
+    w->exponents = take(room, most * 8);
 }
 
 /* How many places of a set a thread has from its place q on, which are the walk's first. */
@@ -348,13 +357,10 @@ INLINE int64_t enter_set(Walk *w, int64_t q) {
 /* The forward pass of a thread's places; how many are lossy. */
 EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
     char *room = a->room;
-    int64_t most = most_places(a), bytes = sizeof(real);
-    Walk w = new_walk(a, &room);
+    int64_t group = group_of(a), most = most_places(a);
+    Walk w = new_walk(a, group, most, &room);
     w.direct = a->messages && !a->order && !a->ends && w.width == a->states;
-    w.sums = take(&room, group_of(a) * w.width * bytes);
-    w.states = take(&room, 2 * most * w.width * bytes);
-    w.shifts = take(&room, most * (int64_t)sizeof(Sum));
-    w.exponents = take(&room, most * 8);
+    take_states(&w, group, most, &room);
     for (int64_t q = a->first; q < a->last; q += w.count) {
         int64_t left = enter_set(&w, q);
         w.count = left < most ? left : most;
