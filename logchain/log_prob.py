@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import Lengths, check_flag, check_question
+from .arguments import Lengths, check_dense, check_device, check_flag, check_integers, check_is_tensor, check_question
 from .autograd.chain import log_norm, packed_log_norm
 from .autograd.operator import operator
 from .autograd.paths import log_weight, packed_log_weight
@@ -69,11 +69,11 @@ def log_prob(
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        states = _checked(_integers(states, x), x.shape[-1])
+        states = _checked(_as_paths(states, x), x.shape[-1])
         weight, norm = packed_log_weight(packed, states, log_params), packed_log_norm(packed, log_params)  # [*S, n]
     else:
         ends = check_question(x, bulk, p0, log_params, lengths)
-        states = _integers(states, x)
+        states = _as_paths(states, x)
         if ends is not None:
             states = torch.where(torch.arange(x.shape[-2], device=x.device) < ends[..., None], states, -1)
         states = _checked(states, x.shape[-1])
@@ -84,20 +84,15 @@ def log_prob(
     return result.to(arithmetic_dtype(x, bulk, p0))
 
 
-def _integers(states: object, x: Tensor) -> Tensor:
-    """States of shape [*S, *B, v] as int64."""
-    if not isinstance(states, Tensor):
-        raise TypeError(f"states: expected a torch.Tensor, got {type(states).__name__}")
-    if states.is_floating_point() or states.is_complex() or states.dtype == torch.bool:
-        raise TypeError(f"states: expected integers, got {str(states.dtype)[6:]}")
-    if states.layout != torch.strided or states.is_nested:
-        raise TypeError(f"states: expected a dense tensor, got {'a nested one' if states.is_nested else states.layout}")
-    if states.device != x.device:
-        raise ValueError(f"states: expected device {x.device}, got {states.device}")
-    *batch, v, c = x.shape
-    axes = len(batch) + 1
-    if states.dim() < axes or list(states.shape[states.dim() - axes :]) != [*batch, v]:
-        text = ", ".join(["...", *map(str, batch), str(v)])
+def _as_paths(states: Tensor, x: Tensor) -> Tensor:
+    """Paths [*S, *B, v] as int64, after checks of their kind and shape."""
+    check_is_tensor("states", states)
+    check_integers("states", states)
+    check_dense("states", states)
+    check_device("states", states, x)
+    shape = x.shape[:-1]
+    if states.shape[max(0, states.dim() - len(shape)) :] != shape:
+        text = ", ".join(map(str, ("...", *shape)))
         raise ValueError(f"states: expected shape [{text}] to go with x {list(x.shape)}, got {list(states.shape)}")
     return states.to(torch.int64)
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_is_tensor
 from ..matmul import matmul
 from .chain_arguments import ChainArguments, check_attributes
 
@@ -47,8 +48,7 @@ def from_pyro(hmm: Any, value: Tensor) -> ChainArguments:
     tensor(0.4750)
     """
     check_attributes("hmm", hmm, "a pyro DiscreteHMM", "initial_logits", "transition_logits", "observation_dist")
-    if not isinstance(value, Tensor):
-        raise TypeError(f"value: expected a torch.Tensor, got {type(value).__name__}")
+    check_is_tensor("value", value)
     initial, transitions, emission = hmm.initial_logits, hmm.transition_logits, hmm.observation_dist
     event = len(emission.event_shape)
     if value.dim() < event + 1:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_tensor
+from ..arguments import check_device, check_is_tensor, check_tensor
 from .chain_arguments import ChainArguments, check_attributes
 
 
@@ -66,14 +66,12 @@ def check_crf(emissions: Tensor, mask: Tensor | None, c: int, batch_first: bool)
         raise ValueError(f"emissions: expected at least one step, got {list(emissions.shape)}")
     if mask is None:
         return
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask: expected a torch.Tensor, got {type(mask).__name__}")
+    check_is_tensor("mask", mask)
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"mask: expected bool or integers, got {str(mask.dtype)[6:]}")
     if mask.shape != emissions.shape[:2]:
         raise ValueError(f"mask: expected shape {list(emissions.shape[:2])}, got {list(mask.shape)}")
-    if mask.device != emissions.device:
-        raise ValueError(f"mask: expected device {emissions.device}, got {mask.device}")
+    check_device("mask", mask, emissions)
 
 
 def with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:

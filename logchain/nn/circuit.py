@@ -6,9 +6,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import check_is_tensor
 from ..matmul import matmul
 from ..viterbi import Path
-from .checks import check_count, check_is_tensor, check_mask
+from .checks import check_count, check_last_axes, check_mask
 from .emissions.input_layer import InputLayer
 from .emissions.named import named_input
 from .fitting import Fit, Optimiser, fit, frozen
@@ -268,8 +269,7 @@ class Circuit(torch.nn.Module):
         """Data and mask with an axis of size 1 for the repetitions."""
         check_is_tensor("data", data)
         wanted = (self.units[1], *self.input.event)
-        if data.shape[-len(wanted) :] != wanted:
-            raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
+        check_last_axes("data", data, wanted)
         if observed is not None:
             variables = data.shape[: data.dim() - len(self.input.event)]
             check_mask(observed, data.shape, variables)

@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import check_choice, check_flag
+from ..arguments import check_choice, check_flag, check_is_tensor
 from ..progress import check_progress
-from .checks import check_count, check_is_tensor, check_number, check_step
+from .checks import check_count, check_number, check_step
 from .em import Part, em_step
 
 Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

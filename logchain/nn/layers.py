@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..arguments import check_tensor
 from ..matmul import matmul
-from .checks import check_count
+from .checks import check_count, check_last_axes
 from .log_weights import LogWeights
 from .parameters import arithmetic
 
@@ -253,6 +253,5 @@ def shifted(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     check_tensor("x", x, 1)
-    if x.shape[x.dim() - len(shape) :] != shape:
-        raise ValueError(f"x: expected shape [{', '.join(map(str, ('...', *shape)))}], got {list(x.shape)}")
+    check_last_axes("x", x, shape)
     return x

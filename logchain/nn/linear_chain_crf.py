@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..adapters import ChainArguments
 from ..adapters.pytorch_crf import check_crf, with_end
-from ..arguments import check_choice, check_flag
+from ..arguments import check_choice, check_device, check_flag, check_integers, check_is_tensor
 from ..log_prob import log_prob
 from ..marginals import marginals
 from ..operands import at_hand
@@ -15,7 +15,7 @@ from ..product import product
 from ..sample import sample
 from ..topk_paths import topk_paths
 from ..viterbi import Path, viterbi
-from .checks import check_count, check_is_tensor
+from .checks import check_count
 from .masked_sequences import Sequences, sequences
 
 
@@ -245,12 +245,10 @@ class LinearChainCRF(nn.Module):
     def _checked(self, tags: Tensor, emissions: Tensor, unmasked: Sequences) -> Tensor:
         """Integers from 0 to c - 1, as (n, v)."""
         check_is_tensor("tags", tags)
-        if tags.is_floating_point() or tags.is_complex() or tags.dtype == torch.bool:
-            raise TypeError(f"tags: expected integers, got {str(tags.dtype)[6:]}")
+        check_integers("tags", tags)
         if tags.shape != emissions.shape[:2]:
             raise ValueError(f"tags: expected shape {list(emissions.shape[:2])}, got {list(tags.shape)}")
-        if tags.device != emissions.device:
-            raise ValueError(f"tags: expected device {emissions.device}, got {tags.device}")
+        check_device("tags", tags, emissions)
         tags = tags if self.batch_first else tags.T
         if at_hand(tags) and tags.numel():
             counted = tags if unmasked.inside is None else torch.where(unmasked.inside, tags, 0)

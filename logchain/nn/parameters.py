@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checks import check_is_tensor
+from ..arguments import check_is_tensor
 
 
 def arithmetic(parameter: Tensor) -> Tensor:

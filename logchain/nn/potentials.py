@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, check_choice
-from .checks import check_count, check_is_tensor, check_mask
+from ..arguments import Lengths, as_lengths, check_choice, check_is_tensor
+from .checks import check_count, check_mask
 from .emissions.input_layer import InputLayer
 from .log_weights import LogWeights
 from .parameters import arithmetic

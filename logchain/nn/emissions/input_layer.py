@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...arguments import check_is_tensor
 from ...operands import at_hand
-from ..checks import check_count, check_is_tensor, check_mask
+from ..checks import check_count, check_mask
 from ..parameters import arithmetic
 
 
