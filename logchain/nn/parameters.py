@@ -1,4 +1,4 @@
-"""Parameters in the dtype of arithmetic, and values in the shape of parameters."""
+"""Conversions of parameters to the dtype of arithmetic, and of values to the shape of parameters."""
 
 import torch
 from torch import Tensor
