@@ -1,4 +1,4 @@
-"""Pyro's discrete hidden Markov model."""
+"""The chain of Pyro's discrete hidden Markov model."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from .chain_arguments import ChainArguments, check_attributes
 
 
 def from_pyro(hmm: Any, value: Tensor) -> ChainArguments:
-    r"""Pyro's hidden Markov model: `log p(value) = log sum_z I(z_0) prod_i T_i(z_i, z_{i+1}) p(value_i | z_{i+1})`.
+    r"""The chain of Pyro's HMM: `log p(value) = log sum_z I(z_0) prod_i T_i(z_i, z_{i+1}) p(value_i | z_{i+1})`.
 
-    Pyro's initial distribution stands one transition before the first observation, so `p0 = I T_0` and `bulk` is
+    Pyro's initial distribution is one transition before the first observation, so that `p0 = I T_0`, and `bulk` is
     `T` without its first matrix.
 
     Args:
@@ -22,13 +22,13 @@ def from_pyro(hmm: Any, value: Tensor) -> ChainArguments:
         value: observations `[*B, v, *event]`.
 
     Returns:
-        Logarithms. Gradients reach the logits and the parameters of the observations' distribution.
+        Logarithms, with gradients for the logits and the parameters of the observations' distribution.
 
     Raises:
         TypeError: `hmm` is no DiscreteHMM; `value` is not a tensor.
-        ValueError: `value` has no axis of steps, or not as many steps as the transitions.
+        ValueError: `value` has no axis of steps, or another number of steps than the transitions.
 
-    Cost: `c^2` for the first transition, and what the observations' densities cost.
+    Cost: `c^2` multiply-adds for the first transition, and that of the observations' densities.
 
     Source: `pyro.distributions.DiscreteHMM`, after S. Sarkka and A. Garcia-Fernandez, "Temporal parallelization of
     Bayesian smoothers" (arXiv:1905.13002).

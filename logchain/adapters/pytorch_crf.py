@@ -1,4 +1,4 @@
-"""pytorch-crf's layer."""
+"""The chain of pytorch-crf's layer."""
 
 from typing import Any
 
@@ -10,24 +10,24 @@ from .chain_arguments import ChainArguments, check_attributes
 
 
 def from_pytorch_crf(crf: Any, emissions: Tensor, mask: Tensor | None = None) -> ChainArguments:
-    r"""The layer of pytorch-crf: `log Z = log sum_z exp(start + sum_i (T(z_{i-1}, z_i) + emissions_i(z_i)) + end)`.
+    r"""The chain of pytorch-crf's layer: `Z = sum_z exp(start + sum_i (T(z_{i-1}, z_i) + emissions_i(z_i)) + end)`.
 
-    Start transitions are `p0`; end transitions are added to the last variable of each sequence.
+    `p0` are the start transitions; the end transitions are added to `x` at the last variable of each sequence.
 
     Args:
         crf: a `torchcrf.CRF`: start and end transitions `[c]`, transitions `[c, c]` (`[from, to]`), in nats.
         emissions: `[v, n, c]`, or `[n, v, c]` if `crf.batch_first`.
-        mask: `[v, n]`, or `[n, v]` if `crf.batch_first`; true on the variables of a sequence, which come first.
+        mask: bool or integers `[v, n]`, or `[n, v]` if `crf.batch_first`; true on the first variables of each sequence.
 
     Returns:
-        Logarithms with `x` `[n, v, c]`, and the lengths if there is a mask. Gradients reach the layer's parameters and
-        the emissions. The layer's log-likelihood is the tags' log-weight minus `product`.
+        Logarithms with `x` `[n, v, c]`, and the lengths if there is a mask, with gradients for the layer's parameters
+        and the emissions. The layer's log-likelihood is the tags' log-weight minus `product`.
 
     Raises:
-        TypeError: `crf` is no such layer; `emissions` is not a floating tensor, or `mask` none of bool or integers.
-        ValueError: sizes do not go together, or `mask` is empty for a sequence or has a hole.
+        TypeError: `crf` is no such layer, `emissions` no floating tensor, or `mask` no tensor of bool or integers.
+        ValueError: sizes do not go together, or a sequence's mask is false everywhere or before a true entry.
 
-    Cost: one copy of the emissions. A mask is looked at, for which a GPU has to wait.
+    Cost: one copy of the emissions. The values of a mask are read, which waits for a GPU.
 
     Source: J. Lafferty, A. McCallum and F. Pereira, "Conditional random fields", ICML 2001.
 
@@ -75,7 +75,7 @@ def check_crf(emissions: Tensor, mask: Tensor | None, c: int, batch_first: bool)
 
 
 def with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
-    """Emissions (n, v, c) with the end transitions (c) at the last variable of each sequence; float32 at least."""
+    """Emissions (n, v, c), float32 at least, plus the end transitions (c) at the last variable of each sequence."""
     v = emissions.shape[1]
     steps = torch.arange(1, v + 1, device=emissions.device)
     last = steps == (v if lengths is None else lengths[:, None])  # (v) or (n, v)
@@ -84,7 +84,7 @@ def with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _lengths_of(mask: Tensor) -> Tensor:
-    """Number of variables that the mask (n, v) leaves to each sequence: int64 [n]."""
+    """The number of variables, int64 [n], of each sequence of a mask (n, v), after a check for holes."""
     inside = mask.bool()
     lengths = inside.sum(1)
     first = torch.arange(inside.shape[1], device=mask.device) < lengths[:, None]
