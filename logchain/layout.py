@@ -1,7 +1,7 @@
-"""Where the axes of the operands lie: integers and views, no arithmetic.
+"""The order of the operands' axes that the recursions take: integers and views, no arithmetic.
 
-The recursions want the steps first and, of the batch axes, those along which `bulk` has matrices of its own before
-those that share them. `Layout` finds that order once and gives views of operands and gradients in it.
+Steps come first. Of the batch axes, those along which `bulk` has different matrices come before those that share
+matrices. `Layout` finds that order once and gives views of operands and gradients in it.
 """
 
 import math
@@ -27,7 +27,7 @@ class Layout:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Sets of matrices, and sequences that share a set."""
+        """The number g of sets of matrices, and the number m of sequences that share each set."""
         sets = math.prod(self.batch[axis] for axis in self.own)
         return sets, math.prod(self.batch[axis] for axis in range(len(self.batch)) if axis not in self.own)
 

@@ -43,12 +43,11 @@ def to_hmmlearn(hmm: HMM) -> Any:
         if isinstance(emission, Gaussian):
             model = hmmlearn.hmm.GaussianHMM(hmm.num_states, covariance_type=_kind(emission))
             model.n_features = emission.event[0] if emission.event else 1
-            model.means_, model.covars_ = _moments(emission, (hmm.num_states,))
+            model.means_, model.covars_ = _moments(emission)
         elif isinstance(emission, Mixture) and isinstance(emission.layer, Gaussian):
-            units = emission.layer.units
-            model = hmmlearn.hmm.GMMHMM(*units, covariance_type=_kind(emission.layer))
+            model = hmmlearn.hmm.GMMHMM(*emission.layer.units, covariance_type=_kind(emission.layer))
             model.n_features = emission.event[0] if emission.event else 1
-            model.means_, model.covars_ = _moments(emission.layer, units)
+            model.means_, model.covars_ = _moments(emission.layer)
             model.weights_ = _shares(emission.weights())
         elif isinstance(emission, Poisson):
             model = hmmlearn.hmm.PoissonHMM(hmm.num_states)
@@ -105,7 +104,7 @@ def _categorical(model: Any) -> InputLayer:
 _READ = {"GaussianHMM": _gaussian, "GMMHMM": _mixture, "PoissonHMM": _poisson, "CategoricalHMM": _categorical}
 
 
-def _moments(layer: Gaussian, units: tuple[int, ...]) -> tuple[Any, Any]:
+def _moments(layer: Gaussian) -> tuple[Any, Any]:
     """Means [*units, d] and variances [*units, d] or covariances [*units, d, d], in float64."""
     means, covariance = layer.means.double(), layer.covariance().double()
     if not layer.event:
