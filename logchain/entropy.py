@@ -18,9 +18,9 @@ def entropy(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""`-sum_z p(z) log p(z)` over all state paths `z`, with `p(z)` their posterior probability.
+    r"""The entropy `-sum_z p(z) log p(z)` of the posterior `p(z)` over all state paths `z`.
 
-    The entropy is the log-partition minus the expected log-weight of a path, `log Z - E[log w(z)]`.
+    It equals the log-partition minus the expected log-weight of a path, `log Z - E[log w(z)]`.
 
     Args:
         x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.

@@ -81,15 +81,12 @@ def forward_backward(
             return Messages(*short.messages(x, bulk, p0))
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
-        return _packed_messages(Packed(x, bulk, p0, cu_seqlens, lengths), log_params)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        if packed.in_place and not differentiated(x, bulk, p0):
+            return Messages(*PackedChain(packed, log_params).messages())
+        parts = [Messages(*messages(*piece, log_params)) for piece in packed]
+        forward = packed.by_row([part.forward for part in parts])
+        backward = packed.by_row([part.backward for part in parts])
+        return Messages(forward, backward, packed.by_sequence([part.log_norm for part in parts]))
     ends = check_question(x, bulk, p0, log_params, lengths)
     return Messages(*messages(x, bulk, p0, ends, log_params))
-
-
-def _packed_messages(packed: Packed, log_params: bool) -> Messages:
-    """The messages of concatenated sequences: in one call where the kernels can, otherwise by padded batches."""
-    if packed.in_place and not differentiated(packed.x, packed.bulk, packed.p0):
-        return Messages(*PackedChain(packed, log_params).messages())
-    parts = [Messages(*messages(*piece, log_params)) for piece in packed]
-    ahead, behind = (packed.by_row([part[side] for part in parts]) for side in range(2))
-    return Messages(ahead, behind, packed.by_sequence([part.log_norm for part in parts]))

@@ -19,10 +19,9 @@ def kl_divergence(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""`sum_z p(z) log(p(z) / q(z))` over all state paths `z`, for the posteriors of two chains.
+    r"""The divergence `sum_z p(z) log(p(z) / q(z))` of the posteriors of two chains over all state paths `z`.
 
-    The divergence is `E_p[log w_p(z) - log w_q(z)] - log Z_p + log Z_q`, with `w` the weight of a path and `Z` the sum
-    of all weights.
+    It equals `E_p[log w_p(z) - log w_q(z)] - log Z_p + log Z_q`, with `w` the weight of a path and `Z` their sum.
 
     Args:
         p: `(x, bulk, p0)` as `logchain.product` takes them: log-potentials `[*B, v, c]` in nats, transition weights

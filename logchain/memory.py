@@ -41,8 +41,8 @@ def report(fn: Callable[..., object], *args: object) -> MemoryReport:
 
     Args:
         fn: any function; the tensors that it returns may be nested in tuples, lists and dicts.
-        args: arguments of `fn`, nested likewise. Gradients are taken with respect to the tensors among them
-            that require one, and are not written to `.grad`.
+        args: arguments of `fn`, nested likewise. Gradients are taken with respect to the tensors among them that
+            require one, and are not written to `.grad`.
 
     Returns:
         Three rows of `allocated` and `peak` bytes. After `forward`, the results and all that is kept for the backward

@@ -38,18 +38,10 @@ def expected_statistics(
 ) -> tuple[Tensor, Statistics]:
     r"""The E step: the expected sufficient statistics `E[T]` of every part, by one forward and one backward pass.
 
-    The derivative of a log-likelihood by a log-weight is the weight's flow: how often it is expected to be used. Each
-    part turns its flows into sufficient statistics, so that no model needs formulas of its own.
-
-    Args:
-        model: a module, of which the `trained_parts` are fitted.
-        log_likelihood: computes the log-likelihood of a batch, a scalar, by calling the parts of the model.
-        before: statistics of earlier batches, to which these are added.
-
-    Returns:
-        The log-likelihood, and the statistics of each part that was called.
-
-    Cost: one forward and one backward pass of `log_likelihood`.
+    `log_likelihood` computes that of a batch, a scalar, by calling parts of the model; `before` are statistics of
+    earlier batches, to which these are added. The derivative of the log-likelihood by a log-weight is the flow of that
+    weight: how often it is expected to be used. Each part turns its flows into statistics, so that no model needs
+    formulas of its own. Returns the log-likelihood, and the statistics of each part that was called.
 
     Source: A. Darwiche, "A differential approach to inference in Bayesian networks", J. ACM 50 (2003).
     """

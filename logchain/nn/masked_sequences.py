@@ -9,7 +9,7 @@ from ..operands import at_hand
 
 
 class Sequences(NamedTuple):
-    """How the variables that are not masked are moved to the front of each sequence, and back.
+    """The sequences of a mask: variables that are not masked are moved to the front of each, and back.
 
     `inside` (n, v) is the mask, `lengths` (n) are the numbers of variables that count, `order` (n, v) is the step from
     which each variable is taken, `empty` (n) marks sequences without variables: they are computed as sequences of one,
