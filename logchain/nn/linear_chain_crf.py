@@ -34,7 +34,7 @@ class LinearChainCRF(nn.Module):
         start_transitions: log-weights of the first tag `[c]`, nats.
         end_transitions: log-weights of the last tag `[c]`, nats.
         transitions: log-weights `[c, c]`, `[from, to]`, nats. -inf forbids a transition and stays -inf under Adam and
-            AdamW, since its gradient is exactly 0. (SGD's weight decay is added to the gradient, and turns it to NaN.)
+            AdamW, since its gradient is exactly 0. (SGD adds weight decay to the gradient: -inf then becomes NaN.)
 
     Every method takes
         emissions: log-potentials of the tags in nats, `[v, n, c]` or, if `batch_first`, `[n, v, c]`: float32, float64,
