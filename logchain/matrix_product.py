@@ -30,7 +30,7 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
 
     Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps, `s` on a CPU; four times that with
     the backward pass, which multiplies again. Memory beyond operands, result and gradients: at most half a stack, and a
-    copy of what is computed again, none of both with `inplace`; one stack in the backward pass. Batch axes that cannot
+    copy of what is computed again, neither with `inplace`; one stack in the backward pass. Batch axes that cannot
     be joined without a copy (permuted ones) cost that copy.
 
     Source: S. S. Hassan, S. Särkkä, Á. F. García-Fernández, "Temporal parallelization of inference in hidden Markov

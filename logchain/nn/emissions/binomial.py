@@ -12,7 +12,7 @@ from .starts import observations
 
 
 class Binomial(Finite):
-    r"""`log p(k | unit) = log choose(total, k) + k log p + (total - k) log(1 - p)`.
+    r"""Binomial observations: `log p(k | unit) = log choose(total, k) + k log p + (total - k) log(1 - p)`.
 
     Args:
         units: `[*U, c]`, or `c` alone.
