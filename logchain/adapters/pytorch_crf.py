@@ -51,7 +51,13 @@ def from_pytorch_crf(crf: Any, emissions: Tensor, mask: Tensor | None = None) ->
     names = ("start_transitions", "transitions", "end_transitions", "batch_first")
     check_attributes("crf", crf, "a torchcrf CRF", *names)
     check_crf(emissions, mask, len(crf.start_transitions), crf.batch_first)
-    lengths = None if mask is None else _lengths_of(mask if crf.batch_first else mask.T)
+    lengths = None
+    if mask is not None:
+        inside = (mask if crf.batch_first else mask.T).bool()  # (n, v)
+        lengths = inside.sum(1)
+        first = torch.arange(inside.shape[1], device=mask.device) < lengths[:, None]
+        if not (inside.equal(first) and (lengths > 0).all()):
+            raise ValueError("mask: expected the variables of each sequence first, and at least one; got a hole")
     x = with_end(emissions if crf.batch_first else emissions.transpose(0, 1), crf.end_transitions, lengths)
     return ChainArguments(x, crf.transitions[None], crf.start_transitions, True, lengths)
 
@@ -81,13 +87,3 @@ def with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
     last = steps == (v if lengths is None else lengths[:, None])  # (v) or (n, v)
     emissions = emissions.to(torch.promote_types(emissions.dtype, torch.float32))
     return emissions + torch.where(last[..., None], end, 0.0)
-
-
-def _lengths_of(mask: Tensor) -> Tensor:
-    """The number of variables, int64 [n], of each sequence of a mask (n, v), after a check for holes."""
-    inside = mask.bool()
-    lengths = inside.sum(1)
-    first = torch.arange(inside.shape[1], device=mask.device) < lengths[:, None]
-    if not (inside.equal(first) and (lengths > 0).all()):
-        raise ValueError("mask: expected the variables of each sequence first, and at least one; got a hole")
-    return lengths
