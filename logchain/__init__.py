@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A module that not every program uses, imported when it is named: together they take as long as the rest."""
+    """A submodule that is imported when first used: together these take as long to import as all the others."""
     if name in ("adapters", "memory", "nn", "reference"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command line: `python -m logchain` demonstrates, `python -m logchain FILE.npz` computes."""
+"""The command line: `python -m logchain` demonstrates, `python -m logchain FILE.npz` computes log-partitions."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ from .check import check
 from .demo import demonstrate
 from .product import product
 
-# Whatever NumPy and the zip reader say of a file that they cannot read.
+# The exceptions that NumPy and the zip reader raise for a file that they cannot read.
 UNREADABLE = (
     OSError, EOFError, KeyError, ValueError, TypeError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
@@ -26,7 +26,7 @@ class WrongFileError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, or 2 where an argument or a file is wrong."""
+    """Run the command line and return the exit code: 0, or 2 if an argument or a file is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m logchain",
         description="Without FILE: a chain of n=500 v=40 c=200, checked against scipy and timed. "
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _product_of(path: str, *, log_params: bool) -> NDArray[np.generic]:
-    """`product` of the arrays in the file; integers count as float64."""
+    """The log-partitions of the arrays in a file, of which integer ones are converted to float64."""
     arrays = _read(path)
     for name, array in arrays.items():
         if array.dtype.kind not in ("iu" if name == "lengths" else "fiu") or array.dtype.itemsize > 8:
@@ -74,7 +74,7 @@ def _product_of(path: str, *, log_params: bool) -> NDArray[np.generic]:
 
 
 def _read(path: str) -> dict[str, NDArray[np.generic]]:
-    """The arrays of an .npz file; nothing in it is unpickled."""
+    """The arrays of an .npz file; pickled objects are refused."""
     try:
         with open(path, "rb") as file:
             archive = np.load(file, allow_pickle=False)
@@ -92,13 +92,13 @@ def _read(path: str) -> dict[str, NDArray[np.generic]]:
 
 
 def _tensor(array: NDArray[np.generic], integers_as: type[np.generic]) -> Tensor:
-    """The array as a tensor: floats in their own dtype, integers in the one given, in this machine's byte order."""
+    """An array as a tensor in this machine's byte order; floats keep their dtype, integers become `integers_as`."""
     dtype = array.dtype if array.dtype.kind == "f" else np.dtype(integers_as)
     return torch.from_numpy(np.array(array, dtype.newbyteorder("=")))
 
 
 def _save(path: str, result: NDArray[np.generic]) -> None:
-    """`numpy.save` under exactly this name."""
+    """Save an array with `numpy.save` under exactly this name, to which NumPy adds no ending."""
     try:
         with open(path, "wb") as file:
             np.save(file, result)

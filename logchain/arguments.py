@@ -11,44 +11,61 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Lengths = Tensor | int | Sequence[int] | Sequence[Sequence[int]]
 
-# entries whose values are checked at a time, so that a tensor may be larger than the memory
+# number of entries whose values are checked at a time, since a memory-mapped tensor may exceed the memory
 _CHECKED = 2**20
 
 
-def check_tensor(name: str, value: object, axes: int, like: Tensor | None = None) -> None:
-    """Check for a floating tensor with a number of axes at least, on the device of `like`."""
+def check_is_tensor(name: str, value: object) -> None:
+    """Check for a tensor of any dtype and shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def check_dense(name: str, value: Tensor) -> None:
+    """Check for a tensor that is neither sparse nor nested."""
     if value.layout != torch.strided or value.is_nested:
         raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
+
+
+def check_integers(name: str, value: Tensor) -> None:
+    """Check for an integer dtype."""
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{name}: expected integers, got {str(value.dtype)[6:]}")
+
+
+def check_device(name: str, value: Tensor, like: Tensor) -> None:
+    """Check for a tensor on the device of `like`."""
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+
+
+def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
+    """Check for a dense floating tensor with at least so many axes and, if `like` is given, on the device of `like`."""
+    check_is_tensor(name, value)
+    check_dense(name, value)
     if value.dtype not in FLOATS:
         raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {str(value.dtype)[6:]}")
     if value.dim() < axes:
         raise ValueError(f"{name}: expected at least {axes} axes, got shape {list(value.shape)}")
-    if like is not None and value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+    if like is not None:
+        check_device(name, value, like)
 
 
 def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False) -> None:
-    """Check kinds and sizes of the operands of a chain. `in_pieces`: x and bulk may lie on the host, p0 on a GPU."""
+    """Check kinds and sizes of the operands of a chain; `in_pieces` lets x and bulk be on the host with p0 on a GPU."""
     check_tensor("x", x, 2)
     check_tensor("bulk", bulk, 3, like=None if in_pieces else x)
     check_tensor("p0", p0, 1, like=None if in_pieces else x)
     if in_pieces:
-        _check_devices(x, bulk, p0)
+        host = ("cpu",) if kernels.on_gpu(p0) else ()
+        for name, value in (("x", x), ("bulk", bulk)):
+            if value.device != p0.device and value.device.type not in host:
+                raise ValueError(f"{name}: expected device {' or '.join((str(p0.device), *host))}, got {value.device}")
     *batch, v, c = x.shape
     if v < 1 or c < 1:
         raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
     _check_sizes("bulk", bulk, (*_lead(batch, bulk.dim() - 3), (1, v - 1), (c,), (c,)), x)
     _check_sizes("p0", p0, (*_lead(batch, p0.dim() - 1), (c,)), x)
-
-
-def _check_devices(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
-    """Check that all lie where p0 is; beside a GPU, x or bulk or both may lie on the host."""
-    host = ("cpu",) if kernels.on_gpu(p0) else ()
-    for name, value in (("x", x), ("bulk", bulk)):
-        if value.device != p0.device and value.device.type not in host:
-            raise ValueError(f"{name}: expected device {' or '.join((str(p0.device), *host))}, got {value.device}")
 
 
 def check_question(
@@ -60,25 +77,22 @@ def check_question(
     *,
     in_pieces: bool = False,
 ) -> Tensor | None:
-    """Check the arguments that all functions of a chain share; the result is the lengths as int64 [*B], where p0 is."""
+    """Check the arguments that all functions of a chain share; returns the lengths as int64 [*B] on p0's device."""
     check_chain(x, bulk, p0, in_pieces=in_pieces)
     check_flag("log_params", log_params)
     return None if lengths is None else as_lengths(lengths, x, p0.device)
 
 
 def _lead(batch: list[int], axes: int) -> list[tuple[int, ...]]:
-    """The sizes that as many leading axes of an operand may have; aligned at the right."""
+    """Sizes that each of an operand's leading axes may have, 1 or that of the batch, aligned at the right."""
     return [(1, size) for size in batch[max(0, len(batch) - axes) :]]
 
 
 def _check_sizes(name: str, value: Tensor, allowed: tuple[tuple[int, ...], ...], x: Tensor) -> None:
+    """Check the size of each axis against those that are allowed."""
     shape = value.shape
-    if len(allowed) == len(shape):
-        for size, sizes in zip(shape, allowed, strict=True):
-            if size not in sizes:
-                break
-        else:
-            return
+    if len(allowed) == len(shape) and all(size in sizes for size, sizes in zip(shape, allowed, strict=True)):
+        return
     steps = len(allowed) - 3 if name == "bulk" else -1
     texts = []
     for axis, sizes in enumerate(allowed):
@@ -86,42 +100,38 @@ def _check_sizes(name: str, value: Tensor, allowed: tuple[tuple[int, ...], ...],
     raise ValueError(f"{name}: expected shape [{', '.join(texts)}] to go with x {list(x.shape)}, got {list(shape)}")
 
 
-def check_stack(stack: object) -> None:
-    """Check for at least one square matrix."""
+def check_stack(stack: Tensor) -> None:
+    """Check for a stack of at least one square matrix."""
     check_tensor("stack", stack, 3)
-    assert isinstance(stack, Tensor)
-    s, *square = stack.shape[-3:]
-    if s < 1 or square[0] != square[1]:
+    s, rows, columns = stack.shape[-3:]
+    if s < 1 or rows != columns:
         raise ValueError(f"stack: expected at least one square matrix [..., s, c, c], got {list(stack.shape)}")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Check that a value is one of the choices."""
+    """Check for one of the choices."""
     if value not in choices:
         raise ValueError(f"{name}: expected {' or '.join(repr(choice) for choice in choices)}, got {value!r}")
 
 
 def check_alone(name: str, value: object, expected: str, others: dict[str, bool]) -> None:
-    """Check that an option stands alone: none of the others is given."""
+    """Check that an option is not combined with another that excludes it; `others` says which are given."""
     for other, is_given in others.items():
         if is_given:
             raise ValueError(f"{name}: expected {expected} with {other}, got {value!r}")
 
 
 def check_float_dtype(name: str, value: torch.dtype | None) -> None:
-    """Check for a floating dtype of torch, or None."""
+    """Check for a floating dtype, or None."""
     if value is not None and value not in FLOATS:
         got = str(value)[6:] if isinstance(value, torch.dtype) else repr(value)
         raise TypeError(f"{name}: expected float32, float64, bfloat16, float16 or None, got {got}")
 
 
 def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) -> Tensor:
-    """Integers 1..v of the shape of the first batch axes, as an int64 tensor of the whole batch shape.
-
-    It is on a device, by default that of x.
-    """
+    """Lengths 1..v of the shape of the first batch axes, checked, as int64 [*B] on `device` (by default that of x)."""
     batch, v, device = x.shape[:-2], x.shape[-2], device or x.device
-    # the operator checks the values of a tensor beside x, which may be traced or mapped now
+    # values of a tensor on x's device are checked later, by the operator: here the tensor may be traced or mapped
     on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and device.type != "cpu")
     if not isinstance(lengths, Tensor):
         try:
@@ -130,8 +140,8 @@ def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) 
             raise TypeError(f"lengths: expected integers, got {lengths!r}") from error
     if lengths.layout != torch.strided or lengths.device.type == "meta":
         raise TypeError(f"lengths: expected a dense tensor, got {lengths.layout} on {lengths.device}")
-    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
-        raise TypeError(f"lengths: expected integers, got {str(lengths.dtype)[6:]}")
+    if lengths.numel():
+        check_integers("lengths", lengths)
     axes = lengths.dim()
     if lengths.shape != batch[:axes]:
         prefixes = " or ".join(str(list(batch[:end])) for end in range(1, len(batch) + 1)) or "[]"
@@ -143,20 +153,20 @@ def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) 
 
 
 def check_lengths(lengths: Tensor, v: int) -> None:
-    """Check that lengths lie from 1 to v; a GPU is waited for."""
+    """Check that lengths lie from 1 to v, which waits for a GPU."""
     if lengths.numel() and not (1 <= int(lengths.min()) and int(lengths.max()) <= v):
         low, high = int(lengths.min()), int(lengths.max())
         raise ValueError(f"lengths: expected values from 1 to v = {v}, got {low} to {high}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Check for True or False, and nothing that merely counts as one."""
+    """Check for True or False; numbers and strings are refused."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Tensor | None) -> None:
-    """No NaN, no +inf and no negative probability, except behind a sequence's end. A pass over the data."""
+    """Check for NaN, +inf and negative weights up to each sequence's end, in one pass over the data."""
     before = longest = None
     if ends is not None:
         before = ends.to(x.device)
@@ -170,7 +180,7 @@ def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Te
 
 
 def _check_values(name: str, value: Tensor, axis: int, log: bool, ends: Tensor | None) -> None:
-    """Check the steps along an axis that come before the `ends`, a piece at a time."""
+    """Check the values at steps (along `axis`) before the `ends`, a piece of `_CHECKED` entries at a time."""
     nan = infinite = 0
     least = 0.0
     size = max(1, _CHECKED * value.shape[axis] // max(1, value.numel()))

@@ -1,4 +1,4 @@
-"""The values of a chain's operands, looked at before they are computed with."""
+"""Checks of the values of a chain's operands."""
 
 from torch import Tensor
 
@@ -15,25 +15,24 @@ def check(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> None:
-    """Raise where operands hold NaN, +inf, or a negative weight before a sequence's end.
+    """Raise ValueError if operands hold NaN, +inf or a negative weight before a sequence's end.
 
-    Every function of a chain checks kinds and sizes, and lets NaN in give NaN out; values are looked at here alone.
+    Other functions check kinds and sizes only: there, NaN in an operand makes the result of its sequence NaN.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`,
-            `lengths` and `cu_seqlens`.
+        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats), which may be negative.
-        lengths: how many variables each sequence has; what lies behind is not looked at.
-        cu_seqlens: sequences one behind the other; matrices into their first rows are not looked at.
+        lengths: the number of variables of each sequence; values behind it are not checked.
+        cu_seqlens: the offsets of concatenated sequences; matrices into their first rows are not checked.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, a length is out of range, or a value is NaN, +inf or negative; the message
-            names the operand and says how many there are, or the least.
+            names the operand, and says how many values are wrong or which one is least.
 
-    Cost: three passes over the operands, some steps at a time; it waits for a GPU.
+    Cost: three passes over the operands, a few steps at a time, which wait for a GPU.
 
     >>> import torch
     >>> check(torch.zeros(3, 2), torch.tensor([[[0.9, 0.1], [0.2, -0.8]]]), torch.ones(2))

@@ -1,4 +1,4 @@
-"""A chain checked against scipy and timed beside its matrix products: what `python -m logchain` prints."""
+"""The demonstration of `python -m logchain`: a chain checked against scipy and timed beside its matrix products."""
 
 import statistics
 import timeit
@@ -15,7 +15,7 @@ from .product import product
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# sequences that the float64 reference computes; sequences are independent, so a slice stands for itself
+# number of sequences that the slow float64 reference computes
 SLICE = 4
 
 
@@ -37,20 +37,20 @@ def dense_chain(n: int, v: int, c: int, *, seed: int = 0, scale: float = 1.0) ->
 
 
 def forward(chain: Chain, product: Product = product) -> list[Tensor]:
-    """The log-partitions alone, by any implementation of the product."""
+    """The log-partitions, without gradients, by any implementation of `product`."""
     with torch.no_grad():
         return [product(*chain)]
 
 
 def forward_backward(chain: Chain, product: Product = product) -> list[Tensor]:
-    """The log-partitions and the gradients of their sum for x, bulk and p0."""
+    """The log-partitions, and the gradients of their sum with respect to x, bulk and p0."""
     leaves = [tensor.detach().requires_grad_() for tensor in chain]
     result = product(*leaves)
     return [result.detach(), *torch.autograd.grad(result.sum(), leaves)]
 
 
 def gemms(chain: Chain, *, backward: bool = False) -> Callable[[], Sequence[Tensor]]:
-    """The floor: one [n, c] times [c, c] product for each step, two more with the backward pass."""
+    """The matrix products alone, a floor for the time: one [n, c] x [c, c] a step, two more for the backward pass."""
     n, _, v, c = chain.x.shape
     message, adjoint = chain.x[:, 0, 0].softmax(-1), chain.x[:, 0, -1].softmax(-1)
     matrices = chain.bulk[0, 0]
@@ -68,12 +68,12 @@ def gemms(chain: Chain, *, backward: bool = False) -> Callable[[], Sequence[Tens
 
 
 def demonstrate(n: int = 500, v: int = 40, c: int = 200) -> str:
-    """The demonstration as text, computed on one thread: two that share a busy machine wait for each other.
+    """The demonstration as text, computed on one thread, since threads of a busy machine wait for each other.
 
     Args:
-        n: sequences.
-        v: variables (time steps) of each, at least 2.
-        c: hidden states.
+        n: number of sequences.
+        v: number of variables (time steps) of each, at least 2.
+        c: number of hidden states.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -96,7 +96,11 @@ def demonstrate(n: int = 500, v: int = 40, c: int = 200) -> str:
 
 
 def _accuracy(chain: Chain) -> list[tuple[str, ...]]:
-    """Values and x-gradients of the whole batch, read on the slice; bulk and p0 sum over sequences: the slice alone."""
+    """Rows of the table of errors, on the first sequences.
+
+    Values and gradients of x are computed with the whole batch; gradients of bulk and p0 are sums over sequences, and
+    are computed with the first ones alone.
+    """
     few = Chain(chain.x[:SLICE], chain.bulk, chain.p0)
     truth, n, (v, c) = reference.marginals(*few), len(few.x), few.x.shape[-2:]
     value, states, _, _ = forward_backward(chain)
@@ -119,7 +123,7 @@ def _accuracy(chain: Chain) -> list[tuple[str, ...]]:
 
 
 def _depth(chain: Chain, states: reference.Array) -> float:
-    """How many nats the states that matter lie below the largest entries of their messages and of x."""
+    """The most nats that a state with posterior above 1e-3 lies below the largest entry of its messages or of x."""
     messages, matters = reference.forward_backward(*chain), states > 1e-3
     below = (array.max(-1, keepdims=True) - array for array in (messages.forward, messages.backward, chain.x.numpy()))
     return max(float(part[matters].max()) for part in below)

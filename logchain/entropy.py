@@ -18,32 +18,31 @@ def entropy(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""`-sum_z p(z) log p(z)` over all state paths `z`, with `p(z)` their posterior probability.
+    r"""The entropy `-sum_z p(z) log p(z)` of the posterior `p(z)` over all state paths `z`.
 
-    It is the log-partition less the expected log-weight of a path, `log Z - E[log w(z)]`.
+    It equals the log-partition minus the expected log-weight of a path, `log Z - E[log w(z)]`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`
-            and `lengths`.
+        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: how many variables each sequence has.
-        cu_seqlens: sequences one behind the other, as in `logchain.product`.
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences.
 
     Returns:
-        `[*B]` in nats, with `cu_seqlens` `[n]`, in float64 if an operand is and otherwise in float32; 0 where no path
-        is possible: there is nothing to be uncertain about. It can be differentiated once, in reverse mode.
+        `[*B]` in nats (`[n]` with `cu_seqlens`), in float64 if an operand is and otherwise in float32; 0 where no path
+        is possible. It can be differentiated once, in reverse mode.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `3 v c^2` multiply-adds a sequence in `v` dependent steps, in float64, and a logarithm for each entry of
-    `bulk`. What log Z and the expectation have in common is in neither, so that an entropy of 1e-3 is good however
-    large |log Z|. Memory: two steps of messages; elsewhere than on a CPU, and for sequences that would underflow, two
-    messages `[*B, v, c]` in float64. The gradient is that of a covariance, in log space: some `9 v c^2`, ten times as
-    slow a step.
+    `bulk`. The large parts that log Z and the expectation have in common are never formed, so that an entropy of 1e-3
+    keeps its digits however large |log Z|. Memory: two steps of messages; on other devices than a CPU, and for
+    sequences that would underflow, two messages `[*B, v, c]` in float64. The gradient, a covariance, is computed in log
+    space: about `9 v c^2` multiply-adds, each ten times as slow.
 
     Source: the entropy of hidden state paths, D. Hernando, V. Crespi and G. Cybenko, IEEE Trans. Inf. Theory 51 (2005);
     here as a derivative of the log-partition along its own potentials. Definition: `logchain.reference.entropy`.

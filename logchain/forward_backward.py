@@ -28,38 +28,36 @@ def forward_backward(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Messages:
-    r"""The log-weights of all paths up to a state, and of all paths on from it.
+    r"""The forward and backward messages: log-weights of all paths that end in a state, and of all that go on from it.
 
         forward_0 = log p0 + x_0        forward_i(j) = log sum_k exp(forward_{i-1}(k) + log P_i(k, j)) + x_i(j)
         backward_{v-1} = 0              backward_{i-1}(k) = log sum_j exp(log P_i(k, j) + x_i(j) + backward_i(j))
 
     A forward message includes the potential of its own variable, a backward message does not: at each variable,
     `logsumexp(forward + backward)` is the log-partition. For posterior probabilities use `logchain.marginals`, which is
-    faster, and does not lose digits where the log-partition is large.
+    faster and loses no digits where the log-partition is large.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`
-            and `lengths`.
+        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: how many variables each sequence has.
-        cu_seqlens: sequences one behind the other, as in `logchain.product`: messages are `[total, c]`, and
-            log-partitions `[n]`.
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences; messages are `[total, c]`, log-partitions `[n]`.
 
     Returns:
         `Messages(forward [*B, v, c], backward [*B, v, c], log_norm [*B])`, natural logarithms, in float64 if an operand
-        is and otherwise in float32; exactly -inf where no path is, and behind a sequence's end. All can be
-        differentiated once, in reverse mode; what is impossible has gradient 0.
+        is and otherwise in float32; exactly -inf where no path is possible, and behind a sequence's end. All can be
+        differentiated once, in reverse mode; entries that are -inf have gradient 0.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `2 v c^2` multiply-adds a sequence in float64, an exponential and a logarithm for each entry of a message, in
-    `2 v` dependent steps; with exponents of any size where something may underflow, or sequences have lengths. Each
-    entry is as exact as a log-partition, however far below the others. Memory: the results; elsewhere than on a CPU the
-    messages in float64.
+    `2 v` dependent steps; slower, in numbers with an exponent of any size, where something may underflow or sequences
+    have lengths. Each entry is as exact as a log-partition, however far below the others. Memory: the results, and on
+    other devices than a CPU the messages in float64.
 
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989). Definition:
     `logchain.reference.forward_backward`.
@@ -83,14 +81,12 @@ def forward_backward(
             return Messages(*short.messages(x, bulk, p0))
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
-        return _packed_messages(Packed(x, bulk, p0, cu_seqlens, lengths), log_params)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        if packed.in_place and not differentiated(x, bulk, p0):
+            return Messages(*PackedChain(packed, log_params).messages())
+        parts = [Messages(*messages(*piece, log_params)) for piece in packed]
+        forward = packed.by_row([part.forward for part in parts])
+        backward = packed.by_row([part.backward for part in parts])
+        return Messages(forward, backward, packed.by_sequence([part.log_norm for part in parts]))
     ends = check_question(x, bulk, p0, log_params, lengths)
     return Messages(*messages(x, bulk, p0, ends, log_params))
-
-
-def _packed_messages(packed: Packed, log_params: bool) -> Messages:
-    if packed.in_place and not differentiated(packed.x, packed.bulk, packed.p0):
-        return Messages(*PackedChain(packed, log_params).messages())
-    parts = [Messages(*messages(*piece, log_params)) for piece in packed]
-    ahead, behind = (packed.by_row([part[side] for part in parts]) for side in range(2))
-    return Messages(ahead, behind, packed.by_sequence([part.log_norm for part in parts]))

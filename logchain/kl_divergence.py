@@ -19,21 +19,21 @@ def kl_divergence(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""`sum_z p(z) log(p(z) / q(z))` over all state paths `z`, for the posteriors of two chains.
+    r"""The divergence `sum_z p(z) log(p(z) / q(z))` of the posteriors of two chains over all state paths `z`.
 
-    It is `E_p[log w_p(z) - log w_q(z)] - log Z_p + log Z_q`, with `w` the weight of a path and `Z` the sum of them.
+    It equals `E_p[log w_p(z) - log w_q(z)] - log Z_p + log Z_q`, with `w` the weight of a path and `Z` their sum.
 
     Args:
         p: `(x, bulk, p0)` as `logchain.product` takes them: log-potentials `[*B, v, c]` in nats, transition weights
             `[*B or ones, v-1 or 1, c, c]`, initial weights `[*B or ones, c]`.
-        q: the same of the other chain, with an `x` of the same shape.
+        q: the operands of the other chain, with an `x` of the same shape.
         log_params: `bulk` and `p0` of both are logarithms (nats).
-        lengths: how many variables each sequence has.
-        cu_seqlens: sequences one behind the other, in both chains alike, as in `logchain.product`.
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences, in both chains, as in `logchain.product`.
 
     Returns:
-        `[*B]` in nats, with `cu_seqlens` `[n]`, in float64 if an operand is and otherwise in float32. It is +inf where
-        `q` forbids what is possible under `p` (with probability above `2^-1000`), and 0 where nothing is possible under
+        `[*B]` in nats (`[n]` with `cu_seqlens`), in float64 if an operand is and otherwise in float32. It is +inf where
+        `q` forbids what is possible under `p` (with probability above `2^-1000`), and 0 where no path is possible under
         `p`. It can be differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the
         gradient is 0.
 
@@ -42,9 +42,9 @@ def kl_divergence(
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `4 v c^2` multiply-adds a sequence in `v` dependent steps, in float64, and two logarithms for each entry of
-    `bulk`. What the terms have in common is in none of them, so that a divergence of 1e-3 is good however large
-    |log Z|. Memory: two steps of messages of each chain. Elsewhere than on a CPU, where something would underflow, and
-    where `q` forbids what the weights of `p` allow, in log space: two messages `[*B, v, c]` in float64.
+    `bulk`. The large parts that the terms have in common are never formed, so that a divergence of 1e-3 keeps its
+    digits however large |log Z|. Memory: two steps of messages of each chain; two messages `[*B, v, c]` in float64 on
+    other devices than a CPU, where something would underflow, and where `q` forbids what the weights of `p` allow.
 
     Source: the chain rule of relative entropy, as a derivative of the log-partition along the difference of the
     potentials. Definition: `logchain.reference.kl_divergence`.

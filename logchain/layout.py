@@ -1,7 +1,7 @@
-"""Where the axes of the operands lie: integers and views, no arithmetic.
+"""The order of the operands' axes that the recursions take: integers and views, no arithmetic.
 
-The recursions want the steps first and, of the batch axes, those along which `bulk` has matrices of its own before
-those that share them. `Layout` finds that order once and gives views of operands and gradients in it.
+Steps come first. Of the batch axes, those along which `bulk` has different matrices come before those that share
+matrices. `Layout` finds that order once and gives views of operands and gradients in it.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """`batch`: the leading axes of x; `own`: those along which bulk is not broadcast."""
+    """An order of batch axes: `batch` are the sizes of x, `own` the axes along which bulk is not broadcast."""
 
     batch: torch.Size
     own: tuple[int, ...]
@@ -27,7 +27,7 @@ class Layout:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Sets of matrices, and sequences that share a set."""
+        """The number g of sets of matrices, and the number m of sequences that share each set."""
         sets = math.prod(self.batch[axis] for axis in self.own)
         return sets, math.prod(self.batch[axis] for axis in range(len(self.batch)) if axis not in self.own)
 
@@ -36,20 +36,20 @@ class Layout:
         return [*self.own, *(axis for axis in range(len(self.batch)) if axis not in self.own)]
 
     def steps_first(self, x: Tensor) -> Tensor:
-        """[*B, v, c] as (v, *lead, c); a chain without batch axes gets one."""
+        """A view of x `[*B, v, c]` as (v, *lead, c); a chain without batch axes gets one."""
         last = len(self.batch)
         view = x.permute(last, *self._order, last + 1)
         return view if self.batch else view.unsqueeze(1)
 
     def weights(self, p0: Tensor) -> Tensor:
-        """[*B or ones, c] as (*lead or ones, c)."""
+        """A view of p0 `[*B or ones, c]` as (*lead or ones, c)."""
         if not self.batch:
             return p0.unsqueeze(0)
         padded = p0[(None,) * (len(self.batch) + 1 - p0.dim())]
         return padded.permute(*self._order, len(self.batch))
 
     def states(self, values: Tensor) -> Tensor:
-        """(..., *lead, c) as [..., *B, c]."""
+        """A view of values (..., *lead, c) of states as `[..., *B, c]`."""
         if not self.batch:
             return values.squeeze(-2)
         order = self._order
@@ -58,7 +58,7 @@ class Layout:
         return values.permute(*range(ahead), *axes, values.dim() - 1)
 
     def matrices(self, bulk: Tensor) -> Tensor:
-        """[*B or ones, s, c, c] as (s, *own, c, c)."""
+        """A view of bulk `[*B or ones, s, c, c]` as (s, *own, c, c)."""
         lead = bulk.dim() - 3
         missing = len(self.batch) - lead
         own = [axis - missing for axis in self.own]
@@ -69,11 +69,11 @@ class Layout:
         return bulk.permute(len(own), *range(len(own)), len(own) + 1, len(own) + 2)
 
     def sequences(self, values: Tensor) -> Tensor:
-        """[*B] as (g, m)."""
+        """Values `[*B]` of sequences as (g, m)."""
         return values.permute(self._order).reshape(self.grid)
 
     def batched(self, values: Tensor) -> Tensor:
-        """(g, m) as [*B]."""
+        """Values (g, m) of sequences as `[*B]`."""
         order = self._order
         return values.reshape([self.batch[axis] for axis in order]).permute(
             [order.index(axis) for axis in range(len(order))]

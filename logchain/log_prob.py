@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import Lengths, check_flag, check_question
+from .arguments import Lengths, check_dense, check_device, check_flag, check_integers, check_is_tensor, check_question
 from .autograd.chain import log_norm, packed_log_norm
 from .autograd.operator import operator
 from .autograd.paths import log_weight, packed_log_weight
@@ -24,38 +24,36 @@ def log_prob(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""`log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i) - log_norm` for paths `z`: their posterior.
+    r"""The log posterior of given paths z: `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i) - log Z`.
 
-    This is a linear-chain CRF's log-likelihood of a labelling, and what a score-function gradient of drawn paths takes
-    (`logchain.sample`). There is no transition before the first variable, and `bulk` is `[from, to]`.
+    This is a linear-chain CRF's log-likelihood of a labelling, and the function to differentiate for score-function
+    gradients of paths drawn by `logchain.sample`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes
-            may be of size 1 or left out; a size of 1 on the step axis means one matrix for every step.
-        p0: initial weights `[*B or ones, c]`, non-negative.
-        states: integers `[*S, *B, v]`: one path of each sequence, or several. -1 stands for no state: a path that holds
-            one is impossible. What lies behind a sequence's end is not looked at.
+        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
+        states: integers `[*S, *B, v]`: one path of each sequence, or several. A path with -1, which stands for no
+            state, is impossible. Entries behind a sequence's end are ignored.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
-            sequence has.
-        cu_seqlens: sequences one behind the other, as in `logchain.product`: paths are `[*S, total]`, and the result
-            `[*S, n]`.
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences; paths are `[*S, total]`, the result is `[*S, n]`.
 
     Returns:
         `[*S, *B]`, natural logarithm; float64 if an operand is, otherwise float32. Exactly -inf, with gradient 0, where
-        the path is impossible, also where all are. The gradient is that of the path's own log-weight, which is 1 at
-        what it visits, less the posteriors of `logchain.product`. It can be differentiated twice.
+        the path is impossible, also where all are. The gradient is that of the path's own log-weight, 1 at the entries
+        that it visits, minus the posterior marginals. It can be differentiated twice.
 
-    The two terms may be far larger than their difference: both are kept in float64, so that the result carries the
-    error of the log-partition, and no other.
+    Log-weight and log-partition may be far larger than their difference: both are float64, so that the result has no
+    other error than that of the log-partition.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length is out of range, or a state is not in -1..c-1. On a GPU states
-            are not looked at: one that is out of range is the device's error.
+        ValueError: sizes do not go together, a length is out of range, or a state is not in -1..c-1. States on a GPU
+            are not checked: one that is out of range is the device's error.
 
-    Cost: that of `logchain.product` once, however many paths, and `v` look-ups a path. Memory: a few `[*S, *B, v]`.
+    Cost: that of `logchain.product`, once for any number of paths, and `v` look-ups a path. Memory: a few tensors
+    `[*S, *B, v]`.
 
     Source: J. Lafferty, A. McCallum and F. Pereira, "Conditional random fields", ICML (2001). Definition:
     `logchain.reference.log_prob`.
@@ -69,35 +67,30 @@ def log_prob(
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        states = _checked(_integers(states, x), x.shape[-1])
+        states = _checked(_as_paths(states, x), x.shape[-1])
         weight, norm = packed_log_weight(packed, states, log_params), packed_log_norm(packed, log_params)  # [*S, n]
     else:
         ends = check_question(x, bulk, p0, log_params, lengths)
-        states = _integers(states, x)
+        states = _as_paths(states, x)
         if ends is not None:
             states = torch.where(torch.arange(x.shape[-2], device=x.device) < ends[..., None], states, -1)
         states = _checked(states, x.shape[-1])
         weight, norm = log_weight(x, bulk, p0, states, ends, log_params), log_norm(x, bulk, p0, ends, log_params)
-    # where the path is impossible the sequence may be so too: -inf - (-inf) is no NaN that was in the input
-    lost = (weight == -torch.inf) & ~norm.isnan()
-    result = torch.where(lost, -torch.inf, weight - norm)
+    # a path may be impossible because the whole sequence is: -inf - (-inf) must not become NaN
+    impossible = (weight == -torch.inf) & ~norm.isnan()
+    result = torch.where(impossible, -torch.inf, weight - norm)
     return result.to(arithmetic_dtype(x, bulk, p0))
 
 
-def _integers(states: object, x: Tensor) -> Tensor:
-    """States of shape [*S, *B, v] as int64."""
-    if not isinstance(states, Tensor):
-        raise TypeError(f"states: expected a torch.Tensor, got {type(states).__name__}")
-    if states.is_floating_point() or states.is_complex() or states.dtype == torch.bool:
-        raise TypeError(f"states: expected integers, got {str(states.dtype)[6:]}")
-    if states.layout != torch.strided or states.is_nested:
-        raise TypeError(f"states: expected a dense tensor, got {'a nested one' if states.is_nested else states.layout}")
-    if states.device != x.device:
-        raise ValueError(f"states: expected device {x.device}, got {states.device}")
-    *batch, v, c = x.shape
-    axes = len(batch) + 1
-    if states.dim() < axes or list(states.shape[states.dim() - axes :]) != [*batch, v]:
-        text = ", ".join(["...", *map(str, batch), str(v)])
+def _as_paths(states: Tensor, x: Tensor) -> Tensor:
+    """Paths [*S, *B, v] as int64, after checks of their kind and shape."""
+    check_is_tensor("states", states)
+    check_integers("states", states)
+    check_dense("states", states)
+    check_device("states", states, x)
+    shape = x.shape[:-1]
+    if states.shape[max(0, states.dim() - len(shape)) :] != shape:
+        text = ", ".join(map(str, ("...", *shape)))
         raise ValueError(f"states: expected shape [{text}] to go with x {list(x.shape)}, got {list(states.shape)}")
     return states.to(torch.int64)
 
@@ -118,6 +111,6 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], states: Tensor, c: int) -> tuple[
     return _checked(states, c), in_dims[0]
 
 
-# an operator, since only there the values can be looked at where the call is traced or mapped
+# an operator, inside which the values are at hand even if the call is traced or mapped
 _checked = operator("checked_states(Tensor states, SymInt c) -> Tensor", _check_values, _shape)
 torch.library.register_vmap("logchain::checked_states", _vmap)

@@ -1,4 +1,4 @@
-"""Posterior probabilities of states and of transitions."""
+"""Posterior marginals: probabilities of states and of transitions."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -31,34 +31,33 @@ def marginals(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Marginals:
-    r"""`P(z_i = j)` and `P(z_{i-1} = k, z_i = j)` under the posterior over state paths `z`.
+    r"""The posterior marginals `P(z_i = j)` and `P(z_{i-1} = k, z_i = j)` of state paths `z`.
 
-    They are the gradients of `logchain.product` with respect to `x` and to `log bulk`.
+    These are the gradients of `logchain.product` with respect to `x` and to `log bulk`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`
-            and `lengths`.
+        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
-        transitions: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over
-            all that `bulk` broadcasts (what expectation maximisation wants); "full" for `[*B, v-1, c, c]`.
+        transitions: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over the
+            axes along which `bulk` is broadcast (for expectation maximisation); "full" for `[*B, v-1, c, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: how many variables each sequence has.
-        cu_seqlens: sequences one behind the other, as in `logchain.product`: states are `[total, c]`, and transitions
-            those into each row, `[total, c, c]` ("full", or "sum" with matrices of their own; 0 into first rows).
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences; states are `[total, c]`, transitions those into each row
+            `[total, c, c]`, 0 into first rows ("full", or "sum" if `bulk` has a matrix for each row).
 
     Returns:
-        `Marginals(states [*B, v, c], transitions, log_norm [*B])` in float64 if an operand is, otherwise in float32. A
-        state's posteriors sum to 1 at each variable; all are exactly 0 behind a sequence's end and where it is
-        impossible. All can be differentiated, once: their gradients are the covariances of states and transitions.
+        `Marginals(states [*B, v, c], transitions, log_norm [*B])` in float64 if an operand is, otherwise in float32.
+        State posteriors sum to 1 at each variable; all are exactly 0 behind a sequence's end and for an impossible
+        sequence. All can be differentiated once: gradients are covariances of states and transitions.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length or a choice is out of range. `logchain.check` checks values.
 
     Cost: that of `product` forward and backward, `3 v c^2` multiply-adds a sequence, and `v c^2` more for "sum". Memory
-    beyond operands and results: the forward messages `[*B, v, c]`. "full" gives each sequence matrices of its own, and
-    its gradient takes about ten times its memory.
+    beyond operands and results: the forward messages `[*B, v, c]`. The gradient of "full" takes about ten times the
+    memory of its result.
 
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989). Definition:
     `logchain.reference.marginals`.

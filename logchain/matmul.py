@@ -1,4 +1,4 @@
-"""The log-semiring matrix product."""
+"""The matrix product in the log semiring."""
 
 import torch
 from torch import Tensor
@@ -8,29 +8,29 @@ from .autograd.matmul import broadcast_log_matmul
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    r"""`log(exp(a) exp(b))`: entry (i, j) is `logsumexp_k (a[..., i, k] + b[..., k, j])`.
+    r"""The log-semiring matrix product `log(exp(a) exp(b))`: `out_ij = logsumexp_k (a[..., i, k] + b[..., k, j])`.
 
     Args:
         a: `[..., m, k]` logarithms (nats); -inf is zero.
-        b: `[..., k, n]`. Leading axes broadcast, and are not expanded in memory, neither forward nor backward.
-        out: where to write the result `[..., m, n]`; not with gradients.
+        b: `[..., k, n]` logarithms (nats). Leading axes broadcast, and are never expanded in memory.
+        out: a tensor `[..., m, n]` to write the result into, if no operand needs a gradient.
 
     Returns:
         `[..., m, n]`, float64 if an operand is, otherwise float32 (also for bfloat16 and float16, whose arithmetic is
         float32); exactly -inf where no term is finite. The gradient of a term is its share `exp(a_ik + b_kj - out_ij)`,
         exactly 0 where the term is -inf. It can be differentiated twice.
 
-    Each row of `a` and each column of `b` is shifted by its maximum, and one matrix product of exponentials does the
-    work. Outputs that it cannot represent, because the maxima are misaligned by more than float32 holds, are computed
-    again by the pairwise maximum (see `logchain.rescues`).
+    Each row of `a` and each column of `b` is shifted by its maximum, and the exponentials are multiplied as matrices.
+    An output underflows there if its terms are all far below the product of both maxima: it is then computed again with
+    the maximum of its own terms (see `logchain.rescues`).
 
     Raises:
         TypeError: an operand is not a floating tensor.
         ValueError: the inner sizes differ, the leading axes do not broadcast, or `out` has the wrong shape or dtype.
 
-    Cost: `m k n` multiply-adds and `k (m + n)` exponentials a matrix; `k` more for each output that is computed again.
-    Besides results and gradients a CPU holds one piece of a large product at a time, forward and backward: below 2 MB
-    in float32 for a shared `[8, 64, 64]` and any number of rows, 20 MB for a single product of 1024 x 1024 matrices.
+    Cost: `m k n` multiply-adds and `k (m + n)` exponentials a matrix, `k` more for each output that is computed again.
+    Memory beyond results and gradients: on a CPU that of one piece of a large product, forward and backward: below 2 MB
+    in float32 for a shared `b` `[8, 64, 64]` and any number of rows, 20 MB for one product of 1024 x 1024 matrices.
 
     Source: the shift is that of any log-sum-exp; the rescue is this library's own. Definition:
     `logchain.reference.matmul`.
@@ -52,7 +52,7 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     if out is not None:
         _check_out(out, a, b, shape, dtype)
-    if 0 in a.shape or 0 in b.shape:  # nothing to sum or nothing to give
+    if 0 in a.shape or 0 in b.shape:  # no terms, or no outputs
         result = torch.logsumexp(a.to(dtype)[..., :, :, None] + b.to(dtype)[..., None, :, :], -2)
     else:
         result = broadcast_log_matmul(a.to(dtype), b.to(dtype))

@@ -8,29 +8,29 @@ from .autograd.products import log_product
 
 
 def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
-    r"""`log(exp(M_1) exp(M_2) ... exp(M_s))`: the product of a stack of matrices of logarithms.
+    r"""The ordered product `log(exp(M_1) exp(M_2) ... exp(M_s))` of a stack of matrices of logarithms.
 
     Args:
         stack: `[..., s, c, c]` logarithms (nats), at least one matrix; -inf is zero. Rows are `from`, columns `to`.
-        inplace: compute in the memory of `stack`, whose content is unspecified afterwards; not with gradients.
+        inplace: compute in the memory of `stack`, whose content is unspecified afterwards; `stack` needs no gradient.
 
     Returns:
         `[..., c, c]`, float64 for float64, otherwise float32 (also for bfloat16 and float16, whose arithmetic is
-        float32); exactly -inf where every path is impossible. The gradient of an entry is its expected use by the
-        paths, exactly 0 where it is -inf. It can be differentiated twice.
+        float32); exactly -inf where every path is impossible. The gradient with respect to an entry is the expected
+        number of times that paths use it, exactly 0 where it is -inf. It can be differentiated twice.
 
-    On a GPU neighbours are multiplied in pairs, then those products, and so on; an odd last one waits for its turn.
-    On a CPU a stack is multiplied from the left, in linear numbers of which each row has a scale of its own. Scales
-    are added in float64, and what linear numbers cannot represent is computed again in logarithms (see
-    `logchain.rescues`). For one number per sequence, `logchain.product` takes `c` times less.
+    On a GPU neighbours are multiplied in pairs, then their products in pairs, and so on; an odd last one is carried up.
+    On a CPU matrices are multiplied from the left as probabilities, scaled row by row. Scales are added in float64, and
+    rows that underflow are computed again in logarithms (see `logchain.rescues`). For one number per sequence,
+    `logchain.product` takes `c` times less work.
 
     Raises:
         TypeError: `stack` is not a floating tensor, or `inplace` no bool.
-        ValueError: the matrices are not square, there is none, or `inplace` cannot be.
+        ValueError: the matrices are not square, there is none, or `stack` cannot be overwritten (`inplace`).
 
     Cost: `s c^3` multiply-adds and `s c^2` exponentials in `log2 s` dependent steps, `s` on a CPU; four times that with
     the backward pass, which multiplies again. Memory beyond operands, result and gradients: at most half a stack, and a
-    copy of what is computed again, none of them with `inplace`; one stack in the backward pass. Batch axes that cannot
+    copy of what is computed again, neither with `inplace`; one stack in the backward pass. Batch axes that cannot
     be joined without a copy (permuted ones) cost that copy.
 
     Source: S. S. Hassan, S. Särkkä, Á. F. García-Fernández, "Temporal parallelization of inference in hidden Markov
@@ -49,6 +49,7 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
 
 
 def _check_inplace(stack: Tensor) -> None:
+    """Check that the memory of a stack may be overwritten."""
     if torch.is_grad_enabled() and stack.requires_grad:
         raise ValueError("inplace: expected a stack that needs no gradient, got one that does; pass inplace=False")
     if stack.dtype not in (torch.float32, torch.float64):
@@ -69,7 +70,7 @@ def _check_inplace(stack: Tensor) -> None:
 
 
 def _overlaps(stack: Tensor) -> bool:
-    """Whether two entries may lie in one place: some stride does not reach beyond the axes with smaller ones."""
+    """Whether entries may share memory: some axis has a stride that the axes of smaller strides reach or exceed."""
     reach = 0
     for stride, size in sorted(zip(stack.stride(), stack.shape, strict=True)):
         if size > 1:

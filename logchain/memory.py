@@ -1,4 +1,4 @@
-"""How many bytes a function of tensors allocates, forward and backward."""
+"""Memory that a function of tensors allocates, forward and backward."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +15,14 @@ __all__ = ["Memory", "MemoryReport", "peak_bytes", "report"]
 
 
 class Memory(NamedTuple):
-    """Bytes that are allocated at the end of a phase, and the most that were at once during it."""
+    """Bytes allocated at the end of a phase, and the most allocated at any time during it."""
 
     allocated: int
     peak: int
 
 
 class MemoryReport(NamedTuple):
-    """Bytes before the call, after it and after its backward pass, None without one; `str()` is a table."""
+    """Bytes before a call, after it, and after its backward pass (None without one); `str()` is a table."""
 
     before: Memory
     forward: Memory
@@ -37,25 +37,25 @@ class MemoryReport(NamedTuple):
 
 
 def report(fn: Callable[..., object], *args: object) -> MemoryReport:
-    """Bytes before, after and at the peak of `fn(*args)` and of the gradients of the sum of all that it returns.
+    """Bytes allocated before, after and at the peak of `fn(*args)`, and of the gradients of the sum of its results.
 
     Args:
-        fn: any function; tensors may lie anywhere in what it returns (tuples, lists, dicts).
-        args: its arguments. Gradients are taken of the tensors among them that require one, wherever they lie, and are
-            not written to `.grad`.
+        fn: any function; the tensors that it returns may be nested in tuples, lists and dicts.
+        args: arguments of `fn`, nested likewise. Gradients are taken with respect to the tensors among them that
+            require one, and are not written to `.grad`.
 
     Returns:
         Three rows of `allocated` and `peak` bytes. After `forward`, the results and all that is kept for the backward
         pass are allocated; after `backward`, the results and the gradients. `backward` is None where no gradient is to
-        be taken. On a GPU (the first tensor's there) the numbers are torch's own, of the whole device. On a CPU, where
-        torch has no such counter, they are the profiler's: `before` is the size of the tensors in `args`, and other
-        memory that was allocated before the call does not count.
+        be taken. If a tensor is on a GPU the numbers are those of torch for that device. On a CPU, where torch has no
+        such counter, they are the profiler's: `before` is the size of the tensors in `args`, and other memory that was
+        allocated before the call does not count.
 
     Raises:
         TypeError: `fn` cannot be called.
 
     Cost: one call and one backward pass. The peak counter of a GPU is reset. On a CPU every allocation is recorded,
-    which slows small operators down a few times; allocations past torch (NumPy, BLAS workspaces) are not seen.
+    which slows small operators down a few times; allocations outside torch (NumPy, BLAS workspaces) are not seen.
 
     Source: `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated`; `torch.profiler` on a CPU.
 
@@ -80,7 +80,7 @@ def report(fn: Callable[..., object], *args: object) -> MemoryReport:
     if not leaves or not results:
         return MemoryReport(before, forward, None)
     with counter.phase():
-        # held until the bytes are counted
+        # gradients stay allocated until the bytes are counted
         gradients = torch.autograd.grad([result.sum() for result in results], leaves, allow_unused=True)
     backward = counter.read()
     del output, results, gradients
@@ -88,9 +88,9 @@ def report(fn: Callable[..., object], *args: object) -> MemoryReport:
 
 
 def peak_bytes(call: Callable[[], Sequence[Tensor]]) -> int:
-    """Most bytes that torch's CPU allocator holds at once during `call`, without the tensors that it returns.
+    """The largest number of bytes allocated by torch on the CPU during a call, without the tensors that it returns.
 
-    Temporaries inside operators count too; memory allocated before the call, or past torch, does not.
+    Temporaries inside operators count too; memory allocated before the call, or outside torch, does not.
 
     >>> peak_bytes(lambda: [torch.ones(1000).exp() + 1])
     8000
@@ -98,14 +98,14 @@ def peak_bytes(call: Callable[[], Sequence[Tensor]]) -> int:
     with profiled() as profile:
         results = call()
     allocations = _allocations(profile)
-    # an address is used again once it is free: a result is the last allocation there
+    # addresses are used again once they are free: a result is the last allocation at its address
     last = {event.extra_fields.ptr: i for i, event in enumerate(allocations) if event.extra_fields.alloc_size > 0}
     returned = {last.get(result.untyped_storage().data_ptr()) for result in results}
     return _peak([event for i, event in enumerate(allocations) if i not in returned], {})
 
 
 class _OnGPU:
-    """The counters of torch's allocator on one device."""
+    """The bytes of one GPU, by the counters of torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -121,7 +121,7 @@ class _OnGPU:
 
 
 class _OnCPU:
-    """Live allocations by address, by the profiler; the given tensors count until they are freed."""
+    """The bytes of the CPU, by the profiler; tensors allocated before count until they are freed."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors]
@@ -139,7 +139,7 @@ class _OnCPU:
 
 
 def _peak(allocations: list[Any], live: dict[int, int]) -> int:
-    """Most bytes alive at once over the events in turn; `live`, sizes by address, is brought up to date."""
+    """The most bytes allocated at once in a series of events; `live`, sizes by address, is updated to its end."""
     total = peak = sum(live.values())
     for event in allocations:
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
@@ -152,13 +152,13 @@ def _peak(allocations: list[Any], live: dict[int, int]) -> int:
 
 
 def _allocations(profile: Any) -> list[Any]:
-    """The profiler's events of memory that was taken or freed on the CPU, in order of time."""
+    """The profiler's events of CPU memory that was allocated or freed, in order of time."""
     memory = [event for event in events(profile.kineto_results) if event.name == "[memory]"]
     return sorted((e for e in memory if e.extra_fields.device.type == "cpu"), key=lambda e: e.start_time_ns)
 
 
 def events(results: Any) -> Iterator[Any]:
-    """All events of the profiler, wherever they hang in its tree."""
+    """All events in the profiler's tree."""
     stack = list(results.experimental_event_tree())
     while stack:
         event = stack.pop()
@@ -168,7 +168,7 @@ def events(results: Any) -> Iterator[Any]:
 
 @contextmanager
 def profiled() -> Iterator[Any]:
-    """Torch's profiler, with memory; without the line that its native code writes to file descriptor 2 at both ends."""
+    """A context with torch's memory profiler, whose native code is kept from writing to stderr (file descriptor 2)."""
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:

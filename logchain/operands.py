@@ -1,4 +1,4 @@
-"""The operands of a chain as the kernels take them, and what is known of them before anything is computed."""
+"""The operands of a chain: as the kernels take them, their dtype, and whether gradients or transforms are active."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ from .kernels import on_gpu
 from .kernels.chain import Chain
 from .layout import Layout
 
-# the mode in which `torch.autograd.grad(..., is_grads_batched=True)` maps
+# the dispatch key of the vmap within `torch.autograd.grad(..., is_grads_batched=True)`
 _OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, type(None)}
 
 
 class Operands(NamedTuple):
-    """What all questions about a chain are asked of: see `logchain.product`; `lengths` [*B] have been checked."""
+    """The operands of all functions of a chain, see `logchain.product`; `lengths` [*B] have been checked."""
 
     x: Tensor
     bulk: Tensor
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
 def chain_of(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, *, by_log: bool = False
 ) -> tuple[Layout, Chain]:
-    """The chain up to the longest length. On a GPU, where its value is not looked at, the whole one."""
+    """The layout and the chain, cut at the longest length; not on a GPU, where lengths are not read."""
     layout = Layout.of(x, bulk)
     ends, v = None, x.shape[-2]
     if lengths is not None:
@@ -46,7 +46,7 @@ def chain_of(
 
 
 def marked(chain: Chain, values: Tensor) -> Tensor:
-    """Values of sequences (..., g, m, k), in place, with NaN where a length, unchecked on a GPU, is out of range."""
+    """Values (..., g, m, k), overwritten by NaN in sequences whose length is outside 1..v, unchecked on a GPU."""
     if chain.ends is None:
         return values
     return values.masked_fill_((chain.ends < 1) | (chain.ends > chain.v), torch.nan)
@@ -58,7 +58,7 @@ def arithmetic_dtype(x: Tensor, bulk: Tensor, p0: Tensor) -> torch.dtype:
 
 
 def unwritten(operands: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients of operands; an empty tensor for one that is not needed."""
+    """Uninitialised tensors for the gradients of operands, empty for those that are not needed."""
     x, bulk, p0 = (
         torch.empty_like(operand, memory_format=torch.contiguous_format) if need else operand.new_empty(0)
         for operand, need in zip(operands, needs, strict=True)
@@ -67,12 +67,12 @@ def unwritten(operands: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool]) ->
 
 
 def differentiated(*args: Any) -> bool:
-    """Whether a gradient may be asked for."""
+    """Whether gradients are enabled and some argument requires one."""
     return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
 def is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether tensors are torch's own, and no mode, no transform and no compiler looks at what is done with them."""
+    """Whether arguments are plain tensors, and no dispatch mode, function transform or compiler is active."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -84,5 +84,5 @@ def is_plain(args: tuple[Any, ...]) -> bool:
 
 
 def at_hand(tensor: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device, tracing or mapping."""
+    """Whether the values of a tensor can be read: it is not on a GPU, and is neither traced nor mapped."""
     return is_plain((tensor,)) and not on_gpu(tensor)

@@ -1,4 +1,4 @@
-"""The schedule of a product, and its predicted cost, before anything is computed."""
+"""The schedule of a product and its predicted cost."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,10 +19,10 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of one schedule: `segments` of `segment_size` transitions each, side by side.
+    """The cost of one schedule, with `segments` of `segment_size` transitions each, side by side.
 
-    `steps` wait for each other; `launches` are kernels of a GPU, or calls on a CPU; `seconds` are predicted. The peaks
-    are bytes beyond operands, result and gradients; `peak_backward` is None where no gradient is wanted.
+    `steps` is the number of dependent steps, `launches` that of GPU kernels or of calls on a CPU; `seconds` are
+    predicted. The peaks are bytes beyond operands, result and gradients; `peak_backward` is None without gradients.
     """
 
     schedule: str
@@ -42,9 +42,9 @@ class Estimate:
 class Plan(Estimate):
     """The `Estimate` of the schedule that `product` follows; `str()` is a table.
 
-    `alternatives` are the other schedules at their best. `why` says what decided, `constants` the machine of the
-    predicted seconds, and `measured` whether they were measured there. `checkpoint_every` is the number of transitions
-    between two kept messages under a `memory_budget`, None for the messages of all steps.
+    `alternatives` are the other schedules, each with its best number of segments. `why` is the reason for the choice,
+    `constants` the machine for which seconds are predicted, and `measured` whether its speed was measured.
+    `checkpoint_every` is the number of transitions between kept messages under a `memory_budget`, None if all are kept.
     """
 
     alternatives: tuple[Estimate, ...]
@@ -83,31 +83,31 @@ def plan(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Plan:
-    """The schedule of `logchain.product` for such operands, with its work, memory and predicted time.
+    """The schedule of `logchain.product` for given operands or shapes, with its work, memory and predicted time.
 
-    `seconds = sum of (multiply-adds, exponentials, bytes, dependent steps, launches) times constants of the device`
+    `seconds` is the sum of multiply-adds, exponentials, bytes, dependent steps and launches, each times a constant of
+    the device.
 
     Args:
         x: log-potentials `[*B, v, c]`, or their shape.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, or their shape.
         p0: initial weights `[*B or ones, c]`, or their shape.
         log_params: `bulk` and `p0` are logarithms.
-        lengths: as in `product`; only whether they are given matters.
-        strategy: "sequential" carries a vector through the chain, "chunked" multiplies segments side by side, "tree"
-            pairs of matrices; "auto" takes the one that is predicted to be fastest.
-        memory_budget: bytes that messages may take where gradients are wanted, as in `product`.
-        gradients: whether a backward pass follows; by default whether a tensor requires one.
-        dtype: of operands that are shapes, float32 by default.
-        device: of operands that are shapes, the CPU by default, or the tensors' device; it need not be there.
+        lengths: as in `product`; their values do not matter.
+        strategy: as in `product`: "auto" takes the schedule that is predicted to be fastest.
+        memory_budget: bytes that messages may take, as in `product`.
+        gradients: whether a backward pass follows; by default, whether a tensor requires gradients.
+        dtype: dtype of operands given as shapes, by default float32.
+        device: device of operands given as shapes, by default that of the tensors, or the CPU; it need not exist here.
 
     Returns:
-        The `Plan` that `product` follows. `measured` is False for a device whose constants are a data sheet's.
+        The `Plan` that `product` follows. `measured` is False for a device whose constants are from a data sheet.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or the `memory_budget` is too small or given with "chunked" or "tree".
 
-    Cost: less than a millisecond; nothing is computed, and no memory is taken.
+    Cost: less than a millisecond; no chain is computed, and no operand allocated.
 
     Source: the work of each schedule is `v c^2` multiply-adds (sequential) or `v c^3` (chunked, tree), as in G. E.
     Blelloch, "Prefix sums and their applications" (1990); the constants are fitted to measurements.
@@ -145,7 +145,7 @@ def plan(
 def _operands(
     given: tuple[Tensor | Shape, ...], dtype: torch.dtype | None, device: torch.device | str | None
 ) -> tuple[list[Tensor], Where]:
-    """Tensors, those without memory where a shape is given, and the place where they are computed with."""
+    """The operands as tensors, without memory where a shape is given, and the device that computes."""
     tensors = [value for value in given if isinstance(value, Tensor)]
     if len(tensors) == 3:
         return tensors, choose.where(tensors[2].device.type)
@@ -155,7 +155,7 @@ def _operands(
 
 
 def _without_memory(value: Tensor | Shape, name: str = "", dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on the meta device, like another or of a shape."""
+    """A tensor on the meta device, like a given one or of a given shape."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
     try:
@@ -165,6 +165,7 @@ def _without_memory(value: Tensor | Shape, name: str = "", dtype: torch.dtype | 
 
 
 def _plan(size: Size, place: Where, strategy: Strategy, title: str) -> Plan:
+    """The plan without a memory budget, and its alternatives in order of predicted time."""
     picked, costs = choose.choose(size, place, strategy), place.constants
     kinds = [choose.choose(size, place, name) for name in ("sequential", "chunked", "tree")]
     # a chain that is too short for segments has no chunked schedule
@@ -197,7 +198,7 @@ def _estimate(size: Size, schedule: Schedule, place: Where) -> Estimate:
 
 
 def _checkpointed(planned: Plan, size: Size, place: Where, spacing: int, peak: int) -> Plan:
-    """The plan with one more forward pass before the backward pass, in the memory of a segment."""
+    """The plan within a memory budget: with gradients one more forward pass, and the peak memory of segments."""
     passes = [size, *([size._replace(gradients=False)] if size.gradients else [])]
     work = sum((cost_counts.work(walk, SEQUENTIAL) for walk in passes), cost_counts.NOTHING)
     return replace(
@@ -213,7 +214,7 @@ def _checkpointed(planned: Plan, size: Size, place: Where, spacing: int, peak: i
 
 
 def _short(number: int) -> str:
-    """Three digits: 25.6 M."""
+    """A number with three digits, such as 25.6 M."""
     value, unit = float(number), ""
     for larger in ("k", "M", "G", "T", "P"):
         if value < 999.5:

@@ -7,17 +7,15 @@ from .autograd.products import log_prefixes
 
 
 def prefix_products(stack: Tensor) -> Tensor:
-    r"""`log(exp(M_1) ... exp(M_i))` for every i from 1 to s: the running products of a stack of matrices of logarithms.
+    r"""The prefix products `log(exp(M_1) ... exp(M_i))`, i from 1 to s, of a stack of matrices of logarithms.
 
     Args:
         stack: `[..., s, c, c]` logarithms (nats), at least one matrix; -inf is zero. Rows are `from`, columns `to`.
 
     Returns:
-        `[..., s, c, c]`, prefix i with matrix i included; float64 for float64, otherwise float32 (also for bfloat16 and
-        float16, whose arithmetic is float32). The last is `matrix_product(stack)`. Gradients are exactly 0 where the
-        stack is -inf. It can be differentiated twice.
-
-    Numbers are kept as in `logchain.matrix_product`.
+        `[..., s, c, c]`, of which entry i includes matrix i; float64 for float64, otherwise float32 (also for bfloat16
+        and float16, whose arithmetic is float32). The last is `matrix_product(stack)`, with the same arithmetic.
+        Gradients are exactly 0 where the stack is -inf. It can be differentiated twice.
 
     Raises:
         TypeError: `stack` is not a floating tensor.

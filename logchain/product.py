@@ -24,7 +24,7 @@ def product(
     memory_budget: int | None = None,
     progress: bool = False,
 ) -> Tensor:
-    r"""`log(p0 D_0 P_1 D_1 P_2 ... P_{v-1} d_{v-1})` with `D_i = diag(exp x_i)` and `d_{v-1} = exp x_{v-1}`.
+    r"""The log-partition `log(p0 D_0 P_1 D_1 P_2 ... P_{v-1} d_{v-1})`, `D_i = diag(exp x_i)`, `d_{v-1} = exp x_{v-1}`.
 
     This is the log-likelihood of a hidden Markov model, the log-partition of a linear-chain CRF and a chain of sum
     layers of a probabilistic circuit. There is no transition before the first variable, `p0` is not multiplied by one,
@@ -37,56 +37,54 @@ def product(
             transition.
         p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: integers from 1 to v, of the shape of the first axes of `B` (`[n]` or `[n, t]` for `B = [n, t]`), or
-            one for all: how many variables each sequence has. What lies behind has no influence, not even NaN, and gets
-            gradient 0.
-        cu_seqlens: rising integers `[n + 1]` from 0 to `total`, for sequences that lie one behind the other: sequence i
-            has the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
+        lengths: the number of variables of each sequence: integers from 1 to v, of the shape of the first axes of `B`
+            (`[n]` or `[n, t]` for `B = [n, t]`), or one for all. What lies behind has no influence, not even NaN, and
+            has gradient 0.
+        cu_seqlens: the offsets of concatenated sequences, rising integers `[n + 1]` from 0 to `total`: sequence i has
+            the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
             `[total, c, c]` with the matrix that leads into each row, `p0` is `[c]` or `[n, c]`, and the result `[n]`.
-        strategy: "sequential" carries a vector through the chain; "chunked" multiplies the matrices of many segments
-            side by side before it; "tree" multiplies pairs of matrices, level by level. "auto" takes the one that a
-            model of this device predicts to be fastest: `logchain.plan` says which, and why. "chunked" and "tree" go
-            with neither `cu_seqlens` nor `memory_budget`; a chain too short for segments, or one with `lengths` on a
-            GPU, has none.
+        strategy: "sequential" carries a vector through the chain; "chunked" first multiplies the matrices of each of
+            many segments, side by side; "tree" multiplies pairs of matrices, level by level. "auto" takes the one that
+            a cost model predicts to be fastest on this device: `logchain.plan` says which, and why. "chunked" and
+            "tree" exclude `cu_seqlens` and `memory_budget`; a chain too short for segments, or with `lengths` on a GPU,
+            is not cut by "chunked".
         memory_budget: bytes that messages may take. A budget that holds all of them, `v (c + 1)` numbers a sequence,
-            changes nothing. With a smaller one the chain is computed a segment at a time, in float64: messages are kept
-            between segments, and the others are computed again in the backward pass. That takes `O(sqrt v)` bytes at
-            the least, with all that is computed from messages at the worst, but for operands, results and gradients;
-            without gradients a smaller budget will do. The result can be differentiated once. Without
-            `cu_seqlens`.
+            changes nothing. With a smaller one the chain is computed a segment at a time, in float64: only the messages
+            between segments are kept, and the backward pass computes the others again. The budget covers everything but
+            operands, results and gradients; the smallest possible one is `O(sqrt v)` bytes, less without gradients. The
+            result can be differentiated once. It excludes `cu_seqlens`.
 
             Operands may then be larger than the memory. On a CPU `x` and `bulk` may be memory maps
             (`torch.from_file`, `torch.from_numpy(numpy.memmap(...))`, safetensors), of which a segment at a time is
-            read. Where `p0` is on a GPU, `x` or `bulk` or both may be on the host: a segment at a time is moved
-            through pinned buffers while the one before is computed, and gradients return to the host likewise; what
-            is being moved counts for the budget, and the result is where `p0` is. A gradient has the size of its
-            operand, and is made in memory: of a memory map that exceeds it none can be taken.
-        progress: show a bar (tqdm) of the segments that have been passed to the device, forward and then backward; it
-            goes with a `memory_budget`. There is none where the budget holds all messages.
+            read. If `p0` is on a GPU, `x` or `bulk` or both may be on the host: a segment at a time is moved through
+            pinned buffers while the one before is computed, and gradients return to the host likewise; the buffers
+            count for the budget, and the result is on the device of `p0`. A gradient has the size of its operand and is
+            held in memory, so that an operand larger than the memory can have none.
+        progress: show a progress bar (tqdm) of the segments, forward and then backward; only with a `memory_budget`,
+            and only if that does not hold all messages.
 
     Returns:
         `[*B]`, natural logarithm; float64 if an operand is, otherwise float32. Exactly -inf where every path is
-        impossible. Gradients are the state posteriors (`x`) and the expected transition counts (`log bulk`, or over
-        `bulk` itself), in each operand's own shape; exactly 0 for impossible sequences and, by definition, where `x`,
-        `bulk` or `p0` forbid. It can be differentiated twice.
+        impossible. Gradients are the state posteriors (for `x`) and the expected transition counts (for `log bulk`;
+        divided by `bulk` for `bulk` itself), in each operand's own shape; exactly 0 for impossible sequences and, by
+        definition, where `x` is -inf or `bulk` or `p0` are zero. It can be differentiated twice.
 
     Operands may be float32, float64, bfloat16 or float16; the arithmetic is at least float32, and scales are kept in
     float64. The result is within `ulp + v (c + 8 + 2 D) u` of the exact value, u being 2^-24 (float64: 2^-53), where
     states that matter lie at most D nats below the largest entries of their messages, of `x` and of matrices that are
-    logarithms. What the format cannot hold is found and computed again exactly (see `logchain.rescues`).
+    logarithms. Sequences that would underflow are found and computed again exactly (see `logchain.rescues`).
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, a length or a choice is out of range, a strategy or a `memory_budget` does
-            not go with another argument, or the budget is too small; the message says the smallest that is not. Values
-            are checked by `logchain.check`.
-        ImportError: `progress`, and tqdm is not installed.
+        ValueError: sizes do not go together, a length or a choice is out of range, arguments exclude each other, or the
+            budget is too small (the message says the smallest possible). Values are checked by `logchain.check`.
+        ImportError: `progress` is given, and tqdm is not installed.
 
     Cost: sequential, `v c^2` multiply-adds a sequence in `v` dependent steps; chunked, `v c^3` in `v / k + k` for k
-    segments; tree, `v c^3` in `log2 v`; twice that again for the backward pass. Memory beyond operands, result and
-    gradients: the forward messages `[*B, v, c]` (those once more for sequences computed again), without gradients two
-    steps of them; at most two such tensors in any schedule. A `memory_budget` that does not hold them costs one more
-    forward pass.
+    segments; tree, `v c^3` in `log2 v`; the backward pass costs twice as much. Memory beyond operands, result and
+    gradients: the forward messages `[*B, v, c]` (twice for sequences computed again), without gradients two steps of
+    them; at most two such tensors in any schedule. A `memory_budget` that does not hold them costs one more forward
+    pass.
 
     Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77
     (1989). Definition: `logchain.reference.product`.
@@ -118,7 +116,11 @@ def product(
         if short is not None:
             return short_log_norm(short, x, bulk, p0, log_params, keep)
     choose.check_options(strategy, memory_budget, {"cu_seqlens": cu_seqlens is not None})
-    _check_progress(progress, memory_budget)
+    check_flag("progress", progress)
+    if progress:
+        if memory_budget is None:
+            raise ValueError("progress: expected a memory_budget with it")
+        check_progress()
     if memory_budget is not None:
         check_alone("memory_budget", memory_budget, "None", {"cu_seqlens": cu_seqlens is not None})
     if cu_seqlens is not None:
@@ -132,15 +134,7 @@ def product(
         steps = budget.every_within(memory_budget, x, bulk, p0, keep)
         if steps is not None:
             return log_norm_in_pieces(Operands(x, bulk, p0, ends, log_params), steps, keep, progress).to(dtype)
-        strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
+        strategy = "sequential"  # the budget holds all messages, but maybe not what other schedules need beside them
     schedule = choose.of(x, bulk, p0, log_params, ends is not None, strategy)
     segments = TREE if schedule.name == "tree" else schedule.segments
     return log_norm(x, bulk, p0, ends, log_params, segments=segments, dtype=dtype)
-
-
-def _check_progress(progress: bool, memory_budget: int | None) -> None:
-    check_flag("progress", progress)
-    if progress:
-        if memory_budget is None:
-            raise ValueError("progress: expected a memory_budget with it")
-        check_progress()

@@ -1,7 +1,7 @@
-"""The definition of each operation of the library, in float64, slowly and plainly.
+"""Definitions of the library's operations in float64: slow and plain.
 
-Arrays are NumPy arrays (anything `numpy.asarray` takes); leading axes broadcast; results are natural logarithms (nats)
-or probabilities in float64. The fast versions are tested against these, and these against a sum over all state paths.
+Arguments are anything that `numpy.asarray` takes; leading axes broadcast; results are natural logarithms (nats) or
+probabilities in float64. The fast versions are tested against these, and these against sums over all state paths.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class Paths(NamedTuple):
 
 
 def matmul(a: ArrayLike, b: ArrayLike) -> Array:
-    """`log(exp(a) @ exp(b))`: [..., m, k] and [..., k, n] give [..., m, n].
+    """The log-semiring matrix product `log(exp(a) @ exp(b))`: [..., m, k] and [..., k, n] give [..., m, n].
 
     >>> matmul([[0.0, -np.inf]], [[1.0], [5.0]])
     array([[1.]])
@@ -53,7 +53,7 @@ def matmul(a: ArrayLike, b: ArrayLike) -> Array:
 
 
 def matrix_product(stack: ArrayLike) -> Array:
-    """`log(exp(M_1) @ ... @ exp(M_s))`: [..., s, c, c] gives [..., c, c].
+    """The ordered product `log(exp(M_1) @ ... @ exp(M_s))`: [..., s, c, c] gives [..., c, c].
 
     >>> np.exp(matrix_product(np.zeros((3, 2, 2))))
     array([[4., 4.],
@@ -63,7 +63,7 @@ def matrix_product(stack: ArrayLike) -> Array:
 
 
 def prefix_products(stack: ArrayLike) -> Array:
-    """The product of the first 1 to s matrices: [..., s, c, c] gives [..., s, c, c].
+    """The products of the first i matrices, i from 1 to s: [..., s, c, c] gives [..., s, c, c].
 
     >>> prefix_products([[[1.0]], [[2.0]], [[3.0]]]).ravel()
     array([1., 3., 6.])
@@ -77,7 +77,7 @@ def prefix_products(stack: ArrayLike) -> Array:
 def product(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
 ) -> Array:
-    """`log(p0 D_0 P_1 D_1 ... P_{v-1} d_{v-1})` with `D_i = diag(exp x_i)`: see `logchain.product`.
+    """The log-partition `log(p0 D_0 P_1 D_1 ... P_{v-1} d_{v-1})` with `D_i = diag(exp x_i)`: see `logchain.product`.
 
     >>> float(product(np.zeros((3, 2)), np.full((1, 2, 2), 0.5), [0.5, 0.5]))
     0.0
@@ -88,9 +88,10 @@ def product(
 def forward_backward(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
 ) -> Messages:
-    """Forward messages include the step's own potential, backward messages do not: their sum is the joint.
+    """The forward and backward messages, whose sum is the joint log-weight of a variable's states.
 
-    Behind a sequence's end both messages are -inf.
+    A forward message includes its variable's potential, a backward message does not. Behind a sequence's end both are
+    -inf.
 
     >>> m = forward_backward(np.zeros((2, 2)), np.full((1, 2, 2), 0.5), [0.5, 0.5])
     >>> np.exp(m.forward[1]), np.exp(m.backward[0])
@@ -119,9 +120,9 @@ def forward_backward(
 def marginals(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
 ) -> Marginals:
-    """Posterior probabilities of states and of transitions; all 0 where the sequence is impossible.
+    """The posterior marginals of states and of transitions; all are 0 for an impossible sequence.
 
-    They are the gradients of `product` with respect to `x` and to `log(bulk)`.
+    These are the gradients of `product` with respect to `x` and to `log(bulk)`.
 
     >>> marginals(np.zeros((2, 2)), [[[1.0, 0.0], [0.0, 1.0]]], [0.25, 0.75]).states
     array([[0.25, 0.75],
@@ -146,7 +147,7 @@ def log_prob(
     log_params: bool = False,
     lengths: ArrayLike | None = None,
 ) -> Array:
-    """The log posterior probability [*S, *B] of paths [*S, *B, v]; -1 for no state.
+    """The log posterior probabilities [*S, *B] of paths [*S, *B, v], in which -1 stands for no state.
 
     >>> log_prob(np.zeros((2, 2)), [[[1.0, 0.0], [0.0, 1.0]]], [0.25, 0.75], [[1, 1], [0, 1]])
     array([-0.28768207,        -inf])
@@ -169,7 +170,7 @@ def log_prob(
 def viterbi(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
 ) -> Path:
-    """The path of the largest weight; ties go to the lowest state, the last variable first. -1 for no state.
+    """The path of the largest weight; ties go to the lowest state, at the last variable first. -1 is no state.
 
     >>> path = viterbi(np.zeros((3, 2)), [[[0.9, 0.1], [0.2, 0.8]]], [0.4, 0.6])
     >>> path.states, path.score.round(4)
@@ -192,7 +193,7 @@ def viterbi(
 def topk_paths(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, k: int, *, log_params: bool = False, lengths: ArrayLike | None = None
 ) -> Paths:
-    """The k different paths of the largest weights, in falling order; -1 and -inf where there are no more.
+    """The k paths of the largest weights, in falling order; states -1 and score -inf where fewer are possible.
 
     >>> topk_paths(np.zeros((2, 2)), [[[0.9, 0.1], [0.2, 0.8]]], [0.4, 0.6], 2).states
     array([[1, 1],
@@ -203,19 +204,20 @@ def topk_paths(
     log_p0 = np.broadcast_to(log_p0, (*x.shape[:-2], x.shape[-1]))
     log_bulk = np.broadcast_to(log_bulk, (*x.shape[:-2], *log_bulk.shape[-3:]))
     for b in np.ndindex(*ends.shape):
-        # of each last state, its k best paths
+        # the k best paths, with their weights, that end in each state
         best: list[list[tuple[float, tuple[int, ...]]]] = [[(w, (j,))] for j, w in enumerate(log_p0[b] + x[b][0])]
         for i in range(1, int(ends[b])):
-            ways = [
+            longer = [
                 [
-                    (w + step + x[b][i, j], (*path, j))
-                    for part, step in zip(best, log_bulk[b][i - 1, :, j], strict=True)
-                    for w, path in part
+                    (weight + log_step + x[b][i, j], (*path, j))
+                    for paths, log_step in zip(best, log_bulk[b][i - 1, :, j], strict=True)
+                    for weight, path in paths
                 ]
                 for j in range(x.shape[-1])
             ]
-            best = [sorted(way, key=lambda one: -one[0])[:k] for way in ways]
-        ranked = sorted((one for part in best for one in part if one[0] > -np.inf), key=lambda one: -one[0])[:k]
+            best = [sorted(paths, key=lambda path: -path[0])[:k] for paths in longer]
+        possible = (path for paths in best for path in paths if path[0] > -np.inf)
+        ranked = sorted(possible, key=lambda path: -path[0])[:k]
         for rank, (scores[b][rank], path) in enumerate(ranked):
             states[b][rank, : ends[b]] = path
     return Paths(states, scores)
@@ -224,7 +226,7 @@ def topk_paths(
 def entropy(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, *, log_params: bool = False, lengths: ArrayLike | None = None
 ) -> Array:
-    """`-sum p log p` over the posterior of state paths: the log-partition less a path's mean log-weight.
+    """The entropy `-sum p log p` of the posterior over state paths: the log-partition minus their mean log-weight.
 
     >>> float(entropy(np.zeros((3, 2)), np.full((1, 2, 2), 0.5), [1.0, 0.0]).round(4))
     1.3863
@@ -242,7 +244,7 @@ def kl_divergence(
     log_params: bool = False,
     lengths: ArrayLike | None = None,
 ) -> Array:
-    """`sum p log(p / q)` over state paths, for the posteriors of two chains; +inf where `q` forbids what `p` does not.
+    """The divergence `sum p log(p / q)` of the posteriors over state paths; +inf if `q` forbids a path that `p` allows.
 
     >>> x, bulk = np.zeros((3, 2)), np.full((1, 2, 2), 0.5)
     >>> float(kl_divergence((x, bulk, [0.5, 0.5]), (x, bulk, [0.75, 0.25])).round(4))
@@ -258,7 +260,7 @@ def kl_divergence(
 
 
 def _lowered(x: ArrayLike) -> Array:
-    """The potentials with largest entry 0 in each step, where that is no -inf: no posterior changes."""
+    """Potentials shifted to a largest entry of 0 in each step (if it is finite), which leaves posteriors unchanged."""
     x = np.asarray(x, np.float64)
     top = x.max(-1, keepdims=True)
     lowered: Array = x - np.where(np.isneginf(top), 0.0, top)
@@ -266,6 +268,7 @@ def _lowered(x: ArrayLike) -> Array:
 
 
 def _mean_log_weight(posterior: Marginals, x: Array, log_bulk: Array, log_p0: Array, ends: NDArray[np.int64]) -> Array:
+    """The expected log-weight of a path in one chain, under posterior marginals that may be those of another."""
     mean = np.zeros(ends.shape)
     states, transitions, _ = posterior
     for shares, weight in ((states, x), (transitions, log_bulk), (states[..., 0, :], log_p0)):
@@ -291,7 +294,7 @@ def _logs(
 
 
 def _logsumexp(array: Array, axis: int) -> Array:
-    """`scipy.special.logsumexp`, which warns where every term is -inf."""
+    """`scipy.special.logsumexp` without its warnings where every term is -inf."""
     from scipy.special import logsumexp  # takes longer to import than all of logchain
 
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""How often the fast arithmetic had to be redone exactly."""
+"""Counts of sequences and outputs that underflowed in the fast arithmetic and were computed again exactly."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,16 +11,16 @@ from torch import Tensor
 
 @dataclass
 class Rescues:
-    """`sequences`: chains redone in log space. `outputs`: entries redone by the pairwise maximum.
+    """The number of `sequences` computed again in log space, and of `outputs` of matrix products computed again.
 
-    Outputs are those of `matmul` and of products in a tree, and on a GPU also those of each step of a chain.
+    Outputs are entries of the results of `matmul` and of products in a tree, and on a GPU of each step of a chain.
     """
 
     sequences: int = 0
     outputs: int = 0
 
     def add(self, other: "Rescues") -> None:
-        """Add other counts to these."""
+        """Add the counts of another block."""
         self.sequences += other.sequences
         self.outputs += other.outputs
 
@@ -30,10 +30,9 @@ _open: ContextVar[Rescues | None] = ContextVar("_open", default=None)
 
 @contextmanager
 def rescues() -> Iterator[Rescues]:
-    """A context that counts, for a `with` block, the sequences and outputs that were recomputed exactly.
+    """A context that counts the sequences and outputs that are computed again exactly in a `with` block.
 
-    The answers are the same to the accuracy contract; the counts explain the time. Nested blocks count for the outer
-    ones too.
+    All results keep the same accuracy; the counts explain the time. What nested blocks count, outer ones count too.
 
     >>> import torch, logchain
     >>> with logchain.rescues() as seen:
@@ -51,14 +50,14 @@ def rescues() -> Iterator[Rescues]:
 
 
 def report(counts: Rescues) -> None:
-    """Add to the innermost open count, if there is one."""
+    """Add counts to those of the innermost open block, if there is one."""
     counter = _open.get()
     if counter is not None:
         counter.add(counts)
 
 
 def report_chains(redone: int | Tensor) -> None:
-    """Count sequences: a number, those marked, or the sums of a GPU; looked at only where somebody counts."""
+    """Count sequences, given as a number or a bool mask, or outputs, given as numbers; read only if a block is open."""
     if _open.get() is not None:
         sums = isinstance(redone, Tensor) and redone.dtype != torch.bool
         count = int(redone.sum() if isinstance(redone, Tensor) else redone)
@@ -66,6 +65,6 @@ def report_chains(redone: int | Tensor) -> None:
 
 
 def report_outputs(rescued: int | Tensor) -> None:
-    """Count outputs of `matmul`; looked at only where somebody counts."""
+    """Count outputs of matrix products; the number is read only if a block is open."""
     if _open.get() is not None:
         report(Rescues(outputs=int(rescued)))

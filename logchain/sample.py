@@ -25,43 +25,40 @@ def sample(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""Independent draws of a path `z` with probability `p0(z_0) prod_i P_i(z_{i-1}, z_i) prod_i exp x_i(z_i) / Z`.
+    r"""Independent draws of paths `z` from the posterior `p0(z_0) prod_i P_i(z_{i-1}, z_i) prod_i exp x_i(z_i) / Z`.
 
     The forward messages `a_i` are computed once; then `z_{v-1} ~ a_{v-1}` and, backwards, `z_{i-1} ~ a_{i-1}(k) P_i(k,
-    z_i)`: exact draws, not a Markov chain of them. There is no transition before the first variable, and `bulk` is
-    `[from, to]`.
+    z_i)`. Draws are exact and independent: this is no Markov chain Monte Carlo.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes
-            may be of size 1 or left out; a size of 1 on the step axis means one matrix for every step.
-        p0: initial weights `[*B or ones, c]`, non-negative.
-        num_samples: how many paths of each sequence.
-        generator: where the random numbers come from, on the operands' device; torch's own by default. Equal states of
-            it give equal paths for equal arguments on one machine. `torch.vmap` takes `randomness="different"`.
+        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
+        num_samples: the number of paths of each sequence.
+        generator: the source of randomness, on the operands' device; by default torch's own. Equal states of the
+            generator give equal paths for equal arguments on one machine. `torch.vmap` needs `randomness="different"`.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
-            sequence has.
-        cu_seqlens: sequences one behind the other, as in `logchain.product`: paths are `[num_samples, total]`.
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences; paths are `[num_samples, total]`.
 
     Returns:
-        int64 `[num_samples, *B, v]`. A path has positive weight, always. -1 stands for no state: behind a sequence's
-        end, and everywhere in a sequence that is impossible or that holds NaN. Nothing has a gradient: that of an
-        expectation is had from `logchain.log_prob` of the paths, which is differentiable (the score function).
+        int64 `[num_samples, *B, v]`. Every path has positive weight. -1 stands for no state: behind a sequence's end,
+        and everywhere in a sequence that is impossible or holds NaN. There is no gradient; for gradients of
+        expectations, differentiate `logchain.log_prob` of the paths (score-function estimator).
 
-    The probabilities of each draw are those of the messages, within their rounding; what linear space cannot hold is
-    drawn in log space (see `logchain.rescues`).
+    Probabilities are those of the messages, within their rounding; sequences that would underflow are drawn in log
+    space (see `logchain.rescues`).
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, a length is out of range, `num_samples` is negative, or the generator is
             on another device.
 
-    Cost: `v c^2` multiply-adds a sequence for the messages; then, in `v` dependent steps, `v c` a draw, on a CPU for as
-    many draws as there are states and a fraction of it for others. Memory: the messages `[*B, v, c]` and the paths.
+    Cost: `v c^2` multiply-adds a sequence for the messages; then `v c` a draw in `v` dependent steps, on a CPU a
+    fraction of that for each draw beyond the first c. Memory: the messages `[*B, v, c]` and the paths.
 
     Source: S. L. Scott, "Bayesian methods for hidden Markov models", J. Am. Stat. Assoc. 97 (2002): forward filtering,
-    backward sampling. Definition: each of the paths with the probability `logchain.reference.log_prob`.
+    backward sampling. Definition: the probability of a path is `exp` of `logchain.reference.log_prob`.
 
     >>> x = torch.zeros(3, 2)  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.0, 1.0]]])  # one matrix for every step: state 1 is never left
@@ -76,7 +73,7 @@ def sample(
     _check_draws(num_samples, generator, x)
     if packed and not packed.walks_in_place(log_params):
         options: Any = {"generator": generator, "log_params": log_params}
-        pieces = [sample(*one[:3], num_samples, lengths=one.lengths, **options) for one in packed]
+        pieces = [sample(*piece[:3], num_samples, lengths=piece.lengths, **options) for piece in packed]
         return packed.by_row([paths.movedim(0, -1) for paths in pieces]).mT.contiguous()
     if packed:
         with torch.no_grad(), kernels.arithmetic_on(x):
@@ -104,7 +101,7 @@ def _sample(
 
 
 def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """States of a shape that the kernels take, drawn by as many numbers in their memory."""
+    """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by."""
     residuals, _ = kernels.chain_kernels(chain.x).forward(chain, keep=chain.room(chain.v))
     report_chains(residuals.redone)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
@@ -137,7 +134,7 @@ def _check_draws(num_samples: object, generator: object, x: Tensor) -> None:
         raise ValueError(f"generator: expected device {x.device}, got {generator.device}")
 
 
-# an operator with a tag: two calls with the same arguments are two draws
+# the tag of the operator keeps compilers from merging two calls with equal arguments, which are two draws
 _library = torch.library.Library("logchain", "FRAGMENT")
 _library.define(
     "sample(Tensor x, Tensor bulk, Tensor p0, Tensor? lengths, SymInt num_samples, Generator? generator,"

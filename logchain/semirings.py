@@ -1,4 +1,4 @@
-"""Totals of a chain in semirings whose multiplication is the sum of logarithms, and these semirings."""
+"""Semirings of log-weights, and the total weight of a chain's paths in any of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,25 +19,25 @@ __all__ = ["LOG", "MAX", "Semiring", "total"]
 
 @dataclass(frozen=True)
 class Semiring:
-    r"""A way to add log-weights `a` and `b`; they are multiplied by `a + b`.
+    r"""A semiring of log-weights, given by its addition; multiplication is the sum `a + b`, and zero is -inf.
 
-    What every such addition must have, and the library relies on: it is associative and commutative, and adding a
-    constant to all terms adds it to their sum, `sum(a + s) = sum(a) + s`. Its zero is -inf.
+    The addition must be associative and commutative, and adding a constant to all terms must add it to their sum:
+    `sum(a + s) = sum(a) + s`.
 
     Args:
-        name: what it is called in errors and tables.
-        sum: `sum(terms, dim)` adds a floating tensor along one axis. It is never passed terms that are all -inf: their
-            sum is -inf, with gradient 0, whatever the function. Gradients are those of torch's autograd through it.
+        name: a name for the user.
+        sum: `sum(terms, dim)` adds a floating tensor along one axis. It is never called with terms that are all -inf,
+            whose sum is -inf with gradient 0. Gradients are those of torch's autograd through it.
 
-    Ready made are `LOG`, `log sum exp` (every path counts), and `MAX`, the maximum (the best path counts; its
-    gradient goes to one of the best).
+    Ready made are `LOG`, log-sum-exp over all paths, and `MAX`, the weight of the best path (the gradient is that of
+    one of the best).
 
     Source: J. Goodman, "Semiring parsing", Computational Linguistics 25 (1999).
 
     >>> MAX.sum(torch.tensor([0.0, 3.0, 1.0]), 0)
     tensor(3.)
 
-    Another one, between the two: a maximum at temperature 1/4, which nears `MAX` as it cools.
+    A semiring of one's own, between the two: a soft maximum with temperature 1/4 (temperature 0 would be `MAX`).
 
     >>> SOFT = Semiring("soft maximum", lambda terms, dim: torch.logsumexp(4.0 * terms, dim) / 4.0)
     >>> SOFT.sum(torch.tensor([0.0, 3.0, 3.0]), 0)
@@ -48,11 +48,7 @@ class Semiring:
     sum: Callable[[Tensor, int], Tensor]
 
 
-def _log_sum_exp(terms: Tensor, dim: int) -> Tensor:
-    return torch.logsumexp(terms, dim)
-
-
-LOG = Semiring("log", _log_sum_exp)
+LOG = Semiring("log", torch.logsumexp)
 MAX = Semiring("max", maximum)
 
 
@@ -66,18 +62,17 @@ def total(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    r"""`sum_z (log p0(z_0) + x_0(z_0) + log P_1(z_0, z_1) + x_1(z_1) + ...)`, where a semiring says how paths z add up.
+    r"""The semiring sum over paths z of log-weights `log p0(z_0) + x_0(z_0) + log P_1(z_0, z_1) + x_1(z_1) + ...`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats, as `logchain.product` takes them, and so `bulk`, `p0`, `log_params`,
-            `lengths` and `cu_seqlens`.
+        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
-        semiring: `MAX` for the weight of the best path (which `logchain.viterbi` finds), `LOG` for
-            `logchain.product`, or one of yours.
+        semiring: `MAX` for the weight of the best path (that of `logchain.viterbi`), `LOG` for the log-partition (that
+            of `logchain.product`), or one of your own.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: how many variables each sequence has.
-        cu_seqlens: sequences one behind the other.
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences.
 
     Returns:
         `[*B]` in nats, in float64 if an operand is and otherwise in float32; exactly -inf where every path is
@@ -87,7 +82,7 @@ def total(
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range.
 
-    Cost: `v c^2` terms a sequence in `v` dependent steps, which are kept where gradients are needed; for `LOG` and
+    Cost: `v c^2` terms a sequence in `v` dependent steps, all of which are kept if gradients are needed; for `LOG` and
     `MAX` that of `logchain.product` and `logchain.viterbi`.
 
     Source: J. Goodman, "Semiring parsing", Computational Linguistics 25 (1999).

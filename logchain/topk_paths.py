@@ -8,6 +8,7 @@ from torch import Tensor
 from .arguments import Lengths, check_question
 from .autograd.paths import log_weight
 from .autograd.viterbi import best_paths, packed_paths
+from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 
 
@@ -28,38 +29,36 @@ def topk_paths(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Paths:
-    r"""The `k` different paths z of the largest `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`.
+    r"""The `k` paths z of the largest weights `log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`, non-negative, not necessarily normalised.
-            Leading axes may be of size 1 or left out; a size of 1 on the step axis means one matrix for every step.
-        p0: initial weights `[*B or ones, c]`, non-negative; `p0` is not multiplied by a transition.
-        k: how many paths, at least 1.
+        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
+        k: the number of paths, at least 1.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
-            sequence has. What lies behind has no influence; two paths differ before the end.
-        cu_seqlens: sequences one behind the other, as in `logchain.product`: states are `[k, total]`, scores `[n, k]`.
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences; states are `[k, total]`, scores `[n, k]`.
 
     Returns:
-        `Paths(states, scores)`. `states` `[*B, k, v]` int64, -1 behind a sequence's end; `scores` `[*B, k]`, falling,
-        each the weight of just its states, summed in float64: float64 if an operand is, otherwise float32. Where fewer
-        than `k` paths are possible the scores of the rest are exactly -inf and their states -1. Where a sequence holds
-        NaN before its end, its scores are NaN and its states -1. Paths of equal weight come in any order, though always
-        in the same one on one device; if they tie for the last place, so is the choice among them.
+        `Paths(states, scores)`: different paths int64 `[*B, k, v]`, -1 behind a sequence's end, and their weights
+        `[*B, k]` in falling order. Each score is the weight of exactly its states, summed in float64: float64 if an
+        operand is, otherwise float32. Where fewer than `k` paths are possible, the others have score -inf and states
+        -1. A sequence that holds NaN before its end has scores NaN and states -1. The order of paths of equal weight,
+        and the choice among them for the last place, is unspecified, but always the same on one device.
 
     The scores can be differentiated: see `viterbi`, whose result is the first path (up to ties). The choice of the
     paths is not differentiated.
 
-    Operands may be float32, float64, bfloat16 or float16; messages are float32 or float64 with their largest entry 0:
-    weights that differ by less than the bound on `viterbi`'s score may be mistaken for each other.
+    Operands may be float32, float64, bfloat16 or float16; messages are float32 or float64 with their largest entry 0.
+    The order of weights that differ by less than the error bound of `viterbi`'s score may be wrong.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or `k` or a length is out of range. `logchain.check` checks values.
 
     Cost: `v c^2 k` additions and a selection of the k largest of c k for each state and step, in `v` dependent steps.
-    Memory: `[*B, v, c, k]` integers of the operands' size; on a CPU, where all steps have one matrix, those of one
+    Memory: `[*B, v, c, k]` integers of the operands' size; on a CPU, if all steps share one matrix, only those of one
     sequence a thread.
 
     Source: F. K. Soong, E.-F. Huang, "A tree-trellis based fast search for finding the N best sentence hypotheses",
@@ -79,11 +78,10 @@ def topk_paths(
         raise TypeError(f"k: expected an integer, got {k!r}")
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
-    double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
     if packed and not packed.walks_in_place(log_params):
-        pieces = [topk_paths(*one[:3], k, log_params=log_params, lengths=one.lengths) for one in packed]
-        states = packed.by_row([one.states.mT for one in pieces]).mT.contiguous()
-        return Paths(states, packed.by_sequence([one.scores for one in pieces]))
+        parts = [topk_paths(*piece[:3], k, log_params=log_params, lengths=piece.lengths) for piece in packed]
+        states = packed.by_row([part.states.mT for part in parts]).mT.contiguous()
+        return Paths(states, packed.by_sequence([part.scores for part in parts]))
     if packed:
         states, scores, _ = packed_paths(packed, log_params, k)
         scores = scores.mT
@@ -91,9 +89,9 @@ def topk_paths(
         states, unknown = best_paths(x, bulk, p0, ends, log_params, k)
         scores = log_weight(x, bulk, p0, states.movedim(-2, 0), ends, log_params).movedim(0, -1)
         scores = scores.masked_fill(unknown[..., None], torch.nan)
-    # messages and scores are rounded differently
+    # scores are rounded otherwise than the messages by which the paths were found, and may be in another order
     order = scores.detach().argsort(stable=True, dim=-1, descending=True)  # [*B, k]
     ranks = order[..., None] if packed is None else torch.repeat_interleave(order.mT, packed.lengths, -1)
     states = states.gather(-2, ranks.expand_as(states))
     scores = scores.gather(-1, order)
-    return Paths(states, scores if double else scores.float())
+    return Paths(states, scores.to(arithmetic_dtype(x, bulk, p0)))

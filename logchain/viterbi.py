@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_question
 from .autograd.viterbi import best_weight, packed_paths
+from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 
 
@@ -26,24 +26,22 @@ def viterbi(
     lengths: Lengths | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Path:
-    r"""`argmax_z log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`, and that maximum.
+    r"""The best path `argmax_z log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`, and its log-weight.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`, non-negative, not necessarily normalised.
-            Leading axes may be of size 1 or left out; a size of 1 on the step axis means one matrix for every step.
-        p0: initial weights `[*B or ones, c]`, non-negative; `p0` is not multiplied by a transition.
+        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
         log_params: `bulk` and `p0` are logarithms (nats).
-        lengths: integers from 1 to v, of the shape of the first axes of `B`, or one for all: how many variables each
-            sequence has. What lies behind has no influence.
-        cu_seqlens: sequences one behind the other, as in `logchain.product`: states are `[total]`, scores `[n]`.
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences; states are `[total]`, scores `[n]`.
 
     Returns:
         `Path(states, score)`. `states` `[*B, v]` int64, -1 behind a sequence's end. Among paths whose computed weights
         are equal the lowest last state is taken, then the lowest state before it, and so on. `score` `[*B]` is the
-        weight of just these states, summed in float64: float64 if an operand is, otherwise float32. Where every path is
-        impossible the score is exactly -inf and all states are -1; where a sequence holds NaN before its end, the score
-        is NaN and all states are -1.
+        log-weight of exactly these states, summed in float64: float64 if an operand is, otherwise float32. Where every
+        path is impossible the score is exactly -inf and all states are -1; where a sequence holds NaN before its end,
+        the score is NaN and all states are -1.
 
     The score can be differentiated: the gradient is 1 where the path passes (`x`, `log bulk`, `log p0`) and exactly 0
     elsewhere, and 0 for impossible sequences. The choice of the path is not differentiated.
@@ -57,11 +55,12 @@ def viterbi(
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `v c^2` additions and maxima a sequence in `v` dependent steps, then `v c` back along the path. Memory: the
-    messages `[*B, v, c]`; on a CPU, where all steps have one matrix, those of 48 sequences a thread.
+    messages `[*B, v, c]`; on a CPU, if all steps share one matrix, only those of 48 sequences a thread.
 
     Source: A. J. Viterbi, "Error bounds for convolutional codes", IEEE Trans. Inf. Theory 13 (1967). Definition:
     `logchain.reference.viterbi`.
 
+    >>> import torch
     >>> x = torch.tensor([[0.0, 0.0], [0.0, 3.0], [0.0, 0.0]])  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for every step
     >>> viterbi(x, bulk, torch.tensor([0.5, 0.5]))
@@ -70,13 +69,11 @@ def viterbi(
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         if not packed.walks_in_place(log_params):
-            pieces = [viterbi(*one[:3], lengths=one.lengths, log_params=log_params) for one in packed]
-            return Path(
-                packed.by_row([one.states for one in pieces]), packed.by_sequence([one.score for one in pieces])
-            )
+            parts = [viterbi(*piece[:3], lengths=piece.lengths, log_params=log_params) for piece in packed]
+            states = packed.by_row([part.states for part in parts])
+            return Path(states, packed.by_sequence([part.score for part in parts]))
         states, score, _ = packed_paths(packed, log_params, None)
     else:
         ends = check_question(x, bulk, p0, log_params, lengths)
         states, score = best_weight(x, bulk, p0, ends, log_params)
-    double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
-    return Path(states, score if double else score.float())
+    return Path(states, score.to(arithmetic_dtype(x, bulk, p0)))

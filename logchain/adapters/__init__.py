@@ -1,4 +1,4 @@
-"""What other packages call a chain, as the arguments of `logchain`'s functions; none of those packages is imported."""
+"""Models of other packages as arguments of `logchain`'s functions; the packages themselves are not imported."""
 
 from .chain_arguments import ChainArguments
 from .hmmlearn import from_hmmlearn

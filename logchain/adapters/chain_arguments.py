@@ -1,4 +1,4 @@
-"""The arguments that every adapter gives, and what adapters share."""
+"""The arguments that every adapter returns, and helpers of adapters."""
 
 from typing import Any, NamedTuple
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class ChainArguments(NamedTuple):
-    """The arguments of every function of a chain: `product(**arguments._asdict())`.
+    """The arguments of every function of a chain, as in `product(**arguments._asdict())`.
 
     `x` `[*B, v, c]` in nats, `bulk` `[*B or less, v-1 or 1, c, c]` as `[from, to]`, `p0` `[*B or less, c]`, whether
-    `bulk` and `p0` are logarithms, and how many variables each sequence has, where they differ.
+    `bulk` and `p0` are logarithms, and the lengths of the sequences where they differ.
     """
 
     x: Tensor
@@ -22,12 +22,12 @@ class ChainArguments(NamedTuple):
 
 
 def check_attributes(name: str, value: object, expected: str, *attributes: str) -> None:
-    """Raise TypeError where a foreign object lacks an attribute that its adapter reads."""
+    """Check that an object of another package has the attributes that its adapter reads."""
     missing = [attribute for attribute in attributes if not hasattr(value, attribute)]
     if missing:
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__} without {', '.join(missing)}")
 
 
 def float64(array: Any) -> Tensor:
-    """A float64 copy of an array; no other object writes to its memory."""
+    """A float64 tensor with a copy of an array."""
     return torch.from_numpy(np.array(array, np.float64))

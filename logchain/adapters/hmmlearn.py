@@ -1,4 +1,4 @@
-"""hmmlearn's hidden Markov models."""
+"""The chain of hmmlearn's hidden Markov models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,23 +10,23 @@ from .chain_arguments import ChainArguments, check_attributes, float64
 
 
 def from_hmmlearn(model: Any, X: Any, lengths: Sequence[int] | None = None) -> ChainArguments:
-    r"""A fitted hidden Markov model of hmmlearn: `log p(X) = log sum_z pi(z_0) prod_i A(z_{i-1}, z_i) p(X_i | z_i)`.
+    r"""The chain of a model of hmmlearn: `log p(X) = log sum_z pi(z_0) prod_i A(z_{i-1}, z_i) p(X_i | z_i)`.
 
-    hmmlearn's conventions are `logchain`'s: `p0` is `startprob_`, `bulk` is `transmat_`, and `x` holds the samples'
-    log-likelihoods. Sequences are concatenated there, and padded side by side here.
+    `p0` is `startprob_`, `bulk` is `transmat_`, and `x` holds the samples' log-likelihoods. hmmlearn concatenates
+    sequences; here they are padded side by side.
 
     Args:
-        model: any model of `hmmlearn` with parameters.
+        model: any fitted model of hmmlearn.
         X: samples `[samples, features]`.
-        lengths: how many samples each sequence has, in their order; one sequence by default.
+        lengths: the number of samples of each sequence, in order; one sequence by default.
 
     Returns:
         Probabilities in float64 with `x` `[v, c]`; with `lengths`, `x` `[n, max(lengths), c]` and the lengths. The sum
         of `product` over the sequences is `model.score(X, lengths)`.
 
     Raises:
-        TypeError: `model` is none of hmmlearn's, or has no parameters yet; `lengths` are no integers.
-        ValueError: `X` has not two axes, or `lengths` do not add up to its samples.
+        TypeError: `model` is not one of hmmlearn's or not fitted, or `lengths` are no integers.
+        ValueError: `X` does not have two axes, or `lengths` do not add up to its samples.
 
     Cost: that of the samples' densities, and one copy of them.
 

@@ -1,18 +1,19 @@
-"""Pyro's discrete hidden Markov model."""
+"""The chain of Pyro's discrete hidden Markov model."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arguments import check_is_tensor
 from ..matmul import matmul
 from .chain_arguments import ChainArguments, check_attributes
 
 
 def from_pyro(hmm: Any, value: Tensor) -> ChainArguments:
-    r"""Pyro's hidden Markov model: `log p(value) = log sum_z I(z_0) prod_i T_i(z_i, z_{i+1}) p(value_i | z_{i+1})`.
+    r"""The chain of Pyro's HMM: `log p(value) = log sum_z I(z_0) prod_i T_i(z_i, z_{i+1}) p(value_i | z_{i+1})`.
 
-    Pyro's initial distribution stands one transition before the first observation, so `p0 = I T_0` and `bulk` is
+    Pyro's initial distribution is one transition before the first observation, so that `p0 = I T_0`, and `bulk` is
     `T` without its first matrix.
 
     Args:
@@ -21,13 +22,13 @@ def from_pyro(hmm: Any, value: Tensor) -> ChainArguments:
         value: observations `[*B, v, *event]`.
 
     Returns:
-        Logarithms. Gradients reach the logits and the parameters of the observations' distribution.
+        Logarithms, with gradients for the logits and the parameters of the observations' distribution.
 
     Raises:
         TypeError: `hmm` is no DiscreteHMM; `value` is not a tensor.
-        ValueError: `value` has no axis of steps, or not as many steps as the transitions.
+        ValueError: `value` has no axis of steps, or another number of steps than the transitions.
 
-    Cost: `c^2` for the first transition, and what the observations' densities cost.
+    Cost: `c^2` multiply-adds for the first transition, and that of the observations' densities.
 
     Source: `pyro.distributions.DiscreteHMM`, after S. Sarkka and A. Garcia-Fernandez, "Temporal parallelization of
     Bayesian smoothers" (arXiv:1905.13002).
@@ -47,8 +48,7 @@ def from_pyro(hmm: Any, value: Tensor) -> ChainArguments:
     tensor(0.4750)
     """
     check_attributes("hmm", hmm, "a pyro DiscreteHMM", "initial_logits", "transition_logits", "observation_dist")
-    if not isinstance(value, Tensor):
-        raise TypeError(f"value: expected a torch.Tensor, got {type(value).__name__}")
+    check_is_tensor("value", value)
     initial, transitions, emission = hmm.initial_logits, hmm.transition_logits, hmm.observation_dist
     event = len(emission.event_shape)
     if value.dim() < event + 1:

@@ -1,33 +1,33 @@
-"""pytorch-crf's layer."""
+"""The chain of pytorch-crf's layer."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_tensor
+from ..arguments import check_device, check_is_tensor, check_tensor
 from .chain_arguments import ChainArguments, check_attributes
 
 
 def from_pytorch_crf(crf: Any, emissions: Tensor, mask: Tensor | None = None) -> ChainArguments:
-    r"""The layer of pytorch-crf: `log Z = log sum_z exp(start + sum_i (T(z_{i-1}, z_i) + emissions_i(z_i)) + end)`.
+    r"""The chain of pytorch-crf's layer: `Z = sum_z exp(start + sum_i (T(z_{i-1}, z_i) + emissions_i(z_i)) + end)`.
 
-    Start transitions are `p0`; end transitions are added to the last variable of each sequence.
+    `p0` are the start transitions; the end transitions are added to `x` at the last variable of each sequence.
 
     Args:
         crf: a `torchcrf.CRF`: start and end transitions `[c]`, transitions `[c, c]` (`[from, to]`), in nats.
         emissions: `[v, n, c]`, or `[n, v, c]` if `crf.batch_first`.
-        mask: `[v, n]`, or `[n, v]` if `crf.batch_first`; true on the variables of a sequence, which come first.
+        mask: bool or integers `[v, n]`, or `[n, v]` if `crf.batch_first`; true on the first variables of each sequence.
 
     Returns:
-        Logarithms with `x` `[n, v, c]`, and the lengths if there is a mask. Gradients reach the layer's parameters and
-        the emissions. The layer's log-likelihood is the tags' log-weight minus `product`.
+        Logarithms with `x` `[n, v, c]`, and the lengths if there is a mask, with gradients for the layer's parameters
+        and the emissions. The layer's log-likelihood is the tags' log-weight minus `product`.
 
     Raises:
-        TypeError: `crf` is no such layer; `emissions` is not a floating tensor, or `mask` none of bool or integers.
-        ValueError: sizes do not go together, or `mask` is empty for a sequence or has a hole.
+        TypeError: `crf` is no such layer, `emissions` no floating tensor, or `mask` no tensor of bool or integers.
+        ValueError: sizes do not go together, or a sequence's mask is false everywhere or before a true entry.
 
-    Cost: one copy of the emissions. A mask is looked at, for which a GPU has to wait.
+    Cost: one copy of the emissions. The values of a mask are read, which waits for a GPU.
 
     Source: J. Lafferty, A. McCallum and F. Pereira, "Conditional random fields", ICML 2001.
 
@@ -51,7 +51,13 @@ def from_pytorch_crf(crf: Any, emissions: Tensor, mask: Tensor | None = None) ->
     names = ("start_transitions", "transitions", "end_transitions", "batch_first")
     check_attributes("crf", crf, "a torchcrf CRF", *names)
     check_crf(emissions, mask, len(crf.start_transitions), crf.batch_first)
-    lengths = None if mask is None else _lengths_of(mask if crf.batch_first else mask.T)
+    lengths = None
+    if mask is not None:
+        inside = (mask if crf.batch_first else mask.T).bool()  # (n, v)
+        lengths = inside.sum(1)
+        first = torch.arange(inside.shape[1], device=mask.device) < lengths[:, None]
+        if not (inside.equal(first) and (lengths > 0).all()):
+            raise ValueError("mask: expected the variables of each sequence first, and at least one; got a hole")
     x = with_end(emissions if crf.batch_first else emissions.transpose(0, 1), crf.end_transitions, lengths)
     return ChainArguments(x, crf.transitions[None], crf.start_transitions, True, lengths)
 
@@ -66,30 +72,18 @@ def check_crf(emissions: Tensor, mask: Tensor | None, c: int, batch_first: bool)
         raise ValueError(f"emissions: expected at least one step, got {list(emissions.shape)}")
     if mask is None:
         return
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask: expected a torch.Tensor, got {type(mask).__name__}")
+    check_is_tensor("mask", mask)
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"mask: expected bool or integers, got {str(mask.dtype)[6:]}")
     if mask.shape != emissions.shape[:2]:
         raise ValueError(f"mask: expected shape {list(emissions.shape[:2])}, got {list(mask.shape)}")
-    if mask.device != emissions.device:
-        raise ValueError(f"mask: expected device {emissions.device}, got {mask.device}")
+    check_device("mask", mask, emissions)
 
 
 def with_end(emissions: Tensor, end: Tensor, lengths: Tensor | None) -> Tensor:
-    """Emissions (n, v, c) with the end transitions (c) at the last variable of each sequence; float32 at least."""
+    """Emissions (n, v, c), float32 at least, plus the end transitions (c) at the last variable of each sequence."""
     v = emissions.shape[1]
     steps = torch.arange(1, v + 1, device=emissions.device)
     last = steps == (v if lengths is None else lengths[:, None])  # (v) or (n, v)
     emissions = emissions.to(torch.promote_types(emissions.dtype, torch.float32))
     return emissions + torch.where(last[..., None], end, 0.0)
-
-
-def _lengths_of(mask: Tensor) -> Tensor:
-    """Number of variables that the mask (n, v) leaves to each sequence: int64 [n]."""
-    inside = mask.bool()
-    lengths = inside.sum(1)
-    first = torch.arange(inside.shape[1], device=mask.device) < lengths[:, None]
-    if not (inside.equal(first) and (lengths > 0).all()):
-        raise ValueError("mask: expected the variables of each sequence first, and at least one; got a hole")
-    return lengths

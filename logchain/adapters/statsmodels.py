@@ -1,4 +1,4 @@
-"""statsmodels' Markov-switching models."""
+"""The chain of statsmodels' Markov-switching models."""
 
 from typing import Any
 
@@ -8,23 +8,23 @@ from .chain_arguments import ChainArguments, check_attributes, float64
 
 
 def from_statsmodels(results: Any) -> ChainArguments:
-    r"""A Markov-switching model of statsmodels: the weight of a path of regimes is that of the Hamilton filter.
+    r"""The chain of a Markov-switching model: a path of regimes has the weight that the Hamilton filter gives it.
 
-    An autoregression of order r looks at the last r + 1 regimes, so a state is such a tuple, the latest first:
-    `state // k^r` is the regime. Transitions are `[to, from]` there; those before the first observation are in `p0`.
+    The observations of an autoregression of order r depend on the last r + 1 regimes. A state is such a tuple, the
+    latest regime first: `state // k^r` is the latest. Transitions before the first observation are part of `p0`.
 
     Args:
-        results: what `MarkovRegression` or `MarkovAutoregression` give from `fit`, `smooth` or `filter`, with `k`
-            regimes; transition probabilities may vary in time.
+        results: a result of `fit`, `smooth` or `filter` of statsmodels' `MarkovRegression` or `MarkovAutoregression`
+            with `k` regimes; transition probabilities may vary in time.
 
     Returns:
         Probabilities in float64 with `x` `[v, k^(r+1)]`, the conditional log-likelihoods. `product` is `results.llf`.
-        Zeros are zeros, where statsmodels puts 1e-20.
+        Zero probabilities are exactly 0, where statsmodels takes 1e-20.
 
     Raises:
-        TypeError: `results` are no such results.
+        TypeError: `results` is no such result.
 
-    Cost: `k^(2r+2)` numbers for `bulk`, times `v - 1` where transitions vary.
+    Cost: `k^(2r+2)` numbers for `bulk`, times `v - 1` where transitions vary in time.
 
     Source: J. Hamilton, "A new approach to the economic analysis of nonstationary time series", Econometrica 57 (1989).
 
@@ -46,12 +46,12 @@ def from_statsmodels(results: Any) -> ChainArguments:
     check_attributes("results", results, "results of a Markov-switching model", "order", *arrays)
     transitions, conditional, predicted = (float64(getattr(results, name)) for name in arrays)
     k, order, v = len(transitions), int(results.order), conditional.shape[-1]
-    if order == 0 and conditional.dim() == 3:  # a regression keeps the regime before, on which nothing depends
+    if order == 0 and conditional.dim() == 3:  # a regression keeps an axis for the regime before, which has no effect
         conditional, predicted = conditional[:, 0], predicted.sum(1)
     transitions = transitions.permute(2, 1, 0)  # (v or 1, from, to)
     bulk = transitions[1:] if len(transitions) == v else transitions
     if order:
-        # the regimes that are kept become the earlier ones; the oldest is forgotten
+        # the new tuple is the new regime and the old tuple without its oldest regime
         identity = torch.eye(k**order, dtype=bulk.dtype)
         rows = bulk.repeat_interleave(k ** (order - 1), 1)  # (steps, kept regimes, latest)
         bulk = (rows[:, :, None, :, None] * identity[:, None, None, :]).expand(-1, -1, k, -1, -1)

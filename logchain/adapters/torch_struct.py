@@ -1,4 +1,4 @@
-"""torch-struct's linear chain."""
+"""The chain of torch-struct's linear chain CRF."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from .chain_arguments import ChainArguments
 
 
 def from_torch_struct(crf: Any) -> ChainArguments:
-    r"""The linear chain of torch-struct: `log Z = log sum_z exp(sum_i log_potentials[i, z_{i+1}, z_i])`.
+    r"""The chain of a CRF of torch-struct: `log Z = log sum_z exp(sum_i log_potentials[i, z_{i+1}, z_i])`.
 
-    The v - 1 edges are `[to, from]`, with single variables' potentials in them. So `bulk` is the transposed edges,
-    and `x` and `p0` are zeros.
+    torch-struct's v - 1 edges are `[to, from]` and include the potentials of single variables: `bulk` is their
+    transpose, `x` and `p0` are zeros.
 
     Args:
         crf: a `torch_struct.LinearChainCRF` with its lengths, or its log-potentials alone `[*B, v-1, c, c]` in nats.
 
     Returns:
-        Logarithms. Gradients reach the log-potentials; the gradient of `product` is torch-struct's marginals.
+        Logarithms, with gradients for the log-potentials; the gradient of `product` is torch-struct's marginals.
 
     Raises:
-        TypeError: `crf` is neither; its log-potentials are not a floating tensor.
+        TypeError: `crf` is neither, or its log-potentials are no floating tensor.
         ValueError: the log-potentials are not square or have less than three axes.
 
     Cost: none; `bulk` is a view, `x` is `v c` zeros a sequence.
@@ -39,8 +39,8 @@ def from_torch_struct(crf: Any) -> ChainArguments:
     edges = getattr(crf, "log_potentials", crf)
     lengths = getattr(crf, "lengths", None)
     check_tensor("crf", edges, 3)
-    *batch, steps, c, origin = edges.shape
-    if c != origin:
+    *batch, steps, c, origins = edges.shape
+    if c != origins:
         raise ValueError(f"crf: expected log-potentials [..., v-1, c, c], got {list(edges.shape)}")
     zeros = edges.new_zeros(*batch, steps + 1, c)
     return ChainArguments(zeros, edges.mT, zeros.new_zeros(c), True, lengths)

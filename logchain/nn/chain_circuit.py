@@ -1,4 +1,4 @@
-"""The chain-shaped circuit: repetitions of a chain of hidden states, one for each variable."""
+"""The chain-shaped circuit: a mixture of chains of hidden states, one state for each variable."""
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ class ChainCircuit(Circuit):
         num_states: c.
         num_repetitions: t.
         input: "categorical", "bernoulli", "binomial" or "gaussian", or an `InputLayer` with units `[t, v, c]`.
-        num_categories: K, of categorical variables.
-        total_count: of binomial variables.
-        generator: where the initial parameters come from.
+        num_categories: K, for categorical variables.
+        total_count: number of trials, for binomial variables.
+        generator: the source of randomness for the initial parameters.
 
     Attributes:
         input: the input layer.
@@ -33,14 +33,15 @@ class ChainCircuit(Circuit):
         p0: `LogWeights` `[t, c]`.
         mixing: `LogWeights` `[t]`.
 
-    Data are `[*B, v, *event]`; NaN, or False in `observed`, is summed out: see `Circuit` for what can be asked.
+    Data are `[*B, v, *event]`; entries that are NaN, or False in `observed`, are summed out. The methods are those of
+    `Circuit`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together.
 
-    Cost: `t v c^2` multiply-adds for each of the data, and twice that for gradients: that of `logchain.product`, with
-    its memory. Sampling and the most probable explanation cost what `logchain.sample` and `logchain.viterbi` do.
+    Cost: `t v c^2` multiply-adds a data point, twice that for gradients, and the memory of `logchain.product`. Sampling
+    and the most probable explanation cost what `logchain.sample` and `logchain.viterbi` do.
 
     Source: a chain of sum layers as a probabilistic circuit: Y. Choi, A. Vergari and G. Van den Broeck, "Probabilistic
     circuits" (2020).
@@ -89,19 +90,19 @@ class ChainCircuit(Circuit):
         self.p0 = LogWeights(t, c, generator=generator)
 
     def components(self, x: Tensor) -> Tensor:
-        """The log-partition of each chain."""
-        # in float32 what all states have in common would hide what tells repetitions of long data apart
+        """The log-partition of each repetition's chain."""
+        # what all states have in common is summed in float64: in float32 it would hide the repetitions' difference
         x, shift = shifted(x)
         return product(x, *self._weights()).double() + shift
 
     def best_states(self, x: Tensor) -> Path:
-        """The Viterbi path of each chain."""
+        """The Viterbi path of each repetition's chain."""
         return viterbi(x, *self._weights())
 
     def draw_states(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
-        """Paths drawn from each chain's posterior."""
+        """Paths drawn from the posterior of each repetition's chain."""
         return sample(x, *self._weights(), num_samples, generator=generator)
 
     def _weights(self) -> tuple[Tensor, Tensor]:
-        # linear, since the product would take exponentials for each of its passes
+        # probabilities: from logarithms the product would take exponentials in each of its passes
         return self.bulk().exp(), self.p0().exp()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def check_count(name: str, *values: object, least: Literal[0, 1] = 1) -> None:
-    """Check that values are positive integers, or 0 with `least=0`."""
+    """Check for positive integers, or with `least=0` for non-negative ones."""
     expected = f"{name}: expected a {'positive' if least else 'non-negative'} integer"
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -19,33 +19,34 @@ def check_count(name: str, *values: object, least: Literal[0, 1] = 1) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Check that a value is a real number, of Python or NumPy."""
+    """Check for a real number of Python or NumPy."""
     if not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
 
 
 def check_step(step: float) -> None:
-    """Check that a step of expectation maximisation lies in 0..1."""
+    """Check for a step size of expectation maximisation, from 0 to 1."""
     check_number("step", step)
     if not 0 <= step <= 1:
         raise ValueError(f"step: expected a number from 0 to 1, got {step}")
 
 
 def check_amount(name: str, value: float) -> None:
-    """Check that an amount, of a prior or of noise, is finite and not negative."""
+    """Check for a finite, non-negative number."""
     check_number(name, value)
     if not 0 <= value < math.inf:
         raise ValueError(f"{name}: expected a number from 0 on, got {value!r}")
 
 
-def check_is_tensor(name: str, value: object) -> None:
-    """Check that a value is a tensor, of any dtype and shape."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+def check_last_axes(name: str, value: Tensor, sizes: tuple[int, ...]) -> None:
+    """Check that the shape of a tensor ends in these sizes."""
+    if value.shape[max(0, value.dim() - len(sizes)) :] != sizes:
+        expected = ", ".join(map(str, ("...", *sizes)))
+        raise ValueError(f"{name}: expected shape [{expected}], got {list(value.shape)}")
 
 
 def check_mask(observed: object, *shapes: torch.Size) -> None:
-    """Check that a mask is a bool tensor of one of the shapes."""
+    """Check for a bool mask of one of the shapes."""
     if not isinstance(observed, Tensor) or observed.dtype != torch.bool:
         got = f"a tensor of {observed.dtype}" if isinstance(observed, Tensor) else type(observed).__name__
         raise TypeError(f"observed: expected a bool tensor, got {got}")

@@ -1,4 +1,4 @@
-"""The questions that all circuits answer: a mixture of repetitions of a structure of hidden units."""
+"""What all circuits have in common: inference, sampling and fitting of mixtures of repetitions of a structure."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -6,9 +6,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import check_is_tensor
 from ..matmul import matmul
 from ..viterbi import Path
-from .checks import check_count, check_is_tensor, check_mask
+from .checks import check_count, check_last_axes, check_mask
 from .emissions.input_layer import InputLayer
 from .emissions.named import named_input
 from .fitting import Fit, Optimiser, fit, frozen
@@ -16,9 +17,9 @@ from .log_weights import LogWeights
 
 
 class Completion(NamedTuple):
-    """Data `[*B, v, *event]` without gaps, the hidden units that go with them, and their log-probability `[*B]`.
+    """Completed data `[*B, v, *event]`, the best hidden units for them, and the log-probability `[*B]` of both, nats.
 
-    The units are the repetition int64 `[*B]` and a state of each variable int64 `[*B, v]`.
+    The units are the repetition, int64 `[*B]`, and the state of each variable, int64 `[*B, v]`.
     """
 
     data: Tensor
@@ -30,17 +31,22 @@ class Completion(NamedTuple):
 class Circuit(torch.nn.Module):
     r"""`log p(data) = logsumexp_r (mixing_r + log p_r(data))`: a mixture of t repetitions of a structure.
 
-    `input` has units `[t, v, c]`; a subclass joins the units of a repetition's variables by `components`, `best_states`
-    and `draw_states`. Data are `[*B, v, *event]`; what is not observed, that is NaN or where the bool tensor `observed`
-    of the data's shape (or without the axes of the event) is False, is summed out exactly.
+    The input layer gives the log-density of each variable for each of its c hidden states in each repetition. A
+    subclass implements `components`, `best_states` and `draw_states`, which join the states of all variables.
 
     Args:
         input: an input layer with units `[t, v, c]`, or the name of one: "categorical", "bernoulli", "binomial",
             "gaussian".
         units: `[t, v, c]`.
-        num_categories: of categorical variables.
-        total_count: of binomial variables.
-        generator: where the initial parameters come from.
+        num_categories: number of categories of categorical variables.
+        total_count: number of trials of binomial variables.
+        generator: the source of randomness for the initial parameters.
+
+    The methods take
+        data: `[*B, v, *event]`. NaN entries are not observed.
+        observed: bool, of the shape of the data or `[*B, v]`; False entries are not observed.
+
+    Variables that are not observed are summed out exactly.
     """
 
     def __init__(
@@ -62,41 +68,33 @@ class Circuit(torch.nn.Module):
         return t, v, c
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log_prob`, as wrappers such as DistributedDataParallel call it."""
+        """The result of `log_prob`, for wrappers such as DistributedDataParallel, which call `forward`."""
         return self.log_prob(data, observed)
 
     def log_prob(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data)`, of the observed variables alone.
+        """`log p(data)` of the observed variables: nats `[*B]`. Arguments: see the class.
 
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool; see the class.
-
-        Returns:
-            Nats `[*B]`, in the input layer's dtype; sums over variables are float64.
+        It has the dtype of the input layer's result; sums over variables are float64.
         """
         x = self._weigh(data, observed)
         return self._mixed(self.components(x)).to(x.dtype)
 
     def posterior(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`p(repetition, state of variable i | observed)`, a derivative of `log_prob`, with its arguments.
+        """`p(repetition, state of variable i | data)` `[*B, t, v, c]`, a derivative of `log_prob`.
 
-        Returns:
-            `[*B, t, v, c]`; of each variable it sums to 1, and to 0 for impossible data.
+        It sums to 1 over the repetitions and states of each variable, to 0 for impossible data. Arguments: see the
+        class.
         """
         return self._posterior(data, observed)[0]
 
     @torch.no_grad()
     def conditionals(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`p(value of variable i | observed)`, for variables with K values; an observed value is certain.
+        """`p(value of variable i | data)` `[*B, v, K]` for variables with K values; 0 or 1 for observed ones.
 
-        Arguments as in `log_prob`.
-
-        Returns:
-            `[*B, v, K]`.
+        Arguments: see the class.
 
         Raises:
-            TypeError: the input layer is of no family with a finite number of values.
+            TypeError: the variables have infinitely many values.
             ValueError: the data are impossible.
         """
         shares = self.input.log_probabilities().exp()  # (t, v, c, K)
@@ -111,18 +109,12 @@ class Circuit(torch.nn.Module):
     def mpe(self, data: Tensor, observed: Tensor | None = None) -> Completion:
         """The most probable explanation: the maximum of `p(data, repetition, states)` given the observed variables.
 
-        The most probable completion with the hidden units summed out may differ; it is hard to find. Values are the
-        `mode` of the input layer: of a continuous variable the density counts, and a `Mixture`'s is near the maximum.
-
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool; see the class.
-
-        Returns:
-            The completed data, their hidden units and log-probability.
+        The maximum of `p(data)`, with the hidden units summed out, may be another one, and is hard to find. Completed
+        values are modes of the input layer: for continuous variables those of the density, for a `Mixture` approximate.
+        Arguments: see the class.
 
         Raises:
-            ValueError: the data are impossible, or of an event a part is missing.
+            ValueError: the data are impossible, or an event is observed in part.
         """
         v = self.units[1]
         values, best = self.input.mode()  # (t, v, c, *event), (t, v, c)
@@ -141,15 +133,7 @@ class Circuit(torch.nn.Module):
 
     @torch.no_grad()
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent draws of all variables.
-
-        Args:
-            num_samples: how many.
-            generator: the source of randomness.
-
-        Returns:
-            `[num_samples, v, *event]`.
-        """
+        """Independent draws `[num_samples, v, *event]` of all variables; `generator` is the source of randomness."""
         return self._draw(self.mixing().new_zeros(self.units), num_samples, generator)
 
     @torch.no_grad()
@@ -160,16 +144,9 @@ class Circuit(torch.nn.Module):
         num_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Independent, exact draws of the other variables, given the observed ones.
+        """Independent, exact draws `[num_samples, *B, v, *event]` given the observed variables, which stay as they are.
 
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool; see the class.
-            num_samples: how many for each of the data.
-            generator: the source of randomness.
-
-        Returns:
-            `[num_samples, *B, v, *event]`.
+        `generator` is the source of randomness; other arguments: see the class.
 
         Raises:
             ValueError: the data are impossible.
@@ -181,7 +158,7 @@ class Circuit(torch.nn.Module):
     def initialise(
         self, data: Tensor, *, observed: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draw trained parameters anew: weights uniformly over the simplex, the input layer's by the data."""
+        """Draw trained parameters anew: weights uniformly over the simplex, the input layer's at places in the data."""
         inputs = set(self.input.modules())
         with frozen(self):
             for part in self.modules():
@@ -205,9 +182,9 @@ class Circuit(torch.nn.Module):
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Fit:
-        """Maximum likelihood of data `[n, v, *event]`: see `logchain.nn.fit`.
+        """Fit the trained parameters to data `[n, v, *event]` by maximum likelihood: see `logchain.nn.fit`.
 
-        `restarts`: from how many starts, of which the best is kept; 0 goes on from the present parameters.
+        `restarts`: the number of initialisations, of which the best fit is kept; 0 starts from the present parameters.
         """
         return fit(
             self,
@@ -229,7 +206,7 @@ class Circuit(torch.nn.Module):
         raise NotImplementedError
 
     def best_states(self, x: Tensor) -> Path:
-        """The best states of each repetition, int64 `[*B, t, v]`, and their log-weight `[*B, t]`."""
+        """The best states of each repetition, int64 `[*B, t, v]`, and their log-weight `[*B, t]` in nats."""
         raise NotImplementedError
 
     def draw_states(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
@@ -242,7 +219,7 @@ class Circuit(torch.nn.Module):
         return f"num_variables={v}, num_states={c}, num_repetitions={t}"
 
     def _mixed(self, components: Tensor) -> Tensor:
-        # in float64, or repetitions of long data could not be told apart
+        # in float64: for long data the difference between repetitions is small beside their log-likelihoods
         return matmul(components[..., None, :], self.mixing().double()[:, None])[..., 0, 0]
 
     def _posterior(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -258,18 +235,17 @@ class Circuit(torch.nn.Module):
         return log_densities
 
     def _known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Data with fillers where nothing is known, and a bool of their shape, True where something is."""
+        """Data with fillers where nothing is observed, and a mask of their shape, True where observed."""
         axis = -2 - len(self.input.event)
         filled, known = self.input.known(*self._shared(data, observed))
         known = torch.ones_like(filled, dtype=torch.bool) if known is None else known
         return filled.squeeze(axis), known.squeeze(axis)
 
     def _shared(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Data and mask with an axis of size 1 for the repetitions."""
+        """Data and mask, checked, with an axis of size 1 for the repetitions."""
         check_is_tensor("data", data)
         wanted = (self.units[1], *self.input.event)
-        if data.shape[-len(wanted) :] != wanted:
-            raise ValueError(f"data: expected shape [{', '.join(map(str, ('...', *wanted)))}], got {list(data.shape)}")
+        check_last_axes("data", data, wanted)
         if observed is not None:
             variables = data.shape[: data.dim() - len(self.input.event)]
             check_mask(observed, data.shape, variables)
@@ -294,7 +270,7 @@ class Circuit(torch.nn.Module):
 
 
 def _of_repetition(values: Tensor, repetition: Tensor, event: int) -> Tensor:
-    """Entries `[..., v, *event]` of values `[..., t, v, *event]` at repetitions int64 `[...]`."""
+    """Values `[..., v, *event]` of the given repetitions int64 `[...]`, from values `[..., t, v, *event]` of all."""
     axis = values.dim() - event - 2
     index = repetition.reshape(*repetition.shape, *(1,) * (event + 2))
     return values.take_along_dim(index, axis).squeeze(axis)

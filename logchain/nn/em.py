@@ -1,4 +1,4 @@
-"""Expectation maximisation of modules whose parts have a maximum in closed form."""
+"""Expectation maximisation of modules whose parts have maximum-likelihood parameters in closed form."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -11,53 +11,48 @@ from .checks import check_step
 
 @runtime_checkable
 class Part(Protocol):
-    """The methods by which expectation maximisation fits a module.
+    """A module that expectation maximisation fits by two methods.
 
-    `statistics(flow, *inputs)`: the expected sufficient statistics, in float64, where `flow` is how often each entry of
-    what `forward(*inputs)` returned is expected to be used. They add up over batches. `maximise(statistics, step)`:
-    take the parameters of the largest expected log-likelihood, or go a `step` of the way in the mean parameters.
+    The `flow` is the derivative of the log-likelihood by what `forward(*inputs)` returned: how often each log-weight is
+    expected to be used.
     """
 
     def statistics(self, flow: Tensor, *inputs: Any, **named: Any) -> Tensor:
-        """The expected sufficient statistics, in float64."""
+        """The expected sufficient statistics of a batch, in float64; those of several batches are added."""
 
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Change the parameters."""
+        """Take the parameters of the largest expected log-likelihood, or move the mean parameters `step` of the way."""
 
 
 Statistics = dict[Part, Tensor]
 
 
+def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of a model that expectation maximisation fits: each `Part` all of whose parameters are trained."""
+    parts = [part for part in model.modules() if isinstance(part, Part)]
+    return [part for part in parts if all(parameter.requires_grad for parameter in part.parameters())]
+
+
 def expected_statistics(
     model: torch.nn.Module, log_likelihood: Callable[[], Tensor], before: Statistics | None = None
 ) -> tuple[Tensor, Statistics]:
-    r"""The E step: `E[T]` under the posterior, for every part of a model, from one forward and one backward pass.
+    r"""The E step: the expected sufficient statistics `E[T]` of every part, by one forward and one backward pass.
 
-    The derivative of a log-likelihood by a log-weight is its flow, how often the weight is expected to be used. A part
-    turns flows into its sufficient statistics: no model needs formulas of its own.
-
-    Args:
-        model: a module, whose parts with `statistics` and `maximise` are fitted if all of their parameters are trained.
-        log_likelihood: computes the sum over a batch, a scalar, by calling the parts of the model.
-        before: statistics of earlier batches, which are added to.
-
-    Returns:
-        The log-likelihood, and the statistics of each part that was used.
-
-    Cost: one forward and one backward pass of `log_likelihood`.
+    `log_likelihood` computes that of a batch, a scalar, by calling parts of the model; `before` are statistics of
+    earlier batches, to which these are added. The derivative of the log-likelihood by a log-weight is the flow of that
+    weight: how often it is expected to be used. Each part turns its flows into statistics, so that no model needs
+    formulas of its own. Returns the log-likelihood, and the statistics of each part that was called.
 
     Source: A. Darwiche, "A differential approach to inference in Bayesian networks", J. ACM 50 (2003).
     """
     used: list[tuple[Part, tuple[Any, ...], dict[str, Any], Tensor]] = []
 
-    def see(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+    def record(part: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
         assert isinstance(part, Part)
         if output.requires_grad:
             used.append((part, inputs, named, output))
 
-    parts = [part for part in model.modules() if isinstance(part, Part)]
-    trained = [part for part in parts if all(parameter.requires_grad for parameter in part.parameters())]
-    handles = [part.register_forward_hook(see, with_kwargs=True) for part in trained]
+    handles = [part.register_forward_hook(record, with_kwargs=True) for part in trained_parts(model)]
     try:
         with torch.enable_grad():
             total = log_likelihood()
@@ -76,7 +71,7 @@ def expected_statistics(
 
 
 def maximise(statistics: Statistics, step: float = 1.0) -> None:
-    """The M step: each part takes the parameters of the largest expected log-likelihood, or goes part of the way."""
+    """The M step: `maximise` of each part."""
     for part, expected in statistics.items():
         part.maximise(expected, step)
 
@@ -85,12 +80,14 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     r"""One step of expectation maximisation: `theta <- argmax E[log p(data, hidden; theta)]` over all parts of a model.
 
     Args:
-        model: see `expected_statistics`.
-        log_likelihoods: of each batch; the statistics of all are added up before the parameters change.
-        step: in 0..1, how far to go, for batches that are only a part of the data.
+        model: a module; fitted are its submodules (or itself) that have methods `statistics` and `maximise`, as
+            `LogWeights` and most input layers have, and all of whose parameters are trained.
+        log_likelihoods: for each batch, a function that computes its log-likelihood (a scalar, nats) by calling the
+            model. The statistics of all batches are added up before the parameters change.
+        step: in 0..1, the part of the way to the maximum that the mean parameters move; less than 1 for mini-batches.
 
     Returns:
-        The log-likelihood before the step. With `step=1`, all the data and no priors it never falls.
+        The log-likelihood before the step. With `step=1`, all the data and no priors it never falls from step to step.
 
     Raises:
         ValueError: there is no batch, or `step` is out of range.

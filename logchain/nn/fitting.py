@@ -1,4 +1,4 @@
-"""Maximum likelihood for any model with a `log_prob`: by expectation maximisation, or by gradients."""
+"""Maximum likelihood for any model with a `log_prob`, by expectation maximisation or by gradients."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,20 +8,21 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import check_choice, check_flag
-from ..progress import check_progress
-from .checks import check_count, check_is_tensor, check_number, check_step
-from .em import Part, em_step
+from ..arguments import check_choice, check_flag, check_is_tensor
+from ..progress import bar, check_progress
+from .checks import check_count, check_number, check_step
+from .em import em_step, trained_parts
 
 Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Fit(NamedTuple):
-    """The result of a fit; log-likelihoods are of all the data, in nats.
+    """The result of `fit`; log-likelihoods are of all the data, in nats.
 
-    `log_likelihood`: of the parameters that were kept. `history`: before the first iteration and after each, of the
-    start that was kept; with mini-batches each is the sum over batches while the parameters move. `converged`: the last
-    iteration gained less than the tolerance. `starts`: what each start reached.
+    `log_likelihood` is that of the final parameters. `history` has the log-likelihoods before the first iteration and
+    after each; with mini-batches each is a sum over batches between which the parameters changed. `converged` says
+    whether the last iteration gained less than the tolerance. With restarts these are those of the best, and `starts`
+    has the final log-likelihood of each.
     """
 
     log_likelihood: float
@@ -31,7 +32,7 @@ class Fit(NamedTuple):
     starts: tuple[float, ...]
 
     def __str__(self) -> str:
-        """A few lines to read."""
+        """A report of two or three lines."""
         end = "converged" if self.converged else "not converged"
         last = self.history[-1] - self.history[-2] if self.iterations else 0.0
         lines = [
@@ -58,39 +59,38 @@ def fit(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Fit:
-    r"""Raise `sum log p(data)` by changing the trained parameters of a model.
+    r"""Maximise the log-likelihood `sum log p(data)` over the trained parameters of a model, in place.
 
     Args:
         model: a module with `log_prob(data, **conditions) -> [n]`; for `restarts`, with `initialise(data, ...)` too.
         data: `[n, ...]`, of n independent sequences or samples.
         conditions: further arguments of `log_prob`, by name; tensors `[n, ...]` are divided into batches like the data.
-        method: "em", expectation maximisation: every trained parameter has to belong to a part with a maximum in closed
-            form (see `em_step`). "gradient": any; by L-BFGS of all data, or Adam of mini-batches.
-        max_iterations: how many at most. An iteration is one pass over the data by EM or Adam, and up to 20 steps of
-            L-BFGS.
-        tolerance: in nats; an iteration over all the data that gains less is the last one. 0 stops where nothing is
-            gained any more, -inf never. A `step` or the batches of a gradient make gains random: then it has no effect.
-        batch_size: how many sequences are computed at a time. With "em" the statistics of all batches are added up, so
-            that it changes the memory and not the result, unless there is a `step`. With "gradient" every batch, in
-            random order, is a step of the optimiser.
-        step: "em" with mini-batches: after every batch, in random order, go so much of the way to its maximum, in the
-            mean parameters: a number in 0..1, or a function of how many batches there were before.
-        optimiser: "gradient": makes an optimiser of the list of parameters, as `partial(torch.optim.Adam, lr=0.1)`.
-        restarts: how many times to start at what `model.initialise(data, generator=..., **conditions)` makes of the
-            data, of which the best is kept; 0 goes on from the present parameters.
-        generator: where the order of batches and the starts come from.
-        progress: show a bar (tqdm) of the iterations.
+        method: "em" for expectation maximisation, where every trained parameter must belong to a part whose maximum has
+            a closed form (see `em_step`); "gradient" for L-BFGS, or Adam with mini-batches.
+        max_iterations: an iteration is one pass over the data by EM or Adam, or up to 20 steps of L-BFGS.
+        tolerance: nats; the fit ends with the first iteration that gains less. 0 ends it where nothing is gained any
+            more, -inf never. It has no effect with mini-batches, whose gains are random.
+        batch_size: number of sequences that are computed at a time. "em" adds up the statistics of all batches, so that
+            only the memory changes, unless a `step` makes them mini-batches. With "gradient" every batch, in random
+            order, is a mini-batch: a step of the optimiser.
+        step: makes the batches of "em" mini-batches, in random order: after each, the mean parameters move this part of
+            the way, in 0..1, to its maximum. It is a number, or a function of the number of batches before.
+        optimiser: for "gradient", a function of the list of parameters, such as `partial(torch.optim.Adam, lr=0.1)`.
+        restarts: number of times to start from `model.initialise(data, generator=..., **conditions)`; the parameters of
+            the best fit are kept. 0 starts from the present parameters.
+        generator: the source of randomness for the order of batches and for `initialise`.
+        progress: show a progress bar (tqdm) of the iterations.
 
     Returns:
         A `Fit`; its `str` is a short report.
 
     Raises:
         TypeError: an option is of the wrong kind.
-        ValueError: an option is out of range or goes with another method; "em" and a parameter without a maximum in
-            closed form; the data are impossible, or the likelihood is no finite number.
-        ImportError: `progress`, and tqdm is not installed.
+        ValueError: an option is out of range or belongs to the other method; with "em", a trained parameter has no
+            maximum in closed form; the data are impossible, or the log-likelihood is not finite.
+        ImportError: `progress` is given, and tqdm is not installed.
 
-    Cost: an iteration is a forward and a backward pass; one forward pass more at the end.
+    Cost: a forward and a backward pass an iteration, and a forward pass at the end.
 
     Source: A. Dempster, N. Laird and D. Rubin, "Maximum likelihood from incomplete data via the EM algorithm", J. R.
     Stat. Soc. B 39 (1977); O. Cappe and E. Moulines, "On-line expectation-maximization algorithm for latent data
@@ -111,7 +111,7 @@ def fit(
             initialise: Any = model.initialise
             initialise(data, generator=generator, **run.conditions)
         title = f"start {start + 1} of {restarts}" if restarts > 1 else "fit"
-        outcome = _one_start(run, _iterations(max_iterations, title, progress), tolerance)
+        outcome = _one_start(run, bar(range(max_iterations), title, progress, "iterations"), tolerance)
         reached.append(outcome.log_likelihood)
         if best is None or outcome.log_likelihood > best[0].log_likelihood:
             best = outcome, {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -123,7 +123,7 @@ def fit(
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """A context after which parameters that are not trained have their values again."""
+    """A context that restores the parameters that are not trained."""
     before = [(fixed, fixed.detach().clone()) for fixed in model.parameters() if not fixed.requires_grad]
     yield
     with torch.no_grad():
@@ -132,12 +132,12 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _divided(condition: object) -> bool:
-    """Whether a condition has a row for each sequence."""
+    """Whether a condition has a first axis, which is that of the sequences."""
     return isinstance(condition, Tensor) and condition.dim() > 0
 
 
 class _Run(NamedTuple):
-    """The options that all starts share."""
+    """The options of a fit that are the same for all starts."""
 
     model: Any
     data: Tensor
@@ -150,11 +150,11 @@ class _Run(NamedTuple):
 
     @property
     def moving(self) -> bool:
-        """Whether parameters change from batch to batch."""
+        """Whether the parameters change after each batch."""
         return self.step is not None or (self.method == "gradient" and self.batch_size is not None)
 
     def batches(self) -> Iterator[Callable[[], Tensor]]:
-        """The log-likelihood of each batch."""
+        """A function for each batch that computes its log-likelihood."""
         n = len(self.data)
         size = self.batch_size or n
         if size >= n:
@@ -163,11 +163,11 @@ class _Run(NamedTuple):
         where = "cpu" if self.generator is None else self.generator.device
         order = torch.randperm(n, generator=self.generator, device=where) if self.moving else torch.arange(n)
         for rows in order.to(self.data.device).split(size):
-            own = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
-            yield partial(self.total, self.data[rows], own)
+            conditions = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
+            yield partial(self.total, self.data[rows], conditions)
 
     def total(self, data: Tensor, conditions: dict[str, Any]) -> Tensor:
-        """The sum over a batch, in float64."""
+        """The log-likelihood of a batch, in float64."""
         log_likelihoods: Tensor = self.model.log_prob(data, **conditions)
         return log_likelihoods.double().sum()
 
@@ -187,7 +187,7 @@ def _one_start(run: _Run, iterations: Iterable[int], tolerance: float) -> Fit:
 
 
 def _em(run: _Run) -> Callable[[], Tensor]:
-    """One iteration as a function, which returns the log-likelihood before it."""
+    """A function that does one iteration of EM and returns the log-likelihood before it."""
     batches_before = 0
 
     def advance() -> Tensor:
@@ -204,10 +204,11 @@ def _em(run: _Run) -> Callable[[], Tensor]:
 
 
 def _gradient(run: _Run) -> Callable[[], Tensor]:
-    """One iteration as a function, which returns the log-likelihood before it."""
+    """A function that does one iteration of the optimiser and returns the log-likelihood before it."""
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-    optimiser: Any = (run.optimiser or (_adam if run.moving else _lbfgs))(parameters)
-    # the mean over sequences, for optimisers with a step of their own
+    adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
+    optimiser: Any = (run.optimiser or (adam if run.moving else lbfgs))(parameters)
+    # the loss is a mean over sequences, so that a learning rate suits any number of them
     scale = 1 / min(run.batch_size or len(run.data), len(run.data))
 
     def advance() -> Tensor:
@@ -224,23 +225,6 @@ def _gradient(run: _Run) -> Callable[[], Tensor]:
         return total
 
     return advance
-
-
-def _lbfgs(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe")
-
-
-def _adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-2)
-
-
-def _iterations(count: int, title: str, shown: bool) -> Iterable[int]:
-    if not shown:
-        return range(count)
-    from tqdm.auto import tqdm
-
-    bar: Iterable[int] = tqdm(range(count), desc=title, unit=" iterations")
-    return bar
 
 
 def _finite(total: Tensor) -> float:
@@ -277,13 +261,10 @@ def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
 
 
 def _check_closed(model: torch.nn.Module) -> None:
-    """Check that each trained parameter belongs to a part that maximises all of its own."""
-    closed = set()
-    for part in model.modules():
-        if isinstance(part, Part):
-            own = list(part.parameters())
-            closed |= {id(parameter) for parameter in own if all(one.requires_grad for one in own)}
-    names = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in closed]
+    """Check that each trained parameter belongs to a `Part` all of whose parameters are trained."""
+    closed = {id(parameter) for part in trained_parts(model) for parameter in part.parameters()}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [name for name, parameter in trained if id(parameter) not in closed]
     if names:
         expected = "'gradient' for parameters without a maximum in closed form"
         raise ValueError(f"method: expected {expected}, got 'em' with {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""Hidden Markov models whose parameters are trained."""
+"""Hidden Markov models with trained parameters."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -34,23 +34,23 @@ class HMM(torch.nn.Module):
     Args:
         num_states: c.
         emission: "categorical", "gaussian" or "poisson"; or an `InputLayer` with units `c`, or `(d, c)` for d
-            observations a step that are independent given the state; or any module that makes log-potentials
-            `[*B, v, c]` of data `[*B, v, *event]`, with which `lengths` have all axes of B.
-        num_features: d, the size of the vector that is observed at each step; None for a single number.
-        num_categories: of "categorical".
-        covariance: of "gaussian": "diagonal" or "full".
-        initial: "free", or "stationary": the stationary distribution of the transitions, which have to be one
-            irreducible matrix for all steps; `fit` then goes by gradients.
-        transition: a module whose call makes logits `[*B or less, v-1 or 1, c, c]` (`[from, to]`) of covariates. By
-            default there is one matrix for all steps.
-        num_steps: v, for a matrix of its own at each step; sequences may be shorter.
-        generator: where the initial parameters come from.
+            observations a step that are independent given the state; or any module that maps data `[*B, v, *event]` to
+            log-potentials `[*B, v, c]` (`lengths` then need all axes of B).
+        num_features: d, for a vector of d entries at each step; None for a number.
+        num_categories: number of categories, for "categorical".
+        covariance: "diagonal" or "full", for "gaussian".
+        initial: "free" for trained initial probabilities; "stationary" for the stationary distribution of the
+            transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`.
+        transition: a module that maps covariates to logits `[*B or less, v-1 or 1, c, c]` (`[from, to]`). By default
+            one trained matrix serves all steps.
+        num_steps: the largest v, for a trained matrix at each step.
+        generator: the source of randomness for the initial parameters.
 
-    The methods take data `[*B, v, *event]`, as `[n, v]` or `[v]`, and
+    The methods take data `[*B, v, *event]`, such as `[n, v]` or `[v]`, and
         observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out; so are NaN entries of the
             data, if the emission is an `InputLayer`.
         lengths: integers from 1 to v, of the shape of the first axes of B; steps behind the end have no influence.
-        covariates: what `transition` is called with, `[*B, v-1, ...]` to depend on the step.
+        covariates: the argument of `transition`; `[*B, v-1, ...]` where it depends on the step.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -101,16 +101,12 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> ChainArguments:
-        """The arguments of the library's functions: `logchain.entropy(**hmm.arguments(data)._asdict())`.
+        """The chain of given data, for functions such as `logchain.entropy(**hmm.arguments(data)._asdict())`.
 
-        Args:
-            data: `[*B, v, *event]`.
-            observed: bool; see the class.
-            lengths: how many steps each sequence has.
-            covariates: of the transition module.
+        Arguments: see the class.
 
         Returns:
-            `x` `[*B, v, c]`, `bulk` and `p0`, as logarithms but with a stationary initial distribution; the lengths.
+            `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths.
         """
         x, ends = potentials(self.emission, self.num_states, data, observed, lengths)
         bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
@@ -118,7 +114,7 @@ class HMM(torch.nn.Module):
             return ChainArguments(x, bulk, self.initial(), True, ends)
         if bulk.shape[-3] != 1:
             raise ValueError(f"initial: expected 'free' with {bulk.shape[-3]} transition matrices, got 'stationary'")
-        # linear: a state that is never visited has no logarithm with a gradient
+        # probabilities: the logarithm of a state that is never visited would have no gradient
         p0 = stationary(bulk[..., 0, :, :].double().exp())
         return ChainArguments(x, bulk.exp(), p0.to(bulk.dtype), False, ends)
 
@@ -130,11 +126,11 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> Tensor:
-        """`log p(data)` `[*B]` in nats, with gradients; arguments as in `arguments`."""
+        """`log p(data)` `[*B]` in nats, which has gradients. Arguments: see the class."""
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return product(**chain._asdict())
 
-    # what wrappers such as DistributedDataParallel call
+    # wrappers such as DistributedDataParallel call `forward`
     forward = log_prob
 
     def posterior(
@@ -146,12 +142,10 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         transitions: Literal["sum", "full"] | None = None,
     ) -> Marginals:
-        """Posterior probabilities of states, and of transitions: see `logchain.marginals`.
+        """Posterior probabilities of states `[*B, v, c]` and transitions, and `log p(data)`: see `logchain.marginals`.
 
-        Arguments as in `arguments`; `transitions`: "sum" over the steps, "full" for each, None for neither.
-
-        Returns:
-            `states` `[*B, v, c]`, `transitions` as asked for, and the log-partition `[*B]`.
+        `transitions`: None for none, "sum" for their sum over steps, "full" for each step; other arguments: see the
+        class.
         """
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return marginals(**chain._asdict(), transitions=transitions)
@@ -164,10 +158,9 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> Path:
-        """The most probable path of states: see `logchain.viterbi`. Arguments as in `arguments`.
+        """The most probable paths of states int64 `[*B, v]`, and `log p(data, path)` `[*B]`: see `logchain.viterbi`.
 
-        Returns:
-            `states` int64 `[*B, v]` and `score`, `log p(data, path)` `[*B]`.
+        Arguments: see the class.
         """
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return viterbi(**chain._asdict())
@@ -182,9 +175,9 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Paths of states drawn from their posterior: int64 `[num_samples, *B, v]`, see `logchain.sample`.
+        """Paths of states int64 `[num_samples, *B, v]` drawn from their posterior: see `logchain.sample`.
 
-        Arguments as in `arguments`; `generator` is the source of randomness.
+        `generator` is the source of randomness; other arguments: see the class.
         """
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
@@ -198,16 +191,9 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Sample:
-        """Paths and data drawn from the model itself; the emission has to be an `InputLayer`.
+        """Paths and data of `num_steps` steps drawn from the model; the emission has to be an `InputLayer`.
 
-        Args:
-            num_samples: how many sequences are drawn.
-            num_steps: v, the length of each.
-            covariates: of the transition module.
-            generator: the source of randomness.
-
-        Returns:
-            `Sample(states, data)`.
+        `generator` is the source of randomness, `covariates` the argument of `transition`.
         """
         emission = self.emission
         if not isinstance(emission, InputLayer):
@@ -230,7 +216,7 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Draw trained parameters anew, probabilities uniformly, emissions by the data; arguments as in `fit`."""
+        """Draw trained parameters anew: probabilities uniformly over the simplex, emissions at places in the data."""
         with frozen(self):
             for weights in (self.initial, self.transition):
                 if isinstance(weights, LogWeights):
@@ -256,9 +242,9 @@ class HMM(torch.nn.Module):
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Fit:
-        """Maximum likelihood from starts that the data suggest: see `logchain.nn.fit`.
+        """Fit the trained parameters to data by maximum likelihood: see `logchain.nn.fit`, and the class.
 
-        `restarts`: how many starts, of which the best is kept; 0 goes on from the present parameters.
+        `restarts`: the number of initialisations, of which the best fit is kept; 0 starts from the present parameters.
         """
         if method == "em" and self.initial is None:
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
@@ -280,7 +266,7 @@ class HMM(torch.nn.Module):
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
-        """A fitted GaussianHMM, GMMHMM, PoissonHMM or CategoricalHMM of hmmlearn, in float64.
+        """The model, in float64, of a fitted GaussianHMM, GMMHMM, PoissonHMM or CategoricalHMM of hmmlearn.
 
         Data are `[*B, v, d]` as hmmlearn's samples are `[samples, d]`, but categories are `[*B, v]`.
         """
@@ -295,5 +281,5 @@ class HMM(torch.nn.Module):
         return to_hmmlearn(self)
 
     def extra_repr(self) -> str:
-        """Sizes, and where chains start."""
+        """The number of states and the kind of initial distribution."""
         return f"num_states={self.num_states}, initial={'stationary' if self.initial is None else 'free'!r}"

@@ -1,4 +1,4 @@
-"""The hidden Markov models of hmmlearn as modules, and back."""
+"""Conversions between hidden Markov models of hmmlearn and `HMM`."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..adapters.chain_arguments import float64
 from .emissions.categorical import Categorical
 from .emissions.gaussian import Gaussian
 from .emissions.input_layer import InputLayer
@@ -24,8 +25,8 @@ def from_hmmlearn(model: Any) -> HMM:
         raise TypeError(f"model: expected a {kind} that is fitted, got one without startprob_")
     hmm = HMM(model.n_components, _READ[kind](model)).double()
     assert isinstance(hmm.initial, LogWeights) and isinstance(hmm.transition, LogWeights)
-    hmm.initial.set(_tensor(model.startprob_))
-    hmm.transition.set(_tensor(model.transmat_))
+    hmm.initial.set(float64(model.startprob_))
+    hmm.transition.set(float64(model.transmat_))
     return hmm
 
 
@@ -42,12 +43,11 @@ def to_hmmlearn(hmm: HMM) -> Any:
         if isinstance(emission, Gaussian):
             model = hmmlearn.hmm.GaussianHMM(hmm.num_states, covariance_type=_kind(emission))
             model.n_features = emission.event[0] if emission.event else 1
-            model.means_, model.covars_ = _moments(emission, (hmm.num_states,))
+            model.means_, model.covars_ = _moments(emission)
         elif isinstance(emission, Mixture) and isinstance(emission.layer, Gaussian):
-            units = emission.layer.units
-            model = hmmlearn.hmm.GMMHMM(*units, covariance_type=_kind(emission.layer))
+            model = hmmlearn.hmm.GMMHMM(*emission.layer.units, covariance_type=_kind(emission.layer))
             model.n_features = emission.event[0] if emission.event else 1
-            model.means_, model.covars_ = _moments(emission.layer, units)
+            model.means_, model.covars_ = _moments(emission.layer)
             model.weights_ = _shares(emission.weights())
         elif isinstance(emission, Poisson):
             model = hmmlearn.hmm.PoissonHMM(hmm.num_states)
@@ -64,7 +64,7 @@ def to_hmmlearn(hmm: HMM) -> Any:
 
 
 def _gaussian(model: Any) -> InputLayer:
-    """hmmlearn's `covars_` are matrices, whatever their type."""
+    """The emission of a GaussianHMM, whose `covars_` are matrices for every type of covariance."""
     full = model.covariance_type in ("full", "tied")
     return _layer(model.means_, model.covars_ if full else np.diagonal(model.covars_, axis1=-2, axis2=-1), full)
 
@@ -76,26 +76,26 @@ def _mixture(model: Any) -> InputLayer:
     if kind == "spherical":
         covariance = covariance[..., None]
     mixture = Mixture(_layer(model.means_, covariance, kind in ("full", "tied"))).double()
-    mixture.weights.set(_tensor(model.weights_))
+    mixture.weights.set(float64(model.weights_))
     return mixture
 
 
 def _layer(means: Any, covariance: Any, full: bool) -> Gaussian:
-    means = _tensor(means)
+    means = float64(means)
     layer = Gaussian(tuple(means.shape[:-1]), means.shape[-1], "full" if full else "diagonal").double()
-    layer.set(means, _tensor(covariance))
+    layer.set(means, float64(covariance))
     return layer
 
 
 def _poisson(model: Any) -> InputLayer:
-    rates = _tensor(model.lambdas_).T  # (d, c)
+    rates = float64(model.lambdas_).T  # (d, c)
     layer = Poisson(tuple(rates.shape)).double()
     layer.set(rates)
     return layer
 
 
 def _categorical(model: Any) -> InputLayer:
-    table = _tensor(model.emissionprob_).T  # (K, c)
+    table = float64(model.emissionprob_).T  # (K, c)
     layer = Categorical(table.shape[1], table.shape[0]).double()
     layer.weights.set(table)
     return layer
@@ -104,8 +104,8 @@ def _categorical(model: Any) -> InputLayer:
 _READ = {"GaussianHMM": _gaussian, "GMMHMM": _mixture, "PoissonHMM": _poisson, "CategoricalHMM": _categorical}
 
 
-def _moments(layer: Gaussian, units: tuple[int, ...]) -> tuple[Any, Any]:
-    """Means [*units, d] and variances or covariances, in float64."""
+def _moments(layer: Gaussian) -> tuple[Any, Any]:
+    """Means [*units, d] and variances [*units, d] or covariances [*units, d, d], in float64."""
     means, covariance = layer.means.double(), layer.covariance().double()
     if not layer.event:
         means, covariance = means[..., None], covariance[..., None]
@@ -117,13 +117,9 @@ def _kind(layer: Gaussian) -> str:
 
 
 def _shares(logs: Tensor) -> Any:
-    """Probabilities that sum to 1 as closely as hmmlearn wants them, along the last axis."""
+    """Probabilities of log-probabilities, normalised in float64 along the last axis, as hmmlearn checks them."""
     return _array(logs.double().softmax(-1))
 
 
 def _array(tensor: Tensor) -> Any:
     return tensor.detach().cpu().numpy().astype(np.float64)
-
-
-def _tensor(array: Any) -> Tensor:
-    return torch.from_numpy(np.array(array, np.float64))

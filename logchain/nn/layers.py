@@ -1,4 +1,4 @@
-"""Sums and products of log-probabilities, as the layers that a circuit is put together from."""
+"""Layers of circuits: sums and products of log-probabilities."""
 
 from collections.abc import Callable
 
@@ -7,25 +7,26 @@ from torch import Tensor
 
 from ..arguments import check_tensor
 from ..matmul import matmul
-from .checks import check_count
+from .checks import check_count, check_last_axes
 from .log_weights import LogWeights
 from .parameters import arithmetic
 
-# the choice of one of the last axis' log-weights: [..., c] to int64 [...]
+# a function that picks an index along the last axis of log-weights: [..., c] to int64 [...]
 Choice = Callable[[Tensor], Tensor]
 
 
 class SumLayer(torch.nn.Module):
-    r"""`out_o = logsumexp_i (x_i + log W_io)`: every output is a mixture of the inputs, with weights of its own.
+    r"""Mixtures of all inputs, `out_o = logsumexp_i (x_i + log W_io)`, with weights for each output.
 
     Args:
-        in_units: c, how many are mixed.
-        out_units: c', how many mixtures there are.
-        lead: sizes `[*L]` of axes before the units along which weights differ: variables, repetitions.
-        generator: where the initial weights come from, uniform over the simplex.
+        in_units: c, the number of inputs.
+        out_units: c', the number of mixtures.
+        lead: sizes `[*L]` of the axes before the units along which weights differ: repetitions, variables.
+        generator: the source of randomness for the initial weights, uniform over the simplex.
 
-    `weights`: `LogWeights` `[*L, c, c']` that sum to 1 over the inputs. Call: `[..., *L, c]` to `[..., *L, c']` in
-    nats, in float32 at least; exact at any offset, and exactly -inf where all that is mixed is.
+    `weights`: `LogWeights` `[*L, c, c']`, which sum to 1 over the inputs. Call: `[..., *L, c]` to `[..., *L, c']` in
+    nats, in float32 at least. Nothing underflows, however small the inputs, and the result is exactly -inf where all
+    inputs of positive weight are.
 
     Raises:
         TypeError: a size is no integer, or x no floating tensor.
@@ -52,19 +53,19 @@ class SumLayer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The mixtures `[..., *L, c']`."""
-        # rows of one leading entry are one matrix: nothing is copied or expanded
+        # `matmul` takes all rows that share weights as one matrix, without copies
         return matmul(_check(x, self.shape).unsqueeze(-2), self.weights())[..., 0, :]
 
     def best(self, x: Tensor) -> Tensor:
         """`max_i (x_i + log W_io)`, the best term of each mixture: `[..., *L, c']`."""
         x = _check(x, self.shape)
-        # one output at a time, so that no [..., c, c'] is held
+        # one output at a time, so that memory does not hold [..., c, c']
         return torch.stack([(x + column).amax(-1) for column in self.weights().unbind(-1)], -1)
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
-        """Which input each given output takes: int64 `[..., *L]` to int64 `[..., *L]`.
+        """The input unit chosen for each given output unit: int64 `[..., *L]` for int64 `[..., *L]`.
 
-        `choice`: takes one of log-weights `[..., c]` along the last axis: `torch.argmax`, or a draw.
+        `choice` picks one of log-weights `[..., c]` along the last axis: by `torch.argmax`, or at random.
         """
         table = self.weights().movedim(-2, -1)  # (*L, c', c)
         *lead, out_units, in_units = table.shape
@@ -73,13 +74,12 @@ class SumLayer(torch.nn.Module):
 
 
 class ProductLayer(torch.nn.Module):
-    r"""`out_j = sum of x_i` over neighbours i: independent variables side by side, unit by unit.
+    r"""Products of neighbours, unit by unit: `out_j = sum of x_i` over the neighbours i of group j.
 
     Args:
-        arity: how many neighbours are multiplied.
+        arity: number of neighbours in a group.
 
-    Call: `[..., f, c]` to `[..., ceil(f / arity), c]` in nats, in float32 at least. A last group that is not full is
-    multiplied alone.
+    Call: `[..., f, c]` to `[..., ceil(f / arity), c]` in nats, in float32 at least. The last group may be smaller.
 
     Raises:
         TypeError: the arity is no integer, or x no floating tensor.
@@ -105,7 +105,7 @@ class ProductLayer(torch.nn.Module):
         return products if full == f else torch.cat([products, x[..., full:, :].sum(-2, keepdim=True)], -2)
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
-        """The unit of a product is that of all its factors: int64 `[..., ceil(f / arity)]` to `[..., f]`."""
+        """The unit of each factor, that of its product: int64 `[..., f]` for int64 `[..., ceil(f / arity)]`."""
         return units.repeat_interleave(self.arity, -1)[..., : x.shape[-2]]
 
     def extra_repr(self) -> str:
@@ -114,18 +114,17 @@ class ProductLayer(torch.nn.Module):
 
 
 class CPLayer(torch.nn.Module):
-    r"""`out_jo = sum_i logsumexp_k (x_ik + log W_iko)` over neighbours i: a product of mixtures.
+    r"""Products of mixtures: `out_jo = sum_i logsumexp_k (x_ik + log W_iko)` over the neighbours i of group j.
 
-    A tensor of weights over the units of all neighbours is the sum of outer products: a canonical polyadic
-    decomposition.
+    The weights of all combinations of the neighbours' units form a tensor in canonical polyadic decomposition.
 
     Args:
-        num_inputs: f, how many inputs stand side by side; each has weights of its own.
+        num_inputs: f, the number of inputs; each has weights of its own.
         in_units: c.
         out_units: c'.
-        arity: how many neighbours are multiplied.
-        lead: sizes `[*L]` of axes before the inputs along which weights differ.
-        generator: where the initial weights come from, uniform over the simplex.
+        arity: number of neighbours in a group.
+        lead: sizes `[*L]` of the axes before the inputs along which weights differ.
+        generator: the source of randomness for the initial weights, uniform over the simplex.
 
     Call: `[..., *L, f, c]` to `[..., *L, ceil(f / arity), c']` in nats; see `SumLayer` and `ProductLayer`.
 
@@ -160,33 +159,32 @@ class CPLayer(torch.nn.Module):
         return products
 
     def best(self, x: Tensor) -> Tensor:
-        """The same of the best term of each mixture."""
+        """The products `[..., *L, ceil(f / arity), c']` of the best term of each mixture."""
         products: Tensor = self.products(self.sums.best(x))
         return products
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
-        """Which input units the given outputs take: int64 `[..., *L, ceil(f / arity)]` to `[..., *L, f]`."""
+        """Input units chosen for given output units: int64 `[..., *L, f]` for int64 `[..., *L, ceil(f / arity)]`."""
         return self.sums.choose(x, self.products.choose(x, units, choice), choice)
 
 
 class TuckerLayer(torch.nn.Module):
-    r"""`out_jo = logsumexp_kl (x_2j,k + x_2j+1,l + log W_jklo)`: mixtures of all pairs of two neighbours' units.
+    r"""Mixtures of all pairs of two neighbours' units: `out_jo = logsumexp_kl (x_2j,k + x_2j+1,l + log W_jklo)`.
 
     Args:
-        num_inputs: f, how many inputs stand side by side; each pair has weights of its own.
+        num_inputs: f, the number of inputs; each pair of neighbours has weights of its own.
         in_units: c.
         out_units: c'.
-        lead: sizes `[*L]` of axes before the inputs along which weights differ.
-        generator: where the initial weights come from, uniform over the simplex.
+        lead: sizes `[*L]` of the axes before the inputs along which weights differ.
+        generator: the source of randomness for the initial weights, uniform over the simplex.
 
-    Call: `[..., *L, f, c]` to `[..., *L, ceil(f / 2), c']` in nats. If f is odd the last input has no partner, and is
-    mixed alone.
+    Call: `[..., *L, f, c]` to `[..., *L, ceil(f / 2), c']` in nats. If f is odd, the last input is mixed alone.
 
     Raises:
         TypeError: a size is no integer, or x no floating tensor.
         ValueError: a size is not positive, or the shape of x does not end in `[*L, f, c]`.
 
-    Cost: `f c^2 c' / 2` multiply-adds, and `f c^2 / 2` numbers that are kept for the backward pass.
+    Cost: `f c^2 c' / 2` multiply-adds; `f c^2 / 2` numbers are kept for the backward pass.
 
     Source: R. Peharz et al., "Einsum networks", ICML (2020), arXiv:2004.06231.
 
@@ -213,18 +211,16 @@ class TuckerLayer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The mixtures `[..., *L, ceil(f / 2), c']`."""
-        paired, alone = self._split(x)
-        parts = [layer(part) for layer, part in ((self.pairs, paired), (self.alone, alone)) if layer is not None]
+        parts = [layer(part) for layer, part in zip((self.pairs, self.alone), self._split(x), strict=True) if layer]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
     def best(self, x: Tensor) -> Tensor:
-        """The same of the best pair of each mixture."""
-        paired, alone = self._split(x)
-        parts = [layer.best(part) for layer, part in ((self.pairs, paired), (self.alone, alone)) if layer is not None]
-        return torch.cat(parts, -2)
+        """The best term of each mixture: `[..., *L, ceil(f / 2), c']`."""
+        layers = zip((self.pairs, self.alone), self._split(x), strict=True)
+        return torch.cat([layer.best(part) for layer, part in layers if layer], -2)
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
-        """Which input units the given outputs take: int64 `[..., *L, ceil(f / 2)]` to `[..., *L, f]`."""
+        """The input units chosen for given output units: int64 `[..., *L, f]` for int64 `[..., *L, ceil(f / 2)]`."""
         paired, alone = self._split(x)
         pairs = paired.shape[-2]
         parts = []
@@ -236,7 +232,7 @@ class TuckerLayer(torch.nn.Module):
         return torch.cat(parts, -1)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The products of all units of two neighbours (..., *L, pairs, c^2), and the input without a partner."""
+        """Log-weights of all pairs of two neighbours' units (..., *L, pairs, c^2), and the input without a partner."""
         x = arithmetic(_check(x, self.shape))
         f = 2 * (x.shape[-2] // 2)
         left, right = x[..., 0:f:2, :], x[..., 1:f:2, :]
@@ -244,15 +240,15 @@ class TuckerLayer(torch.nn.Module):
 
 
 def shifted(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-weights (..., f, c) with largest entry 0 at each node, and the sum of the nodes' shifts in float64."""
+    """Log-weights (..., f, c) shifted to a largest entry of 0 at each node, and the sum (...) of shifts in float64."""
     top = x.detach().amax(-1, keepdim=True)
-    # an impossible node has no shift
+    # a node with -inf alone is not shifted
     top = torch.where(top == -torch.inf, 0.0, top)
     return x - top, top.double().sum((-2, -1))
 
 
 def _check(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The input, after checks of its kind and of its last axes."""
     check_tensor("x", x, 1)
-    if x.shape[x.dim() - len(shape) :] != shape:
-        raise ValueError(f"x: expected shape [{', '.join(map(str, ('...', *shape)))}], got {list(x.shape)}")
+    check_last_axes("x", x, shape)
     return x

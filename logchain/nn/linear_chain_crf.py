@@ -1,4 +1,4 @@
-"""The linear-chain conditional random field as a layer, in the place of pytorch-crf's."""
+"""The linear-chain conditional random field as a layer with the interface of pytorch-crf's."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..adapters import ChainArguments
 from ..adapters.pytorch_crf import check_crf, with_end
-from ..arguments import check_choice, check_flag
+from ..arguments import check_choice, check_device, check_flag, check_integers, check_is_tensor
 from ..log_prob import log_prob
 from ..marginals import marginals
 from ..operands import at_hand
@@ -15,7 +15,7 @@ from ..product import product
 from ..sample import sample
 from ..topk_paths import topk_paths
 from ..viterbi import Path, viterbi
-from .checks import check_count, check_is_tensor
+from .checks import check_count
 from .masked_sequences import Sequences, sequences
 
 
@@ -23,31 +23,33 @@ class LinearChainCRF(nn.Module):
     r"""`log p(z) = start(z_0) + sum_i (T(z_{i-1}, z_i) + emissions_i(z_i)) + end(z_{v-1}) - log Z` for tags `z`.
 
     The parameters, their names and their initial values are those of `torchcrf.CRF`, so that a `state_dict` of either
-    loads into the other; `forward` and `decode` take its arguments and give its results. Beyond pytorch-crf, masks may
-    have holes, sequences may be empty, and masked tags may be anything.
+    loads into the other; `forward` and `decode` take its arguments and give its results. Unlike in pytorch-crf, masks
+    may have holes, sequences may be empty, and masked tags may be anything.
 
     Args:
-        num_tags: how many tags there are, c.
-        batch_first: emissions are `[n, v, c]`, not `[v, n, c]`, and so tags, masks and results.
+        num_tags: number of tags, c.
+        batch_first: emissions are `[n, v, c]` instead of `[v, n, c]`, and tags, masks and results accordingly.
 
     Attributes:
         start_transitions: log-weights of the first tag `[c]`, nats.
-        end_transitions: log-weights of the last tag `[c]`.
-        transitions: `[c, c]`, `[from, to]`. -inf forbids a transition, and stays: its gradient is exactly 0, with which
-            Adam and AdamW do nothing. (Weight decay within the gradient, as SGD has it, makes NaN of it.)
+        end_transitions: log-weights of the last tag `[c]`, nats.
+        transitions: log-weights `[c, c]`, `[from, to]`, nats. -inf forbids a transition and stays -inf under Adam and
+            AdamW, since its gradient is exactly 0. (SGD adds weight decay to the gradient: -inf then becomes NaN.)
 
-    What every method takes:
-        emissions: log-potentials of the tags in nats, from a network: float32, float64, bfloat16 or float16, computed
-            in float32 at least and given as such; the gradient has the dtype of the emissions. -inf forbids a tag.
-        mask: true or nonzero where a variable counts, the opposite of torch's `key_padding_mask`. Masked positions are
-            dropped and the rest are joined: padding may stand behind, in front (a classifier's first token) or between
-            (the pieces of a word). Masked values have no influence, not even NaN, and gradient 0. A sequence may have
-            one variable or none: of an empty one the log-likelihood and the log-partition are 0.
+    Every method takes
+        emissions: log-potentials of the tags in nats, `[v, n, c]` or, if `batch_first`, `[n, v, c]`: float32, float64,
+            bfloat16 or float16. Arithmetic and results are at least float32; the gradient has the dtype of the
+            emissions. -inf forbids a tag.
+        mask: bool or integers, `[v, n]` or `[n, v]`: nonzero where a variable counts, the opposite of torch's
+            `key_padding_mask`; by default everywhere. Masked positions are dropped and the others joined: padding may
+            stand behind, in front (a classifier's first token) or between (the pieces of a word). Masked values have no
+            influence, not even NaN, and gradient 0. The log-likelihood and the log-partition of a sequence without
+            variables are 0.
 
-    The values of masks and tags are looked at on a CPU alone: on a GPU nothing in `forward` makes the host wait, and a
-    tag out of range is the device's error (-1 is an impossible one). A layer works under `torch.compile` without a
-    break, in autocast and in DistributedDataParallel; a batch may be empty. DataParallel gathers tensors: let it have
-    those of `viterbi`, not the lists of `decode`.
+    Values of masks and tags are checked on a CPU only: `forward` never makes the host wait for a GPU, where a tag out
+    of range is the device's error (-1 counts as an impossible tag). The layer works under `torch.compile` without a
+    graph break, in autocast and in DistributedDataParallel; a batch may be empty. DataParallel gathers tensors: use
+    `viterbi` there, not the lists of `decode`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -107,17 +109,18 @@ class LinearChainCRF(nn.Module):
         mask: Tensor | None = None,
         reduction: Literal["none", "sum", "mean", "token_mean"] = "sum",
     ) -> Tensor:
-        """The log-likelihood `log p(tags)`; a loss is its negative.
+        """The log-likelihood `log p(tags)` of given tags; its negative is the training loss.
 
         Args:
-            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, as all below; see the class.
-            tags: integers `[v, n]`. Those that are masked may be anything, such as -100.
-            mask: `[v, n]`; by default everything counts.
-            reduction: "none" for `[n]`; "sum" of them; "mean", divided by n; "token_mean", by the variables that count.
+            emissions: see the class.
+            tags: integers `[v, n]`, or `[n, v]` if `batch_first`. Masked ones may be anything, such as -100.
+            mask: see the class.
+            reduction: "none" for `[n]`; "sum" over sequences; "mean", the sum divided by n; "token_mean", the sum
+                divided by the number of variables that are not masked.
 
         Returns:
             Nats, `[n]` or `[]`: float64 if emissions or parameters are, otherwise float32. Exactly -inf, with gradient
-            0, for tags that are impossible. It can be differentiated twice. Without sequences any sum and mean is 0.
+            0, for tags that are impossible. It can be differentiated twice. Every sum and mean of no sequences is 0.
         """
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         chain, unmasked = self._chain(emissions, mask)
@@ -134,15 +137,9 @@ class LinearChainCRF(nn.Module):
 
     @torch.no_grad()
     def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
-        """The most probable tags of each sequence; see `viterbi` for tensors.
+        """The most probable tags of each sequence as lists, without masked variables. Arguments: see the class.
 
-        Args:
-            emissions: log-potentials; see the class.
-            mask: `[v, n]`; see the class.
-
-        Returns:
-            For each sequence, a list as long as its mask has variables. Where every path is impossible, or emissions
-            are NaN, the tags are -1.
+        Tags are -1 in a sequence in which every path is impossible or an emission is NaN.
         """
         chain, unmasked = self._chain(emissions, mask)
         return [row[0] for row in _lists(viterbi(**chain._asdict()).states[:, None], unmasked)]
@@ -150,13 +147,11 @@ class LinearChainCRF(nn.Module):
     def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
 
-        Args:
-            emissions: log-potentials; see the class.
-            mask: `[v, n]`; see the class.
+        Arguments: see the class.
 
         Returns:
-            `Path(states, score)`: tags `[v, n]`, -1 where masked, and log-weights `[n]`, with a gradient. A log-weight
-            less `log_partition` is the log-probability.
+            `Path(states, score)`: tags `[v, n]` (or `[n, v]`), -1 where masked, and log-weights `[n]` in nats, which
+            have a gradient. A log-weight minus `log_partition` is a log-probability.
         """
         chain, unmasked = self._chain(emissions, mask)
         path = viterbi(**chain._asdict())
@@ -165,14 +160,11 @@ class LinearChainCRF(nn.Module):
     def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
 
-        Args:
-            emissions: log-potentials; see the class.
-            k: how many paths.
-            mask: `[v, n]`; see the class.
+        Arguments: see the class.
 
         Returns:
-            Tags, best path first, and log-weights `[n, k]` in nats. Where there are fewer paths, tags of the rest are
-            -1 and their log-weights -inf.
+            Lists of tags, best path first, and log-weights `[n, k]` in nats. Where fewer than `k` paths are possible,
+            the others have tags -1 and log-weight -inf.
         """
         chain, unmasked = self._chain(emissions, mask)
         paths = topk_paths(**chain._asdict(), k=k)
@@ -190,16 +182,12 @@ class LinearChainCRF(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Independent draws of the tags: see `logchain.sample`.
+        """Paths of tags drawn from their posterior: see `logchain.sample`.
 
-        Args:
-            emissions: log-potentials; see the class.
-            num_samples: how many paths are drawn of each sequence.
-            mask: `[v, n]`; see the class.
-            generator: the source of randomness.
+        `generator` is the source of randomness; other arguments: see the class.
 
         Returns:
-            int64 `[num_samples, v, n]`, -1 where masked.
+            int64 `[num_samples, v, n]` (or `[num_samples, n, v]`), -1 where masked.
         """
         chain, unmasked = self._chain(emissions, mask)
         states = sample(**chain._asdict(), num_samples=num_samples, generator=generator)
@@ -207,28 +195,15 @@ class LinearChainCRF(nn.Module):
         return self._as_given(states).movedim(-1, 0)
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The posterior probability of each tag: see `logchain.marginals`.
+        """The posterior probability of each tag, in the shape of `emissions`: see `logchain.marginals`.
 
-        Args:
-            emissions: log-potentials; see the class.
-            mask: `[v, n]`; see the class.
-
-        Returns:
-            In the layout of `emissions`, 0 where masked. They can be differentiated, once.
+        It is 0 where masked, and can be differentiated once. Arguments: see the class.
         """
         chain, unmasked = self._chain(emissions, mask)
         return self._as_given(unmasked.spread(marginals(**chain._asdict()).states, 0.0))
 
     def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`log Z`, the log-weight of all tags together: see `logchain.product`.
-
-        Args:
-            emissions: log-potentials; see the class.
-            mask: `[v, n]`; see the class.
-
-        Returns:
-            Nats `[n]`.
-        """
+        """The log-partition `log Z` `[n]` in nats: see `logchain.product`. Arguments: see the class."""
         chain, unmasked = self._chain(emissions, mask)
         return unmasked.zero_where_empty(product(**chain._asdict()))
 
@@ -238,19 +213,17 @@ class LinearChainCRF(nn.Module):
             emissions, mask = emissions.transpose(0, 1), None if mask is None else mask.T
         unmasked = sequences(mask)
         x = with_end(unmasked.gathered(emissions), self.end_transitions, unmasked.lengths)
-        # once, not in each of the two terms of the likelihood, whose gradients cancel
+        # converted here, not in log Z and the path's weight apart, whose nearly equal gradients would be rounded first
         start, transitions = self.start_transitions.to(x.dtype), self.transitions.to(x.dtype)
         return ChainArguments(x, transitions[None], start, True, unmasked.lengths), unmasked
 
     def _checked(self, tags: Tensor, emissions: Tensor, unmasked: Sequences) -> Tensor:
-        """Integers from 0 to c - 1, as (n, v)."""
+        """Tags as (n, v), after checks of their kind, their shape and, on a CPU, their values."""
         check_is_tensor("tags", tags)
-        if tags.is_floating_point() or tags.is_complex() or tags.dtype == torch.bool:
-            raise TypeError(f"tags: expected integers, got {str(tags.dtype)[6:]}")
+        check_integers("tags", tags)
         if tags.shape != emissions.shape[:2]:
             raise ValueError(f"tags: expected shape {list(emissions.shape[:2])}, got {list(tags.shape)}")
-        if tags.device != emissions.device:
-            raise ValueError(f"tags: expected device {emissions.device}, got {tags.device}")
+        check_device("tags", tags, emissions)
         tags = tags if self.batch_first else tags.T
         if at_hand(tags) and tags.numel():
             counted = tags if unmasked.inside is None else torch.where(unmasked.inside, tags, 0)
@@ -260,12 +233,12 @@ class LinearChainCRF(nn.Module):
         return tags
 
     def _as_given(self, values: Tensor) -> Tensor:
-        """(n, v, ...) in the layout of the emissions."""
+        """Values (n, v, ...) as (n, v, ...) or (v, n, ...), whichever layout the emissions have."""
         return values if self.batch_first else values.transpose(0, 1)
 
 
 def _lists(states: Tensor, unmasked: Sequences) -> list[list[list[int]]]:
-    """Paths (n, k, v) as lists, each up to its sequence's end."""
+    """Paths (n, k, v) as lists without the masked variables at their ends."""
     n, _, v = states.shape
     lengths = [v] * n if unmasked.inside is None else unmasked.inside.sum(1).tolist()
     return [[path[:length] for path in paths] for paths, length in zip(states.tolist(), lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""Trained probabilities: logarithms that sum to one along an axis."""
+"""Trained probabilities along an axis, as logarithms."""
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ class LogWeights(torch.nn.Module):
 
     Args:
         *shape: sizes of the weights.
-        dim: the axis along which they sum to 1, from the right: -1 by default.
-        prior_count: what expectation maximisation adds to each expected count (a Dirichlet prior of this plus one);
-            with more than 0 no weight becomes 0 because the data lack it.
-        generator: where the initial weights come from: uniform over the simplex (a Dirichlet of ones).
+        dim: the axis along which they sum to 1, counted from the right: -1 is the last.
+        prior_count: added to each expected count by expectation maximisation (a Dirichlet prior with parameter
+            `1 + prior_count`); if positive, no weight becomes 0 because the data lack it.
+        generator: the source of randomness for the initial weights, uniform over the simplex (a Dirichlet of ones).
 
-    `forward()` returns them, `[*shape]` in nats: float32 for half parameters, otherwise of the parameters' dtype. A
-    logit of -inf is a weight that is 0, and stays 0 under gradients and, without a prior, expectation maximisation.
+    `forward()` returns the logarithms `[*shape]` in nats: float32 for half parameters, otherwise of the parameters'
+    dtype. A logit of -inf is a weight of 0, which stays 0 under gradients and, without a prior, under expectation
+    maximisation.
 
     Raises:
         ValueError: the axis has no entry, `dim` is no axis, or `prior_count` is negative.
@@ -44,7 +45,7 @@ class LogWeights(torch.nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the weights anew, uniformly over the simplex."""
         with torch.no_grad():
-            # float16 could draw 0, a weight that no training revives
+            # drawn in float32 at least: float16 could draw 0, a weight that would stay 0
             self.logits.copy_(torch.empty_like(arithmetic(self.logits)).exponential_(generator=generator).log_())
 
     def forward(self) -> Tensor:
@@ -53,7 +54,7 @@ class LogWeights(torch.nn.Module):
 
     @torch.no_grad()
     def set(self, probabilities: Tensor) -> None:
-        """Take over weights proportional to probabilities, which broadcast to the shape."""
+        """Set the weights to probabilities, which are normalised and broadcast to the shape."""
         probabilities = broadcast("probabilities", probabilities, self.logits.shape)
         total = probabilities.sum(self.dim)
         if not ((probabilities >= 0).all() and (total > 0).all() and total.isfinite().all()):
@@ -61,14 +62,14 @@ class LogWeights(torch.nn.Module):
         self.logits.copy_(probabilities.log())
 
     def statistics(self, flow: Tensor) -> Tensor:
-        """Expected counts are sufficient for probabilities."""
+        """Expected counts of each weight, the sufficient statistics: `[*shape]` in float64."""
         return flow.double()
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Take the shares of expected counts and the prior's; an axis without any keeps its weights.
+        """Set the weights to normalised expected counts, with the prior's; where all counts are 0, they stay.
 
-        `step`: how much of the way, in probabilities.
+        `step`: the part of the way to them, in probabilities.
         """
         counts = statistics + self.prior_count
         total = counts.sum(self.dim, keepdim=True)

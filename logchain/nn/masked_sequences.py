@@ -1,4 +1,4 @@
-"""The sequences that a mask leaves, as chains whose variables come first."""
+"""Sequences with masked variables as chains: the variables that count are moved to the front."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,12 @@ from ..operands import at_hand
 
 
 class Sequences(NamedTuple):
-    """The variables that a mask (n, v) leaves to each sequence, moved to the front.
+    """The sequences of a mask: variables that are not masked are moved to the front of each, and back.
 
-    `inside` is the mask, `lengths` and `empty` are (n), `order` (n, v) is the step from which each variable is taken.
-    An empty sequence is computed as one variable, and left out of the results. `order` and `empty` are None where the
-    mask is known to leave the first variables of each sequence; all are None without a mask.
+    `inside` (n, v) is the mask, `lengths` (n) are the numbers of variables that count, `order` (n, v) is the step from
+    which each variable is taken, `empty` (n) marks sequences without variables: they are computed as sequences of one,
+    whose results are replaced. `order` and `empty` are None where the mask is known to leave the first variables of
+    each sequence, at least one; all are None without a mask.
     """
 
     inside: Tensor | None = None
@@ -22,26 +23,27 @@ class Sequences(NamedTuple):
     empty: Tensor | None = None
 
     def gathered(self, values: Tensor) -> Tensor:
-        """Values (n, v) or (n, v, c) in the order of the chain."""
+        """Values (n, v) or (n, v, c) with those that are not masked at the front."""
         if self.order is None or self.inside is None:
             return values
-        values = torch.where(_like(self.inside, values), values, 0)  # an empty sequence is computed from masked values
+        # masked values are zeroed, since an empty sequence is computed from one of them
+        values = torch.where(_like(self.inside, values), values, 0)
         return values.gather(1, _like(self.order, values))
 
     def spread(self, values: Tensor, fill: float) -> Tensor:
-        """Values (n, v) or (n, v, c) of the chain at the places of the mask, `fill` elsewhere."""
+        """Values (n, v) or (n, v, c) moved from the front back to where they were, with `fill` where masked."""
         if self.order is None or self.inside is None:
             return values
         values = values.gather(1, _like(self.order.argsort(1), values))
         return torch.where(_like(self.inside, values), values, fill)
 
     def zero_where_empty(self, values: Tensor) -> Tensor:
-        """Log-weights (n) of each sequence, 0 for an empty one, which has one path."""
+        """Log-weights (n) with 0 for empty sequences, whose only path has weight 1."""
         return values if self.empty is None else values.masked_fill(self.empty, 0.0)
 
 
 def sequences(mask: Tensor | None) -> Sequences:
-    """The sequences of a mask (n, v). A mask on a GPU is not read: the host would wait for it."""
+    """The `Sequences` of a mask (n, v); values on a GPU are not read, since the host would wait for them."""
     if mask is None:
         return Sequences()
     inside = mask.bool()

@@ -1,9 +1,9 @@
-"""Parameters in the dtype of arithmetic, and values in the shape of parameters."""
+"""Conversions of parameters to the dtype of arithmetic, and of values to the shape of parameters."""
 
 import torch
 from torch import Tensor
 
-from .checks import check_is_tensor
+from ..arguments import check_is_tensor
 
 
 def arithmetic(parameter: Tensor) -> Tensor:

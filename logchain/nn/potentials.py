@@ -1,4 +1,4 @@
-"""The log-potentials and transitions of a hidden Markov model, from its data and covariates."""
+"""The log-potentials and transition matrices of a hidden Markov model for given data and covariates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, check_choice
-from .checks import check_count, check_is_tensor, check_mask
+from ..arguments import Lengths, as_lengths, check_choice, check_is_tensor
+from .checks import check_count, check_mask
 from .emissions.input_layer import InputLayer
 from .log_weights import LogWeights
 from .parameters import arithmetic
@@ -16,9 +16,9 @@ from .parameters import arithmetic
 def potentials(
     emission: torch.nn.Module, num_states: int, data: Tensor, observed: Tensor | None, lengths: Lengths | None
 ) -> tuple[Tensor, Tensor | None]:
-    """`log p(data_i | z_i)` `[*B, v, c]`, 0 where nothing is observed; and how many steps each sequence has."""
+    """`log p(data_i | z_i)` `[*B, v, c]` in nats, 0 where nothing is observed, and the lengths `[*B]`."""
     known, ends = where_known(emission, data, observed, lengths)
-    # masked entries may be no values of the family
+    # entries that are not observed may be outside the emission's support
     data = data if known is None else fill(data, known)
     if isinstance(emission, InputLayer):
         x = emission(data, known)  # (*B, v, *U, c)
@@ -36,7 +36,7 @@ def potentials(
 
 
 def check_transitions(initial: object, transition: object, num_steps: object) -> None:
-    """Check the options of a hidden Markov model that say how states follow each other."""
+    """Check the options of a hidden Markov model that concern its initial and transition probabilities."""
     if num_steps is not None:
         check_count("num_steps", num_steps)
     check_choice("initial", initial, ("free", "stationary"))
@@ -51,7 +51,7 @@ def check_transitions(initial: object, transition: object, num_steps: object) ->
 def transitions(
     transition: Any, shape: Sequence[int], ends: Tensor | None, covariates: Tensor | None, num_steps: int | None
 ) -> Tensor:
-    """Log-probabilities `[*B or less, v-1 or 1, c, c]` to go with x `[*B, v, c]` of a shape."""
+    """Log-probabilities `[*B or less, v-1 or 1, c, c]` of transitions, for log-potentials of a shape `[*B, v, c]`."""
     *batch, v, _ = shape
     if isinstance(transition, LogWeights):
         if covariates is not None:
@@ -68,7 +68,10 @@ def transitions(
 def where_known(
     emission: torch.nn.Module, data: Tensor, observed: Tensor | None, lengths: Lengths | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Where data are observed before a sequence's end, `[*B, v]` or of the shape of the data; None for everywhere."""
+    """The mask of what is observed before each sequence's end, None if everything is, and the lengths `[*B]`.
+
+    The mask has the shape of the data for an `InputLayer`, otherwise that of `observed` or `[*B, v]`.
+    """
     check_is_tensor("data", data)
     is_layer = isinstance(emission, InputLayer)
     if is_layer:
@@ -80,7 +83,7 @@ def where_known(
     if observed is not None and is_layer:
         check_mask(observed, data.shape, steps)
     elif observed is not None:
-        # a network does not say how many axes of its data are those of an event: the mask does
+        # other modules do not say how many axes of the data are those of an event: the shape of the mask tells
         check_mask(observed, *(data.shape[:end] for end in range(1, data.dim() + 1)))
         steps = observed.shape
     known, ends = observed, None
@@ -94,26 +97,26 @@ def where_known(
 def in_batch(
     emission: torch.nn.Module, data: Tensor, conditions: dict[str, Tensor | None], lengths: Lengths | None
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Data and conditions with an axis of sequences, which is added where an input layer says that there is one."""
+    """Data and conditions with a batch axis, which is added to a single sequence (known as such with an InputLayer)."""
     check_is_tensor("data", data)
     if lengths is not None:
         conditions = conditions | {"lengths": torch.as_tensor(lengths)}
     if not isinstance(emission, InputLayer) or data.dim() != 1 + event_axes(emission):
         return data, conditions
-    # wrong kinds are refused where they are used
+    # conditions of a wrong kind are refused by `log_prob`
     return data[None], {name: value[None] if isinstance(value, Tensor) else value for name, value in conditions.items()}
 
 
 def event_axes(emission: Any) -> int:
-    """Number of axes of the data behind those of the steps; 0 for a module that does not say."""
+    """Number of axes of the data behind that of the steps; 0 for a module other than an `InputLayer`."""
     return len(emission.units) - 1 + len(emission.event) if isinstance(emission, InputLayer) else 0
 
 
 def fill(values: Tensor, known: Tensor) -> Tensor:
-    """Values with 0 where nothing is known; they may have more axes."""
+    """Values with 0 where the mask `known`, of their first axes, is False."""
     return values.masked_fill(~over(known, values.shape), 0)
 
 
 def over(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Values expanded along further axes at the right, to a shape."""
+    """Values expanded to a shape with further axes on the right."""
     return values[(..., *(None,) * (len(shape) - values.dim()))].expand(shape)

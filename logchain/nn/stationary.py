@@ -7,9 +7,10 @@ from ..operands import at_hand
 
 
 def stationary(transition: Tensor) -> Tensor:
-    r"""`p` with `p = p P` and `sum p = 1`, without subtractions: each entry is good to float64, however small.
+    r"""The solution `p` of `p = p P` with `sum p = 1`, by elimination without subtractions.
 
-    States are eliminated one after the other, detours through them added to the rest, and then substituted back.
+    Each entry has the relative accuracy of float64, however small. States are eliminated one after the other, from the
+    last: paths through an eliminated state are added to the transitions among the others.
 
     Args:
         transition: probabilities `[..., c, c]`, `[from, to]`, of an irreducible chain: every state reaches every other.
@@ -18,7 +19,7 @@ def stationary(transition: Tensor) -> Tensor:
         float64 `[..., c]`. It can be differentiated.
 
     Raises:
-        ValueError: some state does not reach another (looked at on a CPU; elsewhere the result need not be finite).
+        ValueError: some state does not reach another (checked on a CPU; elsewhere the result need not be finite).
 
     Cost: `c^3 / 3` multiply-adds in `c` dependent steps.
 
@@ -28,18 +29,18 @@ def stationary(transition: Tensor) -> Tensor:
     >>> stationary(torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
     tensor([0.7500, 0.2500], dtype=torch.float64)
     """
-    left = transition.double()
-    entries = []
-    for k in range(left.shape[-1] - 1, 0, -1):
-        out = left[..., k, :k]
-        leaves = out.sum(-1, keepdim=True)
-        if at_hand(leaves) and bool((leaves == 0).any()):
+    remaining = transition.double()
+    visits = []
+    for k in range(remaining.shape[-1] - 1, 0, -1):
+        out = remaining[..., k, :k]
+        leaving = out.sum(-1, keepdim=True)
+        if at_hand(leaving) and bool((leaving == 0).any()):
             raise ValueError("transition: expected every state to reach every other")
-        # the weight of k, if that of the states below is 1
-        enter = left[..., :k, k] / leaves
-        left = left[..., :k, :k] + enter[..., :, None] * out[..., None, :]
-        entries.append(enter)
-    weights = torch.ones_like(left[..., 0])  # (..., 1)
-    for enter in reversed(entries):
-        weights = torch.cat([weights, (weights * enter).sum(-1, keepdim=True)], -1)
+        # expected visits of state k for each visit of a state below
+        visits_of_k = remaining[..., :k, k] / leaving
+        remaining = remaining[..., :k, :k] + visits_of_k[..., :, None] * out[..., None, :]
+        visits.append(visits_of_k)
+    weights = torch.ones_like(remaining[..., 0])  # (..., 1)
+    for visits_of_k in reversed(visits):
+        weights = torch.cat([weights, (weights * visits_of_k).sum(-1, keepdim=True)], -1)
     return weights / weights.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The tree-shaped circuit: neighbouring variables are joined in pairs, and the pairs in pairs."""
+"""The tree-shaped circuit: a binary tree of layers that joins neighbouring variables in pairs."""
 
 import math
 from functools import partial
@@ -17,8 +17,8 @@ from .layers import Choice, CPLayer, SumLayer, TuckerLayer, shifted
 class TreeCircuit(Circuit):
     r"""`log p(data) = logsumexp_r (mixing_r + root_r(layer_L(... layer_1(log p_r(data | state)))))`: a binary tree.
 
-    Each layer halves the number of nodes and keeps the c units of each; the root mixes the last node's. The number of
-    variables need not be a power of two: a node without a neighbour goes up alone.
+    Each layer joins neighbouring nodes in pairs, of c units each; the root mixes the units of the last node. The number
+    of variables need not be a power of two: a node without a neighbour goes up alone.
 
     Args:
         num_variables: v.
@@ -26,18 +26,19 @@ class TreeCircuit(Circuit):
         num_repetitions: t.
         input: "categorical", "bernoulli", "binomial" or "gaussian", or an `InputLayer` with units `[t, v, c]`.
         layer: "cp" multiplies mixtures, `CPLayer`; "tucker" mixes all pairs of two nodes' units, `TuckerLayer`.
-        num_categories: K, of categorical variables.
-        total_count: of binomial variables.
-        generator: where the initial parameters come from.
+        num_categories: K, for categorical variables.
+        total_count: number of trials, for binomial variables.
+        generator: the source of randomness for the initial parameters.
 
-    Data are `[*B, v, *event]`; NaN, or False in `observed`, is summed out: see `Circuit` for what can be asked.
+    Data are `[*B, v, *event]`; entries that are NaN, or False in `observed`, are summed out. The methods are those of
+    `Circuit`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or the layer is unknown.
 
-    Cost: about `2 t v c^2` multiply-adds for each of the data with "cp", `t v c^3` with "tucker", in `log2 v` dependent
-    layers; twice that for gradients.
+    Cost: about `2 t v c^2` multiply-adds a data point with "cp", `t v c^3` with "tucker", in `log2 v` dependent layers;
+    twice that for gradients.
 
     Source: hidden tree models as tensor decompositions of circuits: A. Mari, G. Vessio and A. Vergari, "Unifying and
     understanding overparameterized circuit representations via low-rank tensor decompositions" (2023).
@@ -73,20 +74,20 @@ class TreeCircuit(Circuit):
         self.root = SumLayer(c, 1, (t, 1), generator=generator)
 
     def components(self, x: Tensor) -> Tensor:
-        """The root of each repetition."""
+        """The log-likelihood at the root of each repetition."""
         *_, root, scale = self._up(x, best=False)
         return root[..., 0, 0].double() + scale
 
     def best_states(self, x: Tensor) -> Path:
-        """The best units of the nodes above the variables, from the root down."""
+        """The most probable states, chosen from the root down."""
         *below, root, scale = self._up(x, best=True)
         return Path(self._down(below, root[..., 0], partial(torch.argmax, dim=-1)), root[..., 0, 0].double() + scale)
 
     def draw_states(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
-        """Units drawn from the root down."""
+        """States drawn from the root down."""
 
         def draw(log_weights: Tensor) -> Tensor:
-            # an impossible repetition has no shares, and is not looked at
+            # an impossible repetition has no shares: any draw will do, since it is never selected
             shares = torch.softmax(log_weights, -1).nan_to_num_(1.0).flatten(0, -2)
             return torch.multinomial(shares, 1, generator=generator).view(log_weights.shape[:-1])
 
@@ -94,7 +95,7 @@ class TreeCircuit(Circuit):
         return self._down(below, root[..., 0].expand(num_samples, *root.shape[:-1]), draw)
 
     def _up(self, x: Tensor, best: bool) -> list[Tensor]:
-        """The inputs of each layer and of the root, the root's output, and the sum of all shifts."""
+        """The shifted inputs of each layer and of the root, the root's output, and the sum of all shifts."""
         below, scale = [], x.new_zeros(x.shape[:-2], dtype=torch.float64)
         layer: Any
         for layer in (*self.layers, self.root):
@@ -105,6 +106,7 @@ class TreeCircuit(Circuit):
         return [*below, x, scale]
 
     def _down(self, below: list[Tensor], root: Tensor, choice: Choice) -> Tensor:
+        """States of all variables, chosen layer by layer given the unit of the node above."""
         units = torch.zeros_like(root, dtype=torch.int64)  # (..., t, 1)
         layer: Any
         for layer, x in zip((self.root, *reversed(self.layers)), reversed(below), strict=True):

@@ -1,4 +1,4 @@
-"""The families of what is observed: the emissions of a hidden Markov model, the input layers of a circuit."""
+"""Families of distributions of observations: emissions of hidden Markov models, input layers of circuits."""
 
 from .bernoulli import Bernoulli
 from .binomial import Binomial

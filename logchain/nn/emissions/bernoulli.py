@@ -1,4 +1,4 @@
-"""Yes or no: each hidden unit has a probability of its own."""
+"""Bernoulli observations, with a probability for each hidden unit."""
 
 import torch
 
@@ -6,17 +6,17 @@ from .binomial import Binomial
 
 
 class Bernoulli(Binomial):
-    r"""`log p(1 | unit) = log p`, `log p(0 | unit) = log(1 - p)`.
+    r"""Bernoulli observations: `log p(1 | unit) = log p`, `log p(0 | unit) = log(1 - p)`.
 
     Args:
         units: `[*U, c]`, or `c` alone.
-        generator: where the initial probabilities come from, uniform in 0..1.
+        generator: the source of randomness for the initial probabilities, uniform in 0..1.
 
     `logits`: parameter `[*U, c]`, `log p / (1 - p)`; -inf and inf are probabilities 0 and 1. Call: data `[..., *U]`,
     0 or 1 of any dtype, to `[..., *U, c]`, in nats; see `InputLayer`.
 
     Raises:
-        ValueError: a value is neither (looked at on a CPU), or shapes do not go together.
+        ValueError: a value is neither 0 nor 1 (checked on a CPU), or shapes do not go together.
 
     >>> switches = Bernoulli(2)
     >>> switches.set(torch.tensor([0.25, 1.0]))

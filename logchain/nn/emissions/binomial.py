@@ -1,4 +1,4 @@
-"""Successes out of so many trials: each hidden unit has a probability of its own."""
+"""Binomial observations, with a probability of success for each hidden unit."""
 
 import torch
 from torch import Tensor
@@ -6,24 +6,24 @@ from torch.nn.functional import logsigmoid
 
 from ..checks import check_count
 from ..parameters import arithmetic, broadcast
-from .exponential_family import sums
+from .exponential_family import moved, sums
 from .finite import Finite
 from .starts import observations
 
 
 class Binomial(Finite):
-    r"""`log p(k | unit) = log choose(total, k) + k log p + (total - k) log(1 - p)`.
+    r"""Binomial observations: `log p(k | unit) = log choose(total, k) + k log p + (total - k) log(1 - p)`.
 
     Args:
         units: `[*U, c]`, or `c` alone.
-        total_count: the number of trials; data are integers from 0 to it, of any dtype.
-        generator: where the initial probabilities come from, uniform in 0..1.
+        total_count: the number of trials; data are integers from 0 to `total_count`, of any dtype.
+        generator: the source of randomness for the initial probabilities, uniform in 0..1.
 
     `logits`: parameter `[*U, c]`, `log p / (1 - p)`; -inf and inf are probabilities 0 and 1. Call: data `[..., *U]` to
     `[..., *U, c]`, in nats, looked up in a table `[*U, total_count + 1, c]` made in float64; see `InputLayer`.
 
     Raises:
-        ValueError: a value is out of range (looked at on a CPU), or shapes do not go together.
+        ValueError: a value is out of range (checked on a CPU), or shapes do not go together.
 
     >>> pixels = Binomial(2, 16)
     >>> pixels.set(torch.tensor([0.5, 0.0]))
@@ -43,14 +43,14 @@ class Binomial(Finite):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities anew."""
+        """Draw the probabilities anew, uniformly in 0..1."""
         noise = self.logits.new_empty(self.units, dtype=torch.float64)
         # uniform probabilities are logistic logits; the ends of the interval are left out
         self.logits.copy_(noise.uniform_(1e-6, 1 - 1e-6, generator=generator).logit())
 
     @torch.no_grad()
     def set(self, probabilities: Tensor) -> None:
-        """Take over probabilities, which broadcast to the units."""
+        """Set the probabilities of success, which broadcast to the units."""
         probabilities = broadcast("probabilities", probabilities, self.logits.shape)
         if not ((probabilities >= 0) & (probabilities <= 1)).all():
             raise ValueError("probabilities: expected numbers from 0 to 1")
@@ -60,8 +60,9 @@ class Binomial(Finite):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """About the share of successes, half a success and a failure added; the logits with standard normal noise."""
+        """Set the probabilities at random near the share of successes in the data."""
         rows, known = observations(self, data, observed)  # (g, n, 1)
+        # half a success and half a failure are added
         successes = torch.where(known, self._values(rows), 0).sum((1, 2)) + 0.5
         trials = known.sum((1, 2)) * self.total_count + 1
         noise = torch.empty_like(self.logits, dtype=torch.float64).normal_(generator=generator)
@@ -74,8 +75,8 @@ class Binomial(Finite):
         hits = torch.arange(self.num_values, device=logits.device, dtype=torch.float64)[:, None]
         misses = self.total_count - hits
         ways = -torch.lgamma(hits + 1) - torch.lgamma(misses + 1)
-        ways = ways - ways[:1]  # one way to have none, exactly
-        # none out of any number of trials is 0 times log 0
+        ways = ways - ways[:1]  # the logarithm of choose(total, k), exactly 0 for k = 0
+        # 0 hits or misses contribute 0, also where log p or log(1 - p) is -inf
         log_density = torch.where(hits > 0, hits * logsigmoid(wide), 0.0) + torch.where(
             misses > 0, misses * logsigmoid(-wide), 0.0
         )
@@ -89,10 +90,10 @@ class Binomial(Finite):
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """The share of expected successes; where nothing is expected, it stays. `step`: how much of the way to it."""
+        """Set the probabilities to the shares of expected successes; see `ExponentialFamily.maximise`."""
         trials = statistics.sum(-1, keepdim=True)
         before = torch.stack((self.logits.double(), -self.logits.double()), -1).sigmoid()
-        hits, misses = torch.where(trials > 0, torch.lerp(before, statistics / trials, step), before).unbind(-1)
+        hits, misses = moved(before, statistics / trials, step, trials > 0).unbind(-1)
         self.logits.copy_(hits.log() - misses.log())
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Categories: each hidden unit has probabilities of its own."""
+"""Categorical observations, with probabilities for each hidden unit."""
 
 import torch
 from torch import Tensor
@@ -10,18 +10,18 @@ from .starts import observations
 
 
 class Categorical(Finite):
-    r"""`log p(k | unit)`, a table of log-probabilities.
+    r"""Categorical observations: `log p(k | unit)` is looked up in a table of log-probabilities.
 
     Args:
         units: `[*U, c]`, or `c` alone.
         num_categories: K; data are integers from 0 to K-1, of any dtype.
-        prior_count: what expectation maximisation adds to each expected count; see `LogWeights`.
-        generator: where the initial probabilities come from, uniform over the simplex.
+        prior_count: added to each expected count by expectation maximisation; see `LogWeights`.
+        generator: the source of randomness for the initial probabilities, uniform over the simplex.
 
     `weights`: `LogWeights` `[*U, K, c]`. Call: data `[..., *U]` to `[..., *U, c]`, in nats; see `InputLayer`.
 
     Raises:
-        ValueError: a value is no category (looked at on a CPU), or shapes do not go together.
+        ValueError: a value is no category (checked on a CPU), or shapes do not go together.
 
     >>> coins = Categorical(2, 2)
     >>> coins.weights.set(torch.tensor([[0.5, 0.9], [0.5, 0.1]]))
@@ -45,14 +45,14 @@ class Categorical(Finite):
         self.weights = LogWeights(*shape, dim=-2, prior_count=prior_count, generator=generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities anew."""
+        """Draw the probabilities anew, uniformly over the simplex."""
         self.weights.reset_parameters(generator)
 
     @torch.no_grad()
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """The frequencies in the data, one observation spread over all categories added, times exponential noise."""
+        """Set the probabilities to frequencies in the data (one observation spread over all added) times noise."""
         rows, known = observations(self, data, observed)  # (g, n, 1)
         counts = rows.new_zeros(len(rows), self.num_values)
         counts.scatter_add_(1, self._values(rows[..., 0]), known[..., 0].double())

@@ -14,25 +14,27 @@ from .input_layer import InputLayer
 
 
 class Distribution(InputLayer):
-    r"""`log p(y | unit) = family(**parameters).log_prob(y)`, with parameters of each unit.
+    r"""Observations of a family of torch: `log p(y | unit) = family(**parameters).log_prob(y)`, parameters by unit.
 
     Args:
-        family: a class of `torch.distributions`, or a function that makes a distribution of keyword arguments.
+        family: a class of `torch.distributions`, or a function of keyword arguments that returns a distribution.
         units: `[*U, c]`, or `c` alone; the batch shape of the distribution.
-        limits: what each parameter has to satisfy (`torch.distributions.constraints`); by default what the class says,
-            and real numbers for a function.
-        spread: what is the same for all states is told apart by normal noise of this size, in the free parameters.
-        generator: where the noise comes from.
-        **initial: the parameters' values `[*U, c, *event of the parameter]`, or what broadcasts to that.
+        limits: a constraint for each parameter (`torch.distributions.constraints`); by default those of the class, and
+            real numbers for a function.
+        spread: standard deviation of the normal noise by which parameters that are given alike for all states are made
+            different, in the unconstrained parameters.
+        generator: the source of randomness for the noise.
+        **initial: initial values of the parameters, which broadcast to `[*U, c, *event of the parameter]`.
 
-    `free`: a `ParameterDict` of real parameters, which `torch.distributions.biject_to` maps to what is allowed (or
-    `transform_to`, where no bijection is known). Integers are not trained. Call: data `[..., *U, *event]` to
-    `[..., *U, c]`, in nats; see `InputLayer`. Only the whole of an event may be missing.
+    `free`: a `ParameterDict` of unconstrained real parameters, which `torch.distributions.biject_to` (or, where it
+    knows no bijection, `transform_to`) maps to the constraints. Integer parameters are not trained. Call: data
+    `[..., *U, *event]` to `[..., *U, c]`, in nats; see `InputLayer`. An event is observed as a whole or not at all.
 
     Raises:
         TypeError: the family is neither a class nor a function, or `spread` is no number.
-        ValueError: an initial value is not allowed, or nothing maps to what is (name other `limits`); it or the
-            distribution's shapes do not go with the units; no unit allows some of the data (looked at on a CPU).
+        ValueError: an initial value violates its constraint, or torch cannot map real numbers to the constraint (pass
+            other `limits`); a value's or the distribution's shape does not go with the units; some of the data are
+            outside the support of every unit (checked on a CPU).
 
     >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=torch.tensor([1.0, 4.0]), spread=0)
     >>> waits(torch.tensor([1.0]))
@@ -72,7 +74,7 @@ class Distribution(InputLayer):
         self.family, self.spread = family, spread
         self.transforms = {name: _transform(name, limit) for name, limit in limits.items() if not limit.is_discrete}
         self._initial = {name: transform.inv(values[name]) for name, transform in self.transforms.items()}
-        # a copy: training must not move what `reset_parameters` goes back to
+        # copies, so that training leaves the values to which `reset_parameters` returns
         free = {name: torch.nn.Parameter(start.clone()) for name, start in self._initial.items()}
         self.free = torch.nn.ParameterDict(free)
         self._alike = [name for name, start in starts.items() if _shared(start, limits[name].event_dim)]
@@ -85,25 +87,25 @@ class Distribution(InputLayer):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """The initial values, with noise anew."""
+        """Set the parameters to the initial values, with new noise."""
         for name, parameter in self.free.items():
             start = self._initial[name].to(parameter)
             noise = self.spread * torch.empty_like(parameter).normal_(generator=generator)
             parameter.copy_(start + noise if name in self._alike else start)
 
     def parameters_of_units(self) -> dict[str, Tensor]:
-        """What the family is called with, `[*U, c, *event of the parameter]`."""
+        """The keyword arguments of the family, `[*U, c, *event of the parameter]`."""
         trained = {name: self.transforms[name](arithmetic(free)) for name, free in self.free.items()}
         return trained | {name: self.get_buffer(name) for name in self._fixed}
 
     def distribution(self, **values: Tensor) -> torch.distributions.Distribution:
-        """Of given parameters."""
-        # looking at the values would make the host wait for a GPU
+        """The distribution with given parameters."""
+        # torch's validation of parameters would make the host wait for a GPU
         options = {"validate_args": False} if isinstance(self.family, type) else {}
         return self.family(**values, **options)
 
     def log_density(self, data: Tensor) -> Tensor:
-        """Of the distribution."""
+        """The log-density of the distribution, exactly -inf outside its support."""
         values = self.parameters_of_units()
         made = self.distribution(**values)
         data = data.to(next(iter(values.values())).dtype)
@@ -111,16 +113,16 @@ class Distribution(InputLayer):
         allowed: Tensor = support.check(data)
         if at_hand(allowed) and not bool(allowed.any(-1).all()):
             raise ValueError(f"data: expected {support}, got something else")
-        # some families go on with their formula where they end: Pareto does
+        # some families, such as Pareto, evaluate their formula outside their support, too
         return made.log_prob(data).masked_fill(~allowed, -torch.inf)
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """With a sample of the initial distribution."""
+        """Data with a sample of the initial distribution where nothing is observed."""
         return torch.where(known, data, self._allowed.to(data.dtype))
 
     @torch.no_grad()
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A sample; the distributions know no generators, so one is only the seed."""
+        """A sample of the distribution; a generator draws the seed, since torch's distributions take none."""
         values = {name: self.of_states(value, states) for name, value in self.parameters_of_units().items()}
         made = self.distribution(**values)
         if generator is None:
@@ -132,7 +134,7 @@ class Distribution(InputLayer):
 
     @torch.no_grad()
     def mode(self) -> tuple[Tensor, Tensor]:
-        """Of the distribution, where torch knows it."""
+        """The mode of the distribution, where torch knows it, and its log-density."""
         made = self.distribution(**self.parameters_of_units())
         modes = made.mode.detach()
         return modes, made.log_prob(modes)
@@ -143,10 +145,10 @@ class Distribution(InputLayer):
 
 
 def _limits(family: Any, limits: Mapping[str, Any] | None, initial: Mapping[str, Any]) -> dict[str, Any]:
-    """What each parameter has to satisfy: what is said, or else any real number."""
+    """The constraint of each parameter: the given one, that of the class, or else any real number."""
     if limits is None:
-        said = getattr(family, "arg_constraints", None)
-        limits = said if isinstance(said, dict) else {}
+        declared = getattr(family, "arg_constraints", None)
+        limits = declared if isinstance(declared, dict) else {}
     elif unknown := limits.keys() - initial.keys():
         raise ValueError(
             f"limits: expected names of parameters, {', '.join(initial)}, got {', '.join(sorted(unknown))}"
@@ -155,7 +157,7 @@ def _limits(family: Any, limits: Mapping[str, Any] | None, initial: Mapping[str,
 
 
 def _start(name: str, start: Any, limit: Any) -> Tensor:
-    """An initial value that is allowed, as a floating tensor."""
+    """An initial value as a floating tensor, after a check of its constraint."""
     value = torch.as_tensor(start)
     value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
     if constraints.is_dependent(limit):
@@ -166,15 +168,15 @@ def _start(name: str, start: Any, limit: Any) -> Tensor:
 
 
 def _shared(start: Tensor, event: int) -> bool:
-    """Whether all states are given the same, by a value with so many axes of the parameter's event."""
+    """Whether an initial value, whose last `event` axes are those of the parameter, is the same for all states."""
     return start.dim() == event or start.shape[-1 - event] == 1
 
 
 def _transform(name: str, limit: Any) -> Any:
-    """Of real numbers to what is allowed."""
-    for known in (biject_to, transform_to):
+    """The transform of real numbers to those that a constraint allows."""
+    for registry in (biject_to, transform_to):
         try:
-            return known(limit)
+            return registry(limit)
         except NotImplementedError:
             continue
     raise ValueError(f"limits: expected what real numbers can be mapped to for {name}, got {limit}")

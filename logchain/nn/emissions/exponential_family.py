@@ -1,21 +1,22 @@
-"""Input layers whose likelihood is a product with sums of the data, and has its maximum in closed form."""
+"""Exponential families, whose log-likelihood is a matrix product and has its maximum in closed form."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from ..parameters import arithmetic
 from .input_layer import InputLayer
 
 
 class ExponentialFamily(InputLayer):
-    """`log p(y | unit) = T(y) . eta(unit)`, one matrix product forward, one backward, and one to be fitted.
+    """An exponential family: `log p(y | unit) = T(y) . eta(unit)`, sufficient statistics times natural parameters.
 
-    It is computed in float64, where the terms may cancel, and rounded once. What is missing adds nothing to T. A
-    subclass has `dtype`, `sufficient` for T, `natural` for eta and `maximise`.
+    The sum is computed in float64, since terms may cancel, and rounded once. Where an observation is missing, T is 0. A
+    subclass implements `sufficient` for T, `natural` for eta, and `maximise`.
 
-    Cost: for f sufficient statistics f multiply-adds for each entry of the result, forward and backward, and a copy of
-    it in float64; only the statistics are kept for the backward.
+    Cost: with f sufficient statistics, f multiply-adds for each entry of the result, forward and backward, and a copy
+    of the result in float64; the statistics are kept for the backward pass.
     """
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
@@ -29,39 +30,44 @@ class ExponentialFamily(InputLayer):
         return products.to(self.dtype, memory_format=torch.contiguous_format).view(*lead, *self.units)
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`sum flow T(data)` over all but the units: `[*U, c, f]` in float64."""
+        """`sum flow T(data)` over all axes but the units': `[*U, c, f]` in float64."""
         return sums(flow, self.sufficient(*self.known(data, observed)), self.units)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
-        raise NotImplementedError
+        """The dtype of the log-densities: that of the parameters, float32 at least."""
+        return arithmetic(next(self.parameters())).dtype
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """T of data `[..., *U, *event]`: `[..., *U, f]` in float64, with 0 where nothing is known."""
+        """T of data `[..., *U, *event]`: `[..., *U, f]` in float64, with 0 where nothing is observed."""
         raise NotImplementedError
 
     def natural(self) -> Tensor:
-        """Eta of all units: `[*U, c, f]`, finite."""
+        """Eta of all units: `[*U, c, f]`; every entry is finite."""
         raise NotImplementedError
 
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Take the parameters of the largest expected log-likelihood; where nothing is expected, they stay.
+        """Set the parameters to those of the largest expected log-likelihood; units that are not used keep theirs.
 
-        `step`: how far to go, in the mean parameters.
+        `step`: the part of the way to them, in the mean parameters.
         """
         raise NotImplementedError
 
 
 def sums(flow: Tensor, features: Tensor, units: tuple[int, ...]) -> Tensor:
-    """`sum flow feature` over all but the units: `[..., *U, c]` and `[..., *U, f]` to `[*U, c, f]` in float64."""
+    """`sum flow features` `[*U, c, f]` in float64, of `[..., *U, c]` and `[..., *U, f]`, over all axes before `U`."""
     lead = flow.shape[: -len(units)]
     by_group = flow.double().reshape(-1, math.prod(units[:-1]), units[-1]).transpose(0, 1)  # (groups, n, c)
     products = _by_group(features, lead, units).mT @ by_group  # (groups, f, c)
     return products.mT.reshape(*units, features.shape[-1])
 
 
+def moved(before: Tensor, target: Tensor, step: float, used: Tensor) -> Tensor:
+    """Mean parameters after `step` of the way from those before to a target; units that are not `used` keep theirs."""
+    return torch.where(used, torch.lerp(before, target, step), before)
+
+
 def _by_group(features: Tensor, lead: torch.Size, units: tuple[int, ...]) -> Tensor:
-    """`[..., *U, f]`, where U may be 1, to `[groups, n, f]`."""
+    """Features `[..., *U, f]`, where axes U may have size 1, as `[groups, n, f]` with a group for each entry of U."""
     features = features.expand(*lead, *units[:-1], features.shape[-1])
     return features.reshape(lead.numel(), math.prod(units[:-1]), features.shape[-1]).transpose(0, 1)

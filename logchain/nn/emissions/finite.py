@@ -1,4 +1,4 @@
-"""Observations out of finitely many: their log-probabilities are looked up in a table."""
+"""Observations with finitely many values, whose log-probabilities are looked up in a table."""
 
 import torch
 from torch import Tensor
@@ -7,19 +7,19 @@ from ...operands import at_hand
 from ..checks import check_count
 from .input_layer import InputLayer
 
-# observations of one variable whose gradients are added up one after the other
+# number of observations of one variable whose gradients are added up one after the other
 _BLOCK = 4096
 
 
 class Finite(InputLayer):
-    """An input layer whose data are integers from 0 to K-1; a subclass adds `table`.
+    """Observations that are integers from 0 to K-1; a subclass implements `table`.
 
     Args:
         units: `[*U, c]`, or `c` alone.
         num_values: K.
 
-    Cost: one pass over the result forward, two backward; nothing of its size is kept. The table is copied once for
-    every 4096 observations of a variable.
+    Cost: one pass over the result forward, two backward, for which nothing of its size is kept. The table is copied
+    once for every 4096 observations of a variable.
     """
 
     def __init__(self, units: int | tuple[int, ...], num_values: int) -> None:
@@ -32,11 +32,11 @@ class Finite(InputLayer):
         raise NotImplementedError
 
     def log_probabilities(self) -> Tensor:
-        """Of all values: `[*U, c, K]`."""
+        """Log-probabilities of all values: `[*U, c, K]`."""
         return self.table().movedim(-2, -1)
 
     def log_density(self, data: Tensor) -> Tensor:
-        """Rows of the tables of all variables."""
+        """The log-probabilities of the data, looked up in the tables of all variables."""
         data = self._values(data[..., 0])
         table = self.table()
         lead, (size, c) = table.shape[:-2], table.shape[-2:]
@@ -45,24 +45,25 @@ class Finite(InputLayer):
         flat = rows.reshape(-1, lead.numel())
         copies = -(-len(flat) // _BLOCK)
         if copies > 1:
-            # gradients of each block are added up by themselves, so that small ones do not drown in their sum
+            # each block has a copy of the table, so that small gradients are not lost in the sum over all blocks
             flat = flat + torch.arange(len(flat), device=data.device)[:, None] // _BLOCK * (lead.numel() * size)
             table = table.expand(copies, *table.shape)
-        # its backward is faster than an embedding's
+        # the backward pass of index_select is faster than that of an embedding
         return table.reshape(-1, c).index_select(0, flat.reshape(-1)).view(*rows.shape, c)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """int64."""
+        """One observation of each given state, int64; see `InputLayer.draw`."""
         shares = self.of_states(self.log_probabilities().detach(), states).exp()
         drawn = torch.multinomial(shares.reshape(-1, self.num_values), 1, generator=generator)
         return drawn.view(states.shape)
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The most likely value, the lowest among equals."""
+        """The most probable value, the lowest among equals, and its log-probability."""
         best = self.table().detach().max(-2)
         return best.indices, best.values
 
     def _values(self, data: Tensor) -> Tensor:
+        """Data as int64; on a CPU their values are checked."""
         values = data.long()
         if at_hand(data):
             wrong = (values < 0) | (values >= self.num_values) | (values != data)

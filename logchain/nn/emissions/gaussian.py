@@ -1,4 +1,4 @@
-"""Real numbers or vectors: each hidden unit has a mean and a covariance of its own."""
+"""Gaussian observations, numbers or vectors, with a mean and a covariance for each hidden unit."""
 
 import math
 
@@ -9,35 +9,36 @@ from ...arguments import check_choice
 from ...operands import at_hand
 from ..checks import check_amount, check_count
 from ..parameters import arithmetic, broadcast
-from .exponential_family import ExponentialFamily
+from .exponential_family import ExponentialFamily, moved
 from .starts import seeds
 
-# what the float64 sums of squares leave of a variance that is 0, relative to the squares
+# the largest variance, relative to the sum of squares, that may be nothing but rounding of float64
 _ROUNDING = 2.0**-46
 
 
 class Gaussian(ExponentialFamily):
-    r"""`log p(y | unit) = -(d log 2 pi + log det S + (y - m)' S^-1 (y - m)) / 2`.
+    r"""Gaussian observations: `log p(y | unit) = -(d log 2 pi + log det S + (y - m)' S^-1 (y - m)) / 2`.
 
     Args:
         units: `[*U, c]`, or `c` alone.
-        num_features: d, where an observation is a vector of as many; None where it is a number.
-        covariance: "diagonal", where any entry of a vector may be missing, or "full", where only the whole may.
-        prior_scatter, prior_count: what expectation maximisation adds to a unit's sum of squares (of each feature) and
+        num_features: d, for vectors of d entries; None for numbers.
+        covariance: "diagonal", where any entries of a vector may be missing, or "full", where all or none may.
+        prior_scatter, prior_count: added by expectation maximisation to a unit's sum of squares (of each feature) and
             to its number of observations: `variance = (squares + prior_scatter) / (count + prior_count)`.
-        generator: where the initial means come from, standard normal; the variances are 1.
+        generator: the source of randomness for the initial means, standard normal; the initial variances are 1.
 
     `means`: parameter `[*U, c]` or `[*U, c, d]`. `log_scales`: of the same shape, logarithms of standard deviations; or
     `factors` `[*U, c, d, d]`, whose lower triangles, the diagonal exponentiated, are Cholesky factors of S. Call: data
     `[..., *U]` or `[..., *U, d]` to `[..., *U, c]`, in nats; see `InputLayer`.
 
     Raises:
-        ValueError: shapes do not go together; a number is infinite (looked at on a CPU). In `maximise`: a variance is
-            0, as it is for a unit that stands on one observation, where the likelihood has no maximum; a prior or
-            fewer units mend it.
+        ValueError: shapes do not go together, or a number is infinite (checked on a CPU). In `maximise`: a variance is
+            0, as for a unit that a single observation belongs to, where the likelihood has no maximum. A prior or fewer
+            units avoid that.
 
-    Cost: see `ExponentialFamily`, with 3 d statistics, or 1 + d + d^2. About the centre of a variable's means a density
-    loses `2^-53 (distance / standard deviation)^2`: units a million deviations apart keep five digits.
+    Cost: that of `ExponentialFamily` with 3 d statistics, or 1 + d + d^2 for a full covariance. Statistics are taken
+    about the mean m0 of a variable's means: the rounding error of a log-density is `2^-53 ((y - m0) / deviation)^2`,
+    which leaves five digits for units a million standard deviations apart.
 
     >>> heights = Gaussian(2)
     >>> heights.set(torch.tensor([0.0, 3.0]), torch.tensor([1.0, 4.0]))
@@ -75,7 +76,7 @@ class Gaussian(ExponentialFamily):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the means anew."""
+        """Draw the means anew, standard normal; the variances are 1."""
         with torch.no_grad():
             self.means.normal_(generator=generator)
             (self.log_scales if self.factorised else self.factors).zero_()
@@ -84,7 +85,7 @@ class Gaussian(ExponentialFamily):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Means at observations that lie apart, and the variances of all data, with the prior."""
+        """Set the means to observations far from each other, the variances to those of all data, with the prior."""
         chosen, _, variance, counts = seeds(self, data, observed, generator)
         variance = (variance * counts + self.prior_scatter) / (counts + self.prior_count)
         if not bool((variance > 0).all()):
@@ -98,7 +99,7 @@ class Gaussian(ExponentialFamily):
         self.set(chosen, variance if self.factorised else variance.diag_embed())
 
     def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Finite numbers, where something is known."""
+        """Data and mask as in `InputLayer.known`; on a CPU, infinite numbers are refused."""
         data, known = super().known(data, observed)
         if data.is_floating_point() and at_hand(data) and bool(data.isinf().any()):
             raise ValueError("data: expected finite numbers, or NaN for what is missing, got an infinite one")
@@ -106,7 +107,7 @@ class Gaussian(ExponentialFamily):
 
     @torch.no_grad()
     def set(self, means: Tensor, covariance: Tensor) -> None:
-        """Take over means and variances `[*U, c(, d)]` or covariances `[*U, c, d, d]`, which broadcast to these."""
+        """Set means and variances `[*U, c(, d)]` or covariances `[*U, c, d, d]`, all of which are broadcast."""
         means = broadcast("means", means, self.means.shape)
         if not means.isfinite().all():
             raise ValueError("means: expected finite numbers")
@@ -130,24 +131,20 @@ class Gaussian(ExponentialFamily):
         return (factors @ factors.mT).to(self.dtype)
 
     def _cholesky(self) -> Tensor:
+        """Cholesky factors `[*U, c, d, d]` of the covariances, in float64."""
         factors = self.factors.double()
         return factors.tril(-1) + self._diagonal(factors).exp().diag_embed()
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
-        """Of each feature with itself, or of all pairs of features: of the shape of `covariance()`."""
+        """Products of each feature with itself, or of all pairs of features: of the shape of `covariance()`."""
         return left * right if self.factorised else left[..., :, None] * right[..., None, :]
 
     def _diagonal(self, matrix: Tensor) -> Tensor:
-        """What `_products` made of each feature with itself."""
+        """The entries for each feature with itself, of a matrix in the shape of `covariance()`."""
         return matrix if self.factorised else matrix.diagonal(dim1=-2, dim2=-1)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the result."""
-        return arithmetic(self.means).dtype
-
     def natural(self) -> Tensor:
-        """What the sums of `sufficient` are multiplied with."""
+        """The natural parameters, which `sufficient` is multiplied by: `[*U, c, f]` in float64."""
         means = self.means.double() - self._centre().unsqueeze(len(self.units) - 1)
         if self.factorised:
             log_scales = self.log_scales.double()
@@ -164,7 +161,7 @@ class Gaussian(ExponentialFamily):
         return torch.cat((first[..., None], linear, -precisions.flatten(-2) / 2), -1)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Of the parameters' dtype, at least float32."""
+        """One observation of each given state, of the parameters' dtype, float32 at least; see `InputLayer.draw`."""
         means = self.of_states(self.means.detach(), states)
         noise = torch.empty_like(means).normal_(generator=generator)
         if self.factorised:
@@ -173,52 +170,53 @@ class Gaussian(ExponentialFamily):
         return means + (factors @ noise[..., None])[..., 0]
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The means."""
+        """The means and their log-densities."""
         spread = self.log_scales if self.factorised else self.factors
         logs = self._diagonal(spread.detach().double()) + math.log(2 * math.pi) / 2
         return arithmetic(self.means.detach()), -(logs.sum(-1) if self.event else logs).to(self.dtype)
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """Counts, sums and squares of each feature, or one count and all products, about a common centre."""
-        apart = data.double() - self._centre()
-        apart = apart if known is None else apart.masked_fill(~known, 0.0)
-        counts = torch.ones_like(apart) if known is None else known.double().expand_as(apart)
-        products = self._products(apart, apart)
+        """Count, value and square of each feature, or one count, all values and all products, about the centre."""
+        centred = data.double() - self._centre()
+        centred = centred if known is None else centred.masked_fill(~known, 0.0)
+        counts = torch.ones_like(centred) if known is None else known.double().expand_as(centred)
+        products = self._products(centred, centred)
         if not self.event:
-            return torch.stack((counts, apart, products), -1)
+            return torch.stack((counts, centred, products), -1)
         if self.factorised:
-            return torch.cat((counts, apart, products), -1)
-        return torch.cat((counts[..., :1], apart, products.flatten(-2)), -1)
+            return torch.cat((counts, centred, products), -1)
+        return torch.cat((counts[..., :1], centred, products.flatten(-2)), -1)
 
     def _centre(self) -> Tensor:
-        """`[*U(, d)]`, the same until the parameters change; no result depends on it but for rounding."""
+        """The mean `[*U(, d)]` of the units' means, about which statistics are taken so that they cancel less."""
         return self.means.detach().double().mean(len(self.units) - 1)
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Weighted means and covariances."""
+        """Set means and covariances to those of the data, weighted by the flow; see `ExponentialFamily.maximise`."""
         d = self.event[0] if self.event else 1
         counts, sums, squares = statistics.split((d, d, d) if self.factorised else (1, d, d * d), -1)
         if not self.event:
             counts, sums, squares = counts[..., 0], sums[..., 0], squares[..., 0]
-        # of the shape of the covariance
+        # counts in a shape that broadcasts to the covariance
         total, squares = (counts, squares) if self.factorised else (counts[..., None], squares.unflatten(-1, (d, d)))
         centre = self._centre().unsqueeze(len(self.units) - 1)
         means, before = sums / counts, self.means.double() - centre
         scatter = squares - self._products(sums, means)
-        # observations that differ by rounding only are one
-        apart = self._diagonal(scatter) > _ROUNDING * self._diagonal(squares)
-        scatter = torch.where(self._products(apart, apart), scatter, 0.0)
+        # features whose observations differ by no more than rounding have variance 0
+        varies = self._diagonal(scatter) > _ROUNDING * self._diagonal(squares)
+        scatter = torch.where(self._products(varies, varies), scatter, 0.0)
         prior = self.prior_scatter * (1.0 if self.factorised else torch.eye(d).to(scatter))
         old = self.covariance().double()
         covariance = torch.lerp(old, (scatter + prior) / (total + self.prior_count), step)
-        # the mean of both distributions: their variances, and what their means lie apart
+        # mean parameters move linearly: the covariance of the mixture of both Gaussians, means apart included
         covariance = covariance + step * (1 - step) * self._products(means - before, means - before)
         covariance = torch.where(total > 0, covariance, old)
         self._refuse_singular(covariance)
-        self.set(torch.where(counts > 0, torch.lerp(before, means, step), before) + centre, covariance)
+        self.set(moved(before, means, step, counts > 0) + centre, covariance)
 
     def _refuse_singular(self, covariance: Tensor) -> None:
+        """Raise ValueError for a unit whose covariance is singular but for rounding."""
         if self.factorised:
             singular = covariance <= 0
         else:

@@ -1,23 +1,22 @@
-"""What observations say about hidden units: log-densities of data given each unit."""
-
-from typing import Any
+"""Log-densities of observations given each hidden unit."""
 
 import torch
 from torch import Tensor
 
+from ...arguments import check_is_tensor
 from ...operands import at_hand
-from ..checks import check_count, check_is_tensor, check_mask
+from ..checks import check_count, check_mask
 from ..parameters import arithmetic
 
 
 class InputLayer(torch.nn.Module):
     r"""`log p(data | unit)` for all units: the emissions of a hidden Markov model, the input layer of a circuit.
 
-    Units `[*U, c]` are `c` hidden states, for each variable of a circuit if `U` says so. Data `[..., *U, *event]` have
-    no axis of states, and the result `[..., *U, c]` no axes of an event. What is not observed is summed out, which
-    leaves `log 1 = 0`: entries that are NaN, and those where `observed` is False.
+    Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. Data
+    are `[..., *U, *event]`, the result is `[..., *U, c]` in nats. Entries that are NaN, and those where `observed` is
+    False, are summed out, which leaves `log 1 = 0`.
 
-    A subclass has the parameters and gives `log_density` (or `forward`), `draw` and `mode`; see also
+    A subclass has the parameters and implements `log_density` (or `forward`), `draw` and `mode`; see also
     `ExponentialFamily` and `Finite`.
 
     Args:
@@ -25,7 +24,7 @@ class InputLayer(torch.nn.Module):
         event: the shape of one observation: () or (d,).
     """
 
-    # whether the density is a product over the entries of an event, of which some may be missing
+    # whether the density is a product over the entries of an event, any of which may then be missing
     factorised = True
 
     def __init__(self, units: int | tuple[int, ...], event: tuple[int, ...] = ()) -> None:
@@ -49,12 +48,12 @@ class InputLayer(torch.nn.Module):
         if known is not None:
             known = known.unsqueeze(-1 - len(self.event))
             known = known if self.factorised or not self.event else known[..., 0]
-            # not a product: 0 times infinity is no zero
+            # selected, not multiplied by 0, which would make NaN of infinity
             log_density = torch.where(known, log_density, 0.0)
         return log_density.sum(-1) if self.event and self.factorised else log_density
 
     def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Data with fillers where nothing is known, and where something is; None if it is everywhere."""
+        """Data with fillers where nothing is observed, and a mask of their shape, None if everything is observed."""
         data = self.check(data)
         known: Tensor | None = None
         if data.is_floating_point():
@@ -76,11 +75,11 @@ class InputLayer(torch.nn.Module):
         return self.fill(data, known), known
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """Any value that is allowed, where nothing is known."""
+        """Data with some value of the support where the mask `known` is False."""
         return data.masked_fill(~known, 0)
 
     def check(self, data: Tensor) -> Tensor:
-        """Kind and shape of the data; subclasses add what values they allow. Returns the data to compute with."""
+        """Data, after checks of their kind and shape; subclasses may also check values."""
         check_is_tensor("data", data)
         if data.is_complex():
             raise TypeError(f"data: expected real numbers, got {str(data.dtype)[6:]}")
@@ -99,11 +98,11 @@ class InputLayer(torch.nn.Module):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Draw the parameters anew, at places that suit the data `[..., *U, *event]`."""
+        """Draw the parameters anew, in the range of the data `[..., *U, *event]`."""
         self.reset_parameters(generator)
 
     def log_density(self, data: Tensor) -> Tensor:
-        """`[..., *U, 1, *event]` to `[..., *U, c]`, or `[..., *U, c, d]` where `factorised`."""
+        """Log-densities `[..., *U, c]`, or `[..., *U, c, d]` where `factorised`, of data `[..., *U, 1, *event]`."""
         raise NotImplementedError
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -111,22 +110,18 @@ class InputLayer(torch.nn.Module):
         raise NotImplementedError
 
     def log_probabilities(self) -> Tensor:
-        """Of all values, where there are finitely many: `[*U, c, K]`."""
+        """Log-probabilities of all values, where there are finitely many: `[*U, c, K]`."""
         raise TypeError(f"input: expected a family with finitely many values, got {type(self).__name__}")
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The most likely observation of each unit `[*U, c, *event]`, and its log-density `[*U, c]`."""
+        """The most probable observation of each unit `[*U, c, *event]`, and its log-density `[*U, c]`."""
         raise NotImplementedError
 
     def of_states(self, parameter: Tensor, states: Tensor) -> Tensor:
-        """Entries `[..., *U, *rest]` of a parameter `[*U, c, *rest]` at given states int64 `[..., *U]`."""
-        axes = len(self.units) - 1
-        at: list[Any] = []
-        for axis, size in enumerate(self.units[:-1]):
-            shape = [1] * axes
-            shape[axis] = size
-            at.append(torch.arange(size, device=states.device).view(shape))
-        return arithmetic(parameter)[(*at, states)]
+        """A parameter `[*U, c, *rest]` at given states int64 `[..., *U]`: `[..., *U, *rest]`."""
+        axes = [torch.arange(size, device=states.device) for size in self.units[:-1]]
+        grid = torch.meshgrid(*axes, indexing="ij") if axes else ()
+        return arithmetic(parameter)[(*grid, states)]
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""

@@ -1,4 +1,4 @@
-"""Mixtures: each hidden unit has components of its own, of any kind of input layer."""
+"""Mixtures of the units of any input layer, with weights for each hidden unit."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,16 @@ from .input_layer import InputLayer
 
 
 class Mixture(InputLayer):
-    r"""`log p(y | unit) = logsumexp_k (log weight[unit, k] + log p(y | unit, k))`.
+    r"""Mixtures of k components: `log p(y | unit) = logsumexp_k (log weight[unit, k] + log p(y | unit, k))`.
 
     Args:
-        layer: an input layer of units `[*U, c, k]`; the result has units `[*U, c]`.
-        generator: where the initial weights come from, uniform over the simplex.
+        layer: the input layer of the components, of units `[*U, c, k]`; the mixture has units `[*U, c]`.
+        generator: the source of randomness for the initial weights, uniform over the simplex.
 
     `weights`: `LogWeights` `[*U, c, k]`. Call: data `[..., *U, *event]` to `[..., *U, c]`, in nats; see `InputLayer`.
-    Expectation maximisation fits it where it fits the layer.
+    Expectation maximisation fits a mixture if it fits the layer.
 
-    Cost: of the layer, and four passes over its result.
+    Cost: that of the layer, and four passes over its result.
 
     >>> from logchain.nn import Gaussian
     >>> halves = Mixture(Gaussian((1, 2)))
@@ -45,7 +45,7 @@ class Mixture(InputLayer):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """The components as their layer does for each unit, with weights drawn anew."""
+        """Initialise the components of each unit as their layer does, and draw the weights anew."""
         self.layer.initialise(*self._of_layer(*self.known(data, observed)), generator=generator)
         self.weights.reset_parameters(generator)
 
@@ -55,29 +55,29 @@ class Mixture(InputLayer):
         log_density = _logsumexp(self.layer(*self._of_layer(data, known)) + self.weights())
         if known is None:
             return log_density
-        # the weights sum to 1 but for rounding
+        # exactly 0 where nothing is observed: the weights sum to 1 but for rounding
         return torch.where((known.any(-1) if self.event else known)[..., None], log_density, 0.0)
 
     def check(self, data: Tensor) -> Tensor:
-        """As the layer does."""
+        """Data, after the checks of the components' layer."""
         self.layer.check(super().check(data).unsqueeze(-1 - len(self.event)))
         return data
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """As the layer does."""
+        """Data filled as in the components' layer."""
         return self.layer.fill(data, known)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A component of each state, and what it draws."""
+        """One observation of a random component of each given state; see `InputLayer.draw`."""
         shares = self.of_states(self.weights().detach(), states).exp()
         chosen = torch.multinomial(shares.reshape(-1, shares.shape[-1]), 1, generator=generator).view(states.shape)
-        # the layer has one state for each unit: the others are thrown away
+        # the layer draws for every unit of the mixture; only the draw for the given state is kept
         drawn = self.layer.draw(chosen[..., None].expand(*chosen.shape, self.units[-1]), generator)
         at = states.view(*states.shape, 1, *(1,) * len(self.event))
         return drawn.gather(states.dim(), at.expand(*states.shape, 1, *self.event)).squeeze(states.dim())
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The likeliest of the modes of the components: near the mode of the mixture, which has no formula."""
+        """The most probable of the components' modes (the mode of a mixture has no formula), and its log-density."""
         places = self.layer.mode()[0].movedim(len(self.units), 0)  # (k, *U, c, *event)
         with torch.no_grad():
             log_density = _logsumexp(self.layer(places) + self.weights())  # (k, *U, c)
@@ -86,17 +86,18 @@ class Mixture(InputLayer):
         return places.gather(0, at)[0], best.values
 
     def log_probabilities(self) -> Tensor:
-        """Of all values, where the layer has finitely many: `[*U, c, K]`."""
+        """Log-probabilities of all values, where the layer has finitely many: `[*U, c, K]`."""
         components: Tensor = self.layer.log_probabilities()
         return _logsumexp((components + self.weights()[..., None]).movedim(-2, -1))
 
     def _of_layer(self, data: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Data and mask with an axis of size 1 for the mixture's units, as the components' layer takes them."""
         at = -1 - len(self.event)
         return data.unsqueeze(at), None if known is None else known.unsqueeze(at)
 
 
 def _logsumexp(values: Tensor) -> Tensor:
-    """Over the last axis, with a gradient of 0 where all is -inf."""
+    """The log-sum-exp over the last axis, with gradient 0 where all terms are -inf."""
     top = values.detach().amax(-1, keepdim=True)
     dead = top == -torch.inf
     total = (values - top.masked_fill(dead, 0.0)).exp().sum(-1, keepdim=True)

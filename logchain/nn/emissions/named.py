@@ -1,4 +1,4 @@
-"""Input layers by their names, as circuits and hidden Markov models take them."""
+"""Input layers by name, for the constructors of circuits and hidden Markov models."""
 
 import torch
 
@@ -19,7 +19,7 @@ def named_input(
     total_count: int | None,
     generator: torch.Generator | None,
 ) -> InputLayer:
-    """The layer that a name stands for, or the layer itself, if it goes with the other options."""
+    """The input layer of a circuit that a name stands for, or the given layer, after checks of the other options."""
     given = {"num_categories": num_categories, "total_count": total_count}
     needs = {"categorical": "num_categories", "bernoulli": None, "binomial": "total_count", "gaussian": None}
     for name, size in zip(("num_repetitions", "num_variables", "num_states"), units, strict=True):
@@ -54,7 +54,7 @@ def emission_of(
     covariance: str,
     generator: torch.Generator | None,
 ) -> torch.nn.Module:
-    """The module that a name stands for, or the module itself, if it goes with the other options."""
+    """The emission of an HMM that a name stands for, or the given module, after checks of the other options."""
     given = {"num_features": num_features, "num_categories": num_categories}
     if isinstance(emission, torch.nn.Module):
         for name, value in given.items():

@@ -1,28 +1,28 @@
-"""Counts without a bound: each hidden unit has a rate of its own."""
+"""Poisson observations, with a rate for each hidden unit."""
 
 import torch
 from torch import Tensor
 
 from ...operands import at_hand
-from ..parameters import arithmetic, broadcast
-from .exponential_family import ExponentialFamily
+from ..parameters import broadcast
+from .exponential_family import ExponentialFamily, moved
 from .starts import seeds
 
 
 class Poisson(ExponentialFamily):
-    r"""`log p(k | unit) = k log rate - rate - log k!`.
+    r"""Poisson observations: `log p(k | unit) = k log rate - rate - log k!`.
 
     Args:
         units: `[*U, c]`, or `c` alone.
-        generator: where the initial rates come from, log-normal around 1.
+        generator: the source of randomness for the initial rates, whose logarithms are standard normal.
 
-    `log_rates`: parameter `[*U, c]`; -inf is a rate of 0, where only 0 is possible. Call: data `[..., *U]`, integers
-    from 0 of any dtype, to `[..., *U, c]`, in nats; see `InputLayer`.
+    `log_rates`: parameter `[*U, c]`; -inf is a rate of 0, with which only the count 0 is possible. Call: data
+    `[..., *U]`, non-negative integers of any dtype, to `[..., *U, c]`, in nats; see `InputLayer`.
 
     Raises:
-        ValueError: a value is no count (looked at on a CPU), or shapes do not go together.
+        ValueError: a value is no count (checked on a CPU), or shapes do not go together.
 
-    Cost: see `ExponentialFamily`, with 3 statistics.
+    Cost: that of `ExponentialFamily` with 3 statistics.
 
     >>> quakes = Poisson(2)
     >>> quakes.set(torch.tensor([0.0, 20.0]))
@@ -37,13 +37,13 @@ class Poisson(ExponentialFamily):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the rates anew."""
+        """Draw the logarithms of the rates anew, standard normal."""
         with torch.no_grad():
             self.log_rates.normal_(generator=generator)
 
     @torch.no_grad()
     def set(self, rates: Tensor) -> None:
-        """Take over rates, which broadcast to the units."""
+        """Set the rates, which broadcast to the units."""
         rates = broadcast("rates", rates, self.log_rates.shape)
         if not (rates.isfinite() & (rates >= 0)).all():
             raise ValueError("rates: expected finite, non-negative numbers")
@@ -53,16 +53,11 @@ class Poisson(ExponentialFamily):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Rates half way between the mean of the data and counts that lie apart."""
+        """Set the rates half way between the mean of the data and observations far from each other, with noise."""
         chosen, mean, *_ = seeds(self, data, observed, generator)
         rates = (chosen + mean) / 2  # (*U, c, 1)
         log_rates = rates[..., 0].log() + torch.empty_like(rates[..., 0]).normal_(0, 0.05, generator=generator)
         self.log_rates.copy_(torch.where(log_rates.isfinite(), log_rates, self.log_rates.double()))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the result."""
-        return arithmetic(self.log_rates).dtype
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`log p(data | unit)`, `[..., *U, c]` in nats; see `InputLayer.forward`."""
@@ -74,7 +69,7 @@ class Poisson(ExponentialFamily):
         return log_density.masked_fill(positive[..., None] & never, -torch.inf)
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """How many counts, their sum, and the logarithms of their factorials."""
+        """The statistics 1, k and `log k!` of each count k: `[..., *U, 3]` in float64, 0 where nothing is observed."""
         if at_hand(data):
             wrong = (data < 0) | (data.frac() != 0) if data.is_floating_point() else data < 0
             if bool(wrong.any()):
@@ -84,18 +79,18 @@ class Poisson(ExponentialFamily):
         return torch.stack((torch.ones_like(data) if known is None else known.double(), data, (data + 1).lgamma()), -1)
 
     def natural(self) -> Tensor:
-        """`-rate`, its logarithm, and -1; `forward` sees to rates of 0."""
+        """The natural parameters `-rate`, `log rate` (0 for a rate of 0, which `forward` corrects) and -1."""
         log_rates = self.log_rates.double()
         finite = log_rates.masked_fill(log_rates == -torch.inf, 0.0)
         return torch.stack((-log_rates.exp(), finite, -torch.ones_like(finite)), -1)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """int64."""
+        """One observation of each given state, int64; see `InputLayer.draw`."""
         rates = self.of_states(self.log_rates.detach(), states).double().exp()
         return torch.poisson(rates, generator=generator).long()
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The count below the rate, the lower one of two equals."""
+        """The most probable count, the lower of two equals, and its log-probability."""
         log_rates = self.log_rates.detach().double()
         counts = (log_rates.exp().ceil() - 1).relu()
         log_density = torch.where(counts > 0, counts * log_rates, 0.0) - log_rates.exp() - (counts + 1).lgamma()
@@ -103,7 +98,7 @@ class Poisson(ExponentialFamily):
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """The mean of the expected counts."""
-        known, sums, _ = statistics.unbind(-1)
+        """Set the rates to the means of the data, weighted by the flow; see `ExponentialFamily.maximise`."""
+        observed, sums, _ = statistics.unbind(-1)
         before = self.log_rates.double().exp()
-        self.log_rates.copy_(torch.where(known > 0, torch.lerp(before, sums / known, step), before).log())
+        self.log_rates.copy_(moved(before, sums / observed, step, observed > 0).log())

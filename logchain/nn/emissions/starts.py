@@ -1,4 +1,4 @@
-"""Where hidden units may begin: at observations that lie apart."""
+"""Initial places of hidden units: observations far from each other."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ from .input_layer import InputLayer
 def seeds(
     layer: InputLayer, data: Tensor, observed: Tensor | None, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One observation for each unit, the next one drawn in proportion to its squared distance from those before.
+    """One observation for each unit, drawn in proportion to its squared distance from those drawn before (k-means++).
 
     Returns:
-        The observations `[*U, c, d]`, and of all data the mean, the (biased) variance and the count `[*U, 1, d]`, in
-        float64, for events of d entries (1 for scalars). Entries that are missing stand at the mean.
+        The observations `[*U, c, d]`, and the mean, the (biased) variance and the number `[*U, 1, d]` of all data, in
+        float64, for events of d entries (1 for scalars). Missing entries are replaced by the mean.
 
     Raises:
-        ValueError: of some variable nothing is observed.
+        ValueError: a variable or feature is never observed.
 
     Cost: c passes over the data.
 
@@ -26,27 +26,27 @@ def seeds(
     counts = known.sum(1, keepdim=True)
     if not bool((counts > 0).all()):
         raise ValueError("data: expected at least one observation of every variable and feature, got none of some")
-    # first about any observation: the squares of large numbers would leave nothing of their differences
+    # the mean is taken about one of the observations, since sums of large numbers would round their differences away
     first = rows.gather(1, known.long().argmax(1, keepdim=True))
     mean = first + torch.where(known, rows - first, 0.0).sum(1, keepdim=True) / counts
     rows = torch.where(known, rows, mean)
     variance = (rows - mean).square().sum(1, keepdim=True) / counts
-    # features of different scales count alike; one that never changes has no scale
+    # distances are in standard deviations, so that features count alike; a constant feature is not scaled
     scaled = (rows - mean) / torch.where(variance > 0, variance, 1.0).sqrt()
     seen = known.any(-1).double()  # (g, n)
     chosen, distance = [], None
     for _ in range(layer.units[-1]):
         weights = seen if distance is None else torch.where((distance.sum(-1) > 0)[:, None], distance, seen)
-        at = _draw(weights, generator)[:, None, None].expand(-1, 1, rows.shape[-1])
-        chosen.append(rows.gather(1, at))
-        apart = (scaled - scaled.gather(1, at)).square().sum(-1) * seen
-        distance = apart if distance is None else torch.minimum(distance, apart)
+        drawn = _draw(weights, generator)[:, None, None].expand(-1, 1, rows.shape[-1])
+        chosen.append(rows.gather(1, drawn))
+        to_drawn = (scaled - scaled.gather(1, drawn)).square().sum(-1) * seen
+        distance = to_drawn if distance is None else torch.minimum(distance, to_drawn)
     of_all = [part.view(*layer.units[:-1], 1, rows.shape[-1]) for part in (mean, variance, counts.double())]
     return torch.cat(chosen, 1).view(*layer.units, rows.shape[-1]), of_all[0], of_all[1], of_all[2]
 
 
 def observations(layer: InputLayer, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """All data of each variable `[g, n, d]` in float64, and which of it is known."""
+    """The data of each of g variables, `[g, n, d]` in float64, and the mask of what is observed."""
     data, known = layer.known(data, observed)
     known = torch.ones_like(data, dtype=torch.bool) if known is None else known
     lead, axes = layer.units[:-1], len(layer.units) - 1 + len(layer.event)
@@ -58,7 +58,7 @@ def observations(layer: InputLayer, data: Tensor, observed: Tensor | None) -> tu
 
 
 def _draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One index for each row of weights; `multinomial` would take 2^24 of them at most."""
+    """One index for each row of weights, drawn in proportion; unlike `multinomial`, for more than 2^24 columns too."""
     sums = weights.cumsum(-1)
     level = torch.rand(len(weights), 1, dtype=weights.dtype, device=weights.device, generator=generator) * sums[:, -1:]
     return torch.searchsorted(sums, level, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
