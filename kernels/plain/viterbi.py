@@ -2,7 +2,7 @@
 
     a_i(j) = max_k (a_{i-1}(k) + log P_i(k, j)) + x_i(j)        z_{i-1} = argmax_k (a_{i-1}(k) + log P_i(k, z_i))
 
-Kept are the messages, no back-pointers: c terms a step find the state before a known one.
+The messages are kept instead of back-pointers: on the way back, c terms a step give the state before a known one.
 """
 
 import torch
@@ -13,10 +13,10 @@ from . import semiring
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
-    """The states (g, m, steps) int64 of the best paths; which sequences are `unknown` (g, m).
+    """The states (g, m, steps) int64 of the best paths, and whether sequences are `unknown` (g, m).
 
-    Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 behind the end, and
-    everywhere in a sequence that is impossible or unknown. The chain may be shorter than `steps`.
+    Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 after its sequence's
+    end, and everywhere in a sequence that is impossible or unknown. The chain may be shorter than `steps`.
     """
     g, m, c = chain.g, chain.m, chain.c
     messages = chain.new(chain.v, g, m, c)
@@ -39,7 +39,7 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
 
 
 def unknown(chain: Chain) -> Tensor:
-    """Which sequences (g, m) hold NaN or +inf before their end."""
+    """Whether a sequence holds NaN or +inf before its end (g, m), so that no path is known to be the best."""
     g, m = chain.g, chain.m
     steps = torch.arange(chain.v, device=chain.x.device).view(-1, 1, 1)
     potentials = ~(chain.x.amax(-1) < torch.inf).reshape(-1, g, m)
@@ -53,7 +53,7 @@ def unknown(chain: Chain) -> Tensor:
 
 
 def without_states(chain: Chain, states: Tensor, lost: Tensor) -> Tensor:
-    """The states (..., g, m, steps), in place, with -1 behind the ends and for sequences (..., g, m) that are lost."""
+    """The states (..., g, m, steps), in place, with -1 after sequences' ends and where `lost` (..., g, m) holds."""
     lost = lost[..., None]
     if chain.ends is not None:
         lost = lost | (torch.arange(states.shape[-1], device=states.device) >= chain.ends)
