@@ -1,4 +1,4 @@
-"""`kernels.plain.forward` by the loops of the C library."""
+"""The log-partition of a batch of chains, as `kernels.plain.forward` defines it, by the C library."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from .arguments import Call
 def forward(
     chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
 ) -> tuple[Kept, Message | None]:
-    """See `kernels.plain.forward`."""
+    """The log-partitions and kept messages, and the last forward message; arguments as in `kernels.plain.forward`."""
     g, m = chain.g, chain.m
     scale = torch.empty(2, g, m, dtype=torch.float64, device="cpu")
     lossy = torch.zeros(g, m, dtype=torch.bool, device="cpu")

@@ -1,7 +1,7 @@
-"""Products of stacks of matrices of logarithms on a tree, on the Triton kernels of `log_matmul`.
+"""Products of stacks of matrices of logarithms on a tree, each pair of nodes multiplied by the kernels of `log_matmul`.
 
-Up to c = 64, where a product of two is bound by memory, segments of a stack are multiplied by one program each instead
-(`segment_products`), where only the root is wanted. Reference: `logchain.reference.matrix_product`.
+Up to c = 64, where a product of two matrices is bound by memory, the root alone is computed by `segment_products`, in
+which one program multiplies a whole segment of a stack. Reference: `logchain.reference.matrix_product`.
 """
 
 import math
@@ -15,16 +15,16 @@ from ..tree import Nodes, parts
 from . import launch, log_matmul, log_matmul_gradient
 from .segments import segment_products
 
-# up to this size segments are multiplied by one program, which holds a whole matrix
+# largest c for which one program multiplies a segment, for it holds a whole matrix
 _WHOLE = 64
 
-# segments that one multiprocessor works on at a time, from their registers; not measured yet
+# segments that one multiprocessor computes at a time, by their registers; not measured yet
 _RESIDENT = 8
 
-# fewer matrices to a segment are not worth a launch
+# least matrices of a segment that are worth a launch
 _SHORTEST = 4
 
-# entries of gradients that are added to others at a time
+# entries of gradients that are computed apart and added to others at a time
 _HELD = 2**24
 
 
@@ -32,7 +32,7 @@ class Arithmetic(tree.Arithmetic):
     """Products of nodes by the kernels of `log_matmul`; nothing waits for the device."""
 
     def leaves_for_root(self, values: Tensor) -> Nodes:
-        """The leaves of a tree of which only the root is wanted, or products of theirs."""
+        """One node, the product of all, by segments; for large or single matrices, the leaves."""
         g, s, c, _ = values.shape
         if c > _WHOLE or s == 1:
             return Nodes.leaves(values)
