@@ -81,6 +81,10 @@ class Chain:
         """An uninitialised tensor of the dtype of the arithmetic."""
         return self.x.new_empty(shape, dtype=self.dtype)
 
+    def matrix(self, index: int) -> Tensor:
+        """The transition matrices (g, c, c) at an index, or the only ones."""
+        return self.bulk[index if len(self.bulk) > 1 else 0].reshape(self.g, self.c, self.c)
+
     def log_p0(self) -> Tensor:
         """The logarithms of the initial weights (g, m, c), in float64."""
         logs = self.p0.double() if self.log_params else self.p0.double().log()
@@ -93,16 +97,7 @@ class Chain:
     @cached_property
     def ended(self) -> Tensor | None:
         """Whether a sequence has ended before a step (v, g, m, 1); None where all have v steps."""
-        return None if self.ends is None else self.ends <= self._steps
-
-    @cached_property
-    def last(self) -> Tensor | None:
-        """Whether a step is the last of a sequence (v, g, m, 1); None where all have v steps."""
-        return None if self.ends is None else self.ends == self._steps + 1
-
-    @property
-    def _steps(self) -> Tensor:
-        return torch.arange(self.v, device=self.x.device).view(-1, 1, 1, 1)
+        return None if self.ends is None else self.ends <= torch.arange(self.v, device=self.x.device).view(-1, 1, 1, 1)
 
 
 def segments_of(v: int, count: int) -> tuple[int, int]:

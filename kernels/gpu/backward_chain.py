@@ -200,9 +200,9 @@ def backward(
     weight: Tensor,
     *,
     log_params: bool,
-    grad_x: Tensor | None = None,
-    want_r: bool = False,
-    final: Tensor | None = None,
+    grad_x: Tensor | None,
+    want_r: bool,
+    final: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`weight * gamma_0` (g, m, c), the gradient with respect to `start`, and `r` (v, g, m, c) if `want_r`.
 
@@ -222,7 +222,7 @@ def backward(
     grad_start = torch.empty(g, m, c, dtype=dtype, device=x.device)
     r = torch.empty_like(messages) if want_r else None
     w = torch.empty(2, g, m, c, dtype=dtype, device=x.device)
-    top = None if choice.whole or not choice.dot else column_tops(transposed[:, :, None], dtype, log_params=log_params)
+    top = column_tops(transposed[:, :, None], choice, dtype, log_params=log_params)
     homogeneous = bulk.shape[0] == 1
     if x.numel() == 0:
         return grad_start, r

@@ -96,11 +96,6 @@ def constants(choice: Tiles, bulk: Tensor, dtype: torch.dtype, widths: Widths) -
     }
 
 
-def arithmetic_dtype(*operands: Tensor) -> torch.dtype:
-    """Float64 if an operand is float64, otherwise float32."""
-    return torch.float64 if torch.float64 in [operand.dtype for operand in operands] else torch.float32
-
-
 @triton.jit
 def _column_tops_kernel(
     bulk_ptr, top_ptr, sets, inner, c, stride_bv, stride_bg, stride_bh, stride_bk, stride_bj,
@@ -119,8 +114,10 @@ def _column_tops_kernel(
     tl.store(top_ptr + index * c + columns, tl.max(top, 0), mask=columns < c)
 
 
-def column_tops(bulk: Tensor, dtype: torch.dtype, *, log_params: bool) -> Tensor:
-    """The maxima (s, g * h, c) of the columns of matrices `bulk` (s, g, h, c, c)."""
+def column_tops(bulk: Tensor, choice: Tiles, dtype: torch.dtype, *, log_params: bool) -> Tensor | None:
+    """The maxima (s, g * h, c) of the columns of matrices `bulk` (s, g, h, c, c); None if a step finds them itself."""
+    if choice.whole or not choice.dot:
+        return None
     steps, outer, inner, c, _ = bulk.shape
     tops = bulk.new_empty((steps, outer * inner, c), dtype=dtype)
     block_c = min(64, triton.next_power_of_2(c))

@@ -65,7 +65,7 @@ def operands(chain: Chain, entering: Message | None = None) -> tuple[Tensor, Ten
 
 def first_logs(chain: Chain) -> Tensor:
     """The logarithms of the first transition matrices (g, c, c) in float64; -inf for sets with no step to go to."""
-    first = chain.bulk[0].reshape(chain.g, chain.c, chain.c).double()
+    first = chain.matrix(0).double()
     if chain.ends is not None:  # matrices that no sequence of a set uses may hold NaN
         first = first.masked_fill((chain.ends < 1).all(1)[:, None], chain.zero)
     return first if chain.log_params else first.log()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .chain_matrix import whole_matrix
 from .chain_step import normalised, step
-from .chain_tiles import Tiles, Widths, arithmetic_dtype, column_tops, constants, tiles
+from .chain_tiles import Tiles, Widths, column_tops, constants, tiles
 from .max_step import max_step, max_tiles, whole_logs
 from .tiles import at, exact_sum, exp, far, finite, log, multiple, multiples
 
@@ -213,35 +213,31 @@ def forward(
     *,
     log_params: bool,
     keep: bool,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
     rescued: Tensor | None = None,
-    semiring: str = "log",
+    maximum: bool = False,
     room: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The log-partitions (g, m) in float64 and, with `keep`, the messages (v, g, m, c), in `room` if given.
 
-    `semiring="max"`: the log-weights of the best paths and the max-plus messages.
-
-    `dtype` is that of the arithmetic and of the messages, by default float64 if `x` or `bulk` is, and float32 if not.
-    Messages are -inf after a sequence's end. The number of recomputed sums is added to `rescued` (1), int64. `scale`
-    (g, m, 2) receives the sums of the maxima subtracted from the messages, each with its rounding error.
+    `maximum`: in the max-plus semiring, the log-weights of the best paths and their messages. `dtype` is that of the
+    arithmetic and of the messages, which are -inf after a sequence's end. The number of recomputed sums is added to
+    `rescued` (1), int64. `scale` (g, m, 2) receives the sums of the maxima subtracted from the messages, each with its
+    rounding error.
     """
     v, g, m, c = x.shape
     assert bulk.shape[1:] == (g, c, c) and start.shape == (g, m, c)
     assert ends is None or ends.is_contiguous()
-    assert semiring in ("log", "max")
-    dtype = dtype or arithmetic_dtype(x, bulk)
     log_norm = torch.empty(g, m, dtype=torch.float64, device=x.device)
     widths = Widths.of(bulk, x)
     choice = tiles(c, m, dtype, min(widths))
-    if semiring == "max":
-        choice = max_tiles(choice)
+    choice = max_tiles(choice) if maximum else choice
     slots = v if keep else min(v, 2)
     messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device) if room is None else room
     launch(
         x[:, :, None], bulk[:, :, None], start, ends, messages, None, None, scale, log_norm, rescued, v, m, choice,
-        widths, dtype, log_params=log_params, keep=keep, segment=False, maximum=semiring == "max",
+        widths, dtype, log_params=log_params, keep=keep, segment=False, maximum=maximum,
     )  # fmt: skip
     return log_norm, messages if keep else None
 
@@ -272,7 +268,7 @@ def launch(
     outer, inner, c = bulk.shape[1:4]
     if outer * inner * m == 0:
         return
-    top = None if choice.whole or not choice.dot else column_tops(bulk, dtype, log_params=log_params)
+    top = column_tops(bulk, choice, dtype, log_params=log_params)
     homogeneous = bulk.shape[0] == 1
     if scale is None:
         scale = torch.empty(outer, inner, m, 2, dtype=torch.float64, device=bulk.device)

@@ -20,11 +20,6 @@ def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -
     """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j for a, and over i for b."""
     grad_a = torch.empty(a.shape, dtype=a.dtype, device=a.device) if need_a else None
     grad_b = torch.empty(b.shape, dtype=b.dtype, device=b.device) if need_b else None
-    log_matmul_gradient.backward(
-        weight[:, None],
-        a[:, None],
-        b[:, None],
-        grad_a=None if grad_a is None else grad_a[:, None],
-        grad_b=None if grad_b is None else grad_b[:, None],
-    )
+    into_a, into_b = (None if grad is None else grad[:, None] for grad in (grad_a, grad_b))
+    log_matmul_gradient.backward(weight[:, None], a[:, None], b[:, None], grad_a=into_a, grad_b=into_b)
     return grad_a, grad_b

@@ -5,6 +5,7 @@ which one program multiplies a whole segment of a stack. Reference: `logchain.re
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,25 +39,19 @@ class Arithmetic(tree.Arithmetic):
             return Nodes.leaves(values)
         programs = _RESIDENT * launch.processors(values)
         offsets, matrices = [], values.transpose(0, 1)  # (s, g, c, c)
+        options: dict[str, Any] = {"dtype": torch.promote_types(values.dtype, torch.float32), "rescued": self.rescued}
         while len(matrices) > 1:
             count = len(matrices)
             length = count if count <= 2 * _SHORTEST else max(_SHORTEST, math.ceil(count * g / programs))
-            matrices, offset = segment_products(matrices, None, length, log_params=True, rescued=self.rescued)
+            matrices, offset = segment_products(matrices, None, length, log_params=True, **options)
             offsets.append(offset)
         offset = torch.stack(exact_sum(torch.cat(offsets))[: parts(matrices.dtype)], -1)
         return Nodes(matrices.transpose(0, 1), matrices.new_zeros(g, 1), offset[:, None])
 
     def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
         """See `kernels.tree`."""
-        log_matmul.forward(
-            left,
-            right,
-            out.values,
-            a_top=tops[0],
-            b_top=tops[1],
-            out_top=out.top.fill_(-math.inf),
-            rescued=self.rescued,
-        )
+        options: dict[str, Tensor] = {"a_top": tops[0], "b_top": tops[1], "out_top": out.top.fill_(-math.inf)}
+        log_matmul.forward(left, right, out.values, rescued=self.rescued, **options)
 
     def gradient(
         self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool

@@ -19,7 +19,7 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     assert chain.v == steps
     x, bulk, start, ends = operands(chain)
     _, messages = forward_chain.forward(
-        x, bulk, start, ends, log_params=chain.log_params, keep=True, dtype=chain.dtype, semiring="max"
+        x, bulk, start, ends, log_params=chain.log_params, keep=True, dtype=chain.dtype, maximum=True
     )
     assert messages is not None
     states = backtrack.paths(messages, bulk, ends, log_params=chain.log_params)

@@ -84,8 +84,7 @@ def transitions(chain: Chain, step: int, entered: int) -> tuple[Tensor, Tensor]:
 
     `entered`: 1 if the first matrix leads from an entering message into step 0, and 0 if it leads into step 1.
     """
-    index = 0 if len(chain.bulk) == 1 else step - 1 + entered
-    weights = chain.bulk[index].reshape(chain.g, chain.c, chain.c).double()
+    weights = chain.matrix(step - 1 + entered).double()
     if chain.ended is not None:  # matrices that no sequence of a set uses may hold NaN
         weights = weights.masked_fill(chain.ended[step].all(1)[:, None], chain.zero)
     top = weights.amax((-2, -1), keepdim=True)

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from .. import log_matmul_kernels
 from ..chain import Chain
+from .forward import shifted
+from .semiring import two_sum
 
 
 def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
@@ -76,16 +78,15 @@ class Steps:
         x = self._chain.x[step].reshape(self._shape).double()
         alive = self.alive(step)
         x = x if alive is None else torch.where(alive, x, 0.0)
-        top = _top(x)
-        return x - top, top
+        return shifted(x)
 
     def matrix(self, step: int) -> Tensor:
         """log P_i (g, c, c); 0 where all sequences of a set have ended, for the matrix may be NaN there."""
         chain = self._chain
         if self._held is not None:
             return self._held
-        raw = chain.bulk[self.index(step)].reshape(chain.g, chain.c, chain.c).double()
-        logs = raw if chain.log_params else raw.log()
+        weights = chain.matrix(step - 1).double()
+        logs = weights if chain.log_params else weights.log()
         one_matrix = len(chain.bulk) == 1
         alive = self.alive(1 if one_matrix else step)
         if alive is not None:
@@ -124,17 +125,15 @@ class Messages(NamedTuple):
 
     def write(self, step: int, message: Tensor, *shifts: Tensor, before: int | None) -> Tensor:
         """The message less its maximum, as stored at `step`; its offset adds `shifts` to that of the step `before`."""
-        top = _top(message)
+        relative, top = shifted(message)
         if before is None:
             offset, lost = torch.zeros_like(top), torch.zeros_like(top)
         else:
             offset, lost = self.offset[before], self.lost[before]
         for term in (*shifts, top):
-            total = offset + term
-            back = total - offset
-            offset, lost = total, lost + ((offset - (total - back)) + (term - back))
+            offset, lost = two_sum(offset, lost, term)
         self.offset[step], self.lost[step] = offset, lost
-        return torch.sub(message, top, out=self.relative[step])
+        return self.relative[step].copy_(relative)
 
     def absolute(self) -> Tensor:
         """The messages with their offsets added, in the memory of `relative`."""
@@ -260,12 +259,6 @@ def _matrix_tangent(steps: Steps, step: int, tangents: Tangents, matrix: Tensor)
     alive = steps.alive(step)
     along = tangents.bulk[steps.index(step)].masked_fill(matrix == -math.inf, 0.0)
     return along if alive is None else torch.where(alive.any(1, keepdim=True), along, 0.0)
-
-
-def _top(message: Tensor) -> Tensor:
-    """The largest entry of each message (g, m, 1), 0 if that is -inf."""
-    top = message.amax(-1, keepdim=True)
-    return top.masked_fill_(top == -math.inf, 0.0)
 
 
 def _possible(steps: Steps, step: int, message: Tensor) -> Tensor:

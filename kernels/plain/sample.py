@@ -33,14 +33,15 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
 
 
 def _draw(chain: Chain, kept: Kept, states: Tensor) -> None:
-    g, c, numbers = chain.g, chain.c, states.view(torch.float64)
-    sets, state = torch.arange(g, device=states.device)[:, None], torch.empty(0)
+    numbers = states.view(torch.float64)
+    sets, state = torch.arange(chain.g, device=states.device)[:, None], torch.empty(0)
     for step in reversed(range(chain.v)):
         terms = kept.logs(step)
         if step + 1 < chain.v:
-            matrix = chain.bulk[step if len(chain.bulk) > 1 else 0].reshape(g, c, c)
-            columns = log_weights(matrix.mT[sets, state], chain.log_params, torch.float64)  # (draws, g, m, c)
-            terms = terms + columns if chain.last is None else torch.where(chain.last[step], terms, terms + columns)
+            # (draws, g, m, c)
+            columns = log_weights(chain.matrix(step).mT[sets, state], chain.log_params, torch.float64)
+            into_next = terms + columns
+            terms = into_next if chain.ends is None else torch.where(chain.ends == step + 1, terms, into_next)
         weights = (terms - terms.amax(-1, keepdim=True)).exp_().expand(len(states), *terms.shape[-3:])
         sums = weights.cumsum(-1).masked_fill_(weights == 0, 0.0)
         threshold = (1.0 - numbers[..., step, None]) * sums.amax(-1, keepdim=True)

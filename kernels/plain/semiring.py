@@ -49,7 +49,7 @@ def forward(chain: Chain, add: Add, *, messages: Tensor | None = None) -> Tensor
             if ended is not None:
                 after, top = torch.where(ended, message, after), top.masked_fill(ended, 0.0)
             message = after
-            scale, lost = _add(*_add(scale, lost, shift), top)
+            scale, lost = two_sum(*two_sum(scale, lost, shift), top)
         if messages is not None:
             messages[step] = message.detach()
     # so that autograd finds a gradient of 0 for a bulk that is not used
@@ -64,8 +64,8 @@ def start(chain: Chain) -> tuple[Tensor, Tensor, Tensor]:
     potential, shift = shifted(chain.x[0].double().masked_fill(weights == -math.inf, -math.inf))
     weights, first = shifted(weights)
     message, top = shifted((weights + potential).reshape(*grid(chain), chain.c))
-    scale, lost = _add(shift, torch.zeros_like(shift), first)
-    return message.to(chain.dtype), *_add(scale.reshape(top.shape), lost.reshape(top.shape), top)
+    scale, lost = two_sum(shift, torch.zeros_like(shift), first)
+    return message.to(chain.dtype), *two_sum(scale.reshape(top.shape), lost.reshape(top.shape), top)
 
 
 def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def log_weights(weights: Tensor, log_params: bool, dtype: torch.dtype) -> Tensor
     return weights.masked_fill(zero, 1.0).log().masked_fill(zero, -math.inf)
 
 
-def _add(total: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
+def two_sum(total: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
     """A running sum with one more term, and the sum of its rounding errors (D. E. Knuth's two-sum)."""
     after = total + term
     part = after - total

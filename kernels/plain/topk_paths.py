@@ -32,9 +32,8 @@ def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
     choices = torch.empty(v - 1, g, m, c, k, dtype=wide, device=message.device)
     same = torch.arange(c * k, dtype=wide, device=message.device).view(c, k)
     for step in range(1, v):
-        matrix = chain.bulk[step - 1 if len(chain.bulk) > 1 else 0].reshape(g, c, c)
         potential = shifted(chain.x[step].to(chain.dtype).reshape(g, m, c))[0]
-        after, choice = _step(message, log_weights(matrix, chain.log_params, chain.dtype))
+        after, choice = _step(message, log_weights(chain.matrix(step - 1), chain.log_params, chain.dtype))
         after = shifted((after + potential[..., None]).flatten(-2))[0].view(g, m, c, k)
         if chain.ends is not None:
             ended = (chain.ends <= step)[..., None]

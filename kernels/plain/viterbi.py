@@ -18,8 +18,8 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 after its sequence's
     end, and everywhere in a sequence that is impossible or unknown. The chain may be shorter than `steps`.
     """
-    g, m, c = chain.g, chain.m, chain.c
-    messages = chain.new(chain.v, g, m, c)
+    g, m = chain.g, chain.m
+    messages = chain.new(chain.v, g, m, chain.c)
     total = semiring.forward(chain, semiring.maximum, messages=messages)
     states = torch.full((g, m, steps), -1, device=messages.device)
     sets = torch.arange(g, device=messages.device)[:, None]
@@ -27,11 +27,9 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     for step in reversed(range(chain.v)):
         terms = messages[step]
         if step + 1 < chain.v:
-            matrix = chain.bulk[step if len(chain.bulk) > 1 else 0].reshape(g, c, c)
-            columns = semiring.log_weights(matrix.mT[sets, state], chain.log_params, chain.dtype)
-            terms = (
-                terms + columns if chain.ends is None else torch.where(chain.ends == step + 1, terms, terms + columns)
-            )
+            columns = semiring.log_weights(chain.matrix(step).mT[sets, state], chain.log_params, chain.dtype)
+            into_next = terms + columns
+            terms = into_next if chain.ends is None else torch.where(chain.ends == step + 1, terms, into_next)
         state = terms.argmax(-1)
         states[..., step] = state
     no_sum = unknown(chain)
