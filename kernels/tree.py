@@ -223,7 +223,7 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
     into[:, 0].masked_fill_(stack[:, 0] == -torch.inf, 0.0)
 
 
-def doors(kind: type[Arithmetic]) -> list[Any]:
+def with_arithmetic(kind: type[Arithmetic]) -> list[Any]:
     """The functions that a module of `kernels.stack_kernels` offers, with `kind` as their arithmetic."""
     return [partial(f, kind) for f in (product, write_product, product_gradient, prefixes, prefixes_gradient, Kept)]
 

@@ -70,4 +70,4 @@ class Arithmetic(tree.Arithmetic):
             grad_a.add_(grad)
 
 
-product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.doors(Arithmetic)
+product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.with_arithmetic(Arithmetic)

@@ -21,15 +21,15 @@ from . import matmul as log_matmul
 def forward(
     chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
 ) -> tuple[Kept, Message | None]:
-    """The log-partitions (g, m) and kept messages that `backward` reads, and the last forward message or None.
+    """The log-partitions (g, m) with the messages that `backward` reads, and the last forward message or None.
 
     Args:
-        chain: operands for v steps of g sets of m sequences with c states. Sequences that underflow in its dtype are
-            computed exactly all the same.
+        chain: operands for v steps of g sets of m sequences with c states. Sequences whose messages would underflow in
+            its dtype are computed exactly too.
         entering: the forward message of the step before the first; None: the chain begins with p0.
-        keep: memory (steps, g, m, c), contiguous, of the dtype of the arithmetic, into which the messages are written,
-            that of `entering` first: `steps` is at least their number. None where no gradient is wanted.
-        leave: whether the message of each sequence's last step is returned. It has to be if `backward` is to be called
+        keep: memory (steps, g, m, c), contiguous, of the dtype of the arithmetic, into which all messages are written,
+            `entering` first, so that `steps` is at least their number; None where no gradient is wanted.
+        leave: whether the message of each sequence's last step is returned. It must be if `backward` will be called
             with a message `following`.
     """
     grid = chain.g, chain.m, chain.c
@@ -60,6 +60,7 @@ def forward(
         redone |= _underflows(message, chain.dtype)
         if keep is not None:
             keep[step + entered] = message if chain.ended is None else message.masked_fill(chain.ended[step], -math.inf)
+    # kept messages are linear, but in sequences where one would underflow they are logarithms
     for logs in keep[: chain.v + entered] if keep is not None else ():
         logs.copy_(torch.where(redone[..., None], logs, logs.exp()))
     values, total = normalised(message)
