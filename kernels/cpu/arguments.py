@@ -94,7 +94,7 @@ class Call:
             self.point(ends=ends, order=torch.argsort(ends, dim=1, descending=True, stable=True))
 
     def rows(self, name: str, tensor: Tensor) -> None:
-        """Let `x` or `grad_x` point to rows (v, *lead, c), each of which is contiguous; `name` is "x" or "grad"."""
+        """Point `x` or `grad_x` to rows (v, *lead, c), each of which is contiguous; `name` is "x" or "grad"."""
         chain = self.chain
         pointer = name if name == "x" else f"{name}_x"
         if chain.starts is not None:

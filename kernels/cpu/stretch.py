@@ -51,7 +51,7 @@ class Stretch:
         messages: Tensor | None,
         shares: Tensor | None,
     ) -> tuple[Carried, Tensor, int]:
-        """What leaves the stretch; whether sequences were redone (g, m), valid until the next call; and their number.
+        """The message that leaves; whether sequences were redone (g, m), valid until the next call; and their number.
 
         `operands` are x, bulk and p0. `ends` int64 (g, m) are numbers of steps, an entering message counted as one.
         Messages are written to `messages` (v, g, m, c), the entering one first, and those with sum 1 to `shares`
@@ -92,7 +92,7 @@ class Repeated:
         arguments.room = self._room.data_ptr() + 63 & ~63
 
     def forward(self, x: Tensor, carried: Carried, shares: Tensor | None) -> tuple[Carried, Tensor, int]:
-        """What leaves the stretch, the log-partition [*B] in the dtype of x, and the number of redone sequences."""
+        """The message that leaves, the log-partition [*B] in the dtype of x, and the number of redone sequences."""
         a = self._arguments
         after = _carry(a, carried, a.members, shares)
         value = torch.empty_like(carried[1], dtype=self._dtype)

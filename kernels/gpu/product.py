@@ -49,14 +49,14 @@ class Arithmetic(tree.Arithmetic):
         return Nodes(matrices.transpose(0, 1), matrices.new_zeros(g, 1), offset[:, None])
 
     def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
-        """See `kernels.tree`."""
+        """Write products of nodes, see `kernels.tree`."""
         options: dict[str, Tensor] = {"a_top": tops[0], "b_top": tops[1], "out_top": out.top.fill_(-math.inf)}
         log_matmul.forward(left, right, out.values, rescued=self.rescued, **options)
 
     def gradient(
         self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool
     ) -> None:
-        """See `kernels.tree`."""
+        """Write gradients of nodes, see `kernels.tree`."""
         if not add_left:
             log_matmul_gradient.backward(weight, left.values, right.values, grad_a=grad_left, grad_b=grad_right)
             return

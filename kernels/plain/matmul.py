@@ -23,13 +23,13 @@ def forward(a: Tensor, b: Tensor, depth: torch.dtype = torch.float32) -> tuple[T
     groups = Groups.of(a, b)
     out = a.new_empty(groups.shape)
     into, rescued = groups.joint(out), 0
-    for t in pieces(groups, a, b, depth):
+    for piece in pieces(groups, a, b, depth):
         # row + column may be far larger than c, so that their sum needs float64
-        c = (t.row.double() + t.column.double()).add_(t.s.log_())
-        for z, i, j in t.rescues:
-            c[z, i, j] = torch.logsumexp(pairs(t, z, i, j), -1).to(c.dtype)
+        c = (piece.row.double() + piece.column.double()).add_(piece.s.log_())
+        for z, i, j in piece.rescues:
+            c[z, i, j] = torch.logsumexp(pairs(piece, z, i, j), -1).to(c.dtype)
             rescued += len(z)
-        t.put_joint(c, into)
+        piece.put_joint(c, into)
     return out, rescued
 
 
@@ -47,18 +47,18 @@ def backward(
     into_a = None if grad_a is None else groups.left(grad_a)
     into_b = None if grad_b is None else groups.right(grad_b)
     weights = groups.joint(weight)
-    for t in pieces(groups, a, b, depth):
-        weight, scale = near_one(t.joint(weights))  # the quotient by a small sum must not overflow
-        g = t.divide(weight)
-        part_a = torch.bmm(g, t.eb.mT).mul_(t.ea) if need_a else None
-        part_b = torch.bmm(t.ea.mT, g).mul_(t.eb) if need_b else None
-        for z, i, j in t.rescues:
-            shares = torch.softmax(pairs(t, z, i, j), -1).mul_(weight[z, i, j, None])
+    for piece in pieces(groups, a, b, depth):
+        weight, scale = near_one(piece.joint(weights))  # the quotient by a small sum must not overflow
+        g = piece.divide(weight)
+        part_a = torch.bmm(g, piece.eb.mT).mul_(piece.ea) if need_a else None
+        part_b = torch.bmm(piece.ea.mT, g).mul_(piece.eb) if need_b else None
+        for z, i, j in piece.rescues:
+            shares = torch.softmax(pairs(piece, z, i, j), -1).mul_(weight[z, i, j, None])
             _scatter(shares, part_a, part_b, z, i, j)
         if part_a is not None and into_a is not None:
-            t.put_left(part_a if scale == 1.0 else part_a.mul_(scale), into_a)
+            piece.put_left(part_a if scale == 1.0 else part_a.mul_(scale), into_a)
         if part_b is not None and into_b is not None:
-            t.put_right(part_b if scale == 1.0 else part_b.mul_(scale), into_b)
+            piece.put_right(part_b if scale == 1.0 else part_b.mul_(scale), into_b)
     return grad_a, grad_b
 
 
@@ -70,8 +70,8 @@ def tangent(a: Tensor, b: Tensor, along_a: Tensor, along_b: Tensor) -> Tensor:
     groups = Groups.of(a, b)
     out = a.new_empty(groups.shape)
     into, along_a, along_b = groups.joint(out), groups.left(along_a), groups.right(along_b)
-    for t in pieces(groups, a, b, torch.float32):
-        t.put_joint(_mean(t, t.left(along_a), t.right(along_b)), into)
+    for piece in pieces(groups, a, b, torch.float32):
+        piece.put_joint(_mean(piece, piece.left(along_a), piece.right(along_b)), into)
     return out
 
 
@@ -88,34 +88,35 @@ def second(
     into, into_a, into_b = groups.joint(out), groups.left(grad_a), groups.right(grad_b)
     weights, alongs_a, alongs_b = groups.joint(weight), groups.left(along_a), groups.right(along_b)
     along_weights = None if along_weight is None else groups.joint(along_weight)
-    for t in pieces(groups, a, b, torch.float32):
-        weight, along_a, along_b = t.joint(weights), t.left(alongs_a), t.right(alongs_b)
-        along_weight = None if along_weights is None else t.joint(along_weights)
-        mean = _mean(t, along_a, along_b)
-        g, ua, ub = t.divide(weight), t.ea * along_a, t.eb * along_b
+    for piece in pieces(groups, a, b, torch.float32):
+        weight, along_a, along_b = piece.joint(weights), piece.left(alongs_a), piece.right(alongs_b)
+        along_weight = None if along_weights is None else piece.joint(along_weights)
+        mean = _mean(piece, along_a, along_b)
+        g, ea, eb = piece.divide(weight), piece.ea, piece.eb
+        ua, ub = ea * along_a, eb * along_b
         h = g * mean
         if along_weight is not None:
-            h.sub_(t.divide(along_weight))
-        part_a = torch.bmm(g, ub.mT).sub_(torch.bmm(h, t.eb.mT)).mul_(t.ea).add_(torch.bmm(g, t.eb.mT).mul_(ua))
-        part_b = torch.bmm(ua.mT, g).sub_(torch.bmm(t.ea.mT, h)).mul_(t.eb).add_(torch.bmm(t.ea.mT, g).mul_(ub))
-        for z, i, j in t.rescues:
-            shares = torch.softmax(pairs(t, z, i, j), -1)
+            h.sub_(piece.divide(along_weight))
+        part_a = torch.bmm(g, ub.mT).sub_(torch.bmm(h, eb.mT)).mul_(ea).add_(torch.bmm(g, eb.mT).mul_(ua))
+        part_b = torch.bmm(ua.mT, g).sub_(torch.bmm(ea.mT, h)).mul_(eb).add_(torch.bmm(ea.mT, g).mul_(ub))
+        for z, i, j in piece.rescues:
+            shares = torch.softmax(pairs(piece, z, i, j), -1)
             u = (along_a[z, i] + along_b[z, :, j]).double().sub_(mean[z, i, j, None])
             terms = u.mul_(weight[z, i, j, None])
             if along_weight is not None:
                 terms += along_weight[z, i, j, None]
             _scatter(shares.mul_(terms), part_a, part_b, z, i, j)
-        t.put_joint(mean, into)
-        t.put_left(part_a, into_a)
-        t.put_right(part_b, into_b)
+        piece.put_joint(mean, into)
+        piece.put_left(part_a, into_a)
+        piece.put_right(part_b, into_b)
     return out, grad_a, grad_b
 
 
-def _mean(t: Piece, along_a: Tensor, along_b: Tensor) -> Tensor:
+def _mean(piece: Piece, along_a: Tensor, along_b: Tensor) -> Tensor:
     """The result of `tangent` for one piece (g, m, n)."""
-    mean = t.divide(torch.bmm(t.ea * along_a, t.eb).add_(torch.bmm(t.ea, t.eb * along_b)))
-    for z, i, j in t.rescues:
-        shares = torch.softmax(pairs(t, z, i, j), -1)
+    mean = piece.divide(torch.bmm(piece.ea * along_a, piece.eb).add_(torch.bmm(piece.ea, piece.eb * along_b)))
+    for z, i, j in piece.rescues:
+        shares = torch.softmax(pairs(piece, z, i, j), -1)
         mean[z, i, j] = shares.mul_(along_a[z, i] + along_b[z, :, j]).sum(-1).to(mean.dtype)
     return mean
 

@@ -234,6 +234,6 @@ def _exponentials(t: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     return shift, exp_shifted(t, shift, torch.empty_like(t), torch.empty_like(t))
 
 
-def pairs(t: Piece, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def pairs(piece: Piece, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """The terms a_ik + b_kj (f, k) of the entries with indices z, i, j (f), in float64."""
-    return t.a[z, i].double() + t.b[z, :, j].double()
+    return piece.a[z, i].double() + piece.b[z, :, j].double()

@@ -211,25 +211,23 @@ def second(chain: Chain, matmul: ModuleType, weight: Tensor, tangents: Tangents)
     The gradients are those of `sum(weight * log_norm)` for weights (g, m).
     """
     steps = Steps(chain)
-    messages, dots, along = _tangent(chain, matmul, tangents)
+    messages, da, along = _tangent(chain, matmul, tangents)
     first, derived = Gradients.zeros(chain), Gradients.zeros(chain)
     posterior = steps.shares(messages[-1]) * weight[..., None]
-    dot = posterior * (dots[-1] - along[..., None])
+    d_posterior = posterior * (da[-1] - along[..., None])
     for step in reversed(range(chain.v)):
-        first.x[step], derived.x[step] = _alive(steps, step, posterior), _alive(steps, step, dot)
+        first.x[step], derived.x[step] = _alive(steps, step, posterior), _alive(steps, step, d_posterior)
         if step:
             operands = messages[step - 1], steps.matrix(step)
             before, counts = matmul.backward(first.x[step], *operands, True, True)
             along_matrix = _matrix_tangent(steps, step, tangents, operands[1])
-            _, dot_before, dot_counts = matmul.second(
-                first.x[step], *operands, dots[step - 1], along_matrix, derived.x[step]
-            )
+            _, d_before, d_counts = matmul.second(first.x[step], *operands, da[step - 1], along_matrix, derived.x[step])
             first.bulk[steps.index(step)] += counts
-            derived.bulk[steps.index(step)] += dot_counts
+            derived.bulk[steps.index(step)] += d_counts
             posterior = _where(steps.alive(step), before, posterior)
-            dot = _where(steps.alive(step), dot_before, dot)
+            d_posterior = _where(steps.alive(step), d_before, d_posterior)
     first.p0.copy_(posterior)
-    derived.p0.copy_(dot)
+    derived.p0.copy_(d_posterior)
     return along, first, derived
 
 
@@ -237,20 +235,20 @@ def _tangent(chain: Chain, matmul: ModuleType, tangents: Tangents) -> tuple[Tens
     """Forward messages and their derivatives (v, g, m, c), and the derivative of the log-partition (g, m)."""
     steps = Steps(chain)
     messages = forward_messages(chain, matmul).relative
-    dots = torch.zeros_like(messages)
+    da = torch.zeros_like(messages)
     if tangents.p0 is not None:
-        dots[0] += tangents.p0
+        da[0] += tangents.p0
     for step in range(chain.v):
         if step:
             matrix = steps.matrix(step)
             along = _matrix_tangent(steps, step, tangents, matrix)
-            mean = matmul.tangent(messages[step - 1], matrix, dots[step - 1], along)
-            dots[step] = _where(steps.alive(step), mean, dots[step - 1])
+            mean = matmul.tangent(messages[step - 1], matrix, da[step - 1], along)
+            da[step] = _where(steps.alive(step), mean, da[step - 1])
         if tangents.x is not None:
-            dots[step] += torch.where(_possible(steps, step, messages[step]), tangents.x[step], 0.0)
+            da[step] += torch.where(_possible(steps, step, messages[step]), tangents.x[step], 0.0)
         # tangents of impossible states must have no influence, even if they are NaN
-        dots[step].masked_fill_(messages[step] == -math.inf, 0.0)
-    return messages, dots, (steps.shares(messages[-1]) * dots[-1]).sum(-1)
+        da[step].masked_fill_(messages[step] == -math.inf, 0.0)
+    return messages, da, (steps.shares(messages[-1]) * da[-1]).sum(-1)
 
 
 def _matrix_tangent(steps: Steps, step: int, tangents: Tangents, matrix: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class Arithmetic(tree.Arithmetic):
     """Products of nodes in float64, a block of them at a time."""
 
     def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
-        """See `kernels.tree`."""
+        """Write products of nodes, see `kernels.tree`."""
         for at in _blocks(left):
             a, b = (
                 (values[at].double() - finite(top[at].clone())[..., None, None]).flatten(0, 1)
@@ -32,7 +32,7 @@ class Arithmetic(tree.Arithmetic):
     def gradient(
         self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool
     ) -> None:
-        """See `kernels.tree`."""
+        """Write gradients of nodes, see `kernels.tree`."""
         for at in _blocks(weight):
             w, a, b = (values[at].double().flatten(0, 1) for values in (weight, left.values, right.values))
             grads = matmul.backward(w, a, b, True, True, torch.float64)
