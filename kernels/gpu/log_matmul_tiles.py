@@ -24,9 +24,9 @@ class Tiles(NamedTuple):
     depth: int = 4
 
 
-# by chip and by the shape of the result: at most 16 x 16 (`tiny`), 32 x 32 (`small`), few rows (`wide`) or columns
-# (`tall`), at most 64 of one of them (`medium`), more (`large`, or `rows` in place or with operands by columns, which
-# need more registers); `odd` where loads are not of 16 bytes, so that every entry needs an address
+# by chip and by the shape of the result: at most 16 x 16 (`tiny`) or 32 x 32 (`small`), at most 16 rows (`wide`) or
+# columns (`tall`), at most 64 (`medium`), more (`large`, or `rows` in place or with operands by columns, which need
+# more registers); `odd` where loads are not of 16 bytes, so that every entry needs an address
 TILES = {
     "sm_80": {
         "tiny": Tiles(16, 16, 16, 1, 2),
