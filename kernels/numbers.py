@@ -64,11 +64,11 @@ def exact_sum(terms: Tensor) -> tuple[Tensor, Tensor]:
     a float, is added to the second result (D. E. Knuth's two-sum).
     """
     lost, errors = torch.zeros_like(terms[0]), torch.empty_like(terms[0])
-    room = torch.empty(2, len(terms) // 2, *lost.shape, dtype=terms.dtype, device=terms.device)
+    scratch = torch.empty(2, len(terms) // 2, *lost.shape, dtype=terms.dtype, device=terms.device)
     count = len(terms)
     while count > 1:
         half = count // 2
-        a, b, (total, back) = terms[:half], terms[half : 2 * half], room[:, :half]
+        a, b, (total, back) = terms[:half], terms[half : 2 * half], scratch[:, :half]
         torch.add(a, b, out=total)
         torch.sub(total, a, out=back)
         b -= back

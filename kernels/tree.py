@@ -102,8 +102,8 @@ class Arithmetic:
         """Write the products of `left` and `right` to `out`, which may be either."""
         shape = out.top.shape
         tops = [
-            room[: out.top.numel()].view(shape).copy_(nodes.top)
-            for room, nodes in zip(self._tops, (left, right), strict=True)
+            scratch[: out.top.numel()].view(shape).copy_(nodes.top)
+            for scratch, nodes in zip(self._tops, (left, right), strict=True)
         ]
         self._add_offsets(left, right, tops, out)
         self.pair(left.values, right.values, out, tops)
@@ -118,13 +118,13 @@ class Arithmetic:
     def _add_offsets(self, left: Nodes, right: Nodes, tops: list[Tensor], out: Nodes) -> None:
         """Write the offset of a product: the sum of the operands' offsets and tops, -inf for an impossible product."""
         g, p, count = out.offset.shape
-        room = self._sums[:, : g * p].unflatten(1, (g, p))
-        total = room[:count].copy_(left.offset.movedim(-1, 0))
+        scratch = self._sums[:, : g * p].unflatten(1, (g, p))
+        total = scratch[:count].copy_(left.offset.movedim(-1, 0))
         for term in (*right.offset.unbind(-1), *tops):
             if count == 1:
                 total.add_(term)
             else:
-                two_sum(total, term, room[count:])
+                two_sum(total, term, scratch[count:])
         if count == 2:  # the rounding error of an infinite sum would be NaN
             total[1].masked_fill_(~total[0].isfinite(), 0.0)
         out.offset.copy_(total.movedim(0, -1))
@@ -242,9 +242,9 @@ def parts(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.float64 else 1
 
 
-def two_sum(total: Tensor, term: Tensor, room: Tensor) -> None:
+def two_sum(total: Tensor, term: Tensor, scratch: Tensor) -> None:
     """Add a term to `total[0]` of (2, g, p), and the rounding error of that to `total[1]` (D. E. Knuth's two-sum)."""
-    (high, low), (result, back, error) = total, room
+    (high, low), (result, back, error) = total, scratch
     torch.sub(torch.add(high, term, out=result), high, out=back)
     low.add_(torch.sub(term, back, out=error))
     low.add_(high.sub_(torch.sub(result, back, out=error)))

@@ -165,7 +165,7 @@ class _Set:
         _, f = _through(torch.zeros_like(first), products.flip(0).mT, dtype, rescued, keep=True)
         assert w is not None and f is not None
         entering = self._entering(w[:-1, :, 0], rescued)[0].double()
-        forward_chain.forward(x, self.within(self.bulk), entering, None, keep=True, room=messages, **options)
+        forward_chain.forward(x, self.within(self.bulk), entering, None, keep=True, out=messages, **options)
         others[0] = f[1:, :, 0].flip(0)
         others[1].zero_()[: self.head_steps + 1] = head[:, 0]
         return _added(norm.T, *scale.movedim(-1, 0), offset)

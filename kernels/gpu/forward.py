@@ -32,7 +32,7 @@ def forward(
         messages = chain.new(*x.shape)
     log_norm, _ = forward_chain.forward(
         x, bulk, start, ends, log_params=chain.log_params, keep=messages is not None, dtype=chain.dtype,
-        rescued=rescued, room=None if messages is None else messages[: chain.v],
+        rescued=rescued, out=None if messages is None else messages[: chain.v],
     )  # fmt: skip
     if chain.ends is not None and entering is None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)

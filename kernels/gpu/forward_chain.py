@@ -216,10 +216,10 @@ def forward(
     dtype: torch.dtype,
     rescued: Tensor | None = None,
     maximum: bool = False,
-    room: Tensor | None = None,
+    out: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-partitions (g, m) in float64 and, with `keep`, the messages (v, g, m, c), in `room` if given.
+    """The log-partitions (g, m) in float64 and, with `keep`, the messages (v, g, m, c), in `out` if given.
 
     `maximum`: in the max-plus semiring, the log-weights of the best paths and their messages. `dtype` is that of the
     arithmetic and of the messages, which are -inf after a sequence's end. The number of recomputed sums is added to
@@ -234,7 +234,7 @@ def forward(
     choice = tiles(c, m, dtype, min(widths))
     choice = max_tiles(choice) if maximum else choice
     slots = v if keep else min(v, 2)
-    messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device) if room is None else room
+    messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device) if out is None else out
     launch(
         x[:, :, None], bulk[:, :, None], start, ends, messages, None, None, scale, log_norm, rescued, v, m, choice,
         widths, dtype, log_params=log_params, keep=keep, segment=False, maximum=maximum,
