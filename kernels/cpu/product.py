@@ -100,7 +100,7 @@ def prefixes_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
 
 
 class Kept:
-    """The products of stacks (g, s, c, c), with what gradients need, to be written `into` a tensor of that shape."""
+    """The products of stacks (g, s, c, c), kept until gradients are written `into` a tensor of that shape."""
 
     def __init__(self, stack: Tensor, into: Tensor) -> None:
         self._stack, self._into = _matrices(stack), into

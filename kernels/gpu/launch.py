@@ -60,7 +60,7 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def widths(matrices: Tensor) -> tuple[int, int]:
-    """The common widths of the row stride and of the column stride; 1 for one unless the other stride is 1."""
+    """The common width of row strides if rows are contiguous, and that of column strides if columns are; else 1."""
     *batch, row, column = pitches(matrices)
     if column == 1:
         return common_width(*batch, row), 1
