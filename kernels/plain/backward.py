@@ -37,7 +37,7 @@ def backward(
         following: the backward message of each sequence's last step (g, m, c), float64 logarithms up to an additive
             constant; None for zeros, where the chain ends.
         grad_x: memory (v, *lead, c) into which the gradient of x is written; None where it is not wanted.
-        grad_bulk: memory (s, *own, c, c), with c by c contiguous, into which the gradient of `bulk` is written, or of
+        grad_bulk: memory (s, *own, c, c), each matrix contiguous, into which the gradient of `bulk` is written, or of
             its logarithms; None where it is not wanted.
 
     Returns:
@@ -51,8 +51,9 @@ def backward(
     message = last = counts.new_zeros(g, chain.m, c) if following is None else following
     posterior = torch.zeros_like(last)
     for step in reversed(range(chain.v)):
-        share = weight if chain.ended is None else weight.masked_fill(chain.ended[step], 0.0)
-        posterior = (torch.softmax(kept.logs(step + entered) + message, -1) * share).masked_fill(share == 0, 0.0)
+        alive_weight = weight if chain.ended is None else weight.masked_fill(chain.ended[step], 0.0)
+        posterior = torch.softmax(kept.logs(step + entered) + message, -1)
+        posterior = (posterior * alive_weight).masked_fill(alive_weight == 0, 0.0)
         if grad_x is not None:
             grad_x[step] = posterior.view(grad_x.shape[1:])
         if step + entered == 0:
@@ -60,7 +61,7 @@ def backward(
         x, (matrix, _) = potentials(chain, step)[0], transitions(chain, step, entered)
         if grad_bulk is not None:
             index = step - 1 + entered
-            before = kept.logs(index).masked_fill(share == 0, -math.inf)
+            before = kept.logs(index).masked_fill(alive_weight == 0, -math.inf)
             step_counts = log_matmul.backward(posterior, before, matrix, False, True, torch.float64)[1]
             assert step_counts is not None
             if len(chain.bulk) == 1:
