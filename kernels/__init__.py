@@ -1,6 +1,6 @@
-"""Arithmetic on plain tensors: no argument checks, no autograd, nothing of `logchain` imported.
+"""Arithmetic on plain tensors, chosen by their device: no argument checks, no autograd, nothing of `logchain` imported.
 
-This is the one place that looks at a device. A module is imported when it is first asked for.
+A module is imported when one of its functions is first asked for.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# who computes on a GPU, on a CPU, and elsewhere; a CPU's products of two matrices are torch's, whose own are faster
+# the module for tensors on a GPU, on a CPU, and elsewhere; for products of two matrices torch is fastest on a CPU
 _MODULES = {
     "forward": ("gpu.forward", "cpu.forward", "plain.forward"),
     "backward": ("gpu.backward", "cpu.backward", "plain.backward"),
@@ -25,23 +25,23 @@ _MODULES = {
     "stack": ("gpu.product", "cpu.product", "plain.product"),
 }
 
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether the Triton kernels compute for it."""
+    """Whether the Triton kernels compute with this tensor."""
     return tensor.is_cuda
 
 
 def in_c(tensor: Tensor) -> bool:
-    """Whether the loops in C compute for it."""
+    """Whether the C loops compute with this tensor."""
     return tensor.is_cpu and not on_gpu(tensor)
 
 
 def arithmetic_on(tensor: Tensor) -> AbstractContextManager[None]:
-    """Where an operator computes: on the tensor's own device, whichever is current, and in the dtypes it asks for."""
+    """A context with the tensor's device as the current one and without autocasting."""
     plain = not tensor.is_cuda and not torch.is_autocast_enabled("cpu" if tensor.is_cpu else tensor.device.type)
-    return _NOTHING if plain else _arithmetic_on(tensor)
+    return _NO_CONTEXT if plain else _arithmetic_on(tensor)
 
 
 @contextmanager
@@ -57,25 +57,25 @@ def _module(question: str, tensor: Tensor) -> ModuleType:
 
 
 class Room(NamedTuple):
-    """`forward` and `backward` of a chain, see `kernels.plain`."""
+    """`forward` and `backward` of a chain for one kind of device, see `kernels.plain`."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
 
 def chain_kernels(tensor: Tensor) -> Room:
-    """The room that walks a chain."""
+    """`forward` and `backward` of a chain for a tensor's device."""
     return Room(_module("forward", tensor).forward, _module("backward", tensor).backward)
 
 
 @cache
 def short_calls() -> ModuleType:
-    """`short_of` operands on a CPU, see `kernels.cpu.short`."""
+    """The module of short chains on a CPU, `kernels.cpu.short`."""
     return import_module(f"{__name__}.cpu.short")
 
 
 def new_messages(chain: Any, steps: int) -> Tensor:
-    """Memory for the messages of so many steps of a chain, (steps, g, m, c)."""
+    """Memory for the messages of `steps` steps of a chain (steps, g, m, c), zeros where the chain is shorter."""
     messages: Tensor = chain.new(steps, chain.g, chain.m, chain.c)
     if in_c(chain.x):
         from .cpu.library import in_large_pages
@@ -85,54 +85,54 @@ def new_messages(chain: Any, steps: int) -> Tensor:
 
 
 def message_kernels(tensor: Tensor) -> ModuleType:
-    """`messages` of a chain, forward and backward, see `kernels.plain.messages`."""
+    """The module of `messages`, forward and backward, see `kernels.plain.messages`."""
     return _module("messages", tensor)
 
 
 def entropy_in_c() -> Callable[..., tuple[Tensor, Tensor]]:
-    """`entropy` of a chain on a CPU, see `kernels.cpu.entropy`."""
+    """The function `kernels.cpu.entropy.entropy`, for chains on a CPU."""
     from .cpu.entropy import entropy
 
     return entropy
 
 
 def scratch_of_loops(v: int, g: int, m: int, c: int, item: int, one_matrix: bool) -> tuple[int, int]:
-    """How many threads walk a chain in numbers of `item` bytes on a CPU, and the bytes that each takes beside it."""
+    """The number of threads that compute a chain of `item`-byte floats on a CPU, and the bytes of scratch of each."""
     from .cpu.arguments import scratch
 
     return scratch(v, g, m, c, torch.float64 if item == 8 else torch.float32, one_matrix)
 
 
 def stretches() -> ModuleType:
-    """`Stretch` of a longer chain on a CPU, see `kernels.cpu.stretch`."""
+    """The module of `Stretch`, a part of a longer chain on a CPU, `kernels.cpu.stretch`."""
     return import_module(f"{__name__}.cpu.stretch")
 
 
 def chunked_kernels(tensor: Tensor) -> ModuleType | None:
-    """`forward` and `backward` of a chain cut into segments, if a room has its own, see `kernels.gpu.chunked`."""
+    """The module of `forward` and `backward` of a chain cut into segments, on a GPU; elsewhere None."""
     return import_module(f"{__name__}.gpu.chunked") if on_gpu(tensor) else None
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:
-    """`paths` of a chain, see `kernels.plain.viterbi`."""
+    """The module of `paths`, the best path of a chain, see `kernels.plain.viterbi`."""
     return _module("path", tensor)
 
 
 def topk_kernels(tensor: Tensor) -> ModuleType:
-    """`paths` of a chain, see `kernels.plain.topk_paths`."""
+    """The module of `paths`, the k best paths of a chain, see `kernels.plain.topk_paths`."""
     return _module("paths", tensor)
 
 
 def draw_kernels(tensor: Tensor) -> ModuleType:
-    """`draw` from a chain, see `kernels.plain.sample`."""
+    """The module of `draw`, paths drawn from a chain, see `kernels.plain.sample`."""
     return _module("draw", tensor)
 
 
 def log_matmul_kernels(tensor: Tensor) -> ModuleType:
-    """`forward` and `backward` of a log-semiring matrix product, see `kernels.plain.matmul`."""
+    """The module of `forward` and `backward` of a log-semiring matrix product, see `kernels.plain.matmul`."""
     return _module("log_matmul", tensor)
 
 
 def stack_kernels(tensor: Tensor) -> ModuleType:
-    """`product` of stacks of matrices, their prefixes and gradients, see `kernels.tree`."""
+    """The module of products of stacks of matrices, their prefixes and gradients, see `kernels.tree`."""
     return _module("stack", tensor)

@@ -1,8 +1,7 @@
-"""A batch of chains in the layout that the recursions walk.
+"""A batch of chains in the layout that the recursions walk: steps first, then batch axes, then states.
 
-The steps come first, and batch axes with matrices of their own before the others. The batch is a grid of `g` times `m`
-sequences: `g` sets of matrices, and `m` sequences that share each set, so that a step is one product [g, m, c] x [g, c,
-c]. Everything here is a view of what the caller passed.
+Sequences that share their transition matrices are a set. The batch is g sets of m sequences each, so that one step of a
+recursion is one batched product [g, m, c] x [g, c, c] for c states. All tensors are views of what the caller passed.
 """
 
 import math
@@ -15,16 +14,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Chain:
-    """`x` (v, *lead, c), `bulk` (s, *own, c, c) with s = v - 1 or 1, `p0` (*lead or ones, c), `ends` (g, m, 1) or None.
+    """The operands of a batch of chains, or of a stretch of longer chains that an earlier stretch's message enters.
 
-    `lead` begins with the axes `own`; `ends` holds the number of steps of each sequence. `dtype` is that of the
-    arithmetic. `by_log`: gradients are those of the logarithms of `bulk` and `p0`, though these be linear.
-
-    A stretch that a message enters has no `p0`: it has v matrices, or 1, the first of which leads from that message to
-    its first variable, and a sequence may have none of its steps.
-
-    `starts` (n), on a CPU: the rows at which n sequences begin in `x` (rows, c), one behind the other; so lie its
-    gradient and what is kept, and so do matrices (rows, c, c), each of which leads into its row, unless there is one.
+    Attributes:
+        x: log-potentials (v, *lead, c) for v steps, batch axes `lead` and c states.
+        bulk: transition matrices (s, *own, c, c), [from, to]; s = v - 1, or 1 for one matrix at all steps. `own` are
+            the first axes of `lead`. In a stretch that a message enters, s = v or 1: the first leads into step 0.
+        p0: initial weights (*lead or ones, c); not read in a stretch that a message enters.
+        ends: the number of steps of each sequence (g, m, 1), 0 only in such a stretch; None: all have v.
+        log_params: whether `bulk` and `p0` are logarithms.
+        dtype: the dtype of the arithmetic.
+        by_log: whether gradients are with respect to the logarithms of `bulk` and `p0` even if these are linear.
+        starts: on a CPU, the first row (n) of each of n packed sequences. Then x, its gradient and the messages are
+            (rows, c), and `bulk` is (rows, c, c), where each matrix leads into its row, or (1, c, c).
     """
 
     x: Tensor
@@ -38,7 +40,7 @@ class Chain:
 
     @property
     def v(self) -> int:
-        """Variables, of the longest sequence."""
+        """Steps of the longest sequence."""
         return self.x.shape[0] if self.starts is None else self._longest
 
     @cached_property
@@ -53,59 +55,59 @@ class Chain:
 
     @cached_property
     def lead(self) -> torch.Size:
-        """The batch axes, own ones first."""
+        """The batch axes, those of `bulk` first."""
         return self.x.shape[1:-1] if self.starts is None else self.starts.shape
 
     @cached_property
     def g(self) -> int:
-        """Sets of matrices."""
+        """Sets of transition matrices."""
         if self.starts is not None:
             return len(self.starts) if len(self.bulk) > 1 else 1
         return math.prod(self.bulk.shape[1:-2])
 
     @cached_property
     def m(self) -> int:
-        """Sequences that share a set."""
+        """Sequences of each set."""
         if self.starts is not None:
             return len(self.starts) // self.g
         return math.prod(self.lead[self.bulk.dim() - 3 :])
 
     @property
     def zero(self) -> float:
-        """How `bulk` and `p0` say zero."""
+        """The entry of `bulk` and `p0` that stands for weight 0."""
         return -math.inf if self.log_params else 0.0
 
     def new(self, *shape: int) -> Tensor:
         """An uninitialised tensor of the dtype of the arithmetic."""
         return self.x.new_empty(shape, dtype=self.dtype)
 
+    def matrix(self, index: int) -> Tensor:
+        """The transition matrices (g, c, c) at an index, or the only ones."""
+        return self.bulk[index if len(self.bulk) > 1 else 0].reshape(self.g, self.c, self.c)
+
+    def log_p0(self) -> Tensor:
+        """The logarithms of the initial weights (g, m, c), in float64."""
+        logs = self.p0.double() if self.log_params else self.p0.double().log()
+        return logs.expand(*self.lead, self.c).reshape(self.g, self.m, self.c)
+
     def room(self, steps: int) -> Tensor:
-        """Memory for the messages of so many steps (steps, g, m, c), or of all rows (rows, c) of packed sequences."""
+        """Uninitialised memory for the messages of `steps` steps (steps, g, m, c), or of packed rows (rows, c)."""
         return self.new(steps, self.g, self.m, self.c) if self.starts is None else self.new(*self.x.shape)
 
     @cached_property
     def ended(self) -> Tensor | None:
-        """Which sequences have ended before a step (v, g, m, 1); None where all go on to the last."""
-        return None if self.ends is None else self.ends <= self._steps
-
-    @cached_property
-    def last(self) -> Tensor | None:
-        """Which sequences have a step as their last (v, g, m, 1); None where all have the last one."""
-        return None if self.ends is None else self.ends == self._steps + 1
-
-    @property
-    def _steps(self) -> Tensor:
-        return torch.arange(self.v, device=self.x.device).view(-1, 1, 1, 1)
+        """Whether a sequence has ended before a step (v, g, m, 1); None where all have v steps."""
+        return None if self.ends is None else self.ends <= torch.arange(self.v, device=self.x.device).view(-1, 1, 1, 1)
 
 
 def segments_of(v: int, count: int) -> tuple[int, int]:
-    """How many segments a chain is cut into, and of how many steps each; (0, 0) for a chain too short for two."""
+    """The number of segments a chain is cut into, at most `count`, and their length; (0, 0) if too short for two."""
     count = min(count, v - 1)
     return (count, (v - 1) // count) if count > 1 else (0, 0)
 
 
 def is_view(values: Tensor, kept: int) -> bool:
-    """Whether all axes but the last `kept` can be one without a copy."""
+    """Whether all axes but the last `kept` can be flattened into one without a copy."""
     axes = list(zip(values.shape, values.stride(), strict=True))[:-kept]
     axes = [(size, stride) for size, stride in axes if size != 1]
     return all(stride == size * inner for (_, stride), (size, inner) in zip(axes, axes[1:], strict=False))

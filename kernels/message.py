@@ -1,7 +1,8 @@
-"""What passes between stretches of a chain, and what a stretch keeps for its backward pass.
+"""The forward message that one stretch of a chain hands to the next, and the messages kept for the backward pass.
 
-A stretch maps the message that enters it to the one that leaves it, and backwards likewise. `Message` has one meaning
-in every room; `Kept` is what a room keeps for its own `backward`; whoever else reads messages asks for their `logs`.
+A chain may be computed stretch by stretch: each maps an entering forward message to a leaving one, and `backward` maps
+backward messages the other way. `Message` means the same in kernels/plain, cpu and gpu. The `messages` of `Kept` are
+read only by the `backward` beside the `forward` that wrote them; all others read `Kept.logs`.
 """
 
 from typing import NamedTuple
@@ -11,10 +12,10 @@ from torch import Tensor
 
 
 class Message(NamedTuple):
-    """The forward message `exp(values + scale)` of a step, for g sets of matrices and m sequences of each.
+    """The forward message `exp(values + scale[0] + scale[1])` of one step, for g sets of m sequences with c states.
 
-    `values` (g, m, c), float64: logarithms of the states' shares, which sum to 1; -inf where nothing is possible.
-    `scale` (2, g, m), float64: the logarithm of the message's sum, and what the rounding of that has lost.
+    `values` (g, m, c), float64: logarithms of the normalised message, the filtered posterior; all -inf where no path
+    is possible. `scale` (2, g, m), float64: the logarithm of the message's sum, and the rounding error of that.
     """
 
     values: Tensor
@@ -22,16 +23,17 @@ class Message(NamedTuple):
 
     @property
     def log_norm(self) -> Tensor:
-        """The log-partition (g, m) of all up to here."""
+        """The log-partition (g, m) of all steps up to this one."""
         return self.scale[0]
 
 
 class Kept(NamedTuple):
-    """What `forward` leaves for `backward`.
+    """The results of `forward` that `backward` reads.
 
-    `log_norm` (g, m), float64; `messages` (v, g, m, c), over any factor each: linear, but logarithms where `redone` (g,
-    m) marks a sequence, and on a GPU, which counts single sums that it redid, logarithms everywhere. `entered`: the
-    first of the messages is the one that entered the stretch.
+    `log_norm` (g, m), float64: log-partitions. `messages` (v, g, m, c): forward messages, each up to a factor.
+    `redone` (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear. On a GPU
+    all messages are logarithms, and `redone` (1) counts recomputed sums. `entered`: `messages` (v + 1, g, m, c) begins
+    with the message that entered.
     """
 
     log_norm: Tensor
@@ -45,25 +47,25 @@ class Kept(NamedTuple):
         return self.redone.dtype != torch.bool
 
     def logs(self, steps: int | slice) -> Tensor:
-        """The messages of some steps as float64 logarithms (..., g, m, c), over any factor each."""
+        """The messages of `steps` as float64 logarithms (..., g, m, c), each up to an additive constant."""
         messages = self.messages[steps].double()
         if self.all_logs:
             return messages
-        # the logarithm of a large message would take its last digits
+        # log of a message near 1 keeps more digits than log of a large one
         top = messages.amax(-1, keepdim=True)
         linear = (messages / top.masked_fill(top == 0, 1.0)).log()
         return torch.where(self.redone[..., None], messages, linear)
 
 
 def normalised(logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithms (..., c) less that of their sum, and that (...); both -inf where all are."""
+    """Logarithms (..., c) of weights divided by their sum, and the logarithm of the sum (...); -inf for no weight."""
     total = torch.logsumexp(logs, -1)
     return logs - total.masked_fill(total == -torch.inf, 0.0)[..., None], total
 
 
-def where_moved(moved: Tensor | None, after: Message, before: Message) -> Message:
-    """The message after a stretch, or before it where a sequence has none of its steps; None: all have some."""
-    if moved is None:
+def leaving_message(ends: Tensor | None, after: Message, entering: Message | None) -> Message:
+    """The message after a stretch, or the one that entered it for sequences with no step in it, of `ends` (g, m, 1)."""
+    if ends is None or entering is None:
         return after
-    values = torch.where(moved[..., None], after.values, before.values)
-    return Message(values, torch.where(moved, after.scale, before.scale))
+    values = torch.where(ends > 0, after.values, entering.values)
+    return Message(values, torch.where(ends[..., 0] > 0, after.scale, entering.scale))

@@ -1,8 +1,8 @@
-"""Exponentials of shifted logarithms, with exact zeros and no bias, and sums that are rounded once.
+"""Exponentials of shifted logarithms, with exact zeros and no bias, and float64 sums with their rounding errors.
 
-`torch.exp` on a CPU takes 3 to 25 times as long where its result is zero or denormal; `torch.exp2` does not. The price
-is the factor log2(e), which no float holds exactly: `exp(d) = exp2(d HIGH + d LOW)` with LOW what HIGH lacks, or a long
-chain would drift by 1e-8 a nat and step.
+`torch.exp` on a CPU takes 3 to 25 times as long where its result is zero or denormal; `torch.exp2` does not. It needs
+the factor log2(e), which no float holds exactly: `exp(d) = exp2(d HIGH + d LOW)` with LOW = log2(e) - HIGH. Without LOW
+a long chain would drift by 1e-8 per nat and step.
 """
 
 import math
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-# float32(log2 e), and what is missing from it; float64's own gap is below any contract
+# HIGH = log2(e) in the dtype, and LOW; that of float64 is too small to matter
 _LOG2E = {torch.float32: (1.4426950216293335, 1.92596303350e-8), torch.float64: (math.log2(math.e), 0.0)}
 
 # an exponential below FLUSH counts as zero: far enough above the denormals that its products are not denormal either
@@ -33,22 +33,22 @@ def exp_shifted(x: Tensor, shift: Tensor, out: Tensor, scratch: Tensor) -> Tenso
 
 
 def finite(shift: Tensor) -> Tensor:
-    """The shift itself, in place, with the lowest number for -inf: the one subtraction that would be -inf - (-inf)."""
+    """The shift, in place, with the lowest finite number for -inf, so that -inf less its shift is -inf and not NaN."""
     return shift.clamp_(min=torch.finfo(shift.dtype).min)
 
 
 def trusted_sum(dtype: torch.dtype, terms: int) -> float:
-    """From where on a sum of so many products is good to rounding.
+    """The least sum of `terms` products of exponentials that is exact to rounding, for factors of at most 1.
 
-    Each term loses less than FLUSH times the larger factor, so this is to be multiplied with a bound of those factors.
+    Each term has lost less than FLUSH times its larger factor: for a larger bound of the factors, multiply by it.
     """
     return terms * FLUSH[dtype] / torch.finfo(dtype).eps
 
 
 def near_one(weight: Tensor) -> tuple[Tensor, float]:
-    """The weights over a power of two, and that power.
+    """The weights divided by a power of two, and that power, so that products with large numbers do not overflow.
 
-    The largest is then between 1 and 2, and is multiplied with what may be close to overflow.
+    The largest weight is then between 1 and 2; weights within 2^-20 to 2^20 are returned as they are, with 1.
     """
     top = weight.abs().amax().item()
     if 2.0**-20 <= top <= 2.0**20 or not math.isfinite(top) or top == 0:
@@ -58,17 +58,17 @@ def near_one(weight: Tensor) -> tuple[Tensor, float]:
 
 
 def exact_sum(terms: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of float64 terms over the first axis, and what its rounding lost; infinite where the plain sum is.
+    """The sum of float64 terms over the first axis, and its rounding error; infinite where the plain sum is.
 
     The terms are overwritten. They are added in pairs, level by level, and the error of each addition, which is itself
-    a float, is kept (D. E. Knuth's two-sum). Add the two parts last.
+    a float, is added to the second result (D. E. Knuth's two-sum).
     """
     lost, errors = torch.zeros_like(terms[0]), torch.empty_like(terms[0])
-    room = torch.empty(2, len(terms) // 2, *lost.shape, dtype=terms.dtype, device=terms.device)
+    scratch = torch.empty(2, len(terms) // 2, *lost.shape, dtype=terms.dtype, device=terms.device)
     count = len(terms)
     while count > 1:
         half = count // 2
-        a, b, (total, back) = terms[:half], terms[half : 2 * half], room[:, :half]
+        a, b, (total, back) = terms[:half], terms[half : 2 * half], scratch[:, :half]
         torch.add(a, b, out=total)
         torch.sub(total, a, out=back)
         b -= back

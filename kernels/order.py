@@ -1,7 +1,8 @@
-"""Which matrices a product tree multiplies when, and where each result lies: integers only.
+"""The order in which a tree multiplies s matrices, and the slot of each result: integers only.
 
-The s matrices of a stack are the leaves. Results overwrite operands, so a level of the tree is a regular slice of
-slots, and an odd last node is carried up by being where the next level looks for it: it is never copied or padded.
+Leaf i of the tree is matrix i, in slot i. A product overwrites the slot of one of its operands, so that the nodes of a
+level lie in a regular slice of slots, and an odd last node needs no copy and no padding: its slot is that of the next
+level already. Where all nodes are kept, they have memory of their own beside the leaves, in another layout of slots.
 """
 
 from collections.abc import Iterator
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Step:
-    """Products of the nodes in the slots `left` and `right`, all of which can be made at once.
+    """Products of the nodes in the slots `left` with those in the slots `right`, which do not depend on each other.
 
-    `left_at` and `right_at` serve the layouts in which every node stays: how far from its slot an operand lies there,
-    None where it is a leaf.
+    `left_at` and `right_at` are for layouts in which all nodes are kept: the distance of an operand there from its slot
+    here, None where the operands are leaves.
     """
 
     left: slice
@@ -23,29 +24,29 @@ class Step:
 
 
 def reduction(s: int) -> Iterator[Step]:
-    """The levels of one product of s matrices, each result over its left operand: the whole is in slot 0 at last.
+    """The levels of the product of s matrices, each result in the slot of its left operand, and the last in slot 0.
 
-    Node j of level l is in slot `j 2^l`. In the layout in which every node stays, a product is in the slot that its
-    right operand had, which is different for each.
+    Node j of level l is in slot `j 2^l`. Where all nodes are kept, a product is in the slot of its right operand, which
+    is that of no other product.
     """
     count, width = s, 1
     while count > 1:
         stop = count // 2 * 2 * width
         last = stop - width
         inner = width // 2 or None
-        behind = _behind(last, width, s)
-        if behind == inner:
+        distance = _distance(last, width, s)
+        if distance == inner:
             yield Step(slice(0, stop, 2 * width), slice(width, stop, 2 * width), inner, inner)
-        else:  # the last right operand was carried up
+        else:  # the last right operand has fewer matrices than the others, and is kept at another distance
             before = last - width
             if before > 0:
                 yield Step(slice(0, before, 2 * width), slice(width, before, 2 * width), inner, inner)
-            yield Step(slice(before, before + 1, 1), slice(last, last + 1, 1), inner, behind)
+            yield Step(slice(before, before + 1, 1), slice(last, last + 1, 1), inner, distance)
         count, width = count - count // 2, 2 * width
 
 
-def _behind(slot: int, width: int, s: int) -> int | None:
-    """How far behind its slot the last node of a level stays: by the largest right half that it has."""
+def _distance(slot: int, width: int, s: int) -> int | None:
+    """The distance from its slot to that of its right operand, where a level's last node is kept; None for a leaf."""
     while width > 1:
         width //= 2
         if slot + width < s:
@@ -54,10 +55,10 @@ def _behind(slot: int, width: int, s: int) -> int | None:
 
 
 def upward(s: int) -> Iterator[Step]:
-    """The first sweep of all prefix products, each result over its right operand.
+    """The first of two sweeps that compute all prefix products, each result in the slot of its right operand.
 
-    Then slot `j 2^l - 1`, for odd j, holds the product of the `2^l` matrices that end there. In the layout in which
-    every node stays, a product is in the slot that its left operand had.
+    Slot `j 2^l - 1`, for odd j, then holds the product of the `2^l` matrices that end there. Where all nodes are kept,
+    a product is in the slot of its left operand.
     """
     width = 1
     while 2 * width <= s:
@@ -67,9 +68,9 @@ def upward(s: int) -> Iterator[Step]:
 
 
 def downward(s: int) -> Iterator[Step]:
-    """The second sweep: each slot's product is multiplied with the prefix before it, and becomes a prefix itself.
+    """The second sweep: each slot's product is multiplied by the prefix before it from the left, and is a prefix then.
 
-    `right_at` refers to the layout of `upward`; the left operand, a prefix, is in its slot.
+    `right_at` refers to the layout in which `upward` keeps all nodes; the left operand, a prefix, is in its slot.
     """
     width = 1
     while 4 * width <= s:
@@ -83,10 +84,10 @@ def downward(s: int) -> Iterator[Step]:
 
 
 def halved(slots: slice) -> slice:
-    """Even slots, counted among the even ones."""
+    """Even slots as numbered among the even slots only."""
     return slice(slots.start // 2, (slots.stop + 1) // 2, max(1, slots.step // 2))
 
 
 def shifted(slots: slice, by: int) -> slice:
-    """As many slots, further on."""
+    """The slots moved by a distance."""
     return slice(slots.start + by, slots.stop + by, slots.step)

@@ -1,8 +1,8 @@
-"""Products of stacks of matrices of logarithms on a tree of pairs, and their gradients, by any arithmetic of pairs.
+"""Log-semiring products of stacks of matrices of logarithms on a binary tree, and their gradients.
 
-A node is a matrix of logarithms near 0 and a float64 offset. A product is stored relative to the largest entries of its
-operands, which go into its offset: no pass over a result is needed before it is an operand itself. Which nodes are
-multiplied when, and where results lie, is the business of `order`; what two nodes make is that of a room.
+A node is a matrix of logarithms near 0 and a float64 offset. A product is stored less the largest entries of both its
+operands, which are added to its offset, so that a result need not be normalised before it is an operand itself. `order`
+says which nodes are multiplied when, and where results lie; the product of two nodes is a subclass of `Arithmetic`'s.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from .order import Step, downward, halved, reduction, shifted, upward
 
 @dataclass(frozen=True)
 class Nodes:
-    """`values` (g, p, c, c), their largest entries `top` (g, p), and `offset` (g, p, r), one float64 or a sum of two.
+    """`values` (g, p, c, c), their largest entries `top` (g, p), and `offset` (g, p, r), a sum of r = 1 or 2 float64.
 
-    The logarithm of a node is `values + offset`. Leaves are the caller's: of any floating dtype, with offsets of 0.
+    The logarithms of p nodes of g sets are `values + offset`. Leaves may have any floating dtype; their offset is 0.
     """
 
     values: Tensor
@@ -29,7 +29,7 @@ class Nodes:
 
     @classmethod
     def leaves(cls, values: Tensor) -> "Nodes":
-        """The matrices that the caller passed."""
+        """Nodes of the caller's matrices, without a copy."""
         g, p = values.shape[:2]
         zero = values.new_zeros(1, 1, 1, dtype=torch.float64)
         top = values.amax((-2, -1)).to(torch.promote_types(values.dtype, torch.float32))
@@ -37,38 +37,41 @@ class Nodes:
 
     @classmethod
     def over(cls, values: Tensor) -> "Nodes":
-        """Nodes to be written, in this memory."""
+        """Nodes to be written, with their values in this memory."""
         g, p = values.shape[:2]
         return cls(values, values.new_empty(g, p), values.new_empty(g, p, parts(values.dtype), dtype=torch.float64))
 
     def at(self, slots: slice) -> "Nodes":
-        """The nodes in some slots of each set, as a view."""
+        """The nodes in these slots of each set, as a view."""
         return Nodes(self.values[:, slots], self.top[:, slots], self.offset[:, slots])
 
     def copy_(self, other: "Nodes") -> None:
-        """Become as many others."""
+        """Copy the nodes from as many others."""
         self.values.copy_(other.values)
         self.top.copy_(other.top)
         self.offset.copy_(other.offset)
 
 
 class Product(NamedTuple):
-    """The logarithms of products, `values` (g, c, c) + `offset` (r, g) in float64; how many entries were `rescued`."""
+    """The logarithms of products, `values` (g, c, c) + `offset` (r, g), and the number of `rescued` entries.
+
+    `offset` is float64; an entry is rescued if its sum underflowed and was computed again by log-sum-exp.
+    """
 
     values: Tensor
     offset: Tensor
     rescued: int | Tensor
 
     def total(self, dtype: torch.dtype) -> Tensor:
-        """The logarithms (g, c, c)."""
+        """The logarithms (g, c, c) in a dtype."""
         high, *lost = self.offset.unbind(0)
-        # what the offset has beyond the dtype goes to the smaller summand
+        # the digits of the offset that the dtype has no room for are added to the values, which are small
         low = (lost[0] if lost else high - high.to(dtype)).nan_to_num(0.0, 0.0, 0.0)
         return (self.values + low.to(self.values.dtype)[:, None, None]).add_(high[:, None, None]).to(dtype)
 
 
 class Arithmetic:
-    """Products of nodes, at most so many at once; `rescued` counts entries redone. Rooms add the two methods below."""
+    """Products of at most `most` pairs of nodes at once; a subclass defines `pair` and `gradient`."""
 
     def __init__(self, most: int, dtype: torch.dtype, device: torch.device) -> None:
         self._tops = torch.empty(2, max(1, most), dtype=dtype, device=device)
@@ -76,56 +79,59 @@ class Arithmetic:
         self.rescued = torch.zeros(1, dtype=torch.int64, device=device)
 
     def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
-        """Write `log(exp(left) exp(right))` less both `tops` (g, p), and its largest entries, also over an operand."""
+        """Write `log(exp(left) exp(right))` less both `tops` (g, p) and its largest entries to `out`, maybe an operand.
+
+        The number of entries that were recomputed is added to `rescued`.
+        """
         raise NotImplementedError
 
     def gradient(
         self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool
     ) -> None:
-        """From `weight`, the gradient of the logarithm of a product, those of its operands (g, p, c, c).
+        """Write the gradients of both operands (g, p, c, c) from `weight`, the gradient of their product's logarithm.
 
-        Either may lie over `weight`. With `add_left` that of `left` is added to what is there.
+        Either gradient may be in the memory of `weight`. With `add_left`, `grad_left` is added to.
         """
         raise NotImplementedError
 
     def leaves_for_root(self, values: Tensor) -> Nodes:
-        """The leaves of a tree of which only the root is wanted."""
+        """The leaves of a tree of which only the root is wanted, or fewer nodes with the same product."""
         return Nodes.leaves(values)
 
     def multiply(self, left: Nodes, right: Nodes, out: Nodes) -> None:
-        """`out = left right`; it may lie over either."""
+        """Write the products of `left` and `right` to `out`, which may be either."""
         shape = out.top.shape
         tops = [
-            room[: out.top.numel()].view(shape).copy_(nodes.top)
-            for room, nodes in zip(self._tops, (left, right), strict=True)
+            scratch[: out.top.numel()].view(shape).copy_(nodes.top)
+            for scratch, nodes in zip(self._tops, (left, right), strict=True)
         ]
         self._add_offsets(left, right, tops, out)
         self.pair(left.values, right.values, out, tops)
 
     def logarithms(self, nodes: Nodes) -> None:
-        """The nodes become what they mean, logarithms with their offsets, in their own memory."""
+        """Add the offsets of nodes to their values."""
         offset, *lost = nodes.offset.unbind(-1)
         high = offset.to(nodes.values.dtype)
         low = (lost[0] if lost else offset - high).nan_to_num(0.0, 0.0, 0.0).to(nodes.values.dtype)
         nodes.values.add_(low[..., None, None]).add_(high[..., None, None])
 
     def _add_offsets(self, left: Nodes, right: Nodes, tops: list[Tensor], out: Nodes) -> None:
-        """The offset of a product: those of the operands and their tops; -inf where nothing is possible."""
+        """Write the offset of a product: the sum of the operands' offsets and tops, -inf for an impossible product."""
         g, p, count = out.offset.shape
-        room = self._sums[:, : g * p].unflatten(1, (g, p))
-        total = room[:count].copy_(left.offset.movedim(-1, 0))
+        scratch = self._sums[:, : g * p].unflatten(1, (g, p))
+        total = scratch[:count].copy_(left.offset.movedim(-1, 0))
         for term in (*right.offset.unbind(-1), *tops):
             if count == 1:
                 total.add_(term)
             else:
-                two_sum(total, term, room[count:])
-        if count == 2:  # what an infinite sum has lost is NaN
+                two_sum(total, term, scratch[count:])
+        if count == 2:  # the rounding error of an infinite sum would be NaN
             total[1].masked_fill_(~total[0].isfinite(), 0.0)
         out.offset.copy_(total.movedim(0, -1))
 
 
 def product(kind: type[Arithmetic], stack: Tensor, *, inplace: bool) -> Product:
-    """The products of stacks (g, s, c, c) of any floating dtype, computed in their memory if `inplace`."""
+    """The products of stacks (g, s, c, c) of any floating dtype, computed in the memory of `stack` if `inplace`."""
     g, s, c, _ = stack.shape
     arithmetic = _arithmetic(kind, stack)
     leaves = arithmetic.leaves_for_root(stack)
@@ -140,23 +146,23 @@ def product(kind: type[Arithmetic], stack: Tensor, *, inplace: bool) -> Product:
 
 
 def write_product(kind: type[Arithmetic], stack: Tensor, out: Tensor, *, inplace: bool) -> int | Tensor:
-    """Write the logarithms (g, c, c) of products, see `product`, and return how many entries were rescued."""
+    """The number of rescued entries of products, see `product`, whose logarithms (g, c, c) are written to `out`."""
     whole = product(kind, stack, inplace=inplace)
     out.copy_(whole.total(out.dtype))
     return whole.rescued
 
 
 def product_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, into: Tensor) -> None:
-    """Write the gradients (g, s, c, c) of `sum(weight * log product)` with respect to stacks, for weights (g, c, c)."""
+    """Write the gradients (g, s, c, c) of `sum(weight * log product)` with respect to stacks; weights are (g, c, c)."""
     Kept(kind, stack, into).gradient(weight)
 
 
 class Kept:
-    """All nodes of the tree of stacks (g, s, c, c), kept for gradients `into` a tensor of that shape."""
+    """All nodes of the tree of stacks (g, s, c, c), kept until gradients are written `into` a tensor of that shape."""
 
     def __init__(self, kind: type[Arithmetic], stack: Tensor, into: Tensor) -> None:
         self._arithmetic, self._into = _arithmetic(kind, stack), into
-        # each product lies where its right operand had been
+        # each product is kept in the slot of its right operand
         self._leaves, self._nodes = Nodes.leaves(stack), Nodes.over(torch.empty_like(into))
         self._steps = list(reduction(stack.shape[1]))
         for step in self._steps:
@@ -168,7 +174,7 @@ class Kept:
         return _root(root, self._arithmetic)
 
     def gradient(self, weight: Tensor) -> None:
-        """Write the gradients of `sum(weight * log product)`, from the root's slot down to the leaves'."""
+        """Write the gradients of `sum(weight * log product)`, from the root down to the leaves."""
         into = self._into
         into[:, 0] = weight
         if not self._steps:
@@ -182,10 +188,7 @@ class Kept:
 
 
 def prefixes(kind: type[Arithmetic], stack: Tensor, out: Tensor) -> int | Tensor:
-    """Write the products of the first 1 to s matrices (g, s, c, c), over the nodes of the first sweep.
-
-    Returned is how many entries were rescued.
-    """
+    """The number of rescued entries of the products of the first 1 to s matrices, which are written to `out`."""
     s = stack.shape[1]
     arithmetic, leaves, nodes = _arithmetic(kind, stack), Nodes.leaves(stack), Nodes.over(out)
     for step in (*upward(s), *downward(s)):
@@ -198,9 +201,9 @@ def prefixes(kind: type[Arithmetic], stack: Tensor, out: Tensor) -> int | Tensor
 
 
 def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, into: Tensor) -> None:
-    """Write the gradients (g, s, c, c) of `sum(weight * prefixes)`.
+    """Write the gradients (g, s, c, c) of `sum(weight * prefixes)`, by both sweeps in reverse.
 
-    Both sweeps backwards: a product's gradient becomes its right operand's, and what its left receives is added.
+    The gradient of a product is overwritten by that of its right operand; that of its left operand is added to.
     """
     s = stack.shape[1]
     into.copy_(weight)
@@ -209,7 +212,7 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
     up, down = list(upward(s)), list(downward(s))
     for step in up:
         arithmetic.multiply(*_operands(step, leaves, nodes, nodes), nodes.at(step.left))
-        first = step.left.start  # the first node of each level is a prefix
+        first = step.left.start  # the first product of each level is a prefix
         passed.at(slice(step.right.start, step.right.start + 1)).copy_(nodes.at(slice(first, first + 1)))
     for step in down:
         arithmetic.multiply(*_operands(step, leaves, passed, nodes), passed.at(step.right))
@@ -220,13 +223,13 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
     into[:, 0].masked_fill_(stack[:, 0] == -torch.inf, 0.0)
 
 
-def doors(kind: type[Arithmetic]) -> list[Any]:
-    """The functions of this file by the arithmetic of a room, as `kernels.stack_kernels` offers them."""
+def with_arithmetic(kind: type[Arithmetic]) -> list[Any]:
+    """The functions that a module of `kernels.stack_kernels` offers, with `kind` as their arithmetic."""
     return [partial(f, kind) for f in (product, write_product, product_gradient, prefixes, prefixes_gradient, Kept)]
 
 
 def blocks(nodes: int, g: int, p: int) -> Iterator[tuple[slice, slice]]:
-    """Sets and slots of g sets of p nodes, about so many nodes at a time."""
+    """The sets and slots of blocks of about `nodes` nodes that cover g sets of p nodes."""
     slots = max(1, min(p, nodes))
     sets = max(1, nodes // slots)
     for z in range(0, g, sets):
@@ -235,13 +238,13 @@ def blocks(nodes: int, g: int, p: int) -> Iterator[tuple[slice, slice]]:
 
 
 def parts(dtype: torch.dtype) -> int:
-    """How many float64 an offset of such values is."""
+    """The number of float64 numbers in an offset of values of this dtype."""
     return 2 if dtype == torch.float64 else 1
 
 
-def two_sum(total: Tensor, term: Tensor, room: Tensor) -> None:
-    """Add to the first part of `total` (2, g, p), and to the second what rounding took (D. E. Knuth's two-sum)."""
-    (high, low), (result, back, error) = total, room
+def two_sum(total: Tensor, term: Tensor, scratch: Tensor) -> None:
+    """Add a term to `total[0]` of (2, g, p), and the rounding error of that to `total[1]` (D. E. Knuth's two-sum)."""
+    (high, low), (result, back, error) = total, scratch
     torch.sub(torch.add(high, term, out=result), high, out=back)
     low.add_(torch.sub(term, back, out=error))
     low.add_(high.sub_(torch.sub(result, back, out=error)))
@@ -253,7 +256,7 @@ def _dtype(stack: Tensor) -> torch.dtype:
 
 
 def _arithmetic(kind: type[Arithmetic], stack: Tensor) -> Arithmetic:
-    """Arithmetic for nodes of stacks (g, s, c, c), with room for a level of them."""
+    """Arithmetic for all pairs of a level of stacks (g, s, c, c) at once."""
     return kind(stack.shape[0] * max(1, stack.shape[1] // 2), _dtype(stack), stack.device)
 
 
@@ -262,7 +265,7 @@ def _root(root: Nodes, arithmetic: Arithmetic) -> Product:
 
 
 def _operands(step: Step, leaves: Nodes, lefts: Nodes, rights: Nodes) -> tuple[Nodes, Nodes]:
-    """The operands of a step in layouts in which nodes stay."""
+    """The operands of a step where all nodes are kept."""
     left = leaves.at(step.left) if step.left_at is None else lefts.at(shifted(step.left, step.left_at))
     right = leaves.at(step.right) if step.right_at is None else rights.at(shifted(step.right, step.right_at))
     return left, right

@@ -1,1 +1,1 @@
-"""Loops in C for a CPU; nothing of torch is imported until a library is loaded."""
+"""Arithmetic by a C library, for a CPU; the library is loaded when one of its functions is first called."""

@@ -1,6 +1,6 @@
-"""A chain as the C library takes it: one struct of sizes, strides and addresses, and threads that share the sequences.
+"""The arguments of the C library: one struct of sizes, strides and addresses of a chain, and the sequences of a thread.
 
-As a rule nothing is copied: a copy is made of what has another dtype, and of matrices whose batch's axes cannot be one.
+Operands are copied only to change their dtype, or where the strides of x or p0 are none that the library takes.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from ..chain import Chain
 from . import team
 from .library import in_large_pages, library
 
-# what says how much scratch a function takes
+# the function that returns the bytes of scratch of a function
 ROOMS = {
     "backward": "room",
     "redo_backward": "redo_room",
@@ -60,7 +60,7 @@ def function(name: str, dtype: torch.dtype) -> Any:
 
 
 def scratch(v: int, g: int, m: int, c: int, dtype: torch.dtype, one_matrix: bool) -> tuple[int, int]:
-    """How many threads walk g sets of m sequences, and the bytes of scratch that each takes forward and backward."""
+    """The number of threads for g sets of m sequences, and the bytes of scratch of each, forward and backward."""
     arguments = Arguments(members=m, states=c, one_matrix=one_matrix)
     rooms = (int(function(room, dtype)(ctypes.byref(arguments))) for room in ("room", "redo_room"))
     return len(shared(g * m, v * g * m * c**2)), max(rooms) + 128
@@ -69,7 +69,7 @@ def scratch(v: int, g: int, m: int, c: int, dtype: torch.dtype, one_matrix: bool
 class Call:
     """The arguments of a chain, with the tensors that they point to.
 
-    A message that entered is the x of one step more, ahead of the others, in which all states weigh the same.
+    An entering message is computed with as the x of one more step, before the others, with uniform initial weights.
     """
 
     def __init__(self, chain: Chain, *, entered: bool = False) -> None:
@@ -94,7 +94,7 @@ class Call:
             self.point(ends=ends, order=torch.argsort(ends, dim=1, descending=True, stable=True))
 
     def rows(self, name: str, tensor: Tensor) -> None:
-        """Let `x` or `grad` point to rows (v, *lead, c), each of which is contiguous."""
+        """Point `x` or `grad_x` to rows (v, *lead, c), each of which is contiguous; `name` is "x" or "grad"."""
         chain = self.chain
         pointer = name if name == "x" else f"{name}_x"
         if chain.starts is not None:
@@ -111,10 +111,10 @@ class Call:
         self.point(**{pointer: tensor})
 
     def matrices(self, name: str, tensor: Tensor) -> None:
-        """Let `bulk` or `count` have the strides of matrices (s, *own, c, c)."""
+        """Set the strides of `bulk`, or of its gradient `count`, to those of matrices (s, *own, c, c)."""
         chain = self.chain
         self.set(**{f"{name}_step": tensor.stride(0)})
-        if chain.starts is not None:  # each leads into its row of x
+        if chain.starts is not None:  # matrix i leads into row i of x
             if len(tensor) > 1:
                 self.point(**{f"{name}_at": (chain.starts + 1) * tensor.stride(0)})
             return
@@ -124,33 +124,33 @@ class Call:
             self.point(**{f"{name}_at": _places(tensor.shape[1:-2], tensor.stride()[1:-2])})
 
     def point(self, **tensors: Tensor | None) -> None:
-        """Let fields point to tensors; None is a null pointer."""
+        """Set pointers to tensors; None is a null pointer."""
         for name, tensor in tensors.items():
             setattr(self.arguments, name, None if tensor is None else tensor.data_ptr())
             self._held.append(tensor) if tensor is not None else None
 
     def set(self, **numbers: int) -> None:
-        """Set fields."""
+        """Set fields that are numbers."""
         for name, number in numbers.items():
             setattr(self.arguments, name, number)
 
     def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
-        """The sequences that each thread walks, whole sets of them if need be."""
+        """The first sequence of each thread and the one after its last, at most `most` threads, or of whole sets."""
         g, m = self.chain.g, self.chain.m
         parts, size = (g, m) if whole_sets else (g * m, 1)
         spans = shared(parts, self.chain.v * g * m * self.chain.c**2, most)
         return [(first * size, last * size) for first, last in spans]
 
     def run(self, name: str, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> int:
-        """What a function of the library returns for spans of sequences, on a thread each, added up.
+        """The sum of what a function of the library returns for spans of sequences, each on a thread of its own.
 
-        `each`: the tensors that fields point to on one thread alone.
+        `each`: for every thread the tensors, by the name of a field, to which only its arguments point.
         """
         return run(self.arguments, self.chain.dtype, name, spans, each)
 
 
 def _places(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """The offsets of all entries of axes that cannot be one, in order."""
+    """The offsets of all entries of axes that cannot be flattened without a copy, in order."""
     places = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(sizes, strides, strict=True):
         places = places[..., None] + torch.arange(size, device="cpu") * stride
@@ -158,7 +158,7 @@ def _places(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
 
 
 def shared(parts: int, work: int, most: int | None = None) -> list[tuple[int, int]]:
-    """As many ranges of parts, of so many multiply-adds in all, as there are threads worth waking."""
+    """Ranges of parts for as many threads as `work`, the multiply-adds of all parts, is worth waking."""
     threads = min(torch.get_num_threads(), parts, work // _SHARE)
     count = max(1, threads if most is None else min(threads, most))
     ends = [parts * i // count for i in range(count + 1)]
@@ -172,7 +172,7 @@ def run(
     spans: Sequence[tuple[int, int]],
     each: Sequence[dict[str, Tensor]] = (),
 ) -> int:
-    """What `Call.run` returns."""
+    """The sum of what a function of the library returns, see `Call.run`."""
     copies = (Arguments * len(spans))(*[arguments] * len(spans))
     for index, (copy, span) in enumerate(zip(copies, spans, strict=True)):
         copy.first, copy.last = span
@@ -182,7 +182,7 @@ def run(
 
 
 def run_each(calls: "ctypes.Array[Arguments]", dtype: torch.dtype, name: str) -> Sequence[int]:
-    """What a function of the library returns for each of an array of arguments, on a thread each."""
+    """The integers that a function of the library returns for an array of arguments, each on a thread of its own."""
     count, room = len(calls), function(ROOMS[name], dtype)
     sizes = [room(ctypes.byref(arguments)) + 63 & ~63 for arguments in calls]
     scratch = in_large_pages(torch.empty(sum(sizes) + 64, dtype=torch.uint8, device="cpu"))

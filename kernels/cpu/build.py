@@ -1,4 +1,4 @@
-"""The C library is compiled by clang from the package `ziglang`: while logchain is built, or by this file.
+"""Commands and setuptools classes that compile the C library, by clang from the package `ziglang`.
 
 `python kernels/cpu/build.py` compiles for this machine, beside the sources; `python kernels/cpu/build.py --wheels dist`
 makes the wheels of all platforms. setuptools reads this file alone: it imports nothing of logchain, and no torch.
@@ -25,11 +25,11 @@ ROOT = HERE.parents[1]
 SOURCES = sorted(HERE.glob("c/*.c"))
 HEADERS = sorted(HERE.glob("c/*.h"))
 
-# a product and a sum may become one operation, nothing else about the arithmetic is left to the compiler
+# the compiler may fuse a product and a sum, and change nothing else about the arithmetic
 FLAGS = """-O3 -std=c11 -ffreestanding -nostdlib -ffp-contract=fast -fno-math-errno -fvisibility=hidden -s
     -Wall -Wextra -Werror""".split()
 
-# torch says AVX512 without looking for the instructions that avx512cd adds
+# torch reports AVX512 on CPUs that may lack avx512cd
 X86_64 = {"x86_64_v2": "x86_64_v2", "x86_64_v3": "x86_64_v3", "x86_64_v4": "x86_64_v4-avx512cd"}
 AARCH64 = {"aarch64": "generic"}
 
@@ -66,24 +66,24 @@ def this_machine() -> Target:
 
 
 def compile_c(target: Target, level: str, folder: Path, *arguments: str | Path) -> None:
-    """Run the compiler for a target and a level, in a folder."""
+    """Run the compiler for a level of a target, in a folder."""
     command = [sys.executable, "-m", "ziglang", "cc", "-target", target.triple, f"-mcpu={target.levels[level]}"]
     subprocess.run([*command, *FLAGS, *target.flags, *map(str, arguments)], cwd=folder, check=True)
 
 
 def compile_library(target: Target, level: str, into: Path) -> Path:
-    """The file of one library, put into a folder when it is complete."""
+    """The file of one library, moved into a folder when it is complete."""
     name = target.library(level)
     with TemporaryDirectory(dir=into) as scratch:
-        # a library for macOS holds the path that it was linked as: no folder of this machine's is in it
+        # a library for macOS contains the path that it was linked as: a bare name, not a folder of this machine
         compile_c(target, level, Path(scratch), "-shared", "-fPIC", *SOURCES, "-o", name)
         return Path(scratch, name).replace(into / name)
 
 
 def libraries(target: Target, into: Path) -> list[Path]:
-    """The files of a target in a folder, all levels compiled side by side, and no other library there.
+    """The libraries of a target in a folder, all levels compiled in parallel; other libraries there are deleted.
 
-    Without a compiler they are those beside the sources, unless a source is newer.
+    Without a compiler, the libraries beside the sources are copied, unless a source is newer.
     """
     into.mkdir(parents=True, exist_ok=True)
     files = [into / target.library(level) for level in target.levels]
@@ -103,28 +103,28 @@ def libraries(target: Target, into: Path) -> list[Path]:
 
 
 class Wheel(bdist_wheel):
-    """A wheel for every Python 3 of one platform: of `--plat-name`, otherwise of this machine."""
+    """A wheel for all versions of Python 3 on one platform: `--plat-name`, otherwise this machine."""
 
     def finalize_options(self) -> None:
-        """Take the target from the name of the platform."""
+        """Set the target from the name of the platform."""
         targets = {target.wheel: target for target in TARGETS.values()}
         if self.plat_name and self.plat_name not in targets:
             raise ValueError(f"--plat-name: expected one of {', '.join(targets)}, found {self.plat_name}")
         self.target = targets[self.plat_name] if self.plat_name else this_machine()
-        # on Linux the machine's own tag stays, which holds for a C library that is not glibc too
+        # on Linux the machine's own tag stays, since its C library need not be glibc
         if sys.platform != "linux":
             self.plat_name = self.target.wheel
-        # what the libraries are to setuptools, which has a folder of its own for what holds machine code
+        # so that setuptools treats the wheel as platform-specific
         self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Any Python 3, no ABI of Python's, the platform."""
+        """The tag of a wheel for any Python 3, without an ABI of Python, on the platform."""
         return "py3", "none", super().get_tag()[2]
 
 
 class BuildPy(build_py):
-    """The modules, and the libraries beside them; the sources in C go into an sdist only."""
+    """The command that builds the modules with the libraries beside them; C sources go into an sdist only."""
 
     def run(self) -> None:
         """Copy the modules and compile."""
@@ -132,34 +132,34 @@ class BuildPy(build_py):
         if self.target() != this_machine():
             libraries(self.target(), self.folder())
             return
-        # beside the sources too: a program that is run in this folder takes the modules here, not those installed
+        # beside the sources too, since a program that runs in this folder imports the modules here
         for path in libraries(self.target(), HERE):
             if not self.editable_mode:
                 self.folder().mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, self.folder())
 
     def target(self) -> Target:
-        """That of the wheel."""
+        """The target of the wheel."""
         target: Target = self.get_finalized_command("bdist_wheel").target
         return target
 
     def folder(self) -> Path:
-        """Where the libraries lie in what is built."""
+        """The folder of the libraries below that of the build."""
         return Path(self.build_lib, "logchain/kernels/cpu")
 
     def get_output_mapping(self) -> dict[str, str]:
-        """Files of the tree by those built, which a strict editable installation links to."""
+        """The source file of each built file, to which a strict editable installation links."""
         files = [self.target().library(level) for level in self.target().levels]
         beside = {str(self.folder() / file): str((HERE / file).relative_to(ROOT)) for file in files}
         return {**super().get_output_mapping(), **beside}
 
     def get_source_files(self) -> list[str]:
-        """The files of an sdist, from the root."""
+        """The files of an sdist, as paths from the root."""
         return [*super().get_source_files(), *(str(path.relative_to(ROOT)) for path in [*SOURCES, *HEADERS])]
 
 
 def wheels(into: Path) -> list[Path]:
-    """The wheels of all targets in a folder, each built in a folder of its own."""
+    """The wheels of all targets, written to a folder; each is built in a scratch folder of its own."""
     into = into.resolve()
     os.chdir(ROOT)
     made = []

@@ -1,4 +1,4 @@
-"""Entropies and divergences of paths by the loops of the C library."""
+"""Entropies and Kullback-Leibler divergences of path posteriors, by the C library."""
 
 import ctypes
 
@@ -10,10 +10,10 @@ from .arguments import Call, run
 
 
 def entropy(chain: Chain, other: Chain | None = None) -> tuple[Tensor, Tensor]:
-    """Entropies of `chain`, or its divergences from `other`, (g, m) in float64, and which are not known (g, m).
+    """The entropies of `chain`, or its divergences from `other`, (g, m) in float64; whether they are unknown (g, m).
 
-    Both chains have the same steps, sets and members. Not known are sequences that would underflow, and those of which
-    `other` forbids what `chain` may do: their values mean nothing.
+    Both chains have the same steps, sets and sequences. A value is unknown, and has no meaning, where the sequence
+    would underflow, or where a path that is possible in `chain` is impossible in `other`.
     """
     shape = chain.g, chain.m
     values = torch.empty(shape, dtype=torch.float64, device="cpu")

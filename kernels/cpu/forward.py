@@ -1,17 +1,17 @@
-"""`kernels.plain.forward` by the loops of the C library."""
+"""The log-partition of a batch of chains, as `kernels.plain.forward` defines it, by the C library."""
 
 import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept, Message, where_moved
+from ..message import Kept, Message, leaving_message
 from .arguments import Call
 
 
 def forward(
     chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
 ) -> tuple[Kept, Message | None]:
-    """See `kernels.plain.forward`."""
+    """The log-partitions and kept messages, and the last forward message; arguments as in `kernels.plain.forward`."""
     g, m = chain.g, chain.m
     scale = torch.empty(2, g, m, dtype=torch.float64, device="cpu")
     lossy = torch.zeros(g, m, dtype=torch.bool, device="cpu")
@@ -19,13 +19,10 @@ def forward(
     call = Call(chain, entered=entering is not None)
     call.point(messages=keep, log_norm=scale[0], lost=scale[1], lossy=lossy, leaving=values)
     if entering is not None:
-        begun = entering.scale.expand(2, g, m).contiguous()
-        call.point(entering=entering.values.to(chain.dtype).contiguous(), taken=begun[0], lacking=begun[1])
+        before = entering.scale.expand(2, g, m).contiguous()
+        call.point(entering=entering.values.to(chain.dtype).contiguous(), taken=before[0], lacking=before[1])
     call.run("value", call.spans())
     kept = Kept(scale[0], chain.new(0) if keep is None else keep, lossy, entering is not None)
     if values is None:
         return kept, None
-    leaving = Message(values, scale)
-    if entering is None or chain.ends is None:
-        return kept, leaving
-    return kept, where_moved(chain.ends[..., 0] > 0, leaving, entering)
+    return kept, leaving_message(chain.ends, Message(values, scale), entering)

@@ -1,4 +1,4 @@
-"""The C library for this machine, by ctypes."""
+"""The C library for this machine, loaded by ctypes."""
 
 import ctypes
 import mmap
@@ -18,7 +18,7 @@ SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 
 def level() -> str:
-    """The level whose instructions this machine has, as torch found."""
+    """The highest level of CPU whose instructions this machine has, according to torch."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return "aarch64"
     levels = {"AVX512": "x86_64_v4", "AVX2": "x86_64_v3"}
@@ -48,7 +48,7 @@ def _advise() -> Any:
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
-    """A new tensor, backed by large pages if it is large and the system has any: their first touch is faster."""
+    """The same new tensor, its memory backed by large pages if both exist, since their first touch is faster."""
     if tensor.nbytes >= _LARGE and (advise := _advise()) is not None:
         storage = tensor.untyped_storage()
         begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

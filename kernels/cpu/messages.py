@@ -1,4 +1,4 @@
-"""Forward and backward messages by the loops of the C library."""
+"""Forward and backward messages of a chain, by the C library."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from .arguments import Call
 
 
 def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
-    """The log-partition (g, m); writes messages (v, *lead, c), alike in strides, in the dtype of the arithmetic."""
+    """The log-partition (g, m); messages (v, *lead, c) of equal strides and the chain's dtype are written."""
     log_norm = torch.empty(chain.g, chain.m, dtype=torch.float64, device="cpu")
     call = Call(chain)
     call.rows("grad", forward)

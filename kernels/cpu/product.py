@@ -1,7 +1,7 @@
-"""Products of stacks of matrices of logarithms by the loops of the C library, from the left; see c/fold.h.
+"""Products of stacks of matrices of logarithms by the C library, from left to right; see c/fold.h.
 
-Where sets are fewer than threads, stacks are cut into segments whose products are multiplied in float64. Sets of which
-a loop has lost something are redone by `kernels.plain`.
+If there are fewer stacks than threads, stacks are cut into segments, whose products are multiplied in float64. Stacks
+in which a row of a product underflowed ("lossy") are computed again by `kernels.plain`.
 """
 
 import ctypes
@@ -20,24 +20,24 @@ from .library import in_large_pages
 # multiply-adds that are worth waking a thread
 _SHARE = 2**22
 
-# fewer matrices to a segment are not worth a product more
+# least matrices of a segment, which are worth the additional product
 _SHORTEST = 8
 
-# more matrices to a segment let roundings of its gradients add up
+# most matrices of a segment for gradients, whose rounding errors add up within it
 _LONGEST = 128
 
-# rows that a thread takes of a product at least: a tile of registers, and all of few states, which c/fold.h has in one
+# least rows of a product for one thread: a tile of registers; or all of at most _FEW, which c/fold.h multiplies at once
 _ROWS = 8
 _FEW = 16
 
-_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
+_NO_SETS = torch.empty(0, dtype=torch.int64, device="cpu")
 
-# entries behind what is kept of a set, which whole vectors may reach
+# entries after the products of the sets, so that the library may load and store whole vectors
 _SLACK = 64
 
 
 def product(stack: Tensor, *, inplace: bool) -> Product:
-    """The products of stacks (g, s, c, c) of any floating dtype, computed in their memory if `inplace`."""
+    """The products of g stacks (g, s, c, c) of any floating dtype; `stack` may be overwritten if `inplace`."""
     matrices = _matrices(stack)
     if stack.shape[1] == 1:
         return _only(matrices)
@@ -50,7 +50,7 @@ def product(stack: Tensor, *, inplace: bool) -> Product:
 
 
 def write_product(stack: Tensor, out: Tensor, *, inplace: bool) -> int | Tensor:
-    """Write the logarithms (g, c, c) of products, see `product`, and return how many entries were rescued."""
+    """The number of rescued entries of products, see `product`, whose logarithms (g, c, c) are written to `out`."""
     g, s, c, _ = stack.shape
     matrices = _matrices(stack)
     if s > 1 and len(_segments(matrices, s)) == 1:
@@ -65,7 +65,7 @@ def write_product(stack: Tensor, out: Tensor, *, inplace: bool) -> int | Tensor:
 
 
 def product_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
-    """Write the gradients (g, s, c, c) of `sum(weight * log product)` with respect to stacks, for weights (g, c, c)."""
+    """Write the gradients (g, s, c, c) of `sum(weight * log product)` with respect to stacks; weights are (g, c, c)."""
     matrices = _matrices(stack)
     if stack.shape[1] > 1 and len(_segments(matrices, stack.shape[1])) == 1:
         _gradients(plain.product_gradient, weight, matrices, into)
@@ -74,7 +74,7 @@ def product_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
 
 
 def prefixes(stack: Tensor, out: Tensor) -> int | Tensor:
-    """Write the products of the first 1 to s matrices (g, s, c, c), and return how many entries were rescued."""
+    """The number of rescued entries of the products of the first 1 to s matrices, written to `out` (g, s, c, c)."""
     (g, s, c, _), matrices = stack.shape, _matrices(stack)
     lossy = torch.zeros(g, c, dtype=torch.bool, device="cpu")
     if s > 1:
@@ -82,7 +82,7 @@ def prefixes(stack: Tensor, out: Tensor) -> int | Tensor:
         arguments.grad_set, arguments.grad_step, arguments.grad_member, _ = out.stride()
         parts = _ranges(g * c, _threads(matrices, g * -(-c // _ROWS)))
         lost = _run("fold", matrices, [arguments], parts if c > _FEW else _spans(matrices))
-    numbers = _numbers(lossy) if s > 1 and lost else _NONE
+    numbers = _lossy_sets(lossy) if s > 1 and lost else _NO_SETS
     if len(numbers):
         redone = torch.empty_like(out[: len(numbers)])
         plain.prefixes(matrices[numbers], redone)
@@ -100,7 +100,7 @@ def prefixes_gradient(weight: Tensor, stack: Tensor, into: Tensor) -> None:
 
 
 class Kept:
-    """All products from the left of stacks (g, s, c, c), kept for gradients `into` a tensor of that shape."""
+    """The products of stacks (g, s, c, c), kept until gradients are written `into` a tensor of that shape."""
 
     def __init__(self, stack: Tensor, into: Tensor) -> None:
         self._stack, self._into = _matrices(stack), into
@@ -131,7 +131,7 @@ class Kept:
 
 
 class _Segments:
-    """The products of segments of stacks, kept where there is a place for their gradients."""
+    """The products of segments of stacks, and, if there is memory for gradients, what these need."""
 
     def __init__(self, stack: Tensor, into: Tensor | None = None) -> None:
         g, _, c, _ = stack.shape
@@ -139,7 +139,7 @@ class _Segments:
         products = torch.empty(len(segments), g, c, c, dtype=torch.float64, device="cpu")
         self._offset = torch.empty(2, len(segments), g, dtype=torch.float64, device="cpu")
         lossy = torch.empty(len(segments), g, c, dtype=torch.bool, device="cpu")
-        self._spans, self._held = _spans(stack), [lossy]
+        self._spans, self._held = _spans(stack), [lossy]  # held because the arguments point to it
         self._calls = [
             _arguments(stack, *segment, leaving=value, log_norm=size, lost=lacking, lossy=lost)
             for segment, value, size, lacking, lost in zip(segments, products, *self._offset, lossy, strict=True)
@@ -148,15 +148,15 @@ class _Segments:
             if into is not None:
                 self._keep(call, last - first, into[:, first:])
         lost = _run("fold", stack, self._calls, self._spans)
-        self.lossy = _numbers(lossy) if lost else _NONE
+        self.lossy = _lossy_sets(lossy) if lost else _NO_SETS
         self._products = products.transpose(0, 1)
-        if len(self.lossy):  # which were written in part
+        if len(self.lossy):  # which may hold uninitialised entries
             self._offset[:, :, self.lossy] = self._products[self.lossy] = 0.0
         if len(segments) > 1:
             self._whole = Kept(self._products, torch.empty_like(self._products).contiguous())
 
     def _keep(self, call: Arguments, steps: int, into: Tensor) -> None:
-        """Give a call memory for products of so many steps, and for exponentials the place of gradients."""
+        """Point a call to memory for the products of each of its steps; exponentials are kept where gradients go."""
         g, _, c, _ = self._stack.shape
         products = in_large_pages(self._stack.new_empty(g * (steps * c * c + _SLACK)))
         factors = self._stack.new_empty(g * steps * c)
@@ -165,14 +165,14 @@ class _Segments:
         self._held.extend((products, factors))
 
     def root(self) -> Product:
-        """The products of all segments; of lossy sets, anything."""
+        """The product of all segments; those of lossy sets have no meaning."""
         if len(self._calls) == 1:
             return Product(self._products[:, 0], self._offset[:, 0], 0)
         values, offset, _ = self._whole.root()
         return Product(values, torch.stack(exact_sum(torch.cat([*self._offset, offset]))), 0)
 
     def gradients(self, weight: Tensor) -> None:
-        """Write those of all segments."""
+        """Write the gradients of all segments, for weights (g, c, c) of the root."""
         weights, scale = _near_one(weight)
         weights = weights[None]
         if len(self._calls) > 1:
@@ -185,7 +185,7 @@ class _Segments:
 
 
 def _gradients(redo: Any, weight: Tensor, stack: Tensor, into: Tensor) -> None:
-    """Write gradients set after set; `weight` is that of products (g, c, c), or of all prefixes (g, s, c, c)."""
+    """Write gradients for weights of products (g, c, c) or prefixes (g, s, c, c); `redo` writes those of lossy sets."""
     g, s, c, _ = stack.shape
     lossy = torch.zeros(g, c, dtype=torch.bool, device="cpu")
     weights, scale = _near_one(weight)
@@ -198,15 +198,15 @@ def _gradients(redo: Any, weight: Tensor, stack: Tensor, into: Tensor) -> None:
     else:
         call.x, call.x_step = weights.data_ptr(), weights.stride(1)
     lost = _run("fold_gradients", stack, [call], _spans(stack))
-    # so few at a time that copies, too, are no more than all stacks
-    for numbers in _numbers(lossy).split(max(1, g // 4)) if lost else ():
+    # so few at a time that all copies together take no more memory than the stacks
+    for numbers in _lossy_sets(lossy).split(max(1, g // 4)) if lost else ():
         redone = torch.empty_like(into[: len(numbers)])
         redo(weight[numbers], stack[numbers], redone)
         into[numbers] = redone
 
 
 def _arguments(stack: Tensor, first: int, last: int, **outputs: Tensor) -> Arguments:
-    """Those of the products of the matrices from `first` to before `last`."""
+    """The arguments for the products of the matrices from `first` to before `last`, with pointers to the outputs."""
     g, _, c, _ = stack.shape
     arguments = Arguments(steps=last - first, sets=g, members=c, states=c, first=0, last=g * c, logarithms=1)
     over_sets, over_steps, over_rows, over_columns = stack.stride()
@@ -221,7 +221,7 @@ def _arguments(stack: Tensor, first: int, last: int, **outputs: Tensor) -> Argum
 
 
 def _run(name: str, stack: Tensor, arguments: list[Arguments], spans: list[tuple[int, int]]) -> int:
-    """How many rows of each call are lossy, for spans of rows on a thread each."""
+    """The number of lossy rows of all calls; each call runs on one thread for every span of rows."""
     calls = (Arguments * (len(arguments) * len(spans)))(*(one for one in arguments for _ in spans))
     for index, call in enumerate(calls):
         call.first, call.last = spans[index % len(spans)]
@@ -234,24 +234,24 @@ def _threads(stack: Tensor, most: int) -> int:
 
 
 def _segments(stack: Tensor, longest: int) -> list[tuple[int, int]]:
-    """The matrices of each segment: one segment, unless sets are fewer than threads or it is too long."""
+    """The ranges of matrices of segments: one, unless sets are fewer than threads or it would be over `longest`."""
     g, s = stack.shape[:2]
     return _ranges(s, max(1, -(-s // longest), min(_threads(stack, s) // g, s // _SHORTEST)))
 
 
 def _spans(stack: Tensor) -> list[tuple[int, int]]:
-    """The rows of sets that a thread has."""
+    """The ranges of rows of each thread, which has whole sets."""
     g, c = len(stack), stack.shape[-1]
     return [(first * c, last * c) for first, last in _ranges(g, _threads(stack, g))]
 
 
 def _ranges(size: int, parts: int) -> list[tuple[int, int]]:
-    """Ranges of about the same size."""
+    """The `parts` ranges of about the same size that cover a range."""
     return [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]
 
 
 def _matrices(stack: Tensor) -> Tensor:
-    """The matrices in the dtype of the arithmetic; the memory of a negative view holds other numbers."""
+    """The matrices in the dtype of the arithmetic, and without torch's negative bit, which the library cannot see."""
     if stack.dtype in (torch.float32, torch.float64) and not stack.is_neg():
         return stack
     return stack.to(torch.promote_types(stack.dtype, torch.float32)).resolve_neg()
@@ -261,13 +261,13 @@ def _only(stack: Tensor) -> Product:
     return Product(stack[:, 0].double(), torch.zeros(2, len(stack), dtype=torch.float64, device="cpu"), 0)
 
 
-def _numbers(lossy: Tensor) -> Tensor:
-    """The sets of which some row (..., g, c) is lossy."""
+def _lossy_sets(lossy: Tensor) -> Tensor:
+    """The indices of sets of which a row (..., g, c) is lossy."""
     return lossy.any(-1).view(-1, lossy.shape[-2]).any(0).nonzero()[:, 0]
 
 
 def _some(stack: Tensor, numbers: Tensor, *, inplace: bool) -> Tensor:
-    """Some stacks, whose numbers ascend: all of them as they are, `inplace` moved to the front, otherwise copies."""
+    """The stacks of ascending indices: `stack` if these are all, else copies, in its own memory if `inplace`."""
     if len(numbers) == len(stack):
         return stack
     if not inplace:
@@ -285,7 +285,7 @@ def _put(root: Product, redone: Product, numbers: Tensor) -> None:
 
 
 def _near_one(weight: Tensor) -> tuple[Tensor, ctypes.c_double]:
-    """Weights over a power of two, so that the largest is not far from 1, and that power; 1 where one is not finite."""
+    """Weights divided by a power of two, so that the largest is near 1, and that power; 1 if a weight is not finite."""
     top = float(torch.linalg.vector_norm(weight, math.inf))
     weight = weight.resolve_neg() if weight.is_neg() else weight
     if 0.125 <= top <= 2.0 or not 0.0 < top < math.inf:

@@ -1,4 +1,4 @@
-"""`kernels.plain.sample` by the loops of the C library."""
+"""State paths drawn from the posterior of their chains, as `kernels.plain.sample` defines them, by the C library."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from ..chain import Chain
 from ..message import Kept
 from .arguments import Call, shared
 
-# states of so many draws go back together: DRAWS of c/sample.h
+# draws of one sequence that one call of the library computes at a time: DRAWS of c/sample.h
 _DRAWS = 512
 
 
 def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
-    """See `kernels.plain.sample`; sequences one behind the other have their states (draws, steps) so too."""
+    """Write states, see `kernels.plain.sample`; those of packed sequences are (draws, rows), packed alike."""
     count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
     logs = torch.ones_like(kept.log_norm, dtype=torch.uint8) if kept.all_logs else kept.redone.to(torch.uint8)
     call = Call(chain)
@@ -20,6 +20,6 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     call.set(path_steps=states.shape[-1], path_rank=states.stride(0), ranks=count)
     if chain.starts is None:
         call.set(path_sequence=states.stride(2))
-    # a state that a draw comes from has a column of its own, as far as there are states
+    # the columns of a step's matrix that are read: one for every draw, at most all
     work = chain.v * chain.g * chain.m * chain.c * min(chain.c, count)
     call.run("sample", shared(places, work))

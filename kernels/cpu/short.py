@@ -1,8 +1,8 @@
-"""Short calls: what is worked out once for all chains of the same shapes and strides.
+"""Short chains: arguments of the C library that are prepared once for all chains of the same shapes and strides.
 
-A chain of a few dozen steps is walked in less time than it takes to check and to arrange its tensors. A `Short` knows
-the arguments but for the addresses, finds what one question asks in one call of the library, and writes gradients in
-the operands' own shapes.
+A chain of a few dozen steps is computed in less time than it takes to check its tensors and to fill in arguments. A
+`Short` has all arguments but the addresses, needs one call of the library for each public function, and writes
+gradients in the operands' own shapes.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ from ..chain import Chain
 from .arguments import Arguments, Call, function
 from .library import in_large_pages
 
-# by shapes, strides, dtypes and whatever else decides; None for chains that are not short
+# by shapes, strides, dtypes and options; None for chains that are not short
 _known: dict[Any, "Short | None"] = {}
 _MOST = 1024
 
-# scratch that is lent to one call after the other: a call takes it from the list, so that no other has it meanwhile;
-# chains that need more are not short
+# scratch that calls reuse: a call takes one from the list, so that no other thread has it, and puts it back; chains
+# that need more bytes are not short
 _rooms: list[Tensor] = []
 _ROOM = 2**20
 
@@ -29,11 +29,11 @@ _ROOM = 2**20
 def short_of(
     x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool, wanted: Callable[..., bool], chain_of: Any
 ) -> "Short | None":
-    """The `Short` of operands; None for chains that are not short, and those for which another way is wanted.
+    """The `Short` of operands; None for chains that are not short, or if `wanted` says no.
 
-    `wanted` checks the operands, once for all of the same shapes; `chain_of` gives their layout and chain.
+    `wanted` checks the operands, once for all of the same shapes and strides; `chain_of` gives their layout and chain.
     """
-    if x.is_neg() or bulk.is_neg() or p0.is_neg():  # addresses do not say so
+    if x.is_neg() or bulk.is_neg() or p0.is_neg():  # the library does not see torch's negative bit
         return None
     places = x.shape, bulk.shape, p0.shape, x.stride(), bulk.stride(), p0.stride()
     key = places, x.dtype, bulk.dtype, p0.dtype, log_params, keep, wanted, torch.get_num_threads()
@@ -54,9 +54,9 @@ def short_of(
 
 
 class Short:
-    """The arguments of a chain but for addresses.
+    """The arguments of a chain except for addresses.
 
-    `strides` are those of its operands; `dense` is a chain of contiguous ones, as gradients are.
+    `strides` are those of its operands; `dense` is a chain of contiguous operands, which have the gradients' strides.
     """
 
     def __init__(self, strides: tuple[tuple[int, ...], ...], chain: Chain, dense: Chain) -> None:
@@ -72,7 +72,7 @@ class Short:
         self._calls = {name: function(name, dtype) for name in names}
         rooms = (function(f"{name}_room", dtype)(ctypes.byref(a)) + 64 for name in names)
         self.is_small = max(rooms) <= _ROOM
-        # what is kept of a chain, one behind the other
+        # the dtypes and shapes of log_norm, messages and redone, which are kept in one tensor, one after the other
         self._kept = ((torch.float64, (g, m)), (dtype, (v, g, m, c)), (torch.bool, (g, m)))
         self._places, self._bytes = [], 0
         for kind, shape in self._kept:
@@ -81,7 +81,7 @@ class Short:
 
     @staticmethod
     def takes(chain: Chain) -> bool:
-        """Whether a chain is walked on one thread, where its operands lie."""
+        """Whether a chain is computed on one thread and without a copy of an operand."""
         operands = chain.x, chain.bulk, chain.p0
         plain = all(operand.dtype == chain.dtype for operand in operands) and chain.x.stride(-1) == 1
         if not plain or chain.v == 1 or len(Call(chain).spans()) > 1:
@@ -95,11 +95,11 @@ class Short:
         return True
 
     def fits(self, x: Tensor, bulk: Tensor, p0: Tensor) -> bool:
-        """Whether operands lie as those that this was made of."""
+        """Whether operands have the strides that the arguments were prepared for."""
         return self._strides == (x.stride(), bulk.stride(), p0.stride())
 
     def value(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, int]:
-        """The log-partition [*B] in the dtype of the operands, what gradients need, and how many were redone."""
+        """The log-partition [*B] in the operands' dtype, what gradients need, and the number of redone sequences."""
         log_norm, kept = torch.empty(x.shape[:-2], dtype=self._dtype, device="cpu"), None
         a = self._of(x, bulk, p0)
         a.value = log_norm.data_ptr()
@@ -109,7 +109,7 @@ class Short:
         return log_norm, kept, self._run("value", a)
 
     def parts(self, kept: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What is kept, as `apart` returns it."""
+        """The parts of the tensor that `value` kept, in the form in which `apart` returns them."""
         log_norm, messages, redone = (
             kept[place : place + torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)
             for place, (kind, shape) in zip(self._places, self._kept, strict=True)
@@ -117,9 +117,9 @@ class Short:
         return log_norm.view(x.shape[:-2]), messages, redone
 
     def apart(self, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The log-partition [*B] in float64, messages if they are to be kept, and what was redone.
+        """The log-partition [*B] in float64, messages if `keep`, and whether sequences were redone.
 
-        Each is a tensor of its own, as an operator returns them.
+        Each is a tensor of its own, as the results of an operator have to be.
         """
         log_norm, messages, redone = (
             torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu")
@@ -134,7 +134,7 @@ class Short:
         self, x: Tensor, bulk: Tensor, p0: Tensor, kept: Tensor | tuple[Tensor, ...], weight: Tensor,
         needs: tuple[bool, ...], *, by_log: bool = False,
     ) -> list[Tensor | None]:  # fmt: skip
-        """The gradients of x, bulk and p0 that are needed; `kept` may be in its parts."""
+        """The gradients of x, bulk and p0 that are needed; `kept` is one tensor by `value` or its parts by `apart`."""
         weight = weight.to(torch.float64).resolve_neg().contiguous()
         a = self._of(x, bulk, p0)
         a.weight, a.by_log = weight.data_ptr(), by_log
@@ -144,7 +144,7 @@ class Short:
         return gradients
 
     def posteriors(self, x: Tensor, bulk: Tensor, p0: Tensor, counts: bool) -> tuple[Tensor, list[Tensor | None], int]:
-        """The log-partition [*B], the gradients of x and log bulk, if it is asked for, and how many were redone."""
+        """The log-partition [*B], the gradients of x and, if `counts`, log bulk, and the number of redone sequences."""
         log_norm = torch.empty(x.shape[:-2], dtype=self._dtype, device="cpu")
         a = self._of(x, bulk, p0)
         a.value, a.by_log = log_norm.data_ptr(), 1
@@ -166,7 +166,7 @@ class Short:
         return a
 
     def _point(self, a: Arguments, kept: Tensor | tuple[Tensor, ...]) -> None:
-        """Let the arguments point to what is kept, in one tensor or in its parts; an empty one is a null pointer."""
+        """Point the arguments to what is kept, one tensor or its parts; an empty part is a null pointer."""
         if isinstance(kept, Tensor):
             at = kept.data_ptr()
             a.log_norm, a.messages, a.lossy = (at + place for place in self._places)
@@ -174,7 +174,7 @@ class Short:
             a.log_norm, a.messages, a.lossy = (part.data_ptr() for part in kept)
 
     def _gradients(self, a: Arguments, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
-        """Memory for the gradients that are needed, to which the arguments point."""
+        """Memory for the gradients that are needed; the arguments point to it then."""
         gradients: list[Tensor | None] = []
         for name, operand, need in zip(("grad_x", "grad_bulk", "start"), operands, needs, strict=False):
             gradient = in_large_pages(torch.empty(operand.shape, dtype=self._dtype, device="cpu")) if need else None

@@ -1,4 +1,4 @@
-"""A stretch of a longer chain: a message with its scale enters it, and one leaves."""
+"""A stretch of a longer chain by the C library: a forward message with its scale enters, and another one leaves."""
 
 import ctypes
 
@@ -9,12 +9,12 @@ from ..chain import Chain
 from .arguments import Arguments, Call, function, run
 from .library import in_large_pages
 
-# the logarithm of a message [*B, c] with sum 1, the log-partition [*B], and what its rounding has lost [*B]; contiguous
+# the logarithm of a message [*B, c] with sum 1, the log-partition [*B], and its rounding error [*B]; contiguous
 Carried = tuple[Tensor, Tensor, Tensor]
 
 
 def _carry(a: Arguments, carried: Carried, members: int, shares: Tensor | None) -> Carried:
-    """Memory for what is carried on; the arguments point to it, to what is carried, and to messages with sum 1."""
+    """Memory for what leaves a stretch; the arguments point to it, to what enters, and to `shares` if given."""
     message, total, lost = carried
     after = torch.empty_like(message), torch.empty_like(total), torch.empty_like(lost)
     a.taken, a.lacking = total.data_ptr(), lost.data_ptr()
@@ -27,10 +27,10 @@ def _carry(a: Arguments, carried: Carried, members: int, shares: Tensor | None) 
 
 
 class Stretch:
-    """The arguments of stretches of one shape, but for addresses. Of a chain only shapes and strides are looked at.
+    """The arguments of stretches of one shape except for addresses; only shapes and strides of `chain` are read.
 
-    `head`: a message enters, and the first of the matrices, of which there are as many as steps or one, leads from it
-    into the first step; otherwise the stretch begins at p0.
+    `head`: a message enters, and the first of the matrices, as many as steps or one, leads from it into the first step;
+    otherwise the stretch begins with p0.
     """
 
     def __init__(self, chain: Chain, *, head: bool) -> None:
@@ -51,10 +51,11 @@ class Stretch:
         messages: Tensor | None,
         shares: Tensor | None,
     ) -> tuple[Carried, Tensor, int]:
-        """What is carried on; which sequences were redone (g, m), valid until the next call, and how many.
+        """The message that leaves; whether sequences were redone (g, m), valid until the next call; and their number.
 
-        `operands` are x, bulk and p0. `ends` int64 (g, m) counts the step of what enters. Messages are written into
-        `messages` (v, g, m, c), that of what enters too, and those with sum 1 into `shares` [*B, v, c].
+        `operands` are x, bulk and p0. `ends` int64 (g, m) are numbers of steps, an entering message counted as one.
+        Messages are written to `messages` (v, g, m, c), the entering one first, and those with sum 1 to `shares`
+        [*B, v, c].
         """
         a, (x, bulk, p0) = Arguments.from_buffer_copy(self._arguments), operands
         after = _carry(a, carried, self._members, shares)
@@ -71,7 +72,7 @@ class Stretch:
         return after, self._lossy, run(a, self._dtype, "value", self._spans)
 
     def repeated(self, bulk: Tensor) -> "Repeated | None":
-        """The same with a head, one after the other, by one matrix; None where several threads share a stretch."""
+        """Stretches with a head and one matrix, one after the other; None where several threads share a stretch."""
         if not self._head or len(self._spans) > 1:
             return None
         arguments = Arguments.from_buffer_copy(self._arguments)
@@ -81,7 +82,7 @@ class Stretch:
 
 
 class Repeated:
-    """Stretches of one shape, one after the other: a call of the library each, of which only addresses change."""
+    """Stretches of one shape, one after the other: one call of the library for each, with only addresses changed."""
 
     def __init__(self, arguments: Arguments, dtype: torch.dtype, held: list[Tensor]) -> None:
         self._arguments, self._dtype, self._held = arguments, dtype, held
@@ -91,7 +92,7 @@ class Repeated:
         arguments.room = self._room.data_ptr() + 63 & ~63
 
     def forward(self, x: Tensor, carried: Carried, shares: Tensor | None) -> tuple[Carried, Tensor, int]:
-        """What is carried on, the log-partition [*B] in the dtype of x, and how many sequences were redone."""
+        """The message that leaves, the log-partition [*B] in the dtype of x, and the number of redone sequences."""
         a = self._arguments
         after = _carry(a, carried, a.members, shares)
         value = torch.empty_like(carried[1], dtype=self._dtype)

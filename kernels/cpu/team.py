@@ -1,4 +1,4 @@
-"""Calls of the C library on several threads: on torch's own, which may still be awake, or else on Python's."""
+"""Calls of the C library on several threads: on torch's own, which may still be awake, or otherwise on Python's."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ import torch
 
 from .library import library
 
-# whose children have no team: a fork copies none of its threads
+# the process with torch's threads; a fork of it has none
 _PROCESS = os.getpid()
 
 
@@ -32,7 +32,7 @@ class Calls(ctypes.Structure):
 
 @cache
 def _parallel() -> Any:
-    """`GOMP_parallel` of the OpenMP library that torch has loaded, or None: what its `parallel` directives call."""
+    """The function that runs a `parallel` directive in the OpenMP library that torch has loaded, or None."""
     if not sys.platform.startswith("linux"):
         return None
     torch_cpu = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
@@ -43,7 +43,7 @@ def _parallel() -> Any:
 
 
 def calls(function: Any, arguments: "ctypes.Array[Any]") -> Sequence[int]:
-    """What a function of the library returns for each of an array of arguments, on as many threads as torch takes."""
+    """The integers that a function of the library returns for an array of arguments, on up to torch's threads."""
     count = len(arguments)
     results = (ctypes.c_int64 * count)()
     of_all = Calls(
@@ -55,7 +55,7 @@ def calls(function: Any, arguments: "ctypes.Array[Any]") -> Sequence[int]:
     )
     share, data = library().logchain_share, ctypes.byref(of_all)
     if os.getpid() == _PROCESS and (parallel := _parallel()) is not None:
-        # a team of another size than torch's would end threads, which torch would start again
+        # a team of another size than torch's would end threads, which torch would have to start again
         parallel(share, data, torch.get_num_threads(), 0)
         return list(results)
     threads = [Thread(target=share, args=(data,)) for _ in range(1, count)]

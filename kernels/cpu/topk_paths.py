@@ -1,4 +1,4 @@
-"""`kernels.plain.topk_paths` by the loops of the C library."""
+"""The k best state paths, as `kernels.plain.topk_paths` defines them, by the C library."""
 
 from torch import Tensor
 
@@ -7,5 +7,5 @@ from .viterbi import best_paths
 
 
 def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
-    """See `kernels.plain.topk_paths`; sequences one behind the other have their states (k, steps) so too."""
+    """The states of the k best paths, see `kernels.plain.topk_paths`; those of packed sequences are (k, rows)."""
     return best_paths(chain, steps, "topk_paths", k)

@@ -1,4 +1,4 @@
-"""`kernels.plain.viterbi` by the loops of the C library."""
+"""The best state path, as `kernels.plain.viterbi` defines it, by the C library."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from .arguments import Call
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
-    """See `kernels.plain.viterbi`; sequences that lie one behind the other have their states (steps) so too."""
+    """The states of the best paths, see `kernels.plain.viterbi`; those of packed sequences are (rows)."""
     states, unknown = best_paths(chain, steps, "viterbi", 1)
     return states[..., 0, :], unknown
 
 
 def best_paths(chain: Chain, steps: int, name: str, ranks: int) -> tuple[Tensor, Tensor]:
-    """The states (g, m, ranks, steps) that a function of the library writes; which sequences are unknown (g, m)."""
+    """The states (g, m, ranks, steps) by the function `name` of the library; whether sequences are unknown (g, m)."""
     g, m = chain.g, chain.m
     unknown = torch.empty(g, m, dtype=torch.uint8, device="cpu")
     call = Call(chain)

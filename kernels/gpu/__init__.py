@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA and ROCm devices; nothing here is imported until a tensor lies on one."""
+"""Arithmetic by Triton kernels, for CUDA and ROCm; no module is imported before a tensor lies on such a device."""

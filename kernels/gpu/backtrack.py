@@ -1,18 +1,17 @@
-"""The best path of each chain, walked back through its max-plus forward messages.
+"""The best path of each chain, from its last state back through the max-plus forward messages.
 
     z_{v-1} = argmax_k a_{v-1}(k)        z_{i-1} = argmax_k (a_{i-1}(k) + log P_i(k, z_i))
 
 `messages` (v, g, m, c) as `forward_chain` keeps them, contiguous, float32 or float64. `bulk` (v - 1 or 1, g, c, c)
 linear or logarithms, any strides. `ends` (g, m) int64, the steps of each sequence, or None. Result: states (g, m, v)
-int64, -1 behind the end, and everywhere if the last message is -inf or holds a NaN.
+int64, -1 after a sequence's end, and everywhere if the last message is -inf or holds a NaN.
 
-Numerics: candidates are compared in float64, so nothing is rounded but what the messages were rounded to; the lowest
-state wins a tie.
+Numerics: candidates are compared in float64, so that only the stored messages are rounded; the lowest state wins a tie.
 
-Cost: v dependent steps of c additions; a message and one column of a matrix are read in each, and the message of the
-next step meanwhile. A program walks one sequence, or as many as fill a warp. Tiles: from a model, not measured yet.
+Cost: v dependent steps of c additions; each reads one column of a matrix, and the message of the step before it in
+advance. A program computes one sequence, or as many as fill a warp. Tiles: from a model, not measured yet.
 
-Definition: `logchain.reference`, the best of all paths.
+Definition: `logchain.reference.viterbi`.
 """
 
 import torch
@@ -31,7 +30,7 @@ def _backtrack_kernel(
     stride_mv,
     LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK_S sequences, of any sets."""
+    """One program computes BLOCK_S sequences, of any sets."""
     sequence = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     inside = sequence < sequences
     states = tl.arange(0, BLOCK_C)
@@ -52,14 +51,14 @@ def _backtrack_kernel(
         message = ahead
         messages -= stride_mv
         ahead = tl.load(messages, mask=tile & (i > 0), other=float("-inf"))
-        # from step i into the state of step i + 1
+        # the transition from step i into the state at step i + 1
         entered = state >= 0
         column = rows + (tl.maximum(state, 0).to(tl.int64) * stride_bj)[:, None]
         nothing = float("-inf") if LOG_PARAMS else 0.0
         p = tl.load(column, mask=tile & entered[:, None], other=nothing).to(DTYPE)
         last = i == ends - 1
         terms = message.to(tl.float64) + tl.where(last[:, None], 0.0, wide_entry(p, LOG_PARAMS))
-        # a maximum would pass over NaN
+        # tl.max would ignore NaN
         terms = tl.where(terms == terms, terms, float("inf"))
         best = tl.max(terms, 1)
         lowest = tl.min(tl.where(terms == best[:, None], states[None, :], BLOCK_C), 1)
@@ -70,13 +69,13 @@ def _backtrack_kernel(
 
 
 def tiles(c: int) -> tuple[int, int, int]:
-    """Sequences to a program, the power of two that holds a column, and warps."""
+    """The sequences of a program, the least power of two that is not below c, and the warps of a program."""
     block_c = triton.next_power_of_2(c)
     return max(1, 32 // block_c), block_c, min(16, max(1, block_c // 128))
 
 
 def paths(messages: Tensor, bulk: Tensor, ends: Tensor | None, *, log_params: bool) -> Tensor:
-    """The states (g, m, v) int64 of the best paths."""
+    """The states (g, m, v) int64 of the best paths; operands as above."""
     v, g, m, c = messages.shape
     assert bulk.shape[1:] == (g, c, c) and len(bulk) in (1, v - 1) and messages.is_contiguous()
     assert ends is None or (ends.is_contiguous() and ends.shape == (g, m))

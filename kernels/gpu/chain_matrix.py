@@ -1,7 +1,7 @@
-"""The matrix of a step as it is loaded: with a level taken out of each column, near the largest entry there.
+"""The transition matrix of a step, loaded with each column divided by its level, a number near its largest entry.
 
-A level is the exponent of a power of two, or where the matrix holds logarithms their maximum; so neither 1e-36 nor 1e30
-leaves the range of a product. Powers of two are taken out without loss.
+The level of a column of logarithms is their maximum; that of a linear column is the exponent of a power of two, which
+divides without loss. So columns near 1e-36 or 1e30 neither underflow nor overflow in a product.
 """
 
 import triton
@@ -14,7 +14,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile of `P`, zero outside."""
+    """A tile of `P` in the dtype of the arithmetic, weight zero outside of the matrix."""
     pointers = at(matrix_ptr, rows, columns, stride_k, stride_j)
     mask = (rows < c)[:, None] & (columns < c)[None, :]
     return widened(tl.load(pointers, mask=mask, other=float("-inf") if LOG_PARAMS else 0.0), DTYPE)
@@ -24,7 +24,7 @@ def load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS: tl
 def whole_matrix(
     matrix_ptr, stride_k, stride_j, c, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """The scaled matrix as one tile, and the maxima of its columns."""
+    """The matrix as one tile, its columns divided by their levels, and the maxima of the columns before."""
     columns = tl.arange(0, BLOCK_C)
     p = load_matrix(matrix_ptr, stride_k, stride_j, columns, columns, c, LOG_PARAMS, DTYPE)
     top = tl.max(p, 0)
@@ -33,11 +33,11 @@ def whole_matrix(
 
 @triton.jit
 def level_of(top, LOG_PARAMS: tl.constexpr):
-    """What is taken out of a column with this maximum: a logarithm, or the exponent of a power of two."""
+    """The level of a column with maximum `top`: a logarithm, or the exponent of a power of two."""
     if LOG_PARAMS:
         return finite(top)
     else:
-        # up to where the power and its inverse are normal numbers
+        # clamped so that the power and its inverse are normal numbers
         if top.dtype == tl.float64:
             biased = ((top.to(tl.int64, bitcast=True) >> 52) & 2047).to(tl.int32)
             return tl.minimum(tl.maximum(biased, 1), 2045) - 1023
@@ -48,7 +48,7 @@ def level_of(top, LOG_PARAMS: tl.constexpr):
 
 @triton.jit
 def scaled(p, level, LOG_PARAMS: tl.constexpr):
-    """The linear entries of a tile of `P` with a level taken out of each column."""
+    """The linear entries of a tile of `P`, its columns divided by their levels."""
     if LOG_PARAMS:
         return exp(p - level[None, :])
     else:
@@ -57,7 +57,7 @@ def scaled(p, level, LOG_PARAMS: tl.constexpr):
 
 @triton.jit
 def log_level(level, LOG_PARAMS: tl.constexpr):
-    """What was taken out of a column, as a logarithm in float64."""
+    """The logarithm of what a column was divided by, in float64."""
     if LOG_PARAMS:
         return level.to(tl.float64)
     else:
@@ -66,7 +66,7 @@ def log_level(level, LOG_PARAMS: tl.constexpr):
 
 @triton.jit
 def lowered(sums, top, new_top, LOG_PARAMS: tl.constexpr):
-    """Sums (1, BLOCK_C) over a column's old level as sums over its new, higher one."""
+    """Sums (1, BLOCK_C) of entries divided by a column's old level, as sums of those divided by its new, higher one."""
     if LOG_PARAMS:
         return sums * exp(top - finite(new_top))[None, :]
     else:
@@ -82,13 +82,13 @@ def log_entry(p, LOG_PARAMS: tl.constexpr):
     else:
         tiny = p < 1e-30
         value = log(tl.where(tiny, p * 1.2676506002282294e30, p))
-        # a choice between two constants would be one of float32, whatever the entries are
+        # tl.where of two constants would be float32 for float64 entries too
         return tl.where(tiny, value - 69.31471805599453, value)
 
 
 @triton.jit
 def log_wide(s):
-    """`log s` as float64, good to a float32's rounding of the mantissa's logarithm; -inf for 0, NaN for NaN."""
+    """`log s` as float64, in which only the mantissa's logarithm is rounded to float32; -inf for 0, NaN for NaN."""
     if s.dtype == tl.float64:
         return log(s)
     else:

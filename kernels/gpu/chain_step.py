@@ -1,14 +1,14 @@
-"""One step of a vector chain: what the forward and the backward recursion do alike.
+"""One step of the forward or the backward recursion: messages times a transition matrix, in logarithms.
 
     u(j) = log sum_k exp(message(k)) P(k, j)
 
-for a block of BLOCK_S sequences that share `P` (c, c), linear or logarithms. The backward recursion passes `P`
-transposed, that is its strides exchanged. Messages are float32 (float64 for float64) logarithms with a maximum of
-0, so their exponentials need no shift; `P` is scaled as in `chain_matrix`. Sums are float32, their
-logarithms float64: what is added to them may cancel, and only what is stored is rounded.
+for a block of BLOCK_S sequences that share `P` (c, c), linear or logarithms. The backward recursion exchanges the
+strides of `P`. Messages are float32 (float64 for float64) logarithms with a maximum of 0, so their exponentials need no
+shift; columns of `P` are divided by their levels, see `chain_matrix`. Sums are float32, their logarithms float64,
+because x_i is added to them and may cancel.
 
-A sum below TRUSTED although a term is there is redone by the pairwise maximum, in the same kernel. Whether a term is
-there at all is asked by a product of zeros and ones, and only where finite_terms sum is small.
+A sum below TRUSTED that has a nonzero term is recomputed by log-sum-exp, in the same kernel. Whether it has one is
+found by a product of zeros and ones, computed only in tiles with such a sum.
 """
 
 import triton
@@ -29,7 +29,7 @@ def _multiply(weights, matrix, sums, DOT: tl.constexpr, PRECISION: tl.constexpr)
 
 @triton.jit
 def load_message(message_ptr, members, states, inside, c):
-    """The entries `states` of the messages in rows `members`, -inf outside."""
+    """The entries `states` of the messages in rows `members`, -inf outside of the message."""
     mask = inside[:, None] & (states < c)[None, :]
     return tl.load((message_ptr + members * c)[:, None] + states[None, :], mask=mask, other=float("-inf"))
 
@@ -40,12 +40,12 @@ def step(
     LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, DOT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The logarithms `u` (BLOCK_S, BLOCK_C) in float64; those that are not `wanted` may be anything.
+    """The logarithms `u` (BLOCK_S, BLOCK_C) in float64; those that are not `wanted` may have any value.
 
-    From the messages at `message_ptr` (BLOCK_S, c) in memory, in rows `members`. Kept in registers, they would be held,
-    and computed, once for each layout that they are used in. Where the new messages will go (`new_ptr`) is room for
-    notes until then. `top` (BLOCK_C) holds the columns' maxima, unless they are found on the way;
-    WHOLE: `matrix` is all of `P`, scaled.
+    Messages are read at `message_ptr` (BLOCK_S, c), in rows `members`: in registers they would be held once for each
+    layout in which they are used. The memory of the new messages, at `new_ptr`, is scratch until they are stored. `top`
+    (BLOCK_C): the maxima of the columns of `P`; not read if neither DOT nor WHOLE, where they are found on the way.
+    WHOLE: `matrix` is all of `P`, its columns divided by their levels.
     """
     columns = tl.arange(0, BLOCK_C)
     sums = tl.zeros((BLOCK_S, BLOCK_C), DTYPE)
@@ -70,19 +70,19 @@ def step(
             sums = _multiply(weights, scaled(p, level_of(top, LOG_PARAMS), LOG_PARAMS), sums, DOT, PRECISION)
     small = (sums < TRUSTED) & wanted & (top > (float("-inf") if LOG_PARAMS else 0.0))[None, :]
     if any_of(small):
-        # all sums are put aside, so that little is in registers meanwhile
-        notes = (new_ptr + members * c)[:, None] + columns[None, :]
+        # all sums are stored in scratch meanwhile, to have registers free
+        scratch = (new_ptr + members * c)[:, None] + columns[None, :]
         mask = inside[:, None] & (columns < c)[None, :]
-        tl.store(notes, tl.where(small, -1.0, sums), mask=mask)
+        tl.store(scratch, tl.where(small, -1.0, sums), mask=mask)
         tl.debug_barrier()
         _redo(
             message_ptr, new_ptr, members, inside, matrix_ptr, stride_k, stride_j, c, rescued_ptr,
             LOG_PARAMS, DTYPE, DOT, BLOCK_S, min(BLOCK_C, 32), min(BLOCK_C, 64),
         )  # fmt: skip
         tl.debug_barrier()
-        sums = tl.load(notes, mask=mask, other=0.0)
+        sums = tl.load(scratch, mask=mask, other=0.0)
         tl.debug_barrier()
-    # what was redone is a logarithm already
+    # a recomputed sum is a logarithm already
     u = log_wide(tl.where(small, 1.0, sums)) + log_level(level_of(top, LOG_PARAMS), LOG_PARAMS)[None, :]
     return tl.where(small, sums.to(tl.float64), u)
 
@@ -93,11 +93,11 @@ def _redo(
     LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, DOT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Replace each -1 at `new_ptr` by its `u`, in tiles small enough to keep in registers beside all else."""
+    """Replace each -1 at `new_ptr` by its `u`, in tiles small enough not to spill registers."""
     for first in tl.range(0, c, BLOCK_C):
         columns = first + tl.arange(0, BLOCK_C)
-        notes = (new_ptr + members * c)[:, None] + columns[None, :]
-        small = tl.load(notes, mask=inside[:, None] & (columns < c)[None, :], other=0.0) == -1.0
+        scratch = (new_ptr + members * c)[:, None] + columns[None, :]
+        small = tl.load(scratch, mask=inside[:, None] & (columns < c)[None, :], other=0.0) == -1.0
         if any_of(small):
             reached = small & _reached(
                 message_ptr, members, inside, matrix_ptr, stride_k, stride_j, columns, c,
@@ -112,7 +112,7 @@ def _redo(
                 u = tl.where(reached, redone, u)
                 if rescued_ptr is not None:
                     tl.atomic_add(rescued_ptr, tl.sum(reached.to(tl.int32)).to(tl.int64))
-            tl.store(notes, u, mask=small)
+            tl.store(scratch, u, mask=small)
 
 
 @triton.jit
@@ -121,18 +121,18 @@ def _reached(
     LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, DOT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Where a sum has a term at all."""
+    """Whether a sum has a nonzero term (BLOCK_S, BLOCK_C)."""
     count = tl.zeros((BLOCK_S, BLOCK_C), tl.float32)
     for start in tl.range(0, c, BLOCK_K):
         rows = start + tl.arange(0, BLOCK_K)
         message = load_message(message_ptr, members, rows, inside, c)
         p = load_matrix(matrix_ptr, stride_k, stride_j, rows, columns, c, LOG_PARAMS, DTYPE)
-        finite_terms = (message > float("-inf")).to(tl.float16)
+        possible = (message > float("-inf")).to(tl.float16)
         nonzero = (p > (float("-inf") if LOG_PARAMS else 0.0)).to(tl.float16)
         if DOT:
-            count = tl.dot(finite_terms, nonzero, count)
+            count = tl.dot(possible, nonzero, count)
         else:
-            count += tl.max(tl.trans(finite_terms).to(tl.float32) * nonzero.to(tl.float32), 0)[None, :]
+            count += tl.max(tl.trans(possible).to(tl.float32) * nonzero.to(tl.float32), 0)[None, :]
     return count > 0
 
 
@@ -141,7 +141,7 @@ def _pairwise(
     message_ptr, members, inside, matrix_ptr, stride_k, stride_j, columns, c,
     LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The same logarithms by maximum and sum over pairs, one term of every output at a time."""
+    """The logarithms `u` by log-sum-exp, one term of every sum at a time."""
     top = tl.full((BLOCK_S, BLOCK_C), float("-inf"), DTYPE)
     for k in range(0, c):
         pairs = _pairs(message_ptr, members, inside, matrix_ptr, k, stride_k, stride_j, columns, c, LOG_PARAMS, DTYPE)
@@ -167,6 +167,6 @@ def _pairs(
 
 @triton.jit
 def normalised(total, DTYPE: tl.constexpr):
-    """Float64 logarithms (BLOCK_S, BLOCK_C) as a message with maximum 0, and what was taken out; -inf stays."""
+    """Float64 logarithms (BLOCK_S, BLOCK_C) less the maxima of their rows, as a message, and these maxima."""
     shift = tl.max(total, 1)
     return (total - finite(shift)[:, None]).to(DTYPE), shift

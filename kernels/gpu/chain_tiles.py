@@ -1,4 +1,4 @@
-"""How a step of a vector chain is cut into tiles, and what the launchers of both directions pass for it."""
+"""The tiles of a step of the forward and the backward recursion, and the arguments that both launchers share."""
 
 from typing import Any, NamedTuple
 
@@ -12,10 +12,10 @@ from .launch import common_width, precision
 
 
 class Tiles(NamedTuple):
-    """A block of sequences, of terms and of outputs; `whole`: the matrix is one tile.
+    """The block sizes of sequences (s), terms (k) and results (c); `whole`: the transition matrix is one tile.
 
-    `dot`: the sums are `tl.dot`, otherwise one sequence is summed term by term, and its columns' maxima are found on
-    the way.
+    `dot`: sums are by `tl.dot`; otherwise a program has one sequence and adds up products term by term, finding the
+    maxima of columns on the way.
     """
 
     dot: bool
@@ -28,17 +28,16 @@ class Tiles(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """All that a thread may have: left alone, ptxas spills some for more programs on a processor."""
+        """The most registers that a thread can have; ptxas by itself spills some to run more programs at once."""
         return min(255, 2048 // self.warps)
 
 
 def tiles(c: int, m: int, dtype: torch.dtype, width: int, *, transposed: bool = False) -> Tiles:
-    """How a step is cut for `m` sequences to a set of matrices, whose elements are loaded `width` at once.
+    """The tiles for `m` sequences to a set of matrices, of whose elements `width` are loaded at once.
 
-    A model of registers and shared memory, checked by compiling, not measured yet. Two sequences already read their
-    matrix half as often with a dot, though it has room for sixteen. A whole row of outputs is one tile, so that its
-    maximum costs nothing; where sixteen such rows do not fit into registers, one does, and then the sequences of a set
-    find their matrix in the cache at best.
+    From a model of registers and shared memory, checked by compiling, not measured yet. With `dot` sixteen sequences
+    share the loads of a matrix, which is worth it from two on. All c results of a sequence are in one tile, so that
+    their maximum needs no other program; where sixteen such rows do not fit into registers, a program has one sequence.
     """
     wide = dtype == torch.float64
     block_c = max(16, triton.next_power_of_2(c))
@@ -54,7 +53,7 @@ def tiles(c: int, m: int, dtype: torch.dtype, width: int, *, transposed: bool = 
 
 
 class Widths(NamedTuple):
-    """How many elements can be loaded at once: from rows of messages, of matrices, and of `x` and its gradient."""
+    """The number of elements that one load takes from rows of messages, of matrices, and of `x` and its gradient."""
 
     c: int
     bulk: int
@@ -62,7 +61,7 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, bulk: Tensor, *rows: Tensor | None) -> "Widths":
-        """For matrices (..., c, c) and rows (..., c) with strides of their own."""
+        """The widths for matrices (..., c, c) and for rows (..., c) of `x` and its gradient."""
         c = bulk.shape[-1]
         strides = bulk.stride()[:-2] + tuple(stride for stride in bulk.stride()[-2:] if stride != 1)
         others = [stride for row in rows if row is not None for stride in row.stride()[:-1]]
@@ -70,12 +69,12 @@ class Widths(NamedTuple):
 
 
 def constants(choice: Tiles, bulk: Tensor, dtype: torch.dtype, widths: Widths) -> dict[str, Any]:
-    """The compile-time arguments that the launchers of both directions share, and warps and stages."""
+    """The compile-time arguments that the forward and the backward launcher share, with warps and stages."""
     c = bulk.shape[-1]
-    # one matrix for all steps stays in registers where there are enough
+    # one matrix for all steps stays in registers if there are enough
     held = choice.whole and (c <= 32 or not torch.version.hip)
     exact = torch.get_float32_matmul_precision() == "highest"
-    # in 32 terms nothing is gained by tensor cores, whose sums are truncated
+    # sums of up to 32 terms are no faster on tensor cores, which truncate them
     ieee = not choice.dot or (c <= 32 and exact)
     return {
         "HOMOGENEOUS": held and bulk.shape[0] == 1,
@@ -97,17 +96,12 @@ def constants(choice: Tiles, bulk: Tensor, dtype: torch.dtype, widths: Widths) -
     }
 
 
-def arithmetic_dtype(*operands: Tensor) -> torch.dtype:
-    """Float64 if an operand is, otherwise float32."""
-    return torch.float64 if torch.float64 in [operand.dtype for operand in operands] else torch.float32
-
-
 @triton.jit
 def _column_tops_kernel(
     bulk_ptr, top_ptr, sets, inner, c, stride_bv, stride_bg, stride_bh, stride_bk, stride_bj,
     LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program for a block of columns of one matrix."""
+    """One program computes a block of columns of one matrix."""
     blocks = tl.cdiv(c, BLOCK_C)
     index = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -120,8 +114,10 @@ def _column_tops_kernel(
     tl.store(top_ptr + index * c + columns, tl.max(top, 0), mask=columns < c)
 
 
-def column_tops(bulk: Tensor, dtype: torch.dtype, *, log_params: bool) -> Tensor:
-    """The maxima over `k` of `bulk` (s, g, h, c, c), as (s, g * h, c)."""
+def column_tops(bulk: Tensor, choice: Tiles, dtype: torch.dtype, *, log_params: bool) -> Tensor | None:
+    """The maxima (s, g * h, c) of the columns of matrices `bulk` (s, g, h, c, c); None if a step finds them itself."""
+    if choice.whole or not choice.dot:
+        return None
     steps, outer, inner, c, _ = bulk.shape
     tops = bulk.new_empty((steps, outer * inner, c), dtype=dtype)
     block_c = min(64, triton.next_power_of_2(c))

@@ -1,6 +1,7 @@
-"""`kernels.plain.forward` on the Triton kernels. Messages are logarithms, and nothing waits for the device.
+"""The log-partition of a batch of chains, as `kernels.plain.forward` defines it, on the Triton kernels.
 
-The kernels know no entering message: what it becomes in the first step takes the place of log p0.
+All forward messages are logarithms. No length and no result is read on the host, so nothing waits for the device. The
+kernels begin with log p0: where a message enters, its product with the first transition matrices takes that place.
 """
 
 import math
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept, Message, normalised, where_moved
+from ..message import Kept, Message, leaving_message, normalised
 from . import forward_chain
 from .matmul import forward as log_matmul
 
@@ -17,9 +18,10 @@ from .matmul import forward as log_matmul
 def forward(
     chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
 ) -> tuple[Kept, Message | None]:
-    """See `kernels.plain.forward`. A length that is out of range makes its sequence NaN.
+    """The log-partitions and kept messages, and the last forward message; arguments as in `kernels.plain.forward`.
 
-    The chain has all its steps: lengths are not looked at. `redone` of what is kept counts single sums.
+    A sequence whose length is outside 1..v gets NaN, for lengths are not checked before. `chain` holds v steps even if
+    all sequences are shorter. `redone` of the result counts sums that underflowed and were recomputed.
     """
     rescued = torch.zeros(1, dtype=torch.int64, device=chain.x.device)
     x, bulk, start, ends = operands(chain, entering)
@@ -30,7 +32,7 @@ def forward(
         messages = chain.new(*x.shape)
     log_norm, _ = forward_chain.forward(
         x, bulk, start, ends, log_params=chain.log_params, keep=messages is not None, dtype=chain.dtype,
-        rescued=rescued, room=None if messages is None else messages[: chain.v],
+        rescued=rescued, out=None if messages is None else messages[: chain.v],
     )  # fmt: skip
     if chain.ends is not None and entering is None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
@@ -41,19 +43,19 @@ def forward(
     if ends is not None:
         last = messages.gather(0, (ends - 1)[None, ..., None].expand(1, *last.shape))[0]
     scale = torch.stack([log_norm, torch.zeros_like(log_norm)])
-    leaving = Message(normalised(last.double())[0], scale if entering is None else scale + entering.scale)
-    if entering is None or chain.ends is None:
-        return kept, leaving
-    return kept, where_moved(chain.ends[..., 0] > 0, leaving, entering)
+    after = Message(normalised(last.double())[0], scale if entering is None else scale + entering.scale)
+    return kept, leaving_message(chain.ends, after, entering)
 
 
 def operands(chain: Chain, entering: Message | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """x (v, g, m, c), bulk (s, g, c, c) behind the first step, log p0 (g, m, c) in float64, and ends (g, m)."""
+    """The arguments of `forward_chain.forward`: x (v, g, m, c), bulk, the first message before x_0, and ends (g, m).
+
+    `bulk` (v - 1 or 1, g, c, c) leads into steps 1 to v - 1; the message (g, m, c) is of float64 logarithms.
+    """
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     bulk = chain.bulk.reshape(len(chain.bulk), g, c, c)
     if entering is None:
-        start = chain.p0.double() if chain.log_params else chain.p0.double().log()
-        start = start.expand(*chain.lead, c).reshape(g, m, c)
+        start = chain.log_p0()
     else:
         start = log_matmul(entering.values.double().expand(g, m, c), first_logs(chain))[0]
         bulk = bulk if len(bulk) == 1 else bulk[1:]
@@ -62,8 +64,8 @@ def operands(chain: Chain, entering: Message | None = None) -> tuple[Tensor, Ten
 
 
 def first_logs(chain: Chain) -> Tensor:
-    """The logarithms of the first matrices (g, c, c), in float64; zeros for a set of which no sequence has the step."""
-    first = chain.bulk[0].reshape(chain.g, chain.c, chain.c).double()
-    if chain.ends is not None:  # behind all ends of a set there may be NaN
+    """The logarithms of the first transition matrices (g, c, c) in float64; -inf for sets with no step to go to."""
+    first = chain.matrix(0).double()
+    if chain.ends is not None:  # matrices that no sequence of a set uses may hold NaN
         first = first.masked_fill((chain.ends < 1).all(1)[:, None], chain.zero)
     return first if chain.log_params else first.log()

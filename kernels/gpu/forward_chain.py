@@ -1,21 +1,21 @@
-"""The forward recursion of many chains in one launch: log-partitions, and the messages that the backward pass needs.
+"""The forward recursion of many chains in one launch: log-partitions, and messages for the backward recursion.
 
     a_0 = start + x_0        a_i = log sum_k exp(a_{i-1}(k)) P_i(k, .) + x_i        log_norm = log sum_j exp a_{v-1}(j)
 
-In the max-plus semiring each `log sum exp` is a maximum: the log-weight of the best path, and what finds that path.
+In the max-plus semiring each `log sum exp` is a maximum: the log-weight of the best path, and messages to backtrack.
 
 `x` (v, g, m, c) float32, float64, bfloat16 or float16, any strides. `bulk` (v - 1 or 1, g, c, c) linear or logarithms,
 one matrix for each of `g` sets of `m` sequences and each step; size 1 is one matrix for all steps. `start` (g, m, c)
 logarithms. `ends` (g, m) int64, the steps of each sequence, or None.
 
-Numerics: messages are float32 (float64 where an operand is) with a maximum of 0; what is taken out of them
-adds up in two float64 numbers per sequence. A step is `chain_step.step`, exact for misaligned maxima by rescue, or
-`max_step.max_step`. -inf and zeros are exact, a NaN stays in its sequence. Half types are converted when loaded.
+Numerics: messages are float32 (float64 where an operand is) less their maxima, which are summed in two float64 numbers
+for each sequence. A step is `chain_step.step`, which recomputes sums that underflow, or `max_step.max_step`. -inf and
+zeros are exact, a NaN stays in its sequence. Half types are converted when loaded.
 
-Cost: g m (v - 1) c**2 multiply-adds, v dependent steps. One program walks all steps of a block of sequences. With one
-sequence to a set each matrix is read once, and the kernel is bound by memory; with more, each block of sixteen reads
-it, and a pass before it where c > 64, for the maxima of the columns. From step to step messages go through memory: the
-output if they are kept, otherwise two slots. Tiles: `chain_step.tiles`.
+Cost: g m (v - 1) c**2 multiply-adds, v dependent steps. One program computes all steps of a block of sequences. With
+one sequence to a set each matrix is read once, and the kernel is bound by memory; with more, every block of sixteen
+reads it, and so does a launch before for the maxima of columns if c > 64. Messages pass from step to step through
+memory: the output if they are kept, otherwise two slots in turn. Tiles: `chain_tiles.tiles`.
 
 Definition: `logchain.reference.forward_backward`.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .chain_matrix import whole_matrix
 from .chain_step import normalised, step
-from .chain_tiles import Tiles, Widths, arithmetic_dtype, column_tops, constants, tiles
+from .chain_tiles import Tiles, Widths, column_tops, constants, tiles
 from .max_step import max_step, max_tiles, whole_logs
 from .tiles import at, exact_sum, exp, far, finite, log, multiple, multiples
 
@@ -42,18 +42,19 @@ def _forward_kernel(
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH_C: tl.constexpr, WIDTH: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr, WIDTH_X: tl.constexpr,
 ):  # fmt: skip
-    """SEGMENT: start from the rows of the identity, and step 0 has no x. JOINT: one offset for a whole set.
+    """One program computes BLOCK_S sequences of one set.
 
-    MAX: the best path instead of the sum over all.
+    SEGMENT: the sequences start from the rows of the identity matrix, and step 0 has no x. JOINT: all sequences of a
+    set have one offset. MAX: the max-plus semiring.
     """
-    # the launcher knows what divides these; the compiler then loads as many elements at once
+    # tell the compiler that WIDTH divides these, so that it can load WIDTH elements at once
     c, stride_tv, stride_mv = multiples(c, stride_tv, stride_mv, WIDTH_C)
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, WIDTH_X)
     stride_xh = multiple(stride_xh, WIDTH_X)
     stride_bv, stride_bg, stride_bh = multiples(stride_bv, stride_bg, stride_bh, WIDTH)
     stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
 
-    # scalars move from step to step, and blocks of rows lie at small offsets from them
+    # scalar pointers move from step to step; tiles of pointers are small offsets from them
     blocks = tl.cdiv(m, BLOCK_S)
     z = (tl.program_id(0) // blocks).to(tl.int64)
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_S
@@ -78,7 +79,7 @@ def _forward_kernel(
             total += x.to(tl.float64) - peak[:, None]
             x_ptr += stride_xv
     message, shift = normalised(total, DTYPE)
-    # what is taken out adds up in memory: in registers, each of many threads would hold the sums of all rows
+    # scales are summed in memory: in registers, each of many threads would hold those of all rows
     scale_ptr += 2 * (sequence + rows)
     high, low = _add_exactly(peak, 0.0, finite(shift))
     tl.store(scale_ptr, high, mask=inside)
@@ -98,7 +99,7 @@ def _forward_kernel(
     if HOMOGENEOUS:
         held, held_top = _whole(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, MAX, DTYPE, BLOCK_C)
     for i in tl.range(1, last):
-        # adds 0, but the compiler does not know: pointers of rows are computed in each step, not kept in registers
+        # i // v is 0, but the compiler does not know, and so recomputes tiles of pointers rather than hold them
         rows = tl.arange(0, BLOCK_S) + i // v
         active = inside
         if ends_ptr is not None:
@@ -106,7 +107,7 @@ def _forward_kernel(
         mask = active[:, None] & (columns < c)[None, :]
         wanted = mask & alive[:, None]
         previous = current
-        # two slots in turn; the last message of a sequence stays in its own
+        # without KEEP two slots in turn; the last message of a sequence stays in its slot
         current = current + stride_mv if KEEP else message_ptr + i % 2 * stride_mv
         if HOMOGENEOUS:
             matrix, top = held, held_top
@@ -119,7 +120,7 @@ def _forward_kernel(
         if x_ptr is not None:
             x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
             wanted = wanted & (x > float("-inf"))
-        # the messages of the step before were stored by other threads
+        # the messages of the last step were stored by other threads
         tl.debug_barrier()
         if MAX:
             total = max_step(
@@ -134,7 +135,7 @@ def _forward_kernel(
         high = tl.load(scale_ptr, mask=active, other=0.0)
         low = tl.load(scale_ptr + 1, mask=active, other=0.0)
         if x_ptr is not None:
-            # once more, rather than kept in registers
+            # x is loaded again rather than kept in registers during the step
             x = tl.load(at(x_ptr, rows, columns, stride_xm, stride_xc), mask=mask, other=float("-inf")).to(DTYPE)
             peak = finite(tl.max(x, 1)).to(tl.float64)
             total += x.to(tl.float64) - peak[:, None]
@@ -166,15 +167,15 @@ def _forward_kernel(
     low = tl.load(scale_ptr + 1, mask=inside, other=0.0)
     if log_norm_ptr is not None:
         if MAX:
-            # the sum says whether a NaN is there, which the maximum passes over
-            spoilt = tl.sum(message, 1)
-            best = tl.where(spoilt == spoilt, tl.max(message, 1), spoilt)
+            # tl.max ignores NaN, a sum does not
+            plain_sum = tl.sum(message, 1)
+            best = tl.where(plain_sum == plain_sum, tl.max(message, 1), plain_sum)
         else:
             best = log(tl.sum(exp(message), 1))
         norm = high + (low + best.to(tl.float64))
         tl.store(log_norm_ptr + sequence + rows, norm, mask=inside)
     if final_ptr is not None:
-        # what an offset's rounding loses stays in the message
+        # the rounding error of an offset is added to the message
         offset, error = exact_sum(high, low)
         if JOINT:
             joint = finite(tl.max(tl.where(tl.max(message, 1) > float("-inf"), offset, float("-inf")), 0))
@@ -199,7 +200,7 @@ def _whole(
 
 @triton.jit
 def _add_exactly(high, low, term):
-    """Two numbers hold a sum of many to one rounding."""
+    """The two numbers of a sum, its value and its rounding error, with one more term."""
     total, error = exact_sum(high, term)
     return total, low + error
 
@@ -212,35 +213,31 @@ def forward(
     *,
     log_params: bool,
     keep: bool,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
     rescued: Tensor | None = None,
-    semiring: str = "log",
-    room: Tensor | None = None,
+    maximum: bool = False,
+    out: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-partitions (g, m) in float64 and, if they are to be kept, the messages (v, g, m, c), in `room` if given.
+    """The log-partitions (g, m) in float64 and, with `keep`, the messages (v, g, m, c), in `out` if given.
 
-    `semiring="max"`: the log-weights of the best paths and their messages; nothing is redone.
-
-    `dtype` is that of the arithmetic and of the messages, by default float64 if `x` or `bulk` is, and float32 if not.
-    Messages are -inf behind the end. `rescued`, an int64 tensor of one element, is increased by the number of outputs
-    that were redone; `scale` (g, m, 2) is overwritten with what was taken out of the last messages, as two numbers.
+    `maximum`: in the max-plus semiring, the log-weights of the best paths and their messages. `dtype` is that of the
+    arithmetic and of the messages, which are -inf after a sequence's end. The number of recomputed sums is added to
+    `rescued` (1), int64. `scale` (g, m, 2) receives the sums of the maxima subtracted from the messages, each with its
+    rounding error.
     """
     v, g, m, c = x.shape
     assert bulk.shape[1:] == (g, c, c) and start.shape == (g, m, c)
     assert ends is None or ends.is_contiguous()
-    assert semiring in ("log", "max")
-    dtype = dtype or arithmetic_dtype(x, bulk)
     log_norm = torch.empty(g, m, dtype=torch.float64, device=x.device)
     widths = Widths.of(bulk, x)
     choice = tiles(c, m, dtype, min(widths))
-    if semiring == "max":
-        choice = max_tiles(choice)
+    choice = max_tiles(choice) if maximum else choice
     slots = v if keep else min(v, 2)
-    messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device) if room is None else room
+    messages = torch.empty(slots, g, m, c, dtype=dtype, device=x.device) if out is None else out
     launch(
         x[:, :, None], bulk[:, :, None], start, ends, messages, None, None, scale, log_norm, rescued, v, m, choice,
-        widths, dtype, log_params=log_params, keep=keep, segment=False, maximum=semiring == "max",
+        widths, dtype, log_params=log_params, keep=keep, segment=False, maximum=maximum,
     )  # fmt: skip
     return log_norm, messages if keep else None
 
@@ -267,11 +264,11 @@ def launch(
     segment: bool,
     maximum: bool = False,
 ) -> None:
-    """The kernel's results, written to those of `messages`, `final`, `offset` and `log_norm` that are given."""
+    """Launch the kernel, which writes to those of `messages`, `final`, `offset` and `log_norm` that are given."""
     outer, inner, c = bulk.shape[1:4]
     if outer * inner * m == 0:
         return
-    top = None if choice.whole or not choice.dot else column_tops(bulk, dtype, log_params=log_params)
+    top = column_tops(bulk, choice, dtype, log_params=log_params)
     homogeneous = bulk.shape[0] == 1
     if scale is None:
         scale = torch.empty(outer, inner, m, 2, dtype=torch.float64, device=bulk.device)

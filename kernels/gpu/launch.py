@@ -1,4 +1,4 @@
-"""What the launchers ask of the device and of the sizes."""
+"""Properties of the device, of sizes and of strides that launchers of kernels ask for."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def precision(like: Tensor) -> str:
-    """How `tl.dot` is to multiply: "ieee", "tf32x3" (as exact, on tensor cores) or "tf32".
+    """The precision of `tl.dot`: "ieee", "tf32x3" (as exact, on tensor cores) or "tf32".
 
     `torch.get_float32_matmul_precision()` decides: "highest" is exact, "high" and "medium" are TF32.
     """
@@ -25,9 +25,9 @@ def precision(like: Tensor) -> str:
 
 
 def common_width(*sizes: int) -> int:
-    """The largest of 1, 2 and 4 that divides all sizes and strides: so many elements can be loaded at once.
+    """The largest of 1, 2 and 4 that divides all sizes and strides, the number of elements that one load can take.
 
-    The compiler learns it from `size // WIDTH * WIDTH`; by itself it only looks for multiples of 16.
+    Kernels pass it on to the compiler by `size // WIDTH * WIDTH`; by itself that only looks for multiples of 16.
     """
     return math.gcd(4, *sizes)
 
@@ -42,17 +42,17 @@ def chip(like: Tensor) -> str:
 
 
 def processors(like: Tensor) -> int:
-    """How many programs can run at a time, one on each multiprocessor; 2 in the interpreter."""
+    """The number of multiprocessors of the device; 2 in the interpreter."""
     return torch.cuda.get_device_properties(like.device).multi_processor_count if like.device.type == "cuda" else 2
 
 
 def pitches(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, 0 where an axis has one entry only."""
+    """The strides of a tensor, 0 for axes of size 1."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one in memory; tensors that merely begin at the same place are a mistake."""
+    """Whether two tensors are the same view of memory; other tensors must not begin at the same address."""
     if a.data_ptr() != b.data_ptr() or not a.numel():
         return False
     assert (a.shape, pitches(a), a.dtype) == (b.shape, pitches(b), b.dtype)
@@ -60,7 +60,7 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def widths(matrices: Tensor) -> tuple[int, int]:
-    """By how much the strides of rows and of columns can be known to divide, where the other one is 1; 1 elsewhere."""
+    """The common width of row strides if rows are contiguous, and that of column strides if columns are; else 1."""
     *batch, row, column = pitches(matrices)
     if column == 1:
         return common_width(*batch, row), 1
@@ -68,7 +68,7 @@ def widths(matrices: Tensor) -> tuple[int, int]:
 
 
 def aligned(*matrices: Tensor) -> bool:
-    """Whether all their rows, or all their columns, can be loaded in vectors of four entries."""
+    """Whether every matrix can be loaded in vectors of four entries, by rows or by columns."""
     for matrix in matrices:
         row, column = widths(matrix)
         if 4 not in (row, column) or matrix.shape[-1 if row == 4 else -2] % 4 or matrix.data_ptr() % 16:

@@ -6,13 +6,13 @@ Operands are (g, p, m, k) and (g, p, k, n): two batch axes, any strides, float32
 arithmetic and the result are float32, or float64 if an operand is.
 
 Numerics. A program finds the maxima of its rows and columns over all of k, then multiplies tiles of exponentials. Both
-factors of a term are at most 1, and each loses less than 2^-115: 3xTF32 keeps a small factor's second half only where
-that is no denormal. So s is good where it is not below `TRUSTED`. Where it is, although row and column have something
-finite, the output is first stored as +inf, which no sum can be. Only programs that stored one go on: a product of zeros
-and ones tells the true zeros, and the other marks are redone by the pairwise maximum, few at a time, so that no
-register is spilled. Shifts are added without loss. A NaN makes its row or column NaN.
+factors of a term are at most 1 and have an error below 2^-115, since 3xTF32 drops a small factor's second half where
+that is denormal. So an s of at least `TRUSTED` is exact to rounding. Entries with a smaller s, unless row or column are
+all -inf, are first stored as +inf, which no sum can be. Programs that stored one go on: a product of zeros and ones
+finds those that are truly zero, and the others are recomputed by log-sum-exp, few at a time, so that no register is
+spilled. Maxima are added with their rounding errors. A NaN makes its row or column NaN.
 
-In place, `a` is read by the one program that writes its rows, from a copy where they are more than one tile.
+In place, only the program that writes rows of `a` reads them, from a copy if they are more than one tile.
 
 Cost. One exponential for every entry of a tile and 2 m k n operations on tensor cores, three times that for 3xTF32;
 operands are read twice, the second time from a cache. Up to c = 128 a batch of square products is bound by memory.
@@ -32,8 +32,7 @@ from .log_matmul_redo import MARK, ZERO, redo
 from .log_matmul_tiles import tiles
 from .tiles import TRUSTED, any_of, at, exact_sum, exp, finite, load, log, multiple, operand
 
-# logarithms of sums that are good
-_SHALLOW = tl.constexpr(math.log(TRUSTED.value))
+_LOG_TRUSTED = tl.constexpr(math.log(TRUSTED.value))
 
 
 @triton.jit
@@ -50,7 +49,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
     DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one product."""
+    """One program computes one tile of one product."""
     m, n, k = multiple(m, WIDTH_M), multiple(n, WIDTH_N), multiple(k, WIDTH_K)
     stride_am, stride_ak = multiple(stride_am, WIDTH_AM), multiple(stride_ak, WIDTH_AK)
     stride_bk, stride_bn = multiple(stride_bk, WIDTH_BK), multiple(stride_bn, WIDTH_BN)
@@ -94,10 +93,10 @@ def in_place_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
     DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Whole blocks of rows of the product over those of `a`, for as many blocks as fall to the program; n is k.
+    """One program writes blocks of rows of the product over those of `a`, one block after another; n is k.
 
-    Rows are copied to `scratch` (programs, BLOCK_M, k) before the first entry of theirs is written and anyone reads
-    them again: always, or if one tile is as WHOLE as the rows, only if some entries have to be redone.
+    Rows that are read after some of their entries were written are copied to `scratch` (programs, BLOCK_M, k) before:
+    always, but if one tile holds WHOLE rows, only where entries are recomputed.
     """
     m, k = multiple(m, WIDTH_M), multiple(k, WIDTH_K)
     stride_am, stride_ak = multiple(stride_am, WIDTH_AM), multiple(stride_ak, WIDTH_AK)
@@ -114,7 +113,7 @@ def in_place_kernel(
         if out_top_ptr is not None:
             out_top += z * stride_otg + y * stride_otp
         rows = first_row + tl.arange(0, BLOCK_M)
-        saved = scratch_ptr - first_row.to(tl.int64) * k  # so that rows are counted as in `a`
+        saved = scratch_ptr - first_row.to(tl.int64) * k  # so that rows have the same numbers as in `a`
         if WHOLE:
             columns = tl.arange(0, BLOCK_N)
             value = _product(
@@ -124,7 +123,7 @@ def in_place_kernel(
             marked = any_of(value == MARK)
             if marked:
                 _copy(out, saved, rows, m, k, stride_am, stride_ak, BLOCK_K)
-            tl.debug_barrier()  # others of this program may still read the rows
+            tl.debug_barrier()  # other threads of this program may still read the rows
             _store(out, out_top, value, rows, columns, m, k, stride_am, stride_ak)
             if marked:
                 redo(
@@ -133,7 +132,7 @@ def in_place_kernel(
                     DEPTH,
                 )  # fmt: skip
         else:
-            tl.debug_barrier()  # others of this program may still read the last block's copy
+            tl.debug_barrier()  # other threads of this program may still read the copy of the block before
             _copy(out, saved, rows, m, k, stride_am, stride_ak, BLOCK_K)
             tl.debug_barrier()
             for first_column in tl.range(0, k, BLOCK_N, disable_licm=True):
@@ -153,7 +152,7 @@ def in_place_kernel(
 
 @triton.jit
 def _top(top_ptr, z, y, stride_g, stride_p):
-    """What is taken out of an operand."""
+    """The number subtracted from all entries of an operand, 0 in place of -inf."""
     if top_ptr is None:
         return 0.0
     else:
@@ -174,7 +173,7 @@ def _product(
     a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the result, with marks for what is to be redone."""
+    """A tile of the result, +inf (MARK) for entries to be recomputed."""
     a_max = tl.full((rows.shape[0], BLOCK_K), ZERO, DTYPE)
     b_max = tl.full((BLOCK_K, columns.shape[0]), ZERO, DTYPE)
     for start in tl.range(0, k, BLOCK_K, loop_unroll_factor=UNROLL):
@@ -194,7 +193,7 @@ def _product(
     logs = log(s)  # before the shifts are added up: its branches would have to hold them all
     shift, error = exact_sum((row_shift - a_top)[:, None], (column_shift - b_top)[None, :])
     value = shift + (logs + error)
-    return tl.where((logs < _SHALLOW) & (row > ZERO)[:, None] & (column > ZERO)[None, :], MARK, value)
+    return tl.where((logs < _LOG_TRUSTED) & (row > ZERO)[:, None] & (column > ZERO)[None, :], MARK, value)
 
 
 @triton.jit
@@ -205,7 +204,7 @@ def _store(out_ptr, out_top_ptr, value, rows, columns, m, n, stride_om, stride_o
     tl.store(at(out_ptr, rows, columns, stride_om, stride_on), value, mask=mask)
 
 
-# programs in place that each multiprocessor is given, bounded because each has rows set aside
+# programs in place on each multiprocessor, bounded because each has scratch for rows
 _RESIDENT = 4
 
 
@@ -221,10 +220,10 @@ def forward(
 ) -> Tensor:
     """`log(exp(a) exp(b))` (g, p, m, n) for (g, p, m, k) and (g, p, k, n), written to `out` if that is given.
 
-    `out` may be the very storage of `a` or of `b`: then no more than a bounded number of rows is set aside. With
-    `a_top` and `b_top` (g, p), of the dtype of the result, it is stored relative to their sum, a top of -inf counting
-    as 0, and `out_top` (g, p), which the caller has filled with -inf, receives its largest entry. `rescued`, an int64
-    tensor of one element, is increased by the number of outputs that had to be redone.
+    `out` may be the memory of `a` or of `b`, of which then a bounded number of rows is copied. With `a_top` and `b_top`
+    (g, p), of the dtype of the result, the product is stored less both, a top of -inf counting as 0, and `out_top` (g,
+    p), which the caller has filled with -inf, receives its largest entry. The number of recomputed entries is added to
+    `rescued` (1), int64.
     """
     g, p, m, k = a.shape
     n = b.shape[-1]
@@ -238,7 +237,7 @@ def forward(
     over_a, over_b = launch.same_storage(out, a), launch.same_storage(out, b)
     assert not (over_a and over_b)
     if over_b or not over_a and out.stride(-2) == 1 != out.stride(-1):
-        # rows of the result are to be rows of the left operand in place, and in one piece in any case
+        # computed as the transposed product, so that the result is over its left operand, or is contiguous by rows
         forward(b.mT, a.mT, out.mT, a_top=b_top, b_top=a_top, out_top=out_top, rescued=rescued)
         return out
 

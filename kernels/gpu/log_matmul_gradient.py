@@ -1,22 +1,22 @@
-"""The gradients of the log-semiring matrix product, from the operands alone: the result is computed pairwise.
+"""The gradients of the log-semiring matrix product, which is computed again from the operands.
 
     grad_a(i, k) = sum_j weight_ij exp(a_ik + b_kj - c_ij)          grad_b = the same of the transposed product
 
 Operands as in `log_matmul`: a (g, p, m, k) and b (g, p, k, n), any strides; arithmetic and gradients' sums float32, or
 float64 if an operand is.
 
-Numerics. Rows of `a` and columns of `b` are shifted by their maxima first, and `c = log(exp(a) exp(b))` is made of
-what is left, relative to them: offsets of 1e4 would otherwise leave no digits of a share. A share is then
+Numerics. The maxima of rows of `a` and of columns of `b` are subtracted first, and `c = log(exp(a) exp(b))` is computed
+from the differences: offsets of 1e4 would otherwise leave no digits of a share. The share of term k in entry (i, j) is
 
     exp(a_ik) exp(b_kj) / exp(c_ij)
 
-and sums of it are one product of tiles, except for results so far below their shifts that `weight / exp(c)` is not
-good: those are left out and added pairwise, one j after another, by the programs that saw one. A weight of 0 and a
-result of -inf give exactly 0.
+and weighted sums of shares are one product of tiles. Entries so far below their maxima that exponentials underflow, or
+that `weight / exp(c)` may overflow, are left out of it: the programs that find one add its shares term by term, one j
+after another. A weight of 0 and a result of -inf give exactly 0.
 
-Cost: the forward product pairwise and one product for each gradient. The shifted operands and `c` lie in a workspace of
-bounded size; matrices take turns in it. A long sum over j is cut into parts, which are added in a fixed order: two runs
-agree to the last bit.
+Cost: the forward product and one product for each gradient. The shifted operands and `c` lie in a workspace of bounded
+size, a block of matrices after the other. A long sum over j is cut into parts, which are added in a fixed order: two
+runs agree to the last bit.
 
 Tiles: those of `log_matmul` up to 64 x 64, from a model, not measured yet. Reference: `logchain.reference.matmul`.
 """
@@ -32,19 +32,19 @@ from . import launch, log_matmul
 from .log_matmul_tiles import Tiles
 from .tiles import any_of, at, exp, load, multiple, operand
 
-# entries of each buffer of the workspace, unless one matrix is larger
+# entries of each buffer of the workspace, or one matrix if that is larger
 _HELD = 2**24
 
-# programs that a device can be kept busy with, and indices of a sum below which it is not cut
+# programs that keep a device busy, and the least terms of a part of a sum
 _PROGRAMS, _SHORTEST = 264, 1024
 
-# rows that shares are added to pairwise at a time
+# rows to which shares are added term by term at a time
 _PIECE = tl.constexpr(16)
 
-# exp(-c) of results above this is good
+# the exponentials of terms have not underflowed where c is above this, see `TRUSTED`
 _DEEP = tl.constexpr(-55.0)
 
-# and so is its product with the weight below this
+# weight / exp(c) does not overflow in a product where it is below this
 _LARGE = tl.constexpr(1e30)
 
 
@@ -59,7 +59,7 @@ def gradient_kernel(
     stride_og, stride_op, stride_om, stride_ok, stride_part,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `grad_a`, of the terms j of one part."""
+    """One program computes one tile of `grad_a`, for the terms j of one part."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     m, n, k = multiple(m, WIDTH), multiple(n, WIDTH), multiple(k, WIDTH)
     blocks_k = tl.cdiv(k, BLOCK_K)
@@ -92,7 +92,7 @@ def gradient_kernel(
     sums = tl.where(a == float("-inf"), 0.0, sums * exp(a))
     tl.store(at(out_ptr, rows, inner, stride_om, stride_ok), sums, mask=mask)
     if any_of(deep > 0):
-        tl.debug_barrier()  # the tile was stored by others of this program
+        tl.debug_barrier()  # the tile was stored by other threads of this program
         for piece in range(0, BLOCK_M // _PIECE):
             _add_deep(
                 weight_ptr, c_ptr, a_ptr, b_ptr, out_ptr, tile // blocks_k * BLOCK_M + piece * _PIECE, inner,
@@ -106,7 +106,7 @@ def _add_deep(
     weight_ptr, c_ptr, a_ptr, b_ptr, out_ptr, first_row, inner, begin, end, m, k,
     stride_wm, stride_wn, stride_cm, stride_cn, stride_am, stride_ak, stride_bk, stride_bn, stride_om, stride_ok,
 ):  # fmt: skip
-    """Add what was left out to a piece of a stored tile, the terms of one j at a time."""
+    """Add to a piece of a stored tile the shares that were left out, those of one j at a time."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     rows = first_row + tl.arange(0, _PIECE)
     mask = (rows < m)[:, None] & (inner < k)[None, :]
@@ -124,7 +124,7 @@ def _add_deep(
 
 @triton.jit
 def _quotient(weight, c):
-    """`weight / exp(c)`, and where it is not to be used but shares are to be summed pairwise."""
+    """`weight / exp(c)`, or 0 where shares are to be added term by term, and whether they are."""
     used = (weight != 0.0) & (c != float("-inf"))
     quotient = weight * exp(-c)
     pairwise = used & ((c < _DEEP) | (tl.abs(quotient) > _LARGE))
@@ -165,7 +165,7 @@ def backward(
 
 
 def _shifted(matrix: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
-    """The matrices with the maxima over k taken out; what is expanded stays so."""
+    """The matrices less their maxima over k; axes that are expanded stay expanded."""
     held = matrix
     for batch in (0, 1):
         if held.stride(batch) == 0:
@@ -175,7 +175,7 @@ def _shifted(matrix: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
 
 
 def _one(weight: Tensor, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The gradient of `a` (g, p, m, k)."""
+    """The gradient of `a` (g, p, m, k); that of `b` is the one of the transposed product."""
     g, p, m, k = a.shape
     n = b.shape[-1]
     tile = tiles(m, k, c.dtype, launch.chip(c))

@@ -1,4 +1,4 @@
-"""The entries of a log-semiring matrix product whose sums are too small to be trusted, term by term."""
+"""Log-sum-exp, term by term, for the entries of a log-semiring matrix product whose sums underflowed."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from .tiles import any_of, at, exact_sum, exp, finite, load, log
 
 ZERO = tl.constexpr(float("-inf"))
 
-# what an output holds until it is redone
+# the value of an entry that is to be recomputed
 MARK = tl.constexpr(float("inf"))
 
 
@@ -18,15 +18,15 @@ def redo(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr,
     PIECE: tl.constexpr = 16,
 ):  # fmt: skip
-    """Replace the marks in a tile that this program has stored, a piece of the tile at a time."""
+    """Replace the marks in a tile that this program has stored, one piece of the tile after another."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    tl.debug_barrier()  # the tile was stored by others of this program
+    tl.debug_barrier()  # the tile was stored by other threads of this program
     for piece in tl.range(0, (BLOCK_M // PIECE) * (BLOCK_N // PIECE), disable_licm=True):
         rows = first_row + piece // (BLOCK_N // PIECE) * PIECE + tl.arange(0, PIECE)
         columns = first_column + piece % (BLOCK_N // PIECE) * PIECE + tl.arange(0, PIECE)
         marked = load(out_ptr, rows, columns, m, n, stride_om, stride_on, DTYPE, ZERO) == MARK
         if any_of(marked):
-            terms = tl.zeros((PIECE, PIECE), tl.float32)  # the number of finite ones
+            terms = tl.zeros((PIECE, PIECE), tl.float32)  # the number of finite terms
             for start in range(0, k, BLOCK_K):
                 inner = start + tl.arange(0, BLOCK_K)
                 a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, ZERO)
@@ -51,7 +51,7 @@ def _pairwise(
     a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     DEPTH: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A piece of the result, each entry shifted by its own largest term so far."""
+    """A piece of the result by log-sum-exp, the sums relative to each entry's largest term so far."""
     peak = tl.full((rows.shape[0], columns.shape[0]), ZERO, DTYPE)
     s = tl.zeros((rows.shape[0], columns.shape[0]), DTYPE)
     for start in range(0, k, DEPTH):

@@ -1,7 +1,7 @@
 """The tiles of the log-semiring matrix product, for each chip and shape of the result.
 
-From a model of issue slots and of tensor core rates on sm_90, and from what compiles without a spilled register and
-within the shared memory; not measured yet.
+From a model of issue slots and tensor core rates on sm_90, among tiles that compile without spilled registers and fit
+into shared memory; not measured yet.
 """
 
 from typing import NamedTuple
@@ -10,9 +10,9 @@ import torch
 
 
 class Tiles(NamedTuple):
-    """The sizes of a program's tiles.
+    """The sizes of a program's tiles, its warps and its pipeline stages.
 
-    Maxima are asked for of `unroll` tiles at a time, and outputs are redone with `depth` inner indices at a time.
+    `unroll`: tiles whose maxima are computed at a time; `depth`: terms of recomputed entries that are added at a time.
     """
 
     block_m: int
@@ -24,9 +24,9 @@ class Tiles(NamedTuple):
     depth: int = 4
 
 
-# by chip and by the shape of the result: one tile, some tiles, a few rows or columns, many tiles, and `rows` for many
-# where registers are short: in place, or from operands by columns; `odd` where not every load is of 16 bytes, so that
-# an entry costs an address of its own
+# by chip and by the shape of the result: at most 16 x 16 (`tiny`) or 32 x 32 (`small`), at most 16 rows (`wide`) or
+# columns (`tall`), at most 64 (`medium`), more (`large`, or `rows` in place or with operands by columns, which need
+# more registers); `odd` where loads are not of 16 bytes, so that every entry needs an address
 TILES = {
     "sm_80": {
         "tiny": Tiles(16, 16, 16, 1, 2),
@@ -70,7 +70,7 @@ TILES = {
 def tiles(m: int, n: int, dtype: torch.dtype, chip: str, *, aligned: bool, plain: bool) -> Tiles:
     """The tiles for results (m, n), not much larger than needed.
 
-    `aligned`: all loads are of 16 bytes. `plain`: not in place, and all matrices lie by rows.
+    `aligned`: all loads are of 16 bytes. `plain`: not in place, and all matrices are contiguous by rows.
     """
     few, many = sorted((m, n))
     if dtype == torch.float64:

@@ -1,4 +1,4 @@
-"""The log-semiring matrix product of canonical operands, as `kernels.plain.matmul` has it, on the Triton kernels."""
+"""The log-semiring matrix product with one batch axis, as in `kernels.plain.matmul`, on the Triton kernels."""
 
 import torch
 from torch import Tensor
@@ -10,21 +10,16 @@ __all__ = ["backward", "forward", "second", "tangent"]
 
 
 def forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """`log(exp(a) exp(b))` (g, m, n), and how many of its entries were rescued, on the device."""
+    """`log(exp(a) exp(b))` (g, m, n), and the number (1) of its entries that were recomputed, on the device."""
     rescued = torch.zeros(1, dtype=torch.int64, device=a.device)
     out = log_matmul.forward(a[:, None], b[:, None], rescued=rescued)
     return out[:, 0], rescued
 
 
 def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j, and over i."""
+    """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j for a, and over i for b."""
     grad_a = torch.empty(a.shape, dtype=a.dtype, device=a.device) if need_a else None
     grad_b = torch.empty(b.shape, dtype=b.dtype, device=b.device) if need_b else None
-    log_matmul_gradient.backward(
-        weight[:, None],
-        a[:, None],
-        b[:, None],
-        grad_a=None if grad_a is None else grad_a[:, None],
-        grad_b=None if grad_b is None else grad_b[:, None],
-    )
+    into_a, into_b = (None if grad is None else grad[:, None] for grad in (grad_a, grad_b))
+    log_matmul_gradient.backward(weight[:, None], a[:, None], b[:, None], grad_a=into_a, grad_b=into_b)
     return grad_a, grad_b

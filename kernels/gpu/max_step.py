@@ -1,11 +1,11 @@
-"""One max-plus step of a vector chain: where `chain_step.step` sums, the best term is taken.
+"""One max-plus step of the forward recursion: `chain_step.step` with the largest term in place of the sum.
 
     u(j) = max_k (message(k) + log P(k, j))
 
-As there, messages are float32 (float64 for float64) logarithms with maximum 0, and a level is taken out of each column
-of `P` before anything is rounded: what is added to a message is small where it matters. There is no exponential, so
-nothing is lost below it. -inf is exact; a NaN in a message or a matrix makes `u` NaN, which a maximum of the hardware
-would not.
+As there, messages are float32 (float64 for float64) logarithms with maximum 0, and columns of `P` are divided by their
+levels before logarithms are rounded, so that the numbers added to messages are small near the maximum. Without
+exponentials nothing underflows. -inf is exact; a NaN in a message or a matrix makes `u` NaN, although tl.max ignores
+NaN.
 
 Cost: one addition and one maximum for each entry and sequence, and for linear matrices a logarithm of each entry, in
 each block of sequences. Tiles: from a model of registers, checked by compiling, not measured yet.
@@ -21,18 +21,18 @@ from .tiles import far, log
 
 
 def max_tiles(choice: Tiles) -> Tiles:
-    """How a step is cut where `chain_step.tiles` cuts the sum so.
+    """The tiles of a max-plus step where `choice` are those of the sum.
 
-    Several sequences take the matrix row by row. No tensor core asks for sixteen of them, so there are more programs.
+    Blocks of sequences read the matrix row by row. Without tensor cores they need not be sixteen, so more programs run.
     """
     return choice._replace(whole=False, block_s=8) if choice.dot else choice
 
 
 @triton.jit
 def logs_below(p, level, LOG_PARAMS: tl.constexpr):
-    """The logarithms of a tile of `P` with a level taken out of each column; -inf for zero, also of denormal entries.
+    """The logarithms of a tile of `P` less the levels of its columns, -inf for zero; entries may be denormal.
 
-    A linear level is an exponent, and exponents are subtracted as integers: the error is that of the difference.
+    The level of a linear column is an exponent and is subtracted from exponents as an integer, without rounding.
     """
     if LOG_PARAMS:
         return p - level[None, :]
@@ -48,19 +48,19 @@ def logs_below(p, level, LOG_PARAMS: tl.constexpr):
 
 @triton.jit
 def wide_entry(p, LOG_PARAMS: tl.constexpr):
-    """The logarithms of entries of `P` in float64, also of denormal ones."""
+    """The logarithms of entries of `P`, which may be denormal, in float64."""
     if LOG_PARAMS:
         return p.to(tl.float64)
     else:
         tiny = p < 1e-30
         value = log_wide(tl.where(tiny, p * 1.2676506002282294e30, p))
-        # a choice between two constants would be one of float32
+        # tl.where of two constants would be float32
         return tl.where(tiny, value - 69.31471805599453, value)
 
 
 @triton.jit
 def whole_logs(matrix_ptr, stride_k, stride_j, c, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The logarithms of the matrix as one tile, below the levels of its columns; and the maxima of these."""
+    """The logarithms of the matrix as one tile, less the levels of its columns, and the maxima of the columns."""
     columns = tl.arange(0, BLOCK_C)
     p = load_matrix(matrix_ptr, stride_k, stride_j, columns, columns, c, LOG_PARAMS, DTYPE)
     top = tl.max(p, 0)
@@ -69,7 +69,7 @@ def whole_logs(matrix_ptr, stride_k, stride_j, c, LOG_PARAMS: tl.constexpr, DTYP
 
 @triton.jit
 def _best(message, logs, level, LOG_PARAMS: tl.constexpr):
-    """The best of a tile of terms (1, BLOCK_C) in float64, with +inf for NaN, which a maximum would pass over."""
+    """The largest of a tile of terms (1, BLOCK_C) in float64, +inf for NaN, which tl.max would ignore."""
     terms = tl.trans(message) + logs
     best = tl.max(tl.where(terms == terms, terms, float("inf")), 0)
     lifted = best.to(tl.float64) + log_level(level, LOG_PARAMS)
@@ -84,9 +84,9 @@ def max_step(
 ):  # fmt: skip
     """The logarithms `u` (BLOCK_S, BLOCK_C) in float64.
 
-    From the messages at `message_ptr` (BLOCK_S, c) in memory, in rows `members`. WHOLE: of one sequence, and `matrix`
-    are all of its logarithms. Otherwise one sequence takes tiles of terms; several take a row of `P` at a time, below
-    the maxima of the columns in `top`.
+    Messages are read at `message_ptr` (BLOCK_S, c), in rows `members`. WHOLE: there is one sequence, and `matrix` holds
+    all logarithms of `P`. Otherwise one sequence reads `P` in tiles, several read it row by row, for which `top`
+    (BLOCK_C) holds the maxima of columns.
     """
     columns = tl.arange(0, BLOCK_C)
     if WHOLE:

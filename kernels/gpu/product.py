@@ -1,10 +1,11 @@
-"""Products of stacks of matrices of logarithms on a tree, on the Triton kernels of `log_matmul`.
+"""Products of stacks of matrices of logarithms on a tree, each pair of nodes multiplied by the kernels of `log_matmul`.
 
-Up to c = 64, where a product of two is bound by memory, segments of a stack are multiplied by one program each instead
-(`segment_products`), where only the root is wanted. Reference: `logchain.reference.matrix_product`.
+Up to c = 64, where a product of two matrices is bound by memory, the root alone is computed by `segment_products`, in
+which one program multiplies a whole segment of a stack. Reference: `logchain.reference.matrix_product`.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +16,16 @@ from ..tree import Nodes, parts
 from . import launch, log_matmul, log_matmul_gradient
 from .segments import segment_products
 
-# up to this size segments are multiplied by one program, which holds a whole matrix
+# largest c for which one program multiplies a segment, for it holds a whole matrix
 _WHOLE = 64
 
-# segments that one multiprocessor works on at a time, from their registers; not measured yet
+# segments that one multiprocessor computes at a time, by their registers; not measured yet
 _RESIDENT = 8
 
-# fewer matrices to a segment are not worth a launch
+# least matrices of a segment that are worth a launch
 _SHORTEST = 4
 
-# entries of gradients that are added to others at a time
+# entries of gradients that are computed apart and added to others at a time
 _HELD = 2**24
 
 
@@ -32,36 +33,30 @@ class Arithmetic(tree.Arithmetic):
     """Products of nodes by the kernels of `log_matmul`; nothing waits for the device."""
 
     def leaves_for_root(self, values: Tensor) -> Nodes:
-        """The leaves of a tree of which only the root is wanted, or products of theirs."""
+        """One node, the product of all, by segments; for large or single matrices, the leaves."""
         g, s, c, _ = values.shape
         if c > _WHOLE or s == 1:
             return Nodes.leaves(values)
         programs = _RESIDENT * launch.processors(values)
         offsets, matrices = [], values.transpose(0, 1)  # (s, g, c, c)
+        options: dict[str, Any] = {"dtype": torch.promote_types(values.dtype, torch.float32), "rescued": self.rescued}
         while len(matrices) > 1:
             count = len(matrices)
             length = count if count <= 2 * _SHORTEST else max(_SHORTEST, math.ceil(count * g / programs))
-            matrices, offset = segment_products(matrices, None, length, log_params=True, rescued=self.rescued)
+            matrices, offset = segment_products(matrices, None, length, log_params=True, **options)
             offsets.append(offset)
         offset = torch.stack(exact_sum(torch.cat(offsets))[: parts(matrices.dtype)], -1)
         return Nodes(matrices.transpose(0, 1), matrices.new_zeros(g, 1), offset[:, None])
 
     def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
-        """See `kernels.tree`."""
-        log_matmul.forward(
-            left,
-            right,
-            out.values,
-            a_top=tops[0],
-            b_top=tops[1],
-            out_top=out.top.fill_(-math.inf),
-            rescued=self.rescued,
-        )
+        """Write products of nodes, see `kernels.tree`."""
+        options: dict[str, Tensor] = {"a_top": tops[0], "b_top": tops[1], "out_top": out.top.fill_(-math.inf)}
+        log_matmul.forward(left, right, out.values, rescued=self.rescued, **options)
 
     def gradient(
         self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool
     ) -> None:
-        """See `kernels.tree`."""
+        """Write gradients of nodes, see `kernels.tree`."""
         if not add_left:
             log_matmul_gradient.backward(weight, left.values, right.values, grad_a=grad_left, grad_b=grad_right)
             return
@@ -75,4 +70,4 @@ class Arithmetic(tree.Arithmetic):
             grad_a.add_(grad)
 
 
-product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.doors(Arithmetic)
+product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.with_arithmetic(Arithmetic)

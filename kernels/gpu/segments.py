@@ -1,39 +1,38 @@
-"""The products of each so many consecutive matrices of a stack, side by side, a program reading every matrix once.
+"""The products of each L consecutive matrices of a stack, computed in parallel, each matrix read once.
 
     (M_1 D_1 ... M_L D_L)   (M_{L+1} D_{L+1} ... M_{2 L} D_{2 L})   ...          D_i = diag(exp x_i), or all 1
 
-The products are a stack themselves. Numerics, cost and tiles are those of `forward_chain`.
+The products are a stack of logarithms. Numerics, cost and tiles are those of `forward_chain`.
 """
 
 import torch
 from torch import Tensor
 
-from .chain_tiles import Widths, arithmetic_dtype, tiles
+from .chain_tiles import Widths, tiles
 from .forward_chain import launch
 
 
 def segment_product(
     bulk: Tensor,
-    x: Tensor | None = None,
+    x: Tensor | None,
     *,
     log_params: bool,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
+    rescued: Tensor,
     out: Tensor | None = None,
     offset: Tensor | None = None,
-    rescued: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`log(M_1 D_1 M_2 D_2 ... M_L D_L)` with `D_i = diag(exp x_i)`, or all 1.
 
-    The rows of the product are sequences that start in one state each. One program has all of them up to c = 16, or 32
-    where 4 divides c and the strides; beyond, blocks of 16 share a matrix through the cache.
+    Each row of the product is the forward message of a sequence that starts in one state. One program computes all rows
+    up to c = 16, or 32 where 4 divides c and the strides; else blocks of 16 rows read a matrix, which is cached then.
 
     `bulk` (L, g1, g2, c, c), any strides, so that `stack.unflatten(...)` need not be copied; `x` (L, g1, g2, c).
     `dtype` is that of the arithmetic, as in `forward`.
-    Returns the product (g1, g2, c, c) with its largest entry at 0, and what was taken out of it (g1, g2) in float64:
-    written to `out` and `offset`, contiguous, where these are given. An impossible product is -inf with offset 0.
+    Returns the product (g1, g2, c, c) less its largest entry, and that entry (g1, g2) in float64, in `out` and
+    `offset`, contiguous, if these are given. An impossible product is -inf with offset 0.
     """
     length, outer, inner, c, _ = bulk.shape
-    dtype = dtype or arithmetic_dtype(bulk if x is None else x, bulk)
     if out is None:
         out = torch.empty(outer, inner, c, c, dtype=dtype, device=bulk.device)
     if offset is None:
@@ -58,21 +57,14 @@ def segment_product(
 
 
 def segment_products(
-    matrices: Tensor,
-    x: Tensor | None,
-    length: int,
-    *,
-    log_params: bool,
-    rescued: Tensor,
-    dtype: torch.dtype | None = None,
+    matrices: Tensor, x: Tensor | None, length: int, *, log_params: bool, dtype: torch.dtype, rescued: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The products of each `length` matrices (s, g, c, c) and of the rest, and what was taken out of them (., g).
+    """The products of each `length` of s matrices, and of a remainder: (n, g, c, c) and their offsets (n, g), float64.
 
-    `x` (s, g, c), or None. The offsets are float64; the products have `dtype`, by default that of the arithmetic.
+    `matrices` (s, g, c, c); `x` (s, g, c), or None. `dtype` is that of the arithmetic and of the products.
     """
     count, g, c, _ = matrices.shape
     whole, remainder = divmod(count, length)
-    dtype = dtype or arithmetic_dtype(matrices if x is None else x, matrices)
     out = torch.empty(whole + (remainder > 0), g, c, c, dtype=dtype, device=matrices.device)
     offset = torch.empty(out.shape[:2], dtype=torch.float64, device=matrices.device)
     for first, segments, steps in ((0, whole, length), (whole, 1, remainder)):
@@ -81,10 +73,7 @@ def segment_products(
             segment_product(
                 matrices[part].unflatten(0, (segments, steps)).transpose(0, 1),
                 None if x is None else x[part].unflatten(0, (segments, steps)).transpose(0, 1),
-                log_params=log_params,
-                dtype=dtype,
-                out=out[first : first + segments],
-                offset=offset[first : first + segments],
-                rescued=rescued,
-            )
+                log_params=log_params, dtype=dtype, rescued=rescued,
+                out=out[first : first + segments], offset=offset[first : first + segments],
+            )  # fmt: skip
     return out, offset

@@ -1,24 +1,24 @@
-"""What the kernels do to the elements of a tile: exponentials, logarithms, and the one guarded subtraction.
+"""Functions of the elements of a tile that all kernels use: loads, exponentials, logarithms, exact sums.
 
-Logarithms are natural everywhere. An exponential is one EX2 instruction where `tl.exp` is five; the price is the factor
-log2(e), which no float32 holds, and which is therefore multiplied in two parts.
+Logarithms are natural everywhere. An exponential is one EX2 instruction, where `tl.exp` takes five; it needs the factor
+log2(e), which no float32 holds exactly and which therefore is multiplied in two parts.
 """
 
 import triton
 import triton.language as tl
 
-# float32(log2 e), and what is missing from it
+# float32(log2 e), and the difference from log2 e
 _HIGH = tl.constexpr(1.4426950216293335)
 _LOW = tl.constexpr(1.92596303350e-8)
 
-# From where on a sum of products of shifted exponentials is good to float32 rounding: what 3xTF32 and denormals lose
-# of a term is below 2^-115. A logarithm of a smaller sum is wrong by more than the contract allows.
+# The least sum of products of shifted exponentials that is exact to float32 rounding: 3xTF32 and denormals lose less
+# than 2^-115 of a term. The logarithm of a smaller sum is wrong by more than the contract of accuracy allows.
 TRUSTED = tl.constexpr(2.0**-80)
 
 
 @triton.jit
 def finite(shift):
-    """The shift itself, and 0 for -inf: the one subtraction that would be -inf - (-inf)."""
+    """The shift, and 0 for -inf, so that -inf less its shift is -inf and not NaN."""
     return tl.where(shift == float("-inf"), 0.0, shift)
 
 
@@ -40,15 +40,16 @@ def log(s):
 
 @triton.jit
 def any_of(mask):
-    """Whether a mask holds anywhere. Over all axes at once: one axis at a time crashes Triton 3.7 for sm_100."""
+    """Whether any entry of a mask is true, over all axes at once: one axis at a time crashes Triton 3.7 for sm_100."""
     return tl.max(mask.to(tl.int32)) > 0
 
 
 @triton.jit
 def operand(x, PRECISION: tl.constexpr):
-    """A float32 operand of `tl.dot`: tensor cores truncate to TF32, and half of the last kept bit makes that rounding.
+    """An operand of `tl.dot`, rounded to TF32 if that is the precision: tensor cores truncate, which is a bias.
 
-    Truncation is a bias, and adds up along a chain. The NaN that arithmetic makes, 0x7FFFFFFF, must not become a zero.
+    A bias adds up along a chain. Adding half of the last kept bit makes truncation rounding; the NaN that arithmetic
+    makes, 0x7FFFFFFF, must not become a zero by that.
     """
     if PRECISION == "tf32":
         bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF)
@@ -59,7 +60,7 @@ def operand(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def load(ptr, rows, columns, row_end, column_end, stride_row, stride_column, DTYPE: tl.constexpr, OTHER: tl.constexpr):
-    """The entries (rows, columns) of a matrix in the dtype of the arithmetic, `OTHER` behind its ends."""
+    """The entries (rows, columns) of a matrix in the dtype of the arithmetic, `OTHER` outside of it."""
     mask = (rows < row_end)[:, None] & (columns < column_end)[None, :]
     return widened(tl.load(at(ptr, rows, columns, stride_row, stride_column), mask=mask, other=OTHER), DTYPE)
 
@@ -68,8 +69,8 @@ def load(ptr, rows, columns, row_end, column_end, stride_row, stride_column, DTY
 def widened(entries, DTYPE: tl.constexpr):
     """The entries of a matrix in the dtype of the arithmetic.
 
-    Behind an operand of `tl.dot` the compiler looks for the narrowest load, and lays the operand out for it, which
-    float64 tensor cores cannot do for 16 bits: it does not look behind a sum, here of one term.
+    The compiler lays an operand of `tl.dot` out for the narrowest load that it comes from, which float64 tensor cores
+    cannot do for 16 bits. The sum, of one term, hides the load from it.
     """
     if DTYPE == tl.float64 and entries.dtype.primitive_bitwidth == 16:
         return tl.sum(entries.to(DTYPE)[:, :, None], 2)
@@ -79,7 +80,7 @@ def widened(entries, DTYPE: tl.constexpr):
 
 @triton.jit
 def at(ptr, rows, columns, stride_row, stride_column):
-    """Where the entries (rows, columns) of a matrix lie, by 64-bit offsets."""
+    """Pointers to the entries (rows, columns) of a matrix, by 64-bit offsets."""
     return ptr + rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
 
 
@@ -91,7 +92,7 @@ def far(i, stride):
 
 @triton.jit
 def multiple(size, WIDTH: tl.constexpr):
-    """A size or stride that WIDTH divides, said so that the compiler knows."""
+    """A size or stride that WIDTH divides, in a form that tells the compiler so."""
     return size // WIDTH * WIDTH
 
 
@@ -103,7 +104,7 @@ def multiples(x, y, z, WIDTH: tl.constexpr):
 
 @triton.jit
 def exact_sum(x, y):
-    """`x + y` of finite numbers, rounded, and what the rounding took away."""
+    """`x + y` of finite numbers, rounded, and the rounding error."""
     total = x + y
     part = total - x
     return total, (x - (total - part)) + (y - part)

@@ -3,17 +3,17 @@
     out_i(k, j) = sum_m weight_m exp(alpha_{i-1,m}(k) + r_{i,m}(j))         for linear matrices, exactly 0 where P_i is
     out_i(k, j) = sum_m weight_m exp(alpha_{i-1,m}(k) + log P_i(k, j) + r_{i,m}(j))          for logarithms of matrices
 
-`alpha` (v, g, m, c) are the forward messages and `r` (v, g, m, c) what `backward_chain` writes, natural logarithms in
-float32 or float64: over all (k, j), `exp(alpha) P exp(r)` sums to 1 for every sequence and step that is alive, and `r`
-is -inf elsewhere. `bulk` (s, g, c, c) are the matrices, of any float type, and `out` (s, g, c, c) their gradient; with
-s = 1 the steps share one matrix, and its gradient is summed over them. A sequence of weight 0 is left out, whatever its
-messages hold.
+`alpha` (v, g, m, c) are the forward messages and `r` (v, g, m, c) a result of `backward_chain`, natural logarithms in
+float32 or float64: `exp(alpha) P exp(r)` are the posteriors of transitions, which sum to 1 over (k, j), and `r` is -inf
+after a sequence's end. `bulk` (s, g, c, c) are the matrices, of any float type, and `out` (s, g, c, c) their gradient;
+with s = 1 the steps share one matrix, and its gradient is summed over them. A sequence of weight 0 is left out,
+whatever its messages hold.
 
 Numerics: the sum over the sequences is a matrix product of exponentials. Its operands are `exp(alpha_m(k) - top_m)`
 and `weight_m exp(r_m(j) + top_m - shift_j)`, where `top_m` is the message's largest entry and `shift_j` the largest
-`r_m(j) + top_m`: nothing can overflow, and what is lost of a term lies below `2**-115 exp(shift_j) P(k, j)` of its
-weight. Where that is more than `2**-28`, which takes a winning path that runs 60 nats below a message's maximum, or
-600 in float64, the tile is redone term by term in the same program. Few sequences are always added term by term.
+`r_m(j) + top_m`: nothing can overflow, and the error of a term is below `2**-115 exp(shift_j) P(k, j)` times its
+weight. Where that is more than `2**-28`, which takes a likely path that runs 60 nats below a message's maximum, or 600
+in float64, the tile is computed again term by term in the same program. Few sequences are always added term by term.
 
 Cost: s g m c**2 multiply-adds (v - 1 times that for s = 1), and m c exponentials for each tile of a row or column of
 tiles; reads messages twice, `bulk` once, and writes `out` once. Few sequences: s g m c**2 exponentials, bound by the
@@ -33,16 +33,16 @@ from torch import Tensor
 from .launch import common_width, precision, widths
 from .tiles import any_of, at, exp, finite, load, multiple, multiples, operand
 
-# up to so many terms are added without a matrix product
+# most terms that are added without a matrix product
 FEW = 8
 
-# a sum is split over programs until there are so many of them, but not into parts shorter than these
+# a sum is split over programs until there are _PROGRAMS of them, but not into parts of less than _SHORTEST terms
 _PROGRAMS = 256
 _SHORTEST = 256
 
 
 class Tile(NamedTuple):
-    """What one program computes, and with what."""
+    """The tile that one program computes, its warps and its pipeline stages."""
 
     rows: int
     columns: int
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# for up to so many states: with small tiles few numbers are computed in vain, with large ones few are read twice
+# by the largest number of states: small tiles compute less outside of a matrix, large ones read less twice
 _PRODUCT = {16: Tile(16, 16, 16, 2, 3), 32: Tile(32, 32, 16, 2, 3)}
 _LARGE = Tile(64, 64, 16, 4, 3)
 _DOUBLE = {16: Tile(16, 16, 16, 2, 2)}
@@ -65,14 +65,14 @@ def tiles(c: int, double: bool) -> Tile:
 
 
 def few_tiles(c: int) -> Tile:
-    """The tile of a sum of few terms: rows of consecutive matrices, and as many columns as there are up to 256."""
+    """The tile of a sum of few terms: rows of consecutive matrices, all columns up to 256."""
     columns = min(256, triton.next_power_of_2(c))
     return Tile(1024 // columns, columns, 1, 4, 2)
 
 
 @triton.jit
 def _row(first, term, g, m, SUMMED: tl.constexpr):
-    """The row of `messages` (steps g m, c) that a term stands for: the members of one step, or of one after another."""
+    """The row of `messages` (steps g m, c) of a term: a member of one step, or of all steps if SUMMED."""
     if SUMMED:
         return first + (term // m).to(tl.int64) * g * m + term % m
     else:
@@ -89,7 +89,7 @@ def _product(
     WIDTH: tl.constexpr, WIDTH_BULK: tl.constexpr, WIDTH_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One tile (BLOCK_K, BLOCK_J) of one matrix's gradient, over one part of the sum."""
+    """One program computes one tile (BLOCK_K, BLOCK_J) of one matrix's gradient, over one part of the sum."""
     dtype = messages_ptr.dtype.element_ty
     ZERO: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     c = multiple(c, WIDTH)
@@ -133,9 +133,9 @@ def _product(
         alpha = tl.load(messages_ptr + row[None, :] * c + k[:, None], mask=mask, other=float("-inf"))
         mask = live[:, None] & (j < c)[None, :]
         r = tl.load(r_ptr + row[:, None] * c + j[None, :], mask=mask, other=float("-inf"))
-        before = operand(exp(alpha - top[None, :]), PRECISION)
-        behind = operand(exp(r + top[:, None] - shift[None, :]) * weight[:, None], PRECISION)
-        total = tl.dot(before, behind, total, input_precision=PRECISION, out_dtype=dtype)
+        left = operand(exp(alpha - top[None, :]), PRECISION)
+        right = operand(exp(r + top[:, None] - shift[None, :]) * weight[:, None], PRECISION)
+        total = tl.dot(left, right, total, input_precision=PRECISION, out_dtype=dtype)
 
     p = load(bulk_ptr, k, j, c, c, stride_bk, stride_bj, dtype, ZERO)
     if LOG_PARAMS:
@@ -143,7 +143,7 @@ def _product(
         deep = size > LIMIT
         gradient = total * exp(size)
     else:
-        # in two factors: where the product is finite, one could exceed the range
+        # in two factors: exp(shift) could overflow where the product does not
         half = exp(shift * 0.5)[None, :]
         deep = p * exp(shift - LIMIT)[None, :] > 1.0
         gradient = total * half * half
@@ -152,7 +152,7 @@ def _product(
     tl.store(at(out_ptr, k, j, stride_ok, stride_oj), gradient, mask=inside)
 
     if any_of(deep):
-        # the same addresses are written again by other threads
+        # the gradient is written again by other threads
         tl.debug_barrier()
         SUB_K: tl.constexpr = min(BLOCK_K, 32)
         SUB_J: tl.constexpr = min(BLOCK_J, 32)
@@ -175,7 +175,7 @@ def _redo(
     dtype = messages_ptr.dtype.element_ty
     ZERO: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     p = load(bulk_ptr, k, j, c, c, stride_bk, stride_bj, dtype, ZERO)
-    # the fast part has written zeros
+    # the product of tiles has written zeros already
     if any_of(p != ZERO):
         total = tl.zeros((k.shape[0], j.shape[0]), dtype)
         for term in range(begin, end):
@@ -191,12 +191,12 @@ def _redo(
 
 @triton.jit
 def _share(alpha, r, p, LOG_PARAMS: tl.constexpr):
-    """`exp(alpha + r)`, times the matrix where it is a logarithm; 0 without a path, even where the matrix is NaN."""
+    """`exp(alpha + r)`, times the matrix if that is a logarithm; 0 without a path, even where the matrix is NaN."""
     joint = alpha + r
     if LOG_PARAMS:
         return tl.where(joint == float("-inf"), 0.0, exp(joint + p))
     else:
-        # in halves: devices flush an exponential below 2^-126, which matters beside a large entry of the matrix
+        # in two factors: devices flush an exponential below 2^-126, which matters beside a large entry of the matrix
         half = exp(0.5 * joint)
         return half * half
 
@@ -211,7 +211,7 @@ def _few(
     WIDTH: tl.constexpr, WIDTH_BULK: tl.constexpr, WIDTH_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_K rows of consecutive matrices, BLOCK_J columns, all terms one after another."""
+    """One program adds up BLOCK_K rows of consecutive matrices' gradients, BLOCK_J columns, term by term."""
     dtype = messages_ptr.dtype.element_ty
     ZERO: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     c = multiple(c, WIDTH)
@@ -248,8 +248,7 @@ def gradient(messages: Tensor, r: Tensor, weight: Tensor, bulk: Tensor, out: Ten
 
     Args:
         messages: forward messages (v, g, m, c), contiguous.
-        r: what remains of each path behind the transition into a step (v, g, m, c), contiguous; the first step's is
-            not read.
+        r: the result of `backward_chain.backward` (v, g, m, c), contiguous; the first step's is not read.
         weight: (g, m).
         bulk: (s, g, c, c) with s = v - 1, or 1 for all steps; any strides.
         out: (s, g, c, c) of any strides, in the dtype of the messages.
@@ -265,7 +264,7 @@ def gradient(messages: Tensor, r: Tensor, weight: Tensor, bulk: Tensor, out: Ten
     summed = s < v - 1
     weight = weight.to(dtype).contiguous()
     if summed and g == 1:
-        # the steps one after another are the members of one
+        # the members of all steps, one after another, are those of one step
         weight, m, summed = weight.repeat(1, v - 1), m * (v - 1), False
     length, batches = m * (v - 1) if summed else m, s * g
     options = {"SUMMED": summed, "LOG_PARAMS": log_params, "WIDTH": common_width(c)}

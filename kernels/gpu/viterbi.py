@@ -1,4 +1,7 @@
-"""`kernels.plain.viterbi` on the Triton kernels. Nothing here waits for the device."""
+"""The best path of each chain, as `kernels.plain.viterbi` defines it, on the Triton kernels.
+
+Nothing waits for the device.
+"""
 
 from torch import Tensor
 
@@ -9,14 +12,14 @@ from .forward import operands
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
-    """See `kernels.plain.viterbi`; the states of a sequence with a length out of range are -1 too.
+    """The states of the best paths, and `unknown` sequences, as by `kernels.plain.viterbi`; the chain has all `steps`.
 
-    The chain has all its `steps`: lengths are not looked at on the host.
+    The states of a sequence whose length is outside 1..v are -1 too, for lengths are not checked before.
     """
     assert chain.v == steps
     x, bulk, start, ends = operands(chain)
     _, messages = forward_chain.forward(
-        x, bulk, start, ends, log_params=chain.log_params, keep=True, dtype=chain.dtype, semiring="max"
+        x, bulk, start, ends, log_params=chain.log_params, keep=True, dtype=chain.dtype, maximum=True
     )
     assert messages is not None
     states = backtrack.paths(messages, bulk, ends, log_params=chain.log_params)

@@ -1,1 +1,1 @@
-"""Arithmetic by torch's operations: short and without tuning, for any device and to compare the others with."""
+"""Arithmetic by torch operations, for any device: the definitions that kernels/cpu and kernels/gpu are tested by."""

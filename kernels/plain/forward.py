@@ -1,9 +1,10 @@
-"""The log-partition of a batch of chains, in float64 logarithms: one log-semiring product a step.
+"""The log-partition of a batch of chains by the forward recursion, in float64 logarithms.
 
     a_0 = log p0 + x_0        a_i = log(exp(a_{i-1}) P_i) + x_i        log Z = log(sum of exp(a_{v-1}))
 
-The largest entry is taken out of every message, and out of whatever is added to one; what has been taken out is summed
-in float64, with what that rounds. This is the definition of the room's doors; kernels/cpu and kernels/gpu have others.
+A forward message a_i is held with its largest entry subtracted, and so are x_i and log P_i before they are used. The
+message's scale is the float64 sum of all that was subtracted, with its rounding error. This function defines what
+`forward` in kernels/cpu and kernels/gpu computes.
 """
 
 import math
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept, Message, normalised, where_moved
+from ..message import Kept, Message, leaving_message, normalised
 from ..numbers import FLUSH, exact_sum
 from . import matmul as log_matmul
 
@@ -20,84 +21,85 @@ from . import matmul as log_matmul
 def forward(
     chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
 ) -> tuple[Kept, Message | None]:
-    """The log-partition of all sequences, and what `backward` needs; the message that leaves, if one is to `leave`.
+    """The log-partitions (g, m) with the messages that `backward` reads, and the last forward message or None.
 
     Args:
-        chain: the operands. Sequences that underflow are recomputed exactly, so that no result is lossy.
-        entering: the message of the step before the first; without one the chain begins at its p0.
-        keep: memory of the dtype of the arithmetic for the messages (steps, g, m, c), contiguous, with one step more
-            than the chain if a message enters, and with room for others behind; None where no gradient is wanted.
-        leave: whether the message of each sequence's last step is returned. If a backward message is to follow that
-            step in `backward`, one has to leave.
+        chain: operands for v steps of g sets of m sequences with c states. Sequences whose messages would underflow in
+            its dtype are computed exactly too.
+        entering: the forward message of the step before the first; None: the chain begins with p0.
+        keep: memory (steps, g, m, c), contiguous, of the dtype of the arithmetic, into which all messages are written,
+            `entering` first, so that `steps` is at least their number; None where no gradient is wanted.
+        leave: whether the message of each sequence's last step is returned. It must be if `backward` will be called
+            with a message `following`.
     """
-    grid, message, scale = (chain.g, chain.m, chain.c), *_begun(chain, entering)
-    deepest = math.log(FLUSH[chain.dtype])
-    redone = ((message > -math.inf) & (message < deepest)).any(-1)
-    if keep is not None and entering is not None:
-        keep[0] = message
-    head = int(entering is not None)
+    grid = chain.g, chain.m, chain.c
+    if entering is None:
+        scale = torch.zeros(2, *grid[:2], dtype=torch.float64, device=chain.x.device)
+        message = scale.new_full(grid, -math.inf)
+    else:
+        message, scale = entering.values.double().expand(grid), entering.scale.expand(2, *grid[:2])
+        if keep is not None:
+            keep[0] = message
+    entered = int(entering is not None)
+    redone = _underflows(message, chain.dtype)
     for step in range(chain.v):
         before = message
-        x, *tops = potentials(chain, step)
-        if step + head == 0:
-            weights = chain.p0.double() if chain.log_params else chain.p0.double().log()
-            message, top = shifted(weights.expand(*chain.lead, chain.c).reshape(grid))
+        x, x_shift = potentials(chain, step)
+        if step + entered == 0:
+            message, shift = shifted(chain.log_p0())
         else:
-            matrix, top = transitions(chain, step, head)
+            matrix, shift = transitions(chain, step, entered)
             message = log_matmul.forward(message, matrix, torch.float64)[0]
-        message, last_top = shifted(message + x)
-        terms = torch.stack([scale[0], *(term[..., 0].expand(grid[:2]) for term in (*tops, top, last_top))])
-        if chain.ended is not None:  # the last message stays
+        message, message_shift = shifted(message + x)
+        terms = torch.stack([scale[0], *(one[..., 0].expand(grid[:2]) for one in (x_shift, shift, message_shift))])
+        if chain.ended is not None:  # a sequence that has ended keeps its last message and scale
             message = torch.where(chain.ended[step], before, message)
             terms[1:].masked_fill_(chain.ended[step][..., 0], 0.0)
-        total, lost = exact_sum(terms)
-        scale = torch.stack([total, scale[1] + lost])
-        redone |= ((message > -math.inf) & (message < deepest)).any(-1)
+        total, error = exact_sum(terms)
+        scale = torch.stack([total, scale[1] + error])
+        redone |= _underflows(message, chain.dtype)
         if keep is not None:
-            keep[step + head] = message if chain.ended is None else message.masked_fill(chain.ended[step], -math.inf)
-    for logs in keep[: chain.v + head] if keep is not None else ():
+            keep[step + entered] = message if chain.ended is None else message.masked_fill(chain.ended[step], -math.inf)
+    # kept messages are linear, but in sequences where one would underflow they are logarithms
+    for logs in keep[: chain.v + entered] if keep is not None else ():
         logs.copy_(torch.where(redone[..., None], logs, logs.exp()))
     values, total = normalised(message)
     scale = torch.stack(exact_sum(torch.stack([scale[0], total, scale[1]])))
-    leaving = Message(values, scale)
-    if entering is not None and chain.ends is not None:
-        leaving = where_moved(chain.ends[..., 0] > 0, leaving, entering)
-    residuals = Kept(scale.sum(0), chain.new(0) if keep is None else keep, redone, entering is not None)
-    return residuals, leaving if leave else None
+    leaving = leaving_message(chain.ends, Message(values, scale), entering)
+    kept = Kept(scale.sum(0), chain.new(0) if keep is None else keep, redone, entering is not None)
+    return kept, leaving if leave else None
 
 
-def _begun(chain: Chain, entering: Message | None) -> tuple[Tensor, Tensor]:
-    """The message before the first step (g, m, c), its largest entry near 0, and the two parts of its scale."""
-    if entering is not None:
-        return entering.values.double().expand(chain.g, chain.m, chain.c), entering.scale.expand(2, chain.g, chain.m)
-    scale = torch.zeros(2, chain.g, chain.m, dtype=torch.float64, device=chain.x.device)
-    return scale.new_full((chain.g, chain.m, chain.c), -math.inf), scale
+def _underflows(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether a state of nonzero weight in a message of logarithms (g, m, c) would count as zero in `dtype`, (g, m)."""
+    return ((message > -math.inf) & (message < math.log(FLUSH[dtype]))).any(-1)
 
 
 def potentials(chain: Chain, step: int) -> tuple[Tensor, Tensor]:
-    """The log-potentials of a step (g, m, c) less the largest of each sequence, and that (g, m, 1)."""
+    """The log-potentials of a step less their largest (g, m, c), and the largest (g, m, 1)."""
     return shifted(chain.x[step].reshape(chain.g, chain.m, chain.c).double())
 
 
-def transitions(chain: Chain, step: int, head: int) -> tuple[Tensor, Tensor]:
-    """The logarithms of the matrix into a step (g, c, c) less the largest of each set, and that (g, 1, 1).
+def transitions(chain: Chain, step: int, entered: int) -> tuple[Tensor, Tensor]:
+    """The logarithms of the transition matrices into a step less their largest (g, c, c), and the largest (g, 1, 1).
 
-    `head` is 1 if a message has entered, so that the first matrix leads into step 0, and 0 otherwise.
+    `entered`: 1 if the first matrix leads from an entering message into step 0, and 0 if it leads into step 1.
     """
-    weights = chain.bulk[0 if len(chain.bulk) == 1 else step - 1 + head].reshape(chain.g, chain.c, chain.c).double()
-    if chain.ended is not None:  # behind all ends of a set there may be NaN
+    weights = chain.matrix(step - 1 + entered).double()
+    if chain.ended is not None:  # matrices that no sequence of a set uses may hold NaN
         weights = weights.masked_fill(chain.ended[step].all(1)[:, None], chain.zero)
     top = weights.amax((-2, -1), keepdim=True)
     if chain.log_params:
         top = top.masked_fill(top == -math.inf, 0.0)
         return weights - top, top
     top = top.masked_fill(top == 0, 1.0)
-    share, level = weights / top, top.log()
-    return torch.where(share < torch.finfo(share.dtype).tiny, weights.log() - level, share.log()), level
+    ratio, log_top = weights / top, top.log()
+    # the quotient of a small weight may underflow, where the difference of logarithms does not
+    return torch.where(ratio < torch.finfo(ratio.dtype).tiny, weights.log() - log_top, ratio.log()), log_top
 
 
 def shifted(logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithms (..., c) less their largest, and that (..., 1); nothing is taken out of -inf."""
+    """Logarithms (..., c) less their largest, and the largest (..., 1); 0 in place of a largest of -inf."""
     top = logs.amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)
     return logs - top, top

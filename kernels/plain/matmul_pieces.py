@@ -1,12 +1,11 @@
-"""A log-semiring matrix product in pieces: exponentials over their maxima, their product, and where it is not good.
+"""A log-semiring matrix product in pieces: shifted exponentials, their product s, and the entries that underflowed.
 
     s = exp(a - row maximum) exp(b - column maximum)
 
-is one matrix product and good wherever s is not tiny. Outputs whose s is tiny although a finite term exists are found:
-they are to be redone by the pairwise maximum. Those without a finite term are found by a product of zeros and ones,
-asked for only where some s is tiny. Operands are (*batch, m, k) and (*batch, k, n) with any strides, float32 or
-float64, of one dtype; a batch axis of size 1 in one of them is not repeated. A large product is computed in pieces, so
-that no copy of a large operand or result is held.
+is one matrix product. An entry with a tiny s may have lost terms: it underflowed if any of its terms is finite, which a
+product of zeros and ones tells, computed only if some s is tiny. Operands are (*batch, m, k) and (*batch, k, n) with
+any strides, float32 or float64, of one dtype; a batch axis of size 1 in one of them is broadcast without a copy. Large
+products are computed in pieces, so that no copy of a large operand or result is made.
 """
 
 import math
@@ -22,18 +21,21 @@ from ..numbers import exp_shifted, finite, trusted_sum
 # pairwise terms held at a time
 _PAIRS = 2**15
 
-# entries of the operands and of the result in a piece: so many, or this part of all where that is more
+# a piece has at most _ENTRIES entries of operands and result, or 1 / _PART of all where that is more
 _ENTRIES = 3 * 2**15
 _PART = 128
 
-# a piece may have so many rows and columns, on the side with fewer and on the other one: exponentials are taken again
-# for every piece of the former, and products of few rows are slow
+# least size of a piece, if cut, on the product's shorter axis and on its longer one: the longer side's exponentials are
+# computed anew for every piece of the shorter, and products of few rows are slow
 _KEPT = 1024
 _PASSING = 512
 
 
 class Groups(NamedTuple):
-    """The batch axes of a product: those of both operands (sets), of `a` alone (rows) and of `b` alone (columns)."""
+    """The batch axes of a product: those that both operands have (sets), only `a` (rows), and only `b` (columns).
+
+    Axes of `a` alone can be joined with its rows, and axes of `b` alone with its columns.
+    """
 
     sets: tuple[int, ...]
     rows: tuple[int, ...]
@@ -42,7 +44,7 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor) -> "Groups":
-        """Those of operands (*batch, m, k) and (*batch, k, n), and the shape of their product."""
+        """The groups of operands (*batch, m, k) and (*batch, k, n), and the shape of their product."""
         *left, m, _ = a.shape
         *right, _, n = b.shape
         axes = range(len(left))
@@ -56,7 +58,7 @@ class Groups(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether no axis is of one operand alone: then all three views are the tensor itself."""
+        """Whether both operands have all axes, so that `left`, `right` and `joint` return the tensor itself."""
         return not self.rows and not self.columns
 
     @property
@@ -72,16 +74,16 @@ class Groups(NamedTuple):
         return (*self.sets, *self.rows, m, *self.columns, m + 1)
 
     def left(self, a: Tensor) -> Tensor:
-        """What is shaped like `a`, as a view (*sets, *rows, k)."""
+        """A tensor of the shape of `a`, as a view (*sets, *rows, k)."""
         return a if self.plain else a.permute(self.left_order).flatten(len(self.sets) + len(self.rows), -2)
 
     def right(self, b: Tensor) -> Tensor:
-        """What is shaped like `b`, as a view (*sets, k, *columns)."""
+        """A tensor of the shape of `b`, as a view (*sets, k, *columns)."""
         first = len(self.sets)
         return b if self.plain else b.permute(self.right_order).flatten(first, first + len(self.rows))
 
     def joint(self, c: Tensor) -> Tensor:
-        """What is shaped like the product, as a view (*sets, *rows, *columns)."""
+        """A tensor of the shape of the product, as a view (*sets, *rows, *columns)."""
         return c if self.plain else c.permute(self.right_order)
 
 
@@ -90,7 +92,7 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 class _Cut(NamedTuple):
-    """Where a piece lies in operands and product, and whether it is the first one with its rows, and its columns."""
+    """The slices of operands and product that make a piece; whether no piece before it had its rows, or its columns."""
 
     left: Slices
     right: Slices
@@ -103,10 +105,8 @@ class _Cut(NamedTuple):
 class Piece:
     """`exp(a - row)` (g, m, k), `exp(b - column)` (g, k, n) and their product `s` for some sets, rows and columns.
 
-    `cut` says which ones, None if the operands are of three axes and it is all of them.
-
-    `small` marks where s is too small to be good, None for nowhere; `rescues` lists those of them that have a finite
-    term, as pieces of indices (z, i, j).
+    `cut` says which, None if the operands have three axes and are one piece. `small` marks entries whose s is too small
+    to be trusted, None if there are none; `rescues` are the indices (z, i, j), in chunks, of those with a finite term.
     """
 
     cut: _Cut | None
@@ -121,42 +121,33 @@ class Piece:
     rescues: list[Outputs]
 
     def divide(self, by_s: Tensor) -> Tensor:
-        """`by_s / s`, and 0 where s is not good."""
+        """`by_s / s`, and 0 where s is too small to be trusted."""
         quotient = by_s / self.s
         return quotient if self.small is None else quotient.masked_fill_(self.small, 0.0)
 
     def left(self, a: Tensor) -> Tensor:
-        """The piece (g, m, k) of what `Groups.left` gives."""
+        """The piece (g, m, k) of a view by `Groups.left`."""
         return a if self.cut is None else a[self.cut.left].reshape(self.ea.shape)
 
     def right(self, b: Tensor) -> Tensor:
-        """The piece (g, k, n) of what `Groups.right` gives."""
+        """The piece (g, k, n) of a view by `Groups.right`."""
         return b if self.cut is None else b[self.cut.right].reshape(self.eb.shape)
 
     def joint(self, c: Tensor) -> Tensor:
-        """The piece (g, m, n) of what `Groups.joint` gives."""
+        """The piece (g, m, n) of a view by `Groups.joint`."""
         return c if self.cut is None else c[self.cut.joint].reshape(self.s.shape)
 
     def put_left(self, part: Tensor, into: Tensor) -> None:
-        """The part of these columns in a sum over all columns."""
-        if self.cut is None:
-            into.copy_(part)
-        else:
-            _put(part, into[self.cut.left], self.cut.opens_rows)
+        """Write to a view by `Groups.left`, or add if a piece of other columns has written these rows."""
+        _put(part, into if self.cut is None else into[self.cut.left], self.cut is None or self.cut.opens_rows)
 
     def put_right(self, part: Tensor, into: Tensor) -> None:
-        """The part of these rows in a sum over all rows."""
-        if self.cut is None:
-            into.copy_(part)
-        else:
-            _put(part, into[self.cut.right], self.cut.opens_columns)
+        """Write to a view by `Groups.right`, or add if a piece of other rows has written these columns."""
+        _put(part, into if self.cut is None else into[self.cut.right], self.cut is None or self.cut.opens_columns)
 
     def put_joint(self, part: Tensor, into: Tensor) -> None:
-        """These outputs."""
-        if self.cut is None:
-            into.copy_(part)
-        else:
-            _put(part, into[self.cut.joint], True)
+        """Write to a view by `Groups.joint`."""
+        _put(part, into if self.cut is None else into[self.cut.joint], True)
 
 
 def _put(part: Tensor, into: Tensor, first: bool) -> None:
@@ -168,7 +159,7 @@ def _put(part: Tensor, into: Tensor, first: bool) -> None:
 
 
 def pieces(groups: Groups, a: Tensor, b: Tensor, depth: torch.dtype) -> Iterator[Piece]:
-    """All pieces, one after the other, so that little is held."""
+    """The pieces of a product one after the other; `depth` as in `matmul.forward`."""
     threshold = 2 * trusted_sum(depth, a.shape[-1])
     whole = a.numel() + b.numel() + math.prod(groups.shape)
     if whole <= _ENTRIES and len(groups.sets) == 1 == a.dim() - 2:
@@ -204,7 +195,7 @@ def _piece(
 
 
 def _cuts(sets: Sequence[int], rows: Sequence[int], columns: Sequence[int], k: int) -> Iterator[_Cut]:
-    """Many small sets at a time; a large one in pieces of its rows and columns."""
+    """The slices of all pieces: many small sets in each, or a part of a large set's rows and columns."""
     m, n = math.prod(rows), math.prod(columns)
     set_entries = m * k + k * n + m * n
     entries = max(_ENTRIES, math.prod(sets) * set_entries // _PART)
@@ -226,7 +217,7 @@ def _cuts(sets: Sequence[int], rows: Sequence[int], columns: Sequence[int], k: i
 
 
 def _parts(sizes: Sequence[int], most: int) -> list[Slices]:
-    """An array of these sizes in parts of at most so many entries, about as large as each other."""
+    """The slices that cut an array of these sizes into parts of at most `most` entries, of about equal size."""
     if not sizes:
         return [()]
     if 0 in sizes:
@@ -238,11 +229,11 @@ def _parts(sizes: Sequence[int], most: int) -> list[Slices]:
 
 
 def _exponentials(t: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """The maxima over k, and the exponentials of what is left."""
+    """The maxima along an axis, and the exponentials of the entries less these."""
     shift = finite(t.amax(axis, keepdim=True))
     return shift, exp_shifted(t, shift, torch.empty_like(t), torch.empty_like(t))
 
 
-def pairs(t: Piece, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """The terms a_ik + b_kj of some outputs (f, k), in float64."""
-    return t.a[z, i].double() + t.b[z, :, j].double()
+def pairs(piece: Piece, z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """The terms a_ik + b_kj (f, k) of the entries with indices z, i, j (f), in float64."""
+    return piece.a[z, i].double() + piece.b[z, :, j].double()

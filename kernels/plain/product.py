@@ -1,4 +1,6 @@
-"""Products of stacks of matrices of logarithms on a tree, each pair of nodes by `matmul` in float64."""
+"""Products of stacks of matrices of logarithms on a tree, each pair of nodes multiplied by `matmul` in float64."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,16 +10,16 @@ from ..numbers import finite
 from ..tree import Nodes, blocks
 from . import matmul
 
-# entries of nodes that are multiplied at a time
+# entries of nodes that are converted to float64 and multiplied at a time
 _HELD = 2**15
 
 
 class Arithmetic(tree.Arithmetic):
-    """Products of nodes, some at a time, so that little is held in float64."""
+    """Products of nodes in float64, a block of them at a time."""
 
     def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
-        """See `kernels.tree`."""
-        for at in self._blocks(left):
+        """Write products of nodes, see `kernels.tree`."""
+        for at in _blocks(left):
             a, b = (
                 (values[at].double() - finite(top[at].clone())[..., None, None]).flatten(0, 1)
                 for values, top in zip((left, right), tops, strict=True)
@@ -30,8 +32,8 @@ class Arithmetic(tree.Arithmetic):
     def gradient(
         self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool
     ) -> None:
-        """See `kernels.tree`."""
-        for at in self._blocks(weight):
+        """Write gradients of nodes, see `kernels.tree`."""
+        for at in _blocks(weight):
             w, a, b = (values[at].double().flatten(0, 1) for values in (weight, left.values, right.values))
             grads = matmul.backward(w, a, b, True, True, torch.float64)
             for grad, into, adds in zip(grads, (grad_left, grad_right), (add_left, False), strict=True):
@@ -39,9 +41,10 @@ class Arithmetic(tree.Arithmetic):
                 part = grad.view(into[at].shape)
                 into[at] = into[at] + part if adds else part
 
-    def _blocks(self, nodes: Tensor) -> "list[tuple[slice, slice]]":
-        g, p, c, _ = nodes.shape
-        return list(blocks(max(1, _HELD // c**2), g, p))
+
+def _blocks(nodes: Tensor) -> Iterator[tuple[slice, slice]]:
+    g, p, c, _ = nodes.shape
+    return blocks(max(1, _HELD // c**2), g, p)
 
 
-product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.doors(Arithmetic)
+product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.with_arithmetic(Arithmetic)

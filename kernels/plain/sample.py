@@ -1,9 +1,9 @@
-"""State paths drawn backwards from the forward messages of their chains.
+"""State paths drawn from the posterior of their chains, backwards through the forward messages.
 
     z_{v-1} ~ a_{v-1}        z_{i-1} ~ a_{i-1}(k) P_i(k, z_i)
 
-A state is the first whose cumulated weight reaches (1 - u) times the total, for a number u in [0, 1): never one of
-weight zero. Weights are exponentials of logarithms less the largest; they and u are float64.
+For a uniform number u in [0, 1), a draw is the first state whose cumulative weight reaches (1 - u) times the total, so
+never a state of weight zero. Weights, which are exponentials of logarithms less the largest, and u are float64.
 Source: S. L. Scott, "Bayesian methods for hidden Markov models", JASA 97 (2002): forward filtering, backward sampling.
 """
 
@@ -15,14 +15,14 @@ from ..message import Kept
 from .semiring import log_weights
 from .viterbi import without_states
 
-# weights (draws, g, m, c) of a step that are held at a time
+# weights (draws, g, m, c) of a step that are computed at a time
 _WEIGHTS = 2**22
 
 
 def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
-    """Writes states (draws, g, m, steps) int64 over the numbers in [0, 1), float64, that lie in their memory.
+    """Write `states` (draws, g, m, steps) int64 over the uniform float64 numbers in [0, 1) that its memory holds.
 
-    `kept` is what `forward` has kept of the chain. A state is -1 behind the end, and everywhere in a sequence whose
+    `kept` is the result of `forward`. A state is -1 after its sequence's end, and everywhere in a sequence whose
     log-partition is not finite. The chain may be shorter than `steps`.
     """
     size = max(1, _WEIGHTS // (chain.g * chain.m * chain.c))
@@ -33,17 +33,18 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
 
 
 def _draw(chain: Chain, kept: Kept, states: Tensor) -> None:
-    g, c, numbers = chain.g, chain.c, states.view(torch.float64)
-    sets, state = torch.arange(g, device=states.device)[:, None], torch.empty(0)
+    numbers = states.view(torch.float64)
+    sets, state = torch.arange(chain.g, device=states.device)[:, None], torch.empty(0)
     for step in reversed(range(chain.v)):
         terms = kept.logs(step)
         if step + 1 < chain.v:
-            matrix = chain.bulk[step if len(chain.bulk) > 1 else 0].reshape(g, c, c)
-            columns = log_weights(matrix.mT[sets, state], chain.log_params, torch.float64)  # (draws, g, m, c)
-            terms = terms + columns if chain.last is None else torch.where(chain.last[step], terms, terms + columns)
+            # (draws, g, m, c)
+            columns = log_weights(chain.matrix(step).mT[sets, state], chain.log_params, torch.float64)
+            into_next = terms + columns
+            terms = into_next if chain.ends is None else torch.where(chain.ends == step + 1, terms, into_next)
         weights = (terms - terms.amax(-1, keepdim=True)).exp_().expand(len(states), *terms.shape[-3:])
         sums = weights.cumsum(-1).masked_fill_(weights == 0, 0.0)
         threshold = (1.0 - numbers[..., step, None]) * sums.amax(-1, keepdim=True)
-        # of a sequence that has no path, or is not as long, any state: it is replaced
+        # in sequences that are shorter or have no path this is any state, which `draw` overwrites
         state = ((sums >= threshold) & (sums > 0)).to(torch.int8).argmax(-1)
         states[..., step] = state

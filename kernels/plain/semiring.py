@@ -1,10 +1,11 @@
-"""The chain recursion in any semiring whose product is the sum of logarithms: plain torch, differentiable by autograd.
+"""The forward recursion in any semiring whose product adds logarithms: plain torch, differentiable by autograd.
 
     a_0 = log p0 + x_0
     a_i(j) = add_k(a_{i-1}(k) + log P_i(k, j)) + x_i(j)
 
-What is added to every term is added to their sum, so each step takes its largest entry out of the message, which then
-is known to D roundings at an entry D nats below. -inf is the semiring's zero, exactly, with gradient 0.
+`add` is the semiring's sum; a constant added to all its terms is added to it, so each step subtracts the largest entry
+from its message. An entry D nats below the largest has an error of D roundings. -inf is the semiring's zero, exactly,
+with gradient 0.
 """
 
 import math
@@ -15,24 +16,25 @@ from torch import Tensor
 
 from ..chain import Chain
 
-# adds terms along an axis
+# the semiring's sum along an axis
 Add = Callable[[Tensor, int], Tensor]
 
-# terms (sets, members, c, c) that are held at a time
+# terms (sets, sequences, c, c) of a step that are computed at a time
 _TERMS = 2**20
 
 
 def forward(chain: Chain, add: Add, *, messages: Tensor | None = None) -> Tensor:
-    """The total (g, m) in float64; the messages, largest entry 0, are written to `messages` (v, g, m, c) if given.
+    """The sum over all paths (g, m), in float64.
 
-    Behind a sequence's end they stay as at its end.
+    Messages, less their largest entries, are written to `messages` (v, g, m, c) if given; after a sequence's end, its
+    last message.
     """
     (g, m), c = grid(chain), chain.c
     message, scale, lost = start(chain)
     logs = message.new_empty(0)
     for step in range(chain.v):
         if step > 0:
-            # NaN behind the end must not come near, or it is in the gradients
+            # NaN after a sequence's end must not be computed with, or it gets into the gradients
             ended = None if chain.ends is None else chain.ends <= step
             if step == 1 or chain.bulk.shape[0] > 1:
                 matrix = chain.bulk[step - 1].reshape(g, c, c)
@@ -47,45 +49,45 @@ def forward(chain: Chain, add: Add, *, messages: Tensor | None = None) -> Tensor
             if ended is not None:
                 after, top = torch.where(ended, message, after), top.masked_fill(ended, 0.0)
             message = after
-            scale, lost = _add(*_add(scale, lost, shift), top)
+            scale, lost = two_sum(*two_sum(scale, lost, shift), top)
         if messages is not None:
             messages[step] = message.detach()
-    # what is not asked for has a gradient too, of 0
-    nothing = chain.bulk[:0].sum().double() if chain.v == 1 else 0.0
-    return (_sum(message[..., None], None, add).double() + lost + scale)[..., 0] + nothing
+    # so that autograd finds a gradient of 0 for a bulk that is not used
+    unused = chain.bulk[:0].sum().double() if chain.v == 1 else 0.0
+    return (_sum(message[..., None], None, add).double() + lost + scale)[..., 0] + unused
 
 
 def start(chain: Chain) -> tuple[Tensor, Tensor, Tensor]:
-    """The first message (g, m, c), its scale in float64 (g, m, 1), and what the scale's rounding has lost."""
+    """The first message (g, m, c) less its largest entry, that scale in float64 (g, m, 1), and its rounding error."""
     weights = log_weights(chain.p0, chain.log_params, torch.float64)
-    # the largest x is that of a state where one may start
+    # the largest x among possible first states
     potential, shift = shifted(chain.x[0].double().masked_fill(weights == -math.inf, -math.inf))
     weights, first = shifted(weights)
     message, top = shifted((weights + potential).reshape(*grid(chain), chain.c))
-    scale, lost = _add(shift, torch.zeros_like(shift), first)
-    return message.to(chain.dtype), *_add(scale.reshape(top.shape), lost.reshape(top.shape), top)
+    scale, lost = two_sum(shift, torch.zeros_like(shift), first)
+    return message.to(chain.dtype), *two_sum(scale.reshape(top.shape), lost.reshape(top.shape), top)
 
 
 def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
-    """The message with its largest entry taken out, and that entry in float64 (..., 1); 0 for none."""
+    """The message less its largest entry, and that entry in float64 (..., 1), 0 in place of -inf."""
     top = message.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)
     return message - top, top.double()
 
 
 def grid(chain: Chain) -> tuple[int, int]:
-    """`g` and `m` of the chain, whose own properties `torch.compile` cannot trace."""
+    """`g` and `m` of the chain; `torch.compile` cannot trace the cached properties of these names."""
     axes = chain.bulk.dim() - 3
     return math.prod(chain.bulk.shape[1 : 1 + axes]), math.prod(chain.x.shape[1 + axes : -1])
 
 
 def maximum(terms: Tensor, dim: int) -> Tensor:
-    """The largest term, whose gradient goes to one of the largest."""
+    """The largest term; the gradient goes to one of the largest."""
     return terms.max(dim).values
 
 
 def log_weights(weights: Tensor, log_params: bool, dtype: torch.dtype) -> Tensor:
-    """The logarithm of weights, or what is one already, in `dtype`; with gradient 0 at weight 0."""
+    """The logarithms of weights, which are logarithms already with `log_params`, in `dtype`; gradient 0 at weight 0."""
     weights = weights.to(dtype)
     if log_params or not weights.requires_grad:
         return weights if log_params else weights.log()
@@ -93,15 +95,15 @@ def log_weights(weights: Tensor, log_params: bool, dtype: torch.dtype) -> Tensor
     return weights.masked_fill(zero, 1.0).log().masked_fill(zero, -math.inf)
 
 
-def _add(total: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
-    """A running sum, and what its rounding has lost (D. E. Knuth's two-sum)."""
+def two_sum(total: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
+    """A running sum with one more term, and the sum of its rounding errors (D. E. Knuth's two-sum)."""
     after = total + term
     part = after - total
     return after, lost + ((total - (after - part)) + (term - part))
 
 
 def _step(message: Tensor, logs: Tensor, ended: Tensor | None, add: Add) -> Tensor:
-    """`add_k(message(k) + logs(k, j))` (g, m, c), a few sets, members and columns at a time."""
+    """`add_k(message(k) + logs(k, j))` (g, m, c), a few sets, sequences and columns at a time."""
     g, m, c = message.shape
     if g * m * c * c <= _TERMS:
         return _sum(message[..., None] + logs[:, None], ended, add)
@@ -121,7 +123,7 @@ def _step(message: Tensor, logs: Tensor, ended: Tensor | None, add: Add) -> Tens
 
 
 def _sum(terms: Tensor, ended: Tensor | None, add: Add) -> Tensor:
-    """The sum over the last axis but one; -inf, with gradient 0, where all are or where a sequence has ended."""
+    """The semiring's sum over the last axis but one; -inf, with gradient 0, of only -inf or in ended sequences."""
     dead = (terms == -math.inf).all(-2)
     if ended is not None:
         dead = dead | ended

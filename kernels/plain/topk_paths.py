@@ -1,9 +1,9 @@
-"""The k state paths of the largest weights: k messages a state forward, back along the choices made.
+"""The k state paths of the largest weights: k max-plus messages per state forward, then back along the choices.
 
     a_i(j, .) = the k largest a_{i-1}(h, r) + log P_i(h, j), over states h and ranks r, + x_i(j)
 
-A state and a rank stand for one path, so that no path comes twice; a rank that no path fills is -inf. Kept are the
-choices `h k + r`, c k integers a step and sequence. Definition: `logchain.reference.topk_paths`.
+State h at rank r stands for the r-th best path into h, so that all paths differ; the rank is -inf if there is none. The
+choices `h k + r` are kept, c k integers for each step and sequence. Definition: `logchain.reference.topk_paths`.
 """
 
 import math
@@ -15,14 +15,15 @@ from ..chain import Chain
 from .semiring import log_weights, shifted, start
 from .viterbi import unknown, without_states
 
-# terms (members, c k, c) that are held at a time
+# terms (sequences, c k, c) of a step that are computed at a time
 _TERMS = 2**20
 
 
 def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
-    """The states (g, m, k, steps) int64 of the k best paths, best first; which sequences are unknown (g, m).
+    """The states (g, m, k, steps) int64 of the k best paths, best first, and the `unknown` sequences (g, m).
 
-    A state is -1 where `viterbi.paths` has -1, and in a rank that no path fills. The chain may be shorter than `steps`.
+    A state is -1 where `viterbi.paths` has -1, and everywhere in a rank with no path. The chain may be shorter than
+    `steps`.
     """
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     message = chain.new(g, m, c, k).fill_(-math.inf)
@@ -31,9 +32,8 @@ def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
     choices = torch.empty(v - 1, g, m, c, k, dtype=wide, device=message.device)
     same = torch.arange(c * k, dtype=wide, device=message.device).view(c, k)
     for step in range(1, v):
-        matrix = chain.bulk[step - 1 if len(chain.bulk) > 1 else 0].reshape(g, c, c)
         potential = shifted(chain.x[step].to(chain.dtype).reshape(g, m, c))[0]
-        after, choice = _step(message, log_weights(matrix, chain.log_params, chain.dtype))
+        after, choice = _step(message, log_weights(chain.matrix(step - 1), chain.log_params, chain.dtype))
         after = shifted((after + potential[..., None]).flatten(-2))[0].view(g, m, c, k)
         if chain.ends is not None:
             ended = (chain.ends <= step)[..., None]
@@ -51,7 +51,7 @@ def paths(chain: Chain, steps: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _step(message: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """The k best ways (g, m, c, k) into each state and their choices, a few sequences at a time."""
+    """The k largest weights (g, m, c, k) of paths into each state, and their choices, a few sequences at a time."""
     g, m, c, k = message.shape
     best, choices = torch.empty_like(message), torch.empty_like(message, dtype=torch.int64)
     size = max(1, _TERMS // (c * c * k))

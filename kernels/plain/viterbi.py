@@ -2,7 +2,7 @@
 
     a_i(j) = max_k (a_{i-1}(k) + log P_i(k, j)) + x_i(j)        z_{i-1} = argmax_k (a_{i-1}(k) + log P_i(k, z_i))
 
-Kept are the messages, no back-pointers: c terms a step find the state before a known one.
+The messages are kept instead of back-pointers: on the way back, c terms a step give the state before a known one.
 """
 
 import torch
@@ -13,13 +13,13 @@ from . import semiring
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
-    """The states (g, m, steps) int64 of the best paths; which sequences are `unknown` (g, m).
+    """The states (g, m, steps) int64 of the best paths, and whether sequences are `unknown` (g, m).
 
-    Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 behind the end, and
-    everywhere in a sequence that is impossible or unknown. The chain may be shorter than `steps`.
+    Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 after its sequence's
+    end, and everywhere in a sequence that is impossible or unknown. The chain may be shorter than `steps`.
     """
-    g, m, c = chain.g, chain.m, chain.c
-    messages = chain.new(chain.v, g, m, c)
+    g, m = chain.g, chain.m
+    messages = chain.new(chain.v, g, m, chain.c)
     total = semiring.forward(chain, semiring.maximum, messages=messages)
     states = torch.full((g, m, steps), -1, device=messages.device)
     sets = torch.arange(g, device=messages.device)[:, None]
@@ -27,11 +27,9 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     for step in reversed(range(chain.v)):
         terms = messages[step]
         if step + 1 < chain.v:
-            matrix = chain.bulk[step if len(chain.bulk) > 1 else 0].reshape(g, c, c)
-            columns = semiring.log_weights(matrix.mT[sets, state], chain.log_params, chain.dtype)
-            terms = (
-                terms + columns if chain.ends is None else torch.where(chain.ends == step + 1, terms, terms + columns)
-            )
+            columns = semiring.log_weights(chain.matrix(step).mT[sets, state], chain.log_params, chain.dtype)
+            into_next = terms + columns
+            terms = into_next if chain.ends is None else torch.where(chain.ends == step + 1, terms, into_next)
         state = terms.argmax(-1)
         states[..., step] = state
     no_sum = unknown(chain)
@@ -39,7 +37,7 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
 
 
 def unknown(chain: Chain) -> Tensor:
-    """Which sequences (g, m) hold NaN or +inf before their end."""
+    """Whether a sequence holds NaN or +inf before its end (g, m), so that no path is known to be the best."""
     g, m = chain.g, chain.m
     steps = torch.arange(chain.v, device=chain.x.device).view(-1, 1, 1)
     potentials = ~(chain.x.amax(-1) < torch.inf).reshape(-1, g, m)
@@ -53,7 +51,7 @@ def unknown(chain: Chain) -> Tensor:
 
 
 def without_states(chain: Chain, states: Tensor, lost: Tensor) -> Tensor:
-    """The states (..., g, m, steps), in place, with -1 behind the ends and for sequences (..., g, m) that are lost."""
+    """The states (..., g, m, steps), in place, with -1 after sequences' ends and where `lost` (..., g, m) holds."""
     lost = lost[..., None]
     if chain.ends is not None:
         lost = lost | (torch.arange(states.shape[-1], device=states.device) >= chain.ends)

@@ -24,7 +24,7 @@ def cut(kernels, monkeypatch):
         return kernels
 
     monkeypatch.setattr(chunked, "FEW", 3)
-    monkeypatch.setattr(chunked, "AGAIN", 2)
+    monkeypatch.setattr(chunked, "GROUP", 2)
     return into
 
 

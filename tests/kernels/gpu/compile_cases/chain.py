@@ -39,7 +39,7 @@ def forward(choice, c, dtype, precision, **options) -> Case:
 
 
 def backward(choice, c, dtype, precision, **options) -> Case:
-    pointers = ["x", "message", "bulk", "log_norm:fp64", "weight", "ahead", "grad", "start", "r"]
+    pointers = ["x", "message", "bulk", "log_norm:fp64", "weight", "w", "grad", "start", "r"]
     options = {"homogeneous": False, "ends": False} | options
     units = ["stride_xc", "stride_bk", "stride_dc"]
     return case(backward_chain._backward_kernel, pointers, units, choice, c, dtype, precision, options)
