@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from .arguments import Lengths, check_alone, check_flag, check_question
-from .autograd.chain import TREE, log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
-from .autograd.chain_operators import short_of
+from .autograd.chain import log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
+from .autograd.chain_operators import TREE, short_of
 from .operands import Operands, arithmetic_dtype, differentiated
 from .progress import check_progress
 from .schedules import budget, choose
