@@ -113,6 +113,7 @@ def product(
     """
     alone = lengths is None and cu_seqlens is None and memory_budget is None
     if alone and strategy == "auto" and progress is False:
+        # a short chain on a CPU is one call of C, whose arguments are cached for operands of the same shapes
         keep = differentiated(x, bulk, p0)
         short = short_of(x, bulk, p0, log_params, keep, choose.is_sequential)
         if short is not None:
@@ -129,9 +130,10 @@ def product(
     dtype = arithmetic_dtype(x, bulk, p0)
     if memory_budget is not None:
         keep = differentiated(x, bulk, p0)
-        steps = budget.every_within(memory_budget, x, bulk, p0, keep)
-        if steps is not None:
-            return log_norm_in_pieces(Operands(x, bulk, p0, ends, log_params), steps, keep, progress).to(dtype)
+        steps_between_checkpoints = budget.every_within(memory_budget, x, bulk, p0, keep)
+        if steps_between_checkpoints is not None:
+            operands = Operands(x, bulk, p0, ends, log_params)
+            return log_norm_in_pieces(operands, steps_between_checkpoints, keep, progress).to(dtype)
         strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
     schedule = choose.of(x, bulk, p0, log_params, ends is not None, strategy)
     segments = TREE if schedule.name == "tree" else schedule.segments

@@ -1,10 +1,10 @@
 """The log-partition of a chain, differentiable in every schedule.
 
-Most calls take `LogNorm`, the Function of the operator `logchain::log_norm`, which torch.compile and torch.func know:
-it computes by the sequential, the chunked or the tree schedule. `LogPartition` is the Function of the other schedules,
-which torch.compile and torch.func do not see: a short chain on a CPU, a chain within a memory budget, and packed
-sequences. Whichever computes, the backward pass gives the posterior marginals, from the operands and what the schedule
-keeps, which most often are the forward messages.
+Two Functions of torch compute it. `LogNorm`, with the derivative `Gradient`, takes the sequential, the chunked or the
+tree schedule, also inside torch.compile and torch.func: `apply` calls it, or its operator `logchain::log_norm` while
+torch.compile traces. `LogPartition` takes a schedule as an argument: that of a short chain on a CPU, of a chain within
+a memory budget, or of packed sequences. In either the gradients are posterior marginals, computed by a backward pass
+from the operands and what the schedule keeps, which are the forward messages or some of them.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +22,7 @@ from ..schedules.packed import Packed, PackedChain
 from . import chain_operators as operators
 from .chain_functions import Gradient, LogNorm, if_needed
 from .chain_operators import Gradients, Saved
-from .operator import Final, apply, call
+from .operator import IMPLEMENTATIONS, Final, apply, call
 
 # which of x, bulk and p0 need a gradient
 Needs = tuple[bool, ...]
@@ -40,14 +40,19 @@ def log_norm(
 ) -> Tensor:
     """The log-partition [*B], computed in float64, as a tensor of `dtype`. Arguments have been checked.
 
-    `segments` names the schedule: 1 for sequential, more for chunked into so many, `TREE` for tree, None for the
-    faster one of sequential and chunked by the model of the device.
+    `segments` names the schedule: 1 for sequential, more for chunked into so many, `TREE` for tree; None for the one
+    that is fastest by the model of the device, but sequential in place of tree.
     """
     if segments is None:
         segments = choose.of(x, bulk, p0, log_params, lengths is not None, "auto").segments
     keep = differentiated(x, bulk, p0)
-    value: Tensor = apply(LogNorm, operators.log_norm, x, bulk, p0, lengths, log_params, keep, segments)[0]
-    return value.to(dtype, copy=keep)
+    arguments = x, bulk, p0, lengths, log_params, keep, segments
+    value: Tensor
+    if keep or not is_plain(arguments):
+        value = apply(LogNorm, operators.log_norm, *arguments)[0]
+        return value.to(dtype, copy=True)  # the Function may have saved the value, which the caller may change
+    value = IMPLEMENTATIONS["log_norm"](*arguments)[0]
+    return value.to(dtype)
 
 
 def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -> tuple[Tensor, Gradients]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import chain_operators  # noqa: F401  registers the operators
-from . import tangents as tangent_operators  # noqa: F401  likewise
 from .operator import Final, Saving, as_one, call, of_each, transform, with_batch_first
+from .tangents import quotient
 
 
 class LogNorm(torch.autograd.Function):
@@ -76,7 +76,7 @@ class Gradient(torch.autograd.Function):
         along_grad, along_x, along_bulk, along_p0 = tangents[:4]
         wide = ctx.by_log and not ctx.log_params  # tangents of weights, but gradients of their logarithms
         if wide:
-            along_bulk, along_p0 = _quotient(along_bulk, bulk), _quotient(along_p0, p0)
+            along_bulk, along_p0 = quotient(along_bulk, bulk), quotient(along_p0, p0)
         options = ctx.log_params, ctx.by_log
         second = call(Second, grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, *options)
         derivatives = [second[1], second[2] * bulk, second[3] * p0] if wide else list(second[1:])
@@ -136,11 +136,6 @@ class Second(Final):
 def if_needed(gradients: Any, needs: Any) -> tuple[Any, ...]:
     """The gradients, with None for one that is not needed."""
     return tuple(value if need else None for value, need in zip(gradients, needs, strict=True))
-
-
-def _quotient(tangent: Tensor | None, value: Tensor) -> Tensor | None:
-    """The tangent of the logarithm of a weight, 0 at weight 0."""
-    return None if tangent is None else torch.where(value == 0, 0.0, tangent / torch.where(value == 0, 1.0, value))
 
 
 transform("log_norm", LogNorm)

@@ -60,8 +60,8 @@ def _forward(
         saved = Saved(*chunked.forward(chain, segments, keep=keep))
         return saved._replace(log_norm=_in_order(layout, saved.log_norm))
     layout, chain = chain_of(*operands)
-    room = kernels.new_messages(chain, x.shape[-2]) if keep else None
-    log_norm, messages, redone, _ = kernels.chain_kernels(x).forward(chain, keep=room)[0]
+    memory = kernels.new_messages(chain, x.shape[-2]) if keep else None
+    log_norm, messages, redone, _ = kernels.chain_kernels(x).forward(chain, keep=memory)[0]
     report_chains(redone)
     return Saved(_in_order(layout, log_norm), messages, messages.new_empty(0), redone)
 
@@ -69,12 +69,6 @@ def _forward(
 def _in_order(layout: Layout, log_norm: Tensor) -> Tensor:
     """The log-partition (g, m) as [*B], in memory of its own."""
     return layout.batched(log_norm).clone(memory_format=torch.contiguous_format)
-
-
-def log_norm_here(operands: Operands, keep: bool, segments: int) -> Saved:
-    """The outputs of the operator `log_norm`, without torch's dispatcher."""
-    with kernels.arithmetic_on(operands.x):
-        return _forward(*operands, keep, segments)
 
 
 def _go_together(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:

@@ -18,12 +18,10 @@ from torch import Tensor
 from .. import kernels
 from ..operands import Operands, chain_of, differentiated
 from ..rescues import report_chains
-from ..schedules import choose
 from ..schedules.packed import Packed, PackedChain, Piece
-from .chain import posteriors
+from .chain import log_norm, posteriors
 from .chain_functions import Second as Covariances
 from .chain_functions import if_needed
-from .chain_operators import log_norm_here
 from .operator import Saving, apply, call, operator, transform, with_batch_first
 from .paths import finite_log
 from .tangents import log_norm_along
@@ -225,9 +223,9 @@ def _divergence_in_torch(p: Weights, q: Weights, lengths: Tensor | None, log_par
 
 
 def _log_norm(p: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
+    """The log-partition [*B], from operands in float64."""
     x, bulk, p0 = (operand.double() for operand in p)
-    segments = choose.of(x, bulk, p0, log_params, lengths is not None, "auto").segments
-    return log_norm_here(Operands(x, bulk, p0, lengths, log_params), False, segments)[0]
+    return log_norm(x, bulk, p0, lengths, log_params)
 
 
 def _shapes(x: Tensor, *_: Any) -> Tensor:

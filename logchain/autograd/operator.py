@@ -23,6 +23,9 @@ _library = torch.library.Library("logchain", "DEF")
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 _called: dict[str, Callable[..., Any]] = {}
 
+# by an operator's Function: the implementation
+_computed: dict[Any, Callable[..., Any]] = {}
+
 # the number of axes behind the batch axes, by the kind of operand
 _OWN = {"grad": 0, "x": 2, "bulk": 3, "p0": 1, "lengths": 0}
 
@@ -68,7 +71,8 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
 
     def run(*args: Any) -> Any:
         with arithmetic_on(args[0]):
-            return implementation(*args)
+            outputs = implementation(*args)
+        return tuple(outputs) if isinstance(outputs, tuple) else outputs  # torch maps no named tuples
 
     IMPLEMENTATIONS[name] = run
     _library.define(schema)
@@ -88,7 +92,9 @@ def call(function: Any, *args: Any) -> Any:
     """The outputs of an `autograd.Function`; of an operator's, by its forward alone where no gradient is needed."""
     if function.setup_context is torch.autograd.Function.setup_context or not is_plain(args):
         return function.apply(*args)
-    return _eager(function).apply(*args) if differentiated(*args) else function.forward(*args)
+    if differentiated(*args):
+        return _eager(function).apply(*args)
+    return _computed.get(function, function.forward)(*args)
 
 
 @cache
@@ -97,9 +103,10 @@ def _eager(function: Any) -> Any:
 
     torch takes some microseconds more for one with a `setup_context`, whose arguments it binds by their signature.
     """
+    compute = _computed.get(function, function.forward)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        output = function.forward(*args)
+        output = compute(*args)
         function.setup_context(ctx, args, output)
         return output
 
@@ -109,12 +116,7 @@ def _eager(function: Any) -> Any:
 
 def transform(name: str, function: Any) -> None:
     """Give an operator the derivative and the vmap rule of a Function, and the Function the operator as `forward`."""
-
-    def forward(*args: Any) -> Any:
-        outputs = _called[name](*args)
-        return tuple(outputs) if isinstance(outputs, tuple) else outputs  # torch maps no named tuples
-
-    function.forward = staticmethod(forward)
+    function.forward, _computed[function] = staticmethod(_called[name]), IMPLEMENTATIONS[name]
     torch.library.register_autograd(
         f"logchain::{name}",
         function.backward,
@@ -124,25 +126,44 @@ def transform(name: str, function: Any) -> None:
     torch.library.register_vmap(f"logchain::{name}", function.vmap, lib=_library)
 
 
+def checked_values(name: str, check: Callable[[Tensor, int], None]) -> Callable[..., Tensor]:
+    """The function that calls the operator `logchain::name(values, size)`: a copy of integers that pass `check`.
+
+    `check` raises ValueError. It is an operator since values cannot be read where torch traces or maps a call.
+    """
+
+    def copy(values: Tensor, size: int) -> Tensor:
+        check(values, size)
+        return values.clone()
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], values: Tensor, size: int) -> tuple[Tensor, Any]:
+        return checked(values, size), in_dims[0]
+
+    schema = f"{name}(Tensor values, SymInt size) -> Tensor"
+    checked = operator(schema, copy, lambda values, size: torch.empty_like(values))
+    torch.library.register_vmap(f"logchain::{name}", vmap, lib=_library)
+    return checked
+
+
 def with_batch_first(
     size: int, in_dims: tuple[Any, ...], x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> list[Any]:
     """The operands with the axis that vmap maps, of this size, as their first; a shared bulk or p0 has size 1 there."""
-    axes = _batch_axes(x, in_dims[0])
-    return (
-        _mapped_first(size, axes, "x", x, in_dims[0], expand=True),
-        _mapped_first(size, axes, "bulk", bulk, in_dims[1], expand=False),
-        _mapped_first(size, axes, "p0", p0, in_dims[2], expand=False),
-        _mapped_first(size, axes, "lengths", lengths, in_dims[3], expand=True),
-    )
+    return of_each(size, "x bulk p0 lengths", in_dims, (x, bulk, p0, lengths), shared=("bulk", "p0"))
 
 
-def of_each(size: int, kinds: str, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    """The first arguments, which are of these kinds, with the mapped axis first; a shared one is expanded."""
+def of_each(
+    size: int, kinds: str, in_dims: tuple[Any, ...], args: tuple[Any, ...], *, shared: tuple[str, ...] = ()
+) -> list[Any]:
+    """The first arguments, which are of these kinds, with the mapped axis first.
+
+    One that all examples share is expanded there, or has size 1 if its kind may stay `shared`.
+    """
     names = kinds.split()
-    axes = _batch_axes(args[names.index("x")], in_dims[names.index("x")])
+    at = names.index("x")
+    batch_axes = args[at].dim() - 2 - (in_dims[at] is not None)  # of one example
     return [
-        _mapped_first(size, axes, name, operand, dim, expand=True)
+        _mapped_first(size, batch_axes, name, operand, dim, expand=name not in shared)
         for name, operand, dim in zip(names, args, in_dims, strict=False)
     ]
 
@@ -164,11 +185,6 @@ def stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor, ...]) ->
         tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         for tensor, dim in zip(tensors, in_dims, strict=False)
     ]
-
-
-def _batch_axes(x: Tensor, dim: int | None) -> int:
-    """The number of batch axes of x without the mapped one."""
-    return x.dim() - 2 - (dim is not None)
 
 
 def _mapped_first(size: int, axes: int, name: str, operand: Any, dim: int | None, *, expand: bool) -> Any:

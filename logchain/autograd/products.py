@@ -83,8 +83,8 @@ def _forward_(stack: Tensor) -> Tensor:
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
     result = stack.new_empty(stack.shape, dtype=grad.dtype)
     if result.numel():
-        whole, room = sets(stack), kernels.stack_kernels(stack)
-        write = room.prefixes_gradient if prefixes else room.product_gradient
+        whole, stacks = sets(stack), kernels.stack_kernels(stack)
+        write = stacks.prefixes_gradient if prefixes else stacks.product_gradient
         weight = grad.resolve_neg().reshape(whole.shape if prefixes else whole[:, 0].shape)
         write(weight, whole, result.view(whole.shape))
     return result.to(stack.dtype)

@@ -29,9 +29,9 @@ from ..rescues import report_chains
 
 def kept_shapes(like: Tensor, v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
     """The shapes of `messages`, `following` and `redone`; the first two are empty unless they are to be kept."""
-    of_room = kernels.chunked_kernels(like)
-    if of_room is not None:
-        shapes: tuple[tuple[int, ...], ...] = of_room.kept_shapes(v, g, m, c, segments, keep)
+    gpu = kernels.chunked_kernels(like)
+    if gpu is not None:
+        shapes: tuple[tuple[int, ...], ...] = gpu.kept_shapes(v, g, m, c, segments, keep)
         return shapes
     count = segments_of(v, segments)[0]
     return ((v + count, g, m, c), (count + 1, g, m, c), (count + 1, g * m)) if keep else ((0,), (0,), (1, g * m))
@@ -39,22 +39,22 @@ def kept_shapes(like: Tensor, v: int, g: int, m: int, c: int, segments: int, kee
 
 def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The log-partition (g, m) in float64, messages, following, redone."""
-    of_room = kernels.chunked_kernels(chain.x)
-    if of_room is not None:
-        log_norm, inside, between, rescued = of_room.forward(chain, segments, keep=keep)
+    gpu = kernels.chunked_kernels(chain.x)
+    if gpu is not None:
+        log_norm, inside, between, rescued = gpu.forward(chain, segments, keep=keep)
         report_chains(rescued)
         return log_norm, inside, between, rescued
-    room, g, m, c = kernels.chain_kernels(chain.x), chain.g, chain.m, chain.c
+    walk, g, m, c = kernels.chain_kernels(chain.x), chain.g, chain.m, chain.c
     shapes = kept_shapes(chain.x, chain.v, g, m, c, segments, keep)
     messages, following = chain.new(*shapes[0]), chain.x.new_empty(shapes[1], dtype=torch.float64)
     cut = Cut(chain, segments_of(chain.v, segments)[0])
     head_messages, segment_messages = cut.parts(messages) if keep else (None, None)
-    head, start = room.forward(cut.head(), keep=head_messages, leave=True)
-    rows, products = room.forward(cut.segments(rows=True), cut.unit_rows(), leave=True)
+    head, start = walk.forward(cut.head(), keep=head_messages, leave=True)
+    rows, products = walk.forward(cut.segments(rows=True), cut.unit_rows(), leave=True)
     between, shift = cut.between(start.values, products)
     redone = [head.redone.view(1, g * m), cut.by_segment(rows.redone.view(*cut.shape, c).any(-1)).reshape(-1, g * m)]
     if not keep:
-        last = room.forward(between)[0]
+        last = walk.forward(between)[0]
         marks = torch.cat([*redone, last.redone.view(1, g * m)]).any(0, keepdim=True)
         report_chains(marks)
         return _total([start.scale, shift, last.log_norm.view(1, g, m)]), messages, following, marks
@@ -62,7 +62,7 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     log_norm = kernels.message_kernels(chain.x).messages(between, w, following)
     entering = cut.by_set(normalised(w[:-1])[0])
     message = Message(entering, torch.zeros(2, *cut.shape, dtype=torch.float64, device=entering.device))
-    passed = room.forward(cut.segments(), message, keep=segment_messages, leave=True)[0]
+    passed = walk.forward(cut.segments(), message, keep=segment_messages, leave=True)[0]
     report_chains(torch.cat([*redone, cut.by_segment(passed.redone).reshape(-1, g * m)]).any(0))
     marks = torch.cat([head.redone.view(1, g * m), passed.redone.view(-1, g * m)])
     return _total([start.scale, shift, log_norm.view(1, g, m)]), messages, following, marks
@@ -81,12 +81,12 @@ def backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
-    of_room = kernels.chunked_kernels(chain.x)
-    if of_room is not None:
-        grad_p0: Tensor = of_room.backward(chain, segments, saved, weight, grad_x, grad_bulk)
+    gpu = kernels.chunked_kernels(chain.x)
+    if gpu is not None:
+        grad_p0: Tensor = gpu.backward(chain, segments, saved, weight, grad_x, grad_bulk)
         return grad_p0
     log_norm, messages, following, redone = saved
-    room = kernels.chain_kernels(chain.x)
+    walk = kernels.chain_kernels(chain.x)
     cut = Cut(chain, segments_of(chain.v, segments)[0])
     head_messages, segment_messages = cut.parts(messages)
     head = Kept(log_norm, head_messages, redone[0].view(chain.g, chain.m))
@@ -95,9 +95,9 @@ def backward(
     passed = Kept(log_norms, segment_messages, redone[1:].view(cut.shape), True)
     head_counts, counts = (None, None) if grad_bulk is None else cut.counts(grad_bulk)
     segment_x = None if grad_x is None else cut.steps(grad_x)
-    room.backward(cut.segments(), passed, weights, cut.by_set(following[1:]), segment_x, counts)
+    walk.backward(cut.segments(), passed, weights, cut.by_set(following[1:]), segment_x, counts)
     head_x = None if grad_x is None else grad_x[: cut.rest + 1]
-    start: Tensor = room.backward(cut.head(), head, weight, following[0], head_x, head_counts)
+    start: Tensor = walk.backward(cut.head(), head, weight, following[0], head_x, head_counts)
     if cut.homogeneous and head_counts is not None and grad_bulk is not None:
         grad_bulk.add_(head_counts)
     return start
