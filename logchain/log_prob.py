@@ -1,14 +1,12 @@
 """The log-probability of given state paths."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from . import kernels
 from .arguments import Lengths, check_dense, check_device, check_flag, check_integers, check_is_tensor, check_question
 from .autograd.chain import log_norm, packed_log_norm
-from .autograd.operator import operator
+from .autograd.operator import checked_values
 from .autograd.paths import log_weight, packed_log_weight
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
@@ -95,22 +93,11 @@ def _as_paths(states: Tensor, x: Tensor) -> Tensor:
     return states.to(torch.int64)
 
 
-def _check_values(states: Tensor, c: int) -> Tensor:
+def _check_values(states: Tensor, c: int) -> None:
     if not kernels.on_gpu(states) and states.numel():
         low, high = (int(bound) for bound in torch.aminmax(states))
         if low < -1 or high >= c:
             raise ValueError(f"states: expected values from -1 to c - 1 = {c - 1}, got {low} to {high}")
-    return states.clone()
 
 
-def _shape(states: Tensor, c: int) -> Tensor:
-    return torch.empty_like(states)
-
-
-def _vmap(info: Any, in_dims: tuple[Any, ...], states: Tensor, c: int) -> tuple[Tensor, Any]:
-    return _checked(states, c), in_dims[0]
-
-
-# an operator, inside which the values are at hand even if the call is traced or mapped
-_checked = operator("checked_states(Tensor states, SymInt c) -> Tensor", _check_values, _shape)
-torch.library.register_vmap("logchain::checked_states", _vmap)
+_checked = checked_values("checked_states", _check_values)

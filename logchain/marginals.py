@@ -2,13 +2,12 @@
 
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_choice, check_question
-from .autograd.chain import forward, gradient
+from .autograd.chain import posteriors
 from .autograd.chain_operators import short_of
-from .operands import arithmetic_dtype, differentiated
+from .operands import Operands, arithmetic_dtype, differentiated
 from .rescues import report_chains
 from .schedules.packed import Packed, PackedChain
 
@@ -100,8 +99,6 @@ def marginals(
     if transitions == "full":
         *batch, v, c = x.shape
         bulk = bulk.expand(*batch, v - 1, c, c)
-    kept = forward(x, bulk, p0, ends, log_params, True)
     needs = True, transitions is not None, False
-    ones = torch.ones_like(kept.log_norm)
-    states, counts, _ = gradient(ones, x, bulk, p0, ends, kept, log_params, True, needs)
-    return Marginals(states, counts if transitions else None, kept.log_norm.to(dtype, copy=True))
+    log_norm, (states, counts, _) = posteriors(Operands(x, bulk, p0, ends, log_params), needs)
+    return Marginals(states, counts if transitions else None, log_norm.to(dtype, copy=True))

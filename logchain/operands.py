@@ -29,16 +29,23 @@ class Operands(NamedTuple):
 
 
 def chain_of(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, *, by_log: bool = False
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    log_params: bool,
+    *,
+    by_log: bool = False,
+    whole: bool = False,
 ) -> tuple[Layout, Chain]:
-    """The layout and the chain, cut at the longest length; not on a GPU, where lengths are not read."""
+    """The layout and the chain, cut at the longest length unless `whole` or on a GPU, where lengths are not read."""
     layout = Layout.of(x, bulk)
     ends, v = None, x.shape[-2]
     if lengths is not None:
         ends = layout.sequences(lengths)[..., None]
         if not kernels.on_gpu(x):
             check_lengths(lengths, v)
-            v = int(lengths.max())
+            v = v if whole else int(lengths.max())
     steps, matrices = layout.steps_first(x), layout.matrices(bulk)
     if lengths is not None or v == 1:
         steps, matrices = steps[:v], matrices[: v - 1]

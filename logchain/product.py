@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from .arguments import Lengths, check_alone, check_flag, check_question
-from .autograd.chain import TREE, log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
-from .autograd.chain_operators import short_of
+from .autograd.chain import log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
+from .autograd.chain_operators import TREE, short_of
 from .operands import Operands, arithmetic_dtype, differentiated
 from .progress import check_progress
 from .schedules import budget, choose
@@ -111,6 +111,7 @@ def product(
     """
     alone = lengths is None and cu_seqlens is None and memory_budget is None
     if alone and strategy == "auto" and progress is False:
+        # a short chain on a CPU is one call of C, whose arguments are cached for operands of the same shapes
         keep = differentiated(x, bulk, p0)
         short = short_of(x, bulk, p0, log_params, keep, choose.is_sequential)
         if short is not None:
@@ -131,10 +132,11 @@ def product(
     dtype = arithmetic_dtype(x, bulk, p0)
     if memory_budget is not None:
         keep = differentiated(x, bulk, p0)
-        steps = budget.every_within(memory_budget, x, bulk, p0, keep)
-        if steps is not None:
-            return log_norm_in_pieces(Operands(x, bulk, p0, ends, log_params), steps, keep, progress).to(dtype)
-        strategy = "sequential"  # the budget holds all messages, but maybe not what other schedules need beside them
+        steps_between_checkpoints = budget.every_within(memory_budget, x, bulk, p0, keep)
+        if steps_between_checkpoints is not None:
+            operands = Operands(x, bulk, p0, ends, log_params)
+            return log_norm_in_pieces(operands, steps_between_checkpoints, keep, progress).to(dtype)
+        strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
     schedule = choose.of(x, bulk, p0, log_params, ends is not None, strategy)
     segments = TREE if schedule.name == "tree" else schedule.segments
     return log_norm(x, bulk, p0, ends, log_params, segments=segments, dtype=dtype)

@@ -18,11 +18,11 @@ from .streams.stretch import Calls
 
 
 class StreamUpdate(NamedTuple):
-    """What is known after a piece of k variables.
+    """The results of `Stream.update` after a piece of k variables.
 
-    `log_norm` [*B]: of all so far. `filtered` [*B, k, c]: of each state of the piece, given all up to it. `smoothed`
-    [*B, m, c]: of the next m states, given `lag` variables more; None without a lag. `states` int64 [*B, m]: the next m
-    states of the best path; None without `viterbi`.
+    `log_norm` [*B]: the log-partition of all so far. `filtered` [*B, k, c]: the posterior of each state of the piece,
+    given all up to it. `smoothed` [*B, m, c]: the posteriors of the next m states, given `lag` more variables; None
+    without a lag. `states` int64 [*B, m]: the next m states of the best path; None without `viterbi`.
     """
 
     log_norm: Tensor
@@ -34,8 +34,8 @@ class StreamUpdate(NamedTuple):
 class Stream:
     r"""`logchain.product` of a chain that comes in pieces, in constant memory, with posteriors as they become known.
 
-    After any division into pieces `log_norm` is that of the whole chain so far. Between pieces one forward
-    message is kept, and what was taken out of it.
+    After each piece `log_norm` is the log-partition of the whole chain so far, however it is divided. Between pieces
+    one forward message is kept, and the logarithm of its sum.
 
     Args:
         bulk: one transition matrix `[*B or ones, 1, c, c]`, `[from, to]`, for every step; None where each update brings
@@ -45,22 +45,22 @@ class Stream:
         lag: L: return each state's posterior given everything up to L variables later (fixed-lag smoothing).
         viterbi: return the states of the best path as soon as they are final.
         filtered: return the posterior of each state given everything up to it; False saves the time.
-        detach: what earlier pieces left is a constant for the gradients of the present one, and memory is constant;
-            with False gradients reach back to the first piece, and so does memory.
+        detach: gradients stop at the start of the present piece, so that memory is constant; with False they reach back
+            to the first piece, and so does memory.
         dtype: dtype of the results; by default float64 if an operand so far is float64, otherwise float32.
         validate: also check the values of each piece, which costs a pass over the data.
 
     Operands may be float32, float64, bfloat16 or float16; the arithmetic within a piece is that of `logchain.product`,
-    what is carried to the next one is float64, and steps that are differentiated are too. Sequences may end and start
-    anew at different times: see `update` and `reset`. Nobody's NaN reaches another sequence.
+    the message between pieces is float64, and so are all steps with gradients. Sequences may end and start anew at
+    different times: see `update` and `reset`. A NaN in one sequence does not reach the others.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
 
-    Where no gradient is wanted of an operand (`torch.no_grad()`, or none that requires one) the chain's own kernels
-    walk a piece; otherwise each step is some of torch's operators, far slower for few states. Inside
-    `torch.compile` there are graph breaks; `torch.vmap` and forward derivatives are refused.
+    Without gradients (in `torch.no_grad()`, or if no operand requires one) the chain's kernels compute a piece; with
+    gradients each step takes several of torch's operators, which is far slower for few states. Inside `torch.compile`
+    there are graph breaks; `torch.vmap` and forward derivatives raise NotImplementedError.
 
     Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, beside a fraction of a
     millisecond whatever k is; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions
@@ -101,13 +101,7 @@ class Stream:
         validate: bool = False,
     ) -> None:
         check_stream(bulk, p0, lag, dtype)
-        flags = {
-            "log_params": log_params,
-            "viterbi": viterbi,
-            "filtered": filtered,
-            "detach": detach,
-            "validate": validate,
-        }
+        flags = dict(log_params=log_params, viterbi=viterbi, filtered=filtered, detach=detach, validate=validate)
         for name, flag in flags.items():
             check_flag(name, flag)
         self._bulk, self._p0 = bulk, p0
@@ -115,7 +109,7 @@ class Stream:
         self._filtered, self._detach, self._dtype, self._validate = filtered, detach, dtype, validate
         self._state: State | None = None
         self._calls = Calls()
-        # pieces are filtered, and nothing else is done with them
+        # no question is asked of a piece but the filtered posteriors
         self._filters = bulk is not None and not (lag or viterbi or validate)
 
     @property
@@ -133,7 +127,7 @@ class Stream:
     def update(
         self, x_piece: Tensor, bulk_piece: Tensor | None = None, *, lengths: Lengths | None = None
     ) -> StreamUpdate:
-        """Go on by the next k variables.
+        """The log-partition, posteriors and best states after the next k variables.
 
         Args:
             x_piece: log-potentials `[*B, k, c]` in nats; k may be another one each time, and 0. `B` stays as it is.
@@ -146,10 +140,11 @@ class Stream:
 
         Returns:
             `StreamUpdate`. Posteriors are 0, and states -1, where a sequence has no variable and where it is
-            impossible. A posterior with a lag does not see beyond its sequence's end. The best path is final up to
-            where all paths that may still win, in all sequences, go through one state; what is impossible or NaN has
-            state -1 from the first variable that had not been returned before. All but the states can be
-            differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
+            impossible. A posterior with a lag is given no variable behind its sequence's end. The best path is final up
+            to where, in every sequence, all paths that may still win go through one state; a sequence that is
+            impossible or NaN has state -1 from the first variable that had not been returned before. All results but
+            the states can be differentiated twice with respect to the operands of this piece (see `detach` for earlier
+            ones).
         """
         x = x_piece
         repeated = self._repeated(x, bulk_piece, lengths)
@@ -177,7 +172,7 @@ class Stream:
         carried, posteriors, messages = filtered(raw, state.carried, dtype, piece if self._lag else None, self._calls)
         over = state.over
         if ends is not None:
-            wrong = (ends < 0) | (ends > k)  # of a device whose values are not looked at
+            wrong = (ends < 0) | (ends > k)  # on a GPU lengths have not been checked
             carried, over = carried._replace(total=carried.total.masked_fill(wrong, torch.nan)), over | (ends < k)
         state = state._replace(
             carried=carried,
@@ -199,10 +194,9 @@ class Stream:
         return self._to(state, posteriors, ready, states)
 
     def _repeated(self, x: Tensor, bulk_piece: Tensor | None, lengths: Lengths | None) -> StreamUpdate | None:
-        """What `update` returns after a piece like the last ones, by one call of the library; None if more is to do.
+        """The results of `update` by one call of the C library, for a piece like the last ones; None for any other.
 
-        Of sequences that all go on, where nothing but the log-partition and what is filtered is wanted, and nobody
-        differentiates, everything else is known from the last pieces.
+        All sequences must go on, without gradients, and only log-partition and filtered posteriors be asked for.
         """
         state = self._state
         if state is None or not state.running or bulk_piece is not None or lengths is not None or not self._filters:
@@ -220,9 +214,9 @@ class Stream:
         return StreamUpdate(log_norm, shares, None, None)
 
     def flush(self) -> StreamUpdate:
-        """End all sequences, and return the posteriors and states that were still waiting for more variables.
+        """The posteriors and states that were still waiting for more variables, with all sequences ended.
 
-        `reset` starts them anew.
+        `reset` starts sequences anew.
         """
         state = self._begun()
         message, ready, states = state.carried.message, None, None
@@ -244,9 +238,9 @@ class Stream:
             self._state = state.anew(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later updates depend on besides the arguments of the stream: tensors, integers and names of dtypes.
+        """The state that later updates depend on, besides the arguments of the stream: tensors, numbers and flags.
 
-        A stream of the same arguments that loads it goes on with the same bits. Gradients are not in it.
+        A stream of the same arguments that loads it goes on with the same bits. It holds no gradients.
         """
         return {"options": self._options(), "state": None if self._state is None else self._state.plain()}
 
@@ -276,12 +270,12 @@ class Stream:
         return self._dtype or (torch.float64 if state.double else torch.float32)
 
     def _to(self, state: State, posteriors: Tensor | None, ready: Tensor | None, states: Tensor | None) -> StreamUpdate:
-        """Go over to a state; what `update` returns."""
+        """The results of `update`, with `state` as the stream's new state."""
         self._state = state
         ready = None if ready is None else ready.to(self._result_dtype(state))
         return StreamUpdate(self.log_norm, posteriors, ready, states)
 
     def _check_values(self, piece: Piece, x: Tensor, bulk: Tensor) -> None:
-        """Raise for NaN, +inf or a negative probability in what has influence."""
+        """Raise for NaN, +inf or a negative probability in values that have influence."""
         bulk = bulk if bulk is self._bulk else only_used(bulk, piece.linked)
         check_values(torch.where(piece.active[..., None], x, 0.0), bulk, self._p0, self._log_params, None)

@@ -1,7 +1,10 @@
 """The log-partition of a chain, differentiable in every schedule.
 
-Where something traces or maps, the operators of `autograd.chain_functions` compute. Otherwise one Function,
-`LogPartition`, has the schedule as an argument, and keeps the operands and what the schedule keeps.
+Two Functions of torch compute it. `LogNorm`, with the derivative `Gradient`, takes the sequential, the chunked or the
+tree schedule, also inside torch.compile and torch.func: `apply` calls it, or its operator `logchain::log_norm` while
+torch.compile traces. `LogPartition` takes a schedule as an argument: that of a short chain on a CPU, of a chain within
+a memory budget, or of packed sequences. In either the gradients are posterior marginals, computed by a backward pass
+from the operands and what the schedule keeps, which are the forward messages or some of them.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -18,18 +21,8 @@ from ..schedules.checkpoints import Checkpoints
 from ..schedules.packed import Packed, PackedChain
 from . import chain_operators as operators
 from .chain_functions import Gradient, LogNorm, if_needed
-from .chain_operators import TREE, Gradients, Saved
-from .operator import apply, call
-
-__all__ = [
-    "TREE",
-    "forward",
-    "gradient",
-    "log_norm",
-    "log_norm_in_pieces",
-    "packed_log_norm",
-    "short_log_norm",
-]
+from .chain_operators import Gradients, Saved
+from .operator import IMPLEMENTATIONS, Final, apply, call
 
 # which of x, bulk and p0 need a gradient
 Needs = tuple[bool, ...]
@@ -45,35 +38,50 @@ def log_norm(
     segments: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The log-partition [*B], found in float64, as a tensor of `dtype`. Arguments have been checked.
+    """The log-partition [*B], computed in float64, as a tensor of `dtype`. Arguments have been checked.
 
-    `segments`: how many segments are walked side by side; 1 for the sequential schedule, `TREE` for that of pairs of
-    matrices, None for what the device's model says, among all but the last.
+    `segments` names the schedule: 1 for sequential, more for chunked into so many, `TREE` for tree; None for the one
+    that is fastest by the model of the device, but sequential in place of tree.
     """
     if segments is None:
         segments = choose.of(x, bulk, p0, log_params, lengths is not None, "auto").segments
-    operands, keep = Operands(x, bulk, p0, lengths, log_params), differentiated(x, bulk, p0)
-    if not is_plain(operands):
-        value: Tensor = apply(LogNorm, operators.log_norm, *operands, keep, segments)[0]
-        return value.to(dtype, copy=True)
-    if keep:
-        return _differentiable(operands, _ByOperators(segments, dtype))
-    return operators.log_norm_here(operands, False, segments).log_norm.to(dtype)
+    keep = differentiated(x, bulk, p0)
+    arguments = x, bulk, p0, lengths, log_params, keep, segments
+    value: Tensor
+    if keep or not is_plain(arguments):
+        value = apply(LogNorm, operators.log_norm, *arguments)[0]
+        return value.to(dtype, copy=True)  # the Function may have saved the value, which the caller may change
+    value = IMPLEMENTATIONS["log_norm"](*arguments)[0]
+    return value.to(dtype)
+
+
+def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -> tuple[Tensor, Gradients]:
+    """The log-partition [*B] in float64, and the gradients of its sum with respect to x, log bulk and log p0.
+
+    These are state posteriors, expected transitions and initial posteriors, times a `weight` [*B] if there is one, and
+    each in the shape of its operand; an empty tensor for one that is not needed.
+    """
+    *tensors, log_params = operands
+    saved = Saved(*apply(LogNorm, operators.log_norm, *operands, True, 1))
+    weight = torch.ones_like(saved.log_norm) if weight is None else weight
+    by_log, segments = True, 1
+    options = log_params, by_log, *needs, segments
+    return saved.log_norm, apply(Gradient, operators.log_norm_backward, weight, *tensors, *saved, *options)
 
 
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
-    """The log-partition [*B] of a short chain on a CPU, in the dtype of the operands."""
-    if keep:
-        with_gradient: Tensor = call(LogPartition, x, bulk, p0, None, log_params, _ByShort(short))
-        return with_gradient
+    """The log-partition [*B] of a short chain on a CPU, in the dtype of the operands; see `short_of`."""
     value: Tensor
+    if keep:
+        value = call(LogPartition, x, bulk, p0, None, log_params, _ByShort(short))
+        return value
     value, _, redone = short.value(x, bulk, p0, False)
     report_chains(redone)
     return value
 
 
 def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progress: bool = False) -> Tensor:
-    """The log-partition [*B] in float64, with a checkpoint after so many steps: it has one derivative.
+    """The log-partition [*B] in float64, with a checkpoint after every so many steps; it can be differentiated once.
 
     `keep`: the checkpoints, for a backward pass. `progress`: show a bar over the pieces of either pass.
     """
@@ -83,61 +91,32 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
     if x.numel() == 0:  # nothing to cut
         return log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
     schedule = _ByCheckpoints(every, progress)
-    return _differentiable(operands, schedule) if keep else schedule.forward(operands, False)[0]
+    value: Tensor = call(LogPartition, *operands, schedule) if keep else schedule.forward(operands, False)[0]
+    return value
 
 
 def packed_log_norm(packed: Packed, log_params: bool) -> Tensor:
     """The log-partition [n] in float64 of sequences that lie one behind the other."""
-    operands = Operands(packed.x, packed.bulk, packed.p0, None, log_params)
     if not packed.in_place:
         return packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
-    if differentiated(*operands[:3]):
-        return _differentiable(operands, _ByRows(packed))
+    if differentiated(*packed.operands):
+        value: Tensor = call(LogPartition, *packed.operands, None, log_params, _ByRows(packed))
+        return value
     return PackedChain(packed, log_params).forward(False).log_norm.view(-1)
-
-
-def forward(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool) -> Saved:
-    """The log-partition, and what its gradient needs."""
-    return Saved(*apply(LogNorm, operators.log_norm, x, bulk, p0, lengths, log_params, keep, 1))
-
-
-def gradient(
-    grad: Tensor,
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    saved: Saved,
-    log_params: bool,
-    by_log: bool,
-    needs: Needs,
-) -> Gradients:
-    """The gradients of `sum(grad * log_norm)`; an empty tensor for one that is not needed.
-
-    `by_log`: with respect to the logarithms of bulk and p0, though these be linear.
-    """
-    arguments = grad, x, bulk, p0, lengths, *saved, log_params, by_log, *needs, 1
-    gradients: Gradients = apply(Gradient, operators.log_norm_backward, *arguments)
-    return gradients
 
 
 class Schedule(Protocol):
     """What `LogPartition` asks of a schedule."""
 
-    def forward(self, operands: Operands, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The log-partition [*B] in memory of its own, and what the gradient needs."""
+    def forward(self, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The log-partition [*B] in memory of its own, and what `gradients` needs besides the operands."""
 
     def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-        """The gradients of `sum(grad * log_norm)`, None for one that is not needed."""
-
-
-def _differentiable(operands: Operands, schedule: Schedule) -> Tensor:
-    value: Tensor = call(LogPartition, *operands, schedule)
-    return value
+        """The gradients of `sum(grad * log_norm)` with respect to x, bulk and p0; None for one that is not needed."""
 
 
 class LogPartition(torch.autograd.Function):
-    """x, bulk, p0, lengths, log_params, schedule -> log-partition, where nothing traces or maps."""
+    """x, bulk, p0, lengths, log_params, schedule -> log-partition."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -154,28 +133,13 @@ class LogPartition(torch.autograd.Function):
         return *ctx.schedule.gradients(operands, saved, grad, ctx.needs_input_grad[:3]), None, None, None
 
 
-class _ByOperators(NamedTuple):
-    """The schedules that the operators know: sequential, chunked and tree."""
-
-    segments: int
-    dtype: torch.dtype
-
-    def forward(self, operands: Operands, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        saved = operators.log_norm_here(operands, keep, self.segments)
-        return saved.log_norm.to(self.dtype, copy=True), saved
-
-    def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-        *tensors, log_params = operands
-        return if_needed(call(Gradient, grad, *tensors, *saved, log_params, False, *needs, self.segments), needs)
-
-
 class _ByShort(NamedTuple):
-    """The sequential schedule of a short chain on a CPU, by what is known of chains like it."""
+    """The sequential schedule of a short chain on a CPU, in one call of the C library whose arguments are cached."""
 
     short: Any
 
-    def forward(self, operands: Operands, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        value, saved, redone = self.short.value(*operands[:3], keep)
+    def forward(self, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
+        value, saved, redone = self.short.value(*operands[:3], True)
         report_chains(redone)
         return value, (saved,)
 
@@ -190,7 +154,7 @@ class _ByShort(NamedTuple):
 
 
 class _ByCheckpoints(NamedTuple):
-    """A chain in pieces, of which the messages between them are kept."""
+    """The sequential schedule in pieces of `every` steps, which keeps the messages between pieces alone."""
 
     every: int
     progress: bool
@@ -212,25 +176,26 @@ class _ByCheckpoints(NamedTuple):
         return gradients
 
 
-class _Once(torch.autograd.Function):
-    """compute, grad, x, bulk, p0 -> gradients, which have no derivative."""
+class _Once(Final):
+    """compute, grad, x, bulk, p0 -> gradients, which cannot be differentiated again."""
+
+    refusal = "memory_budget: expected one derivative, got a second; pass None for two"
 
     @staticmethod
-    def forward(ctx: Any, compute: Any, *tensors: Tensor) -> Any:
+    def forward(compute: Any, *tensors: Tensor) -> Any:
         return compute(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("memory_budget: expected one derivative, got a second; pass None for two")
 
 
 class _ByRows(NamedTuple):
-    """Packed sequences, walked where they lie; derivatives of gradients by padded batches."""
+    """The sequential schedule of packed sequences, read where they lie.
+
+    Where gradients are to be differentiated again they are computed from padded batches.
+    """
 
     packed: Packed
 
-    def forward(self, operands: Operands, keep: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        residuals = PackedChain(self.packed, operands.log_params).forward(keep)
+    def forward(self, operands: Operands) -> tuple[Tensor, tuple[Tensor, ...]]:
+        residuals = PackedChain(self.packed, operands.log_params).forward(True)
         return residuals.log_norm.flatten().clone(), residuals[:3]
 
     def gradients(self, operands: Operands, saved: tuple[Tensor, ...], grad: Tensor, needs: Needs) -> tuple[Any, ...]:
@@ -249,9 +214,9 @@ class _ByRows(NamedTuple):
 
 
 def _through_padding(packed: Packed, log_params: bool, grad: Tensor, needs: Needs) -> tuple[Any, ...]:
-    """The gradients of packed operands, None for one that is not needed, as functions that can be differentiated."""
+    """The gradients of packed operands with a graph of their own, None for one that is not needed."""
     with torch.enable_grad():
         value = packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
-        wanted = [operand for operand, need in zip((packed.x, packed.bulk, packed.p0), needs, strict=True) if need]
+        wanted = [operand for operand, need in zip(packed.operands, needs, strict=True) if need]
         gradients = iter(torch.autograd.grad(value, wanted, grad, create_graph=True))
     return tuple(next(gradients) if need else None for need in needs)

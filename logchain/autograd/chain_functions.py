@@ -1,10 +1,12 @@
-"""The operators of a chain as Functions: what is whose derivative, and how each is mapped.
+"""The log-partition and its derivatives as Functions of torch, each with its own derivative and its rule for vmap.
 
-    log-partition  --gradient-->  posteriors  --along tangents-->  covariances
+    LogNorm    log Z
+    Gradient   weight * d log Z                    posterior marginals
+    Along      d log Z along tangents              their expectation
+    Second     d(sum of Gradient * tangents)       covariances
 
-Each has derivatives up to the second, a rule for vmap, and is known to torch.compile. Kept for the backward pass are
-the operands and what the schedule keeps; gradients have the operands' own shapes. Derivatives of gradients, and those
-along tangents, do not depend on the schedule.
+`LogNorm` and `Gradient` can be differentiated twice and once. For the backward pass they keep the operands and what
+the schedule keeps; gradients have the shapes of their operands. `Along` and `Second` do not depend on the schedule.
 """
 
 from typing import Any
@@ -13,12 +15,12 @@ import torch
 from torch import Tensor
 
 from . import chain_operators  # noqa: F401  registers the operators
-from . import tangents as tangent_operators  # noqa: F401  likewise
-from .operator import as_one, call, of_each, transform, with_batch_first
+from .operator import Final, Saving, as_one, call, of_each, transform, with_batch_first
+from .tangents import quotient
 
 
 class LogNorm(torch.autograd.Function):
-    """x, bulk, p0, lengths, log_params, keep, segments -> Saved."""
+    """x, bulk, p0, lengths, log_params, keep, segments -> the log-partition and the rest of `chain_operators.Saved`."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -44,7 +46,7 @@ class LogNorm(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         operands = with_batch_first(info.batch_size, in_dims, *args[:4])
-        # a mapped tensor does not say that a gradient is wanted of it
+        # whether a gradient is wanted cannot be seen: a mapped tensor says that it needs none
         keep = args[5] or torch.is_grad_enabled()
         return call(LogNorm, *operands, args[4], keep, args[6]), (0, None, None, None)
 
@@ -69,12 +71,12 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        """Linear in `grad`; in the operands, their covariances, which are symmetric."""
+        """The gradients are linear in `grad`; their Jacobian in the operands, covariances, is symmetric."""
         grad, x, bulk, p0, lengths, *saved = ctx.saved_tensors
         along_grad, along_x, along_bulk, along_p0 = tangents[:4]
-        wide = ctx.by_log and not ctx.log_params  # tangents are linear, but the gradients are not
+        wide = ctx.by_log and not ctx.log_params  # tangents of weights, but gradients of their logarithms
         if wide:
-            along_bulk, along_p0 = _quotient(along_bulk, bulk), _quotient(along_p0, p0)
+            along_bulk, along_p0 = quotient(along_bulk, bulk), quotient(along_p0, p0)
         options = ctx.log_params, ctx.by_log
         second = call(Second, grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, *options)
         derivatives = [second[1], second[2] * bulk, second[3] * p0] if wide else list(second[1:])
@@ -85,7 +87,7 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Each example has gradients of its own, also of an operand that all share: so the messages are made again."""
+        """A shared operand has a gradient for each example too, so the forward messages are computed again."""
         log_params, _, *needs, segments = options = args[9:]
         grad, *operands = of_each(info.batch_size, "grad x bulk p0 lengths", in_dims, args)
         saved = call(LogNorm, *operands, log_params, True, segments)
@@ -93,13 +95,8 @@ class Gradient(torch.autograd.Function):
         return as_one(info.batch_size, gradients, in_dims[1:4], args[1:4], needs), (0, 0, 0)
 
 
-class Along(torch.autograd.Function):
+class Along(Saving):
     """x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> the log-partition's derivative."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.log_params, ctx.by_log = inputs
-        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,10 +105,10 @@ class Along(torch.autograd.Function):
         first: tuple[Tensor | None, ...] = (None,) * 3
         second: tuple[Tensor | None, ...] = (None,) * 4
         if any(needs[:3]):
-            second = call(Second, grad, x, bulk, p0, lengths, *tangents, ctx.log_params, ctx.by_log)
+            second = call(Second, grad, x, bulk, p0, lengths, *tangents, *ctx.options)
         if any(needs[4:7]):
-            saved = call(LogNorm, x, bulk, p0, lengths, ctx.log_params, True, 1)
-            first = call(Gradient, grad, x, bulk, p0, lengths, *saved, ctx.log_params, ctx.by_log, *needs[4:7], 1)
+            saved = call(LogNorm, x, bulk, p0, lengths, ctx.options[0], True, 1)
+            first = call(Gradient, grad, x, bulk, p0, lengths, *saved, *ctx.options, *needs[4:7], 1)
         return (*if_needed(second[1:], needs[:3]), None, *if_needed(first, needs[4:7]), None, None)
 
     @staticmethod
@@ -120,19 +117,13 @@ class Along(torch.autograd.Function):
         return call(Along, *operands, *args[7:]), 0
 
 
-class Second(torch.autograd.Function):
-    """The gradients, with respect to grad, x, bulk and p0, of the products of `Gradient` with tangents.
+class Second(Final):
+    """grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> gradients.
 
-    grad, x, bulk, p0, lengths, along_x, along_bulk, along_p0, log_params, by_log -> gradients.
+    They are those of the sum of the outputs of `Gradient` times the tangents, with respect to grad, x, bulk and p0.
     """
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
-        raise RuntimeError("logchain: expected at most two derivatives, got a third")
+    refusal = "logchain: expected at most two derivatives, got a third"
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -143,12 +134,8 @@ class Second(torch.autograd.Function):
 
 
 def if_needed(gradients: Any, needs: Any) -> tuple[Any, ...]:
-    """The gradients that are needed, None for the others."""
+    """The gradients, with None for one that is not needed."""
     return tuple(value if need else None for value, need in zip(gradients, needs, strict=True))
-
-
-def _quotient(tangent: Tensor | None, value: Tensor) -> Tensor | None:
-    return None if tangent is None else torch.where(value == 0, 0.0, tangent / torch.where(value == 0, 1.0, value))
 
 
 transform("log_norm", LogNorm)

@@ -1,6 +1,7 @@
-"""What the operators of a chain compute: the log-partition and its gradient, in whichever schedule.
+"""The operators `logchain::log_norm` and `logchain::log_norm_backward`: a chain's log-partition and its gradient.
 
-They know shapes, layouts and kernels; which is the derivative of which is said in `autograd.chain`.
+Their argument `segments` names the schedule: 1 is sequential, more is chunked, `TREE` is tree. That one is the
+derivative of the other is said in `autograd.chain_functions`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,19 +20,19 @@ from ..schedules import chunked
 from . import tree_operators
 from .operator import operator
 
-# in place of a number of segments, the schedule that multiplies pairs of matrices
+# a number of segments that names the tree schedule
 TREE = 0
 
-# those of x, bulk and p0 in their own shapes, each empty where it is not needed
+# the gradients of x, bulk and p0 in their own shapes, each empty where it is not needed
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Saved(NamedTuple):
-    """The log-partition [*B] in float64, and what the gradient needs beside the operands.
+    """The log-partition [*B] in float64, and what the gradient needs besides the operands.
 
-    Of a chain walked in one: messages (v, g, m, c), nothing, and which sequences were redone (g, m); a GPU counts
-    single sums that were redone. For a chain cut into segments see `schedules.chunked`, for a tree
-    `autograd.tree_operators`.
+    Sequential: forward `messages` (v, g, m, c), an empty `following`, and which sequences were `redone` exactly (g, m),
+    or on a GPU the number of sums that were. Chunked: see `schedules.chunked`. Tree: `messages` between pieces, see
+    `autograd.tree_operators`; the other two are empty.
     """
 
     log_norm: Tensor
@@ -54,58 +55,59 @@ def _forward(
         log_norm, messages, redone = short.apart(x, bulk, p0, keep)
         report_chains(redone)
         return Saved(log_norm, messages, messages.new_empty(0), redone)
-    layout, chain = chain_of(*operands)
     if _chunked(x, lengths, segments):
-        saved = Saved(*chunked.forward(chain, segments, keep=keep, steps=x.shape[-2]))
+        layout, chain = chain_of(*operands, whole=True)
+        saved = Saved(*chunked.forward(chain, segments, keep=keep))
         return saved._replace(log_norm=_in_order(layout, saved.log_norm))
-    room = kernels.new_messages(chain, x.shape[-2]) if keep else None
-    log_norm, messages, redone, _ = kernels.chain_kernels(x).forward(chain, keep=room)[0]
+    layout, chain = chain_of(*operands)
+    memory = kernels.new_messages(chain, x.shape[-2]) if keep else None
+    log_norm, messages, redone, _ = kernels.chain_kernels(x).forward(chain, keep=memory)[0]
     report_chains(redone)
     return Saved(_in_order(layout, log_norm), messages, messages.new_empty(0), redone)
 
 
 def _in_order(layout: Layout, log_norm: Tensor) -> Tensor:
-    """(g, m) as [*B], in memory of its own."""
+    """The log-partition (g, m) as [*B], in memory of its own."""
     return layout.batched(log_norm).clone(memory_format=torch.contiguous_format)
 
 
-def log_norm_here(operands: Operands, keep: bool, segments: int) -> Saved:
-    """What the operator `log_norm` returns, past torch's dispatch."""
-    with kernels.arithmetic_on(operands.x):
-        return _forward(*operands, keep, segments)
-
-
-def is_good(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
-    """True of operands that go together; raises."""
+def _go_together(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
+    """True; raises if the operands do not go together."""
     check_chain(x, bulk, p0)
     return True
 
 
 def short_of(
-    x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool = False, wanted: Callable[..., bool] = is_good
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    log_params: bool,
+    keep: bool = False,
+    wanted: Callable[..., bool] = _go_together,
 ) -> Any:
-    """What is known of short chains like these on a CPU, see `kernels.cpu.short`; None for others.
+    """The `kernels.cpu.short.Short` of operands on a CPU, which answers in one call of C; None for all others.
 
-    `wanted` is asked, and checks the operands, at the first of them; what `keep` is may count.
+    `wanted` checks the operands and says whether to take a `Short`; it is called once for all chains of the same
+    shapes, strides, dtypes, `log_params` and `keep`.
     """
     try:
         if not (type(log_params) is bool and is_plain((x, bulk, p0)) and bulk.is_cpu and p0.is_cpu and kernels.in_c(x)):
             return None
         return kernels.short_calls().short_of(x, bulk, p0, log_params, keep, wanted, chain_of)
-    except (AttributeError, RuntimeError):  # one is no dense tensor
+    except (AttributeError, RuntimeError):  # an operand that is no dense tensor
         check_chain(x, bulk, p0)
         raise
 
 
 def _chunked(x: Tensor, lengths: Tensor | None, segments: int) -> bool:
-    """Whether the chain is cut into segments; on a GPU it is not where sequences have lengths."""
+    """Whether a chain is cut into segments: never for two variables, nor on a GPU for sequences with lengths."""
     return min(segments, x.shape[-2] - 1) > 1 and not (lengths is not None and kernels.on_gpu(x))
 
 
 def _kept_shapes(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool, segments: int
 ) -> Saved:
-    """Memory for what `log_norm` returns, unwritten; messages are empty where they are not to be kept."""
+    """Memory for the outputs of `log_norm`, unwritten; messages are empty unless they are to be kept."""
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
     dtype = arithmetic_dtype(x, bulk, p0)
@@ -145,10 +147,11 @@ def _backward(grad: Tensor, *args: Any) -> Gradients:
 def _gradients(
     operands: Operands, saved: Saved, grad: Tensor, needs: Sequence[bool], by_log: bool, segments: int
 ) -> Gradients:
-    """The gradients of operands, in their own shapes, by the sequential or the chunked schedule."""
+    """The gradients of the operands by the sequential or the chunked schedule."""
     x, bulk, p0, lengths, _ = operands
     grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), needs)
-    layout, chain = chain_of(*operands, by_log=by_log)
+    in_segments = _chunked(x, lengths, segments)
+    layout, chain = chain_of(*operands, by_log=by_log, whole=in_segments)
     into_x = into_bulk = None
     if needs[0]:
         into_x = layout.steps_first(grad_x)
@@ -161,8 +164,8 @@ def _gradients(
         into_bulk = into_bulk[: chain.v - 1]
     saved = saved._replace(log_norm=layout.sequences(saved.log_norm))
     weight = layout.sequences(grad)
-    if _chunked(x, lengths, segments):
-        start = chunked.backward(chain, segments, saved, weight, into_x, into_bulk, steps=x.shape[-2])
+    if in_segments:
+        start = chunked.backward(chain, segments, saved, weight, into_x, into_bulk)
     else:
         residuals = Kept(saved.log_norm, saved.messages, saved.redone)
         start = kernels.chain_kernels(x).backward(chain, residuals, weight, None, into_x, into_bulk)

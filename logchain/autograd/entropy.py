@@ -1,10 +1,12 @@
-"""Entropies of paths, and divergences between the paths of two chains, as operators of torch that have a gradient.
+"""The entropy of a chain's paths, and the divergence between those of two chains, as operators of torch.
 
-    H = log Z - E[t]        dH/dt = -(dE[t]/dt' along t)        t: the logarithms of all weights
-    KL = E[t - s] - log Z + log Z'        dKL/dt = dE[t]/dt' along t - s        dKL/ds = E' - E
+With t the logarithms of all weights of a path, x included, and s those of the other chain:
 
-E[t] is what the log-partition changes by along t, and its derivative along a tangent is a covariance, which
-`autograd.chain` finds. Both exist once: what a covariance depends on is not differentiated again.
+    H = log Z - E[t]                      dH = -Cov(t, dt)
+    KL = E[t - s] - log Z + log Z'        dKL = Cov(t - s, dt) + (E' - E)[ds]
+
+E and Cov are those of the chain's posterior over paths, E' that of the other one. E[t] is the derivative of the
+log-partition along t (`Along`), and Cov that of E (`Second`). Each operator can be differentiated once.
 """
 
 from collections.abc import Callable
@@ -16,13 +18,11 @@ from torch import Tensor
 from .. import kernels
 from ..operands import Operands, chain_of, differentiated
 from ..rescues import report_chains
-from ..schedules import choose
 from ..schedules.packed import Packed, PackedChain, Piece
-from .chain import forward, gradient
+from .chain import log_norm, posteriors
 from .chain_functions import Second as Covariances
 from .chain_functions import if_needed
-from .chain_operators import log_norm_here
-from .operator import apply, call, operator, transform, with_batch_first
+from .operator import Saving, apply, call, operator, transform, with_batch_first
 from .paths import finite_log
 from .tangents import log_norm_along
 
@@ -60,7 +60,10 @@ def packed_divergence(p: Packed, q: Packed, log_params: bool) -> Tensor:
 
 
 def _of_packed(padded: Callable[..., Tensor], log_params: bool, *packed: Packed) -> Tensor:
-    """One number a sequence [n]: on a CPU by the loops in C; `padded` pieces are asked for gradients, and elsewhere."""
+    """One number for each packed sequence [n], by the loops in C, or by `padded` from batches of padded sequences.
+
+    `padded` serves other devices, gradients, and the sequences that the loops do not know.
+    """
     first = packed[0]
     if not all(one.in_place for one in packed) or differentiated(*(t for one in packed for t in one.operands)):
         return first.by_sequence([padded(*pieces) for pieces in zip(*packed, strict=True)])
@@ -76,25 +79,14 @@ def _of_packed(padded: Callable[..., Tensor], log_params: bool, *packed: Packed)
     return values
 
 
-class _Question(torch.autograd.Function):
-    """The operands of one chain or of two, lengths, log_params -> a number for each sequence."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *operands, ctx.log_params = inputs
-        ctx.save_for_backward(*operands, output)
-
-
-class _Entropy(_Question):
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return _entropy(*args)
+class _Entropy(Saving):
+    """x, bulk, p0, lengths, log_params -> entropy."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, bulk, p0, lengths, _ = ctx.saved_tensors
-        tangents = _log_weights(x, bulk, p0, ctx.log_params)
-        gradients = call(Covariances, -grad, x, bulk, p0, lengths, *tangents, ctx.log_params, True)[1:]
+        x, bulk, p0, lengths = ctx.saved_tensors
+        tangents = _log_weights(x, bulk, p0, *ctx.options)
+        gradients = call(Covariances, -grad, x, bulk, p0, lengths, *tangents, *ctx.options, True)[1:]
         return (*if_needed(gradients, ctx.needs_input_grad[:3]), None, None)
 
     @staticmethod
@@ -104,10 +96,13 @@ class _Entropy(_Question):
         return call(_Entropy, *operands, log_params), 0
 
 
-class _Divergence(_Question):
+class _Divergence(torch.autograd.Function):
+    """x, bulk, p0, other_x, other_bulk, other_p0, lengths, log_params -> divergence from the other chain's paths."""
+
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return _divergence(*args)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *operands, ctx.log_params = inputs
+        ctx.save_for_backward(*operands, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,21 +128,16 @@ class _Divergence(_Question):
 
 
 def _gradients_of_p(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
-    weights = _log_weights(*p, log_params), _log_weights(*q, log_params)
-    tangents = tuple(one - other for one, other in zip(*weights, strict=True))
-    return call(Covariances, grad, *p, lengths, *tangents, log_params, True)[1:]
+    return call(Covariances, grad, *p, lengths, *_log_ratios(p, q, log_params), log_params, True)[1:]
 
 
 def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Any:
-    """Posteriors under q less those under p: over the weights themselves, where these are linear."""
-    under_p, under_q = (
-        gradient(grad, *one, lengths, forward(*one, lengths, log_params, True), log_params, True, (True, True, True))
-        for one in (p, q)
-    )
+    """The posteriors under q less those under p, divided by the weights of q where these are not logarithms."""
+    under_p, under_q = (posteriors(Operands(*one, lengths, log_params), (True, True, True), grad)[1] for one in (p, q))
     counts = [one - other for one, other in zip(under_q, under_p, strict=True)]
     if log_params:
         return counts
-    # 0 beside a NaN that nothing has used, behind the ends
+    # 0 also where the weight is NaN behind a sequence's end
     weighted = (
         torch.where((weight == 0) | (count == 0), 0.0, count / weight)
         for count, weight in zip(counts[1:], q[1:], strict=True)
@@ -156,12 +146,20 @@ def _gradients_of_q(grad: Tensor, p: Weights, q: Weights, lengths: Tensor | None
 
 
 def _log_weights(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> Weights:
-    """The logarithms of all weights, finite, in float64."""
+    """The logarithms of all weights in float64, with 0 for -inf and for NaN."""
     return finite_log(x, True), finite_log(bulk, log_params), finite_log(p0, log_params)
 
 
+def _log_ratios(p: Weights, q: Weights, log_params: bool) -> Weights:
+    """The logarithms of p's weights less those of q's."""
+    x, bulk, p0 = (
+        one - other for one, other in zip(_log_weights(*p, log_params), _log_weights(*q, log_params), strict=True)
+    )
+    return x, bulk, p0
+
+
 def _alike(p: Weights, q: Weights, *, steps: bool = True) -> tuple[Weights, Weights]:
-    """Both chains with the axes that the matrices and the initial weights of either have: views."""
+    """Both chains with matrices and initial weights expanded to the same shapes; `steps`: along the steps too."""
     lead = torch.broadcast_shapes(p[1].shape[:-3], q[1].shape[:-3])
     each = max(p[1].shape[-3], q[1].shape[-3]) if min(p[1].shape[-3], q[1].shape[-3]) else 0
     starts = torch.broadcast_tensors(p[2], q[2])
@@ -181,7 +179,7 @@ def _forward_divergence(*args: Any) -> Tensor:
 def _forward(
     in_torch: Callable[..., Tensor], chains: tuple[Weights, ...], lengths: Tensor | None, log_params: bool
 ) -> Tensor:
-    """One number a sequence [*B]: by the loops in C, or `in_torch`, as are those that the loops leave."""
+    """One number for each sequence [*B], by the loops in C on a CPU; `in_torch` elsewhere and where the loops fail."""
     x = chains[0][0]
     if not kernels.in_c(x) or x.numel() == 0:
         return in_torch(*chains, lengths, log_params)
@@ -197,7 +195,7 @@ def _forward(
 
 
 def _chosen(mask: Tensor, x: Tensor, bulk: Tensor, p0: Tensor) -> Weights:
-    """The operands of the sequences of a mask [*B], along one axis; what all share they still share."""
+    """The operands of the sequences in a mask [*B], with one batch axis; a shared bulk or p0 stays shared."""
     batch = x.shape[:-2]
     bulk, p0 = (
         value.expand(*batch, *value.shape[lead:])[mask] if value.shape[:lead].numel() > 1 else value.flatten(0, lead)
@@ -213,23 +211,21 @@ def _entropy_in_torch(p: Weights, lengths: Tensor | None, log_params: bool) -> T
 
 
 def _divergence_in_torch(p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
-    """The same; +inf where a path of p, of a probability above 2^-1000, has none under q."""
+    """The divergence; +inf where a path that p gives a probability above 2^-1000 is impossible under q."""
     p, q = _alike(p, q)
     zero = -torch.inf if log_params else 0.0
     forbidden = (q[0] == -torch.inf).double(), (q[1] == zero).double(), (q[2] == zero).double()
     ruled_out = log_norm_along(*p, lengths, *forbidden, log_params, True) > 0
-    weights = _log_weights(*p, log_params), _log_weights(*q, log_params)
-    differences = tuple(one - other for one, other in zip(*weights, strict=True))
     norm, other_norm = (_log_norm(one, lengths, log_params) for one in (p, q))
-    expected = log_norm_along(*p, lengths, *differences, log_params, True)
+    expected = log_norm_along(*p, lengths, *_log_ratios(p, q, log_params), log_params, True)
     divergences = expected - norm + torch.where(ruled_out, 0.0, other_norm)
     return torch.where(norm == -torch.inf, 0.0, torch.where(ruled_out, torch.inf, divergences))
 
 
 def _log_norm(p: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
+    """The log-partition [*B], from operands in float64."""
     x, bulk, p0 = (operand.double() for operand in p)
-    segments = choose.of(x, bulk, p0, log_params, lengths is not None, "auto").segments
-    return log_norm_here(Operands(x, bulk, p0, lengths, log_params), False, segments)[0]
+    return log_norm(x, bulk, p0, lengths, log_params)
 
 
 def _shapes(x: Tensor, *_: Any) -> Tensor:

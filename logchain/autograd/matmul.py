@@ -1,6 +1,6 @@
-"""The log-semiring matrix product of operands with as many batch axes as an operator of torch, differentiable twice.
+"""The matrix product in the log semiring as an operator of torch, which can be differentiated twice.
 
-Kept for the backward pass are the operands alone.
+The backward pass keeps the operands alone.
 """
 
 import math
@@ -15,7 +15,7 @@ from ..kernels.plain import matmul as plain
 from ..kernels.plain.matmul_pieces import Groups
 from ..rescues import report_outputs
 from .chain_functions import if_needed
-from .operator import apply, as_one, call, operator, stacked, transform
+from .operator import Final, Saving, apply, as_one, call, operator, stacked, transform
 
 
 def log_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -33,10 +33,8 @@ def broadcast_log_matmul(a: Tensor, b: Tensor) -> Tensor:
     return log_matmul(*(operand[(None,) * (axes - operand.dim())] for operand in (a, b)))
 
 
-class _LogMatmul(torch.autograd.Function):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+class _LogMatmul(Saving):
+    """a, b -> `log(exp(a) exp(b))`."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -49,20 +47,15 @@ class _LogMatmul(torch.autograd.Function):
         return call(_LogMatmul, a, b), 0  # an operand that all share stays one
 
 
-class _Gradient(torch.autograd.Function):
-    """The gradients of `sum(weight * log_matmul(a, b))`; an empty tensor for one that is not needed."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:3])
-        ctx.needs = inputs[3:]
+class _Gradient(Saving):
+    """weight, a, b, need_a, need_b -> gradients of `sum(weight * log_matmul(a, b))`, empty for one not needed."""
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
         weight, a, b = operands = ctx.saved_tensors
         along_a, along_b = (
             tangent if need else torch.zeros_like(operand)
-            for tangent, operand, need in zip(along, (a, b), ctx.needs, strict=True)
+            for tangent, operand, need in zip(along, (a, b), ctx.options, strict=True)
         )
         with torch.no_grad():
             grads = _log_matmul_second(*operands, along_a, along_b)
@@ -72,25 +65,19 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        """Each example has gradients of its own, also of an operand that all share."""
+        """A shared operand has a gradient for each example too."""
         gradients = call(_Gradient, *stacked(info.batch_size, in_dims, args[:3]), *args[3:])
         return as_one(info.batch_size, gradients, in_dims[1:3], args[1:3], args[3:]), (0, 0)
 
 
-class _Last(torch.autograd.Function):
-    """A second derivative as it is, but not to be differentiated again by its operands."""
+class _Last(Final):
+    """value, *operands -> value, a second derivative, which cannot be differentiated with respect to the operands."""
+
+    refusal = "logchain: expected at most two derivatives, got a third"
 
     @staticmethod
     def forward(value: Tensor, *operands: Tensor) -> Tensor:
         return value.view_as(value)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError("logchain: expected at most two derivatives, got a third")
 
 
 def _forward(a: Tensor, b: Tensor) -> Tensor:
@@ -120,13 +107,13 @@ def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) 
 
 
 def _matrices(groups: Groups, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The operands as (g, m, k) and (g, k, n), for kernels that take no other; copies where axes do not merge."""
+    """The operands as (g, m, k) and (g, k, n), which the GPU's kernels take; copies where batch axes do not merge."""
     g = math.prod(groups.shape[axis] for axis in groups.sets)
     return groups.left(a).reshape(g, -1, a.shape[-1]), groups.right(b).reshape(g, b.shape[-2], -1)
 
 
 def _ungrouped(matrices: Tensor, order: tuple[int, ...], shape: Sequence[int]) -> Tensor:
-    """Matrices as a view with the axes of the operands."""
+    """The matrices as a view of this shape, from memory whose axes lie in this order."""
     return matrices.view([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
 
 

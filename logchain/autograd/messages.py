@@ -1,4 +1,4 @@
-"""Forward and backward messages as an operator of torch: natural logarithms, differentiable."""
+"""Forward and backward messages as an operator of torch: natural logarithms, which can be differentiated once."""
 
 from typing import Any
 
@@ -9,27 +9,27 @@ from .. import kernels
 from ..kernels.plain import messages as log_messages
 from ..operands import arithmetic_dtype, chain_of, marked
 from .chain_functions import if_needed
-from .operator import apply, as_one, call, of_each, operator, transform, with_batch_first
+from .operator import Final, Saving, apply, as_one, call, of_each, operator, transform, with_batch_first
 from .tangents import gradients_of
 
 
 def messages(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward and backward messages [*B, v, c] and the log-partition [*B], found in float64; -inf behind the end."""
+    """Forward and backward messages [*B, v, c], -inf behind a sequence's end, and the log-partition [*B].
+
+    All are computed in float64, and of the dtype of the arithmetic.
+    """
     ahead, behind, log_norm = apply(_Messages, _messages, x, bulk, p0, lengths, log_params)
     return ahead, behind, log_norm
 
 
-class _Messages(torch.autograd.Function):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *operands, ctx.log_params = inputs
-        ctx.save_for_backward(*operands)
+class _Messages(Saving):
+    """x, bulk, p0, lengths, log_params -> forward messages, backward messages, log-partition."""
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = call(_Gradient, *along, *ctx.saved_tensors, ctx.log_params)
+        gradients = call(_Gradient, *along, *ctx.saved_tensors, *ctx.options)
         return (*if_needed(gradients, ctx.needs_input_grad[:3]), None, None)
 
     @staticmethod
@@ -38,14 +38,10 @@ class _Messages(torch.autograd.Function):
         return call(_Messages, *operands, args[4]), (0, 0, 0)
 
 
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
+class _Gradient(Final):
+    """A gradient for each output of `_Messages`, x, bulk, p0, lengths, log_params -> gradients of x, bulk and p0."""
 
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
-        raise RuntimeError("logchain: expected at most one derivative of messages, got a second")
+    refusal = "logchain: expected at most one derivative of messages, got a second"
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:

@@ -1,10 +1,10 @@
-"""How an operator becomes one of torch's own: known to `torch.compile`, `torch.export`, autograd and `torch.func`.
+"""Operators of torch in the namespace `logchain`: for `torch.compile`, `torch.export`, autograd and `torch.func`.
 
-An operator is registered with a schema, an implementation for all devices, one on shapes alone, its derivative and its
-batching rule; the last two are those of an `autograd.Function`. Calls go through that Function, since `torch.func` does
-not differentiate registered operators, and to the operator itself where a graph is traced, which Functions that call
-each other are not. Where nothing traces, maps or watches, a call does without the dispatch, which takes longer than a
-small chain.
+Each operator has a schema, one implementation for all devices, one that makes outputs of the right shapes alone, and
+the derivative and the vmap rule of an `autograd.Function`. `apply` calls the registered operator while torch.compile
+traces, since it does not trace Functions that call each other, and otherwise the Function, since `torch.func` does not
+differentiate registered operators. Where nothing traces or transforms, `call` skips torch's dispatcher, which takes
+longer than a small chain.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,48 @@ from ..operands import differentiated, is_plain
 
 _library = torch.library.Library("logchain", "DEF")
 
-# what each operator does, and how it is called, by its name
+# by the name of an operator: its implementation, and the function that calls it
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 _called: dict[str, Callable[..., Any]] = {}
 
-# the axes that are an operand's own, behind those of the batch
+# by an operator's Function: the implementation
+_computed: dict[Any, Callable[..., Any]] = {}
+
+# the number of axes behind the batch axes, by the kind of operand
 _OWN = {"grad": 0, "x": 2, "bulk": 3, "p0": 1, "lengths": 0}
 
 
+class Saving(torch.autograd.Function):
+    """A Function that saves its tensors, which come first, for the backward pass; `ctx.options` are the others."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the arguments."""
+        tensors = [value for value in inputs if value is None or isinstance(value, Tensor)]
+        ctx.options = inputs[len(tensors) :]
+        ctx.save_for_backward(*tensors)
+
+
+class Final(torch.autograd.Function):
+    """A Function whose outputs cannot be differentiated; `refusal` is the message of the error."""
+
+    refusal: str
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save nothing."""
+
+    @classmethod
+    def backward(cls, ctx: Any, *_: Any) -> Any:
+        """Raise the error."""
+        raise RuntimeError(cls.refusal)
+
+
 def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
-    """Register `logchain::name(Tensor ...)`; autocast does not reach into it."""
+    """The function that calls the operator `logchain::name(Tensor ...)`, now registered; autocast is off inside it.
+
+    `shapes` makes outputs of the right shapes and dtypes, without values, from the same arguments.
+    """
     name = schema[: schema.index("(")]
 
     def fake(*args: Any) -> Any:
@@ -39,7 +71,8 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
 
     def run(*args: Any) -> Any:
         with arithmetic_on(args[0]):
-            return implementation(*args)
+            outputs = implementation(*args)
+        return tuple(outputs) if isinstance(outputs, tuple) else outputs  # torch maps no named tuples
 
     IMPLEMENTATIONS[name] = run
     _library.define(schema)
@@ -51,23 +84,29 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
 
 
 def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:
-    """Call an operator."""
+    """The outputs of an operator, differentiable by its Function."""
     return registered(*args) if torch.compiler.is_compiling() else call(function, *args)
 
 
 def call(function: Any, *args: Any) -> Any:
-    """Apply an `autograd.Function`, or do what an operator's does where nothing is to be differentiated."""
+    """The outputs of an `autograd.Function`; of an operator's, by its forward alone where no gradient is needed."""
     if function.setup_context is torch.autograd.Function.setup_context or not is_plain(args):
         return function.apply(*args)
-    return _eager(function).apply(*args) if differentiated(*args) else function.forward(*args)
+    if differentiated(*args):
+        return _eager(function).apply(*args)
+    return _computed.get(function, function.forward)(*args)
 
 
 @cache
 def _eager(function: Any) -> Any:
-    """The same Function, for autograd alone: torch binds the arguments of one that can be mapped by their signature."""
+    """The Function with a context in `forward`, for autograd alone.
+
+    torch takes some microseconds more for one with a `setup_context`, whose arguments it binds by their signature.
+    """
+    compute = _computed.get(function, function.forward)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        output = function.forward(*args)
+        output = compute(*args)
         function.setup_context(ctx, args, output)
         return output
 
@@ -76,17 +115,8 @@ def _eager(function: Any) -> Any:
 
 
 def transform(name: str, function: Any) -> None:
-    """Give the operator the derivative and the batching rule of an `autograd.Function` of its signature.
-
-    The Function's `forward` is the operator, unless it has one of its own.
-    """
-
-    def forward(*args: Any) -> Any:
-        outputs = _called[name](*args)
-        return tuple(outputs) if isinstance(outputs, tuple) else outputs  # torch maps no named tuples
-
-    if "forward" not in vars(function):
-        function.forward = staticmethod(forward)
+    """Give an operator the derivative and the vmap rule of a Function, and the Function the operator as `forward`."""
+    function.forward, _computed[function] = staticmethod(_called[name]), IMPLEMENTATIONS[name]
     torch.library.register_autograd(
         f"logchain::{name}",
         function.backward,
@@ -96,31 +126,53 @@ def transform(name: str, function: Any) -> None:
     torch.library.register_vmap(f"logchain::{name}", function.vmap, lib=_library)
 
 
+def checked_values(name: str, check: Callable[[Tensor, int], None]) -> Callable[..., Tensor]:
+    """The function that calls the operator `logchain::name(values, size)`: a copy of integers that pass `check`.
+
+    `check` raises ValueError. It is an operator since values cannot be read where torch traces or maps a call.
+    """
+
+    def copy(values: Tensor, size: int) -> Tensor:
+        check(values, size)
+        return values.clone()
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], values: Tensor, size: int) -> tuple[Tensor, Any]:
+        return checked(values, size), in_dims[0]
+
+    schema = f"{name}(Tensor values, SymInt size) -> Tensor"
+    checked = operator(schema, copy, lambda values, size: torch.empty_like(values))
+    torch.library.register_vmap(f"logchain::{name}", vmap, lib=_library)
+    return checked
+
+
 def with_batch_first(
     size: int, in_dims: tuple[Any, ...], x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Operands of `size` chains at once; parameters that are not mapped stay shared."""
-    axes = _batch_axes(x, in_dims[0])
-    return (
-        _mapped_first(size, axes, "x", x, in_dims[0], expand=True),
-        _mapped_first(size, axes, "bulk", bulk, in_dims[1], expand=False),
-        _mapped_first(size, axes, "p0", p0, in_dims[2], expand=False),
-        _mapped_first(size, axes, "lengths", lengths, in_dims[3], expand=True),
-    )
+) -> list[Any]:
+    """The operands with the axis that vmap maps, of this size, as their first; a shared bulk or p0 has size 1 there."""
+    return of_each(size, "x bulk p0 lengths", in_dims, (x, bulk, p0, lengths), shared=("bulk", "p0"))
 
 
-def of_each(size: int, kinds: str, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    """The first arguments, of these kinds, each expanded to one of its own for every example."""
+def of_each(
+    size: int, kinds: str, in_dims: tuple[Any, ...], args: tuple[Any, ...], *, shared: tuple[str, ...] = ()
+) -> list[Any]:
+    """The first arguments, which are of these kinds, with the mapped axis first.
+
+    One that all examples share is expanded there, or has size 1 if its kind may stay `shared`.
+    """
     names = kinds.split()
-    axes = _batch_axes(args[names.index("x")], in_dims[names.index("x")])
+    at = names.index("x")
+    batch_axes = args[at].dim() - 2 - (in_dims[at] is not None)  # of one example
     return [
-        _mapped_first(size, axes, name, operand, dim, expand=True)
+        _mapped_first(size, batch_axes, name, operand, dim, expand=name not in shared)
         for name, operand, dim in zip(names, args, in_dims, strict=False)
     ]
 
 
 def as_one(size: int, gradients: Any, in_dims: tuple[Any, ...], operands: tuple[Any, ...], needs: Any) -> Any:
-    """Gradients of operands `of_each`, in the shape that one example of the operand has; empty where not needed."""
+    """The gradients of operands that `of_each` has expanded, each in the shape of its operand without the mapped axis.
+
+    A gradient that is not needed is empty.
+    """
     return tuple(
         gradient.reshape(size, *_shape_of_one(operand, dim)) if need else gradient.expand(size, 0)
         for gradient, operand, dim, need in zip(gradients, operands, in_dims, needs, strict=True)
@@ -128,22 +180,17 @@ def as_one(size: int, gradients: Any, in_dims: tuple[Any, ...], operands: tuple[
 
 
 def stacked(size: int, in_dims: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Tensors with the mapped axis first; one that is not mapped is expanded, as a view."""
+    """The tensors with the mapped axis first; a shared one is expanded, as a view."""
     return [
         tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         for tensor, dim in zip(tensors, in_dims, strict=False)
     ]
 
 
-def _batch_axes(x: Tensor, dim: int | None) -> int:
-    """How many batch axes one example has."""
-    return x.dim() - 2 - (dim is not None)
-
-
 def _mapped_first(size: int, axes: int, name: str, operand: Any, dim: int | None, *, expand: bool) -> Any:
-    """The operand with the mapped axis first, and after it room for all `axes` of one example's batch.
+    """The operand with the mapped axis first and `axes` batch axes behind it, of size 1 where it had none: a view.
 
-    One that is not mapped gets size 1 there, or is expanded: as a view.
+    The mapped axis of a shared operand is of size 1, or expanded.
     """
     if operand is None:
         return None
@@ -154,5 +201,5 @@ def _mapped_first(size: int, axes: int, name: str, operand: Any, dim: int | None
 
 
 def _shape_of_one(operand: Tensor, dim: int | None) -> list[int]:
-    """The shape of one example."""
+    """The operand's shape without the mapped axis."""
     return [size for axis, size in enumerate(operand.shape) if dim is None or axis != dim % operand.dim()]

@@ -1,4 +1,4 @@
-"""The weight of a given state path, differentiable: lookups and a sum, no recursion."""
+"""The log-weight of a given state path, by lookups and a sum, which torch's autograd differentiates."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ from ..schedules.packed import Packed
 
 
 def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor | None, log_params: bool) -> Tensor:
-    """`log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)` in float64 for paths [*S, *B, v]: [*S, *B].
+    """`log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)` in float64, [*S, *B], of paths z [*S, *B, v].
 
-    A negative state is none: such a path is impossible, unless it is behind the end. What is impossible has gradient 0.
+    A path with a negative state before its sequence's end is impossible: -inf, with gradient 0.
     """
     v = x.shape[-2]
     steps = torch.arange(v, device=x.device)
@@ -21,7 +21,7 @@ def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor
     before = torch.arange(v - 1, device=x.device) if bulk.shape[-3] == v - 1 else steps[:1]
     start = _look_up(p0, states[..., :1]).double()
     weights = torch.cat([start, _look_up(bulk, before, states[..., :-1], states[..., 1:]).double()], -1)
-    # what lies behind the end counts as 1; the first is never behind it
+    # a weight behind the end counts as 1
     weights = torch.where(inside, weights, 0.0 if log_params else 1.0)
     potentials = torch.where(inside, _look_up(x, steps, states).double(), 0.0)
     terms = torch.cat([_logarithms(weights, log_params), potentials.masked_fill(lost, -torch.inf)], -1)
@@ -29,7 +29,7 @@ def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor
 
 
 def packed_log_weight(packed: Packed, states: Tensor, log_params: bool) -> Tensor:
-    """The same of paths [*S, total] of sequences that lie one behind the other: [*S, n]."""
+    """The `log_weight` [*S, n] of paths [*S, total] of sequences that lie one behind the other."""
     x, bulk, p0 = packed.x, packed.bulk, packed.p0
     n, rows = len(packed.lengths), torch.arange(len(x), device=x.device)
     sequence = torch.repeat_interleave(packed.lengths).to(x.device)  # (total)
@@ -49,10 +49,10 @@ def packed_log_weight(packed: Packed, states: Tensor, log_params: bool) -> Tenso
 
 
 def _sum(terms: Tensor, total: Callable[[Tensor], Tensor], of_terms: Callable[[Tensor], Tensor], exact: bool) -> Tensor:
-    """The `total` of terms; exactly -inf, with gradient 0, where one is. `of_terms`: totals, one for each term.
+    """The totals of terms; exactly -inf, with gradient 0, where a term is. `of_terms` gives each term its total.
 
-    `exact` to one rounding: the terms' first bits are multiples of a unit of which no sum has 2^53, so that these add
-    up without rounding in any order, and the others are too small for theirs to count.
+    `exact`: to one rounding. Each term is split in two. The high parts are multiples of one unit, and add up to less
+    than 2^53 of it, so that their sum is not rounded in any order; the low parts are too small for rounding to count.
     """
     impossible = total((terms.detach() == -torch.inf).double()) > 0
     terms = torch.where(of_terms(impossible), 0.0, terms)
@@ -65,9 +65,9 @@ def _sum(terms: Tensor, total: Callable[[Tensor], Tensor], of_terms: Callable[[T
 
 
 def finite_log(value: Tensor, log_params: bool) -> Tensor:
-    """The logarithm of weights, or the weights that are logarithms, in float64 with 0 for -inf and for NaN.
+    """The logarithm of weights, or logarithms as they are, in float64, with 0 for -inf and for NaN.
 
-    A NaN that counts is in the log-partition too.
+    No NaN gets lost: one that has influence makes the log-partition NaN too.
     """
     zero = (value == (-torch.inf if log_params else 0.0)) | value.isnan()
     value = torch.where(zero, 0.0 if log_params else 1.0, value.double())

@@ -1,7 +1,8 @@
-"""Products of a stack of matrices as operators of torch: what is kept for the backward pass, and what is recomputed.
+"""Products of a stack of matrices in log space, as operators of torch.
 
-Kept is the stack alone. The backward pass recomputes the nodes of the tree and goes down it, with the gradients in the
-slots of the result. A second derivative is taken through products of `autograd.matmul` in the same order.
+The backward pass keeps the stack alone: it recomputes the partial products of the tree, and goes down the tree with
+their gradients in the memory of the result. A second derivative is torch's, through products by `autograd.matmul` in
+the same order.
 """
 
 import math
@@ -13,11 +14,14 @@ from torch import Tensor
 from .. import kernels
 from ..rescues import report_outputs
 from .matmul import log_matmul
-from .operator import apply, call, operator, transform
+from .operator import Saving, apply, call, operator, stacked, transform
 
 
 def log_product(stack: Tensor, *, inplace: bool) -> Tensor:
-    """The product [..., c, c] of a stack [..., s, c, c] of logarithms. Arguments have been checked."""
+    """The product [..., c, c] of a stack [..., s, c, c] of logarithms, which `inplace` overwrites.
+
+    Arguments have been checked.
+    """
     result: Tensor = _log_product_(stack) if inplace else apply(_Products, _log_products, stack, False)
     return result
 
@@ -28,53 +32,29 @@ def log_prefixes(stack: Tensor) -> Tensor:
     return result
 
 
-class _Products(torch.autograd.Function):
-    """The product of all matrices, or all `prefixes`."""
-
-    @staticmethod
-    def forward(stack: Tensor, prefixes: bool) -> Tensor:
-        products: Tensor = _log_products(stack, prefixes)
-        return products
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        stack, ctx.prefixes = inputs
-        ctx.save_for_backward(stack)
+class _Products(Saving):
+    """stack, prefixes -> the product of all matrices, or the products of the first 1, 2, ... of them."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return call(_Gradient, grad, *ctx.saved_tensors, ctx.prefixes), None
+        return call(_Gradient, grad, *ctx.saved_tensors, *ctx.options), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], stack: Tensor, prefixes: bool) -> tuple[Tensor, int]:
         return call(_Products, stack.movedim(in_dims[0], 0), prefixes), 0
 
 
-class _Gradient(torch.autograd.Function):
-    """The gradient of `sum(grad * products)`."""
-
-    @staticmethod
-    def forward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
-        gradient: Tensor = _log_products_backward(grad, stack, prefixes)
-        return gradient
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, stack, ctx.prefixes = inputs
-        ctx.save_for_backward(grad, stack)
+class _Gradient(Saving):
+    """grad, stack, prefixes -> the gradient of `sum(grad * products)` with respect to the stack."""
 
     @staticmethod
     def backward(ctx: Any, along: Tensor) -> tuple[Tensor | None, ...]:
-        grad, stack = ctx.saved_tensors
-        return (*_by_composition(grad, stack, ctx.prefixes, along), None)
+        (grad, stack), (prefixes,) = ctx.saved_tensors, ctx.options
+        return (*_by_composition(grad, stack, prefixes, along), None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
-        grad, stack = (
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(args[:2], in_dims[:2], strict=True)
-        )
-        return call(_Gradient, grad, stack, args[2]), 0
+        return call(_Gradient, *stacked(info.batch_size, in_dims, args[:2]), args[2]), 0
 
 
 def _forward(stack: Tensor, prefixes: bool) -> Tensor:
@@ -103,15 +83,15 @@ def _forward_(stack: Tensor) -> Tensor:
 def _backward(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
     result = stack.new_empty(stack.shape, dtype=grad.dtype)
     if result.numel():
-        whole, room = sets(stack), kernels.stack_kernels(stack)
-        write = room.prefixes_gradient if prefixes else room.product_gradient
+        whole, stacks = sets(stack), kernels.stack_kernels(stack)
+        write = stacks.prefixes_gradient if prefixes else stacks.product_gradient
         weight = grad.resolve_neg().reshape(whole.shape if prefixes else whole[:, 0].shape)
         write(weight, whole, result.view(whole.shape))
     return result.to(stack.dtype)
 
 
 def _shape(stack: Tensor, prefixes: bool = False) -> Tensor:
-    """A result, unwritten: float64 for float64, otherwise float32."""
+    """Memory for the products, unwritten: float64 for a stack in float64, otherwise float32."""
     shape = stack.shape if prefixes else stack.shape[:-3] + stack.shape[-2:]
     return stack.new_empty(shape, dtype=torch.promote_types(stack.dtype, torch.float32))
 
@@ -121,7 +101,7 @@ def _gradient_shape(grad: Tensor, stack: Tensor, prefixes: bool) -> Tensor:
 
 
 def _by_composition(grad: Tensor, stack: Tensor, prefixes: bool, along: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients, with respect to grad and stack, of the gradient's product with `along`."""
+    """The gradients with respect to grad and stack of `sum(along * gradient)`, where `_Gradient` gives the gradient."""
     if stack.numel() == 0:
         return None, None
     differentiable = torch.is_grad_enabled()
@@ -137,12 +117,12 @@ def _by_composition(grad: Tensor, stack: Tensor, prefixes: bool, along: Tensor) 
 
 
 def sets(stack: Tensor) -> Tensor:
-    """(g, s, c, c): a view, or a copy where the batch axes cannot be joined or the stack is a negative view."""
+    """The stack [..., s, c, c] as (g, s, c, c); a copy where its batch axes do not merge or it is a negative view."""
     return stack.resolve_neg().reshape(-1, *stack.shape[-3:])
 
 
 def _composed_product(nodes: Tensor) -> Tensor:
-    """(g, s, c, c) to (g, c, c), level by level."""
+    """The products (g, c, c) of stacks (g, s, c, c), of pairs of matrices level by level."""
     nodes = _no_gradient_at_zero(nodes)
     while nodes.shape[1] > 1:
         pairs = nodes.shape[1] // 2
@@ -153,7 +133,7 @@ def _composed_product(nodes: Tensor) -> Tensor:
 
 
 def _composed_prefixes(stack: Tensor) -> Tensor:
-    """(g, s, c, c) to the same, one after the other."""
+    """The prefixes of stacks, both (g, s, c, c), one matrix after the other."""
     first, *others = _no_gradient_at_zero(stack).unbind(1)
     prefixes = [first]
     for matrix in others:
@@ -162,6 +142,7 @@ def _composed_prefixes(stack: Tensor) -> Tensor:
 
 
 def _no_gradient_at_zero(logs: Tensor) -> Tensor:
+    """The same logarithms, with gradient 0 where they are -inf."""
     return logs.masked_fill(logs == -math.inf, -math.inf)
 
 

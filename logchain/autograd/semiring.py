@@ -1,9 +1,7 @@
-"""The total of a chain in a semiring, for each sequence: differentiated by torch's autograd, not by rules of ours."""
+"""The total of a chain in a semiring; torch's autograd differentiates it, through the semiring's own sum."""
 
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import kernels
@@ -12,15 +10,15 @@ from ..kernels.chain import Chain
 from ..kernels.plain import semiring as semiring_chain
 from ..layout import Layout
 from ..operands import arithmetic_dtype
-from .operator import operator
+from .operator import checked_values
 
 
 def total(
     x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None, log_params: bool, add: semiring_chain.Add
 ) -> Tensor:
-    """The total [*B] in float64, by an addition of terms along an axis. Arguments have been checked.
+    """The total [*B] in float64, where `add` sums terms along an axis. Arguments have been checked.
 
-    Under autograd every step keeps its terms, c^2 a sequence.
+    With gradients every step keeps its terms, c^2 for each sequence.
     """
     layout = Layout.of(x, bulk)
     dtype = arithmetic_dtype(x, bulk, p0)
@@ -31,20 +29,9 @@ def total(
     return layout.batched(semiring_chain.forward(chain, add))
 
 
-def _check(lengths: Tensor, v: int) -> Tensor:
+def _check(lengths: Tensor, v: int) -> None:
     if not kernels.on_gpu(lengths):
         check_lengths(lengths, v)
-    return lengths.clone()
 
 
-def _shape(lengths: Tensor, v: int) -> Tensor:
-    return torch.empty_like(lengths)
-
-
-def _vmap(info: Any, in_dims: tuple[Any, ...], lengths: Tensor, v: int) -> tuple[Tensor, Any]:
-    return _checked(lengths, v), in_dims[0]
-
-
-# an operator, since only there the values can be looked at where the call is traced or mapped
-_checked = operator("checked_lengths(Tensor lengths, SymInt v) -> Tensor", _check, _shape)
-torch.library.register_vmap("logchain::checked_lengths", _vmap)
+_checked = checked_values("checked_lengths", _check)

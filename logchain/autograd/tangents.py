@@ -1,6 +1,10 @@
-"""What the operators of a chain compute along tangents: the derivatives of its log-partition and of its gradient.
+"""The operators `log_norm_along` and `log_norm_second`: derivatives of a log-partition, and of its gradient.
 
-Both are sums over paths in log space, whichever schedule found what they are derivatives of.
+    log_norm_along     sum(gradient * tangents)
+    log_norm_second    the gradients of sum(grad * log_norm_along) with respect to grad, x, bulk and p0
+
+Both carry messages with their tangents in log space, step by step, whichever schedule computed the log-partition.
+`by_log`: tangents and gradients are those of the logarithms of bulk and p0.
 """
 
 from collections.abc import Sequence
@@ -40,7 +44,7 @@ def _second(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     along = _tangents(layout, chain, tangents, log_params or by_log)
     weight = layout.sequences(grad).double()
     derivative, first, second = log_messages.second(chain, kernels.log_matmul_kernels(x), weight, along)
-    if not log_params and not by_log:  # the first derivative is that of the logarithm over the weight itself
+    if not log_params and not by_log:  # the derivative of `counts / weight` has that of the denominator too
         for gradient, counts, tangent in zip(second[1:], first[1:], along[1:], strict=True):
             if tangent is not None:
                 gradient -= torch.where(counts == 0, 0.0, counts * tangent)
@@ -51,11 +55,11 @@ def _second(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def gradients_of(
     layout: Layout, chain: Chain, by_log: Gradients, x: Tensor, bulk: Tensor, p0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in the operands' own shapes, from those of logarithms, which are divided in place."""
+    """The gradients of the operands in their own shapes, from those of their logarithms, which are overwritten."""
     if not chain.log_params:
         linear = chain.bulk.reshape(by_log.bulk.shape).double(), _by_sequence(chain, chain.p0)
         for value, gradient in zip(linear, by_log[1:], strict=True):
-            # 0 also for a NaN that nothing has used, behind the ends
+            # 0 also where the weight is NaN behind a sequence's end
             nothing = (gradient == 0) | (value == 0)
             gradient.div_(value).masked_fill_(nothing, 0.0)
     grad_x, grad_bulk, grad_p0 = (
@@ -73,26 +77,29 @@ def _second_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *_: Any) -
 
 
 def _tangents(layout: Layout, chain: Chain, along: Sequence[Tensor | None], by_log: bool) -> Tangents:
-    """Tangents of the logarithms; exactly 0 where a linear parameter is."""
+    """The tangents of the logarithms, from those of the operands; exactly 0 at weight 0. `by_log`: as they are."""
     x, bulk, p0 = along
     shape = (len(chain.bulk), chain.g, chain.c, chain.c)
     if x is not None:
         x = layout.steps_first(x)[: chain.v].reshape(chain.v, chain.g, chain.m, chain.c).double()
     if bulk is not None:
         bulk = layout.matrices(bulk)[: chain.v - 1].reshape(shape).double()
-        bulk = bulk if by_log else _quotient(bulk, chain.bulk.reshape(shape).double())
     if p0 is not None:
         p0 = _by_sequence(chain, layout.weights(p0))
-        p0 = p0 if by_log else _quotient(p0, _by_sequence(chain, chain.p0))
+    if not by_log:
+        bulk = quotient(bulk, chain.bulk.reshape(shape).double())
+        p0 = quotient(p0, _by_sequence(chain, chain.p0))
     return Tangents(x, bulk, p0)
 
 
-def _quotient(tangent: Tensor, value: Tensor) -> Tensor:
-    return (tangent / value).masked_fill_(value == 0, 0.0)
+def quotient(tangent: Tensor | None, weight: Tensor) -> Tensor | None:
+    """The tangent of the logarithm of a weight, from that of the weight; 0 at weight 0."""
+    zero = weight == 0
+    return None if tangent is None else torch.where(zero, 0.0, tangent / torch.where(zero, 1.0, weight))
 
 
 def _by_sequence(chain: Chain, p0: Tensor) -> Tensor:
-    """(*lead or ones, c) as (g, m, c) in float64."""
+    """Initial weights (*lead or ones, c) as (g, m, c) in float64."""
     return p0.double().expand(*chain.lead, chain.c).reshape(chain.g, chain.m, chain.c)
 
 

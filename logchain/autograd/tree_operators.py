@@ -1,8 +1,9 @@
-"""What the operators of the tree schedule compute: the log-partition by matrix products in pairs, and its gradient.
+"""The tree schedule: the log-partition by products of pairs of matrices, and its gradient.
 
-Each piece of steps is reduced by the tree, and a vector goes through the pieces. Backward the posterior goes back
-through them: with the message before a piece, it gives the expected transitions from the piece's first state to its
-last, and the tree hands those down to the leaves, whose stack is made again.
+A chain is cut into pieces of so many steps that the matrices fit into memory. The tree multiplies the matrices of a
+piece, pair by pair, and the forward message is multiplied by the product. Backward, from the last piece to the first,
+the posterior behind a piece and the forward message before it give the expected transitions from the piece's first
+state to its last, and the tree divides these among its nodes down to the leaves, which are computed again.
 """
 
 import math
@@ -20,7 +21,7 @@ from ..schedules.tree_leaves import HELD, Block, Cut, Leaves, finite_top
 
 
 def forward(operands: Operands) -> tuple[Tensor, Tensor]:
-    """The log-partition [*B] in float64, and the message before each piece and at the end (pieces + 1, g, m, c)."""
+    """The log-partition [*B] in float64, and the messages before each piece and at the end (pieces + 1, g, m, c)."""
     log_norm, messages = kept_shapes(operands.x, operands.bulk, operands.p0)
     leaves = Leaves(operands)
     matmul, stacks = kernels.log_matmul_kernels(operands.x), kernels.stack_kernels(operands.x)
@@ -86,7 +87,7 @@ def backward(
 
 
 def _back(stack: Tensor, before: Tensor, posterior: Tensor) -> tuple[Tensor, Tensor]:
-    """The posterior of a piece's first states (g', m', c), and its expected transitions (g', m', k, c, c)."""
+    """The posterior before a piece (g', m', c), from that behind it, and its expected transitions (g', m', k, c, c)."""
     gradient = torch.empty_like(stack)
     tree = kernels.stack_kernels(stack).Kept(stack, gradient)
     ends, begins = (value.reshape(-1, 1, value.shape[-1]) for value in (posterior, before))
@@ -97,38 +98,38 @@ def _back(stack: Tensor, before: Tensor, posterior: Tensor) -> tuple[Tensor, Ten
 
 
 class _States:
-    """The posteriors of states, which are the gradient of x."""
+    """The gradient of x, which is the posteriors of states, written block by block."""
 
     def __init__(self, leaves: Leaves, grad_x: Tensor) -> None:
         self._grad_x = leaves.layout.steps_first(grad_x)
-        # a copy where batch axes do not merge
+        # a copy where batch axes do not merge, which `finish` puts back
         self._grid = self._grad_x.reshape(len(self._grad_x), leaves.g, leaves.m, leaves.c)
 
     def add(self, first: int, stop: int, block: Block, gradient: Tensor, weight: Tensor) -> None:
-        """Those of a block's expected transitions (g', m', k, c, c)."""
+        """Write the posteriors of a block, the sums of its expected transitions (g', m', k, c, c)."""
         states = gradient.sum(-2).mul_(weight[..., None].to(gradient.dtype))
         self._grid[first:stop, block[0], block[1]] = states.movedim(2, 0)
 
     def finish(self, start: Tensor) -> None:
-        """Put them where they belong, with those of the first step (*lead, c)."""
+        """Complete the gradient by the posterior of the first step (*lead, c)."""
         if self._grid.data_ptr() != self._grad_x.data_ptr():
             self._grad_x.copy_(self._grid.view(self._grad_x.shape))
         self._grad_x[0] = start
 
 
 class _Counts:
-    """The expected transitions, added up to the gradient of `bulk`."""
+    """The gradient of bulk, which is the sum of expected transitions, added up block by block."""
 
     def __init__(self, leaves: Leaves, grad_bulk: Tensor) -> None:
         self._leaves, self._grad_bulk = leaves, grad_bulk
-        # what all steps add to is rounded once
+        # a sum over all steps is rounded once
         dtype = torch.float64 if leaves.one else leaves.chain.dtype
         self._wide = grad_bulk if grad_bulk.dtype == dtype else torch.zeros_like(grad_bulk, dtype=dtype)
         view = leaves.layout.matrices(self._wide)[: leaves.v - 1]
         self._sums = view.view(len(view), leaves.g, leaves.c, leaves.c)
 
     def add(self, first: int, stop: int, block: Block, gradient: Tensor, weight: Tensor) -> None:
-        """Those of a block (g', m', k, c, c), which is overwritten."""
+        """Add the expected transitions of a block (g', m', k, c, c), which are overwritten."""
         gradient.mul_(weight[..., None, None].to(gradient.dtype))
         if not self._leaves.one:
             self._sums[first - 1 : stop - 1, block[0]] += gradient.sum(1).transpose(0, 1)
@@ -138,7 +139,7 @@ class _Counts:
             self._sums[0, block[0]] += part.sum((1, 2), dtype=torch.float64)
 
     def finish(self) -> None:
-        """Make them the gradient of linear matrices, if those they are: exactly 0 at a zero and behind all ends."""
+        """Divide by the matrices where these are no logarithms; exactly 0 at a zero, and where no sequence is left."""
         leaves = self._leaves
         if not leaves.chain.log_params:
             pieces = [(1, 2)] if leaves.one else leaves.cut.pieces(leaves.v)
@@ -151,7 +152,7 @@ class _Counts:
 
 
 def kept_shapes(x: Tensor, bulk: Tensor, p0: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for what `forward` returns, unwritten."""
+    """Memory for the outputs of `forward`, unwritten."""
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
     pieces = len(Cut.of(v, g, m, c, arithmetic_dtype(x, bulk, p0)).pieces(v)) if x.numel() else 0
@@ -162,6 +163,6 @@ def kept_shapes(x: Tensor, bulk: Tensor, p0: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _without_top(message: Tensor) -> tuple[Tensor, Tensor]:
-    """A message (g, m, c) with its largest entry at 0, and that (1, g, m)."""
+    """The message (g, m, c) less its largest entry, and that entry (1, g, m)."""
     top = finite_top(message.amax(-1, keepdim=True))
     return message - top, top.movedim(-1, 0)

@@ -1,4 +1,4 @@
-"""The best paths of a chain as an operator of torch: integers, which have no gradient."""
+"""The best paths of a chain, as an operator of torch; its states are integers, which have no gradient."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from .paths import log_weight, packed_log_weight
 def best_paths(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, k: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The best path [*B, v], or the k best [*B, k, v], and which sequences hold NaN or +inf [*B].
+    """The best path [*B, v], or the k best [*B, k, v], and which sequences are unknown, holding NaN or +inf [*B].
 
-    A state is -1 behind the end, in a path that does not exist, and in all of a sequence that holds NaN or +inf.
+    States are -1 behind a sequence's end, in paths that do not exist, and in unknown sequences.
     """
     states, unknown = _best_paths(x.detach(), bulk.detach(), p0.detach(), lengths, log_params, k)
     return states, unknown
@@ -30,9 +30,9 @@ def best_weight(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log
 
 
 def packed_paths(packed: Packed, log_params: bool, k: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The best path [total], or the k best [k, total], log-weights [n] or [k, n] in float64, which are unknown [n].
+    """The best path [total], or the k best [k, total], their log-weights [n] or [k, n], and which are unknown [n].
 
-    For sequences that are walked where they lie, see `Packed.walks_in_place`.
+    Only for sequences for which `Packed.walks_in_place` is true. Log-weights are float64.
     """
     detached = packed.of(packed.x.detach(), packed.bulk.detach(), packed.p0.detach())
     chain = PackedChain(detached, log_params).chain

@@ -1,4 +1,4 @@
-"""The distance between checkpoints for which messages take no more than a number of bytes."""
+"""The number of steps between checkpoints for which messages fit into a number of bytes: a `memory_budget`."""
 
 import math
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from ..layout import Layout
 from ..operands import arithmetic_dtype
 from .transfers import SLOTS, apart
 
-# bytes of the float64 in which checkpoints are kept, and all that enters or leaves a piece
+# bytes of a float64, in which checkpoints are kept, and all that enters or leaves a segment
 _WIDE = 8
 
-# float64 values of a sequence that do not grow with the piece: by state, and beside the states
+# float64 numbers that a sequence takes whatever the segment's length: for each state, and in all besides
 _STATES, _BESIDE = 5, 24
 
-# values of a step that a GPU holds: by state in the dtype of the arithmetic, and in float64 scales and their sums
+# numbers that a sequence takes for each step on a GPU: of the arithmetic for each state, and float64 scales
 _GPU_STATES, _GPU_SCALES = 5, 10
 
-# programs of a GPU each sum the counts of as many products: products of each, and entries of all sums at most
+# expected transitions on a GPU: products of messages that one program sums, and entries of all sums at most
 _COUNTED, _COUNTS = 2**8, 2**18
 
-# steps and bytes of a segment beyond which nothing is gained: its fixed cost is hidden, and that of moving a piece
+# steps, and bytes moved from the host, from which on a longer segment is not faster
 _LONG, _MOVED = 2**10, 2**24
 
 
 def every_within(budget: int, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = True) -> int | None:
-    """The number of steps between two checkpoints; None for no segments, where all messages fit.
+    """The number of steps between two checkpoints; None where all messages fit, so that none are needed.
 
-    `keep`: for a backward pass. Raises ValueError, with the smallest budget, where nothing fits.
+    `keep`: with a backward pass. Raises ValueError, with the smallest budget, where nothing fits.
     """
     size = Sizes.of(x, bulk, p0, keep)
     if not size.apart and budget >= size.whole:
@@ -53,11 +53,12 @@ def every_within(budget: int, x: Tensor, bulk: Tensor, p0: Tensor, keep: bool = 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that decide how many bytes messages take: `g` times `m` sequences of v steps and c states.
+    """The sizes that decide how many bytes messages take: g sets of m sequences with v steps and c states.
 
-    `item`: bytes of a number of the arithmetic. `one_matrix` for every step. `copied`: bytes of a step of operands that
-    are converted to the arithmetic, and of gradients that are converted back. `apart`: operands lie on the host;
-    `moved`: bytes of a step under way from and to the host; `fixed`: bytes of operands that all steps share.
+    `item`: bytes of a number of the arithmetic. `one_matrix`: whether one serves every step. `keep`: whether there is a
+    backward pass. `copied`: bytes for each step of operands that are converted to the arithmetic, and of gradients that
+    are converted back. `apart`: whether operands lie on the host, away from p0; then `moved` are bytes for each step on
+    the way from and to the host, and `fixed` those of a matrix that all steps share.
     """
 
     v: int
@@ -103,14 +104,14 @@ class Sizes:
 
     @property
     def whole(self) -> int:
-        """Bytes without segments; without gradients no messages are kept, on a GPU scales alone."""
+        """Bytes that a chain takes without checkpoints: its messages, or less if they are not kept."""
         if self.keep:
             return self.all_messages
         scales = _WIDE * _GPU_SCALES * self.v * self.sequences if self.gpu else 0
         return min(self.all_messages, scales + self._beside(self.v) + self.copied * self.v)
 
     def checkpointed(self, spacing: int) -> int:
-        """Bytes of the checkpoints, and at most of one segment with all that is computed from it."""
+        """Bytes of the checkpoints, and at most of all that one segment of `spacing` steps takes."""
         steps, states = spacing + 1, self.sequences * self.c
         segments = max(1, -(-(self.v - 1) // spacing))
         checkpoints = _WIDE * (segments - 1) * states if self.keep else 0
@@ -121,14 +122,14 @@ class Sizes:
         return checkpoints + steps * (step + self.copied + self.moved) + self.fixed + self._beside(steps)
 
     def _beside(self, steps: int) -> int:
-        """Bytes that the kernels hold while they compute a number of steps, and that hardly grow with them."""
+        """Bytes that the kernels take besides messages while they compute so many steps."""
         c, matrices = self.c, self.g * self.c**2
         values = self.sequences * (_STATES * c + _BESIDE)
         if self.gpu:
             sums = min(_COUNTS, steps * self.m // _COUNTED * matrices)
             return _WIDE * (values + 8 * (self.sequences * c + matrices) + sums)
         threads, scratch = kernels.scratch_of_loops(steps, self.g, self.m, c, self.item, self.one_matrix)
-        # each thread that shares a set of matrices has counts of its own, which are added up in float64
+        # threads that share a set of matrices each sum expected transitions of their own
         sharing = threads if self.g == 1 else 1
         counts = _WIDE * matrices * (sharing + 2 if self.one_matrix else 1)
         if not self.one_matrix:

@@ -1,10 +1,10 @@
-"""In which order a product multiplies: the schedule that costs least, by a model of the device.
+"""The schedule of a product: the one that takes the least time by a model of the device.
 
     sequential   a vector times v - 1 matrices
-    chunked      k segments of matrix products side by side, then a vector through the k
+    chunked      the matrix products of k segments side by side, then a vector times k matrices
     tree         pairs of matrices, level by level
 
-With gradients, a chunked chain carries its vectors through all segments side by side, forward and backward.
+With gradients, a chunked chain then takes vectors through all segments side by side, forward and backward.
 """
 
 from functools import lru_cache
@@ -22,19 +22,19 @@ from .cost_counts import SEQUENTIAL, TREE, Schedule, Size, peaks, work
 Strategy = Literal["auto", "sequential", "chunked", "tree"]
 STRATEGIES = get_args(Strategy)
 
-# bytes beside two message tensors that a schedule may take before it is left out
+# bytes that a schedule may take besides two message tensors
 _SLACK = 2**23
 
-# a schedule has to be predicted faster than the sequential one by this factor, since predictions are off
+# the factor by which a schedule must be predicted faster than the sequential one, as predictions are not exact
 _SURE = 1.15
 
-# states of which a GPU multiplies segments
+# the most states for which a GPU multiplies segments
 _GPU_STATES = 64
 
 # numbers of segments that are tried, each a quarter larger than the one before
 _SEGMENTS = sorted({round(1.25**power) for power in range(3, 64)})
 
-# the schedules of sizes that are not known while a graph is traced
+# the schedules of chains whose sizes are not known while torch.compile traces
 _UNKNOWN = {"auto": SEQUENTIAL, "chunked": Schedule("chunked", 16), "tree": TREE}
 
 
@@ -46,17 +46,17 @@ class Where(NamedTuple):
 
     @property
     def constants(self) -> Constants:
-        """The costs of work there."""
+        """The measured constants of the device."""
         return constants(*self)
 
 
 def where(device: str) -> Where:
-    """A device, which need not be there."""
+    """The place of a kind of device, which this machine need not have."""
     return Where(device, torch.get_num_threads() if device == "cpu" else 1)
 
 
 def of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool, strategy: Strategy) -> Schedule:
-    """The schedule of `product` for operands; sequential while they are traced with sizes that are not known."""
+    """The schedule of `product` for operands; a fixed one while torch.compile traces with sizes that are not known."""
     if strategy == "sequential":
         return SEQUENTIAL
     if torch.compiler.is_compiling() and not _known(x, bulk):
@@ -68,13 +68,13 @@ def of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool, str
 
 
 def is_sequential(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
-    """Whether `product` takes a vector through a chain; checks its operands."""
+    """Whether the sequential schedule is the choice for operands, which are checked."""
     check_chain(x, bulk, p0)
     return of(x, bulk, p0, log_params, False, "auto") == SEQUENTIAL
 
 
 def _known(x: Tensor, bulk: Tensor) -> bool:
-    """Whether all sizes are numbers while a graph is traced."""
+    """Whether all sizes are numbers while torch.compile traces."""
     from torch.fx.experimental import symbolic_shapes  # takes long to import
 
     known = getattr(symbolic_shapes, "has_static_value", lambda size: False)
@@ -88,12 +88,12 @@ def _picked(
     return name, segments
 
 
-# as `torch.compiler.assume_constant_result` marks a function, which takes seconds to import
+# what `torch.compiler.assume_constant_result` does; importing that takes seconds
 _picked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_options(strategy: object, memory_budget: object, options: dict[str, bool]) -> None:
-    """Check the kinds of both, and that only the sequential schedule is asked for beside other options."""
+    """Raise for arguments of a wrong kind, and for chunked or tree beside an option that needs sequential."""
     check_choice("strategy", strategy, STRATEGIES)
     if memory_budget is not None and (not isinstance(memory_budget, int) or isinstance(memory_budget, bool)):
         raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
@@ -104,7 +104,7 @@ def check_options(strategy: object, memory_budget: object, options: dict[str, bo
 
 @lru_cache(maxsize=2**12)
 def choose(size: Size, place: Where, strategy: str) -> Schedule:
-    """The schedule that costs least, or the best of its kind."""
+    """The schedule that takes the least time, among all or, by name, among those of one kind."""
     if strategy == "tree":
         return TREE
     if strategy == "sequential" or size.states == 0 or size.v == 1:
@@ -112,16 +112,16 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
     cuts, costs = candidates(size, place), place.constants
     within = [schedule for schedule in cuts if within_contract(size, schedule)]
     if strategy == "chunked":
-        # asked for by name, in as little memory as can be; a chain that is too short has no segments
+        # if all take more memory than the contract, the one with the fewest segments; a short chain has none
         return min(within or cuts[:1], key=lambda cut: seconds(size, cut, costs), default=SEQUENTIAL)
     best = min((*within, TREE), key=lambda schedule: seconds(size, schedule, costs))
     return best if _SURE * seconds(size, best, costs) < seconds(size, SEQUENTIAL, costs) else SEQUENTIAL
 
 
 def candidates(size: Size, place: Where) -> list[Schedule]:
-    """Chunked schedules, of segments with two transitions at least.
+    """The chunked schedules of a chain, whose segments have at least two transitions.
 
-    A GPU has none for sequences with lengths, nor for more states than a program can hold the products of.
+    On a GPU there are none for sequences with lengths, and none for more states than a program can hold in products.
     """
     if place.device != "cpu" and (size.lengths or size.c > _GPU_STATES):
         return []
@@ -129,21 +129,21 @@ def candidates(size: Size, place: Where) -> list[Schedule]:
 
 
 def within_contract(size: Size, schedule: Schedule) -> bool:
-    """Whether a schedule takes no more memory than two messages, and a part that does not grow with the chain."""
+    """Whether a schedule takes no more memory than two message tensors and a constant."""
     forward, backward = peaks(size, schedule)
     return max(forward, backward if size.gradients else 0) <= 2 * size.message_bytes + _SLACK
 
 
 def seconds(size: Size, schedule: Schedule, costs: Constants) -> float:
-    """The predicted time."""
+    """The predicted time of a product by a schedule."""
     return costs.of(schedule.name, BOTH if size.gradients else FORWARD, counted(size, schedule, costs))
 
 
 def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
-    """The work, as far as time goes: idle processors count as working, and float64 as twice float32.
+    """The work as the model of time counts it: idle processors count as working, and float64 as twice float32.
 
-    A loop on a CPU walks one sequence after the other, so that each sequence's steps wait. So do sets of matrices whose
-    chains are cut on a GPU, where gradients are wanted.
+    A CPU walks one sequence after the other, so that the steps of all are dependent. With gradients a GPU does so with
+    the sets of matrices of a chunked chain.
     """
     counts, in_turn = work(size, schedule), 1
     if costs.device == "cpu" and schedule.name == "sequential":

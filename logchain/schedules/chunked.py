@@ -1,15 +1,18 @@
-"""The log-partition of few long chains: stretches of the chain side by side.
+"""The log-partition of few long chains, whose segments are computed side by side.
 
-    M_s = P_b D_b ... P_e D_e        b, e: the first and the last step of segment s
-    w_s = w_{s-1} M_s        f_{s-1} = M_s f_s
+    M_s = P_b D_b ... P_e D_e             b, e: the first and the last step of segment s
+    w_s = w_{s-1} M_s                     forward messages between segments
+    f_{s-1} = M_s f_s                     backward messages between segments
 
-A head of a few steps begins at p0; segments of equal length follow, all of them views. First every segment is walked
-from each of its states: these are the rows of M_s. The products M_s are then a short chain of their own, whose forward
-messages w enter the segments, and whose backward messages f follow them. So the segments are walked once more, from one
-message each, forward and backward, and their gradients are those of the whole chain. A GPU has kernels of its own.
+A head of a few steps begins at p0, and segments of equal length follow it; all are views of the operands. First each
+segment is walked from each of its states, which gives the rows of M_s. Then the products M_s are a short chain of their
+own, whose forward messages w enter the segments and whose backward messages f follow them. With gradients the segments
+are walked once more, forward from one w each and backward from one f each: their gradients are those of the whole
+chain. A GPU has kernels of its own for all of this.
 
-Kept for the backward pass are `messages`, those of the head and, with what entered, of the segments; `following` (count
-+ 1, g, m, c), the f; and which sequences were `redone`, in the head and in the segments.
+The backward pass needs `messages`, the forward messages of the head and of the segments, each segment's with the w that
+enters it; `following` (count + 1, g, m, c), the f; and which sequences were `redone` exactly, in the head and in each
+segment.
 """
 
 from dataclasses import dataclass
@@ -25,54 +28,43 @@ from ..rescues import report_chains
 
 
 def kept_shapes(like: Tensor, v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
-    """Those of `messages`, `following` and `redone`, of which the first two are empty unless they are kept."""
-    of_room = kernels.chunked_kernels(like)
-    if of_room is not None:
-        shapes: tuple[tuple[int, ...], ...] = of_room.kept_shapes(v, g, m, c, segments, keep)
+    """The shapes of `messages`, `following` and `redone`; the first two are empty unless they are to be kept."""
+    gpu = kernels.chunked_kernels(like)
+    if gpu is not None:
+        shapes: tuple[tuple[int, ...], ...] = gpu.kept_shapes(v, g, m, c, segments, keep)
         return shapes
     count = segments_of(v, segments)[0]
     return ((v + count, g, m, c), (count + 1, g, m, c), (count + 1, g * m)) if keep else ((0,), (0,), (1, g * m))
 
 
-def forward(chain: Chain, segments: int, *, keep: bool, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log-partition (g, m) in float64; messages; following; what was redone.
-
-    Memory is laid out for `steps`, which may be more than the chain has.
-    """
-    of_room = kernels.chunked_kernels(chain.x)
-    if of_room is not None:
-        log_norm, inside, between, rescued = of_room.forward(chain, segments, keep=keep)
+def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The log-partition (g, m) in float64, messages, following, redone."""
+    gpu = kernels.chunked_kernels(chain.x)
+    if gpu is not None:
+        log_norm, inside, between, rescued = gpu.forward(chain, segments, keep=keep)
         report_chains(rescued)
         return log_norm, inside, between, rescued
-    room, g, m, c = kernels.chain_kernels(chain.x), chain.g, chain.m, chain.c
-    shapes = kept_shapes(chain.x, steps, g, m, c, segments, keep)
-    messages, marks = chain.new(*shapes[0]), torch.zeros(shapes[2], dtype=torch.bool, device=chain.x.device)
-    following = torch.zeros(shapes[1], dtype=torch.float64, device=chain.x.device)
-    if chain.v < steps:  # a length is the longest: what is not written is the same in every call
-        messages.zero_()
-    if chain.v == 1:
-        passed = room.forward(chain, keep=messages if keep else None)[0]
-        marks[0] = passed.redone.view(-1)
-        report_chains(marks)
-        return passed.log_norm, messages, following, marks
-    cut = Cut.of(chain, segments, steps)
+    walk, g, m, c = kernels.chain_kernels(chain.x), chain.g, chain.m, chain.c
+    shapes = kept_shapes(chain.x, chain.v, g, m, c, segments, keep)
+    messages, following = chain.new(*shapes[0]), chain.x.new_empty(shapes[1], dtype=torch.float64)
+    cut = Cut(chain, segments_of(chain.v, segments)[0])
     head_messages, segment_messages = cut.parts(messages) if keep else (None, None)
-    head, start = room.forward(cut.head(), keep=head_messages, leave=True)
-    rows, products = room.forward(cut.segments(rows=True), cut.unit_rows(), leave=True)
+    head, start = walk.forward(cut.head(), keep=head_messages, leave=True)
+    rows, products = walk.forward(cut.segments(rows=True), cut.unit_rows(), leave=True)
     between, shift = cut.between(start.values, products)
     redone = [head.redone.view(1, g * m), cut.by_segment(rows.redone.view(*cut.shape, c).any(-1)).reshape(-1, g * m)]
     if not keep:
-        last = room.forward(between)[0]
-        marks[0] = torch.cat([*redone, last.redone.view(1, g * m)]).any(0)
+        last = walk.forward(between)[0]
+        marks = torch.cat([*redone, last.redone.view(1, g * m)]).any(0, keepdim=True)
         report_chains(marks)
         return _total([start.scale, shift, last.log_norm.view(1, g, m)]), messages, following, marks
-    w, behind = torch.empty_like(following)[: cut.count + 1], following[: cut.count + 1]
-    log_norm = kernels.message_kernels(chain.x).messages(between, w, behind)
+    w = torch.empty_like(following)
+    log_norm = kernels.message_kernels(chain.x).messages(between, w, following)
     entering = cut.by_set(normalised(w[:-1])[0])
     message = Message(entering, torch.zeros(2, *cut.shape, dtype=torch.float64, device=entering.device))
-    passed = room.forward(cut.segments(), message, keep=segment_messages, leave=True)[0]
+    passed = walk.forward(cut.segments(), message, keep=segment_messages, leave=True)[0]
     report_chains(torch.cat([*redone, cut.by_segment(passed.redone).reshape(-1, g * m)]).any(0))
-    marks[0], marks[1 : cut.count + 1] = head.redone.view(-1), passed.redone.view(-1, g * m)
+    marks = torch.cat([head.redone.view(1, g * m), passed.redone.view(-1, g * m)])
     return _total([start.scale, shift, log_norm.view(1, g, m)]), messages, following, marks
 
 
@@ -87,31 +79,25 @@ def backward(
     weight: Tensor,
     grad_x: Tensor | None,
     grad_bulk: Tensor | None,
-    *,
-    steps: int,
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
-    of_room = kernels.chunked_kernels(chain.x)
-    if of_room is not None:
-        grad_p0: Tensor = of_room.backward(chain, segments, saved, weight, grad_x, grad_bulk)
+    gpu = kernels.chunked_kernels(chain.x)
+    if gpu is not None:
+        grad_p0: Tensor = gpu.backward(chain, segments, saved, weight, grad_x, grad_bulk)
         return grad_p0
     log_norm, messages, following, redone = saved
-    room = kernels.chain_kernels(chain.x)
-    if chain.v == 1:
-        alone = Kept(log_norm, messages, redone[0].view(chain.g, chain.m))
-        start: Tensor = room.backward(chain, alone, weight, None, grad_x, grad_bulk)
-        return start
-    cut = Cut.of(chain, segments, steps)
+    walk = kernels.chain_kernels(chain.x)
+    cut = Cut(chain, segments_of(chain.v, segments)[0])
     head_messages, segment_messages = cut.parts(messages)
     head = Kept(log_norm, head_messages, redone[0].view(chain.g, chain.m))
     across = (tensor.expand(cut.count, chain.g, chain.m) for tensor in (log_norm, weight))
     log_norms, weights = (cut.by_set(tensor) for tensor in across)
-    passed = Kept(log_norms, segment_messages, redone[1 : cut.count + 1].view(cut.shape), True)
+    passed = Kept(log_norms, segment_messages, redone[1:].view(cut.shape), True)
     head_counts, counts = (None, None) if grad_bulk is None else cut.counts(grad_bulk)
     segment_x = None if grad_x is None else cut.steps(grad_x)
-    room.backward(cut.segments(), passed, weights, cut.by_set(following[1 : cut.count + 1]), segment_x, counts)
+    walk.backward(cut.segments(), passed, weights, cut.by_set(following[1:]), segment_x, counts)
     head_x = None if grad_x is None else grad_x[: cut.rest + 1]
-    start = room.backward(cut.head(), head, weight, following[0], head_x, head_counts)
+    start: Tensor = walk.backward(cut.head(), head, weight, following[0], head_x, head_counts)
     if cut.homogeneous and head_counts is not None and grad_bulk is not None:
         grad_bulk.add_(head_counts)
     return start
@@ -119,33 +105,28 @@ def backward(
 
 @dataclass(frozen=True)
 class Cut:
-    """A chain as a head of `rest` transitions and `count` segments of as many variables each.
+    """A chain as a head of `rest` transitions and `count` segments of `length` transitions each.
 
-    The segments' chain has g' sets of m' members: segments are sets if matrices differ from step to step, and members
-    otherwise.
+    All segments together are one chain of g' sets of matrices, each shared by m' members: a segment has sets of its own
+    where matrices differ from step to step, and otherwise members of its own.
     """
 
     chain: Chain
     count: int
 
-    @classmethod
-    def of(cls, chain: Chain, segments: int, steps: int) -> "Cut":
-        """So many segments, as far as there are transitions; their number is looked for among `steps`."""
-        return cls(chain, min(segments_of(steps, segments)[0], chain.v - 1))
-
     @property
     def length(self) -> int:
-        """Variables of a segment, and transitions: the first of these leads into it."""
+        """Variables of a segment; so many are its transitions, of which the first leads into it."""
         return (self.chain.v - 1) // self.count
 
     @property
     def rest(self) -> int:
-        """Transitions of the head; it has one variable more."""
+        """Transitions of the head, which has one variable more."""
         return (self.chain.v - 1) % self.count
 
     @property
     def homogeneous(self) -> bool:
-        """One matrix for every step."""
+        """Whether one matrix serves every step."""
         return len(self.chain.bulk) == 1
 
     @property
@@ -155,51 +136,49 @@ class Cut:
         return (g, self.count * m) if self.homogeneous else (self.count * g, m)
 
     def parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory (steps + count, g, m, c) as the head's messages, and those of the segments (length + 1, g', m', c)."""
-        flat, entries = messages.view(-1), self.chain.g * self.chain.m * self.chain.c
-        begin, shape = (self.rest + 1) * entries, (self.length + 1, *self.shape, self.chain.c)
-        segments = flat[begin : begin + shape[0] * self.count * entries]
-        return flat[:begin].view(self.rest + 1, self.chain.g, self.chain.m, self.chain.c), segments.view(shape)
+        """Messages (v + count, g, m, c) as those of the head, and those of the segments (length + 1, g', m', c)."""
+        head, segments = messages[: self.rest + 1], messages[self.rest + 1 :]
+        return head, segments.view(self.length + 1, *self.shape, self.chain.c)
 
     def steps(self, x: Tensor) -> Tensor:
-        """(v, *lead, c) of the segments: (length, *lead', c)."""
+        """x (v, *lead, c) of the segments: (length, *lead', c)."""
         axis = self.chain.bulk.dim() - 3 if self.homogeneous else 0
         whole: Tensor = x[self.rest + 1 :].unflatten(0, (self.count, self.length))
         return whole.movedim(0, axis + 1)
 
     def matrices(self, bulk: Tensor) -> Tensor:
-        """(s, *own, c, c) of the segments: (length or 1, *own', c, c)."""
+        """bulk (s, *own, c, c) of the segments: (length or 1, *own', c, c)."""
         if self.homogeneous:
             return bulk
         whole: Tensor = bulk[self.rest :].unflatten(0, (self.count, self.length))
         return whole.transpose(0, 1)
 
     def counts(self, grad_bulk: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the gradients of the head's and of the segments' matrices are written."""
+        """Memory for the gradients of the head's matrices, and of the segments'."""
         head = torch.empty_like(grad_bulk) if self.homogeneous else grad_bulk[: self.rest]
         return head, self.matrices(grad_bulk)
 
     def by_segment(self, values: Tensor) -> Tensor:
-        """(g', m', ...) as (count, g, m, ...)."""
+        """Values (g', m', ...) as (count, g, m, ...)."""
         g, m = self.chain.g, self.chain.m
         if self.homogeneous:
             return values.reshape(g, self.count, m, *values.shape[2:]).transpose(0, 1)
         return values.reshape(self.count, g, m, *values.shape[2:])
 
     def by_set(self, values: Tensor) -> Tensor:
-        """(count, g, m, ...) as (g', m', ...)."""
+        """Values (count, g, m, ...) as (g', m', ...)."""
         values = values.transpose(0, 1) if self.homogeneous else values
         return values.reshape(*self.shape, *values.shape[3:])
 
     def head(self) -> Chain:
-        """The first steps."""
+        """The chain of the first steps."""
         chain = self.chain
         ends = None if chain.ends is None else chain.ends.clamp(max=self.rest + 1)
         bulk = chain.bulk if self.homogeneous else chain.bulk[: self.rest]
         return Chain(chain.x[: self.rest + 1], bulk, chain.p0, ends, chain.log_params, chain.dtype, chain.by_log)
 
     def segments(self, *, rows: bool = False) -> Chain:
-        """The segments as stretches that a message enters; with `rows` c of each, (g', m' c), for one state each."""
+        """The chain of the segments, which messages enter; with `rows`, each segment c times, (g', m' c)."""
         chain, c, ends = self.chain, self.chain.c, None
         x = self.steps(chain.x)
         if rows:
@@ -212,14 +191,14 @@ class Cut:
         return Chain(x, bulk, chain.p0, ends, chain.log_params, chain.dtype, chain.by_log)
 
     def unit_rows(self) -> Message:
-        """A message for each state of each segment that is in this state alone."""
+        """A message (g', m' c) into each segment for each state, that has all its weight on this state."""
         (sets, members), c = self.shape, self.chain.c
         rows = torch.eye(c, dtype=self.chain.dtype, device=self.chain.x.device).log_().repeat(members, 1)
         scale = torch.zeros(1, dtype=torch.float64, device=rows.device)
         return Message(rows.expand(sets, -1, c), scale.expand(2, sets, members * c))
 
     def between(self, start: Tensor, products: Message) -> tuple[Chain, Tensor]:
-        """The chain of the products, from the head's last message, and the scales taken out of them (count, g, m)."""
+        """The chain of the segments' products, behind the head's message, and their scales taken out (count, g, m)."""
         chain, c = self.chain, self.chain.c
         high, low = (self.by_segment(part.view(*self.shape, c)) for part in products.scale)
         top = high.amax(-1)

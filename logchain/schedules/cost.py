@@ -1,8 +1,8 @@
-"""How many seconds work takes: constants that were measured on a device and lie in `costs.json`, with their date.
+"""The seconds that work takes, by constants that were measured on a device; `costs.json` has them, with their date.
 
     seconds = sum over the fields of `Work` of (its count * its constant)
 
-Each device, number of threads, schedule and pass has constants of its own, fitted by `tests/benchmarks/fit.py`.
+There are constants for each device, number of threads, schedule and pass, fitted by `tests/benchmarks/fit.py`.
 """
 
 import json
@@ -17,7 +17,7 @@ FORWARD, BOTH = "forward", "forward and backward"
 
 
 class Work(NamedTuple):
-    """Counts of a schedule: `steps` wait for each other, `launches` are kernels of a GPU, or calls on a CPU."""
+    """Counts of what a schedule does: `steps` depend on each other, `launches` are GPU kernels or calls on a CPU."""
 
     multiply_adds: int
     exponentials: int
@@ -30,9 +30,9 @@ class Work(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Seconds for one of each count in a `Work`, by schedule and pass, and their origin.
+    """The seconds for one unit of each count in `Work`, by schedule and pass, with what they were measured on.
 
-    `processors` work side by side: idle ones count as if they worked.
+    `processors` is how many sequences the device computes side by side.
     """
 
     device: str
@@ -45,19 +45,19 @@ class Constants(NamedTuple):
     seconds: dict[str, dict[str, tuple[float, ...]]]
 
     def of(self, schedule: str, which: str, work: Work) -> float:
-        """The seconds of work in a schedule and a pass."""
+        """The seconds that work takes in a schedule and a pass."""
         return sum(count * constant for count, constant in zip(work, self.seconds[schedule][which], strict=True))
 
     @property
     def source(self) -> str:
-        """The origin of the constants, in a line."""
+        """One line that says on what hardware and when the constants were measured."""
         threads = f", {self.threads} thread{'s' * (self.threads > 1)}" * (self.device == "cpu")
         return f"{self.hardware}{threads}: {'measured' if self.measured else 'not measured'} {self.date}"
 
 
 @cache
 def read(path: Path = FILE) -> tuple[Constants, ...]:
-    """All constants in a file."""
+    """All constants of a file."""
     entries: list[dict[str, Any]] = json.loads(path.read_text())["constants"]
     for entry in entries:
         for passes in entry["seconds"].values():
@@ -67,7 +67,7 @@ def read(path: Path = FILE) -> tuple[Constants, ...]:
 
 @lru_cache
 def constants(device: str, threads: int, path: Path = FILE) -> Constants:
-    """The constants for as many threads, else for the next fewer, else for the fewest; a GPU's for other devices."""
+    """The constants for so many threads, else the next fewer, else the fewest; CUDA's for unknown devices."""
     rows = [row for row in read(path) if row.device == ("cpu" if device == "cpu" else "cuda")]
     within = [row for row in rows if row.threads <= threads]
     return max(within, key=lambda row: row.threads) if within else min(rows, key=lambda row: row.threads)

@@ -1,4 +1,4 @@
-"""What a schedule does and holds, counted in integers: work, dependent steps, launches, and peak memory."""
+"""The work and the peak memory of each schedule, counted in integers."""
 
 import math
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 from .cost import Work
 
-# launches of a stretch of chain, forward and with its backward pass; of a level of a tree, in one direction
+# launches of a walk along a chain, forward alone and with its backward pass; launches of a level of a tree
 _LAUNCHES, _LEVEL = (12, 25), 6
 
-# bytes that the leaves of a tree, and all that is made of them, take where two messages are smaller
+# bytes that the leaves of a tree, with all that is computed from them, may take where two messages are smaller
 _LEAVES = 2**21
 
 
 class Schedule(NamedTuple):
-    """A name of `STRATEGIES`, and the number of segments that are computed side by side."""
+    """The name of a schedule, one of `STRATEGIES`, and the number of segments that are computed side by side."""
 
     name: str
     segments: int
@@ -25,9 +25,9 @@ SEQUENTIAL, TREE = Schedule("sequential", 1), Schedule("tree", 1)
 
 
 class Size(NamedTuple):
-    """The sizes that decide the work: `g` sets of matrices, each shared by m chains of v variables and c states.
+    """The sizes that decide the work: g sets of matrices, each shared by m sequences of v variables and c states.
 
-    `one_matrix` for every step; `item` bytes to a number of the arithmetic.
+    `one_matrix`: whether one serves every step; `item`: bytes of a number of the arithmetic.
     """
 
     v: int
@@ -67,7 +67,7 @@ class Size(NamedTuple):
 
 
 def work(size: Size, schedule: Schedule) -> Work:
-    """The work of a product, with its backward pass where gradients are wanted."""
+    """The work of a product, with its backward pass if there are gradients."""
     if size.states == 0:
         return NOTHING
     if schedule.name == "tree":
@@ -76,7 +76,7 @@ def work(size: Size, schedule: Schedule) -> Work:
 
 
 def length_of(size: Size, schedule: Schedule) -> int:
-    """Transitions in a segment; the rest of the chain is walked before."""
+    """The transitions of a segment; what is left over is the head of the chain."""
     return (size.v - 1) // schedule.segments
 
 
@@ -95,9 +95,9 @@ def _sequential(size: Size) -> Work:
 
 
 def _chunked(size: Size, segments: int) -> Work:
-    """The head, the segments' products, a vector through them; with gradients the segments as chains, and back."""
+    """The work of the head, the segments' products, and a vector times these; with gradients that of segments again."""
     s, c, length = size.sequences, size.c, length_of(size, Schedule("chunked", segments))
-    # each segment's product has c rows, which every step writes and reads again
+    # the product of a segment is walked as c sequences, one for each row
     rows = size._replace(v=length + 1, m=size.m * segments * c, gradients=False)
     through = Work(s * segments * c**2, 0, 0, segments, _LAUNCHES[0])
     head = _sequential(size._replace(v=size.v - segments * length))
@@ -110,7 +110,7 @@ def _chunked(size: Size, segments: int) -> Work:
 def _tree(size: Size) -> Work:
     v, c, walks = size.v, size.c, 2 if size.gradients else 1
     stack = size.sequences * (v - 1) * c**2
-    passes = 4 if size.gradients else 1  # the backward pass multiplies again, and each product has two gradients
+    passes = 4 if size.gradients else 1  # backward, the products again and two gradients of each
     levels = (v - 1).bit_length() * -(-4 * size.item * stack // _leaf_bytes(size))
     return Work(
         multiply_adds=passes * stack * c,
@@ -122,12 +122,12 @@ def _tree(size: Size) -> Work:
 
 
 def _leaf_bytes(size: Size) -> int:
-    """Bytes within which a tree holds its leaves, and all that is made of them, in one piece after the other."""
+    """The bytes that a piece of a tree's leaves may take, with all that is computed from them."""
     return max(_LEAVES, 2 * size.states * size.item)
 
 
 def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
-    """Bytes beyond operands, result and gradients: at most during the forward pass, and during the backward pass."""
+    """The peak bytes of the forward pass and of the backward pass, beyond operands, result and gradients."""
     s, v, c, item = size.sequences, size.v, size.c, size.item
     if size.states == 0:
         return 0, 0

@@ -1,7 +1,7 @@
-"""Sequences of different lengths that lie one behind the other.
+"""Packed sequences: of different lengths, one behind the other, as `cu_seqlens` says.
 
-On a CPU all of them are walked where they lie, in one call: nothing is padded. Other devices, and derivatives of
-gradients, take padded batches of sequences of similar lengths.
+On a CPU one call walks all of them where they lie. Other devices, and derivatives of gradients, take padded batches of
+sequences of similar lengths.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from ..kernels.message import Kept
 from ..operands import arithmetic_dtype, is_plain
 from ..rescues import report_chains
 
-# a sequence is padded to at most so many times its length
+# how many times its length a sequence may be padded to
 _PADDING = 1.25
 
 
 class Piece(NamedTuple):
-    """Sequences of similar lengths: `x` (k, v, c), `bulk`, `p0`, and the length of each (k)."""
+    """A padded batch of k sequences of similar `lengths` (k): `x` (k, v, c), with their `bulk` and `p0`."""
 
     x: Tensor
     bulk: Tensor
@@ -33,10 +33,11 @@ class Piece(NamedTuple):
 
 
 class Packed:
-    """`x` [total, c], `bulk` [1 or total, c, c], `p0` [c] or [n, c]; sequence i has the rows cu_seqlens[i:i + 2].
+    """Packed sequences: `x` [total, c], `bulk` [1 or total, c, c], `p0` [c] or [n, c].
 
-    `starts` and `lengths` (n) are on the host. Iterating gives `Piece`s in order of length; what is computed of them is
-    put back in the caller's order.
+    Sequence i has the rows from `cu_seqlens[i]` to before `cu_seqlens[i + 1]`; `starts` and `lengths` (n) lie on the
+    host. Iteration gives `Piece`s in order of length; `by_sequence`, `by_row` and `by_step` put what is computed from
+    each of them back into the caller's order.
     """
 
     def __init__(self, x: Tensor, bulk: Tensor, p0: Tensor, cu_seqlens: Tensor, lengths: object) -> None:
@@ -47,7 +48,7 @@ class Packed:
         self.x, self.bulk, self.p0, self.lengths = x, bulk, p0, ends - self.starts
 
     def of(self, x: Tensor, bulk: Tensor, p0: Tensor) -> "Packed":
-        """The same with other operands of the same shapes."""
+        """The same sequences with other operands of the same shapes."""
         packed = copy(self)
         packed.x, packed.bulk, packed.p0 = x, bulk, p0
         return packed
@@ -59,16 +60,16 @@ class Packed:
 
     @property
     def in_place(self) -> bool:
-        """Whether the kernels walk sequences where they lie."""
+        """Whether the kernels can walk the sequences where they lie, which they do on a CPU."""
         return is_plain(self.operands) and self.x.numel() > 0 and all(kernels.in_c(one) for one in self.operands)
 
     def walks_in_place(self, log_params: object) -> bool:
-        """Whether a question that has loops for one matrix does, where no padded batch has to check its options."""
+        """Whether kernels that take one matrix for all steps can; a wrong `log_params` is left to padded batches."""
         return self.in_place and len(self.bulk) == 1 and isinstance(log_params, bool)
 
     @cached_property
     def _groups(self) -> list[Tensor]:
-        """The members of each piece."""
+        """The sequences of each piece, by number."""
         order = torch.argsort(self.lengths, descending=True, stable=True)
         groups, first = [], 0
         longest = self.lengths[order].tolist()
@@ -82,7 +83,7 @@ class Packed:
         return map(self._piece, self._groups)
 
     def pieces(self, mask: Tensor) -> Iterator[tuple[Tensor, Piece]]:
-        """The members of each piece, and it, of the sequences of a mask (n) alone."""
+        """The numbers of sequences, and the piece they make, of all sequences in a mask (n)."""
         for group in self._groups:
             members = group[mask[group]]
             if len(members):
@@ -117,14 +118,14 @@ class Packed:
         return torch.stack(values).sum(0) if len(self.bulk) == 1 else self.by_step(values)
 
     def _rows(self, members: Tensor) -> Tensor:
-        """The rows of each member (k, v); behind its end, its last one."""
+        """The rows of each member (k, v), its last one again behind its end."""
         lengths = self.lengths[members]
         steps = torch.minimum(torch.arange(int(lengths[0]), device="cpu"), lengths[:, None] - 1)
         return (self.starts[members][:, None] + steps).to(self.x.device)
 
 
 class PackedChain:
-    """Packed sequences as one chain, on a CPU: the kernels know where each begins."""
+    """Packed sequences on a CPU as one `Chain` with `starts`, for kernels that walk sequences where they lie."""
 
     def __init__(self, packed: Packed, log_params: bool, *, by_log: bool = False) -> None:
         x, bulk, p0 = packed.x, packed.bulk, packed.p0
@@ -132,18 +133,18 @@ class PackedChain:
         ends = packed.lengths.view(1, -1, 1) if len(bulk) == 1 else packed.lengths.view(-1, 1, 1)
         dtype = arithmetic_dtype(x, bulk, p0)
         self.chain = Chain(x, bulk, p0, ends, log_params, dtype, by_log, starts=packed.starts)
-        self._room = kernels.chain_kernels(x)
+        self._kernels = kernels.chain_kernels(x)
 
     def forward(self, keep: bool) -> Kept:
-        """What the room keeps; its log-partition has n entries."""
+        """The log-partition of each sequence, and what the backward pass needs if it is to be kept."""
         chain = self.chain
         with kernels.arithmetic_on(chain.x):
-            residuals: Kept = self._room.forward(chain, keep=chain.room(chain.v) if keep else None)[0]
+            residuals: Kept = self._kernels.forward(chain, keep=chain.room(chain.v) if keep else None)[0]
         report_chains(residuals.redone)
         return residuals
 
     def posteriors(self, counted: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Posteriors [total, c], expected counts in the shape of `bulk` if they are `counted`, log-partitions [n]."""
+        """Posteriors [total, c], expected transitions in the shape of `bulk` if `counted`, log-partitions [n]."""
         residuals = self.forward(True)
         states, counts, _ = self.backward(residuals, torch.ones_like(residuals.log_norm), (True, counted))
         assert states is not None
@@ -160,18 +161,18 @@ class PackedChain:
     def backward(
         self, residuals: Kept, grad: Tensor, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """The gradients of x, of the matrices, and of the initial weights of each sequence (n, c)."""
+        """The gradients of x and bulk, None for one not needed, and of each sequence's initial weights (n, c)."""
         chain = self.chain
         grad_x = torch.zeros(chain.x.shape, dtype=chain.dtype, device="cpu") if needs[0] else None
         grad_bulk = torch.zeros(chain.bulk.shape, dtype=chain.dtype, device="cpu") if needs[1] else None
         weight = grad.reshape(chain.g, chain.m)
         with kernels.arithmetic_on(chain.x):
-            start: Tensor = self._room.backward(chain, residuals, weight, None, grad_x, grad_bulk)
+            start: Tensor = self._kernels.backward(chain, residuals, weight, None, grad_x, grad_bulk)
         return grad_x, grad_bulk, start
 
 
 def _bounds(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each sequence starts and ends, on the host."""
+    """The rows where each sequence starts and ends, on the host."""
     check_tensor("x", x, 2)
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected a torch.Tensor, got {type(cu_seqlens).__name__}")

@@ -1,8 +1,7 @@
-"""The leaves of a chain's tree: one matrix of logarithms a transition, some steps of some sequences at a time.
+"""The leaves of a chain's tree, one log-matrix for each transition, for some steps of some sequences at a time.
 
-A leaf is `log P_i(k, j) + x_i(j)`, less the largest entries of both, which are summed apart; behind a sequence's
-end it is the identity, so that the product of those before it stays. No more are held than take the memory of two
-messages.
+A leaf is `log P_i(k, j) + x_i(j)`, less the largest entries of both, the shifts, which are summed separately; behind a
+sequence's end it is the identity. Those in memory at a time take no more than two messages.
 """
 
 import math
@@ -15,23 +14,23 @@ from torch import Tensor
 from .. import kernels
 from ..operands import Operands, chain_of
 
-# bytes that leaves and all that is made of them may take where two messages are smaller
+# bytes that leaves, with all that is computed from them, may take where two messages are smaller
 _LEAST = 2**21
 
-# transitions of a piece that sequences do not share the memory for: fewer make the steps between pieces count
+# transitions that a piece has at least, if there are as many, even if fewer sequences then fit into a block
 _SHORT = 64
 
-# entries whose logarithms are taken in float64, or that are summed in it, at a time
+# entries that are converted to float64 at a time
 HELD = 2**17
 
 
-# some sets of matrices, and some of the sequences that share each
+# a range of the sets of matrices, and a range of the sequences that share each set
 Block = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Into what a chain is cut: pieces of `steps` transitions, and blocks of `sets` times `members` sequences."""
+    """The division of a chain: pieces of `steps` transitions, in blocks of `sets` times `members` sequences."""
 
     steps: int
     sets: int
@@ -39,7 +38,7 @@ class Cut:
 
     @classmethod
     def of(cls, v: int, g: int, m: int, c: int, dtype: torch.dtype) -> "Cut":
-        """As many as fit into two messages (v, g, m, c)."""
+        """The division whose blocks take no more memory than two messages (v, g, m, c)."""
         steps = max(1, v - 1)
         # leaves, nodes, gradients and logarithms of matrices; potentials; in float64 sums and gradients of x
         leaf_bytes = dtype.itemsize * (4 * c * c + 3 * c) + 8 * (2 * c + 4)
@@ -52,11 +51,11 @@ class Cut:
         return cls(held, min(g, max(1, sequences // m)), min(m, sequences))
 
     def pieces(self, v: int) -> list[tuple[int, int]]:
-        """Ranges of variables into which the transitions of a piece lead."""
+        """The range of variables of each piece, into which its transitions lead."""
         return [(first, min(first + self.steps, v)) for first in range(1, v, self.steps)]
 
     def blocks(self, g: int, m: int) -> Iterator[tuple[slice, list[slice]]]:
-        """Sets, and the members of each block of them."""
+        """Each range of sets, with the ranges of members that make a block with it."""
         members = [slice(r, min(r + self.members, m)) for r in range(0, m, self.members)]
         for z in range(0, g, self.sets):
             yield slice(z, min(z + self.sets, g)), members
@@ -73,12 +72,12 @@ class Leaves:
         self.one = len(chain.bulk) == 1
 
     def raw(self, first: int, stop: int, sets: slice) -> Tensor:
-        """What the caller passed for these transitions (k, g', c, c); k = 1 where all have one matrix."""
+        """The matrices of these transitions as the caller passed them (k, g', c, c); k = 1 where one serves all."""
         part = self.chain.bulk[:1] if self.one else self.chain.bulk[first - 1 : stop - 1]
         return part.reshape(-1, self.g, self.c, self.c)[:, sets]
 
     def logarithms(self, first: int, stop: int, sets: slice) -> tuple[Tensor, Tensor]:
-        """Those of the matrices less their largest entries (k, g', c, c), and these in float64 (k, g', 1)."""
+        """The log-matrices less their largest entries (k, g', c, c), and these entries in float64 (k, g', 1)."""
         raw, log_params = self.raw(first, stop, sets), self.chain.log_params
         top = raw.amax((-2, -1)).double()
         top = finite_top(top if log_params else top.log())
@@ -90,7 +89,7 @@ class Leaves:
         return logs, top[..., None]
 
     def parts(self, first: int, stop: int) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """Blocks, the leaves of each (g' m', k, c, c), and the shifts out of them, to be added up (2 k, g', m')."""
+        """Each block, its leaves (g' m', k, c, c), and the shifts out of them, terms of a sum (2 k, g', m')."""
         for sets, spans in self.cut.blocks(self.g, self.m):
             logs, top = self.logarithms(first, stop, sets)
             for members in spans:
@@ -98,7 +97,7 @@ class Leaves:
                 yield (sets, members), leaves, shifts
 
     def over(self, first: int, stop: int, block: Block) -> Tensor | None:
-        """Which sequences have ended before a step (g', m', k); None for nowhere."""
+        """Which sequences have ended before a step (g', m', k); None where none has."""
         ends = self.chain.ends
         if ends is None:
             return None
@@ -106,7 +105,7 @@ class Leaves:
         return over if kernels.on_gpu(over) or over.any() else None
 
     def stack(self, first: int, stop: int, block: Block, logs: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-        """The leaves (g' m', k, c, c), and the shifts out of them, as float64 terms of a sum (2 k, g', m')."""
+        """The leaves of a block (g' m', k, c, c), and the shifts out of them in float64 (2 k, g', m')."""
         potentials, shift = self.potentials(first, stop, block)
         k, g, m, c = potentials.shape
         stack = self.chain.new(g, m, k, c, c)
@@ -121,13 +120,13 @@ class Leaves:
         return stack.flatten(0, 1), torch.cat([shift, top])
 
     def potentials(self, first: int, stop: int, block: Block) -> tuple[Tensor, Tensor]:
-        """x less its largest entry (k, g', m', c), and that (k, g', m'); both in float64."""
+        """The log-potentials less their largest entry (k, g', m', c), and that entry (k, g', m'), in float64."""
         x = self.chain.x[first:stop].reshape(-1, self.g, self.m, self.c)[:, block[0], block[1]]
         top = finite_top(x.amax(-1, keepdim=True).double())
         return x.double() - top, top[..., 0]
 
     def start(self) -> tuple[Tensor, Tensor]:
-        """The first message (g, m, c) in float64, and what was taken out of x_0 (1, g, m)."""
+        """The first message (g, m, c) in float64, and the shift out of x_0 (1, g, m)."""
         chain = self.chain
         p0 = chain.p0.double() if chain.log_params else chain.p0.double().log()
         x = chain.x[0].reshape(self.g, self.m, self.c).double()
@@ -137,5 +136,5 @@ class Leaves:
 
 
 def finite_top(top: Tensor) -> Tensor:
-    """The largest entries, in place; 0 where there is none but -inf."""
+    """The largest entries, with 0 in place of -inf, overwritten."""
     return top.masked_fill_(top == -math.inf, 0.0)

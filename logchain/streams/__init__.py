@@ -1,1 +1,1 @@
-"""Chains without an end, one piece after the other."""
+"""Chains of unbounded length, computed a piece at a time."""

@@ -1,4 +1,4 @@
-"""What a stream and its pieces accept: every check of sizes and kinds, before anything is computed."""
+"""The checks of a stream's arguments and of its pieces, before anything is computed."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..arguments import Lengths, as_lengths, check_float_dtype, check_tensor
 
 
 def check_stream(bulk: Tensor | None, p0: Tensor, lag: object, dtype: torch.dtype | None) -> None:
-    """Kinds and sizes of what a stream is made of."""
+    """Raise for arguments of `Stream` of a wrong kind or size."""
     check_tensor("p0", p0, 1)
     c = p0.shape[-1]
     if c < 1:
@@ -32,7 +32,7 @@ def check_stream(bulk: Tensor | None, p0: Tensor, lag: object, dtype: torch.dtyp
 
 
 def check_transforms() -> None:
-    """Refuse torch.vmap, out of which a stream would keep tensors, and forward derivatives, which messages lack."""
+    """Raise inside torch.vmap, whose tensors a stream cannot keep, and for forward derivatives, which it lacks."""
     if torch.compiler.is_compiling():
         return
     if any(transform.key() == TransformType.Vmap for transform in retrieve_all_functorch_interpreters()):
@@ -44,7 +44,7 @@ def check_transforms() -> None:
 def check_piece(
     x: Tensor, bulk_piece: Tensor | None, lengths: Lengths | None, bulk: Tensor | None, p0: Tensor, before: torch.Size
 ) -> Tensor | None:
-    """Sizes of a piece that goes on from a batch of the shape `before`; returns the lengths as int64 [*B]."""
+    """The lengths as int64 [*B], or None; raises for a piece that does not go on from a batch of shape `before`."""
     *batch, k, c = x.shape
     if c != p0.shape[-1] or batch != list(before):
         sizes = ", ".join(str(size) for size in (*before, "k", p0.shape[-1]))
@@ -67,7 +67,7 @@ def check_piece(
     if lengths is None:
         return None
     lengths = lengths.to(x.device) if isinstance(lengths, Tensor) else _tensor(lengths, x)
-    # 0 is a length too, so the values are looked at here
+    # in a piece 0 is a length too, so values are checked here
     ends = as_lengths(lengths, x)
     if not kernels.on_gpu(x) and ends.numel():
         low, high = int(ends.min()), int(ends.max())
@@ -77,7 +77,7 @@ def check_piece(
 
 
 def check_mask(mask: object, fresh: Tensor | None) -> None:
-    """Of the kind and shape of `fresh`, if any batch is known; None for all."""
+    """Raise for a mask that is neither None nor a bool tensor like `fresh`, which is None before the first update."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -89,7 +89,10 @@ def check_mask(mask: object, fresh: Tensor | None) -> None:
 
 
 def active_counts(ends: Tensor | None, over: Tensor, k: int) -> Tensor | None:
-    """How many variables each sequence has [*B], 0 for one that is over; None for k, as far as values are looked at."""
+    """The number of variables of each sequence [*B], 0 for one that is over; None if all are known to have k.
+
+    On a GPU values are not looked at, so that None only stands for what is known without.
+    """
     gpu = kernels.on_gpu(over)
     if ends is None:
         return torch.where(over, 0, k) if gpu or over.any() else None
@@ -98,7 +101,7 @@ def active_counts(ends: Tensor | None, over: Tensor, k: int) -> Tensor | None:
 
 
 def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:
-    """Leading axes of size 1, or of that of the batch, or left out."""
+    """Raise for leading axes that are neither left out nor of size 1 or that of the batch."""
     batch, lead = list(x.shape[:-2]), list(value.shape[: value.dim() - axes])
     against = batch[len(batch) - len(lead) :] if len(lead) <= len(batch) else None
     if against is None or any(size not in (1, full) for size, full in zip(lead, against, strict=True)):
@@ -109,7 +112,7 @@ def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:
 
 
 def _tensor(lengths: Any, x: Tensor) -> Any:
-    """The lengths as a tensor beside x, or as they are: `as_lengths` says what is wrong with them."""
+    """The lengths as a tensor on the device of x, or as they are if they make none: `as_lengths` raises for those."""
     try:
         return torch.tensor(lengths, device=x.device)
     except (TypeError, ValueError, RuntimeError):

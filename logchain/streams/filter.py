@@ -1,4 +1,8 @@
-"""The forward messages of a piece: those of the chain kernels, a block at a time, where nobody differentiates them."""
+"""The filtered posteriors of a piece, and the forward message that it leaves to the next one.
+
+Without gradients the chain kernels compute, a block of steps at a time; with gradients torch's operations do, step by
+step.
+"""
 
 from typing import Any, NamedTuple
 
@@ -16,15 +20,15 @@ from ..rescues import report_chains
 from . import stretch
 from .piece import Carried, Piece, RawPiece, added, filtering, normalised, posterior, recovered
 
-# values of x, and of matrices that change, in a block: some megabytes, and enough to hide what a block costs
+# numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
 _BLOCK = 2**19
 
 
 class Filtered(NamedTuple):
-    """What is `carried` on after a piece, and what is known of its states, where that is asked for.
+    """The state `carried` to the next piece, and posteriors and forward messages of this one if asked for.
 
-    `posteriors` [*B, k, c] of the states given all up to each, and the `messages` [*B, k, c] as logarithms to some
-    constant; 0, and anything, where a sequence has no variable.
+    `posteriors` [*B, k, c]: of each state given all up to it; 0 where a sequence has no variable. `messages` [*B, k, c]
+    are logarithms up to a constant for each variable; arbitrary where a sequence has none.
     """
 
     carried: Carried
@@ -35,7 +39,7 @@ class Filtered(NamedTuple):
 def filtered(
     raw: RawPiece, carried: Carried, dtype: torch.dtype | None, piece: Piece | None, calls: stretch.Calls
 ) -> Filtered:
-    """Filter a piece, with posteriors of that dtype, and with messages where its logarithms are there."""
+    """The results of filtering a piece: posteriors if a `dtype` is given, messages if `piece`, its logarithms, is."""
     if differentiated(raw.x, raw.bulk, raw.p0, carried.message):
         return _by_autograd(raw, carried, dtype, raw.logs() if piece is None else piece)
     if torch.compiler.is_compiling():
@@ -56,7 +60,7 @@ def _by_autograd(raw: RawPiece, carried: Carried, dtype: torch.dtype | None, pie
 
 
 def _steps(piece: Piece, carried: Carried) -> tuple[Tensor, Carried]:
-    """The messages [*B, k, c] of a piece with sum 1, step by step, and what is carried on."""
+    """The messages [*B, k, c] of a piece with sum 1, computed step by step, and what is carried on."""
     messages, shifts = filtering(piece, carried.message)
     messages, norms = normalised(messages)
     message, norm = messages[..., -1, :], norms[..., -1]
@@ -64,7 +68,7 @@ def _steps(piece: Piece, carried: Carried) -> tuple[Tensor, Carried]:
     term, lost = exact_sum(torch.stack([torch.zeros_like(norm), *shifts.flatten(-2).unbind(-1)]))
     total = added(carried, torch.where(moved, norm, 0.0))
     total = added(total._replace(lost=total.lost + lost), term)
-    # what came before the impossible has no gradient either
+    # an impossible sequence has gradient 0 in earlier pieces too
     dead = moved & (norm == -torch.inf)
     after = total.total.masked_fill(dead, -torch.inf), total.lost.masked_fill(dead, 0.0)
     return messages[..., 1:, :], Carried(torch.where(moved[..., None], message, carried.message), *after)
@@ -84,7 +88,7 @@ def _by_kernels(
         return *(tensor.clone() for tensor in carried), *outputs
     posteriors, messages = outputs[0] if dtype is not None else None, outputs[1] if logs else None
     starting, first = _starting(raw), 0
-    if starting is None:  # some start and others go on
+    if starting is None:  # some start and others go on: the first step is computed apart
         _, carried = _steps(raw.part(0, 1).logs(), carried)
         first = 1
         if posteriors is not None:
@@ -100,31 +104,31 @@ def _by_kernels(
         if in_place:
             carried = stretch.walk(part, carried, head, into, logs_into, calls)
         else:
-            carried = _by_room(part, carried, head, into, logs_into)
+            carried = _by_any_kernels(part, carried, head, into, logs_into)
     if posteriors is not None and raw.counts is not None:
         posteriors.masked_fill_(~raw.active()[..., None], 0.0)
     return *carried, *outputs
 
 
-def _by_room(
+def _by_any_kernels(
     raw: RawPiece, carried: Carried, head: bool, posteriors: Tensor | None, messages: Tensor | None
 ) -> Carried:
-    """As `stretch.walk`, by the room of any device."""
+    """The same as `stretch.walk`, by the kernels of any device."""
     x, bulk, counts = raw.x, raw.bulk, raw.counts
     if not head and bulk.shape[-3] > 1:
         bulk = bulk[..., 1:, :, :]
     layout, dtype = Layout.of(x, bulk), arithmetic_dtype(x, bulk, raw.p0)
     steps, ends = layout.steps_first(x), None if counts is None else layout.sequences(counts)[..., None]
     chain = Chain(steps, layout.matrices(bulk), layout.weights(raw.p0), ends, raw.log_params, dtype)
-    grid, entering, room = (chain.g, chain.m, chain.c), None, None
+    grid, entering, kept = (chain.g, chain.m, chain.c), None, None
     if head:
         values = layout.weights(carried.message).reshape(grid)
         entering = Message(values, values.new_zeros(2, *grid[:2]))
     if posteriors is not None or messages is not None:
-        room = chain.new(chain.v + head, *grid)
-    passed, leaving = kernels.chain_kernels(x).forward(chain, entering, keep=room, leave=True)
-    report_chains(passed.redone)
-    logs = None if room is None else passed.logs(slice(int(head), None)).view(steps.shape)
+        kept = chain.new(chain.v + head, *grid)
+    residuals, leaving = kernels.chain_kernels(x).forward(chain, entering, keep=kept, leave=True)
+    report_chains(residuals.redone)
+    logs = None if kept is None else residuals.logs(slice(int(head), None)).view(steps.shape)
     if posteriors is not None and logs is not None:
         layout.steps_first(posteriors).copy_(posterior(logs))
     if messages is not None and logs is not None:
@@ -135,7 +139,7 @@ def _by_room(
 
 
 def _outputs(x: Tensor, dtype: torch.dtype | None, logs: bool) -> tuple[Tensor, Tensor]:
-    """Memory for posteriors and messages, empty where they are not wanted."""
+    """Memory for posteriors and messages, empty for what is not asked for."""
     return (
         x.new_empty(x.shape if dtype is not None else (0,), dtype=dtype),
         x.new_empty(x.shape if logs else (0,), dtype=torch.float64),
@@ -157,7 +161,7 @@ _operator = operator(
 
 
 def _starting(raw: RawPiece) -> bool | None:
-    """Whether all sequences start with this piece; None for some, or for not known."""
+    """Whether all sequences start with this piece; None if only some do, or if that is not known."""
     if raw.running:
         return False
     counts = raw.counts

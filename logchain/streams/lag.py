@@ -1,4 +1,4 @@
-"""The posteriors of states given some variables more: which are ready, and what must be held for the others."""
+"""Fixed-lag smoothing: posteriors of states given everything up to `lag` variables later."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ from .piece import Piece, posterior, shifted
 
 
 class Window(NamedTuple):
-    """Variables that wait for more: their forward messages [*B, n, c]; the rest as in `Piece`.
+    """The last n variables, which fewer than `lag` follow, with forward `messages` [*B, n, c], the rest as in `Piece`.
 
-    `matrices` is None where one matrix is that of every step.
+    `matrices` is None where one matrix serves every step.
     """
 
     x: Tensor
@@ -23,7 +23,7 @@ class Window(NamedTuple):
 
 
 def passed(held: Window | None, piece: Piece, messages: Tensor, one_matrix: bool, lag: int) -> tuple[Tensor, Window]:
-    """The posteriors that have their lag after a piece [*B, m, c], and what still waits."""
+    """The posteriors [*B, m, c] of the variables that `lag` others follow after a piece, and the new window."""
     window = Window(piece.x, messages, piece.active, piece.linked, None if one_matrix else piece.matrices)
     if held is not None:
         window = Window._make(_joined(old, new, axis) for old, new, axis in zip(held, window, _AXES, strict=True))
@@ -38,7 +38,7 @@ def passed(held: Window | None, piece: Piece, messages: Tensor, one_matrix: bool
 
 
 def at_the_end(held: Window, matrices: Tensor | None, lag: int) -> Tensor:
-    """The posteriors of all that waits, behind which nothing comes."""
+    """The posteriors of all variables in the window, if no others follow."""
     batch, c = held.x.shape[:-2], held.x.shape[-1]
     x, none = held.x.new_zeros(*batch, lag, c), held.active.new_zeros(*batch, lag)
     into_nothing = x.new_zeros(lag, c, c) if matrices is None else matrices
@@ -47,9 +47,9 @@ def at_the_end(held: Window, matrices: Tensor | None, lag: int) -> Tensor:
 
 
 def _smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:
-    """The posteriors of all but the last `lag` states, given `lag` variables more: [*B, k - lag, c], 0 for no variable.
+    """The posteriors [*B, k - lag, c] of all but the last `lag` states, given `lag` more variables; 0 for no variable.
 
-    `messages` [*B, k, c] are the forward ones. All windows go back at once, a step at a time.
+    `messages` [*B, k, c] are forward ones. Backward messages go `lag` steps back for all variables side by side.
     """
     size = piece.x.shape[-2] - lag
     x = shifted(torch.where(piece.linked[..., None], piece.x, 0.0))[0]
@@ -60,7 +60,7 @@ def _smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:
             before = broadcast_log_matmul(ahead[..., None, :], piece.matrices[..., j : j + size, :, :].mT)[..., 0, :]
         else:
             before = broadcast_log_matmul(ahead, piece.matrix(0).mT)
-        # a sequence that ends here has nothing behind it
+        # the backward message of a sequence's last variable is 0
         behind = torch.where(piece.linked[..., j : j + size, None], before, 0.0)
     return torch.where(piece.active[..., :size, None], posterior(messages[..., :size, :] + behind), 0.0)
 
@@ -70,12 +70,12 @@ _AXES = -2, -2, -1, -1, -3
 
 
 def _from(value: Tensor | None, start: int, axis: int) -> Tensor | None:
-    """What lies behind, without the memory of what lies before."""
+    """The entries from `start` on, copied so that the memory of those before is free."""
     return None if value is None else value.narrow(axis, start, value.shape[axis] - start).clone()
 
 
 def _joined(old: Tensor | None, new: Tensor | None, axis: int) -> Tensor | None:
-    """One after the other along the axis; other axes are broadcast."""
+    """Both tensors, one behind the other along the axis; other axes are broadcast."""
     if old is None or new is None:
         return None
     dim = max(old.dim(), new.dim())

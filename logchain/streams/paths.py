@@ -1,8 +1,8 @@
-"""The best path of an unbounded chain: which states of it are final, and what must be held until the others are.
+"""The best path of an unbounded chain, by on-line Viterbi decoding.
 
-Held is, for each state of the last variable, the best path that ends in it, from the first variable that is not final.
-Once all paths that may still win go through one state of a variable, the states up to there are final. A sequence that
-ended, and one that starts anew, has its best last state as the only one before; one that is impossible has none, -1.
+For each state of the last variable the best path that ends in it is a survivor. Once all survivors go through the same
+state of a variable, the states up to there are final, and only the later ones are held. Where a sequence ends or
+starts anew, the path to its best last state alone survives; states of an impossible sequence are -1.
 """
 
 from typing import NamedTuple
@@ -15,18 +15,18 @@ from ..autograd.paths import log_weight
 from ..operands import chain_of
 from .piece import Piece, shifted
 
-# terms [*B, c, columns], or log-potentials of paths to each state, that are held at a time
+# sums of messages and matrices [*B, c, columns], or log-potentials of chains to each state, in memory at a time
 _TERMS = 2**20
 
-# up to so many states a path to each of them, by loops that are compiled, costs less than steps one by one
-_FEW = 32
-
-# from so many steps on
-_LONG = 16
+# the most states, and the fewest steps, for which one compiled Viterbi to each state is faster than torch step by step
+_FEW, _LONG = 32, 16
 
 
 class Survivors(NamedTuple):
-    """Max-plus message [*B, c] with maximum 0, paths int32 [*B, n, c] to each last state; the rest as in `Piece`."""
+    """The best path to each last state: `paths` int32 [*B, n, c], `message` [*B, c] their log-weights with maximum 0.
+
+    `active` and `linked` [*B, n] are as in `Piece`.
+    """
 
     message: Tensor
     paths: Tensor
@@ -35,7 +35,7 @@ class Survivors(NamedTuple):
 
     @classmethod
     def none(cls, like: Tensor) -> "Survivors":
-        """Before the first variable, of a batch of messages [*B, c] like these."""
+        """The survivors before the first variable, for a batch of messages [*B, c]."""
         none = like.new_zeros(*like.shape[:-1], 0, dtype=torch.bool)
         paths = like.new_zeros(*none.shape, like.shape[-1], dtype=torch.int32)
         return cls(torch.full_like(like, -torch.inf), paths, none, none)
@@ -68,7 +68,7 @@ def _stepwise(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         after = _possible(shifted(ahead + x[..., i, :])[0])
         pointers.append(pointer)
         message = torch.where(active, after, message)
-    # where a sequence has ended only its best path is left
+    # only the best path survives the end of a sequence
     last = _best(message)[..., None].clamp(min=0).expand_as(message)
     state = torch.arange(message.shape[-1], device=message.device).expand_as(message)
     paths = torch.empty(*piece.active.shape, message.shape[-1], dtype=torch.int32, device=message.device)
@@ -79,7 +79,10 @@ def _stepwise(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
-    """The same where every sequence has all variables: the best of all chains that end in a state, for each of them."""
+    """The same as `_stepwise` where every sequence has all variables, by one Viterbi for each last state.
+
+    For each state there is a copy of the chain whose other last states are forbidden.
+    """
     x, matrices, p0, c = piece.x, piece.matrices, piece.start, piece.x.shape[-1]
     if not piece.unlinked:
         x, p0 = torch.cat([message[..., None, :], x], -2), piece.start.new_zeros(c)
@@ -99,7 +102,7 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _possible(message: Tensor) -> Tensor:
-    """Neither NaN nor infinity has a best path."""
+    """The message, with -inf for all of a sequence that has NaN or +inf, which has no best path."""
     return message.masked_fill(~(message < torch.inf).all(-1, keepdim=True), -torch.inf)
 
 
@@ -107,7 +110,7 @@ def _joined(held: Survivors, piece: Piece, message: Tensor, paths: Tensor, befor
     """The survivors with the paths [*B, k, c] through a piece, which come from the states [*B, c] before it."""
     if not held.paths.shape[-2]:
         return Survivors(message, paths, piece.active, piece.linked)
-    # what starts anew leaves what was impossible behind
+    # a sequence that was impossible has states -1, also when it has started anew since
     anew = (piece.active & ~piece.linked).any(-1)
     lost = (anew & (_best(held.message) < 0))[..., None] & _own(held)
     old = held.paths.masked_fill(lost[..., None], -1)
@@ -121,22 +124,22 @@ def _joined(held: Survivors, piece: Piece, message: Tensor, paths: Tensor, befor
 
 
 def settled(held: Survivors) -> tuple[Tensor, Survivors]:
-    """The states that are final in all sequences [*B, m], -1 for no variable, and what is still to be held."""
+    """The states that are final in all sequences [*B, m], -1 for no variable, and the survivors from there on."""
     best = _best(held.message)[..., None, None].clamp(min=0)
     dead = (held.message == -torch.inf)[..., None, :]
     same = (held.paths == held.paths.gather(-1, best.expand(*held.paths.shape[:-1], 1))) | dead
     same = same.all(-1) | ~held.active
-    # once paths have met they are one as far as they go back
+    # paths that meet are the same before
     return _split(held, int(same.flatten(0, -2).all(0).sum()) if same.dim() > 1 else int(same.sum()))
 
 
 def ended(held: Survivors) -> tuple[Tensor, Survivors]:
-    """The states of the best paths as they are now, and nothing held."""
+    """All states of the best paths if no variable follows, and survivors without any."""
     return _split(held, held.paths.shape[-2])
 
 
 def _split(held: Survivors, m: int) -> tuple[Tensor, Survivors]:
-    """The first m states of the best paths [*B, m], and what is held of the others, without the memory of these."""
+    """The first m states of the best paths [*B, m], and the survivors without them, copied to free their memory."""
     best = _best(held.message)
     paths = held.paths[..., :m, :]
     states = paths.gather(-1, best[..., None, None].clamp(min=0).expand(*paths.shape[:-1], 1))[..., 0].long()
@@ -146,19 +149,19 @@ def _split(held: Survivors, m: int) -> tuple[Tensor, Survivors]:
 
 
 def _own(held: Survivors) -> Tensor:
-    """Which variables [*B, n] belong to what has started last."""
+    """Which variables [*B, n] belong to the sequence that has started last, not to one before a reset."""
     starts = (held.active & ~held.linked).long()
     return starts.flip(-1).cumsum(-1).flip(-1) - starts == 0
 
 
 def _best(message: Tensor) -> Tensor:
-    """The lowest best state [*B], -1 for none."""
+    """The best state [*B], the lowest of equals, -1 for an impossible sequence."""
     top, state = message.max(-1)
     return state.masked_fill(top == -torch.inf, -1)
 
 
 def _step(message: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest `message(k) + matrix(k, j)` [*B, c], and the lowest k that attains it; a few columns at a time."""
+    """The largest `message(k) + matrix(k, j)` for each j [*B, c], and the lowest k with it; some columns at a time."""
     c = message.shape[-1]
     columns = max(1, min(c, _TERMS // max(1, message.numel())))
     parts = [(message[..., None] + matrix[..., j : j + columns]).max(-2) for j in range(0, c, columns)]

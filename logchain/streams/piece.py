@@ -1,7 +1,7 @@
-"""One piece of an unbounded chain, and its forward messages where somebody may differentiate them.
+"""A piece of an unbounded chain, and its forward messages by operations that torch's autograd differentiates.
 
-Everything is float64 logarithms, and each step one log-semiring product, whose derivatives autograd chains. What is
-taken out of a message is a constant to it, so that what is impossible has a gradient of exactly 0.
+Messages are float64 logarithms, and each step is one product in the log semiring. The largest entry is taken out of
+each message as a constant, so that the gradient of an impossible sequence is exactly 0.
 """
 
 from typing import NamedTuple
@@ -15,10 +15,10 @@ from ..operands import differentiated
 
 
 class Carried(NamedTuple):
-    """What goes from one piece to the next.
+    """The forward message and the log-partition after a piece, in float64, from which the next one goes on.
 
-    `message` [*B, c]: the logarithm of the newest state's posterior, float64; -inf for none and for the impossible.
-    `total` + `lost` [*B]: the log-partition, and what its rounding has lost.
+    `message` [*B, c]: the logarithm of the newest state's posterior; -inf before the first, and if impossible. `total`
+    [*B]: the log-partition. `lost` [*B]: the rounding error of its sum, to be added.
     """
 
     message: Tensor
@@ -27,23 +27,23 @@ class Carried(NamedTuple):
 
     @classmethod
     def before(cls, x: Tensor) -> "Carried":
-        """That of a batch [*B, k, c] of which no variable has come."""
+        """The values before the first variable of a batch like x [*B, k, c]."""
         message = x.new_full((*x.shape[:-2], x.shape[-1]), -torch.inf, dtype=torch.float64)
         zero = x.new_zeros(x.shape[:-2], dtype=torch.float64)
         return cls(message, zero, zero)
 
     def where(self, mask: Tensor, other: "Carried") -> "Carried":
-        """This for the sequences of a mask [*B], and another for the rest."""
+        """The values of this for the sequences in a mask [*B], and of the other for the rest."""
         message = torch.where(mask[..., None], self.message, other.message)
         return Carried(message, torch.where(mask, self.total, other.total), torch.where(mask, self.lost, other.lost))
 
 
 class RawPiece(NamedTuple):
-    """A piece as it comes: x [*B, k, c], bulk [*Bb, k or 1, c, c] into each variable, p0, and what is before it.
+    """A piece as the caller passes it: x [*B, k, c], bulk [*Bb, k or 1, c, c] with the matrix into each variable, p0.
 
-    `own`: bulk is the stream's. `fresh` [*B]: no variable is before. `unlinked`: that is so for all sequences, which is
-    known without a look; `running`: likewise, that it is so for none and that none has ended. `counts` int64 [*B]: how
-    many variables each sequence has, from 0 to k; None for all of them.
+    `own`: whether bulk is the stream's own matrix. `fresh` [*B]: sequences without an earlier variable. `unlinked`:
+    whether all are known to be fresh, and `running`: whether none is known to be fresh or over, both without looking at
+    values. `counts` int64 [*B]: the number of variables of each sequence in the piece; None if all have k.
     """
 
     x: Tensor
@@ -57,7 +57,7 @@ class RawPiece(NamedTuple):
     log_params: bool
 
     def part(self, start: int, stop: int) -> "RawPiece":
-        """The variables from `start` to before `stop`."""
+        """The piece of the variables from `start` to before `stop`."""
         if stop - start == self.x.shape[-2]:
             return self
         bulk = self.bulk if self.bulk.shape[-3] == 1 else self.bulk[..., start:stop, :, :]
@@ -65,17 +65,17 @@ class RawPiece(NamedTuple):
         return self._replace(x=self.x[..., start:stop, :], bulk=bulk, counts=counts)
 
     def active(self) -> Tensor:
-        """Which variables belong to a sequence [*B, k]."""
+        """Which variables [*B, k] belong to their sequence, not behind its end."""
         k = self.x.shape[-2]
         counts = torch.full_like(self.fresh, k, dtype=torch.int64) if self.counts is None else self.counts
         return torch.arange(k, device=counts.device) < counts[..., None]
 
     def still_fresh(self) -> Tensor:
-        """Which sequences have no variable after the piece either [*B]."""
+        """Which sequences [*B] have no variable after the piece either."""
         return self.fresh & (self.x.shape[-2] == 0 if self.counts is None else self.counts == 0)
 
     def logs(self, *, each: bool = False) -> "Piece":
-        """The piece in float64 logarithms; `each`: also a matrix for all variables is one for each."""
+        """The piece in float64 logarithms; `each`: a matrix for each variable, even if the caller passed one."""
         k, active = self.x.shape[-2], self.active()
         linked = active & ~((torch.arange(k, device=active.device) == 0) & self.fresh[..., None])
         matrices = logs(self.bulk if self.own else only_used(self.bulk, linked), self.log_params)
@@ -86,10 +86,10 @@ class RawPiece(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """x [*B, k, c], and log-matrices into each variable [*Bb, k, c, c] or, the same for all, [*Bb, 1, c, c].
+    """A piece in float64 logarithms: x [*B, k, c], and `matrices` [*Bb, k or 1, c, c] that lead into each variable.
 
-    `active` [*B, k]: which variables belong to a sequence; `linked` [*B, k]: which of them have one before.
-    `start` [*B, c]: the logarithm of p0. `unlinked`: no sequence has a variable before the first one.
+    `start` [*B, c]: log p0. `active` [*B, k]: variables that belong to their sequence, not behind its end; `linked`
+    [*B, k]: those of them with a variable before. `unlinked`: whether no sequence has a variable before the piece.
     """
 
     x: Tensor
@@ -100,22 +100,22 @@ class Piece(NamedTuple):
     unlinked: bool
 
     def matrix(self, i: int) -> Tensor:
-        """The log-matrices [*Bb, c, c] that lead into a variable."""
+        """The log-matrices [*Bb, c, c] that lead into variable i."""
         return self.matrices[..., 0 if self.matrices.shape[-3] == 1 else i, :, :]
 
     def part(self, start: int, stop: int) -> "Piece":
-        """Some of its variables."""
+        """The piece of the variables from `start` to before `stop`."""
         matrices = self.matrices if self.matrices.shape[-3] == 1 else self.matrices[..., start:stop, :, :]
         x, active, linked = self.x[..., start:stop, :], self.active[..., start:stop], self.linked[..., start:stop]
         return Piece(x, matrices, self.start, active, linked, self.unlinked and start == 0)
 
     def potentials(self) -> tuple[Tensor, Tensor]:
-        """x less the largest entry of each variable [*B, k, c], and that [*B, k, 1]; 0 behind the end."""
+        """The log-potentials less their largest entry [*B, k, c], and that entry [*B, k, 1]; 0 behind the end."""
         return shifted(torch.where(self.active[..., None], self.x, 0.0))
 
 
 def logs(weights: Tensor, log_params: bool) -> Tensor:
-    """The logarithm of weights, or what is one already, in float64, with gradient 0 at weight 0."""
+    """The logarithms of weights, or logarithms as they are, in float64, with gradient 0 at weight 0."""
     weights = weights.double()
     if log_params:
         return weights
@@ -124,7 +124,7 @@ def logs(weights: Tensor, log_params: bool) -> Tensor:
 
 
 def only_used(matrices: Tensor, used: Tensor) -> Tensor:
-    """Matrices [*Bb, k or 1, c, c], 0 where no sequence uses them [*B, k]: a NaN there would come into gradients."""
+    """The matrices [*Bb, k or 1, c, c], with 0 where no sequence uses them [*B, k]: no NaN reaches gradients."""
     if matrices.shape[-3] != used.shape[-1]:
         used = used.any(-1, keepdim=True)
     missing = used.dim() + 2 - matrices.dim()
@@ -134,14 +134,14 @@ def only_used(matrices: Tensor, used: Tensor) -> Tensor:
 
 
 def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
-    """The message less its largest entry, a constant, and that entry [..., 1]; 0 where there is none."""
+    """The message less its largest entry, and that entry [..., 1], a constant to autograd; 0 if all are -inf."""
     top = message.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0.0)
     return message - top, top
 
 
 def normalised(message: Tensor) -> tuple[Tensor, Tensor]:
-    """The message [..., c] less the logarithm of its sum, and that [...]: -inf, with gradient 0, of what is nothing."""
+    """The message [..., c] with sum 1, and the logarithm of its sum [...]; -inf, with gradient 0, if all are -inf."""
     if not differentiated(message):
         norm = torch.logsumexp(message, -1)
         # -inf less the lowest number is -inf
@@ -152,15 +152,15 @@ def normalised(message: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def posterior(message: Tensor) -> Tensor:
-    """The shares of the states [..., c], exactly 0 where there is nothing."""
+    """The probabilities of states [..., c] with log-weights `message`, exactly 0 if all are -inf."""
     dead = (message == -torch.inf).all(-1, keepdim=True)
     return torch.softmax(message.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
 
 
 def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward messages [*B, k + 1, c] with maximum 0, `message` ahead, and the shifts out of them [*B, k, 2].
+    """The forward messages [*B, k + 1, c] with maximum 0, `message` being the first, and their shifts [*B, k, 2].
 
-    A message stays where a sequence has no variable, and its shifts are 0.
+    Where a sequence has no variable, its message stays and its shifts are 0.
     """
     k = piece.x.shape[-2]
     x, shift = piece.potentials()
@@ -192,18 +192,19 @@ def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def added(carried: Carried, term: Tensor) -> Carried:
-    """The same with a term [*B] added to its log-partition (D. E. Knuth's two-sum)."""
+    """The carried values with a term [*B] added to the log-partition, by Knuth's two-sum."""
     total = carried.total + term
     part = total - carried.total
     error = (carried.total - (total - part)) + (term - part)
-    # beside infinity nothing is lost
+    # an infinite sum has no rounding error
     return carried._replace(total=total, lost=carried.lost + error.nan_to_num(0.0, 0.0, 0.0))
 
 
 def recovered(piece: Piece, before: Tensor, messages: Tensor) -> Tensor:
-    """Forward messages with maximum 0 [*B, k, c], from ones of which small entries, in linear space, were lost.
+    """The forward messages [*B, k, c] with maximum 0 and small entries, which linear `messages` had flushed to zero.
 
-    `before` [*B, c] is the message before the piece. What arrives at each variable is good to rounding in either space.
+    Each is computed again, in log space, from the one before it, which small entries hardly count for. `before` [*B, c]
+    is the message before the piece.
     """
     if piece.x.numel() == 0:
         return messages

@@ -1,4 +1,4 @@
-"""What a stream carries from one piece to the next."""
+"""The state of a stream between two pieces."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ _PARTS = {"carried": Carried, "window": Window, "survivors": Survivors}
 
 
 class State(NamedTuple):
-    """`carried`: what the log-partition goes on from. `fresh` [*B]: no variable yet; `over` [*B]: ended.
+    """`carried`: the forward message and log-partition. `fresh` [*B]: no variable yet. `over` [*B]: ended.
 
-    `unlinked`: all are fresh, which is known without a look; `running`: likewise, that none is fresh or over. `double`:
-    an operand was float64. `window`: what waits for its lag. `survivors`: the best paths. These two are None before
-    they are needed.
+    `unlinked`: whether all are known to be fresh, and `running`: whether none is known to be fresh or over, both
+    without looking at values. `double`: whether an operand was float64. `window`: variables that wait for the lag.
+    `survivors`: the best paths. The last two are None before they are needed.
     """
 
     carried: Carried
@@ -33,12 +33,12 @@ class State(NamedTuple):
 
     @classmethod
     def before(cls, x: Tensor) -> "State":
-        """That of a batch of which no variable has come."""
+        """The state before the first variable of a batch like x."""
         no = x.new_zeros(x.shape[:-2], dtype=torch.bool)
         return cls(Carried.before(x), ~no, no, True, False, False, None, None)
 
     def anew(self, mask: Tensor) -> "State":
-        """The same with the sequences of the mask [*B] before their start."""
+        """The state with the sequences in a mask [*B] before their first variable again."""
         message, total, lost = self.carried
         carried = (
             message.masked_fill(mask[..., None], -torch.inf),
@@ -48,26 +48,26 @@ class State(NamedTuple):
         return self._replace(carried=Carried(*carried), fresh=self.fresh | mask, over=self.over & ~mask, running=False)
 
     def detached(self) -> "State":
-        """The same as constants."""
+        """The state without gradients to earlier pieces."""
         leaves = [*self.carried[:2], *(() if self.window is None else (self.window.messages,))]
         detached: State = _mapped(Tensor.detach, self) if any(leaf.requires_grad for leaf in leaves) else self
         return detached
 
     def plain(self) -> dict[str, Any]:
-        """Copies, in types that need no class to be loaded."""
+        """A copy as dictionaries of tensors, bools and None, which `torch.load` takes with `weights_only`."""
         fields: dict[str, Any] = _mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
         return fields | {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
 
     @classmethod
     def of_plain(cls, fields: dict[str, Any]) -> "State":
-        """The state that `plain` has copied."""
+        """The state that `plain` has made dictionaries of."""
         parts = {name: kind(**fields[name]) for name, kind in _PARTS.items() if fields[name] is not None}
         state: State = _mapped(Tensor.clone, cls(**fields | parts))
         return state
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """All tensors within named tuples changed."""
+    """The value with all tensors in it changed, also those in tuples."""
     if isinstance(value, Tensor):
         return change(value)
     return type(value)(*(_mapped(change, part) for part in value)) if isinstance(value, tuple) else value

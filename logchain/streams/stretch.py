@@ -1,4 +1,4 @@
-"""A piece that the loops in C walk where it lies, in one call whose arguments are worked out once for pieces alike."""
+"""A piece of a stream, walked by one call of the C loops whose arguments are cached for pieces of the same layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,31 +16,34 @@ from .piece import Carried, RawPiece
 
 
 class Calls:
-    """The calls of the library for the last pieces of a stream, to be made again for pieces that lie alike."""
+    """The arguments of C calls for the last pieces of a stream, to be used again for pieces of the same layout."""
 
     def __init__(self) -> None:
         self._stretch: tuple[Any, Any] = None, None
         self._repeated: tuple[Any, Any] = None, None
 
     def stretch(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The `Stretch` for pieces of one key: that of the last piece, or a new one."""
+        """The `Stretch` for pieces with a key: that of the last piece if it had the same, or a new one."""
         if self._stretch[0] != key:
             self._stretch = key, make()
         return self._stretch[1]
 
     def repeat(self, x: Tensor, bulk: Tensor, stretch: Any) -> None:
-        """Take a stretch for pieces that lie as this one does, behind others and with the stream's own matrix."""
+        """Keep a stretch for pieces of the layout of this one, the second in a row that has it.
+
+        Only for pieces that go on from earlier ones, by the stream's own matrix.
+        """
         key = x.shape, x.stride(), x.dtype
         self._repeated = key, stretch.repeated(bulk) if self._repeated[0] == key else None
 
     def repeated(self, x: Tensor) -> Any:
-        """The `Repeated` for a piece that lies as the last one did; None where there is none."""
+        """The `Repeated` that `repeat` has kept for pieces of this layout; None without one."""
         key, repeated = self._repeated
         return repeated if key == (x.shape, x.stride(), x.dtype) and not x.is_neg() else None
 
 
 def takes(raw: RawPiece) -> bool:
-    """Whether the loops in C walk a piece where it lies: axes with matrices of their own come before the others."""
+    """Whether the C loops can walk a piece where it lies: batch axes with matrices of their own come first."""
     own = Layout.of(raw.x, raw.bulk).own
     return kernels.in_c(raw.x) and own == tuple(range(len(own)))
 
@@ -48,9 +51,9 @@ def takes(raw: RawPiece) -> bool:
 def walk(
     raw: RawPiece, carried: Carried, head: bool, posteriors: Tensor | None, messages: Tensor | None, calls: Calls
 ) -> Carried:
-    """What is carried on from a piece; posteriors and messages are written where memory for them is given.
+    """The state that is carried on from a piece; posteriors and messages are written if there is memory for them.
 
-    `head`: the message that is carried enters the piece, which otherwise starts at p0.
+    `head`: whether the carried message enters the piece, which otherwise starts at p0.
     """
     dtype = arithmetic_dtype(raw.x, raw.bulk, raw.p0)
     x, bulk, p0 = (operand.to(dtype).resolve_neg() for operand in (raw.x, raw.bulk, raw.p0))
@@ -91,7 +94,7 @@ def walk(
 
 
 def _write_last(posteriors: Tensor, counts: Tensor | None, last: Tensor) -> None:
-    """Write the posterior [*B, c] of the last of so many variables [*B] of each sequence, or of all of them."""
+    """Write `last` [*B, c] as the posterior of each sequence's last variable, after `counts` [*B] of them or all."""
     if counts is None:
         posteriors[..., -1, :] = last
         return

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import logchain
-from logchain.autograd.chain import TREE, log_norm
+from logchain.autograd.chain import log_norm
+from logchain.autograd.chain_operators import TREE
 from tests.families import FAMILIES, Chain
 from tests.questions import QUESTIONS, floating
 

@@ -21,6 +21,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from logchain.autograd import chain as chain_functions
+from logchain.autograd.chain_operators import TREE as TREE_SEGMENTS
 from logchain.schedules import choose
 from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
@@ -125,7 +126,7 @@ def call(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> Callable[[]
 
     def run() -> object:
         if schedule.name == "tree":
-            found = chain_functions.log_norm(x, bulk, p0, None, False, segments=chain_functions.TREE)
+            found = chain_functions.log_norm(x, bulk, p0, None, False, segments=TREE_SEGMENTS)
         else:
             found = chain_functions.log_norm(x, bulk, p0, None, False, segments=schedule.segments)
         return torch.autograd.grad(found.sum(), (x, bulk, p0)) if found.requires_grad else found
