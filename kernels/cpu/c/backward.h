@@ -122,8 +122,7 @@ static const real *forward_rows(const Back *b, int64_t count, int64_t step) {
     return b->forward;
 }
 
-/* Posteriors of the places from `from` to before `count`. `tests`: B come from a product and need the underflow
-   test. */
+/* Posteriors of the places from `from` to before `count`. `tests`: B are products that need the underflow test. */
 static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t step, const real *forward, int tests,
                                  real safe_entry) {
     Walk *w = &b->w;

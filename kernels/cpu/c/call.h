@@ -28,8 +28,7 @@ static int64_t find_value(const Chain *a) {
     return lossy;
 }
 
-/* Rounds the gradients of p0 (g, m, c) into its own shape, after adding those of sequences that share it to the first
-   of these. */
+/* Rounds the gradients of p0 (g, m, c) into its own shape; those that share a place are added to the first of them. */
 static void write_p0_gradients(const Chain *a, double *gradients) {
     int64_t c = a->states;
     for (int64_t q = 0; q < sequences_of(a); q++) {

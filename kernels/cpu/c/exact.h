@@ -255,8 +255,7 @@ static void count_block(const Exact *w, int64_t k, int64_t count, Row forward, R
     }
 }
 
-/* Adds S times sources, times P for gradients of logarithms, to the counts from all states: each product is a
-   number. */
+/* Adds S times sources, times P for gradients of logarithms, to the counts; each product is a number. */
 static void count_numbers(const Exact *w, int64_t count, Row forward, Row sources, const int64_t *states) {
     const Numbers *p = &w->matrix;
     int by_log = logs(w->a);

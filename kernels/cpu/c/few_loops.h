@@ -66,8 +66,7 @@ INLINE reals times_transposed(const int narrow, int64_t c, reals a, const real *
     return total_of_each(products);
 }
 
-/* A sum passes if its bits minus `taken` are at least `least[raised]`, unsigned; `taken` is 1 where a sum of 0
-   passes. */
+/* A sum passes if its bits minus `taken` are at least `least[raised]`; `taken` is 1 where a sum of 0 passes. */
 typedef struct { natural taken; naturals least[2]; } Bounds;
 INLINE Bounds bounds_of(const int narrow, const Few *l) {
     Bounds bounds = {.taken = (natural)l->zeros};

@@ -233,8 +233,7 @@ INLINE int step_of_few(const int64_t c, Fold *f, int64_t step) {
     return is_in_range(&seen);
 }
 
-/* All products of some rows; false if one is lossy, or a scale is not finite. `few`: the number of states, or 0 for
-   many. */
+/* All products of some rows; false if one is lossy, or a scale not finite. `few`: number of states, or 0 for many. */
 INLINE int fold_rows(const int64_t few, Fold *f) {
     const Chain *a = f->a;
     real top = 0;

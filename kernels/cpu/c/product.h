@@ -25,9 +25,8 @@ typedef struct {
     int64_t out_row;
 } Product;
 
-/* `vectors` registers of columns from `first` on, the last one `end` columns further. `b` points to these columns,
-   in rows `b_row` apart, the last vector at `b_end`. Columns at `prefetched` are fetched into the cache for a later
-   tile. */
+/* `vectors` registers of columns from `first` on, the last one `end` columns further. `b` points to these columns, in
+   rows `b_row` apart, the last vector at `b_end`. Columns at `prefetched` are for a later tile. */
 typedef struct {
     int64_t first, end;
     const real *b;

@@ -102,8 +102,7 @@ static void read_numbers(const Chain *a, int64_t set, int64_t step, int transpos
     find_entries(out);
 }
 
-/* The largest digit below `below` in a matrix, whose entries are copied into the plane, others as 0; NO_DIGIT for
-   none. */
+/* The largest digit below `below` in a matrix, or NO_DIGIT; copies its entries into the plane, others as 0. */
 static double next_plane(Numbers *p, double below) {
     double digit = NO_DIGIT;
     for (int64_t k = 0; k < p->c * p->across; k++)

@@ -15,7 +15,7 @@ enum { DRAWS = 512 }; /* draws that go back together: eight-state rows of all of
 typedef struct {
     const Chain *a;
     int64_t set, width, blocks; /* c rounded up to whole vectors; number of vectors */
-    int64_t transposed_set[2];         /* sets in `matrix`: linear, logarithms */
+    int64_t transposed_set[2];  /* sets in `matrix`: linear, logarithms */
     real *matrix[2];            /* linear, logarithms: (c, width), all columns of one matrix; or (1, width), a column */
     real *weights;              /* (columns, width) */
     double *sums;               /* (columns, blocks): cumulative weight at the end of each vector */

@@ -81,8 +81,7 @@ INLINE real real_of(whole bits) { real a; __builtin_memcpy(&a, &bits, sizeof a);
 /* 2^k, for a k in the range of normal numbers. */
 INLINE real power_of_two(int64_t k) { return real_of((whole)(k + BIAS) << FRACTION); }
 
-/* Sets all lanes to the reduction of all lanes by `f`: each lane with the one a half, a quarter, ... of the vector
-   away. */
+/* Sets all lanes to the reduction by `f`, in rounds with the lanes a half, a quarter, ... of the vector away. */
 #define REDUCE(a, f)                                                     \
     UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2) {          \
         __typeof__(a) beside;                                            \
@@ -133,8 +132,7 @@ REDUCE_EACH(any_of_each, wholes, either)
 #define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
 #endif
 
-/* exp(r) for r of at most (log 2) / 2 in size, within 0.06 (float32) or 0.001 units in the last place before
-   rounding. */
+/* exp(r) for |r| <= (log 2) / 2, within 0.06 (float32) or 0.001 units in the last place before rounding. */
 INLINE reals near_exponential(reals r) {
 #if BITS == 32
     reals q = r * 0.00137512791f + 0.00836895178f;

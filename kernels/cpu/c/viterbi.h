@@ -9,14 +9,14 @@
 
 /* The pass over places of a set, also that of topk.h. */
 typedef struct {
-    Walk walk;                 /* without states, scales and matrix */
-    int64_t ranks, read;       /* paths kept for each state; set and step of the matrix in `logs` */
-    int unknown;               /* the matrix in `logs` has an entry that is NaN or +inf */
-    real *logs, *transposed;       /* (c, width): log matrix; its transpose, or one column */
-    real *messages;            /* (v, count, width), in topk.h (2, count, ranks, width) */
-    whole *choices;            /* (v, count, ranks, width): in topk.h */
-    real *best;                /* (2, ranks, LANES): scratch of topk.h */
-    double *start;             /* (width): sums of a first message */
+    Walk walk;               /* without states, scales and matrix */
+    int64_t ranks, read;     /* paths kept for each state; set and step of the matrix in `logs` */
+    int unknown;             /* the matrix in `logs` has an entry that is NaN or +inf */
+    real *logs, *transposed; /* (c, width): log matrix; its transpose, or one column */
+    real *messages;          /* (v, count, width), in topk.h (2, count, ranks, width) */
+    whole *choices;          /* (v, count, ranks, width): in topk.h */
+    real *best;              /* (2, ranks, LANES): scratch of topk.h */
+    double *start;           /* (width): sums of a first message */
 } Best;
 
 /* Replaces a row of weights by logarithms; whether one is NaN or +inf. */
