@@ -15,15 +15,6 @@ from ..chain import Chain
 from . import team
 from .library import in_large_pages, library
 
-# the function that returns the bytes of scratch of a function
-ROOMS = {
-    "backward": "room",
-    "redo_backward": "redo_room",
-    **{name: f"{name}_room" for name in ("value", "messages", "entropy", "viterbi", "topk_paths", "sample")},
-    **dict.fromkeys(("fold", "unfold"), "fold_room"),
-    "fold_gradients": "fold_gradients_room",
-}
-
 # multiply-adds that are worth waking a thread
 _SHARE = 2**20
 
@@ -36,8 +27,11 @@ _PLACES = "*ends *order *messages *log_norm *lossy *uncounted *room"
 _GRADIENTS = (
     "*weight *grad_x grad_step grad_set grad_member *grad_at *grad_bulk count_step count_set *count_at *counts *grad_p0"
 )
-_MESSAGES = "*value *start start_set start_member *log_forward *log_backward by_log"
-_STRETCH = "*starts *leaving *entering *taken *lacking *arriving *lost *shares single *other"
+_MESSAGES = "*value *grad_p0_real grad_p0_set grad_p0_member *log_forward *log_backward by_log"
+_STRETCH = (
+    "*starts *leaving *entering *entering_log_norm *entering_error *entering_double *log_norm_error *filtered"
+    " float32 *other"
+)
 _STACKS = "*factors *final_weights"
 _PATHS = "*paths path_steps path_rank path_sequence ranks"
 
@@ -53,7 +47,7 @@ class Arguments(ctypes.Structure):
 
 @cache
 def function(name: str, dtype: torch.dtype) -> Any:
-    """A function of the library, which takes `Arguments` and returns an integer."""
+    """A function of the library: an integer of `Arguments`; the bytes of scratch that it needs where `room` is null."""
     loop = getattr(library(), f"logchain_{name}{64 if dtype == torch.float64 else 32}")
     loop.restype = ctypes.c_int64
     return loop
@@ -62,8 +56,9 @@ def function(name: str, dtype: torch.dtype) -> Any:
 def scratch(v: int, g: int, m: int, c: int, dtype: torch.dtype, one_matrix: bool) -> tuple[int, int]:
     """The number of threads for g sets of m sequences, and the bytes of scratch of each, forward and backward."""
     arguments = Arguments(members=m, states=c, one_matrix=one_matrix)
-    rooms = (int(function(room, dtype)(ctypes.byref(arguments))) for room in ("room", "redo_room"))
-    return len(shared(g * m, v * g * m * c**2)), max(rooms) + 128
+    names = "forward", "redo_forward", "backward", "redo_backward"
+    sizes = (int(function(name, dtype)(ctypes.byref(arguments))) for name in names)
+    return len(shared(g * m, v * g * m * c**2)), max(sizes) + 128
 
 
 class Call:
@@ -183,12 +178,10 @@ def run(
 
 def run_each(calls: "ctypes.Array[Arguments]", dtype: torch.dtype, name: str) -> Sequence[int]:
     """The integers that a function of the library returns for an array of arguments, each on a thread of its own."""
-    count, room = len(calls), function(ROOMS[name], dtype)
-    sizes = [room(ctypes.byref(arguments)) + 63 & ~63 for arguments in calls]
+    loop = function(name, dtype)
+    sizes = [loop(ctypes.byref(arguments)) + 63 & ~63 for arguments in calls]
     scratch = in_large_pages(torch.empty(sum(sizes) + 64, dtype=torch.uint8, device="cpu"))
     begin = scratch.data_ptr() + 63 & ~63
     for arguments, size in zip(calls, sizes, strict=True):
         arguments.room, begin = begin, begin + size
-    if count == 1:
-        return [int(function(name, dtype)(ctypes.byref(calls)))]
-    return team.calls(function(name, dtype), calls)
+    return [int(loop(ctypes.byref(calls)))] if len(calls) == 1 else team.calls(loop, calls)

@@ -20,7 +20,7 @@ def entropy(chain: Chain, other: Chain | None = None) -> tuple[Tensor, Tensor]:
     unknown = torch.zeros(shape, dtype=torch.uint8, device="cpu")
     calls = [Call(one) for one in (chain, other) if one is not None]
     for call in calls:
-        call.set(single=int(call.chain.dtype == torch.float32))
+        call.set(float32=int(call.chain.dtype == torch.float32))
     calls[0].point(value=values, lossy=unknown)
     if other is not None:
         calls[0].set(other=ctypes.addressof(calls[1].arguments))

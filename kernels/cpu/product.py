@@ -141,7 +141,7 @@ class _Segments:
         lossy = torch.empty(len(segments), g, c, dtype=torch.bool, device="cpu")
         self._spans, self._held = _spans(stack), [lossy]  # held because the arguments point to it
         self._calls = [
-            _arguments(stack, *segment, leaving=value, log_norm=size, lost=lacking, lossy=lost)
+            _arguments(stack, *segment, leaving=value, log_norm=size, log_norm_error=lacking, lossy=lost)
             for segment, value, size, lacking, lost in zip(segments, products, *self._offset, lossy, strict=True)
         ]
         for (first, last), call in zip(segments, self._calls, strict=True):

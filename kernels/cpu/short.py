@@ -67,11 +67,9 @@ class Short:
         a.last = g * m
         a.grad_step, a.grad_set, a.grad_member = gradients.x_step, gradients.x_set, gradients.x_member
         a.count_step, a.count_set = gradients.bulk_step, gradients.bulk_set
-        a.start_set, a.start_member = gradients.p0_set, gradients.p0_member
-        names = "value", "gradients", "posteriors", "messages"
-        self._calls = {name: function(name, dtype) for name in names}
-        rooms = (function(f"{name}_room", dtype)(ctypes.byref(a)) + 64 for name in names)
-        self.is_small = max(rooms) <= _ROOM
+        a.grad_p0_set, a.grad_p0_member = gradients.p0_set, gradients.p0_member
+        self._calls = {name: function(name, dtype) for name in ("value", "gradients", "posteriors", "messages")}
+        self.is_small = max(call(ctypes.byref(a)) + 64 for call in self._calls.values()) <= _ROOM
         # the dtypes and shapes of log_norm, messages and redone, which are kept in one tensor, one after the other
         self._kept = ((torch.float64, (g, m)), (dtype, (v, g, m, c)), (torch.bool, (g, m)))
         self._places, self._bytes = [], 0
@@ -176,7 +174,7 @@ class Short:
     def _gradients(self, a: Arguments, operands: tuple[Tensor, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
         """Memory for the gradients that are needed; the arguments point to it then."""
         gradients: list[Tensor | None] = []
-        for name, operand, need in zip(("grad_x", "grad_bulk", "start"), operands, needs, strict=False):
+        for name, operand, need in zip(("grad_x", "grad_bulk", "grad_p0_real"), operands, needs, strict=False):
             gradient = in_large_pages(torch.empty(operand.shape, dtype=self._dtype, device="cpu")) if need else None
             if gradient is not None:
                 setattr(a, name, gradient.data_ptr())

@@ -17,11 +17,11 @@ def _carry(a: Arguments, carried: Carried, members: int, shares: Tensor | None) 
     """Memory for what leaves a stretch; the arguments point to it, to what enters, and to `shares` if given."""
     message, total, lost = carried
     after = torch.empty_like(message), torch.empty_like(total), torch.empty_like(lost)
-    a.taken, a.lacking = total.data_ptr(), lost.data_ptr()
-    a.leaving, a.log_norm, a.lost = after[0].data_ptr(), after[1].data_ptr(), after[2].data_ptr()
+    a.entering_log_norm, a.entering_error = total.data_ptr(), lost.data_ptr()
+    a.leaving, a.log_norm, a.log_norm_error = after[0].data_ptr(), after[1].data_ptr(), after[2].data_ptr()
     if shares is not None:
         member = shares.stride(-3) if shares.dim() > 2 else 0
-        a.shares, a.grad_step = in_large_pages(shares).data_ptr(), shares.stride(-2)
+        a.filtered, a.grad_step = in_large_pages(shares).data_ptr(), shares.stride(-2)
         a.grad_set, a.grad_member = members * member, member
     return after
 
@@ -87,8 +87,7 @@ class Repeated:
     def __init__(self, arguments: Arguments, dtype: torch.dtype, held: list[Tensor]) -> None:
         self._arguments, self._dtype, self._held = arguments, dtype, held
         self._call, self._reference = function("stretch", dtype), ctypes.byref(arguments)
-        room = function("stretch_room", dtype)(self._reference) + 64
-        self._room = torch.empty(room, dtype=torch.uint8, device="cpu")
+        self._room = torch.empty(self._call(self._reference) + 64, dtype=torch.uint8, device="cpu")
         arguments.room = self._room.data_ptr() + 63 & ~63
 
     def forward(self, x: Tensor, carried: Carried, shares: Tensor | None) -> tuple[Carried, Tensor, int]:
@@ -96,5 +95,5 @@ class Repeated:
         a = self._arguments
         after = _carry(a, carried, a.members, shares)
         value = torch.empty_like(carried[1], dtype=self._dtype)
-        a.x, a.arriving, a.value = x.data_ptr(), carried[0].data_ptr(), value.data_ptr()
+        a.x, a.entering_double, a.value = x.data_ptr(), carried[0].data_ptr(), value.data_ptr()
         return after, value, self._call(self._reference)

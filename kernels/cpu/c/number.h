@@ -1,6 +1,7 @@
-/* Numbers m 2^(512 e), vectors of them: m is a double from 2^-250 to 2^262, and e an integer, the number's digit.
+/* Numbers of unlimited exponent, vectors of them: m 2^(512 e) with a double m from 2^-250 to 2^262 and an integer e,
+   the digit, as a double.
 
-   Numbers of two digits next to each other fit into one double, and so do their products with a third in range. */
+   One double can hold the sum of numbers of two neighbouring digits, and the product of such a sum with a third m. */
 #pragma once
 #include "vector.h"
 
@@ -12,28 +13,28 @@ enum { WIDE = BYTES / 8 };
 #define DIGIT 0x1p512
 #define LEAST 0x1p-250
 #define BEYOND 0x1p262
-#define NO_DIGIT -0x1p900 /* of 0 */
+#define NO_DIGIT -0x1p900 /* the digit of 0 */
 #define DIGIT_LN2_HIGH 0x1.62e42feep8
 #define DIGIT_LN2_LOW 0x1.a39ef35793c76p-24
 
 INLINE doubles load_wide(const double *from) { doubles a; __builtin_memcpy(&a, from, sizeof a); return a; }
 INLINE void store_wide(double *to, doubles a) { __builtin_memcpy(to, &a, sizeof a); }
-INLINE doubles both(double a) { return a - (doubles){0}; }
+INLINE doubles splat_wide(double a) { return a - (doubles){0}; }
 INLINE doubles choose(longs condition, doubles a, doubles b) {
     return (doubles)((condition & (longs)a) | (~condition & (longs)b));
 }
 
-INLINE int some(longs a) { return __builtin_reduce_or(a) != 0; }
+INLINE int any_wide(longs a) { return __builtin_reduce_or(a) != 0; }
 INLINE double highest_of(doubles a) {
     double highest = a[0];
     UNROLL for (int l = 1; l < WIDE; l++) highest = a[l] > highest ? a[l] : highest;
     return highest;
 }
 
-/* Entries of a row of the format, of which it has `left`; what is behind them is `rest`. */
+/* A vector of a row's entries, `step` apart, of which `left` remain; further lanes are `fill`. */
 typedef real Part __attribute__((vector_size(WIDE * sizeof(real))));
-INLINE doubles read_wide(const real *from, int64_t step, int64_t left, double rest) {
-    doubles a = both(rest);
+INLINE doubles read_wide(const real *from, int64_t step, int64_t left, double fill) {
+    doubles a = splat_wide(fill);
     if (step == 1 && left >= WIDE) {
         Part read;
         __builtin_memcpy(&read, from, sizeof read);
@@ -42,33 +43,33 @@ INLINE doubles read_wide(const real *from, int64_t step, int64_t left, double re
     UNROLL for (int l = 0; l < WIDE; l++) if (l < left) a[l] = (double)from[l * step];
     return a;
 }
-/* Writes those that are left. */
-#define WRITE(name, type)                                                                     \
-    INLINE void name(type *to, doubles a, int64_t left) {                                     \
-        typedef type Written __attribute__((vector_size(WIDE * sizeof(type))));               \
-        Written written = __builtin_convertvector(a, Written);                                \
-        if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);                     \
-        else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l];          \
+/* Stores the first `left` lanes. */
+#define WRITE(name, type)                                                            \
+    INLINE void name(type *to, doubles a, int64_t left) {                            \
+        typedef type Written __attribute__((vector_size(WIDE * sizeof(type))));      \
+        Written written = __builtin_convertvector(a, Written);                       \
+        if (left >= WIDE) __builtin_memcpy(to, &written, sizeof written);            \
+        else UNROLL for (int l = 0; l < WIDE; l++) if (l < left) to[l] = written[l]; \
     }
 WRITE(write_wide, real)
-WRITE(write_singles, float) /* whatever the format is */
+WRITE(write_float32, float) /* also where `real` is double */
 
 typedef struct { doubles m, e; } Number;
 
-/* The same number with its m in range, if it was not farther off than a digit. */
+/* The same number with m in range, if it is at most one digit off. */
 INLINE Number settled(Number a) {
     longs large = a.m >= BEYOND, small = (a.m < LEAST) & (a.m > 0);
-    a.m *= choose(large, both(1 / DIGIT), choose(small, both(DIGIT), both(1)));
-    a.e += choose(large, both(1), choose(small, both(-1), both(0)));
-    a.e = choose(a.m == 0, both(NO_DIGIT), a.e);
+    a.m *= choose(large, splat_wide(1 / DIGIT), choose(small, splat_wide(DIGIT), splat_wide(1)));
+    a.e += choose(large, splat_wide(1), choose(small, splat_wide(-1), splat_wide(0)));
+    a.e = choose(a.m == 0, splat_wide(NO_DIGIT), a.e);
     return a;
 }
 
 INLINE Number times_number(Number a, Number b) { return (Number){a.m * b.m, a.e + b.e}; }
 
-/* What a number is to one whose digit is `ahead` larger: 0 if that is two or more. */
-INLINE doubles lowered(doubles m, doubles ahead) {
-    return m * choose(ahead < 0.5, both(1), choose(ahead < 1.5, both(1 / DIGIT), both(0)));
+/* m relative to a digit that is `lower_by` larger: 0 if that is two or more. */
+INLINE doubles lowered(doubles m, doubles lower_by) {
+    return m * choose(lower_by < 0.5, splat_wide(1), choose(lower_by < 1.5, splat_wide(1 / DIGIT), splat_wide(0)));
 }
 
 INLINE Number plus_number(Number a, Number b) {
@@ -76,7 +77,7 @@ INLINE Number plus_number(Number a, Number b) {
     return settled((Number){lowered(a.m, top - a.e) + lowered(b.m, top - b.e), top});
 }
 
-/* e to a power from -178 to 178. */
+/* exp(a) for a from -178 to 178. */
 INLINE doubles exponential_of(doubles a) {
     doubles rounded = a * 1.4426950408889634 + 0x1.8p52, k = rounded - 0x1.8p52;
     doubles r = (a - k * 0x1.62e42feep-1) - k * 0x1.a39ef35793c76p-33;
@@ -87,19 +88,19 @@ INLINE doubles exponential_of(doubles a) {
     return (doubles)((longs)((q * r) * r + r + 1) + ((longs)rounded << 52));
 }
 
-/* e to the power a: 0 for -inf. */
+/* exp(a), 0 for -inf. */
 INLINE Number exponential_number(doubles a) {
     longs none = a == -__builtin_inf();
-    doubles b = choose(none, both(0), a), e = (b * (1.4426950408889634 / 512) + 0x1.8p52) - 0x1.8p52;
-    e = choose((b > 1e15) | (b < -1e15), b * (1.4426950408889634 / 512), e); /* beyond what can be rounded */
+    doubles b = choose(none, splat_wide(0), a), e = (b * (1.4426950408889634 / 512) + 0x1.8p52) - 0x1.8p52;
+    e = choose((b > 1e15) | (b < -1e15), b * (1.4426950408889634 / 512), e); /* too large for the rounding trick */
     doubles r = (b - e * DIGIT_LN2_HIGH) - e * DIGIT_LN2_LOW;
-    doubles m = exponential_of(choose(r > 178, both(178), choose(r < -178, both(-178), r)));
-    longs number = a < __builtin_inf(); /* neither infinite nor NaN, which stay what they are */
-    m = choose(number, choose(none, both(0), m), a);
-    return settled((Number){m, choose(number, e, both(0))});
+    doubles m = exponential_of(choose(r > 178, splat_wide(178), choose(r < -178, splat_wide(-178), r)));
+    longs number = a < __builtin_inf(); /* infinite and NaN stay what they are */
+    m = choose(number, choose(none, splat_wide(0), m), a);
+    return settled((Number){m, choose(number, e, splat_wide(0))});
 }
 
-/* The natural logarithms of m 2^-less, within 2 units in the last place: m are normal numbers. Of 0, anything finite.
+/* Natural logarithms of m 2^-less, within 2 units in the last place, for normal m; some finite value for 0.
 
    With m = 2^k f, f between the roots of 1/2 and of 2, and t = (f - 1) / (f + 1), log f = 2 t + t R(t t); the
    coefficients of R are those of fdlibm's e_log.c. */
@@ -113,16 +114,16 @@ INLINE doubles finite_logarithm_of(doubles m, double less) {
     return k * 0x1.62e42feep-1 + (k * 0x1.a39ef35793c76p-33 + t * (odd * z + even + 2));
 }
 
-/* The same, -inf of 0. */
+/* Natural logarithms of m 2^-less; -inf for 0. */
 INLINE doubles logarithm_of(doubles m, double less) {
-    return choose(m > 0, finite_logarithm_of(m, less), choose(m == 0, both(-__builtin_inf()), m));
+    return choose(m > 0, finite_logarithm_of(m, less), choose(m == 0, splat_wide(-__builtin_inf()), m));
 }
 
-/* m 2^(512 e) as a double, m being in range or a product of two that are: a digit at a time, for the number may be
-   within the format where 2^(512 e) is not. */
+/* m 2^(512 e) as a double, for m in range or a product of two such m. One digit at a time: the number may be a double
+   where 2^(512 e) is not. */
 INLINE doubles value_of_number(Number a) {
-    doubles m = a.m * choose(a.e > 0.5, both(DIGIT), choose(a.e < -0.5, both(1 / DIGIT), both(1)));
-    m *= choose(a.e > 1.5, both(DIGIT), choose(a.e < -1.5, both(1 / DIGIT), both(1)));
-    m *= choose(a.e > 2.5, both(DIGIT), choose(a.e < -2.5, both(1 / DIGIT), both(1)));
-    return choose(a.e < -3.5, both(0), m);
+    doubles m = a.m * choose(a.e > 0.5, splat_wide(DIGIT), choose(a.e < -0.5, splat_wide(1 / DIGIT), splat_wide(1)));
+    m *= choose(a.e > 1.5, splat_wide(DIGIT), choose(a.e < -1.5, splat_wide(1 / DIGIT), splat_wide(1)));
+    m *= choose(a.e > 2.5, splat_wide(DIGIT), choose(a.e < -2.5, splat_wide(1 / DIGIT), splat_wide(1)));
+    return choose(a.e < -3.5, splat_wide(0), m);
 }

@@ -1,15 +1,15 @@
 /* Products of rows with matrices, in tiles of registers.
 
-       out (rows, width) = a (rows, depth) b (depth, width)
+       multiply         out (rows, width) = a (rows, depth) b (depth, width)
+       multiply_add     out += a b
+       multiply_best    out[r, j] = the largest a[r, k] + b[k, j]: the product of logarithms for best paths
 
-   `best`: of logarithms, where sums stand for products and maxima for sums.
-
-   Widths are at least LANES. The last vector of a row overlaps the one before it, so that no column is left over: what
-   lies in both is computed twice. Where a product is added to what is there, widths are multiples of LANES. */
+   Widths are at least LANES, in multiply_add multiples of LANES. The last vector of a row overlaps the one before it
+   instead of leaving columns over: columns in both are computed twice. `best` selects additions and maxima. */
 #pragma once
 #include "vector.h"
 
-/* Where the k-th vector of a row begins. */
+/* Column of the k-th vector of a row. */
 INLINE int64_t start_of(int64_t k, int64_t width) { return (k + 1) * LANES > width ? width - LANES : k * LANES; }
 INLINE int64_t vectors_of(int64_t width) { return (width + LANES - 1) / LANES; }
 INLINE int64_t padded(int64_t width) { return vectors_of(width) * LANES; }
@@ -25,23 +25,23 @@ typedef struct {
     int64_t out_row;
 } Product;
 
-/* `vectors` registers of columns from `first` on; the last of them begins `end` columns behind that. `b` are these
-   columns, in rows `b_row` apart, where the last vector lies at `b_end`. What lies at `ahead` is fetched for later. */
+/* `vectors` registers of columns from `first` on, the last one `end` columns further. `b` points to these columns, in
+   rows `b_row` apart, the last vector at `b_end`. Columns at `prefetched` are for a later tile. */
 typedef struct {
     int64_t first, end;
     const real *b;
     int64_t b_row, b_end;
-    const real *ahead;
+    const real *prefetched;
 } Columns;
 
-/* Nothing, and it with one term more. */
-INLINE reals nothing(const int best) { return best ? all(-INFINITE) : (reals){0}; }
+/* An empty sum, a sum with one more term, and a sum of two sums. */
+INLINE reals nothing(const int best) { return best ? splat(-INFINITE) : (reals){0}; }
 INLINE reals with_term(const int best, reals before, reals a, reals b) {
     return best ? larger(a + b, before) : before + a * b;
 }
 INLINE reals joined(const int best, reals a, reals b) { return best ? larger(a, b) : a + b; }
 
-/* `rows` by `vectors` registers, from row `r` on. */
+/* A tile: `rows` rows from `row` r on, by `vectors` registers. */
 INLINE void tile(const int best, const int rows, const int vectors, const int adds,
                  const int fetches, Product p, Columns j, int64_t r) {
     reals sum[ROWS][VECTORS];
@@ -52,10 +52,10 @@ INLINE void tile(const int best, const int rows, const int vectors, const int ad
             sum[i][k] = adds ? load(out + i * p.out_row + (k + 1 < vectors ? k * LANES : j.end)) : nothing(best);
     for (int64_t d = 0; d < p.depth; d++, a += p.a_k, b += j.b_row) {
         reals columns[VECTORS];
-        if (fetches) __builtin_prefetch(j.ahead + d * p.b_row);
+        if (fetches) __builtin_prefetch(j.prefetched + d * p.b_row);
         UNROLL for (int k = 0; k < vectors; k++) columns[k] = load(b + (k + 1 < vectors ? k * LANES : j.b_end));
         UNROLL for (int i = 0; i < rows; i++) {
-            reals entry = all(a[i * p.a_row]);
+            reals entry = splat(a[i * p.a_row]);
             UNROLL for (int k = 0; k < vectors; k++) sum[i][k] = with_term(best, sum[i][k], entry, columns[k]);
         }
     }
@@ -66,14 +66,14 @@ INLINE void tile(const int best, const int rows, const int vectors, const int ad
 
 INLINE void column_of_tiles(const int best, const int vectors, const int adds, Product p, Columns j) {
     int64_t r = 0;
-    if (j.ahead && p.rows >= ROWS) tile(best, ROWS, vectors, adds, 1, p, j, 0), r = ROWS;
+    if (j.prefetched && p.rows >= ROWS) tile(best, ROWS, vectors, adds, 1, p, j, 0), r = ROWS;
     for (; r + ROWS <= p.rows; r += ROWS) tile(best, ROWS, vectors, adds, 0, p, j, r);
     if (ROWS > 4 && r + 4 <= p.rows) tile(best, 4, vectors, adds, 0, p, j, r), r += 4;
     for (; r + 2 <= p.rows; r += 2) tile(best, 2, vectors, adds, 0, p, j, r);
     if (r < p.rows) tile(best, 1, vectors, adds, 0, p, j, r);
 }
 
-/* Columns are taken VECTORS at a time, but not so that one vector alone is left over where that can be helped. */
+/* Registers of columns for the next tiles: VECTORS, or fewer so that no single vector is left over. */
 INLINE int64_t vectors_from(int64_t first, int64_t width) {
     int64_t left = vectors_of(width - first);
     return left == VECTORS + 1 ? 2 : left < VECTORS ? left : VECTORS;
@@ -93,13 +93,14 @@ INLINE void all_tiles(const int best, const int adds, Product p) {
     }
 }
 
-/* Rows of b that are copied, VECTORS of columns at a time, and stay in the nearest cache while all rows meet them. */
+/* Rows of b per copy: VECTORS columns of them stay in the first-level cache while all rows use them. */
 enum { DEEP = BYTES * 4 };
 
-/* A matrix of which each row's columns lie in another page is copied, as far as rows repay it. */
+/* Whether copying pays: rows of b are in different memory pages, and enough rows of a use each copy. */
 INLINE int is_packed(int64_t rows, int64_t width) { return rows >= 3 * ROWS && width * (int64_t)sizeof(real) >= 2048; }
 
-/* The same from copies of columns. A vector left over overlaps what is added to before it: it is made at once. */
+/* All tiles, from copies of columns. A single last vector overlaps columns that are accumulated over parts of the
+   depth: it is computed at once, without a copy. */
 INLINE void packed_tiles(const int best, const int adds, Product p) {
     real packed[DEEP * VECTORS * LANES] __attribute__((aligned(64)));
     for (int64_t done = 0; done < p.depth; done += DEEP) {
@@ -117,7 +118,7 @@ INLINE void packed_tiles(const int best, const int adds, Product p) {
                 for (int64_t k = 0; k < vectors; k++)
                     store(packed + (d * vectors + k) * LANES,
                           load(j.b + d * p.b_row + (k + 1 < vectors ? k * LANES : j.end)));
-            if (first + 2 * vectors * LANES <= p.width) j.ahead = j.b + vectors * LANES;
+            if (first + 2 * vectors * LANES <= p.width) j.prefetched = j.b + vectors * LANES;
             j.b = packed, j.b_row = vectors * LANES, j.b_end = (vectors - 1) * LANES;
             if (vectors == 3 && (adds || done)) column_of_tiles(best, VECTORS, 1, part, j);
             else if (vectors == 3) column_of_tiles(best, VECTORS, 0, part, j);
@@ -127,24 +128,15 @@ INLINE void packed_tiles(const int best, const int adds, Product p) {
     }
 }
 
-static void multiply(Product p) {
-    if (is_packed(p.rows, p.width)) packed_tiles(0, 0, p);
-    else all_tiles(0, 0, p);
+INLINE void multiply_by(const int best, const int adds, Product p) {
+    if (is_packed(p.rows, p.width)) packed_tiles(best, adds, p);
+    else all_tiles(best, adds, p);
 }
+static void multiply(Product p) { multiply_by(0, 0, p); }
+static void multiply_best(Product p) { multiply_by(1, 0, p); }
+static void multiply_add(Product p) { multiply_by(0, 1, p); }
 
-/* The product of logarithms: out (r, j) = the largest a (r, k) + b (k, j). */
-static void multiply_best(Product p) {
-    if (is_packed(p.rows, p.width)) packed_tiles(1, 0, p);
-    else all_tiles(1, 0, p);
-}
-
-/* Adds the product to what is there. */
-static void multiply_add(Product p) {
-    if (is_packed(p.rows, p.width)) packed_tiles(0, 1, p);
-    else all_tiles(0, 1, p);
-}
-
-/* One row: the sum over the depth is four, none of which waits for another. */
+/* A tile of one row: four independent partial sums over the depth hide latency. */
 INLINE void row_tile(const int best, const int vectors, int64_t depth, const real *a, const real *b, int64_t b_row,
                      real *out, int64_t end) {
     reals sum[4][4];
@@ -153,17 +145,19 @@ INLINE void row_tile(const int best, const int vectors, int64_t depth, const rea
     for (; d + 4 <= depth; d += 4)
         UNROLL for (int part = 0; part < 4; part++)
             UNROLL for (int k = 0; k < vectors; k++)
-                sum[part][k] = with_term(best, sum[part][k], all(a[d + part]),
+                sum[part][k] = with_term(best, sum[part][k], splat(a[d + part]),
                                          load(b + (d + part) * b_row + (k + 1 < vectors ? k * LANES : end)));
     for (; d < depth; d++)
         UNROLL for (int k = 0; k < vectors; k++)
-            sum[0][k] = with_term(best, sum[0][k], all(a[d]),
+            sum[0][k] = with_term(best, sum[0][k], splat(a[d]),
                                   load(b + d * b_row + (k + 1 < vectors ? k * LANES : end)));
     UNROLL for (int k = 0; k < vectors; k++)
-        store(out + (k + 1 < vectors ? k * LANES : end), joined(best, joined(best, sum[0][k], sum[1][k]), joined(best, sum[2][k], sum[3][k])));
+        store(out + (k + 1 < vectors ? k * LANES : end),
+              joined(best, joined(best, sum[0][k], sum[1][k]), joined(best, sum[2][k], sum[3][k])));
 }
 
-INLINE void row_tiles(const int best, int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+INLINE void row_tiles(const int best, int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row,
+                      real *out) {
     for (int64_t j = 0; j < width;) {
         int64_t left = vectors_of(width - j), vectors = left < 4 ? left : 4;
         int64_t end = j + vectors * LANES > width ? width - LANES - j : (vectors - 1) * LANES;
@@ -182,12 +176,12 @@ static void row_times_best(int64_t depth, int64_t width, const real *a, const re
     row_tiles(1, depth, width, a, b, b_row, out);
 }
 
-/* out (width) = a (width) times the transpose of b (width, width). What two vectors of `a` share counts once. */
+/* out (width) = a (width) times the transpose of b (width, width). Columns that two vectors of `a` share count once. */
 static void row_times_transposed(int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
     int64_t even = width / LANES * LANES, end = width - LANES;
-    real rest[LANES] = {0};
-    for (int64_t j = even; j < width; j++) rest[j - end] = a[j];
-    reals last = load(rest);
+    real tail[LANES] = {0};
+    for (int64_t j = even; j < width; j++) tail[j - end] = a[j];
+    reals last = load(tail);
     for (int64_t block = 0; block < vectors_of(width); block++) {
         int64_t k = start_of(block, width);
         reals sum[LANES];

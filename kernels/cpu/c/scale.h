@@ -1,4 +1,4 @@
-/* The scale of sums and what emissions are beside it: step.h says why. */
+/* The scale 2^TOP of messages, the least emission 2^-DEEPEST beside it, and exponentials raised to that: see step.h. */
 #pragma once
 #include "vector.h"
 
@@ -8,15 +8,15 @@ enum { TOP = 100, DEEPEST = 108, GUARD = 26 };
 enum { TOP = 900, DEEPEST = 960, GUARD = 55 };
 #endif
 
-/* Sums above it, times the matrix's largest entry, are not touched by what was raised. */
+/* Sums above TRUSTED times the largest matrix entry do not change by raised emissions. */
 #define TRUSTED power_of_two(TOP - DEEPEST + GUARD)
 
-/* Sums above it are still normal numbers after an emission. */
+/* A sum above SHALLOW times any emission is a normal number. */
 #define SHALLOW power_of_two(DEEPEST + 1 - BIAS)
 #define LOG_DEEPEST ((real)(-DEEPEST * 0.69314718055994531))
 
-/* A source w T / sum S B is multiplied by 2^(TOP - HALF), so that its products with S are within the format: they are
-   at most 2^SPARE over the least entry of P that a path may take. Those below 2^-FADED would be denormal, and are 0. */
+/* Sources w T / sum S B of counts.h are scaled by 2^(TOP - HALF), so that their products with S do not overflow: these
+   are at most 2^SPARE over the least entry of P on a path. Sources below 2^-FADED would be denormal, and become 0. */
 #if BITS == 32
 enum { SPARE = 30, FADED = 54 };
 #else
@@ -25,18 +25,18 @@ enum { SPARE = 64, FADED = 180 };
 enum { HALF = TOP - SPARE };
 #define UNSHARE power_of_two(-SPARE)
 
-/* The exponent k of which the largest sum, of these bits, is in [1/2, 1) 2^k; TOP where there is none. */
+/* The k of a largest sum in [1/2, 1) 2^k, from its bits; TOP for 0, denormal numbers, infinity and NaN. */
 INLINE int64_t exponent_of(whole bits) {
     whole exponent = bits >> FRACTION;
     return exponent > 0 && exponent < 2 * BIAS + 1 ? exponent - (BIAS - 1) : TOP;
 }
 
-#define NO_REST all((real)-0.0) /* what is added is nothing, not even of a -0 */
+#define NO_TAIL splat((real)-0.0) /* adding it changes nothing, not even a -0 */
 
-/* exp(a + rest), at least 2^-DEEPEST, and 0 for a of -inf. */
-INLINE reals exponential(reals a, reals rest) {
-    reals b = where(a < LOG_DEEPEST, all(LOG_DEEPEST), a), rounded = b * LOG2_E + ROUNDER, k = rounded - ROUNDER;
-    reals r = (b - k * LN2_HIGH) - k * LN2_LOW + rest;
-    reals power = (reals)(((wholes)rounded << FRACTION) + bits_of(1)); /* a NaN stays one by being multiplied */
+/* exp(a + tail) raised to at least 2^-DEEPEST; 0 where a is -inf. `tail`: the rounding error of a. */
+INLINE reals exponential(reals a, reals tail) {
+    reals b = where(a < LOG_DEEPEST, splat(LOG_DEEPEST), a), rounded = b * LOG2_E + ROUNDER, k = rounded - ROUNDER;
+    reals r = (b - k * LN2_HIGH) - k * LN2_LOW + tail;
+    reals power = (reals)(((wholes)rounded << FRACTION) + bits_of(1)); /* NaN * power is NaN */
     return (reals)((wholes)(near_exponential(r) * power) & (a != -INFINITE));
 }

@@ -4,6 +4,3 @@
 #include "fold.h"
 #include "sample.h"
 #include "stretch.h"
-
-/* Of the struct, which another language has to have the same. */
-EXPORT int64_t logchain_size32(void) { return sizeof(Chain); }

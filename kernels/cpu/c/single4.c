@@ -1,4 +1,4 @@
 /* One sequence of at most 4 states, in float32. */
 #define BITS 32
 #define ROW 4
-#include "few.h"
+#include "few_loops.h"

@@ -1,29 +1,30 @@
-/* What a step does to a row of sums, and which rows are to be believed.
+/* One step of a row: sums U become the next scaled message S, and the test whether underflow can have lost a path.
 
        U_i = S_{i-1} P_i      S_i = U_i E_i 2^(TOP - k)      E_i = exp(x_i - max x_i), and max U_i is in [1/2, 1) 2^k
 
-   An emission E is 0 only where x is -inf, and is raised to 2^-DEEPEST where it is less. So an S is 0, or at least
-   TRUSTED 2^-DEEPEST / c, and a sum U that is 0 says that no path leads there, as long as no product S P underflows.
-   What raised emissions add to a sum is at most 2^(TOP - DEEPEST) max P a term: sums above TRUSTED max P do not notice.
-   A row with a sum between is lossy, and so is one with a 0 beside a matrix with positive entries below `ordinary`. */
+   E is 0 only where x is -inf; smaller values are raised to 2^-DEEPEST. Hence S is 0 or at least TRUSTED 2^-DEEPEST /
+   c, and U is exactly 0 only where no path leads, provided that no product S P underflows. A raised emission adds at
+   most 2^(TOP - DEEPEST) max P to a sum, which does not change sums above TRUSTED max P. A row is lossy, and its
+   sequence is recomputed exactly by exact.h, if it has a positive sum below that limit, or a sum of 0 while the matrix
+   has a positive entry below least_safe_entry(). */
 #pragma once
 #include "chain.h"
 #include "product.h"
 #include "scale.h"
 
-/* The least entry of which every product with an S is a number: another one where denormal numbers are flushed. */
-INLINE real ordinary(void) {
+/* The least matrix entry whose product with any S is not 0; larger where the CPU flushes denormal numbers. */
+INLINE real least_safe_entry(void) {
     volatile real tiny = power_of_two(1 - BIAS), half = 0.5;
     return power_of_two(1 - BIAS - (tiny * half > 0 ? FRACTION : 0) + 2 * DEEPEST - TOP - GUARD + 11);
 }
 
-/* exp(x - most) with the rounding of that difference, for logarithms of matrices. */
+/* exp(x - most) corrected for the rounding of that difference, for matrices of logarithms. */
 INLINE reals exponential_of_difference(reals x, real most) {
-    reals a = x - most, back = a - x, rest = (x - (a - back)) - (most + back);
-    return exponential(a, where(a >= LOG_DEEPEST, rest, (reals){0})); /* what is raised is no difference any more */
+    reals a = x - most, back = a - x, tail = (x - (a - back)) - (most + back);
+    return exponential(a, where(a >= LOG_DEEPEST, tail, (reals){0})); /* raised: no correction */
 }
 
-/* 2^k as two factors: it may be no number of the format, and 0 times it is 0. */
+/* 2^k as two factors, for k beyond the range of doubles. */
 typedef struct { double first, second; } Factors;
 INLINE Factors factors_of(int64_t k) {
     int64_t bits[] = {(k / 2 + 1023) << 52, (k - k / 2 + 1023) << 52};
@@ -32,16 +33,16 @@ INLINE Factors factors_of(int64_t k) {
     return factors;
 }
 
-/* The exponent k of a positive number in [1/2, 1) 2^k; 0 for 0 and infinity. */
+/* The k of a positive number in [1/2, 1) 2^k; 0 for 0 and infinity. */
 INLINE int64_t exponent_above(double a) {
     int64_t exponent;
     mantissa(a, &exponent);
     return a > 0 && a < __builtin_inf() ? exponent + 1 : 0;
 }
 
-/* Entries that a vector takes from fewer places than it has, and gives to them. */
-INLINE reals load_some(const real *from, int64_t step, int64_t count, real rest) {
-    reals a = all(rest);
+/* Vectors from and to `count` entries, `step` apart; further lanes are `fill`, or are not stored. */
+INLINE reals load_some(const real *from, int64_t step, int64_t count, real fill) {
+    reals a = splat(fill);
     UNROLL for (int j = 0; j < LANES; j++) if (j < count) a[j] = from[j * step];
     return a;
 }
@@ -49,9 +50,9 @@ INLINE void store_some(real *to, reals a, int64_t count) {
     UNROLL for (int j = 0; j < LANES; j++) if (j < count) to[j] = a[j];
 }
 
-/* A row of c entries as one of `width`, of which the others are `rest`. */
-INLINE void widen(int64_t c, int64_t width, const real *from, int64_t step, real rest, real *to) {
-    if (c < LANES) store(to, load_some(from, step, c, rest));
+/* A row of c entries copied into one of `width`, further entries being `fill`; and back. */
+INLINE void widen(int64_t c, int64_t width, const real *from, int64_t step, real fill, real *to) {
+    if (c < LANES) store(to, load_some(from, step, c, fill));
     else if (step == 1)
         for (int64_t k = 0; k < vectors_of(c); k++) store(to + start_of(k, c), load(from + start_of(k, c)));
     else for (int64_t j = 0; j < width; j++) to[j] = from[j * step];
@@ -66,40 +67,40 @@ INLINE void clear(int64_t count, real *to) {
 
 /* ------------------------------------------------------------------------------------------------------ matrices */
 
-/* A step's linear matrix (c, width): 2^exponent e^shift times it is the caller's. Bounds once it was looked at. */
+/* A step's matrix (c, width), linear: the caller's is 2^exponent e^shift times it. */
 typedef struct {
     const real *entries;
     int64_t row, width, c, exponent;
     double shift;
-    int looked;
+    int has_bounds; /* high and low are known */
     real high, low; /* the largest entry, and the least positive one */
-    real *room;     /* (width, width) */
+    real *room;     /* (width, width): scratch for a copy */
 } Matrix;
 
-static void look(Matrix *a) {
+static void find_bounds(Matrix *a) {
     reals high = {0};
     naturals low = (naturals){0} - 1;
     for (int64_t k = 0; k < a->c; k++)
         for (int64_t b = 0; b < vectors_of(a->width); b++) {
             reals entry = load(a->entries + k * a->row + start_of(b, a->width));
-            naturals bits = (naturals)entry - 1; /* 0 becomes the largest */
+            naturals bits = (naturals)entry - 1; /* 0 wraps around to the largest */
             high = where(entry > high, entry, high);
-            low = (naturals)which(bits < low, (wholes)bits, (wholes)low);
+            low = (naturals)where_whole(bits < low, (wholes)bits, (wholes)low);
         }
     natural bits = low[0];
     UNROLL for (int j = 1; j < LANES; j++) bits = low[j] < bits ? low[j] : bits;
-    a->high = largest(high), a->looked = 1;
+    a->high = largest(high), a->has_bounds = 1;
     a->low = bits >= (natural)bits_of(INFINITE) ? INFINITE : real_of((whole)bits + 1);
 }
 
-/* Whether a matrix's entries lie so far from 1 that sums may leave the format. */
-INLINE int is_far(const Matrix *a) {
+/* Whether the largest entry is so far from 1 that sums may overflow or underflow. */
+INLINE int needs_rescaling(const Matrix *a) {
     return a->high > 0 && a->high < INFINITE && !(a->high >= (real)0x1p-16 && a->high <= (real)0x1p12) && !a->exponent;
 }
 
-/* Such a matrix becomes one whose largest entry is near 1; whether it was one. */
+/* Divides a matrix that needs it by a power of two near its largest entry; whether it did. */
 static int rescale(Matrix *a) {
-    if (!is_far(a)) return 0;
+    if (!needs_rescaling(a)) return 0;
     int64_t k = exponent_above(a->high);
     Factors scale = factors_of(-k);
     real first = (real)scale.first, second = (real)scale.second, low = a->low * first * second;
@@ -107,46 +108,46 @@ static int rescale(Matrix *a) {
         for (int64_t b = 0; b < vectors_of(a->width); b++) {
             int64_t j = start_of(b, a->width), again = a->entries == a->room && j < b * LANES ? b * LANES - j : 0;
             reals entry = load(a->entries + i * a->row + j), scaled = entry * first * second;
-            for (int64_t r = 0; r < again; r++) scaled[r] = entry[r]; /* what two vectors share is scaled once */
+            for (int64_t r = 0; r < again; r++) scaled[r] = entry[r]; /* scaled already, by the vector before */
             store(a->room + i * a->width + j, scaled);
         }
     a->entries = a->room, a->row = a->width, a->exponent = k;
-    look(a);
-    if (low == 0) a->low = 0; /* an entry has become 0, which is none */
+    find_bounds(a);
+    if (low == 0) a->low = 0; /* a positive entry has become 0 */
     return 1;
 }
 
-/* Whether loops in float64 read float32, and where an operand's entries then lie. */
-INLINE int is_single(const Chain *a) { return BITS == 64 && a->single; }
-INLINE const float *single_of(const real *operand, const real *from) {
+/* Loops in float64 on float32 operands: whether they are, and the address of an operand's entry. */
+INLINE int is_float32(const Chain *a) { return BITS == 64 && a->float32; }
+INLINE const float *float32_of(const real *operand, const real *from) {
     return (const float *)operand + (from - operand);
 }
-INLINE void widen_singles(int64_t c, int64_t width, const float *from, int64_t step, real rest, real *to) {
+INLINE void widen_float32(int64_t c, int64_t width, const float *from, int64_t step, real fill, real *to) {
     if (step == 1) for (int64_t j = 0; j < c; j++) to[j] = (real)from[j];
     else for (int64_t j = 0; j < c; j++) to[j] = (real)from[j * step];
-    for (int64_t j = c; j < width; j++) to[j] = rest;
+    for (int64_t j = c; j < width; j++) to[j] = fill;
 }
 
-/* The matrix into `step` as products take it: where it lies, or as a copy. */
+/* The matrix into `step`, ready for products: in place where it is linear with contiguous rows, otherwise a copy. */
 static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
     const real *from = a->bulk + first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
     int64_t c = a->states;
-    out->exponent = out->looked = 0, out->shift = 0;
-    if (!a->logarithms && !is_single(a) && out->width == c && (a->bulk_to == 1 || c == 1)) {
+    out->exponent = out->has_bounds = 0, out->shift = 0;
+    if (!a->logarithms && !is_float32(a) && out->width == c && (a->bulk_to == 1 || c == 1)) {
         out->entries = from, out->row = a->bulk_from;
         return;
     }
     out->entries = out->room, out->row = out->width;
-    real rest = a->logarithms ? -INFINITE : 0;
-    if (is_single(a))
+    real fill = a->logarithms ? -INFINITE : 0;
+    if (is_float32(a))
         for (int64_t k = 0; k < c; k++)
-            widen_singles(c, out->width, single_of(a->bulk, from + k * a->bulk_from), a->bulk_to, rest,
+            widen_float32(c, out->width, float32_of(a->bulk, from + k * a->bulk_from), a->bulk_to, fill,
                           out->room + k * out->width);
     else if (out->width == c && a->bulk_from == 1) transpose(c, from, a->bulk_to, out->room, c);
-    else for (int64_t k = 0; k < c; k++) /* rows behind are 0 */
-        widen(c, out->width, from + k * a->bulk_from, a->bulk_to, rest, out->room + k * out->width);
+    else for (int64_t k = 0; k < c; k++)
+        widen(c, out->width, from + k * a->bulk_from, a->bulk_to, fill, out->room + k * out->width);
     if (!a->logarithms) return;
-    reals high = all(-INFINITE);
+    reals high = splat(-INFINITE);
     for (int64_t k = 0; k < c; k++)
         for (int64_t b = 0; b < vectors_of(out->width); b++) {
             reals entry = load(out->room + k * out->width + start_of(b, out->width));
@@ -173,25 +174,25 @@ INLINE real top_of(const real *a, int64_t width) {
     return top == -INFINITE ? 0 : top;
 }
 
-/* 2^(TOP - k), within the format: what is beyond belongs to rows that are lossy. */
+/* 2^(TOP - k), clamped to the range of `real`: rows beyond are lossy anyway. */
 INLINE real scale_to_top(int64_t k) {
     int64_t power = TOP - k;
     return power_of_two(power > BIAS ? BIAS : power < 1 - BIAS ? 1 - BIAS : power);
 }
 
-/* What makes states of up to LANES rows of sums. */
+/* Results of `weigh` for up to LANES rows. */
 typedef struct {
-    real shift[LANES];                 /* max x */
-    whole least[LANES], most[LANES];   /* bits of the least and of the largest sum */
-    whole raised[LANES];               /* whether an emission was raised */
+    real shift[LANES];               /* max x */
+    whole least[LANES], most[LANES]; /* bits of the least and of the largest sum */
+    whole raised[LANES];             /* not 0 where an emission was raised */
 } Weighed;
 
-/* S of up to LANES rows into `state`, from their sums and x. `single`: of one row. */
-INLINE void weigh(const int single, int64_t rows, int64_t width, const real *const *x, const real *sums,
+/* S of up to LANES rows into `state`, from their sums U and x. `one_row`: a variant for one row alone. */
+INLINE void weigh(const int one_row, int64_t rows, int64_t width, const real *const *x, const real *sums,
                   real *state, Weighed *out) {
     reals high[LANES] = {0};
-    wholes low[LANES], tall[LANES], raised[LANES];
-    UNROLL for (int r = 0; r < LANES; r++) if (!single) low[r] = tall[r] = raised[r] = (wholes){0};
+    wholes low[LANES], tall[LANES], raised_of[LANES];
+    UNROLL for (int r = 0; r < LANES; r++) if (!one_row) low[r] = tall[r] = raised_of[r] = (wholes){0};
     for (int64_t r = 0; r < rows; r++) {
         const real *row = x[r], *u = sums + r * width;
         high[r] = load(row + width - LANES);
@@ -199,10 +200,10 @@ INLINE void weigh(const int single, int64_t rows, int64_t width, const real *con
         for (int64_t j = 0; j + LANES < width; j += LANES) {
             wholes bits = (wholes)load(u + j);
             high[r] = larger(high[r], load(row + j));
-            low[r] = lower(low[r], bits), tall[r] = higher(tall[r], bits);
+            low[r] = smaller_whole(low[r], bits), tall[r] = larger_whole(tall[r], bits);
         }
     }
-    if (single) {
+    if (one_row) {
         real top = largest(high[0]);
         out->shift[0] = top == -INFINITE ? 0 : top;
         out->least[0] = lowest(low[0]), out->most[0] = highest(tall[0]);
@@ -217,30 +218,31 @@ INLINE void weigh(const int single, int64_t rows, int64_t width, const real *con
         const real *row = x[r], *u = sums + r * width;
         real *to = state + r * width, factor = scale_to_top(exponent_of(out->most[r])), shift = out->shift[r];
         reals a = load(row + width - LANES) - shift;
-        reals end = load(u + width - LANES) * factor * exponential(a, NO_REST);
-        wholes deep = (a < LOG_DEEPEST) & (a > -INFINITE);
+        reals end = load(u + width - LANES) * factor * exponential(a, NO_TAIL);
+        wholes raised = (a < LOG_DEEPEST) & (a > -INFINITE);
         for (int64_t j = 0; j + LANES < width; j += LANES) {
             reals b = load(row + j) - shift;
-            store(to + j, load(u + j) * factor * exponential(b, NO_REST));
-            deep |= (b < LOG_DEEPEST) & (b > -INFINITE);
+            store(to + j, load(u + j) * factor * exponential(b, NO_TAIL));
+            raised |= (b < LOG_DEEPEST) & (b > -INFINITE);
         }
         store(to + width - LANES, end);
-        raised[r] = deep;
+        raised_of[r] = raised;
     }
-    if (single) out->raised[0] = any(raised[0]);
+    if (one_row) out->raised[0] = any(raised_of[0]);
     else {
-        wholes deep = any_of_each(raised);
-        __builtin_memcpy(out->raised, &deep, sizeof deep);
+        wholes raised = any_of_each(raised_of);
+        __builtin_memcpy(out->raised, &raised, sizeof raised);
     }
 }
 
-/* Whether a row of sums is to be looked at: `deep`, an emission of the message before was raised. */
-INLINE int asks(int deep, whole least, whole most) {
-    return deep || least < bits_of(TRUSTED) || most >= bits_of(INFINITE);
+/* Whether a row of sums has to be tested by is_lossy. `raised`: the message before has a raised emission. */
+INLINE int needs_check(int raised, whole least, whole most) {
+    return raised || least < bits_of(TRUSTED) || most >= bits_of(INFINITE);
 }
 
-/* Whether a row of c sums times a power of two is lossy. `most`: bits of its largest before that. */
-static int is_lossy(int64_t c, const real *sums, real scale, whole most, const Matrix *matrix, real common) {
+/* Whether a row of c sums is lossy. The sums have been multiplied by the power of two `scale`; `most`: bits of the
+   largest before that. */
+static int is_lossy(int64_t c, const real *sums, real scale, whole most, const Matrix *matrix, real safe_entry) {
     if (most >= bits_of(INFINITE) || most < 0) return 1;
     if (most != 0 && most < bits_of(power_of_two(1 - BIAS))) return 1;
     real limit = TRUSTED * matrix->high > SHALLOW ? TRUSTED * matrix->high : SHALLOW;
@@ -258,11 +260,11 @@ static int is_lossy(int64_t c, const real *sums, real scale, whole most, const M
         }
         lost = any(small), none = any(zero);
     }
-    return lost || (none && matrix->low < common);
+    return lost || (none && matrix->low < safe_entry);
 }
 
-/* A row of weights (p0, or the last states') as a row of sums with its largest near 2^TOP; whether that loses any.
-   Logarithms are made linear: then `shift` is their largest. 2^exponent e^shift times the row are the weights. */
+/* Initial weights p0 as a linear row of sums, the largest near 2^TOP: the weights are 2^exponent e^shift times the row.
+   Whether one may be lost by underflow. */
 static int start_row(int64_t c, int64_t width, const real *from, int64_t step, int logarithms, real *row,
                      int64_t *exponent, double *shift) {
     double high = logarithms ? -__builtin_inf() : 0;

@@ -1,37 +1,38 @@
-/* The k best paths: k messages a state, one for each rank.
+/* The k best paths: each state has k messages, one for each rank.
 
        a_i(j, .) = the k largest a_{i-1}(h, r) + log P_i(h, j), over states h and ranks r, + x_i(j)
 
-   A state and a rank stand for one path, so that no path comes twice; a rank that no path fills is -inf. Choices
-   h k + r are kept. Among equals the lower choice comes first: rank 0 is the path of viterbi.h. */
+   Each pair of state and rank stands for one path, so that no path comes twice; a rank without a path is -inf. The
+   choices h k + r are kept, for the way back. Among equals the lower choice comes first: rank 0 is the path of
+   viterbi.h. */
 #pragma once
 #include "viterbi.h"
 
-/* The ranks of LANES states, sorted: each term pushes down those that it exceeds. */
+/* The sorted ranks of LANES states: each term is inserted, and pushes down those that it exceeds. */
 static void rank_block(const Best *b, const real *before, int64_t j, real *sums, whole *choices) {
     int64_t width = b->walk.width, ranks = b->ranks, filled = ranks - 1;
     real *best = b->best;
     whole *chosen = (whole *)(b->best + ranks * LANES);
     wholes none = {0};
     for (int64_t s = 0; s < ranks; s++) {
-        store(best + s * LANES, all(-INFINITE));
+        store(best + s * LANES, splat(-INFINITE));
         __builtin_memcpy(chosen + s * LANES, &none, sizeof none);
     }
     for (int64_t h = 0; h < b->walk.a->states; h++) {
         reals logs = load(b->logs + h * width + j);
-        for (int64_t r = 0; r < ranks; r++) { /* what comes later of a state is not larger */
+        for (int64_t r = 0; r < ranks; r++) { /* later ranks of a state are not larger */
             reals term = before[r * width + h] + logs;
             if (!any(term > load(best + filled * LANES))) break;
             wholes moved = {0}, choice = none + (whole)(h * ranks + r);
-            for (int64_t s = r; s < ranks; s++) { /* r terms of this state are not less */
+            for (int64_t s = r; s < ranks; s++) { /* the first r ranks are not less */
                 reals there = load(best + s * LANES);
                 wholes old;
                 __builtin_memcpy(&old, chosen + s * LANES, sizeof old);
                 moved |= term > there;
                 store(best + s * LANES, where(moved, term, there));
-                wholes new = which(moved, choice, old);
+                wholes new = where_whole(moved, choice, old);
                 __builtin_memcpy(chosen + s * LANES, &new, sizeof new);
-                term = where(moved, there, term), choice = which(moved, old, choice);
+                term = where(moved, there, term), choice = where_whole(moved, old, choice);
             }
         }
     }
@@ -48,7 +49,7 @@ INLINE whole *choices_at(const Best *b, int64_t place, int64_t step) {
     return b->choices + (step * b->walk.count + place) * b->ranks * b->walk.width;
 }
 
-/* The ranks best entries of a last message, best first, as choices; how many there are. */
+/* The `ranks` largest entries of a last message, the largest first, as choices; returns how many there are. */
 static int64_t last_choices(const Best *b, const real *message, real *values, whole *choices) {
     int64_t count = 0;
     for (int64_t j = 0; j < b->walk.a->states; j++)
@@ -62,7 +63,7 @@ static int64_t last_choices(const Best *b, const real *message, real *values, wh
     return count;
 }
 
-static void ranks_back(const Best *b, int64_t place) {
+static void ranks_backward(const Best *b, int64_t place) {
     const Chain *a = b->walk.a;
     int64_t q = sequence_of(&b->walk, place), last = steps_of(a, q) - 1;
     whole *chosen = (whole *)(b->best + b->ranks * LANES);
@@ -98,13 +99,9 @@ static void best_ranks(Best *b) {
             a->lossy[sequence_of(w, place)] |= (uint8_t)(bad | b->unknown);
         }
         if (step + 1 == a->steps) still = 0;
-        for (int64_t place = still; place < count; place++) ranks_back(b, place);
+        for (int64_t place = still; place < count; place++) ranks_backward(b, place);
         count = still;
     }
 }
 
-EXPORT int64_t EXPORTED(logchain_topk_paths)(const Chain *a) {
-    each_best(a, 1, best_ranks);
-    return 0;
-}
-EXPORT int64_t EXPORTED(logchain_topk_paths_room)(const Chain *a) { return room_of_best(a, 1); }
+EXPORT int64_t EXPORTED(logchain_topk_paths)(const Chain *a) { return each_best(a, 1, best_ranks); }

@@ -1,4 +1,4 @@
-/* Vectors of `real` as the compiler's extension spells them, so that one source serves AVX-512, AVX2, SSE and NEON.
+/* Vectors of `real` by the compiler's vector extension: one source serves AVX-512, AVX2, SSE and NEON.
 
    BITS is 32 or 64: `real` is float or double, `whole` the integer of its size. */
 #pragma once
@@ -16,7 +16,7 @@ typedef uint64_t natural;
 #define EXPORTED(name) name##64
 #endif
 
-#if defined(ROW) /* a vector is a row of so many states, in however many registers */
+#if defined(ROW) /* in few_loops.h: a vector is a row of ROW states, in any number of registers */
 #define BYTES (ROW * BITS / 8)
 #elif defined(__AVX512F__)
 #define BYTES 64
@@ -28,7 +28,7 @@ typedef uint64_t natural;
 
 enum { LANES = BYTES * 8 / BITS };
 
-/* Of a tile of a product: as many rows by vectors as registers leave room for, beside an entry and columns. */
+/* Rows by vectors of a tile in product.h: what registers hold beside one entry and a row of columns. */
 #if BYTES == 32
 enum { ROWS = 6, VECTORS = 2 };
 #elif defined(__AVX512F__) || defined(__aarch64__)
@@ -45,11 +45,11 @@ typedef real reals __attribute__((vector_size(BYTES)));
 typedef whole wholes __attribute__((vector_size(BYTES)));
 typedef natural naturals __attribute__((vector_size(BYTES)));
 
-/* What a format is made of. */
+/* Constants of the format, and of exponentials. */
 #if BITS == 32
 enum { FRACTION = 23, BIAS = 127 };
-#define ROUNDER 0x1.8p23f     /* what is added to it is rounded to a whole number, which its last bits then are */
-#define LN2_HIGH 0x1.62ep-1f  /* few bits: its products with exponents are exact */
+#define ROUNDER 0x1.8p23f     /* adding it rounds to an integer, which the last bits then are */
+#define LN2_HIGH 0x1.62ep-1f  /* few bits: products with exponents are exact */
 #define LN2_LOW 0x1.0bfbe8p-15f
 #else
 enum { FRACTION = 52, BIAS = 1023 };
@@ -62,63 +62,62 @@ enum { FRACTION = 52, BIAS = 1023 };
 
 INLINE reals load(const real *from) { reals a; __builtin_memcpy(&a, from, sizeof a); return a; }
 INLINE void store(real *to, reals a) { __builtin_memcpy(to, &a, sizeof a); }
-INLINE reals all(real a) { return a - (reals){0}; }
+INLINE reals splat(real a) { return a - (reals){0}; }
 INLINE reals where(wholes condition, reals a, reals b) {
     return (reals)((condition & (wholes)a) | (~condition & (wholes)b));
 }
-INLINE wholes which(wholes condition, wholes a, wholes b) { return (condition & a) | (~condition & b); }
+INLINE wholes where_whole(wholes condition, wholes a, wholes b) { return (condition & a) | (~condition & b); }
 INLINE reals larger(reals a, reals b) { return where(a > b, a, b); }
 INLINE reals smaller(reals a, reals b) { return where(a < b, a, b); }
-INLINE naturals above(naturals a, naturals b) { return (naturals)which(a > b, (wholes)a, (wholes)b); }
-INLINE wholes higher(wholes a, wholes b) { return which(a > b, a, b); }
-INLINE wholes lower(wholes a, wholes b) { return which(a < b, a, b); }
+INLINE naturals larger_bits(naturals a, naturals b) { return (naturals)where_whole(a > b, (wholes)a, (wholes)b); }
+INLINE wholes larger_whole(wholes a, wholes b) { return where_whole(a > b, a, b); }
+INLINE wholes smaller_whole(wholes a, wholes b) { return where_whole(a < b, a, b); }
 INLINE reals plus(reals a, reals b) { return a + b; }
 INLINE wholes either(wholes a, wholes b) { return a | b; }
 
 INLINE whole bits_of(real a) { whole bits; __builtin_memcpy(&bits, &a, sizeof a); return bits; }
 INLINE real real_of(whole bits) { real a; __builtin_memcpy(&a, &bits, sizeof a); return a; }
 
-/* 2^k, for a k that a format has a normal number for. */
+/* 2^k, for a k in the range of normal numbers. */
 INLINE real power_of_two(int64_t k) { return real_of((whole)(k + BIAS) << FRACTION); }
 
-/* All lanes become what `f` makes of all of them: each meets the half, the quarter ... beside it. */
-#define FOLDED(a, f)                                                     \
+/* Sets all lanes to the reduction by `f`, in rounds with the lanes a half, a quarter, ... of the vector away. */
+#define REDUCE(a, f)                                                     \
     UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2) {          \
         __typeof__(a) beside;                                            \
         UNROLL for (int j = 0; j < LANES; j++) beside[j] = a[j ^ apart]; \
         a = f(a, beside);                                                \
     }
 
-/* One number of a vector. */
-INLINE real largest(reals a) { FOLDED(a, larger); return a[0]; }
-INLINE real least(reals a) { FOLDED(a, smaller); return a[0]; }
-INLINE real total(reals a) { FOLDED(a, plus); return a[0]; }
-INLINE whole highest(wholes a) { FOLDED(a, higher); return a[0]; }
-INLINE whole lowest(wholes a) { FOLDED(a, lower); return a[0]; }
+/* Reductions of a vector. */
+INLINE real largest(reals a) { REDUCE(a, larger); return a[0]; }
+INLINE real least(reals a) { REDUCE(a, smaller); return a[0]; }
+INLINE real total(reals a) { REDUCE(a, plus); return a[0]; }
+INLINE whole highest(wholes a) { REDUCE(a, larger_whole); return a[0]; }
+INLINE whole lowest(wholes a) { REDUCE(a, smaller_whole); return a[0]; }
 INLINE int any(wholes a) { return __builtin_reduce_or(a) != 0; }
 
-/* One number of each of as many vectors as there are lanes, in their order: the halves of two vectors become one of
-   half-folded ones, and so on. */
-#define OF_EACH(name, type, f)                                          \
-    INLINE type name(type *a) {                                         \
-        UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2)       \
-            UNROLL for (int k = 0; k < apart; k++) {                    \
-                type own, beside;                                       \
-                UNROLL for (int j = 0; j < LANES; j++) {                \
-                    own[j] = a[j & apart ? k + apart : k][j];           \
+/* Reductions of LANES vectors into the lanes of one: each round merges halves of two vectors into one. */
+#define REDUCE_EACH(name, type, f)                                       \
+    INLINE type name(type *a) {                                          \
+        UNROLL for (int apart = LANES / 2; apart > 0; apart /= 2)        \
+            UNROLL for (int k = 0; k < apart; k++) {                     \
+                type own, beside;                                        \
+                UNROLL for (int j = 0; j < LANES; j++) {                 \
+                    own[j] = a[j & apart ? k + apart : k][j];            \
                     beside[j] = a[j & apart ? k + apart : k][j ^ apart]; \
-                }                                                       \
-                a[k] = f(own, beside);                                  \
-            }                                                           \
-        return a[0];                                                    \
+                }                                                        \
+                a[k] = f(own, beside);                                   \
+            }                                                            \
+        return a[0];                                                     \
     }
-OF_EACH(total_of_each, reals, plus)
-OF_EACH(largest_of_each, reals, larger)
-OF_EACH(highest_of_each, wholes, higher)
-OF_EACH(lowest_of_each, wholes, lower)
-OF_EACH(any_of_each, wholes, either)
+REDUCE_EACH(total_of_each, reals, plus)
+REDUCE_EACH(largest_of_each, reals, larger)
+REDUCE_EACH(highest_of_each, wholes, larger_whole)
+REDUCE_EACH(lowest_of_each, wholes, smaller_whole)
+REDUCE_EACH(any_of_each, wholes, either)
 
-/* The first and the second halves of two vectors, their lanes by turns. */
+/* The lower, and the upper, halves of two vectors with lanes interleaved. */
 #if BYTES * 8 / BITS == 16
 #define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
@@ -133,7 +132,7 @@ OF_EACH(any_of_each, wholes, either)
 #define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
 #endif
 
-/* e to powers r of at most (log 2) / 2 in size, within 0.06 or 0.001 units in the last place before it is rounded. */
+/* exp(r) for |r| <= (log 2) / 2, within 0.06 (float32) or 0.001 units in the last place before rounding. */
 INLINE reals near_exponential(reals r) {
 #if BITS == 32
     reals q = r * 0.00137512791f + 0.00836895178f;
@@ -147,7 +146,7 @@ INLINE reals near_exponential(reals r) {
     return (q * r) * r + r + 1;
 }
 
-/* A positive double as one from 1 to 2, and the exponent that this takes out. */
+/* The mantissa of a positive double, in [1, 2), and its exponent. */
 INLINE double mantissa(double a, int64_t *exponent) {
     int64_t bits, more = 0;
     if (!(a > 0) || a == __builtin_inf()) return *exponent = 0, a;
@@ -170,7 +169,7 @@ INLINE double logarithm(double a) {
     return (double)exponent * 0x1.62e42feep-1 + ((double)exponent * 0x1.a39ef35793c76p-33 + 2 * t * (1 + series));
 }
 
-/* Natural logarithms of the format, within 2 units in the last place; -inf of 0, NaN of what is negative or NaN. */
+/* Natural logarithms in `real`, within 2 units in the last place; -inf of 0, NaN of what is negative or NaN. */
 #if BITS == 32
 #define ROOT_HALF 0x3f3504f3
 enum { LOG_TERMS = 9 };
@@ -185,20 +184,20 @@ INLINE reals logarithms(reals a) {
     reals k = __builtin_convertvector(more - (tiny & (whole)(FRACTION + 1)), reals);
     UNROLL for (int j = LOG_TERMS; j > 1; j -= 2) series = (series + (real)1 / (real)j) * square;
     reals log = k * LN2_HIGH + (k * LN2_LOW + 2 * t * (1 + series));
-    reals other = where(a == 0, all(-INFINITE), where(a < 0, all(__builtin_nanf("")), a));
+    reals other = where(a == 0, splat(-INFINITE), where(a < 0, splat(__builtin_nanf("")), a));
     return where((a > 0) & (a < INFINITE), log, other);
 }
 
-/* A sum of doubles, and what its rounding lost. */
-typedef struct { double sum, lost; } Sum;
+/* A compensated sum of doubles: the sum, and its rounding error. */
+typedef struct { double sum, error; } Sum;
 
 INLINE void add(Sum *to, double term) {
     double sum = to->sum + term, back = sum - to->sum;
-    to->lost += (to->sum - (sum - back)) + (term - back);
+    to->error += (to->sum - (sum - back)) + (term - back);
     to->sum = sum;
 }
 
-/* k log 2 with its rounding: k = h 2^16 + l, whose products with the first bits of log 2 are exact. */
+/* Adds k log 2: k = h 2^16 + l, whose products with the first bits of log 2 are exact. */
 INLINE void add_exponent(Sum *to, int64_t k) {
     int64_t low = k & 0xffff;
     add(to, (double)(k - low) * 0x1.62e42feep-1);
@@ -206,4 +205,4 @@ INLINE void add_exponent(Sum *to, int64_t k) {
     add(to, (double)k * 0x1.a39ef35793c76p-33);
 }
 
-INLINE double value_of(Sum a) { return a.sum + a.lost == a.sum + a.lost ? a.sum + a.lost : a.sum; }
+INLINE double value_of(Sum a) { return a.sum + a.error == a.sum + a.error ? a.sum + a.error : a.sum; }

@@ -2,24 +2,24 @@
 
        t_i(j) = max_k (a_{i-1}(k) + log P_i(k, j))      a_i(j) = t_i(j) + (x_i(j) - max x_i), less its largest entry
 
-   The largest entry of a message is 0. Kept are the messages, for as many sequences as walk together: the state before
-   a state j is the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. */
+   All messages a of the sequences that are computed together are kept. On the way back, the state before a state j is
+   the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. */
 #pragma once
 #include "forward.h"
 
-/* Sequences of a set that walk together; topk.h has its own messages and adds choices. */
+/* The pass over places of a set, also that of topk.h. */
 typedef struct {
-    Walk walk;                 /* of which a, set, begin, count, width, order, wide and sums are used */
-    int64_t ranks, read;       /* paths that are kept to each state; the set and step whose matrix was read */
-    int unknown;               /* that matrix has an entry that is NaN or +inf */
-    real *logs, *turned;       /* (c, width): logarithms of it; its transpose, or one column */
-    real *messages;            /* (v, count, width), or (2, count, ranks, width) */
-    whole *choices;            /* (v, count, ranks, width): see topk.h */
-    real *best;                /* (2, ranks, LANES) */
-    double *start;             /* (2, width): log p0, and the first message */
+    Walk walk;               /* without states, scales and matrix */
+    int64_t ranks, read;     /* paths kept for each state; set and step of the matrix in `logs` */
+    int unknown;             /* the matrix in `logs` has an entry that is NaN or +inf */
+    real *logs, *transposed; /* (c, width): log matrix; its transpose, or one column */
+    real *messages;          /* (v, count, width), in topk.h (2, count, ranks, width) */
+    whole *choices;          /* (v, count, ranks, width): in topk.h */
+    real *best;              /* (2, ranks, LANES): scratch of topk.h */
+    double *start;           /* (width): sums of a first message */
 } Best;
 
-/* Replaces a row of weights by their logarithms; whether one is NaN or +inf. */
+/* Replaces a row of weights by logarithms; whether one is NaN or +inf. */
 static int to_logarithms(int64_t width, int logarithms_given, real *row) {
     int64_t last = width - LANES;
     reals end = load(row + last);
@@ -48,22 +48,22 @@ static void read_logarithms(Best *b, int64_t step) {
         b->unknown |= to_logarithms(width, (int)a->logarithms, row);
     }
     if (!a->one_matrix) return;
-    if (c >= LANES) transpose(c, b->logs, c, b->turned, c);
+    if (c >= LANES) transpose(c, b->logs, c, b->transposed, c);
     else for (int64_t k = 0; k < c * width; k++)
-        b->turned[k] = k % width < c ? b->logs[k % width * width + k / width] : -INFINITE;
+        b->transposed[k] = k % width < c ? b->logs[k % width * width + k / width] : -INFINITE;
 }
 
 /* The logarithms of the transitions into a state (width). */
 INLINE const real *column_of_logarithms(Best *b, int64_t step, int64_t state) {
     const Chain *a = b->walk.a;
-    if (a->one_matrix) return b->turned + state * b->walk.width;
+    if (a->one_matrix) return b->transposed + state * b->walk.width;
     const real *from = a->bulk + first_matrix(a, b->walk.set) + (step - 1) * a->bulk_step + state * a->bulk_to;
-    widen(a->states, b->walk.width, from, a->bulk_from, a->logarithms ? -INFINITE : 0, b->turned);
-    to_logarithms(b->walk.width, (int)a->logarithms, b->turned);
-    return b->turned;
+    widen(a->states, b->walk.width, from, a->bulk_from, a->logarithms ? -INFINITE : 0, b->transposed);
+    to_logarithms(b->walk.width, (int)a->logarithms, b->transposed);
+    return b->transposed;
 }
 
-/* The first message of a place: the sums are made in float64, where p0 may be far from 1. Whether it holds NaN. */
+/* The first message of a place, summed in float64 because p0 may be far from 1. Whether it holds NaN or +inf. */
 static int start_best(Best *b, int64_t place, real *message) {
     const Chain *a = b->walk.a;
     int64_t q = sequence_of(&b->walk, place), c = a->states;
@@ -87,10 +87,11 @@ static int start_best(Best *b, int64_t place, real *message) {
     return bad;
 }
 
-/* `ranks` rows of sums with a row of x become a message; whether x holds NaN or +inf. No sum exceeds the first row. */
+/* Messages of `ranks` rows from sums and x, less their largest entry, which is in the first row. Whether x holds NaN or
+   +inf. */
 INLINE int weigh_best(int64_t ranks, int64_t width, const real *x, const real *sums, real *message) {
     real top = top_of(x, width);
-    reals high = all(-INFINITE);
+    reals high = splat(-INFINITE);
     wholes bad = {0};
     for (int64_t k = 0; k < vectors_of(width); k++) {
         int64_t j = start_of(k, width);
@@ -108,9 +109,9 @@ INLINE int weigh_best(int64_t ranks, int64_t width, const real *x, const real *s
     return any(bad);
 }
 
-/* The lowest state of the largest a + b; the entries of `a` alone where b is null. */
+/* The lowest state of the largest a + b; of the largest a where b is null. */
 INLINE int64_t lowest_best(int64_t width, const real *a, const real *b) {
-    reals high = all(-INFINITE);
+    reals high = splat(-INFINITE);
     for (int64_t k = 0; k < vectors_of(width); k++) {
         int64_t j = start_of(k, width);
         high = larger(b ? load(a + j) + load(b + j) : load(a + j), high);
@@ -121,7 +122,7 @@ INLINE int64_t lowest_best(int64_t width, const real *a, const real *b) {
     for (int64_t k = 0; k < vectors_of(width); k++) {
         int64_t j = start_of(k, width);
         reals sum = b ? load(a + j) + load(b + j) : load(a + j);
-        first = lower(which(sum == most, lane + (whole)j, first), first);
+        first = smaller_whole(where_whole(sum == most, lane + (whole)j, first), first);
     }
     return lowest(first);
 }
@@ -129,14 +130,11 @@ INLINE int64_t lowest_best(int64_t width, const real *a, const real *b) {
 INLINE int64_t *path_of(const Chain *a, int64_t q, int64_t rank) {
     return a->paths + rank * a->path_rank + (a->starts ? a->starts[q] : q * a->path_sequence);
 }
-INLINE void no_states(int64_t first, int64_t behind, int64_t *path) {
-    for (int64_t step = first; step < behind; step++) path[step] = -1;
-}
 
-/* No states behind the end, nor in a sequence that has no path. */
+/* Writes -1 after the end, or at all steps of a sequence without a path. Returns the number of steps of the path. */
 static int64_t end_path(const Chain *a, int64_t q, int possible, int64_t *path) {
-    int64_t steps = steps_of(a, q);
-    no_states(possible ? steps : 0, a->starts ? steps : a->path_steps, path);
+    int64_t steps = steps_of(a, q), stop = a->starts ? steps : a->path_steps;
+    for (int64_t step = possible ? steps : 0; step < stop; step++) path[step] = -1;
     return possible ? steps : 0;
 }
 
@@ -144,7 +142,7 @@ INLINE real *best_message(const Best *b, int64_t place, int64_t step) {
     return b->messages + (step * b->walk.count + place) * b->walk.width;
 }
 
-static void best_ahead(Best *b) {
+static void best_forward(Best *b) {
     Walk *w = &b->walk;
     const Chain *a = w->a;
     int64_t c = a->states, width = w->width, count = active(w, w->count, 0);
@@ -166,7 +164,7 @@ static void best_ahead(Best *b) {
     }
 }
 
-static void best_back(Best *b) {
+static void best_backward(Best *b) {
     const Walk *w = &b->walk;
     const Chain *a = w->a;
     for (int64_t place = 0; place < w->count; place++) {
@@ -182,42 +180,26 @@ static void best_back(Best *b) {
     }
 }
 
-/* Sequences that walk together: as many as a tile needs where all steps have one matrix, otherwise a whole set. */
-INLINE int64_t together_best(const Chain *a, int64_t ranked) {
-    int64_t group = ranked ? 1 : GROUP;
-    return a->one_matrix && a->members > group ? group : a->members;
-}
-
-static void each_best(const Chain *a, int ranked, void walk(Best *)) {
-    int64_t width = width_of(a), size = sizeof(real), most = together_best(a, ranked);
-    char *room = a->room;
+static int64_t each_best(const Chain *a, int ranked, void walk(Best *)) {
+    int64_t width = width_of(a), size = sizeof(real), most = most_places(a, ranked ? 1 : GROUP);
+    Room room = {.begin = a->room};
     Best b = {.walk = {.a = a, .width = width}, .ranks = ranked ? a->ranks : 1, .read = -1};
     b.logs = take(&room, a->states * width * size);
-    b.turned = take(&room, (a->one_matrix ? a->states : 1) * width * size);
+    b.transposed = take(&room, (a->one_matrix ? a->states : 1) * width * size);
     b.walk.sums = take(&room, (ranked ? b.ranks : GROUP) * width * size);
-    b.walk.wide = take(&room, width * size);
+    b.walk.padded_x = take(&room, width * size);
     b.start = take(&room, width * 8);
     b.best = take(&room, 2 * b.ranks * LANES * size);
     b.messages = take(&room, (ranked ? 2 : a->steps) * most * b.ranks * width * size);
     if (ranked) b.choices = take(&room, a->steps * most * b.ranks * width * size);
+    if (!a->room) return room.bytes;
     for (int64_t q = a->first; q < a->last; q += b.walk.count) {
-        int64_t left = enter_set(&b.walk, q);
-        b.walk.count = left < most ? left : most;
+        enter_set(&b.walk, q, most);
         walk(&b);
     }
-}
-
-static void best_path(Best *b) { best_ahead(b), best_back(b); }
-
-/* The best paths, and which sequences are unknown. */
-EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) {
-    each_best(a, 0, best_path);
     return 0;
 }
 
-INLINE int64_t room_of_best(const Chain *a, int ranked) {
-    int64_t ranks = ranked ? a->ranks : 1, kept = ranked ? a->steps + 2 : a->steps;
-    int64_t rows = 2 * a->states + 4 + (ranked ? ranks : GROUP) + kept * together_best(a, ranked) * ranks;
-    return rows * width_of(a) * (int64_t)sizeof(real) + 2 * ranks * BYTES + 9 * 64;
-}
-EXPORT int64_t EXPORTED(logchain_viterbi_room)(const Chain *a) { return room_of_best(a, 0); }
+static void best_path(Best *b) { best_forward(b), best_backward(b); }
+
+EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return each_best(a, 0, best_path); }

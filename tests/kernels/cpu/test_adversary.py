@@ -157,7 +157,7 @@ def test_nor_is_it_at_any_level_of_this_machine(level, monkeypatch):
 # A text of the sources and what takes its place. That a matrix's largest entry is not looked at stays unseen: matrices
 # of which it lies far from 1 have been rescaled, and the rest is less than the guard bits.
 MUTANTS = {
-    "zeros are always believed": ("step.h", "return lost || (none && matrix->low < common);", "return lost;"),
+    "zeros are always believed": ("step.h", "return lost || (none && matrix->low < safe_entry);", "return lost;"),
     "the last sum is not looked at": (
         "forward.h",
         "(sum > 0 && sum < (double)TRUSTED)",
@@ -165,8 +165,8 @@ MUTANTS = {
     ),
     "raised emissions are not asked about": (
         "step.h",
-        "return deep || least < bits_of(TRUSTED) ||",
-        "return (deep & 0) || least < bits_of(TRUSTED) ||",
+        "return raised || least < bits_of(TRUSTED) ||",
+        "return (raised & 0) || least < bits_of(TRUSTED) ||",
     ),
     "the threshold is 2^20 lower": (
         "scale.h",
@@ -175,11 +175,11 @@ MUTANTS = {
     ),
     "backward messages are not tested": (
         "backward.h",
-        "lost |= is_lossy(c, row, met.scale, met.most, &w->matrix, common);",
+        "lost |= is_lossy(c, row, summary.scale, summary.most, &w->matrix, safe_entry);",
         "",
     ),
     "what rescaling loses is forgotten": ("step.h", "if (low == 0) a->low = 0;", ""),
-    "nor are they of one sequence of few states": ("few.h", "bounds->least[deep]", "bounds->least[deep & 0]"),
+    "nor are they of one sequence of few states": ("few_loops.h", "bounds->least[raised]", "bounds->least[raised & 0]"),
     "what was counted is counted again": ("exact.h", "step + 1 <= a->uncounted[q]", "step + 1 <= a->steps"),
     "what was not counted is not redone": ("backward.h", "a->uncounted[q] = step + 1", "a->uncounted[q] = 0"),
     "starts are not looked at": ("step.h", "return lossy;\n}", "return 0 * lossy;\n}"),

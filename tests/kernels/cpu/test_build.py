@@ -26,11 +26,9 @@ from tests.kernels.cpu import c_program  # noqa: E402
 
 FUNCTIONS = (
     "forward", "backward", "redo_forward", "redo_backward", "messages", "value", "gradients", "posteriors", "size",
-    "room", "redo_room", "messages_room", "value_room", "gradients_room", "posteriors_room",
-    *(name + room for name in ("viterbi", "topk_paths", "sample", "stretch", "fold") for room in ("", "_room")),
-    "fold_gradients", "fold_gradients_room", "unfold",
+    "viterbi", "topk_paths", "sample", "stretch", "fold", "fold_gradients", "unfold",
 )  # fmt: skip
-EXPORTED = {"logchain_share", "logchain_entropy64", "logchain_entropy_room64"} | {
+EXPORTED = {"logchain_share", "logchain_entropy64"} | {
     f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)
 }
 ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]

@@ -1,0 +1,197 @@
+/* The steps of few.h for at most ROW states, where a row is one vector:
+
+       forward    U = (R F) P, R <- U E, F <- 2^(TOP - k)    S = R F, max U in [1/2, 1) 2^k    backward: by P^T
+
+   The scale F multiplies the next step's sums, so that their products need not wait for it. `narrow`: the sequence has
+   fewer than ROW states; entries beyond them are read and then masked. */
+#include "few.h"
+#include "scale.h"
+
+INLINE wholes within(int64_t c) {
+    wholes lanes;
+    UNROLL for (int j = 0; j < LANES; j++) lanes[j] = j;
+    return lanes < (whole)c;
+}
+INLINE reals read(const int narrow, int64_t c, const real *from, real fill) {
+    return narrow ? where(within(c), load(from), splat(fill)) : load(from);
+}
+INLINE void write(const int narrow, int64_t c, reals row, real *to) {
+    if (!narrow) store(to, row);
+    else {
+        int64_t done = 0;
+        UNROLL for (int part = LANES / 2; part > 0; part /= 2)
+            if (c & part) {
+                __builtin_memcpy(to + done, (const real *)&row + done, (uint64_t)part * sizeof(real));
+                done += part;
+            }
+    }
+}
+
+/* Emissions exp(x - max x), max x as `shift`, and whether one was raised. */
+INLINE reals emissions(const int narrow, int64_t c, const real *x, real *shift, int *raised) {
+    reals row = read(narrow, c, x, -INFINITE), top = row;
+    REDUCE(top, larger);
+    top = where(top == -INFINITE, (reals){0}, top);
+    reals a = row - top;
+    *shift = top[0], *raised = any((a < LOG_DEEPEST) & (a > -INFINITE));
+    return exponential(a, NO_TAIL);
+}
+
+/* A row times a matrix of `rows` rows, of which those from c on are 0. Independent partial sums hide latency, as many
+   as registers allow; four of them are added in the order of product.h, so that both give the same bits. */
+enum { SUMS = BYTES > 64 ? 2 : 4 };
+INLINE reals times(int64_t rows, int64_t c, reals a, const real *entries, int64_t row) {
+    reals sum[SUMS] = {0};
+    real each[LANES] __attribute__((aligned(64)));
+    store(each, a);
+    if (BYTES >= 64) __asm__("" : "+m"(each)); /* reloading an entry beats a lane shuffle */
+    UNROLL for (int k = 0; k < LANES; k++) {
+        if (k >= rows) break;
+        if (k < c / SUMS * SUMS) sum[k % SUMS] += each[k] * load(entries + k * row);
+        else sum[0] += each[k] * load(entries + k * row);
+    }
+    return SUMS == 2 ? sum[0] + sum[1] : (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+/* Prefetches the matrix that is read or written LATER steps on; the hardware prefetches smaller ones by itself. */
+enum { LATER = 4, LINE = 64 / sizeof(real) };
+#define PREFETCH(rows, row, write)                          \
+    UNROLL for (int k = 0; k < LANES && LANES >= LINE; k++) \
+        UNROLL for (int j = 0; j < LANES; j += LINE) __builtin_prefetch((rows) + k * (row) + j, write)
+
+INLINE reals times_transposed(const int narrow, int64_t c, reals a, const real *entries, int64_t row) {
+    reals products[LANES];
+    UNROLL for (int k = 0; k < LANES; k++)
+        products[k] = narrow && k >= c ? (reals){0} : a * read(narrow, c, entries + k * row, 0);
+    return total_of_each(products);
+}
+
+/* A sum passes if its bits minus `taken` are at least `least[raised]`; `taken` is 1 where a sum of 0 passes. */
+typedef struct { natural taken; naturals least[2]; } Bounds;
+INLINE Bounds bounds_of(const int narrow, const Few *l) {
+    Bounds bounds = {.taken = (natural)l->zeros};
+    UNROLL for (int raised = 0; raised < 2; raised++) {
+        naturals limit = (naturals){0} + (natural)bits_of(l->limits[raised]);
+        if (narrow) limit &= (naturals)within(l->c);
+        bounds.least[raised] = limit - bounds.taken;
+    }
+    return bounds;
+}
+
+/* Whether all sums pass; `most`: the bits of the largest in all lanes. */
+INLINE int all_pass(const int narrow, int64_t c, const Bounds *bounds, int raised, reals *sums, naturals *most) {
+    naturals bits = (naturals)*sums;
+    if (narrow) bits &= (naturals)within(c), *sums = (reals)bits;
+    int low = any((wholes)(bits - bounds->taken < bounds->least[raised]));
+    REDUCE(bits, larger_bits); /* the order of non-negative numbers, NaN on top */
+    *most = bits;
+    return !low && bits[0] - 1 < (natural)bits_of(INFINITE) - 1;
+}
+
+/* 2^(TOP - k), for a largest sum in [1/2, 1) 2^k. */
+INLINE reals to_top(naturals most) {
+    naturals exponent = most & ((natural)(2 * BIAS + 1) << FRACTION);
+    return (reals)(((naturals){0} + ((natural)(TOP + 2 * BIAS - 1) << FRACTION)) - exponent);
+}
+
+INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, int64_t step, int64_t stop) {
+    const Few of = *arguments, *l = &of; /* a copy that no store can alias */
+    const Bounds bounds = bounds_of(narrow, l);
+    int64_t c = narrow ? l->c : LANES, begin = step, exponents = 0;
+    reals state = load(l->state), factor = splat(1);
+    Sum shift = l->shift;
+    int raised = l->raised;
+    for (; step < stop; step++) {
+        const real *entries = one ? l->entries : l->entries + (step - 1) * l->entries_step;
+        if (!one) PREFETCH(entries + LATER * l->entries_step, l->row, 0);
+        reals sums = times(one ? LANES : c, c, state, entries, one ? LANES : l->row) * factor;
+        naturals most;
+        real top;
+        if (!all_pass(narrow, c, &bounds, raised, &sums, &most)) break;
+        state = sums * emissions(narrow, c, l->x + step * l->x_step, &top, &raised), factor = to_top(most);
+        if (l->messages) write(narrow, c, state * factor, l->messages + step * l->message_step);
+        if (l->filtered) {
+            reals message = state * factor, sum = splat(total(message));
+            write(narrow, c, where(sum > 0, message / sum, sum), l->filtered + step * l->filtered_step);
+        }
+        add(&shift, top);
+        exponents += most[0] >> FRACTION;
+    }
+    int64_t steps = step - begin;
+    double high = (float)l->matrix_shift; /* few bits: its product with `steps` is exact */
+    add(&shift, high * (double)steps), add(&shift, (l->matrix_shift - high) * (double)steps);
+    store(arguments->state, state * factor);
+    arguments->exponent += exponents - steps * (BIAS - 1 + TOP - l->matrix_exponent);
+    arguments->shift = shift, arguments->raised = raised;
+    return step;
+}
+
+/* Replaces denormal numbers by 0. */
+INLINE reals without_tiny(reals a) {
+    naturals size = (naturals)a & (natural)bits_of(INFINITE);
+    return (reals)((naturals)a & (naturals)((wholes)size > 0));
+}
+
+/* The gradient of a matrix: the outer product of S and a source, exactly 0 where the matrix is 0. */
+INLINE void write_transitions(const int narrow, int64_t c, const Few *l, reals forward, reals source,
+                              const real *entries, reals *high, real *to) {
+    UNROLL for (int k = 0; k < LANES; k++) {
+        if (k >= c) break;
+        reals entry = read(narrow, c, entries + k * l->row, 0), both = source * forward[k];
+        *high = larger(entry, *high);
+        both = without_tiny(both) * l->unshare;
+        write(narrow, c, where(entry == 0, (reals){0}, l->by_log ? both * entry : both), to + k * c);
+    }
+}
+
+INLINE int64_t backward_steps(const int narrow, const int one, Few *arguments, int64_t step) {
+    const Few of = *arguments, *l = &of; /* a copy that no store can alias */
+    const Bounds bounds = bounds_of(narrow, l);
+    int64_t c = narrow ? l->c : LANES, counts = l->outer || l->held_forward, held = l->held;
+    reals backward = load(l->state), factor = splat(1), high = {0};
+    for (; step > l->first_step && (!l->held_forward || held < l->most_held); step--) {
+        const real *entries = one ? l->entries : l->entries + (step - 1) * l->entries_step;
+        real top;
+        int raised;
+        if (!one) PREFETCH(entries - LATER * l->entries_step, l->row, 0);
+        reals source = backward * emissions(narrow, c, l->x + step * l->x_step, &top, &raised);
+        reals sums = one ? times(LANES, c, source, entries, LANES)
+                         : times_transposed(narrow, c, source, entries, l->row);
+        naturals most;
+        sums *= factor;
+        if (!all_pass(narrow, c, &bounds, raised, &sums, &most)) break;
+        reals next = to_top(most), forward = read(narrow, c, l->messages + (step - 1) * l->message_step, 0);
+        reals both = forward * (sums * next * power_of_two(-TOP));
+        real sum = total(both), share = 1 / sum;
+        if (!(share > 0 && share < (counts ? 1 : power_of_two(TOP)))) break;
+        if (counts && most[0] < (natural)bits_of(power_of_two(TOP - 24))) break;
+        if (l->gradient) {
+            reals seen = where(both < sum * power_of_two(1 - BIAS), (reals){0}, both * share * l->weight);
+            write(narrow, c, seen, l->gradient + (step - 1) * l->gradient_step);
+        }
+        if (counts) {
+            reals shared = without_tiny(source * factor * (next[0] * power_of_two(-HALF)) * share);
+            shared = smaller(shared, splat(power_of_two(BIAS - 1))) * l->source_weight;
+            if (l->outer) {
+                real *outer = l->outer + (step - 1) * l->outer_step;
+                PREFETCH(outer - LATER * l->outer_step, c, 1);
+                write_transitions(narrow, c, l, forward, shared, entries, &high, outer);
+            } else {
+                write(narrow, c, forward, l->held_forward + held * l->held_step);
+                write(narrow, c, shared, l->held_source + held++ * l->held_step);
+            }
+        }
+        backward = sums, factor = next;
+    }
+    store(arguments->state, backward * factor), arguments->held = held, arguments->high = largest(high);
+    return step;
+}
+
+/* Compiles a loop for fewer states than ROW or exactly ROW, and for one matrix or many. */
+#define OF_KINDS(name, ...)                                                              \
+    if (l->c < LANES) return l->one ? name(1, 1, __VA_ARGS__) : name(1, 0, __VA_ARGS__); \
+    return l->one ? name(0, 1, __VA_ARGS__) : name(0, 0, __VA_ARGS__)
+#define NAMED(name, row) EXPORTED(name##_##row##_)
+#define OF_THIS_ROW(name, row) NAMED(name, row)
+int64_t OF_THIS_ROW(steps_forward, ROW)(Few *l, int64_t step, int64_t stop) { OF_KINDS(forward_steps, l, step, stop); }
+int64_t OF_THIS_ROW(steps_backward, ROW)(Few *l, int64_t step) { OF_KINDS(backward_steps, l, step); }
