@@ -4,7 +4,6 @@ The numbers of ordinary calls, as torch's profiler sees them (a dispatch mode wo
 are warm, on one thread. They are the same on every machine with the same release of torch.
 """
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -17,6 +16,7 @@ from logchain import demo, nn
 from logchain.memory import events, profiled
 from tests.benchmarks import results
 from tests.benchmarks.results import FORWARD, GRADIENTS, Row, machine
+from tests.benchmarks.timing import on_threads
 
 # of which a short call's time is mostly Python's: its functions are counted too
 SHORT = ("product, v=20", "marginals", "forward_backward")
@@ -93,20 +93,9 @@ def frames(call: Callable[[], Any]) -> int:
     return count
 
 
-@contextlib.contextmanager
-def on_one_thread() -> Iterator[None]:
-    """Where counts do not depend on the machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def rows() -> Iterator[Row]:
     """The counts of every function."""
-    with on_one_thread():
+    with on_threads(1):  # where counts do not depend on the machine
         for (function, mode), call in calls().items():
             for _ in range(2):  # caches
                 call()

@@ -22,7 +22,7 @@ from tests.benchmarks import forum, peers_floors, results, streams
 from tests.benchmarks.cases import EACH, ONE, STEP, Workload, draw
 from tests.benchmarks.peers_formula import loop
 from tests.benchmarks.results import FORWARD, GRADIENTS, MODES, Row, machine
-from tests.benchmarks.timing import median_seconds
+from tests.benchmarks.timing import median_seconds, on_threads
 from tests.families import FAMILIES
 
 MAIN = "n=500 v=40 c=200, shared bulk"
@@ -233,13 +233,11 @@ def sweep() -> list[Row]:
 
 def main() -> None:
     """Measure, and write the results file; a few minutes on one core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     rows = []
     groups = main_case, dense_chains, few_states, short_calls, start, matrix_products, hard_cases, accuracy
     for group in (*groups, streams.stream_rows, sweep):
         print(f"measuring: {group.__name__}", flush=True)
-        rows += group()
-    torch.set_num_threads(threads)
+        with on_threads(1):
+            rows += group()
     place = machine()
     results.write([row._replace(**place) for row in rows], results.PRODUCT)

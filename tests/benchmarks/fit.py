@@ -7,7 +7,6 @@ not negative, and fitted to the logarithms of the times: a factor of two counts 
 """
 
 import argparse
-import contextlib
 import json
 import math
 import time
@@ -26,6 +25,7 @@ from logchain.schedules import choose
 from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
 from tests.benchmarks.results import machine
+from tests.benchmarks.timing import on_threads
 
 # (n, v, c, sets of matrices), 0 for one matrix for every step and sequence
 SWEEP = [
@@ -220,17 +220,6 @@ def write(entries: Iterable[Constants], path: Path = FILE) -> None:
     constants.cache_clear()
 
 
-@contextlib.contextmanager
-def computing(place: Where) -> Iterator[None]:
-    """On as many threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(place.threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def places() -> list[Where]:
     """What this machine has to measure."""
     threads = sorted({1, torch.get_num_threads()})
@@ -252,7 +241,7 @@ def main() -> None:
         about = machine()
         if place.device == "cuda":
             about["hardware"] = torch.cuda.get_device_name()
-        with computing(place):
+        with on_threads(place.threads):
             found = list(samples(place, SWEEP, timer(place)))
         processors = torch.cuda.get_device_properties(0).multi_processor_count if place.device == "cuda" else 1
         entry = fitted(place, found, about, processors)

@@ -13,7 +13,7 @@ import torch
 import logchain
 from logchain import nn
 from tests.benchmarks.results import Row
-from tests.benchmarks.timing import median_seconds
+from tests.benchmarks.timing import median_seconds, on_threads
 
 BAR = "<= 1.3"
 
@@ -86,11 +86,10 @@ def sum_layer(n: int = 500, f: int = 40, c: int = 64) -> list[Row]:
 
 def measure() -> list[Row]:
     """Every row, with one thread and with two."""
-    before, rows = torch.get_num_threads(), []
+    rows = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)
-        for num_categories in (2, 17):
-            rows += chain_circuit(num_categories)
-        rows += sum_layer()
-    torch.set_num_threads(before)
+        with on_threads(threads):
+            for num_categories in (2, 17):
+                rows += chain_circuit(num_categories)
+            rows += sum_layer()
     return rows

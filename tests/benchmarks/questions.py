@@ -16,7 +16,7 @@ from logchain.demo import Chain, dense_chain
 from logchain.memory import peak_bytes
 from tests.benchmarks import results
 from tests.benchmarks.results import FORWARD, Row, machine
-from tests.benchmarks.timing import median_seconds
+from tests.benchmarks.timing import median_seconds, on_threads
 
 DRAWS = 100
 
@@ -116,14 +116,12 @@ def against_forward() -> list[Row]:
 
 def main() -> None:
     """Measure, and write the results file; a few minutes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     rows = []
     for group in (
         posteriors, partial(paths, 32, 512, 16), partial(paths, 32, 512, 64), partial(paths, 1, 10_000, 16),
         draws, against_forward,
     ):  # fmt: skip
         print(f"measuring: {getattr(group, '__name__', group)}", flush=True)
-        rows += group()
-    torch.set_num_threads(threads)
+        with on_threads(1):
+            rows += group()
     results.write([row._replace(**machine()) for row in rows], results.QUESTIONS)

@@ -1,13 +1,8 @@
-"""Everybody's numbers: each provider in its own process, errors against float64, rows of the same case replaced."""
+"""Everybody's times: what providers compute, how much of a case, and what is drawn of it."""
 
 import functools
 import itertools
-import math
-import os
-import signal
 import sys
-import time
-from multiprocessing.connection import Connection
 from unittest import mock
 
 import numpy as np
@@ -16,182 +11,11 @@ import torch
 
 from logchain import reference
 from tests import oracle
-from tests.benchmarks import (
-    accuracy,
-    aside,
-    cases,
-    kept,
-    memory,
-    peers,
-    peers_circuits,
-    plots,
-    report,
-    resident,
-    results,
-    scaling,
-)
+from tests.benchmarks import aside, cases, peers, peers_circuits, plots, report, results, scaling
 from tests.benchmarks.aside import Item
 from tests.benchmarks.cases import EACH, FULL, ONE, STEP, Workload
-from tests.benchmarks.kept import Missing
 from tests.benchmarks.peers import Provider
-from tests.benchmarks.results import FORWARD, GRADIENTS, Measured, Row
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    """Results files of this test."""
-    monkeypatch.setattr(results, "FOLDER", tmp_path)
-    for name in ("PEERS", "ACCURACY", "MEMORY", "SCALING", "LEFT_OUT"):
-        monkeypatch.setattr(results, name, tmp_path / f"{name.lower()}.csv")
-    return tmp_path
-
-
-def row(workload, provider, mode=FORWARD, metric="time", value=1.0):
-    return Row(workload, provider, mode, metric, value, "ms")
-
-
-def test_rows_of_the_same_case_are_replaced_and_others_stay(files):
-    path = files / "some.csv"
-    kept.keep(path, [row("b", "one"), row("a", "one"), row("a", "one", metric="share"), row("a", "two")], ["a", "b"])
-    kept.keep(path, [row("a", "one", value=2.0)], ["a", "b"])
-    assert [(*r[:4], r.value) for r in results.read(path)] == [
-        ("a", "two", FORWARD, "time", 1.0),
-        ("a", "one", FORWARD, "time", 2.0),
-        ("b", "one", FORWARD, "time", 1.0),
-    ]
-
-
-def test_reasons_are_replaced_and_forgotten_once_there_is_a_number(files):
-    absent, failed = Missing("", "", "one", "", "not installed"), Missing("", "a", "two", FORWARD, "NaN")
-    kept.leave_out("memory", [], [absent, failed])
-    kept.leave_out("accuracy", [], [absent])
-    kept.leave_out("memory", [], [failed._replace(reason="too slow")])
-    assert [entry.reason for entry in kept.left_out()] == ["not installed", "not installed", "too slow"]
-    kept.leave_out("memory", [row("a", "one"), row("a", "two")], [])
-    assert kept.left_out() == [absent._replace(results="accuracy")]
-
-
-def test_files_without_a_commit_are_read(files):
-    path = files / "old.csv"
-    path.write_text("workload,provider,mode,metric,value,unit\na,one,forward,time,1.5,ms\n")
-    assert results.read(path) == [Row("a", "one", "forward", "time", 1.5, "ms")]
-
-
-ITEMS = [Item(workload, "one", mode) for workload in ("a", "b", "c") for mode in (FORWARD, GRADIENTS)]
-
-
-def half_of_it(todo):
-    """In a process of its own: a row, an error, then the end, or silence for ever, as an item says."""
-
-    def one(item):
-        if item.key == ITEMS[1].key:
-            raise ArithmeticError("cannot\n  do this")
-        if item.key == ITEMS[2].key:
-            os.kill(os.getpid(), signal.SIGPROF)
-        if item.key == ITEMS[4].key:
-            signal.pause()
-        yield row(*item.key, value=len(todo))
-
-    return aside.attempts(todo, one)
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """Waits for a process as long as it takes, but not for the item that never ends."""
-    poll, recv, said = Connection.poll, Connection.recv, []
-
-    def receive(connection):
-        said.append(recv(connection))
-        return said[-1]
-
-    def wait(connection, patience):
-        if said[-1:] == ITEMS[4:5]:
-            said.clear()
-            return False
-        return poll(connection, None)
-
-    monkeypatch.setattr(Connection, "recv", receive)
-    monkeypatch.setattr(Connection, "poll", wait)
-
-
-@LINUX
-@pytest.mark.usefixtures("impatient")
-def test_what_ends_a_process_is_named_and_the_rest_goes_on():
-    rows, missing = aside.measure("torch", ITEMS, half_of_it, silence=40.0, words={"SIGPROF": "longer than 60 s"})
-    assert [found[:5] for found in rows] == [
-        ("a", "one", FORWARD, "time", 6),
-        ("b", "one", GRADIENTS, "time", 3),
-        ("c", "one", GRADIENTS, "time", 1),
-    ]
-    assert rows[0].versions.count(f"torch {torch.__version__}") == 1 and rows[0].hardware and rows[0].date
-    assert [entry[1:5] for entry in missing] == [
-        (*ITEMS[1].key, "ArithmeticError: cannot do this"),
-        (*ITEMS[2].key, "longer than 60 s"),
-        (*ITEMS[4].key, "stopped, silent for 40 s"),
-    ]
-    assert all(entry.versions == rows[0].versions for entry in missing)
-
-
-def test_what_is_late_is_left_out():
-    rows, missing = aside.measure("torch", ITEMS, half_of_it, end=time.monotonic() - 1)
-    assert not rows and [entry[1:5] for entry in missing] == [(*item.key, "no time left") for item in ITEMS]
-
-
-def broken(todo):
-    raise SystemExit(3)
-
-
-@pytest.mark.parametrize(
-    ("package", "task", "reason"),
-    [("no-such-package", half_of_it, "no-such-package is not installed"), ("torch", broken, "ended with code 3")],
-)
-def test_what_does_not_begin_is_reported_once(package, task, reason):
-    rows, missing = aside.measure(package, ITEMS, task)
-    assert not rows and [entry[:5] for entry in missing] == [("", "", "one", "", reason)]
-
-
-@pytest.mark.parametrize(
-    ("found", "truth", "error"),
-    [
-        (2.5, 2.0, 0.5),
-        (-math.inf, -math.inf, 0.0),
-        (-23.0, -math.inf, math.inf),
-        (-math.inf, 5.0, math.inf),
-        (math.nan, 5.0, math.nan),
-        (math.nan, -math.inf, math.nan),
-    ],
-)
-def test_the_largest_error_counts_infinities_and_nan(found, truth, error):
-    np.testing.assert_equal(accuracy.worst(np.array([found, 1.0]), np.array([truth, 1.0])), (error, found))
-
-
-def test_cases_are_what_they_are_called(files):
-    truths = {
-        name: oracle.chain(case.x, case.bulk, case.p0) for name, case in accuracy.cases().items() if case.x.shape[1] < 9
-    }
-    apart = truths["misaligned maxima: two peaks, no way between"]
-    assert apart.log_norm[0] == pytest.approx(math.log(0.5) - 200)
-    assert truths["impossible evidence"].log_norm[0] == -math.inf
-    for name, truth in truths.items():
-        log_norm, states = cases.truth(name, accuracy.cases()[name], files, accuracy.by_reference)
-        np.testing.assert_allclose(log_norm, truth.log_norm, rtol=1e-12)
-        np.testing.assert_allclose(states, truth.states, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [name for name, case in accuracy.cases().items() if case.x.shape[1] < 100])
-def test_logchain_keeps_its_contract(name, files):
-    found = accuracy.rows_of(files, Item(name, "logchain", GRADIENTS))
-    bars = [one for one in found if one.bar]
-    assert len(bars) == 2 and all(one.reached for one in bars), bars
-
-
-def test_the_forums_faults_are_found(files):
-    found = accuracy.rows_of(files, Item("misaligned maxima: two peaks", "forum", GRADIENTS))
-    errors = {one.metric: one.value for one in found}
-    assert errors["error of a log-partition"] == pytest.approx(46.05, abs=0.01)
-    assert errors["log-partition"] == pytest.approx(-23.03, abs=0.01)
+from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
 
 
 def pairs():
@@ -209,7 +33,7 @@ def pairs():
 
 
 @pytest.mark.slow
-@LINUX
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("name", "matrices"), pairs())
 def test_a_provider_is_measured(name, matrices, files):
     provider = peers.every()[name]
@@ -314,88 +138,6 @@ def test_truth(matrices, files):
         np.testing.assert_allclose(gradients, wanted.states, atol=1e-12)
     again = cases.truth("some", type(case)(*(0 * tensor for tensor in case)), files)  # from the file
     np.testing.assert_array_equal(again[1], gradients)
-
-
-def test_rows_are_read_as_they_were_written(files):
-    rows = [
-        Measured("a", "one", FORWARD, "CPU", 1.5, 1.0, 2.0, 0.5),
-        Measured(
-            "a", "one", FORWARD, "GPU", 1.5, 1.0, 2.0, 0.5, 0.25, 3.0, math.inf, 0.0, "cpu", "torch", "today", "c"
-        ),
-    ]
-    kept.keep(results.PEERS, rows)
-    assert results.read(results.PEERS, Measured) == rows
-    kept.keep(results.PEERS, [rows[0]._replace(median_ms=3.0)])
-    assert [(row.device, row.ratio) for row in results.read(results.PEERS, Measured)] == [("GPU", 3.0), ("CPU", 6.0)]
-
-
-@LINUX
-def test_resident_memory_is_what_a_call_touches():
-    size = 100_000_000
-
-    def call():
-        return np.ones(size, np.uint8).sum()
-
-    assert 0.99 * size < resident.resident_peak(call) < 1.1 * size
-    assert resident.resident_peak(lambda: None) < size / 100
-
-
-@pytest.mark.slow
-@LINUX
-def test_peaks_of_a_provider(files):
-    tiny = Workload(2, 5, 3, STEP)
-    memory.main(["torch loop", "GEMMs"], workloads=[tiny])
-    found = results.read(results.MEMORY)
-    assert {r[:3] for r in found} == {(str(tiny), "torch loop", mode) for mode in (FORWARD, GRADIENTS)}
-    ratios = {r.mode: r.value for r in found if r.metric == "peak of torch's allocator over the inputs"}
-    assert 0.5 < ratios[FORWARD] < ratios[GRADIENTS] < 20
-    assert not kept.left_out()
-    kept.leave_out("memory", [], [Missing("", str(tiny), "other", FORWARD, "more than 16 GB")])
-    ratio = next(r for r in found if r.metric == "peak of resident memory over the inputs" and r.mode == GRADIENTS)
-    kept.keep(results.MEMORY, [ratio._replace(provider="other", value=2.5)])
-    *_, logchain, loop, other = report.memory().splitlines()
-    assert (logchain, loop[:14], other) == (
-        "| logchain |  |  |",
-        "| torch loop |",
-        "| other | more than 16 GB | 2.5 x |",
-    )
-
-
-def too_large(todo):
-    def one(item):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        yield
-
-    return aside.attempts(todo, one)
-
-
-def test_limits_show_as_such():
-    _, missing = aside.measure("torch", ITEMS[:1], too_large, words=memory.WORDS)
-    assert [entry.reason for entry in missing] == ["more than 16 GB"]
-
-
-def test_table_of_errors(files):
-    def of(provider, case, errors, value):
-        metrics = ("error of a log-partition", "log-partition", "error of a posterior")
-        values = (errors[0], value, errors[1])
-        return [row(case, provider, GRADIENTS, *pair) for pair in zip(metrics, values, strict=True)]
-
-    results.write(
-        [
-            *of("one", "a", (2e-6, 1e-20), 5.0),
-            *of("one", "b", (math.inf, math.nan), -math.inf),
-            *of("logchain", "a", (0.0, 0.0), 5.0),
-            *of("logchain", "b", (math.inf, 0.25), -23.0),
-        ],
-        results.ACCURACY,
-    )
-    kept.leave_out("accuracy", [], [Missing("", "a", "two", GRADIENTS, "ValueError: no")])
-    assert report.accuracy().splitlines()[2:] == [
-        "| logchain | 0, 0 | finite: -23, 0.25 |",
-        "| one | 2.0e-06, < 1e-12 | -inf, NaN |",
-    ]
-    kept.keep(results.ACCURACY, of("two", "b", (1.0, 1.0), 0.0))
-    assert report.accuracy().splitlines()[-1] == "| two | ValueError | 1, 1 |"
 
 
 @pytest.mark.slow

@@ -1,8 +1,22 @@
-"""How long calls take beside each other."""
+"""How long calls take beside each other, on how many threads."""
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Where torch computes on so many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def median_seconds(

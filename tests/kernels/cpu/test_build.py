@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -31,33 +32,90 @@ FUNCTIONS = (
 EXPORTED = {"logchain_share", "logchain_entropy64"} | {
     f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)
 }
-ONE_LEVEL = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items()]
-ON_LINUX = [(name, level) for name, level in ONE_LEVEL if name.startswith("linux")]
+ON_LINUX = [(name, next(iter(target.levels))) for name, target in build.TARGETS.items() if name.startswith("linux")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """What an sdist of the sources holds, unpacked: wheels are built from it."""
+    folder = tmp_path_factory.mktemp("sdist")
+    left_out = shutil.ignore_patterns(".*", "*.egg-info", "build", "logchain-*", "tests")
+    copy = shutil.copytree(build.ROOT, folder / "copy", symlinks=True, ignore=left_out)
+    code = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, folder, filter="data")
+    return folder / sdist.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheels(root):
+    """The folder of the wheels of all platforms, and what the command that makes them prints."""
+    command = [sys.executable, "kernels/cpu/build.py", "--wheels", root.parent / "wheels"]
+    printed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    return root.parent / "wheels", printed.splitlines()
+
+
+def wheel_of(target, wheels):
+    """The wheel of a platform."""
+    (wheel,) = wheels[0].glob(f"logchain-*-py3-none-{target.wheel}.whl")
+    return wheel
+
+
+def names(wheel):
+    """What is in its folder kernels/cpu."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name.removeprefix("logchain/kernels/cpu/") for name in archive.namelist() if "/kernels/cpu/" in name}
+
+
+def expected(target):
+    modules = {path.name for path in Path(build.__file__).parent.glob("*.py")}
+    return modules | {target.library(level) for level in target.levels}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "level"), ONE_LEVEL)
-def test_a_library_exports_its_functions_and_needs_nothing(name, level, tmp_path):
+def test_one_command_makes_the_wheels_of_all_platforms(root, wheels):
+    for target in build.TARGETS.values():
+        wheel = wheel_of(target, wheels)
+        assert names(wheel) == expected(target)
+        assert str(wheel) in wheels[1]
+    # those of this machine lie beside the sources too: a program that is run from there finds them
+    beside = {path.name for path in (root / "kernels/cpu").glob("logchain-*")}
+    assert beside == {build.this_machine().library(level) for level in build.this_machine().levels}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", build.TARGETS)
+def test_a_library_exports_its_functions_and_needs_nothing(name, root, wheels, tmp_path):
     target = build.TARGETS[name]
-    file = build.compile_library(target, level, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [file.name] == [f"logchain-{level}{target.suffix}"]
-    binary = lief.parse(str(file))
-    exported = {symbol.name for symbol in binary.exported_functions}
-    imported = {symbol.name for symbol in binary.imported_functions}
-    needed = {getattr(one, "name", one) for one in binary.libraries}
-    if name.startswith("darwin"):
-        # a library names itself there, and has to link to the system's
-        needed -= {file.name, "/usr/lib/libSystem.B.dylib"}
-        imported -= {"dyld_stub_binder"}
-        exported = {symbol[1:] for symbol in exported} - {"_mh_dylib_header", "__dso_handle"}
-        assert binary.has_code_signature == (name == "darwin-arm64")
-    if name.startswith("linux"):
-        assert not [symbol.name for symbol in binary.dynamic_symbols if symbol.name and symbol.shndx == 0]
-    assert exported == EXPORTED
-    assert not imported
-    assert not needed
-    assert str(Path.home()).encode() not in file.read_bytes()
-    assert str(tmp_path).encode() not in file.read_bytes()
+    shutil.unpack_archive(wheel_of(target, wheels), tmp_path, "zip")
+    for level in target.levels:
+        file = tmp_path / "logchain/kernels/cpu" / target.library(level)
+        binary = lief.parse(str(file))
+        exported = {symbol.name for symbol in binary.exported_functions}
+        imported = {symbol.name for symbol in binary.imported_functions}
+        needed = {getattr(one, "name", one) for one in binary.libraries}
+        if name.startswith("darwin"):
+            # a library names itself there, and has to link to the system's
+            needed -= {file.name, "/usr/lib/libSystem.B.dylib"}
+            imported -= {"dyld_stub_binder"}
+            exported = {symbol[1:] for symbol in exported} - {"_mh_dylib_header", "__dso_handle"}
+            assert binary.has_code_signature == (name == "darwin-arm64")
+        if name.startswith("linux"):
+            assert not [symbol.name for symbol in binary.dynamic_symbols if symbol.name and symbol.shndx == 0]
+        assert exported == EXPORTED
+        assert not imported
+        assert not needed
+        assert not [place for place in (Path.home(), root.parent) if str(place).encode() in file.read_bytes()]
+
+
+@pytest.mark.slow
+def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, wheels, tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, root]
+    subprocess.run(command, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
+    assert names(wheel) == expected(build.this_machine())
 
 
 def chain_of(dtype, c, steps=7, members=3):
@@ -84,12 +142,11 @@ def chain_of(dtype, c, steps=7, members=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("name", "level"), ON_LINUX)
-def test_a_program_computes_the_same_on_every_cpu(name, level, dtype, tmp_path):
+def test_a_program_computes_the_same_on_every_cpu(name, level, tmp_path):
     command = c_program.compile_program(build.TARGETS[name], level, tmp_path)
-    bits = np.dtype(dtype).itemsize * 8
-    for c in (1, 3, 17):
+    for dtype, c in itertools.product((np.float32, np.float64), (1, 3, 17)):
+        bits = np.dtype(dtype).itemsize * 8
         arguments, buffers = chain_of(dtype, c)
         for function in ("forward", "redo_forward", "backward", "redo_backward", "messages"):
             buffers = c_program.run(command, f"{function}{bits}", arguments, buffers)
@@ -114,18 +171,7 @@ def test_a_program_computes_the_same_on_every_cpu(name, level, dtype, tmp_path):
         assert found["paths"][0, -1] == c - 1 and (found["paths"][0] >= 0).all()
 
 
-@pytest.fixture
-def copy(tmp_path, monkeypatch):
-    """The module that loads, beside libraries of this machine that were compiled into a folder."""
-    build.libraries(build.this_machine(), tmp_path)
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    library.load.cache_clear()
-    yield tmp_path
-    library.load.cache_clear()
-
-
-@pytest.mark.slow
-def test_each_level_can_be_loaded(copy):
+def test_each_level_can_be_loaded():
     for level in build.this_machine().levels:
         for bits in (32, 64):
             assert getattr(library.load(level), f"logchain_size{bits}")() == ctypes.sizeof(Arguments)
@@ -151,10 +197,9 @@ def test_every_level_that_is_asked_for_is_compiled():
     assert library.SUFFIX == build.this_machine().suffix
 
 
-@pytest.mark.slow
-def test_a_missing_library_says_the_command(copy):
-    for file in copy.glob("logchain-*"):
-        file.unlink()
+def test_a_missing_library_says_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
     with pytest.raises(ImportError, match=r"logchain-\S+: expected beside library.py, .* python kernels/cpu/build.py"):
         library.library()
 
@@ -179,49 +224,6 @@ def test_an_unknown_machine_is_refused(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "pdp11")
     with pytest.raises(RuntimeError, match="the machine: expected one of linux-x86_64, .*, found .*-pdp11"):
         build.this_machine()
-
-
-@pytest.fixture
-def root(tmp_path):
-    """A copy of what wheels are built from."""
-    left_out = shutil.ignore_patterns(".*", "*.egg-info", "build", "logchain-*", "tests")
-    return Path(shutil.copytree(build.ROOT, tmp_path / "root", symlinks=True, ignore=left_out))
-
-
-def names(wheel):
-    """What is in its folder kernels/cpu."""
-    with zipfile.ZipFile(wheel) as archive:
-        return {name.removeprefix("logchain/kernels/cpu/") for name in archive.namelist() if "/kernels/cpu/" in name}
-
-
-def expected(target):
-    modules = {path.name for path in Path(build.__file__).parent.glob("*.py")}
-    return modules | {target.library(level) for level in target.levels}
-
-
-@pytest.mark.slow
-def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, tmp_path):
-    code = "from setuptools import build_meta; build_meta.build_sdist('..')"
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, sdist]
-    subprocess.run(command, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
-    assert names(wheel) == expected(build.this_machine())
-
-
-@pytest.mark.slow
-def test_one_command_makes_the_wheels_of_all_platforms(root, tmp_path):
-    command = [sys.executable, "kernels/cpu/build.py", "--wheels", tmp_path / "wheels"]
-    printed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
-    for target in build.TARGETS.values():
-        (wheel,) = tmp_path.glob(f"wheels/logchain-*-py3-none-{target.wheel}.whl")
-        assert names(wheel) == expected(target)
-        assert str(wheel) in printed.splitlines()
-    # those of this machine lie beside the sources too: a program that is run from there finds them
-    beside = {path.name for path in (root / "kernels/cpu").glob("logchain-*")}
-    assert beside == {build.this_machine().library(level) for level in build.this_machine().levels}
 
 
 def test_an_unknown_platform_of_a_wheel_is_refused():
