@@ -164,12 +164,8 @@ BATCHES = [((3,), ()), ((), (3,)), ((3, 1), (1, 4)), ((1,), (5,)), ((2, 1, 3), (
 @in_rooms("case", [dense, misaligned, sparse], [misaligned])
 @pytest.mark.parametrize(("batch_a", "batch_b"), BATCHES, ids=str)
 def test_batch_axes_broadcast(case, batch_a, batch_b, room):
-    def stack(which, batch):
-        drawn = [draw(case, (4, 6, 3), F32, seed)[which] for seed in range(int(np.prod(batch)))]
-        matrix = draw(case, (4, 6, 3), F32)[which]
-        return torch.stack(drawn).reshape(*batch, *matrix.shape) if drawn else matrix.new_zeros(*batch, *matrix.shape)
-
-    assert_matmul(stack(0, batch_a), stack(1, batch_b), room)
+    sizes = 4, 6, 3
+    assert_matmul(stacked(case, batch_a, 0, sizes, F32), stacked(case, batch_b, 1, sizes, F32), room)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 2), (2, 3, 0), (0, 3, 0), (2, 0, 3), (0, 0, 0)], ids=str)
@@ -275,8 +271,10 @@ def small_pieces(monkeypatch):
 
 
 def stacked(case, batch, which, sizes, dtype):
+    """One operand of a case, of other numbers for each of the batch, which may be empty."""
     drawn = [draw(case, sizes, dtype, seed)[which] for seed in range(int(np.prod(batch)))]
-    return torch.stack(drawn).reshape(*batch, *drawn[0].shape)
+    matrix = draw(case, sizes, dtype)[which]
+    return torch.stack(drawn).reshape(*batch, *matrix.shape) if drawn else matrix.new_zeros(*batch, *matrix.shape)
 
 
 PIECES = [((), ()), ((5,), (5,)), ((4, 1, 3), (1, 2, 3)), ((2, 3, 2), (3, 1)), ((3, 1), (2, 3, 2)), ((1, 2), (2, 1))]
