@@ -314,9 +314,15 @@ def test_pieces_are_all_of_the_product_once():
         assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded", "rows"])
-@pytest.mark.parametrize("needs", [(False, False), (True, True), (True, False), (False, True)], ids=str)
+LAYOUTS = ["contiguous", "transposed", "expanded", "rows"]
+NEEDS = [(False, False), (True, True), (True, False), (False, True)]
+# each layout and each choice of gradients with every one of the others, and on both sides
+SHARED = [
+    (needs, layout, ("left", "right")[(i + j) % 2]) for i, needs in enumerate(NEEDS) for j, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("needs", "layout", "side"), SHARED, ids=str)
 def test_a_shared_weight_takes_no_more_than_results_and_gradients(needs, layout, side):
     """2 MB of workspace where each of operand, result and gradient has 4 MB."""
     rows = {
