@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize("question", [run, ranked], ids=["viterbi", "topk_
 
 
 def numbers(chain: Chain) -> list[np.ndarray]:
-    return [operand.double().numpy() for operand in chain[:3]]
+    return [operand.detach().double().numpy() for operand in chain[:3]]
 
 
 def weigh(chain: Chain, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -4,15 +4,26 @@ import math
 from decimal import Decimal, localcontext
 
 import numpy as np
+import pytest
 import torch
 
 import logchain
-from logchain import reference
+from logchain import kernels, reference
+from logchain.kernels.plain import product as plain
 from tests import oracle
 from tests.contract import assert_gradient, assert_values, gradient_bound, value_bound
 
 F32, F64 = torch.float32, torch.float64
 INF = float("inf")
+BOTH = logchain.matrix_product, logchain.prefix_products
+
+
+@pytest.fixture(params=["C", "torch"])
+def room(request, monkeypatch):
+    """Who multiplies."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "stack_kernels", lambda tensor: plain)
+
 
 FAMILIES = {}
 

@@ -10,6 +10,7 @@ import torch
 from logchain import reference
 from logchain.log_prob import log_prob
 from tests import oracle
+from tests.best_paths import numbers
 from tests.contract import Truth, assert_values, value_bound
 from tests.families import FAMILIES, Chain, Draw, dense
 from tests.layouts import STRANGE, behind, poisoned, strange
@@ -28,16 +29,12 @@ def random_paths(count, chain):
     return torch.randint(chain.x.shape[-1], (count, *chain.x.shape[:-1]), generator=torch.Generator().manual_seed(0))
 
 
-def arrays(chain):
-    return (tensor.detach().double().numpy() for tensor in chain[:3])
-
-
 def assert_log_prob(chain, states, lengths=None, **options):
     truth = Truth(chain, lengths)
     out = log_prob(*chain[:3], states, log_params=chain.log_params, lengths=lengths, **options)
     assert out.dtype == truth.dtype
     options = {"log_params": chain.log_params, "lengths": lengths}
-    expected = reference.log_prob(*arrays(chain), states, **options)
+    expected = reference.log_prob(*numbers(chain), states, **options)
     found = out.detach().double().numpy()
     np.testing.assert_array_equal(np.isneginf(found), np.isneginf(expected))
     possible = np.isfinite(expected)
@@ -65,7 +62,7 @@ def test_every_family(name, dtype, each, log):
 @pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right", "detour", "one_hot"])
 def test_against_all_paths_whose_probabilities_sum_to_one(name):
     chain = FAMILIES[name](F64, n=1, t=1, v=4, c=4)
-    weights = oracle.paths(*(array[0, 0] for array in arrays(chain)), log_params=chain.log_params)
+    weights = oracle.paths(*(array[0, 0] for array in numbers(chain)), log_params=chain.log_params)
     total = sum(weights.values())
     out = log_prob(*chain[:3], every_path(4, 4, 1, 1), log_params=chain.log_params)[:, 0, 0]
     np.testing.assert_allclose(out.exp(), [float(weight / total) for weight in weights.values()], rtol=1e-11, atol=0)
@@ -80,7 +77,7 @@ def test_axes_of_paths_and_batches(batch, paths):
     states = torch.randint(4, (*paths, *batch, 5), generator=draw.generator)
     out = log_prob(*chain[:3], states)
     assert out.shape == (*paths, *batch)
-    expected = reference.log_prob(*arrays(chain), states)
+    expected = reference.log_prob(*numbers(chain), states)
     np.testing.assert_allclose(out, expected, rtol=1e-12)
 
 
@@ -185,7 +182,7 @@ def test_small_differences_of_large_terms():
     draw = Draw(0, 1, 1, 4096, 4, False)
     chain = Chain(draw.x() - 128.0, draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
     states = chain.x.argmax(-1)
-    out, truth = log_prob(*chain[:3], states), reference.log_prob(*arrays(chain), states)
+    out, truth = log_prob(*chain[:3], states), reference.log_prob(*numbers(chain), states)
     assert_values(out, truth, value_bound(truth, 4096, 4, dtype=F32))
 
 

@@ -7,15 +7,12 @@ import torch
 import logchain
 from logchain import kernels, reference
 from tests import oracle
+from tests.best_paths import numbers
 from tests.contract import assert_values, drawn, of_steps, sum_to, ulp, unit
 from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
-
-
-def arrays(chain: Chain) -> list[np.ndarray]:
-    return [tensor.detach().double().numpy() for tensor in chain[:3]]
 
 
 def assert_posteriors(found: torch.Tensor, truth: np.ndarray, reach: np.ndarray, bound: np.ndarray) -> None:
@@ -49,7 +46,7 @@ def test_marginals_of_every_family(name, dtype, each, log):
 
 def sequences(chain: Chain):
     """Each index of the batch, with its operands."""
-    x, bulk, p0 = arrays(chain)
+    x, bulk, p0 = numbers(chain)
     batch = x.shape[:-2]
     bulk, p0 = np.broadcast_to(bulk, (*batch, *bulk.shape[-3:])), np.broadcast_to(p0, (*batch, p0.shape[-1]))
     for index in np.ndindex(batch):
@@ -206,10 +203,10 @@ def test_divergence_of_every_family_from_a_dense_chain():
         other = other.logs() if chain.log_params else other
         for p, q in ((chain, other), (other, chain)):
             found = logchain.kl_divergence(p[:3], q[:3], **options).numpy()
-            expected = reference.kl_divergence(arrays(p), arrays(q), **options)
+            expected = reference.kl_divergence(numbers(p), numbers(q), **options)
             # the reference's own rounding: posteriors to |log Z| spacings, times potentials as large
             size = max(float(tensor[tensor.isfinite()].abs().max()) for tensor in (chain.x, other.x))
-            truth = reference.product(*arrays(p), **options), reference.product(*arrays(q), **options)
+            truth = reference.product(*numbers(p), **options), reference.product(*numbers(q), **options)
             size = max(1.0, size, *(np.abs(norm[np.isfinite(norm)]).max(initial=0.0) for norm in truth))
             np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-50 * size**2)
 
@@ -264,10 +261,3 @@ def test_a_third_derivative_is_refused():
     (first,) = torch.autograd.grad(states[0, 0], operands[0], create_graph=True)
     with pytest.raises(RuntimeError, match="expected at most two derivatives, got a third"):
         first.sum().backward()
-
-
-def test_float64_is_good_to_its_own_rounding():
-    chain, truth = drawn("dense", F64, False, False)
-    assert unit(F64) < 1e-8
-    found = logchain.marginals(*chain[:3])
-    assert np.abs(found.states.numpy() - truth.states).max() < 1e-13

@@ -164,12 +164,8 @@ BATCHES = [((3,), ()), ((), (3,)), ((3, 1), (1, 4)), ((1,), (5,)), ((2, 1, 3), (
 @in_rooms("case", [dense, misaligned, sparse], [misaligned])
 @pytest.mark.parametrize(("batch_a", "batch_b"), BATCHES, ids=str)
 def test_batch_axes_broadcast(case, batch_a, batch_b, room):
-    def stack(which, batch):
-        drawn = [draw(case, (4, 6, 3), F32, seed)[which] for seed in range(int(np.prod(batch)))]
-        matrix = draw(case, (4, 6, 3), F32)[which]
-        return torch.stack(drawn).reshape(*batch, *matrix.shape) if drawn else matrix.new_zeros(*batch, *matrix.shape)
-
-    assert_matmul(stack(0, batch_a), stack(1, batch_b), room)
+    sizes = 4, 6, 3
+    assert_matmul(stacked(case, batch_a, 0, sizes, F32), stacked(case, batch_b, 1, sizes, F32), room)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 2), (2, 3, 0), (0, 3, 0), (2, 0, 3), (0, 0, 0)], ids=str)
@@ -275,8 +271,10 @@ def small_pieces(monkeypatch):
 
 
 def stacked(case, batch, which, sizes, dtype):
+    """One operand of a case, of other numbers for each of the batch, which may be empty."""
     drawn = [draw(case, sizes, dtype, seed)[which] for seed in range(int(np.prod(batch)))]
-    return torch.stack(drawn).reshape(*batch, *drawn[0].shape)
+    matrix = draw(case, sizes, dtype)[which]
+    return torch.stack(drawn).reshape(*batch, *matrix.shape) if drawn else matrix.new_zeros(*batch, *matrix.shape)
 
 
 PIECES = [((), ()), ((5,), (5,)), ((4, 1, 3), (1, 2, 3)), ((2, 3, 2), (3, 1)), ((3, 1), (2, 3, 2)), ((1, 2), (2, 1))]
@@ -316,9 +314,15 @@ def test_pieces_are_all_of_the_product_once():
         assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded", "rows"])
-@pytest.mark.parametrize("needs", [(False, False), (True, True), (True, False), (False, True)], ids=str)
+LAYOUTS = ["contiguous", "transposed", "expanded", "rows"]
+NEEDS = [(False, False), (True, True), (True, False), (False, True)]
+# each layout and each choice of gradients with every one of the others, and on both sides
+SHARED = [
+    (needs, layout, ("left", "right")[(i + j) % 2]) for i, needs in enumerate(NEEDS) for j, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("needs", "layout", "side"), SHARED, ids=str)
 def test_a_shared_weight_takes_no_more_than_results_and_gradients(needs, layout, side):
     """2 MB of workspace where each of operand, result and gradient has 4 MB."""
     rows = {

@@ -12,22 +12,14 @@ from logchain import kernels, reference
 from logchain.kernels.cpu import product as loops
 from logchain.kernels.plain import product as plain
 from tests.contract import assert_values, gradient_bound, poisoned_memory, value_bound
-from tests.stacks import FAMILIES, Truth, assert_contract, depths, draw, normal
+from tests.stacks import BOTH, FAMILIES, Truth, assert_contract, depths, draw, normal
+from tests.stacks import room as room
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
-BOTH = logchain.matrix_product, logchain.prefix_products
 
 # every number of factors, and numbers of states below and beyond a vector's, in both dtypes
 SIZES = [((1, 2, 5, 9)[s % 4], s, (F32, F64)[s % 2]) for s in range(1, 9)] + [(3, 3, F32), (2, 5, F64), (17, 4, F32)]
-
-
-@pytest.fixture(params=["C", "torch"])
-def room(request, monkeypatch):
-    """Who multiplies."""
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "stack_kernels", lambda tensor: plain)
-    return request.param
 
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])

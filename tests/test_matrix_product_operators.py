@@ -6,23 +6,14 @@ import pytest
 import torch
 
 import logchain
-from logchain import kernels
-from logchain.kernels.plain import product as plain
 from logchain.memory import peak_bytes
-from tests.stacks import FAMILIES, draw
+from tests.stacks import BOTH, FAMILIES, draw
+from tests.stacks import room as room
 from tests.test_memory import Allocations
 
 F32, F64 = torch.float32, torch.float64
 INF = float("inf")
-BOTH = logchain.matrix_product, logchain.prefix_products
 OPS = torch.ops.logchain
-
-
-@pytest.fixture(params=["C", "torch"])
-def room(request, monkeypatch):
-    """Who multiplies."""
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "stack_kernels", lambda tensor: plain)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -181,15 +181,6 @@ def test_entropy_and_divergence(shared, dtype, log):
                 torch.testing.assert_close(one, other, rtol=1e-5 if dtype == torch.float32 else 1e-10, atol=1e-5)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
-def test_viterbi(shared):
-    operands, cu_seqlens = packed(shared)
-    found = logchain.viterbi(*operands, cu_seqlens=cu_seqlens)
-    parts = [logchain.viterbi(*one) for one in alone(operands, cu_seqlens, shared)]
-    assert torch.equal(found.states, torch.cat([part.states for part in parts]))
-    torch.testing.assert_close(found.score, torch.stack([part.score for part in parts]))
-
-
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
 @pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])

@@ -14,6 +14,7 @@ from logchain.log_prob import log_prob
 from logchain.rescues import rescues
 from logchain.sample import sample
 from tests import oracle
+from tests.best_paths import numbers
 from tests.contract import poisoned_memory
 from tests.families import FAMILIES, Chain, dense
 from tests.layouts import BATCHES, STEPS, broadcast, poisoned
@@ -37,14 +38,10 @@ def drawn(chain, count, seed=0, **options):
     return sample(*chain[:3], count, generator=seeded(seed), log_params=chain.log_params, **options)
 
 
-def arrays(chain):
-    return (tensor.detach().double().numpy() for tensor in chain[:3])
-
-
 def assert_possible(chain, paths, lengths=None):
     """Paths of positive weight, of states until the end and of none behind it; of none where nothing is possible."""
     c, v = chain.x.shape[-1], chain.x.shape[-2]
-    log_norm = reference.product(*arrays(chain), log_params=chain.log_params, lengths=lengths)
+    log_norm = reference.product(*numbers(chain), log_params=chain.log_params, lengths=lengths)
     possible = torch.from_numpy(np.asarray(log_norm > -np.inf))
     ends = torch.full(possible.shape, v)
     if lengths is not None:
@@ -70,7 +67,7 @@ def assert_frequencies(counts, probabilities, total):
 def assert_marginals(chain, paths, lengths=None):
     """States and pairs of neighbours."""
     total, c = len(paths), chain.x.shape[-1]
-    truth = reference.marginals(*arrays(chain), log_params=chain.log_params, lengths=lengths)
+    truth = reference.marginals(*numbers(chain), log_params=chain.log_params, lengths=lengths)
     assert_frequencies(counted(paths, c), truth.states, total)
     before, after = paths[..., :-1], paths[..., 1:]
     pairs = torch.where((before >= 0) & (after >= 0), c * before + after, -1)
@@ -103,7 +100,7 @@ def test_each_path_comes_as_often_as_it_should(name, v, c, dtype, log, room):
     total = 20000
     paths = drawn(chain, total)
     assert_possible(chain, paths)
-    x, bulk, p0 = arrays(chain)
+    x, bulk, p0 = numbers(chain)
     for i in range(2):
         weights = oracle.paths(x[i, 0], bulk[0, 0], p0[0, 0], log_params=chain.log_params)
         norm = sum(weights.values())

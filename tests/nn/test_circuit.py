@@ -249,6 +249,7 @@ def test_any_leading_axes(kind):
     assert circuit.conditionals(data[5]).shape == (4, K)
     assert circuit.sample_conditional(data.view(3, 4, 4), num_samples=2).shape == (2, 3, 4, 4)
     assert circuit.mpe(data[5]).states.shape == (4,)
+    assert "num_variables=4, num_states=2, num_repetitions=2" in repr(circuit)
 
 
 def test_the_repetitions_of_long_data_are_told_apart(kind):
@@ -281,17 +282,7 @@ def test_a_start_depends_on_the_generator_and_the_data_alone(kind):
         assert torch.equal(value, other.state_dict()[name]), name
 
 
-def test_half_parameters_are_computed_with_in_float32(kind):
-    circuit, data = made(kind).bfloat16(), circuits.values(K, 4)[:9]
-    found = circuit.log_prob(data)
-    assert found.dtype == torch.float32
-    exact = copy.deepcopy(circuit).double().log_prob(data)
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
-    found.sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in circuit.parameters())
-    assert "num_variables=4, num_states=2, num_repetitions=2" in repr(circuit)
-
-
+@pytest.mark.parametrize("kind", ["chain", "cp"])  # the other layers of a tree are compiled in `test_layers`
 def test_it_compiles_in_one_graph(kind):
     circuit, data = made(kind), circuits.values(K, 4)[:9]
     observed = some_observed(9, 4)

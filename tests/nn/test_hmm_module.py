@@ -1,22 +1,10 @@
 """`logchain.nn.HMM` behaves as a module, beside what all models do: half precision, compilation, gradients."""
 
-import copy
-
 import pytest
 import torch
 
 from logchain.nn import Categorical
 from tests.nn.hmms import F64, LENGTHS, V, array, categories, close, random_hmm
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_parameters_are_computed_with_in_float32(dtype):
-    hmm, data = random_hmm().to(dtype), categories(5, V)
-    found = hmm.log_prob(data)
-    assert found.dtype == torch.float32
-    close(found, array(copy.deepcopy(hmm).double().log_prob(data)), atol=1e-5)
-    found.sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in hmm.parameters())
 
 
 @pytest.mark.parametrize("options", [{}, {"initial": "stationary"}], ids=str)

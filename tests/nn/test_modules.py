@@ -70,10 +70,13 @@ def test_copies_and_files_hold_the_same_model(model):
     assert torch.equal(loss(other), loss(model))
 
 
-def test_float64_is_computed_in_float64_and_half_in_float32(model):
-    exact = loss(copy.deepcopy(model).double())
-    assert (exact.dtype, loss(copy.deepcopy(model).bfloat16()).dtype) == (torch.float64, torch.float32)
-    assert abs(loss(model) - exact) < 2e-5
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_float64_is_computed_in_float64_and_half_in_float32(model, dtype):
+    model = model.to(dtype)
+    found, exact = loss(model), loss(copy.deepcopy(model).double())
+    assert (found.dtype, exact.dtype) == (torch.float32, torch.float64)
+    assert abs(found - exact) < 2e-5
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
 
 
 @pytest.mark.parametrize(
