@@ -1,6 +1,7 @@
 """The arguments of the C library: one struct of sizes, strides and addresses of a chain, and the sequences of a thread.
 
-Operands are copied only to change their dtype, or where the strides of x or p0 are none that the library takes.
+Operands are copied only to change their dtype, to resolve torch's negative bit, or where the library does not take the
+strides of x or p0.
 """
 
 import ctypes
@@ -64,7 +65,7 @@ def scratch(v: int, g: int, m: int, c: int, dtype: torch.dtype, one_matrix: bool
 class Call:
     """The arguments of a chain, with the tensors that they point to.
 
-    An entering message is computed with as the x of one more step, before the others, with uniform initial weights.
+    A message that enters is treated as the x of an extra step 0, whose initial weights are all 1.
     """
 
     def __init__(self, chain: Chain, *, entered: bool = False) -> None:

@@ -55,7 +55,8 @@ def backward(
 def _counts(call: Call, grad_bulk: Tensor | None) -> tuple[list[tuple[int, int]], list[Tensor]]:
     """The sequences of each thread, and the memory for expected counts of transitions: one tensor, or one per thread.
 
-    Counts of one matrix for all steps are float64; those of several are the gradients, the first in `grad_bulk` itself.
+    If all steps share a matrix, each tensor holds float64 counts. Otherwise each holds gradients: the first is
+    `grad_bulk`, to which the others are added.
     """
     chain = call.chain
     g, m, c, one = chain.g, chain.m, chain.c, len(chain.bulk) == 1

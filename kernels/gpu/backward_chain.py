@@ -111,7 +111,7 @@ def _backward_kernel(
         held, held_top = whole_matrix(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, DTYPE, BLOCK_C)
     for n in tl.range(1, last):
         i = last - 1 - n
-        # i // v is 0, but the compiler does not know, and so recomputes tiles of pointers rather than hold them
+        # adding i // v, always 0, makes pointers depend on i: recomputed at each step, they take no registers
         rows = tl.arange(0, BLOCK_S) + i // v
         active = inside & (i + 1 < ends)
         x_ptr -= stride_xv

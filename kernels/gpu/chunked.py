@@ -48,7 +48,7 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     shapes = kept_shapes(chain.v, chain.g, chain.m, chain.c, segments, keep)
     messages, others = chain.new(*shapes[0]), chain.new(*shapes[1])
     if not keep:
-        # matrices expand to sequences without a copy if all share one set or each has its own; else set after set
+        # with one set, or one sequence a set, matrices broadcast over sequences as a view; else one set at a time
         sets = [slice(None)] if 1 in (chain.g, chain.m) else [slice(z, z + 1) for z in range(chain.g)]
         norms = [_log_norm(chain, x[:, part], bulk[:, part], start[part], segments, rescued) for part in sets]
         return torch.cat(norms), messages, others, rescued

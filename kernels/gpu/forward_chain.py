@@ -99,7 +99,7 @@ def _forward_kernel(
     if HOMOGENEOUS:
         held, held_top = _whole(matrix_ptr, stride_bk, stride_bj, c, LOG_PARAMS, MAX, DTYPE, BLOCK_C)
     for i in tl.range(1, last):
-        # i // v is 0, but the compiler does not know, and so recomputes tiles of pointers rather than hold them
+        # adding i // v, always 0, makes pointers depend on i: recomputed at each step, they take no registers
         rows = tl.arange(0, BLOCK_S) + i // v
         active = inside
         if ends_ptr is not None:

@@ -1,5 +1,5 @@
-/* Short chains in one call of the library each: log Z, gradients, posteriors. Lossy sequences are recomputed exactly,
-   and results are rounded to `real`. */
+/* log Z of any chain, and gradients and posteriors of short ones, in one call each. Lossy sequences are recomputed
+   exactly, and results are rounded to `real`. */
 #pragma once
 #include "messages.h"
 

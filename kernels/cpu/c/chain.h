@@ -45,7 +45,7 @@ typedef struct {
     double *leaving;                /* (g, m, c) or null: log of the last forward message, with sum 1; in a backward
                                        call, log of the backward message at the step that entered */
     const real *entering;           /* (g, m, c) or null: such a message; it is step 0, and x begins at step 1 */
-    const double *entering_log_norm, *entering_error; /* (g, m): log Z up to there, and its rounding error */
+    const double *entering_log_norm, *entering_error; /* (g, m): log Z of the steps before, and its rounding error */
     const double *entering_double;  /* (g, m, c): `entering` in float64, see stretch.h */
     double *log_norm_error;         /* (g, m) or null: the rounding error of log_norm */
     real *filtered;                 /* (v, g, m, c) or null: forward messages with sum 1, with the strides of grad_x */

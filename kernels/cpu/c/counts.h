@@ -16,7 +16,7 @@ typedef struct {
     real *held_forward, *held_source; /* (GROUP, width): `held` rows of S and of sources for the next product */
     int64_t added, held;
     double weight;                    /* power of two near the largest weight; sources are divided by it */
-    int unsafe_matrix;                /* faded sources may matter for entries so large: check every matrix */
+    int unsafe_matrix;                /* sources rounded to 0 may matter for entries so large: check every matrix */
 } Counts;
 
 INLINE int logs(const Chain *a) { return a->by_log || a->logarithms; }

@@ -7,9 +7,9 @@
 
        U = S P      V = A P + S (P d)      S <- U E      A <- V E + S e
 
-   with d = -log P, or log P - log P', and e likewise of E. Scales that log Z and the expectation share are in neither,
-   so that no large numbers are subtracted. Operands are float64 or float32. Lossy sequences, and those where the second
-   chain forbids, or hardly allows, what the first may do, are left to the caller. */
+   with d = -log P, or log P - log P', and e likewise of E. Scales would cancel between log Z and the expectation: both
+   leave them out, so that no large numbers are subtracted. Operands are float64 or float32. Lossy sequences, and those
+   where the second chain forbids, or hardly allows, what the first may do, are left to the caller. */
 #pragma once
 #include "forward.h"
 
@@ -25,7 +25,7 @@ enum { PANEL = VECTORS * LANES };
 typedef struct {
     Walk p, q;    /* the two chains; q.a is null without a second */
     real *terms;  /* (count, width): A */
-    real *panels; /* (panels, 2 c, PANEL): P, and P d below it */
+    real *panels; /* (panels, 2 c, width_of_panel): P, and P d below it */
     real *rows;   /* (group, 2 c): A beside S, to multiply panels with */
     real *sums;   /* (group, width): V */
     Sum *means;   /* (count): means taken out of A / S */

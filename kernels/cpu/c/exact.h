@@ -72,7 +72,7 @@ static void write_leaving_numbers(const Exact *w, Row row, double *out) {
 }
 
 /* A message as natural logarithms, with all that was taken out of it. A NaN makes this message and all later ones NaN:
-   it is stored in the shift, for later rows may be 0. */
+   the shift becomes NaN, because a later row of zeros would hide it. */
 static void write_log_numbers(const Exact *w, int64_t f, real *out) {
     Row row = row_from(w->messages, f * w->across);
     Sum taken = w->shifts[f];

@@ -13,12 +13,12 @@ enum { FEW = 16 };
 typedef struct {
     int64_t c;
     const real *x;
-    const real *entries;                 /* matrix into step 1; one matrix for all steps: (row, row) padded with zeros,
-                                            transposed for backward steps */
+    const real *entries;                 /* matrix into step 1; one matrix for all steps: padded with zeros to
+                                            row_of(c), and transposed for backward steps */
     real *messages, *filtered;           /* forward messages, and those with sum 1; or null */
     real *gradient;                      /* of x, or null */
     real *outer;                         /* gradient of the matrix into step 1, or null */
-    real *held_forward, *held_source;    /* (most_held, width): rows of S and of sources for counts.h, or null */
+    real *held_forward, *held_source;    /* `most_held` rows of S and of sources for counts.h; or null */
     int64_t first_step;                  /* backward steps stop there */
     int64_t x_step, row, entries_step, message_step, filtered_step, gradient_step, outer_step;
     int64_t held_step, held, most_held;

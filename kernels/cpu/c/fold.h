@@ -322,7 +322,8 @@ INLINE reals matrix_gradient(reals products, reals entries, real scale) {
     return where(entries == 0, (reals){0}, products * entries * scale);
 }
 
-/* Both for whole matrices; the last vector, which overlaps others, is computed before they are stored. */
+/* with_weights and matrix_gradient for all entries of a matrix. The last vector overlaps the one before it, so that it
+   is computed before that is stored. */
 static void add_weights(const Fold *f, int64_t step, real *g) {
     int64_t c = f->a->states;
     const real *p = product_at(f, step), *factors = factors_at(f, step), *weights = weights_at(f, step);

@@ -245,7 +245,7 @@ static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
                .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
                .filtered = a->filtered ? filtered_at(a, q, 1) - a->grad_step : 0, .filtered_step = a->grad_step,
                .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
-               /* multiplied before they are scaled to 2^TOP, states may be smaller by max P */
+               /* few_loops.h multiplies states before they are scaled to 2^TOP: they may be smaller by max P */
                .zeros = one && m->low * (m->high < 1 ? m->high : 1) >= least_safe_entry(),
                .matrix_shift = one ? m->shift : 0, .matrix_exponent = one ? m->exponent : 0};
     for (int64_t k = 0; k < row_of(c) && one; k++)

@@ -3,8 +3,8 @@
        log_forward_i = log a_i + scales      a_i = (a_{i-1} P_i) exp(x_i - max x_i)
        log_backward_{i-1} = log b_{i-1} + scales      b_{i-1} = P_i (exp(x_i - max x_i) b_i)
 
-   by the loops of forward.h in float64, and those of exact.h for lossy sequences. Backward messages are the sums U of a
-   forward pass over the reversed chain with transposed matrices. */
+   by the loops of forward.h in float64, and by those of exact.h for lossy sequences, and for all with `ends` or
+   `starts`. Backward messages are the sums U of a forward pass over the reversed chain with transposed matrices. */
 #pragma once
 #include "exact.h"
 

@@ -10,7 +10,7 @@
 #pragma once
 #include "topk.h"
 
-enum { DRAWS = 512 }; /* draws that go back together: eight-state rows of all of them fit into a second-level cache */
+enum { DRAWS = 512 }; /* draws per backward pass: eight states of all their paths fit into the second-level cache */
 
 typedef struct {
     const Chain *a;

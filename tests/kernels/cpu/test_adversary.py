@@ -191,7 +191,6 @@ SEARCHED = """
 #define BITS 32
 #include "call.h"
 int64_t logchain_forward64(const Chain *a) { return !a; }
-int64_t logchain_room64(const Chain *a) { return !a; }
 """
 
 
