@@ -20,7 +20,7 @@ def check(
     Other functions check kinds and sizes only: there, NaN in an operand makes the result of its sequence NaN.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats), which may be negative.

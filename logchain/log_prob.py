@@ -28,7 +28,7 @@ def log_prob(
     gradients of paths drawn by `logchain.sample`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
         states: integers `[*S, *B, v]`: one path of each sequence, or several. A path with -1, which stands for no

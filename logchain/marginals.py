@@ -35,7 +35,7 @@ def marginals(
     These are the gradients of `logchain.product` with respect to `x` and to `log bulk`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         transitions: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over the
@@ -61,6 +61,7 @@ def marginals(
     Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989). Definition:
     `logchain.reference.marginals`.
 
+    >>> import torch
     >>> x = torch.zeros(3, 2)  # three variables, two states
     >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for both steps
     >>> posterior = marginals(x, bulk, torch.tensor([1.0, 1.0]), transitions="sum")

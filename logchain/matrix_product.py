@@ -12,7 +12,8 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
 
     Args:
         stack: `[..., s, c, c]` logarithms (nats), at least one matrix; -inf is zero. Rows are `from`, columns `to`.
-        inplace: compute in the memory of `stack`, whose content is unspecified afterwards; `stack` needs no gradient.
+        inplace: compute in the memory of `stack`, whose content is unspecified afterwards; only
+            allowed if `stack` requires no gradient.
 
     Returns:
         `[..., c, c]`, float64 for float64, otherwise float32 (also for bfloat16 and float16, whose arithmetic is
@@ -20,7 +21,7 @@ def matrix_product(stack: Tensor, *, inplace: bool = False) -> Tensor:
         number of times that paths use it, exactly 0 where it is -inf. It can be differentiated twice.
 
     On a GPU neighbours are multiplied in pairs, then their products in pairs, and so on; an odd last one is carried up.
-    On a CPU matrices are multiplied from the left as probabilities, scaled row by row. Scales are added in float64, and
+    On a CPU matrices are multiplied from the left as exponentials, scaled row by row. Scales are added in float64, and
     rows that underflow are computed again in logarithms (see `logchain.rescues`). For one number per sequence,
     `logchain.product` takes `c` times less work.
 

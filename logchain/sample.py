@@ -31,7 +31,7 @@ def sample(
     z_i)`. Draws are exact and independent: this is no Markov chain Monte Carlo.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
         num_samples: the number of paths of each sequence.

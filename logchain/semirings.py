@@ -65,7 +65,7 @@ def total(
     r"""The semiring sum over paths z of log-weights `log p0(z_0) + x_0(z_0) + log P_1(z_0, z_1) + x_1(z_1) + ...`.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         semiring: `MAX` for the weight of the best path (that of `logchain.viterbi`), `LOG` for the log-partition (that

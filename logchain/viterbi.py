@@ -29,7 +29,7 @@ def viterbi(
     r"""The best path `argmax_z log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)`, and its log-weight.
 
     Args:
-        x: log-potentials `[*B, v, c]` in nats. It and the arguments below are those of `logchain.product`.
+        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`; there is no transition before the first variable.
         log_params: `bulk` and `p0` are logarithms (nats).

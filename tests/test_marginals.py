@@ -255,6 +255,13 @@ def test_wrong_arguments():
             question(chain.x, chain.bulk[..., :1], chain.p0)
 
 
+def test_float64_is_good_to_its_own_rounding():
+    chain, truth = drawn("dense", F64, False, False)
+    assert unit(F64) < 1e-8
+    found = logchain.marginals(*chain[:3])
+    assert np.abs(found.states.numpy() - truth.states).max() < 1e-13
+
+
 def test_a_third_derivative_is_refused():
     operands = [operand.requires_grad_() for operand in small(0, False)]
     states = logchain.marginals(*operands).states

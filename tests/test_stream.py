@@ -42,7 +42,7 @@ def test_any_division_of_every_family(name, dtype, each, gradients, monkeypatch)
         monkeypatch.setattr(stream_paths, "_LONG", 1)
     chain = FAMILIES[name](dtype, each=each)
     # by logarithms every second time: of a family, and of what it is asked
-    chain = chain.logs() if (list(FAMILIES).index(name) + each + 2 * gradients) % 2 else chain
+    chain = chain.logs() if (list(FAMILIES).index(name) + each + gradients) % 2 else chain
     if gradients:
         chain = chain._replace(x=chain.x.requires_grad_())
     truth = Truth(chain)

@@ -151,7 +151,7 @@ class Piece:
 
 
 def _put(part: Tensor, into: Tensor, first: bool) -> None:
-    part = part.reshape(into.shape)
+    part = part if part.shape == into.shape else part.reshape(into.shape)
     if first:
         into.copy_(part)
     else:

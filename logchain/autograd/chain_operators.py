@@ -1,7 +1,7 @@
 """The operators `logchain::log_norm` and `logchain::log_norm_backward`: a chain's log-partition and its gradient.
 
-Their argument `segments` names the schedule: 1 is sequential, more is chunked, `TREE` is tree. That one is the
-derivative of the other is said in `autograd.chain_functions`.
+Their argument `segments` names the schedule: 1 is sequential, more is chunked, `TREE` is tree.
+`autograd.chain_functions` registers the second as the derivative of the first.
 """
 
 from collections.abc import Callable, Sequence

@@ -89,7 +89,7 @@ def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:
 
 
 def call(function: Any, *args: Any) -> Any:
-    """The outputs of an `autograd.Function`; of an operator's, by its forward alone where no gradient is needed."""
+    """The outputs of a Function; tensors that need no gradient skip autograd and torch's dispatcher."""
     if function.setup_context is torch.autograd.Function.setup_context or not is_plain(args):
         return function.apply(*args)
     if differentiated(*args):

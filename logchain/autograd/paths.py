@@ -51,8 +51,9 @@ def packed_log_weight(packed: Packed, states: Tensor, log_params: bool) -> Tenso
 def _sum(terms: Tensor, total: Callable[[Tensor], Tensor], of_terms: Callable[[Tensor], Tensor], exact: bool) -> Tensor:
     """The totals of terms; exactly -inf, with gradient 0, where a term is. `of_terms` gives each term its total.
 
-    `exact`: to one rounding. Each term is split in two. The high parts are multiples of one unit, and add up to less
-    than 2^53 of it, so that their sum is not rounded in any order; the low parts are too small for rounding to count.
+    `exact`: the sums are rounded once, as if they were added with unlimited precision. Each term is split in two. The
+    high parts are multiples of one unit, and add up to less than 2^53 of it, so that their sum is not rounded in any
+    order; the low parts are too small for rounding to count.
     """
     impossible = total((terms.detach() == -torch.inf).double()) > 0
     terms = torch.where(of_terms(impossible), 0.0, terms)

@@ -139,7 +139,7 @@ class _Counts:
             self._sums[0, block[0]] += part.sum((1, 2), dtype=torch.float64)
 
     def finish(self) -> None:
-        """Divide by the matrices where these are no logarithms; exactly 0 at a zero, and where no sequence is left."""
+        """Divide expected transitions by the weights unless those are logarithms; 0 at weight 0 and behind all ends."""
         leaves = self._leaves
         if not leaves.chain.log_params:
             pieces = [(1, 2)] if leaves.one else leaves.cut.pieces(leaves.v)

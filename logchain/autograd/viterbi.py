@@ -15,7 +15,7 @@ from .paths import log_weight, packed_log_weight
 def best_paths(
     x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, k: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The best path [*B, v], or the k best [*B, k, v], and which sequences are unknown, holding NaN or +inf [*B].
+    """The best path [*B, v], or the k best [*B, k, v], and whether a sequence is unknown [*B]: it has a NaN or +inf.
 
     States are -1 behind a sequence's end, in paths that do not exist, and in unknown sequences.
     """

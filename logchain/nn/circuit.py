@@ -146,7 +146,7 @@ class Circuit(torch.nn.Module):
     ) -> Tensor:
         """Independent, exact draws `[num_samples, *B, v, *event]` given the observed variables, which stay as they are.
 
-        `generator` is the source of randomness; other arguments: see the class.
+        `num_samples` draws for each of B, with `generator` as the source of randomness; other arguments: see the class.
 
         Raises:
             ValueError: the data are impossible.

@@ -142,10 +142,10 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         transitions: Literal["sum", "full"] | None = None,
     ) -> Marginals:
-        """Posterior probabilities of states `[*B, v, c]` and transitions, and `log p(data)`: see `logchain.marginals`.
+        """The posterior marginals `states` `[*B, v, c]` and `transitions`, and the log-partition, `log p(data)` `[*B]`.
 
-        `transitions`: None for none, "sum" for their sum over steps, "full" for each step; other arguments: see the
-        class.
+        `transitions`: None for none, "sum" for their sum over steps, "full" for each step, see `logchain.marginals`;
+        other arguments: see the class.
         """
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return marginals(**chain._asdict(), transitions=transitions)
@@ -158,7 +158,7 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> Path:
-        """The most probable paths of states int64 `[*B, v]`, and `log p(data, path)` `[*B]`: see `logchain.viterbi`.
+        """The best paths: `states` int64 `[*B, v]`, and `score` `[*B]`, `log p(data, path)`; see `logchain.viterbi`.
 
         Arguments: see the class.
         """
@@ -191,9 +191,10 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Sample:
-        """Paths and data of `num_steps` steps drawn from the model; the emission has to be an `InputLayer`.
+        """`Sample(states, data)`: independent draws from the model; the emission has to be an `InputLayer`.
 
-        `generator` is the source of randomness, `covariates` the argument of `transition`.
+        States are int64 `[num_samples, num_steps]`, data `[num_samples, num_steps, *event]`. `generator` is the source
+        of randomness, `covariates` the argument of `transition`.
         """
         emission = self.emission
         if not isinstance(emission, InputLayer):

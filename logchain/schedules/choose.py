@@ -140,7 +140,7 @@ def seconds(size: Size, schedule: Schedule, costs: Constants) -> float:
 
 
 def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
-    """The work as the model of time counts it: idle processors count as working, and float64 as twice float32.
+    """The work in units of the cost model: as if all processors were busy, and float64 counted twice.
 
     A CPU walks one sequence after the other, so that the steps of all are dependent. With gradients a GPU does so with
     the sets of matrices of a chunked chain.

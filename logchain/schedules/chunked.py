@@ -10,9 +10,9 @@ own, whose forward messages w enter the segments and whose backward messages f f
 are walked once more, forward from one w each and backward from one f each: their gradients are those of the whole
 chain. A GPU has kernels of its own for all of this.
 
-The backward pass needs `messages`, the forward messages of the head and of the segments, each segment's with the w that
-enters it; `following` (count + 1, g, m, c), the f; and which sequences were `redone` exactly, in the head and in each
-segment.
+The backward pass needs `messages`, the forward messages of the head, and for each segment the w that enters it and the
+segment's own; `following` (count + 1, g, m, c), the f; and which sequences were `redone` exactly, in the head and in
+each segment.
 """
 
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """Variables of a segment; so many are its transitions, of which the first leads into it."""
+        """The number of variables of a segment, and of transitions: the first leads into it from the part before."""
         return (self.chain.v - 1) // self.count
 
     @property

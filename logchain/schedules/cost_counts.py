@@ -95,7 +95,7 @@ def _sequential(size: Size) -> Work:
 
 
 def _chunked(size: Size, segments: int) -> Work:
-    """The work of the head, the segments' products, and a vector times these; with gradients that of segments again."""
+    """The work of the head, the segments' products, and a vector through these; gradients: all segments again."""
     s, c, length = size.sequences, size.c, length_of(size, Schedule("chunked", segments))
     # the product of a segment is walked as c sequences, one for each row
     rows = size._replace(v=length + 1, m=size.m * segments * c, gradients=False)

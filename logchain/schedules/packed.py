@@ -64,7 +64,7 @@ class Packed:
         return is_plain(self.operands) and self.x.numel() > 0 and all(kernels.in_c(one) for one in self.operands)
 
     def walks_in_place(self, log_params: object) -> bool:
-        """Whether kernels that take one matrix for all steps can; a wrong `log_params` is left to padded batches."""
+        """Whether kernels for one matrix take the rows where they lie; padded batches check `log_params`."""
         return self.in_place and len(self.bulk) == 1 and isinstance(log_params, bool)
 
     @cached_property

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from scipy.special import logsumexp
 
@@ -47,6 +48,17 @@ def test_the_most_probable_states_are_the_viterbi_path_of_the_best_repetition():
     np.testing.assert_array_equal(explained.states, found.states[np.arange(20), best])
     np.testing.assert_allclose(explained.log_prob, scores.max(-1), rtol=1e-6)
     assert torch.equal(explained.data, data)
+
+
+@pytest.mark.parametrize("method", ["em", "gradient"])
+def test_a_forbidden_transition_stays_forbidden(method):
+    circuit = made(6, 3, 1)
+    circuit.bulk.set(torch.ones(3, 3).triu())
+    report = circuit.fit(drawn(30, 6), method=method, max_iterations=3, restarts=0)
+    assert report.log_likelihood > report.history[0]
+    bulk = circuit.bulk().detach().exp()
+    assert (bulk.tril(-1) == 0).all() and not bulk.isnan().any()
+    assert (bulk.sum(-1) - 1).abs().max() < 1e-6
 
 
 def test_one_repetition_of_one_state_is_independent_variables():

@@ -282,7 +282,6 @@ def test_a_start_depends_on_the_generator_and_the_data_alone(kind):
         assert torch.equal(value, other.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("kind", ["chain", "cp"])  # the other layers of a tree are compiled in `test_layers`
 def test_it_compiles_in_one_graph(kind):
     circuit, data = made(kind), circuits.values(K, 4)[:9]
     observed = some_observed(9, 4)

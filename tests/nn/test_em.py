@@ -1,9 +1,11 @@
 """Expectation maximisation: the E step against responsibilities in numpy, the M step against the maximum it claims."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from logchain.nn import Bernoulli, Binomial, Categorical, Gaussian, LogWeights, Mixture, Poisson, em_step
@@ -84,6 +86,24 @@ def test_the_maximum_is_one(name, missing):
                 parameter -= size * noise
     shares = flow[:, 0].mean(0)
     torch.testing.assert_close(model.shares().exp().detach(), shares)
+
+
+def test_gaussian_maximum_in_numpy():
+    model, data, observed = drawn("gaussian-full")
+    y, layer = data.numpy(), model.layer
+    means, covariance = layer.means.detach().numpy(), layer.covariance().detach().numpy()
+    joint = np.repeat(model.shares().detach().numpy()[:, None], len(y), 1)
+    for u in range(3):
+        for s in (0, 1):
+            joint[s] += scipy.stats.multivariate_normal(means[u, s], covariance[u, s]).logpdf(y[:, u])
+    responsible = np.exp(joint - np.logaddexp(*joint))  # (c, n)
+    assert math.isclose(step(model, data, observed).item(), np.logaddexp(*joint).sum(), rel_tol=1e-12)
+    for u in range(3):
+        for s in (0, 1):
+            expected = np.average(y[:, u], axis=0, weights=responsible[s])
+            np.testing.assert_allclose(layer.means[u, s].detach(), expected, rtol=1e-11)
+            expected = np.cov(y[:, u].T, aweights=responsible[s], ddof=0)
+            np.testing.assert_allclose(layer.covariance()[u, s].detach(), expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -90,6 +90,14 @@ def test_of_several_starts_the_best_is_kept():
     assert again == report
 
 
+def test_what_is_not_trained_stays():
+    hmm, data = random_hmm(), categories(20, 8)
+    hmm.transition.requires_grad_(False)
+    before = hmm.transition.logits.clone()
+    hmm.fit(data, max_iterations=3, generator=seeded())
+    assert torch.equal(hmm.transition.logits, before)
+
+
 def test_forbidden_transitions_stay_forbidden():
     """Left to right."""
     hmm, data = random_hmm(), categories(20, 8)

@@ -60,9 +60,8 @@ class Binomial(Finite):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Set the probabilities at random near the share of successes in the data."""
+        """Set the logits to that of the share of successes, half a success and a failure added, and normal noise."""
         rows, known = observations(self, data, observed)  # (g, n, 1)
-        # half a success and half a failure are added
         successes = torch.where(known, self._values(rows), 0).sum((1, 2)) + 0.5
         trials = known.sum((1, 2)) * self.total_count + 1
         noise = torch.empty_like(self.logits, dtype=torch.float64).normal_(generator=generator)

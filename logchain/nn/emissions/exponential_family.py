@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from ..parameters import arithmetic
 from .input_layer import InputLayer
 
 
@@ -35,8 +34,8 @@ class ExponentialFamily(InputLayer):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the log-densities: that of the parameters, float32 at least."""
-        return arithmetic(next(self.parameters())).dtype
+        """The dtype of the log-densities: that of the parameters, float32 at least; a subclass has it."""
+        raise NotImplementedError
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
         """T of data `[..., *U, *event]`: `[..., *U, f]` in float64, with 0 where nothing is observed."""

@@ -175,6 +175,11 @@ class Gaussian(ExponentialFamily):
         logs = self._diagonal(spread.detach().double()) + math.log(2 * math.pi) / 2
         return arithmetic(self.means.detach()), -(logs.sum(-1) if self.event else logs).to(self.dtype)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the log-densities: that of the parameters, float32 at least."""
+        return arithmetic(self.means).dtype
+
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
         """Count, value and square of each feature, or one count, all values and all products, about the centre."""
         centred = data.double() - self._centre()

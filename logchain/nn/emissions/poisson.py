@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...operands import at_hand
-from ..parameters import broadcast
+from ..parameters import arithmetic, broadcast
 from .exponential_family import ExponentialFamily, moved
 from .starts import seeds
 
@@ -67,6 +67,11 @@ class Poisson(ExponentialFamily):
             return log_density
         positive = self.known(data, observed)[0] > 0
         return log_density.masked_fill(positive[..., None] & never, -torch.inf)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the log-densities: that of the parameters, float32 at least."""
+        return arithmetic(self.log_rates).dtype
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
         """The statistics 1, k and `log k!` of each count k: `[..., *U, 3]` in float64, 0 where nothing is observed."""
