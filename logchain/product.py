@@ -111,7 +111,7 @@ def product(
     """
     alone = lengths is None and cu_seqlens is None and memory_budget is None
     if alone and strategy == "auto" and progress is False:
-        # a short chain on a CPU is one call of C, whose arguments are cached for operands of the same shapes
+        # a chain that one thread of a CPU computes is one call of C, whose arguments are cached by shapes
         keep = differentiated(x, bulk, p0)
         short = short_of(x, bulk, p0, log_params, keep, choose.is_sequential)
         if short is not None:

@@ -1,4 +1,4 @@
-"""Short chains: arguments of the C library that are prepared once for all chains of the same shapes and strides.
+"""Chains that one thread computes: arguments of the C library, prepared once for all of the same shapes and strides.
 
 A chain of a few dozen steps is computed in less time than it takes to check its tensors and to fill in arguments. A
 `Short` has all arguments but the addresses, needs one call of the library for each public function, and writes
@@ -20,8 +20,8 @@ from .library import in_large_pages
 _known: dict[Any, "Short | None"] = {}
 _MOST = 1024
 
-# scratch that calls reuse: a call takes one from the list, so that no other thread has it, and puts it back; chains
-# that need more bytes are not short
+# scratch that calls reuse: a call takes one from the list, so that no other thread has it, and puts it back; calls that
+# need more bytes have scratch of their own
 _rooms: list[Tensor] = []
 _ROOM = 2**20
 
@@ -46,7 +46,6 @@ def short_of(
             in_order = layout.own == tuple(range(len(layout.own)))
             if in_order and Short.takes(chain) and Short.takes(dense):
                 short = Short(places[3:], chain, dense)
-                short = short if short.is_small else None
         if len(_known) >= _MOST:
             _known.clear()
         _known[key] = short
@@ -69,7 +68,7 @@ class Short:
         a.count_step, a.count_set = gradients.bulk_step, gradients.bulk_set
         a.grad_p0_set, a.grad_p0_member = gradients.p0_set, gradients.p0_member
         self._calls = {name: function(name, dtype) for name in ("value", "gradients", "posteriors", "messages")}
-        self.is_small = max(call(ctypes.byref(a)) + 64 for call in self._calls.values()) <= _ROOM
+        self._scratch = {name: int(call(ctypes.byref(a))) + 64 for name, call in self._calls.items()}
         # the dtypes and shapes of log_norm, messages and redone, which are kept in one tensor, one after the other
         self._kept = ((torch.float64, (g, m)), (dtype, (v, g, m, c)), (torch.bool, (g, m)))
         self._places, self._bytes = [], 0
@@ -102,7 +101,7 @@ class Short:
         a = self._of(x, bulk, p0)
         a.value = log_norm.data_ptr()
         if keep:
-            kept = torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
+            kept = in_large_pages(torch.empty(self._bytes, dtype=torch.uint8, device="cpu"))
             self._point(a, kept)
         return log_norm, kept, self._run("value", a)
 
@@ -182,8 +181,13 @@ class Short:
         return gradients
 
     def _run(self, name: str, arguments: Arguments) -> int:
-        room = _rooms.pop() if _rooms else torch.empty(_ROOM, dtype=torch.uint8, device="cpu")
+        size = max(_ROOM, self._scratch[name])
+        if _rooms and size == _ROOM:
+            room = _rooms.pop()
+        else:
+            room = in_large_pages(torch.empty(size, dtype=torch.uint8, device="cpu"))
         arguments.room = (room.data_ptr() + 63) // 64 * 64
         redone: int = self._calls[name](ctypes.byref(arguments))
-        _rooms.append(room)
+        if size == _ROOM:
+            _rooms.append(room)
         return redone
