@@ -82,7 +82,7 @@ class Stretch:
 
 
 class Repeated:
-    """Stretches of one shape, one after the other: one call of the library for each, with only addresses changed."""
+    """Stretches of one shape but for their lengths: one call of the library for each, with only addresses changed."""
 
     def __init__(self, arguments: Arguments, dtype: torch.dtype, held: list[Tensor]) -> None:
         self._arguments, self._dtype, self._held = arguments, dtype, held
@@ -96,4 +96,5 @@ class Repeated:
         after = _carry(a, carried, a.members, shares)
         value = torch.empty_like(carried[1], dtype=self._dtype)
         a.x, a.entering_double, a.value = x.data_ptr(), carried[0].data_ptr(), value.data_ptr()
+        a.steps = x.shape[-2] + 1
         return after, value, self._call(self._reference)

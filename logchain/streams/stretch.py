@@ -29,17 +29,19 @@ class Calls:
         return self._stretch[1]
 
     def repeat(self, x: Tensor, bulk: Tensor, stretch: Any) -> None:
-        """Keep a stretch for pieces of the layout of this one, the second in a row that has it.
-
-        Only for pieces that go on from earlier ones, by the stream's own matrix.
-        """
-        key = x.shape, x.stride(), x.dtype
-        self._repeated = key, stretch.repeated(bulk) if self._repeated[0] == key else None
+        """Keep a stretch for pieces of the layout of this one, which goes on by the stream's own matrix."""
+        if self._repeated[0] != _layout(x):
+            self._repeated = _layout(x), stretch.repeated(bulk)
 
     def repeated(self, x: Tensor) -> Any:
         """The `Repeated` that `repeat` has kept for pieces of this layout; None without one."""
         key, repeated = self._repeated
-        return repeated if key == (x.shape, x.stride(), x.dtype) and not x.is_neg() else None
+        return repeated if key == _layout(x) and x.numel() and not x.is_neg() else None
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    """What pieces for one `Repeated` have in common: for one sequence all but the number of variables."""
+    return x.shape if x.dim() > 2 else x.shape[-1], x.stride(), x.dtype
 
 
 def takes(raw: RawPiece) -> bool:
