@@ -50,10 +50,14 @@ def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
         yield
 
 
+@cache
+def _load(name: str) -> ModuleType:
+    return import_module(f"{__name__}.{name}")
+
+
 def _module(question: str, tensor: Tensor) -> ModuleType:
     gpu, cpu, elsewhere = _MODULES[question]
-    name = gpu if on_gpu(tensor) else cpu if in_c(tensor) else elsewhere
-    return import_module(f"{__name__}.{name}")
+    return _load(gpu if on_gpu(tensor) else cpu if in_c(tensor) else elsewhere)
 
 
 class Room(NamedTuple):
@@ -68,10 +72,9 @@ def chain_kernels(tensor: Tensor) -> Room:
     return Room(_module("forward", tensor).forward, _module("backward", tensor).backward)
 
 
-@cache
 def short_calls() -> ModuleType:
     """The module of short chains on a CPU, `kernels.cpu.short`."""
-    return import_module(f"{__name__}.cpu.short")
+    return _load("cpu.short")
 
 
 def new_messages(chain: Any, steps: int) -> Tensor:
@@ -105,12 +108,12 @@ def scratch_of_loops(v: int, g: int, m: int, c: int, item: int, one_matrix: bool
 
 def stretches() -> ModuleType:
     """The module of `Stretch`, a part of a longer chain on a CPU, `kernels.cpu.stretch`."""
-    return import_module(f"{__name__}.cpu.stretch")
+    return _load("cpu.stretch")
 
 
 def chunked_kernels(tensor: Tensor) -> ModuleType | None:
     """The module of `forward` and `backward` of a chain cut into segments, on a GPU; elsewhere None."""
-    return import_module(f"{__name__}.gpu.chunked") if on_gpu(tensor) else None
+    return _load("gpu.chunked") if on_gpu(tensor) else None
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:

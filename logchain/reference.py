@@ -90,8 +90,7 @@ def forward_backward(
 ) -> Messages:
     """The forward and backward messages, whose sum is the joint log-weight of a variable's states.
 
-    A forward message includes its variable's potential, a backward message does not. Behind a sequence's end both are
-    -inf.
+    A forward message includes its variable's potential, a backward message does not. Behind the end both are -inf.
 
     >>> m = forward_backward(np.zeros((2, 2)), np.full((1, 2, 2), 0.5), [0.5, 0.5])
     >>> np.exp(m.forward[1]), np.exp(m.backward[0])
