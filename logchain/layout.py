@@ -23,7 +23,7 @@ class Layout:
         """The layout of x `[*B, v, c]` and bulk `[*B or ones, s, c, c]`."""
         batch, lead = x.shape[:-2], bulk.shape[:-3]
         padded = (1,) * (len(batch) - len(lead)) + tuple(lead)
-        return cls(batch, tuple(axis for axis, size in enumerate(padded) if size > 1))
+        return cls(batch, tuple(axis for axis, size in enumerate(padded) if size != 1))
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def marginals(
     check_choice("transitions", transitions, (None, "sum", "full"))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        plain = log_params in (True, False) and not differentiated(x, bulk, p0)
+        plain = isinstance(log_params, bool) and not differentiated(x, bulk, p0)
         if transitions != "full" and plain and packed.in_place:
             return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
         options: Any = {"transitions": transitions, "log_params": log_params}

@@ -273,7 +273,7 @@ def _mean_log_weight(posterior: Marginals, x: Array, log_bulk: Array, log_p0: Ar
     for shares, weight in ((states, x), (transitions, log_bulk), (states[..., 0, :], log_p0)):
         possible = shares > 0
         terms = np.where(possible, shares, 0.0) * np.where(possible, weight, 0.0)
-        mean += terms.reshape(*ends.shape, -1).sum(-1)
+        mean += terms.sum(tuple(range(ends.ndim, terms.ndim)))
     return mean
 
 

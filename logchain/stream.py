@@ -110,7 +110,7 @@ class Stream:
         self._state: State | None = None
         self._calls = Calls()
         # no question is asked of a piece but the filtered posteriors
-        self._filters = bulk is not None and not (lag or viterbi or validate)
+        self._filters = not (lag or viterbi or validate)
 
     @property
     def log_norm(self) -> Tensor:
@@ -201,9 +201,11 @@ class Stream:
         state = self._state
         if state is None or not state.running or bulk_piece is not None or lengths is not None or not self._filters:
             return None
-        if not is_plain((x,)) or differentiated(x, self._bulk, self._p0, state.carried.message):
+        if not isinstance(x, Tensor) or not is_plain((x,)):
             return None
-        repeated, dtype = self._calls.repeated(x), self._result_dtype(state)
+        if self._bulk is None or differentiated(x, self._bulk, self._p0, state.carried.message):
+            return None
+        repeated, dtype = self._calls.repeated(x, self._bulk), self._result_dtype(state)
         if repeated is None or dtype != x.dtype:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
@@ -251,6 +253,11 @@ class Stream:
         if state["options"] != self._options():
             raise ValueError(f"state: expected that of a stream with {self._options()}, got {state['options']}")
         self._state = None if state["state"] is None else State.of_plain(state["state"])
+        self._calls = Calls()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of a stream needs: all but addresses of memory."""
+        return {**self.__dict__, "_calls": Calls()}
 
     def _options(self) -> dict[str, Any]:
         return {

@@ -266,6 +266,8 @@ def test_wrong_arguments():
             function(x, bulk, p0, cu_seqlens=cu_seqlens.tolist())
         with pytest.raises(ValueError, match="lengths: expected None beside cu_seqlens"):
             function(x, bulk, p0, cu_seqlens=cu_seqlens, lengths=3)
+        with pytest.raises(TypeError, match="log_params: expected True or False, got 1"):
+            function(x, bulk, p0, cu_seqlens=cu_seqlens, log_params=1)
         with pytest.raises(ValueError, match=r"x: expected shape \[total, c\]"):
             function(x[None], bulk, p0, cu_seqlens=cu_seqlens)
         with pytest.raises(ValueError, match=r"bulk: expected shape \[1 or 54, 4, 4\]"):

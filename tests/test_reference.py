@@ -102,3 +102,8 @@ def test_reference_matmul_agrees_with_decimals(shapes):
     truth, _ = oracle.matmul(a, b)
     assert np.isneginf(truth[..., 0, :]).all() and np.isfinite(truth).any()
     np.testing.assert_allclose(reference.matmul(a, b), truth, rtol=1e-15, atol=1e-13)
+
+
+def test_an_empty_batch_has_no_result():
+    chain = np.zeros((0, 3, 2)), np.ones((1, 2, 2)), np.ones(2)
+    assert reference.entropy(*chain).shape == reference.kl_divergence(chain, chain).shape == (0,)

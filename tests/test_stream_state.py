@@ -1,5 +1,6 @@
 """A stream goes on from its saved state, and its sequences end and start anew, each for itself."""
 
+import copy
 import io
 
 import numpy as np
@@ -110,3 +111,57 @@ def test_pieces_that_lie_alike_are_what_others_are(dtype, batch):
         torch.testing.assert_close(streams[0].filtered, streams[1].filtered, equal_nan=True)
         kept = streams[0].state_dict()
         streams[0].load_state_dict(kept)
+
+
+@pytest.fixture
+def going() -> Stream:
+    """A stream of one sequence whose pieces are one call each."""
+    draw = torch.Generator().manual_seed(0)
+    stream = Stream(torch.rand(1, 3, 3, generator=draw), torch.rand(3, generator=draw))
+    for _ in range(3):
+        stream.update(torch.zeros(4, 3))
+    return stream
+
+
+def assert_alike(stream: Stream, other: Stream, x: torch.Tensor) -> None:
+    """The streams update alike, the other one where no piece lies like one before."""
+    one, two = stream.update(x), other.update(x, lengths=x.shape[-2])
+    torch.testing.assert_close(one.log_norm, two.log_norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(one.filtered, two.filtered, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rows", [lambda x: x[:, :3], lambda x: x[::2, :3], lambda x: x.T[:, :3]])
+def test_a_piece_of_one_variable_says_nothing_of_the_steps_of_others(rows):
+    x = rows(torch.randn(20, 20, generator=torch.Generator().manual_seed(0)))
+    streams = [Stream(torch.eye(3)[None] + 0.5, torch.ones(3)) for _ in range(2)]
+    for start, stop in ((0, 4), (4, 5), (5, 10)):
+        assert_alike(*streams, x[start:stop])
+
+
+def test_a_state_of_another_batch_is_loaded(going):
+    other = Stream(going._bulk, going._p0)
+    other.update(torch.zeros(2, 4, 3))
+    going.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=r"^x_piece: expected shape \[2, k, 3\], got \[4, 3\]$"):
+        going.update(torch.zeros(4, 3))
+
+
+def test_wrong_pieces_are_refused_later_too(going):
+    with pytest.raises(ValueError, match="^x_piece: expected device cpu, got meta$"):
+        going.update(torch.zeros(4, 3, device="meta"))
+    with pytest.raises(TypeError, match="^x_piece: expected a torch.Tensor, got NoneType$"):
+        going.update(None)
+
+
+def test_a_matrix_may_be_given_other_memory(going):
+    other = copy.deepcopy(going)
+    other._bulk = going._bulk.data = torch.rand(1, 3, 3)
+    assert_alike(going, other, torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_empty_batch(lag):
+    stream = Stream(torch.rand(0, 1, 3, 3), torch.rand(3), lag=lag)
+    for _ in range(2):
+        update = stream.update(torch.zeros(0, 4, 3))
+        assert update.log_norm.shape == (0,) and update.filtered.shape == (0, 4, 3)

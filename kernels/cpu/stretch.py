@@ -96,5 +96,5 @@ class Repeated:
         after = _carry(a, carried, a.members, shares)
         value = torch.empty_like(carried[1], dtype=self._dtype)
         a.x, a.entering_double, a.value = x.data_ptr(), carried[0].data_ptr(), value.data_ptr()
-        a.steps = x.shape[-2] + 1
+        a.steps, a.x_step = x.shape[-2] + 1, x.stride(-2)
         return after, value, self._call(self._reference)

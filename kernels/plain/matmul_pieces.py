@@ -184,7 +184,7 @@ def _piece(
     cut: _Cut | None, a: Tensor, b: Tensor, row: Tensor, ea: Tensor, column: Tensor, eb: Tensor, threshold: float
 ) -> Piece:
     s = torch.bmm(ea, eb)
-    if s.amin().item() >= threshold:
+    if s.numel() == 0 or s.amin().item() >= threshold:
         return Piece(cut, a, b, ea, eb, row, column, s, None, [])
     small = s < threshold
     possible = torch.bmm((a > -math.inf).to(s.dtype), (b > -math.inf).to(s.dtype)) > 0

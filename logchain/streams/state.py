@@ -62,8 +62,12 @@ class State(NamedTuple):
     def of_plain(cls, fields: dict[str, Any]) -> "State":
         """The state that `plain` has made dictionaries of."""
         parts = {name: kind(**fields[name]) for name, kind in _PARTS.items() if fields[name] is not None}
-        state: State = _mapped(Tensor.clone, cls(**fields | parts))
+        state: State = _mapped(_contiguous_copy, cls(**fields | parts))
         return state
+
+
+def _contiguous_copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -30,18 +30,23 @@ class Calls:
 
     def repeat(self, x: Tensor, bulk: Tensor, stretch: Any) -> None:
         """Keep a stretch for pieces of the layout of this one, which goes on by the stream's own matrix."""
-        if self._repeated[0] != _layout(x):
-            self._repeated = _layout(x), stretch.repeated(bulk)
+        key = _layout(x, bulk)
+        if self._repeated[0] != key:
+            self._repeated = key, stretch.repeated(bulk)
 
-    def repeated(self, x: Tensor) -> Any:
+    def repeated(self, x: Tensor, bulk: Tensor) -> Any:
         """The `Repeated` that `repeat` has kept for pieces of this layout; None without one."""
         key, repeated = self._repeated
-        return repeated if key == _layout(x) and x.numel() and not x.is_neg() else None
+        return repeated if repeated is not None and key == _layout(x, bulk) and x.numel() and not x.is_neg() else None
 
 
-def _layout(x: Tensor) -> tuple[Any, ...]:
-    """What pieces for one `Repeated` have in common: for one sequence all but the number of variables."""
-    return x.shape if x.dim() > 2 else x.shape[-1], x.stride(), x.dtype
+def _layout(x: Tensor, bulk: Tensor) -> tuple[Any, ...]:
+    """What pieces for one `Repeated` have in common: for one sequence all but the number of variables.
+
+    The matrix may have been given other memory since.
+    """
+    sizes = x.shape if x.dim() > 2 else x.shape[-1]
+    return sizes, x.stride(), x.dtype, x.device, bulk.data_ptr(), bulk.stride(), bulk.dtype
 
 
 def takes(raw: RawPiece) -> bool:

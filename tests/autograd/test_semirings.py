@@ -164,3 +164,9 @@ def test_total_takes_a_semiring(name):
 def test_a_semiring_that_is_none_is_named():
     with pytest.raises(TypeError, match="semiring: expected a logchain.semirings.Semiring, got str"):
         total(*dense(F32)[:3], "max")
+
+
+@pytest.mark.parametrize("sets", [0, 1])
+def test_an_empty_batch(sets):
+    out = recursion.total(torch.zeros(0, 3, 2), torch.ones(sets, 1, 2, 2), torch.ones(2), None, False, torch.logsumexp)
+    assert out.shape == (0,)
