@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# the module for tensors on a GPU, on a CPU, and elsewhere; for products of two matrices torch is fastest on a CPU
+# the module for tensors on a GPU, on a CPU, and elsewhere
 _MODULES = {
     "forward": ("gpu.forward", "cpu.forward", "plain.forward"),
     "backward": ("gpu.backward", "cpu.backward", "plain.backward"),
@@ -21,7 +21,7 @@ _MODULES = {
     "path": ("gpu.viterbi", "cpu.viterbi", "plain.viterbi"),
     "paths": ("plain.topk_paths", "cpu.topk_paths", "plain.topk_paths"),
     "draw": ("plain.sample", "cpu.sample", "plain.sample"),
-    "log_matmul": ("gpu.matmul", "plain.matmul", "plain.matmul"),
+    "log_matmul": ("gpu.matmul", "cpu.matmul", "plain.matmul"),
     "stack": ("gpu.product", "cpu.product", "plain.product"),
 }
 

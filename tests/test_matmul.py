@@ -10,6 +10,8 @@ import torch
 import logchain
 from logchain import kernels as devices
 from logchain import reference
+from logchain.kernels.cpu import arguments
+from logchain.kernels.cpu import matmul as cpu_matmul
 from logchain.kernels.plain import matmul_pieces as log_matmul_pieces
 from logchain.memory import peak_bytes
 from tests import oracle
@@ -93,10 +95,12 @@ class Room(NamedTuple):
 CPU = Room()
 
 
-@pytest.fixture(params=["torch", pytest.param("gpu", marks=ON_GPU)])
+@pytest.fixture(params=["c", "torch", pytest.param("gpu", marks=ON_GPU)])
 def room(request, monkeypatch) -> Room:
-    """Who multiplies: torch's operations, or Triton's kernels, which cut sums of a few dozen terms too."""
-    if request.param == "torch":
+    """Who multiplies: loops in C, torch's operations, or Triton's kernels, which cut sums of a few dozen terms too."""
+    if request.param != "gpu":
+        if request.param == "torch":
+            request.getfixturevalue("plain")
         return CPU
     pytest.importorskip("triton")
     from logchain.kernels.gpu import log_matmul_gradient
@@ -107,8 +111,9 @@ def room(request, monkeypatch) -> Room:
 
 
 def in_rooms(name, cases, on_gpu):
-    """A parameter of the tests in torch's room and, of other values, on the kernels, which may be interpreted."""
-    values = [pytest.param("torch", case) for case in cases] + [pytest.param("gpu", c, marks=ON_GPU) for c in on_gpu]
+    """A parameter of the tests on a CPU and, of other values, on Triton's kernels, which may be interpreted."""
+    values = [pytest.param(*pair) for pair in itertools.product(("c", "torch"), cases)]
+    values += [pytest.param("gpu", case, marks=ON_GPU) for case in on_gpu]
     return pytest.mark.parametrize(
         ("room", name), values, indirect=["room"], ids=lambda value: getattr(value, "__name__", str(value))
     )
@@ -264,8 +269,8 @@ def test_gradients_scale_with_the_weight(weight, depth, room):
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Pieces of a few entries, so that small operands are cut along sets, rows and columns."""
+def small_pieces(monkeypatch, plain):
+    """Pieces of a few entries, so that small operands are cut along sets, rows and columns, by torch's operations."""
     for name, size in (("_ENTRIES", 40), ("_PART", 1000), ("_KEPT", 2), ("_PASSING", 3), ("_PAIRS", 16)):
         monkeypatch.setattr(log_matmul_pieces, name, size)
 
@@ -314,6 +319,18 @@ def test_pieces_are_all_of_the_product_once():
         assert (seen == 1).all()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("batches", [((), ()), ((2,), (2,)), ((5,), ())], ids=str)
+@pytest.mark.parametrize("sizes", [(100, 20, 35), (5, 37, 70), (70, 33, 65)], ids=str)
+@pytest.mark.parametrize("case", [dense, misaligned, sparse, dead])
+def test_many_rows_or_columns_on_several_threads(case, sizes, batches, threads, monkeypatch):
+    """More than 64 columns are rows of the transposed product; of more on both sides torch takes care."""
+    monkeypatch.setattr(cpu_matmul, "_MOST", 64)
+    monkeypatch.setattr(arguments, "_SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert_matmul(*(stacked(case, batch, which, sizes, F32) for which, batch in enumerate(batches)))
+
+
 LAYOUTS = ["contiguous", "transposed", "expanded", "rows"]
 NEEDS = [(False, False), (True, True), (True, False), (False, True)]
 # each layout and each choice of gradients with every one of the others, and on both sides
@@ -322,8 +339,9 @@ SHARED = [
 ]
 
 
+@pytest.mark.parametrize("room", ["c", "torch"], indirect=True)
 @pytest.mark.parametrize(("needs", "layout", "side"), SHARED, ids=str)
-def test_a_shared_weight_takes_no_more_than_results_and_gradients(needs, layout, side):
+def test_a_shared_weight_takes_no_more_than_results_and_gradients(needs, layout, side, room):
     """2 MB of workspace where each of operand, result and gradient has 4 MB."""
     rows = {
         "contiguous": lambda: torch.randn(2048, 8, 1, 64),

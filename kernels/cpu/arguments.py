@@ -177,7 +177,7 @@ def run(
     return sum(run_each(copies, dtype, name))
 
 
-def run_each(calls: "ctypes.Array[Arguments]", dtype: torch.dtype, name: str) -> Sequence[int]:
+def run_each(calls: "ctypes.Array[Any]", dtype: torch.dtype, name: str) -> Sequence[int]:
     """The integers that a function of the library returns for an array of arguments, each on a thread of its own."""
     loop = function(name, dtype)
     sizes = [loop(ctypes.byref(arguments)) + 63 & ~63 for arguments in calls]

@@ -3,5 +3,6 @@
 #include "call.h"
 #include "entropy.h"
 #include "fold.h"
+#include "matmul.h"
 #include "sample.h"
 #include "stretch.h"

@@ -2,5 +2,6 @@
 #define BITS 32
 #include "call.h"
 #include "fold.h"
+#include "matmul.h"
 #include "sample.h"
 #include "stretch.h"

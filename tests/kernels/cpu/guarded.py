@@ -41,6 +41,12 @@ def main() -> None:
                     out = logchain.product(*leaves, log_params=log, strategy="sequential")
                     out.backward(weight)
                     logchain.forward_backward(*(leaf.detach() for leaf in leaves), log_params=log)
+            for shapes in (((3, 4, c), (3, c, 5)), ((3, c, 4), (3, 4, c))):
+                a, b = (guarded(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes)
+                for pair in ((a, b), (b.mT, a.mT)):
+                    leaves = [operand.detach().requires_grad_() for operand in pair]
+                    out = logchain.matmul(*leaves)
+                    out.backward(guarded(torch.ones(out.shape, dtype=dtype)))
 
 
 if __name__ == "__main__":
