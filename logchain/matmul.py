@@ -29,8 +29,9 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
         ValueError: the inner sizes differ, the leading axes do not broadcast, or `out` has the wrong shape or dtype.
 
     Cost: `m k n` multiply-adds and `k (m + n)` exponentials a matrix, `k` more for each output that is computed again.
-    Memory beyond results and gradients: on a CPU that of one piece of a large product, forward and backward: below 2 MB
-    in float32 for a shared `b` `[8, 64, 64]` and any number of rows, 20 MB for one product of 1024 x 1024 matrices.
+    Memory beyond results and gradients: on a CPU exponentials of one `b` and of some rows for each thread, forward and
+    backward, or of a piece of a larger product: below 2 MB in float32 for a shared `b` `[8, 64, 64]` and any number of
+    rows, 20 MB for one product of 1024 x 1024 matrices.
 
     Source: the shift is that of any log-sum-exp; the rescue is this library's own. Definition:
     `logchain.reference.matmul`.

@@ -55,6 +55,8 @@ FEW = {
     Workload(1, 100_000, 4, STEP): (14, 50),
     Workload(1, 100_000, 4, ONE): (13, 45),
 }
+# numbers of pairs and states: the most that `matmul` should take of its GEMMs
+PAIRS = {(1000, 16): (5, 6), (64, 64): (2.5, 3.2), (8, 200): (1.5, 1.8), (1, 1000): (1.5, 1.8)}
 
 
 def main_case() -> list[Row]:
@@ -162,6 +164,26 @@ def matrix_products() -> list[Row]:
     return [ratio("full product n=8 v=256 c=64", FORWARD, "time over the GEMMs", "<= 1.5", calls)]
 
 
+def pairs() -> list[Row]:
+    """Log-semiring products of two matrices over the same products of probabilities alone, and two for gradients."""
+    draw = torch.Generator().manual_seed(3)
+    rows = []
+    for (g, c), bars in PAIRS.items():
+        a, b, weight = (torch.randn(g, c, c, generator=draw) for _ in range(3))
+        leaves = [operand.clone().requires_grad_() for operand in (a, b)]
+        calls = {
+            FORWARD: (partial(logchain.matmul, a, b), partial(torch.bmm, a, b)),
+            GRADIENTS: (
+                lambda: torch.autograd.grad(logchain.matmul(*leaves), leaves, weight),  # noqa: B023
+                lambda: (torch.bmm(a, b), torch.bmm(weight, b.mT), torch.bmm(a.mT, weight)),  # noqa: B023
+            ),
+        }
+        for (mode, (ours, floor)), bar in zip(calls.items(), bars, strict=True):
+            in_turns = {"logchain": _often(ours, 5), "GEMMs": _often(floor, 5)}
+            rows.append(ratio(f"matmul n={g} c={c}", mode, "time over the GEMMs", f"<= {bar}", in_turns))
+    return rows
+
+
 def hard_cases() -> list[Row]:
     """Chains that leave float32's linear range, over the time of a dense one of the same size."""
 
@@ -234,7 +256,7 @@ def sweep() -> list[Row]:
 def main() -> None:
     """Measure, and write the results file; a few minutes on one core."""
     rows = []
-    groups = main_case, dense_chains, few_states, short_calls, start, matrix_products, hard_cases, accuracy
+    groups = main_case, dense_chains, few_states, short_calls, start, matrix_products, pairs, hard_cases, accuracy
     for group in (*groups, streams.stream_rows, sweep):
         print(f"measuring: {group.__name__}", flush=True)
         with on_threads(1):
