@@ -158,6 +158,17 @@ def test_half_types_are_exact_on_their_rounded_inputs(case, dtype, room):
         assert_matmul(left, right, room)
 
 
+@pytest.mark.parametrize("room", ["c", "torch"], indirect=True)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_a_difference_that_overflows_is_no_minus_infinity(dtype, room):
+    far = 2.0 ** (127 if dtype == F32 else 1023)
+    a = torch.tensor([[far, -1.5 * far]], dtype=dtype, device=room.device, requires_grad=True)
+    b = torch.tensor([[-INF], [0.0]], dtype=dtype, device=room.device)
+    out = logchain.matmul(a, b)
+    out.sum().backward()
+    assert out.item() == -1.5 * far and a.grad.tolist() == [[0.0, 1.0]]
+
+
 def test_one_misaligned_pair():
     out = logchain.matmul(torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]]))
     assert abs(out.item() - (np.log(2) - 200)) < 2e-5

@@ -49,7 +49,7 @@ typedef struct {
     real *sums, *quotients;         /* S and G (AT_ONCE, wide) */
     real *positive_a, *positive_b;  /* A > 0 (AT_ONCE, deep), B > 0 (depth, wide) */
     real *paths;                    /* their product (AT_ONCE, wide) */
-    real *row;                      /* one row of a result, (deep) or (wide) */
+    real *row;                      /* a row of c (wide) */
     real *part;                     /* G B^T (AT_ONCE, deep) */
     real *sum_b, *rescued_b;        /* A^T G, and gradients of recomputed entries (depth, wide) */
 } Matmul;
@@ -67,13 +67,18 @@ INLINE void scatter(int64_t count, const real *from, int64_t step, real *to) {
     for (; j < count; j++) to[j * step] = from[j];
 }
 
+/* exp(a - top), 0 only where a is -inf: the difference may overflow. */
+INLINE reals exponential_below(reals a, reals top) {
+    return exponential(where(a == -INFINITE, a, larger(splat(LOG_DEEPEST), a - top)), NO_TAIL);
+}
+
 /* A and r of `rows` rows. */
 static void exponentiate_rows(Matmul *w, const real *a, int64_t rows) {
     for (int64_t i = 0; i < rows; i++) {
         real *row = w->a + i * w->deep;
         gather(w->p->depth, w->deep, a + i * w->p->a_row, w->p->a_k, -INFINITE, row);
         real top = w->row_top[i] = top_of(row, w->deep);
-        for (int64_t k = 0; k < w->deep; k += LANES) store(row + k, exponential(load(row + k) - top, NO_TAIL));
+        for (int64_t k = 0; k < w->deep; k += LANES) store(row + k, exponential_below(load(row + k), splat(top)));
     }
 }
 
@@ -89,7 +94,7 @@ static void exponentiate_columns(Matmul *w, const real *b) {
         top = where(top == -INFINITE, (reals){0}, top);
         store(w->column_top + j, top);
         for (int64_t k = 0; k < depth; k++)
-            store(w->b + k * wide + j, exponential(load(w->b + k * wide + j) - top, NO_TAIL));
+            store(w->b + k * wide + j, exponential_below(load(w->b + k * wide + j), top));
     }
     for (int64_t k = 0; k < deep && w->p->grad_a; k += LANES)
         for (int64_t j = 0; j < wide; j += LANES)
