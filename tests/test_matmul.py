@@ -279,6 +279,46 @@ def test_gradients_scale_with_the_weight(weight, depth, room):
         torch.testing.assert_close(gradient / weight, torch.full_like(gradient, 0.5), rtol=0, atol=4e-5)
 
 
+@pytest.mark.parametrize(("dtype", "offset"), [(F64, 5e5), (F64, 1e17), (F32, 1e13)], ids=str)
+def test_shares_of_what_underflowed_have_the_digits_of_their_differences(dtype, offset):
+    a = torch.tensor([[0.0, -60.3, -60.7]], dtype=dtype, requires_grad=True)
+    logchain.matmul(a, torch.tensor([[-INF], [offset], [offset]], dtype=dtype)).sum().backward()
+    share = 1 / (1 + np.exp(float((a[0, 2] - a[0, 1]).detach())))
+    np.testing.assert_allclose(a.grad[0, 1].item(), share, rtol=40 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("depth", [0.0, 60.0], ids=["fast", "recomputed"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_is_a_precise_sum_over_many_rows(transposed, depth):
+    a = torch.tensor([[0.0, -depth]]).expand(100_000, 2)
+    b = torch.tensor([[-depth] * 3, [0.0] * 3], requires_grad=True)
+    out = logchain.matmul(b.mT, a.mT) if transposed else logchain.matmul(a, b)
+    out.sum().backward()
+    torch.testing.assert_close(b.grad, torch.full_like(b, 50_000.0), rtol=5e-6, atol=0)
+
+
+def test_weights_that_cancel_are_added_before_they_are_scaled():
+    a = torch.tensor([[0.0, -200.0]], requires_grad=True)
+    b = torch.tensor([[-INF], [0.0]]).repeat(1, 80)
+    weight = torch.tensor([1e37, -1e37]).repeat_interleave(40)[None]
+    (grad_a,) = torch.autograd.grad(logchain.matmul(a, b), a, weight)
+    assert grad_a[0, 0] == 0 and grad_a[0, 1].abs() <= 80 * 1e37 * torch.finfo(F32).eps
+
+
+def test_small_weights_keep_their_digits_beside_large_ones():
+    a = torch.zeros(2, 2, requires_grad=True)
+    (grad_a,) = torch.autograd.grad(logchain.matmul(a, torch.zeros(2, 1)), a, torch.tensor([[1e5], [1e-38]]))
+    assert torch.equal(grad_a, torch.tensor([[5e4], [5e-39]]).expand(2, 2))
+
+
+@pytest.mark.parametrize("other", [INF, NAN])
+def test_a_weight_that_is_not_finite_stays_in_its_row(other):
+    a = torch.tensor([[0.0, -50.0]]).repeat(2, 1).requires_grad_()
+    b = torch.tensor([[-INF], [0.0]])
+    (grad_a,) = torch.autograd.grad(logchain.matmul(a, b), a, torch.tensor([[1e30], [other]]))
+    torch.testing.assert_close(grad_a[0], torch.tensor([0.0, 1e30]))
+
+
 @pytest.fixture
 def small_pieces(monkeypatch, plain):
     """Pieces of a few entries, so that small operands are cut along sets, rows and columns, by torch's operations."""

@@ -5,6 +5,7 @@ Large products, and batch axes that cannot be flattened without a copy, are left
 
 import ctypes
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,19 +25,15 @@ _ENTRY = 64
 
 _SIZES = "sets rows depth columns first last"
 _OPERANDS = "*a a_set a_row a_k *b b_set b_k b_j *out out_set out_row out_j *weight weight_set weight_row weight_j"
-_GRADIENTS = "*grad_a grad_a_set grad_a_row grad_a_k *grad_b grad_b_set grad_b_k grad_b_j"
+_GRADIENTS = "*grad_a grad_a_set grad_a_row grad_a_k *grad_b grad_b_set grad_b_k grad_b_j *part_b *room"
 
 
 class Arguments(ctypes.Structure):
     """`Operands` of c/matmul.h, field by field."""
 
     _fields_ = [
-        *(
-            (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-            for name in f"{_SIZES} {_OPERANDS} {_GRADIENTS}".split()
-        ),
-        ("scale", ctypes.c_double),
-        ("room", ctypes.c_void_p),
+        (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
+        for name in f"{_SIZES} {_OPERANDS} {_GRADIENTS}".split()
     ]
 
 
@@ -69,19 +66,18 @@ def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -
     if joint.shape[2] > _MOST:
         flat, into, joint, need_a, need_b = _transposed(*flat), _transposed(*into), joint.mT, need_b, need_a
     arguments = _arguments(*flat)
-    arguments.scale = _scale(weight)
     _point(arguments, "weight", joint, "row", "j")
     if need_a:
         _point(arguments, "grad_a", into[0], "row", "k")
     spans = _spans(arguments, whole_sets=need_b)
-    # of one set, each thread writes gradients by its rows
-    shared_b = need_b and len(joint) == 1 and len(spans) > 1
-    parts = into[1].new_empty(len(spans), *into[1].shape) if shared_b else into[1][None]
+    if need_b and len(joint) == 1 and len(spans) > 1:
+        parts = torch.empty(len(spans), *into[1].shape, dtype=torch.float64, device="cpu")
+        _run(arguments, spans, a.dtype, parts)
+        into[1].copy_(parts.sum(0))
+        return grad_a, grad_b
     if need_b:
-        _point(arguments, "grad_b", parts[0], "k", "j")
-    _run(arguments, spans, a.dtype, parts.stride(0) if shared_b else 0)
-    if shared_b:
-        torch.sum(parts, 0, out=into[1])
+        _point(arguments, "grad_b", into[1], "k", "j")
+    _run(arguments, spans, a.dtype)
     return grad_a, grad_b
 
 
@@ -131,17 +127,13 @@ def _spans(arguments: Arguments, *, whole_sets: bool = False) -> list[tuple[int,
     return [(first * size, last * size) for first, last in spans]
 
 
-def _run(arguments: Arguments, spans: list[tuple[int, int]], dtype: torch.dtype, step_b: int = 0) -> int:
-    """The number of recomputed entries; gradients of b of a thread and of the next lie `step_b` entries apart."""
+def _run(
+    arguments: Arguments, spans: list[tuple[int, int]], dtype: torch.dtype, parts: Iterable[Tensor] | None = None
+) -> int:
+    """The number of recomputed entries; `parts`: for each thread, where its gradients of b go."""
     calls = (Arguments * len(spans))(*[arguments] * len(spans))
-    for index, (call, span) in enumerate(zip(calls, spans, strict=True)):
+    for call, span in zip(calls, spans, strict=True):
         call.first, call.last = span
-        if step_b:
-            call.grad_b += index * step_b * dtype.itemsize
+    for call, part in zip(calls, parts if parts is not None else (), strict=False):
+        call.part_b = part.data_ptr()
     return sum(run_each(calls, dtype, "matmul"))
-
-
-def _scale(weight: Tensor) -> float:
-    """A power of two near the largest weight, whose inverse is a float too; 1 if a weight is not finite."""
-    top = float(torch.linalg.vector_norm(weight, math.inf))
-    return 2.0 ** max(-126, min(126, math.frexp(top)[1] - 1)) if 0.0 < top < math.inf else 1.0

@@ -8,7 +8,8 @@
    may have lost terms, or gained by raised ones. Unless no path leads there, which the product of A > 0 and B > 0 tells,
    it is recomputed as a log-sum-exp of doubles, and so are its gradients.
 
-   A thread has the rows from `first` to before `last` of all sets. It holds B of one set, and AT_ONCE rows at a time. */
+   A thread has the rows from `first` to before `last` of all sets. It holds B of one set, and AT_ONCE rows at a time.
+   Weights of so many rows are divided by a power of two near the largest; sums over more rows are doubles. */
 #pragma once
 #include "number.h"
 #include "step.h"
@@ -32,9 +33,9 @@ typedef struct {
     int64_t weight_set, weight_row, weight_j;
     real *grad_a;            /* (sets, rows, depth) or null */
     int64_t grad_a_set, grad_a_row, grad_a_k;
-    real *grad_b;            /* (sets, depth, columns) or null: of the thread's rows */
+    real *grad_b;            /* (sets, depth, columns) or null */
     int64_t grad_b_set, grad_b_k, grad_b_j;
-    double scale;            /* a power of two near the largest weight */
+    double *part_b;          /* (depth, columns) in place of grad_b, where several threads have rows of one set */
     char *room;
 } Operands;
 
@@ -42,7 +43,7 @@ typedef struct {
 typedef struct {
     const Operands *p;
     int64_t set, deep, wide, rescued;
-    real least;
+    real least, scale;              /* the least S; the factor of a block's weights */
     const real *held_b, *marked_b;  /* the b whose B, and B > 0, are below */
     real *a, *b, *transposed;       /* A (AT_ONCE, deep), B (deep, wide), B^T (wide, deep) */
     real *row_top, *column_top;     /* r (AT_ONCE), t (wide) */
@@ -51,7 +52,8 @@ typedef struct {
     real *paths;                    /* their product (AT_ONCE, wide) */
     real *row;                      /* a row of c (wide) */
     real *part;                     /* G B^T (AT_ONCE, deep) */
-    real *sum_b, *rescued_b;        /* A^T G, and gradients of recomputed entries (depth, wide) */
+    real *block_b;                  /* A^T G of a block (depth, wide) */
+    double *sum_b, *rescued_b;      /* their sum, and gradients of recomputed entries (depth, wide) */
 } Matmul;
 
 /* A row of whole vectors from `count` entries, `step` apart; and such entries from a row. */
@@ -128,24 +130,32 @@ INLINE longs is_recomputed(const Matmul *w, int64_t at) {
     return (read_wide(w->sums + at, 1, WIDE, 0) < (double)w->least) & (read_wide(w->paths + at, 1, WIDE, 0) > 0);
 }
 
-/* Terms a_k + b_kj of a vector of columns, `left` of which exist; their largest, and the sum of exp(term - top). */
-typedef struct { const real *a, *b; int64_t left; doubles top, sum; } Terms;
+/* Terms a_k + b_kj of a vector of columns, `left` of which exist; the largest; and the sum of exp(term - largest), from
+   terms less r + t, whose differences have no rounding errors of a common offset. Quarters of them do not overflow. */
+typedef struct { const real *a, *b; int64_t left; double row_top; doubles column_top, top, nearest, sum; } Terms;
 
-INLINE doubles term(const Operands *p, const Terms *t, int64_t k) {
-    return (double)t->a[k * p->a_k] + read_wide(t->b + k * p->b_k, p->b_j, t->left, -__builtin_inf());
+INLINE doubles quarter(doubles a, doubles top) { return a * 0.25 - top * 0.25; }
+INLINE doubles relative_term(const Operands *p, const Terms *t, int64_t k, doubles *term) {
+    double a = (double)t->a[k * p->a_k];
+    doubles b = read_wide(t->b + k * p->b_k, p->b_j, t->left, -__builtin_inf());
+    *term = a + b;
+    return quarter(splat_wide(a), splat_wide(t->row_top)) + quarter(b, t->column_top);
 }
-INLINE doubles relative_term(const Operands *p, const Terms *t, int64_t k) {
-    doubles below = term(p, t, k) - t->top;
+INLINE doubles share_of_term(const Operands *p, const Terms *t, int64_t k) {
+    doubles term, below = (relative_term(p, t, k, &term) - t->nearest) * 4;
     return choose(below < -178, splat_wide(0), exponential_of(choose(below < -178, splat_wide(0), below)));
 }
-static Terms terms_of(const Operands *p, const real *a, const real *b, int64_t left) {
-    Terms t = {.a = a, .b = b, .left = left, .top = splat_wide(-__builtin_inf()), .sum = {0}};
+static Terms terms_of(const Matmul *w, int64_t row, const real *a, const real *b, int64_t j) {
+    const Operands *p = w->p;
+    doubles none = splat_wide(-__builtin_inf()), term;
+    Terms t = {a + row * p->a_row, b + j * p->b_j, p->columns - j, (double)w->row_top[row],
+               read_wide(w->column_top + j, 1, WIDE, 0), none, none, {0}};
     for (int64_t k = 0; k < p->depth; k++) {
-        doubles each = term(p, &t, k);
-        t.top = choose(each > t.top, each, t.top);
+        doubles relative = relative_term(p, &t, k, &term);
+        t.top = choose(term > t.top, term, t.top), t.nearest = choose(relative > t.nearest, relative, t.nearest);
     }
-    t.top = choose(t.top == -__builtin_inf(), splat_wide(0), t.top);
-    for (int64_t k = 0; k < p->depth; k++) t.sum += relative_term(p, &t, k);
+    t.nearest = choose(t.nearest == none, splat_wide(0), t.nearest);
+    for (int64_t k = 0; k < p->depth; k++) t.sum += share_of_term(p, &t, k);
     return t;
 }
 
@@ -153,12 +163,15 @@ static Terms terms_of(const Operands *p, const real *a, const real *b, int64_t l
 static void write_logarithms_of_sums(Matmul *w, const real *a, const real *b, int64_t rows, int lossy, real *out) {
     const Operands *p = w->p;
     for (int64_t i = 0; i < rows; i++) {
+        doubles row_top = splat_wide((double)w->row_top[i]);
         for (int64_t j = 0; j < w->wide; j += WIDE) {
-            doubles sums = read_wide(w->sums + i * w->wide + j, 1, WIDE, 0);
-            doubles logs = logarithm_of(sums, 0) + ((double)w->row_top[i] + read_wide(w->column_top + j, 1, WIDE, 0));
+            doubles column_top = read_wide(w->column_top + j, 1, WIDE, 0), tops = row_top + column_top;
+            doubles back = tops - row_top, lost = (row_top - (tops - back)) + (column_top - back);
+            doubles logs = logarithm_of(read_wide(w->sums + i * w->wide + j, 1, WIDE, 0), 0);
+            logs += choose(lost == lost, lost, splat_wide(0)), logs += tops;
             longs again = lossy ? is_recomputed(w, i * w->wide + j) : (longs){0};
             if (lossy && any_wide(again)) {
-                Terms t = terms_of(p, a + i * p->a_row, b + j * p->b_j, p->columns - j);
+                Terms t = terms_of(w, i, a, b, j);
                 logs = choose(again, logarithm_of(t.sum, 0) + t.top, logs);
                 UNROLL for (int l = 0; l < WIDE; l++) w->rescued += j + l < p->columns && again[l];
             }
@@ -168,52 +181,72 @@ static void write_logarithms_of_sums(Matmul *w, const real *a, const real *b, in
     }
 }
 
+/* A power of two near the largest finite weight of a block; 1 for what is neither large nor small. */
+static real scale_of(int64_t count, const real *weights) {
+    reals most = {0};
+    for (int64_t j = 0; j < count; j += LANES) {
+        reals size = larger(load(weights + j), -load(weights + j));
+        most = larger(where(size < INFINITE, size, (reals){0}), most);
+    }
+    double top = (double)largest(most);
+    int64_t exponent = exponent_above(top), most_exponent = BIAS - 1;
+    if (top == 0 || (exponent <= 20 && exponent >= -20)) return 1;
+    return power_of_two(exponent > most_exponent ? most_exponent : larger_of(exponent, -most_exponent));
+}
+
 /* G of a block, 0 where S is too small. */
 static void divide(Matmul *w, const real *weight, int64_t rows) {
-    real inverse = (real)(1 / w->p->scale);
-    for (int64_t i = 0; i < rows; i++) {
-        real *sums = w->sums + i * w->wide, *quotients = w->quotients + i * w->wide;
-        gather(w->p->columns, w->wide, weight + i * w->p->weight_row, w->p->weight_j, 0, quotients);
-        for (int64_t j = 0; j < w->wide; j += LANES) {
-            reals quotient = load(quotients + j) * inverse / load(sums + j);
-            store(quotients + j, where(load(sums + j) < w->least, (reals){0}, quotient));
-        }
+    for (int64_t i = 0; i < rows; i++)
+        gather(w->p->columns, w->wide, weight + i * w->p->weight_row, w->p->weight_j, 0, w->quotients + i * w->wide);
+    w->scale = scale_of(rows * w->wide, w->quotients);
+    real inverse = 1 / w->scale;
+    for (int64_t j = 0; j < rows * w->wide; j += LANES) {
+        reals sums = load(w->sums + j), quotient = load(w->quotients + j) * inverse / sums;
+        store(w->quotients + j, where(sums < w->least, (reals){0}, quotient));
     }
 }
 
-/* Adds the gradients of recomputed entries of a block. */
-static void add_rescued(Matmul *w, const real *a, const real *b, const real *weight, int64_t rows, real *grad_a) {
+/* Adds the gradients of recomputed entries of a block to those of a and b. */
+static void add_rescued(Matmul *w, const real *a, const real *b, const real *weight, int64_t rows) {
     const Operands *p = w->p;
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < p->columns; j += WIDE) {
             longs again = is_recomputed(w, i * w->wide + j);
             if (!any_wide(again)) continue;
-            Terms t = terms_of(p, a + i * p->a_row, b + j * p->b_j, p->columns - j);
+            Terms t = terms_of(w, i, a, b, j);
             const real *from = weight + i * p->weight_row + j * p->weight_j;
-            doubles weights = read_wide(from, p->weight_j, p->columns - j, 0) / p->scale;
+            doubles weights = read_wide(from, p->weight_j, p->columns - j, 0) / (double)w->scale;
             weights = choose(again, weights / t.sum, splat_wide(0));
             for (int64_t k = 0; k < p->depth; k++) {
-                doubles gradients = relative_term(p, &t, k) * weights;
-                real *to = w->rescued_b + k * w->wide + j;
-                double sum = 0;
+                doubles gradients = share_of_term(p, &t, k) * weights;
+                double sum = 0, *to = w->rescued_b + k * w->wide + j;
                 UNROLL for (int l = 0; l < WIDE; l++) sum += gradients[l];
-                if (grad_a) grad_a[i * p->grad_a_row + k * p->grad_a_k] += (real)(sum * p->scale);
-                if (p->grad_b) write_wide(to, read_wide(to, 1, WIDE, 0) + gradients, WIDE);
+                if (p->grad_a) w->part[i * w->deep + k] += (real)sum;
+                if (w->rescued_b) store_wide(to, load_wide(to) + gradients * (double)w->scale);
             }
         }
 }
 
-/* Gradients of a block of a, and what the block adds to A^T G. */
-static void write_block_gradients(Matmul *w, int64_t rows, real *grad_a) {
+/* Gradients of a block: of its rows of a, and what it adds to those of b. */
+static void write_block_gradients(Matmul *w, const real *a, const real *b, const real *weight, int64_t rows, int lossy,
+                                  real *grad_a) {
     const Operands *p = w->p;
     int64_t deep = w->deep, wide = w->wide;
-    if (p->grad_b)
-        multiply_add((Product){p->depth, rows, wide, w->a, 1, deep, w->quotients, wide, w->sum_b, wide});
-    if (!grad_a) return;
-    multiply((Product){rows, p->columns, deep, w->quotients, wide, 1, w->transposed, deep, w->part, deep});
-    for (int64_t i = 0; i < rows; i++) {
-        for (int64_t k = i * deep; k < (i + 1) * deep; k += LANES)
-            store(w->part + k, load(w->part + k) * load(w->a + k) * (real)p->scale);
+    divide(w, weight, rows);
+    if (w->sum_b) {
+        multiply((Product){p->depth, rows, wide, w->a, 1, deep, w->quotients, wide, w->block_b, wide});
+        for (int64_t j = 0; j < p->depth * wide; j += WIDE) {
+            doubles sums = read_wide(w->block_b + j, 1, WIDE, 0) * (double)w->scale;
+            store_wide(w->sum_b + j, load_wide(w->sum_b + j) + sums);
+        }
+    }
+    if (grad_a) {
+        multiply((Product){rows, p->columns, deep, w->quotients, wide, 1, w->transposed, deep, w->part, deep});
+        for (int64_t k = 0; k < rows * deep; k += LANES) store(w->part + k, load(w->part + k) * load(w->a + k));
+    }
+    if (lossy) add_rescued(w, a, b, weight, rows);
+    for (int64_t i = 0; i < rows && grad_a; i++) {
+        for (int64_t k = i * deep; k < (i + 1) * deep; k += LANES) store(w->part + k, load(w->part + k) * w->scale);
         scatter(p->depth, w->part + i * deep, p->grad_a_k, grad_a + i * p->grad_a_row);
     }
 }
@@ -221,13 +254,19 @@ static void write_block_gradients(Matmul *w, int64_t rows, real *grad_a) {
 static void write_grad_b(Matmul *w) {
     const Operands *p = w->p;
     for (int64_t k = 0; k < p->depth; k++) {
-        for (int64_t j = k * w->wide; j < (k + 1) * w->wide; j += LANES) {
-            reals gradient = load(w->sum_b + j) * load(w->b + j) + load(w->rescued_b + j);
-            store(w->sum_b + j, gradient * (real)p->scale);
+        double *sums = w->sum_b + k * w->wide;
+        for (int64_t j = 0; j < w->wide; j += WIDE) {
+            doubles b = read_wide(w->b + k * w->wide + j, 1, WIDE, 0);
+            store_wide(sums + j, load_wide(sums + j) * b + load_wide(w->rescued_b + k * w->wide + j));
+            write_wide(w->row + j, load_wide(sums + j), WIDE);
         }
-        real *to = p->grad_b + w->set * p->grad_b_set + k * p->grad_b_k;
-        scatter(p->columns, w->sum_b + k * w->wide, p->grad_b_j, to);
+        if (p->grad_b) scatter(p->columns, w->row, p->grad_b_j, p->grad_b + w->set * p->grad_b_set + k * p->grad_b_k);
+        for (int64_t j = 0; j < p->columns && p->part_b; j++) p->part_b[k * p->columns + j] = sums[j];
     }
+}
+
+static void clear_wide(int64_t count, double *to) {
+    for (int64_t j = 0; j < count && to; j++) to[j] = 0;
 }
 
 /* The rows from `row` to before `stop` of a set. */
@@ -235,7 +274,7 @@ static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
     const Operands *p = w->p;
     const real *b = p->b + w->set * p->b_set;
     exponentiate_columns(w, b);
-    if (p->grad_b) clear(p->depth * w->wide, w->sum_b), clear(p->depth * w->wide, w->rescued_b);
+    clear_wide(p->depth * w->wide, w->sum_b), clear_wide(p->depth * w->wide, w->rescued_b);
     for (int64_t rows; row < stop; row += rows) {
         rows = stop - row < AT_ONCE ? stop - row : AT_ONCE;
         const real *a = p->a + w->set * p->a_set + row * p->a_row;
@@ -246,11 +285,9 @@ static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
         }
         const real *weight = p->weight + w->set * p->weight_set + row * p->weight_row;
         real *grad_a = p->grad_a ? p->grad_a + w->set * p->grad_a_set + row * p->grad_a_row : 0;
-        divide(w, weight, rows);
-        write_block_gradients(w, rows, grad_a);
-        if (lossy) add_rescued(w, a, b, weight, rows, grad_a);
+        write_block_gradients(w, a, b, weight, rows, lossy, grad_a);
     }
-    if (p->grad_b) write_grad_b(w);
+    if (w->sum_b) write_grad_b(w);
 }
 
 /* Products or gradients; how many entries of `out` were recomputed. */
@@ -267,7 +304,10 @@ EXPORT int64_t EXPORTED(logchain_matmul)(const Operands *p) {
     w.positive_a = take(&room, block_deep), w.positive_b = take(&room, matrix);
     if (!p->out) w.quotients = take(&room, block_wide), w.part = take(&room, block_deep);
     if (p->grad_a) w.transposed = take(&room, matrix);
-    if (p->grad_b) w.sum_b = take(&room, matrix), w.rescued_b = take(&room, matrix);
+    if (p->grad_b || p->part_b) {
+        w.block_b = take(&room, matrix);
+        w.sum_b = take(&room, deep * wide * 8), w.rescued_b = take(&room, deep * wide * 8);
+    }
     if (!p->room) return room.bytes;
     for (int64_t row = p->first; row < p->last;) {
         int64_t begin = row % p->rows, left = p->last - row, stop = begin + left < p->rows ? begin + left : p->rows;
