@@ -116,13 +116,13 @@ class Stream:
     def log_norm(self) -> Tensor:
         """The log-partition `[*B]` of all so far, in nats; 0 for a sequence without a variable."""
         state = self._begun()
-        return (state.carried.total + state.carried.lost).to(self._result_dtype(state))
+        return state.carried.log_norm().to(self._result_dtype(state))
 
     @property
     def filtered(self) -> Tensor:
         """The posterior `[*B, c]` of each sequence's newest state given all so far; 0 where there is none."""
         state = self._begun()
-        return state.carried.message.exp().to(self._result_dtype(state))
+        return state.carried.posterior().to(self._result_dtype(state))
 
     def update(
         self, x_piece: Tensor, bulk_piece: Tensor | None = None, *, lengths: Lengths | None = None

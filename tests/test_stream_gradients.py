@@ -76,7 +76,7 @@ def test_posteriors_have_gradients():
         stream = Stream(None, p0, lag=1, detach=False)
         parts = [stream.update(x[:, :2], into[:, :2]), stream.update(x[:, 2:], into[:, 2:], lengths=lengths - 2)]
         parts.append(stream.flush())
-        return parts[-1].log_norm, joined(parts, 1), joined(parts, 2)
+        return parts[-1].log_norm, joined(parts, 1), joined(parts, 2), stream.filtered
 
     into = each_step(chain)[:, 0]
     into[:, 0] = 1.0

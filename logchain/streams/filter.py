@@ -60,10 +60,16 @@ def _by_autograd(raw: RawPiece, carried: Carried, dtype: torch.dtype | None, pie
 
 
 def _steps(piece: Piece, carried: Carried) -> tuple[Tensor, Carried]:
-    """The messages [*B, k, c] of a piece with sum 1, computed step by step, and what is carried on."""
+    """The messages [*B, k, c] of a piece with sum 1, computed step by step, and what is carried on.
+
+    The log-partition that is carried is a constant to autograd, and so is the sum that the message is divided by:
+    derivatives of both would cancel, but for their rounding errors. `Carried.log_norm` has the gradient of the message.
+    """
     messages, shifts = filtering(piece, carried.message)
+    message = messages[..., -1, :]
     messages, norms = normalised(messages)
-    message, norm = messages[..., -1, :], norms[..., -1]
+    norm = norms[..., -1].detach()
+    message = message - norm.masked_fill(norm == -torch.inf, 0.0)[..., None]
     moved = piece.active.any(-1)
     term, lost = exact_sum(torch.stack([torch.zeros_like(norm), *shifts.flatten(-2).unbind(-1)]))
     total = added(carried, torch.where(moved, norm, 0.0))

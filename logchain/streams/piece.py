@@ -18,7 +18,7 @@ class Carried(NamedTuple):
     """The forward message and the log-partition after a piece, in float64, from which the next one goes on.
 
     `message` [*B, c]: the logarithm of the newest state's posterior; -inf before the first, and if impossible. `total`
-    [*B]: the log-partition. `lost` [*B]: the rounding error of its sum, to be added.
+    [*B]: the log-partition. `lost` [*B]: the rounding error of its sum, to be added. To autograd both are constants.
     """
 
     message: Tensor
@@ -31,6 +31,21 @@ class Carried(NamedTuple):
         message = x.new_full((*x.shape[:-2], x.shape[-1]), -torch.inf, dtype=torch.float64)
         zero = x.new_zeros(x.shape[:-2], dtype=torch.float64)
         return cls(message, zero, zero)
+
+    def log_norm(self) -> Tensor:
+        """The log-partition [*B], with the gradient that the logarithm of the message's sum has."""
+        return self.total + self.lost + self._log_sum()
+
+    def posterior(self) -> Tensor:
+        """The newest state's posterior [*B, c]; 0 before the first variable, and if impossible."""
+        return (self.message - self._log_sum()[..., None]).exp()
+
+    def _log_sum(self) -> Tensor:
+        """The logarithm of the message's sum [*B], which is 0 but for its gradient."""
+        if not self.message.requires_grad:
+            return torch.zeros_like(self.total)
+        norm = normalised(self.message)[1]
+        return torch.where(norm == -torch.inf, 0.0, norm - norm.detach())
 
     def where(self, mask: Tensor, other: "Carried") -> "Carried":
         """The values of this for the sequences in a mask [*B], and of the other for the rest."""
