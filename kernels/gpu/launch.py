@@ -1,6 +1,7 @@
 """Properties of the device, of sizes and of strides that launchers of kernels ask for."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,3 +75,8 @@ def aligned(*matrices: Tensor) -> bool:
         if 4 not in (row, column) or matrix.shape[-1 if row == 4 else -2] % 4 or matrix.data_ptr() % 16:
             return False
     return True
+
+
+def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel with its arguments in order, and its compile-time arguments by name."""
+    kernel[grid](*arguments, **options)
