@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 
@@ -75,6 +76,11 @@ def aligned(*matrices: Tensor) -> bool:
         if 4 not in (row, column) or matrix.shape[-1 if row == 4 else -2] % 4 or matrix.data_ptr() % 16:
             return False
     return True
+
+
+def arithmetic(dtype: torch.dtype) -> tl.dtype:
+    """Triton's name for the dtype of the arithmetic."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

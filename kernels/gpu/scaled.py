@@ -96,11 +96,11 @@ def linear(p, k, LOG_PARAMS: tl.constexpr):
 
 
 @triton.jit
-def raised(u, factor, x):
-    """The new messages `u factor`, of which x admits some states: at least FLOOR, but 0 where no path leads."""
+def raised(u, factor, admitted):
+    """The new messages `u factor` of states that x admits: at least FLOOR, but 0 where no path leads."""
     lowest: tl.constexpr = floor(u.dtype == tl.float64)
     new = tl.maximum(u * factor, lowest, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where((u == 0.0) | (x == float("-inf")), 0.0, new)
+    return tl.where((u == 0.0) | (admitted == 0), 0.0, new)
 
 
 @triton.jit
@@ -135,18 +135,26 @@ def split(a):
 
 
 @triton.jit
-def multiply(a, b, main, cross, PRECISION: tl.constexpr):
-    """`main + cross` and the product of non-negative tiles: two chains of sums on tensor cores, which run side by side.
+def halves(b, PRECISION: tl.constexpr):
+    """The right operand of `multiply`: two halves for "tf32x3", otherwise twice the same."""
+    if PRECISION == "tf32x3":
+        return split(b)
+    else:
+        rounded = operand(b, PRECISION)
+        return rounded, rounded
 
-    "tf32x3" as exact as float32, "tf32", or "ieee", for float64 too.
+
+@triton.jit
+def multiply(a, high, low, PRECISION: tl.constexpr):
+    """The product of non-negative tiles, the right one in `halves`; float64 is "ieee".
+
+    "tf32x3" is as exact as float32 on tensor cores, in two chains of sums, which run side by side.
     """
+    sums = tl.zeros((a.shape[0], high.shape[1]), a.dtype)
     if PRECISION == "tf32x3":
         a_high, a_low = split(a)
-        b_high, b_low = split(b)
-        cross = tl.dot(a_low, b_high, cross, input_precision="tf32")
-        main = tl.dot(a_high, b_high, main, input_precision="tf32")
-        cross = tl.dot(a_high, b_low, cross, input_precision="tf32")
+        cross = tl.dot(a_low, high, sums, input_precision="tf32")
+        sums = tl.dot(a_high, high, sums, input_precision="tf32")
+        return sums + tl.dot(a_high, low, cross, input_precision="tf32")
     else:
-        left, right = operand(a, PRECISION), operand(b, PRECISION)
-        main = tl.dot(left, right, main, input_precision=PRECISION, out_dtype=main.dtype)
-    return main, cross
+        return tl.dot(operand(a, PRECISION), high, sums, input_precision=PRECISION, out_dtype=a.dtype)

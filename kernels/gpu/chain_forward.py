@@ -1,0 +1,213 @@
+"""The forward recursion of chains that share their matrices, in linear messages, by programs that meet once a step.
+
+    S_0 = start exp(x_0)        S_i = (S_{i-1} P_i) exp(x_i)        log_norm = log sum_j S_{v-1}(j)
+
+Operands: `chains`. Numerics: `scaled`. A sequence with a sum that may be inexact is marked, and its results mean nothing.
+
+Cost: g m (v - 1) c^2 multiply-adds and v dependent steps. Sixteen sequences are a group, which PARTS programs share:
+each has some columns of every matrix, loads whole messages, and writes its part of them. The matrix and x of the next
+step are loaded while this step's sums are formed; what one step waits for of the one before is a meeting, the load of
+the message, the product, and one multiplication. Messages pass through memory: that in which they are kept, or two
+slots in turn.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .chains import Operands, room
+from .meeting import arrive, counter_of, take_ticket, wait, words
+from .scaled import (
+    LN2_HIGH, LN2_LOW, doubtful, exp_scaled, floor, halves, linear, multiply, next_shift, raised, target,
+)  # fmt: skip
+from .tiles import at, exp, far, finite, log, multiple, multiples, widened
+
+# sequences of a group
+GROUP = tl.constexpr(16)
+
+
+@triton.constexpr_function
+def part_of(c, parts):
+    """The columns of a part; a multiple of four, so that loads of four begin where a part does."""
+    return (-(-c // parts) + 3) // 4 * 4
+
+
+@triton.constexpr_function
+def tile_of(count):
+    """The length of a tile's axis for so many entries."""
+    return max(16, triton.next_power_of_2(count))
+
+
+@triton.jit(do_not_specialize=["v", "g", "m", "slots", "stride_kv"])
+def _forward_kernel(
+    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, doubt_ptr, counters_ptr,
+    v, g, m, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj, stride_kv,
+    C: tl.constexpr, PARTS: tl.constexpr, LOG_PARAMS: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_X: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr,
+):  # fmt: skip
+    """One program computes a part of the columns of GROUP sequences."""
+    DTYPE: tl.constexpr = message_ptr.dtype.element_ty
+    DOUBLE: tl.constexpr = DTYPE == tl.float64
+    PART: tl.constexpr = part_of(C, PARTS)
+    stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, WIDTH_X)
+    stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, WIDTH_K * WIDTH_J)[:2]
+    stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
+
+    ticket = take_ticket(counters_ptr)
+    part, group = ticket % PARTS, ticket // PARTS
+    counter_ptr = counter_of(counters_ptr, group)
+    blocks = tl.cdiv(m, GROUP)
+    z, first = (group // blocks).to(tl.int64), (group % blocks).to(tl.int64) * GROUP
+    sequence = z * m + first
+    members = tl.arange(0, GROUP)
+    inside = members < m - first
+    states = tl.arange(0, tile_of(C))
+    columns = part * PART + tl.arange(0, tile_of(PART))
+    own = inside[:, None] & (columns < tl.minimum(part * PART + PART, C))[None, :]
+    whole = inside[:, None] & (states < C)[None, :]
+    tile = members[:, None] * C + columns[None, :]
+
+    pitch = g.to(tl.int64) * m * C
+    message_ptr += sequence * C
+    start_ptr += sequence * C
+    log_norm_ptr += sequence + members
+    x_ptr += z * stride_xg + first * stride_xm
+    level_ptr += sequence
+    bulk_ptr += z * stride_bg
+    bound_ptr += z
+    if ends_ptr is None:
+        ends = tl.full((GROUP,), 0, tl.int32) + v
+    else:
+        ends = tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32)
+    last = tl.max(ends)
+
+    # the first message; what is taken out of it waits where its log-partition will be
+    total = _first(start_ptr, x_ptr, members, states, whole, stride_xm, stride_xc, C)
+    top = finite(tl.max(total, 1))
+    total = _first(start_ptr, x_ptr, members, columns, own, stride_xm, stride_xc, C)
+    new = exp((total - top[:, None]).to(DTYPE)) * 2.0 ** target(DOUBLE)
+    new = tl.maximum(new, floor(DOUBLE), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(message_ptr + tile, tl.where(total == float("-inf"), 0.0, new), mask=own, cache_modifier=".cg")
+    tl.store(log_norm_ptr, top, mask=inside & (part == 0))
+    arrive(counter_ptr, PARTS)
+    taken = tl.full((GROUP,), -target(DOUBLE), tl.int64)
+    shift = tl.zeros((GROUP,), tl.int32)
+    doubt = own & (tl.zeros_like(columns) > 0)[None, :]
+
+    x_ptr += stride_xv
+    bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, last > 1, C, LOG_PARAMS, DTYPE)
+    level_ptr += pitch // C
+    level, x = _potentials(level_ptr, x_ptr, members, columns, own & (last > 1), inside & (last > 1), stride_xm, stride_xc, DTYPE)
+    for i in tl.range(1, last):
+        active = i < ends
+        k, low = bound >> 1, bound & 1
+        exponent = level + shift
+        factor = exp_scaled(x, exponent[:, None])
+        p_high, p_low = halves(linear(p, k, LOG_PARAMS), PRECISION)
+        wait(counter_ptr, PARTS * i, PARTS)
+        before = message_ptr + far((i - 1) % slots, pitch)
+        a = tl.load(before + members[:, None] * C + states[None, :], mask=whole, other=0.0, cache_modifier=".cg")
+        tl.debug_barrier()  # no load of the next step may overtake that of the message
+        more = i + 1 < last
+        x_ptr += tl.where(more, stride_xv, 0)
+        level_ptr += tl.where(more, pitch // C, 0)
+        bulk_ptr += tl.where(more, stride_bv, 0)
+        bound_ptr += tl.where(more, stride_kv, 0)
+        bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, True, C, LOG_PARAMS, DTYPE)
+        admitted = x != float("-inf")
+        level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
+
+        u = multiply(a, p_high, p_low, PRECISION)
+        new = tl.where(active[:, None], raised(u, factor, admitted), 0.0)
+        written = own & (active | (slots == v))[:, None]
+        tl.store(message_ptr + far(i % slots, pitch) + tile, new, mask=written, cache_modifier=".cg")
+        arrive(counter_ptr, PARTS)
+        doubt |= doubtful(u, own & active[:, None] & admitted, low)
+        taken += tl.where(active, exponent + k, 0).to(tl.int64)
+        shift = next_shift(tl.max(a, 1), shift)
+    if slots == v:
+        for i in tl.range(last, v):
+            tl.store(message_ptr + far(i, pitch) + tile, tl.zeros((GROUP, tile_of(PART)), DTYPE), mask=own)
+
+    lost = tl.max(doubt.to(tl.int32), 1) > 0
+    if part == 0:
+        wait(counter_ptr, PARTS * last, PARTS)
+        at_end = message_ptr + (((ends - 1) % slots).to(tl.int64) * pitch + members * C)[:, None] + states[None, :]
+        sums = tl.sum(tl.load(at_end, mask=whole, other=0.0, cache_modifier=".cg"), 1)
+        lost |= doubtful(sums, inside, 0)
+        exponent = taken.to(tl.float64)
+        rest = log(sums).to(tl.float64) + exponent * LN2_LOW
+        tl.store(log_norm_ptr, (tl.load(log_norm_ptr, mask=inside) + exponent * LN2_HIGH) + rest, mask=inside)
+    tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
+
+
+@triton.jit
+def _first(start_ptr, x_ptr, members, states, mask, stride_xm, stride_xc, C: tl.constexpr):
+    """log(start exp(x_0)) in float64."""
+    start = tl.load(start_ptr + members[:, None] * C + states[None, :], mask=mask, other=float("-inf"))
+    x = tl.load(at(x_ptr, members, states, stride_xm, stride_xc), mask=mask, other=float("-inf"))
+    return start + x.to(tl.float64)
+
+
+@triton.jit
+def _matrix(
+    bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, there,
+    C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The bounds of a matrix, and its tile (states, columns); columns of other parts may be among them."""
+    mask = (states < C)[:, None] & (columns < C)[None, :] & there
+    p = tl.load(
+        bulk_ptr + states[:, None] * stride_bk + columns[None, :] * stride_bj,
+        mask=mask,
+        other=float("-inf") if LOG_PARAMS else 0.0,
+    )
+    return tl.load(bound_ptr, mask=there, other=0), widened(p, DTYPE)
+
+
+@triton.jit
+def _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE: tl.constexpr):
+    """The levels of x, and the part's columns."""
+    x = tl.load(at(x_ptr, members, columns, stride_xm, stride_xc), mask=own, other=float("-inf")).to(DTYPE)
+    return tl.load(level_ptr + members, mask=inside, other=0), x
+
+
+def parts_of(chain: Operands) -> int:
+    """The programs that share sixteen sequences; one where they run one after the other, in the interpreter."""
+    if chain.x.device.type != "cuda":
+        return 1
+    wide = 32 if chain.double or launch.chip(chain.x) == "sm_80" and chain.shape[3] > 128 else 64
+    return triton.cdiv(chain.shape[3], wide)
+
+
+def forward(
+    chain: Operands, messages: Tensor, log_norm: Tensor, *, parts: int | None = None, programs: int | None = None
+) -> Tensor:
+    """Which sequences are doubtful (g, m), after messages and the log-partitions (g, m) of the others are written.
+
+    `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
+    end. `parts` share sixteen sequences; `programs` are started, for a test that starts one at a time.
+    """
+    v, g, m, c = chain.shape
+    parts = parts_of(chain) if parts is None else parts
+    groups = g * triton.cdiv(m, GROUP.value)
+    bound, level, doubt, counters = room(chain, words(groups))
+    launch.run(
+        _forward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, chain.start, chain.ends, messages,
+        log_norm, doubt, counters, v, g, m, len(messages), *chain.strides, 0 if len(chain.bulk) == 1 else g,
+        **constants(chain, parts),
+    )  # fmt: skip
+    return doubt
+
+
+def constants(chain: Operands, parts: int) -> dict[str, Any]:
+    """The compile-time arguments of the kernel, with its warps and stages."""
+    c = chain.shape[3]
+    rows, columns = launch.widths(chain.bulk)
+    return {
+        "C": c, "PARTS": parts, "LOG_PARAMS": chain.log_params, "PRECISION": launch.precision(chain.start.new_empty(0, dtype=chain.dtype)),
+        "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH_K": rows, "WIDTH_J": columns,
+        "num_warps": 8 if c > 32 else 4, "num_stages": 1,
+    }  # fmt: skip
