@@ -21,9 +21,9 @@ from . import launch
 from .chains import Operands, room
 from .meeting import arrive, counter_of, take_ticket, wait, words
 from .scaled import (
-    LN2_HIGH, LN2_LOW, doubtful, exp_scaled, floor, halves, linear, multiply, next_shift, raised, target,
+    doubtful, exp_scaled, floor, halves, linear, log_scaled, multiply, next_shift, raised, target,
 )  # fmt: skip
-from .tiles import at, exp, far, finite, log, multiple, multiples, widened
+from .tiles import at, exp, far, finite, multiple, multiples, widened
 
 # sequences of a group
 GROUP = tl.constexpr(16)
@@ -138,9 +138,8 @@ def _forward_kernel(
         at_end = message_ptr + (((ends - 1) % slots).to(tl.int64) * pitch + members * C)[:, None] + states[None, :]
         sums = tl.sum(tl.load(at_end, mask=whole, other=0.0, cache_modifier=".cg"), 1)
         lost |= doubtful(sums, inside, 0)
-        exponent = taken.to(tl.float64)
-        rest = log(sums).to(tl.float64) + exponent * LN2_LOW
-        tl.store(log_norm_ptr, (tl.load(log_norm_ptr, mask=inside) + exponent * LN2_HIGH) + rest, mask=inside)
+        top = tl.load(log_norm_ptr, mask=inside)
+        tl.store(log_norm_ptr, top + log_scaled(sums, taken), mask=inside)
     tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
 
 

@@ -103,7 +103,7 @@ def _bound(
     highest, lowest = tl.max(top), tl.min(least)
     if LOG_PARAMS:
         k = level_of(highest)
-        low = level_of(lowest) - k < least_exponent(DTYPE == tl.float64)
+        low = level_of(lowest) - k <= least_exponent(DTYPE == tl.float64)
     else:
         k = exponent_of(highest)
         low = lowest < power_of_two(k, DTYPE) * 2.0 ** least_exponent(DTYPE == tl.float64)

@@ -16,7 +16,7 @@ that x admits, is doubtful: another kernel computes it again.
 import triton
 import triton.language as tl
 
-from .tiles import operand
+from .tiles import log, operand
 
 # ln 2 with few enough digits that its products with exponents are exact, and the rest
 LN2_HIGH = tl.constexpr(0.6931471803691238)
@@ -87,6 +87,14 @@ def exp_scaled(a, k):
 
 
 @triton.jit
+def log_scaled(s, k):
+    """`log(s 2^k)` in float64, for numbers s and integers k of any size; -inf for 0."""
+    exponent = exponent_of(s)
+    whole = (k + exponent).to(tl.float64)
+    return whole * LN2_HIGH + (log(s * power_of_two(-exponent, s.dtype)).to(tl.float64) + whole * LN2_LOW)
+
+
+@triton.jit
 def linear(p, k, LOG_PARAMS: tl.constexpr):
     """Entries of a matrix, or exponentials of its logarithms, divided by 2^k."""
     if LOG_PARAMS:
@@ -121,7 +129,7 @@ def doubtful(u, wanted, low):
     if u.dtype == tl.float64:
         least = 2.0**-440
     else:
-        least = tl.where(low, 2.0**-10, 2.0**-36)
+        least = tl.where(low != 0, 2.0**-10, 2.0**-36)
     exact = ((u >= least) & (u < float("inf"))) | ((u == 0.0) & (low == 0))
     return wanted & (exact == 0)
 
