@@ -2,7 +2,8 @@
 
     S_0 = start exp(x_0)        S_i = (S_{i-1} P_i) exp(x_i)        log_norm = log sum_j S_{v-1}(j)
 
-Operands: `chains`. Numerics: `scaled`. A sequence with a sum that may be inexact is marked, and its results mean nothing.
+Operands: `chains`. Numerics: `scaled`. A sequence with a sum that may be inexact is doubtful, and its results mean
+nothing.
 
 Cost: g m (v - 1) c^2 multiply-adds and v dependent steps. Sixteen sequences are a group, which PARTS programs share:
 each has some columns of every matrix, loads whole messages, and writes its part of them. The matrix and x of the next
@@ -21,7 +22,16 @@ from . import launch
 from .chains import Operands, room
 from .meeting import arrive, counter_of, take_ticket, wait, words
 from .scaled import (
-    doubtful, exp_scaled, floor, halves, linear, log_scaled, multiply, next_shift, raised, target,
+    doubtful,
+    exp_scaled,
+    floor,
+    halves,
+    linear,
+    log_scaled,
+    multiply,
+    next_shift,
+    raised,
+    target,
 )  # fmt: skip
 from .tiles import at, exp, far, finite, multiple, multiples, widened
 
@@ -100,7 +110,9 @@ def _forward_kernel(
     x_ptr += stride_xv
     bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, last > 1, C, LOG_PARAMS, DTYPE)
     level_ptr += pitch // C
-    level, x = _potentials(level_ptr, x_ptr, members, columns, own & (last > 1), inside & (last > 1), stride_xm, stride_xc, DTYPE)
+    level, x = _potentials(
+        level_ptr, x_ptr, members, columns, own & (last > 1), inside & (last > 1), stride_xm, stride_xc, DTYPE
+    )
     for i in tl.range(1, last):
         active = i < ends
         k, low = bound >> 1, bound & 1
@@ -194,8 +206,8 @@ def forward(
     groups = g * triton.cdiv(m, GROUP.value)
     bound, level, doubt, counters = room(chain, words(groups))
     launch.run(
-        _forward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, chain.start, chain.ends, messages,
-        log_norm, doubt, counters, v, g, m, len(messages), *chain.strides, 0 if len(chain.bulk) == 1 else g,
+        _forward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, chain.start, chain.ends,
+        messages, log_norm, doubt, counters, v, g, m, len(messages), *chain.strides, 0 if len(chain.bulk) == 1 else g,
         **constants(chain, parts),
     )  # fmt: skip
     return doubt
@@ -206,7 +218,7 @@ def constants(chain: Operands, parts: int) -> dict[str, Any]:
     c = chain.shape[3]
     rows, columns = launch.widths(chain.bulk)
     return {
-        "C": c, "PARTS": parts, "LOG_PARAMS": chain.log_params, "PRECISION": launch.precision(chain.start.new_empty(0, dtype=chain.dtype)),
+        "C": c, "PARTS": parts, "LOG_PARAMS": chain.log_params, "PRECISION": chain.precision,
         "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH_K": rows, "WIDTH_J": columns,
         "num_warps": 8 if c > 32 else 4, "num_stages": 1,
     }  # fmt: skip

@@ -39,6 +39,11 @@ class Operands(NamedTuple):
         return *self.x.stride(), 0 if len(self.bulk) == 1 else self.bulk.stride(0), *self.bulk.stride()[1:]
 
     @property
+    def precision(self) -> str:
+        """The precision of `tl.dot`, see `launch.precision`."""
+        return launch.precision(self.x.new_empty(0, dtype=self.dtype))
+
+    @property
     def double(self) -> bool:
         """Whether the arithmetic is float64."""
         return self.dtype == torch.float64

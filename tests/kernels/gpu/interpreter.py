@@ -1,6 +1,7 @@
 """Triton's interpreter made stricter, faster, and as much like hardware as is asked for.
 
-Assertions fire; `tl.dot`, `tl.fma` and bfloat16 round as devices do. What else kernels find on NVIDIA's hardware are options.
+Assertions fire; `tl.dot`, `tl.fma` and bfloat16 round as devices do. What else kernels find on NVIDIA's hardware are
+options.
 """
 
 import functools
