@@ -51,20 +51,20 @@ def tile_of(count):
     return max(16, triton.next_power_of_2(count))
 
 
-@triton.jit(do_not_specialize=["v", "g", "m", "slots", "stride_kv"])
+@triton.jit(do_not_specialize=["v", "g", "m", "slots"])
 def _forward_kernel(
     x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, doubt_ptr, counters_ptr,
-    v, g, m, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj, stride_kv,
-    C: tl.constexpr, PARTS: tl.constexpr, LOG_PARAMS: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH_X: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr,
+    v, g, m, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg,
+    STRIDE_BK: tl.constexpr, STRIDE_BJ: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, LOG_PARAMS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH_X: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program computes a part of the columns of GROUP sequences."""
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
     PART: tl.constexpr = part_of(C, PARTS)
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, WIDTH_X)
-    stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, WIDTH_K * WIDTH_J)[:2]
-    stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
+    stride_bv, stride_bg = multiple(stride_bv, WIDTH), multiple(stride_bg, WIDTH)
+    stride_kv = tl.where(stride_bv == 0, 0, g)
 
     ticket = take_ticket(counters_ptr)
     part, group = ticket % PARTS, ticket // PARTS
@@ -108,13 +108,13 @@ def _forward_kernel(
     doubt = own & (tl.zeros_like(columns) > 0)[None, :]
 
     x_ptr += stride_xv
-    bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, last > 1, C, LOG_PARAMS, DTYPE)
+    bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, last > 1, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
     level_ptr += pitch // C
     level, x = _potentials(
         level_ptr, x_ptr, members, columns, own & (last > 1), inside & (last > 1), stride_xm, stride_xc, DTYPE
     )
     for i in tl.range(1, last):
-        active = i < ends
+        active = inside if ends_ptr is None else inside & (i < ends)
         k, low = bound >> 1, bound & 1
         exponent = level + shift
         factor = exp_scaled(x, exponent[:, None])
@@ -128,12 +128,12 @@ def _forward_kernel(
         level_ptr += tl.where(more, pitch // C, 0)
         bulk_ptr += tl.where(more, stride_bv, 0)
         bound_ptr += tl.where(more, stride_kv, 0)
-        bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, True, C, LOG_PARAMS, DTYPE)
+        bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, True, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
         admitted = x != float("-inf")
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
 
         u = multiply(a, p_high, p_low, PRECISION)
-        new = tl.where(active[:, None], raised(u, factor, admitted), 0.0)
+        new = raised(u, factor, admitted & active[:, None])
         written = own & (active | (slots == v))[:, None]
         tl.store(message_ptr + far(i % slots, pitch) + tile, new, mask=written, cache_modifier=".cg")
         arrive(counter_ptr, PARTS)
@@ -165,13 +165,13 @@ def _first(start_ptr, x_ptr, members, states, mask, stride_xm, stride_xc, C: tl.
 
 @triton.jit
 def _matrix(
-    bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, there,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
+    bound_ptr, bulk_ptr, states, columns, there,
+    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The bounds of a matrix, and its tile (states, columns); columns of other parts may be among them."""
     mask = (states < C)[:, None] & (columns < C)[None, :] & there
     p = tl.load(
-        bulk_ptr + states[:, None] * stride_bk + columns[None, :] * stride_bj,
+        bulk_ptr + states[:, None] * STRIDE_K + columns[None, :] * STRIDE_J,
         mask=mask,
         other=float("-inf") if LOG_PARAMS else 0.0,
     )
@@ -207,7 +207,7 @@ def forward(
     bound, level, doubt, counters = room(chain, words(groups))
     launch.run(
         _forward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, chain.start, chain.ends,
-        messages, log_norm, doubt, counters, v, g, m, len(messages), *chain.strides, 0 if len(chain.bulk) == 1 else g,
+        messages, log_norm, doubt, counters, v, g, m, len(messages), *chain.strides[:6],
         **constants(chain, parts),
     )  # fmt: skip
     return doubt
@@ -216,9 +216,9 @@ def forward(
 def constants(chain: Operands, parts: int) -> dict[str, Any]:
     """The compile-time arguments of the kernel, with its warps and stages."""
     c = chain.shape[3]
-    rows, columns = launch.widths(chain.bulk)
     return {
         "C": c, "PARTS": parts, "LOG_PARAMS": chain.log_params, "PRECISION": chain.precision,
-        "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH_K": rows, "WIDTH_J": columns,
+        "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH": max(launch.widths(chain.bulk)),
+        "STRIDE_BK": chain.bulk.stride(2), "STRIDE_BJ": chain.bulk.stride(3),
         "num_warps": 8 if c > 32 else 4, "num_stages": 1,
     }  # fmt: skip
