@@ -33,7 +33,7 @@ from .scaled import (
     raised,
     target,
 )  # fmt: skip
-from .tiles import at, exp, far, finite, multiple, multiples, widened
+from .tiles import at, exp, far, finite, log, multiple, multiples, widened
 
 # sequences of a group
 GROUP = tl.constexpr(16)
@@ -53,7 +53,8 @@ def tile_of(count):
 
 @triton.jit(do_not_specialize=["v", "g", "m", "slots"])
 def _forward_kernel(
-    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, doubt_ptr, counters_ptr,
+    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, leaving_ptr, doubt_ptr,
+    counters_ptr,
     v, g, m, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg,
     STRIDE_BK: tl.constexpr, STRIDE_BJ: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, LOG_PARAMS: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH_X: tl.constexpr, WIDTH: tl.constexpr,
@@ -83,6 +84,8 @@ def _forward_kernel(
     pitch = g.to(tl.int64) * m * C
     message_ptr += sequence * C
     start_ptr += sequence * C
+    if leaving_ptr is not None:
+        leaving_ptr += sequence * C
     log_norm_ptr += sequence + members
     x_ptr += z * stride_xg + first * stride_xm
     level_ptr += sequence
@@ -107,7 +110,9 @@ def _forward_kernel(
     shift = tl.zeros((GROUP,), tl.int32)
     doubt = own & (tl.zeros_like(columns) > 0)[None, :]
 
+    first_x_ptr = x_ptr
     x_ptr += stride_xv
+    final = tl.zeros((GROUP, tile_of(PART)), DTYPE)
     bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, last > 1, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
     level_ptr += pitch // C
     level, x = _potentials(
@@ -133,6 +138,8 @@ def _forward_kernel(
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
 
         u = multiply(a, p_high, p_low, PRECISION)
+        if leaving_ptr is not None:
+            final = tl.where(active[:, None], u, final)
         new = raised(u, factor, admitted & active[:, None])
         written = own & (active | (slots == v))[:, None]
         tl.store(message_ptr + far(i % slots, pitch) + tile, new, mask=written, cache_modifier=".cg")
@@ -143,6 +150,16 @@ def _forward_kernel(
     if slots == v:
         for i in tl.range(last, v):
             tl.store(message_ptr + far(i, pitch) + tile, tl.zeros((GROUP, tile_of(PART)), DTYPE), mask=own)
+
+    if leaving_ptr is not None:
+        # nothing has been raised in the logarithms of sums
+        x = tl.load(
+            at(first_x_ptr, members, columns, stride_xm, stride_xc) + ((ends - 1).to(tl.int64) * stride_xv)[:, None],
+            mask=own, other=float("-inf"),
+        )  # fmt: skip
+        logs = log(final * 2.0 ** -target(DOUBLE)).to(tl.float64) + x.to(tl.float64)
+        logs = tl.where((ends == 1)[:, None], total - top[:, None], logs)
+        tl.store(leaving_ptr + tile, logs.to(DTYPE), mask=own)
 
     lost = tl.max(doubt.to(tl.int32), 1) > 0
     if part == 0:
@@ -194,12 +211,20 @@ def parts_of(chain: Operands) -> int:
 
 
 def forward(
-    chain: Operands, messages: Tensor, log_norm: Tensor, *, parts: int | None = None, programs: int | None = None
+    chain: Operands,
+    messages: Tensor,
+    log_norm: Tensor,
+    leaving: Tensor | None = None,
+    *,
+    parts: int | None = None,
+    programs: int | None = None,
 ) -> Tensor:
     """Which sequences are doubtful (g, m), after messages and the log-partitions (g, m) of the others are written.
 
     `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
-    end. `parts` share sixteen sequences; `programs` are started, for a test that starts one at a time.
+    end. `leaving` (g, m, c), contiguous, receives the last messages as logarithms up to a constant, exact to rounding
+    where messages may have been raised. `parts` share sixteen sequences; `programs` are started, for a test that starts
+    one at a time.
     """
     v, g, m, c = chain.shape
     parts = parts_of(chain) if parts is None else parts
@@ -207,7 +232,7 @@ def forward(
     bound, level, doubt, counters = room(chain, words(groups))
     launch.run(
         _forward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, chain.start, chain.ends,
-        messages, log_norm, doubt, counters, v, g, m, len(messages), *chain.strides[:6],
+        messages, log_norm, leaving, doubt, counters, v, g, m, len(messages), *chain.strides[:6],
         **constants(chain, parts),
     )  # fmt: skip
     return doubt
