@@ -1,0 +1,350 @@
+"""The recursions of chains in logarithms, for sequences whose linear messages would lose something.
+
+    a_0 = start + x_0        a_i = log(exp(a_{i-1}) P_i) + x_i        log_norm = log sum_j exp a_{v-1}(j)
+    w_i = x_i + b_i          b_{i-1} = log(P_i exp(w_i))              nu_i = log sum_k exp(a_i(k) + b_i(k))
+    gamma_i = exp(a_i + b_i - nu_i)        r_i = w_i - nu_{i-1}        counts_i = exp(a_{i-1}(k) + r_i(j)) P_i(k, j)
+
+Operands: `chains`. Fast kernels mark sequences (g, m); all others are left as they are. Messages (slots, g, m, c) of
+marked sequences become logarithms less their largest entry; of others they are linear, see `scaled`, and their
+logarithms are those of `message / 2^TARGET`. Counts sum to 1 over (k, j): r is normalised by the messages as they are.
+
+Numerics: terms of a sum are taken relative to its largest, found on the way, so that nothing underflows. Their
+logarithms are float64 and entries of linear matrices stay mantissas, so a sum is rounded as that of `exp` and products
+in the arithmetic's dtype. What is taken out of messages is summed in two float64 numbers. -inf and zeros are exact.
+
+Cost: as the recursions, with an exponential for each multiply-add; without a mark, one load in each program. A program
+computes one sequence, or tiles of the counts, to which it adds marked sequences in their order: no atomics.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .chains import Operands
+from .logs import apart, log_wide
+from .scaled import LN2_HIGH, LN2_LOW, target
+from .tiles import at, exact_sum, exp, far, finite, load
+
+# rows and columns of a tile of counts
+_TILE = tl.constexpr(32)
+
+# programs that look for marked counts
+_PROGRAMS = 512
+
+
+@triton.constexpr_function
+def _width(c):
+    """The columns of a tile, which has all of them."""
+    return triton.next_power_of_2(c)
+
+
+@triton.constexpr_function
+def _height(c):
+    """The rows of a tile."""
+    return max(1, min(triton.next_power_of_2(c), 2048 // triton.next_power_of_2(c)))
+
+
+@triton.constexpr_function
+def _across(c):
+    """The tiles of counts in a row of the matrix."""
+    return -(-c // _TILE.value)
+
+
+@triton.jit(do_not_specialize=["v", "sequences", "m", "slots"])
+def _forward_kernel(
+    x_ptr, bulk_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, doubt_ptr, v, sequences, m, slots,
+    stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj,
+    C: tl.constexpr, LOG_PARAMS: tl.constexpr,
+):  # fmt: skip
+    """One program computes one sequence."""
+    sequence = tl.program_id(0).to(tl.int64)
+    if tl.load(doubt_ptr + sequence) == 0:
+        return
+    states = tl.arange(0, _width(C))
+    inside = states < C
+    x_ptr += sequence // m * stride_xg + sequence % m * stride_xm
+    bulk_ptr += sequence // m * stride_bg
+    message_ptr += sequence * C
+    pitch = sequences.to(tl.int64) * C
+    end = _end(ends_ptr, sequence, v)
+
+    start = tl.load(start_ptr + sequence * C + states, mask=inside, other=float("-inf"))
+    x, peak = _potentials(x_ptr, stride_xc, states, inside)
+    message, shift = _normalised(start + x, message_ptr.dtype.element_ty)
+    high, low = exact_sum(peak, shift)
+    tl.store(message_ptr + states, message, mask=inside)
+    for i in tl.range(1, end):
+        x_ptr += stride_xv
+        x, peak = _potentials(x_ptr, stride_xc, states, inside)
+        # other threads stored the last message, and have read the one before it
+        tl.debug_barrier()
+        u = _fold(message_ptr + (i - 1) % slots * pitch, bulk_ptr, stride_bk, stride_bj, C, LOG_PARAMS)
+        message, shift = _normalised(u + x, message_ptr.dtype.element_ty)
+        high, error = exact_sum(high, peak)
+        high, other = exact_sum(high, shift)
+        low += error + other
+        tl.store(message_ptr + i % slots * pitch + states, message, mask=inside)
+        bulk_ptr += stride_bv
+    if slots == v:
+        for i in tl.range(end, v):
+            tl.store(message_ptr + i * pitch + states, tl.full(states.shape, float("-inf"), message.dtype), mask=inside)
+    tl.store(log_norm_ptr + sequence, high + (low + log_wide(tl.sum(exp(message), 0))))
+
+
+@triton.jit(do_not_specialize=["v", "m"])
+def _backward_kernel(
+    x_ptr, bulk_ptr, ends_ptr, message_ptr, redone_ptr, marked_ptr, log_norm_ptr, weight_ptr, grad_x_ptr,
+    grad_start_ptr, r_ptr, final_ptr, v, m, stride_xv, stride_xg, stride_xm, stride_xc,
+    stride_bv, stride_bg, stride_bk, stride_bj, stride_wg, stride_wm, stride_dv, stride_dg, stride_dm, stride_dc,
+    C: tl.constexpr, LOG_PARAMS: tl.constexpr,
+):  # fmt: skip
+    """One program computes one sequence; w passes from step to step through the memory of the gradient of start."""
+    sequence = tl.program_id(0).to(tl.int64)
+    if tl.load(marked_ptr + sequence) == 0:
+        return
+    DTYPE: tl.constexpr = message_ptr.dtype.element_ty
+    states = tl.arange(0, _width(C))
+    inside = states < C
+    z, y = sequence // m, sequence % m
+    x_ptr += z * stride_xg + y * stride_xm
+    bulk_ptr += z * stride_bg
+    w_ptr = grad_start_ptr + sequence * C
+    pitch = (tl.num_programs(0) + tl.zeros((), tl.int64)) * C
+    end = _end(ends_ptr, sequence, v)
+    redone = tl.load(redone_ptr + sequence) != 0
+    weight = tl.load(weight_ptr + z * stride_wg + y * stride_wm).to(DTYPE)
+    if grad_x_ptr is not None:
+        grad_x_ptr += z * stride_dg + y * stride_dm
+        for i in tl.range(end, v):
+            out = grad_x_ptr + far(i, stride_dv) + states.to(tl.int64) * stride_dc
+            tl.store(out, tl.zeros(states.shape, DTYPE), mask=inside)
+    if r_ptr is not None:
+        for i in tl.range(end, v):
+            out = r_ptr + i * pitch + sequence * C + states
+            tl.store(out, tl.full(states.shape, float("-inf"), DTYPE), mask=inside)
+
+    # -inf and NaN of the log-partition make all logarithms the same
+    log_norm = tl.load(log_norm_ptr + sequence)
+    b = tl.zeros(states.shape, tl.float64) + tl.where(tl.abs(log_norm) < float("inf"), 0.0, log_norm)
+    if final_ptr is not None:
+        b += tl.load(final_ptr + sequence * C + states, mask=inside, other=float("-inf")).to(tl.float64)
+    w = tl.zeros(states.shape, DTYPE)
+    gamma = w
+    for back in tl.range(0, end):
+        i = end - 1 - back
+        lost = tl.zeros((), tl.float64)
+        if back > 0:
+            # other threads stored w
+            tl.debug_barrier()
+            u = _fold(w_ptr, bulk_ptr + far(i, stride_bv), stride_bj, stride_bk, C, LOG_PARAMS)
+            lost = finite(tl.max(u, 0))
+            b = u - lost
+        a = _message(message_ptr + i * pitch + sequence * C + states, inside, redone)
+        joint = a + b
+        top = finite(tl.max(joint, 0))
+        shares = exp((joint - top).to(DTYPE))
+        total = tl.sum(shares, 0)
+        gamma = shares / tl.where(total == 0.0, 1.0, total) * weight
+        # 0 even if the weight is not finite, or the messages are not
+        gamma = tl.where(weight == 0.0, 0.0, tl.where(joint == float("-inf"), 0.0, gamma))
+        if grad_x_ptr is not None:
+            out = grad_x_ptr + far(i, stride_dv) + states.to(tl.int64) * stride_dc
+            tl.store(out, gamma, mask=inside)
+        if r_ptr is not None:
+            nu = tl.where(total == 0.0, 0.0, top + lost + log_wide(total))
+            r = (w.to(tl.float64) - nu).to(DTYPE)
+            tl.store(r_ptr + (i + 1) * pitch + sequence * C + states, r, mask=inside & (back > 0))
+        x, _ = _potentials(x_ptr + far(i, stride_xv), stride_xc, states, inside)
+        w, _ = _normalised(tl.where(a == float("-inf"), float("-inf"), b) + x, DTYPE)
+        tl.debug_barrier()
+        tl.store(w_ptr + states, w, mask=inside)
+    tl.debug_barrier()
+    tl.store(w_ptr + states, gamma, mask=inside)
+
+
+@triton.jit(do_not_specialize=["v", "g", "m", "matrices"])
+def _counts_kernel(
+    bulk_ptr, ends_ptr, message_ptr, redone_ptr, marked_ptr, r_ptr, weight_ptr, out_ptr, v, g, m, matrices,
+    stride_bv, stride_bg, stride_bk, stride_bj, stride_wg, stride_wm, stride_ov, stride_og, stride_ok, stride_oj,
+    C: tl.constexpr, LOG_PARAMS: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """One program adds to tiles of any matrices."""
+    found = tl.zeros((1024,), tl.int32)
+    for first in tl.range(0, g * m, 1024):
+        sequences = first + tl.arange(0, 1024)
+        found |= tl.load(marked_ptr + sequences, mask=sequences < g * m, other=0).to(tl.int32)
+    if tl.max(found, 0) == 0:
+        return
+    DTYPE: tl.constexpr = message_ptr.dtype.element_ty
+    NOTHING: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
+    ACROSS: tl.constexpr = _across(C)
+    pitch = (g + tl.zeros((), tl.int64)) * m * C
+    for program in tl.range(tl.program_id(0), matrices * (ACROSS * ACROSS), tl.num_programs(0)):
+        tile, matrix = program % (ACROSS * ACROSS), program // (ACROSS * ACROSS)
+        step, z = (matrix // g).to(tl.int64), (matrix % g).to(tl.int64)
+        k = tile // ACROSS * _TILE + tl.arange(0, _TILE)
+        j = tile % ACROSS * _TILE + tl.arange(0, _TILE)
+        matrix_ptr = bulk_ptr + step * stride_bv + z * stride_bg
+        p = load(matrix_ptr, k, j, C, C, stride_bk, stride_bj, DTYPE, NOTHING)
+        total = tl.zeros((_TILE, _TILE), DTYPE)
+        visited = 0
+        for y in tl.range(0, m):
+            sequence = z * m + y
+            weight = tl.load(weight_ptr + z * stride_wg + y * stride_wm).to(DTYPE)
+            if (tl.load(marked_ptr + sequence) != 0) & (weight != 0.0):
+                redone = tl.load(redone_ptr + sequence) != 0
+                end = _end(ends_ptr, sequence, v)
+                begin = 1 if SUMMED else step.to(tl.int32) + 1
+                for i in tl.range(begin, end if SUMMED else tl.minimum(end, begin + 1)):
+                    before = i * pitch + sequence * C
+                    a = _message(message_ptr + before - pitch + k, k < C, redone)
+                    r = tl.load(r_ptr + before + j, mask=j < C, other=float("-inf")).to(tl.float64)
+                    total += _counted(a[:, None] + r[None, :], p, weight, LOG_PARAMS)
+                visited = 1
+        if visited:
+            out = at(out_ptr + step * stride_ov + z * stride_og, k, j, stride_ok, stride_oj)
+            inside = (k < C)[:, None] & (j < C)[None, :]
+            total += tl.load(out, mask=inside, other=0.0)
+            tl.store(out, total, mask=inside & (p != NOTHING))
+
+
+@triton.jit
+def _counted(joint, p, weight, LOG_PARAMS: tl.constexpr):
+    """`weight exp(joint)`, times the matrix if that is a logarithm; 0 without a path, even where the matrix is NaN."""
+    if LOG_PARAMS:
+        share = weight * exp((joint + p.to(tl.float64)).to(p.dtype))
+    else:
+        # in two factors: a tiny one may stand beside a tiny weight of the matrix, by which it is divided
+        half = exp((0.5 * joint).to(p.dtype))
+        share = (weight * half) * half
+    return tl.where(joint == float("-inf"), 0.0, share)
+
+
+@triton.jit
+def _end(ends_ptr, sequence, v):
+    """The steps of a sequence."""
+    if ends_ptr is None:
+        return v
+    else:
+        return tl.load(ends_ptr + sequence).to(tl.int32)
+
+
+@triton.jit
+def _potentials(x_ptr, stride_xc, states, inside):
+    """x of a step less its largest entry, and that, in float64."""
+    x = tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=inside, other=float("-inf")).to(tl.float64)
+    peak = finite(tl.max(x, 0))
+    return x - peak, peak
+
+
+@triton.jit
+def _message(ptr, inside, redone):
+    """The logarithms of a forward message, in float64."""
+    message = tl.load(ptr, mask=inside, other=float("-inf"))
+    DOUBLE: tl.constexpr = message.dtype == tl.float64
+    logs = log_wide(message) - target(DOUBLE) * LN2_HIGH - target(DOUBLE) * LN2_LOW
+    return tl.where(inside, tl.where(redone, message.to(tl.float64), logs), float("-inf"))
+
+
+@triton.jit
+def _normalised(total, DTYPE: tl.constexpr):
+    """Logarithms less their largest, as a message, and that; 0 where it is -inf."""
+    shift = finite(tl.max(total, 0))
+    return (total - shift).to(DTYPE), shift
+
+
+@triton.jit
+def _fold(message_ptr, matrix_ptr, stride_k, stride_j, C: tl.constexpr, LOG_PARAMS: tl.constexpr):
+    """`log sum_k exp(message(k)) P(k, .)` in float64."""
+    DTYPE: tl.constexpr = message_ptr.dtype.element_ty
+    columns = tl.arange(0, _width(C))
+    top = tl.full((_width(C),), float("-inf"), tl.float64)
+    sums = tl.zeros((_width(C),), DTYPE)
+    for first in tl.range(0, C, _height(C)):
+        rows = first + tl.arange(0, _height(C))
+        message = tl.load(message_ptr + rows, mask=rows < C, other=float("-inf")).to(tl.float64)
+        p = load(matrix_ptr, rows, columns, C, C, stride_k, stride_j, DTYPE, float("-inf") if LOG_PARAMS else 0.0)
+        logs, factors = apart(p, LOG_PARAMS)
+        logs += message[:, None]
+        before, top = top, tl.maximum(top, tl.max(logs, 0))
+        shift = finite(top)
+        terms = factors * exp((logs - shift[None, :]).to(DTYPE))
+        sums = sums * exp((before - shift).to(DTYPE)) + tl.sum(terms, 0)
+    return top + log_wide(sums)
+
+
+def _warps(c: int) -> int:
+    return 4 if c <= 256 else 8
+
+
+def forward(chain: Operands, messages: Tensor, log_norm: Tensor, doubt: Tensor) -> None:
+    """Messages and log-partitions (g, m) of doubtful sequences are written again; `doubt` (g, m), bool.
+
+    `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are -inf after a
+    sequence's end.
+    """
+    v, g, m, c = chain.shape
+    launch.run(
+        _forward_kernel, (g * m,), chain.x, chain.bulk, chain.start, chain.ends, messages, log_norm, doubt,
+        v, g * m, m, len(messages), *chain.strides, C=c, LOG_PARAMS=chain.log_params, num_warps=_warps(c),
+    )  # fmt: skip
+
+
+def backward(
+    chain: Operands,
+    messages: Tensor,
+    redone: Tensor,
+    marked: Tensor,
+    log_norm: Tensor,
+    weight: Tensor,
+    *,
+    grad_x: Tensor | None,
+    grad_start: Tensor,
+    r: Tensor | None,
+    final: Tensor | None,
+) -> None:
+    """The posteriors of marked sequences, times `weight`, and the logarithms `r` are written.
+
+    Args:
+        chain: the operands of `forward`; `start` is not read.
+        messages: all forward messages (v, g, m, c), contiguous.
+        redone: (g, m), bool: sequences whose messages are logarithms.
+        marked: (g, m), bool: sequences to compute, redone or not.
+        log_norm: (g, m), contiguous float64; -inf marks sequences without a path, with gradients of exactly 0, and NaN
+            makes all gradients NaN.
+        weight: (g, m) of any strides; 0 gives gradients of exactly 0.
+        grad_x: `weight * gamma` (v, g, m, c) of any strides and float type, 0 after a sequence's end.
+        grad_start: `weight * gamma_0` (g, m, c), contiguous, in the dtype of the messages.
+        r: (v, g, m, c), contiguous, in the dtype of the messages; -inf after a sequence's end. r[0] is not written.
+        final: b_{v-1} (g, m, c), contiguous logarithms; None for zeros.
+    """
+    v, g, m, c = chain.shape
+    assert len(messages) == v and grad_start.is_contiguous() and grad_start.dtype == messages.dtype
+    launch.run(
+        _backward_kernel, (g * m,), chain.x, chain.bulk, chain.ends, messages, redone, marked, log_norm, weight, grad_x,
+        grad_start, r, final, v, m, *chain.strides, *weight.stride(),
+        *((0, 0, 0, 0) if grad_x is None else grad_x.stride()),
+        C=c, LOG_PARAMS=chain.log_params, num_warps=_warps(c),
+    )  # fmt: skip
+
+
+def counts(
+    chain: Operands, messages: Tensor, redone: Tensor, marked: Tensor, r: Tensor, weight: Tensor, out: Tensor
+) -> None:
+    """The gradient of the matrices by marked sequences is added to `out` (s, g, c, c), of any strides.
+
+    `out`, in the dtype of the messages, is not touched where a matrix is 0. Sequences of weight 0 are left out,
+    whatever they hold. Others as in `backward`.
+    """
+    v, g, m, c = chain.shape
+    if v == 1:
+        return
+    s = len(chain.bulk)
+    assert out.shape == (s, g, c, c) and out.dtype == messages.dtype and s in (1, v - 1)
+    tiles = s * g * triton.cdiv(c, _TILE.value) ** 2
+    launch.run(
+        _counts_kernel, (min(_PROGRAMS, tiles),), chain.bulk, chain.ends, messages, redone, marked, r, weight, out,
+        v, g, m, s * g, *chain.strides[4:], *weight.stride(), *out.stride(),
+        C=c, LOG_PARAMS=chain.log_params, SUMMED=s == 1, num_warps=4,
+    )  # fmt: skip
