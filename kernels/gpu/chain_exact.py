@@ -2,18 +2,18 @@
 
     a_0 = start + x_0        a_i = log(exp(a_{i-1}) P_i) + x_i        log_norm = log sum_j exp a_{v-1}(j)
     w_i = x_i + b_i          b_{i-1} = log(P_i exp(w_i))              nu_i = log sum_k exp(a_i(k) + b_i(k))
-    gamma_i = exp(a_i + b_i - nu_i)        r_i = w_i - nu_{i-1}        counts_i = exp(a_{i-1}(k) + r_i(j)) P_i(k, j)
+    gamma_i = exp(a_i + b_i - nu_i)        r_i = w_i - nu_{i-1}
 
 Operands: `chains`. Fast kernels mark sequences (g, m); all others are left as they are. Messages (slots, g, m, c) of
 marked sequences become logarithms less their largest entry; of others they are linear, see `scaled`, and their
-logarithms are those of `message / 2^TARGET`. Counts sum to 1 over (k, j): r is normalised by the messages as they are.
+logarithms are those of `message / 2^TARGET`. `exp(a_{i-1}(k) + r_i(j)) P_i(k, j)` sums to 1 over (k, j).
 
 Numerics: terms of a sum are taken relative to its largest, found on the way, so that nothing underflows. Their
 logarithms are float64 and entries of linear matrices stay mantissas, so a sum is rounded as that of `exp` and products
 in the arithmetic's dtype. What is taken out of messages is summed in two float64 numbers. -inf and zeros are exact.
 
 Cost: as the recursions, with an exponential for each multiply-add; without a mark, one load in each program. A program
-computes one sequence, or tiles of the counts, to which it adds marked sequences in their order: no atomics.
+computes one sequence.
 """
 
 import triton
@@ -22,15 +22,8 @@ from torch import Tensor
 
 from . import launch
 from .chains import Operands
-from .logs import apart, log_wide
-from .scaled import LN2_HIGH, LN2_LOW, target
-from .tiles import at, exact_sum, exp, far, finite, load
-
-# rows and columns of a tile of counts
-_TILE = tl.constexpr(32)
-
-# programs that look for marked counts
-_PROGRAMS = 512
+from .logs import apart, log_wide, message_logs
+from .tiles import exact_sum, exp, far, finite, load
 
 
 @triton.constexpr_function
@@ -43,12 +36,6 @@ def _width(c):
 def _height(c):
     """The rows of a tile."""
     return max(1, min(triton.next_power_of_2(c), 2048 // triton.next_power_of_2(c)))
-
-
-@triton.constexpr_function
-def _across(c):
-    """The tiles of counts in a row of the matrix."""
-    return -(-c // _TILE.value)
 
 
 @triton.jit(do_not_specialize=["v", "sequences", "m", "slots"])
@@ -67,7 +54,7 @@ def _forward_kernel(
     bulk_ptr += sequence // m * stride_bg
     message_ptr += sequence * C
     pitch = sequences.to(tl.int64) * C
-    end = _end(ends_ptr, sequence, v)
+    end = end_of(ends_ptr, sequence, v)
 
     start = tl.load(start_ptr + sequence * C + states, mask=inside, other=float("-inf"))
     x, peak = _potentials(x_ptr, stride_xc, states, inside)
@@ -111,7 +98,7 @@ def _backward_kernel(
     bulk_ptr += z * stride_bg
     w_ptr = grad_start_ptr + sequence * C
     pitch = (tl.num_programs(0) + tl.zeros((), tl.int64)) * C
-    end = _end(ends_ptr, sequence, v)
+    end = end_of(ends_ptr, sequence, v)
     redone = tl.load(redone_ptr + sequence) != 0
     weight = tl.load(weight_ptr + z * stride_wg + y * stride_wm).to(DTYPE)
     if grad_x_ptr is not None:
@@ -140,7 +127,7 @@ def _backward_kernel(
             u = _fold(w_ptr, bulk_ptr + far(i, stride_bv), stride_bj, stride_bk, C, LOG_PARAMS)
             lost = finite(tl.max(u, 0))
             b = u - lost
-        a = _message(message_ptr + i * pitch + sequence * C + states, inside, redone)
+        a = message_logs(message_ptr + i * pitch + sequence * C + states, inside, redone)
         joint = a + b
         top = finite(tl.max(joint, 0))
         shares = exp((joint - top).to(DTYPE))
@@ -163,66 +150,8 @@ def _backward_kernel(
     tl.store(w_ptr + states, gamma, mask=inside)
 
 
-@triton.jit(do_not_specialize=["v", "g", "m", "matrices"])
-def _counts_kernel(
-    bulk_ptr, ends_ptr, message_ptr, redone_ptr, marked_ptr, r_ptr, weight_ptr, out_ptr, v, g, m, matrices,
-    stride_bv, stride_bg, stride_bk, stride_bj, stride_wg, stride_wm, stride_ov, stride_og, stride_ok, stride_oj,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, SUMMED: tl.constexpr,
-):  # fmt: skip
-    """One program adds to tiles of any matrices."""
-    found = tl.zeros((1024,), tl.int32)
-    for first in tl.range(0, g * m, 1024):
-        sequences = first + tl.arange(0, 1024)
-        found |= tl.load(marked_ptr + sequences, mask=sequences < g * m, other=0).to(tl.int32)
-    if tl.max(found, 0) == 0:
-        return
-    DTYPE: tl.constexpr = message_ptr.dtype.element_ty
-    NOTHING: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
-    ACROSS: tl.constexpr = _across(C)
-    pitch = (g + tl.zeros((), tl.int64)) * m * C
-    for program in tl.range(tl.program_id(0), matrices * (ACROSS * ACROSS), tl.num_programs(0)):
-        tile, matrix = program % (ACROSS * ACROSS), program // (ACROSS * ACROSS)
-        step, z = (matrix // g).to(tl.int64), (matrix % g).to(tl.int64)
-        k = tile // ACROSS * _TILE + tl.arange(0, _TILE)
-        j = tile % ACROSS * _TILE + tl.arange(0, _TILE)
-        matrix_ptr = bulk_ptr + step * stride_bv + z * stride_bg
-        p = load(matrix_ptr, k, j, C, C, stride_bk, stride_bj, DTYPE, NOTHING)
-        total = tl.zeros((_TILE, _TILE), DTYPE)
-        visited = 0
-        for y in tl.range(0, m):
-            sequence = z * m + y
-            weight = tl.load(weight_ptr + z * stride_wg + y * stride_wm).to(DTYPE)
-            if (tl.load(marked_ptr + sequence) != 0) & (weight != 0.0):
-                redone = tl.load(redone_ptr + sequence) != 0
-                end = _end(ends_ptr, sequence, v)
-                begin = 1 if SUMMED else step.to(tl.int32) + 1
-                for i in tl.range(begin, end if SUMMED else tl.minimum(end, begin + 1)):
-                    before = i * pitch + sequence * C
-                    a = _message(message_ptr + before - pitch + k, k < C, redone)
-                    r = tl.load(r_ptr + before + j, mask=j < C, other=float("-inf")).to(tl.float64)
-                    total += _counted(a[:, None] + r[None, :], p, weight, LOG_PARAMS)
-                visited = 1
-        if visited:
-            out = at(out_ptr + step * stride_ov + z * stride_og, k, j, stride_ok, stride_oj)
-            inside = (k < C)[:, None] & (j < C)[None, :]
-            total += tl.load(out, mask=inside, other=0.0)
-            tl.store(out, total, mask=inside & (p != NOTHING))
-
-
 @triton.jit
-def _counted(joint, p, weight, LOG_PARAMS: tl.constexpr):
-    """`weight exp(joint)`, times the matrix if that is a logarithm; 0 without a path, even where the matrix is NaN."""
-    if LOG_PARAMS:
-        share = weight * exp((joint + p.to(tl.float64)).to(p.dtype))
-    else:
-        # in two factors: a tiny one may stand beside a tiny weight of the matrix, by which it is divided
-        half = exp((0.5 * joint).to(p.dtype))
-        share = (weight * half) * half
-    return tl.where(joint == float("-inf"), 0.0, share)
-
-
-@triton.jit
-def _end(ends_ptr, sequence, v):
+def end_of(ends_ptr, sequence, v):
     """The steps of a sequence."""
     if ends_ptr is None:
         return v
@@ -236,15 +165,6 @@ def _potentials(x_ptr, stride_xc, states, inside):
     x = tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=inside, other=float("-inf")).to(tl.float64)
     peak = finite(tl.max(x, 0))
     return x - peak, peak
-
-
-@triton.jit
-def _message(ptr, inside, redone):
-    """The logarithms of a forward message, in float64."""
-    message = tl.load(ptr, mask=inside, other=float("-inf"))
-    DOUBLE: tl.constexpr = message.dtype == tl.float64
-    logs = log_wide(message) - target(DOUBLE) * LN2_HIGH - target(DOUBLE) * LN2_LOW
-    return tl.where(inside, tl.where(redone, message.to(tl.float64), logs), float("-inf"))
 
 
 @triton.jit
@@ -326,25 +246,4 @@ def backward(
         grad_start, r, final, v, m, *chain.strides, *weight.stride(),
         *((0, 0, 0, 0) if grad_x is None else grad_x.stride()),
         C=c, LOG_PARAMS=chain.log_params, num_warps=_warps(c),
-    )  # fmt: skip
-
-
-def counts(
-    chain: Operands, messages: Tensor, redone: Tensor, marked: Tensor, r: Tensor, weight: Tensor, out: Tensor
-) -> None:
-    """The gradient of the matrices by marked sequences is added to `out` (s, g, c, c), of any strides.
-
-    `out`, in the dtype of the messages, is not touched where a matrix is 0. Sequences of weight 0 are left out,
-    whatever they hold. Others as in `backward`.
-    """
-    v, g, m, c = chain.shape
-    if v == 1:
-        return
-    s = len(chain.bulk)
-    assert out.shape == (s, g, c, c) and out.dtype == messages.dtype and s in (1, v - 1)
-    tiles = s * g * triton.cdiv(c, _TILE.value) ** 2
-    launch.run(
-        _counts_kernel, (min(_PROGRAMS, tiles),), chain.bulk, chain.ends, messages, redone, marked, r, weight, out,
-        v, g, m, s * g, *chain.strides[4:], *weight.stride(), *out.stride(),
-        C=c, LOG_PARAMS=chain.log_params, SUMMED=s == 1, num_warps=4,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from . import launch
 from .chains import Operands
 from .logs import logs_below
 from .scaled import exponent_of
-from .tiles import at, far, finite, load
+from .tiles import at, finite, load
 
 _LN2 = tl.constexpr(0.6931471805599453)
 

@@ -9,6 +9,8 @@ infinity, NaN) is NaN.
 import triton
 import triton.language as tl
 
+from .scaled import LN2_HIGH, LN2_LOW, target
+
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -72,3 +74,12 @@ def logs_below(p, level, LOG_PARAMS: tl.constexpr):
     else:
         exponent, mantissa = split(p)
         return _checked(p, (exponent - level[None, :]).to(p.dtype) * _LN2 + tl.log(mantissa))
+
+
+@triton.jit
+def message_logs(ptr, inside, redone):
+    """The logarithms of a forward message in float64, -inf outside: of `message / 2^TARGET` where it is not redone."""
+    message = tl.load(ptr, mask=inside, other=float("-inf"))
+    exponent: tl.constexpr = target(message.dtype == tl.float64)
+    logs = (log_wide(message) - exponent * LN2_HIGH) - exponent * LN2_LOW
+    return tl.where(inside, tl.where(redone, message.to(tl.float64), logs), float("-inf"))
