@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import launch
 from .launch import arithmetic
 from .logs import log_entry
 from .tiles import far
@@ -82,8 +83,8 @@ def paths(messages: Tensor, bulk: Tensor, ends: Tensor | None, *, log_params: bo
     states = torch.empty(g, m, v, dtype=torch.int64, device=messages.device)
     if states.numel():
         block_s, block_c, warps = tiles(c)
-        _backtrack_kernel[(triton.cdiv(g * m, block_s),)](
-            messages, bulk, ends, states, v, m, g * m, c,
+        launch.run(
+            _backtrack_kernel, (triton.cdiv(g * m, block_s),), messages, bulk, ends, states, v, m, g * m, c,
             bulk.stride(0) if len(bulk) == v - 1 > 1 else 0, *bulk.stride()[1:], g * m * c,
             LOG_PARAMS=log_params, DTYPE=arithmetic(messages.dtype), BLOCK_S=block_s, BLOCK_C=block_c, num_warps=warps,
         )  # fmt: skip

@@ -1,11 +1,12 @@
 """Properties of the device, of sizes and of strides that launchers of kernels ask for."""
 
 import math
-from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
+
+from .held import run as run
 
 
 def precision(like: Tensor) -> str:
@@ -81,8 +82,3 @@ def aligned(*matrices: Tensor) -> bool:
 def arithmetic(dtype: torch.dtype) -> tl.dtype:
     """Triton's name for the dtype of the arithmetic."""
     return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel with its arguments in order, and its compile-time arguments by name."""
-    kernel[grid](*arguments, **options)
