@@ -1,4 +1,4 @@
-"""Launches of compiled kernels that are held in a dict, which take a seventh of the Python that `kernel[grid]` takes.
+"""Launches of compiled kernels that are held in a dict: a fraction of the Python that `kernel[grid]` takes.
 
 Triton finds the compiled kernel of a call by binding, describing and printing all arguments. Here the key is what
 Triton compiles for, and nothing else: the device; of pointers the dtype, whether they are None, and whether they are
@@ -27,20 +27,25 @@ try:
 except ImportError:  # Triton before 3.4
     knobs = None
 
+# where Triton launches everything
+_ABSENT = knobs is None or torch.version.hip is not None
 
-class _Kinds(dict[int, tuple[bool, ...]]):
-    """What Triton makes of integers."""
+
+class _Kinds(dict[int, int]):
+    """A number for what Triton makes of an integer."""
 
     def __init__(self, specialised: bool) -> None:
         super().__init__()
         self.specialised = specialised
 
-    def __missing__(self, value: int) -> tuple[bool, ...]:
+    def __missing__(self, value: int) -> int:
         assert type(value) is int, f"expected an integer, got {value!r}"
-        bits = (-(2**31) <= value < 2**31, value < 2**63)
         if len(self) > 10_000:  # strides of ever other batches
             self.clear()
-        self[value] = kind = (*bits, value == 1, value % 16 == 0) if self.specialised else bits
+        kind = 2 if value >= 2**63 else 1 if not -(2**31) <= value < 2**31 else 0
+        if self.specialised:
+            kind += 8 if value == 1 else 4 if value % 16 == 0 else 0
+        self[value] = kind
         return kind
 
 
@@ -66,10 +71,9 @@ _held: dict[Any, _Held] = {}
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a kernel with its run-time arguments in order, and its constexprs, warps and stages by name."""
     if (
-        knobs is None
+        _ABSENT
         or type(kernel) is not JITFunction
         or kernel.pre_run_hooks
-        or torch.version.hip is not None
         or getattr(knobs.runtime.launch_enter_hook, "calls", True)
         or getattr(knobs.runtime.launch_exit_hook, "calls", True)
     ):
@@ -77,7 +81,7 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> 
         return
     held = _held.get(kernel.fn)
     if held is None:
-        held = _held[kernel.fn] = _Held(kernel)
+        held = _held.setdefault(kernel.fn, _Held(kernel))
     pointers, addresses = arguments[: held.pointers], 0
     dtypes: list[torch.dtype | None] = []
     for tensor in pointers:
