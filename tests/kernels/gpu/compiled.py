@@ -139,15 +139,16 @@ def compile_case(case: Case, target: str) -> Report:
         case.name, target, **read, in_loops=machine_code.in_loops(loops, SPILL), shared=kernel.metadata.shared,
         tensor=loops[0].count(TENSOR), instructions=loops[0].instructions, warps=kernel.metadata.num_warps,
         seconds=round(time.perf_counter() - start, 2),
-        dot=_tensor_cores(kernel.asm["ttir"], cuda) if case.dot is None else case.dot,
+        dot=_tensor_cores(kernel.asm["ttir"], target) if case.dot is None else case.dot,
         grid=case.grid, loops=[loop.operations for loop in machine_code.hottest(loops)],
     )  # fmt: skip
 
 
-def _tensor_cores(ttir: str, cuda: bool) -> bool:
-    """Whether a product is one that tensor cores can do: not one of exact float32 on CUDA."""
+def _tensor_cores(ttir: str, target: str) -> bool:
+    """Whether a product is one that tensor cores do: on CUDA not one of exact float32, on sm_86 not of float64."""
     products = re.findall(r"tt\.dot .*", ttir)
-    return any(not cuda or "inputPrecision" in product or "xf32>" not in product for product in products)
+    without = {"sm_86": ("xf32>", "xf64>"), "gfx942": ()}.get(target, ("xf32>",))
+    return any("inputPrecision" in product or not product.endswith(without) for product in products)
 
 
 def _read_cuda(cubin: bytes) -> tuple[dict[str, int], list[Loop]]:

@@ -58,7 +58,7 @@ def recorded(target: str, name: str, call: Callable[[], object], **changes: Any)
     """
     with on(target) as launches:
         call()
-    return [_case(name, *launched, **changes) for launched in launches]
+    return [_case(name, *launched, **{"dot": None} | changes) for launched in launches]
 
 
 def _case(name, kernel, grid, values, options, **changes) -> Case:
