@@ -338,6 +338,6 @@ def backward(
     launch.run(
         _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
         chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
-        *strides, FORM=form, num_warps=8 if c > 32 else 4, num_stages=1,
+        *strides, FORM=form, num_warps=launch.warps(c), num_stages=1,
     )  # fmt: skip
     return doubt

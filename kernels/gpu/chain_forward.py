@@ -245,5 +245,5 @@ def constants(chain: Operands, parts: int) -> dict[str, Any]:
         "C": c, "PARTS": parts, "LOG_PARAMS": chain.log_params, "PRECISION": chain.precision,
         "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH": max(launch.widths(chain.bulk)),
         "STRIDE_BK": chain.bulk.stride(2), "STRIDE_BJ": chain.bulk.stride(3),
-        "num_warps": 8 if c > 32 else 4, "num_stages": 1,
+        "num_warps": launch.warps(c), "num_stages": 1,
     }  # fmt: skip

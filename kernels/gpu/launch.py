@@ -44,6 +44,14 @@ def chip(like: Tensor) -> str:
     return "sm_90" if torch.cuda.get_device_capability(like.device)[0] in (9, 10) else "sm_80"
 
 
+def warps(c: int) -> int:
+    """The warps of a program that has rows of c states and a block of a matrix in registers.
+
+    Four on AMD, whose warps are twice as wide: a thread then has 512 registers, and needs more than 256.
+    """
+    return 4 if c <= 32 or torch.version.hip is not None else 8
+
+
 def processors(like: Tensor) -> int:
     """The number of multiprocessors of the device; 2 in the interpreter."""
     return torch.cuda.get_device_properties(like.device).multi_processor_count if like.device.type == "cuda" else 2

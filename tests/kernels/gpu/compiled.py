@@ -50,6 +50,7 @@ class Case:
     dot: bool | None = True  # tensor-core instructions are expected in the machine code; None: where `tl.dot` may
     registers: int | None = None  # the most of a thread, where the launcher says so to CUDA's assembler
     grid: tuple[int, ...] = ()  # of the launch, where it is known
+    bytes: int = 0  # of its tensors, likewise
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Report:
     seconds: float = 0.0
     dot: bool = False
     grid: tuple[int, ...] = ()
+    bytes: int = 0
+    before: int = 0  # instructions of a step before the first loop that waits for another program
     loops: list[dict[str, int]] = field(default_factory=list)  # operations of the hottest loop, and of those around it
     error: str = ""
 
@@ -135,20 +138,22 @@ def compile_case(case: Case, target: str) -> Report:
     except Exception as error:
         return Report(case.name, target, error=f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}")
     read, loops = _read_cuda(kernel.asm["cubin"]) if cuda else _read_rocm(kernel.asm["amdgcn"])
+    hottest = machine_code.hottest(loops)
     return Report(
         case.name, target, **read, in_loops=machine_code.in_loops(loops, SPILL), shared=kernel.metadata.shared,
         tensor=loops[0].count(TENSOR), instructions=loops[0].instructions, warps=kernel.metadata.num_warps,
         seconds=round(time.perf_counter() - start, 2),
         dot=_tensor_cores(kernel.asm["ttir"], target) if case.dot is None else case.dot,
-        grid=case.grid, loops=[loop.operations for loop in machine_code.hottest(loops)],
+        grid=case.grid, bytes=case.bytes, before=hottest[-1].before if hottest else 0,
+        loops=[loop.operations for loop in hottest],
     )  # fmt: skip
 
 
 def _tensor_cores(ttir: str, target: str) -> bool:
     """Whether a product is one that tensor cores do: on CUDA not one of exact float32, on sm_86 not of float64."""
-    products = re.findall(r"tt\.dot .*", ttir)
-    without = {"sm_86": ("xf32>", "xf64>"), "gfx942": ()}.get(target, ("xf32>",))
-    return any("inputPrecision" in product or not product.endswith(without) for product in products)
+    without = {"sm_86": ("f32", "f64"), "gfx942": ()}.get(target, ("f32",))
+    products = re.findall(r"tt\.dot (.*) -> tensor<\w+x(\w+)>", ttir)
+    return any("inputPrecision" in operands or kind not in without for operands, kind in products)
 
 
 def _read_cuda(cubin: bytes) -> tuple[dict[str, int], list[Loop]]:
@@ -216,7 +221,7 @@ def _main() -> int:
         return 0
     defects, head = 0, True
     for module in [options.module] if options.module else compile_cases.modules():
-        for target in [options.target] if options.target else TARGETS:
+        for target in [options.target] if options.target else compile_cases.targets(module):
             found = reports(module, target)
             defects += sum(bool(report.defect) for report in found)
             print(*table(found, head), sep="\n", flush=True)

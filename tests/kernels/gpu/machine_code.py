@@ -27,6 +27,7 @@ class Loop:
     first: int
     last: int
     operations: dict[str, int] = field(default_factory=dict)
+    before: int = 0  # instructions before the first loop that waits for another program
 
     @property
     def instructions(self) -> int:
@@ -73,12 +74,17 @@ def _loops(names: list[str], branches: list[tuple[int, int]]) -> list[Loop]:
     for place, to in branches:
         if to < place:  # an endless loop of one instruction is where machine code ends
             ends[to] = max(place, ends.get(to, 0))
+    short = {first for first, last in ends.items() if last - first < _SHORT and not _tensor(names[first : last + 1])}
     found = [Loop(0, len(names) - 1, dict(Counter(names)))]
     for first, last in sorted(ends.items()):
-        operations = Counter(names[first : last + 1])
-        if last - first >= _SHORT or any(re.match(TENSOR, name) for name in operations):
-            found.append(Loop(first, last, dict(operations)))
+        if first not in short:
+            wait = min((place for place in short if first <= place <= last), default=first)
+            found.append(Loop(first, last, dict(Counter(names[first : last + 1])), wait - first))
     return found
+
+
+def _tensor(names: list[str]) -> bool:
+    return any(re.match(TENSOR, name) for name in names)
 
 
 def hottest(loops: list[Loop]) -> list[Loop]:

@@ -3,6 +3,7 @@
 Launchers run on tensors without memory that say they are on a device, which says that it is of the target.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,8 +37,8 @@ class _OnDevice(TorchFunctionMode):
 
 
 @contextmanager
-def on(target: str) -> Iterator[list[tuple[Any, tuple, tuple, dict]]]:
-    """The launches to come, of kernels with grids, arguments and options; nothing is launched."""
+def on(target: str) -> Iterator[list[tuple[tuple, dict]]]:
+    """The launches to come: kernel, grid and arguments, and options. Nothing is launched."""
     capability, processors = DEVICES[target]
     properties = mock.Mock(multi_processor_count=processors)
     found = []
@@ -45,7 +46,7 @@ def on(target: str) -> Iterator[list[tuple[Any, tuple, tuple, dict]]]:
         mock.patch("torch.cuda.get_device_capability", lambda *_: capability),
         mock.patch("torch.cuda.get_device_properties", lambda *_: properties),
         mock.patch("torch.version.hip", None if target.startswith("sm_") else "7.0"),
-        mock.patch.object(launch, "run", lambda kernel, grid, *args, **options: found.append((kernel, grid, args, options))),
+        mock.patch.object(launch, "run", lambda *launched, **options: found.append((launched, options))),
         _OnDevice(),
     ):  # fmt: skip
         yield found
@@ -58,12 +59,13 @@ def recorded(target: str, name: str, call: Callable[[], object], **changes: Any)
     """
     with on(target) as launches:
         call()
-    return [_case(name, *launched, **{"dot": None} | changes) for launched in launches]
+    return [_case(name, *launched, options, **changes) for launched, options in launches]
 
 
-def _case(name, kernel, grid, values, options, **changes) -> Case:
+def _case(name, kernel, grid, *values, **changes) -> Case:
+    *values, options = values
     title = f"{kernel.fn.__module__.split('.')[-1]}{kernel.fn.__name__.removesuffix('_kernel')} {name}"
-    arguments, constants, divisible = {}, {}, []
+    arguments, constants, divisible, size = {}, {}, [], 0
     for parameter, value in zip(kernel.params, values, strict=False):
         specialised = not parameter.do_not_specialize
         if value is None or (type(value) is int and value == 1 and specialised):
@@ -71,6 +73,8 @@ def _case(name, kernel, grid, values, options, **changes) -> Case:
         elif isinstance(value, torch.Tensor):
             arguments[parameter.name] = f"*{_TYPES[value.dtype]}"
             divisible.append(parameter.name)  # as all memory that torch allocates
+            entries = (length for length, stride in zip(value.shape, value.stride(), strict=True) if stride)
+            size += value.element_size() * math.prod(entries)
         else:
             arguments[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if specialised and value % 16 == 0:
@@ -78,4 +82,5 @@ def _case(name, kernel, grid, values, options, **changes) -> Case:
     constants |= {name: value for name, value in options.items() if name in kernel.arg_names}
     fields = {"warps": "num_warps", "stages": "num_stages", "registers": "maxnreg"}
     chosen = {field: options[option] for field, option in fields.items() if option in options}
-    return Case(title, kernel, arguments, constants, tuple(divisible), grid=grid, **chosen | changes)
+    known = {"dot": None, "grid": grid, "bytes": size}
+    return Case(title, kernel, arguments, constants, tuple(divisible), **known | chosen | changes)
