@@ -83,6 +83,14 @@ def arithmetic(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+def warps(count: int) -> dict[str, int]:
+    """Options of a launch: so many warps to a program, and as many registers to a thread as there are then.
+
+    By itself ptxas spills some registers, to run more programs at once.
+    """
+    return {"num_warps": count} | ({} if torch.version.hip else {"maxnreg": min(255, 2048 // count)})
+
+
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a kernel with its arguments in order, and its compile-time arguments by name."""
     kernel[grid](*arguments, **options)
