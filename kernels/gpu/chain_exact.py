@@ -62,11 +62,11 @@ def _forward_kernel(
     high, low = exact_sum(peak, shift)
     tl.store(message_ptr + states, message, mask=inside)
     for i in tl.range(1, end):
-        x_ptr += stride_xv
-        x, peak = _potentials(x_ptr, stride_xc, states, inside)
         # other threads stored the last message, and have read the one before it
         tl.debug_barrier()
         u = _fold(message_ptr + (i - 1) % slots * pitch, bulk_ptr, stride_bk, stride_bj, C, LOG_PARAMS)
+        x_ptr += stride_xv
+        x, peak = _potentials(x_ptr, stride_xc, states, inside)
         message, shift = _normalised(u + x, message_ptr.dtype.element_ty)
         high, error = exact_sum(high, peak)
         high, other = exact_sum(high, shift)
@@ -76,6 +76,8 @@ def _forward_kernel(
     if slots == v:
         for i in tl.range(end, v):
             tl.store(message_ptr + i * pitch + states, tl.full(states.shape, float("-inf"), message.dtype), mask=inside)
+    # loaded again rather than kept in registers
+    message = tl.load(message_ptr + (end - 1) % slots * pitch + states, mask=inside, other=float("-inf"))
     tl.store(log_norm_ptr + sequence, high + (low + log_wide(tl.sum(exp(message), 0))))
 
 
@@ -116,8 +118,6 @@ def _backward_kernel(
     b = tl.zeros(states.shape, tl.float64) + tl.where(tl.abs(log_norm) < float("inf"), 0.0, log_norm)
     if final_ptr is not None:
         b += tl.load(final_ptr + sequence * C + states, mask=inside, other=float("-inf")).to(tl.float64)
-    w = tl.zeros(states.shape, DTYPE)
-    gamma = w
     for back in tl.range(0, end):
         i = end - 1 - back
         lost = tl.zeros((), tl.float64)
@@ -139,15 +139,14 @@ def _backward_kernel(
             out = grad_x_ptr + far(i, stride_dv) + states.to(tl.int64) * stride_dc
             tl.store(out, gamma, mask=inside)
         if r_ptr is not None:
+            w = tl.load(w_ptr + states, mask=inside & (back > 0), other=float("-inf"))
             nu = tl.where(total == 0.0, 0.0, top + lost + log_wide(total))
             r = (w.to(tl.float64) - nu).to(DTYPE)
             tl.store(r_ptr + (i + 1) * pitch + sequence * C + states, r, mask=inside & (back > 0))
         x, _ = _potentials(x_ptr + far(i, stride_xv), stride_xc, states, inside)
         w, _ = _normalised(tl.where(a == float("-inf"), float("-inf"), b) + x, DTYPE)
         tl.debug_barrier()
-        tl.store(w_ptr + states, w, mask=inside)
-    tl.debug_barrier()
-    tl.store(w_ptr + states, gamma, mask=inside)
+        tl.store(w_ptr + states, tl.where(i == 0, gamma, w), mask=inside)
 
 
 @triton.jit
@@ -194,8 +193,9 @@ def _fold(message_ptr, matrix_ptr, stride_k, stride_j, C: tl.constexpr, LOG_PARA
     return top + log_wide(sums)
 
 
-def _warps(c: int) -> int:
-    return 4 if c <= 256 else 8
+def warps(c: int) -> int:
+    """The warps of a program; with them only float64 rows of more than 2,048 states spill registers."""
+    return 4 if c <= 32 else 8 if c <= 1024 else 16
 
 
 def forward(chain: Operands, messages: Tensor, log_norm: Tensor, doubt: Tensor) -> None:
@@ -207,7 +207,7 @@ def forward(chain: Operands, messages: Tensor, log_norm: Tensor, doubt: Tensor) 
     v, g, m, c = chain.shape
     launch.run(
         _forward_kernel, (g * m,), chain.x, chain.bulk, chain.start, chain.ends, messages, log_norm, doubt,
-        v, g * m, m, len(messages), *chain.strides, C=c, LOG_PARAMS=chain.log_params, num_warps=_warps(c),
+        v, g * m, m, len(messages), *chain.strides, C=c, LOG_PARAMS=chain.log_params, **launch.warps(warps(c)),
     )  # fmt: skip
 
 
@@ -245,5 +245,5 @@ def backward(
         _backward_kernel, (g * m,), chain.x, chain.bulk, chain.ends, messages, redone, marked, log_norm, weight, grad_x,
         grad_start, r, final, v, m, *chain.strides, *weight.stride(),
         *((0, 0, 0, 0) if grad_x is None else grad_x.stride()),
-        C=c, LOG_PARAMS=chain.log_params, num_warps=_warps(c),
+        C=c, LOG_PARAMS=chain.log_params, **launch.warps(warps(c)),
     )  # fmt: skip

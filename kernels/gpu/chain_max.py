@@ -128,10 +128,11 @@ def tiles(c: int, m: int, double: bool) -> tuple[int, int, int]:
     """The sequences and the rows of a matrix that a program computes with at a time, and its warps."""
     block_c = triton.next_power_of_2(c)
     room = 4096 if double else 8192
+    warps = 4 if c <= 64 else 8 if c <= 1024 else 16
     if m == 1:
-        return 1, block_c if c <= 64 else max(1, room // 2 // block_c), 4 if c <= 256 else 8
-    block_k = min(block_c, 64) if c <= 64 else max(1, min(8, room // 4 // block_c))
-    return max(1, min(8, room // (block_c * block_k))), block_k, 4 if c <= 64 else 8
+        return 1, block_c if c <= 64 else max(1, room // 2 // block_c), warps
+    block_k = block_c if c <= 64 else max(1, min(8, room // 4 // block_c))
+    return max(1, min(8, room // (block_c * block_k))), block_k, warps
 
 
 def forward(chain: Operands, messages: Tensor) -> None:
@@ -142,5 +143,5 @@ def forward(chain: Operands, messages: Tensor) -> None:
     launch.run(
         _max_kernel, (g * triton.cdiv(m, block_s),), chain.x, chain.bulk, chain.start, chain.ends, messages, v, g, m,
         *chain.strides, C=c, LOG_PARAMS=chain.log_params, HELD=len(chain.bulk) == 1 and c <= 64, BLOCK_S=block_s,
-        BLOCK_K=block_k, num_warps=warps,
+        BLOCK_K=block_k, **launch.warps(warps),
     )  # fmt: skip
