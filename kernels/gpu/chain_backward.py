@@ -81,10 +81,10 @@ def _backward_kernel(
     sequence = z * m + first
     members = tl.arange(0, GROUP)
     inside = members < m - first
-    states = tl.arange(0, tile_of(C))
+    states = tl.arange(0, min(tile_of(C), 128))
     columns = part * PART + tl.arange(0, tile_of(PART))
-    own = inside[:, None] & (columns < tl.minimum(part * PART + PART, C))[None, :]
-    whole = inside[:, None] & (states < C)[None, :]
+    end = tl.minimum(part * PART + PART, C)
+    own = inside[:, None] & (columns < end)[None, :]
     tile = members[:, None] * C + columns[None, :]
 
     pitch = g.to(tl.int64) * m * C
@@ -98,18 +98,19 @@ def _backward_kernel(
     if r_ptr is not None:
         r_ptr += sequence * C
     scale = tl.load(scale_ptr + sequence + members, mask=inside, other=0.0)
-    alive = (scale == scale) & (scale != 0.0)
+    living = own & (scale != 0.0)[:, None]
+    nan = scale != scale  # b is NaN from the last step on
+    scale = tl.where(nan, 1.0, scale)
     if ends_ptr is None:
         ends = tl.full((GROUP,), 0, tl.int32) + v
     else:
         ends = tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32)
     last = tl.max(ends)
-    if final_ptr is None:
-        b_end = tl.full((GROUP, tile_of(PART)), TOP, DTYPE)
-    else:
-        b_end = _following(
-            final_ptr + sequence * C, message_ptr, ends, members, states, columns, whole & alive[:, None], own, pitch, C
-        )
+    b_end = tl.where(nan, float("nan"), TOP).to(DTYPE)[:, None]
+    if final_ptr is not None:
+        b_end *= _following(final_ptr + sequence * C, message_ptr, ends, members, columns, inside, own, pitch, C)
+    lasting = tl.where(scale == 0.0, 0, ends)
+    judged = tl.where(nan, 0, lasting)  # steps whose nu has to be exact
 
     # the last step
     i = last - 1
@@ -117,9 +118,9 @@ def _backward_kernel(
     level_ptr += sequence + far(i, pitch // C)
     level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
     message_ptr += far(i, pitch)
-    living = own & alive[:, None]
     a = tl.load(message_ptr + tile, mask=living, other=0.0)
-    w, joint = b_end * _factor(x, level, a), b_end * _share(a)
+    b_last = tl.where((lasting == last)[:, None], b_end, 0.0)
+    w, joint = b_last * _factor(x, level, a), b_last * _share(a)
     share, largest = tl.sum(joint, 1), tl.max(w, 1)
     tl.store(w_ptr + i % 2 * pitch + tile, w, mask=own, cache_modifier=".cg")
     _publish(share_ptr + i % _SHARES * pitch_share, share, largest, part, inside, pitch_share, PARTS)
@@ -130,10 +131,11 @@ def _backward_kernel(
     lost = inside & (shift > 0)
 
     more = i > 0
-    bulk_ptr += z * stride_bg + far(i - 1, stride_bv)
+    bulk_ptr += z * stride_bg + far(i - 1, stride_bv) + far(part * PART, FORM.strides[0])
     pitch_bound = tl.where(stride_bv == 0, 0, g)
     bound_ptr += z + far(i - 1, pitch_bound)
-    bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, more, FORM, DTYPE)
+    p, p_rest = _matrix(bulk_ptr, states, columns, tl.where(more, end, 0), FORM, DTYPE)
+    bound = tl.load(bound_ptr, mask=more, other=0)
     x_ptr -= tl.where(more, stride_xv, 0)
     level_ptr -= tl.where(more, pitch // C, 0)
     message_ptr -= tl.where(more, pitch, 0)
@@ -143,23 +145,27 @@ def _backward_kernel(
         i = last - 1 - met
         factor, joint_factor = _factor(x, level + shift, a), _share(a)
         high, low = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
+        high_rest, low_rest = halves(linear(p_rest, bound >> 1, FORM.log_params), FORM.precision)
         wait(counter_ptr, PARTS * met, PARTS)
-        ahead = tl.load(
-            w_ptr + (i + 1) % 2 * pitch + members[:, None] * C + states[None, :], mask=whole, other=0.0, cache_modifier=".cg"
-        )
+        ahead, ahead_rest = _ahead(w_ptr + (i + 1) % 2 * pitch, states, members, inside, C)
         more = i > 0
         x_ptr -= tl.where(more, stride_xv, 0)
         level_ptr -= tl.where(more, pitch // C, 0)
         message_ptr -= tl.where(more, pitch, 0)
         bulk_ptr -= tl.where(more, stride_bv, 0)
         bound_ptr -= tl.where(more, pitch_bound, 0)
-        bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, True, FORM, DTYPE)
+        p, p_rest = _matrix(bulk_ptr, states, columns, end, FORM, DTYPE)
+        bound = tl.load(bound_ptr)
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
         a = tl.load(message_ptr + tile, mask=living, other=0.0)
 
-        b = tl.sum(multiply(ahead, high, low, FORM.precision)[:, :, None], 2)
+        b = multiply(ahead, high, low, FORM.precision)
+        if C > 128:
+            b += multiply(ahead_rest, high_rest, low_rest, FORM.precision)
+        b = tl.sum(b[:, :, None], 2)
+        b = tl.where((i + 1 < lasting)[:, None], b, 0.0)  # a NaN may wait in a matrix behind a sequence's end
         if ends_ptr is not None:
-            b = tl.where((i == ends - 1)[:, None], b_end, b)
+            b = tl.where((i + 1 == lasting)[:, None], b_end, b)
         new_w, new_joint = b * factor, b * joint_factor
         new_share, new_largest = tl.sum(new_joint, 1), tl.max(new_w, 1)
         tl.store(w_ptr + i % 2 * pitch + tile, new_w, mask=own, cache_modifier=".cg")
@@ -167,20 +173,20 @@ def _backward_kernel(
         arrive(counter_ptr, PARTS)
         # the step before this one: all have stored their shares of its nu
         nu, largest = _gather(share_ptr + (i + 1) % _SHARES * pitch_share, share, largest, inside, pitch_share, PARTS)
-        lost |= alive & (i + 1 < ends) & (_exact(nu, top) == 0)
+        lost |= (i + 1 < judged) & (_exact(nu, top) == 0)
         _finish(
-            joint, old_w, nu, scale, ends, i + 1, last, members, columns, own, pitch,
+            joint, old_w, nu, scale, i + 1, last, members, columns, own, pitch,
             grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
         )  # fmt: skip
         top, shift = largest, next_shift(largest, shift)
         if ends_ptr is not None:
-            top, shift = tl.where(i == ends - 1, TOP, top), tl.where(i + 1 < ends, shift, 0)
+            top, shift = tl.where(i + 1 == lasting, TOP, top), tl.where(i + 1 < lasting, shift, 0)
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
     wait(counter_ptr, PARTS * last, PARTS)
     nu, _ = _gather(share_ptr, share, largest, inside, pitch_share, PARTS)
-    lost |= alive & (_exact(nu, top) == 0)
+    lost |= (judged > 0) & (_exact(nu, top) == 0)
     gamma = _finish(
-        joint, old_w, nu, scale, ends, 0, last, members, columns, own, pitch,
+        joint, old_w, nu, scale, 0, last, members, columns, own, pitch,
         grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
     )  # fmt: skip
     tl.store(grad_start_ptr + tile, gamma, mask=own)
@@ -194,29 +200,45 @@ def _backward_kernel(
 
 
 @triton.jit
-def _matrix(bound_ptr, bulk_ptr, states, rows, there, FORM: tl.constexpr, DTYPE: tl.constexpr):
-    """The bounds of a matrix, and rows of it as columns (states, rows)."""
-    mask = (states < FORM.c)[:, None] & (rows < FORM.c)[None, :] & there
-    p = tl.load(
-        bulk_ptr + states[:, None] * FORM.strides[1] + rows[None, :] * FORM.strides[0],
-        mask=mask,
-        other=float("-inf") if FORM.log_params else 0.0,
-    )
-    return tl.load(bound_ptr, mask=there, other=0), widened(p, DTYPE)
+def _matrix(bulk_ptr, states, rows, end, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows of a matrix as columns (states, rows), and the same of states that are 128 more."""
+    nothing: tl.constexpr = float("-inf") if FORM.log_params else 0.0
+    local = tl.arange(0, rows.shape[0])
+    here = at(bulk_ptr, states, local, FORM.strides[1], FORM.strides[0])
+    p = tl.load(here, mask=(states < FORM.c)[:, None] & (rows < end)[None, :], other=nothing)
+    rest = p
+    if FORM.c > 128:
+        here += 128 * FORM.strides[1]
+        rest = tl.load(here, mask=(states + 128 < FORM.c)[:, None] & (rows < end)[None, :], other=nothing)
+    return widened(p, DTYPE), widened(rest, DTYPE)
+
+
+@triton.jit
+def _ahead(w_ptr, states, members, inside, C: tl.constexpr):
+    """The message w that all parts have written, in the same two pieces."""
+    here = w_ptr + members[:, None] * C + states[None, :]
+    w = tl.load(here, mask=inside[:, None] & (states < C)[None, :], other=0.0, cache_modifier=".cg")
+    rest = w
+    if C > 128:
+        mask = inside[:, None] & (states + 128 < C)[None, :]
+        rest = tl.load(here + 128, mask=mask, other=0.0, cache_modifier=".cg")
+    return w, rest
 
 
 @triton.jit
 def _following(
-    final_ptr, message_ptr, ends, members, states, columns, living, own, pitch, C: tl.constexpr
+    final_ptr, message_ptr, ends, members, columns, inside, own, pitch, C: tl.constexpr
 ):  # fmt: skip
-    """The part's b of each sequence's last step, whose largest, of states that a path reaches, is 2^TARGET."""
-    DTYPE: tl.constexpr = message_ptr.dtype.element_ty
+    """The part's b of each sequence's last step, whose largest, of states that a path reaches, is 1."""
+    states = tl.arange(0, tile_of(C))
+    whole = inside[:, None] & (states < C)[None, :]
     at_end = message_ptr + ((ends - 1).to(tl.int64) * pitch + members * C)[:, None] + states[None, :]
-    reached = tl.load(at_end, mask=living, other=0.0) > 0.0
+    reached = tl.load(at_end, mask=whole, other=0.0) > 0.0
     final = tl.load(final_ptr + members[:, None] * C + states[None, :], mask=reached, other=float("-inf"))
     top = finite(tl.max(final, 1))
     final = tl.load(final_ptr + members[:, None] * C + columns[None, :], mask=own, other=float("-inf"))
-    return exp(final - top[:, None]) * 2.0 ** target(DTYPE == tl.float64)
+    below = final - top[:, None]
+    return exp(tl.where(below > 0.0, 0.0, below))
 
 
 @triton.jit
@@ -259,20 +281,18 @@ def _exact(nu, top):
 
 @triton.jit
 def _finish(
-    joint, w, nu, scale, ends, i, last, members, columns, own, pitch,
+    joint, w, nu, scale, i, last, members, columns, own, pitch,
     grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C: tl.constexpr,
 ):  # fmt: skip
     """The posteriors of step i times their scale; they and the r of the step after are stored."""
     DTYPE: tl.constexpr = joint.dtype
     inverse = tl.where(nu == 0.0, 0.0, 1.0 / nu)
-    gamma = joint * inverse[:, None] * tl.where(i < ends, scale, 0.0).to(DTYPE)[:, None]
+    gamma = joint * inverse[:, None] * scale[:, None]
     if grad_ptr is not None:
         grad = at(grad_ptr + far(i, stride_dv), members, columns, stride_dm, stride_dc)
         tl.store(grad, gamma.to(grad_ptr.dtype.element_ty), mask=own)
     if r_ptr is not None:
-        nan = (scale != scale) & (i + 1 < ends)
-        factor = tl.where(nan, float("nan"), inverse) * 1.0
-        r = (w * factor[:, None]) * 2.0 ** -target(DTYPE == tl.float64)
+        r = (w * inverse[:, None]) * 2.0 ** -target(DTYPE == tl.float64)
         tl.store(r_ptr + far(i + 1, pitch) + members[:, None] * C + columns[None, :], r, mask=own & (i + 1 < last))
     return gamma
 
