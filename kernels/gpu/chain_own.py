@@ -1,29 +1,27 @@
-"""The forward recursion of sequences with matrices of their own, in linear messages, at the pace of memory.
-
-    S_0 = start exp(x_0)        S_i = (S_{i-1} P_i) exp(x_i)        log_norm = log sum_j S_{v-1}(j)
+"""Sequences with matrices of their own, at the pace of memory: launches of `own_forward` and `own_backward`.
 
 Operands: `chains`, with m = 1. Numerics: `scaled` and `own_step`. A sequence with a sum that may be inexact is
 doubtful, and its results mean nothing.
 
-Cost: g (v - 1) c^2 multiply-adds and as many entries of matrices, each read once; one matrix for all steps is held if
-it fits. Up to 64 states a program has a sequence: its message and a matrix stay in registers, and the next matrix is
-on its way. Above, PARTS programs with some columns each share a sequence where there are fewer sequences than
-processors, and meet once a step. What a program has of a matrix is one tile, loaded a step ahead, or a sequence of
-tiles, loaded asynchronously.
+Cost: g (v - 1) c^2 multiply-adds and as many entries of matrices, each read once, or twice for a gradient of more than
+64 states; one matrix for all steps is held if it fits. Up to 64 states a program has a sequence: its message and a
+matrix stay in registers, and the next matrix is on its way. Above, PARTS programs with some columns each (backwards:
+rows) share a sequence where there are fewer sequences than processors, and meet once a step. What a program has of a
+matrix is one tile, loaded a step ahead, or a sequence of tiles, loaded asynchronously.
 """
 
 from typing import Any
 
+import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from . import launch
 from .chains import Operands, Room, room
-from .meeting import arrive, counter_of, refresh, take_ticket, wait, words
-from .own_step import foreseen, held, inexact, part_of, product, started, tile, weighed
-from .scaled import doubtful, exponent_of, linear, log_scaled, target
-from .tiles import far, finite, multiple, multiples
+from .meeting import words
+from .own_backward import SLOTS, backward_kernel
+from .own_forward import forward_kernel
+from .own_step import part_of
 
 # states up to which a program has a sequence, with messages in registers
 NARROW = 64
@@ -31,135 +29,6 @@ NARROW = 64
 # the entries of the largest tile that is held, and of one of several, by whether they are float64
 _HELD = {False: 16384, True: 8192}
 _TILE = {False: 4096, True: 2048}
-
-
-@triton.jit(do_not_specialize=["v", "g", "slots"])
-def _forward_kernel(
-    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, doubt_ptr, counters_ptr,
-    v, g, slots, stride_xv, stride_xg, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj,
-    C: tl.constexpr, PARTS: tl.constexpr, SAME: tl.constexpr, LOG_PARAMS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_J: tl.constexpr, WIDTH_X: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr,
-):  # fmt: skip
-    """One program computes a part of the columns of a sequence."""
-    DTYPE: tl.constexpr = message_ptr.dtype.element_ty
-    DOUBLE: tl.constexpr = DTYPE == tl.float64
-    PART: tl.constexpr = part_of(C, PARTS)
-    WHOLE: tl.constexpr = triton.next_power_of_2(C)
-    HELD: tl.constexpr = BLOCK_K == WHOLE
-    ALONE: tl.constexpr = HELD and PARTS == 1
-    stride_xv, stride_xg = multiples(stride_xv, stride_xg, 0, WIDTH_X)[:2]
-    stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, WIDTH_K * WIDTH_J)[:2]
-    stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
-
-    program = tl.program_id(0)
-    if PARTS > 1:
-        program = take_ticket(counters_ptr)
-    z, part = (program // PARTS).to(tl.int64), program % PARTS
-    counter_ptr = counter_of(counters_ptr, z)
-    states = tl.arange(0, WHOLE)
-    local = tl.arange(0, BLOCK_J)
-    columns = part * PART + local
-    own = (local < PART) & (columns < C)
-    pitch = g.to(tl.int64) * C
-    message_ptr += z * C
-    start_ptr += z * C
-    x_ptr += z * stride_xg
-    level_ptr += z
-    bulk_ptr += z * stride_bg
-    last = v
-    if ends_ptr is not None:
-        last = tl.load(ends_ptr + z).to(tl.int32)
-    bound = tl.full((), 0, tl.int32)
-    if bound_ptr is not None:
-        bound = tl.load(bound_ptr + z)
-
-    total = tl.load(start_ptr + states, mask=states < C, other=float("-inf"))
-    total += tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=states < C, other=float("-inf")).to(tl.float64)
-    top = finite(tl.max(total))
-    total = tl.load(start_ptr + columns, mask=own, other=float("-inf"))
-    total += tl.load(x_ptr + columns.to(tl.int64) * stride_xc, mask=own, other=float("-inf")).to(tl.float64)
-    new = started(total, top, DTYPE)
-    tl.store(message_ptr + columns, new, mask=own, cache_modifier=".cg")
-    if not ALONE:
-        arrive(counter_ptr, PARTS)
-    taken = tl.full((), -target(DOUBLE), tl.int64)
-    # of the step before: the exponent of its message, its shift, and what k adds to that
-    before, shift, base = tl.full((), target(DOUBLE), tl.int32), bound >> 1, bound >> 1
-    doubt = total != total
-
-    x_ptr += stride_xv
-    level_ptr += g
-    level, x = _potentials(level_ptr, x_ptr, columns, own, stride_xc, last > 1, DTYPE)
-    if HELD:
-        p = tile(bulk_ptr, states, columns, own, stride_bk, stride_bj, last > 1, C, LOG_PARAMS, DTYPE)
-        k, low = bound >> 1, (bound & 1) != 0
-        if SAME:
-            p = linear(p, k, LOG_PARAMS)
-    for i in tl.range(1, last):
-        if HELD and not SAME:
-            p, k, low = held(p, LOG_PARAMS)
-        if not ALONE:
-            wait(counter_ptr, PARTS * i, PARTS)
-            if not HELD:
-                refresh(counter_ptr, PARTS)
-        before_ptr = message_ptr + far((i - 1) % slots, pitch)
-        if ALONE:
-            a = new
-        else:
-            a = tl.load(before_ptr + states, mask=states < C, other=0.0, cache_modifier=".cg")
-            tl.debug_barrier()  # no load of the next step may overtake that of the message
-        more = i + 1 < last
-        admitted, level_now, x_now = x != float("-inf"), level, x
-        x_ptr += tl.where(more, stride_xv, 0)
-        level_ptr += tl.where(more, g, 0)
-        matrix_ptr = bulk_ptr
-        bulk_ptr += tl.where(more, stride_bv, 0)
-        level, x = _potentials(level_ptr, x_ptr, columns, own, stride_xc, True, DTYPE)
-        if HELD:
-            scaled = p
-            if not SAME:
-                p = tile(bulk_ptr, states, columns, own, stride_bk, stride_bj, True, C, LOG_PARAMS, DTYPE)
-            u = tl.sum(a[:, None] * scaled, 0)
-        else:
-            u, k, low = product(
-                before_ptr, matrix_ptr, bound, columns, own, stride_bk, stride_bj,
-                C, SAME, LOG_PARAMS, DTYPE, BLOCK_K, 3,
-            )  # fmt: skip
-        highest = exponent_of(tl.max(a))
-        shift = foreseen(highest, before, shift - base, DOUBLE)
-        if PARTS == 1:
-            base = k
-        shift += base
-        before = highest
-        new = weighed(u, x_now, level_now + shift - k, admitted)
-        tl.store(message_ptr + far(i % slots, pitch) + columns, new, mask=own, cache_modifier=".cg")
-        if not ALONE:
-            arrive(counter_ptr, PARTS)
-        doubt |= inexact(u, own & admitted, low, highest) | (own & (x_now != x_now))
-        taken += level_now + shift
-    if slots == v:
-        for i in tl.range(last, v):
-            tl.store(message_ptr + far(i, pitch) + columns, tl.zeros((BLOCK_J,), DTYPE), mask=own)
-
-    lost = tl.max(doubt.to(tl.int32)) > 0
-    if part == 0:
-        if ALONE:
-            sums = tl.sum(new)
-        else:
-            wait(counter_ptr, PARTS * last, PARTS)
-            at_end = message_ptr + far((last - 1) % slots, pitch) + states
-            sums = tl.sum(tl.load(at_end, mask=states < C, other=0.0, cache_modifier=".cg"))
-        lost |= doubtful(sums, True, 0)
-        tl.store(log_norm_ptr + z, top + log_scaled(sums, taken))
-    if lost:
-        tl.store(doubt_ptr + z, 1)
-
-
-@triton.jit
-def _potentials(level_ptr, x_ptr, columns, own, stride_xc, there, DTYPE: tl.constexpr):
-    """The level of a step's x, and the part's columns of it."""
-    x = tl.load(x_ptr + columns.to(tl.int64) * stride_xc, mask=own & there, other=float("-inf")).to(DTYPE)
-    return tl.load(level_ptr, mask=there, other=0), x
 
 
 def parts_of(chain: Operands) -> int:
@@ -200,11 +69,70 @@ def forward(
     ready, bound = prepared(chain, parts)
     xv, xg, _, xc, *strides = chain.strides
     launch.run(
-        _forward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.start, chain.ends,
+        forward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.start, chain.ends,
         messages, log_norm, ready.doubt, ready.counters, v, g, len(messages), xv, xg, xc, *strides,
         **constants(chain, parts),
     )  # fmt: skip
     return ready.doubt
+
+
+def backward(
+    chain: Operands,
+    messages: Tensor,
+    redone: Tensor,
+    log_norm: Tensor,
+    weight: Tensor,
+    *,
+    grad_x: Tensor | None,
+    grad_start: Tensor,
+    r: Tensor | None,
+    final: Tensor | None,
+    grad_bulk: Tensor | None = None,
+    by_log: bool = False,
+    parts: int | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """Which sequences are doubtful (g, 1), after the gradients of the others are written; `redone` ones are left out.
+
+    Args:
+        chain: the operands of `forward`.
+        messages: all messages (v, g, 1, c), linear, contiguous.
+        redone: (g, 1), bool, contiguous: sequences whose messages are not linear.
+        log_norm: (g, 1), float64, contiguous: gradients are 0 where it is -inf, and NaN where it is NaN.
+        weight: (g, 1), of any float type: gradients are 0 where it is 0.
+        grad_x: memory (v, g, 1, c), any strides, for the posteriors times the weight; zeros after the end.
+        grad_start: memory (g, 1, c), contiguous, for those of the first step.
+        r: memory (v, g, 1, c), contiguous, for r with the bound of one matrix for all steps; `r[0]` means nothing.
+        final: logarithms (g, 1, c), contiguous, of b in each sequence's last step; None for zeros.
+        grad_bulk: memory (v - 1, g, c, c), contiguous, for the gradient of matrices that are not one for all steps:
+            exactly 0 where a matrix leads nowhere.
+        by_log: whether that is the gradient of the logarithms of linear matrices.
+        parts: programs that share a sequence.
+        programs: how many are started, for a test that starts one at a time.
+    """
+    v, g, m, c = chain.shape
+    assert m == 1 and messages.shape == chain.x.shape and messages.is_contiguous() and grad_start.is_contiguous()
+    assert r is None or r.is_contiguous() and len(chain.bulk) == 1
+    assert grad_bulk is None or r is None and grad_bulk.is_contiguous() and len(grad_bulk) == v - 1 == len(chain.bulk)
+    parts = parts_of(chain) if parts is None else parts
+    (ready, bound), (w, shares) = prepared(chain, parts, end=True), scratch(chain, parts)
+    xv, xg, _, xc, *strides = chain.strides
+    dv, dg, _, dc = (0, 0, 0, 0) if grad_x is None else grad_x.stride()
+    out = "" if grad_bulk is None else "logs" if by_log or chain.log_params else "entries"
+    launch.run(
+        backward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.ends, messages,
+        redone, log_norm, weight.contiguous(), final, grad_x, grad_start, grad_bulk if r is None else r, w, shares,
+        ready.doubt, ready.counters, v, g, xv, xg, xc, *strides, dv, dg, dc, OUT=out if r is None else "r",
+        **constants(chain, parts),
+    )  # fmt: skip
+    return ready.doubt
+
+
+def scratch(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
+    """Memory for w, and for shares of nu with their exponents."""
+    _, g, _, c = chain.shape
+    w = torch.empty(SLOTS.value, g, c, dtype=chain.dtype, device=chain.x.device)
+    return w, torch.empty(SLOTS.value, g, parts, 2, dtype=torch.float64, device=chain.x.device)
 
 
 def constants(chain: Operands, parts: int) -> dict[str, Any]:
@@ -222,8 +150,9 @@ def tiles(c: int, parts: int, double: bool) -> dict[str, int]:
     if parts == 1:
         columns = whole
     entries = whole * columns
+    words = 2 * entries if double else entries
     if entries <= _HELD[double]:
-        warps = 1 if entries <= 1024 else 4 if entries <= 4096 else 8
+        warps = 1 if words <= 1024 else 4 if words <= 4096 else 8
         return {"C": c, "BLOCK_K": whole, "BLOCK_J": columns, "num_warps": warps, "num_stages": 1}
     rows = max(1, min(whole // 2, _TILE[double] // columns))
-    return {"C": c, "BLOCK_K": rows, "BLOCK_J": columns, "num_warps": 4, "num_stages": 3}
+    return {"C": c, "BLOCK_K": rows, "BLOCK_J": columns, "num_warps": 8 if double else 4, "num_stages": 3}

@@ -113,7 +113,13 @@ def product(
     if not SAME:
         k = known(k, LOG_PARAMS)
         low = is_low(tl.min(least), k, LOG_PARAMS)
-    return tl.sum(sums, 0), k, low
+    return summed(sums), k, low
+
+
+@triton.jit
+def summed(terms):
+    """The sums of columns, each held by few threads: without `gather` all threads would do all that follows."""
+    return tl.gather(tl.sum(terms, 0), tl.arange(0, terms.shape[1]), 0)
 
 
 @triton.jit
@@ -163,3 +169,10 @@ def started(total, top, DTYPE: tl.constexpr):
     new = tl.exp(total - top).to(DTYPE) * 2.0 ** target(DOUBLE)
     new = tl.maximum(new, floor(DOUBLE), propagate_nan=tl.PropagateNan.ALL)
     return tl.where(total == float("-inf"), 0.0, new)
+
+
+@triton.jit
+def potentials(level_ptr, x_ptr, columns, own, stride_xc, there, DTYPE: tl.constexpr):
+    """The level of a step's x, and the part's columns of it."""
+    x = tl.load(x_ptr + columns.to(tl.int64) * stride_xc, mask=own & there, other=float("-inf")).to(DTYPE)
+    return tl.load(level_ptr, mask=there, other=0), x
