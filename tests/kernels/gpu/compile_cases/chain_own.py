@@ -43,6 +43,10 @@ def cases(target: str) -> list[Case]:
     found = [case(16), case(64), case(64, bulk="bf16", **most), case(61, dtype="fp64", **most), case(64, same=True)]
     found += [case(200, **most), case(1024, 64, **most), case(1000, 63, "fp64", same=True), case(4096, 128, **most)]
     found += [case(16, out="entries"), case(64, out="logs", final=True, **most), case(61, dtype="fp64", out="entries")]
-    found += [case(64, same=True, out="r"), case(200, out="logs", **most), case(1024, 64, out="logs", final=True, **most)]
+    found += [
+        case(64, same=True, out="r"),
+        case(200, out="logs", **most),
+        case(1024, 64, out="logs", final=True, **most),
+    ]
     found += [case(1000, 63, "fp64", out="entries"), case(1000, 63, out="r", same=True, transposed=True)]
     return found
