@@ -207,7 +207,7 @@ def forward(chain: Operands, messages: Tensor, log_norm: Tensor, doubt: Tensor) 
     v, g, m, c = chain.shape
     launch.run(
         _forward_kernel, (g * m,), chain.x, chain.bulk, chain.start, chain.ends, messages, log_norm, doubt,
-        v, g * m, m, len(messages), *chain.strides, C=c, LOG_PARAMS=chain.log_params, **launch.warps(warps(c)),
+        v, g * m, m, len(messages), *chain.strides, C=c, LOG_PARAMS=chain.log_params, **launch.all_registers(warps(c)),
     )  # fmt: skip
 
 
@@ -245,5 +245,5 @@ def backward(
         _backward_kernel, (g * m,), chain.x, chain.bulk, chain.ends, messages, redone, marked, log_norm, weight, grad_x,
         grad_start, r, final, v, m, *chain.strides, *weight.stride(),
         *((0, 0, 0, 0) if grad_x is None else grad_x.stride()),
-        C=c, LOG_PARAMS=chain.log_params, **launch.warps(warps(c)),
+        C=c, LOG_PARAMS=chain.log_params, **launch.all_registers(warps(c)),
     )  # fmt: skip

@@ -143,5 +143,5 @@ def forward(chain: Operands, messages: Tensor) -> None:
     launch.run(
         _max_kernel, (g * triton.cdiv(m, block_s),), chain.x, chain.bulk, chain.start, chain.ends, messages, v, g, m,
         *chain.strides, C=c, LOG_PARAMS=chain.log_params, HELD=len(chain.bulk) == 1 and c <= 64, BLOCK_S=block_s,
-        BLOCK_K=block_k, **launch.warps(warps),
+        BLOCK_K=block_k, **launch.all_registers(warps),
     )  # fmt: skip

@@ -92,59 +92,9 @@ def arithmetic(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def warps(c: int) -> int:
-    """The warps of a program that has rows of c states and a block of a matrix in registers.
-
-    Four on AMD, whose warps are twice as wide: a thread then has 512 registers, and needs more than 256.
-    """
-    return 4 if c <= 32 or torch.version.hip is not None else 8
-
-
-def processors(like: Tensor) -> int:
-    """The number of multiprocessors of the device; 2 in the interpreter."""
-    return torch.cuda.get_device_properties(like.device).multi_processor_count if like.device.type == "cuda" else 2
-
-
-def pitches(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, 0 for axes of size 1."""
-    return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same view of memory; other tensors must not begin at the same address."""
-    if a.data_ptr() != b.data_ptr() or not a.numel():
-        return False
-    assert (a.shape, pitches(a), a.dtype) == (b.shape, pitches(b), b.dtype)
-    return True
-
-
-def widths(matrices: Tensor) -> tuple[int, int]:
-    """The common width of row strides if rows are contiguous, and that of column strides if columns are; else 1."""
-    *batch, row, column = pitches(matrices)
-    if column == 1:
-        return common_width(*batch, row), 1
-    return 1, common_width(*batch, column) if row == 1 else 1
-
-
-def aligned(*matrices: Tensor) -> bool:
-    """Whether every matrix can be loaded in vectors of four entries, by rows or by columns."""
-    for matrix in matrices:
-        row, column = widths(matrix)
-        if 4 not in (row, column) or matrix.shape[-1 if row == 4 else -2] % 4 or matrix.data_ptr() % 16:
-            return False
-    return True
-
-
-def arithmetic(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name for the dtype of the arithmetic."""
-    return tl.float64 if dtype == torch.float64 else tl.float32
-<<<<<<< HEAD
-=======
-
-
-def warps(count: int) -> dict[str, int]:
+def all_registers(warps: int) -> dict[str, int]:
     """Options of a launch: so many warps to a program, and as many registers to a thread as there are then.
 
     By itself ptxas spills some registers, to run more programs at once.
     """
-    return {"num_warps": count} | ({} if torch.version.hip else {"maxnreg": min(255, 2048 // count)})
+    return {"num_warps": warps} | ({} if torch.version.hip else {"maxnreg": min(255, 2048 // warps)})

@@ -20,7 +20,7 @@ def case(kernel, c: int, *, double: bool = False, log_params: bool = False, bulk
     warps = 4 if "counts" in words else chain_exact.warps(c)
     return Case(
         " ".join(filter(None, words)), kernel, pointers | dict.fromkeys(integers, "i32"), constants, (*pointers,),
-        warps, dot=False, registers=launch.warps(warps)["maxnreg"],
+        warps, dot=False, registers=launch.all_registers(warps)["maxnreg"],
     )  # fmt: skip
 
 

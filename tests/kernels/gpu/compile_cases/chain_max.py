@@ -20,7 +20,7 @@ def case(c: int, m: int, *, double: bool = False, log_params: bool = False, bulk
     return Case(
         " ".join([f"max c={c} m={m}", *filter(None, words)]),
         KERNEL, pointers | dict.fromkeys(integers, "i32"), constants, (*pointers,), warps, dot=False,
-        registers=launch.warps(warps)["maxnreg"],
+        registers=launch.all_registers(warps)["maxnreg"],
     )  # fmt: skip
 
 
