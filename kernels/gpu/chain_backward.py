@@ -4,11 +4,11 @@
     r_i = w_i / nu_{i-1}      expected count of (k, j) = a_{i-1}(k) P_i(k, j) / 2^k_i r_i(j), which sums to 1
 
 a are the linear messages of `chain_forward` and 2^k_i is a matrix's bound, see `chains`. b matters up to a factor: a
-row's w is divided by powers of two as in `scaled`, which nobody needs to add up. States that no path reaches have w = 0.
+row's w is divided by powers of two as in `scaled`, which nobody needs to add up. w is 0 where no path leads.
 
 What is lost. An entry of a may have been raised to FLOOR, a product or w may underflow. Summed over states against the
 messages of the other direction, a loss is the same at every step; it is below 2^-30 of nu where nu, beside the largest
-entry of w, is at least `_trusted`. A sequence with another nu is doubtful, and its results mean nothing.
+entry of w, is at least `trusted`. A sequence with another nu is doubtful, and its results mean nothing.
 
 Cost and programs are those of `chain_forward`, with rows of P for columns. nu is a sum over all parts: each stores its
 share beside its part of w, and everybody divides one step later, behind a meeting that is there anyway.
@@ -23,13 +23,11 @@ from torch import Tensor
 
 from . import launch
 from .chain_forward import GROUP, _potentials, part_of, parts_of, tile_of
+from .chain_posteriors import SHARES, exact, factor_of, finish, following, gather, publish, scale_kernel, share_of
 from .chains import Operands, room
 from .meeting import arrive, counter_of, take_ticket, wait, words
-from .scaled import exp_scaled, halves, linear, multiply, next_shift, target
-from .tiles import at, exp, far, finite, multiple, multiples, widened
-
-# a step's shares of nu are overwritten after so many steps: two may be read while a third is written
-_SHARES = tl.constexpr(4)
+from .scaled import halves, linear, multiply, next_shift, target
+from .tiles import at, far, multiple, multiples, widened
 
 
 class Form(NamedTuple):
@@ -41,18 +39,6 @@ class Form(NamedTuple):
     precision: str
     strides: tuple[int, int]
     widths: tuple[int, int, int]
-
-
-@triton.constexpr_function
-def _trusted(double):
-    """The least exact nu 2^-TARGET, where w is at most 1."""
-    return 2.0**-820 if double else 2.0**-56
-
-
-@triton.constexpr_function
-def _most(double):
-    """The largest entry of a message for which `_trusted` holds; only where shifts were too large for `scaled` is one larger."""
-    return 2.0 ** (target(double) + 20)
 
 
 @triton.jit(do_not_specialize=["v", "g", "m"])
@@ -108,7 +94,7 @@ def _backward_kernel(
     last = tl.max(ends)
     b_end = tl.where(nan, float("nan"), TOP).to(DTYPE)[:, None]
     if final_ptr is not None:
-        b_end *= _following(final_ptr + sequence * C, message_ptr, ends, members, columns, inside, own, pitch, C)
+        b_end *= following(final_ptr + sequence * C, message_ptr, ends, members, columns, inside, own, pitch, C)
     lasting = tl.where(scale == 0.0, 0, ends)
     judged = tl.where(nan, 0, lasting)  # steps whose nu has to be exact
 
@@ -120,10 +106,10 @@ def _backward_kernel(
     message_ptr += far(i, pitch)
     a = tl.load(message_ptr + tile, mask=living, other=0.0)
     b_last = tl.where((lasting == last)[:, None], b_end, 0.0)
-    w, joint = b_last * _factor(x, level, a), b_last * _share(a)
+    w, joint = b_last * factor_of(x, level, a), b_last * share_of(a)
     share, largest = tl.sum(joint, 1), tl.max(w, 1)
     tl.store(w_ptr + i % 2 * pitch + tile, w, mask=own, cache_modifier=".cg")
-    _publish(share_ptr + i % _SHARES * pitch_share, share, largest, part, inside, pitch_share, PARTS)
+    publish(share_ptr + i % SHARES * pitch_share, share, largest, part, inside, pitch_share, PARTS)
     arrive(counter_ptr, PARTS)
     old_w = w  # of the step after, whose r has to wait for nu
     top = tl.full((GROUP,), TOP, DTYPE)
@@ -143,7 +129,7 @@ def _backward_kernel(
     a = tl.load(message_ptr + tile, mask=living & more, other=0.0)
     for met in tl.range(1, last):
         i = last - 1 - met
-        factor, joint_factor = _factor(x, level + shift, a), _share(a)
+        factor, joint_factor = factor_of(x, level + shift, a), share_of(a)
         high, low = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
         high_rest, low_rest = halves(linear(p_rest, bound >> 1, FORM.log_params), FORM.precision)
         wait(counter_ptr, PARTS * met, PARTS)
@@ -169,12 +155,12 @@ def _backward_kernel(
         new_w, new_joint = b * factor, b * joint_factor
         new_share, new_largest = tl.sum(new_joint, 1), tl.max(new_w, 1)
         tl.store(w_ptr + i % 2 * pitch + tile, new_w, mask=own, cache_modifier=".cg")
-        _publish(share_ptr + i % _SHARES * pitch_share, new_share, new_largest, part, inside, pitch_share, PARTS)
+        publish(share_ptr + i % SHARES * pitch_share, new_share, new_largest, part, inside, pitch_share, PARTS)
         arrive(counter_ptr, PARTS)
         # the step before this one: all have stored their shares of its nu
-        nu, largest = _gather(share_ptr + (i + 1) % _SHARES * pitch_share, share, largest, inside, pitch_share, PARTS)
-        lost |= (i + 1 < judged) & (_exact(nu, top) == 0)
-        _finish(
+        nu, largest = gather(share_ptr + (i + 1) % SHARES * pitch_share, share, largest, inside, pitch_share, PARTS)
+        lost |= (i + 1 < judged) & (exact(nu, top) == 0)
+        finish(
             joint, old_w, nu, scale, i + 1, last, members, columns, own, pitch,
             grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
         )  # fmt: skip
@@ -183,9 +169,9 @@ def _backward_kernel(
             top, shift = tl.where(i + 1 == lasting, TOP, top), tl.where(i + 1 < lasting, shift, 0)
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
     wait(counter_ptr, PARTS * last, PARTS)
-    nu, _ = _gather(share_ptr, share, largest, inside, pitch_share, PARTS)
-    lost |= (judged > 0) & (_exact(nu, top) == 0)
-    gamma = _finish(
+    nu, _ = gather(share_ptr, share, largest, inside, pitch_share, PARTS)
+    lost |= (judged > 0) & (exact(nu, top) == 0)
+    gamma = finish(
         joint, old_w, nu, scale, 0, last, members, columns, own, pitch,
         grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
     )  # fmt: skip
@@ -225,89 +211,12 @@ def _ahead(w_ptr, states, members, inside, C: tl.constexpr):
     return w, rest
 
 
-@triton.jit
-def _following(
-    final_ptr, message_ptr, ends, members, columns, inside, own, pitch, C: tl.constexpr
-):  # fmt: skip
-    """The part's b of each sequence's last step, whose largest, of states that a path reaches, is 1."""
-    states = tl.arange(0, tile_of(C))
-    whole = inside[:, None] & (states < C)[None, :]
-    at_end = message_ptr + ((ends - 1).to(tl.int64) * pitch + members * C)[:, None] + states[None, :]
-    reached = tl.load(at_end, mask=whole, other=0.0) > 0.0
-    final = tl.load(final_ptr + members[:, None] * C + states[None, :], mask=reached, other=float("-inf"))
-    top = finite(tl.max(final, 1))
-    final = tl.load(final_ptr + members[:, None] * C + columns[None, :], mask=own, other=float("-inf"))
-    below = final - top[:, None]
-    return exp(tl.where(below > 0.0, 0.0, below))
-
-
-@triton.jit
-def _factor(x, exponent, a):
-    """`exp x / 2^exponent`, but 0 where no path leads."""
-    return tl.where(a == 0.0, 0.0, exp_scaled(x, exponent[:, None]))
-
-
-@triton.jit
-def _share(a):
-    """`a / 2^TARGET`; infinite where a message is too large to be trusted."""
-    DOUBLE: tl.constexpr = a.dtype == tl.float64
-    return tl.where(a > _most(DOUBLE), float("inf"), a * 2.0 ** -target(DOUBLE))
-
-
-@triton.jit
-def _publish(share_ptr, share, largest, part, inside, pitch, PARTS: tl.constexpr):
-    """The part's share of nu and its largest w are stored for the others."""
-    if PARTS > 1:
-        tl.store(share_ptr + part, share, mask=inside, cache_modifier=".cg")
-        tl.store(share_ptr + pitch // 2 + part, largest, mask=inside, cache_modifier=".cg")
-
-
-@triton.jit
-def _gather(share_ptr, share, largest, inside, pitch, PARTS: tl.constexpr):
-    """nu 2^-TARGET of a step, and its largest w, from all parts."""
-    if PARTS > 1:
-        parts = share_ptr[:, None] + tl.arange(0, triton.next_power_of_2(PARTS))[None, :]
-        mask = inside[:, None] & (tl.arange(0, triton.next_power_of_2(PARTS)) < PARTS)[None, :]
-        share = tl.sum(tl.load(parts, mask=mask, other=0.0, cache_modifier=".cg"), 1)
-        largest = tl.max(tl.load(parts + pitch // 2, mask=mask, other=0.0, cache_modifier=".cg"), 1)
-    return share, largest
-
-
-@triton.jit
-def _exact(nu, top):
-    """Whether nu 2^-TARGET is exact beside the largest w of the step after."""
-    return (nu >= tl.maximum(top, 1.0) * _trusted(nu.dtype == tl.float64)) & (nu < float("inf"))
-
-
-@triton.jit
-def _finish(
-    joint, w, nu, scale, i, last, members, columns, own, pitch,
-    grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C: tl.constexpr,
-):  # fmt: skip
-    """The posteriors of step i times their scale; they and the r of the step after are stored."""
-    DTYPE: tl.constexpr = joint.dtype
-    inverse = tl.where(nu == 0.0, 0.0, 1.0 / nu)
-    gamma = joint * inverse[:, None] * scale[:, None]
-    if grad_ptr is not None:
-        grad = at(grad_ptr + far(i, stride_dv), members, columns, stride_dm, stride_dc)
-        tl.store(grad, gamma.to(grad_ptr.dtype.element_ty), mask=own)
-    if r_ptr is not None:
-        r = (w * inverse[:, None]) * 2.0 ** -target(DTYPE == tl.float64)
-        tl.store(r_ptr + far(i + 1, pitch) + members[:, None] * C + columns[None, :], r, mask=own & (i + 1 < last))
-    return gamma
-
-
-@triton.jit(do_not_specialize=["count", "m", "stride_g", "stride_m"])
-def _scale_kernel(weight_ptr, log_norm_ptr, redone_ptr, scale_ptr, count, m, stride_g, stride_m, BLOCK: tl.constexpr):
-    """The factors of gradients: NaN for a log-partition that is, 0 for -inf and for sequences that are left out."""
-    sequence = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = sequence < count
-    weight = tl.load(weight_ptr + sequence // m * stride_g + sequence % m * stride_m, mask=inside, other=0.0)
-    log_norm = tl.load(log_norm_ptr + sequence, mask=inside, other=0.0)
-    redone = tl.load(redone_ptr + sequence, mask=inside, other=0)
-    weight = weight.to(scale_ptr.dtype.element_ty)
-    scale = tl.where((log_norm == log_norm) | (weight == 0.0), weight, float("nan"))
-    tl.store(scale_ptr + sequence, tl.where((redone != 0) | (log_norm == float("-inf")), 0.0, scale), mask=inside)
+def memory(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
+    """Memory for two steps of w, with shares of nu behind them, and for scales (g, m)."""
+    _, g, m, c = chain.shape
+    sizes = [2 * g * m * c + 2 * SHARES.value * g * m * parts, g * m]
+    w, scale = torch.empty(sum(sizes), dtype=chain.dtype, device=chain.x.device).split(sizes)
+    return w, scale
 
 
 def backward(
@@ -343,18 +252,14 @@ def backward(
     parts = parts_of(chain) if parts is None else parts
     groups = g * triton.cdiv(m, GROUP.value)
     bound, level, doubt, counters = room(chain, words(groups))
-    # two steps of w, the shares of nu, and scales
-    sizes = [2 * g * m * c, 2 * _SHARES.value * g * m * parts, g * m]
-    memory = torch.empty(sum(sizes), dtype=chain.dtype, device=chain.x.device)
-    w, _, scale = memory.split(sizes)
+    w, scale = memory(chain, parts)
     launch.run(
-        _scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, g * m, m, *weight.stride(), BLOCK=256
+        scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, g * m, m, *weight.stride(), BLOCK=256
     )
     strides = (0, 0, 0, 0) if grad_x is None else grad_x.stride()
-    widths = (
-        launch.common_width(c, *chain.x.stride()[:-1]), max(launch.widths(chain.bulk)), launch.common_width(c, *strides[:-1]),
-    )  # fmt: skip
-    form = Form(c, parts, chain.log_params, chain.precision, chain.bulk.stride()[2:], widths)
+    width_x, width_grad = (launch.common_width(c, *each[:-1]) for each in (chain.x.stride(), strides))
+    widths = width_x, max(launch.widths(chain.bulk)), width_grad
+    form = Form(c, parts, chain.log_params, chain.precision, (chain.bulk.stride(2), chain.bulk.stride(3)), widths)
     launch.run(
         _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
         chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],

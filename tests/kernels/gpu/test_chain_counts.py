@@ -29,7 +29,9 @@ def draw(v, g, m, c, s=None, *, dtype=F32, bulk_dtype=None, zeros=0.2, log_param
     messages[uniform(v, g, m, c) < zeros] = 0.0
     counts = (messages[:-1, ..., None] * linear(bulk, log_params)[:, :, None] * r[1:, ..., None, :]).sum((-1, -2))
     r[1:] /= torch.where(counts == 0, INF, counts)[..., None]
-    chain = Operands(torch.zeros(v, g, m, c, dtype=dtype), bulk, torch.zeros(g, m, c, dtype=F64), None, log_params, dtype)
+    chain = Operands(
+        torch.zeros(v, g, m, c, dtype=dtype), bulk, torch.zeros(g, m, c, dtype=F64), None, log_params, dtype
+    )
     return chain, messages.to(dtype), r.to(dtype), torch.randn(g, m, generator=generator).to(dtype)
 
 
