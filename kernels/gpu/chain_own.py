@@ -40,16 +40,15 @@ def parts_of(chain: Operands) -> int:
     return max(fewest, min(most, launch.processors(chain.x) // chain.shape[1]))
 
 
-def prepared(chain: Operands, parts: int, *, end: bool = False) -> tuple[Room, Tensor | None]:
+def prepared(chain: Operands, parts: int, same: bool, *, end: bool = False) -> tuple[Room, Tensor | None]:
     """Room for a launch, and the bounds of matrices that it needs.
 
-    Of one matrix for all steps these are its bounds. With several parts, those of some rows of the first matrix, or of
-    the last one if `end`, tell how much a first step grows a message.
+    They are those of one matrix for all steps, if `same`. Otherwise several parts need those of some rows of the first
+    matrix, or of the last one if `end`, which tell them how much a first step grows a message.
     """
-    if len(chain.bulk) == 1:
-        bulk = chain.bulk
-    else:
-        bulk = chain.bulk[-1:] if end else chain.bulk[:1]
+    bulk = chain.bulk
+    if not same:
+        bulk = bulk[-1:] if end else bulk[:1]
         bulk = bulk[:, :, :: max(1, chain.shape[3] // 64)] if parts > 1 else bulk[:0]
     ready = room(chain, words(chain.shape[1]), bulk=bulk)
     return ready, ready.bound if len(bulk) else None
@@ -66,12 +65,13 @@ def forward(
     v, g, m, c = chain.shape
     assert m == 1
     parts = parts_of(chain) if parts is None else parts
-    ready, bound = prepared(chain, parts)
+    same = len(chain.bulk) == 1 and v > 2
+    ready, bound = prepared(chain, parts, same)
     xv, xg, _, xc, *strides = chain.strides
     launch.run(
         forward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.start, chain.ends,
         messages, log_norm, ready.doubt, ready.counters, v, g, len(messages), xv, xg, xc, *strides,
-        **constants(chain, parts),
+        **constants(chain, parts, same),
     )  # fmt: skip
     return ready.doubt
 
@@ -115,7 +115,8 @@ def backward(
     assert r is None or r.is_contiguous() and len(chain.bulk) == 1
     assert grad_bulk is None or r is None and grad_bulk.is_contiguous() and len(grad_bulk) == v - 1 == len(chain.bulk)
     parts = parts_of(chain) if parts is None else parts
-    (ready, bound), (w, shares) = prepared(chain, parts, end=True), scratch(chain, parts)
+    same = len(chain.bulk) == 1 and grad_bulk is None
+    (ready, bound), (w, shares) = prepared(chain, parts, same, end=True), scratch(chain, parts)
     xv, xg, _, xc, *strides = chain.strides
     dv, dg, _, dc = (0, 0, 0, 0) if grad_x is None else grad_x.stride()
     out = "" if grad_bulk is None else "logs" if by_log or chain.log_params else "entries"
@@ -123,7 +124,7 @@ def backward(
         backward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.ends, messages,
         redone, log_norm, weight.contiguous(), final, grad_x, grad_start, grad_bulk if r is None else r, w, shares,
         ready.doubt, ready.counters, v, g, xv, xg, xc, *strides, dv, dg, dc, OUT=out if r is None else "r",
-        **constants(chain, parts),
+        **constants(chain, parts, same),
     )  # fmt: skip
     return ready.doubt
 
@@ -135,11 +136,11 @@ def scratch(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
     return w, torch.empty(SLOTS.value, g, parts, 2, dtype=torch.float64, device=chain.x.device)
 
 
-def constants(chain: Operands, parts: int) -> dict[str, Any]:
+def constants(chain: Operands, parts: int, same: bool) -> dict[str, Any]:
     """The compile-time arguments of a kernel, with its warps and stages."""
     rows, columns = launch.widths(chain.bulk)
     return tiles(chain.shape[3], parts, chain.double) | {
-        "PARTS": parts, "SAME": len(chain.bulk) == 1, "LOG_PARAMS": chain.log_params,
+        "PARTS": parts, "SAME": same, "LOG_PARAMS": chain.log_params,
         "WIDTH_X": launch.common_width(*chain.x.stride()[:2]), "WIDTH_K": rows, "WIDTH_J": columns,
     }  # fmt: skip
 

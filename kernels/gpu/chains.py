@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .scaled import exponent_of, least_exponent, level_of, power_of_two
+from .scaled import exponent_of, is_low, level_of
 from .tiles import at
 
 
@@ -111,11 +111,9 @@ def _bound(
     highest, lowest = tl.max(top), tl.min(least)
     if LOG_PARAMS:
         k = level_of(highest)
-        low = level_of(lowest) - k <= least_exponent(DTYPE == tl.float64)
     else:
         k = exponent_of(highest)
-        low = lowest < power_of_two(k, DTYPE) * 2.0 ** least_exponent(DTYPE == tl.float64)
-    tl.store(bound_ptr, 2 * k + low.to(tl.int32))
+    tl.store(bound_ptr, 2 * k + is_low(lowest, k, LOG_PARAMS).to(tl.int32))
 
 
 def room(chain: Operands, counters: int, *, bulk: Tensor | None = None) -> Room:

@@ -14,7 +14,7 @@ steps leads away from TARGET. Nobody waits for the sums of others.
 import triton
 import triton.language as tl
 
-from .scaled import exp_scaled, exponent_of, floor, least_exponent, level_of, linear, power_of_two, raised, target
+from .scaled import exp_scaled, exponent_of, floor, is_low, level_of, linear, power_of_two, raised, target
 from .tiles import at
 
 _MOST = tl.constexpr(2**29)
@@ -63,16 +63,6 @@ def top_exponent(p, LOG_PARAMS: tl.constexpr):
 def positive(p, LOG_PARAMS: tl.constexpr):
     """The entries of a tile that lead somewhere; infinity elsewhere."""
     return tl.where(p > nothing(LOG_PARAMS), p, float("inf"))
-
-
-@triton.jit
-def is_low(least, k, LOG_PARAMS: tl.constexpr):
-    """Whether a matrix with the exponent k and the least positive entry is `low`, see `scaled`."""
-    lowest: tl.constexpr = least_exponent(least.dtype == tl.float64)
-    if LOG_PARAMS:
-        return least < (k + lowest).to(least.dtype) * 0.6931471805599453
-    else:
-        return least < power_of_two(k, least.dtype) * 2.0**lowest
 
 
 @triton.jit

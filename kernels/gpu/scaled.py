@@ -77,6 +77,16 @@ def level_of(top):
 
 
 @triton.jit
+def is_low(least, k, LOG_PARAMS: tl.constexpr):
+    """Whether a matrix with the exponent k and the least positive entry is `low`, see above."""
+    lowest: tl.constexpr = least_exponent(least.dtype == tl.float64)
+    if LOG_PARAMS:
+        return least < (k + lowest).to(least.dtype) * 0.6931471805599453
+    else:
+        return least < power_of_two(k, least.dtype) * 2.0**lowest
+
+
+@triton.jit
 def exp_scaled(a, k):
     """`exp(a) / 2^k` with integers k; 0 for -inf."""
     if a.dtype == tl.float64:
