@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .chain_wide_tiles import Tile, grid, layout, place, product, shift_from, stretches, strides, tile_of
+from .chain_wide_tiles import Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
+from .chain_wide_backward import backward
 from .chains import Operands, room
 from .meeting import arrive, wait, words
 from .scaled import doubtful, exp_scaled, floor, log_scaled, raised, target
@@ -63,14 +64,14 @@ def _first(x_ptr, start_ptr, states, stride_xc, C: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["g", "m", "first", "last", "slots", "v", "stride_xv", "stride_xg", "stride_xm", "stride_bv", "stride_bg"]
+    do_not_specialize=["g", "m", "v", "first", "slots", "stride_xv", "stride_xg", "stride_xm", "stride_bv", "stride_bg"]
 )
 def _step_kernel(
     x_ptr, bulk_ptr, bound_ptr, level_ptr, ends_ptr, message_ptr, top_ptr, taken_ptr, doubt_ptr, counters_ptr,
-    g, m, first, last, slots, v, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj,
+    g, m, v, first, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj,
     L: tl.constexpr,
 ):  # fmt: skip
-    """One program computes its tile of the messages `first` to `last` - 1."""
+    """One program computes its tile of the messages from `first` on."""
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     ROWS: tl.constexpr = L.rows
     COLUMNS: tl.constexpr = L.columns
@@ -97,6 +98,7 @@ def _step_kernel(
         ends = tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32)
     taken = tl.load(taken_ptr + sequence + members, mask=inside, other=0)
     lost = members < 0
+    last = v if L.together else first + 1
     until = tl.minimum(last, tl.max(ends))
     for i in tl.range(first, until):
         active = i < ends
@@ -114,7 +116,7 @@ def _step_kernel(
         )  # fmt: skip
         shift = shift_from(tl.max(tops, 1))
         before = message_ptr + far((i - 1) % slots, sequences * L.c)
-        u = product(before, bulk_ptr + far(i - 1, stride_bv), inside, there, stride_bk, stride_bj, k, L)
+        u = product(before, bulk_ptr + far(i - 1, stride_bv), inside, there, stride_bk, stride_bj, k, L.c, L)
         admitted = x != float("-inf")
         exponent = level + shift
         new = tl.where(active[:, None], raised(u, exp_scaled(x, exponent[:, None]), admitted), 0.0)
@@ -168,10 +170,10 @@ def forward(
         _first_kernel, (g * m,), chain.x, chain.start, messages, top, taken, log_norm, m, *chain.x.stride()[1:],
         C=c, PARTS=fixed.parts, num_warps=4,
     )  # fmt: skip
-    for first, last in stretches(1, v, fixed):
+    for first in launches(v, fixed):
         launch.run(
             _step_kernel, (grid(chain, fixed),), chain.x, chain.bulk, bound, level, chain.ends, messages, top, taken,
-            doubt, counters, g, m, first, last, len(messages), v, *chain.strides, L=fixed, **options,
+            doubt, counters, g, m, v, first, len(messages), *chain.strides, L=fixed, **options,
         )  # fmt: skip
     launch.run(
         _last_kernel, (g * m,), messages, chain.ends, taken, log_norm, doubt, v, g, m, len(messages), C=c, num_warps=4

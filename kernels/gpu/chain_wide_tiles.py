@@ -6,11 +6,11 @@
 added as IEEE has it: tensor cores truncate, which over thousands of terms would be a bias.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from . import launch
 from .chains import Operands
@@ -35,8 +35,8 @@ class Tile(NamedTuple):
 class Layout(NamedTuple):
     """What the kernels of a chain are compiled for, in one argument.
 
-    `parts` programs have all columns of a row; `together`: they are of one launch and meet. `width_x`, `width_k` and
-    `width_j` divide the strides of x, and of matrices as `launch.widths` says.
+    `parts` programs have all columns of a row; `together`: they are of one launch and meet. `width_x` and `width_out`
+    divide the strides of x and its gradient, `width_k` and `width_j` those of matrices as `launch.widths` says.
     """
 
     c: int
@@ -51,6 +51,7 @@ class Layout(NamedTuple):
     width_x: int
     width_k: int
     width_j: int
+    width_out: int
 
 
 @triton.jit
@@ -77,8 +78,8 @@ def strides(stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, st
 
 
 @triton.jit
-def product(left_ptr, right_ptr, inside, there, stride_k, stride_n, exponent, L: tl.constexpr):
-    """The tile's sums: rows of contiguous messages that are `inside`, columns of `right` that are `there`."""
+def product(left_ptr, right_ptr, inside, there, stride_k, stride_n, exponent, count, L: tl.constexpr):
+    """The tile's sums: rows of messages that are `inside`, columns of `right` that are `there`, k below `count`."""
     DTYPE: tl.constexpr = left_ptr.dtype.element_ty
     ROWS: tl.constexpr = L.rows
     COLUMNS: tl.constexpr = L.columns
@@ -87,7 +88,7 @@ def product(left_ptr, right_ptr, inside, there, stride_k, stride_n, exponent, L:
     left_ptr += tl.arange(0, ROWS)[:, None] * L.c + depth[None, :]
     right_ptr += depth[:, None] * stride_k + tl.arange(0, COLUMNS)[None, :] * stride_n
     sums = tl.zeros((ROWS, COLUMNS), DTYPE)
-    for k in tl.range(0, L.c, L.depth, num_stages=L.stages):
+    for k in tl.range(0, count, L.depth, num_stages=L.stages):
         along = (depth < L.c - k) | (L.c % L.depth == 0)
         a = tl.load(left_ptr, mask=inside[:, None] & along[None, :], other=0.0, cache_modifier=".cg")
         p = tl.load(right_ptr, mask=along[:, None] & there[None, :], other=NOTHING)
@@ -118,7 +119,9 @@ def tile_of(chain: Operands) -> Tile:
     return Tile(rows, 128, 32, 8, 3)
 
 
-def layout(chain: Operands, tile: Tile, together: bool | None) -> tuple[Layout, dict[str, Any]]:
+def layout(
+    chain: Operands, tile: Tile, together: bool | None, out: Tensor | None = None
+) -> tuple[Layout, dict[str, Any]]:
     """What the kernels are compiled for, with warps and stages; `together`: None where the device decides."""
     c = chain.shape[3]
     parts = triton.cdiv(c, tile.columns)
@@ -127,7 +130,7 @@ def layout(chain: Operands, tile: Tile, together: bool | None) -> tuple[Layout, 
     width_x = launch.common_width(c, *chain.x.stride()[:-1])
     fixed = Layout(
         c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, chain.log_params, chain.precision, width_x,
-        *launch.widths(chain.bulk),
+        *launch.widths(chain.bulk), 1 if out is None else launch.common_width(c, *out.stride()[:-1]),
     )  # fmt: skip
     return fixed, {"num_warps": tile.warps, "num_stages": tile.stages}
 
@@ -138,8 +141,6 @@ def grid(chain: Operands, fixed: Layout) -> int:
     return g * triton.cdiv(m, fixed.rows) * fixed.parts
 
 
-def stretches(first: int, last: int, fixed: Layout) -> Iterator[tuple[int, int]]:
-    """The first step of each launch and that after its last."""
-    if fixed.together:
-        return iter([(first, last)] if first < last else [])
-    return ((i, i + 1) for i in range(first, last))
+def launches(v: int, fixed: Layout) -> range:
+    """The first step of each launch, of steps 1 to v - 1."""
+    return range(1, min(v, 2) if fixed.together else v)

@@ -95,3 +95,78 @@ def test_sizes(device, dtype, v, g, m, c):
     assert_right(operands, found)
     alike = run(operands, keep=False)
     assert torch.equal(alike[0], found[0]) and not alike[1].any()
+
+
+def gradients(operands, found, weight=None, *, final=None, redone=None, tile=SMALL, apart=True, out=F32, r=True):
+    """grad_x, grad_start, r and doubt."""
+    log_norm, _, messages = found
+    device = messages.device
+    weight = torch.ones_like(log_norm) if weight is None else weight
+    redone = torch.zeros_like(log_norm, dtype=torch.bool) if redone is None else redone
+    grad_x = None if out is None else torch.full(messages.shape, NAN, dtype=out, device=device)
+    grad_start = torch.full(messages.shape[1:], NAN, dtype=operands.dtype, device=device)
+    r = torch.full_like(messages, NAN) if r else None
+    with pytest.MonkeyPatch.context() as patch:
+        if not apart:
+            patch.setattr(launch, "run", as_processes)
+        doubt = chain_wide.backward(
+            operands, messages, redone, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, final=final,
+            tile=tile, together=not apart,
+        )  # fmt: skip
+    return grad_x, grad_start, r, doubt
+
+
+def posteriors(operands, final=None):
+    """Of states (v, g, m, c) and of transitions (v, g, m, c, c), the first of which are zeros."""
+    forward, _, ends = truth(operands)
+    v, g, m, c = operands.shape
+    x, bulk = operands.x.double().cpu(), operands.bulk.double().cpu()
+    logs = bulk if operands.log_params else bulk.log()
+    last = torch.zeros(g, m, c).double() if final is None else final.double().cpu()
+    states, counts = torch.zeros(v, g, m, c).double(), torch.zeros(v, g, m, c, c).double()
+    b = last
+    for i in reversed(range(v)):
+        b = torch.where((i == ends - 1)[..., None], last, b)
+        there = (i < ends)[..., None]
+        states[i] = torch.softmax(forward[i] + b, -1).nan_to_num(0.0) * there
+        if i:
+            p = logs[i - 1 if len(logs) > 1 else 0][:, None]
+            pair = forward[i - 1][..., None] + p + (x[i] + b)[..., None, :]
+            counts[i] = torch.softmax(pair.flatten(-2), -1).nan_to_num(0.0).view_as(pair) * there[..., None]
+            b = torch.logsumexp(p + (x[i] + b)[..., None, :], -1)
+    return states, counts
+
+
+def assert_gradients(operands, messages, found, weight=None, final=None):
+    grad_x, grad_start, r, doubt = found
+    assert not doubt.any()
+    states, counts = posteriors(operands, final)
+    weight = torch.ones(states.shape[1:3]).double() if weight is None else weight.double().cpu()
+    near = {"rtol": 4 * bound(operands), "atol": operands.shape[3] * 2.0**-26}
+    torch.testing.assert_close(grad_start.double().cpu(), weight[..., None] * states[0], **near)
+    if grad_x is not None:
+        rounding = torch.finfo(grad_x.dtype).eps
+        expected = weight[..., None] * states
+        torch.testing.assert_close(grad_x.double().cpu(), expected, **near | {"rtol": near["rtol"] + rounding})
+        assert (grad_x.cpu()[states == 0] == 0).all()
+    if r is not None:
+        ready = chains.room(operands, 1).bound.double().cpu()  # 2 k + low
+        p = operands.bulk.double().cpu()
+        p = (p.exp() if operands.log_params else p) / 2.0 ** (ready / 2).floor()[..., None, None]
+        for i in range(1, len(r)):
+            pair = messages[i - 1].double().cpu()[..., None] * p[i - 1 if len(p) > 1 else 0][:, None]
+            shares = pair * r[i].double().cpu()[..., None, :]
+            torch.testing.assert_close(shares * (weight != 0)[..., None, None], counts[i] * (weight != 0)[..., None, None], **near)
+
+
+@pytest.mark.parametrize("v, g, m, c", [(1, 1, 1, 1), (2, 1, 5, 7), (4, 2, 17, 20), (3, 1, 1, 33), (5, 3, 3, 16)])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_gradients(device, dtype, v, g, m, c):
+    operands = chain(v, g, m, c, dtype=dtype, each=v != 5, logs=c == 20, lengths=m > 1, device=device)
+    found = run(operands)
+    final = torch.randn(g, m, c).to(device, dtype) * 5 + 1e3 if g > 1 else None
+    weight = torch.arange(g * m, device=device).sub(1).to(dtype).reshape(g, m)
+    result = gradients(operands, found, weight, final=final, out=torch.bfloat16 if c == 7 else dtype)
+    assert_gradients(operands, found[2], result, weight, final)
+    alike = gradients(operands, found, weight, final=final, out=None, r=False)
+    assert torch.equal(alike[1], result[1]) and not alike[3].any()
