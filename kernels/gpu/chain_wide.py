@@ -51,7 +51,9 @@ def _first_kernel(
         new = tl.maximum(exp((total - top).to(DTYPE)) * 2.0**TARGET, LOWEST, propagate_nan=tl.PropagateNan.ALL)
         tl.store(message_ptr + row * C + k + states, tl.where(total == float("-inf"), 0.0, new), mask=k + states < C)
     parts = tl.arange(0, triton.next_power_of_2(PARTS))
-    tl.store(top_ptr + row * PARTS + parts, tl.full((triton.next_power_of_2(PARTS),), 2.0**TARGET, DTYPE), mask=parts < PARTS)
+    tl.store(
+        top_ptr + row * PARTS + parts, tl.full((triton.next_power_of_2(PARTS),), 2.0**TARGET, DTYPE), mask=parts < PARTS
+    )
     tl.store(taken_ptr + row, tl.full((), -TARGET, tl.int64))
     tl.store(log_norm_ptr + row, top)
 
@@ -76,6 +78,7 @@ def _step_kernel(
     ROWS: tl.constexpr = L.rows
     COLUMNS: tl.constexpr = L.columns
     ALL: tl.constexpr = triton.next_power_of_2(L.parts)
+    NOTHING: tl.constexpr = float("-inf")
     stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, stride_bj = strides(
         stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, stride_bj, L
     )
@@ -103,11 +106,10 @@ def _step_kernel(
     for i in tl.range(first, until):
         active = i < ends
         level = tl.load(level_ptr + far(i, sequences) + members, mask=inside, other=0)
-        x = tl.load(
-            at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc), mask=own, other=float("-inf")
-        ).to(DTYPE)
         bound = tl.load(bound_ptr + tl.where(stride_bv == 0, 0, far(i - 1, g)))
         k = bound >> 1
+        if L.early:
+            x = tl.load(at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc), mask=own, other=NOTHING)
         if L.together:
             wait(counter_ptr, L.parts * (i - first), L.parts)
         tops = tl.load(
@@ -117,7 +119,10 @@ def _step_kernel(
         shift = shift_from(tl.max(tops, 1))
         before = message_ptr + far((i - 1) % slots, sequences * L.c)
         u = product(before, bulk_ptr + far(i - 1, stride_bv), inside, there, stride_bk, stride_bj, k, L.c, L)
-        admitted = x != float("-inf")
+        if not L.early:
+            x = tl.load(at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc), mask=own, other=NOTHING)
+        x = x.to(DTYPE)
+        admitted = x != NOTHING
         exponent = level + shift
         new = tl.where(active[:, None], raised(u, exp_scaled(x, exponent[:, None]), admitted), 0.0)
         now = message_ptr + far(i % slots, sequences * L.c) + column

@@ -42,7 +42,9 @@ def _work(work_ptr, sequences, C: tl.constexpr, PARTS: tl.constexpr):
 def _ending(final, top):
     """The backward message of a last step, from logarithms."""
     LOWEST: tl.constexpr = floor(final.dtype == tl.float64)
-    new = tl.maximum(exp(final - top) * 2.0 ** target(final.dtype == tl.float64), LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    new = tl.maximum(
+        exp(final - top) * 2.0 ** target(final.dtype == tl.float64), LOWEST, propagate_nan=tl.PropagateNan.ALL
+    )
     return tl.where(final == float("-inf"), 0.0, new)
 
 
@@ -143,6 +145,7 @@ def _step_kernel(
     ROWS: tl.constexpr = L.rows
     COLUMNS: tl.constexpr = L.columns
     ALL: tl.constexpr = triton.next_power_of_2(L.parts)
+    NOTHING: tl.constexpr = float("-inf")
     TARGET: tl.constexpr = target(DTYPE == tl.float64)
     stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, stride_bj = strides(
         stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, stride_bj, L
@@ -179,32 +182,31 @@ def _step_kernel(
     for step in tl.range(first, v if L.together else first + 1):
         i = v - 1 - step
         live, ending = (i < ends) & (share != 0.0), i == ends - 1
-        x_at = at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc)
-        a_at = message_ptr + far(i, pitch) + tile
-        level = tl.load(level_ptr + far(i, sequences) + members, mask=inside, other=0)
         bound = tl.load(bound_ptr + tl.where(stride_bv == 0, 0, far(i, g)))
-        if L.together:
-            x = tl.load(x_at, mask=own, other=float("-inf")).to(DTYPE)
-            a = tl.load(a_at, mask=own & live[:, None], other=0.0)
+        if L.early:
+            x = tl.load(at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc), mask=own, other=NOTHING)
+            a = tl.load(message_ptr + far(i, pitch) + tile, mask=own & live[:, None], other=0.0)
             joint = tl.load(joint_ptr + tile, mask=own, other=0.0, cache_modifier=".cg")
+        if L.together:
             wait(counter_ptr, L.parts * (step - first), L.parts)
-        slot = (i + 1) % 2 * sequences * L.parts + members[:, None] * L.parts + parts[None, :]
-        shift = shift_from(tl.max(tl.load(top_ptr + slot, mask=all_parts, other=0.0, cache_modifier=".cg"), 1))
-        nu = tl.sum(tl.load(nu_ptr + slot, mask=all_parts, other=0.0, cache_modifier=".cg"), 1)
         b = product(
             w_ptr + far((i + 1) % slots, pitch), bulk_ptr + far(i, stride_bv), inside, there, stride_bj, stride_bk,
             bound >> 1, tl.where(i + 1 < steps, L.c, 0), L,
         )  # fmt: skip
-        if not L.together:  # no registers for them before
-            x = tl.load(x_at, mask=own, other=float("-inf")).to(DTYPE)
-            a = tl.load(a_at, mask=own & live[:, None], other=0.0)
-            joint = tl.load(joint_ptr + tile, mask=own, other=0.0)
+        slot = (i + 1) % 2 * sequences * L.parts + members[:, None] * L.parts + parts[None, :]
+        shift = shift_from(tl.max(tl.load(top_ptr + slot, mask=all_parts, other=0.0, cache_modifier=".cg"), 1))
+        nu = tl.sum(tl.load(nu_ptr + slot, mask=all_parts, other=0.0, cache_modifier=".cg"), 1)
+        level = tl.load(level_ptr + far(i, sequences) + members, mask=inside, other=0)
+        if not L.early:
+            x = tl.load(at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc), mask=own, other=NOTHING)
+            a = tl.load(message_ptr + far(i, pitch) + tile, mask=own & live[:, None], other=0.0)
+            joint = tl.load(joint_ptr + tile, mask=own, other=0.0, cache_modifier=".cg")
+        lost |= tl.max(doubtful(b, (a > 0.0) & (ending == 0)[:, None], bound & 1).to(tl.int32), 1) > 0
+        x = x.to(DTYPE)
         if final_ptr is None:
             b = tl.where(ending[:, None], 2.0**TARGET, b)
         else:
-            final = tl.load(
-                final_ptr + sequence * L.c + column + tile, mask=own & ending[:, None], other=float("-inf")
-            )
+            final = tl.load(final_ptr + sequence * L.c + column + tile, mask=own & ending[:, None], other=float("-inf"))
             top = tl.load(final_top_ptr + sequence + members, mask=inside, other=0.0)
             b = tl.where(ending[:, None], _ending(final, top[:, None]), b)
         w, new_joint = _joined(a, b, x, (level + tl.where(ending, 0, shift))[:, None])
@@ -215,8 +217,6 @@ def _step_kernel(
         tl.store(nu_ptr + slot, tl.sum(new_joint, 1), mask=inside, cache_modifier=".cg")
         if L.together:
             arrive(counter_ptr, L.parts)
-        lost |= tl.max(doubtful(b, (a > 0.0) & (ending == 0)[:, None], bound & 1).to(tl.int32), 1) > 0
-
         lost |= _uncertain(nu, (i + 1 < ends) & (share != 0.0))
         inverse = _inverse(nu, share)
         if grad_ptr is not None:
@@ -224,7 +224,7 @@ def _step_kernel(
             grad_at = at(grad_ptr + far(i + 1, stride_dv), members, columns, stride_dm, stride_dc)
             tl.store(grad_at, _narrowed(gamma, grad_ptr.dtype.element_ty), mask=own)
         kept = own & ((i + 2 < v) & (slots == v))
-        r_at = w_ptr + far((i + 2) % slots, pitch) + column + tile
+        r_at = w_ptr + far(i + 2, pitch) + column + tile
         r = tl.load(r_at, mask=kept & (i + 2 < ends)[:, None], other=0.0, cache_modifier=".cg") * 2.0**-TARGET
         tl.store(r_at, tl.where((i + 2 < ends)[:, None], r * inverse[:, None], 0.0), mask=kept)
     tl.store(doubt_ptr + sequence + members, tl.full((ROWS,), 1, tl.int8), mask=inside & lost)

@@ -32,11 +32,21 @@ class Tile(NamedTuple):
     stages: int
 
 
+WIDE = Tile(32, 64, 32, 8, 3)
+WIDER = Tile(32, 128, 32, 8, 3)
+# for at most 16 sequences of a set
+FEW = Tile(16, 64, 32, 4, 3)
+DOUBLE = Tile(32, 64, 16, 8, 3)
+# where entries are loaded one by one, which takes registers for their addresses
+ODD = Tile(32, 32, 16, 8, 3)
+
+
 class Layout(NamedTuple):
     """What the kernels of a chain are compiled for, in one argument.
 
-    `parts` programs have all columns of a row; `together`: they are of one launch and meet. `width_x` and `width_out`
-    divide the strides of x and its gradient, `width_k` and `width_j` those of matrices as `launch.widths` says.
+    `parts` programs have all columns of a row; `together`: they are of one launch and meet; `early`: there are
+    registers for a step's tile of x, and its like, before its product. `width_x` and `width_out` divide the strides of
+    x and its gradient, `width_k` and `width_j` those of matrices as `launch.widths` says.
     """
 
     c: int
@@ -46,6 +56,7 @@ class Layout(NamedTuple):
     stages: int
     parts: int
     together: bool
+    early: bool
     log_params: bool
     precision: str
     width_x: int
@@ -109,14 +120,26 @@ def shift_from(top):
 
 
 def tile_of(chain: Operands) -> Tile:
-    """The tile for a chain on its device."""
+    """The tile for a chain: of 500 sequences with 512 or 1,024 states, a device has one for each multiprocessor."""
     _, _, m, c = chain.shape
-    rows = 16 if m <= 16 else 32
+    if width_of(chain) != 4 or 4 not in launch.widths(chain.bulk):
+        return ODD
     if chain.double:
-        return Tile(rows, 32, 16, 4, 3)
-    if c < 640:
-        return Tile(rows, 64, 32, 4, 3)
-    return Tile(rows, 128, 32, 8, 3)
+        return DOUBLE
+    if m <= FEW.rows:
+        return FEW
+    return WIDE if c < 640 or launch.chip(chain.x) == "gfx942" else WIDER
+
+
+def width_of(chain: Operands) -> int:
+    """How many entries of x one load can take."""
+    *strides, last = chain.x.stride()
+    return launch.common_width(chain.shape[3], *strides) if last == 1 else 1
+
+
+def early(tile: Tile, width_x: int, together: bool) -> bool:
+    """Whether each thread's entries of the tile are few, and next to each other."""
+    return together and width_x == 4 and tile.rows * tile.columns <= 256 * tile.warps and tile != DOUBLE
 
 
 def layout(
@@ -127,9 +150,9 @@ def layout(
     parts = triton.cdiv(c, tile.columns)
     if together is None:
         together = chain.x.device.type == "cuda" and c < _APART and parts <= launch.processors(chain.x)
-    width_x = launch.common_width(c, *chain.x.stride()[:-1])
+    width_x = width_of(chain)
     fixed = Layout(
-        c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, chain.log_params, chain.precision, width_x,
+        c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, early(tile, width_x, together), chain.log_params, chain.precision, width_x,
         *launch.widths(chain.bulk), 1 if out is None else launch.common_width(c, *out.stride()[:-1]),
     )  # fmt: skip
     return fixed, {"num_warps": tile.warps, "num_stages": tile.stages}

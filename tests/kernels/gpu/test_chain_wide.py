@@ -163,7 +163,9 @@ def assert_gradients(operands, messages, found, weight=None, final=None):
         for i in range(1, len(r)):
             pair = messages[i - 1].double().cpu()[..., None] * p[i - 1 if len(p) > 1 else 0][:, None]
             shares = pair * r[i].double().cpu()[..., None, :]
-            torch.testing.assert_close(shares * (weight != 0)[..., None, None], counts[i] * (weight != 0)[..., None, None], **near)
+            torch.testing.assert_close(
+                shares * (weight != 0)[..., None, None], counts[i] * (weight != 0)[..., None, None], **near
+            )
 
 
 @pytest.mark.parametrize("v, g, m, c", [(1, 1, 1, 1), (2, 1, 5, 7), (4, 1, 17, 20), (3, 1, 1, 33), (5, 2, 2, 16)])
@@ -213,7 +215,9 @@ def test_families(device, name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there a launch has programs that wait for each other")
-@pytest.mark.parametrize("dtype, c, logs, keep", [(F32, 20, True, True), (F32, 35, False, False), (F64, 20, False, True)])
+@pytest.mark.parametrize(
+    "dtype, c, logs, keep", [(F32, 20, True, True), (F32, 35, False, False), (F64, 20, False, True)]
+)
 def test_programs_that_meet(dtype, c, logs, keep):
     operands = chain(3, 1, 17, c, dtype=dtype, logs=logs, lengths=True)
     found, expected = run(operands, apart=False), run(operands)
