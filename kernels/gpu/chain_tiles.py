@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .chain_matrix import load_matrix
-from .launch import common_width, precision
+from .launch import common_width, precision, run
 
 
 class Tiles(NamedTuple):
@@ -123,8 +123,8 @@ def column_tops(bulk: Tensor, choice: Tiles, dtype: torch.dtype, *, log_params: 
     block_c = min(64, triton.next_power_of_2(c))
     if tops.numel():
         grid = (steps * outer * inner * triton.cdiv(c, block_c),)
-        _column_tops_kernel[grid](
-            bulk, tops, outer * inner, inner, c, *bulk.stride(),
+        run(
+            _column_tops_kernel, grid, bulk, tops, outer * inner, inner, c, *bulk.stride(),
             LOG_PARAMS=log_params, DTYPE=arithmetic(dtype), BLOCK_K=32, BLOCK_C=block_c, num_warps=4,
         )  # fmt: skip
     return tops

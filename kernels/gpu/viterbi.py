@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..plain.viterbi import unknown
-from . import backtrack, forward_chain
+from . import backtrack, chain_max
+from .chains import Operands
 from .forward import operands
 
 
@@ -18,10 +19,9 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     """
     assert chain.v == steps
     x, bulk, start, ends = operands(chain)
-    _, messages = forward_chain.forward(
-        x, bulk, start, ends, log_params=chain.log_params, keep=True, dtype=chain.dtype, maximum=True
-    )
-    assert messages is not None
+    messages = chain.new(*x.shape)
+    if messages.numel():
+        chain_max.forward(Operands(x, bulk, start.contiguous(), ends, chain.log_params, chain.dtype), messages)
     states = backtrack.paths(messages, bulk, ends, log_params=chain.log_params)
     if chain.ends is not None:
         states.masked_fill_((chain.ends < 1) | (chain.ends > steps), -1)
