@@ -1,0 +1,148 @@
+"""Long chains in segments: the log-partition is right where it is not doubtful, and doubtful where it would not be."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.contract import TENSOR_CORES, Truth, poisoned_memory
+from tests.families import FAMILIES, Chain, dense
+from tests.layouts import behind, poisoned, strange
+
+chain_long = pytest.importorskip("logchain.kernels.gpu.chain_long")
+chains = pytest.importorskip("logchain.kernels.gpu.chains")
+
+F32, F64 = torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
+
+# rows of products with sums that cannot be trusted
+DOUBTFUL = {"detour", "detour2", "abyss", "detour_linear", "left_to_right", "bakis_jump", "log_far", "banded"}
+DOUBTFUL |= {"tiny_transitions", "sharp", "one_hot"}
+
+
+def operands(chain: Chain, lengths=None, device: str = "cpu") -> chains.Operands:
+    """A family's chain [n, t, v, c] as (v, g, m, c): one set where all sequences share matrices, else one for each."""
+    x, bulk, p0 = (tensor.to(device) for tensor in chain[:3])
+    n, t, v, c = x.shape
+    x, bulk = x.permute(2, 0, 1, 3), bulk.permute(2, 0, 1, 3, 4)
+    grid = (1, n * t) if bulk.shape[1] * bulk.shape[2] == 1 else (n * t, 1)
+    start = p0.double() if chain.log_params else p0.double().log()
+    start = start.expand(n, t, c).reshape(*grid, c).contiguous()
+    ends = None if lengths is None else torch.as_tensor(lengths, device=device).expand(n * t).reshape(grid).contiguous()
+    dtype = F64 if F64 in (x.dtype, bulk.dtype) else F32
+    return chains.Operands(x.reshape(v, *grid, c), bulk.reshape(-1, grid[0], c, c), start, ends, chain.log_params, dtype)
+
+
+def assert_right(chain: Chain, device: str, segments: int, lengths=None) -> torch.Tensor:
+    """Which sequences [n, t] are doubtful; all others are within the contract."""
+    with poisoned_memory():
+        log_norm, doubt = chain_long.log_norm(operands(chain, lengths, device), segments)
+    each = None if lengths is None else torch.as_tensor(lengths).expand(chain.x.shape[:2]).tolist()
+    truth = Truth(chain, each)
+    found, trusted = (value.cpu().numpy().reshape(truth.log_norm.shape) for value in (log_norm, ~doubt))
+    assert (np.isneginf(found) == np.isneginf(truth.log_norm))[trusted].all()
+    with np.errstate(invalid="ignore"):
+        wrong = np.abs(found - truth.log_norm) > truth.value_bound(F64, TENSOR_CORES)
+    assert not (wrong & trusted & np.isfinite(truth.log_norm)).any()
+    assert np.isfinite(found[trusted & np.isfinite(truth.log_norm)]).all()
+    return doubt.cpu().reshape(truth.log_norm.shape)
+
+
+@pytest.mark.parametrize(("each", "log"), [(False, True), (True, False)], ids=["shared, logs", "each"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name, each, log, device):
+    chain = FAMILIES[name](F32, each=each, n=2, t=1, v=9)
+    doubt = assert_right(chain.logs() if log else chain, device, segments=4)
+    assert not doubt.any() or name in DOUBTFUL
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 5, 7, 100])
+@pytest.mark.parametrize("v", [1, 2, 8])
+def test_every_cut(v, segments, device):
+    assert not assert_right(dense(F32, n=1, t=2, v=v, c=3), device, segments).any()
+
+
+@pytest.mark.parametrize(("dtype", "log"), [(F32, True), (F64, False)])
+@pytest.mark.parametrize("c", [1, 7, 17, 33])
+def test_any_number_of_states(c, dtype, log, device):
+    chain = dense(dtype, n=1, t=1, v=6, c=c, each=True)
+    assert not assert_right(chain.logs() if log else chain, device, segments=3).any()
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_one_matrix_for_all_steps(dtype, device):
+    chain = dense(dtype, n=1, t=2, v=12, c=5)
+    chain = chain._replace(bulk=chain.bulk[..., :1, :, :])
+    for variant in (chain, chain.logs()):
+        assert not assert_right(variant, device, segments=4).any()
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("segments", [2, 5])
+def test_lengths(each, segments, device):
+    """What lies behind the end is not read, even where it is NaN."""
+    lengths = torch.tensor([[1, 2], [5, 12], [7, 11]])
+    chain = poisoned(dense(F32, n=3, t=2, v=12, c=4, each=each), lengths)
+    x, bulk, p0 = (tensor.to(device) for tensor in chain[:3])
+    with poisoned_memory():
+        log_norm, doubt = chain_long.log_norm(
+            operands(chain, lengths.flatten() if not each else lengths.flatten(), device), segments
+        )
+    assert x.isnan().any()
+    assert not doubt.any() and log_norm.isfinite().all()
+
+
+def test_half_precision_and_strides(device):
+    chain = dense(F32, n=2, t=2, v=9, c=5, each=True)
+    for how in ("transposed", "expanded"):
+        assert not assert_right(strange(chain, how), device, segments=3).any()
+    half = chain._replace(x=chain.x.bfloat16(), bulk=chain.bulk.bfloat16())
+    assert not assert_right(half, device, segments=3).any()
+
+
+@pytest.mark.parametrize(("shift", "factor"), [(1e5, 1e-30), (-1e5, 1e30)])
+def test_scales(shift, factor, device):
+    chain = dense(F32, n=1, t=2, v=9, c=5)
+    assert not assert_right(chain._replace(x=chain.x + shift, bulk=chain.bulk * factor), device, segments=3).any()
+
+
+def test_impossible_chains_are_certain(device):
+    """Their log-partition is -inf without a second look, whichever segment has no path."""
+    chain = dense(F32, n=2, t=2, v=9, c=5)
+    for step in range(9):
+        x = chain.x.clone()
+        x[0, 0, step] = -INF
+        assert not assert_right(chain._replace(x=x), device, segments=3).any()
+    bulk = chain.bulk.clone()
+    bulk[..., 3, :, :] = 0.0
+    assert not assert_right(chain._replace(bulk=bulk), device, segments=3).any()
+
+
+@pytest.mark.parametrize("step", range(9))
+def test_nan_stays_in_its_sequence(step, device):
+    """Even where no path meets it."""
+    chain = dense(F32, n=3, t=1, v=9, c=4, each=True)
+    x, bulk = chain.x.clone(), chain.bulk.clone()
+    x[0, 0, step, 1] = NAN
+    x[1, 0, step, 2] = -INF
+    bulk[1, 0, min(step, 7), 2, 2] = NAN
+    doubt = assert_right(chain._replace(x=x, bulk=bulk), device, segments=3)
+    assert doubt[:2].all() and not doubt[2].any()
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4, 8])
+@pytest.mark.parametrize("log", [False, True])
+def test_underflow_is_doubtful(segments, log, device):
+    """Every path pays for a detour that no float32 holds, within a segment or where two meet."""
+    chain = FAMILIES["detour"](F32, n=2, t=1, v=9, c=5)
+    assert assert_right(chain.logs() if log else chain, device, segments).all()
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_tiny_entries_are_doubtful_or_right(segments, device):
+    """Entries that beside the largest lie outside of float32, some of which the only path needs."""
+    chain = dense(F32, n=4, t=1, v=9, c=4, each=True)
+    bulk = chain.bulk.clone()
+    for n in range(4):
+        bulk[n, :, 2 * n] *= torch.where(torch.eye(4) > 0, 1.0, 1e-25)
+        bulk[n, :, 2 * n, 1] *= 1e-12
+    assert_right(chain._replace(bulk=bulk), device, segments)
