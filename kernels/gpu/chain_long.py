@@ -24,10 +24,21 @@ from torch import Tensor
 from . import launch
 from .chains import Operands
 from .scaled import (
-    LN2_HIGH, LN2_LOW, doubtful, exp_scaled, exponent_of, floor, halves, least_exponent, level_of, linear, multiply,
-    next_shift, power_of_two, raised, target,
-)  # fmt: skip
-from .tiles import any_of, at, exp, far, finite, log, multiple, multiples, widened
+    doubtful,
+    exp_scaled,
+    exponent_of,
+    floor,
+    halves,
+    least_exponent,
+    level_of,
+    linear,
+    log_scaled,
+    multiply,
+    next_shift,
+    power_of_two,
+    target,
+)
+from .tiles import any_of, exp, far, finite, multiple, multiples, widened
 
 # the most states whose products a program holds in registers
 STATES = 64
@@ -43,15 +54,14 @@ def block_of(c):
 def _long_kernel(
     x_ptr, bulk_ptr, start_ptr, ends_ptr, product_ptr, taken_ptr, counters_ptr, log_norm_ptr, doubt_ptr,
     v, m, length, segments, members, stride_xv, stride_xg, stride_xm, stride_xc,
-    stride_bv, stride_bg, stride_bk, stride_bj,
+    stride_bv, stride_bg, STRIDE_BK: tl.constexpr, STRIDE_BJ: tl.constexpr,
     C: tl.constexpr, SAME: tl.constexpr, LOG_PARAMS: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH_X: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr,
+    WIDTH_X: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program multiplies a segment of one sequence; `product` has room for those of segments, then of groups."""
     BLOCK: tl.constexpr = block_of(C)
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, WIDTH_X)
-    stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, WIDTH_K * WIDTH_J)[:2]
-    stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
+    stride_bv, stride_bg = multiple(stride_bv, WIDTH), multiple(stride_bg, WIDTH)
     n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
     group, groups = segment // members, tl.cdiv(segments, members)
     x_ptr += n // m * stride_xg + n % m * stride_xm
@@ -68,14 +78,14 @@ def _long_kernel(
     if segment < there:
         begin = segment * length
         u, taken = _segment(
-            x_ptr, bulk_ptr, begin, tl.minimum(begin + length, last), stride_xv, stride_xc, stride_bv, stride_bk,
-            stride_bj, C, SAME, LOG_PARAMS, PRECISION, product_ptr.dtype.element_ty,
+            x_ptr, bulk_ptr, begin, tl.minimum(begin + length, last), stride_xv, stride_xc, stride_bv, STRIDE_BK,
+            STRIDE_BJ, C, SAME, LOG_PARAMS, PRECISION, product_ptr.dtype.element_ty,
         )  # fmt: skip
         _store(product_ptr, taken_ptr, segment, states, u, taken)
         first = group * members
         count = tl.minimum(members, there - first)
         if _is_last(counters_ptr + group, count):
-            u, taken = _load(product_ptr, taken_ptr, first, states, True)
+            u, taken = _load(product_ptr, taken_ptr, first, states)
             u, taken, _ = _through(
                 u, taken, x_ptr, product_ptr, taken_ptr, states, first + 1, first + count, (first + 1) * length, length,
                 last, stride_xv, stride_xc, C, PRECISION,
@@ -91,7 +101,7 @@ def _long_kernel(
 
 @triton.jit
 def _segment(
-    x_ptr, bulk_ptr, begin, end, stride_xv, stride_xc, stride_bv, stride_bk, stride_bj,
+    x_ptr, bulk_ptr, begin, end, stride_xv, stride_xc, stride_bv, STRIDE_BK: tl.constexpr, STRIDE_BJ: tl.constexpr,
     C: tl.constexpr, SAME: tl.constexpr, LOG_PARAMS: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The product of the matrices into the steps after `begin` to `end`, without x of both, and its rows' exponents.
@@ -103,7 +113,7 @@ def _segment(
     states = tl.arange(0, BLOCK)
     there = begin < end
     x = _potentials(x_ptr, begin, states, stride_xv, stride_xc, True, C, DTYPE)
-    p = _matrix(bulk_ptr, begin, states, stride_bv, stride_bk, stride_bj, there, C, LOG_PARAMS, DTYPE)
+    p = _matrix(bulk_ptr, begin, states, stride_bv, there, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
     k, low = _bound(p, LOG_PARAMS)
     entries = linear(p, k, LOG_PARAMS)
     high, rest = halves(entries, PRECISION)
@@ -115,9 +125,8 @@ def _segment(
     x = _potentials(x_ptr, begin + 1, states, stride_xv, stride_xc, there, C, DTYPE)
     wrong = x != x
     if not SAME:
-        p = _matrix(
-            bulk_ptr, begin + 1, states, stride_bv, stride_bk, stride_bj, begin + 1 < end, C, LOG_PARAMS, DTYPE
-        )
+        more = begin + 1 < end
+        p = _matrix(bulk_ptr, begin + 1, states, stride_bv, more, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
     for i in tl.range(begin + 1, end):
         least = _least(least, u, x, before, low)
         level = level_of(tl.max(x, 0))
@@ -127,7 +136,8 @@ def _segment(
         if not SAME:
             k, low = _bound(p, LOG_PARAMS)
             high, rest = halves(linear(p, k, LOG_PARAMS), PRECISION)
-            p = _matrix(bulk_ptr, i + 1, states, stride_bv, stride_bk, stride_bj, i + 1 < end, C, LOG_PARAMS, DTYPE)
+            more = i + 1 < end
+            p = _matrix(bulk_ptr, i + 1, states, stride_bv, more, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
         u = multiply(a, high, rest, PRECISION)
         taken += (level + shift + k).to(tl.int64)
         shift = next_shift(before, shift)
@@ -175,7 +185,7 @@ def _bound(p, LOG_PARAMS: tl.constexpr):
     if LOG_PARAMS:
         k = level_of(tl.max(p))
         least = tl.min(tl.where(p > nothing, p, float("inf")))
-        return k, (level_of(least) - k < least_exponent(DOUBLE)).to(tl.int32)
+        return k, (level_of(least) - k <= least_exponent(DOUBLE)).to(tl.int32)
     elif DOUBLE:
         k = exponent_of(tl.max(p))
         least = tl.min(tl.where(p > nothing, p, float("inf")))
@@ -197,12 +207,12 @@ def _potentials(x_ptr, step, states, stride_xv, stride_xc, there, C: tl.constexp
 
 @triton.jit
 def _matrix(
-    bulk_ptr, index, states, stride_bv, stride_bk, stride_bj, there,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
+    bulk_ptr, index, states, stride_bv, there,
+    STRIDE_BK: tl.constexpr, STRIDE_BJ: tl.constexpr, C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The matrix of an index; weight 0 for states that do not exist."""
     mask = (states < C)[:, None] & (states < C)[None, :] & there
-    pointers = at(bulk_ptr + far(index, stride_bv), states, states, stride_bk, stride_bj)
+    pointers = bulk_ptr + far(index, stride_bv) + states[:, None] * STRIDE_BK + states[None, :] * STRIDE_BJ
     return widened(tl.load(pointers, mask=mask, other=float("-inf") if LOG_PARAMS else 0.0), DTYPE)
 
 
@@ -210,18 +220,18 @@ def _matrix(
 def _store(product_ptr, taken_ptr, item, states, u, taken):
     """Write a product and its rows' exponents."""
     BLOCK: tl.constexpr = states.shape[0]
-    tl.store(at(product_ptr + far(item, BLOCK * BLOCK), states, states, BLOCK, 1), u, cache_modifier=".cg")
+    cells = states[:, None] * BLOCK + states[None, :]
+    tl.store(product_ptr + far(item, BLOCK * BLOCK) + cells, u, cache_modifier=".cg")
     tl.store(taken_ptr + far(item, BLOCK) + states, taken, cache_modifier=".cg")
 
 
 @triton.jit
-def _load(product_ptr, taken_ptr, item, states, there):
+def _load(product_ptr, taken_ptr, item, states):
     """A product and its rows' exponents, as another program has written them."""
     BLOCK: tl.constexpr = states.shape[0]
-    pointers = at(product_ptr + far(item, BLOCK * BLOCK), states, states, BLOCK, 1)
-    mask = (states[:, None] >= 0) & there
-    product = tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
-    return product, tl.load(taken_ptr + far(item, BLOCK) + states, mask=(states >= 0) & there, cache_modifier=".cg")
+    cells = states[:, None] * BLOCK + states[None, :]
+    product = tl.load(product_ptr + far(item, BLOCK * BLOCK) + cells, cache_modifier=".cg")
+    return product, tl.load(taken_ptr + far(item, BLOCK) + states, cache_modifier=".cg")
 
 
 @triton.jit
@@ -238,7 +248,7 @@ def _through(
     u, taken, x_ptr, product_ptr, taken_ptr, states, first, end, step, span, last, stride_xv, stride_xc,
     C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums `u` at a step times the products from `first` to `end`, of `span` steps each, their exponents, and the last x.
+    """Sums `u` at a step times the products `first` to `end`, of `span` steps each, their exponents, and the last x.
 
     In u, the x of its own step is not contained, but that of step 0 is. Rows that may be inexact become NaN.
     """
@@ -247,13 +257,13 @@ def _through(
     x = _potentials(x_ptr, step, states, stride_xv, stride_xc, step > 0, C, DTYPE)
     x = tl.where((step == 0) & (states < C), 0.0, x)
     doubt = u != u
-    product, exponents = _load(product_ptr, taken_ptr, first, states, first < end)
+    product, exponents = _load(product_ptr, taken_ptr, tl.minimum(first, end - 1), states)
     for item in tl.range(first, end):
         a, taken = _settled(u, taken, x)
         entries, k, low = _normal(product, exponents)
         step = tl.minimum(step + span, last)
         x = _potentials(x_ptr, step, states, stride_xv, stride_xc, True, C, DTYPE)
-        product, exponents = _load(product_ptr, taken_ptr, item + 1, states, item + 1 < end)
+        product, exponents = _load(product_ptr, taken_ptr, tl.minimum(item + 1, end - 1), states)
         high, rest = halves(entries, PRECISION)
         u = multiply(a, high, rest, PRECISION)
         taken += k
@@ -268,9 +278,7 @@ def _settled(u, taken, x):
     DOUBLE: tl.constexpr = u.dtype == tl.float64
     shift = tl.maximum(exponent_of(tl.max(u, 1)) - target(DOUBLE), -900 if DOUBLE else -100)
     level = level_of(tl.max(x, 0))
-    messages = raised(
-        u * power_of_two(-shift, u.dtype)[:, None], exp_scaled(x, level)[None, :], (x != float("-inf"))[None, :]
-    )
+    messages = _raised(u * power_of_two(-shift, u.dtype)[:, None], u, x, level)
     return messages, taken + (shift + level).to(tl.int64)
 
 
@@ -311,10 +319,7 @@ def _finish(
     messages, taken = _settled(u, taken, x)
     total = tl.sum(tl.sum(tl.where(only, messages, 0.0), 1), 0)
     exact = (total == 0.0) | ((total >= _enough(DOUBLE)) & (total < float("inf")))
-    top_bits = exponent_of(total)  # so that the logarithm is a small number, which rounds little
-    exponent = (tl.sum(tl.where(states == 0, taken, 0), 0) + top_bits).to(tl.float64)
-    rest = log(total * power_of_two(-top_bits, DTYPE)).to(tl.float64) + exponent * LN2_LOW
-    tl.store(log_norm_ptr, (top + exponent * LN2_HIGH) + rest)
+    tl.store(log_norm_ptr, top + log_scaled(total, tl.sum(tl.where(states == 0, taken, 0), 0)))
     tl.store(doubt_ptr, (exact == 0).to(tl.int8))
 
 
@@ -329,12 +334,15 @@ def log_norm(chain: Operands, segments: int) -> tuple[Tensor, Tensor]:
     members = math.isqrt(count - 1) + 1
     items, block = count + math.ceil(count / members), block_of(c)
     new = chain.x.new_empty
-    products, taken = new((g * m, items, block, block), dtype=chain.dtype), new((g * m, items, block), dtype=torch.int64)
+    products, taken = (
+        new((g * m, items, block, block), dtype=chain.dtype),
+        new((g * m, items, block), dtype=torch.int64),
+    )
     counters = torch.zeros(g * m, items - count + 1, dtype=torch.int32, device=chain.x.device)
     out, doubt = new((g, m), dtype=torch.float64), new((g, m), dtype=torch.bool)
     launch.run(
         _long_kernel, (g * m * count,), chain.x, chain.bulk, chain.start, chain.ends, products, taken, counters, out,
-        doubt, v, m, length, count, members, *chain.strides, **constants(chain),
+        doubt, v, m, length, count, members, *chain.strides[:6], **constants(chain),
     )  # fmt: skip
     return out, doubt
 
@@ -342,10 +350,11 @@ def log_norm(chain: Operands, segments: int) -> tuple[Tensor, Tensor]:
 def constants(chain: Operands) -> dict[str, Any]:
     """The compile-time arguments of the kernel, with its warps and stages."""
     c = chain.shape[3]
-    rows, columns = launch.widths(chain.bulk)
+    exact = c <= 16 and chain.precision == "tf32x3"  # three products of halves take as long
     return {
-        "C": c, "SAME": len(chain.bulk) == 1, "LOG_PARAMS": chain.log_params, "PRECISION": launch.precision(chain.start.new_empty(0, dtype=chain.dtype)),
-        "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH_K": rows, "WIDTH_J": columns,
+        "STRIDE_BK": chain.bulk.stride(2), "STRIDE_BJ": chain.bulk.stride(3), "C": c, "SAME": len(chain.bulk) == 1,
+        "LOG_PARAMS": chain.log_params, "PRECISION": "ieee" if exact else chain.precision,
+        "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH": max(launch.widths(chain.bulk)),
         "num_warps": warps(c, chain.double), "num_stages": 1,
     }  # fmt: skip
 

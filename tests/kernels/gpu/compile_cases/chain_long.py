@@ -31,8 +31,8 @@ def case(
     arguments = {name: "i32" for name in kernel.arg_names if name.islower()}
     arguments |= {name: f"*{pointers.get(name[:-4], kind)}" for name in arguments if name.endswith("_ptr")}
     constants: dict[str, object] = {
-        "C": c, "SAME": same, "LOG_PARAMS": logs, "PRECISION": precision, "WIDTH_X": width, "WIDTH_K": width,
-        "WIDTH_J": 1, "stride_xc": 1, "stride_bj": 1,
+        "C": c, "SAME": same, "LOG_PARAMS": logs, "PRECISION": precision, "WIDTH_X": width, "WIDTH": width,
+        "STRIDE_BK": c, "STRIDE_BJ": 1, "stride_xc": 1,
     }  # fmt: skip
     if not ends:
         constants["ends_ptr"] = None
