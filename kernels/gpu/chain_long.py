@@ -121,7 +121,8 @@ def _segment(
     before = tl.where(x != float("-inf"), full, 0.0).to(DTYPE)
     taken = tl.zeros((BLOCK,), tl.int64) + (k - target(DTYPE == tl.float64))
     shift = tl.zeros((BLOCK,), tl.int32)
-    least = tl.full((BLOCK, BLOCK), float("inf"), DTYPE)
+    # the least of each entry, or of each row where registers are few
+    least = tl.full((BLOCK, BLOCK if BLOCK <= 32 else 1), float("inf"), DTYPE)
     x = _potentials(x_ptr, begin + 1, states, stride_xv, stride_xc, there, C, DTYPE)
     wrong = x != x
     if not SAME:
@@ -164,11 +165,13 @@ def _least(least, u, x, before, low):
     except in rows of which the largest message `before` is 0. NaN is not seen.
     """
     beyond = tl.where(x == float("-inf"), float("inf"), 0.0).to(u.dtype)
-    found = tl.minimum(least, tl.where(u == 0.0, float("inf"), u) + beyond[None, :])
+    found = tl.where(u == 0.0, float("inf"), u) + beyond[None, :]
     if low > 0:
         wanted = (before > 0.0)[:, None] & (x != float("-inf"))[None, :]
         found = tl.minimum(found, tl.where(wanted, u * 2.0**-26, float("inf")))
-    return found
+    if least.shape[1] == 1:
+        found = tl.min(found, 1)[:, None]
+    return tl.minimum(least, found)
 
 
 @triton.constexpr_function
@@ -356,6 +359,7 @@ def constants(chain: Operands) -> dict[str, Any]:
         "LOG_PARAMS": chain.log_params, "PRECISION": "ieee" if exact else chain.precision,
         "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH": max(launch.widths(chain.bulk)),
         "num_warps": warps(c, chain.double), "num_stages": 1,
+        **({} if torch.version.hip else {"maxnreg": registers(c)}),
     }  # fmt: skip
 
 
@@ -363,3 +367,8 @@ def warps(c: int, double: bool) -> int:
     """The warps of a program."""
     block = block_of(c) * (2 if double else 1)
     return 1 if block <= 16 else 2 if block <= 32 else 8
+
+
+def registers(c: int) -> int:
+    """The most registers of a thread: those of few states leave room for sixteen warps."""
+    return 128 if c <= 16 else 255

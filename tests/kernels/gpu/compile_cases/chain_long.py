@@ -41,4 +41,5 @@ def case(
     what = f"c={c} {kind} {precision}{' same' * same}{' logs' * logs}{' ends' * ends}{' odd' * (width == 1)}"
     dot = precision.startswith("tf32")
     divisible = tuple(name for name in arguments if name.endswith("_ptr"))
-    return Case(what, kernel, arguments, constants, divisible, chain_long.warps(c, kind == "fp64"), 1, dot)
+    warps, registers = chain_long.warps(c, kind == "fp64"), chain_long.registers(c)
+    return Case(what, kernel, arguments, constants, divisible, warps, 1, dot, registers)
