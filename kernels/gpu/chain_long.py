@@ -122,7 +122,7 @@ def _segment(
     taken = tl.zeros((BLOCK,), tl.int64) + (k - target(DTYPE == tl.float64))
     shift = tl.zeros((BLOCK,), tl.int32)
     # the least of each entry, or of each row where registers are few
-    least = tl.full((BLOCK, BLOCK if BLOCK <= 32 else 1), float("inf"), DTYPE)
+    least = tl.full((BLOCK, BLOCK if BLOCK <= 32 or SAME else 1), float("inf"), DTYPE)
     x = _potentials(x_ptr, begin + 1, states, stride_xv, stride_xc, there, C, DTYPE)
     wrong = x != x
     if not SAME:

@@ -118,14 +118,15 @@ def test_impossible_chains_are_certain(device):
 
 @pytest.mark.parametrize("step", range(9))
 def test_nan_stays_in_its_sequence(step, device):
-    """Even where no path meets it."""
-    chain = dense(F32, n=3, t=1, v=9, c=4, each=True)
-    x, bulk = chain.x.clone(), chain.bulk.clone()
+    """Even where no path meets it: the start and the matrices do not lead to a state, and x does not admit one."""
+    chain = dense(F32, n=4, t=1, v=9, c=4, each=True)
+    x, bulk, p0 = chain.x.clone(), chain.bulk.clone(), chain.p0.expand(4, 1, 4).clone()
     x[0, 0, step, 1] = NAN
-    x[1, 0, step, 2] = -INF
-    bulk[1, 0, min(step, 7), 2, 2] = NAN
-    doubt = assert_right(chain._replace(x=x, bulk=bulk), device, segments=3)
-    assert doubt[:2].all() and not doubt[2].any()
+    p0[1, 0, 1], bulk[1, ..., 1], x[1, 0, step, 1] = 0.0, 0.0, NAN
+    x[2, 0, step, 2] = -INF
+    bulk[2, 0, min(step, 7), 2, 2] = NAN
+    doubt = assert_right(chain._replace(x=x, bulk=bulk, p0=p0), device, segments=3)
+    assert doubt[:3].all() and not doubt[3].any()
 
 
 @pytest.mark.parametrize("segments", [1, 2, 4, 8])
@@ -134,6 +135,16 @@ def test_underflow_is_doubtful(segments, log, device):
     """Every path pays for a detour that no float32 holds, within a segment or where two meet."""
     chain = FAMILIES["detour"](F32, n=2, t=1, v=9, c=5)
     assert assert_right(chain.logs() if log else chain, device, segments).all()
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4, 8])
+def test_what_x_loses_is_doubtful(segments, device):
+    """States that keep to themselves, each in turn 100 nats below the other: what is raised is needed later."""
+    chain = dense(F32, n=2, t=1, v=9, c=2)
+    x = torch.zeros_like(chain.x)
+    x[0, :, 1::2, 0], x[0, :, 2::2, 1] = -100.0, -100.0
+    doubt = assert_right(chain._replace(x=x, bulk=torch.eye(2).expand_as(chain.bulk)), device, segments)
+    assert doubt[:, 0].tolist() == [True, False]
 
 
 @pytest.mark.parametrize("segments", [1, 4])
