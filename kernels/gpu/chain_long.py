@@ -353,10 +353,12 @@ def log_norm(chain: Operands, segments: int) -> tuple[Tensor, Tensor]:
 def constants(chain: Operands) -> dict[str, Any]:
     """The compile-time arguments of the kernel, with its warps and stages."""
     c = chain.shape[3]
-    exact = c <= 16 and chain.precision == "tf32x3"  # three products of halves take as long
+    precision = launch.precision(chain.x.new_empty(0, dtype=chain.dtype))
+    if c <= 16 and precision == "tf32x3":
+        precision = "ieee"  # as fast
     return {
         "STRIDE_BK": chain.bulk.stride(2), "STRIDE_BJ": chain.bulk.stride(3), "C": c, "SAME": len(chain.bulk) == 1,
-        "LOG_PARAMS": chain.log_params, "PRECISION": "ieee" if exact else chain.precision,
+        "LOG_PARAMS": chain.log_params, "PRECISION": precision,
         "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH": max(launch.widths(chain.bulk)),
         "num_warps": warps(c, chain.double), "num_stages": 1,
         **({} if torch.version.hip else {"maxnreg": registers(c)}),
