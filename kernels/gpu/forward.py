@@ -16,6 +16,7 @@ from ..message import Kept, Message, leaving_message, normalised
 from . import chain_exact, chain_forward
 from .chains import Operands
 from .matmul import forward as log_matmul
+from .scaled import floor
 
 # most states of which a program holds columns of the whole matrix: where rows are loaded four entries at a time, or not
 _WIDE, _ODD = 256, 128
@@ -37,6 +38,10 @@ def forward(
     leaving = chain.new(g, m, c) if leave else None
     if log_norm.numel():
         doubt = kernel_of(operands).forward(operands, messages, log_norm, leaving)
+        if keep is not None and leaving is not None:
+            # what follows may ask for a state of the last step whose message was raised
+            last, least = _last(operands, messages), floor(operands.double)
+            doubt |= ((last > 0) & (last <= least)).any(-1)
         chain_exact.forward(operands, messages, log_norm, doubt)
     if entering is not None and keep is not None:
         keep[0] = entering.values

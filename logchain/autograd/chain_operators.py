@@ -116,7 +116,7 @@ def _kept_shapes(
         messages = tree_operators.kept_shapes(x, bulk, p0)[1]
         return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
     if _chunked(x, lengths, segments):
-        inside, between, marks = chunked.kept_shapes(x, v, g, m, c, segments, keep)
+        inside, between, marks = chunked.kept_shapes(v, g, m, c, segments, keep)
         following = x.new_empty(between, dtype=torch.float64)
         return Saved(log_norm, x.new_empty(inside, dtype=dtype), following, x.new_empty(marks, dtype=torch.bool))
     messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
