@@ -129,8 +129,8 @@ def doubtful(u, wanted, low):
 @triton.jit
 def split(a):
     """The upper half of float32 numbers, rounded to TF32, and the exact rest."""
-    bits = tl.minimum(a.to(tl.int32, bitcast=True), 0x7FFFEFFF)  # a NaN must not become a zero
-    high = ((bits + 0x1000) & -8192).to(tl.float32, bitcast=True)
+    # the half of a NaN may be a zero, but its rest is NaN
+    high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
     return high, a - high
 
 

@@ -47,6 +47,7 @@ def methods(
     return {
         "create_dot": _dot(tensor_cores.truncating if truncating else tensor_cores.rounding),
         "cast_impl": _cast,
+        "create_fma": _fma,
         "create_maxnumf": _ignoring_nan(np.fmax) if fmax else _PLAIN["create_maxnumf"],
         "create_minnumf": _ignoring_nan(np.fmin) if fmax else _PLAIN["create_minnumf"],
         "create_exp2": _exp2_flushed if ftz else _PLAIN["create_exp2"],
@@ -64,6 +65,14 @@ def _dot(multiply: Callable) -> Callable:
         return TensorHandle(multiply(a.data, b.data, d.data, input_precision), d.dtype.scalar)
 
     return create_dot
+
+
+def _fma(self, x, y, z):
+    """Rounded once, or nearly so: products of float32 are exact in float64."""
+    if x.dtype.scalar != tl.float32:
+        return _PLAIN["create_fma"](self, x, y, z)
+    exact = x.data.astype(np.float64) * y.data + z.data
+    return TensorHandle(exact.astype(np.float32), x.dtype.scalar)
 
 
 def _cast(self, src, dst_type):

@@ -112,9 +112,6 @@ IN_PLACE = [
 def test_in_place_is_the_same_to_the_last_bit(device, case, sizes, dtype, monkeypatch):
     """Over the left or the right operands of a stack, whose other matrices are not touched."""
     shape, c = sizes
-    # the same tiles: the interpreter's sums are numpy's, whose order may hang on a tile's height
-    tiles = log_matmul.tiles
-    monkeypatch.setattr(log_matmul, "tiles", lambda *args, **options: tiles(*args, **options | {"plain": False}))
     nodes = stack(case, shape, c, dtype, device)
     pairs = shape[1] // 2
     expected = log_matmul.forward(nodes[:, 0 : 2 * pairs : 2], nodes[:, 1::2])
