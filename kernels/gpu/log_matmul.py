@@ -9,10 +9,8 @@ Numerics. Maxima are found first, in the registers of a program that has all of 
 reads each entry once. Then tiles of exponentials are multiplied. Both factors of a term are at most 1 and have an error
 below 2^-115, since 3xTF32 drops a small factor's second half where that is denormal. So an s of at least `TRUSTED` is
 exact to rounding. An entry with a smaller s, unless row or column are all -inf, is stored as +inf, which no sum can be,
-and its tile is flagged: `redo_kernel` computes those again, see `pairs`, and has nothing to do elsewhere. In float32
-the exponential is 2^(a L - shift) with one rounding, where shift is the rounded product of maximum and L = log2 e: what
-that rounding lost is known and taken out of c. Maxima are added with their rounding errors. A NaN makes its row or
-column NaN.
+and its tile is flagged: `redo_kernel` computes those again, see `pairs`, and has nothing to do elsewhere. Maxima are
+added with their rounding errors. A NaN makes its row or column NaN.
 
 In place, only the program that writes rows of `a` reads them, if one tile holds whole rows; it leaves them as they are
 if an entry is to be computed again. Longer rows are copied, a bounded number at a time.
@@ -31,86 +29,31 @@ from torch import Tensor
 from ..tree import blocks
 from . import launch
 from .log_matmul_tiles import tiles
+from .log_tile import (
+    STRIDES,
+    VARYING,
+    add_product,
+    left_operand,
+    logarithms,
+    maxima_kernel,
+    right_operand,
+    shift_of,
+    sizes,
+    sums_of,
+    walked_maxima,
+    width_of_stride,
+)  # fmt: skip  # isort: skip
 from .pairs import MARK, ZERO, redo
-from .scaled import halves
-from .tiles import TRUSTED, any_of, at, exact_sum, far, finite, load, log, multiple, widened
+from .tiles import at, finite, load, multiple
 
 # how a program of `product_kernel` finds maxima: all of k is in registers, or it walks over k, or they are in memory
 _REGISTERS, _WALK, _MEMORY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# float32(log2 e), and ln 2
-_LOG2E, _LN2 = tl.constexpr(1.4426950216293335), tl.constexpr(0.6931471805599453)
-
-# the least shift: a finite number, so that no exponential is infinite
-_LEAST = tl.constexpr(-3.4e38)
-
 # rows that are redone in place at a time
 _ROWS = tl.constexpr(16)
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-
-@triton.constexpr_function
-def width_of_size(layout, axis):
-    """The number that divides the size m, n or k, if `layout` names an axis of an operand whose entries are adjacent."""
-    return 4 if axis in layout else 1
-
-
-@triton.constexpr_function
-def width_of_stride(layout, axis):
-    """The number that divides a stride: of the axis am, ak, bk or bn, of batches, or of rows of the result."""
-    return 4 if layout and axis not in layout else 1
-
-
-@triton.jit(do_not_specialize=["p", "m", "n", "k", "stride_ag", "stride_ap", "stride_bg", "stride_bp"])
-def maxima_kernel(
-    a_ptr, b_ptr, top_ptr, p, m, n, k,
-    stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
-    LAYOUT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One program finds the maxima of BLOCK rows of `a`, or of BLOCK columns of `b`, which follow those of all rows."""
-    DTYPE: tl.constexpr = top_ptr.dtype.element_ty
-    blocks_m, blocks = tl.cdiv(m, BLOCK), tl.cdiv(m, BLOCK) + tl.cdiv(n, BLOCK)
-    batches = (tl.num_programs(0) // blocks).to(tl.int64)
-    batch, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    z, y = batch // p, batch % p
-    m, n, k = _sizes(m, n, k, LAYOUT)
-    if block < blocks_m:
-        left, stride_m, stride_left = _left(a_ptr, z, y, stride_ag, stride_ap, stride_am, stride_ak, LAYOUT)
-        rows = block * BLOCK + tl.arange(0, BLOCK)
-        row = tl.max(_maxima(left, rows, m, k, stride_m, stride_left, BLOCK_K, False, DTYPE), 1)
-        tl.store(top_ptr + batch * m + rows, row, mask=rows < m)
-    else:
-        right, stride_right, stride_n = _right(b_ptr, z, y, stride_bg, stride_bp, stride_bk, stride_bn, LAYOUT)
-        columns = (block - blocks_m) * BLOCK + tl.arange(0, BLOCK)
-        column = tl.max(_maxima(right, columns, n, k, stride_n, stride_right, BLOCK_K, True, DTYPE), 0)
-        tl.store(top_ptr + batches * m + batch * n + columns, column, mask=columns < n)
-
-
-@triton.jit
-def _maxima(
-    ptr, own, m, k, stride_m, stride_k, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
-):
-    """The largest of each BLOCK_K entries of some rows (m, k), or of columns (k, m)."""
-    if COLUMNS:
-        top = tl.full((BLOCK_K, own.shape[0]), ZERO, DTYPE)
-    else:
-        top = tl.full((own.shape[0], BLOCK_K), ZERO, DTYPE)
-    for first in tl.range(0, k, BLOCK_K):
-        inner = first + tl.arange(0, BLOCK_K)
-        if COLUMNS:
-            top = tl.maximum(top, load(ptr, inner, own, k, m, stride_k, stride_m, DTYPE, ZERO))
-        else:
-            top = tl.maximum(top, load(ptr, own, inner, m, k, stride_m, stride_k, DTYPE, ZERO))
-    return top
-
-
-@triton.jit(
-    do_not_specialize=[
-        "p", "m", "n", "k", "stride_ag", "stride_ap", "stride_bg", "stride_bp", "stride_og", "stride_op", "stride_om",
-        "stride_tg", "stride_tp",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=STRIDES)
 def product_kernel(
     a_ptr, b_ptr, out_ptr, room_ptr, a_top_ptr, b_top_ptr, out_top_ptr, p, m, n, k,
     stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
@@ -128,9 +71,9 @@ def product_kernel(
     tiles = tl.cdiv(m, BLOCK_M) * blocks_n
     batch, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     z, y = batch // p, batch % p
-    m, n, k = _sizes(m, n, k, LAYOUT)
-    a_ptr, stride_am, stride_ak = _left(a_ptr, z, y, stride_ag, stride_ap, stride_am, stride_ak, LAYOUT)
-    b_ptr, stride_bk, stride_bn = _right(b_ptr, z, y, stride_bg, stride_bp, stride_bk, stride_bn, LAYOUT)
+    m, n, k = sizes(m, n, k, LAYOUT)
+    a_ptr, stride_am, stride_ak = left_operand(a_ptr, z, y, stride_ag, stride_ap, stride_am, stride_ak, LAYOUT)
+    b_ptr, stride_bk, stride_bn = right_operand(b_ptr, z, y, stride_bg, stride_bp, stride_bk, stride_bn, LAYOUT)
     rows = tile // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if MAXIMA == _REGISTERS:
@@ -139,22 +82,26 @@ def product_kernel(
         b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, ZERO)
         row, column = tl.max(a, 1), tl.max(b, 0)
         sums = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
-        sums = _add_product(a, b, _shift(row)[:, None], _shift(column)[None, :], sums, PRECISION)
+        sums = add_product(a, b, shift_of(row)[:, None], shift_of(column)[None, :], sums, PRECISION)
     else:
-        if MAXIMA == _MEMORY:
-            batches = (tl.num_programs(0) // tiles).to(tl.int64)
-            top_ptr = room_ptr + tl.num_programs(0)
-            row = tl.load(top_ptr + batch * m + rows, mask=rows < m, other=ZERO)
-            column = tl.load(top_ptr + batches * m + batch * n + columns, mask=columns < n, other=ZERO)
-        else:
-            row, column = _walk(
+        batches = (tl.num_programs(0) // tiles).to(tl.int64)
+        row_at = room_ptr + tl.num_programs(0) + batch * m + rows
+        column_at = room_ptr + tl.num_programs(0) + batches * m + batch * n + columns
+        if MAXIMA == _WALK:
+            row, column = walked_maxima(
                 a_ptr, b_ptr, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, DTYPE
             )
-        sums = _sums(
+            # through memory they come to the threads that use them
+            tl.store(row_at, row, mask=rows < m)
+            tl.store(column_at, column, mask=columns < n)
+            tl.debug_barrier()
+        row = tl.load(row_at, mask=rows < m, other=ZERO)
+        column = tl.load(column_at, mask=columns < n, other=ZERO)
+        sums = sums_of(
             a_ptr, b_ptr, row, column, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
             BLOCK_K, PRECISION,
         )  # fmt: skip
-    value = _logarithms(sums, row, column, _top(a_top_ptr, batch), _top(b_top_ptr, batch), PRECISION)
+    value = logarithms(sums, row, column, _top(a_top_ptr, batch), _top(b_top_ptr, batch), PRECISION)
     top = tl.max(value)
     marked = top == MARK
     tl.store(room_ptr + tl.program_id(0), marked.to(DTYPE))
@@ -169,12 +116,7 @@ def product_kernel(
         _store(out_ptr, value, rows, columns, m, n, multiple(stride_om, width_of_stride(LAYOUT, "out")))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "count", "p", "m", "n", "k", "stride_ag", "stride_ap", "stride_am", "stride_ak", "stride_bg", "stride_bp",
-        "stride_bk", "stride_bn", "stride_og", "stride_op", "stride_om", "stride_tg", "stride_tp",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=VARYING + STRIDES)
 def redo_kernel(
     a_ptr, b_ptr, out_ptr, room_ptr, a_top_ptr, b_top_ptr, out_top_ptr, rescued_ptr, count, p, m, n, k,
     stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
@@ -226,42 +168,17 @@ def _redo_rows(
     tl.debug_barrier()
     for first_column in tl.range(0, n, ROWS, disable_licm=True):
         columns = first_column + tl.arange(0, ROWS)
-        row, column = _walk(saved_ptr, b_ptr, rows, columns, m, n, k, k, 1, stride_bk, stride_bn, ROWS, DTYPE)
-        sums = _sums(
+        row, column = walked_maxima(saved_ptr, b_ptr, rows, columns, m, n, k, k, 1, stride_bk, stride_bn, ROWS, DTYPE)
+        sums = sums_of(
             saved_ptr, b_ptr, row, column, rows, columns, m, n, k, k, 1, stride_bk, stride_bn, ROWS, PRECISION
         )
-        value = _logarithms(sums, row, column, a_top, b_top, PRECISION)
+        value = logarithms(sums, row, column, a_top, b_top, PRECISION)
         _store(a_ptr, value, rows, columns, m, n, stride_am)
     tl.debug_barrier()  # the tile was stored by other threads of this program
     redo(
         saved_ptr, b_ptr, a_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, 0, m, n, k,
         k, 1, stride_bk, stride_bn, stride_am, 1, ROWS, BLOCK_N, ROWS,
     )  # fmt: skip
-
-
-@triton.jit
-def _sizes(m, n, k, LAYOUT: tl.constexpr):
-    return (
-        multiple(m, width_of_size(LAYOUT, "m")),
-        multiple(n, width_of_size(LAYOUT, "n")),
-        multiple(k, width_of_size(LAYOUT, "k")),
-    )
-
-
-@triton.jit
-def _left(a_ptr, z, y, stride_ag, stride_ap, stride_am, stride_ak, LAYOUT: tl.constexpr):
-    """Where a matrix `a` begins, and its strides."""
-    a_ptr += multiple(z * stride_ag + y * stride_ap, width_of_stride(LAYOUT, "batch"))
-    stride_am = multiple(stride_am, width_of_stride(LAYOUT, "am"))
-    return a_ptr, stride_am, multiple(stride_ak, width_of_stride(LAYOUT, "ak"))
-
-
-@triton.jit
-def _right(b_ptr, z, y, stride_bg, stride_bp, stride_bk, stride_bn, LAYOUT: tl.constexpr):
-    """Where a matrix `b` begins, and its strides."""
-    b_ptr += multiple(z * stride_bg + y * stride_bp, width_of_stride(LAYOUT, "batch"))
-    stride_bk = multiple(stride_bk, width_of_stride(LAYOUT, "bk"))
-    return b_ptr, stride_bk, multiple(stride_bn, width_of_stride(LAYOUT, "bn"))
 
 
 @triton.jit
@@ -289,104 +206,6 @@ def _copy(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, BLOCK_K: tl.conste
         mask = (rows < m)[:, None] & (inner < k)[None, :]
         a = tl.load(at(a_ptr, rows, inner, stride_am, stride_ak), mask=mask)
         tl.store(at(saved_ptr, rows, inner, k, 1), a, mask=mask)
-
-
-@triton.jit
-def _walk(
-    a_ptr, b_ptr, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-    BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The maxima of rows of `a` and of columns of `b`."""
-    a_top = tl.full((rows.shape[0], BLOCK_K), ZERO, DTYPE)
-    b_top = tl.full((BLOCK_K, columns.shape[0]), ZERO, DTYPE)
-    for first in tl.range(0, k, BLOCK_K):
-        inner = first + tl.arange(0, BLOCK_K)
-        a_top = tl.maximum(a_top, load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, ZERO))
-        b_top = tl.maximum(b_top, load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, ZERO))
-    return tl.max(a_top, 1), tl.max(b_top, 0)
-
-
-@triton.jit
-def _sums(
-    a_ptr, b_ptr, row, column, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """s of a tile."""
-    row, column = _shift(row)[:, None], _shift(column)[None, :]
-    inner = tl.arange(0, BLOCK_K)
-    a_at, b_at = at(a_ptr, rows, inner, stride_am, stride_ak), at(b_ptr, inner, columns, stride_bk, stride_bn)
-    a_inside, b_inside = (rows < m)[:, None], (columns < n)[None, :]
-    sums = tl.zeros((rows.shape[0], columns.shape[0]), row.dtype)
-    for first in range(0, k, BLOCK_K):
-        left = k - first
-        a = widened(tl.load(a_at, mask=a_inside & (inner < left)[None, :], other=ZERO), row.dtype)
-        b = widened(tl.load(b_at, mask=b_inside & (inner < left)[:, None], other=ZERO), row.dtype)
-        sums = _add_product(a, b, row, column, sums, PRECISION)
-        a_at += far(BLOCK_K, stride_ak)
-        b_at += far(BLOCK_K, stride_bk)
-    return sums
-
-
-@triton.jit
-def _shift(top):
-    """What `_exp` subtracts for a maximum: in float32 in bits, rounded."""
-    if top.dtype == tl.float64:
-        return finite(top)
-    else:
-        return tl.maximum(finite(top) * _LOG2E, _LEAST, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _exp(x, shift):
-    """`exp(x - maximum)`, in float32 times 2 to the power of what the shift has lost by rounding."""
-    if x.dtype == tl.float64:
-        return tl.exp(x - shift)
-    else:
-        return tl.exp2(tl.fma(x, _LOG2E, -shift))
-
-
-@triton.jit
-def _gained(top):
-    """What the shift has gained by rounding."""
-    return tl.fma(finite(top), -_LOG2E, _shift(top)) * _LN2
-
-
-@triton.jit
-def _add_product(a, b, row, column, sums, PRECISION: tl.constexpr):
-    """`sums` plus the product of exponentials."""
-    left, left_rest = halves(_exp(a, row), PRECISION)
-    right, right_rest = halves(_exp(b, column), PRECISION)
-    if PRECISION == "tf32x3":
-        sums = tl.dot(left_rest, right, sums, input_precision="tf32")
-        sums = tl.dot(left, right_rest, sums, input_precision="tf32")
-        return tl.dot(left, right, sums, input_precision="tf32")
-    else:
-        return tl.dot(left, right, sums, input_precision=PRECISION, out_dtype=a.dtype)
-
-
-@triton.jit
-def _logarithms(sums, row, column, a_top, b_top, PRECISION: tl.constexpr):
-    """A tile of the result less both tops, with marks."""
-    shift, error = exact_sum((finite(row) - a_top)[:, None], (finite(column) - b_top)[None, :])
-    if sums.dtype == tl.float64:
-        value = shift + (log(sums) + error)
-    else:
-        # LG2 has an error of 2^-22 between 0.7 and 1.4, and as much relative to the result elsewhere
-        power = (sums.to(tl.int32, bitcast=True) - 0x3F3504F3) & -0x800000
-        bits = _log2((sums.to(tl.int32, bitcast=True) - power).to(tl.float32, bitcast=True), PRECISION)
-        logs = tl.fma(power.to(tl.float32), _LN2 * 2.0**-23, bits * _LN2)
-        value = shift + (logs + (error + (_gained(row)[:, None] + _gained(column)[None, :])))
-    # a NaN is neither: it passes by the addition
-    lowest = tl.minimum(tl.where(row == ZERO, ZERO, MARK)[:, None], tl.where(column == ZERO, ZERO, MARK)[None, :])
-    return tl.where(sums >= TRUSTED, value, lowest + sums)
-
-
-@triton.jit
-def _log2(s, PRECISION: tl.constexpr):
-    if PRECISION == "tf32x3" and not _INTERPRETED:  # on NVIDIA, where `tl.log2` has 25 instructions
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [s], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.log2(s)
 
 
 @triton.jit
@@ -478,8 +297,8 @@ def _launch(a: Tensor, b: Tensor, out: Tensor | None, tops: Tops, rescued: Tenso
     count = g * p * triton.cdiv(m, tile.block_m) * across
     programs = min(count, _RESIDENT * launch.processors(target))
     maxima = _REGISTERS if k <= tile.block_k else _WALK if across == 1 else _MEMORY
-    held = g * p * (m + n) if maxima is _MEMORY else programs * _ROWS.value * k if out is None else 0
-    room = target.new_empty(count + held)
+    held = programs * _ROWS.value * k if out is None else 0
+    room = target.new_empty(count + max(held, 0 if maxima is _REGISTERS else g * p * (m + n)))
     strides = (*launch.pitches(a), *launch.pitches(b))
     if maxima is _MEMORY:
         blocks_of_lines = triton.cdiv(m, _MAXIMA["BLOCK"]) + triton.cdiv(n, _MAXIMA["BLOCK"])
@@ -487,22 +306,21 @@ def _launch(a: Tensor, b: Tensor, out: Tensor | None, tops: Tops, rescued: Tenso
             maxima_kernel, (g * p * blocks_of_lines,), a, b, room[count:], p, m, n, k, *strides,
             LAYOUT=layout, **_MAXIMA,
         )  # fmt: skip
-    a_top, b_top, out_top = tops
+    *own_tops, out_top = tops
     strides += (*launch.pitches(target)[:3], *((0, 0) if out_top is None else launch.pitches(out_top)))
-    given = (
-        a, b, out, room, None if a_top is None else a_top.contiguous(), None if b_top is None else b_top.contiguous(),
-        out_top,
-    )  # fmt: skip
+    given = (a, b, out, room, *(None if top is None else top.contiguous() for top in own_tops), out_top)
     shared = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "PRECISION": launch.precision(target)}
     launch.run(
         product_kernel, (count,), *given, p, m, n, k, *strides, MAXIMA=maxima.value, LAYOUT=layout,
         BLOCK_K=tile.block_k, **shared, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    launch.run(redo_kernel, (programs,), *given, rescued, count, p, m, n, k, *strides, **shared, num_warps=4)
+    launch.run(
+        redo_kernel, (programs,), *given, rescued, count, p, m, n, k, *strides, **shared, num_warps=4, num_stages=1
+    )
 
 
 def _layout(a: Tensor, b: Tensor, out: Tensor) -> str:
-    """Which axes of the operands have adjacent entries, if all loads and stores may be of four entries; otherwise ""."""
+    """The axes of the operands with adjacent entries, if all loads and stores may be of four entries; otherwise ""."""
     if not launch.aligned(a, b, out) or launch.widths(out)[0] != 4:
         return ""
     return ("ak" if launch.widths(a)[0] == 4 else "am") + (" bn" if launch.widths(b)[0] == 4 else " bk")

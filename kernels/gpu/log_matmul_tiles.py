@@ -20,8 +20,8 @@ class Tiles(NamedTuple):
 
 
 # by chip and by the shape of the result: at most 16 x 16 (`tiny`) or 32 x 32 (`small`), at most 16 rows (`wide`) or
-# columns (`tall`), at most 64 (`medium`; `short` where k is too), at most 128 on both axes (`middle`), more (`large`);
-# `odd` where loads are not of four entries, so that every entry needs an address
+# columns (`tall`), at most 64 (`medium`; `short` where k is too), at most 128 columns (`middle`), more (`large`); `odd`
+# where loads are not of four entries, so that every entry needs an address
 TILES = {
     "sm_80": {
         "tiny": Tiles(16, 16, 16, 1, 2),
@@ -82,5 +82,5 @@ def tiles(m: int, n: int, k: int, dtype: torch.dtype, chip: str, *, aligned: boo
     elif few <= 64:
         shape = "short" if k <= 64 else "medium"
     else:
-        shape = "middle" if many <= 128 else "large"
+        shape = "middle" if n <= 128 else "large"
     return TILES[chip][shape]
