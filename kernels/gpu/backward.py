@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept
-from . import chain_backward, chain_exact, chain_exact_counts, matmul
+from . import chain_backward, chain_counts, chain_exact, chain_exact_counts, chain_forward, chain_own, matmul
 from .chains import Operands
 from .forward import first_logs, kernel_of
 
@@ -69,16 +69,28 @@ def walk(
     by_log: bool,
 ) -> None:
     """Write the gradients of x (v, g, m, c), of start (g, m, c) and of bulk (s, g, c, c)."""
-    log_norm = kept.log_norm.contiguous()
-    r = None if grad_bulk is None else torch.empty_like(messages)
-    gradients = {"grad_x": grad_x, "grad_start": grad_start, "r": r, "final": final}
-    kernel = chain_backward if kernel_of(chain).__name__.endswith("chain_forward") else kernel_of(chain)
-    doubt = kernel.backward(chain, messages, kept.redone, log_norm, weight, **gradients)
-    marked = kept.redone | doubt
-    chain_exact.backward(chain, messages, kept.redone, marked, log_norm, weight, **gradients)
-    if grad_bulk is not None and len(messages) > 1:
+    log_norm, redone = kept.log_norm.contiguous(), kept.redone.contiguous()
+    r = None if grad_bulk is None or len(messages) == 1 else torch.empty_like(messages)
+    gradients = {"grad_x": grad_x, "grad_start": grad_start, "final": final}
+    kernel = kernel_of(chain)
+    # the gradient of matrices of each sequence's own is written while they are in registers
+    at_once = kernel is chain_own and len(chain.bulk) == len(messages) - 1
+    if at_once and r is not None:
+        tmp = torch.empty(grad_bulk.shape, dtype=grad_bulk.dtype, device=grad_bulk.device)
+        doubt = chain_own.backward(
+            chain, messages, redone, log_norm, weight, r=None, grad_bulk=tmp, by_log=by_log, **gradients
+        )
+        grad_bulk.copy_(tmp)
+    else:
+        backward = chain_backward.backward if kernel is chain_forward else kernel.backward
+        doubt = backward(chain, messages, redone, log_norm, weight, r=r, **gradients)
+    marked = redone | doubt
+    chain_exact.backward(chain, messages, redone, marked, log_norm, weight, r=r, **gradients)
+    if grad_bulk is None or r is None:
+        return
+    if not at_once:
         chain_counts.gradient(chain, messages, r, weight, marked, grad_bulk, by_log=by_log)
-        chain_exact.counts(chain, messages, kept.redone, marked, r, weight, grad_bulk, by_log=by_log)
+    chain_exact_counts.counts(chain, messages, redone, marked, r, weight, grad_bulk, by_log=by_log)
 
 
 def _preceding(

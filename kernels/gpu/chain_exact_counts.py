@@ -37,7 +37,7 @@ def _across(c):
 def _counts_kernel(
     bulk_ptr, ends_ptr, message_ptr, redone_ptr, marked_ptr, r_ptr, weight_ptr, out_ptr, v, g, m, matrices,
     stride_bv, stride_bg, stride_bk, stride_bj, stride_wg, stride_wm, stride_ov, stride_og, stride_ok, stride_oj,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, BY_LOG: tl.constexpr, SUMMED: tl.constexpr,
+    C: tl.constexpr, LOG_PARAMS: tl.constexpr, BY_LOG: tl.constexpr, SUMMED: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """One program adds to tiles of any matrices."""
     found = tl.zeros((1024,), tl.int32)
@@ -63,9 +63,9 @@ def _counts_kernel(
         for y in tl.range(0, m):
             sequence = z * m + y
             weight = tl.load(weight_ptr + z * stride_wg + y * stride_wm).to(DTYPE)
-            if (tl.load(marked_ptr + sequence) != 0) & (weight != 0.0):
+            if tl.load(marked_ptr + sequence) != 0:
                 redone = tl.load(redone_ptr + sequence) != 0
-                end = end_of(ends_ptr, sequence, v)
+                end = tl.where(weight == 0.0, 0, end_of(ends_ptr, sequence, v))
                 begin = 1 if SUMMED else step.to(tl.int32) + 1
                 for i in tl.range(begin, end if SUMMED else tl.minimum(end, begin + 1)):
                     before = i * pitch + sequence * C
@@ -84,8 +84,9 @@ def _counts_kernel(
         if visited:
             out = at(out_ptr + step * stride_ov + z * stride_og, k, j, stride_ok, stride_oj)
             inside = (k < C)[:, None] & (j < C)[None, :]
-            total += tl.load(out, mask=inside, other=0.0)
-            tl.store(out, total, mask=inside & (p != NOTHING))
+            if ADDED:
+                total += tl.load(out, mask=inside, other=0.0)
+            tl.store(out, tl.where(p == NOTHING, 0.0, total), mask=inside)
 
 
 def counts(
@@ -101,6 +102,8 @@ def counts(
 ) -> None:
     """What marked sequences add to the gradient `out` (s, g, c, c), of any strides and the dtype of the messages.
 
+    Where a sequence has matrices of its own, their gradient is written, whatever is there.
+
     `messages` (v, g, m, c), `redone` (g, m), `r` (v, g, m, c) and `weight` (g, m) as in `chain_exact.backward`.
     `by_log`: the gradient is with respect to the logarithms of linear matrices.
     """
@@ -113,5 +116,5 @@ def counts(
     launch.run(
         _counts_kernel, (min(_PROGRAMS, tiles),), chain.bulk, chain.ends, messages, redone, marked, r, weight, out,
         v, g, m, s * g, *chain.strides[4:], *weight.stride(), *out.stride(), C=c, LOG_PARAMS=chain.log_params,
-        BY_LOG=by_log or chain.log_params, SUMMED=s == 1, **launch.all_registers(4),
+        BY_LOG=by_log or chain.log_params, SUMMED=s == 1, ADDED=m > 1 or s == 1, **launch.all_registers(4),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept, Message, leaving_message, normalised
-from . import chain_exact, chain_forward
+from . import chain_exact, chain_forward, chain_own, chain_wide
 from .chains import Operands
 from .matmul import forward as log_matmul
 from .scaled import floor
@@ -35,28 +35,37 @@ def forward(
     log_norm = torch.empty(g, m, dtype=torch.float64, device=chain.x.device)
     messages = chain.new(min(v, 2), g, m, c) if keep is None else keep[int(entering is not None) :][:v]
     doubt = torch.zeros(g, m, dtype=torch.bool, device=chain.x.device)
-    leaving = chain.new(g, m, c) if leave else None
+    leaving = None
     if log_norm.numel():
-        doubt = kernel_of(operands).forward(operands, messages, log_norm, leaving)
-        if keep is not None and leaving is not None:
-            # what follows may ask for a state of the last step whose message was raised
-            last, least = _last(operands, messages), floor(operands.double)
-            doubt |= ((last > 0) & (last <= least)).any(-1)
+        kernel = kernel_of(operands)
+        if leave and keep is None and kernel is chain_forward:
+            leaving = chain.new(g, m, c)
+            doubt = chain_forward.forward(operands, messages, log_norm, leaving)
+        else:
+            doubt = kernel.forward(operands, messages, log_norm)
+            if leave:  # what follows may ask for a state of the last step whose message was raised
+                last, least = last_message(operands, messages), floor(operands.double)
+                doubt |= ((last > 0) & (last <= least)).any(-1)
         chain_exact.forward(operands, messages, log_norm, doubt)
     if entering is not None and keep is not None:
         keep[0] = entering.values
     if chain.ends is not None and entering is None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     kept = Kept(log_norm, chain.new(0) if keep is None else keep, doubt, entering is not None)
-    if leaving is None:
+    if not leave:
         return kept, None
-    values = normalised(torch.where(doubt[..., None], _last(operands, messages), leaving).double())[0]
+    last = last_message(operands, messages)
+    if leaving is None:
+        logs = kept._replace(messages=last[None]).logs(0)
+    else:
+        logs = torch.where(doubt[..., None], last, leaving).double()
+    values = normalised(logs)[0]
     scale = torch.stack([log_norm, torch.zeros_like(log_norm)])
     after = Message(values, scale if entering is None else scale + entering.scale)
     return kept, leaving_message(chain.ends, after, entering)
 
 
-def _last(chain: Operands, messages: Tensor) -> Tensor:
+def last_message(chain: Operands, messages: Tensor) -> Tensor:
     """The message (g, m, c) of each sequence's last step, from all messages or two slots in turn."""
     v, g, m, c = chain.shape
     if chain.ends is None:
@@ -68,7 +77,9 @@ def _last(chain: Operands, messages: Tensor) -> Tensor:
 def kernel_of(operands: Operands) -> ModuleType:
     """The module whose kernels fit the chains: matrices of each sequence's own, or shared ones by their size."""
     _, _, m, c = operands.shape
-    return chain_forward
+    if m == 1:
+        return chain_own
+    return chain_forward if c <= (_WIDE if c % 4 == 0 else _ODD) else chain_wide
 
 
 def operands_of(chain: Chain, entering: Message | None = None) -> Operands:
