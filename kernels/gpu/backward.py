@@ -25,7 +25,7 @@ def backward(
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     bulk = chain.bulk.reshape(len(chain.bulk), g, c, c)
-    all_grads = None if grad_bulk is None else grad_bulk.view(len(grad_bulk), g, c, c)
+    all_grads = None if grad_bulk is None else grad_bulk.reshape(len(grad_bulk), g, c, c)
     # the matrices after the first step, and the memory for their gradients
     inner, inner_grads, messages = bulk, all_grads, kept.messages[:v]
     if kept.entered:
@@ -46,10 +46,12 @@ def backward(
         )  # fmt: skip
         final = None if following is None else following.to(chain.dtype).contiguous()
         walk(operands, messages, kept, weight, final, flat_x, grad_start, inner_grads, by_log=chain.by_log)
-    if flat_x is not None and grad_x is not None and flat_x.data_ptr() != grad_x.data_ptr():
-        grad_x.copy_(flat_x.view(grad_x.shape))
-    if kept.entered:
-        return _preceding(chain, kept, weight, following, grad_start, all_grads)
+    before = _preceding(chain, kept, weight, following, grad_start, all_grads) if kept.entered else None
+    for flat, grad in ((flat_x, grad_x), (all_grads, grad_bulk)):
+        if flat is not None and grad is not None and flat.data_ptr() != grad.data_ptr():
+            grad.copy_(flat.view(grad.shape))
+    if before is not None:
+        return before
     grad_p0 = grad_start.double().view(*chain.lead, c)
     if chain.log_params or chain.by_log:
         return grad_p0
