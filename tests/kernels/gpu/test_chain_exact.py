@@ -1,5 +1,6 @@
 """The exact recomputation of marked sequences: within the contract on all families, and no other one is touched."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,6 +145,21 @@ def test_half_types(device, dtype):
 def test_gradients_of_logarithms_of_linear_matrices(device, log):
     chain = FAMILIES["tiny_transitions"](F32, n=3, t=1, v=4, c=5)
     check(chain.logs() if log else chain, device=device, by_log=True)
+
+
+@pytest.mark.parametrize("scale", [3e38, 1e-38])
+def test_matrices_of_any_size(device, scale):
+    """Near the largest numbers, and with denormal entries, whose gradient would overflow."""
+    chain = dense(F64, n=2, t=1, v=4, c=5)
+    check(chain._replace(bulk=chain.bulk * scale).to(F32), device=device, by_log=scale < 1)
+
+
+def test_what_is_taken_out_of_messages_is_summed_exactly(device):
+    x = 1e8 * Draw(0, 1, 1, 30, 1, False).normal(1, 1, 30, 1)
+    x[..., -1, :] = -x[..., :-1, :].sum()
+    one = torch.ones(1, 1, 1, 1, dtype=F64)
+    chain = operands(Chain(x, one, one[0]), device=device)
+    assert run(chain, weights(chain)).log_norm.item() == math.fsum(x.flatten().tolist())
 
 
 @pytest.mark.parametrize("how", ["transposed", "sliced"])
