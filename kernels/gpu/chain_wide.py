@@ -2,8 +2,8 @@
 
     S_0 = start exp(x_0)        S_i = (S_{i-1} P_i) exp(x_i)        log_norm = log sum_j S_{v-1}(j)
 
-Operands: `chains`. Numerics: `scaled`, but that `shift` is known exactly: programs store the largest entry of their part
-of a row beside the message.
+Operands: `chains`. Numerics: `scaled`, but that `shift` brings a row to 2^TARGET exactly: programs store the largest
+entry of their part of it beside the message.
 
 Cost: g m (v - 1) c^2 multiply-adds and v dependent steps. A program has the sums of some sequences and states, and
 reads their messages and columns of the matrix from memory in blocks; all else is done to the sums in registers.
@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .chain_wide_backward import backward as backward
 from .chain_wide_tiles import Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
-from .chain_wide_backward import backward
 from .chains import Operands, room
 from .meeting import arrive, wait, words
 from .scaled import doubtful, exp_scaled, floor, log_scaled, raised, target
-from .tiles import at, exp, far, finite
+from .tiles import at, exp, far, finite, log
 
 # columns of a row that kernels look at together
 _BLOCK = tl.constexpr(1024)
@@ -31,7 +31,7 @@ _BLOCK = tl.constexpr(1024)
 
 @triton.jit(do_not_specialize=["m", "stride_xg", "stride_xm"])
 def _first_kernel(
-    x_ptr, start_ptr, message_ptr, top_ptr, taken_ptr, log_norm_ptr, m, stride_xg, stride_xm, stride_xc,
+    x_ptr, start_ptr, message_ptr, top_ptr, taken_ptr, log_norm_ptr, leaving_ptr, m, stride_xg, stride_xm, stride_xc,
     C: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program writes the first message of one sequence; what is taken out of it waits as its log-partition."""
@@ -50,6 +50,8 @@ def _first_kernel(
         total = _first(x_ptr, start_ptr, k + states, stride_xc, C)
         new = tl.maximum(exp((total - top).to(DTYPE)) * 2.0**TARGET, LOWEST, propagate_nan=tl.PropagateNan.ALL)
         tl.store(message_ptr + row * C + k + states, tl.where(total == float("-inf"), 0.0, new), mask=k + states < C)
+        if leaving_ptr is not None:
+            tl.store(leaving_ptr + row * C + k + states, (total - top).to(DTYPE), mask=k + states < C)
     parts = tl.arange(0, triton.next_power_of_2(PARTS))
     tl.store(
         top_ptr + row * PARTS + parts, tl.full((triton.next_power_of_2(PARTS),), 2.0**TARGET, DTYPE), mask=parts < PARTS
@@ -69,7 +71,8 @@ def _first(x_ptr, start_ptr, states, stride_xc, C: tl.constexpr):
     do_not_specialize=["g", "m", "v", "first", "slots", "stride_xv", "stride_xg", "stride_xm", "stride_bv", "stride_bg"]
 )
 def _step_kernel(
-    x_ptr, bulk_ptr, bound_ptr, level_ptr, ends_ptr, message_ptr, top_ptr, taken_ptr, doubt_ptr, counters_ptr,
+    x_ptr, bulk_ptr, bound_ptr, level_ptr, ends_ptr, message_ptr, top_ptr, taken_ptr, leaving_ptr, doubt_ptr,
+    counters_ptr,
     g, m, v, first, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj,
     L: tl.constexpr,
 ):  # fmt: skip
@@ -132,6 +135,12 @@ def _step_kernel(
         if L.together:
             arrive(counter_ptr, L.parts)
         lost |= tl.max(doubtful(u, own & active[:, None] & admitted, bound & 1).to(tl.int32), 1) > 0
+        if leaving_ptr is not None:
+            ending = i == ends - 1
+            if tl.max(ending.to(tl.int32)) > 0:  # logarithms of sums, in which nothing has been raised
+                logs = log(u * 2.0 ** -target(DTYPE == tl.float64)).to(tl.float64) + x.to(tl.float64)
+                to = leaving_ptr + sequence * L.c + column + tile
+                tl.store(to, logs.to(DTYPE), mask=own & ending[:, None])
         taken += tl.where(active, exponent + k, 0).to(tl.int64)
     if slots == v:
         for i in tl.range(tl.maximum(first, until), last):
@@ -159,12 +168,20 @@ def _last_kernel(message_ptr, ends_ptr, taken_ptr, log_norm_ptr, doubt_ptr, v, g
 
 
 def forward(
-    chain: Operands, messages: Tensor, log_norm: Tensor, *, tile: Tile | None = None, together: bool | None = None
+    chain: Operands,
+    messages: Tensor,
+    log_norm: Tensor,
+    leaving: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+    together: bool | None = None,
 ) -> Tensor:
     """Which sequences are doubtful (g, m), after messages and the log-partitions (g, m) of the others are written.
 
     `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
-    end. `tile` and `together` (one launch, whose programs wait for each other) are chosen by default.
+    end. `leaving` (g, m, c), contiguous, receives the last messages as logarithms up to a constant, exact to rounding
+    where messages may have been raised. `tile` and `together` (one launch, whose programs wait for each other) are
+    chosen by default.
     """
     v, g, m, c = chain.shape
     fixed, options = layout(chain, tile or tile_of(chain), together)
@@ -172,13 +189,13 @@ def forward(
     top = messages.new_empty(2, g, m, fixed.parts)
     taken = torch.empty(g, m, dtype=torch.int64, device=messages.device)
     launch.run(
-        _first_kernel, (g * m,), chain.x, chain.start, messages, top, taken, log_norm, m, *chain.x.stride()[1:],
-        C=c, PARTS=fixed.parts, num_warps=4,
+        _first_kernel, (g * m,), chain.x, chain.start, messages, top, taken, log_norm, leaving, m,
+        *chain.x.stride()[1:], C=c, PARTS=fixed.parts, num_warps=4,
     )  # fmt: skip
     for first in launches(v, fixed):
         launch.run(
             _step_kernel, (grid(chain, fixed),), chain.x, chain.bulk, bound, level, chain.ends, messages, top, taken,
-            doubt, counters, g, m, v, first, len(messages), *chain.strides, L=fixed, **options,
+            leaving, doubt, counters, g, m, v, first, len(messages), *chain.strides, L=fixed, **options,
         )  # fmt: skip
     launch.run(
         _last_kernel, (g * m,), messages, chain.ends, taken, log_norm, doubt, v, g, m, len(messages), C=c, num_warps=4

@@ -3,17 +3,18 @@
     w_i = exp(x_i) b_i      b_{i-1} = P_i w_i      nu_i = sum_k a_i(k) b_i(k)
     gamma_i = a_i b_i / nu_i            r_i = w_i / nu_{i-1}
 
-a are the messages of `chain_wide`, b is scaled as they are, and joint_i = a_i b_i 2^-TARGET until nu_i is known. That is
-a sum over all programs of a row: each stores its share beside its part of w_i, and divides after the next meeting.
-w is kept in `r`, or in two slots in turn.
+a are the messages of `chain_wide`, b is scaled as they are, and joint_i = a_i b_i 2^-TARGET until nu_i is known. That
+is a sum over all programs of a row: each stores its share beside its part of w_i, and divides after the next meeting.
+w is kept in `r`, or in two slots in turn. A sequence without a share in the result, because its weight is 0, it is
+impossible or its messages are logarithms, is all zeros.
 
-A sequence without a share in the result, because its weight is 0, it is impossible or its messages are logarithms, is
-all zeros. Doubtful is one with a sum of a state with a message, or a nu, that may be inexact.
+What is lost. Sums b of states that a path reaches are exact where `scaled` says so. An entry of a that was raised to
+FLOOR adds at most 2^-124 b to nu, where b is at most 2^63 c^2, for a row grows by less than 2 c a step: below c 2^-27
+of nu where nu is at least `_trusted`. A sequence with another sum or nu is doubtful.
 
 Cost: that of the forward pass, and a read of the messages.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,11 +41,10 @@ def _work(work_ptr, sequences, C: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _ending(final, top):
-    """The backward message of a last step, from logarithms."""
+    """The backward message of a last step, from logarithms; states above the top are none that a path reaches."""
     LOWEST: tl.constexpr = floor(final.dtype == tl.float64)
-    new = tl.maximum(
-        exp(final - top) * 2.0 ** target(final.dtype == tl.float64), LOWEST, propagate_nan=tl.PropagateNan.ALL
-    )
+    below = tl.where(final > top, 0.0, final - top)
+    new = tl.maximum(exp(below) * 2.0 ** target(final.dtype == tl.float64), LOWEST, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(final == float("-inf"), 0.0, new)
 
 
@@ -70,10 +70,16 @@ def _narrowed(gamma, DTYPE: tl.constexpr):
         return gamma.to(DTYPE)
 
 
+@triton.constexpr_function
+def _trusted(c, double):
+    """The least exact nu 2^-TARGET."""
+    return c**2 * (2.0**-441 if double else 2.0**-34)
+
+
 @triton.jit
-def _uncertain(nu, live):
-    """Whether a nu may be inexact: there is no 0, for some path is possible."""
-    return live & (doubtful(nu, live, 0) | (nu == 0.0))
+def _uncertain(nu, live, C: tl.constexpr):
+    """Whether a nu may be inexact."""
+    return live & (((nu >= _trusted(C, nu.dtype == tl.float64)) & (nu < float("inf"))) == 0)
 
 
 @triton.jit(
@@ -98,15 +104,17 @@ def _first_kernel(
     tl.store(share_ptr + row, share)
 
     states = tl.arange(0, _BLOCK)
+    end = v if ends_ptr is None else tl.load(ends_ptr + row)
     final_top = tl.full((), 0.0, DTYPE)
     if final_ptr is not None:
         tops = tl.full((_BLOCK,), float("-inf"), DTYPE)
         for k in tl.range(0, C, _BLOCK):
-            mask = k + states < C
-            tops = tl.maximum(tops, tl.load(final_ptr + row * C + k + states, mask=mask, other=float("-inf")))
+            at_end = message_ptr + (far(end - 1, sequences) + row) * C + k + states
+            reached = tl.load(at_end, mask=k + states < C, other=0.0) > 0.0
+            final = tl.load(final_ptr + row * C + k + states, mask=reached, other=float("-inf"))
+            tops = tl.maximum(tops, final)
         final_top = finite(tl.max(tops))
         tl.store(final_top_ptr + row, final_top)
-    end = v if ends_ptr is None else tl.load(ends_ptr + row)
     live = (end == v) & (share != 0.0)
     x_ptr += far(v - 1, stride_xv) + row // m * stride_xg + row % m * stride_xm
     level = tl.load(level_ptr + far(v - 1, sequences) + row)
@@ -217,7 +225,7 @@ def _step_kernel(
         tl.store(nu_ptr + slot, tl.sum(new_joint, 1), mask=inside, cache_modifier=".cg")
         if L.together:
             arrive(counter_ptr, L.parts)
-        lost |= _uncertain(nu, (i + 1 < ends) & (share != 0.0))
+        lost |= _uncertain(nu, (i + 1 < ends) & (share != 0.0), L.c)
         inverse = _inverse(nu, share)
         if grad_ptr is not None:
             gamma = tl.where((i + 1 < ends)[:, None], joint * (inverse * share)[:, None], 0.0)
@@ -244,7 +252,7 @@ def _last_kernel(
     nu = tl.sum(tl.load(nu_ptr + row * PARTS + parts, mask=parts < PARTS, other=0.0))
     share = tl.load(share_ptr + row)
     inverse = _inverse(nu, share)
-    tl.store(doubt_ptr + row, tl.full((), 1, tl.int8), mask=_uncertain(nu, share != 0.0))
+    tl.store(doubt_ptr + row, tl.full((), 1, tl.int8), mask=_uncertain(nu, share != 0.0, C))
     end = v if ends_ptr is None else tl.load(ends_ptr + row)
     states = tl.arange(0, _BLOCK)
     for k in tl.range(0, C, _BLOCK):
@@ -279,7 +287,8 @@ def backward(
             means nothing. None where no counts are wanted.
         final: (g, m, c), contiguous, of the dtype of the arithmetic: logarithms of b at each sequence's last step, up
             to an additive constant; None for zeros.
-        tile, together: as those of `forward`.
+        tile: as that of `forward`.
+        together: as that of `forward`.
     """
     v, g, m, c = chain.shape
     fixed, options = layout(chain, tile or tile_of(chain), together, grad_x)

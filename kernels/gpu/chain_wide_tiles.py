@@ -83,9 +83,8 @@ def strides(stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, st
     """The strides, in a form that tells the compiler what divides them."""
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, L.width_x)
     stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, L.width_k * L.width_j)[:2]
-    return (
-        stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, multiple(stride_bk, L.width_k), multiple(stride_bj, L.width_j)
-    )  # fmt: skip
+    stride_bk, stride_bj = multiple(stride_bk, L.width_k), multiple(stride_bj, L.width_j)
+    return stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, stride_bj
 
 
 @triton.jit
@@ -152,7 +151,8 @@ def layout(
         together = chain.x.device.type == "cuda" and c < _APART and parts <= launch.processors(chain.x)
     width_x = width_of(chain)
     fixed = Layout(
-        c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, early(tile, width_x, together), chain.log_params, chain.precision, width_x,
+        c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, early(tile, width_x, together),
+        chain.log_params, chain.precision, width_x,
         *launch.widths(chain.bulk), 1 if out is None else launch.common_width(c, *out.stride()[:-1]),
     )  # fmt: skip
     return fixed, {"num_warps": tile.warps, "num_stages": tile.stages}

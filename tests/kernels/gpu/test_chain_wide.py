@@ -371,3 +371,26 @@ def test_what_underflows_is_doubtful(device):
     final[0, :4, 0] = -200.0
     doubt = gradients(operands, found, final=final)[3] | found[1]
     assert doubt[0, :4].all() and not doubt[0, 4]
+
+
+def test_the_message_that_leaves(device):
+    operands = chain(4, 1, 5, 20, lengths=True, device=device)
+    expected = run(operands)
+    leaving = torch.full((1, 5, 20), NAN, device=device)
+    log_norm = torch.empty_like(expected[0])
+    chain_wide.forward(operands, torch.empty_like(expected[2][:2]), log_norm, leaving, tile=SMALL)
+    assert torch.equal(log_norm, expected[0])
+    logs, _, ends = truth(operands)
+    last = logs.gather(0, (ends - 1)[None, ..., None].expand(1, 1, 5, 20))[0]
+    found = torch.log_softmax(leaving.double().cpu(), -1)
+    torch.testing.assert_close(found, torch.log_softmax(last, -1), rtol=1e-6, atol=1e-5)
+
+
+def test_a_final_message_of_states_without_a_path(device):
+    operands = chain(3, 1, 2, 20, device=device)
+    operands.x[2, 0, 0, 4:] = -INF
+    found = run(operands)
+    final = torch.zeros(1, 2, 20, device=device)
+    final[..., 10:] = 1000.0
+    final[0, 1] *= 0.01
+    assert_gradients(operands, found[2], gradients(operands, found, final=final), final=final)

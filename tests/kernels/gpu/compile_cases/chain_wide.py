@@ -21,7 +21,9 @@ def case(
     numbers = ["x", "message", *(["w", "work", "final", "grad"] if backward else ["top"])]
     pointers = dict.fromkeys((f"{name}_ptr" for name in numbers), f"*{kind}")
     pointers |= {"bulk_ptr": f"*{bulk or kind}", "bound_ptr": "*i32", "level_ptr": "*i32", "ends_ptr": "*i64"}
-    pointers |= {"doubt_ptr": "*i1", "counters_ptr": "*i32"} | ({} if backward else {"taken_ptr": "*i64"})
+    pointers |= {"doubt_ptr": "*i1", "counters_ptr": "*i32"} | (
+        {} if backward else {"taken_ptr": "*i64", "leaving_ptr": f"*{kind}"}
+    )
     constants = {"L": fixed, "stride_xc": 1, "stride_bk" if transposed else "stride_bj": 1}
     constants |= {"stride_dc": 1} if backward else {}
     kernel = module._step_kernel
