@@ -96,7 +96,6 @@ def _backward_kernel(
     if final_ptr is not None:
         b_end *= following(final_ptr + sequence * C, message_ptr, ends, members, columns, inside, own, pitch, C)
     lasting = tl.where(scale == 0.0, 0, ends)
-    judged = tl.where(nan, 0, lasting)  # steps whose nu has to be exact
 
     # the last step
     i = last - 1
@@ -107,7 +106,7 @@ def _backward_kernel(
     a = tl.load(message_ptr + tile, mask=living, other=0.0)
     b_last = tl.where((lasting == last)[:, None], b_end, 0.0)
     w, joint = b_last * factor_of(x, level, a), b_last * share_of(a)
-    share, largest = tl.sum(joint, 1), tl.max(w, 1)
+    share, largest = tl.sum(joint, 1), tl.where(lasting == last, tl.max(w, 1), TOP)
     tl.store(w_ptr + i % 2 * pitch + tile, w, mask=own, cache_modifier=".cg")
     publish(share_ptr + i % SHARES * pitch_share, share, largest, part, inside, pitch_share, PARTS)
     arrive(counter_ptr, PARTS)
@@ -154,23 +153,23 @@ def _backward_kernel(
             b = tl.where((i + 1 == lasting)[:, None], b_end, b)
         new_w, new_joint = b * factor, b * joint_factor
         new_share, new_largest = tl.sum(new_joint, 1), tl.max(new_w, 1)
+        if ends_ptr is not None:  # no shift before a sequence's last step
+            new_largest = tl.where(i < lasting, new_largest, TOP)
         tl.store(w_ptr + i % 2 * pitch + tile, new_w, mask=own, cache_modifier=".cg")
         publish(share_ptr + i % SHARES * pitch_share, new_share, new_largest, part, inside, pitch_share, PARTS)
         arrive(counter_ptr, PARTS)
         # the step before this one: all have stored their shares of its nu
         nu, largest = gather(share_ptr + (i + 1) % SHARES * pitch_share, share, largest, inside, pitch_share, PARTS)
-        lost |= (i + 1 < judged) & (exact(nu, top) == 0)
+        lost |= (i + 1 < lasting) & (exact(nu, top) == 0)
         finish(
             joint, old_w, nu, scale, i + 1, last, members, columns, own, pitch,
             grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
         )  # fmt: skip
         top, shift = largest, next_shift(largest, shift)
-        if ends_ptr is not None:
-            top, shift = tl.where(i + 1 == lasting, TOP, top), tl.where(i + 1 < lasting, shift, 0)
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
     wait(counter_ptr, PARTS * last, PARTS)
     nu, _ = gather(share_ptr, share, largest, inside, pitch_share, PARTS)
-    lost |= (judged > 0) & (exact(nu, top) == 0)
+    lost |= (lasting > 0) & (exact(nu, top) == 0)
     gamma = finish(
         joint, old_w, nu, scale, 0, last, members, columns, own, pitch,
         grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
@@ -209,6 +208,11 @@ def _ahead(w_ptr, states, members, inside, C: tl.constexpr):
         mask = inside[:, None] & (states + 128 < C)[None, :]
         rest = tl.load(here + 128, mask=mask, other=0.0, cache_modifier=".cg")
     return w, rest
+
+
+def warps_of(c: int, wide: int, double: bool, amd: bool) -> int:
+    """The warps of a program that computes `wide` of c states: no more registers than there are."""
+    return 8 if c > 32 and not amd and (wide > 32 or double) else 4
 
 
 def memory(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
@@ -253,6 +257,7 @@ def backward(
     groups = g * triton.cdiv(m, GROUP.value)
     bound, level, doubt, counters = room(chain, words(groups))
     w, scale = memory(chain, parts)
+    warps = warps_of(c, part_of(c, parts), chain.double, launch.chip(chain.x) == "gfx942")
     launch.run(
         scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, g * m, m, *weight.stride(), BLOCK=256
     )
@@ -263,6 +268,6 @@ def backward(
     launch.run(
         _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
         chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
-        *strides, FORM=form, num_warps=launch.warps(c), num_stages=1,
+        *strides, FORM=form, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return doubt
