@@ -145,7 +145,7 @@ def predict(workload: str, case, report, turns: Turns | None) -> Predicted:
     together = loaded * min(grid, places) / resident / of["L2, bytes a clock"]
     l2 = max(loaded / of["L2 to a multiprocessor, bytes a clock"], together)
 
-    meets = report.count(-1, "MEMBAR") > 0
+    meets = report.before > 0
     before = report.before * threads / of["issue a clock"] if meets else 0.0
     waiting = max(0.0, of["meeting, clocks"] - before) if meets else 0.0
     message = of["load from L2, clocks"] + BARRIER * report.count(-1, r"BAR\.SYNC") if turns else 0.0
