@@ -2,7 +2,7 @@
 
 import torch
 
-from logchain.kernels.gpu import chain_forward, chains
+from logchain.kernels.gpu import chain_backward, chain_forward, chains
 from tests.kernels.gpu.compiled import Case
 from tests.kernels.gpu.recorded import recorded
 
@@ -24,6 +24,23 @@ def forward(target: str, v: int, m: int, c: int, **options) -> list[Case]:
         operands = chain(v, m, c, **options)
         messages = torch.empty(v, 1, m, c, dtype=operands.dtype, device="cuda")
         chain_forward.forward(operands, messages, torch.empty(1, m, dtype=torch.float64, device="cuda"))
+
+    return recorded(target, " ".join([f"c={c}", *(f"{name}={value}" for name, value in options.items())]), call)
+
+
+def backward(target: str, v: int, m: int, c: int, **options) -> list[Case]:
+    """The launches of one call for all gradients but those of matrices, with what counts need."""
+
+    def call() -> None:
+        operands = chain(v, m, c, **options)
+
+        def new(*sizes, dtype=operands.dtype):
+            return torch.empty(*sizes, dtype=dtype, device="cuda")
+
+        chain_backward.backward(
+            operands, new(v, 1, m, c), new(1, m, dtype=torch.bool), new(1, m, dtype=torch.float64), new(1, m),
+            grad_x=new(1, m, v, c).permute(2, 0, 1, 3), grad_start=new(1, m, c), r=new(v, 1, m, c), final=None,
+        )  # fmt: skip
 
     return recorded(target, " ".join([f"c={c}", *(f"{name}={value}" for name, value in options.items())]), call)
 
