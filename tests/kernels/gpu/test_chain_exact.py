@@ -276,3 +276,13 @@ def test_a_message_that_follows(device):
     torch.testing.assert_close(found.grad_x, whole.grad_x[:-1], rtol=1e-5, atol=1e-6)
     scale = ops.bulk[:-1]
     torch.testing.assert_close(found.counts * scale, whole.counts[:-1] * scale, rtol=1e-5, atol=1e-6)
+
+
+def test_only_what_is_wanted_is_written(device):
+    ops = operands(dense(F32, n=2, t=1, v=3, c=5), device=device)
+    weight = weights(ops)
+    found = run(ops, weight)
+    every, first = torch.ones(1, 2, dtype=torch.bool, device=device), torch.empty_like(found.grad_start)
+    gradients = {"grad_x": None, "grad_start": first, "r": None, "final": None}
+    chain_exact.backward(ops, found.messages, every, every, found.log_norm, weight, **gradients)
+    assert torch.equal(first, found.grad_start)
