@@ -6,7 +6,6 @@ by step. Nothing waits for the device.
 
 import math
 
-import torch
 from torch import Tensor
 
 from ..chain import Chain

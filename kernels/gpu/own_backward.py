@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from .meeting import arrive, counter_of, refresh, take_ticket, wait
-from .own_step import foreseen, held, inexact, nothing, part_of, potentials, product, started, summed, tile, weighed
-from .scaled import exponent_of, linear, power_of_two, target
-from .tiles import far, finite, multiple, multiples
+from .own_step import foreseen, held, inexact, nothing, part_of, potentials, product, summed, tile, weighed
+from .scaled import exponent_of, level_of, linear, power_of_two, started, target
+from .tiles import far, multiple, multiples
 
 # how many w and shares of nu are there at a time
 SLOTS = tl.constexpr(4)
@@ -103,7 +103,7 @@ def backward_kernel(
     if final_ptr is not None:
         final = tl.load(final_ptr + z * C + states, mask=states < C, other=float("-inf")).to(tl.float64)
         there = tl.load(message_ptr + states, mask=states < C, other=0.0) != 0.0
-        top = finite(tl.max(tl.where(there, final, float("-inf"))))
+        top = level_of(tl.max(tl.where(there, final, float("-inf"))))
         final = tl.load(final_ptr + z * C + rows, mask=own, other=float("-inf")).to(tl.float64)
         b = tl.where(a != 0.0, started(final, top, DTYPE), 0.0)
         peak = tl.maximum(peak, tl.max(a))
