@@ -37,7 +37,8 @@ WIDER = Tile(32, 128, 32, 8, 3)
 # for at most 16 sequences of a set
 FEW = Tile(16, 64, 32, 4, 3)
 DOUBLE = Tile(32, 64, 16, 8, 3)
-# where entries are loaded one by one, which takes registers for their addresses
+# where entries are loaded one by one, which takes registers for their addresses; in a loop of its own kernel, as the
+# first cache holds what is loaded in less than 16 bytes, and does not see what others have stored since
 ODD = Tile(32, 32, 16, 8, 3)
 
 
@@ -148,7 +149,8 @@ def layout(
     c = chain.shape[3]
     parts = triton.cdiv(c, tile.columns)
     if together is None:
-        together = chain.x.device.type == "cuda" and c < _APART and parts <= launch.processors(chain.x)
+        together = tile != ODD and c < _APART and parts <= launch.processors(chain.x)
+        together = together and chain.x.device.type == "cuda"
     width_x = width_of(chain)
     fixed = Layout(
         c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, early(tile, width_x, together),

@@ -44,11 +44,11 @@ def cases(target: str) -> list[Case]:
         found += [
             case(backward, 512, WIDE, precision, log_params=True),
             case(backward, 1024, wider, precision, transposed=True),
-            case(backward, 1001, ODD, precision, log_params=True),
+            case(backward, 1001, ODD, precision, log_params=True, together=False),
             case(backward, 4095, ODD, precision, together=False),
             case(backward, 4096, wider, precision, together=False),
             case(backward, 512, FEW, precision),
             case(backward, 512, DOUBLE, "ieee", kind="fp64"),
-            case(backward, 301, ODD, "ieee", kind="fp64", bulk="bf16"),
+            case(backward, 301, ODD, "ieee", kind="fp64", bulk="bf16", together=False),
         ]
     return found + [case(backward, 1024, wider, "tf32") for backward in (False, True)]
