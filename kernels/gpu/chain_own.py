@@ -36,7 +36,7 @@ def parts_of(chain: Operands) -> int:
     c = chain.shape[3]
     if chain.x.device.type != "cuda" or c <= NARROW:
         return 1
-    most, fewest = triton.cdiv(c, 16), triton.cdiv(c, 256)
+    most, fewest = triton.cdiv(c, 8), triton.cdiv(c, 256)
     return max(fewest, min(most, launch.processors(chain.x) // chain.shape[1]))
 
 
@@ -124,7 +124,7 @@ def backward(
         backward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.ends, messages,
         redone, log_norm, weight.contiguous(), final, grad_x, grad_start, grad_bulk if r is None else r, w, shares,
         ready.doubt, ready.counters, v, g, xv, xg, xc, *strides, dv, dg, dc, OUT=out if r is None else "r",
-        **constants(chain, parts, same),
+        **constants(chain, parts, same, grad_bulk is not None),
     )  # fmt: skip
     return ready.doubt
 
@@ -136,24 +136,25 @@ def scratch(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
     return w, torch.empty(SLOTS.value, g, parts, 2, dtype=torch.float64, device=chain.x.device)
 
 
-def constants(chain: Operands, parts: int, same: bool) -> dict[str, Any]:
-    """The compile-time arguments of a kernel, with its warps and stages."""
+def constants(chain: Operands, parts: int, same: bool, counts: bool = False) -> dict[str, Any]:
+    """The compile-time arguments of a kernel, with its warps and stages; `counts`: it writes gradients of matrices."""
     rows, columns = launch.widths(chain.bulk)
-    return tiles(chain.shape[3], parts, chain.double) | {
+    return tiles(chain.shape[3], parts, chain.double, counts) | {
         "PARTS": parts, "SAME": same, "LOG_PARAMS": chain.log_params,
         "WIDTH_X": launch.common_width(*chain.x.stride()[:2]), "WIDTH_K": rows, "WIDTH_J": columns,
     }  # fmt: skip
 
 
-def tiles(c: int, parts: int, double: bool) -> dict[str, int]:
+def tiles(c: int, parts: int, double: bool, counts: bool = False) -> dict[str, int]:
     """The tile of a matrix with c states, with the warps and stages of its program."""
     whole, columns = triton.next_power_of_2(c), triton.next_power_of_2(part_of(c, parts))
     if parts == 1:
         columns = whole
     entries = whole * columns
     words = 2 * entries if double else entries
-    if entries <= _HELD[double]:
-        warps = 1 if words <= 1024 else 4 if words <= 4096 else 8
+    # several parts count a step later, when registers hold another matrix
+    if entries * (1 + (counts and parts > 1)) <= _HELD[double]:
+        warps = 1 if words <= 1024 else 4 if words <= 4096 else 16 if counts and double else 8
         return {"C": c, "BLOCK_K": whole, "BLOCK_J": columns, "num_warps": warps, "num_stages": 1}
     rows = max(1, min(whole // 2, _TILE[double] // columns))
-    return {"C": c, "BLOCK_K": rows, "BLOCK_J": columns, "num_warps": 8 if double else 4, "num_stages": 3}
+    return {"C": c, "BLOCK_K": rows, "BLOCK_J": columns, "num_warps": 8 if counts else 4, "num_stages": 3}

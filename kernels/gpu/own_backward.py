@@ -306,7 +306,7 @@ def _count(
 ):  # fmt: skip
     """The gradient of a part's rows of a matrix is stored."""
     # no more than what registers hold beside a held matrix
-    BLOCK: tl.constexpr = max(1, min(BLOCK_K, 4096 // rows.shape[0]))
+    BLOCK: tl.constexpr = min(BLOCK_K, max(16, 2048 // rows.shape[0]))
     for first in tl.range(0, C, BLOCK, num_stages=3):
         columns = first + tl.arange(0, BLOCK)
         p = tile(matrix_ptr, columns, rows, own, stride_j, stride_k, True, C, LOG_PARAMS, a.dtype)

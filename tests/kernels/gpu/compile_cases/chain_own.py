@@ -10,7 +10,7 @@ def case(c: int, parts: int = 1, dtype: str = "fp32", bulk: str | None = None, *
     """Forwards, or backwards if `out` is given; options are `same`, `log_params`, `transposed`, `ends`, `final`."""
     same, log_params, transposed, out = (options.get(name) for name in ("same", "log_params", "transposed", "out"))
     kernel = forward_kernel if out is None else backward_kernel
-    tiles = chain_own.tiles(c, parts, dtype == "fp64")
+    tiles = chain_own.tiles(c, parts, dtype == "fp64", out in ("entries", "logs"))
     warps, stages = tiles.pop("num_warps"), tiles.pop("num_stages")
     kinds = dict.fromkeys(["x", "message", "weight", "grad_x", "grad_start", "out", "w"], dtype)
     kinds |= {"bulk": bulk or dtype, "level": "i32", "start": "fp64", "log_norm": "fp64", "share": "fp64"}
@@ -48,5 +48,7 @@ def cases(target: str) -> list[Case]:
         case(200, out="logs", **most),
         case(1024, 64, out="logs", final=True, **most),
     ]
+    found += [case(1024, 128, out="logs", final=True, **most), case(1024, 64, out="entries"), case(1024, 64, out="")]
+    found += [case(200, dtype="fp64", same=True, out="r"), case(200, dtype="fp64", out="logs")]
     found += [case(1000, 63, "fp64", out="entries"), case(1000, 63, out="r", same=True, transposed=True)]
     return found
