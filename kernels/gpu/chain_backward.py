@@ -106,7 +106,9 @@ def _backward_kernel(
     a = tl.load(message_ptr + tile, mask=living, other=0.0)
     b_last = tl.where((lasting == last)[:, None], b_end, 0.0)
     w, joint = b_last * factor_of(x, level, a), b_last * share_of(a)
-    share, largest = tl.sum(joint, 1), tl.where(lasting == last, tl.max(w, 1), TOP)
+    # behind a sequence's end, what makes no shift and no doubt
+    share = tl.where(lasting == last, tl.sum(joint, 1), TOP)
+    largest = tl.where(lasting == last, tl.max(w, 1), TOP)
     tl.store(w_ptr + i % 2 * pitch + tile, w, mask=own, cache_modifier=".cg")
     publish(share_ptr + i % SHARES * pitch_share, share, largest, part, inside, pitch_share, PARTS)
     arrive(counter_ptr, PARTS)
@@ -159,16 +161,15 @@ def _backward_kernel(
         b = tl.sum(b[:, :, None], 2)
         b = tl.where((i + 1 < lasting)[:, None], b, b_begin)  # a NaN may wait in a matrix behind a sequence's end
         new_w, new_joint = b * factor, b * joint_factor
-        new_share, new_largest = tl.sum(new_joint, 1), tl.max(new_w, 1)
-        if ends_ptr is not None:  # no shift before a sequence's last step
-            new_largest = tl.where(i < lasting, new_largest, TOP)
+        new_share = tl.where(i < lasting, tl.sum(new_joint, 1), TOP)
+        new_largest = tl.where(i < lasting, tl.max(new_w, 1), TOP)
         tl.store(w_ptr + i % 2 * pitch + tile, new_w, mask=own, cache_modifier=".cg")
         publish(share_ptr + i % SHARES * pitch_share, new_share, new_largest, part, inside, pitch_share, PARTS)
         arrive(counter_ptr, PARTS)
         arrivals += PARTS
         # the step before this one: all have stored their shares of its nu
         nu, largest = gather(share_ptr + (i + 1) % SHARES * pitch_share, share, largest, inside, pitch_share, PARTS)
-        lost |= (i + 1 < lasting) & (exact(nu, top) == 0)
+        lost |= exact(nu, top) == 0
         finish(
             joint, old_w, nu, scale, i + 1, v, members, columns, own, pitch,
             grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
@@ -177,7 +178,7 @@ def _backward_kernel(
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
     wait(counter_ptr, arrivals, PARTS)
     nu, _ = gather(share_ptr, share, largest, inside, pitch_share, PARTS)
-    lost |= (lasting > 0) & (exact(nu, top) == 0)
+    lost |= exact(nu, top) == 0
     gamma = finish(
         joint, old_w, nu, scale, 0, v, members, columns, own, pitch,
         grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
