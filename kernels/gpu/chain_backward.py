@@ -106,14 +106,23 @@ def _backward_kernel(
     a = tl.load(message_ptr + tile, mask=living, other=0.0)
     b_last = tl.where((lasting == last)[:, None], b_end, 0.0)
     w, joint = b_last * factor_of(x, level, a), b_last * share_of(a)
-    share, largest = tl.sum(joint, 1), tl.where(lasting == last, tl.max(w, 1), TOP)
+    # behind a sequence's end, what makes no shift and no doubt
+    share = tl.where(lasting == last, tl.sum(joint, 1), TOP)
+    largest = tl.where(lasting == last, tl.max(w, 1), TOP)
     tl.store(w_ptr + i % 2 * pitch + tile, w, mask=own, cache_modifier=".cg")
     publish(share_ptr + i % SHARES * pitch_share, share, largest, part, inside, pitch_share, PARTS)
     arrive(counter_ptr, PARTS)
-    old_w = w  # of the step after, whose r has to wait for nu
+    old_w = tl.zeros_like(w)  # of the step after, whose r has to wait for nu
     top = tl.full((GROUP,), TOP, DTYPE)
     shift = tl.zeros((GROUP,), tl.int32)
     lost = inside & (shift > 0)
+
+    if ends_ptr is not None:
+        for behind in tl.range(last, v):
+            if grad_ptr is not None:
+                tl.store(at(grad_ptr + far(behind, stride_dv), members, columns, stride_dm, stride_dc), old_w, mask=own)
+            if r_ptr is not None:
+                tl.store(r_ptr + far(behind, pitch) + tile, old_w, mask=own)
 
     more = i > 0
     bulk_ptr += z * stride_bg + far(i - 1, stride_bv) + far(part * PART, FORM.strides[0])
@@ -126,12 +135,14 @@ def _backward_kernel(
     message_ptr -= tl.where(more, pitch, 0)
     level, x = _potentials(level_ptr, x_ptr, members, columns, own & more, inside, stride_xm, stride_xc, DTYPE)
     a = tl.load(message_ptr + tile, mask=living & more, other=0.0)
-    for met in tl.range(1, last):
-        i = last - 1 - met
+    arrivals = PARTS + 0
+    while i > 0:
+        i -= 1
         factor, joint_factor = factor_of(x, level + shift, a), share_of(a)
         high, low = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
         high_rest, low_rest = halves(linear(p_rest, bound >> 1, FORM.log_params), FORM.precision)
-        wait(counter_ptr, PARTS * met, PARTS)
+        b_begin = 0.0 if ends_ptr is None else tl.where((i + 1 == lasting)[:, None], b_end, 0.0)
+        wait(counter_ptr, arrivals, PARTS)
         ahead, ahead_rest = _ahead(w_ptr + (i + 1) % 2 * pitch, states, members, inside, C)
         more = i > 0
         x_ptr -= tl.where(more, stride_xv, 0)
@@ -148,40 +159,32 @@ def _backward_kernel(
         if C > 128:
             b += multiply(ahead_rest, high_rest, low_rest, FORM.precision)
         b = tl.sum(b[:, :, None], 2)
-        b = tl.where((i + 1 < lasting)[:, None], b, 0.0)  # a NaN may wait in a matrix behind a sequence's end
-        if ends_ptr is not None:
-            b = tl.where((i + 1 == lasting)[:, None], b_end, b)
+        b = tl.where((i + 1 < lasting)[:, None], b, b_begin)  # a NaN may wait in a matrix behind a sequence's end
         new_w, new_joint = b * factor, b * joint_factor
-        new_share, new_largest = tl.sum(new_joint, 1), tl.max(new_w, 1)
-        if ends_ptr is not None:  # no shift before a sequence's last step
-            new_largest = tl.where(i < lasting, new_largest, TOP)
+        new_share = tl.where(i < lasting, tl.sum(new_joint, 1), TOP)
+        new_largest = tl.where(i < lasting, tl.max(new_w, 1), TOP)
         tl.store(w_ptr + i % 2 * pitch + tile, new_w, mask=own, cache_modifier=".cg")
         publish(share_ptr + i % SHARES * pitch_share, new_share, new_largest, part, inside, pitch_share, PARTS)
         arrive(counter_ptr, PARTS)
+        arrivals += PARTS
         # the step before this one: all have stored their shares of its nu
         nu, largest = gather(share_ptr + (i + 1) % SHARES * pitch_share, share, largest, inside, pitch_share, PARTS)
-        lost |= (i + 1 < lasting) & (exact(nu, top) == 0)
+        lost |= exact(nu, top) == 0
         finish(
-            joint, old_w, nu, scale, i + 1, last, members, columns, own, pitch,
+            joint, old_w, nu, scale, i + 1, v, members, columns, own, pitch,
             grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
         )  # fmt: skip
         top, shift = largest, next_shift(largest, shift)
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
-    wait(counter_ptr, PARTS * last, PARTS)
+    wait(counter_ptr, arrivals, PARTS)
     nu, _ = gather(share_ptr, share, largest, inside, pitch_share, PARTS)
-    lost |= (lasting > 0) & (exact(nu, top) == 0)
+    lost |= exact(nu, top) == 0
     gamma = finish(
-        joint, old_w, nu, scale, 0, last, members, columns, own, pitch,
+        joint, old_w, nu, scale, 0, v, members, columns, own, pitch,
         grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
     )  # fmt: skip
     tl.store(grad_start_ptr + tile, gamma, mask=own)
     tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
-    nothing = tl.zeros((GROUP, tile_of(PART)), DTYPE)
-    for i in tl.range(last, v):
-        if grad_ptr is not None:
-            tl.store(at(grad_ptr + far(i, stride_dv), members, columns, stride_dm, stride_dc), nothing, mask=own)
-        if r_ptr is not None:
-            tl.store(r_ptr + far(i, pitch) + tile, nothing, mask=own)
 
 
 @triton.jit
