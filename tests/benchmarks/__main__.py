@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
     compiled = commands.add_parser("gpu-count", help="what the GPU kernels compile to, without a GPU: registers, loops")
     compiled.add_argument("modules", nargs="*", help="of tests/kernels/gpu/compile_cases, by default all")
-    compiled.set_defaults(call=lambda options: gpu_counts.main(options.modules))
+    compiled.add_argument("--targets", nargs="+", default=(), help="some of sm_80, sm_86, sm_90 and gfx942")
+    compiled.set_defaults(call=lambda options: gpu_counts.main(options.modules, options.targets))
 
     estimated = commands.add_parser("gpu-predict", help="estimates of the GPU kernels' times, without a GPU")
     estimated.set_defaults(call=lambda options: predicted.main())

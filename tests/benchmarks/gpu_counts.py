@@ -32,7 +32,7 @@ class Counted(NamedTuple):
     commit: str = ""
 
 
-def main(modules: Sequence[str] = ()) -> None:
+def main(modules: Sequence[str] = (), targets: Sequence[str] = ()) -> None:
     """Compile, print the table, and write the results file."""
     import triton
 
@@ -41,8 +41,12 @@ def main(modules: Sequence[str] = ()) -> None:
 
     place = results.machine()
     labels = {"versions": f"triton {triton.__version__}", "date": place["date"], "commit": place["commit"]}
-    pairs = [(module, target) for module in modules or compile_cases.modules() for target in TARGETS
-             if target in compile_cases.targets(module)]  # fmt: skip
+    pairs = [
+        (module, target)
+        for module in modules or compile_cases.modules()
+        for target in compile_cases.targets(module)
+        if target in (targets or TARGETS)
+    ]
     rows = [row for row in results.read(results.GPU_COUNTS, Counted) if (row.module, row.target) not in pairs]
     with ThreadPoolExecutor(2) as pool:
         for pair, found in zip(pairs, pool.map(lambda pair: reports(*pair), pairs), strict=True):

@@ -3,11 +3,12 @@
 Nothing here is measured, and nothing needs a GPU. A kernel is compiled for sm_90 as its launcher would launch it, and
 the instructions of a step, its outermost loop around the hottest one, are turned into clocks by `ASSUMED`:
 
-    step = waiting + message + max(issue, tensor, MUFU, shared, L2)          time = steps rounds step / clock + launch
+    step = waiting + message + max(issue, tensor, MUFU, shared, L2)   time = rounds (steps step + once) / clock + launch
 
 or the time that the tensors take through memory, where that is longer. `waiting` is for the programs that a step meets,
-less the instructions of the step before that; `message` a load that all else depends on, and barriers. The others are
-clocks of one multiprocessor for all programs that it has at a time; programs beyond those are another round.
+less the instructions of the step before that; `message` a load that all else depends on, and barriers; `once` all
+instructions outside of the loop. The others are clocks of one multiprocessor for all programs that it has at a time;
+programs beyond those are another round.
 
 Rows of workloads that are no longer among `workloads` stay as they are: what was before, at their commit.
 
@@ -18,6 +19,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from tests.benchmarks import results
@@ -43,6 +45,9 @@ ASSUMED = {
 BARRIER = 30.0  # clocks in which no warp of a program issues
 
 
+_SHAPE = r"(HGMMA|DMMA)\.(\d+)x(\d+)x(\d+)"
+
+
 class Predicted(NamedTuple):
     """One launch; clocks are those of a step, empty where no model of the kernel's turns was written."""
 
@@ -54,11 +59,11 @@ class Predicted(NamedTuple):
     spills: int
     spills_in_loops: int
     shared_bytes: int
-    steps: int
+    steps: float
     turns: int
     instructions_a_step: int
     resident: int
-    rounds: int
+    rounds: float
     issue_clocks: float
     tensor_clocks: float
     mufu_clocks: float
@@ -67,6 +72,7 @@ class Predicted(NamedTuple):
     waiting_clocks: float
     message_clocks: float
     step_clocks: float
+    once_clocks: float
     memory_us: float
     estimate_us: float | None
     assumed: str
@@ -77,38 +83,52 @@ class Predicted(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """How often a program goes through a kernel's outermost loop, and each time through the hottest one in it."""
+    """How often a program goes through a kernel's outermost loop, and each time through the hottest one in it.
 
-    steps: int
-    inner: int = 1
-
-
-def steps(v: int) -> Callable[..., Turns]:
-    """Of kernels that go through a chain's transitions."""
-    return lambda constants, grid: Turns(v - 1)
-
-
-def workloads() -> dict[str, tuple[Callable[[], list], dict[str, Callable[..., Turns]]]]:
-    """By name: the cases of a call's launches, and of each kernel that is modelled how it turns.
-
-    A kernel that is not among these is counted, and estimated from the bytes of its tensors alone.
+    `loads`: how many loads of a step wait for each other and for what the last step stored. No steps: the kernel
+    returns at once, as where nothing is to be done again.
     """
-    from tests.kernels.gpu.compile_cases.chain_forward import backward, forward
 
-    def chain(v: int, m: int, c: int) -> tuple[Callable[[], list], dict[str, Callable[..., Turns]]]:
-        turns = {"chain_forward_forward": steps(v)}
-        return lambda: forward(TARGET, v, m, c), turns
+    steps: float
+    inner: int = 1
+    loads: int = 0
 
-    def gradients(v: int, m: int, c: int) -> tuple[Callable[[], list], dict[str, Callable[..., Turns]]]:
-        turns = {"chain_forward_forward": steps(v), "chain_backward_backward": steps(v)}
-        return lambda: [*forward(TARGET, v, m, c), *backward(TARGET, v, m, c)], turns
 
-    return {
-        "n=500 v=40 c=64, forward": chain(40, 500, 64),
-        "n=500 v=40 c=200, forward": chain(40, 500, 200),
-        "n=500 v=40 c=256, forward": chain(40, 500, 256),
-        "n=500 v=40 c=200, forward and backward": gradients(40, 500, 200),
-    }
+Modelled = dict[str, Turns | Callable[[dict], Turns]]
+
+
+def workloads() -> dict[str, tuple[list[Callable[[], None]], Modelled]]:
+    """By name: calls, and how kernels turn, which may depend on their constexprs.
+
+    A kernel that is not among these, and has no product, takes as long as its tensors take through memory.
+    """
+    from logchain.kernels.gpu import chain_backward, chain_forward, chain_own, chain_wide
+    from tests.kernels.gpu import calls
+
+    v, m = 40, 500
+    step, wide = Turns(v - 1, 1, 1), lambda known: Turns(v - 1, -(-known["L"].c // known["L"].depth), 1)
+    meeting: Modelled = {"chain_forward_forward": step, "chain_backward_backward": step, "chain_wide_step": wide}
+    meeting["chain_counts_product"] = lambda known: Turns(-(-m // known["BLOCK_M"]))
+    meeting |= {"chain_wide_first": Turns(0), "chain_wide_last": Turns(0)}  # which read and write one step
+    found = {}
+    for c in (64, 200, 256):
+        found[f"n=500 v=40 c={c}, forward"] = [partial(calls.forward, chain_forward, v, m, c)], meeting
+    gradients = [partial(calls.backward, chain_backward, v, m, 200), partial(calls.counts, v, m, 200)]
+    found["n=500 v=40 c=200, forward, backward and counts"] = (
+        [partial(calls.forward, chain_forward, v, m, 200), *gradients], meeting,
+    )  # fmt: skip
+    for c in (512, 1024):
+        found[f"n=500 v=40 c={c}, forward"] = [partial(calls.forward, chain_wide, v, m, c)], meeting
+    own: Modelled = {"own_forward_forward": Turns(v - 1)}
+    found["n=500 v=40 c=64, own matrices, forward"] = [partial(calls.forward, chain_own, v, 1, 64, g=m)], own
+    # 16 segments a multiprocessor; products of 46 segments and of 46 groups follow, by few programs
+    long: Modelled = {"chain_long_long": Turns(48 + (46 + 46) / 4)}
+    found["n=1 v=100,000 c=16, forward"] = [partial(calls.long, 100_000, 1, 16, 16 * 132)], long
+    for c, n in ((128, 1024), (256, 512), (512, 128)):
+        product: Modelled = {"log_matmul_product": lambda known, c=c: Turns(-(-c // known["BLOCK_K"]))}
+        product["log_matmul_redo"] = Turns(0)
+        found[f"log_matmul {n} x c={c}"] = [partial(calls.matmul, n, c)], product
+    return found
 
 
 def predict(workload: str, case, report, turns: Turns | None) -> Predicted:
@@ -119,7 +139,8 @@ def predict(workload: str, case, report, turns: Turns | None) -> Predicted:
     fits = min(65536 // registers, 232_448 // max(1, report.shared + 1024), 64 // report.warps)
     places = int(of["multiprocessors"]) * fits
     resident = -(-min(grid, places) // int(of["multiprocessors"]))
-    rounds = -(-grid // places)
+    # where the last round is not full, its programs have more of a multiprocessor
+    rounds = -(-grid // int(of["multiprocessors"])) / resident
 
     def count(pattern: str) -> float:
         """Instructions of a warp and step, those of the hottest loop as often as it turns."""
@@ -133,41 +154,39 @@ def predict(workload: str, case, report, turns: Turns | None) -> Predicted:
         return 32 * (16 * sixteen + 8 * eight + 4 * (count(pattern) - sixteen - eight))
 
     threads = report.warps * resident  # warps of a multiprocessor
+    names = report.loops[0] if report.loops else {}
     tensor = count(r"HMMA\.1688") * of["HMMA.1688 a quarter, clocks"] * threads / 4
-    tensor += count(r"DMMA\.16") * 16 * 8 * _depth(report) / of["DMMA, FMA a clock"] * threads
-    for width in (8, 16, 32, 64, 128, 256):  # four warps multiply 64 rows
-        found = count(rf"HGMMA\.64x{width}x8\b")
-        tensor += found * 64 * width * 8 / of["wgmma TF32, FMA a clock"] * threads / 4
+    for kind, *sizes in {re.match(_SHAPE, name).groups() for name in names if re.match(_SHAPE, name)}:
+        rate = "wgmma TF32, FMA a clock" if kind == "HGMMA" else "DMMA, FMA a clock"
+        together = 4 if kind == "HGMMA" else 1  # warps of one product
+        products = count(rf"{kind}\.{'x'.join(sizes)}\b") * threads / together
+        tensor += products * math.prod(map(int, sizes)) / of[rate]
     issue = count("") * threads / of["issue a clock"]
     mufu = count("MUFU") * 32 * threads / of["MUFU a clock"]
     shared = moved(r"(?:LDSM?|STSM?|LDGSTS)\b") * threads / of["shared memory, bytes a clock"]
     loaded = moved(r"(?:LDG|LDGSTS)\b") * threads
-    together = loaded * min(grid, places) / resident / of["L2, bytes a clock"]
-    l2 = max(loaded / of["L2 to a multiprocessor, bytes a clock"], together)
+    everywhere = loaded * min(grid, places) / resident / of["L2, bytes a clock"]
+    l2 = max(loaded / of["L2 to a multiprocessor, bytes a clock"], everywhere)
 
     meets = report.before > 0
     before = report.before * threads / of["issue a clock"] if meets else 0.0
     waiting = max(0.0, of["meeting, clocks"] - before) if meets else 0.0
-    message = of["load from L2, clocks"] + BARRIER * report.count(-1, r"BAR\.SYNC") if turns else 0.0
+    message = BARRIER * report.count(-1, r"BAR\.SYNC") + of["load from L2, clocks"] if turns and turns.loads else 0.0
     step = waiting + message + max(issue, tensor, mufu, shared, l2)
+    once = (report.instructions - report.count(-1)) * threads / of["issue a clock"]
     memory = case.bytes / of["memory, TB/s"] / 1e6
     estimate = None
     if turns is not None:
-        estimate = max(memory, turns.steps * rounds * step / of["clock, GHz"] / 1e3) + of["launch, us"]
-    elif report.loops or not report.tensor:
-        estimate = None if report.tensor else memory + of["launch, us"]
+        clocks = rounds * (turns.steps * step + once) if turns.steps else 0.0
+        estimate = max(memory if turns.steps else 0.0, clocks / of["clock, GHz"] / 1e3) + of["launch, us"]
+    elif not report.tensor:
+        estimate = memory + of["launch, us"]
     return Predicted(
         workload, case.name.split()[0], grid, report.warps, report.registers, report.spills, report.in_loops,
         report.shared, turns.steps if turns else 0, turns.inner if turns else 0, round(count("")), resident, rounds,
-        issue, tensor, mufu, shared, l2, waiting, message, step, memory, estimate,
+        issue, tensor, mufu, shared, l2, waiting, message, step, once, memory, estimate,
         "; ".join(f"{name} {value:g}" for name, value in of.items()) if turns else "memory and launch alone",
     )  # fmt: skip
-
-
-def _depth(report) -> int:
-    """The terms that one DMMA adds."""
-    found = [name for name in report.loops[0] if name.startswith("DMMA.16")] if report.loops else []
-    return int(re.match(r"DMMA\.168(\d+)", found[0])[1]) if found else 0
 
 
 def main() -> None:
@@ -175,25 +194,27 @@ def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
     import triton
 
-    from tests.kernels.gpu.compiled import compile_case
+    from tests.kernels.gpu.compiled import Report, compile_case
+    from tests.kernels.gpu.recorded import recorded
 
     place = results.machine()
     labels = {"versions": f"triton {triton.__version__}, {TARGET}", "date": place["date"], "commit": place["commit"]}
     known = workloads()
-    rows, reports = [], {}
-    for workload, (cases, modelled) in known.items():
-        for case in cases():
-            key = (case.kernel, *map(str, (case.arguments, case.constants, case.warps)))
+    rows: list[Predicted] = []
+    reports: dict[tuple, Report] = {}
+    for workload, (made, modelled) in known.items():
+        for case in (case for call in made for case in recorded(TARGET, "", call)):
+            key = (case.kernel, *map(str, (case.arguments, case.constants, case.divisible, case.warps)))
             if key not in reports:
                 reports[key] = compile_case(case, TARGET)
-            report = reports[key]
-            if report.error:
-                raise RuntimeError(f"{workload}, {case.name}: {report.error}")
+            if reports[key].error:
+                raise RuntimeError(f"{workload}, {case.name}: {reports[key].error}")
             turns = modelled.get(case.name.split()[0])
-            rows.append(predict(workload, case, report, turns and turns(case.constants, case.grid))._replace(**labels))
-            row = rows[-1]
+            turns = turns(case.constants) if callable(turns) else turns
+            row = predict(workload, case, reports[key], turns)._replace(**labels)
+            rows.append(row)
             said = "not modelled" if row.estimate_us is None else f"{row.estimate_us:.1f} us (estimate)"
-            print(f"{workload:40} {row.kernel:28} {row.instructions_a_step:6} instructions a step  {said}", flush=True)
+            print(f"{workload:46} {row.kernel:26} {row.instructions_a_step:6} instructions a step  {said}", flush=True)
     before = [row for row in results.read(results.PREDICTED, Predicted) if row.workload not in known]
     results.write([*before, *rows], results.PREDICTED)
     for workload in known:

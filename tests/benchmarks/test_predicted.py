@@ -18,11 +18,11 @@ LOOP = {
     "LDG.E.128.STRONG.GPU": 10,
     "BAR.SYNC": 10,
 }
-REPORT = Report("kernel", "sm_90", registers=255, shared=100_000, warps=8, before=100, loops=[LOOP])
+REPORT = Report("kernel", "sm_90", instructions=1000, registers=255, shared=100_000, warps=8, before=100, loops=[LOOP])
 
 
 def test_clocks_of_a_step():
-    row = predict("", CASE, REPORT, Turns(39))
+    row = predict("", CASE, REPORT, Turns(39, 1, 1))
     assert (row.resident, row.rounds, row.instructions_a_step) == (1, 1, 820)
     assert row.issue_clocks == 820 * 8 / 4
     assert row.tensor_clocks == 96 * 6.5 * 2
@@ -33,7 +33,10 @@ def test_clocks_of_a_step():
     assert row.message_clocks == 300 + 10 * 30
     assert row.step_clocks == row.waiting_clocks + row.message_clocks + row.shared_clocks
     assert row.memory_us == 1
-    assert row.estimate_us == pytest.approx(39 * row.step_clocks / 1755 + 1.1)
+    assert row.once_clocks == 180 * 8 / 4
+    assert row.estimate_us == pytest.approx((39 * row.step_clocks + row.once_clocks) / 1755 + 1.1)
+    free = predict("", CASE, REPORT, Turns(39))
+    assert free.message_clocks == 0 and free.shared_clocks == row.shared_clocks
 
 
 def test_a_loop_in_a_step_counts_as_often_as_it_turns():
@@ -48,13 +51,17 @@ def test_wide_products():
         return predict("", CASE, report, Turns(1)).tensor_clocks
 
     assert tensor("HGMMA.64x128x8.F32.TF32") == 64 * 128 * 8 / 1024
-    assert tensor("DMMA.16816") == 16 * 8 * 16 / 128 * 4
+    assert tensor("DMMA.16x8x16") == 16 * 8 * 16 / 128 * 4
 
 
 def test_more_programs_share_a_multiprocessor_or_come_after():
     few = Report("kernel", "sm_90", registers=128, shared=100_000, warps=8, loops=[LOOP])
     row, one = predict("", Case("kernel", None, {}, {}, grid=(528,)), few, Turns(1)), predict("", CASE, few, Turns(1))
     assert (row.resident, row.rounds) == (2, 2) and row.issue_clocks == 2 * one.issue_clocks
+
+
+def test_a_kernel_that_returns_at_once_takes_a_launch():
+    assert predict("", CASE, REPORT, Turns(0)).estimate_us == 1.1
 
 
 def test_what_is_not_modelled_is_not_estimated():
@@ -67,7 +74,7 @@ def test_every_tracked_row_says_what_it_is():
     rows = results.read(results.PREDICTED, Predicted)
     assert rows and {row.status for row in rows} == {"estimate, not measured"}
     assert all(row.commit and row.versions.startswith("triton") for row in rows)
-    modelled = [row for row in rows if row.estimate_us is not None]
+    modelled = [row for row in rows if row.estimate_us is not None and float(row.steps) > 0]
     assert all(row.estimate_us > 0.999 * max(row.memory_us, ASSUMED["launch, us"]) for row in modelled)
 
 
