@@ -67,6 +67,7 @@ def _dot(multiply: Callable) -> Callable:
     return create_dot
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _fma(self, x, y, z):
     """Rounded once, or nearly so: products of float32 are exact in float64."""
     if x.dtype.scalar != tl.float32:
