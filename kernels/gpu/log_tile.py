@@ -1,7 +1,7 @@
 """A tile of a log-semiring matrix product: maxima of rows and columns, sums of exponentials, and their logarithms.
 
-In float32 an exponential is 2^(a L - shift), with one rounding: L = log2 e, and shift is the rounded product of L and
-the maximum. What that rounding has gained is known, and is taken out of the logarithm of the sum.
+In float32 an exponential is 2^(a L - shift), with one rounding: L = log2 e, and shift is the product of L and the
+maximum, rounded up. What that has gained is known, and is added to the logarithm of the sum.
 """
 
 import torch
@@ -15,7 +15,7 @@ from .tiles import TRUSTED, at, exact_sum, far, finite, load, log, multiple, wid
 # float32(log2 e), and ln 2
 _LOG2E, _LN2 = tl.constexpr(1.4426950216293335), tl.constexpr(0.6931471805599453)
 
-# the least shift: a finite number, so that no exponential is infinite
+# the least shift, finite as all entries are
 _LEAST = tl.constexpr(-3.4e38)
 
 # whether the logarithm of a device by NVIDIA is at hand, one instruction where `tl.log2` has 25
@@ -147,11 +147,12 @@ def sums_of(
 
 @triton.jit
 def shift_of(top):
-    """What `_exp` subtracts for a maximum: in float32 in bits, rounded."""
+    """What `_exp` subtracts for a maximum: in float32 in bits, and rounded up, so that no exponential is above 1."""
     if top.dtype == tl.float64:
         return finite(top)
     else:
-        return tl.maximum(finite(top) * _LOG2E, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+        bits = tl.maximum(finite(top) * _LOG2E, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+        return tl.fma(tl.abs(bits), 2.0**-23, bits)
 
 
 @triton.jit
