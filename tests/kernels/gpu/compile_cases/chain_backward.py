@@ -13,9 +13,17 @@ def case(c, wide, target, dtype=torch.float32, **options) -> Case:
     """Parts of so many states; the options: `log_params`, `final` messages, `ends`, `odd` strides."""
     kernel, kind = chain_backward._backward_kernel, f"*{KIND[dtype]}"
     double, amd = dtype == torch.float64, target == "gfx942"
-    integers = {"bound_ptr": "*i32", "level_ptr": "*i32", "counters_ptr": "*i32", "doubt_ptr": "*i1", "ends_ptr": "*i64"}
+    integers = {
+        "bound_ptr": "*i32",
+        "level_ptr": "*i32",
+        "counters_ptr": "*i32",
+        "doubt_ptr": "*i1",
+        "ends_ptr": "*i64",
+    }
     absent = [name for name in ("final_ptr", "ends_ptr") if not options.get(name[:-4])]
-    kinds = {name: integers.get(name, kind) for name in kernel.arg_names if name.endswith("_ptr") and name not in absent}
+    kinds = {
+        name: integers.get(name, kind) for name in kernel.arg_names if name.endswith("_ptr") and name not in absent
+    }
     width = 1 if options.get("odd") else 4
     precision = "ieee" if double or amd else "tf32x3"
     form = Form(c, -(-c // wide), options.get("log_params", False), precision, (c, 1), (width, width, width))
