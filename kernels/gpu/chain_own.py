@@ -28,7 +28,7 @@ NARROW = 64
 
 # the entries of the largest tile that is held, and of one of several, by whether they are float64
 _HELD = {False: 16384, True: 8192}
-_TILE = {False: 4096, True: 2048}
+_TILE = {False: 4096, True: 1024}
 
 
 def parts_of(chain: Operands) -> int:
@@ -163,9 +163,9 @@ def tiles(c: int, parts: int, double: bool, counts: bool = False) -> tuple[int, 
         columns = whole
     entries = whole * columns
     words = 2 * entries if double else entries
-    # several parts count a step later, when registers hold another matrix
-    if entries * (1 + (counts and parts > 1)) <= _HELD[double]:
-        warps = 1 if words <= 1024 else 4 if words <= 4096 else 16 if counts and double else 8
-        return whole, columns, {"num_warps": warps, "num_stages": 1}
+    # what else registers hold: several parts count a step later, beside the next matrix
+    room_for = _HELD[double] // (1 if not counts else 4 if double else 2 if parts > 1 else 1)
+    if entries <= room_for:
+        return whole, columns, {"num_warps": 1 if words <= 1024 else 4 if words <= 4096 else 8, "num_stages": 1}
     rows = max(1, min(whole // 2, _TILE[double] // columns))
-    return rows, columns, {"num_warps": 8 if counts else 4, "num_stages": 3}
+    return rows, columns, {"num_warps": 8 if counts or double else 4, "num_stages": 3}
