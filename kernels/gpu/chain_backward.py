@@ -176,6 +176,8 @@ def _backward_kernel(
         )  # fmt: skip
         top, shift = largest, next_shift(largest, shift)
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
+    if ends_ptr is not None:  # found again: a register less in the loop
+        arrivals = PARTS * tl.max(tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32))
     wait(counter_ptr, arrivals, PARTS)
     nu, _ = gather(share_ptr, share, largest, inside, pitch_share, PARTS)
     lost |= exact(nu, top) == 0
@@ -213,9 +215,15 @@ def _ahead(w_ptr, states, members, inside, C: tl.constexpr):
     return w, rest
 
 
-def warps_of(c: int, wide: int, double: bool, amd: bool) -> int:
-    """The warps of a program that computes `wide` of c states: no more registers than there are."""
-    return 8 if c > 32 and not amd and (wide > 32 or double) else 4
+def parts_here(chain: Operands) -> int:
+    """The parts of `chain_forward`, narrower where entries of wide matrices are loaded one by one."""
+    parts, c = parts_of(chain), chain.shape[3]
+    return triton.cdiv(c, 32) if parts > 1 and c > 128 and max(launch.widths(chain.bulk)) == 1 else parts
+
+
+def warps_of(c: int, wide: int, chip: str, double: bool, odd: bool) -> int:
+    """The warps of a program that computes `wide` of c states; `odd`: entries of matrices are loaded one by one."""
+    return 8 if c > 32 and chip != "gfx942" and (wide > 32 or double or odd) else 4
 
 
 def memory(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
@@ -256,11 +264,10 @@ def backward(
         programs: how many are started, for a test that starts one at a time.
     """
     v, g, m, c = chain.shape
-    parts = parts_of(chain) if parts is None else parts
+    parts = parts_here(chain) if parts is None else parts
     groups = g * triton.cdiv(m, GROUP.value)
     bound, level, doubt, counters = room(chain, words(groups))
     w, scale = memory(chain, parts)
-    warps = warps_of(c, part_of(c, parts), chain.double, launch.chip(chain.x) == "gfx942")
     launch.run(
         scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, g * m, m, *weight.stride(), BLOCK=256
     )
@@ -268,6 +275,7 @@ def backward(
     width_x, width_grad = (launch.common_width(c, *each[:-1]) for each in (chain.x.stride(), strides))
     widths = width_x, max(launch.widths(chain.bulk)), width_grad
     form = Form(c, parts, chain.log_params, chain.precision, (chain.bulk.stride(2), chain.bulk.stride(3)), widths)
+    warps = warps_of(c, part_of(c, parts), launch.chip(chain.x), chain.double, widths[1] == 1)
     launch.run(
         _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
         chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
