@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .scaled import exponent_of, least_exponent, level_of, power_of_two
+from .scaled import exponent_of, is_low, level_of
 from .tiles import at
 
 
@@ -40,8 +40,9 @@ class Operands(NamedTuple):
 
     @property
     def precision(self) -> str:
-        """The precision of `tl.dot`, see `launch.precision`."""
-        return launch.precision(self.x.new_empty(0, dtype=self.dtype))
+        """The precision of `tl.dot`, see `launch.precision`; sums of few terms are no faster on tensor cores."""
+        precision = launch.precision(self.x.new_empty(0, dtype=self.dtype))
+        return "ieee" if precision == "tf32x3" and self.shape[3] <= 32 else precision
 
     @property
     def double(self) -> bool:
@@ -66,13 +67,14 @@ class Room(NamedTuple):
 def _prepare_kernel(
     bulk_ptr, x_ptr, bound_ptr, level_ptr, room_ptr, matrices, g, rows, m, cleared,
     stride_bv, stride_bg, stride_bk, stride_bj, stride_xv, stride_xg, stride_xm, stride_xc,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """One program finds the bound of one matrix, or the levels of BLOCK_K rows of x, and writes its share of zeros."""
     program = tl.program_id(0).to(tl.int64)
     if program < matrices:
         bulk_ptr += program // g * stride_bv + program % g * stride_bg
-        _bound(bulk_ptr, bound_ptr + program, stride_bk, stride_bj, C, LOG_PARAMS, DTYPE, BLOCK_K, BLOCK_J)
+        _bound(bulk_ptr, bound_ptr + program, stride_bk, stride_bj, C, ROWS, LOG_PARAMS, DTYPE, BLOCK_K, BLOCK_J)
     else:
         row = (program - matrices) * BLOCK_K + tl.arange(0, BLOCK_K)
         x_row = x_ptr + row // m // g * stride_xv + row // m % g * stride_xg + row % m * stride_xm
@@ -91,43 +93,46 @@ def _prepare_kernel(
 @triton.jit
 def _bound(
     matrix_ptr, bound_ptr, stride_k, stride_j,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """2 k + low of a matrix, see `scaled`, is stored."""
     nothing: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     across: tl.constexpr = (C + BLOCK_J - 1) // BLOCK_J
     top = tl.full((BLOCK_K, BLOCK_J), nothing, DTYPE)
     least = tl.full((BLOCK_K, BLOCK_J), float("inf"), DTYPE)
-    for tile in tl.range(0, across * ((C + BLOCK_K - 1) // BLOCK_K)):
+    for tile in tl.range(0, across * ((ROWS + BLOCK_K - 1) // BLOCK_K)):
         rows = tile // across * BLOCK_K + tl.arange(0, BLOCK_K)
         columns = tile % across * BLOCK_J + tl.arange(0, BLOCK_J)
-        mask = (rows < C)[:, None] & (columns < C)[None, :]
+        mask = (rows < ROWS)[:, None] & (columns < C)[None, :]
         p = tl.load(at(matrix_ptr, rows, columns, stride_k, stride_j), mask=mask, other=nothing).to(DTYPE)
         top = tl.maximum(top, p)
         least = tl.minimum(least, tl.where(p > nothing, p, float("inf")))
     highest, lowest = tl.max(top), tl.min(least)
     if LOG_PARAMS:
         k = level_of(highest)
-        low = level_of(lowest) - k <= least_exponent(DTYPE == tl.float64)
     else:
         k = exponent_of(highest)
-        low = lowest < power_of_two(k, DTYPE) * 2.0 ** least_exponent(DTYPE == tl.float64)
-    tl.store(bound_ptr, 2 * k + low.to(tl.int32))
+    tl.store(bound_ptr, 2 * k + is_low(lowest, k, LOG_PARAMS).to(tl.int32))
 
 
-def room(chain: Operands, counters: int) -> Room:
-    """The bounds of all matrices, the levels of x, no doubt, and so many int32 counters of 0; not for empty chains."""
+def room(chain: Operands, counters: int, *, bulk: Tensor | None = None) -> Room:
+    """The bounds of all matrices, the levels of x, no doubt, and so many int32 counters of 0; not for empty chains.
+
+    `bulk` (any, g, rows, c): matrices, or rows of them, whose bounds are found instead; there may be none.
+    """
     v, g, m, c = chain.shape
-    matrices, rows, marks = len(chain.bulk) * g, v * g * m, -(-g * m // 4)
+    bulk = chain.bulk if bulk is None else bulk
+    matrices, rows, marks = len(bulk) * g, v * g * m, -(-g * m // 4)
     memory = torch.empty(matrices + rows + marks + counters, dtype=torch.int32, device=chain.x.device)
     bound, level, doubt, counted = memory.split([matrices, rows, marks, counters])
     block_j = min(256, triton.next_power_of_2(c))
     block_k = max(1, 2048 // block_j)
     launch.run(
-        _prepare_kernel, (matrices + triton.cdiv(rows, block_k),), chain.bulk, chain.x, bound, level,
-        memory[matrices + rows :], matrices, g, rows, m, marks + counters, *chain.bulk.stride(), *chain.x.stride(),
-        C=c, LOG_PARAMS=chain.log_params, DTYPE=launch.arithmetic(chain.dtype), BLOCK_K=block_k, BLOCK_J=block_j,
-        num_warps=4,
+        _prepare_kernel, (matrices + triton.cdiv(rows, block_k),), bulk, chain.x, bound, level,
+        memory[matrices + rows :], matrices, g, rows, m, marks + counters, *bulk.stride(), *chain.x.stride(),
+        C=c, ROWS=bulk.shape[2], LOG_PARAMS=chain.log_params, DTYPE=launch.arithmetic(chain.dtype),
+        BLOCK_K=block_k, BLOCK_J=block_j, num_warps=4,
     )  # fmt: skip
     doubtful = doubt.view(torch.bool)[: g * m].view(g, m)
     return Room(bound.view(-1, g), level.view(v, g, m), doubtful, counted)

@@ -41,6 +41,14 @@ def wait(counter_ptr, arrivals, PARTS: tl.constexpr):
     tl.debug_barrier()
 
 
+@triton.jit
+def refresh(counter_ptr, PARTS: tl.constexpr):
+    """After this, and a `wait`, also loads through the first cache find what was stored before the arrivals."""
+    if PARTS > 1:
+        tl.atomic_add(counter_ptr, 0, sem="acquire")
+        tl.debug_barrier()
+
+
 def words(groups: int) -> int:
     """The int32 words of the counters of so many groups."""
     return (1 + groups) * PITCH.value

@@ -1,0 +1,344 @@
+"""Posteriors of a sequence with matrices of its own, and of its transitions: one program, or several that meet.
+
+    w_i = exp(x_i) b_i      b_{i-1} = P_i w_i      nu_i = sum_k a_i(k) b_i(k) / 2^TARGET
+    gamma_i = a_i b_i / 2^TARGET / nu_i            r_i = w_i / 2^TARGET / nu_{i-1}
+    d log_norm / d log P_i(k, j) = a_{i-1}(k) P_i(k, j) r_i(j)
+
+Operands, cost and layouts: `chain_own`; a program has some rows of a matrix. Numerics: `own_step`, w as a message that
+is 0 where the forward message a is. A posterior is exact if nu is not small beside what raised entries of a may have
+added. Parts add up their shares of nu, each with the exponent of its tile, behind the meeting that a step needs anyway:
+so posteriors are divided one step later.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .meeting import arrive, counter_of, refresh, take_ticket, wait
+from .own_step import foreseen, held, inexact, nothing, part_of, potentials, product, summed, tile, weighed
+from .scaled import exponent_of, level_of, linear, power_of_two, started, target
+from .tiles import far, multiple
+
+
+class Form(NamedTuple):
+    """What the kernel is compiled for.
+
+    `same`: one matrix serves all steps. `out`: "r", "entries" or "logs" of matrices, whose gradient is wanted, or "".
+    `tile`: the states and rows of a matrix's tile. `strides` of a matrix, and the `widths` of x and matrices.
+    """
+
+    c: int
+    parts: int
+    same: bool
+    log_params: bool
+    out: str
+    tile: tuple[int, int]
+    strides: tuple[int, int]
+    widths: tuple[int, int]
+
+
+# how many w and shares of nu are there at a time
+SLOTS = tl.constexpr(4)
+
+
+@triton.jit(do_not_specialize=["v", "g"])
+def backward_kernel(
+    x_ptr, bulk_ptr, bound_ptr, level_ptr, ends_ptr, message_ptr, redone_ptr, log_norm_ptr, weight_ptr, final_ptr,
+    grad_x_ptr, grad_start_ptr, out_ptr, w_ptr, share_ptr, doubt_ptr, counters_ptr,
+    v, g, stride_xv, stride_xg, stride_xc, stride_bv, stride_bg, stride_dv, stride_dg, stride_dc, stride_ov, stride_og,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """One program computes a part of the states of a sequence."""
+    C: tl.constexpr = FORM.c
+    PARTS: tl.constexpr = FORM.parts
+    SAME: tl.constexpr = FORM.same
+    LOG_PARAMS: tl.constexpr = FORM.log_params
+    OUT: tl.constexpr = FORM.out
+    BLOCK_K: tl.constexpr = FORM.tile[0]
+    BLOCK_J: tl.constexpr = FORM.tile[1]
+    stride_bk: tl.constexpr = FORM.strides[0]
+    stride_bj: tl.constexpr = FORM.strides[1]
+    DTYPE: tl.constexpr = message_ptr.dtype.element_ty
+    DOUBLE: tl.constexpr = DTYPE == tl.float64
+    UNIT: tl.constexpr = 2.0 ** -target(DOUBLE)
+    PART: tl.constexpr = part_of(C, PARTS)
+    WHOLE: tl.constexpr = triton.next_power_of_2(C)
+    HELD: tl.constexpr = BLOCK_K == WHOLE
+    ALONE: tl.constexpr = HELD and PARTS == 1
+    MATRICES: tl.constexpr = OUT == "entries" or OUT == "logs"
+    stride_xv, stride_xg = multiple(stride_xv, FORM.widths[0]), multiple(stride_xg, FORM.widths[0])
+    stride_bv, stride_bg = multiple(stride_bv, FORM.widths[1]), multiple(stride_bg, FORM.widths[1])
+
+    program = tl.program_id(0)
+    if PARTS > 1:
+        program = take_ticket(counters_ptr)
+    z, part = (program // PARTS).to(tl.int64), program % PARTS
+    if tl.load(redone_ptr + z) != 0:
+        return
+    counter_ptr = counter_of(counters_ptr, z)
+    states = tl.arange(0, WHOLE)
+    local = tl.arange(0, BLOCK_J)
+    rows = part * PART + local
+    own = (local < PART) & (rows < C)
+    last = v
+    if ends_ptr is not None:
+        last = tl.load(ends_ptr + z).to(tl.int32)
+    bound = tl.full((), 0, tl.int32)
+    if bound_ptr is not None:
+        bound = tl.load(bound_ptr + z)
+    pitch = g.to(tl.int64) * C
+    grad_start_ptr += z * C
+    if grad_x_ptr is not None:
+        grad_x_ptr += z * stride_dg
+    if OUT != "":
+        out_ptr += z * stride_og
+    w_ptr += z * C
+    share_ptr += z * PARTS * 2
+
+    # sequences without a possible path, or of weight 0, and steps after the end
+    log_norm = tl.load(log_norm_ptr + z)
+    weight = tl.load(weight_ptr + z).to(DTYPE)
+    alive = (log_norm != float("-inf")) & (weight != 0.0)
+    zeros = tl.zeros((BLOCK_J,), DTYPE)
+    for i in tl.range(tl.where(alive, last, 0), v):
+        if grad_x_ptr is not None:
+            tl.store(grad_x_ptr + far(i, stride_dv) + rows.to(tl.int64) * stride_dc, zeros, mask=own)
+        if OUT == "r":
+            tl.store(out_ptr + far(i, stride_ov) + rows, zeros, mask=own)
+        if MATRICES:
+            if i > 0:
+                for first in tl.range(0, C, BLOCK_K):
+                    at = _entries(out_ptr + far(i - 1, stride_ov), first + tl.arange(0, BLOCK_K), rows, C)
+                    mask = (first + tl.arange(0, BLOCK_K) < C)[:, None] & own[None, :]
+                    tl.store(at, tl.zeros((BLOCK_K, BLOCK_J), DTYPE), mask=mask)
+    if alive == 0:
+        tl.store(grad_start_ptr + rows, zeros, mask=own)
+        return
+
+    # the last step
+    i = last - 1
+    x_ptr += z * stride_xg + far(i, stride_xv)
+    level_ptr += z + far(i, g)
+    message_ptr += z * C + far(i, pitch)
+    a = tl.load(message_ptr + rows, mask=own, other=0.0)
+    level, x = potentials(level_ptr, x_ptr, rows, own, stride_xc, True, DTYPE)
+    b = tl.where(own, 2.0 ** target(DOUBLE), 0.0).to(DTYPE)
+    peak = tl.full((), 2.0 ** target(DOUBLE), DTYPE)
+    if final_ptr is not None:
+        final = tl.load(final_ptr + z * C + states, mask=states < C, other=float("-inf")).to(tl.float64)
+        there = tl.load(message_ptr + states, mask=states < C, other=0.0) != 0.0
+        top = level_of(tl.max(tl.where(there, final, float("-inf"))))
+        final = tl.load(final_ptr + z * C + rows, mask=own, other=float("-inf")).to(tl.float64)
+        b = tl.where(a != 0.0, started(final, top, DTYPE), 0.0)
+        peak = tl.maximum(peak, tl.max(a))
+    b = tl.where(log_norm != log_norm, float("nan"), b)
+    joint = a * UNIT * b
+    share, k = tl.sum(joint), tl.full((), 0, tl.int32)
+    w = weighed(b, x, level, (a != 0.0) & (x != float("-inf")))
+    earlier = w
+    if not ALONE:
+        tl.store(w_ptr + i % SLOTS * pitch + rows, w, mask=own, cache_modifier=".cg")
+        _publish(share_ptr + i % SLOTS * g * PARTS * 2 + part * 2, share, k, PARTS)
+        arrive(counter_ptr, PARTS)
+    before, shift, base = tl.full((), target(DOUBLE), tl.int32), bound >> 1, bound >> 1
+    doubt = x != x
+    lost = log_norm != log_norm
+
+    bulk_ptr += z * stride_bg + far(i - 1, stride_bv)
+    x_ptr -= tl.where(i > 0, stride_xv, 0)
+    level_ptr -= tl.where(i > 0, g, 0)
+    message_ptr -= tl.where(i > 0, pitch, 0)
+    level, x = potentials(level_ptr, x_ptr, rows, own, stride_xc, i > 0, DTYPE)
+    left = a
+    a = tl.load(message_ptr + rows, mask=own, other=0.0)
+    low = k > 0
+    if HELD:
+        p = tile(bulk_ptr, states, rows, own, stride_bj, stride_bk, i > 0, C, LOG_PARAMS, DTYPE)
+        if SAME:
+            k_same, low = bound >> 1, (bound & 1) != 0
+            p = linear(p, k_same, LOG_PARAMS)
+    for n in tl.range(1, last):
+        i = last - 1 - n
+        k_before = k
+        if HELD:
+            raw, scaled = p, p
+            if SAME:
+                k = bound >> 1
+            else:
+                scaled, k, low = held(p, LOG_PARAMS)
+        if ALONE:
+            ahead = w
+        else:
+            wait(counter_ptr, PARTS * n, PARTS)
+            if MATRICES or not HELD:
+                refresh(counter_ptr, PARTS)
+            ahead = tl.load(w_ptr + (i + 1) % SLOTS * pitch + states, mask=states < C, other=0.0, cache_modifier=".cg")
+        nu, ratio = _total(share_ptr + (i + 1) % SLOTS * g * PARTS * 2, share, k_before, PARTS)
+        if not ALONE:
+            tl.debug_barrier()  # no load of the next step may overtake those of this one
+        more = i > 0
+        matrix_ptr = bulk_ptr
+        a_now, level_now, x_now = a, level, x
+        x_ptr -= tl.where(more, stride_xv, 0)
+        level_ptr -= tl.where(more, g, 0)
+        message_ptr -= tl.where(more, pitch, 0)
+        bulk_ptr -= tl.where(more, stride_bv, 0)
+        level, x = potentials(level_ptr, x_ptr, rows, own, stride_xc, True, DTYPE)
+        a = tl.load(message_ptr + rows, mask=own, other=0.0)
+        if HELD:
+            if not SAME:
+                p = tile(bulk_ptr, states, rows, own, stride_bj, stride_bk, True, C, LOG_PARAMS, DTYPE)
+            b = summed(ahead[:, None] * scaled)
+        else:
+            b, k, low = product(
+                w_ptr + (i + 1) % SLOTS * pitch, matrix_ptr, bound, rows, own, stride_bj, stride_bk,
+                C, SAME, LOG_PARAMS, DTYPE, BLOCK_K, 3,
+            )  # fmt: skip
+        highest = exponent_of(tl.max(ahead))
+        shift = foreseen(highest, before, shift - base, DOUBLE)
+        if PARTS == 1:
+            base = k
+        shift += base
+        before = highest
+        admitted = a_now != 0.0
+        w_new = weighed(b, x_now, level_now + shift - k, admitted & (x_now != float("-inf")))
+        joint_new = tl.where(admitted, a_now * UNIT * b, 0.0)
+        share = tl.sum(joint_new)
+        if not ALONE:
+            tl.store(w_ptr + i % SLOTS * pitch + rows, w_new, mask=own, cache_modifier=".cg")
+            _publish(share_ptr + i % SLOTS * g * PARTS * 2 + part * 2, share, k, PARTS)
+            arrive(counter_ptr, PARTS)
+        doubt |= inexact(b, own & admitted, low, highest) | (own & (x_now != x_now))
+
+        # what waited for nu of the step before, i + 1
+        lost |= _small(nu, peak * ratio)
+        if grad_x_ptr is not None:
+            out = grad_x_ptr + far(i + 1, stride_dv) + rows.to(tl.int64) * stride_dc
+            tl.store(out, _posterior(joint, ratio, nu, weight), mask=own)
+        if OUT == "r":
+            tl.store(out_ptr + far(i + 2, stride_ov) + rows, earlier / nu * UNIT, mask=own & (n > 1))
+        if MATRICES:
+            matrix_out = out_ptr + far(i, stride_ov)
+            if ALONE:
+                factor, right = _factors(a_now, ahead, share, weight, k, 1.0, OUT)
+                counts = right[:, None] * factor[None, :]
+                if OUT == "logs":
+                    counts *= scaled
+                counts = tl.where(raw == nothing(LOG_PARAMS), 0.0, counts)
+                mask = (states < C)[:, None] & own[None, :]
+                tl.store(_entries(matrix_out, states, rows, C), counts, mask=mask)
+            elif PARTS == 1:
+                _count(
+                    matrix_out, w_ptr + (i + 1) % SLOTS * pitch, matrix_ptr, a_now, share, weight, k, 1.0,
+                    rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
+                )  # fmt: skip
+            elif n > 1:
+                _count(
+                    matrix_out + stride_ov, w_ptr + (i + 2) % SLOTS * pitch, matrix_ptr + stride_bv, left, nu, weight,
+                    k_before, ratio, rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
+                )  # fmt: skip
+        joint, left, peak = joint_new, a_now, tl.max(tl.where(admitted, b, 0.0))
+        earlier, w = w, w_new
+
+    if not ALONE:
+        wait(counter_ptr, PARTS * last, PARTS)
+        if MATRICES or not HELD:
+            refresh(counter_ptr, PARTS)
+    nu, ratio = _total(share_ptr, share, k, PARTS)
+    lost |= _small(nu, peak * ratio)
+    gamma = _posterior(joint, ratio, nu, weight)
+    tl.store(grad_start_ptr + rows, gamma, mask=own)
+    if grad_x_ptr is not None:
+        tl.store(grad_x_ptr + rows.to(tl.int64) * stride_dc, gamma, mask=own)
+    if OUT == "r":
+        tl.store(out_ptr + stride_ov + rows, earlier / nu * UNIT, mask=own & (last > 1))
+    if MATRICES and PARTS > 1:
+        if last > 1:
+            _count(
+                out_ptr, w_ptr + pitch, bulk_ptr, left, nu, weight, k, ratio,
+                rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
+            )  # fmt: skip
+    if lost | (tl.max(doubt.to(tl.int32)) > 0):
+        tl.store(doubt_ptr + z, 1)
+
+
+@triton.jit
+def _entries(out_ptr, columns, rows, C: tl.constexpr):
+    """Pointers to entries (columns, rows) of the gradient of a matrix."""
+    return out_ptr + rows.to(tl.int64)[None, :] * C + columns[:, None]
+
+
+@triton.jit
+def _publish(share_ptr, share, k, PARTS: tl.constexpr):
+    """A part's share of nu 2^-k is stored."""
+    if PARTS > 1:
+        tl.store(share_ptr, share.to(tl.float64), cache_modifier=".cg")
+        tl.store(share_ptr + 1, k.to(tl.float64), cache_modifier=".cg")
+
+
+@triton.jit
+def _total(share_ptr, share, k, PARTS: tl.constexpr):
+    """nu of all parts over the power of two of the largest exponent, and what a part's 2^k is of that."""
+    if PARTS == 1:
+        return share, tl.full((), 1.0, share.dtype)
+    else:
+        parts = tl.arange(0, triton.next_power_of_2(PARTS))
+        there = parts < PARTS
+        shares = tl.load(share_ptr + 2 * parts, mask=there, other=0.0, cache_modifier=".cg")
+        exponents = tl.load(share_ptr + 2 * parts + 1, mask=there, other=-(2.0**40), cache_modifier=".cg")
+        most = tl.max(exponents)
+        nu = tl.sum(shares * _ratio(exponents, most))
+        return nu.to(share.dtype), _ratio(k.to(tl.float64), most).to(share.dtype)
+
+
+@triton.jit
+def _ratio(exponent, most):
+    """2^(exponent - most)."""
+    return power_of_two(tl.maximum(exponent - most, -1000.0).to(tl.int32), tl.float64)
+
+
+@triton.jit
+def _small(nu, peak):
+    """Whether nu is not exact, where b is at most `peak`; infinity and NaN are not."""
+    if nu.dtype == tl.float64:
+        least = tl.maximum(peak * 2.0**-842, 2.0**-900)
+    else:
+        least = tl.maximum(peak * 2.0**-96, 2.0**-90)
+    return ((nu >= least) & (nu < float("inf"))) == 0
+
+
+@triton.jit
+def _posterior(joint, ratio, nu, weight):
+    """Shares of nu times the weight; 0 even if the weight is not finite."""
+    return tl.where(joint == 0.0, 0.0, joint * ratio / nu * weight)
+
+
+@triton.jit
+def _factors(a, w, nu, weight, k, ratio, OUT: tl.constexpr):
+    """The factors of rows and of columns in the gradient of a matrix; those of entries are larger by 2^-k."""
+    left, right = a * 2.0 ** -target(a.dtype == tl.float64) * ratio * weight, w / nu
+    if OUT == "entries":
+        left *= power_of_two(-(k // 2), a.dtype)
+        right *= power_of_two(k // 2 - k, a.dtype)
+    return left, right
+
+
+@triton.jit
+def _count(
+    out_ptr, w_ptr, matrix_ptr, a, nu, weight, k, ratio, rows, own, stride_j, stride_k,
+    C: tl.constexpr, LOG_PARAMS: tl.constexpr, OUT: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a part's rows of a matrix is stored."""
+    # no more than what registers hold beside a held matrix
+    BLOCK: tl.constexpr = min(BLOCK_K, max(16, 2048 // rows.shape[0]))
+    for first in tl.range(0, C, BLOCK, num_stages=3):
+        columns = first + tl.arange(0, BLOCK)
+        p = tile(matrix_ptr, columns, rows, own, stride_j, stride_k, True, C, LOG_PARAMS, a.dtype)
+        w = tl.load(w_ptr + columns, mask=columns < C, other=0.0)
+        factor, right = _factors(a, w, nu, weight, k, ratio, OUT)
+        counts = right[:, None] * factor[None, :]
+        if OUT == "logs":
+            counts *= linear(p, k, LOG_PARAMS)
+        counts = tl.where(p == nothing(LOG_PARAMS), 0.0, counts)
+        tl.store(_entries(out_ptr, columns, rows, C), counts, mask=(columns < C)[:, None] & own[None, :])
