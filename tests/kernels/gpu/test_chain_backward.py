@@ -10,7 +10,7 @@ from tests.contract import TENSOR_CORES, gradient_bound, poisoned_memory
 
 chain_backward = pytest.importorskip("logchain.kernels.gpu.chain_backward")
 
-from logchain.kernels.gpu import chains  # noqa: E402
+from logchain.kernels.gpu import chain_counts, chains  # noqa: E402
 from logchain.kernels.gpu.chain_forward import forward  # noqa: E402
 from logchain.kernels.gpu.chains import Operands  # noqa: E402
 from tests.kernels.gpu.processes import shared, together  # noqa: E402
@@ -277,18 +277,13 @@ def test_nan_behind_an_end(device):
 
 
 def test_what_underflows_is_doubtful(device):
-    """The likely path is 1e-45 of the forward messages, and they alone seem to be exact."""
-    eye = torch.eye(2, dtype=F64)
-    bulk = (eye + 1e-30 * (1 - eye)).float().expand(3, 1, 2, 2)
-    x = torch.zeros(4, 1, 3, 2)
-    x[0, 0, :, 1] = -150.0
-    x[3, 0, 1:, 0] = -150.0
-    x[3, 0, 2] = 0.0
-    chain = Operands(x, bulk, torch.zeros(1, 3, 2, dtype=F64), None, False, F32)
-    found = run(chain, torch.ones(1, 3), redone=torch.zeros(1, 3, dtype=torch.bool))
-    assert found.doubt[0, 1]
-    wrong = (found.grad_x - truth(chain, torch.ones(1, 3))[1]).abs().amax((0, -1)) > 1e-4
-    assert not (wrong & ~found.doubt).any()
+    """What follows wants states that are all the same in the forward messages, which are not doubtful."""
+    x = torch.tensor([0.0, -150.0, -170.0]).expand(1, 1, 2, 3)
+    final = torch.tensor([[[-300.0, 0.0, 20.0], [0.0, 0.0, 0.0]]])
+    chain = Operands(x, torch.ones(1, 1, 3, 3), torch.zeros(1, 2, 3, dtype=F64), None, False, F32)
+    found = run(chain, torch.ones(1, 2), final)
+    assert found.doubt.tolist() == [[True, False]]
+    assert (found.grad_x - truth(chain, torch.ones(1, 2), final)[1])[0, 0].abs().max(-1).values[0] > 0.1
 
 
 def test_nothing_but_the_first_gradient(device):
@@ -316,3 +311,15 @@ def test_programs_that_meet(device, m, c, parts, lengths):
     found, alone = run(chain, parts=parts), run(chain)
     check(found)
     torch.testing.assert_close(found.r[1:], alone.r[1:], rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("s", [3, 1])
+def test_the_gradient_of_matrices(device, s):
+    """Counts from the messages and r that the kernels leave."""
+    chain = draw(4, 2, 17, 7, s, log_params=True, lengths=True)
+    found, out = run(chain), torch.empty(s, 2, 7, 7)
+    assert not found.doubt.any()
+    chain_counts.gradient(chain, found.messages, found.r, found.weight, found.doubt, out)
+    counts = truth(chain, found.weight)[2].sum(2)
+    counts = counts.sum(0, keepdim=True) if s == 1 else counts
+    torch.testing.assert_close(out, counts.float(), rtol=1e-4, atol=1e-6)
