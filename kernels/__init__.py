@@ -111,9 +111,10 @@ def stretches() -> ModuleType:
     return _load("cpu.stretch")
 
 
-def chunked_kernels(tensor: Tensor) -> ModuleType | None:
-    """The module of `forward` and `backward` of a chain cut into segments, on a GPU; elsewhere None."""
-    return _load("gpu.chunked") if on_gpu(tensor) else None
+def long_kernels(tensor: Tensor) -> ModuleType | None:
+    """The module of `log_norm` of a chain of few states cut into segments, on a GPU; elsewhere, or for more, None."""
+    module = _load("gpu.long") if on_gpu(tensor) else None
+    return module if module is not None and module.fits(tensor.shape[-1]) else None
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:

@@ -31,9 +31,8 @@ class Kept(NamedTuple):
     """The results of `forward` that `backward` reads.
 
     `log_norm` (g, m), float64: log-partitions. `messages` (v, g, m, c): forward messages, each up to a factor.
-    `redone` (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear. On a GPU
-    all messages are logarithms, and `redone` (1) counts recomputed sums. `entered`: `messages` (v + 1, g, m, c) begins
-    with the message that entered.
+    `redone` (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear. `entered`:
+    `messages` (v + 1, g, m, c) begins with the message that entered, which on a GPU is always in logarithms.
     """
 
     log_norm: Tensor
@@ -41,16 +40,9 @@ class Kept(NamedTuple):
     redone: Tensor
     entered: bool = False
 
-    @property
-    def all_logs(self) -> bool:
-        """Whether the messages of all sequences are logarithms."""
-        return self.redone.dtype != torch.bool
-
     def logs(self, steps: int | slice) -> Tensor:
         """The messages of `steps` as float64 logarithms (..., g, m, c), each up to an additive constant."""
         messages = self.messages[steps].double()
-        if self.all_logs:
-            return messages
         # log of a message near 1 keeps more digits than log of a large one
         top = messages.amax(-1, keepdim=True)
         linear = (messages / top.masked_fill(top == 0, 1.0)).log()

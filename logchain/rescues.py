@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -13,7 +12,7 @@ from torch import Tensor
 class Rescues:
     """The number of `sequences` computed again in log space, and of `outputs` of matrix products computed again.
 
-    Outputs are entries of the results of `matmul` and of products in a tree, and on a GPU of each step of a chain.
+    Outputs are entries of the results of `matmul` and of products in a tree.
     """
 
     sequences: int = 0
@@ -57,11 +56,9 @@ def report(counts: Rescues) -> None:
 
 
 def report_chains(redone: int | Tensor) -> None:
-    """Count sequences, given as a number or a bool mask, or outputs, given as numbers; read only if a block is open."""
+    """Count sequences, given as a number or a bool mask; read only if a block is open."""
     if _open.get() is not None:
-        sums = isinstance(redone, Tensor) and redone.dtype != torch.bool
-        count = int(redone.sum() if isinstance(redone, Tensor) else redone)
-        report(Rescues(outputs=count) if sums else Rescues(sequences=count))
+        report(Rescues(sequences=int(redone.sum() if isinstance(redone, Tensor) else redone)))
 
 
 def report_outputs(rescued: int | Tensor) -> None:

@@ -14,9 +14,10 @@ _DRAWS = 512
 def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     """Write states, see `kernels.plain.sample`; those of packed sequences are (draws, rows), packed alike."""
     count, places = len(states), chain.g * chain.m * -(-len(states) // _DRAWS)
-    logs = torch.ones_like(kept.log_norm, dtype=torch.uint8) if kept.all_logs else kept.redone.to(torch.uint8)
     call = Call(chain)
-    call.point(paths=states, messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=logs)
+    call.point(
+        paths=states, messages=kept.messages, log_norm=kept.log_norm.contiguous(), lossy=kept.redone.to(torch.uint8)
+    )
     call.set(path_steps=states.shape[-1], path_rank=states.stride(0), ranks=count)
     if chain.starts is None:
         call.set(path_sequence=states.stride(2))

@@ -2,7 +2,7 @@
 
     z_{v-1} = argmax_k a_{v-1}(k)        z_{i-1} = argmax_k (a_{i-1}(k) + log P_i(k, z_i))
 
-`messages` (v, g, m, c) as `forward_chain` keeps them, contiguous, float32 or float64. `bulk` (v - 1 or 1, g, c, c)
+`messages` (v, g, m, c) as `chain_max` writes them, contiguous, float32 or float64. `bulk` (v - 1 or 1, g, c, c)
 linear or logarithms, any strides. `ends` (g, m) int64, the steps of each sequence, or None. Result: states (g, m, v)
 int64, -1 after a sequence's end, and everywhere if the last message is -inf or holds a NaN.
 
@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chain_tiles import arithmetic
-from .max_step import wide_entry
+from . import launch
+from .launch import arithmetic
+from .logs import log_entry
 from .tiles import far
 
 
@@ -57,7 +58,7 @@ def _backtrack_kernel(
         nothing = float("-inf") if LOG_PARAMS else 0.0
         p = tl.load(column, mask=tile & entered[:, None], other=nothing).to(DTYPE)
         last = i == ends - 1
-        terms = message.to(tl.float64) + tl.where(last[:, None], 0.0, wide_entry(p, LOG_PARAMS))
+        terms = message.to(tl.float64) + tl.where(last[:, None], 0.0, log_entry(p, LOG_PARAMS))
         # tl.max would ignore NaN
         terms = tl.where(terms == terms, terms, float("inf"))
         best = tl.max(terms, 1)
@@ -82,8 +83,8 @@ def paths(messages: Tensor, bulk: Tensor, ends: Tensor | None, *, log_params: bo
     states = torch.empty(g, m, v, dtype=torch.int64, device=messages.device)
     if states.numel():
         block_s, block_c, warps = tiles(c)
-        _backtrack_kernel[(triton.cdiv(g * m, block_s),)](
-            messages, bulk, ends, states, v, m, g * m, c,
+        launch.run(
+            _backtrack_kernel, (triton.cdiv(g * m, block_s),), messages, bulk, ends, states, v, m, g * m, c,
             bulk.stride(0) if len(bulk) == v - 1 > 1 else 0, *bulk.stride()[1:], g * m * c,
             LOG_PARAMS=log_params, DTYPE=arithmetic(messages.dtype), BLOCK_S=block_s, BLOCK_C=block_c, num_warps=warps,
         )  # fmt: skip

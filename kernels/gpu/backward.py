@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept
-from . import backward_chain, matmul, transitions
-from .forward import first_logs
+from . import chain_backward, chain_counts, chain_exact, chain_exact_counts, chain_forward, chain_own, matmul
+from .chains import Operands
+from .forward import first_logs, kernel_of
 
 
 def backward(
@@ -23,8 +24,8 @@ def backward(
 ) -> Tensor:
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
-    x, bulk = chain.x.reshape(v, g, m, c), chain.bulk.reshape(len(chain.bulk), g, c, c)
-    all_grads = None if grad_bulk is None else grad_bulk.view(len(grad_bulk), g, c, c)
+    bulk = chain.bulk.reshape(len(chain.bulk), g, c, c)
+    all_grads = None if grad_bulk is None else grad_bulk.reshape(len(grad_bulk), g, c, c)
     # the matrices after the first step, and the memory for their gradients
     inner, inner_grads, messages = bulk, all_grads, kept.messages[:v]
     if kept.entered:
@@ -36,18 +37,60 @@ def backward(
     ends = None if chain.ends is None else chain.ends.reshape(g, m)
     if kept.entered and ends is not None:
         weight = weight.masked_fill(ends < 1, 0.0)
-    flat_x = None if grad_x is None else grad_x.reshape(x.shape)
-    grad_start, r = backward_chain.backward(
-        x, inner, None if ends is None else ends.clamp(1, v), messages, kept.log_norm.contiguous(), weight,
-        log_params=chain.log_params, grad_x=flat_x, want_r=all_grads is not None,
-        final=None if following is None else following.to(chain.dtype).contiguous(),
-    )  # fmt: skip
-    if inner_grads is not None and r is not None and not (kept.entered and v == 1):
-        transitions_gradient(chain, messages, r, weight, inner, inner_grads)
-    copy_if_apart(flat_x, grad_x)
-    if kept.entered:
-        return _preceding(chain, kept, weight, following, grad_start, all_grads)
-    return p0_gradient(chain, grad_start)
+    flat_x = None if grad_x is None else grad_x.reshape(v, g, m, c)
+    grad_start = chain.new(g, m, c)
+    if grad_start.numel():
+        operands = Operands(
+            chain.x.reshape(v, g, m, c), inner, grad_start, None if ends is None else ends.clamp(1, v),
+            chain.log_params, chain.dtype,
+        )  # fmt: skip
+        final = None if following is None else following.to(chain.dtype).contiguous()
+        walk(operands, messages, kept, weight, final, flat_x, grad_start, inner_grads, by_log=chain.by_log)
+    before = _preceding(chain, kept, weight, following, grad_start, all_grads) if kept.entered else None
+    for flat, grad in ((flat_x, grad_x), (all_grads, grad_bulk)):
+        if flat is not None and grad is not None and flat.data_ptr() != grad.data_ptr():
+            grad.copy_(flat.view(grad.shape))
+    if before is not None:
+        return before
+    grad_p0 = grad_start.double().view(*chain.lead, c)
+    if chain.log_params or chain.by_log:
+        return grad_p0
+    return (grad_p0 / chain.p0.double()).masked_fill_(chain.p0 == 0, 0.0)
+
+
+def walk(
+    chain: Operands,
+    messages: Tensor,
+    kept: Kept,
+    weight: Tensor,
+    final: Tensor | None,
+    grad_x: Tensor | None,
+    grad_start: Tensor,
+    grad_bulk: Tensor | None,
+    *,
+    by_log: bool,
+) -> None:
+    """Write the gradients of x (v, g, m, c), of start (g, m, c) and of bulk (s, g, c, c)."""
+    log_norm, redone = kept.log_norm.contiguous(), kept.redone.contiguous()
+    r = None if grad_bulk is None or len(messages) == 1 else torch.empty_like(messages)
+    gradients = {"grad_x": grad_x, "grad_start": grad_start, "final": final}
+    kernel = kernel_of(chain)
+    # the gradient of matrices of each sequence's own is written while they are in registers
+    at_once = kernel is chain_own and len(chain.bulk) == len(messages) - 1
+    if at_once and r is not None:
+        doubt = chain_own.backward(
+            chain, messages, redone, log_norm, weight, r=None, grad_bulk=grad_bulk, by_log=by_log, **gradients
+        )
+    else:
+        backward = chain_backward.backward if kernel is chain_forward else kernel.backward
+        doubt = backward(chain, messages, redone, log_norm, weight, r=r, **gradients)
+    marked = redone | doubt
+    chain_exact.backward(chain, messages, redone, marked, log_norm, weight, r=r, **gradients)
+    if grad_bulk is None or r is None:
+        return
+    if not at_once:
+        chain_counts.gradient(chain, messages, r, weight, marked, grad_bulk, by_log=by_log)
+    chain_exact_counts.counts(chain, messages, redone, marked, r, weight, grad_bulk, by_log=by_log)
 
 
 def _preceding(
@@ -75,27 +118,3 @@ def _preceding(
     message = torch.where(log_posterior == -torch.inf, log_posterior, log_posterior - arrived)
     last = torch.zeros_like(entering) if following is None else following
     return torch.where(unweighted, last, matmul.forward(message, logs.mT)[0])
-
-
-def transitions_gradient(chain: Chain, messages: Tensor, r: Tensor, weight: Tensor, bulk: Tensor, out: Tensor) -> None:
-    """Write to `out` the gradient of matrices, or of their logarithms if the chain asks for that.
-
-    Arguments as those of `transitions.gradient`.
-    """
-    by_log = chain.by_log and not chain.log_params
-    bulk = bulk.to(chain.dtype).log() if by_log else bulk
-    transitions.gradient(messages, r, weight, bulk, out, log_params=chain.log_params or by_log)
-
-
-def copy_if_apart(flat_x: Tensor | None, grad_x: Tensor | None) -> None:
-    """Copy the gradient of x from (v, g, m, c) to (v, *lead, c), unless the former is a view of the latter."""
-    if flat_x is not None and grad_x is not None and flat_x.data_ptr() != grad_x.data_ptr():
-        grad_x.copy_(flat_x.view(grad_x.shape))
-
-
-def p0_gradient(chain: Chain, grad_start: Tensor) -> Tensor:
-    """The gradient of p0 (*lead, c), or of its logarithms if the chain asks for that, from the latter's (g, m, c)."""
-    grad_p0 = grad_start.double().view(*chain.lead, chain.c)
-    if chain.log_params or chain.by_log:
-        return grad_p0
-    return (grad_p0 / chain.p0.double()).masked_fill_(chain.p0 == 0, 0.0)

@@ -22,18 +22,20 @@ from . import launch
 from .chains import Operands, room
 from .meeting import arrive, counter_of, take_ticket, wait, words
 from .scaled import (
+    below,
     doubtful,
     exp_scaled,
-    floor,
     halves,
+    level_of,
     linear,
     log_scaled,
     multiply,
     next_shift,
     raised,
+    started,
     target,
-)  # fmt: skip
-from .tiles import at, exp, far, finite, multiple, multiples, widened
+)
+from .tiles import at, far, log, multiple, multiples, widened
 
 # sequences of a group
 GROUP = tl.constexpr(16)
@@ -51,20 +53,21 @@ def tile_of(count):
     return max(16, triton.next_power_of_2(count))
 
 
-@triton.jit(do_not_specialize=["v", "g", "m", "slots", "stride_kv"])
+@triton.jit(do_not_specialize=["v", "g", "m", "slots"])
 def _forward_kernel(
-    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, doubt_ptr, counters_ptr,
-    v, g, m, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj, stride_kv,
-    C: tl.constexpr, PARTS: tl.constexpr, LOG_PARAMS: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH_X: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr,
+    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, leaving_ptr, doubt_ptr,
+    counters_ptr,
+    v, g, m, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg,
+    STRIDE_BK: tl.constexpr, STRIDE_BJ: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, LOG_PARAMS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH_X: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program computes a part of the columns of GROUP sequences."""
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
     PART: tl.constexpr = part_of(C, PARTS)
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, WIDTH_X)
-    stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, WIDTH_K * WIDTH_J)[:2]
-    stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
+    stride_bv, stride_bg = multiple(stride_bv, WIDTH), multiple(stride_bg, WIDTH)
+    stride_kv = tl.where(stride_bv == 0, 0, g)
 
     ticket = take_ticket(counters_ptr)
     part, group = ticket % PARTS, ticket // PARTS
@@ -83,6 +86,8 @@ def _forward_kernel(
     pitch = g.to(tl.int64) * m * C
     message_ptr += sequence * C
     start_ptr += sequence * C
+    if leaving_ptr is not None:
+        leaving_ptr += sequence * C
     log_norm_ptr += sequence + members
     x_ptr += z * stride_xg + first * stride_xm
     level_ptr += sequence
@@ -94,27 +99,28 @@ def _forward_kernel(
         ends = tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32)
     last = tl.max(ends)
 
-    # the first message; what is taken out of it waits where its log-partition will be
-    total = _first(start_ptr, x_ptr, members, states, whole, stride_xm, stride_xc, C)
-    top = finite(tl.max(total, 1))
-    total = _first(start_ptr, x_ptr, members, columns, own, stride_xm, stride_xc, C)
-    new = exp((total - top[:, None]).to(DTYPE)) * 2.0 ** target(DOUBLE)
-    new = tl.maximum(new, floor(DOUBLE), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(message_ptr + tile, tl.where(total == float("-inf"), 0.0, new), mask=own, cache_modifier=".cg")
-    tl.store(log_norm_ptr, top, mask=inside & (part == 0))
+    # the first message
+    start = tl.load(start_ptr + members[:, None] * C + states[None, :], mask=whole, other=float("-inf"))
+    start_level, level = level_of(tl.max(start, 1)), tl.load(level_ptr + members, mask=inside, other=0)
+    first_logs = _first(start_ptr, x_ptr, members, states, whole, start_level, level, stride_xm, stride_xc, C)
+    top = level_of(tl.max(first_logs, 1))
+    first_logs = _first(start_ptr, x_ptr, members, columns, own, start_level, level, stride_xm, stride_xc, C)
+    tl.store(message_ptr + tile, started(first_logs, top[:, None], DTYPE), mask=own, cache_modifier=".cg")
     arrive(counter_ptr, PARTS)
-    taken = tl.full((GROUP,), -target(DOUBLE), tl.int64)
+    taken = start_level.to(tl.int64) + level + top - target(DOUBLE)
     shift = tl.zeros((GROUP,), tl.int32)
     doubt = own & (tl.zeros_like(columns) > 0)[None, :]
 
+    first_x_ptr, first_level_ptr = x_ptr, level_ptr
     x_ptr += stride_xv
-    bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, last > 1, C, LOG_PARAMS, DTYPE)
+    final = tl.zeros((GROUP, tile_of(PART)), DTYPE)
+    bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, last > 1, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
     level_ptr += pitch // C
     level, x = _potentials(
         level_ptr, x_ptr, members, columns, own & (last > 1), inside & (last > 1), stride_xm, stride_xc, DTYPE
     )
     for i in tl.range(1, last):
-        active = i < ends
+        active = inside if ends_ptr is None else inside & (i < ends)
         k, low = bound >> 1, bound & 1
         exponent = level + shift
         factor = exp_scaled(x, exponent[:, None])
@@ -128,12 +134,14 @@ def _forward_kernel(
         level_ptr += tl.where(more, pitch // C, 0)
         bulk_ptr += tl.where(more, stride_bv, 0)
         bound_ptr += tl.where(more, stride_kv, 0)
-        bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, True, C, LOG_PARAMS, DTYPE)
+        bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, True, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
         admitted = x != float("-inf")
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
 
         u = multiply(a, p_high, p_low, PRECISION)
-        new = tl.where(active[:, None], raised(u, factor, admitted), 0.0)
+        if leaving_ptr is not None:
+            final = tl.where(active[:, None], u, final)
+        new = raised(u, factor, admitted & active[:, None])
         written = own & (active | (slots == v))[:, None]
         tl.store(message_ptr + far(i % slots, pitch) + tile, new, mask=written, cache_modifier=".cg")
         arrive(counter_ptr, PARTS)
@@ -144,34 +152,44 @@ def _forward_kernel(
         for i in tl.range(last, v):
             tl.store(message_ptr + far(i, pitch) + tile, tl.zeros((GROUP, tile_of(PART)), DTYPE), mask=own)
 
+    if leaving_ptr is not None:
+        # nothing has been raised in the logarithms of sums
+        x = tl.load(
+            at(first_x_ptr, members, columns, stride_xm, stride_xc) + ((ends - 1).to(tl.int64) * stride_xv)[:, None],
+            mask=own, other=float("-inf"),
+        )  # fmt: skip
+        level = tl.load(first_level_ptr + members + (ends - 1).to(tl.int64) * (pitch // C), mask=inside, other=0)
+        logs = log(final * 2.0 ** -target(DOUBLE)).to(tl.float64) + below(x, level[:, None])
+        logs = tl.where((ends == 1)[:, None], below(first_logs, top[:, None]), logs)
+        tl.store(leaving_ptr + tile, logs.to(DTYPE), mask=own)
+
     lost = tl.max(doubt.to(tl.int32), 1) > 0
     if part == 0:
         wait(counter_ptr, PARTS * last, PARTS)
         at_end = message_ptr + (((ends - 1) % slots).to(tl.int64) * pitch + members * C)[:, None] + states[None, :]
         sums = tl.sum(tl.load(at_end, mask=whole, other=0.0, cache_modifier=".cg"), 1)
         lost |= doubtful(sums, inside, 0)
-        top = tl.load(log_norm_ptr, mask=inside)
-        tl.store(log_norm_ptr, top + log_scaled(sums, taken), mask=inside)
+        tl.store(log_norm_ptr, log_scaled(sums, taken), mask=inside)
     tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
 
 
 @triton.jit
-def _first(start_ptr, x_ptr, members, states, mask, stride_xm, stride_xc, C: tl.constexpr):
-    """log(start exp(x_0)) in float64."""
+def _first(start_ptr, x_ptr, members, states, mask, start_level, level, stride_xm, stride_xc, C: tl.constexpr):
+    """log(start exp(x_0)) less both levels, in float64."""
     start = tl.load(start_ptr + members[:, None] * C + states[None, :], mask=mask, other=float("-inf"))
     x = tl.load(at(x_ptr, members, states, stride_xm, stride_xc), mask=mask, other=float("-inf"))
-    return start + x.to(tl.float64)
+    return below(start, start_level[:, None]) + below(x, level[:, None])
 
 
 @triton.jit
 def _matrix(
-    bound_ptr, bulk_ptr, states, columns, stride_bk, stride_bj, there,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
+    bound_ptr, bulk_ptr, states, columns, there,
+    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The bounds of a matrix, and its tile (states, columns); columns of other parts may be among them."""
     mask = (states < C)[:, None] & (columns < C)[None, :] & there
     p = tl.load(
-        bulk_ptr + states[:, None] * stride_bk + columns[None, :] * stride_bj,
+        bulk_ptr + states[:, None] * STRIDE_K + columns[None, :] * STRIDE_J,
         mask=mask,
         other=float("-inf") if LOG_PARAMS else 0.0,
     )
@@ -194,12 +212,20 @@ def parts_of(chain: Operands) -> int:
 
 
 def forward(
-    chain: Operands, messages: Tensor, log_norm: Tensor, *, parts: int | None = None, programs: int | None = None
+    chain: Operands,
+    messages: Tensor,
+    log_norm: Tensor,
+    leaving: Tensor | None = None,
+    *,
+    parts: int | None = None,
+    programs: int | None = None,
 ) -> Tensor:
     """Which sequences are doubtful (g, m), after messages and the log-partitions (g, m) of the others are written.
 
     `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
-    end. `parts` share sixteen sequences; `programs` are started, for a test that starts one at a time.
+    end. `leaving` (g, m, c), contiguous, receives the last messages as logarithms up to a constant, exact to rounding
+    where messages may have been raised. `parts` share sixteen sequences; `programs` are started, for a test that starts
+    one at a time.
     """
     v, g, m, c = chain.shape
     parts = parts_of(chain) if parts is None else parts
@@ -207,7 +233,7 @@ def forward(
     bound, level, doubt, counters = room(chain, words(groups))
     launch.run(
         _forward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, chain.start, chain.ends,
-        messages, log_norm, doubt, counters, v, g, m, len(messages), *chain.strides, 0 if len(chain.bulk) == 1 else g,
+        messages, log_norm, leaving, doubt, counters, v, g, m, len(messages), *chain.strides[:6],
         **constants(chain, parts),
     )  # fmt: skip
     return doubt
@@ -216,9 +242,9 @@ def forward(
 def constants(chain: Operands, parts: int) -> dict[str, Any]:
     """The compile-time arguments of the kernel, with its warps and stages."""
     c = chain.shape[3]
-    rows, columns = launch.widths(chain.bulk)
     return {
         "C": c, "PARTS": parts, "LOG_PARAMS": chain.log_params, "PRECISION": chain.precision,
-        "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH_K": rows, "WIDTH_J": columns,
-        "num_warps": 8 if c > 32 else 4, "num_stages": 1,
+        "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH": max(launch.widths(chain.bulk)),
+        "STRIDE_BK": chain.bulk.stride(2), "STRIDE_BJ": chain.bulk.stride(3),
+        "num_warps": launch.warps(c), "num_stages": 1,
     }  # fmt: skip

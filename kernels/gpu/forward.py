@@ -1,18 +1,25 @@
 """The log-partition of a batch of chains, as `kernels.plain.forward` defines it, on the Triton kernels.
 
-All forward messages are logarithms. No length and no result is read on the host, so nothing waits for the device. The
-kernels begin with log p0: where a message enters, its product with the first transition matrices takes that place.
+Messages are linear numbers; sequences in which one may have underflowed are computed again, as logarithms. No length,
+no result and no doubt is read on the host, so nothing waits for the device. The kernels begin with log p0: where a
+message enters, its product with the first transition matrices takes that place.
 """
 
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept, Message, leaving_message, normalised
-from . import forward_chain
+from . import chain_exact, chain_forward, chain_own, chain_wide
+from .chains import Operands
 from .matmul import forward as log_matmul
+from .scaled import floor
+
+# most states of which a program holds columns of the whole matrix: where rows are loaded four entries at a time, or not
+_WIDE, _ODD = 256, 128
 
 
 def forward(
@@ -21,46 +28,71 @@ def forward(
     """The log-partitions and kept messages, and the last forward message; arguments as in `kernels.plain.forward`.
 
     A sequence whose length is outside 1..v gets NaN, for lengths are not checked before. `chain` holds v steps even if
-    all sequences are shorter. `redone` of the result counts sums that underflowed and were recomputed.
+    all sequences are shorter. A message that entered is kept as logarithms.
     """
-    rescued = torch.zeros(1, dtype=torch.int64, device=chain.x.device)
-    x, bulk, start, ends = operands(chain, entering)
-    messages = keep
+    operands = operands_of(chain, entering)
+    v, g, m, c = operands.shape
+    log_norm = torch.empty(g, m, dtype=torch.float64, device=chain.x.device)
+    messages = chain.new(min(v, 2), g, m, c) if keep is None else keep[int(entering is not None) :][:v]
+    doubt = torch.zeros(g, m, dtype=torch.bool, device=chain.x.device)
+    leaving = None
+    if log_norm.numel():
+        kernel = kernel_of(operands)
+        if leave and keep is None and kernel is not chain_own:
+            leaving = chain.new(g, m, c)
+            doubt = kernel.forward(operands, messages, log_norm, leaving)
+        else:
+            doubt = kernel.forward(operands, messages, log_norm)
+            if leave:  # what follows may ask for a state of the last step whose message was raised
+                last, least = last_message(operands, messages), floor(operands.double)
+                doubt |= ((last > 0) & (last <= least)).any(-1)
+        chain_exact.forward(operands, messages, log_norm, doubt)
     if entering is not None and keep is not None:
-        keep[0], messages = entering.values, keep[1:]
-    if messages is None and leave:
-        messages = chain.new(*x.shape)
-    log_norm, _ = forward_chain.forward(
-        x, bulk, start, ends, log_params=chain.log_params, keep=messages is not None, dtype=chain.dtype,
-        rescued=rescued, out=None if messages is None else messages[: chain.v],
-    )  # fmt: skip
+        keep[0] = entering.values
     if chain.ends is not None and entering is None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
-    kept = Kept(log_norm, chain.new(0) if keep is None else keep, rescued, entering is not None)
-    if not leave or messages is None:
+    kept = Kept(log_norm, chain.new(0) if keep is None else keep, doubt, entering is not None)
+    if not leave:
         return kept, None
-    last = messages[chain.v - 1]
-    if ends is not None:
-        last = messages.gather(0, (ends - 1)[None, ..., None].expand(1, *last.shape))[0]
+    last = last_message(operands, messages)
+    if leaving is None:
+        logs = kept._replace(messages=last[None]).logs(0)
+    else:
+        logs = torch.where(doubt[..., None], last, leaving).double()
+    values = normalised(logs)[0]
     scale = torch.stack([log_norm, torch.zeros_like(log_norm)])
-    after = Message(normalised(last.double())[0], scale if entering is None else scale + entering.scale)
+    after = Message(values, scale if entering is None else scale + entering.scale)
     return kept, leaving_message(chain.ends, after, entering)
 
 
-def operands(chain: Chain, entering: Message | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments of `forward_chain.forward`: x (v, g, m, c), bulk, the first message before x_0, and ends (g, m).
+def last_message(chain: Operands, messages: Tensor) -> Tensor:
+    """The message (g, m, c) of each sequence's last step, from all messages or two slots in turn."""
+    v, g, m, c = chain.shape
+    if chain.ends is None:
+        return messages[(v - 1) % len(messages)]
+    at = (chain.ends - 1) % len(messages)
+    return messages.gather(0, at[None, ..., None].expand(1, g, m, c))[0]
 
-    `bulk` (v - 1 or 1, g, c, c) leads into steps 1 to v - 1; the message (g, m, c) is of float64 logarithms.
-    """
+
+def kernel_of(operands: Operands) -> ModuleType:
+    """The module whose kernels fit the chains: matrices of each sequence's own, or shared ones by their size."""
+    _, _, m, c = operands.shape
+    if m == 1:
+        return chain_own
+    return chain_forward if c <= (_WIDE if c % 4 == 0 else _ODD) else chain_wide
+
+
+def operands_of(chain: Chain, entering: Message | None = None) -> Operands:
+    """The chains as the kernels read them; where a message enters, from after the first transition on."""
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     bulk = chain.bulk.reshape(len(chain.bulk), g, c, c)
     if entering is None:
-        start = chain.log_p0()
+        start = chain.log_p0().contiguous()
     else:
         start = log_matmul(entering.values.double().expand(g, m, c), first_logs(chain))[0]
         bulk = bulk if len(bulk) == 1 else bulk[1:]
     ends = None if chain.ends is None else chain.ends.reshape(g, m).clamp(1, v)
-    return chain.x.reshape(v, g, m, c), bulk, start, ends
+    return Operands(chain.x.reshape(v, g, m, c), bulk, start, ends, chain.log_params, chain.dtype)
 
 
 def first_logs(chain: Chain) -> Tensor:

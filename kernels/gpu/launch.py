@@ -1,11 +1,12 @@
 """Properties of the device, of sizes and of strides that launchers of kernels ask for."""
 
 import math
-from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
+
+from .held import run as run
 
 
 def precision(like: Tensor) -> str:
@@ -41,6 +42,14 @@ def chip(like: Tensor) -> str:
     if torch.version.hip is not None:
         return "gfx942"
     return "sm_90" if torch.cuda.get_device_capability(like.device)[0] in (9, 10) else "sm_80"
+
+
+def warps(c: int) -> int:
+    """The warps of a program that has rows of c states and a block of a matrix in registers.
+
+    Four on AMD, whose warps are twice as wide: a thread then has 512 registers, and needs more than 256.
+    """
+    return 4 if c <= 32 or torch.version.hip is not None else 8
 
 
 def processors(like: Tensor) -> int:
@@ -83,6 +92,9 @@ def arithmetic(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel with its arguments in order, and its compile-time arguments by name."""
-    kernel[grid](*arguments, **options)
+def all_registers(warps: int) -> dict[str, int]:
+    """Options of a launch: so many warps to a program, and as many registers to a thread as there are then.
+
+    By itself ptxas spills some registers, to run more programs at once.
+    """
+    return {"num_warps": warps} | ({} if torch.version.hip else {"maxnreg": min(255, 2048 // warps)})

@@ -1,211 +1,200 @@
-"""The log-semiring matrix product `c = log(exp(a) exp(b))` in one kernel, into new memory or over an operand.
+"""The log-semiring matrix product `c = log(exp(a) exp(b))`, into new memory or over an operand.
 
     s = exp(a - row maximum) exp(b - column maximum)        c = log s + row maximum + column maximum
 
 Operands are (g, p, m, k) and (g, p, k, n): two batch axes, any strides, float32, float64, bfloat16 or float16. The
 arithmetic and the result are float32, or float64 if an operand is.
 
-Numerics. A program finds the maxima of its rows and columns over all of k, then multiplies tiles of exponentials. Both
-factors of a term are at most 1 and have an error below 2^-115, since 3xTF32 drops a small factor's second half where
-that is denormal. So an s of at least `TRUSTED` is exact to rounding. Entries with a smaller s, unless row or column are
-all -inf, are first stored as +inf, which no sum can be. Programs that stored one go on: a product of zeros and ones
-finds those that are truly zero, and the others are recomputed by log-sum-exp, few at a time, so that no register is
-spilled. Maxima are added with their rounding errors. A NaN makes its row or column NaN.
+Numerics. Maxima are found first, in the registers of a program that has all of k, by a walk over k, or by a kernel that
+reads each entry once. Then tiles of exponentials are multiplied. Both factors of a term are at most 1 and have an error
+below 2^-115, since 3xTF32 drops a small factor's second half where that is denormal. So an s of at least `TRUSTED` is
+exact to rounding. An entry with a smaller s, unless row or column are all -inf, is stored as +inf, which no sum can be,
+and its tile is flagged: `redo_kernel` computes those again, see `pairs`, and has nothing to do elsewhere. Maxima are
+added with their rounding errors. A NaN makes its row or column NaN.
 
-In place, only the program that writes rows of `a` reads them, from a copy if they are more than one tile.
+In place, only the program that writes rows of `a` reads them, if one tile holds whole rows; it leaves them as they are
+if an entry is to be computed again. Longer rows are copied, a bounded number at a time.
 
-Cost. One exponential for every entry of a tile and 2 m k n operations on tensor cores, three times that for 3xTF32;
-operands are read twice, the second time from a cache. Up to c = 128 a batch of square products is bound by memory.
+Cost. One exponential for every entry of a tile and 2 m k n operations on tensor cores, three times that for 3xTF32.
+Up to c = 128 a batch of square products is bound by memory, and operands are read from it once.
 
 Tiles: `log_matmul_tiles`. Reference: `logchain.reference.matmul`.
 """
 
-import math
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..tree import blocks
 from . import launch
-from .log_matmul_redo import MARK, ZERO, redo
 from .log_matmul_tiles import tiles
-from .tiles import TRUSTED, any_of, at, exact_sum, exp, finite, load, log, multiple, operand
+from .log_tile import (
+    STRIDES,
+    VARYING,
+    add_product,
+    copy_rows,
+    left_operand,
+    logarithms,
+    maxima_kernel,
+    moved,
+    right_operand,
+    shift_of,
+    sizes,
+    store,
+    sums_of,
+    top_of,
+    walked_maxima,
+    width_of_stride,
+)  # fmt: skip  # isort: skip
+from .pairs import MARK, ZERO, redo
+from .tiles import load, multiple
 
-_LOG_TRUSTED = tl.constexpr(math.log(TRUSTED.value))
+# how a program of `product_kernel` finds maxima: all of k is in registers, or it walks over k, or they are in memory
+_REGISTERS, _WALK, _MEMORY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# rows that are redone in place at a time
+_ROWS = tl.constexpr(16)
 
 
-@triton.jit
-def forward_kernel(
-    a_ptr, b_ptr, out_ptr, a_top_ptr, b_top_ptr, out_top_ptr, rescued_ptr,
-    p, m, n, k,
-    stride_ag, stride_ap, stride_am, stride_ak,
-    stride_bg, stride_bp, stride_bk, stride_bn,
-    stride_og, stride_op, stride_om, stride_on,
-    stride_atg, stride_atp, stride_btg, stride_btp, stride_otg, stride_otp,
-    WIDTH_M: tl.constexpr, WIDTH_N: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_AM: tl.constexpr, WIDTH_AK: tl.constexpr, WIDTH_BK: tl.constexpr, WIDTH_BN: tl.constexpr,
-    WIDTH_OM: tl.constexpr, WIDTH_ON: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
-    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=STRIDES)
+def product_kernel(
+    a_ptr, b_ptr, out_ptr, room_ptr, a_top_ptr, b_top_ptr, out_top_ptr, p, m, n, k,
+    stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
+    stride_og, stride_op, stride_om, stride_tg, stride_tp,
+    MAXIMA: tl.constexpr, LAYOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile of one product."""
-    m, n, k = multiple(m, WIDTH_M), multiple(n, WIDTH_N), multiple(k, WIDTH_K)
-    stride_am, stride_ak = multiple(stride_am, WIDTH_AM), multiple(stride_ak, WIDTH_AK)
-    stride_bk, stride_bn = multiple(stride_bk, WIDTH_BK), multiple(stride_bn, WIDTH_BN)
-    stride_om, stride_on = multiple(stride_om, WIDTH_OM), multiple(stride_on, WIDTH_ON)
+    """One program computes one tile of one product, and flags it in the room if there is a mark in it.
+
+    Without `out_ptr` the product is written over `a`, but for tiles with marks. The room holds a flag for each program,
+    then the maxima that are in memory.
+    """
+    DTYPE: tl.constexpr = room_ptr.dtype.element_ty
     blocks_n = tl.cdiv(n, BLOCK_N)
     tiles = tl.cdiv(m, BLOCK_M) * blocks_n
-    batch, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    z, y = (batch // p).to(tl.int64), (batch % p).to(tl.int64)
-    a_ptr += multiple(z * stride_ag + y * stride_ap, WIDTH_AM * WIDTH_AK)
-    b_ptr += multiple(z * stride_bg + y * stride_bp, WIDTH_BK * WIDTH_BN)
-    out_ptr += multiple(z * stride_og + y * stride_op, WIDTH_OM * WIDTH_ON)
-    a_top, b_top = _top(a_top_ptr, z, y, stride_atg, stride_atp), _top(b_top_ptr, z, y, stride_btg, stride_btp)
-    if out_top_ptr is not None:
-        out_top_ptr += z * stride_otg + y * stride_otp
-
-    first_row, first_column = tile // blocks_n * BLOCK_M, tile % blocks_n * BLOCK_N
-    rows, columns = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
-    value = _product(
-        a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-        BLOCK_K, UNROLL, PRECISION, out_ptr.dtype.element_ty,
-    )  # fmt: skip
-    _store(out_ptr, out_top_ptr, value, rows, columns, m, n, stride_om, stride_on)
-    if any_of(value == MARK):
-        redo(
-            a_ptr, b_ptr, out_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, first_column, m, n, k,
-            stride_am, stride_ak, stride_bk, stride_bn, stride_om, stride_on, BLOCK_M, BLOCK_N, BLOCK_K,
-            DEPTH,
-        )  # fmt: skip
-
-
-@triton.jit
-def in_place_kernel(
-    a_ptr, b_ptr, scratch_ptr, a_top_ptr, b_top_ptr, out_top_ptr, rescued_ptr,
-    batches, p, m, k,
-    stride_ag, stride_ap, stride_am, stride_ak,
-    stride_bg, stride_bp, stride_bk, stride_bn,
-    stride_atg, stride_atp, stride_btg, stride_btp, stride_otg, stride_otp,
-    WIDTH_M: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_AM: tl.constexpr, WIDTH_AK: tl.constexpr, WIDTH_BK: tl.constexpr, WIDTH_BN: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
-    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program writes blocks of rows of the product over those of `a`, one block after another; n is k.
-
-    Rows that are read after some of their entries were written are copied to `scratch` (programs, BLOCK_M, k) before:
-    always, but if one tile holds WHOLE rows, only where entries are recomputed.
-    """
-    m, k = multiple(m, WIDTH_M), multiple(k, WIDTH_K)
-    stride_am, stride_ak = multiple(stride_am, WIDTH_AM), multiple(stride_ak, WIDTH_AK)
-    stride_bk, stride_bn = multiple(stride_bk, WIDTH_BK), multiple(stride_bn, WIDTH_BN)
-    scratch_ptr += tl.program_id(0).to(tl.int64) * BLOCK_M * k
-    blocks = tl.cdiv(m, BLOCK_M)
-    for block in tl.range(tl.program_id(0), batches * blocks, tl.num_programs(0), disable_licm=True):
-        batch, first_row = block // blocks, block % blocks * BLOCK_M
-        z, y = (batch // p).to(tl.int64), (batch % p).to(tl.int64)
-        out = a_ptr + multiple(z * stride_ag + y * stride_ap, WIDTH_AM * WIDTH_AK)
-        b = b_ptr + multiple(z * stride_bg + y * stride_bp, WIDTH_BK * WIDTH_BN)
-        a_top, b_top = _top(a_top_ptr, z, y, stride_atg, stride_atp), _top(b_top_ptr, z, y, stride_btg, stride_btp)
-        out_top = out_top_ptr
-        if out_top_ptr is not None:
-            out_top += z * stride_otg + y * stride_otp
-        rows = first_row + tl.arange(0, BLOCK_M)
-        saved = scratch_ptr - first_row.to(tl.int64) * k  # so that rows have the same numbers as in `a`
-        if WHOLE:
-            columns = tl.arange(0, BLOCK_N)
-            value = _product(
-                out, b, a_top, b_top, rows, columns, m, k, k, stride_am, stride_ak, stride_bk, stride_bn,
-                BLOCK_K, UNROLL, PRECISION, a_ptr.dtype.element_ty,
-            )  # fmt: skip
-            marked = any_of(value == MARK)
-            if marked:
-                _copy(out, saved, rows, m, k, stride_am, stride_ak, BLOCK_K)
-            tl.debug_barrier()  # other threads of this program may still read the rows
-            _store(out, out_top, value, rows, columns, m, k, stride_am, stride_ak)
-            if marked:
-                redo(
-                    saved, b, out, a_top, b_top, out_top, rescued_ptr, first_row, 0, m, k, k,
-                    k, 1, stride_bk, stride_bn, stride_am, stride_ak, BLOCK_M, BLOCK_N, BLOCK_K,
-                    DEPTH,
-                )  # fmt: skip
-        else:
-            tl.debug_barrier()  # other threads of this program may still read the copy of the block before
-            _copy(out, saved, rows, m, k, stride_am, stride_ak, BLOCK_K)
-            tl.debug_barrier()
-            for first_column in tl.range(0, k, BLOCK_N, disable_licm=True):
-                columns = first_column + tl.arange(0, BLOCK_N)
-                value = _product(
-                    saved, b, a_top, b_top, rows, columns, m, k, k, k, 1, stride_bk, stride_bn,
-                    BLOCK_K, UNROLL, PRECISION, a_ptr.dtype.element_ty,
-                )  # fmt: skip
-                _store(out, out_top, value, rows, columns, m, k, stride_am, stride_ak)
-                if any_of(value == MARK):
-                    redo(
-                        saved, b, out, a_top, b_top, out_top, rescued_ptr, first_row, first_column, m, k, k,
-                        k, 1, stride_bk, stride_bn, stride_am, stride_ak, BLOCK_M, BLOCK_N, BLOCK_K,
-                        DEPTH,
-                    )  # fmt: skip
-
-
-@triton.jit
-def _top(top_ptr, z, y, stride_g, stride_p):
-    """The number subtracted from all entries of an operand, 0 in place of -inf."""
-    if top_ptr is None:
-        return 0.0
-    else:
-        return finite(tl.load(top_ptr + z * stride_g + y * stride_p))
-
-
-@triton.jit
-def _copy(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, BLOCK_K: tl.constexpr):
-    for start in range(0, k, BLOCK_K):
-        inner = start + tl.arange(0, BLOCK_K)
-        mask = (rows < m)[:, None] & (inner < k)[None, :]
-        a = tl.load(at(a_ptr, rows, inner, stride_am, stride_ak), mask=mask)
-        tl.store(at(saved_ptr, rows, inner, k, 1), a, mask=mask)
-
-
-@triton.jit
-def _product(
-    a_ptr, b_ptr, a_top, b_top, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-    BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """A tile of the result, +inf (MARK) for entries to be recomputed."""
-    a_max = tl.full((rows.shape[0], BLOCK_K), ZERO, DTYPE)
-    b_max = tl.full((BLOCK_K, columns.shape[0]), ZERO, DTYPE)
-    for start in tl.range(0, k, BLOCK_K, loop_unroll_factor=UNROLL):
-        inner = start + tl.arange(0, BLOCK_K)
-        a_max = tl.maximum(a_max, load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, ZERO))
-        b_max = tl.maximum(b_max, load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, ZERO))
-    row, column = tl.max(a_max, 1), tl.max(b_max, 0)
-    row_shift, column_shift = finite(row), finite(column)
-    s = tl.zeros((rows.shape[0], columns.shape[0]), DTYPE)
-    for start in range(0, k, BLOCK_K):
-        inner = start + tl.arange(0, BLOCK_K)
+    batch, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    z, y = batch // p, batch % p
+    m, n, k = sizes(m, n, k, LAYOUT)
+    a_ptr, stride_am, stride_ak = left_operand(a_ptr, z, y, stride_ag, stride_ap, stride_am, stride_ak, LAYOUT)
+    b_ptr, stride_bk, stride_bn = right_operand(b_ptr, z, y, stride_bg, stride_bp, stride_bk, stride_bn, LAYOUT)
+    rows = tile // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if MAXIMA == _REGISTERS:
+        inner = tl.arange(0, BLOCK_K)
         a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, ZERO)
         b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, ZERO)
-        left = operand(exp(a - row_shift[:, None]), PRECISION)
-        right = operand(exp(b - column_shift[None, :]), PRECISION)
-        s = tl.dot(left, right, s, input_precision=PRECISION, out_dtype=DTYPE)
-    logs = log(s)  # before the shifts are added up: its branches would have to hold them all
-    shift, error = exact_sum((row_shift - a_top)[:, None], (column_shift - b_top)[None, :])
-    value = shift + (logs + error)
-    return tl.where((logs < _LOG_TRUSTED) & (row > ZERO)[:, None] & (column > ZERO)[None, :], MARK, value)
+        row, column = tl.max(a, 1), tl.max(b, 0)
+        sums = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
+        sums = add_product(a, b, shift_of(row)[:, None], shift_of(column)[None, :], sums, PRECISION)
+    else:
+        batches = (tl.num_programs(0) // tiles).to(tl.int64)
+        row_at = room_ptr + tl.num_programs(0) + batch * m + rows
+        column_at = room_ptr + tl.num_programs(0) + batches * m + batch * n + columns
+        if MAXIMA == _WALK:
+            row, column = walked_maxima(
+                a_ptr, b_ptr, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, DTYPE
+            )
+            # through memory they come to the threads that use them
+            tl.store(row_at, row, mask=rows < m)
+            tl.store(column_at, column, mask=columns < n)
+            tl.debug_barrier()
+        row = tl.load(row_at, mask=rows < m, other=ZERO)
+        column = tl.load(column_at, mask=columns < n, other=ZERO)
+        sums = sums_of(
+            a_ptr, b_ptr, row, column, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+            BLOCK_K, PRECISION,
+        )  # fmt: skip
+    value = logarithms(sums, row, column, top_of(a_top_ptr, batch), top_of(b_top_ptr, batch), PRECISION)
+    top = tl.max(value)
+    marked = top == MARK
+    tl.store(room_ptr + tl.program_id(0), marked.to(DTYPE))
+    if out_top_ptr is not None:
+        tl.atomic_max(out_top_ptr + z * stride_tg + y * stride_tp, top, mask=top < MARK, sem="relaxed")
+    if out_ptr is None:
+        tl.debug_barrier()  # other threads of this program may still read the rows
+        if not marked:
+            store(a_ptr, value, rows, columns, m, n, stride_am)
+    else:
+        out_ptr += multiple(z * stride_og + y * stride_op, width_of_stride(LAYOUT, "out"))
+        store(out_ptr, value, rows, columns, m, n, multiple(stride_om, width_of_stride(LAYOUT, "out")))
+
+
+@triton.jit(do_not_specialize=VARYING + STRIDES)
+def redo_kernel(
+    a_ptr, b_ptr, out_ptr, room_ptr, a_top_ptr, b_top_ptr, out_top_ptr, rescued_ptr, count, p, m, n, k,
+    stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
+    stride_og, stride_op, stride_om, stride_tg, stride_tp,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program redoes those of its share of the `count` tiles of `product_kernel` that are flagged.
+
+    Without `out_ptr` the rows of `a`, which are as they were, are copied to the room, behind the flags, and multiplied
+    again: (programs, ROWS, k).
+    """
+    blocks_n = tl.cdiv(n, BLOCK_N)
+    tiles = tl.cdiv(m, BLOCK_M) * blocks_n
+    for place in tl.range(tl.program_id(0), count, tl.num_programs(0), disable_licm=True):
+        if tl.load(room_ptr + place) != 0.0:
+            batch, tile = (place // tiles).to(tl.int64), place % tiles
+            z, y = batch // p, batch % p
+            a, b = a_ptr + z * stride_ag + y * stride_ap, b_ptr + z * stride_bg + y * stride_bp
+            out_top = moved(out_top_ptr, z * stride_tg + y * stride_tp)
+            a_top, b_top = top_of(a_top_ptr, batch), top_of(b_top_ptr, batch)
+            first_row, first_column = tile // blocks_n * BLOCK_M, tile % blocks_n * BLOCK_N
+            if out_ptr is None:
+                for row in tl.range(first_row, tl.minimum(first_row + BLOCK_M, m), _ROWS, disable_licm=True):
+                    # so that rows have the same numbers as in `a`
+                    saved = room_ptr + count + (tl.program_id(0).to(tl.int64) * _ROWS - row) * k
+                    _redo_rows(
+                        a, b, saved, a_top, b_top, out_top, rescued_ptr, row, m, n, k,
+                        stride_am, stride_ak, stride_bk, stride_bn, BLOCK_N, PRECISION,
+                    )  # fmt: skip
+            else:
+                redo(
+                    a, b, out_ptr + z * stride_og + y * stride_op, a_top, b_top, out_top, rescued_ptr,
+                    first_row, first_column, m, n, k, stride_am, stride_ak, stride_bk, stride_bn, stride_om, 1,
+                    BLOCK_M, BLOCK_N, _ROWS,
+                )  # fmt: skip
 
 
 @triton.jit
-def _store(out_ptr, out_top_ptr, value, rows, columns, m, n, stride_om, stride_on):
-    if out_top_ptr is not None:
-        tl.atomic_max(out_top_ptr, tl.max(tl.where(value < MARK, value, ZERO)), sem="relaxed")
-    mask = (rows < m)[:, None] & (columns < n)[None, :]
-    tl.store(at(out_ptr, rows, columns, stride_om, stride_on), value, mask=mask)
+def _redo_rows(
+    a_ptr, b_ptr, saved_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, m, n, k,
+    stride_am, stride_ak, stride_bk, stride_bn,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr = 16,
+):  # fmt: skip
+    """Copy rows of `a`, and write the product over them."""
+    DTYPE: tl.constexpr = saved_ptr.dtype.element_ty
+    rows = first_row + tl.arange(0, ROWS)
+    tl.debug_barrier()  # other threads of this program may still read the rows copied before
+    copy_rows(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, ROWS)
+    tl.debug_barrier()
+    for first_column in tl.range(0, n, ROWS, disable_licm=True):
+        columns = first_column + tl.arange(0, ROWS)
+        row, column = walked_maxima(saved_ptr, b_ptr, rows, columns, m, n, k, k, 1, stride_bk, stride_bn, ROWS, DTYPE)
+        sums = sums_of(
+            saved_ptr, b_ptr, row, column, rows, columns, m, n, k, k, 1, stride_bk, stride_bn, ROWS, PRECISION
+        )
+        value = logarithms(sums, row, column, a_top, b_top, PRECISION)
+        store(a_ptr, value, rows, columns, m, n, stride_am)
+    tl.debug_barrier()  # the tile was stored by other threads of this program
+    redo(
+        saved_ptr, b_ptr, a_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, 0, m, n, k,
+        k, 1, stride_bk, stride_bn, stride_am, 1, ROWS, BLOCK_N, ROWS,
+    )  # fmt: skip
 
 
-# programs in place on each multiprocessor, bounded because each has scratch for rows
+# entries of rows, or of results, that are copied at a time
+_HELD = 2**22
+
+# programs that redo tiles on each multiprocessor, bounded because each may have room for rows
 _RESIDENT = 4
+
+# rows or columns whose maxima one program finds, and terms of theirs at a time
+_MAXIMA = {"BLOCK": 32, "BLOCK_K": 64, "num_warps": 4}
 
 
 def forward(
@@ -241,29 +230,70 @@ def forward(
         forward(b.mT, a.mT, out.mT, a_top=b_top, b_top=a_top, out_top=out_top, rescued=rescued)
         return out
 
-    plain = not over_a and a.stride(-1) == b.stride(-1) == out.stride(-1) == 1
-    tile = tiles(m, n, dtype, launch.chip(out), aligned=launch.aligned(a, b, out), plain=plain)
     tops = (a_top, b_top, out_top)
-    top_pitches = [pitch for top in tops for pitch in ((0, 0) if top is None else launch.pitches(top))]
-    options = {
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "UNROLL": tile.unroll,
-        "DEPTH": tile.depth, "PRECISION": launch.precision(out), "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
-    rows = g * p * triton.cdiv(m, tile.block_m)
+    by_rows = launch.pitches(out)[-1] in (0, 1)
+    tile = tiles(m, n, k, dtype, launch.chip(out), aligned=_layout(a, b, out) != "")
     with torch.cuda.device_of(out):
-        if over_a:
-            programs = min(rows, _RESIDENT * launch.processors(out))
-            scratch = out.new_empty(programs * tile.block_m * k)
-            in_place_kernel[(programs,)](
-                a, b, scratch, *tops, rescued, g * p, p, m, k, *launch.pitches(a), *launch.pitches(b), *top_pitches,
-                *map(launch.common_width, (m, k)), *launch.widths(a), *launch.widths(b), WHOLE=n <= tile.block_n,
-                **options,
-            )  # fmt: skip
+        if by_rows and (n <= tile.block_n or not over_a):
+            _launch(a, b, None if over_a else out, tops, rescued)
         else:
-            forward_kernel[(rows * triton.cdiv(n, tile.block_n),)](
-                a, b, out, *tops, rescued, p, m, n, k,
-                *launch.pitches(a), *launch.pitches(b), *launch.pitches(out), *top_pitches,
-                *map(launch.common_width, (m, n, k)), *launch.widths(a), *launch.widths(b), *launch.widths(out),
-                **options,
-            )  # fmt: skip
+            _by_parts(a, b, out, tops, rescued, copied=over_a)
     return out
+
+
+Tops = Sequence[Tensor | None]
+
+
+def _by_parts(a: Tensor, b: Tensor, out: Tensor, tops: Tops, rescued: Tensor | None, *, copied: bool) -> None:
+    """Write the product part by part, for rows of `a` that are `copied` before, and results that are copied after."""
+    g, p, m, k = a.shape
+    rows = min(m, max(64, _HELD // max(k, out.shape[-1]) // 64 * 64))
+    for block in blocks(max(1, _HELD // (rows * max(k, out.shape[-1]))), g, p):
+        part_tops = [None if top is None else top[block] for top in tops]
+        for row in range(0, m, rows):
+            part = (*block, slice(row, row + rows))
+            left = a[part].clone(memory_format=torch.contiguous_format) if copied else a[part]
+            by_rows = launch.pitches(out)[-1] == 1
+            into = out[part] if by_rows else out.new_empty(out[part].shape)
+            _launch(left, b[block], into, part_tops, rescued)
+            if not by_rows:
+                out[part] = into
+
+
+def _launch(a: Tensor, b: Tensor, out: Tensor | None, tops: Tops, rescued: Tensor | None) -> None:
+    """Write the product to `out`, contiguous by rows, or over `a`, of which a tile then holds whole rows."""
+    (g, p, m, k), n = a.shape, b.shape[-1]
+    target = a if out is None else out
+    layout = _layout(a, b, target)
+    tile = tiles(m, n, k, target.dtype, launch.chip(target), aligned=layout != "")
+    across = triton.cdiv(n, tile.block_n)
+    count = g * p * triton.cdiv(m, tile.block_m) * across
+    programs = min(count, _RESIDENT * launch.processors(target))
+    maxima = _REGISTERS if k <= tile.block_k else _WALK if across == 1 else _MEMORY
+    held = programs * _ROWS.value * k if out is None else 0
+    room = target.new_empty(count + max(held, 0 if maxima is _REGISTERS else g * p * (m + n)))
+    strides = (*launch.pitches(a), *launch.pitches(b))
+    if maxima is _MEMORY:
+        blocks_of_lines = triton.cdiv(m, _MAXIMA["BLOCK"]) + triton.cdiv(n, _MAXIMA["BLOCK"])
+        launch.run(
+            maxima_kernel, (g * p * blocks_of_lines,), a, b, room[count:], p, m, n, k, *strides,
+            LAYOUT=layout, **_MAXIMA,
+        )  # fmt: skip
+    *own_tops, out_top = tops
+    strides += (*launch.pitches(target)[:3], *((0, 0) if out_top is None else launch.pitches(out_top)))
+    given = (a, b, out, room, *(None if top is None else top.contiguous() for top in own_tops), out_top)
+    shared = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "PRECISION": launch.precision(target)}
+    launch.run(
+        product_kernel, (count,), *given, p, m, n, k, *strides, MAXIMA=maxima.value, LAYOUT=layout,
+        BLOCK_K=tile.block_k, **shared, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    launch.run(
+        redo_kernel, (programs,), *given, rescued, count, p, m, n, k, *strides, **shared, num_warps=4, num_stages=1
+    )
+
+
+def _layout(a: Tensor, b: Tensor, out: Tensor) -> str:
+    """The axes of the operands with adjacent entries, if all loads and stores may be of four entries; otherwise ""."""
+    if not launch.aligned(a, b, out) or launch.widths(out)[0] != 4:
+        return ""
+    return ("ak" if launch.widths(a)[0] == 4 else "am") + (" bn" if launch.widths(b)[0] == 4 else " bk")

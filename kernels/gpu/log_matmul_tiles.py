@@ -10,47 +10,44 @@ import torch
 
 
 class Tiles(NamedTuple):
-    """The sizes of a program's tiles, its warps and its pipeline stages.
-
-    `unroll`: tiles whose maxima are computed at a time; `depth`: terms of recomputed entries that are added at a time.
-    """
+    """The sizes of a program's tiles, its warps and its pipeline stages."""
 
     block_m: int
     block_n: int
     block_k: int
     warps: int
     stages: int
-    unroll: int = 1
-    depth: int = 4
 
 
 # by chip and by the shape of the result: at most 16 x 16 (`tiny`) or 32 x 32 (`small`), at most 16 rows (`wide`) or
-# columns (`tall`), at most 64 (`medium`), more (`large`, or `rows` in place or with operands by columns, which need
-# more registers); `odd` where loads are not of 16 bytes, so that every entry needs an address
+# columns (`tall`), at most 64 (`medium`; `short` where k is too), at most 128 columns (`middle`), more (`large`); `odd`
+# where loads are not of four entries, so that every entry needs an address
 TILES = {
     "sm_80": {
         "tiny": Tiles(16, 16, 16, 1, 2),
-        "small": Tiles(32, 32, 32, 4, 3),
+        "small": Tiles(32, 32, 32, 4, 2),
         "wide": Tiles(16, 64, 32, 4, 3),
         "tall": Tiles(64, 16, 32, 4, 3),
-        "odd": Tiles(32, 64, 16, 4, 3),
-        "medium": Tiles(64, 64, 16, 4, 3),
-        "large": Tiles(64, 128, 32, 8, 3, 2),
-        "rows": Tiles(64, 128, 16, 8, 3, 2),
-        "tiny double": Tiles(16, 16, 16, 1, 2, 1, 2),
+        "odd": Tiles(64, 64, 16, 4, 2),
+        "short": Tiles(64, 64, 64, 8, 1),
+        "medium": Tiles(64, 64, 32, 4, 3),
+        "middle": Tiles(64, 128, 32, 8, 3),
+        "large": Tiles(64, 128, 32, 8, 3),
+        "tiny double": Tiles(16, 16, 16, 1, 2),
         "double": Tiles(32, 32, 16, 4, 2),
     },
     "sm_90": {
         "tiny": Tiles(16, 16, 16, 1, 2),
         "small": Tiles(32, 32, 32, 4, 2),
-        "wide": Tiles(16, 64, 32, 4, 2),
+        "wide": Tiles(16, 64, 32, 4, 3),
         "tall": Tiles(64, 16, 32, 4, 3),
-        "odd": Tiles(64, 64, 16, 4, 3),
-        "medium": Tiles(64, 64, 32, 4, 3, 2),
-        "large": Tiles(128, 128, 32, 8, 3, 2),
-        "rows": Tiles(64, 128, 32, 8, 3),
-        "tiny double": Tiles(16, 16, 16, 1, 2, 1, 2),
-        "double": Tiles(32, 16, 16, 4, 2),
+        "odd": Tiles(64, 64, 16, 4, 2),
+        "short": Tiles(64, 64, 64, 4, 1),
+        "medium": Tiles(64, 64, 32, 4, 3),
+        "middle": Tiles(64, 128, 32, 4, 2),
+        "large": Tiles(128, 128, 32, 8, 2),
+        "tiny double": Tiles(16, 16, 16, 1, 2),
+        "double": Tiles(32, 32, 16, 4, 2),
     },
     "gfx942": {
         "tiny": Tiles(16, 16, 16, 1, 2),
@@ -58,19 +55,20 @@ TILES = {
         "wide": Tiles(16, 64, 32, 4, 2),
         "tall": Tiles(64, 16, 32, 4, 2),
         "odd": Tiles(64, 64, 16, 4, 2),
-        "medium": Tiles(64, 64, 32, 4, 2, 2),
-        "large": Tiles(128, 128, 32, 8, 2, 2),
-        "rows": Tiles(64, 128, 32, 8, 2, 2),
+        "short": Tiles(64, 64, 64, 4, 1),
+        "medium": Tiles(64, 64, 32, 4, 2),
+        "middle": Tiles(64, 128, 32, 8, 2),
+        "large": Tiles(128, 128, 32, 8, 2),
         "tiny double": Tiles(16, 16, 16, 1, 2),
         "double": Tiles(32, 32, 16, 4, 2),
     },
 }
 
 
-def tiles(m: int, n: int, dtype: torch.dtype, chip: str, *, aligned: bool, plain: bool) -> Tiles:
-    """The tiles for results (m, n), not much larger than needed.
+def tiles(m: int, n: int, k: int, dtype: torch.dtype, chip: str, *, aligned: bool) -> Tiles:
+    """The tiles for results (m, n) of sums of k terms, not much larger than needed.
 
-    `aligned`: all loads are of 16 bytes. `plain`: not in place, and all matrices are contiguous by rows.
+    `aligned`: all loads are of four entries.
     """
     few, many = sorted((m, n))
     if dtype == torch.float64:
@@ -82,7 +80,7 @@ def tiles(m: int, n: int, dtype: torch.dtype, chip: str, *, aligned: bool, plain
     elif not aligned:
         shape = "odd"
     elif few <= 64:
-        shape = "medium"
+        shape = "short" if k <= 64 else "medium"
     else:
-        shape = "large" if plain else "rows"
+        shape = "middle" if n <= 128 else "large"
     return TILES[chip][shape]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..plain.viterbi import unknown
-from . import backtrack, forward_chain
-from .forward import operands
+from . import backtrack, chain_max
+from .forward import operands_of
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
@@ -17,12 +17,11 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     The states of a sequence whose length is outside 1..v are -1 too, for lengths are not checked before.
     """
     assert chain.v == steps
-    x, bulk, start, ends = operands(chain)
-    _, messages = forward_chain.forward(
-        x, bulk, start, ends, log_params=chain.log_params, keep=True, dtype=chain.dtype, maximum=True
-    )
-    assert messages is not None
-    states = backtrack.paths(messages, bulk, ends, log_params=chain.log_params)
+    operands = operands_of(chain)
+    messages = chain.new(*operands.shape)
+    if messages.numel():
+        chain_max.forward(operands, messages)
+    states = backtrack.paths(messages, operands.bulk, operands.ends, log_params=chain.log_params)
     if chain.ends is not None:
         states.masked_fill_((chain.ends < 1) | (chain.ends > steps), -1)
     return states, unknown(chain)

@@ -115,17 +115,12 @@ def _kept_shapes(
     if segments == TREE:
         messages = tree_operators.kept_shapes(x, bulk, p0)[1]
         return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
-    gpu = kernels.on_gpu(x)
     if _chunked(x, lengths, segments):
-        inside, between, marks = chunked.kept_shapes(x, v, g, m, c, segments, keep)
-        following = x.new_empty(between, dtype=dtype if gpu else torch.float64)
-        return Saved(log_norm, x.new_empty(inside, dtype=dtype), following, _marks(x, marks))
+        inside, between, marks = chunked.kept_shapes(v, g, m, c, segments, keep)
+        following = x.new_empty(between, dtype=torch.float64)
+        return Saved(log_norm, x.new_empty(inside, dtype=dtype), following, x.new_empty(marks, dtype=torch.bool))
     messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
-    return Saved(log_norm, messages, messages.new_empty(0), _marks(x, (1,) if gpu else (g, m)))
-
-
-def _marks(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.new_empty(shape, dtype=torch.int64 if kernels.on_gpu(x) else torch.bool)
+    return Saved(log_norm, messages, messages.new_empty(0), x.new_empty((g, m), dtype=torch.bool))
 
 
 def _backward(grad: Tensor, *args: Any) -> Gradients:

@@ -8,14 +8,14 @@ A head of a few steps begins at p0, and segments of equal length follow it; all 
 segment is walked from each of its states, which gives the rows of M_s. Then the products M_s are a short chain of their
 own, whose forward messages w enter the segments and whose backward messages f follow them. With gradients the segments
 are walked once more, forward from one w each and backward from one f each: their gradients are those of the whole
-chain. A GPU has kernels of its own for all of this.
+chain. Without gradients a GPU has one kernel for all of this.
 
 The backward pass needs `messages`, the forward messages of the head, and for each segment the w that enters it and the
 segment's own; `following` (count + 1, g, m, c), the f; and which sequences were `redone` exactly, in the head and in
 each segment.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,45 +27,60 @@ from ..kernels.numbers import exact_sum
 from ..rescues import report_chains
 
 
-def kept_shapes(like: Tensor, v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
+def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
     """The shapes of `messages`, `following` and `redone`; the first two are empty unless they are to be kept."""
-    gpu = kernels.chunked_kernels(like)
-    if gpu is not None:
-        shapes: tuple[tuple[int, ...], ...] = gpu.kept_shapes(v, g, m, c, segments, keep)
-        return shapes
     count = segments_of(v, segments)[0]
     return ((v + count, g, m, c), (count + 1, g, m, c), (count + 1, g * m)) if keep else ((0,), (0,), (1, g * m))
 
 
 def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The log-partition (g, m) in float64, messages, following, redone."""
-    gpu = kernels.chunked_kernels(chain.x)
-    if gpu is not None:
-        log_norm, inside, between, rescued = gpu.forward(chain, segments, keep=keep)
-        report_chains(rescued)
-        return log_norm, inside, between, rescued
     walk, g, m, c = kernels.chain_kernels(chain.x), chain.g, chain.m, chain.c
-    shapes = kept_shapes(chain.x, chain.v, g, m, c, segments, keep)
+    shapes = kept_shapes(chain.v, g, m, c, segments, keep)
     messages, following = chain.new(*shapes[0]), chain.x.new_empty(shapes[1], dtype=torch.float64)
+    long = None if keep else kernels.long_kernels(chain.x)
+    if long is not None:
+        log_norm, doubt = long.log_norm(chain, segments)
+        report_chains(doubt)
+        return log_norm, messages, following, doubt.view(1, g * m)
     cut = Cut(chain, segments_of(chain.v, segments)[0])
     head_messages, segment_messages = cut.parts(messages) if keep else (None, None)
     head, start = walk.forward(cut.head(), keep=head_messages, leave=True)
-    rows, products = walk.forward(cut.segments(rows=True), cut.unit_rows(), leave=True)
-    between, shift = cut.between(start.values, products)
-    redone = [head.redone.view(1, g * m), cut.by_segment(rows.redone.view(*cut.shape, c).any(-1)).reshape(-1, g * m)]
+    by_row = cut.by_row()
+    rows, products = walk.forward(by_row.segments(rows=True), by_row.unit_rows(), leave=True)
+    between, shift = by_row.between(start.values, products)
+    row_marks = rows.redone.view(*by_row.shape, c).any(-1)
+    redone = [head.redone.view(1, g * m), by_row.by_segment(row_marks).reshape(-1, g * m)]
     if not keep:
         last = walk.forward(between)[0]
         marks = torch.cat([*redone, last.redone.view(1, g * m)]).any(0, keepdim=True)
         report_chains(marks)
         return _total([start.scale, shift, last.log_norm.view(1, g, m)]), messages, following, marks
     w = torch.empty_like(following)
-    log_norm = kernels.message_kernels(chain.x).messages(between, w, following)
+    log_norm = _messages(between, w, following)
     entering = cut.by_set(normalised(w[:-1])[0])
     message = Message(entering, torch.zeros(2, *cut.shape, dtype=torch.float64, device=entering.device))
     passed = walk.forward(cut.segments(), message, keep=segment_messages, leave=True)[0]
     report_chains(torch.cat([*redone, cut.by_segment(passed.redone).reshape(-1, g * m)]).any(0))
     marks = torch.cat([head.redone.view(1, g * m), passed.redone.view(-1, g * m)])
     return _total([start.scale, shift, log_norm.view(1, g, m)]), messages, following, marks
+
+
+def _messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
+    """The log-partition (g, m); the logarithms of messages (v, *lead, c) are written, each up to a constant.
+
+    On a GPU one launch takes all steps, of the chain or of the reversed one.
+    """
+    if not kernels.on_gpu(chain.x):
+        log_norm: Tensor = kernels.message_kernels(chain.x).messages(chain, forward, backward)
+        return log_norm
+    walk = kernels.chain_kernels(chain.x)
+    last = torch.zeros_like(chain.p0)
+    turned = replace(chain, bulk=chain.bulk.flip(0).mT, p0=last)
+    ahead, behind = (walk.forward(one, keep=one.new(chain.v, chain.g, chain.m, chain.c))[0] for one in (chain, turned))
+    forward.copy_(ahead.logs(slice(None)).view(forward.shape))
+    backward.copy_(behind.logs(slice(None)).flip(0).view(backward.shape))
+    return ahead.log_norm
 
 
 def _total(terms: list[Tensor]) -> Tensor:
@@ -81,10 +96,6 @@ def backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
-    gpu = kernels.chunked_kernels(chain.x)
-    if gpu is not None:
-        grad_p0: Tensor = gpu.backward(chain, segments, saved, weight, grad_x, grad_bulk)
-        return grad_p0
     log_norm, messages, following, redone = saved
     walk = kernels.chain_kernels(chain.x)
     cut = Cut(chain, segments_of(chain.v, segments)[0])
@@ -169,6 +180,16 @@ class Cut:
         """Values (count, g, m, ...) as (g', m', ...)."""
         values = values.transpose(0, 1) if self.homogeneous else values
         return values.reshape(*self.shape, *values.shape[3:])
+
+    def by_row(self) -> "Cut":
+        """The cut with which segments are walked from each of their states.
+
+        A GPU reads rows in place if each segment is a set of its own, which costs no memory for a single set.
+        """
+        chain = self.chain
+        if not (self.homogeneous and chain.g == 1 and kernels.on_gpu(chain.x)):
+            return self
+        return Cut(replace(chain, bulk=chain.bulk.expand(chain.v - 1, *chain.bulk.shape[1:])), self.count)
 
     def head(self) -> Chain:
         """The chain of the first steps."""

@@ -1,7 +1,8 @@
-"""Registers, spills and shared memory of kernels that are compiled for devices that are not here.
+"""Registers, spills, shared memory and instructions of kernels that are compiled for devices that are not here.
 
 `python -m tests.kernels.gpu.compiled [module [target]]` prints a table of `compile_cases`. Needs triton, whose wheel
-carries the assemblers and disassemblers; no driver, no device.
+carries the assemblers and disassemblers; no driver, no device. Instructions are those of the hottest loop and of the
+outermost one around it, which is a step of a chain: static counts, see `machine_code`.
 """
 
 import argparse
@@ -16,24 +17,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.kernels.gpu import machine_code
+from tests.kernels.gpu.machine_code import SPILL, TENSOR, Loop
 
 if TYPE_CHECKING:
     from triton import JITFunction
 
 # target: shared memory that one program may use, in bytes
-TARGETS = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
+TARGETS = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "gfx942": 65_536}
 
 # how long the compiler may think about one case, in seconds
 PATIENCE = 180
 
 _ROOT = Path(__file__).parents[3]
-
-# what multiplies tiles in machine code
-_TENSOR = r"\b(?:U?[DHQI]G?MMA|UTC\w*MMA)\b"
-_INSTRUCTION = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)"
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,11 @@ class Case:
     divisible: tuple[str, ...] = ()  # arguments known to be divisible by 16
     warps: int = 4
     stages: int = 3
-    dot: bool = True  # tensor-core instructions are expected in the machine code
+    dot: bool | None = True  # tensor-core instructions are expected in the machine code; None: where `tl.dot` may
     registers: int | None = None  # the most of a thread, where the launcher says so to CUDA's assembler
+    grid: tuple[int, ...] = ()  # of the launch, where it is known
+    bytes: int = 0  # of its tensors, likewise
+    spills: int = 0  # loads and stores of spilled registers in loops that are known of, and cheaper than another tile
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Report:
     target: str
     registers: int = 0
     spills: int = 0  # loads and stores of spilled registers on CUDA, spilled registers on ROCm
+    in_loops: int = 0  # loads and stores of spilled registers in loops
+    known: int = 0  # so many are no defect
     stack: int = 0  # bytes
     shared: int = 0  # bytes
     tensor: int = 0  # tensor-core instructions
@@ -66,7 +71,16 @@ class Report:
     warps: int = 0
     seconds: float = 0.0
     dot: bool = False
+    grid: tuple[int, ...] = ()
+    bytes: int = 0
+    before: int = 0  # instructions of a step before the first loop that waits for another program
+    loops: list[dict[str, int]] = field(default_factory=list)  # operations of the hottest loop, and of those around it
     error: str = ""
+
+    def count(self, loop: int, pattern: str = "") -> int:
+        """The instructions of a loop, 0 for the hottest and -1 for the outermost, whose name begins like this."""
+        operations = self.loops[loop] if self.loops else {}
+        return sum(number for name, number in operations.items() if re.match(pattern, name))
 
     @property
     def defect(self) -> str:
@@ -74,8 +88,8 @@ class Report:
         if self.error:
             return self.error
         found = []
-        if self.spills:
-            found.append(f"{self.spills} spills")
+        if self.in_loops > self.known:
+            found.append(f"{self.in_loops} spills in loops")
         if self.shared > TARGETS[self.target]:
             found.append(f"{self.shared} bytes of shared memory, {TARGETS[self.target]} are there")
         if self.dot and not self.tensor:
@@ -125,13 +139,26 @@ def compile_case(case: Case, target: str) -> Report:
         kernel = compile(source, target=chip, options=options)
     except Exception as error:
         return Report(case.name, target, error=f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}")
-    read = _read_cuda(kernel.asm["cubin"]) if cuda else _read_rocm(kernel.asm["amdgcn"])
-    seconds = round(time.perf_counter() - start, 2)
-    used = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "seconds": seconds}
-    return Report(case.name, target, **read, **used, dot=case.dot)
+    read, loops = _read_cuda(kernel.asm["cubin"]) if cuda else _read_rocm(kernel.asm["amdgcn"])
+    hottest = machine_code.hottest(loops)
+    return Report(
+        case.name, target, **read, in_loops=machine_code.in_loops(loops, SPILL), shared=kernel.metadata.shared,
+        tensor=loops[0].count(TENSOR), instructions=loops[0].instructions, warps=kernel.metadata.num_warps,
+        seconds=round(time.perf_counter() - start, 2),
+        dot=_tensor_cores(kernel.asm["ttir"], target) if case.dot is None else case.dot,
+        known=case.spills, grid=case.grid, bytes=case.bytes, before=hottest[-1].before if hottest else 0,
+        loops=[loop.operations for loop in hottest],
+    )  # fmt: skip
 
 
-def _read_cuda(cubin: bytes) -> dict[str, int]:
+def _tensor_cores(ttir: str, target: str) -> bool:
+    """Whether a product is one that tensor cores do: on CUDA not one of exact float32, on sm_86 not of float64."""
+    without = {"sm_86": ("f32", "f64"), "gfx942": ()}.get(target, ("f32",))
+    products = re.findall(r"tt\.dot (.*) -> tensor<\w+x(\w+)>", ttir)
+    return any("inputPrecision" in operands or kind not in without for operands, kind in products)
+
+
+def _read_cuda(cubin: bytes) -> tuple[dict[str, int], list[Loop]]:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -140,35 +167,35 @@ def _read_cuda(cubin: bytes) -> dict[str, int]:
         file.flush()
         command = [tool, "-res-usage", "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    operations = re.findall(_INSTRUCTION, text)
-    return {
-        "registers": int(re.search(r"REG:(\d+)", text)[1]),
-        "stack": int(re.search(r"STACK:(\d+)", text)[1]),
-        "spills": sum(operation in ("STL", "LDL") for operation in operations),
-        "tensor": sum(re.fullmatch(_TENSOR, operation) is not None for operation in operations),
-        "instructions": len(operations),
-    }
+    loops = machine_code.sass(text)
+    registers, stack = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK"))
+    return {"registers": registers, "stack": stack, "spills": loops[0].count(SPILL)}, loops
 
 
-def _read_rocm(text: str) -> dict[str, int]:
+def _read_rocm(text: str) -> tuple[dict[str, int], list[Loop]]:
     def number(name: str) -> int:
         return int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
 
+    names = {"registers": "vgpr_count", "stack": "private_segment_fixed_size", "spills": "vgpr_spill_count"}
+    return {field: number(name) for field, name in names.items()}, machine_code.rocm(text)
+
+
+def row(report: Report) -> dict[str, int]:
+    """The numbers of a table, by their names."""
     return {
-        "registers": number("vgpr_count"),
-        "stack": number("private_segment_fixed_size"),
-        "spills": number("vgpr_spill_count"),
-        "tensor": len(re.findall(r"^\s+v_mfma\w+", text, re.MULTILINE)),
-        "instructions": len(re.findall(r"^\s+(?:[svd]|ds|global|buffer|flat|scratch)_\w+ ", text, re.MULTILINE)),
-    }
+        "warps": report.warps, "registers": report.registers, "spills": report.spills, "shared": report.shared,
+        "step": report.count(-1), "loop": report.count(0), "tensor": report.count(0, TENSOR),
+        "loop spills": report.in_loops, "all": report.instructions,
+    }  # fmt: skip
 
 
-def table(found: list[Report]) -> Iterator[str]:
+def table(found: list[Report], head: bool = False) -> Iterator[str]:
     """Lines for people."""
+    if head:
+        yield f"{'target':7} {'case':60} {' '.join(f'{name:>11}' for name in row(found[0]))} {'s':>6} defect"
     for report in found:
-        numbers = (report.registers, report.spills, report.stack, report.shared, report.tensor, report.instructions)
-        cells = " ".join(f"{number:>7}" for number in numbers)
-        yield f"{report.target:7} {report.name:60} {cells} {report.warps:3} {report.seconds:6.2f} {report.defect}"
+        cells = " ".join(f"{number:>11,}" for number in row(report).values())
+        yield f"{report.target:7} {report.name:60} {cells} {report.seconds:6.2f} {report.defect}"
 
 
 def _compile_here(module: str, target: str, first: int) -> None:
@@ -194,14 +221,13 @@ def _main() -> int:
     if options.first is not None:
         _compile_here(options.module, options.target, options.first)
         return 0
-    heads = ("regs", "spills", "stack", "shared", "tensor", "instr")
-    print(f"{'target':7} {'case':60} {' '.join(f'{head:>7}' for head in heads)} {'w':>3} {'s':>6} defect")
-    defects = 0
+    defects, head = 0, True
     for module in [options.module] if options.module else compile_cases.modules():
-        for target in [options.target] if options.target else TARGETS:
+        for target in [options.target] if options.target else compile_cases.targets(module):
             found = reports(module, target)
             defects += sum(bool(report.defect) for report in found)
-            print(*table(found), sep="\n", flush=True)
+            print(*table(found, head), sep="\n", flush=True)
+            head = False
     return int(defects > 0)
 
 

@@ -65,7 +65,8 @@ def assert_right(family: Chain, log_norm, doubt, lengths=None, k: int = TENSOR_C
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "c301"])
 def test_families(device, name, dtype):
-    family = FAMILIES[name](dtype=dtype, each=len(name) % 2 == 0)
+    sizes = {} if name[-1].isdigit() else {"v": 7}
+    family = FAMILIES[name](dtype=dtype, each=len(name) % 2 == 0, n=3, t=1, **sizes)
     chain = operands(family, device=device)
     log_norm, doubt, messages = run(chain)
     assert_right(family, log_norm, doubt)
@@ -76,14 +77,19 @@ def test_families(device, name, dtype):
         assert_filtered(chain, messages)
 
 
+def filtered(chain: chains.Operands) -> list[torch.Tensor]:
+    """The messages (g, m, c) of all steps as logarithms, by definition."""
+    messages = [chain.start + chain.x[0].double()]
+    for i in range(1, len(chain.x)):
+        p = chain.bulk[(i - 1) % len(chain.bulk)].double()
+        p = p if chain.log_params else p.log()
+        messages.append(torch.logsumexp(messages[-1][..., :, None] + p[:, None], -2) + chain.x[i].double())
+    return messages
+
+
 def assert_filtered(chain: chains.Operands, messages: torch.Tensor):
     """Each message is the filtered posterior up to a factor; zeros after the end."""
-    a = chain.start + chain.x[0].double()
-    for i in range(len(chain.x)):
-        if i:
-            p = chain.bulk[(i - 1) % len(chain.bulk)].double()
-            p = p if chain.log_params else p.log()
-            a = torch.logsumexp(a[..., :, None] + p[:, None], -2) + chain.x[i].double()
+    for i, a in enumerate(filtered(chain)):
         there = torch.ones_like(a[..., :1]) if chain.ends is None else (i < chain.ends)[..., None].double()
         found = messages[i].double() / messages[i].double().sum(-1, keepdim=True).clamp(min=1e-300)
         torch.testing.assert_close(found, torch.softmax(a, -1).nan_to_num(0.0) * there, rtol=0, atol=1e-5)
@@ -99,6 +105,18 @@ def test_sizes_and_lengths(device, m, c):
     assert_right(family, log_norm, doubt, lengths)
     assert_filtered(chain, messages)
     assert torch.equal(run(chain, keep=False)[0], log_norm)
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 2, 5]])
+def test_the_message_that_leaves_is_exact_where_others_are_raised(device, lengths):
+    chain = operands(FAMILIES["peaked"](F32, n=3, t=1, v=5, c=7), lengths, device)
+    messages, log_norm = torch.empty(2, 1, 3, 7, device=device), torch.empty(1, 3, dtype=F64, device=device)
+    leaving = torch.full((1, 3, 7), NAN, device=device)
+    assert not chain_forward.forward(chain, messages, log_norm, leaving).any()
+    for i, end in enumerate(lengths or [5] * 3):
+        one = torch.log_softmax(filtered(chain)[end - 1][0, i], -1)
+        torch.testing.assert_close(torch.log_softmax(leaving[0, i].double(), -1), one, rtol=1e-6, atol=1e-5)
+        assert one.min() < -200
 
 
 def test_one_matrix_for_all_steps(device):

@@ -1,5 +1,6 @@
-"""Chains cut into segments on the Triton kernels: products of products, values alone, and when the plan cuts."""
+"""Chains cut into segments on the Triton kernels: values alone, gradients, and when the plan cuts."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,25 +17,22 @@ MISALIGNED = {"detour", "left_to_right"}
 
 @pytest.fixture
 def cut(kernels, monkeypatch):
-    """Cuts chains into so many segments, whose products are multiplied two at a time until there are three."""
-    from logchain.kernels.gpu import chunked
+    """Cuts chains into so many segments."""
 
     def into(count):
         monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", count))
         return kernels
 
-    monkeypatch.setattr(chunked, "FEW", 3)
-    monkeypatch.setattr(chunked, "GROUP", 2)
     return into
 
 
 def assert_values_alone(chain, device):
-    """The log-partition within the contract, without gradients; how many sums were redone."""
+    """The log-partition within the contract, without gradients; how many sequences were redone."""
     truth = Truth(chain)
     with torch.no_grad(), logchain.rescues() as seen:
         out = logchain.product(*(tensor.to(device) for tensor in chain[:3]), log_params=chain.log_params)
     assert_values(out, truth.log_norm, truth.value_bound(k=K))
-    return seen.outputs
+    return seen.sequences
 
 
 @pytest.mark.parametrize(("each", "count"), [(False, 100), (True, 2)], ids=["shared, 100", "each, 2"])
@@ -57,6 +55,23 @@ def test_values_alone_with_one_matrix_for_every_step(n, cut):
     chain = chain._replace(bulk=chain.bulk[:, :1, :1])
     for variant in (chain, chain.logs()):
         assert_values_alone(variant, cut(6))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("name", ["abyss", "dense", "detour", "one_dead", "sharp", "sparse"])
+def test_gradients(name, count, cut):
+    """Also of states that are raised at the end of a segment, for whom the rest of the chain asks."""
+    device = cut(count)
+    chain = FAMILIES[name](F32, each=True, n=2, t=1, v=9, c=4).logs()
+    truth = Truth(chain)
+    x, bulk, p0 = (tensor.to(device).requires_grad_() for tensor in chain[:3])
+    with poisoned_memory():
+        out = logchain.product(x, bulk, p0, log_params=True)
+        found = torch.autograd.grad(out.sum(), (x, bulk))
+    assert_values(out.detach(), truth.log_norm, truth.value_bound(k=K))
+    for gradient, expected in zip(found, (truth.states, truth.transitions), strict=True):
+        wrong = np.abs(gradient.cpu().double().numpy() - expected)
+        assert (wrong <= truth.gradient_bound(expected, k=K)).all()
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from logchain import reference
 from logchain.kernels.gpu import log_matmul
+from logchain.kernels.gpu.log_matmul_tiles import Tiles
 from tests import oracle
 from tests.contract import TENSOR_CORES, assert_values, of_steps, poisoned_memory, value_bound
 from tests.test_matmul import CASES, F32, F64, INF, NAN, dead, dense, depth, draw, misaligned, offsets, sparse
@@ -54,6 +55,19 @@ def test_results_of_several_tiles(device, case, c):
     if case is not dense:  # a part of it: what is redone takes long where kernels are interpreted
         a[..., 2:-2, :], b[..., 2:-2] = a[..., 2:-2, :1], b[..., :1, 2:-2]
     assert_product(log_matmul.forward(a, b), a, b)
+
+
+@pytest.mark.parametrize("case", [dense, misaligned, offsets])
+@pytest.mark.parametrize("sizes", [(20, 68, 132), (1, 17, 40)], ids=str)
+def test_maxima_in_memory(device, case, sizes, monkeypatch):
+    """Where results are wider than a tile: of loads of four entries, and of one."""
+    if case is misaligned:
+        sizes = (sizes[0], 20, sizes[2])
+    small = Tiles(16, 16, 16, 1, 2)
+    monkeypatch.setattr(log_matmul, "tiles", lambda *args, **options: small)
+    a, b = batch(case, (2, 1), sizes, F32, device)
+    assert_product(log_matmul.forward(a, b), a, b)
+    assert_product(log_matmul.forward(b.mT, a.mT), b.mT, a.mT)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,9 +126,6 @@ IN_PLACE = [
 def test_in_place_is_the_same_to_the_last_bit(device, case, sizes, dtype, monkeypatch):
     """Over the left or the right operands of a stack, whose other matrices are not touched."""
     shape, c = sizes
-    # the same tiles: the interpreter's sums are numpy's, whose order may hang on a tile's height
-    tiles = log_matmul.tiles
-    monkeypatch.setattr(log_matmul, "tiles", lambda *args, **options: tiles(*args, **options | {"plain": False}))
     nodes = stack(case, shape, c, dtype, device)
     pairs = shape[1] // 2
     expected = log_matmul.forward(nodes[:, 0 : 2 * pairs : 2], nodes[:, 1::2])
@@ -128,6 +139,23 @@ def test_in_place_is_the_same_to_the_last_bit(device, case, sizes, dtype, monkey
         assert torch.equal(work[:, rest], nodes[:, rest])
         if side == 0 or c <= 16:  # the transposed product adds in another order
             torch.testing.assert_close(operands[side], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("case", [dense, misaligned])
+def test_in_place_over_rows_longer_than_a_tile(device, case, by_rows, monkeypatch):
+    """Some rows of some matrices are copied at a time."""
+    monkeypatch.setattr(log_matmul, "_HELD", 1)
+    a, b = batch(case, (2, 2), (66, 33, 33), F64, device)
+    assert_product(log_matmul.forward(a.clone(), b), a, b)
+    nodes = a[..., :33, :].contiguous()
+    room = nodes.new_full((2, 2, 33, 66), NAN)
+    work = (room[..., ::2] if not by_rows else nodes.clone()).copy_(nodes)
+    tops = torch.zeros(2, 2, dtype=F64, device=device), b.amax((2, 3))
+    out_top = torch.full((2, 2), -INF, dtype=F64, device=device)
+    log_matmul.forward(work, b, work, a_top=tops[0], b_top=tops[1], out_top=out_top)
+    assert_product(work, nodes, b - tops[1][..., None, None])
+    assert torch.equal(out_top, work.amax((2, 3))) and (by_rows or room[..., 1::2].isnan().all())
 
 
 def test_in_place_walks_over_more_blocks_than_programs(device):
@@ -199,3 +227,15 @@ def test_shifts_are_added_without_loss(device):
         b = torch.tensor([offset - 3, offset], device=device).view(1, 1, 2, 1)
         exact = truth(a, b, F64).item()
         assert abs(log_matmul.forward(a, b).item() - exact) <= 2.0**-8 + 1e-5  # half of its own grain
+
+
+@pytest.mark.parametrize("offset", [3e5, 1e8, 1e10, -1e10, 1e30, 3e38, -3e38])
+def test_a_shift_in_bits_is_not_the_maximum(device, offset):
+    """What rounding it gains is taken out again; where that is too much, sums are redone."""
+    a = torch.full((1, 1, 2, 3), offset, device=device)
+    b = torch.tensor([0.0, -INF, 0.0], device=device).view(1, 1, 3, 1)
+    tops = torch.full((1, 1), offset, device=device), torch.zeros(1, 1, device=device)
+    for left, right, top in ((a, b, tops), (b.mT, a.mT, tops[::-1])):
+        out_top = torch.full((1, 1), -INF, device=device)
+        out = log_matmul.forward(left, right, a_top=top[0], b_top=top[1], out_top=out_top)
+        torch.testing.assert_close(out, torch.full_like(out, np.log(2.0)), rtol=0, atol=2e-6)

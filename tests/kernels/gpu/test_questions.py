@@ -60,7 +60,7 @@ def test_messages_entropy_and_covariances_are_those_of_the_cpu(name, lengths, de
 
 def test_few_long_chains_are_cut_whatever_is_asked(device, monkeypatch):
     pytest.importorskip("triton")
-    from logchain.kernels.gpu import chunked
+    from logchain.schedules import chunked
 
     p, q = (FAMILIES["detour"](F64, seed, n=1, t=1, v=5, c=2) for seed in (0, 1))
 

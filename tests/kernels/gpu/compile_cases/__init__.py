@@ -6,7 +6,14 @@ registers or shared memory: where these compile without a spill, the others do.
 
 import pkgutil
 
+from tests.kernels.gpu.compiled import TARGETS
+
 
 def modules() -> list[str]:
     """The modules of this package; a leading underscore says that a module tests the tests."""
     return sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
+
+
+def targets(module: str) -> list[str]:
+    """The targets that a module is compiled for. Kernels of chains are fitted to the shared memory that there is."""
+    return [target for target in TARGETS if target != "sm_86" or module.startswith("chain_")]

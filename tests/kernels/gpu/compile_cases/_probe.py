@@ -17,6 +17,16 @@ def crowded(a_ptr, b_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def crowded_loop(a_ptr, b_ptr, SIZE: tl.constexpr):
+    """More live numbers than registers from turn to turn."""
+    square = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    a = tl.load(a_ptr + square)
+    for _ in tl.range(0, 100):
+        a = a * 0.5 + tl.sum(tl.sum(a, 0), 0)
+    tl.store(b_ptr + square, a)
+
+
+@triton.jit
 def product(a_ptr, b_ptr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     square = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     a = tl.load(a_ptr + square)
@@ -36,6 +46,7 @@ def cases(target: str) -> list[Case]:
     exact = {"SIZE": 64, "PRECISION": "ieee"}
     return [
         Case("spills", crowded, matrices, {"SIZE": 128}, warps=1, dot=False),
+        Case("spills in a loop", crowded_loop, matrices, {"SIZE": 128}, warps=1, dot=False),
         Case("dies", Abort(), matrices, {}),
         Case("unknown argument", product, matrices | {"c_ptr": "*fp32"}, exact),
         Case("no tensor cores", product, matrices, exact | {"SIZE": 32}),

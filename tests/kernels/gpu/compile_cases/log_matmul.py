@@ -1,71 +1,87 @@
-"""The tiles of the log-semiring product that need most registers: all options on, and with the fastest loads."""
-
-from collections.abc import Iterator
-from dataclasses import replace
+"""The tiles of the log-semiring product: all options on, and with the fastest loads."""
 
 from logchain.kernels.gpu import log_matmul
 from logchain.kernels.gpu.log_matmul_tiles import TILES
 from tests.kernels.gpu.compiled import Case
 
-STRIDES = [f"stride_{name}" for name in "ag ap am ak bg bp bk bn og op om on atg atp btg btp otg otp".split()]
-WIDTHS = "M N K AM AK BK BN OM ON".split()
+REGISTERS, WALK, MEMORY = range(3)
 TYPES = {"float32": "*fp32", "float64": "*fp64", "bfloat16": "*bf16"}
 
 
 def cases(target: str) -> list[Case]:
-    precisions = ("tf32x3", "tf32") if target.startswith("sm_") else ("ieee", "tf32")
+    exact = "tf32x3" if target.startswith("sm_") else "ieee"
     found = []
     for shape, tile in TILES[target].items():
-        double = shape in ("tiny double", "double")
-        for precision in ("ieee",) if double else precisions:
-            found += _cases(shape, tile, "float64" if double else "float32", precision)
-    others = {"aligned": True, "precision": precisions[0]}
-    large, rows = TILES[target]["large"], TILES[target]["rows"]
-    found.append(_case("large bfloat16", large, "bfloat16", **others))
-    found.append(_case("rows bfloat16 transposed", rows, "bfloat16", **others, transposed=True))
+        dtype, precision = ("float64", "ieee") if "double" in shape else ("float32", exact)
+        aligned = shape in ("short", "medium", "middle", "large")
+        options = {"aligned": aligned, "precision": precision}
+        maxima = {"short": REGISTERS, "large": MEMORY}.get(shape, WALK)
+        found.append(_case(shape, tile, dtype, maxima=maxima, **options))
+        if shape != "large":
+            found.append(_case(f"{shape} in place", tile, dtype, maxima=maxima, in_place=True, **options))
+        if shape in ("tiny", "small", "tiny double", "double"):
+            found.append(_case(f"{shape} in registers", tile, dtype, maxima=REGISTERS, **options))
+    large = TILES[target]["large"]
+    options = {"aligned": True, "maxima": MEMORY}
+    if target.startswith("sm_"):  # kernels for AMD take another logarithm, where torch is for AMD
+        found.append(_case("large fast", large, "float32", precision="tf32", **options))
+    found.append(_case("large bfloat16", large, "bfloat16", precision=exact, **options))
+    found.append(_case("large transposed", large, "float32", precision=exact, transposed=True, **options))
+    for in_place in (False, True):
+        name = "redone in place" if in_place else "redone"
+        found.append(_case(name, large, "float32", precision=exact, in_place=in_place, redo=True))
+        found.append(_case(name, TILES[target]["double"], "float64", precision="ieee", in_place=in_place, redo=True))
     # the narrowest load behind a float64 product
-    mixed = _case("double times bfloat16", TILES[target]["double"], "float64", precision="ieee")
-    found.append(replace(mixed, arguments=mixed.arguments | {"b_ptr": "*bf16"}))
-    found.append(_case("rows transposed", rows, "float32", **others, transposed=True))
-    found.append(_case("rows transposed in place", rows, "float32", **others, transposed=True, whole=True))
-    found.append(_case("rows transposed in place, walking", rows, "float32", **others, transposed=True, whole=False))
-    return [case for case in found if not _has_room(case, precisions[-1], target)]
+    double = TILES[target]["double"]
+    found.append(_case("double times bfloat16", double, "float64", precision="ieee", maxima=WALK, b_type="*bf16"))
+    found += [_maxima(dtype, aligned) for dtype, aligned in (("float32", True), ("float32", False), ("float64", True))]
+    return found
 
 
-def _has_room(case: Case, fast: str, target: str) -> bool:
-    """Another case of the tile needs more registers; in TF32 only the rows come as close, on AMD none does."""
-    precision, amd = case.constants["PRECISION"], target == "gfx942"
-    alike = ["odd float32", "double float64", "rows bfloat16 transposed", "rows transposed", "rows transposed in place"]
-    if amd:
-        alike += ["tiny float32", "small float32", "medium float32", "tiny double float64"]
-        alike += [f"{shape} {precision} in place" for shape in ("odd float32", "rows float32", "double float64")]
-    another = case.name in alike or case.name.removesuffix(f" {precision}") in alike
-    return another or (precision == fast and (amd or not case.name.startswith("rows")))
-
-
-def _cases(shape, tile, dtype, precision) -> Iterator[Case]:
-    name, aligned = f"{shape} {dtype} {precision}", shape in ("medium", "large", "rows")
-    if shape != "rows":
-        yield _case(name, tile, dtype, precision, aligned=aligned)
-    if shape not in ("wide", "tall", "large"):
-        yield _case(f"{name} in place", tile, dtype, precision, aligned=aligned, whole=True)
-    if shape in ("odd", "rows", "double"):
-        yield _case(f"{name} in place, walking", tile, dtype, precision, aligned=aligned, whole=False)
-
-
-def _case(name, tile, dtype, precision, *, aligned=False, transposed=False, whole=None) -> Case:
-    """All options on. `aligned`: loads of 16 bytes. `whole`: in place, with rows of one tile or of several."""
-    kernel = log_matmul.forward_kernel if whole is None else log_matmul.in_place_kernel
+def _case(
+    name,
+    tile,
+    dtype,
+    *,
+    precision,
+    maxima=None,
+    aligned=False,
+    transposed=False,
+    in_place=False,
+    redo=False,
+    b_type=None,
+) -> Case:
+    """All options on. `aligned`: loads of four entries. `redo`: the kernel that comes after."""
+    kernel = log_matmul.redo_kernel if redo else log_matmul.product_kernel
     result = "*fp64" if dtype == "float64" else "*fp32"
-    types = {"a_ptr": TYPES[dtype], "b_ptr": TYPES[dtype], "out_ptr": result, "scratch_ptr": result}
-    types |= dict.fromkeys(("a_top_ptr", "b_top_ptr", "out_top_ptr"), result) | {"rescued_ptr": "*i64"}
-    types |= dict.fromkeys(("batches", "p", "m", "n", "k", *STRIDES), "i32")
-    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "UNROLL": tile.unroll}
-    constants |= {"DEPTH": tile.depth, "PRECISION": precision, "WHOLE": whole}
-    ones = ("AM", "BK", "ON") if transposed else ("AK", "BN", "ON")
-    constants |= {f"stride_{name.lower()}": 1 for name in ones}
-    constants |= {f"WIDTH_{name}": 4 if aligned and name not in ones else 1 for name in WIDTHS}
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    arguments = {name: types[name] for name in kernel.arg_names if name not in constants}
-    divisible = tuple(name for name in ("a_ptr", "b_ptr", "out_ptr", "scratch_ptr") if aligned and name in arguments)
-    return Case(name, kernel, arguments, constants, divisible, tile.warps, tile.stages)
+    types = {"a_ptr": result if in_place else TYPES[dtype], "b_ptr": b_type or TYPES[dtype], "rescued_ptr": "*i64"}
+    types |= dict.fromkeys(("out_ptr", "room_ptr", "a_top_ptr", "b_top_ptr", "out_top_ptr"), result)
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PRECISION": precision}
+    constants |= {"MAXIMA": maxima} | _layout(aligned, transposed) | ({"out_ptr": None} if in_place else {})
+    title = f"{name} {dtype} {precision}"
+    warps, stages = (4, 1) if redo else (tile.warps, tile.stages)
+    return _made(title, kernel, types, constants, aligned, warps, stages)
+
+
+def _maxima(dtype, aligned) -> Case:
+    types = {"a_ptr": TYPES[dtype], "b_ptr": TYPES[dtype], "top_ptr": TYPES[dtype]}
+    kept = dict(log_matmul._MAXIMA)
+    warps = kept.pop("num_warps")
+    name = f"maxima {dtype}{' aligned' if aligned else ''}"
+    constants = kept | _layout(aligned, transposed=False)
+    return _made(name, log_matmul.maxima_kernel, types, constants, aligned, warps, 3, dot=False)
+
+
+def _layout(aligned, transposed) -> dict[str, object]:
+    ones = ("am", "bk") if transposed else ("ak", "bn")
+    return {"LAYOUT": " ".join(ones) if aligned else ""} | {f"stride_{axis}": 1 for axis in ones}
+
+
+def _made(name, kernel, types, constants, aligned, warps, stages, **options) -> Case:
+    """Arguments that are left are integers."""
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    if kernel is log_matmul.redo_kernel:  # which is made for any strides
+        constants = {key: value for key, value in constants.items() if not key.startswith("stride")}
+    arguments = {key: types.get(key, "i32") for key in kernel.arg_names if key not in constants}
+    pointers = tuple(key for key in ("a_ptr", "b_ptr", "out_ptr") if aligned and key in arguments)
+    return Case(name, kernel, arguments, constants, pointers, warps, stages, **options)

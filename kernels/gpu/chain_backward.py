@@ -1,0 +1,276 @@
+"""Posteriors of chains that share their matrices, and the factors of their transitions' expected counts.
+
+    w_i = exp(x_i) b_i        b_{i-1} = P_i w_i        nu_i = sum_k a_i(k) b_i(k)        posterior_i = a_i b_i / nu_i
+    r_i = w_i / nu_{i-1}      expected count of (k, j) = a_{i-1}(k) P_i(k, j) / 2^k_i r_i(j), which sums to 1
+
+a are the linear messages of `chain_forward` and 2^k_i is a matrix's bound, see `chains`. b matters up to a factor: a
+row's w is divided by powers of two as in `scaled`, which nobody needs to add up. w is 0 where no path leads.
+
+What is lost. An entry of a may have been raised to FLOOR, a product or w may underflow. Summed over states against the
+messages of the other direction, a loss is the same at every step; it is below 2^-30 of nu where nu, beside the largest
+entry of w, is at least `trusted`. A sequence with another nu is doubtful, and its results mean nothing.
+
+Cost and programs are those of `chain_forward`, with rows of P for columns. nu is a sum over all parts: each stores its
+share beside its part of w, and everybody divides one step later, behind a meeting that is there anyway.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .chain_forward import GROUP, _potentials, part_of, parts_of, tile_of
+from .chain_posteriors import SHARES, exact, factor_of, finish, following, gather, publish, scale_kernel, share_of
+from .chains import Operands, room
+from .meeting import arrive, counter_of, take_ticket, wait, words
+from .scaled import halves, linear, multiply, next_shift, target
+from .tiles import at, far, multiple, multiples, widened
+
+
+class Form(NamedTuple):
+    """What the kernel is compiled for: `strides` of a matrix's rows and columns, `widths` of x, matrices, gradients."""
+
+    c: int
+    parts: int
+    log_params: bool
+    precision: str
+    strides: tuple[int, int]
+    widths: tuple[int, int, int]
+
+
+@triton.jit(do_not_specialize=["v", "g", "m"])
+def _backward_kernel(
+    x_ptr, bulk_ptr, bound_ptr, level_ptr, message_ptr, scale_ptr, final_ptr, ends_ptr, grad_ptr, grad_start_ptr,
+    r_ptr, w_ptr, doubt_ptr, counters_ptr,
+    v, g, m, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg,
+    stride_dv, stride_dg, stride_dm, stride_dc, FORM: tl.constexpr,
+):  # fmt: skip
+    """One program computes a part of the states of GROUP sequences."""
+    C: tl.constexpr = FORM.c
+    PARTS: tl.constexpr = FORM.parts
+    DTYPE: tl.constexpr = message_ptr.dtype.element_ty
+    DOUBLE: tl.constexpr = DTYPE == tl.float64
+    PART: tl.constexpr = part_of(C, PARTS)
+    TOP: tl.constexpr = 2.0 ** target(DOUBLE)
+    stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, FORM.widths[0])
+    stride_bv, stride_bg = multiple(stride_bv, FORM.widths[1]), multiple(stride_bg, FORM.widths[1])
+    stride_dv, stride_dg, stride_dm = multiples(stride_dv, stride_dg, stride_dm, FORM.widths[2])
+
+    ticket = take_ticket(counters_ptr)
+    part, group = ticket % PARTS, ticket // PARTS
+    counter_ptr = counter_of(counters_ptr, group)
+    blocks = tl.cdiv(m, GROUP)
+    z, first = (group // blocks).to(tl.int64), (group % blocks).to(tl.int64) * GROUP
+    sequence = z * m + first
+    members = tl.arange(0, GROUP)
+    inside = members < m - first
+    states = tl.arange(0, min(tile_of(C), 128))
+    columns = part * PART + tl.arange(0, tile_of(PART))
+    end = tl.minimum(part * PART + PART, C)
+    own = inside[:, None] & (columns < end)[None, :]
+    tile = members[:, None] * C + columns[None, :]
+
+    pitch = g.to(tl.int64) * m * C
+    message_ptr += sequence * C
+    share_ptr = w_ptr + 2 * pitch + (sequence + members) * PARTS
+    w_ptr += sequence * C
+    pitch_share = 2 * pitch // C * PARTS
+    grad_start_ptr += sequence * C
+    if grad_ptr is not None:
+        grad_ptr += z * stride_dg + first * stride_dm
+    if r_ptr is not None:
+        r_ptr += sequence * C
+    scale = tl.load(scale_ptr + sequence + members, mask=inside, other=0.0)
+    living = own & (scale != 0.0)[:, None]
+    nan = scale != scale  # b is NaN from the last step on
+    scale = tl.where(nan, 1.0, scale)
+    if ends_ptr is None:
+        ends = tl.full((GROUP,), 0, tl.int32) + v
+    else:
+        ends = tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32)
+    last = tl.max(ends)
+    b_end = tl.where(nan, float("nan"), TOP).to(DTYPE)[:, None]
+    if final_ptr is not None:
+        b_end *= following(final_ptr + sequence * C, message_ptr, ends, members, columns, inside, own, pitch, C)
+    lasting = tl.where(scale == 0.0, 0, ends)
+
+    # the last step
+    i = last - 1
+    x_ptr += z * stride_xg + first * stride_xm + far(i, stride_xv)
+    level_ptr += sequence + far(i, pitch // C)
+    level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
+    message_ptr += far(i, pitch)
+    a = tl.load(message_ptr + tile, mask=living, other=0.0)
+    b_last = tl.where((lasting == last)[:, None], b_end, 0.0)
+    w, joint = b_last * factor_of(x, level, a), b_last * share_of(a)
+    # behind a sequence's end, what makes no shift and no doubt
+    share = tl.where(lasting == last, tl.sum(joint, 1), TOP)
+    largest = tl.where(lasting == last, tl.max(w, 1), TOP)
+    tl.store(w_ptr + i % 2 * pitch + tile, w, mask=own, cache_modifier=".cg")
+    publish(share_ptr + i % SHARES * pitch_share, share, largest, part, inside, pitch_share, PARTS)
+    arrive(counter_ptr, PARTS)
+    old_w = tl.zeros_like(w)  # of the step after, whose r has to wait for nu
+    top = tl.full((GROUP,), TOP, DTYPE)
+    shift = tl.zeros((GROUP,), tl.int32)
+    lost = inside & (shift > 0)
+
+    if ends_ptr is not None:
+        for behind in tl.range(last, v):
+            if grad_ptr is not None:
+                tl.store(at(grad_ptr + far(behind, stride_dv), members, columns, stride_dm, stride_dc), old_w, mask=own)
+            if r_ptr is not None:
+                tl.store(r_ptr + far(behind, pitch) + tile, old_w, mask=own)
+
+    more = i > 0
+    bulk_ptr += z * stride_bg + far(i - 1, stride_bv) + far(part * PART, FORM.strides[0])
+    pitch_bound = tl.where(stride_bv == 0, 0, g)
+    bound_ptr += z + far(i - 1, pitch_bound)
+    p, p_rest = _matrix(bulk_ptr, states, columns, tl.where(more, end, 0), FORM, DTYPE)
+    bound = tl.load(bound_ptr, mask=more, other=0)
+    x_ptr -= tl.where(more, stride_xv, 0)
+    level_ptr -= tl.where(more, pitch // C, 0)
+    message_ptr -= tl.where(more, pitch, 0)
+    level, x = _potentials(level_ptr, x_ptr, members, columns, own & more, inside, stride_xm, stride_xc, DTYPE)
+    a = tl.load(message_ptr + tile, mask=living & more, other=0.0)
+    arrivals = PARTS + 0
+    while i > 0:
+        i -= 1
+        factor, joint_factor = factor_of(x, level + shift, a), share_of(a)
+        high, low = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
+        high_rest, low_rest = halves(linear(p_rest, bound >> 1, FORM.log_params), FORM.precision)
+        b_begin = 0.0 if ends_ptr is None else tl.where((i + 1 == lasting)[:, None], b_end, 0.0)
+        wait(counter_ptr, arrivals, PARTS)
+        ahead, ahead_rest = _ahead(w_ptr + (i + 1) % 2 * pitch, states, members, inside, C)
+        more = i > 0
+        x_ptr -= tl.where(more, stride_xv, 0)
+        level_ptr -= tl.where(more, pitch // C, 0)
+        message_ptr -= tl.where(more, pitch, 0)
+        bulk_ptr -= tl.where(more, stride_bv, 0)
+        bound_ptr -= tl.where(more, pitch_bound, 0)
+        p, p_rest = _matrix(bulk_ptr, states, columns, end, FORM, DTYPE)
+        bound = tl.load(bound_ptr)
+        level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
+        a = tl.load(message_ptr + tile, mask=living, other=0.0)
+
+        b = multiply(ahead, high, low, FORM.precision)
+        if C > 128:
+            b += multiply(ahead_rest, high_rest, low_rest, FORM.precision)
+        b = tl.sum(b[:, :, None], 2)
+        b = tl.where((i + 1 < lasting)[:, None], b, b_begin)  # a NaN may wait in a matrix behind a sequence's end
+        new_w, new_joint = b * factor, b * joint_factor
+        new_share = tl.where(i < lasting, tl.sum(new_joint, 1), TOP)
+        new_largest = tl.where(i < lasting, tl.max(new_w, 1), TOP)
+        tl.store(w_ptr + i % 2 * pitch + tile, new_w, mask=own, cache_modifier=".cg")
+        publish(share_ptr + i % SHARES * pitch_share, new_share, new_largest, part, inside, pitch_share, PARTS)
+        arrive(counter_ptr, PARTS)
+        arrivals += PARTS
+        # the step before this one: all have stored their shares of its nu
+        nu, largest = gather(share_ptr + (i + 1) % SHARES * pitch_share, share, largest, inside, pitch_share, PARTS)
+        lost |= exact(nu, top) == 0
+        finish(
+            joint, old_w, nu, scale, i + 1, v, members, columns, own, pitch,
+            grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
+        )  # fmt: skip
+        top, shift = largest, next_shift(largest, shift)
+        joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
+    wait(counter_ptr, arrivals, PARTS)
+    nu, _ = gather(share_ptr, share, largest, inside, pitch_share, PARTS)
+    lost |= exact(nu, top) == 0
+    gamma = finish(
+        joint, old_w, nu, scale, 0, v, members, columns, own, pitch,
+        grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
+    )  # fmt: skip
+    tl.store(grad_start_ptr + tile, gamma, mask=own)
+    tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
+
+
+@triton.jit
+def _matrix(bulk_ptr, states, rows, end, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows of a matrix as columns (states, rows), and the same of states that are 128 more."""
+    nothing: tl.constexpr = float("-inf") if FORM.log_params else 0.0
+    local = tl.arange(0, rows.shape[0])
+    here = at(bulk_ptr, states, local, FORM.strides[1], FORM.strides[0])
+    p = tl.load(here, mask=(states < FORM.c)[:, None] & (rows < end)[None, :], other=nothing)
+    rest = p
+    if FORM.c > 128:
+        here += 128 * FORM.strides[1]
+        rest = tl.load(here, mask=(states + 128 < FORM.c)[:, None] & (rows < end)[None, :], other=nothing)
+    return widened(p, DTYPE), widened(rest, DTYPE)
+
+
+@triton.jit
+def _ahead(w_ptr, states, members, inside, C: tl.constexpr):
+    """The message w that all parts have written, in the same two pieces."""
+    here = w_ptr + members[:, None] * C + states[None, :]
+    w = tl.load(here, mask=inside[:, None] & (states < C)[None, :], other=0.0, cache_modifier=".cg")
+    rest = w
+    if C > 128:
+        mask = inside[:, None] & (states + 128 < C)[None, :]
+        rest = tl.load(here + 128, mask=mask, other=0.0, cache_modifier=".cg")
+    return w, rest
+
+
+def warps_of(c: int, wide: int, double: bool, amd: bool) -> int:
+    """The warps of a program that computes `wide` of c states: no more registers than there are."""
+    return 8 if c > 32 and not amd and (wide > 32 or double) else 4
+
+
+def memory(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
+    """Memory for two steps of w, with shares of nu behind them, and for scales (g, m)."""
+    _, g, m, c = chain.shape
+    sizes = [2 * g * m * c + 2 * SHARES.value * g * m * parts, g * m]
+    w, scale = torch.empty(sum(sizes), dtype=chain.dtype, device=chain.x.device).split(sizes)
+    return w, scale
+
+
+def backward(
+    chain: Operands,
+    messages: Tensor,
+    redone: Tensor,
+    log_norm: Tensor,
+    weight: Tensor,
+    *,
+    grad_x: Tensor | None,
+    grad_start: Tensor,
+    r: Tensor | None,
+    final: Tensor | None,
+    parts: int | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """Which sequences are doubtful (g, m), after gradients and r of the others are written.
+
+    Args:
+        chain: the operands of `chain_forward.forward`.
+        messages: (v, g, m, c), all that it kept.
+        redone: (g, m), bool, sequences whose messages are logarithms: they are left out, and zeros are written.
+        log_norm: (g, m), float64. -inf is an impossible sequence, without gradient; NaN makes all gradients NaN.
+        weight: (g, m) of any float type and strides; a sequence of weight 0 has gradient 0, whatever it holds.
+        grad_x: memory for weight times posterior (v, g, m, c), of any float type and strides, or None.
+        grad_start: memory for that of the first step (g, m, c), contiguous.
+        r: memory for r (v, g, m, c), contiguous, or None. r[0] means nothing; zeros where there is no transition.
+        final: b of each sequence's last step (g, m, c), contiguous logarithms up to a constant; None for b = 1.
+        parts: how many programs share sixteen sequences.
+        programs: how many are started, for a test that starts one at a time.
+    """
+    v, g, m, c = chain.shape
+    parts = parts_of(chain) if parts is None else parts
+    groups = g * triton.cdiv(m, GROUP.value)
+    bound, level, doubt, counters = room(chain, words(groups))
+    w, scale = memory(chain, parts)
+    warps = warps_of(c, part_of(c, parts), chain.double, launch.chip(chain.x) == "gfx942")
+    launch.run(
+        scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, g * m, m, *weight.stride(), BLOCK=256
+    )
+    strides = (0, 0, 0, 0) if grad_x is None else grad_x.stride()
+    width_x, width_grad = (launch.common_width(c, *each[:-1]) for each in (chain.x.stride(), strides))
+    widths = width_x, max(launch.widths(chain.bulk)), width_grad
+    form = Form(c, parts, chain.log_params, chain.precision, (chain.bulk.stride(2), chain.bulk.stride(3)), widths)
+    launch.run(
+        _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
+        chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
+        *strides, FORM=form, num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return doubt

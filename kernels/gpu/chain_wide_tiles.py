@@ -1,0 +1,171 @@
+"""The tiles of `chain_wide`: a product's sums in registers, its operands in blocks from memory.
+
+    sums(r, n) = sum_k message(r, k) right(k, n) / 2^exponent
+
+`right` is a matrix or its transpose, of linear entries or logarithms. Sums of a block are formed by tensor cores, and
+added as IEEE has it: tensor cores truncate, which over thousands of terms would be a bias.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .chains import Operands
+from .meeting import counter_of, take_ticket
+from .scaled import exponent_of, halves, linear, multiply, target
+from .tiles import multiple, multiples, widened
+
+# states from which on a step takes longer than a launch
+_APART = 2048
+
+
+class Tile(NamedTuple):
+    """A program's sequences and states, how many summands it loads at a time, and how it is compiled."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+WIDE = Tile(32, 64, 32, 8, 3)
+WIDER = Tile(32, 128, 32, 8, 3)
+# for at most 16 sequences of a set
+FEW = Tile(16, 64, 32, 4, 3)
+DOUBLE = Tile(32, 64, 16, 8, 3)
+# where entries are loaded one by one, which takes registers for their addresses; in a loop of its own kernel, as the
+# first cache holds what is loaded in less than 16 bytes, and does not see what others have stored since
+ODD = Tile(32, 32, 16, 8, 3)
+
+
+class Layout(NamedTuple):
+    """What the kernels of a chain are compiled for, in one argument.
+
+    `parts` programs have all columns of a row; `together`: they are of one launch and meet; `early`: there are
+    registers for a step's tile of x, and its like, before its product. `width_x` and `width_out` divide the strides of
+    x and its gradient, `width_k` and `width_j` those of matrices as `launch.widths` says.
+    """
+
+    c: int
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    parts: int
+    together: bool
+    early: bool
+    log_params: bool
+    precision: str
+    width_x: int
+    width_k: int
+    width_j: int
+    width_out: int
+
+
+@triton.jit
+def place(counters_ptr, m, L: tl.constexpr):
+    """The set, the first sequence, the part and the counter of a program."""
+    if L.together:
+        program = take_ticket(counters_ptr)
+    else:
+        program = tl.program_id(0)
+    group = program // L.parts
+    blocks = tl.cdiv(m, L.rows)
+    z, row = (group // blocks).to(tl.int64), (group % blocks).to(tl.int64) * L.rows
+    return z, row, program % L.parts, counter_of(counters_ptr, group)
+
+
+@triton.jit
+def strides(stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, stride_bj, L: tl.constexpr):
+    """The strides, in a form that tells the compiler what divides them."""
+    stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, L.width_x)
+    stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, L.width_k * L.width_j)[:2]
+    stride_bk, stride_bj = multiple(stride_bk, L.width_k), multiple(stride_bj, L.width_j)
+    return stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, stride_bj
+
+
+@triton.jit
+def product(left_ptr, right_ptr, inside, there, stride_k, stride_n, exponent, count, L: tl.constexpr):
+    """The tile's sums: rows of messages that are `inside`, columns of `right` that are `there`, k below `count`."""
+    DTYPE: tl.constexpr = left_ptr.dtype.element_ty
+    ROWS: tl.constexpr = L.rows
+    COLUMNS: tl.constexpr = L.columns
+    NOTHING: tl.constexpr = float("-inf") if L.log_params else 0.0
+    depth = tl.arange(0, L.depth)
+    left_ptr += tl.arange(0, ROWS)[:, None] * L.c + depth[None, :]
+    right_ptr += depth[:, None] * stride_k + tl.arange(0, COLUMNS)[None, :] * stride_n
+    sums = tl.zeros((ROWS, COLUMNS), DTYPE)
+    for k in tl.range(0, count, L.depth, num_stages=L.stages):
+        along = (depth < L.c - k) | (L.c % L.depth == 0)
+        a = tl.load(left_ptr, mask=inside[:, None] & along[None, :], other=0.0, cache_modifier=".cg")
+        p = tl.load(right_ptr, mask=along[:, None] & there[None, :], other=NOTHING)
+        high, low = halves(linear(widened(p, DTYPE), exponent, L.log_params), L.precision)
+        sums += multiply(a, high, low, L.precision)
+        left_ptr += L.depth
+        right_ptr += L.depth * stride_k
+    return sums
+
+
+@triton.jit
+def shift_from(top):
+    """The shift that brings a message whose largest entry was `top` to 2^TARGET."""
+    if top.dtype == tl.float64:
+        return tl.minimum(tl.maximum(exponent_of(top) - target(True), -900), 900)
+    else:
+        return tl.minimum(tl.maximum(exponent_of(top) - target(False), -100), 100)
+
+
+def tile_of(chain: Operands) -> Tile:
+    """The tile for a chain: of 500 sequences with 512 or 1,024 states, a device has one for each multiprocessor."""
+    _, _, m, c = chain.shape
+    if width_of(chain) != 4 or 4 not in launch.widths(chain.bulk):
+        return ODD
+    if chain.double:
+        return DOUBLE
+    if m <= FEW.rows:
+        return FEW
+    return WIDE if c < 640 or launch.chip(chain.x) == "gfx942" else WIDER
+
+
+def width_of(chain: Operands) -> int:
+    """How many entries of x one load can take."""
+    *strides, last = chain.x.stride()
+    return launch.common_width(chain.shape[3], *strides) if last == 1 else 1
+
+
+def early(tile: Tile, width_x: int, together: bool) -> bool:
+    """Whether each thread's entries of the tile are few, and next to each other."""
+    return together and width_x == 4 and tile.rows * tile.columns <= 256 * tile.warps and tile != DOUBLE
+
+
+def layout(
+    chain: Operands, tile: Tile, together: bool | None, out: Tensor | None = None
+) -> tuple[Layout, dict[str, Any]]:
+    """What the kernels are compiled for, with warps and stages; `together`: None where the device decides."""
+    c = chain.shape[3]
+    parts = triton.cdiv(c, tile.columns)
+    if together is None:
+        together = tile != ODD and c < _APART and parts <= launch.processors(chain.x)
+        together = together and chain.x.device.type == "cuda"
+    width_x = width_of(chain)
+    fixed = Layout(
+        c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, early(tile, width_x, together),
+        chain.log_params, chain.precision, width_x,
+        *launch.widths(chain.bulk), 1 if out is None else launch.common_width(c, *out.stride()[:-1]),
+    )  # fmt: skip
+    return fixed, {"num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def grid(chain: Operands, fixed: Layout) -> int:
+    """The number of programs."""
+    _, g, m, _ = chain.shape
+    return g * triton.cdiv(m, fixed.rows) * fixed.parts
+
+
+def launches(v: int, fixed: Layout) -> range:
+    """The first step of each launch, of steps 1 to v - 1."""
+    return range(1, min(v, 2) if fixed.together else v)
