@@ -161,12 +161,17 @@ def backward_kernel(
     for n in tl.range(1, last):
         i = last - 1 - n
         k_before = k
+        more = i > 0
+        matrix_ptr = bulk_ptr
+        bulk_ptr -= tl.where(more, stride_bv, 0)
         if HELD:
             raw, scaled = p, p
             if SAME:
                 k = bound >> 1
             else:
-                scaled, k, low = held(p, LOG_PARAMS)
+                if ALONE:
+                    p = tile(bulk_ptr, states, rows, own, stride_bj, stride_bk, True, C, LOG_PARAMS, DTYPE)
+                scaled, k, low = held(raw, LOG_PARAMS)
         if ALONE:
             ahead = w
         else:
@@ -177,17 +182,14 @@ def backward_kernel(
         nu, ratio = _total(share_ptr + (i + 1) % SLOTS * g * PARTS * 2, share, k_before, PARTS)
         if not ALONE:
             tl.debug_barrier()  # no load of the next step may overtake those of this one
-        more = i > 0
-        matrix_ptr = bulk_ptr
         a_now, level_now, x_now = a, level, x
         x_ptr -= tl.where(more, stride_xv, 0)
         level_ptr -= tl.where(more, g, 0)
         message_ptr -= tl.where(more, pitch, 0)
-        bulk_ptr -= tl.where(more, stride_bv, 0)
         level, x = potentials(level_ptr, x_ptr, rows, own, stride_xc, True, DTYPE)
         a = tl.load(message_ptr + rows, mask=own, other=0.0)
         if HELD:
-            if not SAME:
+            if not SAME and not ALONE:
                 p = tile(bulk_ptr, states, rows, own, stride_bj, stride_bk, True, C, LOG_PARAMS, DTYPE)
             b = summed(ahead[:, None] * scaled)
         else:

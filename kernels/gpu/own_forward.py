@@ -75,8 +75,15 @@ def forward_kernel(
         if SAME:
             p = linear(p, k, LOG_PARAMS)
     for i in tl.range(1, last):
-        if HELD and not SAME:
-            p, k, low = held(p, LOG_PARAMS)
+        more = i + 1 < last
+        matrix_ptr = bulk_ptr
+        bulk_ptr += tl.where(more, stride_bv, 0)
+        if HELD:
+            scaled = p
+            if not SAME:
+                if ALONE:
+                    p = tile(bulk_ptr, states, columns, own, stride_bk, stride_bj, True, C, LOG_PARAMS, DTYPE)
+                scaled, k, low = held(scaled, LOG_PARAMS)
         if not ALONE:
             wait(counter_ptr, PARTS * i, PARTS)
             if not HELD:
@@ -87,16 +94,12 @@ def forward_kernel(
         else:
             a = tl.load(before_ptr + states, mask=states < C, other=0.0, cache_modifier=".cg")
             tl.debug_barrier()  # no load of the next step may overtake that of the message
-        more = i + 1 < last
         admitted, level_now, x_now = x != float("-inf"), level, x
         x_ptr += tl.where(more, stride_xv, 0)
         level_ptr += tl.where(more, g, 0)
-        matrix_ptr = bulk_ptr
-        bulk_ptr += tl.where(more, stride_bv, 0)
         level, x = potentials(level_ptr, x_ptr, columns, own, stride_xc, True, DTYPE)
         if HELD:
-            scaled = p
-            if not SAME:
+            if not SAME and not ALONE:
                 p = tile(bulk_ptr, states, columns, own, stride_bk, stride_bj, True, C, LOG_PARAMS, DTYPE)
             u = summed(a[:, None] * scaled)
         else:
