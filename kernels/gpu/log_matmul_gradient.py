@@ -44,8 +44,9 @@ _PIECE = tl.constexpr(16)
 # the exponentials of terms have not underflowed where c is above this, see `TRUSTED`
 _DEEP = tl.constexpr(-55.0)
 
-# weight / exp(c) does not overflow in a product where it is below this
-_LARGE = tl.constexpr(1e30)
+# weight / exp(c) is multiplied by this, so that the halves of small ones are normal numbers; the product does not
+# overflow where it is below _LARGE
+_SCALE, _LARGE = tl.constexpr(2.0**24), tl.constexpr(1e31)
 
 
 @triton.jit(do_not_specialize=["p", "lines", "terms", "stride_g", "stride_p"])
@@ -133,7 +134,7 @@ def gradient_kernel(
             sums = tl.dot(left, right, sums, input_precision=PRECISION, out_dtype=DTYPE)
         a = _load(a_ptr, rows, inner, m, k, k, TRANSPOSED, DTYPE)
         mask = (rows < m)[:, None] & (inner < k)[None, :]
-        sums = tl.where(a == ZERO, 0.0, sums * exp(a))
+        sums = tl.where(a == ZERO, 0.0, sums * exp(a) * (1 / _SCALE))
         tl.store(at(out_ptr, rows, inner, k, 1), sums, mask=mask)
         tl.store(flag_ptr + tl.program_id(0), tl.max(deep))
 
@@ -171,9 +172,9 @@ def _add_deep(
 
 @triton.jit
 def _quotient(weight, c):
-    """`weight / exp(c)`, or 0 where shares are to be added term by term, and whether they are."""
+    """`_SCALE weight / exp(c)`, or 0 where shares are to be added term by term, and whether they are."""
     used = (weight != 0.0) & (c != float("-inf"))
-    quotient = weight * exp(-c)
+    quotient = weight * _SCALE * exp(-c)
     pairwise = used & ((c < _DEEP) | (tl.abs(quotient) > _LARGE))
     return tl.where(used & ~pairwise, quotient, 0.0), pairwise
 
