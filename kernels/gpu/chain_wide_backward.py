@@ -211,6 +211,7 @@ def _step_kernel(
             joint = tl.load(joint_ptr + tile, mask=own, other=0.0, cache_modifier=".cg")
         lost |= tl.max(doubtful(b, (a > 0.0) & (ending == 0)[:, None], bound & 1).to(tl.int32), 1) > 0
         x = x.to(DTYPE)
+        b = tl.where(live[:, None], b, 0.0)  # a NaN of others' may wait in a matrix
         if final_ptr is None:
             b = tl.where(ending[:, None], 2.0**TARGET, b)
         else:
