@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import launch
 from .chain_wide_backward import backward as backward
-from .chain_wide_tiles import Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
+from .chain_wide_tiles import ANY, Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
 from .chains import Operands, room
 from .meeting import arrive, wait, words
 from .scaled import doubtful, exp_scaled, floor, log_scaled, raised, target
@@ -29,7 +29,7 @@ from .tiles import at, exp, far, finite, log
 _BLOCK = tl.constexpr(1024)
 
 
-@triton.jit(do_not_specialize=["m", "stride_xg", "stride_xm"])
+@triton.jit(do_not_specialize=ANY)
 def _first_kernel(
     x_ptr, start_ptr, message_ptr, top_ptr, taken_ptr, log_norm_ptr, leaving_ptr, m, stride_xg, stride_xm, stride_xc,
     C: tl.constexpr, PARTS: tl.constexpr,
@@ -67,9 +67,7 @@ def _first(x_ptr, start_ptr, states, stride_xc, C: tl.constexpr):
     return start + tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=states < C, other=float("-inf")).to(tl.float64)
 
 
-@triton.jit(
-    do_not_specialize=["g", "m", "v", "first", "slots", "stride_xv", "stride_xg", "stride_xm", "stride_bv", "stride_bg"]
-)
+@triton.jit(do_not_specialize=ANY)
 def _step_kernel(
     x_ptr, bulk_ptr, bound_ptr, level_ptr, ends_ptr, message_ptr, top_ptr, taken_ptr, leaving_ptr, doubt_ptr,
     counters_ptr,
@@ -151,7 +149,7 @@ def _step_kernel(
     tl.store(doubt_ptr + sequence + members, tl.full((ROWS,), 1, tl.int8), mask=inside & lost)
 
 
-@triton.jit(do_not_specialize=["v", "g", "m", "slots"])
+@triton.jit(do_not_specialize=ANY)
 def _last_kernel(message_ptr, ends_ptr, taken_ptr, log_norm_ptr, doubt_ptr, v, g, m, slots, C: tl.constexpr):
     """One program computes the log-partition of one sequence from its last message."""
     row = tl.program_id(0).to(tl.int64)
