@@ -78,11 +78,9 @@ def walk(
     # the gradient of matrices of each sequence's own is written while they are in registers
     at_once = kernel is chain_own and len(chain.bulk) == len(messages) - 1
     if at_once and r is not None:
-        tmp = torch.empty(grad_bulk.shape, dtype=grad_bulk.dtype, device=grad_bulk.device)
         doubt = chain_own.backward(
-            chain, messages, redone, log_norm, weight, r=None, grad_bulk=tmp, by_log=by_log, **gradients
+            chain, messages, redone, log_norm, weight, r=None, grad_bulk=grad_bulk, by_log=by_log, **gradients
         )
-        grad_bulk.copy_(tmp)
     else:
         backward = chain_backward.backward if kernel is chain_forward else kernel.backward
         doubt = backward(chain, messages, redone, log_norm, weight, r=r, **gradients)

@@ -96,7 +96,6 @@ def _backward_kernel(
     if final_ptr is not None:
         b_end *= following(final_ptr + sequence * C, message_ptr, ends, members, columns, inside, own, pitch, C)
     lasting = tl.where(scale == 0.0, 0, ends)
-    judged = tl.where(nan, 0, lasting)  # steps whose nu has to be exact
 
     # the last step
     i = last - 1
@@ -107,14 +106,23 @@ def _backward_kernel(
     a = tl.load(message_ptr + tile, mask=living, other=0.0)
     b_last = tl.where((lasting == last)[:, None], b_end, 0.0)
     w, joint = b_last * factor_of(x, level, a), b_last * share_of(a)
-    share, largest = tl.sum(joint, 1), tl.max(w, 1)
+    # behind a sequence's end, what makes no shift and no doubt
+    share = tl.where(lasting == last, tl.sum(joint, 1), TOP)
+    largest = tl.where(lasting == last, tl.max(w, 1), TOP)
     tl.store(w_ptr + i % 2 * pitch + tile, w, mask=own, cache_modifier=".cg")
     publish(share_ptr + i % SHARES * pitch_share, share, largest, part, inside, pitch_share, PARTS)
     arrive(counter_ptr, PARTS)
-    old_w = w  # of the step after, whose r has to wait for nu
+    old_w = tl.zeros_like(w)  # of the step after, whose r has to wait for nu
     top = tl.full((GROUP,), TOP, DTYPE)
     shift = tl.zeros((GROUP,), tl.int32)
     lost = inside & (shift > 0)
+
+    if ends_ptr is not None:
+        for behind in tl.range(last, v):
+            if grad_ptr is not None:
+                tl.store(at(grad_ptr + far(behind, stride_dv), members, columns, stride_dm, stride_dc), old_w, mask=own)
+            if r_ptr is not None:
+                tl.store(r_ptr + far(behind, pitch) + tile, old_w, mask=own)
 
     more = i > 0
     bulk_ptr += z * stride_bg + far(i - 1, stride_bv) + far(part * PART, FORM.strides[0])
@@ -127,12 +135,14 @@ def _backward_kernel(
     message_ptr -= tl.where(more, pitch, 0)
     level, x = _potentials(level_ptr, x_ptr, members, columns, own & more, inside, stride_xm, stride_xc, DTYPE)
     a = tl.load(message_ptr + tile, mask=living & more, other=0.0)
-    for met in tl.range(1, last):
-        i = last - 1 - met
+    arrivals = PARTS + 0
+    while i > 0:
+        i -= 1
         factor, joint_factor = factor_of(x, level + shift, a), share_of(a)
         high, low = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
         high_rest, low_rest = halves(linear(p_rest, bound >> 1, FORM.log_params), FORM.precision)
-        wait(counter_ptr, PARTS * met, PARTS)
+        b_begin = 0.0 if ends_ptr is None else tl.where((i + 1 == lasting)[:, None], b_end, 0.0)
+        wait(counter_ptr, arrivals, PARTS)
         ahead, ahead_rest = _ahead(w_ptr + (i + 1) % 2 * pitch, states, members, inside, C)
         more = i > 0
         x_ptr -= tl.where(more, stride_xv, 0)
@@ -149,40 +159,32 @@ def _backward_kernel(
         if C > 128:
             b += multiply(ahead_rest, high_rest, low_rest, FORM.precision)
         b = tl.sum(b[:, :, None], 2)
-        b = tl.where((i + 1 < lasting)[:, None], b, 0.0)  # a NaN may wait in a matrix behind a sequence's end
-        if ends_ptr is not None:
-            b = tl.where((i + 1 == lasting)[:, None], b_end, b)
+        b = tl.where((i + 1 < lasting)[:, None], b, b_begin)  # a NaN may wait in a matrix behind a sequence's end
         new_w, new_joint = b * factor, b * joint_factor
-        new_share, new_largest = tl.sum(new_joint, 1), tl.max(new_w, 1)
+        new_share = tl.where(i < lasting, tl.sum(new_joint, 1), TOP)
+        new_largest = tl.where(i < lasting, tl.max(new_w, 1), TOP)
         tl.store(w_ptr + i % 2 * pitch + tile, new_w, mask=own, cache_modifier=".cg")
         publish(share_ptr + i % SHARES * pitch_share, new_share, new_largest, part, inside, pitch_share, PARTS)
         arrive(counter_ptr, PARTS)
+        arrivals += PARTS
         # the step before this one: all have stored their shares of its nu
         nu, largest = gather(share_ptr + (i + 1) % SHARES * pitch_share, share, largest, inside, pitch_share, PARTS)
-        lost |= (i + 1 < judged) & (exact(nu, top) == 0)
+        lost |= exact(nu, top) == 0
         finish(
-            joint, old_w, nu, scale, i + 1, last, members, columns, own, pitch,
+            joint, old_w, nu, scale, i + 1, v, members, columns, own, pitch,
             grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
         )  # fmt: skip
         top, shift = largest, next_shift(largest, shift)
-        if ends_ptr is not None:
-            top, shift = tl.where(i + 1 == lasting, TOP, top), tl.where(i + 1 < lasting, shift, 0)
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
-    wait(counter_ptr, PARTS * last, PARTS)
+    wait(counter_ptr, arrivals, PARTS)
     nu, _ = gather(share_ptr, share, largest, inside, pitch_share, PARTS)
-    lost |= (judged > 0) & (exact(nu, top) == 0)
+    lost |= exact(nu, top) == 0
     gamma = finish(
-        joint, old_w, nu, scale, 0, last, members, columns, own, pitch,
+        joint, old_w, nu, scale, 0, v, members, columns, own, pitch,
         grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C,
     )  # fmt: skip
     tl.store(grad_start_ptr + tile, gamma, mask=own)
     tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
-    nothing = tl.zeros((GROUP, tile_of(PART)), DTYPE)
-    for i in tl.range(last, v):
-        if grad_ptr is not None:
-            tl.store(at(grad_ptr + far(i, stride_dv), members, columns, stride_dm, stride_dc), nothing, mask=own)
-        if r_ptr is not None:
-            tl.store(r_ptr + far(i, pitch) + tile, nothing, mask=own)
 
 
 @triton.jit
@@ -209,6 +211,11 @@ def _ahead(w_ptr, states, members, inside, C: tl.constexpr):
         mask = inside[:, None] & (states + 128 < C)[None, :]
         rest = tl.load(here + 128, mask=mask, other=0.0, cache_modifier=".cg")
     return w, rest
+
+
+def warps_of(c: int, wide: int, double: bool, amd: bool) -> int:
+    """The warps of a program that computes `wide` of c states: no more registers than there are."""
+    return 8 if c > 32 and not amd and (wide > 32 or double) else 4
 
 
 def memory(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
@@ -253,6 +260,7 @@ def backward(
     groups = g * triton.cdiv(m, GROUP.value)
     bound, level, doubt, counters = room(chain, words(groups))
     w, scale = memory(chain, parts)
+    warps = warps_of(c, part_of(c, parts), chain.double, launch.chip(chain.x) == "gfx942")
     launch.run(
         scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, g * m, m, *weight.stride(), BLOCK=256
     )
@@ -263,6 +271,6 @@ def backward(
     launch.run(
         _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
         chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
-        *strides, FORM=form, num_warps=launch.warps(c), num_stages=1,
+        *strides, FORM=form, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return doubt

@@ -116,5 +116,5 @@ def counts(
     launch.run(
         _counts_kernel, (min(_PROGRAMS, tiles),), chain.bulk, chain.ends, messages, redone, marked, r, weight, out,
         v, g, m, s * g, *chain.strides[4:], *weight.stride(), *out.stride(), C=c, LOG_PARAMS=chain.log_params,
-        BY_LOG=by_log or chain.log_params, SUMMED=s == 1, ADDED=m > 1 or s == 1, **launch.all_registers(4),
+        BY_LOG=by_log or chain.log_params, SUMMED=s == 1, ADDED=m > 1 or s < v - 1, **launch.all_registers(4),
     )  # fmt: skip

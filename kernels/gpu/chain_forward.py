@@ -22,18 +22,20 @@ from . import launch
 from .chains import Operands, room
 from .meeting import arrive, counter_of, take_ticket, wait, words
 from .scaled import (
+    below,
     doubtful,
     exp_scaled,
-    floor,
     halves,
+    level_of,
     linear,
     log_scaled,
     multiply,
     next_shift,
     raised,
+    started,
     target,
-)  # fmt: skip
-from .tiles import at, exp, far, finite, log, multiple, multiples, widened
+)
+from .tiles import at, far, log, multiple, multiples, widened
 
 # sequences of a group
 GROUP = tl.constexpr(16)
@@ -97,20 +99,19 @@ def _forward_kernel(
         ends = tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32)
     last = tl.max(ends)
 
-    # the first message; what is taken out of it waits where its log-partition will be
-    total = _first(start_ptr, x_ptr, members, states, whole, stride_xm, stride_xc, C)
-    top = finite(tl.max(total, 1))
-    total = _first(start_ptr, x_ptr, members, columns, own, stride_xm, stride_xc, C)
-    new = exp((total - top[:, None]).to(DTYPE)) * 2.0 ** target(DOUBLE)
-    new = tl.maximum(new, floor(DOUBLE), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(message_ptr + tile, tl.where(total == float("-inf"), 0.0, new), mask=own, cache_modifier=".cg")
-    tl.store(log_norm_ptr, top, mask=inside & (part == 0))
+    # the first message
+    start = tl.load(start_ptr + members[:, None] * C + states[None, :], mask=whole, other=float("-inf"))
+    start_level, level = level_of(tl.max(start, 1)), tl.load(level_ptr + members, mask=inside, other=0)
+    first_logs = _first(start_ptr, x_ptr, members, states, whole, start_level, level, stride_xm, stride_xc, C)
+    top = level_of(tl.max(first_logs, 1))
+    first_logs = _first(start_ptr, x_ptr, members, columns, own, start_level, level, stride_xm, stride_xc, C)
+    tl.store(message_ptr + tile, started(first_logs, top[:, None], DTYPE), mask=own, cache_modifier=".cg")
     arrive(counter_ptr, PARTS)
-    taken = tl.full((GROUP,), -target(DOUBLE), tl.int64)
+    taken = start_level.to(tl.int64) + level + top - target(DOUBLE)
     shift = tl.zeros((GROUP,), tl.int32)
     doubt = own & (tl.zeros_like(columns) > 0)[None, :]
 
-    first_x_ptr = x_ptr
+    first_x_ptr, first_level_ptr = x_ptr, level_ptr
     x_ptr += stride_xv
     final = tl.zeros((GROUP, tile_of(PART)), DTYPE)
     bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, last > 1, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
@@ -157,8 +158,9 @@ def _forward_kernel(
             at(first_x_ptr, members, columns, stride_xm, stride_xc) + ((ends - 1).to(tl.int64) * stride_xv)[:, None],
             mask=own, other=float("-inf"),
         )  # fmt: skip
-        logs = log(final * 2.0 ** -target(DOUBLE)).to(tl.float64) + x.to(tl.float64)
-        logs = tl.where((ends == 1)[:, None], total - top[:, None], logs)
+        level = tl.load(first_level_ptr + members + (ends - 1).to(tl.int64) * (pitch // C), mask=inside, other=0)
+        logs = log(final * 2.0 ** -target(DOUBLE)).to(tl.float64) + below(x, level[:, None])
+        logs = tl.where((ends == 1)[:, None], below(first_logs, top[:, None]), logs)
         tl.store(leaving_ptr + tile, logs.to(DTYPE), mask=own)
 
     lost = tl.max(doubt.to(tl.int32), 1) > 0
@@ -167,17 +169,16 @@ def _forward_kernel(
         at_end = message_ptr + (((ends - 1) % slots).to(tl.int64) * pitch + members * C)[:, None] + states[None, :]
         sums = tl.sum(tl.load(at_end, mask=whole, other=0.0, cache_modifier=".cg"), 1)
         lost |= doubtful(sums, inside, 0)
-        top = tl.load(log_norm_ptr, mask=inside)
-        tl.store(log_norm_ptr, top + log_scaled(sums, taken), mask=inside)
+        tl.store(log_norm_ptr, log_scaled(sums, taken), mask=inside)
     tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
 
 
 @triton.jit
-def _first(start_ptr, x_ptr, members, states, mask, stride_xm, stride_xc, C: tl.constexpr):
-    """log(start exp(x_0)) in float64."""
+def _first(start_ptr, x_ptr, members, states, mask, start_level, level, stride_xm, stride_xc, C: tl.constexpr):
+    """log(start exp(x_0)) less both levels, in float64."""
     start = tl.load(start_ptr + members[:, None] * C + states[None, :], mask=mask, other=float("-inf"))
     x = tl.load(at(x_ptr, members, states, stride_xm, stride_xc), mask=mask, other=float("-inf"))
-    return start + x.to(tl.float64)
+    return below(start, start_level[:, None]) + below(x, level[:, None])
 
 
 @triton.jit

@@ -25,29 +25,18 @@ from . import launch
 from .chains import Operands
 from .scaled import (
     doubtful,
-    exp_scaled,
     exponent_of,
     floor,
     halves,
     least_exponent,
     level_of,
-    linear,
     log_scaled,
     multiply,
-    next_shift,
     power_of_two,
     target,
 )
-from .tiles import any_of, exp, far, finite, multiple, multiples, widened
-
-# the most states whose products a program holds in registers
-STATES = 64
-
-
-@triton.constexpr_function
-def block_of(c):
-    """The length of a tile's axis for so many states."""
-    return max(16, triton.next_power_of_2(c))
+from .segment_product import block_of, enough, potentials, raised_sums, registers, segment_product, warps
+from .tiles import any_of, exp, far, finite, multiple, multiples
 
 
 @triton.jit(do_not_specialize=["v", "m", "length", "segments", "members"])
@@ -77,7 +66,7 @@ def _long_kernel(
 
     if segment < there:
         begin = segment * length
-        u, taken = _segment(
+        u, taken = segment_product(
             x_ptr, bulk_ptr, begin, tl.minimum(begin + length, last), stride_xv, stride_xc, stride_bv, STRIDE_BK,
             STRIDE_BJ, C, SAME, LOG_PARAMS, PRECISION, product_ptr.dtype.element_ty,
         )  # fmt: skip
@@ -97,126 +86,6 @@ def _long_kernel(
                     x_ptr, start_ptr + n * C, product_ptr, taken_ptr, log_norm_ptr + n, doubt_ptr + n, states, segments,
                     groups_there, members * length, last, stride_xv, stride_xc, C, PRECISION,
                 )  # fmt: skip
-
-
-@triton.jit
-def _segment(
-    x_ptr, bulk_ptr, begin, end, stride_xv, stride_xc, stride_bv, STRIDE_BK: tl.constexpr, STRIDE_BJ: tl.constexpr,
-    C: tl.constexpr, SAME: tl.constexpr, LOG_PARAMS: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The product of the matrices into the steps after `begin` to `end`, without x of both, and its rows' exponents.
-
-    Rows of states that x does not admit at `begin`, and columns of states that it does not admit at `end`, are 0.
-    """
-    BLOCK: tl.constexpr = block_of(C)
-    full: tl.constexpr = 2.0 ** target(DTYPE == tl.float64)
-    states = tl.arange(0, BLOCK)
-    there = begin < end
-    x = _potentials(x_ptr, begin, states, stride_xv, stride_xc, True, C, DTYPE)
-    p = _matrix(bulk_ptr, begin, states, stride_bv, there, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
-    k, low = _bound(p, LOG_PARAMS)
-    entries = linear(p, k, LOG_PARAMS)
-    high, rest = halves(entries, PRECISION)
-    u = tl.where((x != float("-inf"))[:, None] | (entries != entries), entries * full, 0.0)
-    before = tl.where(x != float("-inf"), full, 0.0).to(DTYPE)
-    taken = tl.zeros((BLOCK,), tl.int64) + (k - target(DTYPE == tl.float64))
-    shift = tl.zeros((BLOCK,), tl.int32)
-    # the least of each entry, or of each row where registers are few
-    least = tl.full((BLOCK, BLOCK if BLOCK <= 32 or SAME else 1), float("inf"), DTYPE)
-    x = _potentials(x_ptr, begin + 1, states, stride_xv, stride_xc, there, C, DTYPE)
-    wrong = x != x
-    if not SAME:
-        more = begin + 1 < end
-        p = _matrix(bulk_ptr, begin + 1, states, stride_bv, more, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
-    for i in tl.range(begin + 1, end):
-        least = _least(least, u, x, before, low)
-        level = level_of(tl.max(x, 0))
-        a = _raised(u * power_of_two(-shift, DTYPE)[:, None], u, x, level)
-        x = _potentials(x_ptr, i + 1, states, stride_xv, stride_xc, True, C, DTYPE)
-        wrong |= x != x
-        if not SAME:
-            k, low = _bound(p, LOG_PARAMS)
-            high, rest = halves(linear(p, k, LOG_PARAMS), PRECISION)
-            more = i + 1 < end
-            p = _matrix(bulk_ptr, i + 1, states, stride_bv, more, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
-        u = multiply(a, high, rest, PRECISION)
-        taken += (level + shift + k).to(tl.int64)
-        shift = next_shift(before, shift)
-        before = tl.max(a, 1)
-    least = _least(least, u, x, before, low)
-    exact = (tl.min(least, 1) >= _enough(DTYPE == tl.float64))[:, None] & (u < float("inf"))
-    kept = tl.where((x != float("-inf"))[None, :], u, 0.0)
-    return tl.where(exact & (any_of(wrong) == 0), kept, float("nan")), taken
-
-
-@triton.jit
-def _raised(scaled, u, x, level):
-    """The messages of sums `scaled`, which are u up to a factor, see `scaled.raised`; NaN where sums are."""
-    least = tl.where(x == float("-inf"), 0.0, floor(u.dtype == tl.float64)).to(u.dtype)
-    new = tl.maximum(scaled * exp_scaled(x, level)[None, :], least[None, :], propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(u == 0.0, 0.0, new)
-
-
-@triton.jit
-def _least(least, u, x, before, low):
-    """The least of what was found before and of the sums u of states that x admits, but for true zeros.
-
-    A product with a matrix that is low counts less, so that all are exact above the same bound; its zeros are not true,
-    except in rows of which the largest message `before` is 0. NaN is not seen.
-    """
-    beyond = tl.where(x == float("-inf"), float("inf"), 0.0).to(u.dtype)
-    found = tl.where(u == 0.0, float("inf"), u) + beyond[None, :]
-    if low > 0:
-        wanted = (before > 0.0)[:, None] & (x != float("-inf"))[None, :]
-        found = tl.minimum(found, tl.where(wanted, u * 2.0**-26, float("inf")))
-    if least.shape[1] == 1:
-        found = tl.min(found, 1)[:, None]
-    return tl.minimum(least, found)
-
-
-@triton.constexpr_function
-def _enough(double):
-    """The least sum that is exact, see `scaled`; for low matrices, in the scale of `_least`."""
-    return 2.0**-440 if double else 2.0**-36
-
-
-@triton.jit
-def _bound(p, LOG_PARAMS: tl.constexpr):
-    """The exponent of a matrix's largest entry, and whether the matrix is low."""
-    DOUBLE: tl.constexpr = p.dtype == tl.float64
-    nothing: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
-    if LOG_PARAMS:
-        k = level_of(tl.max(p))
-        least = tl.min(tl.where(p > nothing, p, float("inf")))
-        return k, (level_of(least) - k <= least_exponent(DOUBLE)).to(tl.int32)
-    elif DOUBLE:
-        k = exponent_of(tl.max(p))
-        least = tl.min(tl.where(p > nothing, p, float("inf")))
-        return k, (least < power_of_two(k, p.dtype) * 2.0 ** least_exponent(DOUBLE)).to(tl.int32)
-    else:
-        # non-negative numbers are in the order of their bits, and integers are compared by all lanes at once
-        bits = p.to(tl.int32, bitcast=True)
-        k = exponent_of(tl.max(bits).to(tl.float32, bitcast=True))
-        least = tl.min((bits - 1).to(tl.uint32, bitcast=True))
-        return k, (least < (tl.maximum(k + 127 + least_exponent(False), 1) << 23).to(tl.uint32)).to(tl.int32)
-
-
-@triton.jit
-def _potentials(x_ptr, step, states, stride_xv, stride_xc, there, C: tl.constexpr, DTYPE: tl.constexpr):
-    """x of a step; -inf for states that do not exist."""
-    pointers = x_ptr + far(step, stride_xv) + states.to(tl.int64) * stride_xc
-    return tl.load(pointers, mask=(states < C) & there, other=float("-inf")).to(DTYPE)
-
-
-@triton.jit
-def _matrix(
-    bulk_ptr, index, states, stride_bv, there,
-    STRIDE_BK: tl.constexpr, STRIDE_BJ: tl.constexpr, C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The matrix of an index; weight 0 for states that do not exist."""
-    mask = (states < C)[:, None] & (states < C)[None, :] & there
-    pointers = bulk_ptr + far(index, stride_bv) + states[:, None] * STRIDE_BK + states[None, :] * STRIDE_BJ
-    return widened(tl.load(pointers, mask=mask, other=float("-inf") if LOG_PARAMS else 0.0), DTYPE)
 
 
 @triton.jit
@@ -257,7 +126,7 @@ def _through(
     """
     DTYPE: tl.constexpr = u.dtype
     step = tl.full((), 0, tl.int32) + step
-    x = _potentials(x_ptr, step, states, stride_xv, stride_xc, step > 0, C, DTYPE)
+    x = potentials(x_ptr, step, states, stride_xv, stride_xc, step > 0, C, DTYPE)
     x = tl.where((step == 0) & (states < C), 0.0, x)
     doubt = u != u
     product, exponents = _load(product_ptr, taken_ptr, tl.minimum(first, end - 1), states)
@@ -265,7 +134,7 @@ def _through(
         a, taken = _settled(u, taken, x)
         entries, k, low = _normal(product, exponents)
         step = tl.minimum(step + span, last)
-        x = _potentials(x_ptr, step, states, stride_xv, stride_xc, True, C, DTYPE)
+        x = potentials(x_ptr, step, states, stride_xv, stride_xc, True, C, DTYPE)
         product, exponents = _load(product_ptr, taken_ptr, tl.minimum(item + 1, end - 1), states)
         high, rest = halves(entries, PRECISION)
         u = multiply(a, high, rest, PRECISION)
@@ -281,7 +150,7 @@ def _settled(u, taken, x):
     DOUBLE: tl.constexpr = u.dtype == tl.float64
     shift = tl.maximum(exponent_of(tl.max(u, 1)) - target(DOUBLE), -900 if DOUBLE else -100)
     level = level_of(tl.max(x, 0))
-    messages = _raised(u * power_of_two(-shift, u.dtype)[:, None], u, x, level)
+    messages = raised_sums(u * power_of_two(-shift, u.dtype)[:, None], u, x, level)
     return messages, taken + (shift + level).to(tl.int64)
 
 
@@ -307,7 +176,7 @@ def _finish(
     """The log-partition, and whether it may be inexact, from the products of groups `first` to `first + count`."""
     DTYPE: tl.constexpr = product_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
-    x = _potentials(x_ptr, 0, states, stride_xv, stride_xc, True, C, tl.float64)
+    x = potentials(x_ptr, 0, states, stride_xv, stride_xc, True, C, tl.float64)
     first_message = tl.load(start_ptr + states, mask=states < C, other=float("-inf")) + x
     top = finite(tl.max(first_message, 0))
     message = exp((first_message - top).to(DTYPE)) * 2.0 ** target(DOUBLE)
@@ -321,13 +190,13 @@ def _finish(
     )  # fmt: skip
     messages, taken = _settled(u, taken, x)
     total = tl.sum(tl.sum(tl.where(only, messages, 0.0), 1), 0)
-    exact = (total == 0.0) | ((total >= _enough(DOUBLE)) & (total < float("inf")))
+    exact = (total == 0.0) | ((total >= enough(DOUBLE)) & (total < float("inf")))
     tl.store(log_norm_ptr, top + log_scaled(total, tl.sum(tl.where(states == 0, taken, 0), 0)))
     tl.store(doubt_ptr, (exact == 0).to(tl.int8))
 
 
 def log_norm(chain: Operands, segments: int) -> tuple[Tensor, Tensor]:
-    """The log-partitions (g, m) in float64, and which are doubtful; for v and c of at least 1, and c up to STATES.
+    """The log-partitions (g, m) in float64, and which are doubtful; for v and c of at least 1, and c up to 64.
 
     Chains are cut into at most so many `segments`.
     """
@@ -363,14 +232,3 @@ def constants(chain: Operands) -> dict[str, Any]:
         "num_warps": warps(c, chain.double), "num_stages": 1,
         **({} if torch.version.hip else {"maxnreg": registers(c)}),
     }  # fmt: skip
-
-
-def warps(c: int, double: bool) -> int:
-    """The warps of a program."""
-    block = block_of(c) * (2 if double else 1)
-    return 1 if block <= 16 else 2 if block <= 32 else 8
-
-
-def registers(c: int) -> int:
-    """The most registers of a thread: those of few states leave room for sixteen warps."""
-    return 128 if c <= 16 else 255

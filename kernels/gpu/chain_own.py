@@ -19,7 +19,7 @@ from torch import Tensor
 from . import launch
 from .chains import Operands, Room, room
 from .meeting import words
-from .own_backward import SLOTS, backward_kernel
+from .own_backward import SLOTS, Form, backward_kernel
 from .own_forward import forward_kernel
 from .own_step import part_of
 
@@ -28,7 +28,7 @@ NARROW = 64
 
 # the entries of the largest tile that is held, and of one of several, by whether they are float64
 _HELD = {False: 16384, True: 8192}
-_TILE = {False: 4096, True: 2048}
+_TILE = {False: 4096, True: 1024}
 
 
 def parts_of(chain: Operands) -> int:
@@ -36,7 +36,7 @@ def parts_of(chain: Operands) -> int:
     c = chain.shape[3]
     if chain.x.device.type != "cuda" or c <= NARROW:
         return 1
-    most, fewest = triton.cdiv(c, 16), triton.cdiv(c, 256)
+    most, fewest = triton.cdiv(c, 8), triton.cdiv(c, 256)
     return max(fewest, min(most, launch.processors(chain.x) // chain.shape[1]))
 
 
@@ -104,8 +104,8 @@ def backward(
         grad_start: memory (g, 1, c), contiguous, for those of the first step.
         r: memory (v, g, 1, c), contiguous, for r with the bound of one matrix for all steps; `r[0]` means nothing.
         final: logarithms (g, 1, c), contiguous, of b in each sequence's last step; None for zeros.
-        grad_bulk: memory (v - 1, g, c, c), contiguous, for the gradient of matrices that are not one for all steps:
-            exactly 0 where a matrix leads nowhere.
+        grad_bulk: memory (v - 1, g, c, c), each matrix contiguous, for the gradient of matrices that are not one for
+            all steps: exactly 0 where a matrix leads nowhere.
         by_log: whether that is the gradient of the logarithms of linear matrices.
         parts: programs that share a sequence.
         programs: how many are started, for a test that starts one at a time.
@@ -113,18 +113,25 @@ def backward(
     v, g, m, c = chain.shape
     assert m == 1 and messages.shape == chain.x.shape and messages.is_contiguous() and grad_start.is_contiguous()
     assert r is None or r.is_contiguous() and len(chain.bulk) == 1
-    assert grad_bulk is None or r is None and grad_bulk.is_contiguous() and len(grad_bulk) == v - 1 == len(chain.bulk)
+    if grad_bulk is not None:
+        assert r is None and len(grad_bulk) == v - 1 == len(chain.bulk)
+        assert c == 1 or grad_bulk.stride()[2:] == (c, 1)
     parts = parts_of(chain) if parts is None else parts
     same = len(chain.bulk) == 1 and grad_bulk is None
     (ready, bound), (w, shares) = prepared(chain, parts, same, end=True), scratch(chain, parts)
-    xv, xg, _, xc, *strides = chain.strides
+    xv, xg, _, xc, bv, bg, *matrix = chain.strides
     dv, dg, _, dc = (0, 0, 0, 0) if grad_x is None else grad_x.stride()
-    out = "" if grad_bulk is None else "logs" if by_log or chain.log_params else "entries"
+    out, kind = (r, "r") if r is not None else (grad_bulk, "logs" if by_log or chain.log_params else "entries")
+    ov, og = (0, 0) if out is None else out.stride()[:2]
+    block_k, block_j, options = tiles(c, parts, chain.double, grad_bulk is not None)
+    widths = launch.common_width(xv, xg), max(launch.widths(chain.bulk))
+    form = Form(
+        c, parts, same, chain.log_params, "" if out is None else kind, (block_k, block_j), tuple(matrix), widths
+    )
     launch.run(
         backward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.ends, messages,
-        redone, log_norm, weight.contiguous(), final, grad_x, grad_start, grad_bulk if r is None else r, w, shares,
-        ready.doubt, ready.counters, v, g, xv, xg, xc, *strides, dv, dg, dc, OUT=out if r is None else "r",
-        **constants(chain, parts, same),
+        redone, log_norm, weight.contiguous(), final, grad_x, grad_start, out, w, shares, ready.doubt, ready.counters,
+        v, g, xv, xg, xc, bv, bg, dv, dg, dc, ov, og, FORM=form, **options,
     )  # fmt: skip
     return ready.doubt
 
@@ -137,23 +144,28 @@ def scratch(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def constants(chain: Operands, parts: int, same: bool) -> dict[str, Any]:
-    """The compile-time arguments of a kernel, with its warps and stages."""
+    """The compile-time arguments of the forward kernel, with its warps and stages."""
     rows, columns = launch.widths(chain.bulk)
-    return tiles(chain.shape[3], parts, chain.double) | {
-        "PARTS": parts, "SAME": same, "LOG_PARAMS": chain.log_params,
-        "WIDTH_X": launch.common_width(*chain.x.stride()[:2]), "WIDTH_K": rows, "WIDTH_J": columns,
+    block_k, block_j, options = tiles(chain.shape[3], parts, chain.double)
+    return options | {
+        "C": chain.shape[3], "PARTS": parts, "SAME": same, "LOG_PARAMS": chain.log_params, "BLOCK_K": block_k,
+        "BLOCK_J": block_j, "WIDTH_X": launch.common_width(*chain.x.stride()[:2]), "WIDTH_K": rows, "WIDTH_J": columns,
     }  # fmt: skip
 
 
-def tiles(c: int, parts: int, double: bool) -> dict[str, int]:
-    """The tile of a matrix with c states, with the warps and stages of its program."""
+def tiles(c: int, parts: int, double: bool, counts: bool = False) -> tuple[int, int, dict[str, int]]:
+    """The rows and columns of a matrix's tile, with the warps and stages of a program.
+
+    `counts`: it writes gradients of matrices.
+    """
     whole, columns = triton.next_power_of_2(c), triton.next_power_of_2(part_of(c, parts))
     if parts == 1:
         columns = whole
     entries = whole * columns
     words = 2 * entries if double else entries
-    if entries <= _HELD[double]:
-        warps = 1 if words <= 1024 else 4 if words <= 4096 else 8
-        return {"C": c, "BLOCK_K": whole, "BLOCK_J": columns, "num_warps": warps, "num_stages": 1}
+    # what else registers hold: several parts count a step later, beside the next matrix
+    room_for = _HELD[double] // (1 if not counts else 4 if double else 2 if parts > 1 else 1)
+    if entries <= room_for:
+        return whole, columns, {"num_warps": 1 if words <= 1024 else 4 if words <= 4096 else 8, "num_stages": 1}
     rows = max(1, min(whole // 2, _TILE[double] // columns))
-    return {"C": c, "BLOCK_K": rows, "BLOCK_J": columns, "num_warps": 8 if double else 4, "num_stages": 3}
+    return rows, columns, {"num_warps": 8 if counts or double else 4, "num_stages": 3}

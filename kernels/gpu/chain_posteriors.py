@@ -67,7 +67,7 @@ def exact(nu, top):
 
 @triton.jit
 def finish(
-    joint, w, nu, scale, i, last, members, columns, own, pitch,
+    joint, w, nu, scale, i, v, members, columns, own, pitch,
     grad_ptr, r_ptr, stride_dv, stride_dm, stride_dc, C: tl.constexpr,
 ):  # fmt: skip
     """The posteriors of step i times their scale; they and the r of the step after are stored."""
@@ -79,7 +79,7 @@ def finish(
         tl.store(grad, gamma.to(grad_ptr.dtype.element_ty), mask=own)
     if r_ptr is not None:
         r = tl.where(w == 0.0, 0.0, (w * inverse[:, None]) * 2.0 ** -target(DTYPE == tl.float64))
-        tl.store(r_ptr + far(i + 1, pitch) + members[:, None] * C + columns[None, :], r, mask=own & (i + 1 < last))
+        tl.store(r_ptr + far(i + 1, pitch) + members[:, None] * C + columns[None, :], r, mask=own & (i + 1 < v))
     return gamma
 
 

@@ -22,8 +22,8 @@ from .chain_wide_backward import backward as backward
 from .chain_wide_tiles import ANY, Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
 from .chains import Operands, room
 from .meeting import arrive, wait, words
-from .scaled import doubtful, exp_scaled, floor, log_scaled, raised, target
-from .tiles import at, exp, far, finite, log
+from .scaled import below, doubtful, exp_scaled, level_of, log_scaled, raised, started, target
+from .tiles import at, far, log
 
 # columns of a row that kernels look at together
 _BLOCK = tl.constexpr(1024)
@@ -31,40 +31,43 @@ _BLOCK = tl.constexpr(1024)
 
 @triton.jit(do_not_specialize=ANY)
 def _first_kernel(
-    x_ptr, start_ptr, message_ptr, top_ptr, taken_ptr, log_norm_ptr, leaving_ptr, m, stride_xg, stride_xm, stride_xc,
+    x_ptr, level_ptr, start_ptr, message_ptr, top_ptr, taken_ptr, leaving_ptr, m, stride_xg, stride_xm, stride_xc,
     C: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program writes the first message of one sequence; what is taken out of it waits as its log-partition."""
+    """One program writes the first message of one sequence."""
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     TARGET: tl.constexpr = target(DTYPE == tl.float64)
-    LOWEST: tl.constexpr = floor(DTYPE == tl.float64)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row // m * stride_xg + row % m * stride_xm
     start_ptr += row * C
     states = tl.arange(0, _BLOCK)
+    level = tl.load(level_ptr + row)
     tops = tl.full((_BLOCK,), float("-inf"), tl.float64)
     for k in tl.range(0, C, _BLOCK):
-        tops = tl.maximum(tops, _first(x_ptr, start_ptr, k + states, stride_xc, C))
-    top = finite(tl.max(tops))
+        tops = tl.maximum(tops, tl.load(start_ptr + k + states, mask=k + states < C, other=float("-inf")))
+    start_level = level_of(tl.max(tops))
+    tops = tl.full((_BLOCK,), float("-inf"), tl.float64)
     for k in tl.range(0, C, _BLOCK):
-        total = _first(x_ptr, start_ptr, k + states, stride_xc, C)
-        new = tl.maximum(exp((total - top).to(DTYPE)) * 2.0**TARGET, LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(message_ptr + row * C + k + states, tl.where(total == float("-inf"), 0.0, new), mask=k + states < C)
+        tops = tl.maximum(tops, _first(x_ptr, start_ptr, k + states, stride_xc, start_level, level, C))
+    top = level_of(tl.max(tops))
+    for k in tl.range(0, C, _BLOCK):
+        logs = _first(x_ptr, start_ptr, k + states, stride_xc, start_level, level, C)
+        tl.store(message_ptr + row * C + k + states, started(logs, top, DTYPE), mask=k + states < C)
         if leaving_ptr is not None:
-            tl.store(leaving_ptr + row * C + k + states, (total - top).to(DTYPE), mask=k + states < C)
+            tl.store(leaving_ptr + row * C + k + states, below(logs, top).to(DTYPE), mask=k + states < C)
     parts = tl.arange(0, triton.next_power_of_2(PARTS))
     tl.store(
         top_ptr + row * PARTS + parts, tl.full((triton.next_power_of_2(PARTS),), 2.0**TARGET, DTYPE), mask=parts < PARTS
     )
-    tl.store(taken_ptr + row, tl.full((), -TARGET, tl.int64))
-    tl.store(log_norm_ptr + row, top)
+    tl.store(taken_ptr + row, start_level.to(tl.int64) + level + top - TARGET)
 
 
 @triton.jit
-def _first(x_ptr, start_ptr, states, stride_xc, C: tl.constexpr):
-    """log(start exp(x_0)) in float64."""
+def _first(x_ptr, start_ptr, states, stride_xc, start_level, level, C: tl.constexpr):
+    """log(start exp(x_0)) less both levels, in float64."""
     start = tl.load(start_ptr + states, mask=states < C, other=float("-inf"))
-    return start + tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=states < C, other=float("-inf")).to(tl.float64)
+    x = tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=states < C, other=float("-inf"))
+    return below(start, start_level) + below(x, level)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -136,7 +139,7 @@ def _step_kernel(
         if leaving_ptr is not None:
             ending = i == ends - 1
             if tl.max(ending.to(tl.int32)) > 0:  # logarithms of sums, in which nothing has been raised
-                logs = log(u * 2.0 ** -target(DTYPE == tl.float64)).to(tl.float64) + x.to(tl.float64)
+                logs = log(u * 2.0 ** -target(DTYPE == tl.float64)).to(tl.float64) + below(x, level[:, None])
                 to = leaving_ptr + sequence * L.c + column + tile
                 tl.store(to, logs.to(DTYPE), mask=own & ending[:, None])
         taken += tl.where(active, exponent + k, 0).to(tl.int64)
@@ -160,7 +163,7 @@ def _last_kernel(message_ptr, ends_ptr, taken_ptr, log_norm_ptr, doubt_ptr, v, g
     for k in tl.range(0, C, _BLOCK):
         sums += tl.load(message_ptr + k + states, mask=k + states < C, other=0.0).to(tl.float64)
     total = tl.sum(sums)
-    tl.store(log_norm_ptr + row, tl.load(log_norm_ptr + row) + log_scaled(total, tl.load(taken_ptr + row)))
+    tl.store(log_norm_ptr + row, log_scaled(total, tl.load(taken_ptr + row)))
     lost = doubtful(total.to(message_ptr.dtype.element_ty), True, 0)
     tl.store(doubt_ptr + row, tl.full((), 1, tl.int8), mask=lost)
 
@@ -187,7 +190,7 @@ def forward(
     top = messages.new_empty(2, g, m, fixed.parts)
     taken = torch.empty(g, m, dtype=torch.int64, device=messages.device)
     launch.run(
-        _first_kernel, (g * m,), chain.x, chain.start, messages, top, taken, log_norm, leaving, m,
+        _first_kernel, (g * m,), chain.x, level, chain.start, messages, top, taken, leaving, m,
         *chain.x.stride()[1:], C=c, PARTS=fixed.parts, num_warps=4,
     )  # fmt: skip
     for first in launches(v, fixed):

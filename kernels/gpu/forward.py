@@ -38,9 +38,9 @@ def forward(
     leaving = None
     if log_norm.numel():
         kernel = kernel_of(operands)
-        if leave and keep is None and kernel is chain_forward:
+        if leave and keep is None and kernel is not chain_own:
             leaving = chain.new(g, m, c)
-            doubt = chain_forward.forward(operands, messages, log_norm, leaving)
+            doubt = kernel.forward(operands, messages, log_norm, leaving)
         else:
             doubt = kernel.forward(operands, messages, log_norm)
             if leave:  # what follows may ask for a state of the last step whose message was raised

@@ -21,6 +21,8 @@ Up to c = 128 a batch of square products is bound by memory, and operands are re
 Tiles: `log_matmul_tiles`. Reference: `logchain.reference.matmul`.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -33,18 +35,22 @@ from .log_tile import (
     STRIDES,
     VARYING,
     add_product,
+    copy_rows,
     left_operand,
     logarithms,
     maxima_kernel,
+    moved,
     right_operand,
     shift_of,
     sizes,
+    store,
     sums_of,
+    top_of,
     walked_maxima,
     width_of_stride,
 )  # fmt: skip  # isort: skip
 from .pairs import MARK, ZERO, redo
-from .tiles import at, finite, load, multiple
+from .tiles import load, multiple
 
 # how a program of `product_kernel` finds maxima: all of k is in registers, or it walks over k, or they are in memory
 _REGISTERS, _WALK, _MEMORY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -101,7 +107,7 @@ def product_kernel(
             a_ptr, b_ptr, row, column, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
             BLOCK_K, PRECISION,
         )  # fmt: skip
-    value = logarithms(sums, row, column, _top(a_top_ptr, batch), _top(b_top_ptr, batch), PRECISION)
+    value = logarithms(sums, row, column, top_of(a_top_ptr, batch), top_of(b_top_ptr, batch), PRECISION)
     top = tl.max(value)
     marked = top == MARK
     tl.store(room_ptr + tl.program_id(0), marked.to(DTYPE))
@@ -110,10 +116,10 @@ def product_kernel(
     if out_ptr is None:
         tl.debug_barrier()  # other threads of this program may still read the rows
         if not marked:
-            _store(a_ptr, value, rows, columns, m, n, stride_am)
+            store(a_ptr, value, rows, columns, m, n, stride_am)
     else:
         out_ptr += multiple(z * stride_og + y * stride_op, width_of_stride(LAYOUT, "out"))
-        _store(out_ptr, value, rows, columns, m, n, multiple(stride_om, width_of_stride(LAYOUT, "out")))
+        store(out_ptr, value, rows, columns, m, n, multiple(stride_om, width_of_stride(LAYOUT, "out")))
 
 
 @triton.jit(do_not_specialize=VARYING + STRIDES)
@@ -135,8 +141,8 @@ def redo_kernel(
             batch, tile = (place // tiles).to(tl.int64), place % tiles
             z, y = batch // p, batch % p
             a, b = a_ptr + z * stride_ag + y * stride_ap, b_ptr + z * stride_bg + y * stride_bp
-            out_top = _at(out_top_ptr, z * stride_tg + y * stride_tp)
-            a_top, b_top = _top(a_top_ptr, batch), _top(b_top_ptr, batch)
+            out_top = moved(out_top_ptr, z * stride_tg + y * stride_tp)
+            a_top, b_top = top_of(a_top_ptr, batch), top_of(b_top_ptr, batch)
             first_row, first_column = tile // blocks_n * BLOCK_M, tile % blocks_n * BLOCK_N
             if out_ptr is None:
                 for row in tl.range(first_row, tl.minimum(first_row + BLOCK_M, m), _ROWS, disable_licm=True):
@@ -164,7 +170,7 @@ def _redo_rows(
     DTYPE: tl.constexpr = saved_ptr.dtype.element_ty
     rows = first_row + tl.arange(0, ROWS)
     tl.debug_barrier()  # other threads of this program may still read the rows copied before
-    _copy(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, ROWS)
+    copy_rows(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, ROWS)
     tl.debug_barrier()
     for first_column in tl.range(0, n, ROWS, disable_licm=True):
         columns = first_column + tl.arange(0, ROWS)
@@ -173,45 +179,12 @@ def _redo_rows(
             saved_ptr, b_ptr, row, column, rows, columns, m, n, k, k, 1, stride_bk, stride_bn, ROWS, PRECISION
         )
         value = logarithms(sums, row, column, a_top, b_top, PRECISION)
-        _store(a_ptr, value, rows, columns, m, n, stride_am)
+        store(a_ptr, value, rows, columns, m, n, stride_am)
     tl.debug_barrier()  # the tile was stored by other threads of this program
     redo(
         saved_ptr, b_ptr, a_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, 0, m, n, k,
         k, 1, stride_bk, stride_bn, stride_am, 1, ROWS, BLOCK_N, ROWS,
     )  # fmt: skip
-
-
-@triton.jit
-def _at(ptr, distance):
-    """The pointer moved, if there is one."""
-    if ptr is None:
-        return None
-    else:
-        return ptr + distance
-
-
-@triton.jit
-def _top(top_ptr, batch):
-    """The number subtracted from all entries of an operand, 0 in place of -inf."""
-    if top_ptr is None:
-        return 0.0
-    else:
-        return finite(tl.load(top_ptr + batch))
-
-
-@triton.jit
-def _copy(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, BLOCK_K: tl.constexpr):
-    for start in range(0, k, BLOCK_K):
-        inner = start + tl.arange(0, BLOCK_K)
-        mask = (rows < m)[:, None] & (inner < k)[None, :]
-        a = tl.load(at(a_ptr, rows, inner, stride_am, stride_ak), mask=mask)
-        tl.store(at(saved_ptr, rows, inner, k, 1), a, mask=mask)
-
-
-@triton.jit
-def _store(out_ptr, value, rows, columns, m, n, stride_om):
-    mask = (rows < m)[:, None] & (columns < n)[None, :]
-    tl.store(at(out_ptr, rows, columns, stride_om, 1), value, mask=mask)
 
 
 # entries of rows, or of results, that are copied at a time
@@ -268,7 +241,7 @@ def forward(
     return out
 
 
-Tops = tuple[Tensor | None, Tensor | None, Tensor | None]
+Tops = Sequence[Tensor | None]
 
 
 def _by_parts(a: Tensor, b: Tensor, out: Tensor, tops: Tops, rescued: Tensor | None, *, copied: bool) -> None:
@@ -276,7 +249,7 @@ def _by_parts(a: Tensor, b: Tensor, out: Tensor, tops: Tops, rescued: Tensor | N
     g, p, m, k = a.shape
     rows = min(m, max(64, _HELD // max(k, out.shape[-1]) // 64 * 64))
     for block in blocks(max(1, _HELD // (rows * max(k, out.shape[-1]))), g, p):
-        part_tops = tuple(None if top is None else top[block] for top in tops)
+        part_tops = [None if top is None else top[block] for top in tops]
         for row in range(0, m, rows):
             part = (*block, slice(row, row + rows))
             left = a[part].clone(memory_format=torch.contiguous_format) if copied else a[part]

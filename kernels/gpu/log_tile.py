@@ -1,7 +1,7 @@
 """A tile of a log-semiring matrix product: maxima of rows and columns, sums of exponentials, and their logarithms.
 
-In float32 an exponential is 2^(a L - shift), with one rounding: L = log2 e, and shift is the rounded product of L and
-the maximum. What that rounding has gained is known, and is taken out of the logarithm of the sum.
+In float32 an exponential is 2^(a L - shift), with one rounding: L = log2 e, and shift is the product of L and the
+maximum, rounded up. What that has gained is known, and is added to the logarithm of the sum.
 """
 
 import torch
@@ -15,7 +15,7 @@ from .tiles import TRUSTED, at, exact_sum, far, finite, load, log, multiple, wid
 # float32(log2 e), and ln 2
 _LOG2E, _LN2 = tl.constexpr(1.4426950216293335), tl.constexpr(0.6931471805599453)
 
-# the least shift: a finite number, so that no exponential is infinite
+# the least shift, finite as all entries are
 _LEAST = tl.constexpr(-3.4e38)
 
 # whether the logarithm of a device by NVIDIA is at hand, one instruction where `tl.log2` has 25
@@ -84,17 +84,17 @@ def maxima_kernel(
     if block < blocks_m:
         left, stride_m, stride_left = left_operand(a_ptr, z, y, stride_ag, stride_ap, stride_am, stride_ak, LAYOUT)
         rows = block * BLOCK + tl.arange(0, BLOCK)
-        row = tl.max(_maxima(left, rows, m, k, stride_m, stride_left, BLOCK_K, False, DTYPE), 1)
+        row = tl.max(maxima(left, rows, m, k, stride_m, stride_left, BLOCK_K, False, DTYPE), 1)
         tl.store(top_ptr + batch * m + rows, row, mask=rows < m)
     else:
         right, stride_right, stride_n = right_operand(b_ptr, z, y, stride_bg, stride_bp, stride_bk, stride_bn, LAYOUT)
         columns = (block - blocks_m) * BLOCK + tl.arange(0, BLOCK)
-        column = tl.max(_maxima(right, columns, n, k, stride_n, stride_right, BLOCK_K, True, DTYPE), 0)
+        column = tl.max(maxima(right, columns, n, k, stride_n, stride_right, BLOCK_K, True, DTYPE), 0)
         tl.store(top_ptr + batches * m + batch * n + columns, column, mask=columns < n)
 
 
 @triton.jit
-def _maxima(ptr, own, m, k, stride_m, stride_k, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+def maxima(ptr, own, m, k, stride_m, stride_k, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
     """The largest of each BLOCK_K entries of some rows (m, k), or of columns (k, m)."""
     if COLUMNS:
         top = tl.full((BLOCK_K, own.shape[0]), ZERO, DTYPE)
@@ -147,11 +147,12 @@ def sums_of(
 
 @triton.jit
 def shift_of(top):
-    """What `_exp` subtracts for a maximum: in float32 in bits, rounded."""
+    """What `_exp` subtracts for a maximum: in float32 in bits, and rounded up, so that no exponential is above 1."""
     if top.dtype == tl.float64:
         return finite(top)
     else:
-        return tl.maximum(finite(top) * _LOG2E, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+        bits = tl.maximum(finite(top) * _LOG2E, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+        return tl.fma(tl.abs(bits), 2.0**-23, bits)
 
 
 @triton.jit
@@ -205,3 +206,38 @@ def _log2(s, PRECISION: tl.constexpr):
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [s], tl.float32, is_pure=True, pack=1)
     else:
         return tl.log2(s)
+
+
+@triton.jit
+def moved(ptr, distance):
+    """The pointer moved, if there is one."""
+    if ptr is None:
+        return None
+    else:
+        return ptr + distance
+
+
+@triton.jit
+def top_of(top_ptr, batch):
+    """The number subtracted from all entries of an operand, 0 in place of -inf."""
+    if top_ptr is None:
+        return 0.0
+    else:
+        return finite(tl.load(top_ptr + batch))
+
+
+@triton.jit
+def copy_rows(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, BLOCK_K: tl.constexpr):
+    """Copy rows of a matrix to one that is contiguous."""
+    for start in range(0, k, BLOCK_K):
+        inner = start + tl.arange(0, BLOCK_K)
+        mask = (rows < m)[:, None] & (inner < k)[None, :]
+        a = tl.load(at(a_ptr, rows, inner, stride_am, stride_ak), mask=mask)
+        tl.store(at(saved_ptr, rows, inner, k, 1), a, mask=mask)
+
+
+@triton.jit
+def store(out_ptr, value, rows, columns, m, n, stride_om):
+    """Write a tile of a matrix that is contiguous by rows."""
+    mask = (rows < m)[:, None] & (columns < n)[None, :]
+    tl.store(at(out_ptr, rows, columns, stride_om, 1), value, mask=mask)

@@ -6,12 +6,12 @@ by step. Nothing waits for the device.
 
 import math
 
-import torch
 from torch import Tensor
 
 from ..chain import Chain
 from . import chain_exact, chain_long
 from .forward import operands_of
+from .segment_product import STATES
 
 
 def log_norm(chain: Chain, segments: int) -> tuple[Tensor, Tensor]:
@@ -27,4 +27,4 @@ def log_norm(chain: Chain, segments: int) -> tuple[Tensor, Tensor]:
 
 def fits(states: int) -> bool:
     """Whether a program holds products of so many states."""
-    return states <= chain_long.STATES
+    return states <= STATES

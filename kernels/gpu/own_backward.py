@@ -10,13 +10,33 @@ added. Parts add up their shares of nu, each with the exponent of its tile, behi
 so posteriors are divided one step later.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .meeting import arrive, counter_of, refresh, take_ticket, wait
-from .own_step import foreseen, held, inexact, nothing, part_of, potentials, product, started, summed, tile, weighed
-from .scaled import exponent_of, linear, power_of_two, target
-from .tiles import far, finite, multiple, multiples
+from .own_step import foreseen, held, inexact, nothing, part_of, potentials, product, summed, tile, weighed
+from .scaled import exponent_of, level_of, linear, power_of_two, started, target
+from .tiles import far, multiple
+
+
+class Form(NamedTuple):
+    """What the kernel is compiled for.
+
+    `same`: one matrix serves all steps. `out`: "r", "entries" or "logs" of matrices, whose gradient is wanted, or "".
+    `tile`: the states and rows of a matrix's tile. `strides` of a matrix, and the `widths` of x and matrices.
+    """
+
+    c: int
+    parts: int
+    same: bool
+    log_params: bool
+    out: str
+    tile: tuple[int, int]
+    strides: tuple[int, int]
+    widths: tuple[int, int]
+
 
 # how many w and shares of nu are there at a time
 SLOTS = tl.constexpr(4)
@@ -26,11 +46,19 @@ SLOTS = tl.constexpr(4)
 def backward_kernel(
     x_ptr, bulk_ptr, bound_ptr, level_ptr, ends_ptr, message_ptr, redone_ptr, log_norm_ptr, weight_ptr, final_ptr,
     grad_x_ptr, grad_start_ptr, out_ptr, w_ptr, share_ptr, doubt_ptr, counters_ptr,
-    v, g, stride_xv, stride_xg, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj, stride_dv, stride_dg, stride_dc,
-    C: tl.constexpr, PARTS: tl.constexpr, SAME: tl.constexpr, LOG_PARAMS: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr, WIDTH_X: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr,
+    v, g, stride_xv, stride_xg, stride_xc, stride_bv, stride_bg, stride_dv, stride_dg, stride_dc, stride_ov, stride_og,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """One program computes a part of the states of a sequence. OUT: "r", "entries" or "logs" of matrices, or ""."""
+    """One program computes a part of the states of a sequence."""
+    C: tl.constexpr = FORM.c
+    PARTS: tl.constexpr = FORM.parts
+    SAME: tl.constexpr = FORM.same
+    LOG_PARAMS: tl.constexpr = FORM.log_params
+    OUT: tl.constexpr = FORM.out
+    BLOCK_K: tl.constexpr = FORM.tile[0]
+    BLOCK_J: tl.constexpr = FORM.tile[1]
+    stride_bk: tl.constexpr = FORM.strides[0]
+    stride_bj: tl.constexpr = FORM.strides[1]
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
     UNIT: tl.constexpr = 2.0 ** -target(DOUBLE)
@@ -39,9 +67,8 @@ def backward_kernel(
     HELD: tl.constexpr = BLOCK_K == WHOLE
     ALONE: tl.constexpr = HELD and PARTS == 1
     MATRICES: tl.constexpr = OUT == "entries" or OUT == "logs"
-    stride_xv, stride_xg = multiples(stride_xv, stride_xg, 0, WIDTH_X)[:2]
-    stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, WIDTH_K * WIDTH_J)[:2]
-    stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
+    stride_xv, stride_xg = multiple(stride_xv, FORM.widths[0]), multiple(stride_xg, FORM.widths[0])
+    stride_bv, stride_bg = multiple(stride_bv, FORM.widths[1]), multiple(stride_bg, FORM.widths[1])
 
     program = tl.program_id(0)
     if PARTS > 1:
@@ -64,10 +91,8 @@ def backward_kernel(
     grad_start_ptr += z * C
     if grad_x_ptr is not None:
         grad_x_ptr += z * stride_dg
-    if OUT == "r":
-        out_ptr += z * C
-    if MATRICES:
-        out_ptr += z * C * C
+    if OUT != "":
+        out_ptr += z * stride_og
     w_ptr += z * C
     share_ptr += z * PARTS * 2
 
@@ -80,11 +105,11 @@ def backward_kernel(
         if grad_x_ptr is not None:
             tl.store(grad_x_ptr + far(i, stride_dv) + rows.to(tl.int64) * stride_dc, zeros, mask=own)
         if OUT == "r":
-            tl.store(out_ptr + far(i, pitch) + rows, zeros, mask=own)
+            tl.store(out_ptr + far(i, stride_ov) + rows, zeros, mask=own)
         if MATRICES:
             if i > 0:
                 for first in tl.range(0, C, BLOCK_K):
-                    at = _entries(out_ptr + far(i - 1, pitch * C), first + tl.arange(0, BLOCK_K), rows, C)
+                    at = _entries(out_ptr + far(i - 1, stride_ov), first + tl.arange(0, BLOCK_K), rows, C)
                     mask = (first + tl.arange(0, BLOCK_K) < C)[:, None] & own[None, :]
                     tl.store(at, tl.zeros((BLOCK_K, BLOCK_J), DTYPE), mask=mask)
     if alive == 0:
@@ -103,7 +128,7 @@ def backward_kernel(
     if final_ptr is not None:
         final = tl.load(final_ptr + z * C + states, mask=states < C, other=float("-inf")).to(tl.float64)
         there = tl.load(message_ptr + states, mask=states < C, other=0.0) != 0.0
-        top = finite(tl.max(tl.where(there, final, float("-inf"))))
+        top = level_of(tl.max(tl.where(there, final, float("-inf"))))
         final = tl.load(final_ptr + z * C + rows, mask=own, other=float("-inf")).to(tl.float64)
         b = tl.where(a != 0.0, started(final, top, DTYPE), 0.0)
         peak = tl.maximum(peak, tl.max(a))
@@ -192,9 +217,9 @@ def backward_kernel(
             out = grad_x_ptr + far(i + 1, stride_dv) + rows.to(tl.int64) * stride_dc
             tl.store(out, _posterior(joint, ratio, nu, weight), mask=own)
         if OUT == "r":
-            tl.store(out_ptr + far(i + 2, pitch) + rows, earlier / nu * UNIT, mask=own & (n > 1))
+            tl.store(out_ptr + far(i + 2, stride_ov) + rows, earlier / nu * UNIT, mask=own & (n > 1))
         if MATRICES:
-            matrix_out = out_ptr + far(i, pitch * C)
+            matrix_out = out_ptr + far(i, stride_ov)
             if ALONE:
                 factor, right = _factors(a_now, ahead, share, weight, k, 1.0, OUT)
                 counts = right[:, None] * factor[None, :]
@@ -210,7 +235,7 @@ def backward_kernel(
                 )  # fmt: skip
             elif n > 1:
                 _count(
-                    matrix_out + pitch * C, w_ptr + (i + 2) % SLOTS * pitch, matrix_ptr + stride_bv, left, nu, weight,
+                    matrix_out + stride_ov, w_ptr + (i + 2) % SLOTS * pitch, matrix_ptr + stride_bv, left, nu, weight,
                     k_before, ratio, rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
                 )  # fmt: skip
         joint, left, peak = joint_new, a_now, tl.max(tl.where(admitted, b, 0.0))
@@ -227,7 +252,7 @@ def backward_kernel(
     if grad_x_ptr is not None:
         tl.store(grad_x_ptr + rows.to(tl.int64) * stride_dc, gamma, mask=own)
     if OUT == "r":
-        tl.store(out_ptr + pitch + rows, earlier / nu * UNIT, mask=own & (last > 1))
+        tl.store(out_ptr + stride_ov + rows, earlier / nu * UNIT, mask=own & (last > 1))
     if MATRICES and PARTS > 1:
         if last > 1:
             _count(
@@ -306,7 +331,7 @@ def _count(
 ):  # fmt: skip
     """The gradient of a part's rows of a matrix is stored."""
     # no more than what registers hold beside a held matrix
-    BLOCK: tl.constexpr = max(1, min(BLOCK_K, 4096 // rows.shape[0]))
+    BLOCK: tl.constexpr = min(BLOCK_K, max(16, 2048 // rows.shape[0]))
     for first in tl.range(0, C, BLOCK, num_stages=3):
         columns = first + tl.arange(0, BLOCK)
         p = tile(matrix_ptr, columns, rows, own, stride_j, stride_k, True, C, LOG_PARAMS, a.dtype)

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from .meeting import arrive, counter_of, refresh, take_ticket, wait
-from .own_step import foreseen, held, inexact, part_of, potentials, product, started, summed, tile, weighed
-from .scaled import doubtful, exponent_of, linear, log_scaled, target
-from .tiles import far, finite, multiple, multiples
+from .own_step import foreseen, held, inexact, part_of, potentials, product, summed, tile, weighed
+from .scaled import below, doubtful, exponent_of, level_of, linear, log_scaled, started, target
+from .tiles import far, multiple, multiples
 
 
 @triton.jit(do_not_specialize=["v", "g", "slots"])
@@ -54,19 +54,17 @@ def forward_kernel(
     if bound_ptr is not None:
         bound = tl.load(bound_ptr + z)
 
-    total = tl.load(start_ptr + states, mask=states < C, other=float("-inf"))
-    total += tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=states < C, other=float("-inf")).to(tl.float64)
-    top = finite(tl.max(total))
-    total = tl.load(start_ptr + columns, mask=own, other=float("-inf"))
-    total += tl.load(x_ptr + columns.to(tl.int64) * stride_xc, mask=own, other=float("-inf")).to(tl.float64)
-    new = started(total, top, DTYPE)
+    level = tl.load(level_ptr)
+    start_level = level_of(tl.max(tl.load(start_ptr + states, mask=states < C, other=float("-inf"))))
+    top = level_of(tl.max(_first(start_ptr, x_ptr, states, states < C, stride_xc, start_level, level)))
+    new = started(_first(start_ptr, x_ptr, columns, own, stride_xc, start_level, level), top, DTYPE)
     tl.store(message_ptr + columns, new, mask=own, cache_modifier=".cg")
     if not ALONE:
         arrive(counter_ptr, PARTS)
-    taken = tl.full((), -target(DOUBLE), tl.int64)
+    taken = start_level.to(tl.int64) + level + top - target(DOUBLE)
     # of the step before: the exponent of its message, its shift, and what k adds to that
     before, shift, base = tl.full((), target(DOUBLE), tl.int32), bound >> 1, bound >> 1
-    doubt = total != total
+    doubt = new != new
 
     x_ptr += stride_xv
     level_ptr += g
@@ -131,6 +129,14 @@ def forward_kernel(
             at_end = message_ptr + far((last - 1) % slots, pitch) + states
             sums = tl.sum(tl.load(at_end, mask=states < C, other=0.0, cache_modifier=".cg"))
         lost |= doubtful(sums, True, 0)
-        tl.store(log_norm_ptr + z, top + log_scaled(sums, taken))
+        tl.store(log_norm_ptr + z, log_scaled(sums, taken))
     if lost:
         tl.store(doubt_ptr + z, 1)
+
+
+@triton.jit
+def _first(start_ptr, x_ptr, states, there, stride_xc, start_level, level):
+    """log(start exp(x_0)) less both levels, in float64."""
+    start = tl.load(start_ptr + states, mask=there, other=float("-inf"))
+    x = tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=there, other=float("-inf"))
+    return below(start, start_level) + below(x, level)

@@ -14,7 +14,7 @@ steps leads away from TARGET. Nobody waits for the sums of others.
 import triton
 import triton.language as tl
 
-from .scaled import exp_scaled, exponent_of, floor, is_low, level_of, linear, power_of_two, raised, target
+from .scaled import exp_scaled, exponent_of, is_low, level_of, linear, power_of_two, raised, target
 from .tiles import at
 
 _MOST = tl.constexpr(2**29)
@@ -150,15 +150,6 @@ def inexact(u, wanted, low, highest):
         least = power_of_two(tl.where(low, tl.maximum(highest - 96, -10), -36), tl.float32)
     exact = ((u >= least) & (u < float("inf"))) | ((u == 0.0) & (low == 0))
     return (wanted & (exact == 0)) | (u != u)
-
-
-@triton.jit
-def started(total, top, DTYPE: tl.constexpr):
-    """The linear message of logarithms whose largest is `top`."""
-    DOUBLE: tl.constexpr = DTYPE == tl.float64
-    new = tl.exp(total - top).to(DTYPE) * 2.0 ** target(DOUBLE)
-    new = tl.maximum(new, floor(DOUBLE), propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(total == float("-inf"), 0.0, new)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Products of stacks of matrices of logarithms on a tree, each pair of nodes multiplied by the kernels of `log_matmul`.
 
-Up to c = 64, where a product of two matrices is bound by memory, the root alone is computed by `segment_products`, in
-which one program multiplies a whole segment of a stack. Reference: `logchain.reference.matrix_product`.
+Up to c = 64, where a product of two matrices is bound by memory, the root alone is computed by `segments`, in which
+one program multiplies a whole segment of a stack. Reference: `logchain.reference.matrix_product`.
 """
 
 import math
@@ -14,10 +14,8 @@ from .. import tree
 from ..numbers import exact_sum
 from ..tree import Nodes, parts
 from . import launch, log_matmul, log_matmul_gradient
-from .segments import segment_products
-
-# largest c for which one program multiplies a segment, for it holds a whole matrix
-_WHOLE = 64
+from .segment_product import STATES
+from .segments import products
 
 # segments that one multiprocessor computes at a time, by their registers; not measured yet
 _RESIDENT = 8
@@ -35,7 +33,7 @@ class Arithmetic(tree.Arithmetic):
     def leaves_for_root(self, values: Tensor) -> Nodes:
         """One node, the product of all, by segments; for large or single matrices, the leaves."""
         g, s, c, _ = values.shape
-        if c > _WHOLE or s == 1:
+        if c > STATES or s == 1:
             return Nodes.leaves(values)
         programs = _RESIDENT * launch.processors(values)
         offsets, matrices = [], values.transpose(0, 1)  # (s, g, c, c)
@@ -43,7 +41,7 @@ class Arithmetic(tree.Arithmetic):
         while len(matrices) > 1:
             count = len(matrices)
             length = count if count <= 2 * _SHORTEST else max(_SHORTEST, math.ceil(count * g / programs))
-            matrices, offset = segment_products(matrices, None, length, log_params=True, **options)
+            matrices, offset = products(matrices, length, **options)
             offsets.append(offset)
         offset = torch.stack(exact_sum(torch.cat(offsets))[: parts(matrices.dtype)], -1)
         return Nodes(matrices.transpose(0, 1), matrices.new_zeros(g, 1), offset[:, None])

@@ -16,7 +16,7 @@ that x admits, is doubtful: another kernel computes it again.
 import triton
 import triton.language as tl
 
-from .tiles import log, operand
+from .tiles import exp, log, operand
 
 # ln 2 with few enough digits that its products with exponents are exact, and the rest
 LN2_HIGH = tl.constexpr(0.6931471803691238)
@@ -87,11 +87,17 @@ def is_low(least, k, LOG_PARAMS: tl.constexpr):
 
 
 @triton.jit
+def below(a, k):
+    """`a - log 2^k` in float64, for logarithms and integers k near them rounded as their difference is."""
+    shift = k.to(tl.float64)
+    return (a.to(tl.float64) - shift * LN2_HIGH) - shift * LN2_LOW
+
+
+@triton.jit
 def exp_scaled(a, k):
     """`exp(a) / 2^k` with integers k; 0 for -inf."""
     if a.dtype == tl.float64:
-        shift = k.to(tl.float64)
-        return tl.exp((a - shift * LN2_HIGH) - shift * LN2_LOW)
+        return tl.exp(below(a, k))
     else:
         return tl.exp2(tl.fma(a, _LOG2E_HIGH, -k.to(tl.float32)) + tl.where(a == float("-inf"), 0.0, a) * _LOG2E_LOW)
 
@@ -119,6 +125,14 @@ def raised(u, factor, admitted):
     lowest: tl.constexpr = floor(u.dtype == tl.float64)
     new = tl.maximum(u * factor, lowest, propagate_nan=tl.PropagateNan.ALL)
     return tl.where((u == 0.0) | (admitted == 0), 0.0, new)
+
+
+@triton.jit
+def started(logs, k, DTYPE: tl.constexpr):
+    """The linear message `exp(logs) 2^(TARGET - k)` of float64 logarithms, of which the largest is near k bits."""
+    lowest: tl.constexpr = floor(DTYPE == tl.float64)
+    new = exp(below(logs, k).to(DTYPE)) * 2.0 ** target(DTYPE == tl.float64)
+    return tl.where(logs == float("-inf"), 0.0, tl.maximum(new, lowest, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

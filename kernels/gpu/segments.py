@@ -1,79 +1,123 @@
-"""The products of each L consecutive matrices of a stack, computed in parallel, each matrix read once.
+"""The products of each L consecutive matrices of a stack of logarithms, in two launches, each matrix read once.
 
-    (M_1 D_1 ... M_L D_L)   (M_{L+1} D_{L+1} ... M_{2 L} D_{2 L})   ...          D_i = diag(exp x_i), or all 1
+    (M_1 ... M_L)   (M_{L+1} ... M_{2 L})   ...
 
-The products are a stack of logarithms. Numerics, cost and tiles are those of `forward_chain`.
+One program multiplies a segment in linear numbers with an exponent of two a row, so that no exponential stands between
+its matrices. Segments with a sum that may be inexact are computed again from their logarithms, row by row, by programs
+that return at once elsewhere: nothing waits for the device. Numerics: `scaled`. Cost: c^3 multiply-adds a matrix.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from .chain_tiles import Widths, tiles
-from .forward_chain import launch
+from . import launch
+from .scaled import LN2_HIGH, LN2_LOW, exponent_of, power_of_two
+from .segment_product import block_of, registers, segment_product, warps
+from .tiles import any_of, exp, far, finite, log, multiple
 
 
-def segment_product(
-    bulk: Tensor,
-    x: Tensor | None,
-    *,
-    log_params: bool,
-    dtype: torch.dtype,
-    rescued: Tensor,
-    out: Tensor | None = None,
-    offset: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`log(M_1 D_1 M_2 D_2 ... M_L D_L)` with `D_i = diag(exp x_i)`, or all 1.
-
-    Each row of the product is the forward message of a sequence that starts in one state. One program computes all rows
-    up to c = 16, or 32 where 4 divides c and the strides; else blocks of 16 rows read a matrix, which is cached then.
-
-    `bulk` (L, g1, g2, c, c), any strides, so that `stack.unflatten(...)` need not be copied; `x` (L, g1, g2, c).
-    `dtype` is that of the arithmetic, as in `forward`.
-    Returns the product (g1, g2, c, c) less its largest entry, and that entry (g1, g2) in float64, in `out` and
-    `offset`, contiguous, if these are given. An impossible product is -inf with offset 0.
-    """
-    length, outer, inner, c, _ = bulk.shape
-    if out is None:
-        out = torch.empty(outer, inner, c, c, dtype=dtype, device=bulk.device)
-    if offset is None:
-        offset = torch.empty(outer, inner, dtype=torch.float64, device=bulk.device)
-    assert length > 0 and out.is_contiguous() and offset.is_contiguous() and out.dtype == dtype
-    x = None if x is None else x[..., None, :].expand(-1, -1, -1, c, -1)
-    widths = Widths.of(bulk, x)
-    choice = tiles(c, c, dtype, min(widths))
-    joint = choice.whole and choice.block_s >= c
-    messages = torch.empty(2, outer * inner, c, c, dtype=dtype, device=bulk.device)
-    row_offset = offset if joint else torch.empty(outer, inner, c, dtype=torch.float64, device=bulk.device)
-    launch(
-        x, bulk, None, None, messages, out, row_offset, None, None, rescued, length + 1, c, choice, widths,
-        dtype, log_params=log_params, keep=False, segment=True,
+@triton.jit(do_not_specialize=["matrices", "g", "length"])
+def _products_kernel(
+    matrix_ptr, out_ptr, offset_ptr, arrived_ptr, matrices, g, length, stride_s, stride_g,
+    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program multiplies a segment; `arrived` becomes 0 for those that are to be computed again, else -1."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    stride_s, stride_g = multiple(stride_s, WIDTH), multiple(stride_g, WIDTH)
+    program = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(0) // g * length
+    u, taken = segment_product(
+        None, matrix_ptr + program % g * stride_g, begin, tl.minimum(begin + length, matrices), 0, 0, stride_s,
+        STRIDE_K, STRIDE_J, C, False, True, PRECISION, DTYPE,
     )  # fmt: skip
-    if not joint:
-        dead = out.amax(-1) == -torch.inf
-        torch.amax(row_offset.masked_fill_(dead, -torch.inf), -1, out=offset)
-        offset.masked_fill_(offset == -torch.inf, 0.0)
-        out += (row_offset - offset[..., None]).masked_fill_(dead, 0.0).to(dtype)[..., None]
-    return out, offset
+    states = tl.arange(0, block_of(C))
+    top = tl.max(u, 1)
+    own = exponent_of(top)
+    highest = tl.max(tl.where(top > 0.0, taken + own, -(2**62)))
+    whole = tl.where(highest == -(2**62), 0, highest)
+    below = (taken + own - whole).to(tl.float64)
+    logs = log(u * power_of_two(-own, DTYPE)[:, None]).to(tl.float64) + (below * LN2_HIGH + below * LN2_LOW)[:, None]
+    peak = finite(tl.max(logs))
+    cells = states[:, None] * C + states[None, :]
+    mask = (states < C)[:, None] & (states < C)[None, :]
+    tl.store(out_ptr + program * C * C + cells, (logs - peak).to(DTYPE), mask=mask)
+    tl.store(offset_ptr + program, whole.to(tl.float64) * LN2_HIGH + (whole.to(tl.float64) * LN2_LOW + peak))
+    tl.store(arrived_ptr + program, tl.where(any_of((u != u) & mask), 0, -1))
 
 
-def segment_products(
-    matrices: Tensor, x: Tensor | None, length: int, *, log_params: bool, dtype: torch.dtype, rescued: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The products of each `length` of s matrices, and of a remainder: (n, g, c, c) and their offsets (n, g), float64.
+@triton.jit(do_not_specialize=["matrices", "g", "length"])
+def _again_kernel(
+    matrix_ptr, out_ptr, offset_ptr, arrived_ptr, top_ptr, rescued_ptr, matrices, g, length, stride_s, stride_g,
+    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One program computes a row of a segment's product; the last of them gives all rows one offset."""
+    program = (tl.program_id(0) // C).to(tl.int64)
+    if tl.load(arrived_ptr + program, volatile=True) < 0:
+        return
+    row = tl.program_id(0) % C
+    states = tl.arange(0, block_of(C))
+    inside = states < C
+    matrix_ptr += program % g * stride_g
+    begin = tl.program_id(0) // C // g * length
+    a = tl.where(states == row, 0.0, float("-inf")).to(tl.float64)
+    for i in tl.range(begin, tl.minimum(begin + length, matrices)):
+        cells = states[:, None] * STRIDE_K + states[None, :] * STRIDE_J
+        mask = inside[:, None] & inside[None, :]
+        p = tl.load(matrix_ptr + far(i, stride_s) + cells, mask=mask, other=float("-inf"))
+        terms = a[:, None] + p.to(tl.float64)
+        peak = finite(tl.max(terms, 0))
+        a = log(tl.sum(exp(terms - peak[None, :]), 0)) + peak
+    out_ptr += program * C * C
+    top_ptr += program * C
+    top = finite(tl.max(a, 0))
+    tl.store(out_ptr + row * C + states, (a - top).to(out_ptr.dtype.element_ty), mask=inside, cache_modifier=".cg")
+    tl.store(top_ptr + row, tl.where(tl.max(a, 0) == float("-inf"), float("-inf"), top), cache_modifier=".cg")
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel")
+    tl.debug_barrier()
+    if arrived == C - 1:
+        tops = tl.load(top_ptr + states, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        highest = finite(tl.max(tops, 0))
+        tl.store(offset_ptr + program, highest)
+        tl.atomic_add(rescued_ptr, C * C, sem="relaxed")
+        for other in tl.range(0, C):
+            below = tl.load(top_ptr + other, cache_modifier=".cg") - highest
+            logs = tl.load(out_ptr + other * C + states, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            logs = tl.where(logs == float("-inf"), logs.to(tl.float64), logs.to(tl.float64) + below)
+            tl.store(out_ptr + other * C + states, logs.to(out_ptr.dtype.element_ty), mask=inside)
 
-    `matrices` (s, g, c, c); `x` (s, g, c), or None. `dtype` is that of the arithmetic and of the products.
+
+def products(matrices: Tensor, length: int, *, dtype: torch.dtype, rescued: Tensor) -> tuple[Tensor, Tensor]:
+    """The products of each `length` of s matrices, and of a remainder, less their largest entries, and those.
+
+    Args:
+        matrices: logarithms (s, g, c, c), any strides, s and g at least 1, c up to `segment_product.STATES`.
+        length: the matrices of a segment, at least 1.
+        dtype: of the arithmetic and of the products.
+        rescued: (1), int64; the number of entries that are computed again is added.
+
+    Returns:
+        Logarithms (n, g, c, c) of `dtype` and their offsets (n, g) in float64; an impossible product is -inf, with
+        offset 0.
     """
-    count, g, c, _ = matrices.shape
-    whole, remainder = divmod(count, length)
-    out = torch.empty(whole + (remainder > 0), g, c, c, dtype=dtype, device=matrices.device)
-    offset = torch.empty(out.shape[:2], dtype=torch.float64, device=matrices.device)
-    for first, segments, steps in ((0, whole, length), (whole, 1, remainder)):
-        if segments and steps:
-            part = slice(first * length, first * length + segments * steps)
-            segment_product(
-                matrices[part].unflatten(0, (segments, steps)).transpose(0, 1),
-                None if x is None else x[part].unflatten(0, (segments, steps)).transpose(0, 1),
-                log_params=log_params, dtype=dtype, rescued=rescued,
-                out=out[first : first + segments], offset=offset[first : first + segments],
-            )  # fmt: skip
+    s, g, c, _ = matrices.shape
+    count = triton.cdiv(s, length)
+    new = matrices.new_empty
+    out, offset = new((count, g, c, c), dtype=dtype), new((count, g), dtype=torch.float64)
+    arrived, tops = new((count, g), dtype=torch.int32), new((count, g, c), dtype=torch.float64)
+    sizes = (s, g, length, *matrices.stride()[:2])
+    strides = {"STRIDE_K": matrices.stride(2), "STRIDE_J": matrices.stride(3), "C": c}
+    precision = launch.precision(out)
+    launch.run(
+        _products_kernel, (count * g,), matrices, out, offset, arrived, *sizes, **strides,
+        PRECISION="ieee" if c <= 16 and precision == "tf32x3" else precision, WIDTH=max(launch.widths(matrices)),
+        num_warps=warps(c, dtype == torch.float64), num_stages=1,
+        **({} if torch.version.hip else {"maxnreg": registers(c)}),
+    )  # fmt: skip
+    launch.run(
+        _again_kernel, (count * g * c,), matrices, out, offset, arrived, tops, rescued, *sizes, **strides,
+        num_warps=1 if c <= 16 else 8, num_stages=1,
+    )  # fmt: skip
     return out, offset

@@ -8,8 +8,7 @@ from torch import Tensor
 from ..chain import Chain
 from ..plain.viterbi import unknown
 from . import backtrack, chain_max
-from .chains import Operands
-from .forward import operands
+from .forward import operands_of
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
@@ -18,11 +17,11 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     The states of a sequence whose length is outside 1..v are -1 too, for lengths are not checked before.
     """
     assert chain.v == steps
-    x, bulk, start, ends = operands(chain)
-    messages = chain.new(*x.shape)
+    operands = operands_of(chain)
+    messages = chain.new(*operands.shape)
     if messages.numel():
-        chain_max.forward(Operands(x, bulk, start.contiguous(), ends, chain.log_params, chain.dtype), messages)
-    states = backtrack.paths(messages, bulk, ends, log_params=chain.log_params)
+        chain_max.forward(operands, messages)
+    states = backtrack.paths(messages, operands.bulk, operands.ends, log_params=chain.log_params)
     if chain.ends is not None:
         states.masked_fill_((chain.ends < 1) | (chain.ends > steps), -1)
     return states, unknown(chain)

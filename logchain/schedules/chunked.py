@@ -77,9 +77,7 @@ def _messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     walk = kernels.chain_kernels(chain.x)
     last = torch.zeros_like(chain.p0)
     turned = replace(chain, bulk=chain.bulk.flip(0).mT, p0=last)
-    ahead, behind = (
-        walk.forward(one, keep=one.new(chain.v, chain.g, chain.m, chain.c))[0] for one in (chain, turned)
-    )
+    ahead, behind = (walk.forward(one, keep=one.new(chain.v, chain.g, chain.m, chain.c))[0] for one in (chain, turned))
     forward.copy_(ahead.logs(slice(None)).view(forward.shape))
     backward.copy_(behind.logs(slice(None)).flip(0).view(backward.shape))
     return ahead.log_norm

@@ -13,10 +13,12 @@ from tests.benchmarks import (
     counts,
     cpu,
     gpu,
+    gpu_counts,
     layers,
     memory,
     peers,
     plots,
+    predicted,
     questions,
     report,
     results,
@@ -96,6 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     on_gpu.add_argument("--only", nargs="+", default=(), help="parts of providers' names")
     on_gpu.add_argument("--dry", action="store_true", help="on a CPU, on tiny sizes: times mean nothing")
     on_gpu.set_defaults(call=measure_gpu)
+
+    compiled = commands.add_parser("gpu-count", help="what the GPU kernels compile to, without a GPU: registers, loops")
+    compiled.add_argument("modules", nargs="*", help="of tests/kernels/gpu/compile_cases, by default all")
+    compiled.add_argument("--targets", nargs="+", default=(), help="some of sm_80, sm_86, sm_90 and gfx942")
+    compiled.set_defaults(call=lambda options: gpu_counts.main(options.modules, options.targets))
+
+    estimated = commands.add_parser("gpu-predict", help="estimates of the GPU kernels' times, without a GPU")
+    estimated.set_defaults(call=lambda options: predicted.main())
 
     options = parser.parse_args(argv)
     return options.call(options)

@@ -16,10 +16,13 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "results"
-PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT = (
+PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT, GPU_COUNTS, PREDICTED = (
     FOLDER / f"{name}.csv"
-    for name in ("cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out")
-)
+    for name in (
+        "cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out", "gpu_counts",
+        "gpu_predicted",
+    )
+)  # fmt: skip
 MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
 
 
@@ -87,7 +90,7 @@ class Measured(NamedTuple):
         return f"{digits(self.median_ms)} ms, {digits(self.ratio)} x logchain{off}"
 
 
-AnyRow = TypeVar("AnyRow", Row, Measured)
+AnyRow = TypeVar("AnyRow", bound=NamedTuple)
 
 
 def digits(value: float) -> str:

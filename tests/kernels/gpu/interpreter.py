@@ -68,6 +68,7 @@ def _dot(multiply: Callable) -> Callable:
     return create_dot
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _fused(self, x, y, z):
     """A product that is not rounded before the sum."""
     if x.dtype.scalar != tl.float32:

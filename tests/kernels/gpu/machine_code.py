@@ -15,7 +15,7 @@ SPILL = r"STL\b|LDL\b|scratch_(?:load|store)_"
 # shorter loops wait for another program
 _SHORT = 24
 
-_SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?);")
+_SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);")
 _LABEL = re.compile(r"^(\.L\w+):")
 _ROCM = re.compile(r"^\s+((?:[svd]|ds|global|buffer|flat|scratch)_\w+)(?: (\.L\w+))?")
 

@@ -1,5 +1,6 @@
 """The exact recomputation of marked sequences: within the contract on all families, and no other one is touched."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,6 +147,21 @@ def test_gradients_of_logarithms_of_linear_matrices(device, log):
     check(chain.logs() if log else chain, device=device, by_log=True)
 
 
+@pytest.mark.parametrize("scale", [3e38, 1e-38])
+def test_matrices_of_any_size(device, scale):
+    """Near the largest numbers, and with denormal entries, whose gradient would overflow."""
+    chain = dense(F64, n=2, t=1, v=4, c=5)
+    check(chain._replace(bulk=chain.bulk * scale).to(F32), device=device, by_log=scale < 1)
+
+
+def test_what_is_taken_out_of_messages_is_summed_exactly(device):
+    x = 1e8 * Draw(0, 1, 1, 30, 1, False).normal(1, 1, 30, 1)
+    x[..., -1, :] = -x[..., :-1, :].sum()
+    one = torch.ones(1, 1, 1, 1, dtype=F64)
+    chain = operands(Chain(x, one, one[0]), device=device)
+    assert run(chain, weights(chain)).log_norm.item() == math.fsum(x.flatten().tolist())
+
+
 @pytest.mark.parametrize("how", ["transposed", "sliced"])
 def test_strange_strides(device, how):
     check(strange(FAMILIES["sparse"](F32, n=3, t=1, v=4, c=6), how), device=device)
@@ -260,3 +276,13 @@ def test_a_message_that_follows(device):
     torch.testing.assert_close(found.grad_x, whole.grad_x[:-1], rtol=1e-5, atol=1e-6)
     scale = ops.bulk[:-1]
     torch.testing.assert_close(found.counts * scale, whole.counts[:-1] * scale, rtol=1e-5, atol=1e-6)
+
+
+def test_only_what_is_wanted_is_written(device):
+    ops = operands(dense(F32, n=2, t=1, v=3, c=5), device=device)
+    weight = weights(ops)
+    found = run(ops, weight)
+    every, first = torch.ones(1, 2, dtype=torch.bool, device=device), torch.empty_like(found.grad_start)
+    gradients = {"grad_x": None, "grad_start": first, "r": None, "final": None}
+    chain_exact.backward(ops, found.messages, every, every, found.log_norm, weight, **gradients)
+    assert torch.equal(first, found.grad_start)

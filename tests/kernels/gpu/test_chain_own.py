@@ -282,10 +282,10 @@ def test_lost_path_is_doubtful(device, tiles, logs, same):
 
 
 def test_posteriors_of_raised_states_are_doubtful(device, tiles):
-    """What follows leaves only states that the last message holds as too large."""
-    x = torch.tensor([[0.0, 0.0, 0.0], [0.0, -100.0, -105.0]], device=device)[:, None, None]
+    """What follows leaves only states that the message holds as too large."""
+    x = torch.tensor([0.0, -100.0, -105.0], device=device)[None, None, None]
     start = torch.zeros(1, 1, 3, dtype=F64, device=device)
-    chain = chains.Operands(x, torch.ones(1, 1, 3, 3, device=device), start, None, False, F32)
+    chain = chains.Operands(x, torch.ones(0, 1, 3, 3, device=device), start, None, False, F32)
     found = Gradients(chain, final=torch.tensor([[[-INF, 0.0, 0.0]]], dtype=F64, device=device))
     assert found.doubt.all() and not found.forward_doubt.any()
 
@@ -293,10 +293,10 @@ def test_posteriors_of_raised_states_are_doubtful(device, tiles):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there a launch has programs that wait for each other")
 @pytest.mark.parametrize("dtype, c, parts, same", [(F32, 21, 3, False), (F32, 14, 2, True), (F64, 10, 2, False)])
 def test_parts_that_meet(tiles, dtype, c, parts, same):
-    family = dense(dtype, n=2, t=1, v=5, c=c, each=True)
-    falling = 2.0 ** -torch.tensor([30.0, 60.0, 90.0, 120.0])[:, None, None]
+    family = dense(dtype, n=2, t=1, v=6, c=c, each=True)
+    falling = 2.0 ** torch.tensor([100.0, 55.0, 10.0, -35.0, -80.0])[:, None, None]
     family = one_for_all(family) if same else family._replace(bulk=family.bulk * falling.to(dtype))
-    lengths = [3, 5]
+    lengths = [5, 6]
     chain = operands(family, lengths)
     log_norm, doubt, messages = run(chain, parts=parts)
     assert not doubt.any()

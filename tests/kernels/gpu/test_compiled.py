@@ -1,7 +1,7 @@
 """The configurations of kernels that need most compile for the devices they are meant for, without a device.
 
-A register that is spilled in a loop, or more shared memory than a program may have, is a defect; so is a `tl.dot` that was not to be
-done without tensor cores, and is.
+A register that is spilled in a loop, or more shared memory than a program may have, is a defect; so is a `tl.dot` that
+was not to be done without tensor cores, and is.
 """
 
 import os

@@ -227,3 +227,15 @@ def test_shifts_are_added_without_loss(device):
         b = torch.tensor([offset - 3, offset], device=device).view(1, 1, 2, 1)
         exact = truth(a, b, F64).item()
         assert abs(log_matmul.forward(a, b).item() - exact) <= 2.0**-8 + 1e-5  # half of its own grain
+
+
+@pytest.mark.parametrize("offset", [3e5, 1e8, 1e10, -1e10, 1e30, 3e38, -3e38])
+def test_a_shift_in_bits_is_not_the_maximum(device, offset):
+    """What rounding it gains is taken out again; where that is too much, sums are redone."""
+    a = torch.full((1, 1, 2, 3), offset, device=device)
+    b = torch.tensor([0.0, -INF, 0.0], device=device).view(1, 1, 3, 1)
+    tops = torch.full((1, 1), offset, device=device), torch.zeros(1, 1, device=device)
+    for left, right, top in ((a, b, tops), (b.mT, a.mT, tops[::-1])):
+        out_top = torch.full((1, 1), -INF, device=device)
+        out = log_matmul.forward(left, right, a_top=top[0], b_top=top[1], out_top=out_top)
+        torch.testing.assert_close(out, torch.full_like(out, np.log(2.0)), rtol=0, atol=2e-6)

@@ -1,6 +1,6 @@
 """Long chains in segments: the largest tiles of each number of warps, own and shared matrices, odd strides, float64."""
 
-from logchain.kernels.gpu import chain_long
+from logchain.kernels.gpu import chain_long, segment_product
 from tests.kernels.gpu.compiled import Case
 
 
@@ -41,5 +41,5 @@ def case(
     what = f"c={c} {kind} {precision}{' same' * same}{' logs' * logs}{' ends' * ends}{' odd' * (width == 1)}"
     dot = precision.startswith("tf32")
     divisible = tuple(name for name in arguments if name.endswith("_ptr"))
-    warps, registers = chain_long.warps(c, kind == "fp64"), chain_long.registers(c)
+    warps, registers = segment_product.warps(c, kind == "fp64"), segment_product.registers(c)
     return Case(what, kernel, arguments, constants, divisible, warps, 1, dot, registers)
