@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import launch
 from .chain_wide_backward import backward as backward
-from .chain_wide_tiles import Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
+from .chain_wide_tiles import ANY, Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
 from .chains import Operands, room
 from .meeting import arrive, wait, words
 from .scaled import below, doubtful, exp_scaled, level_of, log_scaled, raised, started, target
@@ -29,7 +29,7 @@ from .tiles import at, far, log
 _BLOCK = tl.constexpr(1024)
 
 
-@triton.jit(do_not_specialize=["m", "stride_xg", "stride_xm"])
+@triton.jit(do_not_specialize=ANY)
 def _first_kernel(
     x_ptr, level_ptr, start_ptr, message_ptr, top_ptr, taken_ptr, leaving_ptr, m, stride_xg, stride_xm, stride_xc,
     C: tl.constexpr, PARTS: tl.constexpr,
@@ -70,9 +70,7 @@ def _first(x_ptr, start_ptr, states, stride_xc, start_level, level, C: tl.conste
     return below(start, start_level) + below(x, level)
 
 
-@triton.jit(
-    do_not_specialize=["g", "m", "v", "first", "slots", "stride_xv", "stride_xg", "stride_xm", "stride_bv", "stride_bg"]
-)
+@triton.jit(do_not_specialize=ANY)
 def _step_kernel(
     x_ptr, bulk_ptr, bound_ptr, level_ptr, ends_ptr, message_ptr, top_ptr, taken_ptr, leaving_ptr, doubt_ptr,
     counters_ptr,
@@ -154,7 +152,7 @@ def _step_kernel(
     tl.store(doubt_ptr + sequence + members, tl.full((ROWS,), 1, tl.int8), mask=inside & lost)
 
 
-@triton.jit(do_not_specialize=["v", "g", "m", "slots"])
+@triton.jit(do_not_specialize=ANY)
 def _last_kernel(message_ptr, ends_ptr, taken_ptr, log_norm_ptr, doubt_ptr, v, g, m, slots, C: tl.constexpr):
     """One program computes the log-partition of one sequence from its last message."""
     row = tl.program_id(0).to(tl.int64)

@@ -10,7 +10,7 @@ impossible or its messages are logarithms, is all zeros.
 
 What is lost. Sums b of states that a path reaches are exact where `scaled` says so. An entry of a that was raised to
 FLOOR adds at most 2^-124 b to nu, where b is at most 2^63 c^2, for a row grows by less than 2 c a step: below c 2^-27
-of nu where nu is at least `_trusted`. A sequence with another sum or nu is doubtful.
+of nu where nu is not `_uncertain`. A sequence with another sum or nu is doubtful.
 
 Cost: that of the forward pass, and a read of the messages.
 """
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .chain_wide_tiles import Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
+from .chain_wide_tiles import ANY, Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
 from .chains import Operands, room
 from .meeting import arrive, wait, words
 from .scaled import doubtful, exp_scaled, floor, raised, target
@@ -70,23 +70,14 @@ def _narrowed(gamma, DTYPE: tl.constexpr):
         return gamma.to(DTYPE)
 
 
-@triton.constexpr_function
-def _trusted(c, double):
-    """The least exact nu 2^-TARGET."""
-    return c**2 * (2.0**-441 if double else 2.0**-34)
-
-
 @triton.jit
 def _uncertain(nu, live, C: tl.constexpr):
-    """Whether a nu may be inexact."""
-    return live & (((nu >= _trusted(C, nu.dtype == tl.float64)) & (nu < float("inf"))) == 0)
+    """Whether a nu 2^-TARGET may be inexact."""
+    trusted: tl.constexpr = C * C * (2.0**-441 if nu.dtype == tl.float64 else 2.0**-34)
+    return live & (((nu >= trusted) & (nu < float("inf"))) == 0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "g", "m", "v", "slots", "stride_xv", "stride_xg", "stride_xm", "stride_wg", "stride_wm",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=ANY)
 def _first_kernel(
     x_ptr, level_ptr, ends_ptr, message_ptr, w_ptr, work_ptr, final_ptr, log_norm_ptr, redone_ptr, weight_ptr,
     g, m, v, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_wg, stride_wm,
@@ -94,7 +85,6 @@ def _first_kernel(
 ):  # fmt: skip
     """One program begins the backward pass of one sequence, at step v - 1."""
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
-    PARTS_2: tl.constexpr = triton.next_power_of_2(PARTS)
     row = tl.program_id(0).to(tl.int64)
     sequences = g.to(tl.int64) * m
     top_ptr, nu_ptr, share_ptr, final_top_ptr = _work(work_ptr, sequences, C, PARTS)
@@ -130,18 +120,13 @@ def _first_kernel(
         tl.store(w_ptr + (far((v - 1) % slots, sequences) + row) * C + k + states, w, mask=mask)
         tl.store(work_ptr + row * C + k + states, joint, mask=mask)
         tops, nus = tl.maximum(tops, w), nus + joint
-    parts = tl.arange(0, PARTS_2)
+    parts = tl.arange(0, triton.next_power_of_2(PARTS))
     slot = ((v - 1) % 2 * sequences + row) * PARTS + parts
     tl.store(top_ptr + slot, tl.where(parts == 0, tl.max(tops), 0.0), mask=parts < PARTS)
     tl.store(nu_ptr + slot, tl.where(parts == 0, tl.sum(nus), 0.0), mask=parts < PARTS)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "g", "m", "v", "first", "slots", "stride_xv", "stride_xg", "stride_xm", "stride_bv", "stride_bg", "stride_dv",
-        "stride_dg", "stride_dm",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=ANY)
 def _step_kernel(
     x_ptr, bulk_ptr, bound_ptr, level_ptr, ends_ptr, message_ptr, w_ptr, work_ptr, final_ptr, grad_ptr, doubt_ptr,
     counters_ptr, g, m, v, first, slots,
@@ -211,6 +196,7 @@ def _step_kernel(
             joint = tl.load(joint_ptr + tile, mask=own, other=0.0, cache_modifier=".cg")
         lost |= tl.max(doubtful(b, (a > 0.0) & (ending == 0)[:, None], bound & 1).to(tl.int32), 1) > 0
         x = x.to(DTYPE)
+        b = tl.where(live[:, None], b, 0.0)  # a NaN of others' may wait in a matrix
         if final_ptr is None:
             b = tl.where(ending[:, None], 2.0**TARGET, b)
         else:
@@ -238,7 +224,7 @@ def _step_kernel(
     tl.store(doubt_ptr + sequence + members, tl.full((ROWS,), 1, tl.int8), mask=inside & lost)
 
 
-@triton.jit(do_not_specialize=["g", "m", "v", "slots", "stride_dg", "stride_dm"])
+@triton.jit(do_not_specialize=ANY)
 def _last_kernel(
     ends_ptr, w_ptr, work_ptr, grad_ptr, start_ptr, doubt_ptr, g, m, v, slots, stride_dg, stride_dm, stride_dc,
     C: tl.constexpr, PARTS: tl.constexpr,

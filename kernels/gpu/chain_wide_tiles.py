@@ -21,6 +21,9 @@ from .tiles import multiple, multiples, widened
 # states from which on a step takes longer than a launch
 _APART = 2048
 
+# integers that kernels are not compiled for: sizes of batches, and strides of all axes but two
+ANY = ["v", "g", "m", "first", "slots"] + [f"stride_{of}{axis}" for of in "xbdw" for axis in "vgm"]
+
 
 class Tile(NamedTuple):
     """A program's sequences and states, how many summands it loads at a time, and how it is compiled."""

@@ -27,7 +27,7 @@ def chain(v=4, g=1, m=5, c=20, *, dtype=F32, each=True, logs=False, lengths=Fals
     x = torch.randn(v, g, m, c, dtype=F64, generator=random) * scale
     bulk = torch.rand(max(v - 1, 1) if each else 1, g, c, c, dtype=F64, generator=random)
     start = torch.randn(g, m, c, dtype=F64, generator=random)
-    ends = torch.arange(g * m).reshape(g, m) * 3 % v + 1 if lengths else None
+    ends = torch.arange(g * m).reshape(g, m) * 7 // 3 % v + 1 if lengths else None
     operands = chains.Operands(x.to(dtype), (bulk.log() if logs else bulk).to(dtype), start, ends, logs, dtype)
     return on(operands, device)
 
@@ -308,27 +308,32 @@ def test_what_is_impossible(device):
 
 
 def test_a_nan_stays_in_its_sequence(device):
-    operands = chain(3, 2, 4, 20, device=device)
+    operands = chain(3, 2, 4, 20, lengths=True, device=device)
     expected = run(operands)
     states = gradients(operands, expected)[0]
     others = torch.ones(2, 4, dtype=torch.bool, device=device)
-    others[0, 3] = False
+    others[0, 3] = False  # which has two steps
     x = operands.x.clone()
-    x[2, 0, 3, 5] = NAN
+    x[1, 0, 3, 5] = NAN
     found = run(operands._replace(x=x))
     assert found[1][0, 3] and not found[1][others].any()
     assert torch.equal(found[0][others], expected[0][others])
     log_norm = expected[0].clone()
     log_norm[0, 3] = NAN
     grad_x, grad_start, r, doubt = gradients(operands, (log_norm, *expected[1:]))
-    assert grad_x[:, 0, 3].isnan().all() and grad_start[0, 3].isnan().all() and r[1:, 0, 3].isnan().all()
+    assert grad_x[:2, 0, 3].isnan().all() and grad_start[0, 3].isnan().all() and r[1, 0, 3].isnan().all()
+    assert (grad_x[2, 0, 3] == 0).all() and (r[2, 0, 3] == 0).all()
     assert torch.equal(grad_x[:, others], states[:, others]) and not doubt[others].any()
 
     bulk = operands.bulk.clone()
     bulk[1, 0, 5, 5] = NAN
-    found = run(operands._replace(bulk=bulk))
-    assert found[1][0].all() and not found[1][1].any()
-    assert torch.equal(found[0][1], expected[0][1])
+    dirty = operands._replace(bulk=bulk)
+    found = run(dirty)
+    others = (torch.arange(2, device=device)[:, None] == 1) | (operands.ends < 3)
+    assert (found[1] == ~others).all() and not others.all()
+    assert torch.equal(found[0][others], expected[0][others])
+    grad_x, _, r, doubt = gradients(dirty, found, redone=found[1])
+    assert torch.equal(grad_x[:, others], states[:, others]) and not doubt.any() and not r[1:].isnan().any()
 
 
 def test_sequences_without_a_share(device):
@@ -394,3 +399,16 @@ def test_a_final_message_of_states_without_a_path(device):
     final[..., 10:] = 1000.0
     final[0, 1] *= 0.01
     assert_gradients(operands, found[2], gradients(operands, found, final=final), final=final)
+
+
+def test_a_sum_over_states_that_is_small_is_doubtful(device):
+    """All sums are exact, but what is likely before a step is not what is likely after it."""
+    x = torch.zeros(2, 1, 3, 20)
+    x[0, :, :, 1], x[0, :, :, 2:] = -66.0, -INF
+    operands = chains.Operands(x, torch.eye(20)[None, None], torch.zeros(1, 3, 20, dtype=F64), None, False, F32)
+    operands = on(operands, device)
+    found = run(operands)
+    final = torch.zeros(1, 3, 20, device=device)
+    final[0, 0, 0], final[0, 1, 0] = -66.0, -20.0
+    assert not found[1].any()
+    assert gradients(operands, found, final=final)[3].tolist() == [[True, False, False]]

@@ -1,54 +1,37 @@
-"""Chains that share wide matrices: the tiles that a launcher chooses, forward and backward."""
+"""Chains that share wide matrices, forward and backward: each tile, one launch a chain and one a step."""
 
-from logchain.kernels.gpu import chain_wide, chain_wide_backward
-from logchain.kernels.gpu.chain_wide_tiles import DOUBLE, FEW, ODD, WIDE, WIDER, Layout, Tile, early
+import torch
+
+from logchain.kernels.gpu import chain_wide
+from tests.kernels.gpu.compile_cases.chain_forward import chain
 from tests.kernels.gpu.compiled import Case
+from tests.kernels.gpu.recorded import recorded
 
 
-def case(
-    backward: bool, c: int, tile: Tile, precision: str, *, kind: str = "fp32", bulk: str = "", log_params: bool = False,
-    together: bool = True, transposed: bool = False,
-) -> Case:  # fmt: skip
-    """Contiguous operands with lengths and all gradients; `transposed`: matrices that lie by columns."""
-    module = chain_wide_backward if backward else chain_wide
-    width = 4 if c % 4 == 0 else 1
-    widths = (width, 1, width, width) if transposed else (width, width, 1, width)
-    fixed = Layout(
-        c, tile.rows, tile.columns, tile.depth, tile.stages, -(-c // tile.columns), together,
-        early(tile, width, together), log_params, precision,
-        *widths,
-    )  # fmt: skip
-    numbers = ["x", "message", *(["w", "work", "final", "grad"] if backward else ["top"])]
-    pointers = dict.fromkeys((f"{name}_ptr" for name in numbers), f"*{kind}")
-    pointers |= {"bulk_ptr": f"*{bulk or kind}", "bound_ptr": "*i32", "level_ptr": "*i32", "ends_ptr": "*i64"}
-    pointers |= {"doubt_ptr": "*i1", "counters_ptr": "*i32"} | (
-        {} if backward else {"taken_ptr": "*i64", "leaving_ptr": f"*{kind}"}
-    )
-    constants = {"L": fixed, "stride_xc": 1, "stride_bk" if transposed else "stride_bj": 1}
-    constants |= {"stride_dc": 1} if backward else {}
-    kernel = module._step_kernel
-    integers = [name for name in kernel.arg_names if name not in pointers and name not in constants]
-    words = ["log_params"] * log_params + ["transposed"] * transposed + ["apart"] * (not together)
-    return Case(
-        " ".join(["backward" if backward else "forward", f"c={c}", *map(str, tile), bulk or kind, precision, *words]),
-        kernel, pointers | dict.fromkeys(integers, "i32"), constants, tuple(pointers), tile.warps, tile.stages,
-        dot=kind == "fp64" or precision != "ieee",
-    )  # fmt: skip
+def both(target: str, c: int, *, v: int = 2, m: int = 500, transposed: bool = False, **options) -> list[Case]:
+    """The launches of both directions, with all results; `transposed`: matrices that lie by columns."""
+
+    def call() -> None:
+        operands = chain(v, m, c, lengths=True, **options)
+        operands = operands._replace(bulk=operands.bulk.mT) if transposed else operands
+        messages = torch.empty(v, 1, m, c, dtype=operands.dtype, device="cuda")
+        leaving, log_norm = torch.empty_like(messages[0]), torch.empty(1, m, dtype=torch.float64, device="cuda")
+        chain_wide.forward(operands, messages, log_norm, leaving)
+        chain_wide.backward(
+            operands, messages, log_norm.bool(), log_norm, log_norm, grad_x=torch.empty_like(operands.x),
+            grad_start=leaving, r=messages, final=leaving,
+        )  # fmt: skip
+
+    words = ["transposed"] * transposed + [f"{name}={value}" for name, value in options.items()]
+    return recorded(target, " ".join([f"c={c} m={m}", *words]), call)
 
 
 def cases(target: str) -> list[Case]:
     """Those that need most registers, scalar loads among them."""
-    precision, wider = ("ieee", WIDE) if target == "gfx942" else ("tf32x3", WIDER)
-    found = []
-    for backward in (False, True):
-        found += [
-            case(backward, 512, WIDE, precision, log_params=True),
-            case(backward, 1024, wider, precision, transposed=True),
-            case(backward, 1001, ODD, precision, log_params=True, together=False),
-            case(backward, 4095, ODD, precision, together=False),
-            case(backward, 4096, wider, precision, together=False),
-            case(backward, 512, FEW, precision),
-            case(backward, 512, DOUBLE, "ieee", kind="fp64"),
-            case(backward, 301, ODD, "ieee", kind="fp64", bulk="bf16", together=False),
-        ]
-    return found + [case(backward, 1024, wider, "tf32") for backward in (False, True)]
+    found = [case for case in both(target, 512, log_params=True) if "prepare" not in case.name]
+    for c, some in [
+        (1024, {"transposed": True}), (1024, {"half": True}), (2048, {}), (1001, {"log_params": True}),
+        (512, {"m": 9}), (512, {"dtype": torch.float64}), (301, {"dtype": torch.float64}),
+    ]:  # fmt: skip
+        found += [case for case in both(target, c, **some) if "_step" in case.name]
+    return found
