@@ -51,7 +51,7 @@ _SCALE, _LARGE = tl.constexpr(2.0**24), tl.constexpr(1e31)
 
 @triton.jit(do_not_specialize=["p", "lines", "terms", "stride_g", "stride_p"])
 def shifted_kernel(
-    ptr, out_ptr, p, lines, terms, stride_g, stride_p, stride_line, stride_term,
+    matrix_ptr, out_ptr, p, lines, terms, stride_g, stride_p, stride_line, stride_term,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program writes BLOCK rows of a matrix, or columns, less their maxima, to one that is contiguous by rows.
@@ -62,19 +62,19 @@ def shifted_kernel(
     least: tl.constexpr = -1.7976931348623157e308 if DTYPE == tl.float64 else -3.4028234663852886e38
     blocks = tl.cdiv(lines, BLOCK)
     batch, own = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    ptr += batch // p * stride_g + batch % p * stride_p
+    matrix_ptr += batch // p * stride_g + batch % p * stride_p
     out_ptr += batch * lines * terms
-    tops = maxima(ptr, own, lines, terms, stride_line, stride_term, BLOCK_K, COLUMNS, DTYPE)
+    tops = maxima(matrix_ptr, own, lines, terms, stride_line, stride_term, BLOCK_K, COLUMNS, DTYPE)
     shift = finite(tl.max(tops, 0 if COLUMNS else 1))
     for first in tl.range(0, terms, BLOCK_K):
         inner = first + tl.arange(0, BLOCK_K)
         if COLUMNS:
-            value = load(ptr, inner, own, terms, lines, stride_term, stride_line, DTYPE, ZERO)
+            value = load(matrix_ptr, inner, own, terms, lines, stride_term, stride_line, DTYPE, ZERO)
             lower = tl.maximum(value - shift[None, :], least, propagate_nan=tl.PropagateNan.ALL)
             mask = (inner < terms)[:, None] & (own < lines)[None, :]
             tl.store(at(out_ptr, inner, own, lines, 1), tl.where(value == ZERO, ZERO, lower), mask=mask)
         else:
-            value = load(ptr, own, inner, lines, terms, stride_line, stride_term, DTYPE, ZERO)
+            value = load(matrix_ptr, own, inner, lines, terms, stride_line, stride_term, DTYPE, ZERO)
             lower = tl.maximum(value - shift[:, None], least, propagate_nan=tl.PropagateNan.ALL)
             mask = (own < lines)[:, None] & (inner < terms)[None, :]
             tl.store(at(out_ptr, own, inner, terms, 1), tl.where(value == ZERO, ZERO, lower), mask=mask)

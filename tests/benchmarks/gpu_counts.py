@@ -47,12 +47,13 @@ def main(modules: Sequence[str] = (), targets: Sequence[str] = ()) -> None:
         for target in compile_cases.targets(module)
         if target in (targets or TARGETS)
     ]
-    rows = [row for row in results.read(results.GPU_COUNTS, Counted) if (row.module, row.target) not in pairs]
+    rows = results.read(results.GPU_COUNTS, Counted)
     with ThreadPoolExecutor(2) as pool:
         for pair, found in zip(pairs, pool.map(lambda pair: reports(*pair), pairs), strict=True):
             print(*table(found, head=pair == pairs[0]), sep="\n", flush=True)
+            rows = [row for row in rows if (row.module, row.target) != pair]
             rows += [counted(pair[0], report)._replace(**labels) for report in found]
-    results.write(sorted(rows, key=lambda row: row[:3]), results.GPU_COUNTS)
+            results.write(sorted(rows, key=lambda row: row[:3]), results.GPU_COUNTS)
 
 
 def counted(module: str, report) -> Counted:

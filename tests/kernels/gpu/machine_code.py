@@ -89,7 +89,8 @@ def _tensor(names: list[str]) -> bool:
 
 def hottest(loops: list[Loop]) -> list[Loop]:
     """The innermost loop with most tensor-core instructions, or most instructions, and then those around it."""
-    innermost = [loop for loop in loops[1:] if not any(loop.holds(other) for other in loops)]
+    candidates = [loop for loop in loops[1:] if loop.count(TENSOR)] or loops[1:]
+    innermost = [loop for loop in candidates if not any(loop.holds(other) for other in candidates)]
     if not innermost:
         return []
     chosen = max(innermost, key=lambda loop: (loop.count(TENSOR), loop.instructions))

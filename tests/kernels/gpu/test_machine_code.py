@@ -27,6 +27,13 @@ def test_loops_of_a_step_with_a_wait_and_a_loop_in_it():
     assert machine_code.in_loops(found, SPILL) == 2
 
 
+def test_a_loop_without_products_does_not_hide_the_step_around_it():
+    inner = ["FADD R1, R1, R2"] * 30 + ["@P1 BRA 0x30"]
+    lines = ["MOV R1, R2"] * 3 + inner + ["HMMA.1688.F32.TF32 R4, R8, R2, R4", "BRA 0x10", "EXIT"]
+    _, outer, _ = found = machine_code.sass(sass(lines))
+    assert machine_code.hottest(found) == [outer]
+
+
 def test_a_kernel_without_a_loop():
     (kernel,) = found = machine_code.sass(sass(["FMUL R1, R1, R2", "EXIT", "BRA 0x20"]))
     assert kernel.instructions == 3 and not machine_code.hottest(found) and not machine_code.in_loops(found, "FMUL")

@@ -30,10 +30,10 @@ def _case(name, tile, dtype, precision, transposed, *, deep=False) -> Case:
 
 
 def _shifted(dtype, columns) -> Case:
-    types = {"ptr": dtype, "out_ptr": "*fp32" if dtype == "*bf16" else dtype}
+    types = {"matrix_ptr": dtype, "out_ptr": "*fp32" if dtype == "*bf16" else dtype}
     constants = {"COLUMNS": columns, "BLOCK": 32, "BLOCK_K": 64, "stride_line" if columns else "stride_term": 1}
     title = f"shifted {dtype} {'columns' if columns else 'rows'}"
-    return _made(title, gradient.shifted_kernel, types, constants, ("ptr", "out_ptr"), 4, 3, dot=False)
+    return _made(title, gradient.shifted_kernel, types, constants, ("matrix_ptr", "out_ptr"), 4, 3, dot=False)
 
 
 def _made(title, kernel, types, constants, pointers, warps, stages, **options) -> Case:
