@@ -111,10 +111,13 @@ def stretches() -> ModuleType:
     return _load("cpu.stretch")
 
 
-def long_kernels(tensor: Tensor) -> ModuleType | None:
-    """The module of `log_norm` of a chain of few states cut into segments, on a GPU; elsewhere, or for more, None."""
+def long_kernels(tensor: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """The module of `log_norm` of a chain cut into segments on a GPU; None elsewhere, and for too many states.
+
+    `dtype` is that of the arithmetic.
+    """
     module = _load("gpu.long") if on_gpu(tensor) else None
-    return module if module is not None and module.fits(tensor.shape[-1]) else None
+    return module if module is not None and module.fits(tensor.shape[-1], dtype) else None
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:

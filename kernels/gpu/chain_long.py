@@ -196,7 +196,7 @@ def _finish(
 
 
 def log_norm(chain: Operands, segments: int) -> tuple[Tensor, Tensor]:
-    """The log-partitions (g, m) in float64, and which are doubtful; for v and c of at least 1, and c up to 64.
+    """The log-partitions (g, m) in float64, and which are doubtful, of states that `segment_product.fits`.
 
     Chains are cut into at most so many `segments`.
     """

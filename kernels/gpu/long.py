@@ -11,7 +11,9 @@ from torch import Tensor
 from ..chain import Chain
 from . import chain_exact, chain_long
 from .forward import operands_of
-from .segment_product import STATES
+from .segment_product import fits
+
+__all__ = ["fits", "log_norm"]
 
 
 def log_norm(chain: Chain, segments: int) -> tuple[Tensor, Tensor]:
@@ -23,8 +25,3 @@ def log_norm(chain: Chain, segments: int) -> tuple[Tensor, Tensor]:
     if chain.ends is not None:
         found.masked_fill_(((chain.ends < 1) | (chain.ends > v))[..., 0], math.nan)
     return found, doubt
-
-
-def fits(states: int) -> bool:
-    """Whether a program holds products of so many states."""
-    return states <= STATES

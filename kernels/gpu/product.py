@@ -1,7 +1,7 @@
 """Products of stacks of matrices of logarithms on a tree, each pair of nodes multiplied by the kernels of `log_matmul`.
 
-Up to c = 64, where a product of two matrices is bound by memory, the root alone is computed by `segments`, in which
-one program multiplies a whole segment of a stack. Reference: `logchain.reference.matrix_product`.
+Up to c = 64, or 32 in float64, where a product of two matrices is bound by memory, the root alone is computed by
+`segments`, in which one program multiplies a whole segment of a stack. Reference: `logchain.reference.matrix_product`.
 """
 
 import math
@@ -14,7 +14,7 @@ from .. import tree
 from ..numbers import exact_sum
 from ..tree import Nodes, parts
 from . import launch, log_matmul, log_matmul_gradient
-from .segment_product import STATES
+from .segment_product import fits
 from .segments import products
 
 # segments that one multiprocessor computes at a time, by their registers; not measured yet
@@ -33,11 +33,12 @@ class Arithmetic(tree.Arithmetic):
     def leaves_for_root(self, values: Tensor) -> Nodes:
         """One node, the product of all, by segments; for large or single matrices, the leaves."""
         g, s, c, _ = values.shape
-        if c > STATES or s == 1:
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        if not fits(c, dtype) or s == 1:
             return Nodes.leaves(values)
         programs = _RESIDENT * launch.processors(values)
         offsets, matrices = [], values.transpose(0, 1)  # (s, g, c, c)
-        options: dict[str, Any] = {"dtype": torch.promote_types(values.dtype, torch.float32), "rescued": self.rescued}
+        options: dict[str, Any] = {"dtype": dtype, "rescued": self.rescued}
         while len(matrices) > 1:
             count = len(matrices)
             length = count if count <= 2 * _SHORTEST else max(_SHORTEST, math.ceil(count * g / programs))

@@ -6,6 +6,7 @@ Each row is the message of a sequence that begins in one state. Numerics: `scale
 become NaN.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -23,9 +24,6 @@ from .scaled import (
     target,
 )
 from .tiles import any_of, far, widened
-
-# the most states whose products a program holds in registers
-STATES = 64
 
 
 @triton.constexpr_function
@@ -57,7 +55,7 @@ def segment_product(
     taken = tl.zeros((BLOCK,), tl.int64) + (k - target(DTYPE == tl.float64))
     shift = tl.zeros((BLOCK,), tl.int32)
     # the least of each entry, or of each row where registers are few
-    least = tl.full((BLOCK, BLOCK if BLOCK <= 32 or SAME else 1), float("inf"), DTYPE)
+    least = tl.full((BLOCK, BLOCK if BLOCK <= 32 else 1), float("inf"), DTYPE)
     x = potentials(x_ptr, begin + 1, states, stride_xv, stride_xc, there, C, DTYPE)
     wrong = x != x
     if not SAME:
@@ -141,8 +139,9 @@ def potentials(x_ptr, step, states, stride_xv, stride_xc, there, C: tl.constexpr
     """x of a step, 0 if there is none; -inf for states that do not exist."""
     if x_ptr is None:
         return tl.where(states < C, 0.0, float("-inf")).to(DTYPE)
-    pointers = x_ptr + far(step, stride_xv) + states.to(tl.int64) * stride_xc
-    return tl.load(pointers, mask=(states < C) & there, other=float("-inf")).to(DTYPE)
+    else:
+        pointers = x_ptr + far(step, stride_xv) + states.to(tl.int64) * stride_xc
+        return tl.load(pointers, mask=(states < C) & there, other=float("-inf")).to(DTYPE)
 
 
 @triton.jit
@@ -154,6 +153,11 @@ def _matrix(
     mask = (states < C)[:, None] & (states < C)[None, :] & there
     pointers = bulk_ptr + far(index, stride_bv) + states[:, None] * STRIDE_BK + states[None, :] * STRIDE_BJ
     return widened(tl.load(pointers, mask=mask, other=float("-inf") if LOG_PARAMS else 0.0), DTYPE)
+
+
+def fits(c: int, dtype: torch.dtype) -> bool:
+    """Whether a program holds products of so many states in registers."""
+    return c <= (32 if dtype == torch.float64 else 64)
 
 
 def warps(c: int, double: bool) -> int:

@@ -93,7 +93,7 @@ def products(matrices: Tensor, length: int, *, dtype: torch.dtype, rescued: Tens
     """The products of each `length` of s matrices, and of a remainder, less their largest entries, and those.
 
     Args:
-        matrices: logarithms (s, g, c, c), any strides, s and g at least 1, c up to `segment_product.STATES`.
+        matrices: logarithms (s, g, c, c), any strides, s and g at least 1, of states that `segment_product.fits`.
         length: the matrices of a segment, at least 1.
         dtype: of the arithmetic and of the products.
         rescued: (1), int64; the number of entries that are computed again is added.

@@ -38,7 +38,7 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     walk, g, m, c = kernels.chain_kernels(chain.x), chain.g, chain.m, chain.c
     shapes = kept_shapes(chain.v, g, m, c, segments, keep)
     messages, following = chain.new(*shapes[0]), chain.x.new_empty(shapes[1], dtype=torch.float64)
-    long = None if keep else kernels.long_kernels(chain.x)
+    long = None if keep else kernels.long_kernels(chain.x, chain.dtype)
     if long is not None:
         log_norm, doubt = long.log_norm(chain, segments)
         report_chains(doubt)

@@ -17,7 +17,7 @@ def cases(target: str) -> list[Case]:
         case(64, fast, same=True),
         case(63, fast, logs=True, width=1),
         case(64, "tf32"),
-        case(64, "ieee", kind="fp64", same=True),
+        case(32, "ieee", kind="fp64", same=True),
     ]
 
 
