@@ -73,19 +73,23 @@ def walk(
     """Write the gradients of x (v, g, m, c), of start (g, m, c) and of bulk (s, g, c, c)."""
     log_norm, redone = kept.log_norm.contiguous(), kept.redone.contiguous()
     r = None if grad_bulk is None or len(messages) == 1 else torch.empty_like(messages)
-    gradients = {"grad_x": grad_x, "grad_start": grad_start, "final": final}
     kernel = kernel_of(chain)
     # the gradient of matrices of each sequence's own is written while they are in registers
     at_once = kernel is chain_own and len(chain.bulk) == len(messages) - 1
     if at_once and r is not None:
         doubt = chain_own.backward(
-            chain, messages, redone, log_norm, weight, r=None, grad_bulk=grad_bulk, by_log=by_log, **gradients
-        )
+            chain, messages, redone, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=None, final=final,
+            grad_bulk=grad_bulk, by_log=by_log,
+        )  # fmt: skip
     else:
         backward = chain_backward.backward if kernel is chain_forward else kernel.backward
-        doubt = backward(chain, messages, redone, log_norm, weight, r=r, **gradients)
+        doubt = backward(
+            chain, messages, redone, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, final=final
+        )
     marked = redone | doubt
-    chain_exact.backward(chain, messages, redone, marked, log_norm, weight, r=r, **gradients)
+    chain_exact.backward(
+        chain, messages, redone, marked, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, final=final
+    )
     if grad_bulk is None or r is None:
         return
     if not at_once:

@@ -24,16 +24,17 @@ from .meeting import arrive, counter_of, take_ticket, wait, words
 from .scaled import (
     below,
     doubtful,
-    exp_scaled,
+    factors_of,
     halves,
     level_of,
     linear,
     log_scaled,
     multiply,
     next_shift,
-    raised,
+    power_of_two,
     started,
     target,
+    weighed,
 )
 from .tiles import at, far, log, multiple, multiples, widened
 
@@ -78,20 +79,23 @@ def _forward_kernel(
     members = tl.arange(0, GROUP)
     inside = members < m - first
     states = tl.arange(0, tile_of(C))
-    columns = part * PART + tl.arange(0, tile_of(PART))
-    own = inside[:, None] & (columns < tl.minimum(part * PART + PART, C))[None, :]
+    # the part's columns, from its first on: what is known of their number makes offsets constants
+    columns = tl.arange(0, tile_of(PART))
+    there = columns < tl.minimum(PART, C - part * PART)
+    own = inside[:, None] & there[None, :]
     whole = inside[:, None] & (states < C)[None, :]
     tile = members[:, None] * C + columns[None, :]
 
     pitch = g.to(tl.int64) * m * C
     message_ptr += sequence * C
+    part_ptr = message_ptr + part * PART
     start_ptr += sequence * C
     if leaving_ptr is not None:
         leaving_ptr += sequence * C
     log_norm_ptr += sequence + members
     x_ptr += z * stride_xg + first * stride_xm
     level_ptr += sequence
-    bulk_ptr += z * stride_bg
+    bulk_ptr += z * stride_bg + part.to(tl.int64) * (PART * STRIDE_BJ)
     bound_ptr += z
     if ends_ptr is None:
         ends = tl.full((GROUP,), 0, tl.int32) + v
@@ -104,8 +108,10 @@ def _forward_kernel(
     start_level, level = level_of(tl.max(start, 1)), tl.load(level_ptr + members, mask=inside, other=0)
     first_logs = _first(start_ptr, x_ptr, members, states, whole, start_level, level, stride_xm, stride_xc, C)
     top = level_of(tl.max(first_logs, 1))
+    x_ptr += part.to(tl.int64) * PART * stride_xc
+    start_ptr += part * PART
     first_logs = _first(start_ptr, x_ptr, members, columns, own, start_level, level, stride_xm, stride_xc, C)
-    tl.store(message_ptr + tile, started(first_logs, top[:, None], DTYPE), mask=own, cache_modifier=".cg")
+    tl.store(part_ptr + tile, started(first_logs, top[:, None], DTYPE), mask=own, cache_modifier=".cg")
     arrive(counter_ptr, PARTS)
     taken = start_level.to(tl.int64) + level + top - target(DOUBLE)
     shift = tl.zeros((GROUP,), tl.int32)
@@ -114,7 +120,9 @@ def _forward_kernel(
     first_x_ptr, first_level_ptr = x_ptr, level_ptr
     x_ptr += stride_xv
     final = tl.zeros((GROUP, tile_of(PART)), DTYPE)
-    bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, last > 1, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
+    bound, p = _matrix(
+        bound_ptr, bulk_ptr, states, columns, there & (last > 1), STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE
+    )
     level_ptr += pitch // C
     level, x = _potentials(
         level_ptr, x_ptr, members, columns, own & (last > 1), inside & (last > 1), stride_xm, stride_xc, DTYPE
@@ -122,35 +130,36 @@ def _forward_kernel(
     for i in tl.range(1, last):
         active = inside if ends_ptr is None else inside & (i < ends)
         k, low = bound >> 1, bound & 1
-        exponent = level + shift
-        factor = exp_scaled(x, exponent[:, None])
+        exponent, scale = level + shift, power_of_two(-shift, DTYPE)[:, None]
+        factor, rest = factors_of(x, level[:, None])
         p_high, p_low = halves(linear(p, k, LOG_PARAMS), PRECISION)
         wait(counter_ptr, PARTS * i, PARTS)
         before = message_ptr + far((i - 1) % slots, pitch)
         a = tl.load(before + members[:, None] * C + states[None, :], mask=whole, other=0.0, cache_modifier=".cg")
-        tl.debug_barrier()  # no load of the next step may overtake that of the message
         more = i + 1 < last
         x_ptr += tl.where(more, stride_xv, 0)
         level_ptr += tl.where(more, pitch // C, 0)
         bulk_ptr += tl.where(more, stride_bv, 0)
         bound_ptr += tl.where(more, stride_kv, 0)
-        bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, True, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
+        bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, there, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
         admitted = x != float("-inf")
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
 
         u = multiply(a, p_high, p_low, PRECISION)
         if leaving_ptr is not None:
             final = tl.where(active[:, None], u, final)
-        new = raised(u, factor, admitted & active[:, None])
-        written = own & (active | (slots == v))[:, None]
-        tl.store(message_ptr + far(i % slots, pitch) + tile, new, mask=written, cache_modifier=".cg")
+        new, written = weighed(u, scale, factor, rest, admitted), own
+        if ends_ptr is not None:
+            new = tl.where(active[:, None], new, 0.0)
+            written = own & (active | (slots == v))[:, None]
+        tl.store(part_ptr + far(i % slots, pitch) + tile, new, mask=written, cache_modifier=".cg")
         arrive(counter_ptr, PARTS)
         doubt |= doubtful(u, own & active[:, None] & admitted, low)
         taken += tl.where(active, exponent + k, 0).to(tl.int64)
         shift = next_shift(tl.max(a, 1), shift)
     if slots == v:
         for i in tl.range(last, v):
-            tl.store(message_ptr + far(i, pitch) + tile, tl.zeros((GROUP, tile_of(PART)), DTYPE), mask=own)
+            tl.store(part_ptr + far(i, pitch) + tile, tl.zeros((GROUP, tile_of(PART)), DTYPE), mask=own)
 
     if leaving_ptr is not None:
         # nothing has been raised in the logarithms of sums
@@ -161,7 +170,7 @@ def _forward_kernel(
         level = tl.load(first_level_ptr + members + (ends - 1).to(tl.int64) * (pitch // C), mask=inside, other=0)
         logs = log(final * 2.0 ** -target(DOUBLE)).to(tl.float64) + below(x, level[:, None])
         logs = tl.where((ends == 1)[:, None], below(first_logs, top[:, None]), logs)
-        tl.store(leaving_ptr + tile, logs.to(DTYPE), mask=own)
+        tl.store(leaving_ptr + part * PART + tile, logs.to(DTYPE), mask=own)
 
     lost = tl.max(doubt.to(tl.int32), 1) > 0
     if part == 0:
@@ -186,14 +195,14 @@ def _matrix(
     bound_ptr, bulk_ptr, states, columns, there,
     STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of a matrix, and its tile (states, columns); columns of other parts may be among them."""
-    mask = (states < C)[:, None] & (columns < C)[None, :] & there
+    """The bounds of a matrix, and its tile (states, columns)."""
+    mask = (states < C)[:, None] & there[None, :]
     p = tl.load(
         bulk_ptr + states[:, None] * STRIDE_K + columns[None, :] * STRIDE_J,
         mask=mask,
         other=float("-inf") if LOG_PARAMS else 0.0,
     )
-    return tl.load(bound_ptr, mask=there, other=0), widened(p, DTYPE)
+    return tl.load(bound_ptr), widened(p, DTYPE)
 
 
 @triton.jit

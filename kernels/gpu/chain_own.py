@@ -126,7 +126,14 @@ def backward(
     block_k, block_j, options = tiles(c, parts, chain.double, grad_bulk is not None)
     widths = launch.common_width(xv, xg), max(launch.widths(chain.bulk))
     form = Form(
-        c, parts, same, chain.log_params, "" if out is None else kind, (block_k, block_j), tuple(matrix), widths
+        c,
+        parts,
+        same,
+        chain.log_params,
+        "" if out is None else kind,
+        (block_k, block_j),
+        (matrix[0], matrix[1]),
+        widths,
     )
     launch.run(
         backward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.ends, messages,

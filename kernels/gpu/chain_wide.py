@@ -22,7 +22,7 @@ from .chain_wide_backward import backward as backward
 from .chain_wide_tiles import ANY, Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
 from .chains import Operands, room
 from .meeting import arrive, wait, words
-from .scaled import below, doubtful, exp_scaled, level_of, log_scaled, raised, started, target
+from .scaled import below, doubtful, factors_of, level_of, log_scaled, power_of_two, started, target, weighed
 from .tiles import at, far, log
 
 # columns of a row that kernels look at together
@@ -127,8 +127,9 @@ def _step_kernel(
             x = tl.load(at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc), mask=own, other=NOTHING)
         x = x.to(DTYPE)
         admitted = x != NOTHING
-        exponent = level + shift
-        new = tl.where(active[:, None], raised(u, exp_scaled(x, exponent[:, None]), admitted), 0.0)
+        exponent, scale = level + shift, power_of_two(-shift, DTYPE)[:, None]
+        factor, rest = factors_of(x, level[:, None])
+        new = tl.where(active[:, None], weighed(u, scale, factor, rest, admitted), 0.0)
         now = message_ptr + far(i % slots, sequences * L.c) + column
         tl.store(now + tile, new, mask=own & (active | (slots == v))[:, None], cache_modifier=".cg")
         now = top_ptr + i % 2 * sequences * L.parts + part

@@ -23,7 +23,7 @@ from . import launch
 from .chain_wide_tiles import ANY, Tile, grid, launches, layout, place, product, shift_from, strides, tile_of
 from .chains import Operands, room
 from .meeting import arrive, wait, words
-from .scaled import doubtful, exp_scaled, floor, raised, target
+from .scaled import doubtful, factors_of, floor, power_of_two, target, weighed
 from .tiles import at, exp, far, finite, multiples
 
 # columns of a row that kernels look at together
@@ -49,10 +49,10 @@ def _ending(final, top):
 
 
 @triton.jit
-def _joined(a, b, x, exponent):
+def _joined(a, b, x, level, scale):
     """w and a b 2^-TARGET; both are 0 where a is."""
-    scale: tl.constexpr = 2.0 ** -target(a.dtype == tl.float64)
-    return raised(b, exp_scaled(x, exponent), a > 0.0), a * scale * b
+    factor, rest = factors_of(x, level)
+    return weighed(b, scale, factor, rest, a > 0.0), a * 2.0 ** -target(a.dtype == tl.float64) * b
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _first_kernel(
         b = tl.full((_BLOCK,), 2.0 ** target(DTYPE == tl.float64), DTYPE)
         if final_ptr is not None:
             b = _ending(tl.load(final_ptr + row * C + k + states, mask=mask, other=float("-inf")), final_top)
-        w, joint = _joined(a, b, x, level)
+        w, joint = _joined(a, b, x, level, 1.0)
         tl.store(w_ptr + (far((v - 1) % slots, sequences) + row) * C + k + states, w, mask=mask)
         tl.store(work_ptr + row * C + k + states, joint, mask=mask)
         tops, nus = tl.maximum(tops, w), nus + joint
@@ -203,7 +203,7 @@ def _step_kernel(
             final = tl.load(final_ptr + sequence * L.c + column + tile, mask=own & ending[:, None], other=float("-inf"))
             top = tl.load(final_top_ptr + sequence + members, mask=inside, other=0.0)
             b = tl.where(ending[:, None], _ending(final, top[:, None]), b)
-        w, new_joint = _joined(a, b, x, (level + tl.where(ending, 0, shift))[:, None])
+        w, new_joint = _joined(a, b, x, level[:, None], power_of_two(tl.where(ending, 0, -shift), DTYPE)[:, None])
         tl.store(w_ptr + far(i % slots, pitch) + column + tile, w, mask=own, cache_modifier=".cg")
         tl.store(joint_ptr + tile, new_joint, mask=own, cache_modifier=".cg")
         slot = i % 2 * sequences * L.parts + members * L.parts + part

@@ -133,8 +133,8 @@ def weighed(u, x, exponent, admitted):
     """
     spare: tl.constexpr = 500 if u.dtype == tl.float64 else 64
     tiny = x < (exponent - spare).to(x.dtype) * 0.6931471805599453
-    u = tl.where(tiny, u * 2.0**-spare, u)
-    return raised(u, exp_scaled(x, tl.where(tiny, exponent - spare, exponent)), admitted)
+    factor = exp_scaled(x, tl.where(tiny, exponent - spare, exponent))
+    return raised(u, factor, tl.where(tiny, u * 2.0**-spare, u) * factor, admitted)
 
 
 @triton.jit

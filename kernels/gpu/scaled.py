@@ -99,7 +99,13 @@ def exp_scaled(a, k):
     if a.dtype == tl.float64:
         return tl.exp(below(a, k))
     else:
-        return tl.exp2(tl.fma(a, _LOG2E_HIGH, -k.to(tl.float32)) + tl.where(a == float("-inf"), 0.0, a) * _LOG2E_LOW)
+        return tl.exp2(bits_of(a, k))
+
+
+@triton.jit
+def bits_of(a, k):
+    """`log2 exp(a) - k` of float32 numbers; -inf for -inf."""
+    return tl.fma(a, _LOG2E_HIGH, -k.to(tl.float32)) + tl.where(a == float("-inf"), 0.0, a) * _LOG2E_LOW
 
 
 @triton.jit
@@ -120,11 +126,34 @@ def linear(p, k, LOG_PARAMS: tl.constexpr):
 
 
 @triton.jit
-def raised(u, factor, admitted):
-    """The new messages `u factor` of states that x admits: at least FLOOR, but 0 where no path leads."""
+def factors_of(x, level):
+    """`exp(x) / 2^level` in two factors of which none is flushed to 0, for what is above 2^-190.
+
+    Beside a large sum the whole, as one number, would lose more than FLOOR; float64 would not.
+    """
+    if x.dtype == tl.float64:
+        return exp_scaled(x, level), 1.0
+    else:
+        bits = bits_of(x, level)
+        tiny = bits < -64.0
+        return tl.exp2(tl.where(tiny, bits + 64.0, bits)), tl.where(tiny, 2.0**-64, 1.0)
+
+
+@triton.jit
+def weighed(u, scale, factor, rest, admitted):
+    """The new messages `u scale factor rest` of states that x admits, see `factors_of`."""
+    return raised(u, factor, u * scale * rest * factor, admitted)
+
+
+@triton.jit
+def raised(u, factor, new, admitted):
+    """New messages, products of `u` and `factor`: at least FLOOR, but 0 where no path leads or x admits none.
+
+    NaN where u or the factor is, even if the other one is 0.
+    """
     lowest: tl.constexpr = floor(u.dtype == tl.float64)
-    new = tl.maximum(u * factor, lowest, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where((u == 0.0) | (admitted == 0), 0.0, new)
+    least = tl.maximum(new, lowest, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(((u == 0.0) & (factor == factor)) | ((admitted == 0) & (u == u)), 0.0, least)
 
 
 @triton.jit
@@ -144,7 +173,7 @@ def next_shift(before, shift):
     if before.dtype == tl.float64:
         return tl.minimum(tl.maximum(exponent_of(before) - target(True) - shift, -900), 900)
     else:
-        return tl.minimum(tl.maximum(exponent_of(before) - target(False) - shift, -100), 100)
+        return tl.minimum(tl.maximum(exponent_of(before) - target(False) - shift, -60), 100)
 
 
 @triton.jit
@@ -153,7 +182,7 @@ def doubtful(u, wanted, low):
     if u.dtype == tl.float64:
         least = 2.0**-440
     else:
-        least = tl.where(low != 0, 2.0**-10, 2.0**-36)
+        least = tl.where(low != 0, 1.0, 2.0**-36)
     exact = ((u >= least) & (u < float("inf"))) | ((u == 0.0) & (low == 0))
     return wanted & (exact == 0)
 

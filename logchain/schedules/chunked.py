@@ -80,7 +80,8 @@ def _messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     ahead, behind = (walk.forward(one, keep=one.new(chain.v, chain.g, chain.m, chain.c))[0] for one in (chain, turned))
     forward.copy_(ahead.logs(slice(None)).view(forward.shape))
     backward.copy_(behind.logs(slice(None)).flip(0).view(backward.shape))
-    return ahead.log_norm
+    total: Tensor = ahead.log_norm
+    return total
 
 
 def _total(terms: list[Tensor]) -> Tensor:

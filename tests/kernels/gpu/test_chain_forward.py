@@ -180,6 +180,37 @@ def test_a_nan_stays_in_its_sequence(device):
     assert torch.equal(log_norm[0, others], expected[0, others])
 
 
+def test_a_nan_that_no_path_meets_is_not_forgotten(device):
+    """In x of a state that is not reached, and in a column of a matrix whose state x forbids."""
+    x, bulk = torch.zeros(3, 1, 2, 5, device=device), torch.rand(2, 1, 5, 5, device=device)
+    bulk[0, :, :, 2] = 0.0
+    x[1, 0, 1, 2] = NAN
+    start = torch.zeros(1, 2, 5, dtype=F64, device=device)
+    chain = chains.Operands(x, bulk, start, None, False, F32)
+    log_norm, doubt, _ = run(chain)
+    assert log_norm[0, 0].isfinite() and not doubt[0, 0] and (log_norm[0, 1].isnan() or doubt[0, 1])
+    x, bulk = torch.zeros(3, 1, 2, 5, device=device), torch.rand(2, 1, 5, 5, device=device)
+    x[1, 0, :, 3] = -INF
+    bulk[0, 0, 1, 3] = NAN
+    log_norm, doubt, _ = run(chain._replace(x=x, bulk=bulk))
+    assert (log_norm.isnan() | doubt).all()
+
+
+def test_a_flushed_exponential_loses_nothing_beside_a_large_sum(device):
+    """State 0 falls by 2^-122 in one step, which its large sum makes up for, and only state 0 goes on."""
+    bits = torch.tensor([[0.0, 0.0], [-40.0, -40.0], [0.0, 0.0], [-122.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    x = (bits * np.log(2)).float()[:, None, None].to(device)
+    bulk = torch.eye(2, device=device).expand(5, 1, 2, 2).clone()
+    bulk[2, 0, 0, 0] = 2.0**20
+    bulk[3, 0, 1, 1] = 2.0**-20
+    chain = chains.Operands(x, bulk, torch.zeros(1, 1, 2, dtype=F64, device=device), None, False, F32)
+    family = Chain(x[:, 0].transpose(0, 1)[:, None], bulk[:, 0][None, None], torch.ones(1, 1, 2))
+    log_norm, doubt, messages = run(chain)
+    assert_right(family.to(F32), log_norm, doubt)
+    if not doubt.any():
+        assert_filtered(chain, messages)
+
+
 def test_what_underflows_is_doubtful(device):
     """Only state 0 is left, and all ways out of it but one are 1e-30."""
     c = 18

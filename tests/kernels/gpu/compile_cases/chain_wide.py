@@ -3,7 +3,7 @@
 import torch
 
 from logchain.kernels.gpu import chain_wide
-from tests.kernels.gpu.compile_cases.chain_forward import chain
+from tests.kernels.gpu.calls import chain
 from tests.kernels.gpu.compiled import Case
 from tests.kernels.gpu.recorded import recorded
 
