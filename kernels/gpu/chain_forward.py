@@ -121,7 +121,7 @@ def _forward_kernel(
     x_ptr += stride_xv
     final = tl.zeros((GROUP, tile_of(PART)), DTYPE)
     bound, p = _matrix(
-        bound_ptr, bulk_ptr, states, columns, there & (last > 1), STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE
+        bound_ptr, bulk_ptr, states, columns, there, last > 1, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE
     )
     level_ptr += pitch // C
     level, x = _potentials(
@@ -141,7 +141,9 @@ def _forward_kernel(
         level_ptr += tl.where(more, pitch // C, 0)
         bulk_ptr += tl.where(more, stride_bv, 0)
         bound_ptr += tl.where(more, stride_kv, 0)
-        bound, p = _matrix(bound_ptr, bulk_ptr, states, columns, there, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE)
+        bound, p = _matrix(
+            bound_ptr, bulk_ptr, states, columns, there, True, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE
+        )
         admitted = x != float("-inf")
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
 
@@ -192,17 +194,17 @@ def _first(start_ptr, x_ptr, members, states, mask, start_level, level, stride_x
 
 @triton.jit
 def _matrix(
-    bound_ptr, bulk_ptr, states, columns, there,
+    bound_ptr, bulk_ptr, states, columns, there, more,
     STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The bounds of a matrix, and its tile (states, columns)."""
-    mask = (states < C)[:, None] & there[None, :]
+    mask = (states < C)[:, None] & there[None, :] & more
     p = tl.load(
         bulk_ptr + states[:, None] * STRIDE_K + columns[None, :] * STRIDE_J,
         mask=mask,
         other=float("-inf") if LOG_PARAMS else 0.0,
     )
-    return tl.load(bound_ptr), widened(p, DTYPE)
+    return tl.load(bound_ptr, mask=more, other=0), widened(p, DTYPE)
 
 
 @triton.jit
