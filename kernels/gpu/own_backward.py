@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from .meeting import arrive, counter_of, refresh, take_ticket, wait
+from .own_posteriors import count, entries_at, factors, posterior, publish, small, total_of
 from .own_step import foreseen, held, inexact, nothing, part_of, potentials, product, summed, tile, weighed
-from .scaled import exponent_of, level_of, linear, power_of_two, started, target
+from .scaled import exponent_of, level_of, linear, started, target
 from .tiles import far, multiple
 
 
@@ -109,7 +110,7 @@ def backward_kernel(
         if MATRICES:
             if i > 0:
                 for first in tl.range(0, C, BLOCK_K):
-                    at = _entries(out_ptr + far(i - 1, stride_ov), first + tl.arange(0, BLOCK_K), rows, C)
+                    at = entries_at(out_ptr + far(i - 1, stride_ov), first + tl.arange(0, BLOCK_K), rows, C)
                     mask = (first + tl.arange(0, BLOCK_K) < C)[:, None] & own[None, :]
                     tl.store(at, tl.zeros((BLOCK_K, BLOCK_J), DTYPE), mask=mask)
     if alive == 0:
@@ -139,7 +140,7 @@ def backward_kernel(
     earlier = w
     if not ALONE:
         tl.store(w_ptr + i % SLOTS * pitch + rows, w, mask=own, cache_modifier=".cg")
-        _publish(share_ptr + i % SLOTS * g * PARTS * 2 + part * 2, share, k, PARTS)
+        publish(share_ptr + i % SLOTS * g * PARTS * 2 + part * 2, share, k, PARTS)
         arrive(counter_ptr, PARTS)
     before, shift, base = tl.full((), target(DOUBLE), tl.int32), bound >> 1, bound >> 1
     doubt = x != x
@@ -179,7 +180,7 @@ def backward_kernel(
             if MATRICES or not HELD:
                 refresh(counter_ptr, PARTS)
             ahead = tl.load(w_ptr + (i + 1) % SLOTS * pitch + states, mask=states < C, other=0.0, cache_modifier=".cg")
-        nu, ratio = _total(share_ptr + (i + 1) % SLOTS * g * PARTS * 2, share, k_before, PARTS)
+        nu, ratio = total_of(share_ptr + (i + 1) % SLOTS * g * PARTS * 2, share, k_before, PARTS)
         if not ALONE:
             tl.debug_barrier()  # no load of the next step may overtake those of this one
         a_now, level_now, x_now = a, level, x
@@ -209,34 +210,34 @@ def backward_kernel(
         share = tl.sum(joint_new)
         if not ALONE:
             tl.store(w_ptr + i % SLOTS * pitch + rows, w_new, mask=own, cache_modifier=".cg")
-            _publish(share_ptr + i % SLOTS * g * PARTS * 2 + part * 2, share, k, PARTS)
+            publish(share_ptr + i % SLOTS * g * PARTS * 2 + part * 2, share, k, PARTS)
             arrive(counter_ptr, PARTS)
         doubt |= inexact(b, own & admitted, low, highest) | (own & (x_now != x_now))
 
         # what waited for nu of the step before, i + 1
-        lost |= _small(nu, peak * ratio)
+        lost |= small(nu, peak * ratio)
         if grad_x_ptr is not None:
             out = grad_x_ptr + far(i + 1, stride_dv) + rows.to(tl.int64) * stride_dc
-            tl.store(out, _posterior(joint, ratio, nu, weight), mask=own)
+            tl.store(out, posterior(joint, ratio, nu, weight), mask=own)
         if OUT == "r":
             tl.store(out_ptr + far(i + 2, stride_ov) + rows, earlier / nu * UNIT, mask=own & (n > 1))
         if MATRICES:
             matrix_out = out_ptr + far(i, stride_ov)
             if ALONE:
-                factor, right = _factors(a_now, ahead, share, weight, k, 1.0, OUT)
+                factor, right = factors(a_now, ahead, share, weight, k, 1.0, OUT)
                 counts = right[:, None] * factor[None, :]
                 if OUT == "logs":
                     counts *= scaled
                 counts = tl.where(raw == nothing(LOG_PARAMS), 0.0, counts)
                 mask = (states < C)[:, None] & own[None, :]
-                tl.store(_entries(matrix_out, states, rows, C), counts, mask=mask)
+                tl.store(entries_at(matrix_out, states, rows, C), counts, mask=mask)
             elif PARTS == 1:
-                _count(
+                count(
                     matrix_out, w_ptr + (i + 1) % SLOTS * pitch, matrix_ptr, a_now, share, weight, k, 1.0,
                     rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
                 )  # fmt: skip
             elif n > 1:
-                _count(
+                count(
                     matrix_out + stride_ov, w_ptr + (i + 2) % SLOTS * pitch, matrix_ptr + stride_bv, left, nu, weight,
                     k_before, ratio, rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
                 )  # fmt: skip
@@ -247,9 +248,9 @@ def backward_kernel(
         wait(counter_ptr, PARTS * last, PARTS)
         if MATRICES or not HELD:
             refresh(counter_ptr, PARTS)
-    nu, ratio = _total(share_ptr, share, k, PARTS)
-    lost |= _small(nu, peak * ratio)
-    gamma = _posterior(joint, ratio, nu, weight)
+    nu, ratio = total_of(share_ptr, share, k, PARTS)
+    lost |= small(nu, peak * ratio)
+    gamma = posterior(joint, ratio, nu, weight)
     tl.store(grad_start_ptr + rows, gamma, mask=own)
     if grad_x_ptr is not None:
         tl.store(grad_x_ptr + rows.to(tl.int64) * stride_dc, gamma, mask=own)
@@ -257,90 +258,9 @@ def backward_kernel(
         tl.store(out_ptr + stride_ov + rows, earlier / nu * UNIT, mask=own & (last > 1))
     if MATRICES and PARTS > 1:
         if last > 1:
-            _count(
+            count(
                 out_ptr, w_ptr + pitch, bulk_ptr, left, nu, weight, k, ratio,
                 rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
             )  # fmt: skip
     if lost | (tl.max(doubt.to(tl.int32)) > 0):
         tl.store(doubt_ptr + z, 1)
-
-
-@triton.jit
-def _entries(out_ptr, columns, rows, C: tl.constexpr):
-    """Pointers to entries (columns, rows) of the gradient of a matrix."""
-    return out_ptr + rows.to(tl.int64)[None, :] * C + columns[:, None]
-
-
-@triton.jit
-def _publish(share_ptr, share, k, PARTS: tl.constexpr):
-    """A part's share of nu 2^-k is stored."""
-    if PARTS > 1:
-        tl.store(share_ptr, share.to(tl.float64), cache_modifier=".cg")
-        tl.store(share_ptr + 1, k.to(tl.float64), cache_modifier=".cg")
-
-
-@triton.jit
-def _total(share_ptr, share, k, PARTS: tl.constexpr):
-    """nu of all parts over the power of two of the largest exponent, and what a part's 2^k is of that."""
-    if PARTS == 1:
-        return share, tl.full((), 1.0, share.dtype)
-    else:
-        parts = tl.arange(0, triton.next_power_of_2(PARTS))
-        there = parts < PARTS
-        shares = tl.load(share_ptr + 2 * parts, mask=there, other=0.0, cache_modifier=".cg")
-        exponents = tl.load(share_ptr + 2 * parts + 1, mask=there, other=-(2.0**40), cache_modifier=".cg")
-        most = tl.max(exponents)
-        nu = tl.sum(shares * _ratio(exponents, most))
-        return nu.to(share.dtype), _ratio(k.to(tl.float64), most).to(share.dtype)
-
-
-@triton.jit
-def _ratio(exponent, most):
-    """2^(exponent - most)."""
-    return power_of_two(tl.maximum(exponent - most, -1000.0).to(tl.int32), tl.float64)
-
-
-@triton.jit
-def _small(nu, peak):
-    """Whether nu is not exact, where b is at most `peak`; infinity and NaN are not."""
-    if nu.dtype == tl.float64:
-        least = tl.maximum(peak * 2.0**-842, 2.0**-900)
-    else:
-        least = tl.maximum(peak * 2.0**-96, 2.0**-90)
-    return ((nu >= least) & (nu < float("inf"))) == 0
-
-
-@triton.jit
-def _posterior(joint, ratio, nu, weight):
-    """Shares of nu times the weight; 0 even if the weight is not finite."""
-    return tl.where(joint == 0.0, 0.0, joint * ratio / nu * weight)
-
-
-@triton.jit
-def _factors(a, w, nu, weight, k, ratio, OUT: tl.constexpr):
-    """The factors of rows and of columns in the gradient of a matrix; those of entries are larger by 2^-k."""
-    left, right = a * 2.0 ** -target(a.dtype == tl.float64) * ratio * weight, w / nu
-    if OUT == "entries":
-        left *= power_of_two(-(k // 2), a.dtype)
-        right *= power_of_two(k // 2 - k, a.dtype)
-    return left, right
-
-
-@triton.jit
-def _count(
-    out_ptr, w_ptr, matrix_ptr, a, nu, weight, k, ratio, rows, own, stride_j, stride_k,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a part's rows of a matrix is stored."""
-    # no more than what registers hold beside a held matrix
-    BLOCK: tl.constexpr = min(BLOCK_K, max(16, 2048 // rows.shape[0]))
-    for first in tl.range(0, C, BLOCK, num_stages=3):
-        columns = first + tl.arange(0, BLOCK)
-        p = tile(matrix_ptr, columns, rows, own, stride_j, stride_k, True, C, LOG_PARAMS, a.dtype)
-        w = tl.load(w_ptr + columns, mask=columns < C, other=0.0)
-        factor, right = _factors(a, w, nu, weight, k, ratio, OUT)
-        counts = right[:, None] * factor[None, :]
-        if OUT == "logs":
-            counts *= linear(p, k, LOG_PARAMS)
-        counts = tl.where(p == nothing(LOG_PARAMS), 0.0, counts)
-        tl.store(_entries(out_ptr, columns, rows, C), counts, mask=(columns < C)[:, None] & own[None, :])
