@@ -91,6 +91,8 @@ def walk(
         chain, messages, redone, marked, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, final=final
     )
     if grad_bulk is None or r is None:
+        if grad_bulk is not None:  # one step, into which no matrix leads
+            grad_bulk.zero_()
         return
     if not at_once:
         chain_counts.gradient(chain, messages, r, weight, marked, grad_bulk, by_log=by_log)

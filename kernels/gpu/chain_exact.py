@@ -40,7 +40,7 @@ def _height(c):
 
 @triton.jit(do_not_specialize=["v", "sequences", "m", "slots"])
 def _forward_kernel(
-    x_ptr, bulk_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, doubt_ptr, v, sequences, m, slots,
+    x_ptr, bulk_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, error_ptr, doubt_ptr, v, sequences, m, slots,
     stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj,
     C: tl.constexpr, LOG_PARAMS: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,10 @@ def _forward_kernel(
             tl.store(message_ptr + i * pitch + states, tl.full(states.shape, float("-inf"), message.dtype), mask=inside)
     # loaded again rather than kept in registers
     message = tl.load(message_ptr + (end - 1) % slots * pitch + states, mask=inside, other=float("-inf"))
-    tl.store(log_norm_ptr + sequence, high + (low + log_wide(tl.sum(exp(message), 0))))
+    log_norm, error = exact_sum(high, low + log_wide(tl.sum(exp(message), 0)))
+    tl.store(log_norm_ptr + sequence, log_norm)
+    if error_ptr is not None:
+        tl.store(error_ptr + sequence, tl.where(tl.abs(log_norm) < float("inf"), error, 0.0))
 
 
 @triton.jit(do_not_specialize=["v", "m"])
@@ -198,7 +201,7 @@ def warps(c: int) -> int:
     return 4 if c <= 32 else 8 if c <= 1024 else 16
 
 
-def forward(chain: Operands, messages: Tensor, log_norm: Tensor, doubt: Tensor) -> None:
+def forward(chain: Operands, messages: Tensor, log_norm: Tensor, doubt: Tensor, error: Tensor | None = None) -> None:
     """Messages and log-partitions (g, m) of doubtful sequences are written again; `doubt` (g, m), bool.
 
     `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are -inf after a
@@ -206,7 +209,7 @@ def forward(chain: Operands, messages: Tensor, log_norm: Tensor, doubt: Tensor) 
     """
     v, g, m, c = chain.shape
     launch.run(
-        _forward_kernel, (g * m,), chain.x, chain.bulk, chain.start, chain.ends, messages, log_norm, doubt,
+        _forward_kernel, (g * m,), chain.x, chain.bulk, chain.start, chain.ends, messages, log_norm, error, doubt,
         v, g * m, m, len(messages), *chain.strides, C=c, LOG_PARAMS=chain.log_params, **launch.all_registers(warps(c)),
     )  # fmt: skip
 

@@ -56,7 +56,8 @@ def tile_of(count):
 
 @triton.jit(do_not_specialize=["v", "g", "m", "slots"])
 def _forward_kernel(
-    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, leaving_ptr, doubt_ptr,
+    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, error_ptr, leaving_ptr,
+    doubt_ptr,
     counters_ptr,
     v, g, m, slots, stride_xv, stride_xg, stride_xm, stride_xc, stride_bv, stride_bg,
     STRIDE_BK: tl.constexpr, STRIDE_BJ: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, LOG_PARAMS: tl.constexpr,
@@ -180,7 +181,10 @@ def _forward_kernel(
         at_end = message_ptr + (((ends - 1) % slots).to(tl.int64) * pitch + members * C)[:, None] + states[None, :]
         sums = tl.sum(tl.load(at_end, mask=whole, other=0.0, cache_modifier=".cg"), 1)
         lost |= doubtful(sums, inside, 0)
-        tl.store(log_norm_ptr, log_scaled(sums, taken), mask=inside)
+        log_norm, error = log_scaled(sums, taken)
+        tl.store(log_norm_ptr, log_norm, mask=inside)
+        if error_ptr is not None:
+            tl.store(error_ptr + sequence + members, error, mask=inside)
     tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
 
 
@@ -227,6 +231,7 @@ def forward(
     messages: Tensor,
     log_norm: Tensor,
     leaving: Tensor | None = None,
+    error: Tensor | None = None,
     *,
     parts: int | None = None,
     programs: int | None = None,
@@ -235,8 +240,8 @@ def forward(
 
     `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
     end. `leaving` (g, m, c), contiguous, receives the last messages as logarithms up to a constant, exact to rounding
-    where messages may have been raised. `parts` share sixteen sequences; `programs` are started, for a test that starts
-    one at a time.
+    where messages may have been raised. `error` (g, m) receives the rounding errors of the log-partitions. `parts`
+    share sixteen sequences; `programs` are started, for a test that starts one at a time.
     """
     v, g, m, c = chain.shape
     parts = parts_of(chain) if parts is None else parts
@@ -244,7 +249,7 @@ def forward(
     bound, level, doubt, counters = room(chain, words(groups))
     launch.run(
         _forward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, chain.start, chain.ends,
-        messages, log_norm, leaving, doubt, counters, v, g, m, len(messages), *chain.strides[:6],
+        messages, log_norm, error, leaving, doubt, counters, v, g, m, len(messages), *chain.strides[:6],
         **constants(chain, parts),
     )  # fmt: skip
     return doubt

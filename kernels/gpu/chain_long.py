@@ -191,7 +191,8 @@ def _finish(
     messages, taken = _settled(u, taken, x)
     total = tl.sum(tl.sum(tl.where(only, messages, 0.0), 1), 0)
     exact = (total == 0.0) | ((total >= enough(DOUBLE)) & (total < float("inf")))
-    tl.store(log_norm_ptr, top + log_scaled(total, tl.sum(tl.where(states == 0, taken, 0), 0)))
+    log_norm, _ = log_scaled(total, tl.sum(tl.where(states == 0, taken, 0), 0))
+    tl.store(log_norm_ptr, top + log_norm)
     tl.store(doubt_ptr, (exact == 0).to(tl.int8))
 
 

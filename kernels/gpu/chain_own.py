@@ -55,12 +55,19 @@ def prepared(chain: Operands, parts: int, same: bool, *, end: bool = False) -> t
 
 
 def forward(
-    chain: Operands, messages: Tensor, log_norm: Tensor, *, parts: int | None = None, programs: int | None = None
+    chain: Operands,
+    messages: Tensor,
+    log_norm: Tensor,
+    error: Tensor | None = None,
+    *,
+    parts: int | None = None,
+    programs: int | None = None,
 ) -> Tensor:
     """Which sequences are doubtful (g, 1), after messages and the log-partitions (g, 1) of the others are written.
 
     `messages` (v or min(v, 2), g, 1, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
-    end. `parts` share a sequence; `programs` are started, for a test that starts one at a time.
+    end. `error` (g, 1) receives the rounding errors of the log-partitions. `parts` share a sequence; `programs` are
+    started, for a test that starts one at a time.
     """
     v, g, m, c = chain.shape
     assert m == 1
@@ -70,7 +77,7 @@ def forward(
     xv, xg, _, xc, *strides = chain.strides
     launch.run(
         forward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.start, chain.ends,
-        messages, log_norm, ready.doubt, ready.counters, v, g, len(messages), xv, xg, xc, *strides,
+        messages, log_norm, error, ready.doubt, ready.counters, v, g, len(messages), xv, xg, xc, *strides,
         **constants(chain, parts, same),
     )  # fmt: skip
     return ready.doubt

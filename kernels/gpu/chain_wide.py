@@ -154,7 +154,7 @@ def _step_kernel(
 
 
 @triton.jit(do_not_specialize=ANY)
-def _last_kernel(message_ptr, ends_ptr, taken_ptr, log_norm_ptr, doubt_ptr, v, g, m, slots, C: tl.constexpr):
+def _last_kernel(message_ptr, ends_ptr, taken_ptr, log_norm_ptr, error_ptr, doubt_ptr, v, g, m, slots, C: tl.constexpr):
     """One program computes the log-partition of one sequence from its last message."""
     row = tl.program_id(0).to(tl.int64)
     end = v if ends_ptr is None else tl.load(ends_ptr + row)
@@ -164,7 +164,10 @@ def _last_kernel(message_ptr, ends_ptr, taken_ptr, log_norm_ptr, doubt_ptr, v, g
     for k in tl.range(0, C, _BLOCK):
         sums += tl.load(message_ptr + k + states, mask=k + states < C, other=0.0).to(tl.float64)
     total = tl.sum(sums)
-    tl.store(log_norm_ptr + row, log_scaled(total, tl.load(taken_ptr + row)))
+    log_norm, error = log_scaled(total, tl.load(taken_ptr + row))
+    tl.store(log_norm_ptr + row, log_norm)
+    if error_ptr is not None:
+        tl.store(error_ptr + row, error)
     lost = doubtful(total.to(message_ptr.dtype.element_ty), True, 0)
     tl.store(doubt_ptr + row, tl.full((), 1, tl.int8), mask=lost)
 
@@ -174,6 +177,7 @@ def forward(
     messages: Tensor,
     log_norm: Tensor,
     leaving: Tensor | None = None,
+    error: Tensor | None = None,
     *,
     tile: Tile | None = None,
     together: bool | None = None,
@@ -182,8 +186,8 @@ def forward(
 
     `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
     end. `leaving` (g, m, c), contiguous, receives the last messages as logarithms up to a constant, exact to rounding
-    where messages may have been raised. `tile` and `together` (one launch, whose programs wait for each other) are
-    chosen by default.
+    where messages may have been raised. `error` (g, m) receives the rounding errors of the log-partitions. `tile` and
+    `together` (one launch, whose programs wait for each other) are chosen by default.
     """
     v, g, m, c = chain.shape
     fixed, options = layout(chain, tile or tile_of(chain), together)
@@ -200,6 +204,19 @@ def forward(
             leaving, doubt, counters, g, m, v, first, len(messages), *chain.strides, L=fixed, **options,
         )  # fmt: skip
     launch.run(
-        _last_kernel, (g * m,), messages, chain.ends, taken, log_norm, doubt, v, g, m, len(messages), C=c, num_warps=4
+        _last_kernel,
+        (g * m,),
+        messages,
+        chain.ends,
+        taken,
+        log_norm,
+        error,
+        doubt,
+        v,
+        g,
+        m,
+        len(messages),
+        C=c,
+        num_warps=4,
     )
     return doubt

@@ -35,24 +35,24 @@ def forward(
     log_norm = torch.empty(g, m, dtype=torch.float64, device=chain.x.device)
     messages = chain.new(min(v, 2), g, m, c) if keep is None else keep[int(entering is not None) :][:v]
     doubt = torch.zeros(g, m, dtype=torch.bool, device=chain.x.device)
-    leaving = None
+    leaving, error = None, torch.zeros_like(log_norm) if leave else None
     if log_norm.numel():
         kernel = kernel_of(operands)
         if leave and keep is None and kernel is not chain_own:
             leaving = chain.new(g, m, c)
-            doubt = kernel.forward(operands, messages, log_norm, leaving)
+            doubt = kernel.forward(operands, messages, log_norm, leaving, error)
         else:
-            doubt = kernel.forward(operands, messages, log_norm)
+            doubt = kernel.forward(operands, messages, log_norm, error=error)
             if leave:  # what follows may ask for a state of the last step whose message was raised
                 last, least = last_message(operands, messages), floor(operands.double)
                 doubt |= ((last > 0) & (last <= least)).any(-1)
-        chain_exact.forward(operands, messages, log_norm, doubt)
+        chain_exact.forward(operands, messages, log_norm, doubt, error)
     if entering is not None and keep is not None:
         keep[0] = entering.values
     if chain.ends is not None and entering is None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     kept = Kept(log_norm, chain.new(0) if keep is None else keep, doubt, entering is not None)
-    if not leave:
+    if error is None:
         return kept, None
     last = last_message(operands, messages)
     if leaving is None:
@@ -60,7 +60,7 @@ def forward(
     else:
         logs = torch.where(doubt[..., None], last, leaving).double()
     values = normalised(logs)[0]
-    scale = torch.stack([log_norm, torch.zeros_like(log_norm)])
+    scale = torch.stack([log_norm, error])
     after = Message(values, scale if entering is None else scale + entering.scale)
     return kept, leaving_message(chain.ends, after, entering)
 

@@ -16,7 +16,8 @@ from .tiles import far, multiple, multiples
 
 @triton.jit(do_not_specialize=["v", "g", "slots"])
 def forward_kernel(
-    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, doubt_ptr, counters_ptr,
+    x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, error_ptr, doubt_ptr,
+    counters_ptr,
     v, g, slots, stride_xv, stride_xg, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj,
     C: tl.constexpr, PARTS: tl.constexpr, SAME: tl.constexpr, LOG_PARAMS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_J: tl.constexpr, WIDTH_X: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr,
@@ -132,7 +133,10 @@ def forward_kernel(
             at_end = message_ptr + far((last - 1) % slots, pitch) + states
             sums = tl.sum(tl.load(at_end, mask=states < C, other=0.0, cache_modifier=".cg"))
         lost |= doubtful(sums, True, 0)
-        tl.store(log_norm_ptr + z, log_scaled(sums, taken))
+        log_norm, error = log_scaled(sums, taken)
+        tl.store(log_norm_ptr + z, log_norm)
+        if error_ptr is not None:
+            tl.store(error_ptr + z, error)
     if lost:
         tl.store(doubt_ptr + z, 1)
 

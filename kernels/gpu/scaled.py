@@ -16,7 +16,7 @@ that x admits, is doubtful: another kernel computes it again.
 import triton
 import triton.language as tl
 
-from .tiles import exp, log, operand
+from .tiles import exact_sum, exp, log, operand
 
 # ln 2 with few enough digits that its products with exponents are exact, and the rest
 LN2_HIGH = tl.constexpr(0.6931471803691238)
@@ -110,10 +110,12 @@ def bits_of(a, k):
 
 @triton.jit
 def log_scaled(s, k):
-    """`log(s 2^k)` in float64, for numbers s and integers k of any size; -inf for 0."""
+    """`log(s 2^k)` in float64 and its rounding error, for numbers s and integers k of any size; -inf and 0 for 0."""
     exponent = exponent_of(s)
     whole = (k + exponent).to(tl.float64)
-    return whole * LN2_HIGH + (log(s * power_of_two(-exponent, s.dtype)).to(tl.float64) + whole * LN2_LOW)
+    rest = log(s * power_of_two(-exponent, s.dtype)).to(tl.float64) + whole * LN2_LOW
+    total, error = exact_sum(whole * LN2_HIGH, rest)
+    return total, tl.where(tl.abs(total) < float("inf"), error, 0.0)
 
 
 @triton.jit

@@ -188,7 +188,7 @@ def test_a_threshold_below_all_numbers(where):
 @pytest.mark.parametrize("where", ["plain", "cpu"])
 @pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right"])
 def test_messages_that_are_logarithms_all_of_them(name, where):
-    """What a GPU keeps."""
+    """As those of sequences that were redone are."""
     draw = room(where, "sample").draw
     for given in (FAMILIES[name](F64), FAMILIES[name](F64).logs()):
         chain = arranged(given, [5, 1, 3])
@@ -196,5 +196,5 @@ def test_messages_that_are_logarithms_all_of_them(name, where):
         logs = torch.where(kept.redone[..., None], kept.messages, kept.messages.log())
         one, other = (numbers_for(chain, 17, 50).view(torch.int64) for _ in range(2))
         draw(chain, kept, one)
-        draw(chain, Kept(kept.log_norm, logs, torch.zeros(1, dtype=torch.int64)), other)
+        draw(chain, Kept(kept.log_norm, logs, torch.ones_like(kept.redone)), other)
         assert torch.equal(one, other) and (one >= 0).any()

@@ -32,18 +32,20 @@ def case(c, wide, target, dtype=torch.float32, **options) -> Case:
     words = [word for word, value in options.items() if value]
     return Case(
         " ".join([f"c={c} parts of {wide}", KIND[dtype], precision, *words]),
-        kernel, kinds | dict.fromkeys(others, "i32"), constants, (*kinds,), warps_of(c, wide, target, double, odd), 1,
+        kernel, kinds | dict.fromkeys(others, "i32"), constants, (*kinds,),
+        warps_of(c, wide, "sm_80" if target == "sm_86" else target, double, odd), 1, dot=None,
     )  # fmt: skip
 
 
 def cases(target: str) -> list[Case]:
-    """Those of each device; on sm_80, odd float32 ones spill four registers outside of the loop."""
-    wide = 32 if target == "sm_80" else 64
+    """Those of each device; on sm_80 and sm_86, odd float32 ones spill four registers outside of the loop."""
+    ampere = target in ("sm_80", "sm_86")
+    wide = 32 if ampere else 64
     return [
         case(200, wide, target),
         case(200, wide, target, ends=True),
         case(200, wide, target, log_params=True, final=True, ends=True),
-        *[case(199, 32, target, odd=True, ends=True)] * (target != "sm_80"),
+        *[case(199, 32, target, odd=True, ends=True)] * (not ampere),
         case(128, 64, target, ends=True),
         case(64, 64, target, ends=True, log_params=True),
         case(16, 64, target, ends=True, final=True),
