@@ -147,6 +147,15 @@ def test_what_x_loses_is_doubtful(segments, device):
     assert doubt[:, 0].tolist() == [True, False]
 
 
+def test_what_x_loses_where_segments_meet_is_doubtful(device):
+    """The same, but x falls only behind the products of segments of two steps."""
+    chain = dense(F32, n=2, t=1, v=9, c=2)
+    x = torch.zeros_like(chain.x)
+    x[0, :, 2, 0], x[0, :, 4, 1] = -100.0, -100.0
+    doubt = assert_right(chain._replace(x=x, bulk=torch.eye(2).expand_as(chain.bulk)), device, 4)
+    assert doubt[:, 0].tolist() == [True, False]
+
+
 @pytest.mark.parametrize("segments", [1, 4])
 def test_tiny_entries_are_doubtful_or_right(segments, device):
     """Entries that beside the largest lie outside of float32, some of which the only path needs."""
