@@ -41,7 +41,7 @@ def backward(
     grad_start = chain.new(g, m, c)
     if grad_start.numel():
         operands = Operands(
-            chain.x.reshape(v, g, m, c), inner, grad_start, None if ends is None else ends.clamp(1, v),
+            chain.x.reshape(v, g, m, c), inner, grad_start, None if ends is None else ends.clamp(1, v).contiguous(),
             chain.log_params, chain.dtype,
         )  # fmt: skip
         final = None if following is None else following.to(chain.dtype).contiguous()

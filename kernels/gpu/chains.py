@@ -122,6 +122,7 @@ def room(chain: Operands, counters: int, *, bulk: Tensor | None = None) -> Room:
     `bulk` (any, g, rows, c): matrices, or rows of them, whose bounds are found instead; there may be none.
     """
     v, g, m, c = chain.shape
+    assert chain.start.is_contiguous() and (chain.ends is None or chain.ends.is_contiguous())
     bulk = chain.bulk if bulk is None else bulk
     matrices, rows, marks = len(bulk) * g, v * g * m, -(-g * m // 4)
     memory = torch.empty(matrices + rows + marks + counters, dtype=torch.int32, device=chain.x.device)

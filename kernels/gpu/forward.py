@@ -91,7 +91,7 @@ def operands_of(chain: Chain, entering: Message | None = None) -> Operands:
     else:
         start = log_matmul(entering.values.double().expand(g, m, c), first_logs(chain))[0]
         bulk = bulk if len(bulk) == 1 else bulk[1:]
-    ends = None if chain.ends is None else chain.ends.reshape(g, m).clamp(1, v)
+    ends = None if chain.ends is None else chain.ends.reshape(g, m).clamp(1, v).contiguous()
     return Operands(chain.x.reshape(v, g, m, c), bulk, start, ends, chain.log_params, chain.dtype)
 
 
