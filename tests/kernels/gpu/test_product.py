@@ -119,7 +119,7 @@ def test_nothing_is_read_before_it_is_written(each, kernels):
 
 
 def test_lengths_of_sets_whose_members_do_not_lie_together(kernels):
-    """The last batch axis has matrices of its own, so that lengths are read in another order than they have in memory."""
+    """The last batch axis has matrices of its own: lengths are read in another order than they have in memory."""
     chain = dense(F32, n=3, t=2, v=4, c=5)
     bulk = torch.stack([chain.bulk[0, 0], chain.bulk[0, 0].flip(-1)])[None]
     assert_contract(chain._replace(bulk=bulk), torch.tensor([[1, 4], [2, 1], [4, 3]]), device=kernels)
