@@ -16,8 +16,8 @@ _WIDE = 8
 # float64 numbers that a sequence takes whatever the segment's length: for each state, and in all besides
 _STATES, _BESIDE = 5, 24
 
-# numbers that a sequence takes for each step on a GPU: of the arithmetic for each state, and float64 scales
-_GPU_STATES, _GPU_SCALES = 5, 10
+# bytes that a sequence takes for each step on a GPU besides messages: levels of x, and what each is rounded up to
+_GPU_STEP = 16
 
 # expected transitions on a GPU: products of messages that one program sums, and entries of all sums at most
 _COUNTED, _COUNTS = 2**8, 2**18
@@ -105,20 +105,18 @@ class Sizes:
     @property
     def whole(self) -> int:
         """Bytes that a chain takes without checkpoints: its messages, or less if they are not kept."""
-        if self.keep:
-            return self.all_messages
-        scales = _WIDE * _GPU_SCALES * self.v * self.sequences if self.gpu else 0
-        return min(self.all_messages, scales + self._beside(self.v) + self.copied * self.v)
+        if self.gpu:
+            return self.checkpointed(self.v - 1)
+        return self.all_messages if self.keep else min(self.all_messages, self._beside(self.v) + self.copied * self.v)
 
     def checkpointed(self, spacing: int) -> int:
         """Bytes of the checkpoints, and at most of all that one segment of `spacing` steps takes."""
         steps, states = spacing + 1, self.sequences * self.c
-        segments = max(1, -(-(self.v - 1) // spacing))
+        segments = max(1, -(-(self.v - 1) // max(1, spacing)))
         checkpoints = _WIDE * (segments - 1) * states if self.keep else 0
-        if self.gpu:
-            step = _GPU_STATES * states * self.item + _GPU_SCALES * _WIDE * self.sequences
-        else:
-            step = states * self.item if self.keep else 0
+        step = states * self.item * self.keep
+        if self.gpu:  # the backward pass has a second number for each message, from which counts are computed
+            step = 2 * step + _GPU_STEP * self.sequences
         return checkpoints + steps * (step + self.copied + self.moved) + self.fixed + self._beside(steps)
 
     def _beside(self, steps: int) -> int:
@@ -127,7 +125,7 @@ class Sizes:
         values = self.sequences * (_STATES * c + _BESIDE)
         if self.gpu:
             sums = min(_COUNTS, steps * self.m // _COUNTED * matrices)
-            return _WIDE * (values + 8 * (self.sequences * c + matrices) + sums)
+            return _WIDE * (values + 9 * (self.sequences * c + matrices) + sums)
         threads, scratch = kernels.scratch_of_loops(steps, self.g, self.m, c, self.item, self.one_matrix)
         # threads that share a set of matrices each sum expected transitions of their own
         sharing = threads if self.g == 1 else 1
