@@ -130,7 +130,7 @@ def plan(
     elif gradients and not (x.requires_grad or bulk.requires_grad or p0.requires_grad):
         x, bulk, p0 = (_without_memory(operand).requires_grad_() for operand in (x, bulk, p0))
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
-    size = Size.of(x.shape, bulk.shape, double, log_params, ends is not None, gradients)
+    size = Size.of(x.shape, bulk.shape, double, log_params, ends is not None, gradients, place.device == "cuda")
     passes = "forward and backward" if gradients else "forward"
     title = f"product of x {list(x.shape)} and bulk {list(bulk.shape)}{', lengths' * (ends is not None)}: {passes}"
     planned = _plan(size, place, "sequential" if memory_budget is not None else strategy, f"{title}, {place.device}")

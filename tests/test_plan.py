@@ -36,17 +36,17 @@ def places():
     return [Where(entry.device, entry.threads) for entry in cost.read()]
 
 
-def sizes():
+def sizes(gpu):
     for g, m, v, c in itertools.product((1, 30), (1, 200), (2, 5, 60, 2_000, 100_000), (1, 4, 16, 64, 200)):
         for one, item, gradients in ((False, 4, True), (True, 4, False), (False, 8, False)):
-            yield Size(v, g, m, c, one, item, False, one, gradients)
+            yield Size(v, g, m, c, one, item, False, one, gradients, gpu)
 
 
 @pytest.mark.parametrize("place", places(), ids=str)
 def test_the_pick_costs_at_most_1_3_times_the_best(place):
     costs = place.constants
     picks = set()
-    for size in sizes():
+    for size in sizes(place.device == "cuda"):
         numbers = {round(1.1**power) for power in range(120)}
         cuts = [Schedule("chunked", k) for k in sorted(numbers) if 2 <= k <= (size.v - 1) // 2]
         cuts = [schedule for schedule in cuts if choose.within_contract(size, schedule)]

@@ -84,7 +84,7 @@ def _known(x: Tensor, bulk: Tensor) -> bool:
 def _picked(
     x: tuple[int, ...], bulk: tuple[int, ...], options: tuple[bool, ...], device: str, strategy: str
 ) -> tuple[str, int]:
-    name, segments = choose(Size.of(x, bulk, *options), where(device), strategy)
+    name, segments = choose(Size.of(x, bulk, *options, gpu=device == "cuda"), where(device), strategy)
     return name, segments
 
 
@@ -121,9 +121,11 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
 def candidates(size: Size, place: Where) -> list[Schedule]:
     """The chunked schedules of a chain, whose segments have at least two transitions.
 
-    On a GPU there are none for sequences with lengths, and none for more states than a program can hold in products.
+    On a GPU there are none for more states than a program can hold in products, and, but for values alone, none for
+    sequences with lengths.
     """
-    if place.device != "cpu" and (size.lengths or size.c > _GPU_STATES):
+    alone = size.in_registers and not size.gradients
+    if place.device != "cpu" and (size.c > _GPU_STATES or size.lengths and not alone):
         return []
     return [Schedule("chunked", segments) for segments in _SEGMENTS if 2 * segments < size.v]
 
@@ -143,12 +145,14 @@ def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
     """The work in units of the cost model: as if all processors were busy, and float64 counted twice.
 
     A CPU walks one sequence after the other, so that the steps of all are dependent. With gradients a GPU does so with
-    the sets of matrices of a chunked chain.
+    the sets of matrices of a chunked chain; without, with the segments that its multiprocessors do not hold at once.
     """
     counts, in_turn = work(size, schedule), 1
     if costs.device == "cpu" and schedule.name == "sequential":
         in_turn = size.sequences
-    elif costs.device != "cpu" and schedule.name == "chunked" and size.gradients:
+    elif schedule.name == "chunked" and size.in_registers and not size.gradients:
+        in_turn = -(-size.sequences * schedule.segments // (costs.processors * size.side_by_side))
+    elif costs.device != "cpu" and schedule.name == "chunked":
         in_turn = size.g
     programs = max(1, size.sequences * schedule.segments // max(1, in_turn))
     idle = 1.0 if schedule.name == "tree" else -(-programs // costs.processors) * costs.processors / programs

@@ -27,7 +27,8 @@ SEQUENTIAL, TREE = Schedule("sequential", 1), Schedule("tree", 1)
 class Size(NamedTuple):
     """The sizes that decide the work: g sets of matrices, each shared by m sequences of v variables and c states.
 
-    `one_matrix`: whether one serves every step; `item`: bytes of a number of the arithmetic.
+    `one_matrix`: whether one serves every step; `item`: bytes of a number of the arithmetic; `gpu`: whether the Triton
+    kernels compute.
     """
 
     v: int
@@ -39,16 +40,24 @@ class Size(NamedTuple):
     log_params: bool
     lengths: bool
     gradients: bool
+    gpu: bool = False
 
     @classmethod
     def of(
-        cls, x: Sequence[int], bulk: Sequence[int], double: bool, log_params: bool, lengths: bool, gradients: bool
+        cls,
+        x: Sequence[int],
+        bulk: Sequence[int],
+        double: bool,
+        log_params: bool,
+        lengths: bool,
+        gradients: bool,
+        gpu: bool = False,
     ) -> "Size":
         """The sizes of operands with these shapes; `double`: in float64."""
         *batch, v, c = x
         g = math.prod(bulk[:-3])
         m = math.prod(batch) // g if g else 0
-        return cls(v, g, m, c, bulk[-3] == 1, 8 if double else 4, log_params, lengths, gradients)
+        return cls(v, g, m, c, bulk[-3] == 1, 8 if double else 4, log_params, lengths, gradients, gpu)
 
     @property
     def sequences(self) -> int:
@@ -64,6 +73,21 @@ class Size(NamedTuple):
     def message_bytes(self) -> int:
         """Bytes of one message tensor with its scales."""
         return self.sequences * self.v * (self.c + 1) * self.item
+
+    @property
+    def width(self) -> int:
+        """States of a product on a GPU, with those that fill its tile."""
+        return max(16, 1 << (self.c - 1).bit_length())
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether a program on a GPU holds a product of matrices, as `kernels.gpu.segment_product` says."""
+        return self.gpu and self.width * self.item <= 256
+
+    @property
+    def side_by_side(self) -> int:
+        """Products that one multiprocessor computes at a time."""
+        return {16: 16, 32: 4}.get(self.width, 1)
 
 
 def work(size: Size, schedule: Schedule) -> Work:
@@ -97,6 +121,8 @@ def _sequential(size: Size) -> Work:
 def _chunked(size: Size, segments: int) -> Work:
     """The work of the head, the segments' products, and a vector through these; gradients: all segments again."""
     s, c, length = size.sequences, size.c, length_of(size, Schedule("chunked", segments))
+    if size.in_registers and not size.gradients:
+        return _one_launch(size, segments)
     # the product of a segment is walked as c sequences, one for each row
     rows = size._replace(v=length + 1, m=size.m * segments * c, gradients=False)
     through = Work(s * segments * c**2, 0, 0, segments, _LAUNCHES[0])
@@ -105,6 +131,23 @@ def _chunked(size: Size, segments: int) -> Work:
     if size.gradients:
         total += _sequential(size._replace(v=length + 1, m=size.m * segments)) + through
     return total
+
+
+def _one_launch(size: Size, segments: int) -> Work:
+    """The work of a GPU's kernel for segments: groups of products follow, and the product of all by one program."""
+    length, members = length_of(size, Schedule("chunked", segments)), _members(segments)
+    return Work(
+        multiply_adds=size.sequences * (size.v - 1) * size.width**3,
+        exponentials=size.states,
+        bytes=size.item * (size.states + size.g * (1 if size.one_matrix else size.v - 1) * size.c**2),
+        steps=length + 2 * members // min(4, size.side_by_side),  # few programs have a multiprocessor's time each
+        launches=_LAUNCHES[0],
+    )
+
+
+def _members(segments: int) -> int:
+    """The number of products in a group, and of groups."""
+    return math.isqrt(max(1, segments) - 1) + 1
 
 
 def _tree(size: Size) -> Work:
@@ -137,6 +180,9 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
     messages = (size.message_bytes if size.gradients else 2 * s * c * item) + s * v * item
     if schedule.name == "sequential":
         return messages, messages
+    if size.in_registers and not size.gradients:
+        products = s * (schedule.segments + _members(schedule.segments)) * size.width
+        return products * (size.width * item + 8) + messages, 0
     # unit rows, the products in float64 and a copy of them in order; messages between segments, and what enters these
     products = s * schedule.segments * c * (c + 1) * (item + 2 * 8)
     between = s * schedule.segments * c * (item + 3 * 8)

@@ -109,7 +109,7 @@ def samples(place: Where, sweep: Iterable[tuple[int, int, int, int]], measure: T
         operands = [torch.rand(shape, generator=generator).add_(0.1).to(place.device) for shape in shapes]
         for gradients in (False, True):
             x, bulk, p0 = (operand.clone().requires_grad_(gradients) for operand in operands)
-            size = choose.Size.of(x.shape, bulk.shape, False, False, False, gradients)
+            size = choose.Size.of(x.shape, bulk.shape, False, False, False, gradients, place.device == "cuda")
             for schedule in schedules(size, place):
                 work = choose.work(size, schedule)
                 if work.multiply_adds <= _MOST_ADDS and work.launches <= _MOST_LAUNCHES:
@@ -172,6 +172,7 @@ def h200() -> Constants:
     row = (adds, 1e-13, moved, STEP, LAUNCH)
     wide = row[:3] + (WIDE_STEP, LAUNCH)
     seconds = {name: {which: row if name == "sequential" else wide for which in (FORWARD, BOTH)} for name in _NAMES}
+    seconds["chunked"][FORWARD] = row
     return Constants("cuda", 1, 132, False, "NVIDIA H200, data sheet", "", "", seconds)
 
 

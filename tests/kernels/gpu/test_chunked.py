@@ -6,9 +6,10 @@ import torch
 
 import logchain
 from logchain import kernels as devices
+from logchain.kernels.gpu import segment_product
 from logchain.schedules import choose
 from tests.contract import TENSOR_CORES as K
-from tests.contract import Truth, assert_values, poisoned_memory
+from tests.contract import Truth, assert_values, poisoned, poisoned_memory
 from tests.families import FAMILIES, dense
 
 F32, F64 = torch.float32, torch.float64
@@ -84,4 +85,24 @@ def test_few_long_chains_are_cut(each, monkeypatch):
         return choose.of(x, torch.empty(n if each else 1, v - 1, c, c), p0, False, lengths, "auto").name
 
     assert schedule(8, 10_000, 16) == schedule(1, 200, 16) == schedule(1, 10_000, 16, wanted=True) == "chunked"
-    assert schedule(8, 10_000, 16, lengths=True) != "chunked" != schedule(8, 8, 16)
+    assert schedule(8, 10_000, 16, lengths=True) == "chunked" != schedule(8, 8, 16)
+    assert schedule(8, 10_000, 16, lengths=True, wanted=True) != "chunked"
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_a_gpu_is_said_to_hold_what_it_holds(dtype):
+    for c in range(1, 130):
+        size = choose.Size.of((1, 9, c), (1, c, c), dtype == F64, False, False, False, gpu=True)
+        assert size.in_registers == segment_product.fits(c, dtype)
+
+
+@pytest.mark.parametrize("lengths", [[9, 1], [5, 8], [2, 2]], ids=str)
+@pytest.mark.parametrize("name", ["dense", "detour", "left_to_right"])
+def test_nothing_behind_the_end_of_a_sequence_matters(name, lengths, cut):
+    """Not in values alone, where one kernel cuts."""
+    device, lengths = cut(4), torch.tensor(lengths)
+    chain = FAMILIES[name](F32, each=True, n=2, t=1, v=9, c=4)
+    truth, dirty = Truth(chain, lengths), poisoned(chain, lengths)
+    operands, options = [tensor.to(device) for tensor in dirty[:3]], {"log_params": chain.log_params}
+    out = logchain.product(*operands, lengths=lengths.to(device), **options)
+    assert_values(out, truth.log_norm, truth.value_bound(k=K))
