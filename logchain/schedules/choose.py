@@ -62,8 +62,8 @@ def of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool, str
     if torch.compiler.is_compiling() and not _known(x, bulk):
         return _UNKNOWN[strategy]
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
-    options = double, log_params, lengths, differentiated(x, bulk, p0)
     device = "cuda" if kernels.on_gpu(p0) else p0.device.type
+    options = double, log_params, lengths, differentiated(x, bulk, p0), device == "cuda"
     return Schedule(*_picked((*x.shape,), (*bulk.shape,), options, device, strategy))
 
 
@@ -84,7 +84,7 @@ def _known(x: Tensor, bulk: Tensor) -> bool:
 def _picked(
     x: tuple[int, ...], bulk: tuple[int, ...], options: tuple[bool, ...], device: str, strategy: str
 ) -> tuple[str, int]:
-    name, segments = choose(Size.of(x, bulk, *options, gpu=device == "cuda"), where(device), strategy)
+    name, segments = choose(Size.of(x, bulk, *options), where(device), strategy)
     return name, segments
 
 
