@@ -14,6 +14,7 @@ from tests.benchmarks import (
     cpu,
     gpu,
     gpu_counts,
+    launches,
     layers,
     memory,
     peers,
@@ -106,6 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
     estimated = commands.add_parser("gpu-predict", help="estimates of the GPU kernels' times, without a GPU")
     estimated.set_defaults(call=lambda options: predicted.main())
+
+    launched = commands.add_parser("gpu-launch", help="how much Python a launch of a GPU kernel takes, without a GPU")
+    launched.set_defaults(call=lambda options: launches.main())
 
     options = parser.parse_args(argv)
     return options.call(options)

@@ -14,60 +14,23 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from logchain.kernels import gpu
 from logchain.kernels.gpu import held
+from tests.kernels.gpu.no_driver import Driver, compiled_here
 
 
 def kernel_of(x_ptr, ends_ptr, out_ptr, v, m, stride_v, stride_m, C: tl.constexpr, PRECISION: tl.constexpr):
     """Nothing: it is not compiled."""
 
 
-class Driver:
-    """Of two devices, which load and launch nothing."""
-
-    device, stream = 0, 7
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-    def get_current_device(self):
-        return self.device
-
-    def get_current_stream(self, device):
-        return self.stream + 100 * device
-
-
-class Compiled(held.CompiledKernel):
-    """What was compiled, for which arguments, and its launches."""
-
-    packed_metadata = "metadata"
-
-    def __init__(self, source):
-        self.source, self.launches = source, []
-
-    def _init_handles(self):
-        self.function = f"function {id(self)}"
-        self._run = lambda *arguments: self.launches.append(arguments)
-
-    _run, launch_metadata = None, lambda self, *_: "launch metadata"
-
-
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled():
     """All that has been compiled, in order."""
-    found = []
-
-    def compile(source, **_):
-        found.append(Compiled(source))
-        return found[-1]
-
-    monkeypatch.setattr(triton.compiler, "compile", compile)
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    monkeypatch.setattr(held, "_held", {})
-    return found
+    with compiled_here() as found:
+        yield found
 
 
 @pytest.fixture
