@@ -55,7 +55,7 @@ def _forward(
         log_norm, messages, redone = short.apart(x, bulk, p0, keep)
         report_chains(redone)
         return Saved(log_norm, messages, messages.new_empty(0), redone)
-    if _chunked(x, lengths, segments):
+    if _chunked(operands, segments, keep):
         layout, chain = chain_of(*operands, whole=True)
         saved = Saved(*chunked.forward(chain, segments, keep=keep))
         return saved._replace(log_norm=_in_order(layout, saved.log_norm))
@@ -99,9 +99,14 @@ def short_of(
         raise
 
 
-def _chunked(x: Tensor, lengths: Tensor | None, segments: int) -> bool:
-    """Whether a chain is cut into segments: never for two variables, nor on a GPU for sequences with lengths."""
-    return min(segments, x.shape[-2] - 1) > 1 and not (lengths is not None and kernels.on_gpu(x))
+def _chunked(operands: Operands, segments: int, keep: bool = True) -> bool:
+    """Whether a chain is cut: never for two variables, nor for lengths where a GPU would take many launches."""
+    x = operands.x
+    if min(segments, x.shape[-2] - 1) <= 1:
+        return False
+    if operands.lengths is None or not kernels.on_gpu(x):
+        return True
+    return not keep and kernels.long_kernels(x, arithmetic_dtype(*operands[:3])) is not None
 
 
 def _kept_shapes(
@@ -115,7 +120,7 @@ def _kept_shapes(
     if segments == TREE:
         messages = tree_operators.kept_shapes(x, bulk, p0)[1]
         return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
-    if _chunked(x, lengths, segments):
+    if _chunked(Operands(x, bulk, p0, lengths, log_params), segments, keep):
         inside, between, marks = chunked.kept_shapes(v, g, m, c, segments, keep)
         following = x.new_empty(between, dtype=torch.float64)
         return Saved(log_norm, x.new_empty(inside, dtype=dtype), following, x.new_empty(marks, dtype=torch.bool))
@@ -143,9 +148,9 @@ def _gradients(
     operands: Operands, saved: Saved, grad: Tensor, needs: Sequence[bool], by_log: bool, segments: int
 ) -> Gradients:
     """The gradients of the operands by the sequential or the chunked schedule."""
-    x, bulk, p0, lengths, _ = operands
+    x, bulk, p0, *_ = operands
     grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), needs)
-    in_segments = _chunked(x, lengths, segments)
+    in_segments = _chunked(operands, segments)
     layout, chain = chain_of(*operands, by_log=by_log, whole=in_segments)
     into_x = into_bulk = None
     if needs[0]:

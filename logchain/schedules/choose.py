@@ -121,12 +121,13 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
 def candidates(size: Size, place: Where) -> list[Schedule]:
     """The chunked schedules of a chain, whose segments have at least two transitions.
 
-    On a GPU there are none for more states than a program can hold in products, and, but for values alone, none for
-    sequences with lengths.
+    On a GPU one launch computes values alone of few states. Otherwise there are none for more states than a program can
+    hold in products, none for sequences with lengths, and none where the rows of products would need copies of x.
     """
-    alone = size.in_registers and not size.gradients
-    if place.device != "cpu" and (size.c > _GPU_STATES or size.lengths and not alone):
-        return []
+    if place.device != "cpu" and not size.one_launch:
+        copies = size.m > 1 or size.one_matrix and size.g > 1
+        if size.c > _GPU_STATES or size.lengths or copies:
+            return []
     return [Schedule("chunked", segments) for segments in _SEGMENTS if 2 * segments < size.v]
 
 
@@ -144,16 +145,14 @@ def seconds(size: Size, schedule: Schedule, costs: Constants) -> float:
 def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
     """The work in units of the cost model: as if all processors were busy, and float64 counted twice.
 
-    A CPU walks one sequence after the other, so that the steps of all are dependent. With gradients a GPU does so with
-    the sets of matrices of a chunked chain; without, with the segments that its multiprocessors do not hold at once.
+    A CPU walks one sequence after the other, so that the steps of all are dependent. A GPU's one launch does so with
+    the segments that its multiprocessors do not hold at once.
     """
     counts, in_turn = work(size, schedule), 1
     if costs.device == "cpu" and schedule.name == "sequential":
         in_turn = size.sequences
-    elif schedule.name == "chunked" and size.in_registers and not size.gradients:
+    elif schedule.name == "chunked" and size.one_launch:
         in_turn = -(-size.sequences * schedule.segments // (costs.processors * size.side_by_side))
-    elif costs.device != "cpu" and schedule.name == "chunked":
-        in_turn = size.g
     programs = max(1, size.sequences * schedule.segments // max(1, in_turn))
     idle = 1.0 if schedule.name == "tree" else -(-programs // costs.processors) * costs.processors / programs
     adds = round(counts.multiply_adds * idle * size.item / 4)

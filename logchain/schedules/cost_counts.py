@@ -80,9 +80,9 @@ class Size(NamedTuple):
         return max(16, 1 << (self.c - 1).bit_length())
 
     @property
-    def in_registers(self) -> bool:
-        """Whether a program on a GPU holds a product of matrices, as `kernels.gpu.segment_product` says."""
-        return self.gpu and self.width * self.item <= 256
+    def one_launch(self) -> bool:
+        """Whether one launch on a GPU computes a chunked chain: its values alone, see `kernels.gpu.long`."""
+        return self.gpu and not self.gradients and self.width * self.item <= 256
 
     @property
     def side_by_side(self) -> int:
@@ -121,7 +121,7 @@ def _sequential(size: Size) -> Work:
 def _chunked(size: Size, segments: int) -> Work:
     """The work of the head, the segments' products, and a vector through these; gradients: all segments again."""
     s, c, length = size.sequences, size.c, length_of(size, Schedule("chunked", segments))
-    if size.in_registers and not size.gradients:
+    if size.one_launch:
         return _one_launch(size, segments)
     # the product of a segment is walked as c sequences, one for each row
     rows = size._replace(v=length + 1, m=size.m * segments * c, gradients=False)
@@ -180,7 +180,7 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
     messages = (size.message_bytes if size.gradients else 2 * s * c * item) + s * v * item
     if schedule.name == "sequential":
         return messages, messages
-    if size.in_registers and not size.gradients:
+    if size.one_launch:
         products = s * (schedule.segments + _members(schedule.segments)) * size.width
         return products * (size.width * item + 8) + messages, 0
     # unit rows, the products in float64 and a copy of them in order; messages between segments, and what enters these

@@ -1,12 +1,14 @@
 """Chains cut into segments on the Triton kernels: values alone, gradients, and when the plan cuts."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 
 import logchain
 from logchain import kernels as devices
-from logchain.kernels.gpu import segment_product
+from logchain.kernels.gpu import chain_long, segment_product
 from logchain.schedules import choose
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values, poisoned, poisoned_memory
@@ -86,23 +88,27 @@ def test_few_long_chains_are_cut(each, monkeypatch):
 
     assert schedule(8, 10_000, 16) == schedule(1, 200, 16) == schedule(1, 10_000, 16, wanted=True) == "chunked"
     assert schedule(8, 10_000, 16, lengths=True) == "chunked" != schedule(8, 8, 16)
-    assert schedule(8, 10_000, 16, lengths=True, wanted=True) != "chunked"
+    assert schedule(1, 10_000, 16, lengths=True, wanted=True) != "chunked"
+    assert (schedule(8, 10_000, 16, wanted=True) == "chunked") == each
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_a_gpu_is_said_to_hold_what_it_holds(dtype):
     for c in range(1, 130):
         size = choose.Size.of((1, 9, c), (1, c, c), dtype == F64, False, False, False, gpu=True)
-        assert size.in_registers == segment_product.fits(c, dtype)
+        assert size.one_launch == segment_product.fits(c, dtype)
 
 
 @pytest.mark.parametrize("lengths", [[9, 1], [5, 8], [2, 2]], ids=str)
 @pytest.mark.parametrize("name", ["dense", "detour", "left_to_right"])
-def test_nothing_behind_the_end_of_a_sequence_matters(name, lengths, cut):
+def test_nothing_behind_the_end_of_a_sequence_matters(name, lengths, cut, monkeypatch):
     """Not in values alone, where one kernel cuts."""
     device, lengths = cut(4), torch.tensor(lengths)
     chain = FAMILIES[name](F32, each=True, n=2, t=1, v=9, c=4)
     truth, dirty = Truth(chain, lengths), poisoned(chain, lengths)
     operands, options = [tensor.to(device) for tensor in dirty[:3]], {"log_params": chain.log_params}
+    one_launch = Mock(wraps=chain_long.log_norm)
+    monkeypatch.setattr(chain_long, "log_norm", one_launch)
     out = logchain.product(*operands, lengths=lengths.to(device), **options)
+    assert one_launch.call_count == 1
     assert_values(out, truth.log_norm, truth.value_bound(k=K))
