@@ -99,8 +99,7 @@ def _step_kernel(
         level = tl.load(level_ptr + far(i, sequences) + members, mask=inside, other=0)
         bound_at = bound_ptr + tl.where(stride_bv == 0, 0, far(i - 1, g))
         bound, x_at = tl.load(bound_at), at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc)
-        if L.early:
-            x = tl.load(x_at, mask=own, other=NOTHING)
+        x = tl.load(x_at, mask=own, other=NOTHING).to(DTYPE)
         if L.together:
             wait(counter_ptr, L.parts * (i - first), L.parts)
         shift = shift_from(tl.max(stored(top_ptr + (i - 1) % 2 * sequences * L.parts, inside, L), 1))
@@ -108,9 +107,6 @@ def _step_kernel(
             message_ptr + far(slot(i - 1, L), sequences * L.c), bulk_ptr + far(i - 1, stride_bv), bound_at, inside,
             there, L.stride_k, L.stride_j, tl.where(i < tl.max(ends), L.c, 0), L,
         )  # fmt: skip
-        if not L.early:
-            x = tl.load(x_at, mask=own, other=NOTHING)
-        x = x.to(DTYPE)
         admitted = x != NOTHING
         factor, rest = factors_of(x, level[:, None])
         new = weighed(u, power_of_two(-shift, DTYPE)[:, None], factor, rest, admitted)

@@ -87,10 +87,10 @@ def _step_kernel(
     sequence, column, sequences = z * m + row, part.to(tl.int64) * L.columns, g.to(tl.int64) * m
     tile, pitch = column + members[:, None] * L.c + columns[None, :], sequences * L.c
 
-    # of two steps: the largest w of each part, and its share of nu
-    top_ptr = work_ptr + pitch + sequence * L.parts
-    nu_ptr = top_ptr + 2 * sequences * L.parts
+    # of two steps in turn: the joint, the largest w of each part, and its share of nu
     joint_ptr = work_ptr + sequence * L.c
+    top_ptr = work_ptr + 2 * pitch + sequence * L.parts
+    nu_ptr = top_ptr + 2 * sequences * L.parts
     x_ptr += z * stride_xg + row * stride_xm + column * stride_xc
     bulk_ptr += z * stride_bg + column * L.stride_k
     bound_ptr += z
@@ -111,23 +111,17 @@ def _step_kernel(
         bound_at = bound_ptr + tl.where(stride_bv == 0, 0, far(i, g))
         bound = tl.load(bound_at, mask=between, other=0)
         level = tl.load(level_ptr + far(i, sequences) + members, mask=inside & (i >= 0), other=0)
-        x_at = at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc)
-        if L.early:
-            x = tl.load(x_at, mask=here, other=NOTHING)
-            a = tl.load(message_ptr + far(i, pitch) + tile, mask=own & live[:, None], other=0.0)
         if L.together:
             wait(counter_ptr, L.parts * (turn - first), L.parts)
         b = product(
             w_ptr + far(slot(i + 1, L), pitch), bulk_ptr + far(i, stride_bv), bound_at, inside, there,
             L.stride_j, L.stride_k, tl.where(between, L.c, 0), L,
         )  # fmt: skip
+        x = tl.load(at(x_ptr + far(i, stride_xv), members, columns, stride_xm, stride_xc), mask=here, other=NOTHING)
+        a = tl.load(message_ptr + far(i, pitch) + tile, mask=own & live[:, None], other=0.0)
         before = (turn + 1) % 2 * sequences * L.parts
         shift = shift_from(tl.max(stored(top_ptr + before, inside, L), 1))
         nu = tl.sum(stored(nu_ptr + before, inside, L), 1)
-        if not L.early:
-            x = tl.load(x_at, mask=here, other=NOTHING)
-            a = tl.load(message_ptr + far(i, pitch) + tile, mask=own & live[:, None], other=0.0)
-        joint = tl.load(joint_ptr + tile, mask=own, other=0.0, cache_modifier=".cg")
         lost |= tl.max(doubtful(b, (a > 0.0) & (ending == 0)[:, None], bound & 1).to(tl.int32), 1) > 0
         b = tl.where(live[:, None], b, 0.0)  # a NaN of others' may wait in a matrix
         if final_ptr is None:
@@ -138,18 +132,19 @@ def _step_kernel(
                 b = tl.where(ending[:, None], last, b)
         factor, rest = factors_of(x.to(DTYPE), level[:, None])
         scale = power_of_two(tl.where(ending, 0, -shift), DTYPE)[:, None]
-        w, new_joint = weighed(b, scale, factor, rest, a > 0.0), a * 2.0**-TARGET * b
+        w, joint = weighed(b, scale, factor, rest, a > 0.0), a * 2.0**-TARGET * b
         tl.store(w_ptr + far(slot(i, L), pitch) + tile, w, mask=here, cache_modifier=".cg")
-        tl.store(joint_ptr + tile, new_joint, mask=own, cache_modifier=".cg")
+        tl.store(joint_ptr + turn % 2 * pitch + tile, joint, mask=own)
         now = turn % 2 * sequences * L.parts + members * L.parts + part
         tl.store(top_ptr + now, tl.max(w, 1), mask=inside, cache_modifier=".cg")
-        tl.store(nu_ptr + now, tl.sum(new_joint, 1), mask=inside, cache_modifier=".cg")
+        tl.store(nu_ptr + now, tl.sum(joint, 1), mask=inside, cache_modifier=".cg")
         if L.together:
             arrive(counter_ptr, L.parts)
 
         # what waited for nu of the step after
         lost |= _uncertain(nu, later & (share != 0.0), L.c)
         inverse = _inverse(nu, share)
+        joint = tl.load(joint_ptr + (turn + 1) % 2 * pitch + tile, mask=own & later[:, None], other=0.0)
         gamma = tl.where(later[:, None], joint * (inverse * share)[:, None], 0.0)
         if grad_ptr is not None:
             grad_at = at(grad_ptr + far(i + 1, stride_dv), members, columns, stride_dm, stride_dc)
@@ -177,7 +172,7 @@ def backward(
     w = messages.new_empty(min(v, 2), g, m, c) if r is None else r
     fixed, programs, options = layout(chain, w, tile, together, grad_x)
     bound, level, doubt, counters = room(chain, words(programs // fixed.parts))
-    work = messages.new_empty(g * m * (c + 4 * fixed.parts))
+    work = messages.new_empty(2 * g * m * (c + 2 * fixed.parts))
     log_norm = log_norm.masked_fill(redone, -torch.inf)
     strides = *chain.strides[:6], *((0, 0, 0, 1) if grad_x is None else grad_x.stride())
     for first in range(1 if fixed.together else v + 1):

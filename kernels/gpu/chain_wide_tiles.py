@@ -48,10 +48,9 @@ ODD = Tile(32, 32, 16, 8, 3)
 class Layout(NamedTuple):
     """What the kernels of a chain are compiled for, in one argument.
 
-    `parts` programs have all columns of a row; `together`: they are of one launch and meet; `early`: there are
-    registers for a step's tile of x, and its like, before its product; `kept`: messages of all steps are, not only of
-    two. Strides are those of a matrix; `width_x`, `width_bulk` and `width_out` divide all others of x, matrices, and
-    the gradient of x, but the last.
+    `parts` programs have all columns of a row; `together`: they are of one launch and meet; `kept`: messages of all
+    steps are, not only of two. Strides are those of a matrix; `width_x`, `width_bulk` and `width_out` divide all others
+    of x, matrices, and the gradient of x, but the last.
     """
 
     c: int
@@ -61,7 +60,6 @@ class Layout(NamedTuple):
     stages: int
     parts: int
     together: bool
-    early: bool
     kept: bool
     log_params: bool
     precision: str
@@ -166,10 +164,8 @@ def layout(
     if together is None:
         fits = tile != ODD and c < _APART and parts <= launch.processors(chain.x)
         together = fits and chain.x.device.type == "cuda"
-    # each thread's entries of a tile are few, and next to each other
-    early = together and width_x == 4 and tile.rows * tile.columns <= 256 * tile.warps and tile != DOUBLE
     fixed = Layout(
-        c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, early, len(messages) == v,
+        c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, len(messages) == v,
         chain.log_params, chain.precision, stride_k, stride_j, width_x, max(launch.widths(chain.bulk)),
         1 if out is None else launch.common_width(c, *out.stride()[:-1]),
     )  # fmt: skip
