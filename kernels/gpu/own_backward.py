@@ -79,16 +79,16 @@ def backward_kernel(
 
     # the last step
     i = last - 1
-    x_ptr += z * stride_xg
-    level_ptr += z
-    message_ptr += z * C
-    a = tl.load(message_ptr + far(i, pitch) + rows, mask=own, other=0.0)
-    level, x = potentials(level_ptr + far(i, g), x_ptr + far(i, stride_xv), rows, own, stride_xc, True, DTYPE)
+    x_ptr += z * stride_xg + far(i, stride_xv)
+    level_ptr += z + far(i, g)
+    message_ptr += z * C + far(i, pitch)
+    a = tl.load(message_ptr + rows, mask=own, other=0.0)
+    level, x = potentials(level_ptr, x_ptr, rows, own, stride_xc, True, DTYPE)
     b = tl.where(own, 2.0 ** target(DOUBLE), 0.0).to(DTYPE)
     peak = tl.full((), 2.0 ** target(DOUBLE), DTYPE)
     if final_ptr is not None:
         final = tl.load(final_ptr + z * C + states, mask=states < C, other=float("-inf")).to(tl.float64)
-        there = tl.load(message_ptr + far(i, pitch) + states, mask=states < C, other=0.0) != 0.0
+        there = tl.load(message_ptr + states, mask=states < C, other=0.0) != 0.0
         top = level_of(tl.max(tl.where(there, final, float("-inf"))))
         final = tl.load(final_ptr + z * C + rows, mask=own, other=float("-inf")).to(tl.float64)
         b = tl.where(a != 0.0, started(final, top, DTYPE), 0.0)
@@ -107,10 +107,13 @@ def backward_kernel(
     lost = log_norm != log_norm
 
     bulk_ptr += z * stride_bg + far(i - 1, stride_bv)
-    more, i = i > 0, i - 1
-    level, x = potentials(level_ptr + far(i, g), x_ptr + far(i, stride_xv), rows, own, stride_xc, more, DTYPE)
+    more = i > 0
+    x_ptr -= tl.where(more, stride_xv, 0)
+    level_ptr -= tl.where(more, g, 0)
+    message_ptr -= tl.where(more, pitch, 0)
+    level, x = potentials(level_ptr, x_ptr, rows, own, stride_xc, more, DTYPE)
     left = a
-    a = tl.load(message_ptr + far(i, pitch) + rows, mask=own & more, other=0.0)
+    a = tl.load(message_ptr + rows, mask=own, other=0.0)
     low = (bound & 1) != 0
     if HELD:
         p = tile(bulk_ptr, states, rows, own, more, DTYPE, FORM)
@@ -141,10 +144,11 @@ def backward_kernel(
         if not ALONE:
             tl.debug_barrier()  # no load of the next step may overtake those of this one
         a_now, level_now, x_now = a, level, x
-        level, x = potentials(
-            level_ptr + far(i - 1, g), x_ptr + far(i - 1, stride_xv), rows, own, stride_xc, more, DTYPE
-        )
-        a = tl.load(message_ptr + far(i - 1, pitch) + rows, mask=own & more, other=0.0)
+        x_ptr -= tl.where(more, stride_xv, 0)
+        level_ptr -= tl.where(more, g, 0)
+        message_ptr -= tl.where(more, pitch, 0)
+        level, x = potentials(level_ptr, x_ptr, rows, own, stride_xc, True, DTYPE)
+        a = tl.load(message_ptr + rows, mask=own, other=0.0)
         if HELD:
             if not SAME and not ALONE:
                 p = tile(bulk_ptr, states, rows, own, True, DTYPE, FORM)

@@ -52,7 +52,9 @@ def forward_kernel(
     before, shift, base = tl.full((), target(DOUBLE), tl.int32), bound >> 1, bound >> 1
     doubt = new != new
 
-    level, x = potentials(level_ptr + g, x_ptr + stride_xv, columns, own, stride_xc, last > 1, DTYPE)
+    x_ptr += stride_xv
+    level_ptr += g
+    level, x = potentials(level_ptr, x_ptr, columns, own, stride_xc, last > 1, DTYPE)
     if HELD:
         p = tile(bulk_ptr, states, columns, own, last > 1, DTYPE, FORM)
         k, low = bound >> 1, (bound & 1) != 0
@@ -79,9 +81,9 @@ def forward_kernel(
             a = tl.load(before_ptr + states, mask=states < C, other=0.0, cache_modifier=".cg")
             tl.debug_barrier()  # no load of the next step may overtake that of the message
         admitted, level_now, x_now = x != float("-inf"), level, x
-        level, x = potentials(
-            level_ptr + far(i + 1, g), x_ptr + far(i + 1, stride_xv), columns, own, stride_xc, more, DTYPE
-        )
+        x_ptr += tl.where(more, stride_xv, 0)
+        level_ptr += tl.where(more, g, 0)
+        level, x = potentials(level_ptr, x_ptr, columns, own, stride_xc, True, DTYPE)
         if HELD:
             if not SAME and not ALONE:
                 p = tile(bulk_ptr, states, columns, own, True, DTYPE, FORM)
