@@ -25,9 +25,6 @@ from .meeting import arrive, wait, words
 from .scaled import below, doubtful, factors_of, level_of, log_scaled, power_of_two, started, target, weighed
 from .tiles import any_of, at, far, log, multiples
 
-# columns of a row that kernels look at together
-_BLOCK = tl.constexpr(1024)
-
 
 @triton.jit(do_not_specialize=ANY)
 def _first_kernel(
@@ -38,34 +35,19 @@ def _first_kernel(
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     TARGET: tl.constexpr = target(DTYPE == tl.float64)
     row = tl.program_id(0).to(tl.int64)
+    states, parts = tl.arange(0, triton.next_power_of_2(C)), tl.arange(0, triton.next_power_of_2(PARTS))
+    inside, here = states < C, row * C + states
+    start = tl.load(start_ptr + here, mask=inside, other=float("-inf"))
     x_ptr += row // m * stride_xg + row % m * stride_xm
-    start_ptr += row * C
-    states = tl.arange(0, _BLOCK)
-    level = tl.load(level_ptr + row)
-    tops = tl.full((_BLOCK,), float("-inf"), tl.float64)
-    for k in tl.range(0, C, _BLOCK):
-        tops = tl.maximum(tops, tl.load(start_ptr + k + states, mask=k + states < C, other=float("-inf")))
-    start_level = level_of(tl.max(tops))
-    tops = tl.full((_BLOCK,), float("-inf"), tl.float64)
-    for k in tl.range(0, C, _BLOCK):
-        tops = tl.maximum(tops, _first(x_ptr, start_ptr, k + states, stride_xc, start_level, level, C))
-    top = level_of(tl.max(tops))
-    for k in tl.range(0, C, _BLOCK):
-        logs = _first(x_ptr, start_ptr, k + states, stride_xc, start_level, level, C)
-        tl.store(message_ptr + row * C + k + states, started(logs, top, DTYPE), mask=k + states < C)
-        if leaving_ptr is not None:
-            tl.store(leaving_ptr + row * C + k + states, below(logs, top).to(DTYPE), mask=k + states < C)
-    parts = tl.arange(0, triton.next_power_of_2(PARTS))
+    x = tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=inside, other=float("-inf"))
+    level, start_level = tl.load(level_ptr + row), level_of(tl.max(start))
+    logs = below(start, start_level) + below(x, level)
+    top = level_of(tl.max(logs))
+    tl.store(message_ptr + here, started(logs, top, DTYPE), mask=inside)
+    if leaving_ptr is not None:
+        tl.store(leaving_ptr + here, below(logs, top).to(DTYPE), mask=inside)
     tl.store(top_ptr + row * PARTS + parts, 2.0**TARGET, mask=parts < PARTS)
     tl.store(taken_ptr + row, start_level.to(tl.int64) + level + top - TARGET)
-
-
-@triton.jit
-def _first(x_ptr, start_ptr, states, stride_xc, start_level, level, C: tl.constexpr):
-    """log(start exp(x_0)) less both levels, in float64."""
-    start = tl.load(start_ptr + states, mask=states < C, other=float("-inf"))
-    x = tl.load(x_ptr + states.to(tl.int64) * stride_xc, mask=states < C, other=float("-inf"))
-    return below(start, start_level) + below(x, level)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -133,18 +115,14 @@ def _last_kernel(message_ptr, ends_ptr, taken_ptr, log_norm_ptr, error_ptr, doub
     """One program computes the log-partition of one sequence from its last message."""
     row = tl.program_id(0).to(tl.int64)
     end = v if ends_ptr is None else tl.load(ends_ptr + row)
-    states = tl.arange(0, _BLOCK)
+    states = tl.arange(0, triton.next_power_of_2(C))
     message_ptr += (far((end - 1) % slots, g) * m + row) * C
-    sums = tl.zeros((_BLOCK,), tl.float64)
-    for k in tl.range(0, C, _BLOCK):
-        sums += tl.load(message_ptr + k + states, mask=k + states < C, other=0.0).to(tl.float64)
-    total = tl.sum(sums)
+    total = tl.sum(tl.load(message_ptr + states, mask=states < C, other=0.0).to(tl.float64))
     log_norm, error = log_scaled(total, tl.load(taken_ptr + row))
     tl.store(log_norm_ptr + row, log_norm)
     if error_ptr is not None:
         tl.store(error_ptr + row, error)
-    lost = doubtful(total.to(message_ptr.dtype.element_ty), True, 0)
-    tl.store(doubt_ptr + row, 1, mask=lost)
+    tl.store(doubt_ptr + row, 1, mask=doubtful(total.to(message_ptr.dtype.element_ty), True, 0))
 
 
 def forward(
@@ -169,7 +147,7 @@ def forward(
     taken = torch.empty(g, m, dtype=torch.int64, device=messages.device)
     launch.run(
         _first_kernel, (g * m,), chain.x, level, chain.start, messages, top, taken, leaving, m,
-        *chain.x.stride()[1:], C=c, PARTS=fixed.parts, num_warps=4,
+        *chain.x.stride()[1:], C=c, PARTS=fixed.parts, num_warps=8,
     )  # fmt: skip
     for first in range(1, min(v, 2) if fixed.together else v):
         launch.run(
@@ -178,6 +156,6 @@ def forward(
         )  # fmt: skip
     launch.run(
         _last_kernel, (g * m,), messages, chain.ends, taken, log_norm, error, doubt, v, g, m, len(messages),
-        C=c, num_warps=4,
+        C=c, num_warps=8,
     )  # fmt: skip
     return doubt

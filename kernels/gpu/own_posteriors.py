@@ -59,19 +59,12 @@ def posterior(joint, ratio, nu, weight):
 
 
 @triton.jit
-def factors(a, w, nu, weight, k, ratio, OUT: tl.constexpr):
-    """The factors of rows and of columns in the gradient of a matrix; those of entries are larger by 2^-k."""
+def write_counts(out_ptr, p, a, w, nu, weight, k, ratio, states, rows, own, FORM: tl.constexpr):
+    """The gradient of a tile of a matrix is stored; that of entries is larger by 2^-k."""
     left, right = a * 2.0 ** -target(a.dtype == tl.float64) * ratio * weight, w / nu
-    if OUT == "entries":
+    if FORM.out == "entries":
         left *= power_of_two(-(k // 2), a.dtype)
         right *= power_of_two(k // 2 - k, a.dtype)
-    return left, right
-
-
-@triton.jit
-def write_counts(out_ptr, p, a, w, nu, weight, k, ratio, states, rows, own, FORM: tl.constexpr):
-    """The gradient of a tile of a matrix is stored."""
-    left, right = factors(a, w, nu, weight, k, ratio, FORM.out)
     counts = right[:, None] * left[None, :]
     if FORM.out == "logs":
         counts *= linear(p, k, FORM.log_params)
