@@ -126,15 +126,9 @@ def _last_kernel(message_ptr, ends_ptr, taken_ptr, log_norm_ptr, error_ptr, doub
 
 
 def forward(
-    chain: Operands,
-    messages: Tensor,
-    log_norm: Tensor,
-    leaving: Tensor | None = None,
-    error: Tensor | None = None,
-    *,
-    tile: Tile | None = None,
-    together: bool | None = None,
-) -> Tensor:
+    chain: Operands, messages: Tensor, log_norm: Tensor, leaving: Tensor | None = None, error: Tensor | None = None, *,
+    tile: Tile | None = None, together: bool | None = None,
+) -> Tensor:  # fmt: skip
     """Which sequences are doubtful (g, m), after messages and the log-partitions (g, m) of the others are written.
 
     Arguments are those of `chain_forward.forward`, but that `tile` and `together` (one launch, whose programs wait for

@@ -34,7 +34,6 @@ def backward_kernel(
     C: tl.constexpr = FORM.c
     PARTS: tl.constexpr = FORM.parts
     SAME: tl.constexpr = FORM.same
-    LOG_PARAMS: tl.constexpr = FORM.log_params
     OUT: tl.constexpr = FORM.out
     HELD: tl.constexpr = FORM.held
     ALONE: tl.constexpr = FORM.alone
@@ -61,12 +60,11 @@ def backward_kernel(
     log_norm = tl.load(log_norm_ptr + z)
     weight = tl.load(weight_ptr + z).to(DTYPE)
     alive = (log_norm != float("-inf")) & (weight != 0.0)
-    zeros = tl.zeros_like(rows).to(DTYPE)
     for i in tl.range(tl.where(alive, last, 0), v):
         if grad_x_ptr is not None:
-            tl.store(grad_x_ptr + far(i, stride_dv) + rows.to(tl.int64) * stride_dc, zeros, mask=own)
+            tl.store(grad_x_ptr + far(i, stride_dv) + rows.to(tl.int64) * stride_dc, 0.0, mask=own)
         if OUT == "r":
-            tl.store(out_ptr + far(i, stride_ov) + rows, zeros, mask=own)
+            tl.store(out_ptr + far(i, stride_ov) + rows, 0.0, mask=own)
         if MATRICES:
             if i > 0:
                 for first in tl.range(0, C, FORM.sources):
@@ -74,7 +72,7 @@ def backward_kernel(
                     mask = (tile_states < C)[:, None] & own[None, :]
                     tl.store(entries_at(out_ptr + far(i - 1, stride_ov), tile_states, rows, C), 0.0, mask=mask)
     if alive == 0:
-        tl.store(grad_start_ptr + rows, zeros, mask=own)
+        tl.store(grad_start_ptr + rows, 0.0, mask=own)
         return
 
     # the last step
@@ -118,7 +116,7 @@ def backward_kernel(
     if HELD:
         p = tile(bulk_ptr, states, rows, own, more, DTYPE, FORM)
         if SAME:
-            p = linear(p, bound >> 1, LOG_PARAMS)
+            p = linear(p, bound >> 1, FORM.log_params)
     for n in tl.range(1, last):
         i = last - 1 - n
         k_before, more = k, i > 0
@@ -131,7 +129,7 @@ def backward_kernel(
             else:
                 if ALONE:
                     p = tile(bulk_ptr, states, rows, own, True, DTYPE, FORM)
-                scaled, k, low = held(raw, LOG_PARAMS)
+                scaled, k, low = held(raw, FORM.log_params)
         ahead_ptr = w_ptr + (i + 1) % SLOTS * pitch
         if ALONE:
             ahead = w

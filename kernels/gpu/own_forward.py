@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from .meeting import arrive, refresh, wait
-from .own_step import Form as Form
 from .own_step import foreseen, held, inexact, place, potentials, product, summed, tile, weighed
 from .scaled import below, doubtful, exponent_of, level_of, linear, log_scaled, started, target
 from .tiles import far, multiple
@@ -24,7 +23,6 @@ def forward_kernel(
     C: tl.constexpr = FORM.c
     PARTS: tl.constexpr = FORM.parts
     SAME: tl.constexpr = FORM.same
-    LOG_PARAMS: tl.constexpr = FORM.log_params
     HELD: tl.constexpr = FORM.held
     ALONE: tl.constexpr = FORM.alone
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
@@ -59,7 +57,7 @@ def forward_kernel(
         p = tile(bulk_ptr, states, columns, own, last > 1, DTYPE, FORM)
         k, low = bound >> 1, (bound & 1) != 0
         if SAME:
-            p = linear(p, k, LOG_PARAMS)
+            p = linear(p, k, FORM.log_params)
     for i in tl.range(1, last):
         more = i + 1 < last
         matrix_ptr = bulk_ptr
@@ -69,7 +67,7 @@ def forward_kernel(
             if not SAME:
                 if ALONE:
                     p = tile(bulk_ptr, states, columns, own, True, DTYPE, FORM)
-                scaled, k, low = held(scaled, LOG_PARAMS)
+                scaled, k, low = held(scaled, FORM.log_params)
         if not ALONE:
             wait(counter_ptr, PARTS * i, PARTS)
             if not HELD:
@@ -101,7 +99,7 @@ def forward_kernel(
         taken += level_now + shift
     if slots == v:
         for i in tl.range(last, v):
-            tl.store(message_ptr + far(i, pitch) + columns, tl.zeros_like(new), mask=own)
+            tl.store(message_ptr + far(i, pitch) + columns, 0.0, mask=own)
 
     lost = tl.max(doubt.to(tl.int32)) > 0
     if part == 0:
