@@ -169,4 +169,4 @@ def layout(
         chain.log_params, chain.precision, stride_k, stride_j, width_x, max(launch.widths(chain.bulk)),
         1 if out is None else launch.common_width(c, *out.stride()[:-1]),
     )  # fmt: skip
-    return fixed, g * triton.cdiv(m, tile.rows) * parts, {"num_warps": tile.warps, "num_stages": tile.stages}
+    return fixed, g * triton.cdiv(m, tile.rows) * parts, launch.all_registers(tile.warps) | {"num_stages": tile.stages}
