@@ -10,8 +10,6 @@ rows) share a sequence where there are fewer sequences than processors, and meet
 matrix is one tile, loaded a step ahead, or a sequence of tiles, loaded asynchronously.
 """
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -19,9 +17,9 @@ from torch import Tensor
 from . import launch
 from .chains import Operands, Room, room
 from .meeting import words
-from .own_backward import SLOTS, Form, backward_kernel
+from .own_backward import SLOTS, backward_kernel
 from .own_forward import forward_kernel
-from .own_step import part_of
+from .own_step import Form, part_of
 
 # states up to which a program has a sequence, with messages in registers
 NARROW = 64
@@ -55,67 +53,38 @@ def prepared(chain: Operands, parts: int, same: bool, *, end: bool = False) -> t
 
 
 def forward(
-    chain: Operands,
-    messages: Tensor,
-    log_norm: Tensor,
-    error: Tensor | None = None,
-    *,
-    parts: int | None = None,
+    chain: Operands, messages: Tensor, log_norm: Tensor, error: Tensor | None = None, *, parts: int | None = None,
     programs: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Which sequences are doubtful (g, 1), after messages and the log-partitions (g, 1) of the others are written.
 
-    `messages` (v or min(v, 2), g, 1, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
-    end. `error` (g, 1) receives the rounding errors of the log-partitions. `parts` share a sequence; `programs` are
-    started, for a test that starts one at a time.
+    Arguments are those of `chain_forward.forward`, but that `parts` share a sequence.
     """
-    v, g, m, c = chain.shape
+    v, g, m, _ = chain.shape
     assert m == 1
     parts = parts_of(chain) if parts is None else parts
     same = len(chain.bulk) == 1 and v > 2
-    ready, bound = prepared(chain, parts, same)
-    xv, xg, _, xc, *strides = chain.strides
+    (ready, bound), (form, options) = prepared(chain, parts, same), forms(chain, parts, same)
+    xv, xg, _, xc, bv, bg, *_ = chain.strides
     launch.run(
         forward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.start, chain.ends,
-        messages, log_norm, error, ready.doubt, ready.counters, v, g, len(messages), xv, xg, xc, *strides,
-        **constants(chain, parts, same),
+        messages, log_norm, error, ready.doubt, ready.counters, v, g, len(messages), xv, xg, xc, bv, bg,
+        FORM=form, **options,
     )  # fmt: skip
     return ready.doubt
 
 
 def backward(
-    chain: Operands,
-    messages: Tensor,
-    redone: Tensor,
-    log_norm: Tensor,
-    weight: Tensor,
-    *,
-    grad_x: Tensor | None,
-    grad_start: Tensor,
-    r: Tensor | None,
-    final: Tensor | None,
-    grad_bulk: Tensor | None = None,
-    by_log: bool = False,
-    parts: int | None = None,
-    programs: int | None = None,
-) -> Tensor:
+    chain: Operands, messages: Tensor, redone: Tensor, log_norm: Tensor, weight: Tensor, *, grad_x: Tensor | None,
+    grad_start: Tensor, r: Tensor | None, final: Tensor | None, grad_bulk: Tensor | None = None, by_log: bool = False,
+    parts: int | None = None, programs: int | None = None,
+) -> Tensor:  # fmt: skip
     """Which sequences are doubtful (g, 1), after the gradients of the others are written; `redone` ones are left out.
 
-    Args:
-        chain: the operands of `forward`.
-        messages: all messages (v, g, 1, c), linear, contiguous.
-        redone: (g, 1), bool, contiguous: sequences whose messages are not linear.
-        log_norm: (g, 1), float64, contiguous: gradients are 0 where it is -inf, and NaN where it is NaN.
-        weight: (g, 1), of any float type: gradients are 0 where it is 0.
-        grad_x: memory (v, g, 1, c), any strides, for the posteriors times the weight; zeros after the end.
-        grad_start: memory (g, 1, c), contiguous, for those of the first step.
-        r: memory (v, g, 1, c), contiguous, for r with the bound of one matrix for all steps; `r[0]` means nothing.
-        final: logarithms (g, 1, c), contiguous, of b in each sequence's last step; None for zeros.
-        grad_bulk: memory (v - 1, g, c, c), each matrix contiguous, for the gradient of matrices that are not one for
-            all steps: exactly 0 where a matrix leads nowhere.
-        by_log: whether that is the gradient of the logarithms of linear matrices.
-        parts: programs that share a sequence.
-        programs: how many are started, for a test that starts one at a time.
+    Arguments are those of `chain_backward.backward`, but that `parts` share a sequence, and that matrices have a
+    gradient: where they are not one for all steps, `grad_bulk` is memory for it (v - 1, g, c, c), each matrix
+    contiguous; `by_log` if it is that of the logarithms of linear matrices. It is exactly 0 where a matrix leads
+    nowhere. r, then None, is divided by 2^TARGET and has the bound of one matrix for all steps.
     """
     v, g, m, c = chain.shape
     assert m == 1 and messages.shape == chain.x.shape and messages.is_contiguous() and grad_start.is_contiguous()
@@ -126,22 +95,11 @@ def backward(
     parts = parts_of(chain) if parts is None else parts
     same = len(chain.bulk) == 1 and grad_bulk is None
     (ready, bound), (w, shares) = prepared(chain, parts, same, end=True), scratch(chain, parts)
-    xv, xg, _, xc, bv, bg, *matrix = chain.strides
-    dv, dg, _, dc = (0, 0, 0, 0) if grad_x is None else grad_x.stride()
     out, kind = (r, "r") if r is not None else (grad_bulk, "logs" if by_log or chain.log_params else "entries")
+    form, options = forms(chain, parts, same, "" if out is None else kind, backwards=True)
+    xv, xg, _, xc, bv, bg, *_ = chain.strides
+    dv, dg, _, dc = (0, 0, 0, 0) if grad_x is None else grad_x.stride()
     ov, og = (0, 0) if out is None else out.stride()[:2]
-    block_k, block_j, options = tiles(c, parts, chain.double, grad_bulk is not None)
-    widths = launch.common_width(xv, xg), max(launch.widths(chain.bulk))
-    form = Form(
-        c,
-        parts,
-        same,
-        chain.log_params,
-        "" if out is None else kind,
-        (block_k, block_j),
-        (matrix[0], matrix[1]),
-        widths,
-    )
     launch.run(
         backward_kernel, (programs or g * parts,), chain.x, chain.bulk, bound, ready.level, chain.ends, messages,
         redone, log_norm, weight.contiguous(), final, grad_x, grad_start, out, w, shares, ready.doubt, ready.counters,
@@ -157,29 +115,22 @@ def scratch(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
     return w, torch.empty(SLOTS.value, g, parts, 2, dtype=torch.float64, device=chain.x.device)
 
 
-def constants(chain: Operands, parts: int, same: bool) -> dict[str, Any]:
-    """The compile-time arguments of the forward kernel, with its warps and stages."""
-    rows, columns = launch.widths(chain.bulk)
-    block_k, block_j, options = tiles(chain.shape[3], parts, chain.double)
-    return options | {
-        "C": chain.shape[3], "PARTS": parts, "SAME": same, "LOG_PARAMS": chain.log_params, "BLOCK_K": block_k,
-        "BLOCK_J": block_j, "WIDTH_X": launch.common_width(*chain.x.stride()[:2]), "WIDTH_K": rows, "WIDTH_J": columns,
-    }  # fmt: skip
-
-
-def tiles(c: int, parts: int, double: bool, counts: bool = False) -> tuple[int, int, dict[str, int]]:
-    """The rows and columns of a matrix's tile, with the warps and stages of a program.
-
-    `counts`: it writes gradients of matrices.
-    """
-    whole, columns = triton.next_power_of_2(c), triton.next_power_of_2(part_of(c, parts))
-    if parts == 1:
-        columns = whole
-    entries = whole * columns
-    words = 2 * entries if double else entries
+def forms(
+    chain: Operands, parts: int, same: bool, out: str = "", *, backwards: bool = False
+) -> tuple[Form, dict[str, int]]:
+    """What a kernel is compiled for, with the warps and stages of a program."""
+    c, double, counts = chain.shape[3], chain.double, out in ("entries", "logs")
+    whole = triton.next_power_of_2(c)
+    columns = whole if parts == 1 else triton.next_power_of_2(part_of(c, parts))
     # what else registers hold: several parts count a step later, beside the next matrix
     room_for = _HELD[double] // (1 if not counts else 4 if double else 2 if parts > 1 else 1)
-    if entries <= room_for:
-        return whole, columns, {"num_warps": 1 if words <= 1024 else 4 if words <= 4096 else 8, "num_stages": 1}
-    rows = max(1, min(whole // 2, _TILE[double] // columns))
-    return rows, columns, {"num_warps": 8 if counts or double else 4, "num_stages": 3}
+    if whole * columns <= room_for:
+        words = whole * columns * (2 if double else 1)
+        rows, warps, stages = whole, 1 if words <= 1024 else 4 if words <= 4096 else 8, 1
+    else:
+        rows, warps, stages = max(1, min(whole // 2, _TILE[double] // columns)), 8 if counts or double else 4, 3
+    stride_k, stride_j = chain.strides[6:]
+    source, column = (stride_j, stride_k) if backwards else (stride_k, stride_j)
+    widths = launch.common_width(*chain.x.stride()[:2]), max(launch.widths(chain.bulk))
+    form = Form(c, parts, same, chain.log_params, out, rows, columns, source, column, *widths)
+    return form, {"num_warps": warps, "num_stages": stages}

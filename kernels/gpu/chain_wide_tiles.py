@@ -16,13 +16,13 @@ from . import launch
 from .chains import Operands
 from .meeting import counter_of, take_ticket
 from .scaled import exponent_of, halves, linear, multiply, target
-from .tiles import multiple, multiples, widened
+from .tiles import widened
 
 # states from which on a step takes longer than a launch
 _APART = 2048
 
-# integers that kernels are not compiled for: sizes of batches, and strides of all axes but two
-ANY = ["v", "g", "m", "first", "slots"] + [f"stride_{of}{axis}" for of in "xbdw" for axis in "vgm"]
+# integers that kernels are not compiled for: sizes of batches, and strides of all axes but one
+ANY = ["v", "g", "m", "first", "slots"] + [f"stride_{of}{axis}" for of in "xbd" for axis in "vgm"]
 
 
 class Tile(NamedTuple):
@@ -48,9 +48,9 @@ ODD = Tile(32, 32, 16, 8, 3)
 class Layout(NamedTuple):
     """What the kernels of a chain are compiled for, in one argument.
 
-    `parts` programs have all columns of a row; `together`: they are of one launch and meet; `early`: there are
-    registers for a step's tile of x, and its like, before its product. `width_x` and `width_out` divide the strides of
-    x and its gradient, `width_k` and `width_j` those of matrices as `launch.widths` says.
+    `parts` programs have all columns of a row; `together`: they are of one launch and meet; `kept`: messages of all
+    steps are, not only of two. Strides are those of a matrix; `width_x`, `width_bulk` and `width_out` divide all others
+    of x, matrices, and the gradient of x, but the last.
     """
 
     c: int
@@ -60,18 +60,19 @@ class Layout(NamedTuple):
     stages: int
     parts: int
     together: bool
-    early: bool
+    kept: bool
     log_params: bool
     precision: str
+    stride_k: int
+    stride_j: int
     width_x: int
-    width_k: int
-    width_j: int
+    width_bulk: int
     width_out: int
 
 
 @triton.jit
-def place(counters_ptr, m, L: tl.constexpr):
-    """The set, the first sequence, the part and the counter of a program."""
+def place(counters_ptr, ends_ptr, m, v, L: tl.constexpr):
+    """The set, the first sequence, the part and the counter of a program, and the steps of its sequences."""
     if L.together:
         program = take_ticket(counters_ptr)
     else:
@@ -79,25 +80,25 @@ def place(counters_ptr, m, L: tl.constexpr):
     group = program // L.parts
     blocks = tl.cdiv(m, L.rows)
     z, row = (group // blocks).to(tl.int64), (group % blocks).to(tl.int64) * L.rows
-    return z, row, program % L.parts, counter_of(counters_ptr, group)
+    members = tl.arange(0, L.rows)
+    ends = tl.zeros_like(members) + v
+    if ends_ptr is not None:
+        ends = tl.load(ends_ptr + z * m + row + members, mask=members < m - row, other=1).to(tl.int32)
+    return z, row, program % L.parts, counter_of(counters_ptr, group), ends
 
 
 @triton.jit
-def strides(stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, stride_bj, L: tl.constexpr):
-    """The strides, in a form that tells the compiler what divides them."""
-    stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, L.width_x)
-    stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, L.width_k * L.width_j)[:2]
-    stride_bk, stride_bj = multiple(stride_bk, L.width_k), multiple(stride_bj, L.width_j)
-    return stride_xv, stride_xg, stride_xm, stride_bv, stride_bg, stride_bk, stride_bj
+def product(left_ptr, right_ptr, bound_ptr, inside, there, stride_k, stride_n, count, L: tl.constexpr):
+    """The tile's sums: rows of messages that are `inside`, columns of `right` that are `there`, k below `count`.
 
-
-@triton.jit
-def product(left_ptr, right_ptr, inside, there, stride_k, stride_n, exponent, count, L: tl.constexpr):
-    """The tile's sums: rows of messages that are `inside`, columns of `right` that are `there`, k below `count`."""
+    The exponent is loaded as a tile: a number would keep `right` from going from shared memory to tensor cores
+    without a second way through shared memory, in halves.
+    """
     DTYPE: tl.constexpr = left_ptr.dtype.element_ty
     ROWS: tl.constexpr = L.rows
     COLUMNS: tl.constexpr = L.columns
     NOTHING: tl.constexpr = float("-inf") if L.log_params else 0.0
+    exponent = tl.load(bound_ptr + tl.zeros((1, 1), tl.int32), mask=count > 0, other=0) >> 1
     depth = tl.arange(0, L.depth)
     left_ptr += tl.arange(0, ROWS)[:, None] * L.c + depth[None, :]
     right_ptr += depth[:, None] * stride_k + tl.arange(0, COLUMNS)[None, :] * stride_n
@@ -114,6 +115,23 @@ def product(left_ptr, right_ptr, inside, there, stride_k, stride_n, exponent, co
 
 
 @triton.jit
+def slot(i, L: tl.constexpr):
+    """Where the messages of step i lie."""
+    if L.kept:
+        return i
+    else:
+        return i % 2
+
+
+@triton.jit
+def stored(ptr, inside, L: tl.constexpr):
+    """What all parts of a row have stored: (rows, parts)."""
+    parts = tl.arange(0, triton.next_power_of_2(L.parts))
+    ptr += tl.arange(0, L.rows)[:, None] * L.parts + parts[None, :]
+    return tl.load(ptr, mask=inside[:, None] & (parts < L.parts)[None, :], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def shift_from(top):
     """The shift that brings a message whose largest entry was `top` to 2^TARGET."""
     if top.dtype == tl.float64:
@@ -122,10 +140,10 @@ def shift_from(top):
         return tl.minimum(tl.maximum(exponent_of(top) - target(False), -100), 100)
 
 
-def tile_of(chain: Operands) -> Tile:
+def tile_of(chain: Operands, width_x: int) -> Tile:
     """The tile for a chain: of 500 sequences with 512 or 1,024 states, a device has one for each multiprocessor."""
     _, _, m, c = chain.shape
-    if width_of(chain) != 4 or 4 not in launch.widths(chain.bulk):
+    if width_x != 4 or 4 not in launch.widths(chain.bulk):
         return ODD
     if chain.double:
         return DOUBLE
@@ -134,41 +152,21 @@ def tile_of(chain: Operands) -> Tile:
     return WIDE if c < 640 or launch.chip(chain.x) == "gfx942" else WIDER
 
 
-def width_of(chain: Operands) -> int:
-    """How many entries of x one load can take."""
-    *strides, last = chain.x.stride()
-    return launch.common_width(chain.shape[3], *strides) if last == 1 else 1
-
-
-def early(tile: Tile, width_x: int, together: bool) -> bool:
-    """Whether each thread's entries of the tile are few, and next to each other."""
-    return together and width_x == 4 and tile.rows * tile.columns <= 256 * tile.warps and tile != DOUBLE
-
-
 def layout(
-    chain: Operands, tile: Tile, together: bool | None, out: Tensor | None = None
-) -> tuple[Layout, dict[str, Any]]:
-    """What the kernels are compiled for, with warps and stages; `together`: None where the device decides."""
-    c = chain.shape[3]
+    chain: Operands, messages: Tensor, tile: Tile | None, together: bool | None, out: Tensor | None = None
+) -> tuple[Layout, int, dict[str, Any]]:
+    """What the kernels are compiled for, their programs, and their warps and stages; what is None is chosen."""
+    (v, g, m, c), (stride_k, stride_j) = chain.shape, chain.strides[6:]
+    *strides, last = chain.x.stride()
+    width_x = launch.common_width(c, *strides) if last == 1 else 1  # so many entries one load can take
+    tile = tile or tile_of(chain, width_x)
     parts = triton.cdiv(c, tile.columns)
     if together is None:
-        together = tile != ODD and c < _APART and parts <= launch.processors(chain.x)
-        together = together and chain.x.device.type == "cuda"
-    width_x = width_of(chain)
+        fits = tile != ODD and c < _APART and parts <= launch.processors(chain.x)
+        together = fits and chain.x.device.type == "cuda"
     fixed = Layout(
-        c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, early(tile, width_x, together),
-        chain.log_params, chain.precision, width_x,
-        *launch.widths(chain.bulk), 1 if out is None else launch.common_width(c, *out.stride()[:-1]),
+        c, tile.rows, tile.columns, tile.depth, tile.stages, parts, together, len(messages) == v,
+        chain.log_params, chain.precision, stride_k, stride_j, width_x, max(launch.widths(chain.bulk)),
+        1 if out is None else launch.common_width(c, *out.stride()[:-1]),
     )  # fmt: skip
-    return fixed, {"num_warps": tile.warps, "num_stages": tile.stages}
-
-
-def grid(chain: Operands, fixed: Layout) -> int:
-    """The number of programs."""
-    _, g, m, _ = chain.shape
-    return g * triton.cdiv(m, fixed.rows) * fixed.parts
-
-
-def launches(v: int, fixed: Layout) -> range:
-    """The first step of each launch, of steps 1 to v - 1."""
-    return range(1, min(v, 2) if fixed.together else v)
+    return fixed, g * triton.cdiv(m, tile.rows) * parts, launch.all_registers(tile.warps) | {"num_stages": tile.stages}

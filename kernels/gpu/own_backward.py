@@ -10,34 +10,14 @@ added. Parts add up their shares of nu, each with the exponent of its tile, behi
 so posteriors are divided one step later.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from .meeting import arrive, counter_of, refresh, take_ticket, wait
-from .own_posteriors import count, entries_at, factors, posterior, publish, small, total_of
-from .own_step import foreseen, held, inexact, nothing, part_of, potentials, product, summed, tile, weighed
+from .meeting import arrive, refresh, wait
+from .own_posteriors import count, entries_at, posterior, publish, small, total_of, write_counts
+from .own_step import foreseen, held, inexact, place, potentials, product, summed, tile, weighed
 from .scaled import exponent_of, level_of, linear, started, target
 from .tiles import far, multiple
-
-
-class Form(NamedTuple):
-    """What the kernel is compiled for.
-
-    `same`: one matrix serves all steps. `out`: "r", "entries" or "logs" of matrices, whose gradient is wanted, or "".
-    `tile`: the states and rows of a matrix's tile. `strides` of a matrix, and the `widths` of x and matrices.
-    """
-
-    c: int
-    parts: int
-    same: bool
-    log_params: bool
-    out: str
-    tile: tuple[int, int]
-    strides: tuple[int, int]
-    widths: tuple[int, int]
-
 
 # how many w and shares of nu are there at a time
 SLOTS = tl.constexpr(4)
@@ -54,40 +34,19 @@ def backward_kernel(
     C: tl.constexpr = FORM.c
     PARTS: tl.constexpr = FORM.parts
     SAME: tl.constexpr = FORM.same
-    LOG_PARAMS: tl.constexpr = FORM.log_params
     OUT: tl.constexpr = FORM.out
-    BLOCK_K: tl.constexpr = FORM.tile[0]
-    BLOCK_J: tl.constexpr = FORM.tile[1]
-    stride_bk: tl.constexpr = FORM.strides[0]
-    stride_bj: tl.constexpr = FORM.strides[1]
+    HELD: tl.constexpr = FORM.held
+    ALONE: tl.constexpr = FORM.alone
+    MATRICES: tl.constexpr = OUT == "entries" or OUT == "logs"
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
     UNIT: tl.constexpr = 2.0 ** -target(DOUBLE)
-    PART: tl.constexpr = part_of(C, PARTS)
-    WHOLE: tl.constexpr = triton.next_power_of_2(C)
-    HELD: tl.constexpr = BLOCK_K == WHOLE
-    ALONE: tl.constexpr = HELD and PARTS == 1
-    MATRICES: tl.constexpr = OUT == "entries" or OUT == "logs"
-    stride_xv, stride_xg = multiple(stride_xv, FORM.widths[0]), multiple(stride_xg, FORM.widths[0])
-    stride_bv, stride_bg = multiple(stride_bv, FORM.widths[1]), multiple(stride_bg, FORM.widths[1])
-
-    program = tl.program_id(0)
-    if PARTS > 1:
-        program = take_ticket(counters_ptr)
-    z, part = (program // PARTS).to(tl.int64), program % PARTS
+    stride_xv, stride_xg = multiple(stride_xv, FORM.width_x), multiple(stride_xg, FORM.width_x)
+    stride_bv, stride_bg = multiple(stride_bv, FORM.width_bulk), multiple(stride_bg, FORM.width_bulk)
+    z, part, counter_ptr, rows, own, last, bound = place(counters_ptr, ends_ptr, bound_ptr, v, FORM)
     if tl.load(redone_ptr + z) != 0:
         return
-    counter_ptr = counter_of(counters_ptr, z)
-    states = tl.arange(0, WHOLE)
-    local = tl.arange(0, BLOCK_J)
-    rows = part * PART + local
-    own = (local < PART) & (rows < C)
-    last = v
-    if ends_ptr is not None:
-        last = tl.load(ends_ptr + z).to(tl.int32)
-    bound = tl.full((), 0, tl.int32)
-    if bound_ptr is not None:
-        bound = tl.load(bound_ptr + z)
+    states = tl.arange(0, triton.next_power_of_2(C))
     pitch = g.to(tl.int64) * C
     grad_start_ptr += z * C
     if grad_x_ptr is not None:
@@ -101,20 +60,19 @@ def backward_kernel(
     log_norm = tl.load(log_norm_ptr + z)
     weight = tl.load(weight_ptr + z).to(DTYPE)
     alive = (log_norm != float("-inf")) & (weight != 0.0)
-    zeros = tl.zeros((BLOCK_J,), DTYPE)
     for i in tl.range(tl.where(alive, last, 0), v):
         if grad_x_ptr is not None:
-            tl.store(grad_x_ptr + far(i, stride_dv) + rows.to(tl.int64) * stride_dc, zeros, mask=own)
+            tl.store(grad_x_ptr + far(i, stride_dv) + rows.to(tl.int64) * stride_dc, 0.0, mask=own)
         if OUT == "r":
-            tl.store(out_ptr + far(i, stride_ov) + rows, zeros, mask=own)
+            tl.store(out_ptr + far(i, stride_ov) + rows, 0.0, mask=own)
         if MATRICES:
             if i > 0:
-                for first in tl.range(0, C, BLOCK_K):
-                    at = entries_at(out_ptr + far(i - 1, stride_ov), first + tl.arange(0, BLOCK_K), rows, C)
-                    mask = (first + tl.arange(0, BLOCK_K) < C)[:, None] & own[None, :]
-                    tl.store(at, tl.zeros((BLOCK_K, BLOCK_J), DTYPE), mask=mask)
+                for first in tl.range(0, C, FORM.sources):
+                    tile_states = first + tl.arange(0, FORM.sources)
+                    mask = (tile_states < C)[:, None] & own[None, :]
+                    tl.store(entries_at(out_ptr + far(i - 1, stride_ov), tile_states, rows, C), 0.0, mask=mask)
     if alive == 0:
-        tl.store(grad_start_ptr + rows, zeros, mask=own)
+        tl.store(grad_start_ptr + rows, 0.0, mask=own)
         return
 
     # the last step
@@ -147,22 +105,21 @@ def backward_kernel(
     lost = log_norm != log_norm
 
     bulk_ptr += z * stride_bg + far(i - 1, stride_bv)
-    x_ptr -= tl.where(i > 0, stride_xv, 0)
-    level_ptr -= tl.where(i > 0, g, 0)
-    message_ptr -= tl.where(i > 0, pitch, 0)
-    level, x = potentials(level_ptr, x_ptr, rows, own, stride_xc, i > 0, DTYPE)
+    more = i > 0
+    x_ptr -= tl.where(more, stride_xv, 0)
+    level_ptr -= tl.where(more, g, 0)
+    message_ptr -= tl.where(more, pitch, 0)
+    level, x = potentials(level_ptr, x_ptr, rows, own, stride_xc, more, DTYPE)
     left = a
     a = tl.load(message_ptr + rows, mask=own, other=0.0)
-    low = k > 0
+    low = (bound & 1) != 0
     if HELD:
-        p = tile(bulk_ptr, states, rows, own, stride_bj, stride_bk, i > 0, C, LOG_PARAMS, DTYPE)
+        p = tile(bulk_ptr, states, rows, own, more, DTYPE, FORM)
         if SAME:
-            k_same, low = bound >> 1, (bound & 1) != 0
-            p = linear(p, k_same, LOG_PARAMS)
+            p = linear(p, bound >> 1, FORM.log_params)
     for n in tl.range(1, last):
         i = last - 1 - n
-        k_before = k
-        more = i > 0
+        k_before, more = k, i > 0
         matrix_ptr = bulk_ptr
         bulk_ptr -= tl.where(more, stride_bv, 0)
         if HELD:
@@ -171,15 +128,16 @@ def backward_kernel(
                 k = bound >> 1
             else:
                 if ALONE:
-                    p = tile(bulk_ptr, states, rows, own, stride_bj, stride_bk, True, C, LOG_PARAMS, DTYPE)
-                scaled, k, low = held(raw, LOG_PARAMS)
+                    p = tile(bulk_ptr, states, rows, own, True, DTYPE, FORM)
+                scaled, k, low = held(raw, FORM.log_params)
+        ahead_ptr = w_ptr + (i + 1) % SLOTS * pitch
         if ALONE:
             ahead = w
         else:
             wait(counter_ptr, PARTS * n, PARTS)
             if MATRICES or not HELD:
                 refresh(counter_ptr, PARTS)
-            ahead = tl.load(w_ptr + (i + 1) % SLOTS * pitch + states, mask=states < C, other=0.0, cache_modifier=".cg")
+            ahead = tl.load(ahead_ptr + states, mask=states < C, other=0.0, cache_modifier=".cg")
         nu, ratio = total_of(share_ptr + (i + 1) % SLOTS * g * PARTS * 2, share, k_before, PARTS)
         if not ALONE:
             tl.debug_barrier()  # no load of the next step may overtake those of this one
@@ -191,18 +149,12 @@ def backward_kernel(
         a = tl.load(message_ptr + rows, mask=own, other=0.0)
         if HELD:
             if not SAME and not ALONE:
-                p = tile(bulk_ptr, states, rows, own, stride_bj, stride_bk, True, C, LOG_PARAMS, DTYPE)
+                p = tile(bulk_ptr, states, rows, own, True, DTYPE, FORM)
             b = summed(ahead[:, None] * scaled)
         else:
-            b, k, low = product(
-                w_ptr + (i + 1) % SLOTS * pitch, matrix_ptr, bound, rows, own, stride_bj, stride_bk,
-                C, SAME, LOG_PARAMS, DTYPE, BLOCK_K, 3,
-            )  # fmt: skip
+            b, k, low = product(ahead_ptr, matrix_ptr, bound, rows, own, DTYPE, FORM)
         highest = exponent_of(tl.max(ahead))
-        shift = foreseen(highest, before, shift - base, DOUBLE)
-        if PARTS == 1:
-            base = k
-        shift += base
+        shift, base = foreseen(highest, before, shift, base, k, FORM, DOUBLE)
         before = highest
         admitted = a_now != 0.0
         w_new = weighed(b, x_now, level_now + shift - k, admitted & (x_now != float("-inf")))
@@ -224,22 +176,13 @@ def backward_kernel(
         if MATRICES:
             matrix_out = out_ptr + far(i, stride_ov)
             if ALONE:
-                factor, right = factors(a_now, ahead, share, weight, k, 1.0, OUT)
-                counts = right[:, None] * factor[None, :]
-                if OUT == "logs":
-                    counts *= scaled
-                counts = tl.where(raw == nothing(LOG_PARAMS), 0.0, counts)
-                mask = (states < C)[:, None] & own[None, :]
-                tl.store(entries_at(matrix_out, states, rows, C), counts, mask=mask)
+                write_counts(matrix_out, raw, a_now, ahead, share, weight, k, 1.0, states, rows, own, FORM)
             elif PARTS == 1:
-                count(
-                    matrix_out, w_ptr + (i + 1) % SLOTS * pitch, matrix_ptr, a_now, share, weight, k, 1.0,
-                    rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
-                )  # fmt: skip
+                count(matrix_out, ahead_ptr, matrix_ptr, a_now, share, weight, k, 1.0, rows, own, FORM)
             elif n > 1:
                 count(
                     matrix_out + stride_ov, w_ptr + (i + 2) % SLOTS * pitch, matrix_ptr + stride_bv, left, nu, weight,
-                    k_before, ratio, rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
+                    k_before, ratio, rows, own, FORM,
                 )  # fmt: skip
         joint, left, peak = joint_new, a_now, tl.max(tl.where(admitted, b, 0.0))
         earlier, w = w, w_new
@@ -258,9 +201,6 @@ def backward_kernel(
         tl.store(out_ptr + stride_ov + rows, earlier / nu * UNIT, mask=own & (last > 1))
     if MATRICES and PARTS > 1:
         if last > 1:
-            count(
-                out_ptr, w_ptr + pitch, bulk_ptr, left, nu, weight, k, ratio,
-                rows, own, stride_bj, stride_bk, C, LOG_PARAMS, OUT, BLOCK_K,
-            )  # fmt: skip
+            count(out_ptr, w_ptr + pitch, bulk_ptr, left, nu, weight, k, ratio, rows, own, FORM)
     if lost | (tl.max(doubt.to(tl.int32)) > 0):
         tl.store(doubt_ptr + z, 1)

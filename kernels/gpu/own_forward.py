@@ -8,52 +8,35 @@ Operands, cost and layouts: `chain_own`. Numerics: `own_step`.
 import triton
 import triton.language as tl
 
-from .meeting import arrive, counter_of, refresh, take_ticket, wait
-from .own_step import foreseen, held, inexact, part_of, potentials, product, summed, tile, weighed
+from .meeting import arrive, refresh, wait
+from .own_step import foreseen, held, inexact, place, potentials, product, summed, tile, weighed
 from .scaled import below, doubtful, exponent_of, level_of, linear, log_scaled, started, target
-from .tiles import far, multiple, multiples
+from .tiles import far, multiple
 
 
 @triton.jit(do_not_specialize=["v", "g", "slots"])
 def forward_kernel(
     x_ptr, bulk_ptr, bound_ptr, level_ptr, start_ptr, ends_ptr, message_ptr, log_norm_ptr, error_ptr, doubt_ptr,
-    counters_ptr,
-    v, g, slots, stride_xv, stride_xg, stride_xc, stride_bv, stride_bg, stride_bk, stride_bj,
-    C: tl.constexpr, PARTS: tl.constexpr, SAME: tl.constexpr, LOG_PARAMS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_J: tl.constexpr, WIDTH_X: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_J: tl.constexpr,
+    counters_ptr, v, g, slots, stride_xv, stride_xg, stride_xc, stride_bv, stride_bg, FORM: tl.constexpr,
 ):  # fmt: skip
     """One program computes a part of the columns of a sequence."""
+    C: tl.constexpr = FORM.c
+    PARTS: tl.constexpr = FORM.parts
+    SAME: tl.constexpr = FORM.same
+    HELD: tl.constexpr = FORM.held
+    ALONE: tl.constexpr = FORM.alone
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
-    PART: tl.constexpr = part_of(C, PARTS)
-    WHOLE: tl.constexpr = triton.next_power_of_2(C)
-    HELD: tl.constexpr = BLOCK_K == WHOLE
-    ALONE: tl.constexpr = HELD and PARTS == 1
-    stride_xv, stride_xg = multiples(stride_xv, stride_xg, 0, WIDTH_X)[:2]
-    stride_bv, stride_bg = multiples(stride_bv, stride_bg, 0, WIDTH_K * WIDTH_J)[:2]
-    stride_bk, stride_bj = multiple(stride_bk, WIDTH_K), multiple(stride_bj, WIDTH_J)
-
-    program = tl.program_id(0)
-    if PARTS > 1:
-        program = take_ticket(counters_ptr)
-    z, part = (program // PARTS).to(tl.int64), program % PARTS
-    counter_ptr = counter_of(counters_ptr, z)
-    states = tl.arange(0, WHOLE)
-    local = tl.arange(0, BLOCK_J)
-    columns = part * PART + local
-    own = (local < PART) & (columns < C)
+    stride_xv, stride_xg = multiple(stride_xv, FORM.width_x), multiple(stride_xg, FORM.width_x)
+    stride_bv, stride_bg = multiple(stride_bv, FORM.width_bulk), multiple(stride_bg, FORM.width_bulk)
+    z, part, counter_ptr, columns, own, last, bound = place(counters_ptr, ends_ptr, bound_ptr, v, FORM)
+    states = tl.arange(0, triton.next_power_of_2(C))
     pitch = g.to(tl.int64) * C
     message_ptr += z * C
     start_ptr += z * C
     x_ptr += z * stride_xg
     level_ptr += z
     bulk_ptr += z * stride_bg
-    last = v
-    if ends_ptr is not None:
-        last = tl.load(ends_ptr + z).to(tl.int32)
-    bound = tl.full((), 0, tl.int32)
-    if bound_ptr is not None:
-        bound = tl.load(bound_ptr + z)
 
     level = tl.load(level_ptr)
     start_level = level_of(tl.max(tl.load(start_ptr + states, mask=states < C, other=float("-inf"))))
@@ -71,10 +54,10 @@ def forward_kernel(
     level_ptr += g
     level, x = potentials(level_ptr, x_ptr, columns, own, stride_xc, last > 1, DTYPE)
     if HELD:
-        p = tile(bulk_ptr, states, columns, own, stride_bk, stride_bj, last > 1, C, LOG_PARAMS, DTYPE)
+        p = tile(bulk_ptr, states, columns, own, last > 1, DTYPE, FORM)
         k, low = bound >> 1, (bound & 1) != 0
         if SAME:
-            p = linear(p, k, LOG_PARAMS)
+            p = linear(p, k, FORM.log_params)
     for i in tl.range(1, last):
         more = i + 1 < last
         matrix_ptr = bulk_ptr
@@ -83,8 +66,8 @@ def forward_kernel(
             scaled = p
             if not SAME:
                 if ALONE:
-                    p = tile(bulk_ptr, states, columns, own, stride_bk, stride_bj, True, C, LOG_PARAMS, DTYPE)
-                scaled, k, low = held(scaled, LOG_PARAMS)
+                    p = tile(bulk_ptr, states, columns, own, True, DTYPE, FORM)
+                scaled, k, low = held(scaled, FORM.log_params)
         if not ALONE:
             wait(counter_ptr, PARTS * i, PARTS)
             if not HELD:
@@ -101,18 +84,12 @@ def forward_kernel(
         level, x = potentials(level_ptr, x_ptr, columns, own, stride_xc, True, DTYPE)
         if HELD:
             if not SAME and not ALONE:
-                p = tile(bulk_ptr, states, columns, own, stride_bk, stride_bj, True, C, LOG_PARAMS, DTYPE)
+                p = tile(bulk_ptr, states, columns, own, True, DTYPE, FORM)
             u = summed(a[:, None] * scaled)
         else:
-            u, k, low = product(
-                before_ptr, matrix_ptr, bound, columns, own, stride_bk, stride_bj,
-                C, SAME, LOG_PARAMS, DTYPE, BLOCK_K, 3,
-            )  # fmt: skip
+            u, k, low = product(before_ptr, matrix_ptr, bound, columns, own, DTYPE, FORM)
         highest = exponent_of(tl.max(a))
-        shift = foreseen(highest, before, shift - base, DOUBLE)
-        if PARTS == 1:
-            base = k
-        shift += base
+        shift, base = foreseen(highest, before, shift, base, k, FORM, DOUBLE)
         before = highest
         new = weighed(u, x_now, level_now + shift - k, admitted)
         tl.store(message_ptr + far(i % slots, pitch) + columns, new, mask=own, cache_modifier=".cg")
@@ -122,7 +99,7 @@ def forward_kernel(
         taken += level_now + shift
     if slots == v:
         for i in tl.range(last, v):
-            tl.store(message_ptr + far(i, pitch) + columns, tl.zeros((BLOCK_J,), DTYPE), mask=own)
+            tl.store(message_ptr + far(i, pitch) + columns, 0.0, mask=own)
 
     lost = tl.max(doubt.to(tl.int32)) > 0
     if part == 0:

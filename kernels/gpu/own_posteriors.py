@@ -8,9 +8,9 @@ from .scaled import linear, power_of_two, target
 
 
 @triton.jit
-def entries_at(out_ptr, columns, rows, C: tl.constexpr):
-    """Pointers to entries (columns, rows) of the gradient of a matrix."""
-    return out_ptr + rows.to(tl.int64)[None, :] * C + columns[:, None]
+def entries_at(out_ptr, states, rows, C: tl.constexpr):
+    """Pointers to entries (states, rows) of the gradient of a matrix, which lies by rows."""
+    return out_ptr + rows.to(tl.int64)[None, :] * C + states[:, None]
 
 
 @triton.jit
@@ -59,30 +59,27 @@ def posterior(joint, ratio, nu, weight):
 
 
 @triton.jit
-def factors(a, w, nu, weight, k, ratio, OUT: tl.constexpr):
-    """The factors of rows and of columns in the gradient of a matrix; those of entries are larger by 2^-k."""
+def write_counts(out_ptr, p, a, w, nu, weight, k, ratio, states, rows, own, FORM: tl.constexpr):
+    """The gradient of a tile of a matrix is stored; that of entries is larger by 2^-k."""
     left, right = a * 2.0 ** -target(a.dtype == tl.float64) * ratio * weight, w / nu
-    if OUT == "entries":
+    if FORM.out == "entries":
         left *= power_of_two(-(k // 2), a.dtype)
         right *= power_of_two(k // 2 - k, a.dtype)
-    return left, right
+    counts = right[:, None] * left[None, :]
+    if FORM.out == "logs":
+        counts *= linear(p, k, FORM.log_params)
+    counts = tl.where(p == nothing(FORM.log_params), 0.0, counts)
+    mask = (states < FORM.c)[:, None] & own[None, :]
+    tl.store(entries_at(out_ptr, states, rows, FORM.c), counts, mask=mask)
 
 
 @triton.jit
-def count(
-    out_ptr, w_ptr, matrix_ptr, a, nu, weight, k, ratio, rows, own, stride_j, stride_k,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, OUT: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def count(out_ptr, w_ptr, matrix_ptr, a, nu, weight, k, ratio, rows, own, FORM: tl.constexpr):
     """The gradient of a part's rows of a matrix is stored."""
     # no more than what registers hold beside a held matrix
-    BLOCK: tl.constexpr = min(BLOCK_K, max(16, 2048 // rows.shape[0]))
-    for first in tl.range(0, C, BLOCK, num_stages=3):
-        columns = first + tl.arange(0, BLOCK)
-        p = tile(matrix_ptr, columns, rows, own, stride_j, stride_k, True, C, LOG_PARAMS, a.dtype)
-        w = tl.load(w_ptr + columns, mask=columns < C, other=0.0)
-        factor, right = factors(a, w, nu, weight, k, ratio, OUT)
-        counts = right[:, None] * factor[None, :]
-        if OUT == "logs":
-            counts *= linear(p, k, LOG_PARAMS)
-        counts = tl.where(p == nothing(LOG_PARAMS), 0.0, counts)
-        tl.store(entries_at(out_ptr, columns, rows, C), counts, mask=(columns < C)[:, None] & own[None, :])
+    BLOCK: tl.constexpr = min(FORM.sources, max(16, 2048 // rows.shape[0]))
+    for first in tl.range(0, FORM.c, BLOCK, num_stages=3):
+        states = first + tl.arange(0, BLOCK)
+        p = tile(matrix_ptr, states, rows, own, True, a.dtype, FORM)
+        w = tl.load(w_ptr + states, mask=states < FORM.c, other=0.0)
+        write_counts(out_ptr, p, a, w, nu, weight, k, ratio, states, rows, own, FORM)

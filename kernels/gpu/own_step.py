@@ -11,13 +11,48 @@ which it takes out of their sums before anybody sees them.
 steps leads away from TARGET. Nobody waits for the sums of others.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from .meeting import counter_of, take_ticket
 from .scaled import exp_scaled, exponent_of, is_low, level_of, linear, power_of_two, raised, target
 from .tiles import at
 
 _MOST = tl.constexpr(2**29)
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for.
+
+    `same`: one matrix serves all steps. `out`: "r", "entries" or "logs" of matrices, whose gradient is wanted, or "".
+    A message has entries of `sources`, and a part sums for `columns`: those of a matrix forwards, its rows backwards.
+    So long is a matrix's tile along both, and `strides` are those of its entries; all other strides of x and of
+    matrices are multiples of the widths.
+    """
+
+    c: int
+    parts: int
+    same: bool
+    log_params: bool
+    out: str
+    sources: int
+    columns: int
+    stride_source: int
+    stride_column: int
+    width_x: int
+    width_bulk: int
+
+    @property
+    def held(self) -> bool:
+        """Whether a part's matrix is one tile, which registers hold a step ahead."""
+        return self.sources >= self.c
+
+    @property
+    def alone(self) -> bool:
+        """Whether messages stay in registers, too."""
+        return self.held and self.parts == 1
 
 
 @triton.constexpr_function
@@ -28,8 +63,8 @@ def nothing(log_params):
 
 @triton.constexpr_function
 def none(log_params, double):
-    """An exponent at most that of any matrix."""
-    return -(2**30) if log_params else -1022 if double else -126
+    """An exponent at most that of any matrix whose sums are not doubtful."""
+    return -(2**28) if log_params else -1022 if double else -126
 
 
 @triton.constexpr_function
@@ -39,14 +74,29 @@ def part_of(c, parts):
 
 
 @triton.jit
-def tile(
-    matrix_ptr, sources, columns, inside, stride_k, stride_j, there,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+def place(counters_ptr, ends_ptr, bound_ptr, v, FORM: tl.constexpr):
+    """The sequence and the part of a program, its counter, its columns and which are there, its steps and its bound."""
+    PART: tl.constexpr = part_of(FORM.c, FORM.parts)
+    program = tl.program_id(0)
+    if FORM.parts > 1:
+        program = take_ticket(counters_ptr)
+    z, part = (program // FORM.parts).to(tl.int64), program % FORM.parts
+    local = tl.arange(0, FORM.columns)
+    columns = part * PART + local
+    last, bound = v, tl.full((), 0, tl.int32)
+    if ends_ptr is not None:
+        last = tl.load(ends_ptr + z).to(tl.int32)
+    if bound_ptr is not None:
+        bound = tl.load(bound_ptr + z)
+    return z, part, counter_of(counters_ptr, z), columns, (local < PART) & (columns < FORM.c), last, bound
+
+
+@triton.jit
+def tile(matrix_ptr, sources, columns, inside, there, DTYPE: tl.constexpr, FORM: tl.constexpr):
     """The entries (sources, columns) of a matrix; those outside lead nowhere."""
-    mask = (sources < C)[:, None] & inside[None, :] & there
-    p = tl.load(at(matrix_ptr, sources, columns, stride_k, stride_j), mask=mask, other=nothing(LOG_PARAMS))
-    return p.to(DTYPE)
+    mask = (sources < FORM.c)[:, None] & inside[None, :] & there
+    entries = at(matrix_ptr, sources, columns, FORM.stride_source, FORM.stride_column)
+    return tl.load(entries, mask=mask, other=nothing(FORM.log_params)).to(DTYPE)
 
 
 @triton.jit
@@ -66,42 +116,30 @@ def positive(p, LOG_PARAMS: tl.constexpr):
 
 
 @triton.jit
-def known(k, LOG_PARAMS: tl.constexpr):
-    """The exponent, and 0 for that of logarithms that lead nowhere."""
-    if LOG_PARAMS:
-        return tl.where(k == none(True, False), 0, k)
-    else:
-        return k
-
-
-@triton.jit
-def product(
-    a_ptr, matrix_ptr, bound, columns, inside, stride_k, stride_j,
-    C: tl.constexpr, SAME: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """u, k and whether the matrix is low, of a vector in memory and a matrix in tiles; if SAME, `bound` is known."""
+def product(a_ptr, matrix_ptr, bound, columns, inside, DTYPE: tl.constexpr, FORM: tl.constexpr):
+    """u, k and whether the matrix is low, of a vector in memory and a matrix in tiles; if `same`, `bound` is known."""
+    BLOCK: tl.constexpr = FORM.sources
+    LOG_PARAMS: tl.constexpr = FORM.log_params
     DOUBLE: tl.constexpr = DTYPE == tl.float64
-    sums = tl.zeros((BLOCK_K, columns.shape[0]), DTYPE)
-    least = tl.full((BLOCK_K, columns.shape[0]), float("inf"), DTYPE)
+    sums = tl.zeros((BLOCK, columns.shape[0]), DTYPE)
+    least = tl.full((BLOCK, columns.shape[0]), float("inf"), DTYPE)
     k = tl.full((), none(LOG_PARAMS, DOUBLE), tl.int32)
-    low = k > 0
-    if SAME:
-        k, low = bound >> 1, (bound & 1) != 0
-    for first in tl.range(0, C, BLOCK_K, num_stages=STAGES):
-        sources = first + tl.arange(0, BLOCK_K)
-        p = tile(matrix_ptr, sources, columns, inside, stride_k, stride_j, True, C, LOG_PARAMS, DTYPE)
-        a = tl.load(a_ptr + sources, mask=sources < C, other=0.0)
-        if not SAME:
+    if FORM.same:
+        k = bound >> 1
+    for first in tl.range(0, FORM.c, BLOCK, num_stages=3):
+        sources = first + tl.arange(0, BLOCK)
+        p = tile(matrix_ptr, sources, columns, inside, True, DTYPE, FORM)
+        a = tl.load(a_ptr + sources, mask=sources < FORM.c, other=0.0)
+        if not FORM.same:
             least = tl.minimum(least, positive(p, LOG_PARAMS))
             larger = tl.maximum(k, top_exponent(p, LOG_PARAMS))
             fewer = k - larger
             lost: tl.constexpr = none(False, DOUBLE)
             sums *= tl.where(fewer < lost, 0.0, power_of_two(tl.maximum(fewer, lost), DTYPE))
             k = larger
-        sums += a[:, None] * linear(p, known(k, LOG_PARAMS), LOG_PARAMS)
-    if not SAME:
-        k = known(k, LOG_PARAMS)
+        sums += a[:, None] * linear(p, k, LOG_PARAMS)
+    low = (bound & 1) != 0
+    if not FORM.same:
         low = is_low(tl.min(least), k, LOG_PARAMS)
     return summed(sums), k, low
 
@@ -115,14 +153,20 @@ def summed(terms):
 @triton.jit
 def held(p, LOG_PARAMS: tl.constexpr):
     """A matrix in one tile divided by 2^k, k, and whether it is low."""
-    k = known(top_exponent(p, LOG_PARAMS), LOG_PARAMS)
+    k = top_exponent(p, LOG_PARAMS)
     return linear(p, k, LOG_PARAMS), k, is_low(tl.min(positive(p, LOG_PARAMS)), k, LOG_PARAMS)
 
 
 @triton.jit
-def foreseen(highest, before, shift, DOUBLE: tl.constexpr):
-    """The shift of the next step, from the exponents of the last two messages and the shift between them."""
-    return tl.minimum(tl.maximum(2 * highest - before + shift - target(DOUBLE), -_MOST), _MOST)
+def foreseen(highest, before, shift, base, k, FORM: tl.constexpr, DOUBLE: tl.constexpr):
+    """The shift of the next step and its base, from the exponents of the last two messages and the shift between them.
+
+    The base is what a matrix adds to it: k, or its bound where parts have a k of their own.
+    """
+    shift = tl.minimum(tl.maximum(2 * highest - before + shift - base - target(DOUBLE), -_MOST), _MOST)
+    if FORM.parts == 1:
+        base = k
+    return shift + base, base
 
 
 @triton.jit

@@ -269,7 +269,9 @@ def test_strides(device):
     assert (run(one)[0] == run(one)[0][:, :1]).all()
 
 
-@pytest.mark.parametrize("x_type, bulk_type", [(torch.bfloat16, F32), (torch.float16, torch.bfloat16), (F32, F64)])
+@pytest.mark.parametrize(
+    "x_type, bulk_type", [(torch.bfloat16, F32), (torch.float16, torch.bfloat16), (F32, F64), (torch.float16, F64)]
+)
 def test_narrow_and_mixed_types(device, x_type, bulk_type):
     operands = chain(3, 1, 4, 7, dtype=F64, device=device)
     dtype = torch.promote_types(bulk_type, F32)

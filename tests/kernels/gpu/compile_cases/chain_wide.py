@@ -23,7 +23,7 @@ def both(target: str, c: int, *, v: int = 2, m: int = 500, transposed: bool = Fa
         )  # fmt: skip
 
     words = ["transposed"] * transposed + [f"{name}={value}" for name, value in options.items()]
-    return recorded(target, " ".join([f"c={c} m={m}", *words]), call)
+    return list({case.name: case for case in recorded(target, " ".join([f"c={c} m={m}", *words]), call)}.values())
 
 
 def cases(target: str) -> list[Case]:
