@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..tree import blocks
 from . import launch
+from .line_maxima import write_maxima
 from .log_matmul_tiles import tiles
 from .log_tile import (
     STRIDES,
@@ -39,7 +40,6 @@ from .log_tile import (
     copy_rows,
     left_operand,
     logarithms,
-    maxima_kernel,
     moved,
     right_operand,
     shift_of,
@@ -197,9 +197,6 @@ _HELD = 2**22
 # programs that redo tiles on each multiprocessor, bounded because each may have room for rows
 _RESIDENT = 4
 
-# rows or columns whose maxima one program finds, and terms of theirs at a time
-_MAXIMA = {"BLOCK": 32, "BLOCK_K": 64, "num_warps": 4}
-
 
 def forward(
     a: Tensor,
@@ -244,23 +241,13 @@ def forward(
 
     given = (a_top, b_top, out_top, out_column)
     by_rows = launch.pitches(out)[-1] in (0, 1)
-    tile = tiles(m, n, k, dtype, launch.chip(out), aligned=_layout(a, b, out) != "")
+    tile = tiles(m, n, k, dtype, launch.chip(out), aligned=launch.layout(a, b, out) != "")
     with torch.cuda.device_of(out):
         if by_rows and (n <= tile.block_n or not over_a):
             _launch(a, b, None if over_a else out, given, rescued, maxima)
         else:
             _by_parts(a, b, out, given, rescued, maxima, copied=over_a)
     return out
-
-
-def maxima_of(matrices: Tensor) -> Tensor:
-    """The largest entries of the rows of square matrices (g, p, c, c), and of their columns: (g, p, 2, c)."""
-    dtype = torch.promote_types(matrices.dtype, torch.float32)
-    found = torch.empty((2, *matrices.shape[:3]), dtype=dtype, device=matrices.device)
-    if found.numel():
-        with torch.cuda.device_of(matrices):
-            _find_maxima(matrices, matrices, found, _layout(matrices, matrices))
-    return found.movedim(0, 2)
 
 
 Tops = Sequence[Tensor | None]
@@ -294,7 +281,7 @@ def _launch(
     """Write the product to `out`, contiguous by rows, or over `a`, of which a tile then holds whole rows."""
     (g, p, m, k), n = a.shape, b.shape[-1]
     target = a if out is None else out
-    layout = _layout(a, b, target)
+    layout = launch.layout(a, b, target)
     tile = tiles(m, n, k, target.dtype, launch.chip(target), aligned=layout != "")
     across = triton.cdiv(n, tile.block_n)
     count = g * p * triton.cdiv(m, tile.block_m) * across
@@ -310,7 +297,7 @@ def _launch(
         room, found = target.new_empty(count + held), known
     strides = (*launch.pitches(a), *launch.pitches(b))
     if mode is _MEMORY and known is None:
-        _find_maxima(a, b, found, layout)
+        write_maxima(a, b, found, layout)
     *own_tops, out_top, out_column = tops
     strides += (*launch.pitches(target)[:3], *((0, 0) if out_top is None else launch.pitches(out_top)[:2]))
     given = (*(None if top is None else top.contiguous() for top in own_tops), out_top, out_column)
@@ -324,20 +311,3 @@ def _launch(
         redo_kernel, (programs,), a, b, out, room, *given, rescued, count, p, m, n, k, *strides,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PRECISION=precision, num_warps=4, num_stages=1,
     )  # fmt: skip
-
-
-def _find_maxima(a: Tensor, b: Tensor, found: Tensor, layout: str) -> None:
-    """Write the maxima of the rows of all `a`, then of the columns of all `b`."""
-    (g, p, m, k), n = a.shape, b.shape[-1]
-    blocks_of_lines = triton.cdiv(m, _MAXIMA["BLOCK"]) + triton.cdiv(n, _MAXIMA["BLOCK"])
-    launch.run(
-        maxima_kernel, (g * p * blocks_of_lines,), a, b, found, p, m, n, k, *launch.pitches(a), *launch.pitches(b),
-        LAYOUT=layout, **_MAXIMA,
-    )  # fmt: skip
-
-
-def _layout(a: Tensor, b: Tensor, *out: Tensor) -> str:
-    """The axes of the operands with adjacent entries, if all loads and stores may be of four entries; otherwise ""."""
-    if not launch.aligned(a, b, *out) or any(launch.widths(matrix)[0] != 4 for matrix in out):
-        return ""
-    return ("ak" if launch.widths(a)[0] == 4 else "am") + (" bn" if launch.widths(b)[0] == 4 else " bk")

@@ -16,6 +16,7 @@ from .. import tree
 from ..numbers import exact_sum
 from ..tree import Nodes, parts
 from . import launch, log_matmul, log_matmul_gradient
+from .line_maxima import maxima_of
 from .segment_product import fits
 from .segments import products
 
@@ -40,7 +41,7 @@ class Arithmetic(tree.Arithmetic):
         """Nodes of the caller's matrices."""
         if self.lines(values.shape[-1], torch.promote_types(values.dtype, torch.float32)) == (1, 1):
             return super().leaves(values)
-        return Nodes.leaves(values, log_matmul.maxima_of(values))
+        return Nodes.leaves(values, maxima_of(values))
 
     def leaves_for_root(self, values: Tensor) -> Nodes:
         """One node, the product of all, by segments; for large or single matrices, the leaves."""

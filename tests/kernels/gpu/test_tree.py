@@ -73,17 +73,24 @@ def test_maxima_that_are_handed_on_are_those_that_products_find(name, many_tiles
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("block", [16, 32], ids=["several tiles", "one tile"])
 @pytest.mark.parametrize("function", BOTH)
-def test_no_operand_is_read_for_maxima_alone(function, many_tiles, monkeypatch):
+def test_no_operand_is_read_for_maxima_alone(function, block, many_tiles, monkeypatch):
     """But the leaves, once."""
-    from logchain.kernels.gpu import launch, log_matmul
+    from logchain.kernels.gpu import launch, line_maxima, log_matmul
+    from logchain.kernels.gpu.log_matmul_tiles import Tiles
 
     launched, run = [], launch.run
-    monkeypatch.setattr(
-        launch, "run", lambda kernel, *args, **options: launched.append(kernel) or run(kernel, *args, **options)
-    )
+
+    def watched(kernel, *arguments, **options):
+        launched.append((kernel, options.get("MAXIMA")))
+        run(kernel, *arguments, **options)
+
+    monkeypatch.setattr(launch, "run", watched)
+    monkeypatch.setattr(log_matmul, "tiles", lambda *_, **__: Tiles(block, block, 16, 1, 2))
     function(draw("dense", 5, 17).to(many_tiles))
-    assert launched.count(log_matmul.maxima_kernel) == 1 and launched.count(log_matmul.product_kernel) >= 3
+    assert sum(kernel is line_maxima.maxima_kernel for kernel, _ in launched) == 1
+    assert {how for kernel, how in launched if kernel is log_matmul.product_kernel} == {log_matmul._MEMORY.value}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,6 +1,6 @@
 """The tiles of the log-semiring product: all options on, and with the fastest loads."""
 
-from logchain.kernels.gpu import log_matmul
+from logchain.kernels.gpu import line_maxima, log_matmul
 from logchain.kernels.gpu.log_matmul_tiles import TILES
 from tests.kernels.gpu.compiled import Case
 
@@ -77,11 +77,11 @@ def _case(
 
 def _maxima(dtype, aligned) -> Case:
     types = {"a_ptr": TYPES[dtype], "b_ptr": TYPES[dtype], "top_ptr": TYPES[dtype]}
-    kept = dict(log_matmul._MAXIMA)
+    kept = dict(line_maxima._MAXIMA)
     warps = kept.pop("num_warps")
     name = f"maxima {dtype}{' aligned' if aligned else ''}"
     constants = kept | _layout(aligned, transposed=False)
-    return _made(name, log_matmul.maxima_kernel, types, constants, aligned, warps, 3, dot=False)
+    return _made(name, line_maxima.maxima_kernel, types, constants, aligned, warps, 3, dot=False)
 
 
 def _layout(aligned, transposed) -> dict[str, object]:
