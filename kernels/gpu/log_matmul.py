@@ -40,7 +40,6 @@ from .log_tile import (
     copy_rows,
     left_operand,
     logarithms,
-    moved,
     right_operand,
     shift_of,
     sizes,
@@ -111,10 +110,9 @@ def product_kernel(
             BLOCK_K, PRECISION,
         )  # fmt: skip
     value = logarithms(sums, row, column, top_of(a_top_ptr, batch), top_of(b_top_ptr, batch), PRECISION)
-    out_top = moved(out_top_ptr, z * stride_tg + y * stride_tp)
-    out_column = moved(out_column_ptr, z * stride_tg + y * stride_tp)
     # in place all of a tile with marks is computed again
-    marked = raise_tops(out_top, out_column, value, rows, columns, m, n, out_ptr is None) == MARK
+    own = z * stride_tg + y * stride_tp
+    marked = raise_tops(out_top_ptr, out_column_ptr, own, value, rows, columns, m, n, out_ptr is None) == MARK
     tl.store(room_ptr + tl.program_id(0), marked.to(DTYPE))
     if out_ptr is None:
         tl.debug_barrier()  # other threads of this program may still read the rows
@@ -144,8 +142,7 @@ def redo_kernel(
             batch, tile = (place // tiles).to(tl.int64), place % tiles
             z, y = batch // p, batch % p
             a, b = a_ptr + z * stride_ag + y * stride_ap, b_ptr + z * stride_bg + y * stride_bp
-            out_top = moved(out_top_ptr, z * stride_tg + y * stride_tp)
-            out_column = moved(out_column_ptr, z * stride_tg + y * stride_tp)
+            own = z * stride_tg + y * stride_tp
             a_top, b_top = top_of(a_top_ptr, batch), top_of(b_top_ptr, batch)
             first_row, first_column = tile // blocks_n * BLOCK_M, tile % blocks_n * BLOCK_N
             if out_ptr is None:
@@ -153,20 +150,20 @@ def redo_kernel(
                     # so that rows have the same numbers as in `a`
                     saved = room_ptr + count + (tl.program_id(0).to(tl.int64) * _ROWS - row) * k
                     _redo_rows(
-                        a, b, saved, a_top, b_top, out_top, out_column, rescued_ptr, row, m, n, k,
+                        a, b, saved, a_top, b_top, out_top_ptr, out_column_ptr, own, rescued_ptr, row, m, n, k,
                         stride_am, stride_ak, stride_bk, stride_bn, BLOCK_N, PRECISION,
                     )  # fmt: skip
             else:
                 redo(
-                    a, b, out_ptr + z * stride_og + y * stride_op, a_top, b_top, out_top, out_column, rescued_ptr,
-                    first_row, first_column, m, n, k, stride_am, stride_ak, stride_bk, stride_bn, stride_om, 1,
-                    BLOCK_M, BLOCK_N, _ROWS,
+                    a, b, out_ptr + z * stride_og + y * stride_op, a_top, b_top, out_top_ptr, out_column_ptr, own,
+                    rescued_ptr, first_row, first_column, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
+                    stride_om, 1, BLOCK_M, BLOCK_N, _ROWS,
                 )  # fmt: skip
 
 
 @triton.jit
 def _redo_rows(
-    a_ptr, b_ptr, saved_ptr, a_top, b_top, out_top_ptr, out_column_ptr, rescued_ptr, first_row, m, n, k,
+    a_ptr, b_ptr, saved_ptr, a_top, b_top, out_top_ptr, out_column_ptr, own, rescued_ptr, first_row, m, n, k,
     stride_am, stride_ak, stride_bk, stride_bn,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr = 16,
 ):  # fmt: skip
@@ -186,7 +183,7 @@ def _redo_rows(
         store(a_ptr, value, rows, columns, m, n, stride_am)
     tl.debug_barrier()  # the tile was stored by other threads of this program
     redo(
-        saved_ptr, b_ptr, a_ptr, a_top, b_top, out_top_ptr, out_column_ptr, rescued_ptr, first_row, 0, m, n, k,
+        saved_ptr, b_ptr, a_ptr, a_top, b_top, out_top_ptr, out_column_ptr, own, rescued_ptr, first_row, 0, m, n, k,
         k, 1, stride_bk, stride_bn, stride_am, 1, ROWS, BLOCK_N, ROWS,
     )  # fmt: skip
 

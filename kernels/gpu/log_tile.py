@@ -168,15 +168,6 @@ def _log2(s, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def moved(ptr, distance):
-    """The pointer moved, if there is one."""
-    if ptr is None:
-        return None
-    else:
-        return ptr + distance
-
-
-@triton.jit
 def top_of(top_ptr, batch):
     """The number subtracted from all entries of an operand, 0 in place of -inf."""
     if top_ptr is None:
