@@ -18,37 +18,38 @@ from .order import Step, downward, halved, reduction, shifted, upward
 
 @dataclass(frozen=True)
 class Nodes:
-    """`values` (g, p, c, c), their largest entries `top` (g, p), and `offset` (g, p, r), a sum of r = 1 or 2 float64.
+    """`values` (g, p, c, c), their largest entries `maxima`, and `offset` (g, p, r), a sum of r = 1 or 2 float64.
 
     The logarithms of p nodes of g sets are `values + offset`. Leaves may have any floating dtype; their offset is 0.
+    Maxima are those of matrices (g, p, 1, 1), or those of their rows and then of their columns (g, p, 2, c).
     """
 
     values: Tensor
-    top: Tensor
+    maxima: Tensor
     offset: Tensor
 
     @classmethod
-    def leaves(cls, values: Tensor) -> "Nodes":
+    def leaves(cls, values: Tensor, maxima: Tensor) -> "Nodes":
         """Nodes of the caller's matrices, without a copy."""
         g, p = values.shape[:2]
         zero = values.new_zeros(1, 1, 1, dtype=torch.float64)
-        top = values.amax((-2, -1)).to(torch.promote_types(values.dtype, torch.float32))
-        return cls(values, top, zero.expand(g, p, parts(values.dtype)))
+        return cls(values, maxima, zero.expand(g, p, parts(values.dtype)))
 
     @classmethod
-    def over(cls, values: Tensor) -> "Nodes":
-        """Nodes to be written, with their values in this memory."""
+    def over(cls, values: Tensor, lines: tuple[int, int]) -> "Nodes":
+        """Nodes to be written, with their values in this memory, and with so many maxima, see `Arithmetic.lines`."""
         g, p = values.shape[:2]
-        return cls(values, values.new_empty(g, p), values.new_empty(g, p, parts(values.dtype), dtype=torch.float64))
+        offset = values.new_empty(g, p, parts(values.dtype), dtype=torch.float64)
+        return cls(values, values.new_empty(g, p, *lines), offset)
 
     def at(self, slots: slice) -> "Nodes":
         """The nodes in these slots of each set, as a view."""
-        return Nodes(self.values[:, slots], self.top[:, slots], self.offset[:, slots])
+        return Nodes(self.values[:, slots], self.maxima[:, slots], self.offset[:, slots])
 
     def copy_(self, other: "Nodes") -> None:
         """Copy the nodes from as many others."""
         self.values.copy_(other.values)
-        self.top.copy_(other.top)
+        self.maxima.copy_(other.maxima)
         self.offset.copy_(other.offset)
 
 
@@ -73,15 +74,31 @@ class Product(NamedTuple):
 class Arithmetic:
     """Products of at most `most` pairs of nodes at once; a subclass defines `pair` and `gradient`."""
 
-    def __init__(self, most: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, most: int, c: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = self.lines(c, dtype)
         self._tops = torch.empty(2, max(1, most), dtype=dtype, device=device)
+        self._maxima = self._tops.new_empty(2 * most * c if self._shape[0] == 2 else 0)
         self._sums = torch.empty(3 + parts(dtype), max(1, most), dtype=torch.float64, device=device)
         self.rescued = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
-        """Write `log(exp(left) exp(right))` less both `tops` (g, p) and its largest entries to `out`, maybe an operand.
+    def lines(self, c: int, dtype: torch.dtype) -> tuple[int, int]:
+        """The shape of a node's maxima: (1, 1) for that of all, or (2, c) for those of rows and of columns."""
+        return 1, 1
 
-        The number of entries that were recomputed is added to `rescued`.
+    def leaves(self, values: Tensor) -> Nodes:
+        """Nodes of the caller's matrices."""
+        top = values.amax((-2, -1), keepdim=True)
+        return Nodes.leaves(values, top.to(torch.promote_types(values.dtype, torch.float32)))
+
+    def over(self, values: Tensor) -> Nodes:
+        """Nodes to be written, with their values in this memory."""
+        return Nodes.over(values, self._shape)
+
+    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: Tensor, maxima: Tensor | None) -> None:
+        """Write `log(exp(left) exp(right))` less both `tops` (2, g, p) and its maxima to `out`, maybe an operand.
+
+        Where nodes have them, `maxima` (2, g, p, c) are those of the rows of `left` and of the columns of `right`. The
+        number of entries that were recomputed is added to `rescued`.
         """
         raise NotImplementedError
 
@@ -96,17 +113,20 @@ class Arithmetic:
 
     def leaves_for_root(self, values: Tensor) -> Nodes:
         """The leaves of a tree of which only the root is wanted, or fewer nodes with the same product."""
-        return Nodes.leaves(values)
+        return self.leaves(values)
 
     def multiply(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """Write the products of `left` and `right` to `out`, which may be either."""
-        shape = out.top.shape
-        tops = [
-            scratch[: out.top.numel()].view(shape).copy_(nodes.top)
-            for scratch, nodes in zip(self._tops, (left, right), strict=True)
-        ]
+        g, p, _, c = out.maxima.shape
+        tops = self._tops[:, : g * p].unflatten(1, (g, p))
+        maxima = self._maxima[: 2 * g * p * c].view(2, g, p, c) if self._shape[0] == 2 else None
+        copies = tops[..., None] if maxima is None else maxima
+        copies[0].copy_(left.maxima[:, :, 0])
+        copies[1].copy_(right.maxima[:, :, -1])
+        if maxima is not None:
+            torch.amax(maxima, -1, out=tops)
         self._add_offsets(left, right, tops, out)
-        self.pair(left.values, right.values, out, tops)
+        self.pair(left.values, right.values, out, tops, maxima)
 
     def logarithms(self, nodes: Nodes) -> None:
         """Add the offsets of nodes to their values."""
@@ -115,7 +135,7 @@ class Arithmetic:
         low = (lost[0] if lost else offset - high).nan_to_num(0.0, 0.0, 0.0).to(nodes.values.dtype)
         nodes.values.add_(low[..., None, None]).add_(high[..., None, None])
 
-    def _add_offsets(self, left: Nodes, right: Nodes, tops: list[Tensor], out: Nodes) -> None:
+    def _add_offsets(self, left: Nodes, right: Nodes, tops: Tensor, out: Nodes) -> None:
         """Write the offset of a product: the sum of the operands' offsets and tops, -inf for an impossible product."""
         g, p, count = out.offset.shape
         scratch = self._sums[:, : g * p].unflatten(1, (g, p))
@@ -137,7 +157,7 @@ def product(kind: type[Arithmetic], stack: Tensor, *, inplace: bool) -> Product:
     leaves = arithmetic.leaves_for_root(stack)
     dtype, s = _dtype(stack), leaves.values.shape[1]
     memory = stack[:, : s // 2 * 2 : 2] if inplace and stack.dtype == dtype else None
-    nodes = Nodes.over(stack.new_empty(g, s // 2, c, c, dtype=dtype) if memory is None else memory)
+    nodes = arithmetic.over(stack.new_empty(g, s // 2, c, c, dtype=dtype) if memory is None else memory)
     for step in reduction(s):
         left = leaves.at(step.left) if step.left_at is None else nodes.at(halved(step.left))
         right = leaves.at(step.right) if step.right_at is None else nodes.at(halved(step.right))
@@ -163,7 +183,7 @@ class Kept:
     def __init__(self, kind: type[Arithmetic], stack: Tensor, into: Tensor) -> None:
         self._arithmetic, self._into = _arithmetic(kind, stack), into
         # each product is kept in the slot of its right operand
-        self._leaves, self._nodes = Nodes.leaves(stack), Nodes.over(torch.empty_like(into))
+        self._leaves, self._nodes = self._arithmetic.leaves(stack), self._arithmetic.over(torch.empty_like(into))
         self._steps = list(reduction(stack.shape[1]))
         for step in self._steps:
             self._arithmetic.multiply(*self._operands(step), self._nodes.at(step.right))
@@ -190,7 +210,8 @@ class Kept:
 def prefixes(kind: type[Arithmetic], stack: Tensor, out: Tensor) -> int | Tensor:
     """The number of rescued entries of the products of the first 1 to s matrices, which are written to `out`."""
     s = stack.shape[1]
-    arithmetic, leaves, nodes = _arithmetic(kind, stack), Nodes.leaves(stack), Nodes.over(out)
+    arithmetic = _arithmetic(kind, stack)
+    leaves, nodes = arithmetic.leaves(stack), arithmetic.over(out)
     for step in (*upward(s), *downward(s)):
         left = (leaves if step.left_at is None else nodes).at(step.left)
         right = (leaves if step.right_at is None else nodes).at(step.right)
@@ -207,8 +228,9 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
     """
     s = stack.shape[1]
     into.copy_(weight)
-    arithmetic, leaves = _arithmetic(kind, stack), Nodes.leaves(stack)
-    nodes, passed = (Nodes.over(torch.empty_like(into)) for _ in range(2))
+    arithmetic = _arithmetic(kind, stack)
+    leaves = arithmetic.leaves(stack)
+    nodes, passed = (arithmetic.over(torch.empty_like(into)) for _ in range(2))
     up, down = list(upward(s)), list(downward(s))
     for step in up:
         arithmetic.multiply(*_operands(step, leaves, nodes, nodes), nodes.at(step.left))
@@ -257,7 +279,8 @@ def _dtype(stack: Tensor) -> torch.dtype:
 
 def _arithmetic(kind: type[Arithmetic], stack: Tensor) -> Arithmetic:
     """Arithmetic for all pairs of a level of stacks (g, s, c, c) at once."""
-    return kind(stack.shape[0] * max(1, stack.shape[1] // 2), _dtype(stack), stack.device)
+    g, s, c, _ = stack.shape
+    return kind(g * max(1, s // 2), c, _dtype(stack), stack.device)
 
 
 def _root(root: Nodes, arithmetic: Arithmetic) -> Product:

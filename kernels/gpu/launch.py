@@ -87,6 +87,13 @@ def aligned(*matrices: Tensor) -> bool:
     return True
 
 
+def layout(a: Tensor, b: Tensor, *out: Tensor) -> str:
+    """The axes of operands `a` and `b` with adjacent entries, if loads and stores may be of four; otherwise ""."""
+    if not aligned(a, b, *out) or any(widths(matrix)[0] != 4 for matrix in out):
+        return ""
+    return ("ak" if widths(a)[0] == 4 else "am") + (" bn" if widths(b)[0] == 4 else " bk")
+
+
 def arithmetic(dtype: torch.dtype) -> tl.dtype:
     """Triton's name for the dtype of the arithmetic."""
     return tl.float64 if dtype == torch.float64 else tl.float32

@@ -27,8 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch, log_matmul
+from .line_maxima import maxima
 from .log_matmul_tiles import Tiles
-from .log_tile import maxima
 from .pairs import ZERO
 from .tiles import at, exp, finite, load, multiple, operand
 

@@ -68,47 +68,6 @@ def right_operand(b_ptr, z, y, stride_bg, stride_bp, stride_bk, stride_bn, LAYOU
     return b_ptr, stride_bk, multiple(stride_bn, width_of_stride(LAYOUT, "bn"))
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=STRIDES)
-def maxima_kernel(
-    a_ptr, b_ptr, top_ptr, p, m, n, k,
-    stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
-    LAYOUT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One program finds the maxima of BLOCK rows of `a`, or of BLOCK columns of `b`, which follow those of all rows."""
-    DTYPE: tl.constexpr = top_ptr.dtype.element_ty
-    blocks_m, blocks = tl.cdiv(m, BLOCK), tl.cdiv(m, BLOCK) + tl.cdiv(n, BLOCK)
-    batches = (tl.num_programs(0) // blocks).to(tl.int64)
-    batch, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    z, y = batch // p, batch % p
-    m, n, k = sizes(m, n, k, LAYOUT)
-    if block < blocks_m:
-        left, stride_m, stride_left = left_operand(a_ptr, z, y, stride_ag, stride_ap, stride_am, stride_ak, LAYOUT)
-        rows = block * BLOCK + tl.arange(0, BLOCK)
-        row = tl.max(maxima(left, rows, m, k, stride_m, stride_left, BLOCK_K, False, DTYPE), 1)
-        tl.store(top_ptr + batch * m + rows, row, mask=rows < m)
-    else:
-        right, stride_right, stride_n = right_operand(b_ptr, z, y, stride_bg, stride_bp, stride_bk, stride_bn, LAYOUT)
-        columns = (block - blocks_m) * BLOCK + tl.arange(0, BLOCK)
-        column = tl.max(maxima(right, columns, n, k, stride_n, stride_right, BLOCK_K, True, DTYPE), 0)
-        tl.store(top_ptr + batches * m + batch * n + columns, column, mask=columns < n)
-
-
-@triton.jit
-def maxima(ptr, own, m, k, stride_m, stride_k, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
-    """The largest of each BLOCK_K entries of some rows (m, k), or of columns (k, m)."""
-    if COLUMNS:
-        top = tl.full((BLOCK_K, own.shape[0]), ZERO, DTYPE)
-    else:
-        top = tl.full((own.shape[0], BLOCK_K), ZERO, DTYPE)
-    for first in tl.range(0, k, BLOCK_K):
-        inner = first + tl.arange(0, BLOCK_K)
-        if COLUMNS:
-            top = tl.maximum(top, load(ptr, inner, own, k, m, stride_k, stride_m, DTYPE, ZERO))
-        else:
-            top = tl.maximum(top, load(ptr, own, inner, m, k, stride_m, stride_k, DTYPE, ZERO))
-    return top
-
-
 @triton.jit
 def walked_maxima(
     a_ptr, b_ptr, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
@@ -206,15 +165,6 @@ def _log2(s, PRECISION: tl.constexpr):
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [s], tl.float32, is_pure=True, pack=1)
     else:
         return tl.log2(s)
-
-
-@triton.jit
-def moved(ptr, distance):
-    """The pointer moved, if there is one."""
-    if ptr is None:
-        return None
-    else:
-        return ptr + distance
 
 
 @triton.jit

@@ -17,13 +17,13 @@ MARK = tl.constexpr(float("inf"))
 
 @triton.jit
 def redo(
-    a_ptr, b_ptr, out_ptr, a_top, b_top, out_top_ptr, rescued_ptr, first_row, first_column, m, n, k,
-    stride_am, stride_ak, stride_bk, stride_bn, stride_om, stride_on,
+    a_ptr, b_ptr, out_ptr, a_top, b_top, out_top_ptr, out_column_ptr, own, rescued_ptr, first_row, first_column,
+    m, n, k, stride_am, stride_ak, stride_bk, stride_bn, stride_om, stride_on,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr = 16,
 ):  # fmt: skip
     """Replace the marks in a tile of a product less `a_top` and `b_top`, one piece of the tile after another.
 
-    The largest entry of the whole tile is `out_top`, if that is not less already.
+    The tops of the whole tile, see `raise_tops`, are raised.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     for piece in tl.range(0, (BLOCK_M // PIECE) * (BLOCK_N // PIECE), disable_licm=True):
@@ -46,8 +46,28 @@ def redo(
                 if rescued_ptr is not None:
                     tl.atomic_add(rescued_ptr, tl.sum(positive.to(tl.int64)), sem="relaxed")
             tl.store(at(out_ptr, rows, columns, stride_om, stride_on), value, mask=marked)
-        if out_top_ptr is not None:
-            tl.atomic_max(out_top_ptr, tl.max(value), sem="relaxed")
+        raise_tops(out_top_ptr, out_column_ptr, own, value, rows, columns, m, n, False)
+
+
+@triton.jit
+def raise_tops(top_ptr, column_ptr, own, value, rows, columns, m, n, WHOLE: tl.constexpr):
+    """The largest entry of a tile, which raises the top that was found so far, or those of its rows and columns.
+
+    Those of a product begin `own` behind pointers. NaN is left out, and so are rows and columns with marks; WHOLE:
+    all rows and columns of a tile with marks.
+    """
+    if column_ptr is not None:
+        row, column = tl.max(value, 1), tl.max(value, 0)
+        top = tl.max(row, 0)
+        if WHOLE:
+            row, column = tl.where(top == MARK, MARK, row), tl.where(top == MARK, MARK, column)
+        tl.atomic_max(top_ptr + own + rows, row, mask=(rows < m) & (row < MARK), sem="relaxed")
+        tl.atomic_max(column_ptr + own + columns, column, mask=(columns < n) & (column < MARK), sem="relaxed")
+    else:
+        top = tl.max(value)
+        if top_ptr is not None:
+            tl.atomic_max(top_ptr + own, top, mask=top < MARK, sem="relaxed")
+    return top
 
 
 @triton.jit

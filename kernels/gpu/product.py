@@ -1,7 +1,9 @@
 """Products of stacks of matrices of logarithms on a tree, each pair of nodes multiplied by the kernels of `log_matmul`.
 
 Up to c = 64, or 32 in float64, where a product of two matrices is bound by memory, the root alone is computed by
-`segments`, in which one program multiplies a whole segment of a stack. Reference: `logchain.reference.matrix_product`.
+`segments`, in which one program multiplies a whole segment of a stack. Larger products hand the maxima of their rows
+and columns on to the next level, so that no operand is read for these alone. Reference:
+`logchain.reference.matrix_product`.
 """
 
 import math
@@ -14,6 +16,7 @@ from .. import tree
 from ..numbers import exact_sum
 from ..tree import Nodes, parts
 from . import launch, log_matmul, log_matmul_gradient
+from .line_maxima import maxima_of
 from .segment_product import fits
 from .segments import products
 
@@ -30,12 +33,22 @@ _HELD = 2**24
 class Arithmetic(tree.Arithmetic):
     """Products of nodes by the kernels of `log_matmul`; nothing waits for the device."""
 
+    def lines(self, c: int, dtype: torch.dtype) -> tuple[int, int]:
+        """The shape of a node's maxima: of rows and columns, where a program of `log_matmul` has not all terms."""
+        return (1, 1) if fits(c, dtype) else (2, c)
+
+    def leaves(self, values: Tensor) -> Nodes:
+        """Nodes of the caller's matrices."""
+        if self.lines(values.shape[-1], torch.promote_types(values.dtype, torch.float32)) == (1, 1):
+            return super().leaves(values)
+        return Nodes.leaves(values, maxima_of(values))
+
     def leaves_for_root(self, values: Tensor) -> Nodes:
         """One node, the product of all, by segments; for large or single matrices, the leaves."""
         g, s, c, _ = values.shape
         dtype = torch.promote_types(values.dtype, torch.float32)
         if not fits(c, dtype) or s == 1:
-            return Nodes.leaves(values)
+            return self.leaves(values)
         programs = _RESIDENT * launch.processors(values)
         offsets, matrices = [], values.transpose(0, 1)  # (s, g, c, c)
         options: dict[str, Any] = {"dtype": dtype, "rescued": self.rescued}
@@ -45,11 +58,13 @@ class Arithmetic(tree.Arithmetic):
             matrices, offset = products(matrices, length, **options)
             offsets.append(offset)
         offset = torch.stack(exact_sum(torch.cat(offsets))[: parts(matrices.dtype)], -1)
-        return Nodes(matrices.transpose(0, 1), matrices.new_zeros(g, 1), offset[:, None])
+        return Nodes(matrices.transpose(0, 1), matrices.new_zeros(g, 1, 1, 1), offset[:, None])
 
-    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
+    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: Tensor, maxima: Tensor | None) -> None:
         """Write products of nodes, see `kernels.tree`."""
-        options: dict[str, Tensor] = {"a_top": tops[0], "b_top": tops[1], "out_top": out.top.fill_(-math.inf)}
+        found = out.maxima.fill_(-math.inf)
+        row, column = (found[:, :, 0, 0], None) if maxima is None else found.unbind(2)
+        options = {"a_top": tops[0], "b_top": tops[1], "maxima": maxima, "out_top": row, "out_column": column}
         log_matmul.forward(left, right, out.values, rescued=self.rescued, **options)
 
     def gradient(

@@ -17,7 +17,7 @@ _HELD = 2**15
 class Arithmetic(tree.Arithmetic):
     """Products of nodes in float64, a block of them at a time."""
 
-    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: list[Tensor]) -> None:
+    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: Tensor, maxima: Tensor | None) -> None:
         """Write products of nodes, see `kernels.tree`."""
         for at in _blocks(left):
             a, b = (
@@ -26,7 +26,7 @@ class Arithmetic(tree.Arithmetic):
             )
             values, rescued = matmul.forward(a, b, torch.float64)
             out.values[at] = values.view(left[at].shape)
-            out.top[at] = out.values[at].amax((-2, -1))
+            out.maxima[at] = out.values[at].amax((-2, -1), keepdim=True)
             self.rescued += rescued
 
     def gradient(

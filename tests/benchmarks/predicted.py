@@ -125,9 +125,10 @@ def workloads() -> dict[str, tuple[list[Callable[[], None]], Modelled]]:
     long: Modelled = {"chain_long_long": Turns(48 + (46 + 46) / 4)}
     found["n=1 v=100,000 c=16, forward"] = [partial(calls.long, 100_000, 1, 16, 16 * 132)], long
     for c, n in ((128, 1024), (256, 512), (512, 128)):
-        product: Modelled = {"log_matmul_product": lambda known, c=c: Turns(-(-c // known["BLOCK_K"]))}
+        product: Modelled = {"log_matmul_product": lambda known, c=c: Turns(-(-c // known["TILE"].block_k))}
         product["log_matmul_redo"] = Turns(0)
         found[f"log_matmul {n} x c={c}"] = [partial(calls.matmul, n, c)], product
+        found[f"level of a tree, {n} x c={c}"] = [partial(calls.level, n, c)], product
     return found
 
 

@@ -61,3 +61,10 @@ def long(v: int, m: int, c: int, segments: int, **options) -> None:
 def matmul(n: int, c: int) -> None:
     """Products of n pairs of matrices."""
     log_matmul.forward(_new(1, n, c, c), _new(1, n, c, c))
+
+
+def level(n: int, c: int) -> None:
+    """The same on a tree, whose nodes have their maxima."""
+    tops, maxima, found = _new(2, 1, n), _new(2, 1, n, c), _new(1, n, 2, c)
+    wanted = {"maxima": maxima, "out_top": found[:, :, 0], "out_column": found[:, :, 1]}
+    log_matmul.forward(_new(1, n, c, c), _new(1, n, c, c), a_top=tops[0], b_top=tops[1], **wanted)

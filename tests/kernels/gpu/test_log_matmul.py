@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from logchain import reference
-from logchain.kernels.gpu import log_matmul
+from logchain.kernels.gpu import line_maxima, log_matmul
 from logchain.kernels.gpu.log_matmul_tiles import Tiles
 from tests import oracle
 from tests.contract import TENSOR_CORES, assert_values, of_steps, poisoned_memory, value_bound
@@ -182,6 +182,81 @@ def test_relative_to_tops(device, case, place, dtype):
     below = np.where(np.isfinite(expected), np.abs(expected), 0.0)  # the top
     assert_values(found.cpu(), expected, value + of_steps(1, 0, below, dtype=dtype))
     assert torch.equal(out_top, found.amax((2, 3)))
+
+
+@pytest.mark.parametrize("block", [16, 32], ids=["several tiles", "one tile"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("case", [dense, misaligned, sparse, dead, offsets])
+@pytest.mark.parametrize("place", ["new", "left", "right"])
+def test_maxima_are_handed_on(device, case, place, dtype, block, monkeypatch):
+    """A product with given maxima is the same, and those of its own rows and columns are what it says they are."""
+    monkeypatch.setattr(log_matmul, "tiles", lambda *args, **options: Tiles(block, block, 16, 1, 2))
+    monkeypatch.setattr(log_matmul, "_HELD", 1)
+    a, b = batch(case, (2, 2), (17, 17, 17), dtype, device)
+    a[1, 0], b[1, 1] = -INF, -INF
+    a[0, 1, :, 1], b[0, 1, 1] = 300.0, -INF  # what is redone is not all of a matrix
+    tops = [tensor.amax((2, 3)) for tensor in (a, b)]
+    maxima = torch.stack([a.amax(3), b.amax(2)])
+    found = []
+    for given in (False, True):
+        left, right = a.clone(), b.clone()
+        out = {"new": None, "left": left, "right": right}[place]
+        lines = torch.full((2, 2, 2, 17), -INF, dtype=dtype, device=device)
+        wanted = {"maxima": maxima, "out_top": lines[:, :, 0], "out_column": lines[:, :, 1]}
+        options = wanted if given else {"out_top": torch.full((2, 2), -INF, dtype=dtype, device=device)}
+        found.append(log_matmul.forward(left, right, out, a_top=tops[0], b_top=tops[1], **options))
+    assert torch.equal(*found)
+    assert torch.equal(lines, torch.stack([found[1].amax(3), found[1].amax(2)], 2))
+
+
+def test_maxima_of_some_rows_at_a_time(device, monkeypatch):
+    monkeypatch.setattr(log_matmul, "tiles", lambda *args, **options: Tiles(32, 32, 16, 1, 2))
+    monkeypatch.setattr(log_matmul, "_HELD", 1)
+    a, b = batch(dense, (1, 2), (70, 70, 70), F32, device)
+    a -= 200.0 * torch.arange(70, device=device)[:, None]
+    top, lines = torch.zeros(1, 2, device=device), torch.full((1, 2, 2, 70), -INF, device=device)
+    wanted = {"maxima": torch.stack([a.amax(3), b.amax(2)]), "out_top": lines[:, :, 0], "out_column": lines[:, :, 1]}
+    expected, rescued = log_matmul.forward(a, b), torch.zeros(1, dtype=torch.int64, device=device)
+    log_matmul.forward(a, b, a, a_top=top, b_top=top, rescued=rescued, **wanted)
+    assert torch.equal(a, expected) and not rescued
+    assert torch.equal(lines, torch.stack([a.amax(3), a.amax(2)], 2))
+
+
+def test_maxima_of_rows_that_are_computed_again(device, monkeypatch):
+    """In place all rows of a tile with a mark are, and sums in another order."""
+    monkeypatch.setattr(log_matmul, "tiles", lambda *args, **options: Tiles(64, 64, 32, 4, 2))
+    a, b = (part[..., :50, :50] for part in batch(dense, (1, 4), (64, 64, 64), F32, device))
+    a[..., 0, :], b[..., 0, 1:], b[..., 1:, 0] = -200.0, -INF, -200.0
+    a[..., 0, 0] = 0.0
+    top, lines = torch.zeros(1, 4, device=device), torch.full((1, 4, 2, 50), -INF, device=device)
+    wanted = {"maxima": torch.stack([a.amax(3), b.amax(2)]), "out_top": lines[:, :, 0], "out_column": lines[:, :, 1]}
+    rescued = torch.zeros(1, dtype=torch.int64, device=device)
+    log_matmul.forward(a, b, a, a_top=top, b_top=top, rescued=rescued, **wanted)
+    assert 0 < rescued < a.numel() / 2
+    assert torch.equal(lines, torch.stack([a.amax(3), a.amax(2)], 2))
+
+
+def test_a_nan_has_no_part_in_the_maxima(device, small_tiles):
+    a, b = batch(dense, (1, 1), (17, 17, 17), F32, device)
+    a[0, 0, 1] = NAN
+    top, lines = torch.zeros(1, 1, device=device), torch.full((1, 1, 2, 17), -INF, device=device)
+    maxima = torch.stack([line_maxima.maxima_of(a)[:, :, 0], line_maxima.maxima_of(b)[:, :, 1]])
+    wanted = {"maxima": maxima, "out_top": lines[:, :, 0], "out_column": lines[:, :, 1]}
+    out = log_matmul.forward(a, b, a_top=top, b_top=top, **wanted)
+    assert torch.equal(out.isnan(), a.isnan())
+    possible = out.nan_to_num(nan=-INF)
+    assert torch.equal(lines, torch.stack([possible.amax(3), possible.amax(2)], 2))
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, torch.bfloat16], ids=str)
+def test_maxima_of_matrices(device, dtype):
+    stack = torch.randn(2, 3, 70, 70, dtype=F64).to(device, dtype)
+    stack[0, 1, 2], stack[0, 1, :, 3], stack[1, 0] = -INF, -INF, -INF
+    wide = torch.randn(2, 3, 70, 140, dtype=F64).to(device, dtype)[..., ::2]
+    for matrices in (stack, stack.mT, wide, stack[:, 1:2].expand(2, 4, 70, 70), stack[..., :68, :68]):
+        expected = torch.stack([matrices.amax(3), matrices.amax(2)], 2)
+        found = line_maxima.maxima_of(matrices)
+        assert found.dtype == torch.promote_types(dtype, F32) and torch.equal(found, expected.to(found.dtype))
 
 
 def test_a_nan_has_no_part_in_the_top(device):

@@ -8,7 +8,7 @@ import torch
 import logchain
 from logchain import reference
 from tests.contract import TENSOR_CORES, assert_values, poisoned_memory, value_bound
-from tests.stacks import FAMILIES, depths, draw
+from tests.stacks import BOTH, FAMILIES, depths, draw
 from tests.stacks import assert_contract as assert_stack
 
 F32, F64 = torch.float32, torch.float64
@@ -34,6 +34,63 @@ def test_values(name, kernels, schedule):
 @pytest.mark.parametrize("s", [1, 2, 4, 11])
 def test_any_number_of_factors(s, kernels, schedule):
     assert_contract(draw("mixed", s, 3), logchain.matrix_product, device=kernels, gradient=False)
+
+
+@pytest.fixture
+def many_tiles(kernels, monkeypatch) -> str:
+    """Matrices of a few states are too large for segments, and for one tile of a product."""
+    from logchain.kernels.gpu import log_matmul
+    from logchain.kernels.gpu import product as tree
+    from logchain.kernels.gpu.log_matmul_tiles import Tiles
+
+    monkeypatch.setattr(tree, "fits", lambda *_: False)
+    monkeypatch.setattr(log_matmul, "tiles", lambda *_, **__: Tiles(16, 16, 16, 1, 2))
+    return kernels
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_values_of_many_tiles(name, many_tiles):
+    assert_contract(draw(name, 4, 17)[-1:], *BOTH, device=many_tiles, gradient=False)
+
+
+@pytest.mark.parametrize("name", ["dense", "misaligned", "left_to_right"])
+def test_gradients_of_many_tiles(name, many_tiles):
+    assert_contract(draw(name, 3, 17)[-1:], *BOTH, device=many_tiles)
+
+
+@pytest.mark.parametrize("name", ["misaligned", "left_to_right", "offsets"])
+def test_maxima_that_are_handed_on_are_those_that_products_find(name, many_tiles, monkeypatch):
+    from logchain.kernels.gpu import product as tree
+
+    stack = draw(name, 4, 17)[-1:].to(many_tiles)
+
+    def found():
+        return [function(stack) for function in BOTH] + [logchain.matrix_product(stack.clone(), inplace=True)]
+
+    handed_on = found()
+    monkeypatch.setattr(tree.Arithmetic, "lines", lambda *_: (1, 1))
+    for value, expected in zip(handed_on, found(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("block", [16, 32], ids=["several tiles", "one tile"])
+@pytest.mark.parametrize("function", BOTH)
+def test_no_operand_is_read_for_maxima_alone(function, block, many_tiles, monkeypatch):
+    """But the leaves, once."""
+    from logchain.kernels.gpu import launch, line_maxima, log_matmul
+    from logchain.kernels.gpu.log_matmul_tiles import Tiles
+
+    launched, run = [], launch.run
+
+    def watched(kernel, *arguments, **options):
+        launched.append((kernel, options.get("MAXIMA")))
+        run(kernel, *arguments, **options)
+
+    monkeypatch.setattr(launch, "run", watched)
+    monkeypatch.setattr(log_matmul, "tiles", lambda *_, **__: Tiles(block, block, 16, 1, 2))
+    function(draw("dense", 5, 17).to(many_tiles))
+    assert sum(kernel is line_maxima.maxima_kernel for kernel, _ in launched) == 1
+    assert {how for kernel, how in launched if kernel is log_matmul.product_kernel} == {log_matmul._MEMORY.value}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,6 +1,6 @@
 """The tiles of the log-semiring product: all options on, and with the fastest loads."""
 
-from logchain.kernels.gpu import log_matmul
+from logchain.kernels.gpu import line_maxima, log_matmul
 from logchain.kernels.gpu.log_matmul_tiles import TILES
 from tests.kernels.gpu.compiled import Case
 
@@ -27,10 +27,19 @@ def cases(target: str) -> list[Case]:
         found.append(_case("large fast", large, "float32", precision="tf32", **options))
     found.append(_case("large bfloat16", large, "bfloat16", precision=exact, **options))
     found.append(_case("large transposed", large, "float32", precision=exact, transposed=True, **options))
+    # on a tree: maxima are given and handed on
+    for shape in ("odd", "middle", "large", "double"):
+        dtype, precision = ("float64", "ieee") if "double" in shape else ("float32", exact)
+        tree = {"maxima": MEMORY, "aligned": shape in ("middle", "large"), "precision": precision, "lines": True}
+        found.append(_case(f"{shape} of a tree", TILES[target][shape], dtype, **tree))
+        if shape == "middle":
+            found.append(_case(f"{shape} of a tree in place", TILES[target][shape], dtype, in_place=True, **tree))
     for in_place in (False, True):
         name = "redone in place" if in_place else "redone"
         found.append(_case(name, large, "float32", precision=exact, in_place=in_place, redo=True))
         found.append(_case(name, TILES[target]["double"], "float64", precision="ieee", in_place=in_place, redo=True))
+        name = f"{name} of a tree"
+        found.append(_case(name, large, "float32", precision=exact, in_place=in_place, redo=True, lines=True))
     # the narrowest load behind a float64 product
     double = TILES[target]["double"]
     found.append(_case("double times bfloat16", double, "float64", precision="ieee", maxima=WALK, b_type="*bf16"))
@@ -49,15 +58,18 @@ def _case(
     transposed=False,
     in_place=False,
     redo=False,
+    lines=False,
     b_type=None,
 ) -> Case:
-    """All options on. `aligned`: loads of four entries. `redo`: the kernel that comes after."""
+    """All options on. `aligned`: loads of four entries. `redo`: the kernel that comes after. `lines`: on a tree."""
     kernel = log_matmul.redo_kernel if redo else log_matmul.product_kernel
     result = "*fp64" if dtype == "float64" else "*fp32"
     types = {"a_ptr": result if in_place else TYPES[dtype], "b_ptr": b_type or TYPES[dtype], "rescued_ptr": "*i64"}
-    types |= dict.fromkeys(("out_ptr", "room_ptr", "a_top_ptr", "b_top_ptr", "out_top_ptr"), result)
-    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PRECISION": precision}
+    pointers = ("out_ptr", "room_ptr", "maxima_ptr", "a_top_ptr", "b_top_ptr", "out_top_ptr", "out_column_ptr")
+    types |= dict.fromkeys(pointers, result)
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TILE": tile, "PRECISION": precision}
     constants |= {"MAXIMA": maxima} | _layout(aligned, transposed) | ({"out_ptr": None} if in_place else {})
+    constants |= {} if lines else {"out_column_ptr": None}
     title = f"{name} {dtype} {precision}"
     warps, stages = (4, 1) if redo else (tile.warps, tile.stages)
     return _made(title, kernel, types, constants, aligned, warps, stages)
@@ -65,11 +77,11 @@ def _case(
 
 def _maxima(dtype, aligned) -> Case:
     types = {"a_ptr": TYPES[dtype], "b_ptr": TYPES[dtype], "top_ptr": TYPES[dtype]}
-    kept = dict(log_matmul._MAXIMA)
+    kept = dict(line_maxima._MAXIMA)
     warps = kept.pop("num_warps")
     name = f"maxima {dtype}{' aligned' if aligned else ''}"
     constants = kept | _layout(aligned, transposed=False)
-    return _made(name, log_matmul.maxima_kernel, types, constants, aligned, warps, 3, dot=False)
+    return _made(name, line_maxima.maxima_kernel, types, constants, aligned, warps, 3, dot=False)
 
 
 def _layout(aligned, transposed) -> dict[str, object]:
