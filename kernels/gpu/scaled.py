@@ -59,6 +59,14 @@ def power_of_two(k, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def times_power_of_two(a, k):
+    """`a 2^k` of any integers k, in two factors: nothing overflows or underflows that the result does not."""
+    most: tl.constexpr = 2044 if a.dtype == tl.float64 else 252
+    k = tl.minimum(tl.maximum(k, -most), most).to(tl.int32)
+    return (a * power_of_two(k // 2, a.dtype)) * power_of_two(k - k // 2, a.dtype)
+
+
+@triton.jit
 def exponent_of(a):
     """The k with 2^k <= a < 2^(k + 1) of positive numbers, such that 2^k and 2^-k are normal; the least for 0."""
     if a.dtype == tl.float64:
