@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept
+from ..plain.forward import transitions
 from . import chain_backward, chain_counts, chain_exact, chain_exact_counts, chain_forward, chain_own, matmul
 from .chains import Operands
-from .forward import first_logs, kernel_of
+from .forward import kernel_of
 
 
 def backward(
@@ -109,7 +110,7 @@ def _preceding(
 
     `grad_start` (g, m, c) is the first step's posterior times the weight; `grad_bulk` is (s, g, c, c) or None.
     """
-    entering, logs = kept.messages[0].double(), first_logs(chain)
+    entering, logs = kept.messages[0].double(), transitions(chain, 0, 1)[0]
     if grad_bulk is not None:
         counts = matmul.backward(grad_start.double(), entering, logs, False, True)[1]
         assert counts is not None
