@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .own_step import nothing, tile
-from .scaled import linear, power_of_two, target
+from .scaled import exponent_of, linear, power_of_two, target
 
 
 @triton.jit
@@ -66,6 +66,15 @@ def factors(a, w, nu, weight, k, ratio, OUT: tl.constexpr):
         left *= power_of_two(-(k // 2), a.dtype)
         right *= power_of_two(k // 2 - k, a.dtype)
     return left, right
+
+
+@triton.jit
+def overflows(highest, nu, k, OUT: tl.constexpr):
+    """Whether `factors` of columns may, where the largest w has the exponent `highest`."""
+    exponent = highest - exponent_of(nu)
+    if OUT == "entries":
+        exponent += k // 2 - k
+    return exponent > (1021 if nu.dtype == tl.float64 else 125)
 
 
 @triton.jit

@@ -59,6 +59,16 @@ def test_offsets_beyond_the_integers_of_float32(each, kernels):
     assert_contract(chain._replace(x=chain.x + offset), device=kernels)
 
 
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@EACH
+def test_where_forward_and_backward_messages_hardly_meet(each, log, kernels):
+    """Factors of counts, divided by what they have in common, would overflow though their product does not."""
+    chain = dense(F32, v=3, c=2, **few(each))
+    x = torch.tensor([[0.0, -55.0], [0.0, 0.0], [-60.0, 0.0]]) + 0.1 * chain.x
+    chain = Chain(x, 1e-37 * torch.eye(2) * chain.bulk, chain.p0)
+    assert_contract(chain.logs() if log else chain, device=kernels)
+
+
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
 def test_what_matrices_have_in_common_where_a_message_enters(offset, kernels, monkeypatch):
     """From checkpoint to checkpoint, in float64."""
