@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept
+from ..plain.forward import transitions
 from . import chain_backward, chain_counts, chain_exact, chain_exact_counts, chain_forward, chain_own, matmul
 from .chains import Operands
-from .forward import first_logs, kernel_of
+from .forward import kernel_of
 
 
 def backward(
@@ -72,7 +73,9 @@ def walk(
 ) -> None:
     """Write the gradients of x (v, g, m, c), of start (g, m, c) and of bulk (s, g, c, c)."""
     log_norm, redone = kept.log_norm.contiguous(), kept.redone.contiguous()
-    r = None if grad_bulk is None or len(messages) == 1 else torch.empty_like(messages)
+    counted = grad_bulk is not None and len(messages) > 1
+    r = torch.empty_like(messages) if counted else None
+    exponent = torch.empty(messages.shape[:3], dtype=torch.int32, device=messages.device) if counted else None
     kernel = kernel_of(chain)
     # the gradient of matrices of each sequence's own is written while they are in registers
     at_once = kernel is chain_own and len(chain.bulk) == len(messages) - 1
@@ -88,15 +91,16 @@ def walk(
         )
     marked = redone | doubt
     chain_exact.backward(
-        chain, messages, redone, marked, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, final=final
-    )
-    if grad_bulk is None or r is None:
+        chain, messages, redone, marked, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, exponent=exponent,
+        final=final,
+    )  # fmt: skip
+    if grad_bulk is None or r is None or exponent is None:
         if grad_bulk is not None:  # one step, into which no matrix leads
             grad_bulk.zero_()
         return
     if not at_once:
         chain_counts.gradient(chain, messages, r, weight, marked, grad_bulk, by_log=by_log)
-    chain_exact_counts.counts(chain, messages, redone, marked, r, weight, grad_bulk, by_log=by_log)
+    chain_exact_counts.counts(chain, messages, redone, marked, r, exponent, weight, grad_bulk, by_log=by_log)
 
 
 def _preceding(
@@ -106,7 +110,7 @@ def _preceding(
 
     `grad_start` (g, m, c) is the first step's posterior times the weight; `grad_bulk` is (s, g, c, c) or None.
     """
-    entering, logs = kept.messages[0].double(), first_logs(chain)
+    entering, logs = kept.messages[0].double(), transitions(chain, 0, 1)[0]
     if grad_bulk is not None:
         counts = matmul.backward(grad_start.double(), entering, logs, False, True)[1]
         assert counts is not None

@@ -48,7 +48,7 @@ def tiles(c: int, double: bool) -> Tile:
     if c <= 16:
         return Tile(16, 16, 16, 2, 2)
     if c <= 32:
-        return Tile(32, 32, 16, 4, 2)
+        return Tile(32, 32, 16, 2, 2)
     return Tile(64, 64, 16, 8, 5) if double else Tile(64, 64, 32, 4, 5)
 
 

@@ -2,19 +2,23 @@
 
     a_0 = start + x_0        a_i = log(exp(a_{i-1}) P_i) + x_i        log_norm = log sum_j exp a_{v-1}(j)
     w_i = x_i + b_i          b_{i-1} = log(P_i exp(w_i))              nu_i = log sum_k exp(a_i(k) + b_i(k))
-    gamma_i = exp(a_i + b_i - nu_i)        r_i = w_i - nu_{i-1}
+    gamma_i = exp(a_i + b_i - nu_i)        r_i = w_i - nu_{i-1} + n_i log 2
 
 Operands: `chains`. Fast kernels mark sequences (g, m); all others are left as they are. Messages (slots, g, m, c) of
 marked sequences become logarithms less their largest entry; of others they are linear, see `scaled`, and their
-logarithms are those of `message / 2^TARGET`. `exp(a_{i-1}(k) + r_i(j)) P_i(k, j)` sums to 1 over (k, j).
+logarithms are those of `message / 2^TARGET`. `exp(a_{i-1}(k) + r_i(j)) P_i(k, j) / 2^n_i` sums to 1 over (k, j); the
+integers n_i are chosen such that nothing is left in r of what matrices have in common, and r is rounded as w is.
 
 Numerics: terms of a sum are taken relative to its largest, found on the way, so that nothing underflows. Their
 logarithms are float64 and entries of linear matrices stay mantissas, so a sum is rounded as that of `exp` and products
-in the arithmetic's dtype. What is taken out of messages is summed in two float64 numbers. -inf and zeros are exact.
+in the arithmetic's dtype. Where that is float64, logarithms are less the `level` of their matrix, an integer. What is
+taken out of messages is summed in two float64 numbers, and levels as integers. -inf and zeros are exact.
 
-Cost: as the recursions, with an exponential for each multiply-add; without a mark, one load in each program. A program
-computes one sequence.
+Cost: as the recursions, with an exponential for each multiply-add, and in float64 another look at the matrix; without a
+mark, one load in each program. A program computes one sequence.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,8 +26,16 @@ from torch import Tensor
 
 from . import launch
 from .chains import Operands
-from .logs import apart, log_wide, message_logs
+from .logs import apart, log_wide, message_logs, split
+from .scaled import LN2_HIGH, LN2_LOW, below, level_of
 from .tiles import exact_sum, exp, far, finite, load
+
+
+class Form(NamedTuple):
+    """What the backward kernel is compiled for."""
+
+    c: int
+    log_params: bool
 
 
 @triton.constexpr_function
@@ -58,13 +70,20 @@ def _forward_kernel(
 
     start = tl.load(start_ptr + sequence * C + states, mask=inside, other=float("-inf"))
     x, peak = _potentials(x_ptr, stride_xc, states, inside)
-    message, shift = _normalised(start + x, message_ptr.dtype.element_ty)
+    top = finite(tl.max(start, 0))
+    message, shift = _normalised((start - top) + x, message_ptr.dtype.element_ty)
     high, low = exact_sum(peak, shift)
+    high, error = exact_sum(high, top)
+    low += error
+    taken = tl.zeros((), tl.int64)
     tl.store(message_ptr + states, message, mask=inside)
     for i in tl.range(1, end):
         # other threads stored the last message, and have read the one before it
         tl.debug_barrier()
-        u = _fold(message_ptr + (i - 1) % slots * pitch, bulk_ptr, stride_bk, stride_bj, C, LOG_PARAMS)
+        before = message_ptr + (i - 1) % slots * pitch
+        level = _level(bulk_ptr, stride_bk, stride_bj, C, LOG_PARAMS, message_ptr.dtype.element_ty)
+        u = _fold(before, bulk_ptr, level, stride_bk, stride_bj, C, LOG_PARAMS)
+        taken += level
         x_ptr += stride_xv
         x, peak = _potentials(x_ptr, stride_xc, states, inside)
         message, shift = _normalised(u + x, message_ptr.dtype.element_ty)
@@ -78,7 +97,9 @@ def _forward_kernel(
             tl.store(message_ptr + i * pitch + states, tl.full(states.shape, float("-inf"), message.dtype), mask=inside)
     # loaded again rather than kept in registers
     message = tl.load(message_ptr + (end - 1) % slots * pitch + states, mask=inside, other=float("-inf"))
-    log_norm, error = exact_sum(high, low + log_wide(tl.sum(exp(message), 0)))
+    high, rest = exact_sum(high, taken.to(tl.float64) * LN2_HIGH)
+    rest += taken.to(tl.float64) * LN2_LOW
+    log_norm, error = exact_sum(high, low + rest + log_wide(tl.sum(exp(message), 0)))
     tl.store(log_norm_ptr + sequence, log_norm)
     if error_ptr is not None:
         tl.store(error_ptr + sequence, tl.where(tl.abs(log_norm) < float("inf"), error, 0.0))
@@ -87,14 +108,15 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["v", "m"])
 def _backward_kernel(
     x_ptr, bulk_ptr, ends_ptr, message_ptr, redone_ptr, marked_ptr, log_norm_ptr, weight_ptr, grad_x_ptr,
-    grad_start_ptr, r_ptr, final_ptr, v, m, stride_xv, stride_xg, stride_xm, stride_xc,
+    grad_start_ptr, r_ptr, exponent_ptr, final_ptr, v, m, stride_xv, stride_xg, stride_xm, stride_xc,
     stride_bv, stride_bg, stride_bk, stride_bj, stride_wg, stride_wm, stride_dv, stride_dg, stride_dm, stride_dc,
-    C: tl.constexpr, LOG_PARAMS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """One program computes one sequence; w passes from step to step through the memory of the gradient of start."""
     sequence = tl.program_id(0).to(tl.int64)
     if tl.load(marked_ptr + sequence) == 0:
         return
+    C: tl.constexpr = FORM.c
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     states = tl.arange(0, _width(C))
     inside = states < C
@@ -124,10 +146,13 @@ def _backward_kernel(
     for back in tl.range(0, end):
         i = end - 1 - back
         lost = tl.zeros((), tl.float64)
+        level = tl.zeros((), tl.int32)
         if back > 0:
             # other threads stored w
             tl.debug_barrier()
-            u = _fold(w_ptr, bulk_ptr + far(i, stride_bv), stride_bj, stride_bk, C, LOG_PARAMS)
+            matrix_ptr = bulk_ptr + far(i, stride_bv)
+            level = _level(matrix_ptr, stride_bj, stride_bk, C, FORM.log_params, DTYPE)
+            u = _fold(w_ptr, matrix_ptr, level, stride_bj, stride_bk, C, FORM.log_params)
             lost = finite(tl.max(u, 0))
             b = u - lost
         a = message_logs(message_ptr + i * pitch + sequence * C + states, inside, redone)
@@ -144,8 +169,10 @@ def _backward_kernel(
         if r_ptr is not None:
             w = tl.load(w_ptr + states, mask=inside & (back > 0), other=float("-inf"))
             nu = tl.where(total == 0.0, 0.0, top + lost + log_wide(total))
-            r = (w.to(tl.float64) - nu).to(DTYPE)
+            n = level_of(nu)
+            r = (w.to(tl.float64) - below(nu, n)).to(DTYPE)
             tl.store(r_ptr + (i + 1) * pitch + sequence * C + states, r, mask=inside & (back > 0))
+            tl.store(exponent_ptr + (i + 1) * (pitch // C) + sequence, level + n, mask=back > 0)
         x, _ = _potentials(x_ptr + far(i, stride_xv), stride_xc, states, inside)
         w, _ = _normalised(tl.where(a == float("-inf"), float("-inf"), b) + x, DTYPE)
         tl.debug_barrier()
@@ -177,8 +204,24 @@ def _normalised(total, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _fold(message_ptr, matrix_ptr, stride_k, stride_j, C: tl.constexpr, LOG_PARAMS: tl.constexpr):
-    """`log sum_k exp(message(k)) P(k, .)` in float64."""
+def _level(matrix_ptr, stride_k, stride_j, C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr):
+    """The exponent of two of about the largest entry of a matrix; 0 for float32, whose logarithms are float64."""
+    level = tl.zeros((), tl.int32)
+    if DTYPE == tl.float64:
+        NOTHING: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
+        columns = tl.arange(0, _width(C))
+        top = tl.full((_width(C),), NOTHING, DTYPE)
+        for first in tl.range(0, C, _height(C)):
+            rows = first + tl.arange(0, _height(C))
+            p = load(matrix_ptr, rows, columns, C, C, stride_k, stride_j, DTYPE, NOTHING)
+            top = tl.maximum(top, tl.max(p, 0))
+        level = level_of(tl.max(top, 0)) if LOG_PARAMS else split(tl.max(top, 0))[0]
+    return level
+
+
+@triton.jit
+def _fold(message_ptr, matrix_ptr, level, stride_k, stride_j, C: tl.constexpr, LOG_PARAMS: tl.constexpr):
+    """`log sum_k exp(message(k)) P(k, .) / 2^level` in float64."""
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     columns = tl.arange(0, _width(C))
     top = tl.full((_width(C),), float("-inf"), tl.float64)
@@ -187,7 +230,7 @@ def _fold(message_ptr, matrix_ptr, stride_k, stride_j, C: tl.constexpr, LOG_PARA
         rows = first + tl.arange(0, _height(C))
         message = tl.load(message_ptr + rows, mask=rows < C, other=float("-inf")).to(tl.float64)
         p = load(matrix_ptr, rows, columns, C, C, stride_k, stride_j, DTYPE, float("-inf") if LOG_PARAMS else 0.0)
-        logs, factors = apart(p, LOG_PARAMS)
+        logs, factors = apart(p, level, LOG_PARAMS)
         logs += message[:, None]
         before, top = top, tl.maximum(top, tl.max(logs, 0))
         shift = finite(top)
@@ -225,6 +268,7 @@ def backward(
     grad_x: Tensor | None,
     grad_start: Tensor,
     r: Tensor | None,
+    exponent: Tensor | None,
     final: Tensor | None,
 ) -> None:
     """The posteriors of marked sequences, times `weight`, and the logarithms `r` are written.
@@ -240,13 +284,14 @@ def backward(
         grad_x: `weight * gamma` (v, g, m, c) of any strides and float type, 0 after a sequence's end.
         grad_start: `weight * gamma_0` (g, m, c), contiguous, in the dtype of the messages.
         r: (v, g, m, c), contiguous, in the dtype of the messages; -inf after a sequence's end. r[0] is not written.
+        exponent: n (v, g, m), contiguous int32, if r is wanted; written where r is, before a sequence's end.
         final: b_{v-1} (g, m, c), contiguous logarithms; None for zeros.
     """
     v, g, m, c = chain.shape
     assert len(messages) == v and grad_start.is_contiguous() and grad_start.dtype == messages.dtype
     launch.run(
         _backward_kernel, (g * m,), chain.x, chain.bulk, chain.ends, messages, redone, marked, log_norm, weight, grad_x,
-        grad_start, r, final, v, m, *chain.strides, *weight.stride(),
+        grad_start, r, exponent, final, v, m, *chain.strides, *weight.stride(),
         *((0, 0, 0, 0) if grad_x is None else grad_x.stride()),
-        C=c, LOG_PARAMS=chain.log_params, **launch.all_registers(warps(c)),
+        FORM=Form(c, chain.log_params), **launch.all_registers(warps(c)),
     )  # fmt: skip

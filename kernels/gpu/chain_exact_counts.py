@@ -1,9 +1,9 @@
 """The expected transitions of sequences that fast kernels have marked, in logarithms: what they add to a gradient.
 
-    out_i(k, j) += weight exp(a_{i-1}(k) + r_i(j))                     for linear matrices
-    out_i(k, j) += weight exp(a_{i-1}(k) + log P_i(k, j) + r_i(j))     for logarithms, or with respect to these
+    out_i(k, j) += weight exp(a_{i-1}(k) + r_i(j)) / 2^n_i                     for linear matrices
+    out_i(k, j) += weight exp(a_{i-1}(k) + log P_i(k, j) + r_i(j)) / 2^n_i     for logarithms, or with respect to these
 
-Messages `a` and `r` are those of `chain_exact`; with one matrix for all steps its gradient is a sum over them. Nothing
+`a`, `r` and n are those of `chain_exact`; with one matrix for all steps its gradient is a sum over them. Nothing
 is added where the matrix is 0, and nothing by sequences of weight 0, whatever they hold.
 
 Cost: an exponential for each marked sequence and entry; without a mark, a look at all marks in each of some programs.
@@ -18,6 +18,7 @@ from . import launch
 from .chain_exact import end_of
 from .chains import Operands
 from .logs import apart, message_logs
+from .scaled import below, level_of, times_power_of_two
 from .tiles import at, exp, load
 
 # rows and columns of a tile
@@ -35,7 +36,8 @@ def _across(c):
 
 @triton.jit(do_not_specialize=["v", "g", "m", "matrices"])
 def _counts_kernel(
-    bulk_ptr, ends_ptr, message_ptr, redone_ptr, marked_ptr, r_ptr, weight_ptr, out_ptr, v, g, m, matrices,
+    bulk_ptr, ends_ptr, message_ptr, redone_ptr, marked_ptr, r_ptr, exponent_ptr, weight_ptr, out_ptr,
+    v, g, m, matrices,
     stride_bv, stride_bg, stride_bk, stride_bj, stride_wg, stride_wm, stride_ov, stride_og, stride_ok, stride_oj,
     C: tl.constexpr, LOG_PARAMS: tl.constexpr, BY_LOG: tl.constexpr, SUMMED: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +59,6 @@ def _counts_kernel(
         j = tile % ACROSS * _TILE + tl.arange(0, _TILE)
         matrix_ptr = bulk_ptr + step * stride_bv + z * stride_bg
         p = load(matrix_ptr, k, j, C, C, stride_bk, stride_bj, DTYPE, NOTHING)
-        logs, factors = apart(p, LOG_PARAMS)
         total = tl.zeros((_TILE, _TILE), DTYPE)
         visited = 0
         for y in tl.range(0, m):
@@ -71,13 +72,16 @@ def _counts_kernel(
                     before = i * pitch + sequence * C
                     a = message_logs(message_ptr + before - pitch + k, k < C, redone)
                     r = tl.load(r_ptr + before + j, mask=j < C, other=float("-inf")).to(tl.float64)
+                    n = tl.load(exponent_ptr + i * (pitch // C) + sequence)
                     joint = a[:, None] + r[None, :]
                     if BY_LOG:
+                        logs, factors = apart(p, n, LOG_PARAMS)
                         share = weight * factors * exp((joint + logs).to(DTYPE))
                     else:
-                        # in two factors: a tiny one may stand beside an entry so tiny that it is divided by that
-                        half = exp((0.5 * joint).to(DTYPE))
-                        share = (weight * half) * half
+                        # a tiny one may stand beside an entry so tiny that it is divided by that
+                        level = level_of(joint)
+                        share = weight * exp(below(joint, level).to(DTYPE))
+                        share = times_power_of_two(share, level.to(tl.int64) - n)
                     # without a path 0, even where the matrix is NaN
                     total += tl.where(joint == float("-inf"), 0.0, share)
                 visited = 1
@@ -95,6 +99,7 @@ def counts(
     redone: Tensor,
     marked: Tensor,
     r: Tensor,
+    exponent: Tensor,
     weight: Tensor,
     out: Tensor,
     *,
@@ -104,7 +109,8 @@ def counts(
 
     Where a sequence has matrices of its own, their gradient is written, whatever is there.
 
-    `messages` (v, g, m, c), `redone` (g, m), `r` (v, g, m, c) and `weight` (g, m) as in `chain_exact.backward`.
+    `messages` (v, g, m, c), `redone` (g, m), `r` (v, g, m, c), `exponent` (v, g, m) and `weight` (g, m) as in
+    `chain_exact.backward`.
     `by_log`: the gradient is with respect to the logarithms of linear matrices.
     """
     v, g, m, c = chain.shape
@@ -114,7 +120,7 @@ def counts(
         return
     tiles = s * g * triton.cdiv(c, _TILE.value) ** 2
     launch.run(
-        _counts_kernel, (min(_PROGRAMS, tiles),), chain.bulk, chain.ends, messages, redone, marked, r, weight, out,
-        v, g, m, s * g, *chain.strides[4:], *weight.stride(), *out.stride(), C=c, LOG_PARAMS=chain.log_params,
+        _counts_kernel, (min(_PROGRAMS, tiles),), chain.bulk, chain.ends, messages, redone, marked, r, exponent, weight,
+        out, v, g, m, s * g, *chain.strides[4:], *weight.stride(), *out.stride(), C=c, LOG_PARAMS=chain.log_params,
         BY_LOG=by_log or chain.log_params, SUMMED=s == 1, ADDED=m > 1 or s < v - 1, **launch.all_registers(4),
     )  # fmt: skip

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept, Message, leaving_message, normalised
+from ..numbers import exact_sum
+from ..plain.forward import transitions
 from . import chain_exact, chain_forward, chain_own, chain_wide
 from .chains import Operands
 from .matmul import forward as log_matmul
@@ -30,8 +32,12 @@ def forward(
     A sequence whose length is outside 1..v gets NaN, for lengths are not checked before. `chain` holds v steps even if
     all sequences are shorter. A message that entered is kept as logarithms.
     """
-    operands = operands_of(chain, entering)
-    v, g, m, c = operands.shape
+    v, g, m, c = chain.v, chain.g, chain.m, chain.c
+    if entering is None:
+        operands = operands_of(chain)
+    else:
+        first, top = transitions(chain, 0, 1)
+        operands = operands_of(chain, log_matmul(entering.values.double().expand(g, m, c), first)[0])
     log_norm = torch.empty(g, m, dtype=torch.float64, device=chain.x.device)
     messages = chain.new(min(v, 2), g, m, c) if keep is None else keep[int(entering is not None) :][:v]
     doubt = torch.zeros(g, m, dtype=torch.bool, device=chain.x.device)
@@ -51,7 +57,8 @@ def forward(
         keep[0] = entering.values
     if chain.ends is not None and entering is None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
-    kept = Kept(log_norm, chain.new(0) if keep is None else keep, doubt, entering is not None)
+    whole = log_norm if entering is None else log_norm + top[..., 0] + entering.scale[0]
+    kept = Kept(whole, chain.new(0) if keep is None else keep, doubt, entering is not None)
     if error is None:
         return kept, None
     last = last_message(operands, messages)
@@ -59,9 +66,11 @@ def forward(
         logs = kept._replace(messages=last[None]).logs(0)
     else:
         logs = torch.where(doubt[..., None], last, leaving).double()
-    values = normalised(logs)[0]
-    scale = torch.stack([log_norm, error])
-    after = Message(values, scale if entering is None else scale + entering.scale)
+    if entering is not None:
+        terms = torch.stack([log_norm, top[..., 0].expand(g, m), entering.scale[0].expand(g, m)])
+        log_norm, lost = exact_sum(terms)
+        error += lost + entering.scale[1]
+    after = Message(normalised(logs)[0], torch.stack([log_norm, error]))
     return kept, leaving_message(chain.ends, after, entering)
 
 
@@ -82,22 +91,13 @@ def kernel_of(operands: Operands) -> ModuleType:
     return chain_forward if c <= (_WIDE if c % 4 == 0 else _ODD) else chain_wide
 
 
-def operands_of(chain: Chain, entering: Message | None = None) -> Operands:
-    """The chains as the kernels read them; where a message enters, from after the first transition on."""
+def operands_of(chain: Chain, start: Tensor | None = None) -> Operands:
+    """The chains as the kernels read them, or from after the first transition on, with what a message gives there."""
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     bulk = chain.bulk.reshape(len(chain.bulk), g, c, c)
-    if entering is None:
+    if start is None:
         start = chain.log_p0().contiguous()
-    else:
-        start = log_matmul(entering.values.double().expand(g, m, c), first_logs(chain))[0]
-        bulk = bulk if len(bulk) == 1 else bulk[1:]
+    elif len(bulk) > 1:
+        bulk = bulk[1:]
     ends = None if chain.ends is None else chain.ends.reshape(g, m).clamp(1, v).contiguous()
     return Operands(chain.x.reshape(v, g, m, c), bulk, start, ends, chain.log_params, chain.dtype)
-
-
-def first_logs(chain: Chain) -> Tensor:
-    """The logarithms of the first transition matrices (g, c, c) in float64; -inf for sets with no step to go to."""
-    first = chain.matrix(0).double()
-    if chain.ends is not None:  # matrices that no sequence of a set uses may hold NaN
-        first = first.masked_fill((chain.ends < 1).all(1)[:, None], chain.zero)
-    return first if chain.log_params else first.log()

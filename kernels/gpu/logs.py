@@ -9,7 +9,7 @@ infinity, NaN) is NaN.
 import triton
 import triton.language as tl
 
-from .scaled import LN2_HIGH, LN2_LOW, target
+from .scaled import below, target
 
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -54,13 +54,16 @@ def log_entry(p, LOG_PARAMS: tl.constexpr):
 
 
 @triton.jit
-def apart(p, LOG_PARAMS: tl.constexpr):
-    """Float64 logarithms and factors near 1 whose exponentials and products are entries of a matrix, without a log."""
+def apart(p, k, LOG_PARAMS: tl.constexpr):
+    """Float64 logarithms and factors near 1 whose exponentials and products are entries of a matrix, divided by 2^k.
+
+    Without a log. Logarithms are rounded as what is left of them.
+    """
     if LOG_PARAMS:
-        return p.to(tl.float64), tl.full(p.shape, 1.0, p.dtype)
+        return below(p, k), tl.full(p.shape, 1.0, p.dtype)
     else:
         exponent, mantissa = split(p)
-        return _checked(p, exponent.to(tl.float64) * _LN2), mantissa
+        return _checked(p, (exponent - k).to(tl.float64) * _LN2), mantissa
 
 
 @triton.jit
@@ -80,6 +83,7 @@ def logs_below(p, level, LOG_PARAMS: tl.constexpr):
 def message_logs(ptr, inside, redone):
     """The logarithms of a forward message in float64, -inf outside: of `message / 2^TARGET` where it is not redone."""
     message = tl.load(ptr, mask=inside, other=float("-inf"))
-    exponent: tl.constexpr = target(message.dtype == tl.float64)
-    logs = (log_wide(message) - exponent * LN2_HIGH) - exponent * LN2_LOW
+    exponent, mantissa = split(message)
+    exponent -= target(message.dtype == tl.float64)
+    logs = _checked(message, exponent.to(tl.float64) * _LN2 + tl.log(mantissa).to(tl.float64))
     return tl.where(inside, tl.where(redone, message.to(tl.float64), logs), float("-inf"))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .meeting import arrive, refresh, wait
-from .own_posteriors import count, entries_at, posterior, publish, small, total_of, write_counts
+from .own_posteriors import count, entries_at, overflows, posterior, publish, small, total_of, write_counts
 from .own_step import foreseen, held, inexact, place, potentials, product, summed, tile, weighed
 from .scaled import exponent_of, level_of, linear, started, target
 from .tiles import far, multiple
@@ -155,7 +155,7 @@ def backward_kernel(
             b, k, low = product(ahead_ptr, matrix_ptr, bound, rows, own, DTYPE, FORM)
         highest = exponent_of(tl.max(ahead))
         shift, base = foreseen(highest, before, shift, base, k, FORM, DOUBLE)
-        before = highest
+        highest_before, before = before, highest
         admitted = a_now != 0.0
         w_new = weighed(b, x_now, level_now + shift - k, admitted & (x_now != float("-inf")))
         joint_new = tl.where(admitted, a_now * UNIT * b, 0.0)
@@ -172,8 +172,12 @@ def backward_kernel(
             out = grad_x_ptr + far(i + 1, stride_dv) + rows.to(tl.int64) * stride_dc
             tl.store(out, posterior(joint, ratio, nu, weight), mask=own)
         if OUT == "r":
-            tl.store(out_ptr + far(i + 2, stride_ov) + rows, earlier / nu * UNIT, mask=own & (n > 1))
+            tl.store(out_ptr + far(i + 2, stride_ov) + rows, earlier * UNIT / nu, mask=own & (n > 1))
         if MATRICES:
+            if PARTS == 1:
+                lost |= overflows(highest, share, k, OUT)
+            elif n > 1:
+                lost |= overflows(highest_before, nu, k_before, OUT)
             matrix_out = out_ptr + far(i, stride_ov)
             if ALONE:
                 write_counts(matrix_out, raw, a_now, ahead, share, weight, k, 1.0, states, rows, own, FORM)
@@ -198,9 +202,10 @@ def backward_kernel(
     if grad_x_ptr is not None:
         tl.store(grad_x_ptr + rows.to(tl.int64) * stride_dc, gamma, mask=own)
     if OUT == "r":
-        tl.store(out_ptr + stride_ov + rows, earlier / nu * UNIT, mask=own & (last > 1))
+        tl.store(out_ptr + stride_ov + rows, earlier * UNIT / nu, mask=own & (last > 1))
     if MATRICES and PARTS > 1:
         if last > 1:
+            lost |= overflows(before, nu, k, OUT)
             count(out_ptr, w_ptr + pitch, bulk_ptr, left, nu, weight, k, ratio, rows, own, FORM)
     if lost | (tl.max(doubt.to(tl.int32)) > 0):
         tl.store(doubt_ptr + z, 1)

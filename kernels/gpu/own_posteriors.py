@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .own_step import nothing, tile
-from .scaled import linear, power_of_two, target
+from .scaled import exponent_of, linear, power_of_two, target
 
 
 @triton.jit
@@ -71,6 +71,15 @@ def write_counts(out_ptr, p, a, w, nu, weight, k, ratio, states, rows, own, FORM
     counts = tl.where(p == nothing(FORM.log_params), 0.0, counts)
     mask = (states < FORM.c)[:, None] & own[None, :]
     tl.store(entries_at(out_ptr, states, rows, FORM.c), counts, mask=mask)
+
+
+@triton.jit
+def overflows(highest, nu, k, OUT: tl.constexpr):
+    """Whether a column's factor in `write_counts` may, where the largest w has the exponent `highest`."""
+    exponent = highest - exponent_of(nu)
+    if OUT == "entries":
+        exponent += k // 2 - k
+    return exponent > (1021 if nu.dtype == tl.float64 else 125)
 
 
 @triton.jit

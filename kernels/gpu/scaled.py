@@ -27,9 +27,6 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LOG2E_HIGH = tl.constexpr(1.4426950216293335)
 _LOG2E_LOW = tl.constexpr(1.92596303350e-8)
 
-# levels beyond are not taken out of x: the row overflows, and its sequence is doubtful
-_MOST = tl.constexpr(2.0**30)
-
 
 @triton.constexpr_function
 def target(double):
@@ -59,6 +56,14 @@ def power_of_two(k, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def times_power_of_two(a, k):
+    """`a 2^k` of any integers k, in two factors: nothing overflows or underflows that the result does not."""
+    most: tl.constexpr = 2044 if a.dtype == tl.float64 else 252
+    k = tl.minimum(tl.maximum(k, -most), most).to(tl.int32)
+    return (a * power_of_two(k // 2, a.dtype)) * power_of_two(k - k // 2, a.dtype)
+
+
+@triton.jit
 def exponent_of(a):
     """The k with 2^k <= a < 2^(k + 1) of positive numbers, such that 2^k and 2^-k are normal; the least for 0."""
     if a.dtype == tl.float64:
@@ -69,11 +74,17 @@ def exponent_of(a):
         return tl.minimum(tl.maximum(biased, 1), 253) - 127
 
 
+@triton.constexpr_function
+def _most(double):
+    """Levels beyond are not taken out: the row overflows, and its sequence is doubtful. Sums with shifts are exact."""
+    return 2.0**30 if double else 2.0**23
+
+
 @triton.jit
 def level_of(top):
     """The largest logarithm `top` in bits, rounded up to an integer of type int32; 0 where it is not finite or huge."""
     level = tl.ceil(top * _LOG2E)
-    return tl.where(tl.abs(level) < _MOST, level, 0.0).to(tl.int32)
+    return tl.where(tl.abs(level) < _most(top.dtype == tl.float64), level, 0.0).to(tl.int32)
 
 
 @triton.jit

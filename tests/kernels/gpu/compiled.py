@@ -51,7 +51,6 @@ class Case:
     registers: int | None = None  # the most of a thread, where the launcher says so to CUDA's assembler
     grid: tuple[int, ...] = ()  # of the launch, where it is known
     bytes: int = 0  # of its tensors, likewise
-    spills: int = 0  # loads and stores of spilled registers in loops that are known of, and cheaper than another tile
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ class Report:
     registers: int = 0
     spills: int = 0  # loads and stores of spilled registers on CUDA, spilled registers on ROCm
     in_loops: int = 0  # loads and stores of spilled registers in loops
-    known: int = 0  # so many are no defect
     stack: int = 0  # bytes
     shared: int = 0  # bytes
     tensor: int = 0  # tensor-core instructions
@@ -88,7 +86,7 @@ class Report:
         if self.error:
             return self.error
         found = []
-        if self.in_loops > self.known:
+        if self.in_loops:
             found.append(f"{self.in_loops} spills in loops")
         if self.shared > TARGETS[self.target]:
             found.append(f"{self.shared} bytes of shared memory, {TARGETS[self.target]} are there")
@@ -146,7 +144,7 @@ def compile_case(case: Case, target: str) -> Report:
         tensor=loops[0].count(TENSOR), instructions=loops[0].instructions, warps=kernel.metadata.num_warps,
         seconds=round(time.perf_counter() - start, 2),
         dot=_tensor_cores(kernel.asm["ttir"], target) if case.dot is None else case.dot,
-        known=case.spills, grid=case.grid, bytes=case.bytes, before=hottest[-1].before if hottest else 0,
+        grid=case.grid, bytes=case.bytes, before=hottest[-1].before if hottest else 0,
         loops=[loop.operations for loop in hottest],
     )  # fmt: skip
 

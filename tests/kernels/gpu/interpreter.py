@@ -80,6 +80,10 @@ def _fused(self, x, y, z):
 def _cast(self, src, dst_type):
     if (src.dtype.scalar, dst_type.scalar) == (tl.float32, tl.bfloat16):
         return TensorHandle(_bfloat16(src.data), dst_type.scalar)
+    if src.dtype.scalar == tl.bfloat16 and dst_type.scalar in (tl.float32, tl.float64):  # Triton loses denormal numbers
+        bits = np.asarray(src.data, np.uint16).astype(np.uint32) << 16
+        kind = np.float32 if dst_type.scalar == tl.float32 else np.float64
+        return TensorHandle(bits.view(np.float32).astype(kind), dst_type.scalar)
     return _PLAIN["cast_impl"](self, src, dst_type)
 
 

@@ -42,6 +42,7 @@ class Found:
     grad_x: torch.Tensor
     grad_start: torch.Tensor
     r: torch.Tensor
+    exponent: torch.Tensor
     counts: torch.Tensor
 
     def sequence(self, z: int, y: int) -> list[torch.Tensor]:
@@ -51,6 +52,7 @@ class Found:
             self.grad_x[:, z, y],
             self.grad_start[z, y],
             self.r[1:, z, y],
+            self.exponent[1:, z, y],
         ]
 
 
@@ -63,16 +65,18 @@ def run(chain: Operands, weight, marks=None, *, final=None, by_log=False, before
         rows = [torch.empty(v, g, m, c, dtype=dtype, device=device) for _ in range(3)]
         norm, first = torch.empty(g, m, dtype=F64, device=device), torch.empty(g, m, c, dtype=dtype, device=device)
         counts = torch.zeros(len(chain.bulk), g, c, c, dtype=dtype, device=device)
-        found = before or Found(rows[0], norm, rows[1], first, rows[2], counts)
+        exponent = torch.empty(v, g, m, dtype=torch.int32, device=device)
+        found = before or Found(rows[0], norm, rows[1], first, rows[2], exponent, counts)
         chain_exact.forward(chain, found.messages, found.log_norm, marks)
         back(chain, found, weight, marks, marks, final=final, by_log=by_log)
     return found
 
 
 def back(chain: Operands, found: Found, weight, redone, marks, *, final=None, by_log=False) -> None:
-    gradients = {"grad_x": found.grad_x, "grad_start": found.grad_start, "r": found.r, "final": final}
-    chain_exact.backward(chain, found.messages, redone, marks, found.log_norm, weight, **gradients)
-    chain_exact_counts.counts(chain, found.messages, redone, marks, found.r, weight, found.counts, by_log=by_log)
+    r = {"r": found.r, "exponent": found.exponent}
+    gradients = {"grad_x": found.grad_x, "grad_start": found.grad_start, "final": final}
+    chain_exact.backward(chain, found.messages, redone, marks, found.log_norm, weight, **gradients, **r)
+    chain_exact_counts.counts(chain, found.messages, redone, marks, *r.values(), weight, found.counts, by_log=by_log)
 
 
 def weights(chain: Operands) -> torch.Tensor:
@@ -154,6 +158,28 @@ def test_matrices_of_any_size(device, scale):
     check(chain._replace(bulk=chain.bulk * scale).to(F32), device=device, by_log=scale < 1)
 
 
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("offset", [-1e4, -360.0, 1e4])
+def test_what_matrices_or_x_have_in_common_costs_nothing(device, dtype, offset):
+    """Gradients are as exact as without it, for the numbers that the offset leaves of the inputs."""
+    for c in (1, 3):
+        chain = dense(dtype, n=2, t=1, v=2, c=c).logs()
+        check(chain._replace(bulk=chain.bulk + offset, p0=chain.p0 - offset), device=device)
+        check(chain._replace(x=chain.x + offset, bulk=chain.bulk - offset), device=device)
+
+
+@pytest.mark.parametrize("by_log", [False, True])
+@pytest.mark.parametrize(("dtype", "scale"), [(F32, 1e-36), (F32, 1e36), (F64, 1e-300), (F64, 1e300)], ids=str)
+def test_what_linear_matrices_have_in_common_costs_nothing(device, dtype, scale, by_log):
+    """Also where it is all that a path finds in a matrix."""
+    for c in (1, 3):
+        chain = dense(dtype, n=2, t=1, v=2, c=c)
+        check(chain._replace(bulk=chain.bulk * scale), device=device, by_log=by_log)
+    chain.x[..., 1, 0] = -INF
+    chain.bulk[..., 0, 1:] *= scale if dtype == F32 and scale < 1 else 1.0
+    check(chain, device=device, by_log=by_log)
+
+
 def test_what_is_taken_out_of_messages_is_summed_exactly(device):
     x = 1e8 * Draw(0, 1, 1, 30, 1, False).normal(1, 1, 30, 1)
     x[..., -1, :] = -x[..., :-1, :].sum()
@@ -219,14 +245,15 @@ def test_only_marked_sequences_are_touched(device, same):
     marks = torch.tensor([[True, False, True], [False, False, False], [False, True, False]], device=device)
     every, shape = run(ops, weight), ops.shape
     filled = Found(
-        *(torch.full(size, 7.0, device=device, dtype=dtype) for size, dtype in [
-            (shape, F32), (shape[1:3], F64), (shape, F32), (shape[1:], F32), (shape, F32), (ops.bulk.shape, F32),
+        *(torch.full(size, 7, device=device, dtype=dtype) for size, dtype in [
+            (shape, F32), (shape[1:3], F64), (shape, F32), (shape[1:], F32), (shape, F32), (shape[:3], torch.int32),
+            (ops.bulk.shape, F32),
         ])
     )  # fmt: skip
     some = run(ops, weight, marks, before=filled)
     for z, y in np.ndindex(3, 3):
         for one, other in zip(some.sequence(z, y), every.sequence(z, y), strict=True):
-            assert torch.equal(one, other if marks[z, y] else torch.full_like(one, 7.0))
+            assert torch.equal(one, other if marks[z, y] else torch.full_like(one, 7))
     assert (some.counts[:, 1] == 7.0).all()
     alone = run(ops, torch.where(marks, weight, 0.0))
     torch.testing.assert_close(some.counts, 7.0 + alone.counts, rtol=1e-6, atol=1e-6)
@@ -283,6 +310,6 @@ def test_only_what_is_wanted_is_written(device):
     weight = weights(ops)
     found = run(ops, weight)
     every, first = torch.ones(1, 2, dtype=torch.bool, device=device), torch.empty_like(found.grad_start)
-    gradients = {"grad_x": None, "grad_start": first, "r": None, "final": None}
+    gradients = {"grad_x": None, "grad_start": first, "r": None, "exponent": None, "final": None}
     chain_exact.backward(ops, found.messages, every, every, found.log_norm, weight, **gradients)
     assert torch.equal(first, found.grad_start)

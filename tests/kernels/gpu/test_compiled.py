@@ -1,11 +1,12 @@
 """The configurations of kernels that need most compile for the devices they are meant for, without a device.
 
 A register that is spilled in a loop, or more shared memory than a program may have, is a defect; so is a `tl.dot` that
-was not to be done without tensor cores, and is.
+was not to be done without tensor cores, and is. Exceptions have names, and reasons.
 """
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,19 @@ from tests.kernels.gpu import compile_cases
 from tests.kernels.gpu.compiled import reports, table
 
 pytest.importorskip("triton")
+
+# the most loads and stores of spilled registers in a loop, where no other tile takes fewer instructions
+EXCEPTIONS = {
+    # a warp has all of sixteen messages, in halves, whatever the width of its part of the matrix
+    ("chain_forward", "sm_80"): {"chain_forward_forward c=200 log_params=True lengths=True": 10},
+    ("chain_forward", "sm_86"): {
+        "chain_forward_forward c=200": 2,
+        "chain_forward_forward c=256": 2,
+        "chain_forward_forward c=200 log_params=True lengths=True": 2,
+    },
+    # eight warps spill nothing, and take 9,264 instructions a step instead of 6,324
+    ("chain_backward", "sm_86"): {"c=200 parts of 32 fp32 tf32x3 ends": 6},
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +53,10 @@ def test_no_defects(compiled, module, target):
     assert found, "a module without a case"
     names = [report.name for report in found]
     assert len(set(names)) == len(names), "two cases of one name"
-    defects = [report for report in found if report.defect]
+    excepted = EXCEPTIONS.get((module, target), {})
+    assert set(excepted) <= set(names), "an exception for no case"
+    spared = [replace(one, in_loops=0) if one.in_loops <= excepted.get(one.name, 0) else one for one in found]
+    defects = [report for report in spared if report.defect]
     assert not defects, "\n".join(table(defects))
 
 

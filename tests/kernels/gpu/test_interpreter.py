@@ -177,6 +177,23 @@ def order_of(*grid):
     return order.flatten().tolist()
 
 
+@triton.jit
+def _widened(a_ptr, out_ptr, SIZE: tl.constexpr):
+    """`out = a` in the dtype of `out`."""
+    i = tl.arange(0, SIZE)
+    tl.store(out_ptr + i, tl.load(a_ptr + i).to(out_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_bfloat16_is_widened_exactly(dtype, imitate):
+    """Denormal numbers too, as on a device, where it is a shift of bits."""
+    imitate()
+    a = torch.tensor([1.5, -124.0, 3e38, 1e-38, -1e-40, 0.0, INF, -INF]).to(torch.bfloat16)
+    out = torch.empty(8, dtype=dtype)
+    _widened[(1,)](a, out, SIZE=8)
+    assert torch.equal(out, a.to(dtype)) and (out != 0).sum() == 7
+
+
 @pytest.mark.parametrize("grid", [(1,), (2,), (3,), (50,), (4, 5), (3, 1, 2), (2, 3, 4)], ids=str)
 def test_programs_run_in_another_order(grid, imitate):
     programs = list(range(math.prod(grid)))

@@ -8,6 +8,7 @@ import torch
 
 import logchain
 from logchain import kernels as devices
+from logchain.schedules import budget
 from tests import contract
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values, poisoned_memory
@@ -48,6 +49,32 @@ def test_blocks_of_sequences(n, c, kernels):
 @pytest.mark.parametrize("name", ["peaked", "detour", "offsets"])
 def test_float64(name, each, kernels):
     assert_contract(FAMILIES[name](F64, v=5, c=5, **few(each)), device=kernels)
+
+
+@EACH
+def test_offsets_beyond_the_integers_of_float32(each, kernels):
+    """Their levels could not be added to shifts; even then what is left of the inputs counts."""
+    chain = dense(F32, v=4, c=3, **few(each))
+    offset = 1e8 * (1 - 2 * (torch.arange(4.0) % 2))[:, None]
+    assert_contract(chain._replace(x=chain.x + offset), device=kernels)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "log_params"])
+@EACH
+def test_where_forward_and_backward_messages_hardly_meet(each, log, kernels):
+    """Factors of counts, divided by what they have in common, would overflow though their product does not."""
+    chain = dense(F32, v=3, c=2, **few(each))
+    x = torch.tensor([[0.0, -55.0], [0.0, 0.0], [-60.0, 0.0]]) + 0.1 * chain.x
+    chain = Chain(x, 1e-37 * torch.eye(2) * chain.bulk, chain.p0)
+    assert_contract(chain.logs() if log else chain, device=kernels)
+
+
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_what_matrices_have_in_common_where_a_message_enters(offset, kernels, monkeypatch):
+    """From checkpoint to checkpoint, in float64."""
+    monkeypatch.setattr(budget, "every_within", lambda *_: 2)
+    chain = dense(F64, v=5, c=3, n=2, t=1).logs()
+    assert_contract(chain._replace(bulk=chain.bulk + offset), device=kernels, memory_budget=1)
 
 
 def test_a_long_sum_of_scales_is_rounded_once(kernels):

@@ -34,7 +34,6 @@ def case(c, wide, target, dtype=torch.float32, **options) -> Case:
         " ".join([f"c={c} parts of {wide}", KIND[dtype], precision, *words]),
         kernel, kinds | dict.fromkeys(others, "i32"), constants, (*kinds,),
         warps_of(c, wide, "sm_80" if target == "sm_86" else target, double, odd), 1, dot=None,
-        spills=6 if target == "sm_86" else 0,  # in a step of some 1,500 instructions
     )  # fmt: skip
 
 

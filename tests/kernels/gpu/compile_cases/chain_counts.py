@@ -8,10 +8,6 @@ from tests.kernels.gpu.compiled import Case
 KIND = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
-# of small tiles, in a loop, by target and states
-SPILLS = {("sm_86", 32): 1}
-
-
 def case(c, target, dtype=torch.float32, kind="linear", rows="together", *, odd=False, few=False) -> Case:
     """`few` terms or a product; `odd`: entries are loaded one by one."""
     kernel = chain_counts._few_kernel if few else chain_counts._product_kernel
@@ -29,7 +25,7 @@ def case(c, target, dtype=torch.float32, kind="linear", rows="together", *, odd=
     return Case(
         " ".join([f"c={c}", *map(str, tile), KIND[dtype], precision, kind, rows, "odd" * odd, "few" * few]).strip(),
         kernel, pointers | dict.fromkeys(integers, "i32"), constants, (*pointers,),
-        tile.warps, tile.stages, dot=False if few else None, spills=SPILLS.get((target, c), 0),
+        tile.warps, tile.stages, dot=False if few else None,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from tests.kernels.gpu.compiled import Case
 
 POINTERS = {
     "start": "fp64", "ends": "i64", "log_norm": "fp64", "weight": "fp64", "doubt": "i1", "redone": "i1", "marked": "i1",
+    "exponent": "i32",
 }  # fmt: skip
 
 
@@ -12,7 +13,16 @@ def case(kernel, c: int, *, double: bool = False, log_params: bool = False, bulk
     kind = "fp64" if double else "fp32"
     names = [name[:-4] for name in kernel.arg_names if name.endswith("_ptr")]
     pointers = {f"{name}_ptr": f"*{bulk if bulk and name == 'bulk' else POINTERS.get(name, kind)}" for name in names}
-    constants = {"C": c, "LOG_PARAMS": log_params, "stride_xc": 1, "stride_bj": 1, "stride_dc": 1, "stride_oj": 1}
+    form = chain_exact.Form(c, log_params)
+    constants = {
+        "C": c,
+        "LOG_PARAMS": log_params,
+        "FORM": form,
+        "stride_xc": 1,
+        "stride_bj": 1,
+        "stride_dc": 1,
+        "stride_oj": 1,
+    }
     constants |= {"SUMMED": True, "BY_LOG": log_params}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     integers = [name for name in kernel.arg_names if name not in pointers and name not in constants]
