@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import launch
 from .chains import Operands, room
+from .fragments import largest, load_matrix, load_message, product, sharing
 from .meeting import arrive, counter_of, take_ticket, wait, words
 from .scaled import (
     below,
@@ -29,14 +30,13 @@ from .scaled import (
     level_of,
     linear,
     log_scaled,
-    multiply,
     next_shift,
     power_of_two,
     started,
     target,
     weighed,
 )
-from .tiles import at, far, log, multiple, multiples, widened
+from .tiles import at, far, log, multiple, multiples
 
 # sequences of a group
 GROUP = tl.constexpr(16)
@@ -67,6 +67,8 @@ def _forward_kernel(
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
     PART: tl.constexpr = part_of(C, PARTS)
+    N: tl.constexpr = tile_of(PART)
+    W: tl.constexpr = sharing(C, PRECISION)
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, WIDTH_X)
     stride_bv, stride_bg = multiple(stride_bv, WIDTH), multiple(stride_bg, WIDTH)
     stride_kv = tl.where(stride_bv == 0, 0, g)
@@ -81,9 +83,9 @@ def _forward_kernel(
     inside = members < m - first
     states = tl.arange(0, tile_of(C))
     # the part's columns, from its first on: what is known of their number makes offsets constants
-    columns = tl.arange(0, tile_of(PART))
-    there = columns < tl.minimum(PART, C - part * PART)
-    own = inside[:, None] & there[None, :]
+    columns = tl.arange(0, N)
+    end = tl.minimum(PART, C - part * PART)
+    own = inside[:, None] & (columns < end)[None, :]
     whole = inside[:, None] & (states < C)[None, :]
     tile = members[:, None] * C + columns[None, :]
 
@@ -120,9 +122,11 @@ def _forward_kernel(
 
     first_x_ptr, first_level_ptr = x_ptr, level_ptr
     x_ptr += stride_xv
-    final = tl.zeros((GROUP, tile_of(PART)), DTYPE)
-    bound, p = _matrix(
-        bound_ptr, bulk_ptr, states, columns, there, last > 1, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE
+    final = tl.zeros((GROUP, N), DTYPE)
+    nothing: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
+    bound = tl.load(bound_ptr, mask=last > 1, other=0)
+    p = load_matrix(
+        bulk_ptr, tl.where(last > 1, end, 0), STRIDE_BK, STRIDE_BJ, WIDTH, C, N, W, nothing, DTYPE
     )
     level_ptr += pitch // C
     level, x = _potentials(
@@ -136,19 +140,18 @@ def _forward_kernel(
         p_high, p_low = halves(linear(p, k, LOG_PARAMS), PRECISION)
         wait(counter_ptr, PARTS * i, PARTS)
         before = message_ptr + far((i - 1) % slots, pitch)
-        a = tl.load(before + members[:, None] * C + states[None, :], mask=whole, other=0.0, cache_modifier=".cg")
+        a = load_message(before, m - first, C, W)
         more = i + 1 < last
         x_ptr += tl.where(more, stride_xv, 0)
         level_ptr += tl.where(more, pitch // C, 0)
         bulk_ptr += tl.where(more, stride_bv, 0)
         bound_ptr += tl.where(more, stride_kv, 0)
-        bound, p = _matrix(
-            bound_ptr, bulk_ptr, states, columns, there, True, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE
-        )
+        bound = tl.load(bound_ptr)
+        p = load_matrix(bulk_ptr, end, STRIDE_BK, STRIDE_BJ, WIDTH, C, N, W, nothing, DTYPE)
         admitted = x != float("-inf")
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
 
-        u = multiply(a, p_high, p_low, PRECISION)
+        u = product(a, p_high, p_low, PRECISION)
         if leaving_ptr is not None:
             final = tl.where(active[:, None], u, final)
         new, written = weighed(u, scale, factor, rest, admitted), own
@@ -159,10 +162,10 @@ def _forward_kernel(
         arrive(counter_ptr, PARTS)
         doubt |= doubtful(u, own & active[:, None] & admitted, low)
         taken += tl.where(active, exponent + k, 0).to(tl.int64)
-        shift = next_shift(tl.max(a, 1), shift)
+        shift = next_shift(largest(a), shift)
     if slots == v:
         for i in tl.range(last, v):
-            tl.store(part_ptr + far(i, pitch) + tile, tl.zeros((GROUP, tile_of(PART)), DTYPE), mask=own)
+            tl.store(part_ptr + far(i, pitch) + tile, tl.zeros((GROUP, N), DTYPE), mask=own)
 
     if leaving_ptr is not None:
         # nothing has been raised in the logarithms of sums
@@ -194,21 +197,6 @@ def _first(start_ptr, x_ptr, members, states, mask, start_level, level, stride_x
     start = tl.load(start_ptr + members[:, None] * C + states[None, :], mask=mask, other=float("-inf"))
     x = tl.load(at(x_ptr, members, states, stride_xm, stride_xc), mask=mask, other=float("-inf"))
     return below(start, start_level[:, None]) + below(x, level[:, None])
-
-
-@triton.jit
-def _matrix(
-    bound_ptr, bulk_ptr, states, columns, there, more,
-    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The bounds of a matrix, and its tile (states, columns)."""
-    mask = (states < C)[:, None] & there[None, :] & more
-    p = tl.load(
-        bulk_ptr + states[:, None] * STRIDE_K + columns[None, :] * STRIDE_J,
-        mask=mask,
-        other=float("-inf") if LOG_PARAMS else 0.0,
-    )
-    return tl.load(bound_ptr, mask=more, other=0), widened(p, DTYPE)
 
 
 @triton.jit
