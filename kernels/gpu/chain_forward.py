@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import launch
 from .chains import Operands, room
-from .fragments import largest, load_matrix, load_message, product, sharing
+from .fragments import largest, load_matrix, load_message, product, sharing, tile_of
 from .meeting import arrive, counter_of, take_ticket, wait, words
 from .scaled import (
     below,
@@ -46,12 +46,6 @@ GROUP = tl.constexpr(16)
 def part_of(c, parts):
     """The columns of a part; a multiple of four, so that loads of four begin where a part does."""
     return (-(-c // parts) + 3) // 4 * 4
-
-
-@triton.constexpr_function
-def tile_of(count):
-    """The length of a tile's axis for so many entries."""
-    return max(16, triton.next_power_of_2(count))
 
 
 @triton.jit(do_not_specialize=["v", "g", "m", "slots"])
@@ -80,7 +74,8 @@ def _forward_kernel(
     z, first = (group // blocks).to(tl.int64), (group % blocks).to(tl.int64) * GROUP
     sequence = z * m + first
     members = tl.arange(0, GROUP)
-    inside = members < m - first
+    rows = tl.minimum(m - first, GROUP).to(tl.int32)
+    inside = members < rows
     states = tl.arange(0, tile_of(C))
     # the part's columns, from its first on: what is known of their number makes offsets constants
     columns = tl.arange(0, N)
@@ -132,15 +127,20 @@ def _forward_kernel(
     level, x = _potentials(
         level_ptr, x_ptr, members, columns, own & (last > 1), inside & (last > 1), stride_xm, stride_xc, DTYPE
     )
+    if W > 1:
+        p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
     for i in tl.range(1, last):
         active = inside if ends_ptr is None else inside & (i < ends)
         k, low = bound >> 1, bound & 1
         exponent, scale = level + shift, power_of_two(-shift, DTYPE)[:, None]
         factor, rest = factors_of(x, level[:, None])
-        p_high, p_low = halves(linear(p, k, LOG_PARAMS), PRECISION)
+        if W > 1:
+            p_high, p_low = p, p_rest
+        else:
+            p_high, p_low = halves(linear(p, k, LOG_PARAMS), PRECISION)
         wait(counter_ptr, PARTS * i, PARTS)
         before = message_ptr + far((i - 1) % slots, pitch)
-        a = load_message(before, m - first, C, W)
+        a = load_message(before, rows, C, W)
         more = i + 1 < last
         x_ptr += tl.where(more, stride_xv, 0)
         level_ptr += tl.where(more, pitch // C, 0)
@@ -163,6 +163,8 @@ def _forward_kernel(
         doubt |= doubtful(u, own & active[:, None] & admitted, low)
         taken += tl.where(active, exponent + k, 0).to(tl.int64)
         shift = next_shift(largest(a), shift)
+        if W > 1:
+            p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
     if slots == v:
         for i in tl.range(last, v):
             tl.store(part_ptr + far(i, pitch) + tile, tl.zeros((GROUP, N), DTYPE), mask=own)
@@ -246,9 +248,10 @@ def forward(
 def constants(chain: Operands, parts: int) -> dict[str, Any]:
     """The compile-time arguments of the kernel, with its warps and stages."""
     c = chain.shape[3]
+    warps = 4 if sharing(c, chain.precision) == 4 else launch.warps(c)
     return {
         "C": c, "PARTS": parts, "LOG_PARAMS": chain.log_params, "PRECISION": chain.precision,
         "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH": max(launch.widths(chain.bulk)),
         "STRIDE_BK": chain.bulk.stride(2), "STRIDE_BJ": chain.bulk.stride(3),
-        "num_warps": launch.warps(c), "num_stages": 1,
-    }  # fmt: skip
+        "num_stages": 1,
+    } | launch.all_registers(warps)  # fmt: skip

@@ -15,8 +15,8 @@ Products that tensor cores do not do this way, IEEE and few states, are those of
 import triton
 import triton.language as tl
 
-from .scaled import multiply
-from .tiles import widened
+from .scaled import multiply, split
+from .tiles import operand, widened
 
 
 @triton.constexpr_function
@@ -26,8 +26,9 @@ def sharing(c, precision):
 
 
 @triton.constexpr_function
-def _states(c):
-    return max(16, triton.next_power_of_2(c))
+def tile_of(count):
+    """The length of a tile's axis for so many entries."""
+    return max(16, triton.next_power_of_2(count))
 
 
 @triton.jit
@@ -43,15 +44,17 @@ def _axis(SIZE: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
 
 @triton.jit
 def load_message(ptr, rows, C: tl.constexpr, W: tl.constexpr):
-    """The first `rows` of 16 rows of C states, 0 elsewhere, (W, 16, states); past the first cache."""
-    K: tl.constexpr = _states(C)
-    R: tl.constexpr = 4 if C % 4 == 0 else 1
-    h, j, r, w = _axis(2, 0, 7), _axis(K // (16 * W), 1, 7), _axis(4 // R, 2, 7), _axis(W, 3, 7)
-    member = 8 * h + _axis(8, 4, 7)
-    state = 16 * (W * j + w) + 4 * _axis(4, 5, 7) + R * r + _axis(R, 6, 7)
+    """The first `rows` of 16 rows of C states, 0 elsewhere, (W, 16, states / W) or (16, states); past the first cache."""
+    K: tl.constexpr = tile_of(C)
+    if W == 1:
+        member, state = _axis(16, 0, 2), _axis(K, 1, 2)
+    else:
+        R: tl.constexpr = 4 if C % 4 == 0 else 1
+        member = 8 * _axis(2, 0, 7) + _axis(8, 4, 7)
+        state = _state(_axis(K // (16 * W), 1, 7), _axis(W, 3, 7), _axis(4, 5, 7), R * _axis(4 // R, 2, 7) + _axis(R, 6, 7), W)
     mask = (member < rows) & (state < C)
     a = tl.load(ptr + member * C + state, mask=mask, other=0.0, cache_modifier=".cg")
-    return tl.reshape(tl.permute(a, (3, 0, 4, 1, 2, 6, 5)), (W, 16, K // W))
+    return a if W == 1 else tl.reshape(tl.permute(a, (3, 0, 4, 1, 2, 6, 5)), (W, 16, K // W))
 
 
 @triton.jit
@@ -59,41 +62,61 @@ def load_matrix(
     ptr, end, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
     W: tl.constexpr, NOTHING: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The first `end` of N columns of a matrix with C rows, NOTHING elsewhere, (W, states, columns).
+    """The first `end` of N columns of a matrix with C rows, NOTHING elsewhere, (W, states / W, columns), or without W.
 
     WIDTH entries can be loaded at once, along columns or along rows.
     """
-    K: tl.constexpr = _states(C)
+    K: tl.constexpr = tile_of(C)
     S: tl.constexpr = WIDTH if STRIDE_J == 1 else 1
     R: tl.constexpr = WIDTH if STRIDE_K == 1 and S == 1 else 1
     L: tl.constexpr = min(8, N // 4)
-    h, j, r, s = _axis(N // (4 * L), 0, 9), _axis(K // (16 * W), 1, 9), _axis(4 // R, 2, 9), _axis(4 // S, 3, 9)
-    state = 16 * (W * j + _axis(W, 4, 9)) + 4 * _axis(4, 6, 9) + R * r + _axis(R, 7, 9)
-    column = 4 * (L * h + _axis(L, 5, 9)) + S * s + _axis(S, 8, 9)
+    if W == 1:
+        state, column = _axis(K, 0, 2), _axis(N, 1, 2)
+    else:
+        r, s = R * _axis(4 // R, 2, 9) + _axis(R, 7, 9), S * _axis(4 // S, 3, 9) + _axis(S, 8, 9)
+        state = _state(_axis(K // (16 * W), 1, 9), _axis(W, 4, 9), _axis(4, 6, 9), r, W)
+        column = 4 * (L * _axis(N // (4 * L), 0, 9) + _axis(L, 5, 9)) + s
     mask = (state < C) & (column < end)
     p = tl.load(ptr + state.to(tl.int64) * STRIDE_K + column.to(tl.int64) * STRIDE_J, mask=mask, other=NOTHING)
     if W == 1:
-        return widened(tl.reshape(tl.permute(p, (4, 1, 2, 7, 6, 0, 5, 3, 8)), (K, N)), DTYPE)
+        return widened(p, DTYPE)
     else:
         return tl.reshape(tl.permute(p, (4, 1, 2, 7, 6, 0, 3, 8, 5)), (W, K // W, N)).to(DTYPE)
 
 
 @triton.jit
+def _state(j, w, q, r, W: tl.constexpr):
+    return 16 * (W * j + w) + 4 * q + r
+
+
+@triton.jit
 def product(a, high, low, PRECISION: tl.constexpr):
     """The product (16, N) of a message and a matrix in `halves`."""
-    if a.shape[0] == 1:
-        return multiply(tl.reshape(a, a.shape[1:]), high, low, PRECISION)
+    if len(a.shape) == 2:
+        return multiply(a, high, low, PRECISION)
     else:
         W: tl.constexpr = high.shape[0]
         N: tl.constexpr = high.shape[2]
         L: tl.constexpr = min(8, N // 4)
-        shares = tl.reshape(multiply(a, high, low, PRECISION), (W // 2, 2, 16, N // (4 * L), 4, L))
+        sums = tl.zeros((W, 16, N), a.dtype)
+        if PRECISION == "tf32x3":
+            a_high, a_low = split(a)
+            # what is small comes first
+            sums = tl.dot(a_low, high, sums, input_precision="tf32")
+            sums = tl.dot(a_high, low, sums, input_precision="tf32")
+            sums = tl.dot(a_high, high, sums, input_precision="tf32")
+        else:
+            sums = tl.dot(operand(a, PRECISION), high, sums, input_precision="tf32")
+        sums = tl.reshape(sums, (W // 2, 2, 16, N // (4 * L), 4, L))
         # `split` has the sums of all warps in one thread
-        even, odd = tl.split(tl.permute(shares, (0, 4, 2, 3, 5, 1)))
+        even, odd = tl.split(tl.permute(sums, (0, 4, 2, 3, 5, 1)))
         return tl.reshape(tl.permute(tl.sum(even + odd, 0), (1, 2, 3, 0)), (16, N))
 
 
 @triton.jit
 def largest(a):
     """The largest entries (16,) of a message's rows."""
-    return tl.max(tl.max(a, 2), 0)
+    if len(a.shape) == 2:
+        return tl.max(a, 1)
+    else:
+        return tl.max(tl.max(a, 2), 0)

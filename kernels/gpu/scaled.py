@@ -208,14 +208,11 @@ def halves(b, PRECISION: tl.constexpr):
 
 @triton.jit
 def multiply(a, high, low, PRECISION: tl.constexpr):
-    """The product of non-negative tiles, or of rows of tiles, the right ones in `halves`; float64 is "ieee".
+    """The product of non-negative tiles, the right one in `halves`; float64 is "ieee".
 
     "tf32x3" is as exact as float32 on tensor cores, in two chains of sums, which run side by side.
     """
-    if len(a.shape) == 3:
-        sums = tl.zeros((a.shape[0], a.shape[1], high.shape[2]), a.dtype)
-    else:
-        sums = tl.zeros((a.shape[0], high.shape[1]), a.dtype)
+    sums = tl.zeros((a.shape[0], high.shape[1]), a.dtype)
     if PRECISION == "tf32x3":
         a_high, a_low = split(a)
         cross = tl.dot(a_low, high, sums, input_precision="tf32")
