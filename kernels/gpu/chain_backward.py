@@ -22,12 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .chain_forward import GROUP, _potentials, part_of, parts_of, tile_of
+from .chain_forward import GROUP, _potentials, part_of, parts_of
 from .chain_posteriors import SHARES, exact, factor_of, finish, following, gather, publish, scale_kernel, share_of
 from .chains import Operands, room
+from .fragments import load_matrix, load_message, product, sharing, tile_of
 from .meeting import arrive, counter_of, take_ticket, wait, words
-from .scaled import halves, linear, multiply, next_shift, target
-from .tiles import at, far, multiple, multiples, widened
+from .scaled import halves, linear, next_shift, target
+from .tiles import at, far, multiple, multiples
 
 
 class Form(NamedTuple):
@@ -54,6 +55,8 @@ def _backward_kernel(
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
     PART: tl.constexpr = part_of(C, PARTS)
+    N: tl.constexpr = tile_of(PART)
+    W: tl.constexpr = sharing(C, FORM.precision)
     TOP: tl.constexpr = 2.0 ** target(DOUBLE)
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, FORM.widths[0])
     stride_bv, stride_bg = multiple(stride_bv, FORM.widths[1]), multiple(stride_bg, FORM.widths[1])
@@ -66,11 +69,11 @@ def _backward_kernel(
     z, first = (group // blocks).to(tl.int64), (group % blocks).to(tl.int64) * GROUP
     sequence = z * m + first
     members = tl.arange(0, GROUP)
-    inside = members < m - first
-    states = tl.arange(0, min(tile_of(C), 128))
-    columns = part * PART + tl.arange(0, tile_of(PART))
-    end = tl.minimum(part * PART + PART, C)
-    own = inside[:, None] & (columns < end)[None, :]
+    rows = tl.minimum(m - first, GROUP).to(tl.int32)
+    inside = members < rows
+    columns = part * PART + tl.arange(0, N)
+    end = tl.minimum(PART, C - part * PART)
+    own = inside[:, None] & (tl.arange(0, N) < end)[None, :]
     tile = members[:, None] * C + columns[None, :]
 
     pitch = g.to(tl.int64) * m * C
@@ -128,8 +131,14 @@ def _backward_kernel(
     bulk_ptr += z * stride_bg + far(i - 1, stride_bv) + far(part * PART, FORM.strides[0])
     pitch_bound = tl.where(stride_bv == 0, 0, g)
     bound_ptr += z + far(i - 1, pitch_bound)
-    p, p_rest = _matrix(bulk_ptr, states, columns, tl.where(more, end, 0), FORM, DTYPE)
+    nothing: tl.constexpr = float("-inf") if FORM.log_params else 0.0
+    # the states that others computed are the rows of what is loaded
+    p = load_matrix(
+        bulk_ptr, tl.where(more, end, 0), FORM.strides[1], FORM.strides[0], FORM.widths[1], C, N, W, nothing, DTYPE
+    )
     bound = tl.load(bound_ptr, mask=more, other=0)
+    if W > 1:
+        p, p_rest = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
     x_ptr -= tl.where(more, stride_xv, 0)
     level_ptr -= tl.where(more, pitch // C, 0)
     message_ptr -= tl.where(more, pitch, 0)
@@ -139,26 +148,27 @@ def _backward_kernel(
     while i > 0:
         i -= 1
         factor, joint_factor = factor_of(x, level + shift, a), share_of(a)
-        high, low = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
-        high_rest, low_rest = halves(linear(p_rest, bound >> 1, FORM.log_params), FORM.precision)
+        if W > 1:
+            high, low = p, p_rest
+        else:
+            high, low = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
         b_begin = 0.0 if ends_ptr is None else tl.where((i + 1 == lasting)[:, None], b_end, 0.0)
         wait(counter_ptr, arrivals, PARTS)
-        ahead, ahead_rest = _ahead(w_ptr + (i + 1) % 2 * pitch, states, members, inside, C)
+        ahead = load_message(w_ptr + (i + 1) % 2 * pitch, rows, C, W)
         more = i > 0
         x_ptr -= tl.where(more, stride_xv, 0)
         level_ptr -= tl.where(more, pitch // C, 0)
         message_ptr -= tl.where(more, pitch, 0)
         bulk_ptr -= tl.where(more, stride_bv, 0)
         bound_ptr -= tl.where(more, pitch_bound, 0)
-        p, p_rest = _matrix(bulk_ptr, states, columns, end, FORM, DTYPE)
+        p = load_matrix(bulk_ptr, end, FORM.strides[1], FORM.strides[0], FORM.widths[1], C, N, W, nothing, DTYPE)
         bound = tl.load(bound_ptr)
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
         a = tl.load(message_ptr + tile, mask=living, other=0.0)
 
-        b = multiply(ahead, high, low, FORM.precision)
-        if C > 128:
-            b += multiply(ahead_rest, high_rest, low_rest, FORM.precision)
-        b = tl.sum(b[:, :, None], 2)
+        b = product(ahead, high, low, FORM.precision)
+        if W == 1:
+            b = tl.sum(b[:, :, None], 2)
         b = tl.where((i + 1 < lasting)[:, None], b, b_begin)  # a NaN may wait in a matrix behind a sequence's end
         new_w, new_joint = b * factor, b * joint_factor
         new_share = tl.where(i < lasting, tl.sum(new_joint, 1), TOP)
@@ -176,6 +186,8 @@ def _backward_kernel(
         )  # fmt: skip
         top, shift = largest, next_shift(largest, shift)
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
+        if W > 1:
+            p, p_rest = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
     if ends_ptr is not None:  # found again: a register less in the loop
         arrivals = PARTS * tl.max(tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32))
     wait(counter_ptr, arrivals, PARTS)
@@ -187,32 +199,6 @@ def _backward_kernel(
     )  # fmt: skip
     tl.store(grad_start_ptr + tile, gamma, mask=own)
     tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
-
-
-@triton.jit
-def _matrix(bulk_ptr, states, rows, end, FORM: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows of a matrix as columns (states, rows), and the same of states that are 128 more."""
-    nothing: tl.constexpr = float("-inf") if FORM.log_params else 0.0
-    local = tl.arange(0, rows.shape[0])
-    here = at(bulk_ptr, states, local, FORM.strides[1], FORM.strides[0])
-    p = tl.load(here, mask=(states < FORM.c)[:, None] & (rows < end)[None, :], other=nothing)
-    rest = p
-    if FORM.c > 128:
-        here += 128 * FORM.strides[1]
-        rest = tl.load(here, mask=(states + 128 < FORM.c)[:, None] & (rows < end)[None, :], other=nothing)
-    return widened(p, DTYPE), widened(rest, DTYPE)
-
-
-@triton.jit
-def _ahead(w_ptr, states, members, inside, C: tl.constexpr):
-    """The message w that all parts have written, in the same two pieces."""
-    here = w_ptr + members[:, None] * C + states[None, :]
-    w = tl.load(here, mask=inside[:, None] & (states < C)[None, :], other=0.0, cache_modifier=".cg")
-    rest = w
-    if C > 128:
-        mask = inside[:, None] & (states + 128 < C)[None, :]
-        rest = tl.load(here + 128, mask=mask, other=0.0, cache_modifier=".cg")
-    return w, rest
 
 
 def parts_here(chain: Operands) -> int:
@@ -279,6 +265,6 @@ def backward(
     launch.run(
         _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
         chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
-        *strides, FORM=form, num_warps=warps, num_stages=1,
+        *strides, FORM=form, **launch.all_registers(warps), num_stages=1,
     )  # fmt: skip
     return doubt

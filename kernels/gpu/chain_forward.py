@@ -212,7 +212,7 @@ def parts_of(chain: Operands) -> int:
     """The programs that share sixteen sequences; one where they run one after the other, in the interpreter."""
     if chain.x.device.type != "cuda":
         return 1
-    wide = 32 if chain.double or launch.chip(chain.x) == "sm_80" and chain.shape[3] > 128 else 64
+    wide = 32 if chain.double else 64
     return triton.cdiv(chain.shape[3], wide)
 
 

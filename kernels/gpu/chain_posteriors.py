@@ -7,7 +7,7 @@ part, and beside them the parts' largest w.
 import triton
 import triton.language as tl
 
-from .chain_forward import tile_of
+from .fragments import tile_of
 from .scaled import exp_scaled, target
 from .tiles import at, exp, far, finite
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from logchain.kernels.gpu import chain_backward
+from logchain.kernels.gpu import chain_backward, launch
 from logchain.kernels.gpu.chain_backward import Form, warps_of
 from tests.kernels.gpu.compiled import Case
 
@@ -30,10 +30,11 @@ def case(c, wide, target, dtype=torch.float32, **options) -> Case:
     constants = {"FORM": form, "stride_xc": 1, "stride_dc": 1} | dict.fromkeys(absent)
     others = [name for name in kernel.arg_names if name not in kinds and name not in constants]
     words = [word for word, value in options.items() if value]
+    warps = warps_of(c, wide, "sm_80" if target == "sm_86" else target, double, odd)
     return Case(
         " ".join([f"c={c} parts of {wide}", KIND[dtype], precision, *words]),
         kernel, kinds | dict.fromkeys(others, "i32"), constants, (*kinds,),
-        warps_of(c, wide, "sm_80" if target == "sm_86" else target, double, odd), 1, dot=None,
+        warps, 1, dot=None, registers=launch.all_registers(warps)["maxnreg"],
         spills=6 if target == "sm_86" else 0,  # in a step of some 1,500 instructions
     )  # fmt: skip
 
