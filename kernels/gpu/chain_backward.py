@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .chain_forward import GROUP, _potentials, part_of, parts_of
+from .chain_forward import GROUP, _potentials, part_of, parts_of, warps_of
 from .chain_posteriors import SHARES, exact, factor_of, finish, following, gather, publish, scale_kernel, share_of
 from .chains import Operands, room
 from .fragments import load_matrix, load_message, product, sharing, tile_of
@@ -207,11 +207,6 @@ def parts_here(chain: Operands) -> int:
     return triton.cdiv(c, 32) if parts > 1 and c > 128 and max(launch.widths(chain.bulk)) == 1 else parts
 
 
-def warps_of(c: int, wide: int, chip: str, double: bool, odd: bool) -> int:
-    """The warps of a program that computes `wide` of c states; `odd`: entries of matrices are loaded one by one."""
-    return 8 if c > 32 and chip != "gfx942" and (wide > 32 or double or odd) else 4
-
-
 def memory(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
     """Memory for two steps of w, with shares of nu behind them, and for scales (g, m)."""
     _, g, m, c = chain.shape
@@ -261,10 +256,9 @@ def backward(
     width_x, width_grad = (launch.common_width(c, *each[:-1]) for each in (chain.x.stride(), strides))
     widths = width_x, max(launch.widths(chain.bulk)), width_grad
     form = Form(c, parts, chain.log_params, chain.precision, (chain.bulk.stride(2), chain.bulk.stride(3)), widths)
-    warps = warps_of(c, part_of(c, parts), launch.chip(chain.x), chain.double, widths[1] == 1)
     launch.run(
         _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
         chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
-        *strides, FORM=form, **launch.all_registers(warps), num_stages=1,
+        *strides, FORM=form, **launch.all_registers(warps_of(c, chain.precision)), num_stages=1,
     )  # fmt: skip
     return doubt

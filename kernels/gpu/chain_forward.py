@@ -208,6 +208,11 @@ def _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stri
     return tl.load(level_ptr + members, mask=inside, other=0), x
 
 
+def warps_of(c: int, precision: str) -> int:
+    """The warps of a program that computes a part of c states."""
+    return 4 if sharing(c, precision) == 4 else launch.warps(c)
+
+
 def parts_of(chain: Operands) -> int:
     """The programs that share sixteen sequences; one where they run one after the other, in the interpreter."""
     if chain.x.device.type != "cuda":
@@ -248,10 +253,9 @@ def forward(
 def constants(chain: Operands, parts: int) -> dict[str, Any]:
     """The compile-time arguments of the kernel, with its warps and stages."""
     c = chain.shape[3]
-    warps = 4 if sharing(c, chain.precision) == 4 else launch.warps(c)
     return {
         "C": c, "PARTS": parts, "LOG_PARAMS": chain.log_params, "PRECISION": chain.precision,
         "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH": max(launch.widths(chain.bulk)),
         "STRIDE_BK": chain.bulk.stride(2), "STRIDE_BJ": chain.bulk.stride(3),
         "num_stages": 1,
-    } | launch.all_registers(warps)  # fmt: skip
+    } | launch.all_registers(warps_of(c, chain.precision))  # fmt: skip
