@@ -52,14 +52,19 @@ def _backward_kernel(
     """One program computes a part of the states of GROUP sequences."""
     C: tl.constexpr = FORM.c
     PARTS: tl.constexpr = FORM.parts
+    LOG_PARAMS: tl.constexpr = FORM.log_params
+    PRECISION: tl.constexpr = FORM.precision
+    STRIDE_BK: tl.constexpr = FORM.strides[0]
+    STRIDE_BJ: tl.constexpr = FORM.strides[1]
+    WIDTH: tl.constexpr = FORM.widths[1]
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
     PART: tl.constexpr = part_of(C, PARTS)
     N: tl.constexpr = tile_of(PART)
-    W: tl.constexpr = sharing(C, FORM.precision)
+    W: tl.constexpr = sharing(C, PRECISION)
     TOP: tl.constexpr = 2.0 ** target(DOUBLE)
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, FORM.widths[0])
-    stride_bv, stride_bg = multiple(stride_bv, FORM.widths[1]), multiple(stride_bg, FORM.widths[1])
+    stride_bv, stride_bg = multiple(stride_bv, WIDTH), multiple(stride_bg, WIDTH)
     stride_dv, stride_dg, stride_dm = multiples(stride_dv, stride_dg, stride_dm, FORM.widths[2])
 
     ticket = take_ticket(counters_ptr)
@@ -128,17 +133,17 @@ def _backward_kernel(
                 tl.store(r_ptr + far(behind, pitch) + tile, old_w, mask=own)
 
     more = i > 0
-    bulk_ptr += z * stride_bg + far(i - 1, stride_bv) + far(part * PART, FORM.strides[0])
+    bulk_ptr += z * stride_bg + far(i - 1, stride_bv) + far(part * PART, STRIDE_BK)
     pitch_bound = tl.where(stride_bv == 0, 0, g)
     bound_ptr += z + far(i - 1, pitch_bound)
-    nothing: tl.constexpr = float("-inf") if FORM.log_params else 0.0
+    nothing: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     # the states that others computed are the rows of what is loaded
     p = load_matrix(
-        bulk_ptr, tl.where(more, end, 0), FORM.strides[1], FORM.strides[0], FORM.widths[1], C, N, W, nothing, DTYPE
+        bulk_ptr, tl.where(more, end, 0), STRIDE_BJ, STRIDE_BK, WIDTH, C, N, W, nothing, DTYPE
     )
     bound = tl.load(bound_ptr, mask=more, other=0)
     if W > 1:
-        p, p_rest = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
+        p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
     x_ptr -= tl.where(more, stride_xv, 0)
     level_ptr -= tl.where(more, pitch // C, 0)
     message_ptr -= tl.where(more, pitch, 0)
@@ -151,7 +156,7 @@ def _backward_kernel(
         if W > 1:
             high, low = p, p_rest
         else:
-            high, low = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
+            high, low = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
         b_begin = 0.0 if ends_ptr is None else tl.where((i + 1 == lasting)[:, None], b_end, 0.0)
         wait(counter_ptr, arrivals, PARTS)
         ahead = load_message(w_ptr + (i + 1) % 2 * pitch, rows, C, W)
@@ -161,12 +166,12 @@ def _backward_kernel(
         message_ptr -= tl.where(more, pitch, 0)
         bulk_ptr -= tl.where(more, stride_bv, 0)
         bound_ptr -= tl.where(more, pitch_bound, 0)
-        p = load_matrix(bulk_ptr, end, FORM.strides[1], FORM.strides[0], FORM.widths[1], C, N, W, nothing, DTYPE)
+        p = load_matrix(bulk_ptr, end, STRIDE_BJ, STRIDE_BK, WIDTH, C, N, W, nothing, DTYPE)
         bound = tl.load(bound_ptr)
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
         a = tl.load(message_ptr + tile, mask=living, other=0.0)
 
-        b = product(ahead, high, low, FORM.precision)
+        b = product(ahead, high, low, PRECISION)
         if W == 1:
             b = tl.sum(b[:, :, None], 2)
         b = tl.where((i + 1 < lasting)[:, None], b, b_begin)  # a NaN may wait in a matrix behind a sequence's end
@@ -187,7 +192,7 @@ def _backward_kernel(
         top, shift = largest, next_shift(largest, shift)
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
         if W > 1:
-            p, p_rest = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
+            p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
     if ends_ptr is not None:  # found again: a register less in the loop
         arrivals = PARTS * tl.max(tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32))
     wait(counter_ptr, arrivals, PARTS)

@@ -31,13 +31,23 @@ def tile_of(count):
     return max(16, triton.next_power_of_2(count))
 
 
+# Of axes along which nothing is contiguous, Triton gives the last ones to lanes and then to warps, before 3.7 the first.
+_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+
+
+@triton.constexpr_function
+def _place(axis, rank):
+    """Where a tile that is loaded has an axis, of which the last one is that of neighbours in memory."""
+    return rank - 2 - axis if _FIRST and axis < rank - 1 else axis
+
+
 @triton.jit
 def _axis(SIZE: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
     """0, 1, ... along one of so many axes."""
     along = tl.arange(0, SIZE)
-    for _ in tl.static_range(AXIS):
+    for _ in tl.static_range(_place(AXIS, RANK)):
         along = tl.expand_dims(along, 0)
-    for _ in tl.static_range(RANK - AXIS - 1):
+    for _ in tl.static_range(RANK - _place(AXIS, RANK) - 1):
         along = tl.expand_dims(along, -1)
     return along
 
@@ -54,7 +64,7 @@ def load_message(ptr, rows, C: tl.constexpr, W: tl.constexpr):
         state = _state(_axis(K // (16 * W), 1, 7), _axis(W, 3, 7), _axis(4, 5, 7), R * _axis(4 // R, 2, 7) + _axis(R, 6, 7), W)
     mask = (member < rows) & (state < C)
     a = tl.load(ptr + member * C + state, mask=mask, other=0.0, cache_modifier=".cg")
-    return a if W == 1 else tl.reshape(tl.permute(a, (3, 0, 4, 1, 2, 6, 5)), (W, 16, K // W))
+    return a if W == 1 else tl.reshape(tl.permute(a, (2, 5, 1, 4, 3, 6, 0) if _FIRST else (3, 0, 4, 1, 2, 6, 5)), (W, 16, K // W))
 
 
 @triton.jit
@@ -81,7 +91,7 @@ def load_matrix(
     if W == 1:
         return widened(p, DTYPE)
     else:
-        return tl.reshape(tl.permute(p, (4, 1, 2, 7, 6, 0, 3, 8, 5)), (W, K // W, N)).to(DTYPE)
+        return tl.reshape(tl.permute(p, (3, 6, 5, 0, 1, 7, 4, 8, 2) if _FIRST else (4, 1, 2, 7, 6, 0, 3, 8, 5)), (W, K // W, N)).to(DTYPE)
 
 
 @triton.jit
