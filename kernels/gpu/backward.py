@@ -4,13 +4,15 @@ Nothing waits for the device. The kernels begin at the first step of the chain: 
 the first transition matrices and the backward message of the step before are computed by `matmul` afterwards.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept
 from . import chain_backward, chain_counts, chain_exact, chain_exact_counts, chain_forward, chain_own, matmul
-from .chains import Operands
+from .chains import Operands, found_in, room
 from .forward import first_logs, kernel_of
 
 
@@ -73,7 +75,7 @@ def walk(
     """Write the gradients of x (v, g, m, c), of start (g, m, c) and of bulk (s, g, c, c)."""
     log_norm, redone = kept.log_norm.contiguous(), kept.redone.contiguous()
     r = None if grad_bulk is None or len(messages) == 1 else torch.empty_like(messages)
-    kernel = kernel_of(chain)
+    kernel, bound = kernel_of(*chain.shape[2:]), None
     # the gradient of matrices of each sequence's own is written while they are in registers
     at_once = kernel is chain_own and len(chain.bulk) == len(messages) - 1
     if at_once and r is not None:
@@ -82,7 +84,11 @@ def walk(
             grad_bulk=grad_bulk, by_log=by_log,
         )  # fmt: skip
     else:
-        backward = chain_backward.backward if kernel is chain_forward else kernel.backward
+        if kernel is chain_forward:
+            bound, level = room(chain, 0)[:2] if kept.found is None else found_in(chain, kept.found)
+            backward = partial(chain_backward.backward, bound=bound, level=level)
+        else:
+            backward = kernel.backward
         doubt = backward(
             chain, messages, redone, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, final=final
         )
@@ -95,7 +101,7 @@ def walk(
             grad_bulk.zero_()
         return
     if not at_once:
-        chain_counts.gradient(chain, messages, r, weight, marked, grad_bulk, by_log=by_log)
+        chain_counts.gradient(chain, messages, r, weight, marked, grad_bulk, by_log=by_log, bound=bound)
     chain_exact_counts.counts(chain, messages, redone, marked, r, weight, grad_bulk, by_log=by_log)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import launch
 from .chain_forward import GROUP, _potentials, part_of, parts_of, warps_of
 from .chain_posteriors import SHARES, exact, factor_of, finish, following, gather, publish, scale_kernel, share_of
-from .chains import Operands, room
+from .chains import Operands
 from .fragments import load_matrix, load_message, product, sharing, tile_of
 from .meeting import arrive, counter_of, take_ticket, wait, words
 from .scaled import halves, linear, next_shift, target
@@ -138,9 +138,7 @@ def _backward_kernel(
     bound_ptr += z + far(i - 1, pitch_bound)
     nothing: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     # the states that others computed are the rows of what is loaded
-    p = load_matrix(
-        bulk_ptr, tl.where(more, end, 0), STRIDE_BJ, STRIDE_BK, WIDTH, C, N, W, nothing, DTYPE
-    )
+    p = load_matrix(bulk_ptr, tl.where(more, end, 0), STRIDE_BJ, STRIDE_BK, WIDTH, C, N, W, nothing, DTYPE)
     bound = tl.load(bound_ptr, mask=more, other=0)
     if W > 1:
         p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
@@ -212,12 +210,32 @@ def parts_here(chain: Operands) -> int:
     return triton.cdiv(c, 32) if parts > 1 and c > 128 and max(launch.widths(chain.bulk)) == 1 else parts
 
 
-def memory(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
-    """Memory for two steps of w, with shares of nu behind them, and for scales (g, m)."""
+class Begun(NamedTuple):
+    """What a launch needs before it begins.
+
+    Memory for two steps of `w`, with shares of nu behind them; `scale` (g, m), the factors of gradients; `doubt`
+    (g, m), bool: false; `counters`: zeros.
+    """
+
+    w: Tensor
+    scale: Tensor
+    doubt: Tensor
+    counters: Tensor
+
+
+def begun(chain: Operands, parts: int, redone: Tensor, log_norm: Tensor, weight: Tensor) -> Begun:
+    """See `Begun`; the arguments are those of `backward`."""
     _, g, m, c = chain.shape
     sizes = [2 * g * m * c + 2 * SHARES.value * g * m * parts, g * m]
     w, scale = torch.empty(sum(sizes), dtype=chain.dtype, device=chain.x.device).split(sizes)
-    return w, scale
+    sizes = [-(-g * m // 4), words(g * triton.cdiv(m, GROUP.value))]
+    zeros = torch.empty(sum(sizes), dtype=torch.int32, device=chain.x.device)
+    doubt, counters = zeros.split(sizes)
+    launch.run(
+        scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, zeros, g * m, m, len(zeros),
+        *weight.stride(), BLOCK=256,
+    )  # fmt: skip
+    return Begun(w, scale, doubt.view(torch.bool)[: g * m].view(g, m), counters)
 
 
 def backward(
@@ -227,6 +245,8 @@ def backward(
     log_norm: Tensor,
     weight: Tensor,
     *,
+    bound: Tensor,
+    level: Tensor,
     grad_x: Tensor | None,
     grad_start: Tensor,
     r: Tensor | None,
@@ -242,6 +262,8 @@ def backward(
         redone: (g, m), bool, sequences whose messages are logarithms: they are left out, and zeros are written.
         log_norm: (g, m), float64. -inf is an impossible sequence, without gradient; NaN makes all gradients NaN.
         weight: (g, m) of any float type and strides; a sequence of weight 0 has gradient 0, whatever it holds.
+        bound: that of `chains.room`.
+        level: likewise.
         grad_x: memory for weight times posterior (v, g, m, c), of any float type and strides, or None.
         grad_start: memory for that of the first step (g, m, c), contiguous.
         r: memory for r (v, g, m, c), contiguous, or None. r[0] means nothing; zeros where there is no transition.
@@ -251,18 +273,13 @@ def backward(
     """
     v, g, m, c = chain.shape
     parts = parts_here(chain) if parts is None else parts
-    groups = g * triton.cdiv(m, GROUP.value)
-    bound, level, doubt, counters = room(chain, words(groups))
-    w, scale = memory(chain, parts)
-    launch.run(
-        scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, g * m, m, *weight.stride(), BLOCK=256
-    )
+    w, scale, doubt, counters = begun(chain, parts, redone, log_norm, weight)
     strides = (0, 0, 0, 0) if grad_x is None else grad_x.stride()
     width_x, width_grad = (launch.common_width(c, *each[:-1]) for each in (chain.x.stride(), strides))
     widths = width_x, max(launch.widths(chain.bulk)), width_grad
     form = Form(c, parts, chain.log_params, chain.precision, (chain.bulk.stride(2), chain.bulk.stride(3)), widths)
     launch.run(
-        _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
+        _backward_kernel, (programs or g * triton.cdiv(m, GROUP.value) * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
         chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
         *strides, FORM=form, **launch.all_registers(warps_of(c, chain.precision)), num_stages=1,
     )  # fmt: skip

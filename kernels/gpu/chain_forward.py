@@ -120,9 +120,7 @@ def _forward_kernel(
     final = tl.zeros((GROUP, N), DTYPE)
     nothing: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     bound = tl.load(bound_ptr, mask=last > 1, other=0)
-    p = load_matrix(
-        bulk_ptr, tl.where(last > 1, end, 0), STRIDE_BK, STRIDE_BJ, WIDTH, C, N, W, nothing, DTYPE
-    )
+    p = load_matrix(bulk_ptr, tl.where(last > 1, end, 0), STRIDE_BK, STRIDE_BJ, WIDTH, C, N, W, nothing, DTYPE)
     level_ptr += pitch // C
     level, x = _potentials(
         level_ptr, x_ptr, members, columns, own & (last > 1), inside & (last > 1), stride_xm, stride_xc, DTYPE
@@ -228,6 +226,7 @@ def forward(
     leaving: Tensor | None = None,
     error: Tensor | None = None,
     *,
+    found: Tensor | None = None,
     parts: int | None = None,
     programs: int | None = None,
 ) -> Tensor:
@@ -235,13 +234,14 @@ def forward(
 
     `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
     end. `leaving` (g, m, c), contiguous, receives the last messages as logarithms up to a constant, exact to rounding
-    where messages may have been raised. `error` (g, m) receives the rounding errors of the log-partitions. `parts`
-    share sixteen sequences; `programs` are started, for a test that starts one at a time.
+    where messages may have been raised. `error` (g, m) receives the rounding errors of the log-partitions. `found`:
+    memory for what `chain_backward` needs too, see `chains.room`. `parts` share sixteen sequences; `programs` are
+    started, for a test that starts one at a time.
     """
     v, g, m, c = chain.shape
     parts = parts_of(chain) if parts is None else parts
     groups = g * triton.cdiv(m, GROUP.value)
-    bound, level, doubt, counters = room(chain, words(groups))
+    bound, level, doubt, counters = room(chain, words(groups), found=found)
     launch.run(
         _forward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, chain.start, chain.ends,
         messages, log_norm, error, leaving, doubt, counters, v, g, m, len(messages), *chain.strides[:6],

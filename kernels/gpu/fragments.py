@@ -61,10 +61,16 @@ def load_message(ptr, rows, C: tl.constexpr, W: tl.constexpr):
     else:
         R: tl.constexpr = 4 if C % 4 == 0 else 1
         member = 8 * _axis(2, 0, 7) + _axis(8, 4, 7)
-        state = _state(_axis(K // (16 * W), 1, 7), _axis(W, 3, 7), _axis(4, 5, 7), R * _axis(4 // R, 2, 7) + _axis(R, 6, 7), W)
+        state = _state(
+            _axis(K // (16 * W), 1, 7), _axis(W, 3, 7), _axis(4, 5, 7), R * _axis(4 // R, 2, 7) + _axis(R, 6, 7), W
+        )
     mask = (member < rows) & (state < C)
     a = tl.load(ptr + member * C + state, mask=mask, other=0.0, cache_modifier=".cg")
-    return a if W == 1 else tl.reshape(tl.permute(a, (2, 5, 1, 4, 3, 6, 0) if _FIRST else (3, 0, 4, 1, 2, 6, 5)), (W, 16, K // W))
+    return (
+        a
+        if W == 1
+        else tl.reshape(tl.permute(a, (2, 5, 1, 4, 3, 6, 0) if _FIRST else (3, 0, 4, 1, 2, 6, 5)), (W, 16, K // W))
+    )
 
 
 @triton.jit
@@ -91,7 +97,9 @@ def load_matrix(
     if W == 1:
         return widened(p, DTYPE)
     else:
-        return tl.reshape(tl.permute(p, (3, 6, 5, 0, 1, 7, 4, 8, 2) if _FIRST else (4, 1, 2, 7, 6, 0, 3, 8, 5)), (W, K // W, N)).to(DTYPE)
+        return tl.reshape(
+            tl.permute(p, (3, 6, 5, 0, 1, 7, 4, 8, 2) if _FIRST else (4, 1, 2, 7, 6, 0, 3, 8, 5)), (W, K // W, N)
+        ).to(DTYPE)
 
 
 @triton.jit

@@ -64,23 +64,23 @@ def run(chain, weight=None, final=None, *, grad_x=None, parts=1, redone=None, ch
         grad_start, r = torch.empty(g, m, c, dtype=chain.dtype), torch.empty(v, g, m, c, dtype=chain.dtype)
         redone = doubt if redone is None else redone
 
+        bound, level = chains.room(chain, 0)[:2]
+
         def launch(programs=None):
             return chain_backward.backward(
-                chain, messages, redone, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, final=final,
-                parts=parts, programs=programs,
+                chain, messages, redone, log_norm, weight, bound=bound, level=level, grad_x=grad_x,
+                grad_start=grad_start, r=r, final=final, parts=parts, programs=programs,
             )  # fmt: skip
 
         if parts == 1:
             doubt = doubt | launch()
         else:
-            ready = chains.room(chain, chain_backward.words(g * -(-m // 16)))
-            memory = chain_backward.memory(chain, parts)
-            shared([*ready, *memory, grad_x, grad_start, r])
+            begun = chain_backward.begun(chain, parts, redone, log_norm, weight)
+            shared([*begun, grad_x, grad_start, r])
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(chain_backward, "room", lambda *_: ready)
-                patch.setattr(chain_backward, "memory", lambda *_: memory)
+                patch.setattr(chain_backward, "begun", lambda *_: begun)
                 together(g * -(-m // 16) * parts, lambda: launch(programs=1))
-            doubt = doubt | ready.doubt
+            doubt = doubt | begun.doubt
     return Found(chain, messages, log_norm, weight, grad_x, grad_start, r, doubt)
 
 
@@ -295,6 +295,8 @@ def test_nothing_but_the_first_gradient(device):
         plain.doubt,
         plain.log_norm,
         plain.weight,
+        bound=chains.room(chain, 0).bound,
+        level=chains.room(chain, 0).level,
         grad_x=None,
         grad_start=grad_start,
         r=None,
