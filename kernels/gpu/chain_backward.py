@@ -279,8 +279,8 @@ def backward(
     widths = width_x, max(launch.widths(chain.bulk)), width_grad
     form = Form(c, parts, chain.log_params, chain.precision, (chain.bulk.stride(2), chain.bulk.stride(3)), widths)
     launch.run(
-        _backward_kernel, (programs or g * triton.cdiv(m, GROUP.value) * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
-        chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
+        _backward_kernel, (programs or g * triton.cdiv(m, GROUP.value) * parts,), chain.x, chain.bulk, bound, level,
+        messages, scale, final, chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
         *strides, FORM=form, **launch.all_registers(warps_of(c, chain.precision)), num_stages=1,
     )  # fmt: skip
     return doubt

@@ -31,8 +31,8 @@ class Saved(NamedTuple):
     """The log-partition [*B] in float64, and what the gradient needs besides the operands.
 
     Sequential: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `following` the
-    `found` of `kernels.message.Kept`, or nothing. Chunked: see `schedules.chunked`. Tree: `messages` between pieces, see
-    `autograd.tree_operators`; the other two are empty.
+    `found` of `kernels.message.Kept`, or nothing. Chunked: see `schedules.chunked`. Tree: `messages` between pieces,
+    see `autograd.tree_operators`; the other two are empty.
     """
 
     log_norm: Tensor

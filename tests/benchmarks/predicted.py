@@ -6,9 +6,9 @@ the instructions of a step, its outermost loop around the hottest one, are turne
     step = waiting + message + max(issue, tensor, MUFU, shared, L2)   time = rounds (steps step + once) / clock + launch
 
 or the time that the tensors take through memory, where that is longer. `waiting` is for the programs that a step meets,
-less the instructions between a program's arrival and its wait; `message` a load that all else depends on, and barriers; `once` all
-instructions outside of the loop. The others are clocks of one multiprocessor for all programs that it has at a time;
-programs beyond those are another round. Lanes behind the end of a tile load nothing.
+less the instructions between a program's arrival and its wait; `message` a load that all else depends on, and
+barriers; `once` all instructions outside of the loop. The others are clocks of one multiprocessor for all programs that
+it has at a time; programs beyond those are another round. What a mask leaves out of tiles is not loaded, see `Turns`.
 
 Rows of workloads that are no longer among `workloads` stay as they are: what was before, at their commit.
 

@@ -36,18 +36,16 @@ def case(c, wide, target, dtype=torch.float32, **options) -> Case:
         " ".join([f"c={c} parts of {wide}", KIND[dtype], precision, *words]),
         kernel, kinds | dict.fromkeys(others, "i32"), constants, (*kinds,),
         warps, 1, dot=None, registers=launch.all_registers(warps)["maxnreg"],
-        spills=6 if target == "sm_86" else 0,  # in a step of some 1,500 instructions
+        spills=3 if target == "sm_80" else 0,  # in a step of some 1,000 instructions
     )  # fmt: skip
 
 
 def cases(target: str) -> list[Case]:
-    wide = 64
     return [
-        case(200, wide, target),
-        case(200, wide, target, ends=True),
-        case(200, wide, target, log_params=True, final=True, ends=True),
+        case(200, 64, target),
+        case(200, 64, target, ends=True),
+        case(200, 64, target, log_params=True, final=True, ends=True),
         case(199, 32, target, odd=True, ends=True),
-        case(199, 64, target, odd=True, ends=True),
         case(128, 64, target, ends=True),
         case(64, 64, target, ends=True, log_params=True),
         case(16, 64, target, ends=True, final=True),
