@@ -170,7 +170,7 @@ def _backward_kernel(
         a = tl.load(message_ptr + tile, mask=living, other=0.0)
 
         b = product(ahead, high, low, PRECISION)
-        if W == 1:
+        if W == 1:  # a sum of one term: what follows need not be laid out as the product is
             b = tl.sum(b[:, :, None], 2)
         b = tl.where((i + 1 < lasting)[:, None], b, b_begin)  # a NaN may wait in a matrix behind a sequence's end
         new_w, new_joint = b * factor, b * joint_factor

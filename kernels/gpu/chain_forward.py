@@ -7,9 +7,9 @@ nothing.
 
 Cost: g m (v - 1) c^2 multiply-adds and v dependent steps. Sixteen sequences are a group, which PARTS programs share:
 each has some columns of every matrix, loads whole messages, and writes its part of them. The matrix and x of the next
-step are loaded while this step's sums are formed; what one step waits for of the one before is a meeting, the load of
-the message, the product, and one multiplication. Messages pass through memory: that in which they are kept, or two
-slots in turn.
+step are loaded while this step's sums are formed, and halved while programs meet; what one step waits for of the one
+before is a meeting, the load of the message, the product, and one multiplication. Messages pass through memory: that in
+which they are kept, or two slots in turn.
 """
 
 from typing import Any
@@ -161,7 +161,7 @@ def _forward_kernel(
         doubt |= doubtful(u, own & active[:, None] & admitted, low)
         taken += tl.where(active, exponent + k, 0).to(tl.int64)
         shift = next_shift(largest(a), shift)
-        if W > 1:
+        if W > 1:  # while others arrive; there are no registers for halves beside those that are multiplied
             p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
     if slots == v:
         for i in tl.range(last, v):
