@@ -87,6 +87,13 @@ def new_messages(chain: Any, steps: int) -> Tensor:
     return messages if chain.v == steps else messages.zero_()
 
 
+def found_size(x: Tensor, matrices: int, g: int, m: int) -> int:
+    """The length of `found`, see `kernels.message.Kept`, for x `[*B, v, c]` and so many matrices in each of g sets."""
+    v, c = x.shape[-2:]
+    size: int = _load("gpu.forward").found_size(v, g, m, c, matrices) if on_gpu(x) else 0
+    return size
+
+
 def message_kernels(tensor: Tensor) -> ModuleType:
     """The module of `messages`, forward and backward, see `kernels.plain.messages`."""
     return _module("messages", tensor)

@@ -32,13 +32,15 @@ class Kept(NamedTuple):
 
     `log_norm` (g, m), float64: log-partitions. `messages` (v, g, m, c): forward messages, each up to a factor.
     `redone` (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear. `entered`:
-    `messages` (v + 1, g, m, c) begins with the message that entered, which on a GPU is always in logarithms.
+    `messages` (v + 1, g, m, c) begins with the message that entered, which on a GPU is always in logarithms. `found`,
+    int32: bounds of matrices and levels of x, see `gpu.chains`, which `backward` would look for again; or None.
     """
 
     log_norm: Tensor
     messages: Tensor
     redone: Tensor
     entered: bool = False
+    found: Tensor | None = None
 
     def logs(self, steps: int | slice) -> Tensor:
         """The messages of `steps` as float64 logarithms (..., g, m, c), each up to an additive constant."""

@@ -4,6 +4,8 @@ Nothing waits for the device. The kernels begin at the first step of the chain: 
 the first transition matrices and the backward message of the step before are computed by `matmul` afterwards.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from ..chain import Chain
 from ..message import Kept
 from ..plain.forward import transitions
 from . import chain_backward, chain_counts, chain_exact, chain_exact_counts, chain_forward, chain_own, matmul
-from .chains import Operands
+from .chains import Operands, found_in, room
 from .forward import kernel_of
 
 
@@ -76,7 +78,7 @@ def walk(
     counted = grad_bulk is not None and len(messages) > 1
     r = torch.empty_like(messages) if counted else None
     exponent = torch.empty(messages.shape[:3], dtype=torch.int32, device=messages.device) if counted else None
-    kernel = kernel_of(chain)
+    kernel, bound = kernel_of(*chain.shape[2:]), None
     # the gradient of matrices of each sequence's own is written while they are in registers
     at_once = kernel is chain_own and len(chain.bulk) == len(messages) - 1
     if at_once and r is not None:
@@ -85,7 +87,11 @@ def walk(
             grad_bulk=grad_bulk, by_log=by_log,
         )  # fmt: skip
     else:
-        backward = chain_backward.backward if kernel is chain_forward else kernel.backward
+        if kernel is chain_forward:
+            bound, level = room(chain, 0)[:2] if kept.found is None else found_in(chain, kept.found)
+            backward = partial(chain_backward.backward, bound=bound, level=level)
+        else:
+            backward = kernel.backward
         doubt = backward(
             chain, messages, redone, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, final=final
         )
@@ -99,7 +105,7 @@ def walk(
             grad_bulk.zero_()
         return
     if not at_once:
-        chain_counts.gradient(chain, messages, r, weight, marked, grad_bulk, by_log=by_log)
+        chain_counts.gradient(chain, messages, r, weight, marked, grad_bulk, by_log=by_log, bound=bound)
     chain_exact_counts.counts(chain, messages, redone, marked, r, exponent, weight, grad_bulk, by_log=by_log)
 
 

@@ -22,12 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .chain_forward import GROUP, _potentials, part_of, parts_of, tile_of
+from .chain_forward import GROUP, _potentials, part_of, parts_of, warps_of
 from .chain_posteriors import SHARES, exact, factor_of, finish, following, gather, publish, scale_kernel, share_of
-from .chains import Operands, room
+from .chains import Operands
+from .fragments import load_matrix, load_message, product, sharing, tile_of
 from .meeting import arrive, counter_of, take_ticket, wait, words
-from .scaled import halves, linear, multiply, next_shift, target
-from .tiles import at, far, multiple, multiples, widened
+from .scaled import halves, linear, next_shift, target
+from .tiles import at, far, multiple, multiples
 
 
 class Form(NamedTuple):
@@ -51,12 +52,19 @@ def _backward_kernel(
     """One program computes a part of the states of GROUP sequences."""
     C: tl.constexpr = FORM.c
     PARTS: tl.constexpr = FORM.parts
+    LOG_PARAMS: tl.constexpr = FORM.log_params
+    PRECISION: tl.constexpr = FORM.precision
+    STRIDE_BK: tl.constexpr = FORM.strides[0]
+    STRIDE_BJ: tl.constexpr = FORM.strides[1]
+    WIDTH: tl.constexpr = FORM.widths[1]
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
     PART: tl.constexpr = part_of(C, PARTS)
+    N: tl.constexpr = tile_of(PART)
+    W: tl.constexpr = sharing(C, PRECISION)
     TOP: tl.constexpr = 2.0 ** target(DOUBLE)
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, FORM.widths[0])
-    stride_bv, stride_bg = multiple(stride_bv, FORM.widths[1]), multiple(stride_bg, FORM.widths[1])
+    stride_bv, stride_bg = multiple(stride_bv, WIDTH), multiple(stride_bg, WIDTH)
     stride_dv, stride_dg, stride_dm = multiples(stride_dv, stride_dg, stride_dm, FORM.widths[2])
 
     ticket = take_ticket(counters_ptr)
@@ -66,11 +74,11 @@ def _backward_kernel(
     z, first = (group // blocks).to(tl.int64), (group % blocks).to(tl.int64) * GROUP
     sequence = z * m + first
     members = tl.arange(0, GROUP)
-    inside = members < m - first
-    states = tl.arange(0, min(tile_of(C), 128))
-    columns = part * PART + tl.arange(0, tile_of(PART))
-    end = tl.minimum(part * PART + PART, C)
-    own = inside[:, None] & (columns < end)[None, :]
+    rows = tl.minimum(m - first, GROUP).to(tl.int32)
+    inside = members < rows
+    columns = part * PART + tl.arange(0, N)
+    end = tl.minimum(PART, C - part * PART)
+    own = inside[:, None] & (tl.arange(0, N) < end)[None, :]
     tile = members[:, None] * C + columns[None, :]
 
     pitch = g.to(tl.int64) * m * C
@@ -125,11 +133,15 @@ def _backward_kernel(
                 tl.store(r_ptr + far(behind, pitch) + tile, old_w, mask=own)
 
     more = i > 0
-    bulk_ptr += z * stride_bg + far(i - 1, stride_bv) + far(part * PART, FORM.strides[0])
+    bulk_ptr += z * stride_bg + far(i - 1, stride_bv) + far(part * PART, STRIDE_BK)
     pitch_bound = tl.where(stride_bv == 0, 0, g)
     bound_ptr += z + far(i - 1, pitch_bound)
-    p, p_rest = _matrix(bulk_ptr, states, columns, tl.where(more, end, 0), FORM, DTYPE)
+    nothing: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
+    # the states that others computed are the rows of what is loaded
+    p = load_matrix(bulk_ptr, tl.where(more, end, 0), STRIDE_BJ, STRIDE_BK, WIDTH, C, N, W, nothing, DTYPE)
     bound = tl.load(bound_ptr, mask=more, other=0)
+    if W > 1:
+        p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
     x_ptr -= tl.where(more, stride_xv, 0)
     level_ptr -= tl.where(more, pitch // C, 0)
     message_ptr -= tl.where(more, pitch, 0)
@@ -139,26 +151,27 @@ def _backward_kernel(
     while i > 0:
         i -= 1
         factor, joint_factor = factor_of(x, level + shift, a), share_of(a)
-        high, low = halves(linear(p, bound >> 1, FORM.log_params), FORM.precision)
-        high_rest, low_rest = halves(linear(p_rest, bound >> 1, FORM.log_params), FORM.precision)
+        if W > 1:
+            high, low = p, p_rest
+        else:
+            high, low = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
         b_begin = 0.0 if ends_ptr is None else tl.where((i + 1 == lasting)[:, None], b_end, 0.0)
         wait(counter_ptr, arrivals, PARTS)
-        ahead, ahead_rest = _ahead(w_ptr + (i + 1) % 2 * pitch, states, members, inside, C)
+        ahead = load_message(w_ptr + (i + 1) % 2 * pitch, rows, C, W)
         more = i > 0
         x_ptr -= tl.where(more, stride_xv, 0)
         level_ptr -= tl.where(more, pitch // C, 0)
         message_ptr -= tl.where(more, pitch, 0)
         bulk_ptr -= tl.where(more, stride_bv, 0)
         bound_ptr -= tl.where(more, pitch_bound, 0)
-        p, p_rest = _matrix(bulk_ptr, states, columns, end, FORM, DTYPE)
+        p = load_matrix(bulk_ptr, end, STRIDE_BJ, STRIDE_BK, WIDTH, C, N, W, nothing, DTYPE)
         bound = tl.load(bound_ptr)
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
         a = tl.load(message_ptr + tile, mask=living, other=0.0)
 
-        b = multiply(ahead, high, low, FORM.precision)
-        if C > 128:
-            b += multiply(ahead_rest, high_rest, low_rest, FORM.precision)
-        b = tl.sum(b[:, :, None], 2)
+        b = product(ahead, high, low, PRECISION)
+        if W == 1:  # a sum of one term: what follows need not be laid out as the product is
+            b = tl.sum(b[:, :, None], 2)
         b = tl.where((i + 1 < lasting)[:, None], b, b_begin)  # a NaN may wait in a matrix behind a sequence's end
         new_w, new_joint = b * factor, b * joint_factor
         new_share = tl.where(i < lasting, tl.sum(new_joint, 1), TOP)
@@ -176,6 +189,8 @@ def _backward_kernel(
         )  # fmt: skip
         top, shift = largest, next_shift(largest, shift)
         joint, share, largest, old_w, w = new_joint, new_share, new_largest, w, new_w
+        if W > 1:
+            p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
     if ends_ptr is not None:  # found again: a register less in the loop
         arrivals = PARTS * tl.max(tl.load(ends_ptr + sequence + members, mask=inside, other=1).to(tl.int32))
     wait(counter_ptr, arrivals, PARTS)
@@ -189,49 +204,38 @@ def _backward_kernel(
     tl.store(doubt_ptr + sequence + members, tl.full((GROUP,), 1, tl.int8), mask=inside & lost)
 
 
-@triton.jit
-def _matrix(bulk_ptr, states, rows, end, FORM: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows of a matrix as columns (states, rows), and the same of states that are 128 more."""
-    nothing: tl.constexpr = float("-inf") if FORM.log_params else 0.0
-    local = tl.arange(0, rows.shape[0])
-    here = at(bulk_ptr, states, local, FORM.strides[1], FORM.strides[0])
-    p = tl.load(here, mask=(states < FORM.c)[:, None] & (rows < end)[None, :], other=nothing)
-    rest = p
-    if FORM.c > 128:
-        here += 128 * FORM.strides[1]
-        rest = tl.load(here, mask=(states + 128 < FORM.c)[:, None] & (rows < end)[None, :], other=nothing)
-    return widened(p, DTYPE), widened(rest, DTYPE)
-
-
-@triton.jit
-def _ahead(w_ptr, states, members, inside, C: tl.constexpr):
-    """The message w that all parts have written, in the same two pieces."""
-    here = w_ptr + members[:, None] * C + states[None, :]
-    w = tl.load(here, mask=inside[:, None] & (states < C)[None, :], other=0.0, cache_modifier=".cg")
-    rest = w
-    if C > 128:
-        mask = inside[:, None] & (states + 128 < C)[None, :]
-        rest = tl.load(here + 128, mask=mask, other=0.0, cache_modifier=".cg")
-    return w, rest
-
-
 def parts_here(chain: Operands) -> int:
     """The parts of `chain_forward`, narrower where entries of wide matrices are loaded one by one."""
     parts, c = parts_of(chain), chain.shape[3]
     return triton.cdiv(c, 32) if parts > 1 and c > 128 and max(launch.widths(chain.bulk)) == 1 else parts
 
 
-def warps_of(c: int, wide: int, chip: str, double: bool, odd: bool) -> int:
-    """The warps of a program that computes `wide` of c states; `odd`: entries of matrices are loaded one by one."""
-    return 8 if c > 32 and chip != "gfx942" and (wide > 32 or double or odd) else 4
+class Begun(NamedTuple):
+    """What a launch needs before it begins.
+
+    Memory for two steps of `w`, with shares of nu behind them; `scale` (g, m), the factors of gradients; `doubt`
+    (g, m), bool: false; `counters`: zeros.
+    """
+
+    w: Tensor
+    scale: Tensor
+    doubt: Tensor
+    counters: Tensor
 
 
-def memory(chain: Operands, parts: int) -> tuple[Tensor, Tensor]:
-    """Memory for two steps of w, with shares of nu behind them, and for scales (g, m)."""
+def begun(chain: Operands, parts: int, redone: Tensor, log_norm: Tensor, weight: Tensor) -> Begun:
+    """See `Begun`; the arguments are those of `backward`."""
     _, g, m, c = chain.shape
     sizes = [2 * g * m * c + 2 * SHARES.value * g * m * parts, g * m]
     w, scale = torch.empty(sum(sizes), dtype=chain.dtype, device=chain.x.device).split(sizes)
-    return w, scale
+    sizes = [-(-g * m // 4), words(g * triton.cdiv(m, GROUP.value))]
+    zeros = torch.empty(sum(sizes), dtype=torch.int32, device=chain.x.device)
+    doubt, counters = zeros.split(sizes)
+    launch.run(
+        scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, zeros, g * m, m, len(zeros),
+        *weight.stride(), BLOCK=256,
+    )  # fmt: skip
+    return Begun(w, scale, doubt.view(torch.bool)[: g * m].view(g, m), counters)
 
 
 def backward(
@@ -241,6 +245,8 @@ def backward(
     log_norm: Tensor,
     weight: Tensor,
     *,
+    bound: Tensor,
+    level: Tensor,
     grad_x: Tensor | None,
     grad_start: Tensor,
     r: Tensor | None,
@@ -256,6 +262,8 @@ def backward(
         redone: (g, m), bool, sequences whose messages are logarithms: they are left out, and zeros are written.
         log_norm: (g, m), float64. -inf is an impossible sequence, without gradient; NaN makes all gradients NaN.
         weight: (g, m) of any float type and strides; a sequence of weight 0 has gradient 0, whatever it holds.
+        bound: that of `chains.room`.
+        level: likewise.
         grad_x: memory for weight times posterior (v, g, m, c), of any float type and strides, or None.
         grad_start: memory for that of the first step (g, m, c), contiguous.
         r: memory for r (v, g, m, c), contiguous, or None. r[0] means nothing; zeros where there is no transition.
@@ -265,20 +273,14 @@ def backward(
     """
     v, g, m, c = chain.shape
     parts = parts_here(chain) if parts is None else parts
-    groups = g * triton.cdiv(m, GROUP.value)
-    bound, level, doubt, counters = room(chain, words(groups))
-    w, scale = memory(chain, parts)
-    launch.run(
-        scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, g * m, m, *weight.stride(), BLOCK=256
-    )
+    w, scale, doubt, counters = begun(chain, parts, redone, log_norm, weight)
     strides = (0, 0, 0, 0) if grad_x is None else grad_x.stride()
     width_x, width_grad = (launch.common_width(c, *each[:-1]) for each in (chain.x.stride(), strides))
     widths = width_x, max(launch.widths(chain.bulk)), width_grad
     form = Form(c, parts, chain.log_params, chain.precision, (chain.bulk.stride(2), chain.bulk.stride(3)), widths)
-    warps = warps_of(c, part_of(c, parts), launch.chip(chain.x), chain.double, widths[1] == 1)
     launch.run(
-        _backward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, messages, scale, final,
-        chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
-        *strides, FORM=form, num_warps=warps, num_stages=1,
+        _backward_kernel, (programs or g * triton.cdiv(m, GROUP.value) * parts,), chain.x, chain.bulk, bound, level,
+        messages, scale, final, chain.ends, grad_x, grad_start, r, w, doubt, counters, v, g, m, *chain.strides[:6],
+        *strides, FORM=form, **launch.all_registers(warps_of(c, chain.precision)), num_stages=1,
     )  # fmt: skip
     return doubt

@@ -7,9 +7,9 @@ nothing.
 
 Cost: g m (v - 1) c^2 multiply-adds and v dependent steps. Sixteen sequences are a group, which PARTS programs share:
 each has some columns of every matrix, loads whole messages, and writes its part of them. The matrix and x of the next
-step are loaded while this step's sums are formed; what one step waits for of the one before is a meeting, the load of
-the message, the product, and one multiplication. Messages pass through memory: that in which they are kept, or two
-slots in turn.
+step are loaded while this step's sums are formed, and halved while programs meet; what one step waits for of the one
+before is a meeting, the load of the message, the product, and one multiplication. Messages pass through memory: that in
+which they are kept, or two slots in turn.
 """
 
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import launch
 from .chains import Operands, room
+from .fragments import largest, load_matrix, load_message, product, sharing, tile_of
 from .meeting import arrive, counter_of, take_ticket, wait, words
 from .scaled import (
     below,
@@ -29,14 +30,13 @@ from .scaled import (
     level_of,
     linear,
     log_scaled,
-    multiply,
     next_shift,
     power_of_two,
     started,
     target,
     weighed,
 )
-from .tiles import at, far, log, multiple, multiples, widened
+from .tiles import at, far, log, multiple, multiples
 
 # sequences of a group
 GROUP = tl.constexpr(16)
@@ -46,12 +46,6 @@ GROUP = tl.constexpr(16)
 def part_of(c, parts):
     """The columns of a part; a multiple of four, so that loads of four begin where a part does."""
     return (-(-c // parts) + 3) // 4 * 4
-
-
-@triton.constexpr_function
-def tile_of(count):
-    """The length of a tile's axis for so many entries."""
-    return max(16, triton.next_power_of_2(count))
 
 
 @triton.jit(do_not_specialize=["v", "g", "m", "slots"])
@@ -67,6 +61,8 @@ def _forward_kernel(
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     DOUBLE: tl.constexpr = DTYPE == tl.float64
     PART: tl.constexpr = part_of(C, PARTS)
+    N: tl.constexpr = tile_of(PART)
+    W: tl.constexpr = sharing(C, PRECISION)
     stride_xv, stride_xg, stride_xm = multiples(stride_xv, stride_xg, stride_xm, WIDTH_X)
     stride_bv, stride_bg = multiple(stride_bv, WIDTH), multiple(stride_bg, WIDTH)
     stride_kv = tl.where(stride_bv == 0, 0, g)
@@ -78,12 +74,13 @@ def _forward_kernel(
     z, first = (group // blocks).to(tl.int64), (group % blocks).to(tl.int64) * GROUP
     sequence = z * m + first
     members = tl.arange(0, GROUP)
-    inside = members < m - first
+    rows = tl.minimum(m - first, GROUP).to(tl.int32)
+    inside = members < rows
     states = tl.arange(0, tile_of(C))
     # the part's columns, from its first on: what is known of their number makes offsets constants
-    columns = tl.arange(0, tile_of(PART))
-    there = columns < tl.minimum(PART, C - part * PART)
-    own = inside[:, None] & there[None, :]
+    columns = tl.arange(0, N)
+    end = tl.minimum(PART, C - part * PART)
+    own = inside[:, None] & (columns < end)[None, :]
     whole = inside[:, None] & (states < C)[None, :]
     tile = members[:, None] * C + columns[None, :]
 
@@ -120,35 +117,39 @@ def _forward_kernel(
 
     first_x_ptr, first_level_ptr = x_ptr, level_ptr
     x_ptr += stride_xv
-    final = tl.zeros((GROUP, tile_of(PART)), DTYPE)
-    bound, p = _matrix(
-        bound_ptr, bulk_ptr, states, columns, there, last > 1, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE
-    )
+    final = tl.zeros((GROUP, N), DTYPE)
+    nothing: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
+    bound = tl.load(bound_ptr, mask=last > 1, other=0)
+    p = load_matrix(bulk_ptr, tl.where(last > 1, end, 0), STRIDE_BK, STRIDE_BJ, WIDTH, C, N, W, nothing, DTYPE)
     level_ptr += pitch // C
     level, x = _potentials(
         level_ptr, x_ptr, members, columns, own & (last > 1), inside & (last > 1), stride_xm, stride_xc, DTYPE
     )
+    if W > 1:
+        p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
     for i in tl.range(1, last):
         active = inside if ends_ptr is None else inside & (i < ends)
         k, low = bound >> 1, bound & 1
         exponent, scale = level + shift, power_of_two(-shift, DTYPE)[:, None]
         factor, rest = factors_of(x, level[:, None])
-        p_high, p_low = halves(linear(p, k, LOG_PARAMS), PRECISION)
+        if W > 1:
+            p_high, p_low = p, p_rest
+        else:
+            p_high, p_low = halves(linear(p, k, LOG_PARAMS), PRECISION)
         wait(counter_ptr, PARTS * i, PARTS)
         before = message_ptr + far((i - 1) % slots, pitch)
-        a = tl.load(before + members[:, None] * C + states[None, :], mask=whole, other=0.0, cache_modifier=".cg")
+        a = load_message(before, rows, C, W)
         more = i + 1 < last
         x_ptr += tl.where(more, stride_xv, 0)
         level_ptr += tl.where(more, pitch // C, 0)
         bulk_ptr += tl.where(more, stride_bv, 0)
         bound_ptr += tl.where(more, stride_kv, 0)
-        bound, p = _matrix(
-            bound_ptr, bulk_ptr, states, columns, there, True, STRIDE_BK, STRIDE_BJ, C, LOG_PARAMS, DTYPE
-        )
+        bound = tl.load(bound_ptr)
+        p = load_matrix(bulk_ptr, end, STRIDE_BK, STRIDE_BJ, WIDTH, C, N, W, nothing, DTYPE)
         admitted = x != float("-inf")
         level, x = _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE)
 
-        u = multiply(a, p_high, p_low, PRECISION)
+        u = product(a, p_high, p_low, PRECISION)
         if leaving_ptr is not None:
             final = tl.where(active[:, None], u, final)
         new, written = weighed(u, scale, factor, rest, admitted), own
@@ -159,10 +160,12 @@ def _forward_kernel(
         arrive(counter_ptr, PARTS)
         doubt |= doubtful(u, own & active[:, None] & admitted, low)
         taken += tl.where(active, exponent + k, 0).to(tl.int64)
-        shift = next_shift(tl.max(a, 1), shift)
+        shift = next_shift(largest(a), shift)
+        if W > 1:  # while others arrive; there are no registers for halves beside those that are multiplied
+            p, p_rest = halves(linear(p, bound >> 1, LOG_PARAMS), PRECISION)
     if slots == v:
         for i in tl.range(last, v):
-            tl.store(part_ptr + far(i, pitch) + tile, tl.zeros((GROUP, tile_of(PART)), DTYPE), mask=own)
+            tl.store(part_ptr + far(i, pitch) + tile, tl.zeros((GROUP, N), DTYPE), mask=own)
 
     if leaving_ptr is not None:
         # nothing has been raised in the logarithms of sums
@@ -197,32 +200,22 @@ def _first(start_ptr, x_ptr, members, states, mask, start_level, level, stride_x
 
 
 @triton.jit
-def _matrix(
-    bound_ptr, bulk_ptr, states, columns, there, more,
-    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The bounds of a matrix, and its tile (states, columns)."""
-    mask = (states < C)[:, None] & there[None, :] & more
-    p = tl.load(
-        bulk_ptr + states[:, None] * STRIDE_K + columns[None, :] * STRIDE_J,
-        mask=mask,
-        other=float("-inf") if LOG_PARAMS else 0.0,
-    )
-    return tl.load(bound_ptr, mask=more, other=0), widened(p, DTYPE)
-
-
-@triton.jit
 def _potentials(level_ptr, x_ptr, members, columns, own, inside, stride_xm, stride_xc, DTYPE: tl.constexpr):
     """The levels of x, and the part's columns."""
     x = tl.load(at(x_ptr, members, columns, stride_xm, stride_xc), mask=own, other=float("-inf")).to(DTYPE)
     return tl.load(level_ptr + members, mask=inside, other=0), x
 
 
+def warps_of(c: int, precision: str) -> int:
+    """The warps of a program that computes a part of c states."""
+    return 4 if sharing(c, precision) == 4 else launch.warps(c)
+
+
 def parts_of(chain: Operands) -> int:
     """The programs that share sixteen sequences; one where they run one after the other, in the interpreter."""
     if chain.x.device.type != "cuda":
         return 1
-    wide = 32 if chain.double or launch.chip(chain.x) == "sm_80" and chain.shape[3] > 128 else 64
+    wide = 32 if chain.double else 64
     return triton.cdiv(chain.shape[3], wide)
 
 
@@ -233,6 +226,7 @@ def forward(
     leaving: Tensor | None = None,
     error: Tensor | None = None,
     *,
+    found: Tensor | None = None,
     parts: int | None = None,
     programs: int | None = None,
 ) -> Tensor:
@@ -240,13 +234,14 @@ def forward(
 
     `messages` (v or min(v, 2), g, m, c), contiguous: with v slots all messages are kept, and are 0 after a sequence's
     end. `leaving` (g, m, c), contiguous, receives the last messages as logarithms up to a constant, exact to rounding
-    where messages may have been raised. `error` (g, m) receives the rounding errors of the log-partitions. `parts`
-    share sixteen sequences; `programs` are started, for a test that starts one at a time.
+    where messages may have been raised. `error` (g, m) receives the rounding errors of the log-partitions. `found`:
+    memory for what `chain_backward` needs too, see `chains.room`. `parts` share sixteen sequences; `programs` are
+    started, for a test that starts one at a time.
     """
     v, g, m, c = chain.shape
     parts = parts_of(chain) if parts is None else parts
     groups = g * triton.cdiv(m, GROUP.value)
-    bound, level, doubt, counters = room(chain, words(groups))
+    bound, level, doubt, counters = room(chain, words(groups), found=found)
     launch.run(
         _forward_kernel, (programs or groups * parts,), chain.x, chain.bulk, bound, level, chain.start, chain.ends,
         messages, log_norm, error, leaving, doubt, counters, v, g, m, len(messages), *chain.strides[:6],
@@ -262,5 +257,5 @@ def constants(chain: Operands, parts: int) -> dict[str, Any]:
         "C": c, "PARTS": parts, "LOG_PARAMS": chain.log_params, "PRECISION": chain.precision,
         "WIDTH_X": launch.common_width(c, *chain.x.stride()[:-1]), "WIDTH": max(launch.widths(chain.bulk)),
         "STRIDE_BK": chain.bulk.stride(2), "STRIDE_BJ": chain.bulk.stride(3),
-        "num_warps": launch.warps(c), "num_stages": 1,
-    }  # fmt: skip
+        "num_stages": 1,
+    } | launch.all_registers(warps_of(c, chain.precision))  # fmt: skip

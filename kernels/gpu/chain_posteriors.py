@@ -7,7 +7,7 @@ part, and beside them the parts' largest w.
 import triton
 import triton.language as tl
 
-from .chain_forward import tile_of
+from .fragments import tile_of
 from .scaled import exp_scaled, target
 from .tiles import at, exp, far, finite
 
@@ -99,9 +99,15 @@ def following(
     return exp(tl.where(below > 0.0, 0.0, below))
 
 
-@triton.jit(do_not_specialize=["count", "m", "stride_g", "stride_m"])
-def scale_kernel(weight_ptr, log_norm_ptr, redone_ptr, scale_ptr, count, m, stride_g, stride_m, BLOCK: tl.constexpr):
-    """The factors of gradients: NaN for a log-partition that is, 0 for -inf and for sequences that are left out."""
+@triton.jit(do_not_specialize=["count", "m", "cleared", "stride_g", "stride_m"])
+def scale_kernel(
+    weight_ptr, log_norm_ptr, redone_ptr, scale_ptr, room_ptr, count, m, cleared, stride_g, stride_m,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The factors of gradients: NaN for a log-partition that is, 0 for -inf and for sequences that are left out.
+
+    So many int32 words of zeros are written too.
+    """
     sequence = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = sequence < count
     weight = tl.load(weight_ptr + sequence // m * stride_g + sequence % m * stride_m, mask=inside, other=0.0)
@@ -110,3 +116,6 @@ def scale_kernel(weight_ptr, log_norm_ptr, redone_ptr, scale_ptr, count, m, stri
     weight = weight.to(scale_ptr.dtype.element_ty)
     scale = tl.where((log_norm == log_norm) | (weight == 0.0), weight, float("nan"))
     tl.store(scale_ptr + sequence, tl.where((redone != 0) | (log_norm == float("-inf")), 0.0, scale), mask=inside)
+    for first in tl.range(tl.program_id(0) * BLOCK, cleared, tl.num_programs(0) * BLOCK):
+        words = first + tl.arange(0, BLOCK)
+        tl.store(room_ptr + words, tl.zeros((BLOCK,), tl.int32), mask=words < cleared)

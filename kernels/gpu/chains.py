@@ -116,22 +116,34 @@ def _bound(
     tl.store(bound_ptr, 2 * k + is_low(lowest, k, LOG_PARAMS).to(tl.int32))
 
 
-def room(chain: Operands, counters: int, *, bulk: Tensor | None = None) -> Room:
+def found_in(chain: Operands, found: Tensor) -> tuple[Tensor, Tensor]:
+    """`bound` and `level`, see `Room`, which lie in memory one behind the other."""
+    v, g, m, _ = chain.shape
+    bound, level = found.split([len(chain.bulk) * g, v * g * m])
+    return bound.view(-1, g), level.view(v, g, m)
+
+
+def room(chain: Operands, counters: int, *, bulk: Tensor | None = None, found: Tensor | None = None) -> Room:
     """The bounds of all matrices, the levels of x, no doubt, and so many int32 counters of 0; not for empty chains.
 
-    `bulk` (any, g, rows, c): matrices, or rows of them, whose bounds are found instead; there may be none.
+    `bulk` (any, g, rows, c): matrices, or rows of them, whose bounds are found instead; there may be none. `found`:
+    memory for bounds, and levels behind them, that outlives the rest.
     """
     v, g, m, c = chain.shape
     assert chain.start.is_contiguous() and (chain.ends is None or chain.ends.is_contiguous())
     bulk = chain.bulk if bulk is None else bulk
     matrices, rows, marks = len(bulk) * g, v * g * m, -(-g * m // 4)
-    memory = torch.empty(matrices + rows + marks + counters, dtype=torch.int32, device=chain.x.device)
-    bound, level, doubt, counted = memory.split([matrices, rows, marks, counters])
+    sizes = [matrices, rows, marks, counters]
+    memory = torch.empty(sum(sizes[2 * (found is not None) :]), dtype=torch.int32, device=chain.x.device)
+    if found is None:
+        bound, level, doubt, counted = memory.split(sizes)
+    else:
+        (bound, level), (doubt, counted) = found.split(sizes[:2]), memory.split(sizes[2:])
     block_j = min(256, triton.next_power_of_2(c))
     block_k = max(1, 2048 // block_j)
     launch.run(
         _prepare_kernel, (matrices + triton.cdiv(rows, block_k),), bulk, chain.x, bound, level,
-        memory[matrices + rows :], matrices, g, rows, m, marks + counters, *bulk.stride(), *chain.x.stride(),
+        memory[-(marks + counters) :], matrices, g, rows, m, marks + counters, *bulk.stride(), *chain.x.stride(),
         C=c, ROWS=bulk.shape[2], LOG_PARAMS=chain.log_params, DTYPE=launch.arithmetic(chain.dtype),
         BLOCK_K=block_k, BLOCK_J=block_j, num_warps=4,
     )  # fmt: skip

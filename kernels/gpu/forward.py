@@ -41,14 +41,17 @@ def forward(
     log_norm = torch.empty(g, m, dtype=torch.float64, device=chain.x.device)
     messages = chain.new(min(v, 2), g, m, c) if keep is None else keep[int(entering is not None) :][:v]
     doubt = torch.zeros(g, m, dtype=torch.bool, device=chain.x.device)
-    leaving, error = None, torch.zeros_like(log_norm) if leave else None
+    leaving, error, found = None, torch.zeros_like(log_norm) if leave else None, None
     if log_norm.numel():
-        kernel = kernel_of(operands)
+        kernel, options = kernel_of(m, c), {}
+        size = found_size(*operands.shape, len(operands.bulk)) if keep is not None else 0
+        if size:
+            found = options["found"] = torch.empty(size, dtype=torch.int32, device=chain.x.device)
         if leave and keep is None and kernel is not chain_own:
             leaving = chain.new(g, m, c)
             doubt = kernel.forward(operands, messages, log_norm, leaving, error)
         else:
-            doubt = kernel.forward(operands, messages, log_norm, error=error)
+            doubt = kernel.forward(operands, messages, log_norm, error=error, **options)
             if leave:  # what follows may ask for a state of the last step whose message was raised
                 last, least = last_message(operands, messages), floor(operands.double)
                 doubt |= ((last > 0) & (last <= least)).any(-1)
@@ -58,7 +61,7 @@ def forward(
     if chain.ends is not None and entering is None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     whole = log_norm if entering is None else log_norm + top[..., 0] + entering.scale[0]
-    kept = Kept(whole, chain.new(0) if keep is None else keep, doubt, entering is not None)
+    kept = Kept(whole, chain.new(0) if keep is None else keep, doubt, entering is not None, found)
     if error is None:
         return kept, None
     last = last_message(operands, messages)
@@ -83,9 +86,13 @@ def last_message(chain: Operands, messages: Tensor) -> Tensor:
     return messages.gather(0, at[None, ..., None].expand(1, g, m, c))[0]
 
 
-def kernel_of(operands: Operands) -> ModuleType:
+def found_size(v: int, g: int, m: int, c: int, matrices: int) -> int:
+    """The length of the `found` of `Kept`, with so many matrices in each set."""
+    return (matrices + v * m) * g if kernel_of(m, c) is chain_forward else 0
+
+
+def kernel_of(m: int, c: int) -> ModuleType:
     """The module whose kernels fit the chains: matrices of each sequence's own, or shared ones by their size."""
-    _, _, m, c = operands.shape
     if m == 1:
         return chain_own
     return chain_forward if c <= (_WIDE if c % 4 == 0 else _ODD) else chain_wide

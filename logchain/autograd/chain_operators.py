@@ -30,9 +30,9 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Saved(NamedTuple):
     """The log-partition [*B] in float64, and what the gradient needs besides the operands.
 
-    Sequential: forward `messages` (v, g, m, c), an empty `following`, and which sequences were `redone` exactly (g, m),
-    or on a GPU the number of sums that were. Chunked: see `schedules.chunked`. Tree: `messages` between pieces, see
-    `autograd.tree_operators`; the other two are empty.
+    Sequential: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `following` the
+    `found` of `kernels.message.Kept`, or nothing. Chunked: see `schedules.chunked`. Tree: `messages` between pieces,
+    see `autograd.tree_operators`; the other two are empty.
     """
 
     log_norm: Tensor
@@ -61,9 +61,9 @@ def _forward(
         return saved._replace(log_norm=_in_order(layout, saved.log_norm))
     layout, chain = chain_of(*operands)
     memory = kernels.new_messages(chain, x.shape[-2]) if keep else None
-    log_norm, messages, redone, _ = kernels.chain_kernels(x).forward(chain, keep=memory)[0]
+    log_norm, messages, redone, _, found = kernels.chain_kernels(x).forward(chain, keep=memory)[0]
     report_chains(redone)
-    return Saved(_in_order(layout, log_norm), messages, messages.new_empty(0), redone)
+    return Saved(_in_order(layout, log_norm), messages, messages.new_empty(0) if found is None else found, redone)
 
 
 def _in_order(layout: Layout, log_norm: Tensor) -> Tensor:
@@ -125,7 +125,9 @@ def _kept_shapes(
         following = x.new_empty(between, dtype=torch.float64)
         return Saved(log_norm, x.new_empty(inside, dtype=dtype), following, x.new_empty(marks, dtype=torch.bool))
     messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
-    return Saved(log_norm, messages, messages.new_empty(0), x.new_empty((g, m), dtype=torch.bool))
+    found = kernels.found_size(x, bulk.shape[-3] if v > 1 else 0, g, m) if keep else 0
+    following = x.new_empty(found, dtype=torch.int32) if found else messages.new_empty(0)
+    return Saved(log_norm, messages, following, x.new_empty((g, m), dtype=torch.bool))
 
 
 def _backward(grad: Tensor, *args: Any) -> Gradients:
@@ -167,7 +169,8 @@ def _gradients(
     if in_segments:
         start = chunked.backward(chain, segments, saved, weight, into_x, into_bulk)
     else:
-        residuals = Kept(saved.log_norm, saved.messages, saved.redone)
+        found = saved.following if saved.following.numel() else None
+        residuals = Kept(saved.log_norm, saved.messages, saved.redone, found=found)
         start = kernels.chain_kernels(x).backward(chain, residuals, weight, None, into_x, into_bulk)
     if wide is not grad_bulk:
         grad_bulk.copy_(wide)

@@ -6,9 +6,9 @@ the instructions of a step, its outermost loop around the hottest one, are turne
     step = waiting + message + max(issue, tensor, MUFU, shared, L2)   time = rounds (steps step + once) / clock + launch
 
 or the time that the tensors take through memory, where that is longer. `waiting` is for the programs that a step meets,
-less the instructions of the step before that; `message` a load that all else depends on, and barriers; `once` all
-instructions outside of the loop. The others are clocks of one multiprocessor for all programs that it has at a time;
-programs beyond those are another round.
+less the instructions between a program's arrival and its wait; `message` a load that all else depends on, and
+barriers; `once` all instructions outside of the loop. The others are clocks of one multiprocessor for all programs that
+it has at a time; programs beyond those are another round. What a mask leaves out of tiles is not loaded, see `Turns`.
 
 Rows of workloads that are no longer among `workloads` stay as they are: what was before, at their commit.
 
@@ -85,13 +85,15 @@ class Predicted(NamedTuple):
 class Turns(NamedTuple):
     """How often a program goes through a kernel's outermost loop, and each time through the hottest one in it.
 
-    `loads`: how many loads of a step wait for each other and for what the last step stored. No steps: the kernel
-    returns at once, as where nothing is to be done again.
+    `loads`: how many loads of a step wait for each other and for what the last step stored. `tiles`: the bytes that a
+    program loads in a step as parts of tiles, if its tiles are larger. No steps: the kernel returns at once, as where
+    nothing is to be done again.
     """
 
     steps: float
     inner: int = 1
     loads: int = 0
+    tiles: float = 0.0
 
 
 Modelled = dict[str, Turns | Callable[[dict], Turns]]
@@ -102,21 +104,31 @@ def workloads() -> dict[str, tuple[list[Callable[[], None]], Modelled]]:
 
     A kernel that is not among these, and has no product, takes as long as its tensors take through memory.
     """
-    from logchain.kernels.gpu import chain_backward, chain_forward, chain_own, chain_wide
+    from logchain.kernels.gpu import chain_own, chain_wide
     from tests.kernels.gpu import calls
 
     v, m = 40, 500
-    step, wide = Turns(v - 1, 1, 1), lambda known: Turns(v - 1, -(-known["L"].c // known["L"].depth), 1)
-    meeting: Modelled = {"chain_forward_forward": step, "chain_backward_backward": step, "chain_wide_step": wide}
-    meeting["chain_counts_product"] = lambda known: Turns(-(-m // known["BLOCK_M"]))
+    wide = lambda known: Turns(v - 1, -(-known["L"].c // known["L"].depth), 1)  # noqa: E731
+    meeting: Modelled = {"chain_wide_step": wide}
+
+    def part(c: int, parts: int, own: int) -> Turns:
+        """Steps that load a part of a matrix, whole messages, and so many tiles of the part's columns."""
+        return Turns(v - 1, 1, 1, 4 * (c * c / parts + 16 * c + own * 16 * c / parts))
+
+    def counts(known: dict) -> Turns:
+        c, terms = known["C"], known["BLOCK_M"]
+        return Turns(-(-m // terms), 1, 0, 4 * terms * sum(c / -(-c // known[f"BLOCK_{axis}"]) for axis in "KJ"))
+
+    meeting["chain_forward_forward"] = lambda known: part(known["C"], known["PARTS"], 1)
+    meeting["chain_backward_backward"] = lambda known: part(known["FORM"].c, known["FORM"].parts, 2)
+    meeting["chain_counts_product"] = counts
     meeting |= {"chain_wide_first": Turns(0), "chain_wide_last": Turns(0)}  # which read and write one step
+    # which find nothing to do
+    meeting |= dict.fromkeys(["chain_exact_forward", "chain_exact_backward", "chain_exact_counts_counts"], Turns(0))
     found = {}
     for c in (64, 200, 256):
-        found[f"n=500 v=40 c={c}, forward"] = [partial(calls.forward, chain_forward, v, m, c)], meeting
-    gradients = [partial(calls.backward, chain_backward, v, m, 200), partial(calls.counts, v, m, 200)]
-    found["n=500 v=40 c=200, forward, backward and counts"] = (
-        [partial(calls.forward, chain_forward, v, m, 200), *gradients], meeting,
-    )  # fmt: skip
+        found[f"n=500 v=40 c={c}, forward"] = [partial(calls.log_norm, v, m, c)], meeting
+    found["n=500 v=40 c=200, forward, backward and counts"] = [partial(calls.gradients, v, m, 200)], meeting
     for c in (512, 1024):
         found[f"n=500 v=40 c={c}, forward"] = [partial(calls.forward, chain_wide, v, m, c)], meeting
     own: Modelled = {"own_forward_forward": Turns(v - 1)}
@@ -166,6 +178,8 @@ def predict(workload: str, case, report, turns: Turns | None) -> Predicted:
     mufu = count("MUFU") * 32 * threads / of["MUFU a clock"]
     shared = moved(r"(?:LDSM?|STSM?|LDGSTS)\b") * threads / of["shared memory, bytes a clock"]
     loaded = moved(r"(?:LDG|LDGSTS)\b") * threads
+    if turns and turns.tiles:
+        loaded = turns.tiles * resident + moved(r"(?:LDG|LDGSTS)\b(?!.*\.128)") * threads
     everywhere = loaded * min(grid, places) / resident / of["L2, bytes a clock"]
     l2 = max(loaded / of["L2 to a multiprocessor, bytes a clock"], everywhere)
 

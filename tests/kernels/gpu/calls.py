@@ -2,12 +2,16 @@
 
 import torch
 
+from logchain.kernels.chain import Chain
+from logchain.kernels.gpu import backward as gpu_backward
 from logchain.kernels.gpu import (
+    chain_backward,
     chain_counts,
     chain_long,
     chains,
     log_matmul,
 )
+from logchain.kernels.gpu import forward as gpu_forward
 
 F32, F64 = torch.float32, torch.float64
 
@@ -38,11 +42,29 @@ def backward(module, v: int, m: int, c: int, **options) -> None:
     """All gradients but those of matrices, with what counts need, by `chain_backward` or `chain_wide_backward`."""
     operands = chain(v, m, c, **options)
     sizes, sequences, kept = operands.x.shape, operands.x.shape[1:3], {"dtype": operands.dtype}
+    found = chains.room(operands, 0)[:2] if module is chain_backward else ()
     module.backward(
         operands, _new(*sizes, **kept), _new(*sequences, dtype=torch.bool), _new(*sequences, dtype=F64),
         _new(*sequences), grad_x=_new(*sequences, v, c, **kept).permute(2, 0, 1, 3),
         grad_start=_new(*sizes[1:], **kept), r=_new(*sizes, **kept), final=None,
+        **dict(zip(("bound", "level"), found, strict=False)),
     )  # fmt: skip
+
+
+def _public(v: int, m: int, c: int) -> Chain:
+    return Chain(_new(m, v, c).permute(1, 0, 2), _new(v - 1, c, c), _new(1, c), None, False, F32)
+
+
+def log_norm(v: int, m: int, c: int) -> None:
+    """The log-partitions, by all kernels that `logchain` launches for them."""
+    gpu_forward.forward(_public(v, m, c))
+
+
+def gradients(v: int, m: int, c: int) -> None:
+    """Log-partitions and all gradients, likewise."""
+    chain = _public(v, m, c)
+    kept, _ = gpu_forward.forward(chain, keep=_new(v, 1, m, c))
+    gpu_backward.backward(chain, kept, _new(1, m), None, _new(m, v, c).permute(1, 0, 2), _new(v - 1, c, c))
 
 
 def counts(v: int, m: int, c: int, **options) -> None:

@@ -71,7 +71,7 @@ class Report:
     dot: bool = False
     grid: tuple[int, ...] = ()
     bytes: int = 0
-    before: int = 0  # instructions of a step before the first loop that waits for another program
+    before: int = 0  # instructions of a step between an arrival and the loop that waits for those of other programs
     loops: list[dict[str, int]] = field(default_factory=list)  # operations of the hottest loop, and of those around it
     error: str = ""
 

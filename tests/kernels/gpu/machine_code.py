@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 TENSOR = r"U?[DHQI]G?MMA\b|UTC\w*MMA\b|v_s?mfma_"
 SPILL = r"STL\b|LDL\b|scratch_(?:load|store)_"
 
+# by what a program tells others that it has come so far
+_ARRIVAL = r"REDG?\b|ATOMG?\b|global_atomic_"
+
 # shorter loops wait for another program
 _SHORT = 24
 
@@ -27,7 +30,7 @@ class Loop:
     first: int
     last: int
     operations: dict[str, int] = field(default_factory=dict)
-    before: int = 0  # instructions before the first loop that waits for another program
+    before: int = 0  # instructions between an arrival and the loop that waits for those of other programs
 
     @property
     def instructions(self) -> int:
@@ -78,9 +81,20 @@ def _loops(names: list[str], branches: list[tuple[int, int]]) -> list[Loop]:
     found = [Loop(0, len(names) - 1, dict(Counter(names)))]
     for first, last in sorted(ends.items()):
         if first not in short:
-            wait = min((place for place in short if first <= place <= last), default=first)
-            found.append(Loop(first, last, dict(Counter(names[first : last + 1])), wait - first))
+            found.append(Loop(first, last, dict(Counter(names[first : last + 1])), _before(names, first, last, short)))
     return found
+
+
+def _before(names: list[str], first: int, last: int, short: set[int]) -> int:
+    """The instructions of a loop that stand before its first wait and behind the arrival, around the loop's end."""
+    wait = min((place for place in short if first <= place <= last), default=None)
+    if wait is None:
+        return 0
+    arrivals = [place for place in range(first, last + 1) if re.match(_ARRIVAL, names[place])]
+    ahead = [place for place in arrivals if place < wait]
+    if ahead:
+        return wait - ahead[-1] - 1
+    return wait - first + (last - arrivals[-1] if arrivals else 0)
 
 
 def _tensor(names: list[str]) -> bool:

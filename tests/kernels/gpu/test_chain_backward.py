@@ -10,10 +10,15 @@ from tests.contract import TENSOR_CORES, gradient_bound, poisoned_memory
 
 chain_backward = pytest.importorskip("logchain.kernels.gpu.chain_backward")
 
+from logchain import kernels as devices  # noqa: E402
+from logchain.autograd import chain_operators  # noqa: E402
+from logchain.autograd.operator import IMPLEMENTATIONS  # noqa: E402
 from logchain.kernels.gpu import chain_counts, chains  # noqa: E402
 from logchain.kernels.gpu.chain_forward import forward  # noqa: E402
 from logchain.kernels.gpu.chains import Operands  # noqa: E402
+from tests.kernels.gpu import calls  # noqa: E402
 from tests.kernels.gpu.processes import shared, together  # noqa: E402
+from tests.kernels.gpu.recorded import on  # noqa: E402
 
 INF = float("inf")
 F32, F64 = torch.float32, torch.float64
@@ -64,23 +69,23 @@ def run(chain, weight=None, final=None, *, grad_x=None, parts=1, redone=None, ch
         grad_start, r = torch.empty(g, m, c, dtype=chain.dtype), torch.empty(v, g, m, c, dtype=chain.dtype)
         redone = doubt if redone is None else redone
 
+        bound, level = chains.room(chain, 0)[:2]
+
         def launch(programs=None):
             return chain_backward.backward(
-                chain, messages, redone, log_norm, weight, grad_x=grad_x, grad_start=grad_start, r=r, final=final,
-                parts=parts, programs=programs,
+                chain, messages, redone, log_norm, weight, bound=bound, level=level, grad_x=grad_x,
+                grad_start=grad_start, r=r, final=final, parts=parts, programs=programs,
             )  # fmt: skip
 
         if parts == 1:
             doubt = doubt | launch()
         else:
-            ready = chains.room(chain, chain_backward.words(g * -(-m // 16)))
-            memory = chain_backward.memory(chain, parts)
-            shared([*ready, *memory, grad_x, grad_start, r])
+            begun = chain_backward.begun(chain, parts, redone, log_norm, weight)
+            shared([*begun, grad_x, grad_start, r])
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(chain_backward, "room", lambda *_: ready)
-                patch.setattr(chain_backward, "memory", lambda *_: memory)
+                patch.setattr(chain_backward, "begun", lambda *_: begun)
                 together(g * -(-m // 16) * parts, lambda: launch(programs=1))
-            doubt = doubt | ready.doubt
+            doubt = doubt | begun.doubt
     return Found(chain, messages, log_norm, weight, grad_x, grad_start, r, doubt)
 
 
@@ -295,6 +300,8 @@ def test_nothing_but_the_first_gradient(device):
         plain.doubt,
         plain.log_norm,
         plain.weight,
+        bound=chains.room(chain, 0).bound,
+        level=chains.room(chain, 0).level,
         grad_x=None,
         grad_start=grad_start,
         r=None,
@@ -323,3 +330,36 @@ def test_the_gradient_of_matrices(device, s):
     counts = truth(chain, found.weight)[2].sum(2)
     counts = counts.sum(0, keepdim=True) if s == 1 else counts
     torch.testing.assert_close(out, counts.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_matrices_are_looked_at_once():
+    """Of all launches of a log-partition with gradients one finds bounds, for all others."""
+    with on("sm_90") as launches:
+        calls.gradients(4, 20, 40)
+    names = [launched[0].fn.__name__ for launched, _ in launches]
+    assert names == [
+        "_prepare_kernel", "_forward_kernel", "_forward_kernel",
+        "scale_kernel", "_backward_kernel", "_backward_kernel",
+        "_product_kernel", "_counts_kernel",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [None, [3, 1]])
+@pytest.mark.parametrize(("n", "v", "each"), [(2, 4, False), (2, 1, False), (1, 3, False), (2, 3, True)])
+def test_what_is_kept_has_the_shapes_that_compilers_are_told(device, monkeypatch, n, v, each, lengths):
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
+    x, p0 = torch.randn(n, v, 5, device=device), torch.rand(5, device=device)
+    bulk = torch.rand((n,) * each + (max(v - 1, 1), 5, 5), device=device)
+    ends = None if lengths is None else torch.tensor(lengths[:n], device=device).clamp(max=v)
+    arguments = x, bulk, p0, ends, False, True, 1
+    kept, told = IMPLEMENTATIONS["log_norm"](*arguments), chain_operators._kept_shapes(*arguments)
+    assert [(one.shape, one.dtype) for one in kept] == [(one.shape, one.dtype) for one in told]
+    assert bool(kept[2].numel()) == (n > 1 and not each)
+    # whoever does not have it finds the same
+    weight = torch.rand(n, device=device)
+    options = False, False, True, True, True, 1
+    gradients = [
+        IMPLEMENTATIONS["log_norm_backward"](weight, x, bulk, p0, ends, *saved, *options)
+        for saved in (kept, (*kept[:2], x.new_empty(0), kept[3]))
+    ]
+    assert all(map(torch.equal, *gradients))

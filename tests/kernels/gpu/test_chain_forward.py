@@ -48,7 +48,7 @@ def run(chain: chains.Operands, *, keep: bool = True, parts: int | None = None):
     ready = chains.room(chain, chain_forward.words(groups))
     shared([messages, log_norm, *ready])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chain_forward, "room", lambda *_: ready)
+        patch.setattr(chain_forward, "room", lambda *_, **__: ready)
         together(groups * parts, lambda: chain_forward.forward(chain, messages, log_norm, parts=parts, programs=1))
     return log_norm, ready.doubt, messages
 

@@ -17,15 +17,11 @@ pytest.importorskip("triton")
 
 # the most loads and stores of spilled registers in a loop, where no other tile takes fewer instructions
 EXCEPTIONS = {
-    # a warp has all of sixteen messages, in halves, whatever the width of its part of the matrix
-    ("chain_forward", "sm_80"): {"chain_forward_forward c=200 log_params=True lengths=True": 10},
-    ("chain_forward", "sm_86"): {
-        "chain_forward_forward c=200": 2,
-        "chain_forward_forward c=256": 2,
-        "chain_forward_forward c=200 log_params=True lengths=True": 2,
+    # of some 1,000 instructions a step; parts of half the width spill nothing, and make twice as many programs meet
+    ("chain_backward", "sm_80"): {
+        "c=200 parts of 64 fp32 tf32x3 ends": 3,
+        "c=200 parts of 64 fp32 tf32x3 log_params final ends": 3,
     },
-    # eight warps spill nothing, and take 9,264 instructions a step instead of 6,324
-    ("chain_backward", "sm_86"): {"c=200 parts of 32 fp32 tf32x3 ends": 6},
 }
 
 

@@ -25,6 +25,11 @@ def test_loops_of_a_step_with_a_wait_and_a_loop_in_it():
     found = [kernel, outer, product]
     assert machine_code.hottest(found) == [product, outer]
     assert machine_code.in_loops(found, SPILL) == 2
+    arrival = "@P3 REDG.E.ADD.STRONG.GPU [R4.64], R3"
+    lines[34] = arrival  # and 8 instructions are behind it
+    assert machine_code.sass(sass(lines))[1].before == 18
+    lines[10] = arrival
+    assert machine_code.sass(sass(lines))[1].before == 2
 
 
 def test_a_loop_without_products_does_not_hide_the_step_around_it():
