@@ -226,11 +226,11 @@ class Begun(NamedTuple):
 def begun(chain: Operands, parts: int, redone: Tensor, log_norm: Tensor, weight: Tensor) -> Begun:
     """See `Begun`; the arguments are those of `backward`."""
     _, g, m, c = chain.shape
-    sizes = [2 * g * m * c + 2 * SHARES.value * g * m * parts, g * m]
-    w, scale = torch.empty(sum(sizes), dtype=chain.dtype, device=chain.x.device).split(sizes)
-    sizes = [-(-g * m // 4), words(g * triton.cdiv(m, GROUP.value))]
-    zeros = torch.empty(sum(sizes), dtype=torch.int32, device=chain.x.device)
-    doubt, counters = zeros.split(sizes)
+    sizes = 2 * g * m * c + 2 * SHARES.value * g * m * parts, g * m
+    w, scale = launch.parts(chain.x.new_empty(launch.whole(*sizes), dtype=chain.dtype), *sizes)
+    sizes = -(-g * m // 4), words(g * triton.cdiv(m, GROUP.value))
+    zeros = chain.x.new_empty(launch.whole(*sizes), dtype=torch.int32)
+    doubt, counters = launch.parts(zeros, *sizes)
     launch.run(
         scale_kernel, (triton.cdiv(g * m, 256),), weight, log_norm, redone, scale, zeros, g * m, m, len(zeros),
         *weight.stride(), BLOCK=256,

@@ -119,7 +119,7 @@ def _bound(
 def found_in(chain: Operands, found: Tensor) -> tuple[Tensor, Tensor]:
     """`bound` and `level`, see `Room`, which lie in memory one behind the other."""
     v, g, m, _ = chain.shape
-    bound, level = found.split([len(chain.bulk) * g, v * g * m])
+    bound, level = launch.parts(found, len(chain.bulk) * g, v * g * m)
     return bound.view(-1, g), level.view(v, g, m)
 
 
@@ -133,17 +133,16 @@ def room(chain: Operands, counters: int, *, bulk: Tensor | None = None, found: T
     assert chain.start.is_contiguous() and (chain.ends is None or chain.ends.is_contiguous())
     bulk = chain.bulk if bulk is None else bulk
     matrices, rows, marks = len(bulk) * g, v * g * m, -(-g * m // 4)
-    sizes = [matrices, rows, marks, counters]
-    memory = torch.empty(sum(sizes[2 * (found is not None) :]), dtype=torch.int32, device=chain.x.device)
-    if found is None:
-        bound, level, doubt, counted = memory.split(sizes)
-    else:
-        (bound, level), (doubt, counted) = found.split(sizes[:2]), memory.split(sizes[2:])
+    sizes = [launch.whole(matrices, rows), launch.whole(marks, counters)]
+    memory = torch.empty(sum(sizes[found is not None :]), dtype=torch.int32, device=chain.x.device)
+    found, zeros = memory.split(sizes) if found is None else (found, memory)
+    bound, level = launch.parts(found, matrices, rows)
+    doubt, counted = launch.parts(zeros, marks, counters)
     block_j = min(256, triton.next_power_of_2(c))
     block_k = max(1, 2048 // block_j)
     launch.run(
         _prepare_kernel, (matrices + triton.cdiv(rows, block_k),), bulk, chain.x, bound, level,
-        memory[-(marks + counters) :], matrices, g, rows, m, marks + counters, *bulk.stride(), *chain.x.stride(),
+        zeros, matrices, g, rows, m, len(zeros), *bulk.stride(), *chain.x.stride(),
         C=c, ROWS=bulk.shape[2], LOG_PARAMS=chain.log_params, DTYPE=launch.arithmetic(chain.dtype),
         BLOCK_K=block_k, BLOCK_J=block_j, num_warps=4,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from ..chain import Chain
 from ..message import Kept, Message, leaving_message, normalised
 from ..numbers import exact_sum
 from ..plain.forward import transitions
-from . import chain_exact, chain_forward, chain_own, chain_wide
+from . import chain_exact, chain_forward, chain_own, chain_wide, launch
 from .chains import Operands
 from .matmul import forward as log_matmul
 from .scaled import floor
@@ -88,7 +88,7 @@ def last_message(chain: Operands, messages: Tensor) -> Tensor:
 
 def found_size(v: int, g: int, m: int, c: int, matrices: int) -> int:
     """The length of the `found` of `Kept`, with so many matrices in each set."""
-    return (matrices + v * m) * g if kernel_of(m, c) is chain_forward else 0
+    return launch.whole(matrices * g, v * m * g) if kernel_of(m, c) is chain_forward else 0
 
 
 def kernel_of(m: int, c: int) -> ModuleType:

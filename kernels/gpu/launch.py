@@ -62,6 +62,20 @@ def pitches(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def whole(*sizes: int) -> int:
+    """The number of entries that hold parts of these sizes, each with those that fill it up to a multiple of four."""
+    return sum(-(-size // 4) * 4 for size in sizes)
+
+
+def parts(memory: Tensor, *sizes: int) -> list[Tensor]:
+    """Parts of memory for `whole(*sizes)` entries, one behind the other, each at a multiple of 16 bytes.
+
+    So the compiled kernel does not depend on their sizes.
+    """
+    pieces = memory.split([whole(size) for size in sizes])
+    return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
+
+
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same view of memory; other tensors must not begin at the same address."""
     if a.data_ptr() != b.data_ptr() or not a.numel():

@@ -286,10 +286,9 @@ def _launch(
     mode = _REGISTERS if k <= tile.block_k else _WALK if across == 1 and known is None else _MEMORY
     held = programs * _ROWS.value * k if out is None else 0
     if known is None:
-        # behind the flags, at a multiple of 16 bytes, as all memory is; rows are held there when maxima have been used
-        flags = triton.cdiv(count, 4) * 4
-        room = target.new_empty(flags + max(held, 0 if mode is _REGISTERS else g * p * (m + n)))
-        found = room[flags:]
+        # behind the flags; rows are held there when maxima have been used
+        room = target.new_empty(launch.whole(count, max(held, 0 if mode is _REGISTERS else g * p * (m + n))))
+        found = room[launch.whole(count) :]
     else:
         room, found = target.new_empty(count + held), known
     strides = (*launch.pitches(a), *launch.pitches(b))

@@ -6,6 +6,7 @@ import torch
 
 import logchain
 from logchain import kernels as devices
+from logchain.kernels.gpu import launch
 from logchain.schedules import choose
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values
@@ -97,3 +98,21 @@ def test_a_length_out_of_range_makes_its_sequence_nan(kernels):
     for value in (*found, entropy, states):
         assert value[1:].isnan().any() and not value[0].isnan().any()
     assert found.log_norm[1:].isnan().all() and entropy[1:].isnan().all()
+
+
+@pytest.mark.parametrize(("m", "c"), [(3, 8), (5, 8), (1, 8), (3, 260)], ids=str)
+def test_all_pointers_are_aligned_whatever_the_sizes(m, c, kernels, monkeypatch):
+    """So nothing is compiled again for another number of steps or sequences, or for another pass."""
+    odd, run = set(), launch.run
+
+    def watched(kernel, grid, *arguments, **options):
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        odd.update(kernel.fn.__name__ for tensor in tensors if tensor.data_ptr() % 16)
+        run(kernel, grid, *arguments, **options)
+
+    monkeypatch.setattr(launch, "run", watched)
+    for v in (4, 5):
+        x = torch.randn(m, v, c, device=kernels).requires_grad_()
+        bulk = torch.rand(1, v - 1, c, c, device=kernels).requires_grad_()
+        logchain.product(x, bulk, torch.rand(c, device=kernels)).sum().backward()
+    assert not odd
