@@ -97,7 +97,10 @@ def product(left_ptr, right_ptr, bound_ptr, inside, there, stride_k, stride_n, c
     DTYPE: tl.constexpr = left_ptr.dtype.element_ty
     ROWS: tl.constexpr = L.rows
     COLUMNS: tl.constexpr = L.columns
-    NOTHING: tl.constexpr = float("-inf") if L.log_params else 0.0
+    # bound to names, without which Triton 3.6 does not know them as constants
+    LOG_PARAMS: tl.constexpr = L.log_params
+    PRECISION: tl.constexpr = L.precision
+    NOTHING: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
     exponent = tl.load(bound_ptr + tl.zeros((1, 1), tl.int32), mask=count > 0, other=0) >> 1
     depth = tl.arange(0, L.depth)
     left_ptr += tl.arange(0, ROWS)[:, None] * L.c + depth[None, :]
@@ -107,8 +110,8 @@ def product(left_ptr, right_ptr, bound_ptr, inside, there, stride_k, stride_n, c
         along = (depth < L.c - k) | (L.c % L.depth == 0)
         a = tl.load(left_ptr, mask=inside[:, None] & along[None, :], other=0.0, cache_modifier=".cg")
         p = tl.load(right_ptr, mask=along[:, None] & there[None, :], other=NOTHING)
-        high, low = halves(linear(widened(p, DTYPE), exponent, L.log_params), L.precision)
-        sums += multiply(a, high, low, L.precision)
+        high, low = halves(linear(widened(p, DTYPE), exponent, LOG_PARAMS), PRECISION)
+        sums += multiply(a, high, low, PRECISION)
         left_ptr += L.depth
         right_ptr += L.depth * stride_k
     return sums
