@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .numbers import relative_logs
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -89,6 +91,12 @@ class Chain:
         """The logarithms of the initial weights (g, m, c), in float64."""
         logs = self.p0.double() if self.log_params else self.p0.double().log()
         return logs.expand(*self.lead, self.c).reshape(self.g, self.m, self.c)
+
+    def relative_log_p0(self) -> tuple[Tensor, Tensor]:
+        """The logarithms of the initial weights less the largest (g, m, c), and the largest (g, m, 1), in float64."""
+        logs, top = relative_logs(self.p0.double(), -1, log=self.log_params)
+        grid = self.g, self.m
+        return logs.expand(*self.lead, self.c).reshape(*grid, self.c), top.expand(*self.lead, 1).reshape(*grid, 1)
 
     def room(self, steps: int) -> Tensor:
         """Uninitialised memory for the messages of `steps` steps (steps, g, m, c), or of packed rows (rows, c)."""

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from . import on_gpu
+
 # HIGH = log2(e) in the dtype, and LOW; that of float64 is too small to matter
 _LOG2E = {torch.float32: (1.4426950216293335, 1.92596303350e-8), torch.float64: (math.log2(math.e), 0.0)}
 
@@ -35,6 +37,25 @@ def exp_shifted(x: Tensor, shift: Tensor, out: Tensor, scratch: Tensor) -> Tenso
 def finite(shift: Tensor) -> Tensor:
     """The shift, in place, with the lowest finite number for -inf, so that -inf less its shift is -inf and not NaN."""
     return shift.clamp_(min=torch.finfo(shift.dtype).min)
+
+
+def relative_logs(weights: Tensor, axes: int | tuple[int, ...], *, log: bool) -> tuple[Tensor, Tensor]:
+    """The logarithms of float64 weights less the largest over `axes`, and the largest; 0 in place of one of -inf.
+
+    `log`: the weights are logarithms. A logarithm is rounded by its distance from the largest, not by its own size.
+    """
+    top = weights.amax(axes, keepdim=True)
+    if log:
+        top = top.masked_fill(top == -math.inf, 0.0)
+        return weights - top, top
+    top = top.masked_fill(top == 0, 1.0)
+    ratio, log_top = weights / top, top.log()
+    # the quotient of a small weight may underflow, where the difference of logarithms does not
+    small = (ratio < torch.finfo(ratio.dtype).tiny).logical_and_(weights > 0)
+    logs = ratio.log_()
+    if on_gpu(small) or small.any():
+        logs = torch.where(small, weights.log() - log_top, logs)
+    return logs, log_top
 
 
 def trusted_sum(dtype: torch.dtype, terms: int) -> float:

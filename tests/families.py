@@ -40,6 +40,21 @@ class Chain(NamedTuple):
         return Chain(self.x, bulk.to(self.bulk.dtype), p0.to(self.p0.dtype), True)
 
 
+# weights, and logarithms, so far from 1 that a logarithm is rounded by more than the contract allows: all have it
+FAR = pytest.mark.parametrize(
+    ("far", "log"), [(1e-300, False), (1e307, False), (-1e4, True), (1e5, True)], ids=["tiny", "huge", "-1e4", "1e5"]
+)
+
+
+def far_from_one(part: str, far: float, log: bool, **sizes) -> Chain:
+    """A dense float64 chain whose weights in one operand are multiplied by `far`, or have it added as logarithms."""
+    chain = dense(torch.float64, **sizes)
+    if log:
+        chain = chain.logs()
+        return chain._replace(**{part: getattr(chain, part) + far})
+    return chain._replace(**{part: getattr(chain, part) * far})
+
+
 class Draw:
     """Seeded float64 numbers and the sizes of one problem: batch [3, 2], a bulk for all sequences or for each."""
 

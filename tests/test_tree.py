@@ -21,7 +21,7 @@ from logchain.schedules import tree_leaves
 from tests.contract import (
     assert_contract,
 )
-from tests.families import FAMILIES, Chain, Draw, dense
+from tests.families import FAMILIES, FAR, Chain, Draw, dense, far_from_one
 
 F32, F64 = torch.float32, torch.float64
 
@@ -64,6 +64,12 @@ def test_scales_of_products_are_kept_apart(cut):
     x[..., ::2, :2] += 60.0
     bulk[..., 1::2, :, :2] -= 60.0
     contract(Chain(x, bulk, p0, True).to(F32))
+
+
+@FAR
+@pytest.mark.parametrize("part", ["bulk", "p0"])
+def test_gradients_have_the_digits_of_weights_that_are_far_from_1(part, far, log, cut):
+    contract(far_from_one(part, far, log, v=7, n=2, t=2, c=4, each=True))
 
 
 def test_products_wait_for_each_other_as_often_as_the_tree_is_deep(monkeypatch):

@@ -33,8 +33,12 @@ def forward(
     all sequences are shorter. A message that entered is kept as logarithms.
     """
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
+    top = None
     if entering is None:
         operands = operands_of(chain)
+        if operands.double and not chain.log_params:  # logarithms of float64 weights are rounded as their size is
+            start, top = chain.relative_log_p0()
+            operands = operands._replace(start=start.contiguous())
     else:
         first, top = transitions(chain, 0, 1)
         operands = operands_of(chain, log_matmul(entering.values.double().expand(g, m, c), first)[0])
@@ -60,7 +64,11 @@ def forward(
         keep[0] = entering.values
     if chain.ends is not None and entering is None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
-    whole = log_norm if entering is None else log_norm + top[..., 0] + entering.scale[0]
+    # what was taken out of the first message, which the kernels do not know of
+    taken = [] if top is None else [top[..., 0].expand(g, m)]
+    if entering is not None:
+        taken.append(entering.scale[0].expand(g, m))
+    whole = sum(taken, log_norm)
     kept = Kept(whole, chain.new(0) if keep is None else keep, doubt, entering is not None, found)
     if error is None:
         return kept, None
@@ -69,10 +77,11 @@ def forward(
         logs = kept._replace(messages=last[None]).logs(0)
     else:
         logs = torch.where(doubt[..., None], last, leaving).double()
+    if taken:
+        log_norm, lost = exact_sum(torch.stack([log_norm, *taken]))
+        error += lost
     if entering is not None:
-        terms = torch.stack([log_norm, top[..., 0].expand(g, m), entering.scale[0].expand(g, m)])
-        log_norm, lost = exact_sum(terms)
-        error += lost + entering.scale[1]
+        error += entering.scale[1]
     after = Message(normalised(logs)[0], torch.stack([log_norm, error]))
     return kept, leaving_message(chain.ends, after, entering)
 

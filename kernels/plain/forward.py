@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept, Message, leaving_message, normalised
-from ..numbers import FLUSH, exact_sum
+from ..numbers import FLUSH, exact_sum, relative_logs
 from . import matmul as log_matmul
 
 
@@ -46,7 +46,7 @@ def forward(
         before = message
         x, x_shift = potentials(chain, step)
         if step + entered == 0:
-            message, shift = shifted(chain.log_p0())
+            message, shift = chain.relative_log_p0()
         else:
             matrix, shift = transitions(chain, step, entered)
             message = log_matmul.forward(message, matrix, torch.float64)[0]
@@ -88,18 +88,9 @@ def transitions(chain: Chain, step: int, entered: int) -> tuple[Tensor, Tensor]:
     weights = chain.matrix(step - 1 + entered).double()
     if chain.ended is not None:  # matrices that no sequence of a set uses may hold NaN
         weights = weights.masked_fill(chain.ended[step].all(1)[:, None], chain.zero)
-    top = weights.amax((-2, -1), keepdim=True)
-    if chain.log_params:
-        top = top.masked_fill(top == -math.inf, 0.0)
-        return weights - top, top
-    top = top.masked_fill(top == 0, 1.0)
-    ratio, log_top = weights / top, top.log()
-    # the quotient of a small weight may underflow, where the difference of logarithms does not
-    return torch.where(ratio < torch.finfo(ratio.dtype).tiny, weights.log() - log_top, ratio.log()), log_top
+    return relative_logs(weights, (-2, -1), log=chain.log_params)
 
 
 def shifted(logs: Tensor) -> tuple[Tensor, Tensor]:
     """Logarithms (..., c) less their largest, and the largest (..., 1); 0 in place of a largest of -inf."""
-    top = logs.amax(-1, keepdim=True)
-    top = top.masked_fill(top == -math.inf, 0.0)
-    return logs - top, top
+    return relative_logs(logs, -1, log=True)

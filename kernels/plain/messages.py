@@ -148,7 +148,8 @@ def forward_messages(chain: Chain, matmul: ModuleType) -> Messages:
     """The forward messages; after a sequence's end, its last message."""
     steps, messages = Steps(chain), Messages.new(chain)
     x, shift = steps.potential(0)
-    message = messages.write(0, chain.log_p0() + x, shift, before=None)
+    p0, top = chain.relative_log_p0()
+    message = messages.write(0, p0 + x, shift, top, before=None)
     for step in range(1, chain.v):
         x, shift = steps.potential(step)
         after = matmul.forward(message, steps.matrix(step))[0] + x

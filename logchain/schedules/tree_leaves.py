@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels.numbers import relative_logs
 from ..operands import Operands, chain_of
 
 # bytes that leaves, with all that is computed from them, may take where two messages are smaller
@@ -84,6 +85,9 @@ class Leaves:
         logs = raw.new_empty(raw.shape, dtype=self.chain.dtype)
         size = max(1, HELD // raw[:1].numel())
         for part, shift, out in zip(raw.split(size), top.split(size), logs.split(size), strict=True):
+            if logs.dtype == torch.float64 and not log_params:
+                out.copy_(relative_logs(part.double(), (-2, -1), log=False)[0])
+                continue
             wide = part.to(torch.float64, copy=True)
             out.copy_((wide if log_params else wide.log_()).sub_(shift[..., None, None]))
         return logs, top[..., None]
@@ -126,13 +130,10 @@ class Leaves:
         return x.double() - top, top[..., 0]
 
     def start(self) -> tuple[Tensor, Tensor]:
-        """The first message (g, m, c) in float64, and the shift out of x_0 (1, g, m)."""
-        chain = self.chain
-        p0 = chain.p0.double() if chain.log_params else chain.p0.double().log()
-        x = chain.x[0].reshape(self.g, self.m, self.c).double()
-        top = finite_top(x.amax(-1, keepdim=True))
-        p0 = p0.expand(*chain.lead, self.c).reshape(self.g, self.m, self.c)
-        return p0 + (x - top), top.movedim(-1, 0)
+        """The first message (g, m, c) in float64, and the shifts out of x_0 and p0 (2, g, m)."""
+        x, top = relative_logs(self.chain.x[0].reshape(self.g, self.m, self.c).double(), -1, log=True)
+        p0, shift = self.chain.relative_log_p0()
+        return p0 + x, torch.cat([top, shift], -1).movedim(-1, 0)
 
 
 def finite_top(top: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from logchain.kernels.numbers import FLUSH, exact_sum, exp_shifted, finite
+from logchain.kernels.numbers import FLUSH, exact_sum, exp_shifted, finite, relative_logs
 from logchain.kernels.plain import matmul as log_matmul
 
 
@@ -59,3 +59,19 @@ def test_rescued_outputs_are_those_that_underflow_and_exist():
     assert rescued == 2  # (0, 0), and (1, 0) whose only term is far below
     truth = torch.logsumexp(a[..., :, :, None].double() + b[..., None, :, :].double(), -2)
     torch.testing.assert_close(out.double(), truth, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [2.0**-1040, 2.0**-1000, 1.0, 2.0**1000], ids=["subnormal", "tiny", "1", "huge"])
+def test_relative_logs_have_the_digits_of_their_differences(scale):
+    weights = torch.tensor([[0.75, 1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64) * scale
+    logs, top = relative_logs(weights, -1, log=False)
+    truth = [math.log(0.75), 0.0, math.log(0.5), -math.inf]
+    torch.testing.assert_close(logs[0], torch.tensor(truth, dtype=torch.float64), rtol=2.0**-52, atol=0)
+    assert (logs[1] == -math.inf).all() and top[1] == 0 and top[0].item() == math.log(scale)
+
+
+def test_relative_logs_of_what_underflows_beside_the_largest():
+    weights = torch.tensor([2.0**1023, 2.0**-1074, math.nan], dtype=torch.float64)
+    logs, _ = relative_logs(weights[:2], -1, log=False)
+    torch.testing.assert_close(logs[1].item(), -2097 * math.log(2), rtol=2.0**-50, atol=0)
+    assert relative_logs(weights, -1, log=False)[0].isnan().all()

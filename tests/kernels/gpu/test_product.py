@@ -12,7 +12,7 @@ from logchain.schedules import budget
 from tests import contract
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values, poisoned_memory
-from tests.families import FAMILIES, Chain, dense
+from tests.families import FAMILIES, FAR, Chain, dense, far_from_one
 from tests.layouts import strange
 
 F32, F64 = torch.float32, torch.float64
@@ -75,6 +75,13 @@ def test_what_matrices_have_in_common_where_a_message_enters(offset, kernels, mo
     monkeypatch.setattr(budget, "every_within", lambda *_: 2)
     chain = dense(F64, v=5, c=3, n=2, t=1).logs()
     assert_contract(chain._replace(bulk=chain.bulk + offset), device=kernels, memory_budget=1)
+
+
+@FAR
+@pytest.mark.parametrize("c", [3, 17])
+@EACH
+def test_gradients_have_the_digits_of_weights_that_are_far_from_1(each, c, far, log, kernels):
+    assert_contract(far_from_one("p0", far, log, v=4, c=c, **few(each)), device=kernels)
 
 
 def test_a_long_sum_of_scales_is_rounded_once(kernels):
