@@ -33,18 +33,15 @@ def forward(
     all sequences are shorter. A message that entered is kept as logarithms.
     """
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
-    top = None
-    if entering is None:
-        operands = operands_of(chain)
-        if operands.double and not chain.log_params:  # logarithms of float64 weights are rounded as their size is
-            start, top = chain.relative_log_p0()
-            operands = operands._replace(start=start.contiguous())
-    else:
+    start = top = None
+    if entering is not None:
         first, top = transitions(chain, 0, 1)
-        operands = operands_of(chain, log_matmul(entering.values.double().expand(g, m, c), first)[0])
+        start = log_matmul(entering.values.double().expand(g, m, c), first)[0]
+    elif chain.dtype == torch.float64 and not chain.log_params:  # whose logarithms would be rounded as their size is
+        start, top = chain.relative_log_p0()
+    operands = operands_of(chain, start, entered=entering is not None)
     log_norm = torch.empty(g, m, dtype=torch.float64, device=chain.x.device)
     messages = chain.new(min(v, 2), g, m, c) if keep is None else keep[int(entering is not None) :][:v]
-    doubt = torch.zeros(g, m, dtype=torch.bool, device=chain.x.device)
     leaving, error, found = None, torch.zeros_like(log_norm) if leave else None, None
     if log_norm.numel():
         kernel, options = kernel_of(m, c), {}
@@ -60,6 +57,8 @@ def forward(
                 last, least = last_message(operands, messages), floor(operands.double)
                 doubt |= ((last > 0) & (last <= least)).any(-1)
         chain_exact.forward(operands, messages, log_norm, doubt, error)
+    else:
+        doubt = torch.zeros(g, m, dtype=torch.bool, device=chain.x.device)
     if entering is not None and keep is not None:
         keep[0] = entering.values
     if chain.ends is not None and entering is None:
@@ -107,13 +106,12 @@ def kernel_of(m: int, c: int) -> ModuleType:
     return chain_forward if c <= (_WIDE if c % 4 == 0 else _ODD) else chain_wide
 
 
-def operands_of(chain: Chain, start: Tensor | None = None) -> Operands:
-    """The chains as the kernels read them, or from after the first transition on, with what a message gives there."""
+def operands_of(chain: Chain, start: Tensor | None = None, *, entered: bool = False) -> Operands:
+    """The chains as the kernels read them, with log p0 or, where a message `entered`, what it gives as `start`."""
     v, g, m, c = chain.v, chain.g, chain.m, chain.c
     bulk = chain.bulk.reshape(len(chain.bulk), g, c, c)
-    if start is None:
-        start = chain.log_p0().contiguous()
-    elif len(bulk) > 1:
+    if entered and len(bulk) > 1:  # the kernels begin after the first transition
         bulk = bulk[1:]
+    start = (chain.log_p0() if start is None else start).contiguous()
     ends = None if chain.ends is None else chain.ends.reshape(g, m).clamp(1, v).contiguous()
     return Operands(chain.x.reshape(v, g, m, c), bulk, start, ends, chain.log_params, chain.dtype)
