@@ -17,11 +17,8 @@ from ..numbers import exact_sum
 from ..tree import Nodes, parts
 from . import launch, log_matmul, log_matmul_gradient
 from .line_maxima import maxima_of
-from .segment_product import fits
+from .segment_product import fits, resident
 from .segments import products
-
-# segments that one multiprocessor computes at a time, by their registers; not measured yet
-_RESIDENT = 8
 
 # least matrices of a segment that are worth a launch
 _SHORTEST = 4
@@ -49,7 +46,7 @@ class Arithmetic(tree.Arithmetic):
         dtype = torch.promote_types(values.dtype, torch.float32)
         if not fits(c, dtype) or s == 1:
             return self.leaves(values)
-        programs = _RESIDENT * launch.processors(values)
+        programs = resident(c, dtype) * launch.processors(values)
         offsets, matrices = [], values.transpose(0, 1)  # (s, g, c, c)
         options: dict[str, Any] = {"dtype": dtype, "rescued": self.rescued}
         while len(matrices) > 1:

@@ -169,3 +169,8 @@ def warps(c: int, double: bool) -> int:
 def registers(c: int) -> int:
     """The most registers of a thread: those of few states leave room for sixteen warps."""
     return 128 if c <= 16 else 255
+
+
+def resident(c: int, dtype: torch.dtype) -> int:
+    """How many programs one multiprocessor has registers for."""
+    return 65536 // ((registers(c) + 1) // 8 * 8 * 32 * warps(c, dtype == torch.float64))

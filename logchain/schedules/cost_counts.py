@@ -86,8 +86,8 @@ class Size(NamedTuple):
 
     @property
     def side_by_side(self) -> int:
-        """Products that one multiprocessor computes at a time."""
-        return {16: 16, 32: 4}.get(self.width, 1)
+        """Products that one multiprocessor computes at a time, by their registers."""
+        return {(16, 4): 16, (16, 8): 8, (32, 4): 4}.get((self.width, self.item), 1)
 
 
 def work(size: Size, schedule: Schedule) -> Work:

@@ -97,6 +97,8 @@ def test_a_gpu_is_said_to_hold_what_it_holds(dtype):
     for c in range(1, 130):
         size = choose.Size.of((1, 9, c), (1, c, c), dtype == F64, False, False, False, gpu=True)
         assert size.one_launch == segment_product.fits(c, dtype)
+        if size.one_launch:
+            assert size.side_by_side == segment_product.resident(c, dtype)
 
 
 @pytest.mark.parametrize("lengths", [[9, 1], [5, 8], [2, 2]], ids=str)

@@ -221,7 +221,7 @@ def test_many_levels_of_segments(kernels, monkeypatch):
     """As many programs as two processors have: segments of segments."""
     from logchain.kernels.gpu import product as tree
 
-    monkeypatch.setattr(tree, "_RESIDENT", 2)
+    monkeypatch.setattr(tree, "resident", lambda *_: 2)
     for s in (9, 15):
         assert_contract(draw("offsets", s, 2)[:1], logchain.matrix_product, device=kernels, gradient=False)
 
