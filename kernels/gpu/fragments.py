@@ -12,7 +12,7 @@ with w for the W warps, r and s for what a thread loads at once, and j and h for
 Products that tensor cores do not do this way, IEEE and of few states, are made as Triton makes them: W = 1.
 
 Counted for c = 200, parts of 50 columns, sm_90: a step of `chain_forward` takes 989 instructions a warp and 32 KiB of
-shared memory, where operands through shared memory made it 1,610 and 144 KiB.
+shared memory; with operands that pass through shared memory it took 1,610 and 144 KiB.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """The configurations of kernels that need most compile for the devices they are meant for, without a device.
 
 A register that is spilled in a loop, or more shared memory than a program may have, is a defect; so is a `tl.dot` that
-was not to be done without tensor cores, and is. Exceptions have names, and reasons.
+was not to be done without tensor cores, and is. Exceptions have names.
 """
 
 import os
@@ -15,9 +15,9 @@ from tests.kernels.gpu.compiled import reports, table
 
 pytest.importorskip("triton")
 
-# the most loads and stores of spilled registers in a loop, where no other tile takes fewer instructions
+# loads and stores of spilled registers in loops that are known of, at most
 EXCEPTIONS = {
-    # of some 1,000 instructions a step; parts of half the width spill nothing, and make twice as many programs meet
+    # of some 1,000 instructions a step
     ("chain_backward", "sm_80"): {
         "c=200 parts of 64 fp32 tf32x3 ends": 3,
         "c=200 parts of 64 fp32 tf32x3 log_params final ends": 3,
