@@ -79,12 +79,18 @@ def short_calls() -> ModuleType:
 
 def new_messages(chain: Any, steps: int) -> Tensor:
     """Memory for the messages of `steps` steps of a chain (steps, g, m, c), zeros where the chain is shorter."""
+    messages = messages_of(chain, steps)
+    return messages if chain.v == steps else messages.zero_()
+
+
+def messages_of(chain: Any, steps: int) -> Tensor:
+    """Uninitialised memory for so many messages of a chain (steps, g, m, c)."""
     messages: Tensor = chain.new(steps, chain.g, chain.m, chain.c)
     if in_c(chain.x):
         from .cpu.library import in_large_pages
 
         in_large_pages(messages)
-    return messages if chain.v == steps else messages.zero_()
+    return messages
 
 
 def found_size(x: Tensor, matrices: int, g: int, m: int) -> int:

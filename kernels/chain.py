@@ -13,6 +13,9 @@ from torch import Tensor
 
 from .numbers import relative_logs
 
+# multiply-adds for which a CPU wakes another thread
+WORTH_A_THREAD = 2**20
+
 
 @dataclass(frozen=True)
 class Chain:

@@ -9,6 +9,7 @@ from .autograd.chain import posteriors
 from .autograd.chain_operators import short_of
 from .operands import Operands, arithmetic_dtype, differentiated
 from .rescues import report_chains
+from .schedules import choose
 from .schedules.packed import Packed, PackedChain
 
 
@@ -75,7 +76,7 @@ def marginals(
     """
     alone = lengths is None and cu_seqlens is None
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
-        short = short_of(x, bulk, p0, log_params)
+        short = short_of(x, bulk, p0, log_params, wanted=choose.is_one_walk)
         if short is not None:
             log_norm, (states, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)
             report_chains(redone)

@@ -105,7 +105,8 @@ def plan(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or the `memory_budget` is too small or given with "chunked" or "tree".
+        ValueError: sizes do not go together, or the `memory_budget` is too small or given with another strategy
+            than "auto" and "sequential".
 
     Cost: less than a millisecond; no chain is computed, and no operand allocated.
 
@@ -167,8 +168,8 @@ def _without_memory(value: Tensor | Shape, name: str = "", dtype: torch.dtype | 
 def _plan(size: Size, place: Where, strategy: Strategy, title: str) -> Plan:
     """The plan without a memory budget, and its alternatives in order of predicted time."""
     picked, costs = choose.choose(size, place, strategy), place.constants
-    kinds = [choose.choose(size, place, name) for name in ("sequential", "chunked", "tree")]
-    # a chain that is too short for segments has no chunked schedule
+    kinds = [choose.choose(size, place, name) for name in choose.STRATEGIES[1:]]
+    # a chain that is too short for segments has no chunked and no overlapped schedule
     others = {kind.name: _estimate(size, kind, place) for kind in kinds if kind.name != picked.name}
     own, alternatives = _estimate(size, picked, place), sorted(others.values(), key=lambda other: other.seconds)
     against = ", ".join(f"{_time(other.seconds)} for {other.schedule}" for other in alternatives)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from .arguments import Lengths, check_alone, check_flag, check_question
 from .autograd.chain import log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
-from .autograd.chain_operators import TREE, short_of
+from .autograd.chain_operators import number_of, short_of
 from .operands import Operands, arithmetic_dtype, differentiated
 from .progress import check_progress
 from .schedules import budget, choose
@@ -44,10 +44,12 @@ def product(
             the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
             `[total, c, c]` with the matrix that leads into each row, `p0` is `[c]` or `[n, c]`, and the result `[n]`.
         strategy: "sequential" carries a vector through the chain; "chunked" first multiplies the matrices of each of
-            many segments, side by side; "tree" multiplies pairs of matrices, level by level. "auto" takes the one that
-            a cost model predicts to be fastest on this device: `logchain.plan` says which, and why. "chunked" and
-            "tree" exclude `cu_seqlens` and `memory_budget`; a chain too short for segments, or with `lengths` on a GPU,
-            is not cut by "chunked".
+            many segments, side by side; "tree" multiplies pairs of matrices, level by level; "overlapped" carries
+            vectors through many segments side by side, each begun some steps early, and verifies that the chain has
+            forgotten by then how it began: segments for which it has not are computed again, and a chain that does not
+            forget is walked as by "sequential". "auto" takes the one that a cost model predicts to be fastest on this
+            device: `logchain.plan` says which, and why. "chunked", "tree" and "overlapped" exclude `cu_seqlens` and
+            `memory_budget`; a chain too short for segments is not cut, nor one with `lengths` on a GPU by "chunked".
         memory_budget: bytes that messages may take. A budget that holds all of them, `v (c + 1)` numbers a sequence,
             changes nothing. With a smaller one the chain is computed a segment at a time, in float64: only the messages
             between segments are kept, and the backward pass computes the others again. The budget covers everything but
@@ -81,10 +83,10 @@ def product(
         ImportError: `progress` is given, and tqdm is not installed.
 
     Cost: sequential, `v c^2` multiply-adds a sequence in `v` dependent steps; chunked, `v c^3` in `v / k + k` for k
-    segments; tree, `v c^3` in `log2 v`; the backward pass costs twice as much. Memory beyond operands, result and
-    gradients: the forward messages `[*B, v, c]` (twice for sequences computed again), without gradients two steps of
-    them; at most two such tensors in any schedule. A `memory_budget` that does not hold them costs one more forward
-    pass.
+    segments; tree, `v c^3` in `log2 v`; overlapped, `(v + k m) c^2` in `v / k + m` for m steps that segments begin
+    early; the backward pass costs twice as much. Memory beyond operands, result and gradients: the forward messages
+    `[*B, v, c]` (twice for sequences computed again), without gradients two steps of them; at most two such tensors in
+    any schedule. A `memory_budget` that does not hold them costs one more forward pass.
 
     Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77
     (1989). Definition: `logchain.reference.product`.
@@ -138,5 +140,4 @@ def product(
             return log_norm_in_pieces(operands, steps_between_checkpoints, keep, progress).to(dtype)
         strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
     schedule = choose.of(x, bulk, p0, log_params, ends is not None, strategy)
-    segments = TREE if schedule.name == "tree" else schedule.segments
-    return log_norm(x, bulk, p0, ends, log_params, segments=segments, dtype=dtype)
+    return log_norm(x, bulk, p0, ends, log_params, segments=number_of(schedule), dtype=dtype)

@@ -10,18 +10,21 @@ from torch import Tensor
 
 @dataclass
 class Rescues:
-    """The number of `sequences` computed again in log space, and of `outputs` of matrix products computed again.
+    """How many `sequences`, `outputs` and `boundaries` were computed again.
 
-    Outputs are entries of the results of `matmul` and of products in a tree.
+    Sequences are computed again in log space. Outputs are entries of the results of `matmul` and of products in a tree.
+    Boundaries lie between segments of an overlapped chain that had not forgotten how it began.
     """
 
     sequences: int = 0
     outputs: int = 0
+    boundaries: int = 0
 
     def add(self, other: "Rescues") -> None:
         """Add the counts of another block."""
         self.sequences += other.sequences
         self.outputs += other.outputs
+        self.boundaries += other.boundaries
 
 
 _open: ContextVar[Rescues | None] = ContextVar("_open", default=None)
@@ -37,7 +40,7 @@ def rescues() -> Iterator[Rescues]:
     >>> with logchain.rescues() as seen:
     ...     out = logchain.matmul(torch.tensor([[0.0, -200.0]]), torch.tensor([[-200.0], [0.0]]))
     >>> out, seen
-    (tensor([[-199.3069]]), Rescues(sequences=0, outputs=1))
+    (tensor([[-199.3069]]), Rescues(sequences=0, outputs=1, boundaries=0))
     """
     seen = Rescues()
     token = _open.set(seen)
@@ -65,3 +68,9 @@ def report_outputs(rescued: int | Tensor) -> None:
     """Count outputs of matrix products; the number is read only if a block is open."""
     if _open.get() is not None:
         report(Rescues(outputs=int(rescued)))
+
+
+def report_boundaries(refused: Tensor) -> None:
+    """Count boundaries between segments in a bool mask; read only if a block is open."""
+    if _open.get() is not None:
+        report(Rescues(boundaries=int(refused.sum())))

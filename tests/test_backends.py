@@ -11,7 +11,7 @@ import torch
 
 import logchain
 from logchain import kernels, reference
-from logchain.schedules import budget, checkpoints, choose, chunked, tree_leaves
+from logchain.schedules import budget, checkpoints, choose, chunked, overlapped, tree_leaves
 from tests import contract
 from tests.conftest import INTERPRETED
 from tests.contract import TENSOR_CORES, Truth, assert_contract, drawn, poisoned_memory, value_bound
@@ -21,7 +21,7 @@ from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, strange
 
 F32, F64 = torch.float32, torch.float64
 BACKENDS = ("cpu", "plain", "gpu")
-SCHEDULES = ("sequential", "chunked", "tree", "pieces", "checkpoints")
+SCHEDULES = ("sequential", "chunked", "overlapped", "tree", "pieces", "checkpoints")
 
 # what shifted sums get wrong, or is impossible
 HARD = ["dense", "detour", "left_to_right", "one_dead", "sparse", "log_far"]
@@ -53,6 +53,10 @@ def options_of(schedule: str, monkeypatch: pytest.MonkeyPatch, size: int | None 
     """The options of `product` for a schedule: of 3 segments, or of 2 steps each, or of another size."""
     if schedule == "chunked":
         monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", size or 3))
+        return {}
+    if schedule == "overlapped":  # too few steps to forget: most boundaries are refused
+        monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("overlapped", size or 3))
+        monkeypatch.setattr(overlapped, "_steps_to_forget", lambda *_: 2)
         return {}
     if schedule == "checkpoints":
         monkeypatch.setattr(budget, "every_within", lambda *_: size or 2)
@@ -114,7 +118,15 @@ def assert_values_alone(chain: Chain, truth: Truth, **options) -> None:
     contract.assert_values(out, truth.log_norm, truth.value_bound())
 
 
-SIZES = [("chunked", 2), ("chunked", 7), ("chunked", 100), ("checkpoints", 1), ("checkpoints", 5)]
+SIZES = [
+    ("chunked", 2),
+    ("chunked", 7),
+    ("chunked", 100),
+    ("overlapped", 2),
+    ("overlapped", 100),
+    ("checkpoints", 1),
+    ("checkpoints", 5),
+]
 
 
 @pytest.mark.parametrize(("schedule", "size"), SIZES)
@@ -133,7 +145,12 @@ def test_segments_of_other_sizes(schedule, size, name, monkeypatch):
 
 @pytest.mark.parametrize(
     ("schedule", "module", "name"),
-    [("chunked", chunked, "forward"), ("checkpoints", checkpoints, "Checkpoints"), ("pieces", tree_leaves, "Leaves")],
+    [
+        ("chunked", chunked, "forward"),
+        ("overlapped", overlapped, "forward"),
+        ("checkpoints", checkpoints, "Checkpoints"),
+        ("pieces", tree_leaves, "Leaves"),
+    ],
 )
 def test_a_schedule_is_what_runs(schedule, module, name, monkeypatch):
     """Otherwise all of these tests would be of the sequential one."""
@@ -148,7 +165,9 @@ def test_a_schedule_is_what_runs(schedule, module, name, monkeypatch):
         logchain.product(*(operand.requires_grad_() for operand in dense(F32, v=9)[:3]), **options)
 
 
-@pytest.mark.parametrize(("schedule", "size"), [("sequential", None), ("chunked", 5), ("chunked", 8)])
+@pytest.mark.parametrize(
+    ("schedule", "size"), [("sequential", None), ("chunked", 5), ("chunked", 8), ("overlapped", 4)]
+)
 @pytest.mark.parametrize("name", ["left_to_right", "bakis_jump", "banded", "sparse", "sharp", "one_dead", "dense"])
 @EACH
 def test_other_draws_and_many_sequences(name, each, schedule, size, monkeypatch):
@@ -158,7 +177,8 @@ def test_other_draws_and_many_sequences(name, each, schedule, size, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "size", "v"), [("sequential", None, 16384), ("chunked", 64, 16384), ("tree", None, 4096)]
+    ("schedule", "size", "v"),
+    [("sequential", None, 16384), ("chunked", 64, 16384), ("overlapped", 64, 16384), ("tree", None, 4096)],
 )
 def test_posteriors_of_a_long_chain(schedule, size, v, monkeypatch):
     options, draw = options_of(schedule, monkeypatch, size), Draw(0, 1, 1, v, 8, False)
@@ -173,7 +193,7 @@ def test_posteriors_of_a_long_chain(schedule, size, v, monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [None, [5, 2]], ids=str)
-@pytest.mark.parametrize("schedule", ["chunked", "tree", "pieces"])
+@pytest.mark.parametrize("schedule", ["chunked", "overlapped", "tree", "pieces"])
 def test_second_derivatives_and_maps_are_those_of_the_sequential_schedule(schedule, lengths, monkeypatch):
     chain = dense(F64, n=2, t=2, v=5, c=2)
 

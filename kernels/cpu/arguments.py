@@ -12,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..chain import Chain
+from ..chain import WORTH_A_THREAD, Chain
 from . import team
 from .library import in_large_pages, library
-
-# multiply-adds that are worth waking a thread
-_SHARE = 2**20
 
 _SIZES = "steps sets members states first last one_matrix logarithms"
 _OPERANDS = (
@@ -155,7 +152,7 @@ def _places(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
 
 def shared(parts: int, work: int, most: int | None = None) -> list[tuple[int, int]]:
     """Ranges of parts for as many threads as `work`, the multiply-adds of all parts, is worth waking."""
-    threads = min(torch.get_num_threads(), parts, work // _SHARE)
+    threads = min(torch.get_num_threads(), parts, work // WORTH_A_THREAD)
     count = max(1, threads if most is None else min(threads, most))
     ends = [parts * i // count for i in range(count + 1)]
     return list(zip(ends, ends[1:], strict=False))

@@ -1,7 +1,7 @@
 """The log-partition of a chain, differentiable in every schedule.
 
-Two Functions of torch compute it. `LogNorm`, with the derivative `Gradient`, takes the sequential, the chunked or the
-tree schedule, also inside torch.compile and torch.func: `apply` calls it, or its operator `logchain::log_norm` while
+Two Functions of torch compute it. `LogNorm`, with the derivative `Gradient`, takes any schedule but those of
+`LogPartition`, also inside torch.compile and torch.func: `apply` calls it, or its operator `logchain::log_norm` while
 torch.compile traces. `LogPartition` takes a schedule as an argument: that of a short chain on a CPU, of a chain within
 a memory budget, or of packed sequences. In either the gradients are posterior marginals, computed by a backward pass
 from the operands and what the schedule keeps, which are the forward messages or some of them.
@@ -40,11 +40,11 @@ def log_norm(
 ) -> Tensor:
     """The log-partition [*B], computed in float64, as a tensor of `dtype`. Arguments have been checked.
 
-    `segments` names the schedule: 1 for sequential, more for chunked into so many, `TREE` for tree; None for the one
-    that is fastest by the model of the device, but sequential in place of tree.
+    `segments` names the schedule, see `chain_operators`; None for the one that is fastest by the model of the device,
+    but sequential in place of tree.
     """
     if segments is None:
-        segments = choose.of(x, bulk, p0, log_params, lengths is not None, "auto").segments
+        segments = operators.number_of(choose.of(x, bulk, p0, log_params, lengths is not None, "auto")) or 1
     keep = differentiated(x, bulk, p0)
     arguments = x, bulk, p0, lengths, log_params, keep, segments
     value: Tensor
@@ -62,9 +62,12 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     each in the shape of its operand; an empty tensor for one that is not needed.
     """
     *tensors, log_params = operands
-    saved = Saved(*apply(LogNorm, operators.log_norm, *operands, True, 1))
+    x, bulk, p0, lengths = tensors
+    schedule = choose.of(x, bulk, p0, log_params, lengths is not None, choose.WALKS, True)
+    segments = operators.number_of(schedule)
+    saved = Saved(*apply(LogNorm, operators.log_norm, *operands, True, segments))
     weight = torch.ones_like(saved.log_norm) if weight is None else weight
-    by_log, segments = True, 1
+    by_log = True
     options = log_params, by_log, *needs, segments
     return saved.log_norm, apply(Gradient, operators.log_norm_backward, weight, *tensors, *saved, *options)
 

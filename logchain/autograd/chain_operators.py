@@ -1,10 +1,12 @@
 """The operators `logchain::log_norm` and `logchain::log_norm_backward`: a chain's log-partition and its gradient.
 
-Their argument `segments` names the schedule: 1 is sequential, more is chunked, `TREE` is tree.
+Their argument `segments` names the schedule: 1 is sequential, more is chunked, fewer than 0 is overlapped, of so many
+segments, and `TREE` is tree.
 `autograd.chain_functions` registers the second as the derivative of the first.
 """
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +18,19 @@ from ..kernels.message import Kept
 from ..layout import Layout
 from ..operands import Operands, arithmetic_dtype, chain_of, is_plain, unwritten
 from ..rescues import report_chains
-from ..schedules import chunked
+from ..schedules import chunked, overlapped
+from ..schedules.cost_counts import Schedule
 from . import tree_operators
 from .operator import operator
 
 # a number of segments that names the tree schedule
 TREE = 0
+
+
+def number_of(schedule: Schedule) -> int:
+    """The number of segments that names a schedule."""
+    return {"tree": TREE, "overlapped": -schedule.segments}.get(schedule.name, schedule.segments)
+
 
 # the gradients of x, bulk and p0 in their own shapes, each empty where it is not needed
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -31,8 +40,9 @@ class Saved(NamedTuple):
     """The log-partition [*B] in float64, and what the gradient needs besides the operands.
 
     Sequential: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `following` the
-    `found` of `kernels.message.Kept`, or nothing. Chunked: see `schedules.chunked`. Tree: `messages` between pieces,
-    see `autograd.tree_operators`; the other two are empty.
+    `found` of `kernels.message.Kept`, or nothing. Chunked and overlapped: see `schedules.chunked` and, with `warm` as
+    `following`, `schedules.overlapped`. Tree: `messages` between pieces, see `autograd.tree_operators`; the other two
+    are empty.
     """
 
     log_norm: Tensor
@@ -55,9 +65,9 @@ def _forward(
         log_norm, messages, redone = short.apart(x, bulk, p0, keep)
         report_chains(redone)
         return Saved(log_norm, messages, messages.new_empty(0), redone)
-    if _chunked(operands, segments, keep):
+    if _cut(operands, segments, keep):
         layout, chain = chain_of(*operands, whole=True)
-        saved = Saved(*chunked.forward(chain, segments, keep=keep))
+        saved = Saved(*_by_segments(segments).forward(chain, abs(segments), keep=keep))
         return saved._replace(log_norm=_in_order(layout, saved.log_norm))
     layout, chain = chain_of(*operands)
     memory = kernels.new_messages(chain, x.shape[-2]) if keep else None
@@ -99,12 +109,17 @@ def short_of(
         raise
 
 
-def _chunked(operands: Operands, segments: int, keep: bool = True) -> bool:
+def _by_segments(segments: int) -> ModuleType:
+    """The module of the schedule of several segments."""
+    return overlapped if segments < 0 else chunked
+
+
+def _cut(operands: Operands, segments: int, keep: bool = True) -> bool:
     """Whether a chain is cut: never for two variables, nor for lengths where a GPU would take many launches."""
     x = operands.x
-    if min(segments, x.shape[-2] - 1) <= 1:
+    if min(abs(segments), x.shape[-2] - 1) <= 1:
         return False
-    if operands.lengths is None or not kernels.on_gpu(x):
+    if segments < 0 or operands.lengths is None or not kernels.on_gpu(x):
         return True
     return not keep and kernels.long_kernels(x, arithmetic_dtype(*operands[:3])) is not None
 
@@ -120,9 +135,9 @@ def _kept_shapes(
     if segments == TREE:
         messages = tree_operators.kept_shapes(x, bulk, p0)[1]
         return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
-    if _chunked(Operands(x, bulk, p0, lengths, log_params), segments, keep):
-        inside, between, marks = chunked.kept_shapes(v, g, m, c, segments, keep)
-        following = x.new_empty(between, dtype=torch.float64)
+    if _cut(Operands(x, bulk, p0, lengths, log_params), segments, keep):
+        inside, between, marks = _by_segments(segments).kept_shapes(v, g, m, c, abs(segments), keep)
+        following = x.new_empty(between, dtype=torch.int64 if segments < 0 else torch.float64)
         return Saved(log_norm, x.new_empty(inside, dtype=dtype), following, x.new_empty(marks, dtype=torch.bool))
     messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
     found = kernels.found_size(x, bulk.shape[-3] if v > 1 else 0, g, m) if keep else 0
@@ -149,10 +164,10 @@ def _backward(grad: Tensor, *args: Any) -> Gradients:
 def _gradients(
     operands: Operands, saved: Saved, grad: Tensor, needs: Sequence[bool], by_log: bool, segments: int
 ) -> Gradients:
-    """The gradients of the operands by the sequential or the chunked schedule."""
+    """The gradients of the operands by the sequential, the chunked or the overlapped schedule."""
     x, bulk, p0, *_ = operands
     grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), needs)
-    in_segments = _chunked(operands, segments)
+    in_segments = _cut(operands, segments)
     layout, chain = chain_of(*operands, by_log=by_log, whole=in_segments)
     into_x = into_bulk = None
     if needs[0]:
@@ -167,7 +182,7 @@ def _gradients(
     saved = saved._replace(log_norm=layout.sequences(saved.log_norm))
     weight = layout.sequences(grad)
     if in_segments:
-        start = chunked.backward(chain, segments, saved, weight, into_x, into_bulk)
+        start = _by_segments(segments).backward(chain, abs(segments), saved, weight, into_x, into_bulk)
     else:
         found = saved.following if saved.following.numel() else None
         residuals = Kept(saved.log_norm, saved.messages, saved.redone, found=found)

@@ -3,6 +3,7 @@
     sequential   a vector times v - 1 matrices
     chunked      the matrix products of k segments side by side, then a vector times k matrices
     tree         pairs of matrices, level by level
+    overlapped   a vector through each of k segments, side by side, begun some steps early
 
 With gradients, a chunked chain then takes vectors through all segments side by side, forward and backward.
 """
@@ -15,12 +16,16 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_alone, check_chain, check_choice
+from ..kernels.chain import WORTH_A_THREAD
 from ..operands import differentiated
 from .cost import BOTH, FORWARD, Constants, Work, constants
 from .cost_counts import SEQUENTIAL, TREE, Schedule, Size, peaks, work
 
-Strategy = Literal["auto", "sequential", "chunked", "tree"]
+Strategy = Literal["auto", "sequential", "chunked", "tree", "overlapped"]
 STRATEGIES = get_args(Strategy)
+
+# the choice between the sequential and the overlapped schedule, for what needs messages
+WALKS = "walks"
 
 # bytes that a schedule may take besides two message tensors
 _SLACK = 2**23
@@ -31,11 +36,23 @@ _SURE = 1.15
 # the most states for which a GPU multiplies segments
 _GPU_STATES = 64
 
+# rows of overlapped segments that each thread takes where they share a matrix, and the least length of a segment
+_ROWS, _LENGTH = (8, 16, 32, 48), 24
+
+# the most states for which a CPU takes one row at a time, in registers
+_FEW = 16
+
 # numbers of segments that are tried, each a quarter larger than the one before
 _SEGMENTS = sorted({round(1.25**power) for power in range(3, 64)})
 
 # the schedules of chains whose sizes are not known while torch.compile traces
-_UNKNOWN = {"auto": SEQUENTIAL, "chunked": Schedule("chunked", 16), "tree": TREE}
+_UNKNOWN = {
+    "auto": SEQUENTIAL,
+    "chunked": Schedule("chunked", 16),
+    "tree": TREE,
+    "overlapped": Schedule("overlapped", 16),
+    WALKS: SEQUENTIAL,
+}
 
 
 class Where(NamedTuple):
@@ -55,15 +72,21 @@ def where(device: str) -> Where:
     return Where(device, torch.get_num_threads() if device == "cpu" else 1)
 
 
-def of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool, strategy: Strategy) -> Schedule:
-    """The schedule of `product` for operands; a fixed one while torch.compile traces with sizes that are not known."""
+def of(
+    x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, lengths: bool, strategy: str, gradients: bool | None = None
+) -> Schedule:
+    """The schedule of `product` for operands; a fixed one while torch.compile traces with sizes that are not known.
+
+    `gradients`: whether a backward pass follows, by default whether an operand requires one.
+    """
     if strategy == "sequential":
         return SEQUENTIAL
     if torch.compiler.is_compiling() and not _known(x, bulk):
         return _UNKNOWN[strategy]
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
     device = "cuda" if kernels.on_gpu(p0) else p0.device.type
-    options = double, log_params, lengths, differentiated(x, bulk, p0), device == "cuda"
+    gradients = differentiated(x, bulk, p0) if gradients is None else gradients
+    options = double, log_params, lengths, gradients, device == "cuda"
     return Schedule(*_picked((*x.shape,), (*bulk.shape,), options, device, strategy))
 
 
@@ -71,6 +94,12 @@ def is_sequential(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool
     """Whether the sequential schedule is the choice for operands, which are checked."""
     check_chain(x, bulk, p0)
     return of(x, bulk, p0, log_params, False, "auto") == SEQUENTIAL
+
+
+def is_one_walk(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
+    """Whether the posteriors of operands, which are checked, take the sequential schedule."""
+    check_chain(x, bulk, p0)
+    return of(x, bulk, p0, log_params, False, WALKS, True) == SEQUENTIAL
 
 
 def _known(x: Tensor, bulk: Tensor) -> bool:
@@ -93,11 +122,11 @@ _picked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_options(strategy: object, memory_budget: object, options: dict[str, bool]) -> None:
-    """Raise for arguments of a wrong kind, and for chunked or tree beside an option that needs sequential."""
+    """Raise for arguments of a wrong kind, and for a strategy beside an option that needs sequential."""
     check_choice("strategy", strategy, STRATEGIES)
     if memory_budget is not None and (not isinstance(memory_budget, int) or isinstance(memory_budget, bool)):
         raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
-    if strategy in ("chunked", "tree"):
+    if strategy not in ("auto", "sequential"):
         options = {**options, "memory_budget": memory_budget is not None}
         check_alone("strategy", strategy, "'auto' or 'sequential'", options)
 
@@ -109,13 +138,33 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
         return TREE
     if strategy == "sequential" or size.states == 0 or size.v == 1:
         return SEQUENTIAL
-    cuts, costs = candidates(size, place), place.constants
-    within = [schedule for schedule in cuts if within_contract(size, schedule)]
-    if strategy == "chunked":
-        # if all take more memory than the contract, the one with the fewest segments; a short chain has none
-        return min(within or cuts[:1], key=lambda cut: seconds(size, cut, costs), default=SEQUENTIAL)
-    best = min((*within, TREE), key=lambda schedule: seconds(size, schedule, costs))
+    costs = place.constants
+    overlaps = overlapped(size, place)
+    if strategy == "overlapped":
+        return min(overlaps, key=lambda overlap: seconds(size, overlap, costs), default=SEQUENTIAL)
+    others: list[Schedule] = []
+    if strategy != WALKS:
+        cuts = candidates(size, place)
+        within = [schedule for schedule in cuts if within_contract(size, schedule)]
+        if strategy == "chunked":
+            # if all take more memory than the contract, the one with the fewest segments; a short chain has none
+            return min(within or cuts[:1], key=lambda cut: seconds(size, cut, costs), default=SEQUENTIAL)
+        others = [*within, TREE]
+    if place.device == "cpu":  # no GPU has run it yet
+        others += overlaps
+    best = min(others, key=lambda schedule: seconds(size, schedule, costs), default=SEQUENTIAL)
     return best if _SURE * seconds(size, best, costs) < seconds(size, SEQUENTIAL, costs) else SEQUENTIAL
+
+
+def overlapped(size: Size, place: Where) -> list[Schedule]:
+    """The overlapped schedules of a chain: so many segments that each thread, or multiprocessor, has enough rows.
+
+    One row for each is enough where rows cannot share the reading of a matrix.
+    """
+    together = size.one_matrix and (size.c > _FEW or place.device != "cpu")
+    count = place.threads if place.device == "cpu" else place.constants.processors
+    segments = {-(-rows * count // size.sequences) for rows in (_ROWS if together else (1,))}
+    return [Schedule("overlapped", k) for k in sorted(segments) if k > 1 and _LENGTH * k < size.v]
 
 
 def candidates(size: Size, place: Where) -> list[Schedule]:
@@ -145,15 +194,22 @@ def seconds(size: Size, schedule: Schedule, costs: Constants) -> float:
 def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
     """The work in units of the cost model: as if all processors were busy, and float64 counted twice.
 
-    A CPU walks one sequence after the other, so that the steps of all are dependent. A GPU's one launch does so with
-    the segments that its multiprocessors do not hold at once.
+    A CPU walks one sequence after the other, so that the steps of all are dependent, and threads without a sequence
+    idle. A GPU's one launch does so with the segments that its multiprocessors do not hold at once.
     """
-    counts, in_turn = work(size, schedule), 1
-    if costs.device == "cpu" and schedule.name == "sequential":
-        in_turn = size.sequences
+    counts, in_turn, times = work(size, schedule), 1, 1.0
+    if costs.device == "cpu" and schedule.name in ("sequential", "overlapped"):
+        in_turn = size.sequences * schedule.segments
+        worth = counts.multiply_adds // (3 if size.gradients else 1) // WORTH_A_THREAD
+        times = costs.threads / max(1, min(costs.threads, in_turn, worth))
     elif schedule.name == "chunked" and size.one_launch:
         in_turn = -(-size.sequences * schedule.segments // (costs.processors * size.side_by_side))
     programs = max(1, size.sequences * schedule.segments // max(1, in_turn))
     idle = 1.0 if schedule.name == "tree" else -(-programs // costs.processors) * costs.processors / programs
-    adds = round(counts.multiply_adds * idle * size.item / 4)
-    return counts._replace(multiply_adds=adds, steps=counts.steps * in_turn)
+    return Work(
+        multiply_adds=round(counts.multiply_adds * idle * times * size.item / 4),
+        exponentials=round(counts.exponentials * times),
+        bytes=round(counts.bytes * times),
+        steps=round(counts.steps * in_turn * times),
+        launches=counts.launches,
+    )

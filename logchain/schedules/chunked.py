@@ -15,7 +15,7 @@ segment's own; `following` (count + 1, g, m, c), the f; and which sequences were
 each segment.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from ..kernels.chain import Chain, segments_of
 from ..kernels.message import Kept, Message, normalised
 from ..kernels.numbers import exact_sum
 from ..rescues import report_chains
+from .cut import Cut
 
 
 def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
@@ -43,11 +44,11 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
         log_norm, doubt = long.log_norm(chain, segments)
         report_chains(doubt)
         return log_norm, messages, following, doubt.view(1, g * m)
-    cut = Cut(chain, segments_of(chain.v, segments)[0])
+    cut = ByRow(chain, segments_of(chain.v, segments)[0])
     head_messages, segment_messages = cut.parts(messages) if keep else (None, None)
     head, start = walk.forward(cut.head(), keep=head_messages, leave=True)
     by_row = cut.by_row()
-    rows, products = walk.forward(by_row.segments(rows=True), by_row.unit_rows(), leave=True)
+    rows, products = walk.forward(by_row.rows(), by_row.unit_rows(), leave=True)
     between, shift = by_row.between(start.values, products)
     row_marks = rows.redone.view(*by_row.shape, c).any(-1)
     redone = [head.redone.view(1, g * m), by_row.by_segment(row_marks).reshape(-1, g * m)]
@@ -58,9 +59,8 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
         return _total([start.scale, shift, last.log_norm.view(1, g, m)]), messages, following, marks
     w = torch.empty_like(following)
     log_norm = _messages(between, w, following)
-    entering = cut.by_set(normalised(w[:-1])[0])
-    message = Message(entering, torch.zeros(2, *cut.shape, dtype=torch.float64, device=entering.device))
-    passed = walk.forward(cut.segments(), message, keep=segment_messages, leave=True)[0]
+    entering = cut.entering(normalised(w[:-1])[0])
+    passed = walk.forward(cut.segments(), entering, keep=segment_messages, leave=True)[0]
     report_chains(torch.cat([*redone, cut.by_segment(passed.redone).reshape(-1, g * m)]).any(0))
     marks = torch.cat([head.redone.view(1, g * m), passed.redone.view(-1, g * m)])
     return _total([start.scale, shift, log_norm.view(1, g, m)]), messages, following, marks
@@ -115,74 +115,10 @@ def backward(
     return start
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A chain as a head of `rest` transitions and `count` segments of `length` transitions each.
+class ByRow(Cut):
+    """A cut whose segments are walked from each of their states."""
 
-    All segments together are one chain of g' sets of matrices, each shared by m' members: a segment has sets of its own
-    where matrices differ from step to step, and otherwise members of its own.
-    """
-
-    chain: Chain
-    count: int
-
-    @property
-    def length(self) -> int:
-        """The number of variables of a segment, and of transitions: the first leads into it from the part before."""
-        return (self.chain.v - 1) // self.count
-
-    @property
-    def rest(self) -> int:
-        """Transitions of the head, which has one variable more."""
-        return (self.chain.v - 1) % self.count
-
-    @property
-    def homogeneous(self) -> bool:
-        """Whether one matrix serves every step."""
-        return len(self.chain.bulk) == 1
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Sets g' and members m' of the segments' chain."""
-        g, m = self.chain.g, self.chain.m
-        return (g, self.count * m) if self.homogeneous else (self.count * g, m)
-
-    def parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Messages (v + count, g, m, c) as those of the head, and those of the segments (length + 1, g', m', c)."""
-        head, segments = messages[: self.rest + 1], messages[self.rest + 1 :]
-        return head, segments.view(self.length + 1, *self.shape, self.chain.c)
-
-    def steps(self, x: Tensor) -> Tensor:
-        """x (v, *lead, c) of the segments: (length, *lead', c)."""
-        axis = self.chain.bulk.dim() - 3 if self.homogeneous else 0
-        whole: Tensor = x[self.rest + 1 :].unflatten(0, (self.count, self.length))
-        return whole.movedim(0, axis + 1)
-
-    def matrices(self, bulk: Tensor) -> Tensor:
-        """bulk (s, *own, c, c) of the segments: (length or 1, *own', c, c)."""
-        if self.homogeneous:
-            return bulk
-        whole: Tensor = bulk[self.rest :].unflatten(0, (self.count, self.length))
-        return whole.transpose(0, 1)
-
-    def counts(self, grad_bulk: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for the gradients of the head's matrices, and of the segments'."""
-        head = torch.empty_like(grad_bulk) if self.homogeneous else grad_bulk[: self.rest]
-        return head, self.matrices(grad_bulk)
-
-    def by_segment(self, values: Tensor) -> Tensor:
-        """Values (g', m', ...) as (count, g, m, ...)."""
-        g, m = self.chain.g, self.chain.m
-        if self.homogeneous:
-            return values.reshape(g, self.count, m, *values.shape[2:]).transpose(0, 1)
-        return values.reshape(self.count, g, m, *values.shape[2:])
-
-    def by_set(self, values: Tensor) -> Tensor:
-        """Values (count, g, m, ...) as (g', m', ...)."""
-        values = values.transpose(0, 1) if self.homogeneous else values
-        return values.reshape(*self.shape, *values.shape[3:])
-
-    def by_row(self) -> "Cut":
+    def by_row(self) -> "ByRow":
         """The cut with which segments are walked from each of their states.
 
         A GPU reads rows in place if each segment is a set of its own, which costs no memory for a single set.
@@ -190,27 +126,14 @@ class Cut:
         chain = self.chain
         if not (self.homogeneous and chain.g == 1 and kernels.on_gpu(chain.x)):
             return self
-        return Cut(replace(chain, bulk=chain.bulk.expand(chain.v - 1, *chain.bulk.shape[1:])), self.count)
+        return ByRow(replace(chain, bulk=chain.bulk.expand(chain.v - 1, *chain.bulk.shape[1:])), self.count)
 
-    def head(self) -> Chain:
-        """The chain of the first steps."""
-        chain = self.chain
-        ends = None if chain.ends is None else chain.ends.clamp(max=self.rest + 1)
-        bulk = chain.bulk if self.homogeneous else chain.bulk[: self.rest]
-        return Chain(chain.x[: self.rest + 1], bulk, chain.p0, ends, chain.log_params, chain.dtype, chain.by_log)
-
-    def segments(self, *, rows: bool = False) -> Chain:
-        """The chain of the segments, which messages enter; with `rows`, each segment c times, (g', m' c)."""
-        chain, c, ends = self.chain, self.chain.c, None
-        x = self.steps(chain.x)
-        if rows:
-            x = x.unsqueeze(-2).expand(*x.shape[:-1], c, c)
-        if chain.ends is not None:
-            begin = self.rest + 1 + self.length * torch.arange(self.count, device=chain.ends.device)
-            ends = self.by_set((chain.ends - begin.view(-1, 1, 1, 1)).clamp(0, self.length))
-            ends = ends.expand(*self.shape, c).reshape(self.shape[0], -1, 1) if rows else ends
-        bulk = self.matrices(chain.bulk)
-        return Chain(x, bulk, chain.p0, ends, chain.log_params, chain.dtype, chain.by_log)
+    def rows(self) -> Chain:
+        """The chain of the segments, each of them c times (g', m' c)."""
+        chain, c = self.segments(), self.chain.c
+        x = chain.x.unsqueeze(-2).expand(*chain.x.shape[:-1], c, c)
+        ends = None if chain.ends is None else chain.ends.expand(*self.shape, c).reshape(self.shape[0], -1, 1)
+        return replace(chain, x=x, ends=ends)
 
     def unit_rows(self) -> Message:
         """A message (g', m' c) into each segment for each state, that has all its weight on this state."""

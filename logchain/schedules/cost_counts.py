@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from .cost import Work
 
+# steps that segments of an overlapped chain are begun early, which is found out when it runs
+EARLY = 24
+
 # launches of a walk along a chain, forward alone and with its backward pass; launches of a level of a tree
 _LAUNCHES, _LEVEL = (12, 25), 6
 
@@ -96,6 +99,8 @@ def work(size: Size, schedule: Schedule) -> Work:
         return NOTHING
     if schedule.name == "tree":
         return _tree(size)
+    if schedule.name == "overlapped":
+        return _overlapped(size, schedule.segments)
     return _chunked(size, schedule.segments) if schedule.name == "chunked" else _sequential(size)
 
 
@@ -131,6 +136,13 @@ def _chunked(size: Size, segments: int) -> Work:
     if size.gradients:
         total += _sequential(size._replace(v=length + 1, m=size.m * segments)) + through
     return total
+
+
+def _overlapped(size: Size, segments: int) -> Work:
+    """The work of the head, and of segments that begin early in either direction."""
+    length = length_of(size, Schedule("overlapped", segments))
+    head = _sequential(size._replace(v=size.v - segments * length))
+    return head + _sequential(size._replace(v=length + 1 + EARLY, m=size.m * segments))
 
 
 def _one_launch(size: Size, segments: int) -> Work:
@@ -179,6 +191,9 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
         return leaves, 2 * leaves
     messages = (size.message_bytes if size.gradients else 2 * s * c * item) + s * v * item
     if schedule.name == "sequential":
+        return messages, messages
+    if schedule.name == "overlapped":  # and messages that enter, leave and are compared, in float64
+        messages += 6 * 8 * s * schedule.segments * c
         return messages, messages
     if size.one_launch:
         products = s * (schedule.segments + _members(schedule.segments)) * size.width

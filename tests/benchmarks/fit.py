@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from logchain.autograd import chain as chain_functions
-from logchain.autograd.chain_operators import TREE as TREE_SEGMENTS
+from logchain.autograd.chain_operators import number_of
 from logchain.schedules import choose
 from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
@@ -56,10 +56,21 @@ SWEEP = [
     (20_000, 2, 3, 1),
     (2_000, 100, 2, 0),
     (300, 100, 3, 1),
+    (1, 100_000, 4, 0),
+    (1, 100_000, 16, 0),
+    (1, 20_000, 32, 0),
+    (1, 5_000, 64, 0),
+    (1, 20_000, 64, 0),
+    (4, 5_000, 64, 0),
+    (1, 2_000, 64, 1),
+    (1, 2_000, 256, 0),
+    (1, 200, 1_024, 0),
 ]
 
 # multiply-adds, and steps of calls, that a single measurement may take
 _MOST_ADDS, _MOST_LAUNCHES = 2e9, 2e5
+
+_NAMES = ("sequential", "chunked", "tree", "overlapped")
 
 # a data sheet's, of an H200: bytes a second that a copy reaches, multiply-adds a second in 3xTF32
 BANDWIDTH, RATE = 4.3e12, 495e12 / 6
@@ -118,17 +129,15 @@ def samples(place: Where, sweep: Iterable[tuple[int, int, int, int]], measure: T
 
 def schedules(size: Size, place: Where) -> list[Schedule]:
     """All kinds, with few, some and many segments."""
-    return [SEQUENTIAL, *choose.candidates(size, place)[4::10], TREE]
+    overlapped = choose.overlapped(size, place) if place.device == "cpu" else []
+    return [SEQUENTIAL, *choose.candidates(size, place)[4::10], TREE, *overlapped]
 
 
 def call(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> Callable[[], object]:
     """One product by a schedule, with the gradients of what requires one."""
 
     def run() -> object:
-        if schedule.name == "tree":
-            found = chain_functions.log_norm(x, bulk, p0, None, False, segments=TREE_SEGMENTS)
-        else:
-            found = chain_functions.log_norm(x, bulk, p0, None, False, segments=schedule.segments)
+        found = chain_functions.log_norm(x, bulk, p0, None, False, segments=number_of(schedule))
         return torch.autograd.grad(found.sum(), (x, bulk, p0)) if found.requires_grad else found
 
     return run
@@ -138,7 +147,7 @@ def fitted(place: Where, found: Sequence[Sample], about: dict[str, str], process
     """Constants for each schedule and pass."""
     known = {name: value for name, value in about.items() if name in Constants._fields}
     entry = Constants(*place, processors, True, **known, seconds={})
-    for name in ("sequential", "chunked", "tree"):
+    for name in _NAMES:
         entry.seconds[name] = {}
         for gradients, which in ((False, FORWARD), (True, BOTH)):
             own = [sample for sample in found if sample.schedule.name == name and sample.size.gradients == gradients]
@@ -174,9 +183,6 @@ def h200() -> Constants:
     seconds = {name: {which: row if name == "sequential" else wide for which in (FORWARD, BOTH)} for name in _NAMES}
     seconds["chunked"][FORWARD] = row
     return Constants("cuda", 1, 132, False, "NVIDIA H200, data sheet", "", "", seconds)
-
-
-_NAMES = ("sequential", "chunked", "tree")
 
 
 def text(entry: Constants, found: Sequence[Sample]) -> str:

@@ -1,0 +1,196 @@
+"""The log-partition of few long chains that forget how they began: segments side by side, each begun some steps early.
+
+    e_s = u W_s             u: a uniform message; W_s: the last steps before segment s, its warm-up
+    a_s = e_{s-1} M_{s-1}   M_s: the product of segment s; a_0, which enters the first, is the head's message
+
+    d(a, e) = max log a/e - min log a/e       max and min over states; infinite where only one of a and e is 0
+
+Hilbert's metric d is 0 for messages that differ by a factor alone, and no non-negative matrix makes it larger. If every
+d(a_s, e_s) is at most `tolerance`, all messages are those of the chain up to rounding, log Z is the sum of the
+segments' own, and no step waited for a segment before. Segments that fail are walked again from what has arrived.
+Backward messages start early likewise. See "When a chain forgets" in the documentation for the proof.
+
+How many steps a warm-up takes is found out at a few places first, where two messages that begin far apart have to
+agree in the end. Where they do not within a small part of the chain, it is walked as one.
+
+The backward pass needs `messages`, those of the head, and for each segment the e that enters it and its own; `warm`,
+the steps of a warm-up, 0 for a chain that was walked as one, whose messages come first; and which sequences were
+`redone` exactly, in the head and in each segment.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.chain import Chain, segments_of
+from ..kernels.message import Kept, Message
+from ..kernels.numbers import exact_sum
+from ..rescues import report_boundaries, report_chains
+from .cut import Cut
+
+# where steps to forget are counted, and the numbers that are tried: the first, its multiples, at most a share of all
+_PROBES, _FIRST, _LEAST, _GROWTH, _SHARE = 4, 16, 4, 4, 64
+
+# one boundary in so many may be walked again
+_MENDED = 4
+
+
+def unlike(chain: Chain, a: Tensor, b: Tensor) -> Tensor:
+    """Whether logarithms of messages (..., c) differ by more than a factor and their rounding, or hold NaN."""
+    return ~(distance(a, b) <= tolerance(chain.c, chain.dtype))
+
+
+def distance(a: Tensor, b: Tensor) -> Tensor:
+    """Hilbert's metric between logarithms of messages (..., c); NaN or infinite where they have different zeros."""
+    gap, neither = a - b, (a == -torch.inf) & (b == -torch.inf)
+    return gap.masked_fill(neither, -torch.inf).amax(-1) - gap.masked_fill(neither, torch.inf).amin(-1)
+
+
+def tolerance(c: int, dtype: torch.dtype) -> float:
+    """The largest distance that is accepted: the rounding that four steps may have, by the contract of accuracy."""
+    return 2 * (c + 8) * torch.finfo(dtype).eps
+
+
+def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
+    """The shapes of `messages`, which is empty unless it is to be kept, of `warm` and of `redone`."""
+    count = segments_of(v, segments)[0]
+    return (v + count, g, m, c) if keep else (0,), (1,), (count + 1, g * m)
+
+
+def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The log-partition (g, m) in float64, messages, warm, redone."""
+    walk, grid = kernels.chain_kernels(chain.x), chain.g * chain.m
+    shapes = kept_shapes(chain.v, chain.g, chain.m, chain.c, segments, keep)
+    messages = kernels.messages_of(chain, shapes[0][0]) if keep else chain.new(0)
+    warm = torch.zeros(shapes[1], dtype=torch.int64, device=chain.x.device)
+    redone = torch.zeros(shapes[2], dtype=torch.bool, device=chain.x.device)
+    cut = Cut(chain, segments_of(chain.v, segments)[0])
+    steps = _steps_to_forget(chain, cut.length // 3)
+    if steps == 0:
+        whole = walk.forward(chain, keep=messages[: chain.v] if keep else None)[0]
+        redone[0] = whole.redone.view(grid)
+        log_norm = whole.log_norm
+    else:
+        head_messages, segment_messages = cut.parts(messages) if keep else (None, None)
+        head, start = walk.forward(cut.head(), keep=head_messages, leave=True)
+        redone[0] = head.redone.view(grid)
+        warm[0] = steps = min(steps + steps // 2, cut.length)
+        uniform = start.values.new_zeros(cut.count, *start.values.shape)
+        begun = _through(cut, cut.length - steps, cut.length, uniform)
+        entering = torch.cat([start.values[None], begun[:-1]])
+        scale = _segments(cut, entering, segment_messages, redone[1:].view(cut.count, chain.g, chain.m))
+        log_norm = torch.stack(exact_sum(torch.cat([start.scale, scale.flatten(0, 1)]))).sum(0)
+    report_chains(redone.any(0))
+    return log_norm, messages, warm, redone
+
+
+def _steps_to_forget(chain: Chain, longest: int) -> int:
+    """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not."""
+    cut = Cut(_twice(chain), min(_PROBES, chain.v - 1))
+    reached = cut.reached()[:, : chain.g]
+    steps = min(_FIRST, max(_LEAST, chain.v // (2 * _SHARE)))
+    while steps <= min(longest, cut.length, max(_LEAST, chain.v // _SHARE)):
+        apart = _through(cut, cut.length - steps, cut.length, _beginnings(cut))
+        unmet = unlike(chain, apart[:, : chain.g], apart[:, chain.g :]) & reached
+        if _MENDED * unmet.sum() <= unmet.numel():
+            return steps
+        steps *= _GROWTH
+    return 0
+
+
+def _twice(chain: Chain) -> Chain:
+    """The chain with all of its sets of matrices twice, and their sequences."""
+    x, bulk = chain.x.unsqueeze(1), chain.bulk.unsqueeze(1)
+    x, bulk = x.expand(len(x), 2, *x.shape[2:]), bulk.expand(len(bulk), 2, *bulk.shape[2:])
+    return replace(chain, x=x, bulk=bulk, ends=None if chain.ends is None else chain.ends.repeat(2, 1, 1))
+
+
+def _beginnings(cut: Cut) -> Tensor:
+    """Logarithms (count, 2 g, m, c) of messages: uniform ones, and others far from these, for the second g sets."""
+    grid, ramp = cut.by_segment(torch.empty(cut.shape)).shape, torch.arange(1.0, cut.chain.c + 1, dtype=torch.float64)
+    logs = torch.zeros(*grid, len(ramp), dtype=torch.float64)
+    logs[:, grid[1] // 2 :] = ramp.log_()
+    return logs.to(cut.chain.x.device)
+
+
+def _through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
+    """The messages (count, g, m, c) that leave steps `start` to before `stop` of the segments, from those entering."""
+    window, message = cut.window(start, stop), cut.entering(entering)
+    return cut.by_segment(kernels.chain_kernels(window.x).forward(window, message, leave=True)[1].values)
+
+
+def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tensor) -> Tensor:
+    """The scales (2, count, g, m) of all segments, of which those with a wrong entering message are walked again.
+
+    `messages` are written if there is memory for them, and into `redone` (count, g, m) what was redone exactly.
+    """
+    chain, walk, reached = cut.chain, kernels.chain_kernels(cut.chain.x), cut.reached()
+    passed, after = walk.forward(cut.segments(), cut.entering(entering), keep=messages, leave=True)
+    arrived = cut.by_segment(after.values)
+    scale = torch.stack([cut.by_segment(part) for part in after.scale])
+    redone.copy_(cut.by_segment(passed.redone))
+    if not (unlike(cut.chain, arrived[:-1], entering[1:]) & reached[1:]).any():
+        return scale
+    memory = None if messages is None else chain.new(cut.length + 1, chain.g, chain.m, chain.c)
+    for s in range(1, cut.count):
+        wrong = unlike(cut.chain, arrived[s - 1], entering[s]) & reached[s]
+        if wrong.any():
+            report_boundaries(wrong)
+            message = Message(arrived[s - 1], torch.zeros_like(scale[:, s]))
+            alone, left = walk.forward(cut.segment(s), message, keep=memory, leave=True)
+            arrived[s], scale[:, s], redone[s] = left.values, left.scale, alone.redone
+            if messages is not None and memory is not None:
+                cut.of_segment(messages, s).copy_(memory)
+    return scale
+
+
+def backward(
+    chain: Chain,
+    segments: int,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    weight: Tensor,
+    grad_x: Tensor | None,
+    grad_bulk: Tensor | None,
+) -> Tensor:
+    """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
+    log_norm, messages, warm, redone = saved
+    walk, steps, marks = kernels.chain_kernels(chain.x), int(warm), redone.view(-1, chain.g, chain.m)
+    if steps == 0:
+        whole = Kept(log_norm, messages[: chain.v], marks[0])
+        start: Tensor = walk.backward(chain, whole, weight, None, grad_x, grad_bulk)
+        return start
+    cut = Cut(chain, segments_of(chain.v, segments)[0])
+    head_messages, segment_messages = cut.parts(messages)
+    norms, weights, passed = (
+        cut.by_set(one) for one in (log_norm.expand_as(marks[1:]), weight.expand_as(marks[1:]), marks[1:])
+    )
+    kept = Kept(norms, segment_messages, passed, True)
+    head_counts, counts = (None, None) if grad_bulk is None else cut.counts(grad_bulk)
+    segment_x = None if grad_x is None else cut.steps(grad_x)
+
+    def walked(following: Tensor) -> Tensor:
+        """The backward messages (count, g, m, c) ahead of the segments, whose gradients are written."""
+        behind = cut.by_set(following)
+        return cut.by_segment(walk.backward(cut.segments(), kept, weights, behind, segment_x, counts))
+
+    early = kept._replace(messages=segment_messages[: steps + 1])
+    begun = cut.by_segment(walk.backward(cut.window(0, steps), early, weights, None, None, None))
+    following = torch.cat([begun[1:], torch.zeros_like(begun[:1])])
+    ahead = walked(following)
+    if unlike(cut.chain, ahead[1:], following[:-1]).any():
+        for s in range(cut.count - 2, -1, -1):
+            wrong = unlike(cut.chain, ahead[s + 1], following[s])
+            if wrong.any():
+                report_boundaries(wrong)
+                following[s] = ahead[s + 1]
+                alone = Kept(log_norm, cut.of_segment(segment_messages, s).contiguous(), marks[s + 1], True)
+                ahead[s] = walk.backward(cut.segment(s), alone, weight, following[s], None, None)
+        ahead = walked(following)
+    head_x = None if grad_x is None else grad_x[: cut.rest + 1]
+    head = Kept(log_norm, head_messages, marks[0])
+    start = walk.backward(cut.head(), head, weight, ahead[0], head_x, head_counts)
+    if cut.homogeneous and head_counts is not None and grad_bulk is not None:
+        grad_bulk.add_(head_counts)
+    return start
