@@ -135,6 +135,10 @@ static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t s
         if (!b->skipped[place]) {
             real *to = gradient && c < LANES ? b->posterior : gradient;
             RowSummary summary = row_posterior(width, forward + place * width, row, (real)a->weight[q], to, fresh);
+            if (count > 1 && step > 1) { /* as fetch_x */
+                fetch_row(c, message_at(a, q, step - 1));
+                if (gradient) fetch_row(c, gradient_at(a, w->set, q, step - 1));
+            }
             if (gradient && c < LANES) store_some(gradient, load(b->posterior), c);
             b->inverse_sums[place] = summary.inverse_sum, b->scales[place] = summary.scale;
             int lost = !(summary.inverse_sum > 0 && summary.inverse_sum < power_of_two(TOP));
@@ -206,8 +210,10 @@ static void multiply_backward(Back *b, int64_t count, int64_t step) {
         const real *x[4 * GROUP];
         real *backward = b->backward + place * width, *source = b->source + place * width;
         rows_of_x(w, place, rows, step, x);
-        for (int64_t r = 0; r < rows; r++)
+        for (int64_t r = 0; r < rows; r++) {
+            fetch_x(w, place + r, step - 1);
             w->raised[place + r] = (uint8_t)emit(width, x[r], backward + r * width, source + r * width);
+        }
         if (count > 1) multiply((Product){rows, c, width, source, width, 1, b->transposed, width, backward, width});
         else if (w->a->one_matrix) row_times(c, width, source, b->transposed, width, backward);
         else row_times_transposed(width, source, w->matrix.entries, w->matrix.row, backward);
