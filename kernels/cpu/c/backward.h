@@ -135,6 +135,10 @@ static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t s
         if (!b->skipped[place]) {
             real *to = gradient && c < LANES ? b->posterior : gradient;
             RowSummary summary = row_posterior(width, forward + place * width, row, (real)a->weight[q], to, fresh);
+            if (count > 1 && step > 1) { /* as fetch_x */
+                fetch_row(c, message_at(a, q, step - 1));
+                if (gradient) fetch_row(c, gradient_at(a, w->set, q, step - 1));
+            }
             if (gradient && c < LANES) store_some(gradient, load(b->posterior), c);
             b->inverse_sums[place] = summary.inverse_sum, b->scales[place] = summary.scale;
             int lost = !(summary.inverse_sum > 0 && summary.inverse_sum < power_of_two(TOP));
@@ -206,8 +210,10 @@ static void multiply_backward(Back *b, int64_t count, int64_t step) {
         const real *x[4 * GROUP];
         real *backward = b->backward + place * width, *source = b->source + place * width;
         rows_of_x(w, place, rows, step, x);
-        for (int64_t r = 0; r < rows; r++)
+        for (int64_t r = 0; r < rows; r++) {
+            fetch_x(w, place + r, step - 1);
             w->raised[place + r] = (uint8_t)emit(width, x[r], backward + r * width, source + r * width);
+        }
         if (count > 1) multiply((Product){rows, c, width, source, width, 1, b->transposed, width, backward, width});
         else if (w->a->one_matrix) row_times(c, width, source, b->transposed, width, backward);
         else row_times_transposed(width, source, w->matrix.entries, w->matrix.row, backward);
@@ -230,7 +236,7 @@ static int64_t few_backward(Back *b, int64_t step) {
     if (l.gradient) l.gradient -= l.first_step * l.gradient_step;
     l.outer = a->grad_bulk ? counts_at(w, 1) : 0, l.outer_step = a->count_step;
     l.held_forward = a->counts ? t->held_forward : 0, l.held_source = t->held_source;
-    l.held_step = w->width, l.most_held = GROUP;
+    l.held_step = w->width, l.most_held = t->most_held;
     l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / t->weight);
     l.unshare = UNSHARE * (real)t->weight;
     narrow(a->states, b->backward, l.state);
@@ -238,7 +244,7 @@ static int64_t few_backward(Back *b, int64_t step) {
         l.held = t->held;
         step = steps_backward(&l, step);
         t->unsafe_matrix |= l.high > LARGE;
-        t->held = l.held, full = l.held_forward && l.held == GROUP;
+        t->held = l.held, full = l.held_forward && l.held == t->most_held;
         if (full) add_held_rows(t, w);
     }
     narrow(a->states, l.state, b->backward);
@@ -351,8 +357,9 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     b.skipped = take(&room, most);
     b.counts.partial = take(&room, w->width * padded(w->width) * bytes);
     b.counts.total = take(&room, w->width * padded(w->width) * 8);
-    b.counts.held_forward = take(&room, (GROUP * w->width + LANES) * bytes);
-    b.counts.held_source = take(&room, (GROUP * w->width + LANES) * bytes);
+    b.counts.most_held = group_of(a);
+    b.counts.held_forward = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
+    b.counts.held_source = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
     int64_t *chosen = take(&room, a->members * 8);
     if (!a->room) return room.bytes;
     for (int64_t q = a->first, left; q < a->last; q += left) {

@@ -99,6 +99,11 @@ INLINE real *filtered_at(const Chain *a, int64_t q, int64_t step) {
     return row_or_null(a, a->filtered, q / a->members, q, step);
 }
 
+/* Starts reading a row of c entries into the cache. */
+INLINE void fetch_row(int64_t c, const real *row) {
+    for (int64_t j = 0; j < c; j += 64 / (int64_t)sizeof(real)) __builtin_prefetch(row + j);
+}
+
 /* Scratch of a call: arrays are handed out one after the other, each on its own cache lines. Every exported loop that
    is called with a null `room` returns the bytes of scratch that it needs, and does nothing else. */
 typedef struct { char *begin; int64_t bytes; } Room;

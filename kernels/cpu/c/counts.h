@@ -13,8 +13,8 @@ enum { ADDED = 256 };
 typedef struct {
     real *partial;                    /* (c, padded width): S^T times sources of `added` rows; padding is undefined */
     double *total;                    /* (c, padded width): the rows before those */
-    real *held_forward, *held_source; /* (GROUP, width): `held` rows of S and of sources for the next product */
-    int64_t added, held;
+    real *held_forward, *held_source; /* (most_held, width): `held` rows of S and of sources for the next product */
+    int64_t added, held, most_held;
     double weight;                    /* power of two near the largest weight; sources are divided by it */
     int unsafe_matrix;                /* sources rounded to 0 may matter for entries so large: check every matrix */
 } Counts;
@@ -93,10 +93,10 @@ static void add_held_rows(Counts *t, const Walk *w) {
     t->held = 0;
 }
 
-/* Collects few rows, for a product with GROUP of them. */
+/* Collects few rows, for a product with up to `most_held` of them: each product reads and writes all of `partial`. */
 static void hold_rows(Counts *t, const Walk *w, int64_t count, const real *forward, const real *source) {
     int64_t width = w->width;
-    if (t->held + count > GROUP) add_held_rows(t, w);
+    if (t->held + count > t->most_held) add_held_rows(t, w);
     for (int64_t row = 0; row < count; row++)
         for (int64_t k = 0; k < vectors_of(width); k++) {
             int64_t from = row * width + start_of(k, width), to = t->held * width + from;
@@ -115,7 +115,7 @@ static void count_step(Counts *t, const Walk *w, int64_t count, const real *forw
     const Chain *a = w->a;
     int64_t c = a->states, width = w->width, across = padded(width);
     if (a->counts) {
-        if (count <= GROUP / 4) hold_rows(t, w, count, forward, source);
+        if (count <= t->most_held / 4) hold_rows(t, w, count, forward, source);
         else add_rows(t, w, count, forward, source);
     } else if (count == 0) clear(c * c, counts_at(w, step));
     else if (count <= ADDED) {

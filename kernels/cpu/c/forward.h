@@ -84,6 +84,14 @@ INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, 
     }
 }
 
+/* Starts reading a row of x into the cache, a step before its use. The rows of a step lie far apart where each sequence
+   has memory of its own: without this, forward steps of 64 states take 1.05 to 1.2 times as long. */
+INLINE void fetch_x(const Walk *w, int64_t place, int64_t step) {
+    const Chain *a = w->a;
+    int64_t q = sequence_of(w, place);
+    if (w->count > 1 && !is_float32(a) && step < steps_of(a, q)) fetch_row(a->states, x_at(a, w->set, q, step));
+}
+
 /* log(U E) of a last step, with U times 2^-exponent: from U and x, for U E itself may underflow. */
 static void write_leaving(const Chain *a, int64_t q, const real *sums, const real *x, double shift, int64_t exponent) {
     for (int64_t j = 0; j < a->states; j++) {
@@ -150,6 +158,7 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
     }
     for (int64_t r = 0; r < rows; r++) {
         int64_t q = sequence_of(w, place + r), exponent = exponent_of(weighed.most[r]);
+        fetch_x(w, place + r, step + 1);
         if (a->leaving && step + 1 == steps_of(a, q))
             write_leaving(a, q, sums + r * w->width, x[r], weighed.shift[r], exponent);
         Sum *shift = &w->shifts[place + r];

@@ -191,8 +191,8 @@ typedef struct {
 INLINE void weigh(const int one_row, int64_t rows, int64_t width, const real *const *x, const real *sums,
                   real *state, Weighed *out) {
     reals high[LANES] = {0};
-    wholes low[LANES], tall[LANES], raised_of[LANES];
-    UNROLL for (int r = 0; r < LANES; r++) if (!one_row) low[r] = tall[r] = raised_of[r] = (wholes){0};
+    wholes low[LANES], tall[LANES];
+    UNROLL for (int r = 0; r < LANES; r++) if (!one_row) low[r] = tall[r] = (wholes){0};
     for (int64_t r = 0; r < rows; r++) {
         const real *row = x[r], *u = sums + r * width;
         high[r] = load(row + width - LANES);
@@ -226,12 +226,7 @@ INLINE void weigh(const int one_row, int64_t rows, int64_t width, const real *co
             raised |= (b < LOG_DEEPEST) & (b > -INFINITE);
         }
         store(to + width - LANES, end);
-        raised_of[r] = raised;
-    }
-    if (one_row) out->raised[0] = any(raised_of[0]);
-    else {
-        wholes raised = any_of_each(raised_of);
-        __builtin_memcpy(out->raised, &raised, sizeof raised);
+        out->raised[r] = any(raised);
     }
 }
 

@@ -73,7 +73,6 @@ INLINE naturals larger_bits(naturals a, naturals b) { return (naturals)where_who
 INLINE wholes larger_whole(wholes a, wholes b) { return where_whole(a > b, a, b); }
 INLINE wholes smaller_whole(wholes a, wholes b) { return where_whole(a < b, a, b); }
 INLINE reals plus(reals a, reals b) { return a + b; }
-INLINE wholes either(wholes a, wholes b) { return a | b; }
 
 INLINE whole bits_of(real a) { whole bits; __builtin_memcpy(&bits, &a, sizeof a); return bits; }
 INLINE real real_of(whole bits) { real a; __builtin_memcpy(&a, &bits, sizeof a); return a; }
@@ -115,7 +114,6 @@ REDUCE_EACH(total_of_each, reals, plus)
 REDUCE_EACH(largest_of_each, reals, larger)
 REDUCE_EACH(highest_of_each, wholes, larger_whole)
 REDUCE_EACH(lowest_of_each, wholes, smaller_whole)
-REDUCE_EACH(any_of_each, wholes, either)
 
 /* The lower, and the upper, halves of two vectors with lanes interleaved. */
 #if BYTES * 8 / BITS == 16
