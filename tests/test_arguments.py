@@ -45,7 +45,10 @@ def expect_refusal(error, message, function=logchain.product, **arguments):
         ({"lengths": [7] * 10}, "lengths: expected values from 1 to v = 6, got 7 to 7"),
         ({"lengths": [0] * 10}, "lengths: expected values from 1 to v = 6, got 0 to 0"),
         ({"lengths": [3, 4]}, "lengths: expected shape [10] or [10, 1] to go with x [10, 1, 6, 4], got [2]"),
-        ({"strategy": "parallel"}, "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree', got 'parallel'"),
+        (
+            {"strategy": "parallel"},
+            "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree' or 'overlapped', got 'parallel'",
+        ),
     ],
 )
 def test_sizes_are_refused(changes, message):

@@ -17,7 +17,7 @@ from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FORWARD, Constants, Work
 from tests.benchmarks import fit
 
-NAMES = ("sequential", "chunked", "tree")
+NAMES = ("sequential", "chunked", "tree", "overlapped")
 SHAPES = [
     ((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200)),
     ((1, 10_000, 16), (9_999, 16, 16), (16,)),
@@ -51,6 +51,7 @@ def test_the_pick_costs_at_most_1_3_times_the_best(place):
         cuts = [Schedule("chunked", k) for k in sorted(numbers) if 2 <= k <= (size.v - 1) // 2]
         cuts = [schedule for schedule in cuts if choose.within_contract(size, schedule)]
         cuts = cuts if choose.candidates(size, place) else []
+        cuts += choose.worthwhile(size, place)
         best = min(choose.seconds(size, schedule, costs) for schedule in (SEQUENTIAL, TREE, *cuts))
         pick = choose.choose(size, place, "auto")
         assert choose.seconds(size, pick, costs) <= 1.3 * best, (size, pick)
@@ -104,7 +105,8 @@ def used(monkeypatch):
     log_norm, names = module.log_norm, {0: "tree", 1: "sequential"}
 
     def watched(*args, segments, **others):
-        seen.append(Schedule(names.get(segments, "chunked"), max(1, segments)))
+        name = names.get(segments, "chunked" if segments > 0 else "overlapped")
+        seen.append(Schedule(name, max(1, abs(segments))))
         return log_norm(*args, segments=segments, **others)
 
     def at_once(*args):
@@ -168,7 +170,7 @@ def test_traced_sizes_are_planned_for(prefer, used, preferred):
     assert used[0] == (planned.schedule, planned.segments)
 
 
-@pytest.mark.parametrize(("strategy", "expected"), [("auto", "sequential"), ("chunked", "chunked"), ("tree", "tree")])
+@pytest.mark.parametrize(("strategy", "expected"), [("auto", "sequential"), *zip(NAMES[1:], NAMES[1:], strict=True)])
 def test_sizes_that_are_unknown_when_traced_are_sequential(prefer, strategy, expected):
     prefer("tree")
 
@@ -253,7 +255,7 @@ def test_wrong_arguments_are_refused():
     for error, message, changes in [
         (
             ValueError,
-            "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree', got 'fast'",
+            "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree' or 'overlapped', got 'fast'",
             {"strategy": "fast"},
         ),
         (
@@ -272,8 +274,8 @@ def test_wrong_arguments_are_refused():
             plan(**{**dict(zip(("x", "bulk", "p0"), shapes, strict=True)), **changes})
 
 
-@pytest.mark.parametrize("strategy", ["chunked", "tree"])
-def test_schedules_of_matrices_go_alone(strategy):
+@pytest.mark.parametrize("strategy", NAMES[1:])
+def test_schedules_of_segments_go_alone(strategy):
     x, bulk, p0 = chain()
     alone = [
         ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 40])}),

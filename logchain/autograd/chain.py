@@ -62,8 +62,8 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     each in the shape of its operand; an empty tensor for one that is not needed.
     """
     *tensors, log_params = operands
-    x, bulk, p0, lengths = tensors
-    schedule = choose.of(x, bulk, p0, log_params, lengths is not None, choose.WALKS, True)
+    ends, by_walks = operands.lengths is not None, choose.WALKS
+    schedule = choose.of(operands.x, operands.bulk, operands.p0, log_params, ends, by_walks, True)
     segments = operators.number_of(schedule)
     saved = Saved(*apply(LogNorm, operators.log_norm, *operands, True, segments))
     weight = torch.ones_like(saved.log_norm) if weight is None else weight

@@ -18,6 +18,7 @@ from .. import kernels
 from ..arguments import check_alone, check_chain, check_choice
 from ..kernels.chain import WORTH_A_THREAD
 from ..operands import differentiated
+from . import cost_counts
 from .cost import BOTH, FORWARD, Constants, Work, constants
 from .cost_counts import SEQUENTIAL, TREE, Schedule, Size, peaks, work
 
@@ -32,6 +33,9 @@ _SLACK = 2**23
 
 # the factor by which a schedule must be predicted faster than the sequential one, as predictions are not exact
 _SURE = 1.15
+
+# the part of the sequential time that may be spent on finding out that a chain does not forget
+_IN_VAIN = 0.25
 
 # the most states for which a GPU multiplies segments
 _GPU_STATES = 64
@@ -139,9 +143,8 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
     if strategy == "sequential" or size.states == 0 or size.v == 1:
         return SEQUENTIAL
     costs = place.constants
-    overlaps = overlapped(size, place)
     if strategy == "overlapped":
-        return min(overlaps, key=lambda overlap: seconds(size, overlap, costs), default=SEQUENTIAL)
+        return min(overlapped(size, place), key=lambda overlap: seconds(size, overlap, costs), default=SEQUENTIAL)
     others: list[Schedule] = []
     if strategy != WALKS:
         cuts = candidates(size, place)
@@ -150,9 +153,9 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
             # if all take more memory than the contract, the one with the fewest segments; a short chain has none
             return min(within or cuts[:1], key=lambda cut: seconds(size, cut, costs), default=SEQUENTIAL)
         others = [*within, TREE]
-    if place.device == "cpu":  # no GPU has run it yet
-        others += overlaps
-    best = min(others, key=lambda schedule: seconds(size, schedule, costs), default=SEQUENTIAL)
+    best = min(
+        others + worthwhile(size, place), key=lambda schedule: seconds(size, schedule, costs), default=SEQUENTIAL
+    )
     return best if _SURE * seconds(size, best, costs) < seconds(size, SEQUENTIAL, costs) else SEQUENTIAL
 
 
@@ -189,6 +192,19 @@ def within_contract(size: Size, schedule: Schedule) -> bool:
 def seconds(size: Size, schedule: Schedule, costs: Constants) -> float:
     """The predicted time of a product by a schedule."""
     return costs.of(schedule.name, BOTH if size.gradients else FORWARD, counted(size, schedule, costs))
+
+
+def worthwhile(size: Size, place: Where) -> list[Schedule]:
+    """The overlapped schedules, if a chain that does not forget is found out in time; none on a GPU, where none ran."""
+    costs = place.constants
+    if place.device != "cpu" or size.states == 0 or in_vain(size, costs) > _IN_VAIN * seconds(size, SEQUENTIAL, costs):
+        return []
+    return overlapped(size, place)
+
+
+def in_vain(size: Size, costs: Constants) -> float:
+    """The predicted time of finding out that a chain cannot be overlapped."""
+    return costs.of("overlapped", FORWARD, cost_counts.in_vain(size))
 
 
 def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:

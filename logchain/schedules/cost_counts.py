@@ -9,6 +9,12 @@ from .cost import Work
 # steps that segments of an overlapped chain are begun early, which is found out when it runs
 EARLY = 24
 
+# bytes of a matrix that stays in a core's own cache
+_CACHE = 2**19
+
+# walks of an overlapped chain, forward alone and with its backward pass, and those that find out that it is none
+_WALKS, _PROBES = (5, 8), 3
+
 # launches of a walk along a chain, forward alone and with its backward pass; launches of a level of a tree
 _LAUNCHES, _LEVEL = (12, 25), 6
 
@@ -111,7 +117,9 @@ def length_of(size: Size, schedule: Schedule) -> int:
 
 def _sequential(size: Size) -> Work:
     v, c, gradients = size.v, size.c, size.gradients
-    matrices = size.g * (v - 1) * c**2
+    # one matrix for every step is read once where it stays in a cache
+    kept = size.one_matrix and not size.gpu and size.item * c**2 <= _CACHE
+    matrices = size.g * (1 if kept else v - 1) * c**2
     # exponentials of logarithmic matrices, taken once where one matrix serves all steps
     linear = size.g * (1 if size.one_matrix else v - 1) * c**2 * size.log_params
     return Work(
@@ -142,7 +150,14 @@ def _overlapped(size: Size, segments: int) -> Work:
     """The work of the head, and of segments that begin early in either direction."""
     length = length_of(size, Schedule("overlapped", segments))
     head = _sequential(size._replace(v=size.v - segments * length))
-    return head + _sequential(size._replace(v=length + 1 + EARLY, m=size.m * segments))
+    total = head + _sequential(size._replace(v=length + 1 + EARLY, m=size.m * segments))
+    return total._replace(launches=_WALKS[size.gradients] * _LAUNCHES[0])
+
+
+def in_vain(size: Size) -> Work:
+    """The work of finding out that a chain does not forget, see `schedules.overlapped`."""
+    walks = _sequential(size._replace(v=max(1, size.v // 48), m=8 * size.m, gradients=False))
+    return walks._replace(launches=_PROBES * _LAUNCHES[0])
 
 
 def _one_launch(size: Size, segments: int) -> Work:
