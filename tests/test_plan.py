@@ -132,7 +132,7 @@ def chain(n=2, v=40, c=3, gradients=False):
 @pytest.mark.parametrize("preferred", NAMES)
 def test_product_does_what_is_planned(prefer, used, preferred, strategy, gradients):
     prefer(preferred)
-    operands = chain(gradients=gradients)
+    operands = chain(v=50, gradients=gradients)
     planned = plan(*operands, strategy=strategy)
     out = logchain.product(*operands, strategy=strategy)
     assert used == [Schedule(planned.schedule, planned.segments)]
@@ -344,7 +344,16 @@ def test_fit_recovers_constants_from_the_times_they_make(tmp_path):
             call()
         return choose.seconds(size, schedule, model)
 
-    sweep = [(1, 3, 4, 1), (2, 300, 4, 0), (1, 2000, 2, 1), (30, 30, 30, 1), (4, 40, 60, 0), (1, 20, 100, 1)]
+    sweep = [
+        (1, 3, 4, 1),
+        (2, 300, 4, 0),
+        (1, 2000, 2, 1),
+        (30, 30, 30, 1),
+        (4, 40, 60, 0),
+        (1, 20, 100, 1),
+        (1, 900, 30, 0),
+    ]
+    sweep += [(1, 3000, 4, 0), (1, 700, 20, 1), (1, 30_000, 20, 0)]
     found = list(fit.samples(place, sweep, measure))
     fitted = fit.fitted(place, found, about)
     for sample in found:

@@ -166,8 +166,8 @@ def overlapped(size: Size, place: Where) -> list[Schedule]:
     """
     together = size.one_matrix and (size.c > _FEW or place.device != "cpu")
     count = place.threads if place.device == "cpu" else place.constants.processors
-    segments = {-(-rows * count // size.sequences) for rows in (_ROWS if together else (1,))}
-    return [Schedule("overlapped", k) for k in sorted(segments) if k > 1 and _LENGTH * k < size.v]
+    segments = {max(2, -(-rows * count // size.sequences)) for rows in (_ROWS if together else (1,))}
+    return [Schedule("overlapped", k) for k in sorted(segments) if _LENGTH * k < size.v]
 
 
 def candidates(size: Size, place: Where) -> list[Schedule]:
