@@ -11,6 +11,7 @@ from .autograd.operator import with_batch_first
 from .kernels.chain import Chain
 from .operands import chain_of
 from .rescues import report_chains
+from .schedules import choose, overlapped
 from .schedules.packed import Packed, PackedChain
 
 
@@ -96,14 +97,21 @@ def _sample(
         return states
     with torch.no_grad(), kernels.arithmetic_on(x):
         layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
-        states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
+        schedule = choose.of(x, bulk, p0, log_params, lengths is not None, choose.WALKS, False)
+        states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator, schedule.segments)
         return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
 
 
-def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by."""
-    residuals, _ = kernels.chain_kernels(chain.x).forward(chain, keep=chain.room(chain.v))
-    report_chains(residuals.redone)
+def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None, segments: int = 1) -> Tensor:
+    """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by.
+
+    `segments`: how many are walked side by side, see `schedules.overlapped`.
+    """
+    if min(segments, chain.v - 1) > 1:
+        residuals = overlapped.in_order(chain, segments)
+    else:
+        residuals = kernels.chain_kernels(chain.x).forward(chain, keep=chain.room(chain.v))[0]
+        report_chains(residuals.redone)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)
     kernels.draw_kernels(chain.x).draw(chain, residuals, states)

@@ -189,3 +189,23 @@ def test_it_takes_two_messages(cut):
         return [operand.grad for operand in operands]
 
     assert peak_bytes(gradients) <= 2 * x.numel() * x.itemsize
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one", "each"])
+def test_paths_are_drawn_from_its_messages(each, cut, monkeypatch):
+    """The same ones, by the same numbers, as from the messages of a sequential walk."""
+    draw = Draw(0, 2, 2, 301, 5, each)
+    chain = Chain(draw.x(), draw.bulk(), draw.p0()).to(F32)
+    chain.bulk[..., 150, :, :] = torch.eye(5) + 1e-25  # a sequence that is computed again in log space
+    chain.x[1, 0, 150, 1:] -= 300.0
+    chain.x[1, 0, 151, 0] -= 300.0
+
+    def paths():
+        return logchain.sample(*chain[:3], 20, generator=torch.Generator().manual_seed(3))
+
+    with logchain.rescues() as seen:
+        side_by_side = paths()
+    monkeypatch.setattr(choose, "of", lambda *_: choose.SEQUENTIAL)
+    in_turn = paths()
+    assert seen.sequences == 1 and (side_by_side >= 0).all()
+    assert (side_by_side != in_turn).double().mean() < 1e-3

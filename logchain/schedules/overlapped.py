@@ -86,6 +86,25 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     return log_norm, messages, warm, redone
 
 
+def in_order(chain: Chain, segments: int) -> Kept:
+    """The forward messages (v, g, m, c) of a chain in the order of its steps, as `kernels.plain.forward` keeps them."""
+    log_norm, messages, warm, redone = forward(chain, segments, keep=True)
+    marks = redone.view(-1, chain.g, chain.m)
+    if int(warm) == 0:
+        return Kept(log_norm, messages[: chain.v], marks[0])
+    cut, some = Cut(chain, segments_of(chain.v, segments)[0]), marks.any(0)
+    ordered = kernels.messages_of(chain, chain.v)
+    parts = [ordered[: cut.rest + 1], *ordered[cut.rest + 1 :].unflatten(0, (cut.count, cut.length))]
+    head, rows = cut.parts(messages)
+    for part, mark, found in zip(
+        parts, marks, [head, *(cut.of_segment(rows, s)[1:] for s in range(cut.count))], strict=True
+    ):
+        part.copy_(found)
+        if (mark != some).any():  # all messages of a sequence are logarithms if some are
+            part.copy_(torch.where(some[..., None], Kept(log_norm, part, mark).logs(slice(None)), part))
+    return Kept(log_norm, ordered, some)
+
+
 def _steps_to_forget(chain: Chain, longest: int) -> int:
     """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not."""
     cut = Cut(_twice(chain), min(_PROBES, chain.v - 1))
