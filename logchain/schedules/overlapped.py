@@ -108,10 +108,10 @@ def in_order(chain: Chain, segments: int) -> Kept:
 def _steps_to_forget(chain: Chain, longest: int) -> int:
     """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not."""
     cut = Cut(_twice(chain), min(_PROBES, chain.v - 1))
-    reached = cut.reached()[:, : chain.g]
+    reached, beginnings = cut.reached()[:, : chain.g], _beginnings(cut)
     steps = min(_FIRST, max(_LEAST, chain.v // (2 * _SHARE)))
     while steps <= min(longest, cut.length, max(_LEAST, chain.v // _SHARE)):
-        apart = _through(cut, cut.length - steps, cut.length, _beginnings(cut))
+        apart = _through(cut, cut.length - steps, cut.length, beginnings)
         unmet = unlike(chain, apart[:, : chain.g], apart[:, chain.g :]) & reached
         if _MENDED * unmet.sum() <= unmet.numel():
             return steps
