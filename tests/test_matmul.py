@@ -381,7 +381,7 @@ def test_pieces_are_all_of_the_product_once():
 def test_many_rows_or_columns_on_several_threads(case, sizes, batches, threads, monkeypatch):
     """More than 64 columns are rows of the transposed product; of more on both sides torch takes care."""
     monkeypatch.setattr(cpu_matmul, "_MOST", 64)
-    monkeypatch.setattr(arguments, "_SHARE", 1)
+    monkeypatch.setattr(arguments, "WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert_matmul(*(stacked(case, batch, which, sizes, F32) for which, batch in enumerate(batches)))
 

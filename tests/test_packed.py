@@ -76,7 +76,7 @@ def test_marginals(shared, transitions):
 def test_what_underflows_is_redone_where_it_lies(shared, dtype, log, threads, whose, monkeypatch):
     """Matrices with zeros, weights of their own, emissions far apart; one is impossible, one has no weight."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(arguments, "_SHARE", 1)
+    monkeypatch.setattr(arguments, "WORTH_A_THREAD", 1)
     if whose == "Python's":
         monkeypatch.setattr(team, "_parallel", lambda: None)
     operands, cu_seqlens = packed(shared, dtype)
@@ -279,7 +279,7 @@ def test_wrong_arguments():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
 def test_a_forked_process_has_threads_too(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(arguments, "_SHARE", 1)
+    monkeypatch.setattr(arguments, "WORTH_A_THREAD", 1)
     chain = torch.zeros(4, 3, 2), torch.ones(2, 2, 2), torch.ones(2)
     expected = logchain.product(*chain).tolist()
     child = os.fork()

@@ -98,7 +98,7 @@ def test_threads_groups_and_blocks_change_nothing(question, each, monkeypatch):
     )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     whole, draws = answer("cpu", question, problem, 6), answer("cpu", question, few, 6, 30 if each else 1100)
-    monkeypatch.setattr(arguments, "_SHARE", 1)
+    monkeypatch.setattr(arguments, "WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for _ in range(2):
         with poisoned_memory():
