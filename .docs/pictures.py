@@ -21,6 +21,9 @@ BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#9
 # the logarithm of the smallest positive float32
 SMALLEST = math.log(2.0**-149)
 
+# six kinds of chains, and the distance between messages below which they are the same
+COLOURS, FORGOTTEN = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "black"), 1e-10
+
 
 def figure(panels: int = 1, width: float = 8.0, height: float = 3.0) -> tuple[Figure, list[Axes]]:
     """Panels side by side."""
@@ -225,7 +228,54 @@ def checkpoints() -> Figure:
     return drawing
 
 
-PICTURES: list[Callable[[], Figure]] = [chain, checkpoints, costs, misaligned, offsets, rescue, schedules, shift]
+def forgetting() -> Figure:
+    """Hilbert's metric between two messages that begin far apart, after so many steps of six kinds of chains."""
+    c, steps = 16, 4000
+    random = np.random.default_rng(0)
+    stay, states, weights = np.eye(c), np.arange(c), random.dirichlet(np.ones(c), c)
+    ahead = 0.7 * stay + 0.3 * np.eye(c, k=1)
+    ahead[-1] = np.eye(c)[-1]
+    band = np.triu(np.tril(weights, 1), -1)
+    kinds = {
+        "random, evidence": (weights, 1.0),
+        "three diagonals, evidence": (band / band.sum(-1, keepdims=True), 1.0),
+        "left to right, starts again with 0.001": (0.999 * ahead + 0.001 * stay[0], 1.0),
+        "stays with 0.99, evidence": (0.99 * stay + 0.01 / c, 1.0),
+        "stays with 0.999, weak evidence": (0.999 * stay + 0.001 / c, 0.01),
+        "permutation, plus 0.001": (stay[random.permutation(c)] + 0.001, 1.0),
+    }
+    drawing, [panel] = figure(width=8, height=3.4)
+    lines = ("-", "--", "-.", "-", "--", "-.")
+    for (name, (matrix, evidence)), colour, line in zip(kinds.items(), COLOURS, lines, strict=True):
+        messages, found = np.stack([np.ones(c), np.exp(-states)]), []
+        for _ in range(steps):
+            messages = (messages @ matrix) * np.exp(evidence * random.normal(size=c))
+            messages /= messages.sum(-1, keepdims=True)
+            ratios = messages[0] / messages[1]
+            found.append(np.log(ratios.max() / ratios.min()))
+            if found[-1] < FORGOTTEN:  # float64 has no digits left
+                break
+        panel.loglog(range(1, len(found) + 1), found, line, color=colour, label=name, linewidth=1.5)
+    accepted = 4 * (c + 8) * 2.0**-24
+    panel.axhline(accepted, color=GREY, linestyle=":")
+    panel.text(steps, accepted * 1.3, "accepted in float32", color="#555555", ha="right")
+    panel.set(xlabel="steps m", ylabel="Hilbert's distance d", ylim=(FORGOTTEN, 50), xlim=(1, steps))
+    panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    panel.grid(alpha=0.3)
+    return drawing
+
+
+PICTURES: list[Callable[[], Figure]] = [
+    chain,
+    checkpoints,
+    costs,
+    forgetting,
+    misaligned,
+    offsets,
+    rescue,
+    schedules,
+    shift,
+]
 
 
 def all() -> dict[str, bytes]:

@@ -17,6 +17,7 @@ from tests.benchmarks import (
     launches,
     layers,
     memory,
+    overlapped,
     peers,
     plots,
     predicted,
@@ -30,6 +31,7 @@ OWN = {
     "product": (cpu, "the product on this CPU, with what it should reach"),
     "questions": (questions, "the questions of a chain, likewise"),
     "layers": (layers, "logchain.nn, likewise"),
+    "overlapped": (overlapped, "the schedules of one long sequence, beside each other"),
     "counts": (counts, "operators, allocations and frames of our own calls, which the tests compare"),
 }
 # each in a process of its own: a part can be chosen

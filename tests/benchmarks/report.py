@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.benchmarks import kept, results
-from tests.benchmarks.results import FORWARD, GRADIENTS, Measured, digits, read
+from tests.benchmarks.results import FORWARD, GRADIENTS, STRATEGIES, Measured, Scheduled, digits, read
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -141,6 +141,22 @@ def _ratios(path: Path, mode: str) -> str:
     return _markdown(("workload, float32", mode, "what", "measured", "bar", "reached"), lines)
 
 
+def overlapped() -> str:
+    """Milliseconds of one long sequence by each schedule."""
+    cases: dict[tuple[str, str, str], dict[str, Scheduled]] = {}
+    for row in read(results.OVERLAPPED, Scheduled):
+        cases.setdefault((row.chain, row.threads, row.mode), {})[row.strategy] = row
+    lines = []
+    for case, rows in cases.items():
+        times = (digits(rows[name].median_ms) if name in rows else "" for name in STRATEGIES)
+        floor = digits(next(iter(rows.values())).products_ms)
+        ratios = (f"{digits(rows[name].ratio)} x" if name in rows else "" for name in ("overlapped", "auto"))
+        lines.append((*case, floor, *times, *ratios, rows["auto"].taken))
+    header = ("chain, float32", "threads", "mode", "products alone", *STRATEGIES)
+    ratio = "time over the best other schedule's"
+    return _markdown((*header, f"overlapped: {ratio}", "auto: likewise", "auto takes"), lines)
+
+
 def peers() -> str:
     """Logchain's time, the floors' and the fastest peers' of each workload on a CPU."""
     cases: dict[tuple[str, str], dict[str, Measured]] = {}
@@ -220,6 +236,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "figures": figures,
     "layers": layers,
     "memory": memory,
+    "overlapped": overlapped,
     "peers": peers,
     "questions": questions,
     "summary": summary,

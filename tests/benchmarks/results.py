@@ -16,14 +16,15 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "results"
-PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT, GPU_COUNTS, PREDICTED, GPU_LAUNCHES = (
+PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT, GPU_COUNTS, PREDICTED, GPU_LAUNCHES, OVERLAPPED = (
     FOLDER / f"{name}.csv"
     for name in (
         "cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out", "gpu_counts",
-        "gpu_predicted", "gpu_launches",
+        "gpu_predicted", "gpu_launches", "overlapped",
     )
 )  # fmt: skip
 MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
+STRATEGIES = "sequential", "chunked", "tree", "overlapped", "auto"
 
 
 class Row(NamedTuple):
@@ -88,6 +89,34 @@ class Measured(NamedTuple):
         errors = [digits(error) for error in (self.value_error, self.gradient_error) if error is not None]
         off = f", off by {' and '.join(errors)}" if errors else ""
         return f"{digits(self.median_ms)} ms, {digits(self.ratio)} x logchain{off}"
+
+
+class Scheduled(NamedTuple):
+    """One sequence by one strategy: its time, and the fastest other schedule's, or its own where it is alone.
+
+    `taken` is the schedule that the strategy stands for; `products_ms` is the time of the matrix products alone, of 48
+    rows at once.
+    """
+
+    chain: str
+    threads: str
+    mode: str
+    strategy: str
+    taken: str
+    median_ms: float
+    lower_ms: float
+    upper_ms: float
+    other_ms: float
+    products_ms: float
+    hardware: str = ""
+    versions: str = ""
+    date: str = ""
+    commit: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Its time over the fastest other schedule's."""
+        return self.median_ms / self.other_ms
 
 
 AnyRow = TypeVar("AnyRow", bound=NamedTuple)

@@ -29,6 +29,13 @@ def median_seconds(
         rounds: how many times each is timed.
         clock: `time.thread_time` counts this thread's work alone, `time.perf_counter` what a user waits for.
     """
+    return {name: statistics.median(times) for name, times in seconds_in_turns(calls, rounds, clock).items()}
+
+
+def seconds_in_turns(
+    calls: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """The times of each call, round by round, after one that is not timed."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -37,4 +44,4 @@ def median_seconds(
             start = clock()
             call()
             times[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
