@@ -1,7 +1,7 @@
 """One long sequence by each schedule, and by the one that is taken, beside its matrix products alone.
 
-All times of a case are taken in turns in one process: CPU time on one thread, wall time on two. A schedule whose work is
-many times the sequential one's is left out. Chains that do not forget are walked by "sequential" and "auto" alone.
+All times of a case are taken in turns in one process: CPU time on one thread, wall time on two. A schedule whose work
+is many times the sequential one's is left out. Chains that do not forget are walked by "sequential" and "auto" alone.
 """
 
 import statistics
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 import logchain
-from logchain import demo
 from logchain.demo import Chain
 from logchain.plan import Plan
 from tests.benchmarks import results
@@ -94,8 +93,8 @@ def case(name: str, chain: Chain, mode: str, threads: int, strategies: Sequence[
     rows = []
     for strategy, (lower, median, upper) in quartiles.items():
         others = [value for one, value in medians.items() if one not in (strategy, "auto")]
-        taken, times = plans[strategy].schedule, (median * 1e3, lower * 1e3, upper * 1e3)
-        rows.append(Scheduled(name, str(threads), mode, strategy, taken, *times, min(others, default=median * 1e3), alone))
+        times = median * 1e3, lower * 1e3, upper * 1e3, min(others, default=median * 1e3)
+        rows.append(Scheduled(name, str(threads), mode, strategy, plans[strategy].schedule, *times, alone))
     return rows
 
 

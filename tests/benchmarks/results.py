@@ -16,13 +16,14 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "results"
-PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT, GPU_COUNTS, PREDICTED, GPU_LAUNCHES, OVERLAPPED = (
+PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT, GPU_COUNTS, PREDICTED, GPU_LAUNCHES = (
     FOLDER / f"{name}.csv"
     for name in (
         "cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out", "gpu_counts",
-        "gpu_predicted", "gpu_launches", "overlapped",
+        "gpu_predicted", "gpu_launches",
     )
 )  # fmt: skip
+OVERLAPPED = FOLDER / "overlapped.csv"
 MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
 STRATEGIES = "sequential", "chunked", "tree", "overlapped", "auto"
 
