@@ -132,7 +132,8 @@ def chain(n=2, v=40, c=3, gradients=False):
 @pytest.mark.parametrize("preferred", NAMES)
 def test_product_does_what_is_planned(prefer, used, preferred, strategy, gradients):
     prefer(preferred)
-    operands = chain(v=50, gradients=gradients)
+    x, bulk, p0 = chain(v=100, c=20, gradients=gradients)
+    operands = x, bulk[:, :1].detach().requires_grad_(gradients), p0
     planned = plan(*operands, strategy=strategy)
     out = logchain.product(*operands, strategy=strategy)
     assert used == [Schedule(planned.schedule, planned.segments)]

@@ -35,7 +35,7 @@ _SLACK = 2**23
 _SURE = 1.15
 
 # the part of the sequential time that may be spent on finding out that a chain does not forget
-_IN_VAIN = 0.25
+_IN_VAIN = 0.28
 
 # the most states for which a GPU multiplies segments
 _GPU_STATES = 64
@@ -164,7 +164,7 @@ def overlapped(size: Size, place: Where) -> list[Schedule]:
 
     One row for each is enough where rows cannot share the reading of a matrix.
     """
-    together = size.one_matrix and (size.c > _FEW or place.device != "cpu")
+    together = shares_matrices(size) or place.device != "cpu"
     count = place.threads if place.device == "cpu" else place.constants.processors
     segments = {max(2, -(-rows * count // size.sequences)) for rows in (_ROWS if together else (1,))}
     return [Schedule("overlapped", k) for k in sorted(segments) if _LENGTH * k < size.v]
@@ -191,15 +191,34 @@ def within_contract(size: Size, schedule: Schedule) -> bool:
 
 def seconds(size: Size, schedule: Schedule, costs: Constants) -> float:
     """The predicted time of a product by a schedule."""
-    return costs.of(schedule.name, BOTH if size.gradients else FORWARD, counted(size, schedule, costs))
+    which, counts = BOTH if size.gradients else FORWARD, counted(size, schedule, costs)
+    walks = Work(0, 0, 0, 0, counts.launches)
+    inside = costs.of(constants_for(size, schedule), which, counts._replace(launches=0))
+    return inside + costs.of(schedule.name, which, walks)
+
+
+def constants_for(size: Size, schedule: Schedule) -> str:
+    """The schedule whose constants hold: segments of which each thread has one are as many sequences."""
+    alone = schedule.name == "overlapped" and not shares_matrices(size)
+    return "sequential" if alone else schedule.name
+
+
+def shares_matrices(size: Size) -> bool:
+    """Whether a CPU takes the segments of an overlapped chain as rows of one product."""
+    return size.one_matrix and size.c > _FEW
 
 
 def worthwhile(size: Size, place: Where) -> list[Schedule]:
-    """The overlapped schedules, if a chain that does not forget is found out in time; none on a GPU, where none ran."""
+    """The overlapped schedules, if there is something to gain, and a chain that does not forget is found out in time.
+
+    There are none on a GPU, where none has run.
+    """
     costs = place.constants
-    if place.device != "cpu" or size.states == 0 or in_vain(size, costs) > _IN_VAIN * seconds(size, SEQUENTIAL, costs):
+    idle = shares_matrices(size) or 2 * size.sequences <= costs.threads
+    if place.device != "cpu" or size.states == 0 or not idle:
         return []
-    return overlapped(size, place)
+    in_time = in_vain(size, costs) <= _IN_VAIN * seconds(size, SEQUENTIAL, costs)
+    return overlapped(size, place) if in_time else []
 
 
 def in_vain(size: Size, costs: Constants) -> float:

@@ -12,8 +12,8 @@ EARLY = 24
 # bytes of a matrix that stays in a core's own cache
 _CACHE = 2**19
 
-# walks of an overlapped chain, forward alone and with its backward pass, and those that find out that it is none
-_WALKS, _PROBES = (5, 8), 3
+# walks of an overlapped chain, forward alone and with its backward pass, and the time of finding out that it is none
+_WALKS, _PROBES = (5, 8), 6
 
 # launches of a walk along a chain, forward alone and with its backward pass; launches of a level of a tree
 _LAUNCHES, _LEVEL = (12, 25), 6
