@@ -1,5 +1,6 @@
 """A chain in segments that begin early: what it forgets is verified, and what it does not is computed again."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 import logchain
 from logchain.kernels.chain import Chain as Steps
 from logchain.memory import peak_bytes
-from logchain.schedules import choose, overlapped
+from logchain.schedules import choose, cost, overlapped
+from logchain.schedules.cost_counts import first_warm_up
 from tests.contract import Truth, assert_contract
 from tests.families import Chain, Draw
 from tests.test_memory import allocations
@@ -209,3 +211,19 @@ def test_paths_are_drawn_from_its_messages(each, cut, monkeypatch):
     in_turn = paths()
     assert seen.sequences == 1 and (side_by_side >= 0).all()
     assert (side_by_side != in_turn).double().mean() < 1e-3
+
+
+def test_what_is_chosen_can_be_overlapped_within_the_memory():
+    """Segments are long enough for the first warm-up, and so few that comparing their messages takes little memory."""
+    place = choose.Where("cpu", 64)
+    for v, c in itertools.product((100, 500, 3000, 73730), (4, 20, 256, 1024)):
+        size = choose.Size(v, 1, 1, c, True, 4, False, False, True)
+        for schedule in choose.overlapped(size, place):
+            assert (v - 1) // schedule.segments // 3 >= first_warm_up(v)
+            assert choose.within_contract(size, schedule)
+    assert choose.overlapped(choose.Size(73730, 1, 1, 256, True, 4, False, False, True), place)
+
+
+def test_every_machine_has_constants_for_every_schedule():
+    for entry in cost.read():
+        assert set(entry.seconds) == set(choose.STRATEGIES[1:])

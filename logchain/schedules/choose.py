@@ -167,7 +167,9 @@ def overlapped(size: Size, place: Where) -> list[Schedule]:
     together = shares_matrices(size) or place.device != "cpu"
     count = place.threads if place.device == "cpu" else place.constants.processors
     segments = {max(2, -(-rows * count // size.sequences)) for rows in (_ROWS if together else (1,))}
-    return [Schedule("overlapped", k) for k in sorted(segments) if _LENGTH * k < size.v]
+    length = max(_LENGTH, 3 * cost_counts.first_warm_up(size.v))
+    overlaps = [Schedule("overlapped", k) for k in sorted(segments) if length * k < size.v]
+    return [overlap for overlap in overlaps if within_contract(size, overlap)]
 
 
 def candidates(size: Size, place: Where) -> list[Schedule]:

@@ -15,6 +15,9 @@ _CACHE = 2**19
 # walks of an overlapped chain, forward alone and with its backward pass, and the time of finding out that it is none
 _WALKS, _PROBES = (5, 8), 6
 
+# float64 numbers for each state of a segment's first message while messages are compared
+_COMPARED = 32
+
 # launches of a walk along a chain, forward alone and with its backward pass; launches of a level of a tree
 _LAUNCHES, _LEVEL = (12, 25), 6
 
@@ -154,6 +157,11 @@ def _overlapped(size: Size, segments: int) -> Work:
     return total._replace(launches=_WALKS[size.gradients] * _LAUNCHES[0])
 
 
+def first_warm_up(v: int) -> int:
+    """The number of steps after which a chain of v variables is first asked whether it has forgotten."""
+    return min(16, max(4, v // 128))
+
+
 def in_vain(size: Size) -> Work:
     """The work of finding out that a chain does not forget, see `schedules.overlapped`."""
     walks = _sequential(size._replace(v=max(1, size.v // 48), m=8 * size.m, gradients=False))
@@ -208,7 +216,7 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
     if schedule.name == "sequential":
         return messages, messages
     if schedule.name == "overlapped":  # and messages that enter, leave and are compared, in float64
-        messages += 6 * 8 * s * schedule.segments * c
+        messages += _COMPARED * 8 * s * schedule.segments * c
         return messages, messages
     if size.one_launch:
         products = s * (schedule.segments + _members(schedule.segments)) * size.width

@@ -28,10 +28,11 @@ from ..kernels.chain import Chain, segments_of
 from ..kernels.message import Kept, Message
 from ..kernels.numbers import exact_sum
 from ..rescues import report_boundaries, report_chains
+from .cost_counts import first_warm_up
 from .cut import Cut
 
-# where steps to forget are counted, and the numbers that are tried: the first, its multiples, at most a share of all
-_PROBES, _FIRST, _LEAST, _GROWTH, _SHARE = 4, 16, 4, 4, 64
+# at how many places steps to forget are counted, by how much their number grows, and which share of all it may be
+_PROBES, _GROWTH, _SHARE = 4, 4, 64
 
 # one boundary in so many may be walked again
 _MENDED = 4
@@ -109,8 +110,8 @@ def _steps_to_forget(chain: Chain, longest: int) -> int:
     """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not."""
     cut = Cut(_twice(chain), min(_PROBES, chain.v - 1))
     reached, beginnings = cut.reached()[:, : chain.g], _beginnings(cut)
-    steps = min(_FIRST, max(_LEAST, chain.v // (2 * _SHARE)))
-    while steps <= min(longest, cut.length, max(_LEAST, chain.v // _SHARE)):
+    first = steps = first_warm_up(chain.v)
+    while steps <= min(longest, cut.length, max(first, chain.v // _SHARE)):
         apart = _through(cut, cut.length - steps, cut.length, beginnings)
         unmet = unlike(chain, apart[:, : chain.g], apart[:, chain.g :]) & reached
         if _MENDED * unmet.sum() <= unmet.numel():
