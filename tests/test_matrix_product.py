@@ -26,7 +26,7 @@ SIZES = [((1, 2, 5, 9)[s % 4], s, (F32, F64)[s % 2]) for s in range(1, 9)] + [(3
 def threads(request, monkeypatch):
     """Whether stacks are cut for threads, however few multiply-adds they are."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
-    monkeypatch.setattr(loops, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(loops, "_SHARE", 1)
     monkeypatch.setattr(loops, "_SHORTEST", 2)
     return request.param
 
