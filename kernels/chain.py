@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .numbers import relative_logs
 
-# multiply-adds for which a CPU wakes another thread
-WORTH_A_THREAD = 2**20
+# multiply-adds for which a CPU wakes another thread, and states of a message that its loops keep in registers
+WORTH_A_THREAD, FEW_STATES = 2**20, 16
 
 
 @dataclass(frozen=True)

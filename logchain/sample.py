@@ -55,7 +55,8 @@ def sample(
         ValueError: sizes do not go together, a length is out of range, `num_samples` is negative, or the generator is
             on another device.
 
-    Cost: `v c^2` multiply-adds a sequence for the messages, of segments side by side where `product` takes them; then
+    Cost: `v c^2` multiply-adds a sequence for the messages, of segments side by side where that is predicted to be
+    faster; then
     `v c` a draw in `v` dependent steps, on a CPU a fraction of that for each draw beyond the first c. Memory: the
     messages `[*B, v, c]` and the paths.
 

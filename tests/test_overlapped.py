@@ -2,11 +2,14 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import logchain
+from logchain import kernels
+from logchain.kernels.chain import FEW_STATES
 from logchain.kernels.chain import Chain as Steps
 from logchain.memory import peak_bytes
 from logchain.schedules import choose, cost, overlapped
@@ -227,3 +230,9 @@ def test_what_is_chosen_can_be_overlapped_within_the_memory():
 def test_every_machine_has_constants_for_every_schedule():
     for entry in cost.read():
         assert set(entry.seconds) == set(choose.STRATEGIES[1:])
+
+
+def test_the_plan_knows_what_the_loops_keep_in_registers():
+    """The same number as in the C sources."""
+    header = (Path(kernels.__file__).parent / "cpu" / "c" / "few.h").read_text()
+    assert f"enum {{ FEW = {FEW_STATES} }};" in header

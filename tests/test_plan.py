@@ -353,8 +353,10 @@ def test_fit_recovers_constants_from_the_times_they_make(tmp_path):
         (4, 40, 60, 0),
         (1, 20, 100, 1),
         (1, 900, 30, 0),
+        (1, 3000, 4, 0),
+        (1, 700, 20, 1),
+        (1, 30_000, 20, 0),
     ]
-    sweep += [(1, 3000, 4, 0), (1, 700, 20, 1), (1, 30_000, 20, 0)]
     found = list(fit.samples(place, sweep, measure))
     fitted = fit.fitted(place, found, about)
     for sample in found:

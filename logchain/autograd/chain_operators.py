@@ -39,15 +39,15 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Saved(NamedTuple):
     """The log-partition [*B] in float64, and what the gradient needs besides the operands.
 
-    Sequential: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `following` the
-    `found` of `kernels.message.Kept`, or nothing. Chunked and overlapped: see `schedules.chunked` and, with `warm` as
-    `following`, `schedules.overlapped`. Tree: `messages` between pieces, see `autograd.tree_operators`; the other two
-    are empty.
+    Sequential: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `extra` the
+    `found` of `kernels.message.Kept`, or nothing. Chunked and overlapped: see `schedules.chunked`, with `following` as
+    `extra`, and `schedules.overlapped`, with `warm`. Tree: `messages` between pieces, see `autograd.tree_operators`;
+    the other two are empty.
     """
 
     log_norm: Tensor
     messages: Tensor
-    following: Tensor
+    extra: Tensor
     redone: Tensor
 
 
@@ -137,16 +137,16 @@ def _kept_shapes(
         return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
     if _cut(Operands(x, bulk, p0, lengths, log_params), segments, keep):
         inside, between, marks = _by_segments(segments).kept_shapes(v, g, m, c, abs(segments), keep)
-        following = x.new_empty(between, dtype=torch.int64 if segments < 0 else torch.float64)
-        return Saved(log_norm, x.new_empty(inside, dtype=dtype), following, x.new_empty(marks, dtype=torch.bool))
+        extra = x.new_empty(between, dtype=torch.int64 if segments < 0 else torch.float64)
+        return Saved(log_norm, x.new_empty(inside, dtype=dtype), extra, x.new_empty(marks, dtype=torch.bool))
     messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
     found = kernels.found_size(x, bulk.shape[-3] if v > 1 else 0, g, m) if keep else 0
-    following = x.new_empty(found, dtype=torch.int32) if found else messages.new_empty(0)
-    return Saved(log_norm, messages, following, x.new_empty((g, m), dtype=torch.bool))
+    extra = x.new_empty(found, dtype=torch.int32) if found else messages.new_empty(0)
+    return Saved(log_norm, messages, extra, x.new_empty((g, m), dtype=torch.bool))
 
 
 def _backward(grad: Tensor, *args: Any) -> Gradients:
-    x, bulk, p0, lengths, log_norm, messages, following, redone, log_params, by_log, *needs, segments = args
+    x, bulk, p0, lengths, log_norm, messages, extra, redone, log_params, by_log, *needs, segments = args
     operands = Operands(x, bulk, p0, lengths, log_params)
     if x.numel() == 0:
         zero_x, zero_bulk, zero_p0 = unwritten((x, bulk, p0), needs)
@@ -155,7 +155,7 @@ def _backward(grad: Tensor, *args: Any) -> Gradients:
         return tree_operators.backward(grad, operands, messages, needs)
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is None:
-        return _gradients(operands, Saved(log_norm, messages, following, redone), grad, needs, by_log, segments)
+        return _gradients(operands, Saved(log_norm, messages, extra, redone), grad, needs, by_log, segments)
     gradients = short.gradients(x, bulk, p0, (log_norm, messages, redone), grad, needs, by_log=by_log)
     grad_x, grad_bulk, grad_p0 = (x.new_empty(0) if gradient is None else gradient for gradient in gradients)
     return grad_x, grad_bulk, grad_p0
@@ -184,7 +184,7 @@ def _gradients(
     if in_segments:
         start = _by_segments(segments).backward(chain, abs(segments), saved, weight, into_x, into_bulk)
     else:
-        found = saved.following if saved.following.numel() else None
+        found = saved.extra if saved.extra.numel() else None
         residuals = Kept(saved.log_norm, saved.messages, saved.redone, found=found)
         start = kernels.chain_kernels(x).backward(chain, residuals, weight, None, into_x, into_bulk)
     if wide is not grad_bulk:
@@ -199,7 +199,7 @@ def _gradient_shapes(grad: Tensor, x: Tensor, bulk: Tensor, p0: Tensor, *args: A
 
 
 _OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths"
-_KEPT = "Tensor log_norm, Tensor messages, Tensor following, Tensor redone"
+_KEPT = "Tensor log_norm, Tensor messages, Tensor extra, Tensor redone"
 
 log_norm = operator(
     f"log_norm({_OPERANDS}, bool log_params, bool keep, int segments) -> (Tensor, Tensor, Tensor, Tensor)",

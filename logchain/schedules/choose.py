@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_alone, check_chain, check_choice
-from ..kernels.chain import WORTH_A_THREAD
+from ..kernels.chain import FEW_STATES, WORTH_A_THREAD
 from ..operands import differentiated
 from . import cost_counts
 from .cost import BOTH, FORWARD, Constants, Work, constants
@@ -42,9 +42,6 @@ _GPU_STATES = 64
 
 # rows of overlapped segments that each thread takes where they share a matrix, and the least length of a segment
 _ROWS, _LENGTH = (8, 16, 32, 48), 24
-
-# the most states for which a CPU takes one row at a time, in registers
-_FEW = 16
 
 # numbers of segments that are tried, each a quarter larger than the one before
 _SEGMENTS = sorted({round(1.25**power) for power in range(3, 64)})
@@ -143,19 +140,18 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
     if strategy == "sequential" or size.states == 0 or size.v == 1:
         return SEQUENTIAL
     costs = place.constants
+
+    def quickest(schedules: list[Schedule]) -> Schedule:
+        return min(schedules, key=lambda schedule: seconds(size, schedule, costs), default=SEQUENTIAL)
+
     if strategy == "overlapped":
-        return min(overlapped(size, place), key=lambda overlap: seconds(size, overlap, costs), default=SEQUENTIAL)
-    others: list[Schedule] = []
-    if strategy != WALKS:
-        cuts = candidates(size, place)
-        within = [schedule for schedule in cuts if within_contract(size, schedule)]
-        if strategy == "chunked":
-            # if all take more memory than the contract, the one with the fewest segments; a short chain has none
-            return min(within or cuts[:1], key=lambda cut: seconds(size, cut, costs), default=SEQUENTIAL)
-        others = [*within, TREE]
-    best = min(
-        others + worthwhile(size, place), key=lambda schedule: seconds(size, schedule, costs), default=SEQUENTIAL
-    )
+        return quickest(overlapped(size, place))
+    cuts = candidates(size, place) if strategy != WALKS else []
+    within = [schedule for schedule in cuts if within_contract(size, schedule)]
+    if strategy == "chunked":
+        # if all take more memory than the contract, the one with the fewest segments; a short chain has none
+        return quickest(within or cuts[:1])
+    best = quickest([*within, *worthwhile(size, place), *([TREE] if strategy != WALKS else [])])
     return best if _SURE * seconds(size, best, costs) < seconds(size, SEQUENTIAL, costs) else SEQUENTIAL
 
 
@@ -167,7 +163,7 @@ def overlapped(size: Size, place: Where) -> list[Schedule]:
     together = shares_matrices(size) or place.device != "cpu"
     count = place.threads if place.device == "cpu" else place.constants.processors
     segments = {max(2, -(-rows * count // size.sequences)) for rows in (_ROWS if together else (1,))}
-    length = max(_LENGTH, 3 * cost_counts.first_warm_up(size.v))
+    length = max(_LENGTH, cost_counts.WARM_PART * cost_counts.first_warm_up(size.v))
     overlaps = [Schedule("overlapped", k) for k in sorted(segments) if length * k < size.v]
     return [overlap for overlap in overlaps if within_contract(size, overlap)]
 
@@ -207,7 +203,7 @@ def constants_for(size: Size, schedule: Schedule) -> str:
 
 def shares_matrices(size: Size) -> bool:
     """Whether a CPU takes the segments of an overlapped chain as rows of one product."""
-    return size.one_matrix and size.c > _FEW
+    return size.one_matrix and size.c > FEW_STATES
 
 
 def worthwhile(size: Size, place: Where) -> list[Schedule]:

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain, segments_of
-from ..kernels.message import Kept, Message, normalised
+from ..kernels.message import Message, normalised
 from ..kernels.numbers import exact_sum
 from ..rescues import report_chains
 from .cut import Cut
+from .cut_backward import Backward
 
 
 def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
@@ -61,8 +62,9 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     log_norm = _messages(between, w, following)
     entering = cut.entering(normalised(w[:-1])[0])
     passed = walk.forward(cut.segments(), entering, keep=segment_messages, leave=True)[0]
-    report_chains(torch.cat([*redone, cut.by_segment(passed.redone).reshape(-1, g * m)]).any(0))
-    marks = torch.cat([head.redone.view(1, g * m), passed.redone.view(-1, g * m)])
+    own = cut.by_segment(passed.redone).reshape(-1, g * m)
+    report_chains(torch.cat([*redone, own]).any(0))
+    marks = torch.cat([head.redone.view(1, g * m), own])
     return _total([start.scale, shift, log_norm.view(1, g, m)]), messages, following, marks
 
 
@@ -98,21 +100,10 @@ def backward(
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
     log_norm, messages, following, redone = saved
-    walk = kernels.chain_kernels(chain.x)
-    cut = Cut(chain, segments_of(chain.v, segments)[0])
-    head_messages, segment_messages = cut.parts(messages)
-    head = Kept(log_norm, head_messages, redone[0].view(chain.g, chain.m))
-    across = (tensor.expand(cut.count, chain.g, chain.m) for tensor in (log_norm, weight))
-    log_norms, weights = (cut.by_set(tensor) for tensor in across)
-    passed = Kept(log_norms, segment_messages, redone[1:].view(cut.shape), True)
-    head_counts, counts = (None, None) if grad_bulk is None else cut.counts(grad_bulk)
-    segment_x = None if grad_x is None else cut.steps(grad_x)
-    walk.backward(cut.segments(), passed, weights, cut.by_set(following[1:]), segment_x, counts)
-    head_x = None if grad_x is None else grad_x[: cut.rest + 1]
-    start: Tensor = walk.backward(cut.head(), head, weight, following[0], head_x, head_counts)
-    if cut.homogeneous and head_counts is not None and grad_bulk is not None:
-        grad_bulk.add_(head_counts)
-    return start
+    cut, marks = Cut(chain, segments_of(chain.v, segments)[0]), redone.view(-1, chain.g, chain.m)
+    passes = Backward(cut, log_norm, messages, marks, weight, grad_x, grad_bulk)
+    passes.segments(following[1:])
+    return passes.head(following[0])
 
 
 class ByRow(Cut):

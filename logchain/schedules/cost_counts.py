@@ -6,17 +6,18 @@ from typing import NamedTuple
 
 from .cost import Work
 
-# steps that segments of an overlapped chain are begun early, which is found out when it runs
-EARLY = 24
+# steps that segments of an overlapped chain are begun early, as far as a plan knows; the part of a segment that a chain
+# may take to forget
+_EARLY, WARM_PART = 24, 3
 
 # bytes of a matrix that stays in a core's own cache
 _CACHE = 2**19
 
-# walks of an overlapped chain, forward alone and with its backward pass, and the time of finding out that it is none
+# walks of an overlapped chain, forward alone and with its backward pass, and of an attempt in vain
 _WALKS, _PROBES = (5, 8), 6
 
-# float64 numbers for each state of a segment's first message while messages are compared
-_COMPARED = 32
+# float64 numbers for each state of a segment's first message while messages are compared; 5 to 15 were measured
+_COMPARED = 16
 
 # launches of a walk along a chain, forward alone and with its backward pass; launches of a level of a tree
 _LAUNCHES, _LEVEL = (12, 25), 6
@@ -153,7 +154,7 @@ def _overlapped(size: Size, segments: int) -> Work:
     """The work of the head, and of segments that begin early in either direction."""
     length = length_of(size, Schedule("overlapped", segments))
     head = _sequential(size._replace(v=size.v - segments * length))
-    total = head + _sequential(size._replace(v=length + 1 + EARLY, m=size.m * segments))
+    total = head + _sequential(size._replace(v=length + 1 + _EARLY, m=size.m * segments))
     return total._replace(launches=_WALKS[size.gradients] * _LAUNCHES[0])
 
 

@@ -1,6 +1,6 @@
 """A chain as a short head and segments of equal length that are computed side by side; all are views of operands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class Cut:
         chain = self.chain
         ends = None if chain.ends is None else chain.ends.clamp(max=self.rest + 1)
         bulk = chain.bulk if self.homogeneous else chain.bulk[: self.rest]
-        return Chain(chain.x[: self.rest + 1], bulk, chain.p0, ends, chain.log_params, chain.dtype, chain.by_log)
+        return replace(chain, x=chain.x[: self.rest + 1], bulk=bulk, ends=ends)
 
     def segments(self) -> Chain:
         """The chain of the segments, which messages enter."""
@@ -93,32 +93,34 @@ class Cut:
         x, bulk = self.steps(chain.x)[start:stop], self.matrices(chain.bulk)
         bulk = bulk if self.homogeneous else bulk[start:stop]
         if chain.ends is not None:
-            begin = self.rest + 1 + start + self.length * torch.arange(self.count, device=chain.ends.device)
-            ends = self.by_set((chain.ends - begin.view(-1, 1, 1, 1)).clamp(0, stop - start))
-        return Chain(x, bulk, chain.p0, ends, chain.log_params, chain.dtype, chain.by_log)
+            ends = self.by_set((chain.ends - start - self._first_steps[..., None]).clamp(0, stop - start))
+        return replace(chain, x=x, bulk=bulk, ends=ends)
 
     def segment(self, s: int) -> Chain:
         """The chain of one segment, which a message enters."""
         chain, start = self.chain, self.rest + 1 + self.length * s
         ends = None if chain.ends is None else (chain.ends - start).clamp(0, self.length)
         bulk = chain.bulk if self.homogeneous else chain.bulk[start - 1 : start - 1 + self.length]
-        x = chain.x[start : start + self.length]
-        return Chain(x, bulk, chain.p0, ends, chain.log_params, chain.dtype, chain.by_log)
+        return replace(chain, x=chain.x[start : start + self.length], bulk=bulk, ends=ends)
 
-    def of_segment(self, messages: Tensor, s: int) -> Tensor:
-        """The messages (length + 1, g, m, c) of one segment, among those of all (length + 1, g', m', c)."""
+    def each(self, messages: Tensor) -> Tensor:
+        """A view of the segments' messages (length + 1, g', m', c) as (count, length + 1, g, m, c)."""
         g, m, c = self.chain.g, self.chain.m, self.chain.c
         if self.homogeneous:
-            return messages.view(len(messages), g, self.count, m, c)[:, :, s]
-        return messages.view(len(messages), self.count, g, m, c)[:, s]
+            return messages.view(len(messages), g, self.count, m, c).movedim(2, 0)
+        return messages.view(len(messages), self.count, g, m, c).movedim(1, 0)
+
+    @property
+    def _first_steps(self) -> Tensor:
+        """The first step of each segment (count, 1, 1)."""
+        return (self.rest + 1 + self.length * torch.arange(self.count, device=self.chain.x.device)).view(-1, 1, 1)
 
     def reached(self) -> Tensor:
         """Whether a sequence has steps in a segment (count, g, m)."""
         chain = self.chain
         if chain.ends is None:
             return torch.ones(self.count, chain.g, chain.m, dtype=torch.bool, device=chain.x.device)
-        begin = self.rest + 1 + self.length * torch.arange(self.count, device=chain.ends.device)
-        return chain.ends[..., 0] > begin.view(-1, 1, 1)
+        return chain.ends[..., 0] > self._first_steps
 
     def entering(self, logs: Tensor) -> Message:
         """Logarithms (count, g, m, c) of messages with sum 1 as the message (g', m', c) that enters all segments."""

@@ -28,8 +28,9 @@ from ..kernels.chain import Chain, segments_of
 from ..kernels.message import Kept, Message
 from ..kernels.numbers import exact_sum
 from ..rescues import report_boundaries, report_chains
-from .cost_counts import first_warm_up
+from .cost_counts import WARM_PART, first_warm_up
 from .cut import Cut
+from .cut_backward import Backward
 
 # at how many places steps to forget are counted, by how much their number grows, and which share of all it may be
 _PROBES, _GROWTH, _SHARE = 4, 4, 64
@@ -68,7 +69,7 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     warm = torch.zeros(shapes[1], dtype=torch.int64, device=chain.x.device)
     redone = torch.zeros(shapes[2], dtype=torch.bool, device=chain.x.device)
     cut = Cut(chain, segments_of(chain.v, segments)[0])
-    steps = _steps_to_forget(chain, cut.length // 3)
+    steps = _steps_to_forget(chain, cut.length // WARM_PART)
     if steps == 0:
         whole = walk.forward(chain, keep=messages[: chain.v] if keep else None)[0]
         redone[0] = whole.redone.view(grid)
@@ -95,13 +96,12 @@ def in_order(chain: Chain, segments: int) -> Kept:
         return Kept(log_norm, messages[: chain.v], marks[0])
     cut, some = Cut(chain, segments_of(chain.v, segments)[0]), marks.any(0)
     ordered = kernels.messages_of(chain, chain.v)
-    parts = [ordered[: cut.rest + 1], *ordered[cut.rest + 1 :].unflatten(0, (cut.count, cut.length))]
-    head, rows = cut.parts(messages)
-    for part, mark, found in zip(
-        parts, marks, [head, *(cut.of_segment(rows, s)[1:] for s in range(cut.count))], strict=True
-    ):
-        part.copy_(found)
-        if (mark != some).any():  # all messages of a sequence are logarithms if some are
+    head, rows = ordered[: cut.rest + 1], ordered[cut.rest + 1 :].unflatten(0, (cut.count, cut.length))
+    found = cut.parts(messages)
+    head.copy_(found[0])
+    rows.copy_(cut.each(found[1])[:, 1:])
+    if (marks != some).any():  # all messages of a sequence are logarithms if some are
+        for part, mark in ((head, marks[0]), (rows, marks[1:, None])):
             part.copy_(torch.where(some[..., None], Kept(log_norm, part, mark).logs(slice(None)), part))
     return Kept(log_norm, ordered, some)
 
@@ -129,10 +129,10 @@ def _twice(chain: Chain) -> Chain:
 
 def _beginnings(cut: Cut) -> Tensor:
     """Logarithms (count, 2 g, m, c) of messages: uniform ones, and others far from these, for the second g sets."""
-    grid, ramp = cut.by_segment(torch.empty(cut.shape)).shape, torch.arange(1.0, cut.chain.c + 1, dtype=torch.float64)
-    logs = torch.zeros(*grid, len(ramp), dtype=torch.float64)
-    logs[:, grid[1] // 2 :] = ramp.log_()
-    return logs.to(cut.chain.x.device)
+    chain = cut.chain
+    logs = torch.zeros(cut.count, chain.g, chain.m, chain.c, dtype=torch.float64, device=chain.x.device)
+    logs[:, chain.g // 2 :] = torch.arange(1, chain.c + 1, device=logs.device).log()
+    return logs
 
 
 def _through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
@@ -151,18 +151,18 @@ def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tenso
     arrived = cut.by_segment(after.values)
     scale = torch.stack([cut.by_segment(part) for part in after.scale])
     redone.copy_(cut.by_segment(passed.redone))
-    if not (unlike(cut.chain, arrived[:-1], entering[1:]) & reached[1:]).any():
+    if not (unlike(chain, arrived[:-1], entering[1:]) & reached[1:]).any():
         return scale
     memory = None if messages is None else chain.new(cut.length + 1, chain.g, chain.m, chain.c)
     for s in range(1, cut.count):
-        wrong = unlike(cut.chain, arrived[s - 1], entering[s]) & reached[s]
+        wrong = unlike(chain, arrived[s - 1], entering[s]) & reached[s]
         if wrong.any():
             report_boundaries(wrong)
             message = Message(arrived[s - 1], torch.zeros_like(scale[:, s]))
             alone, left = walk.forward(cut.segment(s), message, keep=memory, leave=True)
             arrived[s], scale[:, s], redone[s] = left.values, left.scale, alone.redone
             if messages is not None and memory is not None:
-                cut.of_segment(messages, s).copy_(memory)
+                cut.each(messages)[s].copy_(memory)
     return scale
 
 
@@ -176,41 +176,23 @@ def backward(
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
     log_norm, messages, warm, redone = saved
-    walk, steps, marks = kernels.chain_kernels(chain.x), int(warm), redone.view(-1, chain.g, chain.m)
+    steps, marks = int(warm), redone.view(-1, chain.g, chain.m)
     if steps == 0:
         whole = Kept(log_norm, messages[: chain.v], marks[0])
+        walk = kernels.chain_kernels(chain.x)
         start: Tensor = walk.backward(chain, whole, weight, None, grad_x, grad_bulk)
         return start
     cut = Cut(chain, segments_of(chain.v, segments)[0])
-    head_messages, segment_messages = cut.parts(messages)
-    norms, weights, passed = (
-        cut.by_set(one) for one in (log_norm.expand_as(marks[1:]), weight.expand_as(marks[1:]), marks[1:])
-    )
-    kept = Kept(norms, segment_messages, passed, True)
-    head_counts, counts = (None, None) if grad_bulk is None else cut.counts(grad_bulk)
-    segment_x = None if grad_x is None else cut.steps(grad_x)
-
-    def walked(following: Tensor) -> Tensor:
-        """The backward messages (count, g, m, c) ahead of the segments, whose gradients are written."""
-        behind = cut.by_set(following)
-        return cut.by_segment(walk.backward(cut.segments(), kept, weights, behind, segment_x, counts))
-
-    early = kept._replace(messages=segment_messages[: steps + 1])
-    begun = cut.by_segment(walk.backward(cut.window(0, steps), early, weights, None, None, None))
+    passes = Backward(cut, log_norm, messages, marks, weight, grad_x, grad_bulk)
+    begun = passes.ahead_of_first(steps)
     following = torch.cat([begun[1:], torch.zeros_like(begun[:1])])
-    ahead = walked(following)
-    if unlike(cut.chain, ahead[1:], following[:-1]).any():
+    ahead = passes.segments(following)
+    if unlike(chain, ahead[1:], following[:-1]).any():
         for s in range(cut.count - 2, -1, -1):
-            wrong = unlike(cut.chain, ahead[s + 1], following[s])
+            wrong = unlike(chain, ahead[s + 1], following[s])
             if wrong.any():
                 report_boundaries(wrong)
                 following[s] = ahead[s + 1]
-                alone = Kept(log_norm, cut.of_segment(segment_messages, s).contiguous(), marks[s + 1], True)
-                ahead[s] = walk.backward(cut.segment(s), alone, weight, following[s], None, None)
-        ahead = walked(following)
-    head_x = None if grad_x is None else grad_x[: cut.rest + 1]
-    head = Kept(log_norm, head_messages, marks[0])
-    start = walk.backward(cut.head(), head, weight, ahead[0], head_x, head_counts)
-    if cut.homogeneous and head_counts is not None and grad_bulk is not None:
-        grad_bulk.add_(head_counts)
-    return start
+                ahead[s] = passes.ahead_of(s, following[s])
+        ahead = passes.segments(following)
+    return passes.head(ahead[0])

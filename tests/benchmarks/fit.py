@@ -150,8 +150,12 @@ def fitted(place: Where, found: Sequence[Sample], about: dict[str, str], process
     for name in _NAMES:
         entry.seconds[name] = {}
         for gradients, which in ((False, FORWARD), (True, BOTH)):
-            own = [sample for sample in found if sample.schedule.name == name and sample.size.gradients == gradients]
-            own = [sample for sample in own if choose.constants_for(sample.size, sample.schedule) == name]
+            own = [
+                sample
+                for sample in found
+                if sample.size.gradients == gradients
+                and sample.schedule.name == choose.constants_for(sample.size, sample.schedule) == name
+            ]
             counted = [choose.counted(sample.size, sample.schedule, entry) for sample in own]
             entry.seconds[name][which] = least_squares(counted, [sample.seconds for sample in own])
     return entry

@@ -24,8 +24,8 @@ SIZES = (20_000, 16), (1_000_000, 16), (20_000, 64), (4000, 256), (400, 1024)
 # the most work, over the sequential one's, of a schedule that is measured
 MOST_WORK = 20
 
-# rows of the products that are the floor, and how often they are computed in a row
-ROWS, REPEATS = 48, 20
+# the most rows of the product that is the floor
+ROWS = 4096
 
 
 def dense(v: int, c: int) -> Chain:
@@ -52,16 +52,12 @@ def planned(chain: Chain, mode: str, strategy: str) -> Plan:
     return logchain.plan(*(operand.shape for operand in chain), gradients=mode == GRADIENTS, strategy=strategy)
 
 
-def products(chain: Chain, mode: str) -> tuple[Callable[[], None], float]:
-    """Matrix products of many rows at once, and by how much a sequence takes more of them."""
+def products(chain: Chain, mode: str) -> tuple[Callable[[], object], float]:
+    """A product of many rows and the matrix, and how many of them are as much work as the sequence."""
     v, c = chain.x.shape[-2:]
-    rows, matrix, out = torch.rand(ROWS, c), chain.bulk[0, 0, 0], torch.empty(ROWS, c)
-
-    def run() -> None:
-        for _ in range(REPEATS):
-            torch.mm(rows, matrix, out=out)
-
-    return run, (3 if mode == GRADIENTS else 1) * v / (ROWS * REPEATS)
+    rows, matrix = torch.rand(min(v, ROWS), c), chain.bulk[0, 0, 0]
+    out = torch.empty_like(rows)
+    return lambda: torch.mm(rows, matrix, out=out), (3 if mode == GRADIENTS else 1) * v / len(rows)
 
 
 def check(chain: Chain, calls: Mapping[str, Callable[[], Sequence[torch.Tensor]]]) -> None:

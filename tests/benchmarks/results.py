@@ -95,8 +95,8 @@ class Measured(NamedTuple):
 class Scheduled(NamedTuple):
     """One sequence by one strategy: its time, and the fastest other schedule's, or its own where it is alone.
 
-    `taken` is the schedule that the strategy stands for; `products_ms` is the time of the matrix products alone, of 48
-    rows at once.
+    `taken` is the schedule that the strategy stands for; `products_ms` is the time that torch takes for as many
+    products of rows and the matrix, thousands of rows at once.
     """
 
     chain: str
