@@ -56,9 +56,8 @@ def sample(
             on another device.
 
     Cost: `v c^2` multiply-adds a sequence for the messages, of segments side by side where that is predicted to be
-    faster; then
-    `v c` a draw in `v` dependent steps, on a CPU a fraction of that for each draw beyond the first c. Memory: the
-    messages `[*B, v, c]` and the paths.
+    faster; then `v c` a draw in `v` dependent steps, on a CPU a fraction of that for each draw beyond the first c.
+    Memory: the messages `[*B, v, c]` and the paths.
 
     Source: S. L. Scott, "Bayesian methods for hidden Markov models", J. Am. Stat. Assoc. 97 (2002): forward filtering,
     backward sampling. Definition: the probability of a path is `exp` of `logchain.reference.log_prob`.
