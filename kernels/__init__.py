@@ -138,6 +138,12 @@ def path_kernels(tensor: Tensor) -> ModuleType:
     return _module("path", tensor)
 
 
+def path_messages() -> Callable[..., Any]:
+    """The class `kernels.cpu.viterbi.Messages`, of the messages of best paths on a CPU."""
+    messages: Callable[..., Any] = _load("cpu.viterbi").Messages
+    return messages
+
+
 def topk_kernels(tensor: Tensor) -> ModuleType:
     """The module of `paths`, the k best paths of a chain, see `kernels.plain.topk_paths`."""
     return _module("paths", tensor)

@@ -56,7 +56,7 @@ def options_of(schedule: str, monkeypatch: pytest.MonkeyPatch, size: int | None 
         return {}
     if schedule == "overlapped":  # too few steps to forget: most boundaries are refused
         monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("overlapped", size or 3))
-        monkeypatch.setattr(overlapped, "_steps_to_forget", lambda *_: 2)
+        monkeypatch.setattr(overlapped, "steps_to_forget", lambda *_: 2)
         return {}
     if schedule == "checkpoints":
         monkeypatch.setattr(budget, "every_within", lambda *_: size or 2)

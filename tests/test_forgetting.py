@@ -87,7 +87,7 @@ def wrong(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     truth = gradients([operand.double() for operand in operands], strategy="sequential")
     with monkeypatch.context() as patch, logchain.rescues() as seen:
         patch.setattr(choose, "of", lambda *_: choose.Schedule("overlapped", count))
-        patch.setattr(overlapped, "_steps_to_forget", lambda *_: early)
+        patch.setattr(overlapped, "steps_to_forget", lambda *_: early)
         found = gradients(operands)
     # entries of matrices lie up to log(1e13) below the largest, potentials up to 10 scales
     steps = v * (c + 8 + 2 * (30 + 10 * float(scale))) * 2.0**-24

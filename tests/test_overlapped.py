@@ -52,7 +52,7 @@ def chain_of(x: torch.Tensor, bulk: torch.Tensor) -> Chain:
 
 def steps_to_forget(x: torch.Tensor, bulk: torch.Tensor) -> int:
     steps = Steps(x[:, None], bulk[None], torch.ones(1, x.shape[-1]), None, False, F32)
-    return overlapped._steps_to_forget(steps, len(x))
+    return overlapped.steps_to_forget(steps, len(x), overlapped.through, overlapped.unlike)
 
 
 class TestDistance:
@@ -132,7 +132,7 @@ def memories(v: int, c: int, *spans: tuple[int, int]) -> Chain:
 
 @pytest.mark.parametrize("span", [(300, 700), (100, 700), (600, 900), (0, 1200)], ids=str)
 def test_a_boundary_that_is_remembered_is_refused(span, cut, monkeypatch):
-    monkeypatch.setattr(overlapped, "_steps_to_forget", lambda *_: 32)
+    monkeypatch.setattr(overlapped, "steps_to_forget", lambda *_: 32)
     chain = memories(1201, 4, span)
     with logchain.rescues() as seen:
         assert_contract(chain)
@@ -141,7 +141,7 @@ def test_a_boundary_that_is_remembered_is_refused(span, cut, monkeypatch):
 
 def test_some_states_alone_merge_late(cut, monkeypatch):
     """Two parts of the states that hardly meet: inside each part everything is forgotten at once."""
-    monkeypatch.setattr(overlapped, "_steps_to_forget", lambda *_: 32)
+    monkeypatch.setattr(overlapped, "steps_to_forget", lambda *_: 32)
     rare = 1e-7
     bulk = torch.block_diag(dense(3), dense(3)) + rare
     chain = chain_of(evidence(1201, 6, 0.1), bulk[None])
@@ -152,7 +152,7 @@ def test_some_states_alone_merge_late(cut, monkeypatch):
 
 def test_every_sequence_counts(cut, monkeypatch):
     """The mended ones leave the others as they are."""
-    monkeypatch.setattr(overlapped, "_steps_to_forget", lambda *_: 32)
+    monkeypatch.setattr(overlapped, "steps_to_forget", lambda *_: 32)
     one, other = memories(601, 4), memories(601, 4, (100, 400))
     chain = Chain(*(torch.cat([a, b]) for a, b in zip(one[:3], other[:3], strict=True)))
     assert_contract(chain)

@@ -5,6 +5,10 @@ from torch import Tensor
 
 from ..chain import Chain
 from .arguments import Call
+from .library import in_large_pages
+
+# states of the narrowest row that is wide enough for the vectors of any machine
+_WIDTH = 16
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
@@ -28,3 +32,45 @@ def best_paths(chain: Chain, steps: int, name: str, ranks: int) -> tuple[Tensor,
     call.set(path_steps=steps, ranks=ranks)
     call.run(name, call.spans())
     return states, unknown.view(torch.bool)
+
+
+class Messages:
+    """The max-plus messages of a chain, or of a stretch that a message enters, and the best paths through them.
+
+    `leaving` (g, m, c), float64: the last message of each sequence, less its largest entry. `unknown` (g, m): whether a
+    sequence holds NaN or +inf. `entering` (g, m, c): such a message, which is then step 0 of a path, or None.
+    """
+
+    def __init__(self, chain: Chain, entering: Tensor | None) -> None:
+        g, m, entered = chain.g, chain.m, entering is not None
+        self._call = call = Call(chain, entered=entered)
+        self._steps, self._entered = chain.v + entered, entered
+        self.leaving = torch.empty(g, m, chain.c, dtype=torch.float64, device="cpu")
+        self._lossy = torch.empty(g, m, dtype=torch.uint8, device="cpu")
+        call.point(messages=in_large_pages(chain.new(self._steps, g, m, max(chain.c, _WIDTH))))
+        call.point(entering=None if entering is None else entering.to(chain.dtype).contiguous())
+        call.point(leaving=self.leaving, lossy=self._lossy)
+        call.run("viterbi_forward", call.spans())
+
+    @property
+    def unknown(self) -> Tensor:
+        """Whether a sequence holds a NaN or +inf, so that no path is known to be the best (g, m)."""
+        return self._lossy.view(torch.bool)
+
+    def paths(self, last: Tensor, steps: int | None = None) -> Tensor:
+        """The best paths (g, m, steps) that end in states `last` (g, m), negative for any, after so many or all steps.
+
+        States are -1 behind a sequence's end, and everywhere if it is unknown or there is no path.
+        """
+        call, chain = self._call, self._call.chain
+        steps = self._steps if steps is None else steps
+        ends = torch.full((chain.g, chain.m), steps)
+        if chain.ends is not None:
+            ends = (chain.ends[..., 0] + int(self._entered)).clamp(max=steps).contiguous()
+            call.point(ends=ends)
+        states = torch.empty(chain.g, chain.m, steps, dtype=torch.int64, device="cpu")
+        states.scatter_(-1, ends[..., None] - 1, last[..., None])
+        call.point(paths=states)
+        call.set(steps=steps, path_steps=steps, path_rank=steps, path_sequence=steps)
+        call.run("viterbi_backward", call.spans())
+        return states

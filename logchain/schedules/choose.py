@@ -43,6 +43,10 @@ _GPU_STATES = 64
 # rows of overlapped segments that each thread takes where they share a matrix, and the least length of a segment
 _ROWS, _LENGTH = (8, 16, 32, 48), 24
 
+# segments of best paths that each thread takes, their least length, and seconds of one walk that are worth it; those of
+# a step, and of each addition and maximum
+_PATH_ROWS, _PATH_LENGTH, _WORTH_PATHS, _PATH_STEP, _PATH_TERM = 4, 96, 4e-3, 32e-9, 6e-11
+
 # numbers of segments that are tried, each a quarter larger than the one before
 _SEGMENTS = sorted({round(1.25**power) for power in range(3, 64)})
 
@@ -163,9 +167,27 @@ def overlapped(size: Size, place: Where) -> list[Schedule]:
     together = shares_matrices(size) or place.device != "cpu"
     count = place.threads if place.device == "cpu" else place.constants.processors
     segments = {max(2, -(-rows * count // size.sequences)) for rows in (_ROWS if together else (1,))}
-    length = max(_LENGTH, cost_counts.WARM_PART * cost_counts.first_warm_up(size.v))
-    overlaps = [Schedule("overlapped", k) for k in sorted(segments) if length * k < size.v]
+    overlaps = [Schedule("overlapped", k) for k in sorted(segments) if shortest(size) * k < size.v]
     return [overlap for overlap in overlaps if within_contract(size, overlap)]
+
+
+def path_segments(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> int:
+    """The number of segments whose best paths are found side by side; 1 for a chain that is walked as one.
+
+    They have nothing in common but their threads: there is more than one where threads have no sequence of their own.
+    """
+    size, place = Size.of((*x.shape,), (*bulk.shape,), False, log_params, False, False), where(x.device.type)
+    terms = size.v * size.c**2
+    if not kernels.in_c(x) or size.states == 0 or min(place.threads, terms // WORTH_A_THREAD) < 2 * size.sequences:
+        return 1
+    segments = _PATH_ROWS * place.threads // size.sequences
+    long = size.v > max(segments * _PATH_LENGTH, 2 * size.c) and size.v * _PATH_STEP + terms * _PATH_TERM > _WORTH_PATHS
+    return segments if long else 1
+
+
+def shortest(size: Size) -> int:
+    """The fewest steps of a segment that begins early."""
+    return max(_LENGTH, cost_counts.WARM_PART * cost_counts.first_warm_up(size.v))
 
 
 def candidates(size: Size, place: Where) -> list[Schedule]:

@@ -18,6 +18,7 @@ the steps of a warm-up, 0 for a chain that was walked as one, whose messages com
 `redone` exactly, in the head and in each segment.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -37,6 +38,9 @@ _PROBES, _GROWTH, _SHARE = 4, 4, 64
 
 # one boundary in so many may be walked again
 _MENDED = 4
+
+# the messages (count, g, m, c) that leave some of the steps of the segments of a cut, from those that enter
+Walk = Callable[[Cut, int, int, Tensor], Tensor]
 
 
 def unlike(chain: Chain, a: Tensor, b: Tensor) -> Tensor:
@@ -69,7 +73,7 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     warm = torch.zeros(shapes[1], dtype=torch.int64, device=chain.x.device)
     redone = torch.zeros(shapes[2], dtype=torch.bool, device=chain.x.device)
     cut = Cut(chain, segments_of(chain.v, segments)[0])
-    steps = _steps_to_forget(chain, cut.length // WARM_PART)
+    steps = steps_to_forget(chain, cut.length // WARM_PART, through, unlike)
     if steps == 0:
         whole = walk.forward(chain, keep=messages[: chain.v] if keep else None)[0]
         redone[0] = whole.redone.view(grid)
@@ -80,7 +84,7 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
         redone[0] = head.redone.view(grid)
         warm[0] = steps = min(steps + steps // 2, cut.length)
         uniform = start.values.new_zeros(cut.count, *start.values.shape)
-        begun = _through(cut, cut.length - steps, cut.length, uniform)
+        begun = through(cut, cut.length - steps, cut.length, uniform)
         entering = torch.cat([start.values[None], begun[:-1]])
         scale = _segments(cut, entering, segment_messages, redone[1:].view(cut.count, chain.g, chain.m))
         log_norm = torch.stack(exact_sum(torch.cat([start.scale, scale.flatten(0, 1)]))).sum(0)
@@ -106,14 +110,17 @@ def in_order(chain: Chain, segments: int) -> Kept:
     return Kept(log_norm, ordered, some)
 
 
-def _steps_to_forget(chain: Chain, longest: int) -> int:
-    """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not."""
+def steps_to_forget(chain: Chain, longest: int, walk: Walk, differ: Callable[[Chain, Tensor, Tensor], Tensor]) -> int:
+    """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not.
+
+    `walk` and `differ` are `through` and `unlike`, or the same of other messages.
+    """
     cut = Cut(_twice(chain), min(_PROBES, chain.v - 1))
     reached, beginnings = cut.reached()[:, : chain.g], _beginnings(cut)
     first = steps = first_warm_up(chain.v)
     while steps <= min(longest, cut.length, max(first, chain.v // _SHARE)):
-        apart = _through(cut, cut.length - steps, cut.length, beginnings)
-        unmet = unlike(chain, apart[:, : chain.g], apart[:, chain.g :]) & reached
+        apart = walk(cut, cut.length - steps, cut.length, beginnings)
+        unmet = differ(chain, apart[:, : chain.g], apart[:, chain.g :]) & reached
         if _MENDED * unmet.sum() <= unmet.numel():
             return steps
         steps *= _GROWTH
@@ -128,14 +135,14 @@ def _twice(chain: Chain) -> Chain:
 
 
 def _beginnings(cut: Cut) -> Tensor:
-    """Logarithms (count, 2 g, m, c) of messages: uniform ones, and others far from these, for the second g sets."""
+    """Logarithms (count, 2 g, m, c) of messages, at most 0: uniform ones, and others far from these, for half the sets."""
     chain = cut.chain
     logs = torch.zeros(cut.count, chain.g, chain.m, chain.c, dtype=torch.float64, device=chain.x.device)
-    logs[:, chain.g // 2 :] = torch.arange(1, chain.c + 1, device=logs.device).log()
+    logs[:, chain.g // 2 :] = torch.arange(1, chain.c + 1, device=logs.device).div(chain.c).log()
     return logs
 
 
-def _through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
+def through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
     """The messages (count, g, m, c) that leave steps `start` to before `stop` of the segments, from those entering."""
     window, message = cut.window(start, stop), cut.entering(entering)
     return cut.by_segment(kernels.chain_kernels(window.x).forward(window, message, leave=True)[1].values)

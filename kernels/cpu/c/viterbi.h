@@ -3,7 +3,8 @@
        t_i(j) = max_k (a_{i-1}(k) + log P_i(k, j))      a_i(j) = t_i(j) + (x_i(j) - max x_i), less its largest entry
 
    All messages a of the sequences that are computed together are kept. On the way back, the state before a state j is
-   the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. */
+   the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. Both ways in one call keep
+   messages in scratch, each way in a call of its own in `messages`, in the order of places. */
 #pragma once
 #include "forward.h"
 
@@ -11,9 +12,10 @@
 typedef struct {
     Walk walk;               /* without states, scales and matrix */
     int64_t ranks, read;     /* paths kept for each state; set and step of the matrix in `logs` */
+    int64_t pitch;           /* places from the message of a step to that of the next */
     int unknown;             /* the matrix in `logs` has an entry that is NaN or +inf */
     real *logs, *transposed; /* (c, width): log matrix; its transpose, or one column */
-    real *messages;          /* (v, count, width), in topk.h (2, count, ranks, width) */
+    real *messages;          /* (v, pitch, width), in topk.h (2, count, ranks, width) */
     whole *choices;          /* (v, count, ranks, width): in topk.h */
     real *best;              /* (2, ranks, LANES): scratch of topk.h */
     double *start;           /* (width): sums of a first message */
@@ -139,7 +141,16 @@ static int64_t end_path(const Chain *a, int64_t q, int possible, int64_t *path) 
 }
 
 INLINE real *best_message(const Best *b, int64_t place, int64_t step) {
-    return b->messages + (step * b->walk.count + place) * b->walk.width;
+    return b->messages + (step * b->pitch + place) * b->walk.width;
+}
+
+static void write_leaving_best(const Best *b) {
+    const Chain *a = b->walk.a;
+    for (int64_t place = 0; place < b->walk.count; place++) {
+        int64_t q = sequence_of(&b->walk, place);
+        const real *last = best_message(b, place, steps_of(a, q) - 1);
+        for (int64_t j = 0; j < a->states; j++) a->leaving[q * a->states + j] = last[j];
+    }
 }
 
 static void best_forward(Best *b) {
@@ -162,15 +173,18 @@ static void best_forward(Best *b) {
             }
         }
     }
+    if (a->leaving) write_leaving_best(b);
 }
 
-static void best_backward(Best *b) {
+/* `given`: a path ends in the state that is its last entry, or where the last message is largest if that is negative. */
+static void best_backward(Best *b, int given) {
     const Walk *w = &b->walk;
     const Chain *a = w->a;
+    if (a->one_matrix && a->steps > 1) read_logarithms(b, 1);
     for (int64_t place = 0; place < w->count; place++) {
-        int64_t q = sequence_of(w, place), last = steps_of(a, q) - 1, *path = path_of(a, q, 0), state;
+        int64_t q = sequence_of(w, place), last = steps_of(a, q) - 1, *path = path_of(a, q, 0);
         const real *message = best_message(b, place, last);
-        state = lowest_best(w->width, message, 0);
+        int64_t state = given && path[last] >= 0 ? path[last] : lowest_best(w->width, message, 0);
         int possible = !a->lossy[q] && message[state] > -INFINITE;
         for (int64_t step = end_path(a, q, possible, path) - 1; step >= 0; step--) {
             if (step < last)
@@ -190,16 +204,21 @@ static int64_t each_best(const Chain *a, int ranked, void walk(Best *)) {
     b.walk.padded_x = take(&room, width * size);
     b.start = take(&room, width * 8);
     b.best = take(&room, 2 * b.ranks * LANES * size);
-    b.messages = take(&room, (ranked ? 2 : a->steps) * most * b.ranks * width * size);
+    if (!a->messages) b.messages = take(&room, (ranked ? 2 : a->steps) * most * b.ranks * width * size);
     if (ranked) b.choices = take(&room, a->steps * most * b.ranks * width * size);
     if (!a->room) return room.bytes;
     for (int64_t q = a->first; q < a->last; q += b.walk.count) {
         enter_set(&b.walk, q, most);
+        b.pitch = a->messages ? a->sets * a->members : b.walk.count;
+        if (a->messages) b.messages = a->messages + q * width;
         walk(&b);
     }
     return 0;
 }
 
-static void best_path(Best *b) { best_forward(b), best_backward(b); }
+static void best_path(Best *b) { best_forward(b), best_backward(b, 0); }
+static void given_path(Best *b) { best_backward(b, 1); }
 
 EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return each_best(a, 0, best_path); }
+EXPORT int64_t EXPORTED(logchain_viterbi_forward)(const Chain *a) { return each_best(a, 0, best_forward); }
+EXPORT int64_t EXPORTED(logchain_viterbi_backward)(const Chain *a) { return each_best(a, 0, given_path); }

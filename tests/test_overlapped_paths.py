@@ -1,0 +1,121 @@
+"""Best paths of a chain in segments that begin early: those of the walk through the whole chain, bit for bit."""
+
+import math
+
+import pytest
+import torch
+
+import logchain
+from logchain import kernels
+from logchain.operands import chain_of
+from logchain.schedules import choose, overlapped_paths
+
+pytestmark = pytest.mark.skipif(not kernels.in_c(torch.empty(0)), reason="the C loops alone keep such messages")
+
+KINDS = "plain", "ties", "sparse", "sticky", "impossible", "unknown", "left-to-right"
+
+
+def drawn(kind: str, seed: int, *, each: bool, log_params: bool, lengths: bool, dtype: torch.dtype):
+    """Operands of a few sequences, with sets of their own and members of sets, and their lengths or None."""
+    generator = torch.Generator().manual_seed(seed)
+    g, m, v = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 3), (1, 4), (30, 90)))
+    c = (1, 2, 3, 5, 8, 15, 16, 17, 33)[seed]
+    x = torch.randn(g, m, v, c, generator=generator, dtype=dtype)
+    bulk = torch.rand(g, 1, v - 1 if each else 1, c, c, generator=generator, dtype=dtype)
+    p0 = torch.rand(g, m, c, generator=generator, dtype=dtype)
+    if kind == "ties":
+        x, bulk = (2 * x).round(), (3 * bulk).round() + 1
+    if kind == "sparse":
+        bulk *= torch.rand(bulk.shape, generator=generator) < 0.5
+    if kind == "sticky":
+        x, bulk = 0.01 * x, 0.001 * bulk + torch.eye(c, dtype=dtype)
+    if kind == "impossible":
+        x[0, 0, v // 2] = -math.inf
+    if kind == "unknown":
+        x[-1, -1, 2 * v // 3, 0] = math.nan
+    if kind == "left-to-right":
+        bulk = bulk.triu()
+    ends = torch.randint(1, v + 1, (g, m), generator=generator) if lengths else None
+    return x, bulk.log() if log_params else bulk, p0.log() if log_params else p0, ends
+
+
+def in_segments(operands, segments, early, monkeypatch):
+    """The best paths, and whether sequences are unknown, in so many segments that begin so many steps early."""
+    x, bulk, p0, lengths, log_params = operands
+    chain = chain_of(x, bulk, p0, lengths, log_params)[1]
+    if early is not None:
+        monkeypatch.setattr(overlapped_paths, "steps_to_forget", lambda *_: early)
+    return overlapped_paths.paths(chain, x.shape[-2], segments), kernels.path_kernels(x).paths(chain, x.shape[-2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
+@pytest.mark.parametrize("log_params", [False, True], ids=["linear", "logs"])
+@pytest.mark.parametrize("each", [False, True], ids=["one", "each"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_state_is_that_of_one_walk(kind, each, log_params, lengths, dtype, monkeypatch):
+    for seed in range(9):
+        operands = drawn(kind, seed, each=each, log_params=log_params, lengths=lengths, dtype=dtype)
+        for segments, early in ((2, None), (3, 1), (7, 4), (200, 1)):
+            with monkeypatch.context() as patch:
+                (states, unknown), (expected, also) = in_segments((*operands, log_params), segments, early, patch)
+            assert torch.equal(states, expected), (seed, segments, early)
+            assert torch.equal(unknown, also)
+
+
+def test_boundaries_that_differ_are_counted(monkeypatch):
+    x, bulk, p0 = torch.zeros(1, 1, 200, 5), torch.eye(5)[None, None, None], torch.arange(1.0, 6).view(1, 1, 5)
+    with logchain.rescues() as seen:
+        (states, _), _ = in_segments((x, bulk, p0, None, False), 4, 10, monkeypatch)
+    assert (states == 4).all()
+    assert seen.boundaries == 3
+
+
+def test_a_chain_that_does_not_forget_is_walked_as_one(monkeypatch):
+    x, bulk, p0 = torch.zeros(1, 1, 2000, 5), torch.eye(5)[None, None, None], torch.arange(1.0, 6).view(1, 1, 5)
+    walked = []
+    kept = kernels.path_messages()
+    monkeypatch.setattr(
+        kernels, "path_messages", lambda: lambda chain, entering: walked.append(chain.v) or kept(chain, entering)
+    )
+    with logchain.rescues() as seen:
+        (states, _), _ = in_segments((x, bulk, p0, None, False), 4, None, monkeypatch)
+    assert (states == 4).all()
+    assert seen.boundaries == 0
+    assert sum(walked) <= 2000 // 16
+
+
+@pytest.mark.parametrize("lengths", [None, 150_001], ids=["whole", "shorter"])
+def test_viterbi_takes_them_on_threads_without_a_sequence(lengths, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x, bulk, p0 = torch.randn(160_001, 8, generator=generator), torch.rand(1, 8, 8, generator=generator), torch.ones(8)
+    taken = []
+    monkeypatch.setattr(
+        "logchain.autograd.viterbi.overlapped_paths.paths",
+        lambda *args, paths=overlapped_paths.paths: taken.append(args[2]) or paths(*args),
+    )
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(logchain.viterbi(x, bulk, p0, lengths=lengths))
+    finally:
+        torch.set_num_threads(threads)
+    assert taken == [8]
+    assert torch.equal(found[0].states, found[1].states)
+    assert torch.equal(found[0].score, found[1].score)
+
+
+@pytest.mark.parametrize(
+    ("shape", "segments"),
+    [((160_001, 8), 8), ((2, 160_001, 8), 1), ((100, 8), 1), ((0, 160_001, 8), 1), ((5000, 512), 8), ((1000, 512), 1)],
+)
+def test_short_chains_and_several_sequences_are_walked_as_they_are(shape, segments):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        x, c = torch.empty(1).expand(shape), shape[-1]
+        assert choose.path_segments(x, torch.empty(1).expand(1, c, c), torch.empty(c), False) == segments
+    finally:
+        torch.set_num_threads(threads)
