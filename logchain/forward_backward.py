@@ -8,6 +8,7 @@ from .arguments import Lengths, check_flag, check_question
 from .autograd.chain_operators import short_of
 from .autograd.messages import messages
 from .operands import differentiated
+from .schedules import choose
 from .schedules.packed import Packed, PackedChain
 
 
@@ -55,7 +56,7 @@ def forward_backward(
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `2 v c^2` multiply-adds a sequence in float64, an exponential and a logarithm for each entry of a message, in
-    `2 v` dependent steps; slower, in numbers with an exponent of any size, where something may underflow or sequences
+    `2 v` dependent steps, forward and backward at once where a CPU's threads have no sequence of their own; slower, in numbers with an exponent of any size, where something may underflow or sequences
     have lengths. Each entry is as exact as a log-partition, however far below the others. Memory: the results, and on
     other devices than a CPU the messages in float64.
 
@@ -76,7 +77,7 @@ def forward_backward(
             [1., 1.]]), tensor(0.6931))
     """
     if lengths is None and cu_seqlens is None and not differentiated(x, bulk, p0):
-        short = short_of(x, bulk, p0, log_params)
+        short = short_of(x, bulk, p0, log_params, wanted=choose.is_on_one_thread)
         if short is not None:
             return Messages(*short.messages(x, bulk, p0))
     if cu_seqlens is not None:

@@ -94,14 +94,10 @@ def test_viterbi_takes_them_on_threads_without_a_sequence(lengths, monkeypatch):
         "logchain.autograd.viterbi.overlapped_paths.paths",
         lambda *args, paths=overlapped_paths.paths: taken.append(args[2]) or paths(*args),
     )
-    threads = torch.get_num_threads()
     found = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            found.append(logchain.viterbi(x, bulk, p0, lengths=lengths))
-    finally:
-        torch.set_num_threads(threads)
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        found.append(logchain.viterbi(x, bulk, p0, lengths=lengths))
     assert taken == [8]
     assert torch.equal(found[0].states, found[1].states)
     assert torch.equal(found[0].score, found[1].score)
@@ -111,11 +107,7 @@ def test_viterbi_takes_them_on_threads_without_a_sequence(lengths, monkeypatch):
     ("shape", "segments"),
     [((160_001, 8), 8), ((2, 160_001, 8), 1), ((100, 8), 1), ((0, 160_001, 8), 1), ((5000, 512), 8), ((1000, 512), 1)],
 )
-def test_short_chains_and_several_sequences_are_walked_as_they_are(shape, segments):
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        x, c = torch.empty(1).expand(shape), shape[-1]
-        assert choose.path_segments(x, torch.empty(1).expand(1, c, c), torch.empty(c), False) == segments
-    finally:
-        torch.set_num_threads(threads)
+def test_short_chains_and_several_sequences_are_walked_as_they_are(shape, segments, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, c = torch.empty(1).expand(shape), shape[-1]
+    assert choose.path_segments(x, torch.empty(1).expand(1, c, c), torch.empty(c), False) == segments

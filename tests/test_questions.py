@@ -152,3 +152,17 @@ def test_half_types_are_computed_in_float32(name, dtype):
         torch.testing.assert_close(one, other)
     sum(t.sum() for t in floating(found)).backward()
     assert all(operand.grad.dtype == dtype for operand in halves)
+
+
+@pytest.mark.parametrize("peak", [1.0, 600.0], ids=["plain", "redone"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+def test_messages_are_the_same_bits_on_idle_threads(dtype, each, peak, monkeypatch):
+    x, bulk, p0 = (part[0, 0] for part in dense(dtype, each=each, v=2101, c=32)[:3])
+    x = x * peak
+    found = []
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        found.append(logchain.forward_backward(x, bulk, p0))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -4,14 +4,25 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from .arguments import Call
+from .arguments import Call, threads
 
 
 def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
-    """The log-partition (g, m); messages (v, *lead, c) of equal strides and the chain's dtype are written."""
-    log_norm = torch.empty(chain.g, chain.m, dtype=torch.float64, device="cpu")
+    """The log-partition (g, m); messages (v, *lead, c) of equal strides and the chain's dtype are written.
+
+    Forward and backward messages are found at once where threads have no sequence of their own.
+    """
+    log_norm, unused = torch.empty(2, chain.g, chain.m, dtype=torch.float64, device="cpu")
     call = Call(chain)
     call.rows("grad", forward)
+    spans = call.spans()
+    if 2 * len(spans) <= threads(call.work) and chain.ends is None:
+        lossy = torch.empty(2, chain.g, chain.m, dtype=torch.bool, device="cpu")
+        ahead = {"log_forward": forward, "log_norm": log_norm, "lossy": lossy[0]}
+        behind = {"log_backward": backward, "log_norm": unused, "lossy": lossy[1]}
+        call.run("messages_one_way", spans + spans, [ahead] * len(spans) + [behind] * len(spans))
+        if not lossy.any():
+            return log_norm
     call.point(log_norm=log_norm, log_forward=forward, log_backward=backward)
-    call.run("messages", call.spans())
+    call.run("messages", spans)
     return log_norm

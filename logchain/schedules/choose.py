@@ -107,6 +107,22 @@ def is_one_walk(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
     return of(x, bulk, p0, log_params, False, WALKS, True) == SEQUENTIAL
 
 
+def is_on_one_thread(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
+    """Whether forward and backward messages of operands, which are checked, are found one after the other."""
+    check_chain(x, bulk, p0)
+    return not _has_idle_threads(_size(x, bulk, log_params), where(x.device.type))
+
+
+def _size(x: Tensor, bulk: Tensor, log_params: bool) -> Size:
+    return Size.of((*x.shape,), (*bulk.shape,), False, log_params, False, False)
+
+
+def _has_idle_threads(size: Size, place: Where) -> bool:
+    """Whether at least as many threads as are worth waking have no sequence as have one."""
+    work = size.sequences * size.v * size.c**2
+    return min(place.threads, work // WORTH_A_THREAD) >= 2 * size.sequences
+
+
 def _known(x: Tensor, bulk: Tensor) -> bool:
     """Whether all sizes are numbers while torch.compile traces."""
     from torch.fx.experimental import symbolic_shapes  # takes long to import
@@ -176,10 +192,10 @@ def path_segments(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> int:
 
     They have nothing in common but their threads: there is more than one where threads have no sequence of their own.
     """
-    size, place = Size.of((*x.shape,), (*bulk.shape,), False, log_params, False, False), where(x.device.type)
-    terms = size.v * size.c**2
-    if not kernels.in_c(x) or size.states == 0 or min(place.threads, terms // WORTH_A_THREAD) < 2 * size.sequences:
+    size, place = _size(x, bulk, log_params), where(x.device.type)
+    if not kernels.in_c(x) or size.states == 0 or not _has_idle_threads(size, place):
         return 1
+    terms = size.v * size.c**2
     segments = _PATH_ROWS * place.threads // size.sequences
     long = size.v > max(segments * _PATH_LENGTH, 2 * size.c) and size.v * _PATH_STEP + terms * _PATH_TERM > _WORTH_PATHS
     return segments if long else 1

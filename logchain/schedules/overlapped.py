@@ -135,7 +135,7 @@ def _twice(chain: Chain) -> Chain:
 
 
 def _beginnings(cut: Cut) -> Tensor:
-    """Logarithms (count, 2 g, m, c) of messages, at most 0: uniform ones, and others far from these, for half the sets."""
+    """Logarithms (count, 2 g, m, c) of messages, at most 0: uniform ones, and others far from these."""
     chain = cut.chain
     logs = torch.zeros(cut.count, chain.g, chain.m, chain.c, dtype=torch.float64, device=chain.x.device)
     logs[:, chain.g // 2 :] = torch.arange(1, chain.c + 1, device=logs.device).div(chain.c).log()

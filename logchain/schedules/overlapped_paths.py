@@ -21,7 +21,7 @@ from .overlapped import steps_to_forget
 
 
 def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
-    """The states (g, m, steps) int64 of the best paths, and whether sequences are unknown; see `kernels.plain.viterbi`."""
+    """The states (g, m, steps) of the best paths, and whether sequences are unknown, as of `kernels.plain.viterbi`."""
     cut, kept = Cut(chain, max(1, segments_of(chain.v, segments)[0])), kernels.path_messages()
     early = steps_to_forget(chain, cut.length // WARM_PART, _through, _differ) if cut.count > 1 else 0
     if early == 0:

@@ -23,37 +23,47 @@ static void walk_messages(Exact *w) {
     }
 }
 
-/* Log messages and log Z by forward passes in float64, of sequences that all have v steps. */
+/* Forward passes in float64 over the chain and over the reversed one, of sequences that all have v steps: they write
+   their log messages, log Z and `lossy`. */
 int64_t logchain_forward64(const Chain *);
-static void messages_in_float64(Chain forward, Chain backward) {
+static Chain onward(Chain a) {
+    a.messages = 0, a.float32 = BITS == 32, a.log_backward = 0;
+    return a;
+}
+static Chain reversed(Chain a) {
     static const real one = 1, none = 0;
-    int64_t last = forward.steps - 1;
-    forward.float32 = backward.float32 = BITS == 32;
-    forward.log_backward = backward.log_forward = 0;
-    backward.x += last * forward.x_step, backward.x_step = -forward.x_step;
-    backward.log_backward += last * forward.grad_step, backward.grad_step = -forward.grad_step;
-    backward.bulk_from = forward.bulk_to, backward.bulk_to = forward.bulk_from;
-    if (last > 0 && !forward.one_matrix)
-        backward.bulk += (last - 1) * forward.bulk_step, backward.bulk_step = -forward.bulk_step;
-    backward.p0 = forward.logarithms ? &none : &one, backward.p0_set = backward.p0_member = backward.p0_state = 0;
-    logchain_forward64(&forward), logchain_forward64(&backward);
-    for (int64_t q = forward.first; q < forward.last; q++) forward.lossy[q] |= backward.lossy[q];
+    int64_t last = a.steps - 1, from = a.bulk_from;
+    a.messages = 0, a.float32 = BITS == 32, a.log_forward = 0;
+    a.x += last * a.x_step, a.x_step = -a.x_step;
+    a.log_backward += last * a.grad_step, a.grad_step = -a.grad_step;
+    a.bulk_from = a.bulk_to, a.bulk_to = from;
+    if (last > 0 && !a.one_matrix) a.bulk += (last - 1) * a.bulk_step, a.bulk_step = -a.bulk_step;
+    a.p0 = a.logarithms ? &none : &one, a.p0_set = a.p0_member = a.p0_state = 0;
+    return a;
+}
+
+/* The messages of one direction, that for which there is memory. The number of lossy sequences. */
+EXPORT int64_t EXPORTED(logchain_messages_one_way)(const Chain *a) {
+    Chain chain = a->log_forward ? onward(*a) : reversed(*a);
+    return logchain_forward64(&chain);
 }
 
 EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
-    Chain forward = *a, backward;
+    Chain forward = *a;
     Room room = {.begin = a->room};
     int64_t sequences = a->sets * a->members;
     double *log_norm = take(&room, sequences * 8), *unused = take(&room, sequences * 8);
     uint8_t *lossy = take(&room, sequences), *lossy_backward = take(&room, sequences);
     forward.messages = 0, forward.lossy = lossy, forward.room = rest_of(&room);
     if (!a->log_norm) forward.log_norm = log_norm;
-    backward = forward;
-    backward.log_norm = unused, backward.lossy = lossy_backward;
-    if (!a->room)
-        return room.bytes + larger_of(logchain_forward64(&forward), EXPORTED(logchain_redo_forward)(&forward));
+    Chain ahead = onward(forward), behind = reversed(forward);
+    behind.log_norm = unused, behind.lossy = lossy_backward;
+    if (!a->room) return room.bytes + larger_of(logchain_forward64(&ahead), EXPORTED(logchain_redo_forward)(&forward));
     for (int64_t q = 0; q < sequences; q++) lossy[q] = 1;
-    if (!a->ends && !a->starts) messages_in_float64(forward, backward);
+    if (!a->ends && !a->starts) {
+        logchain_forward64(&ahead), logchain_forward64(&behind);
+        for (int64_t q = a->first; q < a->last; q++) lossy[q] |= lossy_backward[q];
+    }
     recompute(&forward, 1, walk_messages);
     for (int64_t q = a->first; q < a->last && a->value; q++) a->value[q] = (real)forward.log_norm[q];
     return 0;
