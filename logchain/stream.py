@@ -11,6 +11,7 @@ from .rescues import report_chains
 from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms
 from .streams.filter import filtered
 from .streams.lag import at_the_end, passed
+from .streams.overlapped import segments_of
 from .streams.paths import Survivors, ended, extended, settled
 from .streams.piece import Carried, Piece, RawPiece, logs, only_used
 from .streams.state import State
@@ -206,7 +207,7 @@ class Stream:
         if self._bulk is None or differentiated(x, self._bulk, self._p0, state.carried.message):
             return None
         repeated, dtype = self._calls.repeated(x, self._bulk), self._result_dtype(state)
-        if repeated is None or dtype != x.dtype:
+        if repeated is None or dtype != x.dtype or segments_of(x, self._bulk, self._p0, self._log_params) > 1:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
         after, log_norm, redone = repeated.forward(x, state.carried, shares)

@@ -12,7 +12,7 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
 
     Forward and backward messages are found at once where threads have no sequence of their own.
     """
-    log_norm, unused = torch.empty(2, chain.g, chain.m, dtype=torch.float64, device="cpu")
+    log_norm, unused = (torch.empty(chain.g, chain.m, dtype=torch.float64, device="cpu") for _ in range(2))
     call = Call(chain)
     call.rows("grad", forward)
     spans = call.spans()

@@ -1,0 +1,91 @@
+"""A long piece of one sequence on a CPU, in segments as in `schedules.overlapped`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..kernels.chain import WORTH_A_THREAD, Chain
+from ..operands import arithmetic_dtype
+from ..rescues import report_boundaries
+from ..schedules import choose
+from ..schedules.cost_counts import WARM_PART
+from ..schedules.overlapped import steps_to_forget, through, unlike
+from . import stretch
+from .piece import Carried, RawPiece, added
+from .stretch import Calls
+
+# memory for posteriors and messages, None for what is not asked for
+Outputs = tuple[Tensor | None, Tensor | None]
+
+
+def segments_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> int:
+    """The number of segments that a piece is filtered in; 1 for one that is walked as a whole."""
+    k, c = x.shape[-2:]
+    if x.numel() != k * c or k * c**2 < WORTH_A_THREAD:
+        return 1
+    return choose.of(x, bulk, p0, log_params, False, choose.WALKS, False).segments
+
+
+def walk(raw: RawPiece, carried: Carried, head: bool, outputs: Outputs, calls: Calls, segments: int) -> Carried:
+    """The same as `stretch.walk`, of a piece of which one sequence has all variables."""
+    k, c = raw.x.shape[-2:]
+    length = (k - 1) // segments
+    rest = k - segments * length
+    whole = raw._replace(
+        x=raw.x.reshape(k, c), bulk=raw.bulk.reshape(-1, c, c), p0=raw.p0.reshape(c), fresh=raw.fresh.reshape(())
+    )
+    chain = _chain(whole)
+    early = steps_to_forget(chain, length // WARM_PART, through, unlike)
+    if early == 0:
+        return stretch.walk(raw, carried, head, *outputs, calls)
+    early = min(early + early // 2, length)
+    flat = _of_outputs(outputs, lambda out: out.view(k, c))
+    before = Carried(carried.message.view(c), carried.total.view(()), carried.lost.view(()))
+    first = _of_outputs(flat, lambda out: out[:rest])
+    before = stretch.walk(whole.part(0, rest), before, head, *first, calls)
+    side_by_side = _of_outputs(flat, lambda out: out[rest:].unflatten(0, (segments, length)))
+    after = _segments(chain, whole.part(rest, k), before.message, early, side_by_side, segments)
+    for total, lost in zip(after.total, after.lost, strict=True):
+        before = added(before, total)
+        before = before._replace(lost=before.lost + lost)
+    last = after.message[-1], before.total, before.lost
+    return Carried(*(part.view(like.shape) for part, like in zip(last, carried, strict=True)))
+
+
+def _of_outputs(outputs: Outputs, view: Callable[[Tensor], Tensor]) -> Outputs:
+    first, second = (None if out is None else view(out) for out in outputs)
+    return first, second
+
+
+def _chain(whole: RawPiece) -> Chain:
+    """The piece as a chain that begins with p0."""
+    dtype, matrices = arithmetic_dtype(whole.x, whole.bulk, whole.p0), whole.bulk[:, None]
+    matrices = matrices if len(matrices) == 1 else matrices[1:]
+    return Chain(whole.x[:, None], matrices, whole.p0[None], None, whole.log_params, dtype)
+
+
+def _segments(chain: Chain, steps: RawPiece, message: Tensor, early: int, outputs: Outputs, segments: int) -> Carried:
+    """What is carried from each of the segments of some steps, of which `message` enters the first."""
+    sizes = segments, len(steps.x) // segments
+    each = steps._replace(x=steps.x.unflatten(0, sizes), fresh=steps.fresh.expand(segments))
+    own = len(steps.bulk) > 1
+    if own:
+        each = each._replace(bulk=steps.bulk.unflatten(0, sizes))
+    nothing = message.new_zeros(segments)
+    uniform = Carried(message.new_zeros(segments, len(message)), nothing, nothing)
+    last = each.part(sizes[1] - early, sizes[1])
+    begun = stretch.walk(last, uniform, True, None, None, Calls()).message
+    entering = torch.cat([message[None], begun[:-1]])
+    after = stretch.walk(each, Carried(entering, nothing, nothing), True, *outputs, Calls())
+    for s in range(1, segments):
+        wrong = unlike(chain, after.message[s - 1], entering[s])
+        if wrong:
+            report_boundaries(wrong)
+            alone = each._replace(x=each.x[s], bulk=each.bulk[s] if own else each.bulk, fresh=steps.fresh)
+            arrived = Carried(after.message[s - 1], nothing[s], nothing[s])
+            posteriors, messages = (None if out is None else out[s] for out in outputs)
+            left = stretch.walk(alone, arrived, True, posteriors, messages, Calls())
+            for to, found in zip(after, left, strict=True):
+                to[s] = found
+    return after
