@@ -236,7 +236,7 @@ static int64_t few_backward(Back *b, int64_t step) {
     if (l.gradient) l.gradient -= l.first_step * l.gradient_step;
     l.outer = a->grad_bulk ? counts_at(w, 1) : 0, l.outer_step = a->count_step;
     l.held_forward = a->counts ? t->held_forward : 0, l.held_source = t->held_source;
-    l.held_step = w->width, l.most_held = t->most_held;
+    l.held_step = t->pitch, l.most_held = t->most_held;
     l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / t->weight);
     l.unshare = UNSHARE * (real)t->weight;
     narrow(a->states, b->backward, l.state);
@@ -252,12 +252,12 @@ static int64_t few_backward(Back *b, int64_t step) {
 }
 
 /* Prepares a pass: no sequence is lossy, nothing is counted. counts.weight: a power of two near the largest weight. */
-static void begin_backward(Back *b, int counted) {
+static void begin_backward(Back *b) {
     Walk *w = &b->w;
     const Chain *a = w->a;
     double most = 0;
     int64_t exponent;
-    b->prepared = 0, b->counts.added = b->counts.held = 0;
+    b->prepared = b->counts.flushed = 0, b->counts.added = b->counts.held = 0;
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place);
         double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
@@ -265,7 +265,6 @@ static void begin_backward(Back *b, int counted) {
         most = weight > most ? weight : most;
     }
     b->counts.weight = most > 0 && most < __builtin_inf() ? most / mantissa(most, &exponent) : 1;
-    if (counted) clear_counts(&b->counts, w);
 }
 
 /* One step back of the first `count` places: B, posteriors and transitions. */
@@ -290,7 +289,7 @@ static void walk_backward(Back *b) {
     const Chain *a = w->a;
     int counted = (a->counts || a->grad_bulk) && a->steps > 1;
     real safe_entry = least_safe_entry();
-    begin_backward(b, counted);
+    begin_backward(b);
     /* rows after the ends of packed sequences belong to other sequences */
     int64_t steps = !a->starts ? a->steps : w->count > 0 ? steps_of(a, sequence_of(w, 0)) : 0;
     for (int64_t step = steps - 1, count = 0; step >= 0; step--) {
@@ -357,9 +356,9 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     b.skipped = take(&room, most);
     b.counts.partial = take(&room, w->width * padded(w->width) * bytes);
     b.counts.total = take(&room, w->width * padded(w->width) * 8);
-    b.counts.most_held = group_of(a);
-    b.counts.held_forward = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
-    b.counts.held_source = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
+    b.counts.most_held = group_of(a), b.counts.pitch = w->width + (group_of(a) > GROUP ? LANES : 0);
+    b.counts.held_forward = take(&room, (b.counts.most_held * b.counts.pitch + LANES) * bytes);
+    b.counts.held_source = take(&room, (b.counts.most_held * b.counts.pitch + LANES) * bytes);
     int64_t *chosen = take(&room, a->members * 8);
     if (!a->room) return room.bytes;
     for (int64_t q = a->first, left; q < a->last; q += left) {

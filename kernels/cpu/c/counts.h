@@ -12,9 +12,10 @@ enum { ADDED = 256 };
 
 typedef struct {
     real *partial;                    /* (c, padded width): S^T times sources of `added` rows; padding is undefined */
-    double *total;                    /* (c, padded width): the rows before those */
-    real *held_forward, *held_source; /* (most_held, width): `held` rows of S and of sources for the next product */
-    int64_t added, held, most_held;
+    double *total;                    /* (c, padded width): the rows before those, if there were any */
+    real *held_forward, *held_source; /* (most_held, pitch): `held` rows of S and of sources for the next product */
+    int64_t added, held, most_held, pitch;
+    int flushed;                      /* there are rows in `total` */
     double weight;                    /* power of two near the largest weight; sources are divided by it */
     int unsafe_matrix;                /* sources rounded to 0 may matter for entries so large: check every matrix */
 } Counts;
@@ -42,8 +43,8 @@ INLINE void scale_source(int64_t width, real *source, real inverse_sum, real sca
 #define LARGE power_of_two(FADED - GUARD)
 INLINE void check_large(Counts *t, reals high) { t->unsafe_matrix |= largest(high) > LARGE; }
 
-/* A step's gradient from `partial`, and `total` unless null; exactly 0 where the matrix is 0. */
-static void write_counts(Counts *t, const Walk *w, const double *total, real *out) {
+/* A step's gradient from `total` if there are rows, or else `partial`; exactly 0 where the matrix is 0. */
+static void write_counts(Counts *t, const Walk *w, real *out) {
     const Matrix *m = &w->matrix;
     reals high = {0};
     int64_t c = m->c, across = padded(w->width);
@@ -52,10 +53,10 @@ static void write_counts(Counts *t, const Walk *w, const double *total, real *ou
     double factor = (double)UNSHARE * t->weight;
     for (int64_t k = 0; k < c; k++) {
         const real *p = m->entries + k * m->row, *sums = t->partial + k * across;
-        if (total || c < LANES || !(m->exponent == 0 || by_log)) {
+        if (t->flushed || c < LANES || !(m->exponent == 0 || by_log)) {
             for (int64_t j = 0; j < c; j++) {
                 high[0] = p[j] > high[0] ? p[j] : high[0];
-                double count = ((total ? total[k * across + j] : 0) + (double)sums[j]) * factor;
+                double count = (t->flushed ? t->total[k * across + j] : (double)sums[j]) * factor;
                 double value = count * (by_log ? (double)p[j] : 1) * unscale.first * unscale.second;
                 out[k * c + j] = p[j] == 0 ? 0 : (real)value;
             }
@@ -71,25 +72,27 @@ static void write_counts(Counts *t, const Walk *w, const double *total, real *ou
 }
 
 static void flush(Counts *t, const Walk *w) {
-    for (int64_t k = 0; k < w->a->states * padded(w->width) && t->added; k++)
-        t->total[k] += (double)t->partial[k], t->partial[k] = 0;
-    t->added = 0;
+    for (int64_t k = 0; k < w->a->states * padded(w->width); k++)
+        t->total[k] = (t->flushed ? t->total[k] : 0) + (double)t->partial[k];
+    t->added = 0, t->flushed = 1;
 }
 
-/* Adds S^T times sources of `count` rows. */
-static void add_rows(Counts *t, const Walk *w, int64_t count, const real *forward, const real *source) {
-    int64_t width = w->width, across = padded(width);
+/* Adds S^T times sources of `count` rows, `pitch` apart. */
+static void add_rows(Counts *t, const Walk *w, int64_t count, int64_t pitch, const real *forward, const real *source) {
+    int64_t across = padded(w->width);
     for (int64_t row = 0; row < count;) {
         int64_t rows = count - row < ADDED - t->added ? count - row : ADDED - t->added;
-        multiply_add((Product){w->a->states, rows, across, forward + row * width, 1, width,
-                              source + row * width, width, t->partial, across});
+        Product p = {w->a->states, rows, across, forward + row * pitch, 1, pitch,
+                     source + row * pitch, pitch, t->partial, across};
+        if (t->added) multiply_add(p);
+        else multiply(p);
         t->added += rows, row += rows;
         if (t->added == ADDED) flush(t, w);
     }
 }
 
 static void add_held_rows(Counts *t, const Walk *w) {
-    add_rows(t, w, t->held, t->held_forward, t->held_source);
+    add_rows(t, w, t->held, t->pitch, t->held_forward, t->held_source);
     t->held = 0;
 }
 
@@ -97,12 +100,11 @@ static void add_held_rows(Counts *t, const Walk *w) {
 static void hold_rows(Counts *t, const Walk *w, int64_t count, const real *forward, const real *source) {
     int64_t width = w->width;
     if (t->held + count > t->most_held) add_held_rows(t, w);
-    for (int64_t row = 0; row < count; row++)
+    for (int64_t row = 0; row < count; row++, t->held++)
         for (int64_t k = 0; k < vectors_of(width); k++) {
-            int64_t from = row * width + start_of(k, width), to = t->held * width + from;
+            int64_t from = row * width + start_of(k, width), to = t->held * t->pitch + start_of(k, width);
             store(t->held_forward + to, load(forward + from)), store(t->held_source + to, load(source + from));
         }
-    t->held += count;
 }
 
 /* The gradient of the matrix into a step. */
@@ -116,16 +118,16 @@ static void count_step(Counts *t, const Walk *w, int64_t count, const real *forw
     int64_t c = a->states, width = w->width, across = padded(width);
     if (a->counts) {
         if (count <= t->most_held / 4) hold_rows(t, w, count, forward, source);
-        else add_rows(t, w, count, forward, source);
+        else add_rows(t, w, count, width, forward, source);
     } else if (count == 0) clear(c * c, counts_at(w, step));
     else if (count <= ADDED) {
         multiply((Product){c, count, across, forward, 1, width, source, width, t->partial, across});
-        write_counts(t, w, 0, counts_at(w, step));
+        write_counts(t, w, counts_at(w, step));
     } else {
-        for (int64_t k = 0; k < c * across; k++) t->partial[k] = 0, t->total[k] = 0;
-        add_rows(t, w, count, forward, source);
-        write_counts(t, w, t->total, counts_at(w, step));
-        t->added = 0;
+        add_rows(t, w, count, width, forward, source);
+        if (t->added) flush(t, w);
+        write_counts(t, w, counts_at(w, step));
+        t->flushed = 0;
     }
 }
 
@@ -133,16 +135,14 @@ static void count_step(Counts *t, const Walk *w, int64_t count, const real *forw
 static void add_counts(Counts *t, const Walk *w) {
     const Chain *a = w->a;
     Factors unscale = factors_of(logs(a) ? 0 : -w->matrix.exponent);
-    add_held_rows(t, w), flush(t, w);
+    add_held_rows(t, w);
     for (int64_t k = 0; k < a->states; k++)
         for (int64_t j = 0; j < a->states; j++) {
-            double p = w->matrix.entries[k * w->matrix.row + j];
-            double count = t->total[k * padded(w->width) + j] * ((double)UNSHARE * t->weight);
-            count = count * (logs(a) ? p : 1) * unscale.first * unscale.second;
+            double p = w->matrix.entries[k * w->matrix.row + j], count = 0;
+            int64_t at = k * padded(w->width) + j;
+            if (t->added) count = (double)t->partial[at];
+            if (t->flushed) count += t->total[at];
+            count = count * ((double)UNSHARE * t->weight) * (logs(a) ? p : 1) * unscale.first * unscale.second;
             if (p != 0) a->counts[(w->set * a->states + k) * a->states + j] += count;
         }
-}
-
-INLINE void clear_counts(Counts *t, const Walk *w) {
-    for (int64_t k = 0; k < w->a->states * padded(w->width); k++) t->partial[k] = 0, t->total[k] = 0;
 }
