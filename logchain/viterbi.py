@@ -54,8 +54,9 @@ def viterbi(
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
-    Cost: `v c^2` additions and maxima a sequence in `v` dependent steps, then `v c` back along the path. Memory: the
-    messages `[*B, v, c]`; on a CPU, if all steps share one matrix, only those of 48 sequences a thread.
+    Cost: `v c^2` additions and maxima a sequence in `v` dependent steps, then `v c` back along the path. One long
+    sequence is cut into segments for all threads of a CPU, with the same result to the last bit. Memory: the messages
+    `[*B, v, c]`; on a CPU, if all steps share one matrix, only those of 48 sequences a thread.
 
     Source: A. J. Viterbi, "Error bounds for convolutional codes", IEEE Trans. Inf. Theory 13 (1967). Definition:
     `logchain.reference.viterbi`.

@@ -14,6 +14,7 @@ from tests.benchmarks import (
     cpu,
     gpu,
     gpu_counts,
+    idle,
     launches,
     layers,
     memory,
@@ -32,6 +33,7 @@ OWN = {
     "questions": (questions, "the questions of a chain, likewise"),
     "layers": (layers, "logchain.nn, likewise"),
     "overlapped": (overlapped, "the schedules of one long sequence, beside each other"),
+    "idle": (idle, "the questions of one long sequence, on one thread and on two"),
     "counts": (counts, "operators, allocations and frames of our own calls, which the tests compare"),
 }
 # each in a process of its own: a part can be chosen

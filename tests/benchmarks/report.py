@@ -157,6 +157,13 @@ def overlapped() -> str:
     return _markdown((*header, f"overlapped: {ratio}", "auto: likewise", "auto takes"), lines)
 
 
+def idle() -> str:
+    """How much faster two threads answer the questions of one sequence than one."""
+    ratios = {(row.workload, row.mode): row.text for row in read(results.IDLE) if row.unit == "x"}
+    cases, questions = (list(dict.fromkeys(keys)) for keys in zip(*ratios, strict=True))
+    return _markdown(("chain, float32", *questions), [(case, *(ratios[case, q] for q in questions)) for case in cases])
+
+
 def peers() -> str:
     """Logchain's time, the floors' and the fastest peers' of each workload on a CPU."""
     cases: dict[tuple[str, str], dict[str, Measured]] = {}
@@ -234,6 +241,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "caption": caption,
     "faults": faults,
     "figures": figures,
+    "idle": idle,
     "layers": layers,
     "memory": memory,
     "overlapped": overlapped,
