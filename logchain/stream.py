@@ -64,11 +64,12 @@ class Stream:
     there are graph breaks; `torch.vmap` and forward derivatives raise NotImplementedError.
 
     Cost of a piece of k variables: `k c^2` multiply-adds a sequence in k dependent steps, in fewer where a long piece
-    of one sequence is walked as segments side by side, and a fraction of a millisecond for each update; with a lag `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions
-    and maxima, `c` times that for up to 32 states, and one step at a time beyond. Memory: posteriors, some megabytes
-    that pieces share, one message, L variables and their matrices, and c 4-byte states for each variable whose best
-    state is not final, in any of the sequences: that is constant as long as the paths that may still win have a state
-    in common, and grows while they have none. A lag, `viterbi`, `validate` and gradients copy the piece in float64.
+    of one sequence is walked as segments side by side, and a fraction of a millisecond for each update; with a lag
+    `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions and maxima, `c` times that for up to 32
+    states, and one step at a time beyond. Memory: posteriors, some megabytes that pieces share, one message, L
+    variables and their matrices, and c 4-byte states for each variable whose best state is not final, in any of the
+    sequences: that is constant as long as the paths that may still win have a state in common, and grows while they
+    have none. A lag, `viterbi`, `validate` and gradients copy the piece in float64.
 
     Source: the scaled forward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989);
     paths that merge, of R. Sramek, B. Brejova and T. Vinar, "On-line Viterbi algorithm for analysis of long biological

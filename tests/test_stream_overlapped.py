@@ -87,7 +87,9 @@ def test_other_questions_are_answered_beside(options, cut):
     operands = sequence("plain", 5, (), False, F32)
     expected = run(*operands, **options)
     cut(4)
-    assert_same(run(*operands, **options), expected, 5, F32)
+    with torch.device("meta"):  # what lies on the CPU stays there
+        found = run(*operands, **options)
+    assert_same(found, expected, 5, F32)
 
 
 def test_boundaries_that_are_refused_are_counted(cut):

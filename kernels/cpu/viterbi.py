@@ -64,7 +64,7 @@ class Messages:
         """
         call, chain = self._call, self._call.chain
         steps = self._steps if steps is None else steps
-        ends = torch.full((chain.g, chain.m), steps)
+        ends = torch.full((chain.g, chain.m), steps, device="cpu")
         if chain.ends is not None:
             ends = (chain.ends[..., 0] + int(self._entered)).clamp(max=steps).contiguous()
             call.point(ends=ends)
