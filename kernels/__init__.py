@@ -133,6 +133,11 @@ def long_kernels(tensor: Tensor, dtype: torch.dtype) -> ModuleType | None:
     return module if module is not None and module.fits(tensor.shape[-1], dtype) else None
 
 
+def walks_again() -> ModuleType:
+    """The module `kernels.gpu.again`, of marked sequences that are walked again on a GPU."""
+    return _load("gpu.again")
+
+
 def path_kernels(tensor: Tensor) -> ModuleType:
     """The module of `paths`, the best path of a chain, see `kernels.plain.viterbi`."""
     return _module("path", tensor)

@@ -9,6 +9,7 @@ import logchain
 from logchain import kernels
 from logchain.operands import chain_of
 from logchain.schedules import choose, overlapped_paths
+from logchain.schedules import overlapped as schedule
 
 pytestmark = pytest.mark.skipif(not kernels.in_c(torch.empty(0)), reason="the C loops alone keep such messages")
 
@@ -44,7 +45,7 @@ def in_segments(operands, segments, early, monkeypatch):
     x, bulk, p0, lengths, log_params = operands
     chain = chain_of(x, bulk, p0, lengths, log_params)[1]
     if early is not None:
-        monkeypatch.setattr(overlapped_paths, "steps_to_forget", lambda *_: early)
+        monkeypatch.setattr(schedule, "steps_to_forget", lambda *_: early)
     return overlapped_paths.paths(chain, x.shape[-2], segments), kernels.path_kernels(x).paths(chain, x.shape[-2])
 
 

@@ -7,6 +7,7 @@ import torch
 
 import logchain
 from logchain import kernels
+from logchain.schedules import overlapped as schedule
 from logchain.streams import filter as filters
 from logchain.streams import overlapped
 
@@ -63,7 +64,7 @@ def cut(monkeypatch):
         monkeypatch.setattr(filters.overlapped, "segments_of", lambda x, *_: segments if x.shape[-2] >= 100 else 1)
         monkeypatch.setattr("logchain.stream.segments_of", lambda x, *_: segments if x.shape[-2] >= 100 else 1)
         if early is not None:
-            monkeypatch.setattr(overlapped, "steps_to_forget", lambda *_: early)
+            monkeypatch.setattr(schedule, "steps_to_forget", lambda *_: early)
 
     into(1)
     return into

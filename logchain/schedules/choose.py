@@ -178,7 +178,8 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
 def overlapped(size: Size, place: Where) -> list[Schedule]:
     """The overlapped schedules of a chain: so many segments that each thread, or multiprocessor, has enough rows.
 
-    One row for each is enough where rows cannot share the reading of a matrix.
+    One row for each is enough where rows cannot share the reading of a matrix. There are none where they take too much
+    memory, as copies do on a GPU.
     """
     together = shares_matrices(size) or place.device != "cpu"
     count = place.threads if place.device == "cpu" else place.constants.processors

@@ -153,8 +153,11 @@ def _chunked(size: Size, segments: int) -> Work:
 def _overlapped(size: Size, segments: int) -> Work:
     """The work of the head, and of segments that begin early in either direction."""
     length = length_of(size, Schedule("overlapped", segments))
-    head = _sequential(size._replace(v=size.v - segments * length))
-    total = head + _sequential(size._replace(v=length + 1 + _EARLY, m=size.m * segments))
+    head, rows = _sequential(size._replace(v=size.v - segments * length)), size.m * segments
+    early = length // WARM_PART * 3 // 2 if size.gpu else _EARLY
+    total = head + _sequential(size._replace(v=length + 1 + early, m=rows))
+    if size.gpu and size.gradients:  # backward, segments are verified before their gradients are taken
+        total += _sequential(size._replace(v=length + 1, m=rows, gradients=False))
     return total._replace(launches=_WALKS[size.gradients] * _LAUNCHES[0])
 
 
@@ -216,9 +219,8 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
     messages = (size.message_bytes if size.gradients else 2 * s * c * item) + s * v * item
     if schedule.name == "sequential":
         return messages, messages
-    if schedule.name == "overlapped":  # and messages that enter, leave and are compared, in float64
-        messages += _COMPARED * 8 * s * schedule.segments * c
-        return messages, messages
+    if schedule.name == "overlapped":
+        return _overlapped_peaks(size, schedule.segments, messages)
     if size.one_launch:
         products = s * (schedule.segments + _members(schedule.segments)) * size.width
         return products * (size.width * item + 8) + messages, 0
@@ -227,3 +229,22 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
     between = s * schedule.segments * c * (item + 3 * 8)
     counts = 32 * size.g * (1 if size.one_matrix else schedule.segments) * c**2
     return messages + between + products, messages + between + counts
+
+
+def _overlapped_peaks(size: Size, segments: int, messages: int) -> tuple[int, int]:
+    """Peaks with the messages that enter, leave and are compared, in float64.
+
+    A GPU takes the first matrices of segments in float64 besides, or messages to walk along the chain again. Where its
+    kernels cannot read segments in place, as sets or members of their own, it takes copies, of gradients too.
+    """
+    s, v, c, item = size.sequences, size.v, size.c, size.item
+    compared = _COMPARED * 8 * s * segments * c
+    if not size.gpu:
+        return messages + compared, messages + compared
+    first = 32 * size.g * (1 if size.one_matrix else segments) * c**2
+    again = s * c * (v * item + 32 * segments) if size.gradients else 0
+    copies = 0
+    if (size.m if size.one_matrix else size.g) > 1:
+        copies = v * c * item * (s if size.one_matrix else s + size.g * c)
+    walks = compared + first + copies
+    return messages + max(walks, again), messages + max(walks, again + copies) + copies

@@ -122,6 +122,10 @@ class Cut:
             return torch.ones(self.count, chain.g, chain.m, dtype=torch.bool, device=chain.x.device)
         return chain.ends[..., 0] > self._first_steps
 
+    def before(self, values: Tensor) -> Tensor:
+        """Values (v, ...) of the steps before each segment (count, ...)."""
+        return values[self.rest :: self.length][: self.count]
+
     def entering(self, logs: Tensor) -> Message:
         """Logarithms (count, g, m, c) of messages with sum 1 as the message (g', m', c) that enters all segments."""
         scale = torch.zeros(2, *self.shape, dtype=torch.float64, device=logs.device)

@@ -42,11 +42,12 @@ class Backward:
         ahead = self._walk.backward(cut.segments(), self._segments, self._weights, behind, grad_x, self._counts)
         return cut.by_segment(ahead)
 
-    def ahead_of_first(self, steps: int) -> Tensor:
-        """The messages (count, g, m, c) ahead of the segments, from uniform ones behind so many of their steps."""
+    def ahead_of_first(self, steps: int, following: Tensor | None = None) -> Tensor:
+        """The messages (count, g, m, c) ahead of the segments, from uniform ones, or others, behind their `steps`."""
         kept = self._segments._replace(messages=self._segments.messages[: steps + 1])
         window = self._cut.window(0, steps)
-        return self._cut.by_segment(self._walk.backward(window, kept, self._weights, None, None, None))
+        behind = None if following is None else self._cut.by_set(following)
+        return self._cut.by_segment(self._walk.backward(window, kept, self._weights, behind, None, None))
 
     def ahead_of(self, s: int, following: Tensor) -> Tensor:
         """The message (g, m, c) ahead of one segment, from the one behind it."""

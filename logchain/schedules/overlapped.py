@@ -11,7 +11,8 @@ segments' own, and no step waited for a segment before. Segments that fail are w
 Backward messages start early likewise. See "When a chain forgets" in the documentation for the proof.
 
 How many steps a warm-up takes is found out at a few places first, where two messages that begin far apart have to
-agree in the end. Where they do not within a small part of the chain, it is walked as one.
+agree in the end. Where they do not within a small part of the chain, it is walked as one. On a GPU none of this is
+read: a warm-up has a fixed part of a segment's steps, and `overlapped_on_device` walks along sequences that fail.
 
 The backward pass needs `messages`, those of the head, and for each segment the e that enters it and its own; `warm`,
 the steps of a warm-up, 0 for a chain that was walked as one, whose messages come first; and which sequences were
@@ -28,10 +29,12 @@ from .. import kernels
 from ..kernels.chain import Chain, segments_of
 from ..kernels.message import Kept, Message
 from ..kernels.numbers import exact_sum
+from ..operands import marked
 from ..rescues import report_boundaries, report_chains
 from .cost_counts import WARM_PART, first_warm_up
 from .cut import Cut
 from .cut_backward import Backward
+from .overlapped_on_device import behind, walk_again
 
 # at how many places steps to forget are counted, by how much their number grows, and which share of all it may be
 _PROBES, _GROWTH, _SHARE = 4, 4, 64
@@ -41,6 +44,9 @@ _MENDED = 4
 
 # the messages (count, g, m, c) that leave some of the steps of the segments of a cut, from those that enter
 Walk = Callable[[Cut, int, int, Tensor], Tensor]
+
+# whether messages of a chain are not the same
+Differ = Callable[[Chain, Tensor, Tensor], Tensor]
 
 
 def unlike(chain: Chain, a: Tensor, b: Tensor) -> Tensor:
@@ -73,23 +79,36 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     warm = torch.zeros(shapes[1], dtype=torch.int64, device=chain.x.device)
     redone = torch.zeros(shapes[2], dtype=torch.bool, device=chain.x.device)
     cut = Cut(chain, segments_of(chain.v, segments)[0])
-    steps = steps_to_forget(chain, cut.length // WARM_PART, through, unlike)
+    steps, in_segments = early(cut), redone.view(-1, chain.g, chain.m)
+    warm[0] = steps
     if steps == 0:
         whole = walk.forward(chain, keep=messages[: chain.v] if keep else None)[0]
         redone[0] = whole.redone.view(grid)
         log_norm = whole.log_norm
     else:
-        head_messages, segment_messages = cut.parts(messages) if keep else (None, None)
-        head, start = walk.forward(cut.head(), keep=head_messages, leave=True)
-        redone[0] = head.redone.view(grid)
-        warm[0] = steps = min(steps + steps // 2, cut.length)
-        uniform = start.values.new_zeros(cut.count, *start.values.shape)
-        begun = through(cut, cut.length - steps, cut.length, uniform)
-        entering = torch.cat([start.values[None], begun[:-1]])
-        scale = _segments(cut, entering, segment_messages, redone[1:].view(cut.count, chain.g, chain.m))
-        log_norm = torch.stack(exact_sum(torch.cat([start.scale, scale.flatten(0, 1)]))).sum(0)
+        log_norm, refused = _side_by_side(cut, steps, messages if keep else None, in_segments)
+        if kernels.on_gpu(chain.x):
+            report_boundaries(refused)
+            walk_again(cut, refused.any(0), log_norm, messages if keep else None, in_segments)
+            marked(chain, log_norm[..., None])
     report_chains(redone.any(0))
     return log_norm, messages, warm, redone
+
+
+def _side_by_side(cut: Cut, steps: int, messages: Tensor | None, redone: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-partition (g, m) by segments that begin some steps early, and which boundaries (count - 1, g, m) fail.
+
+    On a CPU these are mended. `messages` are written if there is memory for them, and `redone` (count + 1, g, m).
+    """
+    walk = kernels.chain_kernels(cut.chain.x)
+    head_messages, segment_messages = (None, None) if messages is None else cut.parts(messages)
+    head, start = walk.forward(cut.head(), keep=head_messages, leave=True)
+    redone[0] = head.redone
+    uniform = start.values.new_zeros(cut.count, *start.values.shape)
+    begun = through(cut, cut.length - steps, cut.length, uniform)
+    entering = torch.cat([start.values[None], begun[:-1]])
+    scale, refused = _segments(cut, entering, segment_messages, redone[1:])
+    return torch.stack(exact_sum(torch.cat([start.scale, scale.flatten(0, 1)]))).sum(0), refused
 
 
 def in_order(chain: Chain, segments: int) -> Kept:
@@ -110,11 +129,22 @@ def in_order(chain: Chain, segments: int) -> Kept:
     return Kept(log_norm, ordered, some)
 
 
-def steps_to_forget(chain: Chain, longest: int, walk: Walk, differ: Callable[[Chain, Tensor, Tensor], Tensor]) -> int:
-    """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not.
+def early(cut: Cut, walk: Walk | None = None, differ: Differ | None = None) -> int:
+    """The number of steps that segments begin early; 0: the chain is walked as one.
 
-    `walk` and `differ` are `through` and `unlike`, or the same of other messages.
+    `walk` and `differ` are those of other messages than `through` and `unlike`. On a GPU, where no chain is asked, the
+    number is the largest that any other chain takes.
     """
+    longest = cut.length // WARM_PART
+    if kernels.on_gpu(cut.chain.x):
+        steps = max(1, longest)
+    else:
+        steps = steps_to_forget(cut.chain, longest, walk or through, differ or unlike)
+    return min(steps + steps // 2, cut.length)
+
+
+def steps_to_forget(chain: Chain, longest: int, walk: Walk, differ: Differ) -> int:
+    """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not."""
     cut = Cut(_twice(chain), min(_PROBES, chain.v - 1))
     reached, beginnings = cut.reached()[:, : chain.g], _beginnings(cut)
     first = steps = first_warm_up(chain.v)
@@ -148,18 +178,20 @@ def through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
     return cut.by_segment(kernels.chain_kernels(window.x).forward(window, message, leave=True)[1].values)
 
 
-def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tensor) -> Tensor:
-    """The scales (2, count, g, m) of all segments, of which those with a wrong entering message are walked again.
+def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales (2, count, g, m) of all segments, and which boundaries (count - 1, g, m) are refused.
 
-    `messages` are written if there is memory for them, and into `redone` (count, g, m) what was redone exactly.
+    On a CPU segments with a wrong entering message are walked again. `messages` are written if there is memory for
+    them, and into `redone` (count, g, m) what was redone exactly.
     """
     chain, walk, reached = cut.chain, kernels.chain_kernels(cut.chain.x), cut.reached()
     passed, after = walk.forward(cut.segments(), cut.entering(entering), keep=messages, leave=True)
     arrived = cut.by_segment(after.values)
     scale = torch.stack([cut.by_segment(part) for part in after.scale])
     redone.copy_(cut.by_segment(passed.redone))
-    if not (unlike(chain, arrived[:-1], entering[1:]) & reached[1:]).any():
-        return scale
+    refused = unlike(chain, arrived[:-1], entering[1:]) & reached[1:]
+    if kernels.on_gpu(chain.x) or not refused.any():
+        return scale, refused
     memory = None if messages is None else chain.new(cut.length + 1, chain.g, chain.m, chain.c)
     for s in range(1, cut.count):
         wrong = unlike(chain, arrived[s - 1], entering[s]) & reached[s]
@@ -170,7 +202,7 @@ def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tenso
             arrived[s], scale[:, s], redone[s] = left.values, left.scale, alone.redone
             if messages is not None and memory is not None:
                 cut.each(messages)[s].copy_(memory)
-    return scale
+    return scale, refused
 
 
 def backward(
@@ -183,18 +215,22 @@ def backward(
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
     log_norm, messages, warm, redone = saved
-    steps, marks = int(warm), redone.view(-1, chain.g, chain.m)
+    cut, on_gpu = Cut(chain, segments_of(chain.v, segments)[0]), kernels.on_gpu(chain.x)
+    steps, marks = early(cut) if on_gpu else int(warm), redone.view(-1, chain.g, chain.m)
     if steps == 0:
         whole = Kept(log_norm, messages[: chain.v], marks[0])
         walk = kernels.chain_kernels(chain.x)
         start: Tensor = walk.backward(chain, whole, weight, None, grad_x, grad_bulk)
         return start
-    cut = Cut(chain, segments_of(chain.v, segments)[0])
     passes = Backward(cut, log_norm, messages, marks, weight, grad_x, grad_bulk)
     begun = passes.ahead_of_first(steps)
     following = torch.cat([begun[1:], torch.zeros_like(begun[:1])])
+    if on_gpu:  # gradients that are sums of many sequences could not be taken back
+        refused = unlike(chain, passes.ahead_of_first(cut.length, following)[1:], following[:-1])
+        report_boundaries(refused)
+        following = behind(cut, refused.any(0), log_norm, following)
     ahead = passes.segments(following)
-    if unlike(chain, ahead[1:], following[:-1]).any():
+    if not on_gpu and unlike(chain, ahead[1:], following[:-1]).any():
         for s in range(cut.count - 2, -1, -1):
             wrong = unlike(chain, ahead[s + 1], following[s])
             if wrong.any():

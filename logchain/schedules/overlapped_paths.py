@@ -17,9 +17,8 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.chain import Chain, segments_of
 from ..rescues import report_boundaries
-from .cost_counts import WARM_PART
 from .cut import Cut
-from .overlapped import steps_to_forget
+from .overlapped import early
 
 
 class Walks(NamedTuple):
@@ -37,13 +36,12 @@ class Walks(NamedTuple):
 def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
     """The states (g, m, steps) of the best paths, and whether sequences are unknown, as of `kernels.plain.viterbi`."""
     cut = Cut(chain, max(1, segments_of(chain.v, segments)[0]))
-    early = steps_to_forget(chain, cut.length // WARM_PART, _through, _differ) if cut.count > 1 else 0
-    if early == 0:
+    begun = early(cut, _through, _differ) if cut.count > 1 else 0
+    if begun == 0:
         whole: tuple[Tensor, Tensor] = kernels.path_kernels(chain.x).paths(chain, steps)
         return whole
-    early = min(early + early // 2, cut.length)
-    walks = _forward(cut, early)
-    head, found = _backward(cut, walks, early)
+    walks = _forward(cut, begun)
+    head, found = _backward(cut, walks, begun)
     states = torch.full((chain.g, chain.m, steps), -1, device="cpu")
     states[..., : cut.rest + 1] = head
     states[..., cut.rest + 1 : chain.v].unflatten(-1, (cut.count, cut.length)).copy_(found[..., 1:].movedim(0, 2))
@@ -52,10 +50,10 @@ def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
     return states, walks.unknown
 
 
-def _forward(cut: Cut, early: int) -> Walks:
+def _forward(cut: Cut, steps: int) -> Walks:
     kept, reached = kernels.path_messages(), cut.reached()
     head = kept(cut.head(), None)
-    begun = _through(cut, cut.length - early, cut.length, head.leaving.new_zeros(cut.count, *head.leaving.shape))
+    begun = _through(cut, cut.length - steps, cut.length, head.leaving.new_zeros(cut.count, *head.leaving.shape))
     entering = torch.cat([head.leaving[None], begun[:-1]])
     segments = kept(cut.segments(), cut.by_set(entering))
     arrived, again = cut.by_segment(segments.leaving), {}
@@ -69,14 +67,14 @@ def _forward(cut: Cut, early: int) -> Walks:
     return Walks(head, segments, again, unknown)
 
 
-def _backward(cut: Cut, walks: Walks, early: int) -> tuple[Tensor, Tensor]:
+def _backward(cut: Cut, walks: Walks, steps: int) -> tuple[Tensor, Tensor]:
     """The states of the head (g, m, rest + 1), and of each segment from the one before it on (count, g, m, length + 1).
 
     Each round of the loop settles at least one more segment, from the last to the first.
     """
     chain, reached = cut.chain, cut.reached()
     last = torch.full((cut.count + 1, chain.g, chain.m), -1, device="cpu")  # of the head and the segments; -1 for any
-    first = cut.by_segment(walks.segments.paths(cut.by_set(last[1:]), early + 1))[..., 0]
+    first = cut.by_segment(walks.segments.paths(cut.by_set(last[1:]), steps + 1))[..., 0]
     while True:
         last[:-1] = torch.where(reached, first, -1)
         found = cut.by_segment(walks.segments.paths(cut.by_set(last[1:])))

@@ -9,8 +9,8 @@ from ..kernels.chain import WORTH_A_THREAD, Chain
 from ..operands import arithmetic_dtype
 from ..rescues import report_boundaries
 from ..schedules import choose
-from ..schedules.cost_counts import WARM_PART
-from ..schedules.overlapped import steps_to_forget, through, unlike
+from ..schedules.cut import Cut
+from ..schedules.overlapped import early, unlike
 from . import stretch
 from .piece import Carried, RawPiece, added
 from .stretch import Calls
@@ -30,22 +30,19 @@ def segments_of(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> int:
 def walk(raw: RawPiece, carried: Carried, head: bool, outputs: Outputs, calls: Calls, segments: int) -> Carried:
     """The same as `stretch.walk`, of a piece of which one sequence has all variables."""
     k, c = raw.x.shape[-2:]
-    length = (k - 1) // segments
-    rest = k - segments * length
     whole = raw._replace(
         x=raw.x.reshape(k, c), bulk=raw.bulk.reshape(-1, c, c), p0=raw.p0.reshape(c), fresh=raw.fresh.reshape(())
     )
-    chain = _chain(whole)
-    early = steps_to_forget(chain, length // WARM_PART, through, unlike)
-    if early == 0:
+    cut = Cut(_chain(whole), segments)
+    rest, steps = cut.rest + 1, early(cut)
+    if steps == 0:
         return stretch.walk(raw, carried, head, *outputs, calls)
-    early = min(early + early // 2, length)
     flat = _of_outputs(outputs, lambda out: out.view(k, c))
     before = Carried(carried.message.view(c), carried.total.view(()), carried.lost.view(()))
     first = _of_outputs(flat, lambda out: out[:rest])
     before = stretch.walk(whole.part(0, rest), before, head, *first, calls)
-    side_by_side = _of_outputs(flat, lambda out: out[rest:].unflatten(0, (segments, length)))
-    after = _segments(chain, whole.part(rest, k), before.message, early, side_by_side, segments)
+    side_by_side = _of_outputs(flat, lambda out: out[rest:].unflatten(0, (segments, cut.length)))
+    after = _segments(cut, whole.part(rest, k), before.message, steps, side_by_side)
     for total, lost in zip(after.total, after.lost, strict=True):
         before = added(before, total)
         before = before._replace(lost=before.lost + lost)
@@ -65,24 +62,23 @@ def _chain(whole: RawPiece) -> Chain:
     return Chain(whole.x[:, None], matrices, whole.p0[None], None, whole.log_params, dtype)
 
 
-def _segments(chain: Chain, steps: RawPiece, message: Tensor, early: int, outputs: Outputs, segments: int) -> Carried:
-    """What is carried from each of the segments of some steps, of which `message` enters the first."""
-    sizes = segments, len(steps.x) // segments
-    each = steps._replace(x=steps.x.unflatten(0, sizes), fresh=steps.fresh.expand(segments))
-    own = len(steps.bulk) > 1
+def _segments(cut: Cut, behind: RawPiece, message: Tensor, steps: int, outputs: Outputs) -> Carried:
+    """What is carried from each of the segments behind the head, whose `message` enters the first."""
+    sizes, own = (cut.count, cut.length), len(behind.bulk) > 1
+    each = behind._replace(x=behind.x.unflatten(0, sizes), fresh=behind.fresh.expand(cut.count))
     if own:
-        each = each._replace(bulk=steps.bulk.unflatten(0, sizes))
-    nothing = message.new_zeros(segments)
-    uniform = Carried(message.new_zeros(segments, len(message)), nothing, nothing)
-    last = each.part(sizes[1] - early, sizes[1])
+        each = each._replace(bulk=behind.bulk.unflatten(0, sizes))
+    nothing = message.new_zeros(cut.count)
+    uniform = Carried(message.new_zeros(cut.count, len(message)), nothing, nothing)
+    last = each.part(cut.length - steps, cut.length)
     begun = stretch.walk(last, uniform, True, None, None, Calls()).message
     entering = torch.cat([message[None], begun[:-1]])
     after = stretch.walk(each, Carried(entering, nothing, nothing), True, *outputs, Calls())
-    for s in range(1, segments):
-        wrong = unlike(chain, after.message[s - 1], entering[s])
+    for s in range(1, cut.count):
+        wrong = unlike(cut.chain, after.message[s - 1], entering[s])
         if wrong:
             report_boundaries(wrong)
-            alone = each._replace(x=each.x[s], bulk=each.bulk[s] if own else each.bulk, fresh=steps.fresh)
+            alone = each._replace(x=each.x[s], bulk=each.bulk[s] if own else each.bulk, fresh=behind.fresh)
             arrived = Carried(after.message[s - 1], nothing[s], nothing[s])
             posteriors, messages = (None if out is None else out[s] for out in outputs)
             left = stretch.walk(alone, arrived, True, posteriors, messages, Calls())

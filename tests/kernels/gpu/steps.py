@@ -42,6 +42,7 @@ def viterbi_step(operands: list[Tensor]) -> list[Tensor]:
     return [value.detach() for value in logchain.viterbi(*operands)]
 
 
+overlapped_step: Step = partial(chain_step, strategy="overlapped")
 matmul_step: Step = partial(with_gradients, logchain.matmul)
 tree_step: Step = partial(with_gradients, logchain.matrix_product)
 prefix_step: Step = partial(with_gradients, logchain.prefix_products)
@@ -52,6 +53,13 @@ def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
+def _one_matrix_each(evidence: float) -> list[Tensor]:
+    """Chains by a sticky matrix of each one's own, that forget only by evidence; enough of them for two segments."""
+    x, bulk, p0 = dense(F32, n=600, t=1, v=60, c=4, each=True)[:3]
+    x[..., ::2, 1] += evidence
+    return [x, 1e-3 * bulk[..., :1, :, :] + torch.eye(4), p0]
+
+
 # name: the step, and what makes its operands
 STEPS: dict[str, tuple[Step, Callable[[], list[Tensor]]]] = {
     "shared": (chain_step, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
@@ -59,6 +67,8 @@ STEPS: dict[str, tuple[Step, Callable[[], list[Tensor]]]] = {
     "left_to_right": (chain_step, lambda: FAMILIES["left_to_right"](F32)[:3]),
     "chunked": (partial(chain_step, strategy="chunked"), lambda: dense(F32, v=60, c=16)[:3]),
     "chunked values": (values_step, lambda: dense(F32, v=200, c=4)[:3]),
+    "overlapped": (overlapped_step, lambda: _one_matrix_each(30.0)),
+    "overlapped, remembered": (overlapped_step, lambda: _one_matrix_each(0.0)),
     "marginals": (marginals_step, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
     "viterbi": (viterbi_step, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
     "matmul": (matmul_step, lambda: _leaves((5, 1, 33, 65), (4, 65, 17))),
