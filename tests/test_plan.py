@@ -130,7 +130,8 @@ def chain(n=2, v=40, c=3, gradients=False):
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("strategy", choose.STRATEGIES)
 @pytest.mark.parametrize("preferred", NAMES)
-def test_product_does_what_is_planned(prefer, used, preferred, strategy, gradients):
+def test_product_does_what_is_planned(prefer, used, preferred, strategy, gradients, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # more threads would take more, and shorter, segments
     prefer(preferred)
     x, bulk, p0 = chain(v=100, c=20, gradients=gradients)
     operands = x, bulk[:, :1].detach().requires_grad_(gradients), p0
