@@ -113,3 +113,33 @@ def test_short_chains_and_several_sequences_are_walked_as_they_are(shape, segmen
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, c = torch.empty(1).expand(shape), shape[-1]
     assert choose.path_segments(x, torch.empty(1).expand(1, c, c), torch.empty(c), False) == segments
+
+
+def test_each_segment_is_followed_back_twice_at_most(monkeypatch):
+    v, c, segments = 2001, 8, 16
+    x = torch.zeros(1, 1, v, c)  # all messages are the same, and best paths come from different states
+    x[..., ::2, 0] = x[..., 1::2, 1:] = -1e12
+    x[..., -1, :] = torch.arange(c)
+    followed, follow = [], kernels.path_messages().follow
+
+    def counted(self, states, sequences=None):
+        followed.append(None if sequences is None else sequences.tolist())
+        follow(self, states, sequences)
+
+    monkeypatch.setattr(kernels.path_messages(), "follow", counted)
+    operands = x, torch.eye(c)[None, None, None], torch.ones(1, 1, c), None, False
+    (states, _), (expected, _) = in_segments(operands, segments, 4, monkeypatch)
+    assert torch.equal(states, expected)
+    assert followed.count(None) == 3  # a guess, all segments, and the head
+    assert len(followed) <= 3 + segments
+
+
+def test_chains_that_stay_in_a_part_of_their_states_are_not_cut(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x, blocks = torch.randn(1, 1, 20_000, 4, generator=generator), torch.ones(2, 2)
+    for bulk in (torch.ones(4, 4).triu(), torch.ones(4, 4).tril(), torch.block_diag(blocks, blocks)):
+        with logchain.rescues() as seen:
+            operands = x, bulk[None, None, None], torch.ones(1, 1, 4), None, False
+            (states, _), (expected, _) = in_segments(operands, 8, None, monkeypatch)
+        assert torch.equal(states, expected)
+        assert seen.boundaries == 0

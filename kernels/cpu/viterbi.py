@@ -4,11 +4,8 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from .arguments import Call
+from .arguments import Call, function
 from .library import in_large_pages
-
-# states of the narrowest row that is wide enough for the vectors of any machine
-_WIDTH = 16
 
 
 def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
@@ -44,12 +41,20 @@ class Messages:
     def __init__(self, chain: Chain, entering: Tensor | None) -> None:
         g, m, entered = chain.g, chain.m, entering is not None
         self._call = call = Call(chain, entered=entered)
-        self._steps, self._entered = chain.v + entered, entered
+        self._ends = torch.full((g, m), chain.v + entered, device="cpu")
+        self._places = torch.arange(g * m, device="cpu")
+        if chain.ends is not None:
+            self._ends = (chain.ends[..., 0] + int(entered)).contiguous()
+            order = torch.argsort(self._ends, dim=1, descending=True, stable=True)
+            self._places = (order.argsort(1) + torch.arange(g, device="cpu")[:, None] * m).flatten()
+            call.point(ends=self._ends, order=order)
         self.leaving = torch.empty(g, m, chain.c, dtype=torch.float64, device="cpu")
         self._lossy = torch.empty(g, m, dtype=torch.uint8, device="cpu")
-        call.point(messages=in_large_pages(chain.new(self._steps, g, m, max(chain.c, _WIDTH))))
+        self._kept = in_large_pages(
+            chain.new(chain.v + entered, g * m, max(chain.c, function("narrowest", chain.dtype)()))
+        )
         call.point(entering=None if entering is None else entering.to(chain.dtype).contiguous())
-        call.point(leaving=self.leaving, lossy=self._lossy)
+        call.point(messages=self._kept, leaving=self.leaving, lossy=self._lossy)
         call.run("viterbi_forward", call.spans())
 
     @property
@@ -57,20 +62,26 @@ class Messages:
         """Whether a sequence holds a NaN or +inf, so that no path is known to be the best (g, m)."""
         return self._lossy.view(torch.bool)
 
-    def paths(self, last: Tensor, steps: int | None = None) -> Tensor:
-        """The best paths (g, m, steps) that end in states `last` (g, m), negative for any, after so many or all steps.
+    def replace(self, sequences: Tensor, other: "Messages") -> None:
+        """Put the messages of all sequences of another stretch of as many steps in the place of some, by number (k)."""
+        self._kept[:, self._places[sequences]] = other._kept[:, other._places]
+        self.leaving.flatten(0, 1)[sequences] = other.leaving.flatten(0, 1)
 
-        States are -1 behind a sequence's end, and everywhere if it is unknown or there is no path.
+    def follow(self, states: Tensor, sequences: Tensor | None = None) -> None:
+        """Write into `states` (g, m, steps) the best paths that end, at a sequence's end or after so many steps, there.
+
+        The last entry of each is the state in which it ends, or negative for any. States are -1 behind a sequence's
+        end, and everywhere if it is unknown or there is no path. `sequences` (k): only those, by number.
         """
-        call, chain = self._call, self._call.chain
-        steps = self._steps if steps is None else steps
-        ends = torch.full((chain.g, chain.m), steps, device="cpu")
-        if chain.ends is not None:
-            ends = (chain.ends[..., 0] + int(self._entered)).clamp(max=steps).contiguous()
-            call.point(ends=ends)
-        states = torch.empty(chain.g, chain.m, steps, dtype=torch.int64, device="cpu")
-        states.scatter_(-1, ends[..., None] - 1, last[..., None])
+        call, steps = self._call, states.shape[-1]
+        ends = self._ends.clamp(max=steps)
         call.point(paths=states)
         call.set(steps=steps, path_steps=steps, path_rank=steps, path_sequence=steps)
-        call.run("viterbi_backward", call.spans())
-        return states
+        if call.chain.ends is not None:
+            some = slice(None) if sequences is None else sequences
+            last = states.flatten(0, 1)[some]
+            states.flatten(0, 1)[some] = last.scatter(-1, ends.flatten()[some, None] - 1, last[:, -1:])
+            call.point(ends=ends)
+        places = None if sequences is None else self._places[sequences].tolist()
+        spans = call.spans() if places is None else [(place, place + 1) for place in places]
+        call.run("viterbi_backward", spans)

@@ -165,11 +165,16 @@ def _twice(chain: Chain) -> Chain:
 
 
 def _beginnings(cut: Cut) -> Tensor:
-    """Logarithms (count, 2 g, m, c) of messages, at most 0: uniform ones, and others far from these."""
+    """Logarithms (count, 2 g, m, c) of messages of a single state each, another one for half the sets and each place.
+
+    Chains that never leave a part of their states are told by this from chains that forget.
+    """
     chain = cut.chain
-    logs = torch.zeros(cut.count, chain.g, chain.m, chain.c, dtype=torch.float64, device=chain.x.device)
-    logs[:, chain.g // 2 :] = torch.arange(1, chain.c + 1, device=logs.device).div(chain.c).log()
-    return logs
+    one = torch.arange(cut.count, device=chain.x.device) * chain.c // cut.count
+    states = torch.stack([one, chain.c - 1 - one], 1).repeat_interleave(chain.g // 2, 1)
+    logs = torch.zeros(*states.shape, chain.m, chain.c, dtype=torch.float64, device=chain.x.device)
+    other = torch.arange(chain.c, device=chain.x.device) != states[..., None]
+    return logs.masked_fill_(other[..., None, :], -torch.inf)
 
 
 def through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:

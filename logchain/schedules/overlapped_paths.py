@@ -9,7 +9,7 @@ On the way back each segment ends in the state that the best path of the next se
 where that was wrong, in the state that its whole path comes from.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +21,6 @@ from .cut import Cut
 from .overlapped import early
 
 
-class Walks(NamedTuple):
-    """Messages of the head, of all segments side by side, and of those that were walked `again`; see `path_messages`.
-
-    `unknown` (g, m): whether a sequence holds NaN or +inf.
-    """
-
-    head: Any
-    segments: Any
-    again: dict[int, Any]
-    unknown: Tensor
-
-
 def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
     """The states (g, m, steps) of the best paths, and whether sequences are unknown, as of `kernels.plain.viterbi`."""
     cut = Cut(chain, max(1, segments_of(chain.v, segments)[0]))
@@ -40,49 +28,58 @@ def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
     if begun == 0:
         whole: tuple[Tensor, Tensor] = kernels.path_kernels(chain.x).paths(chain, steps)
         return whole
-    walks = _forward(cut, begun)
-    head, found = _backward(cut, walks, begun)
-    states = torch.full((chain.g, chain.m, steps), -1, device="cpu")
-    states[..., : cut.rest + 1] = head
+    kept, grid = kernels.path_messages(), (chain.g, chain.m)
+    head = kept(cut.head(), None)
+    uniform = head.leaving.new_zeros(cut.count, *head.leaving.shape)
+    entering = torch.cat([head.leaving[None], _through(cut, cut.length - begun, cut.length, uniform)[:-1]])
+    side_by_side = kept(cut.segments(), cut.by_set(entering))
+    unknown = head.unknown | cut.by_segment(side_by_side.unknown).any(0)
+    _mend(cut, side_by_side, entering, unknown)
+    found = _followed(cut, side_by_side, begun)
+    first = torch.full((*grid, cut.rest + 1), -1, device="cpu")
+    first[..., -1] = torch.where(cut.reached()[0], found[0, ..., 0], -1)
+    head.follow(first)
+    states = torch.full((*grid, steps), -1, device="cpu")
+    states[..., : cut.rest + 1] = first
     states[..., cut.rest + 1 : chain.v].unflatten(-1, (cut.count, cut.length)).copy_(found[..., 1:].movedim(0, 2))
     last = states[..., chain.v - 1, None] if chain.ends is None else states.gather(-1, chain.ends - 1)
-    states[walks.unknown | (last[..., 0] < 0)] = -1
-    return states, walks.unknown
+    states[unknown | (last[..., 0] < 0)] = -1
+    return states, unknown
 
 
-def _forward(cut: Cut, steps: int) -> Walks:
-    kept, reached = kernels.path_messages(), cut.reached()
-    head = kept(cut.head(), None)
-    begun = _through(cut, cut.length - steps, cut.length, head.leaving.new_zeros(cut.count, *head.leaving.shape))
-    entering = torch.cat([head.leaving[None], begun[:-1]])
-    segments = kept(cut.segments(), cut.by_set(entering))
-    arrived, again = cut.by_segment(segments.leaving), {}
-    unknown = head.unknown | cut.by_segment(segments.unknown).any(0)
+def _mend(cut: Cut, side_by_side: Any, entering: Tensor, unknown: Tensor) -> None:
+    """Walk again, from what has arrived, the segments that a wrong message has entered."""
+    reached = cut.reached()
     for s in range(1, cut.count):
-        wrong = _differ(cut.chain, arrived[s - 1], entering[s]) & reached[s] & ~unknown
+        arrived = cut.by_segment(side_by_side.leaving)[s - 1]
+        wrong = _differ(cut.chain, arrived, entering[s]) & reached[s] & ~unknown
         if wrong.any():
             report_boundaries(wrong)
-            again[s] = kept(cut.segment(s), arrived[s - 1])
-            arrived[s] = again[s].leaving
-    return Walks(head, segments, again, unknown)
+            side_by_side.replace(_numbers(cut, s), kernels.path_messages()(cut.segment(s), arrived))
 
 
-def _backward(cut: Cut, walks: Walks, steps: int) -> tuple[Tensor, Tensor]:
-    """The states of the head (g, m, rest + 1), and of each segment from the one before it on (count, g, m, length + 1).
+def _followed(cut: Cut, side_by_side: Any, steps: int) -> Tensor:
+    """The states (count, g, m, length + 1) of each segment's best path, from that of the step before it on."""
+    reached, shape = cut.reached(), (*cut.shape, cut.length + 1)
+    guess = torch.full((*cut.shape, steps + 1), -1, device="cpu")
+    side_by_side.follow(guess)
+    states = torch.full(shape, -1, device="cpu")
+    found, last = cut.by_segment(states), cut.by_segment(guess)[1:, ..., 0]
+    last = torch.where(reached[1:], last, -1)
+    found[:-1, ..., -1] = last
+    side_by_side.follow(states)
+    for s in reversed(range(cut.count - 1)):
+        right = torch.where(reached[s + 1], found[s + 1, ..., 0], -1)
+        if not torch.equal(right, last[s]):
+            found[s, ..., -1] = right
+            side_by_side.follow(states, _numbers(cut, s))
+    return found
 
-    Each round of the loop settles at least one more segment, from the last to the first.
-    """
-    chain, reached = cut.chain, cut.reached()
-    last = torch.full((cut.count + 1, chain.g, chain.m), -1, device="cpu")  # of the head and the segments; -1 for any
-    first = cut.by_segment(walks.segments.paths(cut.by_set(last[1:]), steps + 1))[..., 0]
-    while True:
-        last[:-1] = torch.where(reached, first, -1)
-        found = cut.by_segment(walks.segments.paths(cut.by_set(last[1:])))
-        for s, alone in walks.again.items():
-            found[s] = alone.paths(last[s + 1])
-        first = found[..., 0]
-        if torch.equal(last[:-1], torch.where(reached, first, -1)):
-            return walks.head.paths(last[0]), found
+
+def _numbers(cut: Cut, s: int) -> Tensor:
+    """The numbers of the sequences (g m) of one segment among those of all."""
+    (sets, members) = cut.shape
+    return cut.by_segment(torch.arange(sets * members, device="cpu").view(sets, members))[s].flatten()
 
 
 def _through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:

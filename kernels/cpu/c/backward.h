@@ -344,7 +344,7 @@ static int64_t choose_members(const Walk *w, int64_t left, int64_t *chosen) {
 /* The backward pass of a thread's places; returns how many are lossy, in either direction. */
 EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     Room room = {.begin = a->room};
-    int64_t most = most_places(a, group_of(a)), bytes = sizeof(real);
+    int64_t most = most_in_pass(a, group_of(a)), bytes = sizeof(real);
     Back b = {.w = new_walk(a, group_of(a), most, &room)};
     Walk *w = &b.w;
     b.backward = take(&room, most * w->width * bytes);

@@ -222,3 +222,6 @@ static void given_path(Best *b) { best_backward(b, 1); }
 EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return each_best(a, 0, best_path); }
 EXPORT int64_t EXPORTED(logchain_viterbi_forward)(const Chain *a) { return each_best(a, 0, best_forward); }
 EXPORT int64_t EXPORTED(logchain_viterbi_backward)(const Chain *a) { return each_best(a, 0, given_path); }
+
+/* Entries of the narrowest row of messages. */
+EXPORT int64_t EXPORTED(logchain_narrowest)(void) { return LANES; }
