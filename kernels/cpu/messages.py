@@ -15,14 +15,15 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     log_norm, unused = (torch.empty(chain.g, chain.m, dtype=torch.float64, device="cpu") for _ in range(2))
     call = Call(chain)
     call.rows("grad", forward)
-    spans = call.spans()
+    spans, name = call.spans(), "messages"
     if 2 * len(spans) <= threads(call.work) and chain.ends is None:
-        lossy = torch.empty(2, chain.g, chain.m, dtype=torch.bool, device="cpu")
+        lossy = torch.empty(2, chain.g, chain.m, dtype=torch.uint8, device="cpu")
         ahead = {"log_forward": forward, "log_norm": log_norm, "lossy": lossy[0]}
         behind = {"log_backward": backward, "log_norm": unused, "lossy": lossy[1]}
         call.run("messages_one_way", spans + spans, [ahead] * len(spans) + [behind] * len(spans))
-        if not lossy.any():
-            return log_norm
+        call.point(lossy=lossy.amax(0))
+        name = "redo_messages" if lossy.any() else ""
     call.point(log_norm=log_norm, log_forward=forward, log_backward=backward)
-    call.run("messages", spans)
+    if name:
+        call.run(name, spans)
     return log_norm

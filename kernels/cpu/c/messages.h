@@ -48,6 +48,9 @@ EXPORT int64_t EXPORTED(logchain_messages_one_way)(const Chain *a) {
     return logchain_forward64(&chain);
 }
 
+/* The messages of lossy sequences, in both directions. */
+EXPORT int64_t EXPORTED(logchain_redo_messages)(const Chain *a) { return recompute(a, 1, walk_messages); }
+
 EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     Chain forward = *a;
     Room room = {.begin = a->room};
