@@ -8,7 +8,7 @@ from torch import Tensor
 from . import kernels
 from .arguments import Lengths, check_question
 from .autograd.operator import with_batch_first
-from .kernels.chain import Chain
+from .kernels.chain import FEW_STATES, Chain
 from .operands import chain_of
 from .rescues import report_chains
 from .schedules import choose, overlapped
@@ -98,8 +98,10 @@ def _sample(
         return states
     with torch.no_grad(), kernels.arithmetic_on(x):
         layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
-        schedule = choose.of(x, bulk, p0, log_params, lengths is not None, choose.WALKS, False)
-        states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator, schedule.segments)
+        segments = 1
+        if chain.c > FEW_STATES:  # putting messages in order takes as long as those of few states
+            segments = choose.of(x, bulk, p0, log_params, lengths is not None, choose.WALKS, False).segments
+        states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator, segments)
         return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
 
 

@@ -199,9 +199,10 @@ def test_it_takes_two_messages(cut):
 @pytest.mark.parametrize("each", [False, True], ids=["one", "each"])
 def test_paths_are_drawn_from_its_messages(each, cut, monkeypatch):
     """The same ones, by the same numbers, as from the messages of a sequential walk."""
-    draw = Draw(0, 2, 2, 301, 5, each)
+    monkeypatch.setattr(overlapped, "steps_to_forget", lambda *_: 25)
+    draw = Draw(0, 2, 2, 301, 20, each)
     chain = Chain(draw.x(), draw.bulk(), draw.p0()).to(F32)
-    chain.bulk[..., 150, :, :] = torch.eye(5) + 1e-25  # a sequence that is computed again in log space
+    chain.bulk[..., 150, :, :] = torch.eye(20) + 1e-25  # a sequence that is computed again in log space
     chain.x[1, 0, 150, 1:] -= 300.0
     chain.x[1, 0, 151, 0] -= 300.0
 

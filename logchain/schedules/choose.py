@@ -35,7 +35,7 @@ _SLACK = 2**23
 _SURE = 1.15
 
 # the part of the sequential time that may be spent on finding out that a chain does not forget
-_IN_VAIN = 0.2
+_IN_VAIN = 0.28
 
 # the most states for which a GPU multiplies segments
 _GPU_STATES = 64

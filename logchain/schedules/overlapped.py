@@ -10,7 +10,7 @@ d(a_s, e_s) is at most `tolerance`, all messages are those of the chain up to ro
 segments' own, and no step waited for a segment before. Segments that fail are walked again from what has arrived.
 Backward messages start early likewise. See "When a chain forgets" in the documentation for the proof.
 
-How many steps a warm-up takes is found out at a few places first, where two messages that begin far apart have to
+How many steps a warm-up takes is found out at a few places first, where messages that begin in two states have to
 agree in the end. Where they do not within a small part of the chain, it is walked as one. On a GPU none of this is
 read: a warm-up has a fixed part of a segment's steps, and `overlapped_on_device` walks along sequences that fail.
 
