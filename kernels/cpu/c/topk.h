@@ -104,4 +104,4 @@ static void best_ranks(Best *b) {
     }
 }
 
-EXPORT int64_t EXPORTED(logchain_topk_paths)(const Chain *a) { return each_best(a, 1, best_ranks); }
+EXPORT int64_t EXPORTED(logchain_topk_paths)(const Chain *a) { return each_best(a, 1, 0, best_ranks); }

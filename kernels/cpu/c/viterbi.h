@@ -4,7 +4,7 @@
 
    All messages a of the sequences that are computed together are kept. On the way back, the state before a state j is
    the lowest k that attains t_i(j). A sequence that holds a NaN or +inf is marked `lossy`. Both ways in one call keep
-   messages in scratch, each way in a call of its own in `messages`, in the order of places. */
+   messages in scratch, each way in a call of its own in `messages`. */
 #pragma once
 #include "forward.h"
 
@@ -194,7 +194,8 @@ static void best_backward(Best *b, int given) {
     }
 }
 
-static int64_t each_best(const Chain *a, int ranked, void walk(Best *)) {
+/* `kept`: messages lie in `messages`, in the order of places. */
+static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)) {
     int64_t width = width_of(a), size = sizeof(real), most = most_places(a, ranked ? 1 : GROUP);
     Room room = {.begin = a->room};
     Best b = {.walk = {.a = a, .width = width}, .ranks = ranked ? a->ranks : 1, .read = -1};
@@ -204,13 +205,13 @@ static int64_t each_best(const Chain *a, int ranked, void walk(Best *)) {
     b.walk.padded_x = take(&room, width * size);
     b.start = take(&room, width * 8);
     b.best = take(&room, 2 * b.ranks * LANES * size);
-    if (!a->messages) b.messages = take(&room, (ranked ? 2 : a->steps) * most * b.ranks * width * size);
+    if (!kept) b.messages = take(&room, (ranked ? 2 : a->steps) * most * b.ranks * width * size);
     if (ranked) b.choices = take(&room, a->steps * most * b.ranks * width * size);
     if (!a->room) return room.bytes;
     for (int64_t q = a->first; q < a->last; q += b.walk.count) {
         enter_set(&b.walk, q, most);
-        b.pitch = a->messages ? a->sets * a->members : b.walk.count;
-        if (a->messages) b.messages = a->messages + q * width;
+        b.pitch = kept ? a->sets * a->members : b.walk.count;
+        if (kept) b.messages = a->messages + q * width;
         walk(&b);
     }
     return 0;
@@ -219,9 +220,9 @@ static int64_t each_best(const Chain *a, int ranked, void walk(Best *)) {
 static void best_path(Best *b) { best_forward(b), best_backward(b, 0); }
 static void given_path(Best *b) { best_backward(b, 1); }
 
-EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return each_best(a, 0, best_path); }
-EXPORT int64_t EXPORTED(logchain_viterbi_forward)(const Chain *a) { return each_best(a, 0, best_forward); }
-EXPORT int64_t EXPORTED(logchain_viterbi_backward)(const Chain *a) { return each_best(a, 0, given_path); }
+EXPORT int64_t EXPORTED(logchain_viterbi)(const Chain *a) { return each_best(a, 0, 0, best_path); }
+EXPORT int64_t EXPORTED(logchain_viterbi_forward)(const Chain *a) { return each_best(a, 0, 1, best_forward); }
+EXPORT int64_t EXPORTED(logchain_viterbi_backward)(const Chain *a) { return each_best(a, 0, 1, given_path); }
 
 /* Entries of the narrowest row of messages. */
 EXPORT int64_t EXPORTED(logchain_narrowest)(void) { return LANES; }

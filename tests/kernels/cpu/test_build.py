@@ -26,8 +26,9 @@ from logchain.kernels.cpu import build  # noqa: E402
 from tests.kernels.cpu import c_program  # noqa: E402
 
 FUNCTIONS = (
-    "forward", "backward", "redo_forward", "redo_backward", "messages", "value", "gradients", "posteriors", "size",
-    "viterbi", "topk_paths", "sample", "stretch", "fold", "fold_gradients", "unfold", "matmul",
+    "forward", "backward", "redo_forward", "redo_backward", "messages", "messages_one_way", "redo_messages", "value",
+    "gradients", "posteriors", "size", "viterbi", "viterbi_forward", "viterbi_backward", "narrowest", "topk_paths",
+    "sample", "stretch", "fold", "fold_gradients", "unfold", "matmul",
 )  # fmt: skip
 EXPORTED = {"logchain_share", "logchain_entropy64"} | {
     f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)
