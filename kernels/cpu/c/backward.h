@@ -236,7 +236,7 @@ static int64_t few_backward(Back *b, int64_t step) {
     if (l.gradient) l.gradient -= l.first_step * l.gradient_step;
     l.outer = a->grad_bulk ? counts_at(w, 1) : 0, l.outer_step = a->count_step;
     l.held_forward = a->counts ? t->held_forward : 0, l.held_source = t->held_source;
-    l.held_step = t->pitch, l.most_held = t->most_held;
+    l.held_step = w->width, l.most_held = t->most_held;
     l.weight = (real)a->weight[q], l.source_weight = (real)(a->weight[q] / t->weight);
     l.unshare = UNSHARE * (real)t->weight;
     narrow(a->states, b->backward, l.state);
@@ -356,9 +356,9 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     b.skipped = take(&room, most);
     b.counts.partial = take(&room, w->width * padded(w->width) * bytes);
     b.counts.total = take(&room, w->width * padded(w->width) * 8);
-    b.counts.most_held = group_of(a), b.counts.pitch = w->width + (group_of(a) > GROUP ? LANES : 0);
-    b.counts.held_forward = take(&room, (b.counts.most_held * b.counts.pitch + LANES) * bytes);
-    b.counts.held_source = take(&room, (b.counts.most_held * b.counts.pitch + LANES) * bytes);
+    b.counts.most_held = group_of(a);
+    b.counts.held_forward = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
+    b.counts.held_source = take(&room, (b.counts.most_held * w->width + LANES) * bytes);
     int64_t *chosen = take(&room, a->members * 8);
     if (!a->room) return room.bytes;
     for (int64_t q = a->first, left; q < a->last; q += left) {

@@ -13,8 +13,8 @@ enum { ADDED = 256 };
 typedef struct {
     real *partial;                    /* (c, padded width): S^T times sources of `added` rows; padding is undefined */
     double *total;                    /* (c, padded width): the rows before those, if there were any */
-    real *held_forward, *held_source; /* (most_held, pitch): `held` rows of S and of sources for the next product */
-    int64_t added, held, most_held, pitch;
+    real *held_forward, *held_source; /* (most_held, width): `held` rows of S and of sources for the next product */
+    int64_t added, held, most_held;
     int flushed;                      /* there are rows in `total` */
     double weight;                    /* power of two near the largest weight; sources are divided by it */
     int unsafe_matrix;                /* sources rounded to 0 may matter for entries so large: check every matrix */
@@ -77,13 +77,13 @@ static void flush(Counts *t, const Walk *w) {
     t->added = 0, t->flushed = 1;
 }
 
-/* Adds S^T times sources of `count` rows, `pitch` apart. */
-static void add_rows(Counts *t, const Walk *w, int64_t count, int64_t pitch, const real *forward, const real *source) {
-    int64_t across = padded(w->width);
+/* Adds S^T times sources of `count` rows. */
+static void add_rows(Counts *t, const Walk *w, int64_t count, const real *forward, const real *source) {
+    int64_t width = w->width, across = padded(width);
     for (int64_t row = 0; row < count;) {
         int64_t rows = count - row < ADDED - t->added ? count - row : ADDED - t->added;
-        Product p = {w->a->states, rows, across, forward + row * pitch, 1, pitch,
-                     source + row * pitch, pitch, t->partial, across};
+        Product p = {w->a->states, rows, across, forward + row * width, 1, width,
+                     source + row * width, width, t->partial, across};
         if (t->added) multiply_add(p);
         else multiply(p);
         t->added += rows, row += rows;
@@ -92,7 +92,7 @@ static void add_rows(Counts *t, const Walk *w, int64_t count, int64_t pitch, con
 }
 
 static void add_held_rows(Counts *t, const Walk *w) {
-    add_rows(t, w, t->held, t->pitch, t->held_forward, t->held_source);
+    add_rows(t, w, t->held, t->held_forward, t->held_source);
     t->held = 0;
 }
 
@@ -100,11 +100,12 @@ static void add_held_rows(Counts *t, const Walk *w) {
 static void hold_rows(Counts *t, const Walk *w, int64_t count, const real *forward, const real *source) {
     int64_t width = w->width;
     if (t->held + count > t->most_held) add_held_rows(t, w);
-    for (int64_t row = 0; row < count; row++, t->held++)
+    for (int64_t row = 0; row < count; row++)
         for (int64_t k = 0; k < vectors_of(width); k++) {
-            int64_t from = row * width + start_of(k, width), to = t->held * t->pitch + start_of(k, width);
+            int64_t from = row * width + start_of(k, width), to = t->held * width + from;
             store(t->held_forward + to, load(forward + from)), store(t->held_source + to, load(source + from));
         }
+    t->held += count;
 }
 
 /* The gradient of the matrix into a step. */
@@ -118,13 +119,13 @@ static void count_step(Counts *t, const Walk *w, int64_t count, const real *forw
     int64_t c = a->states, width = w->width, across = padded(width);
     if (a->counts) {
         if (count <= t->most_held / 4) hold_rows(t, w, count, forward, source);
-        else add_rows(t, w, count, width, forward, source);
+        else add_rows(t, w, count, forward, source);
     } else if (count == 0) clear(c * c, counts_at(w, step));
     else if (count <= ADDED) {
         multiply((Product){c, count, across, forward, 1, width, source, width, t->partial, across});
         write_counts(t, w, counts_at(w, step));
     } else {
-        add_rows(t, w, count, width, forward, source);
+        add_rows(t, w, count, forward, source);
         if (t->added) flush(t, w);
         write_counts(t, w, counts_at(w, step));
         t->flushed = 0;

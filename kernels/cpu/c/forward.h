@@ -332,7 +332,7 @@ INLINE int64_t most_places(const Chain *a, int64_t group) {
 }
 
 /* The same, or 1: sequences of few states whose messages stay in registers take a third of the time one after the other.
-   More than 8 states gain only where few sequences fill no tile; short ones lose it to what each begins with. */
+   With more than 8 states that is sure for few sequences alone, and short ones lose it to what each begins with. */
 INLINE int64_t most_in_pass(const Chain *a, int64_t group) {
     int few = a->states <= FEW / 2 || (a->states <= FEW && a->last - a->first <= 8);
     return a->one_matrix && few && a->steps >= 32 ? 1 : most_places(a, group);
