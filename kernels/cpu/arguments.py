@@ -62,7 +62,8 @@ def scratch(v: int, g: int, m: int, c: int, dtype: torch.dtype, one_matrix: bool
 class Call:
     """The arguments of a chain, with the tensors that they point to.
 
-    A message that enters is treated as the x of an extra step 0, whose initial weights are all 1.
+    A message that enters is treated as the x of an extra step 0, whose initial weights are all 1. `ends` (g, m) are the
+    numbers of steps, and `order` (g, m) the members of each set, the longest first; None where all have v steps.
     """
 
     def __init__(self, chain: Chain, *, entered: bool = False) -> None:
@@ -82,9 +83,12 @@ class Call:
         self.matrices("bulk", bulk)
         a.bulk_from, a.bulk_to = bulk.stride()[-2:]
         a.p0_set, a.p0_member, a.p0_state = p0.stride()
+        self.ends: Tensor | None = None
+        self.order: Tensor | None = None
         if chain.ends is not None:
-            ends = (chain.ends.reshape(g, m) + int(entered)).contiguous()
-            self.point(ends=ends, order=torch.argsort(ends, dim=1, descending=True, stable=True))
+            self.ends = (chain.ends.reshape(g, m) + int(entered)).contiguous()
+            self.order = torch.argsort(self.ends, dim=1, descending=True, stable=True)
+            self.point(ends=self.ends, order=self.order)
 
     def rows(self, name: str, tensor: Tensor) -> None:
         """Point `x` or `grad_x` to rows (v, *lead, c), each of which is contiguous; `name` is "x" or "grad"."""

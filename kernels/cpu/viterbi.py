@@ -41,13 +41,9 @@ class Messages:
     def __init__(self, chain: Chain, entering: Tensor | None) -> None:
         g, m, entered = chain.g, chain.m, entering is not None
         self._call = call = Call(chain, entered=entered)
-        self._ends = torch.full((g, m), chain.v + entered, device="cpu")
         self._places = torch.arange(g * m, device="cpu")
-        if chain.ends is not None:
-            self._ends = (chain.ends[..., 0] + int(entered)).contiguous()
-            order = torch.argsort(self._ends, dim=1, descending=True, stable=True)
-            self._places = (order.argsort(1) + torch.arange(g, device="cpu")[:, None] * m).flatten()
-            call.point(ends=self._ends, order=order)
+        if call.order is not None:
+            self._places = (call.order.argsort(1) + self._places.view(g, m)[:, :1]).flatten()
         self.leaving = torch.empty(g, m, chain.c, dtype=torch.float64, device="cpu")
         self._lossy = torch.empty(g, m, dtype=torch.uint8, device="cpu")
         self._kept = in_large_pages(
@@ -74,14 +70,14 @@ class Messages:
         end, and everywhere if it is unknown or there is no path. `sequences` (k): only those, by number.
         """
         call, steps = self._call, states.shape[-1]
-        ends = self._ends.clamp(max=steps)
         call.point(paths=states)
         call.set(steps=steps, path_steps=steps, path_rank=steps, path_sequence=steps)
-        if call.chain.ends is not None:
-            some = slice(None) if sequences is None else sequences
-            last = states.flatten(0, 1)[some]
-            states.flatten(0, 1)[some] = last.scatter(-1, ends.flatten()[some, None] - 1, last[:, -1:])
+        if call.ends is not None:
+            ends, each = call.ends.clamp(max=steps), states.flatten(0, 1)
+            rows = torch.arange(len(each), device="cpu") if sequences is None else sequences
+            each[rows, ends.flatten()[rows] - 1] = each[rows, -1]
             call.point(ends=ends)
-        places = None if sequences is None else self._places[sequences].tolist()
-        spans = call.spans() if places is None else [(place, place + 1) for place in places]
+        spans = call.spans()
+        if sequences is not None:
+            spans = [(place, place + 1) for place in self._places[sequences].tolist()]
         call.run("viterbi_backward", spans)

@@ -36,10 +36,11 @@ def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
     unknown = head.unknown | cut.by_segment(side_by_side.unknown).any(0)
     _mend(cut, side_by_side, entering, unknown)
     found = _followed(cut, side_by_side, begun)
-    first = torch.full((*grid, cut.rest + 1), -1, device="cpu")
+    first = torch.empty(*grid, cut.rest + 1, dtype=torch.int64, device="cpu")
     first[..., -1] = torch.where(cut.reached()[0], found[0, ..., 0], -1)
     head.follow(first)
-    states = torch.full((*grid, steps), -1, device="cpu")
+    states = torch.empty(*grid, steps, dtype=torch.int64, device="cpu")
+    states[..., chain.v :] = -1
     states[..., : cut.rest + 1] = first
     states[..., cut.rest + 1 : chain.v].unflatten(-1, (cut.count, cut.length)).copy_(found[..., 1:].movedim(0, 2))
     last = states[..., chain.v - 1, None] if chain.ends is None else states.gather(-1, chain.ends - 1)
@@ -60,12 +61,11 @@ def _mend(cut: Cut, side_by_side: Any, entering: Tensor, unknown: Tensor) -> Non
 
 def _followed(cut: Cut, side_by_side: Any, steps: int) -> Tensor:
     """The states (count, g, m, length + 1) of each segment's best path, from that of the step before it on."""
-    reached, shape = cut.reached(), (*cut.shape, cut.length + 1)
-    guess = torch.full((*cut.shape, steps + 1), -1, device="cpu")
+    reached = cut.reached()
+    guess, states = (torch.empty(*cut.shape, k + 1, dtype=torch.int64, device="cpu") for k in (steps, cut.length))
+    guess[..., -1] = states[..., -1] = -1
     side_by_side.follow(guess)
-    states = torch.full(shape, -1, device="cpu")
-    found, last = cut.by_segment(states), cut.by_segment(guess)[1:, ..., 0]
-    last = torch.where(reached[1:], last, -1)
+    found, last = cut.by_segment(states), torch.where(reached[1:], cut.by_segment(guess)[1:, ..., 0], -1)
     found[:-1, ..., -1] = last
     side_by_side.follow(states)
     for s in reversed(range(cut.count - 1)):
