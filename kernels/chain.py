@@ -111,6 +111,11 @@ class Chain:
         return None if self.ends is None else self.ends <= torch.arange(self.v, device=self.x.device).view(-1, 1, 1, 1)
 
 
+def has_idle_threads(threads: int, sequences: int, v: int, c: int) -> bool:
+    """Whether at least as many threads as are worth waking have no sequence as have one."""
+    return min(threads, sequences * v * c**2 // WORTH_A_THREAD) >= 2 * sequences
+
+
 def segments_of(v: int, count: int) -> tuple[int, int]:
     """The number of segments a chain is cut into, at most `count`, and their length; (0, 0) if too short for two."""
     count = min(count, v - 1)

@@ -8,10 +8,10 @@ from torch import Tensor
 from .arguments import Lengths, check_flag, check_tensor, check_values
 from .operands import arithmetic_dtype, differentiated, is_plain
 from .rescues import report_chains
+from .streams import overlapped
 from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms
 from .streams.filter import filtered
 from .streams.lag import at_the_end, passed
-from .streams.overlapped import segments_of
 from .streams.paths import Survivors, ended, extended, settled
 from .streams.piece import Carried, Piece, RawPiece, logs, only_used
 from .streams.state import State
@@ -208,7 +208,9 @@ class Stream:
         if self._bulk is None or differentiated(x, self._bulk, self._p0, state.carried.message):
             return None
         repeated, dtype = self._calls.repeated(x, self._bulk), self._result_dtype(state)
-        if repeated is None or dtype != x.dtype or segments_of(x, self._bulk, self._p0, self._log_params) > 1:
+        if repeated is None or dtype != x.dtype:
+            return None
+        if overlapped.segments_of(x, self._bulk, self._p0, self._log_params) > 1:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
         after, log_norm, redone = repeated.forward(x, state.carried, shares)

@@ -62,7 +62,6 @@ def cut(monkeypatch):
 
     def into(segments, early=None):
         monkeypatch.setattr(filters.overlapped, "segments_of", lambda x, *_: segments if x.shape[-2] >= 100 else 1)
-        monkeypatch.setattr("logchain.stream.segments_of", lambda x, *_: segments if x.shape[-2] >= 100 else 1)
         if early is not None:
             monkeypatch.setattr(schedule, "steps_to_forget", lambda *_: early)
 

@@ -131,16 +131,11 @@ class Call:
         for name, number in numbers.items():
             setattr(self.arguments, name, number)
 
-    @property
-    def work(self) -> int:
-        """Multiply-adds of one pass."""
-        return self.chain.v * self.chain.g * self.chain.m * self.chain.c**2
-
     def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
         """The first sequence of each thread and the one after its last, at most `most` threads, or of whole sets."""
         g, m = self.chain.g, self.chain.m
         parts, size = (g, m) if whole_sets else (g * m, 1)
-        spans = shared(parts, self.work, most)
+        spans = shared(parts, self.chain.v * g * m * self.chain.c**2, most)
         return [(first * size, last * size) for first, last in spans]
 
     def run(self, name: str, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> int:
@@ -159,14 +154,10 @@ def _places(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     return places.contiguous()
 
 
-def threads(work: int) -> int:
-    """The number of threads that multiply-adds are worth waking, which may be 0."""
-    return min(torch.get_num_threads(), work // WORTH_A_THREAD)
-
-
 def shared(parts: int, work: int, most: int | None = None) -> list[tuple[int, int]]:
     """Ranges of parts for as many threads as `work`, the multiply-adds of all parts, is worth waking."""
-    count = max(1, min(threads(work), parts, *(() if most is None else (most,))))
+    worth = min(torch.get_num_threads(), work // WORTH_A_THREAD)
+    count = max(1, min(worth, parts, *(() if most is None else (most,))))
     ends = [parts * i // count for i in range(count + 1)]
     return list(zip(ends, ends[1:], strict=False))
 

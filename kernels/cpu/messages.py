@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..chain import Chain
-from .arguments import Call, threads
+from ..chain import Chain, has_idle_threads
+from .arguments import Call
 
 
 def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
@@ -15,15 +15,16 @@ def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
     log_norm, unused = (torch.empty(chain.g, chain.m, dtype=torch.float64, device="cpu") for _ in range(2))
     call = Call(chain)
     call.rows("grad", forward)
-    spans, name = call.spans(), "messages"
-    if 2 * len(spans) <= threads(call.work) and chain.ends is None:
+    spans = call.spans()
+    idle = chain.ends is None and has_idle_threads(torch.get_num_threads(), chain.g * chain.m, chain.v, chain.c)
+    if idle:
         lossy = torch.empty(2, chain.g, chain.m, dtype=torch.uint8, device="cpu")
         ahead = {"log_forward": forward, "log_norm": log_norm, "lossy": lossy[0]}
         behind = {"log_backward": backward, "log_norm": unused, "lossy": lossy[1]}
         call.run("messages_one_way", spans + spans, [ahead] * len(spans) + [behind] * len(spans))
+        if not lossy.any():
+            return log_norm
         call.point(lossy=lossy.amax(0))
-        name = "redo_messages" if lossy.any() else ""
     call.point(log_norm=log_norm, log_forward=forward, log_backward=backward)
-    if name:
-        call.run(name, spans)
+    call.run("redo_messages" if idle else "messages", spans)
     return log_norm

@@ -8,6 +8,7 @@
 With gradients, a chunked chain then takes vectors through all segments side by side, forward and backward.
 """
 
+import math
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_alone, check_chain, check_choice
-from ..kernels.chain import FEW_STATES, WORTH_A_THREAD
+from ..kernels.chain import FEW_STATES, WORTH_A_THREAD, has_idle_threads
 from ..operands import differentiated
 from . import cost_counts
 from .cost import BOTH, FORWARD, Constants, Work, constants
@@ -43,9 +44,9 @@ _GPU_STATES = 64
 # rows of overlapped segments that each thread takes where they share a matrix, and the least length of a segment
 _ROWS, _LENGTH = (8, 16, 32, 48), 24
 
-# segments of best paths that each thread takes, their least length, and seconds of one walk that are worth it; those of
-# a step, and of each addition and maximum
-_PATH_ROWS, _PATH_LENGTH, _WORTH_PATHS, _PATH_STEP, _PATH_TERM = 4, 96, 4e-3, 32e-9, 6e-11
+# segments of best paths that each thread takes, their least length, and the seconds of a product, which are fewer than
+# those of the paths, that are worth it
+_PATH_ROWS, _PATH_LENGTH, _WORTH_PATHS = 4, 96, 3e-3
 
 # numbers of segments that are tried, each a quarter larger than the one before
 _SEGMENTS = sorted({round(1.25**power) for power in range(3, 64)})
@@ -110,17 +111,8 @@ def is_one_walk(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
 def is_on_one_thread(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
     """Whether forward and backward messages of operands, which are checked, are found one after the other."""
     check_chain(x, bulk, p0)
-    return not _has_idle_threads(_size(x, bulk, log_params), where(x.device.type))
-
-
-def _size(x: Tensor, bulk: Tensor, log_params: bool) -> Size:
-    return Size.of((*x.shape,), (*bulk.shape,), False, log_params, False, False)
-
-
-def _has_idle_threads(size: Size, place: Where) -> bool:
-    """Whether at least as many threads as are worth waking have no sequence as have one."""
-    work = size.sequences * size.v * size.c**2
-    return min(place.threads, work // WORTH_A_THREAD) >= 2 * size.sequences
+    *batch, v, c = x.shape
+    return not has_idle_threads(where(x.device.type).threads, math.prod(batch), v, c)
 
 
 def _known(x: Tensor, bulk: Tensor) -> bool:
@@ -193,13 +185,13 @@ def path_segments(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> int:
 
     They have nothing in common but their threads: there is more than one where threads have no sequence of their own.
     """
-    size, place = _size(x, bulk, log_params), where(x.device.type)
-    if not kernels.in_c(x) or size.states == 0 or not _has_idle_threads(size, place):
+    size = Size.of((*x.shape,), (*bulk.shape,), False, log_params, False, False)
+    place = where(x.device.type)
+    if not kernels.in_c(x) or size.states == 0 or not has_idle_threads(place.threads, size.sequences, size.v, size.c):
         return 1
-    terms = size.v * size.c**2
     segments = _PATH_ROWS * place.threads // size.sequences
-    long = size.v > max(segments * _PATH_LENGTH, 2 * size.c) and size.v * _PATH_STEP + terms * _PATH_TERM > _WORTH_PATHS
-    return segments if long else 1
+    long = size.v > max(segments * _PATH_LENGTH, 2 * size.c)
+    return segments if long and seconds(size, SEQUENTIAL, place.constants) > _WORTH_PATHS else 1
 
 
 def shortest(size: Size) -> int:

@@ -19,7 +19,7 @@ the steps of a warm-up, 0 for a chain that was walked as one, whose messages com
 `redone` exactly, in the head and in each segment.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -104,9 +104,7 @@ def _side_by_side(cut: Cut, steps: int, messages: Tensor | None, redone: Tensor)
     head_messages, segment_messages = (None, None) if messages is None else cut.parts(messages)
     head, start = walk.forward(cut.head(), keep=head_messages, leave=True)
     redone[0] = head.redone
-    uniform = start.values.new_zeros(cut.count, *start.values.shape)
-    begun = through(cut, cut.length - steps, cut.length, uniform)
-    entering = torch.cat([start.values[None], begun[:-1]])
+    entering = assumed(cut, steps, start.values)
     scale, refused = _segments(cut, entering, segment_messages, redone[1:])
     return torch.stack(exact_sum(torch.cat([start.scale, scale.flatten(0, 1)]))).sum(0), refused
 
@@ -183,6 +181,25 @@ def through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
     return cut.by_segment(kernels.chain_kernels(window.x).forward(window, message, leave=True)[1].values)
 
 
+def assumed(cut: Cut, steps: int, first: Tensor, walk: Walk | None = None) -> Tensor:
+    """The messages (count, g, m, c) that enter segments: the `first`, and uniform ones after their last `steps`."""
+    uniform = first.new_zeros(cut.count, *first.shape)
+    begun = (walk or through)(cut, cut.length - steps, cut.length, uniform)
+    return torch.cat([first[None], begun[:-1]])
+
+
+def wrong(cut: Cut, arrived: Tensor, entering: Tensor, reached: Tensor, differ: Differ | None = None) -> Iterator[int]:
+    """The segments that another message has entered than arrives there (count, g, m, c), each to be walked again.
+
+    Before the next is found, `arrived` has to hold the message that leaves such a segment then.
+    """
+    for s in range(1, cut.count):
+        unequal = (differ or unlike)(cut.chain, arrived[s - 1], entering[s]) & reached[s]
+        if unequal.any():
+            report_boundaries(unequal)
+            yield s
+
+
 def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tensor) -> tuple[Tensor, Tensor]:
     """The scales (2, count, g, m) of all segments, and which boundaries (count - 1, g, m) are refused.
 
@@ -198,15 +215,12 @@ def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tenso
     if kernels.on_gpu(chain.x) or not refused.any():
         return scale, refused
     memory = None if messages is None else chain.new(cut.length + 1, chain.g, chain.m, chain.c)
-    for s in range(1, cut.count):
-        wrong = unlike(chain, arrived[s - 1], entering[s]) & reached[s]
-        if wrong.any():
-            report_boundaries(wrong)
-            message = Message(arrived[s - 1], torch.zeros_like(scale[:, s]))
-            alone, left = walk.forward(cut.segment(s), message, keep=memory, leave=True)
-            arrived[s], scale[:, s], redone[s] = left.values, left.scale, alone.redone
-            if messages is not None and memory is not None:
-                cut.each(messages)[s].copy_(memory)
+    for s in wrong(cut, arrived, entering, reached):
+        message = Message(arrived[s - 1], torch.zeros_like(scale[:, s]))
+        alone, left = walk.forward(cut.segment(s), message, keep=memory, leave=True)
+        arrived[s], scale[:, s], redone[s] = left.values, left.scale, alone.redone
+        if messages is not None and memory is not None:
+            cut.each(messages)[s].copy_(memory)
     return scale, refused
 
 
@@ -237,9 +251,9 @@ def backward(
     ahead = passes.segments(following)
     if not on_gpu and unlike(chain, ahead[1:], following[:-1]).any():
         for s in range(cut.count - 2, -1, -1):
-            wrong = unlike(chain, ahead[s + 1], following[s])
-            if wrong.any():
-                report_boundaries(wrong)
+            unequal = unlike(chain, ahead[s + 1], following[s])
+            if unequal.any():
+                report_boundaries(unequal)
                 following[s] = ahead[s + 1]
                 ahead[s] = passes.ahead_of(s, following[s])
         ahead = passes.segments(following)

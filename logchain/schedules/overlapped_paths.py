@@ -16,9 +16,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain, segments_of
-from ..rescues import report_boundaries
 from .cut import Cut
-from .overlapped import early
+from .overlapped import assumed, early, wrong
 
 
 def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
@@ -30,11 +29,12 @@ def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
         return whole
     kept, grid = kernels.path_messages(), (chain.g, chain.m)
     head = kept(cut.head(), None)
-    uniform = head.leaving.new_zeros(cut.count, *head.leaving.shape)
-    entering = torch.cat([head.leaving[None], _through(cut, cut.length - begun, cut.length, uniform)[:-1]])
+    entering = assumed(cut, begun, head.leaving, _through)
     side_by_side = kept(cut.segments(), cut.by_set(entering))
     unknown = head.unknown | cut.by_segment(side_by_side.unknown).any(0)
-    _mend(cut, side_by_side, entering, unknown)
+    arrived = cut.by_segment(side_by_side.leaving)  # a view
+    for s in wrong(cut, arrived, entering, cut.reached() & ~unknown, _differ):
+        side_by_side.replace(_numbers(cut, s), kept(cut.segment(s), arrived[s - 1]))
     found = _followed(cut, side_by_side, begun)
     first = torch.empty(*grid, cut.rest + 1, dtype=torch.int64, device="cpu")
     first[..., -1] = torch.where(cut.reached()[0], found[0, ..., 0], -1)
@@ -46,17 +46,6 @@ def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
     last = states[..., chain.v - 1, None] if chain.ends is None else states.gather(-1, chain.ends - 1)
     states[unknown | (last[..., 0] < 0)] = -1
     return states, unknown
-
-
-def _mend(cut: Cut, side_by_side: Any, entering: Tensor, unknown: Tensor) -> None:
-    """Walk again, from what has arrived, the segments that a wrong message has entered."""
-    reached = cut.reached()
-    for s in range(1, cut.count):
-        arrived = cut.by_segment(side_by_side.leaving)[s - 1]
-        wrong = _differ(cut.chain, arrived, entering[s]) & reached[s] & ~unknown
-        if wrong.any():
-            report_boundaries(wrong)
-            side_by_side.replace(_numbers(cut, s), kernels.path_messages()(cut.segment(s), arrived))
 
 
 def _followed(cut: Cut, side_by_side: Any, steps: int) -> Tensor:

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ..kernels.chain import WORTH_A_THREAD, Chain
 from ..operands import arithmetic_dtype
-from ..rescues import report_boundaries
 from ..schedules import choose
 from ..schedules.cut import Cut
-from ..schedules.overlapped import early, unlike
+from ..schedules.overlapped import assumed, early, wrong
 from . import stretch
 from .piece import Carried, RawPiece, added
 from .stretch import Calls
@@ -68,20 +66,13 @@ def _segments(cut: Cut, behind: RawPiece, message: Tensor, steps: int, outputs: 
     each = behind._replace(x=behind.x.unflatten(0, sizes), fresh=behind.fresh.expand(cut.count))
     if own:
         each = each._replace(bulk=behind.bulk.unflatten(0, sizes))
-    nothing = message.new_zeros(cut.count)
-    uniform = Carried(message.new_zeros(cut.count, len(message)), nothing, nothing)
-    last = each.part(cut.length - steps, cut.length)
-    begun = stretch.walk(last, uniform, True, None, None, Calls()).message
-    entering = torch.cat([message[None], begun[:-1]])
-    after = stretch.walk(each, Carried(entering, nothing, nothing), True, *outputs, Calls())
-    for s in range(1, cut.count):
-        wrong = unlike(cut.chain, after.message[s - 1], entering[s])
-        if wrong:
-            report_boundaries(wrong)
-            alone = each._replace(x=each.x[s], bulk=each.bulk[s] if own else each.bulk, fresh=behind.fresh)
-            arrived = Carried(after.message[s - 1], nothing[s], nothing[s])
-            posteriors, messages = (None if out is None else out[s] for out in outputs)
-            left = stretch.walk(alone, arrived, True, posteriors, messages, Calls())
-            for to, found in zip(after, left, strict=True):
-                to[s] = found
+    nothing, entering = message.new_zeros(cut.count), assumed(cut, steps, message.view(1, 1, -1))
+    after = stretch.walk(each, Carried(entering.flatten(0, 2), nothing, nothing), True, *outputs, Calls())
+    for s in wrong(cut, after.message.view(entering.shape), entering, cut.reached()):
+        alone = each._replace(x=each.x[s], bulk=each.bulk[s] if own else each.bulk, fresh=behind.fresh)
+        arrived = Carried(after.message[s - 1], nothing[s], nothing[s])
+        own_outputs = (None if out is None else out[s] for out in outputs)
+        left = stretch.walk(alone, arrived, True, *own_outputs, Calls())
+        for to, found in zip(after, left, strict=True):
+            to[s] = found
     return after
