@@ -105,11 +105,9 @@ def message_kernels(tensor: Tensor) -> ModuleType:
     return _module("messages", tensor)
 
 
-def entropy_in_c() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The function `kernels.cpu.entropy.entropy`, for chains on a CPU."""
-    from .cpu.entropy import entropy
-
-    return entropy
+def entropies() -> ModuleType:
+    """The module of entropies of chains on a CPU, `kernels.cpu.entropy`."""
+    return _load("cpu.entropy")
 
 
 def scratch_of_loops(v: int, g: int, m: int, c: int, item: int, one_matrix: bool) -> tuple[int, int]:

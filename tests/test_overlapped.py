@@ -223,7 +223,7 @@ def test_what_is_chosen_can_be_overlapped_within_the_memory():
     for v, c in itertools.product((100, 500, 3000, 73730), (4, 20, 256, 1024)):
         size = choose.Size(v, 1, 1, c, True, 4, False, False, True)
         for schedule in choose.overlapped(size, place):
-            assert (v - 1) // schedule.segments // 3 >= first_warm_up(v)
+            assert (v - 1) // schedule.segments // 3 >= first_warm_up(v, size.item)
             assert choose.within_contract(size, schedule)
     assert choose.overlapped(choose.Size(73730, 1, 1, 256, True, 4, False, False, True), place)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import kernels
 from ..operands import Operands, chain_of, differentiated
 from ..rescues import report_chains
+from ..schedules import choose, overlapped_entropy
 from ..schedules.packed import Packed, PackedChain, Piece
 from .chain import log_norm, posteriors
 from .chain_functions import Second as Covariances
@@ -72,7 +73,8 @@ def _of_packed(padded: Callable[..., Tensor], log_params: bool, *packed: Packed)
         PackedChain(one.of(one.x, one.bulk.expand(len(one.x), -1, -1) if each else one.bulk, one.p0), log_params).chain
         for one in packed
     ]
-    values, unknown = (one.flatten() for one in kernels.entropy_in_c()(*chains))
+    values: Tensor
+    values, unknown = (one.flatten() for one in kernels.entropies().expected(chains)[:2])
     if unknown.any():
         for pieces in zip(*(one.pieces(unknown) for one in packed), strict=True):
             values[pieces[0][0]] = padded(*(piece for _, piece in pieces))
@@ -184,7 +186,8 @@ def _forward(
     if not kernels.in_c(x) or x.numel() == 0:
         return in_torch(*chains, lengths, log_params)
     layouts, in_order = zip(*(chain_of(*one, lengths, log_params) for one in chains), strict=True)
-    values, unknown = kernels.entropy_in_c()(*in_order)
+    segments = choose.entropy_segments(*chains[0], log_params)
+    values, unknown = overlapped_entropy.entropies(in_order, segments)
     result: Tensor = layouts[0].batched(values).contiguous()
     if unknown.any():
         report_chains(unknown)

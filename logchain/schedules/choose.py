@@ -48,6 +48,9 @@ _ROWS, _LENGTH = (8, 16, 32, 48), 24
 # those of the paths, that are worth it
 _PATH_ROWS, _PATH_LENGTH, _WORTH_PATHS = 4, 96, 3e-3
 
+# segments of entropies that each thread takes where they share a matrix; one where they do not
+_ENTROPY_ROWS = 8
+
 # numbers of segments that are tried, each a quarter larger than the one before
 _SEGMENTS = sorted({round(1.25**power) for power in range(3, 64)})
 
@@ -194,9 +197,23 @@ def path_segments(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> int:
     return segments if long and seconds(size, SEQUENTIAL, place.constants) > _WORTH_PATHS else 1
 
 
+def entropy_segments(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> int:
+    """The number of segments in which the entropy of paths is found on a CPU; 1 for a chain that is walked as one.
+
+    A step takes about as long as one of a product with its backward pass in float64.
+    """
+    size, place = Size.of((*x.shape,), (*bulk.shape,), True, log_params, False, True), where(x.device.type)
+    if size.states == 0:
+        return 1
+    segments = (_ENTROPY_ROWS if size.one_matrix else 1) * place.threads // size.sequences
+    long = segments > 1 and size.v > segments * shortest(size)
+    in_time = long and in_vain(size, place.constants) <= _IN_VAIN * seconds(size, SEQUENTIAL, place.constants)
+    return segments if in_time else 1
+
+
 def shortest(size: Size) -> int:
     """The fewest steps of a segment that begins early."""
-    return max(_LENGTH, cost_counts.WARM_PART * cost_counts.first_warm_up(size.v))
+    return max(_LENGTH, cost_counts.WARM_PART * cost_counts.first_warm_up(size.v, size.item))
 
 
 def candidates(size: Size, place: Where) -> list[Schedule]:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from .cost import Work
 
-# steps that segments of an overlapped chain are begun early, as far as a plan knows; the part of a segment that a chain
-# may take to forget
-_EARLY, WARM_PART = 24, 3
+# steps for each byte of a number that segments of an overlapped chain are begun early, as far as a plan knows; the part
+# of a segment that a chain may take to forget
+_EARLY, WARM_PART = 6, 3
 
 # bytes of a matrix that stays in a core's own cache
 _CACHE = 2**19
@@ -154,16 +154,19 @@ def _overlapped(size: Size, segments: int) -> Work:
     """The work of the head, and of segments that begin early in either direction."""
     length = length_of(size, Schedule("overlapped", segments))
     head, rows = _sequential(size._replace(v=size.v - segments * length)), size.m * segments
-    early = length // WARM_PART * 3 // 2 if size.gpu else _EARLY
+    early = length // WARM_PART * 3 // 2 if size.gpu else _EARLY * size.item
     total = head + _sequential(size._replace(v=length + 1 + early, m=rows))
     if size.gpu and size.gradients:  # backward, segments are verified before their gradients are taken
         total += _sequential(size._replace(v=length + 1, m=rows, gradients=False))
     return total._replace(launches=_WALKS[size.gradients] * _LAUNCHES[0])
 
 
-def first_warm_up(v: int) -> int:
-    """The number of steps after which a chain of v variables is first asked whether it has forgotten."""
-    return min(16, max(4, v // 128))
+def first_warm_up(v: int, item: int) -> int:
+    """The number of steps after which a chain of v variables is first asked whether it has forgotten.
+
+    Messages in numbers of twice as many bytes take twice as long to become the same.
+    """
+    return min(4 * item, max(item, item * v // 512))
 
 
 def in_vain(size: Size) -> Work:

@@ -115,12 +115,12 @@ class Cut:
         """The first step of each segment (count, 1, 1)."""
         return (self.rest + 1 + self.length * torch.arange(self.count, device=self.chain.x.device)).view(-1, 1, 1)
 
-    def reached(self) -> Tensor:
-        """Whether a sequence has steps in a segment (count, g, m)."""
+    def reached(self, after: int = 0) -> Tensor:
+        """Whether a sequence has steps in a segment (count, g, m), after the first `after` of them."""
         chain = self.chain
         if chain.ends is None:
             return torch.ones(self.count, chain.g, chain.m, dtype=torch.bool, device=chain.x.device)
-        return chain.ends[..., 0] > self._first_steps
+        return chain.ends[..., 0] > self._first_steps + after
 
     def before(self, values: Tensor) -> Tensor:
         """Values (v, ...) of the steps before each segment (count, ...)."""

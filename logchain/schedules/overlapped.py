@@ -55,9 +55,14 @@ def unlike(chain: Chain, a: Tensor, b: Tensor) -> Tensor:
 
 
 def distance(a: Tensor, b: Tensor) -> Tensor:
-    """Hilbert's metric between logarithms of messages (..., c); NaN or infinite where they have different zeros."""
-    gap, neither = a - b, (a == -torch.inf) & (b == -torch.inf)
-    return gap.masked_fill(neither, -torch.inf).amax(-1) - gap.masked_fill(neither, torch.inf).amin(-1)
+    """Hilbert's metric between logarithms of messages (..., c) with sum 1, less what these are rounded by in float64.
+
+    NaN or infinite where they have different zeros.
+    """
+    gap, rounding = a - b, 2 * torch.finfo(torch.float64).eps * a.abs()
+    neither = (a == -torch.inf) & (b == -torch.inf)
+    most = (gap - rounding).masked_fill(neither, -torch.inf).amax(-1)
+    return most - (gap + rounding).masked_fill(neither, torch.inf).amin(-1)
 
 
 def tolerance(c: int, dtype: torch.dtype) -> float:
@@ -145,7 +150,7 @@ def steps_to_forget(chain: Chain, longest: int, walk: Walk, differ: Differ) -> i
     """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not."""
     cut = Cut(_twice(chain), min(_PROBES, chain.v - 1))
     reached, beginnings = cut.reached()[:, : chain.g], _beginnings(cut)
-    first = steps = first_warm_up(chain.v)
+    first = steps = first_warm_up(chain.v, chain.dtype.itemsize)
     while steps <= min(longest, cut.length, max(first, chain.v // _SHARE)):
         apart = walk(cut, cut.length - steps, cut.length, beginnings)
         unmet = differ(chain, apart[:, : chain.g], apart[:, chain.g :]) & reached

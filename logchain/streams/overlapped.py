@@ -71,8 +71,8 @@ def _segments(cut: Cut, behind: RawPiece, message: Tensor, steps: int, outputs: 
     for s in wrong(cut, after.message.view(entering.shape), entering, cut.reached()):
         alone = each._replace(x=each.x[s], bulk=each.bulk[s] if own else each.bulk, fresh=behind.fresh)
         arrived = Carried(after.message[s - 1], nothing[s], nothing[s])
-        own_outputs = (None if out is None else out[s] for out in outputs)
-        left = stretch.walk(alone, arrived, True, *own_outputs, Calls())
+        posteriors, messages = (None if out is None else out[s] for out in outputs)
+        left = stretch.walk(alone, arrived, True, posteriors, messages, Calls())
         for to, found in zip(after, left, strict=True):
             to[s] = found
     return after

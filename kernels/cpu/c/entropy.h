@@ -9,7 +9,10 @@
 
    with d = -log P, or log P - log P', and e likewise of E. Scales would cancel between log Z and the expectation: both
    leave them out, so that no large numbers are subtracted. Operands are float64 or float32. Lossy sequences, and those
-   where the second chain forbids, or hardly allows, what the first may do, are left to the caller. */
+   where the second chain forbids, or hardly allows, what the first may do, are left to the caller.
+
+   Where messages enter, in float64, the values are those of the steps behind them: A begins with 0. The terms that leave
+   are, for each last state, A / S and the scales. */
 #pragma once
 #include "forward.h"
 
@@ -241,17 +244,33 @@ INLINE double log_sum(double sum) {
     return (double)(exponent - TOP) * 0.69314718055994531 + logarithm(part);
 }
 
+/* log Z, or log Z' - log Z, without scales. */
+INLINE double log_sums(const Pair *w, int64_t place, int64_t step) {
+    double sum = log_sum(sum_of_row(w->p.a->states, state_at(&w->p, place, step)));
+    return w->q.a ? log_sum(sum_of_row(w->p.a->states, state_at(&w->q, place, step))) - sum : sum;
+}
+
+/* A of a message that has entered; its sum is no part of the value. */
+static void enter_terms(Pair *w, int64_t place) {
+    clear(w->p.width, w->terms + place * w->p.width);
+    add(&w->means[place], -log_sums(w, place, 0));
+}
+
 /* The entropy or divergence of a place after its last step; 0 where no path is possible. */
 static void finish_pair(Pair *w, int64_t place, int64_t step) {
-    int64_t q = sequence_of(&w->p, place), c = w->p.a->states;
-    double weight = sum_of_row(c, state_at(&w->p, place, step));
+    const Chain *a = w->p.a;
+    int64_t q = sequence_of(&w->p, place), c = a->states;
+    const real *state = state_at(&w->p, place, step), *terms = w->terms + place * w->p.width;
+    double weight = sum_of_row(c, state);
     finish(&w->p, place, step);
     if (w->q.a) finish(&w->q, place, step);
     Sum entropy = w->means[place];
-    add(&entropy, sum_of_row(c, w->terms + place * w->p.width) / weight);
-    add(&entropy, w->q.a ? log_sum(sum_of_row(c, state_at(&w->q, place, step))) - log_sum(weight) : log_sum(weight));
-    w->p.a->value[q] = weight > 0 ? value_of(entropy) : 0;
-    if (w->q.a) w->p.a->lossy[q] |= w->q.a->lossy[q];
+    add(&entropy, log_sums(w, place, step));
+    for (int64_t j = 0; j < c && a->terms; j++)
+        a->terms[q * c + j] = state[j] > 0 ? value_of(entropy) + terms[j] / state[j] : 0;
+    add(&entropy, sum_of_row(c, terms) / weight);
+    a->value[q] = weight > 0 ? value_of(entropy) : 0;
+    if (w->q.a) a->lossy[q] |= w->q.a->lossy[q];
 }
 
 static void walk_pair(Pair *w) {
@@ -269,7 +288,8 @@ static void walk_pair(Pair *w) {
     for (int64_t place = 0; place < count; place++) {
         const real *state = state_at(p, place, 0);
         w->means[place] = (Sum){0, 0};
-        if (first_terms(p->width, state, w->q.a ? state_at(&w->q, place, 0) : 0, w->terms + place * p->width))
+        if (a->entering) enter_terms(w, place);
+        else if (first_terms(p->width, state, w->q.a ? state_at(&w->q, place, 0) : 0, w->terms + place * p->width))
             a->lossy[sequence_of(p, place)] = 1;
     }
     for (int64_t step = 0; step < a->steps && count > 0; step++) {

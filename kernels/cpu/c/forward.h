@@ -75,12 +75,13 @@ INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
 /* Pointers to the rows of x of `rows` places, copied where they need padding or conversion. */
 INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, const real **out) {
     const Chain *a = w->a;
+    int float32 = is_float32(a) && (step > 0 || !a->entering);
     for (int64_t r = 0; r < rows; r++) {
         const real *x = x_at(a, w->set, sequence_of(w, place + r), step);
         real *to = w->padded_x + r * w->width;
-        if (is_float32(a)) widen_float32(a->states, w->width, float32_of(a->x, x), 1, -INFINITE, to);
+        if (float32) widen_float32(a->states, w->width, float32_of(a->x, x), 1, -INFINITE, to);
         else if (a->states < LANES) widen(a->states, w->width, x, 1, -INFINITE, to);
-        out[r] = is_float32(a) || a->states < LANES ? to : x;
+        out[r] = float32 || a->states < LANES ? to : x;
     }
 }
 
@@ -245,7 +246,7 @@ static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
     int64_t row = a->starts ? c : a->sets * a->members * c, for_x = unpadded_steps(c, a->x_step);
     int64_t for_matrices = one ? 0 : unpadded_steps(c, a->bulk_step);
     int64_t for_messages = a->messages ? unpadded_steps(c, row) : 0;
-    if (a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
+    if (is_float32(a) || a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
     if (one && !w->matrix.has_bounds) find_bounds(&w->matrix), rescale(&w->matrix);
     const Matrix *m = &w->matrix;
     real limit = one ? TRUSTED * m->high : INFINITE;

@@ -1,0 +1,189 @@
+"""Entropies and divergences of paths in segments that begin early: those of the walk through the whole chain."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain import kernels
+from logchain.operands import chain_of
+from logchain.schedules import choose, overlapped_entropy
+from logchain.schedules import overlapped as schedule
+from tests import oracle
+
+pytestmark = pytest.mark.skipif(not kernels.in_c(torch.empty(0)), reason="the C loops alone know segments of entropies")
+
+F64 = torch.float64
+KINDS = "plain", "sparse", "sticky", "peaked", "impossible", "never", "unknown", "left-to-right", "permutation"
+
+
+def drawn(kind: str, seed: int, *, each: bool, log_params: bool, lengths: bool, dtype: torch.dtype):
+    """Operands of a few sequences, with sets of their own and members of sets, and their lengths or None."""
+    generator = torch.Generator().manual_seed(seed)
+    g, m, v = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 3), (1, 4), (30, 90)))
+    c = (1, 2, 3, 5, 8, 15, 16, 17, 33)[seed]
+    x = torch.randn(g, m, v, c, generator=generator, dtype=dtype)
+    bulk = torch.rand(g, 1, v - 1 if each else 1, c, c, generator=generator, dtype=dtype)
+    p0 = torch.rand(g, m, c, generator=generator, dtype=dtype)
+    if kind == "sparse":
+        bulk *= torch.rand(bulk.shape, generator=generator) < 0.5
+    if kind == "sticky":
+        x, bulk = 0.01 * x, 0.001 * bulk + torch.eye(c, dtype=dtype)
+    if kind == "peaked":
+        x = 30 * x
+    if kind == "impossible":
+        x[0, 0, v // 2] = -math.inf
+    if kind == "never":
+        x[-1, 0, -1] = -math.inf
+    if kind == "unknown":
+        x[-1, -1, 2 * v // 3, 0] = math.nan
+    if kind == "left-to-right":
+        bulk = bulk.triu()
+    if kind == "permutation":
+        bulk = (0 * bulk + torch.eye(c, dtype=dtype)).roll(1, -1)
+    ends = torch.randint(1, v + 1, (g, m), generator=generator) if lengths else None
+    return x, bulk.log() if log_params else bulk, p0.log() if log_params else p0, ends
+
+
+def other(x, bulk, p0):
+    """Operands of a chain that forbids nothing that these allow."""
+    return 0.5 * x.roll(1, -1).clamp(min=-100), bulk.roll(1, -1), p0.flip(-1)
+
+
+def same(found, expected, chain, segments: int) -> None:
+    """Fails unless the same values are known, and they are the same.
+
+    They differ by twice what the contract allows for an entropy, and by what boundaries are accepted with.
+    """
+    (values, unknown), (truth, also) = found, expected
+    log_norm = kernels.chain_kernels(chain.x).forward(chain)[0].log_norm
+    size = torch.where(log_norm.isfinite(), log_norm.abs(), 0.0).clamp(min=1)
+    room = 2.0**-48 * torch.maximum(size, truth.abs()) + segments * schedule.tolerance(chain.c, F64) * (1 + truth.abs())
+    assert torch.equal(unknown, also)
+    gap = torch.where(values == truth, 0.0, (values - truth).abs())
+    assert (unknown | (gap <= room) | (values.isnan() & truth.isnan())).all(), gap
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
+@pytest.mark.parametrize("log_params", [False, True], ids=["linear", "logs"])
+@pytest.mark.parametrize("each", [False, True], ids=["one", "each"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_one_walk(kind, each, log_params, lengths, dtype, monkeypatch):
+    for seed in range(9):
+        x, bulk, p0, ends = drawn(kind, seed, each=each, log_params=log_params, lengths=lengths, dtype=dtype)
+        q = other(x, bulk, p0)
+        chains = [chain_of(*one, ends, log_params)[1] for one in ((x, bulk, p0), q)]
+        for some in (chains[:1], chains):
+            expected = kernels.entropies().expected(some)[:2]
+            for segments, early in ((2, None), (2, 20), (3, 1), (7, 4), (200, 1)):
+                with monkeypatch.context() as patch:
+                    if early is not None:
+                        patch.setattr(schedule, "steps_to_forget", lambda *_, early=early: early)
+                    found = overlapped_entropy.entropies(some, segments)
+                same(found, expected, chains[0], segments)
+
+
+def forced(monkeypatch, segments: int, early: int) -> None:
+    """Entropies are found in so many segments, which begin so many steps early."""
+    monkeypatch.setattr(choose, "entropy_segments", lambda *_: segments)
+    monkeypatch.setattr(schedule, "steps_to_forget", lambda *_: early)
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one", "each"])
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=["float32", "float64"])
+def test_what_forgets_is_walked_once_and_is_right(dtype, each, monkeypatch):
+    generator = torch.Generator().manual_seed(7)
+    v, c = 600, 6
+    x = torch.randn(v, c, generator=generator, dtype=dtype)
+    bulk = torch.rand(v - 1 if each else 1, c, c, generator=generator, dtype=dtype)
+    p0 = torch.rand(c, generator=generator, dtype=dtype)
+    forced(monkeypatch, 5, 40)
+    walked, expected = [], kernels.entropies().expected
+    monkeypatch.setattr(
+        kernels.entropies(), "expected", lambda chains, *args: walked.append(chains[0].v) or expected(chains, *args)
+    )
+    with logchain.rescues() as seen:
+        found = logchain.entropy(x, bulk, p0)
+    assert walked == [(v - 1) % 5 + 1, (v - 1) // 5]
+    assert seen.boundaries == seen.sequences == 0
+    truth = oracle.entropy(x.numpy(), bulk.numpy(), p0.numpy())
+    assert abs(float(found) - truth) <= np.spacing(np.float32(truth) if dtype == torch.float32 else 8 * truth)
+
+
+def test_terms_that_depend_on_a_later_state_are_refused(monkeypatch):
+    """All messages are uniform, but a path stays in one state or goes on choosing one of two."""
+    v = 200
+    bulk = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.0, 0.5, 0.5]]])
+    forced(monkeypatch, 4, 20)
+    with logchain.rescues() as seen:
+        found = logchain.entropy(torch.zeros(v, 3), bulk, torch.full((3,), 1 / 3), lengths=torch.tensor(v))
+    assert seen.boundaries == 4
+    torch.testing.assert_close(found, torch.tensor(math.log(3) + 2 / 3 * (v - 1) * math.log(2)))
+
+
+def test_what_ends_before_terms_are_forgotten_needs_no_later_state(monkeypatch):
+    bulk = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.0, 0.5, 0.5]]])
+    forced(monkeypatch, 4, 20)
+    x, p0 = torch.zeros(4, 200, 3), torch.full((4, 3), 1 / 3)
+    for last, refused in ((34, 4), (35, 5)):  # a head of 4 steps, and 30 of the first segment
+        lengths = torch.tensor([1, 5, last, 200])
+        with logchain.rescues() as seen:
+            found = logchain.entropy(x, bulk[None], p0, lengths=lengths)
+        assert seen.boundaries == refused
+        torch.testing.assert_close(found, math.log(3) + 2 / 3 * (lengths - 1) * math.log(2))
+
+
+def test_rare_states_of_extreme_terms_do_not_spoil_the_others(monkeypatch):
+    """A state that is left at once, with a weight of e-200, whose ratio to that of the other chain is e+400."""
+    generator = torch.Generator().manual_seed(1)
+    v, c = 300, 3
+    bulk = torch.rand(1, c, c, generator=generator, dtype=F64).log()
+    x = torch.randn(v, c, generator=generator, dtype=F64)
+    other_x = x + 1e-4 * torch.randn(v, c, generator=generator, dtype=F64)
+    x[:, 2] -= 200
+    other_x[:, 2] -= 600
+    p, q = (x, bulk, torch.zeros(c, dtype=F64)), (other_x, bulk, torch.zeros(c, dtype=F64))
+    one_walk = logchain.kl_divergence(p, q, log_params=True)
+    forced(monkeypatch, 4, 40)
+    with logchain.rescues() as seen:
+        found = logchain.kl_divergence(p, q, log_params=True)
+    assert seen.boundaries == 0 < one_walk < 1e-4
+    torch.testing.assert_close(found, one_walk, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("shape", "threads", "segments"),
+    [((200_000, 8), 1, 8), ((200_000, 8), 2, 16), ((8, 200_000, 8), 2, 2), ((16, 200_000, 8), 2, 1), ((400, 8), 2, 1)],
+)
+def test_few_long_sequences_are_cut(shape, threads, segments, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, bulk = torch.empty(1).expand(shape), torch.empty(1).expand(*[1] * len(shape[:-2]), 1, 8, 8)
+    assert choose.entropy_segments(x, bulk, torch.empty(8), False) == segments
+
+
+def test_sequences_with_matrices_of_their_own_are_cut_on_idle_threads_alone(monkeypatch):
+    x, bulk = torch.empty(1).expand(100_000, 16), torch.empty(1).expand(99_999, 16, 16)
+    found = []
+    for threads in (1, 2, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        found.append(choose.entropy_segments(x, bulk, torch.empty(16), False))
+    assert found == [1, 2, 4]
+
+
+def test_both_questions_take_them(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, bulk, p0 = torch.randn(200_000, 4, generator=generator), torch.rand(1, 4, 4, generator=generator), torch.ones(4)
+    q = x.flip(-1), bulk.mT, p0
+    taken, entropies = [], overlapped_entropy.entropies
+    monkeypatch.setattr(
+        overlapped_entropy, "entropies", lambda chains, segments: taken.append(segments) or entropies(chains, segments)
+    )
+    side_by_side = logchain.entropy(x, bulk, p0), logchain.kl_divergence((x, bulk, p0), q)
+    assert taken == [16, 16]
+    monkeypatch.setattr(choose, "entropy_segments", lambda *_: 1)
+    in_turn = logchain.entropy(x, bulk, p0), logchain.kl_divergence((x, bulk, p0), q)
+    torch.testing.assert_close(side_by_side, in_turn, rtol=2e-7, atol=0)
