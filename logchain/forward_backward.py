@@ -83,7 +83,7 @@ def forward_backward(
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        if packed.in_place and not differentiated(x, bulk, p0):
+        if packed.stays and not differentiated(x, bulk, p0):
             return Messages(*PackedChain(packed, log_params).messages())
         parts = [Messages(*messages(*piece, log_params)) for piece in packed]
         forward = packed.by_row([part.forward for part in parts])

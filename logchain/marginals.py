@@ -85,7 +85,7 @@ def marginals(
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         plain = isinstance(log_params, bool) and not differentiated(x, bulk, p0)
-        if transitions != "full" and plain and packed.in_place:
+        if transitions != "full" and plain and packed.stays:
             return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
         options: Any = {"transitions": transitions, "log_params": log_params}
         pieces = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]

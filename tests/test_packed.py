@@ -10,6 +10,7 @@ import torch
 import logchain
 from logchain.kernels.cpu import arguments, team
 from logchain.memory import peak_bytes
+from logchain.schedules.packed import Packed
 
 F64 = torch.float64
 LENGTHS = [3, 1, 9, 4, 4, 30, 2, 1]
@@ -239,12 +240,71 @@ def test_one_sequence_does_not_reach_another():
 
 
 def test_padding_is_bounded():
-    from logchain.schedules.packed import Packed
-
     operands, cu_seqlens = packed(True)
     pieces = list(Packed(*operands, cu_seqlens, None))
-    assert sum(len(piece.lengths) for piece in pieces) == len(LENGTHS)
+    assert sum(len(piece.x) for piece in pieces) == len(LENGTHS)
     assert sum(piece.x.shape[0] * piece.x.shape[1] for piece in pieces) <= 1.25 * sum(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shared", "each"),
+    [([90_000], True, True), ([60_000, 90_000], True, True), ([60_000] * 3, True, False), ([10] * 9000, False, False)],
+    ids=lambda value: str(value)[:20],
+)
+def test_few_long_sequences_are_cut(lengths, shared, each, monkeypatch):
+    """Those with a matrix for each step only where these need not be copied."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    total, c, cu_seqlens = sum(lengths), 64, torch.tensor([0, *lengths]).cumsum(0)
+    x, p0 = torch.empty(1).expand(total, c), torch.empty(c)
+    for matrices, expected in ((1, shared), (total, each)):
+        packed = Packed(x, torch.empty(1).expand(matrices, c, c), p0, cu_seqlens, None)
+        assert packed.in_place
+        assert packed.stays != expected
+
+
+@pytest.mark.parametrize("lengths", [[90], [40, 89], [40, 30, 40, 38], [50, 50]], ids=str)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+def test_answers_are_the_same_where_they_are_cut(shared, lengths, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    total, c = sum(lengths), 5
+    operands = [
+        torch.randn(total, c, generator=generator, dtype=F64),
+        torch.rand(1 if shared else total, c, c, generator=generator, dtype=F64),
+        torch.rand(c, generator=generator, dtype=F64),
+    ]
+    for operand in operands:
+        operand.requires_grad_()
+    options = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+
+    def answers(differentiated: bool):
+        with torch.set_grad_enabled(differentiated):
+            found = [
+                logchain.product(*operands, **options),
+                *logchain.marginals(*operands, transitions="sum", **options),
+                *logchain.forward_backward(*operands, **options),
+                *logchain.viterbi(*operands, **options),
+                logchain.entropy(*operands, **options),
+            ]
+        return [*found, *torch.autograd.grad(found[0].sin().sum(), operands)] if differentiated else found
+
+    for differentiated in (False, True):
+        found = []
+        for cut in (True, False):
+            monkeypatch.setattr(Packed, "_overlaps", cut)
+            found.append(answers(differentiated))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_samples_of_packed_sequences_do_not_depend_on_threads(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x, bulk = torch.randn(9000, 24, generator=generator), torch.rand(1, 24, 24, generator=generator)
+    found = []
+    for threads in (1, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        options = {"cu_seqlens": torch.tensor([0, 4000, 9000]), "generator": torch.Generator().manual_seed(1)}
+        found.append(logchain.sample(x, bulk, torch.ones(24), 2, **options))
+    assert torch.equal(*found)
 
 
 def test_wrong_arguments():

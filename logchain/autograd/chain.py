@@ -100,7 +100,7 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
 
 def packed_log_norm(packed: Packed, log_params: bool) -> Tensor:
     """The log-partition [n] in float64 of sequences that lie one behind the other."""
-    if not packed.in_place:
+    if not packed.stays:
         return packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
     if differentiated(*packed.operands):
         value: Tensor = call(LogPartition, *packed.operands, None, log_params, _ByRows(packed))

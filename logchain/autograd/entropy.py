@@ -66,7 +66,7 @@ def _of_packed(padded: Callable[..., Tensor], log_params: bool, *packed: Packed)
     `padded` serves other devices, gradients, and the sequences that the loops do not know.
     """
     first = packed[0]
-    if not all(one.in_place for one in packed) or differentiated(*(t for one in packed for t in one.operands)):
+    if not all(one.stays for one in packed) or differentiated(*(t for one in packed for t in one.operands)):
         return first.by_sequence([padded(*pieces) for pieces in zip(*packed, strict=True)])
     each = any(len(one.bulk) > 1 for one in packed)
     chains = [

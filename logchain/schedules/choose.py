@@ -73,7 +73,7 @@ class Where(NamedTuple):
     @property
     def constants(self) -> Constants:
         """The measured constants of the device."""
-        return constants(*self)
+        return constants(*self)._replace(available=self.threads if self.device == "cpu" else 0)
 
 
 def where(device: str) -> Where:
@@ -260,7 +260,7 @@ def worthwhile(size: Size, place: Where) -> list[Schedule]:
     There are none on a GPU, where none has run.
     """
     costs = place.constants
-    idle = shares_matrices(size) or 2 * size.sequences <= costs.threads
+    idle = shares_matrices(size) or 2 * size.sequences <= place.threads
     if place.device != "cpu" or size.states == 0 or not idle:
         return []
     in_time = in_vain(size, costs) <= _IN_VAIN * seconds(size, SEQUENTIAL, costs)
@@ -282,7 +282,7 @@ def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
     if costs.device == "cpu" and schedule.name in ("sequential", "overlapped"):
         in_turn = size.sequences * schedule.segments
         worth = counts.multiply_adds // (3 if size.gradients else 1) // WORTH_A_THREAD
-        times = costs.threads / max(1, min(costs.threads, in_turn, worth))
+        times = costs.threads / max(1, min(costs.available or costs.threads, in_turn, worth))
     elif schedule.name == "chunked" and size.one_launch:
         in_turn = -(-size.sequences * schedule.segments // (costs.processors * size.side_by_side))
     programs = max(1, size.sequences * schedule.segments // max(1, in_turn))

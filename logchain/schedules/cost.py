@@ -32,7 +32,8 @@ class Work(NamedTuple):
 class Constants(NamedTuple):
     """The seconds for one unit of each count in `Work`, by schedule and pass, with what they were measured on.
 
-    `processors` is how many sequences the device computes side by side.
+    `processors` is how many sequences the device computes side by side, and `available` the number of a CPU's threads
+    now, where more than the `threads` of the measurement take sequences; 0 for those.
     """
 
     device: str
@@ -43,6 +44,7 @@ class Constants(NamedTuple):
     versions: str
     date: str
     seconds: dict[str, dict[str, tuple[float, ...]]]
+    available: int = 0
 
     def of(self, schedule: str, which: str, work: Work) -> float:
         """The seconds that work takes in a schedule and a pass."""

@@ -1,7 +1,7 @@
 """Packed sequences: of different lengths, one behind the other, as `cu_seqlens` says.
 
-On a CPU one call walks all of them where they lie. Other devices, and derivatives of gradients, take padded batches of
-sequences of similar lengths.
+On a CPU one call walks all of them where they lie. Other devices, derivatives of gradients, and long sequences that are
+too few for the threads take padded batches of sequences of similar lengths.
 """
 
 from collections.abc import Iterator
@@ -18,18 +18,20 @@ from ..kernels.chain import Chain
 from ..kernels.message import Kept
 from ..operands import arithmetic_dtype, is_plain
 from ..rescues import report_chains
+from .choose import choose, where
+from .cost_counts import Size
 
 # how many times its length a sequence may be padded to
 _PADDING = 1.25
 
 
 class Piece(NamedTuple):
-    """A padded batch of k sequences of similar `lengths` (k): `x` (k, v, c), with their `bulk` and `p0`."""
+    """A padded batch of k sequences of similar `lengths` (k), None for the same: `x` (k, v, c), `bulk` and `p0`."""
 
     x: Tensor
     bulk: Tensor
     p0: Tensor
-    lengths: Tensor
+    lengths: Tensor | None
 
 
 class Packed:
@@ -60,8 +62,24 @@ class Packed:
 
     @property
     def in_place(self) -> bool:
-        """Whether the kernels can walk the sequences where they lie, which they do on a CPU."""
+        """Whether the kernels can walk the sequences where they lie, as they can on a CPU."""
         return is_plain(self.operands) and self.x.numel() > 0 and all(kernels.in_c(one) for one in self.operands)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the kernels walk the sequences where they lie: few long ones are cut into segments as batches."""
+        return self.in_place and not self._overlaps
+
+    @cached_property
+    def _overlaps(self) -> bool:
+        n, v, c = len(self.lengths), int(self.lengths.max()), self.x.shape[-1]
+        own = len(self.bulk) > 1
+        if own and len(self._groups) < n:  # matrices would have to be copied
+            return False
+        double = arithmetic_dtype(*self.operands) == torch.float64
+        matrices = (n, v - 1, c, c) if own else (1, 1, c, c)
+        size = Size.of((n, v, c), matrices, double, False, False, True)
+        return choose(size, where("cpu"), "auto").name == "overlapped"
 
     def walks_in_place(self, log_params: object) -> bool:
         """Whether kernels for one matrix take the rows where they lie; padded batches check `log_params`."""
@@ -90,10 +108,16 @@ class Packed:
                 yield members, self._piece(members)
 
     def _piece(self, members: Tensor) -> Piece:
+        p0 = self.p0 if self.p0.dim() == 1 else self.p0[members.to(self.p0.device)]
+        lengths = self.lengths[members]
+        if len(members) == 1:  # views
+            start = int(self.starts[members])
+            end = start + int(lengths)
+            bulk = self.bulk if len(self.bulk) == 1 else self.bulk[start + 1 : end].unsqueeze(0)
+            return Piece(self.x[start:end].unsqueeze(0), bulk, p0, None)
         rows = self._rows(members)
         bulk = self.bulk if len(self.bulk) == 1 else self.bulk[rows[:, 1:]]
-        p0 = self.p0 if self.p0.dim() == 1 else self.p0[members.to(self.p0.device)]
-        return Piece(self.x[rows], bulk, p0, self.lengths[members].to(self.x.device))
+        return Piece(self.x[rows], bulk, p0, None if (lengths == lengths[0]).all() else lengths.to(self.x.device))
 
     def by_sequence(self, values: list[Tensor]) -> Tensor:
         """Values [n, ...] in the caller's order, from those of the sequences of each piece (k, ...)."""
@@ -101,6 +125,8 @@ class Packed:
 
     def by_row(self, values: list[Tensor]) -> Tensor:
         """Values [total, ...] in the caller's order, from those of the variables of each piece (k, v, ...)."""
+        if len(values) == len(self.lengths):
+            return torch.cat([values[i][0] for i in torch.argsort(torch.cat(self._groups)).tolist()])
         rows, unpadded = [], []
         for members, value in zip(self._groups, values, strict=True):
             inside = (torch.arange(value.shape[1], device="cpu") < self.lengths[members][:, None]).to(value.device)
