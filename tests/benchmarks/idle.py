@@ -15,6 +15,7 @@ QUESTIONS: dict[str, Callable[..., object]] = {
     "marginals": logchain.marginals,
     "forward_backward": logchain.forward_backward,
     "viterbi": logchain.viterbi,
+    "entropy": logchain.entropy,
     "sample": lambda *chain: logchain.sample(*chain, 1),
     "Stream": lambda x, bulk, p0: logchain.Stream(bulk, p0).update(x),
 }
