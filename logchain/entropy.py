@@ -39,10 +39,11 @@ def entropy(
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `3 v c^2` multiply-adds a sequence in `v` dependent steps, in float64, and a logarithm for each entry of
-    `bulk`. Few long sequences are cut into segments side by side where they forget how they began. The large parts that log Z and the expectation have in common are never formed, so that an entropy of 1e-3
-    keeps its digits however large |log Z|. Memory: two steps of messages; on other devices than a CPU, and for
-    sequences that would underflow, two messages `[*B, v, c]` in float64. The gradient, a covariance, is computed in log
-    space: about `9 v c^2` multiply-adds, each ten times as slow.
+    `bulk`. Few long sequences are cut into segments side by side where they forget how they began. The large parts that
+    log Z and the expectation have in common are never formed, so that an entropy of 1e-3 keeps its digits however large
+    |log Z|. Memory: two steps of messages; on other devices than a CPU, and for sequences that would underflow, two
+    messages `[*B, v, c]` in float64. The gradient, a covariance, is computed in log space: about `9 v c^2`
+    multiply-adds, each ten times as slow.
 
     Source: the entropy of hidden state paths, D. Hernando, V. Crespi and G. Cybenko, IEEE Trans. Inf. Theory 51 (2005);
     here as a derivative of the log-partition along its own potentials. Definition: `logchain.reference.entropy`.

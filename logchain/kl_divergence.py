@@ -42,9 +42,10 @@ def kl_divergence(
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
     Cost: `4 v c^2` multiply-adds a sequence in `v` dependent steps, in float64, and two logarithms for each entry of
-    `bulk`; few long sequences are cut as in `entropy`. The large parts that the terms have in common are never formed, so that a divergence of 1e-3 keeps its
-    digits however large |log Z|. Memory: two steps of messages of each chain; two messages `[*B, v, c]` in float64 on
-    other devices than a CPU, where something would underflow, and where `q` forbids what the weights of `p` allow.
+    `bulk`; few long sequences are cut as by `entropy`. The large parts that the terms have in common are never formed,
+    so that a divergence of 1e-3 keeps its digits however large |log Z|. Memory: two steps of messages of each chain;
+    two messages `[*B, v, c]` in float64 on other devices than a CPU, where something would underflow, and where `q`
+    forbids what the weights of `p` allow.
 
     Source: the chain rule of relative entropy, as a derivative of the log-partition along the difference of the
     potentials. Definition: `logchain.reference.kl_divergence`.

@@ -154,9 +154,85 @@ def test_rare_states_of_extreme_terms_do_not_spoil_the_others(monkeypatch):
     torch.testing.assert_close(found, one_walk, rtol=0, atol=1e-14)
 
 
+def test_large_scales_do_not_take_digits(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 5, generator=generator, dtype=F64)
+    x[:200] -= 1e6
+    x[200:] += 1e6
+    chain = x, torch.rand(1, 5, 5, generator=generator, dtype=F64), torch.ones(5, dtype=F64)
+    one_walk = logchain.entropy(*chain)
+    forced(monkeypatch, 4, 30)
+    with logchain.rescues() as seen:
+        torch.testing.assert_close(logchain.entropy(*chain), one_walk, rtol=2.0**-49, atol=0)
+    assert seen.boundaries == 0
+
+
+@pytest.mark.parametrize("divergence", [False, True], ids=["entropy", "divergence"])
+def test_a_message_that_underflows_beside_large_terms_is_refused(divergence, monkeypatch):
+    """A rare state is deeper in a message that the large terms of the others weigh; the sequence ends on its way."""
+    block = torch.eye(4, dtype=F64)
+    block[1:3, 1:3] = 0.5
+    count, v = 400, 400 * 31  # a head of 400 steps, and segments of 30
+    x, lengths = torch.zeros(1, 2, v, 4, dtype=F64), torch.tensor([[405, v]])
+    monkeypatch.setattr(schedule, "steps_to_forget", lambda *_: 20)
+    for depth in torch.arange(615.0, 630.0, 1.0):
+        p0 = torch.tensor([0.0, 0.0, 0.0, -depth], dtype=F64)
+        starts = p0, p0 - torch.tensor([500.0, 0.0, 0.0, 0.0], dtype=F64)
+        chains = [chain_of(x, block.log()[None, None, None], start[None, None], lengths, True)[1] for start in starts]
+        some = chains if divergence else chains[:1]
+        same(overlapped_entropy.entropies(some, count), kernels.entropies().expected(some)[:2], chains[0], 1)
+
+
+def test_what_would_underflow_behind_the_end_of_a_sequence_does_not_matter(monkeypatch):
+    """A sequence ends within the warm-up of a segment that it does not reach, where a uniform message underflows."""
+    c, v = 3, 204  # a head of 4 steps, and segments of 50
+    x = torch.zeros(2, 1, v, c, dtype=F64)
+    bulk = torch.full((2, 1, v - 1, c, c), 0.1, dtype=F64) + torch.eye(c, dtype=F64)
+    bulk[0, 0, :, 1:, 0] = bulk[0, 0, :, 0, 1:] = 0.0
+    bulk[0, 0, :48, 0, 0] = 1e20  # a state that the sequence never takes
+    bulk[0, 0, 48, 0, 0] = 0.0
+    p0 = torch.tensor([[[0.0, 1.0, 1.0]], [[1.0, 1.0, 1.0]]], dtype=F64)
+    chain = chain_of(x, bulk, p0, torch.tensor([[50], [v]]), False)[1]
+    monkeypatch.setattr(schedule, "steps_to_forget", lambda *_: 20)
+    expected = kernels.entropies().expected([chain])[:2]
+    with logchain.rescues() as seen:
+        same(overlapped_entropy.entropies([chain], 4), expected, chain, 4)
+    assert seen.boundaries == 0
+    assert not expected[1].any()
+
+
+def test_one_sequence_that_does_not_forget_leaves_all_to_one_walk():
+    """It would be refused, and all of them walked again."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 20_000, 6, generator=generator)
+    x[0] = 0
+    bulk, p0 = 1e-7 * torch.rand(1, 1, 6, 6, generator=generator) + torch.eye(6), torch.ones(4, 6)
+    chain = chain_of(10 * x, bulk, p0, None, False)[1]
+    with logchain.rescues() as seen:
+        found = overlapped_entropy.entropies([chain], 4)[0]
+    assert seen.boundaries == 0
+    assert torch.equal(found, kernels.entropies().expected([chain]).values)
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("at", [20, 100, 190])
+def test_ratios_of_weights_that_overflow_are_left_to_logarithms(at, segments, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 2, generator=generator, dtype=F64)
+    bulk, p0 = torch.rand(1, 2, 2, generator=generator, dtype=F64), torch.ones(2, dtype=F64)
+    other_x = x.clone()
+    other_x[at] -= torch.tensor([1e100, 3e100], dtype=F64)
+    p, q = (x, bulk, p0), (other_x, bulk, p0)
+    forced(monkeypatch, segments, 30)
+    found = logchain.kl_divergence(p, q)
+    expected = logchain.reference.kl_divergence(*(tuple(t.numpy() for t in operands) for operands in (p, q)))
+    assert 1e95 < found < 3e100
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("shape", "threads", "segments"),
-    [((200_000, 8), 1, 8), ((200_000, 8), 2, 16), ((8, 200_000, 8), 2, 2), ((16, 200_000, 8), 2, 1), ((400, 8), 2, 1)],
+    [((200_000, 8), 1, 8), ((200_000, 8), 2, 16), ((2, 200_000, 8), 2, 8), ((2, 200_000, 8), 1, 1), ((400, 8), 2, 1)],
 )
 def test_few_long_sequences_are_cut(shape, threads, segments, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

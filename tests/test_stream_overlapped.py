@@ -108,3 +108,16 @@ def test_a_long_piece_is_cut_even_after_pieces_that_were_not(monkeypatch):
     for size in (3, 4, 700):
         stream.update(torch.randn(size, 1024))
     assert taken == [700]
+
+
+def test_infinite_weights_give_what_one_walk_gives(cut):
+    generator = torch.Generator().manual_seed(0)
+    x, bulk = torch.randn(400, 4, generator=generator), torch.rand(400, 4, 4, generator=generator)
+    bulk[200, 1, 2] = torch.inf
+    updates = []
+    for segments in (1, 4):
+        cut(segments, 10)
+        updates.append(logchain.Stream(None, torch.ones(4)).update(x, bulk))
+    assert updates[0].log_norm == torch.inf
+    for one, other in zip(*updates, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)

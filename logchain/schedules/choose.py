@@ -48,8 +48,9 @@ _ROWS, _LENGTH = (8, 16, 32, 48), 24
 # those of the paths, that are worth it
 _PATH_ROWS, _PATH_LENGTH, _WORTH_PATHS = 4, 96, 3e-3
 
-# segments of entropies that each thread takes where they share a matrix; one where they do not
-_ENTROPY_ROWS = 8
+# segments of entropies that each thread takes, and that each sequence has at least, where they share a matrix; the part
+# of the time of one walk that may be spent in vain
+_ENTROPY_ROWS, _ENTROPY_IN_VAIN = 8, 0.2
 
 # numbers of segments that are tried, each a quarter larger than the one before
 _SEGMENTS = sorted({round(1.25**power) for power in range(3, 64)})
@@ -205,10 +206,11 @@ def entropy_segments(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> i
     size, place = Size.of((*x.shape,), (*bulk.shape,), True, log_params, False, True), where(x.device.type)
     if size.states == 0:
         return 1
+    least = _ENTROPY_ROWS if size.one_matrix else 2
     segments = (_ENTROPY_ROWS if size.one_matrix else 1) * place.threads // size.sequences
-    long = segments > 1 and size.v > segments * shortest(size)
-    in_time = long and in_vain(size, place.constants) <= _IN_VAIN * seconds(size, SEQUENTIAL, place.constants)
-    return segments if in_time else 1
+    long = segments >= least and size.v > segments * shortest(size)
+    in_time = in_vain(size, place.constants) <= _ENTROPY_IN_VAIN * seconds(size, SEQUENTIAL, place.constants)
+    return segments if long and in_time else 1
 
 
 def shortest(size: Size) -> int:

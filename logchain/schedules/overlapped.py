@@ -39,8 +39,8 @@ from .overlapped_on_device import behind, walk_again
 # at how many places steps to forget are counted, by how much their number grows, and which share of all it may be
 _PROBES, _GROWTH, _SHARE = 4, 4, 64
 
-# one boundary in so many may be walked again
-_MENDED = 4
+# the part of the boundaries that may be walked again
+_MENDED = 1 / 4
 
 # the messages (count, g, m, c) that leave some of the steps of the segments of a cut, from those that enter
 Walk = Callable[[Cut, int, int, Tensor], Tensor]
@@ -85,17 +85,20 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     redone = torch.zeros(shapes[2], dtype=torch.bool, device=chain.x.device)
     cut = Cut(chain, segments_of(chain.v, segments)[0])
     steps, in_segments = early(cut), redone.view(-1, chain.g, chain.m)
-    warm[0] = steps
-    if steps == 0:
-        whole = walk.forward(chain, keep=messages[: chain.v] if keep else None)[0]
-        redone[0] = whole.redone.view(grid)
-        log_norm = whole.log_norm
-    else:
+    if steps > 0:
         log_norm, refused = _side_by_side(cut, steps, messages if keep else None, in_segments)
         if kernels.on_gpu(chain.x):
             report_boundaries(refused)
             walk_again(cut, refused.any(0), log_norm, messages if keep else None, in_segments)
             marked(chain, log_norm[..., None])
+        elif not (log_norm < torch.inf).all():  # what is not finite is that of one walk
+            steps = 0
+            redone.zero_()
+    warm[0] = steps
+    if steps == 0:
+        whole = walk.forward(chain, keep=messages[: chain.v] if keep else None)[0]
+        redone[0] = whole.redone.view(grid)
+        log_norm = whole.log_norm
     report_chains(redone.any(0))
     return log_norm, messages, warm, redone
 
@@ -132,29 +135,29 @@ def in_order(chain: Chain, segments: int) -> Kept:
     return Kept(log_norm, ordered, some)
 
 
-def early(cut: Cut, walk: Walk | None = None, differ: Differ | None = None) -> int:
+def early(cut: Cut, walk: Walk | None = None, differ: Differ | None = None, mended: float = _MENDED) -> int:
     """The number of steps that segments begin early; 0: the chain is walked as one.
 
-    `walk` and `differ` are those of other messages than `through` and `unlike`. On a GPU, where no chain is asked, the
-    number is the largest that any other chain takes.
+    `walk` and `differ` are those of other messages than `through` and `unlike`; `mended` is the part of the boundaries
+    that may be walked again. On a GPU, where no chain is asked, the number is the largest that any other chain takes.
     """
     longest = cut.length // WARM_PART
     if kernels.on_gpu(cut.chain.x):
         steps = max(1, longest)
     else:
-        steps = steps_to_forget(cut.chain, longest, walk or through, differ or unlike)
+        steps = steps_to_forget(cut.chain, longest, walk or through, differ or unlike, mended)
     return min(steps + steps // 2, cut.length)
 
 
-def steps_to_forget(chain: Chain, longest: int, walk: Walk, differ: Differ) -> int:
-    """A number of steps, at most `longest`, after which messages that began apart agree; 0 if they did not."""
+def steps_to_forget(chain: Chain, longest: int, walk: Walk, differ: Differ, mended: float = _MENDED) -> int:
+    """A number of steps, at most `longest`, after which all but a part of messages agree; 0 if they did not."""
     cut = Cut(_twice(chain), min(_PROBES, chain.v - 1))
     reached, beginnings = cut.reached()[:, : chain.g], _beginnings(cut)
     first = steps = first_warm_up(chain.v, chain.dtype.itemsize)
     while steps <= min(longest, cut.length, max(first, chain.v // _SHARE)):
         apart = walk(cut, cut.length - steps, cut.length, beginnings)
         unmet = differ(chain, apart[:, : chain.g], apart[:, chain.g :]) & reached
-        if _MENDED * unmet.sum() <= unmet.numel():
+        if unmet.sum() <= mended * unmet.numel():
             return steps
         steps *= _GROWTH
     return 0

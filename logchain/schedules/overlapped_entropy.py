@@ -30,7 +30,7 @@ from .overlapped import assumed, early, unlike
 def entropies(chains: Sequence[Chain], segments: int) -> tuple[Tensor, Tensor]:
     """The entropies, or divergences, and whether they are unknown (g, m), as of `kernels.cpu.entropy.expected`."""
     cuts = _cuts(chains, segments)
-    steps = [early(cut, _through) for cut in cuts]
+    steps = [early(cut, _through, mended=0) for cut in cuts]
     if not cuts or 0 in steps:
         values, unknown = kernels.entropies().expected(chains)[:2]
         return values, unknown
@@ -53,16 +53,18 @@ def _side_by_side(cuts: Sequence[Cut], steps: int) -> tuple[Tensor, Tensor, Tens
     """Values and whether they are unknown (g, m), and which boundaries (count, g, m) are refused."""
     expected, cut = kernels.entropies().expected, cuts[0]
     head = expected([_as_read(one.head()) for one in cuts])
-    entering = [assumed(one, steps, left, _through) for one, left in zip(cuts, head.leaving, strict=True)]
-    behind = expected([_as_read(one.segments()) for one in cuts], torch.stack([cut.by_set(one) for one in entering]))
+    begun = [assumed(one, steps, left, _through) for one, left in zip(cuts, head.leaving, strict=True)]
+    entering = torch.stack(begun).masked_fill_(~cut.reached()[..., None], 0.0)  # nothing lossy enters what is not there
+    behind = expected([_as_read(one.segments()) for one in cuts], torch.stack([*map(cut.by_set, entering)]))
     leaving = [_in_turn(cut, *messages) for messages in zip(head.leaving, behind.leaving, strict=True)]
     wrong = [unlike(one.chain, left[:-1], entered) for one, left, entered in zip(cuts, leaving, entering, strict=True)]
     terms, means = _in_turn(cut, head.terms, behind.terms), _in_turn(cut, head.values, behind.values)
-    later, depends = _expected_later(cut, leaving[0][:-1], terms[:-1], means[:-1], steps)
+    later, lost, depends = _expected_later(cut, leaving[0][:-1], terms[:-1], means[:-1], steps)
     possible = (leaving[0].amax(-1) > -torch.inf).all(0)
     values = torch.where(possible, later.sum(0) + means[-1], 0.0)
     unknown = _in_turn(cut, head.unknown, behind.unknown).any(0)
-    return values, unknown, torch.stack(wrong).any(0) & cut.reached() | depends & cut.reached(steps)
+    refused = torch.stack(wrong).any(0) & cut.reached() | depends & cut.reached(steps) | lost
+    return values, unknown, refused
 
 
 def _in_turn(cut: Cut, head: Tensor, segments: Tensor) -> Tensor:
@@ -70,9 +72,10 @@ def _in_turn(cut: Cut, head: Tensor, segments: Tensor) -> Tensor:
     return torch.cat([head[None], cut.by_segment(segments)])
 
 
-def _expected_later(cut: Cut, leaving: Tensor, terms: Tensor, mean: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Terms (count, g, m) expected given all up to so many steps later, and whether they depend on the state there.
+def _expected_later(cut: Cut, leaving: Tensor, terms: Tensor, mean: Tensor, steps: int) -> tuple[Tensor, ...]:
+    """Terms (count, g, m) expected given all up to so many steps later.
 
+    And whether they are lost, as something would underflow on the way, and whether they depend on the state there.
     `leaving` (count, g, m, c) are the messages that enter segments; `terms` (count, g, m, c) are expected given each
     last state, and `mean` (count, g, m) given all up to it.
     """
@@ -85,10 +88,11 @@ def _expected_later(cut: Cut, leaving: Tensor, terms: Tensor, mean: Tensor, step
     together = Cut(replace(chain, x=x, ends=ends), cut.count)
     left = kernels.entropies().passed(_as_read(together.window(0, steps)), together.entering(weighted.flatten(2, 3)))
     later = together.by_segment(left.values).unflatten(2, (-1, 3))
-    scale = together.by_segment(left.log_norm).unflatten(2, (-1, 3)) + total
-    up, down = (scale[..., 1:] - scale[..., :1]).exp().unbind(-1)
+    scales = torch.stack([*(together.by_segment(part).unflatten(2, (-1, 3)) for part in left.scale), total])
+    # large numbers, and their rounding errors, are subtracted from each other before they are added
+    up, down = (scales[..., 1:] - scales[..., :1]).sum(0).exp().unbind(-1)
     depends = unlike(chain, later[..., 1:, :], later[..., :1, :]).any(-1)
-    return mean + (up - down), depends
+    return mean + (up - down), later.isnan().any(-1).any(-1), depends
 
 
 def _through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..kernels.chain import WORTH_A_THREAD, Chain
@@ -44,6 +45,8 @@ def walk(raw: RawPiece, carried: Carried, head: bool, outputs: Outputs, calls: C
     for total, lost in zip(after.total, after.lost, strict=True):
         before = added(before, total)
         before = before._replace(lost=before.lost + lost)
+    if not before.total < torch.inf:  # what is not finite is that of one walk
+        return stretch.walk(raw, carried, head, *outputs, calls)
     last = after.message[-1], before.total, before.lost
     return Carried(*(part.view(like.shape) for part, like in zip(last, carried, strict=True)))
 

@@ -9,7 +9,7 @@
 
    with d = -log P, or log P - log P', and e likewise of E. Scales would cancel between log Z and the expectation: both
    leave them out, so that no large numbers are subtracted. Operands are float64 or float32. Lossy sequences, and those
-   where the second chain forbids, or hardly allows, what the first may do, are left to the caller.
+   where the second chain forbids, or hardly allows, what the first may do, are left to the caller, like those where A overflows.
 
    Where messages enter, in float64, the values are those of the steps behind them: A begins with 0. The terms that leave
    are, for each last state, A / S and the scales. */
@@ -271,6 +271,7 @@ static void finish_pair(Pair *w, int64_t place, int64_t step) {
     add(&entropy, sum_of_row(c, terms) / weight);
     a->value[q] = weight > 0 ? value_of(entropy) : 0;
     if (w->q.a) a->lossy[q] |= w->q.a->lossy[q];
+    if (!(a->value[q] - a->value[q] == 0)) a->lossy[q] = 1; /* A has overflowed, as a ratio of weights may make it */
 }
 
 static void walk_pair(Pair *w) {
