@@ -119,7 +119,7 @@ class Short:
         Each is a tensor of its own, as the results of an operator have to be.
         """
         log_norm, messages, redone = (
-            torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu")
+            in_large_pages(torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu"))
             for at, (kind, shape) in enumerate(self._kept)
         )
         a = self._of(x, bulk, p0)
@@ -150,7 +150,7 @@ class Short:
 
     def messages(self, x: Tensor, bulk: Tensor, p0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Forward and backward messages [*B, v, c] and the log-partition [*B]."""
-        forward, backward = (torch.empty(x.shape, dtype=self._dtype, device="cpu") for _ in range(2))
+        forward, backward = (in_large_pages(torch.empty(x.shape, dtype=self._dtype, device="cpu")) for _ in range(2))
         log_norm = torch.empty(x.shape[:-2], dtype=self._dtype, device="cpu")
         a = self._of(x, bulk, p0)
         a.value, a.log_forward, a.log_backward = log_norm.data_ptr(), forward.data_ptr(), backward.data_ptr()
