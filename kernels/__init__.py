@@ -84,8 +84,8 @@ def new_messages(chain: Any, steps: int) -> Tensor:
 
 
 def messages_of(chain: Any, steps: int) -> Tensor:
-    """Uninitialised memory for so many messages of a chain (steps, g, m, c)."""
-    messages: Tensor = chain.new(steps, chain.g, chain.m, chain.c)
+    """Uninitialised memory for so many messages of a chain (steps, g, m, c), or for those of packed rows (rows, c)."""
+    messages: Tensor = chain.room(steps)
     if in_c(chain.x):
         from .cpu.library import in_large_pages
 

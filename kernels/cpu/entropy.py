@@ -17,7 +17,8 @@ class Expected(NamedTuple):
 
     `values` (g, m): given all up to the last step. `unknown` (g, m): a value has no meaning, as the sequence would
     underflow, or a path that is possible in the first chain is impossible in the second. `terms` (g, m, c): for each
-    last state, given that too. `leaving` (chains, g, m, c): the logarithms of the last messages, with sum 1.
+    last state, given that too. `leaving` (chains, g, m, c): the logarithms of the last messages, with sum 1. Of these
+    two c is 0 unless they are asked for.
     """
 
     values: Tensor
@@ -26,12 +27,13 @@ class Expected(NamedTuple):
     leaving: Tensor
 
 
-def expected(chains: Sequence[Chain], entering: Tensor | None = None) -> Expected:
+def expected(chains: Sequence[Chain], entering: Tensor | None = None, *, leave: bool = False) -> Expected:
     """The expected terms of a chain, or of one and another of the same sizes from which it diverges.
 
-    `entering` (chains, g, m, c): messages like `leaving` that enter stretches; None for whole chains.
+    `entering` (chains, g, m, c): messages like `leaving` that enter stretches; None for whole chains. `leave`: `terms`
+    and `leaving` are asked for.
     """
-    g, m, c = chains[0].g, chains[0].m, chains[0].c
+    g, m, c = chains[0].g, chains[0].m, chains[0].c if leave else 0
     leaving = torch.empty(len(chains), g, m, c, dtype=torch.float64, device="cpu")
     terms = torch.empty(g, m, c, dtype=torch.float64, device="cpu")
     values = torch.empty(g, m, dtype=torch.float64, device="cpu")
@@ -39,8 +41,9 @@ def expected(chains: Sequence[Chain], entering: Tensor | None = None) -> Expecte
     calls = [Call(chain, entered=entering is not None) for chain in chains]
     for i, call in enumerate(calls):
         call.set(float32=int(call.chain.dtype == torch.float32))
-        call.point(leaving=leaving[i], entering=None if entering is None else entering[i].contiguous())
-    calls[0].point(value=values, lossy=unknown, terms=terms)
+        call.point(entering=None if entering is None else entering[i].contiguous())
+        call.point(leaving=leaving[i] if leave else None)
+    calls[0].point(value=values, lossy=unknown, terms=terms if leave else None)
     if len(calls) > 1:
         calls[0].set(other=ctypes.addressof(calls[1].arguments))
     run(calls[0].arguments, torch.float64, "entropy", calls[0].spans())

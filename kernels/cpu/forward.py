@@ -6,7 +6,6 @@ from torch import Tensor
 from ..chain import Chain
 from ..message import Kept, Message, leaving_message
 from .arguments import Call
-from .library import in_large_pages
 
 
 def forward(
@@ -18,8 +17,7 @@ def forward(
     lossy = torch.zeros(g, m, dtype=torch.bool, device="cpu")
     values = torch.empty(g, m, chain.c, dtype=torch.float64, device="cpu") if leave else None
     call = Call(chain, entered=entering is not None)
-    call.point(messages=None if keep is None else in_large_pages(keep))
-    call.point(log_norm=scale[0], log_norm_error=scale[1], lossy=lossy, leaving=values)
+    call.point(messages=keep, log_norm=scale[0], log_norm_error=scale[1], lossy=lossy, leaving=values)
     if entering is not None:
         before = entering.scale.expand(2, g, m).contiguous()
         call.point(entering=entering.values.to(chain.dtype).contiguous())

@@ -203,14 +203,15 @@ def entropy_segments(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> i
 
     A step takes about as long as one of a product with its backward pass in float64.
     """
-    size, place = Size.of((*x.shape,), (*bulk.shape,), True, log_params, False, True), where(x.device.type)
-    if size.states == 0:
+    if x.numel() * x.shape[-1] < WORTH_A_THREAD:
         return 1
-    least = _ENTROPY_ROWS if size.one_matrix else 2
-    segments = (_ENTROPY_ROWS if size.one_matrix else 1) * place.threads // size.sequences
-    long = segments >= least and size.v > segments * shortest(size)
+    size, place = Size.of((*x.shape,), (*bulk.shape,), True, log_params, False, True), where(x.device.type)
+    rows, least = (_ENTROPY_ROWS, _ENTROPY_ROWS) if size.one_matrix else (1, 2)
+    segments = rows * place.threads // size.sequences
+    if segments < least or size.v <= segments * shortest(size):
+        return 1
     in_time = in_vain(size, place.constants) <= _ENTROPY_IN_VAIN * seconds(size, SEQUENTIAL, place.constants)
-    return segments if long and in_time else 1
+    return segments if in_time else 1
 
 
 def shortest(size: Size) -> int:

@@ -52,10 +52,11 @@ def _cuts(chains: Sequence[Chain], segments: int) -> list[Cut]:
 def _side_by_side(cuts: Sequence[Cut], steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Values and whether they are unknown (g, m), and which boundaries (count, g, m) are refused."""
     expected, cut = kernels.entropies().expected, cuts[0]
-    head = expected([_as_read(one.head()) for one in cuts])
+    head = expected([_as_read(one.head()) for one in cuts], leave=True)
     begun = [assumed(one, steps, left, _through) for one, left in zip(cuts, head.leaving, strict=True)]
     entering = torch.stack(begun).masked_fill_(~cut.reached()[..., None], 0.0)  # nothing lossy enters what is not there
-    behind = expected([_as_read(one.segments()) for one in cuts], torch.stack([*map(cut.by_set, entering)]))
+    by_set = torch.stack([*map(cut.by_set, entering)])
+    behind = expected([_as_read(one.segments()) for one in cuts], by_set, leave=True)
     leaving = [_in_turn(cut, *messages) for messages in zip(head.leaving, behind.leaving, strict=True)]
     wrong = [unlike(one.chain, left[:-1], entered) for one, left, entered in zip(cuts, leaving, entering, strict=True)]
     terms, means = _in_turn(cut, head.terms, behind.terms), _in_turn(cut, head.values, behind.values)

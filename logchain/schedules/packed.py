@@ -165,7 +165,8 @@ class PackedChain:
         """The log-partition of each sequence, and what the backward pass needs if it is to be kept."""
         chain = self.chain
         with kernels.arithmetic_on(chain.x):
-            residuals: Kept = self._kernels.forward(chain, keep=chain.room(chain.v) if keep else None)[0]
+            memory = kernels.messages_of(chain, chain.v) if keep else None
+            residuals: Kept = self._kernels.forward(chain, keep=memory)[0]
         report_chains(residuals.redone)
         return residuals
 

@@ -9,7 +9,7 @@
 
    with d = -log P, or log P - log P', and e likewise of E. Scales would cancel between log Z and the expectation: both
    leave them out, so that no large numbers are subtracted. Operands are float64 or float32. Lossy sequences, and those
-   where the second chain forbids, or hardly allows, what the first may do, are left to the caller, like those where A overflows.
+   where the second chain forbids, or hardly allows, what the first may do, or where A overflows, are left to the caller.
 
    Where messages enter, in float64, the values are those of the steps behind them: A begins with 0. The terms that leave
    are, for each last state, A / S and the scales. */
