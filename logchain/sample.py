@@ -113,7 +113,7 @@ def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | No
     if min(segments, chain.v - 1) > 1:
         residuals = overlapped.in_order(chain, segments)
     else:
-        residuals = kernels.chain_kernels(chain.x).forward(chain, keep=chain.room(chain.v))[0]
+        residuals = kernels.chain_kernels(chain.x).forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
         report_chains(residuals.redone)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)
