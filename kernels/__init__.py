@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .structured import Arcs, Factors, Structured
+
 # the module for tensors on a GPU, on a CPU, and elsewhere
 _MODULES = {
     "forward": ("gpu.forward", "cpu.forward", "plain.forward"),
@@ -23,6 +25,9 @@ _MODULES = {
     "draw": ("plain.sample", "cpu.sample", "plain.sample"),
     "log_matmul": ("gpu.matmul", "cpu.matmul", "plain.matmul"),
     "stack": ("gpu.product", "cpu.product", "plain.product"),
+    "bands": ("gpu.bands", "cpu.bands", "plain.bands"),
+    "arcs": ("gpu.arcs", "cpu.arcs", "plain.arcs"),
+    "factors": ("plain.products", "cpu.products", "plain.products"),
 }
 
 _NO_CONTEXT = nullcontext()
@@ -165,3 +170,13 @@ def log_matmul_kernels(tensor: Tensor) -> ModuleType:
 def stack_kernels(tensor: Tensor) -> ModuleType:
     """The module of products of stacks of matrices, their prefixes and gradients, see `kernels.tree`."""
     return _module("stack", tensor)
+
+
+def structured_kernels(chain: Structured) -> ModuleType | None:
+    """The module of `forward` and `backward` of bands, arcs or products of factors; None for any other structure."""
+    kinds = {tuple: "bands", Arcs: "arcs", Factors: "factors"}
+    kind = kinds.get(type(chain.pattern))
+    try:
+        return None if kind is None else _module(kind, chain.x)
+    except ModuleNotFoundError:
+        return None

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import semirings
+from . import semirings, transitions
 from .check import check
 from .entropy import entropy
 from .forward_backward import forward_backward
@@ -42,6 +42,7 @@ __all__ = [
     "sample",
     "semirings",
     "topk_paths",
+    "transitions",
     "viterbi",
 ]
 __version__ = "0.1.0"

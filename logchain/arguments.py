@@ -64,8 +64,8 @@ def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False)
     *batch, v, c = x.shape
     if v < 1 or c < 1:
         raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
-    _check_sizes("bulk", bulk, (*_lead(batch, bulk.dim() - 3), (1, v - 1), (c,), (c,)), x)
-    _check_sizes("p0", p0, (*_lead(batch, p0.dim() - 1), (c,)), x)
+    check_sizes("bulk", bulk, (*batch_sizes(batch, bulk.dim() - 3), (1, v - 1), (c,), (c,)), x, steps=bulk.dim() - 3)
+    check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
 
 
 def check_question(
@@ -83,17 +83,18 @@ def check_question(
     return None if lengths is None else as_lengths(lengths, x, p0.device)
 
 
-def _lead(batch: list[int], axes: int) -> list[tuple[int, ...]]:
+def batch_sizes(batch: list[int], axes: int) -> list[tuple[int, ...]]:
     """Sizes that each of an operand's leading axes may have, 1 or that of the batch, aligned at the right."""
     return [(1, size) for size in batch[max(0, len(batch) - axes) :]]
 
 
-def _check_sizes(name: str, value: Tensor, allowed: tuple[tuple[int, ...], ...], x: Tensor) -> None:
-    """Check the size of each axis against those that are allowed."""
+def check_sizes(
+    name: str, value: Tensor, allowed: Sequence[tuple[int, ...]], x: Tensor, *, steps: int | None = None
+) -> None:
+    """Check the size of each axis against those that are allowed; `steps` is the axis of steps, if there is one."""
     shape = value.shape
     if len(allowed) == len(shape) and all(size in sizes for size, sizes in zip(shape, allowed, strict=True)):
         return
-    steps = len(allowed) - 3 if name == "bulk" else -1
     texts = []
     for axis, sizes in enumerate(allowed):
         texts.append(" or ".join(str(size) for size in sorted(set(sizes), reverse=axis == steps)))

@@ -4,11 +4,13 @@ from torch import Tensor
 
 from .arguments import Lengths, check_question, check_values
 from .schedules.packed import Packed
+from .structured import answers
+from .transitions import Transition
 
 
 def check(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     *,
     log_params: bool = False,
@@ -40,6 +42,10 @@ def check(
     ...
     ValueError: bulk: expected non-negative values, got -0.8
     """
+    if isinstance(bulk, Transition):
+        question = answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+        answers.check(question)
+        return
     if cu_seqlens is not None:
         for piece in Packed(x, bulk, p0, cu_seqlens, lengths):
             check(*piece[:3], log_params=log_params, lengths=piece.lengths)

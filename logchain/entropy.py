@@ -7,11 +7,13 @@ from .autograd.entropy import entropy as entropy_of
 from .autograd.entropy import packed_entropy
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
+from .structured import answers
+from .transitions import Transition
 
 
 def entropy(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     *,
     log_params: bool = False,
@@ -52,6 +54,12 @@ def entropy(
     >>> entropy(torch.zeros(3, 2), torch.full((1, 2, 2), 0.5), torch.tensor([1.0, 0.0]))  # two fair coins
     tensor(1.3863)
     """
+    if isinstance(bulk, Transition):
+        found = answers.entropy(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens))
+        if found is not None:
+            return found
+        bulk = bulk.to_dense(log_params=log_params)
+        bulk = bulk[None] if bulk.dim() == 2 else bulk
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
         entropies = packed_entropy(Packed(x, bulk, p0, cu_seqlens, lengths), log_params)

@@ -10,6 +10,8 @@ from .autograd.messages import messages
 from .operands import differentiated
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
+from .structured import answers
+from .transitions import Transition
 
 
 class Messages(NamedTuple):
@@ -22,7 +24,7 @@ class Messages(NamedTuple):
 
 def forward_backward(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     *,
     log_params: bool = False,
@@ -76,6 +78,8 @@ def forward_backward(
             [1., 1.],
             [1., 1.]]), tensor(0.6931))
     """
+    if isinstance(bulk, Transition):
+        return Messages(*answers.forward_backward(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)))
     if lengths is None and cu_seqlens is None and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_on_one_thread)
         if short is not None:

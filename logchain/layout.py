@@ -32,13 +32,14 @@ class Layout:
         return sets, math.prod(self.batch[axis] for axis in range(len(self.batch)) if axis not in self.own)
 
     @property
-    def _order(self) -> list[int]:
+    def order(self) -> list[int]:
+        """The batch axes, those along which bulk differs first."""
         return [*self.own, *(axis for axis in range(len(self.batch)) if axis not in self.own)]
 
     def steps_first(self, x: Tensor) -> Tensor:
         """A view of x `[*B, v, c]` as (v, *lead, c); a chain without batch axes gets one."""
         last = len(self.batch)
-        view = x.permute(last, *self._order, last + 1)
+        view = x.permute(last, *self.order, last + 1)
         return view if self.batch else view.unsqueeze(1)
 
     def weights(self, p0: Tensor) -> Tensor:
@@ -46,13 +47,13 @@ class Layout:
         if not self.batch:
             return p0.unsqueeze(0)
         padded = p0[(None,) * (len(self.batch) + 1 - p0.dim())]
-        return padded.permute(*self._order, len(self.batch))
+        return padded.permute(*self.order, len(self.batch))
 
     def states(self, values: Tensor) -> Tensor:
         """A view of values (..., *lead, c) of states as `[..., *B, c]`."""
         if not self.batch:
             return values.squeeze(-2)
-        order = self._order
+        order = self.order
         ahead = values.dim() - 1 - len(order)
         axes = (ahead + order.index(axis) for axis in range(len(order)))
         return values.permute(*range(ahead), *axes, values.dim() - 1)
@@ -70,11 +71,11 @@ class Layout:
 
     def sequences(self, values: Tensor) -> Tensor:
         """Values `[*B]` of sequences as (g, m)."""
-        return values.permute(self._order).reshape(self.grid)
+        return values.permute(self.order).reshape(self.grid)
 
     def batched(self, values: Tensor) -> Tensor:
         """Values (g, m) of sequences as `[*B]`."""
-        order = self._order
+        order = self.order
         return values.reshape([self.batch[axis] for axis in order]).permute(
             [order.index(axis) for axis in range(len(order))]
         )

@@ -10,11 +10,13 @@ from .autograd.operator import checked_values
 from .autograd.paths import log_weight, packed_log_weight
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
+from .structured import answers
+from .transitions import Transition
 
 
 def log_prob(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     states: Tensor,
     *,
@@ -62,6 +64,10 @@ def log_prob(
     >>> log_prob(x, bulk, torch.tensor([0.5, 0.5]), paths).exp()
     tensor([0.4050, 0.0450, 0.0000])
     """
+    if isinstance(bulk, Transition):
+        question = answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+        paths = question.padded(_as_paths(states, x))
+        return answers.log_prob(question, _checked(paths, x.shape[-1]))
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)

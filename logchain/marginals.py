@@ -11,19 +11,21 @@ from .operands import Operands, arithmetic_dtype, differentiated
 from .rescues import report_chains
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
+from .structured import answers
+from .transitions import Transition
 
 
 class Marginals(NamedTuple):
     """State posteriors [*B, v, c], transition posteriors or None, and the log-partition [*B] in nats."""
 
     states: Tensor
-    transitions: Tensor | None
+    transitions: Tensor | Transition | None
     log_norm: Tensor
 
 
 def marginals(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     *,
     transitions: Literal["sum", "full"] | None = None,
@@ -40,7 +42,8 @@ def marginals(
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
         p0: initial weights `[*B or ones, c]`.
         transitions: None for state posteriors alone; "sum" for expected counts in the shape of `bulk`, summed over the
-            axes along which `bulk` is broadcast (for expectation maximisation); "full" for `[*B, v-1, c, c]`.
+            axes along which `bulk` is broadcast (for expectation maximisation); "full" for `[*B, v-1, c, c]`. If `bulk`
+            is a structure, the result is one whose parameters are the expected counts of their uses.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the number of variables of each sequence.
         cu_seqlens: the offsets of concatenated sequences; states are `[total, c]`, transitions those into each row
@@ -74,6 +77,9 @@ def marginals(
     tensor([[[0.9450, 0.1050],
              [0.1900, 0.7600]]])
     """
+    if isinstance(bulk, Transition):
+        check_choice("transitions", transitions, (None, "sum", "full"))
+        return Marginals(*answers.marginals(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens), transitions))
     alone = lengths is None and cu_seqlens is None
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_one_walk)
@@ -92,7 +98,7 @@ def marginals(
         counted = None
         if transitions is not None:
             put_back = packed.counts if transitions == "sum" else packed.by_step
-            counted = put_back([part.transitions for part in pieces if part.transitions is not None])
+            counted = put_back([part.transitions for part in pieces if isinstance(part.transitions, Tensor)])
         states = packed.by_row([part.states for part in pieces])
         return Marginals(states, counted, packed.by_sequence([part.log_norm for part in pieces]))
     ends = check_question(x, bulk, p0, log_params, lengths)

@@ -10,11 +10,13 @@ from .progress import check_progress
 from .schedules import budget, choose
 from .schedules.choose import Strategy
 from .schedules.packed import Packed
+from .structured import answers
+from .transitions import Transition
 
 
 def product(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     *,
     log_params: bool = False,
@@ -34,7 +36,8 @@ def product(
         x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes
             may be of size 1 or left out; a size of 1 on the step axis means one matrix for every step. A zero forbids a
-            transition.
+            transition. Or a structure of `logchain.transitions`: bands, arcs or a product of factors, whose parameters
+            have the same leading axes, and none that `strategy`, `memory_budget` or `progress` would apply to.
         p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the number of variables of each sequence: integers from 1 to v, of the shape of the first axes of `B`
@@ -111,6 +114,9 @@ def product(
     ...     product(x, bulk, torch.tensor([1.0, 1.0]), memory_budget=50_000)
     tensor([0.6931])
     """
+    if isinstance(bulk, Transition):
+        question = answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+        return answers.product(question, strategy, memory_budget, progress)
     alone = lengths is None and cu_seqlens is None and memory_budget is None
     if alone and strategy == "auto" and progress is False:
         # a chain that one thread of a CPU computes is one call of C, whose arguments are cached by shapes

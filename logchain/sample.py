@@ -13,11 +13,13 @@ from .operands import chain_of
 from .rescues import report_chains
 from .schedules import choose, overlapped
 from .schedules.packed import Packed, PackedChain
+from .structured import answers
+from .transitions import Transition
 
 
 def sample(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     num_samples: int,
     *,
@@ -70,6 +72,10 @@ def sample(
             [1, 1, 1],
             [1, 1, 1]])
     """
+    if isinstance(bulk, Transition):
+        question = answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+        _check_draws(num_samples, generator, x)
+        return answers.sample(question, num_samples, generator)
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
     _check_draws(num_samples, generator, x)

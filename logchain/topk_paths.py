@@ -10,6 +10,8 @@ from .autograd.paths import log_weight
 from .autograd.viterbi import best_paths, packed_paths
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
+from .structured import answers
+from .transitions import Transition
 
 
 class Paths(NamedTuple):
@@ -21,7 +23,7 @@ class Paths(NamedTuple):
 
 def topk_paths(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     k: int,
     *,
@@ -72,12 +74,12 @@ def topk_paths(
             [0, 0, 0],
             [1, 1, 0]]), scores=tensor([-0.1394, -0.9039, -1.5257]))
     """
+    if isinstance(bulk, Transition):
+        _check_k(k)
+        return Paths(*answers.topk_paths(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens), k))
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k: expected an integer, got {k!r}")
-    if k < 1:
-        raise ValueError(f"k: expected at least 1, got {k}")
+    _check_k(k)
     if packed and not packed.walks_in_place(log_params):
         parts = [topk_paths(*piece[:3], k, log_params=log_params, lengths=piece.lengths) for piece in packed]
         states = packed.by_row([part.states.mT for part in parts]).mT.contiguous()
@@ -95,3 +97,10 @@ def topk_paths(
     states = states.gather(-2, ranks.expand_as(states))
     scores = scores.gather(-1, order)
     return Paths(states, scores.to(arithmetic_dtype(x, bulk, p0)))
+
+
+def _check_k(k: object) -> None:
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k: expected an integer, got {k!r}")
+    if k < 1:
+        raise ValueError(f"k: expected at least 1, got {k}")

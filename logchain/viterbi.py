@@ -8,6 +8,8 @@ from .arguments import Lengths, check_question
 from .autograd.viterbi import best_weight, packed_paths
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
+from .structured import answers
+from .transitions import Transition
 
 
 class Path(NamedTuple):
@@ -19,7 +21,7 @@ class Path(NamedTuple):
 
 def viterbi(
     x: Tensor,
-    bulk: Tensor,
+    bulk: Tensor | Transition,
     p0: Tensor,
     *,
     log_params: bool = False,
@@ -67,6 +69,8 @@ def viterbi(
     >>> viterbi(x, bulk, torch.tensor([0.5, 0.5]))
     Path(states=tensor([1, 1, 1]), score=tensor(1.8606))
     """
+    if isinstance(bulk, Transition):
+        return Path(*answers.viterbi(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         if not (packed.stays and packed.walks_in_place(log_params)):

@@ -25,7 +25,12 @@ def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor
     weights = torch.where(inside, weights, 0.0 if log_params else 1.0)
     potentials = torch.where(inside, _look_up(x, steps, states).double(), 0.0)
     terms = torch.cat([_logarithms(weights, log_params), potentials.masked_fill(lost, -torch.inf)], -1)
-    return _sum(terms, lambda a: a.sum(-1), lambda a: a[..., None], torch.float64 in (x.dtype, bulk.dtype, p0.dtype))
+    return sum_of_logs(terms, exact=torch.float64 in (x.dtype, bulk.dtype, p0.dtype))
+
+
+def sum_of_logs(terms: Tensor, *, exact: bool) -> Tensor:
+    """The sums of float64 terms over their last axis, exactly -inf, with gradient 0, where a term is; see `_sum`."""
+    return _sum(terms, lambda a: a.sum(-1), lambda a: a[..., None], exact)
 
 
 def packed_log_weight(packed: Packed, states: Tensor, log_params: bool) -> Tensor:

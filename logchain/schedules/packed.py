@@ -45,7 +45,7 @@ class Packed:
     def __init__(self, x: Tensor, bulk: Tensor, p0: Tensor, cu_seqlens: Tensor, lengths: object) -> None:
         if lengths is not None:
             raise ValueError("lengths: expected None beside cu_seqlens, which holds them")
-        self.starts, ends = _bounds(x, cu_seqlens)
+        self.starts, ends = row_bounds(x, cu_seqlens)
         _check_parameters(bulk, p0, len(x), len(self.starts), x.shape[-1])
         self.x, self.bulk, self.p0, self.lengths = x, bulk, p0, ends - self.starts
 
@@ -198,7 +198,7 @@ class PackedChain:
         return grad_x, grad_bulk, start
 
 
-def _bounds(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def row_bounds(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """The rows where each sequence starts and ends, on the host."""
     check_tensor("x", x, 2)
     if not isinstance(cu_seqlens, Tensor):

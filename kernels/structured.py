@@ -1,0 +1,111 @@
+"""A batch of chains whose transition matrices are given by fewer parameters than they have entries.
+
+`forward` and `backward` of bands, arcs and products exist in kernels/plain, cpu and gpu with the same signatures; what
+they take is a `Structured`, and what `forward` keeps for `backward` is a `Walk`. Sequences lie in the order of the
+batch, and operands are read in place: one that sequences share has stride 0 along their axis.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Stage(NamedTuple):
+    """One factor of a product of matrices, along one axis of a message whose states are a grid of axes.
+
+    Attributes:
+        axes: the sizes of the grid that enters.
+        block: the axis along which the factor has a matrix for each index, `(blocks, in, out)`; None: one for all,
+            `(in, out)`.
+        contracted: the axis that the matrices map.
+        transposed: the parameter holds the transposed matrices, `(out, in)`.
+        order: the order of the axes of the grid that leaves.
+    """
+
+    axes: tuple[int, ...]
+    block: int | None
+    contracted: int
+    transposed: bool = False
+    order: tuple[int, ...] = (0,)
+
+
+class Factors(NamedTuple):
+    """A product of factors, one parameter for each stage, plus a diagonal (c) if there is one: the last parameter."""
+
+    stages: tuple[Stage, ...]
+    diagonal: bool = False
+
+
+class Arcs(NamedTuple):
+    """The transitions that are not zero, each from a source to a target: int64 (arcs), sorted by source, then target.
+
+    No pair occurs twice.
+    """
+
+    source: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class Structured:
+    """The operands of chains of v steps and c states, with batch axes *B.
+
+    Attributes:
+        x: log-potentials [*B, v, c].
+        parameters: tensors [*B or ones, s, *own], s = v - 1 or 1 for the same at all steps; all batch axes are there.
+        p0: initial weights [*B or ones, c].
+        pattern: where the parameters stand. For bands the offsets, a tuple of integers: parameter (bands, c), of which
+            `values[band, j]` is the weight from state j - offset to j, and is ignored where no state is. `Arcs` for a
+            parameter (arcs). `Factors` for a product. For any other structure an object with
+            `apply(message, parameters, arithmetic)`.
+        ends: the number of steps of each sequence, int64 [*B] from 1 to v, or None.
+        log_params: whether parameters and `p0` are logarithms.
+        dtype: the dtype of the arithmetic, float32 or float64.
+        by_log: whether gradients are with respect to logarithms of parameters and `p0` even if these are linear.
+    """
+
+    x: Tensor
+    parameters: tuple[Tensor, ...]
+    p0: Tensor
+    pattern: Any
+    ends: Tensor | None
+    log_params: bool
+    dtype: torch.dtype
+    by_log: bool = False
+
+    @property
+    def v(self) -> int:
+        """Steps of the longest sequence."""
+        return self.x.shape[-2]
+
+    @property
+    def c(self) -> int:
+        """States."""
+        return self.x.shape[-1]
+
+    @property
+    def batch(self) -> torch.Size:
+        """The batch axes."""
+        return self.x.shape[:-2]
+
+
+class Walk(NamedTuple):
+    """The results of `forward`.
+
+    `log_norm` [*B], float64: log-partitions. `kept`: tensors that `backward` beside that `forward` reads; empty if none
+    were wanted. `redone` [*B], bool: sequences that underflowed and were computed again.
+    """
+
+    log_norm: Tensor
+    kept: tuple[Tensor, ...]
+    redone: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of x, of the parameters and of p0 in the shapes of these; None for what is not needed."""
+
+    x: Tensor | None
+    parameters: tuple[Tensor, ...] | None
+    p0: Tensor | None

@@ -1,0 +1,1 @@
+"""The functions of chains whose transition matrices are structures."""

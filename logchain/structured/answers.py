@@ -1,0 +1,130 @@
+"""The answers of the public functions where `bulk` is a structure."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..arguments import Lengths, check_values
+from ..transitions import Transition
+from . import messages as log_messages
+from . import paths, topk
+from .entropy import entropy as entropy_of
+from .product import check_options, log_norm, posteriors
+from .question import Question
+
+# a structure that is a function of the operands' parameters
+Counts = Transition | None
+
+
+def product(
+    question: Question, strategy: object = "auto", memory_budget: object = None, progress: object = False
+) -> Tensor:
+    """The log-partition [*B]."""
+    check_options(strategy, memory_budget, progress)
+    return log_norm(question.operands).to(question.operands.dtype)
+
+
+def marginals(question: Question, transitions: Literal["sum", "full"] | None) -> tuple[Tensor, Counts, Tensor]:
+    """State posteriors, a structure whose parameters are expected counts, and the log-partition."""
+    operands = question.operands
+    if transitions == "full":
+        *batch, v, _ = operands.x.shape
+        structure = operands.transition
+        parameters = [
+            parameter.expand(*batch, v - 1, *parameter.shape[parameter.dim() - own :])
+            for parameter, own in zip(structure.parameters, structure.own_axes, strict=True)
+        ]
+        operands = operands.of(operands.x, operands.p0, *parameters)
+    value, (states, counts, _) = posteriors(operands, (True, transitions is not None, False))
+    assert states is not None
+    counted = None
+    if transitions is not None:
+        assert counts is not None
+        counted = operands.transition.with_parameters(*question.counts(counts, each=transitions == "full"))
+    return question.by_row(states, 1), counted, value.to(operands.dtype)
+
+
+def forward_backward(question: Question) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward messages, backward messages and the log-partition."""
+    ahead, behind, value = log_messages.messages(question.operands)
+    return question.by_row(ahead, 1), question.by_row(behind, 1), value
+
+
+def viterbi(question: Question) -> tuple[Tensor, Tensor]:
+    """The best path and its log-weight."""
+    operands = question.operands
+    _check_products(operands.transition)
+    states, unknown = paths.best_paths(operands)
+    score = paths.log_weight(operands, states).masked_fill(unknown, math.nan)
+    return question.by_row(states), score.to(operands.dtype)
+
+
+def topk_paths(question: Question, k: int) -> tuple[Tensor, Tensor]:
+    """The k best paths and their log-weights, in falling order."""
+    operands = question.operands
+    _check_products(operands.transition)
+    states, unknown = topk.topk_paths(operands, k)
+    scores = paths.log_weight(operands, states.movedim(-2, 0)).movedim(0, -1)
+    scores = scores.masked_fill(unknown[..., None], math.nan)
+    order = scores.detach().argsort(stable=True, dim=-1, descending=True)
+    states = states.gather(-2, order[..., None].expand_as(states))
+    if question.mask is not None:
+        states = question.by_row(states.movedim(-2, 0))
+    return states, scores.gather(-1, order).to(operands.dtype)
+
+
+def sample(question: Question, num_samples: int, generator: torch.Generator | None) -> Tensor:
+    """Paths drawn from the posterior."""
+    operands = question.operands
+    if num_samples == 0 or operands.x.numel() == 0:
+        drawn = operands.x.new_empty((num_samples, *operands.x.shape[:-1]), dtype=torch.int64)
+    else:
+        with torch.no_grad():
+            drawn = paths.drawn_paths(operands, num_samples, generator)
+    return question.by_row(drawn)
+
+
+def log_prob(question: Question, states: Tensor) -> Tensor:
+    """The log posterior of paths [*S, *B, v], see `Question.padded`."""
+    operands = question.operands
+    weight, norm = paths.log_weight(operands, states), log_norm(operands)
+    impossible = (weight == -math.inf) & ~norm.isnan()
+    return torch.where(impossible, -math.inf, weight - norm).to(operands.dtype)
+
+
+def entropy(question: Question) -> Tensor | None:
+    """The entropy of the posterior over paths; None for a structure that must be multiplied out."""
+    operands = question.operands
+    return None if operands.transition.sums else entropy_of(operands).to(operands.dtype)
+
+
+def check(question: Question) -> None:
+    """Raise ValueError for NaN, +inf and negative weights, see `logchain.check`."""
+    x, transition, p0, ends, log_params = question.operands
+    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+        flat = parameter.reshape(*parameter.shape[: parameter.dim() - own], -1, 1)
+        check_values(x, flat, p0, log_params, ends)
+
+
+def _check_products(transition: Transition) -> None:
+    """Raise TypeError for a structure whose entries are sums."""
+    if transition.sums:
+        name = type(transition).__name__
+        raise TypeError(
+            f"bulk: expected a structure whose entries are products, got {name}: its entries are sums, through which "
+            f"there is no best path. Pass {name}.to_dense(), of c^2 numbers, for the best path of states"
+        )
+
+
+def of(
+    x: Tensor,
+    transition: Transition,
+    p0: Tensor,
+    log_params: bool,
+    lengths: Lengths | None,
+    cu_seqlens: Tensor | None,
+) -> Question:
+    """The question about these operands, which are checked."""
+    return Question(x, transition, p0, log_params, lengths, cu_seqlens)

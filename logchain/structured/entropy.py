@@ -1,0 +1,39 @@
+"""The entropy of the posterior over the state paths of a chain of structures."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .operands import Operands
+from .product import posteriors
+from .walk import log_weights
+
+
+def entropy(operands: Operands) -> Tensor:
+    """`log Z - E[log w(z)]` [*B] in float64, differentiable once; 0 where no path is possible.
+
+    The mean log-weight of a path is the sum of all logarithms, each times the expected number of its uses. That holds
+    where entries are products of parameters; where they are sums, a caller multiplies the matrices out.
+    """
+    if operands.x.numel() == 0:
+        return operands.x.new_zeros(operands.x.shape[:-2], dtype=torch.float64)
+    x, p0, *parameters = operands.tensors
+    batch, sequence = operands.x.shape[:-2], range(operands.x.dim() - 2)
+    # potentials relative to the largest leave posteriors as they are, and log Z small
+    top = x.detach().amax(-1, keepdim=True)
+    x = x.double() - top.double().masked_fill(~top.isfinite(), 0.0)
+    if operands.lengths is not None:
+        inside = torch.arange(x.shape[-2], device=x.device) < operands.lengths[..., None]
+        x = torch.where(inside[..., None], x, 0.0)
+    logs = [log_weights(one, operands.log_params, torch.float64) for one in (p0, *parameters)]
+    # each sequence has counts of its own
+    logs = [one.expand(*batch, *one.shape[len(batch) :]) for one in logs]
+    own = operands.of(x, *logs)._replace(log_params=True)
+    log_norm, (states, counts, first) = posteriors(own, (True, True, True))
+    assert states is not None and counts is not None and first is not None
+    mean = torch.zeros_like(log_norm)
+    for used, log in zip((states, first, *counts), (x, *logs), strict=True):
+        terms = used * torch.where((used == 0) | (log == -math.inf), 0.0, log)
+        mean = mean + terms.sum([axis for axis in range(terms.dim()) if axis not in sequence])
+    return torch.where(log_norm == -math.inf, 0.0, log_norm - mean)

@@ -1,0 +1,165 @@
+"""The operands of a chain whose transitions are a structure: checks of them, and one step at a time in logarithms."""
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import Lengths, as_lengths, batch_sizes, check_flag, check_lengths, check_sizes, check_tensor
+from ..kernels import on_gpu
+from ..kernels.plain.semiring import log_weights
+from ..kernels.structured import Structured
+from ..layout import Layout
+from ..transitions import Transition
+
+
+class Operands(NamedTuple):
+    """Checked operands: `transition` has all batch axes and a step axis, `lengths` is int64 [*B] or None."""
+
+    x: Tensor
+    transition: Transition
+    p0: Tensor
+    lengths: Tensor | None
+    log_params: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that may need gradients: x, p0, and the parameters."""
+        return self.x, self.p0, *self.transition.parameters
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic: float64 if an operand is, otherwise float32."""
+        return torch.float64 if torch.float64 in {tensor.dtype for tensor in self.tensors} else torch.float32
+
+    def of(self, x: Tensor, p0: Tensor, *parameters: Tensor) -> "Operands":
+        """The operands with other tensors of the same shapes."""
+        return self._replace(x=x, p0=p0, transition=self.transition.with_parameters(*parameters))
+
+    def detached(self) -> "Operands":
+        """The operands without gradients."""
+        return self.of(*(tensor.detach() for tensor in self.tensors))
+
+    def skeleton(self) -> "Operands":
+        """All but the tensors, which `of` puts back."""
+        nothing: Any = None
+        return self._replace(x=nothing, p0=nothing, transition=self.transition.with_parameters())
+
+    def chain(self, *, by_log: bool = False) -> Structured:
+        """The operands as the kernels take them; see `Structured.by_log`."""
+        x, p0, *parameters = self.detached().tensors
+        ends = None if self.lengths is None else self.lengths.contiguous()
+        return Structured(x, tuple(parameters), p0, self.transition.pattern, ends, self.log_params, self.dtype, by_log)
+
+
+def check_operands(
+    x: Tensor, transition: Transition, p0: Tensor, log_params: bool, lengths: Lengths | None
+) -> Operands:
+    """The operands, after checks of their kinds and sizes."""
+    check_tensor("x", x, 2)
+    check_tensor("p0", p0, 1, like=x)
+    *batch, v, c = x.shape
+    if v < 1 or c < 1:
+        raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
+    if transition.states != c:
+        raise ValueError(f"bulk: expected {c} states to go with x {list(x.shape)}, got {transition.states}")
+    parameters = []
+    for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
+        check_tensor("bulk", parameter, own, like=x)
+        with_steps = parameter.unsqueeze(0) if parameter.dim() == own else parameter
+        axes = with_steps.dim() - own - 1
+        lead = *batch_sizes(batch, axes), (1, v - 1)
+        check_sizes("bulk", with_steps, (*lead, *((size,) for size in parameter.shape[-own:])), x, steps=axes)
+        parameters.append(with_steps[(None,) * (len(batch) - axes)])
+    check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
+    check_flag("log_params", log_params)
+    ends = None if lengths is None else as_lengths(lengths, x)
+    if ends is not None and not on_gpu(ends):
+        check_lengths(ends, v)
+    p0 = p0[(None,) * (len(batch) + 1 - p0.dim())]
+    return Operands(x, transition.with_parameters(*parameters), p0, ends, log_params)
+
+
+class Steps:
+    """A chain in float64 logarithms, a step at a time: g sets of m sequences that share parameters, c states.
+
+    `shape` is that of a message (g, m, c), `v` the number of steps, and `ends` that of each sequence (g, m, 1) or None.
+    """
+
+    def __init__(self, operands: Operands) -> None:
+        self.operands = operands
+        self.batch, (self.v, c) = operands.x.shape[:-2], operands.x.shape[-2:]
+        sizes = torch.broadcast_shapes(*(lead[:-1] for lead in operands.transition.leads))
+        self.layout = Layout(self.batch, tuple(axis for axis, size in enumerate(sizes) if size != 1))
+        self.shape = (*self.layout.grid, c)
+        lengths = operands.lengths
+        self.ends = None if lengths is None else self.layout.sequences(lengths)[..., None]
+        self._x = self.layout.steps_first(operands.x)
+
+    def inside(self, step: int) -> Tensor | None:
+        """Whether a sequence has a step (g, m, 1); None: all have."""
+        return None if self.ends is None else self.ends > step
+
+    def potential(self, step: int) -> Tensor:
+        """x_i (g, m, c), 0 behind a sequence's end."""
+        x, inside = self._x[step].double().reshape(self.shape), self.inside(step)
+        return x if inside is None else x.masked_fill(~inside, 0.0)
+
+    def states(self, values: Tensor) -> Tensor:
+        """Values (..., g, m, k) as `[..., *B, k]`."""
+        lead = [self.batch[axis] for axis in self.layout.order] or [1]
+        return self.layout.states(values.reshape(*values.shape[:-3], *lead, values.shape[-1]))
+
+    def by_step(self, values: Tensor) -> Tensor:
+        """Values (v, g, m, c) as `[*B, v, c]`."""
+        return self.states(values).movedim(0, -2)
+
+    def start(self) -> Tensor:
+        """log p0 (g, m, c)."""
+        p0 = self.layout.weights(self.operands.p0.expand(*self.batch, self.shape[-1]))
+        return log_weights(p0.reshape(self.shape), self.operands.log_params, torch.float64)
+
+    @cached_property
+    def _shared(self) -> Transition | None:
+        one = all(lead[-1] == 1 for lead in self.operands.transition.leads)
+        return self._at(0) if one and self.v > 1 else None
+
+    def transition(self, step: int) -> Transition:
+        """The structure that leads into a step, with logarithms (g or 1, *own) of its parameters."""
+        return self._shared or self._at(step - 1)
+
+    def _at(self, index: int) -> Transition:
+        """The structure at an index of its step axis; parameters of sets whose sequences have all ended are 1."""
+        transition, inside = self.operands.transition, self.inside(index + 1)
+        parameters = []
+        for parameter, own, lead in zip(transition.parameters, transition.own_axes, transition.leads, strict=True):
+            sets = self._sets(parameter.select(len(self.batch), index if lead[-1] > 1 else 0), own)
+            if inside is not None:
+                over = ~inside.any(1).view(-1, *(1,) * own)
+                over = over if len(sets) > 1 else over.all(0, keepdim=True)
+                sets = sets.masked_fill(over, 0.0 if self.operands.log_params else 1.0)
+            parameters.append(log_weights(sets, self.operands.log_params, torch.float64))
+        return transition.with_parameters(*parameters)
+
+    def _sets(self, parameter: Tensor, own: int) -> Tensor:
+        """A parameter [*B or ones, *own] as (g, *own), or (1, *own) if all sequences share it."""
+        *lead, tail = *parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
+        if all(size == 1 for size in lead):
+            return parameter.reshape(1, *tail)
+        sizes = [size if axis in self.layout.own else 1 for axis, size in enumerate(self.batch)]
+        return parameter.expand(*sizes, *tail).reshape(-1, *tail)
+
+    def counts(self, index: int, sets: list[Tensor], into: list[Tensor]) -> None:
+        """Add counts (g or 1, *own) of a step to gradients in the parameters' own shapes, at an index of steps."""
+        for count, gradient, lead in zip(sets, into, self.operands.transition.leads, strict=True):
+            own = count.shape[1:]
+            sizes = [size if axis in self.layout.own else 1 for axis, size in enumerate(self.batch)]
+            whole = count.reshape(*(sizes if len(count) > 1 else (1,) * len(sizes)), *own)
+            at = gradient.select(len(self.batch), index if lead[-1] > 1 else 0)
+            at += whole.sum_to_size(at.shape)
+
+    def unused(self) -> Tensor:
+        """Zero, that depends on all parameters: autograd finds a gradient of 0 for those without influence."""
+        nothing = [parameter.reshape(-1)[:0].sum().double() for parameter in self.operands.transition.parameters]
+        return torch.stack(nothing).sum()

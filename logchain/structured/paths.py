@@ -1,0 +1,102 @@
+"""Paths through a chain of structures: the best ones, drawn ones, and the weights of given ones.
+
+Best paths are traced back through the messages m of a forward pass in the arithmetic of maxima:
+
+    m_0 = log p0 + x_0        m_i = max_k m_{i-1}(k) + log P_i(k, .) + x_i
+    z_{v-1} = argmax m_{v-1}        z_{i-1} = argmax_k m_{i-1}(k) + log P_i(k, z_i)
+
+and paths are drawn likewise from log messages. All is float64.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..autograd.paths import sum_of_logs
+from ..kernels.plain.semiring import log_weights
+from ..transitions import LOG, MAX, Arithmetic
+from ..transitions.transition import look_up, pick
+from .operands import Operands, Steps
+from .walk import relative
+
+
+def log_weight(operands: Operands, states: Tensor) -> Tensor:
+    """`log p0(z_0) + sum_i log P_i(z_{i-1}, z_i) + sum_i x_i(z_i)` in float64, [*S, *B], of paths z [*S, *B, v].
+
+    A path with a negative state before its sequence's end is impossible: -inf, with gradient 0.
+    """
+    x, transition, p0, ends, log_params = operands
+    steps = torch.arange(x.shape[-2], device=x.device)
+    inside = torch.ones_like(states, dtype=torch.bool) if ends is None else (steps < ends[..., None]).expand_as(states)
+    lost, states = inside & (states < 0), torch.where(inside & (states >= 0), states, 0)
+    logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
+    start = log_weights(look_up(p0.unsqueeze(-2), states[..., :1]), log_params, torch.float64)
+    # parameters of steps behind a sequence's end may hold NaN
+    moved = logs.entries(states[..., :-1], states[..., 1:], LOG)
+    weights = torch.where(inside, torch.cat([start, moved.expand(*states.shape[:-1], -1)], -1), 0.0)
+    potentials = torch.where(inside, look_up(x, states).double(), 0.0)
+    terms = torch.cat([weights, potentials.masked_fill(lost, -math.inf)], -1)
+    return sum_of_logs(terms, exact=operands.dtype == torch.float64)
+
+
+def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
+    """The best path int64 [*B, v], and whether a sequence is unknown [*B]: its weight is NaN or +inf.
+
+    States are -1 behind a sequence's end, of impossible and of unknown sequences.
+    """
+    steps = Steps(operands.detached())
+    messages = _messages(steps, MAX)
+    last = messages[-1].amax(-1)
+    states = _traced(steps, messages, messages[-1].argmax(-1), steps.v)
+    return possible(steps, states, last), steps.layout.batched(last.isnan() | (last == math.inf))
+
+
+def drawn_paths(operands: Operands, count: int, generator: torch.Generator | None) -> Tensor:
+    """Paths int64 [count, *B, v] drawn from the posterior; states are -1 behind a sequence's end, and if impossible."""
+    steps = Steps(operands.detached())
+    g, m, _ = steps.shape
+    messages = _messages(steps, LOG)
+    numbers = torch.empty(steps.v, count, g, m, dtype=torch.float64, device=messages.device).uniform_(
+        generator=generator
+    )
+    state, _ = pick(messages[-1].expand(count, *steps.shape), numbers[-1])
+    found = [state]
+    for step in reversed(range(1, steps.v)):
+        before = steps.transition(step).draw(messages[step - 1], state, numbers[step - 1])
+        inside = steps.inside(step)
+        state = before if inside is None else torch.where(inside[..., 0], before, state)
+        found.append(state)
+    states = torch.stack(found[::-1], -1)
+    return possible(steps, states, LOG.sum(messages[-1], -1))
+
+
+def _messages(steps: Steps, arithmetic: Arithmetic) -> Tensor:
+    """The messages (v, g, m, c), each less its largest entry; behind a sequence's end, its last."""
+    messages = torch.empty(steps.v, *steps.shape, dtype=torch.float64, device=steps.operands.x.device)
+    messages[0] = relative(steps.start() + steps.potential(0))[0]
+    for step in range(1, steps.v):
+        potential = relative(steps.potential(step))[0]
+        after = relative(steps.transition(step).apply(messages[step - 1], arithmetic) + potential)[0]
+        inside = steps.inside(step)
+        messages[step] = after if inside is None else torch.where(inside, after, messages[step - 1])
+    return messages
+
+
+def _traced(steps: Steps, messages: Tensor, state: Tensor, stop: int) -> Tensor:
+    """The best path (g, m, stop) of those that end with `state` (g, m) at the last step before `stop`."""
+    found = [state]
+    for step in reversed(range(1, stop)):
+        before = (messages[step - 1] + steps.transition(step).columns(state)).argmax(-1)
+        inside = steps.inside(step)
+        state = before if inside is None else torch.where(inside[..., 0], before, state)
+        found.append(state)
+    return torch.stack(found[::-1], -1)
+
+
+def possible(steps: Steps, states: Tensor, weight: Tensor) -> Tensor:
+    """Paths (..., g, m, v) as [..., *B, v], -1 behind ends and in sequences whose weight (g, m) is not finite."""
+    states = states.masked_fill(~weight.isfinite()[..., None], -1)
+    if steps.ends is not None:
+        states = states.masked_fill(torch.arange(steps.v, device=states.device) >= steps.ends, -1)
+    return steps.states(states).contiguous()

@@ -1,0 +1,150 @@
+"""The log-partition of a chain of structures, differentiable twice.
+
+Bands, arcs and products have kernels; any other structure is walked in log space. Second derivatives are those that
+torch's autograd takes through the walk in log space.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..arguments import check_choice
+from ..autograd.operator import call
+from ..kernels.structured import Gradients, Walk
+from ..operands import differentiated
+from ..rescues import report_chains
+from . import walk as any_walk
+from .operands import Operands, Steps
+
+Needs = tuple[bool, bool, bool]
+
+
+def log_norm(operands: Operands) -> Tensor:
+    """The log-partition [*B] in float64."""
+    if operands.x.numel() == 0:
+        return any_walk.log_norm(Steps(operands))
+    if not differentiated(*operands.tensors):
+        return forward(operands, False).log_norm
+    value: Tensor = call(_LogPartition, operands.skeleton(), *operands.tensors)
+    return value
+
+
+def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
+    """The log-partition [*B] in float64, and the expected counts of states, parameters and first states.
+
+    They are gradients with respect to x and to logarithms of parameters and p0, and differentiable once.
+    """
+    if not differentiated(*operands.tensors) and operands.x.numel():
+        walk = forward(operands, True)
+        return walk.log_norm, backward(operands, walk, torch.ones_like(walk.log_norm), needs, by_log=True)
+    with torch.enable_grad():
+        logs = _logarithms(operands)
+        value = any_walk.log_norm(Steps(logs))
+        grads = torch.autograd.grad(value.sum(), logs.tensors, create_graph=True, allow_unused=True)
+        x, p0, *parameters = (
+            torch.zeros_like(one) if grad is None else grad for one, grad in zip(logs.tensors, grads, strict=True)
+        )
+    return value, Gradients(x, tuple(parameters), p0)
+
+
+def forward(operands: Operands, keep: bool) -> Walk:
+    """The log-partitions, and what `backward` reads if it is to be kept."""
+    chain = operands.chain()
+    module = kernels.structured_kernels(chain)
+    if module is None:
+        return any_walk.forward(operands, keep)
+    with kernels.arithmetic_on(chain.x):
+        walk: Walk = module.forward(chain, keep)
+    report_chains(walk.redone)
+    return walk
+
+
+def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
+    """The gradients of `sum(weight * log_norm)`; see `kernels.structured.Gradients`."""
+    chain = operands.chain(by_log=by_log)
+    module = kernels.structured_kernels(chain)
+    if module is None:
+        return any_walk.backward(operands, walk, weight, needs, by_log=by_log)
+    with kernels.arithmetic_on(chain.x):
+        gradients: Gradients = module.backward(chain, walk, weight, needs)
+    return gradients
+
+
+class _LogPartition(torch.autograd.Function):
+    """A skeleton of operands, x, p0, parameters -> the log-partition [*B]."""
+
+    @staticmethod
+    def forward(ctx: Any, skeleton: Operands, *tensors: Tensor) -> Tensor:
+        walk = forward(skeleton.of(*tensors), True)
+        ctx.skeleton, ctx.count = skeleton, len(tensors)
+        ctx.save_for_backward(*tensors, walk.log_norm, walk.redone, *walk.kept)
+        return walk.log_norm.clone()  # the caller may change the value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        args = ctx.skeleton, needs, grad, *saved
+        gradients = call(_Gradient, *args) if torch.is_grad_enabled() else _Gradient.compute(*args)
+        return None, *(one if need else None for one, need in zip(gradients, needs, strict=True))
+
+
+class _Gradient(torch.autograd.Function):
+    """skeleton, needs, grad, x, p0, parameters, log-partition, redone, kept -> gradients of x, p0 and parameters."""
+
+    @staticmethod
+    def compute(skeleton: Operands, needs: tuple[bool, ...], grad: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+        """The gradients, each of its operand's dtype."""
+        tensors, (log_norm, redone, *kept) = saved[: len(needs)], saved[len(needs) :]
+        operands, walk = skeleton.of(*tensors), Walk(log_norm, tuple(kept), redone)
+        wanted = needs[0], any(needs[2:]), needs[1]
+        x, parameters, p0 = backward(operands, walk, grad, wanted)
+        gradients = x, p0, *(parameters or (None,) * (len(tensors) - 2))
+        return tuple(
+            operand.new_empty(0) if one is None else one.to(operand.dtype)
+            for one, operand in zip(gradients, tensors, strict=True)
+        )
+
+    @staticmethod
+    def forward(ctx: Any, skeleton: Operands, needs: tuple[bool, ...], grad: Tensor, *saved: Tensor) -> Any:
+        ctx.skeleton, ctx.needs = skeleton, needs
+        ctx.save_for_backward(grad, *saved[: len(needs)])
+        return _Gradient.compute(skeleton, needs, grad, *saved)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("logchain: expected at most two derivatives, got a third")
+        grad, *tensors = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            value = any_walk.log_norm(Steps(ctx.skeleton.of(*tensors)))
+            first = torch.autograd.grad(value, tensors, grad, create_graph=True)
+            used = [(one, tangent) for one, tangent, need in zip(first, along, ctx.needs, strict=True) if need]
+            second = torch.autograd.grad(
+                [one for one, _ in used], [grad, *tensors], [tangent for _, tangent in used], allow_unused=True
+            )
+        behind = len(ctx.needs_input_grad) - 3 - len(tensors)
+        return None, None, *second, *(None,) * behind
+
+
+def _logarithms(operands: Operands) -> Operands:
+    """Operands whose parameters are logarithms, as differentiable functions of the given ones, in the chain's dtype."""
+    x, p0, *parameters = (tensor.to(operands.dtype) for tensor in operands.tensors)
+    if not operands.log_params:
+        p0, *parameters = (any_walk.log_weights(one, False, operands.dtype) for one in (p0, *parameters))
+    leaves = [one if one.requires_grad else one.detach().requires_grad_() for one in (x, p0, *parameters)]
+    return operands.of(*leaves)._replace(log_params=True)
+
+
+def check_options(strategy: object, memory_budget: object, progress: object) -> None:
+    """Raise for options that only dense matrices have."""
+    check_choice("strategy", strategy, ("auto", "sequential"))
+    if memory_budget is not None:
+        raise ValueError(f"memory_budget: expected None where bulk is a structure, got {memory_budget!r}")
+    if progress is not False:
+        raise ValueError(f"progress: expected False where bulk is a structure, got {progress!r}")
+
+
+__all__ = ["backward", "check_options", "forward", "log_norm", "posteriors"]

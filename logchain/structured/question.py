@@ -1,0 +1,85 @@
+"""The operands of a question, and where its answers go: sequences of a batch, or packed ones, which are padded."""
+
+import torch
+from torch import Tensor
+
+from ..arguments import Lengths, check_flag, check_tensor
+from ..schedules.packed import row_bounds
+from ..transitions import Transition
+from .operands import Operands, check_operands
+
+
+class Question:
+    """The operands of a chain function: `operands` are those of a batch; packed sequences are padded to one.
+
+    `mask` (n, v) is where packed sequences have rows, None for a batch.
+    """
+
+    operands: Operands
+    mask: Tensor | None = None
+
+    def __init__(
+        self,
+        x: Tensor,
+        transition: Transition,
+        p0: Tensor,
+        log_params: bool,
+        lengths: Lengths | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        if cu_seqlens is None:
+            self.operands = check_operands(x, transition, p0, log_params, lengths)
+            return
+        if lengths is not None:
+            raise ValueError("lengths: expected None beside cu_seqlens, which holds them")
+        check_flag("log_params", log_params)
+        check_tensor("p0", p0, 1, like=x)
+        starts, ends = row_bounds(x, cu_seqlens)
+        counts = ends - starts
+        steps = torch.arange(int(counts.max()))
+        self.mask = (steps < counts[:, None]).to(x.device)
+        # the last row of a sequence again behind its end
+        self._rows = (starts[:, None] + torch.minimum(steps, counts[:, None] - 1)).to(x.device)
+        self._total, self._per_row = len(x), [lead != (1,) and len(lead) > 0 for lead in transition.leads]
+        parameters = [self._padded(*each, x) for each in zip(transition.parameters, transition.leads, strict=True)]
+        if p0.dim() > 1 and p0.shape[0] != len(counts):
+            raise ValueError(f"p0: expected [c] or [{len(counts)}, c] to go with cu_seqlens, got {list(p0.shape)}")
+        structure = transition.with_parameters(*parameters)
+        self.operands = check_operands(x[self._rows], structure, p0, log_params, counts.to(x.device))
+
+    def _padded(self, parameter: Tensor, lead: torch.Size, x: Tensor) -> Tensor:
+        """A parameter [total, *own] as [n, v - 1, *own], each for the step into its row; a shared one as it is."""
+        if lead in ((), (1,)):
+            return parameter
+        check_tensor("bulk", parameter, 1, like=x)
+        if lead != (self._total,):
+            own = list(parameter.shape[len(lead) :])
+            expected = f"leading axes [] or [1] or [{self._total}] before {own}"
+            raise ValueError(f"bulk: expected {expected} to go with cu_seqlens, got {list(parameter.shape)}")
+        return parameter[self._rows[:, 1:]]
+
+    def by_row(self, values: Tensor, kept: int = 0) -> Tensor:
+        """Values [..., n, v, *kept] of packed sequences as [..., total, *kept]; those of a batch as they are."""
+        if self.mask is None:
+            return values
+        return values.flatten(-2 - kept, -1 - kept).index_select(-1 - kept, self.mask.flatten().nonzero()[:, 0])
+
+    def padded(self, states: Tensor) -> Tensor:
+        """Paths [..., total] of packed rows as [..., n, v], and those of a batch; -1 behind a sequence's end."""
+        states = states if self.mask is None else states[..., self._rows]
+        lengths = self.operands.lengths
+        if lengths is None:
+            return states
+        return torch.where(torch.arange(states.shape[-1], device=states.device) < lengths[..., None], states, -1)
+
+    def counts(self, parameters: tuple[Tensor, ...], *, each: bool = False) -> tuple[Tensor, ...]:
+        """Counts in the shapes of padded parameters, in the shapes of those given; `each`: one for each step."""
+        if self.mask is None:
+            return parameters
+        counts = []
+        for count, own, per_row in zip(parameters, self.operands.transition.own_axes, self._per_row, strict=True):
+            if per_row or each:  # no transition leads into a first row
+                first = count.new_zeros(len(count), 1, *count.shape[2:])
+                count = self.by_row(torch.cat([first, count], 1), own)
+            counts.append(count)
+        return tuple(counts)

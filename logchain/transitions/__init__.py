@@ -1,0 +1,24 @@
+"""Transition matrices that are more than their entries: accepted in place of `bulk` by all functions of a chain."""
+
+from .arithmetic import LINEAR, LOG, MAX, Arithmetic
+from .banded import Banded
+from .block_diagonal import BlockDiagonal
+from .kronecker import Kronecker
+from .low_rank import LowRank
+from .monarch import Monarch
+from .sparse import Sparse
+from .transition import Transition
+
+__all__ = [
+    "LINEAR",
+    "LOG",
+    "MAX",
+    "Arithmetic",
+    "Banded",
+    "BlockDiagonal",
+    "Kronecker",
+    "LowRank",
+    "Monarch",
+    "Sparse",
+    "Transition",
+]

@@ -1,0 +1,142 @@
+"""Sums and products of weights: as they are, as logarithms, and as logarithms of which the largest counts.
+
+A structure says once how a message passes through it, in terms of an `Arithmetic`, and thereby answers for linear
+weights, for log-partitions and for best paths.
+"""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from ..autograd.matmul import broadcast_log_matmul
+
+# terms of a product of matrices whose largest is taken that are held at a time
+_TERMS = 2**22
+
+
+class Arithmetic(ABC):
+    """The sum and the product of weights, for tensors that broadcast.
+
+    Attributes:
+        zero: the weight that adds nothing.
+        one: the weight that multiplies by one.
+    """
+
+    zero: float
+    one: float
+
+    @abstractmethod
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        """The sums of two weights each."""
+
+    @abstractmethod
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        """The products of two weights each."""
+
+    @abstractmethod
+    def sum(self, terms: Tensor, dim: int) -> Tensor:
+        """The sums along an axis."""
+
+    @abstractmethod
+    def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
+        """The sums [..., size] of those terms [..., k] that have the same index, int64 (k)."""
+
+    @abstractmethod
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """The matrix products of [..., m, k] and [..., k, n]."""
+
+
+class Linear(Arithmetic):
+    """Weights as they are."""
+
+    zero, one = 0.0, 1.0
+
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a + b`."""
+        return a + b
+
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a b`."""
+        return a * b
+
+    def sum(self, terms: Tensor, dim: int) -> Tensor:
+        """`sum terms`."""
+        return terms.sum(dim)
+
+    def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
+        """`sum terms` of each index."""
+        return terms.new_zeros(*terms.shape[:-1], size).index_add(-1, index, terms)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a @ b`."""
+        return a @ b
+
+
+class Log(Arithmetic):
+    """Logarithms of weights; -inf is weight zero, exactly, with gradient 0."""
+
+    zero, one = -math.inf, 0.0
+
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        """`log(exp a + exp b)`."""
+        return self.sum(torch.stack(torch.broadcast_tensors(a, b)), 0)
+
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a + b`."""
+        return a + b
+
+    def sum(self, terms: Tensor, dim: int) -> Tensor:
+        """`log sum exp terms`."""
+        dead = (terms == -math.inf).all(dim)
+        return terms.masked_fill(dead.unsqueeze(dim), 0.0).logsumexp(dim).masked_fill(dead, -math.inf)
+
+    def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
+        """`log sum exp terms` of each index."""
+        top = _largest_at(terms.detach(), index, size)
+        dead = top == -math.inf
+        top = top.masked_fill(dead, 0.0)
+        total = LINEAR.sum_at((terms - top[..., index]).exp(), index, size)
+        return (total.masked_fill(dead, 1.0).log() + top).masked_fill(dead, -math.inf)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """`log(exp(a) @ exp(b))`."""
+        return broadcast_log_matmul(a, b)
+
+
+class Max(Arithmetic):
+    """Logarithms of weights, of which the largest is the sum."""
+
+    zero, one = -math.inf, 0.0
+
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        """`max(a, b)`."""
+        return torch.maximum(a, b)
+
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a + b`."""
+        return a + b
+
+    def sum(self, terms: Tensor, dim: int) -> Tensor:
+        """`max terms`."""
+        return terms.amax(dim)
+
+    def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
+        """`max terms` of each index."""
+        return _largest_at(terms, index, size)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """`max_k a[m, k] + b[k, n]`, some columns at a time."""
+        terms = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel() * a.shape[-2] * a.shape[-1]
+        columns = b.split(max(1, _TERMS // max(1, terms)), -1)
+        return torch.cat([(a[..., None] + some[..., None, :, :]).amax(-2) for some in columns], -1)
+
+
+def _largest_at(terms: Tensor, index: Tensor, size: int) -> Tensor:
+    """The largest terms of each index, -inf where there are none."""
+    largest = terms.new_full((*terms.shape[:-1], size), -math.inf)
+    return largest.scatter_reduce(-1, index.expand_as(terms), terms, "amax")
+
+
+LINEAR, LOG, MAX = Linear(), Log(), Max()

@@ -1,0 +1,89 @@
+"""Matrices of a few diagonals: left-to-right models, alignments, CTC."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .arithmetic import LINEAR, Arithmetic
+from .transition import Transition, check_parameter, look_up
+
+
+class Banded(Transition):
+    r"""A matrix with entries on a few diagonals alone: `P[j - offset, j] = values[band, j]`.
+
+    `values[band, j]` stands in column j, as in `scipy.sparse.dia_array`: a positive offset leads to a higher state.
+    Values without a source state, such as the first one of offset 1, are ignored and have gradient 0.
+
+    Args:
+        values: weights `[*B or ones, v-1 or 1, bands, c]`, or `[bands, c]`; logarithms with `log_params`.
+        offsets: the diagonal of each band, different integers from -(c-1) to c-1.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, or an offset is out of range or occurs twice.
+
+    Cost of a step: `bands c` multiply-adds, in numbers with an exponent for each state, so that nothing underflows.
+
+    >>> Banded(torch.tensor([[0.9, 0.8, 1.0], [9.0, 0.1, 0.2]]), [0, 1]).to_dense()
+    tensor([[0.9000, 0.1000, 0.0000],
+            [0.0000, 0.8000, 0.2000],
+            [0.0000, 0.0000, 1.0000]])
+    """
+
+    own = (2,)
+
+    def __init__(self, values: Tensor, offsets: Sequence[int]) -> None:
+        check_parameter("values", values, 2)
+        bands, c = values.shape[-2:]
+        if not isinstance(offsets, Sequence) or any(isinstance(o, bool) or not isinstance(o, int) for o in offsets):
+            raise TypeError(f"offsets: expected a sequence of integers, got {offsets!r}")
+        if len(offsets) != bands:
+            raise ValueError(f"offsets: expected one for each of {bands} bands of values, got {len(offsets)}")
+        if len(set(offsets)) < bands or max(map(abs, offsets)) >= c:
+            raise ValueError(f"offsets: expected different integers from {1 - c} to {c - 1}, got {list(offsets)}")
+        super().__init__(values)
+        self.states, self.pattern = c, tuple(offsets)
+
+    @property
+    def values(self) -> Tensor:
+        """The weights `[..., bands, c]`."""
+        return self.parameters[0]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The diagonal of each band."""
+        offsets: tuple[int, ...] = self.pattern
+        return offsets
+
+    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """`message @ P`, see `Transition.apply`."""
+        sources = self._sources()  # (bands, c)
+        inside = (sources >= 0) & (sources < self.states)
+        values = torch.where(inside, self.values, arithmetic.zero)[..., None, :, :]
+        shifted = message[..., sources.clamp(0, self.states - 1)]  # [*lead, rows, bands, c]
+        return arithmetic.sum(arithmetic.times(torch.where(inside, shifted, arithmetic.zero), values), -2)
+
+    def _sources(self) -> Tensor:
+        """The state that each value leads from (bands, c), which need not exist."""
+        offsets = torch.tensor(self.offsets, device=self.device)
+        return torch.arange(self.states, device=self.device) - offsets[:, None]
+
+    @property
+    def multiply_adds(self) -> int:
+        """The multiply-adds of one step of one sequence."""
+        return self.values.shape[-2:].numel()
+
+    @property
+    def mT(self) -> "Banded":
+        """The transposed matrices: `P[j, j - offset]` stands in column j - offset of the band of -offset."""
+        index = (torch.arange(self.states, device=self.device) + torch.tensor(self.offsets)[:, None]) % self.states
+        values = self.values.gather(-1, index.expand_as(self.values))
+        return Banded(values, [-offset for offset in self.offsets])
+
+    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+        """`P[source, target]`, see `Transition.entries`."""
+        offsets = torch.tensor(self.offsets, device=self.device)
+        match = (target - source)[..., None] == offsets  # [..., bands]
+        values = look_up(self.values, match.int().argmax(-1), target)
+        return torch.where(match.any(-1), values, arithmetic.zero)

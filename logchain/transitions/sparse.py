@@ -1,0 +1,120 @@
+"""Matrices of which only some entries are not zero: graphs."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_dense, check_integers, check_is_tensor
+from ..kernels.structured import Arcs
+from .arithmetic import LINEAR, Arithmetic
+from .transition import Transition, check_parameter, look_up
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The arcs of a graph int64 [2, arcs], and what is found of them once."""
+
+    indices: Tensor
+    states: int
+
+    @cached_property
+    def arcs(self) -> Arcs:
+        """The arcs as the kernels take them."""
+        return Arcs(*self.indices)
+
+    @cached_property
+    def reversed(self) -> "_Graph":
+        """The graph whose arcs lead back."""
+        graph = _Graph(self.indices.flip(0), self.states)
+        graph.__dict__["reversed"] = self
+        return graph
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The places of arcs in a flat matrix, sorted, and the arcs in that order."""
+        places, order = torch.sort(self.indices[0] * self.states + self.indices[1])
+        return places, order
+
+
+class Sparse(Transition):
+    r"""A matrix given by its entries that are not zero, arcs of a graph: `P[indices[0, k], indices[1, k]] = values[k]`.
+
+    Args:
+        indices: integers `[2, arcs]`, the state that each arc leads from and the one that it leads to, in any order. No
+            pair may occur twice.
+        values: weights `[*B or ones, v-1 or 1, arcs]`, or `[arcs]`; logarithms with `log_params`.
+        states: c; by default one more than the largest index.
+
+    `values` and their gradients keep the order of `indices`.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, an index is out of range, or a pair occurs twice.
+
+    Cost of a step: `arcs` multiply-adds. Arcs are sorted once, when the structure is made.
+
+    >>> Sparse(torch.tensor([[0, 0, 1], [0, 2, 1]]), torch.tensor([0.5, 0.4, 1.0]), states=3).to_dense()
+    tensor([[0.5000, 0.0000, 0.4000],
+            [0.0000, 1.0000, 0.0000],
+            [0.0000, 0.0000, 0.0000]])
+    """
+
+    own = (1,)
+
+    def __init__(self, indices: Tensor, values: Tensor, states: int | None = None) -> None:
+        check_is_tensor("indices", indices)
+        check_dense("indices", indices)
+        check_integers("indices", indices)
+        check_parameter("values", values, 1)
+        if indices.shape != (2, values.shape[-1]):
+            raise ValueError(f"indices: expected [2, {values.shape[-1]}] to go with values, got {list(indices.shape)}")
+        if states is not None and (isinstance(states, bool) or not isinstance(states, int)):
+            raise TypeError(f"states: expected an integer or None, got {states!r}")
+        low, high = (int(bound) for bound in torch.aminmax(indices))
+        c = high + 1 if states is None else states
+        if low < 0 or high >= c:
+            raise ValueError(f"indices: expected values from 0 to c - 1 = {c - 1}, got {low} to {high}")
+        self._of(values, _Graph(indices.to(values.device, torch.int64), c))
+        places, _ = self._graph.places
+        if bool((places[1:] == places[:-1]).any()):
+            raise ValueError("indices: expected each pair of states once, got one twice")
+
+    def _of(self, values: Tensor, graph: _Graph) -> None:
+        super().__init__(values)
+        self.states, self.pattern, self._graph = graph.states, graph.arcs, graph
+
+    @property
+    def values(self) -> Tensor:
+        """The weights `[..., arcs]`."""
+        return self.parameters[0]
+
+    @property
+    def indices(self) -> Tensor:
+        """The states that arcs lead from and to, `[2, arcs]`."""
+        return self._graph.indices
+
+    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """`message @ P`, see `Transition.apply`."""
+        source, target = self.indices
+        terms = arithmetic.times(message[..., source], self.values[..., None, :])
+        return arithmetic.sum_at(terms, target, self.states)
+
+    @property
+    def multiply_adds(self) -> int:
+        """The multiply-adds of one step of one sequence."""
+        return self.values.shape[-1]
+
+    @property
+    def mT(self) -> "Sparse":
+        """The transposed matrices: arcs lead back."""
+        transposed = object.__new__(Sparse)
+        transposed._of(self.values, self._graph.reversed)
+        return transposed
+
+    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+        """`P[source, target]`, see `Transition.entries`."""
+        (places, order), place = self._graph.places, source * self.states + target
+        at = torch.searchsorted(places, place.contiguous()).clamp_(max=len(places) - 1)
+        return torch.where(places[at] == place, look_up(self.values, order[at]), arithmetic.zero)

@@ -1,0 +1,201 @@
+"""What the library asks of a transition matrix that is given by fewer parameters than it has entries."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_tensor
+from .arithmetic import LINEAR, LOG, Arithmetic
+
+
+class Transition(ABC):
+    r"""A transition matrix P `[from, to]` of c states, or a batch of them, in place of `bulk` in any function.
+
+    To make a structure of one's own: say what its parameters are, how many axes each has of its own, and how a message
+    passes through it. Where costs matter, `mT` and `entries` can be said in fewer operations than by `to_dense`.
+
+        class Shift(Transition):  # P(i, i + 1 mod c) = weight_i
+            own = (1,)
+
+            def __init__(self, weight):
+                super().__init__(weight)
+                self.states = weight.shape[-1]
+
+            def apply(self, message, arithmetic):
+                (weight,) = self.parameters
+                return arithmetic.times(message, weight[..., None, :]).roll(1, -1)
+
+    Attributes:
+        states: c.
+        parameters: non-negative weights `[*B or ones, v-1 or 1, *own]`, or their logarithms where a function is called
+            with `log_params`. As with `bulk`, batch axes may be of size 1 or left out. A step axis of size 1, or none
+            and no batch axes either, means one matrix for every step. All have as many of these axes.
+        own: the number of each parameter's last axes, behind batch and steps.
+        sums: whether entries are sums of products of parameters, so that no best path passes through them.
+        pattern: what the kernels of bands, arcs and products know the structure by; None for structures of one's own,
+            which are computed in log space, in float64, by `apply`.
+    """
+
+    states: int
+    own: ClassVar[tuple[int, ...]]
+    sums: ClassVar[bool] = False
+    pattern: Any = None
+
+    def __init__(self, *parameters: Tensor) -> None:
+        self.parameters = parameters
+
+    @abstractmethod
+    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """`message @ P` for messages `[*lead, rows, c]` and parameters `[*lead or ones, *own]`, in an arithmetic.
+
+        In `LINEAR` messages and parameters are weights, in `LOG` and `MAX` logarithms. `MAX` is not asked for where
+        entries are `sums`.
+        """
+
+    @property
+    def mT(self) -> "Transition":
+        """The structure of the transposed matrices."""
+        return _Transposed(self)
+
+    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+        """`P[source, target]` for indices `[..., *lead]` that broadcast with the parameters' `[*lead, *own]`.
+
+        In an arithmetic of logarithms these are logarithms, as the parameters are then.
+        """
+        return look_up(self._dense(arithmetic), source, target)
+
+    def columns(self, target: Tensor) -> Tensor:
+        """`P[:, target]` as logarithms `[*lead, rows, c]`, for states `[*lead, rows]` and logarithmic parameters."""
+        unit = torch.full((*target.shape, self.states), -math.inf, dtype=self.dtype, device=self.device)
+        return self.mT.apply(unit.scatter_(-1, target[..., None], 0.0), LOG)
+
+    def draw(self, message: Tensor, target: Tensor, uniform: Tensor) -> Tensor:
+        """States drawn by `exp(message) P[:, target]`, for logarithmic messages `[*lead, rows, c]` and parameters.
+
+        `target` and the numbers in [0, 1) are `[draws, *lead, rows]`, and so are the states.
+        """
+        columns = self.columns(target.movedim(0, -2).flatten(-2))  # [*lead, draws rows, c]
+        columns = columns.unflatten(-2, (len(target), -1)).movedim(-3, 0)
+        return pick(message + columns, uniform)[0]
+
+    def to_dense(self, *, log_params: bool = False) -> Tensor:
+        """The matrices `[*lead, c, c]`, as logarithms if the parameters are: the definition of a structure."""
+        return self._dense(LOG if log_params else LINEAR)
+
+    def _dense(self, arithmetic: Arithmetic) -> Tensor:
+        unit = torch.full((self.states, self.states), arithmetic.zero, dtype=self.dtype, device=self.device)
+        return self.apply(unit.fill_diagonal_(arithmetic.one).expand(*self.lead, -1, -1), arithmetic)
+
+    def support(self, reached: Tensor) -> Tensor:
+        """Which states `[*lead, rows, c]` a path leads to from those that are `reached`, for linear parameters."""
+        some = self.map(lambda weight: (weight > 0).log().to(torch.float64))
+        return some.apply(reached.to(torch.float64).log(), LOG) > -torch.inf
+
+    def with_parameters(self, *parameters: Tensor) -> Self:
+        """The same structure with other parameters, which may have other leading axes."""
+        other: Self = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.parameters = parameters
+        return other
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same structure with a function applied to each parameter."""
+        return self.with_parameters(*map(function, self.parameters))
+
+    def to(self, *args: Any, **options: Any) -> Self:
+        """The same structure with parameters on another device or of another dtype; arguments as of `Tensor.to`."""
+        return self.map(lambda parameter: parameter.to(*args, **options))
+
+    @property
+    def multiply_adds(self) -> int:
+        """The multiply-adds of one step of one sequence; by default those of a dense matrix."""
+        return self.states**2
+
+    @property
+    def lead(self) -> torch.Size:
+        """The parameters' leading axes, broadcast: batch and steps."""
+        lead: torch.Size = torch.broadcast_shapes(*self.leads)
+        return lead
+
+    @property
+    def leads(self) -> list[torch.Size]:
+        """The leading axes of each parameter: batch and steps."""
+        axes = zip(self.parameters, self.own_axes, strict=True)
+        return [parameter.shape[: parameter.dim() - own] for parameter, own in axes]
+
+    @property
+    def own_axes(self) -> tuple[int, ...]:
+        """The number of own axes of each parameter."""
+        return self.own
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest dtype of the parameters."""
+        dtype = self.parameters[0].dtype
+        for parameter in self.parameters[1:]:
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.parameters[0].device
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(str(list(parameter.shape)) for parameter in self.parameters)})"
+
+
+class _Transposed(Transition):
+    """The transposed matrices of a structure that does not say what they are."""
+
+    def __init__(self, of: Transition) -> None:
+        super().__init__(*of.parameters)
+        self._of, self.states = of, of.states
+
+    @property
+    def own_axes(self) -> tuple[int, ...]:
+        return self._of.own_axes
+
+    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+        return arithmetic.matmul(message, self._of.with_parameters(*self.parameters)._dense(arithmetic).mT)
+
+    @property
+    def mT(self) -> Transition:
+        return self._of.with_parameters(*self.parameters)
+
+
+def pick(logs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The index that each number in [0, 1) draws from weights `[..., k]`, given as logarithms, and a new number.
+
+    The index is the first whose cumulative weight exceeds `uniform` times the total; none has weight 0. Where the
+    number lies within that weight's share is uniform again.
+    """
+    top = logs.amax(-1, keepdim=True)
+    weights = (logs - top.masked_fill(top == -math.inf, 0.0)).double().exp()
+    sums = weights.cumsum(-1)
+    threshold = uniform[..., None] * sums[..., -1:]
+    index = ((sums > threshold) & (weights > 0)).to(torch.int8).argmax(-1, keepdim=True)
+    weight = weights.gather(-1, index)
+    rest = (threshold - (sums.gather(-1, index) - weight)) / weight
+    return index[..., 0], rest[..., 0].clamp(0.0, 1.0)
+
+
+def check_parameter(name: str, value: Tensor, axes: int, like: Tensor | None = None) -> None:
+    """Check for a floating tensor with at least its own axes, none of which is empty, on the device of another."""
+    check_tensor(name, value, axes, like=like)
+    if 0 in value.shape[value.dim() - axes :]:
+        raise ValueError(f"{name}: expected no empty axis among the last {axes}, got shape {list(value.shape)}")
+
+
+def look_up(values: Tensor, *index: Tensor, kept: int = 0) -> Tensor:
+    """Entries `[..., *lead]` of values `[*lead or ones, ...]`, whose last axes but the `kept` ones are indexed."""
+    lead = values.dim() - len(index) - kept
+    places = [
+        torch.arange(size, device=values.device).view(-1, *(1,) * (lead - 1 - axis))
+        for axis, size in enumerate(values.shape[:lead])
+    ]
+    return values[(*places, *index)]
