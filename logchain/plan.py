@@ -11,7 +11,11 @@ from .operands import differentiated
 from .schedules import budget as budgets
 from .schedules import choose, cost_counts
 from .schedules.choose import Strategy, Where
+from .schedules.cost import BOTH, FORWARD
 from .schedules.cost_counts import SEQUENTIAL, Schedule, Size
+from .structured.operands import check_operands
+from .structured.product import check_options as check_structured_options
+from .transitions import Transition
 
 # an operand may be given by its shape alone
 Shape = Sequence[int]
@@ -72,7 +76,7 @@ class Plan(Estimate):
 
 def plan(
     x: Tensor | Shape,
-    bulk: Tensor | Shape,
+    bulk: Tensor | Shape | Transition,
     p0: Tensor | Shape,
     *,
     log_params: bool = False,
@@ -90,7 +94,8 @@ def plan(
 
     Args:
         x: log-potentials `[*B, v, c]`, or their shape.
-        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, or their shape.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, or their shape; or a structure of
+            `logchain.transitions`, whose plan stands beside that of its dense matrices.
         p0: initial weights `[*B or ones, c]`, or their shape.
         log_params: `bulk` and `p0` are logarithms.
         lengths: as in `product`; their values do not matter.
@@ -120,6 +125,8 @@ def plan(
     >>> tree.multiply_adds // forum.multiply_adds
     200
     """
+    if isinstance(bulk, Transition):
+        return _structured(x, bulk, p0, log_params, lengths, (strategy, memory_budget), gradients, dtype)
     choose.check_options(strategy, memory_budget, {})
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
@@ -141,6 +148,51 @@ def plan(
     if spacing is None:
         return replace(planned, why="sequential: memory_budget holds all messages")
     return _checkpointed(planned, size, place, spacing, budgets.Sizes.of(x, bulk, p0, gradients).checkpointed(spacing))
+
+
+def _structured(
+    x: Tensor | Shape,
+    transition: Transition,
+    p0: Tensor | Shape,
+    log_params: bool,
+    lengths: Lengths | None,
+    options: tuple[object, object],
+    gradients: bool | None,
+    dtype: torch.dtype | None,
+) -> Plan:
+    """The plan of a structure, beside that of its dense matrices.
+
+    A multiply-add is predicted to take as long as one of a dense matrix: constants of structures are not measured.
+    """
+    check_structured_options(*options, False)
+    x, p0 = (_without_memory(value, name, dtype) for name, value in (("x", x), ("p0", p0)))
+    shapes = transition.map(_without_memory)
+    operands = check_operands(x, shapes, p0, log_params, None)
+    if gradients is None:
+        gradients = differentiated(x, p0, *transition.parameters)
+    place, dense = choose.where(transition.device.type), [*operands.transition.lead, *2 * x.shape[-1:]]
+    size = Size.of(x.shape, dense, operands.dtype == torch.float64, log_params, lengths is not None, gradients)
+    work = cost_counts.structured(size, transition.multiply_adds, sum(one.numel() for one in transition.parameters))
+    title = f"product of x {list(x.shape)} and {transition}: {'forward and backward' if gradients else 'forward'}"
+    planned = _plan(size, place, "auto", title)
+    matrices = replace(
+        _estimate(size, Schedule(planned.schedule, planned.segments), place), schedule=f"dense, {planned.schedule}"
+    )
+    forward, _ = cost_counts.peaks(size, SEQUENTIAL)
+    return replace(
+        planned,
+        **work._asdict(),
+        schedule="sequential",
+        segments=1,
+        segment_size=size.v - 1,
+        seconds=place.constants.of("sequential", BOTH if gradients else FORWARD, work),
+        # an exponent a state, or a message of float64, is as large as a message
+        peak_forward=2 * forward if gradients else forward,
+        peak_backward=2 * forward if gradients else None,
+        alternatives=(matrices,),
+        why=f"sequential: {transition.multiply_adds} multiply-adds a step in place of {x.shape[-1] ** 2}",
+        measured=False,
+    )
 
 
 def _operands(

@@ -1,10 +1,11 @@
 """Definitions of the library's operations in float64: slow and plain.
 
-Arguments are anything that `numpy.asarray` takes; leading axes broadcast; results are natural logarithms (nats) or
+Arguments are anything that `numpy.asarray` takes, and `bulk` also a structure of `logchain.transitions`, which stands
+for its dense matrices; leading axes broadcast; results are natural logarithms (nats) or
 probabilities in float64. The fast versions are tested against these, and these against sums over all state paths.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -281,6 +282,7 @@ def _logs(
     x: ArrayLike, bulk: ArrayLike, p0: ArrayLike, log_params: bool, lengths: ArrayLike | None
 ) -> tuple[Array, Array, Array, NDArray[np.int64]]:
     """The operands as float64 logarithms, `x` with the full batch shape, and the lengths in that shape."""
+    bulk = _dense(bulk, log_params)
     x, bulk, p0 = (np.asarray(array, np.float64) for array in (x, bulk, p0))
     if not log_params:
         with np.errstate(divide="ignore"):
@@ -290,6 +292,14 @@ def _logs(
     ends = np.full(batch, v) if lengths is None else np.asarray(lengths)
     ends = np.broadcast_to(ends.reshape(ends.shape + (1,) * (len(batch) - ends.ndim)), batch)
     return x, bulk, p0, ends
+
+
+def _dense(bulk: Any, log_params: bool) -> Any:
+    """The matrices of a structure of `logchain.transitions`, which its `to_dense` defines; others as they are."""
+    if not hasattr(bulk, "map"):
+        return bulk
+    dense = bulk.map(lambda parameter: parameter.detach().double()).to_dense(log_params=log_params)
+    return dense.unsqueeze(0) if dense.dim() == 2 else dense
 
 
 def _logsumexp(array: Array, axis: int) -> Array:

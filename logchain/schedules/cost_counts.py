@@ -135,6 +135,17 @@ def _sequential(size: Size) -> Work:
     )
 
 
+def structured(size: Size, multiply_adds: int, parameters: int) -> Work:
+    """The work of a chain of structures, of so many multiply-adds a step of one sequence, and so many parameters."""
+    passes = 3 if size.gradients else 1
+    dense = _sequential(size._replace(log_params=False))
+    return dense._replace(
+        multiply_adds=passes * size.sequences * (size.v - 1) * multiply_adds,
+        exponentials=dense.exponentials + passes * parameters * size.log_params,
+        bytes=size.item * ((10 if size.gradients else 4) * size.states + passes * parameters),
+    )
+
+
 def _chunked(size: Size, segments: int) -> Work:
     """The work of the head, the segments' products, and a vector through these; gradients: all segments again."""
     s, c, length = size.sequences, size.c, length_of(size, Schedule("chunked", segments))

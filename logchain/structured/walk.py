@@ -73,7 +73,9 @@ def backward(
         steps.layout.steps_first(grad_x)[step] = posterior.view(steps.layout.steps_first(grad_x).shape[1:])
         if step == 0:
             break
-        posterior, used = _step_back(steps, step, messages[step - 1], posterior)
+        # what sequences of weight 0 hold has no influence
+        before = messages[step - 1].masked_fill(weight == 0, 0.0)
+        posterior, used = _step_back(steps, step, before, posterior)
         if needs[1]:
             steps.counts(step - 1, used, counts)
     first = steps.states(posterior).sum_to_size(p0.shape)
