@@ -27,6 +27,7 @@ class Question:
         lengths: Lengths | None,
         cu_seqlens: Tensor | None,
     ) -> None:
+        self._given = transition
         if cu_seqlens is None:
             self.operands = check_operands(x, transition, p0, log_params, lengths)
             return
@@ -73,13 +74,11 @@ class Question:
         return torch.where(torch.arange(states.shape[-1], device=states.device) < lengths[..., None], states, -1)
 
     def counts(self, parameters: tuple[Tensor, ...], *, each: bool = False) -> tuple[Tensor, ...]:
-        """Counts in the shapes of padded parameters, in the shapes of those given; `each`: one for each step."""
-        if self.mask is None:
-            return parameters
+        """Counts of the operands' parameters, in the shapes of those that were given; `each`: one for each step."""
         counts = []
-        for count, own, per_row in zip(parameters, self.operands.transition.own_axes, self._per_row, strict=True):
-            if per_row or each:  # no transition leads into a first row
+        for i, count in enumerate(parameters):
+            if self.mask is not None and (each or self._per_row[i]):  # no transition leads into a first row
                 first = count.new_zeros(len(count), 1, *count.shape[2:])
-                count = self.by_row(torch.cat([first, count], 1), own)
-            counts.append(count)
+                count = self.by_row(torch.cat([first, count], 1), self.operands.transition.own_axes[i])
+            counts.append(count if each else count.reshape(self._given.parameters[i].shape))
         return tuple(counts)
