@@ -48,15 +48,18 @@ class Operands(NamedTuple):
 
     def chain(self, *, by_log: bool = False) -> Structured:
         """The operands as the kernels take them; see `Structured.by_log`."""
-        x, p0, *parameters = self.detached().tensors
+        x, p0, *given = self.detached().tensors
+        parameters = self.transition.to_pattern(tuple(given))
         ends = None if self.lengths is None else self.lengths.contiguous()
-        return Structured(x, tuple(parameters), p0, self.transition.pattern, ends, self.log_params, self.dtype, by_log)
+        return Structured(x, parameters, p0, self.transition.pattern, ends, self.log_params, self.dtype, by_log)
 
 
 def check_operands(
     x: Tensor, transition: Transition, p0: Tensor, log_params: bool, lengths: Lengths | None
 ) -> Operands:
     """The operands, after checks of their kinds and sizes."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
     check_tensor("x", x, 2)
     check_tensor("p0", p0, 1, like=x)
     *batch, v, c = x.shape

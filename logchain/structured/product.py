@@ -69,7 +69,9 @@ def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by
         return any_walk.backward(operands, walk, weight, needs, by_log=by_log)
     with kernels.arithmetic_on(chain.x):
         gradients: Gradients = module.backward(chain, walk, weight, needs)
-    return gradients
+    if gradients.parameters is None:
+        return gradients
+    return gradients._replace(parameters=operands.transition.from_pattern(gradients.parameters))
 
 
 class _LogPartition(torch.autograd.Function):

@@ -20,11 +20,6 @@ class _Graph:
     states: int
 
     @cached_property
-    def arcs(self) -> Arcs:
-        """The arcs as the kernels take them."""
-        return Arcs(*self.indices)
-
-    @cached_property
     def reversed(self) -> "_Graph":
         """The graph whose arcs lead back."""
         graph = _Graph(self.indices.flip(0), self.states)
@@ -36,6 +31,18 @@ class _Graph:
         """The places of arcs in a flat matrix, sorted, and the arcs in that order."""
         places, order = torch.sort(self.indices[0] * self.states + self.indices[1])
         return places, order
+
+    @cached_property
+    def arcs(self) -> Arcs:
+        """The sorted arcs, which the kernels take."""
+        return Arcs(*self.indices[:, self.places[1]].contiguous())
+
+    @cached_property
+    def inverse(self) -> Tensor | None:
+        """The place of each arc among the sorted ones; None if they are sorted as they are."""
+        inverse = torch.argsort(self.places[1])
+        in_order = torch.arange(len(inverse), device=inverse.device)
+        return None if torch.equal(inverse, in_order) else inverse
 
 
 class Sparse(Transition):
@@ -83,7 +90,7 @@ class Sparse(Transition):
 
     def _of(self, values: Tensor, graph: _Graph) -> None:
         super().__init__(values)
-        self.states, self.pattern, self._graph = graph.states, graph.arcs, graph
+        self.states, self._graph = graph.states, graph
 
     @property
     def values(self) -> Tensor:
@@ -94,6 +101,19 @@ class Sparse(Transition):
     def indices(self) -> Tensor:
         """The states that arcs lead from and to, `[2, arcs]`."""
         return self._graph.indices
+
+    @property
+    def pattern(self) -> Arcs:
+        """The sorted arcs."""
+        return self._graph.arcs
+
+    def to_pattern(self, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The values in the order of sorted arcs."""
+        return parameters if self._graph.inverse is None else (parameters[0][..., self._graph.places[1]],)
+
+    def from_pattern(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients in the order of the values."""
+        return gradients if self._graph.inverse is None else (gradients[0][..., self._graph.inverse],)
 
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
         """`message @ P`, see `Transition.apply`."""

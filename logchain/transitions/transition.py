@@ -110,6 +110,14 @@ class Transition(ABC):
         """The same structure with parameters on another device or of another dtype; arguments as of `Tensor.to`."""
         return self.map(lambda parameter: parameter.to(*args, **options))
 
+    def to_pattern(self, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The parameters in the order of `pattern`."""
+        return parameters
+
+    def from_pattern(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Gradients of the parameters, from those in the order of `pattern`."""
+        return gradients
+
     @property
     def multiply_adds(self) -> int:
         """The multiply-adds of one step of one sequence; by default those of a dense matrix."""

@@ -26,6 +26,7 @@ from tests.benchmarks import (
     report,
     results,
     scaling,
+    structures,
 )
 
 OWN = {
@@ -33,6 +34,7 @@ OWN = {
     "questions": (questions, "the questions of a chain, likewise"),
     "layers": (layers, "logchain.nn, likewise"),
     "overlapped": (overlapped, "the schedules of one long sequence, beside each other"),
+    "structures": (structures, "chains of structures, beside their products alone"),
     "idle": (idle, "the questions of one long sequence, on one thread and on two"),
     "counts": (counts, "operators, allocations and frames of our own calls, which the tests compare"),
 }

@@ -132,6 +132,11 @@ def layers() -> str:
     return _ratios(results.LAYERS, "mode")
 
 
+def structures() -> str:
+    """What chains of structures cost, from their own results file."""
+    return _ratios(results.STRUCTURES, "mode")
+
+
 def _ratios(path: Path, mode: str) -> str:
     rows = [row for row in read(path) if row.metric != "time"]
     lines = [
@@ -247,6 +252,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overlapped": overlapped,
     "peers": peers,
     "questions": questions,
+    "structures": structures,
     "summary": summary,
 }
 

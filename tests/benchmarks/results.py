@@ -23,7 +23,7 @@ PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT, 
         "gpu_predicted", "gpu_launches",
     )
 )  # fmt: skip
-OVERLAPPED, IDLE = (FOLDER / f"{name}.csv" for name in ("overlapped", "idle"))
+OVERLAPPED, IDLE, STRUCTURES = (FOLDER / f"{name}.csv" for name in ("overlapped", "idle", "structures"))
 MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
 STRATEGIES = "sequential", "chunked", "tree", "overlapped", "auto"
 

@@ -294,6 +294,14 @@ def test_wrong_operands_are_named():
             logchain.product(*operands, **options)
 
 
+def test_transforms_are_refused():
+    problem = Problem("banded")
+    with pytest.raises(NotImplementedError, match="bulk: expected a tensor inside transforms of torch.func"):
+        torch.func.grad(lambda x: logchain.product(x, problem.structure, problem.p0).sum())(problem.x)
+    with pytest.raises(NotImplementedError, match="bulk: expected a tensor inside transforms of torch.func"):
+        torch.vmap(lambda x: logchain.product(x, problem.structure, problem.p0))(problem.x)
+
+
 @KINDS
 def test_values_are_checked_and_plans_are_made(kind):
     problem = Problem(kind)
