@@ -1,0 +1,85 @@
+"""Log-partitions and gradients of chains whose states have few transitions each, by the Triton kernels.
+
+Nothing waits for the device. Forward messages that are kept for the gradients are two tensors [*B, v, c], mantissas and
+exponents. Parameters' gradients need backward messages too: a part of the steps at a time, and are added up part by
+part.
+"""
+
+import torch
+from torch import Tensor
+
+from ..structured import Arcs, Gradients, Structured, Walk
+from . import sparse_backward, sparse_forward
+from .sparse_backward import Walked
+from .sparse_counts import Counts
+from .sparse_rows import Operands, Rows, members, operands
+
+# from so many steps on, so many launches, which divide the memory of backward messages
+_LONG, _PARTS = 64, 4
+
+
+def forward(chain: Structured, incoming: Rows, keep: bool) -> Walk:
+    """The log-partitions, with all messages if they are to be kept."""
+    slots = chain.v if keep else min(chain.v, 2)
+    log_norm = chain.x.new_empty(chain.batch, dtype=torch.float64)
+    mantissas = chain.x.new_empty(*chain.batch, slots, chain.c, dtype=chain.dtype)
+    exponents = torch.empty_like(mantissas, dtype=torch.int32)
+    if log_norm.numel():
+        flat = (len(log_norm.view(-1)), slots, chain.c)
+        sparse_forward.forward(operands(chain), incoming, mantissas.view(flat), exponents.view(flat), log_norm)
+    return Walk(log_norm, (mantissas, exponents) if keep else (), torch.zeros_like(log_norm, dtype=torch.bool))
+
+
+def backward(
+    chain: Structured, outgoing: Rows, walk: Walk, weight: Tensor, needs: tuple[bool, bool, bool]
+) -> Gradients:
+    """The gradients of x, of the parameter and of p0, times `weight` [*B]; None for what is not needed."""
+    batch, v, c = chain.batch, chain.v, chain.c
+    n, by_log = batch.numel(), chain.by_log or chain.log_params
+    counted = needs[1] and v > 1 and chain.parameters[0].numel() > 0
+    length = -(-v // _PARTS) if counted and v >= _LONG else v
+    ops = operands(chain)
+    make = torch.empty if chain.ends is None else torch.zeros
+    grad_x = make(*batch, v, c, dtype=chain.dtype, device=chain.x.device) if needs[0] else None
+    grad_p0 = chain.x.new_empty(n, c, dtype=chain.dtype) if needs[2] else None
+    counts = None
+    if counted:
+        pattern = chain.pattern if isinstance(chain.pattern, Arcs) else outgoing.first
+        counts = Counts(ops, pattern, members(chain.parameters[0], batch), length, by_log=by_log)
+    if n:
+        walked = _room(ops, length + 1 if counted else 2)
+        weight = weight.expand(batch).reshape(-1).contiguous()
+        for begin in reversed(range(0, v, length)):
+            stop = min(begin + length, v)
+            sparse_backward.backward(
+                ops, outgoing, walk.kept, walk.log_norm.contiguous(), weight, walked, grad_x, grad_p0, (begin, stop),
+                by_log=by_log,
+            )  # fmt: skip
+            if counts is not None and begin + 1 < v:
+                counts.add(walk.kept, walked, begin, min(stop, v - 1) - begin)
+    grad_parameter = None
+    if needs[1]:
+        grad_parameter = counts.total() if counts else torch.zeros_like(chain.parameters[0], dtype=chain.dtype)
+    return Gradients(
+        grad_x,
+        None if grad_parameter is None else (grad_parameter.contiguous(),),
+        None if grad_p0 is None else _of_p0(chain, grad_p0.view(*batch, c), by_log),
+    )
+
+
+def _room(chain: Operands, slots: int) -> Walked:
+    """Memory for the backward recursion; no transition has a share yet."""
+    n, v, c = chain.shape
+    device = chain.x.device
+    w = torch.empty(n, slots, c, dtype=chain.dtype, device=device)
+    b = torch.empty(n, c, dtype=chain.dtype, device=device)
+    scale = torch.zeros(n, v, dtype=chain.dtype, device=device)
+    w_power, b_power, scale_power = (torch.empty_like(one, dtype=torch.int32) for one in (w, b, scale))
+    return Walked(w, w_power, b, b_power, scale, scale_power)
+
+
+def _of_p0(chain: Structured, gradient: Tensor, by_log: bool) -> Tensor:
+    """The gradient of p0 in its shape, of those of sequences [*B, c]."""
+    shared = [axis for axis, size in enumerate(gradient.shape) if chain.p0.shape[axis] != size]
+    found = gradient.sum(shared, keepdim=True) if shared else gradient
+    return found if by_log else found.masked_fill(chain.p0 == 0, 0.0)
