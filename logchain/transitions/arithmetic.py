@@ -130,7 +130,36 @@ class Max(Arithmetic):
         """`max_k a[m, k] + b[k, n]`, some columns at a time."""
         terms = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel() * a.shape[-2] * a.shape[-1]
         columns = b.split(max(1, _TERMS // max(1, terms)), -1)
-        return torch.cat([(a[..., None] + some[..., None, :, :]).amax(-2) for some in columns], -1)
+        return torch.cat([self.sum(self.times(a[..., None], some[..., None, :, :]), -2) for some in columns], -1)
+
+
+class Best(Max):
+    """The same for messages with labels: the sum has the label of the largest entry, and of equals the largest label.
+
+    Messages are complex numbers, a logarithm and its label; parameters are real.
+    """
+
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        """`max(a, b)`."""
+        return self.sum(torch.stack(torch.broadcast_tensors(a, b)), 0)
+
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a + b`, without the NaN of complex sums with an infinite real part."""
+        weights = a.real + b.real
+        labels = [one.imag for one in (a, b) if one.is_complex()]
+        return torch.complex(weights, sum(labels, torch.zeros_like(weights)))
+
+    def sum(self, terms: Tensor, dim: int) -> Tensor:
+        """`max terms`."""
+        top = terms.real.amax(dim)
+        labels = terms.imag.masked_fill(terms.real != top.unsqueeze(dim), -math.inf)
+        return torch.complex(top, labels.amax(dim))
+
+    def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
+        """`max terms` of each index."""
+        top = _largest_at(terms.real, index, size)
+        labels = terms.imag.masked_fill(terms.real != top[..., index], -math.inf)
+        return torch.complex(top, _largest_at(labels, index, size))
 
 
 def _largest_at(terms: Tensor, index: Tensor, size: int) -> Tensor:
@@ -139,4 +168,4 @@ def _largest_at(terms: Tensor, index: Tensor, size: int) -> Tensor:
     return largest.scatter_reduce(-1, index.expand_as(terms), terms, "amax")
 
 
-LINEAR, LOG, MAX = Linear(), Log(), Max()
+LINEAR, LOG, MAX, BEST = Linear(), Log(), Max(), Best()
