@@ -5,17 +5,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_flag, check_tensor, check_values
+from .arguments import Lengths, check_flag, check_tensor
 from .operands import arithmetic_dtype, differentiated, is_plain
 from .rescues import report_chains
 from .streams import overlapped
-from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms
+from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms, check_used
 from .streams.filter import filtered
 from .streams.lag import at_the_end, passed
 from .streams.paths import Survivors, ended, extended, settled
-from .streams.piece import Carried, Piece, RawPiece, logs, only_used
+from .streams.piece import Carried, RawPiece, logs
 from .streams.state import State
 from .streams.stretch import Calls
+from .streams.structures import each, with_lead
+from .transitions import Transition
 
 
 class StreamUpdate(NamedTuple):
@@ -40,7 +42,8 @@ class Stream:
 
     Args:
         bulk: one transition matrix `[*B or ones, 1, c, c]`, `[from, to]`, for every step; None where each update brings
-            its own. Leading axes may be of size 1 or left out.
+            its own. Leading axes may be of size 1 or left out. Or a structure of `logchain.transitions`, of which a
+            step costs what its `multiply_adds` say, in float64 log space, by a few of torch's operators for each step.
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
         lag: L: return each state's posterior given everything up to L variables later (fixed-lag smoothing).
@@ -56,7 +59,7 @@ class Stream:
     different times: see `update` and `reset`. A NaN in one sequence does not reach the others.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of the wrong kind, or `viterbi` meets a structure whose entries are sums.
         ValueError: sizes do not go together, a length is out of range, or `validate` finds a value.
 
     Without gradients (in `torch.no_grad()`, or if no operand requires one) the chain's kernels compute a piece; with
@@ -91,7 +94,7 @@ class Stream:
 
     def __init__(
         self,
-        bulk: Tensor | None,
+        bulk: Tensor | Transition | None,
         p0: Tensor,
         *,
         log_params: bool = False,
@@ -102,7 +105,7 @@ class Stream:
         dtype: torch.dtype | None = None,
         validate: bool = False,
     ) -> None:
-        check_stream(bulk, p0, lag, dtype)
+        check_stream(bulk, p0, lag, dtype, viterbi)
         flags = dict(log_params=log_params, viterbi=viterbi, filtered=filtered, detach=detach, validate=validate)
         for name, flag in flags.items():
             check_flag(name, flag)
@@ -127,7 +130,7 @@ class Stream:
         return state.carried.posterior().to(self._result_dtype(state))
 
     def update(
-        self, x_piece: Tensor, bulk_piece: Tensor | None = None, *, lengths: Lengths | None = None
+        self, x_piece: Tensor, bulk_piece: Tensor | Transition | None = None, *, lengths: Lengths | None = None
     ) -> StreamUpdate:
         """The log-partition, posteriors and best states after the next k variables.
 
@@ -135,7 +138,8 @@ class Stream:
             x_piece: log-potentials `[*B, k, c]` in nats; k may be another one each time, and 0. `B` stays as it is.
             bulk_piece: transition weights `[*B or ones, k or 1, c, c]`, the matrix that leads *into* each variable of
                 the piece; only where the stream has no `bulk` of its own. What leads into a sequence's first variable
-                has no influence, since no transition is before it.
+                has no influence, since no transition is before it. Or a structure of as many steps; where there is a
+                lag, all updates bring the same structure, with other parameters.
             lengths: integers from 0 to k of the shape of the first axes of `B`, or one for all: how many variables of
                 the piece each sequence has. One that has less than k has ended: nothing that comes has influence on it,
                 until `reset` starts it anew.
@@ -155,9 +159,10 @@ class Stream:
         check_transforms()
         check_tensor("x_piece", x, 2, like=self._p0)
         before = x.shape[:-2] if self._state is None else self._state.fresh.shape
-        ends = check_piece(x, bulk_piece, lengths, self._bulk, self._p0, before)
-        bulk = self._bulk if bulk_piece is None else bulk_piece
-        assert bulk is not None
+        ends = check_piece(x, bulk_piece, lengths, self._bulk, self._p0, before, self._viterbi)
+        matrices = self._bulk if bulk_piece is None else bulk_piece
+        assert matrices is not None
+        bulk: Any = with_lead(matrices, x.dim() - 1)
         k, state = x.shape[-2], State.before(x) if self._state is None else self._state
         state = state.detached() if self._detach else state
         state = state._replace(double=state.double or arithmetic_dtype(x, bulk, self._p0) == torch.float64)
@@ -166,10 +171,10 @@ class Stream:
         raw = RawPiece(
             x, bulk, self._p0, bulk_piece is None, state.fresh, state.unlinked, running, counts, self._log_params
         )
-        piece = raw.logs(each=self._lag > 0) if self._lag or self._viterbi or self._validate else None
+        piece = raw.logs(every=self._lag > 0) if self._lag or self._viterbi or self._validate else None
         if self._validate:
             assert piece is not None
-            self._check_values(piece, x, bulk)
+            check_used(piece, raw)
         dtype = self._result_dtype(state) if self._filtered else None
         carried, posteriors, messages = filtered(raw, state.carried, dtype, piece if self._lag else None, self._calls)
         over = state.over
@@ -195,7 +200,7 @@ class Stream:
             state = state._replace(window=window)
         return self._to(state, posteriors, ready, states)
 
-    def _repeated(self, x: Tensor, bulk_piece: Tensor | None, lengths: Lengths | None) -> StreamUpdate | None:
+    def _repeated(self, x: Tensor, bulk_piece: object, lengths: Lengths | None) -> StreamUpdate | None:
         """The results of `update` by one call of the C library, for a piece like the last ones; None for any other.
 
         All sequences must go on, without gradients, and only log-partition and filtered posteriors be asked for.
@@ -205,7 +210,7 @@ class Stream:
             return None
         if not isinstance(x, Tensor) or not is_plain((x,)):
             return None
-        if self._bulk is None or differentiated(x, self._bulk, self._p0, state.carried.message):
+        if not isinstance(self._bulk, Tensor) or differentiated(x, self._bulk, self._p0, state.carried.message):
             return None
         repeated, dtype = self._calls.repeated(x, self._bulk), self._result_dtype(state)
         if repeated is None or dtype != x.dtype:
@@ -228,7 +233,8 @@ class Stream:
         message, ready, states = state.carried.message, None, None
         empty = message[..., None, :][..., :0, :]
         if self._lag:
-            matrix = None if self._bulk is None else logs(self._bulk, self._log_params)
+            matrix = None if self._bulk is None else with_lead(self._bulk, message.dim())
+            matrix = None if matrix is None else each(lambda one, _: logs(one, self._log_params), matrix)
             ready = empty if state.window is None else at_the_end(state.window, matrix, self._lag)
         if self._viterbi:
             states, survivors = ended(state.survivors or Survivors.none(message))
@@ -246,7 +252,8 @@ class Stream:
     def state_dict(self) -> dict[str, Any]:
         """The state that later updates depend on, besides the arguments of the stream: tensors, numbers and flags.
 
-        A stream of the same arguments that loads it goes on with the same bits. It holds no gradients.
+        A stream of the same arguments that loads it goes on with the same bits. It holds no gradients. Where updates
+        bring structures and there is a lag, it holds one, which `torch.load` takes without `weights_only`.
         """
         return {"options": self._options(), "state": None if self._state is None else self._state.plain()}
 
@@ -285,8 +292,3 @@ class Stream:
         self._state = state
         ready = None if ready is None else ready.to(self._result_dtype(state))
         return StreamUpdate(self.log_norm, posteriors, ready, states)
-
-    def _check_values(self, piece: Piece, x: Tensor, bulk: Tensor) -> None:
-        """Raise for NaN, +inf or a negative probability in values that have influence."""
-        bulk = bulk if bulk is self._bulk else only_used(bulk, piece.linked)
-        check_values(torch.where(piece.active[..., None], x, 0.0), bulk, self._p0, self._log_params, None)

@@ -8,16 +8,22 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from .. import kernels
-from ..arguments import Lengths, as_lengths, check_float_dtype, check_tensor
+from ..arguments import Lengths, as_lengths, check_float_dtype, check_tensor, check_values
+from ..structured.answers import check_products
+from ..transitions import Transition
+from .piece import Piece, RawPiece, only_used
+from .structures import Matrices, each, parts
 
 
-def check_stream(bulk: Tensor | None, p0: Tensor, lag: object, dtype: torch.dtype | None) -> None:
+def check_stream(bulk: Matrices | None, p0: Tensor, lag: object, dtype: torch.dtype | None, viterbi: object) -> None:
     """Raise for arguments of `Stream` of a wrong kind or size."""
     check_tensor("p0", p0, 1)
     c = p0.shape[-1]
     if c < 1:
         raise ValueError(f"p0: expected at least one state [..., c], got {list(p0.shape)}")
-    if bulk is not None:
+    if isinstance(bulk, Transition):
+        _check_structure("bulk", bulk, 1, p0, viterbi)
+    elif bulk is not None:
         check_tensor("bulk", bulk, 3, like=p0)
         if bulk.shape[-3:] != (1, c, c):
             raise ValueError(
@@ -42,7 +48,13 @@ def check_transforms() -> None:
 
 
 def check_piece(
-    x: Tensor, bulk_piece: Tensor | None, lengths: Lengths | None, bulk: Tensor | None, p0: Tensor, before: torch.Size
+    x: Tensor,
+    bulk_piece: Matrices | None,
+    lengths: Lengths | None,
+    bulk: Matrices | None,
+    p0: Tensor,
+    before: torch.Size,
+    viterbi: bool,
 ) -> Tensor | None:
     """The lengths as int64 [*B], or None; raises for a piece that does not go on from a batch of shape `before`."""
     *batch, k, c = x.shape
@@ -53,9 +65,12 @@ def check_piece(
     if bulk is not None:
         if bulk_piece is not None:
             raise ValueError("bulk_piece: expected None, since the stream has a bulk of its own")
-        _check_lead("bulk", bulk, 3, x)
+        _check_leads("bulk", bulk, x)
     elif bulk_piece is None:
         raise ValueError("bulk_piece: expected a torch.Tensor, since the stream has no bulk of its own")
+    elif isinstance(bulk_piece, Transition):
+        _check_structure("bulk_piece", bulk_piece, k, x, viterbi)
+        _check_leads("bulk_piece", bulk_piece, x)
     else:
         check_tensor("bulk_piece", bulk_piece, 3, like=x)
         if bulk_piece.shape[-3] not in (1, k) or bulk_piece.shape[-2:] != (c, c):
@@ -63,7 +78,7 @@ def check_piece(
                 f"bulk_piece: expected shape [..., {k} or 1, {c}, {c}] to go with x_piece {list(x.shape)}, got"
                 f" {list(bulk_piece.shape)}"
             )
-        _check_lead("bulk_piece", bulk_piece, 3, x)
+        _check_leads("bulk_piece", bulk_piece, x)
     if lengths is None:
         return None
     lengths = lengths.to(x.device) if isinstance(lengths, Tensor) else _tensor(lengths, x)
@@ -74,6 +89,15 @@ def check_piece(
         if not 0 <= low <= high <= k:
             raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
     return ends
+
+
+def check_used(piece: Piece, raw: RawPiece) -> None:
+    """Raise for NaN, +inf or a negative probability in values that have influence."""
+    used = raw.bulk if raw.own else each(lambda one, own: only_used(one, piece.linked, own), raw.bulk)
+    x = torch.where(piece.active[..., None], raw.x, 0.0)
+    for value, own in parts(used):
+        flat = value if own == 2 else value.reshape(*value.shape[: value.dim() - own], -1, 1)
+        check_values(x, flat, raw.p0, raw.log_params, None)
 
 
 def check_mask(mask: object, fresh: Tensor | None) -> None:
@@ -98,6 +122,27 @@ def active_counts(ends: Tensor | None, over: Tensor, k: int) -> Tensor | None:
         return torch.where(over, 0, k) if gpu or over.any() else None
     counts = ends.clamp(0, k).masked_fill(over, 0)
     return counts if gpu or (counts < k).any() else None
+
+
+def _check_structure(name: str, structure: Transition, k: int, like: Tensor, viterbi: object) -> None:
+    """Raise for a structure of other states than `like` [..., c], of neither 1 nor k steps, or without best paths."""
+    if viterbi:
+        check_products(structure, name)
+    c = like.shape[-1]
+    if structure.states != c:
+        raise ValueError(f"{name}: expected {c} states, got {structure} of {structure.states}")
+    for parameter, own in parts(structure):
+        check_tensor(name, parameter, own, like=like)
+        if parameter.dim() > own and parameter.shape[-1 - own] not in (1, k):
+            expected = " or ".join(str(size) for size in sorted({1, k}, reverse=True))
+            raise ValueError(f"{name}: expected {expected} steps before the last {own} axes, got {structure}")
+
+
+def _check_leads(name: str, matrices: Matrices, x: Tensor) -> None:
+    """Raise for matrices whose batch axes do not go with the batch."""
+    for tensor, own in parts(matrices):
+        if isinstance(matrices, Tensor) or tensor.dim() > own:
+            _check_lead(name, tensor, own + 1, x)
 
 
 def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The filtered posteriors of a piece, and the forward message that it leaves to the next one.
 
-Without gradients the chain kernels compute, a block of steps at a time; with gradients torch's operations do, step by
-step.
+Without gradients the chain kernels compute, a block of steps at a time; with gradients, and for structures, torch's
+operations do, step by step.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ def filtered(
     raw: RawPiece, carried: Carried, dtype: torch.dtype | None, piece: Piece | None, calls: stretch.Calls
 ) -> Filtered:
     """The results of filtering a piece: posteriors if a `dtype` is given, messages if `piece`, its logarithms, is."""
-    if differentiated(raw.x, raw.bulk, raw.p0, carried.message):
+    if not isinstance(raw.bulk, Tensor) or differentiated(raw.x, raw.bulk, raw.p0, carried.message):
         return _by_autograd(raw, carried, dtype, raw.logs() if piece is None else piece)
     if torch.compiler.is_compiling():
         *after, posteriors, messages = _operator(*raw, *carried, dtype, piece is not None)

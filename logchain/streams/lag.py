@@ -1,12 +1,15 @@
 """Fixed-lag smoothing: posteriors of states given everything up to `lag` variables later."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from ..autograd.matmul import broadcast_log_matmul
+from ..transitions import Transition
 from .piece import Piece, posterior, shifted
+from .structures import Matrices, each, parts, steps_between, steps_of, through
 
 
 class Window(NamedTuple):
@@ -19,17 +22,19 @@ class Window(NamedTuple):
     messages: Tensor
     active: Tensor
     linked: Tensor
-    matrices: Tensor | None
+    matrices: Matrices | None
 
 
 def passed(held: Window | None, piece: Piece, messages: Tensor, one_matrix: bool, lag: int) -> tuple[Tensor, Window]:
     """The posteriors [*B, m, c] of the variables that `lag` others follow after a piece, and the new window."""
     window = Window(piece.x, messages, piece.active, piece.linked, None if one_matrix else piece.matrices)
     if held is not None:
-        window = Window._make(_joined(old, new, axis) for old, new, axis in zip(held, window, _AXES, strict=True))
+        _check_alike(held.matrices, window.matrices)
+        window = _each_field(_joined, held, window)
     waiting = window.active.shape[-1]
     ready = max(0, waiting - lag)
-    left = Window._make(_from(value, ready, axis) for value, axis in zip(window, _AXES, strict=True))
+    # copied so that the memory of those before is free
+    left = _each_field(lambda value, axis: value.narrow(axis, ready, value.shape[axis] - ready).clone(), window)
     if not ready:
         return window.x[..., :0, :], left
     matrices = piece.matrices if window.matrices is None else window.matrices
@@ -37,11 +42,14 @@ def passed(held: Window | None, piece: Piece, messages: Tensor, one_matrix: bool
     return _smoothed(whole, window.messages, lag), left
 
 
-def at_the_end(held: Window, matrices: Tensor | None, lag: int) -> Tensor:
+def at_the_end(held: Window, matrices: Matrices | None, lag: int) -> Tensor:
     """The posteriors of all variables in the window, if no others follow."""
     batch, c = held.x.shape[:-2], held.x.shape[-1]
     x, none = held.x.new_zeros(*batch, lag, c), held.active.new_zeros(*batch, lag)
-    into_nothing = x.new_zeros(lag, c, c) if matrices is None else matrices
+    into_nothing = matrices
+    if held.matrices is not None:
+        into_nothing = each(lambda one, own: one.new_zeros(lag, *one.shape[one.dim() - own :]), held.matrices)
+    assert into_nothing is not None
     nothing = Piece(x, into_nothing, x[..., 0, :], none, none, False)
     return passed(held, nothing, torch.full_like(x, -torch.inf), matrices is not None, lag)[0]
 
@@ -56,28 +64,47 @@ def _smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:
     behind = torch.zeros_like(messages[..., :size, :])
     for j in range(lag, 0, -1):
         ahead = shifted(behind + x[..., j : j + size, :])[0]
-        if piece.matrices.shape[-3] != 1:
-            before = broadcast_log_matmul(ahead[..., None, :], piece.matrices[..., j : j + size, :, :].mT)[..., 0, :]
+        if steps_of(piece.matrices) != 1:
+            before = through(ahead[..., None, :], steps_between(piece.matrices, j, j + size).mT)[..., 0, :]
         else:
-            before = broadcast_log_matmul(ahead, piece.matrix(0).mT)
+            before = through(ahead, piece.matrix(0).mT)
         # the backward message of a sequence's last variable is 0
         behind = torch.where(piece.linked[..., j : j + size, None], before, 0.0)
     return torch.where(piece.active[..., :size, None], posterior(messages[..., :size, :] + behind), 0.0)
 
 
-# the axes along which variables lie
-_AXES = -2, -2, -1, -1, -3
+def _each_field(function: Callable[..., Tensor], *windows: Window) -> Window:
+    """A window of `function(*tensors, axis)` of each tensor, `axis` being that along which variables lie."""
+    *fields, matrices = zip(*windows, strict=True)
+    found = [function(*tensors, axis) for tensors, axis in zip(fields, (-2, -2, -1, -1), strict=True)]
+    one_matrix = windows[0].matrices is None
+    into = None if one_matrix else each(lambda *tensors: function(*tensors[:-1], -1 - tensors[-1]), *matrices)
+    return Window._make([*found, into])
 
 
-def _from(value: Tensor | None, start: int, axis: int) -> Tensor | None:
-    """The entries from `start` on, copied so that the memory of those before is free."""
-    return None if value is None else value.narrow(axis, start, value.shape[axis] - start).clone()
+def _check_alike(old: Matrices | None, new: Matrices | None) -> None:
+    """Raise for structures that differ in more than parameters, whose steps cannot lie one behind the other."""
+    was, now = _kind(old), _kind(new)
+    if len(was) != len(now) or not all(map(_same, was, now)):
+        expected = f"that of the last update, {type(old).__name__}, with other parameters, since lag holds both"
+        raise ValueError(f"bulk_piece: expected {expected}, got another {type(new).__name__}")
 
 
-def _joined(old: Tensor | None, new: Tensor | None, axis: int) -> Tensor | None:
+def _kind(matrices: Matrices | None) -> list[Any]:
+    """What structures must have in common; nothing for other matrices."""
+    if not isinstance(matrices, Transition):
+        return []
+    sizes = [parameter.shape[parameter.dim() - own :] for parameter, own in parts(matrices)]
+    others = {name: value for name, value in vars(matrices).items() if name != "parameters"}
+    return [type(matrices), matrices.states, *sizes, *tree_leaves(matrices.pattern or others)]
+
+
+def _same(a: object, b: object) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+def _joined(old: Tensor, new: Tensor, axis: int) -> Tensor:
     """Both tensors, one behind the other along the axis; other axes are broadcast."""
-    if old is None or new is None:
-        return None
     dim = max(old.dim(), new.dim())
     old, new = (part[(None,) * (dim - part.dim())] for part in (old, new))
     axis += dim

@@ -13,7 +13,10 @@ from torch import Tensor
 from .. import kernels
 from ..autograd.paths import log_weight
 from ..operands import chain_of
+from ..transitions import Transition
+from ..transitions.arithmetic import BEST
 from .piece import Piece, shifted
+from .structures import Matrices
 
 # sums of messages and matrices [*B, c, columns], or log-potentials of chains to each state, in memory at a time
 _TERMS = 2**20
@@ -44,7 +47,8 @@ class Survivors(NamedTuple):
 def extended(held: Survivors, piece: Piece) -> Survivors:
     """The survivors after a piece."""
     k, c = piece.x.shape[-2:]
-    fast = c <= _FEW and k >= _LONG and piece.x.numel() > 0 and kernels.in_c(piece.x)
+    dense = isinstance(piece.matrices, Tensor)
+    fast = dense and c <= _FEW and k >= _LONG and piece.x.numel() > 0 and kernels.in_c(piece.x)
     if not fast or not piece.active.all() or not (piece.unlinked or piece.linked.all()):
         return _joined(held, piece, *_stepwise(held.message, piece))
     size = max(2, _TERMS // max(1, c * piece.x[..., 0, :].numel()))
@@ -84,6 +88,7 @@ def _to_each(message: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
     For each state there is a copy of the chain whose other last states are forbidden.
     """
     x, matrices, p0, c = piece.x, piece.matrices, piece.start, piece.x.shape[-1]
+    assert isinstance(matrices, Tensor)
     if not piece.unlinked:
         x, p0 = torch.cat([message[..., None, :], x], -2), piece.start.new_zeros(c)
     elif matrices.shape[-3] != 1:
@@ -160,9 +165,13 @@ def _best(message: Tensor) -> Tensor:
     return state.masked_fill(top == -torch.inf, -1)
 
 
-def _step(message: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _step(message: Tensor, matrix: Matrices) -> tuple[Tensor, Tensor]:
     """The largest `message(k) + matrix(k, j)` for each j [*B, c], and the lowest k with it; some columns at a time."""
     c = message.shape[-1]
+    if isinstance(matrix, Transition):  # entries are labelled with the state that they come from
+        labels = -torch.arange(c, dtype=message.dtype, device=message.device)
+        best = matrix.apply(torch.complex(message, labels.expand_as(message))[..., None, :], BEST)[..., 0, :]
+        return best.real, (-best.imag).clamp(0, c - 1).long()
     columns = max(1, min(c, _TERMS // max(1, message.numel())))
     parts = [(message[..., None] + matrix[..., j : j + columns]).max(-2) for j in range(0, c, columns)]
     return torch.cat([part.values for part in parts], -1), torch.cat([part.indices for part in parts], -1)

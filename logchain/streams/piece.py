@@ -4,7 +4,8 @@ Messages are float64 logarithms, and each step is one product in the log semirin
 each message as a constant, so that the gradient of an impossible sequence is exactly 0.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..autograd.matmul import broadcast_log_matmul, log_matmul
 from ..layout import Layout
 from ..operands import differentiated
+from .structures import Matrices, each, step_at, steps_between, through
 
 
 class Carried(NamedTuple):
@@ -56,13 +58,14 @@ class Carried(NamedTuple):
 class RawPiece(NamedTuple):
     """A piece as the caller passes it: x [*B, k, c], bulk [*Bb, k or 1, c, c] with the matrix into each variable, p0.
 
+    `bulk` may be a structure, of which nothing but `logs` is asked.
     `own`: whether bulk is the stream's own matrix. `fresh` [*B]: sequences without an earlier variable. `unlinked`:
     whether all are known to be fresh, and `running`: whether none is known to be fresh or over, both without looking at
     values. `counts` int64 [*B]: the number of variables of each sequence in the piece; None if all have k.
     """
 
     x: Tensor
-    bulk: Tensor
+    bulk: Any
     p0: Tensor
     own: bool
     fresh: Tensor
@@ -89,38 +92,42 @@ class RawPiece(NamedTuple):
         """Which sequences [*B] have no variable after the piece either."""
         return self.fresh & (self.x.shape[-2] == 0 if self.counts is None else self.counts == 0)
 
-    def logs(self, *, each: bool = False) -> "Piece":
-        """The piece in float64 logarithms; `each`: a matrix for each variable, even if the caller passed one."""
+    def logs(self, *, every: bool = False) -> "Piece":
+        """The piece in float64 logarithms; `every`: a matrix for every variable, even if the caller passed one."""
         k, active = self.x.shape[-2], self.active()
         linked = active & ~((torch.arange(k, device=active.device) == 0) & self.fresh[..., None])
-        matrices = logs(self.bulk if self.own else only_used(self.bulk, linked), self.log_params)
-        if each and not self.own:
-            matrices = matrices.expand(*matrices.shape[:-3], k, -1, -1)
+
+        def into(weights: Tensor, own: int) -> Tensor:
+            weights = logs(weights if self.own else only_used(weights, linked, own), self.log_params)
+            lead, sizes = weights.shape[: -1 - own], weights.shape[weights.dim() - own :]
+            return weights.expand(*lead, k, *sizes) if every and not self.own else weights
+
         start = logs(self.p0, self.log_params).expand(*self.x.shape[:-2], -1)
-        return Piece(self.x.double(), matrices, start, active, linked, self.unlinked)
+        return Piece(self.x.double(), each(into, self.bulk), start, active, linked, self.unlinked)
 
 
 class Piece(NamedTuple):
     """A piece in float64 logarithms: x [*B, k, c], and `matrices` [*Bb, k or 1, c, c] that lead into each variable.
 
     `start` [*B, c]: log p0. `active` [*B, k]: variables that belong to their sequence, not behind its end; `linked`
-    [*B, k]: those of them with a variable before. `unlinked`: whether no sequence has a variable before the piece.
+    [*B, k]: those of them with a variable before. `unlinked`: whether no sequence has a variable before the piece. A
+    structure's parameters [*B or ones, k or 1, *own] are logarithms too.
     """
 
     x: Tensor
-    matrices: Tensor
+    matrices: Matrices
     start: Tensor
     active: Tensor
     linked: Tensor
     unlinked: bool
 
-    def matrix(self, i: int) -> Tensor:
+    def matrix(self, i: int) -> Matrices:
         """The log-matrices [*Bb, c, c] that lead into variable i."""
-        return self.matrices[..., 0 if self.matrices.shape[-3] == 1 else i, :, :]
+        return step_at(self.matrices, i)
 
     def part(self, start: int, stop: int) -> "Piece":
         """The piece of the variables from `start` to before `stop`."""
-        matrices = self.matrices if self.matrices.shape[-3] == 1 else self.matrices[..., start:stop, :, :]
+        matrices = steps_between(self.matrices, start, stop)
         x, active, linked = self.x[..., start:stop, :], self.active[..., start:stop], self.linked[..., start:stop]
         return Piece(x, matrices, self.start, active, linked, self.unlinked and start == 0)
 
@@ -138,14 +145,14 @@ def logs(weights: Tensor, log_params: bool) -> Tensor:
     return weights.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
 
 
-def only_used(matrices: Tensor, used: Tensor) -> Tensor:
-    """The matrices [*Bb, k or 1, c, c], with 0 where no sequence uses them [*B, k]: no NaN reaches gradients."""
-    if matrices.shape[-3] != used.shape[-1]:
+def only_used(matrices: Tensor, used: Tensor, own: int) -> Tensor:
+    """The matrices [*Bb, k or 1, *own], with 0 where no sequence uses them [*B, k]: no NaN reaches gradients."""
+    if matrices.shape[-1 - own] != used.shape[-1]:
         used = used.any(-1, keepdim=True)
-    missing = used.dim() + 2 - matrices.dim()
+    missing = used.dim() + own - matrices.dim()
     shared = [axis for axis in range(used.dim()) if axis < missing or matrices.shape[axis - missing] == 1]
     used = used.any(shared, keepdim=True) if shared else used
-    return torch.where(used.reshape(used.shape[missing:])[..., None, None], matrices, 0.0)
+    return torch.where(used.reshape(used.shape[missing:])[(..., *(None,) * own)], matrices, 0.0)
 
 
 def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,19 +188,15 @@ def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
     x, shift = piece.potentials()
     if x.numel() == 0:
         return message[..., None, :].expand(*message.shape[:-1], k + 1, -1), shift.expand(*shift.shape[:-1], 2)
-    layout = Layout.of(x, piece.matrices)
+    layout, ahead_of = _stepping(piece)
     steps, active = layout.steps_first(x), layout.steps_first(piece.active[..., None])
-    lead, c = steps.shape[1:-1], steps.shape[-1]
-    grid = (*layout.grid, c)
-    matrices = layout.matrices(piece.matrices)
     message = layout.weights(message)
     messages, tops = [message], []
     for i in range(k):
         if i == 0 and piece.unlinked:
             ahead = layout.weights(piece.start)
         else:
-            matrix = matrices[0 if len(matrices) == 1 else i]
-            ahead = log_matmul(message.reshape(grid), matrix.reshape(grid[0], c, c)).view(*lead, c)
+            ahead = ahead_of(message, i)
             if i == 0:
                 linked = layout.weights(piece.linked[..., :1])
                 ahead = torch.where(linked, ahead, layout.weights(piece.start))
@@ -204,6 +207,25 @@ def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
     shifts = torch.cat([shift, torch.stack([layout.states(top) for top in tops], -2)], -1)
     by_step = torch.stack([layout.states(message) for message in messages], -2)
     return by_step, torch.where(piece.active[..., None], shifts, 0.0)
+
+
+def _stepping(piece: Piece) -> tuple[Layout, Callable[[Tensor, int], Tensor]]:
+    """The layout of a piece, and what takes a message (*lead, c) through the matrices that lead into a variable."""
+    if not isinstance(piece.matrices, Tensor):
+        order = Layout(piece.x.shape[:-2], ())
+
+        def by_structure(message: Tensor, i: int) -> Tensor:
+            return order.weights(through(order.states(message)[..., None, :], piece.matrix(i))[..., 0, :])
+
+        return order, by_structure
+    layout, c = Layout.of(piece.x, piece.matrices), piece.x.shape[-1]
+    grid, matrices = (*layout.grid, c), layout.matrices(piece.matrices)
+
+    def by_matrix(message: Tensor, i: int) -> Tensor:
+        matrix = matrices[0 if len(matrices) == 1 else i]
+        return log_matmul(message.reshape(grid), matrix.reshape(grid[0], c, c)).view(message.shape)
+
+    return layout, by_matrix
 
 
 def added(carried: Carried, term: Tensor) -> Carried:
@@ -223,10 +245,11 @@ def recovered(piece: Piece, before: Tensor, messages: Tensor) -> Tensor:
     """
     if piece.x.numel() == 0:
         return messages
+    assert isinstance(piece.matrices, Tensor)
     messages = torch.cat([before[..., None, :], messages[..., :-1, :]], -2)
     if piece.matrices.shape[-3] != 1:
         ahead = broadcast_log_matmul(messages[..., None, :], piece.matrices)[..., 0, :]
     else:
-        ahead = broadcast_log_matmul(messages, piece.matrix(0))
+        ahead = through(messages, piece.matrix(0))
     ahead = torch.where(piece.linked[..., None], ahead, piece.start[..., None, :])
     return torch.where(piece.active[..., None], shifted(ahead + piece.potentials()[0])[0], -torch.inf)

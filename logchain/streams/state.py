@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..transitions import Transition
 from .lag import Window
 from .paths import Survivors
 from .piece import Carried
@@ -54,7 +55,7 @@ class State(NamedTuple):
         return detached
 
     def plain(self) -> dict[str, Any]:
-        """A copy as dictionaries of tensors, bools and None, which `torch.load` takes with `weights_only`."""
+        """A copy as dictionaries of tensors, bools, None and a structure if one waits for the lag."""
         fields: dict[str, Any] = _mapped(lambda tensor: tensor.detach().clone(), self)._asdict()
         return fields | {name: fields[name]._asdict() for name in _PARTS if fields[name] is not None}
 
@@ -71,7 +72,9 @@ def _contiguous_copy(tensor: Tensor) -> Tensor:
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The value with all tensors in it changed, also those in tuples."""
+    """The value with all tensors in it changed, also those in tuples, and the parameters of structures."""
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, Transition):
+        return value.map(change)
     return type(value)(*(_mapped(change, part) for part in value)) if isinstance(value, tuple) else value

@@ -55,7 +55,7 @@ def forward_backward(question: Question) -> tuple[Tensor, Tensor, Tensor]:
 def viterbi(question: Question) -> tuple[Tensor, Tensor]:
     """The best path and its log-weight."""
     operands = question.operands
-    _check_products(operands.transition)
+    check_products(operands.transition)
     states, unknown = paths.best_paths(operands)
     score = paths.log_weight(operands, states).masked_fill(unknown, math.nan)
     return question.by_row(states), score.to(operands.dtype)
@@ -64,7 +64,7 @@ def viterbi(question: Question) -> tuple[Tensor, Tensor]:
 def topk_paths(question: Question, k: int) -> tuple[Tensor, Tensor]:
     """The k best paths and their log-weights, in falling order."""
     operands = question.operands
-    _check_products(operands.transition)
+    check_products(operands.transition)
     states, unknown = topk.topk_paths(operands, k)
     scores = paths.log_weight(operands, states.movedim(-2, 0)).movedim(0, -1)
     scores = scores.masked_fill(unknown[..., None], math.nan)
@@ -108,13 +108,13 @@ def check(question: Question) -> None:
         check_values(x, flat, p0, log_params, ends)
 
 
-def _check_products(transition: Transition) -> None:
+def check_products(transition: Transition, argument: str = "bulk") -> None:
     """Raise TypeError for a structure whose entries are sums."""
     if transition.sums:
         name = type(transition).__name__
         raise TypeError(
-            f"bulk: expected a structure whose entries are products, got {name}: its entries are sums, through which "
-            f"there is no best path. Pass {name}.to_dense(), of c^2 numbers, for the best path of states"
+            f"{argument}: expected a structure whose entries are products, got {name}: its entries are sums, through "
+            f"which there is no best path. Pass {name}.to_dense(), of c^2 numbers, for the best path of states"
         )
 
 
