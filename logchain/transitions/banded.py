@@ -77,7 +77,8 @@ class Banded(Transition):
     @property
     def mT(self) -> "Banded":
         """The transposed matrices: `P[j, j - offset]` stands in column j - offset of the band of -offset."""
-        index = (torch.arange(self.states, device=self.device) + torch.tensor(self.offsets)[:, None]) % self.states
+        offsets = torch.tensor(self.offsets, device=self.device)
+        index = (torch.arange(self.states, device=self.device) + offsets[:, None]) % self.states
         values = self.values.gather(-1, index.expand_as(self.values))
         return Banded(values, [-offset for offset in self.offsets])
 

@@ -3,13 +3,16 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..arguments import check_tensor
 from .arithmetic import LINEAR, LOG, Arithmetic
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Transition(ABC):
@@ -95,18 +98,18 @@ class Transition(ABC):
         some = self.map(lambda weight: (weight > 0).log().to(torch.float64))
         return some.apply(reached.to(torch.float64).log(), LOG) > -torch.inf
 
-    def with_parameters(self, *parameters: Tensor) -> Self:
+    def with_parameters(self, *parameters: Tensor) -> "Self":
         """The same structure with other parameters, which may have other leading axes."""
         other: Self = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.parameters = parameters
         return other
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Self":
         """The same structure with a function applied to each parameter."""
         return self.with_parameters(*map(function, self.parameters))
 
-    def to(self, *args: Any, **options: Any) -> Self:
+    def to(self, *args: Any, **options: Any) -> "Self":
         """The same structure with parameters on another device or of another dtype; arguments as of `Tensor.to`."""
         return self.map(lambda parameter: parameter.to(*args, **options))
 
