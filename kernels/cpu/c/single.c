@@ -1,6 +1,7 @@
 /* The loops in float32. */
 #define BITS 32
 #include "bands_backward.h"
+#include "bands_backward.h"
 #include "call.h"
 #include "fold.h"
 #include "matmul.h"
