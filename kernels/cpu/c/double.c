@@ -1,7 +1,6 @@
 /* The loops in float64. */
 #define BITS 64
 #include "bands_backward.h"
-#include "bands_backward.h"
 #include "call.h"
 #include "entropy.h"
 #include "fold.h"

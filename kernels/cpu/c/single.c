@@ -1,7 +1,6 @@
 /* The loops in float32. */
 #define BITS 32
 #include "bands_backward.h"
-#include "bands_backward.h"
 #include "call.h"
 #include "fold.h"
 #include "matmul.h"
