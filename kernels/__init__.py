@@ -176,7 +176,4 @@ def structured_kernels(chain: Structured) -> ModuleType | None:
     """The module of `forward` and `backward` of bands, arcs or products of factors; None for any other structure."""
     kinds = {tuple: "bands", Arcs: "arcs", Factors: "factors"}
     kind = kinds.get(type(chain.pattern))
-    try:
-        return None if kind is None else _module(kind, chain.x)
-    except ModuleNotFoundError:
-        return None
+    return None if kind is None else _module(kind, chain.x)

@@ -1,5 +1,6 @@
 /* The loops in float64. */
 #define BITS 64
+#include "arcs_backward.h"
 #include "bands_backward.h"
 #include "call.h"
 #include "entropy.h"
@@ -7,3 +8,4 @@
 #include "matmul.h"
 #include "sample.h"
 #include "stretch.h"
+#include "passes.h"

@@ -1,8 +1,10 @@
 /* The loops in float32. */
 #define BITS 32
+#include "arcs_backward.h"
 #include "bands_backward.h"
 #include "call.h"
 #include "fold.h"
 #include "matmul.h"
 #include "sample.h"
 #include "stretch.h"
+#include "passes.h"

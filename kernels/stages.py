@@ -1,0 +1,97 @@
+"""Messages through the factors of a product of matrices, stage by stage, in any semiring.
+
+A stage maps rows along one axis of a message's grid by matrices, see `Stage`: with a block axis, those of block i are
+mapped by matrix i. As operands of a matrix product, a message (g, m, c) is (g, blocks or 1, rows, in), and a parameter
+(g or 1, blocks or 1, in, out).
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .structured import Factors, Stage
+
+Binary = Callable[[Tensor, Tensor], Tensor]
+
+
+def through(
+    message: Tensor, parameters: Sequence[Tensor], pattern: Factors, matmul: Binary, plus: Binary, times: Binary
+) -> Tensor:
+    """A message (g, m, c) times the product of the factors, each (g or 1, *own), plus the diagonal."""
+    after = message
+    for stage, parameter in zip(pattern.stages, parameters, strict=False):
+        after = mapped(after, parameter, stage, matmul)
+    return plus(after, times(message, parameters[-1][:, None])) if pattern.diagonal else after
+
+
+def mapped(message: Tensor, parameter: Tensor, stage: Stage, matmul: Binary) -> Tensor:
+    """A message (g, m, c) behind one stage."""
+    return from_rows(matmul(to_rows(message, stage), matrices(parameter, stage)), stage, message.shape[1])
+
+
+def transposed(pattern: Factors, parameters: Sequence[Tensor]) -> tuple[Factors, list[Tensor]]:
+    """The pattern and the parameters of the transposed product."""
+    count = len(pattern.stages)
+    stages = tuple(turned(*one) for one in zip(pattern.stages, parameters, strict=False))[::-1]
+    return Factors(stages, pattern.diagonal), [*parameters[:count][::-1], *parameters[count:]]
+
+
+def turned(stage: Stage, parameter: Tensor) -> Stage:
+    """The stage of the transposed matrices, which leads back."""
+    grid = leaving_grid(stage, parameter)
+    block = None if stage.block is None else stage.order.index(stage.block)
+    back = tuple(stage.order.index(axis) for axis in range(len(grid)))
+    return Stage(grid, block, stage.order.index(stage.contracted), not stage.transposed, back)
+
+
+def leaving_grid(stage: Stage, parameter: Tensor) -> tuple[int, ...]:
+    """The sizes of the grid behind a stage."""
+    sizes = list(stage.axes)
+    sizes[stage.contracted] = parameter.shape[-2 if stage.transposed else -1]
+    return tuple(sizes[axis] for axis in stage.order)
+
+
+def matrices(parameter: Tensor, stage: Stage) -> Tensor:
+    """A parameter (*lead, *own) as matrices (*lead, blocks or 1, in, out)."""
+    oriented = parameter.mT if stage.transposed else parameter
+    return oriented.unsqueeze(-3) if stage.block is None else oriented
+
+
+def own_shape(gradient: Tensor, stage: Stage) -> Tensor:
+    """Matrices (*lead, blocks or 1, in, out) as a parameter (*lead, *own)."""
+    oriented = gradient.squeeze(-3) if stage.block is None else gradient
+    return oriented.mT if stage.transposed else oriented
+
+
+def _order(stage: Stage) -> list[int]:
+    """The axes of (m, *grid) as rows have them: the block's, m, the others, the contracted one."""
+    mapped_axes = [axis for axis in (stage.block, stage.contracted) if axis is not None]
+    others = [1 + axis for axis in range(len(stage.axes)) if axis not in mapped_axes]
+    return [*(1 + axis for axis in mapped_axes[:-1]), 0, *others, 1 + stage.contracted]
+
+
+def to_rows(message: Tensor, stage: Stage) -> Tensor:
+    """A message (g, m, c) in front of a stage as rows (g, blocks or 1, rows, in)."""
+    g, m, _ = message.shape
+    grid = message.reshape(g, m, *stage.axes).permute(0, *(1 + axis for axis in _order(stage)))
+    blocks = 1 if stage.block is None else stage.axes[stage.block]
+    return grid.reshape(g, blocks, -1, stage.axes[stage.contracted])
+
+
+def from_rows(rows: Tensor, stage: Stage, m: int) -> Tensor:
+    """Rows (g, blocks or 1, rows, out) behind a stage as a message (g, m, c)."""
+    order, sizes = _order(stage), [m, *stage.axes]
+    sizes[1 + stage.contracted] = rows.shape[-1]
+    grid = rows.reshape(len(rows), *(sizes[axis] for axis in order))
+    leaving = [0, *(1 + axis for axis in stage.order)]  # axes of (m, *grid) as they leave
+    return grid.permute(0, *(1 + order.index(axis) for axis in leaving)).flatten(2)
+
+
+def rows_behind(message: Tensor, stage: Stage, parameter: Tensor) -> Tensor:
+    """A message (g, m, c) behind a stage as the rows (g, blocks or 1, rows, out) of `from_rows`."""
+    g, m, _ = message.shape
+    sizes = list(stage.axes)
+    sizes[stage.contracted] = parameter.shape[-2 if stage.transposed else -1]
+    grid = message.reshape(g, m, *(sizes[axis] for axis in stage.order))
+    back = [2 + stage.order.index(axis) for axis in range(len(sizes))]
+    return to_rows(grid.permute(0, 1, *back).flatten(2), stage._replace(axes=tuple(sizes)))
