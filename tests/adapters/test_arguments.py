@@ -44,6 +44,56 @@ from logchain import adapters
         (lambda: crf_mask([[True]]), ValueError, r"mask: expected shape \[1, 3\], got \[1, 1\]"),
         (lambda: crf_mask([[True, False, True]]), ValueError, "mask: .* hole"),
         (lambda: crf_mask([[False, False, False]]), ValueError, "mask: .* at least one"),
+        (
+            lambda: ctc(log_probs=torch.zeros(2, 3, 4, 5)),
+            ValueError,
+            r"log_probs: expected \[T, N, C\] .* got \[2, 3, 4",
+        ),
+        (lambda: ctc(targets=[[1]]), TypeError, "targets: expected a torch.Tensor, got list"),
+        (lambda: ctc(targets=torch.zeros(2, 3)), TypeError, "targets: expected integers, got float32"),
+        (lambda: ctc(targets=torch.ones(1, 2, 3).long()), ValueError, r"targets: expected \[N, S\] .* got \[1, 2, 3\]"),
+        (
+            lambda: ctc(targets=torch.tensor([[1, 4, 0], [1, 1, 1]])),
+            ValueError,
+            "targets: .* 0 to C - 1 = 3, got 0 to 4",
+        ),
+        (lambda: ctc(targets=torch.ones(5).long()), ValueError, "target_lengths: expected a sum of 5 labels, got 4"),
+        (lambda: ctc(target_lengths=(1, 4)), ValueError, "target_lengths: expected numbers from 0 to 3, got 1 to 4"),
+        (lambda: ctc(target_lengths=(1,)), ValueError, "target_lengths: expected 2 to go with targets, got 1"),
+        (
+            lambda: ctc(targets=torch.ones(1, 3).long(), target_lengths=1),
+            ValueError,
+            "target_lengths: expected 2 .* got 1",
+        ),
+        (lambda: ctc(input_lengths=(5, 0)), ValueError, "input_lengths: expected numbers from 1 to 5, got 0 to 5"),
+        (lambda: ctc(input_lengths=(5,)), ValueError, r"input_lengths: expected 2 to go with .*\[5, 2, 4\], got 1"),
+        (lambda: ctc(input_lengths=[[5, 5]]), ValueError, r"input_lengths: .* each sequence, got shape \[1, 2\]"),
+        (lambda: ctc(input_lengths="55"), TypeError, "input_lengths: expected integers, got '55'"),
+        (lambda: ctc(input_lengths=(5.0, 5.0)), TypeError, "input_lengths: expected integers, got float32"),
+        (lambda: ctc(blank=4), ValueError, "blank: expected a class from 0 to C - 1 = 3, got 4"),
+        (lambda: ctc(blank=0.0), TypeError, "blank: expected an integer, got 0.0"),
+        (lambda: labels([[1.0]]), TypeError, "states: expected integers, got float32"),
+        (lambda: labels([[1], [1], [1]]), ValueError, r"states: expected \[..., 2, T\] .* got \[3, 1\]"),
+        (lambda: arcs([[0, 1, 4]]), ValueError, r"arcs: .* to C - 1 = 3, got \[0, 1, 4\] as arc 0"),
+        (
+            lambda: arcs([[0, 1, 2], [0, 1, -1]], torch.zeros(2)),
+            ValueError,
+            r"arcs: .* 0 to .* got \[0, 1, -1\] as arc 1",
+        ),
+        (
+            lambda: arcs([[0, 1, 2]]),
+            ValueError,
+            "final: expected final log-weights where no arc has label -1, got None",
+        ),
+        (lambda: arcs([[0, 1, -1]]), ValueError, "arcs: expected a label from 0 on, got -1 on every arc"),
+        (lambda: arcs([0, 1, 2]), ValueError, r"arcs: expected \[arcs, 3\], at least one, got \[3\]"),
+        (lambda: arcs([[0, 3, 2]], torch.zeros(3)), ValueError, r"final: expected \[states\], at least 4, got \[3\]"),
+        (lambda: arcs([[0, 1, 2]], torch.zeros(2), "0"), TypeError, "start: expected an integer, got '0'"),
+        (lambda: adapters.openfst_arcs("0 1 2 0.5\n0 1 0"), ValueError, "text: expected no epsilon arc .* got '0 1 0'"),
+        (lambda: adapters.openfst_arcs("0 1 2 3 0.5"), ValueError, "text: expected lines .* got '0 1 2 3 0.5'"),
+        (lambda: adapters.openfst_arcs("0 1 a 0.5"), ValueError, "text: expected lines .* got '0 1 a 0.5'"),
+        (lambda: adapters.openfst_arcs("0 1 -1"), ValueError, "text: expected lines .* got '0 1 -1'"),
+        (lambda: adapters.openfst_arcs(" \n0"), ValueError, "text: expected at least one arc"),
         (lambda: adapters.from_statsmodels(1), TypeError, "results: .*without order, regime_transition"),
     ],
 )
@@ -68,6 +118,19 @@ def layer():
 
 def crf_mask(mask):
     return adapters.from_pytorch_crf(layer(), torch.zeros(1, 3, 2), torch.tensor(mask))
+
+
+def ctc(**others):
+    usual = {"log_probs": torch.zeros(5, 2, 4), "targets": torch.ones(2, 3, dtype=torch.int64)}
+    return adapters.from_ctc(**{**usual, "input_lengths": (5, 5), "target_lengths": (3, 1), **others})
+
+
+def labels(states):
+    return adapters.ctc_labels(torch.tensor(states), torch.ones(2, 3, dtype=torch.int64), (3, 1))
+
+
+def arcs(rows, *others):
+    return adapters.from_arcs(torch.zeros(5, 4), torch.tensor(rows), torch.zeros(len(rows)), *others)
 
 
 class Flat:

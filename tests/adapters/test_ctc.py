@@ -1,0 +1,165 @@
+"""`adapters.from_ctc` gives torch's CTC loss, its gradients, and alignments; all alignments are counted where few."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn.functional import ctc_loss
+
+import logchain
+from logchain import adapters
+from tests.adapted import NATS, SHARE, distance, gradients, normal, seeded
+from tests.contract import assert_values, gradient_bound, value_bound
+
+F32, F64 = torch.float32, torch.float64
+
+# repeated labels, one target that needs all of its frames, one that needs more, none, and one label in one frame
+FRAMES, LABELS = [20, 20, 12, 9, 20, 1], [8, 4, 8, 8, 0, 1]
+TARGETS = [
+    [3, 3, 3, 1, 2, 2, 5, 4],
+    [1, 2, 1, 2, 99, -7, 99, 0],  # what lies behind an end is not read
+    [1, 1, 2, 2, 3, 3, 4, 4],
+    [1, 1, 2, 2, 3, 3, 4, 4],
+    [0, 0, 0, 0, 0, 0, 0, 0],
+    [5, 0, 0, 0, 0, 0, 0, 0],
+]
+TOGETHER = [label for row, count in zip(TARGETS, LABELS, strict=True) for label in row[:count]]
+
+
+def loss(log_probs, *others):
+    return -logchain.product(**adapters.from_ctc(log_probs, *others)._asdict())
+
+
+def alignments(frames, classes, target, blank):
+    """All sequences of classes that are a target once repetitions and then blanks are taken out."""
+    for labels in itertools.product(range(classes), repeat=frames):
+        if [label for label, _ in itertools.groupby(labels) if label != blank] == target:
+            yield list(labels)
+
+
+@pytest.mark.parametrize("targets", [TARGETS, TOGETHER], ids=["padded", "together"])
+@pytest.mark.parametrize("kind", [torch.tensor, tuple])
+def test_values_and_gradients_are_those_of_torch(kind, targets):
+    leaf = normal(20, 6, 7).requires_grad_()
+    args = leaf.log_softmax(-1), torch.tensor(targets), kind(FRAMES), kind(LABELS)
+    ours, theirs = loss(*args), ctc_loss(*args, reduction="none")
+    assert ours[3] == theirs[3] == math.inf
+    possible = torch.tensor([0, 1, 2, 4, 5])
+    assert distance(ours[possible], theirs[possible]) <= NATS
+    with_zero = ctc_loss(*args, reduction="none", zero_infinity=True)
+    for mine, other in gradients([leaf], ours[possible], with_zero):
+        assert distance(mine, other) <= SHARE
+
+
+@pytest.mark.parametrize("blank", [0, 2, 5])
+def test_another_blank(blank):
+    leaf = normal(9, 2, 6).requires_grad_()
+    labels = torch.tensor([[1, 3, 3], [4, 1, 1]])
+    args = leaf.log_softmax(-1), labels, (9, 7), (3, 2), blank
+    ours, theirs = loss(*args), ctc_loss(*args, reduction="none")
+    assert distance(ours, theirs) <= NATS
+    for mine, other in gradients([leaf], ours, theirs):
+        assert distance(mine, other) <= SHARE
+
+
+@pytest.mark.parametrize("lengths", [(5, 2), (torch.tensor(4), torch.tensor(2)), ([5], [1])], ids=str)
+def test_one_sequence_without_an_axis(lengths):
+    log_probs, labels = normal(5, 3).log_softmax(-1), torch.tensor([1, 1])
+    ours = adapters.from_ctc(log_probs, labels, *lengths)
+    assert ours.x.shape == (5, 5) and ours.lengths.shape == ()
+    frames, count = (int(torch.as_tensor(length)) for length in lengths)
+    theirs = ctc_loss(log_probs, labels[:count], torch.tensor(frames), torch.tensor(count), reduction="none")
+    assert distance(-logchain.product(**ours._asdict()), theirs) <= NATS
+
+
+def test_no_labels_at_all():
+    log_probs = normal(5, 2, 3)
+    for labels in (torch.zeros(2, 0, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)):
+        assert distance(loss(log_probs, labels, (5, 3), (0, 0)), -log_probs[:, :, 0].cumsum(0)[[4, 2], [0, 1]]) <= NATS
+
+
+@pytest.mark.parametrize("target", [[1], [2, 2], [2, 1, 2]], ids=str)
+def test_all_alignments_are_counted(target):
+    frames, classes, blank = 5, 3, 0
+    leaf = normal(frames, classes).requires_grad_()  # no log-probabilities
+    every = torch.tensor(list(alignments(frames, classes, target, blank)))
+    weights = leaf[torch.arange(frames), every].sum(-1)
+    arguments = adapters.from_ctc(leaf, torch.tensor(target), frames, len(target))
+    ours, truth = logchain.product(**arguments._asdict()), weights.logsumexp(0)
+    assert distance(ours, truth) <= NATS
+    direction = normal(frames, classes, seed=1)
+    both = [torch.autograd.grad(value, leaf, create_graph=True)[0] for value in (ours, truth)]
+    assert distance(*both) <= SHARE
+    second = [torch.autograd.grad((grad * direction).sum(), leaf)[0] for grad in both]
+    assert distance(*second) <= 10 * SHARE
+    # alignments are paths, one to one
+    best = logchain.viterbi(**arguments._asdict())
+    assert distance(best.score, weights.max()) <= NATS
+    labels = adapters.ctc_labels(best.states, torch.tensor(target), len(target))
+    assert labels.tolist() == every[weights.argmax()].tolist()
+    paths = logchain.topk_paths(**arguments._asdict(), k=len(every) + 1)
+    assert distance(paths.scores[:-1], weights.sort(descending=True).values) <= NATS
+    assert paths.scores[-1] == -math.inf
+
+
+def test_what_is_impossible_has_gradient_zero():
+    leaf = normal(6, 3, 4).requires_grad_()
+    forbidden = torch.zeros(6, 3, 4, dtype=torch.bool)
+    forbidden[2, 0, 1] = forbidden[:, 1, 2] = True
+    log_probs = leaf.masked_fill(forbidden, -math.inf)
+    log_probs.retain_grad()
+    ours = loss(log_probs, torch.tensor([[1, 3], [2, 3], [1, 1]]), (6, 6, 2), (2, 2, 2))
+    assert ours.isfinite().tolist() == [True, False, False]
+    ours.sum().backward()
+    assert (log_probs.grad[:, 1:] == 0).all() and log_probs.grad[2, 0, 1] == 0
+    assert distance(-log_probs.grad[:, 0].sum(-1), [1.0] * 6) <= SHARE
+
+
+@pytest.mark.parametrize("kind", ["random", "sharp"])
+def test_float32_keeps_the_contract(kind):
+    frames, n, classes, count = 100, 2, 20, 25
+    logits = normal(frames, n, classes, dtype=F32) * (30 if kind == "sharp" else 1)
+    labels = torch.randint(1, classes, (n, count), generator=seeded(1))
+    found = {}
+    for dtype in (F32, F64):
+        leaf = logits.log_softmax(-1).to(dtype).requires_grad_()
+        value = loss(leaf, labels, (frames,) * n, (count,) * n)
+        found[dtype] = value.detach(), -torch.autograd.grad(value.sum(), leaf)[0]
+    (ours, mine), (truth, exact) = found[F32], (each.numpy() for each in found[F64])
+    assert ours.dtype == mine.dtype == F32
+    bands = 3  # a state is a sum of so many
+    assert_values(ours, truth, value_bound(truth, frames, bands, dtype=F32))
+    # a class is the sum of at most all states
+    assert (abs(mine.numpy() - exact) <= gradient_bound(exact, frames, 2 * count + 1, dtype=F32)).all()
+
+
+def test_labels_of_alignments():
+    log_probs = normal(20, 6, 7).log_softmax(-1)
+    arguments = adapters.from_ctc(log_probs, torch.tensor(TARGETS), FRAMES, LABELS)._asdict()
+    drawn = logchain.sample(**arguments, num_samples=2, generator=seeded())
+    states = torch.cat([logchain.viterbi(**arguments).states[None], drawn])
+    labels = adapters.ctc_labels(states, torch.tensor(TARGETS), LABELS)
+    assert labels.equal(adapters.ctc_labels(states, torch.tensor(TOGETHER), LABELS))
+    for rows in labels.tolist():
+        for row, frames, target, count in zip(rows, FRAMES, TARGETS, LABELS, strict=True):
+            aligned = [] if frames == 9 else target[:count]  # that one is impossible
+            assert [label for label, _ in itertools.groupby(row) if label > 0] == aligned
+            assert row[frames:] == [-1] * (20 - frames)
+            assert (-1 in row[:frames]) == (frames == 9)
+
+
+def test_gradients_of_layouts():
+    """log_probs that are transposed, and of bfloat16."""
+    leaf = normal(2, 9, 4).requires_grad_()
+    labels = torch.tensor([[1, 3], [2, 2]])
+    ours = loss(leaf.transpose(0, 1), labels, (9, 9), (2, 2))
+    same = loss(leaf.transpose(0, 1).contiguous(), labels, (9, 9), (2, 2))
+    assert ours.tolist() == same.tolist()
+    for mine, other in gradients([leaf], ours, same):
+        assert mine.tolist() == other.tolist()
+    half = leaf.detach().transpose(0, 1).bfloat16().requires_grad_()
+    value = loss(half, labels, (9, 9), (2, 2))
+    assert value.dtype == F32 and distance(value, loss(half.double(), labels, (9, 9), (2, 2))) <= 1e-5
+    value.sum().backward()
+    assert half.grad.dtype == torch.bfloat16 and distance(-half.grad.float().sum(-1), torch.ones(9, 2)) <= 0.02
