@@ -136,9 +136,11 @@ class _Potentials(torch.autograd.Function):
 
     @staticmethod
     def forward(log_probs: Tensor, labels: Tensor, blank: int, last: Tensor, additions: Tensor) -> Tensor:
-        classes = _classes(labels, blank)
-        x = log_probs.gather(2, classes.expand(len(log_probs), -1, -1))
-        x[last, torch.arange(len(labels), device=x.device)] += additions
+        frames, n, classes = log_probs.shape
+        row = torch.arange(n, device=log_probs.device)
+        index = _classes(labels, blank) + classes * row[:, None]
+        x = log_probs.reshape(frames, -1).index_select(1, index.flatten()).view(frames, n, -1)
+        x[last, row] += additions
         return x.transpose(0, 1)
 
     @staticmethod
@@ -151,7 +153,7 @@ class _Potentials(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (labels,), (n, frames, _) = ctx.saved_tensors, grad.shape
         grads = grad.new_zeros(n, frames, ctx.classes)
-        grads = grads.scatter_add(2, labels[:, None].expand(-1, frames, -1), grad[..., 1::2])
+        grads.scatter_add_(2, labels[:, None].expand(-1, frames, -1), grad[..., 1::2])
         grads[..., ctx.blank] += grad[..., 0::2].sum(-1)
         return grads.transpose(0, 1), None, None, None, None
 
