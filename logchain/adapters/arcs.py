@@ -60,7 +60,7 @@ def from_arcs(
         ValueError: sizes do not go together, a state or a label is out of range, or no arc has a label; arcs are named.
 
     Cost: a transition for each arc and each label that enters the state it leads from: as many as arcs where each state
-    is entered by one label. They are sorted once a call; `arguments._replace(x=...)` takes other frames.
+    is entered by one label. Arcs are sorted in each call.
 
     Source: M. Mohri, F. Pereira and M. Riley, "Weighted finite-state transducers in speech recognition", 2002.
 
