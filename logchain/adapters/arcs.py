@@ -77,7 +77,7 @@ def from_arcs(
     inside = arcs[:, 2] >= 0
     source, target, label = arcs[inside].unbind(1)
     if final is None:  # arcs with label -1 end a path
-        final = LOG.sum_at(scores[~inside], arcs[~inside, 0], int(arcs.max()) + 1)
+        final = LOG.sum_at(scores[~inside], arcs[~inside, 0], int(arcs[:, :2].max()) + 1)
     pairs, pair = torch.unique(target * classes + label, return_inverse=True)
     c, target, label = len(pairs), pairs // classes, pairs % classes  # of each state (c)
     merged, arc = torch.unique(source * c + pair, return_inverse=True)
@@ -95,6 +95,7 @@ def from_arcs(
     # frames of all sequences one behind the other
     device = log_probs.device
     x = log_probs.reshape(-1, classes).index_select(1, label.to(device))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     last = torch.arange(1, math.prod(batch) + 1, device=device) * frames - 1
     ends = None if lengths is None else as_lengths(lengths, log_probs)
     if ends is not None:
@@ -114,7 +115,7 @@ def openfst_arcs(text: str) -> Acceptor:
             numbers. The first line begins with the first state; what is not said costs 0.
 
     Returns:
-        The arguments of `from_arcs` behind its first, costs in float64.
+        The arguments of `from_arcs` behind its first, of torch's default dtype.
 
     Raises:
         ValueError: a line is another, or an arc's label is 0: epsilon, which takes no frame. Remove these before by
@@ -150,9 +151,9 @@ def openfst_arcs(text: str) -> Acceptor:
     if not rows:
         raise ValueError("text: expected at least one arc, got none")
     arcs = torch.tensor(rows)
-    final = torch.full((max(int(arcs[:, :2].max()), *ends) + 1,), -math.inf, dtype=torch.float64)
-    final[list(ends)] = torch.tensor(list(ends.values()), dtype=torch.float64)
-    return Acceptor(arcs, 0.0 - torch.tensor(costs, dtype=torch.float64), final, int(lines[0][0]))
+    final = torch.full((max(int(arcs[:, :2].max()), *ends) + 1,), -math.inf)
+    final[list(ends)] = torch.tensor(list(ends.values()))
+    return Acceptor(arcs, 0.0 - torch.tensor(costs), final, int(lines[0][0]))
 
 
 def _checked(
