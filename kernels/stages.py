@@ -1,8 +1,8 @@
 """Messages through the factors of a product of matrices, stage by stage, in any semiring.
 
 A stage maps rows along one axis of a message's grid by matrices, see `Stage`: with a block axis, those of block i are
-mapped by matrix i. As operands of a matrix product, a message (g, m, c) is (g, blocks or 1, rows, in), and a parameter
-(g or 1, blocks or 1, in, out).
+mapped by matrix i. As operands of a matrix product, a message (*lead, m, c) is (*lead, blocks or 1, rows, in), and a
+parameter (*lead or ones, blocks or 1, in, out).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ Binary = Callable[[Tensor, Tensor], Tensor]
 def through(
     message: Tensor, parameters: Sequence[Tensor], pattern: Factors, matmul: Binary, plus: Binary, times: Binary
 ) -> Tensor:
-    """A message (g, m, c) times the product of the factors, each (g or 1, *own), plus the diagonal."""
+    """A message (*lead, m, c) times the product of the factors, each (*lead or ones, *own), plus the diagonal."""
     after = message
     for stage, parameter in zip(pattern.stages, parameters, strict=False):
         after = mapped(after, parameter, stage, matmul)
-    return plus(after, times(message, parameters[-1][:, None])) if pattern.diagonal else after
+    return plus(after, times(message, parameters[-1][..., None, :])) if pattern.diagonal else after
 
 
 def mapped(message: Tensor, parameter: Tensor, stage: Stage, matmul: Binary) -> Tensor:
-    """A message (g, m, c) behind one stage."""
-    return from_rows(matmul(to_rows(message, stage), matrices(parameter, stage)), stage, message.shape[1])
+    """A message (*lead, m, c) behind one stage."""
+    return from_rows(matmul(to_rows(message, stage), matrices(parameter, stage)), stage, message.shape[-2])
 
 
 def transposed(pattern: Factors, parameters: Sequence[Tensor]) -> tuple[Factors, list[Tensor]]:
@@ -71,20 +71,23 @@ def _order(stage: Stage) -> list[int]:
 
 
 def to_rows(message: Tensor, stage: Stage) -> Tensor:
-    """A message (g, m, c) in front of a stage as rows (g, blocks or 1, rows, in)."""
-    g, m, _ = message.shape
-    grid = message.reshape(g, m, *stage.axes).permute(0, *(1 + axis for axis in _order(stage)))
+    """A message (*lead, m, c) in front of a stage as rows (*lead, blocks or 1, rows, in)."""
+    *lead, m, _ = message.shape
+    grid = message.reshape(*lead, m, *stage.axes)
+    grid = grid.permute(*range(len(lead)), *(len(lead) + axis for axis in _order(stage)))
     blocks = 1 if stage.block is None else stage.axes[stage.block]
-    return grid.reshape(g, blocks, -1, stage.axes[stage.contracted])
+    return grid.reshape(*lead, blocks, -1, stage.axes[stage.contracted])
 
 
 def from_rows(rows: Tensor, stage: Stage, m: int) -> Tensor:
-    """Rows (g, blocks or 1, rows, out) behind a stage as a message (g, m, c)."""
+    """Rows (*lead, blocks or 1, rows, out) behind a stage as a message (*lead, m, c)."""
     order, sizes = _order(stage), [m, *stage.axes]
     sizes[1 + stage.contracted] = rows.shape[-1]
-    grid = rows.reshape(len(rows), *(sizes[axis] for axis in order))
+    *lead, _, _, _ = rows.shape
+    grid = rows.reshape(*lead, *(sizes[axis] for axis in order))
     leaving = [0, *(1 + axis for axis in stage.order)]  # axes of (m, *grid) as they leave
-    return grid.permute(0, *(1 + order.index(axis) for axis in leaving)).flatten(2)
+    grid = grid.permute(*range(len(lead)), *(len(lead) + order.index(axis) for axis in leaving))
+    return grid.flatten(len(lead) + 1)
 
 
 def rows_behind(message: Tensor, stage: Stage, parameter: Tensor) -> Tensor:
