@@ -64,7 +64,8 @@ def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False)
     *batch, v, c = x.shape
     if v < 1 or c < 1:
         raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
-    check_sizes("bulk", bulk, (*batch_sizes(batch, bulk.dim() - 3), (1, v - 1), (c,), (c,)), x, steps=bulk.dim() - 3)
+    lead = batch_sizes(batch, bulk.dim() - 3)
+    check_sizes("bulk", bulk, (*lead, (1, v - 1), (c,), (c,)), x, steps=len(lead))
     check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
 
 

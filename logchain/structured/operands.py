@@ -73,7 +73,7 @@ def check_operands(
         with_steps = parameter.unsqueeze(0) if parameter.dim() == own else parameter
         axes = with_steps.dim() - own - 1
         lead = *batch_sizes(batch, axes), (1, v - 1)
-        check_sizes("bulk", with_steps, (*lead, *((size,) for size in parameter.shape[-own:])), x, steps=axes)
+        check_sizes("bulk", with_steps, (*lead, *((size,) for size in parameter.shape[-own:])), x, steps=len(lead) - 1)
         parameters.append(with_steps[(None,) * (len(batch) - axes)])
     check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
     check_flag("log_params", log_params)
