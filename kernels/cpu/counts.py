@@ -17,8 +17,9 @@ from .rows import Rows
 # SPARE of c/scale.h: what enters backward is larger by 2^SPARE
 SPARE = {torch.float32: 30, torch.float64: 64}
 
-# rows and steps of a product, and how many products are added up in the arithmetic's dtype
-_ROWS, _STEPS, _ADDED = 128, 16, 16
+# rows of a product, in at most so many steps: sums of blocks lie in cache, those of a large factor should be added up
+# rarely; and how many products are added up in the arithmetic's dtype
+_ROWS, _ROWS_OF_BLOCKS, _STEPS, _ADDED = 128, 32, 16, 16
 
 
 class Counts:
@@ -34,7 +35,8 @@ class Counts:
         self._rows, self._scaled, self._products = rows, scaled, 0
         each = any(len(one) > 1 for one in scaled.values)
         together = rows.sets.g == 1 or (rows.sets.g == n and all(link.before == 1 for link in rows.forth))
-        self.together = max(1, min(_STEPS, _ROWS // n)) if together and not each else 1
+        wanted = _ROWS_OF_BLOCKS if all(link.blocks for link in rows.forth) else _ROWS
+        self.together = max(1, min(_STEPS, wanted // n)) if together and not each else 1
         self._sums = [one.new_zeros(one.shape[1:], dtype=dtype) for one in scaled.values]
         self._grads = [
             one.new_zeros(one.shape, dtype=dtype if len(one) > 1 else torch.float64) for one in scaled.values

@@ -149,6 +149,39 @@ def test_a_backward_message_that_underflows_alone(room, log, steps):
     assert not check(room, replace(chain, parameters=(parameters,), p0=p0, log_params=log)).redone
 
 
+# x of two states on their own, weights of the second into each step, and whether `forward` must recompute
+RARE = {
+    "raised emissions": ([[0, -600], [0, -700], [-INF, 0]], [1, 1], True),
+    "a sum that the last raised emission may change": ([[0, -658], [-2000, 0]], [1], True),
+    "a product that is 0": ([[0, -620], [0, -664], [0, 0], [-INF, 0]], [1, 2.0**-125, 1], True),
+    "a weight that is lost": ([[0, 0], [-INF, 0]], [1e-44], True),
+    "the largest that a double holds": ([[0, -620], [-600, 0], [-INF, 0]], [1, 1], False),
+}
+
+
+@ROOMS
+@WITH_LOGS
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("rare", RARE, ids=str)
+def test_paths_far_below_others(room, log, dtype, rare):
+    rows, weights, redone = RARE[rare]
+    chain = uniform(([0, 1], [0, 1]), 2, len(rows), dtype=dtype)
+    parameter = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1).to(dtype)
+    parameters, p0 = (parameter.log(), chain.p0.log()) if log else (parameter, chain.p0)
+    x = torch.tensor(rows, dtype=dtype)
+    walk = check(room, replace(chain, x=x, parameters=(parameters,), p0=p0, log_params=log))
+    assert room is plain or walk.redone == redone or (rare == "a weight that is lost" and dtype == F64)
+
+
+@ROOMS
+def test_a_message_that_leads_nowhere(room):
+    """State 0 has nearly all of each message and no arc that leaves."""
+    chain = uniform(([1, 1], [0, 1]), 2, 4)
+    parameter, x = torch.tensor([[1.0, 2.0**-120]]), torch.tensor([[0.0, -650.0]]).repeat(4, 1)
+    x[3] = torch.tensor([-INF, 0.0])
+    assert not check(room, replace(chain, x=x, parameters=(parameter,))).redone
+
+
 @ROOMS
 @WITH_LOGS
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])

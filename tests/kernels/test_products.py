@@ -45,13 +45,23 @@ def kronecker(*sizes: int) -> Kind:
 
 KINDS = {
     "low_rank": low_rank(11, 3),
-    "low_rank_only": low_rank(17, 2, False),
+    "low_rank_only": low_rank(9, 2, False),
     "block_diagonal": block_diagonal(3, 5),
     "monarch": monarch(4, 6, 8),
     "kronecker": kronecker(3, 2),
     "kronecker3": kronecker(2, 3, 2),
     "one_state": low_rank(1, 1),
 }
+
+
+# every kind on a CPU, and those that differ most in log space
+CASES = pytest.mark.parametrize(
+    ("room", "kind"),
+    [
+        *(pytest.param(cpu, kind, id=f"cpu-{name}") for name, kind in KINDS.items()),
+        *(pytest.param(plain, KINDS[name], id=f"plain-{name}") for name in ("low_rank", "monarch", "kronecker3")),
+    ],
+)
 
 
 def total(terms: torch.Tensor, dim: int) -> torch.Tensor:
@@ -118,7 +128,7 @@ def draw(
     kind: Kind,
     batch=(3,),
     own=None,
-    v=6,
+    v=5,
     steps=1,
     dtype=torch.float32,
     log=False,
@@ -174,18 +184,16 @@ def check(room, chain: Structured, near: float | None = None) -> Walk:
     return walk
 
 
-@ROOMS
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@CASES
 @pytest.mark.parametrize(
     ("batch", "own", "steps", "log"),
     [
-        ((3,), None, 1, False),
         ((2, 3), (2, 1), 1, True),
-        ((3, 2), (1, 2), 5, False),
+        ((3, 2), (1, 2), 4, False),
         ((3,), (3,), 1, True),
-        ((), (), 5, True),
+        ((), (), 4, True),
     ],
-    ids=["shared", "sets", "steps", "own", "no_batch"],
+    ids=["sets", "steps", "own", "no_batch"],
 )
 def test_kinds(room, kind, batch, own, steps, log):
     dtype = torch.float64 if steps > 1 else torch.float32
@@ -200,7 +208,7 @@ def test_parameters_of_some_are_own(kind, log):
     first, *rest = draw(kind, (2, 3), (1, 3), log=log, seed=1).parameters
     check(cpu, replaced(chain, parameters=(first, *(one[:, :1] for one in rest))))
     check(cpu, replaced(chain, parameters=(chain.parameters[0], *rest)))
-    steps = draw(kind, (2, 3), (2, 1), log=log, steps=5, seed=2).parameters
+    steps = draw(kind, (2, 3), (2, 1), log=log, steps=4, seed=2).parameters
     check(cpu, replaced(chain, parameters=(steps[0], *rest)))
     far = chain.parameters[0] - 200 if log else chain.parameters[0] * 1e-30
     check(cpu, replaced(chain, parameters=(far, *(one[:, :1] for one in rest))), near=1e-4)
@@ -231,7 +239,7 @@ def test_layouts(room):
     kind = KINDS["monarch"]
     chain = draw(kind, (2, 3), (2, 1))
     expected = room.forward(chain, False).log_norm
-    x = torch.empty(6, kind.c, 2, 3).permute(2, 3, 0, 1).copy_(chain.x)
+    x = torch.empty(chain.v, kind.c, 2, 3).permute(2, 3, 0, 1).copy_(chain.x)
     p0 = chain.p0.new_full((2, 3, 2 * kind.c), torch.nan)[..., ::2].copy_(chain.p0)
     turned = tuple(one.mT.contiguous().mT for one in chain.parameters)
     assert torch.allclose(room.forward(replaced(chain, x=x, p0=p0, parameters=turned), False).log_norm, expected)
@@ -247,8 +255,7 @@ def test_half_operands_are_computed_in_float32(room):
     check(room, replaced(chain, x=half[0], p0=half[1], parameters=tuple(half[2:])))
 
 
-@ROOMS
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@CASES
 @pytest.mark.parametrize("far", [1e-30, 1e25])
 def test_parameters_far_from_one(room, kind, far):
     chain = draw(kind)
@@ -259,8 +266,7 @@ def test_parameters_far_from_one(room, kind, far):
     check(room, replaced(logs, parameters=tuple(shifted)), near=3e-3)
 
 
-@ROOMS
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@CASES
 @pytest.mark.parametrize("scale", [30.0, 1e4])
 def test_emissions_of_any_size(room, kind, scale):
     check(room, draw(kind, scale=scale, seed=2), near=1e-3 if scale > 1e3 else 1e-5)
@@ -281,12 +287,11 @@ def sparse(chain: Structured, share: float, seed: int) -> Structured:
     )
 
 
-@ROOMS
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@CASES
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_zeros_are_exact(room, kind, share):
-    for seed in range(4):
-        chain = sparse(draw(kind, (3, 2), (3, 1), seed=seed, log=seed % 2 > 0, ends=seed > 1), share, seed)
+    for seed in range(2):
+        chain = sparse(draw(kind, (3, 2), (3, 1), seed=seed, log=seed > 0, ends=seed > 0), share, seed)
         check(room, chain)
 
 
@@ -304,9 +309,9 @@ def spread(chain: Structured, by: float, seed: int) -> Structured:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_what_underflows_is_found(kind):
     redone = 0
-    for seed in range(12):
-        log, by = seed % 2 > 0, (20.0, 60.0, 85.0)[seed % 3]
-        chain = draw(kind, scale=(1.0, 40.0)[seed // 6], log=log, seed=seed)
+    for seed in range(6):
+        log, by = seed % 2 > 0, (20.0, 60.0, 75.0)[seed % 3]
+        chain = draw(kind, scale=(1.0, 40.0)[seed // 3], log=log, seed=seed)
         chain = spread(chain, by * (50 if log else 1), seed)
         chain = sparse(chain, 0.3, seed) if seed % 4 > 1 else chain
         redone += int(check(cpu, chain, near=3e-3 if log else 1e-4).redone.sum())
@@ -326,6 +331,11 @@ def test_a_sum_that_underflows_to_zero():
     # zeros that are no path are no reason to compute again
     x = [[0.0, 0, -INF], [0.0, 0, 0], [0.0, -1, 0]]
     assert not check(cpu, given(low_rank(3, 2, False), [left, right], x, [1.0, 1, 1])).redone.any()
+
+
+def test_emissions_far_below_others_that_matter_later():
+    x = [[0.0, -200], [-INF, 0], [0.0, 0]]
+    assert check(cpu, given(block_diagonal(2, 1), [[[[1.0]], [[1.0]]]], x, [1.0, 1]), near=1e-5).redone.all()
 
 
 def test_last_emissions_far_below_that_of_a_state_without_path():

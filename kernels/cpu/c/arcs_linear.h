@@ -16,8 +16,8 @@
 #pragma once
 #include "arcs_counts.h"
 
-/* Sums from 2^(FULL - FAINTEST + SAFE) to 2^FULL times emissions are normal doubles, and so is the largest S over a Z of
-   2^-MOST_OF_SHARE. */
+/* Sums from 2^(FULL - FAINTEST + SAFE) to 2^FULL times emissions are normal doubles, and the largest S over a Z of at
+   least 2^-MOST_OF_SHARE is finite. */
 enum { FULL = 900, FAINTEST = 960, SAFE = 55, MOST_OF_SHARE = 100 };
 #define LOG_FAINTEST (-FAINTEST * 0.69314718055994531)
 
@@ -87,8 +87,10 @@ INLINE int64_t power_to_full(double most) {
     return power > 1000 ? 1000 : power;
 }
 
-/* No more than the least entry that emit_message writes, for the least sum. */
+/* No more than the least entry that emit_message writes, for the least sum; and whether its product with a weight may
+   be no normal number. */
 INLINE double least_emitted(double sum, int64_t power) { return sum * double_power(power) * double_power(-FAINTEST); }
+INLINE int may_underflow(double least, const Weights *w) { return least * w->least < 0x1p-1022; }
 
 /* S from its sums U, times 2^power; whether an emission was raised. */
 INLINE int emit_message(int64_t c, const double *sums, const real *x, double top, int64_t power, double *to) {
@@ -158,7 +160,7 @@ static int walk_arcs(ArcWalk *w, int64_t q, Sum *log_norm) {
         if (step > 0) {
             weights_into(a, q, step, &w->weights, &w->set);
             if (w->weights.bad) return ARCS_NAN;
-            if (w->weights.lost || least * w->weights.least < 0x1p-1022) return ARCS_LOSSY;
+            if (w->weights.lost || may_underflow(least, &w->weights)) return ARCS_LOSSY;
             for (int64_t j = 0; j < c && step == 1; j++) w->sums[j] = 0;
             sum_over_arcs(&w->weights, message, w->sums);
             exponent += w->weights.exponent;
@@ -174,7 +176,7 @@ static int walk_arcs(ArcWalk *w, int64_t q, Sum *log_norm) {
         add(log_norm, seen.top), exponent -= power;
     }
     for (int64_t j = 0; j < c && !lost; j++) sum += message[j];
-    if (lost || (raised && sum < least_trusted(c))) return ARCS_LOSSY;
+    if (lost) return ARCS_LOSSY;
     double part = mantissa(sum, &below);
     if (sum == 0) *log_norm = (Sum){-__builtin_inf(), 0};
     else add_exponent(log_norm, exponent + below), add(log_norm, logarithm(part));
@@ -255,8 +257,7 @@ static int64_t walk_arcs_backward(ArcBack *b, int64_t q) {
         int64_t power = power_to_full(seen.most);
         for (int64_t j = 0; j < c; j++) b->source[j] = kept[j] == 0 ? 0 : b->backward[j];
         emit_message(c, b->source, arc_x_at(a, q, step), seen.top, power, b->source);
-        if (seen.least * double_power(power) < least_trusted(1)) return step;
-        if (least_emitted(seen.least, power) * b->to.weights.least < 0x1p-1022) return step;
+        if (may_underflow(least_emitted(seen.least, power), &b->to.weights)) return step;
         share.exponent += (int64_t)a->powers[q * a->steps + step] + b->to.weights.exponent - power;
         if (share.exponent > MOST_OF_SHARE) return step;
         kept = arc_message_at(a, q, step - 1);
