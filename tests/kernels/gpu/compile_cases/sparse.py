@@ -39,9 +39,8 @@ def cases(target: str) -> list[Case]:
         # the launches of parts of a chain are alike
         found.update((one.name, one) for one in made)
 
-    for module in (bands, arcs):
-        case(module, 300, lengths=True, log_params=True)
-        case(module, 2048, each=True)
-        case(module, 10_000, dtype=F64, log_params=True)
-        case(module, 1000, half=True, by_log=True)
+    case(bands, 300, lengths=True, log_params=True)
+    case(bands, 2048, each=True)
+    case(arcs, 1000, half=True, by_log=True)
+    case(arcs, 10_000, dtype=F64, log_params=True)
     return [*found.values()]
