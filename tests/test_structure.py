@@ -48,7 +48,7 @@ def room_of(path: Path) -> str:
 MODULES = [
     ["checks", "em", "masked_sequences", "parameters", "stationary"],
     ["fitting", "log_weights"],
-    ["emissions"],
+    ["emissions", "transitions"],
     ["layers", "potentials"],
     ["circuit"],
     ["chain_circuit", "hmm", "hmmlearn_models", "linear_chain_crf", "tree_circuit"],

@@ -1,5 +1,6 @@
 """Modules that hold parameters and call the library: hidden Markov models, conditional random fields, circuits."""
 
+from . import transitions
 from .chain_circuit import ChainCircuit
 from .circuit import Circuit, Completion
 from .em import em_step
@@ -48,4 +49,5 @@ __all__ = [
     "TuckerLayer",
     "em_step",
     "fit",
+    "transitions",
 ]

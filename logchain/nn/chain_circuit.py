@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..product import product
 from ..sample import sample
+from ..transitions import Transition
 from ..viterbi import Path, viterbi
 from .circuit import Circuit
 from .emissions.input_layer import InputLayer
@@ -25,11 +26,14 @@ class ChainCircuit(Circuit):
         input: "categorical", "bernoulli", "binomial" or "gaussian", or an `InputLayer` with units `[t, v, c]`.
         num_categories: K, for categorical variables.
         total_count: number of trials, for binomial variables.
+        transition: a module of `logchain.nn.transitions`, such as `Monarch`, with `lead=(t, v - 1)`, or 1 in the place
+            of either for weights that are shared; or any whose call returns a structure of `logchain.transitions` of
+            logarithms. By default each step of each repetition has a trained matrix.
         generator: the source of randomness for the initial parameters.
 
     Attributes:
         input: the input layer.
-        bulk: `LogWeights` `[t, v-1, c, c]`, `[from, to]`.
+        bulk: `LogWeights` `[t, v-1, c, c]`, `[from, to]`, or the module given as `transition`.
         p0: `LogWeights` `[t, c]`.
         mixing: `LogWeights` `[t]`.
 
@@ -40,8 +44,9 @@ class ChainCircuit(Circuit):
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together.
 
-    Cost: `t v c^2` multiply-adds a data point, twice that for gradients, and the memory of `logchain.product`. Sampling
-    and the most probable explanation cost what `logchain.sample` and `logchain.viterbi` do.
+    Cost: `t v c^2` multiply-adds a data point, or what a structure says, twice that for gradients, and the memory of
+    `logchain.product`. Sampling and the most probable explanation cost what `logchain.sample` and `logchain.viterbi`
+    do; the latter needs a structure that has best paths, which `LowRank` has not.
 
     Source: a chain of sum layers as a probabilistic circuit: Y. Choi, A. Vergari and G. Van den Broeck, "Probabilistic
     circuits" (2020).
@@ -82,11 +87,16 @@ class ChainCircuit(Circuit):
         *,
         num_categories: int | None = None,
         total_count: int | None = None,
+        transition: torch.nn.Module | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         t, v, c = num_repetitions, num_variables, num_states
         super().__init__(input, (t, v, c), num_categories, total_count, generator)
-        self.bulk = LogWeights(t, v - 1, c, c, generator=generator)
+        if transition is None:
+            transition = LogWeights(t, v - 1, c, c, generator=generator)
+        elif not isinstance(transition, torch.nn.Module):
+            raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
+        self.bulk = transition
         self.p0 = LogWeights(t, c, generator=generator)
 
     def components(self, x: Tensor) -> Tensor:
@@ -103,6 +113,7 @@ class ChainCircuit(Circuit):
         """Paths drawn from the posterior of each repetition's chain."""
         return sample(x, *self._weights(), num_samples, generator=generator)
 
-    def _weights(self) -> tuple[Tensor, Tensor]:
+    def _weights(self) -> tuple[Tensor | Transition, Tensor]:
         # probabilities: from logarithms the product would take exponentials in each of its passes
-        return self.bulk().exp(), self.p0().exp()
+        bulk = self.bulk()
+        return bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp(), self.p0().exp()

@@ -11,14 +11,24 @@ from ..arguments import Lengths
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
+from ..transitions import Transition
 from ..viterbi import Path, viterbi
 from .checks import check_count
 from .emissions.input_layer import InputLayer
 from .emissions.named import emission_of
 from .fitting import Fit, Optimiser, fit, frozen
 from .log_weights import LogWeights
-from .potentials import check_transitions, fill, in_batch, over, potentials, transitions, where_known
-from .stationary import stationary
+from .potentials import (
+    check_transitions,
+    fill,
+    in_batch,
+    over,
+    potentials,
+    stationary_start,
+    transitions,
+    where_known,
+)
+from .transitions.weights import TransitionWeights
 
 
 class Sample(NamedTuple):
@@ -41,8 +51,9 @@ class HMM(torch.nn.Module):
         covariance: "diagonal" or "full", for "gaussian".
         initial: "free" for trained initial probabilities; "stationary" for the stationary distribution of the
             transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`.
-        transition: a module that maps covariates to logits `[*B or less, v-1 or 1, c, c]` (`[from, to]`). By default
-            one trained matrix serves all steps.
+        transition: a module of `logchain.nn.transitions`, such as `Banded`; or one that maps covariates to logits
+            `[*B or less, v-1 or 1, c, c]` (`[from, to]`), or to a structure of `logchain.transitions` whose parameters
+            are logarithms. By default one trained matrix serves all steps.
         num_steps: the largest v, for a trained matrix at each step.
         generator: the source of randomness for the initial parameters.
 
@@ -112,11 +123,9 @@ class HMM(torch.nn.Module):
         bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
         if self.initial is not None:
             return ChainArguments(x, bulk, self.initial(), True, ends)
-        if bulk.shape[-3] != 1:
-            raise ValueError(f"initial: expected 'free' with {bulk.shape[-3]} transition matrices, got 'stationary'")
-        # probabilities: the logarithm of a state that is never visited would have no gradient
-        p0 = stationary(bulk[..., 0, :, :].double().exp())
-        return ChainArguments(x, bulk.exp(), p0.to(bulk.dtype), False, ends)
+        p0 = stationary_start(bulk)
+        weights = bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp()
+        return ChainArguments(x, weights, p0.to(bulk.dtype), False, ends)
 
     def log_prob(
         self,
@@ -201,8 +210,9 @@ class HMM(torch.nn.Module):
             raise TypeError(f"emission: expected an InputLayer to sample from, got {type(emission).__name__}")
         check_count("num_steps", num_steps)
         bulk = transitions(self.transition, (num_steps, self.num_states), None, covariates, self.num_steps)
-        nothing = torch.zeros(*bulk.shape[:-3], num_steps, self.num_states, device=bulk.device)
-        initial = stationary(bulk[..., 0, :, :].double().exp()).log() if self.initial is None else self.initial()
+        lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
+        nothing = torch.zeros(*lead[:-1], num_steps, self.num_states, device=bulk.device)
+        initial = stationary_start(bulk).log() if self.initial is None else self.initial()
         states = draw_paths(nothing, bulk, initial, num_samples, generator=generator, log_params=True)
         of_each = over(states, states.shape + emission.units[:-1])
         return Sample(states, emission.draw(of_each, generator))
@@ -220,7 +230,7 @@ class HMM(torch.nn.Module):
         """Draw trained parameters anew: probabilities uniformly over the simplex, emissions at places in the data."""
         with frozen(self):
             for weights in (self.initial, self.transition):
-                if isinstance(weights, LogWeights):
+                if isinstance(weights, LogWeights | TransitionWeights):
                     weights.reset_parameters(generator)
             if isinstance(self.emission, InputLayer) and any(p.requires_grad for p in self.emission.parameters()):
                 known, _ = where_known(self.emission, data, observed, lengths)

@@ -50,13 +50,21 @@ class LogWeights(torch.nn.Module):
 
     def forward(self) -> Tensor:
         """The logarithms `[*shape]`."""
-        return torch.log_softmax(arithmetic(self.logits), self.dim)
+        return self.normalised(arithmetic(self.logits))
+
+    def normalised(self, logits: Tensor) -> Tensor:
+        """Logarithms of weights that sum to 1."""
+        return torch.log_softmax(logits, self.dim)
+
+    def sums(self, weights: Tensor) -> Tensor:
+        """The sums of which each weight is a part, of a shape that broadcasts with that of the weights."""
+        return weights.sum(self.dim, keepdim=True)
 
     @torch.no_grad()
     def set(self, probabilities: Tensor) -> None:
         """Set the weights to probabilities, which are normalised and broadcast to the shape."""
         probabilities = broadcast("probabilities", probabilities, self.logits.shape)
-        total = probabilities.sum(self.dim)
+        total = self.sums(probabilities)
         if not ((probabilities >= 0).all() and (total > 0).all() and total.isfinite().all()):
             raise ValueError("probabilities: expected non-negative numbers with a finite, positive sum along the axis")
         self.logits.copy_(probabilities.log())
@@ -72,8 +80,8 @@ class LogWeights(torch.nn.Module):
         `step`: the part of the way to them, in probabilities.
         """
         counts = statistics + self.prior_count
-        total = counts.sum(self.dim, keepdim=True)
-        shares, before = counts / total, torch.softmax(self.logits.double(), self.dim)
+        total = self.sums(counts)
+        shares, before = counts / total, self.normalised(self.logits.double()).exp()
         shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)
         self.logits.copy_(shares.log())
 

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from ..arguments import Lengths, as_lengths, check_choice, check_is_tensor
+from ..transitions import Transition
 from .checks import check_count, check_mask
 from .emissions.input_layer import InputLayer
 from .log_weights import LogWeights
 from .parameters import arithmetic
+from .stationary import stationary
+from .transitions.weights import TransitionWeights
 
 
 def potentials(
@@ -50,19 +53,35 @@ def check_transitions(initial: object, transition: object, num_steps: object) ->
 
 def transitions(
     transition: Any, shape: Sequence[int], ends: Tensor | None, covariates: Tensor | None, num_steps: int | None
-) -> Tensor:
-    """Log-probabilities `[*B or less, v-1 or 1, c, c]` of transitions, for log-potentials of a shape `[*B, v, c]`."""
+) -> Tensor | Transition:
+    """Log-probabilities `[*B or less, v-1 or 1, c, c]` of transitions, for log-potentials of a shape `[*B, v, c]`.
+
+    Or a structure of such.
+    """
     *batch, v, _ = shape
-    if isinstance(transition, LogWeights):
+    if isinstance(transition, LogWeights | TransitionWeights):
         if covariates is not None:
             raise ValueError("covariates: expected None without a transition module")
         if num_steps is not None and v > num_steps:
             raise ValueError(f"data: expected at most {num_steps} steps, got {v}")
-        logs: Tensor = transition()
+        logs: Tensor | Transition = transition()
+        if isinstance(logs, Transition):
+            return logs
         return logs if num_steps is None else logs[: v - 1]
     if covariates is not None and ends is not None and covariates.shape[: len(batch) + 1] == (*batch, v - 1):
         covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
-    return torch.log_softmax(arithmetic(transition(covariates)), -1)
+    found = transition(covariates)
+    return found if isinstance(found, Transition) else torch.log_softmax(arithmetic(found), -1)
+
+
+def stationary_start(logs: Tensor | Transition) -> Tensor:
+    """The stationary distribution `[*B or less, c]` of one matrix for all steps, in float64."""
+    lead = logs.lead if isinstance(logs, Transition) else logs.shape[:-2]
+    if lead and lead[-1] != 1:
+        raise ValueError(f"initial: expected 'free' with {lead[-1]} transition matrices, got 'stationary'")
+    dense = logs.to_dense(log_params=True) if isinstance(logs, Transition) else logs
+    # probabilities: the logarithm of a state that is never visited would have no gradient
+    return stationary((dense[..., 0, :, :] if lead else dense).double().exp())
 
 
 def where_known(

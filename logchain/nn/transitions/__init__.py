@@ -1,0 +1,6 @@
+"""Modules whose trained parameters are the factors of a structured transition matrix."""
+
+from .arcs import Banded, Sparse
+from .products import BlockDiagonal, Kronecker, LowRank, Monarch
+
+__all__ = ["Banded", "BlockDiagonal", "Kronecker", "LowRank", "Monarch", "Sparse"]

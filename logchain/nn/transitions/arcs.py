@@ -1,0 +1,149 @@
+"""Trained weights of transitions that are not zero: on a few diagonals, or the arcs of a graph."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ... import transitions as structures
+from ..checks import check_count
+from ..parameters import broadcast
+from .weights import ArcWeights, TransitionWeights
+
+
+class Banded(TransitionWeights):
+    r"""`logchain.transitions.Banded` whose weights of the bands out of each state are a softmax: rows sum to 1.
+
+    Args:
+        num_states: c.
+        offsets: the diagonal of each band, different integers from -(c-1) to c-1; some band leads out of every state.
+        lead: sizes of axes before those of the bands: steps, or repetitions and steps. () is one matrix for all steps.
+        prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
+        generator: the source of randomness for the initial weights, uniform over the simplex.
+
+    Attributes:
+        weights: `LogWeights` `[*lead, arcs]`: those values of a band that have a source state, band by band.
+
+    Call: `()` to the structure, with values `[*lead, bands, c]` in nats.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an offset is out of range or occurs twice, or no band leads out of some state.
+
+    Cost: `bands c` exponentials; in a chain, see `logchain.transitions.Banded`.
+
+    >>> transition = Banded(3, [0, 1])
+    >>> transition.set(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]))
+    >>> transition().to_dense(log_params=True).exp()
+    tensor([[0.9000, 0.1000, 0.0000],
+            [0.0000, 0.8000, 0.2000],
+            [0.0000, 0.0000, 1.0000]], grad_fn=<ExpBackward0>)
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        offsets: Sequence[int],
+        *,
+        lead: tuple[int, ...] = (),
+        prior_count: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("num_states", num_states)
+        check_count("lead", *lead)
+        self.offsets = structures.Banded(torch.zeros(len(offsets), num_states), offsets).offsets
+        sources = torch.arange(num_states) - torch.tensor(self.offsets)[:, None]  # (bands, c)
+        inside = (sources >= 0) & (sources < num_states)
+        _check_sources("offsets", sources[inside], num_states)
+        self.register_buffer("places", inside.flatten().nonzero()[:, 0], persistent=False)
+        self.num_states = num_states
+        self.weights = ArcWeights(sources[inside], num_states, lead, prior_count, generator)
+
+    def forward(self) -> structures.Banded:
+        """The structure, of logarithms."""
+        logs = self.weights()
+        bands = logs.new_full((*logs.shape[:-1], len(self.offsets) * self.num_states), -torch.inf)
+        bands = bands.index_copy(-1, cast(Tensor, self.places), logs)
+        return structures.Banded(bands.unflatten(-1, (-1, self.num_states)), self.offsets)
+
+    def set(self, values: Tensor) -> None:
+        """Set the weights to probabilities, laid out as those of `logchain.transitions.Banded`, and normalised."""
+        shape = (*self.weights.logits.shape[:-1], len(self.offsets), self.num_states)
+        values = broadcast("values", values, torch.Size(shape)).flatten(-2)
+        self.weights.set(values[..., cast(Tensor, self.places)])
+
+
+class Sparse(TransitionWeights):
+    r"""`logchain.transitions.Sparse` whose weights of the arcs out of each state are a softmax: rows sum to 1.
+
+    What is no arc is impossible, and stays so; the weights of arcs are trained.
+
+    Args:
+        indices: integers `[2, arcs]`, the state that each arc leads from and the one that it leads to. Some arc leads
+            out of every state, and no pair occurs twice.
+        num_states: c; by default one more than the largest index.
+        lead: sizes of axes before that of the arcs: steps, or repetitions and steps. () is one matrix for all steps.
+        prior_count: added to expected counts by expectation maximisation, see `LogWeights`.
+        generator: the source of randomness for the initial weights, uniform over the simplex.
+
+    Attributes:
+        weights: `LogWeights` `[*lead, arcs]`, in the order of the indices.
+
+    Call: `()` to the structure, with values `[*lead, arcs]` in nats.
+
+    Durations (a semi-Markov model): a hidden Markov model stays in a state for a geometric number of steps. For any
+    other distribution over 1..D steps, a state becomes a chain of D counting states that share its emission. Number d
+    is the (d+1)-th step of the stay: from it, arcs lead to the next one, and to the first counting states of others.
+    With the probability `q_d / (q_d + q_{d+1} + ...)` for leaving, the stay takes d steps with probability `q_d`.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an index is out of range, a pair occurs twice, or no arc leads out of some state.
+
+    Cost: `arcs` exponentials; in a chain, see `logchain.transitions.Sparse`.
+
+    >>> transition = Sparse(torch.tensor([[0, 0, 1], [0, 1, 1]]))
+    >>> transition.set(torch.tensor([0.75, 0.25, 1.0]))
+    >>> transition().to_dense(log_params=True).exp()
+    tensor([[0.7500, 0.2500],
+            [0.0000, 1.0000]], grad_fn=<ExpBackward0>)
+    """
+
+    def __init__(
+        self,
+        indices: Tensor,
+        num_states: int | None = None,
+        *,
+        lead: tuple[int, ...] = (),
+        prior_count: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("lead", *lead)
+        arcs = indices.shape[-1] if isinstance(indices, Tensor) and indices.dim() else 1
+        # arcs are sorted once; this structure has no parameters
+        self._structure = structures.Sparse(indices, torch.zeros(arcs), num_states).with_parameters()
+        self.num_states, indices = self._structure.states, self._structure.indices
+        _check_sources("indices", indices[0], self.num_states)
+        self.register_buffer("indices", indices)
+        self.weights = ArcWeights(indices[0], self.num_states, lead, prior_count, generator)
+
+    def forward(self) -> structures.Sparse:
+        """The structure, of logarithms."""
+        logs, indices = self.weights(), cast(Tensor, self.indices)
+        if self._structure.indices.device != indices.device:
+            self._structure = structures.Sparse(indices, logs.detach(), self.num_states).with_parameters()
+        return self._structure.with_parameters(logs)
+
+    def set(self, values: Tensor) -> None:
+        """Set the weights of arcs to probabilities, in the order of the indices, which are normalised."""
+        self.weights.set(values)
+
+
+def _check_sources(name: str, sources: Tensor, num_states: int) -> None:
+    """Check that something leads out of every state."""
+    ends = torch.bincount(sources, minlength=num_states) == 0
+    if bool(ends.any()):
+        raise ValueError(f"{name}: expected to lead out of every state, got none out of {int(ends.int().argmax())}")
