@@ -171,6 +171,24 @@ def test_a_prior_keeps_zeros_of_the_graph_and_no_others():
     assert ((dense(hmm.transition) > 1e-3) == np.array(POSSIBLE["sparse"], bool)).all()
 
 
+def test_weights_of_arcs_move_a_part_of_the_way_and_stay_where_nothing_is_counted():
+    module = transitions.Sparse(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]])).double()
+    module.set(torch.tensor([0.4, 0.6, 0.3, 0.7], dtype=F64))
+    nn.em_step(module, [lambda: 3 * module().values[0] + module().values[1]], step=0.5)
+    close(module().values.exp(), [0.575, 0.425, 0.3, 0.7])
+    with pytest.raises(ValueError, match="probabilities: expected non-negative numbers with a .* positive sum"):
+        module.set(torch.tensor([0.5, 0.5, 0.0, 0.0]))
+
+
+@KINDS
+def test_initialising_draws_the_weights_anew(kind):
+    hmm = hmm_of(kind)
+    first, second = (
+        hmm.initialise(categories(5, V), generator=seeded(seed)) or dense(hmm.transition) for seed in (1, 2)
+    )
+    assert (first != second).any()
+
+
 @pytest.mark.parametrize("kind", ["banded", "monarch"])
 def test_a_matrix_for_each_step(kind):
     hmm, data = hmm_of(kind, lead=(V - 1,)), categories(5, V)
@@ -226,44 +244,6 @@ def test_a_module_may_return_any_structure():
     assert report.log_likelihood > report.history[0] and (hmm.transition.slope != before).all()
     with pytest.raises(ValueError, match="method: expected 'gradient' .* got 'em' with transition.slope"):
         hmm.fit(data, covariates=covariates)
-
-
-@pytest.mark.parametrize("lead", [(), (2,)])
-def test_a_stay_takes_as_many_steps_as_its_distribution_says(lead):
-    """Counting states: a state's stay of d steps has probability q_d."""
-    lasts = np.array([[0.1, 0.2, 0.7], [0.5, 0.0, 0.5]])
-    transition = transitions.Sparse(*duration_arcs(2, 3), lead=lead).double()
-    leaves = lasts / lasts[:, ::-1].cumsum(1)[:, ::-1]
-    transition.set(torch.from_numpy(np.concatenate([1 - leaves[:, :-1].flatten(), leaves.flatten()])))
-    matrix = dense(transition).reshape(-1, 6, 6)[0]
-    for state in range(2):
-        start, other = 3 * state, [3, 4, 5] if state == 0 else [0, 1, 2]
-        stays = np.eye(6)[start]
-        for steps in range(3):
-            after = stays @ matrix
-            np.testing.assert_allclose(after[other].sum(), lasts[state, steps], atol=1e-15)
-            assert after[other[1:]].sum() == 0
-            stays = np.where(np.isin(np.arange(6), other), 0, after)
-        assert stays.sum() == pytest.approx(0, abs=1e-15)
-    if lead:
-        return
-    hmm = nn.HMM(6, nn.Categorical(6, 2), transition=transition, generator=seeded())
-    states = (hmm.sample(300, 60, generator=seeded()).states // 3).numpy()
-    found = np.zeros((2, 3))
-    for row in states:
-        bounds = np.flatnonzero(np.diff(row)) + 1
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-            found[row[first], last - first - 1] += 1
-    np.testing.assert_allclose(found / found.sum(1, keepdims=True), lasts, atol=0.03)
-
-
-def duration_arcs(states, longest):
-    """Arcs [2, arcs] among counting states, `longest` for each state, and their number."""
-    number = torch.arange(states * longest).view(states, longest)
-    stays = number[:, :-1].flatten(), number[:, 1:].flatten()
-    leaves = [(number[a], number[b, :1].expand(longest)) for a in range(states) for b in range(states) if a != b]
-    sources, targets = zip(stays, *leaves, strict=True)
-    return torch.stack([torch.cat(sources), torch.cat(targets)]), states * longest
 
 
 @pytest.mark.parametrize(
