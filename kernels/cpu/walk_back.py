@@ -104,7 +104,7 @@ class Backward:
         passes.point(state=rows.of_step(kept.messages, step), scales=kept.scales[step], source=source)
         if step == 0 and self.first is not None:
             self._meet_first()
-        elif step > 0 or self.grad_x is not None:
+        elif step > 0 or self.grad_x is not None or rows.chain.pattern.diagonal:  # whose counts are added here
             self.lost += passes.run("meet_rows", rows.counts[max(step - 1, 0)])
 
     def _meet_first(self) -> None:

@@ -77,6 +77,22 @@ def test_product_and_its_gradients(kind, lead, log, lengths):
 
 
 @KINDS
+@pytest.mark.parametrize("v", [2, V])
+def test_a_gradient_does_not_depend_on_which_others_are_needed(kind, v):
+    problem = Problem(kind)
+    operands = [problem.x[..., :v, :], problem.p0, *problem.structure.parameters]
+
+    def value(x, p0, *parameters):
+        return logchain.product(x, problem.structure.with_parameters(*parameters), p0).sum()
+
+    together = torch.autograd.grad(value(*operands), operands)
+    for place, expected in enumerate(together):
+        alone = [one.detach() for one in operands]
+        alone[place].requires_grad_()
+        same(torch.autograd.grad(value(*alone), alone[place])[0], expected, rtol=1e-12, atol=1e-14)
+
+
+@KINDS
 def test_second_derivatives(kind):
     problem = Problem(kind)
     possible = [leaf != problem.zero(leaf) for leaf in problem.leaves]
