@@ -151,7 +151,7 @@ def openfst_arcs(text: str) -> Acceptor:
     if not rows:
         raise ValueError("text: expected at least one arc, got none")
     arcs = torch.tensor(rows)
-    final = torch.full((max(int(arcs[:, :2].max()), *ends) + 1,), -math.inf)
+    final = torch.full((max([int(arcs[:, :2].max()), *ends]) + 1,), -math.inf)
     final[list(ends)] = torch.tensor(list(ends.values()))
     return Acceptor(arcs, 0.0 - torch.tensor(costs), final, int(lines[0][0]))
 

@@ -126,3 +126,13 @@ def test_openfst():
     one, three = log_probs[:, 1], log_probs[:, 3]
     weights = one[:2].sum() - 2.0 + torch.stack([one[2] - 1.5 - 0.125, three[2] - 0.25])
     assert distance(ours, weights.logsumexp(0)) <= NATS
+
+
+def test_openfst_without_a_final_state():
+    arguments = adapters.from_arcs(torch.zeros(2, 3, 4), *adapters.openfst_arcs("0 0 1"))
+    assert logchain.product(**arguments._asdict()).tolist() == [-math.inf] * 2
+
+
+def test_final_weights_keep_their_digits_beside_half_log_probs():
+    arguments = adapters.from_arcs(torch.full((3, 4), -8.0).bfloat16(), *adapters.openfst_arcs("0 0 1\n0 0.001953125"))
+    assert logchain.product(**arguments._asdict()).item() == -24.001953125
