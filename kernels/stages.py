@@ -5,6 +5,7 @@ mapped by matrix i. As operands of a matrix product, a message (*lead, m, c) is 
 parameter (*lead or ones, blocks or 1, in, out).
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -75,8 +76,8 @@ def to_rows(message: Tensor, stage: Stage) -> Tensor:
     *lead, m, _ = message.shape
     grid = message.reshape(*lead, m, *stage.axes)
     grid = grid.permute(*range(len(lead)), *(len(lead) + axis for axis in _order(stage)))
-    blocks = 1 if stage.block is None else stage.axes[stage.block]
-    return grid.reshape(*lead, blocks, -1, stage.axes[stage.contracted])
+    blocks, size = 1 if stage.block is None else stage.axes[stage.block], stage.axes[stage.contracted]
+    return grid.reshape(*lead, blocks, m * math.prod(stage.axes) // (blocks * size), size)
 
 
 def from_rows(rows: Tensor, stage: Stage, m: int) -> Tensor:

@@ -55,11 +55,7 @@ def entropy(
     tensor(1.3863)
     """
     if isinstance(bulk, Transition):
-        found = answers.entropy(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens))
-        if found is not None:
-            return found
-        bulk = bulk.to_dense(log_params=log_params)
-        bulk = bulk[None] if bulk.dim() == 2 else bulk
+        return answers.entropy(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens))
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
         entropies = packed_entropy(Packed(x, bulk, p0, cu_seqlens, lengths), log_params)

@@ -22,7 +22,7 @@ class Pass(ctypes.Structure):
             "first last step steps rows states members *x *x_at x_step *ends *p0 *p0_at p0_state logarithms"
             " *sums blocks together *before *diagonal diagonal_set *bounds *shifts *exponents *state *scales *taken"
             " *taken_exponents *marks *log_norm *live *weight *count_weight *source *grad_x *grad_at grad_step"
-            " *grad_diagonal *room"
+            " *grad_diagonal counted_sets *room"
         ).split()
     ]
 
@@ -50,7 +50,10 @@ class Passes:
 
     def diagonal_counts(self, sets: int) -> Tensor:
         """New sums (threads, sets, c), zeros, to which each thread adds the counts of the diagonal."""
-        self._counts = self._room.new_zeros(self.threads, sets, self.arguments.states)
+        self._counts, self.arguments.counted_sets = (
+            self._room.new_zeros(self.threads, sets, self.arguments.states),
+            sets,
+        )
         return self._counts
 
     def run(self, name: str, rows: int) -> int:

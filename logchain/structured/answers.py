@@ -11,6 +11,7 @@ from ..transitions import Transition
 from . import messages as log_messages
 from . import paths, topk
 from .entropy import entropy as entropy_of
+from .entropy import entropy_of_sums
 from .product import check_options, log_norm, posteriors
 from .question import Question
 
@@ -94,10 +95,10 @@ def log_prob(question: Question, states: Tensor) -> Tensor:
     return torch.where(impossible, -math.inf, weight - norm).to(operands.dtype)
 
 
-def entropy(question: Question) -> Tensor | None:
-    """The entropy of the posterior over paths; None for a structure that must be multiplied out."""
+def entropy(question: Question) -> Tensor:
+    """The entropy of the posterior over paths."""
     operands = question.operands
-    return None if operands.transition.sums else entropy_of(operands).to(operands.dtype)
+    return (entropy_of_sums if operands.transition.sums else entropy_of)(operands).to(operands.dtype)
 
 
 def check(question: Question) -> None:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..autograd.entropy import entropy as entropy_of_dense
 from .operands import Operands
 from .product import posteriors
 from .walk import log_weights
@@ -14,7 +15,7 @@ def entropy(operands: Operands) -> Tensor:
     """`log Z - E[log w(z)]` [*B] in float64, differentiable once; 0 where no path is possible.
 
     The mean log-weight of a path is the sum of all logarithms, each times the expected number of its uses. That holds
-    where entries are products of parameters; where they are sums, a caller multiplies the matrices out.
+    where entries are products of parameters; see `entropy_of_sums` for others.
     """
     if operands.x.numel() == 0:
         return operands.x.new_zeros(operands.x.shape[:-2], dtype=torch.float64)
@@ -37,3 +38,11 @@ def entropy(operands: Operands) -> Tensor:
         terms = used * torch.where((used == 0) | (log == -math.inf), 0.0, log)
         mean = mean + terms.sum([axis for axis in range(terms.dim()) if axis not in sequence])
     return torch.where(log_norm == -math.inf, 0.0, log_norm - mean)
+
+
+def entropy_of_sums(operands: Operands) -> Tensor:
+    """The entropy [*B] of a chain whose entries are sums, multiplied out as logarithms in float64."""
+    x, transition, p0, ends, log_params = operands
+    logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
+    p0 = log_weights(p0, log_params, torch.float64)
+    return entropy_of_dense(x.double(), logs.to_dense(log_params=True), p0, ends, True)

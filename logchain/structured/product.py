@@ -23,8 +23,9 @@ Needs = tuple[bool, bool, bool]
 
 def log_norm(operands: Operands) -> Tensor:
     """The log-partition [*B] in float64."""
-    if operands.x.numel() == 0:
-        return any_walk.log_norm(Steps(operands))
+    if operands.x.numel() == 0:  # nothing but a graph
+        nothing = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
+        return torch.stack(nothing).sum().expand(operands.x.shape[:-2])
     if not differentiated(*operands.tensors):
         return forward(operands, False).log_norm
     value: Tensor = call(_LogPartition, operands.skeleton(), *operands.tensors)
@@ -36,7 +37,10 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
 
     They are gradients with respect to x and to logarithms of parameters and p0, and differentiable once.
     """
-    if not differentiated(*operands.tensors) and operands.x.numel():
+    if operands.x.numel() == 0:
+        x, p0, *parameters = (torch.zeros_like(tensor, dtype=operands.dtype) for tensor in operands.tensors)
+        return log_norm(operands), Gradients(x, tuple(parameters), p0)
+    if not differentiated(*operands.tensors):
         walk = forward(operands, True)
         return walk.log_norm, backward(operands, walk, torch.ones_like(walk.log_norm), needs, by_log=True)
     with torch.enable_grad():

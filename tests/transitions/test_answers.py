@@ -123,6 +123,10 @@ def test_marginals_count_the_uses_of_parameters(kind, lead):
     total = problem.both(logchain.marginals, transitions="sum")[0].transitions
     for each, summed in zip(full.parameters, total.parameters, strict=True):
         same(each.sum_to_size(summed.shape), summed)
+    alone = logchain.marginals(problem.x[1], problem.structure, problem.p0, transitions="full").transitions
+    for each, one in zip(full.parameters, alone.parameters, strict=True):
+        if lead != (2, 1, 1):
+            same(each[1], one)
 
 
 @KINDS
@@ -233,7 +237,14 @@ def test_one_variable_and_no_batch(kind):
     same(value, (p0.log() + x[0]).logsumexp(0))
     value.backward()
     assert all(not parameter.grad.any() for parameter in structure.parameters)
-    assert logchain.product(x.expand(0, 1, C), structure, p0).shape == (0,)
+    empty = x.expand(2, 0, 1, C)
+    logchain.product(empty, structure, p0).sum().backward()
+    for question in (logchain.marginals, logchain.forward_backward, logchain.entropy):
+        question(empty, structure, p0)
+    assert logchain.sample(empty, structure, p0, 3).shape == (3, 2, 0, 1)
+    if not structure.sums:
+        assert logchain.viterbi(empty, structure, p0).states.shape == (2, 0, 1)
+        assert logchain.topk_paths(empty, structure, p0, 2).states.shape == (2, 0, 2, 1)
 
 
 @KINDS

@@ -51,7 +51,8 @@ typedef struct {
     real *grad_x;                   /* posteriors times weight, at grad_at[q] + step grad_step; or null */
     const int64_t *grad_at;
     int64_t grad_step;
-    real *grad_diagonal;            /* (sets or 1, c): this thread's sum of count_weight S T; or null */
+    real *grad_diagonal;            /* (counted_sets, c), all or 1: this thread's sum of count_weight S T; or null */
+    int64_t counted_sets;
     real *room;                     /* scratch of this thread, in whole vectors */
 } Pass;
 
@@ -220,7 +221,7 @@ static real *backward_row(const Pass *a, int64_t q, int enters, double *sum) {
     *sum = (double)total(terms);
     if (!enters && a->grad_diagonal) {
         const real *behind = a->before + q * c;
-        real *counts = a->grad_diagonal + (a->diagonal_set ? set : 0) * c, weight = (real)a->count_weight[q];
+        real *counts = a->grad_diagonal + (a->counted_sets > 1 ? set : 0) * c, weight = (real)a->count_weight[q];
         for (int64_t j = 0; j < c; j += LANES) {
             reals count = vector_at(state, j, c, 0) * vector_at(behind, j, c, 0) * weight;
             put_vector(counts, j, c, vector_at(counts, j, c, 0) + count);
