@@ -56,6 +56,10 @@ class LogWeights(torch.nn.Module):
         """Logarithms of weights that sum to 1."""
         return torch.log_softmax(logits, self.dim)
 
+    def shares(self, logits: Tensor) -> Tensor:
+        """Weights that sum to 1."""
+        return torch.softmax(logits, self.dim)
+
     def sums(self, weights: Tensor) -> Tensor:
         """The sums of which each weight is a part, of a shape that broadcasts with that of the weights."""
         return weights.sum(self.dim, keepdim=True)
@@ -81,7 +85,7 @@ class LogWeights(torch.nn.Module):
         """
         counts = statistics + self.prior_count
         total = self.sums(counts)
-        shares, before = counts / total, self.normalised(self.logits.double()).exp()
+        shares, before = counts / total, self.shares(self.logits.double())
         shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)
         self.logits.copy_(shares.log())
 

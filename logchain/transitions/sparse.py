@@ -92,6 +92,13 @@ class Sparse(Transition):
         super().__init__(values)
         self.states, self._graph = graph.states, graph
 
+    def with_parameters(self, *parameters: Tensor) -> "Sparse":
+        """The same structure with other values, on their device."""
+        other = super().with_parameters(*parameters)
+        if parameters and parameters[0].device != self.indices.device:
+            other._graph = _Graph(self.indices.to(parameters[0].device), self.states)
+        return other
+
     @property
     def values(self) -> Tensor:
         """The weights `[..., arcs]`."""

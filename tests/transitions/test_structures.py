@@ -61,6 +61,8 @@ def test_a_structure_of_float32_parameters_stays_float32(kind):
     assert structure.dtype == structure.to_dense().dtype == torch.float32
     assert structure.to(torch.float64).dtype == torch.float64
     assert structure.lead == (2,)
+    elsewhere = structure.to("meta")
+    assert elsewhere.device.type == "meta" and getattr(elsewhere, "indices", elsewhere.parameters[0]).is_meta
 
 
 class Shift(Transition):

@@ -46,6 +46,10 @@ class ArcWeights(LogWeights):
         sources = cast(Tensor, self.sources)
         return logits - LOG.sum_at(logits, sources, self.num_states)[..., sources]
 
+    def shares(self, logits: Tensor) -> Tensor:
+        """Weights that sum to 1."""
+        return self.normalised(logits).exp()
+
     def sums(self, weights: Tensor) -> Tensor:
         """The sums of which each weight is a part."""
         sources = cast(Tensor, self.sources)
