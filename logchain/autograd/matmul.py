@@ -93,6 +93,8 @@ def _forward(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
+    if weight.numel() == 0:
+        return torch.zeros_like(a), torch.zeros_like(b)
     backend = kernels.log_matmul_kernels(a)
     if kernels.on_gpu(a):
         groups = Groups.of(a, b)

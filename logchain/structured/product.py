@@ -11,10 +11,12 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_choice
+from ..autograd.chain import log_norm as dense_log_norm
 from ..autograd.operator import call
-from ..kernels.structured import Gradients, Walk
+from ..kernels.structured import Factors, Gradients, Stage, Walk
 from ..operands import differentiated
 from ..rescues import report_chains
+from ..transitions import LOG
 from . import walk as any_walk
 from .operands import Operands, Steps
 
@@ -26,10 +28,33 @@ def log_norm(operands: Operands) -> Tensor:
     if operands.x.numel() == 0:  # nothing but a graph
         nothing = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
         return torch.stack(nothing).sum().expand(operands.x.shape[:-2])
+    if _is_blocks(operands.transition.pattern):
+        return _of_blocks(operands)
     if not differentiated(*operands.tensors):
         return forward(operands, False).log_norm
     value: Tensor = call(_LogPartition, operands.skeleton(), *operands.tensors)
     return value
+
+
+def _is_blocks(pattern: object) -> bool:
+    """Whether matrices are blocks along the diagonal."""
+    if not isinstance(pattern, Factors) or len(pattern.stages) > 1:
+        return False
+    (stage,) = pattern.stages
+    return stage == Stage(stage.axes, 0, 1, order=(0, 1)) and not pattern.diagonal
+
+
+def _of_blocks(operands: Operands) -> Tensor:
+    """The log-partition [*B] of blocks that do not mix: each is a chain of its own, with dense matrices."""
+    x, transition, p0, ends, log_params = operands
+    ((count, size), *_), (blocks,) = transition.pattern.stages[0], transition.parameters
+    sequences = x.unflatten(-1, (count, size)).movedim(-2, -3)  # [*B, blocks, v, size]
+    lengths = None if ends is None else ends[..., None].expand(*ends.shape, count)
+    chains = sequences, blocks.movedim(-3, -4), p0.unflatten(-1, (count, size)), lengths, log_params
+    values = dense_log_norm(*chains)
+    unknown = values.isnan().any(-1)
+    # the sum of NaN has a gradient of 0 where it counts for nothing
+    return torch.where(unknown, values.sum(-1), LOG.sum(values.masked_fill(unknown[..., None], 0.0), -1))
 
 
 def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:

@@ -19,7 +19,8 @@ class BlockDiagonal(Product):
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together.
 
-    Cost of a step: `c B` multiply-adds, as one batched product of matrices.
+    Cost of a step: `c B` multiply-adds. In `product` each block is a chain of its own, with a dense matrix; elsewhere a
+    step is one batched product of matrices.
 
     >>> BlockDiagonal(torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.5, 0.5], [0.0, 1.0]]])).to_dense()
     tensor([[0.9000, 0.1000, 0.0000, 0.0000],

@@ -58,7 +58,7 @@ INLINE double *arc_message_at(const ArcChain *a, int64_t q, int64_t step) {
     return a->messages + (q * a->steps + step) * a->states;
 }
 INLINE const real *arc_weights_at(const ArcChain *a, int64_t q, int64_t step) {
-    return a->weights + a->weights_at[q] + (a->one_matrix ? 0 : step - 1) * a->weight_step;
+    return a->arcs ? a->weights + a->weights_at[q] + (a->one_matrix ? 0 : step - 1) * a->weight_step : 0;
 }
 INLINE int64_t slots_of(const Slices *slices) { return slices->start[slices->count] * SLICE; }
 INLINE int64_t padded_states(int64_t states) { return (states + LANES - 1) / LANES * LANES; }

@@ -14,8 +14,8 @@ typedef struct {
 /* Moves counts into the gradient: exactly 0 where a weight is 0. */
 static void write_arc_counts(const ArcChain *a, ArcCounts *to) {
     const Weights *w = &to->weights;
-    Factors scale = factors_of(-w->exponent);
     int by_log = a->logarithms || a->by_log;
+    Factors scale = factors_of(by_log ? 0 : -w->exponent);
     for (int64_t k = 0; k < slots_of(&a->out) && to->counted_step; k++) {
         int64_t arc = a->out.arc[k], at = to->counted_set * a->arcs + arc;
         double share = to->shares[k], count = to->counts[k], value;
