@@ -94,7 +94,7 @@ def _forward(a: Tensor, b: Tensor) -> Tensor:
 
 def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor, Tensor]:
     if weight.numel() == 0:
-        return torch.zeros_like(a), torch.zeros_like(b)
+        return torch.zeros_like(a) if need_a else a.new_empty(0), torch.zeros_like(b) if need_b else b.new_empty(0)
     backend = kernels.log_matmul_kernels(a)
     if kernels.on_gpu(a):
         groups = Groups.of(a, b)

@@ -29,6 +29,8 @@ FUNCTIONS = (
     "forward", "backward", "redo_forward", "redo_backward", "messages", "messages_one_way", "redo_messages", "value",
     "gradients", "posteriors", "size", "viterbi", "viterbi_forward", "viterbi_backward", "narrowest", "topk_paths",
     "sample", "stretch", "fold", "fold_gradients", "unfold", "matmul",
+    "bands_forward", "bands_backward", "arcs_slice", "arcs_forward", "arcs_backward", "arcs_redo",
+    "enter_rows", "weigh_rows", "verify_rows", "finish_rows", "meet_rows", "turn_rows", "exponentiate_rows",
 )  # fmt: skip
 EXPORTED = {"logchain_share", "logchain_entropy64"} | {
     f"logchain_{name}{bits}" for name in FUNCTIONS for bits in (32, 64)
