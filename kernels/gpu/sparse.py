@@ -12,7 +12,7 @@ from ..structured import Arcs, Gradients, Structured, Walk
 from . import sparse_backward, sparse_forward
 from .sparse_backward import Walked
 from .sparse_counts import Counts
-from .sparse_rows import Operands, Rows, members, operands
+from .sparse_rows import Rows, members, operands
 
 # from so many steps on, so many launches, which divide the memory of backward messages
 _LONG, _PARTS = 64, 4
@@ -47,12 +47,13 @@ def backward(
         pattern = chain.pattern if isinstance(chain.pattern, Arcs) else outgoing.first
         counts = Counts(ops, pattern, members(chain.parameters[0], batch), length, by_log=by_log)
     if n:
-        walked = _room(ops, length + 1 if counted else 2)
-        weight = weight.expand(batch).reshape(-1).contiguous()
+        walked = Walked.new(n, length + 1 if counted else 2, v, c, walk.kept[0])
+        # a NaN counts also where it led nowhere, but not where it has no weight
+        weight = torch.where(walk.log_norm.isnan() & (weight != 0.0), torch.nan, weight).expand(batch).reshape(-1)
         for begin in reversed(range(0, v, length)):
             stop = min(begin + length, v)
             sparse_backward.backward(
-                ops, outgoing, walk.kept, walk.log_norm.contiguous(), weight, walked, grad_x, grad_p0, (begin, stop),
+                ops, outgoing, walk.kept, weight, walked, grad_x, grad_p0, (begin, stop),
                 by_log=by_log,
             )  # fmt: skip
             if counts is not None and begin + 1 < v:
@@ -65,17 +66,6 @@ def backward(
         None if grad_parameter is None else (grad_parameter.contiguous(),),
         None if grad_p0 is None else _of_p0(chain, grad_p0.view(*batch, c), by_log),
     )
-
-
-def _room(chain: Operands, slots: int) -> Walked:
-    """Memory for the backward recursion; no transition has a share yet."""
-    n, v, c = chain.shape
-    device = chain.x.device
-    w = torch.empty(n, slots, c, dtype=chain.dtype, device=device)
-    b = torch.empty(n, c, dtype=chain.dtype, device=device)
-    scale = torch.zeros(n, v, dtype=chain.dtype, device=device)
-    w_power, b_power, scale_power = (torch.empty_like(one, dtype=torch.int32) for one in (w, b, scale))
-    return Walked(w, w_power, b, b_power, scale, scale_power)
 
 
 def _of_p0(chain: Structured, gradient: Tensor, by_log: bool) -> Tensor:

@@ -14,6 +14,7 @@ Cost: as the forward recursion, with another look at both messages; three barrie
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,30 +28,34 @@ from .wide import LEAST, NOTHING, normal, plus, potential, share, times, total
 
 
 class Walked(NamedTuple):
-    """What the backward recursion works with.
+    """What the backward recursion works with; b of one step (n, c) lies behind w, and the scales behind that.
 
     Attributes:
         mantissas: w (n, slots, c), step i in slot i % slots: two, or more than a launch has steps if w is to be read.
         exponents: likewise, int32.
-        sums: b of one step, mantissas (n, c).
-        powers: exponents of b, int32 (n, c).
         scale: weight / nu_{i-1} (n, v) of the transition into step i; 0 where none is.
         scale_power: the exponent that is missing in nu_{i-1}, int32 (n, v).
     """
 
     mantissas: Tensor
     exponents: Tensor
-    sums: Tensor
-    powers: Tensor
     scale: Tensor
     scale_power: Tensor
+
+    @classmethod
+    def new(cls, n: int, slots: int, v: int, c: int, like: Tensor) -> "Walked":
+        """Memory of a dtype and on a device; no transition has a share yet."""
+        sizes = n * slots * c, n * c, n * v
+        w, _, scale = like.new_empty(sum(sizes)).split(sizes)
+        w_power, _, scale_power = like.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
+        scales = scale.zero_().view(n, v), scale_power.zero_().view(n, v)
+        return cls(w.view(n, slots, c), w_power.view(n, slots, c), *scales)
 
 
 @triton.jit(do_not_specialize=["begin", "stop", "v", "slots", "bands"])
 def _backward_kernel(
-    x_ptr, p_ptr, place_ptr, ends_ptr, mantissa_ptr, exponent_ptr, log_norm_ptr, weight_ptr, w_ptr, w_power_ptr,
-    b_ptr, b_power_ptr, scale_ptr, scale_power_ptr, grad_x_ptr, grad_p0_ptr,
-    order_ptr, first_ptr, degree_ptr, other_ptr, entry_ptr, begin, stop, v, slots, c, bands,
+    x_ptr, p_ptr, place_ptr, ends_ptr, mantissa_ptr, exponent_ptr, weight_ptr, w_ptr, w_power_ptr, grad_x_ptr,
+    grad_p0_ptr, order_ptr, first_ptr, degree_ptr, other_ptr, entry_ptr, begin, stop, v, slots, c, bands,
     stride_xv, stride_xc, stride_pv, stride_pb, stride_pc,
     LOG_PARAMS: tl.constexpr, BY_LOG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -60,10 +65,11 @@ def _backward_kernel(
     x_ptr += tl.load(place_ptr + sequence * 3)
     p_ptr += tl.load(place_ptr + sequence * 3 + 1)
     kept, ring = sequence * v * c, sequence * slots * c
-    b_ptr += sequence * c
-    b_power_ptr += sequence * c
+    behind = tl.num_programs(0) * far(slots, c)
+    b_ptr, b_power_ptr = w_ptr + behind + sequence * c, w_power_ptr + behind + sequence * c
+    behind += tl.num_programs(0) * far(1, c)
+    scale_ptr, scale_power_ptr = w_ptr + behind, w_power_ptr + behind
     end = end_of(ends_ptr, sequence, v)
-    log_norm = tl.load(log_norm_ptr + sequence)
     weight = tl.load(weight_ptr + sequence).to(DTYPE)
     # nothing is taken out of the first step of a launch, so that launches of single steps would run out of exponents
     shift = tl.zeros((), tl.int32)
@@ -92,8 +98,6 @@ def _backward_kernel(
             m, e = plus(m, e, joint, joint_power)
         nu, nu_power = total(m, e)
         scale = weight / tl.where(nu == 0.0, 1.0, nu)
-        # NaN also where it led nowhere
-        scale = tl.where(log_norm == log_norm, scale, float("nan"))
         scale = tl.where(weight == 0.0, 0.0, scale).to(DTYPE)
         tl.store(scale_ptr + sequence * v + i + 1, scale, mask=i + 1 < end)
         tl.store(scale_power_ptr + sequence * v + i + 1, nu_power, mask=i + 1 < end)
@@ -129,7 +133,6 @@ def backward(
     chain: Operands,
     outgoing: Rows,
     kept: tuple[Tensor, ...],
-    log_norm: Tensor,
     weight: Tensor,
     walked: Walked,
     grad_x: Tensor | None,
@@ -140,11 +143,12 @@ def backward(
 ) -> None:
     """The gradients of x (n, v, c) before a sequence's end, of p0 (n, c), and `walked` are written for these steps.
 
-    All are contiguous; `log_norm` and `weight` (n) are float64. `by_log`: the gradient of p0 is that of its logarithm.
+    All are contiguous; `weight` (n) is float64, NaN for a sequence that is. `by_log`: the gradient of p0 is that of its
+    logarithm.
     """
     n, v, c = chain.shape
     launch.run(
-        _backward_kernel, (n,), chain.x, chain.parameter, chain.places, chain.ends, *kept, log_norm, weight, *walked,
+        _backward_kernel, (n,), chain.x, chain.parameter, chain.places, chain.ends, *kept, weight, *walked[:2],
         grad_x, grad_p0, *outgoing.tensors, *steps, v, walked.mantissas.shape[1], c, outgoing.bands, *chain.strides,
         LOG_PARAMS=chain.log_params, BY_LOG=by_log, **sizes(c, chain.dtype),
     )  # fmt: skip
