@@ -5,6 +5,7 @@ from torch import Tensor
 from .arguments import Lengths, check_question, check_values
 from .schedules.packed import Packed
 from .structured import answers
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -43,7 +44,7 @@ def check(
     ValueError: bulk: expected non-negative values, got -0.8
     """
     if isinstance(bulk, Transition):
-        question = answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens)
         answers.check(question)
         return
     if cu_seqlens is not None:

@@ -11,6 +11,7 @@ from .operands import differentiated
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -79,7 +80,7 @@ def forward_backward(
             [1., 1.]]), tensor(0.6931))
     """
     if isinstance(bulk, Transition):
-        return Messages(*answers.forward_backward(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)))
+        return Messages(*answers.forward_backward(Question(x, bulk, p0, log_params, lengths, cu_seqlens)))
     if lengths is None and cu_seqlens is None and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_on_one_thread)
         if short is not None:

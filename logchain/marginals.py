@@ -12,6 +12,7 @@ from .rescues import report_chains
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -79,7 +80,7 @@ def marginals(
     """
     if isinstance(bulk, Transition):
         check_choice("transitions", transitions, (None, "sum", "full"))
-        return Marginals(*answers.marginals(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens), transitions))
+        return Marginals(*answers.marginals(Question(x, bulk, p0, log_params, lengths, cu_seqlens), transitions))
     alone = lengths is None and cu_seqlens is None
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_one_walk)

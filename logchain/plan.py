@@ -126,7 +126,8 @@ def plan(
     200
     """
     if isinstance(bulk, Transition):
-        return _structured(x, bulk, p0, log_params, lengths, (strategy, memory_budget), gradients, dtype)
+        options = strategy, memory_budget
+        return _structured(x, bulk, p0, log_params, lengths, options, gradients, dtype, device)
     choose.check_options(strategy, memory_budget, {})
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
@@ -159,6 +160,7 @@ def _structured(
     options: tuple[object, object],
     gradients: bool | None,
     dtype: torch.dtype | None,
+    device: torch.device | str | None,
 ) -> Plan:
     """The plan of a structure, beside that of its dense matrices.
 
@@ -170,7 +172,8 @@ def _structured(
     operands = check_operands(x, shapes, p0, log_params, None)
     if gradients is None:
         gradients = differentiated(x, p0, *transition.parameters)
-    place, dense = choose.where(transition.device.type), [*operands.transition.lead, *2 * x.shape[-1:]]
+    place = choose.where(torch.device(device or transition.device).type)
+    dense = [*operands.transition.lead, *2 * x.shape[-1:]]
     size = Size.of(x.shape, dense, operands.dtype == torch.float64, log_params, lengths is not None, gradients)
     work = cost_counts.structured(size, transition.multiply_adds, sum(one.numel() for one in transition.parameters))
     title = f"product of x {list(x.shape)} and {transition}: {'forward and backward' if gradients else 'forward'}"

@@ -11,6 +11,7 @@ from .schedules import budget, choose
 from .schedules.choose import Strategy
 from .schedules.packed import Packed
 from .structured import answers
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -115,7 +116,7 @@ def product(
     tensor([0.6931])
     """
     if isinstance(bulk, Transition):
-        question = answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens)
         return answers.product(question, strategy, memory_budget, progress)
     alone = lengths is None and cu_seqlens is None and memory_budget is None
     if alone and strategy == "auto" and progress is False:

@@ -14,6 +14,7 @@ from .rescues import report_chains
 from .schedules import choose, overlapped
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -73,7 +74,7 @@ def sample(
             [1, 1, 1]])
     """
     if isinstance(bulk, Transition):
-        question = answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens)
         _check_draws(num_samples, generator, x)
         return answers.sample(question, num_samples, generator)
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)

@@ -11,6 +11,7 @@ from .autograd.viterbi import best_paths, packed_paths
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 from .structured import answers
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -76,7 +77,7 @@ def topk_paths(
     """
     if isinstance(bulk, Transition):
         _check_k(k)
-        return Paths(*answers.topk_paths(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens), k))
+        return Paths(*answers.topk_paths(Question(x, bulk, p0, log_params, lengths, cu_seqlens), k))
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
     _check_k(k)

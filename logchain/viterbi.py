@@ -9,6 +9,7 @@ from .autograd.viterbi import best_weight, packed_paths
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 from .structured import answers
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -70,7 +71,7 @@ def viterbi(
     Path(states=tensor([1, 1, 1]), score=tensor(1.8606))
     """
     if isinstance(bulk, Transition):
-        return Path(*answers.viterbi(answers.of(x, bulk, p0, log_params, lengths, cu_seqlens)))
+        return Path(*answers.viterbi(Question(x, bulk, p0, log_params, lengths, cu_seqlens)))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         if not (packed.stays and packed.walks_in_place(log_params)):

@@ -14,7 +14,6 @@ from .. import kernels
 from ..autograd.paths import log_weight
 from ..operands import chain_of
 from ..transitions import Transition
-from ..transitions.arithmetic import BEST
 from .piece import Piece, shifted
 from .structures import Matrices
 
@@ -168,10 +167,9 @@ def _best(message: Tensor) -> Tensor:
 def _step(message: Tensor, matrix: Matrices) -> tuple[Tensor, Tensor]:
     """The largest `message(k) + matrix(k, j)` for each j [*B, c], and the lowest k with it; some columns at a time."""
     c = message.shape[-1]
-    if isinstance(matrix, Transition):  # entries are labelled with the state that they come from
-        labels = -torch.arange(c, dtype=message.dtype, device=message.device)
-        best = matrix.apply(torch.complex(message, labels.expand_as(message))[..., None, :], BEST)[..., 0, :]
-        return best.real, (-best.imag).clamp(0, c - 1).long()
+    if isinstance(matrix, Transition):
+        values, before = matrix.best(message[..., None, :])
+        return values[..., 0, :], before[..., 0, :]
     columns = max(1, min(c, _TERMS // max(1, message.numel())))
     parts = [(message[..., None] + matrix[..., j : j + columns]).max(-2) for j in range(0, c, columns)]
     return torch.cat([part.values for part in parts], -1), torch.cat([part.indices for part in parts], -1)

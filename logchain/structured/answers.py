@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, check_values
+from ..arguments import check_values
 from ..transitions import Transition
 from . import messages as log_messages
 from . import paths, topk
@@ -15,7 +15,7 @@ from .entropy import entropy_of_sums
 from .product import check_options, log_norm, posteriors
 from .question import Question
 
-# a structure that is a function of the operands' parameters
+# a structure whose parameters are expected counts
 Counts = Transition | None
 
 
@@ -117,15 +117,3 @@ def check_products(transition: Transition, argument: str = "bulk") -> None:
             f"{argument}: expected a structure whose entries are products, got {name}: its entries are sums, through "
             f"which there is no best path. Pass {name}.to_dense(), of c^2 numbers, for the best path of states"
         )
-
-
-def of(
-    x: Tensor,
-    transition: Transition,
-    p0: Tensor,
-    log_params: bool,
-    lengths: Lengths | None,
-    cu_seqlens: Tensor | None,
-) -> Question:
-    """The question about these operands, which are checked."""
-    return Question(x, transition, p0, log_params, lengths, cu_seqlens)

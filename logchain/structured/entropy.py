@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..autograd.entropy import entropy as entropy_of_dense
+from ..kernels.plain.semiring import log_weights
 from .operands import Operands
 from .product import posteriors
-from .walk import log_weights
 
 
 def entropy(operands: Operands) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor
 from ..arguments import Lengths, as_lengths, batch_sizes, check_flag, check_lengths, check_sizes, check_tensor
 from ..kernels import on_gpu
 from ..kernels.plain.semiring import log_weights
+from ..kernels.sets import Sets
 from ..kernels.structured import Structured
-from ..layout import Layout
 from ..transitions import Transition
 
 
@@ -91,14 +91,10 @@ class Steps:
     """
 
     def __init__(self, operands: Operands) -> None:
-        self.operands = operands
-        self.batch, (self.v, c) = operands.x.shape[:-2], operands.x.shape[-2:]
-        sizes = torch.broadcast_shapes(*(lead[:-1] for lead in operands.transition.leads))
-        self.layout = Layout(self.batch, tuple(axis for axis, size in enumerate(sizes) if size != 1))
-        self.shape = (*self.layout.grid, c)
-        lengths = operands.lengths
-        self.ends = None if lengths is None else self.layout.sequences(lengths)[..., None]
-        self._x = self.layout.steps_first(operands.x)
+        self.operands, self.sets = operands, Sets.of(operands.chain())
+        self.v, c = operands.x.shape[-2:]
+        self.shape = self.sets.g, self.sets.m, c
+        self.ends = None if operands.lengths is None else self.sets.grouped(operands.lengths)[..., None]
 
     def inside(self, step: int) -> Tensor | None:
         """Whether a sequence has a step (g, m, 1); None: all have."""
@@ -106,26 +102,21 @@ class Steps:
 
     def potential(self, step: int) -> Tensor:
         """x_i (g, m, c), 0 behind a sequence's end."""
-        x, inside = self._x[step].double().reshape(self.shape), self.inside(step)
+        x, inside = self.sets.grouped(self.operands.x[..., step, :]).double(), self.inside(step)
         return x if inside is None else x.masked_fill(~inside, 0.0)
-
-    def states(self, values: Tensor) -> Tensor:
-        """Values (..., g, m, k) as `[..., *B, k]`."""
-        lead = [self.batch[axis] for axis in self.layout.order] or [1]
-        return self.layout.states(values.reshape(*values.shape[:-3], *lead, values.shape[-1]))
-
-    def by_step(self, values: Tensor) -> Tensor:
-        """Values (v, g, m, c) as `[*B, v, c]`."""
-        return self.states(values).movedim(0, -2)
 
     def start(self) -> Tensor:
         """log p0 (g, m, c)."""
-        p0 = self.layout.weights(self.operands.p0.expand(*self.batch, self.shape[-1]))
-        return log_weights(p0.reshape(self.shape), self.operands.log_params, torch.float64)
+        return log_weights(self.sets.grouped(self.operands.p0), self.operands.log_params, torch.float64)
+
+    @cached_property
+    def _parameters(self) -> list[Tensor]:
+        """The parameters (s, g or 1, *own)."""
+        return [self.sets.parameter(parameter) for parameter in self.operands.transition.parameters]
 
     @cached_property
     def _shared(self) -> Transition | None:
-        one = all(lead[-1] == 1 for lead in self.operands.transition.leads)
+        one = all(len(parameter) == 1 for parameter in self._parameters)
         return self._at(0) if one and self.v > 1 else None
 
     def transition(self, step: int) -> Transition:
@@ -134,33 +125,19 @@ class Steps:
 
     def _at(self, index: int) -> Transition:
         """The structure at an index of its step axis; parameters of sets whose sequences have all ended are 1."""
-        transition, inside = self.operands.transition, self.inside(index + 1)
-        parameters = []
-        for parameter, own, lead in zip(transition.parameters, transition.own_axes, transition.leads, strict=True):
-            sets = self._sets(parameter.select(len(self.batch), index if lead[-1] > 1 else 0), own)
+        inside, found = self.inside(index + 1), []
+        for parameter in self._parameters:
+            weights = parameter[index if len(parameter) > 1 else 0]
             if inside is not None:
-                over = ~inside.any(1).view(-1, *(1,) * own)
-                over = over if len(sets) > 1 else over.all(0, keepdim=True)
-                sets = sets.masked_fill(over, 0.0 if self.operands.log_params else 1.0)
-            parameters.append(log_weights(sets, self.operands.log_params, torch.float64))
-        return transition.with_parameters(*parameters)
+                over = ~(inside.any(1) if len(weights) > 1 else inside.any().view(1, 1))
+                one = 0.0 if self.operands.log_params else 1.0
+                weights = weights.masked_fill(over.view(-1, *(1 for _ in weights.shape[1:])), one)
+            found.append(log_weights(weights, self.operands.log_params, torch.float64))
+        return self.operands.transition.with_parameters(*found)
 
-    def _sets(self, parameter: Tensor, own: int) -> Tensor:
-        """A parameter [*B or ones, *own] as (g, *own), or (1, *own) if all sequences share it."""
-        *lead, tail = *parameter.shape[: parameter.dim() - own], parameter.shape[parameter.dim() - own :]
-        if all(size == 1 for size in lead):
-            return parameter.reshape(1, *tail)
-        sizes = [size if axis in self.layout.own else 1 for axis, size in enumerate(self.batch)]
-        return parameter.expand(*sizes, *tail).reshape(-1, *tail)
-
-    def counts(self, index: int, sets: list[Tensor], into: list[Tensor]) -> None:
-        """Add counts (g or 1, *own) of a step to gradients in the parameters' own shapes, at an index of steps."""
-        for count, gradient, lead in zip(sets, into, self.operands.transition.leads, strict=True):
-            own = count.shape[1:]
-            sizes = [size if axis in self.layout.own else 1 for axis, size in enumerate(self.batch)]
-            whole = count.reshape(*(sizes if len(count) > 1 else (1,) * len(sizes)), *own)
-            at = gradient.select(len(self.batch), index if lead[-1] > 1 else 0)
-            at += whole.sum_to_size(at.shape)
+    def by_step(self, values: Tensor) -> Tensor:
+        """Values (v, g, m, c) as `[*B, v, c]`."""
+        return self.sets.batched(values.movedim(0, 2).contiguous())
 
     def unused(self) -> Tensor:
         """Zero, that depends on all parameters: autograd finds a gradient of 0 for those without influence."""

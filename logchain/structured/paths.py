@@ -2,7 +2,7 @@
 
 Best paths are traced back through the messages m of a forward pass in the arithmetic of maxima:
 
-    m_0 = log p0 + x_0        m_i = max_k m_{i-1}(k) + log P_i(k, .) + x_i
+    m_0 = log p0 + x_0              m_i = max_k m_{i-1}(k) + log P_i(k, .) + x_i
     z_{v-1} = argmax m_{v-1}        z_{i-1} = argmax_k m_{i-1}(k) + log P_i(k, z_i)
 
 and paths are drawn likewise from log messages. All is float64.
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..autograd.paths import sum_of_logs
 from ..kernels.plain.semiring import log_weights
-from ..transitions import LOG, MAX, Arithmetic
+from ..transitions import LOG, Transition
 from ..transitions.transition import look_up, pick
 from .operands import Operands, Steps
-from .walk import relative
+from .walk import Message, messages
 
 
 def log_weight(operands: Operands, states: Tensor) -> Tensor:
@@ -40,63 +40,60 @@ def log_weight(operands: Operands, states: Tensor) -> Tensor:
     return sum_of_logs(terms, exact=operands.dtype == torch.float64)
 
 
+def best_walk(steps: Steps) -> tuple[list[Message], list[Tensor]]:
+    """The messages of best paths, and the state before each state (g, m, c) of the best path into it, from step 1 on.
+
+    Of equals it is the lowest state.
+    """
+    pointers = []
+
+    def through(transition: Transition, message: Tensor) -> Tensor:
+        values, before = transition.best(message)
+        pointers.append(before.int())
+        return values
+
+    return list(messages(steps, through)), pointers
+
+
 def best_paths(operands: Operands) -> tuple[Tensor, Tensor]:
     """The best path int64 [*B, v], and whether a sequence is unknown [*B]: its weight is NaN or +inf.
 
     States are -1 behind a sequence's end, of impossible and of unknown sequences.
     """
     steps = Steps(operands.detached())
-    messages = _messages(steps, MAX)
-    last = messages[-1].amax(-1)
-    states = _traced(steps, messages, messages[-1].argmax(-1), steps.v)
-    return possible(steps, states, last), steps.layout.batched(last.isnan() | (last == math.inf))
+    walked, pointers = best_walk(steps)
+    weight, state = walked[-1].values.max(-1)
+    found = [state]
+    for step in reversed(range(1, steps.v)):
+        before = pointers[step - 1].gather(-1, state[..., None])[..., 0].long()
+        inside = steps.inside(step)
+        state = before if inside is None else torch.where(inside[..., 0], before, state)
+        found.append(state)
+    states = possible(steps, torch.stack(found[::-1], -1), weight)
+    return states, steps.sets.batched(weight.isnan() | (weight == math.inf))
 
 
 def drawn_paths(operands: Operands, count: int, generator: torch.Generator | None) -> Tensor:
     """Paths int64 [count, *B, v] drawn from the posterior; states are -1 behind a sequence's end, and if impossible."""
     steps = Steps(operands.detached())
-    g, m, _ = steps.shape
-    messages = _messages(steps, LOG)
-    numbers = torch.empty(steps.v, count, g, m, dtype=torch.float64, device=messages.device).uniform_(
-        generator=generator
-    )
-    state, _ = pick(messages[-1].expand(count, *steps.shape), numbers[-1])
+    values = [message.values for message in messages(steps)]
+    numbers = values[0].new_empty(steps.v, count, *steps.shape[:2]).uniform_(generator=generator)
+    state, _ = pick(values[-1].expand(count, *steps.shape), numbers[-1])
     found = [state]
     for step in reversed(range(1, steps.v)):
-        before = steps.transition(step).draw(messages[step - 1], state, numbers[step - 1])
+        before = steps.transition(step).draw(values[step - 1], state, numbers[step - 1])
         inside = steps.inside(step)
         state = before if inside is None else torch.where(inside[..., 0], before, state)
         found.append(state)
-    states = torch.stack(found[::-1], -1)
-    return possible(steps, states, LOG.sum(messages[-1], -1))
-
-
-def _messages(steps: Steps, arithmetic: Arithmetic) -> Tensor:
-    """The messages (v, g, m, c), each less its largest entry; behind a sequence's end, its last."""
-    messages = torch.empty(steps.v, *steps.shape, dtype=torch.float64, device=steps.operands.x.device)
-    messages[0] = relative(steps.start() + steps.potential(0))[0]
-    for step in range(1, steps.v):
-        potential = relative(steps.potential(step))[0]
-        after = relative(steps.transition(step).apply(messages[step - 1], arithmetic) + potential)[0]
-        inside = steps.inside(step)
-        messages[step] = after if inside is None else torch.where(inside, after, messages[step - 1])
-    return messages
-
-
-def _traced(steps: Steps, messages: Tensor, state: Tensor, stop: int) -> Tensor:
-    """The best path (g, m, stop) of those that end with `state` (g, m) at the last step before `stop`."""
-    found = [state]
-    for step in reversed(range(1, stop)):
-        before = (messages[step - 1] + steps.transition(step).columns(state)).argmax(-1)
-        inside = steps.inside(step)
-        state = before if inside is None else torch.where(inside[..., 0], before, state)
-        found.append(state)
-    return torch.stack(found[::-1], -1)
+    drawn = torch.stack(found[::-1]).movedim(1, -1)  # (v, g, m, count)
+    weight = LOG.sum(values[-1], -1)[..., None]
+    return possible(steps, drawn.permute(1, 2, 3, 0), weight).movedim(-2, 0)
 
 
 def possible(steps: Steps, states: Tensor, weight: Tensor) -> Tensor:
-    """Paths (..., g, m, v) as [..., *B, v], -1 behind ends and in sequences whose weight (g, m) is not finite."""
+    """Paths (g, m, ..., v) as [*B, ..., v], -1 behind ends and in sequences whose weight (g, m, ...) is not finite."""
     states = states.masked_fill(~weight.isfinite()[..., None], -1)
     if steps.ends is not None:
-        states = states.masked_fill(torch.arange(steps.v, device=states.device) >= steps.ends, -1)
-    return steps.states(states).contiguous()
+        ends = steps.ends.view(*steps.shape[:2], *(1 for _ in states.shape[2:]))
+        states = states.masked_fill(torch.arange(steps.v, device=states.device) >= ends, -1)
+    return steps.sets.batched(states.contiguous()).contiguous()

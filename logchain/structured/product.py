@@ -13,6 +13,7 @@ from .. import kernels
 from ..arguments import check_choice
 from ..autograd.chain import log_norm as dense_log_norm
 from ..autograd.operator import call
+from ..kernels.plain.semiring import log_weights
 from ..kernels.structured import Factors, Gradients, Stage, Walk
 from ..operands import differentiated
 from ..rescues import report_chains
@@ -65,17 +66,18 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
     if operands.x.numel() == 0:
         x, p0, *parameters = (torch.zeros_like(tensor, dtype=operands.dtype) for tensor in operands.tensors)
         return log_norm(operands), Gradients(x, tuple(parameters), p0)
-    if not differentiated(*operands.tensors):
+    blocks, again = _is_blocks(operands.transition.pattern), differentiated(*operands.tensors)
+    if not (blocks or again):
         walk = forward(operands, True)
         return walk.log_norm, backward(operands, walk, torch.ones_like(walk.log_norm), needs, by_log=True)
     with torch.enable_grad():
         logs = _logarithms(operands)
-        value = any_walk.log_norm(Steps(logs))
-        grads = torch.autograd.grad(value.sum(), logs.tensors, create_graph=True, allow_unused=True)
+        value = _of_blocks(logs) if blocks else any_walk.log_norm(Steps(logs))
+        grads = torch.autograd.grad(value.sum(), logs.tensors, create_graph=again, allow_unused=True)
         x, p0, *parameters = (
             torch.zeros_like(one) if grad is None else grad for one, grad in zip(logs.tensors, grads, strict=True)
         )
-    return value, Gradients(x, tuple(parameters), p0)
+    return value if again else value.detach(), Gradients(x, tuple(parameters), p0)
 
 
 def forward(operands: Operands, keep: bool) -> Walk:
@@ -164,7 +166,7 @@ def _logarithms(operands: Operands) -> Operands:
     """Operands whose parameters are logarithms, as differentiable functions of the given ones, in the chain's dtype."""
     x, p0, *parameters = (tensor.to(operands.dtype) for tensor in operands.tensors)
     if not operands.log_params:
-        p0, *parameters = (any_walk.log_weights(one, False, operands.dtype) for one in (p0, *parameters))
+        p0, *parameters = (log_weights(one, False, operands.dtype) for one in (p0, *parameters))
     leaves = [one if one.requires_grad else one.detach().requires_grad_() for one in (x, p0, *parameters)]
     return operands.of(*leaves)._replace(log_params=True)
 
@@ -176,6 +178,3 @@ def check_options(strategy: object, memory_budget: object, progress: object) -> 
         raise ValueError(f"memory_budget: expected None where bulk is a structure, got {memory_budget!r}")
     if progress is not False:
         raise ValueError(f"progress: expected False where bulk is a structure, got {progress!r}")
-
-
-__all__ = ["backward", "check_options", "forward", "log_norm", "posteriors"]

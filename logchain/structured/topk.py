@@ -15,11 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.plain.semiring import two_sum
-from ..transitions import MAX
 from .operands import Operands, Steps
-from .paths import possible
-from .walk import relative
+from .paths import best_walk, possible
 
 
 def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
@@ -27,18 +24,16 @@ def topk_paths(operands: Operands, k: int) -> tuple[Tensor, Tensor]:
 
     States are -1 behind a sequence's end, in paths that do not exist, and in unknown sequences.
     """
-    search = _Search(Steps(operands.detached()))
+    steps = Steps(operands.detached())
+    search = _Search(steps)
     last = search.final
     path = search.path(search.ends, torch.zeros_like(search.ends), last.argmax(-1))
     weight = last.amax(-1)
     taken = torch.zeros_like(last, dtype=torch.bool).scatter_(-1, search.before(path, search.ends)[..., None], True)
     search.add(path, search.ends, taken)
-    ranked = [possible(search.steps, path, weight)]
-    for _ in range(1, k):
-        weight, path = search.next()
-        ranked.append(possible(search.steps, path, weight))
-    best = last.amax(-1)
-    return torch.stack(ranked, -2), search.steps.layout.batched(best.isnan() | (best == math.inf))
+    ranked = [(weight, path), *(search.next() for _ in range(1, k))]
+    weights, paths = (torch.stack(each, 2) for each in zip(*ranked, strict=True))
+    return possible(steps, paths, weights), steps.sets.batched(weight.isnan() | (weight == math.inf))
 
 
 @dataclass
@@ -64,20 +59,10 @@ class _Search:
 
     def __init__(self, steps: Steps) -> None:
         self.steps, self._sets = steps, list[_Set]()
-        device = steps.operands.x.device
-        self._messages = torch.empty(steps.v, *steps.shape, dtype=torch.float64, device=device)
-        message, offset = relative(steps.start() + steps.potential(0))
-        lost = torch.zeros_like(offset)
-        self._messages[0] = message + offset
-        for step in range(1, steps.v):
-            after, top = relative(steps.transition(step).apply(message, MAX) + steps.potential(step))
-            inside = steps.inside(step)
-            if inside is not None:
-                after, top = torch.where(inside, after, message), top.masked_fill(~inside, 0.0)
-            message = after
-            offset, lost = two_sum(offset, lost, top)
-            self._messages[step] = message + (offset + lost)
+        walked, self._pointers = best_walk(steps)
+        self._messages = torch.stack([message.logs for message in walked])
         self.final = self._messages[-1]
+        device = self.final.device
         self.ends = torch.full(steps.shape[:2], steps.v, device=device) if steps.ends is None else steps.ends[..., 0]
         self._positions = torch.arange(steps.v, device=device)
 
@@ -91,7 +76,7 @@ class _Search:
         after = path[..., -1] if path.dim() > 2 else state
         for step in reversed(range(steps.v)):
             if step + 1 < steps.v:
-                traced = (self._messages[step] + steps.transition(step + 1).columns(after)).argmax(-1)
+                traced = self._pointers[step].gather(-1, after[..., None])[..., 0].long()
             else:
                 traced = state
             after = torch.where(shared == step + 1, state, traced)

@@ -8,47 +8,71 @@ one step to a_{i-1} and the parameters. Each is normalised by its own sum, so th
 """
 
 import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.plain.forward import shifted
-from ..kernels.plain.semiring import log_weights, two_sum
+from ..kernels.plain.semiring import shifted, two_sum
 from ..kernels.structured import Gradients, Walk
-from ..transitions import LOG
+from ..transitions import LOG, Transition
 from .operands import Operands, Steps
 
+# the message behind a structure, of logarithms
+Through = Callable[[Transition, Tensor], Tensor]
 
-def log_norm(steps: Steps, *, messages: Tensor | None = None) -> Tensor:
-    """The log-partition [*B], which torch's autograd differentiates.
 
-    Messages less their largest entries are written to `messages` (v, g, m, c); behind a sequence's end, its last one.
-    """
-    message, top = relative(steps.start() + steps.potential(0))
-    scale, lost = top, torch.zeros_like(top)
-    for step in range(steps.v):
-        if step > 0:
-            # the largest potential is taken out first: a sum is rounded by its own size
-            potential, shift = relative(steps.potential(step))
-            after, top = relative(steps.transition(step).apply(message, LOG) + potential)
-            inside = steps.inside(step)
-            if inside is not None:
-                after = torch.where(inside, after, message)
-                shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)
-            message = after
-            scale, lost = two_sum(*two_sum(scale, lost, shift), top)
-        if messages is not None:
-            messages[step] = message.detach()
-    total = LOG.sum(message, -1) + lost[..., 0] + scale[..., 0]
-    return steps.layout.batched(total) + (steps.unused() if total.requires_grad else 0.0)
+class Message(NamedTuple):
+    """A forward message: logarithms `values` (g, m, c) with the largest 0, plus `scale` and `lost` (g, m, 1)."""
+
+    values: Tensor
+    scale: Tensor
+    lost: Tensor
+
+    @property
+    def logs(self) -> Tensor:
+        """The logarithms (g, m, c)."""
+        return self.values + (self.lost + self.scale)
+
+
+def _sums(transition: Transition, message: Tensor) -> Tensor:
+    return transition.apply(message, LOG)
+
+
+def messages(steps: Steps, through: Through = _sums) -> Iterator[Message]:
+    """The forward message of each step, which torch's autograd differentiates; behind a sequence's end, its last."""
+    message, scale = shifted(steps.start() + steps.potential(0))
+    lost = torch.zeros_like(scale)
+    yield Message(message, scale, lost)
+    for step in range(1, steps.v):
+        # the largest potential is taken out first: a sum is rounded by its own size
+        potential, shift = shifted(steps.potential(step))
+        after, top = shifted(through(steps.transition(step), message) + potential)
+        inside = steps.inside(step)
+        if inside is not None:
+            after = torch.where(inside, after, message)
+            shift, top = shift.masked_fill(~inside, 0.0), top.masked_fill(~inside, 0.0)
+        message = after
+        scale, lost = two_sum(*two_sum(scale, lost, shift), top)
+        yield Message(message, scale, lost)
+
+
+def log_norm(steps: Steps, *, keep: Tensor | None = None) -> Tensor:
+    """The log-partition [*B]; values of messages are written to `keep` (v, g, m, c)."""
+    for step, message in enumerate(messages(steps)):
+        if keep is not None:
+            keep[step] = message.values.detach()
+    total = LOG.sum(message.values, -1) + message.lost[..., 0] + message.scale[..., 0]
+    return steps.sets.batched(total) + (steps.unused() if total.requires_grad else 0.0)
 
 
 def forward(operands: Operands, keep: bool) -> Walk:
     """The log-partitions, and the messages (v, g, m, c) that `backward` reads if they are to be kept."""
     steps = Steps(operands.detached())
-    messages = operands.x.new_empty((steps.v, *steps.shape), dtype=torch.float64) if keep else None
-    value = log_norm(steps, messages=messages).contiguous()
-    return Walk(value, () if messages is None else (messages,), torch.zeros_like(value, dtype=torch.bool))
+    kept = operands.x.new_empty((steps.v, *steps.shape), dtype=torch.float64) if keep else None
+    value = log_norm(steps, keep=kept).contiguous()
+    return Walk(value, () if kept is None else (kept,), torch.zeros_like(value, dtype=torch.bool))
 
 
 def backward(
@@ -56,34 +80,31 @@ def backward(
 ) -> Gradients:
     """The gradients of `sum(weight * log_norm)`, of logarithms of parameters and p0 if `by_log`."""
     steps = Steps(operands.detached())
-    (messages,), (x, p0, *parameters) = walk.kept, operands.tensors
-    weight = steps.layout.sequences(weight.masked_fill(walk.log_norm == -math.inf, 0.0))[..., None]
+    sets, (kept,), (x, p0, *parameters) = steps.sets, walk.kept, operands.tensors
+    weight = sets.grouped(weight.masked_fill(walk.log_norm == -math.inf, 0.0))[..., None]
     posterior = torch.zeros(steps.shape, dtype=torch.float64, device=x.device)
     grad_x = x.new_empty(x.shape, dtype=operands.dtype)
-    counts = [torch.zeros_like(one, dtype=torch.float64, memory_format=torch.contiguous_format) for one in parameters]
+    counts = [torch.zeros_like(sets.parameter(one), dtype=torch.float64) for one in parameters]
     for step in reversed(range(steps.v)):
         inside = steps.inside(step)
-        if inside is None or step == steps.v - 1:
-            begins = torch.full_like(weight, step == steps.v - 1, dtype=torch.bool)
-        if inside is not None:
-            assert steps.ends is not None
+        if steps.ends is not None:
             begins = steps.ends == step + 1
-        posterior = torch.where(begins, torch.softmax(messages[step], -1), posterior)
+        else:
+            begins = torch.full_like(weight, step == steps.v - 1, dtype=torch.bool)
+        posterior = torch.where(begins, torch.softmax(kept[step], -1), posterior)
         posterior = _weighted(posterior, weight if inside is None else weight.masked_fill(~inside, 0.0))
-        steps.layout.steps_first(grad_x)[step] = posterior.view(steps.layout.steps_first(grad_x).shape[1:])
+        grad_x[..., step, :] = sets.batched(posterior)
         if step == 0:
             break
         # what sequences of weight 0 hold has no influence
-        before = messages[step - 1].masked_fill(weight == 0, 0.0)
+        before = kept[step - 1].masked_fill(weight == 0, 0.0)
         posterior, used = _step_back(steps, step, before, posterior)
-        if needs[1]:
-            steps.counts(step - 1, used, counts)
-    first = steps.states(posterior).sum_to_size(p0.shape)
+        for count, more in zip(counts, used, strict=True):
+            count[step - 1 if len(count) > 1 else 0] += more
     logs = operands.log_params or by_log
-    grads = [
-        _of_weights(one, weights, logs).to(operands.dtype) for one, weights in zip(counts, parameters, strict=True)
-    ]
-    grad_p0 = _of_weights(first, p0, logs).to(operands.dtype)
+    grads = [sets.as_parameter(one, weights.shape) for one, weights in zip(counts, parameters, strict=True)]
+    pairs = zip([sets.batched(posterior).sum_to_size(p0.shape), *grads], [p0, *parameters], strict=True)
+    grad_p0, *grads = (_of_weights(one, weights, logs).to(operands.dtype) for one, weights in pairs)
     return Gradients(grad_x if needs[0] else None, tuple(grads) if needs[1] else None, grad_p0 if needs[2] else None)
 
 
@@ -96,8 +117,7 @@ def _weighted(posterior: Tensor, weight: Tensor) -> Tensor:
 def _step_back(steps: Steps, step: int, before: Tensor, posterior: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The posterior of the step before, up to rounding, and how often each parameter is used."""
     transition = steps.transition(step)
-    leaves = [before, *transition.parameters]
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    leaves = [leaf.detach().requires_grad_() for leaf in (before, *transition.parameters)]
     with torch.enable_grad():
         after = transition.with_parameters(*leaves[1:]).apply(leaves[0], LOG)
         earlier, *used = torch.autograd.grad(after, leaves, posterior)
@@ -107,12 +127,3 @@ def _step_back(steps: Steps, step: int, before: Tensor, posterior: Tensor) -> tu
 def _of_weights(counts: Tensor, weights: Tensor, logs: bool) -> Tensor:
     """The gradient of weights, or of their logarithms, from the latter; exactly 0 at weight 0."""
     return counts if logs else (counts / weights.double()).masked_fill(counts == 0, 0.0)
-
-
-def relative(message: Tensor) -> tuple[Tensor, Tensor]:
-    """A message (..., c) less its largest entry, and that entry (..., 1); 0 in place of -inf."""
-    top = shifted(message.detach())[1]
-    return message - top, top
-
-
-__all__ = ["backward", "forward", "log_norm", "log_weights", "relative"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_tensor
-from .arithmetic import LINEAR, LOG, Arithmetic
+from .arithmetic import BEST, LINEAR, LOG, Arithmetic
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,6 +70,13 @@ class Transition(ABC):
         In an arithmetic of logarithms these are logarithms, as the parameters are then.
         """
         return look_up(self._dense(arithmetic), source, target)
+
+    def best(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest `message(k) + log P(k, j)` for each state j `[*lead, rows, c]`, and the lowest k with it."""
+        # entries are labelled with the state that they come from
+        labels = -torch.arange(self.states, dtype=message.dtype, device=message.device)
+        found = self.apply(torch.complex(message, labels.expand_as(message)), BEST)
+        return found.real, (-found.imag).clamp(0, self.states - 1).long()
 
     def columns(self, target: Tensor) -> Tensor:
         """`P[:, target]` as logarithms `[*lead, rows, c]`, for states `[*lead, rows]` and logarithmic parameters."""

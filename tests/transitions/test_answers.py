@@ -237,6 +237,8 @@ def test_one_variable_and_no_batch(kind):
     same(value, (p0.log() + x[0]).logsumexp(0))
     value.backward()
     assert all(not parameter.grad.any() for parameter in structure.parameters)
+    with torch.no_grad():
+        assert not any(one.requires_grad for one in logchain.marginals(x, structure, p0) if one is not None)
     empty = x.expand(2, 0, 1, C)
     logchain.product(empty, structure, p0).sum().backward()
     for question in (logchain.marginals, logchain.forward_backward, logchain.entropy):
@@ -336,6 +338,8 @@ def test_values_are_checked_and_plans_are_made(kind):
     wrong = problem.structure.map(torch.neg)
     with pytest.raises(ValueError, match="bulk: expected non-negative values, got -"):
         logchain.check(problem.x, wrong, problem.p0)
+    elsewhere = logchain.plan(problem.x, problem.structure, problem.p0, device="cuda")
+    assert elsewhere.constants != logchain.plan(problem.x, problem.structure, problem.p0).constants
     planned = logchain.plan(problem.x, problem.structure, problem.p0)
     assert planned.multiply_adds == 3 * 6 * (V - 1) * problem.structure.multiply_adds
     (dense,) = planned.alternatives
