@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .structured import Structured
@@ -57,13 +56,6 @@ class Sets(NamedTuple):
         back = [order.index(axis) for axis in range(len(order))]
         grid = tensor.view((*(self.batch[axis] for axis in order), *rest))
         return grid.permute((*back, *range(len(order), len(order) + len(rest))))
-
-    def places(self, strides: Sequence[int]) -> Tensor:
-        """The offsets (g m) of all sequences in memory where batch axes have these strides."""
-        places = torch.zeros((), dtype=torch.int64)
-        for axis in (*self.own, *self.shared):
-            places = places[..., None] + torch.arange(self.batch[axis]) * strides[axis]
-        return places.reshape(-1)
 
     def parameter(self, tensor: Tensor) -> Tensor:
         """A parameter [*B or ones, s, *own] as (s, g or 1, *own), a view where all or no sets have their own."""

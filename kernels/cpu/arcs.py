@@ -1,8 +1,6 @@
 """Log-partitions and gradients of chains whose transitions are arcs, as `kernels.plain.arcs` defines them, in C."""
 
 import ctypes
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..structured import Arcs, Gradients, Structured, Walk
-from .arguments import function, run_each, shared
+from ..structured import Arcs, Gradients, Structured, Walk, gradient_of_p0, places
+from .arguments import fields, function
 from .library import in_large_pages
+from .sparse import SparseCall
 
 # LONGEST_ROW of c/arcs.h
 _LONGEST_ROW = 64
@@ -24,24 +23,20 @@ _RESULTS = "*messages *powers *exponents *log_norm *lossy"
 _GRADIENTS = "*weight *grad_x *counts *grad_weights *set *grad_p0 *room"
 
 
-def _fields(names: str) -> list[tuple[str, Any]]:
-    return [(name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64) for name in names.split()]
-
-
 class _Slices(ctypes.Structure):
     """`Slices` of c/arcs.h, field by field."""
 
-    _fields_ = _fields("count shared *start *state *other *arc")
+    _fields_ = fields("count shared *start *state *other *arc")
 
 
 class _Arguments(ctypes.Structure):
     """`ArcChain` of c/arcs.h, field by field."""
 
     _fields_ = [
-        *_fields(f"{_SIZES} {_OPERANDS}"),
+        *fields(f"{_SIZES} {_OPERANDS}"),
         ("into", _Slices),
         ("out", _Slices),
-        *_fields(f"{_RESULTS} {_GRADIENTS}"),
+        *fields(f"{_RESULTS} {_GRADIENTS}"),
     ]
 
 
@@ -73,7 +68,7 @@ def forward(chain: Structured, keep: bool) -> Walk:
     if keep:
         kept = in_large_pages(torch.empty(n, v, c, dtype=torch.float64)), torch.empty(n, v, dtype=torch.float64)
         call.point(messages=kept[0], powers=kept[1])
-    spans = call.spans()
+    spans = call.spans(call.work)
     if call.run("arcs_forward", spans):
         if keep and chain.dtype == torch.float64:
             kept = *kept, in_large_pages(torch.empty(n, v, c, dtype=torch.float64))
@@ -94,103 +89,34 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, b
     grad_p0 = torch.empty(n, chain.c, dtype=torch.float64) if needs[2] else None
     call.point(grad_x=grad_x, grad_p0=grad_p0)
     counted = needs[1] and parameter.numel() > 0
-    spans = call.spans(whole_sets=counted)
-    counts = call.counts(len(spans)) if counted else []
-    field = "counts" if call.arguments.one_matrix else "grad_weights"
-    call.run("arcs_backward", spans, [{field: one} for one in counts])
+    # copies of gradients of each step take no more memory than the messages
+    most = None if call.one else max(1, n * chain.c // max(1, parameter.shape[-1]))
+    spans = call.spans(call.work, whole_sets=counted, most=most)
+    counts = call.sums(len(spans)) if counted else []
+    call.run("arcs_backward", spans, "counts" if call.one else "grad_weights", counts)
     for more in counts[1:]:
         counts[0].add_(more)
     weights = torch.zeros(parameter.shape, dtype=chain.dtype) if needs[1] else None
-    if weights is not None and counted:
-        weights = counts[0].view(parameter.shape).to(chain.dtype)
+    if counts:
+        weights = counts[0].to(chain.dtype)
     return Gradients(
         grad_x,
         None if weights is None else (weights,),
-        None if grad_p0 is None else _initial_gradient(chain, grad_p0),
+        None if grad_p0 is None else gradient_of_p0(chain, grad_p0),
     )
 
 
-class _Call:
-    """The arguments of chains, with the tensors that they point to."""
+class _Call(SparseCall):
+    """The arguments of a chain of arcs, with the tensors that they point to."""
 
     def __init__(self, chain: Structured) -> None:
-        (parameter,), batch, pattern = chain.parameters, chain.batch, chain.pattern
-        self.chain, self.n = chain, math.prod(batch)
-        # the memory of a negative view holds other numbers
-        x, weights, p0 = (operand.to(chain.dtype).resolve_neg() for operand in (chain.x, parameter, chain.p0))
-        x = x if x.stride(-1) == 1 or chain.c == 1 else x.contiguous()
-        own = parameter.shape[:-2]
-        self.sets = math.prod(own)
-        of_sequence = torch.arange(self.sets).view(own).expand(batch).reshape(-1).contiguous()
-        self.order = torch.argsort(of_sequence, stable=True)
-        self.of_sequence = of_sequence
-        arranged = _arrange(pattern, chain.c)
-        self._held: list[Any] = [arranged]
-        self.arguments = a = _Arguments(steps=chain.v, states=chain.c, arcs=weights.shape[-1], degree=arranged.degree)
-        a.one_matrix, a.logarithms, a.by_log = weights.shape[-2] == 1, chain.log_params, chain.by_log
-        a.x_step, a.weight_step, a.weight_arc, a.p0_state = x.stride(-2), *weights.stride()[-2:], p0.stride(-1)
-        a.into, a.out = arranged.into, arranged.out
-        self.point(x=x, weights=weights, p0=p0, order=self.order, set=of_sequence)
-        self.point(x_at=_offsets(x, batch, 2), weights_at=_offsets(weights, batch, 2), p0_at=_offsets(p0, batch, 1))
-        self.point(ends=None if chain.ends is None else chain.ends.expand(batch).contiguous())
-
-    def point(self, **tensors: Tensor | None) -> None:
-        """Set pointers to tensors; None is a null pointer."""
-        for name, tensor in tensors.items():
-            setattr(self.arguments, name, None if tensor is None else tensor.data_ptr())
-            self._held.append(tensor)
-
-    def spans(self, *, whole_sets: bool = False) -> list[tuple[int, int]]:
-        """The first place of each thread and the one after its last.
-
-        With `whole_sets`, each set of weights belongs to one thread; the threads of an only set have a gradient each,
-        which together take no more memory than the messages do.
-        """
-        chain, arcs = self.chain, self.arguments.arcs
-        work = chain.v * self.n * arcs
-        if not whole_sets or self.sets == 1:
-            per_step = whole_sets and not self.arguments.one_matrix
-            return shared(self.n, work, max(1, self.n * chain.c // arcs) if per_step else None)
-        sizes = torch.bincount(self.of_sequence, minlength=self.sets).cumsum(0).tolist()
-        ends = [0, *sizes]
-        return [(ends[first], ends[last]) for first, last in shared(self.sets, work)]
-
-    def counts(self, threads: int) -> list[Tensor]:
-        """Zeros for the gradients of weights: a tensor, or one for each thread if these share an only set."""
-        steps, dtype = (1, torch.float64) if self.arguments.one_matrix else (self.chain.v - 1, self.chain.dtype)
-        shape = self.sets, steps, self.arguments.arcs
-        if self.sets > 1:
-            return [torch.zeros(shape, dtype=dtype)] * 1
-        return [torch.zeros(shape, dtype=dtype) for _ in range(threads)]
-
-    def run(self, name: str, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> int:
-        """The sum of what a function of the library returns for spans of places, each on a thread of its own.
-
-        `each`: the tensors, by the name of a field, to which only a thread's arguments point; one for all, or each its.
-        """
-        copies = (_Arguments * len(spans))(*[self.arguments] * len(spans))
-        for index, (copy, span) in enumerate(zip(copies, spans, strict=True)):
-            copy.first, copy.last = span
-            for field, tensor in each[index % len(each)].items() if each else ():
-                setattr(copy, field, tensor.data_ptr())
-        return sum(run_each(copies, self.chain.dtype, name))
-
-
-def _offsets(operand: Tensor, batch: torch.Size, own: int) -> Tensor:
-    """The offset (n) of each sequence's entries in an operand with batch axes and so many of its own."""
-    strides = operand.expand(*batch, *operand.shape[operand.dim() - own :]).stride()
-    places = torch.zeros((), dtype=torch.int64)
-    for size, stride in zip(batch, strides, strict=False):
-        places = places[..., None] + torch.arange(size) * stride
-    return places.reshape(-1).contiguous()
-
-
-def _initial_gradient(chain: Structured, posteriors: Tensor) -> Tensor:
-    """The gradient of p0 from weighted posteriors of the first step (n, c)."""
-    posteriors = posteriors.view(*chain.batch, chain.c)
-    if not (chain.log_params or chain.by_log):
-        posteriors = torch.where(posteriors == 0, 0.0, posteriors / chain.p0.double())
-    return posteriors.sum_to_size(chain.p0.shape).to(chain.dtype).contiguous()
+        arranged = _arrange(chain.pattern, chain.c)
+        super().__init__(_Arguments(into=arranged.into, out=arranged.out, degree=arranged.degree), chain)
+        weights = self.parameter
+        self._held["arranged"] = arranged
+        self.work = chain.v * self.n * weights.shape[-1]
+        self.set(arcs=weights.shape[-1], weight_step=weights.stride(-2), weight_arc=weights.stride(-1))
+        self.point(weights=weights, weights_at=places(weights, chain.batch), set=self.set_of)
 
 
 # ------------------------------------------------------------------------------------------------------------- slices

@@ -34,13 +34,15 @@ _STACKS = "*factors *final_weights"
 _PATHS = "*paths path_steps path_rank path_sequence ranks"
 
 
+def fields(names: str) -> list[tuple[str, Any]]:
+    """The fields of a struct of integers and, with a star before their names, of pointers."""
+    return [(name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64) for name in names.split()]
+
+
 class Arguments(ctypes.Structure):
     """`Chain` of c/chain.h, field by field."""
 
-    _fields_ = [
-        (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-        for name in f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_STACKS} {_PATHS}".split()
-    ]
+    _fields_ = fields(f"{_SIZES} {_OPERANDS} {_PLACES} {_GRADIENTS} {_MESSAGES} {_STRETCH} {_STACKS} {_PATHS}")
 
 
 @cache
@@ -59,7 +61,25 @@ def scratch(v: int, g: int, m: int, c: int, dtype: torch.dtype, one_matrix: bool
     return len(shared(g * m, v * g * m * c**2)), max(sizes) + 128
 
 
-class Call:
+class Pointing:
+    """The arguments of a call, with the tensors that they point to."""
+
+    arguments: Any
+    _held: dict[str, Any]
+
+    def point(self, **tensors: Tensor | None) -> None:
+        """Set pointers to tensors; None is a null pointer."""
+        for name, tensor in tensors.items():
+            setattr(self.arguments, name, None if tensor is None else tensor.data_ptr())
+        self._held.update(tensors)
+
+    def set(self, **numbers: int) -> None:
+        """Set fields that are numbers."""
+        for name, number in numbers.items():
+            setattr(self.arguments, name, number)
+
+
+class Call(Pointing):
     """The arguments of a chain, with the tensors that they point to.
 
     A message that enters is treated as the x of an extra step 0, whose initial weights are all 1. `ends` (g, m) are the
@@ -75,7 +95,7 @@ class Call:
             p0 = chain.new(1).fill_(float(not chain.log_params)).expand(g, m, c)
         else:
             p0 = p0.expand(*chain.lead, c).reshape(g, m, c)
-        self.chain, self._held = chain, [x, bulk, p0]
+        self.chain, self._held = chain, {"bulk": bulk, "p0": p0}
         self.arguments = a = Arguments(steps=chain.v + entered, sets=g, members=m, states=c)
         a.one_matrix, a.logarithms, a.by_log = len(bulk) == 1, chain.log_params, chain.by_log
         a.bulk, a.p0 = bulk.data_ptr(), p0.data_ptr()
@@ -120,17 +140,6 @@ class Call:
         except RuntimeError:
             self.point(**{f"{name}_at": _places(tensor.shape[1:-2], tensor.stride()[1:-2])})
 
-    def point(self, **tensors: Tensor | None) -> None:
-        """Set pointers to tensors; None is a null pointer."""
-        for name, tensor in tensors.items():
-            setattr(self.arguments, name, None if tensor is None else tensor.data_ptr())
-            self._held.append(tensor) if tensor is not None else None
-
-    def set(self, **numbers: int) -> None:
-        """Set fields that are numbers."""
-        for name, number in numbers.items():
-            setattr(self.arguments, name, number)
-
     def spans(self, *, whole_sets: bool = False, most: int | None = None) -> list[tuple[int, int]]:
         """The first sequence of each thread and the one after its last, at most `most` threads, or of whole sets."""
         g, m = self.chain.g, self.chain.m
@@ -163,14 +172,14 @@ def shared(parts: int, work: int, most: int | None = None) -> list[tuple[int, in
 
 
 def run(
-    arguments: Arguments,
+    arguments: Any,
     dtype: torch.dtype,
     name: str,
     spans: Sequence[tuple[int, int]],
     each: Sequence[dict[str, Tensor]] = (),
 ) -> int:
     """The sum of what a function of the library returns, see `Call.run`."""
-    copies = (Arguments * len(spans))(*[arguments] * len(spans))
+    copies = (type(arguments) * len(spans))(*[arguments] * len(spans))
     for index, (copy, span) in enumerate(zip(copies, spans, strict=True)):
         copy.first, copy.last = span
         for field, tensor in each[index].items() if each else ():

@@ -112,6 +112,3 @@ def _factored(weight: Tensor) -> tuple[float, Tensor | None]:
         return float(given[0]) if len(given) else 1.0, None
     factor = 2.0 ** int(torch.frexp(given.abs().amax()).exponent)
     return factor, weight / factor
-
-
-__all__ = ["Counts"]

@@ -193,6 +193,3 @@ def _exponentiate(buffer: Tensor, shift: Tensor, dtype: torch.dtype) -> None:
     passes = Passes(dtype, sets * rows, buffer.numel() // (sets * rows), rows)
     passes.point(state=buffer, shifts=shift.expand(sets).contiguous())
     passes.run("exponentiate_rows", sets * rows)
-
-
-__all__ = ["Scaled", "Weights"]

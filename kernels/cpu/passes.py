@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import team
-from .arguments import function
+from .arguments import Pointing, fields, function
 
 # entries of rows for which another thread is woken, and those that scratch is longer than a row
 _WORTH, _SPARE = 2**16, 64
@@ -16,37 +16,23 @@ _WORTH, _SPARE = 2**16, 64
 class Pass(ctypes.Structure):
     """`Pass` of c/passes.h, field by field."""
 
-    _fields_ = [
-        (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-        for name in (
-            "first last step steps rows states members *x *x_at x_step *ends *p0 *p0_at p0_state logarithms"
-            " *sums blocks together *before *diagonal diagonal_set *bounds *shifts *exponents *state *scales *taken"
-            " *taken_exponents *marks *log_norm *live *weight *count_weight *source *grad_x *grad_at grad_step"
-            " *grad_diagonal counted_sets *room"
-        ).split()
-    ]
+    _fields_ = fields(
+        "first last step steps rows states members *x *x_at x_step *ends *p0 *p0_at p0_state logarithms"
+        " *sums blocks together *before *diagonal diagonal_set *bounds *shifts *exponents *state *scales *taken"
+        " *taken_exponents *marks *log_norm *live *weight *count_weight *source *grad_x *grad_at grad_step"
+        " *grad_diagonal counted_sets *room"
+    )
 
 
-class Passes:
+class Passes(Pointing):
     """The arguments of passes over rows of c entries, with the tensors that they point to."""
 
     def __init__(self, dtype: torch.dtype, rows: int, c: int, members: int) -> None:
         self.arguments, self._dtype = Pass(rows=rows, states=c, members=members), dtype
-        self._held: dict[str, Tensor | None] = {}
+        self._held = {}
         self.threads = max(1, min(torch.get_num_threads(), rows, rows * c // _WORTH))
         self._room = torch.empty(self.threads, c + _SPARE, dtype=dtype, device="cpu")
         self._counts: Tensor | None = None
-
-    def point(self, **tensors: Tensor | None) -> None:
-        """Set pointers to tensors, which are held; None is a null pointer."""
-        for name, tensor in tensors.items():
-            setattr(self.arguments, name, None if tensor is None else tensor.data_ptr())
-            self._held[name] = tensor
-
-    def set(self, **numbers: int) -> None:
-        """Set fields that are numbers."""
-        for name, number in numbers.items():
-            setattr(self.arguments, name, number)
 
     def diagonal_counts(self, sets: int) -> Tensor:
         """New sums (threads, sets, c), zeros, to which each thread adds the counts of the diagonal."""
@@ -73,6 +59,3 @@ class Passes:
         """Set the rows of a thread, and the memory that is its own."""
         arguments.first, arguments.last, arguments.room = first, last, self._room[thread].data_ptr()
         arguments.grad_diagonal = None if self._counts is None else self._counts[thread].data_ptr()
-
-
-__all__ = ["Pass", "Passes"]

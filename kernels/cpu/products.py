@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plain import products as plain
-from ..structured import Gradients, Structured, Walk
+from ..structured import Gradients, Structured, Walk, gradient_of_p0
 from .rows import Rows
 from .walk_back import Backward
 from .walk_forth import Forward, Kept
@@ -98,13 +98,9 @@ def _gradients(
 
 def _of_p0(rows: Rows, first: Tensor, weight: Tensor, live: Tensor) -> Tensor:
     """The gradient of p0 from the posteriors of step 0 (n, c)."""
-    chain = rows.chain
     counts = first.double() * weight.masked_fill(~live, 0.0)[:, None]
-    if not (chain.log_params or chain.by_log):
-        p0 = rows.sets.grouped(chain.p0.double()).reshape(rows.n, -1)[rows.places_in_sets]
-        counts = (counts / p0).masked_fill(first == 0, 0.0)
-    counts = torch.empty_like(counts).index_copy_(0, rows.order, counts)
-    return counts.view(*chain.batch, chain.c).sum_to_size(chain.p0.shape).to(chain.dtype).contiguous()
+    counts.masked_fill_(first == 0, 0.0)
+    return gradient_of_p0(rows.chain, torch.empty_like(counts).index_copy_(0, rows.order, counts))
 
 
 def _in_batch(rows: Rows, values: Tensor) -> Tensor:
@@ -157,6 +153,3 @@ def _add(rows: Rows, gradients: Gradients, more: Gradients, chosen: Tensor) -> N
     add(gradients.p0, more.p0, chain.p0)
     for into, part, operand in zip(gradients.parameters or (), more.parameters or (), chain.parameters, strict=False):
         add(into, part, operand)
-
-
-__all__ = ["backward", "forward"]

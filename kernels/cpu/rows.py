@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..sets import Sets
 from ..stages import transposed
-from ..structured import Structured
+from ..structured import Structured, places
 from .factors import Weights
 from .gemms import Link, Sums, links
 from .library import in_large_pages
@@ -22,7 +22,6 @@ class Rows:
 
     Attributes:
         order: the sequence of each row (n), as an index of the flattened batch.
-        places_in_sets: the place of each row (n) in the order of sets and members.
         ends: the number of steps of each row, or None.
         counts: how many rows a step has, for each step that some sequence has.
         starts: the first row of each step, and the one after the last.
@@ -36,15 +35,15 @@ class Rows:
         order = sets.grouped(torch.arange(self.n).view(chain.batch)).reshape(-1)
         self.ends: Tensor | None = None
         self.counts = [self.n] * chain.v
-        places = torch.arange(self.n)
+        in_sets = torch.arange(self.n)
         if chain.ends is not None:
             ends = chain.ends.reshape(-1)[order]
             if sets.g == 1:
-                places = torch.argsort(ends, descending=True, stable=True)
-            self.ends = ends[places].contiguous()
+                in_sets = torch.argsort(ends, descending=True, stable=True)
+            self.ends = ends[in_sets].contiguous()
             alive = (self.ends > torch.arange(chain.v)[:, None]).sum(1).tolist()
             self.counts = [count if sets.g == 1 else self.n for count in alive if count]
-        self.places_in_sets, self.order = places, order[places]
+        self.order = order[in_sets]
         self.starts = [0, *torch.tensor(self.counts).cumsum(0).tolist()]
         self.passes = Passes(chain.dtype, self.n, chain.c, self.n // sets.g)
         x = chain.x.to(chain.dtype).resolve_neg()
@@ -63,7 +62,7 @@ class Rows:
 
     def places(self, tensor: Tensor) -> Tensor:
         """The offsets of all rows in a tensor [*B, ...]."""
-        return self.sets.places(tensor.stride())[self.places_in_sets].contiguous()
+        return places(tensor, self.chain.batch)[self.order].contiguous()
 
     def new(self, *shape: int) -> Tensor:
         """Uninitialised memory of the dtype of the arithmetic."""
@@ -79,6 +78,3 @@ class Rows:
         self.passes.point(sums=out, before=before, diagonal=diagonal)
         apart = diagonal.stride(0) if diagonal is not None and diagonal.shape[0] > 1 else 0
         self.passes.set(blocks=sums.blocks, together=sums.together, diagonal_set=apart)
-
-
-__all__ = ["Rows"]

@@ -117,6 +117,3 @@ class Backward:
         if self.grad_x is not None:
             into = self.grad_x.view(rows.n, chain.v, chain.c)
             into[rows.order, 0] = (self.first * self._weight[:, None]).to(chain.dtype)
-
-
-__all__ = ["Backward"]

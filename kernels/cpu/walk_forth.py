@@ -129,6 +129,3 @@ class Support:
             self._sums = self._gemms.run(found, self._weights.matrices, middles)
             self._known, self._found, self._count = self._found, self._known, count
         self._rows.point_sums(self._sums, self._gemms.out, self._known, self._weights)
-
-
-__all__ = ["Forward", "Kept"]

@@ -8,11 +8,12 @@ part.
 import torch
 from torch import Tensor
 
+from ..sets import Sets
 from ..structured import Arcs, Gradients, Structured, Walk
 from . import sparse_backward, sparse_forward
 from .sparse_backward import Walked
 from .sparse_counts import Counts
-from .sparse_rows import Rows, members, operands
+from .sparse_rows import Rows, operands
 
 # from so many steps on, so many launches, which divide the memory of backward messages
 _LONG, _PARTS = 64, 4
@@ -45,7 +46,8 @@ def backward(
     counts = None
     if counted:
         pattern = chain.pattern if isinstance(chain.pattern, Arcs) else outgoing.first
-        counts = Counts(ops, pattern, members(chain.parameters[0], batch), length, by_log=by_log)
+        sequences = torch.arange(n, device=chain.x.device).view(batch)
+        counts = Counts(ops, pattern, Sets.of(chain).grouped(sequences).contiguous(), length, by_log=by_log)
     if n:
         walked = Walked.new(n, length + 1 if counted else 2, v, c, walk.kept[0])
         # a NaN counts also where it led nowhere, but not where it has no weight

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..structured import Arcs, Structured
+from ..structured import Arcs, Structured, places
 from . import launch
 
 
@@ -66,29 +66,10 @@ class Operands(NamedTuple):
 def operands(chain: Structured) -> Operands:
     """The chain as the kernels read it; nothing is copied."""
     (parameter,), batch = chain.parameters, chain.batch
-    places = torch.stack([_places(tensor, batch) for tensor in (chain.x, parameter, chain.p0)], 1)
+    at = torch.stack([places(tensor, batch) for tensor in (chain.x, parameter, chain.p0)], 1)
     ends = None if chain.ends is None else chain.ends.expand(batch).reshape(-1).contiguous()
     banded = not isinstance(chain.pattern, Arcs)
-    return Operands(chain.x, parameter, chain.p0, places, ends, chain.log_params, chain.dtype, banded)
-
-
-def _places(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """The distance from the beginning of a tensor to each sequence's part, int64 (n)."""
-    found = torch.zeros(batch, dtype=torch.int64, device=tensor.device)
-    for axis, (size, stride) in enumerate(zip(tensor.shape[: len(batch)], tensor.stride(), strict=False)):
-        if size > 1 and stride:
-            steps = torch.arange(size, device=tensor.device) * stride
-            found += steps.view(-1, *[1] * (len(batch) - axis - 1))
-    return found.view(-1)
-
-
-def members(parameter: Tensor, batch: torch.Size) -> Tensor:
-    """The sequences that share each parameter, int64 (g, m), of g parameters in the order of their batch axes."""
-    sequences = torch.arange(batch.numel(), device=parameter.device).view(batch)
-    shared = [axis for axis in range(len(batch)) if parameter.shape[axis] == 1]
-    own = [axis for axis in range(len(batch)) if parameter.shape[axis] > 1]
-    sets = parameter.shape[: len(batch)].numel()
-    return sequences.permute([*own, *shared]).reshape(sets, batch.numel() // max(1, sets)).contiguous()
+    return Operands(chain.x, parameter, chain.p0, at, ends, chain.log_params, chain.dtype, banded)
 
 
 def banded_rows(offsets: tuple[int, ...], device: torch.device) -> Rows:
