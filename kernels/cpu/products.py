@@ -30,9 +30,9 @@ def forward(chain: Structured, keep: bool) -> Walk:
     walk.run()
     lossy, kept = (walk.marks & _LOSSY).bool(), walk.kept
     chosen = rows.order[lossy]
-    again = rows.new(chain.v, len(chosen), chain.c if keep else 0)
+    again = torch.empty(chain.v, len(chosen), chain.c if keep else 0, dtype=torch.float64)
     if len(chosen):
-        wide = sum(one.shape[1] for one in kept.middles) * rows.n + len(chosen) * chain.c
+        wide = sum(one.shape[1] for one in kept.middles) * rows.n + len(chosen) * chain.c * 8 // chain.dtype.itemsize
         if wide > rows.n * chain.c:  # two message tensors in all: middles are computed again
             kept = kept._replace(middles=())
         redone = plain.forward(_selected(chain, chosen), keep)
