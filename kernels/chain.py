@@ -32,6 +32,8 @@ class Chain:
         by_log: whether gradients are with respect to the logarithms of `bulk` and `p0` even if these are linear.
         starts: on a CPU, the first row (n) of each of n packed sequences. Then x, its gradient and the messages are
             (rows, c), and `bulk` is (rows, c, c), where each matrix leads into its row, or (1, c, c).
+        turned: on a CPU, whether the chain is walked from its last step to its first, by transposed matrices: x, `bulk`
+            and their gradients lie in the order of steps, messages in that of the walk.
     """
 
     x: Tensor
@@ -42,6 +44,7 @@ class Chain:
     dtype: torch.dtype
     by_log: bool = False
     starts: Tensor | None = None
+    turned: bool = False
 
     @property
     def v(self) -> int:

@@ -8,6 +8,9 @@ from ..message import Kept
 from .arguments import Call
 from .library import in_large_pages
 
+# entries of gradients of matrices that are transposed at a time
+_TURNED = 2**18
+
 
 def backward(
     chain: Chain,
@@ -39,7 +42,8 @@ def backward(
         call.rows("grad", written)
     spans, counts = _counts(call, grad_bulk)
     field = "counts" if len(chain.bulk) == 1 else "grad_bulk"
-    by_thread = [{field: counts[i % len(counts)]} for i in range(len(spans))] if counts else []
+    begun = [counts[i % len(counts)] for i in range(len(spans))] if counts else []
+    by_thread = [{field: one if field == "counts" else call.beginning(one)} for one in begun]
     if call.run("backward", spans, by_thread):
         call.run("redo_backward", spans, by_thread)
     for more in counts[1:]:
@@ -47,7 +51,11 @@ def backward(
     if grad_bulk is not None and not counts:
         grad_bulk.zero_()
     elif grad_bulk is not None and len(chain.bulk) == 1:
-        grad_bulk[0].copy_(counts[0].view(grad_bulk[0].shape))
+        total = counts[0].mT if chain.turned else counts[0]
+        grad_bulk[0].copy_(total.reshape(grad_bulk[0].shape))
+    elif grad_bulk is not None and chain.turned:
+        for matrices in grad_bulk.split(max(1, _TURNED // grad_bulk[0].numel())):  # in place, a few steps at a time
+            matrices.copy_(matrices.mT.clone())
     if grad_x is not None and written is not None and written is not grad_x:
         grad_x.copy_(written)
     return preceding if kept.entered else preceding.view(*chain.lead, c)

@@ -243,9 +243,10 @@ static void start_places(Walk *w, int64_t count, real safe_entry) {
 static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_of(w, 0), one = a->one_matrix;
-    int64_t row = a->starts ? c : a->sets * a->members * c, for_x = unpadded_steps(c, a->x_step);
-    int64_t for_matrices = one ? 0 : unpadded_steps(c, a->bulk_step);
-    int64_t for_messages = a->messages ? unpadded_steps(c, row) : 0;
+    int64_t row = a->starts ? c : a->sets * a->members * c, for_x = unpadded_last(c, a->x_step);
+    int64_t for_matrices = one ? 0 : unpadded_last(c, a->bulk_step);
+    int64_t for_messages = a->messages ? unpadded_last(c, row) : 0;
+    int64_t first_x = unpadded_first(c, a->x_step), first_matrices = one ? 0 : unpadded_first(c, a->bulk_step);
     if (is_float32(a) || a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
     if (one && !w->matrix.has_bounds) find_bounds(&w->matrix), rescale(&w->matrix);
     const Matrix *m = &w->matrix;
@@ -255,15 +256,14 @@ static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
                .entries = one ? padded : a->bulk + first_matrix(a, w->set), .row = a->bulk_from,
                .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
                .filtered = a->filtered ? filtered_at(a, q, 1) - a->grad_step : 0, .filtered_step = a->grad_step,
-               .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
+               .message_step = row, .earliest = 1 + larger_of(first_x, first_matrices), .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
                /* few_loops.h multiplies states before they are scaled to 2^TOP: they may be smaller by max P */
                .zeros = one && m->low * (m->high < 1 ? m->high : 1) >= least_safe_entry(),
                .matrix_shift = one ? m->shift : 0, .matrix_exponent = one ? m->exponent : 0};
     for (int64_t k = 0; k < row_of(c) && one; k++)
         for (int64_t j = 0; j < row_of(c); j++)
             padded[k * row_of(c) + j] = k < c && j < c ? m->entries[transposed ? j * m->row + k : k * m->row + j] : 0;
-    int64_t for_operands = for_x > for_matrices ? for_x : for_matrices;
-    return steps_of(a, q) - (for_operands > for_messages ? for_operands : for_messages);
+    return steps_of(a, q) - larger_of(larger_of(for_x, for_matrices), for_messages);
 }
 
 /* Steps of a sequence of few states, up to one that fails the underflow test; returns that step. */
@@ -272,7 +272,7 @@ static int64_t few_forward(Walk *w, int64_t step) {
     real padded[FEW * FEW];
     int64_t stop = few_of(w, 0, padded, &l), last = steps_of(w->a, sequence_of(w, 0)) - 1;
     stop = stop < last ? stop : last;
-    if (step >= stop) return step;
+    if (step >= stop || step < l.earliest) return step;
     narrow(w->a->states, state_at(w, 0, step - 1), l.state);
     l.shift = w->shifts[0], l.exponent = w->exponents[0], l.raised = w->raised[0];
     step = steps_forward(&l, step, stop);
