@@ -1,0 +1,124 @@
+"""The seconds that each way to cut a chain over ranks is predicted to take, and the bytes that a rank sends.
+
+    vectors(K)     (K + R - 2) turns of a block of the batch, each with a collective; 2 ranks: one turn
+    products       the slowest of the outer ranks' vectors and the inner ranks' products, then vectors again; gradients
+    overlapped     one rank's part and the steps that it begins early
+
+Walks and products are timed by the constants of `schedules.cost`; a collective by its latency and its bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from ..schedules import choose, cost_counts
+from ..schedules.cost import FORWARD, Constants
+from ..schedules.cost_counts import SEQUENTIAL, Size
+
+Strategy = Literal["auto", "vectors", "products", "overlapped"]
+STRATEGIES = ("auto", "vectors", "products", "overlapped")
+
+# steps that a stretch begins early, as far as is known before it runs; shorter stretches are not overlapped
+_EARLY, _SHORTEST = 40, 400
+
+# bytes of the header with which ranks agree on sizes
+_HEADER = 64
+
+
+class Link(NamedTuple):
+    """What a collective takes: `latency` seconds, and its bytes over `bandwidth` bytes a second."""
+
+    latency: float = 3e-4
+    bandwidth: float = 1e9
+
+    def seconds(self, sent: int, ranks: int) -> float:
+        """The time in which every rank sends so many bytes to all others."""
+        return self.latency + sent * (ranks - 1) / self.bandwidth
+
+
+class Cut(NamedTuple):
+    """A way to cut a chain: its name, the number of blocks of the batch, and its predicted seconds and bytes sent."""
+
+    name: str
+    blocks: int
+    seconds: float
+    bytes: int
+
+
+def cuts(size: Size, sizes: Sequence[int], costs: Constants, link: Link) -> list[Cut]:
+    """All cuts of chains of this size over ranks that hold so many variables, the fastest first.
+
+    `size.v` does not matter; `sizes` are those of the ranks that hold variables.
+    """
+    model = _Model(size, list(sizes), costs, link)
+    found = [model.vectors(blocks) for blocks in model.numbers_of_blocks()]
+    if len(sizes) > 2:
+        found.append(model.products())
+    if len(sizes) > 1 and min(sizes) >= _SHORTEST:
+        found.append(model.overlapped())
+    return sorted(found, key=lambda cut: cut.seconds)
+
+
+class _Model(NamedTuple):
+    size: Size
+    sizes: list[int]
+    costs: Constants
+    link: Link
+
+    def numbers_of_blocks(self) -> list[int]:
+        """The numbers of blocks of the batch that are tried: one, or as many as keep ranks of a pipeline busy."""
+        ranks, sequences = len(self.sizes), self.size.sequences
+        return sorted({1, min(sequences, 2 * ranks), min(sequences, 8 * ranks)}) if ranks > 2 or self.size.lengths else [1]
+
+    def vectors(self, blocks: int) -> Cut:
+        """Vectors through the ranks in turn, block by block."""
+        ranks = len(self.sizes)
+        turns = ranks > 1 and not self.size.lengths
+        ahead = self.sizes[: ranks - turns]
+        each = self.size._replace(m=max(1, self.size.m // blocks))
+        number, sent = blocks + len(ahead) - 1, self._message() // blocks
+        seconds = max(number * self._walk(max(ahead), each), self._walk(self.sizes[-1]))
+        back = max(number * self._back(max(ahead), each), self._back(self.sizes[-1]))
+        gathers = number + (number - 1 if self.size.gradients and len(ahead) > 1 else 0)
+        return self._cut("vectors", blocks, seconds + back, gathers, sent)
+
+    def products(self) -> Cut:
+        """Vectors on the outer ranks, products on those between."""
+        outer = [self.sizes[0]] if self.size.lengths else [self.sizes[0], self.sizes[-1]]
+        between = max(self.sizes[1:] if self.size.lengths else self.sizes[1:-1])
+        seconds = max(*map(self._walk, outer), self._product(between))
+        if self.size.gradients:
+            seconds += self._walk(between) + self._back(max(self.sizes))
+        sent = 8 * self.size.sequences * (self.size.c**2 + 1)
+        return self._cut("products", 1, seconds, 1, sent)
+
+    def overlapped(self) -> Cut:
+        """Stretches that begin early; with gradients also from the other end."""
+        longest = max(self.sizes)
+        early = self._walk(_EARLY) * (1 + self.size.gradients)
+        vain = choose.in_vain(self.size._replace(v=longest), self.costs)
+        seconds = self._walk(longest) + self._back(longest) + early + vain
+        return self._cut("overlapped", 1, seconds, 3 + 2 * self.size.gradients, self._message())
+
+    def _cut(self, name: str, blocks: int, seconds: float, gathers: int, sent: int) -> Cut:
+        """The cut with its collectives: the header, so many gathers, and the sum of shared gradients."""
+        ranks, shared = len(self.sizes), 0
+        if self.size.gradients:
+            shared = 8 * self.size.c * (self.size.g * self.size.c * self.size.one_matrix + 1)
+        collectives = self.link.seconds(_HEADER, ranks) + gathers * self.link.seconds(sent, ranks)
+        if self.size.gradients:
+            collectives += self.link.seconds(shared, ranks)
+        return Cut(name, blocks, seconds + collectives, _HEADER + gathers * sent + shared)
+
+    def _message(self) -> int:
+        return 8 * self.size.sequences * (self.size.c + 2)
+
+    def _walk(self, v: int, size: Size | None = None) -> float:
+        return choose.seconds((size or self.size)._replace(v=v, gradients=False), SEQUENTIAL, self.costs)
+
+    def _back(self, v: int, size: Size | None = None) -> float:
+        both = (size or self.size)._replace(v=v, gradients=True)
+        return max(0.0, choose.seconds(both, SEQUENTIAL, self.costs) - self._walk(v, size)) if self.size.gradients else 0.0
+
+    def _product(self, v: int) -> float:
+        rows = self.size._replace(v=v, m=self.size.m * self.size.c, gradients=False)
+        return self.costs.of("chunked", FORWARD, cost_counts.work(rows, SEQUENTIAL))

@@ -1,0 +1,83 @@
+"""The collectives of one call: every one carries a status, so that an error on one rank is raised on all of them.
+
+An exception that another rank raises, in its checks or while it computes, arrives with its text as `rank 1: ...`. A
+rank that is gone, or that takes longer than the group's timeout, makes the collective itself raise RuntimeError.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# bytes of a text that ranks exchange
+_TEXT = 2048
+
+# errors that are raised again as what they were on the other rank
+_KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError, MemoryError)}
+
+
+class Exchange:
+    """The exchange of small float64 tensors between the ranks of a process group, by collectives alone."""
+
+    def __init__(self, group: Any) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("group: expected torch.distributed to be initialised, see init_process_group")
+        self._group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("group: expected a process group that this process belongs to")
+        # a group of NCCL alone takes no tensors on the host
+        on_host = "cpu:" in dist.get_backend_config(group)
+        self._device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+
+    def gather(self, shape: Sequence[int], compute: Callable[[], Tensor | None]) -> Tensor:
+        """What each rank computes, in float64 on the host (ranks, *shape); None stands for zeros."""
+        sent, error = torch.zeros(1 + math.prod(shape), dtype=torch.float64), None
+        try:
+            value = compute()
+            if value is not None:
+                sent[1:] = value.detach().reshape(-1)
+        except Exception as raised:
+            error = raised
+            sent[0] = 1
+        received = self._gathered(sent)
+        self._raise(received[:, 0], error)
+        return received[:, 1:].view(self.size, *shape)
+
+    def total(self, size: int, compute: Callable[[], Tensor]) -> Tensor:
+        """The sum over ranks of what they compute, in float64 on the host (size)."""
+        sent, error = torch.zeros(self.size + size, dtype=torch.float64), None
+        try:
+            sent[self.size :] = compute().detach().reshape(-1)
+        except Exception as raised:
+            error = raised
+            sent[self.rank] = 1
+        sums = sent.to(self._device)
+        dist.all_reduce(sums, group=self._group)
+        sums = sums.cpu()
+        self._raise(sums[: self.size], error)
+        return sums[self.size :]
+
+    def texts(self, text: str) -> list[str]:
+        """The text of each rank, up to the size that is exchanged."""
+        data = text.encode()[:_TEXT]
+        sent = torch.zeros(_TEXT, dtype=torch.uint8)
+        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in self._gathered(sent)]
+
+    def _gathered(self, sent: Tensor) -> Tensor:
+        sent = sent.to(self._device)
+        received = sent.new_empty(self.size, len(sent))
+        dist.all_gather(list(received.unbind()), sent, group=self._group)
+        return received.cpu()
+
+    def _raise(self, status: Tensor, error: Exception | None) -> None:
+        """Raise the error of the first rank whose status is not 0, on all ranks alike."""
+        if not status.any():
+            return
+        texts = self.texts("" if error is None else f"{type(error).__name__}\n{error}")
+        rank = int(status.nonzero()[0])
+        kind, _, text = texts[rank].partition("\n")
+        raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {text}") from error

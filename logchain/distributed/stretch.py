@@ -1,0 +1,191 @@
+"""The part of chains that a rank holds: walked from either end, or multiplied out, and back.
+
+A rank's first matrix leads into its first variable, from the last one of the rank before: the step belongs to the rank
+that it leads into. What enters a rank is the forward message of the variable before its first; what follows it is the
+backward message of its last variable.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.chain import Chain
+from ..kernels.message import Kept, Message, normalised
+from ..kernels.numbers import exact_sum
+from ..kernels.plain import matmul as log_matmul
+from ..kernels.plain.forward import transitions
+from ..layout import Layout
+from ..operands import Operands, arithmetic_dtype
+from ..rescues import report_chains
+from ..schedules.turned import Turned
+
+F64 = torch.float64
+
+
+class Gradients(NamedTuple):
+    """Memory for the gradients of a rank's x and `bulk`, in their shapes, and of p0 in float64; None if not needed."""
+
+    x: Tensor | None
+    bulk: Tensor | None
+    p0: Tensor | None
+
+
+class Stretch:
+    """The part of a block of sequences that a rank holds; `begins`: its first variable is that of the chains.
+
+    `start` is the number of variables before it. `needs`: whether gradients of x, bulk and p0 will be asked for.
+    """
+
+    def __init__(
+        self, operands: Operands, start: int, needs: tuple[bool, ...], *, begins: bool, by_log: bool = False
+    ) -> None:
+        x, bulk, p0, lengths, log_params = operands
+        self.layout, self._needs, self._begins = Layout.of(x, bulk), needs, begins
+        v = x.shape[-2]
+        # variables of each sequence from the first of this part on (g, m)
+        self._ends = None if lengths is None else self.layout.sequences(lengths) - start
+        ends = None if self._ends is None else self._ends[..., None].clamp(0, v)
+        steps, matrices = self.layout.steps_first(x), self.layout.matrices(bulk)
+        matrices = matrices[: v - 1] if begins and v == 1 else matrices
+        dtype = arithmetic_dtype(x, bulk, p0)
+        self.chain = Chain(steps, matrices, self.layout.weights(p0), ends, log_params, dtype, by_log)
+        self._walk = kernels.chain_kernels(x)
+        self.kept: Kept | None = None
+        self._last: Message | None = None
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """The sizes (g, m, c) of a message."""
+        return self.chain.g, self.chain.m, self.chain.c
+
+    @property
+    def continues(self) -> Tensor:
+        """Whether sequences have variables behind this part (g, m), or () if all have."""
+        return torch.tensor(True) if self._ends is None else self._ends > self.chain.v
+
+    def as_chain(self) -> Chain:
+        """The chain of this part alone, without the step into it."""
+        chain = self.chain
+        whole = self._begins or (len(chain.bulk) == 1 and chain.v > 1)
+        return chain if whole else replace(chain, bulk=chain.bulk[1:])
+
+    @property
+    def reached(self) -> Tensor | None:
+        """Whether sequences have variables in this part (g, m); None if all have."""
+        return None if self.chain.ends is None else self.chain.ends[..., 0] > 0
+
+    def ahead(self, entering: Message | None) -> Message:
+        """The forward message of the last variable, from the one that enters; none enters where the chains begin."""
+        keep = None
+        if any(self._needs):
+            keep = kernels.messages_of(self.chain, self.chain.v + (entering is not None))
+        self.kept, leaving = self._walk.forward(self.chain, entering, keep=keep, leave=True)
+        report_chains(self.kept.redone)
+        assert leaving is not None
+        return leaving
+
+    def back(self, log_norm: Tensor, weight: Tensor, following: Tensor | None, into: Gradients) -> Tensor:
+        """The backward message of the variable before the first (g, m, c), from the one that follows.
+
+        Gradients are written. Where the chains begin, the result has no meaning.
+        """
+        assert self.kept is not None
+        grad_x, grad_bulk = self._views(into)
+        kept = self.kept._replace(log_norm=log_norm)
+        ahead: Tensor = self._walk.backward(self.chain, kept, weight, following, grad_x, grad_bulk)
+        if self._begins and into.p0 is not None:
+            into.p0.copy_(self.layout.states(ahead).sum_to_size(into.p0.shape))
+        return ahead.new_zeros(self.grid) if self._begins else ahead
+
+    def first_back(self, steps: int) -> Tensor:
+        """The backward message of the variable before the first (g, m, c), from a uniform one after so many steps."""
+        assert self.kept is not None
+        window = self._window(0, steps)
+        kept = self.kept._replace(messages=self.kept.messages[: steps + 1], log_norm=torch.zeros_like(self.kept.log_norm))
+        uniform = torch.zeros(self.grid, dtype=F64, device=self.chain.x.device)
+        ahead: Tensor = self._walk.backward(window, kept, torch.ones_like(kept.log_norm), uniform, None, None)
+        return ahead
+
+    def last_ahead(self, steps: int) -> Tensor:
+        """The forward message of the last variable (g, m, c), from a uniform one before the last steps."""
+        uniform = torch.zeros(self.grid, dtype=F64, device=self.chain.x.device)
+        entering = Message(uniform, torch.zeros(2, *self.grid[:2], dtype=F64, device=uniform.device))
+        leaving = self._walk.forward(self._window(self.chain.v - steps, self.chain.v), entering, leave=True)[1]
+        assert leaving is not None
+        return leaving.values
+
+    def product(self) -> tuple[Tensor, Tensor]:
+        """The logarithms of the product of all steps (g, m, c, c) less `scale`, and the scale (g, m)."""
+        (g, m, c), chain = self.grid, self.chain
+        x = chain.x.unsqueeze(-2).expand(*chain.x.shape[:-1], c, c)
+        ends = None if chain.ends is None else chain.ends.expand(g, m, c).reshape(g, -1, 1)
+        rows = torch.eye(c, dtype=F64, device=x.device).log_().repeat(m, 1).expand(g, -1, c)
+        nothing = torch.zeros(2, g, m * c, dtype=F64, device=x.device)
+        kept, after = self._walk.forward(replace(chain, x=x, ends=ends), Message(rows, nothing), leave=True)
+        report_chains(kept.redone.view(g, m, c).any(-1))
+        assert after is not None
+        high, low = after.scale.view(2, g, m, c)
+        scale = high.amax(-1)
+        scale = scale.masked_fill(scale == -torch.inf, 0.0)
+        return after.values.view(g, m, c, c) + (high - scale[..., None] + low)[..., None], scale
+
+    def turned(self) -> Message:
+        """The backward message of the variable before the first, with its scale, of chains that end here."""
+        inner, boundary = self.as_chain(), self._boundary()
+        self._turned = Turned(inner)
+        keep = kernels.messages_of(inner, inner.v) if any(self._needs) else None
+        self.kept, self._last = self._turned.forward(keep)
+        report_chains(self.kept.redone)
+        matrix, top = transitions(boundary, 0, 1)
+        values, total = normalised(log_matmul.forward(self._last.values, matrix.mT, F64)[0])
+        high, low = self._last.scale
+        scale = exact_sum(torch.stack([high, total, top[..., 0].expand_as(total), low]))
+        return Message(values, torch.stack(scale))
+
+    def back_turned(self, log_norm: Tensor, weight: Tensor, entering: Message, into: Gradients) -> None:
+        """Write the gradients of chains that end here, after `turned`, from the message that enters."""
+        assert self.kept is not None and self._last is not None
+        grad_x, grad_bulk = self._views(into)
+        boundary, values = self._boundary(), entering.values
+        matrix, _ = transitions(boundary, 0, 1)
+        preceding = normalised(log_matmul.forward(values, matrix, F64)[0])[0]
+        shared = len(self.chain.bulk) == 1 and self.chain.v > 1
+        rest = grad_bulk
+        if grad_bulk is not None:
+            rest = torch.empty_like(grad_bulk) if shared else grad_bulk[1:]
+        self._turned.backward(self.kept._replace(log_norm=log_norm), weight, preceding, grad_x, rest)
+        if grad_bulk is None:
+            return
+        # the step between two ranks is a chain of its own, with all that follows in the place of x
+        messages = torch.empty(2, *self.grid, dtype=F64, device=values.device)
+        kept, _ = self._walk.forward(boundary, entering, keep=messages)
+        into_boundary = torch.empty_like(grad_bulk[:1], dtype=F64)
+        self._walk.backward(boundary, kept._replace(log_norm=log_norm), weight, None, None, into_boundary)
+        if shared and rest is not None:
+            grad_bulk.copy_(into_boundary.add_(rest))
+        else:
+            grad_bulk[:1] = into_boundary
+
+    def _views(self, into: Gradients) -> tuple[Tensor | None, Tensor | None]:
+        grad_x = None if into.x is None else self.layout.steps_first(into.x)
+        grad_bulk = None if into.bulk is None else self.layout.matrices(into.bulk)
+        if grad_bulk is not None and len(self.chain.bulk) < len(grad_bulk):
+            grad_bulk.zero_()
+            grad_bulk = grad_bulk[: len(self.chain.bulk)]
+        return grad_x, grad_bulk
+
+    def _window(self, start: int, stop: int) -> Chain:
+        """The steps from `start` to before `stop`, which a message enters."""
+        chain = self.chain
+        bulk = chain.bulk[start:stop] if len(chain.bulk) > 1 else chain.bulk
+        ends = None if chain.ends is None else (chain.ends - start).clamp(0, stop - start)
+        return replace(chain, x=chain.x[start:stop], bulk=bulk, ends=ends)
+
+    def _boundary(self) -> Chain:
+        """The step into this part, in float64, with what `turned` found at its first variable in the place of x."""
+        chain = self.chain
+        x = chain.x[:1] if self._last is None else self._last.values.view(1, *chain.lead, chain.c)
+        return replace(chain, x=x, bulk=chain.bulk[:1].double(), dtype=F64)
