@@ -146,9 +146,9 @@ def path_kernels(tensor: Tensor) -> ModuleType:
     return _module("path", tensor)
 
 
-def path_messages() -> Callable[..., Any]:
-    """The class `kernels.cpu.viterbi.Messages`, of the messages of best paths on a CPU."""
-    messages: Callable[..., Any] = _load("cpu.viterbi").Messages
+def path_messages(tensor: Tensor) -> Callable[..., Any]:
+    """The class `Messages`, of the messages of best paths, see `kernels.plain.viterbi`."""
+    messages: Callable[..., Any] = _load("cpu.viterbi" if in_c(tensor) else "plain.viterbi").Messages
     return messages
 
 

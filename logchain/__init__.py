@@ -25,6 +25,7 @@ __all__ = [
     "Stream",
     "adapters",
     "check",
+    "distributed",
     "entropy",
     "forward_backward",
     "kl_divergence",
@@ -48,12 +49,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import adapters, memory, nn, reference
+    from . import adapters, distributed, memory, nn, reference
 
 
 def __getattr__(name: str) -> Any:
     """A submodule that is imported when first used: together these take as long to import as all the others."""
-    if name in ("adapters", "memory", "nn", "reference"):
+    if name in ("adapters", "distributed", "memory", "nn", "reference"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

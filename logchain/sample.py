@@ -75,11 +75,11 @@ def sample(
     """
     if isinstance(bulk, Transition):
         question = Question(x, bulk, p0, log_params, lengths, cu_seqlens)
-        _check_draws(num_samples, generator, x)
+        check_draws(num_samples, generator, x)
         return answers.sample(question, num_samples, generator)
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
-    _check_draws(num_samples, generator, x)
+    check_draws(num_samples, generator, x)
     if packed and not packed.walks_in_place(log_params):
         options: Any = {"generator": generator, "log_params": log_params}
         pieces = [sample(*piece[:3], num_samples, lengths=piece.lengths, **options) for piece in packed]
@@ -139,7 +139,8 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]
     return torch.ops.logchain.sample(*operands, *args[4:]), 1
 
 
-def _check_draws(num_samples: object, generator: object, x: Tensor) -> None:
+def check_draws(num_samples: object, generator: object, x: Tensor) -> None:
+    """Check the arguments of draws."""
     if not isinstance(num_samples, int) or isinstance(num_samples, bool):
         raise TypeError(f"num_samples: expected an int, got {type(num_samples).__name__}")
     if num_samples < 0:

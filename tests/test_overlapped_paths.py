@@ -50,9 +50,9 @@ def test_boundaries_that_differ_are_counted(monkeypatch):
 def test_a_chain_that_does_not_forget_is_walked_as_one(monkeypatch):
     x, bulk, p0 = torch.zeros(1, 1, 2000, 5), torch.eye(5)[None, None, None], torch.arange(1.0, 6).view(1, 1, 5)
     walked = []
-    kept = kernels.path_messages()
+    kept = kernels.path_messages(torch.empty(0))
     monkeypatch.setattr(
-        kernels, "path_messages", lambda: lambda chain, entering: walked.append(chain.v) or kept(chain, entering)
+        kernels, "path_messages", lambda _: lambda chain, entering: walked.append(chain.v) or kept(chain, entering)
     )
     with logchain.rescues() as seen:
         (states, _), _ = in_segments((x, bulk, p0, None, False), 4, None, monkeypatch)
@@ -95,13 +95,13 @@ def test_each_segment_is_followed_back_twice_at_most(monkeypatch):
     x = torch.zeros(1, 1, v, c)  # all messages are the same, and best paths come from different states
     x[..., ::2, 0] = x[..., 1::2, 1:] = -1e12
     x[..., -1, :] = torch.arange(c)
-    followed, follow = [], kernels.path_messages().follow
+    followed, follow = [], kernels.path_messages(torch.empty(0)).follow
 
     def counted(self, states, sequences=None):
         followed.append(None if sequences is None else sequences.tolist())
         follow(self, states, sequences)
 
-    monkeypatch.setattr(kernels.path_messages(), "follow", counted)
+    monkeypatch.setattr(kernels.path_messages(torch.empty(0)), "follow", counted)
     operands = x, torch.eye(c)[None, None, None], torch.ones(1, 1, c), None, False
     (states, _), (expected, _) = in_segments(operands, segments, 4, monkeypatch)
     assert torch.equal(states, expected)

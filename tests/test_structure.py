@@ -23,6 +23,7 @@ ROOMS = [
     "structured",
     "streams",
     "public",
+    "distributed",
     "adapters",
     "nn",
     "programs",

@@ -23,7 +23,8 @@ def draw(chain: Chain, kept: Kept, states: Tensor) -> None:
     """Write `states` (draws, g, m, steps) int64 over the uniform float64 numbers in [0, 1) that its memory holds.
 
     `kept` is the result of `forward`. A state is -1 after its sequence's end, and everywhere in a sequence whose
-    log-partition is not finite. The chain may be shorter than `steps`.
+    log-partition is not finite. The chain may be shorter than `steps`. Instead of a number there may be -1 - z at a
+    sequence's last step, whose state is then z: paths end there.
     """
     size = max(1, _WEIGHTS // (chain.g * chain.m * chain.c))
     for first in range(0, len(states), size):
@@ -47,4 +48,6 @@ def _draw(chain: Chain, kept: Kept, states: Tensor) -> None:
         threshold = (1.0 - numbers[..., step, None]) * sums.amax(-1, keepdim=True)
         # in sequences that are shorter or have no path this is any state, which `draw` overwrites
         state = ((sums >= threshold) & (sums > 0)).to(torch.int8).argmax(-1)
+        given = numbers[..., step] < 0
+        state = torch.where(given, -1 - numbers[..., step].to(torch.int64), state)
         states[..., step] = state

@@ -23,21 +23,23 @@ Add = Callable[[Tensor, int], Tensor]
 _TERMS = 2**20
 
 
-def forward(chain: Chain, add: Add, *, messages: Tensor | None = None) -> Tensor:
+def forward(
+    chain: Chain, add: Add, *, messages: Tensor | None = None, entering: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Tensor:
     """The sum over all paths (g, m), in float64.
 
     Messages, less their largest entries, are written to `messages` (v, g, m, c) if given; after a sequence's end, its
-    last message.
+    last message. `entering`: what `start` returns, of the step before the first of a stretch.
     """
     (g, m), c = grid(chain), chain.c
-    message, scale, lost = start(chain)
-    logs = message.new_empty(0)
+    message, scale, lost = start(chain) if entering is None else entering
+    logs, entered = message.new_empty(0), int(entering is not None)
     for step in range(chain.v):
-        if step > 0:
+        if step + entered > 0:
             # NaN after a sequence's end must not be computed with, or it gets into the gradients
             ended = None if chain.ends is None else chain.ends <= step
-            if step == 1 or chain.bulk.shape[0] > 1:
-                matrix = chain.bulk[step - 1].reshape(g, c, c)
+            if step + entered == 1 or chain.bulk.shape[0] > 1:
+                matrix = chain.bulk[step - 1 + entered].reshape(g, c, c)
                 if ended is not None:
                     matrix = matrix.masked_fill(ended.all(1, keepdim=True), 1.0)
                 logs = log_weights(matrix, chain.log_params, chain.dtype)

@@ -36,18 +36,69 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     return without_states(chain, states, no_sum | ~(total > -torch.inf)), no_sum
 
 
-def unknown(chain: Chain) -> Tensor:
-    """Whether a sequence holds NaN or +inf before its end (g, m), so that no path is known to be the best."""
+class Messages:
+    """The max-plus messages of a chain, or of a stretch that a message enters, and the best paths through them.
+
+    `leaving` (g, m, c), float64: the last message of each sequence, less its largest entry. `unknown` (g, m): whether a
+    sequence holds NaN or +inf. `entering` (g, m, c): such a message, which is then step 0 of a path, or None.
+    """
+
+    def __init__(self, chain: Chain, entering: Tensor | None) -> None:
+        self._chain, self._entered = chain, int(entering is not None)
+        self._kept = chain.new(chain.v + self._entered, chain.g, chain.m, chain.c)
+        self.unknown = unknown(chain, self._entered)
+        begun = None
+        if entering is not None:
+            self._kept[0] = entering
+            nothing = torch.zeros(chain.g, chain.m, 1, dtype=torch.float64, device=chain.x.device)
+            begun = self._kept[0], nothing, nothing
+        semiring.forward(chain, semiring.maximum, messages=self._kept[self._entered :], entering=begun)
+        self.leaving = self._kept[-1].double()
+
+    def follow(self, states: Tensor) -> None:
+        """Write into `states` (g, m, steps) the best paths that end, at a sequence's end, there.
+
+        The last entry of each is the state in which it ends, or negative for any. States are -1 behind a sequence's
+        end, and everywhere if it is unknown or there is no path.
+        """
+        chain, steps = self._chain, states.shape[-1]
+        sets = torch.arange(chain.g, device=states.device)[:, None]
+        given, state = states[..., -1].clone(), torch.empty(0)
+        ends = None if chain.ends is None else chain.ends[..., 0] + self._entered
+        for step in reversed(range(steps)):
+            terms = self._kept[step]
+            if step + 1 < steps:
+                columns = semiring.log_weights(chain.matrix(step).mT[sets, state], chain.log_params, chain.dtype)
+                terms = (
+                    terms + columns if ends is None else torch.where(ends[..., None] > step + 1, terms + columns, terms)
+                )
+            state = terms.argmax(-1)
+            is_last = step + 1 == (steps if ends is None else ends)
+            state = torch.where((given >= 0) & is_last, given, state)
+            states[..., step] = state
+        lost = self.unknown | ~(self.leaving.amax(-1) > -torch.inf)
+        if ends is not None:
+            lost = lost[..., None] | (torch.arange(steps, device=states.device) >= ends[..., None])
+        states.masked_fill_(lost if lost.dim() > 2 else lost[..., None], -1)
+
+
+def unknown(chain: Chain, entered: int = 0) -> Tensor:
+    """Whether a sequence holds NaN or +inf before its end (g, m), so that no path is known to be the best.
+
+    `entered`: 1 for a stretch that a message enters, and 0 for a chain.
+    """
     g, m = chain.g, chain.m
     steps = torch.arange(chain.v, device=chain.x.device).view(-1, 1, 1)
     potentials = ~(chain.x.amax(-1) < torch.inf).reshape(-1, g, m)
     transitions = ~(chain.bulk.flatten(-2).amax(-1) < torch.inf).reshape(-1, g, 1)
     start = ~(chain.p0.amax(-1) < torch.inf).expand(chain.lead).reshape(g, m)
-    transitions = transitions[:0] if chain.v == 1 else transitions.expand(chain.v - 1, g, 1)
+    count = chain.v - 1 + entered
+    transitions = transitions[:0] if count == 0 else transitions.expand(count, g, 1)
     if chain.ends is not None:
         potentials = potentials & (steps < chain.ends[..., 0])
-        transitions = transitions & (steps[1:] < chain.ends[..., 0])
-    return potentials.any(0) | transitions.any(0) | start
+        transitions = transitions & (steps[1 - entered :] < chain.ends[..., 0])
+    inside = potentials.any(0) | transitions.any(0)
+    return inside if entered else inside | start
 
 
 def without_states(chain: Chain, states: Tensor, lost: Tensor) -> Tensor:

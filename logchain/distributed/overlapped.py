@@ -18,6 +18,7 @@ from ..schedules.cost_counts import WARM_PART
 from ..schedules.overlapped import steps_to_forget, through, unlike
 from .exchange import Exchange
 from .messages import message_of, row_of, size_of
+from .products import Products
 from .shards import Shards
 from .stretch import Gradients, Stretch
 from .vectors import Vectors
@@ -26,7 +27,7 @@ from .vectors import Vectors
 class Overlapped:
     """The passes of one rank over its part of all sequences."""
 
-    def __init__(self, exchange: Exchange, shards: Shards, block: Stretch, in_turn: Vectors) -> None:
+    def __init__(self, exchange: Exchange, shards: Shards, block: Stretch, in_turn: Vectors | Products) -> None:
         self._exchange, self._block, self._filled, self._place = exchange, block, shards.filled, shards.place
         self._in_turn, self._shards, self._steps, self._size = in_turn, shards, 0, size_of(block.grid)
 

@@ -28,7 +28,7 @@ class Products:
         g, m, c = block.grid
         self._size = g * m * max(c * c + 1, c + 2)
         self._entering: list[Message] = []
-        self._following: list[Tensor | None] = []
+        self._following: list[Tensor] = []
 
     def forward(self) -> list[Tensor]:
         """The log-partitions (g, m)."""
@@ -47,9 +47,10 @@ class Products:
             self._entering.append(Message(values, torch.zeros_like(left.scale)))
         behind = torch.zeros_like(left.values) if right is None else right.values
         log_norm = log_norm_of(self._entering[-1].values, behind, scales)
-        self._following = [behind]
+        following = [behind]
         for matrix, _ in reversed(matrices):
-            self._following.insert(0, times(self._following[0], matrix.mT)[0])
+            following.append(times(following[-1], matrix.mT)[0])
+        self._following = following[::-1]
         if self._differentiated and self._between:
             assert self._place is not None
             block.ahead(self._entering[self._place - 1])

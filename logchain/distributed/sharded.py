@@ -1,6 +1,5 @@
 """The log-partition of chains whose variables are sharded over ranks, with the gradients of each rank's operands."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ..autograd.operator import Final, call
 from ..operands import Operands, arithmetic_dtype, differentiated
 from ..schedules.choose import Where, where
 from ..schedules.cost_counts import Size
-from .cost import Cut, Link, cuts
+from ..schedules.ranks import Cut, Link, cuts
 from .exchange import Exchange
 from .overlapped import Overlapped
 from .products import Products
@@ -26,14 +25,23 @@ Needs = tuple[bool, ...]
 class Sharded:
     """The passes over one rank's part of a chain, each of which all ranks make together.
 
-    `by_log`: gradients are those of the logarithms of `bulk` and p0. `keep`: they will be asked for.
+    `by_log`: gradients are those of the logarithms of `bulk` and p0. `keep`: messages are kept, for gradients. `turns`:
+    the last rank may walk from the end, so that it has no forward messages.
     """
 
     def __init__(
-        self, exchange: Exchange, shards: Shards, operands: Operands, strategy: str, *, keep: bool, by_log: bool = False
+        self,
+        exchange: Exchange,
+        shards: Shards,
+        operands: Operands,
+        strategy: str,
+        *,
+        keep: bool,
+        by_log: bool = False,
+        turns: bool = True,
     ) -> None:
         self.exchange, self.shards, self.operands = exchange, shards, operands
-        self._keep, self._by_log = keep, by_log
+        self._keep, self._turns = keep, turns and operands.lengths is None
         ranked = cuts(self._size(), [shards.sizes[rank] for rank in shards.filled], self._place().constants, Link())
         picked = next((cut for cut in ranked if cut.name == strategy), ranked[0])
         self._slices = _slices(operands.x, picked.blocks)
@@ -47,7 +55,7 @@ class Sharded:
     def _size(self) -> Size:
         x, bulk, p0, lengths, log_params = self.operands
         double = arithmetic_dtype(x, bulk, p0) == F64
-        shape = [*bulk.shape[:-3], 1 if self.shards.one_matrix else max(1, x.shape[-2] - 1), *bulk.shape[-2:]]
+        shape = [*bulk.shape[:-3], 1 if self.shards.one_matrix else 2, *bulk.shape[-2:]]
         return Size.of(x.shape, shape, double, log_params, lengths is not None, self._keep, kernels.on_gpu(x))
 
     def _place(self) -> Where:
@@ -55,11 +63,11 @@ class Sharded:
 
     def _passes_of(self, cut: Cut, ranked: list[Cut]) -> Vectors | Products | Overlapped:
         """The passes of a cut; those of an overlapped one fall back on the fastest of the others."""
-        turns, first = self.operands.lengths is None, self._blocks[0]
+        first = self._blocks[0]
         if cut.name == "products":
-            return Products(self.exchange, self.shards, first, turns, self._keep)
+            return Products(self.exchange, self.shards, first, self._turns, self._keep)
         if cut.name == "vectors":
-            return Vectors(self.exchange, self.shards, self._blocks, turns)
+            return Vectors(self.exchange, self.shards, self._blocks, self._turns)
         other = next(one for one in ranked if one.name == "products" or one == ("vectors", 1, *one[2:]))
         in_turn = self._passes_of(other, ranked)
         assert not isinstance(in_turn, Overlapped)
@@ -71,6 +79,11 @@ class Sharded:
             self._norms = self._passes.forward()
         parts = [block.layout.batched(norm) for block, norm in zip(self._blocks, self._norms, strict=True)]
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+
+    @property
+    def stretches(self) -> list[tuple[Stretch, Tensor]]:
+        """This rank's part of each block of the batch, and the block's log-partitions (g, m)."""
+        return list(zip(self._blocks, self._norms, strict=True))
 
     def gradients(self, weight: Tensor, needs: Needs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of `sum(weight * log_norm)` with respect to this rank's x and `bulk`, and to p0.
@@ -97,10 +110,11 @@ class Sharded:
 
     def _write(self, weight: Tensor, into: Gradients, summed: list[Tensor]) -> None:
         """Write the gradients, and the sums over ranks of some of them."""
-        weights = [
-            block.layout.sequences(self._sliced(weight, 0, part))
-            for block, part in zip(self._blocks, self._slices, strict=True)
-        ]
+        weights = []
+        for block, part, norm in zip(self._blocks, self._slices, self._norms, strict=True):
+            each = block.layout.sequences(self._sliced(weight, 0, part))
+            # a NaN on one rank is one in the gradients of its sequence on all
+            weights.append(torch.where(norm.isnan() & (each != 0), torch.nan, each))
         parts = [self._memory(block, part, into) for block, part in zip(self._blocks, self._slices, strict=True)]
         rest = self._passes.backward(self._norms, weights, parts)
         places = torch.arange(1, weight.numel() + 1, dtype=F64, device=weight.device).view(weight.shape)
@@ -126,7 +140,8 @@ class Sharded:
         x, bulk, p0 = (
             None if one is None else self._sliced(one, own, part) for own, one in zip((2, 3, 1), into, strict=True)
         )
-        if bulk is not None and (self.shards.one_matrix or (len(self._blocks) > 1 and bulk.shape == into.bulk.shape)):
+        added = self.shards.one_matrix or (len(self._blocks) > 1 and into.bulk is not None and bulk is into.bulk)
+        if bulk is not None and added:
             bulk = torch.zeros(bulk.shape, dtype=block.chain.dtype, device=bulk.device)
         return Gradients(x, bulk, None if p0 is None else torch.zeros_like(p0))
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,16 +63,18 @@ def agree(
     log_params: bool,
     lengths: Lengths | None,
     options: dict[str, Any],
+    check: Callable[[], object],
 ) -> tuple[Shards, Operands]:
     """The shards and the checked operands of this rank, with the lengths `[*B]` of whole sequences, if there are any.
 
-    Raises on all ranks for what is wrong on one, and for what differs although it has to be the same; `options` is that
-    too.
+    Raises on all ranks for what is wrong on one, of which `check` checks more, and for what differs although it has to
+    be the same, as `options` have.
     """
     fields: dict[str, Any] = {}
     ends: list[Tensor | None] = []
 
     def header() -> Tensor:
+        check()
         check_local(x, bulk, p0)
         check_flag("log_params", log_params)
         ends.append(None if lengths is None else as_lengths(lengths, _as_if_whole(x), x.device))
@@ -151,6 +154,7 @@ def _agreed(
         "p0": f"shape {list(p0.shape)} of {p0.dtype}",
         "log_params": log_params,
         "lengths": None if ends is None else f"lengths of sum {int(ends.sum())}, {_digest(ends.tolist())}",
+        "device": x.device.type,
         "gradients": differentiated(x, bulk, p0),
         **options,
     }
@@ -164,7 +168,8 @@ def _digest(value: Any) -> int:
 def _norm(weights: Tensor) -> Tensor:
     """The norm of the finite entries, which tells apart what should be equal on all ranks."""
     weights = weights.detach().double()
-    return torch.where(weights.isinf(), 1.0, weights).norm()
+    norm: Tensor = torch.where(weights.isinf(), 1.0, weights).norm()
+    return norm
 
 
 def _raise_for_difference(texts: list[str]) -> None:

@@ -85,7 +85,8 @@ class Stretch:
         self.kept, leaving = self._walk.forward(self.chain, entering, keep=keep, leave=True)
         report_chains(self.kept.redone)
         assert leaving is not None
-        return leaving
+        message: Message = leaving
+        return message
 
     def back(self, log_norm: Tensor, weight: Tensor, following: Tensor | None, into: Gradients) -> Tensor:
         """The backward message of the variable before the first (g, m, c), from the one that follows.
@@ -103,8 +104,10 @@ class Stretch:
     def first_back(self, steps: int) -> Tensor:
         """The backward message of the variable before the first (g, m, c), from a uniform one after so many steps."""
         assert self.kept is not None
-        window = self._window(0, steps)
-        kept = self.kept._replace(messages=self.kept.messages[: steps + 1], log_norm=torch.zeros_like(self.kept.log_norm))
+        window = self.window(0, steps)
+        kept = self.kept._replace(
+            messages=self.kept.messages[: steps + 1], log_norm=torch.zeros_like(self.kept.log_norm)
+        )
         uniform = torch.zeros(self.grid, dtype=F64, device=self.chain.x.device)
         ahead: Tensor = self._walk.backward(window, kept, torch.ones_like(kept.log_norm), uniform, None, None)
         return ahead
@@ -113,9 +116,10 @@ class Stretch:
         """The forward message of the last variable (g, m, c), from a uniform one before the last steps."""
         uniform = torch.zeros(self.grid, dtype=F64, device=self.chain.x.device)
         entering = Message(uniform, torch.zeros(2, *self.grid[:2], dtype=F64, device=uniform.device))
-        leaving = self._walk.forward(self._window(self.chain.v - steps, self.chain.v), entering, leave=True)[1]
+        leaving = self._walk.forward(self.window(-steps), entering, leave=True)[1]
         assert leaving is not None
-        return leaving.values
+        values: Tensor = leaving.values
+        return values
 
     def product(self) -> tuple[Tensor, Tensor]:
         """The logarithms of the product of all steps (g, m, c, c) less `scale`, and the scale (g, m)."""
@@ -177,10 +181,16 @@ class Stretch:
             grad_bulk = grad_bulk[: len(self.chain.bulk)]
         return grad_x, grad_bulk
 
-    def _window(self, start: int, stop: int) -> Chain:
-        """The steps from `start` to before `stop`, which a message enters."""
-        chain = self.chain
-        bulk = chain.bulk[start:stop] if len(chain.bulk) > 1 else chain.bulk
+    def window(self, start: int, stop: int | None = None) -> Chain:
+        """The steps from `start` to before `stop`, which a message enters; a negative start counts from the end.
+
+        No message enters the very first variable: there the window begins with the second.
+        """
+        chain, first = self.chain, int(self._begins)
+        start = max(first, start + chain.v if start < 0 else start)
+        stop = chain.v if stop is None else stop
+        one = len(chain.bulk) == 1 and chain.v > 1 + first
+        bulk = chain.bulk if one else chain.bulk[start - first : stop - first]
         ends = None if chain.ends is None else (chain.ends - start).clamp(0, stop - start)
         return replace(chain, x=chain.x[start:stop], bulk=bulk, ends=ends)
 

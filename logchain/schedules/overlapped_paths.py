@@ -27,7 +27,7 @@ def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
     if begun == 0:
         whole: tuple[Tensor, Tensor] = kernels.path_kernels(chain.x).paths(chain, steps)
         return whole
-    kept, grid = kernels.path_messages(), (chain.g, chain.m)
+    kept, grid = kernels.path_messages(chain.x), (chain.g, chain.m)
     head = kept(cut.head(), None)
     entering = assumed(cut, begun, head.leaving, _through)
     side_by_side = kept(cut.segments(), cut.by_set(entering))
@@ -73,7 +73,8 @@ def _numbers(cut: Cut, s: int) -> Tensor:
 
 def _through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
     """The messages (count, g, m, c) that leave steps `start` to before `stop` of the segments, from those entering."""
-    leaving: Tensor = kernels.path_messages()(cut.window(start, stop), cut.by_set(entering)).leaving
+    messages = kernels.path_messages(cut.chain.x)
+    leaving: Tensor = messages(cut.window(start, stop), cut.by_set(entering)).leaving
     return cut.by_segment(leaving)
 
 

@@ -55,8 +55,8 @@ typedef struct {
     real *factors;                  /* of stacks of matrices: factors of rows, see fold.h */
     const real *final_weights;      /* of stacks: weights of the last products, beside those in x; or null */
     int64_t *paths;                 /* (ranks, g, m, path_steps), packed (ranks, rows): states of paths, -1 for none. On
-                                       entry of `sample` they are float64 numbers in [0, 1), and of `viterbi_backward`
-                                       the last of each sequence is the state it ends in, or negative for any */
+                                       entry of `sample` they are the float64 numbers of sample.h, and of `viterbi_backward` the
+                                       last of each sequence is the state it ends in, or negative for any */
     int64_t path_steps, path_rank, path_sequence, ranks; /* steps of `paths`; two of its strides; paths per sequence */
 } Chain;
 

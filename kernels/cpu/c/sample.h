@@ -2,7 +2,7 @@
 
        z_{v-1} ~ a_{v-1}(k)        z_{i-1} ~ a_{i-1}(k) P_i(k, z_i)
 
-   A number u from [0, 1) draws the first state whose cumulative weight reaches (1 - u) times the total, never one of
+   A number -1 - z at a last step means that it is in state z. A number u from [0, 1) draws the first state whose cumulative weight reaches (1 - u) times the total, never one of
    weight 0. The weights for a next state z_i, a column, are computed when the first draw needs them. The kept messages
    of `lossy` sequences are logarithms, and so are their columns. Linear columns are scaled to entries near 1: products
    with messages do not overflow, and forward.h has marked as lossy all sequences where underflow or raised entries
@@ -104,12 +104,16 @@ static void draw_paths(Sampler *s, int64_t q, int64_t first, int64_t stop) {
         int64_t count = 0, *at = path_of(a, q, first) + step;
         for (int64_t d = first; d < stop; d++, at += a->path_rank) {
             int64_t state = step < last ? at[1] : 0;
+            double u;
+            __builtin_memcpy(&u, at, sizeof u);
+            if (step == last && u < 0) {
+                *at = (int64_t)(-1 - u);
+                continue;
+            }
             if (s->made[state] != step) {
                 s->made[state] = step, s->slots[state] = count++;
                 make_column(s, q, step, step < last ? column_into(s, step + 1, state, logs) : 0, s->slots[state]);
             }
-            double u;
-            __builtin_memcpy(&u, at, sizeof u);
             *at = drawn_state(s, s->slots[state], u);
         }
     }

@@ -4,15 +4,15 @@
     products       the slowest of the outer ranks' vectors and the inner ranks' products, then vectors again; gradients
     overlapped     one rank's part and the steps that it begins early
 
-Walks and products are timed by the constants of `schedules.cost`; a collective by its latency and its bytes.
+Walks and products are timed by the constants of `cost`. A collective passes what each rank sends around a ring.
 """
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from ..schedules import choose, cost_counts
-from ..schedules.cost import FORWARD, Constants
-from ..schedules.cost_counts import SEQUENTIAL, Size
+from . import choose, cost_counts
+from .cost import FORWARD, Constants
+from .cost_counts import SEQUENTIAL, Size
 
 Strategy = Literal["auto", "vectors", "products", "overlapped"]
 STRATEGIES = ("auto", "vectors", "products", "overlapped")
@@ -25,14 +25,14 @@ _HEADER = 64
 
 
 class Link(NamedTuple):
-    """What a collective takes: `latency` seconds, and its bytes over `bandwidth` bytes a second."""
+    """What lies between two ranks: `latency` seconds for a message, and `bandwidth` bytes a second."""
 
-    latency: float = 3e-4
+    latency: float = 2e-4
     bandwidth: float = 1e9
 
     def seconds(self, sent: int, ranks: int) -> float:
         """The time in which every rank sends so many bytes to all others."""
-        return self.latency + sent * (ranks - 1) / self.bandwidth
+        return (ranks - 1) * (self.latency + sent / self.bandwidth)
 
 
 class Cut(NamedTuple):
@@ -67,7 +67,9 @@ class _Model(NamedTuple):
     def numbers_of_blocks(self) -> list[int]:
         """The numbers of blocks of the batch that are tried: one, or as many as keep ranks of a pipeline busy."""
         ranks, sequences = len(self.sizes), self.size.sequences
-        return sorted({1, min(sequences, 2 * ranks), min(sequences, 8 * ranks)}) if ranks > 2 or self.size.lengths else [1]
+        return (
+            sorted({1, min(sequences, 2 * ranks), min(sequences, 8 * ranks)}) if ranks > 2 or self.size.lengths else [1]
+        )
 
     def vectors(self, blocks: int) -> Cut:
         """Vectors through the ranks in turn, block by block."""
@@ -117,7 +119,9 @@ class _Model(NamedTuple):
 
     def _back(self, v: int, size: Size | None = None) -> float:
         both = (size or self.size)._replace(v=v, gradients=True)
-        return max(0.0, choose.seconds(both, SEQUENTIAL, self.costs) - self._walk(v, size)) if self.size.gradients else 0.0
+        return (
+            max(0.0, choose.seconds(both, SEQUENTIAL, self.costs) - self._walk(v, size)) if self.size.gradients else 0.0
+        )
 
     def _product(self, v: int) -> float:
         rows = self.size._replace(v=v, m=self.size.m * self.size.c, gradients=False)
