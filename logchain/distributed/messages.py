@@ -33,7 +33,7 @@ def message_of(row: Tensor, grid: Grid, device: torch.device) -> Message:
 
 
 def times(values: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithms (g, m, c) of messages behind matrices (g, m, c, c) of logarithms, with sum 1, and of the sum (g, m)."""
+    """Messages (g, m, c) behind matrices (g, m, c, c), logarithms with sum 1, and the logarithm of the sum (g, m)."""
     after = log_matmul.forward(values.flatten(0, 1).unsqueeze(1), matrices.flatten(0, 1), torch.float64)[0]
     return normalised(after.view(values.shape))
 
