@@ -51,6 +51,7 @@ MODULES = [
     ["fitting", "log_weights"],
     ["emissions", "transitions"],
     ["layers", "potentials"],
+    ["sharded"],
     ["circuit"],
     ["chain_circuit", "hmm", "hmmlearn_models", "linear_chain_crf", "tree_circuit"],
     ["__init__"],

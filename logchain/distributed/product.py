@@ -74,6 +74,28 @@ def product(
     tensor(0.6931)
     >>> dist.destroy_process_group()
     """
-    exchange, shards, operands = begin("product", x, bulk, p0, group, log_params, lengths, strategy)
-    sharded = Sharded(exchange, shards, operands, strategy, keep=differentiated(x, bulk, p0))
+    return _product("product", x, bulk, p0, group, log_params, lengths, strategy, summed=True)
+
+
+def partial_product(
+    x: Tensor, bulk: Tensor, p0: Tensor, *, group: Any, log_params: bool, lengths: Lengths | None
+) -> Tensor:
+    """The same, with a rank's part alone of the gradients of one matrix and of p0, which the caller adds up."""
+    return _product("product of a model", x, bulk, p0, group, log_params, lengths, "auto", summed=False)
+
+
+def _product(
+    question: str,
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    group: Any,
+    log_params: bool,
+    lengths: Lengths | None,
+    strategy: str,
+    *,
+    summed: bool,
+) -> Tensor:
+    exchange, shards, operands = begin(question, x, bulk, p0, group, log_params, lengths, strategy)
+    sharded = Sharded(exchange, shards, operands, strategy, keep=differentiated(x, bulk, p0), summed=summed)
     return log_norm(sharded).to(arithmetic_dtype(x, bulk, p0))

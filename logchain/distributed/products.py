@@ -53,7 +53,7 @@ class Products:
         self._following = following[::-1]
         if self._differentiated and self._between:
             assert self._place is not None
-            block.ahead(self._entering[self._place - 1])
+            block.enter(self._entering[self._place - 1])
         return [log_norm]
 
     def backward(self, norms: list[Tensor], weights: list[Tensor], into: list[Gradients]) -> Callable[[], object]:

@@ -90,7 +90,6 @@ def _drawn(
         if entered:  # the message that entered is that of a variable
             x = chain.x[:1].expand(chain.v + 1, *chain.x.shape[1:])
             steps = replace(chain, x=x, ends=None if chain.ends is None else chain.ends + 1)
-        assert stretch.kept is not None
         kernels.draw_kernels(chain.x).draw(steps, stretch.kept._replace(log_norm=log_norm), states)
         reached = torch.ones(g, m, dtype=torch.bool) if stretch.reached is None else stretch.reached
         return torch.where(reached, states[..., 0], -1).double()

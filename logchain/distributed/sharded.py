@@ -26,7 +26,8 @@ class Sharded:
     """The passes over one rank's part of a chain, each of which all ranks make together.
 
     `by_log`: gradients are those of the logarithms of `bulk` and p0. `keep`: messages are kept, for gradients. `turns`:
-    the last rank may walk from the end, so that it has no forward messages.
+    the last rank may walk from the end, so that it has no forward messages. `summed`: gradients of one matrix for all
+    steps and of p0 are sums over ranks, instead of this rank's part of them.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class Sharded:
         keep: bool,
         by_log: bool = False,
         turns: bool = True,
+        summed: bool = True,
     ) -> None:
         self.exchange, self.shards, self.operands = exchange, shards, operands
-        self._keep, self._turns = keep, turns and operands.lengths is None
+        self._keep, self._turns, self._summed = keep, turns and operands.lengths is None, summed
         ranked = cuts(self._size(), [shards.sizes[rank] for rank in shards.filled], self._place().constants, Link())
         picked = next((cut for cut in ranked if cut.name == strategy), ranked[0])
         self._slices = _slices(operands.x, picked.blocks)
@@ -88,18 +90,20 @@ class Sharded:
     def gradients(self, weight: Tensor, needs: Needs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of `sum(weight * log_norm)` with respect to this rank's x and `bulk`, and to p0.
 
-        Those of one matrix for all steps and of p0 are sums over all ranks. `weight` [*B] is the same on all of them.
+        `weight` [*B] is the same on all ranks.
         """
         x, bulk, p0, *_ = self.operands
         one_matrix, device = self.shards.one_matrix, x.device
-        needs_bulk = self.shards.needs[1] if one_matrix else needs[1]
+        needs_bulk, needs_p0 = (self.shards.needs if self._summed else needs)[1:]
+        needs_bulk = needs_bulk if one_matrix else needs[1]
         wide = F64 if one_matrix else arithmetic_dtype(x, bulk, p0)
         into = Gradients(
             torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None,
             torch.zeros(bulk.shape, dtype=wide, device=device) if needs_bulk else None,
-            torch.zeros(p0.shape, dtype=F64, device=device) if self.shards.needs[2] else None,
+            torch.zeros(p0.shape, dtype=F64, device=device) if needs_p0 else None,
         )
-        summed = [one for one in (into.bulk if one_matrix else None, into.p0) if one is not None]
+        shared = (into.bulk if one_matrix else None, into.p0) if self._summed else ()
+        summed = [one for one in shared if one is not None]
         with kernels.arithmetic_on(x):
             self._write(weight, into, summed)
         return (

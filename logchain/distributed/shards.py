@@ -80,7 +80,7 @@ def agree(
         ends.append(None if lengths is None else as_lengths(lengths, _as_if_whole(x), x.device))
         fields.update(_agreed(x, bulk, p0, log_params, ends[0], options))
         needs = sum(2**place * differentiated(operand) for place, operand in enumerate((x, bulk, p0)))
-        counts = torch.tensor([x.shape[-2], bulk.shape[-3], _digest(fields)], dtype=torch.float64)
+        counts = torch.tensor([x.shape[-2], bulk.shape[-3], digest(fields)], dtype=torch.float64)
         norms = torch.stack([_norm(bulk[..., :1, :, :]), _norm(p0)]).cpu()
         return torch.cat([counts, norms, torch.tensor([needs, torch.get_num_threads()])])
 
@@ -153,16 +153,22 @@ def _agreed(
         "bulk": f"axes {list(bulk.shape[:-3])} before its steps, of {bulk.dtype}",
         "p0": f"shape {list(p0.shape)} of {p0.dtype}",
         "log_params": log_params,
-        "lengths": None if ends is None else f"lengths of sum {int(ends.sum())}, {_digest(ends.tolist())}",
+        "lengths": None if ends is None else f"lengths of sum {int(ends.sum())}, {digest(ends.tolist())}",
         "device": x.device.type,
         "gradients": differentiated(x, bulk, p0),
         **options,
     }
 
 
-def _digest(value: Any) -> int:
+def digest(value: Any) -> int:
     """A number below 2^52 that tells values apart."""
     return int(hashlib.blake2b(json.dumps(value).encode()).hexdigest()[:13], 16)
+
+
+def first_variable(exchange: Exchange, variables: int) -> int:
+    """The number of variables on the ranks before this one."""
+    counts = exchange.gather((), lambda: torch.tensor(float(variables)))
+    return int(counts[: exchange.rank].sum())
 
 
 def _norm(weights: Tensor) -> Tensor:

@@ -53,13 +53,26 @@ class Stretch:
         dtype = arithmetic_dtype(x, bulk, p0)
         self.chain = Chain(steps, matrices, self.layout.weights(p0), ends, log_params, dtype, by_log)
         self._walk = kernels.chain_kernels(x)
-        self.kept: Kept | None = None
+        self._kept: Kept | None = None
+        self._entering: Message | None = None
         self._last: Message | None = None
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """The sizes (g, m, c) of a message."""
         return self.chain.g, self.chain.m, self.chain.c
+
+    @property
+    def kept(self) -> Kept:
+        """What the walk of this part kept; if a message was given to `enter`, it is walked now."""
+        if self._kept is None and self._entering is not None:
+            self.ahead(self._entering)
+        assert self._kept is not None
+        return self._kept
+
+    def enter(self, entering: Message) -> None:
+        """Walk ahead from this message as soon as what it keeps is asked for."""
+        self._kept, self._entering = None, entering
 
     @property
     def continues(self) -> Tensor:
@@ -82,7 +95,7 @@ class Stretch:
         keep = None
         if any(self._needs):
             keep = kernels.messages_of(self.chain, self.chain.v + (entering is not None))
-        self.kept, leaving = self._walk.forward(self.chain, entering, keep=keep, leave=True)
+        self._kept, leaving = self._walk.forward(self.chain, entering, keep=keep, leave=True)
         report_chains(self.kept.redone)
         assert leaving is not None
         message: Message = leaving
@@ -93,7 +106,6 @@ class Stretch:
 
         Gradients are written. Where the chains begin, the result has no meaning.
         """
-        assert self.kept is not None
         grad_x, grad_bulk = self._views(into)
         kept = self.kept._replace(log_norm=log_norm)
         ahead: Tensor = self._walk.backward(self.chain, kept, weight, following, grad_x, grad_bulk)
@@ -103,7 +115,6 @@ class Stretch:
 
     def first_back(self, steps: int) -> Tensor:
         """The backward message of the variable before the first (g, m, c), from a uniform one after so many steps."""
-        assert self.kept is not None
         window = self.window(0, steps)
         kept = self.kept._replace(
             messages=self.kept.messages[: steps + 1], log_norm=torch.zeros_like(self.kept.log_norm)
@@ -141,7 +152,7 @@ class Stretch:
         inner, boundary = self.as_chain(), self._boundary()
         self._turned = Turned(inner)
         keep = kernels.messages_of(inner, inner.v) if any(self._needs) else None
-        self.kept, self._last = self._turned.forward(keep)
+        self._kept, self._last = self._turned.forward(keep)
         report_chains(self.kept.redone)
         matrix, top = transitions(boundary, 0, 1)
         values, total = normalised(log_matmul.forward(self._last.values, matrix.mT, F64)[0])
@@ -151,7 +162,7 @@ class Stretch:
 
     def back_turned(self, log_norm: Tensor, weight: Tensor, entering: Message, into: Gradients) -> None:
         """Write the gradients of chains that end here, after `turned`, from the message that enters."""
-        assert self.kept is not None and self._last is not None
+        assert self._last is not None
         grad_x, grad_bulk = self._views(into)
         boundary, values = self._boundary(), entering.values
         matrix, _ = transitions(boundary, 0, 1)

@@ -1,8 +1,13 @@
 """The chain-shaped circuit: a mixture of chains of hidden states, one state for each variable."""
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .. import distributed
+from ..distributed.exchange import Exchange
 from ..product import product
 from ..sample import sample
 from ..transitions import Transition
@@ -30,10 +35,14 @@ class ChainCircuit(Circuit):
             of either for weights that are shared; or any whose call returns a structure of `logchain.transitions` of
             logarithms. By default each step of each repetition has a trained matrix.
         generator: the source of randomness for the initial parameters.
+        group: a process group of `torch.distributed` over whose ranks the variables are sharded, see
+            `logchain.distributed`: v is the number of this rank's, which has their parameters, and data are those of
+            these variables. `p0` and `mixing` are the same on every rank. Sampling and restarts are not offered.
 
     Attributes:
         input: the input layer.
-        bulk: `LogWeights` `[t, v-1, c, c]`, `[from, to]`, or the module given as `transition`.
+        bulk: `LogWeights` `[t, v-1, c, c]` (`[t, v, c, c]` behind the first rank of a group), `[from, to]`, or the
+            module given as `transition`.
         p0: `LogWeights` `[t, c]`.
         mixing: `LogWeights` `[t]`.
 
@@ -89,31 +98,47 @@ class ChainCircuit(Circuit):
         total_count: int | None = None,
         transition: torch.nn.Module | None = None,
         generator: torch.Generator | None = None,
+        group: Any = None,
     ) -> None:
         t, v, c = num_repetitions, num_variables, num_states
         super().__init__(input, (t, v, c), num_categories, total_count, generator)
+        self._exchange = None if group is None else Exchange(group)
+        self._group = group
+        is_first = self._exchange is None or self._exchange.rank == 0
         if transition is None:
-            transition = LogWeights(t, v - 1, c, c, generator=generator)
+            transition = LogWeights(t, v - is_first, c, c, generator=generator)
         elif not isinstance(transition, torch.nn.Module):
             raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
         self.bulk = transition
         self.p0 = LogWeights(t, c, generator=generator)
+        if self._exchange is not None:
+            for weights in (self.mixing, self.p0):
+                of_ranks = self._exchange.gather(weights.logits.shape, partial(torch.clone, weights.logits))
+                with torch.no_grad():
+                    weights.logits.copy_(of_ranks[0])
 
     def components(self, x: Tensor) -> Tensor:
         """The log-partition of each repetition's chain."""
         # what all states have in common is summed in float64: in float32 it would hide the repetitions' difference
         x, shift = shifted(x)
-        return product(x, *self._weights()).double() + shift
+        if self._exchange is None:
+            return product(x, *self._weights()).double() + shift
+        shift = self._exchange.total(shift.numel(), lambda: shift).view(shift.shape).to(x.device)
+        return distributed.product(x, *self._weights(), group=self._group).double() + shift
 
     def best_states(self, x: Tensor) -> Path:
         """The Viterbi path of each repetition's chain."""
-        return viterbi(x, *self._weights())
+        if self._exchange is None:
+            return viterbi(x, *self._weights())
+        return distributed.viterbi(x, *self._weights(), group=self._group)
 
     def draw_states(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
         """Paths drawn from the posterior of each repetition's chain."""
+        if self._exchange is not None:
+            raise NotImplementedError("sample: expected a circuit whose variables are all on one rank")
         return sample(x, *self._weights(), num_samples, generator=generator)
 
-    def _weights(self) -> tuple[Tensor | Transition, Tensor]:
+    def _weights(self) -> tuple[Any, Tensor]:
         # probabilities: from logarithms the product would take exponentials in each of its passes
         bulk = self.bulk()
         return bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp(), self.p0().exp()

@@ -6,8 +6,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import distributed
 from ..adapters import ChainArguments
 from ..arguments import Lengths
+from ..distributed.product import partial_product
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
@@ -28,6 +30,7 @@ from .potentials import (
     transitions,
     where_known,
 )
+from .sharded import sharded_arguments
 from .transitions.weights import TransitionWeights
 
 
@@ -62,6 +65,9 @@ class HMM(torch.nn.Module):
             data, if the emission is an `InputLayer`.
         lengths: integers from 1 to v, of the shape of the first axes of B; steps behind the end have no influence.
         covariates: the argument of `transition`; `[*B, v-1, ...]` where it depends on the step.
+        group: a process group of `torch.distributed` over whose ranks the steps are sharded: data, masks and covariates
+            are those of this rank's steps (covariates of the transitions into them), lengths those of whole sequences,
+            and the parameters the same on every rank; so are their gradients. See `logchain.distributed`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -121,6 +127,17 @@ class HMM(torch.nn.Module):
         """
         x, ends = potentials(self.emission, self.num_states, data, observed, lengths)
         bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
+        return self._with_start(x, bulk, ends)
+
+    def local_arguments(
+        self, data: Tensor, observed: Tensor | None, covariates: Tensor | None, start: int
+    ) -> ChainArguments:
+        """The chain of this rank's data, behind `start` steps on the ranks before it."""
+        x, _ = potentials(self.emission, self.num_states, data, observed, None)
+        bulk = transitions(self.transition, x.shape, None, covariates, self.num_steps, start)
+        return self._with_start(x, bulk, None)
+
+    def _with_start(self, x: Tensor, bulk: Tensor | Transition, ends: Tensor | None) -> ChainArguments:
         if self.initial is not None:
             return ChainArguments(x, bulk, self.initial(), True, ends)
         p0 = stationary_start(bulk)
@@ -134,8 +151,12 @@ class HMM(torch.nn.Module):
         observed: Tensor | None = None,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
+        group: Any = None,
     ) -> Tensor:
         """`log p(data)` `[*B]` in nats, which has gradients. Arguments: see the class."""
+        if group is not None:
+            chain = sharded_arguments(self, data, observed, lengths, covariates, group)
+            return partial_product(**chain._asdict(), group=group)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return product(**chain._asdict())
 
@@ -150,12 +171,16 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
         transitions: Literal["sum", "full"] | None = None,
+        group: Any = None,
     ) -> Marginals:
         """The posterior marginals `states` `[*B, v, c]` and `transitions`, and the log-partition, `log p(data)` `[*B]`.
 
         `transitions`: None for none, "sum" for their sum over steps, "full" for each step, see `logchain.marginals`;
         other arguments: see the class.
         """
+        if group is not None:
+            chain = sharded_arguments(self, data, observed, lengths, covariates, group)
+            return distributed.marginals(**chain._asdict(), transitions=transitions, group=group)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return marginals(**chain._asdict(), transitions=transitions)
 
@@ -166,11 +191,15 @@ class HMM(torch.nn.Module):
         observed: Tensor | None = None,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
+        group: Any = None,
     ) -> Path:
         """The best paths: `states` int64 `[*B, v]`, and `score` `[*B]`, `log p(data, path)`; see `logchain.viterbi`.
 
         Arguments: see the class.
         """
+        if group is not None:
+            chain = sharded_arguments(self, data, observed, lengths, covariates, group)
+            return distributed.viterbi(**chain._asdict(), group=group)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return viterbi(**chain._asdict())
 
@@ -183,11 +212,15 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
+        group: Any = None,
     ) -> Tensor:
         """Paths of states int64 `[num_samples, *B, v]` drawn from their posterior: see `logchain.sample`.
 
         `generator` is the source of randomness; other arguments: see the class.
         """
+        if group is not None:
+            chain = sharded_arguments(self, data, observed, lengths, covariates, group)
+            return distributed.sample(**chain._asdict(), num_samples=num_samples, generator=generator, group=group)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
 

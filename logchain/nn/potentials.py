@@ -52,22 +52,27 @@ def check_transitions(initial: object, transition: object, num_steps: object) ->
 
 
 def transitions(
-    transition: Any, shape: Sequence[int], ends: Tensor | None, covariates: Tensor | None, num_steps: int | None
+    transition: Any,
+    shape: Sequence[int],
+    ends: Tensor | None,
+    covariates: Tensor | None,
+    num_steps: int | None,
+    start: int = 0,
 ) -> Tensor | Transition:
     """Log-probabilities `[*B or less, v-1 or 1, c, c]` of transitions, for log-potentials of a shape `[*B, v, c]`.
 
-    Or a structure of such.
+    Or a structure of such. `start`: behind so many steps on other ranks.
     """
     *batch, v, _ = shape
     if isinstance(transition, LogWeights | TransitionWeights):
         if covariates is not None:
             raise ValueError("covariates: expected None without a transition module")
-        if num_steps is not None and v > num_steps:
-            raise ValueError(f"data: expected at most {num_steps} steps, got {v}")
+        if num_steps is not None and start + v > num_steps:
+            raise ValueError(f"data: expected at most {num_steps} steps, got {start + v}")
         logs: Tensor | Transition = transition()
         if isinstance(logs, Transition):
             return logs
-        return logs if num_steps is None else logs[: v - 1]
+        return logs if num_steps is None else logs[max(0, start - 1) : max(0, start + v - 1)]
     if covariates is not None and ends is not None and covariates.shape[: len(batch) + 1] == (*batch, v - 1):
         covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
     found = transition(covariates)

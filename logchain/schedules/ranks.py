@@ -18,7 +18,7 @@ Strategy = Literal["auto", "vectors", "products", "overlapped"]
 STRATEGIES = ("auto", "vectors", "products", "overlapped")
 
 # steps that a stretch begins early, as far as is known before it runs; shorter stretches are not overlapped
-_EARLY, _SHORTEST = 40, 400
+_EARLY, _SHORTEST = 40, 2000
 
 # bytes of the header with which ranks agree on sizes
 _HEADER = 64

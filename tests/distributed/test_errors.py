@@ -1,0 +1,212 @@
+"""What one rank does wrong is raised on all, by name; a rank that is gone or stalls makes the others raise, in time."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from logchain import distributed
+from tests.distributed.chains import Case, chain
+
+CASE = chain((4, 3, 5), 3, batch=(2,), lengths=True)
+
+
+def with_change(rank: int, change: str) -> None:
+    """A product whose arguments are wrong on rank 1 alone."""
+    x, bulk, p0 = CASE.of(rank)
+    options = dict(CASE.options)
+    if rank == 1:
+        if change == "x is no tensor":
+            x = [1.0]
+        elif change == "x of integers":
+            x = x.long()
+        elif change == "x without axes":
+            x = x[0, 0]
+        elif change == "bulk of another size":
+            bulk = bulk[..., :2]
+        elif change == "p0 of another size":
+            p0 = p0[:2]
+        elif change == "lengths of another shape":
+            options["lengths"] = torch.ones(3, dtype=torch.long)
+        elif change == "length 0":
+            options["lengths"] = torch.tensor([0, 3])
+        elif change == "log_params is a number":
+            options["log_params"] = 1
+        elif change == "strategy is unknown":
+            options["strategy"] = "fast"
+        elif change == "more matrices":
+            bulk = bulk.expand(3, 3, 3)
+        elif change == "another dtype":
+            x = x.float()
+        elif change == "another batch":
+            x = x[:1]
+            options["lengths"] = CASE.lengths[:1]
+        elif change == "another option":
+            options["log_params"] = True
+        elif change == "other lengths":
+            options["lengths"] = CASE.lengths.flip(0)
+        elif change == "no lengths":
+            options["lengths"] = None
+        elif change == "another strategy":
+            options["strategy"] = "products"
+        elif change == "gradients":
+            x.requires_grad_()
+        elif change == "another matrix":
+            bulk = bulk + 1
+        elif change == "other weights":
+            p0 = p0 * 2
+        elif change == "another question":
+            return distributed.marginals(x, bulk, p0, **options)
+    distributed.product(x, bulk, p0, **options)
+
+
+@pytest.mark.parametrize(
+    "change, kind, text",
+    [
+        ("x is no tensor", TypeError, "rank 1: x: expected a torch.Tensor, got list"),
+        ("x of integers", TypeError, "rank 1: x: expected float32"),
+        ("x without axes", ValueError, "rank 1: x: expected at least 2 axes"),
+        ("bulk of another size", ValueError, "rank 1: bulk: expected shape"),
+        ("p0 of another size", ValueError, "rank 1: p0: expected shape"),
+        ("lengths of another shape", ValueError, "rank 1: lengths: expected shape"),
+        ("length 0", ValueError, "rank 1: lengths: expected values from 1, got 0"),
+        ("log_params is a number", TypeError, "rank 1: log_params: expected True or False, got 1"),
+        ("strategy is unknown", ValueError, "rank 1: strategy: expected 'auto' or"),
+        ("more matrices", ValueError, "rank 0: bulk: expected 3 matrices"),
+        ("another dtype", ValueError, "rank 1: x: expected shape .* of torch.float64, as on rank 0, got .*float32"),
+        ("another batch", ValueError, "rank 1: x: expected shape .2, v, 3."),
+        ("another option", ValueError, "rank 1: log_params: expected False, as on rank 0, got True"),
+        ("other lengths", ValueError, "rank 1: lengths: expected"),
+        ("no lengths", ValueError, "rank 1: lengths: expected .* as on rank 0, got None"),
+        ("another strategy", ValueError, "rank 1: strategy: expected auto, as on rank 0, got products"),
+        ("gradients", ValueError, "rank 1: gradients: expected False, as on rank 0, got True"),
+        ("another matrix", ValueError, "rank 1: bulk: expected the same matrix as on rank 0"),
+        ("other weights", ValueError, "rank 1: p0: expected the same weights as on rank 0"),
+        ("another question", ValueError, "rank 1: question: expected product, as on rank 0, got marginals"),
+    ],
+)
+def test_a_wrong_argument_on_one_rank_is_raised_on_all(teams, change, kind, text):
+    for outcome in teams(3).run(with_change, change):
+        assert type(outcome.error) is kind, (outcome.error, outcome.trace)
+        assert outcome.error is not None and __import__("re").search(text, str(outcome.error)), outcome.error
+
+
+def without_variables(rank: int) -> None:
+    distributed.product(torch.zeros(0, 2), torch.ones(1, 2, 2), torch.ones(2))
+
+
+def too_long(rank: int) -> None:
+    x, bulk, p0 = CASE.of(rank)
+    distributed.product(x, bulk, p0, lengths=torch.tensor([3, 13]))
+
+
+def test_wrong_on_all_ranks_together(teams):
+    for outcome in teams(2).run(without_variables):
+        assert isinstance(outcome.error, ValueError) and "at least one variable on some rank" in str(outcome.error)
+    for outcome in teams(3).run(too_long):
+        assert isinstance(outcome.error, ValueError) and "from 1 to v = 12, got 13" in str(outcome.error)
+
+
+def out_of_memory(rank: int, backward: bool) -> None:
+    """A rank whose kernels raise in the middle of a pass."""
+    from logchain.distributed.stretch import Stretch
+
+    names = ("back", "back_turned") if backward else ("ahead", "turned")
+    kept = {name: getattr(Stretch, name) for name in names}
+
+    def fails(*_: object) -> None:
+        raise MemoryError("of this test")
+
+    try:
+        if rank == 1:
+            for name in names:
+                setattr(Stretch, name, fails)
+        x, bulk, p0 = CASE.of(rank)
+        distributed.product(x.requires_grad_(), bulk, p0, **CASE.options).sum().backward()
+    finally:
+        for name, method in kept.items():
+            setattr(Stretch, name, method)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_error_in_the_middle_is_raised_on_all(teams, backward):
+    for outcome in teams(3).run(out_of_memory, backward):
+        assert isinstance(outcome.error, MemoryError) and "rank 1: of this test" in str(outcome.error), outcome.trace
+
+
+def another_gradient(rank: int) -> None:
+    x, bulk, p0 = CASE.of(rank)
+    (distributed.product(x.requires_grad_(), bulk, p0).sum() * (1.0 + (rank == 1))).backward()
+
+
+def test_incoming_gradients_have_to_agree(teams):
+    for outcome in teams(3).run(another_gradient):
+        assert isinstance(outcome.error, RuntimeError) and "the same incoming gradient" in str(outcome.error)
+
+
+def leaves(rank: int, how: str, backward: bool) -> None:
+    """A product during which rank 1 goes, forward or between its passes."""
+    x, bulk, p0 = CASE.of(rank)
+    value = distributed.product(x.requires_grad_(), bulk, p0) if backward else None
+    if rank == 1:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "exits":
+            os._exit(3)
+        elif how == "raises":
+            raise ValueError("of rank 1")
+        elif how == "leaves the group":
+            dist.destroy_process_group()
+            return
+        time.sleep(4.5)
+        return
+    if value is None:
+        distributed.product(x, bulk, p0)
+    else:
+        value.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["is killed", "exits", "raises", "stalls", "leaves the group"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_others_raise_where_a_rank_is_gone(teams, how, backward):
+    team = teams(3)
+    begin = time.monotonic()
+    first, _, third = team.run(leaves, how, backward)
+    for outcome in (first, third):
+        assert isinstance(outcome.error, RuntimeError), outcome
+    assert time.monotonic() - begin < 60
+    team.broken = True
+
+
+def outside(rank: int) -> str:
+    group = dist.new_group([0])
+    if rank == 0:
+        return "inside"
+    try:
+        distributed.product(torch.zeros(2, 2), torch.ones(1, 2, 2), torch.ones(2), group=group)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_process_outside_the_group(teams):
+    assert teams(2).values(outside)[1] == "group: expected a process group that this process belongs to"
+
+
+def test_without_a_group():
+    with pytest.raises(RuntimeError, match="group: expected torch.distributed to be initialised"):
+        distributed.product(torch.zeros(2, 2), torch.ones(1, 2, 2), torch.ones(2))
+
+
+def in_groups(rank: int, case: Case) -> torch.Tensor:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return distributed.product(*case.of(rank % 2), group=groups[rank // 2])
+
+
+def test_two_groups_beside_each_other(teams):
+    case = chain((4, 3), 3)
+    values = teams(4).values(in_groups, case)
+    assert all(torch.equal(value, values[0]) for value in values)
