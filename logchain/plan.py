@@ -12,7 +12,7 @@ from .schedules import budget as budgets
 from .schedules import choose, cost_counts
 from .schedules.choose import Strategy, Where
 from .schedules.cost import BOTH, FORWARD
-from .schedules.cost_counts import SEQUENTIAL, Schedule, Size
+from .schedules.cost_counts import MEETING, SEQUENTIAL, Schedule, Size
 from .structured.operands import check_operands
 from .structured.product import check_options as check_structured_options
 from .transitions import Transition
@@ -224,6 +224,8 @@ def _plan(size: Size, place: Where, strategy: Strategy, title: str) -> Plan:
     """The plan without a memory budget, and its alternatives in order of predicted time."""
     picked, costs = choose.choose(size, place, strategy), place.constants
     kinds = [choose.choose(size, place, name) for name in choose.STRATEGIES[1:]]
+    # halves gain nothing where no thread is idle
+    kinds = [kind for kind in kinds if kind != MEETING or choose.meeting(size, place)]
     # a chain that is too short for segments has no chunked and no overlapped schedule
     others = {kind.name: _estimate(size, kind, place) for kind in kinds if kind.name != picked.name}
     own, alternatives = _estimate(size, picked, place), sorted(others.values(), key=lambda other: other.seconds)
