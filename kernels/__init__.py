@@ -80,7 +80,7 @@ def chain_kernels(tensor: Tensor) -> Room:
 def chain_walks(tensor: Tensor) -> Room:
     """`forward` and `backward` of a chain as walks for `at_once`; off the CPU these have no calls to share."""
     if in_c(tensor):
-        return Room(_load("cpu.forward").walk, _load("cpu.backward").walk)
+        return Room(_load("cpu.forward").as_walk, _load("cpu.backward").as_walk)
     forward, backward = chain_kernels(tensor)
     return Room(_walk(forward), _walk(backward))
 

@@ -22,10 +22,10 @@ def backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
-    return at_once(walk(chain, kept, weight, following, grad_x, grad_bulk))[0]
+    return at_once(as_walk(chain, kept, weight, following, grad_x, grad_bulk))[0]
 
 
-def walk(
+def as_walk(
     chain: Chain,
     kept: Kept,
     weight: Tensor,

@@ -13,10 +13,10 @@ def forward(
     chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
 ) -> tuple[Kept, Message | None]:
     """The log-partitions and kept messages, and the last forward message; arguments as in `kernels.plain.forward`."""
-    return at_once(walk(chain, entering, keep=keep, leave=leave))[0]
+    return at_once(as_walk(chain, entering, keep=keep, leave=leave))[0]
 
 
-def walk(
+def as_walk(
     chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
 ) -> Walk[tuple[Kept, Message | None]]:
     """The results of `forward`, as a walk that may be computed beside others."""
