@@ -208,7 +208,7 @@ class TestChoice:
     def test_it_is_taken_where_a_thread_is_idle(self, strategy, gradients):
         assert choose.choose(size(gradients=gradients), Where("cpu", 2), strategy) == MEETING
         assert choose.choose(size(gradients=gradients), Where("cpu", 1), strategy) != MEETING
-        for other in (size(n=2), size(lengths=True), size(v=1000)):
+        for other in (size(n=2), size(lengths=True), size(v=1000), size(one_matrix=False)):
             assert choose.choose(other._replace(gradients=gradients), Where("cpu", 2), strategy) != MEETING
 
     def test_messages_in_order_do_not_take_it(self):

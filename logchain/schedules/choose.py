@@ -193,9 +193,13 @@ def overlapped(size: Size, place: Where) -> list[Schedule]:
 
 
 def meeting(size: Size, place: Where) -> list[Schedule]:
-    """The schedule of two halves, where there are twice as many threads as sequences; none for lengths."""
+    """The schedule of two halves, where there are twice as many threads as sequences, and one matrix for all steps.
+
+    There is none for lengths. Matrices of each step are read by columns from the end, in which nothing is gained.
+    """
     idle = place.device == "cpu" and has_idle_threads(place.threads, size.sequences, size.v, size.c)
-    return [MEETING] if idle and not size.lengths and size.v > 1 and within_contract(size, MEETING) else []
+    fits = idle and size.one_matrix and not size.lengths and size.v > 1
+    return [MEETING] if fits and within_contract(size, MEETING) else []
 
 
 def path_segments(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> int:

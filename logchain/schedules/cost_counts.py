@@ -19,9 +19,9 @@ _WALKS, _PROBES = (5, 8), 6
 # float64 numbers for each state of a segment's first message while messages are compared; 5 to 15 were measured
 _COMPARED = 16
 
-# launches that two halves and the step between them take as much time as, forward alone and with their backward pass;
-# and how often the gradients of half of the matrices are read and written in being transposed, as their reading counts
-_HALVES, _TRANSPOSED = (280, 195), 9
+# what two halves take as much time as: launches, and numbers read for each entry of the matrix between them, which is
+# taken in float64, forward alone and with their backward pass
+_HALVES, _BETWEEN = (355, 245), (100, 300)
 
 # launches of a walk along a chain, forward alone and with its backward pass; launches of a level of a tree
 _LAUNCHES, _LEVEL = (12, 25), 6
@@ -179,15 +179,10 @@ def _overlapped(size: Size, segments: int) -> Work:
 
 
 def _meeting(size: Size) -> Work:
-    """The work of two halves, as of two sets of matrices, and of the step between them.
-
-    The gradients of the right half's matrices are written as their transposes first.
-    """
-    half = -(-size.v // 2)
-    halves = _sequential(size._replace(v=half, g=2 * size.g))._replace(launches=_HALVES[size.gradients])
-    if size.one_matrix or not size.gradients:
-        return halves
-    return halves._replace(bytes=halves.bytes + _TRANSPOSED * size.item * size.g * half * size.c**2)
+    """The work of two halves, as of two sets of matrices, and of the step between them."""
+    halves = _sequential(size._replace(v=-(-size.v // 2), g=2 * size.g))
+    between = _BETWEEN[size.gradients] * size.g * size.c**2 * size.item
+    return halves._replace(bytes=halves.bytes + between, launches=_HALVES[size.gradients])
 
 
 def first_warm_up(v: int, item: int) -> int:
