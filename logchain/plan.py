@@ -99,7 +99,8 @@ def plan(
         p0: initial weights `[*B or ones, c]`, or their shape.
         log_params: `bulk` and `p0` are logarithms.
         lengths: as in `product`; their values do not matter.
-        strategy: as in `product`: "auto" takes the schedule that is predicted to be fastest.
+        strategy: as in `product`: "auto" takes the schedule that is predicted to be fastest. "meeting" is among the
+            alternatives where threads of a CPU have no sequence of their own.
         memory_budget: bytes that messages may take, as in `product`.
         gradients: whether a backward pass follows; by default, whether a tensor requires gradients.
         dtype: dtype of operands given as shapes, by default float32.
