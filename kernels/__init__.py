@@ -3,7 +3,7 @@
 A module is imported when one of its functions is first asked for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -75,6 +75,30 @@ class Room(NamedTuple):
 def chain_kernels(tensor: Tensor) -> Room:
     """`forward` and `backward` of a chain for a tensor's device."""
     return Room(_module("forward", tensor).forward, _module("backward", tensor).backward)
+
+
+def chain_walks(tensor: Tensor) -> Room:
+    """`forward` and `backward` of a chain as walks for `at_once`; off the CPU these have no calls to share."""
+    if in_c(tensor):
+        return Room(_load("cpu.forward").as_walk, _load("cpu.backward").as_walk)
+    forward, backward = chain_kernels(tensor)
+    return Room(_walk(forward), _walk(backward))
+
+
+def _walk(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as one that returns a walk, which asks for nothing."""
+
+    def walk(*args: Any, **options: Any) -> Generator[Any, int, Any]:
+        return function(*args, **options)
+        yield  # makes this a generator
+
+    return walk
+
+
+def at_once(*walks: Any) -> list[Any]:
+    """The results of walks whose calls of the C library are made together, see `kernels.cpu.walks`."""
+    results: list[Any] = _load("cpu.walks").at_once(*walks)
+    return results
 
 
 def short_calls() -> ModuleType:

@@ -12,7 +12,7 @@ from .schedules import budget as budgets
 from .schedules import choose, cost_counts
 from .schedules.choose import Strategy, Where
 from .schedules.cost import BOTH, FORWARD
-from .schedules.cost_counts import SEQUENTIAL, Schedule, Size
+from .schedules.cost_counts import MEETING, SEQUENTIAL, Schedule, Size
 from .structured.operands import check_operands
 from .structured.product import check_options as check_structured_options
 from .transitions import Transition
@@ -99,7 +99,8 @@ def plan(
         p0: initial weights `[*B or ones, c]`, or their shape.
         log_params: `bulk` and `p0` are logarithms.
         lengths: as in `product`; their values do not matter.
-        strategy: as in `product`: "auto" takes the schedule that is predicted to be fastest.
+        strategy: as in `product`: "auto" takes the schedule that is predicted to be fastest. "meeting" is among the
+            alternatives where threads of a CPU have no sequence of their own.
         memory_budget: bytes that messages may take, as in `product`.
         gradients: whether a backward pass follows; by default, whether a tensor requires gradients.
         dtype: dtype of operands given as shapes, by default float32.
@@ -224,6 +225,8 @@ def _plan(size: Size, place: Where, strategy: Strategy, title: str) -> Plan:
     """The plan without a memory budget, and its alternatives in order of predicted time."""
     picked, costs = choose.choose(size, place, strategy), place.constants
     kinds = [choose.choose(size, place, name) for name in choose.STRATEGIES[1:]]
+    # halves gain nothing where no thread is idle
+    kinds = [kind for kind in kinds if kind != MEETING or choose.meeting(size, place)]
     # a chain that is too short for segments has no chunked and no overlapped schedule
     others = {kind.name: _estimate(size, kind, place) for kind in kinds if kind.name != picked.name}
     own, alternatives = _estimate(size, picked, place), sorted(others.values(), key=lambda other: other.seconds)

@@ -51,9 +51,11 @@ def product(
             many segments, side by side; "tree" multiplies pairs of matrices, level by level; "overlapped" carries
             vectors through many segments side by side, each begun some steps early, and verifies that the chain has
             forgotten by then how it began: segments for which it has not are computed again, and a chain that does not
-            forget is walked as by "sequential". "auto" takes the one that a cost model predicts to be fastest on this
-            device: `logchain.plan` says which, and why. "chunked", "tree" and "overlapped" exclude `cu_seqlens` and
-            `memory_budget`; a chain too short for segments is not cut, nor one with `lengths` on a GPU by "chunked".
+            forget is walked as by "sequential"; "meeting" carries one vector from the first variable and another one
+            from the last, on two threads of a CPU, until they meet in the middle. "auto" takes the one that a cost
+            model predicts to be fastest on this device: `logchain.plan` says which, and why. All but "auto" and
+            "sequential" exclude `cu_seqlens` and `memory_budget`; a chain too short for segments is not cut, nor one
+            with `lengths` by "meeting", or on a GPU by "chunked".
         memory_budget: bytes that messages may take. A budget that holds all of them, `v (c + 1)` numbers a sequence,
             changes nothing. With a smaller one the chain is computed a segment at a time, in float64: only the messages
             between segments are kept, and the backward pass computes the others again. The budget covers everything but
@@ -88,9 +90,10 @@ def product(
 
     Cost: sequential, `v c^2` multiply-adds a sequence in `v` dependent steps; chunked, `v c^3` in `v / k + k` for k
     segments; tree, `v c^3` in `log2 v`; overlapped, `(v + k m) c^2` in `v / k + m` for m steps that segments begin
-    early; the backward pass costs twice as much. Memory beyond operands, result and gradients: the forward messages
-    `[*B, v, c]` (twice for sequences computed again), without gradients two steps of them; at most two such tensors in
-    any schedule. A `memory_budget` that does not hold them costs one more forward pass.
+    early; meeting, `v c^2` in `v / 2`; the backward pass costs twice as much. Memory beyond operands, result and
+    gradients: the forward messages `[*B, v, c]` (twice for sequences computed again), without gradients two steps of
+    them; at most two such tensors in any schedule. A `memory_budget` that does not hold them costs one more forward
+    pass.
 
     Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77
     (1989). Definition: `logchain.reference.product`.

@@ -47,7 +47,8 @@ def expect_refusal(error, message, function=logchain.product, **arguments):
         ({"lengths": [3, 4]}, "lengths: expected shape [10] or [10, 1] to go with x [10, 1, 6, 4], got [2]"),
         (
             {"strategy": "parallel"},
-            "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree' or 'overlapped', got 'parallel'",
+            "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree' or 'overlapped' or 'meeting',"
+            " got 'parallel'",
         ),
     ],
 )

@@ -230,7 +230,7 @@ def test_what_is_chosen_can_be_overlapped_within_the_memory():
 
 def test_every_machine_has_constants_for_every_schedule():
     for entry in cost.read():
-        assert set(entry.seconds) == set(choose.STRATEGIES[1:])
+        assert set(entry.seconds) == set(choose.STRATEGIES[1:]) - {"meeting"}  # which has those of sequential
 
 
 def test_the_plan_knows_what_the_loops_keep_in_registers():

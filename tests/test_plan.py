@@ -10,13 +10,15 @@ import pytest
 import torch
 
 import logchain
+from logchain.autograd.chain_operators import number_of
 from logchain.memory import peak_bytes
 from logchain.plan import plan
 from logchain.schedules import choose, cost
-from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
+from logchain.schedules.choose import MEETING, SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FORWARD, Constants, Work
 from tests.benchmarks import fit
 
+# the schedules with constants of their own
 NAMES = ("sequential", "chunked", "tree", "overlapped")
 SHAPES = [
     ((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200)),
@@ -51,7 +53,7 @@ def test_the_pick_costs_at_most_1_3_times_the_best(place):
         cuts = [Schedule("chunked", k) for k in sorted(numbers) if 2 <= k <= (size.v - 1) // 2]
         cuts = [schedule for schedule in cuts if choose.within_contract(size, schedule)]
         cuts = cuts if choose.candidates(size, place) else []
-        cuts += choose.worthwhile(size, place)
+        cuts += choose.worthwhile(size, place) + choose.meeting(size, place)
         best = min(choose.seconds(size, schedule, costs) for schedule in (SEQUENTIAL, TREE, *cuts))
         pick = choose.choose(size, place, "auto")
         assert choose.seconds(size, pick, costs) <= 1.3 * best, (size, pick)
@@ -102,11 +104,11 @@ def used(monkeypatch):
     """The schedules that `product` computes with."""
     seen = []
     module = sys.modules["logchain.product"]
-    log_norm, names = module.log_norm, {0: "tree", 1: "sequential"}
+    log_norm, named = module.log_norm, {number_of(one): one for one in (TREE, SEQUENTIAL, MEETING)}
 
     def watched(*args, segments, **others):
-        name = names.get(segments, "chunked" if segments > 0 else "overlapped")
-        seen.append(Schedule(name, max(1, abs(segments))))
+        cut = Schedule("chunked" if segments > 0 else "overlapped", abs(segments))
+        seen.append(named.get(segments, cut))
         return log_norm(*args, segments=segments, **others)
 
     def at_once(*args):
@@ -172,7 +174,9 @@ def test_traced_sizes_are_planned_for(prefer, used, preferred):
     assert used[0] == (planned.schedule, planned.segments)
 
 
-@pytest.mark.parametrize(("strategy", "expected"), [("auto", "sequential"), *zip(NAMES[1:], NAMES[1:], strict=True)])
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("auto", "sequential"), *((name, name) for name in choose.STRATEGIES[2:])]
+)
 def test_sizes_that_are_unknown_when_traced_are_sequential(prefer, strategy, expected):
     prefer("tree")
 
@@ -226,7 +230,7 @@ def test_what_is_counted():
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", choose.STRATEGIES[1:])
 @pytest.mark.parametrize(("n", "v", "c"), [(1, 20_000, 16), (16, 100, 40), (2000, 40, 8), (4, 40, 100)])
 def test_the_peak_is_predicted_within_a_factor_of_three(strategy, n, v, c, gradients):
     operands = chain(n, v, c, gradients)
@@ -257,7 +261,7 @@ def test_wrong_arguments_are_refused():
     for error, message, changes in [
         (
             ValueError,
-            "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree' or 'overlapped', got 'fast'",
+            "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree' or 'overlapped' or 'meeting', got 'fast'",
             {"strategy": "fast"},
         ),
         (
@@ -276,7 +280,7 @@ def test_wrong_arguments_are_refused():
             plan(**{**dict(zip(("x", "bulk", "p0"), shapes, strict=True)), **changes})
 
 
-@pytest.mark.parametrize("strategy", NAMES[1:])
+@pytest.mark.parametrize("strategy", choose.STRATEGIES[2:])
 def test_schedules_of_segments_go_alone(strategy):
     x, bulk, p0 = chain()
     alone = [

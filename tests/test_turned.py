@@ -38,10 +38,10 @@ def gradients(chain, turned):
         plain_backward.backward(chain, kept, weight, None, grad_x, grad_bulk)
         return kept.log_norm, grad_x, grad_bulk
     walk = Turned(chain)
-    kept, first = walk.forward(keep)
+    ((kept, first),) = kernels.at_once(walk.forward(keep))
     start = chain.log_p0()
     log_norm = torch.logsumexp(start + first.values, -1) + first.scale.sum(0)
-    walk.backward(kept._replace(log_norm=log_norm), weight, start, grad_x, grad_bulk)
+    kernels.at_once(walk.backward(kept._replace(log_norm=log_norm), weight, start, grad_x, grad_bulk))
     return log_norm, grad_x, grad_bulk
 
 

@@ -162,6 +162,10 @@ class Call(Pointing):
         """
         return run(self.arguments, self.chain.dtype, name, spans, each)
 
+    def copies(self, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> Any:
+        """An array of the arguments for spans of sequences, see `run`."""
+        return copies(self.arguments, spans, each)
+
 
 def _places(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     """The offsets of all entries of axes that cannot be flattened without a copy, in order."""
@@ -187,12 +191,17 @@ def run(
     each: Sequence[dict[str, Tensor]] = (),
 ) -> int:
     """The sum of what a function of the library returns, see `Call.run`."""
-    copies = (type(arguments) * len(spans))(*[arguments] * len(spans))
-    for index, (copy, span) in enumerate(zip(copies, spans, strict=True)):
+    return sum(run_each(copies(arguments, spans, each), dtype, name))
+
+
+def copies(arguments: Any, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> Any:
+    """An array of the arguments for spans of sequences, see `Call.run`."""
+    array = (type(arguments) * len(spans))(*[arguments] * len(spans))
+    for index, (copy, span) in enumerate(zip(array, spans, strict=True)):
         copy.first, copy.last = span
         for field, tensor in each[index].items() if each else ():
             setattr(copy, field, tensor.data_ptr())
-    return sum(run_each(copies, dtype, name))
+    return array
 
 
 def run_each(calls: "ctypes.Array[Any]", dtype: torch.dtype, name: str) -> Sequence[int]:

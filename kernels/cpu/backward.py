@@ -7,6 +7,7 @@ from ..chain import Chain
 from ..message import Kept
 from .arguments import Call
 from .library import in_large_pages
+from .walks import Calls, Walk, at_once
 
 # entries of gradients of matrices that are transposed at a time
 _TURNED = 2**18
@@ -21,6 +22,18 @@ def backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
+    return at_once(as_walk(chain, kept, weight, following, grad_x, grad_bulk))[0]
+
+
+def as_walk(
+    chain: Chain,
+    kept: Kept,
+    weight: Tensor,
+    following: Tensor | None,
+    grad_x: Tensor | None,
+    grad_bulk: Tensor | None,
+) -> Walk[Tensor]:
+    """The result of `backward`, as a walk that may be computed beside others."""
     g, m, c = chain.g, chain.m, chain.c
     weight = weight.double().resolve_neg().contiguous()
     lossy = kept.redone.to(torch.uint8, copy=True, memory_format=torch.contiguous_format)
@@ -44,8 +57,8 @@ def backward(
     field = "counts" if len(chain.bulk) == 1 else "grad_bulk"
     begun = [counts[i % len(counts)] for i in range(len(spans))] if counts else []
     by_thread = [{field: one if field == "counts" else call.beginning(one)} for one in begun]
-    if call.run("backward", spans, by_thread):
-        call.run("redo_backward", spans, by_thread)
+    if (yield Calls("backward", chain.dtype, call.copies(spans, by_thread))):
+        yield Calls("redo_backward", chain.dtype, call.copies(spans, by_thread))
     for more in counts[1:]:
         counts[0].add_(more)
     if grad_bulk is not None and not counts:

@@ -62,7 +62,7 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     each in the shape of its operand; an empty tensor for one that is not needed.
     """
     *tensors, log_params = operands
-    ends, by_walks = operands.lengths is not None, choose.WALKS
+    ends, by_walks = operands.lengths is not None, choose.POSTERIORS
     schedule = choose.of(operands.x, operands.bulk, operands.p0, log_params, ends, by_walks, True)
     segments = operators.number_of(schedule)
     saved = Saved(*apply(LogNorm, operators.log_norm, *operands, True, segments))

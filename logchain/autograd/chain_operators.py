@@ -1,7 +1,7 @@
 """The operators `logchain::log_norm` and `logchain::log_norm_backward`: a chain's log-partition and its gradient.
 
-Their argument `segments` names the schedule: 1 is sequential, more is chunked, fewer than 0 is overlapped, of so many
-segments, and `TREE` is tree.
+Their argument `segments` names the schedule: 1 is sequential, more is chunked, fewer than -1 is overlapped, of so many
+segments, `TREE` is tree, and `MEETING` is meeting.
 `autograd.chain_functions` registers the second as the derivative of the first.
 """
 
@@ -18,18 +18,19 @@ from ..kernels.message import Kept
 from ..layout import Layout
 from ..operands import Operands, arithmetic_dtype, chain_of, is_plain, unwritten
 from ..rescues import report_chains
-from ..schedules import chunked, overlapped
+from ..schedules import chunked, meeting, overlapped
 from ..schedules.cost_counts import Schedule
 from . import tree_operators
 from .operator import operator
 
-# a number of segments that names the tree schedule
-TREE = 0
+# numbers of segments that name the tree schedule, and the meeting one
+TREE, MEETING = 0, -1
 
 
 def number_of(schedule: Schedule) -> int:
     """The number of segments that names a schedule."""
-    return {"tree": TREE, "overlapped": -schedule.segments}.get(schedule.name, schedule.segments)
+    numbers = {"tree": TREE, "meeting": MEETING, "overlapped": -schedule.segments}
+    return numbers.get(schedule.name, schedule.segments)
 
 
 # the gradients of x, bulk and p0 in their own shapes, each empty where it is not needed
@@ -40,9 +41,9 @@ class Saved(NamedTuple):
     """The log-partition [*B] in float64, and what the gradient needs besides the operands.
 
     Sequential: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `extra` the
-    `found` of `kernels.message.Kept`, or nothing. Chunked and overlapped: see `schedules.chunked`, with `following` as
-    `extra`, and `schedules.overlapped`, with `warm`. Tree: `messages` between pieces, see `autograd.tree_operators`;
-    the other two are empty.
+    `found` of `kernels.message.Kept`, or nothing. Chunked, overlapped and meeting: see `schedules.chunked`, with
+    `following` as `extra`, `schedules.overlapped`, with `warm`, and `schedules.meeting`, with `middle`. Tree:
+    `messages` between pieces, see `autograd.tree_operators`; the other two are empty.
     """
 
     log_norm: Tensor
@@ -111,12 +112,19 @@ def short_of(
 
 def _by_segments(segments: int) -> ModuleType:
     """The module of the schedule of several segments."""
+    if segments == MEETING:
+        return meeting
     return overlapped if segments < 0 else chunked
 
 
 def _cut(operands: Operands, segments: int, keep: bool = True) -> bool:
-    """Whether a chain is cut: never for two variables, nor for lengths where a GPU would take many launches."""
+    """Whether a chain is cut: never for two variables, nor for lengths where a GPU would take many launches.
+
+    In halves it is cut if there are two variables, and no lengths.
+    """
     x = operands.x
+    if segments == MEETING:
+        return x.shape[-2] > 1 and operands.lengths is None
     if min(abs(segments), x.shape[-2] - 1) <= 1:
         return False
     if segments < 0 or operands.lengths is None or not kernels.on_gpu(x):
@@ -137,7 +145,7 @@ def _kept_shapes(
         return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
     if _cut(Operands(x, bulk, p0, lengths, log_params), segments, keep):
         inside, between, marks = _by_segments(segments).kept_shapes(v, g, m, c, abs(segments), keep)
-        extra = x.new_empty(between, dtype=torch.int64 if segments < 0 else torch.float64)
+        extra = x.new_empty(between, dtype=torch.int64 if segments < MEETING else torch.float64)
         return Saved(log_norm, x.new_empty(inside, dtype=dtype), extra, x.new_empty(marks, dtype=torch.bool))
     messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
     found = kernels.found_size(x, bulk.shape[-3] if v > 1 else 0, g, m) if keep else 0
@@ -164,7 +172,7 @@ def _backward(grad: Tensor, *args: Any) -> Gradients:
 def _gradients(
     operands: Operands, saved: Saved, grad: Tensor, needs: Sequence[bool], by_log: bool, segments: int
 ) -> Gradients:
-    """The gradients of the operands by the sequential, the chunked or the overlapped schedule."""
+    """The gradients of the operands by any schedule but the tree."""
     x, bulk, p0, *_ = operands
     grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), needs)
     in_segments = _cut(operands, segments)

@@ -4,6 +4,7 @@
     chunked      the matrix products of k segments side by side, then a vector times k matrices
     tree         pairs of matrices, level by level
     overlapped   a vector through each of k segments, side by side, begun some steps early
+    meeting      two vectors at once, from the first step on and from the last, to the middle
 
 With gradients, a chunked chain then takes vectors through all segments side by side, forward and backward.
 """
@@ -21,13 +22,14 @@ from ..kernels.chain import FEW_STATES, WORTH_A_THREAD, has_idle_threads
 from ..operands import differentiated
 from . import cost_counts
 from .cost import BOTH, FORWARD, Constants, Work, constants
-from .cost_counts import SEQUENTIAL, TREE, Schedule, Size, peaks, work
+from .cost_counts import MEETING, SEQUENTIAL, TREE, Schedule, Size, peaks, work
 
-Strategy = Literal["auto", "sequential", "chunked", "tree", "overlapped"]
+Strategy = Literal["auto", "sequential", "chunked", "tree", "overlapped", "meeting"]
 STRATEGIES = get_args(Strategy)
 
-# the choice between the sequential and the overlapped schedule, for what needs messages
-WALKS = "walks"
+# the choice between the sequential and the overlapped schedule, for what needs messages, and the meeting one besides,
+# for posteriors
+WALKS, POSTERIORS = "walks", "posteriors"
 
 # bytes that a schedule may take besides two message tensors
 _SLACK = 2**23
@@ -61,7 +63,9 @@ _UNKNOWN = {
     "chunked": Schedule("chunked", 16),
     "tree": TREE,
     "overlapped": Schedule("overlapped", 16),
+    "meeting": MEETING,
     WALKS: SEQUENTIAL,
+    POSTERIORS: SEQUENTIAL,
 }
 
 
@@ -109,7 +113,7 @@ def is_sequential(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool
 def is_one_walk(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
     """Whether the posteriors of operands, which are checked, take the sequential schedule."""
     check_chain(x, bulk, p0)
-    return of(x, bulk, p0, log_params, False, WALKS, True) == SEQUENTIAL
+    return of(x, bulk, p0, log_params, False, POSTERIORS, True) == SEQUENTIAL
 
 
 def is_on_one_thread(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> bool:
@@ -155,6 +159,8 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
         return TREE
     if strategy == "sequential" or size.states == 0 or size.v == 1:
         return SEQUENTIAL
+    if strategy == "meeting":
+        return MEETING if place.device == "cpu" and not size.lengths else SEQUENTIAL
     costs = place.constants
 
     def quickest(schedules: list[Schedule]) -> Schedule:
@@ -162,12 +168,14 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
 
     if strategy == "overlapped":
         return quickest(overlapped(size, place))
-    cuts = candidates(size, place) if strategy != WALKS else []
+    walks = strategy in (WALKS, POSTERIORS)
+    cuts = candidates(size, place) if not walks else []
     within = [schedule for schedule in cuts if within_contract(size, schedule)]
     if strategy == "chunked":
         # if all take more memory than the contract, the one with the fewest segments; a short chain has none
         return quickest(within or cuts[:1])
-    best = quickest([*within, *worthwhile(size, place), *([TREE] if strategy != WALKS else [])])
+    others = [*worthwhile(size, place), *(meeting(size, place) if strategy != WALKS else [])]
+    best = quickest([*within, *others, *([TREE] if not walks else [])])
     return best if _SURE * seconds(size, best, costs) < seconds(size, SEQUENTIAL, costs) else SEQUENTIAL
 
 
@@ -182,6 +190,16 @@ def overlapped(size: Size, place: Where) -> list[Schedule]:
     segments = {max(2, -(-rows * count // size.sequences)) for rows in (_ROWS if together else (1,))}
     overlaps = [Schedule("overlapped", k) for k in sorted(segments) if shortest(size) * k < size.v]
     return [overlap for overlap in overlaps if within_contract(size, overlap)]
+
+
+def meeting(size: Size, place: Where) -> list[Schedule]:
+    """The schedule of two halves, where there are twice as many threads as sequences, and one matrix for all steps.
+
+    There is none for lengths. Matrices of each step are read by columns from the end, in which nothing is gained.
+    """
+    idle = place.device == "cpu" and has_idle_threads(place.threads, size.sequences, size.v, size.c)
+    fits = idle and size.one_matrix and not size.lengths and size.v > 1
+    return [MEETING] if fits and within_contract(size, MEETING) else []
 
 
 def path_segments(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool) -> int:
@@ -242,14 +260,15 @@ def seconds(size: Size, schedule: Schedule, costs: Constants) -> float:
     """The predicted time of a product by a schedule."""
     which, counts = BOTH if size.gradients else FORWARD, counted(size, schedule, costs)
     walks = Work(0, 0, 0, 0, counts.launches)
-    inside = costs.of(constants_for(size, schedule), which, counts._replace(launches=0))
-    return inside + costs.of(schedule.name, which, walks)
+    alike = constants_for(size, schedule)
+    inside = costs.of(alike, which, counts._replace(launches=0))
+    return inside + costs.of(alike if schedule == MEETING else schedule.name, which, walks)
 
 
 def constants_for(size: Size, schedule: Schedule) -> str:
-    """The schedule whose constants hold: segments of which each thread has one are as many sequences."""
+    """The schedule whose constants hold: segments of which each thread has one, and halves, are as many sequences."""
     alone = schedule.name == "overlapped" and not shares_matrices(size)
-    return "sequential" if alone else schedule.name
+    return "sequential" if alone or schedule == MEETING else schedule.name
 
 
 def shares_matrices(size: Size) -> bool:
@@ -282,7 +301,7 @@ def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
     idle. A GPU's one launch does so with the segments that its multiprocessors do not hold at once.
     """
     counts, in_turn, times = work(size, schedule), 1, 1.0
-    if costs.device == "cpu" and schedule.name in ("sequential", "overlapped"):
+    if costs.device == "cpu" and schedule.name in ("sequential", "overlapped", "meeting"):
         in_turn = size.sequences * schedule.segments
         worth = counts.multiply_adds // (3 if size.gradients else 1) // WORTH_A_THREAD
         times = costs.threads / max(1, min(costs.available or costs.threads, in_turn, worth))

@@ -19,6 +19,10 @@ _WALKS, _PROBES = (5, 8), 6
 # float64 numbers for each state of a segment's first message while messages are compared; 5 to 15 were measured
 _COMPARED = 16
 
+# what two halves take as much time as: launches, and numbers read for each entry of the matrix between them, which is
+# taken in float64, forward alone and with their backward pass
+_HALVES, _BETWEEN = (355, 245), (100, 300)
+
 # launches of a walk along a chain, forward alone and with its backward pass; launches of a level of a tree
 _LAUNCHES, _LEVEL = (12, 25), 6
 
@@ -34,7 +38,7 @@ class Schedule(NamedTuple):
 
 
 NOTHING = Work(0, 0, 0, 0, 0)
-SEQUENTIAL, TREE = Schedule("sequential", 1), Schedule("tree", 1)
+SEQUENTIAL, TREE, MEETING = Schedule("sequential", 1), Schedule("tree", 1), Schedule("meeting", 2)
 
 
 class Size(NamedTuple):
@@ -111,6 +115,8 @@ def work(size: Size, schedule: Schedule) -> Work:
         return _tree(size)
     if schedule.name == "overlapped":
         return _overlapped(size, schedule.segments)
+    if schedule.name == "meeting":
+        return _meeting(size)
     return _chunked(size, schedule.segments) if schedule.name == "chunked" else _sequential(size)
 
 
@@ -170,6 +176,13 @@ def _overlapped(size: Size, segments: int) -> Work:
     if size.gpu and size.gradients:  # backward, segments are verified before their gradients are taken
         total += _sequential(size._replace(v=length + 1, m=rows, gradients=False))
     return total._replace(launches=_WALKS[size.gradients] * _LAUNCHES[0])
+
+
+def _meeting(size: Size) -> Work:
+    """The work of two halves, as of two sets of matrices, and of the step between them."""
+    halves = _sequential(size._replace(v=-(-size.v // 2), g=2 * size.g))
+    between = _BETWEEN[size.gradients] * size.g * size.c**2 * size.item
+    return halves._replace(bytes=halves.bytes + between, launches=_HALVES[size.gradients])
 
 
 def first_warm_up(v: int, item: int) -> int:
@@ -235,6 +248,8 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
         return messages, messages
     if schedule.name == "overlapped":
         return _overlapped_peaks(size, schedule.segments, messages)
+    if schedule.name == "meeting":  # a gradient and counts of the matrices more than one walk has
+        return messages, messages + 12 * size.g * c**2
     if size.one_launch:
         products = s * (schedule.segments + _members(schedule.segments)) * size.width
         return products * (size.width * item + 8) + messages, 0

@@ -79,7 +79,7 @@ class Packed:
         double = arithmetic_dtype(*self.operands) == torch.float64
         matrices = (n, v - 1, c, c) if own else (1, 1, c, c)
         size = Size.of((n, v, c), matrices, double, False, False, True)
-        return choose(size, where("cpu"), "auto").name == "overlapped"
+        return choose(size, where("cpu"), "auto").name in ("overlapped", "meeting")
 
     def walks_in_place(self, log_params: object) -> bool:
         """Whether kernels for one matrix take the rows where they lie; padded batches check `log_params`."""

@@ -5,7 +5,7 @@ import torch
 
 import logchain
 from logchain.autograd.chain import log_norm
-from logchain.autograd.chain_operators import TREE
+from logchain.autograd.chain_operators import MEETING, TREE
 from tests.families import FAMILIES, Chain
 from tests.questions import QUESTIONS, floating
 
@@ -60,7 +60,7 @@ def test_opcheck_of_chains(name, dtype):
             torch.library.opcheck(OPS.best_paths.default, (*chain.to(dtype)[:3], lengths, chain.log_params, k))
 
 
-SEGMENTS = pytest.mark.parametrize("segments", [3, TREE], ids=["chunked", "tree"])
+SEGMENTS = pytest.mark.parametrize("segments", [3, TREE, MEETING], ids=["chunked", "tree", "meeting"])
 
 
 @SEGMENTS

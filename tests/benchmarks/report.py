@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.benchmarks import kept, results
-from tests.benchmarks.results import FORWARD, GRADIENTS, STRATEGIES, Measured, Scheduled, digits, read
+from tests.benchmarks.results import FORWARD, GRADIENTS, MEETING, STRATEGIES, Measured, Row, Scheduled, digits, read
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -164,7 +164,19 @@ def overlapped() -> str:
 
 def idle() -> str:
     """How much faster two threads answer the questions of one sequence than one."""
-    ratios = {(row.workload, row.mode): row.text for row in read(results.IDLE) if row.unit == "x"}
+    return _on_two_threads({(row.workload, row.mode): row.text for row in _ratios_of_two(False)})
+
+
+def meeting() -> str:
+    """How much faster two threads walk one sequence from both ends than one walks it."""
+    return _on_two_threads({(row.workload, row.mode.removeprefix(MEETING)): row.text for row in _ratios_of_two(True)})
+
+
+def _ratios_of_two(halves: bool) -> list[Row]:
+    return [row for row in read(results.IDLE) if row.unit == "x" and row.mode.startswith(MEETING) == halves]
+
+
+def _on_two_threads(ratios: dict[tuple[str, str], str]) -> str:
     cases, questions = (list(dict.fromkeys(keys)) for keys in zip(*ratios, strict=True))
     return _markdown(("chain, float32", *questions), [(case, *(ratios[case, q] for q in questions)) for case in cases])
 
@@ -248,6 +260,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "figures": figures,
     "idle": idle,
     "layers": layers,
+    "meeting": meeting,
     "memory": memory,
     "overlapped": overlapped,
     "peers": peers,

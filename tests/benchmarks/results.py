@@ -25,6 +25,8 @@ PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT, 
 )  # fmt: skip
 OVERLAPPED, IDLE, STRUCTURES = (FOLDER / f"{name}.csv" for name in ("overlapped", "idle", "structures"))
 MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
+# what precedes the modes of products whose halves are walked at once, in the results of idle threads
+MEETING = "meeting, "
 STRATEGIES = "sequential", "chunked", "tree", "overlapped", "auto"
 
 
