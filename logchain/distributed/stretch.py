@@ -149,12 +149,12 @@ class Stretch:
 
     def turned(self) -> Message:
         """The backward message of the variable before the first, with its scale, of chains that end here."""
-        inner, boundary = self.as_chain(), self._boundary()
+        inner = self.as_chain()
         self._turned = Turned(inner)
         keep = kernels.messages_of(inner, inner.v) if any(self._needs) else None
-        self._kept, self._last = self._turned.forward(keep)
+        ((self._kept, self._last),) = kernels.at_once(self._turned.forward(keep))
         report_chains(self.kept.redone)
-        matrix, top = transitions(boundary, 0, 1)
+        matrix, top = transitions(self._boundary(), 0, 1)
         values, total = normalised(log_matmul.forward(self._last.values, matrix.mT, F64)[0])
         high, low = self._last.scale
         scale = exact_sum(torch.stack([high, total, top[..., 0].expand_as(total), low]))
@@ -164,21 +164,21 @@ class Stretch:
         """Write the gradients of chains that end here, after `turned`, from the message that enters."""
         assert self._last is not None
         grad_x, grad_bulk = self._views(into)
-        boundary, values = self._boundary(), entering.values
-        matrix, _ = transitions(boundary, 0, 1)
-        preceding = normalised(log_matmul.forward(values, matrix, F64)[0])[0]
+        # the step between two ranks is a chain of its own: what leaves it precedes the first step here
+        boundary = self._boundary()
+        messages = torch.empty(2, *self.grid, dtype=F64, device=entering.values.device)
+        kept, leaving = self._walk.forward(boundary, entering, keep=messages, leave=True)
         shared = len(self.chain.bulk) == 1 and self.chain.v > 1
         rest = grad_bulk
         if grad_bulk is not None:
             rest = torch.empty_like(grad_bulk) if shared else grad_bulk[1:]
-        self._turned.backward(self.kept._replace(log_norm=log_norm), weight, preceding, grad_x, rest)
+        here = self.kept._replace(log_norm=log_norm)
+        kernels.at_once(self._turned.backward(here, weight, leaving.values, grad_x, rest))
         if grad_bulk is None:
             return
-        # the step between two ranks is a chain of its own, with all that follows in the place of x
-        messages = torch.empty(2, *self.grid, dtype=F64, device=values.device)
-        kept, _ = self._walk.forward(boundary, entering, keep=messages)
         into_boundary = torch.empty_like(grad_bulk[:1], dtype=F64)
-        self._walk.backward(boundary, kept._replace(log_norm=log_norm), weight, None, None, into_boundary)
+        kept, following = kept._replace(log_norm=log_norm), self._last.values
+        self._walk.backward(boundary, kept, weight, following, None, into_boundary)
         if shared and rest is not None:
             grad_bulk.copy_(into_boundary.add_(rest))
         else:
@@ -206,7 +206,7 @@ class Stretch:
         return replace(chain, x=chain.x[start:stop], bulk=bulk, ends=ends)
 
     def _boundary(self) -> Chain:
-        """The step into this part, in float64, with what `turned` found at its first variable in the place of x."""
+        """The step into this part alone, in float64, which ends ahead of its x."""
         chain = self.chain
-        x = chain.x[:1] if self._last is None else self._last.values.view(1, *chain.lead, chain.c)
-        return replace(chain, x=x, bulk=chain.bulk[:1].double(), dtype=F64)
+        nothing = torch.zeros((), dtype=F64, device=chain.x.device).expand(1, *chain.x.shape[1:])
+        return replace(chain, x=nothing, bulk=chain.bulk[:1].double(), dtype=F64)

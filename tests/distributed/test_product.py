@@ -221,7 +221,9 @@ def some_gradients(rank: int, case: Case, which: tuple[bool, ...]):
     return [operand.grad for operand in operands]
 
 
-@pytest.mark.parametrize("which", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)])
+@pytest.mark.parametrize(
+    "which", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
+)
 @pytest.mark.parametrize("one_matrix", [True, False])
 def test_gradients_that_are_not_needed_are_none(teams, which, one_matrix):
     case = chain((4, 3, 5), 3, batch=(2,), one_matrix=one_matrix)
