@@ -26,10 +26,11 @@ def row_of(message: Message, size: int) -> Tensor:
 
 
 def message_of(row: Tensor, grid: Grid, device: torch.device) -> Message:
-    """The message that a row holds."""
-    values = math.prod(grid)
+    """The message that a row holds; NaN if its sum is infinite, so that nothing is taken for impossible later."""
+    count = math.prod(grid)
     both = row[: size_of(grid)].to(device)
-    return Message(both[:values].view(grid), both[values:].view(2, *grid[:2]))
+    values, scale = both[:count].view(grid), both[count:].view(2, *grid[:2])
+    return Message(values.masked_fill((scale[0] == torch.inf)[..., None], torch.nan), scale)
 
 
 def times(values: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -175,6 +175,20 @@ def test_nan_stays_in_its_sequence(teams, strategy, where):
         assert grad_bulk[0].isnan().any() and grad_bulk[1].isfinite().all() and grad_p0.isnan().any()
 
 
+def value_of(rank: int, case: Case, strategy: str) -> torch.Tensor:
+    return distributed.product(*case.of(rank), strategy=strategy, **case.options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", [0, 3, 4, 8, 13])
+def test_an_infinite_weight_is_never_taken_for_an_impossible_one(teams, strategy, where):
+    case = chain((5, 4, 6), 3, one_matrix=False, zeros=0.0)
+    bulk = case.bulk.clone()
+    bulk[where, 1, 1] = torch.inf
+    values = teams(3).values(value_of, case._replace(bulk=bulk), strategy)
+    assert all(value.isnan() or value == torch.inf for value in values), values
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_sequences_that_underflow(teams, strategy, dtype):
