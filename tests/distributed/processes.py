@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 # the timeout of the group, and the time that a task may take, in seconds
 GROUP, TASK = 3, 100
@@ -106,7 +107,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -
         except EOFError:
             return
         try:
-            outcome = Outcome(function(rank, *args))
+            outcome = Outcome(tree_map_only(torch.Tensor, torch.Tensor.detach, function(rank, *args)))
         except Exception as error:
             outcome = Outcome(error=error, trace=traceback.format_exc())
         pipe.send(outcome)

@@ -1,0 +1,189 @@
+"""Marginals, best paths, draws and entropies of a chain on several ranks are those of one process."""
+
+import itertools
+
+import pytest
+import torch
+
+import logchain
+from logchain import distributed
+from tests.contract import of_steps
+from tests.distributed.chains import Case, chain
+from tests.distributed.test_product import LONG, SIZES, STRATEGIES
+
+F32, F64 = torch.float32, torch.float64
+
+
+def marginals(rank: int, case: Case, strategy: str):
+    """Posteriors for each kind of transitions."""
+    options = {**case.options, "strategy": strategy}
+    return [distributed.marginals(*case.of(rank), transitions=kind, **options) for kind in (None, "sum", "full")]
+
+
+def full_of(case: Case, rank: int) -> slice:
+    """The transitions of a chain that lead into variables of a rank."""
+    start, stop = max(0, case.variables(rank).start - 1), case.variables(rank).stop - 1
+    return slice(start, max(start, stop))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("one_matrix", [True, False])
+def test_marginals(teams, ranks, strategy, one_matrix):
+    for sizes, (own, lengths) in itertools.product(SIZES[ranks][:4], [((), False), ((2,), True)]):
+        case = chain(sizes, 3, one_matrix=one_matrix, batch=(2,), own=own, lengths=lengths)
+        counts = {len(range(*case.matrices(rank).indices(99))) for rank in range(ranks)}
+        if not one_matrix and counts == {1}:
+            continue
+        one = [logchain.marginals(*case[:3], transitions=kind, **case.options) for kind in (None, "sum", "full")]
+        bound = 4 * of_steps(sum(sizes), 3, 20.0, dtype=F64)
+        for rank, found in enumerate(teams(ranks).values(marginals, case, strategy)):
+            for other, whole in zip(found, one, strict=True):
+                torch.testing.assert_close(other.states, whole.states[:, case.variables(rank)], rtol=bound, atol=1e-15)
+                torch.testing.assert_close(other.log_norm, whole.log_norm, rtol=1e-15, atol=bound)
+            torch.testing.assert_close(
+                found[1].transitions, one[1].transitions[..., case.matrices(rank), :, :], rtol=bound, atol=1e-15
+            )
+            torch.testing.assert_close(
+                found[2].transitions, one[2].transitions[:, full_of(case, rank)], rtol=bound, atol=1e-15
+            )
+            assert found[0].transitions is None
+
+
+def best(rank: int, case: Case):
+    return distributed.viterbi(*case.of(rank), **case.options)
+
+
+def assert_best(team, case: Case) -> None:
+    one = logchain.viterbi(*case[:3], **case.options)
+    for rank, found in enumerate(team.values(best, case)):
+        assert torch.equal(found.states, one.states[..., case.variables(rank)]), rank
+        torch.testing.assert_close(found.score, one.score, rtol=1e-14, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("one_matrix", [True, False])
+def test_best_paths_with_ties(teams, ranks, one_matrix):
+    for sizes, (batch, lengths), log_params in itertools.product(
+        SIZES[ranks][:4], [((), False), ((3,), True)], [False, True]
+    ):
+        case = chain(sizes, 3, one_matrix=one_matrix, batch=batch, lengths=lengths, log_params=log_params)
+        counts = {len(range(*case.matrices(rank).indices(99))) for rank in range(ranks)}
+        if one_matrix or counts != {1}:
+            assert_best(teams(ranks), case._replace(x=case.x.round()))
+
+
+def test_best_paths_of_sequences_without_any(teams):
+    case = chain((5, 4, 6), 3, batch=(5,), zeros=0.0)
+    x = case.x.clone()
+    x[0, 2], x[1, 7], x[2, 12], x[3, 3, 1] = -torch.inf, torch.nan, -torch.inf, torch.inf
+    assert_best(teams(3), case._replace(x=x))
+    ended = case._replace(x=x, lengths=torch.tensor([2, 7, 12, 15, 9]))
+    assert_best(teams(3), ended)
+
+
+def walks(rank: int, case: Case) -> int:
+    """How many boundaries were refused."""
+    with logchain.rescues() as seen:
+        best(rank, case)
+    return seen.boundaries
+
+
+def test_best_paths_are_found_at_once_where_the_chain_forgets(teams):
+    case = chain(LONG, 4, batch=(2,), zeros=0.0)
+    assert_best(teams(3), case)
+    assert teams(3).values(walks, case) == [0] * 3
+    bulk = case.bulk.expand(sum(LONG) - 1, 4, 4).clone()
+    bulk[LONG[0] - 60 : LONG[0] - 1] = torch.eye(4, dtype=F64)
+    hard = case._replace(bulk=bulk)
+    assert_best(teams(3), hard)
+    assert min(teams(3).values(walks, hard)) > 0
+
+
+def entropy(rank: int, case: Case, strategy: str) -> torch.Tensor:
+    return distributed.entropy(*case.of(rank), strategy=strategy, **case.options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("one_matrix", [True, False])
+def test_entropy(teams, ranks, strategy, one_matrix):
+    for sizes, (own, lengths) in itertools.product(
+        [(5, 4, 6)[:ranks], (0, 7, 3)[-ranks:]], [((), False), ((3,), True)]
+    ):
+        case = chain(sizes, 3, one_matrix=one_matrix, batch=(3,), own=own, lengths=lengths)
+        x = case.x.clone()
+        x[1, 0] = -torch.inf  # an impossible sequence
+        x[0] += 1e5
+        case = case._replace(x=x)
+        one = logchain.entropy(*case[:3], **case.options)
+        for found in teams(ranks).values(entropy, case, strategy):
+            torch.testing.assert_close(found, one, rtol=1e-11, atol=1e-8)
+            assert found[1] == 0
+
+
+def draws(rank: int, case: Case, count: int, strategy: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + rank)  # only that of the first rank counts
+    return distributed.sample(*case.of(rank), count, generator=generator, strategy=strategy, **case.options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("one_matrix", [True, False])
+def test_draws_are_those_of_the_posterior(teams, ranks, strategy, one_matrix):
+    count = 20_000
+    for lengths in (False, True):
+        case = chain((4, 3, 4)[:ranks], 3, one_matrix=one_matrix, batch=(2,), lengths=lengths)
+        states = torch.cat(teams(ranks).values(draws, case, count, strategy, 5), -1)
+        truth = logchain.marginals(*case[:3], transitions="full", **case.options)
+        taken = torch.nn.functional.one_hot(states.clamp(min=0), 3).double() * (states >= 0)[..., None]
+        pairs = torch.einsum("sbvi,sbvj->bvij", taken[:, :, :-1], taken[:, :, 1:]) / count
+        # five standard deviations of a share
+        torch.testing.assert_close(taken.mean(0), truth.states, rtol=0, atol=2.5 / count**0.5)
+        torch.testing.assert_close(pairs, truth.transitions, rtol=0, atol=2.5 / count**0.5)
+        assert logchain.log_prob(*case[:3], states[:100], **case.options).isfinite().all()
+
+
+def test_draws_repeat(teams):
+    case = chain((4, 3), 3, batch=(2,))
+    first, again, other = (torch.cat(teams(2).values(draws, case, 50, "auto", seed), -1) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_ranks_draw_with_numbers_of_their_own(teams):
+    """The same steps on two ranks, which the same numbers would make the same."""
+    case = chain((30, 30), 2, zeros=0.0, scale=0.0)
+    independent = case._replace(bulk=torch.ones(1, 2, 2, dtype=F64))
+    first, second = teams(2).values(draws, independent, 500, "auto", 3)
+    assert 0.45 < (first == second).double().mean() < 0.55
+
+
+def test_impossible_sequences_have_no_draws(teams):
+    case = chain((4, 3), 3, batch=(2,), zeros=0.0)
+    x = case.x.clone()
+    x[0, 5] = -torch.inf
+    for states in teams(2).values(draws, case._replace(x=x), 10, "auto", 1):
+        assert (states[:, 0] == -1).all() and (states[:, 1] >= 0).all()
+
+
+def derivative(rank: int, question: str) -> None:
+    x, bulk, p0 = (operand.requires_grad_() for operand in chain((4, 3), 3).of(rank))
+    result = getattr(distributed, question)(x, bulk, p0)
+    (result if isinstance(result, torch.Tensor) else result[1] if question == "viterbi" else result[0]).sum().backward()
+
+
+@pytest.mark.parametrize("question", ["marginals", "viterbi", "entropy"])
+def test_a_derivative_is_refused_by_name(teams, question):
+    for outcome in teams(2).run(derivative, question):
+        assert isinstance(outcome.error, NotImplementedError)
+        assert "`product` alone has gradients" in str(outcome.error)
+
+
+def wrong_draws(rank: int, count: object) -> None:
+    distributed.sample(*chain((4, 3), 3).of(rank), count if rank == 1 else 2)
+
+
+@pytest.mark.parametrize("count, kind", [(-1, ValueError), (1.5, TypeError), (3, ValueError)])
+def test_a_wrong_number_of_draws(teams, count, kind):
+    for outcome in teams(2).run(wrong_draws, count):
+        assert type(outcome.error) is kind and "rank 1: num_samples" in str(outcome.error)
