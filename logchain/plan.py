@@ -13,6 +13,7 @@ from .schedules import choose, cost_counts
 from .schedules.choose import Strategy, Where
 from .schedules.cost import BOTH, FORWARD
 from .schedules.cost_counts import MEETING, SEQUENTIAL, Schedule, Size
+from .schedules.ranks import Link, cuts
 from .structured.operands import check_operands
 from .structured.product import check_options as check_structured_options
 from .transitions import Transition
@@ -43,12 +44,28 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class RankPlan:
+    """One way to cut a chain over ranks, `name`, with the number of `blocks` of the batch that follow each other.
+
+    `seconds` are predicted, `speedup` is that over one process, and `bytes` are what each rank sends.
+    """
+
+    name: str
+    blocks: int
+    seconds: float
+    speedup: float
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Plan(Estimate):
     """The `Estimate` of the schedule that `product` follows; `str()` is a table.
 
     `alternatives` are the other schedules, each with its best number of segments. `why` is the reason for the choice,
     `constants` the machine for which seconds are predicted, and `measured` whether its speed was measured.
     `checkpoint_every` is the number of transitions between kept messages under a `memory_budget`, None if all are kept.
+    `cuts` are the ways to cut the chain over `world_size` ranks, the fastest first, each with the bytes that a rank
+    sends and the speed-up over one process, or None.
     """
 
     alternatives: tuple[Estimate, ...]
@@ -57,6 +74,9 @@ class Plan(Estimate):
     measured: bool
     checkpoint_every: int | None
     title: str
+    sequences: int = 1
+    world_size: int | None = None
+    cuts: tuple[RankPlan, ...] = ()
 
     def __str__(self) -> str:
         rows = [self, *self.alternatives]
@@ -71,7 +91,26 @@ class Plan(Estimate):
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in table]
         kept = [] if self.checkpoint_every is None else [f"a message is kept every {self.checkpoint_every} transitions"]
-        return "\n".join([self.title, *lines, *kept, self.why, f"constants: {self.constants}"])
+        lines = [self.title, *lines, *kept, self.why, *self._over_ranks(), f"constants: {self.constants}"]
+        return "\n".join(lines)
+
+    def _over_ranks(self) -> list[str]:
+        """A line for each cut over ranks, and advice."""
+        lines = [f"over {self.world_size} ranks:"] if self.cuts else []
+        for cut in self.cuts:
+            blocks = f" in {cut.blocks} blocks" * (cut.blocks > 1)
+            sent = f"a rank sends {_short(cut.bytes)}B"
+            lines.append(f"  {cut.name}{blocks}: {_time(cut.seconds)}, {cut.speedup:.2g} x, {sent}")
+        if self.cuts and self.advice:
+            lines.append(f"  {self.advice}")
+        return lines
+
+    @property
+    def advice(self) -> str:
+        """What is better than to cut the chain, or nothing."""
+        if self.world_size is None or self.sequences < self.world_size:
+            return ""
+        return f"{self.sequences} sequences: each rank takes some of them by `logchain.product`, without any exchange"
 
 
 def plan(
@@ -86,6 +125,9 @@ def plan(
     gradients: bool | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    world_size: int | None = None,
+    bandwidth: float = 1e9,
+    latency: float = 2e-4,
 ) -> Plan:
     """The schedule of `logchain.product` for given operands or shapes, with its work, memory and predicted time.
 
@@ -105,14 +147,18 @@ def plan(
         gradients: whether a backward pass follows; by default, whether a tensor requires gradients.
         dtype: dtype of operands given as shapes, by default float32.
         device: device of operands given as shapes, by default that of the tensors, or the CPU; it need not exist here.
+        world_size: a number of ranks that share the variables evenly: `Plan.cuts` are those of
+            `logchain.distributed.product`.
+        bandwidth: bytes a second that pass from a rank to the next.
+        latency: seconds that a message takes from a rank to the next.
 
     Returns:
         The `Plan` that `product` follows. `measured` is False for a device whose constants are from a data sheet.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, or the `memory_budget` is too small or given with another strategy
-            than "auto" and "sequential".
+        ValueError: sizes do not go together; the `memory_budget` is too small, or given with another strategy than
+            "auto" and "sequential"; or a number of ranks, a bandwidth or a latency is not positive.
 
     Cost: less than a millisecond; no chain is computed, and no operand allocated.
 
@@ -122,13 +168,19 @@ def plan(
     >>> forum = plan((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200))
     >>> forum.schedule, forum.multiply_adds, forum.steps
     ('sequential', 780000000, 40)
+    >>> ranks = plan((1_000_000, 16), (1, 16, 16), (16,), gradients=True, world_size=2)
+    >>> ranks.cuts[0].name, ranks.cuts[0].bytes  # two ranks meet in the middle
+    ('vectors', 2384)
     >>> tree = plan((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200), strategy="tree")
     >>> tree.multiply_adds // forum.multiply_adds
     200
     """
     if isinstance(bulk, Transition):
         options = strategy, memory_budget
+        if world_size is not None:
+            raise NotImplementedError(f"world_size: expected None with a structure, got {world_size!r}")
         return _structured(x, bulk, p0, log_params, lengths, options, gradients, dtype, device)
+    _check_ranks(world_size, bandwidth, latency)
     choose.check_options(strategy, memory_budget, {})
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
@@ -144,12 +196,32 @@ def plan(
     passes = "forward and backward" if gradients else "forward"
     title = f"product of x {list(x.shape)} and bulk {list(bulk.shape)}{', lengths' * (ends is not None)}: {passes}"
     planned = _plan(size, place, "sequential" if memory_budget is not None else strategy, f"{title}, {place.device}")
+    if world_size is not None:
+        planned = _over_ranks(planned, size, place, world_size, Link(latency, bandwidth))
     if memory_budget is None:
         return planned
     spacing = budgets.every_within(memory_budget, x, bulk, p0, gradients)
     if spacing is None:
         return replace(planned, why="sequential: memory_budget holds all messages")
     return _checkpointed(planned, size, place, spacing, budgets.Sizes.of(x, bulk, p0, gradients).checkpointed(spacing))
+
+
+def _check_ranks(world_size: object, bandwidth: object, latency: object) -> None:
+    if world_size is not None and (not isinstance(world_size, int) or isinstance(world_size, bool)):
+        raise TypeError(f"world_size: expected a number of ranks or None, got {world_size!r}")
+    for name, value in (("world_size", world_size), ("bandwidth", bandwidth), ("latency", latency)):
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"{name}: expected a number, got {value!r}")
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: expected more than 0, got {value}")
+
+
+def _over_ranks(planned: Plan, size: Size, place: Where, ranks: int, link: Link) -> Plan:
+    """The plan with the cuts of its chain over so many ranks."""
+    sizes = [size.v * (rank + 1) // ranks - size.v * rank // ranks for rank in range(ranks)]
+    found = cuts(size, [one for one in sizes if one > 0], place.constants, link)
+    of_ranks = (RankPlan(cut.name, cut.blocks, cut.seconds, planned.seconds / cut.seconds, cut.bytes) for cut in found)
+    return replace(planned, sequences=size.sequences, world_size=ranks, cuts=tuple(of_ranks))
 
 
 def _structured(
