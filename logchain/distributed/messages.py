@@ -26,11 +26,16 @@ def row_of(message: Message, size: int) -> Tensor:
 
 
 def message_of(row: Tensor, grid: Grid, device: torch.device) -> Message:
-    """The message that a row holds; NaN if its sum is infinite, so that nothing is taken for impossible later."""
+    """The message that a row holds."""
     count = math.prod(grid)
     both = row[: size_of(grid)].to(device)
-    values, scale = both[:count].view(grid), both[count:].view(2, *grid[:2])
-    return Message(values.masked_fill((scale[0] == torch.inf)[..., None], torch.nan), scale)
+    return unless_infinite(Message(both[:count].view(grid), both[count:].view(2, *grid[:2])))
+
+
+def unless_infinite(message: Message) -> Message:
+    """The message, with NaN where its sum is infinite, so that nothing is taken for impossible later."""
+    infinite = (message.scale[0] == torch.inf)[..., None]
+    return Message(message.values.masked_fill(infinite, torch.nan), message.scale)
 
 
 def times(values: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:

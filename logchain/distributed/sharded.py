@@ -1,5 +1,6 @@
 """The log-partition of chains whose variables are sharded over ranks, with the gradients of each rank's operands."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class Sharded:
     ) -> None:
         self.exchange, self.shards, self.operands = exchange, shards, operands
         self._keep, self._turns, self._summed = keep, turns and operands.lengths is None, summed
-        ranked = cuts(self._size(), [shards.sizes[rank] for rank in shards.filled], self._place().constants, Link())
+        place = where(operands.x.device.type)._replace(threads=shards.threads)
+        ranked = _ranked(self._size(), tuple(shards.sizes[rank] for rank in shards.filled), place)
         picked = next((cut for cut in ranked if cut.name == strategy), ranked[0])
         self._slices = _slices(operands.x, picked.blocks)
         start, needs = shards.starts[shards.rank], shards.needs if keep else (False,) * 3
@@ -59,9 +61,6 @@ class Sharded:
         double = arithmetic_dtype(x, bulk, p0) == F64
         shape = [*bulk.shape[:-3], 1 if self.shards.one_matrix else 2, *bulk.shape[-2:]]
         return Size.of(x.shape, shape, double, log_params, lengths is not None, self._keep, kernels.on_gpu(x))
-
-    def _place(self) -> Where:
-        return where(self.operands.x.device.type)._replace(threads=self.shards.threads)
 
     def _passes_of(self, cut: Cut, ranked: list[Cut]) -> Vectors | Products | Overlapped:
         """The passes of a cut; those of an overlapped one fall back on the fastest of the others."""
@@ -159,6 +158,12 @@ class Sharded:
         batch = self.operands.x.shape[:-2]
         has_axis = len(batch) > 0 and operand.dim() - own == len(batch) and len(operand) == batch[0]
         return operand[part] if has_axis else operand
+
+
+@lru_cache(maxsize=2**10)
+def _ranked(size: Size, sizes: tuple[int, ...], place: Where) -> list[Cut]:
+    """The ways to cut a chain over ranks that hold so many variables, the fastest first."""
+    return cuts(size, sizes, place.constants, Link())
 
 
 def _slices(x: Tensor, count: int) -> list[slice]:

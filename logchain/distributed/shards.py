@@ -13,7 +13,7 @@ from ..operands import Operands, differentiated
 from .exchange import Exchange
 
 # how far norms of one tensor on several ranks may lie apart: those of other numbers differ by more
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 # lengths are compared with the number of variables when that is known
 _UNKNOWN = 2**31
@@ -173,8 +173,9 @@ def first_variable(exchange: Exchange, variables: int) -> int:
 
 def _norm(weights: Tensor) -> Tensor:
     """The norm of the finite entries, which tells apart what should be equal on all ranks."""
-    weights = weights.detach().double()
-    norm: Tensor = torch.where(weights.isinf(), 1.0, weights).norm()
+    norm: Tensor = torch.linalg.vector_norm(weights.detach(), dtype=torch.float64)
+    if norm.isinf():
+        norm = torch.linalg.vector_norm(weights.detach().masked_fill(weights.isinf(), 1.0), dtype=torch.float64)
     return norm
 
 

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain
-from ..kernels.message import Kept, Message, normalised
-from ..kernels.numbers import exact_sum
-from ..kernels.plain import matmul as log_matmul
-from ..kernels.plain.forward import transitions
+from ..kernels.message import Kept, Message
 from ..layout import Layout
 from ..operands import Operands, arithmetic_dtype
 from ..rescues import report_chains
 from ..schedules.turned import Turned
+from .messages import unless_infinite
 
 F64 = torch.float64
 
@@ -152,13 +150,14 @@ class Stretch:
         inner = self.as_chain()
         self._turned = Turned(inner)
         keep = kernels.messages_of(inner, inner.v) if any(self._needs) else None
-        ((self._kept, self._last),) = kernels.at_once(self._turned.forward(keep))
+        ((self._kept, last),) = kernels.at_once(self._turned.forward(keep))
+        self._last = unless_infinite(last)
         report_chains(self.kept.redone)
-        matrix, top = transitions(self._boundary(), 0, 1)
-        values, total = normalised(log_matmul.forward(self._last.values, matrix.mT, F64)[0])
-        high, low = self._last.scale
-        scale = exact_sum(torch.stack([high, total, top[..., 0].expand_as(total), low]))
-        return Message(values, torch.stack(scale))
+        boundary = self._boundary()
+        before: Message | None
+        _, before = self._walk.forward(replace(boundary, bulk=boundary.bulk.mT), self._last, leave=True)
+        assert before is not None
+        return before
 
     def back_turned(self, log_norm: Tensor, weight: Tensor, entering: Message, into: Gradients) -> None:
         """Write the gradients of chains that end here, after `turned`, from the message that enters."""

@@ -23,6 +23,7 @@ from tests.benchmarks import (
     plots,
     predicted,
     questions,
+    ranks,
     report,
     results,
     scaling,
@@ -35,6 +36,7 @@ OWN = {
     "layers": (layers, "logchain.nn, likewise"),
     "overlapped": (overlapped, "the schedules of one long sequence, beside each other"),
     "structures": (structures, "chains of structures, beside their products alone"),
+    "ranks": (ranks, "one sequence on two ranks beside one process, and what a model says of more"),
     "idle": (idle, "the questions of one long sequence, on one thread and on two"),
     "counts": (counts, "operators, allocations and frames of our own calls, which the tests compare"),
 }

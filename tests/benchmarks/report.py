@@ -146,6 +146,23 @@ def _ratios(path: Path, mode: str) -> str:
     return _markdown(("workload, float32", mode, "what", "measured", "bar", "reached"), lines)
 
 
+def ranks() -> str:
+    """What two ranks gain, from their own results file."""
+    rows = [row for row in read(results.RANKS) if row.unit == "x" and row.metric != "predicted speed-up"]
+    lines = [
+        (r.workload, r.mode, r.metric, r.text, r.bar, ("yes" if r.reached else "no") if r.bar else "") for r in rows
+    ]
+    return _markdown(("workload, float32", "mode", "what", "measured", "bar", "reached"), lines)
+
+
+def predicted_ranks() -> str:
+    """What the cost model says that so many ranks gain, and by which cut."""
+    rows = [row for row in read(results.RANKS) if row.metric == "predicted speed-up"]
+    found = {(row.workload, row.mode): f"{row.provider} {digits(row.value)} x" for row in rows}
+    cases, counts = (list(dict.fromkeys(keys)) for keys in zip(*found, strict=True))
+    return _markdown(("ranks", *cases), [(count, *(found[case, count] for case in cases)) for count in counts])
+
+
 def overlapped() -> str:
     """Milliseconds of one long sequence by each schedule."""
     cases: dict[tuple[str, str, str], dict[str, Scheduled]] = {}
@@ -264,7 +281,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "overlapped": overlapped,
     "peers": peers,
+    "predicted_ranks": predicted_ranks,
     "questions": questions,
+    "ranks": ranks,
     "structures": structures,
     "summary": summary,
 }

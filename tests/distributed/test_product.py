@@ -106,15 +106,18 @@ LONG = (2300, 2100, 2400)
 
 def walked_in_turn(rank: int, case: Case) -> tuple[bool, int]:
     """Whether the ranks walked in turn, and how many boundaries they refused."""
+    from logchain.distributed.products import Products
     from logchain.distributed.vectors import Vectors
 
-    in_turn, forward = [], Vectors.forward
-    Vectors.forward = lambda self: in_turn.append(self) or forward(self)
+    in_turn, kept = [], [(kind, kind.forward) for kind in (Products, Vectors)]
+    for kind, forward in kept:
+        kind.forward = lambda self, forward=forward: in_turn.append(self) or forward(self)
     try:
         with logchain.rescues() as seen:
             differentiated(rank, case, "overlapped")
     finally:
-        Vectors.forward = forward
+        for kind, forward in kept:
+            kind.forward = forward
     return len(in_turn) > 0, seen.boundaries
 
 
