@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+import torch.distributed.checkpoint as checkpoints
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..nn import HMM
@@ -70,8 +70,10 @@ def _join(timeout: timedelta) -> None:
     """
     place = os.environ
     rank, ranks, attempt = (int(place[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-    store = TCPStore(place["MASTER_ADDR"], int(place["MASTER_PORT"]), ranks, is_master=False, timeout=timeout)
-    own = PrefixStore(f"attempt {attempt}", store)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        place["MASTER_ADDR"], int(place["MASTER_PORT"]), ranks, is_master=False, timeout=timeout
+    )
+    own = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=timeout)
 
 
@@ -87,7 +89,10 @@ def _options() -> argparse.Namespace:
         default=Path(tempfile.gettempdir()) / "logchain-example",
         help="where data and parameters are kept, for all ranks",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("expected to be started by torchrun --nproc-per-node 2 -m logchain.distributed.example")
+    return options
 
 
 def _make_data(file: Path, steps: int) -> None:
@@ -105,7 +110,8 @@ def _save(folder: Path, iteration: int, model: torch.nn.Module, optimiser: torch
     """Save parameters and the optimiser's state under the number of the iteration."""
     weights, state = get_state_dict(model, optimiser)
     place = folder / "checkpoints" / str(iteration)
-    checkpoints.save({"model": weights, "optimiser": state}, checkpoint_id=place)
+    state_of_both = {"model": weights, "optimiser": state}
+    checkpoints.save(state_of_both, checkpoint_id=place)  # type: ignore[attr-defined]
 
 
 def _restore(folder: Path, model: torch.nn.Module, optimiser: torch.optim.Optimizer) -> int:
@@ -114,7 +120,10 @@ def _restore(folder: Path, model: torch.nn.Module, optimiser: torch.optim.Optimi
     last = max(saved, default=0)
     if last:
         weights, state = get_state_dict(model, optimiser)
-        checkpoints.load({"model": weights, "optimiser": state}, checkpoint_id=folder / "checkpoints" / str(last))
+        place = folder / "checkpoints" / str(last)
+        checkpoints.load(  # type: ignore[attr-defined]
+            {"model": weights, "optimiser": state}, checkpoint_id=place
+        )
         set_state_dict(model, optimiser, model_state_dict=weights, optim_state_dict=state)
     return last
 

@@ -1,0 +1,50 @@
+"""The example gives the same numbers whether a rank dies in the middle or not."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch.distributed has no gloo here"
+)
+
+
+def run(folder: Path, *options: str) -> str:
+    """What the example prints with two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["-m", "logchain.distributed.example", "--folder", str(folder), "--timeout", "20", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def numbers(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"iteration (\d): log-likelihood (-[\d.]+) nats", text)
+
+
+def test_a_killed_rank_changes_nothing(tmp_path):
+    whole = run(tmp_path, "--steps", "20000", "--iterations", "4")
+    broken = run(tmp_path, "--steps", "20000", "--iterations", "4", "--kill", "3")
+    assert "Signal 9" in broken or "exitcode: -9" in broken
+    assert [iteration for iteration, _ in numbers(whole)] == ["1", "2", "3", "4"]
+    assert numbers(broken) == numbers(whole)
+    assert float(numbers(whole)[-1][1]) > float(numbers(whole)[0][1])
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_it_says_how_to_start_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "logchain.distributed.example"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 2 and "torchrun --nproc-per-node 2" in done.stderr
