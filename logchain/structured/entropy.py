@@ -33,10 +33,14 @@ def entropy(operands: Operands) -> Tensor:
     own = operands.of(x, *logs)._replace(log_params=True)
     log_norm, (states, counts, first) = posteriors(own, (True, True, True))
     assert states is not None and counts is not None and first is not None
-    mean = torch.zeros_like(log_norm)
+    means = []
     for used, log in zip((states, first, *counts), (x, *logs), strict=True):
         terms = used * torch.where((used == 0) | (log == -math.inf), 0.0, log)
-        mean = mean + terms.sum([axis for axis in range(terms.dim()) if axis not in sequence])
+        means.append(terms.sum([axis for axis in range(terms.dim()) if axis not in sequence]))
+    mean = torch.stack(means[2:]).sum(0)
+    if operands.transition.ranks is not None:
+        mean = operands.transition.ranks.total(mean)
+    mean = mean + means[0] + means[1]
     return torch.where(log_norm == -math.inf, 0.0, log_norm - mean)
 
 
