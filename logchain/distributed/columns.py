@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_tensor
+from ..kernels.structured import Shares
 from ..transitions import LINEAR, Arithmetic, Transition
 from ..transitions.transition import Transposed, look_up
 from .exchange import Exchange
@@ -29,6 +30,7 @@ class Columns(Transition):
         super().__init__(columns)
         self.ranks = Parts(exchange, _sizes(exchange, columns))
         self.states = columns.shape[-2]
+        self.pattern = Shares(self.ranks.joined, self.ranks.own, exchange.summed)
 
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
         """`message @ P`, see `Transition.apply`: each rank multiplies by its columns, and the parts are gathered."""
