@@ -86,7 +86,9 @@ class _Walking:
     def at(self, step: int) -> _Matrix:
         """The columns that lead into a step; one matrix for all is prepared once."""
         if self.last is None or len(self.values) > 1:
-            given = structured.weights_at(self.values, step, self._ended, self.chain.log_params)
+            # whoever uses the one matrix has a second step
+            first = step if len(self.values) > 1 else 1
+            given = structured.weights_at(self.values, first, self._ended, self.chain.log_params)
             self.last = _prepared(step, given, self.chain)
         return self.last._replace(step=step)
 
