@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_tensor
+from ..kernels.plain.columns import Matrix
+from ..kernels.plain.semiring import shifted
 from ..kernels.structured import Shares
-from ..transitions import LINEAR, Arithmetic, Transition
+from ..operands import differentiated
+from ..transitions import LINEAR, LOG, Arithmetic, Transition
 from ..transitions.transition import Transposed, look_up
 from .exchange import Exchange
 from .parts import Parts
 from .shards import digest, raise_for_difference
 
 # terms of which the largest is found at a time
-_TERMS = 2**20
+_TERMS = 2**16
 
 
 class Columns(Transition):
@@ -30,18 +33,36 @@ class Columns(Transition):
         super().__init__(columns)
         self.ranks = Parts(exchange, _sizes(exchange, columns))
         self.states = columns.shape[-2]
+        self._ready: tuple[tuple[Tensor, int], Matrix] | None = None
         self.pattern = Shares(self.ranks.joined, self.ranks.own, exchange.summed)
 
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
         """`message @ P`, see `Transition.apply`: each rank multiplies by its columns, and the parts are gathered."""
-        (columns,) = self.parameters
-        message = self.ranks.copied(message)
+        (columns,), ranks = self.parameters, self.ranks
+        if self._in_log_space(message, arithmetic):
+            joined: Tensor = ranks.joined(self._matrix.sums(message)[0])
+            return joined
+        message = ranks.copied(message)
         if columns.shape[-1]:
             part = arithmetic.matmul(message, columns)
         else:
             part = message[..., :1] * columns[..., :1, :]  # nothing, of the right shape
-        gathered: Tensor = self.ranks.gather(part)
+        gathered: Tensor = ranks.gather(part)
         return gathered
+
+    def _in_log_space(self, message: Tensor, arithmetic: Arithmetic) -> bool:
+        """Whether a message of a walk in log space passes, without a derivative."""
+        fits = message.dim() == self.parameters[0].dim() == 3 and message.dtype == self.dtype == torch.float64
+        return fits and arithmetic is LOG and not differentiated(message, *self.parameters)
+
+    @property
+    def _matrix(self) -> Matrix:
+        """The columns as they are multiplied, made once."""
+        (columns,) = self.parameters
+        key = columns, columns._version
+        if self._ready is None or self._ready[0][0] is not columns or self._ready[0][1] != key[1]:
+            self._ready = key, Matrix(columns.detach(), columns.dtype, True)
+        return self._ready[1]
 
     @property
     def mT(self) -> "Transition":
@@ -95,6 +116,11 @@ class _Rows(Transposed):
 
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
         (columns,), ranks = self.parameters, self._of.ranks
+        if self._of._in_log_space(message, arithmetic):
+            mine = ranks.own(message)
+            low, top = shifted(mine) if mine.numel() else (mine, 0.0)
+            sums, _ = self._of._matrix.mT.sums(low)
+            return LOG.sum(ranks.exchange.stacked(sums + top), 0)
         mine = ranks.part(message)
         if columns.shape[-1]:
             part = arithmetic.matmul(mine, columns.mT)

@@ -77,6 +77,22 @@ def test_product_and_its_gradients(teams, sizes, lead, log, lengths):
     teams(len(sizes)).values(product, sizes, lead, log, lengths)
 
 
+def alone(rank, sizes, needed):
+    problem = Problem(rank, sizes)
+    leaves = {"x": problem.x, "p0": problem.p0, "columns": problem.columns}
+    value = logchain.product(problem.x, problem.structure, problem.p0).sum()
+    together = torch.autograd.grad(value, leaves[needed])[0]
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name == needed)
+    value = logchain.product(problem.x, problem.structure, problem.p0).sum()
+    same(torch.autograd.grad(value, leaves[needed])[0], together)
+
+
+@pytest.mark.parametrize("needed", ["x", "p0", "columns"])
+def test_a_gradient_does_not_depend_on_which_others_are_needed(teams, needed):
+    teams(2).values(alone, (5, 7), needed)
+
+
 def questions(rank, sizes, lead, log, lengths):
     problem = Problem(rank, sizes, lead=lead, log=log)
     options = {"lengths": lengths}
@@ -91,6 +107,10 @@ def questions(rank, sizes, lead, log, lengths):
     ours, dense = problem.both(logchain.entropy, **options)
     same(ours, dense)
     problem.same_gradients(ours, dense)
+    with torch.no_grad():  # where messages pass by other loops
+        same(problem.both(logchain.entropy, **options)[0], dense)
+        for one, other in zip(*problem.both(logchain.forward_backward, **options), strict=True):
+            same(one, other)
     for ours, dense in (problem.both(logchain.viterbi, **options), problem.both(logchain.topk_paths, 3, **options)):
         assert torch.equal(ours[0], dense[0])
         same(ours[1], dense[1])
