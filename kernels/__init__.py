@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .structured import Arcs, Factors, Structured
+from .structured import Arcs, Factors, Shares, Structured
 
 # the module for tensors on a GPU, on a CPU, and elsewhere
 _MODULES = {
@@ -28,6 +28,7 @@ _MODULES = {
     "bands": ("gpu.bands", "cpu.bands", "plain.bands"),
     "arcs": ("gpu.arcs", "cpu.arcs", "plain.arcs"),
     "factors": ("plain.products", "cpu.products", "plain.products"),
+    "columns": ("plain.columns", "plain.columns", "plain.columns"),
 }
 
 _NO_CONTEXT = nullcontext()
@@ -197,7 +198,7 @@ def stack_kernels(tensor: Tensor) -> ModuleType:
 
 
 def structured_kernels(chain: Structured) -> ModuleType | None:
-    """The module of `forward` and `backward` of bands, arcs or products of factors; None for any other structure."""
-    kinds = {tuple: "bands", Arcs: "arcs", Factors: "factors"}
+    """The module of `forward` and `backward` of bands, arcs, products or shares; None for any other structure."""
+    kinds = {tuple: "bands", Arcs: "arcs", Factors: "factors", Shares: "columns"}
     kind = kinds.get(type(chain.pattern))
     return None if kind is None else _module(kind, chain.x)

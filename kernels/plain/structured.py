@@ -9,11 +9,12 @@ is normalised by its own sum. This defines what kernels/cpu and kernels/gpu comp
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import on_gpu
 from ..numbers import exact_sum, relative_logs
 from ..sets import Sets
 from ..structured import Gradients, Structured, Walk, gradient_of_p0
@@ -25,18 +26,21 @@ class Passing(NamedTuple):
 
     `forth(message, parameters)`: the message (g, m, c) behind the step. `back(message, weight, parameters)`: weights
     (g, m, c) on the message before, from those behind, and the expected counts (g, *own) of each parameter. `apart`:
-    whether the largest can be taken out of each parameter.
+    whether the largest can be taken out of each parameter. `at(step)`: what takes the place of logarithmic parameters.
+    `gradients()`: those of the parameters [*B or ones, s, *own], where `back` returns no counts.
     """
 
-    forth: Callable[[Tensor, list[Tensor]], Tensor]
-    back: Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]
+    forth: Callable[[Tensor, Any], Tensor]
+    back: Callable[[Tensor, Tensor, Any], tuple[Tensor, list[Tensor]]]
     apart: bool = True
+    at: Callable[[int], Any] | None = None
+    gradients: Callable[[], list[Tensor]] | None = None
 
 
 def forward(chain: Structured, passing: Passing, keep: bool) -> Walk:
     """The log-partitions, and the messages (v, g, m, c) that `backward` reads."""
     sets = Sets.of(chain)
-    ended = _ended(chain, sets)
+    ended = ended_before(chain, sets)
     kept = chain.x.new_empty((chain.v if keep else 0, sets.g, sets.m, chain.c), dtype=torch.float64)
     message, first = relative_logs(sets.grouped(chain.p0).double(), -1, log=chain.log_params)
     x, x_top = _potentials(chain, sets, 0)
@@ -46,7 +50,7 @@ def forward(chain: Structured, passing: Passing, keep: bool) -> Walk:
         kept[0] = message
     for step in range(1, chain.v):
         before, (x, x_top) = message, _potentials(chain, sets, step)
-        parameters, shift = _transitions(chain, sets, step, ended, passing.apart)
+        parameters, shift = _transitions(chain, sets, step, ended, passing)
         message, top = shifted(passing.forth(before, parameters) + x)
         terms = torch.stack([total, x_top, shift.expand_as(total), top])
         if ended is not None:  # a sequence that has ended keeps its last message and scale
@@ -66,10 +70,12 @@ def backward(
 ) -> Gradients:
     """The gradients of `sum(weight * log_norm)`; see `Gradients`."""
     sets = Sets.of(chain)
-    ended, (messages,) = _ended(chain, sets), walk.kept
+    ended, messages = ended_before(chain, sets), walk.kept[0]
     weight = sets.grouped(weight.double().masked_fill(walk.log_norm == -math.inf, 0.0))[..., None]
     grad_x = chain.x.new_empty(chain.batch + (chain.v, chain.c), dtype=chain.dtype)
-    counts = [torch.zeros_like(sets.parameter(one), dtype=torch.float64) for one in chain.parameters]
+    counts = list[Tensor]()
+    if passing.gradients is None:
+        counts = [torch.zeros_like(sets.parameter(one), dtype=torch.float64) for one in chain.parameters]
     posterior = torch.zeros(sets.g, sets.m, chain.c, dtype=torch.float64, device=chain.x.device)
     for step in reversed(range(chain.v)):
         inside = weight if ended is None else weight.masked_fill(ended[step], 0.0)
@@ -79,14 +85,14 @@ def backward(
         grad_x[..., step, :] = sets.batched(posterior)
         if step == 0:
             break
-        parameters, _ = _transitions(chain, sets, step, ended, passing.apart)
+        parameters, _ = _transitions(chain, sets, step, ended, passing)
         before = messages[step - 1].masked_fill(inside == 0, -math.inf)
         posterior, used = passing.back(before, posterior, parameters)
         for count, more in zip(counts, used, strict=True):
             into = count[step - 1 if len(count) > 1 else 0]
             into += more.sum_to_size(into.shape)
-    parameter_grads = []
-    for count, weights in zip(counts, chain.parameters, strict=True):
+    parameter_grads = passing.gradients() if passing.gradients is not None and needs[1] else []
+    for count, weights in zip(counts, chain.parameters, strict=passing.gradients is None):
         gradient = sets.as_parameter(count, weights.shape)
         if not (chain.log_params or chain.by_log):
             gradient = (gradient / weights.double()).masked_fill(gradient == 0, 0.0)
@@ -98,7 +104,7 @@ def backward(
     )
 
 
-def _ended(chain: Structured, sets: Sets) -> Tensor | None:
+def ended_before(chain: Structured, sets: Sets) -> Tensor | None:
     """Whether a sequence has ended before a step (v, g, m, 1); None where all have v steps."""
     if chain.ends is None:
         return None
@@ -118,24 +124,33 @@ def _potentials(chain: Structured, sets: Sets, step: int) -> tuple[Tensor, Tenso
 
 
 def _transitions(
-    chain: Structured, sets: Sets, step: int, ended: Tensor | None, apart: bool
-) -> tuple[list[Tensor], Tensor]:
+    chain: Structured, sets: Sets, step: int, ended: Tensor | None, passing: Passing
+) -> tuple[Any, Tensor]:
     """The logarithms of a step's parameters (g or 1, *own), and what has to be added to those of P (g or 1, 1, 1).
 
     The largest is taken out of each, if it can be.
     """
-    zero = -math.inf if chain.log_params else 0.0
     parameters, shift = [], torch.zeros(1, 1, 1, dtype=torch.float64, device=chain.x.device)
+    if passing.at is not None:
+        return passing.at(step), shift
     for parameter in chain.parameters:
-        values = sets.parameter(parameter)
-        weights = values[step - 1 if len(values) > 1 else 0].double()
-        if ended is not None:  # parameters that no sequence of a set uses may hold NaN
-            unused = ended[step].all(1) if len(weights) > 1 else ended[step].all().view(1, 1)
-            weights = weights.masked_fill(unused.view(-1, *(1 for _ in weights.shape[1:])), zero)
+        weights = weights_at(sets.parameter(parameter), step, ended, chain.log_params).double()
         if not weights.numel():  # a structure without an entry
             parameters.append(weights)
             continue
         logs, top = relative_logs(weights, tuple(range(1, weights.dim())), log=chain.log_params)
-        parameters.append(logs if apart else logs + top)
-        shift = shift + top.view(-1, 1, 1) if apart else shift
+        parameters.append(logs if passing.apart else logs + top)
+        shift = shift + top.view(-1, 1, 1) if passing.apart else shift
     return parameters, shift
+
+
+def weights_at(values: Tensor, step: int, ended: Tensor | None, log: bool) -> Tensor:
+    """The weights of a step (g or 1, *own) of a parameter (s, g or 1, *own), zero in sets that have ended."""
+    weights = values[step - 1 if len(values) > 1 else 0]
+    if ended is None:
+        return weights
+    # parameters that no sequence of a set uses may hold NaN
+    unused = ended[step].all(1) if len(weights) > 1 else ended[step].all().view(1, 1)
+    if not (on_gpu(unused) or unused.any()):
+        return weights
+    return weights.masked_fill(unused.view(-1, *(1 for _ in weights.shape[1:])), -math.inf if log else 0.0)

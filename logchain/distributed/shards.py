@@ -81,18 +81,18 @@ def agree(
         fields.update(_agreed(x, bulk, p0, log_params, ends[0], options))
         needs = sum(2**place * differentiated(operand) for place, operand in enumerate((x, bulk, p0)))
         counts = torch.tensor([x.shape[-2], bulk.shape[-3], digest(fields)], dtype=torch.float64)
-        norms = torch.stack([_norm(bulk[..., :1, :, :]), _norm(p0)]).cpu()
+        norms = torch.stack([norm_of(bulk[..., :1, :, :]), norm_of(p0)]).cpu()
         return torch.cat([counts, norms, torch.tensor([needs, torch.get_num_threads()])])
 
     received = exchange.gather((len(_HEADER.split()),), header)
     if (received[:, 2] != received[0, 2]).any():
-        _raise_for_difference(exchange.texts(json.dumps(fields)))
+        raise_for_difference(exchange.texts(json.dumps(fields)))
     variables, matrices, _, bulk_norms, p0_norms, needs, threads = received.T
     sizes, counts = variables.int().tolist(), matrices.int().tolist()
     one_matrix = _one_matrix(sizes, counts)
     if one_matrix:
-        _check_same("bulk", "the same matrix", bulk_norms, bulk.dtype)
-    _check_same("p0", "the same weights", p0_norms, p0.dtype)
+        check_same("bulk", "the same matrix", bulk_norms, bulk.dtype)
+    check_same("p0", "the same weights", p0_norms, p0.dtype)
     whole = sum(sizes)
     if ends[0] is not None and ends[0].numel() and int(ends[0].max()) > whole:
         raise ValueError(f"lengths: expected values from 1 to v = {whole}, got {int(ends[0].max())}")
@@ -129,7 +129,8 @@ def _one_matrix(sizes: list[int], counts: list[int]) -> bool:
     return False
 
 
-def _check_same(name: str, expected: str, norms: Tensor, dtype: torch.dtype) -> None:
+def check_same(name: str, expected: str, norms: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError for a rank whose norm is another than that of the first."""
     for rank, norm in enumerate(norms.tolist()):
         first = norms[0].item()
         same = norm == first or (norm != norm and first != first)
@@ -171,7 +172,7 @@ def first_variable(exchange: Exchange, variables: int) -> int:
     return int(counts[: exchange.rank].sum())
 
 
-def _norm(weights: Tensor) -> Tensor:
+def norm_of(weights: Tensor) -> Tensor:
     """The norm of the finite entries, which tells apart what should be equal on all ranks."""
     norm: Tensor = torch.linalg.vector_norm(weights.detach(), dtype=torch.float64)
     if norm.isinf():
@@ -179,7 +180,8 @@ def _norm(weights: Tensor) -> Tensor:
     return norm
 
 
-def _raise_for_difference(texts: list[str]) -> None:
+def raise_for_difference(texts: list[str]) -> None:
+    """Raise ValueError for the first difference of what ranks describe, which names the rank."""
     first, *others = map(json.loads, texts)
     for rank, other in enumerate(others, 1):
         for name, value in first.items():

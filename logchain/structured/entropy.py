@@ -1,13 +1,15 @@
 """The entropy of the posterior over the state paths of a chain of structures."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..autograd.entropy import entropy as entropy_of_dense
-from ..kernels.plain.semiring import log_weights
-from .operands import Operands
+from ..kernels.plain.semiring import log_weights, shifted
+from ..transitions import LOG, Transition
+from .operands import Operands, Steps
 from .product import posteriors
 
 
@@ -46,3 +48,59 @@ def entropy_of_sums(operands: Operands) -> Tensor:
     logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
     p0 = log_weights(p0, log_params, torch.float64)
     return entropy_of_dense(x.double(), logs.to_dense(log_params=True), p0, ends, True)
+
+
+def entropy_by_steps(operands: Operands) -> Tensor:
+    """The entropy [*B] in float64, a step at a time, of entries that are parameters, some of them on other ranks.
+
+    With r(k, j) = exp(a(k)) P(k, j) / exp(b(j)), the odds of state k before state j, entropies of what is before are
+
+        h'(j) = sum over k of r(k, j) (h(k) - log r(k, j))        -log r(k, j) = b(j) - a(k) - log P(k, j)
+
+    whose terms are made positive, and summed as weights.
+
+    Source: D. Hernando, V. Crespi and G. Cybenko, "Efficient computation of the hidden Markov model entropy for a given
+    observation sequence", IEEE Trans. Inf. Theory 51 (2005).
+    """
+    steps = Steps(operands)
+    message, _ = shifted(steps.start() + steps.potential(0))
+    entropies, prepared = torch.zeros_like(message), None
+    for step in range(1, steps.v):
+        transition = steps.transition(step)
+        if prepared is None or prepared[0] is not transition:
+            prepared = transition, *_surprising(transition)
+        _, surprising, top = prepared
+        sums = transition.apply(message, LOG)
+        base = sums.masked_fill(sums == -math.inf, 0.0)
+        of_messages = (transition.apply(message + _log_one_more(entropies - message), LOG) - base).exp()
+        of_entries = (surprising.apply(message, LOG) - base).exp()
+        after = (of_messages + of_entries + base - top.view(-1, 1, 1) - 2.0).masked_fill(sums == -math.inf, 0.0)
+        moved, _ = shifted(sums + steps.potential(step))
+        inside = steps.inside(step)
+        entropies = after if inside is None else torch.where(inside, after, entropies)
+        message = moved if inside is None else torch.where(inside, moved, message)
+    total = LOG.sum(message, -1)[..., None]
+    chances = (message - total.masked_fill(total == -math.inf, 0.0)).exp()
+    logs = torch.where(message == -math.inf, 0.0, message - total)
+    terms = torch.where(message == -math.inf, 0.0, chances * (entropies - logs))
+    return steps.sets.batched(terms.sum(-1)) + (steps.unused() if terms.requires_grad else 0.0)
+
+
+def _log_one_more(values: Tensor) -> Tensor:
+    """`log(1 + value)`, 0 for +inf."""
+    return values.masked_fill(values == math.inf, 0.0).log1p()
+
+
+def _surprising(transition: Transition) -> tuple[Transition, Tensor]:
+    """The matrices with entries P (1 - log P + log of the largest), and the logarithm of the largest (g or 1)."""
+    top = _largest(transition)
+    return transition.map(lambda logs: logs + _log_one_more(top.view(-1, 1, 1) - logs)), top
+
+
+def _largest(transition: Any) -> Tensor:
+    """The largest logarithm of each matrix (g or 1), on all ranks together; 0 in place of an infinite one."""
+    (logs,) = transition.parameters
+    top = logs.detach().flatten(1)
+    top = torch.cat([top, top.new_full((len(top), 1), -math.inf)], -1).amax(-1)
+    largest: Tensor = transition.ranks.stack(top).amax(0)
+    return largest.masked_fill(largest.isinf(), 0.0)

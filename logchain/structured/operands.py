@@ -57,7 +57,18 @@ class Operands(NamedTuple):
 def check_operands(
     x: Tensor, transition: Transition, p0: Tensor, log_params: bool, lengths: Lengths | None
 ) -> Operands:
-    """The operands, after checks of their kinds and sizes."""
+    """The operands, after checks of their kinds and sizes; what is wrong on one of several ranks is raised on all."""
+
+    def check() -> Operands:
+        return _checked(x, transition, p0, log_params, lengths)
+
+    if transition.ranks is None:
+        return check()
+    operands: Operands = transition.ranks.agree(check)
+    return operands
+
+
+def _checked(x: Tensor, transition: Transition, p0: Tensor, log_params: bool, lengths: Lengths | None) -> Operands:
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
     check_tensor("x", x, 2)

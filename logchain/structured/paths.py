@@ -78,6 +78,8 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
     steps = Steps(operands.detached())
     values = [message.values for message in messages(steps)]
     numbers = values[0].new_empty(steps.v, count, *steps.shape[:2]).uniform_(generator=generator)
+    if operands.transition.ranks is not None:
+        numbers = operands.transition.ranks.first(numbers)
     state, _ = pick(values[-1].expand(count, *steps.shape), numbers[-1])
     found = [state]
     for step in reversed(range(1, steps.v)):

@@ -41,12 +41,14 @@ class Transition(ABC):
         sums: whether entries are sums of products of parameters, so that no best path passes through them.
         pattern: what the kernels of bands, arcs and products know the structure by; None for structures of one's own,
             which are computed in log space, in float64, by `apply`.
+        ranks: what connects the processes that hold parts of the parameters, `distributed.parts.Parts`; None: one does.
     """
 
     states: int
     own: ClassVar[tuple[int, ...]]
     sums: ClassVar[bool] = False
     pattern: Any = None
+    ranks: Any = None
 
     def __init__(self, *parameters: Tensor) -> None:
         self.parameters = parameters
@@ -62,7 +64,7 @@ class Transition(ABC):
     @property
     def mT(self) -> "Transition":
         """The structure of the transposed matrices."""
-        return _Transposed(self)
+        return Transposed(self)
 
     def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
         """`P[source, target]` for indices `[..., *lead]` that broadcast with the parameters' `[*lead, *own]`.
@@ -167,7 +169,7 @@ class Transition(ABC):
         return f"{type(self).__name__}({', '.join(str(list(parameter.shape)) for parameter in self.parameters)})"
 
 
-class _Transposed(Transition):
+class Transposed(Transition):
     """The transposed matrices of a structure that does not say what they are."""
 
     def __init__(self, of: Transition) -> None:
@@ -176,13 +178,16 @@ class _Transposed(Transition):
 
     @property
     def own_axes(self) -> tuple[int, ...]:
+        """The number of own axes of each parameter."""
         return self._of.own_axes
 
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """`message @ P.mT`, see `Transition.apply`."""
         return arithmetic.matmul(message, self._of.with_parameters(*self.parameters)._dense(arithmetic).mT)
 
     @property
     def mT(self) -> Transition:
+        """The structure itself."""
         return self._of.with_parameters(*self.parameters)
 
 

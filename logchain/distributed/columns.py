@@ -1,0 +1,196 @@
+"""One large transition matrix whose columns lie on several ranks of a process group."""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_tensor
+from ..kernels.plain.columns import Matrix
+from ..kernels.plain.semiring import shifted
+from ..kernels.structured import Shares
+from ..operands import differentiated
+from ..transitions import LINEAR, LOG, Arithmetic, Transition
+from ..transitions.transition import Transposed, look_up
+from .exchange import Exchange
+from .parts import Parts
+from .shards import digest, raise_for_difference
+
+# terms of which the largest is found at a time
+_TERMS = 2**16
+
+
+class Columns(Transition):
+    r"""A matrix P of c states of which each rank of a process group holds some columns, in place of `bulk`.
+
+    Every rank calls any function of a chain with the same x and p0 and its own columns, and gets the same result:
+    `logchain.product(x, Columns(mine), p0)`. Each step multiplies a message by the local columns, and the parts are
+    gathered. Gradients of x and p0 are whole on every rank, that of `columns` is the rank's own.
+
+    Args:
+        columns: weights `P[:, mine]` `[*B or ones, v-1 or 1, c, c_r]`, or `[c, c_r]`; the first rank has the first
+            columns, sizes may differ, and 0 is allowed. Or a DTensor placed `[Shard(-1)]` on a mesh of one axis.
+        group: a process group of `torch.distributed`, by default that of all processes, or of the DTensor's mesh.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on this rank or on another, or columns are not c in all. When a
+            function is called: x, p0, lengths or options are not the same on all ranks.
+        RuntimeError: a rank is gone or does not answer; or there is no group.
+
+    Cost of a step: `c c_r` multiply-adds on a rank, and one exchange of a message, two with gradients. It pays for
+    matrices that one rank cannot hold, or that take longer to read than an exchange takes.
+
+    Source: column-parallel products, M. Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053.
+
+    >>> import tempfile
+    >>> import logchain
+    >>> import torch.distributed as dist
+    >>> store = dist.FileStore(tempfile.mktemp(), 1)
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # torchrun starts more
+    >>> mine = torch.tensor([[0.9, 0.1], [0.2, 0.8]])  # of one rank, all columns
+    >>> logchain.product(torch.zeros(3, 2), Columns(mine), torch.tensor([1.0, 1.0]))
+    tensor(0.6931)
+    >>> dist.destroy_process_group()
+    """
+
+    own = (2,)
+
+    def __init__(self, columns: Tensor, *, group: Any = None) -> None:
+        columns, group = _local(columns, group)
+        exchange = Exchange(group)
+        super().__init__(columns)
+        self.ranks = Parts(exchange, _sizes(exchange, columns))
+        self.states = columns.shape[-2]
+        self._ready: tuple[tuple[Tensor, int], Matrix] | None = None
+        self.pattern = Shares(self.ranks.joined, self.ranks.own, exchange.summed)
+
+    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """`message @ P`, see `Transition.apply`: each rank multiplies by its columns, and the parts are gathered."""
+        (columns,), ranks = self.parameters, self.ranks
+        if self._in_log_space(message, arithmetic):
+            joined: Tensor = ranks.joined(self._matrix.sums(message)[0])
+            return joined
+        message = ranks.copied(message)
+        if columns.shape[-1]:
+            part = arithmetic.matmul(message, columns)
+        else:
+            part = message[..., :1] * columns[..., :1, :]  # nothing, of the right shape
+        gathered: Tensor = ranks.gather(part)
+        return gathered
+
+    def _in_log_space(self, message: Tensor, arithmetic: Arithmetic) -> bool:
+        """Whether a message of a walk in log space passes, without a derivative."""
+        fits = message.dim() == self.parameters[0].dim() == 3 and message.dtype == self.dtype == torch.float64
+        return fits and arithmetic is LOG and not differentiated(message, *self.parameters)
+
+    @property
+    def _matrix(self) -> Matrix:
+        """The columns as they are multiplied, made once."""
+        (columns,) = self.parameters
+        key = columns, columns._version
+        if self._ready is None or self._ready[0][0] is not columns or self._ready[0][1] != key[1]:
+            self._ready = key, Matrix(columns.detach(), columns.dtype, True)
+        return self._ready[1]
+
+    @property
+    def mT(self) -> "Transition":
+        """The structure of the transposed matrices."""
+        return _Rows(self)
+
+    def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
+        """`P[source, target]`, see `Transition.entries`: the sum over ranks, of which one knows each."""
+        columns, column, mine = self._mine(target)
+        total: Tensor = self.ranks.total(torch.where(mine, look_up(columns, source, column), 0.0))
+        return total
+
+    def best(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest weights and the lowest states with them, see `Transition.best`."""
+        (columns,) = self.parameters
+        found = message.new_empty(2, *message.shape[:-1], columns.shape[-1])
+        width = max(1, _TERMS // message.numel())
+        for some, values in zip(columns.split(width, -1), found.split(width, -1), strict=True):
+            if some.shape[-1]:
+                values[0], values[1] = (message[..., None] + some[..., None, :, :]).max(-2)
+        weight, state = self.ranks.joined(found)
+        return weight, state.long()
+
+    def columns(self, target: Tensor) -> Tensor:
+        """`P[:, target]` as logarithms, see `Transition.columns`."""
+        columns, column, mine = self._mine(target)
+        values = look_up(columns.mT[..., None, :, :], column, kept=1)
+        total: Tensor = self.ranks.total(torch.where(mine[..., None], values, 0.0))
+        return total
+
+    def _mine(self, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Columns, at least one, the places of targets among them, and whether they are there."""
+        (columns,), place = self.parameters, target - self.ranks.start
+        if not self.ranks.size:
+            columns = torch.nn.functional.pad(columns, (0, 1))
+        last = columns.shape[-1] - 1
+        return columns, place.clamp(0, last), (place >= 0) & (place < self.ranks.size)
+
+    def _dense(self, arithmetic: Arithmetic) -> Tensor:
+        dense: Tensor = self.ranks.gather(self.parameters[0])
+        return dense
+
+    @property
+    def multiply_adds(self) -> int:
+        """The multiply-adds of one step of one sequence on this rank."""
+        return self.states * int(self.ranks.size)
+
+
+class _Rows(Transposed):
+    """The transposed matrices, of which each rank holds some rows: a message is the sum of what ranks make of it."""
+
+    _of: Columns
+
+    def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
+        (columns,), ranks = self.parameters, self._of.ranks
+        if self._of._in_log_space(message, arithmetic):
+            mine = ranks.own(message)
+            low, top = shifted(mine) if mine.numel() else (mine, 0.0)
+            sums, _ = self._of._matrix.mT.sums(low)
+            return LOG.sum(ranks.exchange.stacked(sums + top), 0)
+        mine = ranks.part(message)
+        if columns.shape[-1]:
+            part = arithmetic.matmul(mine, columns.mT)
+        else:
+            part = mine @ columns.mT.to(mine.dtype) + arithmetic.zero
+        return arithmetic.sum(ranks.stack(part), 0)
+
+
+def _local(columns: Any, group: Any) -> tuple[Any, Any]:
+    """The part of this rank, and the group of a DTensor's mesh."""
+    if type(columns).__name__ != "DTensor":
+        return columns, group
+    if group is not None:
+        raise ValueError("group: expected None beside a DTensor, whose device mesh has one")
+    (placement, *more), mesh = columns.placements, columns.device_mesh
+    if more or not placement.is_shard(columns.dim() - 1):
+        raise ValueError(
+            f"columns: expected a DTensor of placements [Shard(-1)] on a mesh of one axis, got {columns.placements}; "
+            "see DTensor.redistribute(placements=[Shard(-1)])"
+        )
+    return columns.to_local(), mesh.get_group()
+
+
+def _sizes(exchange: Exchange, columns: Tensor) -> list[int]:
+    """The number of columns of each rank; raises on all ranks for what is wrong on one."""
+    fields: dict[str, str] = {}
+
+    def header() -> Tensor:
+        check_tensor("columns", columns, 2)
+        fields["columns"] = (
+            f"[{', '.join(map(str, columns.shape[:-1]))}, c_r] of {columns.dtype} on {columns.device.type}"
+        )
+        return torch.tensor([columns.shape[-1], digest(fields)], dtype=torch.float64)
+
+    sizes, digests = exchange.gather((2,), header).T
+    if (digests != digests[0]).any():
+        raise_for_difference(exchange.texts(json.dumps(fields)))
+    counts: list[int] = sizes.int().tolist()
+    c = columns.shape[-2]
+    if sum(counts) != c:
+        raise ValueError(f"columns: expected {c} columns on all ranks together, as many as rows, got {counts}")
+    return counts
