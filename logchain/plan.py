@@ -127,7 +127,7 @@ def plan(
     device: torch.device | str | None = None,
     world_size: int | None = None,
     bandwidth: float = 1e9,
-    latency: float = 2e-4,
+    latency: float = 5e-4,
 ) -> Plan:
     """The schedule of `logchain.product` for given operands or shapes, with its work, memory and predicted time.
 

@@ -19,9 +19,9 @@ TEXTS = {path.relative_to(PAGES).as_posix(): path.read_text() for path in sorted
 NAV = (ROOT / ".docs" / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
 LISTED = re.findall(r"[-:] (\S+\.(?:md|ipynb))$", NAV, re.MULTILINE)
 # modules whose public names have places of their own in the reference
-MODULES = (logchain, logchain.memory, logchain.nn, logchain.nn.transitions, logchain.transitions)
+MODULES = (logchain, logchain.distributed, logchain.memory, logchain.nn, logchain.nn.transitions, logchain.transitions)
 # modules that the reference shows as a whole
-PACKAGES = {f"logchain.{name}" for name in ("adapters", "nn", "reference", "semirings", "transitions")}
+PACKAGES = {f"logchain.{name}" for name in ("adapters", "distributed", "nn", "reference", "semirings", "transitions")}
 # what the hooks take from elsewhere
 ELSEWHERE = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} | {"changelog.md"}
 

@@ -23,6 +23,9 @@ _EARLY, _SHORTEST = 40, 2000
 # the time of a product's c rows together, against c walks of a row alone: 0.95 to 0.35 from 4 to 128 states
 _ROWS = 0.8
 
+# seconds of a call beside its walks and collectives, of either pass
+_CALL = 1e-3
+
 # bytes of the header with which ranks agree on sizes
 _HEADER = 64
 
@@ -30,7 +33,7 @@ _HEADER = 64
 class Link(NamedTuple):
     """What lies between two ranks: `latency` seconds for a message, and `bandwidth` bytes a second."""
 
-    latency: float = 2e-4
+    latency: float = 5e-4
     bandwidth: float = 1e9
 
     def seconds(self, sent: int, ranks: int) -> float:
@@ -109,6 +112,7 @@ class _Model(NamedTuple):
         ranks, shared = len(self.sizes), 0
         if self.size.gradients:
             shared = 8 * self.size.c * (self.size.g * self.size.c * self.size.one_matrix + 1)
+        seconds += _CALL * (1 + self.size.gradients)
         collectives = self.link.seconds(_HEADER, ranks) + gathers * self.link.seconds(sent, ranks)
         if self.size.gradients:
             collectives += self.link.seconds(shared, ranks)
