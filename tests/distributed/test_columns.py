@@ -198,10 +198,10 @@ def narrow(rank, sizes, dtype, spread, power, scale, log):
     expected = logchain.product(exact[0], exact[1][None], exact[2], **options)
     with logchain.rescues() as rescues:
         value = logchain.product(ours[0], Columns(ours[1]), ours[2], **options)
-    assert value.dtype == torch.float32
+    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-5)
     first, second = torch.autograd.grad(value.sum(), ours), torch.autograd.grad(expected.sum(), exact)
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     zero = [-torch.inf, -torch.inf if log else 0.0, -torch.inf if log else 0.0]
     for one, other, leaf, nothing in zip(first, second, exact, zero, strict=True):
         other = other.masked_fill(leaf == nothing, 0.0)
@@ -228,6 +228,16 @@ def narrow(rank, sizes, dtype, spread, power, scale, log):
 def test_chains_that_underflow_in_float32(teams, sizes, log, spread, power, scale, rescued):
     counts = teams(len(sizes)).values(narrow, sizes, torch.float32, spread, power, scale, log)
     assert len(set(counts)) == 1
+    assert (counts[0] > 0) == rescued
+
+
+@pytest.mark.parametrize(
+    ("spread", "power", "scale", "rescued"), [(30.0, 1, 1.0, False), (600.0, 1, 1.0, True), (9.0, 4000, 1e300, True)]
+)
+@pytest.mark.parametrize("log", [False, True])
+def test_chains_that_underflow_in_float64(teams, log, spread, power, scale, rescued):
+    counts = teams(2).values(narrow, (5, 7), torch.float64, spread, power, scale, log)
+    assert counts[0] == counts[1]
     assert (counts[0] > 0) == rescued
 
 
