@@ -77,7 +77,8 @@ class Circuit(torch.nn.Module):
         It has the dtype of the input layer's result; sums over variables are float64.
         """
         x = self._weigh(data, observed)
-        return self._mixed(self.components(x)).to(x.dtype)
+        # a tensor of its own: a view would lose the hooks that FSDP2 puts on what `forward` returns
+        return self._mixed(self.components(x)).to(x.dtype, copy=True)
 
     def posterior(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
         """`p(repetition, state of variable i | data)` `[*B, t, v, c]`, a derivative of `log_prob`.
