@@ -304,3 +304,23 @@ def test_little_is_sent(teams, ranks, c):
     """A header, messages and the counts: at most four times a matrix and a message of float64."""
     case = chain((60, 50, 70)[:ranks], c)
     assert max(teams(ranks).values(bytes_sent, case)) <= 4 * 8 * (c * c + c)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batches_without_sequences(teams, strategy):
+    case = chain((4, 3), 3, batch=(0,))
+    for value, grad_x, grad_bulk, grad_p0 in teams(2).values(differentiated, case, strategy):
+        assert value.shape == (0,) and grad_x.numel() == 0
+        assert (grad_bulk == 0).all() and (grad_p0 == 0).all()
+
+
+def twice(rank: int, case: Case, strategy: str) -> bool:
+    operands = [operand.requires_grad_() for operand in case.of(rank)]
+    value = distributed.product(*operands, strategy=strategy).sum()
+    first, second = torch.autograd.grad(value, operands, retain_graph=True), torch.autograd.grad(value, operands)
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_can_be_taken_twice(teams, strategy):
+    assert all(teams(3).values(twice, chain((5, 4, 3), 3, batch=(2,)), strategy))
