@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..numbers import FLUSH, exp_shifted, near_one
 from ..sets import Sets
-from ..structured import Gradients, Shares, Structured, Walk
+from ..structured import Gradients, Structured, Walk
 from . import matmul as log_matmul
 from . import structured
 
@@ -151,7 +151,8 @@ class _Walking:
         self.redone |= doubtful.any(-1)
         if len(self.sums):
             self.sums[step - 1] = sums
-        return self.shares.joined(sums)
+        joined: Tensor = self.shares.joined(sums)
+        return joined
 
     def _back(self, before: Tensor, weight: Tensor, at: tuple[int, Matrix]) -> tuple[Tensor, list[Tensor]]:
         (step, matrix), message, weight = at, before.exp(), self.shares.own(weight)
@@ -170,6 +171,7 @@ class _Walking:
             lost = torch.where(doubtful, weight, 0.0)[..., columns]
             need = self._counts is not None
             more, counts = log_matmul.backward(lost, before, matrix.logs(columns), True, need, torch.float64)
+            assert more is not None
             earlier += more
             if self._counts is not None and counts is not None:
                 self._counts.add_exact(matrix, columns, counts * scale)

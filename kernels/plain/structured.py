@@ -26,7 +26,7 @@ class Passing(NamedTuple):
 
     `forth(message, parameters)`: the message (g, m, c) behind the step. `back(message, weight, parameters)`: weights
     (g, m, c) on the message before, from those behind, and the expected counts (g, *own) of each parameter. `apart`:
-    whether the largest can be taken out of each parameter. `at(step)`: what is taken in place of logarithmic parameters.
+    whether the largest can be taken out of each parameter. `at(step)`: what both take in place of logarithmic parameters.
     `gradients()`: those of the parameters [*B or ones, s, *own], where `back` returns no counts.
     """
 
@@ -145,7 +145,7 @@ def _transitions(
 
 
 def weights_at(values: Tensor, step: int, ended: Tensor | None, log: bool) -> Tensor:
-    """The weights of a step (g or 1, *own) of a parameter (s, g or 1, *own), zero in sets whose sequences have ended."""
+    """The weights (g or 1, *own) of a step of a parameter (s, g or 1, *own), zero in sets that have ended."""
     weights = values[step - 1 if len(values) > 1 else 0]
     if ended is None:
         return weights

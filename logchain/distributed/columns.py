@@ -22,8 +22,7 @@ _TERMS = 2**16
 
 
 class Columns(Transition):
-    r"""A matrix P of c states of which each rank of a process group holds some columns, in place of `bulk`.
-    """
+    r"""A matrix P of c states of which each rank of a process group holds some columns, in place of `bulk`."""
 
     own = (2,)
 
@@ -114,6 +113,8 @@ class Columns(Transition):
 class _Rows(Transposed):
     """The transposed matrices, of which each rank holds some rows: a message is the sum of what ranks make of it."""
 
+    _of: Columns
+
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
         (columns,), ranks = self.parameters, self._of.ranks
         if self._of._in_log_space(message, arithmetic):
@@ -138,7 +139,7 @@ def _local(columns: Any, group: Any) -> tuple[Any, Any]:
     (placement, *more), mesh = columns.placements, columns.device_mesh
     if more or not placement.is_shard(columns.dim() - 1):
         raise ValueError(
-            f"columns: expected a DTensor of placements [Shard(-1)] on a mesh of one axis, got {columns.placements}; see "
+            f"columns: expected a DTensor placed [Shard(-1)] on a mesh of one axis, got {columns.placements}; see "
             "DTensor.redistribute(placements=[Shard(-1)])"
         )
     return columns.to_local(), mesh.get_group()
@@ -150,7 +151,8 @@ def _sizes(exchange: Exchange, columns: Tensor) -> list[int]:
 
     def header() -> Tensor:
         check_tensor("columns", columns, 2)
-        fields["columns"] = f"[{', '.join(map(str, columns.shape[:-1]))}, c_r] of {columns.dtype} on {columns.device.type}"
+        sizes = ", ".join(map(str, columns.shape[:-1]))
+        fields["columns"] = f"[{sizes}, c_r] of {columns.dtype} on {columns.device.type}"
         return torch.tensor([columns.shape[-1], digest(fields)], dtype=torch.float64)
 
     sizes, digests = exchange.gather((2,), header).T

@@ -63,17 +63,16 @@ def entropy_by_steps(operands: Operands) -> Tensor:
     """
     steps = Steps(operands)
     message, _ = shifted(steps.start() + steps.potential(0))
-    entropies, transition = torch.zeros_like(message), None
+    entropies, known = torch.zeros_like(message), None
     for step in range(1, steps.v):
-        if transition is not steps.transition(step):
-            transition = steps.transition(step)
-            top = _largest(transition)
-            surprising = transition.map(lambda logs: logs + _log_one_more(top.view(-1, 1, 1) - logs))
+        transition = steps.transition(step)
+        if transition is not known:
+            known, (surprising, top) = transition, _surprising(transition)
         sums = transition.apply(message, LOG)
         base = sums.masked_fill(sums == -math.inf, 0.0)
         of_messages = (transition.apply(message + _log_one_more(entropies - message), LOG) - base).exp()
         of_entries = (surprising.apply(message, LOG) - base).exp()
-        after = (of_messages + of_entries + base - top.view(-1, 1, 1) - 2.0).masked_fill(sums == -math.inf, 0.0)
+        after = (of_messages + of_entries + base - top - 2.0).masked_fill(sums == -math.inf, 0.0)
         moved, _ = shifted(sums + steps.potential(step))
         inside = steps.inside(step)
         entropies = after if inside is None else torch.where(inside, after, entropies)
@@ -90,10 +89,11 @@ def _log_one_more(values: Tensor) -> Tensor:
     return values.masked_fill(values == math.inf, 0.0).log1p()
 
 
-def _largest(transition: Transition) -> Tensor:
-    """The largest logarithm of each matrix (g or 1), on all ranks together; 0 in place of an infinite one."""
+def _surprising(transition: Transition) -> tuple[Transition, Tensor]:
+    """The structure of `P(k, j) (1 + top - log P(k, j))`, and top, the largest logarithm on all ranks (g or 1, 1, 1)."""
     (logs,) = transition.parameters
     top = logs.detach().flatten(1)
     top = torch.cat([top, top.new_full((len(top), 1), -math.inf)], -1).amax(-1)
-    top = transition.ranks.stack(top).amax(0)
-    return top.masked_fill(top.isinf(), 0.0)
+    top = transition.ranks.exchange.stacked(top).amax(0)
+    top = top.masked_fill(top.isinf(), 0.0).view(-1, 1, 1)
+    return transition.map(lambda logs: logs + _log_one_more(top - logs)), top
