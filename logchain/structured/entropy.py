@@ -90,7 +90,7 @@ def _log_one_more(values: Tensor) -> Tensor:
 
 
 def _surprising(transition: Transition) -> tuple[Transition, Tensor]:
-    """The structure of `P(k, j) (1 + top - log P(k, j))`, and top, the largest logarithm on all ranks (g or 1, 1, 1)."""
+    """The structure of `P(k, j) (1 + top - log P(k, j))`, and top (g or 1, 1, 1), the largest logarithm of all."""
     (logs,) = transition.parameters
     top = logs.detach().flatten(1)
     top = torch.cat([top, top.new_full((len(top), 1), -math.inf)], -1).amax(-1)

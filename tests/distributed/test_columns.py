@@ -295,7 +295,8 @@ def made(rank, columns):
 ones = torch.ones
 WRONG_COLUMNS = {
     "columns: expected 12 columns on all ranks together, as many as rows, got [5, 6]": (ones(12, 5), ones(12, 6)),
-    "rank 1: columns: expected [12, c_r] of torch.float32 on cpu, as on rank 0, got [12, c_r] of torch.float64 on cpu": (
+    "rank 1: columns: expected [12, c_r] of torch.float32 on cpu, as on rank 0, got [12, c_r] of torch.float64 on"
+    " cpu": (
         ones(12, 5),
         ones(12, 7, dtype=torch.float64),
     ),
