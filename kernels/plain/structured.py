@@ -26,7 +26,7 @@ class Passing(NamedTuple):
 
     `forth(message, parameters)`: the message (g, m, c) behind the step. `back(message, weight, parameters)`: weights
     (g, m, c) on the message before, from those behind, and the expected counts (g, *own) of each parameter. `apart`:
-    whether the largest can be taken out of each parameter. `at(step)`: what takes the place of logarithmic parameters.
+    whether the largest can be taken out of each parameter. `at(step)`: what both take in place of logarithms.
     `gradients()`: those of the parameters [*B or ones, s, *own], where `back` returns no counts.
     """
 
@@ -45,21 +45,22 @@ def forward(chain: Structured, passing: Passing, keep: bool) -> Walk:
     message, first = relative_logs(sets.grouped(chain.p0).double(), -1, log=chain.log_params)
     x, x_top = _potentials(chain, sets, 0)
     message, top = shifted(message + x)
-    total, error = exact_sum(torch.stack([first, x_top, top]))
+    # what has been subtracted in each step
+    scales = torch.empty(chain.v, 3, *top.shape, dtype=torch.float64, device=chain.x.device)
+    scales[0] = torch.stack([first, x_top, top])
     if keep:
         kept[0] = message
     for step in range(1, chain.v):
         before, (x, x_top) = message, _potentials(chain, sets, step)
         parameters, shift = _transitions(chain, sets, step, ended, passing)
         message, top = shifted(passing.forth(before, parameters) + x)
-        terms = torch.stack([total, x_top, shift.expand_as(total), top])
+        scales[step, 0], scales[step, 1], scales[step, 2] = x_top, shift, top
         if ended is not None:  # a sequence that has ended keeps its last message and scale
             message = torch.where(ended[step], before, message)
-            terms[1:].masked_fill_(ended[step], 0.0)
-        total, lost = exact_sum(terms)
-        error = error + lost
+            scales[step].masked_fill_(ended[step], 0.0)
         if keep:
             kept[step] = message
+    total, error = exact_sum(scales.flatten(0, 1))
     log_norm = torch.stack(exact_sum(torch.stack([total, torch.logsumexp(message, -1, keepdim=True), error]))).sum(0)
     log_norm = sets.batched(log_norm[..., 0]).contiguous()
     return Walk(log_norm, (kept,) if keep else (), torch.zeros_like(log_norm, dtype=torch.bool))
@@ -145,7 +146,7 @@ def _transitions(
 
 
 def weights_at(values: Tensor, step: int, ended: Tensor | None, log: bool) -> Tensor:
-    """The weights of a step (g or 1, *own) of a parameter (s, g or 1, *own), zero in sets that have ended."""
+    """The weights (g or 1, *own) of a step of a parameter (s, g or 1, *own), zero in sets that have ended."""
     weights = values[step - 1 if len(values) > 1 else 0]
     if ended is None:
         return weights

@@ -1,4 +1,4 @@
-"""Chains whose variables lie on several ranks of a `torch.distributed` process group."""
+"""Chains that lie on several ranks of a `torch.distributed` process group: their variables, or a large matrix."""
 
 from .columns import Columns
 from .entropy import entropy

@@ -24,32 +24,41 @@ _TERMS = 2**16
 class Columns(Transition):
     r"""A matrix P of c states of which each rank of a process group holds some columns, in place of `bulk`.
 
-    Every rank calls any function of a chain with the same x and p0 and its own columns, and gets the same result:
-    `logchain.product(x, Columns(mine), p0)`. Each step multiplies a message by the local columns, and the parts are
-    gathered. Gradients of x and p0 are whole on every rank, that of `columns` is the rank's own.
+    It is a `logchain.transitions.Transition`: all ranks call `logchain.product(x, Columns(columns), p0)`, and likewise
+    `marginals`, `forward_backward`, `viterbi`, `topk_paths`, `sample`, `log_prob` and `entropy`, with the same x and
+    p0, and get the same results. Each step multiplies the messages by the rank's own columns, and gathers the parts.
+
+    Making one is a collective, and so is each question, and each gradient: all ranks take part, in the same order.
 
     Args:
-        columns: weights `P[:, mine]` `[*B or ones, v-1 or 1, c, c_r]`, or `[c, c_r]`; the first rank has the first
-            columns, sizes may differ, and 0 is allowed. Or a DTensor placed `[Shard(-1)]` on a mesh of one axis.
-        group: a process group of `torch.distributed`, by default that of all processes, or of the DTensor's mesh.
+        columns: weights `[*B or ones, v-1 or 1, c, c_r]`, or `[c, c_r]`: `P[:, mine]`, logarithms (nats) where a
+            question is asked with `log_params`. The first rank holds the first columns; `c_r` may differ, and be 0. Or
+            a DTensor of the whole matrix, placed `[Shard(-1)]` on a mesh of one axis, whose group is taken.
+        group: a process group of `torch.distributed`, by default that of all processes; gloo or NCCL.
+
+    The gradient of `columns` is that of the rank's own, with the incoming gradient that all ranks have; those of x and
+    p0 are whole on every rank. `sample` draws by the numbers of the first rank's generator. `marginals` counts the uses
+    of the rank's own columns. `to_dense` gathers the whole matrix.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on this rank or on another, or columns are not c in all. When a
-            function is called: x, p0, lengths or options are not the same on all ranks.
-        RuntimeError: a rank is gone or does not answer; or there is no group.
+        TypeError, ValueError: columns are of the wrong kind on some rank, which the message names, differ between ranks
+            in more than their number, or are not c in all; or a DTensor is placed otherwise. Questions raise on all
+            ranks for operands that are wrong on one, or differ.
+        RuntimeError: a rank is gone, or did not answer within the timeout of the group; or there is no group.
 
-    Cost of a step: `c c_r` multiply-adds on a rank, and one exchange of a message, two with gradients. It pays for
-    matrices that one rank cannot hold, or that take longer to read than an exchange takes.
+    Cost of a step of `product`: `c c_r` multiply-adds a sequence, in the dtype of the arithmetic, columns being read
+    where they lie; and a gathering of 8 c bytes a sequence, backward a sum of as many over ranks. Sums that
+    underflow are computed again by logarithms (`logchain.rescues`). Best paths take maxima of c c_r sums in float64;
+    derivatives of other questions, and second ones, are taken in log space.
 
-    Source: column-parallel products, M. Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053.
+    Source: columns of a layer on several ranks as in M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
 
-    >>> import tempfile
-    >>> import logchain
+    >>> import tempfile, torch, logchain
     >>> import torch.distributed as dist
     >>> store = dist.FileStore(tempfile.mktemp(), 1)
     >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # torchrun starts more
-    >>> mine = torch.tensor([[0.9, 0.1], [0.2, 0.8]])  # of one rank, all columns
-    >>> logchain.product(torch.zeros(3, 2), Columns(mine), torch.tensor([1.0, 1.0]))
+    >>> columns = torch.tensor([[0.9, 0.1], [0.2, 0.8]])  # all, as there is one rank
+    >>> logchain.product(torch.zeros(3, 2), Columns(columns), torch.tensor([1.0, 1.0]))
     tensor(0.6931)
     >>> dist.destroy_process_group()
     """
@@ -101,8 +110,8 @@ class Columns(Transition):
     def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
         """`P[source, target]`, see `Transition.entries`: the sum over ranks, of which one knows each."""
         columns, column, mine = self._mine(target)
-        total: Tensor = self.ranks.total(torch.where(mine, look_up(columns, source, column), 0.0))
-        return total
+        total: Tensor = self.ranks.total(torch.where(mine, look_up(columns, source, column), 0.0).double())
+        return total.to(columns.dtype)
 
     def best(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The largest weights and the lowest states with them, see `Transition.best`."""
@@ -169,8 +178,8 @@ def _local(columns: Any, group: Any) -> tuple[Any, Any]:
     (placement, *more), mesh = columns.placements, columns.device_mesh
     if more or not placement.is_shard(columns.dim() - 1):
         raise ValueError(
-            f"columns: expected a DTensor of placements [Shard(-1)] on a mesh of one axis, got {columns.placements}; "
-            "see DTensor.redistribute(placements=[Shard(-1)])"
+            f"columns: expected a DTensor placed [Shard(-1)] on a mesh of one axis, got {columns.placements}; see "
+            "DTensor.redistribute(placements=[Shard(-1)])"
         )
     return columns.to_local(), mesh.get_group()
 
@@ -181,9 +190,8 @@ def _sizes(exchange: Exchange, columns: Tensor) -> list[int]:
 
     def header() -> Tensor:
         check_tensor("columns", columns, 2)
-        fields["columns"] = (
-            f"[{', '.join(map(str, columns.shape[:-1]))}, c_r] of {columns.dtype} on {columns.device.type}"
-        )
+        sizes = ", ".join(map(str, columns.shape[:-1]))
+        fields["columns"] = f"[{sizes}, c_r] of {columns.dtype} on {columns.device.type}"
         return torch.tensor([columns.shape[-1], digest(fields)], dtype=torch.float64)
 
     sizes, digests = exchange.gather((2,), header).T

@@ -1,7 +1,7 @@
-"""Parts of an axis that lie on several ranks: agreement on their sizes, and linear maps across ranks with derivatives.
+"""Parts of an axis that lie on several ranks: agreement on operands, and linear maps across ranks with derivatives.
 
 Tensors are replicated, the same on all ranks, or parts, each rank's own. The gradient of a replicated tensor is whole
-on every rank, that of a part is the rank's own; so that the adjoint of each map is another of them.
+on every rank, that of a part is the rank's own; so the adjoint of each map is another of them.
 """
 
 import json
@@ -15,6 +15,8 @@ from ..operands import differentiated
 from ..structured.operands import Operands
 from .exchange import Exchange
 from .shards import check_same, digest, norm_of, raise_for_difference
+
+_Linear = Callable[[Tensor], Tensor]
 
 
 class Parts:
@@ -89,9 +91,7 @@ class _Map(torch.autograd.Function):
     """A tensor -> `there(tensor)`, a linear map whose adjoint is `back`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, there: _Linear, back: _Linear) -> Tensor:
         ctx.maps = back, there
         return there(tensor)
 
@@ -100,7 +100,7 @@ class _Map(torch.autograd.Function):
         return _mapped(grad, *ctx.maps), None, None
 
 
-def _mapped(tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+def _mapped(tensor: Tensor, there: _Linear, back: _Linear) -> Tensor:
     mapped: Tensor = _Map.apply(tensor, there, back)  # type: ignore[no-untyped-call]
     return mapped
 

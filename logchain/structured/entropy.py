@@ -1,7 +1,6 @@
 """The entropy of the posterior over the state paths of a chain of structures."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,17 +63,16 @@ def entropy_by_steps(operands: Operands) -> Tensor:
     """
     steps = Steps(operands)
     message, _ = shifted(steps.start() + steps.potential(0))
-    entropies, prepared = torch.zeros_like(message), None
+    entropies, known = torch.zeros_like(message), None
     for step in range(1, steps.v):
         transition = steps.transition(step)
-        if prepared is None or prepared[0] is not transition:
-            prepared = transition, *_surprising(transition)
-        _, surprising, top = prepared
+        if transition is not known:
+            known, (surprising, top) = transition, _surprising(transition)
         sums = transition.apply(message, LOG)
         base = sums.masked_fill(sums == -math.inf, 0.0)
         of_messages = (transition.apply(message + _log_one_more(entropies - message), LOG) - base).exp()
         of_entries = (surprising.apply(message, LOG) - base).exp()
-        after = (of_messages + of_entries + base - top.view(-1, 1, 1) - 2.0).masked_fill(sums == -math.inf, 0.0)
+        after = (of_messages + of_entries + base - top - 2.0).masked_fill(sums == -math.inf, 0.0)
         moved, _ = shifted(sums + steps.potential(step))
         inside = steps.inside(step)
         entropies = after if inside is None else torch.where(inside, after, entropies)
@@ -92,15 +90,10 @@ def _log_one_more(values: Tensor) -> Tensor:
 
 
 def _surprising(transition: Transition) -> tuple[Transition, Tensor]:
-    """The matrices with entries P (1 - log P + log of the largest), and the logarithm of the largest (g or 1)."""
-    top = _largest(transition)
-    return transition.map(lambda logs: logs + _log_one_more(top.view(-1, 1, 1) - logs)), top
-
-
-def _largest(transition: Any) -> Tensor:
-    """The largest logarithm of each matrix (g or 1), on all ranks together; 0 in place of an infinite one."""
+    """The structure of `P(k, j) (1 + top - log P(k, j))`, and top (g or 1, 1, 1), the largest logarithm of all."""
     (logs,) = transition.parameters
     top = logs.detach().flatten(1)
     top = torch.cat([top, top.new_full((len(top), 1), -math.inf)], -1).amax(-1)
-    largest: Tensor = transition.ranks.stack(top).amax(0)
-    return largest.masked_fill(largest.isinf(), 0.0)
+    top = transition.ranks.exchange.stacked(top).amax(0)
+    top = top.masked_fill(top.isinf(), 0.0).view(-1, 1, 1)
+    return transition.map(lambda logs: logs + _log_one_more(top - logs)), top

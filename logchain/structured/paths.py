@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..autograd.paths import sum_of_logs
 from ..kernels.plain.semiring import log_weights
-from ..transitions import LOG, Transition
+from ..transitions import LINEAR, LOG, Transition
 from ..transitions.transition import look_up, pick
 from .operands import Operands, Steps
 from .walk import Message, messages
@@ -30,10 +30,14 @@ def log_weight(operands: Operands, states: Tensor) -> Tensor:
     steps = torch.arange(x.shape[-2], device=x.device)
     inside = torch.ones_like(states, dtype=torch.bool) if ends is None else (steps < ends[..., None]).expand_as(states)
     lost, states = inside & (states < 0), torch.where(inside & (states >= 0), states, 0)
-    logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
     start = log_weights(look_up(p0.unsqueeze(-2), states[..., :1]), log_params, torch.float64)
     # parameters of steps behind a sequence's end may hold NaN
-    moved = logs.entries(states[..., :-1], states[..., 1:], LOG)
+    if transition.ranks is None:
+        logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
+        moved = logs.entries(states[..., :-1], states[..., 1:], LOG)
+    else:  # entries are parameters
+        entries = transition.entries(states[..., :-1], states[..., 1:], LOG if log_params else LINEAR)
+        moved = log_weights(entries, log_params, torch.float64)
     weights = torch.where(inside, torch.cat([start, moved.expand(*states.shape[:-1], -1)], -1), 0.0)
     potentials = torch.where(inside, look_up(x, states).double(), 0.0)
     terms = torch.cat([weights, potentials.masked_fill(lost, -math.inf)], -1)

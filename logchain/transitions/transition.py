@@ -178,16 +178,16 @@ class Transposed(Transition):
 
     @property
     def own_axes(self) -> tuple[int, ...]:
-        """The number of own axes of each parameter."""
+        """Those of the other structure."""
         return self._of.own_axes
 
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """`message @ P.mT`, see `Transition.apply`."""
+        """`message @ P`, see `Transition.apply`."""
         return arithmetic.matmul(message, self._of.with_parameters(*self.parameters)._dense(arithmetic).mT)
 
     @property
     def mT(self) -> Transition:
-        """The structure itself."""
+        """The other structure."""
         return self._of.with_parameters(*self.parameters)
 
 

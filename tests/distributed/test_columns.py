@@ -241,6 +241,43 @@ def test_chains_that_underflow_in_float64(teams, log, spread, power, scale, resc
     assert (counts[0] > 0) == rescued
 
 
+def detour(rank, log, entry):
+    """A path through a state far below others, and an entry far below others, that is the only one."""
+    x = torch.tensor([[0.0, -200.0, 0.0, 0.0], [-torch.inf, -torch.inf, 1.0, -torch.inf]], requires_grad=True)
+    logs = torch.full((4, 4), -torch.inf, dtype=torch.float64)
+    logs[:, 0] = logs[0] = torch.linspace(-1.0, 0.0, 4)
+    logs[0, 2], logs[1, 2] = -torch.inf, entry
+    bulk = (logs if log else logs.exp()).float()[:, 2 * rank : 2 * rank + 2].contiguous().requires_grad_()
+    exact = entry if log else logs.exp().float()[1, 2].double().log().item()
+    value = logchain.product(x, Columns(bulk), torch.zeros(4) if log else torch.ones(4), log_params=log)
+    torch.testing.assert_close(value.item(), exact - 199.0, rtol=1e-6, atol=0)
+    states, columns = torch.autograd.grad(value, [x, bulk])
+    assert states.tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
+    if log or entry > -88:  # the gradient of less is beyond float32
+        counts = columns if log else columns.double() * bulk
+        assert torch.allclose(counts.sum(), torch.tensor(float(rank), dtype=counts.dtype))
+
+
+@pytest.mark.parametrize(
+    ("log", "entry"), [(True, -5.0), (True, -300.0), (False, -5.0), (False, -80.0), (False, -87.0), (False, -101.0)]
+)
+def test_the_only_path_is_found(teams, log, entry):
+    teams(2).values(detour, log, entry)
+
+
+def long(rank, log):
+    problem = Problem(rank, (5, 7), log=log)
+    problem.x = problem.x.detach().repeat(1, 1, 30, 1).requires_grad_()
+    ours, dense = problem.both(logchain.product)
+    same(ours, dense)
+    problem.same_gradients(ours, dense)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_chains_of_many_steps(teams, log):
+    teams(2).values(long, log)
+
+
 @SPLITS
 def test_bfloat16(teams, sizes):
     teams(len(sizes)).values(narrow, sizes, torch.bfloat16, 1.0, 1, 1.0, False)
@@ -295,8 +332,8 @@ def made(rank, columns):
 ones = torch.ones
 WRONG_COLUMNS = {
     "columns: expected 12 columns on all ranks together, as many as rows, got [5, 6]": (ones(12, 5), ones(12, 6)),
-    "rank 1: columns: expected [12, c_r] of torch.float32 on cpu, as on rank 0, "
-    "got [12, c_r] of torch.float64 on cpu": (
+    "rank 1: columns: expected [12, c_r] of torch.float32 on cpu, as on rank 0, got [12, c_r] of torch.float64 on"
+    " cpu": (
         ones(12, 5),
         ones(12, 7, dtype=torch.float64),
     ),
