@@ -102,7 +102,9 @@ class Log(Arithmetic):
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """`log(exp(a) @ exp(b))`."""
-        return broadcast_log_matmul(a, b)
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        wide = torch.promote_types(dtype, torch.float32)  # the least that the kernels take
+        return broadcast_log_matmul(a.to(wide), b.to(wide)).to(dtype)
 
 
 class Max(Arithmetic):

@@ -24,6 +24,14 @@ def test_the_dense_matrix_is_that_of_the_formula(kind):
 
 
 @KINDS
+def test_logarithms_of_half_precision_are_multiplied_out_in_float32(kind):
+    structure = MAKE[kind](numbers(0, torch.bfloat16)).map(torch.log)
+    expected = structure.to(torch.float32).to_dense(log_params=True)
+    # products of three factors are rounded twice on the way
+    torch.testing.assert_close(structure.to_dense(log_params=True).float(), expected, rtol=2**-7, atol=2**-7)
+
+
+@KINDS
 @LEADS
 def test_messages_pass_as_through_the_dense_matrices(kind, lead):
     structure = MAKE[kind](numbers(0), *lead)
