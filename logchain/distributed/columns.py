@@ -1,6 +1,5 @@
 """One large transition matrix whose columns lie on several ranks of a process group."""
 
-import json
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..transitions import LINEAR, LOG, Arithmetic, Transition
 from ..transitions.transition import Transposed, look_up
 from .exchange import Exchange
 from .parts import Parts
-from .shards import digest, raise_for_difference
+from .shards import check_agreed, digest
 
 # terms of which the largest is found at a time
 _TERMS = 2**16
@@ -195,8 +194,7 @@ def _sizes(exchange: Exchange, columns: Tensor) -> list[int]:
         return torch.tensor([columns.shape[-1], digest(fields)], dtype=torch.float64)
 
     sizes, digests = exchange.gather((2,), header).T
-    if (digests != digests[0]).any():
-        raise_for_difference(exchange.texts(json.dumps(fields)))
+    check_agreed(exchange, digests, fields)
     counts: list[int] = sizes.int().tolist()
     c = columns.shape[-2]
     if sum(counts) != c:

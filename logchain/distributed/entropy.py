@@ -44,7 +44,7 @@ def entropy(
 
     Returns:
         `[*B]` in nats; 0 where no path is possible. It has no derivative: taking one raises. In float64 throughout, but
-        `log Z` and the expectation are formed and subtracted: an entropy is exact to some 1e-15 |log Z|.
+        `log Z` and the expectation are formed and subtracted: an entropy is exact to some 1e-14 |log Z|.
 
     Raises:
         TypeError, ValueError: an argument is wrong on this rank or on another, or differs between ranks.

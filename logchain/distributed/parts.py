@@ -4,7 +4,6 @@ Tensors are replicated, the same on all ranks, or parts, each rank's own. The gr
 on every rank, that of a part is the rank's own; so the adjoint of each map is another of them.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..operands import differentiated
 from ..structured.operands import Operands
 from .exchange import Exchange
-from .shards import check_same, digest, norm_of, raise_for_difference
+from .shards import check_agreed, check_same, digest, norm_of, said_of
 
 _Linear = Callable[[Tensor], Tensor]
 
@@ -74,14 +73,13 @@ class Parts:
                 x=f"shape {list(x.shape)} of {x.dtype}",
                 p0=f"shape {list(p0.shape)} of {p0.dtype}",
                 log_params=log_params,
-                lengths=None if ends is None else f"lengths of sum {int(ends.sum())}, {digest(ends.tolist())}",
+                lengths=said_of(ends),
                 gradients=[differentiated(tensor) for tensor in checked[0].tensors],
             )
             return torch.stack([torch.tensor(digest(fields), dtype=torch.float64), norm_of(x).cpu(), norm_of(p0).cpu()])
 
         digests, x_norms, p0_norms = self.exchange.gather((3,), header).T
-        if (digests != digests[0]).any():
-            raise_for_difference(self.exchange.texts(json.dumps(fields)))
+        check_agreed(self.exchange, digests, fields)
         check_same("x", "the same log-potentials", x_norms, checked[0].x.dtype)
         check_same("p0", "the same weights", p0_norms, checked[0].p0.dtype)
         return checked[0]

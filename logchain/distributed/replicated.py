@@ -1,6 +1,6 @@
 """Parameters that every rank has, used on every rank's own data: their gradients are sums over the ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,30 +10,26 @@ from .exchange import Exchange
 from .shards import digest
 
 
-def replicated(parameters: Mapping[str, Tensor], group: Any = None) -> dict[str, Tensor]:
-    """The same parameters, whose gradients are summed over the ranks of a process group, in one exchange.
+def replicated(
+    exchange: Exchange, parameters: Mapping[str, Tensor], steps: Callable[[], int]
+) -> tuple[dict[str, Tensor], int]:
+    """The same parameters, whose gradients are summed over ranks, and the number of steps on the ranks before this one.
 
     Every rank has the same parameters, computes with them what belongs to its own data, and takes the gradient of one
-    loss, which all ranks have in common, as that of `distributed.product` is. Then all ranks have equal gradients.
-
-    Args:
-        parameters: tensors by name, as of `dict(module.named_parameters())`, for `torch.func.functional_call`.
-        group: a process group of `torch.distributed`, by default that of all processes.
-
-    Raises:
-        ValueError: names, shapes or dtypes are not the same on all ranks.
-        RuntimeError: a rank is gone or does not answer; or there is no group.
-
-    Cost: one gather of a number; backward, one sum of the gradients in float64.
+    loss, which all ranks have in common. Then all ranks have equal gradients. `steps` counts those of this rank; what
+    it raises is raised on all. Names, shapes and dtypes have to be the same on all ranks, or all raise ValueError.
     """
-    exchange = Exchange(group)
     described = [
         f"{name} {list(value.shape)} {value.dtype} {value.requires_grad}" for name, value in parameters.items()
     ]
-    digests = exchange.gather((), lambda: torch.tensor(float(digest(described))))
+    counts, digests = exchange.gather((2,), lambda: torch.tensor([float(steps()), float(digest(described))])).T
     if (digests != digests[0]).any():
         rank = int((digests != digests[0]).nonzero()[0])
         raise ValueError(f"rank {rank}: parameters: expected the same names, shapes and dtypes as on rank 0")
+    return _summed(exchange, parameters), int(counts[: exchange.rank].sum())
+
+
+def _summed(exchange: Exchange, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not parameters:
         return {}
     return dict(zip(parameters, _Replicated.apply(exchange, *parameters.values()), strict=True))  # type: ignore[no-untyped-call]

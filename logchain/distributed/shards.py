@@ -85,8 +85,7 @@ def agree(
         return torch.cat([counts, norms, torch.tensor([needs, torch.get_num_threads()])])
 
     received = exchange.gather((len(_HEADER.split()),), header)
-    if (received[:, 2] != received[0, 2]).any():
-        raise_for_difference(exchange.texts(json.dumps(fields)))
+    check_agreed(exchange, received[:, 2], fields)
     variables, matrices, _, bulk_norms, p0_norms, needs, threads = received.T
     sizes, counts = variables.int().tolist(), matrices.int().tolist()
     one_matrix = _one_matrix(sizes, counts)
@@ -154,7 +153,7 @@ def _agreed(
         "bulk": f"axes {list(bulk.shape[:-3])} before its steps, of {bulk.dtype}",
         "p0": f"shape {list(p0.shape)} of {p0.dtype}",
         "log_params": log_params,
-        "lengths": None if ends is None else f"lengths of sum {int(ends.sum())}, {digest(ends.tolist())}",
+        "lengths": said_of(ends),
         "device": x.device.type,
         "gradients": differentiated(x, bulk, p0),
         **options,
@@ -166,12 +165,6 @@ def digest(value: Any) -> int:
     return int(hashlib.blake2b(json.dumps(value).encode()).hexdigest()[:13], 16)
 
 
-def first_variable(exchange: Exchange, variables: int) -> int:
-    """The number of variables on the ranks before this one."""
-    counts = exchange.gather((), lambda: torch.tensor(float(variables)))
-    return int(counts[: exchange.rank].sum())
-
-
 def norm_of(weights: Tensor) -> Tensor:
     """The norm of the finite entries, which tells apart what should be equal on all ranks."""
     norm: Tensor = torch.linalg.vector_norm(weights.detach(), dtype=torch.float64)
@@ -180,9 +173,16 @@ def norm_of(weights: Tensor) -> Tensor:
     return norm
 
 
-def raise_for_difference(texts: list[str]) -> None:
-    """Raise ValueError for the first difference of what ranks describe, which names the rank."""
-    first, *others = map(json.loads, texts)
+def said_of(ends: Tensor | None) -> str | None:
+    """What tells the lengths [*B] of sequences apart."""
+    return None if ends is None else f"lengths of sum {int(ends.sum())}, {digest(ends.tolist())}"
+
+
+def check_agreed(exchange: Exchange, digests: Tensor, fields: dict[str, Any]) -> None:
+    """Raise ValueError for the first difference of the fields of all ranks, whose `digests` have been gathered."""
+    if (digests == digests[0]).all():
+        return
+    first, *others = map(json.loads, exchange.texts(json.dumps(fields)))
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:

@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 
+def check_unsharded(model: torch.nn.Module) -> None:
+    """Check that no module is sharded by FSDP2, whose methods write to copies of parameters that are dropped."""
+    for module in model.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            raise ValueError(f"model: expected one that is not sharded yet, got {type(module).__name__}")
+
+
 def check_count(name: str, *values: object, least: Literal[0, 1] = 1) -> None:
     """Check for positive integers, or with `least=0` for non-negative ones."""
     expected = f"{name}: expected a {'positive' if least else 'non-negative'} integer"

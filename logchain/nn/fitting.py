@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..arguments import check_choice, check_flag, check_is_tensor
 from ..progress import bar, check_progress
-from .checks import check_count, check_number, check_step
+from .checks import check_count, check_number, check_step, check_unsharded
 from .em import em_step, trained_parts
 
 Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -87,7 +87,8 @@ def fit(
     Raises:
         TypeError: an option is of the wrong kind.
         ValueError: an option is out of range or belongs to the other method; with "em", a trained parameter has no
-            maximum in closed form; the data are impossible, or the log-likelihood is not finite.
+            maximum in closed form; the data are impossible, or the log-likelihood is not finite; or FSDP2 has sharded
+            the model, which has to be fitted before.
         ImportError: `progress` is given, and tqdm is not installed.
 
     Cost: a forward and a backward pass an iteration, and a forward pass at the end.
@@ -96,6 +97,7 @@ def fit(
     Stat. Soc. B 39 (1977); O. Cappe and E. Moulines, "On-line expectation-maximization algorithm for latent data
     models" (arXiv:0712.4273), for mini-batches.
     """
+    check_unsharded(model)
     check_choice("method", method, ("em", "gradient"))
     check_is_tensor("data", data)
     check_number("tolerance", tolerance)
@@ -123,7 +125,8 @@ def fit(
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """A context that restores the parameters that are not trained."""
+    """A context that restores the parameters that are not trained, in which the others may be written."""
+    check_unsharded(model)
     before = [(fixed, fixed.detach().clone()) for fixed in model.parameters() if not fixed.requires_grad]
     yield
     with torch.no_grad():

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..adapters import ChainArguments
-from ..arguments import Lengths
+from ..arguments import Lengths, check_is_tensor
 from ..distributed.exchange import Exchange
 from ..distributed.replicated import replicated
-from ..distributed.shards import first_variable
 from .emissions.input_layer import InputLayer
 from .potentials import event_axes, over
 
@@ -42,15 +41,25 @@ def sharded_arguments(
 
     What lies behind a sequence's end is not observed.
     """
-    exchange = Exchange(group)
-    steps = data.shape[: data.dim() - event_axes(model.emission)]
-    start = first_variable(exchange, steps[-1] if steps else 0)
-    if lengths is not None:
-        if not isinstance(model.emission, InputLayer):
+    exchange, chains = Exchange(group), list[ChainArguments]()
+
+    def steps() -> int:
+        check_is_tensor("data", data)
+        if lengths is not None and not isinstance(model.emission, InputLayer):
             raise TypeError("lengths: expected None with a group and an emission that is no InputLayer")
-        ends = torch.as_tensor(lengths, device=data.device)
-        inside = start + torch.arange(steps[-1], device=data.device) < over(ends, steps[:-1])[..., None]
-        observed = inside if observed is None else observed & over(inside, observed.shape)
-    weights = replicated({f"model.{name}": one for name, one in model.named_parameters()}, group)
-    chain: ChainArguments = torch.func.functional_call(_Arguments(model), weights, (data, observed, covariates, start))
-    return chain._replace(lengths=None if lengths is None else torch.as_tensor(lengths))
+        if data.dim() <= event_axes(model.emission):
+            raise ValueError(f"data: expected at least {event_axes(model.emission) + 1} axes, got {list(data.shape)}")
+        return data.shape[data.dim() - 1 - event_axes(model.emission)]
+
+    def compute() -> None:
+        known = observed
+        if lengths is not None:
+            shape = data.shape[: data.dim() - event_axes(model.emission)]
+            places, ends = start + torch.arange(shape[-1], device=data.device), torch.as_tensor(lengths).to(data.device)
+            inside = places < over(ends, shape[:-1])[..., None]
+            known = inside if observed is None else observed & over(inside, observed.shape)
+        chains.append(torch.func.functional_call(_Arguments(model), weights, (data, known, covariates, start)))
+
+    weights, start = replicated(exchange, {f"model.{name}": one for name, one in model.named_parameters()}, steps)
+    exchange.gather((), compute)  # what is wrong on one rank is raised on all
+    return chains[0]._replace(lengths=None if lengths is None else torch.as_tensor(lengths))

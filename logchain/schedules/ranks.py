@@ -73,9 +73,9 @@ class _Model(NamedTuple):
     def numbers_of_blocks(self) -> list[int]:
         """The numbers of blocks of the batch that are tried: one, or as many as keep ranks of a pipeline busy."""
         ranks, sequences = len(self.sizes), max(1, self.size.sequences)
-        return (
-            sorted({1, min(sequences, 2 * ranks), min(sequences, 8 * ranks)}) if ranks > 2 or self.size.lengths else [1]
-        )
+        if ranks <= 2 and not self.size.lengths:
+            return [1]
+        return sorted({1, min(sequences, 2 * ranks), min(sequences, 8 * ranks)})
 
     def vectors(self, blocks: int) -> Cut:
         """Vectors through the ranks in turn, block by block."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import logchain
 from logchain import distributed
+from logchain.distributed.exchange import Exchange
 from logchain.schedules import choose
 from logchain.schedules.cost import constants
 from logchain.schedules.cost_counts import SEQUENTIAL, Size
@@ -78,6 +79,17 @@ def measured(team: Team, v: int, c: int, mode: str, rounds: int) -> list[Row]:
     ]
 
 
+def exchanged(rank: int, rounds: int) -> float:
+    """The least seconds in which two ranks gather a message of 16 states."""
+    exchange, message = Exchange(None), torch.zeros(18, dtype=torch.float64)
+    found = []
+    for _ in range(10 * rounds):
+        begin = time.perf_counter()
+        exchange.gather((18,), lambda: message)
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
 def predicted(n: int, v: int, c: int, ranks: int) -> Row:
     """The speed-up of the fastest way to cut a chain, with gradients, over one process with one thread."""
     size = Size.of((n, v, c), (1, c, c), False, False, False, True)
@@ -92,5 +104,7 @@ def main(sizes: Sequence[tuple[int, int]] = SIZES, rounds: int = 15) -> None:
     """Measure, and write the results file; a minute."""
     with tempfile.TemporaryDirectory() as folder, Team(2, Path(folder), timeout=60) as team:
         rows = [row for v, c in sizes for mode in MODES for row in measured(team, v, c, mode, rounds)]
+        seconds = max(team.values(exchanged, rounds))
+        rows.append(Row("18 numbers, two ranks", "logchain", "gather", "time of an exchange", seconds * 1e3, "ms"))
     rows += [predicted(*chain, ranks) for chain in CHAINS for ranks in RANKS]
     results.write([row._replace(**machine()) for row in rows], results.RANKS)

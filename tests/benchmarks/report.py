@@ -148,7 +148,8 @@ def _ratios(path: Path, mode: str) -> str:
 
 def ranks() -> str:
     """What two ranks gain, from their own results file."""
-    rows = [row for row in read(results.RANKS) if row.unit == "x" and row.metric != "predicted speed-up"]
+    rows = [row for row in read(results.RANKS) if row.unit == "x" or row.mode == "gather"]
+    rows = [row for row in rows if row.metric != "predicted speed-up"]
     lines = [
         (r.workload, r.mode, r.metric, r.text, r.bar, ("yes" if r.reached else "no") if r.bar else "") for r in rows
     ]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from logchain.nn import HMM, ChainCircuit, LinearChainCRF
 
@@ -96,3 +96,18 @@ def test_two_processes_learn_what_one_does(teams, kind, wrapper, optimiser):
             other.load_state_dict(state)
             for one, two in zip(other.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(one, two, **CLOSE)
+
+
+def written(rank: int, kind: str, method: str) -> None:
+    losses = Losses(kind)
+    model = fully_shard(losses.model(), mesh=init_device_mesh("cpu", (2,)))
+    register_fsdp_forward_method(model, method)
+    getattr(model, method)(losses.categories)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "circuit"])
+@pytest.mark.parametrize("method", ["fit", "initialise"])
+def test_parameters_that_are_sharded_are_not_written(teams, kind, method):
+    """FSDP2 would drop what these methods write."""
+    for outcome in teams(2).run(written, kind, method):
+        assert isinstance(outcome.error, ValueError) and "expected one that is not sharded yet" in str(outcome.error)

@@ -251,3 +251,34 @@ def new_circuit(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(rank)
     circuit = ChainCircuit(4, 3, 2, num_categories=4, group=dist.group.WORLD)
     return circuit.p0.logits.detach(), circuit.mixing.logits.detach()
+
+
+def wrong_data(rank: int, wrong: str) -> None:
+    model, data, options = model_of("categorical"), data_of("categorical")[:, variables(rank, 2)], {}
+    if rank == 1:
+        if wrong == "no tensor":
+            data = [1, 2]
+        elif wrong == "no steps":
+            data = data[0, 0]
+        elif wrong == "no category":
+            data = data + 9
+        elif wrong == "another mask":
+            options["observed"] = torch.ones(2, 2, dtype=torch.bool)
+        elif wrong == "covariates":
+            options["covariates"] = torch.ones(1)
+    model.log_prob(data, group=dist.group.WORLD, **options)
+
+
+@pytest.mark.parametrize(
+    "wrong, kind, text",
+    [
+        ("no tensor", TypeError, "rank 1: data: expected a torch.Tensor"),
+        ("no steps", ValueError, "rank 1: data: expected at least 1 axes"),
+        ("no category", ValueError, "rank 1: "),
+        ("another mask", ValueError, "rank 1: observed: expected"),
+        ("covariates", ValueError, "rank 1: covariates: expected None"),
+    ],
+)
+def test_wrong_data_on_one_rank_are_raised_on_all(teams, wrong, kind, text):
+    for outcome in teams(2).run(wrong_data, wrong):
+        assert type(outcome.error) is kind and text in str(outcome.error), (outcome.error, outcome.trace)
