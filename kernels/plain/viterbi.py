@@ -18,22 +18,10 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     Ties go to the lowest last state, then to the lowest state before it, and so on. A state is -1 after its sequence's
     end, and everywhere in a sequence that is impossible or unknown. The chain may be shorter than `steps`.
     """
-    g, m = chain.g, chain.m
-    messages = chain.new(chain.v, g, m, chain.c)
-    total = semiring.forward(chain, semiring.maximum, messages=messages)
-    states = torch.full((g, m, steps), -1, device=messages.device)
-    sets = torch.arange(g, device=messages.device)[:, None]
-    state = torch.empty(0)
-    for step in reversed(range(chain.v)):
-        terms = messages[step]
-        if step + 1 < chain.v:
-            columns = semiring.log_weights(chain.matrix(step).mT[sets, state], chain.log_params, chain.dtype)
-            into_next = terms + columns
-            terms = into_next if chain.ends is None else torch.where(chain.ends == step + 1, terms, into_next)
-        state = terms.argmax(-1)
-        states[..., step] = state
-    no_sum = unknown(chain)
-    return without_states(chain, states, no_sum | ~(total > -torch.inf)), no_sum
+    messages = Messages(chain, None)
+    states = torch.full((chain.g, chain.m, steps), -1, device=chain.x.device)
+    messages.follow(states[..., : chain.v])
+    return states, messages.unknown
 
 
 class Messages:
@@ -69,9 +57,8 @@ class Messages:
             terms = self._kept[step]
             if step + 1 < steps:
                 columns = semiring.log_weights(chain.matrix(step).mT[sets, state], chain.log_params, chain.dtype)
-                terms = (
-                    terms + columns if ends is None else torch.where(ends[..., None] > step + 1, terms + columns, terms)
-                )
+                into_next = terms + columns
+                terms = into_next if ends is None else torch.where(ends[..., None] == step + 1, terms, into_next)
             state = terms.argmax(-1)
             is_last = step + 1 == (steps if ends is None else ends)
             state = torch.where((given >= 0) & is_last, given, state)

@@ -19,9 +19,9 @@ def size_of(grid: Grid) -> int:
     return g * m * (c + 2)
 
 
-def row_of(message: Message, size: int) -> Tensor:
-    """A message as a row of this size, filled up with zeros."""
-    row = torch.cat([message.values.flatten(), message.scale.flatten()])
+def row_of(size: int, *parts: Tensor) -> Tensor:
+    """The parts of a message, or of a product, as a row of this size, filled up with zeros."""
+    row = torch.cat([part.flatten() for part in parts])
     return torch.nn.functional.pad(row, (0, size - len(row)))
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..kernels.message import Message
 from ..kernels.numbers import exact_sum
 from ..rescues import report_boundaries
-from ..schedules.cost_counts import WARM_PART
-from ..schedules.overlapped import steps_to_forget, through, unlike
+from ..schedules.overlapped import through, unlike
 from .exchange import Exchange
 from .messages import message_of, row_of, size_of
 from .products import Products
@@ -79,25 +78,17 @@ class Overlapped:
 
     def _to_forget(self) -> Tensor:
         """The number of steps to begin early, 0 if this rank's part does not forget in time."""
-        block = self._block
-        if self._place is None:
-            return torch.ones(())
-        chain = block.as_chain()
-        longest = chain.v // WARM_PART
-        steps = steps_to_forget(chain, longest, through, unlike) if chain.v > WARM_PART else 0
-        return torch.tensor(float(min(steps + steps // 2, chain.v)))
+        return torch.tensor(0.0 if self._place is None else self._block.early(through, unlike))
 
     def _early(self) -> Tensor | None:
         if self._place is None or self._place == len(self._filled) - 1:
             return None
-        values = self._block.last_ahead(min(self._steps, self._block.chain.v))
-        return row_of(Message(values, values.new_zeros(2, *values.shape[:2])), self._size)
+        return row_of(self._size, self._block.last_ahead(min(self._steps, self._block.chain.v)))
 
     def _early_back(self) -> Tensor | None:
         if not self._place:
             return None
-        values = self._block.first_back(min(self._steps, self._block.chain.v))
-        return row_of(Message(values, values.new_zeros(2, *values.shape[:2])), self._size)
+        return row_of(self._size, self._block.first_back(min(self._steps, self._block.chain.v)))
 
     def _whole(self, entering: Message | None, begun: Tensor) -> Tensor | None:
         """The scale of this rank's part, and in the place of the first state whether what leaves it is refused."""
@@ -108,7 +99,7 @@ class Overlapped:
         if self._place < len(self._filled) - 1:
             assumed = self._message(begun[self._filled[self._place]])
             refused[..., 0] = unlike(self._block.chain, leaving.values, assumed.values) & self._block.continues
-        return row_of(Message(refused, leaving.scale), self._size)
+        return row_of(self._size, refused, leaving.scale)
 
     def _message(self, row: Tensor) -> Message:
         return message_of(row, self._block.grid, self._block.chain.x.device)

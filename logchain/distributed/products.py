@@ -78,10 +78,8 @@ class Products:
         if self._place is None:
             return None
         if self._between:
-            matrices, scale = self._block.product()
-            row = torch.cat([matrices.flatten(), scale.flatten()])
-            return torch.nn.functional.pad(row, (0, self._size - len(row)))
-        return row_of(self._block.ahead(None) if self._place == 0 else self._block.turned(), self._size)
+            return row_of(self._size, *self._block.product())
+        return row_of(self._size, *(self._block.ahead(None) if self._place == 0 else self._block.turned()))
 
     def _matrix(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithms of a product (g, m, c, c), and its scale (g, m)."""

@@ -91,8 +91,8 @@ def _drawn(
             x = chain.x[:1].expand(chain.v + 1, *chain.x.shape[1:])
             steps = replace(chain, x=x, ends=None if chain.ends is None else chain.ends + 1)
         kernels.draw_kernels(chain.x).draw(steps, stretch.kept._replace(log_norm=log_norm), states)
-        reached = torch.ones(g, m, dtype=torch.bool) if stretch.reached is None else stretch.reached
-        return torch.where(reached, states[..., 0], -1).double()
+        first = states[..., 0]
+        return (first if stretch.reached is None else torch.where(stretch.reached, first, -1)).double()
 
     with kernels.arithmetic_on(chain.x):
         for at in reversed(range(len(shards.filled))):

@@ -17,6 +17,8 @@ from ..kernels.message import Kept, Message
 from ..layout import Layout
 from ..operands import Operands, arithmetic_dtype
 from ..rescues import report_chains
+from ..schedules.cost_counts import WARM_PART
+from ..schedules.overlapped import Differ, Walk, steps_to_forget
 from ..schedules.turned import Turned
 from .messages import unless_infinite
 
@@ -82,6 +84,12 @@ class Stretch:
         chain = self.chain
         whole = self._begins or (len(chain.bulk) == 1 and chain.v > 1)
         return chain if whole else replace(chain, bulk=chain.bulk[1:])
+
+    def early(self, walk: Walk, differ: Differ) -> float:
+        """The number of steps that messages in either direction begin early, 0 if they do not forget in time."""
+        chain = self.as_chain()
+        steps = steps_to_forget(chain, chain.v // WARM_PART, walk, differ) if chain.v > WARM_PART else 0
+        return float(min(steps + steps // 2, chain.v))
 
     @property
     def reached(self) -> Tensor | None:

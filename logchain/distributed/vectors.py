@@ -61,12 +61,12 @@ class Vectors:
         if place is None:
             return None
         if place >= self._ahead:
-            return row_of(self._blocks[turn].turned(), self._size) if turn < count else None
+            return row_of(self._size, *self._blocks[turn].turned()) if turn < count else None
         index = turn - place
         if not 0 <= index < count:
             return None
         entering = None if place == 0 or arrived is None else self._message(arrived, index)
-        return row_of(self._blocks[index].ahead(entering), self._size)
+        return row_of(self._size, *self._blocks[index].ahead(entering))
 
     def backward(self, norms: list[Tensor], weights: list[Tensor], into: list[Gradients]) -> Callable[[], object]:
         """Write the gradients of this rank's part of each block, all but what the result does, which needs no rank."""
@@ -100,8 +100,7 @@ class Vectors:
         following = self._following[index]
         if place < self._ahead - 1 and arrived is not None:
             following = self._message(arrived, index).values
-        back = self._blocks[index].back(norms[index], weights[index], following, into[index])
-        return row_of(Message(back, back.new_zeros(2, *back.shape[:2])), self._size)
+        return row_of(self._size, self._blocks[index].back(norms[index], weights[index], following, into[index]))
 
     def _message(self, row: Tensor, index: int) -> Message:
         block = self._blocks[index]

@@ -17,9 +17,7 @@ from ..autograd.paths import log_weight
 from ..kernels.chain import Chain
 from ..operands import Operands, arithmetic_dtype
 from ..rescues import report_boundaries
-from ..schedules.cost_counts import WARM_PART
 from ..schedules.cut import Cut
-from ..schedules.overlapped import steps_to_forget
 from ..viterbi import Path
 from .exchange import Exchange
 from .questions import begin, underived
@@ -153,12 +151,7 @@ class _Walks:
         if len(self._filled) == 1:
             return None
 
-        def to_forget() -> Tensor:
-            chain = self._stretch.as_chain()
-            steps = steps_to_forget(chain, chain.v // WARM_PART, self._through, _differ) if chain.v > WARM_PART else 0
-            return torch.tensor(float(min(steps + steps // 2, chain.v)))
-
-        wanted = self._gathered((), to_forget)
+        wanted = self._gathered((), lambda: torch.tensor(self._stretch.early(self._through, _differ)))
         if not wanted.all():
             return None
         steps = int(wanted.max())

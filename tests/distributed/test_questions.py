@@ -187,3 +187,25 @@ def wrong_draws(rank: int, count: object) -> None:
 def test_a_wrong_number_of_draws(teams, count, kind):
     for outcome in teams(2).run(wrong_draws, count):
         assert type(outcome.error) is kind and "rank 1: num_samples" in str(outcome.error)
+
+
+def without_c(rank: int, case: Case):
+    """Best paths as a device takes them for which there are no loops in C."""
+    from logchain import kernels
+    from logchain.kernels.plain.viterbi import Messages
+
+    messages = kernels.path_messages
+    kernels.path_messages = lambda tensor: Messages
+    try:
+        return best(rank, case)
+    finally:
+        kernels.path_messages = messages
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+def test_best_paths_on_other_devices(teams, lengths):
+    case = chain((6, 0, 5), 3, batch=(3,), lengths=lengths)
+    one = logchain.viterbi(*case[:3], **case.options)
+    for rank, found in enumerate(teams(3).values(without_c, case)):
+        assert torch.equal(found.states, one.states[..., case.variables(rank)])
+        torch.testing.assert_close(found.score, one.score, rtol=1e-14, atol=1e-12)

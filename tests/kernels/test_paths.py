@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from logchain.autograd.paths import log_weight
+from logchain.kernels.chain import Chain
 from logchain.kernels.cpu import arguments, library, team
 from logchain.kernels.message import Kept
 from logchain.kernels.plain import sample as sample_plainly
@@ -198,3 +199,48 @@ def test_messages_that_are_logarithms_all_of_them(name, where):
         draw(chain, kept, one)
         draw(chain, Kept(kept.log_norm, logs, torch.ones_like(kept.redone)), other)
         assert torch.equal(one, other) and (one >= 0).any()
+
+
+@pytest.mark.parametrize("one_matrix", [True, False])
+@pytest.mark.parametrize("ended", [False, True])
+def test_rooms_agree_on_the_messages_of_a_stretch(one_matrix, ended):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(9, 5, 4, generator=generator, dtype=F64).round()  # (v, m, c), with ties
+    bulk = torch.rand(1 if one_matrix else 9, 4, 4, generator=generator, dtype=F64)
+    bulk = torch.where(bulk < 0.2, 0.0, bulk)
+    x[4, 1] = -INF
+    x[7, 2, 0] = NAN
+    ends = torch.tensor([9, 9, 6, 0, 3])[:, None][None] if ended else None
+    entering = torch.randn(1, 5, 4, generator=generator, dtype=F64)
+    entering -= entering.amax(-1, keepdim=True)
+    stretch = Chain(x, bulk, torch.ones(1, 4, dtype=F64), ends, False, F64)
+    plain, cpu = (room(name, "viterbi").Messages(stretch, entering) for name in ("plain", "cpu"))
+    known = ~cpu.unknown
+    assert torch.equal(plain.unknown, cpu.unknown)
+    torch.testing.assert_close(plain.leaving[known], cpu.leaving[known], rtol=1e-13, atol=1e-13)
+    for given in (-1, 2):
+        found = []
+        for kept in (plain, cpu):
+            states = torch.full((1, 5, 10), given)
+            kept.follow(states)
+            found.append(states)
+        assert torch.equal(*found)
+        if given >= 0 and not ended:
+            assert (found[0][0, 0, -1] == given) and (found[0][0, 1] == -1).all()
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_draws_go_back_from_states_that_are_given(lengths):
+    chain = arranged(FAMILIES["dense"](n=6, v=12, c=5, dtype=F64), lengths)
+    residuals = plain_forward(chain, keep=chain.new(chain.v, chain.g, chain.m, chain.c))[0]
+    numbers, last = numbers_for(chain, 12, 40), torch.arange(40) % 5
+    numbers[..., -1] = -1.0 - last[:, None, None]
+    found = []
+    for name in ("plain", "cpu"):
+        states = numbers.clone().view(torch.int64)
+        room(name, "sample").draw(chain, residuals, states)
+        found.append(states)
+    assert torch.equal(*found)
+    whole = torch.ones(chain.g, chain.m, dtype=torch.bool) if lengths is None else chain.ends[..., 0] == 12
+    expected = last[:, None, None].expand(40, chain.g, chain.m)
+    assert torch.equal(found[0][..., -1], torch.where(whole, expected, -1))
