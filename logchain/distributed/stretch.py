@@ -19,7 +19,7 @@ from ..operands import Operands, arithmetic_dtype
 from ..rescues import report_chains
 from ..schedules.cost_counts import WARM_PART
 from ..schedules.overlapped import Differ, Walk, steps_to_forget
-from ..schedules.turned import Turned
+from ..schedules.turned import Tail
 from .messages import unless_infinite
 
 F64 = torch.float64
@@ -155,41 +155,19 @@ class Stretch:
 
     def turned(self) -> Message:
         """The backward message of the variable before the first, with its scale, of chains that end here."""
-        inner = self.as_chain()
-        self._turned = Turned(inner)
-        keep = kernels.messages_of(inner, inner.v) if any(self._needs) else None
-        ((self._kept, last),) = kernels.at_once(self._turned.forward(keep))
+        self._tail = Tail(self.chain)
+        keep = kernels.messages_of(self.chain, self.chain.v) if any(self._needs) else None
+        ((self._kept, last),) = kernels.at_once(self._tail.forward(keep))
         self._last = unless_infinite(last)
-        report_chains(self.kept.redone)
-        boundary = self._boundary()
-        before: Message | None
-        _, before = self._walk.forward(replace(boundary, bulk=boundary.bulk.mT), self._last, leave=True)
-        assert before is not None
+        before, redone = self._tail.before(self._last)
+        report_chains(self.kept.redone | redone)
         return before
 
     def back_turned(self, log_norm: Tensor, weight: Tensor, entering: Message, into: Gradients) -> None:
         """Write the gradients of chains that end here, after `turned`, from the message that enters."""
         assert self._last is not None
-        grad_x, grad_bulk = self._views(into)
-        # the step between two ranks is a chain of its own: what leaves it precedes the first step here
-        boundary = self._boundary()
-        messages = torch.empty(2, *self.grid, dtype=F64, device=entering.values.device)
-        kept, leaving = self._walk.forward(boundary, entering, keep=messages, leave=True)
-        shared = len(self.chain.bulk) == 1 and self.chain.v > 1
-        rest = grad_bulk
-        if grad_bulk is not None:
-            rest = torch.empty_like(grad_bulk) if shared else grad_bulk[1:]
-        here = self.kept._replace(log_norm=log_norm)
-        kernels.at_once(self._turned.backward(here, weight, leaving.values, grad_x, rest))
-        if grad_bulk is None:
-            return
-        into_boundary = torch.empty_like(grad_bulk[:1], dtype=F64)
-        kept, following = kept._replace(log_norm=log_norm), self._last.values
-        self._walk.backward(boundary, kept, weight, following, None, into_boundary)
-        if shared and rest is not None:
-            grad_bulk.copy_(into_boundary.add_(rest))
-        else:
-            grad_bulk[:1] = into_boundary
+        kept = self.kept._replace(log_norm=log_norm)
+        kernels.at_once(self._tail.backward(kept, self._last.values, weight, entering, *self._views(into)))
 
     def _views(self, into: Gradients) -> tuple[Tensor | None, Tensor | None]:
         grad_x = None if into.x is None else self.layout.steps_first(into.x)
@@ -211,9 +189,3 @@ class Stretch:
         bulk = chain.bulk if one else chain.bulk[start - first : stop - first]
         ends = None if chain.ends is None else (chain.ends - start).clamp(0, stop - start)
         return replace(chain, x=chain.x[start:stop], bulk=bulk, ends=ends)
-
-    def _boundary(self) -> Chain:
-        """The step into this part alone, in float64, which ends ahead of its x."""
-        chain = self.chain
-        nothing = torch.zeros((), dtype=F64, device=chain.x.device).expand(1, *chain.x.shape[1:])
-        return replace(chain, x=nothing, bulk=chain.bulk[:1].double(), dtype=F64)

@@ -5,15 +5,13 @@
     Z   = a_{h-1} P_h c_h
 
 Each half is a chain of its own, whose walk needs nothing of the other's: the work is that of one walk, on twice as many
-threads, whether the chain forgets or not. Backward, a_{h-1} P_h is the message that enters the right half, and P_h c_h
-the one that follows the left: each walk goes back over the steps that it has come from. The step between the halves is
-a stretch of one step in float64, which a_{h-1} enters. A chain of which a message holds infinity or NaN is walked as
-one.
+threads, whether the chain forgets or not. Backward, P_h c_h is the message that follows the left half, and a_{h-1} the
+one that enters the right: each walk goes back over the steps that it has come from. A chain of which a message holds
+infinity or NaN is walked as one.
 
 The backward pass needs `messages`, those of the left half and then of the right, from its end; `middle` (3, g, m, c),
-float64, the messages of the stretch and the logarithms of c_h; and which sequences were `redone` exactly in the left
-half, in the stretch and in the right half, and fourth whether the chain was walked as one, of which the first then
-tells.
+float64, the logarithms of a_{h-1}, P_h c_h and c_h; and which sequences were `redone` exactly in the left half, in the
+step between them and in the right half, and fourth whether the chain was walked as one, of which the first then tells.
 """
 
 from dataclasses import replace
@@ -23,10 +21,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.chain import Chain
-from ..kernels.message import Kept
+from ..kernels.message import Kept, Message
 from ..kernels.numbers import exact_sum
 from ..rescues import report_chains
-from .turned import Turned
+from .turned import Tail
 
 
 def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
@@ -36,27 +34,24 @@ def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tu
 
 def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The log-partition (g, m) in float64, messages, middle, redone; `segments` has no meaning here."""
-    left, step, right = _parts(chain)
+    left, right = _halves(chain)
     shapes = kept_shapes(chain.v, chain.g, chain.m, chain.c, segments, keep)
     messages = kernels.messages_of(chain, chain.v) if keep else chain.new(0)
-    middle = chain.x.new_empty(shapes[1], dtype=torch.float64)
-    ahead, behind, stretch = (messages[: left.v], messages[left.v :], middle[:2]) if keep else (None, None, None)
-    (before, entering), (after, ending) = kernels.at_once(
-        kernels.chain_walks(chain.x).forward(left, keep=ahead, leave=True), Turned(right).forward(behind)
+    ahead, behind = (messages[: left.v], messages[left.v :]) if keep else (None, None)
+    (of_left, entering), (of_right, last) = kernels.at_once(
+        kernels.chain_walks(chain.x).forward(left, keep=ahead, leave=True), right.forward(behind)
     )
-    walk = kernels.chain_kernels(chain.x)
-    between, arriving = walk.forward(step, entering, keep=stretch, leave=True)
-    if keep:
-        middle[2] = ending.values
-    both = torch.logsumexp(arriving.values + ending.values, -1)
-    total, lost = exact_sum(torch.stack([arriving.scale[0], ending.scale[0], both]))
-    log_norm = total + (lost + arriving.scale[1] + ending.scale[1])
-    none = torch.zeros_like(before.redone)
-    redone = torch.stack([before.redone, between.redone, after.redone, none])
-    if not (torch.stack([entering.scale[0], ending.scale[0], log_norm]) < torch.inf).all():
-        whole = walk.forward(chain, keep=messages if keep else None)[0]
+    before, between = right.before(last)
+    both = torch.logsumexp(entering.values + before.values, -1)
+    total, lost = exact_sum(torch.stack([entering.scale[0], before.scale[0], both]))
+    log_norm = total + (lost + entering.scale[1] + before.scale[1])
+    none = torch.zeros_like(between)
+    redone = torch.stack([of_left.redone, between, of_right.redone, none])
+    if not (torch.stack([entering.scale[0], last.scale[0], log_norm]) < torch.inf).all():
+        whole = kernels.chain_kernels(chain.x).forward(chain, keep=messages if keep else None)[0]
         log_norm, redone = whole.log_norm, torch.stack([whole.redone, none, none, ~none])
     report_chains(redone[:3].any(0))
+    middle = torch.stack([entering.values, before.values, last.values]) if keep else entering.values.new_empty(0)
     return log_norm, messages, middle, redone.view(shapes[2])
 
 
@@ -70,45 +65,37 @@ def backward(
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
     log_norm, messages, middle, redone = saved
-    before, between, after, as_one = redone.view(4, chain.g, chain.m)
-    walk = kernels.chain_kernels(chain.x)
+    before, _, after, as_one = redone.view(4, chain.g, chain.m)
     start: Tensor
     if as_one.any():
+        walk = kernels.chain_kernels(chain.x)
         start = walk.backward(chain, Kept(log_norm, messages, before), weight, None, grad_x, grad_bulk)
         return start
-    left, step, right = _parts(chain)
-    kept = Kept(log_norm, middle[:2], between, True)
-    into_left, into_step, into_right = _counts(chain, left.v, grad_bulk)
-    following = walk.backward(step, kept, weight, middle[2], None, into_step)
+    left, right = _halves(chain)
     of_left, of_right = (Kept(log_norm, *one) for one in ((messages[: left.v], before), (messages[left.v :], after)))
     ahead, behind = (None, None) if grad_x is None else (grad_x[: left.v], grad_x[left.v :])
+    into_left, into_right = _counts(chain, left.v, grad_bulk)
+    entering = Message(middle[0], torch.zeros_like(middle[0, ..., 0]).expand(2, -1, -1))
     start, _ = kernels.at_once(
-        kernels.chain_walks(chain.x).backward(left, of_left, weight, following, ahead, into_left),
-        Turned(right).backward(of_right, weight, kept.logs(1), behind, into_right),
+        kernels.chain_walks(chain.x).backward(left, of_left, weight, middle[1], ahead, into_left),
+        right.backward(of_right, middle[2], weight, entering, behind, into_right),
     )
-    if grad_bulk is not None and into_step is not None and into_right is not None:
-        if len(chain.bulk) > 1:
-            grad_bulk[left.v - 1] = into_step[0]
-        else:
-            grad_bulk.copy_(into_step.add_(grad_bulk).add_(into_right))
+    if grad_bulk is not None and into_right is not None and len(chain.bulk) == 1:
+        grad_bulk.add_(into_right)
     return start
 
 
-def _parts(chain: Chain) -> tuple[Chain, Chain, Chain]:
-    """The left half, the step into the right half, which a message enters and whose x is 0, and the right half."""
+def _halves(chain: Chain) -> tuple[Chain, Tail]:
+    """The left half, and the right one behind it."""
     half, each = chain.v // 2, len(chain.bulk) > 1
     left = replace(chain, x=chain.x[:half], bulk=chain.bulk[: half - 1] if each else chain.bulk)
-    right = replace(chain, x=chain.x[half:], bulk=chain.bulk[half:] if each else chain.bulk)
-    zeros = chain.x.new_zeros(chain.c, dtype=torch.float64).expand(1, *chain.lead, chain.c)
-    between = chain.bulk[half - 1 : half] if each else chain.bulk
-    return left, replace(chain, x=zeros, bulk=between, dtype=torch.float64), right
+    return left, Tail(replace(chain, x=chain.x[half:], bulk=chain.bulk[half - 1 :] if each else chain.bulk))
 
 
-def _counts(chain: Chain, half: int, grad_bulk: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Memory for the gradients of the matrices of the three parts; where these share one, the left's is `grad_bulk`."""
+def _counts(chain: Chain, half: int, grad_bulk: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for the gradients of the matrices of the halves; where these share one, the left's is `grad_bulk`."""
     if grad_bulk is None:
-        return None, None, None
-    into_step = torch.empty_like(grad_bulk[:1], dtype=torch.float64)
+        return None, None
     if len(chain.bulk) > 1:
-        return grad_bulk[: half - 1], into_step, grad_bulk[half:]
-    return grad_bulk, into_step, torch.empty_like(grad_bulk)
+        return grad_bulk[: half - 1], grad_bulk[half - 1 :]
+    return grad_bulk, torch.empty_like(grad_bulk)
