@@ -70,7 +70,7 @@ class Columns(Transition):
         super().__init__(columns)
         self.ranks = Parts(exchange, _sizes(exchange, columns))
         self.states = columns.shape[-2]
-        self._ready: tuple[tuple[Tensor, int], Matrix] | None = None
+        self._ready: tuple[Tensor, int, Matrix] | None = None
         self.pattern = Shares(self.ranks.joined, self.ranks.own, exchange.summed)
 
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -96,10 +96,10 @@ class Columns(Transition):
     def _matrix(self) -> Matrix:
         """The columns as they are multiplied, made once."""
         (columns,) = self.parameters
-        key = columns, columns._version
-        if self._ready is None or self._ready[0][0] is not columns or self._ready[0][1] != key[1]:
-            self._ready = key, Matrix(columns.detach(), columns.dtype, True)
-        return self._ready[1]
+        version = columns._version
+        if self._ready is None or self._ready[0] is not columns or self._ready[1] != version:
+            self._ready = columns, version, Matrix(columns.detach(), columns.dtype, True)
+        return self._ready[2]
 
     @property
     def mT(self) -> "Transition":

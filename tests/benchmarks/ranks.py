@@ -22,6 +22,9 @@ from tests.distributed.processes import Team
 
 SIZES = (1_000_000, 16), (20_000, 64), (4000, 256), (400, 1024)
 
+# chains of one matrix whose columns are sharded
+COLUMNS = (30, 2048), (30, 4096)
+
 # what two ranks should gain at least, with gradients: by wall time, and by the slower rank's CPU time
 _WALL, _CPU = ">= 1.6", ">= 1.7"
 _BARRED = (1_000_000, 16), (4000, 256)
@@ -32,26 +35,31 @@ RANKS = tuple(2**power for power in range(1, 11))
 CLUSTER = Link(latency=5e-6, bandwidth=1e10)
 
 
-def timed(rank: int, v: int, c: int, mode: str, rounds: int) -> list[tuple[float, ...]]:
-    """Wall and CPU seconds of one process and of this rank's part, round by round."""
+def timed(rank: int, v: int, c: int, mode: str, columns: bool, rounds: int) -> list[tuple[float, ...]]:
+    """Wall and CPU seconds of one process and of this rank's part, variables or columns, round by round."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
     generator = torch.Generator().manual_seed(0)
     x, bulk = torch.randn(v, c, generator=generator), torch.randn(1, c, c, generator=generator).softmax(-1)
     p0, gradients = torch.rand(c, generator=generator), mode == GRADIENTS
-    part = x[v * rank // 2 : v * (rank + 1) // 2].clone()
-    whole, own, bulk, p0 = (operand.requires_grad_(gradients) for operand in (x, part, bulk, p0))
+    size = c if columns else v
+    some = slice(size * rank // 2, size * (rank + 1) // 2)
+    part = bulk[..., some].contiguous() if columns else x[some].clone()
+    x, bulk, p0, part = (operand.requires_grad_(gradients) for operand in (x, bulk, p0, part))
 
     def one() -> None:
         if rank == 0:
-            value = logchain.product(whole, bulk, p0, strategy="sequential")
+            value = logchain.product(x, bulk, p0, strategy="sequential")
             if gradients:
-                torch.autograd.grad(value, (whole, bulk, p0))
+                torch.autograd.grad(value, (x, bulk, p0))
 
     def two() -> None:
-        value = distributed.product(own, bulk, p0)
+        if columns:
+            value = logchain.product(x, distributed.Columns(part), p0)
+        else:
+            value = distributed.product(part, bulk, p0)
         if gradients:
-            torch.autograd.grad(value, (own, bulk, p0))
+            torch.autograd.grad(value, (x, part, p0) if columns else (part, bulk, p0))
 
     found = []
     for _ in range(rounds + 1):
@@ -65,12 +73,12 @@ def timed(rank: int, v: int, c: int, mode: str, rounds: int) -> list[tuple[float
     return found[1:]
 
 
-def measured(team: Team, v: int, c: int, mode: str, rounds: int) -> list[Row]:
+def measured(team: Team, v: int, c: int, mode: str, columns: bool, rounds: int) -> list[Row]:
     """Times, and the ratios of minima of one process and of two ranks, of which the slower counts."""
-    each = torch.tensor(team.values(timed, v, c, mode, rounds), dtype=torch.float64)  # (rank, round, 4)
+    each = torch.tensor(team.values(timed, v, c, mode, columns, rounds), dtype=torch.float64)  # (rank, round, 4)
     wall, used, wall_of_two, used_of_two = each.amax(0).amin(0).tolist()
-    case = f"v={v} c={c}, two ranks", "logchain", mode
-    bars = (_WALL, _CPU) if mode == GRADIENTS and (v, c) in _BARRED else ("", "")
+    case = f"v={v} c={c}, {'columns on ' if columns else ''}two ranks", "logchain", mode
+    bars = (_WALL, _CPU) if mode == GRADIENTS and (v, c) in _BARRED and not columns else ("", "")
     return [
         Row(*case, "time of one process", wall * 1e3, "ms"),
         Row(*case, "time of two ranks", wall_of_two * 1e3, "ms"),
@@ -100,10 +108,13 @@ def predicted(n: int, v: int, c: int, ranks: int) -> Row:
     return Row(f"n={n} v={v} c={c}", best.name, f"{ranks} ranks", "predicted speed-up", alone / best.seconds, "x")
 
 
-def main(sizes: Sequence[tuple[int, int]] = SIZES, rounds: int = 15) -> None:
-    """Measure, and write the results file; a minute."""
+def main(
+    sizes: Sequence[tuple[int, int]] = SIZES, columns: Sequence[tuple[int, int]] = COLUMNS, rounds: int = 15
+) -> None:
+    """Measure, and write the results file; two minutes."""
+    cases = [(*size, mode, kind) for kind in (False, True) for size in (columns if kind else sizes) for mode in MODES]
     with tempfile.TemporaryDirectory() as folder, Team(2, Path(folder), timeout=60) as team:
-        rows = [row for v, c in sizes for mode in MODES for row in measured(team, v, c, mode, rounds)]
+        rows = [row for case in cases for row in measured(team, *case, rounds)]
         seconds = max(team.values(exchanged, rounds))
         rows.append(Row("18 numbers, two ranks", "logchain", "gather", "time of an exchange", seconds * 1e3, "ms"))
     rows += [predicted(*chain, ranks) for chain in CHAINS for ranks in RANKS]

@@ -44,9 +44,14 @@ class Team:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:
         """What `function(rank, *args)` does on each rank; a function of a module, whose results can be pickled."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        return self._received(TASK)
+        # whoever is still importing would keep the others waiting: all begin together
+        for each in (function, args), None:
+            for pipe in self._pipes:
+                pipe.send(each)
+            outcomes = self._received(TASK)
+            if self.broken:
+                break
+        return outcomes
 
     def values(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(rank, *args)` returns on each rank; raises if one raises or dies."""
@@ -104,6 +109,8 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -
     while True:
         try:
             function, args = pipe.recv()
+            pipe.send(Outcome())
+            pipe.recv()
         except EOFError:
             return
         try:
