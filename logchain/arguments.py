@@ -15,6 +15,12 @@ Lengths = Tensor | int | Sequence[int] | Sequence[Sequence[int]]
 _CHECKED = 2**20
 
 
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func`, or a forward derivative, is being taken."""
+    stack = torch._C._functorch.peek_interpreter_stack()
+    return stack is not None or torch.autograd.forward_ad._current_level >= 0
+
+
 def check_is_tensor(name: str, value: object) -> None:
     """Check for a tensor of any dtype and shape."""
     if not isinstance(value, Tensor):

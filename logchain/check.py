@@ -5,7 +5,7 @@ from torch import Tensor
 from .arguments import Lengths, check_question, check_values
 from .schedules.packed import Packed
 from .structured import answers
-from .structured.question import Question
+from .structured.question import Asked, Question
 from .transitions import Transition
 
 
@@ -44,7 +44,7 @@ def check(
     ValueError: bulk: expected non-negative values, got -0.8
     """
     if isinstance(bulk, Transition):
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens)
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("check", {}))
         answers.check(question)
         return
     if cu_seqlens is not None:

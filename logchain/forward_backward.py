@@ -11,7 +11,7 @@ from .operands import differentiated
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
-from .structured.question import Question
+from .structured.question import Asked, Question
 from .transitions import Transition
 
 
@@ -80,7 +80,8 @@ def forward_backward(
             [1., 1.]]), tensor(0.6931))
     """
     if isinstance(bulk, Transition):
-        return Messages(*answers.forward_backward(Question(x, bulk, p0, log_params, lengths, cu_seqlens)))
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("forward_backward", {}))
+        return Messages(*answers.forward_backward(question))
     if lengths is None and cu_seqlens is None and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_on_one_thread)
         if short is not None:

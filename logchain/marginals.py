@@ -12,7 +12,7 @@ from .rescues import report_chains
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
-from .structured.question import Question
+from .structured.question import Asked, Question
 from .transitions import Transition
 
 
@@ -79,8 +79,13 @@ def marginals(
              [0.1900, 0.7600]]])
     """
     if isinstance(bulk, Transition):
-        check_choice("transitions", transitions, (None, "sum", "full"))
-        return Marginals(*answers.marginals(Question(x, bulk, p0, log_params, lengths, cu_seqlens), transitions))
+        asked = Asked(
+            "marginals",
+            {"transitions": transitions},
+            lambda: check_choice("transitions", transitions, (None, "sum", "full")),
+        )
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, asked)
+        return Marginals(*answers.marginals(question, transitions))
     alone = lengths is None and cu_seqlens is None
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_one_walk)

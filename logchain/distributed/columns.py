@@ -12,9 +12,9 @@ from ..kernels.structured import Shares
 from ..operands import differentiated
 from ..transitions import LINEAR, LOG, Arithmetic, Transition
 from ..transitions.transition import Transposed, look_up
+from .agreement import agree
 from .exchange import Exchange
 from .parts import Parts
-from .shards import check_agreed, digest
 
 # terms of which the largest is found at a time
 _TERMS = 2**16
@@ -65,10 +65,10 @@ class Columns(Transition):
     own = (2,)
 
     def __init__(self, columns: Tensor, *, group: Any = None) -> None:
-        columns, group = _local(columns, group)
-        exchange = Exchange(group)
+        exchange = Exchange(_group_of(columns, group))
+        columns, sizes = _agreed(exchange, columns, group)
         super().__init__(columns)
-        self.ranks = Parts(exchange, _sizes(exchange, columns))
+        self.ranks = Parts(exchange, sizes)
         self.states = columns.shape[-2]
         self._ready: tuple[Tensor, int, Matrix] | None = None
         self.pattern = Shares(self.ranks.joined, self.ranks.own, exchange.summed)
@@ -168,35 +168,40 @@ class _Rows(Transposed):
         return arithmetic.sum(ranks.stack(part), 0)
 
 
-def _local(columns: Any, group: Any) -> tuple[Any, Any]:
-    """The part of this rank, and the group of a DTensor's mesh."""
+def _group_of(columns: Any, group: Any) -> Any:
+    """The group, or that of a DTensor's mesh."""
+    is_dtensor = type(columns).__name__ == "DTensor" and columns.device_mesh.ndim == 1
+    return columns.device_mesh.get_group() if is_dtensor and group is None else group
+
+
+def _local(columns: Any, group: Any) -> Any:
+    """The part of this rank."""
     if type(columns).__name__ != "DTensor":
-        return columns, group
+        return columns
     if group is not None:
         raise ValueError("group: expected None beside a DTensor, whose device mesh has one")
-    (placement, *more), mesh = columns.placements, columns.device_mesh
+    placement, *more = columns.placements
     if more or not placement.is_shard(columns.dim() - 1):
         raise ValueError(
             f"columns: expected a DTensor placed [Shard(-1)] on a mesh of one axis, got {columns.placements}; see "
             "DTensor.redistribute(placements=[Shard(-1)])"
         )
-    return columns.to_local(), mesh.get_group()
+    return columns.to_local()
 
 
-def _sizes(exchange: Exchange, columns: Tensor) -> list[int]:
-    """The number of columns of each rank; raises on all ranks for what is wrong on one."""
-    fields: dict[str, str] = {}
+def _agreed(exchange: Exchange, columns: Any, group: Any) -> tuple[Tensor, list[int]]:
+    """This rank's columns, and how many each has; raises on all ranks for what is wrong on one."""
+    own: list[Tensor] = []
 
-    def header() -> Tensor:
-        check_tensor("columns", columns, 2)
-        sizes = ", ".join(map(str, columns.shape[:-1]))
-        fields["columns"] = f"[{sizes}, c_r] of {columns.dtype} on {columns.device.type}"
-        return torch.tensor([columns.shape[-1], digest(fields)], dtype=torch.float64)
+    def describe() -> tuple[dict[str, Any], list[float]]:
+        own.append(_local(columns, group))
+        check_tensor("columns", own[0], 2)
+        sizes = ", ".join(map(str, own[0].shape[:-1]))
+        described = f"[{sizes}, c_r] of {own[0].dtype} on {own[0].device.type}"
+        return {"question": "Columns", "columns": described}, [float(own[0].shape[-1])]
 
-    sizes, digests = exchange.gather((2,), header).T
-    check_agreed(exchange, digests, fields)
-    counts: list[int] = sizes.int().tolist()
-    c = columns.shape[-2]
+    counts: list[int] = agree(exchange, describe)[:, 0].int().tolist()
+    c = own[0].shape[-2]
     if sum(counts) != c:
         raise ValueError(f"columns: expected {c} columns on all ranks together, as many as rows, got {counts}")
-    return counts
+    return own[0], counts

@@ -29,6 +29,7 @@ def entropy(
     group: Any = None,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    one_matrix: bool | None = None,
     strategy: Strategy = "auto",
 ) -> Tensor:
     """`logchain.entropy` of chains whose variables are sharded, the same on all ranks.
@@ -40,6 +41,7 @@ def entropy(
         group: a process group.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the numbers of variables of whole sequences.
+        one_matrix: whether `bulk` is one matrix for every step.
         strategy: how the chain is cut.
 
     Returns:
@@ -53,7 +55,7 @@ def entropy(
 
     Cost: that of `distributed.product` forward and backward in float64.
     """
-    exchange, shards, operands = begin("entropy", x, bulk, p0, group, log_params, lengths, strategy)
+    exchange, shards, operands = begin("entropy", x, bulk, p0, group, log_params, lengths, one_matrix, strategy)
     value: Tensor = underived(lambda: _entropy(exchange, shards, operands, strategy), operands)
     return value.to(arithmetic_dtype(x, bulk, p0))
 

@@ -1,9 +1,12 @@
 """The collectives of one call: every one carries a status, so that an error on one rank is raised on all of them.
 
 An exception that another rank raises, in its checks or while it computes, arrives with its text as `rank 1: ...`. A
-rank that is gone, or that takes longer than the group's timeout, makes the collective itself raise RuntimeError.
+rank that is gone, or that takes longer than the group's timeout, makes the collective itself raise RuntimeError. The
+number of the call, which the first rank gives, travels with every status: ranks that take the backward passes of two
+calls in different orders learn of it.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +17,10 @@ from torch import Tensor
 
 # bytes of a text that ranks exchange
 _TEXT = 2048
+
+_calls = itertools.count(1)
+
+_OTHER_CALL = "expected the collectives of one call on all ranks, got those of another: passes in different orders"
 
 # errors that are raised again as what they were on the other rank
 _KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError, MemoryError)}
@@ -32,34 +39,43 @@ class Exchange:
         self._backends = dist.get_backend_config(group)
         on_host = "cpu:" in self._backends
         self._device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+        self._number = 0.0  # of the call, once the ranks have agreed on it
 
     def gather(self, shape: Sequence[int], compute: Callable[[], Tensor | None]) -> Tensor:
         """What each rank computes, in float64 on the host (ranks, *shape); None stands for zeros."""
-        sent, error = torch.zeros(1 + math.prod(shape), dtype=torch.float64), None
+        sent, error = torch.zeros(2 + math.prod(shape), dtype=torch.float64, device="cpu"), None
+        sent[1] = self._number or next(_calls)
         try:
             value = compute()
             if value is not None:
-                sent[1:] = value.detach().reshape(-1)
+                sent[2:] = value.detach().reshape(-1)
         except Exception as raised:
             error = raised
             sent[0] = 1
         received = self._gathered(sent)
+        if self._number and (received[:, 1] != self._number).any():
+            raise RuntimeError(_OTHER_CALL)
+        self._number = float(received[0, 1])
         self._raise(received[:, 0], error)
-        return received[:, 1:].view(self.size, *shape)
+        return received[:, 2:].view(self.size, *shape)
 
     def total(self, size: int, compute: Callable[[], Tensor]) -> Tensor:
         """The sum over ranks of what they compute, in float64 on the host (size)."""
-        sent, error = torch.zeros(self.size + size, dtype=torch.float64), None
+        first = 2 + self.size
+        sent, error = torch.zeros(first + size, dtype=torch.float64, device="cpu"), None
+        sent[0], sent[1] = self._number, self._number**2
         try:
-            sent[self.size :] = compute().detach().reshape(-1)
+            sent[first:] = compute().detach().reshape(-1)
         except Exception as raised:
             error = raised
-            sent[self.rank] = 1
+            sent[2 + self.rank] = 1
         sums = sent.to(self._device)
         dist.all_reduce(sums, group=self._group)
         sums = sums.cpu()
-        self._raise(sums[: self.size], error)
-        return sums[self.size :]
+        if sums[0] ** 2 != self.size * sums[1]:
+            raise RuntimeError(_OTHER_CALL)
+        self._raise(sums[2:first], error)
+        return sums[first:]
 
     def stacked(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks (ranks, *shape), all of one shape, where they lie; without a status."""
@@ -79,7 +95,7 @@ class Exchange:
     def texts(self, text: str) -> list[str]:
         """The text of each rank, up to the size that is exchanged."""
         data = text.encode()[:_TEXT]
-        sent = torch.zeros(_TEXT, dtype=torch.uint8)
+        sent = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in self._gathered(sent)]
 

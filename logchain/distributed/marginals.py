@@ -22,6 +22,7 @@ def marginals(
     group: Any = None,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    one_matrix: bool | None = None,
     strategy: Strategy = "auto",
 ) -> Marginals:
     """`logchain.marginals` of chains whose variables are sharded, for this rank's variables.
@@ -37,6 +38,7 @@ def marginals(
         group: a process group.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the numbers of variables of whole sequences.
+        one_matrix: whether `bulk` is one matrix for every step.
         strategy: how the chain is cut.
 
     Returns:
@@ -51,7 +53,7 @@ def marginals(
     """
     options = {"transitions": transitions}
     exchange, shards, operands = begin(
-        "marginals", x, bulk, p0, group, log_params, lengths, strategy, options,
+        "marginals", x, bulk, p0, group, log_params, lengths, one_matrix, strategy, options,
         lambda: check_choice("transitions", transitions, (None, "sum", "full")),
     )  # fmt: skip
     dtype = arithmetic_dtype(x, bulk, p0)

@@ -78,7 +78,7 @@ class Overlapped:
 
     def _to_forget(self) -> Tensor:
         """The number of steps to begin early, 0 if this rank's part does not forget in time."""
-        return torch.tensor(0.0 if self._place is None else self._block.early(through, unlike))
+        return torch.tensor(0.0 if self._place is None else self._block.early(through, unlike), device="cpu")
 
     def _early(self) -> Tensor | None:
         if self._place is None or self._place == len(self._filled) - 1:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..operands import differentiated
 from ..structured.operands import Operands
+from .agreement import agree, check_same, integers_said, marks
 from .exchange import Exchange
-from .shards import check_agreed, check_same, digest, norm_of, said_of
 
 _Linear = Callable[[Tensor], Tensor]
 
@@ -62,26 +62,27 @@ class Parts:
         parts = self.exchange.stacked(padded)
         return torch.cat([one[..., :size] for one, size in zip(parts, self.sizes, strict=True)], -1)
 
-    def agree(self, check: Callable[[], Operands]) -> Operands:
+    def agree(self, options: dict[str, Any], check: Callable[[], Operands]) -> Operands:
         """The operands that `check` returns; raises on all ranks for what it raises on one, and for what differs."""
-        checked, fields = list[Operands](), dict[str, Any]()
+        checked: list[Operands] = []
 
-        def header() -> Tensor:
+        def describe() -> tuple[dict[str, Any], Tensor]:
             checked.append(check())
             x, _, p0, ends, log_params = checked[0]
-            fields.update(
-                x=f"shape {list(x.shape)} of {x.dtype}",
-                p0=f"shape {list(p0.shape)} of {p0.dtype}",
-                log_params=log_params,
-                lengths=said_of(ends),
-                gradients=[differentiated(tensor) for tensor in checked[0].tensors],
-            )
-            return torch.stack([torch.tensor(digest(fields), dtype=torch.float64), norm_of(x).cpu(), norm_of(p0).cpu()])
+            fields = {
+                **{name: integers_said(one) if isinstance(one, Tensor) else one for name, one in options.items()},
+                "x": f"shape {list(x.shape)} of {x.dtype}",
+                "p0": f"shape {list(p0.shape)} of {p0.dtype}",
+                "log_params": log_params,
+                "lengths": integers_said(ends),
+                "gradients": [differentiated(tensor) for tensor in checked[0].tensors],
+            }
+            return fields, torch.cat([marks(x), marks(p0)])
 
-        digests, x_norms, p0_norms = self.exchange.gather((3,), header).T
-        check_agreed(self.exchange, digests, fields)
-        check_same("x", "the same log-potentials", x_norms, checked[0].x.dtype)
-        check_same("p0", "the same weights", p0_norms, checked[0].p0.dtype)
+        numbers = agree(self.exchange, describe)
+        x, _, p0, *_ = checked[0]
+        check_same("x", "the same log-potentials", numbers[:, :3], x.dtype)
+        check_same("p0", "the same weights", numbers[:, 3:6], p0.dtype)
         return checked[0]
 
 

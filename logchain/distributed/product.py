@@ -19,6 +19,7 @@ def product(
     group: Any = None,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    one_matrix: bool | None = None,
     strategy: Strategy = "auto",
 ) -> Tensor:
     r"""`logchain.product` of chains whose variables are sharded: each rank holds some of them, one behind the other.
@@ -36,6 +37,8 @@ def product(
         group: a process group of `torch.distributed`, by default that of all processes; gloo or NCCL.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the numbers of variables of whole sequences, the same on every rank; they may end on any.
+        one_matrix: whether `bulk` is one matrix for every step. None takes it for that where every rank holds a single
+            matrix, which with two variables on the first rank and one on each other may be those of their own steps.
         strategy: "vectors" carries messages through the ranks in turn, the last from the end on, so that two ranks meet
             in the middle and each does half of the work; blocks of the batch follow each other as in a pipeline.
             "products" does so on the outer ranks, while those between multiply their matrices. "overlapped" begins
@@ -75,14 +78,21 @@ def product(
     tensor(0.6931)
     >>> dist.destroy_process_group()
     """
-    return _product("product", x, bulk, p0, group, log_params, lengths, strategy, summed=True)
+    return _product("product", x, bulk, p0, group, log_params, lengths, one_matrix, strategy, summed=True)
 
 
 def partial_product(
-    x: Tensor, bulk: Tensor, p0: Tensor, *, group: Any, log_params: bool, lengths: Lengths | None
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    *,
+    group: Any,
+    log_params: bool,
+    lengths: Lengths | None,
+    one_matrix: bool | None,
 ) -> Tensor:
     """The same, with a rank's part alone of the gradients of one matrix and of p0, which the caller adds up."""
-    return _product("product of a model", x, bulk, p0, group, log_params, lengths, "auto", summed=False)
+    return _product("product of a model", x, bulk, p0, group, log_params, lengths, one_matrix, "auto", summed=False)
 
 
 def _product(
@@ -93,10 +103,11 @@ def _product(
     group: Any,
     log_params: bool,
     lengths: Lengths | None,
+    one_matrix: bool | None,
     strategy: str,
     *,
     summed: bool,
 ) -> Tensor:
-    exchange, shards, operands = begin(question, x, bulk, p0, group, log_params, lengths, strategy)
+    exchange, shards, operands = begin(question, x, bulk, p0, group, log_params, lengths, one_matrix, strategy)
     sharded = Sharded(exchange, shards, operands, strategy, keep=differentiated(x, bulk, p0), summed=summed)
     return log_norm(sharded).to(arithmetic_dtype(x, bulk, p0))

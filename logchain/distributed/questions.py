@@ -10,7 +10,7 @@ from ..arguments import Lengths, check_choice
 from ..operands import Operands, differentiated
 from ..schedules.ranks import STRATEGIES
 from .exchange import Exchange
-from .shards import Shards, agree
+from .shards import Shards, agreed_shards
 
 _REFUSAL = (
     "logchain.distributed: expected no derivative of this question, got one; over several ranks `product` alone has "
@@ -26,6 +26,7 @@ def begin(
     group: Any,
     log_params: bool,
     lengths: Lengths | None,
+    one_matrix: bool | None,
     strategy: object = "auto",
     options: dict[str, Any] | None = None,
     check: Callable[[], object] = lambda: None,
@@ -38,10 +39,11 @@ def begin(
 
     def check_all() -> None:
         check_choice("strategy", strategy, STRATEGIES)
+        check_choice("one_matrix", one_matrix, (None, False, True))
         check()
 
     described = {"question": question, "strategy": str(strategy), **(options or {})}
-    return exchange, *agree(exchange, x, bulk, p0, log_params, lengths, described, check_all)
+    return exchange, *agreed_shards(exchange, x, bulk, p0, log_params, lengths, described, check_all, one_matrix)
 
 
 def underived(compute: Callable[[], Any], operands: Operands) -> Any:

@@ -31,6 +31,7 @@ def sample(
     group: Any = None,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    one_matrix: bool | None = None,
     strategy: Strategy = "auto",
 ) -> Tensor:
     """`logchain.sample` of chains whose variables are sharded: the states of this rank's variables in each path.
@@ -46,6 +47,7 @@ def sample(
         group: a process group.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the numbers of variables of whole sequences.
+        one_matrix: whether `bulk` is one matrix for every step.
         strategy: how the chain is cut.
 
     Returns:
@@ -59,7 +61,7 @@ def sample(
     which a rank sends `num_samples` numbers for each sequence.
     """
     exchange, shards, operands = begin(
-        "sample", x, bulk, p0, group, log_params, lengths, strategy, {"num_samples": num_samples},
+        "sample", x, bulk, p0, group, log_params, lengths, one_matrix, strategy, {"num_samples": num_samples},
         lambda: check_draws(num_samples, generator, x),
     )  # fmt: skip
     x, bulk, p0, ends, _ = operands
@@ -79,7 +81,7 @@ def _drawn(
     (g, m, _), chain, place = stretch.grid, stretch.chain, shards.place
     entered = int(place is not None and place > 0)
     states = torch.empty(count, g, m, chain.v + entered, dtype=torch.int64, device=chain.x.device)
-    given = torch.full((count, g, m), -1.0, dtype=torch.float64)
+    given = torch.full((count, g, m), -1.0, dtype=torch.float64, device="cpu")
 
     def draw(given: Tensor) -> Tensor:
         numbers = states.view(torch.float64)

@@ -13,6 +13,7 @@ from ..operands import Operands, arithmetic_dtype, differentiated
 from ..schedules.choose import Where, where
 from ..schedules.cost_counts import Size
 from ..schedules.ranks import Cut, Link, cuts
+from .agreement import marks
 from .exchange import Exchange
 from .overlapped import Overlapped
 from .products import Products
@@ -120,8 +121,8 @@ class Sharded:
             weights.append(torch.where(norm.isnan() & (each != 0), torch.nan, each))
         parts = [self._memory(block, part, into) for block, part in zip(self._blocks, self._slices, strict=True)]
         rest = self._passes.backward(self._norms, weights, parts)
-        places = torch.arange(1, weight.numel() + 1, dtype=F64, device=weight.device).view(weight.shape)
-        mark = (weight.double() / places).sum()
+        mark, _, top = marks(weight)
+        marked = torch.stack([mark, mark * mark, top, top * top])
 
         def compute() -> Tensor:
             rest()
@@ -129,13 +130,13 @@ class Sharded:
                 for own, one, whole in zip((2, 3, 1), gradients, into, strict=True):
                     if one is not None and whole is not None and not _is_part(one, whole):
                         self._sliced(whole, own, part).add_(one)
-            return torch.cat([torch.stack([mark, mark * mark]).cpu(), *(one.flatten().cpu() for one in summed)])
+            return torch.cat([marked, *(one.flatten().cpu() for one in summed)])
 
-        total = self.exchange.total(2 + sum(one.numel() for one in summed), compute)
-        ranks, (first, second) = self.exchange.size, total[:2].tolist()
-        if ranks * second - first * first > 1e-9 * abs(ranks * second):
+        total = self.exchange.total(4 + sum(one.numel() for one in summed), compute)
+        sums, squares = total[:4].view(2, 2).T / self.exchange.size
+        if not (squares - sums * sums <= 1e-9 * (1 + squares)).all():
             raise RuntimeError("grad: expected the same incoming gradient on every rank, got different ones")
-        for one, found in zip(summed, total[2:].split([one.numel() for one in summed]), strict=True):
+        for one, found in zip(summed, total[4:].split([one.numel() for one in summed]), strict=True):
             one.copy_(found.view(one.shape))
 
     def _memory(self, block: Stretch, part: slice, into: Gradients) -> Gradients:

@@ -1,24 +1,18 @@
 """Where the variables of a chain lie: how many each rank holds, agreed upon before anything else is exchanged."""
 
-import hashlib
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, batch_sizes, check_flag, check_sizes, check_tensor
+from ..arguments import Lengths, as_lengths, batch_sizes, check_flag, check_sizes, check_tensor, is_transformed
 from ..operands import Operands, differentiated
+from .agreement import agree, check_same, integers_said, marks
 from .exchange import Exchange
-
-# how far norms of one tensor on several ranks may lie apart: those of other numbers differ by more
-_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 # lengths are compared with the number of variables when that is known
 _UNKNOWN = 2**31
-
-_HEADER = "variables matrices agreed bulk p0 needs threads"
 
 
 class Shards(NamedTuple):
@@ -55,7 +49,7 @@ class Shards(NamedTuple):
         return self.filled.index(self.rank) if self.sizes[self.rank] else None
 
 
-def agree(
+def agreed_shards(
     exchange: Exchange,
     x: Tensor,
     bulk: Tensor,
@@ -64,44 +58,47 @@ def agree(
     lengths: Lengths | None,
     options: dict[str, Any],
     check: Callable[[], object],
+    one_matrix: bool | None,
 ) -> tuple[Shards, Operands]:
     """The shards and the checked operands of this rank, with the lengths `[*B]` of whole sequences, if there are any.
 
     Raises on all ranks for what is wrong on one, of which `check` checks more, and for what differs although it has to
-    be the same, as `options` have.
+    be the same, as `options` have. `one_matrix`: whether one serves every step, if that is known.
     """
-    fields: dict[str, Any] = {}
     ends: list[Tensor | None] = []
 
-    def header() -> Tensor:
+    def describe() -> tuple[dict[str, Any], Tensor]:
         check()
         check_local(x, bulk, p0)
         check_flag("log_params", log_params)
         ends.append(None if lengths is None else as_lengths(lengths, _as_if_whole(x), x.device))
-        fields.update(_agreed(x, bulk, p0, log_params, ends[0], options))
         needs = sum(2**place * differentiated(operand) for place, operand in enumerate((x, bulk, p0)))
-        counts = torch.tensor([x.shape[-2], bulk.shape[-3], digest(fields)], dtype=torch.float64)
-        norms = torch.stack([norm_of(bulk[..., :1, :, :]), norm_of(p0)]).cpu()
-        return torch.cat([counts, norms, torch.tensor([needs, torch.get_num_threads()])])
+        numbers = [float(x.shape[-2]), float(bulk.shape[-3]), float(needs), float(torch.get_num_threads())]
+        fields = {**options, "one_matrix": one_matrix, **_agreed(x, bulk, p0, log_params, ends[0])}
+        marked = marks(bulk[..., :1, :, :]), marks(p0)
+        return fields, torch.cat([torch.tensor(numbers, dtype=torch.float64, device="cpu"), *marked])
 
-    received = exchange.gather((len(_HEADER.split()),), header)
-    check_agreed(exchange, received[:, 2], fields)
-    variables, matrices, _, bulk_norms, p0_norms, needs, threads = received.T
-    sizes, counts = variables.int().tolist(), matrices.int().tolist()
-    one_matrix = _one_matrix(sizes, counts)
-    if one_matrix:
-        check_same("bulk", "the same matrix", bulk_norms, bulk.dtype)
-    check_same("p0", "the same weights", p0_norms, p0.dtype)
+    received = agree(exchange, describe)
+    sizes, counts, (needs, threads) = *received[:, :2].T.int().tolist(), received[:, 2:4].T
+    shared = _one_matrix(sizes, counts, one_matrix)
+    if shared:
+        check_same("bulk", "the same matrix", received[:, 4:7], bulk.dtype)
+    check_same("p0", "the same weights", received[:, 7:10], p0.dtype)
     whole = sum(sizes)
     if ends[0] is not None and ends[0].numel() and int(ends[0].max()) > whole:
         raise ValueError(f"lengths: expected values from 1 to v = {whole}, got {int(ends[0].max())}")
     needed = [any(int(need) >> place & 1 for need in needs) for place in range(3)]
-    shards = Shards(exchange.rank, tuple(sizes), one_matrix, (needed[0], needed[1], needed[2]), int(threads[0]))
+    shards = Shards(exchange.rank, tuple(sizes), shared, (needed[0], needed[1], needed[2]), int(threads[0]))
     return shards, Operands(x, bulk, p0, ends[0], log_params)
 
 
 def check_local(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
     """Check kinds and sizes of the operands of one rank, which may hold no variable."""
+    if is_transformed():
+        raise NotImplementedError("logchain.distributed: expected no transform of torch.func and no forward derivative")
+    for name, operand in (("x", x), ("bulk", bulk), ("p0", p0)):
+        if type(operand).__name__ == "DTensor":
+            raise TypeError(f"{name}: expected a tensor of this rank alone, got a DTensor, see its to_local")
     check_tensor("x", x, 2)
     check_tensor("bulk", bulk, 3, like=x)
     check_tensor("p0", p0, 1, like=x)
@@ -113,28 +110,20 @@ def check_local(x: Tensor, bulk: Tensor, p0: Tensor) -> None:
     check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
 
 
-def _one_matrix(sizes: list[int], counts: list[int]) -> bool:
+def _one_matrix(sizes: list[int], counts: list[int], known: bool | None) -> bool:
     """Whether one matrix serves every step; raises if ranks hold another number of matrices than goes with that."""
     if sum(sizes) == 0:
         raise ValueError("x: expected at least one variable on some rank, got none")
-    if all(count == 1 for count in counts):
+    if known is not False and all(count == 1 for count in counts):
         return True
     first = next(rank for rank, size in enumerate(sizes) if size > 0)
     for rank, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         expected = size - (rank == first)
         if count != expected:
             text = f"{expected} matrices, which lead into the {size} variables of the rank, or 1 on every rank"
+            text = "1 matrix for every step" if known else text
             raise ValueError(f"rank {rank}: bulk: expected {text}, got {count}")
     return False
-
-
-def check_same(name: str, expected: str, norms: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError for a rank whose norm is another than that of the first."""
-    for rank, norm in enumerate(norms.tolist()):
-        first = norms[0].item()
-        same = norm == first or (norm != norm and first != first)
-        if not same and not abs(norm - first) <= _ROUNDING[dtype] * abs(first):
-            raise ValueError(f"rank {rank}: {name}: expected {expected} as on rank 0, of norm {first}, got {norm}")
 
 
 def _as_if_whole(x: Tensor) -> Tensor:
@@ -142,9 +131,7 @@ def _as_if_whole(x: Tensor) -> Tensor:
     return x.new_empty(()).expand(*x.shape[:-2], _UNKNOWN, x.shape[-1])
 
 
-def _agreed(
-    x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Tensor | None, options: dict[str, Any]
-) -> dict[str, Any]:
+def _agreed(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Tensor | None) -> dict[str, Any]:
     """What has to be the same on all ranks, by name."""
     if ends is not None and ends.numel() and int(ends.min()) < 1:
         raise ValueError(f"lengths: expected values from 1, got {int(ends.min())}")
@@ -153,37 +140,7 @@ def _agreed(
         "bulk": f"axes {list(bulk.shape[:-3])} before its steps, of {bulk.dtype}",
         "p0": f"shape {list(p0.shape)} of {p0.dtype}",
         "log_params": log_params,
-        "lengths": said_of(ends),
+        "lengths": integers_said(ends),
         "device": x.device.type,
         "gradients": differentiated(x, bulk, p0),
-        **options,
     }
-
-
-def digest(value: Any) -> int:
-    """A number below 2^52 that tells values apart."""
-    return int(hashlib.blake2b(json.dumps(value).encode()).hexdigest()[:13], 16)
-
-
-def norm_of(weights: Tensor) -> Tensor:
-    """The norm of the finite entries, which tells apart what should be equal on all ranks."""
-    norm: Tensor = torch.linalg.vector_norm(weights.detach(), dtype=torch.float64)
-    if norm.isinf():
-        norm = torch.linalg.vector_norm(weights.detach().masked_fill(weights.isinf(), 1.0), dtype=torch.float64)
-    return norm
-
-
-def said_of(ends: Tensor | None) -> str | None:
-    """What tells the lengths [*B] of sequences apart."""
-    return None if ends is None else f"lengths of sum {int(ends.sum())}, {digest(ends.tolist())}"
-
-
-def check_agreed(exchange: Exchange, digests: Tensor, fields: dict[str, Any]) -> None:
-    """Raise ValueError for the first difference of the fields of all ranks, whose `digests` have been gathered."""
-    if (digests == digests[0]).all():
-        return
-    first, *others = map(json.loads, exchange.texts(json.dumps(fields)))
-    for rank, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other[name] != value:
-                raise ValueError(f"rank {rank}: {name}: expected {value}, as on rank 0, got {other[name]}")

@@ -77,7 +77,7 @@ class Stretch:
     @property
     def continues(self) -> Tensor:
         """Whether sequences have variables behind this part (g, m), or () if all have."""
-        return torch.tensor(True) if self._ends is None else self._ends > self.chain.v
+        return torch.tensor(True, device="cpu") if self._ends is None else self._ends > self.chain.v
 
     def as_chain(self) -> Chain:
         """The chain of this part alone, without the step into it."""

@@ -33,6 +33,7 @@ def viterbi(
     group: Any = None,
     log_params: bool = False,
     lengths: Lengths | None = None,
+    one_matrix: bool | None = None,
 ) -> Path:
     """`logchain.viterbi` of chains whose variables are sharded: the same path, ties included, of this rank's variables.
 
@@ -43,6 +44,7 @@ def viterbi(
         group: a process group.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the numbers of variables of whole sequences.
+        one_matrix: whether `bulk` is one matrix for every step.
 
     Returns:
         `Path(states, score)`: states int64 `[*B, v_r]` of this rank's variables, and the log-weight `[*B]` of the whole
@@ -55,7 +57,7 @@ def viterbi(
 
     Cost: that of `logchain.viterbi` for the rank's own shard where the chain forgets; otherwise ranks walk in turn.
     """
-    exchange, shards, operands = begin("viterbi", x, bulk, p0, group, log_params, lengths)
+    exchange, shards, operands = begin("viterbi", x, bulk, p0, group, log_params, lengths, one_matrix)
     states, score = underived(lambda: _viterbi(exchange, shards, operands), operands)
     return Path(states, score.to(arithmetic_dtype(x, bulk, p0)))
 
@@ -102,7 +104,8 @@ class _Walks:
         self._messages = kernels.path_messages(stretch.chain.x)
         self._kept: Any = None
         # whether sequences have variables on each rank that has some (places, g, m)
-        whole = torch.full(stretch.grid[:2], shards.v) if lengths is None else stretch.layout.sequences(lengths).cpu()
+        everything = torch.full(stretch.grid[:2], shards.v, device="cpu")
+        whole = everything if lengths is None else stretch.layout.sequences(lengths).cpu()
         self._reached = torch.stack([whole > shards.starts[rank] for rank in self._filled])
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -131,7 +134,7 @@ class _Walks:
         chain, place = self._stretch.chain, self._place
         entered = int(place is not None and place > 0)
         states = torch.empty(*self._stretch.grid[:2], chain.v + entered, dtype=torch.int64, device=chain.x.device)
-        given = torch.full(self._stretch.grid[:2], -1.0, dtype=F64)
+        given = torch.full(self._stretch.grid[:2], -1.0, dtype=F64, device="cpu")
         for at in reversed(range(len(self._filled))):
 
             def step(at: int = at, given: Tensor = given) -> Tensor | None:
@@ -151,7 +154,7 @@ class _Walks:
         if len(self._filled) == 1:
             return None
 
-        wanted = self._gathered((), lambda: torch.tensor(self._stretch.early(self._through, _differ)))
+        wanted = self._gathered((), lambda: torch.tensor(self._stretch.early(self._through, _differ), device="cpu"))
         if not wanted.all():
             return None
         steps = int(wanted.max())

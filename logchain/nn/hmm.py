@@ -155,8 +155,8 @@ class HMM(torch.nn.Module):
     ) -> Tensor:
         """`log p(data)` `[*B]` in nats, which has gradients. Arguments: see the class."""
         if group is not None:
-            chain = sharded_arguments(self, data, observed, lengths, covariates, group)
-            return partial_product(**chain._asdict(), group=group)
+            sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "log_prob")
+            return partial_product(**sharded)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return product(**chain._asdict())
 
@@ -179,8 +179,8 @@ class HMM(torch.nn.Module):
         other arguments: see the class.
         """
         if group is not None:
-            chain = sharded_arguments(self, data, observed, lengths, covariates, group)
-            return distributed.marginals(**chain._asdict(), transitions=transitions, group=group)
+            sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "posterior")
+            return distributed.marginals(**sharded, transitions=transitions)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return marginals(**chain._asdict(), transitions=transitions)
 
@@ -198,8 +198,8 @@ class HMM(torch.nn.Module):
         Arguments: see the class.
         """
         if group is not None:
-            chain = sharded_arguments(self, data, observed, lengths, covariates, group)
-            return distributed.viterbi(**chain._asdict(), group=group)
+            sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "decode")
+            return distributed.viterbi(**sharded)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return viterbi(**chain._asdict())
 
@@ -219,8 +219,8 @@ class HMM(torch.nn.Module):
         `generator` is the source of randomness; other arguments: see the class.
         """
         if group is not None:
-            chain = sharded_arguments(self, data, observed, lengths, covariates, group)
-            return distributed.sample(**chain._asdict(), num_samples=num_samples, generator=generator, group=group)
+            sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "sample_posterior")
+            return distributed.sample(**sharded, num_samples=num_samples, generator=generator)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
 

@@ -14,7 +14,9 @@ from ..arguments import Lengths, check_is_tensor
 from ..distributed.exchange import Exchange
 from ..distributed.replicated import replicated
 from .emissions.input_layer import InputLayer
+from .log_weights import LogWeights
 from .potentials import event_axes, over
+from .transitions.weights import TransitionWeights
 
 
 class _Arguments(torch.nn.Module):
@@ -36,7 +38,8 @@ def sharded_arguments(
     lengths: Lengths | None,
     covariates: Tensor | None,
     group: Any,
-) -> ChainArguments:
+    question: str,
+) -> dict[str, Any]:
     """The arguments of `logchain.distributed.product` for this rank's data; `lengths` are those of whole sequences.
 
     What lies behind a sequence's end is not observed.
@@ -60,6 +63,9 @@ def sharded_arguments(
             known = inside if observed is None else observed & over(inside, observed.shape)
         chains.append(torch.func.functional_call(_Arguments(model), weights, (data, known, covariates, start)))
 
-    weights, start = replicated(exchange, {f"model.{name}": one for name, one in model.named_parameters()}, steps)
+    parameters = {f"model.{name}": one for name, one in model.named_parameters()}
+    weights, start = replicated(exchange, f"{question} of a model", parameters, steps)
     exchange.gather((), compute)  # what is wrong on one rank is raised on all
-    return chains[0]._replace(lengths=None if lengths is None else torch.as_tensor(lengths))
+    chain = chains[0]._replace(lengths=None if lengths is None else torch.as_tensor(lengths))
+    named = isinstance(model.transition, LogWeights | TransitionWeights)
+    return {**chain._asdict(), "one_matrix": model.num_steps is None if named else None, "group": group}

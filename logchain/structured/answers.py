@@ -12,18 +12,15 @@ from . import messages as log_messages
 from . import paths, topk
 from .entropy import entropy as entropy_of
 from .entropy import entropy_by_steps, entropy_of_sums
-from .product import check_options, log_norm, posteriors
+from .product import log_norm, posteriors
 from .question import Question
 
 # a structure whose parameters are expected counts
 Counts = Transition | None
 
 
-def product(
-    question: Question, strategy: object = "auto", memory_budget: object = None, progress: object = False
-) -> Tensor:
+def product(question: Question) -> Tensor:
     """The log-partition [*B]."""
-    check_options(strategy, memory_budget, progress)
     return log_norm(question.operands).to(question.operands.dtype)
 
 
@@ -56,7 +53,6 @@ def forward_backward(question: Question) -> tuple[Tensor, Tensor, Tensor]:
 def viterbi(question: Question) -> tuple[Tensor, Tensor]:
     """The best path and its log-weight."""
     operands = question.operands
-    check_products(operands.transition)
     states, unknown = paths.best_paths(operands)
     score = paths.log_weight(operands, states).masked_fill(unknown, math.nan)
     return question.by_row(states), score.to(operands.dtype)
@@ -65,7 +61,6 @@ def viterbi(question: Question) -> tuple[Tensor, Tensor]:
 def topk_paths(question: Question, k: int) -> tuple[Tensor, Tensor]:
     """The k best paths and their log-weights, in falling order."""
     operands = question.operands
-    check_products(operands.transition)
     states, unknown = topk.topk_paths(operands, k)
     scores = paths.log_weight(operands, states.movedim(-2, 0)).movedim(0, -1)
     scores = scores.masked_fill(unknown[..., None], math.nan)

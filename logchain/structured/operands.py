@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, batch_sizes, check_flag, check_lengths, check_sizes, check_tensor
+from ..arguments import (
+    Lengths,
+    as_lengths,
+    batch_sizes,
+    check_flag,
+    check_lengths,
+    check_sizes,
+    check_tensor,
+    is_transformed,
+)
 from ..kernels import on_gpu
 from ..kernels.plain.semiring import log_weights
 from ..kernels.sets import Sets
@@ -57,19 +66,8 @@ class Operands(NamedTuple):
 def check_operands(
     x: Tensor, transition: Transition, p0: Tensor, log_params: bool, lengths: Lengths | None
 ) -> Operands:
-    """The operands, after checks of their kinds and sizes; what is wrong on one of several ranks is raised on all."""
-
-    def check() -> Operands:
-        return _checked(x, transition, p0, log_params, lengths)
-
-    if transition.ranks is None:
-        return check()
-    operands: Operands = transition.ranks.agree(check)
-    return operands
-
-
-def _checked(x: Tensor, transition: Transition, p0: Tensor, log_params: bool, lengths: Lengths | None) -> Operands:
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+    """The operands, after checks of their kinds and sizes."""
+    if is_transformed():
         raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
     check_tensor("x", x, 2)
     check_tensor("p0", p0, 1, like=x)

@@ -1,5 +1,8 @@
 """The operands of a question, and where its answers go: sequences of a batch, or packed ones, which are padded."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,10 +12,19 @@ from ..transitions import Transition
 from .operands import Operands, check_operands
 
 
+class Asked(NamedTuple):
+    """A question's name and options, which are the same on all ranks that hold a structure, and a check of them."""
+
+    name: str
+    options: dict[str, Any]
+    check: Callable[[], object] = lambda: None
+
+
 class Question:
     """The operands of a chain function: `operands` are those of a batch; packed sequences are padded to one.
 
-    `mask` (n, v) is where packed sequences have rows, None for a batch.
+    `mask` (n, v) is where packed sequences have rows, None for a batch. What is wrong on one of several ranks is raised
+    on all of them.
     """
 
     operands: Operands
@@ -26,11 +38,30 @@ class Question:
         log_params: bool,
         lengths: Lengths | None,
         cu_seqlens: Tensor | None,
+        asked: Asked,
     ) -> None:
         self._given = transition
+
+        def check() -> Operands:
+            operands = self._checked(x, transition, p0, log_params, lengths, cu_seqlens)
+            asked.check()
+            return operands
+
+        ranks = transition.ranks
+        self.operands = check() if ranks is None else ranks.agree({"question": asked.name, **asked.options}, check)
+
+    def _checked(
+        self,
+        x: Tensor,
+        transition: Transition,
+        p0: Tensor,
+        log_params: bool,
+        lengths: Lengths | None,
+        cu_seqlens: Tensor | None,
+    ) -> Operands:
+        """The operands, after checks of kinds and sizes."""
         if cu_seqlens is None:
-            self.operands = check_operands(x, transition, p0, log_params, lengths)
-            return
+            return check_operands(x, transition, p0, log_params, lengths)
         if lengths is not None:
             raise ValueError("lengths: expected None beside cu_seqlens, which holds them")
         check_flag("log_params", log_params)
@@ -46,7 +77,7 @@ class Question:
         if p0.dim() > 1 and p0.shape[0] != len(counts):
             raise ValueError(f"p0: expected [c] or [{len(counts)}, c] to go with cu_seqlens, got {list(p0.shape)}")
         structure = transition.with_parameters(*parameters)
-        self.operands = check_operands(x[self._rows], structure, p0, log_params, counts.to(x.device))
+        return check_operands(x[self._rows], structure, p0, log_params, counts.to(x.device))
 
     def _padded(self, parameter: Tensor, lead: torch.Size, x: Tensor) -> Tensor:
         """A parameter [total, *own] as [n, v - 1, *own], each for the step into its row; a shared one as it is."""

@@ -322,7 +322,7 @@ def test_a_dtensor(teams):
 def test_other_placements_are_refused(teams, placement):
     for outcome in teams(2).run(of_a_mesh, placement):
         assert isinstance(outcome.error, ValueError)
-        assert re.match(r"columns: expected .*Shard\(.*got .*DTensor\.redistribute", str(outcome.error))
+        assert re.match(r"rank 0: columns: expected .*Shard\(.*got .*DTensor\.redistribute", str(outcome.error))
 
 
 def made(rank, columns):
@@ -376,9 +376,9 @@ WRONG = {
     "kind": "rank 1: x: expected a torch.Tensor, got list",
     "states": "rank 1: bulk: expected 11 states to go with x [2, 3, 5, 11], got 12",
     "variables": "rank 1: x: expected shape [2, 3, 5, 12] of torch.float64, as on rank 0, got shape [2, 3, 4, 12] of",
-    "values": "rank 1: p0: expected the same weights as on rank 0, of norm ",
+    "values": "rank 1: p0: expected the same weights as on rank 0, got other values",
     "log": "rank 1: log_params: expected False, as on rank 0, got True",
-    "lengths": "rank 1: lengths: expected None, as on rank 0, got lengths of sum 20, ",
+    "lengths": "rank 1: lengths: expected None, as on rank 0, got integers [2, 3] of sum 20, ",
     "gradients": "rank 1: gradients: expected [False, False, True], as on rank 0, got [True, False, True]",
 }
 

@@ -176,7 +176,7 @@ def wrong_model(rank: int) -> None:
 def test_models_have_to_agree(teams):
     for outcome in teams(2).run(wrong_model):
         assert isinstance(outcome.error, ValueError)
-        assert "rank 1: parameters: expected the same names, shapes and dtypes as on rank 0" in str(outcome.error)
+        assert "rank 1: parameters: expected names, shapes and dtypes " in str(outcome.error)
 
 
 def circuit_of(rank: int, ranks: int) -> ChainCircuit:

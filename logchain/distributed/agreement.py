@@ -1,0 +1,100 @@
+"""What ranks agree on before they exchange anything else: fields that have to be the same, and numbers of a header.
+
+All headers have one size, so that ranks which ask different questions learn of it. Tensors that have to be the same are
+compared by three numbers, their marks.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exchange import Exchange
+
+# numbers of a header beside the digest of its fields
+HEADER = 10
+
+# how far marks of one tensor on several ranks may lie apart, as a part of their size
+_ROUNDING = {torch.float16: 1e-3, torch.bfloat16: 1e-3}
+
+# entries of which marks are computed at a time
+_PART = 2**18
+
+
+def agree(exchange: Exchange, describe: Callable[[], tuple[dict[str, Any], Sequence[float] | Tensor]]) -> Tensor:
+    """The numbers of all ranks (ranks, HEADER), filled up with zeros.
+
+    `describe` returns fields by name, the question first, and numbers. What it raises on one rank is raised on all, and
+    so is a difference of fields.
+    """
+    fields: dict[str, Any] = {}
+
+    def header() -> Tensor:
+        described, numbers = describe()
+        fields.update(described)
+        row = torch.zeros(1 + HEADER, dtype=torch.float64, device="cpu")
+        row[0] = digest(fields)
+        row[1 : 1 + len(numbers)] = torch.as_tensor(numbers, dtype=torch.float64)
+        return row
+
+    received = exchange.gather((1 + HEADER,), header)
+    _check_fields(exchange, received[:, 0], fields)
+    return received[:, 1:]
+
+
+def _check_fields(exchange: Exchange, digests: Tensor, fields: dict[str, Any]) -> None:
+    """Raise ValueError for the first difference of the fields of all ranks."""
+    if (digests == digests[0]).all():
+        return
+    first, *others = map(json.loads, exchange.texts(json.dumps(fields)))
+    for rank, other in enumerate(others, 1):
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"rank {rank}: {name}: expected {first.get(name)}, as on rank 0, got {other.get(name)}"
+                )
+
+
+def digest(value: Any) -> int:
+    """A number below 2^52 that tells values apart."""
+    return int(hashlib.blake2b(json.dumps(value).encode()).hexdigest()[:13], 16)
+
+
+def integers_said(numbers: Tensor | None) -> str | None:
+    """What tells integers apart: their shape, and a sum weighted by place."""
+    if numbers is None:
+        return None
+    flat = numbers.reshape(-1).to(torch.int64)
+    places = torch.arange(1, len(flat) + 1, device=flat.device)
+    by_place = int((flat * places * places).sum())
+    return f"integers {list(numbers.shape)} of sum {int(flat.sum())}, {by_place} by place"
+
+
+def marks(*tensors: Tensor) -> Tensor:
+    """Three numbers that tell tensors apart: a sum weighted by place, the size of its terms, and the largest's log."""
+    values = [tensor.detach() for tensor in tensors if tensor.numel()]
+    tops = [torch.where(one.isfinite(), one, 0.0).abs().amax().double().cpu() for one in values]
+    top = max(tops, default=torch.zeros((), dtype=torch.float64, device="cpu"))
+    found, start = torch.zeros(2, dtype=torch.float64, device="cpu"), 0
+    for one in values:
+        for part in one.reshape(-1).split(_PART):
+            places = torch.arange(start, start + len(part), dtype=torch.float64, device=part.device)
+            # multiples of the golden ratio, no two of them alike
+            weights = 0.5 + (places * 0.6180339887498949).frac()
+            scaled = part.double() / top if top > 0 else part.double()
+            terms = weights * scaled.nan_to_num(nan=3.0, posinf=2.0, neginf=-2.0)
+            found += torch.stack([terms.sum(), terms.abs().sum()]).cpu()
+            start += len(part)
+    return torch.cat([found, torch.where(top > 0, top, 1.0).log()[None]])
+
+
+def check_same(name: str, expected: str, found: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError for a rank whose marks (ranks, 3) are others than those of the first."""
+    bound = _ROUNDING.get(dtype, 1e-5)
+    first, size, top = found[0].tolist()
+    for rank, (mark, _, other) in enumerate(found.tolist()):
+        if not (abs(mark - first) <= bound * size and abs(other - top) <= bound):
+            raise ValueError(f"rank {rank}: {name}: expected {expected} as on rank 0, got other values")
