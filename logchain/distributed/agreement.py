@@ -37,7 +37,7 @@ def agree(exchange: Exchange, describe: Callable[[], tuple[dict[str, Any], Seque
         fields.update(described)
         row = torch.zeros(1 + HEADER, dtype=torch.float64, device="cpu")
         row[0] = digest(fields)
-        row[1 : 1 + len(numbers)] = torch.as_tensor(numbers, dtype=torch.float64)
+        row[1 : 1 + len(numbers)] = torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
         return row
 
     received = exchange.gather((1 + HEADER,), header)

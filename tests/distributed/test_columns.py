@@ -5,12 +5,14 @@ import re
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import logchain
 from logchain.distributed import Columns
+from tests.contract import of_steps
 from tests.transitions.structures import numbers
 
+F64 = torch.float64
 V, C, BATCH = 5, 12, (2, 3)
 LENGTHS = torch.tensor([[5, 3, 1], [2, 5, 4]])
 SIZES = [(5, 7), (12, 0), (4, 0, 8)]
@@ -325,6 +327,58 @@ def test_other_placements_are_refused(teams, placement):
         assert re.match(r"rank 0: columns: expected .*Shard\(.*got .*DTensor\.redistribute", str(outcome.error))
 
 
+OPTIONS = {
+    "rank 1: k: expected 2, as on rank 0, got 3": ("topk_paths", {"k": 2}, {"k": 3}),
+    "rank 1: k: expected at least 1, got 0": ("topk_paths", {"k": 2}, {"k": 0}),
+    "rank 1: num_samples: expected 2, as on rank 0, got 30": ("sample", {"num_samples": 2}, {"num_samples": 30}),
+    "rank 1: strategy: expected 'auto' or 'sequential', got 'tree'": ("product", {}, {"strategy": "tree"}),
+    "rank 1: transitions: expected sum, as on rank 0, got full": (
+        "marginals", {"transitions": "sum"}, {"transitions": "full"},
+    ),
+    "rank 1: states: expected integers [2, 3, 5] of sum 0, 0 by place, as on rank 0, got integers [2, 3, 5] of sum 1": (
+        "log_prob", {"states": torch.zeros(2, 3, 5).long()}, {"states": (torch.arange(30) == 7).view(2, 3, 5).long()},
+    ),
+    "rank 1: x: expected shape [total, c] to go with cu_seqlens": ("entropy", {}, {"cu_seqlens": torch.tensor([0, 9])}),
+}  # fmt: skip
+
+
+def with_options(rank, question, first, second):
+    problem = Problem(rank, (5, 7))
+    with torch.no_grad():
+        getattr(logchain, question)(problem.x, problem.structure, problem.p0, **(second if rank else first))
+
+
+@pytest.mark.parametrize("message", OPTIONS)
+def test_options_that_are_wrong_or_not_the_same(teams, message):
+    for outcome in teams(2).run(with_options, *OPTIONS[message]):
+        assert isinstance(outcome.error, ValueError | TypeError), outcome.trace
+        assert str(outcome.error).startswith(message), outcome.error
+
+
+def of_a_mesh_on_one_rank(rank):
+    mesh, part = init_device_mesh("cpu", (2,)), torch.ones(4, 2)
+    Columns(DTensor.from_local(part, mesh, [Replicate() if rank else Shard(-1)], run_check=False))
+
+
+def test_a_placement_that_is_wrong_on_one_rank(teams):
+    for outcome in teams(2).run(of_a_mesh_on_one_rank):
+        assert isinstance(outcome.error, ValueError) and str(outcome.error).startswith("rank 1: columns: expected a DT")
+
+
+def wide(rank, v, c):
+    """Log-partitions of `Columns` and of one matrix, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x, bulk = torch.randn(v, c, generator=generator, dtype=F64), torch.rand(c, c, generator=generator, dtype=F64)
+    p0, mine = torch.rand(c, generator=generator, dtype=F64), slice(c * rank // 2, c * (rank + 1) // 2)
+    return logchain.product(x, Columns(bulk[:, mine]), p0), logchain.product(x, bulk[None], p0)
+
+
+@pytest.mark.parametrize("c", [2, 4, 32])
+def test_steps_in_float64_add_up_no_error(teams, c):
+    (found, expected), _ = teams(2).values(wide, 2001, c)
+    assert abs(found - expected) <= of_steps(2001, c, 2.0, dtype=F64) + 2**-52 * abs(expected)
+
+
 def made(rank, columns):
     Columns(columns[rank])
 
@@ -369,6 +423,10 @@ def asked(rank, change):
                 options = {"lengths": LENGTHS}
             case "gradients":
                 x = problem.x
+            case "rows":
+                x = x.flip(0)
+            case "question":
+                return logchain.viterbi(x, problem.structure, p0)
     logchain.marginals(x, problem.structure, p0, **options)
 
 
@@ -379,6 +437,8 @@ WRONG = {
     "values": "rank 1: p0: expected the same weights as on rank 0, got other values",
     "log": "rank 1: log_params: expected False, as on rank 0, got True",
     "lengths": "rank 1: lengths: expected None, as on rank 0, got integers [2, 3] of sum 20, ",
+    "rows": "rank 1: x: expected the same log-potentials as on rank 0, got other values",
+    "question": "rank 1: question: expected marginals, as on rank 0, got viterbi",
     "gradients": "rank 1: gradients: expected [False, False, True], as on rank 0, got [True, False, True]",
 }
 

@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from logchain import distributed
 from tests.distributed.chains import Case, chain
@@ -58,8 +60,22 @@ def with_change(rank: int, change: str) -> None:
             bulk = bulk + 1
         elif change == "other weights":
             p0 = p0 * 2
+        elif change == "weights in another order":
+            p0 = p0.flip(0)
+        elif change == "weights that are a little larger":
+            p0 = p0 * 1.001
+        elif change == "the transposed matrix":
+            bulk = bulk.mT
+        elif change == "a zero elsewhere":
+            bulk = torch.cat([bulk[..., 1:, :], bulk[..., :1, :]], -2)
+        elif change == "an unknown one_matrix":
+            options["one_matrix"] = "yes"
+        elif change == "an array of a mesh":
+            x = DTensor.from_local(x, DeviceMesh("cpu", [1], _init_backend=False), [Replicate()], run_check=False)
         elif change == "another question":
             return distributed.marginals(x, bulk, p0, **options)
+        elif change == "a structure":
+            return distributed.Columns(bulk[0])
     distributed.product(x, bulk, p0, **options)
 
 
@@ -85,7 +101,14 @@ def with_change(rank: int, change: str) -> None:
         ("gradients", ValueError, "rank 1: gradients: expected False, as on rank 0, got True"),
         ("another matrix", ValueError, "rank 1: bulk: expected the same matrix as on rank 0"),
         ("other weights", ValueError, "rank 1: p0: expected the same weights as on rank 0"),
+        ("weights in another order", ValueError, "rank 1: p0: expected the same weights as on rank 0"),
+        ("weights that are a little larger", ValueError, "rank 1: p0: expected the same weights as on rank 0"),
+        ("the transposed matrix", ValueError, "rank 1: bulk: expected the same matrix as on rank 0"),
+        ("a zero elsewhere", ValueError, "rank 1: bulk: expected the same matrix as on rank 0"),
+        ("an unknown one_matrix", ValueError, "rank 1: one_matrix: expected None or False or True, got 'yes'"),
+        ("an array of a mesh", TypeError, "rank 1: x: expected a tensor of this rank alone, got a DTensor"),
         ("another question", ValueError, "rank 1: question: expected product, as on rank 0, got marginals"),
+        ("a structure", ValueError, "rank 1: question: expected product, as on rank 0, got Columns"),
     ],
 )
 def test_a_wrong_argument_on_one_rank_is_raised_on_all(teams, change, kind, text):
@@ -137,14 +160,101 @@ def test_an_error_in_the_middle_is_raised_on_all(teams, backward):
         assert isinstance(outcome.error, MemoryError) and "rank 1: of this test" in str(outcome.error), outcome.trace
 
 
-def another_gradient(rank: int) -> None:
+def tiny_weights(rank: int) -> None:
+    """Weights whose squares are zero, and infinite ones."""
     x, bulk, p0 = CASE.of(rank)
-    (distributed.product(x.requires_grad_(), bulk, p0).sum() * (1.0 + (rank == 1))).backward()
+    for least, log_params in (1e-200, False), (-torch.inf, True):
+        p0 = torch.tensor([least, 0.5 * least, 0.2], dtype=p0.dtype)
+        if rank == 1:
+            p0 = p0.roll(1)
+        with pytest.raises(ValueError, match="rank 1: p0: expected the same weights"):
+            distributed.product(x, bulk, p0, log_params=log_params)
 
 
-def test_incoming_gradients_have_to_agree(teams):
-    for outcome in teams(3).run(another_gradient):
+def test_weights_of_any_size_have_to_agree(teams):
+    teams(2).values(tiny_weights)
+
+
+def rounded_weights(rank: int) -> torch.Tensor:
+    x, bulk, p0 = CASE.of(rank)
+    return distributed.product(x, bulk, p0 * (1.0 + 1e-7 * rank))
+
+
+def test_weights_may_differ_by_rounding(teams):
+    first, *others = teams(3).values(rounded_weights)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def forward_derivative(rank: int) -> None:
+    """An entropy at a level of forward derivatives on one rank; to enter one really takes torch some seconds."""
+    from torch.autograd import forward_ad
+
+    x, bulk, p0 = CASE.of(rank)
+    forward_ad._current_level = 0 if rank == 1 else -1
+    try:
+        distributed.entropy(x, bulk, p0)
+    finally:
+        forward_ad._current_level = -1
+
+
+def test_a_forward_derivative_is_refused(teams):
+    for outcome in teams(2).run(forward_derivative):
+        assert isinstance(outcome.error, NotImplementedError)
+        assert str(outcome.error).startswith("rank 1: logchain.distributed: expected no transform of torch.func")
+
+
+def on_another_default_device(rank: int) -> torch.Tensor:
+    x, bulk, p0 = CASE.of(rank)
+    torch.set_default_device("meta" if rank == 1 else None)
+    try:
+        value = distributed.product(x.requires_grad_(), bulk, p0, **CASE.options)
+        value.sum().backward()
+        distributed.sample(x, bulk, p0, 2, **CASE.options), distributed.viterbi(x, bulk, p0, **CASE.options)
+        return value.detach()
+    finally:
+        torch.set_default_device(None)
+
+
+def test_the_default_device_has_no_meaning(teams):
+    first, *others = teams(3).values(on_another_default_device)
+    assert all(torch.equal(first, other) for other in others)
+
+
+# of all ranks but the second, and of that
+GRADIENTS = [
+    [[1.0, 2.0], [2.0, 1.0]],
+    [[1.0, 0.0], [0.0, 2.0]],
+    [[1.0, -2.0], [2.0, -4.0]],
+    [[1.0, 1.0], [1.0, torch.nan]],
+    [[1.0, 1.0], [1e200, 1.0]],
+    [[1.0, 1.0], [1.0001, 1.0001]],
+]
+
+
+def another_gradient(rank: int, of_ranks: list[list[float]]) -> None:
+    x, bulk, p0 = CASE.of(rank)
+    value = distributed.product(x.requires_grad_(), bulk, p0)
+    value.backward(torch.tensor(of_ranks[rank == 1], dtype=value.dtype))
+
+
+@pytest.mark.parametrize("of_ranks", GRADIENTS, ids=str)
+def test_incoming_gradients_have_to_agree(teams, of_ranks):
+    for outcome in teams(3).run(another_gradient, of_ranks):
         assert isinstance(outcome.error, RuntimeError) and "the same incoming gradient" in str(outcome.error)
+
+
+def in_another_order(rank: int) -> None:
+    products = []
+    for _ in range(2):
+        x, bulk, p0 = CASE.of(rank)
+        products.append(distributed.product(x, bulk.requires_grad_(), p0).sum())
+    for value in reversed(products) if rank == 1 else products:
+        value.backward()
+
+
+def test_backward_passes_in_another_order_are_refused(teams):
+    for outcome in teams(3).run(in_another_order):
+        assert isinstance(outcome.error, RuntimeError) and "passes in different orders" in str(outcome.error)
 
 
 def leaves(rank: int, how: str, backward: bool) -> None:

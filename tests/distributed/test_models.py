@@ -1,5 +1,7 @@
 """Hidden Markov models and circuits whose steps lie on several ranks have the losses and gradients of one process."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -173,6 +175,19 @@ def wrong_model(rank: int) -> None:
     model.log_prob(torch.zeros(1, 4, *([2] if rank == 1 else []), dtype=F64), group=dist.group.WORLD)
 
 
+def other_values(rank: int) -> None:
+    model, data = model_of("categorical"), data_of("categorical")[:, variables(rank, 2)]
+    if rank == 1:
+        model.transition.logits.data = model.transition.logits.flip(-1)
+    model.log_prob(data, group=dist.group.WORLD)
+
+
+def test_values_of_models_have_to_agree(teams):
+    for outcome in teams(2).run(other_values):
+        assert isinstance(outcome.error, ValueError)
+        assert str(outcome.error) == "rank 1: parameters: expected the same values as on rank 0, got other values"
+
+
 def test_models_have_to_agree(teams):
     for outcome in teams(2).run(wrong_model):
         assert isinstance(outcome.error, ValueError)
@@ -233,13 +248,113 @@ def test_circuits_learn_by_expectation_maximisation(teams):
     assert one[-1] > one[0]
 
 
-def circuit_draws(rank: int) -> None:
-    circuit_of(rank, 2).sample(2)
+def fit_at_rest(rank: int, options: dict) -> tuple[float, ...]:
+    """The log-likelihoods of mini-batches in random order, with parameters that stay as they are."""
+    torch.manual_seed(rank)
+    optimiser = None if "step" in options else partial(torch.optim.SGD, lr=0.0)
+    data = data_of("categorical").repeat(3, 1)[:, variables(rank, 2)]
+    return circuit_of(rank, 2).fit(data, restarts=0, max_iterations=4, optimiser=optimiser, **options).history
 
 
-def test_circuits_do_not_draw(teams):
-    for outcome in teams(2).run(circuit_draws):
-        assert isinstance(outcome.error, NotImplementedError) and "all on one rank" in str(outcome.error)
+@pytest.mark.parametrize("options", [{"batch_size": 2, "step": 1e-13}, {"batch_size": 2, "method": "gradient"}])
+def test_mini_batches_are_of_the_same_sequences_on_all_ranks(teams, options):
+    history = teams(2).values(fit_at_rest, options)[0]
+    assert history == pytest.approx([history[-1]] * 5, rel=1e-9)
+
+
+def circuit_refuses(rank: int, what: str) -> None:
+    circuit, data = circuit_of(rank, 2), data_of("categorical")[:, variables(rank, 2)]
+    if what == "sample":
+        circuit.sample(2)
+    elif what == "initialise":
+        circuit.fit(data)
+    elif what == "optimiser":
+        circuit.fit(data, restarts=0, method="gradient")
+
+
+@pytest.mark.parametrize("what", ["sample", "initialise", "optimiser"])
+def test_what_circuits_on_ranks_do_not_offer(teams, what):
+    for outcome in teams(2).run(circuit_refuses, what):
+        assert isinstance(outcome.error, NotImplementedError | ValueError) and f"{what}: expected" in str(outcome.error)
+
+
+def wrong_circuit(rank: int, wrong: str) -> None:
+    group = dist.group.WORLD
+    if wrong == "num_states":
+        ChainCircuit(3, 2 + rank, num_categories=4, group=group)
+    elif wrong == "num_variables":
+        ChainCircuit(3 - 3 * rank, 2, num_categories=4, group=group)
+    circuit, data = circuit_of(rank, 2), data_of("categorical")[:, variables(rank, 2)]
+    if rank == 1:
+        if wrong == "data":
+            data = [1, 2]
+        elif wrong == "sequences":
+            data = data[:1]
+        elif wrong == "mixing":
+            circuit.mixing.logits.data[0] += 1
+    if wrong == "method":
+        circuit.fit(data, restarts=0, method="gradient" if rank else "em", optimiser=torch.optim.Adam if rank else None)
+    circuit.log_prob(data)
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        ("num_states", "rank 1: num_states: expected 2, as on rank 0, got 3"),
+        ("num_variables", "rank 1: "),
+        ("data", "rank 1: data: expected a torch.Tensor, got list"),
+        ("sequences", "rank 1: data: expected [3, 2] repetitions"),
+        ("mixing", "rank 1: mixing and p0: expected the same weights as on rank 0"),
+        ("method", "rank 1: method: expected em, as on rank 0, got gradient"),
+    ],
+)
+def test_what_is_wrong_with_a_circuit_on_one_rank_is_raised_on_all(teams, wrong, text):
+    for outcome in teams(2).run(wrong_circuit, wrong):
+        assert isinstance(outcome.error, ValueError | TypeError) and text in str(outcome.error), outcome.error
+
+
+def few_steps(rank: int, ranks: int, circuit: bool):
+    """The gradient of the matrices of a chain of three variables, two of them on the first rank, or on one process."""
+    part = slice(None) if ranks == 1 else (slice(0, 2), slice(2, 3))[rank]
+    generator, group = torch.Generator().manual_seed(0), None if ranks == 1 else dist.group.WORLD
+    weights = torch.eye(2, dtype=F64)[None] + 0.5
+    matrices = torch.cat([weights, weights.flip(-1)], 0).log()  # of one norm
+    data = torch.tensor([[0, 1, 1]])[:, part]
+    if not circuit:
+        model = HMM(2, "categorical", num_categories=3, num_steps=3, generator=generator).double()
+        model.transition.logits.data.copy_(matrices)
+        model.log_prob(data, group=group).sum().backward()
+        return model.transition.logits.grad
+    model = ChainCircuit(data.shape[-1], 2, num_categories=3, group=group, generator=generator).double()
+    drawn_by = torch.Generator().manual_seed(1)
+    for weights, places in (model.input.weights, (slice(None), part)), (model.bulk, (slice(None), slice(0, 2))):
+        drawn = torch.randn(1, 3, 3, 2, generator=drawn_by, dtype=F64) if weights is not model.bulk else matrices[None]
+        some = places if weights is not model.bulk or ranks == 1 else (slice(None), slice(rank, rank + 1))
+        weights.logits.data.copy_(drawn[some])
+    for weights in model.p0, model.mixing:
+        weights.logits.data.zero_()
+    model.log_prob(data).sum().backward()
+    return model.bulk.logits.grad[0]
+
+
+@pytest.mark.parametrize("circuit", [False, True])
+def test_a_matrix_for_each_of_few_steps(teams, circuit):
+    expected = few_steps(0, 1, circuit)
+    found = teams(2).values(few_steps, 2, circuit)
+    found = torch.cat(found) if circuit else found[0]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def penalty(rank: int) -> None:
+    model, data = model_of("categorical"), data_of("categorical")[:, variables(rank, 2)]
+    loss = model.log_prob(data, group=dist.group.WORLD).sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    sum(gradient.square().sum() for gradient in gradients).backward()
+
+
+def test_a_second_derivative_is_refused(teams):
+    for outcome in teams(2).run(penalty):
+        assert isinstance(outcome.error, RuntimeError) and "expected one derivative" in str(outcome.error)
 
 
 def test_parameters_of_a_new_circuit_are_those_of_the_first_rank(teams):
