@@ -7,6 +7,7 @@ compared by three numbers, their marks.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ HEADER = 10
 # how far marks of one tensor on several ranks may lie apart, as a part of their size
 _ROUNDING = {torch.float16: 1e-3, torch.bfloat16: 1e-3}
 
-# entries of which marks are computed at a time
-_PART = 2**18
+# entries of which marks are computed at a time, and those that share a weight
+_PART, _ROW = 2**18, 2**10
 
 
 def agree(exchange: Exchange, describe: Callable[[], tuple[dict[str, Any], Sequence[float] | Tensor]]) -> Tensor:
@@ -75,20 +76,38 @@ def integers_said(numbers: Tensor | None) -> str | None:
 
 def marks(*tensors: Tensor) -> Tensor:
     """Three numbers that tell tensors apart: a sum weighted by place, the size of its terms, and the largest's log."""
-    values = [tensor.detach() for tensor in tensors if tensor.numel()]
-    tops = [torch.where(one.isfinite(), one, 0.0).abs().amax().double().cpu() for one in values]
-    top = max(tops, default=torch.zeros((), dtype=torch.float64, device="cpu"))
-    found, start = torch.zeros(2, dtype=torch.float64, device="cpu"), 0
+    values = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
+    tops = torch.tensor([0.0, *(_top(one) for one in values)], dtype=torch.float64, device="cpu")
+    top = float(tops.max())
+    sums, place = torch.zeros(2, dtype=torch.float64, device="cpu"), 0
     for one in values:
-        for part in one.reshape(-1).split(_PART):
-            places = torch.arange(start, start + len(part), dtype=torch.float64, device=part.device)
-            # multiples of the golden ratio, no two of them alike
-            weights = 0.5 + (places * 0.6180339887498949).frac()
-            scaled = part.double() / top if top > 0 else part.double()
-            terms = weights * scaled.nan_to_num(nan=3.0, posinf=2.0, neginf=-2.0)
-            found += torch.stack([terms.sum(), terms.abs().sum()]).cpu()
-            start += len(part)
-    return torch.cat([found, torch.where(top > 0, top, 1.0).log()[None]])
+        for part in one.split(_PART):
+            wide = part if part.dtype == torch.float64 else part.float()
+            scaled = (wide / (top or 1.0)).nan_to_num_(nan=3.0, posinf=2.0, neginf=-2.0)
+            whole = scaled[: len(scaled) // _ROW * _ROW].view(-1, _ROW)
+            weights = _weights(scaled.dtype, scaled.device)
+            rows = torch.cat([whole @ weights, (scaled[whole.numel() :] @ weights[: len(scaled) % _ROW])[None]])
+            sums += torch.stack([rows.double() @ _by_place(place, len(rows), rows.device), scaled.abs().sum()]).cpu()
+            place += len(rows)
+    return torch.cat([sums, tops.max().masked_fill(tops.max() == 0, 1.0).log()[None]])
+
+
+def _top(values: Tensor) -> float:
+    """The largest finite size."""
+    top = values.abs().amax()
+    if not top.isfinite():
+        top = values.masked_fill(~values.isfinite(), 0.0).abs().amax()
+    return float(top)
+
+
+@lru_cache(maxsize=8)
+def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _by_place(0, _ROW, device).to(dtype)
+
+
+def _by_place(start: int, count: int, device: torch.device) -> Tensor:
+    """Weights from 1/2 to 3/2, by multiples of the golden ratio, no two of them alike."""
+    return 0.5 + (torch.arange(start, start + count, dtype=torch.float64, device=device) * 0.6180339887498949).frac()
 
 
 def check_same(name: str, expected: str, found: Tensor, dtype: torch.dtype) -> None:
