@@ -102,7 +102,8 @@ def check(question: Question) -> None:
     """Raise ValueError for NaN, +inf and negative weights, see `logchain.check`."""
     x, transition, p0, ends, log_params = question.operands
     for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
-        flat = parameter.reshape(*parameter.shape[: parameter.dim() - own], -1, 1)
+        axes = parameter.dim() - own
+        flat = parameter.reshape(*parameter.shape[:axes], parameter.shape[axes:].numel(), 1)
         check_values(x, flat, p0, log_params, ends)
 
 

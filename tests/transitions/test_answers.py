@@ -338,6 +338,9 @@ def test_values_are_checked_and_plans_are_made(kind):
     wrong = problem.structure.map(torch.neg)
     with pytest.raises(ValueError, match="bulk: expected non-negative values, got -"):
         logchain.check(problem.x, wrong, problem.p0)
+    steps = problem.structure.map(lambda one: one.expand(V - 1, *one.shape))
+    logchain.check(problem.x, steps, problem.p0, lengths=torch.tensor(LENGTHS))
+    logchain.check(problem.x[..., :1, :], steps.map(lambda one: one[:0]), problem.p0)
     elsewhere = logchain.plan(problem.x, problem.structure, problem.p0, device="cuda")
     assert elsewhere.constants != logchain.plan(problem.x, problem.structure, problem.p0).constants
     planned = logchain.plan(problem.x, problem.structure, problem.p0)
