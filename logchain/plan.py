@@ -1,7 +1,10 @@
 """The schedule of a product and its predicted cost."""
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -20,6 +23,9 @@ from .transitions import Transition
 
 # an operand may be given by its shape alone
 Shape = Sequence[int]
+
+# more ranks are refused: each is listed
+_MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Plan(Estimate):
     @property
     def advice(self) -> str:
         """What is better than to cut the chain, or nothing."""
-        if self.world_size is None or self.sequences < self.world_size:
+        if not 1 < (self.world_size or 1) <= self.sequences:
             return ""
         return f"{self.sequences} sequences: each rank takes some of them by `logchain.product`, without any exchange"
 
@@ -125,7 +131,7 @@ def plan(
     gradients: bool | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    world_size: int | None = None,
+    world_size: SupportsIndex | None = None,
     bandwidth: float = 1e9,
     latency: float = 5e-4,
 ) -> Plan:
@@ -158,9 +164,10 @@ def plan(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together; the `memory_budget` is too small, or given with another strategy than
-            "auto" and "sequential"; or a number of ranks, a bandwidth or a latency is not positive.
+            "auto" and "sequential"; a number of ranks, a bandwidth or a latency is not positive; there are more than a
+            million (2^20) ranks, or the latency is infinite.
 
-    Cost: less than a millisecond; no chain is computed, and no operand allocated.
+    Cost: less than a millisecond for up to a thousand ranks; no chain is computed, and no operand allocated.
 
     Source: the work of each schedule is `v c^2` multiply-adds (sequential) or `v c^3` (chunked, tree), as in G. E.
     Blelloch, "Prefix sums and their applications" (1990); the constants are fitted to measurements.
@@ -175,12 +182,12 @@ def plan(
     >>> tree.multiply_adds // forum.multiply_adds
     200
     """
+    ranks = _checked_ranks(world_size, bandwidth, latency)
     if isinstance(bulk, Transition):
         options = strategy, memory_budget
         if world_size is not None:
             raise NotImplementedError(f"world_size: expected None with a structure, got {world_size!r}")
         return _structured(x, bulk, p0, log_params, lengths, options, gradients, dtype, device)
-    _check_ranks(world_size, bandwidth, latency)
     choose.check_options(strategy, memory_budget, {})
     check_float_dtype("dtype", dtype)
     if gradients is not None and not isinstance(gradients, bool):
@@ -196,8 +203,8 @@ def plan(
     passes = "forward and backward" if gradients else "forward"
     title = f"product of x {list(x.shape)} and bulk {list(bulk.shape)}{', lengths' * (ends is not None)}: {passes}"
     planned = _plan(size, place, "sequential" if memory_budget is not None else strategy, f"{title}, {place.device}")
-    if world_size is not None:
-        planned = _over_ranks(planned, size, place, world_size, Link(latency, bandwidth))
+    if ranks is not None:
+        planned = _over_ranks(planned, size, place, ranks, Link(latency, bandwidth))
     if memory_budget is None:
         return planned
     spacing = budgets.every_within(memory_budget, x, bulk, p0, gradients)
@@ -206,20 +213,35 @@ def plan(
     return _checkpointed(planned, size, place, spacing, budgets.Sizes.of(x, bulk, p0, gradients).checkpointed(spacing))
 
 
-def _check_ranks(world_size: object, bandwidth: object, latency: object) -> None:
-    if world_size is not None and (not isinstance(world_size, int) or isinstance(world_size, bool)):
-        raise TypeError(f"world_size: expected a number of ranks or None, got {world_size!r}")
-    for name, value in (("world_size", world_size), ("bandwidth", bandwidth), ("latency", latency)):
-        if value is not None and not isinstance(value, int | float):
+def _checked_ranks(world_size: SupportsIndex | None, bandwidth: object, latency: object) -> int | None:
+    """The number of ranks, after checks of it and of what lies between ranks."""
+    for name, value in (("bandwidth", bandwidth), ("latency", latency)):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise TypeError(f"{name}: expected a number, got {value!r}")
-        if value is not None and not value > 0:
+        if not value > 0:
             raise ValueError(f"{name}: expected more than 0, got {value}")
+    if latency == math.inf:
+        raise ValueError(f"latency: expected a finite number, got {latency}")
+    if world_size is None:
+        return None
+    wrong = TypeError(f"world_size: expected a number of ranks or None, got {world_size!r}")
+    if isinstance(world_size, bool):
+        raise wrong
+    try:
+        ranks = operator.index(world_size)
+    except TypeError as error:
+        raise wrong from error
+    if not 1 <= ranks <= _MOST_RANKS:
+        raise ValueError(f"world_size: expected 1 to {_MOST_RANKS}, got {ranks}")
+    return ranks
 
 
 def _over_ranks(planned: Plan, size: Size, place: Where, ranks: int, link: Link) -> Plan:
     """The plan with the cuts of its chain over so many ranks."""
     sizes = [size.v * (rank + 1) // ranks - size.v * rank // ranks for rank in range(ranks)]
     found = cuts(size, [one for one in sizes if one > 0], place.constants, link)
+    if ranks == 1:
+        found = [cut._replace(bytes=0) for cut in found]
     of_ranks = (RankPlan(cut.name, cut.blocks, cut.seconds, planned.seconds / cut.seconds, cut.bytes) for cut in found)
     return replace(planned, sequences=size.sequences, world_size=ranks, cuts=tuple(of_ranks))
 

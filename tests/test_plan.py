@@ -6,6 +6,7 @@ import re
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -278,6 +279,45 @@ def test_wrong_arguments_are_refused():
     ]:
         with pytest.raises(error, match="^" + re.escape(message)):
             plan(**{**dict(zip(("x", "bulk", "p0"), shapes, strict=True)), **changes})
+
+
+RANKS = ((1000, 16), (1, 16, 16), (16,))
+
+
+@pytest.mark.parametrize("world_size", [np.int64(2), torch.tensor(2)], ids=["numpy", "torch"])
+def test_a_number_of_ranks_is_any_integer(world_size):
+    assert plan(*RANKS, world_size=world_size) == plan(*RANKS, world_size=2)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_rank_alone_sends_nothing(gradients):
+    alone = plan((8, *RANKS[0]), *RANKS[1:], gradients=gradients, lengths=[1000] * 8, world_size=1)
+    assert alone.cuts and not any(cut.bytes for cut in alone.cuts)
+    assert not alone.advice
+    assert plan((8, *RANKS[0]), *RANKS[1:], world_size=8).advice
+
+
+@pytest.mark.parametrize("world_size", [None, 2])
+@pytest.mark.parametrize(
+    ("error", "message", "wrong"),
+    [
+        (TypeError, "bandwidth: expected a number, got True", {"bandwidth": True}),
+        (TypeError, "latency: expected a number, got True", {"latency": True}),
+        (TypeError, "bandwidth: expected a number, got None", {"bandwidth": None}),
+        (TypeError, "latency: expected a number, got None", {"latency": None}),
+        (ValueError, "bandwidth: expected more than 0, got 0", {"bandwidth": 0}),
+        (ValueError, "latency: expected more than 0, got nan", {"latency": float("nan")}),
+        (ValueError, "latency: expected a finite number, got inf", {"latency": float("inf")}),
+        (TypeError, "world_size: expected a number of ranks or None, got True", {"world_size": True}),
+        (TypeError, "world_size: expected a number of ranks or None, got 2.0", {"world_size": 2.0}),
+        (TypeError, "world_size: expected a number of ranks or None, got [2]", {"world_size": [2]}),
+        (ValueError, "world_size: expected 1 to 1048576, got 0", {"world_size": 0}),
+        (ValueError, f"world_size: expected 1 to 1048576, got {2**70}", {"world_size": 2**70}),
+    ],
+)
+def test_wrong_ranks_are_refused(error, message, wrong, world_size):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        plan(*RANKS, **{"world_size": world_size, **wrong})
 
 
 @pytest.mark.parametrize("strategy", choose.STRATEGIES[2:])
