@@ -181,7 +181,7 @@ def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Te
         if bulk.shape[-3] == x.shape[-2] - 1:
             lead = (1,) * (ends.dim() + 3 - bulk.dim()) + bulk.shape[:-3]
             shared = [axis for axis, size in enumerate(lead) if size == 1]
-            longest = (ends.amax(shared, keepdim=True) if shared else ends).to(bulk.device) - 1
+            longest = (ends.amax(shared, keepdim=True) if shared and ends.numel() else ends).to(bulk.device) - 1
     _check_values("x", x, -2, True, before)
     _check_values("bulk", bulk, -3, log_params, longest)
     _check_values("p0", p0[..., None, :], -2, log_params, None)

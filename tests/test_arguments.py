@@ -192,3 +192,9 @@ def test_values_are_checked_some_steps_at_a_time(entries, monkeypatch):
         with pytest.raises(ValueError, match=f"^{message}"):
             logchain.check(x, bulk, p0, lengths=lengths)
         places.copy_(kept)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (0,)], ids=str)
+def test_no_sequence_has_no_wrong_values(lead):
+    bulk = torch.full((*lead, 4, 2, 2), -1.0)
+    logchain.check(torch.zeros(0, 5, 2), bulk, torch.ones(2), lengths=torch.zeros(0, dtype=torch.int64))
