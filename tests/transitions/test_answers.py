@@ -1,12 +1,14 @@
 """Every question, answered for a structure, has the answer for its dense matrices."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import logchain
 from logchain import reference, transitions
+from logchain.transitions import Transition
 from tests.transitions.structures import MAKE, C, numbers
 from tests.transitions.test_structures import Shift
 
@@ -19,6 +21,20 @@ LENGTHS = [[6, 3, 1], [2, 6, 5]]
 
 def shift(rand, *lead):
     return Shift(rand(*lead, C))
+
+
+class Shared(Transition):
+    """A matrix that several ranks may hold, all of which is on this one."""
+
+    own = (2,)
+    ranks = SimpleNamespace(agree=lambda check: check(), exchange=SimpleNamespace(stacked=lambda part: part[None]))
+
+    def __init__(self, matrix):
+        super().__init__(matrix)
+        self.states = matrix.shape[-1]
+
+    def apply(self, message, arithmetic):
+        return arithmetic.matmul(message, *self.parameters)
 
 
 class Problem:
@@ -348,3 +364,9 @@ def test_values_are_checked_and_plans_are_made(kind):
     (dense,) = planned.alternatives
     assert dense.multiply_adds >= 3 * 6 * (V - 1) * C**2
     assert f"{problem.structure.multiply_adds} multiply-adds a step in place of {C**2}" in str(planned)
+
+
+def test_a_structure_on_several_ranks_has_no_plan():
+    message = "bulk: expected matrices or a structure on one process, got Shared: pass the shape of its dense matrices"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        logchain.plan(torch.zeros(V, C), Shared(torch.ones(C, C)), torch.ones(C))
