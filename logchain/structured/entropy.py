@@ -9,7 +9,7 @@ from ..autograd.entropy import entropy as entropy_of_dense
 from ..kernels.plain.semiring import log_weights, shifted
 from ..transitions import LOG, Transition
 from .operands import Operands, Steps
-from .product import posteriors
+from .product import log_norm, posteriors
 
 
 def entropy(operands: Operands) -> Tensor:
@@ -19,7 +19,7 @@ def entropy(operands: Operands) -> Tensor:
     where entries are products of parameters; see `entropy_of_sums` for others.
     """
     if operands.x.numel() == 0:
-        return operands.x.new_zeros(operands.x.shape[:-2], dtype=torch.float64)
+        return log_norm(operands)
     x, p0, *parameters = operands.tensors
     batch, sequence = operands.x.shape[:-2], range(operands.x.dim() - 2)
     # potentials relative to the largest leave posteriors as they are, and log Z small
@@ -32,13 +32,13 @@ def entropy(operands: Operands) -> Tensor:
     # each sequence has counts of its own
     logs = [one.expand(*batch, *one.shape[len(batch) :]) for one in logs]
     own = operands.of(x, *logs)._replace(log_params=True)
-    log_norm, (states, counts, first) = posteriors(own, (True, True, True))
+    total, (states, counts, first) = posteriors(own, (True, True, True))
     assert states is not None and counts is not None and first is not None
-    mean = torch.zeros_like(log_norm)
+    mean = torch.zeros_like(total)
     for used, log in zip((states, first, *counts), (x, *logs), strict=True):
         terms = used * torch.where((used == 0) | (log == -math.inf), 0.0, log)
         mean = mean + terms.sum([axis for axis in range(terms.dim()) if axis not in sequence])
-    return torch.where(log_norm == -math.inf, 0.0, log_norm - mean)
+    return torch.where(total == -math.inf, 0.0, total - mean)
 
 
 def entropy_of_sums(operands: Operands) -> Tensor:

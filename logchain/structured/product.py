@@ -64,8 +64,10 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
     They are gradients with respect to x and to logarithms of parameters and p0, and differentiable once.
     """
     if operands.x.numel() == 0:
-        x, p0, *parameters = (torch.zeros_like(tensor, dtype=operands.dtype) for tensor in operands.tensors)
-        return log_norm(operands), Gradients(x, tuple(parameters), p0)
+        value = log_norm(operands)
+        none = (torch.zeros_like(tensor, dtype=operands.dtype) for tensor in operands.tensors)
+        x, p0, *parameters = (one + value.sum() for one in none)
+        return value, Gradients(x, tuple(parameters), p0)
     blocks, again = _is_blocks(operands.transition.pattern), differentiated(*operands.tensors)
     if not (blocks or again):
         walk = forward(operands, True)

@@ -266,6 +266,20 @@ def test_one_variable_and_no_batch(kind):
 
 
 @KINDS
+@pytest.mark.parametrize("lead", [(), (V - 1,), (0, V - 1)], ids=str)
+def test_answers_for_no_sequence_have_gradients_of_nothing(kind, lead):
+    rand = numbers(3)
+    structure = {**MAKE, "own": shift}[kind](rand, *lead).map(torch.Tensor.requires_grad_)
+    leaves = [torch.zeros(0, V, C).requires_grad_(), rand(C).requires_grad_(), *structure.parameters]
+    operands = leaves[0], structure, leaves[1]
+    for transitions_wanted in ("sum", "full"):
+        states, counted, log_norm = logchain.marginals(*operands, transitions=transitions_wanted)
+        found = [states, log_norm, *counted.parameters, logchain.entropy(*operands), logchain.product(*operands)]
+        for answer in found:
+            assert not any(one.any() for one in torch.autograd.grad(answer.sum(), leaves, retain_graph=True))
+
+
+@KINDS
 def test_float32_and_half_operands(kind):
     problem = Problem(kind, dtype=torch.float32)
     with torch.no_grad():
