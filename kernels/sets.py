@@ -29,7 +29,7 @@ class Sets(NamedTuple):
     def of(cls, chain: Structured) -> "Sets":
         """The sets of a chain."""
         axes = range(len(chain.batch))
-        own = tuple(axis for axis in axes if any(one.shape[axis] > 1 for one in chain.parameters))
+        own = tuple(axis for axis in axes if any(one.shape[axis] != 1 for one in chain.parameters))
         return cls(tuple(chain.batch), own, tuple(axis for axis in axes if axis not in own))
 
     @property

@@ -277,6 +277,10 @@ def test_answers_for_no_sequence_have_gradients_of_nothing(kind, lead):
         found = [states, log_norm, *counted.parameters, logchain.entropy(*operands), logchain.product(*operands)]
         for answer in found:
             assert not any(one.any() for one in torch.autograd.grad(answer.sum(), leaves, retain_graph=True))
+    assert logchain.forward_backward(*operands).forward.shape == (0, V, C)
+    if not structure.sums:
+        assert logchain.viterbi(*operands).states.shape == (0, V)
+        assert logchain.topk_paths(*operands, 2).states.shape == (0, 2, V)
 
 
 @KINDS
