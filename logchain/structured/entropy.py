@@ -10,6 +10,7 @@ from ..kernels.plain.semiring import log_weights, shifted
 from ..transitions import LOG, Transition
 from .operands import Operands, Steps
 from .product import log_norm, posteriors
+from .walk import first
 
 
 def entropy(operands: Operands) -> Tensor:
@@ -32,10 +33,10 @@ def entropy(operands: Operands) -> Tensor:
     # each sequence has counts of its own
     logs = [one.expand(*batch, *one.shape[len(batch) :]) for one in logs]
     own = operands.of(x, *logs)._replace(log_params=True)
-    total, (states, counts, first) = posteriors(own, (True, True, True))
-    assert states is not None and counts is not None and first is not None
+    total, (states, counts, starts) = posteriors(own, (True, True, True))
+    assert states is not None and counts is not None and starts is not None
     mean = torch.zeros_like(total)
-    for used, log in zip((states, first, *counts), (x, *logs), strict=True):
+    for used, log in zip((states, starts, *counts), (x, *logs), strict=True):
         terms = used * torch.where((used == 0) | (log == -math.inf), 0.0, log)
         mean = mean + terms.sum([axis for axis in range(terms.dim()) if axis not in sequence])
     return torch.where(total == -math.inf, 0.0, total - mean)
@@ -62,7 +63,7 @@ def entropy_by_steps(operands: Operands) -> Tensor:
     observation sequence", IEEE Trans. Inf. Theory 51 (2005).
     """
     steps = Steps(operands)
-    message, _ = shifted(steps.start() + steps.potential(0))
+    message = first(steps).values
     entropies, known = torch.zeros_like(message), None
     for step in range(1, steps.v):
         transition = steps.transition(step)
@@ -73,7 +74,8 @@ def entropy_by_steps(operands: Operands) -> Tensor:
         of_messages = (transition.apply(message + _log_one_more(entropies - message), LOG) - base).exp()
         of_entries = (surprising.apply(message, LOG) - base).exp()
         after = (of_messages + of_entries + base - top - 2.0).masked_fill(sums == -math.inf, 0.0)
-        moved, _ = shifted(sums + steps.potential(step))
+        potential, _ = shifted(steps.potential(step))
+        moved, _ = shifted(sums + potential)
         inside = steps.inside(step)
         entropies = after if inside is None else torch.where(inside, after, entropies)
         message = moved if inside is None else torch.where(inside, moved, message)

@@ -5,6 +5,7 @@
 Each message is held less its largest entry, with the sum of what was subtracted and that sum's rounding error.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -38,10 +39,20 @@ def _sums(transition: Transition, message: Tensor) -> Tensor:
     return transition.apply(message, LOG)
 
 
+def first(steps: Steps) -> Message:
+    """The forward message of the first step."""
+    weights, scale = shifted(steps.start())
+    potential = steps.potential(0)
+    # the largest x among possible first states
+    _, shift = shifted(potential.masked_fill(weights == -math.inf, -math.inf))
+    message, top = shifted(weights + (potential - shift))
+    scale, lost = two_sum(*two_sum(scale, torch.zeros_like(scale), shift), top)
+    return Message(message, scale, lost)
+
+
 def messages(steps: Steps, through: Through = _sums) -> Iterator[Message]:
     """The forward message of each step, which torch's autograd differentiates; behind a sequence's end, its last."""
-    message, scale = shifted(steps.start() + steps.potential(0))
-    lost = torch.zeros_like(scale)
+    message, scale, lost = first(steps)
     yield Message(message, scale, lost)
     for step in range(1, steps.v):
         # the largest potential is taken out first: a sum is rounded by its own size

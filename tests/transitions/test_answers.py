@@ -316,6 +316,39 @@ def test_potentials_of_thousands_of_nats(kind, dtype):
 
 
 @KINDS
+@pytest.mark.parametrize("offset", [-(2.0**60), 2.0**20, 2.0**100])
+def test_an_offset_of_all_potentials_does_not_drown_weights(kind, offset):
+    problem = Problem(kind)
+    with torch.no_grad():
+        x = torch.zeros_like(problem.x).masked_fill(problem.x == -torch.inf, -torch.inf)
+        p0 = problem.p0.index_fill(0, torch.tensor(0), 0.0)
+        operands = [(one, problem.structure, p0) for one in (x, x + offset)]
+        values = [logchain.entropy(*each) for each in operands]
+        same(values[1], values[0], rtol=1e-12)
+        operands[1][0][..., 0, 0] = 2 * abs(offset)  # where no path begins
+        if not problem.structure.sums:
+            paths = [logchain.viterbi(*each).states for each in operands]
+            assert torch.equal(*paths)
+        draws = [logchain.sample(*each, 5, generator=torch.Generator().manual_seed(0)) for each in operands]
+        assert torch.equal(*draws)
+
+
+@pytest.mark.parametrize("offset", [2.0**20, 2.0**100])
+def test_entropies_by_steps_at_an_offset(offset):
+    problem = Problem("blocks")
+    with torch.no_grad():
+        x = torch.zeros_like(problem.x).masked_fill(problem.x == -torch.inf, -torch.inf)
+        matrix = Shared(problem.dense[0])
+        value = logchain.entropy(x, matrix, problem.p0, lengths=torch.tensor(LENGTHS))
+        same(value, logchain.entropy(x, problem.dense, problem.p0, lengths=torch.tensor(LENGTHS)))
+        assert torch.equal(logchain.entropy(x + offset, matrix, problem.p0, lengths=torch.tensor(LENGTHS)), value)
+        x[0, 1, 0], x[0, 2, 1], x[1, 0, 0, 1], x[1, 1, 3, 2] = -torch.inf, -torch.inf, torch.nan, torch.inf
+        values = logchain.entropy(x, matrix, problem.p0)
+        assert values.isnan().tolist() == [[False, False, False], [True, True, False]]
+        assert not values[0, 1:].any()
+
+
+@KINDS
 def test_impossible_and_unknown_sequences(kind):
     problem = Problem(kind)
     x = problem.x.detach().clone()
