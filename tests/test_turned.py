@@ -63,7 +63,7 @@ def test_every_number_of_states(c, one_matrix):
         assert_same(chain)
 
 
-@pytest.mark.parametrize("batch, own", [((5,), ()), ((3, 4), (3, 1)), ((3, 4), (4,)), ((50,), (50,))])
+@pytest.mark.parametrize("batch, own", [((5,), ()), ((3, 4), (3, 1)), ((3, 4), (4,)), ((50,), (50,)), ((0,), (0,))])
 @pytest.mark.parametrize("one_matrix", [True, False])
 def test_batches(batch, own, one_matrix):
     for c, x_last in itertools.product([3, 16, 20], [True, False]):

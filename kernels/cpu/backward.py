@@ -67,7 +67,8 @@ def as_walk(
         total = counts[0].mT if chain.turned else counts[0]
         grad_bulk[0].copy_(total.reshape(grad_bulk[0].shape))
     elif grad_bulk is not None and chain.turned:
-        for matrices in grad_bulk.split(max(1, _TURNED // grad_bulk[0].numel())):  # in place, a few steps at a time
+        steps = max(1, _TURNED // max(1, grad_bulk[0].numel()))
+        for matrices in grad_bulk.split(steps):  # in place, a few at a time
             matrices.copy_(matrices.mT.clone())
     if grad_x is not None and written is not None and written is not grad_x:
         grad_x.copy_(written)
