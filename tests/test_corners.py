@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import logchain
+from logchain.distributed.stretch import Stretch
+from logchain.operands import Operands
 from tests.contract import Truth, assert_values
 from tests.families import Chain
 
@@ -50,6 +52,13 @@ def test_entries_far_below_their_matrix_maximum_do_not_drift():
     d, never = 20.3, -torch.inf
     bulk, p0 = torch.tensor([[[-d, never], [0.0, never]]]), torch.tensor([0.0, never])
     assert_true(torch.full((1, 1000, 2), d), bulk, p0, log_params=True)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.zeros(0, dtype=torch.int64)])
+def test_a_part_of_no_sequence_has_no_products(lengths):
+    operands = Operands(torch.zeros(0, 4, 3), torch.ones(0, 4, 3, 3), torch.ones(3), lengths, False)
+    products, scale = Stretch(operands, 2, (False, False, False), begins=False).product()
+    assert (products.shape, scale.shape) == ((0, 1, 3, 3), (0, 1))
 
 
 def test_a_third_derivative_is_refused():

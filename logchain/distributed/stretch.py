@@ -142,7 +142,7 @@ class Stretch:
         """The logarithms of the product of all steps (g, m, c, c) less `scale`, and the scale (g, m)."""
         (g, m, c), chain = self.grid, self.chain
         x = chain.x.unsqueeze(-2).expand(*chain.x.shape[:-1], c, c)
-        ends = None if chain.ends is None else chain.ends.expand(g, m, c).reshape(g, -1, 1)
+        ends = None if chain.ends is None else chain.ends.expand(g, m, c).reshape(g, m * c, 1)
         rows = torch.eye(c, dtype=F64, device=x.device).log_().repeat(m, 1).expand(g, -1, c)
         nothing = torch.zeros(2, g, m * c, dtype=F64, device=x.device)
         kept, after = self._walk.forward(replace(chain, x=x, ends=ends), Message(rows, nothing), leave=True)
