@@ -116,7 +116,7 @@ class Columns(Transition):
         """The largest weights and the lowest states with them, see `Transition.best`."""
         (columns,) = self.parameters
         found = message.new_empty(2, *message.shape[:-1], columns.shape[-1])
-        width = max(1, _TERMS // message.numel())
+        width = max(1, _TERMS // max(1, message.numel()))
         for some, values in zip(columns.split(width, -1), found.split(width, -1), strict=True):
             if some.shape[-1]:
                 values[0], values[1] = (message[..., None] + some[..., None, :, :]).max(-2)

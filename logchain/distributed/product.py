@@ -59,7 +59,7 @@ def product(
         NotImplementedError: a second derivative is taken.
 
     Cost: "vectors" for two ranks, half of one process's work each; "products", `v_r c^3` for ranks between;
-    "overlapped", `v_r c^2` and some steps more. A rank sends a header of 64 bytes; for each sequence a message of
+    "overlapped", `v_r c^2` and some steps more. A rank sends a header of 104 bytes; for each sequence a message of
     8 (c + 2) bytes, or 8 (c^2 + 1) for a product; and backward the gradients that are summed, in float64. Memory: that
     of `logchain.product` for the rank's own shard.
 

@@ -26,8 +26,9 @@ _ROWS = 0.8
 # seconds of a call beside its walks and collectives, of either pass
 _CALL = 1e-3
 
-# bytes of the header with which ranks agree on sizes
-_HEADER = 64
+# bytes of the header with which ranks agree on sizes, of the status of a gather, and of what is summed beside gradients
+_HEADER, _STATUS = 104, 16
+_MARKS = 48
 
 
 class Link(NamedTuple):
@@ -109,9 +110,9 @@ class _Model(NamedTuple):
 
     def _cut(self, name: str, blocks: int, seconds: float, gathers: int, sent: int) -> Cut:
         """The cut with its collectives: the header, so many gathers, and the sum of shared gradients."""
-        ranks, shared = len(self.sizes), 0
+        ranks, shared, sent = len(self.sizes), 0, sent + _STATUS
         if self.size.gradients:
-            shared = 8 * self.size.c * (self.size.g * self.size.c * self.size.one_matrix + 1)
+            shared = _MARKS + 8 * ranks + 8 * self.size.c * (self.size.g * self.size.c * self.size.one_matrix + 1)
         seconds += _CALL * (1 + self.size.gradients)
         collectives = self.link.seconds(_HEADER, ranks) + gathers * self.link.seconds(sent, ranks)
         if self.size.gradients:

@@ -274,7 +274,7 @@ def test_a_second_derivative_is_refused_by_name(teams):
         assert "logchain.distributed: expected one derivative" in str(outcome.error)
 
 
-def bytes_sent(rank: int, case: Case) -> int:
+def bytes_sent(rank: int, case: Case, strategy: str = "auto") -> int:
     import torch.distributed as dist
 
     sent = 0
@@ -292,7 +292,7 @@ def bytes_sent(rank: int, case: Case) -> int:
 
     dist.all_gather, dist.all_reduce = counted, counted_sum
     try:
-        differentiated(rank, case)
+        differentiated(rank, case, strategy)
     finally:
         dist.all_gather, dist.all_reduce = gather, reduce
     return sent
@@ -304,6 +304,16 @@ def test_little_is_sent(teams, ranks, c):
     """A header, messages and the counts: at most four times a matrix and a message of float64."""
     case = chain((60, 50, 70)[:ranks], c)
     assert max(teams(ranks).values(bytes_sent, case)) <= 4 * 8 * (c * c + c)
+
+
+@pytest.mark.parametrize("strategy", ["vectors", "products"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("one_matrix", [False, True])
+def test_plan_says_what_is_sent(teams, strategy, ranks, one_matrix):
+    case = chain((20,) * ranks, 5, one_matrix=one_matrix)
+    planned = logchain.plan(*case[:3], gradients=True, world_size=ranks)
+    said = {cut.name: cut.bytes for cut in planned.cuts if cut.blocks == 1}
+    assert max(teams(ranks).values(bytes_sent, case, strategy)) == said[strategy if ranks > 2 else "vectors"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
