@@ -129,6 +129,63 @@ def test_the_other_questions(teams, sizes, lead, log, lengths):
     teams(len(sizes)).values(questions, sizes, lead, log, lengths)
 
 
+def changed_in_place(rank):
+    problem = Problem(rank, (5, 7))
+    with torch.no_grad():
+        for _ in range(2):
+            same(*problem.both(logchain.entropy))
+            problem.columns.square_(), problem.dense.square_()
+
+
+def test_columns_that_change_in_place(teams):
+    teams(2).values(changed_in_place)
+
+
+def tied(rank):
+    """Best paths among many of equal weight, of which maxima are found a few columns at a time."""
+    from logchain.distributed import columns
+
+    kept, columns._TERMS = columns._TERMS, 2 * 3 * C * 2
+    try:
+        problem = Problem(rank, (5, 7), log=True)
+        with torch.no_grad():
+            for leaf in problem.x, problem.dense, problem.p0:
+                leaf.copy_(leaf.round().clamp(min=-3))
+            problem.columns.copy_(problem.dense[:, problem.mine])
+        for ours, dense in zip(*problem.both(logchain.viterbi), strict=True):
+            assert torch.equal(ours, dense)
+    finally:
+        columns._TERMS = kept
+
+
+def test_ties_go_to_the_path_of_one_process(teams):
+    teams(2).values(tied)
+
+
+def rows_kept(rank):
+    from logchain.kernels.plain import columns
+
+    longest, kept = 0, columns._Counts.add
+
+    def counted(counts, *args):
+        nonlocal longest
+        kept(counts, *args)
+        longest = max(longest, sum(messages.shape[-2] for messages, _ in counts._rows))
+
+    columns._Counts.add = counted
+    try:
+        x = torch.zeros(3, 400, 4, requires_grad=True)
+        mine = torch.full((4, 2), 0.25, requires_grad=True)
+        logchain.product(x, Columns(mine), torch.ones(4)).sum().backward()
+    finally:
+        columns._Counts.add = kept
+    return longest
+
+
+def test_messages_do_not_pile_up_for_the_counts(teams):
+    assert all(128 < longest < 256 for longest in teams(2).values(rows_kept))
+
+
 def draws(rank, sizes):
     problem = Problem(rank, sizes)
     torch.manual_seed(rank)

@@ -72,10 +72,16 @@ def with_change(rank: int, change: str) -> None:
             options["one_matrix"] = "yes"
         elif change == "an array of a mesh":
             x = DTensor.from_local(x, DeviceMesh("cpu", [1], _init_backend=False), [Replicate()], run_check=False)
+        elif change == "other transitions":
+            return distributed.marginals(x, bulk, p0, transitions="full", **options)
+        elif change == "unknown transitions":
+            return distributed.marginals(x, bulk, p0, transitions="all", **options)
         elif change == "another question":
             return distributed.marginals(x, bulk, p0, **options)
         elif change == "a structure":
             return distributed.Columns(bulk[0])
+    if change.endswith(" transitions"):
+        return distributed.marginals(x, bulk, p0, **options)
     distributed.product(x, bulk, p0, **options)
 
 
@@ -107,6 +113,8 @@ def with_change(rank: int, change: str) -> None:
         ("a zero elsewhere", ValueError, "rank 1: bulk: expected the same matrix as on rank 0"),
         ("an unknown one_matrix", ValueError, "rank 1: one_matrix: expected None or False or True, got 'yes'"),
         ("an array of a mesh", TypeError, "rank 1: x: expected a tensor of this rank alone, got a DTensor"),
+        ("other transitions", ValueError, "rank 1: transitions: expected None, as on rank 0, got full"),
+        ("unknown transitions", ValueError, "rank 1: transitions: expected None or 'sum' or 'full', got 'all'"),
         ("another question", ValueError, "rank 1: question: expected product, as on rank 0, got marginals"),
         ("a structure", ValueError, "rank 1: question: expected product, as on rank 0, got Columns"),
     ],
@@ -115,6 +123,16 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(teams, change, kind, text
     for outcome in teams(3).run(with_change, change):
         assert type(outcome.error) is kind, (outcome.error, outcome.trace)
         assert outcome.error is not None and __import__("re").search(text, str(outcome.error)), outcome.error
+
+
+def wrong_on_two(rank: int) -> None:
+    x, bulk, p0 = CASE.of(rank)
+    distributed.product([x] if rank == 1 else x, bulk, p0[:2] if rank == 2 else p0)
+
+
+def test_the_first_of_several_wrong_ranks_is_named(teams):
+    for outcome in teams(3).run(wrong_on_two):
+        assert str(outcome.error) == "rank 1: x: expected a torch.Tensor, got list"
 
 
 def without_variables(rank: int) -> None:

@@ -42,7 +42,7 @@ def loss_of_rank(rank: int, ranks: int, options: tuple, lengths: list[int] | Non
     model, data = model_of(*options), data_of(options[0])[:, variables(rank, ranks)]
     if lengths is not None and options[0] == "categorical":  # what lies behind may be no category at all
         inside = torch.arange(13)[variables(rank, ranks)] < torch.tensor(lengths)[:, None]
-        data = torch.where(inside, data, -7)
+        data = torch.where(inside, data, 99)
     loss = -model.log_prob(data, lengths=lengths, group=dist.group.WORLD).sum()
     loss.backward()
     return loss.detach(), gradients_of(model)
@@ -180,6 +180,30 @@ def other_values(rank: int) -> None:
     if rank == 1:
         model.transition.logits.data = model.transition.logits.flip(-1)
     model.log_prob(data, group=dist.group.WORLD)
+
+
+def frozen_parameter(rank: int) -> None:
+    model, data = model_of("categorical"), data_of("categorical")[:, variables(rank, 2)]
+    model.transition.logits.requires_grad_(rank == 0)
+    model.log_prob(data, group=dist.group.WORLD)
+
+
+def test_what_is_trained_has_to_agree(teams):
+    for outcome in teams(2).run(frozen_parameter):
+        assert isinstance(outcome.error, ValueError) and "rank 1: parameters: expected" in str(outcome.error)
+
+
+def with_a_mask(rank: int, ranks: int) -> torch.Tensor:
+    model, data, group = model_of("categorical"), data_of("categorical"), dist.group.WORLD if ranks > 1 else None
+    observed = torch.rand(data.shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    part = variables(rank, ranks) if ranks > 1 else slice(None)
+    return model.log_prob(data[:, part], observed=observed[:, part], lengths=[13, 4, 9], group=group).detach()
+
+
+def test_a_mask_beside_lengths(teams):
+    expected = with_a_mask(0, 1)
+    for found in teams(2).values(with_a_mask, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
 
 
 def test_values_of_models_have_to_agree(teams):
@@ -381,6 +405,8 @@ def wrong_data(rank: int, wrong: str) -> None:
             options["observed"] = torch.ones(2, 2, dtype=torch.bool)
         elif wrong == "covariates":
             options["covariates"] = torch.ones(1)
+        elif wrong == "lengths of a module":
+            model.emission, options["lengths"] = torch.nn.Embedding(4, 3).double(), [13, 4, 9]
     model.log_prob(data, group=dist.group.WORLD, **options)
 
 
@@ -392,6 +418,7 @@ def wrong_data(rank: int, wrong: str) -> None:
         ("no category", ValueError, "rank 1: "),
         ("another mask", ValueError, "rank 1: observed: expected"),
         ("covariates", ValueError, "rank 1: covariates: expected None"),
+        ("lengths of a module", TypeError, "rank 1: lengths: expected None with a group"),
     ],
 )
 def test_wrong_data_on_one_rank_are_raised_on_all(teams, wrong, kind, text):
