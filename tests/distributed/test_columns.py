@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import logchain
 from logchain.distributed import Columns
+from logchain.transitions import LOG
 from tests.contract import of_steps
 from tests.transitions.structures import numbers
 
@@ -130,11 +131,12 @@ def test_the_other_questions(teams, sizes, lead, log, lengths):
 
 
 def changed_in_place(rank):
-    problem = Problem(rank, (5, 7))
+    problem = Problem(rank, (5, 7), lead=(1,))
+    message = torch.linspace(-1.0, 0.0, C, dtype=F64).expand(1, 2, C)
     with torch.no_grad():
         for _ in range(2):
-            same(*problem.both(logchain.entropy))
-            problem.columns.square_(), problem.dense.square_()
+            same(problem.structure.apply(message, LOG), torch.logsumexp(message[..., None] + problem.dense[0], -2)[0])
+            problem.columns.mul_(2.0), problem.dense.mul_(2.0)
 
 
 def test_columns_that_change_in_place(teams):
