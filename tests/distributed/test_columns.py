@@ -135,7 +135,7 @@ def changed_in_place(rank):
     message = torch.linspace(-1.0, 0.0, C, dtype=F64).expand(1, 2, C)
     with torch.no_grad():
         for _ in range(2):
-            same(problem.structure.apply(message, LOG), torch.logsumexp(message[..., None] + problem.dense[0], -2)[0])
+            same(problem.structure.apply(message, LOG), torch.logsumexp(message[..., None] + problem.dense[0], -2))
             problem.columns.mul_(2.0), problem.dense.mul_(2.0)
 
 
