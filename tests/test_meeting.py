@@ -142,6 +142,22 @@ def test_scales_of_the_halves_may_cancel():
     assert_contract(Chain(draw.x() + far, draw.bulk(), draw.p0()), **meets)
 
 
+def test_scales_of_the_halves_keep_their_digits():
+    """Log-potentials are multiples of 2^-10: far from 0 they are exact in float64, and cancel."""
+    draw = Draw(0, 1, 1, 40, 3, True)
+    x, bulk, p0 = draw.x().mul(2**10).round() / 2**10, draw.bulk(), draw.p0()
+    far = torch.full((40, 1), 2.0**30, dtype=F64)
+    far[20:] *= -1
+    found, expected = (logchain.product(one, bulk, p0, **meets) for one in (x + far, x))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_scale_that_the_states_where_halves_meet_cancel_keeps_its_digits():
+    """The left half's weight is all in a state that the right one cannot begin with; 0.1 is added to it and remains."""
+    chain = apart([2.0**30, 0], [0, 0], [0, 0.1], [-torch.inf, 0]).to(F64)
+    torch.testing.assert_close(logchain.product(*chain[:3], **meets), chain.x[:, :, 2, 1], rtol=0, atol=1e-15)
+
+
 def test_it_takes_two_messages():
     x, bulk, p0 = torch.randn(80001, 16), torch.rand(1, 16, 16), torch.rand(16)
 
