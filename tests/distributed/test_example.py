@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 pytestmark = pytest.mark.skipif(
@@ -36,6 +37,24 @@ def test_a_killed_rank_changes_nothing(tmp_path):
     assert numbers(broken) == numbers(whole)
     assert float(numbers(whole)[-1][1]) > float(numbers(whole)[0][1])
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_that_is_not_whole_is_left_out(tmp_path):
+    from logchain.distributed.example import _restore, _save
+
+    saved, found = ([torch.nn.Linear(2, 1, bias=False)] for _ in range(2))
+    for one in saved, found:
+        one.append(torch.optim.Adam(one[0].parameters(), 0.1))
+    saved[0](torch.ones(2)).sum().backward()
+    saved[1].step()
+    _save(tmp_path, 3, *saved)
+    (tmp_path / "checkpoints" / "7").mkdir()
+    (tmp_path / "checkpoints" / "7" / "__0_0.distcp").touch()
+    assert _restore(tmp_path, *found) == 3
+    assert torch.equal(found[0].weight, saved[0].weight)
+    one, other = (next(iter(optimiser.state.values())) for _, optimiser in (found, saved))
+    assert one["step"] == other["step"] == 1 and torch.equal(one["exp_avg"], other["exp_avg"])
 
 
 def test_it_says_how_to_start_it():

@@ -1,6 +1,10 @@
 """The log-partition of a chain on several ranks is that of one process, and so are the gradients of every shard."""
 
+import contextlib
 import itertools
+import pkgutil
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -101,10 +105,70 @@ def test_dtypes_and_states(teams, ranks, dtype):
             assert_equal(teams(ranks), case, strategy)
 
 
+def in_blocks(rank: int, case: Case, strategy: str, blocks: int, run=differentiated):
+    """What a question gives where vectors pass through the ranks in so many blocks of the batch."""
+    from logchain.distributed import sharded
+    from logchain.schedules.ranks import Cut
+
+    with patch.object(sharded, "_ranked", lambda *_: [Cut("vectors", blocks, 0.0, 0)]):
+        return run(rank, case, strategy)
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+@pytest.mark.parametrize("one_matrix", [True, False])
+@pytest.mark.parametrize("lengths", [True, False])
+def test_blocks_of_the_batch_follow_each_other(teams, blocks, one_matrix, lengths):
+    for sizes, own in itertools.product([(4, 3, 5), (3, 0, 4)], [(), (5,)]):
+        case = chain(sizes, 3, batch=(5,), own=own, one_matrix=one_matrix, lengths=lengths)
+        assert_equal(teams(3), case, "vectors", partial(in_blocks, blocks=blocks))
+
+
+def calls(rank: int, case: Case, strategy: str, *methods: str) -> list[int]:
+    """How often methods of `logchain.distributed` are called."""
+    with contextlib.ExitStack() as stack:
+        spies = []
+        for name in (f"logchain.distributed.{method}" for method in methods):
+            spies.append(stack.enter_context(patch(name, autospec=True, side_effect=pkgutil.resolve_name(name))))
+        differentiated(rank, case, strategy)
+    return [spy.call_count for spy in spies]
+
+
+@pytest.mark.parametrize("strategy, expected", [("vectors", [1, 0]), ("products", [0, 1])])
+def test_the_strategy_that_is_named_is_taken(teams, strategy, expected):
+    methods = "vectors.Vectors.forward", "products.Products.forward"
+    assert teams(3).values(calls, chain((4, 3, 5), 3), strategy, *methods) == [expected] * 3
+
+
+@pytest.mark.parametrize("lengths, of_last", [(False, [0, 1]), (True, [1, 0])])
+def test_two_ranks_meet_in_the_middle(teams, lengths, of_last):
+    case = chain((4, 3), 3, batch=(1,), lengths=lengths)
+    methods = "stretch.Stretch.ahead", "stretch.Stretch.turned"
+    assert teams(2).values(calls, case, "auto", *methods) == [[1, 0], of_last]
+
+
+def cuts_of(rank: int, case: Case) -> list:
+    """The cuts in order of predicted time where each rank computes on another number of threads."""
+    from logchain.distributed import sharded
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 + rank)
+    try:
+        with patch.object(sharded, "_ranked", wraps=sharded._ranked) as ranked:
+            differentiated(rank, case)
+    finally:
+        torch.set_num_threads(threads)
+    return sharded._ranked(*ranked.call_args.args)
+
+
+def test_ranks_with_other_numbers_of_threads_choose_the_same_cut(teams):
+    first, *others = teams(3).values(cuts_of, chain((4, 3, 5), 3))
+    assert others == [first, first]
+
+
 LONG = (2300, 2100, 2400)
 
 
-def walked_in_turn(rank: int, case: Case) -> tuple[bool, int]:
+def walked_in_turn(rank: int, case: Case, run=differentiated) -> tuple[bool, int]:
     """Whether the ranks walked in turn, and how many boundaries they refused."""
     from logchain.distributed.products import Products
     from logchain.distributed.vectors import Vectors
@@ -114,7 +178,7 @@ def walked_in_turn(rank: int, case: Case) -> tuple[bool, int]:
         kind.forward = lambda self, forward=forward: in_turn.append(self) or forward(self)
     try:
         with logchain.rescues() as seen:
-            differentiated(rank, case, "overlapped")
+            run(rank, case, "overlapped")
     finally:
         for kind, forward in kept:
             kind.forward = forward
@@ -155,6 +219,30 @@ def test_a_boundary_that_fails_is_found(teams, behind):
     assert all(refused > 0 for _, refused in teams(3).values(walked_in_turn, hard))
 
 
+@pytest.mark.parametrize("further", [0, 1])
+def test_a_boundary_counts_only_for_sequences_that_cross_it(teams, further):
+    case = chain(LONG, 4, batch=(1,), one_matrix=False, zeros=0.0)
+    bulk = case.bulk.clone()
+    bulk[LONG[0] - 60 : LONG[0] - 1] = torch.eye(4, dtype=F64) + 1e-14
+    hard = case._replace(bulk=bulk, x=case.x / 8, lengths=torch.tensor([LONG[0] + further]))
+    assert_equal(teams(3), hard, "overlapped")
+    assert teams(3).values(walked_in_turn, hard) == [(further == 1, further)] * 3
+
+
+def first_alone(rank: int, case: Case, strategy: str) -> None:
+    """The gradients of the first of some sequences."""
+    operands = [operand.requires_grad_() for operand in case.of(rank)]
+    distributed.product(*operands, strategy=strategy, **case.options)[0].backward()
+
+
+@pytest.mark.parametrize("run", [differentiated, first_alone])
+def test_sequences_without_gradients_refuse_no_boundary(teams, run):
+    case = chain(LONG, 4, batch=(2,), zeros=0.0)
+    case.x[0, -1000] = -torch.inf
+    assert_equal(teams(3), case, "overlapped")
+    assert teams(3).values(walked_in_turn, case, run) == [(False, 0)] * 3
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_impossible_on_one_rank_is_so_on_all(teams, strategy):
     case = chain((5, 4, 6), 3, batch=(3,))
@@ -192,18 +280,42 @@ def test_an_infinite_weight_is_never_taken_for_an_impossible_one(teams, strategy
     assert all(value.isnan() or value == torch.inf for value in values), values
 
 
+@pytest.mark.parametrize("where", [3, LONG[0] - 1, LONG[0], sum(LONG) - 2])
+def test_an_infinite_weight_is_walked_in_turn(teams, where):
+    case = chain(LONG, 3, one_matrix=False, zeros=0.0)
+    case.bulk[where, 1, 1] = torch.inf
+    assert all(in_turn for in_turn, _ in teams(3).values(walked_in_turn, case))
+
+
+def underflowing(where: int, dtype: torch.dtype) -> Case:
+    """States that lie a thousand nats below the others are those that count."""
+    case = chain((6, 5, 7), 3, dtype=dtype, zeros=0.0)
+    # no step leads from state 0 to 1: the last rank, which walks from the end, loses what does not end in 1
+    case.x[where] = torch.tensor([0.0, -900.0, -1000.0]).roll(int(where >= 14))
+    case.x[where + 2 if where < 10 else where - 2] = torch.tensor([-torch.inf, 0.0, -50.0])
+    case.bulk[..., 0, 1] = 0
+    return case
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_sequences_that_underflow(teams, strategy, dtype):
-    """At the boundary, before and behind it: states that lie a thousand nats below the others are those that count."""
-    case = chain((6, 5, 7), 3, dtype=dtype, zeros=0.0)
-    for where in (3, 5, 6, 10, 11):
-        x = case.x.clone()
-        x[where] = torch.tensor([0.0, -900.0, -1000.0])
-        bulk = case.bulk.clone()
-        x[where + 2 if where < 10 else where - 2] = torch.tensor([-torch.inf, 0.0, -50.0])
-        bulk[..., 0, 1] = 0
-        assert_equal(teams(3), case._replace(x=x, bulk=bulk), strategy)
+    """At the boundary, before and behind it."""
+    for where in (3, 5, 6, 10, 11, 14):
+        assert_equal(teams(3), underflowing(where, dtype), strategy)
+
+
+def rescued(rank: int, case: Case, strategy: str) -> int:
+    """How many sequences a rank computed again."""
+    with logchain.rescues() as seen:
+        value_of(rank, case, strategy)
+    return seen.sequences
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rank, where", [(0, 3), (1, 6), (2, 14)])
+def test_what_underflows_is_reported_by_its_rank(teams, strategy, rank, where):
+    assert teams(3).values(rescued, underflowing(where, F32), strategy)[rank] == 1
 
 
 def test_huge_offsets(teams):
@@ -248,6 +360,20 @@ def test_gradients_that_are_not_needed_are_none(teams, which, one_matrix):
     for found, whole in zip(teams(3).values(some_gradients, case, which), everything, strict=True):
         for one, other, need in zip(found, whole, which, strict=True):
             assert torch.allclose(one, other) if need else one is None
+
+
+def own_gradients(rank: int, case: Case, which: list[tuple[bool, ...]]):
+    return some_gradients(rank, case, which[rank])
+
+
+@pytest.mark.parametrize("one_matrix", [True, False])
+def test_each_rank_may_need_other_gradients(teams, one_matrix):
+    case = chain((4, 3, 5), 3, batch=(2,), one_matrix=one_matrix)
+    which = [(True, False, False), (False, True, False), (False, False, True)]
+    everything = teams(3).values(some_gradients, case, (True, True, True))
+    for rank, (found, whole) in enumerate(zip(teams(3).values(own_gradients, case, which), everything, strict=True)):
+        assert [gradient is not None for gradient in found] == list(which[rank])
+        torch.testing.assert_close(found[rank], whole[rank])
 
 
 def without_gradients(rank: int, case: Case) -> torch.Tensor:

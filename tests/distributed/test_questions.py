@@ -1,6 +1,8 @@
 """Marginals, best paths, draws and entropies of a chain on several ranks are those of one process."""
 
 import itertools
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import logchain
 from logchain import distributed
 from tests.contract import of_steps
 from tests.distributed.chains import Case, chain
-from tests.distributed.test_product import LONG, SIZES, STRATEGIES
+from tests.distributed.test_product import LONG, SIZES, STRATEGIES, in_blocks
 
 F32, F64 = torch.float32, torch.float64
 
@@ -50,13 +52,26 @@ def test_marginals(teams, ranks, strategy, one_matrix):
             assert found[0].transitions is None
 
 
+@pytest.mark.parametrize("lengths", [False, True])
+def test_blocks_of_the_batch_follow_each_other(teams, lengths):
+    case = chain((4, 3, 5), 3, batch=(5,), lengths=lengths)
+    one = logchain.marginals(*case[:3], transitions="full", **case.options)
+    for rank, found in enumerate(teams(3).values(in_blocks, case, "vectors", 3, marginals)):
+        torch.testing.assert_close(found[2].states, one.states[:, case.variables(rank)])
+        torch.testing.assert_close(found[2].transitions, one.transitions[:, full_of(case, rank)])
+        torch.testing.assert_close(found[1].transitions[0], one.transitions.sum((0, 1)))
+    paths = torch.cat(teams(3).values(in_blocks, case, "vectors", 2, partial(draws, count=20_000, seed=5)), -1)
+    shares = torch.stack([(paths == state).double().mean(0) for state in range(3)], -1)
+    torch.testing.assert_close(shares, one.states, rtol=0, atol=2.5 / 20_000**0.5)
+
+
 def best(rank: int, case: Case):
     return distributed.viterbi(*case.of(rank), **case.options)
 
 
-def assert_best(team, case: Case) -> None:
+def assert_best(team, case: Case, run=best) -> None:
     one = logchain.viterbi(*case[:3], **case.options)
-    for rank, found in enumerate(team.values(best, case)):
+    for rank, found in enumerate(team.values(run, case)):
         assert torch.equal(found.states, one.states[..., case.variables(rank)]), rank
         torch.testing.assert_close(found.score, one.score, rtol=1e-14, atol=1e-12, equal_nan=True)
 
@@ -82,10 +97,10 @@ def test_best_paths_of_sequences_without_any(teams):
     assert_best(teams(3), ended)
 
 
-def walks(rank: int, case: Case) -> int:
+def walks(rank: int, case: Case, run=best) -> int:
     """How many boundaries were refused."""
     with logchain.rescues() as seen:
-        best(rank, case)
+        run(rank, case)
     return seen.boundaries
 
 
@@ -98,6 +113,27 @@ def test_best_paths_are_found_at_once_where_the_chain_forgets(teams):
     hard = case._replace(bulk=bulk)
     assert_best(teams(3), hard)
     assert min(teams(3).values(walks, hard)) > 0
+
+
+def best_after_rounding(rank: int, case: Case):
+    """Best paths where a message that was assumed to enter the second rank is another in its last bits."""
+    from logchain.distributed.viterbi import _Walks
+
+    begun_early = _Walks._begun_early
+
+    def moved(self):
+        assumed = begun_early(self)
+        assumed[1, ..., 0] += 1e-12
+        return assumed
+
+    with patch.object(_Walks, "_begun_early", moved):
+        return best(rank, case)
+
+
+def test_best_paths_begin_from_the_bits_of_one_walk(teams):
+    case = chain(LONG, 4, batch=(2,), zeros=0.0)
+    assert_best(teams(3), case, best_after_rounding)
+    assert min(teams(3).values(walks, case, best_after_rounding)) > 0
 
 
 def entropy(rank: int, case: Case, strategy: str) -> torch.Tensor:
@@ -122,8 +158,32 @@ def test_entropy(teams, ranks, strategy, one_matrix):
             assert found[1] == 0
 
 
-def draws(rank: int, case: Case, count: int, strategy: str, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + rank)  # only that of the first rank counts
+def test_entropy_is_computed_in_float64(teams):
+    case = chain((5, 4, 6), 3, dtype=F32, batch=(3,))
+    case = case._replace(x=case.x + 1e4)
+    one = logchain.entropy(*(operand.double() for operand in case[:3]))
+    for found in teams(3).values(entropy, case, "auto"):
+        torch.testing.assert_close(found.double(), one, rtol=0, atol=1e-5)
+
+
+def dtypes_of(module, x, bulk, p0) -> list[torch.dtype]:
+    """Those of all answers."""
+    tensors = *module.marginals(x, bulk, p0, transitions="full"), *module.viterbi(x, bulk, p0)
+    return [tensor.dtype for tensor in (*tensors, module.entropy(x, bulk, p0), module.product(x, bulk, p0))]
+
+
+def dtypes(rank: int, case: Case) -> list[torch.dtype]:
+    return dtypes_of(distributed, *case.of(rank))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64])
+def test_dtypes_are_those_of_one_process(teams, dtype):
+    case = chain((4, 3), 3, dtype=dtype, batch=(2,))
+    assert teams(2).values(dtypes, case) == [dtypes_of(logchain, *case[:3])] * 2
+
+
+def draws(rank: int, case: Case, strategy: str, count: int, seed: int, apart: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + apart * rank)  # only that of the first rank counts
     return distributed.sample(*case.of(rank), count, generator=generator, strategy=strategy, **case.options)
 
 
@@ -134,7 +194,7 @@ def test_draws_are_those_of_the_posterior(teams, ranks, strategy, one_matrix):
     count = 20_000
     for lengths in (False, True):
         case = chain((4, 3, 4)[:ranks], 3, one_matrix=one_matrix, batch=(2,), lengths=lengths)
-        states = torch.cat(teams(ranks).values(draws, case, count, strategy, 5), -1)
+        states = torch.cat(teams(ranks).values(draws, case, strategy, count, 5), -1)
         truth = logchain.marginals(*case[:3], transitions="full", **case.options)
         taken = torch.nn.functional.one_hot(states.clamp(min=0), 3).double() * (states >= 0)[..., None]
         pairs = torch.einsum("sbvi,sbvj->bvij", taken[:, :, :-1], taken[:, :, 1:]) / count
@@ -146,23 +206,30 @@ def test_draws_are_those_of_the_posterior(teams, ranks, strategy, one_matrix):
 
 def test_draws_repeat(teams):
     case = chain((4, 3), 3, batch=(2,))
-    first, again, other = (torch.cat(teams(2).values(draws, case, 50, "auto", seed), -1) for seed in (1, 1, 2))
+    first, again, other = (torch.cat(teams(2).values(draws, case, "auto", 50, seed), -1) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
+def test_the_generator_of_the_first_rank_alone_counts(teams):
+    case = chain((4, 3), 3, batch=(2,))
+    for one, other in zip(*(teams(2).values(draws, case, "auto", 50, 1, apart) for apart in (1, 2)), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_ranks_draw_with_numbers_of_their_own(teams):
-    """The same steps on two ranks, which the same numbers would make the same."""
-    case = chain((30, 30), 2, zeros=0.0, scale=0.0)
+    """The same steps on two ranks, which the same numbers would make the same, but that one rank draws a state more."""
+    case = chain((2000, 2000), 2, zeros=0.0, scale=0.0)
     independent = case._replace(bulk=torch.ones(1, 2, 2, dtype=F64))
-    first, second = teams(2).values(draws, independent, 500, "auto", 3)
-    assert 0.45 < (first == second).double().mean() < 0.55
+    first, second = teams(2).values(draws, independent, "auto", 1, 3)
+    for further in (-1, 0, 1):
+        assert 0.45 < (first.roll(further, -1) == second).double().mean() < 0.55
 
 
 def test_impossible_sequences_have_no_draws(teams):
     case = chain((4, 3), 3, batch=(2,), zeros=0.0)
     x = case.x.clone()
     x[0, 5] = -torch.inf
-    for states in teams(2).values(draws, case._replace(x=x), 10, "auto", 1):
+    for states in teams(2).values(draws, case._replace(x=x), "auto", 10, 1):
         assert (states[:, 0] == -1).all() and (states[:, 1] >= 0).all()
 
 
