@@ -33,9 +33,9 @@ def test_bytes_go_around_a_ring():
     [(False, {"vectors": 2, "products": 1, "overlapped": 3}), (True, {"vectors": 3, "products": 1, "overlapped": 5})],
 )
 def test_each_cut_has_its_collectives(gradients, expected):
-    """A header of 64 bytes, messages of 4 states with their scale in two parts, and the counts of a matrix and p0."""
-    beside = 64 + 8 * (4 * 4 + 4) * gradients
-    sent = {"vectors": 8 * 6, "products": 8 * 17, "overlapped": 8 * 6}
+    """A header, messages of 4 states with their scale in two parts, the counts of a matrix and p0, and statuses."""
+    beside = 104 + 8 * (3 + 6 + 4 * 4 + 4) * gradients
+    sent = {"vectors": 8 * 8, "products": 8 * 19, "overlapped": 8 * 8}
     for cut in predicted(FREE, gradients=gradients):
         assert cut.bytes == beside + expected[cut.name] * sent[cut.name]
     around = 2 * 1e3  # a collective over three ranks
@@ -79,21 +79,6 @@ def test_the_table_has_them_too():
 def test_sequences_for_every_rank_are_not_to_be_cut(ranks):
     found = plan(*SHAPES, world_size=ranks)
     assert (found.advice != "") == (ranks <= 3) == ("3 sequences: each rank takes some of them" in str(found))
-
-
-@pytest.mark.parametrize(
-    "kind, message, options",
-    [
-        (ValueError, "world_size: expected more than 0, got 0", {"world_size": 0}),
-        (TypeError, "world_size: expected a number of ranks or None, got '2'", {"world_size": "2"}),
-        (TypeError, "world_size: expected a number of ranks or None, got True", {"world_size": True}),
-        (ValueError, "latency: expected more than 0, got -1", {"world_size": 2, "latency": -1}),
-        (TypeError, "bandwidth: expected a number, got '1'", {"world_size": 2, "bandwidth": "1"}),
-    ],
-)
-def test_wrong_arguments_are_refused(kind, message, options):
-    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
-        plan(*SHAPES, **options)
 
 
 def test_a_structure_has_no_cuts():

@@ -6,6 +6,7 @@ compared by three numbers, their marks.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,13 +16,15 @@ from torch import Tensor
 
 from .exchange import Exchange
 
+F64 = torch.float64
+
 # numbers of a header beside the digest of its fields
 HEADER = 10
 
-# how far marks of one tensor on several ranks may lie apart, as a part of their size
+# how far marks of one tensor on several ranks may lie apart, as a part of the norm
 _ROUNDING = {torch.float16: 1e-3, torch.bfloat16: 1e-3}
 
-# entries of which marks are computed at a time, and those that share a weight
+# entries of which marks are computed at a time, and the rows of so many that make them up
 _PART, _ROW = 2**18, 2**10
 
 
@@ -36,9 +39,9 @@ def agree(exchange: Exchange, describe: Callable[[], tuple[dict[str, Any], Seque
     def header() -> Tensor:
         described, numbers = describe()
         fields.update(described)
-        row = torch.zeros(1 + HEADER, dtype=torch.float64, device="cpu")
+        row = torch.zeros(1 + HEADER, dtype=F64, device="cpu")
         row[0] = digest(fields)
-        row[1 : 1 + len(numbers)] = torch.as_tensor(numbers, dtype=torch.float64, device="cpu")
+        row[1 : 1 + len(numbers)] = torch.as_tensor(numbers, dtype=F64, device="cpu")
         return row
 
     received = exchange.gather((1 + HEADER,), header)
@@ -75,46 +78,42 @@ def integers_said(numbers: Tensor | None) -> str | None:
 
 
 def marks(*tensors: Tensor) -> Tensor:
-    """Three numbers that tell tensors apart: a sum weighted by place, the size of its terms, and the largest's log."""
+    """Three numbers that tell tensors apart: a sum weighted by place, the norm, both over the largest, and its log."""
     values = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
-    tops = torch.tensor([0.0, *(_top(one) for one in values)], dtype=torch.float64, device="cpu")
-    top = float(tops.max())
-    sums, place = torch.zeros(2, dtype=torch.float64, device="cpu"), 0
+    top = max((_top(one) for one in values), default=0.0) or 1.0
+    mark, size, place = 0.0, 0.0, 0
     for one in values:
         for part in one.split(_PART):
             wide = part if part.dtype == torch.float64 else part.float()
-            scaled = (wide / (top or 1.0)).nan_to_num_(nan=3.0, posinf=2.0, neginf=-2.0)
-            whole = scaled[: len(scaled) // _ROW * _ROW].view(-1, _ROW)
-            weights = _weights(scaled.dtype, scaled.device)
-            rows = torch.cat([whole @ weights, (scaled[whole.numel() :] @ weights[: len(scaled) % _ROW])[None]])
-            sums += torch.stack([rows.double() @ _by_place(place, len(rows), rows.device), scaled.abs().sum()]).cpu()
-            place += len(rows)
-    return torch.cat([sums, tops.max().masked_fill(tops.max() == 0, 1.0).log()[None]])
+            scaled = (wide / top).nan_to_num_(nan=3.0, posinf=2.0, neginf=-2.0)
+            count, rest = divmod(len(scaled), _ROW)
+            weights, by_row = _weights(0, scaled.dtype, scaled.device), _weights(1 + place // _ROW, F64, scaled.device)
+            of_rows = scaled[: count * _ROW].view(count, _ROW) @ weights
+            by_row = by_row[place % _ROW :]
+            mark += float(of_rows.double() @ by_row[:count]) if count else 0.0
+            mark += float(scaled[count * _ROW :] @ weights[:rest]) * float(by_row[count]) if rest else 0.0
+            size += float(scaled.square_().sum())
+            place += _PART // _ROW
+    return torch.tensor([mark, math.sqrt(size), math.log(top)], dtype=F64, device="cpu")
 
 
 def _top(values: Tensor) -> float:
     """The largest finite size."""
-    top = values.abs().amax()
-    if not top.isfinite():
-        top = values.masked_fill(~values.isfinite(), 0.0).abs().amax()
-    return float(top)
+    top = float(values.abs().amax())
+    return top if math.isfinite(top) else float(values.masked_fill(~values.isfinite(), 0.0).abs().amax())
 
 
-@lru_cache(maxsize=8)
-def _weights(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _by_place(0, _ROW, device).to(dtype)
-
-
-def _by_place(start: int, count: int, device: torch.device) -> Tensor:
-    """Weights from 1/2 to 3/2 as if drawn at random, so that no exchange of entries leaves their sum as it is."""
-    places = torch.arange(start, start + count, dtype=torch.float64, device=device)
-    return 1.0 + 0.5 * (1e4 * (places + 1.0).sin()).frac()
+@lru_cache(maxsize=2**6)
+def _weights(page: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Weights from -1 to 1 as if drawn at random, so that no exchange of entries leaves their sum as it is."""
+    places = torch.arange(1 + page * _ROW, 1 + (page + 1) * _ROW, dtype=F64, device=device)
+    return (1e4 * places.sin()).frac().to(dtype)
 
 
 def check_same(name: str, expected: str, found: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError for a rank whose marks (ranks, 3) are others than those of the first."""
     bound = _ROUNDING.get(dtype, 1e-5)
-    first, size, top = found[0].tolist()
+    first, norm, top = found[0].tolist()
     for rank, (mark, _, other) in enumerate(found.tolist()):
-        if not (abs(mark - first) <= bound * size and abs(other - top) <= bound):
+        if not (abs(mark - first) <= bound * norm and abs(other - top) <= bound):
             raise ValueError(f"rank {rank}: {name}: expected {expected} as on rank 0, got other values")

@@ -50,7 +50,7 @@ def product(
     Returns:
         `[*B]`, the same on all ranks, as of `logchain.product`. Gradients are those of this rank's x and matrices; of
         one matrix for all steps, and of p0, every rank has the whole gradient. All ranks have to take it, with the same
-        incoming gradient. It can be differentiated once.
+        incoming gradient. It can be differentiated once. Where a sum of weights is infinite, the sequence is NaN.
 
     Raises:
         TypeError, ValueError: an argument is wrong on this rank or on another, which the message names, or differs

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from logchain import distributed
+from logchain.distributed.agreement import marks
 from tests.distributed.chains import Case, chain
 
 CASE = chain((4, 3, 5), 3, batch=(2,), lengths=True)
@@ -338,3 +339,23 @@ def test_two_groups_beside_each_other(teams):
     case = chain((4, 3), 3)
     values = teams(4).values(in_groups, case)
     assert all(torch.equal(value, values[0]) for value in values)
+
+
+@pytest.mark.parametrize("c", [2, 3, 64, 1024])
+def test_marks_tell_places_apart(c):
+    matrix = torch.rand(c, c, generator=torch.Generator().manual_seed(0))
+    mark, norm, top = marks(matrix).tolist()
+    assert norm * matrix.amax() == pytest.approx(torch.linalg.vector_norm(matrix, dtype=torch.float64).item(), rel=1e-6)
+    assert top == pytest.approx(matrix.amax().log().item(), abs=1e-6)
+    assert abs(marks(matrix.double()) - marks(matrix))[0] < 1e-6 * norm
+    for other in matrix.mT, matrix.flip(0), matrix.flip(1), matrix.roll(1), -matrix:
+        assert abs(mark - marks(other)[0]) > 1e-3 * norm
+
+
+def test_marks_of_several_tensors_and_of_none():
+    matrix = torch.rand(2**18 + 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(marks(matrix, torch.ones(0)), marks(matrix))
+    assert abs(marks(matrix, matrix[:3]) - marks(matrix[:3], matrix))[0] > 1e-3 * marks(matrix)[1]
+    assert marks().tolist() == [0.0, 0.0, 0.0] == marks(torch.zeros(4)).tolist()
+    kinds = [torch.tensor([1.0, one]) for one in (torch.inf, -torch.inf, torch.nan, 1.0)]
+    assert len({marks(one)[0].item() for one in kinds}) == 4
