@@ -177,7 +177,7 @@ def plan(
     ('sequential', 780000000, 40)
     >>> ranks = plan((1_000_000, 16), (1, 16, 16), (16,), gradients=True, world_size=2)
     >>> ranks.cuts[0].name, ranks.cuts[0].bytes  # two ranks meet in the middle
-    ('vectors', 2384)
+    ('vectors', 2504)
     >>> tree = plan((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200), strategy="tree")
     >>> tree.multiply_adds // forum.multiply_adds
     200

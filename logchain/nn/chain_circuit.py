@@ -162,7 +162,7 @@ class ChainCircuit(Circuit):
 
         def describe() -> tuple[dict[str, Any], Tensor]:
             found.append(super(ChainCircuit, self)._weigh(data, observed))
-            fields = {"question": "ChainCircuit", "data": f"{list(found[0].shape[:-2])} repetitions of sequences"}
+            fields = {"question": "ChainCircuit", "data": f"sequences {list(found[0].shape[:-3])}"}
             return fields, marks(self.mixing.logits, self.p0.logits)
 
         numbers = agree(Exchange(self.group), describe)

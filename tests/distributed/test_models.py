@@ -327,7 +327,7 @@ def wrong_circuit(rank: int, wrong: str) -> None:
         ("num_states", "rank 1: num_states: expected 2, as on rank 0, got 3"),
         ("num_variables", "rank 1: "),
         ("data", "rank 1: data: expected a torch.Tensor, got list"),
-        ("sequences", "rank 1: data: expected [3, 2] repetitions"),
+        ("sequences", "rank 1: data: expected sequences [3], as on rank 0, got sequences [1]"),
         ("mixing", "rank 1: mixing and p0: expected the same weights as on rank 0"),
         ("method", "rank 1: method: expected em, as on rank 0, got gradient"),
     ],

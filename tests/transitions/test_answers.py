@@ -27,7 +27,8 @@ class Shared(Transition):
     """A matrix that several ranks may hold, all of which is on this one."""
 
     own = (2,)
-    ranks = SimpleNamespace(agree=lambda check: check(), exchange=SimpleNamespace(stacked=lambda part: part[None]))
+    exchange = SimpleNamespace(stacked=lambda part: part[None])
+    ranks = SimpleNamespace(agree=lambda options, check: check(), exchange=exchange)
 
     def __init__(self, matrix):
         super().__init__(matrix)
