@@ -114,16 +114,14 @@ def _one_matrix(sizes: list[int], counts: list[int], known: bool | None) -> bool
     """Whether one matrix serves every step; raises if ranks hold another number of matrices than goes with that."""
     if sum(sizes) == 0:
         raise ValueError("x: expected at least one variable on some rank, got none")
-    if known is not False and all(count == 1 for count in counts):
-        return True
+    shared = all(count == 1 for count in counts) if known is None else known
     first = next(rank for rank, size in enumerate(sizes) if size > 0)
     for rank, (size, count) in enumerate(zip(sizes, counts, strict=True)):
-        expected = size - (rank == first)
+        expected = 1 if shared else size - (rank == first)
         if count != expected:
-            text = f"{expected} matrices, which lead into the {size} variables of the rank, or 1 on every rank"
-            text = "1 matrix for every step" if known else text
-            raise ValueError(f"rank {rank}: bulk: expected {text}, got {count}")
-    return False
+            own = f"{expected} matrices, which lead into the {size} variables of the rank, or 1 on every rank"
+            raise ValueError(f"rank {rank}: bulk: expected {'1 matrix for every step' if shared else own}, got {count}")
+    return shared
 
 
 def _as_if_whole(x: Tensor) -> Tensor:

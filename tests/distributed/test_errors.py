@@ -1,5 +1,6 @@
 """What one rank does wrong is raised on all, by name; a rank that is gone or stalls makes the others raise, in time."""
 
+import itertools
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from logchain import distributed
+from logchain.distributed import exchange
 from logchain.distributed.agreement import marks
 from tests.distributed.chains import Case, chain
 
@@ -124,6 +126,38 @@ def test_a_wrong_argument_on_one_rank_is_raised_on_all(teams, change, kind, text
     for outcome in teams(3).run(with_change, change):
         assert type(outcome.error) is kind, (outcome.error, outcome.trace)
         assert outcome.error is not None and __import__("re").search(text, str(outcome.error)), outcome.error
+
+
+def of_own_matrices(rank: int, one_matrix: bool) -> None:
+    case = chain((4, 3, 5), 3, one_matrix=one_matrix)
+    distributed.product(*case.of(rank), one_matrix=not one_matrix)
+
+
+@pytest.mark.parametrize(
+    "one_matrix, text",
+    [
+        (False, "rank 0: bulk: expected 1 matrix for every step, got 3"),
+        (True, "rank 0: bulk: expected 3 matrices, which lead into the 4 variables of the rank"),
+    ],
+)
+def test_matrices_are_as_many_as_one_matrix_says(teams, one_matrix, text):
+    for outcome in teams(3).run(of_own_matrices, one_matrix):
+        assert isinstance(outcome.error, ValueError) and text in str(outcome.error), outcome.error
+
+
+def many_calls(rank: int) -> None:
+    """Calls of ranks of which the first has made any number before."""
+    x, bulk, p0 = CASE.of(rank)
+    for _ in range(1100 if rank == 0 else 3):
+        next(exchange._calls)
+    distributed.product(x.requires_grad_(), bulk, p0).sum().backward()
+    for number in (2**10 - 1, 1):
+        exchange._calls = itertools.chain([number], exchange._calls)
+        distributed.product(x.requires_grad_(), bulk, p0).sum().backward()
+
+
+def test_the_number_of_calls_before_has_no_meaning(teams):
+    teams(3).values(many_calls)
 
 
 def wrong_on_two(rank: int) -> None:
