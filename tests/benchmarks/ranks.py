@@ -111,7 +111,7 @@ def predicted(n: int, v: int, c: int, ranks: int) -> Row:
 def main(
     sizes: Sequence[tuple[int, int]] = SIZES, columns: Sequence[tuple[int, int]] = COLUMNS, rounds: int = 15
 ) -> None:
-    """Measure, and write the results file; two minutes."""
+    """Measure, and write the results file; a minute."""
     cases = [(*size, mode, kind) for kind in (False, True) for size in (columns if kind else sizes) for mode in MODES]
     with tempfile.TemporaryDirectory() as folder, Team(2, Path(folder), timeout=60) as team:
         rows = [row for case in cases for row in measured(team, *case, rounds)]
