@@ -111,7 +111,7 @@ class Matrix:
         raised = message.exp().clamp_(min=_LEAST / top).mul_(top).masked_fill_(message == -math.inf, 0.0)
         products = _matmul(raised.to(dtype), self.linear)
         # a power of two divides out exactly, a logarithm of it does not
-        sums = (products.double() / top).log_().add_(self.shift)
+        sums = products.to(torch.float64, copy=True).div_(top).log_().add_(self.shift)
         doubtful = products < self.least * top
         if doubtful.any():
             doubtful &= products > 0 if self._keeps_zeros else (message > -math.inf).any(-1, keepdim=True)

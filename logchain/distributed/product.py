@@ -60,8 +60,8 @@ def product(
 
     Cost: "vectors" for two ranks, half of one process's work each; "products", `v_r c^3` for ranks between;
     "overlapped", `v_r c^2` and some steps more. A rank sends a header of 104 bytes; for each sequence a message of
-    8 (c + 2) bytes, or 8 (c^2 + 1) for a product; and backward the gradients that are summed, in float64. Memory: that
-    of `logchain.product` for the rank's own shard.
+    8 (c + 2) bytes, or 8 (c^2 + 1) for a product, with a status of 16; and backward the gradients that are summed, in
+    float64, with 8 a rank and 48. Memory: that of `logchain.product` for the rank's own shard.
 
     Where there are at least as many sequences as ranks, and each fits on one, shard by sequences instead: then
     `logchain.product` needs no exchange at all.
@@ -81,18 +81,9 @@ def product(
     return _product("product", x, bulk, p0, group, log_params, lengths, one_matrix, strategy, summed=True)
 
 
-def partial_product(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    *,
-    group: Any,
-    log_params: bool,
-    lengths: Lengths | None,
-    one_matrix: bool | None,
-) -> Tensor:
+def partial_product(**arguments: Any) -> Tensor:
     """The same, with a rank's part alone of the gradients of one matrix and of p0, which the caller adds up."""
-    return _product("product of a model", x, bulk, p0, group, log_params, lengths, one_matrix, "auto", summed=False)
+    return _product("product of a model", **arguments, strategy="auto", summed=False)
 
 
 def _product(
@@ -105,7 +96,6 @@ def _product(
     lengths: Lengths | None,
     one_matrix: bool | None,
     strategy: str,
-    *,
     summed: bool,
 ) -> Tensor:
     exchange, shards, operands = begin(question, x, bulk, p0, group, log_params, lengths, one_matrix, strategy)

@@ -65,6 +65,7 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
     """
     if operands.x.numel() == 0:
         value = log_norm(operands)
+        # a sum of nothing, with the graph of a sum
         none = (torch.zeros_like(tensor, dtype=operands.dtype) for tensor in operands.tensors)
         x, p0, *parameters = (one + value.sum() for one in none)
         return value, Gradients(x, tuple(parameters), p0)
