@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import check_lengths, is_transformed
+from .arguments import check_lengths
 from .kernels import on_gpu
 from .kernels.chain import Chain
 from .layout import Layout
@@ -83,7 +83,8 @@ def is_plain(args: tuple[Any, ...]) -> bool:
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
-        and not is_transformed()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
         and not torch._C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP)
         and _PLAIN.issuperset(map(type, args))
     )
