@@ -35,7 +35,12 @@ from .transitions.weights import TransitionWeights
 
 
 class Sample(NamedTuple):
-    """State paths int64 `[num_samples, *B, v]` and data `[num_samples, *B, v, *event]`."""
+    """Draws of `HMM.sample`.
+
+    Attributes:
+        states: paths int64 `[num_samples, *B, v]`.
+        data: `[num_samples, *B, v, *event]`.
+    """
 
     states: Tensor
     data: Tensor
@@ -118,12 +123,21 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
     ) -> ChainArguments:
-        """The chain of given data, for functions such as `logchain.entropy(**hmm.arguments(data)._asdict())`.
+        """The chain of given data, for functions such as `logchain.entropy`.
 
-        Arguments: see the class.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
+            lengths: integers from 1 to v, one for each sequence.
+            covariates: the argument of `transition`.
 
         Returns:
             `x` `[*B, v, c]`, `bulk` and `p0` (logarithms, or probabilities if `initial` is "stationary"), and lengths.
+
+        >>> from logchain import entropy
+        >>> hmm = HMM(2, "poisson")
+        >>> entropy(**hmm.arguments(torch.tensor([[0, 3, 1]]))._asdict()).shape
+        torch.Size([1])
         """
         x, ends = potentials(self.emission, self.num_states, data, observed, lengths)
         bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
@@ -153,7 +167,22 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         group: Any = None,
     ) -> Tensor:
-        """`log p(data)` `[*B]` in nats, which has gradients. Arguments: see the class."""
+        """`log p(data)` of each sequence.
+
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
+            lengths: integers from 1 to v, one for each sequence.
+            covariates: the argument of `transition`.
+            group: the ranks that hold the steps; see the class.
+
+        Returns:
+            `[*B]` in nats, with gradients: float64 if a parameter is, otherwise float32; -inf for impossible data.
+
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.log_prob(torch.tensor([[0, 2, 5], [1, 0, 0]]), lengths=[3, 1]).shape
+        torch.Size([2])
+        """
         if group is not None:
             sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "log_prob")
             return partial_product(**sharded)
@@ -173,10 +202,29 @@ class HMM(torch.nn.Module):
         transitions: Literal["sum", "full"] | None = None,
         group: Any = None,
     ) -> Marginals:
-        """The posterior marginals `states` `[*B, v, c]` and `transitions`, and the log-partition, `log p(data)` `[*B]`.
+        """The posterior marginals of states and transitions: see `logchain.marginals`.
 
-        `transitions`: None for none, "sum" for their sum over steps, "full" for each step, see `logchain.marginals`;
-        other arguments: see the class.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
+            lengths: integers from 1 to v, one for each sequence.
+            covariates: the argument of `transition`.
+            transitions: None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
+            group: the ranks that hold the steps; see the class.
+
+        Returns:
+            `Marginals(states [*B, v, c], transitions, log_norm [*B])`; `log_norm` is `log p(data)` in nats.
+
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
+        >>> posterior = hmm.posterior(torch.tensor([0, 1, 48]), transitions="sum")
+        >>> posterior.states.detach().round()
+        tensor([[1., 0.],
+                [1., 0.],
+                [0., 1.]])
+        >>> posterior.transitions.detach().round()  # state 0 stays once, then moves to 1
+        tensor([[[1., 1.],
+                 [0., 0.]]])
         """
         if group is not None:
             sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "posterior")
@@ -193,9 +241,22 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         group: Any = None,
     ) -> Path:
-        """The best paths: `states` int64 `[*B, v]`, and `score` `[*B]`, `log p(data, path)`; see `logchain.viterbi`.
+        """The most probable path of states of each sequence: see `logchain.viterbi`.
 
-        Arguments: see the class.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
+            lengths: integers from 1 to v, one for each sequence.
+            covariates: the argument of `transition`.
+            group: the ranks that hold the steps; see the class.
+
+        Returns:
+            `Path(states, score)`: int64 `[*B, v]`, -1 behind a sequence's end, and `log p(data, states)` `[*B]`, nats.
+
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
+        >>> hmm.decode(torch.tensor([0, 1, 48])).states
+        tensor([0, 0, 1])
         """
         if group is not None:
             sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "decode")
@@ -214,9 +275,25 @@ class HMM(torch.nn.Module):
         generator: torch.Generator | None = None,
         group: Any = None,
     ) -> Tensor:
-        """Paths of states int64 `[num_samples, *B, v]` drawn from their posterior: see `logchain.sample`.
+        """Independent draws of paths of states, given the data: see `logchain.sample`.
 
-        `generator` is the source of randomness; other arguments: see the class.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
+            lengths: integers from 1 to v, one for each sequence.
+            covariates: the argument of `transition`.
+            group: the ranks that hold the steps; see the class.
+            num_samples: the number of paths of each sequence.
+            generator: the source of randomness.
+
+        Returns:
+            int64 `[num_samples, *B, v]`, -1 behind a sequence's end.
+
+        >>> hmm = HMM(2, "poisson")
+        >>> hmm.emission.set(torch.tensor([1.0, 50.0]))
+        >>> hmm.sample_posterior(torch.tensor([0, 1, 48]), 2)  # two draws, hardly uncertain
+        tensor([[0, 0, 1],
+                [0, 0, 1]])
         """
         if group is not None:
             sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "sample_posterior")
@@ -233,10 +310,23 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Sample:
-        """`Sample(states, data)`: independent draws from the model; the emission has to be an `InputLayer`.
+        """Independent draws of states and data from the model, whose emission has to be an `InputLayer`.
 
-        States are int64 `[num_samples, num_steps]`, data `[num_samples, num_steps, *event]`. `generator` is the source
-        of randomness, `covariates` the argument of `transition`.
+        Args:
+            num_samples: the number of sequences.
+            num_steps: v, the length of each.
+            covariates: the argument of `transition`.
+            generator: the source of randomness.
+
+        Returns:
+            `Sample(states, data)`: int64 `[num_samples, v]` and `[num_samples, v, *event]`.
+
+        Raises:
+            TypeError: the emission is no `InputLayer`, or a number is no integer.
+
+        >>> draws = HMM(2, "gaussian", num_features=3).sample(4, 5)
+        >>> draws.states.shape, draws.data.shape
+        (torch.Size([4, 5]), torch.Size([4, 5, 3]))
         """
         emission = self.emission
         if not isinstance(emission, InputLayer):
@@ -260,7 +350,20 @@ class HMM(torch.nn.Module):
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Draw trained parameters anew: probabilities uniformly over the simplex, emissions at places in the data."""
+        """Draw trained parameters anew: probabilities uniformly over the simplex, emissions at places in the data.
+
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
+            lengths: integers from 1 to v, one for each sequence.
+            covariates: the argument of `transition`.
+            generator: the source of randomness.
+
+        >>> hmm = HMM(2, "gaussian")
+        >>> hmm.initialise(torch.tensor([1.0, 1.0, 5.0]))
+        >>> hmm.emission.means.detach().sort().values
+        tensor([1., 5.])
+        """
         with frozen(self):
             for weights in (self.initial, self.transition):
                 if isinstance(weights, LogWeights | TransitionWeights):
@@ -286,9 +389,32 @@ class HMM(torch.nn.Module):
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Fit:
-        """Fit the trained parameters to data by maximum likelihood: see `logchain.nn.fit`, and the class.
+        """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
 
-        `restarts`: the number of initialisations, of which the best fit is kept; 0 starts from the present parameters.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
+            lengths: integers from 1 to v, one for each sequence.
+            covariates: the argument of `transition`.
+            method: "em" or "gradient".
+            max_iterations: the largest number of passes over the data.
+            tolerance: nats; the fit ends with the first iteration that gains less.
+            batch_size: number of sequences that are computed at a time.
+            step: for mini-batches with "em", the part (0..1) of the way to the maximum, or a function of their number.
+            optimiser: for "gradient", a function of the list of parameters.
+            restarts: number of initialisations, of which the best fit is kept; 0 starts from the present parameters.
+            generator: the source of randomness.
+            progress: show a progress bar (tqdm).
+
+        Returns:
+            A `Fit`; its `str` is a short report.
+
+        >>> hmm = HMM(2, "poisson")
+        >>> report = hmm.fit(torch.tensor([0, 1, 0, 1, 30, 31, 32, 33]), generator=torch.Generator().manual_seed(0))
+        >>> report.converged
+        True
+        >>> hmm.emission.log_rates.exp().detach().sort().values
+        tensor([ 0.5000, 31.5000])
         """
         if method == "em" and self.initial is None:
             raise ValueError("method: expected 'gradient' with a stationary initial distribution, got 'em'")
@@ -310,16 +436,37 @@ class HMM(torch.nn.Module):
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
-        """The model, in float64, of a fitted GaussianHMM, GMMHMM, PoissonHMM or CategoricalHMM of hmmlearn.
+        """The model, in float64, of a fitted model of hmmlearn.
 
-        Data are `[*B, v, d]` as hmmlearn's samples are `[samples, d]`, but categories are `[*B, v]`.
+        Args:
+            model: a GaussianHMM, GMMHMM, PoissonHMM or CategoricalHMM.
+
+        Returns:
+            An `HMM`. Its data are `[*B, v, d]` as hmmlearn's samples are `[samples, d]`, but categories are `[*B, v]`.
+
+        Raises:
+            TypeError: the model is another, or not fitted.
+
+        >>> from types import SimpleNamespace
+        >>> PoissonHMM = type("PoissonHMM", (SimpleNamespace,), {})  # stands for hmmlearn's
+        >>> model = PoissonHMM(n_components=1, startprob_=[1.0], transmat_=[[1.0]], lambdas_=[[3.5]])
+        >>> HMM.from_hmmlearn(model).emission.log_rates.exp().detach()
+        tensor([[3.5000]], dtype=torch.float64)
         """
         from .hmmlearn_models import from_hmmlearn
 
         return from_hmmlearn(model)
 
     def to_hmmlearn(self) -> Any:
-        """The model of hmmlearn with the same parameters; its samples are `[samples, d]`, with d = 1 for numbers."""
+        """The model of hmmlearn with the same parameters.
+
+        Returns:
+            A fitted model, whose samples are `[samples, d]`, with d = 1 for numbers.
+
+        Raises:
+            ValueError: hmmlearn has no such emission, initial distribution or transitions.
+            ImportError: hmmlearn is not installed.
+        """
         from .hmmlearn_models import to_hmmlearn
 
         return to_hmmlearn(self)
