@@ -94,7 +94,13 @@ class LinearChainCRF(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters uniformly from -0.1 to 0.1."""
+        """Draw all parameters uniformly from -0.1 to 0.1.
+
+        >>> crf = LinearChainCRF(2)
+        >>> crf.reset_parameters()
+        >>> bool(crf.transitions.abs().max() <= 0.1)
+        True
+        """
         for parameter in (self.start_transitions, self.end_transitions, self.transitions):
             nn.init.uniform_(parameter, -0.1, 0.1)
 
@@ -112,15 +118,19 @@ class LinearChainCRF(nn.Module):
         """The log-likelihood `log p(tags)` of given tags; its negative is the training loss.
 
         Args:
-            emissions: see the class.
+            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
             tags: integers `[v, n]`, or `[n, v]` if `batch_first`. Masked ones may be anything, such as -100.
-            mask: see the class.
+            mask: `[v, n]` or `[n, v]`, see the class.
             reduction: "none" for `[n]`; "sum" over sequences; "mean", the sum divided by n; "token_mean", the sum
                 divided by the number of variables that are not masked.
 
         Returns:
             Nats, `[n]` or `[]`: float64 if emissions or parameters are, otherwise float32. Exactly -inf, with gradient
             0, for tags that are impossible. It can be differentiated twice. Every sum and mean of no sequences is 0.
+
+        >>> crf = LinearChainCRF(2, batch_first=True)
+        >>> crf(torch.zeros(4, 3, 2), torch.zeros(4, 3, dtype=torch.int64), reduction="none").shape
+        torch.Size([4])
         """
         check_choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         chain, unmasked = self._chain(emissions, mask)
@@ -137,9 +147,19 @@ class LinearChainCRF(nn.Module):
 
     @torch.no_grad()
     def decode(self, emissions: Tensor, mask: Tensor | None = None) -> list[list[int]]:
-        """The most probable tags of each sequence as lists, without masked variables. Arguments: see the class.
+        """The most probable tags of each sequence as lists, without masked variables.
 
-        Tags are -1 in a sequence in which every path is impossible or an emission is NaN.
+        Args:
+            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
+            mask: `[v, n]` or `[n, v]`, see the class.
+
+        Returns:
+            n lists of tags, which are -1 in a sequence in which every path is impossible or an emission is NaN.
+
+        >>> crf = LinearChainCRF(2, batch_first=True)
+        >>> emissions = torch.tensor([[[9.0, 0.0], [0.0, 9.0]], [[9.0, 0.0], [0.0, 9.0]]])
+        >>> crf.decode(emissions, torch.tensor([[True, True], [True, False]]))
+        [[0, 1], [0]]
         """
         chain, unmasked = self._chain(emissions, mask)
         return [row[0] for row in _lists(viterbi(**chain._asdict()).states[:, None], unmasked)]
@@ -147,11 +167,17 @@ class LinearChainCRF(nn.Module):
     def viterbi(self, emissions: Tensor, mask: Tensor | None = None) -> Path:
         """The most probable tags of each sequence and their log-weights: see `logchain.viterbi`.
 
-        Arguments: see the class.
+        Args:
+            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
+            mask: `[v, n]` or `[n, v]`, see the class.
 
         Returns:
-            `Path(states, score)`: tags `[v, n]` (or `[n, v]`), -1 where masked, and log-weights `[n]` in nats, which
-            have a gradient. A log-weight minus `log_partition` is a log-probability.
+            `Path(states, score)`: tags int64 `[v, n]` (or `[n, v]`), -1 where masked, and log-weights `[n]` in nats,
+            which have a gradient. A log-weight minus `log_partition` is a log-probability.
+
+        >>> crf = LinearChainCRF(2, batch_first=True)
+        >>> crf.viterbi(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])).states
+        tensor([[0, 1]])
         """
         chain, unmasked = self._chain(emissions, mask)
         path = viterbi(**chain._asdict())
@@ -160,11 +186,19 @@ class LinearChainCRF(nn.Module):
     def topk(self, emissions: Tensor, k: int, mask: Tensor | None = None) -> tuple[list[list[list[int]]], Tensor]:
         """The `k` most probable paths of tags of each sequence: see `logchain.topk_paths`.
 
-        Arguments: see the class.
+        Args:
+            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
+            mask: `[v, n]` or `[n, v]`, see the class.
+            k: the number of paths.
 
         Returns:
             Lists of tags, best path first, and log-weights `[n, k]` in nats. Where fewer than `k` paths are possible,
             the others have tags -1 and log-weight -inf.
+
+        >>> crf = LinearChainCRF(2, batch_first=True)
+        >>> paths, log_weights = crf.topk(torch.tensor([[[9.0, 0.0], [0.0, 5.0]]]), 2)
+        >>> paths
+        [[[0, 1], [0, 0]]]
         """
         chain, unmasked = self._chain(emissions, mask)
         paths = topk_paths(**chain._asdict(), k=k)
@@ -182,12 +216,24 @@ class LinearChainCRF(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Paths of tags drawn from their posterior: see `logchain.sample`.
+        """Independent draws of paths of tags from their posterior: see `logchain.sample`.
 
-        `generator` is the source of randomness; other arguments: see the class.
+        Args:
+            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
+            mask: `[v, n]` or `[n, v]`, see the class.
+            num_samples: the number of paths of each sequence.
+            generator: the source of randomness.
 
         Returns:
             int64 `[num_samples, v, n]` (or `[num_samples, n, v]`), -1 where masked.
+
+        >>> crf = LinearChainCRF(2, batch_first=True)
+        >>> crf.sample(torch.tensor([[[99.0, 0.0], [0.0, 99.0]]]), 3)
+        tensor([[[0, 1]],
+        <BLANKLINE>
+                [[0, 1]],
+        <BLANKLINE>
+                [[0, 1]]])
         """
         chain, unmasked = self._chain(emissions, mask)
         states = sample(**chain._asdict(), num_samples=num_samples, generator=generator)
@@ -195,15 +241,38 @@ class LinearChainCRF(nn.Module):
         return self._as_given(states).movedim(-1, 0)
 
     def marginals(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The posterior probability of each tag, in the shape of `emissions`: see `logchain.marginals`.
+        """The posterior probability of each tag: see `logchain.marginals`.
 
-        It is 0 where masked, and can be differentiated once. Arguments: see the class.
+        Args:
+            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
+            mask: `[v, n]` or `[n, v]`, see the class.
+
+        Returns:
+            Probabilities in the shape of `emissions`, 0 where masked. They can be differentiated once.
+
+        >>> crf = LinearChainCRF(2, batch_first=True)
+        >>> crf.marginals(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])).detach().round()
+        tensor([[[1., 0.],
+                 [0., 1.]]])
         """
         chain, unmasked = self._chain(emissions, mask)
         return self._as_given(unmasked.spread(marginals(**chain._asdict()).states, 0.0))
 
     def log_partition(self, emissions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The log-partition `log Z` `[n]` in nats: see `logchain.product`. Arguments: see the class."""
+        """The log-partition `log Z` of each sequence: see `logchain.product`.
+
+        Args:
+            emissions: `[v, n, c]`, or `[n, v, c]` if `batch_first`, nats.
+            mask: `[v, n]` or `[n, v]`, see the class.
+
+        Returns:
+            `[n]` in nats, 0 for a sequence without variables.
+
+        >>> crf = LinearChainCRF(2, batch_first=True)
+        >>> emissions = torch.zeros(4, 3, 2)
+        >>> crf.log_partition(emissions) > crf.viterbi(emissions).score
+        tensor([True, True, True, True])
+        """
         chain, unmasked = self._chain(emissions, mask)
         return unmasked.zero_where_empty(product(**chain._asdict()))
 
