@@ -127,7 +127,7 @@ class ChainCircuit(Circuit):
         self._one_matrix = False if transition is None else None
 
     def components(self, x: Tensor) -> Tensor:
-        """The log-partition of each repetition's chain."""
+        """The log-partition of each repetition's chain: see `Circuit.components`."""
         # what all states have in common is summed in float64: in float32 it would hide the repetitions' difference
         x, shift = shifted(x)
         if self.group is None:
@@ -137,13 +137,13 @@ class ChainCircuit(Circuit):
         return value.double() + shift
 
     def best_states(self, x: Tensor) -> Path:
-        """The Viterbi path of each repetition's chain."""
+        """The Viterbi path of each repetition's chain: see `Circuit.best_states`."""
         if self.group is None:
             return viterbi(x, *self._weights())
         return distributed.viterbi(x, *self._weights(), group=self.group, one_matrix=self._one_matrix)
 
     def draw_states(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
-        """Paths drawn from the posterior of each repetition's chain."""
+        """Paths drawn from the posterior of each repetition's chain: see `Circuit.draw_states`."""
         self._check_alone("sample")
         return sample(x, *self._weights(), num_samples, generator=generator)
 

@@ -17,9 +17,13 @@ from .log_weights import LogWeights
 
 
 class Completion(NamedTuple):
-    """Completed data `[*B, v, *event]`, the best hidden units for them, and the log-probability `[*B]` of both, nats.
+    """The results of `Circuit.mpe`.
 
-    The units are the repetition, int64 `[*B]`, and the state of each variable, int64 `[*B, v]`.
+    Attributes:
+        data: `[*B, v, *event]`, completed.
+        repetition: the best repetition, int64 `[*B]`.
+        states: the best state of each variable, int64 `[*B, v]`.
+        log_prob: the log-probability of data, repetition and states `[*B]`, nats.
     """
 
     data: Tensor
@@ -47,6 +51,18 @@ class Circuit(torch.nn.Module):
         observed: bool, of the shape of the data or `[*B, v]`; False entries are not observed.
 
     Variables that are not observed are summed out exactly.
+
+    >>> from logchain.nn import ChainCircuit
+    >>> circuit = ChainCircuit(3, 2, num_repetitions=4, num_categories=2)
+    >>> circuit(torch.tensor([0, 1, 1])).shape
+    torch.Size([])
+    >>> x = torch.zeros(5, 4, 3, 2)  # log-densities of five data points
+    >>> circuit.components(x).shape
+    torch.Size([5, 4])
+    >>> circuit.best_states(x).states.shape
+    torch.Size([5, 4, 3])
+    >>> circuit.draw_states(x, 6, None).shape
+    torch.Size([6, 5, 4, 3])
     """
 
     def __init__(
@@ -68,35 +84,80 @@ class Circuit(torch.nn.Module):
         return t, v, c
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """The result of `log_prob`, for wrappers such as DistributedDataParallel, which call `forward`."""
+        """The result of `log_prob`, for wrappers such as DistributedDataParallel, which call `forward`.
+
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool of the same shape or `[*B, v]`.
+
+        Returns:
+            nats `[*B]`.
+        """
         return self.log_prob(data, observed)
 
     def log_prob(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data)` of the observed variables: nats `[*B]`. Arguments: see the class.
+        """`log p(data)` of the observed variables.
 
-        It has the dtype of the input layer's result; sums over variables are float64.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool of the same shape or `[*B, v]`.
+
+        Returns:
+            nats `[*B]`, of the dtype of the input layer's result; sums over variables are float64.
+
+        >>> from logchain.nn import ChainCircuit
+        >>> circuit = ChainCircuit(3, 2, num_categories=2)
+        >>> circuit.log_prob(torch.tensor([[0, 1, 1], [0, 0, 1]])).shape
+        torch.Size([2])
         """
         x = self._weigh(data, observed)
         # a tensor of its own: a view would lose the hooks that FSDP2 puts on what `forward` returns
         return self._mixed(self.components(x)).to(x.dtype, copy=True)
 
     def posterior(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`p(repetition, state of variable i | data)` `[*B, t, v, c]`, a derivative of `log_prob`.
+        """`p(repetition, state of variable i | data)`, a derivative of `log_prob`.
 
-        It sums to 1 over the repetitions and states of each variable, to 0 for impossible data. Arguments: see the
-        class.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool of the same shape or `[*B, v]`.
+
+        Returns:
+            `[*B, t, v, c]`. It sums to 1 over the repetitions and states of each variable, to 0 for impossible data.
+
+        >>> from logchain.nn import ChainCircuit
+        >>> circuit = ChainCircuit(3, 2, input="bernoulli")
+        >>> circuit.input.set(torch.tensor([0.0, 1.0]))  # the state is the value
+        >>> circuit.posterior(torch.tensor([0.0, 1.0, 0.0])).round()
+        tensor([[[1., 0.],
+                 [0., 1.],
+                 [1., 0.]]])
         """
         return self._posterior(data, observed)[0]
 
     @torch.no_grad()
     def conditionals(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`p(value of variable i | data)` `[*B, v, K]` for variables with K values; 0 or 1 for observed ones.
+        """`p(value of variable i | data)` for variables with K values; 0 or 1 for observed ones.
 
-        Arguments: see the class.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool of the same shape or `[*B, v]`.
+
+        Returns:
+            `[*B, v, K]`.
 
         Raises:
             TypeError: the variables have infinitely many values.
             ValueError: the data are impossible.
+
+        >>> from logchain.nn import ChainCircuit
+        >>> circuit = ChainCircuit(3, 2, input="bernoulli")
+        >>> circuit.input.set(torch.tensor([0.1, 0.9]))
+        >>> circuit.bulk.set(torch.eye(2))  # all variables are in the same state
+        >>> circuit.p0.set(torch.ones(2))
+        >>> circuit.conditionals(torch.tensor([1.0, 1.0, torch.nan]))
+        tensor([[0.0000, 1.0000],
+                [0.0000, 1.0000],
+                [0.1098, 0.8902]])
         """
         shares = self.input.log_probabilities().exp()  # (t, v, c, K)
         posterior, log_prob = self._posterior(data, observed)
@@ -112,10 +173,23 @@ class Circuit(torch.nn.Module):
 
         The maximum of `p(data)`, with the hidden units summed out, may be another one, and is hard to find. Completed
         values are modes of the input layer: for continuous variables those of the density, for a `Mixture` approximate.
-        Arguments: see the class.
+
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool of the same shape or `[*B, v]`.
+
+        Returns:
+            `Completion(data, repetition, states, log_prob)`.
 
         Raises:
             ValueError: the data are impossible, or an event is observed in part.
+
+        >>> from logchain.nn import ChainCircuit
+        >>> circuit = ChainCircuit(3, 2, input="bernoulli")
+        >>> circuit.input.set(torch.tensor([0.0, 1.0]))
+        >>> circuit.bulk.set(torch.eye(2))  # all variables are in the same state
+        >>> circuit.mpe(torch.tensor([1.0, torch.nan, torch.nan])).data
+        tensor([1., 1., 1.])
         """
         v = self.units[1]
         values, best = self.input.mode()  # (t, v, c, *event), (t, v, c)
@@ -134,7 +208,19 @@ class Circuit(torch.nn.Module):
 
     @torch.no_grad()
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent draws `[num_samples, v, *event]` of all variables; `generator` is the source of randomness."""
+        """Independent draws of all variables.
+
+        Args:
+            num_samples: the number of draws.
+            generator: the source of randomness.
+
+        Returns:
+            `[num_samples, v, *event]`.
+
+        >>> from logchain.nn import ChainCircuit
+        >>> ChainCircuit(3, 2, num_categories=2).sample(5).shape
+        torch.Size([5, 3])
+        """
         return self._draw(self.mixing().new_zeros(self.units), num_samples, generator)
 
     @torch.no_grad()
@@ -145,12 +231,27 @@ class Circuit(torch.nn.Module):
         num_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Independent, exact draws `[num_samples, *B, v, *event]` given the observed variables, which stay as they are.
+        """Independent, exact draws given the observed variables, which stay as they are.
 
-        `num_samples` draws for each of B, with `generator` as the source of randomness; other arguments: see the class.
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool of the same shape or `[*B, v]`.
+            num_samples: the number of draws for each of B.
+            generator: the source of randomness.
+
+        Returns:
+            `[num_samples, *B, v, *event]`.
 
         Raises:
             ValueError: the data are impossible.
+
+        >>> from logchain.nn import ChainCircuit
+        >>> circuit = ChainCircuit(3, 2, input="bernoulli")
+        >>> circuit.input.set(torch.tensor([0.0, 1.0]))
+        >>> circuit.bulk.set(torch.eye(2))  # all variables are in the same state
+        >>> circuit.sample_conditional(torch.tensor([1.0, torch.nan, torch.nan]), num_samples=2)
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
         """
         x = self._weigh(data, observed)
         data, known = self._known(data, observed)
@@ -159,7 +260,19 @@ class Circuit(torch.nn.Module):
     def initialise(
         self, data: Tensor, *, observed: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draw trained parameters anew: weights uniformly over the simplex, the input layer's at places in the data."""
+        """Draw trained parameters anew: weights uniformly over the simplex, the input layer's at places in the data.
+
+        Args:
+            data: `[*B, v, *event]`.
+            observed: bool of the same shape or `[*B, v]`.
+            generator: the source of randomness.
+
+        >>> from logchain.nn import ChainCircuit
+        >>> circuit = ChainCircuit(1, 2, input="gaussian")
+        >>> circuit.initialise(torch.tensor([[1.0], [1.0], [5.0]]))
+        >>> circuit.input.means.detach().flatten().sort().values
+        tensor([1., 5.])
+        """
         inputs = set(self.input.modules())
         with frozen(self):
             for part in self.modules():
@@ -183,9 +296,29 @@ class Circuit(torch.nn.Module):
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Fit:
-        """Fit the trained parameters to data `[n, v, *event]` by maximum likelihood: see `logchain.nn.fit`.
+        """Fit the trained parameters to data by maximum likelihood, in place: see `logchain.nn.fit`.
 
-        `restarts`: the number of initialisations, of which the best fit is kept; 0 starts from the present parameters.
+        Args:
+            data: `[n, v, *event]`.
+            observed: bool of the same shape or `[n, v]`.
+            method: "em" or "gradient".
+            max_iterations: the largest number of passes over the data.
+            tolerance: nats; the fit ends with the first iteration that gains less.
+            batch_size: number of sequences that are computed at a time.
+            step: for mini-batches with "em", the part (0..1) of the way to the maximum, or a function of their number.
+            optimiser: for "gradient", a function of the list of parameters.
+            restarts: number of initialisations, of which the best fit is kept; 0 starts from the present parameters.
+            generator: the source of randomness.
+            progress: show a progress bar (tqdm).
+
+        Returns:
+            A `Fit`; its `str` is a short report.
+
+        >>> from logchain.nn import ChainCircuit
+        >>> circuit = ChainCircuit(2, 2, num_categories=2)
+        >>> report = circuit.fit(torch.tensor([[0, 0], [0, 0], [1, 1]]), generator=torch.Generator().manual_seed(0))
+        >>> report.log_likelihood > report.history[0]
+        True
         """
         return fit(
             self,
@@ -203,15 +336,38 @@ class Circuit(torch.nn.Module):
         )
 
     def components(self, x: Tensor) -> Tensor:
-        """`log p_r` of each repetition `[*B, t]` in float64, from log-densities `[*B, t, v, c]`."""
+        """`log p_r(data)` of each repetition.
+
+        Args:
+            x: log-densities `[*B, t, v, c]`, nats.
+
+        Returns:
+            float64 `[*B, t]`, nats.
+        """
         raise NotImplementedError
 
     def best_states(self, x: Tensor) -> Path:
-        """The best states of each repetition, int64 `[*B, t, v]`, and their log-weight `[*B, t]` in nats."""
+        """The best states of each repetition.
+
+        Args:
+            x: log-densities `[*B, t, v, c]`, nats.
+
+        Returns:
+            `Path(states, score)`: int64 `[*B, t, v]` and log-weights `[*B, t]` in nats.
+        """
         raise NotImplementedError
 
     def draw_states(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
-        """States of each repetition drawn from their posterior: int64 `[num_samples, *B, t, v]`."""
+        """States of each repetition drawn from their posterior.
+
+        Args:
+            x: log-densities `[*B, t, v, c]`, nats.
+            num_samples: the number of draws.
+            generator: the source of randomness.
+
+        Returns:
+            int64 `[num_samples, *B, t, v]`.
+        """
         raise NotImplementedError
 
     def extra_repr(self) -> str:

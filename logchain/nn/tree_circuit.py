@@ -74,17 +74,17 @@ class TreeCircuit(Circuit):
         self.root = SumLayer(c, 1, (t, 1), generator=generator)
 
     def components(self, x: Tensor) -> Tensor:
-        """The log-likelihood at the root of each repetition."""
+        """The log-likelihood at the root of each repetition: see `Circuit.components`."""
         *_, root, scale = self._up(x, best=False)
         return root[..., 0, 0].double() + scale
 
     def best_states(self, x: Tensor) -> Path:
-        """The most probable states, chosen from the root down."""
+        """The most probable states, chosen from the root down: see `Circuit.best_states`."""
         *below, root, scale = self._up(x, best=True)
         return Path(self._down(below, root[..., 0], partial(torch.argmax, dim=-1)), root[..., 0, 0].double() + scale)
 
     def draw_states(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
-        """States drawn from the root down."""
+        """States drawn from the root down: see `Circuit.draw_states`."""
 
         def draw(log_weights: Tensor) -> Tensor:
             # an impossible repetition has no shares: any draw will do, since it is never selected
