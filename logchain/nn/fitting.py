@@ -19,12 +19,15 @@ Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Fit(NamedTuple):
-    """The result of `fit`; log-likelihoods are of all the data, in nats.
+    """The result of `fit`; log-likelihoods are of all the data, in nats, and with restarts those of the best start.
 
-    `log_likelihood` is that of the final parameters. `history` has the log-likelihoods before the first iteration and
-    after each; with mini-batches each is a sum over batches between which the parameters changed. `converged` says
-    whether the last iteration gained less than the tolerance. With restarts these are those of the best, and `starts`
-    has the final log-likelihood of each.
+    Attributes:
+        log_likelihood: that of the final parameters.
+        history: log-likelihoods before the first iteration and after each; with mini-batches each is a sum over batches
+            between which the parameters changed.
+        iterations: their number.
+        converged: whether the last iteration gained less than the tolerance.
+        starts: the final log-likelihood of each start.
     """
 
     log_likelihood: float
@@ -98,6 +101,14 @@ def fit(
     Source: A. Dempster, N. Laird and D. Rubin, "Maximum likelihood from incomplete data via the EM algorithm", J. R.
     Stat. Soc. B 39 (1977); O. Cappe and E. Moulines, "On-line expectation-maximization algorithm for latent data
     models" (arXiv:0712.4273), for mini-batches.
+
+    >>> from logchain.nn import HMM
+    >>> hmm = HMM(1, "poisson")
+    >>> report = fit(hmm, torch.tensor([[2, 4, 4, 4]]))  # one state: the rate is the mean
+    >>> report.converged, round(report.log_likelihood, 2)
+    (True, -6.69)
+    >>> hmm.emission.log_rates.exp().detach()
+    tensor([3.5000])
     """
     run = _Run(model, data, dict(conditions or {}), method, batch_size, step, optimiser, generator)
 
