@@ -39,6 +39,10 @@ class SumLayer(torch.nn.Module):
     >>> layer(torch.tensor([[0.0, -torch.inf], [-1000.0, -1000.0]]))
     tensor([[   -1.3863],
             [-1000.0000]], grad_fn=<SelectBackward0>)
+    >>> layer.best(torch.zeros(2)).exp()
+    tensor([0.7500], grad_fn=<ExpBackward0>)
+    >>> layer.choose(torch.zeros(2), torch.tensor(0), lambda log_weights: log_weights.argmax(-1))
+    tensor(1)
     """
 
     def __init__(
@@ -57,15 +61,28 @@ class SumLayer(torch.nn.Module):
         return matmul(_check(x, self.shape).unsqueeze(-2), self.weights())[..., 0, :]
 
     def best(self, x: Tensor) -> Tensor:
-        """`max_i (x_i + log W_io)`, the best term of each mixture: `[..., *L, c']`."""
+        """The best term of each mixture, `max_i (x_i + log W_io)`.
+
+        Args:
+            x: `[..., *L, c]` in nats.
+
+        Returns:
+            `[..., *L, c']` in nats.
+        """
         x = _check(x, self.shape)
         # one output at a time, so that memory does not hold [..., c, c']
         return torch.stack([(x + column).amax(-1) for column in self.weights().unbind(-1)], -1)
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
-        """The input unit chosen for each given output unit: int64 `[..., *L]` for int64 `[..., *L]`.
+        """The input unit chosen for each given output unit.
 
-        `choice` picks one of log-weights `[..., c]` along the last axis: by `torch.argmax`, or at random.
+        Args:
+            x: `[..., *L, c]` in nats.
+            units: output units, int64 `[..., *L]`.
+            choice: a function of log-weights `[..., c]` that picks an index int64 `[...]`: the largest, or at random.
+
+        Returns:
+            int64 `[..., *L]`, from 0 to c-1.
         """
         table = self.weights().movedim(-2, -1)  # (*L, c', c)
         *lead, out_units, in_units = table.shape
@@ -105,7 +122,7 @@ class ProductLayer(torch.nn.Module):
         return products if full == f else torch.cat([products, x[..., full:, :].sum(-2, keepdim=True)], -2)
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
-        """The unit of each factor, that of its product: int64 `[..., f]` for int64 `[..., ceil(f / arity)]`."""
+        """The unit of each factor, that of its product: int64 `[..., f]`; see `SumLayer.choose`."""
         return units.repeat_interleave(self.arity, -1)[..., : x.shape[-2]]
 
     def extra_repr(self) -> str:
@@ -159,12 +176,12 @@ class CPLayer(torch.nn.Module):
         return products
 
     def best(self, x: Tensor) -> Tensor:
-        """The products `[..., *L, ceil(f / arity), c']` of the best term of each mixture."""
+        """The products `[..., *L, ceil(f / arity), c']` of the best term of each mixture; see `SumLayer.best`."""
         products: Tensor = self.products(self.sums.best(x))
         return products
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
-        """Input units chosen for given output units: int64 `[..., *L, f]` for int64 `[..., *L, ceil(f / arity)]`."""
+        """Input units int64 `[..., *L, f]` for output units `[..., *L, ceil(f / arity)]`; see `SumLayer.choose`."""
         return self.sums.choose(x, self.products.choose(x, units, choice), choice)
 
 
@@ -215,12 +232,12 @@ class TuckerLayer(torch.nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
     def best(self, x: Tensor) -> Tensor:
-        """The best term of each mixture: `[..., *L, ceil(f / 2), c']`."""
+        """The best term of each mixture, `[..., *L, ceil(f / 2), c']`; see `SumLayer.best`."""
         layers = zip((self.pairs, self.alone), self._split(x), strict=True)
         return torch.cat([layer.best(part) for layer, part in layers if layer], -2)
 
     def choose(self, x: Tensor, units: Tensor, choice: Choice) -> Tensor:
-        """The input units chosen for given output units: int64 `[..., *L, f]` for int64 `[..., *L, ceil(f / 2)]`."""
+        """Input units int64 `[..., *L, f]` for output units `[..., *L, ceil(f / 2)]`; see `SumLayer.choose`."""
         paired, alone = self._split(x)
         pairs = paired.shape[-2]
         parts = []

@@ -17,9 +17,8 @@ class LogWeights(torch.nn.Module):
             `1 + prior_count`); if positive, no weight becomes 0 because the data lack it.
         generator: the source of randomness for the initial weights, uniform over the simplex (a Dirichlet of ones).
 
-    `forward()` returns the logarithms `[*shape]` in nats: float32 for half parameters, otherwise of the parameters'
-    dtype. A logit of -inf is a weight of 0, which stays 0 under gradients and, without a prior, under expectation
-    maximisation.
+    Call: `()` to the logarithms `[*shape]` in nats: float32 for half parameters, otherwise of the parameters' dtype. A
+    logit of -inf is a weight of 0, which stays 0 under gradients and, without a prior, under expectation maximisation.
 
     Raises:
         ValueError: the axis has no entry, `dim` is no axis, or `prior_count` is negative.
@@ -29,6 +28,20 @@ class LogWeights(torch.nn.Module):
     >>> weights()
     tensor([[-0.1054, -2.3026],
             [   -inf,  0.0000]], grad_fn=<LogSoftmaxBackward0>)
+    >>> counts = weights.statistics(torch.tensor([[3.0, 1.0], [0.0, 0.0]]))  # the gradient of a log-likelihood
+    >>> weights.maximise(counts)
+    >>> weights.shares(weights.logits.detach())
+    tensor([[0.7500, 0.2500],
+            [0.0000, 1.0000]])
+    >>> weights.normalised(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))
+    tensor([[-0.6931, -0.6931],
+            [ 0.0000,    -inf]])
+    >>> weights.sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[3.],
+            [7.]])
+    >>> weights.reset_parameters(torch.Generator().manual_seed(0))
+    >>> bool((weights() < 0).all())
+    True
     """
 
     def __init__(
@@ -43,7 +56,11 @@ class LogWeights(torch.nn.Module):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the weights anew, uniformly over the simplex."""
+        """Draw the weights anew, uniformly over the simplex.
+
+        Args:
+            generator: the source of randomness.
+        """
         with torch.no_grad():
             # drawn in float32 at least: float16 could draw 0, a weight that would stay 0
             self.logits.copy_(torch.empty_like(arithmetic(self.logits)).exponential_(generator=generator).log_())
@@ -53,20 +70,48 @@ class LogWeights(torch.nn.Module):
         return self.normalised(arithmetic(self.logits))
 
     def normalised(self, logits: Tensor) -> Tensor:
-        """Logarithms of weights that sum to 1."""
+        """Logarithms of weights that sum to 1.
+
+        Args:
+            logits: `[*shape]`, nats.
+
+        Returns:
+            `[*shape]`, nats.
+        """
         return torch.log_softmax(logits, self.dim)
 
     def shares(self, logits: Tensor) -> Tensor:
-        """Weights that sum to 1."""
+        """Weights that sum to 1.
+
+        Args:
+            logits: `[*shape]`, nats.
+
+        Returns:
+            `[*shape]`.
+        """
         return torch.softmax(logits, self.dim)
 
     def sums(self, weights: Tensor) -> Tensor:
-        """The sums of which each weight is a part, of a shape that broadcasts with that of the weights."""
+        """The sums of which each weight is a part.
+
+        Args:
+            weights: `[*shape]`.
+
+        Returns:
+            A shape that broadcasts with `[*shape]`.
+        """
         return weights.sum(self.dim, keepdim=True)
 
     @torch.no_grad()
     def set(self, probabilities: Tensor) -> None:
-        """Set the weights to probabilities, which are normalised and broadcast to the shape."""
+        """Set the weights to probabilities.
+
+        Args:
+            probabilities: `[*shape]` or what broadcasts to it; they are normalised.
+
+        Raises:
+            ValueError: a number is negative, or a sum along the axis is 0 or not finite.
+        """
         probabilities = broadcast("probabilities", probabilities, self.logits.shape)
         total = self.sums(probabilities)
         if not ((probabilities >= 0).all() and (total > 0).all() and total.isfinite().all()):
@@ -74,14 +119,23 @@ class LogWeights(torch.nn.Module):
         self.logits.copy_(probabilities.log())
 
     def statistics(self, flow: Tensor) -> Tensor:
-        """Expected counts of each weight, the sufficient statistics: `[*shape]` in float64."""
+        """Expected counts of each weight, the sufficient statistics.
+
+        Args:
+            flow: the gradient of a log-likelihood with respect to the logarithms `[*shape]`.
+
+        Returns:
+            float64 `[*shape]`.
+        """
         return flow.double()
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
         """Set the weights to normalised expected counts, with the prior's; where all counts are 0, they stay.
 
-        `step`: the part of the way to them, in probabilities.
+        Args:
+            statistics: expected counts, float64 `[*shape]`.
+            step: the part of the way to them, in probabilities.
         """
         counts = statistics + self.prior_count
         total = self.sums(counts)
