@@ -69,7 +69,14 @@ class Banded(TransitionWeights):
         return structures.Banded(bands.unflatten(-1, (-1, self.num_states)), self.offsets)
 
     def set(self, values: Tensor) -> None:
-        """Set the weights to probabilities, laid out as those of `logchain.transitions.Banded`, and normalised."""
+        """Set the weights to probabilities.
+
+        Args:
+            values: `[*lead, bands, c]`, laid out as those of `logchain.transitions.Banded`; they are normalised.
+
+        Raises:
+            ValueError: a number is negative, or what leads out of a state adds up to 0.
+        """
         shape = (*self.weights.logits.shape[:-1], len(self.offsets), self.num_states)
         values = broadcast("values", values, torch.Size(shape)).flatten(-2)
         self.weights.set(values[..., cast(Tensor, self.places)])
@@ -138,7 +145,14 @@ class Sparse(TransitionWeights):
         return self._structure.with_parameters(logs)
 
     def set(self, values: Tensor) -> None:
-        """Set the weights of arcs to probabilities, in the order of the indices, which are normalised."""
+        """Set the weights of arcs to probabilities.
+
+        Args:
+            values: `[*lead, arcs]`, in the order of the indices; they are normalised.
+
+        Raises:
+            ValueError: a number is negative, or what leads out of a state adds up to 0.
+        """
         self.weights.set(values)
 
 

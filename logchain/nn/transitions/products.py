@@ -74,7 +74,16 @@ class LowRank(TransitionWeights):
         return structures.LowRank(left[..., :-1], right, left[..., -1])
 
     def set(self, left: Tensor, right: Tensor, diagonal: Tensor | None = None) -> None:
-        """Set the weights to probabilities: left and diagonal are normalised together, right over the states."""
+        """Set the weights to probabilities.
+
+        Args:
+            left: `[*lead, c, r]`, normalised over the components, the diagonal among them.
+            right: `[*lead, c, r]`, normalised over the states.
+            diagonal: `[*lead, c]`, or None where there is none.
+
+        Raises:
+            ValueError: a number is negative, a sum is 0, or the diagonal is missing or one too many.
+        """
         if self.diagonal != (diagonal is not None):
             raise ValueError(f"diagonal: expected {'one' if self.diagonal else 'None'}, got {diagonal}")
         if diagonal is not None:
@@ -107,6 +116,7 @@ class BlockDiagonal(TransitionWeights):
     Cost: `c B` exponentials; in a chain, see `logchain.transitions.BlockDiagonal`.
 
     >>> transition = BlockDiagonal(2, 1)
+    >>> transition.set(torch.ones(2, 1, 1))
     >>> transition().to_dense(log_params=True).exp()
     tensor([[1., 0.],
             [0., 1.]], grad_fn=<ExpBackward0>)
@@ -134,7 +144,14 @@ class BlockDiagonal(TransitionWeights):
         return structures.BlockDiagonal(self.blocks())
 
     def set(self, blocks: Tensor) -> None:
-        """Set the blocks to probabilities, whose rows are normalised."""
+        """Set the blocks to probabilities.
+
+        Args:
+            blocks: `[*lead, A, B, B]`, whose rows are normalised.
+
+        Raises:
+            ValueError: a number is negative, or a row adds up to 0.
+        """
         self.blocks.set(blocks)
 
 
@@ -185,7 +202,14 @@ class Kronecker(TransitionWeights):
         return structures.Kronecker(*(factor() for factor in self._factors))
 
     def set(self, *matrices: Tensor) -> None:
-        """Set the factors to probabilities, whose rows are normalised."""
+        """Set the factors to probabilities.
+
+        Args:
+            *matrices: one `[*lead, c_k, c_k]` for each part, whose rows are normalised.
+
+        Raises:
+            ValueError: there is another number of them, a number is negative, or a row adds up to 0.
+        """
         if len(matrices) != len(self.factors):
             raise ValueError(f"matrices: expected {len(self.factors)}, got {len(matrices)}")
         for factor, matrix in zip(self._factors, matrices, strict=True):
@@ -256,6 +280,14 @@ class Monarch(TransitionWeights):
         return structures.Monarch(self.left(), self.right())
 
     def set(self, left: Tensor, right: Tensor) -> None:
-        """Set the factors to probabilities, whose rows are normalised."""
+        """Set the factors to probabilities.
+
+        Args:
+            left: `[*lead, A, B, B']`, whose rows are normalised.
+            right: `[*lead, B', A, A']`, likewise.
+
+        Raises:
+            ValueError: a number is negative, or a row adds up to 0.
+        """
         self.left.set(left)
         self.right.set(right)
