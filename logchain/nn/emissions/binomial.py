@@ -43,14 +43,21 @@ class Binomial(Finite):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities anew, uniformly in 0..1."""
+        """Draw the probabilities anew, uniformly in 0..1: see `InputLayer.reset_parameters`."""
         noise = self.logits.new_empty(self.units, dtype=torch.float64)
         # uniform probabilities are logistic logits; the ends of the interval are left out
         self.logits.copy_(noise.uniform_(1e-6, 1 - 1e-6, generator=generator).logit())
 
     @torch.no_grad()
     def set(self, probabilities: Tensor) -> None:
-        """Set the probabilities of success, which broadcast to the units."""
+        """Set the probabilities of success.
+
+        Args:
+            probabilities: `[*U, c]` or what broadcasts to it, from 0 to 1.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
         probabilities = broadcast("probabilities", probabilities, self.logits.shape)
         if not ((probabilities >= 0) & (probabilities <= 1)).all():
             raise ValueError("probabilities: expected numbers from 0 to 1")
@@ -60,7 +67,10 @@ class Binomial(Finite):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Set the logits to that of the share of successes, half a success and a failure added, and normal noise."""
+        """Set the logits to that of the share of successes, half a success and a failure added, and normal noise.
+
+        See `InputLayer.initialise`.
+        """
         rows, known = observations(self, data, observed)  # (g, n, 1)
         successes = torch.where(known, self._values(rows), 0).sum((1, 2)) + 0.5
         trials = known.sum((1, 2)) * self.total_count + 1
@@ -68,7 +78,7 @@ class Binomial(Finite):
         self.logits.copy_((successes / trials).logit().view(*self.units[:-1], 1) + noise)
 
     def table(self) -> Tensor:
-        """Log-probabilities `[*U, total_count + 1, c]`."""
+        """Log-probabilities `[*U, total_count + 1, c]`: see `Finite.table`."""
         logits = arithmetic(self.logits)
         wide = logits.double()[..., None, :]
         hits = torch.arange(self.num_values, device=logits.device, dtype=torch.float64)[:, None]
@@ -82,14 +92,14 @@ class Binomial(Finite):
         return (ways + log_density).to(logits.dtype)
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """Expected successes and failures: `[*U, c, 2]` in float64."""
+        """Expected successes and failures, float64 `[*U, c, 2]`: see `ExponentialFamily.statistics`."""
         data, known = self.known(data, observed)
         features = torch.stack((data.double(), self.total_count - data.double()), -1)
         return sums(flow, features if known is None else features.masked_fill(~known[..., None], 0.0), self.units)
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set the probabilities to the shares of expected successes; see `ExponentialFamily.maximise`."""
+        """Set the probabilities to the shares of expected successes: see `ExponentialFamily.maximise`."""
         trials = statistics.sum(-1, keepdim=True)
         before = torch.stack((self.logits.double(), -self.logits.double()), -1).sigmoid()
         hits, misses = moved(before, statistics / trials, step, trials > 0).unbind(-1)

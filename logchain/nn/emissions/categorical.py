@@ -45,14 +45,17 @@ class Categorical(Finite):
         self.weights = LogWeights(*shape, dim=-2, prior_count=prior_count, generator=generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the probabilities anew, uniformly over the simplex."""
+        """Draw the probabilities anew, uniformly over the simplex: see `InputLayer.reset_parameters`."""
         self.weights.reset_parameters(generator)
 
     @torch.no_grad()
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Set the probabilities to frequencies in the data (one observation spread over all added) times noise."""
+        """Set the probabilities to frequencies in the data (one observation spread over all added) times noise.
+
+        See `InputLayer.initialise`.
+        """
         rows, known = observations(self, data, observed)  # (g, n, 1)
         counts = rows.new_zeros(len(rows), self.num_values)
         counts.scatter_add_(1, self._values(rows[..., 0]), known[..., 0].double())
@@ -60,6 +63,6 @@ class Categorical(Finite):
         self.weights.set((counts + 1 / self.num_values).view(*self.units[:-1], -1, 1) * noise)
 
     def table(self) -> Tensor:
-        """Log-probabilities `[*U, K, c]`."""
+        """Log-probabilities `[*U, K, c]`: see `Finite.table`."""
         logs: Tensor = self.weights()
         return logs

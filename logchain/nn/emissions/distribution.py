@@ -39,6 +39,8 @@ class Distribution(InputLayer):
     >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=torch.tensor([1.0, 4.0]), spread=0)
     >>> waits(torch.tensor([1.0]))
     tensor([[-1.0000, -1.2274]], grad_fn=<MaskedFillBackward0>)
+    >>> waits.distribution(**waits.parameters_of_units()).mean
+    tensor([2.0000, 0.5000], grad_fn=<DivBackward0>)
     """
 
     factorised = False
@@ -87,25 +89,36 @@ class Distribution(InputLayer):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Set the parameters to the initial values, with new noise."""
+        """Set the parameters to the initial values, with new noise: see `InputLayer.reset_parameters`."""
         for name, parameter in self.free.items():
             start = self._initial[name].to(parameter)
             noise = self.spread * torch.empty_like(parameter).normal_(generator=generator)
             parameter.copy_(start + noise if name in self._alike else start)
 
     def parameters_of_units(self) -> dict[str, Tensor]:
-        """The keyword arguments of the family, `[*U, c, *event of the parameter]`."""
+        """The keyword arguments of the family.
+
+        Returns:
+            By name, `[*U, c, *event of the parameter]`; they have gradients.
+        """
         trained = {name: self.transforms[name](arithmetic(free)) for name, free in self.free.items()}
         return trained | {name: self.get_buffer(name) for name in self._fixed}
 
     def distribution(self, **values: Tensor) -> torch.distributions.Distribution:
-        """The distribution with given parameters."""
+        """The distribution with given parameters.
+
+        Args:
+            **values: the keyword arguments of the family.
+
+        Returns:
+            An object of the family, whose parameters are not validated.
+        """
         # torch's validation of parameters would make the host wait for a GPU
         options = {"validate_args": False} if isinstance(self.family, type) else {}
         return self.family(**values, **options)
 
     def log_density(self, data: Tensor) -> Tensor:
-        """The log-density of the distribution, exactly -inf outside its support."""
+        """The log-density of the distribution, exactly -inf outside its support: see `InputLayer.log_density`."""
         values = self.parameters_of_units()
         made = self.distribution(**values)
         data = data.to(next(iter(values.values())).dtype)
@@ -117,12 +130,15 @@ class Distribution(InputLayer):
         return made.log_prob(data).masked_fill(~allowed, -torch.inf)
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """Data with a sample of the initial distribution where nothing is observed."""
+        """Data with a sample of the initial distribution where nothing is observed: see `InputLayer.fill`."""
         return torch.where(known, data, self._allowed.to(data.dtype))
 
     @torch.no_grad()
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A sample of the distribution; a generator draws the seed, since torch's distributions take none."""
+        """A sample of the distribution: see `InputLayer.draw`.
+
+        A generator draws the seed, since torch's distributions take none.
+        """
         values = {name: self.of_states(value, states) for name, value in self.parameters_of_units().items()}
         made = self.distribution(**values)
         if generator is None:
@@ -134,7 +150,7 @@ class Distribution(InputLayer):
 
     @torch.no_grad()
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The mode of the distribution, where torch knows it, and its log-density."""
+        """The mode of the distribution, where torch knows it, and its log-density: see `InputLayer.mode`."""
         made = self.distribution(**self.parameters_of_units())
         modes = made.mode.detach()
         return modes, made.log_prob(modes)

@@ -16,10 +16,20 @@ class ExponentialFamily(InputLayer):
 
     Cost: with f sufficient statistics, f multiply-adds for each entry of the result, forward and backward, and a copy
     of the result in float64; the statistics are kept for the backward pass.
+
+    >>> from logchain.nn import Poisson
+    >>> quakes, data = Poisson(2), torch.tensor([2, 5])
+    >>> log_density = quakes.sufficient(data, None) @ quakes.natural().mT  # [n, f] by [f, c]
+    >>> torch.allclose(log_density.float(), quakes(data))
+    True
+    >>> flow = torch.tensor([[0.5, 0.5], [0.5, 0.5]])  # each observation belongs to either unit by half
+    >>> quakes.maximise(quakes.statistics(flow, data))
+    >>> quakes.mode()[0]  # the rate of both is 3.5
+    tensor([3, 3])
     """
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats; see `InputLayer.forward`."""
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `InputLayer.forward`."""
         features = self.sufficient(*self.known(data, observed))  # [..., *U, f]
         axes = len(self.units)
         lead, f, c = features.shape[:-axes], features.shape[-1], self.units[-1]
@@ -29,7 +39,17 @@ class ExponentialFamily(InputLayer):
         return products.to(self.dtype, memory_format=torch.contiguous_format).view(*lead, *self.units)
 
     def statistics(self, flow: Tensor, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`sum flow T(data)` over all axes but the units': `[*U, c, f]` in float64."""
+        """The expected sufficient statistics, `sum flow T(data)` over all axes but the units'.
+
+        Args:
+            flow: how often each unit is expected to have been used, `[..., *U, c]`: the gradient of a log-likelihood
+                with respect to `forward(data, observed)`.
+            data: as in `InputLayer.forward`.
+            observed: as in `InputLayer.forward`.
+
+        Returns:
+            float64 `[*U, c, f]`.
+        """
         return sums(flow, self.sufficient(*self.known(data, observed)), self.units)
 
     @property
@@ -38,17 +58,31 @@ class ExponentialFamily(InputLayer):
         raise NotImplementedError
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """T of data `[..., *U, *event]`: `[..., *U, f]` in float64, with 0 where nothing is observed."""
+        """T, the sufficient statistics of data.
+
+        Args:
+            data: `[..., *U, *event]`.
+            known: bool mask of the same shape, None if everything is observed.
+
+        Returns:
+            float64 `[..., *U, f]`, 0 where nothing is observed.
+        """
         raise NotImplementedError
 
     def natural(self) -> Tensor:
-        """Eta of all units: `[*U, c, f]`; every entry is finite."""
+        """Eta, the natural parameters of all units.
+
+        Returns:
+            `[*U, c, f]`; every entry is finite.
+        """
         raise NotImplementedError
 
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
         """Set the parameters to those of the largest expected log-likelihood; units that are not used keep theirs.
 
-        `step`: the part of the way to them, in the mean parameters.
+        Args:
+            statistics: expected sufficient statistics, float64 `[*U, c, f]`.
+            step: the part of the way to them, in the mean parameters.
         """
         raise NotImplementedError
 

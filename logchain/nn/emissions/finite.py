@@ -20,6 +20,11 @@ class Finite(InputLayer):
 
     Cost: one pass over the result forward, two backward, for which nothing of its size is kept. The table is copied
     once for every 4096 observations of a variable.
+
+    >>> from logchain.nn import Categorical
+    >>> coins = Categorical((5, 3), 2)  # five variables, three states
+    >>> coins.table().shape, coins.log_probabilities().shape
+    (torch.Size([5, 2, 3]), torch.Size([5, 3, 2]))
     """
 
     def __init__(self, units: int | tuple[int, ...], num_values: int) -> None:
@@ -28,15 +33,19 @@ class Finite(InputLayer):
         self.num_values = num_values
 
     def table(self) -> Tensor:
-        """Log-probabilities `[*U, K, c]`."""
+        """Log-probabilities of all values.
+
+        Returns:
+            `[*U, K, c]` in nats.
+        """
         raise NotImplementedError
 
     def log_probabilities(self) -> Tensor:
-        """Log-probabilities of all values: `[*U, c, K]`."""
+        """Log-probabilities of all values, `[*U, c, K]`: see `InputLayer.log_probabilities`."""
         return self.table().movedim(-2, -1)
 
     def log_density(self, data: Tensor) -> Tensor:
-        """The log-probabilities of the data, looked up in the tables of all variables."""
+        """The log-probabilities of the data, looked up in the tables of all variables: see `InputLayer.log_density`."""
         data = self._values(data[..., 0])
         table = self.table()
         lead, (size, c) = table.shape[:-2], table.shape[-2:]
@@ -52,13 +61,13 @@ class Finite(InputLayer):
         return table.reshape(-1, c).index_select(0, flat.reshape(-1)).view(*rows.shape, c)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One observation of each given state, int64; see `InputLayer.draw`."""
+        """One observation of each given state, int64: see `InputLayer.draw`."""
         shares = self.of_states(self.log_probabilities().detach(), states).exp()
         drawn = torch.multinomial(shares.reshape(-1, self.num_values), 1, generator=generator)
         return drawn.view(states.shape)
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The most probable value, the lowest among equals, and its log-probability."""
+        """The most probable value, the lowest among equals, and its log-probability: see `InputLayer.mode`."""
         best = self.table().detach().max(-2)
         return best.indices, best.values
 

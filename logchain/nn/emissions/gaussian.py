@@ -76,7 +76,7 @@ class Gaussian(ExponentialFamily):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the means anew, standard normal; the variances are 1."""
+        """Draw the means anew, standard normal; the variances are 1. See `InputLayer.reset_parameters`."""
         with torch.no_grad():
             self.means.normal_(generator=generator)
             (self.log_scales if self.factorised else self.factors).zero_()
@@ -85,7 +85,13 @@ class Gaussian(ExponentialFamily):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Set the means to observations far from each other, the variances to those of all data, with the prior."""
+        """Set the means to observations far from each other, the variances to those of all data, with the prior.
+
+        See `InputLayer.initialise`.
+
+        Raises:
+            ValueError: all observations of a variable or feature are equal, and there is no `prior_scatter`.
+        """
         chosen, _, variance, counts = seeds(self, data, observed, generator)
         variance = (variance * counts + self.prior_scatter) / (counts + self.prior_count)
         if not bool((variance > 0).all()):
@@ -107,7 +113,15 @@ class Gaussian(ExponentialFamily):
 
     @torch.no_grad()
     def set(self, means: Tensor, covariance: Tensor) -> None:
-        """Set means and variances `[*U, c(, d)]` or covariances `[*U, c, d, d]`, all of which are broadcast."""
+        """Set means and covariances.
+
+        Args:
+            means: `[*U, c]` or `[*U, c, d]`, or what broadcasts to it.
+            covariance: variances of the same shape or, if "full", covariances `[*U, c, d, d]`; broadcast likewise.
+
+        Raises:
+            ValueError: a mean is not finite, a variance not positive, or a covariance not positive definite.
+        """
         means = broadcast("means", means, self.means.shape)
         if not means.isfinite().all():
             raise ValueError("means: expected finite numbers")
@@ -124,7 +138,15 @@ class Gaussian(ExponentialFamily):
         self.means.copy_(means)
 
     def covariance(self) -> Tensor:
-        """Variances `[*U, c(, d)]`, or covariances `[*U, c, d, d]`."""
+        """The variances or covariances of all units.
+
+        Returns:
+            Variances `[*U, c]` or `[*U, c, d]` or, if "full", covariances `[*U, c, d, d]`.
+
+        >>> Gaussian(1, 2, "full").covariance().detach()
+        tensor([[[1., 0.],
+                 [0., 1.]]])
+        """
         if self.factorised:
             return (2 * self.log_scales.double()).exp().to(self.dtype)
         factors = self._cholesky()
@@ -144,7 +166,7 @@ class Gaussian(ExponentialFamily):
         return matrix if self.factorised else matrix.diagonal(dim1=-2, dim2=-1)
 
     def natural(self) -> Tensor:
-        """The natural parameters, which `sufficient` is multiplied by: `[*U, c, f]` in float64."""
+        """The natural parameters, float64 `[*U, c, f]`: see `ExponentialFamily.natural`."""
         means = self.means.double() - self._centre().unsqueeze(len(self.units) - 1)
         if self.factorised:
             log_scales = self.log_scales.double()
@@ -161,7 +183,7 @@ class Gaussian(ExponentialFamily):
         return torch.cat((first[..., None], linear, -precisions.flatten(-2) / 2), -1)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One observation of each given state, of the parameters' dtype, float32 at least; see `InputLayer.draw`."""
+        """One observation of each given state, of the parameters' dtype, float32 at least: see `InputLayer.draw`."""
         means = self.of_states(self.means.detach(), states)
         noise = torch.empty_like(means).normal_(generator=generator)
         if self.factorised:
@@ -170,7 +192,7 @@ class Gaussian(ExponentialFamily):
         return means + (factors @ noise[..., None])[..., 0]
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The means and their log-densities."""
+        """The means and their log-densities: see `InputLayer.mode`."""
         spread = self.log_scales if self.factorised else self.factors
         logs = self._diagonal(spread.detach().double()) + math.log(2 * math.pi) / 2
         return arithmetic(self.means.detach()), -(logs.sum(-1) if self.event else logs).to(self.dtype)
@@ -181,7 +203,10 @@ class Gaussian(ExponentialFamily):
         return arithmetic(self.means).dtype
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """Count, value and square of each feature, or one count, all values and all products, about the centre."""
+        """Count, value and square of each feature, or one count, all values and all products, about the centre.
+
+        See `ExponentialFamily.sufficient`.
+        """
         centred = data.double() - self._centre()
         centred = centred if known is None else centred.masked_fill(~known, 0.0)
         counts = torch.ones_like(centred) if known is None else known.double().expand_as(centred)
@@ -198,7 +223,7 @@ class Gaussian(ExponentialFamily):
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set means and covariances to those of the data, weighted by the flow; see `ExponentialFamily.maximise`."""
+        """Set means and covariances to those of the data, weighted by the flow: see `ExponentialFamily.maximise`."""
         d = self.event[0] if self.event else 1
         counts, sums, squares = statistics.split((d, d, d) if self.factorised else (1, d, d * d), -1)
         if not self.event:

@@ -38,19 +38,22 @@ class Mixture(InputLayer):
         self.weights = LogWeights(*layer.units, generator=generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw components and weights anew."""
+        """Draw components and weights anew: see `InputLayer.reset_parameters`."""
         self.layer.reset_parameters(generator)
         self.weights.reset_parameters(generator)
 
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Initialise the components of each unit as their layer does, and draw the weights anew."""
+        """Initialise the components of each unit as their layer does, and draw the weights anew.
+
+        See `InputLayer.initialise`.
+        """
         self.layer.initialise(*self._of_layer(*self.known(data, observed)), generator=generator)
         self.weights.reset_parameters(generator)
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats; see `InputLayer.forward`."""
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `InputLayer.forward`."""
         data, known = self.known(data, observed)
         log_density = _logsumexp(self.layer(*self._of_layer(data, known)) + self.weights())
         if known is None:
@@ -59,16 +62,16 @@ class Mixture(InputLayer):
         return torch.where((known.any(-1) if self.event else known)[..., None], log_density, 0.0)
 
     def check(self, data: Tensor) -> Tensor:
-        """Data, after the checks of the components' layer."""
+        """Data, after the checks of the components' layer: see `InputLayer.check`."""
         self.layer.check(super().check(data).unsqueeze(-1 - len(self.event)))
         return data
 
     def fill(self, data: Tensor, known: Tensor) -> Tensor:
-        """Data filled as in the components' layer."""
+        """Data filled as in the components' layer: see `InputLayer.fill`."""
         return self.layer.fill(data, known)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One observation of a random component of each given state; see `InputLayer.draw`."""
+        """One observation of a random component of each given state: see `InputLayer.draw`."""
         shares = self.of_states(self.weights().detach(), states).exp()
         chosen = torch.multinomial(shares.reshape(-1, shares.shape[-1]), 1, generator=generator).view(states.shape)
         # the layer draws for every unit of the mixture; only the draw for the given state is kept
@@ -77,7 +80,10 @@ class Mixture(InputLayer):
         return drawn.gather(states.dim(), at.expand(*states.shape, 1, *self.event)).squeeze(states.dim())
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The most probable of the components' modes (the mode of a mixture has no formula), and its log-density."""
+        """The most probable of the components' modes (the mode of a mixture has no formula), and its log-density.
+
+        See `InputLayer.mode`.
+        """
         places = self.layer.mode()[0].movedim(len(self.units), 0)  # (k, *U, c, *event)
         with torch.no_grad():
             log_density = _logsumexp(self.layer(places) + self.weights())  # (k, *U, c)
@@ -86,7 +92,7 @@ class Mixture(InputLayer):
         return places.gather(0, at)[0], best.values
 
     def log_probabilities(self) -> Tensor:
-        """Log-probabilities of all values, where the layer has finitely many: `[*U, c, K]`."""
+        """Log-probabilities of all values, where the layer has finitely many: see `InputLayer.log_probabilities`."""
         components: Tensor = self.layer.log_probabilities()
         return _logsumexp((components + self.weights()[..., None]).movedim(-2, -1))
 

@@ -37,13 +37,20 @@ class Poisson(ExponentialFamily):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the logarithms of the rates anew, standard normal."""
+        """Draw the logarithms of the rates anew, standard normal: see `InputLayer.reset_parameters`."""
         with torch.no_grad():
             self.log_rates.normal_(generator=generator)
 
     @torch.no_grad()
     def set(self, rates: Tensor) -> None:
-        """Set the rates, which broadcast to the units."""
+        """Set the rates.
+
+        Args:
+            rates: `[*U, c]` or what broadcasts to it.
+
+        Raises:
+            ValueError: a rate is negative or not finite.
+        """
         rates = broadcast("rates", rates, self.log_rates.shape)
         if not (rates.isfinite() & (rates >= 0)).all():
             raise ValueError("rates: expected finite, non-negative numbers")
@@ -53,14 +60,17 @@ class Poisson(ExponentialFamily):
     def initialise(
         self, data: Tensor, observed: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> None:
-        """Set the rates half way between the mean of the data and observations far from each other, with noise."""
+        """Set the rates half way between the mean of the data and observations far from each other, with noise.
+
+        See `InputLayer.initialise`.
+        """
         chosen, mean, *_ = seeds(self, data, observed, generator)
         rates = (chosen + mean) / 2  # (*U, c, 1)
         log_rates = rates[..., 0].log() + torch.empty_like(rates[..., 0]).normal_(0, 0.05, generator=generator)
         self.log_rates.copy_(torch.where(log_rates.isfinite(), log_rates, self.log_rates.double()))
 
     def forward(self, data: Tensor, observed: Tensor | None = None) -> Tensor:
-        """`log p(data | unit)`, `[..., *U, c]` in nats; see `InputLayer.forward`."""
+        """`log p(data | unit)`, `[..., *U, c]` in nats: see `InputLayer.forward`."""
         log_density = super().forward(data, observed)
         never = self.log_rates == -torch.inf
         if at_hand(never) and not bool(never.any()):
@@ -74,7 +84,7 @@ class Poisson(ExponentialFamily):
         return arithmetic(self.log_rates).dtype
 
     def sufficient(self, data: Tensor, known: Tensor | None) -> Tensor:
-        """The statistics 1, k and `log k!` of each count k: `[..., *U, 3]` in float64, 0 where nothing is observed."""
+        """The statistics 1, k and `log k!` of each count k, `[..., *U, 3]`: see `ExponentialFamily.sufficient`."""
         if at_hand(data):
             wrong = (data < 0) | (data.frac() != 0) if data.is_floating_point() else data < 0
             if bool(wrong.any()):
@@ -84,18 +94,21 @@ class Poisson(ExponentialFamily):
         return torch.stack((torch.ones_like(data) if known is None else known.double(), data, (data + 1).lgamma()), -1)
 
     def natural(self) -> Tensor:
-        """The natural parameters `-rate`, `log rate` (0 for a rate of 0, which `forward` corrects) and -1."""
+        """The natural parameters `-rate`, `log rate` (0 for a rate of 0, which `forward` corrects) and -1.
+
+        See `ExponentialFamily.natural`.
+        """
         log_rates = self.log_rates.double()
         finite = log_rates.masked_fill(log_rates == -torch.inf, 0.0)
         return torch.stack((-log_rates.exp(), finite, -torch.ones_like(finite)), -1)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One observation of each given state, int64; see `InputLayer.draw`."""
+        """One observation of each given state, int64: see `InputLayer.draw`."""
         rates = self.of_states(self.log_rates.detach(), states).double().exp()
         return torch.poisson(rates, generator=generator).long()
 
     def mode(self) -> tuple[Tensor, Tensor]:
-        """The most probable count, the lower of two equals, and its log-probability."""
+        """The most probable count, the lower of two equals, and its log-probability: see `InputLayer.mode`."""
         log_rates = self.log_rates.detach().double()
         counts = (log_rates.exp().ceil() - 1).relu()
         log_density = torch.where(counts > 0, counts * log_rates, 0.0) - log_rates.exp() - (counts + 1).lgamma()
@@ -103,7 +116,7 @@ class Poisson(ExponentialFamily):
 
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
-        """Set the rates to the means of the data, weighted by the flow; see `ExponentialFamily.maximise`."""
+        """Set the rates to the means of the data, weighted by the flow: see `ExponentialFamily.maximise`."""
         observed, sums, _ = statistics.unbind(-1)
         before = self.log_rates.double().exp()
         self.log_rates.copy_(moved(before, sums / observed, step, observed > 0).log())
