@@ -23,9 +23,11 @@ from .transitions import Transition
 class StreamUpdate(NamedTuple):
     """The results of `Stream.update` after a piece of k variables.
 
-    `log_norm` [*B]: the log-partition of all so far. `filtered` [*B, k, c]: the posterior of each state of the piece,
-    given all up to it. `smoothed` [*B, m, c]: the posteriors of the next m states, given `lag` more variables; None
-    without a lag. `states` int64 [*B, m]: the next m states of the best path; None without `viterbi`.
+    Attributes:
+        log_norm: the log-partition `[*B]` of all so far, nats.
+        filtered: the posterior `[*B, k, c]` of each state of the piece, given all up to it; None with `filtered=False`.
+        smoothed: the posteriors `[*B, m, c]` of the next m states, given `lag` more variables; None without a lag.
+        states: int64 `[*B, m]`, the next m states of the best path; None without `viterbi`.
     """
 
     log_norm: Tensor
@@ -47,7 +49,7 @@ class Stream:
         p0: initial weights `[*B or ones, c]`.
         log_params: `bulk` and `p0` are logarithms (nats).
         lag: L: return each state's posterior given everything up to L variables later (fixed-lag smoothing).
-        viterbi: return the states of the best path as soon as they are final.
+        viterbi: return the states of the best path once later data cannot change them.
         filtered: return the posterior of each state given everything up to it; False saves the time.
         detach: gradients stop at the start of the present piece, so that memory is constant; with False they reach back
             to the first piece, and so does memory.
@@ -70,9 +72,8 @@ class Stream:
     of one sequence is walked as segments side by side, and a fraction of a millisecond for each update; with a lag
     `k L c^2` more in L dependent steps; with `viterbi` `k c^2` additions and maxima, `c` times that for up to 32
     states, and one step at a time beyond. Memory: posteriors, some megabytes that pieces share, one message, L
-    variables and their matrices, and c 4-byte states for each variable whose best state is not final, in any of the
-    sequences: that is constant as long as the paths that may still win have a state in common, and grows while they
-    have none. A lag, `viterbi`, `validate` and gradients copy the piece in float64.
+    variables and their matrices, and c 4-byte states for each variable whose best state later data can still change, in
+    any of the sequences. A lag, `viterbi`, `validate` and gradients copy the piece in float64.
 
     Source: the scaled forward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989);
     paths that merge, of R. Sramek, B. Brejova and T. Vinar, "On-line Viterbi algorithm for analysis of long biological
@@ -146,11 +147,10 @@ class Stream:
 
         Returns:
             `StreamUpdate`. Posteriors are 0, and states -1, where a sequence has no variable and where it is
-            impossible. A posterior with a lag is given no variable behind its sequence's end. The best path is final up
-            to where, in every sequence, all paths that may still win go through one state; a sequence that is
-            impossible or NaN has state -1 from the first variable that had not been returned before. All results but
-            the states can be differentiated twice with respect to the operands of this piece (see `detach` for earlier
-            ones).
+            impossible. A posterior with a lag is given no variable behind its sequence's end. States of the best path
+            are returned once later data cannot change them in any sequence; a sequence that is impossible or NaN has
+            state -1 from the first variable that had not been returned before. All results but the states can be
+            differentiated twice with respect to the operands of this piece (see `detach` for earlier ones).
         """
         x = x_piece
         repeated = self._repeated(x, bulk_piece, lengths)
@@ -228,6 +228,15 @@ class Stream:
         """The posteriors and states that were still waiting for more variables, with all sequences ended.
 
         `reset` starts sequences anew.
+
+        Returns:
+            `StreamUpdate`, without a filtered posterior.
+
+        >>> stream = Stream(torch.eye(2)[None], torch.tensor([0.5, 0.5]), viterbi=True)
+        >>> stream.update(torch.tensor([[0.0, 0.0], [0.0, 1.0]])).states  # later data can change both
+        tensor([], dtype=torch.int64)
+        >>> stream.flush().states
+        tensor([1, 1])
         """
         state = self._begun()
         message, ready, states = state.carried.message, None, None
@@ -243,22 +252,53 @@ class Stream:
         return self._to(state, empty.to(self._result_dtype(state)) if self._filtered else None, ready, states)
 
     def reset(self, mask: Tensor | None = None) -> None:
-        """Start the sequences of `mask` (bool `[*B]`), or all, anew at `p0`, with the next piece."""
+        """Start sequences anew at `p0`, with the next piece.
+
+        Args:
+            mask: bool `[*B]`, True for the sequences to start; None for all.
+
+        >>> stream = Stream(torch.eye(2)[None], torch.tensor([0.5, 0.5]))
+        >>> _ = stream.update(torch.tensor([[3.0, 3.0]]))
+        >>> stream.reset()
+        >>> stream.update(torch.tensor([[2.5, 2.5]])).log_norm
+        tensor(2.5000)
+        """
         state = self._state
         check_mask(mask, None if state is None else state.fresh)
         if state is not None:
             self._state = state.anew(torch.ones_like(state.fresh) if mask is None else mask.to(state.fresh.device))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that later updates depend on, besides the arguments of the stream: tensors, numbers and flags.
+        """The state that later updates depend on, besides the arguments of the stream: see `load_state_dict`.
 
-        A stream of the same arguments that loads it goes on with the same bits. It holds no gradients. Where updates
-        bring structures and there is a lag, it holds one, which `torch.load` takes without `weights_only`.
+        It holds no gradients.
+
+        Returns:
+            Tensors, numbers and flags; and a structure, where updates bring one and there is a lag, which `torch.load`
+            takes without `weights_only`.
+
+        >>> stream = Stream(torch.eye(2)[None], torch.tensor([0.5, 0.5]))
+        >>> sorted(stream.state_dict())
+        ['options', 'state']
         """
         return {"options": self._options(), "state": None if self._state is None else self._state.plain()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another stream of the same arguments was."""
+        """Go on from where another stream of the same arguments was, with the same bits.
+
+        Args:
+            state: what `state_dict()` of that stream returned.
+
+        Raises:
+            ValueError: it is another, or that of a stream of other arguments.
+
+        >>> bulk, p0 = torch.eye(2)[None], torch.tensor([0.5, 0.5])
+        >>> stream, other = Stream(bulk, p0), Stream(bulk, p0)
+        >>> _ = stream.update(torch.tensor([[3.0, 3.0]]))
+        >>> other.load_state_dict(stream.state_dict())
+        >>> other.update(torch.tensor([[2.5, 2.5]])).log_norm
+        tensor(5.5000)
+        """
         if not isinstance(state, dict) or set(state) != {"options", "state"}:
             raise ValueError("state: expected what state_dict() of a stream has returned")
         if state["options"] != self._options():
