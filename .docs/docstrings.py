@@ -66,7 +66,7 @@ def rewrite(obj: Any, seen: set[int]) -> None:
 def markdown(text: str) -> str:
     """A docstring as Markdown, in which griffe finds its sections."""
     lines: list[str] = []
-    section = doctest = item = False
+    returns = section = doctest = item = False
     for line in text.splitlines():
         bare, before = line.strip(), lines[-1] if lines else ""
         if doctest and not bare:
@@ -76,7 +76,7 @@ def markdown(text: str) -> str:
             lines += ["```pycon", line] if not before or before == "```" else [line]
             continue
         if bare and not line.startswith(" "):
-            section, item = bool(SECTION.match(line)), False
+            section, returns, item = bool(SECTION.match(line)), line == "Returns:", False
         elif bare and not section and (item or before):
             # a list under a sentence, which a formula under an empty line is not
             line = ITEM.sub(r"\n- `\1`: ", line) if ITEM.match(line) else "    " + bare
@@ -85,6 +85,9 @@ def markdown(text: str) -> str:
             # griffe takes one name at a time
             lines.append(f"{pair[1]}{pair[2]}: with `{pair[3]}`.")
             line = pair[1] + pair[3] + line[pair.end() :]
+        elif returns:
+            # griffe takes what stands before a colon as a type
+            line = line.replace(": ", "&#58; ")
         lines.append(line if line.startswith("    ") and not (section or item) else prose(line))
     return "\n".join([*lines, "```"] if doctest else lines)
 
