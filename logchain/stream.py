@@ -230,7 +230,7 @@ class Stream:
         `reset` starts sequences anew.
 
         Returns:
-            `StreamUpdate`, without a filtered posterior.
+            `StreamUpdate`, whose filtered posterior is empty.
 
         >>> stream = Stream(torch.eye(2)[None], torch.tensor([0.5, 0.5]), viterbi=True)
         >>> stream.update(torch.tensor([[0.0, 0.0], [0.0, 1.0]])).states  # later data can change both

@@ -16,7 +16,8 @@ from tests.benchmarks import report
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / ".docs" / "pages"
 TEXTS = {path.relative_to(PAGES).as_posix(): path.read_text() for path in sorted(PAGES.rglob("*.md"))}
-NAV = (ROOT / ".docs" / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+CONFIG = (ROOT / ".docs" / "mkdocs.yml").read_text()
+NAV = CONFIG.partition("\nnav:\n")[2]
 LISTED = re.findall(r"[-:] (\S+\.(?:md|ipynb))$", NAV, re.MULTILINE)
 # modules whose public names have places of their own in the reference
 MODULES = (logchain, logchain.distributed, logchain.memory, logchain.nn, logchain.nn.transitions, logchain.transitions)
@@ -75,6 +76,71 @@ def result_types():
     }
 
 
+# Whoever calls these reads what goes in, what comes out, and an example.
+SAID_IN_FULL = ("logchain.Stream", "logchain.adapters", "logchain.nn", "logchain.stream")
+# what the pages leave out: names that begin with "_", `extra_repr`, ...
+HIDDEN = "|".join(re.findall(r'"!([^"]+)"', re.search("filters: (.*)", CONFIG)[1]))
+WITHOUT_EXAMPLE = {"logchain.nn.HMM.to_hmmlearn"}  # it needs hmmlearn
+
+
+def said_in_full():
+    """The functions, classes and methods that have to say all, by name; with the class of a method."""
+    shown = re.findall(r"^::: (\S+)$", "\n".join(TEXTS.values()), re.MULTILINE)
+    named = {}
+    for name in (name for name in shown if name.startswith(SAID_IN_FULL)):
+        item = resolve(name)
+        names = [f"{name}.{one}" for one in item.__all__] if inspect.ismodule(item) else [name]
+        named |= {one: resolve(one) for one in names}
+    for name, item in named.items():
+        yield name, item, None
+        yield from ((f"{name}.{one}", method, item) for one, method in methods(item).items())
+
+
+def resolve(name):
+    """What a full name stands for."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def methods(item):
+    """A class's own public methods by name, without what the pages leave out and second names such as `forward`."""
+    own = {name: getattr(item, name) for name in vars(item)} if inspect.isclass(item) else {}
+    shown = {name: method for name, method in own.items() if not re.search(HIDDEN, name)}
+    return {name: method for name, method in shown.items() if getattr(method, "__name__", "") == name}
+
+
+def arguments(item):
+    """The names of the arguments that a caller gives; of a class, those of its own constructor."""
+    is_plain = inspect.isclass(item) and "__init__" not in vars(item)
+    return set() if is_plain else set(inspect.signature(item).parameters) - {"self"}
+
+
+def unsaid(name, item, cls):
+    """What a docstring does not say: names of arguments, "Returns", "an example"."""
+    text, called = inspect.getdoc(item), name.rpartition(".")[2]
+    about = inspect.getdoc(cls) if cls else ""
+    for other in re.findall(rf"`(\w+)\.{called}`", text):
+        there = getattr(logchain.nn, other, cls)
+        method = methods(there).get(called)
+        if method not in (None, item) and arguments(item) <= arguments(method):
+            return unsaid(f"{other}.{called}", method, there)
+    example = any(">>> " in part for part in (text, about if called == "forward" else ""))
+    example |= bool(re.search(rf"^(>>>|\.\.\.) .*(\.|def ){called}\(", about, re.MULTILINE))
+    example |= name in WITHOUT_EXAMPLE or (inspect.isclass(item) and issubclass(item, tuple))
+    if called == "forward" and re.search(r"(^|\. )Call: ", about, re.MULTILINE):
+        return [] if example else ["an example"]
+    section = re.search(r"^Args:\n((?: {4}.*(?:\n|$))+)", text, re.MULTILINE)
+    heads = re.findall(r"^ {4}([\w*][\w*, ]*): ", section[1] if section else "", re.MULTILINE)
+    said = {word.strip("* ") for head in heads for word in head.split(",")}
+    result = None if inspect.isclass(item) else inspect.signature(item).return_annotation
+    returns = result is None or re.search("^Returns:$", text, re.MULTILINE)
+    return sorted(arguments(item) - said) + ["Returns"] * (not returns) + ["an example"] * (not example)
+
+
+def test_what_goes_in_and_what_comes_out_is_said():
+    assert {name: lacks for name, *item in said_in_full() if (lacks := unsaid(name, *item))} == {}
+
+
 def test_names_that_pages_link_to_exist():
     for name in set(re.findall(r"\[`(logchain\.[\w.]+)`\]\[\]", "\n".join(TEXTS.values()))):
         module, _, attribute = name.rpartition(".")
@@ -112,6 +178,9 @@ They take
 Args:
     a, b: as in `logchain.product`.
 
+Returns:
+    One: or two.
+
 Cost: none.
 
 >>> 1 + 1
@@ -128,6 +197,9 @@ They take
 Args:
     a: with `b`.
     b: as in <autoref identifier="logchain.product" optional><code>logchain.product</code></autoref>.
+
+Returns:
+    One&#58; or two.
 
 **Cost:** none.
 
