@@ -13,7 +13,14 @@ from .chain_arguments import ChainArguments
 
 
 class Acceptor(NamedTuple):
-    """Arcs int64 `[arcs, 3]`, their log-weights `[arcs]`, states' final log-weights `[states]`, and the first state."""
+    """A weighted acceptor, as `from_arcs` takes it.
+
+    Attributes:
+        arcs: int64 `[arcs, 3]`: from, to, label.
+        scores: log-weights of the arcs `[arcs]`.
+        final: final log-weights of the states `[states]`.
+        start: the first state.
+    """
 
     arcs: Tensor
     scores: Tensor

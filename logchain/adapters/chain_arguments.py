@@ -12,9 +12,12 @@ from ..transitions import Transition
 class ChainArguments(NamedTuple):
     """The arguments of every function of a chain, as in `product(**arguments._asdict())`.
 
-    `x` `[*B, v, c]` in nats, `bulk` `[*B or less, v-1 or 1, c, c]` as `[from, to]` or a structure of
-    `logchain.transitions`, `p0` `[*B or less, c]`, whether `bulk` and `p0` are logarithms, and the lengths of the
-    sequences where they differ.
+    Attributes:
+        x: `[*B, v, c]` in nats.
+        bulk: `[*B or less, v-1 or 1, c, c]` as `[from, to]`, or a structure of `logchain.transitions`.
+        p0: `[*B or less, c]`.
+        log_params: whether `bulk` and `p0` are logarithms.
+        lengths: the lengths of the sequences, where they differ.
     """
 
     x: Tensor
