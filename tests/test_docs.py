@@ -110,7 +110,9 @@ def methods(item):
 
 
 def arguments(item):
-    """The names of the arguments that a caller gives; of a class, those of its own constructor."""
+    """The names of the arguments that a caller gives: a class's own constructor's; the fields of a tuple."""
+    if inspect.isclass(item) and issubclass(item, tuple):
+        return set(item._fields)
     is_plain = inspect.isclass(item) and "__init__" not in vars(item)
     return set() if is_plain else set(inspect.signature(item).parameters) - {"self"}
 
@@ -129,7 +131,7 @@ def unsaid(name, item, cls):
     example |= name in WITHOUT_EXAMPLE or (inspect.isclass(item) and issubclass(item, tuple))
     if called == "forward" and re.search(r"(^|\. )Call: ", about, re.MULTILINE):
         return [] if example else ["an example"]
-    section = re.search(r"^Args:\n((?: {4}.*(?:\n|$))+)", text, re.MULTILINE)
+    section = re.search(r"^(?:Args|Attributes):\n((?: {4}.*(?:\n|$))+)", text, re.MULTILINE)
     heads = re.findall(r"^ {4}([\w*][\w*, ]*): ", section[1] if section else "", re.MULTILINE)
     said = {word.strip("* ") for head in heads for word in head.split(",")}
     result = None if inspect.isclass(item) else inspect.signature(item).return_annotation
