@@ -79,7 +79,7 @@ def summary() -> str:
     """Six jobs: logchain's time, and the fastest of the packages that were measured at the same."""
     lines = []
     for job in SUMMARY:
-        milliseconds, ratios = _measured(job)
+        milliseconds, ratios = measured(job)
         ratio, fastest = min((ratio, name) for name, ratio in ratios.items())
         lines.append((job.name, job.size, f"{digits(milliseconds)} ms", fastest, f"{ratio:.2g} x", str(len(ratios))))
     header = (
@@ -93,7 +93,7 @@ def summary() -> str:
     return _markdown(header, lines)
 
 
-def _measured(job: Job) -> tuple[float, dict[str, float]]:
+def measured(job: Job) -> tuple[float, dict[str, float]]:
     """Logchain's time of a job in milliseconds, and the times of others over logchain's, by package."""
     if job.results == results.PEERS:
         cases = [
