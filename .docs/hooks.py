@@ -12,6 +12,10 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+# another package's code, and ours right behind it
+SIDES = re.compile(
+    r'^```python title="(?!logchain")[^\n]*\n.*?^```\n\n```python title="logchain"\n.*?^```$', re.DOTALL | re.MULTILINE
+)
 sys.path.insert(0, str(ROOT))
 
 import pictures  # noqa: E402
@@ -40,8 +44,11 @@ def drawn() -> dict[str, bytes]:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put plans in the place of their markers, and mark sessions, so that prompts and outputs are not copied."""
-    markdown = markdown.replace("```python\n>>>", "```pycon\n>>>")
+    """Plans in the place of their markers, code side by side, sessions marked: prompts and outputs are not copied."""
+    markdown = SIDES.sub(r'<div class="sides" markdown>\n\n\g<0>\n\n</div>', markdown)
+    markdown = re.sub(r"```python( title=.*)?\n>>>", r"```pycon\1\n>>>", markdown)
+    # what would be the widest word of a table
+    markdown = re.sub(r"(?<=[| ])NotImplementedError", "NotImplemented<wbr>Error", markdown)
     return re.sub(r"<!-- plan: (.*) -->", lambda marker: plan(marker[1]), markdown)
 
 

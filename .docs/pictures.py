@@ -25,15 +25,15 @@ SMALLEST = math.log(2.0**-149)
 COLOURS, FORGOTTEN = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "black"), 1e-10
 
 
-def figure(panels: int = 1, width: float = 8.0, height: float = 3.0) -> tuple[Figure, list[Axes]]:
-    """Panels side by side."""
-    found = Figure(figsize=(width, height), layout="constrained")
-    return found, list(np.atleast_1d(found.subplots(1, panels)))
+def figure(panels: int = 1, height: float = 3.0) -> tuple[Figure, list[Axes]]:
+    """Panels one below the other, narrow enough for the text to be read on a phone."""
+    found = Figure(figsize=(5.2, height), layout="constrained")
+    return found, list(np.atleast_1d(found.subplots(panels)))
 
 
 def chain() -> Figure:
     """Which matrix leads where."""
-    drawing, [panel] = figure(height=2.3)
+    drawing, [panel] = figure(height=1.7)
     for i in range(4):
         panel.add_patch(Circle((i, 1), 0.22, facecolor="white", edgecolor=BLUE, linewidth=2))
         panel.text(i, 1, f"z$_{i}$", ha="center", va="center", fontsize=12)
@@ -56,21 +56,21 @@ def shift() -> Figure:
     x, bulk = random.normal(-3.0, 1.0, (v, c)), random.dirichlet(np.ones(c), (1, c))
     forward = reference.forward_backward(x, bulk, np.full(c, 1 / c)).forward
     top = forward.max(-1, keepdims=True)
-    drawing, panels = figure(2)
+    drawing, panels = figure(2, height=4.6)
     for panel, message in zip(panels, (forward, forward - top), strict=True):
         panel.fill_between(range(v), message.min(-1), message.max(-1), color=BLUE, alpha=0.5, linewidth=0)
-        panel.set(xlabel="variable", xlim=(0, v - 1))
+        panel.set(xlim=(0, v - 1))
         panel.grid(alpha=0.3)
     panels[0].axhspan(forward.min(), SMALLEST, color=GREY, alpha=0.3, linewidth=0)
     panels[0].text(4, SMALLEST - 25, "exp is 0 in float32", color="#333333")
     panels[0].set(ylabel="entries of the message, nats", title="forward messages as they are")
-    panels[1].set(title="the largest entry taken out")
+    panels[1].set(xlabel="variable", title="the largest entry taken out")
     return drawing
 
 
 def misaligned() -> Figure:
     """One shift for each row and column, and two terms that it cannot hold."""
-    drawing, [terms, values] = figure(2)
+    drawing, [terms, values] = figure(2, height=5.6)
     for points, mark, colour, name in (
         ((0, -200), "o", BLUE, "row of A"),
         ((-200, 0), "s", ORANGE, "column of B"),
@@ -113,7 +113,7 @@ def rescue() -> Figure:
         logchain.matmul(torch.tensor(a, dtype=torch.float32), torch.tensor(b, dtype=torch.float32))
     with np.errstate(invalid="ignore"):
         below = (a.max(-1, keepdims=True) + b.max(-2, keepdims=True) - exact) / math.log(2)
-    drawing, [sums, kinds] = figure(2, height=3.4)
+    drawing, [sums, kinds] = figure(2, height=6.2)
     image = sums.imshow(np.where(np.isfinite(below), below, np.nan), cmap="viridis_r")
     drawing.colorbar(image, ax=sums, shrink=0.75, label="bits below the two shifts")
     zero = np.isneginf(exact)
@@ -123,9 +123,9 @@ def rescue() -> Figure:
     names = ("zero, exactly", "from the matrix product", f"computed again: {seen.outputs}")
     for colour, name in zip(("#DDDDDD", BLUE, ORANGE), names, strict=True):
         kinds.plot([], [], "s", color=colour, label=name)
-    kinds.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    sums.set(xlabel="to", ylabel="from")
-    kinds.set(xlabel="to")
+    drawing.legend(frameon=False, loc="outside lower center", ncols=2)
+    sums.set(ylabel="from")
+    kinds.set(xlabel="to", ylabel="from")
     return drawing
 
 
@@ -141,7 +141,7 @@ def offsets() -> Figure:
         found = logchain.marginals(*map(torch.from_numpy, (x[:v], bulk, p0))).states.numpy()
         for name, states in zip(errors, (posteriors(x[:v], bulk[0]), found), strict=True):
             errors[name].append(float(np.abs(states - exact).max()))
-    drawing, [panel] = figure(width=6, height=3.2)
+    drawing, [panel] = figure(height=3.2)
     for (name, values), colour, mark in zip(errors.items(), (ORANGE, BLUE), "so", strict=True):
         panel.loglog(sizes, values, marker=mark, color=colour, label=name)
     panel.axhline(1e-5, color=GREY, linestyle="--")
@@ -175,7 +175,7 @@ def schedules() -> Figure:
     segments = [[(first, first + size, BLUE) for first in (0, 3, 6)] for size in (1, 2, 3)]
     through = [[(0, end, ORANGE)] + [(first, first + 3, BLUE) for first in range(end, v, 3)] for end in (3, 6, 9)]
     pairs = [[(first, min(first + 2**k, v), BLUE) for first in range(0, v, 2**k)] for k in range(5)]
-    drawing, panels = figure(3, height=3.4)
+    drawing, panels = figure(3, height=7)
     names = ("sequential", "chunked", "tree")
     for panel, name, rows in zip(panels, names, (vectors, segments + through, pairs), strict=True):
         for step, boxes in enumerate(rows):
@@ -185,8 +185,8 @@ def schedules() -> Figure:
                 panel.add_patch(Rectangle((first + 0.08, step - height / 2), end - first - 0.16, height, color=colour))
         panel.set(xlim=(0, v), ylim=(v - 0.4, -0.6), xticks=[], yticks=range(0, v, 2), title=name)
         panel.spines[["top", "right", "bottom"]].set_visible(False)
-    panels[0].set_ylabel("step")
-    panels[1].set_xlabel("factors of the chain")
+    panels[1].set_ylabel("step")
+    panels[2].set_xlabel("factors of the chain")
     for colour, name in ((BLUE, "a matrix"), (ORANGE, "a vector")):
         panels[2].plot([], [], "s", color=colour, label=name)
     panels[2].legend(frameon=False, loc="lower right")
@@ -196,21 +196,22 @@ def schedules() -> Figure:
 def costs() -> Figure:
     """Work and dependent steps of each schedule, as the plan counts them."""
     sizes, c = [2**k for k in range(5, 19)], 8
-    drawing, panels = figure(2)
+    drawing, panels = figure(2, height=5)
     for name, colour, line in (("sequential", ORANGE, "-"), ("chunked", BLUE, "--"), ("tree", GREEN, ":")):
         plans = [logchain.plan((1, v, c), (1, 1, c, c), (1, c), strategy=name) for v in sizes]
         for panel, count in zip(panels, ("multiply_adds", "steps"), strict=True):
             panel.loglog(sizes, [getattr(found, count) for found in plans], line, color=colour, label=name, linewidth=2)
-            panel.set(xlabel="variables v", ylabel=count.replace("_", "-", 1) if "_" in count else "dependent steps")
+            panel.set(ylabel=count.replace("_", "-", 1) if "_" in count else "dependent steps")
             panel.grid(alpha=0.3)
     panels[0].legend(frameon=False)
+    panels[1].set_xlabel("variables v")
     return drawing
 
 
 def checkpoints() -> Figure:
     """Which messages are kept under a memory budget."""
     v, every = 25, 5
-    drawing, panels = figure(3, height=1.2)
+    drawing, panels = figure(3, height=2)
     kept = [i for i in range(v) if i % every == 0]
     shown = (
         ("without a budget", range(v), []),
@@ -222,9 +223,9 @@ def checkpoints() -> Figure:
             colour = BLUE if i in forward else ORANGE if i in again else "white"
             panel.add_patch(Rectangle((i + 0.1, 0), 0.8, 1, facecolor=colour, edgecolor=GREY, linewidth=0.5))
         panel.set(xlim=(0, v), ylim=(-0.1, 1.1), xticks=[], yticks=[])
-        panel.set_title(title, fontsize=10)
+        panel.set_title(title, fontsize=9)
         panel.spines[:].set_visible(False)
-    panels[1].set_xlabel("one message a variable; blue are kept, orange are found again", fontsize=9)
+    panels[2].set_xlabel("one message a variable; blue are kept, orange are recomputed")
     return drawing
 
 
@@ -244,7 +245,7 @@ def forgetting() -> Figure:
         "stays with 0.999, weak evidence": (0.999 * stay + 0.001 / c, 0.01),
         "permutation, plus 0.001": (stay[random.permutation(c)] + 0.001, 1.0),
     }
-    drawing, [panel] = figure(width=8, height=3.4)
+    drawing, [panel] = figure(height=4.6)
     lines = ("-", "--", "-.", "-", "--", "-.")
     for (name, (matrix, evidence)), colour, line in zip(kinds.items(), COLOURS, lines, strict=True):
         messages, found = np.stack([np.ones(c), np.exp(-states)]), []
@@ -260,7 +261,7 @@ def forgetting() -> Figure:
     panel.axhline(accepted, color=GREY, linestyle=":")
     panel.text(steps, accepted * 1.3, "accepted in float32", color="#555555", ha="right")
     panel.set(xlabel="steps m", ylabel="Hilbert's distance d", ylim=(FORGOTTEN, 50), xlim=(1, steps))
-    panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    drawing.legend(frameon=False, loc="outside lower center", ncols=2, fontsize=8)
     panel.grid(alpha=0.3)
     return drawing
 
@@ -281,7 +282,7 @@ PICTURES: list[Callable[[], Figure]] = [
 def all() -> dict[str, bytes]:
     """Every picture as SVG, by name."""
     found = {}
-    with matplotlib.rc_context({"svg.hashsalt": "logchain", "font.size": 9}):
+    with matplotlib.rc_context({"svg.hashsalt": "logchain", "font.size": 9, "axes.titlesize": 9}):
         for picture in PICTURES:
             file = io.BytesIO()
             picture().savefig(file, format="svg", metadata={"Date": None})

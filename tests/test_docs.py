@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,19 +28,63 @@ PACKAGES = {f"logchain.{name}" for name in ("adapters", "distributed", "nn", "re
 ELSEWHERE = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} | {"changelog.md"}
 
 
-def examples(page):
-    """The blocks of a page; later ones go on with the names of those before."""
-    blocks = re.findall(r"```python\n(.*?)```", TEXTS[page], re.DOTALL)
-    assert all(block.startswith(">>>") for block in blocks), "an example that nobody runs"
-    return doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page, page, 0)
+# packages whose code stands on the left, with the name to import; ours is on the right
+PEERS = {
+    "cirkit": "cirkit",
+    "hmmlearn": "hmmlearn",
+    "pyro": "pyro",
+    "pytorch-crf": "torchcrf",
+    "statsmodels": "statsmodels",
+    "torch-struct": "torch_struct",
+}
+BLOCK = re.compile(r'^```python(?: title="(.*?)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
+BLOCKS = {page: BLOCK.findall(text) for page, text in TEXTS.items()}
+SIDES = [(page, title) for page in TEXTS for title in dict.fromkeys(title for title, _ in BLOCKS[page]) if title in PEERS]
+# what fits on a screen of 1,280 pixels, and into one of two columns there
+COLUMNS, HALF = 104, 56
 
 
-@pytest.mark.parametrize("page", [page for page in TEXTS if examples(page).examples])
-def test_examples_print_what_they_say(page):
+def run(page, *titles):
+    """The blocks of a page that have one of the titles; later ones go on with the names of those before."""
+    text = "\n".join(block for title, block in BLOCKS[page] if title in ("", *titles))
     output = []
     runner = doctest.DocTestRunner()
-    runner.run(examples(page), out=output.append)
+    runner.run(doctest.DocTestParser().get_doctest(text, {}, page, page, 0), out=output.append)
     assert not runner.summarize(verbose=False).failed, "".join(output)
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if BLOCKS[page]])
+def test_examples_print_what_they_say(page):
+    run(page, "logchain")
+
+
+@pytest.mark.parametrize(("page", "peer"), SIDES)
+def test_code_of_other_packages_prints_what_it_says(page, peer):
+    pytest.importorskip(PEERS[peer], exc_type=ImportError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        run(page, peer, "logchain")
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_examples_are_run_and_not_cut(page):
+    assert all(title in ("", "logchain", *PEERS) and block.startswith(">>>") for title, block in BLOCKS[page])
+    fits = [max(map(len, block.splitlines())) <= (HALF if title else COLUMNS) for title, block in BLOCKS[page]]
+    assert all(fits), [block for (_, block), fit in zip(BLOCKS[page], fits, strict=True) if not fit]
+
+
+@pytest.mark.parametrize("page", dict(SIDES))
+def test_code_of_other_packages_stands_beside_ours(page):
+    begins = re.findall(r'''^```python title="(.*?)"|^(```\n\n```python title="logchain")''', TEXTS[page], re.MULTILINE)
+    assert len(begins) % 2 == 0
+    assert all(left in PEERS and beside for (left, _), (_, beside) in zip(begins[::2], begins[1::2], strict=True))
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if not page.startswith("api/") or page == "api/index.md"])
+def test_a_page_opens_with_its_question(page):
+    """On the start page it is the first heading, behind a sentence on what this is and a line that installs it."""
+    title, first, rest = TEXTS[page].split("\n\n", 2)
+    assert "?" in (rest[: rest.index("\n|")] if page == "index.md" else title + first)
 
 
 def test_every_page_and_notebook_is_listed_once():
