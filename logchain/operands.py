@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import check_lengths
-from .kernels import on_gpu
+from .kernels import on_gpu as on_gpu
 from .kernels.chain import Chain
 from .layout import Layout
 

@@ -24,11 +24,13 @@ class LinearChainCRF(nn.Module):
 
     The parameters, their names and their initial values are those of `torchcrf.CRF`, so that a `state_dict` of either
     loads into the other; `forward` and `decode` take its arguments and give its results. Unlike in pytorch-crf, masks
-    may have holes, sequences may be empty, and masked tags may be anything.
+    may have holes, and masked tags may be anything.
 
     Args:
         num_tags: number of tags, c.
         batch_first: emissions are `[n, v, c]` instead of `[v, n, c]`, and tags, masks and results accordingly.
+        strict_mask: a mask that is off at the first step of a sequence is refused, as pytorch-crf does: often it is
+            upside down. With False sequences may begin behind masked positions, or be empty.
 
     Attributes:
         start_transitions: log-weights of the first tag `[c]`, nats.
@@ -42,18 +44,23 @@ class LinearChainCRF(nn.Module):
             emissions. -inf forbids a tag.
         mask: bool or integers, `[v, n]` or `[n, v]`: nonzero where a variable counts, the opposite of torch's
             `key_padding_mask`; by default everywhere. Masked positions are dropped and the others joined: padding may
-            stand behind, in front (a classifier's first token) or between (the pieces of a word). Masked values have no
-            influence, not even NaN, and gradient 0. The log-likelihood and the log-partition of a sequence without
-            variables are 0.
+            stand behind, between (the pieces of a word) and, with `strict_mask=False`, in front (a classifier's first
+            token). Masked values have no influence, not even NaN, and gradient 0. The log-likelihood and the
+            log-partition of a sequence without variables are 0.
 
-    Values of masks and tags are checked on a CPU only: `forward` never makes the host wait for a GPU, where a tag out
-    of range is the device's error (-1 counts as an impossible tag). The layer works under `torch.compile` without a
-    graph break, in autocast and in DistributedDataParallel; a batch may be empty. DataParallel gathers tensors: use
-    `viterbi` there, not the lists of `decode`.
+    Values of masks and tags are checked on a CPU only, outside `torch.compile`: `forward` never makes the host wait for
+    a GPU, where a tag out of range is the device's error (-1 counts as an impossible tag), and a first step that must
+    not be off makes the sequence's log-likelihood NaN and its tags -1.
+
+    The layer works under `torch.compile` without a graph break and in `torch.export`, which are the way where
+    TorchScript (`torch.jit`) does not work; in autocast and in DistributedDataParallel; a batch may be empty.
+    DataParallel gathers tensors: use `viterbi` there, not the lists of `decode`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, there is no tag or no step, or a choice or a tag is out of range.
+        ValueError: sizes do not go together, there is no tag or no step, a choice or a tag is out of range, or the
+            first step of a mask is off.
+        NotImplementedError: `torch.jit.script` meets the layer.
 
     Cost: that of `logchain.log_prob` for `forward`: `v c^2` multiply-adds a sequence, and twice that backward; one copy
     of the emissions, and two more where a mask has holes or lies on a GPU.
@@ -82,12 +89,14 @@ class LinearChainCRF(nn.Module):
              [0.1293, 0.8707]]])
     """
 
-    def __init__(self, num_tags: int, batch_first: bool = False) -> None:
+    def __init__(self, num_tags: int, batch_first: bool = False, *, strict_mask: bool = True) -> None:
         check_count("num_tags", num_tags)
         check_flag("batch_first", batch_first)
+        check_flag("strict_mask", strict_mask)
         super().__init__()
         self.num_tags = num_tags
         self.batch_first = batch_first
+        self.strict_mask = strict_mask
         self.start_transitions = nn.Parameter(torch.empty(num_tags))
         self.end_transitions = nn.Parameter(torch.empty(num_tags))
         self.transitions = nn.Parameter(torch.empty(num_tags, num_tags))
@@ -105,8 +114,13 @@ class LinearChainCRF(nn.Module):
             nn.init.uniform_(parameter, -0.1, 0.1)
 
     def extra_repr(self) -> str:
-        """The sizes."""
-        return f"num_tags={self.num_tags}, batch_first={self.batch_first}"
+        """The number of tags, and the options that are not the default."""
+        batch_first, any_mask = ", batch_first=True" * self.batch_first, ", strict_mask=False" * (not self.strict_mask)
+        return f"num_tags={self.num_tags}{batch_first}{any_mask}"
+
+    def __prepare_scriptable__(self) -> None:
+        """Raise for `torch.jit.script`, which calls this, instead of an error of its compiler within the library."""
+        raise NotImplementedError("LinearChainCRF: expected torch.compile or torch.export, got torch.jit.script")
 
     def forward(
         self,
@@ -280,7 +294,7 @@ class LinearChainCRF(nn.Module):
         check_crf(emissions, mask, self.num_tags, self.batch_first)
         if not self.batch_first:
             emissions, mask = emissions.transpose(0, 1), None if mask is None else mask.T
-        unmasked = sequences(mask)
+        unmasked = sequences(mask, self.strict_mask)
         x = with_end(unmasked.gathered(emissions), self.end_transitions, unmasked.lengths)
         # converted here, not in log Z and the path's weight apart, whose nearly equal gradients would be rounded first
         start, transitions = self.start_transitions.to(x.dtype), self.transitions.to(x.dtype)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..operands import at_hand
+from ..operands import at_hand, on_gpu
 
 
 class Sequences(NamedTuple):
@@ -14,7 +14,7 @@ class Sequences(NamedTuple):
     `inside` (n, v) is the mask, `lengths` (n) are the numbers of variables that count, `order` (n, v) is the step from
     which each variable is taken, `empty` (n) marks sequences without variables: they are computed as sequences of one,
     whose results are replaced. `order` and `empty` are None where the mask is known to leave the first variables of
-    each sequence, at least one; all are None without a mask.
+    each sequence, at least one; `empty` is None where it has to leave the first; all are None without a mask.
     """
 
     inside: Tensor | None = None
@@ -42,8 +42,12 @@ class Sequences(NamedTuple):
         return values if self.empty is None else values.masked_fill(self.empty, 0.0)
 
 
-def sequences(mask: Tensor | None) -> Sequences:
-    """The `Sequences` of a mask (n, v); values on a GPU are not read, since the host would wait for them."""
+def sequences(mask: Tensor | None, strict: bool) -> Sequences:
+    """The `Sequences` of a mask (n, v), whose first steps have to be on if `strict`.
+
+    Values on a GPU are not read, since the host would wait for them: a first step that is off makes the length 0, and
+    with it results NaN.
+    """
     if mask is None:
         return Sequences()
     inside = mask.bool()
@@ -52,7 +56,16 @@ def sequences(mask: Tensor | None) -> Sequences:
         first = torch.arange(mask.shape[1]) < lengths[:, None]
         if inside.equal(first) and lengths.all():
             return Sequences(inside, lengths)
-    return Sequences(inside, lengths.clamp(min=1), inside.logical_not().argsort(dim=1, stable=True), lengths == 0)
+        if strict and not inside[:, 0].all():
+            off = inside[:, 0].tolist().index(False)
+            raise ValueError(
+                f"mask: expected the first step of every sequence on, got it off in sequence {off}; if the mask is not"
+                " upside down, pass strict_mask=False to the layer"
+            )
+    order = inside.logical_not().argsort(dim=1, stable=True)
+    if strict and on_gpu(mask):
+        return Sequences(inside, torch.where(inside[:, 0], lengths, 0), order)
+    return Sequences(inside, lengths.clamp(min=1), order, lengths == 0)
 
 
 def _like(steps: Tensor, values: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def layer(num_tags=4, dtype=F64, batch_first=True, size=1.0, seed=0):
-    crf = LinearChainCRF(num_tags, batch_first=batch_first).to(dtype)
+def layer(num_tags=4, dtype=F64, batch_first=True, size=1.0, seed=0, strict_mask=False):
+    crf = LinearChainCRF(num_tags, batch_first=batch_first, strict_mask=strict_mask).to(dtype)
     with torch.no_grad():
         for parameter in crf.parameters():
             parameter.copy_(size * torch.randn(parameter.shape, generator=seeded(seed), dtype=F64))

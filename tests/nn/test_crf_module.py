@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 
-from logchain.nn import LinearChainCRF
+from logchain import kernels as devices
+from logchain import operands
+from logchain.nn import LinearChainCRF, masked_sequences
 from tests.kernels.gpu.steps import waiting_raises
-from tests.nn.crfs import F32, HOLES, batch, gradients, layer
+from tests.nn.crfs import F32, HOLES, batch, gradients, layer, seeded
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
@@ -34,11 +36,29 @@ def test_autocast_changes_nothing():
     assert torch.equal(found, crf(emissions, tags, mask))
 
 
+def test_on_a_gpu_a_first_step_that_is_off_makes_nan(device, monkeypatch):
+    """There the host does not look at the mask; the other sequences are as they are without."""
+    emissions, tags, mask = batch(3, 4, dtype=F32)
+    mask[0, 0] = False
+    expected = layer(dtype=F32)(emissions, tags, mask, "none")
+    for module in (devices, operands, masked_sequences):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
+    emissions, tags, mask = (tensor.to(device) for tensor in (emissions, tags, mask))
+    for strict in (True, False):
+        crf = layer(dtype=F32, strict_mask=strict).to(device)
+        found = crf(emissions, tags, mask, "none").cpu()
+        assert found[0].isnan() == strict
+        torch.testing.assert_close(found[1:], expected[1:])
+        assert crf.log_partition(emissions, mask)[0].isnan() == strict
+        assert (crf.viterbi(emissions, mask).states[0] == -1).all() == strict
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["any mask", "strict"])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_compiled_without_a_break(masked):
-    crf = layer()
+def test_compiled_without_a_break(masked, strict):
+    crf = layer(strict_mask=strict)
     emissions, tags, ends = batch(6, 4)
-    for mask in (ends, HOLES) if masked else (None,):
+    for mask in (ends, ends if strict else HOLES) if masked else (None,):
         leaf = emissions.clone().requires_grad_()
         compiled = torch.compile(crf, fullgraph=True, backend="aot_eager")
         out, expected = compiled(leaf, tags, mask, "none"), crf(leaf, tags, mask, "none")
@@ -79,7 +99,46 @@ def test_copies_and_pickles():
 
 
 def test_repr():
-    assert repr(LinearChainCRF(5, batch_first=True)) == "LinearChainCRF(num_tags=5, batch_first=True)"
+    assert repr(LinearChainCRF(5)) == "LinearChainCRF(num_tags=5)"
+    turned = LinearChainCRF(5, batch_first=True, strict_mask=False)
+    assert repr(turned) == "LinearChainCRF(num_tags=5, batch_first=True, strict_mask=False)"
+
+
+class Tagger(torch.nn.Module):
+    """A network with the layer at its end, of which one method is called."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.network, self.crf, self.method = torch.nn.Linear(6, 4, dtype=torch.float64), layer(), method
+
+    def forward(self, words, *others):
+        return getattr(self.crf, self.method)(self.network(words), *others)
+
+
+@pytest.mark.parametrize("method", ["forward", "viterbi", "marginals", "log_partition"])
+def test_exported_for_any_number_of_sentences_and_words(method):
+    model = Tagger(method)
+
+    def inputs(n, v):
+        _, tags, mask = batch(n, v)
+        words = torch.randn(n, v, 6, generator=seeded(n), dtype=torch.float64)
+        return (words, tags, mask) if method == "forward" else (words, mask)
+
+    axes = {0: torch.export.Dim("n", min=2, max=64), 1: torch.export.Dim("v", min=3, max=512)}
+    example = inputs(4, 6)
+    shapes = (axes, (axes,) * (len(example) - 1))
+    exported = torch.export.export(model, example, dynamic_shapes=shapes).module()
+    for given in (example, inputs(7, 11)):
+        torch.testing.assert_close(exported(*given), model(*given), rtol=0, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_torchscript_is_refused_by_name():
+    for module in (layer(), Tagger("forward")):
+        with pytest.raises(
+            NotImplementedError, match=r"expected torch\.compile or torch\.export, got torch\.jit\.script"
+        ):
+            torch.jit.script(module)
 
 
 @pytest.mark.gpu

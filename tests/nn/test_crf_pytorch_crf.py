@@ -56,6 +56,47 @@ def test_the_best_tags_of_pytorch_crf(batch_first, masked):
     assert all(type(tag) is int for tags in found for tag in tags)
 
 
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+def test_a_first_step_that_is_off_is_refused_as_by_pytorch_crf(batch_first):
+    crf = layer(batch_first=batch_first, strict_mask=True)
+    emissions, tags, mask = batch()
+    mask[3] = mask[3].logical_not()
+    emissions, tags, mask = turned(crf, emissions, tags, mask)
+    questions = {
+        "forward": lambda model: model(emissions, tags, mask),
+        "decode": lambda model: model.decode(emissions, mask),
+        "viterbi": lambda model: model.viterbi(emissions, mask),
+        "topk": lambda model: model.topk(emissions, 2, mask),
+        "sample": lambda model: model.sample(emissions, 2, mask),
+        "marginals": lambda model: model.marginals(emissions, mask),
+        "log_partition": lambda model: model.log_partition(emissions, mask),
+    }
+    for name, question in questions.items():
+        with pytest.raises(
+            ValueError, match="mask: expected the first step of every sequence on, got it off in sequence 3;"
+        ):
+            question(crf)
+        if name in ("forward", "decode"):
+            with pytest.raises(ValueError, match="first timestep"):
+                question(peer(crf))
+        question(layer(batch_first=batch_first))
+
+
+def test_a_strict_layer_takes_holes_behind_the_first_step():
+    crf, loose = layer(strict_mask=True), layer()
+    emissions, tags, mask = batch()
+    mask[:, 2:4] = False
+    assert torch.equal(crf(emissions, tags, mask), loose(emissions, tags, mask))
+    assert torch.equal(crf(emissions, tags), loose(emissions, tags))
+    assert crf(emissions[:0], tags[:0], mask[:0]) == 0
+
+
+def test_repr_of_pytorch_crf():
+    torchcrf = pytest.importorskip("torchcrf", exc_type=ImportError)
+    ours = type("CRF", (LinearChainCRF,), {})
+    assert repr(ours(6)) == repr(torchcrf.CRF(6))
+
+
 def test_parameters_of_pytorch_crf():
     torchcrf = pytest.importorskip("torchcrf", exc_type=ImportError)
     torch.manual_seed(3)
