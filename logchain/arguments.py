@@ -136,16 +136,27 @@ def check_float_dtype(name: str, value: torch.dtype | None) -> None:
         raise TypeError(f"{name}: expected float32, float64, bfloat16, float16 or None, got {got}")
 
 
-def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) -> Tensor:
-    """Lengths 1..v of the shape of the first batch axes, checked, as int64 [*B] on `device` (by default that of x)."""
+def tensor_of(lengths: Lengths) -> Tensor:
+    """Lengths as a tensor, on the host if they are none yet."""
+    if isinstance(lengths, Tensor):
+        return lengths
+    try:
+        return torch.tensor(lengths, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"lengths: expected integers, got {lengths!r}") from error
+
+
+def as_lengths(
+    lengths: Lengths, x: Tensor, device: torch.device | None = None, *, given: tuple[str, Tensor] | None = None
+) -> Tensor:
+    """Lengths 1..v of the shape of the first batch axes, checked, as int64 [*B] on `device` (by default that of x).
+
+    `given`: the name and value of what the caller passed in the place of x.
+    """
     batch, v, device = x.shape[:-2], x.shape[-2], device or x.device
     # values of a tensor on x's device are checked later, by the operator: here the tensor may be traced or mapped
     on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and device.type != "cpu")
-    if not isinstance(lengths, Tensor):
-        try:
-            lengths = torch.tensor(lengths, device="cpu")
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"lengths: expected integers, got {lengths!r}") from error
+    lengths = tensor_of(lengths)
     if lengths.layout != torch.strided or lengths.device.type == "meta":
         raise TypeError(f"lengths: expected a dense tensor, got {lengths.layout} on {lengths.device}")
     if lengths.numel():
@@ -153,7 +164,9 @@ def as_lengths(lengths: Lengths, x: Tensor, device: torch.device | None = None) 
     axes = lengths.dim()
     if lengths.shape != batch[:axes]:
         prefixes = " or ".join(str(list(batch[:end])) for end in range(1, len(batch) + 1)) or "[]"
-        raise ValueError(f"lengths: expected shape {prefixes} to go with x {list(x.shape)}, got {list(lengths.shape)}")
+        name, value = given or ("x", x)
+        text = f"to go with {name} {list(value.shape)}, got {list(lengths.shape)}"
+        raise ValueError(f"lengths: expected shape {prefixes} {text}")
     if on_host and not torch.compiler.is_compiling():
         check_lengths(lengths, v)
     lengths = lengths.to(device, torch.int64)

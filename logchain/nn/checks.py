@@ -52,6 +52,17 @@ def check_last_axes(name: str, value: Tensor, sizes: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: expected shape [{expected}], got {list(value.shape)}")
 
 
+def mask_of(observed: Tensor, shape: torch.Size, variables: torch.Size) -> Tensor:
+    """A bool mask of the shape of data, or of `variables` [*B, v]; one of [v] is expanded to that."""
+    check_mask(observed, shape, variables, variables[-1:])
+    return expanded(observed, variables)
+
+
+def expanded(observed: Tensor, variables: torch.Size) -> Tensor:
+    """A mask, expanded from [v] to `variables` [*B, v]."""
+    return observed.expand(variables) if observed.shape == variables[-1:] else observed
+
+
 def check_mask(observed: object, *shapes: torch.Size) -> None:
     """Check for a bool mask of one of the shapes."""
     if not isinstance(observed, Tensor) or observed.dtype != torch.bool:

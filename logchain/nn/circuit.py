@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import check_is_tensor
+from ..arguments import check_dense, check_is_tensor
 from ..matmul import matmul
 from ..viterbi import Path
-from .checks import check_count, check_last_axes, check_mask
+from .checks import check_count, check_last_axes, expanded, mask_of
 from .emissions.input_layer import InputLayer
 from .emissions.named import named_input
 from .fitting import Fit, Optimiser, fit, frozen
@@ -48,7 +48,7 @@ class Circuit(torch.nn.Module):
 
     The methods take
         data: `[*B, v, *event]`. NaN entries are not observed.
-        observed: bool, of the shape of the data or `[*B, v]`; False entries are not observed.
+        observed: bool, of the shape of the data, `[*B, v]` or `[v]`; False entries are not observed.
 
     Variables that are not observed are summed out exactly.
 
@@ -320,6 +320,8 @@ class Circuit(torch.nn.Module):
         >>> report.log_likelihood > report.history[0]
         True
         """
+        if isinstance(data, Tensor) and isinstance(observed, Tensor):
+            observed = expanded(observed, data.shape[: data.dim() - len(self.input.event)])
         return fit(
             self,
             data,
@@ -401,12 +403,12 @@ class Circuit(torch.nn.Module):
     def _shared(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Data and mask, checked, with an axis of size 1 for the repetitions."""
         check_is_tensor("data", data)
+        check_dense("data", data)
         wanted = (self.units[1], *self.input.event)
         check_last_axes("data", data, wanted)
         if observed is not None:
             variables = data.shape[: data.dim() - len(self.input.event)]
-            check_mask(observed, data.shape, variables)
-            observed = observed.unsqueeze(len(variables) - 1)
+            observed = mask_of(observed, data.shape, variables).unsqueeze(len(variables) - 1)
         return data.unsqueeze(-1 - len(wanted)), observed
 
     def _draw(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:

@@ -116,6 +116,8 @@ def fit(
         check_unsharded(model)
         check_choice("method", method, ("em", "gradient"))
         check_is_tensor("data", data)
+        if not data.dim():
+            raise ValueError("data: expected shape [n, ...], got []")
         check_number("tolerance", tolerance)
         check_flag("progress", progress)
         _check_options(run, max_iterations, restarts)

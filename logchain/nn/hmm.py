@@ -66,8 +66,8 @@ class HMM(torch.nn.Module):
         generator: the source of randomness for the initial parameters.
 
     The methods take data `[*B, v, *event]`, such as `[n, v]` or `[v]`, and
-        observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out; so are NaN entries of the
-            data, if the emission is an `InputLayer`.
+        observed: bool, of the shape of the data or `[*B, v]`. False entries are summed out. If the emission is an
+            `InputLayer`, so are NaN entries of the data, and `[v]` serves all sequences.
         lengths: integers from 1 to v, of the shape of the first axes of B; steps behind the end have no influence.
         covariates: the argument of `transition`; `[*B, v-1, ...]` where it depends on the step.
         group: a process group of `torch.distributed` over whose ranks the steps are sharded: data, masks and covariates
@@ -332,7 +332,8 @@ class HMM(torch.nn.Module):
         if not isinstance(emission, InputLayer):
             raise TypeError(f"emission: expected an InputLayer to sample from, got {type(emission).__name__}")
         check_count("num_steps", num_steps)
-        bulk = transitions(self.transition, (num_steps, self.num_states), None, covariates, self.num_steps)
+        shape = num_steps, self.num_states
+        bulk = transitions(self.transition, shape, None, covariates, self.num_steps, any_batch=True)
         lead = bulk.lead if isinstance(bulk, Transition) else bulk.shape[:-2]
         nothing = torch.zeros(*lead[:-1], num_steps, self.num_states, device=bulk.device)
         initial = stationary_start(bulk).log() if self.initial is None else self.initial()

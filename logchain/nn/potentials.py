@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import Lengths, as_lengths, check_choice, check_is_tensor
+from ..arguments import Lengths, as_lengths, check_choice, check_dense, check_is_tensor, check_tensor, tensor_of
 from ..transitions import Transition
-from .checks import check_count, check_mask
+from .checks import check_count, check_mask, mask_of
 from .emissions.input_layer import InputLayer
 from .log_weights import LogWeights
 from .parameters import arithmetic
@@ -28,13 +28,18 @@ def potentials(
         x = x.sum(-2) if len(emission.units) > 1 else x
     else:
         x = emission(data)
-        if known is not None:
-            if x.shape[:-1] != known.shape:
-                expected = f"{list(x.shape[:-1])}, the steps that the emission module makes of the data"
-                raise ValueError(f"observed: expected shape {expected}, got {list(known.shape)}")
-            x = torch.where(known[..., None], x, 0)
+        check_tensor("emission", x, 2)
     if x.dim() < 2 or x.shape[-1] != num_states:
         raise ValueError(f"emission: expected log-potentials [..., v, {num_states}], got {list(x.shape)}")
+    if not x.shape[-2]:
+        raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(data.shape)}")
+    if known is not None and not isinstance(emission, InputLayer):
+        if x.shape[:-1] != known.shape:
+            expected = f"{list(x.shape[:-1])}, the steps that the emission module makes of the data"
+            if observed is None:
+                raise ValueError(f"lengths: expected those of {expected}, got those of {list(known.shape)}")
+            raise ValueError(f"observed: expected shape {expected}, got {list(known.shape)}")
+        x = torch.where(known[..., None], x, 0)
     return x, ends
 
 
@@ -58,25 +63,45 @@ def transitions(
     covariates: Tensor | None,
     num_steps: int | None,
     start: int = 0,
+    *,
+    any_batch: bool = False,
 ) -> Tensor | Transition:
     """Log-probabilities `[*B or less, v-1 or 1, c, c]` of transitions, for log-potentials of a shape `[*B, v, c]`.
 
-    Or a structure of such. `start`: behind so many steps on other ranks.
+    Or a structure of such. `start`: behind so many steps on other ranks. `any_batch`: B is not known.
     """
-    *batch, v, _ = shape
+    *batch, v, c = shape
     if isinstance(transition, LogWeights | TransitionWeights):
         if covariates is not None:
             raise ValueError("covariates: expected None without a transition module")
         if num_steps is not None and start + v > num_steps:
             raise ValueError(f"data: expected at most {num_steps} steps, got {start + v}")
-        logs: Tensor | Transition = transition()
-        if isinstance(logs, Transition):
-            return logs
-        return logs if num_steps is None else logs[max(0, start - 1) : max(0, start + v - 1)]
-    if covariates is not None and ends is not None and covariates.shape[: len(batch) + 1] == (*batch, v - 1):
-        covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
-    found = transition(covariates)
-    return found if isinstance(found, Transition) else torch.log_softmax(arithmetic(found), -1)
+        found: Tensor | Transition = transition()
+        if num_steps is not None and isinstance(found, Tensor):
+            found = found[max(0, start - 1) : max(0, start + v - 1)]
+    else:
+        if covariates is not None and ends is not None and covariates.shape[: len(batch) + 1] == (*batch, v - 1):
+            covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
+        found = transition(covariates)
+        if not isinstance(found, Transition):
+            check_tensor("transition", found, 3)
+            found = torch.log_softmax(arithmetic(found), -1)
+    _check_sizes(found, None if any_batch else batch, v - (start == 0), c)
+    return found
+
+
+def _check_sizes(found: Tensor | Transition, batch: list[int] | None, steps: int, c: int) -> None:
+    """Check the sizes of transitions for a batch, or for any if it is None."""
+    if isinstance(found, Transition):
+        *lead, rows, columns = (*found.lead, found.states, found.states)
+    else:
+        *lead, rows, columns = found.shape
+    own = lead[:-1]
+    batch = own if batch is None else batch
+    fits = len(own) <= len(batch) and all(a in (1, b) for a, b in zip(own[::-1], batch[::-1], strict=False))
+    if not fits or lead[-1:] not in ([], [1], [steps]) or not rows == columns == c:
+        expected = f"[{', '.join(map(str, (*batch, steps, c, c)))}], or 1 in the place of batch and steps"
+        raise ValueError(f"transition: expected shape {expected}, got {[*lead, rows, columns]}")
 
 
 def stationary_start(logs: Tensor | Transition) -> Tensor:
@@ -97,22 +122,23 @@ def where_known(
     The mask has the shape of the data for an `InputLayer`, otherwise that of `observed` or `[*B, v]`.
     """
     check_is_tensor("data", data)
+    check_dense("data", data)
     is_layer = isinstance(emission, InputLayer)
     if is_layer:
         steps = data.shape[: data.dim() - event_axes(emission)]  # (*B, v)
     else:
-        steps = data.shape[: 1 + (0 if lengths is None else torch.as_tensor(lengths).dim())]
+        steps = data.shape[: 1 + (0 if lengths is None else tensor_of(lengths).dim())]
     if not steps:
         raise ValueError(f"data: expected shape [..., v{', ...' * bool(event_axes(emission))}], got {list(data.shape)}")
     if observed is not None and is_layer:
-        check_mask(observed, data.shape, steps)
+        observed = mask_of(observed, data.shape, steps)
     elif observed is not None:
         # other modules do not say how many axes of the data are those of an event: the shape of the mask tells
         check_mask(observed, *(data.shape[:end] for end in range(1, data.dim() + 1)))
         steps = observed.shape
     known, ends = observed, None
     if lengths is not None:
-        ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1))
+        ends = as_lengths(lengths, data.new_empty(()).expand(*steps, 1), given=("data", data))
         inside = torch.arange(steps[-1], device=data.device) < ends[..., None]  # (*B, v)
         known = inside if known is None else known & over(inside, known.shape)
     return (None if known is None else over(known, data.shape) if is_layer else known), ends
@@ -123,8 +149,12 @@ def in_batch(
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Data and conditions with a batch axis, which is added to a single sequence (known as such with an InputLayer)."""
     check_is_tensor("data", data)
+    observed = conditions["observed"]
+    if observed is not None and isinstance(emission, InputLayer):
+        observed = mask_of(observed, data.shape, data.shape[: data.dim() - event_axes(emission)])
+        conditions = conditions | {"observed": observed}
     if lengths is not None:
-        conditions = conditions | {"lengths": torch.as_tensor(lengths)}
+        conditions = conditions | {"lengths": tensor_of(lengths)}
     if not isinstance(emission, InputLayer) or data.dim() != 1 + event_axes(emission):
         return data, conditions
     # conditions of a wrong kind are refused by `log_prob`

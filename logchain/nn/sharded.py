@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..adapters import ChainArguments
-from ..arguments import Lengths, check_is_tensor
+from ..arguments import Lengths, check_is_tensor, tensor_of
 from ..distributed.exchange import Exchange
 from ..distributed.replicated import replicated
+from .checks import mask_of
 from .emissions.input_layer import InputLayer
 from .log_weights import LogWeights
 from .potentials import event_axes, over
@@ -58,14 +59,16 @@ def sharded_arguments(
         known = observed
         if lengths is not None:
             shape = data.shape[: data.dim() - event_axes(model.emission)]
-            places, ends = start + torch.arange(shape[-1], device=data.device), torch.as_tensor(lengths).to(data.device)
+            places, ends = start + torch.arange(shape[-1], device=data.device), tensor_of(lengths).to(data.device)
             inside = places < over(ends, shape[:-1])[..., None]
-            known = inside if observed is None else observed & over(inside, observed.shape)
+            if observed is not None:
+                known = mask_of(observed, data.shape, shape)
+            known = inside if known is None else known & over(inside, known.shape)
         chains.append(torch.func.functional_call(_Arguments(model), weights, (data, known, covariates, start)))
 
     parameters = {f"model.{name}": one for name, one in model.named_parameters()}
     weights, start = replicated(exchange, f"{question} of a model", parameters, steps)
     exchange.gather((), compute)  # what is wrong on one rank is raised on all
-    chain = chains[0]._replace(lengths=None if lengths is None else torch.as_tensor(lengths))
+    chain = chains[0]._replace(lengths=None if lengths is None else tensor_of(lengths))
     named = isinstance(model.transition, LogWeights | TransitionWeights)
     return {**chain._asdict(), "one_matrix": model.num_steps is None if named else None, "group": group}

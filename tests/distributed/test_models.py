@@ -193,16 +193,18 @@ def test_what_is_trained_has_to_agree(teams):
         assert isinstance(outcome.error, ValueError) and "rank 1: parameters: expected" in str(outcome.error)
 
 
-def with_a_mask(rank: int, ranks: int) -> torch.Tensor:
+def with_a_mask(rank: int, ranks: int, of_steps: bool) -> torch.Tensor:
     model, data, group = model_of("categorical"), data_of("categorical"), dist.group.WORLD if ranks > 1 else None
     observed = torch.rand(data.shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    observed = observed[0] if of_steps else observed
     part = variables(rank, ranks) if ranks > 1 else slice(None)
-    return model.log_prob(data[:, part], observed=observed[:, part], lengths=[13, 4, 9], group=group).detach()
+    return model.log_prob(data[:, part], observed=observed[..., part], lengths=[13, 4, 9], group=group).detach()
 
 
-def test_a_mask_beside_lengths(teams):
-    expected = with_a_mask(0, 1)
-    for found in teams(2).values(with_a_mask, 2):
+@pytest.mark.parametrize("of_steps", [False, True], ids=["of the data", "of the steps"])
+def test_a_mask_beside_lengths(teams, of_steps):
+    expected = with_a_mask(0, 1, of_steps)
+    for found in teams(2).values(with_a_mask, 2, of_steps):
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
 
 

@@ -18,6 +18,13 @@ def likelihood(**changed):
     return LinearChainCRF(5, batch_first=True)(**{**arguments, **changed})
 
 
+def moved_by(function):
+    """The log-probability under a model whose transitions are what a function returns."""
+    transition = torch.nn.Identity()
+    transition.forward = function
+    return HMM(3, "poisson", transition=transition).log_prob(torch.zeros(5, V))
+
+
 def circuit(kind):
     """What a circuit of each kind refuses."""
 
@@ -26,11 +33,17 @@ def circuit(kind):
 
     return [
         (lambda: made(3).log_prob([0, 1, 2]), TypeError, r"^data: expected a torch.Tensor, got list$"),
+        (
+            lambda: made(3).log_prob(DATA.to_sparse()),
+            TypeError,
+            r"^data: expected a dense tensor, got torch.sparse_coo$",
+        ),
+        (lambda: made(3).fit(torch.tensor(1)), ValueError, r"^data: expected shape \[n, ...\], got \[\]$"),
         (lambda: made(3).log_prob(DATA[:, :1]), ValueError, r"^data: expected shape \[..., 3\], got \[1, 1\]$"),
         (
-            lambda: made(3).log_prob(DATA, torch.ones(3, dtype=torch.bool)),
+            lambda: made(3).log_prob(DATA, torch.ones(2, dtype=torch.bool)),
             ValueError,
-            r"^observed: expected shape \[1, 3\], got \[3\]$",
+            r"^observed: expected shape \[1, 3\] or \[3\], got \[2\]$",
         ),
         (
             lambda: made(3).log_prob(DATA, DATA),
@@ -112,11 +125,55 @@ HMMS = [
         ValueError,
         "covariates: expected None without a transition module",
     ),
-    (lambda: random_hmm().log_prob(categories(5, V), lengths=[1, 2]), ValueError, r"lengths: expected shape \[5\]"),
+    (
+        lambda: random_hmm().log_prob(categories(5, V), lengths=[1, 2]),
+        ValueError,
+        r"^lengths: expected shape \[5\] to go with data \[5, 4\], got \[2\]$",
+    ),
+    (lambda: random_hmm().fit(categories(5, V), lengths="ab"), TypeError, "^lengths: expected integers, got 'ab'$"),
+    (
+        lambda: random_hmm(Network(2)).log_prob(torch.zeros(5, V, 2, dtype=F64), lengths=[[1, 2], [2]]),
+        TypeError,
+        r"^lengths: expected integers, got \[\[1, 2\], \[2\]\]$",
+    ),
+    (
+        lambda: random_hmm(Network(2)).log_prob(torch.zeros(5, V, 2, dtype=F64), lengths=3),
+        ValueError,
+        r"^lengths: expected those of \[5, 4\], the steps that the emission module makes",
+    ),
+    (
+        lambda: random_hmm().log_prob(categories(5, V)[:, :0]),
+        ValueError,
+        r"^data: expected at least one step \[\*B, v, ...\], got \[5, 0\]$",
+    ),
+    (
+        lambda: random_hmm(Network(2)).log_prob(torch.zeros(5, 0, 2, dtype=F64)),
+        ValueError,
+        r"^data: expected at least one step \[\*B, v, ...\], got \[5, 0, 2\]$",
+    ),
+    (
+        lambda: random_hmm().log_prob(categories(5, V).to_sparse()),
+        TypeError,
+        "^data: expected a dense tensor, got torch.sparse_coo$",
+    ),
+    (lambda: random_hmm().fit(torch.tensor(1)), ValueError, r"^data: expected shape \[n, ...\], got \[\]$"),
+    (
+        lambda: random_hmm(torch.nn.Identity()).log_prob(torch.zeros(5, V, 3, dtype=torch.complex64)),
+        TypeError,
+        "^emission: expected float32, float64, bfloat16 or float16, got complex64$",
+    ),
+    (lambda: moved_by(lambda _: None), TypeError, "^transition: expected a torch.Tensor, got NoneType$"),
+    (lambda: moved_by(lambda _: torch.zeros(1, 3, 3, dtype=torch.int64)), TypeError, "^transition: expected float32"),
+    (lambda: moved_by(lambda _: torch.zeros(3, 3)), ValueError, "^transition: expected at least 3 axes"),
+    *(
+        (lambda shape=shape: moved_by(lambda _: torch.zeros(shape)), ValueError, f"^transition: {expected}")
+        for expected in [r"expected shape \[5, 3, 3, 3\], or 1 in the place of batch and steps, got \["]
+        for shape in [(5, 4, 3, 3), (4, 3, 3, 3), (5, 3, 2, 2), (5, 5, 3, 3, 3)]
+    ),
     (
         lambda: random_hmm().log_prob(categories(5, V), observed=torch.ones(5, dtype=torch.bool)),
         ValueError,
-        r"observed: expected shape \[5, 4\], got \[5\]",
+        r"observed: expected shape \[5, 4\] or \[4\], got \[5\]",
     ),
     (lambda: random_hmm().log_prob(torch.tensor(1)), ValueError, r"data: expected shape \[..., v\], got \[\]"),
     (

@@ -231,6 +231,8 @@ def test_a_mask_may_leave_out_the_axis_of_an_event():
     circuit = made("chain", 3, input=nn.Gaussian((2, 3, 2), 3))
     data = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0))
     observed = some_observed(4, 3)
+    alone, every = observed[0], observed[:1].expand(4, 3)
+    torch.testing.assert_close(circuit.log_prob(data, alone), circuit.log_prob(data, every), rtol=0, atol=0)
     wide = observed[..., None].expand(4, 3, 3)
     torch.testing.assert_close(circuit.log_prob(data, observed), circuit.log_prob(data, wide), rtol=0, atol=0)
     torch.testing.assert_close(circuit.mpe(data, observed).data, circuit.mpe(data, wide).data, rtol=0, atol=0)
@@ -239,6 +241,24 @@ def test_a_mask_may_leave_out_the_axis_of_an_event():
     assert circuit.log_prob(data, parts).isfinite().all()
     with pytest.raises(ValueError, match=r"^data: expected each event whole or missing"):
         circuit.mpe(data, parts)
+
+
+def test_a_mask_of_the_variables_serves_all_data(kind):
+    circuit, data = made(kind), circuits.values(K, 4)[:12]
+    mask = torch.tensor([True, False, True, True])
+    whole = mask.expand(12, 4)
+    for method in ("log_prob", "posterior", "conditionals"):
+        found = getattr(circuit, method)(data, mask)
+        assert torch.equal(found, getattr(circuit, method)(data, whole))
+        assert torch.equal(getattr(circuit, method)(data.view(3, 4, 4), mask), found.view(3, 4, *found.shape[1:]))
+    assert torch.equal(circuit.mpe(data, mask).data, circuit.mpe(data, whole).data)
+    drawn = circuit.sample_conditional(data, mask, 2, torch.Generator().manual_seed(0))
+    assert torch.equal(drawn[..., mask], data[..., mask].expand(2, 12, 3))
+    # the sizes of data and mask agree, and a batch is divided
+    fits = [
+        made(kind).fit(data[:4], observed=one, batch_size=2, max_iterations=2, restarts=0) for one in (mask, whole[:4])
+    ]
+    assert fits[0] == fits[1]
 
 
 def test_any_leading_axes(kind):

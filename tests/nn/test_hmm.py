@@ -159,6 +159,20 @@ def test_what_is_not_observed_is_summed_out():
     close(hmm.log_prob(data, observed=torch.zeros(V, dtype=torch.bool)), 0.0)
 
 
+def test_a_mask_of_the_steps_serves_all_sequences():
+    data, mask, lengths = categories(V, V), torch.tensor([True, False, True, True]), torch.tensor([4, 1, 3, 2])
+    whole, hmm = mask.expand(V, V), random_hmm()
+    for options in ({}, {"lengths": lengths}):
+        assert torch.equal(hmm.log_prob(data, observed=mask, **options), hmm.log_prob(data, observed=whole, **options))
+    assert torch.equal(hmm.posterior(data, observed=mask).states, hmm.posterior(data, observed=whole).states)
+    # the sizes of data and mask agree, and a batch is divided
+    fits = [random_hmm().fit(data, observed=one, batch_size=2, max_iterations=2, restarts=0) for one in (mask, whole)]
+    assert fits[0] == fits[1]
+    vectors = random_hmm("gaussian", num_features=2)
+    data = torch.randn(5, V, 2, generator=seeded(), dtype=F64)
+    assert torch.equal(vectors.log_prob(data, observed=mask), vectors.log_prob(data, observed=mask.expand(5, V)))
+
+
 def test_the_best_path():
     hmm, data = random_hmm(), categories(5, V)
     p0, bulk = parameters(hmm)
