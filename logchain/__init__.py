@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import semirings, transitions
 from .check import check
 from .entropy import entropy
+from .filtered import filtered
 from .forward_backward import forward_backward
 from .kl_divergence import kl_divergence
 from .log_prob import log_prob
@@ -27,6 +28,7 @@ __all__ = [
     "check",
     "distributed",
     "entropy",
+    "filtered",
     "forward_backward",
     "kl_divergence",
     "log_prob",

@@ -38,8 +38,9 @@ def forward_backward(
         backward_{v-1} = 0              backward_{i-1}(k) = log sum_j exp(log P_i(k, j) + x_i(j) + backward_i(j))
 
     A forward message includes the potential of its own variable, a backward message does not: at each variable,
-    `logsumexp(forward + backward)` is the log-partition. For posterior probabilities use `logchain.marginals`, which is
-    faster and loses no digits where the log-partition is large.
+    `logsumexp(forward + backward)` is the log-partition. For posteriors use `logchain.marginals`, and for those given
+    all up to each variable `logchain.filtered`, or `logchain.Stream` for pieces: they are faster and lose no digits
+    where the log-partition is large. Differences of messages do: at 8 million nats float32 numbers lie 0.5 apart.
 
     Args:
         x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.

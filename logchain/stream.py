@@ -40,7 +40,8 @@ class Stream:
     r"""`logchain.product` of a chain that comes in pieces, in constant memory, with posteriors as they become known.
 
     After each piece `log_norm` is the log-partition of the whole chain so far, however it is divided. Between pieces
-    one forward message is kept, and the logarithm of its sum.
+    one forward message is kept, and the logarithm of its sum. `logchain.filtered` is one call for a chain that is there
+    as a whole.
 
     Args:
         bulk: one transition matrix `[*B or ones, 1, c, c]`, `[from, to]`, for every step; None where each update brings

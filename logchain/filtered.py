@@ -1,0 +1,108 @@
+"""The filtered posteriors of a chain: of each state, given all up to it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .arguments import Lengths, check_flag, check_lengths, check_question
+from .schedules.packed import Packed
+from .stream import Stream, StreamUpdate
+from .streams.structures import steps_between, steps_of
+from .structured.question import Asked, Question
+from .transitions import Transition
+
+
+class Filtered(NamedTuple):
+    """Filtered posteriors of states [*B, v, c], and the log-partition [*B] in nats."""
+
+    states: Tensor
+    log_norm: Tensor
+
+
+def filtered(
+    x: Tensor,
+    bulk: Tensor | Transition,
+    p0: Tensor,
+    *,
+    log_params: bool = False,
+    lengths: Lengths | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Filtered:
+    r"""The filtered posteriors: `P(z_i = j)` given the first `i + 1` variables alone, as if the chain ended there.
+
+        states_0 ~ p0 exp(x_0)        states_i(j) ~ sum_k states_{i-1}(k) P_i(k, j) exp(x_i(j))
+
+    They are the forward messages of `logchain.forward_backward` with sum 1, to the same precision however large the
+    log-partition is. `logchain.Stream` gives them for a chain that comes in pieces, `logchain.marginals` the posteriors
+    given all variables.
+
+    Args:
+        x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
+        bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, `[from, to]`.
+        p0: initial weights `[*B or ones, c]`.
+        log_params: `bulk` and `p0` are logarithms (nats).
+        lengths: the number of variables of each sequence.
+        cu_seqlens: the offsets of concatenated sequences; states are `[total, c]`, log-partitions `[n]`.
+
+    Returns:
+        `Filtered(states [*B, v, c], log_norm [*B])` in float64 if an operand is, otherwise in float32. States sum to 1
+        at each variable; they are exactly 0 behind a sequence's end, and from where a sequence is impossible on. Both
+        can be differentiated twice, at the cost that `logchain.Stream` says.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
+        NotImplementedError: inside `torch.vmap`, and for forward derivatives.
+
+    Cost: that of `product` forward, `v c^2` multiply-adds a sequence in `v` dependent steps. Memory: the results.
+
+    Source: L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77 (1989), the scaled forward recursion.
+    Definition: `logchain.reference.marginals` of the variables up to each.
+
+    >>> x = torch.tensor([[0.0, 0.0], [0.0, 3.0], [0.0, 0.0]])  # three variables, two states
+    >>> bulk = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])  # one matrix for both steps
+    >>> filtered(x, bulk, torch.tensor([0.5, 0.5])).states
+    tensor([[0.5000, 0.5000],
+            [0.0574, 0.9426],
+            [0.2402, 0.7598]])
+    """
+    if isinstance(bulk, Transition):
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("filtered", {}))
+        x, bulk, p0, ends, _ = question.operands
+        states, log_norm = _filtered(x, bulk, p0, ends, log_params)
+        return Filtered(question.by_row(states, 1), log_norm)
+    if cu_seqlens is not None:
+        check_flag("log_params", log_params)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        parts = [_filtered(*piece, log_params) for piece in packed]
+        return Filtered(
+            packed.by_row([part.states for part in parts]), packed.by_sequence([part.log_norm for part in parts])
+        )
+    return _filtered(x, bulk, p0, check_question(x, bulk, p0, log_params, lengths), log_params)
+
+
+def _filtered(x: Tensor, bulk: Tensor | Transition, p0: Tensor, ends: Tensor | None, log_params: bool) -> Filtered:
+    """The results for operands that have been checked; ends int64 [*B]."""
+    if ends is not None:
+        if not kernels.on_gpu(ends):
+            check_lengths(ends, x.shape[-2])
+        # in a stream 0 is a length too; one that is negative makes its sequence NaN
+        ends = ends.masked_fill(ends < 1, -1)
+    steps, c = steps_of(bulk), x.shape[-1]
+    stream = Stream(bulk if steps == 1 else None, p0, log_params=log_params, detach=False)
+    if steps == 1:
+        return _results(stream.update(x, lengths=ends))
+    # a matrix that leads into the first variable has no influence
+    into = steps_between(bulk, 0, 1) if steps else torch.zeros(1, c, c, dtype=bulk.dtype, device=bulk.device)
+    first = _results(stream.update(x[..., :1, :], into))
+    if not steps:
+        return first
+    rest = _results(stream.update(x[..., 1:, :], bulk, lengths=None if ends is None else ends - 1))
+    return Filtered(torch.cat([first.states, rest.states], -2), rest.log_norm)
+
+
+def _results(update: StreamUpdate) -> Filtered:
+    assert update.filtered is not None
+    return Filtered(update.filtered, update.log_norm)
