@@ -54,7 +54,8 @@ def filtered(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
-        NotImplementedError: inside `torch.vmap`, and for forward derivatives.
+        NotImplementedError: inside `torch.vmap`, and for forward derivatives. With lengths `torch.compile` breaks its
+            graph.
 
     Cost: that of `product` forward, `v c^2` multiply-adds a sequence in `v` dependent steps. Memory: the results.
 
@@ -91,9 +92,10 @@ def _filtered(x: Tensor, bulk: Tensor | Transition, p0: Tensor, ends: Tensor | N
         # in a stream 0 is a length too; one that is negative makes its sequence NaN
         ends = ends.masked_fill(ends < 1, -1)
     steps, c = steps_of(bulk), x.shape[-1]
-    stream = Stream(bulk if steps == 1 else None, p0, log_params=log_params, detach=False)
+    # matrices come with the pieces, so that those which no sequence uses are in no gradient
+    stream = Stream(None, p0, log_params=log_params, detach=False)
     if steps == 1:
-        return _results(stream.update(x, lengths=ends))
+        return _results(stream.update(x, bulk, lengths=ends))
     # a matrix that leads into the first variable has no influence
     into = steps_between(bulk, 0, 1) if steps else torch.zeros(1, c, c, dtype=bulk.dtype, device=bulk.device)
     first = _results(stream.update(x[..., :1, :], into))

@@ -39,7 +39,7 @@ QUESTIONS = {
     "topk_paths": ranked,
 }
 # what no operator of the library answers
-ALL = QUESTIONS | {"total": lambda *o, **k: (total(*o, SOFT, **k),)}
+ALL = QUESTIONS | {"total": lambda *o, **k: (total(*o, SOFT, **k),), "filtered": logchain.filtered}
 
 
 def floating(found: Sequence[Tensor]) -> list[Tensor]:
