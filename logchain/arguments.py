@@ -186,8 +186,8 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
-def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Tensor | None) -> None:
-    """Check for NaN, +inf and negative weights up to each sequence's end, in one pass over the data."""
+def check_values(x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None) -> None:
+    """Check for NaN and +inf up to each sequence's end, in one pass over the data."""
     before = longest = None
     if ends is not None:
         before = ends.to(x.device)
@@ -195,15 +195,14 @@ def check_values(x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, ends: Te
             lead = (1,) * (ends.dim() + 3 - bulk.dim()) + bulk.shape[:-3]
             shared = [axis for axis, size in enumerate(lead) if size == 1]
             longest = (ends.amax(shared, keepdim=True) if shared and ends.numel() else ends).to(bulk.device) - 1
-    _check_values("x", x, -2, True, before)
-    _check_values("bulk", bulk, -3, log_params, longest)
-    _check_values("p0", p0[..., None, :], -2, log_params, None)
+    _check_values("x", x, -2, before)
+    _check_values("bulk", bulk, -3, longest)
+    _check_values("p0", p0[..., None, :], -2, None)
 
 
-def _check_values(name: str, value: Tensor, axis: int, log: bool, ends: Tensor | None) -> None:
+def _check_values(name: str, value: Tensor, axis: int, ends: Tensor | None) -> None:
     """Check the values at steps (along `axis`) before the `ends`, a piece of `_CHECKED` entries at a time."""
     nan = infinite = 0
-    least = 0.0
     size = max(1, _CHECKED * value.shape[axis] // max(1, value.numel()))
     for start, piece in enumerate(value.split(size, axis)):
         if ends is not None:
@@ -212,11 +211,7 @@ def _check_values(name: str, value: Tensor, axis: int, log: bool, ends: Tensor |
             piece = torch.where(inside, piece, 0.0)
         nan += int(piece.isnan().sum())
         infinite += int((piece == torch.inf).sum())
-        if not log and piece.numel():
-            least = min(least, piece.amin().item())
     if nan:
         raise ValueError(f"{name}: expected no NaN, got {nan}")
     if infinite:
         raise ValueError(f"{name}: expected no +inf, got {infinite}")
-    if least < 0:
-        raise ValueError(f"{name}: expected non-negative values, got {least:g}")

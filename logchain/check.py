@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from .arguments import Lengths, check_question, check_values
+from .arguments import Lengths, check_flag, check_question, check_values
+from .operands import check_weights, weights_of
 from .schedules.packed import Packed
 from .structured import answers
 from .structured.question import Asked, Question
@@ -41,15 +42,21 @@ def check(
     >>> check(torch.zeros(3, 2), torch.tensor([[[0.9, 0.1], [0.2, -0.8]]]), torch.ones(2))
     Traceback (most recent call last):
     ...
-    ValueError: bulk: expected non-negative values, got -0.8
+    ValueError: bulk: expected non-negative weights, got -0.8 at [0, 1, 1]; pass log_params=True for logarithms
     """
     if isinstance(bulk, Transition):
         question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("check", {}))
         answers.check(question)
         return
     if cu_seqlens is not None:
-        for piece in Packed(x, bulk, p0, cu_seqlens, lengths):
-            check(*piece[:3], log_params=log_params, lengths=piece.lengths)
-        return
-    ends = check_question(x, bulk, p0, log_params, lengths)
-    check_values(x, bulk, p0, log_params, ends)
+        check_flag("log_params", log_params)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        for piece in packed:
+            check_values(*piece)
+        weights = packed.weights()
+    else:
+        ends = check_question(x, bulk, p0, log_params, lengths)
+        check_values(x, bulk, p0, ends)
+        weights = weights_of(x, bulk, p0, ends)
+    if not log_params:
+        check_weights(*weights)

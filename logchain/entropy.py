@@ -59,7 +59,9 @@ def entropy(
         return answers.entropy(Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("entropy", {})))
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
-        entropies = packed_entropy(Packed(x, bulk, p0, cu_seqlens, lengths), log_params)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        with packed.naming():
+            entropies = packed_entropy(packed, log_params)
     else:
         ends = check_question(x, bulk, p0, log_params, lengths)
         entropies = entropy_of(x, bulk, p0, ends, log_params)

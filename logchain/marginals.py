@@ -7,7 +7,8 @@ from torch import Tensor
 from .arguments import Lengths, check_choice, check_question
 from .autograd.chain import posteriors
 from .autograd.chain_operators import short_of
-from .operands import Operands, arithmetic_dtype, differentiated
+from .kernels.weights import NegativeWeights
+from .operands import Operands, arithmetic_dtype, differentiated, named, weights_of
 from .rescues import report_chains
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
@@ -90,7 +91,10 @@ def marginals(
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_one_walk)
         if short is not None:
-            log_norm, (states, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)
+            try:
+                log_norm, (states, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)
+            except NegativeWeights as error:
+                raise named(error, *weights_of(x, bulk, p0, None)) from None
             report_chains(redone)
             return Marginals(states, expected, log_norm)
     check_choice("transitions", transitions, (None, "sum", "full"))
@@ -98,9 +102,11 @@ def marginals(
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         plain = isinstance(log_params, bool) and not differentiated(x, bulk, p0)
         if transitions != "full" and plain and packed.stays:
-            return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
+            with packed.naming():
+                return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
         options: Any = {"transitions": transitions, "log_params": log_params}
-        pieces = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
+        with packed.naming():
+            pieces = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
         counted = None
         if transitions is not None:
             put_back = packed.counts if transitions == "sum" else packed.by_step
@@ -109,10 +115,14 @@ def marginals(
         return Marginals(states, counted, packed.by_sequence([part.log_norm for part in pieces]))
     ends = check_question(x, bulk, p0, log_params, lengths)
     dtype = arithmetic_dtype(x, bulk, p0)
+    given = x, bulk, p0, ends
     x, bulk, p0 = x.to(dtype), bulk.to(dtype), p0.to(dtype)
     if transitions == "full":
         *batch, v, c = x.shape
         bulk = bulk.expand(*batch, v - 1, c, c)
     needs = True, transitions is not None, False
-    log_norm, (states, counts, _) = posteriors(Operands(x, bulk, p0, ends, log_params), needs)
+    try:
+        log_norm, (states, counts, _) = posteriors(Operands(x, bulk, p0, ends, log_params), needs)
+    except NegativeWeights as error:
+        raise named(error, *weights_of(*given)) from None
     return Marginals(states, counts if transitions else None, log_norm.to(dtype, copy=True))

@@ -9,7 +9,8 @@ from . import kernels
 from .arguments import Lengths, check_question
 from .autograd.operator import with_batch_first
 from .kernels.chain import FEW_STATES, Chain
-from .operands import chain_of
+from .kernels.weights import NegativeWeights
+from .operands import chain_of, named, weights_of
 from .rescues import report_chains
 from .schedules import choose, overlapped
 from .schedules.packed import Packed, PackedChain
@@ -82,10 +83,11 @@ def sample(
     check_draws(num_samples, generator, x)
     if packed and not packed.walks_in_place(log_params):
         options: Any = {"generator": generator, "log_params": log_params}
-        pieces = [sample(*piece[:3], num_samples, lengths=piece.lengths, **options) for piece in packed]
+        with packed.naming():
+            pieces = [sample(*piece[:3], num_samples, lengths=piece.lengths, **options) for piece in packed]
         return packed.by_row([paths.movedim(0, -1) for paths in pieces]).mT.contiguous()
     if packed:
-        with torch.no_grad(), kernels.arithmetic_on(x):
+        with torch.no_grad(), kernels.arithmetic_on(x), packed.naming():
             return _drawn(PackedChain(packed, log_params).chain, (num_samples, len(x)), generator)
     paths: Tensor = torch.ops.logchain.sample(x, bulk, p0, ends, num_samples, generator, log_params)
     return paths
@@ -108,7 +110,10 @@ def _sample(
         segments = 1
         if chain.c > FEW_STATES:  # putting messages in order takes as long as those of few states
             segments = choose.of(x, bulk, p0, log_params, lengths is not None, choose.WALKS, False).segments
-        states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator, segments)
+        try:
+            states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator, segments)
+        except NegativeWeights as error:
+            raise named(error, *weights_of(x, bulk, p0, lengths)) from None
         return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
 
 

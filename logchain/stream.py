@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_flag, check_tensor
-from .operands import arithmetic_dtype, differentiated, is_plain
+from .kernels.weights import NegativeWeights
+from .operands import Weights, arithmetic_dtype, differentiated, is_plain, named
 from .rescues import report_chains
 from .streams import overlapped
 from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms, check_used
@@ -219,7 +220,10 @@ class Stream:
         if overlapped.segments_of(x, self._bulk, self._p0, self._log_params) > 1:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
-        after, log_norm, redone = repeated.forward(x, state.carried, shares)
+        try:
+            after, log_norm, redone = repeated.forward(x, state.carried, shares)
+        except NegativeWeights as error:
+            raise named(error, Weights("bulk", self._bulk)) from None
         if redone:
             report_chains(redone)
         self._state = state._replace(carried=Carried(*after))

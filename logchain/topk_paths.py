@@ -87,7 +87,8 @@ def topk_paths(
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
     _check_k(k)
     if packed and not packed.walks_in_place(log_params):
-        parts = [topk_paths(*piece[:3], k, log_params=log_params, lengths=piece.lengths) for piece in packed]
+        with packed.naming():
+            parts = [topk_paths(*piece[:3], k, log_params=log_params, lengths=piece.lengths) for piece in packed]
         states = packed.by_row([part.states.mT for part in parts]).mT.contiguous()
         return Paths(states, packed.by_sequence([part.scores for part in parts]))
     if packed:

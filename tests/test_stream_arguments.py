@@ -59,7 +59,7 @@ def test_validate():
     into = each_step(chain)
     stream = Stream(None, chain.p0, validate=True)
     stream.update(chain.x[..., :3, :], into[..., :3, :, :])  # what is not used may be NaN
-    with pytest.raises(ValueError, match="bulk: expected non-negative"):
+    with pytest.raises(ValueError, match="bulk_piece: expected non-negative"):
         stream.update(chain.x, -chain.bulk[..., :1, :, :])
     x = chain.x.clone()
     x[..., -1, 0] = NAN

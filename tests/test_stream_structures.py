@@ -279,7 +279,7 @@ def test_wrong_structures_raise():
         Stream(None, p0).update(x, structure_of("sparse", 2))
     with pytest.raises(ValueError, match=r"^bulk_piece: expected leading axes of 1 or as in \[2\]"):
         Stream(None, p0).update(x, structure_of("sparse", 3, 3))
-    with pytest.raises(ValueError, match=r"^bulk: expected non-negative values, got -1"):
+    with pytest.raises(ValueError, match=r"^bulk\.\S+: expected non-negative weights, got -1"):
         Stream(
             structure_of("banded").map(torch.neg).map(torch.ceil).map(lambda one: one - 1), p0, validate=True
         ).update(x)

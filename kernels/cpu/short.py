@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
+from ..weights import NegativeWeights
 from .arguments import Arguments, Call, function
 from .library import in_large_pages
 
@@ -190,4 +191,6 @@ class Short:
         redone: int = self._calls[name](ctypes.byref(arguments))
         if size == _ROOM:
             _rooms.append(room)
+        if redone < 0:
+            raise NegativeWeights
         return redone

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.message import Kept
-from ..operands import Operands, differentiated, is_plain
+from ..kernels.weights import NegativeWeights
+from ..operands import Operands, differentiated, is_plain, named, weights_of
 from ..rescues import report_chains
 from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
@@ -75,10 +76,13 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
     """The log-partition [*B] of a short chain on a CPU, in the dtype of the operands; see `short_of`."""
     value: Tensor
-    if keep:
-        value = call(LogPartition, x, bulk, p0, None, log_params, _ByShort(short))
-        return value
-    value, _, redone = short.value(x, bulk, p0, False)
+    try:
+        if keep:
+            value = call(LogPartition, x, bulk, p0, None, log_params, _ByShort(short))
+            return value
+        value, _, redone = short.value(x, bulk, p0, False)
+    except NegativeWeights as error:
+        raise named(error, *weights_of(x, bulk, p0, None)) from None
     report_chains(redone)
     return value
 
@@ -94,18 +98,22 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
     if x.numel() == 0:  # nothing to cut
         return log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
     schedule = _ByCheckpoints(every, progress)
-    value: Tensor = call(LogPartition, *operands, schedule) if keep else schedule.forward(operands, False)[0]
+    try:
+        value: Tensor = call(LogPartition, *operands, schedule) if keep else schedule.forward(operands, False)[0]
+    except NegativeWeights as error:
+        raise named(error, *weights_of(x, bulk, p0, lengths)) from None
     return value
 
 
 def packed_log_norm(packed: Packed, log_params: bool) -> Tensor:
     """The log-partition [n] in float64 of sequences that lie one behind the other."""
-    if not packed.stays:
-        return packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
-    if differentiated(*packed.operands):
-        value: Tensor = call(LogPartition, *packed.operands, None, log_params, _ByRows(packed))
-        return value
-    return PackedChain(packed, log_params).forward(False).log_norm.view(-1)
+    with packed.naming():
+        if not packed.stays:
+            return packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
+        if differentiated(*packed.operands):
+            value: Tensor = call(LogPartition, *packed.operands, None, log_params, _ByRows(packed))
+            return value
+        return PackedChain(packed, log_params).forward(False).log_norm.view(-1)
 
 
 class Schedule(Protocol):

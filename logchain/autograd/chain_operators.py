@@ -16,7 +16,7 @@ from .. import kernels
 from ..arguments import check_chain
 from ..kernels.message import Kept
 from ..layout import Layout
-from ..operands import Operands, arithmetic_dtype, chain_of, is_plain, unwritten
+from ..operands import Operands, arithmetic_dtype, chain_of, check_weights, is_plain, unwritten, weights_of
 from ..rescues import report_chains
 from ..schedules import chunked, meeting, overlapped
 from ..schedules.cost_counts import Schedule
@@ -60,6 +60,8 @@ def _forward(
         return _kept_shapes(*operands, keep, segments)
     if segments == TREE:
         log_norm, messages = tree_operators.forward(operands)
+        if kernels.in_c(x) and not log_params and log_norm.isnan().any():
+            check_weights(*weights_of(*operands[:4]))
         return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:

@@ -7,6 +7,7 @@ differentiate registered operators. Where nothing traces or transforms, `call` s
 longer than a small chain.
 """
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import arithmetic_on
-from ..operands import differentiated, is_plain
+from ..kernels.weights import NegativeWeights
+from ..operands import differentiated, is_plain, named, weights_of
 
 _library = torch.library.Library("logchain", "DEF")
 
@@ -62,6 +64,7 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     `shapes` makes outputs of the right shapes and dtypes, without values, from the same arguments.
     """
     name = schema[: schema.index("(")]
+    arguments = re.findall(r"(\w+)[,)]", schema[: schema.index(" -> ")])
 
     def fake(*args: Any) -> Any:
         # torch gives a registered operator's result no forward derivative, and says nothing
@@ -70,8 +73,11 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
         return shapes(*args)
 
     def run(*args: Any) -> Any:
-        with arithmetic_on(args[0]):
-            outputs = implementation(*args)
+        try:
+            with arithmetic_on(args[0]):
+                outputs = implementation(*args)
+        except NegativeWeights as error:
+            raise _named(error, dict(zip(arguments, args, strict=True))) from None
         return tuple(outputs) if isinstance(outputs, tuple) else outputs  # torch maps no named tuples
 
     IMPLEMENTATIONS[name] = run
@@ -81,6 +87,16 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     registered: Callable[..., Any] = getattr(torch.ops.logchain, name).default
     _called[name] = lambda *args: run(*args) if is_plain(args) else registered(*args)
     return _called[name]
+
+
+def _named(error: NegativeWeights, args: dict[str, Any]) -> NegativeWeights:
+    """The error by the names of an operator's arguments, of one chain or of a second one, too."""
+    weights = []
+    for prefix in ("", "other_"):
+        if f"{prefix}bulk" in args:
+            x, bulk, p0 = (args[prefix + name] for name in ("x", "bulk", "p0"))
+            weights += weights_of(x, bulk, p0, args.get("lengths"), prefix)
+    return named(error, *weights)
 
 
 def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:

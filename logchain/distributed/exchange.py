@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.weights import NegativeWeights
+from ..operands import Operands, Weights, named
+
 # bytes of a text that ranks exchange
 _TEXT = 2048
 
@@ -41,6 +44,7 @@ class Exchange:
         on_host = "cpu:" in self._backends
         self._device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
         self._number = 0.0  # of the call, once the ranks have agreed on it
+        self.operands: Operands | None = None  # of the call, by which errors name a negative weight
 
     def gather(self, shape: Sequence[int], compute: Callable[[], Tensor | None]) -> Tensor:
         """What each rank computes, in float64 on the host (ranks, *shape); None stands for zeros."""
@@ -51,7 +55,7 @@ class Exchange:
             if value is not None:
                 sent[2:] = value.detach().reshape(-1)
         except Exception as raised:
-            error = raised
+            error = self._named(raised)
             sent[0] = 1
         received = self._gathered(sent)
         if self._number and (received[:, 1] != self._number).any():
@@ -68,7 +72,7 @@ class Exchange:
         try:
             sent[first:] = compute().detach().reshape(-1)
         except Exception as raised:
-            error = raised
+            error = self._named(raised)
             sent[2 + self.rank] = 1
         sums = sent.to(self._device)
         dist.all_reduce(sums, group=self._group)
@@ -109,6 +113,13 @@ class Exchange:
         received = sent.new_empty(self.size, len(sent))
         dist.all_gather(list(received.unbind()), sent, group=self._group)
         return received.cpu()
+
+    def _named(self, error: Exception) -> Exception:
+        """The error, which says of a negative weight where it stands in this rank's operands."""
+        if not isinstance(error, NegativeWeights) or self.operands is None:
+            return error
+        _, bulk, p0, *_ = self.operands
+        return named(error, Weights("bulk", bulk), Weights("p0", p0))
 
     def _raise(self, status: Tensor, error: Exception | None) -> None:
         """Raise the error of the first rank whose status is not 0, on all ranks alike."""

@@ -43,7 +43,9 @@ def begin(
         check()
 
     described = {"question": question, "strategy": str(strategy), **(options or {})}
-    return exchange, *agreed_shards(exchange, x, bulk, p0, log_params, lengths, described, check_all, one_matrix)
+    agreed = agreed_shards(exchange, x, bulk, p0, log_params, lengths, described, check_all, one_matrix)
+    exchange.operands = agreed[1]
+    return exchange, *agreed
 
 
 def underived(compute: Callable[[], Any], operands: Operands) -> Any:

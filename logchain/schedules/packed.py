@@ -5,6 +5,7 @@ too few for the threads take padded batches of sequences of similar lengths.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +17,8 @@ from .. import kernels
 from ..arguments import check_tensor
 from ..kernels.chain import Chain
 from ..kernels.message import Kept
-from ..operands import arithmetic_dtype, is_plain
+from ..kernels.weights import NegativeWeights
+from ..operands import Weights, arithmetic_dtype, is_plain, named
 from ..rescues import report_chains
 from .choose import choose, where
 from .cost_counts import Size
@@ -59,6 +61,21 @@ class Packed:
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """x, bulk and p0."""
         return self.x, self.bulk, self.p0
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """A context whose error of a negative weight says where it stands in the operands, not in a piece."""
+        try:
+            yield
+        except NegativeWeights as error:
+            raise named(error, *self.weights()) from None
+
+    def weights(self, prefix: str = "") -> list[Weights]:
+        """The weights that are read: no transition leads into a first row."""
+        read = torch.ones(len(self.x), dtype=torch.bool, device=self.bulk.device)
+        read[self.starts.to(read.device)] = False
+        read = read if len(self.bulk) == len(self.x) else read.any(0, keepdim=True)
+        return [Weights(prefix + "bulk", self.bulk, read), Weights(prefix + "p0", self.p0)]
 
     @property
     def in_place(self) -> bool:

@@ -9,6 +9,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from .. import kernels
 from ..arguments import Lengths, as_lengths, check_float_dtype, check_tensor, check_values
+from ..operands import check_weights
 from ..structured.answers import check_products
 from ..transitions import Transition
 from .piece import Piece, RawPiece, only_used
@@ -97,7 +98,9 @@ def check_used(piece: Piece, raw: RawPiece) -> None:
     x = torch.where(piece.active[..., None], raw.x, 0.0)
     for value, own in parts(used):
         flat = value if own == 2 else value.reshape(*value.shape[: value.dim() - own], -1, 1)
-        check_values(x, flat, raw.p0, raw.log_params, None)
+        check_values(x, flat, raw.p0, None)
+    if not raw.log_params:
+        check_weights(*raw.weights())
 
 
 def check_mask(mask: object, fresh: Tensor | None) -> None:

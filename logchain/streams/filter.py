@@ -14,8 +14,9 @@ from ..autograd.operator import operator
 from ..kernels.chain import Chain
 from ..kernels.message import Message
 from ..kernels.numbers import exact_sum
+from ..kernels.weights import NegativeWeights
 from ..layout import Layout
-from ..operands import arithmetic_dtype, differentiated
+from ..operands import arithmetic_dtype, differentiated, named
 from ..rescues import report_chains
 from . import overlapped, stretch
 from .piece import Carried, Piece, RawPiece, added, filtering, normalised, posterior, recovered
@@ -45,13 +46,17 @@ def filtered(
     if torch.compiler.is_compiling():
         *after, posteriors, messages = _operator(*raw, *carried, dtype, piece is not None)
     else:
-        with kernels.arithmetic_on(raw.x):
-            *after, posteriors, messages = _by_kernels(raw, carried, dtype, piece is not None, calls)
+        try:
+            with kernels.arithmetic_on(raw.x):
+                *after, posteriors, messages = _by_kernels(raw, carried, dtype, piece is not None, calls)
+        except NegativeWeights as error:
+            raise named(error, *raw.weights()) from None
     logs = None if piece is None else recovered(piece, carried.message, messages)
     return Filtered(Carried(*after), None if dtype is None else posteriors, logs)
 
 
 def _by_autograd(raw: RawPiece, carried: Carried, dtype: torch.dtype | None, piece: Piece) -> Filtered:
+    raw.check_weights()
     messages, after = _steps(piece, carried)
     posteriors = None
     if dtype is not None:
@@ -95,7 +100,9 @@ def _by_kernels(
     posteriors, messages = outputs[0] if dtype is not None else None, outputs[1] if logs else None
     starting, first = _starting(raw), 0
     if starting is None:  # some start and others go on: the first step is computed apart
-        _, carried = _steps(raw.part(0, 1).logs(), carried)
+        alone = raw.part(0, 1)
+        alone.check_weights()
+        _, carried = _steps(alone.logs(), carried)
         first = 1
         if posteriors is not None:
             posteriors[..., 0, :] = carried.message.exp()

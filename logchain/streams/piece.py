@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ..autograd.matmul import broadcast_log_matmul, log_matmul
+from ..kernels import in_c
 from ..layout import Layout
-from ..operands import differentiated
-from .structures import Matrices, each, step_at, steps_between, through
+from ..operands import Weights, at_hand, check_weights, differentiated
+from ..transitions import Transition
+from .structures import Matrices, each, parts, step_at, steps_between, through
 
 
 class Carried(NamedTuple):
@@ -88,14 +90,38 @@ class RawPiece(NamedTuple):
         counts = torch.full_like(self.fresh, k, dtype=torch.int64) if self.counts is None else self.counts
         return torch.arange(k, device=counts.device) < counts[..., None]
 
+    def linked(self) -> Tensor:
+        """Which variables [*B, k] of their sequence have another one before them."""
+        active = self.active()
+        return active & ~((torch.arange(active.shape[-1], device=active.device) == 0) & self.fresh[..., None])
+
+    def weights(self) -> list[Weights]:
+        """The weights that are read, by the names of what was given."""
+        name, linked = "bulk" if self.own else "bulk_piece", self.linked()
+        names: list[str] = [name]
+        used: list[Tensor | None] = [None]
+        if isinstance(self.bulk, Transition):
+            names, used = [f"{name}.{one}" for one in self.bulk.names], self.bulk.used
+        weights = []
+        for one, entries, (tensor, own) in zip(names, used, parts(self.bulk), strict=True):
+            read = used_steps(tensor, linked, own)
+            read = read if entries is None else read.view(*read.shape, *(1,) * entries.dim()) & entries
+            weights.append(Weights(one, tensor, read))
+        starts = (self.active() & ~linked).any().view((1,) * self.p0.dim())
+        return [*weights, Weights("p0", self.p0, starts)]
+
+    def check_weights(self) -> None:
+        """Raise for a negative weight on a CPU, where no loop of the C library does."""
+        if not self.log_params and in_c(self.x) and at_hand(self.x, self.p0):
+            check_weights(*self.weights())
+
     def still_fresh(self) -> Tensor:
         """Which sequences [*B] have no variable after the piece either."""
         return self.fresh & (self.x.shape[-2] == 0 if self.counts is None else self.counts == 0)
 
     def logs(self, *, every: bool = False) -> "Piece":
         """The piece in float64 logarithms; `every`: a matrix for every variable, even if the caller passed one."""
-        k, active = self.x.shape[-2], self.active()
-        linked = active & ~((torch.arange(k, device=active.device) == 0) & self.fresh[..., None])
+        k, active, linked = self.x.shape[-2], self.active(), self.linked()
 
         def into(weights: Tensor, own: int) -> Tensor:
             weights = logs(weights if self.own else only_used(weights, linked, own), self.log_params)
@@ -147,12 +173,17 @@ def logs(weights: Tensor, log_params: bool) -> Tensor:
 
 def only_used(matrices: Tensor, used: Tensor, own: int) -> Tensor:
     """The matrices [*Bb, k or 1, *own], with 0 where no sequence uses them [*B, k]: no NaN reaches gradients."""
+    return torch.where(used_steps(matrices, used, own)[(..., *(None,) * own)], matrices, 0.0)
+
+
+def used_steps(matrices: Tensor, used: Tensor, own: int) -> Tensor:
+    """Which of the matrices [*Bb, k or 1, *own] some sequence uses [*B, k], as [*Bb or ones, k or 1]."""
     if matrices.shape[-1 - own] != used.shape[-1]:
         used = used.any(-1, keepdim=True)
     missing = used.dim() + own - matrices.dim()
     shared = [axis for axis in range(used.dim()) if axis < missing or matrices.shape[axis - missing] == 1]
     used = used.any(shared, keepdim=True) if shared else used
-    return torch.where(used.reshape(used.shape[missing:])[(..., *(None,) * own)], matrices, 0.0)
+    return used.reshape(used.shape[missing:])
 
 
 def shifted(message: Tensor) -> tuple[Tensor, Tensor]:

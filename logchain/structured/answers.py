@@ -99,12 +99,12 @@ def entropy(question: Question) -> Tensor:
 
 
 def check(question: Question) -> None:
-    """Raise ValueError for NaN, +inf and negative weights, see `logchain.check`."""
-    x, transition, p0, ends, log_params = question.operands
+    """Raise ValueError for NaN and +inf, see `logchain.check`; the question has looked for negative weights."""
+    x, transition, p0, ends, _ = question.operands
     for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
         axes = parameter.dim() - own
         flat = parameter.reshape(*parameter.shape[:axes], parameter.shape[axes:].numel(), 1)
-        check_values(x, flat, p0, log_params, ends)
+        check_values(x, flat, p0, ends)
 
 
 def check_products(transition: Transition, argument: str = "bulk") -> None:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import Lengths, check_flag, check_tensor
+from ..kernels import in_c
+from ..operands import Weights, at_hand, check_weights, read_steps
 from ..schedules.packed import row_bounds
 from ..transitions import Transition
 from .operands import Operands, check_operands
@@ -45,6 +47,8 @@ class Question:
         def check() -> Operands:
             operands = self._checked(x, transition, p0, log_params, lengths, cu_seqlens)
             asked.check()
+            if not log_params and in_c(x) and at_hand(*operands.tensors):
+                check_weights(*self._weights(operands), Weights("p0", p0))
             return operands
 
         ranks = transition.ranks
@@ -78,6 +82,23 @@ class Question:
             raise ValueError(f"p0: expected [c] or [{len(counts)}, c] to go with cu_seqlens, got {list(p0.shape)}")
         structure = transition.with_parameters(*parameters)
         return check_operands(x[self._rows], structure, p0, log_params, counts.to(x.device))
+
+    def _weights(self, operands: Operands) -> list[Weights]:
+        """The parameters as they were given, of which the transitions into variables are read."""
+        weights, v = [], operands.x.shape[-2]
+        given = self._given
+        parts = zip(given.names, given.parameters, given.leads, given.used, strict=True)
+        for i, (name, parameter, lead, used) in enumerate(parts):
+            if self.mask is not None and self._per_row[i]:  # no transition leads into a first row
+                read: Tensor | None = self.by_row(self.mask & (torch.arange(v, device=self.mask.device) > 0))
+            else:
+                read = read_steps(lead or (1,), v, operands.lengths)
+                read = read if read is None or len(lead) else read[0]
+            if used is not None:
+                every = torch.ones(lead, dtype=torch.bool, device=used.device) if read is None else read
+                read = every.view(*every.shape, *(1,) * used.dim()) & used
+            weights.append(Weights(f"bulk.{name}", parameter, read))
+        return weights
 
     def _padded(self, parameter: Tensor, lead: torch.Size, x: Tensor) -> Tensor:
         """A parameter [total, *own] as [n, v - 1, *own], each for the step into its row; a shared one as it is."""

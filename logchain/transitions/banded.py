@@ -56,6 +56,12 @@ class Banded(Transition):
         offsets: tuple[int, ...] = self.pattern
         return offsets
 
+    @property
+    def used(self) -> list[Tensor | None]:
+        """The values with a source state."""
+        source = torch.arange(self.states) - torch.tensor(self.offsets)[:, None]
+        return [((source >= 0) & (source < self.states)).to(self.device)]
+
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
         """`message @ P`, see `Transition.apply`."""
         sources = self._sources()  # (bands, c)

@@ -1,5 +1,6 @@
 """What the library asks of a transition matrix that is given by fewer parameters than it has entries."""
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -151,6 +152,22 @@ class Transition(ABC):
     def own_axes(self) -> tuple[int, ...]:
         """The number of own axes of each parameter."""
         return self.own
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each parameter: that of the argument that it was given as, if it is an attribute."""
+        names = [f"parameters[{i}]" for i in range(len(self.parameters))]
+        for name, argument in inspect.signature(type(self)).parameters.items():
+            if argument.kind is argument.VAR_POSITIONAL:
+                return [f"{name}[{i}]" for i in range(len(names))]
+            for i, parameter in enumerate(self.parameters):
+                names[i] = name if getattr(self, name, None) is parameter else names[i]
+        return names
+
+    @property
+    def used(self) -> list[Tensor | None]:
+        """Which entries [*own] of each parameter have influence; None for all."""
+        return [None] * len(self.parameters)
 
     @property
     def dtype(self) -> torch.dtype:

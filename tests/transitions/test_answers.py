@@ -404,7 +404,7 @@ def test_values_are_checked_and_plans_are_made(kind):
     problem = Problem(kind)
     logchain.check(problem.x, problem.structure, problem.p0)
     wrong = problem.structure.map(torch.neg)
-    with pytest.raises(ValueError, match="bulk: expected non-negative values, got -"):
+    with pytest.raises(ValueError, match=r"bulk\.\S+: expected non-negative weights, got -"):
         logchain.check(problem.x, wrong, problem.p0)
     steps = problem.structure.map(lambda one: one.expand(V - 1, *one.shape))
     logchain.check(problem.x, steps, problem.p0, lengths=torch.tensor(LENGTHS))

@@ -16,10 +16,11 @@ static Chain with_scratch(const Chain *a, Room *room) {
     return chain;
 }
 
-/* log Z into log_norm, and rounded into `value`; how many sequences were recomputed exactly. */
+/* log Z into log_norm, and rounded into `value`; how many sequences were recomputed exactly, or NEGATIVE. */
 static int64_t find_value(const Chain *a) {
     int64_t lossy = EXPORTED(logchain_forward)(a);
     if (!a->room) return larger_of(lossy, EXPORTED(logchain_redo_forward)(a));
+    if (lossy < 0) return lossy;
     if (lossy) EXPORTED(logchain_redo_forward)(a);
     for (int64_t place = a->first; place < a->last && a->value; place++) {
         int64_t q = sequence_in(a, place);
@@ -72,7 +73,7 @@ EXPORT int64_t EXPORTED(logchain_value)(const Chain *a) {
     return a->room ? lossy : room.bytes + lossy;
 }
 
-/* `value` and then `gradients`, for weights of one; how many sequences were recomputed exactly forward. */
+/* `value` and then `gradients`, for weights of one; how many sequences were recomputed exactly forward, or NEGATIVE. */
 EXPORT int64_t EXPORTED(logchain_posteriors)(const Chain *a) {
     Room room = {.begin = a->room};
     Chain chain = with_scratch(a, &room);
@@ -80,7 +81,9 @@ EXPORT int64_t EXPORTED(logchain_posteriors)(const Chain *a) {
     chain.messages = take(&room, a->steps * sequences_of(a) * a->states * (int64_t)sizeof(real));
     chain.weight = weight, chain.room = rest_of(&room);
     for (int64_t q = 0; q < sequences_of(a) && a->room; q++) weight[q] = 1;
-    int64_t lossy = find_value(&chain), gradients = EXPORTED(logchain_gradients)(&chain);
+    int64_t lossy = find_value(&chain);
+    if (lossy < 0) return lossy;
+    int64_t gradients = EXPORTED(logchain_gradients)(&chain);
     return a->room ? lossy : room.bytes + larger_of(lossy, gradients);
 }
 

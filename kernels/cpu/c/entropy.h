@@ -60,8 +60,8 @@ static int prepare_panels(Pair *w, int64_t step) {
     Matrix *m = &w->p.matrix, *other = &w->q.matrix;
     int64_t c = m->c, across = width_of_panel(m->width);
     wholes forbidden = {0};
-    prepare(w->p.a, w->p.set, step, m), find_bounds(m), rescale(m);
-    if (w->q.a) prepare(w->q.a, w->q.set, step, other), find_bounds(other), rescale(other);
+    next_matrix(&w->p, step), check_matrix(&w->p, -1), find_bounds(m), rescale(m);
+    if (w->q.a) next_matrix(&w->q, step), check_matrix(&w->q, -1), find_bounds(other), rescale(other);
     for (int64_t panel = 0; panel < panels_of(m->width); panel++)
         for (int64_t k = 0; k < c; k++)
             for (int64_t b = 0; b < vectors_of(across); b++) {
@@ -99,18 +99,18 @@ static void multiply_pair(Pair *w, int64_t rows, const real *states, const real 
     if (others) multiply_group(rows, c, width, others, width, other->entries, other->row, w->q.sums, width);
 }
 
-/* A matrix while its entries are read: first entry, stride, and bounds of the entries so far. */
-typedef struct { const real *entries; int64_t begin, row; reals high, low; } Reading;
+/* A matrix while its entries are read: first entry, stride, bounds of the entries so far, and which are below 0. */
+typedef struct { const real *entries; int64_t begin, row; reals high, low; wholes below; } Reading;
 
 INLINE Reading reading_of(const Walk *w, int64_t step) {
     const Chain *a = w->a;
     int64_t begin = first_matrix(a, w->set) + (step - 1) * a->bulk_step;
-    return (Reading){a->bulk, begin, a->bulk_from, {0}, splat(INFINITE)};
+    return (Reading){a->bulk, begin, a->bulk_from, {0}, splat(INFINITE), {0}};
 }
 INLINE reals read_entries(const int float32, Reading *m, int64_t k, int64_t j) {
     int64_t at = m->begin + k * m->row + j;
     reals p = float32 ? load_float32((const float *)m->entries + at) : load(m->entries + at);
-    m->high = larger(p, m->high), m->low = where((p < m->low) & (p > 0), p, m->low);
+    m->below |= p < 0, m->high = larger(p, m->high), m->low = where((p < m->low) & (p > 0), p, m->low);
     return p;
 }
 INLINE int set_bounds(Matrix *m, const Reading *from) {
@@ -140,6 +140,7 @@ INLINE int multiply_once(const int two, const int float32, Pair *w, int64_t step
         if (two) store(w->q.sums + j, other);
     }
     *forbidden = any(none);
+    w->p.negative |= any(p.below), w->q.negative |= two && any(q.below);
     return set_bounds(&w->p.matrix, &p) & (!two || set_bounds(&w->q.matrix, &q));
 }
 
@@ -307,7 +308,7 @@ static void walk_pair(Pair *w) {
     }
 }
 
-/* Entropies, or divergences from the chain at `other`, into `value`; returns how many are left to the caller. */
+/* Entropies, or divergences from the chain at `other`, into `value`; returns how many are left to the caller, or NEGATIVE. */
 EXPORT int64_t logchain_entropy64(const Chain *a) {
     int64_t sequences = a->sets * a->members, size = most_places(a, GROUP), width = width_of(a), bytes = 8,
             panel = panels_of(width) * width_of_panel(width) * a->states;
@@ -329,8 +330,9 @@ EXPORT int64_t logchain_entropy64(const Chain *a) {
     if (!a->room) return room.bytes;
     for (int64_t q = a->first; q < a->last; q += w.p.count) {
         enter_set(&w.p, q, size);
+        w.q.checked &= w.q.set == w.p.set;
         w.q.set = w.p.set, w.q.order = w.p.order, w.q.begin = w.p.begin, w.q.count = w.p.count;
         walk_pair(&w);
     }
-    return lossy_places(a);
+    return w.p.negative || w.q.negative ? NEGATIVE : lossy_places(a);
 }

@@ -27,7 +27,7 @@ typedef struct {
     real limits[2];                      /* least sums that pass; [1] after a raised emission */
     int one, zeros, by_log;              /* one matrix for all steps; sums of 0 pass; gradients of logarithms */
     real state[FEW];                     /* S of the step before, or B of this step */
-    int raised;                          /* the last step raised an emission */
+    int raised, negative;                /* the last step raised an emission; a matrix has an entry below 0 */
     double matrix_shift;                 /* the caller's matrix is e^matrix_shift 2^matrix_exponent times `entries` */
     int64_t matrix_exponent, exponent;   /* exponent: power of two taken out of S so far */
     Sum shift;                           /* logarithm taken out of S so far */

@@ -136,44 +136,58 @@ static void multiply(Product p) { multiply_by(0, 0, p); }
 static void multiply_best(Product p) { multiply_by(1, 0, p); }
 static void multiply_add(Product p) { multiply_by(0, 1, p); }
 
-/* A tile of one row: four independent partial sums over the depth hide latency. */
+/* A tile of one row: four independent partial sums over the depth hide latency. `signs`: null, or becomes negative in
+   lanes where an entry of b has a sign, which takes no time of its own while b is read from memory. */
 INLINE void row_tile(const int best, const int vectors, int64_t depth, const real *a, const real *b, int64_t b_row,
-                     real *out, int64_t end) {
+                     real *out, int64_t end, wholes *signs) {
+    wholes seen[4] = {0};
     reals sum[4][4];
     int64_t d = 0;
     UNROLL for (int part = 0; part < 4; part++) UNROLL for (int k = 0; k < vectors; k++) sum[part][k] = nothing(best);
     for (; d + 4 <= depth; d += 4)
         UNROLL for (int part = 0; part < 4; part++)
-            UNROLL for (int k = 0; k < vectors; k++)
-                sum[part][k] = with_term(best, sum[part][k], splat(a[d + part]),
-                                         load(b + (d + part) * b_row + (k + 1 < vectors ? k * LANES : end)));
+            UNROLL for (int k = 0; k < vectors; k++) {
+                reals entry = load(b + (d + part) * b_row + (k + 1 < vectors ? k * LANES : end));
+                if (signs) seen[BYTES < 64 ? 0 : part] |= (wholes)entry;
+                sum[part][k] = with_term(best, sum[part][k], splat(a[d + part]), entry);
+            }
     for (; d < depth; d++)
-        UNROLL for (int k = 0; k < vectors; k++)
-            sum[0][k] = with_term(best, sum[0][k], splat(a[d]),
-                                  load(b + d * b_row + (k + 1 < vectors ? k * LANES : end)));
+        UNROLL for (int k = 0; k < vectors; k++) {
+            reals entry = load(b + d * b_row + (k + 1 < vectors ? k * LANES : end));
+            if (signs) seen[0] |= (wholes)entry;
+            sum[0][k] = with_term(best, sum[0][k], splat(a[d]), entry);
+        }
+    if (signs) *signs |= seen[0] | seen[1] | seen[2] | seen[3];
     UNROLL for (int k = 0; k < vectors; k++)
         store(out + (k + 1 < vectors ? k * LANES : end),
               joined(best, joined(best, sum[0][k], sum[1][k]), joined(best, sum[2][k], sum[3][k])));
 }
 
 INLINE void row_tiles(const int best, int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row,
-                      real *out) {
+                      real *out, wholes *signs) {
     for (int64_t j = 0; j < width;) {
-        int64_t left = vectors_of(width - j), vectors = left < 4 ? left : 4;
+        int64_t most = signs && BYTES < 64 ? 3 : 4; /* registers hold the signs, too */
+        int64_t left = vectors_of(width - j), vectors = left < most ? left : most;
         int64_t end = j + vectors * LANES > width ? width - LANES - j : (vectors - 1) * LANES;
-        if (vectors == 4) row_tile(best, 4, depth, a, b + j, b_row, out + j, end);
-        if (vectors == 3) row_tile(best, 3, depth, a, b + j, b_row, out + j, end);
-        if (vectors == 2) row_tile(best, 2, depth, a, b + j, b_row, out + j, end);
-        if (vectors == 1) row_tile(best, 1, depth, a, b + j, b_row, out + j, end);
+        if (vectors == 4) row_tile(best, 4, depth, a, b + j, b_row, out + j, end, signs);
+        if (vectors == 3) row_tile(best, 3, depth, a, b + j, b_row, out + j, end, signs);
+        if (vectors == 2) row_tile(best, 2, depth, a, b + j, b_row, out + j, end, signs);
+        if (vectors == 1) row_tile(best, 1, depth, a, b + j, b_row, out + j, end, signs);
         j += vectors * LANES;
     }
 }
 
 static void row_times(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    row_tiles(0, depth, width, a, b, b_row, out);
+    row_tiles(0, depth, width, a, b, b_row, out, 0);
+}
+/* The same; whether an entry of b has a sign. */
+static int row_times_signed(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+    wholes signs = {0};
+    row_tiles(0, depth, width, a, b, b_row, out, &signs);
+    return any(signs < 0);
 }
 static void row_times_best(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    row_tiles(1, depth, width, a, b, b_row, out);
+    row_tiles(1, depth, width, a, b, b_row, out, 0);
 }
 
 /* out (width) = a (width) times the transpose of b (width, width). Columns that two vectors of `a` share count once. */

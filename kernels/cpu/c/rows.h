@@ -35,6 +35,7 @@ typedef struct {
     double low;             /* the least positive m */
     int64_t *first, *stop;
     int digits, nan;        /* some digit is not 0; some entry is NaN */
+    int negative;           /* some entry is below 0 */
 } Numbers;
 
 INLINE int has_entries(const double *block) {
@@ -79,15 +80,15 @@ INLINE int read_doubles(const real *from, int64_t row, int64_t column, Numbers *
 /* Reads entries of any size, or logarithms. */
 static void read_any(const real *from, int64_t row, int64_t column, int logarithms, Numbers *out) {
     double none = logarithms ? -__builtin_inf() : 0;
-    longs digits = {0}, nan = {0};
+    longs digits = {0}, nan = {0}, below = {0};
     for (int64_t k = 0; k < out->c; k++)
         for (int64_t j = 0; j < out->across; j += WIDE) {
             doubles value = read_wide(from + k * row + j * column, column, out->c - j, none);
             Number entry = number_of(value, logarithms);
-            digits |= (entry.m != 0) & (entry.e != 0), nan |= entry.m != entry.m;
+            digits |= (entry.m != 0) & (entry.e != 0), nan |= entry.m != entry.m, below |= value < 0;
             store_number(out->entries, k * out->across + j, entry);
         }
-    out->digits = any_wide(digits), out->nan = any_wide(nan);
+    out->digits = any_wide(digits), out->nan = any_wide(nan), out->negative = !logarithms && any_wide(below);
 }
 
 /* The matrix into a step, or its transpose. */
@@ -97,7 +98,7 @@ static void read_numbers(const Chain *a, int64_t set, int64_t step, int transpos
     int read = 0;
     if (!a->logarithms && column == 1) read = read_doubles(from, row, 1, out);
     else if (!a->logarithms) read = read_doubles(from, row, column, out);
-    out->digits = out->nan = 0;
+    out->digits = out->nan = out->negative = 0;
     if (!read) read_any(from, row, column, (int)a->logarithms, out);
     find_entries(out);
 }
