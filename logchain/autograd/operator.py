@@ -1,10 +1,9 @@
 """Operators of torch in the namespace `logchain`: for `torch.compile`, `torch.export`, autograd and `torch.func`.
 
 Each operator has a schema, one implementation for all devices, one that makes outputs of the right shapes alone, and
-the derivative and the vmap rule of an `autograd.Function`. `apply` calls the registered operator while torch.compile
-traces, since it does not trace Functions that call each other, and otherwise the Function, since `torch.func` does not
-differentiate registered operators. Where nothing traces or transforms, `call` skips torch's dispatcher, which takes
-longer than a small chain.
+the derivatives and the vmap rule of an `autograd.Function`. Transforms and tracers meet the registered operator, whose
+derivatives are the Function's at each level of `torch.func`, which torch's own `register_autograd` does not give. Where
+nothing traces or transforms, `call` skips torch's dispatcher, which takes longer than a small chain.
 """
 
 import re
@@ -14,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
 
 from ..kernels import arithmetic_on
 from ..kernels.weights import NegativeWeights
@@ -25,8 +27,9 @@ _library = torch.library.Library("logchain", "DEF")
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 _called: dict[str, Callable[..., Any]] = {}
 
-# by an operator's Function: the implementation
+# by an operator's Function: the implementation, and the registered operator
 _computed: dict[Any, Callable[..., Any]] = {}
+_registered: dict[Any, Callable[..., Any]] = {}
 
 # the number of axes behind the batch axes, by the kind of operand
 _OWN = {"grad": 0, "x": 2, "bulk": 3, "p0": 1, "lengths": 0}
@@ -66,13 +69,10 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     name = schema[: schema.index("(")]
     arguments = re.findall(r"(\w+)[,)]", schema[: schema.index(" -> ")])
 
-    def fake(*args: Any) -> Any:
-        # torch gives a registered operator's result no forward derivative, and says nothing
-        if torch.autograd.forward_ad._current_level >= 0:
-            raise NotImplementedError("logchain: expected no forward derivative inside torch.compile, take it outside")
-        return shapes(*args)
-
     def run(*args: Any) -> Any:
+        if args[0].is_meta:  # without values a result is its shape
+            outputs = shapes(*args)
+            return tuple(outputs) if isinstance(outputs, tuple) else outputs
         try:
             with arithmetic_on(args[0]):
                 outputs = implementation(*args)
@@ -83,7 +83,7 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     IMPLEMENTATIONS[name] = run
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"logchain::{name}", fake, lib=_library)
+    torch.library.register_fake(f"logchain::{name}", shapes, lib=_library)
     registered: Callable[..., Any] = getattr(torch.ops.logchain, name).default
     _called[name] = lambda *args: run(*args) if is_plain(args) else registered(*args)
     return _called[name]
@@ -106,8 +106,10 @@ def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:
 
 def call(function: Any, *args: Any) -> Any:
     """The outputs of a Function; tensors that need no gradient skip autograd and torch's dispatcher."""
-    if function.setup_context is torch.autograd.Function.setup_context or not is_plain(args):
+    if function.setup_context is torch.autograd.Function.setup_context:
         return function.apply(*args)
+    if not is_plain(args):
+        return _registered.get(function, function.apply)(*args)
     if differentiated(*args):
         return _eager(function).apply(*args)
     return _computed.get(function, function.forward)(*args)
@@ -133,13 +135,45 @@ def _eager(function: Any) -> Any:
 def transform(name: str, function: Any) -> None:
     """Give an operator the derivative and the vmap rule of a Function, and the Function the operator as `forward`."""
     function.forward, _computed[function] = staticmethod(_called[name]), IMPLEMENTATIONS[name]
-    torch.library.register_autograd(
-        f"logchain::{name}",
-        function.backward,
-        setup_context=lambda ctx, inputs, output: function.setup_context(ctx, inputs, output),
-        lib=_library,
-    )
+    _registered[function] = registered = getattr(torch.ops.logchain, name).default
+    one_level = _one_level(function, registered)
+
+    def differentiable(keyset: Any, *args: Any) -> Any:
+        with enable_single_level_autograd_function():
+            return one_level.apply(*args, keyset)
+
+    _library.impl(name, differentiable, "Autograd", with_keyset=True)
     torch.library.register_vmap(f"logchain::{name}", function.vmap, lib=_library)
+
+
+def _one_level(function: Any, registered: Any) -> Any:
+    """The Function whose forward is the operator below autograd, for one level of `torch.func`, or for none.
+
+    Its last argument is the operator's dispatch keys, which the derivatives do not see.
+    """
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        *inputs, keyset = args
+        # a Function turns derivatives off, but the levels below take theirs
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+            output = registered.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+        function.setup_context(ctx, tuple(inputs), output)
+        return output
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needs = ctx.needs_input_grad
+        ctx.needs_input_grad = needs[:-1]
+        try:
+            gradients = function.backward(ctx, *grads)
+        finally:
+            ctx.needs_input_grad = needs
+        return (*gradients, None) if isinstance(gradients, tuple) else (gradients, None)
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return function.jvp(ctx, *tangents[:-1])
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "jvp": staticmethod(jvp)}
+    return type(function.__name__, (_SingleLevelFunction,), members)
 
 
 def checked_values(name: str, check: Callable[[Tensor, int], None]) -> Callable[..., Tensor]:

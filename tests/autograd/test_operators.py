@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import logchain
 from logchain.autograd.chain import log_norm
@@ -278,16 +279,47 @@ def test_jacobians_of_each_sequence():
         torch.testing.assert_close(along, torch.func.jvp(logchain.product, chain[:3], tuple(tangents))[1])
 
 
-def test_a_forward_derivative_inside_a_compiled_graph_is_refused():
-    """Torch would give zeros."""
+def first(*operands):
+    """A number of a chain, whose derivatives have the shapes of operands."""
+    return logchain.product(*operands).cos().sum()
+
+
+ALL_OPERANDS = {"argnums": (0, 1, 2)}
+TRANSFORMED = {
+    "grad": lambda *o: torch.func.grad(first, **ALL_OPERANDS)(*o),
+    "grad of grad": lambda *o: torch.func.grad(lambda *o: torch.func.grad(first)(*o).sin().sum(), **ALL_OPERANDS)(*o),
+    "vjp": lambda *o: torch.func.vjp(logchain.product, *o)[1](o[0][..., 0, 0]),
+    "jvp": lambda *o: torch.func.jvp(logchain.product, o, tuple(operand.sin() for operand in o)),
+    "jacrev": lambda *o: torch.func.jacrev(logchain.product, **ALL_OPERANDS)(*o),
+    "jacfwd": lambda *o: torch.func.jacfwd(logchain.product, **ALL_OPERANDS)(*o),
+    "hessian": lambda *o: torch.func.hessian(first)(*o),
+    "vmap": lambda *o: torch.vmap(logchain.product, in_dims=(0, None, None))(*o),
+    "vmap of grad": lambda *o: torch.vmap(torch.func.grad(first, **ALL_OPERANDS), in_dims=(0, None, None))(*o),
+    "grad of vmap": lambda *o: torch.func.grad(lambda x: TRANSFORMED["vmap"](x, *o[1:]).cos().sum())(o[0]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED)
+def test_transforms_compile_into_one_graph(transform):
     torch._dynamo.reset()
-    chain = FAMILIES["dense"](F64, v=4, c=3)
+    x, bulk, p0, _ = FAMILIES["dense"](F64, n=2, v=3, c=2)
+    function, operands = TRANSFORMED[transform], (x, bulk[0, 0], p0[0, 0])
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(tree_leaves(compiled(*operands)), tree_leaves(function(*operands)), strict=True):
+        torch.testing.assert_close(found, expected)
 
-    def function(x):
-        return torch.func.jvp(lambda x: logchain.product(x, *chain[1:3]), (x,), (x,))[1]
 
-    with pytest.raises(Exception, match="expected no forward derivative inside torch.compile"):
-        torch.compile(function, backend="aot_eager", fullgraph=True)(chain.x)
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_gradients_of_every_question_compile_into_one_graph(question):
+    torch._dynamo.reset()
+    chain = FAMILIES["dense"](F64, n=2, v=3, c=2)
+
+    def gradients(*operands):
+        return torch.func.grad(lambda *o: total(QUESTIONS[question](*o)), **ALL_OPERANDS)(*operands)
+
+    compiled = torch.compile(gradients, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(compiled(*chain[:3]), gradients(*chain[:3]), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("transitions", ["sum", "full"])
