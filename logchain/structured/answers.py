@@ -21,7 +21,8 @@ Counts = Transition | None
 
 def product(question: Question) -> Tensor:
     """The log-partition [*B]."""
-    return log_norm(question.operands).to(question.operands.dtype)
+    with question.naming():
+        return log_norm(question.operands).to(question.operands.dtype)
 
 
 def marginals(question: Question, transitions: Literal["sum", "full"] | None) -> tuple[Tensor, Counts, Tensor]:
@@ -35,7 +36,8 @@ def marginals(question: Question, transitions: Literal["sum", "full"] | None) ->
             for parameter, own in zip(structure.parameters, structure.own_axes, strict=True)
         ]
         operands = operands.of(operands.x, operands.p0, *parameters)
-    value, (states, counts, _) = posteriors(operands, (True, transitions is not None, False))
+    with question.naming():
+        value, (states, counts, _) = posteriors(operands, (True, transitions is not None, False))
     assert states is not None
     counted = None
     if transitions is not None:
@@ -85,7 +87,9 @@ def sample(question: Question, num_samples: int, generator: torch.Generator | No
 def log_prob(question: Question, states: Tensor) -> Tensor:
     """The log posterior of paths [*S, *B, v], see `Question.padded`."""
     operands = question.operands
-    weight, norm = paths.log_weight(operands, states), log_norm(operands)
+    weight = paths.log_weight(operands, states)
+    with question.naming():
+        norm = log_norm(operands)
     impossible = (weight == -math.inf) & ~norm.isnan()
     return torch.where(impossible, -math.inf, weight - norm).to(operands.dtype)
 

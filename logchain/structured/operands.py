@@ -19,7 +19,8 @@ from ..arguments import (
 from ..kernels import on_gpu
 from ..kernels.plain.semiring import log_weights
 from ..kernels.sets import Sets
-from ..kernels.structured import Structured
+from ..kernels.structured import Factors, Stage, Structured
+from ..operands import Weights, check_weights, read_steps
 from ..transitions import Transition
 
 
@@ -54,6 +55,26 @@ class Operands(NamedTuple):
         """All but the tensors, which `of` puts back."""
         nothing: Any = None
         return self._replace(x=nothing, p0=nothing, transition=self.transition.with_parameters())
+
+    def check_weights(self) -> None:
+        """Raise for a negative weight that is read."""
+        weights = zip(self.transition.names, self.transition.parameters, self._read(), strict=True)
+        named = (Weights(f"bulk.{name}", values, read) for name, values, read in weights)
+        check_weights(*named, Weights("p0", self.p0))
+
+    def without_unread(self) -> "Operands":
+        """The operands with weight 0 in place of all that is not read, after a check of what is."""
+        self.check_weights()
+        pairs = zip(self.transition.parameters, self._read(), strict=True)
+        parameters = (
+            one if read is None else one.masked_fill(~read.view(*read.shape, *(1,) * (one.dim() - read.dim())), 0.0)
+            for one, read in pairs
+        )
+        return self.of(self.x, self.p0, *parameters)
+
+    def _read(self) -> list[Tensor | None]:
+        v = self.x.shape[-2]
+        return [read_steps(lead, v, self.lengths) for lead in self.transition.leads]
 
     def chain(self, *, by_log: bool = False) -> Structured:
         """The operands as the kernels take them; see `Structured.by_log`."""
@@ -91,6 +112,14 @@ def check_operands(
         check_lengths(ends, v)
     p0 = p0[(None,) * (len(batch) + 1 - p0.dim())]
     return Operands(x, transition.with_parameters(*parameters), p0, ends, log_params)
+
+
+def is_blocks(pattern: object) -> bool:
+    """Whether matrices are blocks along the diagonal."""
+    if not isinstance(pattern, Factors) or len(pattern.stages) > 1:
+        return False
+    (stage,) = pattern.stages
+    return stage == Stage(stage.axes, 0, 1, order=(0, 1)) and not pattern.diagonal
 
 
 class Steps:

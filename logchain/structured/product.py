@@ -14,12 +14,13 @@ from ..arguments import check_choice
 from ..autograd.chain import log_norm as dense_log_norm
 from ..autograd.operator import call
 from ..kernels.plain.semiring import log_weights
-from ..kernels.structured import Factors, Gradients, Stage, Walk
+from ..kernels.structured import Gradients, Walk
+from ..kernels.weights import NegativeWeights
 from ..operands import differentiated
 from ..rescues import report_chains
 from ..transitions import LOG
 from . import walk as any_walk
-from .operands import Operands, Steps
+from .operands import Operands, Steps, is_blocks
 
 Needs = tuple[bool, bool, bool]
 
@@ -29,20 +30,12 @@ def log_norm(operands: Operands) -> Tensor:
     if operands.x.numel() == 0:  # nothing but a graph
         nothing = [tensor.reshape(-1)[:0].sum().double() for tensor in operands.tensors]
         return torch.stack(nothing).sum().expand(operands.x.shape[:-2])
-    if _is_blocks(operands.transition.pattern):
+    if is_blocks(operands.transition.pattern):
         return _of_blocks(operands)
     if not differentiated(*operands.tensors):
         return forward(operands, False).log_norm
     value: Tensor = call(_LogPartition, operands.skeleton(), *operands.tensors)
     return value
-
-
-def _is_blocks(pattern: object) -> bool:
-    """Whether matrices are blocks along the diagonal."""
-    if not isinstance(pattern, Factors) or len(pattern.stages) > 1:
-        return False
-    (stage,) = pattern.stages
-    return stage == Stage(stage.axes, 0, 1, order=(0, 1)) and not pattern.diagonal
 
 
 def _of_blocks(operands: Operands) -> Tensor:
@@ -69,7 +62,7 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
         none = (torch.zeros_like(tensor, dtype=operands.dtype) for tensor in operands.tensors)
         x, p0, *parameters = (one + value.sum() for one in none)
         return value, Gradients(x, tuple(parameters), p0)
-    blocks, again = _is_blocks(operands.transition.pattern), differentiated(*operands.tensors)
+    blocks, again = is_blocks(operands.transition.pattern), differentiated(*operands.tensors)
     if not (blocks or again):
         walk = forward(operands, True)
         return walk.log_norm, backward(operands, walk, torch.ones_like(walk.log_norm), needs, by_log=True)
@@ -85,18 +78,36 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
 
 def forward(operands: Operands, keep: bool) -> Walk:
     """The log-partitions, and what `backward` reads if it is to be kept."""
+    try:
+        walk = _forward(operands, keep)
+    except NegativeWeights:
+        walk = _forward(operands.without_unread(), keep)
+    if kernels.in_c(operands.x) and not operands.log_params and walk.log_norm.isnan().any():
+        operands.check_weights()
+    report_chains(walk.redone)
+    return walk
+
+
+def _forward(operands: Operands, keep: bool) -> Walk:
     chain = operands.chain()
     module = kernels.structured_kernels(chain)
     if module is None:
         return any_walk.forward(operands, keep)
     with kernels.arithmetic_on(chain.x):
         walk: Walk = module.forward(chain, keep)
-    report_chains(walk.redone)
     return walk
 
 
 def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
     """The gradients of `sum(weight * log_norm)`; see `kernels.structured.Gradients`."""
+    try:
+        gradients = _backward(operands, walk, weight, needs, by_log)
+    except NegativeWeights:
+        gradients = _backward(operands.without_unread(), walk, weight, needs, by_log)
+    return gradients
+
+
+def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_log: bool) -> Gradients:
     chain = operands.chain(by_log=by_log)
     module = kernels.structured_kernels(chain)
     if module is None:

@@ -1,6 +1,7 @@
 """The operands of a question, and where its answers go: sequences of a batch, or packed ones, which are padded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +9,12 @@ from torch import Tensor
 
 from ..arguments import Lengths, check_flag, check_tensor
 from ..kernels import in_c
-from ..operands import Weights, at_hand, check_weights, read_steps
+from ..kernels.structured import Arcs, Factors
+from ..kernels.weights import NegativeWeights
+from ..operands import Weights, at_hand, check_weights, differentiated, named, read_steps
 from ..schedules.packed import row_bounds
 from ..transitions import Transition
-from .operands import Operands, check_operands
+from .operands import Operands, check_operands, is_blocks
 
 
 class Asked(NamedTuple):
@@ -42,13 +45,14 @@ class Question:
         cu_seqlens: Tensor | None,
         asked: Asked,
     ) -> None:
-        self._given = transition
+        self._given, self._p0 = transition, p0
 
         def check() -> Operands:
             operands = self._checked(x, transition, p0, log_params, lengths, cu_seqlens)
             asked.check()
-            if not log_params and in_c(x) and at_hand(*operands.tensors):
-                check_weights(*self._weights(operands), Weights("p0", p0))
+            if not log_params and in_c(x) and at_hand(*operands.tensors) and not _is_found(asked.name, operands):
+                if not all(bool(one.min() >= 0) for one in (p0, *transition.parameters) if one.numel()):
+                    check_weights(*self._weights(operands))
             return operands
 
         ranks = transition.ranks
@@ -83,8 +87,16 @@ class Question:
         structure = transition.with_parameters(*parameters)
         return check_operands(x[self._rows], structure, p0, log_params, counts.to(x.device))
 
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """A context whose error of a negative weight says where it stands in what was given."""
+        try:
+            yield
+        except NegativeWeights as error:
+            raise named(error, *self._weights(self.operands)) from None
+
     def _weights(self, operands: Operands) -> list[Weights]:
-        """The parameters as they were given, of which the transitions into variables are read."""
+        """The weights as they were given, of which the transitions into variables are read."""
         weights, v = [], operands.x.shape[-2]
         given = self._given
         parts = zip(given.names, given.parameters, given.leads, given.used, strict=True)
@@ -98,7 +110,7 @@ class Question:
                 every = torch.ones(lead, dtype=torch.bool, device=used.device) if read is None else read
                 read = every.view(*every.shape, *(1,) * used.dim()) & used
             weights.append(Weights(f"bulk.{name}", parameter, read))
-        return weights
+        return [*weights, Weights("p0", self._p0)]
 
     def _padded(self, parameter: Tensor, lead: torch.Size, x: Tensor) -> Tensor:
         """A parameter [total, *own] as [n, v - 1, *own], each for the step into its row; a shared one as it is."""
@@ -134,3 +146,11 @@ class Question:
                 count = self.by_row(torch.cat([first, count], 1), self.operands.transition.own_axes[i])
             counts.append(count if each else count.reshape(self._given.parameters[i].shape))
         return tuple(counts)
+
+
+def _is_found(question: str, operands: Operands) -> bool:
+    """Whether the loops that answer a question find a negative weight themselves, by `structured.product.forward`."""
+    pattern = operands.transition.pattern
+    if question == "marginals" and (is_blocks(pattern) or differentiated(*operands.tensors)):  # by logarithms
+        return False
+    return question in ("product", "log_prob", "marginals") and isinstance(pattern, tuple | Arcs | Factors)

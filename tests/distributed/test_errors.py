@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import time
 
@@ -125,7 +126,7 @@ def with_change(rank: int, change: str) -> None:
 def test_a_wrong_argument_on_one_rank_is_raised_on_all(teams, change, kind, text):
     for outcome in teams(3).run(with_change, change):
         assert type(outcome.error) is kind, (outcome.error, outcome.trace)
-        assert outcome.error is not None and __import__("re").search(text, str(outcome.error)), outcome.error
+        assert outcome.error is not None and re.search(text, str(outcome.error)), outcome.error
 
 
 def of_own_matrices(rank: int, one_matrix: bool) -> None:
@@ -393,3 +394,38 @@ def test_marks_of_several_tensors_and_of_none():
     assert marks().tolist() == [0.0, 0.0, 0.0] == marks(torch.zeros(4)).tolist()
     kinds = [torch.tensor([1.0, one]) for one in (torch.inf, -torch.inf, torch.nan, 1.0)]
     assert len({marks(one)[0].item() for one in kinds}) == 4
+
+
+QUESTIONS = {
+    "product": distributed.product,
+    "marginals": distributed.marginals,
+    "viterbi": distributed.viterbi,
+    "entropy": distributed.entropy,
+    "sample": lambda *operands, **options: distributed.sample(*operands, 2, **options),
+}
+
+
+def negative_weights(rank: int, place: str, question: str, strategy: str, one_matrix: bool) -> None:
+    """A chain with a negative weight among those that one rank reads, or all."""
+    case = chain((40, 30, 50), 3, batch=(2,), one_matrix=one_matrix, zeros=0.0)
+    x, bulk, p0 = case.of(rank)
+    if place == "p0":
+        p0[1] = -2
+    elif one_matrix or str(rank) == place:
+        bulk[..., 0, 1, 0] = -0.5
+    options = {} if question in ("viterbi", "sample") else {"strategy": strategy}
+    QUESTIONS[question](x, bulk, p0, **options)
+
+
+@pytest.mark.parametrize(
+    "question, strategy",
+    [*((question, "auto") for question in QUESTIONS), ("product", "vectors"), ("product", "products")],
+)
+@pytest.mark.parametrize("place", ["0", "1", "2", "all", "p0"])
+def test_a_negative_weight_on_one_rank_is_raised_on_all(teams, question, strategy, place):
+    for outcome in teams(3).run(negative_weights, place, question, strategy, place == "all"):
+        assert type(outcome.error) is ValueError, (outcome.error, outcome.trace)
+        at = "p0: expected non-negative weights, got -2 at [1]" if place == "p0" else "bulk: expected non-negative"
+        rank = place if place in "012" else "[0-9]"
+        assert re.match(f"rank {rank}: {re.escape(at)}", str(outcome.error)), outcome.error
+    teams(3).values(many_calls)  # no rank is left behind

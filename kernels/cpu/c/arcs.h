@@ -75,7 +75,7 @@ typedef struct {
     int bad, lost;    /* one is infinite or NaN; a positive one may have underflowed */
 } Weights;
 
-/* The largest weight, and the least that is not zero, of which there may be none; whether all are finite. */
+/* The largest weight, and the least that is not zero, of which there may be none; whether all are finite weights. */
 static int bounds_of_weights(const ArcChain *a, const real *from, double *high, double *least) {
     real none = a->logarithms ? -INFINITE : 0, top = none, low = INFINITE;
     int bad = 0;
@@ -86,7 +86,7 @@ static int bounds_of_weights(const ArcChain *a, const real *from, double *high, 
         low = w < low && w != none ? w : low;
     }
     *high = top, *least = low;
-    return !bad;
+    return !bad && !(low < none);
 }
 
 /* Weights or their logarithms over 2^exponent; what is below e^-700 is too large. */

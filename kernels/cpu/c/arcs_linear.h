@@ -123,8 +123,12 @@ static void weights_into(const ArcChain *a, int64_t q, int64_t step, Weights *we
 }
 
 static int finite_p0(const ArcChain *a, int64_t q) {
+    real none = a->logarithms ? -INFINITE : 0;
     int finite = 1;
-    for (int64_t j = 0; j < a->states; j++) finite &= a->p0[a->p0_at[q] + j * a->p0_state] < INFINITE;
+    for (int64_t j = 0; j < a->states; j++) {
+        real entry = a->p0[a->p0_at[q] + j * a->p0_state];
+        finite &= (entry < INFINITE) & (entry >= none);
+    }
     return finite;
 }
 
