@@ -21,7 +21,8 @@ def check(
 ) -> None:
     """Raise ValueError if operands hold NaN, +inf or a negative weight before a sequence's end.
 
-    Other functions check kinds and sizes only: there, NaN in an operand makes the result of its sequence NaN.
+    Other functions check kinds and sizes, and on a CPU for negative weights, which their loops see in passing. There,
+    NaN in an operand makes the result of its sequence NaN, and so does a negative sum on a GPU.
 
     Args:
         x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
@@ -34,9 +35,9 @@ def check(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, a length is out of range, or a value is NaN, +inf or negative; the message
-            names the operand, and says how many values are wrong or which one is least.
+            names the operand, and says how many values are wrong, or a negative weight and its place.
 
-    Cost: three passes over the operands, a few steps at a time, which wait for a GPU.
+    Cost: four passes over the operands, a few steps at a time, which wait for a GPU.
 
     >>> import torch
     >>> check(torch.zeros(3, 2), torch.tensor([[[0.9, 0.1], [0.2, -0.8]]]), torch.ones(2))

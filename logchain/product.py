@@ -86,7 +86,10 @@ def product(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, a length or a choice is out of range, arguments exclude each other, or the
-            budget is too small (the message says the smallest possible). Values are checked by `logchain.check`.
+            budget is too small (the message says the smallest possible). On a CPU also if a weight in `bulk` or `p0`
+            that a sequence reads is negative: with its value and place, by any strategy, whether sums show it or not;
+            -0.0 is zero. On a GPU, where no values are waited for, a sum that is negative makes its sequence NaN, and a
+            negative weight that no sum shows may pass. Other values are checked by `logchain.check`.
         ImportError: `progress` is given, and tqdm is not installed.
 
     Cost: sequential, `v c^2` multiply-adds a sequence in `v` dependent steps; chunked, `v c^3` in `v / k + k` for k

@@ -353,3 +353,21 @@ def test_the_error_is_a_value_error_to_everybody():
         logchain.product(x, -bulk, p0)
     assert traceback.format_exception_only(caught.value)[0].startswith("ValueError: bulk: expected non-negative")
     assert type(pickle.loads(pickle.dumps(caught.value))) is ValueError
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "chunked", "tree", "overlapped"])
+@pytest.mark.parametrize("own", [False, True], ids=["one", "own"])
+def test_on_a_gpu_a_negative_sum_makes_its_sequence_nan(kernels, strategy, own):
+    x, bulk, p0 = (operand.to(kernels) for operand in chain(own=own, v=4))
+    bulk[(0, 1, 1, 0) if own else (0, 1, 0)] = -50.0
+    expected = [True, not own]
+    assert logchain.product(x, bulk, p0, strategy=strategy).isnan().tolist() == expected
+    if strategy == "sequential":
+        assert logchain.marginals(x, bulk, p0).log_norm.isnan().tolist() == expected
+        path = logchain.viterbi(x, bulk, p0)
+        assert path.score.isnan().tolist() == expected
+        assert (path.states[0] == -1).all()
+        assert logchain.topk_paths(x, bulk, p0, 2).scores.isnan().all(-1).tolist() == expected
+        p0[1] = -1
+        assert logchain.product(x, bulk.abs(), p0).isnan().all()
+        assert logchain.viterbi(x, bulk.abs(), p0).score.isnan().all()

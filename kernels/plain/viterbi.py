@@ -70,15 +70,15 @@ class Messages:
 
 
 def unknown(chain: Chain, entered: int = 0) -> Tensor:
-    """Whether a sequence holds NaN or +inf before its end (g, m), so that no path is known to be the best.
+    """Whether a sequence holds NaN, +inf or a negative weight before its end (g, m): no path is known to be the best.
 
     `entered`: 1 for a stretch that a message enters, and 0 for a chain.
     """
     g, m = chain.g, chain.m
     steps = torch.arange(chain.v, device=chain.x.device).view(-1, 1, 1)
     potentials = ~(chain.x.amax(-1) < torch.inf).reshape(-1, g, m)
-    transitions = ~(chain.bulk.flatten(-2).amax(-1) < torch.inf).reshape(-1, g, 1)
-    start = ~(chain.p0.amax(-1) < torch.inf).expand(chain.lead).reshape(g, m)
+    transitions = _wrong(chain.bulk.flatten(-2), chain.log_params).reshape(-1, g, 1)
+    start = _wrong(chain.p0, chain.log_params).expand(chain.lead).reshape(g, m)
     count = chain.v - 1 + entered
     transitions = transitions[:0] if count == 0 else transitions.expand(count, g, 1)
     if chain.ends is not None:
@@ -86,6 +86,12 @@ def unknown(chain: Chain, entered: int = 0) -> Tensor:
         transitions = transitions & (steps[1 - entered :] < chain.ends[..., 0])
     inside = potentials.any(0) | transitions.any(0)
     return inside if entered else inside | start
+
+
+def _wrong(weights: Tensor, log_params: bool) -> Tensor:
+    """Whether weights (..., k) hold NaN or +inf, or a negative one that is no logarithm."""
+    wrong = ~(weights.amax(-1) < torch.inf)
+    return wrong if log_params else wrong | (weights.amin(-1) < 0)
 
 
 def without_states(chain: Chain, states: Tensor, lost: Tensor) -> Tensor:
