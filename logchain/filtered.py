@@ -54,8 +54,9 @@ def filtered(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
-        NotImplementedError: inside `torch.vmap`, and for forward derivatives. With lengths `torch.compile` breaks its
-            graph.
+        NotImplementedError: inside `torch.vmap`, and for forward derivatives.
+
+    Inside `torch.compile` there are graph breaks where there are lengths.
 
     Cost: that of `product` forward, `v c^2` multiply-adds a sequence in `v` dependent steps. Memory: the results.
 

@@ -38,8 +38,10 @@ def product(
         x: log-potentials `[*B, v, c]` in nats: `v` variables (time steps), `c` states. -inf forbids a state.
         bulk: transition weights `[*B or ones, v-1 or 1, c, c]`, non-negative, not necessarily normalised. Leading axes
             may be of size 1 or left out; a size of 1 on the step axis means one matrix for every step. A zero forbids a
-            transition. Or a structure of `logchain.transitions`: bands, arcs or a product of factors, whose parameters
-            have the same leading axes, and none that `strategy`, `memory_budget` or `progress` would apply to.
+            transition and has gradient 0: a trained weight that reaches 0, by a step or a clamp, stays there. Train
+            logits instead, of which `log_softmax` (with `log_params`) is never -inf. Or a structure of
+            `logchain.transitions`: bands, arcs or a product of factors, whose parameters have the same leading axes,
+            and none that `strategy`, `memory_budget` or `progress` would apply to.
         p0: initial weights `[*B or ones, c]`, non-negative. A zero forbids a start.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the number of variables of each sequence: integers from 1 to v, of the shape of the first axes of `B`

@@ -96,6 +96,9 @@ def fit(
             the model, which has to be fitted before.
         ImportError: `progress` is given, and tqdm is not installed.
 
+    A probability that expectation maximisation has taken to 0 stays 0, under "gradient" too. The `prior_count` of
+    `LogWeights` keeps it above; "gradient" from a start without zeros never reaches 0.
+
     Cost: a forward and a backward pass an iteration, and a forward pass at the end.
 
     Source: A. Dempster, N. Laird and D. Rubin, "Maximum likelihood from incomplete data via the EM algorithm", J. R.

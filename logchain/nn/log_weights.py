@@ -19,6 +19,7 @@ class LogWeights(torch.nn.Module):
 
     Call: `()` to the logarithms `[*shape]` in nats: float32 for half parameters, otherwise of the parameters' dtype. A
     logit of -inf is a weight of 0, which stays 0 under gradients and, without a prior, under expectation maximisation.
+    Gradients alone never take a weight to 0; expectation maximisation does where a count is 0.
 
     Raises:
         ValueError: the axis has no entry, `dim` is no axis, or `prior_count` is negative.
@@ -28,6 +29,9 @@ class LogWeights(torch.nn.Module):
     >>> weights()
     tensor([[-0.1054, -2.3026],
             [   -inf,  0.0000]], grad_fn=<LogSoftmaxBackward0>)
+    >>> torch.autograd.grad(weights()[:, 1].sum(), weights.logits)[0]  # a zero stays, and nothing pulls at it
+    tensor([[-0.9000,  0.9000],
+            [ 0.0000,  0.0000]])
     >>> counts = weights.statistics(torch.tensor([[3.0, 1.0], [0.0, 0.0]]))  # the gradient of a log-likelihood
     >>> weights.maximise(counts)
     >>> weights.shares(weights.logits.detach())
