@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from . import kernels
 
@@ -19,6 +20,19 @@ def is_transformed() -> bool:
     """Whether a transform of `torch.func`, or a forward derivative, is being taken."""
     stack = torch._C._functorch.peek_interpreter_stack()
     return stack is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values: it is neither on the meta device nor a fake one."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def check_has_values(name: str, value: Tensor) -> None:
+    """Check for a tensor whose values can be read, where a result depends on them."""
+    if value.is_meta:
+        raise ValueError(f"{name}: expected a device that holds values, got meta")
+    if not has_values(value):
+        raise ValueError(f"{name}: expected a tensor that holds values, got a fake one")
 
 
 def check_is_tensor(name: str, value: object) -> None:
@@ -157,8 +171,10 @@ def as_lengths(
     # values of a tensor on x's device are checked later, by the operator: here the tensor may be traced or mapped
     on_host = not isinstance(lengths, Tensor) or (lengths.device.type == "cpu" and device.type != "cpu")
     lengths = tensor_of(lengths)
-    if lengths.layout != torch.strided or lengths.device.type == "meta":
-        raise TypeError(f"lengths: expected a dense tensor, got {lengths.layout} on {lengths.device}")
+    if lengths.layout != torch.strided:
+        raise TypeError(f"lengths: expected a dense tensor, got {lengths.layout}")
+    if lengths.is_meta:
+        check_device("lengths", lengths, x)
     if lengths.numel():
         check_integers("lengths", lengths)
     axes = lengths.dim()
@@ -174,7 +190,9 @@ def as_lengths(
 
 
 def check_lengths(lengths: Tensor, v: int) -> None:
-    """Check that lengths lie from 1 to v, which waits for a GPU."""
+    """Check that lengths lie from 1 to v, which waits for a GPU; those without values are not checked."""
+    if not has_values(lengths):
+        return
     if lengths.numel() and not (1 <= int(lengths.min()) and int(lengths.max()) <= v):
         low, high = int(lengths.min()), int(lengths.max())
         raise ValueError(f"lengths: expected values from 1 to v = {v}, got {low} to {high}")
@@ -188,6 +206,8 @@ def check_flag(name: str, value: object) -> None:
 
 def check_values(x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None) -> None:
     """Check for NaN and +inf up to each sequence's end, in one pass over the data."""
+    for name, value in (("x", x), ("bulk", bulk), ("p0", p0)):
+        check_has_values(name, value)
     before = longest = None
     if ends is not None:
         before = ends.to(x.device)

@@ -181,5 +181,5 @@ def _negative(*weights: Weights) -> NegativeWeights | None:
 
 
 def at_hand(*tensors: Tensor) -> bool:
-    """Whether the values of tensors can be read: they are not on a GPU, and neither traced nor mapped."""
-    return is_plain(tensors) and not any(on_gpu(tensor) for tensor in tensors)
+    """Whether values can be read: tensors are on a device that has them, no GPU, and neither traced nor mapped."""
+    return is_plain(tensors) and not any(on_gpu(tensor) or tensor.is_meta for tensor in tensors)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..arguments import has_values, is_transformed
 from ..kernels.message import Kept
 from ..kernels.weights import NegativeWeights
 from ..operands import Operands, differentiated, is_plain, named, weights_of
@@ -46,7 +47,8 @@ def log_norm(
     """
     if segments is None:
         segments = operators.number_of(choose.of(x, bulk, p0, log_params, lengths is not None, "auto")) or 1
-    keep = differentiated(x, bulk, p0)
+    # while torch.compile traces, tensors of torch.func say that they need no gradient
+    keep = differentiated(x, bulk, p0) or (torch.compiler.is_compiling() and is_transformed())
     arguments = x, bulk, p0, lengths, log_params, keep, segments
     value: Tensor
     if keep or not is_plain(arguments):
@@ -95,7 +97,7 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
     x, bulk, p0, lengths, log_params = operands
     if torch.compiler.is_compiling():
         raise NotImplementedError("memory_budget: expected None inside torch.compile")
-    if x.numel() == 0:  # nothing to cut
+    if x.numel() == 0 or not has_values(p0):  # nothing to cut
         return log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
     schedule = _ByCheckpoints(every, progress)
     try:

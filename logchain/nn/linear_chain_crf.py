@@ -7,7 +7,14 @@ from torch import Tensor, nn
 
 from ..adapters import ChainArguments
 from ..adapters.pytorch_crf import check_crf, with_end
-from ..arguments import check_choice, check_device, check_flag, check_integers, check_is_tensor
+from ..arguments import (
+    check_choice,
+    check_device,
+    check_flag,
+    check_has_values,
+    check_integers,
+    check_is_tensor,
+)
 from ..log_prob import log_prob
 from ..marginals import marginals
 from ..operands import at_hand
@@ -322,6 +329,7 @@ class LinearChainCRF(nn.Module):
 
 def _lists(states: Tensor, unmasked: Sequences) -> list[list[list[int]]]:
     """Paths (n, k, v) as lists without the masked variables at their ends."""
+    check_has_values("emissions", states)
     n, _, v = states.shape
     lengths = [v] * n if unmasked.inside is None else unmasked.inside.sum(1).tolist()
     return [[path[:length] for path in paths] for paths, length in zip(states.tolist(), lengths, strict=True)]

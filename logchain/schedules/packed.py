@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import check_tensor
+from ..arguments import check_has_values, check_tensor
 from ..kernels.chain import Chain
 from ..kernels.message import Kept
 from ..kernels.weights import NegativeWeights
@@ -146,9 +146,11 @@ class Packed:
             return torch.cat([values[i][0] for i in torch.argsort(torch.cat(self._groups)).tolist()])
         rows, unpadded = [], []
         for members, value in zip(self._groups, values, strict=True):
-            inside = (torch.arange(value.shape[1], device="cpu") < self.lengths[members][:, None]).to(value.device)
-            rows.append(self._rows(members)[inside])
-            unpadded.append(value[inside])
+            inside = torch.arange(value.shape[1], device="cpu") < self.lengths[members][:, None]
+            # as numbers, since a mask on a device without values has no known number of rows
+            inside = inside.flatten().nonzero()[:, 0].to(value.device)
+            rows.append(self._rows(members).flatten()[inside])
+            unpadded.append(value.flatten(0, 1)[inside])
         return torch.cat(unpadded)[torch.argsort(torch.cat(rows))]
 
     def by_step(self, values: list[Tensor]) -> Tensor:
@@ -224,6 +226,7 @@ def row_bounds(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError(f"cu_seqlens: expected int32 or int64, got {str(cu_seqlens.dtype)[6:]}")
     if x.dim() != 2:
         raise ValueError(f"x: expected shape [total, c] to go with cu_seqlens, got {list(x.shape)}")
+    check_has_values("cu_seqlens", cu_seqlens)
     bounds = cu_seqlens.to("cpu", torch.int64)
     good = bounds.dim() == 1 and len(bounds) >= 2 and bounds[0] == 0 and bounds[-1] == len(x)
     if not good or not (bounds.diff() > 0).all():

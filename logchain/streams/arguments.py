@@ -8,7 +8,15 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from .. import kernels
-from ..arguments import Lengths, as_lengths, check_float_dtype, check_tensor, check_values
+from ..arguments import (
+    Lengths,
+    as_lengths,
+    check_float_dtype,
+    check_has_values,
+    check_tensor,
+    check_values,
+    has_values,
+)
 from ..operands import check_weights
 from ..structured.answers import check_products
 from ..transitions import Transition
@@ -58,6 +66,8 @@ def check_piece(
     viterbi: bool,
 ) -> Tensor | None:
     """The lengths as int64 [*B], or None; raises for a piece that does not go on from a batch of shape `before`."""
+    if viterbi:  # the number of final states depends on values
+        check_has_values("x_piece", x)
     *batch, k, c = x.shape
     if c != p0.shape[-1] or batch != list(before):
         sizes = ", ".join(str(size) for size in (*before, "k", p0.shape[-1]))
@@ -85,7 +95,7 @@ def check_piece(
     lengths = lengths.to(x.device) if isinstance(lengths, Tensor) else _tensor(lengths, x)
     # in a piece 0 is a length too, so values are checked here
     ends = as_lengths(lengths, x)
-    if not kernels.on_gpu(x) and ends.numel():
+    if not kernels.on_gpu(x) and has_values(ends) and ends.numel():
         low, high = int(ends.min()), int(ends.max())
         if not 0 <= low <= high <= k:
             raise ValueError(f"lengths: expected values from 0 to k = {k}, got {low} to {high}")
@@ -120,11 +130,11 @@ def active_counts(ends: Tensor | None, over: Tensor, k: int) -> Tensor | None:
 
     On a GPU values are not looked at, so that None only stands for what is known without.
     """
-    gpu = kernels.on_gpu(over)
+    unread = kernels.on_gpu(over) or not has_values(over)
     if ends is None:
-        return torch.where(over, 0, k) if gpu or over.any() else None
+        return torch.where(over, 0, k) if unread or over.any() else None
     counts = ends.clamp(0, k).masked_fill(over, 0)
-    return counts if gpu or (counts < k).any() else None
+    return counts if unread or (counts < k).any() else None
 
 
 def _check_structure(name: str, structure: Transition, k: int, like: Tensor, viterbi: object) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..arguments import has_values
 from ..autograd.operator import operator
 from ..kernels.chain import Chain
 from ..kernels.message import Message
@@ -43,7 +44,7 @@ def filtered(
     """The results of filtering a piece: posteriors if a `dtype` is given, messages if `piece`, its logarithms, is."""
     if not isinstance(raw.bulk, Tensor) or differentiated(raw.x, raw.bulk, raw.p0, carried.message):
         return _by_autograd(raw, carried, dtype, raw.logs() if piece is None else piece)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not has_values(raw.x):
         *after, posteriors, messages = _operator(*raw, *carried, dtype, piece is not None)
     else:
         try:

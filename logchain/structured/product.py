@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import check_choice
+from ..arguments import check_choice, has_values
 from ..autograd.chain import log_norm as dense_log_norm
 from ..autograd.operator import call
 from ..kernels.plain.semiring import log_weights
@@ -78,6 +78,9 @@ def posteriors(operands: Operands, needs: Needs) -> tuple[Tensor, Gradients]:
 
 def forward(operands: Operands, keep: bool) -> Walk:
     """The log-partitions, and what `backward` reads if it is to be kept."""
+    if not has_values(operands.x):
+        value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
+        return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
     try:
         walk = _forward(operands, keep)
     except NegativeWeights:
@@ -100,11 +103,13 @@ def _forward(operands: Operands, keep: bool) -> Walk:
 
 def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by_log: bool = False) -> Gradients:
     """The gradients of `sum(weight * log_norm)`; see `kernels.structured.Gradients`."""
+    if not has_values(operands.x):
+        x, p0, *parameters = (one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
+        return Gradients(x, tuple(parameters), p0)
     try:
-        gradients = _backward(operands, walk, weight, needs, by_log)
+        return _backward(operands, walk, weight, needs, by_log)
     except NegativeWeights:
-        gradients = _backward(operands.without_unread(), walk, weight, needs, by_log)
-    return gradients
+        return _backward(operands.without_unread(), walk, weight, needs, by_log)
 
 
 def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_log: bool) -> Gradients:

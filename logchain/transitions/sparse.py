@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..arguments import check_dense, check_integers, check_is_tensor
+from ..arguments import check_dense, check_has_values, check_integers, check_is_tensor, has_values
 from ..kernels.structured import Arcs
 from .arithmetic import LINEAR, Arithmetic
 from .transition import Transition, check_parameter, look_up
@@ -41,6 +41,8 @@ class _Graph:
     def inverse(self) -> Tensor | None:
         """The place of each arc among the sorted ones; None if they are sorted as they are."""
         inverse = torch.argsort(self.places[1])
+        if not has_values(inverse):
+            return inverse
         in_order = torch.arange(len(inverse), device=inverse.device)
         return None if torch.equal(inverse, in_order) else inverse
 
@@ -79,13 +81,10 @@ class Sparse(Transition):
             raise ValueError(f"indices: expected [2, {values.shape[-1]}] to go with values, got {list(indices.shape)}")
         if states is not None and (isinstance(states, bool) or not isinstance(states, int)):
             raise TypeError(f"states: expected an integer or None, got {states!r}")
-        low, high = (int(bound) for bound in torch.aminmax(indices))
-        c = high + 1 if states is None else states
-        if low < 0 or high >= c:
-            raise ValueError(f"indices: expected values from 0 to c - 1 = {c - 1}, got {low} to {high}")
-        self._of(values, _Graph(indices.to(values.device, torch.int64), c))
+        states = _checked_states(indices, states)
+        self._of(values, _Graph(indices.to(values.device, torch.int64), states))
         places, _ = self._graph.places
-        if bool((places[1:] == places[:-1]).any()):
+        if has_values(places) and bool((places[1:] == places[:-1]).any()):
             raise ValueError("indices: expected each pair of states once, got one twice")
 
     def _of(self, values: Tensor, graph: _Graph) -> None:
@@ -145,3 +144,15 @@ class Sparse(Transition):
         (places, order), place = self._graph.places, source * self.states + target
         at = torch.searchsorted(places, place.contiguous()).clamp_(max=len(places) - 1)
         return torch.where(places[at] == place, look_up(self.values, order[at]), arithmetic.zero)
+
+
+def _checked_states(indices: Tensor, states: int | None) -> int:
+    """The number of states, by default one more than the largest index; indices without values are not checked."""
+    if states is not None and not has_values(indices):
+        return states
+    check_has_values("indices", indices)
+    low, high = (int(bound) for bound in torch.aminmax(indices))
+    c = high + 1 if states is None else states
+    if low < 0 or high >= c:
+        raise ValueError(f"indices: expected values from 0 to c - 1 = {c - 1}, got {low} to {high}")
+    return c

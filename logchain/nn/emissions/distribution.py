@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
+from ...arguments import check_has_values
 from ...operands import at_hand
 from ..checks import check_amount
 from ..parameters import arithmetic, broadcast
@@ -178,6 +179,7 @@ def _start(name: str, start: Any, limit: Any) -> Tensor:
     value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
     if constraints.is_dependent(limit):
         raise ValueError(f"limits: expected what {name} has to satisfy by itself, got {limit}")
+    check_has_values(name, value)
     if not bool(limit.check(value).all()):
         raise ValueError(f"{name}: expected {limit}, got {start}")
     return value

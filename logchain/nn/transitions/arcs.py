@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ... import transitions as structures
+from ...arguments import check_has_values
 from ..checks import check_count
 from ..parameters import broadcast
 from .weights import ArcWeights, TransitionWeights
@@ -55,6 +56,7 @@ class Banded(TransitionWeights):
         check_count("lead", *lead)
         self.offsets = structures.Banded(torch.zeros(len(offsets), num_states), offsets).offsets
         sources = torch.arange(num_states) - torch.tensor(self.offsets)[:, None]  # (bands, c)
+        check_has_values("offsets", sources)  # what is computed here is not drawn anew by `reset_parameters`
         inside = (sources >= 0) & (sources < num_states)
         _check_sources("offsets", sources[inside], num_states)
         self.register_buffer("places", inside.flatten().nonzero()[:, 0], persistent=False)
@@ -158,6 +160,7 @@ class Sparse(TransitionWeights):
 
 def _check_sources(name: str, sources: Tensor, num_states: int) -> None:
     """Check that something leads out of every state."""
+    check_has_values(name, sources)
     ends = torch.bincount(sources, minlength=num_states) == 0
     if bool(ends.any()):
         raise ValueError(f"{name}: expected to lead out of every state, got none out of {int(ends.int().argmax())}")

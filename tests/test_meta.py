@@ -1,0 +1,218 @@
+"""Meta and fake tensors give results and gradients of the right shapes, or are refused by name."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+import logchain
+from logchain import semirings, transitions
+from logchain.schedules.choose import STRATEGIES
+from tests.questions import ALL
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+ASKED = ALL | {
+    "product": logchain.product,
+    "max": lambda *o, **k: semirings.total(*o, semirings.MAX, **k),
+    "sample": lambda *o, **k: logchain.sample(*o, 5, **k),
+}
+# what a structure answers too
+OF_STRUCTURES = [name for name in ASKED if name not in ("divergence", "total", "max")]
+
+
+def chain(dtype=F32, *, v=6, c=4, batch=(3, 2), each=False, log=False) -> list[Tensor]:
+    lead, steps = (batch, v - 1) if each else ((), 1)
+    x, bulk, p0 = torch.randn(*batch, v, c), torch.rand(*lead, steps, c, c) + 0.1, torch.rand(*lead, c) + 0.1
+    return [t.to(dtype).requires_grad_() for t in ((x, bulk.log(), p0.log()) if log else (x, bulk, p0))]
+
+
+def described(function, operands, device):
+    """Shapes, dtypes and whether there is a gradient, of results and gradients, all of which are on the device."""
+    found = [t for t in tree_leaves(function(*operands)) if isinstance(t, Tensor)]
+    graphs = [t for t in found if t.requires_grad]
+    if graphs:
+        gradients = torch.autograd.grad(sum(t.sum() for t in graphs), operands, allow_unused=True)
+        found += [t for t in gradients if t is not None]
+    assert {t.device.type for t in found} == {device}
+    return [(t.shape, t.dtype, t.requires_grad) for t in found]
+
+
+def without_values(function, operands, *, packed=False):
+    """Compare with the shapes of a computation on a CPU."""
+    expected = described(function, operands, "cpu")
+    on_meta = [t.detach().to("meta").requires_grad_(t.requires_grad) for t in operands]
+    assert described(function, on_meta, "meta") == expected
+    if not packed:  # lengths of packed sequences would have to be known
+        mode = FakeTensorMode()
+        fake = [mode.from_tensor(t) for t in operands]
+        with mode:
+            assert described(function, fake, "cpu") == expected
+
+
+@pytest.mark.parametrize("lengths", [None, [6, 3, 1], "meta"], ids=str)
+@pytest.mark.parametrize(("dtype", "each", "log"), [(F32, False, False), (F64, True, True), (BF16, False, True)])
+@pytest.mark.parametrize("question", ASKED)
+def test_every_question(question, dtype, each, log, lengths):
+    def asked(*operands):
+        ends = torch.full((3,), 6, device=operands[0].device) if lengths == "meta" else lengths
+        return ASKED[question](*operands, log_params=log, lengths=ends)
+
+    without_values(asked, chain(dtype, each=each, log=log))
+
+
+@pytest.mark.parametrize("sizes", [{"v": 1}, {"batch": (0, 2)}, {"batch": ()}], ids=str)
+@pytest.mark.parametrize("question", ASKED)
+def test_every_question_of_few(question, sizes):
+    without_values(ASKED[question], chain(**sizes))
+    without_values(ASKED[question], [t.detach() for t in chain(**sizes)])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("question", ASKED)
+def test_every_question_of_packed_sequences(question, own):
+    x, bulk, p0 = chain(v=12, batch=())
+    bulk = bulk.detach().repeat(12, 1, 1).requires_grad_() if own else bulk
+    offsets = torch.tensor([0, 5, 6, 12])
+    without_values(lambda *o: ASKED[question](*o, cu_seqlens=offsets), [x, bulk, p0], packed=True)
+
+
+@pytest.mark.parametrize("lengths", [None, [30, 7, 1]], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_schedule(strategy, lengths):
+    for each, dtype in itertools.product((False, True), (F32, F64)):
+        operands = chain(dtype, v=30, each=each)
+        without_values(lambda *o: logchain.product(*o, strategy=strategy, lengths=lengths), operands)
+
+
+@pytest.mark.parametrize("budget", [10**4, 10**9])
+def test_a_budget(budget):
+    operands = chain(v=300, batch=(1,))
+    without_values(lambda *o: logchain.product(*o, memory_budget=budget, lengths=[200]), operands)
+
+
+def structures() -> dict[str, transitions.Transition]:
+    arcs = torch.tensor([[0, 1, 2, 3, 3], [1, 2, 3, 0, 3]])
+    return {
+        "banded": transitions.Banded(torch.rand(2, 4), [0, 1]),
+        "sparse": transitions.Sparse(arcs, torch.rand(5), 4),
+        "low_rank": transitions.LowRank(torch.rand(4, 2), torch.rand(4, 2), torch.rand(4)),
+        "blocks": transitions.BlockDiagonal(torch.rand(5, 2, 2, 2)),
+        "kronecker": transitions.Kronecker(torch.rand(2, 2), torch.rand(2, 2)),
+        "monarch": transitions.Monarch(torch.rand(2, 2, 2), torch.rand(2, 2, 2)),
+    }
+
+
+@pytest.mark.parametrize("structure", structures())
+@pytest.mark.parametrize("question", OF_STRUCTURES)
+def test_every_question_of_structures(question, structure):
+    of_sums = structure in ("low_rank", "monarch") and question in ("viterbi", "topk_paths")
+    if of_sums:
+        pytest.skip("has no best path")
+    x, _, p0 = chain(batch=(3,))
+    made = structures()[structure]
+    operands = [x, p0, *(t.requires_grad_() for t in made.parameters)]
+    for lengths in (None, [6, 3, 1]):
+        # with another graph of arcs for each device
+
+        def asked(x, p0, *parameters, ends=lengths):
+            # the indices of arcs have to be without values, too
+            like = made if x.device.type == "meta" or type(x) is Tensor else structures()[structure]
+            return ASKED[question](x, like.with_parameters(*parameters), p0, lengths=ends)
+
+        without_values(asked, operands)
+
+
+def test_products_of_matrices():
+    a, b = torch.randn(3, 1, 4, 5, requires_grad=True), torch.randn(2, 5, 6, dtype=F64, requires_grad=True)
+    without_values(logchain.matmul, [a, b])
+    for function in (logchain.matrix_product, logchain.prefix_products):
+        without_values(function, [torch.randn(3, 7, 4, 4, dtype=BF16, requires_grad=True)])
+    stack = torch.randn(3, 7, 4, 4)
+    without_values(lambda stack: logchain.matrix_product(stack.clone(), inplace=True), [stack])
+    without_values(lambda a, b: logchain.matmul(a, b, out=a.new_empty(3, 3)), [torch.randn(3, 4), torch.randn(4, 3)])
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda *o: torch.func.grad(lambda *o: logchain.product(*o).sum(), argnums=(0, 1, 2))(*o),
+        lambda *o: torch.func.jvp(logchain.product, o, o),
+        lambda *o: torch.func.hessian(lambda x: logchain.product(x, *o[1:]).sum())(o[0]),
+        lambda *o: torch.vmap(logchain.product, in_dims=(0, None, None))(*o),
+    ],
+    ids=["grad", "jvp", "hessian", "vmap"],
+)
+def test_transforms(transform):
+    without_values(transform, [t.detach() for t in chain()])
+
+
+def test_autocast_and_fake_tensors_outside_their_mode():
+    operands, mode = chain(), FakeTensorMode()
+    expected = described(logchain.product, operands, "cpu")
+    with torch.autocast("cpu", dtype=BF16):
+        assert described(logchain.product, [mode.from_tensor(t) for t in operands], "cpu") == expected
+        without_values(logchain.product, operands)
+
+
+def test_second_derivatives():
+    def gradients(*operands):
+        value = logchain.product(*operands, lengths=[6, 3, 1])
+        return torch.autograd.grad(value.sum(), operands, create_graph=True)
+
+    without_values(gradients, chain())
+
+
+@pytest.mark.parametrize("options", [{}, {"lag": 2}, {"dtype": F64, "filtered": False}], ids=str)
+def test_streams(options):
+    def results(x, bulk, p0):
+        stream = logchain.Stream(bulk, p0, **options)
+        found = [*stream.update(x[..., :3, :]), *stream.update(x[..., 3:, :], lengths=[[3, 0]] * 3)]
+        return [*found, stream.log_norm, *stream.flush()]
+
+    without_values(results, chain())
+    without_values(results, [t.detach() for t in chain()])
+
+
+def test_a_plan():
+    assert logchain.plan(*(t.to("meta") for t in chain())).schedule
+
+
+def test_what_needs_values_is_refused():
+    x, bulk, p0 = (t.detach().to("meta") for t in chain(batch=()))
+    asked = "expected a device that holds values, got meta$"
+    with pytest.raises(ValueError, match=f"^x: {asked}"):
+        logchain.check(x, bulk, p0)
+    with pytest.raises(ValueError, match=f"^cu_seqlens: {asked}"):
+        logchain.product(x, bulk, p0, cu_seqlens=torch.tensor([0, 6], device="meta"))
+    with pytest.raises(ValueError, match=f"^x_piece: {asked}"):
+        logchain.Stream(bulk, p0, viterbi=True).update(x)
+    with pytest.raises(ValueError, match=f"^indices: {asked}"):
+        transitions.Sparse(torch.zeros(2, 3, dtype=torch.int64, device="meta"), torch.rand(3, device="meta"))
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t.detach()) for t in chain(batch=())]
+        with pytest.raises(ValueError, match="^cu_seqlens: expected a tensor that holds values, got a fake one$"):
+            logchain.product(*fake, cu_seqlens=torch.tensor([0, 6]))
+
+
+def test_devices_are_not_mixed():
+    operands = [t.detach() for t in chain()]
+    names = ("x", "bulk", "p0")
+    for i, name in enumerate(names):
+        mixed = [t if i == j else t.to("meta") for j, t in enumerate(operands)]
+        expected = "bulk: expected device cpu, got meta" if name == "x" else f"{name}: expected device meta, got cpu"
+        for question in ("product", "marginals", "viterbi", "entropy"):
+            with pytest.raises(ValueError, match=f"^{expected}$"):
+                ASKED[question](*mixed)
+    with pytest.raises(ValueError, match="^lengths: expected device cpu, got meta$"):
+        logchain.product(*operands, lengths=torch.ones(3, dtype=torch.int64, device="meta"))
+
+
+def test_lengths_of_the_host_are_checked():
+    operands = [t.to("meta") for t in chain()]
+    for lengths in ([0, 9, 9], torch.tensor([0, 9, 9])):
+        with pytest.raises(ValueError, match="^lengths: expected values from 1 to v = 6, got 0 to 9$"):
+            logchain.product(*operands, lengths=lengths)
