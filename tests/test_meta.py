@@ -53,8 +53,11 @@ def without_values(function, operands, *, packed=False):
             assert described(function, fake, "cpu") == expected
 
 
-@pytest.mark.parametrize("lengths", [None, [6, 3, 1], "meta"], ids=str)
-@pytest.mark.parametrize(("dtype", "each", "log"), [(F32, False, False), (F64, True, True), (BF16, False, True)])
+@pytest.mark.parametrize(
+    ("dtype", "each", "log", "lengths"),
+    [(F32, False, False, None), (F64, True, True, [6, 3, 1]), (BF16, False, True, "meta")],
+    ids=["float32", "float64", "bfloat16"],
+)
 @pytest.mark.parametrize("question", ASKED)
 def test_every_question(question, dtype, each, log, lengths):
     def asked(*operands):

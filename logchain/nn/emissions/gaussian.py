@@ -15,6 +15,9 @@ from .starts import seeds
 # the largest variance, relative to the sum of squares, that may be nothing but rounding of float64
 _ROUNDING = 2.0**-46
 
+# computed here, since torch.compile starts again where it meets a function of a number
+_HALF_LOG_2_PI = math.log(2 * math.pi) / 2
+
 
 class Gaussian(ExponentialFamily):
     r"""Gaussian observations: `log p(y | unit) = -(d log 2 pi + log det S + (y - m)' S^-1 (y - m)) / 2`.
@@ -171,7 +174,7 @@ class Gaussian(ExponentialFamily):
         if self.factorised:
             log_scales = self.log_scales.double()
             precisions = (-2 * log_scales).exp()
-            first = -log_scales - math.log(2 * math.pi) / 2 - precisions * means.square() / 2
+            first = -log_scales - _HALF_LOG_2_PI - precisions * means.square() / 2
             return (torch.cat if self.event else torch.stack)((first, precisions * means, -precisions / 2), -1)
         (d,) = self.event
         identity = torch.eye(d, dtype=means.dtype, device=means.device)
@@ -179,7 +182,7 @@ class Gaussian(ExponentialFamily):
         precisions = whiten.mT @ whiten
         linear = (precisions @ means[..., None])[..., 0]
         logs = self._diagonal(self.factors.double()).sum(-1)
-        first = -logs - d * math.log(2 * math.pi) / 2 - (linear * means).sum(-1) / 2
+        first = -logs - d * _HALF_LOG_2_PI - (linear * means).sum(-1) / 2
         return torch.cat((first[..., None], linear, -precisions.flatten(-2) / 2), -1)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -194,7 +197,7 @@ class Gaussian(ExponentialFamily):
     def mode(self) -> tuple[Tensor, Tensor]:
         """The means and their log-densities: see `InputLayer.mode`."""
         spread = self.log_scales if self.factorised else self.factors
-        logs = self._diagonal(spread.detach().double()) + math.log(2 * math.pi) / 2
+        logs = self._diagonal(spread.detach().double()) + _HALF_LOG_2_PI
         return arithmetic(self.means.detach()), -(logs.sum(-1) if self.event else logs).to(self.dtype)
 
     @property
