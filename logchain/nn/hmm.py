@@ -140,6 +140,8 @@ class HMM(torch.nn.Module):
         torch.Size([1])
         """
         x, ends = potentials(self.emission, self.num_states, data, observed, lengths)
+        if not x.shape[-2]:
+            raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(data.shape)}")
         bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
         return self._with_start(x, bulk, ends)
 

@@ -31,8 +31,6 @@ def potentials(
         check_tensor("emission", x, 2)
     if x.dim() < 2 or x.shape[-1] != num_states:
         raise ValueError(f"emission: expected log-potentials [..., v, {num_states}], got {list(x.shape)}")
-    if not x.shape[-2]:
-        raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(data.shape)}")
     if known is not None and not isinstance(emission, InputLayer):
         if x.shape[:-1] != known.shape:
             expected = f"{list(x.shape[:-1])}, the steps that the emission module makes of the data"
@@ -86,7 +84,7 @@ def transitions(
         if not isinstance(found, Transition):
             check_tensor("transition", found, 3)
             found = torch.log_softmax(arithmetic(found), -1)
-    _check_sizes(found, None if any_batch else batch, v - (start == 0), c)
+    _check_sizes(found, None if any_batch else batch, max(0, v - (start == 0)), c)
     return found
 
 
