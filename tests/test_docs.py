@@ -12,7 +12,7 @@ import pytest
 
 import logchain
 import logchain.nn
-from tests.benchmarks import report
+from tests.benchmarks import report, results
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / ".docs" / "pages"
@@ -39,7 +39,9 @@ PEERS = {
 }
 BLOCK = re.compile(r'^```python(?: title="(.*?)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
 BLOCKS = {page: BLOCK.findall(text) for page, text in TEXTS.items()}
-SIDES = [(page, title) for page in TEXTS for title in dict.fromkeys(title for title, _ in BLOCKS[page]) if title in PEERS]
+SIDES = [
+    (page, title) for page in TEXTS for title in dict.fromkeys(title for title, _ in BLOCKS[page]) if title in PEERS
+]
 # what fits on a screen of 1,280 pixels, and into one of two columns there
 COLUMNS, HALF = 104, 55
 
@@ -75,7 +77,7 @@ def test_examples_are_run_and_not_cut(page):
 
 @pytest.mark.parametrize("page", dict(SIDES))
 def test_code_of_other_packages_stands_beside_ours(page):
-    begins = re.findall(r'''^```python title="(.*?)"|^(```\n\n```python title="logchain")''', TEXTS[page], re.MULTILINE)
+    begins = re.findall(r"""^```python title="(.*?)"|^(```\n\n```python title="logchain")""", TEXTS[page], re.MULTILINE)
     assert len(begins) % 2 == 0
     assert all(left in PEERS and beside for (left, _), (_, beside) in zip(begins[::2], begins[1::2], strict=True))
 
@@ -207,6 +209,17 @@ def test_every_table_stands_on_a_page():
 @pytest.mark.parametrize("page", TEXTS)
 def test_no_measured_number_is_written_by_hand(page):
     assert not report.MEASURED.search(report.prose(TEXTS[page]).replace("Below 1 x", ""))
+
+
+def test_only_tiny_batches_are_slower_than_those_of_others():
+    """As the pages on speed and the start page say it, to a tenth."""
+    rows = [
+        row
+        for row in results.read(results.PEERS, results.Measured)
+        if row.device == "CPU" and row.mode in results.MODES
+    ]
+    slower = {row.workload for row in rows if row.provider not in ("logchain", *report.FLOORS) and row.ratio < 0.9}
+    assert slower and all(workload.startswith("n=10 v=6 ") for workload in slower)
 
 
 def test_docstrings_become_markdown():

@@ -46,7 +46,7 @@ def test_summary_has_the_fastest_other_package_of_each_job():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.summary().splitlines()[2:]]
     assert len(rows) == 6
     for job, (name, _, _, fastest, ratio, count) in zip(report.SUMMARY, rows, strict=True):
-        _, ratios = report._measured(job)
+        _, ratios = report.measured(job)
         assert name == job.name and len(ratios) == int(count) >= 1
         assert not {"logchain", "GEMMs alone", "bytes copied"} & set(ratios)
         assert all(float(ratio.split()[0]) <= 1.06 * other for other in ratios.values())  # two digits
