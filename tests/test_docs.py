@@ -42,8 +42,8 @@ BLOCKS = {page: BLOCK.findall(text) for page, text in TEXTS.items()}
 SIDES = [
     (page, title) for page in TEXTS for title in dict.fromkeys(title for title, _ in BLOCKS[page]) if title in PEERS
 ]
-# what fits on a screen of 1,280 pixels, and into one of two columns there
-COLUMNS, HALF = 104, 55
+# what fits on a screen of 1,400 pixels, and into one of two columns there
+COLUMNS, HALF = 116, 55
 
 
 def run(page, *titles):
