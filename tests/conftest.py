@@ -3,12 +3,15 @@
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 # read at the first import of triton
 INTERPRETED = os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1") == "1"
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # what Triton's interpreter can imitate, see `tests.kernels.gpu.interpreter`
 HARDWARE = ("truncating", "fmax", "ftz", "shuffled")
@@ -34,7 +37,11 @@ def asked_for(option: str) -> tuple[str, ...]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the interpreter strict, and like hardware, before a test imports a kernel."""
+    """Find what is to be tested; make the interpreter strict, and like hardware, before a test imports a kernel."""
+    # An unpacked sdist that was not built in place has no kernels below `logchain`: the installed package is tested.
+    if not (ROOT / "logchain" / "kernels").is_dir():
+        config.option.importmode = "append"
+        sys.path[:] = [*(folder for folder in sys.path if Path(folder).resolve() != ROOT), str(ROOT)]
     asked = asked_for(config.getoption("hardware", ""))
     if INTERPRETED and importlib.util.find_spec("triton"):
         from tests.kernels.gpu import interpreter  # not before triton is to be interpreted

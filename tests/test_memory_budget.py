@@ -187,6 +187,8 @@ def test_on_a_device_the_budget_is_kept(case, every, kernels):
 
 MB = 1_000_000
 ROOT = Path(__file__).parents[1]
+# where the library lies that is tested here
+LIBRARY = str(Path(logchain.__file__).parents[1])
 
 
 def mapped(path, shape):
@@ -242,9 +244,10 @@ def read_within_a_limit(path, which):
 @pytest.mark.parametrize("which", ["x", "bulk"])
 def test_a_memory_map_larger_than_the_memory_is_read_in_segments(which, tmp_path):
     code = f"from tests.test_memory_budget import *; read_within_a_limit({str(tmp_path / which)!r}, {which!r})"
+    code = f"import sys; sys.path.append({str(ROOT)!r}); {code}"
     # what is freed is given back, whatever its size
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": LIBRARY}
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr

@@ -1,16 +1,19 @@
 """Commands and setuptools classes that compile the C library, by clang from the package `ziglang`.
 
-`python kernels/cpu/build.py` compiles for this machine, beside the sources; `python kernels/cpu/build.py --wheels dist`
-makes the wheels of all platforms. setuptools reads this file alone: it imports nothing of logchain, and no torch.
+`python kernels/cpu/build.py` compiles for this machine, beside the sources; `--release dist` makes an sdist and, of
+what it holds, the wheels of all platforms; `--wheels dist` makes the wheels alone. setuptools reads this file alone: it
+imports nothing of logchain, and no torch.
 """
 
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,11 +22,19 @@ from typing import NamedTuple
 from setuptools import build_meta
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import egg_info
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCES = sorted(HERE.glob("c/*.c"))
 HEADERS = sorted(HERE.glob("c/*.h"))
+
+# by which a program that runs in the root finds the kernels
+LINK = ROOT / "logchain" / "kernels"
+
+# what an sdist holds beside the package: the tests, and what they read
+AROUND = (".ci", ".docs", "notebooks", "tests")
+MADE = {"__pycache__", ".ipynb_checkpoints", "site"}
 
 # the compiler may fuse a product and a sum, and change nothing else about the arithmetic
 FLAGS = """-O3 -std=c11 -ffreestanding -nostdlib -ffp-contract=fast -fno-math-errno -fvisibility=hidden -s
@@ -102,6 +113,27 @@ def libraries(target: Target, into: Path) -> list[Path]:
     return files
 
 
+def description(readme: str, repository: str | None) -> str:
+    """The README for other pages: relative links lead into the repository, or are plain text if it has no address."""
+    target = rf"[\1]({repository}/blob/HEAD/\2)" if repository else r"\1"
+    return re.sub(r"!?\[([^\]]+)\]\((?![a-z]+:|#)([^)\s]+)\)", target, readme)
+
+
+class EggInfo(egg_info):
+    """The metadata: a description whose links lead somewhere, and a list of files that are there."""
+
+    def finalize_options(self) -> None:
+        """Set the description."""
+        super().finalize_options()
+        metadata = self.distribution.metadata
+        metadata.long_description = description(metadata.long_description, metadata.project_urls.get("Repository"))
+
+    def find_sources(self) -> None:
+        """List the files anew: setuptools would add those of the list that an earlier build left."""
+        Path(self.egg_info, "SOURCES.txt").unlink(missing_ok=True)
+        super().find_sources()
+
+
 class Wheel(bdist_wheel):
     """A wheel for all versions of Python 3 on one platform: `--plat-name`, otherwise this machine."""
 
@@ -129,6 +161,9 @@ class BuildPy(build_py):
     def run(self) -> None:
         """Copy the modules and compile."""
         super().run()
+        # which an unpacked sdist lacks, since not every system can have it
+        with suppress(OSError):
+            LINK.symlink_to("../kernels", target_is_directory=True)
         if self.target() != this_machine():
             libraries(self.target(), self.folder())
             return
@@ -155,7 +190,16 @@ class BuildPy(build_py):
 
     def get_source_files(self) -> list[str]:
         """The files of an sdist, as paths from the root."""
-        return [*super().get_source_files(), *(str(path.relative_to(ROOT)) for path in [*SOURCES, *HEADERS])]
+        around = [path for folder in AROUND for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
+        paths = [path.relative_to(ROOT) for path in (*SOURCES, *HEADERS, *around)]
+        return [*super().get_source_files(), *(str(path) for path in paths if not MADE & {*path.parts})]
+
+
+def sdist(into: Path) -> Path:
+    """The source distribution, written to a folder."""
+    into = into.resolve()
+    os.chdir(ROOT)
+    return Path(into, build_meta.build_sdist(into, {"--global-option": ["--quiet"]}))
 
 
 def wheels(into: Path) -> list[Path]:
@@ -170,8 +214,25 @@ def wheels(into: Path) -> list[Path]:
     return made
 
 
+def release(into: Path) -> list[Path]:
+    """An sdist, and the wheels of all targets, which are built from what it holds and not from this folder."""
+    source = sdist(into)
+    with TemporaryDirectory() as scratch:
+        shutil.unpack_archive(source, scratch)
+        script = Path(scratch, source.name.removesuffix(".tar.gz"), Path(__file__).resolve().relative_to(ROOT))
+        command = [sys.executable, str(script), "--wheels", str(into.resolve())]
+        lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return [source, *map(Path, lines)]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compile the C library for this machine, beside its sources.")
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="make the wheels of all platforms there instead")
-    folder = parser.parse_args().wheels
-    print(*(wheels(folder) if folder else libraries(this_machine(), HERE)), sep="\n")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--release", type=Path, metavar="FOLDER", help="make an sdist and all wheels there instead")
+    instead.add_argument("--wheels", type=Path, metavar="FOLDER", help="make the wheels of all platforms there instead")
+    options = parser.parse_args()
+    if options.release:
+        files = release(options.release)
+    else:
+        files = wheels(options.wheels) if options.wheels else libraries(this_machine(), HERE)
+    print(*files, sep="\n")

@@ -1,5 +1,6 @@
 """The example gives the same numbers whether a rank dies in the middle or not."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
+import logchain
+
+# where the library lies that is tested here
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(logchain.__file__).parents[1])}
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch.distributed has no gloo here"
@@ -19,7 +25,7 @@ def run(folder: Path, *options: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["-m", "logchain.distributed.example", "--folder", str(folder), "--timeout", "20", *options]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, check=False, cwd=Path(__file__).parents[2]
+        command, capture_output=True, text=True, timeout=150, check=False, cwd=folder, env=ENVIRONMENT
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -57,13 +63,14 @@ def test_a_checkpoint_that_is_not_whole_is_left_out(tmp_path):
     assert one["step"] == other["step"] == 1 and torch.equal(one["exp_avg"], other["exp_avg"])
 
 
-def test_it_says_how_to_start_it():
+def test_it_says_how_to_start_it(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "logchain.distributed.example"],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
     )
     assert done.returncode == 2 and "torchrun --nproc-per-node 2" in done.stderr

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,24 +40,31 @@ ON_LINUX = [(name, next(iter(target.levels))) for name, target in build.TARGETS.
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """What an sdist of the sources holds, unpacked: wheels are built from it."""
-    folder = tmp_path_factory.mktemp("sdist")
-    left_out = shutil.ignore_patterns(".*", "*.egg-info", "build", "logchain-*", "tests")
+def release(tmp_path_factory):
+    """The folder of an sdist and the wheels of all platforms, and what the command that makes them prints."""
+    folder = tmp_path_factory.mktemp("release")
+    left_out = shutil.ignore_patterns(".git", ".*_cache", ".hypothesis", "*.egg-info", "build", "logchain-*")
     copy = shutil.copytree(build.ROOT, folder / "copy", symlinks=True, ignore=left_out)
-    code = "from setuptools import build_meta; build_meta.build_sdist('..')"
-    subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True)
-    (sdist,) = folder.glob("*.tar.gz")
-    shutil.unpack_archive(sdist, folder, filter="data")
-    return folder / sdist.name.removesuffix(".tar.gz")
+    # a list of files that an earlier build left
+    (copy / "logchain.egg-info").mkdir()
+    (copy / "logchain.egg-info" / "SOURCES.txt").write_text("kernels/cpu/build.py\n.gitignore\n")
+    command = [sys.executable, "kernels/cpu/build.py", "--release", folder]
+    printed = subprocess.run(command, cwd=copy, check=True, capture_output=True, text=True).stdout
+    return folder, printed.splitlines()
 
 
 @pytest.fixture(scope="module")
-def wheels(root):
-    """The folder of the wheels of all platforms, and what the command that makes them prints."""
-    command = [sys.executable, "kernels/cpu/build.py", "--wheels", root.parent / "wheels"]
-    printed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
-    return root.parent / "wheels", printed.splitlines()
+def wheels(release):
+    """The same."""
+    return release
+
+
+@pytest.fixture(scope="module")
+def root(release):
+    """The sdist, unpacked."""
+    (sdist,) = release[0].glob("*.tar.gz")
+    shutil.unpack_archive(sdist, release[0], filter="data")
+    return release[0] / sdist.name.removesuffix(".tar.gz")
 
 
 def wheel_of(target, wheels):
@@ -77,14 +85,40 @@ def expected(target):
 
 
 @pytest.mark.slow
-def test_one_command_makes_the_wheels_of_all_platforms(root, wheels):
+def test_one_command_makes_the_wheels_of_all_platforms(wheels):
     for target in build.TARGETS.values():
         wheel = wheel_of(target, wheels)
         assert names(wheel) == expected(target)
         assert str(wheel) in wheels[1]
-    # those of this machine lie beside the sources too: a program that is run from there finds them
-    beside = {path.name for path in (root / "kernels/cpu").glob("logchain-*")}
-    assert beside == {build.this_machine().library(level) for level in build.this_machine().levels}
+    assert {Path(line).name for line in wheels[1]} == {path.name for path in wheels[0].iterdir() if path.is_file()}
+
+
+@pytest.mark.slow
+def test_an_sdist_holds_what_is_tracked_and_nothing_else(root):
+    if not (build.ROOT / ".git").exists():
+        pytest.skip("not a checkout of git")
+    listed = subprocess.run(["git", "ls-files"], cwd=build.ROOT, check=True, capture_output=True, text=True).stdout
+    tracked = set(listed.splitlines()) - {".gitignore", "logchain/kernels"}
+    held = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    made = {name for name in held if name.startswith("logchain.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert held - made == tracked
+
+
+@pytest.mark.slow
+def test_what_is_released_is_described_as_a_package_index_wants_it(release):
+    pytest.importorskip("twine")
+    files = [path for path in release[0].iterdir() if path.is_file()]
+    assert len(files) == 1 + len(build.TARGETS)
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True, capture_output=True)
+
+
+def test_links_of_the_description_lead_somewhere():
+    readme = "[Here](a/b.md#c), [there](https://d.org), ![a picture](e.svg) and [below](#f)"
+    assert build.description(readme, None) == "Here, [there](https://d.org), a picture and [below](#f)"
+    linked = build.description(readme, "https://host.org/us/logchain")
+    assert linked.startswith("[Here](https://host.org/us/logchain/blob/HEAD/a/b.md#c), [there](https://d.org), ")
+    assert "[a picture](https://host.org/us/logchain/blob/HEAD/e.svg) and [below](#f)" in linked
+    assert not re.search(r"\]\((?!https?:|#)", build.description((build.ROOT / "README.md").read_text(), None))
 
 
 @pytest.mark.slow
@@ -119,6 +153,11 @@ def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, wheels,
     (wheel,) = tmp_path.glob("*.whl")
     assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
     assert names(wheel) == expected(build.this_machine())
+    # a program that runs in the folder of an sdist finds all of it, too
+    kernels = root / "logchain" / "kernels" / "cpu"
+    assert {path.name for path in kernels.glob("logchain-*")} == {*expected(build.this_machine())} - {
+        path.name for path in kernels.glob("*.py")
+    }
 
 
 def chain_of(dtype, c, steps=7, members=3):
