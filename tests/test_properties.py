@@ -3,13 +3,17 @@
 import math
 
 import numpy as np
+import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import logchain
 from tests.contract import Truth, assert_values, ulp
 from tests.families import FAMILIES, Chain
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 F32, F64 = torch.float32, torch.float64
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)

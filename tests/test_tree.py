@@ -6,8 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import logchain
 from logchain import demo, reference
@@ -100,7 +98,7 @@ def slots(part, s):
     return range(part.start, part.stop, part.step)
 
 
-@given(st.integers(1, 70))
+@pytest.mark.parametrize("s", range(1, 71))
 def test_the_reduction_multiplies_neighbours_in_order(s):
     """Words stand for matrices: of the slots, of every second slot, and of the layout in which all nodes stay."""
     leaves = [(i,) for i in range(s)]
@@ -120,14 +118,14 @@ def test_the_reduction_multiplies_neighbours_in_order(s):
     assert over[0] == tuple(range(s))
 
 
-@given(st.integers(1, 200))
+@pytest.mark.parametrize("s", range(1, 201))
 def test_the_reduction_takes_no_more_steps_than_the_tree_is_deep_and_the_odd_ones(s):
     deep = math.ceil(math.log2(s))
     assert deep <= sum(1 for _ in order.reduction(s)) <= 2 * deep
     assert sum(len(slots(step.left, s)) for step in order.reduction(s)) == s - 1
 
 
-@given(st.integers(1, 70))
+@pytest.mark.parametrize("s", range(1, 71))
 def test_the_sweeps_give_all_prefixes(s):
     leaves = [(i,) for i in range(s)]
     over, kept = list(leaves), [None] * s

@@ -8,11 +8,14 @@ import torch
 
 import logchain
 from logchain import kernels as devices
-from logchain.kernels.gpu import chain_long, segment_product
 from logchain.schedules import choose
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values, poisoned, poisoned_memory
 from tests.families import FAMILIES, dense
+
+pytest.importorskip("triton")
+
+from logchain.kernels.gpu import chain_long, segment_product
 
 F32, F64 = torch.float32, torch.float64
 MISALIGNED = {"detour", "left_to_right"}

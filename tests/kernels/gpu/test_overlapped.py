@@ -10,12 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import logchain
 from logchain.autograd.operator import IMPLEMENTATIONS
 from logchain.kernels import numbers
-from logchain.kernels.gpu import chain_exact, launch
 from logchain.memory import peak_bytes
 from logchain.schedules import choose
 from tests.conftest import INTERPRETED
 from tests.contract import TENSOR_CORES, Truth, assert_contract, assert_nothing_behind_matters, poisoned_memory
 from tests.families import Chain, Draw
+
+pytest.importorskip("triton")
+
+from logchain.kernels.gpu import chain_exact, launch
 
 F32, F64 = torch.float32, torch.float64
 

@@ -6,11 +6,14 @@ import torch
 
 import logchain
 from logchain import kernels as devices
-from logchain.kernels.gpu import launch
 from logchain.schedules import choose
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_values
 from tests.families import FAMILIES, dense
+
+pytest.importorskip("triton")
+
+from logchain.kernels.gpu import launch
 
 F32, F64 = torch.float32, torch.float64
 
