@@ -11,9 +11,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from . import __version__
 from .check import check
 from .demo import demonstrate
+from .demo_plot import check_plot, plot
 from .product import product
+
+DESCRIPTION = """\
+Long chains of non-negative matrices, multiplied in log space.
+
+Without a file: a demonstration of some seconds. A chain is checked against scipy
+in float64, and timed beside its matrix products, torch.logsumexp and scipy.
+
+With a file: the log-partition of every sequence in it, in nats, one a line."""
+
+EXAMPLES = """\
+a file for n sequences of v steps with c states, written by numpy:
+  numpy.savez("chain.npz", x=x, bulk=bulk, p0=p0)
+  x     [n, v, c]       log-potentials: of an HMM, the log-likelihoods of the data
+  bulk  [1, v-1, c, c]  weights of transitions, [from, to]; [1, 1, c, c]: all the same
+  p0    [1, c]          weights of the first state
+
+examples:
+  python -m logchain --plot demonstration.png
+  python -m logchain chain.npz --output log_partitions.npy"""
 
 # The exceptions that NumPy and the zip reader raise for a file that they cannot read.
 UNREADABLE = (
@@ -29,22 +50,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, or 2 if an argument or a file is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m logchain",
-        description="Without FILE: a chain of n=500 v=40 c=200, checked against scipy and timed. "
-        "With FILE: the log-partition of every sequence in it, one number a line.",
+        usage="%(prog)s [--size N,V,C] [--plot FILE.png]\n       %(prog)s FILE.npz [--log-params] [--output OUT.npy]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", nargs="?", metavar="FILE", help="an .npz with x, bulk, p0 and, if need be, lengths")
-    parser.add_argument("--output", metavar="OUT.npy", help="write the result here instead of printing it")
-    parser.add_argument("--log-params", action="store_true", help="bulk and p0 in FILE are logarithms")
-    parser.add_argument("--size", metavar="N,V,C", type=_size, help="the demonstration's size; default 500,40,200")
+    parser.add_argument("--version", action="version", version=f"logchain {__version__}")
+    demonstration = parser.add_argument_group("without a file")
+    demonstration.add_argument("--size", metavar="N,V,C", type=_size, help="sequences, steps, states; 500,40,200")
+    demonstration.add_argument("--plot", metavar="FILE.png", help="draw it, too: .png, .pdf or .svg (needs matplotlib)")
+    chain = parser.add_argument_group("with a file")
+    chain.add_argument("file", nargs="?", metavar="FILE.npz", help="x, bulk, p0 and, if need be, lengths")
+    chain.add_argument("--log-params", action="store_true", help="bulk and p0 are logarithms")
+    chain.add_argument("--output", metavar="OUT.npy", help="write the result here instead of printing it")
     options = parser.parse_args(argv)
     if options.file is None and (options.output is not None or options.log_params):
-        parser.error("--output and --log-params go with FILE")
-    if options.file is not None and options.size is not None:
-        parser.error("--size goes without FILE")
-    if options.file is None:
-        print(demonstrate(*(options.size or ())))
-        return 0
+        parser.error("--output and --log-params go with FILE.npz")
+    if options.file is not None and (options.size is not None or options.plot is not None):
+        parser.error("--size and --plot go without FILE.npz")
     try:
+        if options.file is None:
+            _demonstrate(options.size or (), options.plot)
+            return 0
         result = _product_of(options.file, log_params=options.log_params)
         if options.output is None:
             print("\n".join(map(str, result.flatten())))
@@ -54,6 +81,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"logchain: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _demonstrate(size: tuple[int, ...], picture: str | None) -> None:
+    """Print the demonstration, and draw it; whether it can be drawn is found out first."""
+    if picture is not None:
+        try:
+            check_plot(picture)
+        except OSError as error:
+            raise WrongFileError(f"--plot: {picture}: cannot be written: {_line(error)}") from error
+        except (ImportError, ValueError) as error:
+            raise WrongFileError(_line(error)) from error
+    demonstration = demonstrate(*size, progress=sys.stderr.isatty())
+    print(demonstration)
+    if picture is not None:
+        plot(demonstration, picture)
+        print(f"\nDrawn: {picture}")
 
 
 def _product_of(path: str, *, log_params: bool) -> NDArray[np.generic]:

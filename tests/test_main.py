@@ -8,8 +8,10 @@ import zipfile
 
 import numpy as np
 import pytest
+import torch
 
-from logchain import reference
+import logchain
+from logchain import demo, demo_plot, reference
 from logchain.__main__ import main
 
 
@@ -158,7 +160,7 @@ def test_missing_files_and_folders_are_refused(save, tmp_path, capsys):
 @pytest.mark.parametrize(
     "argv",
     [["--size", "3,4"], ["--size", "1,1,2"], ["--size", "a,b,c"], ["--output", "out.npy"], ["--log-params"],
-     ["f.npz", "--size", "2,3,4"], ["--nonsense"]],
+     ["f.npz", "--size", "2,3,4"], ["f.npz", "--plot", "p.png"], ["--nonsense"]],
 )  # fmt: skip
 def test_wrong_options_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as leaving:
@@ -170,13 +172,90 @@ def test_wrong_options_exit_with_2(argv, capsys):
 def test_demonstration_keeps_what_it_promises(capsys):
     assert main(["--size", "6,9,5"]) == 0
     text = capsys.readouterr().out
-    rows = re.findall(r"^  (log-partition|d/d\S+).*?(\S+)  +(\S+)$", text, re.MULTILINE)
-    assert [name for name, _, _ in rows] == ["log-partition", "d/dx:", "d/dlog", "d/dlog"]
+    rows = re.findall(
+        r"^  (log-partition, nats|\S.* gradient|gradient by x) .*?(\S+)  +(\S+e[+-]\d+)$", text, re.MULTILINE
+    )
+    assert [name for name, _, _ in rows] == ["log-partition, nats", "gradient by x", "bulk * gradient", "p0 * gradient"]
     for _, error, promised in rows:
         assert float(error) <= float(promised)
-    for row in ("forward", "8 GEMMs", "forward and backward", "24 GEMMs", "one message tensor"):
-        assert re.search(rf"^  {re.escape(row)} ", text, re.MULTILINE), row
-    assert max(map(len, text.splitlines())) <= 88
+    for row in (
+        "logchain",
+        "8 matrix products alone",
+        "24 matrix products alone",
+        "torch.logsumexp, about",
+        "scipy in",
+    ):
+        assert re.search(rf"^    {re.escape(row)} ", text, re.MULTILINE), row
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_text_of_the_largest_numbers_fits_the_width():
+    costs = [
+        demo.Cost(f"{name}, about", 1e6, 10**13) for name in ("logchain", "9999999 matrix products alone", "torch")
+    ]
+    checks = [demo.Check("log-partition, nats", -123456789.0, -123456789.0, 1e-100, 1e-100)]
+    assert max(map(len, str(demo.Demonstration(10**6, 10**5, 10**4, checks, costs, costs, 10**13)).splitlines())) <= 100
+
+
+def test_the_scan_that_logchain_is_timed_beside_computes_the_same():
+    chain = demo.dense_chain(3, 6, 4)
+    torch.testing.assert_close(
+        demo.logsumexp_scan(*chain).double().numpy(), reference.product(*chain), rtol=1e-5, atol=0
+    )
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_progress_is_shown_on_a_terminal_only(installed, monkeypatch, capsys):
+    if installed:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    demo.demonstrate(2, 3, 2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(["--size", "2,3,2"]) == 0
+    shown = capsys.readouterr()
+    assert ("4/4" if installed else "computing by torch.logsumexp (3 of 4)") in shown.err
+    assert "computing" not in shown.out
+
+
+def test_help_and_version(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for option, words in (("--help", "--plot FILE.png"), ("--version", f"logchain {logchain.__version__}")):
+        with pytest.raises(SystemExit) as leaving:
+            main([option])
+        text = capsys.readouterr().out
+        assert leaving.value.code == 0 and words in text
+        assert max(map(len, text.splitlines())) <= 88
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_the_demonstration_is_drawn(suffix, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / f"demonstration{suffix}"
+    assert main(["--size", "6,9,5", "--plot", str(picture)]) == 0
+    assert picture.read_bytes()[:4] in (b"\x89PNG", b"<?xm", b"%PDF")
+    assert f"Drawn: {picture}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def uncomputed(monkeypatch):
+    monkeypatch.setattr("logchain.__main__.demonstrate", None)
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, capsys, uncomputed):
+    pytest.importorskip("matplotlib")
+    assert_refused(capsys, ["--plot", str(tmp_path / "plot.txt")], "--plot: expected a name that ends in .png")
+    assert_refused(capsys, ["--plot", str(tmp_path / "none" / "plot.png")], "cannot be written")
+    (tmp_path / "kept.png").write_bytes(b"kept")
+    demo_plot.check_plot(str(tmp_path / "kept.png"))
+    demo_plot.check_plot(str(tmp_path / "new.png"))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"kept"]
+
+
+def test_without_matplotlib_a_picture_is_refused_by_name(tmp_path, capsys, monkeypatch, uncomputed):
+    monkeypatch.setattr(demo_plot, "find_spec", lambda name: None)
+    assert_refused(capsys, ["--plot", str(tmp_path / "plot.png")], "see `pip install matplotlib`")
 
 
 def test_module_runs_and_hands_on_its_exit_code(tmp_path):
