@@ -48,7 +48,7 @@ __all__ = [
     "transitions",
     "viterbi",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from . import adapters, distributed, memory, nn, reference
