@@ -1,4 +1,4 @@
-"""The tests for a device are collected where nothing is installed that is not needed there."""
+"""Tests are collected where nothing is installed that is not needed: those for a device, and all."""
 
 import importlib.metadata
 import os
@@ -17,7 +17,8 @@ import sys
 
 import torch
 
-torch.cuda.is_available = lambda: True  # as on the machine that it is for
+if {device}:
+    torch.cuda.is_available = lambda: True  # as on the machine that it is for
 
 
 class Bare:
@@ -53,21 +54,31 @@ def with_needs(names):
     return found
 
 
-@pytest.mark.slow
-def test_the_tests_for_a_device_need_no_other_package(tmp_path, monkeypatch):
-    kept = with_needs(NEEDED) | {"logchain", "pip", "setuptools"}
+def collected(needed, options, tmp_path, monkeypatch):
+    """How many tests are collected where nothing is installed but what is needed, and what needs itself."""
+    kept = with_needs(needed) | {"logchain", "pip", "setuptools"}
     # where setuptools, once it is imported, has copies of what it needs
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not folder.endswith("_vendor")])
     modules = importlib.metadata.packages_distributions()
     hidden = {name for name, owners in modules.items() if not {one.lower().replace("_", "-") for one in owners} & kept}
     assert {"nbformat", "hmmlearn", "matplotlib", "xdist"} <= hidden
-    (tmp_path / "bare.py").write_text(PLUGIN.format(hidden=hidden))
+    (tmp_path / "bare.py").write_text(PLUGIN.format(hidden=hidden, device="triton" in needed))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "PATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "pytest", "-p", "bare", "-m", "gpu", "--collect-only", "-q"]
+    command = [sys.executable, "-m", "pytest", "-p", "bare", *options, "--collect-only", "-q"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    collected = re.search(r"^(\d+)/\d+ tests collected", run.stdout, re.MULTILINE)
-    assert int(collected[1]) > 850
+    return int(re.search(r"^(\d+)(?:/\d+)? tests collected", run.stdout, re.MULTILINE)[1])
+
+
+@pytest.mark.slow
+def test_the_tests_for_a_device_need_no_other_package(tmp_path, monkeypatch):
+    assert collected(NEEDED, ["-m", "gpu"], tmp_path, monkeypatch) > 850
+
+
+@pytest.mark.slow
+def test_all_tests_are_collected_without_any_extra(tmp_path, monkeypatch):
+    needed = [name for name in NEEDED if name not in ("triton", "hypothesis")]
+    assert collected(needed, ["-m", "slow or not slow"], tmp_path, monkeypatch) > 7000
