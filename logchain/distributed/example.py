@@ -14,6 +14,7 @@ import shutil
 import signal
 import tempfile
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,8 @@ def main() -> None:
     optimiser = torch.optim.Adam(hmm.parameters(), 0.1)
     done = _restore(options.folder, hmm, optimiser)
     log_likelihood = 0.0
-    for iteration in bar(range(done + 1, options.iterations + 1), "iterations", rank == 0, "iterations"):
+    shown = rank == 0 and find_spec("tqdm") is not None
+    for iteration in bar(range(done + 1, options.iterations + 1), "iterations", shown, "iterations"):
         optimiser.zero_grad()
         log_prob = hmm.log_prob(data, group=dist.group.WORLD)
         if iteration == options.kill and rank == ranks - 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
