@@ -141,5 +141,6 @@ def test_a_model_of_ones_own():
 
 
 def test_progress(capsys):
+    pytest.importorskip("tqdm")
     random_hmm().fit(categories(5, V), max_iterations=2, progress=True)
     assert "iterations" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Nothing that a chain on a CPU loses goes unseen: a random search, and the smallest of what it has found."""
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -280,9 +281,20 @@ def test_matrices_behind_what_is_redone_may_be_nan(dtype):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages as Linux does")
-def test_no_loop_reads_behind_an_operand():
+def test_no_loop_reads_behind_an_operand(tmp_path):
     beyond = "import torch, ctypes; from tests.kernels.cpu.guarded import guarded; t = guarded(torch.ones(3)); "
     reads = f"{beyond} ctypes.string_at(t.data_ptr(), 13)"
-    root = Path(__file__).parents[3]
-    assert subprocess.run([sys.executable, "-c", reads], cwd=root, capture_output=True).returncode < 0
-    subprocess.run([sys.executable, "-m", "tests.kernels.cpu.guarded"], cwd=root, check=True, capture_output=True)
+    everything = "import runpy; runpy.run_module('tests.kernels.cpu.guarded', run_name='__main__')"
+    # the library that is tested here, which need not lie beside the tests
+    environment = {**os.environ, "PYTHONPATH": str(Path(logchain.__file__).parents[1])}
+    died, done = (
+        subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path.append({str(Path(__file__).parents[3])!r}); {code}"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+        )
+        for code in (reads, everything)
+    )
+    assert died.returncode < 0
+    assert done.returncode == 0, done.stderr
