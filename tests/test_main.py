@@ -1,10 +1,12 @@
 """The command line: what it prints, saves and refuses."""
 
 import io
+import os
 import re
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,7 +262,9 @@ def test_without_matplotlib_a_picture_is_refused_by_name(tmp_path, capsys, monke
 
 def test_module_runs_and_hands_on_its_exit_code(tmp_path):
     command = [sys.executable, "-m", "logchain", str(tmp_path / "none.npz")]
-    run = subprocess.run(command, capture_output=True, text=True)
+    # the library that is tested here, which need not lie in the folder of the tests
+    environment = {**os.environ, "PYTHONPATH": str(Path(logchain.__file__).parents[1])}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert run.returncode == 2
     assert run.stdout == ""
     assert run.stderr.splitlines() == [f"logchain: {tmp_path / 'none.npz'}: no such file"]
