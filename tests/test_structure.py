@@ -47,13 +47,13 @@ def room_of(path: Path) -> str:
 
 # The modules of `logchain.nn`, from the bottom up likewise.
 MODULES = [
-    ["checks", "em", "masked_sequences", "parameters", "stationary"],
+    ["checks", "degenerate", "em", "masked_sequences", "parameters", "stationary"],
     ["fitting", "log_weights"],
     ["emissions", "transitions"],
     ["layers", "potentials"],
     ["sharded"],
     ["circuit"],
-    ["chain_circuit", "hmm", "hmmlearn_models", "linear_chain_crf", "tree_circuit"],
+    ["chain_circuit", "hmm", "hmmlearn_models", "hmmlearn_priors", "linear_chain_crf", "tree_circuit"],
     ["__init__"],
 ]
 

@@ -26,7 +26,7 @@ _calls = itertools.cycle(range(1, 2**10))
 
 _OTHER_CALL = "expected the collectives of one call on all ranks, got those of another: passes in different orders"
 
-# errors that are raised again as what they were on the other rank
+# errors that are raised again as what they, or a class that they derive from, were on the other rank
 _KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError, MemoryError)}
 
 
@@ -125,7 +125,8 @@ class Exchange:
         """Raise the error of the first rank whose status is not 0, on all ranks alike."""
         if not status.any():
             return
-        texts = self.texts("" if error is None else f"{type(error).__name__}\n{error}")
+        kinds = [base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS]
+        texts = self.texts("" if error is None else f"{(*kinds, '')[0]}\n{error}")
         rank = int(status.nonzero()[0])
         kind, _, text = texts[rank].partition("\n")
         raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {text}") from error

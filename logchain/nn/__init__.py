@@ -3,6 +3,7 @@
 from . import transitions
 from .chain_circuit import ChainCircuit
 from .circuit import Circuit, Completion
+from .degenerate import DegenerateError, DegenerateWarning
 from .em import em_step
 from .emissions import (
     Bernoulli,
@@ -32,6 +33,8 @@ __all__ = [
     "ChainCircuit",
     "Circuit",
     "Completion",
+    "DegenerateError",
+    "DegenerateWarning",
     "Distribution",
     "ExponentialFamily",
     "Finite",

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .parameters import broadcast
+
 
 def check_unsharded(model: torch.nn.Module) -> None:
     """Check that no module is sharded by FSDP2, whose methods write to copies of parameters that are dropped."""
@@ -43,6 +45,19 @@ def check_amount(name: str, value: float) -> None:
     check_number(name, value)
     if not 0 <= value < math.inf:
         raise ValueError(f"{name}: expected a number from 0 on, got {value!r}")
+
+
+def check_prior(name: str, value: float | Tensor, shape: tuple[int, ...], *, signed: bool = False) -> None:
+    """Check for a finite number or a tensor of them that broadcasts to a shape; non-negative unless `signed`."""
+    if isinstance(value, Tensor):
+        values, given = broadcast(name, value, torch.Size(shape)), "numbers"
+    else:
+        check_number(name, value)
+        values, given = torch.tensor(float(value), dtype=torch.float64), "a number"
+    wrong = ~values.isfinite() if signed else ~(values.isfinite() & (values >= 0))
+    if bool(wrong.any()):
+        expected = f"{given}, finite" if signed else f"{given} from 0 on"
+        raise ValueError(f"{name}: expected {expected}, got {values[wrong][0].item()}")
 
 
 def check_last_axes(name: str, value: Tensor, sizes: tuple[int, ...]) -> None:

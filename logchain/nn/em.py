@@ -1,11 +1,13 @@
 """Expectation maximisation of modules whose parts have maximum-likelihood parameters in closed form."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ..distributed.exchange import Exchange
 from .checks import check_step
 
 
@@ -91,6 +93,7 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
 
     Raises:
         ValueError: there is no batch, or `step` is out of range.
+        DegenerateError: a part has no maximum; see `Gaussian`.
 
     >>> from logchain.nn import LogWeights
     >>> coin = LogWeights(2)
@@ -106,5 +109,10 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
         total = reached if total is None else total + reached
     if total is None:
         raise ValueError("log_likelihoods: expected at least one batch, got none")
-    maximise(statistics, step)
+    group = getattr(model, "group", None)
+    if group is None:
+        maximise(statistics, step)
+    else:
+        # parts lie on several ranks: what is wrong with one ends the step on all
+        Exchange(group).gather((), partial(maximise, statistics, step))
     return total

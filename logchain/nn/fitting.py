@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..distributed.agreement import agree
 from ..distributed.exchange import Exchange
 from ..progress import bar, check_progress
 from .checks import check_count, check_number, check_step, check_unsharded
+from .degenerate import DegenerateError, DegenerateWarning
 from .em import em_step, trained_parts
 
 Optimiser = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -27,7 +29,8 @@ class Fit(NamedTuple):
             between which the parameters changed.
         iterations: their number.
         converged: whether the last iteration gained less than the tolerance.
-        starts: the final log-likelihood of each start.
+        starts: the final log-likelihood of each start but those that were set aside.
+        set_aside: the number of starts that met a `DegenerateError`.
     """
 
     log_likelihood: float
@@ -35,17 +38,20 @@ class Fit(NamedTuple):
     iterations: int
     converged: bool
     starts: tuple[float, ...]
+    set_aside: int = 0
 
     def __str__(self) -> str:
-        """A report of two or three lines."""
+        """A report of two lines, and of a third with several starts."""
         end = "converged" if self.converged else "not converged"
         last = self.history[-1] - self.history[-2] if self.iterations else 0.0
         lines = [
             f"log-likelihood {self.log_likelihood:.2f} nats, {self.history[0]:.2f} at the start",
             f"{end} in {self.iterations} iterations, the last of which gained {last:.3g}",
         ]
-        if len(self.starts) > 1:
-            lines.append(f"best of {len(self.starts)} starts: {', '.join(f'{start:.4f}' for start in self.starts)}")
+        if len(self.starts) + self.set_aside > 1:
+            aside = f"; {self.set_aside} set aside" if self.set_aside else ""
+            starts = ", ".join(f"{start:.4f}" for start in self.starts)
+            lines.append(f"best of {len(self.starts)} starts: {starts}{aside}")
         return "\n".join(lines)
 
 
@@ -82,7 +88,8 @@ def fit(
             the way, in 0..1, to its maximum. It is a number, or a function of the number of batches before.
         optimiser: for "gradient", a function of the list of parameters, such as `partial(torch.optim.Adam, lr=0.1)`.
         restarts: number of times to start from `model.initialise(data, generator=..., **conditions)`; the parameters of
-            the best fit are kept. 0 starts from the present parameters.
+            the best fit are kept. Of several, a start that meets a `DegenerateError` is set aside: a variance that
+            reaches 0, or a log-likelihood that is not finite. 0 starts from the present parameters.
         generator: the source of randomness for the order of batches and for `initialise`.
         progress: show a progress bar (tqdm) of the iterations.
 
@@ -92,9 +99,13 @@ def fit(
     Raises:
         TypeError: an option is of the wrong kind.
         ValueError: an option is out of range or belongs to the other method; with "em", a trained parameter has no
-            maximum in closed form; the data are impossible, or the log-likelihood is not finite; or FSDP2 has sharded
-            the model, which has to be fitted before.
+            maximum in closed form; or FSDP2 has sharded the model, which has to be fitted before.
+        DegenerateError: in every start, a variance reaches 0, or the log-likelihood is not finite, as for data that are
+            impossible. It is a ValueError.
         ImportError: `progress` is given, and tqdm is not installed.
+
+    Warns:
+        DegenerateWarning: starts were set aside, for what each of them met.
 
     A probability that expectation maximisation has taken to 0 stays 0, under "gradient" too. The `prior_count` of
     `LogWeights` keeps it above; "gradient" from a start without zeros never reaches 0.
@@ -135,20 +146,34 @@ def fit(
     else:
         agree(Exchange(run.group), check)
     best: tuple[Fit, dict[str, Tensor]] | None = None
-    reached = []
-    for start in range(max(1, restarts)):
+    reached: list[float] = []
+    aside: list[tuple[int, DegenerateError]] = []
+    for start in range(1, max(1, restarts) + 1):
         if restarts:
             initialise: Any = model.initialise
             initialise(data, generator=generator, **run.conditions)
-        title = f"start {start + 1} of {restarts}" if restarts > 1 else "fit"
-        outcome = _one_start(run, bar(range(max_iterations), title, progress, "iterations"), tolerance)
+        title = f"start {start} of {restarts}" if restarts > 1 else "fit"
+        try:
+            outcome = _one_start(run, bar(range(max_iterations), title, progress, "iterations"), tolerance)
+        except DegenerateError as error:
+            aside.append((start, error))
+            continue
         reached.append(outcome.log_likelihood)
         if best is None or outcome.log_likelihood > best[0].log_likelihood:
             best = outcome, {name: value.detach().clone() for name, value in model.state_dict().items()}
-    assert best is not None
-    if len(reached) > 1:
+    if best is None:
+        first = aside[0][1]
+        if restarts < 2:
+            raise first
+        raise DegenerateError(f"{first} (start 1 of {restarts}, all of which were set aside)") from first
+    if aside:
+        reasons = [f"start {start}: {error.found}" for start, error in aside]
+        advice = dict.fromkeys(error.advice for _, error in aside)
+        text = "; ".join((f"fit: set aside {len(aside)} of {restarts} starts", *reasons, *advice))
+        warn(text, DegenerateWarning, stacklevel=2)
+    if restarts > 1:
         model.load_state_dict(best[1])
-    return best[0]._replace(starts=tuple(reached))
+    return best[0]._replace(starts=tuple(reached), set_aside=len(aside))
 
 
 @contextmanager
@@ -274,7 +299,7 @@ def _gradient(run: _Run) -> Callable[[], Tensor]:
 def _finite(total: Tensor) -> float:
     value = total.item()
     if not -float("inf") < value < float("inf"):
-        raise ValueError(f"data: expected a finite log-likelihood, got {value}: see `log_prob` of each sequence")
+        raise DegenerateError(f"data: expected a finite log-likelihood, got {value}", "see `log_prob` of each sequence")
     return value
 
 

@@ -56,7 +56,10 @@ class HMM(torch.nn.Module):
             log-potentials `[*B, v, c]` (`lengths` then need all axes of B).
         num_features: d, for a vector of d entries at each step; None for a number.
         num_categories: number of categories, for "categorical".
-        covariance: "diagonal" or "full", for "gaussian".
+        covariance: "diagonal", "spherical", "full" or "tied", for "gaussian".
+        prior_scatter, prior_count, prior_means, prior_means_count, prior_total: what `fit` by expectation maximisation
+            adds to its sums for the emission, if it has a name: see `Gaussian` (all but the last), `Categorical`
+            (`prior_count`) and `Poisson` (`prior_total`, `prior_count`). None is 0.
         initial: "free" for trained initial probabilities; "stationary" for the stationary distribution of the
             transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`.
         transition: a module of `logchain.nn.transitions`, such as `Banded`; or one that maps covariates to logits
@@ -75,7 +78,7 @@ class HMM(torch.nn.Module):
             and the parameters the same on every rank; so are their gradients. See `logchain.distributed`.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of the wrong kind, or the emission has no such prior.
         ValueError: a choice is unknown, or sizes do not go together.
 
     Cost: that of the emission and of `logchain.product`.
@@ -97,7 +100,12 @@ class HMM(torch.nn.Module):
         *,
         num_features: int | None = None,
         num_categories: int | None = None,
-        covariance: Literal["diagonal", "full"] = "diagonal",
+        covariance: Literal["diagonal", "spherical", "full", "tied"] = "diagonal",
+        prior_scatter: float | Tensor | None = None,
+        prior_count: float | Tensor | None = None,
+        prior_means: float | Tensor | None = None,
+        prior_means_count: float | Tensor | None = None,
+        prior_total: float | Tensor | None = None,
         initial: Literal["free", "stationary"] = "free",
         transition: torch.nn.Module | None = None,
         num_steps: int | None = None,
@@ -111,8 +119,15 @@ class HMM(torch.nn.Module):
         if transition is None:
             transition = LogWeights((num_steps or 2) - 1, num_states, num_states, generator=generator)
         self.transition: torch.nn.Module = transition
+        priors = {
+            "prior_scatter": prior_scatter,
+            "prior_count": prior_count,
+            "prior_means": prior_means,
+            "prior_means_count": prior_means_count,
+            "prior_total": prior_total,
+        }
         self.emission: torch.nn.Module = emission_of(
-            emission, num_states, num_features, num_categories, covariance, generator
+            emission, num_states, num_features, num_categories, covariance, priors, generator
         )
 
     def arguments(
@@ -439,7 +454,7 @@ class HMM(torch.nn.Module):
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
-        """The model, in float64, of a fitted model of hmmlearn.
+        """The model, in float64, of a fitted model of hmmlearn, with its priors.
 
         Args:
             model: a GaussianHMM, GMMHMM, PoissonHMM or CategoricalHMM.
@@ -449,10 +464,13 @@ class HMM(torch.nn.Module):
 
         Raises:
             TypeError: the model is another, or not fitted.
+            ValueError: a prior's parameters are no counts, as those of a Dirichlet below 1.
 
         >>> from types import SimpleNamespace
         >>> PoissonHMM = type("PoissonHMM", (SimpleNamespace,), {})  # stands for hmmlearn's
         >>> model = PoissonHMM(n_components=1, startprob_=[1.0], transmat_=[[1.0]], lambdas_=[[3.5]])
+        >>> model.startprob_prior = model.transmat_prior = 1.0  # none
+        >>> model.lambdas_prior = model.lambdas_weight = 0.0
         >>> HMM.from_hmmlearn(model).emission.log_rates.exp().detach()
         tensor([[3.5000]], dtype=torch.float64)
         """

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checks import check_amount
+from .checks import check_prior
 from .parameters import arithmetic, broadcast
 
 
@@ -14,7 +14,8 @@ class LogWeights(torch.nn.Module):
         *shape: sizes of the weights.
         dim: the axis along which they sum to 1, counted from the right: -1 is the last.
         prior_count: added to each expected count by expectation maximisation (a Dirichlet prior with parameter
-            `1 + prior_count`); if positive, no weight becomes 0 because the data lack it.
+            `1 + prior_count`); if positive, no weight becomes 0 because the data lack it. A number, or a tensor that
+            broadcasts to the shape.
         generator: the source of randomness for the initial weights, uniform over the simplex (a Dirichlet of ones).
 
     Call: `()` to the logarithms `[*shape]` in nats: float32 for half parameters, otherwise of the parameters' dtype. A
@@ -49,12 +50,12 @@ class LogWeights(torch.nn.Module):
     """
 
     def __init__(
-        self, *shape: int, dim: int = -1, prior_count: float = 0.0, generator: torch.Generator | None = None
+        self, *shape: int, dim: int = -1, prior_count: float | Tensor = 0.0, generator: torch.Generator | None = None
     ) -> None:
         super().__init__()
         if not (-len(shape) <= dim < 0 and shape[dim] > 0):
             raise ValueError(f"dim: expected an axis of {list(shape)} that is not empty, from the right, got {dim}")
-        check_amount("prior_count", prior_count)
+        check_prior("prior_count", prior_count, shape)
         self.dim, self.prior_count = dim, prior_count
         self.logits = torch.nn.Parameter(torch.empty(shape))
         self.reset_parameters(generator)
@@ -141,7 +142,7 @@ class LogWeights(torch.nn.Module):
             statistics: expected counts, float64 `[*shape]`.
             step: the part of the way to them, in probabilities.
         """
-        counts = statistics + self.prior_count
+        counts = statistics + torch.as_tensor(self.prior_count).to(statistics)
         total = self.sums(counts)
         shares, before = counts / total, self.shares(self.logits.double())
         shares = torch.where(total > 0, before + step * (shares - before) if step < 1 else shares, before)

@@ -226,7 +226,16 @@ INPUTS = [
     (lambda: Gaussian("two"), TypeError, "units: expected a positive integer, got 'two'"),
     (lambda: Gaussian((3, 2.0)), TypeError, "units: expected a positive integer, got 2.0"),
     (lambda: Gaussian(()), ValueError, "units: expected a positive integer or several, got none"),
-    (lambda: Gaussian(2, 3, "tied"), ValueError, "covariance: expected 'diagonal' or 'full', got 'tied'"),
+    (
+        lambda: Gaussian(2, 3, "round"),
+        ValueError,
+        "covariance: expected 'diagonal' or 'spherical' or 'full' or 'tied', got 'round'",
+    ),
+    (
+        lambda: Gaussian(2, covariance="tied"),
+        ValueError,
+        "num_features: expected an integer with covariance='tied', got None",
+    ),
     (lambda: Gaussian(2, covariance="full"), ValueError, "num_features: expected an integer"),
     (lambda: Gaussian(2, 0), ValueError, "num_features: expected a positive integer, got 0"),
     (lambda: Gaussian(2, prior_scatter=-1.0), ValueError, "prior_scatter: expected a number from 0 on"),

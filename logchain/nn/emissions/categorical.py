@@ -15,7 +15,8 @@ class Categorical(Finite):
     Args:
         units: `[*U, c]`, or `c` alone.
         num_categories: K; data are integers from 0 to K-1, of any dtype.
-        prior_count: added to each expected count by expectation maximisation; see `LogWeights`.
+        prior_count: added to each expected count by expectation maximisation, a number or what broadcasts to
+            `[*U, K, c]`; see `LogWeights`.
         generator: the source of randomness for the initial probabilities, uniform over the simplex.
 
     `weights`: `LogWeights` `[*U, K, c]`. Call: data `[..., *U]` to `[..., *U, c]`, in nats; see `InputLayer`.
@@ -36,7 +37,7 @@ class Categorical(Finite):
         units: int | tuple[int, ...],
         num_categories: int,
         *,
-        prior_count: float = 0.0,
+        prior_count: float | Tensor = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
         check_count("num_categories", num_categories)

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ...arguments import check_choice
 from ...operands import at_hand
-from ..checks import check_amount, check_count
+from ..checks import check_count, check_prior
+from ..degenerate import DegenerateError
 from ..parameters import arithmetic, broadcast
-from .exponential_family import ExponentialFamily, moved
+from .exponential_family import ExponentialFamily
 from .starts import seeds
 
 # the largest variance, relative to the sum of squares, that may be nothing but rounding of float64
@@ -25,19 +26,29 @@ class Gaussian(ExponentialFamily):
     Args:
         units: `[*U, c]`, or `c` alone.
         num_features: d, for vectors of d entries; None for numbers.
-        covariance: "diagonal", where any entries of a vector may be missing, or "full", where all or none may.
-        prior_scatter, prior_count: added by expectation maximisation to a unit's sum of squares (of each feature) and
-            to its number of observations: `variance = (squares + prior_scatter) / (count + prior_count)`.
+        covariance: "diagonal", or "spherical" with one variance for all features, where any entries of a vector may be
+            missing; "full", or "tied" with one matrix for all units, where all or none may.
+        prior_scatter, prior_count: added by expectation maximisation to a unit's sum of squares and to its number of
+            observations: `S = (squares + prior_scatter) / (count + prior_count)`. A number is that of each feature; a
+            tensor broadcasts to the sums, `[*U, c(, d)]` or `[*U, c, d, d]` (tied `[*U, 1, d, d]`), and that of
+            `prior_count` to the units `[*U, c]` (tied `[*U, 1]`).
+        prior_means, prior_means_count: expectation maximisation adds that many observations (`[*U, c]`) at these means
+            (which broadcast to `means`), whose distance from the new means also counts among the squares.
         generator: the source of randomness for the initial means, standard normal; the initial variances are 1.
 
-    `means`: parameter `[*U, c]` or `[*U, c, d]`. `log_scales`: of the same shape, logarithms of standard deviations; or
-    `factors` `[*U, c, d, d]`, whose lower triangles, the diagonal exponentiated, are Cholesky factors of S. Call: data
-    `[..., *U]` or `[..., *U, d]` to `[..., *U, c]`, in nats; see `InputLayer`.
+    The priors are a normal one of the means, `N(prior_means, S / prior_means_count)`, and an inverse gamma or inverse
+    Wishart one of S.
+
+    `means`: parameter `[*U, c]` or `[*U, c, d]`. `log_scales`: of the same shape, spherical `[*U, c, 1]`, logarithms of
+    standard deviations; or `factors` `[*U, c, d, d]`, tied `[*U, 1, d, d]`, whose lower triangles, the diagonal
+    exponentiated, are Cholesky factors of S. Call: data `[..., *U]` or `[..., *U, d]` to `[..., *U, c]`, in nats; see
+    `InputLayer`.
 
     Raises:
-        ValueError: shapes do not go together, or a number is infinite (checked on a CPU). In `maximise`: a variance is
-            0, as for a unit that a single observation belongs to, where the likelihood has no maximum. A prior or fewer
-            units avoid that.
+        TypeError: a prior is neither a number nor a tensor.
+        ValueError: shapes do not go together, or a number is infinite (checked on a CPU).
+        DegenerateError: in `maximise`, a variance is 0, as for a unit that a single observation belongs to, where the
+            likelihood has no maximum. A prior or fewer units avoid that.
 
     Cost: that of `ExponentialFamily` with 3 d statistics, or 1 + d + d^2 for a full covariance. Statistics are taken
     about the mean m0 of a variable's means: the rounding error of a log-density is `2^-53 ((y - m0) / deviation)^2`,
@@ -59,23 +70,38 @@ class Gaussian(ExponentialFamily):
         num_features: int | None = None,
         covariance: str = "diagonal",
         *,
-        prior_scatter: float = 0.0,
-        prior_count: float = 0.0,
+        prior_scatter: float | Tensor = 0.0,
+        prior_count: float | Tensor = 0.0,
+        prior_means: float | Tensor = 0.0,
+        prior_means_count: float | Tensor = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
         if num_features is not None:
             check_count("num_features", num_features)
         super().__init__(units, () if num_features is None else (num_features,))
-        check_choice("covariance", covariance, ("diagonal", "full"))
-        check_amount("prior_scatter", prior_scatter)
-        check_amount("prior_count", prior_count)
-        if covariance == "full" and num_features is None:
-            raise ValueError('num_features: expected an integer with covariance="full", got None')
-        self.factorised = covariance == "diagonal"
-        self.prior_scatter, self.prior_count = prior_scatter, prior_count
+        check_choice("covariance", covariance, ("diagonal", "spherical", "full", "tied"))
+        if covariance != "diagonal" and num_features is None:
+            raise ValueError(f"num_features: expected an integer with covariance={covariance!r}, got None")
+        self.covariance_kind, self.factorised = covariance, covariance in ("diagonal", "spherical")
+        # the units that have a spread of their own, and the shape of one
+        self._spread_units = (*self.units[:-1], 1) if covariance == "tied" else self.units
+        self._spread_event = self.event if self.factorised else 2 * self.event
         self.means = torch.nn.Parameter(torch.empty(*self.units, *self.event))
-        spread = torch.nn.Parameter(torch.empty(*self.units, *self.event, *(() if self.factorised else self.event)))
-        self.register_parameter("log_scales" if self.factorised else "factors", spread)
+        shape = (*self.units, 1) if covariance == "spherical" else (*self._spread_units, *self._spread_event)
+        self.register_parameter("log_scales" if self.factorised else "factors", torch.nn.Parameter(torch.empty(shape)))
+        matrices = isinstance(prior_scatter, Tensor) and not self.factorised
+        check_prior("prior_scatter", prior_scatter, (*self._spread_units, *self._spread_event), signed=matrices)
+        check_prior("prior_count", prior_count, self._spread_units)
+        check_prior("prior_means", prior_means, self.means.shape, signed=True)
+        check_prior("prior_means_count", prior_means_count, self.units)
+        self.prior_scatter, self.prior_count = prior_scatter, prior_count
+        self.prior_means, self.prior_means_count = prior_means, prior_means_count
+        if matrices:
+            scatter, _ = self._prior_of_spread(torch.zeros((), dtype=torch.float64))
+            # of a number, a row or a column there is no telling which matrix is meant
+            shares = torch.linalg.eigvalsh(scatter)
+            if not bool((scatter == scatter.mT).all() and (shares[..., 0] >= -_ROUNDING * shares[..., -1]).all()):
+                raise ValueError("prior_scatter: expected symmetric matrices without negative eigenvalues")
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -96,15 +122,19 @@ class Gaussian(ExponentialFamily):
             ValueError: all observations of a variable or feature are equal, and there is no `prior_scatter`.
         """
         chosen, _, variance, counts = seeds(self, data, observed, generator)
-        variance = (variance * counts + self.prior_scatter) / (counts + self.prior_count)
-        if not bool((variance > 0).all()):
-            raise ValueError(
-                "data: expected at least two different observations of every variable and feature, got one of some, "
-                "and no prior_scatter"
-            )
-        variance = variance.expand_as(chosen)
         if not self.event:
-            chosen, variance = chosen[..., 0], variance[..., 0]
+            chosen, variance, counts = chosen[..., 0], variance[..., 0], counts[..., 0]
+        scatter, count = self._prior_of_spread(variance)
+        squares = self._over_features(variance * counts) + self._diagonal(scatter)
+        counts = self._over_features(counts) + (count if self.factorised else count[..., 0])
+        if bool((squares <= 0).any()):
+            unit, feature = self._first(squares <= 0)
+            variable = f" of variable {unit[:-1]}" if unit[1:] else ""
+            raise ValueError(
+                "data: expected at least two different observations of every variable and feature, or prior_scatter, "
+                f"got one{variable}{feature}"
+            )
+        variance = (squares / counts).expand_as(chosen)
         self.set(chosen, variance if self.factorised else variance.diag_embed())
 
     def known(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -120,7 +150,8 @@ class Gaussian(ExponentialFamily):
 
         Args:
             means: `[*U, c]` or `[*U, c, d]`, or what broadcasts to it.
-            covariance: variances of the same shape or, if "full", covariances `[*U, c, d, d]`; broadcast likewise.
+            covariance: variances of the same shape or, if "full" or "tied", covariances `[*U, c, d, d]`; broadcast
+                likewise. Spherical variances have to be the same for all features, tied covariances for all units.
 
         Raises:
             ValueError: a mean is not finite, a variance not positive, or a covariance not positive definite.
@@ -128,13 +159,17 @@ class Gaussian(ExponentialFamily):
         means = broadcast("means", means, self.means.shape)
         if not means.isfinite().all():
             raise ValueError("means: expected finite numbers")
+        covariance = broadcast("covariance", covariance, torch.Size((*self.units, *self._spread_event)))
+        shared = self._shared(covariance)
+        if not bool((covariance == shared).all()):
+            alike = "features" if self.covariance_kind == "spherical" else "units"
+            raise ValueError(f"covariance: expected the same for all {alike}, got different ones")
         if self.factorised:
-            covariance = broadcast("covariance", covariance, self.log_scales.shape)
-            if not ((covariance > 0) & covariance.isfinite()).all():
+            if not ((shared > 0) & shared.isfinite()).all():
                 raise ValueError("covariance: expected positive, finite variances")
-            self.log_scales.copy_(covariance.log() / 2)
+            self.log_scales.copy_(shared.log() / 2)
         else:
-            factors, failed = torch.linalg.cholesky_ex(broadcast("covariance", covariance, self.factors.shape))
+            factors, failed = torch.linalg.cholesky_ex(shared)
             if bool(failed.any()):
                 raise ValueError("covariance: expected positive definite matrices")
             self.factors.copy_(factors.tril(-1) + self._diagonal(factors).log().diag_embed())
@@ -144,21 +179,49 @@ class Gaussian(ExponentialFamily):
         """The variances or covariances of all units.
 
         Returns:
-            Variances `[*U, c]` or `[*U, c, d]` or, if "full", covariances `[*U, c, d, d]`.
+            Variances `[*U, c]` or `[*U, c, d]` or, if "full" or "tied", covariances `[*U, c, d, d]`.
 
         >>> Gaussian(1, 2, "full").covariance().detach()
         tensor([[[1., 0.],
                  [0., 1.]]])
         """
-        if self.factorised:
-            return (2 * self.log_scales.double()).exp().to(self.dtype)
-        factors = self._cholesky()
-        return (factors @ factors.mT).to(self.dtype)
+        factors = None if self.factorised else self._cholesky()
+        spread = (2 * self.log_scales.double()).exp() if factors is None else factors @ factors.mT
+        return spread.expand(*self.units, *self._spread_event).to(self.dtype)
 
     def _cholesky(self) -> Tensor:
-        """Cholesky factors `[*U, c, d, d]` of the covariances, in float64."""
+        """Cholesky factors `[*U, c, d, d]` (tied `[*U, 1, d, d]`) of the covariances, in float64."""
         factors = self.factors.double()
         return factors.tril(-1) + self._diagonal(factors).exp().diag_embed()
+
+    def _shared(self, spread: Tensor) -> Tensor:
+        """The first of what is shared, in the shape of the parameter, of a tensor in the shape of `covariance()`."""
+        if self.covariance_kind == "spherical":
+            return spread[..., :1]
+        return spread[..., :1, :, :] if self.covariance_kind == "tied" else spread
+
+    def _over_features(self, sums: Tensor) -> Tensor:
+        """Sums `[..., d]` added up over the features that share a variance."""
+        return sums.sum(-1, keepdim=True) if self.covariance_kind == "spherical" else sums
+
+    def _pooled(self, sums: Tensor) -> Tensor:
+        """Sums in the shape of `covariance()` added up over the features or units that share it."""
+        return sums.sum(-3, keepdim=True) if self.covariance_kind == "tied" else self._over_features(sums)
+
+    def _prior_of_spread(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """`prior_scatter` in the shape of the spread's parameter, and `prior_count`, which broadcasts to it."""
+        scatter, count = (torch.as_tensor(prior).to(like) for prior in (self.prior_scatter, self.prior_count))
+        if not self.factorised and scatter.dim() == 0:
+            scatter = scatter * torch.eye(*self.event).to(like)
+        scatter = scatter.expand(*self._spread_units, *self._spread_event)
+        count = count.expand(self._spread_units).reshape(*self._spread_units, *(1,) * len(self._spread_event))
+        return self._over_features(scatter), self._over_features(count.expand_as(scatter))
+
+    def _first(self, wrong: Tensor) -> tuple[list[int], str]:
+        """The index of the first unit for which a mask in the shape of the spread holds, and words for the feature."""
+        at = wrong.nonzero()[0].tolist()
+        of_features = self.event and self.covariance_kind != "spherical" and wrong.dim() > len(self.units)
+        return at[: len(self.units)], f", feature {at[-1]}" if of_features else ""
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
         """Products of each feature with itself, or of all pairs of features: of the shape of `covariance()`."""
@@ -172,7 +235,7 @@ class Gaussian(ExponentialFamily):
         """The natural parameters, float64 `[*U, c, f]`: see `ExponentialFamily.natural`."""
         means = self.means.double() - self._centre().unsqueeze(len(self.units) - 1)
         if self.factorised:
-            log_scales = self.log_scales.double()
+            log_scales = self.log_scales.double().expand_as(means)
             precisions = (-2 * log_scales).exp()
             first = -log_scales - _HALF_LOG_2_PI - precisions * means.square() / 2
             return (torch.cat if self.event else torch.stack)((first, precisions * means, -precisions / 2), -1)
@@ -183,7 +246,8 @@ class Gaussian(ExponentialFamily):
         linear = (precisions @ means[..., None])[..., 0]
         logs = self._diagonal(self.factors.double()).sum(-1)
         first = -logs - d * _HALF_LOG_2_PI - (linear * means).sum(-1) / 2
-        return torch.cat((first[..., None], linear, -precisions.flatten(-2) / 2), -1)
+        squares = (-precisions.flatten(-2) / 2).expand(*self.units, d * d)
+        return torch.cat((first[..., None], linear, squares), -1)
 
     def draw(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One observation of each given state, of the parameters' dtype, float32 at least: see `InputLayer.draw`."""
@@ -191,13 +255,14 @@ class Gaussian(ExponentialFamily):
         noise = torch.empty_like(means).normal_(generator=generator)
         if self.factorised:
             return means + noise * self.of_states(self.log_scales.detach(), states).exp()
-        factors = self.of_states(self._cholesky().detach().to(means.dtype), states)
+        factors = self._cholesky().detach().to(means.dtype).expand(*self.units, *self._spread_event)
+        factors = self.of_states(factors, states)
         return means + (factors @ noise[..., None])[..., 0]
 
     def mode(self) -> tuple[Tensor, Tensor]:
         """The means and their log-densities: see `InputLayer.mode`."""
         spread = self.log_scales if self.factorised else self.factors
-        logs = self._diagonal(spread.detach().double()) + _HALF_LOG_2_PI
+        logs = self._diagonal(spread.detach().double()).expand_as(self.means) + _HALF_LOG_2_PI
         return arithmetic(self.means.detach()), -(logs.sum(-1) if self.event else logs).to(self.dtype)
 
     @property
@@ -234,22 +299,34 @@ class Gaussian(ExponentialFamily):
         # counts in a shape that broadcasts to the covariance
         total, squares = (counts, squares) if self.factorised else (counts[..., None], squares.unflatten(-1, (d, d)))
         centre = self._centre().unsqueeze(len(self.units) - 1)
-        means, before = sums / counts, self.means.double() - centre
+        means, before = torch.where(counts > 0, sums / counts, 0.0), self.means.double() - centre
         scatter = squares - self._products(sums, means)
         # features whose observations differ by no more than rounding have variance 0
         varies = self._diagonal(scatter) > _ROUNDING * self._diagonal(squares)
         scatter = torch.where(self._products(varies, varies), scatter, 0.0)
-        prior = self.prior_scatter * (1.0 if self.factorised else torch.eye(d).to(scatter))
-        old = self.covariance().double()
-        covariance = torch.lerp(old, (scatter + prior) / (total + self.prior_count), step)
+        # the prior's observations pull the means, and both lie apart from the new ones
+        weight, place = self._prior_of_means(centre)
+        used = counts + weight > 0
+        share = torch.where(used, counts * weight / (counts + weight), 0.0)
+        away = self._products(means - place, means - place)
+        scatter = self._pooled(scatter + (share if self.factorised else share[..., None]) * away)
+        means = torch.where(used, (sums + weight * place) / (counts + weight), before)
+        prior, prior_count = self._prior_of_spread(scatter)
+        observed, old = self._pooled(total), self._shared(self.covariance().double())
+        covariance = torch.lerp(old, (scatter + prior) / (observed + prior_count), step)
         # mean parameters move linearly: the covariance of the mixture of both Gaussians, means apart included
-        covariance = covariance + step * (1 - step) * self._products(means - before, means - before)
-        covariance = torch.where(total > 0, covariance, old)
+        moves = self._pooled(total * self._products(means - before, means - before)) / observed
+        covariance = torch.where(observed > 0, covariance + step * (1 - step) * moves, old)
         self._refuse_singular(covariance)
-        self.set(moved(before, means, step, counts > 0) + centre, covariance)
+        self.set(torch.lerp(before, means, step) + centre, covariance)
+
+    def _prior_of_means(self, centre: Tensor) -> tuple[Tensor, Tensor]:
+        """`prior_means_count` in a shape that broadcasts to the means, and `prior_means` about the centre."""
+        weight, place = (torch.as_tensor(prior).to(centre) for prior in (self.prior_means_count, self.prior_means))
+        return weight.expand(self.units).reshape(*self.units, *(1,) * len(self.event)), place - centre
 
     def _refuse_singular(self, covariance: Tensor) -> None:
-        """Raise ValueError for a unit whose covariance is singular but for rounding."""
+        """Raise DegenerateError for a unit whose covariance is singular but for rounding."""
         if self.factorised:
             singular = covariance <= 0
         else:
@@ -257,15 +334,16 @@ class Gaussian(ExponentialFamily):
             left = self._diagonal(factors).square()
             singular = (left <= _ROUNDING * self._diagonal(covariance)).any(-1) | (info > 0)
         if bool(singular.any()):
-            at = singular.nonzero()[0].tolist()
-            unit, feature = at[: len(self.units)], at[len(self.units) :]
-            raise ValueError(
-                f"maximise: expected positive variances, got 0 for unit {unit}"
-                + (f", feature {feature[0]}" if feature else "")
-                + ", which stands on too few observations: give prior_scatter, or have fewer units"
+            unit, feature = self._first(singular)
+            which = f"unit {unit}{feature}"
+            if self.covariance_kind == "tied":
+                which = f"the units of {unit[:-1]}" if unit[1:] else "the units"
+            raise DegenerateError(
+                f"maximise: expected positive variances, got 0 for {which}, on too few observations",
+                "give the Gaussian a prior_scatter, or have fewer units",
             )
 
     def extra_repr(self) -> str:
         """Sizes, as torch prints them."""
-        covariance = "" if self.factorised else ', covariance="full"'
+        covariance = "" if self.covariance_kind == "diagonal" else f', covariance="{self.covariance_kind}"'
         return super().extra_repr() + (f", num_features={self.event[0]}" if self.event else "") + covariance

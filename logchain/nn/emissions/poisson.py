@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ...operands import at_hand
+from ..checks import check_prior
 from ..parameters import arithmetic, broadcast
 from .exponential_family import ExponentialFamily, moved
 from .starts import seeds
@@ -14,13 +15,17 @@ class Poisson(ExponentialFamily):
 
     Args:
         units: `[*U, c]`, or `c` alone.
+        prior_total, prior_count: added by expectation maximisation to a unit's sum of counts and to its number of
+            observations, a gamma prior: `rate = (total + prior_total) / (observed + prior_count)`. Numbers, or tensors
+            that broadcast to the units.
         generator: the source of randomness for the initial rates, whose logarithms are standard normal.
 
     `log_rates`: parameter `[*U, c]`; -inf is a rate of 0, with which only the count 0 is possible. Call: data
     `[..., *U]`, non-negative integers of any dtype, to `[..., *U, c]`, in nats; see `InputLayer`.
 
     Raises:
-        ValueError: a value is no count (checked on a CPU), or shapes do not go together.
+        TypeError: a prior is neither a number nor a tensor.
+        ValueError: a value is no count (checked on a CPU), a prior is negative, or shapes do not go together.
 
     Cost: that of `ExponentialFamily` with 3 statistics.
 
@@ -31,8 +36,18 @@ class Poisson(ExponentialFamily):
             [    -inf,  -2.4210]], grad_fn=<MaskedFillBackward0>)
     """
 
-    def __init__(self, units: int | tuple[int, ...], *, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        units: int | tuple[int, ...],
+        *,
+        prior_total: float | Tensor = 0.0,
+        prior_count: float | Tensor = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
         super().__init__(units)
+        check_prior("prior_total", prior_total, self.units)
+        check_prior("prior_count", prior_count, self.units)
+        self.prior_total, self.prior_count = prior_total, prior_count
         self.log_rates = torch.nn.Parameter(torch.empty(self.units))
         self.reset_parameters(generator)
 
@@ -117,6 +132,10 @@ class Poisson(ExponentialFamily):
     @torch.no_grad()
     def maximise(self, statistics: Tensor, step: float = 1.0) -> None:
         """Set the rates to the means of the data, weighted by the flow: see `ExponentialFamily.maximise`."""
-        observed, sums, _ = statistics.unbind(-1)
+        counts, sums, _ = statistics.unbind(-1)
+        total, observed = (
+            torch.as_tensor(prior).to(counts) + part
+            for prior, part in ((self.prior_total, sums), (self.prior_count, counts))
+        )
         before = self.log_rates.double().exp()
-        self.log_rates.copy_(moved(before, sums / observed, step, observed > 0).log())
+        self.log_rates.copy_(moved(before, total / observed, step, observed > 0).log())
