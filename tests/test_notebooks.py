@@ -12,8 +12,23 @@ nbformat = pytest.importorskip("nbformat")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# what logchain needs, and the extra "notebooks"
+NAMES = [
+    "01_casino",
+    "02_crf_swap",
+    "03_el_nino",
+    "04_how_many_states",
+    "05_recessions",
+    "06_digits",
+    "07_endless_sensor",
+    "08_where_float32_fails",
+    "09_alignment",
+]
+# what logchain needs, and the extras "notebooks" and "peers"
 PACKAGES = {"logchain", "matplotlib", "numpy", "scipy", "sklearn", "statsmodels", "torch"}
+PACKAGES |= {"cirkit", "hmmlearn", "pyro", "torch_struct", "torchcrf"}
+PUBLIC = re.compile(
+    r"logchain(\.(adapters|distributed|memory|nn(\.(emissions|transitions))?|reference|semirings|transitions))?"
+)
 # of whatever machine it was
 PLACES = re.compile(rf"/(home|root|tmp|usr|Users|private)/|site-packages|ipykernel_\d|{re.escape(str(ROOT))}")
 
@@ -27,8 +42,8 @@ def kinds(cell):
     return {(output.output_type, output.get("name"), *sorted(output.get("data", ()))) for output in cell.outputs}
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
+def test_there_are_nine():
+    assert [path.stem for path in NOTEBOOKS] == NAMES
 
 
 @pytest.mark.slow
@@ -55,6 +70,12 @@ def test_outputs_are_kept(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_lines_of_code_fit_a_narrow_page(path):
+    lines = [line for cell in code_cells(path) for line in cell.source.splitlines()]
+    assert not [line for line in lines if len(line) > 88]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_imports_are_public_and_of_the_extra(path):
     trees = [ast.walk(ast.parse(cell.source)) for cell in code_cells(path)]
     nodes = [node for tree in trees for node in tree if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -62,3 +83,5 @@ def test_imports_are_public_and_of_the_extra(path):
     names = [part for node in nodes for alias in node.names for part in alias.name.split(".")]
     assert not {module.split(".")[0] for module in modules} - PACKAGES - sys.stdlib_module_names
     assert not [part for part in [*names, *".".join(modules).split(".")] if part.startswith("_")]
+    ours = [module for module in modules if module.split(".")[0] == "logchain"]
+    assert not [module for module in ours if not PUBLIC.fullmatch(module)]
