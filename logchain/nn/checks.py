@@ -49,14 +49,15 @@ def check_amount(name: str, value: float) -> None:
 
 def check_prior(name: str, value: float | Tensor, shape: tuple[int, ...], *, signed: bool = False) -> None:
     """Check for a finite number or a tensor of them that broadcasts to a shape; non-negative unless `signed`."""
-    if isinstance(value, Tensor):
-        values, given = broadcast(name, value, torch.Size(shape)), "numbers"
-    else:
+    if not isinstance(value, Tensor):
         check_number(name, value)
-        values, given = torch.tensor(float(value), dtype=torch.float64), "a number"
+        if not (math.isfinite(value) and (signed or value >= 0)):
+            raise ValueError(f"{name}: expected a {'finite number' if signed else 'number from 0 on'}, got {value!r}")
+        return
+    values = broadcast(name, value, torch.Size(shape))
     wrong = ~values.isfinite() if signed else ~(values.isfinite() & (values >= 0))
-    if bool(wrong.any()):
-        expected = f"{given}, finite" if signed else f"{given} from 0 on"
+    if not values.is_meta and bool(wrong.any()):
+        expected = "finite numbers" if signed else "numbers from 0 on"
         raise ValueError(f"{name}: expected {expected}, got {values[wrong][0].item()}")
 
 

@@ -29,7 +29,7 @@ class Fit(NamedTuple):
             between which the parameters changed.
         iterations: their number.
         converged: whether the last iteration gained less than the tolerance.
-        starts: the final log-likelihood of each start but those that were set aside.
+        starts: the final log-likelihood of each start that was not set aside.
         set_aside: the number of starts that met a `DegenerateError`.
     """
 

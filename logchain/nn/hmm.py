@@ -420,7 +420,8 @@ class HMM(torch.nn.Module):
             batch_size: number of sequences that are computed at a time.
             step: for mini-batches with "em", the part (0..1) of the way to the maximum, or a function of their number.
             optimiser: for "gradient", a function of the list of parameters.
-            restarts: number of initialisations, of which the best fit is kept; 0 starts from the present parameters.
+            restarts: number of initialisations, of which the best fit is kept; 0 starts from the present parameters. Of
+                several, those that meet a `DegenerateError` are set aside with a `DegenerateWarning`.
             generator: the source of randomness.
             progress: show a progress bar (tqdm).
 
@@ -454,23 +455,25 @@ class HMM(torch.nn.Module):
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
-        """The model, in float64, of a fitted model of hmmlearn, with its priors.
+        """The model, in float64, of a fitted model of hmmlearn.
 
         Args:
             model: a GaussianHMM, GMMHMM, PoissonHMM or CategoricalHMM.
 
         Returns:
             An `HMM`. Its data are `[*B, v, d]` as hmmlearn's samples are `[samples, d]`, but categories are `[*B, v]`.
+            Its priors come along, so that `fit` takes its steps, with two exceptions where its formula has no maximum:
+            a number as `covars_prior` of "full" or "tied" covariances is that times the identity, and `lambdas_prior`
+            is weighed against the observations of the state. Nothing stands for `min_covar`, which only serves where
+            it initialises.
 
         Raises:
             TypeError: the model is another, or not fitted.
-            ValueError: a prior's parameters are no counts, as those of a Dirichlet below 1.
+            ValueError: a prior has another shape, or a Dirichlet's parameter is less than 1.
 
         >>> from types import SimpleNamespace
         >>> PoissonHMM = type("PoissonHMM", (SimpleNamespace,), {})  # stands for hmmlearn's
         >>> model = PoissonHMM(n_components=1, startprob_=[1.0], transmat_=[[1.0]], lambdas_=[[3.5]])
-        >>> model.startprob_prior = model.transmat_prior = 1.0  # none
-        >>> model.lambdas_prior = model.lambdas_weight = 0.0
         >>> HMM.from_hmmlearn(model).emission.log_rates.exp().detach()
         tensor([[3.5000]], dtype=torch.float64)
         """
@@ -479,13 +482,14 @@ class HMM(torch.nn.Module):
         return from_hmmlearn(model)
 
     def to_hmmlearn(self) -> Any:
-        """The model of hmmlearn with the same parameters.
+        """The model of hmmlearn with the same parameters and priors.
 
         Returns:
-            A fitted model, whose samples are `[samples, d]`, with d = 1 for numbers.
+            A fitted model, whose samples are `[samples, d]`, with d = 1 for numbers. Priors of 0 stay 0,
+            where hmmlearn's own default is `covars_prior=0.01`.
 
         Raises:
-            ValueError: hmmlearn has no such emission, initial distribution or transitions.
+            ValueError: hmmlearn has no such emission, prior, initial distribution or transitions.
             ImportError: hmmlearn is not installed.
         """
         from .hmmlearn_models import to_hmmlearn

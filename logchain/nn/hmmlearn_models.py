@@ -119,7 +119,7 @@ def _layer(model: Any, covariance: Any, priors: dict[str, Any]) -> Gaussian:
 def _poisson(model: Any) -> InputLayer:
     rates = float64(model.lambdas_).T  # (d, c)
     total, count = (
-        broadcast(name, getattr(model, name), rates.T.shape).T for name in ("lambdas_prior", "lambdas_weight")
+        broadcast(name, getattr(model, name, 0.0), rates.T.shape).T for name in ("lambdas_prior", "lambdas_weight")
     )
     layer = Poisson(tuple(rates.shape), prior_total=total, prior_count=count).double()
     layer.set(rates)

@@ -25,7 +25,7 @@ def counts_of_dirichlet(model: Any, name: str, weights: str, *, keep_zeros: bool
     With `keep_zeros` weights that are 0 have no prior, so that they stay 0, as hmmlearn keeps what is forbidden.
     """
     values = float64(getattr(model, weights))
-    counts = broadcast(name, getattr(model, name), tuple(values.shape)) - 1
+    counts = broadcast(name, getattr(model, name, 1.0), tuple(values.shape)) - 1
     counts = counts.masked_fill(values == 0, 0.0) if keep_zeros else counts
     if bool((counts < 0).any()):
         raise ValueError(f"{name}: expected numbers from 1 on, whose posterior has a maximum, got {1 + counts.min():g}")

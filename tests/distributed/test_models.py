@@ -274,6 +274,20 @@ def test_circuits_learn_by_expectation_maximisation(teams):
     assert one[-1] > one[0]
 
 
+def degenerate_fit(rank: int) -> None:
+    """The first variable of rank 1 has one value, of which the other rank knows nothing."""
+    circuit = ChainCircuit(2, 2, input="gaussian", group=dist.group.WORLD)
+    data = torch.arange(8.0).view(4, 2).sin()
+    data[:, 0] = 3.0 if rank else data[:, 0]
+    circuit.fit(data, restarts=0, max_iterations=3)
+
+
+def test_a_variance_of_0_on_one_rank_ends_the_fit_on_all(teams):
+    for outcome in teams(2).run(degenerate_fit):
+        assert isinstance(outcome.error, ValueError)
+        assert "rank 1: maximise: expected positive variances, got 0 for unit [0, 0, " in str(outcome.error)
+
+
 def fit_at_rest(rank: int, options: dict) -> tuple[float, ...]:
     """The log-likelihoods of mini-batches in random order, with parameters that stay as they are."""
     torch.manual_seed(rank)

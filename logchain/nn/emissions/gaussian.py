@@ -96,7 +96,7 @@ class Gaussian(ExponentialFamily):
         check_prior("prior_means_count", prior_means_count, self.units)
         self.prior_scatter, self.prior_count = prior_scatter, prior_count
         self.prior_means, self.prior_means_count = prior_means, prior_means_count
-        if matrices:
+        if isinstance(prior_scatter, Tensor) and matrices and not prior_scatter.is_meta:
             scatter, _ = self._prior_of_spread(torch.zeros((), dtype=torch.float64))
             # of a number, a row or a column there is no telling which matrix is meant
             shares = torch.linalg.eigvalsh(scatter)
@@ -151,10 +151,11 @@ class Gaussian(ExponentialFamily):
         Args:
             means: `[*U, c]` or `[*U, c, d]`, or what broadcasts to it.
             covariance: variances of the same shape or, if "full" or "tied", covariances `[*U, c, d, d]`; broadcast
-                likewise. Spherical variances have to be the same for all features, tied covariances for all units.
+                likewise. Those that are shared, spherical by all features or tied by all units, have to be the same.
 
         Raises:
-            ValueError: a mean is not finite, a variance not positive, or a covariance not positive definite.
+            ValueError: a mean is not finite, a variance not positive, a covariance not positive definite, or what is
+                shared is not the same.
         """
         means = broadcast("means", means, self.means.shape)
         if not means.isfinite().all():
