@@ -7,6 +7,8 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import Lengths, check_flag, check_lengths, check_question
+from .kernels.weights import NegativeWeights
+from .operands import named, weights_of
 from .schedules.packed import Packed
 from .stream import Stream, StreamUpdate
 from .streams.structures import steps_between, steps_of
@@ -73,16 +75,22 @@ def filtered(
     if isinstance(bulk, Transition):
         question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("filtered", {}))
         x, bulk, p0, ends, _ = question.operands
-        states, log_norm = _filtered(x, bulk, p0, ends, log_params)
+        with question.naming():
+            states, log_norm = _filtered(x, bulk, p0, ends, log_params)
         return Filtered(question.by_row(states, 1), log_norm)
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        parts = [_filtered(*piece, log_params) for piece in packed]
+        with packed.naming():
+            parts = [_filtered(*piece, log_params) for piece in packed]
         return Filtered(
             packed.by_row([part.states for part in parts]), packed.by_sequence([part.log_norm for part in parts])
         )
-    return _filtered(x, bulk, p0, check_question(x, bulk, p0, log_params, lengths), log_params)
+    ends = check_question(x, bulk, p0, log_params, lengths)
+    try:
+        return _filtered(x, bulk, p0, ends, log_params)
+    except NegativeWeights as error:
+        raise named(error, *weights_of(x, bulk, p0, ends)) from None
 
 
 def _filtered(x: Tensor, bulk: Tensor | Transition, p0: Tensor, ends: Tensor | None, log_params: bool) -> Filtered:

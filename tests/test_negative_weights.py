@@ -32,6 +32,7 @@ QUESTIONS = {
     "sums": lambda *a, **o: logchain.marginals(*a, transitions="sum", **o),
     "full": lambda *a, **o: logchain.marginals(*a, transitions="full", **o),
     "forward_backward": logchain.forward_backward,
+    "filtered": logchain.filtered,
     "viterbi": logchain.viterbi,
     "topk_paths": lambda *a, **o: logchain.topk_paths(*a, 2, **o),
     "sample": lambda *a, **o: logchain.sample(*a, 2, **o),

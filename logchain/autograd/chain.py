@@ -1,10 +1,10 @@
 """The log-partition of a chain, differentiable in every schedule.
 
 Two Functions of torch compute it. `LogNorm`, with the derivative `Gradient`, takes any schedule but those of
-`LogPartition`, also inside torch.compile and torch.func: `apply` calls it, or its operator `logchain::log_norm` while
-torch.compile traces. `LogPartition` takes a schedule as an argument: that of a short chain on a CPU, of a chain within
-a memory budget, or of packed sequences. In either the gradients are posterior marginals, computed by a backward pass
-from the operands and what the schedule keeps, which are the forward messages or some of them.
+`LogPartition`, also inside torch.compile and torch.func, where its operator `logchain::log_norm` is called instead.
+`LogPartition` takes a schedule as an argument: that of a short chain on a CPU, of a chain within a memory budget, or of
+packed sequences. In either the gradients are posterior marginals, computed by a backward pass from the operands and
+what the schedule keeps, which are the forward messages or some of them.
 """
 
 from typing import Any, NamedTuple, Protocol

@@ -40,6 +40,7 @@ def gaussian_priors(model: Any) -> dict[str, Prior]:
     weight = _number("covars_weight", model.covars_weight)
     return {
         "prior_scatter": (_matrices if matrices else broadcast)("covars_prior", model.covars_prior, shape),
+        # hmmlearn takes no observations away either, with a weight below that
         "prior_count": max(weight - (d if matrices else 1), 0.0),
         "prior_means": broadcast("means_prior", model.means_prior, (c, d)),
         "prior_means_count": _number("means_weight", model.means_weight),
