@@ -22,7 +22,7 @@ if {device}:
 
 
 class Bare:
-    """A finder that does not find some modules."""
+    """A finder that does not find some modules, but setuptools' own copies of them."""
 
     def __init__(self, finder):
         self.finder = finder
@@ -31,7 +31,9 @@ class Bare:
         return getattr(self.finder, name)
 
     def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] in {hidden} else self.finder.find_spec(name, path, target)
+        if path is None and name in {hidden}:
+            path = [folder for folder in sys.path if folder.endswith("_vendor")]
+        return self.finder.find_spec(name, path, target)
 
 
 sys.meta_path[:] = map(Bare, sys.meta_path)
