@@ -7,8 +7,7 @@ from torch import Tensor
 
 from . import kernels
 from .arguments import Lengths, check_flag, check_lengths, check_question
-from .kernels.weights import NegativeWeights
-from .operands import named, weights_of
+from .operands import naming, weights_of
 from .schedules.packed import Packed
 from .stream import Stream, StreamUpdate
 from .streams.structures import steps_between, steps_of
@@ -87,10 +86,8 @@ def filtered(
             packed.by_row([part.states for part in parts]), packed.by_sequence([part.log_norm for part in parts])
         )
     ends = check_question(x, bulk, p0, log_params, lengths)
-    try:
+    with naming(lambda: weights_of(x, bulk, p0, ends)):
         return _filtered(x, bulk, p0, ends, log_params)
-    except NegativeWeights as error:
-        raise named(error, *weights_of(x, bulk, p0, ends)) from None
 
 
 def _filtered(x: Tensor, bulk: Tensor | Transition, p0: Tensor, ends: Tensor | None, log_params: bool) -> Filtered:

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from .arguments import Lengths, check_flag, check_question
 from .autograd.entropy import divergence, packed_divergence
-from .kernels.weights import NegativeWeights
-from .operands import arithmetic_dtype, named, weights_of
+from .operands import arithmetic_dtype, naming, weights_of
 from .schedules.packed import Packed
 
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -62,18 +61,14 @@ def kl_divergence(
     if cu_seqlens is None:
         ends, _ = (check_question(*operands, log_params, lengths) for operands in (p, q))
         _check_alike(p[0], q[0])
-        try:
+        with naming(lambda: weights_of(*p, ends, "p: ") + weights_of(*q, ends, "q: ")):
             divergences = divergence(p, q, ends, log_params)
-        except NegativeWeights as error:
-            raise named(error, *weights_of(*p, ends, "p: "), *weights_of(*q, ends, "q: ")) from None
     else:
         check_flag("log_params", log_params)
         packed_p, packed_q = (Packed(*operands, cu_seqlens, lengths) for operands in (p, q))
         _check_alike(p[0], q[0])
-        try:
+        with naming(lambda: packed_p.weights("p: ") + packed_q.weights("q: ")):
             divergences = packed_divergence(packed_p, packed_q, log_params)
-        except NegativeWeights as error:
-            raise named(error, *packed_p.weights("p: "), *packed_q.weights("q: ")) from None
     return divergences.to(torch.promote_types(arithmetic_dtype(*p), arithmetic_dtype(*q)))
 
 

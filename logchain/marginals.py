@@ -8,7 +8,7 @@ from .arguments import Lengths, check_choice, check_question
 from .autograd.chain import posteriors
 from .autograd.chain_operators import short_of
 from .kernels.weights import NegativeWeights
-from .operands import Operands, arithmetic_dtype, differentiated, named, weights_of
+from .operands import Operands, arithmetic_dtype, differentiated, named, naming, weights_of
 from .rescues import report_chains
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
@@ -121,8 +121,6 @@ def marginals(
         *batch, v, c = x.shape
         bulk = bulk.expand(*batch, v - 1, c, c)
     needs = True, transitions is not None, False
-    try:
+    with naming(lambda: weights_of(*given)):
         log_norm, (states, counts, _) = posteriors(Operands(x, bulk, p0, ends, log_params), needs)
-    except NegativeWeights as error:
-        raise named(error, *weights_of(*given)) from None
     return Marginals(states, counts if transitions else None, log_norm.to(dtype, copy=True))

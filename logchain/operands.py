@@ -1,6 +1,7 @@
 """The operands of a chain: as the kernels take them, their dtype, and whether gradients or transforms are active."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -159,6 +160,15 @@ def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | 
 def named(error: NegativeWeights, *weights: Weights) -> NegativeWeights:
     """The error of the first negative weight; the given one if there is none."""
     return _negative(*weights) or error
+
+
+@contextmanager
+def naming(weights: Callable[[], Iterable[Weights]]) -> Iterator[None]:
+    """A context whose error of a negative weight says where the first one stands in the weights."""
+    try:
+        yield
+    except NegativeWeights as error:
+        raise named(error, *weights()) from None
 
 
 def check_weights(*weights: Weights) -> None:

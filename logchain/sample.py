@@ -9,8 +9,7 @@ from . import kernels
 from .arguments import Lengths, check_question
 from .autograd.operator import with_batch_first
 from .kernels.chain import FEW_STATES, Chain
-from .kernels.weights import NegativeWeights
-from .operands import chain_of, named, weights_of
+from .operands import chain_of, naming, weights_of
 from .rescues import report_chains
 from .schedules import choose, overlapped
 from .schedules.packed import Packed, PackedChain
@@ -110,10 +109,8 @@ def _sample(
         segments = 1
         if chain.c > FEW_STATES:  # putting messages in order takes as long as those of few states
             segments = choose.of(x, bulk, p0, log_params, lengths is not None, choose.WALKS, False).segments
-        try:
+        with naming(lambda: weights_of(x, bulk, p0, lengths)):
             states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator, segments)
-        except NegativeWeights as error:
-            raise named(error, *weights_of(x, bulk, p0, lengths)) from None
         return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
 
 

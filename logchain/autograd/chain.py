@@ -16,7 +16,7 @@ from .. import kernels
 from ..arguments import has_values, is_transformed
 from ..kernels.message import Kept
 from ..kernels.weights import NegativeWeights
-from ..operands import Operands, differentiated, is_plain, named, weights_of
+from ..operands import Operands, differentiated, is_plain, named, naming, weights_of
 from ..rescues import report_chains
 from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
@@ -100,10 +100,8 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
     if x.numel() == 0 or not has_values(p0):  # nothing to cut
         return log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
     schedule = _ByCheckpoints(every, progress)
-    try:
+    with naming(lambda: weights_of(x, bulk, p0, lengths)):
         value: Tensor = call(LogPartition, *operands, schedule) if keep else schedule.forward(operands, False)[0]
-    except NegativeWeights as error:
-        raise named(error, *weights_of(x, bulk, p0, lengths)) from None
     return value
 
 

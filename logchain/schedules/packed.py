@@ -5,7 +5,7 @@ too few for the threads take padded batches of sequences of similar lengths.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
 from typing import NamedTuple
@@ -17,8 +17,7 @@ from .. import kernels
 from ..arguments import check_has_values, check_tensor
 from ..kernels.chain import Chain
 from ..kernels.message import Kept
-from ..kernels.weights import NegativeWeights
-from ..operands import Weights, arithmetic_dtype, is_plain, named
+from ..operands import Weights, arithmetic_dtype, is_plain, naming
 from ..rescues import report_chains
 from .choose import choose, where
 from .cost_counts import Size
@@ -62,13 +61,9 @@ class Packed:
         """x, bulk and p0."""
         return self.x, self.bulk, self.p0
 
-    @contextmanager
-    def naming(self) -> Iterator[None]:
+    def naming(self) -> AbstractContextManager[None]:
         """A context whose error of a negative weight says where it stands in the operands, not in a piece."""
-        try:
-            yield
-        except NegativeWeights as error:
-            raise named(error, *self.weights()) from None
+        return naming(self.weights)
 
     def weights(self, prefix: str = "") -> list[Weights]:
         """The weights that are read: no transition leads into a first row."""

@@ -15,9 +15,8 @@ from ..autograd.operator import operator
 from ..kernels.chain import Chain
 from ..kernels.message import Message
 from ..kernels.numbers import exact_sum
-from ..kernels.weights import NegativeWeights
 from ..layout import Layout
-from ..operands import arithmetic_dtype, differentiated, named
+from ..operands import arithmetic_dtype, differentiated, naming
 from ..rescues import report_chains
 from . import overlapped, stretch
 from .piece import Carried, Piece, RawPiece, added, filtering, normalised, posterior, recovered
@@ -47,11 +46,8 @@ def filtered(
     if torch.compiler.is_compiling() or not has_values(raw.x):
         *after, posteriors, messages = _operator(*raw, *carried, dtype, piece is not None)
     else:
-        try:
-            with kernels.arithmetic_on(raw.x):
-                *after, posteriors, messages = _by_kernels(raw, carried, dtype, piece is not None, calls)
-        except NegativeWeights as error:
-            raise named(error, *raw.weights()) from None
+        with kernels.arithmetic_on(raw.x), naming(raw.weights):
+            *after, posteriors, messages = _by_kernels(raw, carried, dtype, piece is not None, calls)
     logs = None if piece is None else recovered(piece, carried.message, messages)
     return Filtered(Carried(*after), None if dtype is None else posteriors, logs)
 

@@ -1,7 +1,7 @@
 """The operands of a question, and where its answers go: sequences of a batch, or packed ones, which are padded."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 from ..arguments import Lengths, check_flag, check_tensor
 from ..kernels import in_c
 from ..kernels.structured import Arcs, Factors
-from ..kernels.weights import NegativeWeights
-from ..operands import Weights, at_hand, check_weights, differentiated, named, read_steps
+from ..operands import Weights, at_hand, check_weights, differentiated, naming, read_steps
 from ..schedules.packed import row_bounds
 from ..transitions import Transition
 from .operands import Operands, check_operands, is_blocks
@@ -87,13 +86,9 @@ class Question:
         structure = transition.with_parameters(*parameters)
         return check_operands(x[self._rows], structure, p0, log_params, counts.to(x.device))
 
-    @contextmanager
-    def naming(self) -> Iterator[None]:
+    def naming(self) -> AbstractContextManager[None]:
         """A context whose error of a negative weight says where it stands in what was given."""
-        try:
-            yield
-        except NegativeWeights as error:
-            raise named(error, *self._weights(self.operands)) from None
+        return naming(lambda: self._weights(self.operands))
 
     def _weights(self, operands: Operands) -> list[Weights]:
         """The weights as they were given, of which the transitions into variables are read."""
