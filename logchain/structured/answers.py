@@ -10,6 +10,7 @@ from ..arguments import check_values
 from ..transitions import Transition
 from . import messages as log_messages
 from . import paths, topk
+from .eager import between_graphs
 from .entropy import entropy as entropy_of
 from .entropy import entropy_by_steps, entropy_of_sums
 from .product import log_norm, posteriors
@@ -19,12 +20,14 @@ from .question import Question
 Counts = Transition | None
 
 
+@between_graphs
 def product(question: Question) -> Tensor:
     """The log-partition [*B]."""
     with question.naming():
         return log_norm(question.operands).to(question.operands.dtype)
 
 
+@between_graphs
 def marginals(question: Question, transitions: Literal["sum", "full"] | None) -> tuple[Tensor, Counts, Tensor]:
     """State posteriors, a structure whose parameters are expected counts, and the log-partition."""
     operands = question.operands
@@ -46,12 +49,14 @@ def marginals(question: Question, transitions: Literal["sum", "full"] | None) ->
     return question.by_row(states, 1), counted, value.to(operands.dtype)
 
 
+@between_graphs
 def forward_backward(question: Question) -> tuple[Tensor, Tensor, Tensor]:
     """Forward messages, backward messages and the log-partition."""
     ahead, behind, value = log_messages.messages(question.operands)
     return question.by_row(ahead, 1), question.by_row(behind, 1), value
 
 
+@between_graphs
 def viterbi(question: Question) -> tuple[Tensor, Tensor]:
     """The best path and its log-weight."""
     operands = question.operands
@@ -60,6 +65,7 @@ def viterbi(question: Question) -> tuple[Tensor, Tensor]:
     return question.by_row(states), score.to(operands.dtype)
 
 
+@between_graphs
 def topk_paths(question: Question, k: int) -> tuple[Tensor, Tensor]:
     """The k best paths and their log-weights, in falling order."""
     operands = question.operands
@@ -73,6 +79,7 @@ def topk_paths(question: Question, k: int) -> tuple[Tensor, Tensor]:
     return states, scores.gather(-1, order).to(operands.dtype)
 
 
+@between_graphs
 def sample(question: Question, num_samples: int, generator: torch.Generator | None) -> Tensor:
     """Paths drawn from the posterior."""
     operands = question.operands
@@ -84,6 +91,7 @@ def sample(question: Question, num_samples: int, generator: torch.Generator | No
     return question.by_row(drawn)
 
 
+@between_graphs
 def log_prob(question: Question, states: Tensor) -> Tensor:
     """The log posterior of paths [*S, *B, v], see `Question.padded`."""
     operands = question.operands
@@ -94,6 +102,7 @@ def log_prob(question: Question, states: Tensor) -> Tensor:
     return torch.where(impossible, -math.inf, weight - norm).to(operands.dtype)
 
 
+@between_graphs
 def entropy(question: Question) -> Tensor:
     """The entropy of the posterior over paths."""
     operands = question.operands
@@ -102,6 +111,7 @@ def entropy(question: Question) -> Tensor:
     return (entropy_of_sums if operands.transition.sums else entropy_of)(operands).to(operands.dtype)
 
 
+@between_graphs
 def check(question: Question) -> None:
     """Raise ValueError for NaN and +inf, see `logchain.check`; the question has looked for negative weights."""
     x, transition, p0, ends, _ = question.operands

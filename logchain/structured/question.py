@@ -13,6 +13,7 @@ from ..kernels.structured import Arcs, Factors
 from ..operands import Weights, at_hand, check_weights, differentiated, naming, read_steps
 from ..schedules.packed import row_bounds
 from ..transitions import Transition
+from .eager import between_graphs
 from .operands import Operands, check_operands, is_blocks
 
 
@@ -34,6 +35,7 @@ class Question:
     operands: Operands
     mask: Tensor | None = None
 
+    @between_graphs
     def __init__(
         self,
         x: Tensor,

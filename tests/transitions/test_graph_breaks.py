@@ -1,0 +1,93 @@
+"""Inside torch.compile a chain of structures is answered between graphs, as it is outside, gradients too."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import logchain
+from logchain import nn
+from tests.transitions.structures import MAKE, C, numbers
+
+V = 5
+QUESTIONS = {
+    "product": logchain.product,
+    "marginals": lambda *chain: logchain.marginals(*chain, transitions="sum").transitions.parameters,
+    "forward_backward": logchain.forward_backward,
+    "filtered": logchain.filtered,
+    "entropy": logchain.entropy,
+    "log_prob": lambda x, bulk, p0: logchain.log_prob(x, bulk, p0, torch.zeros(x.shape[:-1], dtype=torch.int64)),
+    "viterbi": logchain.viterbi,
+    "topk_paths": lambda *chain: logchain.topk_paths(*chain, 2),
+    "sample": lambda *chain: logchain.sample(*chain, 3, generator=torch.Generator().manual_seed(1)),
+    "packed": lambda x, bulk, p0: logchain.product(x.flatten(0, 1), bulk, p0, cu_seqlens=torch.tensor([0, 3, 2 * V])),
+    "stream": lambda x, bulk, p0: logchain.Stream(bulk, p0).update(x).log_norm,
+}
+
+# between graphs Dynamo looks at gradients, of which torch warns
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def problem(kind):
+    structure = MAKE[kind](numbers(3)).map(torch.Tensor.requires_grad_)
+    x = torch.randn(2, V, C, generator=torch.Generator().manual_seed(4), dtype=torch.float64, requires_grad=True)
+    return x, structure, numbers(5)(C).requires_grad_()
+
+
+def gradients(value, leaves):
+    finite = value.masked_fill(value == -torch.inf, 0.0)
+    return torch.autograd.grad(finite.sum(), leaves, allow_unused=True, retain_graph=True)
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name, "sparse") for name in QUESTIONS), *(("product", k) for k in MAKE)])
+def test_a_question_has_its_answer(name, kind):
+    x, structure, p0 = problem(kind)
+    leaves = [x, p0, *structure.parameters]
+
+    def ask(x, p0, *parameters):
+        answer = QUESTIONS[name](2 * x, structure.with_parameters(*parameters), p0)
+        return [answer] if isinstance(answer, torch.Tensor) else list(answer)
+
+    torch.compiler.reset()
+    compiled = torch.compile(ask, backend="aot_eager")
+    for found, expected in zip(compiled(*leaves), ask(*leaves), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        if expected.requires_grad:
+            torch.testing.assert_close(gradients(found, leaves), gradients(expected, leaves))
+
+
+def test_no_walk_is_traced():
+    x, structure, p0 = problem("low_rank")
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda x: logchain.product(2 * x, structure, p0) / 2, backend=counter)
+    compiled(x)
+    assert counter.op_count == 2
+
+
+def test_one_graph_is_refused_with_the_reason():
+    x, structure, p0 = problem("low_rank")
+    compiled = torch.compile(logchain.product, fullgraph=True, backend="eager")
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported,
+        match=r"Message: a chain of structures is computed between graphs; bulk\.to_dense\(\)",
+    ):
+        compiled(x, structure, p0)
+
+
+def test_a_negative_weight_is_named():
+    x, structure, p0 = problem("banded")
+    values = structure.parameters[0].detach().clone()
+    values[1, 2] = -0.5
+    compiled = torch.compile(logchain.product, backend="eager")
+    with pytest.raises(ValueError, match=r"bulk\.values: expected non-negative weights, got -0\.5 at \[1, 2\]"):
+        compiled(x.detach(), structure.with_parameters(values), p0.detach())
+
+
+def test_a_training_step_of_a_structured_model():
+    hmm = nn.HMM(C, "categorical", num_categories=5, transition=nn.transitions.LowRank(C, 3))
+    data = torch.randint(5, (4, V), generator=torch.Generator().manual_seed(2))
+    losses = []
+    for log_prob in (hmm.log_prob, torch.compile(hmm.log_prob, backend="aot_eager")):
+        hmm.zero_grad()
+        (-log_prob(data).mean()).backward()
+        losses.append([parameter.grad.clone() for parameter in hmm.parameters()])
+    torch.testing.assert_close(*losses)
