@@ -124,7 +124,7 @@ def result_types():
 
 
 # Whoever calls these reads what goes in, what comes out, and an example.
-SAID_IN_FULL = ("logchain.Stream", "logchain.adapters", "logchain.nn", "logchain.stream")
+SAID_IN_FULL = ("logchain.Stream", "logchain.adapters", "logchain.nn", "logchain.stream", "logchain.transitions")
 # what the pages leave out: names that begin with "_", `extra_repr`, ...
 HIDDEN = "|".join(re.findall(r'"!([^"]+)"', re.search("filters: (.*)", CONFIG)[1]))
 WITHOUT_EXAMPLE = {"logchain.nn.HMM.to_hmmlearn"}  # it needs hmmlearn
@@ -153,7 +153,7 @@ def methods(item):
     """A class's own public methods by name, without what the pages leave out and second names such as `forward`."""
     own = {name: getattr(item, name) for name in vars(item)} if inspect.isclass(item) else {}
     shown = {name: method for name, method in own.items() if not re.search(HIDDEN, name)}
-    return {name: method for name, method in shown.items() if getattr(method, "__name__", "") == name}
+    return {name: method for name, method in shown.items() if inspect.isroutine(method) and method.__name__ == name}
 
 
 def arguments(item):
@@ -222,11 +222,24 @@ def test_only_tiny_batches_are_slower_than_those_of_others():
     assert slower and all(workload.startswith("n=10 v=6 ") for workload in slower)
 
 
+def docstrings():
+    """The extension of griffe that the pages are built with."""
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / ".docs" / "docstrings.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_public_functions_are_not_the_files_that_they_stand_in():
+    griffe = pytest.importorskip("griffe", reason="comes with the extra docs")
+    extensions = griffe.load_extensions(docstrings().Docstrings)
+    package = griffe.load("logchain", search_paths=[ROOT], extensions=extensions)
+    shown = re.findall(r"^::: logchain\.(\S+)$", "\n".join(TEXTS.values()), re.MULTILINE)
+    assert [name for name in shown if package[name].is_module != inspect.ismodule(resolve(f"logchain.{name}"))] == []
+
+
 def test_docstrings_become_markdown():
     pytest.importorskip("griffe", reason="comes with the extra docs")
-    spec = importlib.util.spec_from_file_location("docstrings", ROOT / ".docs" / "docstrings.py")
-    docstrings = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(docstrings)
     text = """Messages [*B, v, c] of `x[i]`:
 
     a_i = b_i
@@ -267,4 +280,4 @@ Returns:
 >>> 1 + 1
 2
 ```"""
-    assert docstrings.markdown(text) == expected
+    assert docstrings().markdown(text) == expected

@@ -22,6 +22,15 @@ class Arithmetic(ABC):
     Attributes:
         zero: the weight that adds nothing.
         one: the weight that multiplies by one.
+
+    >>> from logchain.transitions import LOG
+    >>> a, b = torch.tensor([0.25, 0.5]).log(), torch.tensor([0.5, 0.0]).log()
+    >>> LOG.plus(a, b).exp(), LOG.times(a, b).exp()
+    (tensor([0.7500, 0.5000]), tensor([0.1250, 0.0000]))
+    >>> LOG.sum(a, 0).exp(), LOG.sum_at(a, torch.tensor([1, 1]), 3).exp()
+    (tensor(0.7500), tensor([0.0000, 0.7500, 0.0000]))
+    >>> LOG.matmul(a[None], b[:, None]).exp()
+    tensor([[0.1250]])
     """
 
     zero: float
@@ -29,23 +38,64 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        """The sums of two weights each."""
+        """Sums of two weights each.
+
+        Args:
+            a: weights.
+            b: weights of a shape that goes with a's.
+
+        Returns:
+            Their sums.
+        """
 
     @abstractmethod
     def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """The products of two weights each."""
+        """Products of two weights each.
+
+        Args:
+            a: weights.
+            b: weights of a shape that goes with a's.
+
+        Returns:
+            Their products.
+        """
 
     @abstractmethod
     def sum(self, terms: Tensor, dim: int) -> Tensor:
-        """The sums along an axis."""
+        """Sums along an axis.
+
+        Args:
+            terms: weights.
+            dim: the axis.
+
+        Returns:
+            The sums, without it.
+        """
 
     @abstractmethod
     def sum_at(self, terms: Tensor, index: Tensor, size: int) -> Tensor:
-        """The sums [..., size] of those terms [..., k] that have the same index, int64 (k)."""
+        """Sums of those terms that have the same index.
+
+        Args:
+            terms: `[..., k]`.
+            index: int64 `[k]`, from 0 to size - 1.
+            size: the number of sums.
+
+        Returns:
+            `[..., size]`.
+        """
 
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """The matrix products of [..., m, k] and [..., k, n]."""
+        """Products of matrices.
+
+        Args:
+            a: `[..., m, k]`.
+            b: `[..., k, n]`.
+
+        Returns:
+            `[..., m, n]`.
+        """
 
 
 class Linear(Arithmetic):

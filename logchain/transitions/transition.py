@@ -22,16 +22,19 @@ class Transition(ABC):
     To make a structure of one's own: say what its parameters are, how many axes each has of its own, and how a message
     passes through it. Where costs matter, `mT` and `entries` can be said in fewer operations than by `to_dense`.
 
-        class Shift(Transition):  # P(i, i + 1 mod c) = weight_i
-            own = (1,)
-
-            def __init__(self, weight):
-                super().__init__(weight)
-                self.states = weight.shape[-1]
-
-            def apply(self, message, arithmetic):
-                (weight,) = self.parameters
-                return arithmetic.times(message, weight[..., None, :]).roll(1, -1)
+    >>> class Shift(Transition):  # P(i, i + 1 mod c) = weight_i
+    ...     own = (1,)
+    ...
+    ...     def __init__(self, weight):
+    ...         super().__init__(weight)
+    ...         self.states = weight.shape[-1]
+    ...
+    ...     def apply(self, message, arithmetic):
+    ...         (weight,) = self.parameters
+    ...         return arithmetic.times(message, weight[..., None, :]).roll(1, -1)
+    >>> Shift(torch.tensor([0.25, 0.5])).to_dense()
+    tensor([[0.0000, 0.2500],
+            [0.5000, 0.0000]])
 
     Attributes:
         states: c.
@@ -56,10 +59,20 @@ class Transition(ABC):
 
     @abstractmethod
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """`message @ P` for messages `[*lead, rows, c]` and parameters `[*lead or ones, *own]`, in an arithmetic.
+        """`message @ P`, for parameters `[*lead or ones, *own]`.
 
-        In `LINEAR` messages and parameters are weights, in `LOG` and `MAX` logarithms. `MAX` is not asked for where
-        entries are `sums`.
+        Args:
+            message: `[*lead, rows, c]`.
+            arithmetic: `LINEAR`, in which messages and parameters are weights; `LOG` or `MAX`, in which they are
+                logarithms. `MAX` is not asked for where entries are `sums`.
+
+        Returns:
+            `[*lead, rows, c]`.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.apply(torch.tensor([[0.5, 0.5, 0.0]]), LINEAR)
+        tensor([[0.4500, 0.4500, 0.1000]])
         """
 
     @property
@@ -68,35 +81,96 @@ class Transition(ABC):
         return Transposed(self)
 
     def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
-        """`P[source, target]` for indices `[..., *lead]` that broadcast with the parameters' `[*lead, *own]`.
+        """`P[source, target]`, for indices `[..., *lead]` that broadcast with the parameters' `[*lead, *own]`.
 
-        In an arithmetic of logarithms these are logarithms, as the parameters are then.
+        Args:
+            source: indices that transitions leave.
+            target: indices that they enter.
+            arithmetic: `LOG` if the parameters are logarithms.
+
+        Returns:
+            `[..., *lead]`, logarithms if the parameters are.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.entries(torch.tensor([0, 0]), torch.tensor([1, 2]))
+        tensor([0.1000, 0.0000])
         """
         return look_up(self._dense(arithmetic), source, target)
 
     def best(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest `message(k) + log P(k, j)` for each state j `[*lead, rows, c]`, and the lowest k with it."""
+        """The largest `message(k) + log P(k, j)` for each state j, and the lowest k with it.
+
+        Args:
+            message: logarithms `[*lead, rows, c]`; so are the parameters.
+
+        Returns:
+            Logarithms and int64, both `[*lead, rows, c]`.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.map(torch.log).best(torch.tensor([[0.5, 0.5, 0.0]]).log())
+        (tensor([[-0.7985, -0.9163, -2.3026]]), tensor([[0, 1, 1]]))
+        """
         # entries are labelled with the state that they come from
         labels = -torch.arange(self.states, dtype=message.dtype, device=message.device)
         found = self.apply(torch.complex(message, labels.expand_as(message)), BEST)
         return found.real, (-found.imag).clamp(0, self.states - 1).long()
 
     def columns(self, target: Tensor) -> Tensor:
-        """`P[:, target]` as logarithms `[*lead, rows, c]`, for states `[*lead, rows]` and logarithmic parameters."""
+        """`log P[:, target]`, for parameters that are logarithms.
+
+        Args:
+            target: int64 `[*lead, rows]`.
+
+        Returns:
+            `[*lead, rows, c]`.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.map(torch.log).columns(torch.tensor([1])).exp()
+        tensor([[0.1000, 0.8000, 0.0000]])
+        """
         unit = torch.full((*target.shape, self.states), -math.inf, dtype=self.dtype, device=self.device)
         return self.mT.apply(unit.scatter_(-1, target[..., None], 0.0), LOG)
 
     def draw(self, message: Tensor, target: Tensor, uniform: Tensor) -> Tensor:
-        """States drawn by `exp(message) P[:, target]`, for logarithmic messages `[*lead, rows, c]` and parameters.
+        """States before `target`, drawn by `exp(message) P[:, target]`.
 
-        `target` and the numbers in [0, 1) are `[draws, *lead, rows]`, and so are the states.
+        Args:
+            message: logarithms `[*lead, rows, c]`; so are the parameters.
+            target: int64 `[draws, *lead, rows]`.
+            uniform: numbers in [0, 1), of its shape.
+
+        Returns:
+            int64 `[draws, *lead, rows]`.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.map(torch.log).draw(torch.zeros(1, 3), torch.tensor([[1], [1]]), torch.tensor([[0.1], [0.5]]))
+        tensor([[0],
+                [1]])
         """
         columns = self.columns(target.movedim(0, -2).flatten(-2))  # [*lead, draws rows, c]
         columns = columns.unflatten(-2, (len(target), -1)).movedim(-3, 0)
         return pick(message + columns, uniform)[0]
 
     def to_dense(self, *, log_params: bool = False) -> Tensor:
-        """The matrices `[*lead, c, c]`, as logarithms if the parameters are: the definition of a structure."""
+        """The matrices that a structure stands for: its definition.
+
+        Args:
+            log_params: whether the parameters are logarithms, and so the entries.
+
+        Returns:
+            `[*lead, c, c]`.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.to_dense()
+        tensor([[0.9000, 0.1000, 0.0000],
+                [0.0000, 0.8000, 0.2000],
+                [0.0000, 0.0000, 1.0000]])
+        """
         return self._dense(LOG if log_params else LINEAR)
 
     def _dense(self, arithmetic: Arithmetic) -> Tensor:
@@ -104,31 +178,104 @@ class Transition(ABC):
         return self.apply(unit.fill_diagonal_(arithmetic.one).expand(*self.lead, -1, -1), arithmetic)
 
     def support(self, reached: Tensor) -> Tensor:
-        """Which states `[*lead, rows, c]` a path leads to from those that are `reached`, for linear parameters."""
+        """Which states a transition leads to from those that are reached, for linear parameters.
+
+        Args:
+            reached: bool `[*lead, rows, c]`.
+
+        Returns:
+            bool `[*lead, rows, c]`.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.support(torch.tensor([[True, False, False]]))
+        tensor([[ True,  True, False]])
+        """
         some = self.map(lambda weight: (weight > 0).log().to(torch.float64))
         return some.apply(reached.to(torch.float64).log(), LOG) > -torch.inf
 
     def with_parameters(self, *parameters: Tensor) -> "Self":
-        """The same structure with other parameters, which may have other leading axes."""
+        """The same structure with other parameters.
+
+        Args:
+            *parameters: as many, with the same own axes; leading axes may be others.
+
+        Returns:
+            The structure.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.with_parameters(torch.ones(5, 1, 2, 3)).to_dense().shape
+        torch.Size([5, 1, 3, 3])
+        """
         other: Self = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.parameters = parameters
         return other
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Self":
-        """The same structure with a function applied to each parameter."""
+        """The same structure with a function applied to each parameter.
+
+        Args:
+            function: from a tensor to a tensor.
+
+        Returns:
+            The structure.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.map(lambda weights: weights / 2).to_dense()[0]
+        tensor([0.4500, 0.0500, 0.0000])
+        """
         return self.with_parameters(*map(function, self.parameters))
 
     def to(self, *args: Any, **options: Any) -> "Self":
-        """The same structure with parameters on another device or of another dtype; arguments as of `Tensor.to`."""
+        """The same structure with parameters on another device or of another dtype.
+
+        Args:
+            *args: as of `Tensor.to`.
+            **options: as of `Tensor.to`.
+
+        Returns:
+            The structure.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.to(torch.float64).dtype
+        torch.float64
+        """
         return self.map(lambda parameter: parameter.to(*args, **options))
 
     def to_pattern(self, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The parameters in the order of `pattern`."""
+        """The parameters in the order of `pattern`: as they are, where a structure says nothing else.
+
+        Args:
+            parameters: those of the structure.
+
+        Returns:
+            As many, of the same shapes.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.to_pattern(step.parameters)[0] is step.values
+        True
+        """
         return parameters
 
     def from_pattern(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Gradients of the parameters, from those in the order of `pattern`."""
+        """Gradients of the parameters: as they are, where a structure says nothing else.
+
+        Args:
+            gradients: those of the parameters in the order of `pattern`.
+
+        Returns:
+            As many, of the same shapes.
+
+        >>> from logchain.transitions import Banded
+        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
+        >>> step.from_pattern((torch.ones(2, 3),))[0].shape
+        torch.Size([2, 3])
+        """
         return gradients
 
     @property
