@@ -23,7 +23,7 @@ class Docstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Move and rewrite what was loaded."""
-        public = [(module, name) for module in (pkg, pkg["nn"]) for name in module.exports or ()]
+        public = [(module, name) for module in (pkg, pkg["nn"], pkg["distributed"]) for name in module.exports or ()]
         objects = [(module, name, target(module, name)) for module, name in public]
         for module, name, obj in objects:
             if not obj.is_module:
@@ -47,9 +47,9 @@ def target(module: griffe.Module, name: str) -> Any:
 
 
 def classes(module: griffe.Module) -> dict[str, Any]:
-    """The types of results, which stand in the file of a public function."""
-    own = {name: member for name, member in module.members.items() if not member.is_alias}
-    return {name: member for name, member in own.items() if member.is_class and not name.startswith("_")}
+    """The types of arguments and results, which the file of a public function has or imports."""
+    types = {name: member for name, member in module.members.items() if name[0].isupper()}
+    return {name: member for name, member in types.items() if member.is_alias or member.is_class}
 
 
 def rewrite(obj: Any, seen: set[int]) -> None:
@@ -59,6 +59,10 @@ def rewrite(obj: Any, seen: set[int]) -> None:
     seen.add(id(obj))
     if obj.docstring:
         obj.docstring.value = markdown(obj.docstring.value)
+    for parameter in obj.parameters if obj.is_function else ():
+        # griffe takes () as the default of what may be given any number of times
+        if parameter.kind in (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword):
+            parameter.default = None
     for member in obj.members.values():
         rewrite(member, seen)
 

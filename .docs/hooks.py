@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 SIDES = re.compile(
     r'^```python title="(?!logchain")[^\n]*\n.*?^```\n\n```python title="logchain"\n.*?^```$', re.DOTALL | re.MULTILINE
 )
+# a tag, script or style, which is left alone, or a number that would be broken behind its minus
+NUMBER = re.compile(r"(?s)(<(?:script|style)\b.*?</(?:script|style)>|<[^>]*>)|(?<![\w.-])(?:-inf|[\d.]+e-\d+)(?!\w)")
 sys.path.insert(0, str(ROOT))
 
 import pictures  # noqa: E402
@@ -51,6 +53,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     # what would be the widest word of a table
     markdown = re.sub(r"(?<=[| ])NotImplementedError", "NotImplemented<wbr>Error", markdown)
     return re.sub(r"<!-- plan: (.*) -->", lambda marker: plan(marker[1]), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Numbers in one piece."""
+    return NUMBER.sub(lambda found: found[1] or f'<span class="number">{found[0]}</span>', html)
 
 
 def plan(shapes: str) -> str:

@@ -115,7 +115,8 @@ def rescue() -> Figure:
         below = (a.max(-1, keepdims=True) + b.max(-2, keepdims=True) - exact) / math.log(2)
     drawing, [sums, kinds] = figure(2, height=6.2)
     image = sums.imshow(np.where(np.isfinite(below), below, np.nan), cmap="viridis_r")
-    drawing.colorbar(image, ax=sums, shrink=0.75, label="bits below the two shifts")
+    # beside both, so that they stand under each other
+    drawing.colorbar(image, ax=[sums, kinds], shrink=0.4, anchor=(0.0, 1.0), label="bits below the two shifts")
     zero = np.isneginf(exact)
     kind = np.where(zero, 0, np.where(below <= -math.log2(2 * trusted_sum(torch.float32, c)), 1, 2))
     colours = matplotlib.colors.ListedColormap(["#DDDDDD", BLUE, ORANGE])

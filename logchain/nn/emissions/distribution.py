@@ -37,7 +37,8 @@ class Distribution(InputLayer):
             other `limits`); a value's or the distribution's shape does not go with the units; some of the data are
             outside the support of every unit (checked on a CPU).
 
-    >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=torch.tensor([1.0, 4.0]), spread=0)
+    >>> rates = torch.tensor([1.0, 4.0])
+    >>> waits = Distribution(torch.distributions.Gamma, 2, concentration=2.0, rate=rates, spread=0)
     >>> waits(torch.tensor([1.0]))
     tensor([[-1.0000, -1.2274]], grad_fn=<MaskedFillBackward0>)
     >>> waits.distribution(**waits.parameters_of_units()).mean
