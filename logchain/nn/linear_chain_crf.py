@@ -55,9 +55,10 @@ class LinearChainCRF(nn.Module):
             token). Masked values have no influence, not even NaN, and gradient 0. The log-likelihood and the
             log-partition of a sequence without variables are 0.
 
-    Values of masks and tags are checked on a CPU only, outside `torch.compile`: `forward` never makes the host wait for
-    a GPU, where a tag out of range is the device's error (-1 counts as an impossible tag), and a first step that must
-    not be off makes the sequence's log-likelihood NaN and its tags -1.
+    Values of masks and tags are checked on a CPU only: `forward` never makes the host wait for a GPU, where a tag out
+    of range is the device's error (-1 counts as an impossible tag), and a first step that must not be off makes the
+    sequence's log-likelihood NaN and its tags -1. Inside `torch.compile` the errors on a CPU are those of the chain:
+    they name `lengths`, of which one is 0 where a first step is off, and `states`.
 
     The layer works under `torch.compile` without a graph break and in `torch.export`, which are the way where
     TorchScript (`torch.jit`) does not work; in autocast and in DistributedDataParallel; a batch may be empty.
@@ -65,9 +66,9 @@ class LinearChainCRF(nn.Module):
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together, there is no tag or no step, a choice or a tag is out of range, or the
-            first step of a mask is off.
-        NotImplementedError: `torch.jit.script` meets the layer.
+        ValueError: sizes or devices do not go together, there is no tag or no step, a choice or a tag is out of range,
+            or the first step of a mask is off.
+        NotImplementedError: `torch.jit.script` or `torch.jit.trace` meets the layer.
 
     Cost: that of `logchain.log_prob` for `forward`: `v c^2` multiply-adds a sequence, and twice that backward; one copy
     of the emissions, and two more where a mask has holes or lies on a GPU.
@@ -298,7 +299,10 @@ class LinearChainCRF(nn.Module):
         return unmasked.zero_where_empty(product(**chain._asdict()))
 
     def _chain(self, emissions: Tensor, mask: Tensor | None) -> tuple[ChainArguments, Sequences]:
+        if torch._C._get_tracing_state() is not None:
+            raise NotImplementedError("LinearChainCRF: expected torch.compile or torch.export, got torch.jit.trace")
         check_crf(emissions, mask, self.num_tags, self.batch_first)
+        check_device("emissions", emissions, self.transitions)
         if not self.batch_first:
             emissions, mask = emissions.transpose(0, 1), None if mask is None else mask.T
         unmasked = sequences(mask, self.strict_mask)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..operands import at_hand, on_gpu
+from ..operands import at_hand
 
 
 class Sequences(NamedTuple):
@@ -45,8 +45,8 @@ class Sequences(NamedTuple):
 def sequences(mask: Tensor | None, strict: bool) -> Sequences:
     """The `Sequences` of a mask (n, v), whose first steps have to be on if `strict`.
 
-    Values on a GPU are not read, since the host would wait for them: a first step that is off makes the length 0, and
-    with it results NaN.
+    Values that are on a GPU, for which the host would wait, or traced are not read: a first step that is off makes the
+    length 0, which on a GPU makes results NaN, and on a CPU is refused where the chain is computed.
     """
     if mask is None:
         return Sequences()
@@ -63,7 +63,7 @@ def sequences(mask: Tensor | None, strict: bool) -> Sequences:
                 " upside down, pass strict_mask=False to the layer"
             )
     order = inside.logical_not().argsort(dim=1, stable=True)
-    if strict and on_gpu(mask):
+    if strict:
         return Sequences(inside, torch.where(inside[:, 0], lengths, 0), order)
     return Sequences(inside, lengths.clamp(min=1), order, lengths == 0)
 

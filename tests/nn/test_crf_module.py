@@ -8,7 +8,7 @@ import torch
 
 from logchain import kernels as devices
 from logchain import operands
-from logchain.nn import LinearChainCRF, masked_sequences
+from logchain.nn import LinearChainCRF
 from tests.kernels.gpu.steps import waiting_raises
 from tests.nn.crfs import F32, HOLES, batch, gradients, layer, seeded
 
@@ -41,7 +41,7 @@ def test_on_a_gpu_a_first_step_that_is_off_makes_nan(device, monkeypatch):
     emissions, tags, mask = batch(3, 4, dtype=F32)
     mask[0, 0] = False
     expected = layer(dtype=F32)(emissions, tags, mask, "none")
-    for module in (devices, operands, masked_sequences):
+    for module in (devices, operands):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
     emissions, tags, mask = (tensor.to(device) for tensor in (emissions, tags, mask))
     for strict in (True, False):
@@ -51,6 +51,21 @@ def test_on_a_gpu_a_first_step_that_is_off_makes_nan(device, monkeypatch):
         torch.testing.assert_close(found[1:], expected[1:])
         assert crf.log_partition(emissions, mask)[0].isnan() == strict
         assert (crf.viterbi(emissions, mask).states[0] == -1).all() == strict
+
+
+def test_a_first_step_that_is_off_is_refused_where_masks_are_traced():
+    torch.compiler.reset()
+    crf = layer(strict_mask=True)
+    emissions, tags, mask = batch(6, 4)
+    calls = [
+        torch.compile(crf, backend="eager", fullgraph=True),
+        torch.export.export(crf, (emissions, tags, mask)).module(),
+        torch.func.vmap(lambda *one: crf(*(part[None] for part in one))),
+    ]
+    for call in calls:
+        torch.testing.assert_close(call(emissions, tags, mask).sum(), crf(emissions, tags, mask))
+        with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 0 to"):
+            call(emissions, tags, ~mask)
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["any mask", "strict"])
@@ -132,13 +147,17 @@ def test_exported_for_any_number_of_sentences_and_words(method):
         torch.testing.assert_close(exported(*given), model(*given), rtol=0, atol=1e-13)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript_is_refused_by_name():
+    message = r"expected torch\.compile or torch\.export, got torch\.jit\."
     for module in (layer(), Tagger("forward")):
-        with pytest.raises(
-            NotImplementedError, match=r"expected torch\.compile or torch\.export, got torch\.jit\.script"
-        ):
+        with pytest.raises(NotImplementedError, match=message + "script"):
             torch.jit.script(module)
+    for method in ("forward", "viterbi"):
+        with pytest.raises(NotImplementedError, match=message + "trace"):
+            torch.jit.trace(
+                Tagger(method), (torch.zeros(2, 3, 6, dtype=torch.float64), *batch(2, 3)[1:][method != "forward" :])
+            )
 
 
 @pytest.mark.gpu
