@@ -82,6 +82,17 @@ def test_missing_data(kind):
     assert report.log_likelihood > report.history[0]
 
 
+@pytest.mark.parametrize("kind", VARIANCES)
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_numbers_whose_squares_float32_cannot_hold(kind, scale):
+    """Their variances went through float32, as 0 or infinity."""
+    data = torch.randn(60, *(2,) * (kind != "diagonal"), generator=seeded())
+    hmms = [HMM(2, "gaussian", **VARIANCES[kind]) for _ in range(2)]
+    for hmm, of in zip(hmms, (1.0, scale), strict=True):
+        hmm.fit(data * of, generator=seeded(), tolerance=-torch.inf, max_iterations=5, step=0.5)
+    torch.testing.assert_close(hmms[1].emission.means / scale, hmms[0].emission.means, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["spherical", "tied"])
 def test_shared_covariances_never_lower_the_likelihood_and_are_shared(kind):
     data = torch.randn(60, 2, generator=seeded(), dtype=torch.float64) * torch.tensor([1.0, 3.0])

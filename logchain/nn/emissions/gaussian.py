@@ -161,13 +161,15 @@ class Gaussian(ExponentialFamily):
         if not means.isfinite().all():
             raise ValueError("means: expected finite numbers")
         covariance = broadcast("covariance", covariance, torch.Size((*self.units, *self._spread_event)))
+        if self.factorised and not ((covariance > 0) & covariance.isfinite()).all():
+            raise ValueError("covariance: expected positive, finite variances")
+        if not covariance.isfinite().all():
+            raise ValueError("covariance: expected finite numbers")
         shared = self._shared(covariance)
         if not bool((covariance == shared).all()):
             alike = "features" if self.covariance_kind == "spherical" else "units"
             raise ValueError(f"covariance: expected the same for all {alike}, got different ones")
         if self.factorised:
-            if not ((shared > 0) & shared.isfinite()).all():
-                raise ValueError("covariance: expected positive, finite variances")
             self.log_scales.copy_(shared.log() / 2)
         else:
             factors, failed = torch.linalg.cholesky_ex(shared)
@@ -186,9 +188,13 @@ class Gaussian(ExponentialFamily):
         tensor([[[1., 0.],
                  [0., 1.]]])
         """
+        return self._spread().to(self.dtype)
+
+    def _spread(self) -> Tensor:
+        """`covariance()` in float64, which holds the squares of all numbers of float32."""
         factors = None if self.factorised else self._cholesky()
         spread = (2 * self.log_scales.double()).exp() if factors is None else factors @ factors.mT
-        return spread.expand(*self.units, *self._spread_event).to(self.dtype)
+        return spread.expand(*self.units, *self._spread_event)
 
     def _cholesky(self) -> Tensor:
         """Cholesky factors `[*U, c, d, d]` (tied `[*U, 1, d, d]`) of the covariances, in float64."""
@@ -313,7 +319,7 @@ class Gaussian(ExponentialFamily):
         scatter = self._pooled(scatter + (share if self.factorised else share[..., None]) * away)
         means = torch.where(used, (sums + weight * place) / (counts + weight), before)
         prior, prior_count = self._prior_of_spread(scatter)
-        observed, old = self._pooled(total), self._shared(self.covariance().double())
+        observed, old = self._pooled(total), self._shared(self._spread())
         covariance = torch.lerp(old, (scatter + prior) / (observed + prior_count), step)
         # mean parameters move linearly: the covariance of the mixture of both Gaussians, means apart included
         moves = self._pooled(total * self._products(means - before, means - before)) / observed
