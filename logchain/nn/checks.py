@@ -17,6 +17,12 @@ def check_unsharded(model: torch.nn.Module) -> None:
             raise ValueError(f"model: expected one that is not sharded yet, got {type(module).__name__}")
 
 
+def check_differentiable(name: str) -> None:
+    """Check that gradients can be taken, as they can in `torch.no_grad`, whose place is left for them."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{name}: expected a call outside torch.inference_mode, which takes no gradients")
+
+
 def check_count(name: str, *values: object, least: Literal[0, 1] = 1) -> None:
     """Check for positive integers, or with `least=0` for non-negative ones."""
     expected = f"{name}: expected a {'positive' if least else 'non-negative'} integer"
@@ -25,6 +31,13 @@ def check_count(name: str, *values: object, least: Literal[0, 1] = 1) -> None:
             raise TypeError(f"{expected}, got {value!r}")
         if value < least:
             raise ValueError(f"{expected}, got {value}")
+
+
+def check_lead(lead: object) -> None:
+    """Check for the sizes of axes before others: a tuple of positive integers."""
+    if not isinstance(lead, tuple | list):
+        raise TypeError(f"lead: expected a tuple of positive integers, got {lead!r}")
+    check_count("lead", *lead)
 
 
 def check_number(name: str, value: object) -> None:

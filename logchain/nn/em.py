@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.exchange import Exchange
-from .checks import check_step
+from .checks import check_differentiable, check_step
 
 
 @runtime_checkable
@@ -93,6 +93,7 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
 
     Raises:
         ValueError: there is no batch, or `step` is out of range.
+        RuntimeError: `torch.inference_mode` is on.
         DegenerateError: a part has no maximum; see `Gaussian`.
 
     >>> from logchain.nn import LogWeights
@@ -102,6 +103,7 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
     tensor([0.7500, 0.2500])
     """
     check_step(step)
+    check_differentiable("em_step")
     total: Tensor | None = None
     statistics: Statistics = {}
     for log_likelihood in log_likelihoods:

@@ -9,11 +9,11 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from ..arguments import check_choice, check_flag, check_is_tensor
+from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
 from ..distributed.agreement import agree
 from ..distributed.exchange import Exchange
 from ..progress import bar, check_progress
-from .checks import check_count, check_number, check_step, check_unsharded
+from .checks import check_count, check_differentiable, check_number, check_step, check_unsharded
 from .degenerate import DegenerateError, DegenerateWarning
 from .em import em_step, trained_parts
 
@@ -102,6 +102,7 @@ def fit(
             maximum in closed form; or FSDP2 has sharded the model, which has to be fitted before.
         DegenerateError: in every start, a variance reaches 0, or the log-likelihood is not finite, as for data that are
             impossible. It is a ValueError.
+        RuntimeError: `torch.inference_mode` is on.
         ImportError: `progress` is given, and tqdm is not installed.
 
     Warns:
@@ -128,8 +129,10 @@ def fit(
 
     def check() -> tuple[dict[str, Any], tuple[float, ...]]:
         check_unsharded(model)
+        check_differentiable("fit")
         check_choice("method", method, ("em", "gradient"))
         check_is_tensor("data", data)
+        check_has_values("data", data)
         if not data.dim():
             raise ValueError("data: expected shape [n, ...], got []")
         check_number("tolerance", tolerance)
@@ -321,6 +324,8 @@ def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
         raise ValueError("optimiser: expected None with method 'em'")
     if run.method == "gradient" and run.group is not None and not run.optimiser and not run.moving:
         raise ValueError("optimiser: expected one that moves each number alone, such as Adam, with a group, got None")
+    if run.method == "gradient" and not any(parameter.requires_grad for parameter in run.model.parameters()):
+        raise ValueError("model: expected trained parameters with method 'gradient', got none")
     if run.method == "gradient" and run.step is not None:
         raise ValueError("step: expected None with method 'gradient', whose optimiser has one")
     if restarts and not hasattr(run.model, "initialise"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from logchain.nn import HMM, Categorical, LogWeights, fit
+from logchain.nn import HMM, Categorical, LogWeights, em_step, fit
 from tests.nn.hmms import F64, C, V, all_paths, array, categories, close, parameters, probabilities, random_hmm, seeded
 
 
@@ -30,6 +30,19 @@ def test_a_step_takes_the_expected_counts():
     with pytest.raises(ValueError, match="data: expected a finite log-likelihood, got -inf"):
         hmm.emission.weights.set(torch.tensor([[1.0], [1.0], [1.0], [0.0]]))
         hmm.fit(data, restarts=0)
+
+
+@pytest.mark.parametrize("method", ["em", "gradient"])
+def test_a_fit_without_gradients_is_refused(method):
+    """Expectation maximisation left the parameters as they were, and said that it converged."""
+    hmm, data = random_hmm(), categories(5, V)
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match=r"^fit: expected a call outside torch\.inference_mode"):
+            hmm.fit(data, method=method)
+        with pytest.raises(RuntimeError, match=r"^em_step: expected a call outside torch\.inference_mode"):
+            em_step(hmm, [lambda: hmm.log_prob(data).sum()])
+    with torch.no_grad():
+        assert hmm.fit(data, method=method, generator=seeded()).iterations > 2
 
 
 @pytest.mark.parametrize("options", [{}, {"num_steps": 6}], ids=str)

@@ -91,6 +91,13 @@ def test_what_needs_values_is_refused():
         assert crf.viterbi(torch.zeros(6, 5, 4)).states.shape == (6, 5)
         with pytest.raises(ValueError, match=f"^emissions: {asked}"):
             crf.decode(torch.zeros(6, 5, 4))
+        for method in (
+            nn.HMM(3, "gaussian").initialise,
+            nn.HMM(3, "gaussian").fit,
+            nn.ChainCircuit(6, 3, 2, input="gaussian").fit,
+        ):
+            with pytest.raises(ValueError, match=f"^data: {asked}"):
+                method(torch.zeros(5, 6))
         with pytest.raises(ValueError, match=f"^offsets: {asked}"):
             nn.transitions.Banded(3, [0, 1])
         with pytest.raises(ValueError, match=f"^indices: {asked}"):

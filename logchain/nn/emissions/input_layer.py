@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...arguments import check_is_tensor
+from ...arguments import check_device, check_is_tensor
 from ...operands import at_hand
 from ..checks import check_count, check_mask
 from ..parameters import arithmetic
@@ -140,7 +140,7 @@ class InputLayer(torch.nn.Module):
 
         Raises:
             TypeError: they are no tensor of real numbers.
-            ValueError: their shape does not go with the units.
+            ValueError: their shape does not go with the units, or their device is not that of the parameters.
 
         >>> from logchain.nn import Gaussian
         >>> Gaussian(2).check(torch.tensor([1.0]))
@@ -149,6 +149,7 @@ class InputLayer(torch.nn.Module):
         check_is_tensor("data", data)
         if data.is_complex():
             raise TypeError(f"data: expected real numbers, got {str(data.dtype)[6:]}")
+        check_device("data", data, next(self.parameters(), data))
         lead = self.units[:-1]
         wanted = (*lead, *self.event)
         have = data.shape[data.dim() - len(wanted) :] if wanted else ()

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...arguments import check_has_values
 from .input_layer import InputLayer
 
 
@@ -48,6 +49,7 @@ def seeds(
 def observations(layer: InputLayer, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:
     """The data of each of g variables, `[g, n, d]` in float64, and the mask of what is observed."""
     data, known = layer.known(data, observed)
+    check_has_values("data", data)
     known = torch.ones_like(data, dtype=torch.bool) if known is None else known
     lead, axes = layer.units[:-1], len(layer.units) - 1 + len(layer.event)
     shape = (*data.shape[: data.dim() - axes], *lead, *layer.event)
