@@ -340,6 +340,7 @@ class HMM(torch.nn.Module):
 
         Raises:
             TypeError: the emission is no `InputLayer`, or a number is no integer.
+            ValueError: a number is negative, or the model has trained matrices for fewer steps.
 
         >>> draws = HMM(2, "gaussian", num_features=3).sample(4, 5)
         >>> draws.states.shape, draws.data.shape

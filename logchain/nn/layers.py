@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..arguments import check_tensor
 from ..matmul import matmul
-from .checks import check_count, check_last_axes
+from .checks import check_count, check_last_axes, check_lead
 from .log_weights import LogWeights
 from .parameters import arithmetic
 
@@ -51,7 +51,7 @@ class SumLayer(torch.nn.Module):
         super().__init__()
         check_count("in_units", in_units)
         check_count("out_units", out_units)
-        check_count("lead", *lead)
+        check_lead(lead)
         self.shape = (*lead, in_units)
         self.weights = LogWeights(*lead, in_units, out_units, dim=-2, generator=generator)
 
@@ -167,6 +167,7 @@ class CPLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_count("num_inputs", num_inputs)
+        check_lead(lead)
         self.sums = SumLayer(in_units, out_units, (*lead, num_inputs), generator=generator)
         self.products = ProductLayer(arity)
 
@@ -221,6 +222,7 @@ class TuckerLayer(torch.nn.Module):
         super().__init__()
         check_count("num_inputs", num_inputs)
         check_count("in_units", in_units)
+        check_lead(lead)
         self.shape = (*lead, num_inputs, in_units)
         pairs, alone = divmod(num_inputs, 2)
         self.pairs = SumLayer(in_units**2, out_units, (*lead, pairs), generator=generator) if pairs else None

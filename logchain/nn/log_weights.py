@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checks import check_prior
+from .checks import check_count, check_prior
 from .parameters import arithmetic, broadcast
 
 
@@ -23,6 +23,7 @@ class LogWeights(torch.nn.Module):
     Gradients alone never take a weight to 0; expectation maximisation does where a count is 0.
 
     Raises:
+        TypeError: a size is no integer.
         ValueError: the axis has no entry, `dim` is no axis, or `prior_count` is negative.
 
     >>> weights = LogWeights(2, 2)
@@ -53,8 +54,9 @@ class LogWeights(torch.nn.Module):
         self, *shape: int, dim: int = -1, prior_count: float | Tensor = 0.0, generator: torch.Generator | None = None
     ) -> None:
         super().__init__()
-        if not (-len(shape) <= dim < 0 and shape[dim] > 0):
-            raise ValueError(f"dim: expected an axis of {list(shape)} that is not empty, from the right, got {dim}")
+        check_count("shape", *shape, least=0)
+        if not (isinstance(dim, int) and -len(shape) <= dim < 0 and shape[dim] > 0):
+            raise ValueError(f"dim: expected an axis of {list(shape)} that is not empty, from the right, got {dim!r}")
         check_prior("prior_count", prior_count, shape)
         self.dim, self.prior_count = dim, prior_count
         self.logits = torch.nn.Parameter(torch.empty(shape))

@@ -73,7 +73,8 @@ def transitions(
         if covariates is not None:
             raise ValueError("covariates: expected None without a transition module")
         if num_steps is not None and start + v > num_steps:
-            raise ValueError(f"data: expected at most {num_steps} steps, got {start + v}")
+            name = "num_steps" if any_batch else "data"
+            raise ValueError(f"{name}: expected at most {num_steps} steps, got {start + v}")
         found: Tensor | Transition = transition()
         if num_steps is not None and isinstance(found, Tensor):
             found = found[max(0, start - 1) : max(0, start + v - 1)]
@@ -155,6 +156,8 @@ def in_batch(
         conditions = conditions | {"lengths": tensor_of(lengths)}
     if not isinstance(emission, InputLayer) or data.dim() != 1 + event_axes(emission):
         return data, conditions
+    if lengths is not None:
+        as_lengths(lengths, data.new_empty(()).expand(data.shape[0], 1), given=("data", data))
     # conditions of a wrong kind are refused by `log_prob`
     return data[None], {name: value[None] if isinstance(value, Tensor) else value for name, value in conditions.items()}
 

@@ -94,6 +94,11 @@ CRFS = [
         "mask: expected device cpu, got meta",
     ),
     (lambda: likelihood(tags=torch.ones(2, 3, device="meta").int()), ValueError, "tags: expected device cpu, got meta"),
+    (
+        lambda: likelihood(emissions=torch.ones(2, 3, 5, device="meta")),
+        ValueError,
+        "emissions: expected device cpu, got meta",
+    ),
     (lambda: likelihood(reduction="max"), ValueError, "reduction: expected 'none' or .*, got 'max'"),
 ]
 HMMS = [
@@ -198,6 +203,17 @@ HMMS = [
     ),
     (lambda: HMM(2, "poisson", transition=1), TypeError, "transition: expected a torch.nn.Module, got int"),
     (lambda: random_hmm().sample(1, -1), ValueError, "num_steps: expected a positive integer, got -1"),
+    (lambda: random_hmm(num_steps=2).sample(1, 3), ValueError, "^num_steps: expected at most 2 steps, got 3$"),
+    (
+        lambda: random_hmm().fit(categories(1, V)[0], lengths=[1, 2]),
+        ValueError,
+        rf"^lengths: expected shape \[\] to go with data \[{V}\], got \[2\]$",
+    ),
+    (
+        lambda: random_hmm().requires_grad_(False).fit(categories(5, V), method="gradient"),
+        ValueError,
+        "^model: expected trained parameters with method 'gradient', got none$",
+    ),
     (lambda: random_hmm().fit([[0, 1]]), TypeError, "data: expected a torch.Tensor, got list"),
     (lambda: random_hmm().fit(categories(5, V), step=1.5), ValueError, "step: expected a number from 0 to 1"),
     (lambda: random_hmm().fit(categories(5, V), step="x"), TypeError, "step: expected a number, got 'x'"),
@@ -261,6 +277,23 @@ INPUTS = [
     (lambda: Bernoulli(1).set(torch.tensor([1.5])), ValueError, "probabilities: expected"),
     (lambda: Gaussian(1).set(torch.zeros(1), torch.zeros(1)), ValueError, "covariance: expected positive"),
     (lambda: Gaussian(3).set(torch.zeros(2), torch.ones(3)), ValueError, r"means: expected .* \[3\], got \[2\]"),
+    (lambda: Gaussian(1).set(torch.zeros(1), torch.tensor([torch.nan])), ValueError, "positive, finite variances"),
+    (
+        lambda: Gaussian(1, 2, "full").set(torch.zeros(2), torch.eye(2) * torch.inf),
+        ValueError,
+        "covariance: expected finite numbers",
+    ),
+    *(
+        (lambda make=make: make()(torch.ones(3, 1, device="meta")), ValueError, "^data: expected device cpu, got meta$")
+        for make in (
+            lambda: Gaussian(2),
+            lambda: Poisson(2),
+            lambda: Bernoulli(2),
+            lambda: Categorical(2, 3),
+            lambda: Mixture(Poisson((2, 2))),
+            lambda: gamma((2,)),
+        )
+    ),
     (lambda: Gaussian(3).set(0.0, torch.ones(3)), TypeError, "means: expected a torch.Tensor, got float"),
     (lambda: Gaussian(1).set(torch.tensor([torch.nan]), torch.ones(1)), ValueError, "means: expected finite"),
     (lambda: Gaussian(1)(torch.tensor([torch.inf])), ValueError, "data: expected finite numbers"),
@@ -287,6 +320,24 @@ LAYERS = [
     (lambda: nn.ProductLayer(0), ValueError, r"^arity: expected a positive integer, got 0$"),
     (lambda: nn.SumLayer(4, 0), ValueError, r"^out_units: expected a positive integer, got 0$"),
     (lambda: nn.SumLayer(4, 3, (5, 2.0)), TypeError, r"^lead: expected a positive integer, got 2.0$"),
+    (lambda: nn.SumLayer(4, 3, 5), TypeError, r"^lead: expected a tuple of positive integers, got 5$"),
+    (lambda: nn.CPLayer(2, 4, 4, lead=5), TypeError, r"^lead: expected a tuple of positive integers, got 5$"),
+    (lambda: nn.TuckerLayer(2, 4, 4, lead=5), TypeError, r"^lead: expected a tuple of positive integers, got 5$"),
+    *(
+        (lambda make=make: make(2, [0] * 2, lead=5), TypeError, r"^lead: expected a tuple of positive integers, got 5$")
+        for make in (
+            nn.transitions.Banded,
+            lambda c, _, lead: nn.transitions.Sparse(torch.tensor([[0, 1], [1, 0]]), c, lead=lead),
+            lambda c, _, lead: nn.transitions.LowRank(c, c, lead=lead),
+            lambda c, _, lead: nn.transitions.BlockDiagonal(c, c, lead=lead),
+            lambda c, _, lead: nn.transitions.Kronecker(c, c, lead=lead),
+            lambda c, _, lead: nn.transitions.Monarch(c, c, lead=lead),
+        )
+    ),
+    (lambda: nn.transitions.Banded(3, 1), TypeError, r"^offsets: expected a sequence of integers, got 1$"),
+    (lambda: nn.transitions.Banded(3, []), ValueError, r"^offsets: expected one or more, got none$"),
+    (lambda: nn.LogWeights((2, 3)), TypeError, r"^shape: expected a non-negative integer, got \(2, 3\)$"),
+    (lambda: nn.LogWeights(2, 3, dim="rows"), ValueError, r"^dim: expected an axis of \[2, 3\] .*, got 'rows'$"),
     (lambda: nn.CPLayer(0, 4, 4), ValueError, r"^num_inputs: expected a positive integer, got 0$"),
 ]
 CIRCUITS = [call for kind in KINDS for call in circuit(kind)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import transitions as structures
 from ...arguments import check_has_values
-from ..checks import check_count
+from ..checks import check_count, check_lead
 from ..parameters import broadcast
 from .weights import ArcWeights, TransitionWeights
 
@@ -53,8 +53,11 @@ class Banded(TransitionWeights):
     ) -> None:
         super().__init__()
         check_count("num_states", num_states)
-        check_count("lead", *lead)
-        self.offsets = structures.Banded(torch.zeros(len(offsets), num_states), offsets).offsets
+        check_lead(lead)
+        bands = len(offsets) if isinstance(offsets, Sequence) else 1  # another kind is refused by the structure
+        if not bands:
+            raise ValueError("offsets: expected one or more, got none")
+        self.offsets = structures.Banded(torch.zeros(bands, num_states), offsets).offsets
         sources = torch.arange(num_states) - torch.tensor(self.offsets)[:, None]  # (bands, c)
         check_has_values("offsets", sources)  # what is computed here is not drawn anew by `reset_parameters`
         inside = (sources >= 0) & (sources < num_states)
@@ -130,7 +133,7 @@ class Sparse(TransitionWeights):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        check_count("lead", *lead)
+        check_lead(lead)
         arcs = indices.shape[-1] if isinstance(indices, Tensor) and indices.dim() else 1
         # arcs are sorted once; this structure has no parameters
         self._structure = structures.Sparse(indices, torch.zeros(arcs), num_states).with_parameters()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import transitions as structures
 from ...arguments import check_flag
-from ..checks import check_count
+from ..checks import check_count, check_lead
 from ..log_weights import LogWeights
 from ..parameters import broadcast
 from .weights import TransitionWeights
@@ -59,7 +59,7 @@ class LowRank(TransitionWeights):
         super().__init__()
         check_count("num_states", num_states)
         check_count("rank", rank)
-        check_count("lead", *lead)
+        check_lead(lead)
         check_flag("diagonal", diagonal)
         self.num_states, self.diagonal = num_states, diagonal
         shape = (*lead, num_states, rank)
@@ -134,7 +134,7 @@ class BlockDiagonal(TransitionWeights):
         super().__init__()
         check_count("num_blocks", num_blocks)
         check_count("block_size", block_size)
-        check_count("lead", *lead)
+        check_lead(lead)
         self.num_states = num_blocks * block_size
         shape = (*lead, num_blocks, block_size, block_size)
         self.blocks = LogWeights(*shape, prior_count=prior_count, generator=generator)
@@ -193,7 +193,7 @@ class Kronecker(TransitionWeights):
         if len(sizes) < 2:
             raise ValueError(f"sizes: expected two or more, got {len(sizes)}")
         check_count("sizes", *sizes)
-        check_count("lead", *lead)
+        check_lead(lead)
         factors = (LogWeights(*lead, size, size, prior_count=prior_count, generator=generator) for size in sizes)
         self.num_states, self.factors = math.prod(sizes), torch.nn.ModuleList(factors)
 
@@ -267,7 +267,7 @@ class Monarch(TransitionWeights):
         check_count("num_blocks", num_blocks)
         check_count("block_size", block_size)
         check_count("middle", middle)
-        check_count("lead", *lead)
+        check_lead(lead)
         self.num_states = num_blocks * block_size
         if self.num_states % middle:
             raise ValueError(f"middle: expected a divisor of {self.num_states} states, got {middle}")
