@@ -204,9 +204,15 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
-def check_values(x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None) -> None:
+def check_values(
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    ends: Tensor | None,
+    names: tuple[str, str, str] = ("x", "bulk", "p0"),
+) -> None:
     """Check for NaN and +inf up to each sequence's end, in one pass over the data."""
-    for name, value in (("x", x), ("bulk", bulk), ("p0", p0)):
+    for name, value in zip(names, (x, bulk, p0), strict=True):
         check_has_values(name, value)
     before = longest = None
     if ends is not None:
@@ -215,9 +221,9 @@ def check_values(x: Tensor, bulk: Tensor, p0: Tensor, ends: Tensor | None) -> No
             lead = (1,) * (ends.dim() + 3 - bulk.dim()) + bulk.shape[:-3]
             shared = [axis for axis, size in enumerate(lead) if size == 1]
             longest = (ends.amax(shared, keepdim=True) if shared and ends.numel() else ends).to(bulk.device) - 1
-    _check_values("x", x, -2, before)
-    _check_values("bulk", bulk, -3, longest)
-    _check_values("p0", p0[..., None, :], -2, None)
+    _check_values(names[0], x, -2, before)
+    _check_values(names[1], bulk, -3, longest)
+    _check_values(names[2], p0[..., None, :], -2, None)
 
 
 def _check_values(name: str, value: Tensor, axis: int, ends: Tensor | None) -> None:

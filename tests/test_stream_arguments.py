@@ -63,6 +63,9 @@ def test_validate():
         stream.update(chain.x, -chain.bulk[..., :1, :, :])
     x = chain.x.clone()
     x[..., -1, 0] = NAN
-    with pytest.raises(ValueError, match="x: expected no NaN"):
+    with pytest.raises(ValueError, match="^x_piece: expected no NaN"):
         stream.update(x, chain.bulk[..., :1, :, :])
+    for name, own, given in (("bulk_piece", None, into * NAN), ("bulk", chain.bulk[..., :1, :, :] * NAN, None)):
+        with pytest.raises(ValueError, match=f"^{name}: expected no NaN"):
+            Stream(own, chain.p0, validate=True).update(chain.x, given)
     stream.update(x, chain.bulk[..., :1, :, :], lengths=[16] * 3)

@@ -280,6 +280,8 @@ def _gradient(run: _Run) -> Callable[[], Tensor]:
     parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     adam, lbfgs = partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")
     optimiser: Any = (run.optimiser or (adam if run.moving else lbfgs))(parameters)
+    if not hasattr(optimiser, "step"):
+        raise TypeError(f"optimiser: expected a function that returns an optimiser, got one that returns {optimiser!r}")
     # the loss is a mean over sequences, so that a learning rate suits any number of them
     scale = 1 / min(run.batch_size or len(run.data), len(run.data))
 
@@ -326,6 +328,9 @@ def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
         raise ValueError("optimiser: expected one that moves each number alone, such as Adam, with a group, got None")
     if run.method == "gradient" and not any(parameter.requires_grad for parameter in run.model.parameters()):
         raise ValueError("model: expected trained parameters with method 'gradient', got none")
+    if run.method == "gradient" and not run.optimiser and not run.moving:
+        if any(parameter.dtype == torch.float16 for parameter in run.model.parameters()):
+            raise ValueError("optimiser: expected one for parameters in float16, in which L-BFGS overflows, got None")
     if run.method == "gradient" and run.step is not None:
         raise ValueError("step: expected None with method 'gradient', whose optimiser has one")
     if restarts and not hasattr(run.model, "initialise"):

@@ -106,9 +106,10 @@ def check_used(piece: Piece, raw: RawPiece) -> None:
     """Raise for NaN, +inf or a negative probability in values that have influence."""
     used = raw.bulk if raw.own else each(lambda one, own: only_used(one, piece.linked, own), raw.bulk)
     x = torch.where(piece.active[..., None], raw.x, 0.0)
+    names = ("x_piece", "bulk" if raw.own else "bulk_piece", "p0")
     for value, own in parts(used):
         flat = value if own == 2 else value.reshape(*value.shape[: value.dim() - own], -1, 1)
-        check_values(x, flat, raw.p0, None)
+        check_values(x, flat, raw.p0, None, names)
     if not raw.log_params:
         check_weights(*raw.weights())
 

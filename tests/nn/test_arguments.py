@@ -224,6 +224,16 @@ HMMS = [
         TypeError,
         "optimiser: expected a function of the parameters, got 1",
     ),
+    (
+        lambda: random_hmm().fit(categories(5, V), method="gradient", optimiser=lambda parameters: None),
+        TypeError,
+        "^optimiser: expected a function that returns an optimiser, got one that returns None$",
+    ),
+    (
+        lambda: random_hmm().half().fit(categories(5, V), method="gradient"),
+        ValueError,
+        "^optimiser: expected one for parameters in float16, in which L-BFGS overflows, got None$",
+    ),
     (lambda: random_hmm().fit(categories(5, V), batch_size=0), ValueError, "batch_size: expected a positive integer"),
     (lambda: random_hmm().fit(categories(5, V), method="newton"), ValueError, "method: expected 'em' or 'gradient'"),
 ]

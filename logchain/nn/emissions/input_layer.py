@@ -14,7 +14,8 @@ class InputLayer(torch.nn.Module):
 
     Units `[*U, c]` are `c` hidden states for each index of `U`, which for circuits are repetitions and variables. Data
     are `[..., *U, *event]`, the result is `[..., *U, c]` in nats. Entries that are NaN, and those where `observed` is
-    False, are summed out, which leaves `log 1 = 0`.
+    False, are summed out, which leaves `log 1 = 0`. What is no observation of the family is refused by value on a CPU;
+    inside `torch.compile` and transforms of `torch.func`, and on a GPU, values are not looked at.
 
     A subclass has the parameters and implements `log_density` (or `forward`), `draw` and `mode`; see also
     `ExponentialFamily` and `Finite`.
