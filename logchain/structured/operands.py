@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..arguments import (
     Lengths,
@@ -90,6 +91,8 @@ def check_operands(
     """The operands, after checks of their kinds and sizes."""
     if is_transformed():
         raise NotImplementedError("bulk: expected a tensor inside transforms of torch.func, got a structure")
+    if get_proxy_mode() is not None:  # by torch.export or make_fx, whose graph would hold memory without values
+        raise NotImplementedError("bulk: expected a tensor inside torch.export, got a structure; pass bulk.to_dense()")
     check_tensor("x", x, 2)
     check_tensor("p0", p0, 1, like=x)
     *batch, v, c = x.shape

@@ -91,3 +91,31 @@ def test_a_training_step_of_a_structured_model():
         (-log_prob(data).mean()).backward()
         losses.append([parameter.grad.clone() for parameter in hmm.parameters()])
     torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "low_rank", "banded"])
+def test_a_step_that_is_compiled_as_a_whole_traces_no_walk_backward(kind):
+    """Of a compiled function that calls `backward`: torch warned of the library's caches, and hit its limit."""
+    x, structure, p0 = problem(kind)
+    leaves = [x, p0, *structure.parameters]
+
+    def step(weight):
+        logchain.product(weight * x, structure, p0).sum().backward()
+
+    torch.compiler.reset()
+    grads = []
+    counter = CompileCounterWithBackend("eager")
+    for function in (step, torch.compile(step, backend=counter)):
+        for leaf in leaves:
+            leaf.grad = None
+        function(torch.tensor(2.0))
+        grads.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    assert counter.op_count <= 3
+
+
+def test_an_export_is_refused():
+    """Its graph returned memory without values."""
+    hmm = nn.HMM(C, "gaussian", transition=nn.transitions.LowRank(C, 3))
+    with pytest.raises(NotImplementedError, match=r"^bulk: expected a tensor inside torch\.export, got a structure"):
+        torch.export.export(hmm, (torch.zeros(4, V),))
