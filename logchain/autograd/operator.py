@@ -7,6 +7,7 @@ nothing traces or transforms, `call` skips torch's dispatcher, which takes longe
 """
 
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -107,11 +108,13 @@ def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:
 def call(function: Any, *args: Any) -> Any:
     """The outputs of a Function; tensors that need no gradient skip autograd and torch's dispatcher."""
     if function.setup_context is torch.autograd.Function.setup_context:
-        return function.apply(*args)
+        loaded = not torch.compiler.is_compiling() and "torch._dynamo" in sys.modules
+        return (_untraced(function) if loaded else function).apply(*args)
     if not is_plain(args):
         return _registered.get(function, function.apply)(*args)
     if differentiated(*args):
-        return _eager(function).apply(*args)
+        eager = _eager(function)
+        return (_untraced(eager) if "torch._dynamo" in sys.modules else eager).apply(*args)
     return _computed.get(function, function.forward)(*args)
 
 
@@ -130,6 +133,16 @@ def _eager(function: Any) -> Any:
 
     setup_context = staticmethod(torch.autograd.Function.setup_context)
     return type(function.__name__, (function,), {"forward": staticmethod(forward), "setup_context": setup_context})
+
+
+@cache
+def _untraced(function: Any) -> Any:
+    """The Function with a `backward` that torch.compile does not trace, where a compiled function calls it by autograd.
+
+    Without torch._dynamo nothing is compiled, and to load it takes longer than many chains.
+    """
+    backward = staticmethod(torch.compiler.disable(function.backward))
+    return type(function.__name__, (function,), {"backward": backward})
 
 
 def transform(name: str, function: Any) -> None:

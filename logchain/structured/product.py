@@ -20,7 +20,6 @@ from ..operands import differentiated
 from ..rescues import report_chains
 from ..transitions import LOG
 from . import walk as any_walk
-from .eager import between_graphs
 from .operands import Operands, Steps, is_blocks
 
 Needs = tuple[bool, bool, bool]
@@ -136,7 +135,6 @@ class _LogPartition(torch.autograd.Function):
         return walk.log_norm.clone()  # the caller may change the value
 
     @staticmethod
-    @between_graphs
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
@@ -168,7 +166,6 @@ class _Gradient(torch.autograd.Function):
         return _Gradient.compute(skeleton, needs, grad, *saved)
 
     @staticmethod
-    @between_graphs
     def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("logchain: expected at most two derivatives, got a third")

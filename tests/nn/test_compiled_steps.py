@@ -94,3 +94,22 @@ def test_the_gradient_is_in_the_graph_too():
     compiled = torch.compile(torch.func.grad_and_value(loss), fullgraph=True, backend="aot_eager")
     found, expected = compiled(parameters), torch.func.grad_and_value(loss)(parameters)
     torch.testing.assert_close(found, expected)
+
+
+# between graphs Dynamo looks at gradients, of which torch warns
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_step_with_a_loss_between_graphs_traces_nothing_backward():
+    """A compiled function calls `backward` of a loss that it leaves out: torch traced loops and raised."""
+    torch._dynamo.reset()
+    model, loss = MODELS["crf, sum"]()
+    steps = []
+    for compiled in (False, True):
+        trained_model = copy.deepcopy(model)
+        left_out = torch.compiler.disable(loss)
+
+        def step(trained_model=trained_model, left_out=left_out):
+            left_out(trained_model, 5).backward()
+
+        (torch.compile(step, backend="aot_eager") if compiled else step)()
+        steps.append([parameter.grad for parameter in trained_model.parameters()])
+    torch.testing.assert_close(*steps, rtol=0, atol=0)

@@ -93,7 +93,7 @@ def test_a_training_step_of_a_structured_model():
     torch.testing.assert_close(*losses)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "low_rank", "banded"])
+@pytest.mark.parametrize("kind", ["sparse", "low_rank", "blocks"])
 def test_a_step_that_is_compiled_as_a_whole_traces_no_walk_backward(kind):
     """Of a compiled function that calls `backward`: torch warned of the library's caches, and hit its limit."""
     x, structure, p0 = problem(kind)
