@@ -57,7 +57,8 @@ def kl_divergence(
     """
     for name, operands in (("p", p), ("q", q)):
         if not isinstance(operands, tuple) or len(operands) != 3:
-            raise TypeError(f"{name}: expected a tuple (x, bulk, p0), got {type(operands).__name__}")
+            got = f"{len(operands)} of them" if isinstance(operands, tuple) else type(operands).__name__
+            raise TypeError(f"{name}: expected a tuple (x, bulk, p0), got {got}")
     if cu_seqlens is None:
         ends, _ = (check_question(*operands, log_params, lengths) for operands in (p, q))
         _check_alike(p[0], q[0])

@@ -248,6 +248,8 @@ def test_wrong_arguments():
         logchain.marginals(*chain[:3], transitions="all")
     with pytest.raises(TypeError, match="p: expected a tuple"):
         logchain.kl_divergence(chain.x, chain[:3])
+    with pytest.raises(TypeError, match=r"q: expected a tuple \(x, bulk, p0\), got 2 of them$"):
+        logchain.kl_divergence(chain[:3], chain[:2])
     with pytest.raises(ValueError, match="q: expected x"):
         logchain.kl_divergence(chain[:3], dense(F32, v=4, c=2)[:3])
     for question in (logchain.forward_backward, logchain.entropy, logchain.marginals):
