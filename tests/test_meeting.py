@@ -4,16 +4,14 @@ import pytest
 import torch
 
 import logchain
-from logchain import kernels
 from logchain.kernels.cpu import team
 from logchain.memory import peak_bytes
 from logchain.schedules import choose, meeting
 from logchain.schedules.choose import Where
 from logchain.schedules.cost_counts import MEETING, Size
 from tests.benchmarks.timing import on_threads
-from tests.contract import Truth, assert_contract, assert_nan_stays, assert_values, drawn
-from tests.families import FAMILIES, PAIRS, Chain, Draw, dense
-from tests.layouts import STRANGE, strange
+from tests.contract import Truth, assert_contract, assert_nan_stays
+from tests.families import Chain, Draw, dense
 from tests.test_memory import allocations, variants
 
 F32, F64 = torch.float32, torch.float64
@@ -27,16 +25,6 @@ def two_threads():
         yield
 
 
-@PAIRS
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family(name, dtype, each, log):
-    chain, truth = drawn(name, dtype, each, log)
-    assert_contract(chain, truth=truth, **meets)
-    with torch.no_grad():
-        out = logchain.product(*chain[:3], log_params=chain.log_params, **meets)
-    assert_values(out, truth.log_norm, truth.value_bound())
-
-
 @pytest.mark.parametrize("c", [1, 2, 17])
 @pytest.mark.parametrize("v", [1, 2, 3, 4, 5, 70])
 def test_every_size(v, c):
@@ -45,31 +33,6 @@ def test_every_size(v, c):
         chain = Chain(draw.x(), draw.bulk()[..., : 1 if one_matrix else v, :, :], draw.p0())
         assert_contract(chain.to(F32), **meets)
         assert_contract(chain.logs(), **meets)
-
-
-@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x p0"])
-@pytest.mark.parametrize("each", [False, True], ids=["one", "each"])
-def test_some_gradients_alone(wanted, each):
-    chain = dense(F32, each=each)
-    chain = chain if each else chain._replace(bulk=chain.bulk[..., :1, :, :])
-    assert_contract(chain, wanted=wanted, **meets)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_types(dtype):
-    chain = dense(F32, each=True).to(dtype)
-    assert_contract(chain, **meets)
-
-
-@pytest.mark.parametrize("how", [*STRANGE, "expanded"])
-def test_strange_strides(how):
-    draw = Draw(0, 3, 2, 9, 5, True)
-    chain = Chain(draw.x(), draw.bulk(), draw.p0()).to(F32)
-    if how != "expanded":
-        assert_contract(strange(chain, how), **meets)
-        return
-    x, bulk = chain.x[:, :1, :, :1].expand(3, 2, 9, 5), chain.bulk[:1, :, :1].expand(3, 2, 8, 5, 5)
-    assert_contract(chain._replace(x=x, bulk=bulk), **meets)
 
 
 def apart(*x: list[float]) -> Chain:
@@ -197,17 +160,6 @@ def test_the_threads_do_not_matter(threads):
         assert_contract(chain, **meets)
 
 
-def test_other_devices_meet(plain):
-    for each in (False, True):
-        assert_contract(dense(F32, each=each), **meets)
-
-
-@pytest.fixture
-def plain(monkeypatch):
-    """Kernels that are torch's operations, as elsewhere than on a CPU."""
-    monkeypatch.setattr(kernels, "in_c", lambda tensor: False)
-
-
 def test_lengths_are_walked_from_the_first_step(monkeypatch):
     monkeypatch.setattr(meeting, "forward", None)
     chain = dense(F32, n=2, t=1, v=9)
@@ -272,39 +224,3 @@ class TestChoice:
         found = logchain.product(x, bulk, p0, cu_seqlens=torch.tensor([0, 100_000]))
         assert calls
         torch.testing.assert_close(found[0], logchain.product(x, bulk, p0, strategy="sequential"), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("each", [False, True], ids=["one", "each"])
-def test_derivatives_and_maps_are_those_of_one_walk(each):
-    chain = dense(F64, n=1, t=1, v=6, c=2)
-    x, bulk, p0 = (operand[0, 0] for operand in chain[:3])
-    bulk = bulk if each else bulk[:1]
-
-    def answers(strategy):
-        def value(*operands):
-            return logchain.product(*operands, strategy=strategy)
-
-        found = [
-            torch.func.hessian(value, argnums=(0, 1, 2))(x, bulk, p0),
-            torch.func.jvp(value, (x, bulk, p0), (x.cos(), bulk, p0)),
-            torch.vmap(torch.func.grad(value), (0, None, None))(torch.stack([x, x.flip(-1)]), bulk, p0),
-        ]
-        return torch.cat([tensor.flatten() for tensor in torch.utils._pytree.tree_leaves(found)])
-
-    torch.testing.assert_close(answers("meeting"), answers("sequential"), rtol=1e-10, atol=1e-12)
-
-
-def test_it_can_be_compiled():
-    chain = dense(F32, n=1, t=1, v=12)
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *operands: logchain.product(*operands, **meets), backend="aot_eager", fullgraph=True
-    )
-    found = [
-        torch.autograd.functional.jacobian(one, chain.x)
-        for one in (
-            lambda x: compiled(x, *chain[1:3]),
-            lambda x: logchain.product(x, *chain[1:3], strategy="sequential"),
-        )
-    ]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
