@@ -183,11 +183,11 @@ class _ByCheckpoints(NamedTuple):
                 schedule = Checkpoints(operands, self.every, self.progress)
                 return schedule.backward(grad, log_norm, checkpoints, needs)
 
-        gradients: tuple[Any, ...] = call(_Once, compute, grad, *operands[:3])
+        gradients: tuple[Any, ...] = call(Once, compute, grad, *operands[:3])
         return gradients
 
 
-class _Once(Final):
+class Once(Final):
     """compute, grad, x, bulk, p0 -> gradients, which cannot be differentiated again."""
 
     refusal = "memory_budget: expected one derivative, got a second; pass None for two"

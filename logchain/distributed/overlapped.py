@@ -16,7 +16,7 @@ from ..kernels.numbers import exact_sum
 from ..rescues import report_boundaries
 from ..schedules.overlapped import through, unlike
 from .exchange import Exchange
-from .messages import message_of, row_of, size_of
+from .messages import row_of, size_of
 from .products import Products
 from .shards import Shards
 from .stretch import Gradients, Stretch
@@ -38,9 +38,9 @@ class Overlapped:
             return self._in_turn.forward()
         self._steps = int(steps.max())
         begun = self._exchange.gather((self._size,), self._early)
-        entering = None if not self._place else self._message(begun[self._filled[self._place - 1]])
+        entering = None if not self._place else self._block.message(begun[self._filled[self._place - 1]])
         left = self._exchange.gather((self._size,), lambda: self._whole(entering, begun))
-        parts = [self._message(left[rank]) for rank in self._filled]
+        parts = [self._block.message(left[rank]) for rank in self._filled]
         log_norm = torch.stack(exact_sum(torch.cat([part.scale for part in parts]))).sum(0)
         refused = torch.stack([part.values[..., 0] for part in parts[:-1]]) > 0
         if refused.any() or not (log_norm < torch.inf).all():  # what is not finite is that of one walk
@@ -57,7 +57,7 @@ class Overlapped:
         begun = self._exchange.gather((self._size,), self._early_back)
         following = None
         if place is not None and place < last:
-            following = self._message(begun[self._filled[place + 1]]).values
+            following = self._block.message(begun[self._filled[place + 1]]).values
 
         def walk() -> Tensor | None:
             if place is None:
@@ -65,7 +65,7 @@ class Overlapped:
             ahead = self._block.back(norms[0], weights[0], following, into[0])
             if place == 0:
                 return None
-            assumed = self._message(begun[self._filled[place]]).values
+            assumed = self._block.message(begun[self._filled[place]]).values
             refused = unlike(self._block.chain, ahead, assumed)
             refused &= (weights[0] != 0) & (norms[0] > -torch.inf)
             return refused if self._block.reached is None else refused & self._block.reached
@@ -97,9 +97,6 @@ class Overlapped:
         leaving = self._block.ahead(entering)
         refused = torch.zeros_like(leaving.values)
         if self._place < len(self._filled) - 1:
-            assumed = self._message(begun[self._filled[self._place]])
+            assumed = self._block.message(begun[self._filled[self._place]])
             refused[..., 0] = unlike(self._block.chain, leaving.values, assumed.values) & self._block.continues
         return row_of(self._size, refused, leaving.scale)
-
-    def _message(self, row: Tensor) -> Message:
-        return message_of(row, self._block.grid, self._block.chain.x.device)

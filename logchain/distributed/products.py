@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.message import Message
 from .exchange import Exchange
-from .messages import log_norm_of, message_of, row_of, times
+from .messages import log_norm_of, row_of, times
 from .shards import Shards
 from .stretch import Gradients, Stretch
 
@@ -35,9 +35,8 @@ class Products:
         block, last = self._block, len(self._filled) - 1
         received = self._exchange.gather((self._size,), self._walk)
         rows = [received[rank] for rank in self._filled]
-        device = block.chain.x.device
-        left = message_of(rows[0], block.grid, device)
-        right = message_of(rows[-1], block.grid, device) if self._turns else None
+        left = block.message(rows[0])
+        right = block.message(rows[-1]) if self._turns else None
         matrices = [self._matrix(row) for row in rows[1 : last + (not self._turns)]]
         scales = [left.scale, *(scale[None] for _, scale in matrices), *([] if right is None else [right.scale])]
         self._entering = [left]

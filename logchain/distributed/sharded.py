@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..autograd.chain import LogPartition
-from ..autograd.operator import Final, call
+from ..autograd.chain import LogPartition, Once
+from ..autograd.operator import call
 from ..operands import Operands, arithmetic_dtype, differentiated
 from ..schedules.choose import Where, where
 from ..schedules.cost_counts import Size
@@ -178,14 +178,10 @@ def _is_part(one: Tensor, whole: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-class _Once(Final):
-    """compute, grad, x, bulk, p0 -> gradients, which cannot be differentiated again."""
+class _OnRanks(Once):
+    """The gradients on all ranks, which cannot be differentiated again."""
 
     refusal = "logchain.distributed: expected one derivative, got a second; it needs the chain on one rank"
-
-    @staticmethod
-    def forward(compute: Any, *tensors: Tensor) -> Any:
-        return compute(*tensors)
 
 
 class _ByRanks:
@@ -201,7 +197,7 @@ class _ByRanks:
         def compute(grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
             return self._sharded.gradients(grad, needs)
 
-        gradients: tuple[Any, ...] = call(_Once, compute, grad, *operands[:3])
+        gradients: tuple[Any, ...] = call(_OnRanks, compute, grad, *operands[:3])
         return gradients
 
 

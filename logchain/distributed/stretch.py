@@ -20,7 +20,7 @@ from ..rescues import report_chains
 from ..schedules.cost_counts import WARM_PART
 from ..schedules.overlapped import Differ, Walk, steps_to_forget
 from ..schedules.turned import Tail
-from .messages import unless_infinite
+from .messages import message_of, unless_infinite
 
 F64 = torch.float64
 
@@ -61,6 +61,10 @@ class Stretch:
     def grid(self) -> tuple[int, int, int]:
         """The sizes (g, m, c) of a message."""
         return self.chain.g, self.chain.m, self.chain.c
+
+    def message(self, row: Tensor) -> Message:
+        """The message that a row from another rank holds."""
+        return message_of(row, self.grid, self.chain.x.device)
 
     @property
     def kept(self) -> Kept:

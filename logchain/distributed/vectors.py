@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.message import Message
 from .exchange import Exchange
-from .messages import log_norm_of, message_of, row_of, size_of
+from .messages import log_norm_of, row_of, size_of
 from .shards import Shards
 from .stretch import Gradients, Stretch
 
@@ -42,9 +42,9 @@ class Vectors:
                 arrived = received[self._filled[place - 1]]
             done = turn - self._ahead + 1
             if done >= 0:
-                ahead[done] = self._message(received[self._filled[self._ahead - 1]], done)
+                ahead[done] = self._blocks[done].message(received[self._filled[self._ahead - 1]])
             if self._turns and turn < count:
-                behind[turn] = self._message(received[self._filled[-1]], turn)
+                behind[turn] = self._blocks[turn].message(received[self._filled[-1]])
         norms = []
         for index, (left, right) in enumerate(zip(ahead, behind, strict=True)):
             assert left is not None
@@ -65,7 +65,7 @@ class Vectors:
         index = turn - place
         if not 0 <= index < count:
             return None
-        entering = None if place == 0 or arrived is None else self._message(arrived, index)
+        entering = None if place == 0 or arrived is None else self._blocks[index].message(arrived)
         return row_of(self._size, *self._blocks[index].ahead(entering))
 
     def backward(self, norms: list[Tensor], weights: list[Tensor], into: list[Gradients]) -> Callable[[], object]:
@@ -99,9 +99,5 @@ class Vectors:
             return None
         following = self._following[index]
         if place < self._ahead - 1 and arrived is not None:
-            following = self._message(arrived, index).values
+            following = self._blocks[index].message(arrived).values
         return row_of(self._size, self._blocks[index].back(norms[index], weights[index], following, into[index]))
-
-    def _message(self, row: Tensor, index: int) -> Message:
-        block = self._blocks[index]
-        return message_of(row, block.grid, block.chain.x.device)

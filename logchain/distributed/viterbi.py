@@ -14,10 +14,9 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import Lengths
 from ..autograd.paths import log_weight
-from ..kernels.chain import Chain
 from ..operands import Operands, arithmetic_dtype
 from ..rescues import report_boundaries
-from ..schedules.cut import Cut
+from ..schedules.overlapped_paths import differ, through
 from ..viterbi import Path
 from .exchange import Exchange
 from .questions import begin, underived
@@ -154,7 +153,7 @@ class _Walks:
         if len(self._filled) == 1:
             return None
 
-        wanted = self._gathered((), lambda: torch.tensor(self._stretch.early(self._through, _differ), device="cpu"))
+        wanted = self._gathered((), lambda: torch.tensor(self._stretch.early(through, differ), device="cpu"))
         if not wanted.all():
             return None
         steps = int(wanted.max())
@@ -166,11 +165,6 @@ class _Walks:
             return leaving
 
         return self._gathered(self._stretch.grid, last_steps).roll(1, 0)
-
-    def _through(self, cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
-        """The messages (count, g, m, c) that leave steps of the segments of a cut, from those entering."""
-        leaving: Tensor = self._messages(cut.window(start, stop), cut.by_set(entering)).leaving
-        return cut.by_segment(leaving)
 
     def _walked(self, places: Sequence[int], entering: Tensor | None) -> Tensor:
         """The messages (places, g, m, c) that leave these ranks, from those that enter."""
@@ -190,8 +184,3 @@ class _Walks:
     def _gathered(self, shape: Sequence[int], compute: Callable[[], Tensor | None]) -> Tensor:
         """What each rank that has variables computes (places, *shape)."""
         return self._exchange.gather(shape, lambda: None if self._place is None else compute())[self._filled]
-
-
-def _differ(chain: Chain, a: Tensor, b: Tensor) -> Tensor:
-    """Whether messages (..., c) differ in a bit, or hold NaN."""
-    return (a != b).any(-1)

@@ -23,17 +23,17 @@ from .overlapped import assumed, early, wrong
 def paths(chain: Chain, steps: int, segments: int) -> tuple[Tensor, Tensor]:
     """The states (g, m, steps) of the best paths, and whether sequences are unknown, as of `kernels.plain.viterbi`."""
     cut = Cut(chain, max(1, segments_of(chain.v, segments)[0]))
-    begun = early(cut, _through, _differ) if cut.count > 1 else 0
+    begun = early(cut, through, differ) if cut.count > 1 else 0
     if begun == 0:
         whole: tuple[Tensor, Tensor] = kernels.path_kernels(chain.x).paths(chain, steps)
         return whole
     kept, grid = kernels.path_messages(chain.x), (chain.g, chain.m)
     head = kept(cut.head(), None)
-    entering = assumed(cut, begun, head.leaving, _through)
+    entering = assumed(cut, begun, head.leaving, through)
     side_by_side = kept(cut.segments(), cut.by_set(entering))
     unknown = head.unknown | cut.by_segment(side_by_side.unknown).any(0)
     arrived = cut.by_segment(side_by_side.leaving)  # a view
-    for s in wrong(cut, arrived, entering, cut.reached() & ~unknown, _differ):
+    for s in wrong(cut, arrived, entering, cut.reached() & ~unknown, differ):
         side_by_side.replace(_numbers(cut, s), kept(cut.segment(s), arrived[s - 1]))
     found = _followed(cut, side_by_side, begun)
     first = torch.empty(*grid, cut.rest + 1, dtype=torch.int64, device="cpu")
@@ -71,13 +71,13 @@ def _numbers(cut: Cut, s: int) -> Tensor:
     return cut.by_segment(torch.arange(sets * members, device="cpu").view(sets, members))[s].flatten()
 
 
-def _through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
+def through(cut: Cut, start: int, stop: int, entering: Tensor) -> Tensor:
     """The messages (count, g, m, c) that leave steps `start` to before `stop` of the segments, from those entering."""
     messages = kernels.path_messages(cut.chain.x)
     leaving: Tensor = messages(cut.window(start, stop), cut.by_set(entering)).leaving
     return cut.by_segment(leaving)
 
 
-def _differ(chain: Chain, a: Tensor, b: Tensor) -> Tensor:
+def differ(chain: Chain, a: Tensor, b: Tensor) -> Tensor:
     """Whether messages (..., c) differ in a bit, or hold NaN."""
     return (a != b).any(-1)

@@ -8,14 +8,14 @@ Walks and products are timed by the constants of `cost`. A collective passes wha
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from . import choose
 from .cost import Constants
 from .cost_counts import SEQUENTIAL, Size
 
 Strategy = Literal["auto", "vectors", "products", "overlapped"]
-STRATEGIES = ("auto", "vectors", "products", "overlapped")
+STRATEGIES = get_args(Strategy)
 
 # steps that a stretch begins early, as far as is known before it runs; shorter stretches are not overlapped
 _EARLY, _SHORTEST = 40, 2000
