@@ -150,14 +150,14 @@ def check_float_dtype(name: str, value: torch.dtype | None) -> None:
         raise TypeError(f"{name}: expected float32, float64, bfloat16, float16 or None, got {got}")
 
 
-def tensor_of(lengths: Lengths) -> Tensor:
+def tensor_of(lengths: Lengths, name: str = "lengths") -> Tensor:
     """Lengths as a tensor, on the host if they are none yet."""
     if isinstance(lengths, Tensor):
         return lengths
     try:
         return torch.tensor(lengths, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"lengths: expected integers, got {lengths!r}") from error
+        raise TypeError(f"{name}: expected integers, got {lengths!r}") from error
 
 
 def as_lengths(

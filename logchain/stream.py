@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_flag, check_tensor
+from .kernels.plain.semiring import log_weights
 from .kernels.weights import NegativeWeights
 from .operands import Weights, arithmetic_dtype, differentiated, is_plain, named
 from .rescues import report_chains
@@ -14,7 +15,7 @@ from .streams.arguments import active_counts, check_mask, check_piece, check_str
 from .streams.filter import filtered
 from .streams.lag import at_the_end, passed
 from .streams.paths import Survivors, ended, extended, settled
-from .streams.piece import Carried, RawPiece, logs
+from .streams.piece import Carried, RawPiece
 from .streams.state import State
 from .streams.stretch import Calls
 from .streams.structures import each, with_lead
@@ -247,8 +248,10 @@ class Stream:
         message, ready, states = state.carried.message, None, None
         empty = message[..., None, :][..., :0, :]
         if self._lag:
-            matrix = None if self._bulk is None else with_lead(self._bulk, message.dim())
-            matrix = None if matrix is None else each(lambda one, _: logs(one, self._log_params), matrix)
+            matrix = None
+            if self._bulk is not None:
+                bulk = with_lead(self._bulk, message.dim())
+                matrix = each(lambda one, _: log_weights(one, self._log_params, torch.float64), bulk)
             ready = empty if state.window is None else at_the_end(state.window, matrix, self._lag)
         if self._viterbi:
             states, survivors = ended(state.survivors or Survivors.none(message))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..plain import matmul as plain
 from ..plain.matmul import second, tangent
 from ..plain.matmul_pieces import Groups
-from .arguments import run_each, shared
+from .arguments import copies, fields, run_each, shared
 
 __all__ = ["backward", "forward", "second", "tangent"]
 
@@ -31,10 +31,7 @@ _GRADIENTS = "*grad_a grad_a_set grad_a_row grad_a_k *grad_b grad_b_set grad_b_k
 class Arguments(ctypes.Structure):
     """`Operands` of c/matmul.h, field by field."""
 
-    _fields_ = [
-        (name.lstrip("*"), ctypes.c_void_p if name.startswith("*") else ctypes.c_int64)
-        for name in f"{_SIZES} {_OPERANDS} {_GRADIENTS}".split()
-    ]
+    _fields_ = fields(f"{_SIZES} {_OPERANDS} {_GRADIENTS}")
 
 
 def forward(a: Tensor, b: Tensor) -> tuple[Tensor, int]:
@@ -127,13 +124,7 @@ def _spans(arguments: Arguments, *, whole_sets: bool = False) -> list[tuple[int,
     return [(first * size, last * size) for first, last in spans]
 
 
-def _run(
-    arguments: Arguments, spans: list[tuple[int, int]], dtype: torch.dtype, parts: Iterable[Tensor] | None = None
-) -> int:
+def _run(arguments: Arguments, spans: list[tuple[int, int]], dtype: torch.dtype, parts: Iterable[Tensor] = ()) -> int:
     """The number of recomputed entries; `parts`: for each thread, where its gradients of b go."""
-    calls = (Arguments * len(spans))(*[arguments] * len(spans))
-    for call, span in zip(calls, spans, strict=True):
-        call.first, call.last = span
-    for call, part in zip(calls, parts if parts is not None else (), strict=False):
-        call.part_b = part.data_ptr()
-    return sum(run_each(calls, dtype, "matmul"))
+    each = [{"part_b": part} for part in parts]
+    return sum(run_each(copies(arguments, spans, each), dtype, "matmul"))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_integers, check_is_tensor, check_tensor
+from ..arguments import check_integers, check_is_tensor, check_tensor, tensor_of
 from ..autograd.operator import call
 from ..kernels import on_gpu
 from ..transitions import Banded
@@ -186,11 +186,7 @@ def _padded(targets: Tensor, target_lengths: Counts, blank: int) -> tuple[Tensor
 
 def _counts(name: str, value: Counts, least: int, most: int) -> Tensor:
     """Numbers from `least` to `most` as int64 (N); they are not checked on a GPU."""
-    if not isinstance(value, Tensor):
-        try:
-            value = torch.tensor(value, device="cpu")
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{name}: expected integers, got {value!r}") from error
+    value = tensor_of(value, name)
     check_integers(name, value)
     if value.dim() > 1:
         raise ValueError(f"{name}: expected one number for each sequence, got shape {list(value.shape)}")

@@ -1,7 +1,5 @@
 """The checks of a stream's arguments and of its pieces, before anything is computed."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
@@ -16,6 +14,7 @@ from ..arguments import (
     check_tensor,
     check_values,
     has_values,
+    tensor_of,
 )
 from ..operands import check_weights
 from ..structured.answers import check_products
@@ -92,7 +91,7 @@ def check_piece(
         _check_leads("bulk_piece", bulk_piece, x)
     if lengths is None:
         return None
-    lengths = lengths.to(x.device) if isinstance(lengths, Tensor) else _tensor(lengths, x)
+    lengths = tensor_of(lengths).to(x.device)
     # in a piece 0 is a length too, so values are checked here
     ends = as_lengths(lengths, x)
     if not kernels.on_gpu(x) and has_values(ends) and ends.numel():
@@ -168,11 +167,3 @@ def _check_lead(name: str, value: Tensor, axes: int, x: Tensor) -> None:
             f"{name}: expected leading axes of 1 or as in {batch} to go with x_piece {list(x.shape)}, got"
             f" {list(value.shape)}"
         )
-
-
-def _tensor(lengths: Any, x: Tensor) -> Any:
-    """The lengths as a tensor on the device of x, or as they are if they make none: `as_lengths` raises for those."""
-    try:
-        return torch.tensor(lengths, device=x.device)
-    except (TypeError, ValueError, RuntimeError):
-        return lengths

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..kernels.plain.semiring import shifted
 from ..transitions import Transition
-from .piece import Piece, posterior, shifted
+from .piece import Piece, posterior
 from .structures import Matrices, each, parts, steps_between, steps_of, through
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..autograd.paths import log_weight
+from ..kernels.plain.semiring import shifted
 from ..operands import chain_of
 from ..transitions import Transition
-from .piece import Piece, shifted
+from .piece import Piece
 from .structures import Matrices
 
 # sums of messages and matrices [*B, c, columns], or log-potentials of chains to each state, in memory at a time

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..autograd.matmul import broadcast_log_matmul, log_matmul
 from ..kernels import in_c
+from ..kernels.plain.semiring import log_weights, shifted
 from ..layout import Layout
 from ..operands import Weights, at_hand, check_weights, differentiated
 from ..transitions import Transition
@@ -124,11 +125,12 @@ class RawPiece(NamedTuple):
         k, active, linked = self.x.shape[-2], self.active(), self.linked()
 
         def into(weights: Tensor, own: int) -> Tensor:
-            weights = logs(weights if self.own else only_used(weights, linked, own), self.log_params)
+            weights = weights if self.own else only_used(weights, linked, own)
+            weights = log_weights(weights, self.log_params, torch.float64)
             lead, sizes = weights.shape[: -1 - own], weights.shape[weights.dim() - own :]
             return weights.expand(*lead, k, *sizes) if every and not self.own else weights
 
-        start = logs(self.p0, self.log_params).expand(*self.x.shape[:-2], -1)
+        start = log_weights(self.p0, self.log_params, torch.float64).expand(*self.x.shape[:-2], -1)
         return Piece(self.x.double(), each(into, self.bulk), start, active, linked, self.unlinked)
 
 
@@ -162,15 +164,6 @@ class Piece(NamedTuple):
         return shifted(torch.where(self.active[..., None], self.x, 0.0))
 
 
-def logs(weights: Tensor, log_params: bool) -> Tensor:
-    """The logarithms of weights, or logarithms as they are, in float64, with gradient 0 at weight 0."""
-    weights = weights.double()
-    if log_params:
-        return weights
-    zero = weights == 0
-    return weights.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
-
-
 def only_used(matrices: Tensor, used: Tensor, own: int) -> Tensor:
     """The matrices [*Bb, k or 1, *own], with 0 where no sequence uses them [*B, k]: no NaN reaches gradients."""
     return torch.where(used_steps(matrices, used, own)[(..., *(None,) * own)], matrices, 0.0)
@@ -184,13 +177,6 @@ def used_steps(matrices: Tensor, used: Tensor, own: int) -> Tensor:
     shared = [axis for axis in range(used.dim()) if axis < missing or matrices.shape[axis - missing] == 1]
     used = used.any(shared, keepdim=True) if shared else used
     return used.reshape(used.shape[missing:])
-
-
-def shifted(message: Tensor) -> tuple[Tensor, Tensor]:
-    """The message less its largest entry, and that entry [..., 1], a constant to autograd; 0 if all are -inf."""
-    top = message.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    return message - top, top
 
 
 def normalised(message: Tensor) -> tuple[Tensor, Tensor]:
