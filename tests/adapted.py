@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import logchain
+from tests.seeded import seeded
 
 F64 = torch.float64
 
@@ -14,10 +15,6 @@ NATS, SHARE = 1e-11, 1e-12
 
 def peer(name):
     return pytest.importorskip(name, exc_type=ImportError)
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape, dtype=F64, seed=0):

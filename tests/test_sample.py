@@ -18,6 +18,7 @@ from tests.best_paths import numbers
 from tests.contract import poisoned_memory
 from tests.families import FAMILIES, Chain, dense
 from tests.layouts import BATCHES, STEPS, broadcast, poisoned
+from tests.seeded import seeded
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -28,10 +29,6 @@ def room(request, monkeypatch):
     """The loops in C, and torch's own operations."""
     if request.param == "plain":
         monkeypatch.setattr(devices, "draw_kernels", lambda tensor: plain_sample)
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def drawn(chain, count, seed=0, **options):

@@ -3,6 +3,7 @@
 import torch
 
 from logchain.nn import LinearChainCRF
+from tests.seeded import seeded
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
@@ -11,10 +12,6 @@ REDUCTIONS = ["none", "sum", "mean", "token_mean"]
 HOLES = torch.tensor(
     [[1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool
 )
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def layer(num_tags=4, dtype=F64, batch_first=True, size=1.0, seed=0, strict_mask=False):

@@ -5,14 +5,11 @@ import torch
 
 from logchain.nn import HMM
 from tests import oracle
+from tests.seeded import seeded
 
 F64 = torch.float64
 V, C = 4, 3
 LENGTHS = [4, 1, 3, 2, 4]
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def random_hmm(emission="categorical", seed=0, **options):

@@ -6,12 +6,9 @@ import scipy.stats
 import torch
 
 from logchain.nn import Bernoulli, Binomial, Categorical, Distribution, Gaussian, Mixture, Poisson
+from tests.seeded import seeded
 
 D = 3
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def wide(tensor):

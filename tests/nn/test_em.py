@@ -10,6 +10,7 @@ import torch
 
 from logchain.nn import Bernoulli, Binomial, Categorical, Gaussian, LogWeights, Mixture, Poisson, em_step
 from logchain.nn.em import expected_statistics, maximise
+from tests.seeded import seeded
 
 FAMILIES = {
     "categorical": lambda units: Categorical(units, 4),
@@ -33,10 +34,6 @@ class Classes(torch.nn.Module):
     def log_prob(self, data, observed=None):
         found = self.layer(data, observed=observed)
         return (found.flatten(1, -2).sum(1) + self.shares()).logsumexp(-1)
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def drawn(name, n=60, units=(3, 2), missing=0.0):

@@ -10,12 +10,9 @@ from scipy.special import logsumexp, softmax
 from logchain import nn
 from logchain.memory import peak_bytes
 from tests.contract import assert_values, ulp, value_bound
+from tests.seeded import seeded
 
 DTYPES = [torch.float32, torch.float64]
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def inputs(*shape, dtype=torch.float32):

@@ -5,10 +5,7 @@ import pytest
 import torch
 
 from logchain.nn import Categorical, LogWeights, em_step
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
+from tests.seeded import seeded
 
 
 def test_log_weights():

@@ -10,13 +10,10 @@ import torch
 
 from logchain.nn import HMM, LogWeights
 from tests.adapted import peer
+from tests.seeded import seeded
 from tests.test_published import EARTHQUAKES
 
 F64 = torch.float64
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 COUNTS = torch.tensor([int(count) for count in EARTHQUAKES.split()])

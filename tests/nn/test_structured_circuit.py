@@ -8,6 +8,7 @@ import torch
 
 from logchain import nn
 from tests.contract import of_steps
+from tests.seeded import seeded
 
 T, V, C, K = 2, 3, 4, 3
 MAKERS = {
@@ -16,10 +17,6 @@ MAKERS = {
     "low rank": lambda lead: nn.transitions.LowRank(C, 2, diagonal=True, lead=lead),
     "monarch": lambda lead: nn.transitions.Monarch(2, 2, lead=lead),
 }
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def made(kind, lead=(T, V - 1)):

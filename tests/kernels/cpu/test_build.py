@@ -54,12 +54,6 @@ def release(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wheels(release):
-    """The same."""
-    return release
-
-
-@pytest.fixture(scope="module")
 def root(release):
     """The sdist, unpacked."""
     (sdist,) = release[0].glob("*.tar.gz")
@@ -67,9 +61,9 @@ def root(release):
     return release[0] / sdist.name.removesuffix(".tar.gz")
 
 
-def wheel_of(target, wheels):
+def wheel_of(target, release):
     """The wheel of a platform."""
-    (wheel,) = wheels[0].glob(f"logchain-*-py3-none-{target.wheel}.whl")
+    (wheel,) = release[0].glob(f"logchain-*-py3-none-{target.wheel}.whl")
     return wheel
 
 
@@ -85,12 +79,12 @@ def expected(target):
 
 
 @pytest.mark.slow
-def test_one_command_makes_the_wheels_of_all_platforms(wheels):
+def test_one_command_makes_the_wheels_of_all_platforms(release):
     for target in build.TARGETS.values():
-        wheel = wheel_of(target, wheels)
+        wheel = wheel_of(target, release)
         assert names(wheel) == expected(target)
-        assert str(wheel) in wheels[1]
-    assert {Path(line).name for line in wheels[1]} == {path.name for path in wheels[0].iterdir() if path.is_file()}
+        assert str(wheel) in release[1]
+    assert {Path(line).name for line in release[1]} == {path.name for path in release[0].iterdir() if path.is_file()}
 
 
 @pytest.mark.slow
@@ -123,9 +117,9 @@ def test_links_of_the_description_lead_somewhere():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", build.TARGETS)
-def test_a_library_exports_its_functions_and_needs_nothing(name, root, wheels, tmp_path):
+def test_a_library_exports_its_functions_and_needs_nothing(name, root, release, tmp_path):
     target = build.TARGETS[name]
-    shutil.unpack_archive(wheel_of(target, wheels), tmp_path, "zip")
+    shutil.unpack_archive(wheel_of(target, release), tmp_path, "zip")
     for level in target.levels:
         file = tmp_path / "logchain/kernels/cpu" / target.library(level)
         binary = lief.parse(str(file))
@@ -147,7 +141,7 @@ def test_a_library_exports_its_functions_and_needs_nothing(name, root, wheels, t
 
 
 @pytest.mark.slow
-def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, wheels, tmp_path):
+def test_a_wheel_from_an_sdist_holds_the_libraries_of_this_machine(root, tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, root]
     subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("*.whl")

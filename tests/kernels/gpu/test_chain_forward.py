@@ -29,7 +29,7 @@ def operands(chain: Chain, lengths=None, device: str = "cpu") -> chains.Operands
     start = p0.double() if chain.log_params else p0.double().log()
     start = start.expand(n, t, c).reshape(*grid, c).contiguous()
     if lengths is not None:
-        lengths = torch.as_tensor(lengths, device=device).expand(n * t).reshape(grid).contiguous()
+        lengths = torch.as_tensor(lengths, device=device).flatten().expand(n * t).reshape(grid).contiguous()
     dtype = F64 if F64 in (x.dtype, bulk.dtype) else F32
     x, bulk = x.reshape(v, *grid, c), bulk.reshape(-1, grid[0], c, c)
     return chains.Operands(x, bulk, start, lengths, chain.log_params, dtype)

@@ -6,32 +6,16 @@ import torch
 
 from tests.contract import TENSOR_CORES, Truth, poisoned_memory
 from tests.families import FAMILIES, Chain, dense
+from tests.kernels.gpu.test_chain_forward import DOUBTFUL, operands
 from tests.layouts import poisoned, strange
 
 chain_long = pytest.importorskip("logchain.kernels.gpu.chain_long")
-chains = pytest.importorskip("logchain.kernels.gpu.chains")
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
 
 # rows of products with sums that cannot be trusted
-DOUBTFUL = {"detour", "detour2", "abyss", "detour_linear", "left_to_right", "bakis_jump", "log_far", "banded"}
-DOUBTFUL |= {"tiny_transitions", "sharp", "one_hot"}
-
-
-def operands(chain: Chain, lengths=None, device: str = "cpu") -> chains.Operands:
-    """A family's chain [n, t, v, c] as (v, g, m, c): one set where all sequences share matrices, else one for each."""
-    x, bulk, p0 = (tensor.to(device) for tensor in chain[:3])
-    n, t, v, c = x.shape
-    x, bulk = x.permute(2, 0, 1, 3), bulk.permute(2, 0, 1, 3, 4)
-    grid = (1, n * t) if bulk.shape[1] * bulk.shape[2] == 1 else (n * t, 1)
-    start = p0.double() if chain.log_params else p0.double().log()
-    start = start.expand(n, t, c).reshape(*grid, c).contiguous()
-    ends = None if lengths is None else lengths.to(device).reshape(grid)
-    dtype = F64 if F64 in (x.dtype, bulk.dtype) else F32
-    return chains.Operands(
-        x.reshape(v, *grid, c), bulk.reshape(-1, grid[0], c, c), start, ends, chain.log_params, dtype
-    )
+DOUBTFUL = DOUBTFUL | {"sharp", "one_hot"}
 
 
 def assert_right(chain: Chain, device: str, segments: int, lengths=None) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from tests.contract import TENSOR_CORES, Truth
 from tests.families import FAMILIES
 from tests.kernels.gpu.processes import shared, together
+from tests.kernels.gpu.test_chain_forward import DOUBTFUL, spaced
 
 chain_wide = pytest.importorskip("logchain.kernels.gpu.chain_wide")
 chains = pytest.importorskip("logchain.kernels.gpu.chains")
@@ -15,10 +16,6 @@ tiles = pytest.importorskip("logchain.kernels.gpu.chain_wide_tiles")
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
-# whose sums cannot all be trusted in linear numbers
-DOUBTFUL = {"detour", "detour2", "abyss", "detour_linear", "left_to_right", "bakis_jump", "log_far", "banded"} | {
-    "tiny_transitions"
-}
 SMALL = tiles.Tile(16, 16, 16, 4, 2)
 
 
@@ -235,12 +232,6 @@ def test_the_tile_of_wide_chains(device):
     found = run(operands, tile=None)
     assert_right(operands, found)
     assert_gradients(operands, found[2], gradients(operands, found, tile=None, r=False))
-
-
-def spaced(tensor):
-    """The same values, with NaN between them."""
-    wide = torch.full([2 * size + 1 for size in tensor.shape], NAN, dtype=tensor.dtype, device=tensor.device)
-    return wide[tuple(slice(1, None, 2) for _ in tensor.shape)].copy_(tensor)
 
 
 def test_strides(device):
