@@ -94,8 +94,6 @@ def from_rows(rows: Tensor, stage: Stage, m: int) -> Tensor:
 def rows_behind(message: Tensor, stage: Stage, parameter: Tensor) -> Tensor:
     """A message (g, m, c) behind a stage as the rows (g, blocks or 1, rows, out) of `from_rows`."""
     g, m, _ = message.shape
-    sizes = list(stage.axes)
-    sizes[stage.contracted] = parameter.shape[-2 if stage.transposed else -1]
-    grid = message.reshape(g, m, *(sizes[axis] for axis in stage.order))
-    back = [2 + stage.order.index(axis) for axis in range(len(sizes))]
-    return to_rows(grid.permute(0, 1, *back).flatten(2), stage._replace(axes=tuple(sizes)))
+    back = (2 + stage.order.index(axis) for axis in range(len(stage.axes)))
+    grid = message.reshape(g, m, *leaving_grid(stage, parameter)).permute(0, 1, *back)
+    return to_rows(grid.flatten(2), stage._replace(axes=grid.shape[2:]))

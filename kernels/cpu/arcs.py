@@ -94,8 +94,6 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, b
     spans = call.spans(call.work, whole_sets=counted, most=most)
     counts = call.sums(len(spans)) if counted else []
     call.run("arcs_backward", spans, "counts" if call.one else "grad_weights", counts)
-    for more in counts[1:]:
-        counts[0].add_(more)
     weights = torch.zeros(parameter.shape, dtype=chain.dtype) if needs[1] else None
     if counts:
         weights = counts[0].to(chain.dtype)

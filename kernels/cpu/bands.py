@@ -64,8 +64,6 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, b
     if counts:
         call.point(grad_at=places(counts[0], chain.batch))
     call.run("bands_backward", spans, "counts" if call.one else "grad_values", counts)
-    for more in counts[1:]:
-        counts[0].add_(more)
     gradients = Gradients(
         grad_x,
         (counts[0].to(dtype),) if counts else None,

@@ -55,6 +55,9 @@ class SparseCall(Pointing):
         return [torch.zeros(shape, dtype=dtype, device="cpu") for _ in range(copies)]
 
     def run(self, name: str, spans: Sequence[tuple[int, int]], field: str = "", sums: Sequence[Tensor] = ()) -> int:
-        """The sum of what a function returns for spans of places, each on a thread of its own, with its own `sums`."""
+        """The sum of what a function returns for spans of places, a thread for each; `sums` add up in the first."""
         each = [{field: sums[i % len(sums)]} for i in range(len(spans))] if sums else ()
-        return run(self.arguments, self.chain.dtype, name, spans, each)
+        found = run(self.arguments, self.chain.dtype, name, spans, each)
+        for more in sums[1:]:
+            sums[0].add_(more)
+        return found

@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import log_matmul_kernels
 from ..chain import Chain
 from .forward import shifted
-from .semiring import two_sum
+from .semiring import probabilities, two_sum
 
 
 def messages(chain: Chain, forward: Tensor, backward: Tensor) -> Tensor:
@@ -103,11 +103,6 @@ class Steps:
         """Whether a sequence has a step (g, m, 1); None: all have."""
         return None if self._chain.ends is None else self._chain.ends > step
 
-    def shares(self, message: Tensor) -> Tensor:
-        """The posterior of the last state from its forward message, 0 for a sequence without a possible path."""
-        dead = (message == -math.inf).all(-1, keepdim=True)
-        return torch.softmax(message.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-
 
 class Messages(NamedTuple):
     """Messages (v, g, m, c) less their maxima, and the sum of what was subtracted as `offset + lost` (v, g, m, 1)."""
@@ -174,7 +169,7 @@ def backward_of_forward(
 ) -> None:
     """Add to `into` the gradients of `sum(along * a) + sum(weight * log_norm)` for forward messages a (v, g, m, c)."""
     steps = Steps(chain)
-    adjoint = steps.shares(messages[-1]) * weight[..., None]
+    adjoint = probabilities(messages[-1]) * weight[..., None]
     for step in reversed(range(chain.v)):
         adjoint = adjoint + torch.where(_possible(steps, step, messages[step]), along[step], 0.0)
         adjoint = torch.where(messages[step] == -math.inf, 0.0, adjoint)
@@ -214,7 +209,7 @@ def second(chain: Chain, matmul: ModuleType, weight: Tensor, tangents: Tangents)
     steps = Steps(chain)
     messages, da, along = _tangent(chain, matmul, tangents)
     first, derived = Gradients.zeros(chain), Gradients.zeros(chain)
-    posterior = steps.shares(messages[-1]) * weight[..., None]
+    posterior = probabilities(messages[-1]) * weight[..., None]
     d_posterior = posterior * (da[-1] - along[..., None])
     for step in reversed(range(chain.v)):
         first.x[step], derived.x[step] = _alive(steps, step, posterior), _alive(steps, step, d_posterior)
@@ -249,7 +244,7 @@ def _tangent(chain: Chain, matmul: ModuleType, tangents: Tangents) -> tuple[Tens
             da[step] += torch.where(_possible(steps, step, messages[step]), tangents.x[step], 0.0)
         # tangents of impossible states must have no influence, even if they are NaN
         da[step].masked_fill_(messages[step] == -math.inf, 0.0)
-    return messages, da, (steps.shares(messages[-1]) * da[-1]).sum(-1)
+    return messages, da, (probabilities(messages[-1]) * da[-1]).sum(-1)
 
 
 def _matrix_tangent(steps: Steps, step: int, tangents: Tangents, matrix: Tensor) -> Tensor:

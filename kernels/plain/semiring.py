@@ -97,6 +97,12 @@ def log_weights(weights: Tensor, log_params: bool, dtype: torch.dtype) -> Tensor
     return weights.masked_fill(zero, 1.0).log().masked_fill(zero, -math.inf)
 
 
+def probabilities(message: Tensor) -> Tensor:
+    """The probabilities of states (..., c) with log-weights `message`, exactly 0 if all are -inf."""
+    dead = (message == -math.inf).all(-1, keepdim=True)
+    return torch.softmax(message.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+
+
 def two_sum(total: Tensor, lost: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
     """A running sum with one more term, and the sum of its rounding errors (D. E. Knuth's two-sum)."""
     after = total + term

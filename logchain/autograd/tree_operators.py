@@ -6,7 +6,6 @@ the posterior behind a piece and the forward message before it give the expected
 state to its last, and the tree divides these among its nodes down to the leaves, which are computed again.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.numbers import exact_sum
+from ..kernels.plain.semiring import probabilities
 from ..layout import Layout
 from ..operands import Operands, arithmetic_dtype, marked, unwritten
 from ..rescues import report_outputs
@@ -60,8 +60,7 @@ def backward(
     weight = leaves.layout.sequences(grad).double()[..., None]
     states = _States(leaves, grad_x) if needs[0] else None
     counts = _Counts(leaves, grad_bulk) if needs[1] else None
-    dead = (messages[-1] == -math.inf).all(-1, keepdim=True)
-    posterior = torch.softmax(messages[-1].masked_fill(dead, 0.0), -1).masked_fill_(dead, 0.0)
+    posterior = probabilities(messages[-1])
     pieces = leaves.cut.pieces(leaves.v)
     for before, (first, stop) in reversed(list(zip(messages, pieces, strict=False))):
         for block, stack, _ in leaves.parts(first, stop):

@@ -15,11 +15,12 @@ from ..autograd.operator import operator
 from ..kernels.chain import Chain
 from ..kernels.message import Message
 from ..kernels.numbers import exact_sum
+from ..kernels.plain.semiring import probabilities
 from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated, naming
 from ..rescues import report_chains
 from . import overlapped, stretch
-from .piece import Carried, Piece, RawPiece, added, filtering, normalised, posterior, recovered
+from .piece import Carried, Piece, RawPiece, added, filtering, normalised, recovered
 
 # numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
 _BLOCK = 2**19
@@ -143,7 +144,7 @@ def _by_any_kernels(
     report_chains(residuals.redone)
     logs = None if kept is None else residuals.logs(slice(int(head), None)).view(steps.shape)
     if posteriors is not None and logs is not None:
-        layout.steps_first(posteriors).copy_(posterior(logs))
+        layout.steps_first(posteriors).copy_(probabilities(logs))
     if messages is not None and logs is not None:
         layout.steps_first(messages).copy_(logs)
     for term in leaving.scale:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..kernels.plain.semiring import shifted
+from ..kernels.plain.semiring import probabilities, shifted
 from ..transitions import Transition
-from .piece import Piece, posterior
+from .piece import Piece
 from .structures import Matrices, each, parts, steps_between, steps_of, through
 
 
@@ -71,7 +71,7 @@ def _smoothed(piece: Piece, messages: Tensor, lag: int) -> Tensor:
             before = through(ahead, piece.matrix(0).mT)
         # the backward message of a sequence's last variable is 0
         behind = torch.where(piece.linked[..., j : j + size, None], before, 0.0)
-    return torch.where(piece.active[..., :size, None], posterior(messages[..., :size, :] + behind), 0.0)
+    return torch.where(piece.active[..., :size, None], probabilities(messages[..., :size, :] + behind), 0.0)
 
 
 def _each_field(function: Callable[..., Tensor], *windows: Window) -> Window:

@@ -190,12 +190,6 @@ def normalised(message: Tensor) -> tuple[Tensor, Tensor]:
     return message - norm[..., None], norm.masked_fill(dead, -torch.inf)
 
 
-def posterior(message: Tensor) -> Tensor:
-    """The probabilities of states [..., c] with log-weights `message`, exactly 0 if all are -inf."""
-    dead = (message == -torch.inf).all(-1, keepdim=True)
-    return torch.softmax(message.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-
-
 def filtering(piece: Piece, message: Tensor) -> tuple[Tensor, Tensor]:
     """The forward messages [*B, k + 1, c] with maximum 0, `message` being the first, and their shifts [*B, k, 2].
 

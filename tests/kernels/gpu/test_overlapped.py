@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logchain
+from logchain import demo
 from logchain.autograd.operator import IMPLEMENTATIONS
 from logchain.kernels import numbers
 from logchain.memory import peak_bytes
@@ -160,14 +161,8 @@ def test_it_takes_the_memory_that_is_said(own, each, n, c, count, kernels, monke
     x, bulk = torch.randn(n, v, c), torch.rand(sets, v - 1 if each else 1, c, c)
     size = choose.Size.of(x.shape, bulk.shape, False, False, False, True, gpu=True)
     monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("overlapped", count))
-
-    def gradients():
-        operands = [tensor.detach().requires_grad_() for tensor in (x, bulk, torch.ones(c))]
-        logchain.product(*operands).sum().backward()
-        return [operand.grad for operand in operands]
-
     said = max(choose.cost_counts.peaks(size, choose.Schedule("overlapped", count)))
-    assert 0.5 * said <= peak_bytes(gradients) <= said + 12 * n * v
+    assert 0.5 * said <= peak_bytes(lambda: demo.forward_backward((x, bulk, torch.ones(c)))) <= said + 12 * n * v
 
 
 def test_what_is_chosen_on_a_gpu_takes_two_messages():
