@@ -87,19 +87,6 @@ def test_nan_stays(operand, step):
     assert_nan_stays("dense", operand, step, **meets)
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@pytest.mark.parametrize("at", [3, 48, 49, 50, 98])
-def test_infinite_weights_give_what_one_walk_gives(at, dtype):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 100, 4, generator=generator, dtype=dtype).requires_grad_()
-    bulk = torch.rand(2, 99, 4, 4, generator=generator, dtype=dtype)
-    bulk[0, at, 1, 2] = torch.inf
-    found = [logchain.product(x, bulk, torch.ones(2, 4, dtype=dtype), strategy=s) for s in ("meeting", "sequential")]
-    assert found[1][0] == torch.inf and found[1][1].isfinite()
-    torch.testing.assert_close(*found)
-    torch.testing.assert_close(*(torch.autograd.grad(one.sum(), x)[0] for one in found), equal_nan=True)
-
-
 def test_scales_of_the_halves_may_cancel():
     """Each is far larger than their sum, whose digits it would take in float64."""
     draw = Draw(0, 1, 1, 40, 3, True)

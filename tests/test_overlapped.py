@@ -231,21 +231,3 @@ def test_the_plan_knows_what_the_loops_keep_in_registers():
     """The same number as in the C sources."""
     header = (Path(__file__).parents[1] / "kernels" / "cpu" / "c" / "few.h").read_text()
     assert f"enum {{ FEW = {FEW_STATES} }};" in header
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("at", [3, 400, 998])
-def test_infinite_weights_give_what_one_walk_gives(at, dtype, monkeypatch):
-    monkeypatch.setattr(overlapped, "steps_to_forget", lambda *_: 10)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 1000, 4, generator=generator, dtype=dtype)
-    bulk = torch.rand(2, 999, 4, 4, generator=generator, dtype=dtype)
-    bulk[0, at, 1, 2] = torch.inf
-    x.requires_grad_()
-    found = [
-        logchain.product(x, bulk, torch.ones(2, 4, dtype=dtype), strategy=strategy)
-        for strategy in ("overlapped", "sequential")
-    ]
-    assert found[1][0] == torch.inf and found[1][1].isfinite()
-    torch.testing.assert_close(*found)
-    torch.testing.assert_close(*(torch.autograd.grad(one.sum(), x)[0] for one in found), equal_nan=True)

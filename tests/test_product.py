@@ -6,6 +6,7 @@ import torch
 
 import logchain
 from logchain import reference
+from logchain.schedules import overlapped
 from tests.contract import (
     assert_contract,
     assert_values,
@@ -55,3 +56,18 @@ def test_no_grad_gives_the_same_values_and_no_graph(name):
         out = logchain.product(x, chain.bulk, chain.p0)
     assert out.grad_fn is None and not out.requires_grad
     assert_values(out, truth.log_norm, truth.value_bound())
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("at", [3, 400, 498, 499, 500, 998])
+@pytest.mark.parametrize("schedule", ["meeting", "overlapped"])
+def test_infinite_weights_give_what_one_walk_gives(schedule, at, dtype, monkeypatch):
+    monkeypatch.setattr(overlapped, "steps_to_forget", lambda *_: 10)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 1000, 4, generator=generator, dtype=dtype).requires_grad_()
+    bulk = torch.rand(2, 999, 4, 4, generator=generator, dtype=dtype)
+    bulk[0, at, 1, 2] = torch.inf
+    found = [logchain.product(x, bulk, torch.ones(2, 4, dtype=dtype), strategy=s) for s in (schedule, "sequential")]
+    assert found[1][0] == torch.inf and found[1][1].isfinite()
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(torch.autograd.grad(one.sum(), x)[0] for one in found), equal_nan=True)
