@@ -22,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .chain_forward import GROUP, _potentials, part_of, parts_of, warps_of
+from .chain_forward import GROUP, _potentials, parts_of, warps_of
 from .chain_posteriors import SHARES, exact, factor_of, finish, following, gather, publish, scale_kernel, share_of
 from .chains import Operands
 from .fragments import load_matrix, load_message, product, sharing, tile_of
-from .meeting import arrive, counter_of, take_ticket, wait, words
+from .meeting import arrive, counter_of, part_of, take_ticket, wait, words
 from .scaled import halves, linear, next_shift, target
 from .tiles import at, far, multiple, multiples
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import launch
 from .chains import Operands, room
 from .fragments import largest, load_matrix, load_message, product, sharing, tile_of
-from .meeting import arrive, counter_of, take_ticket, wait, words
+from .meeting import arrive, counter_of, part_of, take_ticket, wait, words
 from .scaled import (
     below,
     doubtful,
@@ -40,12 +40,6 @@ from .tiles import at, far, log, multiple, multiples
 
 # sequences of a group
 GROUP = tl.constexpr(16)
-
-
-@triton.constexpr_function
-def part_of(c, parts):
-    """The columns of a part; a multiple of four, so that loads of four begin where a part does."""
-    return (-(-c // parts) + 3) // 4 * 4
 
 
 @triton.jit(do_not_specialize=["v", "g", "m", "slots"])

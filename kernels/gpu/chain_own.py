@@ -16,10 +16,10 @@ from torch import Tensor
 
 from . import launch
 from .chains import Operands, Room, room
-from .meeting import words
+from .meeting import part_of, words
 from .own_backward import SLOTS, backward_kernel
 from .own_forward import forward_kernel
-from .own_step import Form, part_of
+from .own_step import Form
 
 # states up to which a program has a sequence, with messages in registers
 NARROW = 64

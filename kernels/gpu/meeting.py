@@ -12,6 +12,12 @@ import triton.language as tl
 PITCH = tl.constexpr(32)
 
 
+@triton.constexpr_function
+def part_of(c, parts):
+    """The columns of a part; a multiple of four, so that loads of four begin where a part does."""
+    return (-(-c // parts) + 3) // 4 * 4
+
+
 @triton.jit
 def take_ticket(counters_ptr):
     """The number of programs that started before this one."""

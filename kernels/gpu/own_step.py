@@ -16,7 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .meeting import counter_of, take_ticket
+from .meeting import counter_of, part_of, take_ticket
 from .scaled import exp_scaled, exponent_of, is_low, level_of, linear, power_of_two, raised, target
 from .tiles import at
 
@@ -65,12 +65,6 @@ def nothing(log_params):
 def none(log_params, double):
     """An exponent at most that of any matrix whose sums are not doubtful."""
     return -(2**28) if log_params else -1022 if double else -126
-
-
-@triton.constexpr_function
-def part_of(c, parts):
-    """The columns of a part; a multiple of four, so that loads of four begin where a part does."""
-    return (-(-c // parts) + 3) // 4 * 4
 
 
 @triton.jit
