@@ -63,10 +63,7 @@ class Messages:
             is_last = step + 1 == (steps if ends is None else ends)
             state = torch.where((given >= 0) & is_last, given, state)
             states[..., step] = state
-        lost = self.unknown | ~(self.leaving.amax(-1) > -torch.inf)
-        if ends is not None:
-            lost = lost[..., None] | (torch.arange(steps, device=states.device) >= ends[..., None])
-        states.masked_fill_(lost if lost.dim() > 2 else lost[..., None], -1)
+        without_states(chain, states, self.unknown | ~(self.leaving.amax(-1) > -torch.inf), self._entered)
 
 
 def unknown(chain: Chain, entered: int = 0) -> Tensor:
@@ -94,9 +91,12 @@ def _wrong(weights: Tensor, log_params: bool) -> Tensor:
     return wrong if log_params else wrong | (weights.amin(-1) < 0)
 
 
-def without_states(chain: Chain, states: Tensor, lost: Tensor) -> Tensor:
-    """The states (..., g, m, steps), in place, with -1 after sequences' ends and where `lost` (..., g, m) holds."""
+def without_states(chain: Chain, states: Tensor, lost: Tensor, entered: int = 0) -> Tensor:
+    """The states (..., g, m, steps), in place, with -1 after sequences' ends and where `lost` (..., g, m) holds.
+
+    `entered`: see `unknown`.
+    """
     lost = lost[..., None]
     if chain.ends is not None:
-        lost = lost | (torch.arange(states.shape[-1], device=states.device) >= chain.ends)
+        lost = lost | (torch.arange(states.shape[-1], device=states.device) >= chain.ends + entered)
     return states.masked_fill_(lost, -1)
