@@ -137,7 +137,7 @@ static void multiply_best(Product p) { multiply_by(1, 0, p); }
 static void multiply_add(Product p) { multiply_by(0, 1, p); }
 
 /* A tile of one row: four independent partial sums over the depth hide latency. `signs`: null, or becomes negative in
-   lanes where an entry of b has a sign, which most machines hide while they wait for b, and not all. */
+   lanes where an entry of b has a sign, which some machines hide while they wait for b, and others do not. */
 INLINE void row_tile(const int best, const int vectors, int64_t depth, const real *a, const real *b, int64_t b_row,
                      real *out, int64_t end, wholes *signs) {
     wholes seen[4] = {0};
