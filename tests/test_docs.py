@@ -169,7 +169,7 @@ def unsaid(name, item, cls):
     text, called = inspect.getdoc(item), name.rpartition(".")[2]
     about = inspect.getdoc(cls) if cls else ""
     for other in re.findall(rf"`(\w+)\.{called}`", text):
-        there = getattr(logchain.nn, other, cls)
+        there = getattr(logchain.nn, other, getattr(logchain.transitions, other, cls))
         method = methods(there).get(called)
         if method not in (None, item) and arguments(item) <= arguments(method):
             return unsaid(f"{other}.{called}", method, there)

@@ -63,19 +63,7 @@ class Banded(Transition):
         return [((source >= 0) & (source < self.states)).to(self.device)]
 
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """`message @ P`: a message shifted and multiplied for each band.
-
-        Args:
-            message: `[*lead, rows, c]`.
-            arithmetic: `LINEAR`; `LOG` or `MAX` for logarithms.
-
-        Returns:
-            `[*lead, rows, c]`.
-
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.apply(torch.tensor([[0.5, 0.5, 0.0]]), LINEAR)
-        tensor([[0.4500, 0.4500, 0.1000]])
-        """
+        """`message @ P`, shifted and multiplied for each band; see `Transition.apply`."""
         sources = self._sources()  # (bands, c)
         inside = (sources >= 0) & (sources < self.states)
         values = torch.where(inside, self.values, arithmetic.zero)[..., None, :, :]
@@ -101,20 +89,7 @@ class Banded(Transition):
         return Banded(values, [-offset for offset in self.offsets])
 
     def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
-        """`P[source, target]`: weight zero off the bands.
-
-        Args:
-            source: indices that transitions leave `[..., *lead]`.
-            target: indices that they enter.
-            arithmetic: `LOG` if the parameters are logarithms.
-
-        Returns:
-            `[..., *lead]`.
-
-        >>> step = Banded(torch.tensor([[0.9, 0.8, 1.0], [0.0, 0.1, 0.2]]), [0, 1])
-        >>> step.entries(torch.tensor([0, 0]), torch.tensor([1, 2]))
-        tensor([0.1000, 0.0000])
-        """
+        """`P[source, target]`, weight zero off the bands; see `Transition.entries`."""
         offsets = torch.tensor(self.offsets, device=self.device)
         match = (target - source)[..., None] == offsets  # [..., bands]
         values = look_up(self.values, match.int().argmax(-1), target)

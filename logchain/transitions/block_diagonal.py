@@ -51,20 +51,7 @@ class BlockDiagonal(Product):
         return BlockDiagonal(self.blocks.mT)
 
     def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
-        """`P[source, target]`: weight zero between blocks.
-
-        Args:
-            source: indices that transitions leave `[..., *lead]`.
-            target: indices that they enter.
-            arithmetic: `LOG` if the parameters are logarithms.
-
-        Returns:
-            `[..., *lead]`.
-
-        >>> groups = BlockDiagonal(torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.5, 0.5], [0.0, 1.0]]]))
-        >>> groups.entries(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 3]))
-        tensor([0.1000, 0.0000, 0.5000])
-        """
+        """`P[source, target]`, weight zero between blocks; see `Transition.entries`."""
         size = self.blocks.shape[-1]
         block, other = source // size, target // size
         weights = look_up(self.blocks, block, source % size, target % size)

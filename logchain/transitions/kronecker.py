@@ -62,20 +62,7 @@ class Kronecker(Product):
         return Kronecker(*(matrix.mT for matrix in self.parameters))
 
     def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
-        """`P[source, target]`: one entry of each matrix, multiplied.
-
-        Args:
-            source: indices that transitions leave `[..., *lead]`.
-            target: indices that they enter.
-            arithmetic: `LOG` if the parameters are logarithms.
-
-        Returns:
-            `[..., *lead]`.
-
-        >>> pair = Kronecker(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.eye(2))
-        >>> pair.entries(torch.tensor([0, 0]), torch.tensor([2, 3]))  # (0, 0) to (1, 0), to (1, 1)
-        tensor([0.1000, 0.0000])
-        """
+        """`P[source, target]`, one entry of each matrix, multiplied; see `Transition.entries`."""
         entries = torch.tensor(arithmetic.one, dtype=self.dtype, device=self.device)
         for matrix in reversed(self.parameters):
             size = matrix.shape[-1]

@@ -77,20 +77,7 @@ class LowRank(Product):
         return LowRank(self.right, self.left, self.diagonal)
 
     def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
-        """`P[source, target]`: a sum over components.
-
-        Args:
-            source: indices that transitions leave `[..., *lead]`.
-            target: indices that they enter.
-            arithmetic: `LOG` if the parameters are logarithms.
-
-        Returns:
-            `[..., *lead]`.
-
-        >>> mixed = LowRank(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.25], [0.5]]), torch.tensor([0.5, 0.0]))
-        >>> mixed.entries(torch.tensor([0, 1]), torch.tensor([0, 0]))
-        tensor([0.7500, 0.5000])
-        """
+        """`P[source, target]`, a sum over components; see `Transition.entries`."""
         components = arithmetic.times(look_up(self.left, source, kept=1), look_up(self.right, target, kept=1))
         entries = arithmetic.sum(components, -1)
         if self.diagonal is None:
@@ -99,23 +86,7 @@ class LowRank(Product):
         return arithmetic.plus(entries, stays)
 
     def draw(self, message: Tensor, target: Tensor, uniform: Tensor) -> Tensor:
-        """States before `target`: a component is drawn, or the diagonal, and then a state.
-
-        Args:
-            message: logarithms `[*lead, rows, c]`; so are the parameters.
-            target: int64 `[draws, *lead, rows]`.
-            uniform: numbers in [0, 1), of its shape.
-
-        Returns:
-            int64 `[draws, *lead, rows]`.
-
-        >>> mixed = LowRank(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.25], [0.5]]), torch.tensor([0.5, 0.0]))
-        >>> numbers = torch.tensor([[0.1], [0.3], [0.9]])  # shares of state 0, of 1, and of staying
-        >>> mixed.map(torch.log).draw(torch.zeros(1, 2), torch.zeros(3, 1, dtype=torch.int64), numbers)
-        tensor([[0],
-                [1],
-                [0]])
-        """
+        """States before `target`: a component is drawn, or the diagonal, and then a state; see `Transition.draw`."""
         logs = LOG.matmul(message, self.left)
         logs = logs + look_up(self.right[..., None, :, :], target, kept=1)  # [draws, *lead, rows, r]
         if self.diagonal is not None:

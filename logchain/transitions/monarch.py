@@ -69,22 +69,7 @@ class Monarch(Product):
         return Monarch(self.right.mT, self.left.mT)
 
     def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
-        """`P[source, target]`: one entry of each factor, multiplied.
-
-        Args:
-            source: indices that transitions leave `[..., *lead]`.
-            target: indices that they enter.
-            arithmetic: `LOG` if the parameters are logarithms.
-
-        Returns:
-            `[..., *lead]`.
-
-        >>> import torch
-        >>> left = torch.tensor([[[0.9, 0.1]], [[0.5, 0.5]]])
-        >>> right = torch.tensor([[[1.0], [0.0]], [[0.25], [0.75]]])
-        >>> Monarch(left, right).entries(torch.tensor([0, 1]), torch.tensor([1, 1]))
-        tensor([0.0250, 0.3750])
-        """
+        """`P[source, target]`, one entry of each factor, multiplied; see `Transition.entries`."""
         size, last = self.left.shape[-2], self.right.shape[-1]
         block, middle = source // size, target // last
         into = look_up(self.left, block, source % size, middle)

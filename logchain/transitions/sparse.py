@@ -92,19 +92,7 @@ class Sparse(Transition):
         self.states, self._graph = graph.states, graph
 
     def with_parameters(self, *parameters: Tensor) -> "Sparse":
-        """The same graph with other values, on their device.
-
-        Args:
-            *parameters: values `[..., arcs]`, in the order of `indices`.
-
-        Returns:
-            The structure.
-
-        >>> graph = Sparse(torch.tensor([[1, 0], [1, 0]]), torch.tensor([1.0, 0.5]))
-        >>> graph.with_parameters(torch.tensor([0.25, 0.75])).to_dense()
-        tensor([[0.7500, 0.0000],
-                [0.0000, 0.2500]])
-        """
+        """The same graph with other values, on their device; see `Transition.with_parameters`."""
         other = super().with_parameters(*parameters)
         if parameters and parameters[0].device != self.indices.device:
             other._graph = _Graph(self.indices.to(parameters[0].device), self.states)
@@ -126,49 +114,15 @@ class Sparse(Transition):
         return self._graph.arcs
 
     def to_pattern(self, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The values in the order of sorted arcs.
-
-        Args:
-            parameters: values `[..., arcs]` in the order of `indices`, alone in a tuple.
-
-        Returns:
-            Those of sorted arcs.
-
-        >>> graph = Sparse(torch.tensor([[1, 0], [1, 0]]), torch.tensor([1.0, 0.5]))
-        >>> graph.to_pattern(graph.parameters)
-        (tensor([0.5000, 1.0000]),)
-        """
+        """The values in the order of sorted arcs; see `Transition.to_pattern`."""
         return parameters if self._graph.inverse is None else (parameters[0][..., self._graph.places[1]],)
 
     def from_pattern(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Gradients in the order of `indices`.
-
-        Args:
-            gradients: those of sorted arcs `[..., arcs]`, alone in a tuple.
-
-        Returns:
-            Those of the values.
-
-        >>> graph = Sparse(torch.tensor([[1, 0], [1, 0]]), torch.tensor([1.0, 0.5]))
-        >>> graph.from_pattern((torch.tensor([2.0, 3.0]),))
-        (tensor([3., 2.]),)
-        """
+        """Gradients in the order of `indices`; see `Transition.from_pattern`."""
         return gradients if self._graph.inverse is None else (gradients[0][..., self._graph.inverse],)
 
     def apply(self, message: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """`message @ P`: a product for each arc, summed where arcs meet.
-
-        Args:
-            message: `[*lead, rows, c]`.
-            arithmetic: `LINEAR`; `LOG` or `MAX` for logarithms.
-
-        Returns:
-            `[*lead, rows, c]`.
-
-        >>> graph = Sparse(torch.tensor([[0, 0, 1], [0, 1, 1]]), torch.tensor([0.5, 0.4, 1.0]))
-        >>> graph.apply(torch.tensor([[0.5, 0.5]]), LINEAR)
-        tensor([[0.2500, 0.7000]])
-        """
+        """`message @ P`, a product for each arc, summed where arcs meet; see `Transition.apply`."""
         source, target = self.indices
         terms = arithmetic.times(message[..., source], self.values[..., None, :])
         return arithmetic.sum_at(terms, target, self.states)
@@ -186,20 +140,7 @@ class Sparse(Transition):
         return transposed
 
     def entries(self, source: Tensor, target: Tensor, arithmetic: Arithmetic = LINEAR) -> Tensor:
-        """`P[source, target]`: weight zero where no arc leads.
-
-        Args:
-            source: indices that transitions leave `[..., *lead]`.
-            target: indices that they enter.
-            arithmetic: `LOG` if the parameters are logarithms.
-
-        Returns:
-            `[..., *lead]`.
-
-        >>> graph = Sparse(torch.tensor([[0, 0, 1], [0, 1, 1]]), torch.tensor([0.5, 0.4, 1.0]))
-        >>> graph.entries(torch.tensor([0, 1]), torch.tensor([1, 0]))
-        tensor([0.4000, 0.0000])
-        """
+        """`P[source, target]`, weight zero where no arc leads; see `Transition.entries`."""
         (places, order), place = self._graph.places, source * self.states + target
         at = torch.searchsorted(places, place.contiguous()).clamp_(max=len(places) - 1)
         return torch.where(places[at] == place, look_up(self.values, order[at]), arithmetic.zero)
