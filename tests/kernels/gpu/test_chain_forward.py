@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contract import TENSOR_CORES, Truth
+from tests.contract import TENSOR_CORES, Truth, of_steps
 from tests.families import FAMILIES, Chain, dense
 from tests.kernels.gpu.processes import shared, together
 
@@ -239,5 +239,6 @@ def test_parts_that_meet(dtype, c, parts, same):
     assert_right(family, log_norm, doubt, lengths)
     assert_filtered(chain, messages)
     expected = run(chain)
-    assert torch.equal(log_norm, expected[0])
-    assert torch.equal(messages, expected[2])
+    near = 2 * of_steps(4, c, dtype=dtype)  # the order of sums is that of numpy's products, which differs between CPUs
+    torch.testing.assert_close(log_norm, expected[0], rtol=0, atol=near)
+    torch.testing.assert_close(messages, expected[2], rtol=near, atol=0)
