@@ -124,6 +124,19 @@ def test_what_a_stretch_hides_at_its_end_counts_behind_it(room, depth):
     torch.testing.assert_close(behind.grad_x.view(2, 2), torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
 
 
+@DTYPES
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_deep_emission_at_the_end_of_a_stretch_is_exact(room, dtype):
+    """Loops raise it: another state, which is likelier given what follows, must not lose against it."""
+    far = 1 if dtype == torch.float32 else 8.5
+    x = torch.tensor([0.0, -200 * far], dtype=dtype).view(1, 1, 1, 2)
+    p0 = torch.tensor([-52 * far, 0.0], dtype=dtype).view(1, 1, 2)
+    chain = Chain(x, torch.zeros(0, 1, 2, 2, dtype=dtype), p0, None, True, dtype)
+    following = torch.tensor([-50 * far, 0.0], dtype=torch.float64).view(1, 1, 2)
+    found = answers(room, chain, torch.ones(1, 1), None, following, torch.zeros(1, 1, dtype=torch.float64))
+    torch.testing.assert_close(found.grad_x.flatten(), torch.tensor([1.0, 0.0], dtype=dtype))
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_message_has_one_meaning(room):
     """Whatever room a message leaves, another goes on from it."""

@@ -248,13 +248,16 @@ static void write_posteriors(const ArcBack *b, int64_t q, int64_t step, Share *s
 static int64_t walk_arcs_backward(ArcBack *b, int64_t q) {
     const ArcChain *a = b->a;
     int64_t c = a->states, step = steps_of_arcs(a, q) - 1, below;
-    int counted = a->counts || a->grad_weights, first = 1;
+    double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
+    int counted = a->counts || a->grad_weights, first = 1, ordinary = are_ordinary(weight, weight);
     const double *kept = arc_message_at(a, q, step);
     double sum = 0;
     for (int64_t j = 0; j < c; j++) sum += kept[j];
     Share share = {.part = 1 / mantissa(sum, &below), .exponent = -below};
     for (; step >= 0; step--) {
+        Mode before = flush_to_zero(ordinary);
         write_posteriors(b, q, step, &share);
+        set_mode(before);
         if (step == 0) break;
         weights_into(a, q, step, &b->to.weights, &b->to.set);
         Seen seen = look(c, b->backward, kept, arc_x_at(a, q, step));
@@ -273,7 +276,9 @@ static int64_t walk_arcs_backward(ArcBack *b, int64_t q) {
         }
         Factors factors = factors_of_share(share);
         factors.second *= a->weight[q];
+        before = flush_to_zero(ordinary); /* no sum is denormal: may_underflow */
         sum_and_count(&b->to.weights, b->source, kept, factors, b->backward, b->to.shares);
+        set_mode(before);
         note_counts(a, q, step, &b->to);
     }
     return -1;

@@ -56,6 +56,19 @@ static void last_row(Back *b, int64_t place) {
     if (linear_row(a->states, a->following + q * a->states, row)) a->lossy[q] = 2, b->skipped[place] = 1;
 }
 
+/* Whether raised emissions of a last step matter to what follows it: no later sum has tested them. */
+static int raised_matters(const Walk *w, int64_t place, int64_t step, const real *forward, const real *backward) {
+    const real *x;
+    double all = 0, raised = 0;
+    rows_of_x(w, place, 1, step, &x);
+    real top = top_of(x, w->width);
+    for (int64_t j = 0; j < w->a->states; j++) {
+        double both = (double)forward[j] * (double)backward[j] * (double)power_of_two(-TOP);
+        all += both, raised += x[j] - top < LOG_DEEPEST ? both : 0;
+    }
+    return !(raised <= all * (double)power_of_two(-GUARD));
+}
+
 /* T of a row; whether an emission was raised. */
 INLINE int emit(int64_t width, const real *x, const real *backward, real *source) {
     real top = top_of(x, width);
@@ -142,9 +155,10 @@ static void posteriors_of_places(Back *b, int64_t from, int64_t count, int64_t s
             if (gradient && c < LANES) store_some(gradient, load(b->posterior), c);
             b->inverse_sums[place] = summary.inverse_sum, b->scales[place] = summary.scale;
             int lost = !(summary.inverse_sum > 0 && summary.inverse_sum < power_of_two(TOP));
+            if (!tests && a->following) lost |= raised_matters(w, place, step, forward + place * width, row);
             int tiny = a->grad_bulk || a->counts ? summary.most < bits_of(power_of_two(TOP - 24)) : 0;
             if (tests && (lost || tiny || needs_check(w->raised[place], summary.least, summary.most))) {
-                if (!w->matrix.has_bounds) find_bounds(&w->matrix);
+                find_high(&w->matrix);
                 lost |= is_lossy(c, row, summary.scale, summary.most, &w->matrix, safe_entry);
                 if ((lost || tiny) && needs_rescaling(&w->matrix)) b->counts.unsafe_matrix = 1;
             }
@@ -194,7 +208,7 @@ static void prepare_backward(Back *b, int64_t count, int64_t step) {
     if (b->prepared && a->one_matrix) return;
     prepare(a, w->set, step, &w->matrix);
     b->prepared = 1;
-    if (b->counts.unsafe_matrix || a->one_matrix) find_bounds(&w->matrix), rescale(&w->matrix);
+    if (b->counts.unsafe_matrix || a->one_matrix) rescale(&w->matrix);
     if (count == 1 && !a->one_matrix) return;
     if (w->matrix.c >= LANES) transpose(width, w->matrix.entries, w->matrix.row, b->transposed, width);
     else for (int64_t k = 0; k < width; k++)
@@ -204,6 +218,7 @@ static void prepare_backward(Back *b, int64_t count, int64_t step) {
 /* T, then B at the step before, of the first `count` places. */
 static void multiply_backward(Back *b, int64_t count, int64_t step) {
     Walk *w = &b->w;
+    Matrix *m = &w->matrix;
     int64_t c = w->a->states, width = w->width;
     for (int64_t place = 0, group = group_of(w->a); place < count; place += group) {
         int64_t rows = count - place < group ? count - place : group;
@@ -216,7 +231,9 @@ static void multiply_backward(Back *b, int64_t count, int64_t step) {
         }
         if (count > 1) multiply((Product){rows, c, width, source, width, 1, b->transposed, width, backward, width});
         else if (w->a->one_matrix) row_times(c, width, source, b->transposed, width, backward);
-        else row_times_transposed(width, source, w->matrix.entries, w->matrix.row, backward);
+        else if (w->raised[place] && !m->has_high)
+            note_high(m, row_times_transposed_largest(width, source, m->entries, m->row, backward));
+        else row_times_transposed(width, source, m->entries, m->row, backward);
     }
 }
 
@@ -230,7 +247,7 @@ static int64_t few_backward(Back *b, int64_t step) {
     real padded[FEW * FEW];
     if (a->one_matrix) prepare_backward(b, 1, step);
     if (step >= few_of(w, 1, padded, &l) || (a->grad_bulk && a->members > 1)) return step;
-    l.by_log = logs(a);
+    l.by_log = logs(a), l.ordinary = t->ordinary;
     l.first_step = larger_of(a->entering != 0, l.earliest - 1); /* the message that entered has no gradient */
     l.gradient = gradient_at(a, w->set, q, l.first_step), l.gradient_step = a->grad_step;
     if (l.gradient) l.gradient -= l.first_step * l.gradient_step;
@@ -255,15 +272,16 @@ static int64_t few_backward(Back *b, int64_t step) {
 static void begin_backward(Back *b) {
     Walk *w = &b->w;
     const Chain *a = w->a;
-    double most = 0;
+    double most = 0, least = __builtin_inf();
     int64_t exponent;
-    b->prepared = b->counts.flushed = 0, b->counts.added = b->counts.held = 0;
+    b->prepared = b->counts.flushed = 0, b->counts.added = b->counts.held = 0, b->counts.mode = mode_now();
     for (int64_t place = 0; place < w->count; place++) {
         int64_t q = sequence_of(w, place);
         double weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
         a->lossy[q] = b->skipped[place] = w->raised[place] = 0;
-        most = weight > most ? weight : most;
+        most = weight > most ? weight : most, least = weight > 0 && weight < least ? weight : least;
     }
+    b->counts.ordinary = are_ordinary(least, most);
     b->counts.weight = most > 0 && most < __builtin_inf() ? most / mantissa(most, &exponent) : 1;
 }
 
@@ -276,12 +294,15 @@ static void step_backward(Back *b, int64_t count, int64_t step, int counted, rea
     multiply_backward(b, count, step);
     const real *forward = forward_rows(b, count, step - 1);
     posteriors_of_places(b, 0, count, step - 1, forward, 1, safe_entry);
-    for (int64_t place = 0; place < count && counted; place++) {
+    if (!counted) return;
+    Mode before = flush_to_zero(b->counts.ordinary);
+    for (int64_t place = 0; place < count; place++) {
         real *source = b->source + place * width, weight = (real)(a->weight[sequence_of(w, place)] / b->counts.weight);
         if (b->skipped[place]) clear(width, source);
         else scale_source(width, source, b->inverse_sums[place], b->scales[place], weight);
     }
-    if (counted) count_step(&b->counts, w, count, forward, b->source, step);
+    count_step(&b->counts, w, count, forward, b->source, step);
+    set_mode(before);
 }
 
 static void walk_backward(Back *b) {

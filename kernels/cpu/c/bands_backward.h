@@ -8,6 +8,7 @@
    taken out of it instead. Where exponents of values are too far apart for that, each summand has one of its own. */
 #pragma once
 #include "bands.h"
+#include "flush.h"
 
 /* The range of exponents of values that summands of B allow, and the steps whose counts are added up in `real`. */
 #if BITS == 32
@@ -119,7 +120,7 @@ static void settle_bands_counts(Band_walk *w, int64_t q, int64_t step) {
 }
 
 /* The gradient of p0, from T of step 0, whose exponents lack `exponent`, over sum S B. */
-static void write_p0_of_bands(const Band_walk *w, int64_t q, int64_t exponent, double share) {
+static void write_p0_of_bands(const Band_walk *w, int64_t q, int64_t exponent, double share, int ordinary) {
     const Bands *a = w->a;
     int64_t c = a->states;
     Splits p0 = w->x;
@@ -127,6 +128,7 @@ static void write_p0_of_bands(const Band_walk *w, int64_t q, int64_t exponent, d
     extend(&span, c, a->p0 + a->p0_at[q], a->p0_state, (int)a->logarithms);
     Level level = level_of(span, (int)a->logarithms);
     split_row(c, a->p0 + a->p0_at[q], a->p0_state, &level, p0.m, p0.e);
+    Mode before = flush_to_zero(ordinary);
     for (int64_t j = 0; j < c; j++) {
         double m = (double)w->message.m[j] * share;
         int64_t e = w->message.e[j] + exponent;
@@ -134,13 +136,15 @@ static void write_p0_of_bands(const Band_walk *w, int64_t q, int64_t exponent, d
                                             : value_of_split(m, e - level.exponent);
         a->grad_p0[q * c + j] = p0.m[j] > 0 ? gradient : 0;
     }
+    set_mode(before);
 }
 
 /* The gradients of a sequence; only those of x where nothing is `counted`. */
 static void walk_bands_backward(Band_walk *w, int64_t q, int counted) {
     const Bands *a = w->a;
     int64_t c = a->states, steps = steps_in(a, q), at = kept_at(a, q, steps - 1), total = 0;
-    double sum;
+    double sum, weight = a->weight[q] < 0 ? -a->weight[q] : a->weight[q];
+    int ordinary = are_ordinary(weight, weight);
     whole top = top_of_splits(c, a->mantissas + at, a->exponents + at, &sum);
     int64_t whole_sum = a->totals[q * a->steps + steps - 1] + top;
     real *counts = counted && (a->counts || a->grad_values) ? w->counts : 0;
@@ -156,6 +160,7 @@ static void walk_bands_backward(Band_walk *w, int64_t q, int counted) {
         if (!last) find_matrix(w, q, step, 1);
         find_emission(w, q, step, -1);
         int apart = counts && !last && is_apart(w);
+        Mode before = flush_to_zero(ordinary); /* mantissas of messages are normal numbers: no T and no B is flushed */
         if (apart) count_apart(w, scale, kept);
         total += top;
         top = step_bands_backward_by(w, last ? &w->unit : &w->matrix, top, scale, kept, a->grad_x ? a->grad_x + at : 0,
@@ -163,9 +168,10 @@ static void walk_bands_backward(Band_walk *w, int64_t q, int counted) {
         if (top == (whole)NOTHING) top = 0;
         w->counted += counts && !last;
         int settle = !a->one_matrix || w->counted == TOGETHER_IN_COUNTS || step == 0;
+        set_mode(before);
         if (w->counted && settle) settle_bands_counts(w, q, step);
     }
-    if (counted && a->grad_p0) write_p0_of_bands(w, q, total - whole_sum, a->weight[q] / sum);
+    if (counted && a->grad_p0) write_p0_of_bands(w, q, total - whole_sum, a->weight[q] / sum, ordinary);
 }
 
 /* Gradients that are the same number wherever a weight is not 0, and 0 elsewhere. */

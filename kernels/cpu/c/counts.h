@@ -17,6 +17,8 @@ typedef struct {
     int64_t added, held, most_held;
     int flushed;                      /* there are rows in `total` */
     double weight;                    /* power of two near the largest weight; sources are divided by it */
+    int ordinary;                     /* weights are: see flush.h */
+    Mode mode;                        /* of the caller */
     int unsafe_matrix;                /* sources rounded to 0 may matter for entries so large: check every matrix */
 } Counts;
 
@@ -51,6 +53,8 @@ static void write_counts(Counts *t, const Walk *w, real *out) {
     int by_log = logs(w->a);
     Factors unscale = factors_of(by_log ? 0 : -m->exponent);
     double factor = (double)UNSHARE * t->weight;
+    Mode before = mode_now();
+    if (m->exponent != 0 && !by_log) set_mode(t->mode); /* likely transitions over large entries are denormal numbers */
     for (int64_t k = 0; k < c; k++) {
         const real *p = m->entries + k * m->row, *sums = t->partial + k * across;
         if (t->flushed || c < LANES || !(m->exponent == 0 || by_log)) {
@@ -58,17 +62,18 @@ static void write_counts(Counts *t, const Walk *w, real *out) {
                 high[0] = p[j] > high[0] ? p[j] : high[0];
                 double count = (t->flushed ? t->total[k * across + j] : (double)sums[j]) * factor;
                 double value = count * (by_log ? (double)p[j] : 1) * unscale.first * unscale.second;
-                out[k * c + j] = p[j] == 0 ? 0 : (real)value;
+                out[k * c + j] = bits_of(p[j]) << 1 == 0 ? 0 : (real)value;
             }
         } else
             for (int64_t v = 0; v < vectors_of(c); v++) {
                 int64_t j = start_of(v, c);
                 reals entries = load(p + j), count = load(sums + j) * (real)factor;
                 high = larger(entries, high);
-                store(out + k * c + j, where(entries == 0, (reals){0}, by_log ? count * entries : count));
+                store(out + k * c + j, where(is_zero(entries), (reals){0}, by_log ? count * entries : count));
             }
     }
     check_large(t, high);
+    set_mode(before);
 }
 
 static void flush(Counts *t, const Walk *w) {
@@ -77,9 +82,15 @@ static void flush(Counts *t, const Walk *w) {
     t->added = 0, t->flushed = 1;
 }
 
+/* Zeros after the last of `count` rows, into which its last vector reaches: the memory may hold anything. */
+INLINE void clear_rest(const Walk *w, int64_t count, real *source) {
+    clear(padded(w->width) - w->width, source + count * w->width);
+}
+
 /* Adds S^T times sources of `count` rows. */
-static void add_rows(Counts *t, const Walk *w, int64_t count, const real *forward, const real *source) {
+static void add_rows(Counts *t, const Walk *w, int64_t count, const real *forward, real *source) {
     int64_t width = w->width, across = padded(width);
+    clear_rest(w, count, source);
     for (int64_t row = 0; row < count;) {
         int64_t rows = count - row < ADDED - t->added ? count - row : ADDED - t->added;
         Product p = {w->a->states, rows, across, forward + row * width, 1, width,
@@ -92,8 +103,10 @@ static void add_rows(Counts *t, const Walk *w, int64_t count, const real *forwar
 }
 
 static void add_held_rows(Counts *t, const Walk *w) {
+    Mode before = flush_to_zero(t->ordinary);
     add_rows(t, w, t->held, t->held_forward, t->held_source);
     t->held = 0;
+    set_mode(before);
 }
 
 /* Collects few rows, for a product with up to `most_held` of them: each product reads and writes all of `partial`. */
@@ -114,7 +127,7 @@ INLINE real *counts_at(const Walk *w, int64_t step) {
 }
 
 /* Counts the transitions into a step of the first `count` places. */
-static void count_step(Counts *t, const Walk *w, int64_t count, const real *forward, const real *source, int64_t step) {
+static void count_step(Counts *t, const Walk *w, int64_t count, const real *forward, real *source, int64_t step) {
     const Chain *a = w->a;
     int64_t c = a->states, width = w->width, across = padded(width);
     if (a->counts) {
@@ -122,6 +135,7 @@ static void count_step(Counts *t, const Walk *w, int64_t count, const real *forw
         else add_rows(t, w, count, forward, source);
     } else if (count == 0) clear(c * c, counts_at(w, step));
     else if (count <= ADDED) {
+        clear_rest(w, count, source);
         multiply((Product){c, count, across, forward, 1, width, source, width, t->partial, across});
         write_counts(t, w, counts_at(w, step));
     } else {

@@ -60,8 +60,8 @@ static int prepare_panels(Pair *w, int64_t step) {
     Matrix *m = &w->p.matrix, *other = &w->q.matrix;
     int64_t c = m->c, across = width_of_panel(m->width);
     wholes forbidden = {0};
-    next_matrix(&w->p, step), check_matrix(&w->p, -1), find_bounds(m), rescale(m);
-    if (w->q.a) next_matrix(&w->q, step), check_matrix(&w->q, -1), find_bounds(other), rescale(other);
+    next_matrix(&w->p, step), check_matrix(&w->p, -1), rescale(m);
+    if (w->q.a) next_matrix(&w->q, step), check_matrix(&w->q, -1), rescale(other);
     for (int64_t panel = 0; panel < panels_of(m->width); panel++)
         for (int64_t k = 0; k < c; k++)
             for (int64_t b = 0; b < vectors_of(across); b++) {
@@ -114,7 +114,7 @@ INLINE reals read_entries(const int float32, Reading *m, int64_t k, int64_t j) {
     return p;
 }
 INLINE int set_bounds(Matrix *m, const Reading *from) {
-    *m = (Matrix){.c = m->c, .width = m->width, .room = m->room, .has_bounds = 1, .high = largest(from->high),
+    *m = (Matrix){.c = m->c, .width = m->width, .room = m->room, .has_high = 1, .has_low = 1, .high = largest(from->high),
                   .low = least(from->low)};
     return !needs_rescaling(m);
 }

@@ -330,6 +330,19 @@ static void write_exact_grad_p0(Exact *w, int64_t f) {
     }
 }
 
+/* Undoes the raising of emissions in a kept linear message: at a last step, no sum has told that they are negligible. */
+static void lower_raised(const Exact *w, int64_t f, int64_t step, Row kept) {
+    int64_t c = w->a->states;
+    const real *x = x_at(w->a, w->set, w->chosen[f], step);
+    real top = -INFINITE;
+    for (int64_t j = 0; j < c; j++) top = x[j] > top ? x[j] : top;
+    for (int64_t j = 0; j < w->across; j += WIDE) {
+        doubles below = read_wide(x + j, 1, c - j, top) - (double)top - (double)LOG_DEEPEST;
+        Number factor = exponential_number(choose(below < 0, below, splat_wide(0)));
+        store_number(kept, j, settled(times_number(load_number(kept, j), factor)));
+    }
+}
+
 /* Posteriors S B / sum S B of a sequence at a step; returns the sum over 2^(512 digit). */
 static double posterior_of_numbers(Exact *w, int64_t f, int64_t step, double *digit) {
     const Chain *a = w->a;
@@ -337,6 +350,7 @@ static double posterior_of_numbers(Exact *w, int64_t f, int64_t step, double *di
     Row kept = row_from(w->kept, at);
     real *gradient = gradient_at(a, w->set, q, step);
     read_row(w, message_at(a, q, step), 1, a->lossy[q] & 1, kept);
+    if (a->following && step + 1 == steps_of(a, q) && !(a->lossy[q] & 1)) lower_raised(w, f, step, kept);
     multiply_numbers(w->across, kept, row_from(w->messages, at), w->work);
     double sum = sum_of(w->across, w->work, digit), over = sum == 0 ? 0 : 1 / sum;
     for (int64_t j = 0; j < w->across; j += WIDE) {

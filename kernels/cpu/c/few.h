@@ -24,8 +24,9 @@ typedef struct {
     int64_t x_step, row, entries_step, message_step, filtered_step, gradient_step, outer_step;
     int64_t held_step, held, most_held;
     real high;                           /* largest matrix entry that a gradient was written for */
-    real limits[2];                      /* least sums that pass; [1] after a raised emission */
-    int one, zeros, by_log;              /* one matrix for all steps; sums of 0 pass; gradients of logarithms */
+    real limits[2];                      /* least sums that pass; [1] after a raised emission, under one matrix */
+    int one, zeros, by_log, ordinary;    /* one matrix for all steps; sums of 0 pass; gradients of logarithms; weights
+                                            are ordinary, see flush.h */
     real state[FEW];                     /* S of the step before, or B of this step */
     int raised, negative;                /* the last step raised an emission; a matrix has an entry below 0 */
     double matrix_shift;                 /* the caller's matrix is e^matrix_shift 2^matrix_exponent times `entries` */

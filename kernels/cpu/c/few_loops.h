@@ -5,6 +5,7 @@
    The scale F multiplies the next step's sums, so that their products need not wait for it. `narrow`: the sequence has
    fewer than ROW states; entries beyond them are read and then masked. */
 #include "few.h"
+#include "flush.h"
 #include "scale.h"
 
 INLINE wholes within(int64_t c) {
@@ -79,11 +80,24 @@ INLINE Bounds bounds_of(const int narrow, const Few *l) {
     return bounds;
 }
 
-/* Whether all sums pass; `most`: the bits of the largest in all lanes. */
-INLINE int all_pass(const int narrow, int64_t c, const Bounds *bounds, int raised, reals *sums, naturals *most) {
+/* The least bits of sums, less `taken`, that pass after a raised emission, under a matrix of this step alone; infinite for
+   a matrix that has to be rescaled. */
+INLINE naturals least_after_raised(const int narrow, const Few *l, const real *entries) {
+    reals all = {0};
+    UNROLL for (int k = 0; k < LANES; k++) {
+        if (k >= (narrow ? l->c : LANES)) break;
+        all = larger(read(narrow, l->c, entries + k * l->row, 0), all);
+    }
+    real high = largest(all), limit = is_far_from_one(high) ? INFINITE : least_unchanged(high);
+    naturals least = (naturals){0} + (natural)bits_of(limit);
+    return narrow ? least & (naturals)within(l->c) : least;
+}
+
+/* Whether all sums pass that are to be at least `least`; `most`: the bits of the largest in all lanes. */
+INLINE int all_pass(const int narrow, int64_t c, natural taken, naturals least, reals *sums, naturals *most) {
     naturals bits = (naturals)*sums;
     if (narrow) bits &= (naturals)within(c), *sums = (reals)bits;
-    int low = any((wholes)(bits - bounds->taken < bounds->least[raised]));
+    int low = any((wholes)(bits - taken < least));
     REDUCE(bits, larger_bits); /* the order of non-negative numbers, NaN on top */
     *most = bits;
     return !low && bits[0] - 1 < (natural)bits_of(INFINITE) - 1;
@@ -118,7 +132,8 @@ INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, in
         reals sums = times(one ? LANES : c, c, state, entries, one ? LANES : l->row, one ? 0 : &signs) * factor;
         naturals most;
         real top;
-        if (!all_pass(narrow, c, &bounds, raised, &sums, &most)) break;
+        naturals limit = !one && raised ? least_after_raised(narrow, l, entries) : bounds.least[raised];
+        if (!all_pass(narrow, c, bounds.taken, limit, &sums, &most)) break;
         state = sums * emissions(narrow, c, l->x + step * l->x_step, &top, &raised), factor = to_top(most);
         if (l->messages) write(narrow, c, state * factor, l->messages + step * l->message_step);
         if (l->filtered) {
@@ -138,10 +153,11 @@ INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, in
     return step;
 }
 
-/* Replaces denormal numbers by 0. */
-INLINE reals without_tiny(reals a) {
-    naturals size = (naturals)a & (natural)bits_of(INFINITE);
-    return (reals)((naturals)a & (naturals)((wholes)size > 0));
+/* The least T whose product with the factors of a source is no denormal number: smaller ones become 0. */
+INLINE real least_source(real factor, real next, real share) {
+    int64_t exponents = exponent_of(bits_of(factor)) + exponent_of(bits_of(next)) + exponent_of(bits_of(share)) - 3;
+    int64_t power = 1 - BIAS + HALF - exponents;
+    return power_of_two(power > BIAS ? BIAS : power < 1 - BIAS ? 1 - BIAS : power);
 }
 
 /* The gradient of a matrix: the outer product of S and a source, exactly 0 where the matrix is 0. */
@@ -150,9 +166,8 @@ INLINE void write_transitions(const int narrow, int64_t c, const Few *l, reals f
     UNROLL for (int k = 0; k < LANES; k++) {
         if (k >= c) break;
         reals entry = read(narrow, c, entries + k * l->row, 0), both = source * forward[k];
-        *high = larger(entry, *high);
-        both = without_tiny(both) * l->unshare;
-        write(narrow, c, where(entry == 0, (reals){0}, l->by_log ? both * entry : both), to + k * c);
+        *high = larger(entry, *high), both *= l->unshare;
+        write(narrow, c, where(is_zero(entry), (reals){0}, l->by_log ? both * entry : both), to + k * c);
     }
 }
 
@@ -171,7 +186,8 @@ INLINE int64_t backward_steps(const int narrow, const int one, Few *arguments, i
                          : times_transposed(narrow, c, source, entries, l->row);
         naturals most;
         sums *= factor;
-        if (!all_pass(narrow, c, &bounds, raised, &sums, &most)) break;
+        naturals limit = !one && raised ? least_after_raised(narrow, l, entries) : bounds.least[raised];
+        if (!all_pass(narrow, c, bounds.taken, limit, &sums, &most)) break;
         reals next = to_top(most), forward = read(narrow, c, l->messages + (step - 1) * l->message_step, 0);
         reals both = forward * (sums * next * power_of_two(-TOP));
         real sum = total(both), share = 1 / sum;
@@ -182,12 +198,15 @@ INLINE int64_t backward_steps(const int narrow, const int one, Few *arguments, i
             write(narrow, c, seen, l->gradient + (step - 1) * l->gradient_step);
         }
         if (counts) {
-            reals shared = without_tiny(source * factor * (next[0] * power_of_two(-HALF)) * share);
+            real limit = least_source(factor[0], next[0], share);
+            reals shared = where(source < limit, (reals){0}, source) * factor * (next[0] * power_of_two(-HALF)) * share;
             shared = smaller(shared, splat(power_of_two(BIAS - 1))) * l->source_weight;
             if (l->outer) {
+                Mode before = flush_to_zero(l->ordinary);
                 real *outer = l->outer + (step - 1) * l->outer_step;
                 PREFETCH(outer - LATER * l->outer_step, c, 1);
-                write_transitions(narrow, c, l, forward, shared, entries, &high, outer);
+                write_transitions(narrow, c, l, forward, read_now(shared), entries, &high, outer);
+                set_mode(before);
             } else {
                 write(narrow, c, forward, l->held_forward + held * l->held_step);
                 write(narrow, c, shared, l->held_source + held++ * l->held_step);

@@ -310,6 +310,18 @@ INLINE const real *weights_at(const Fold *f, int64_t step) {
     return a->x ? a->x + step * a->x_step + f->set * a->x_set : 0;
 }
 
+static int have_ordinary_weights(const Fold *f) {
+    double least = __builtin_inf(), most = 0;
+    for (int64_t step = 0; step < f->a->steps; step++) {
+        const real *weights = weights_at(f, step);
+        for (int64_t j = 0; j < f->a->states * f->a->states && weights; j++) {
+            double size = weights[j] < 0 ? -(double)weights[j] : (double)weights[j];
+            most = size > most ? size : most, least = size > 0 && size < least ? size : least;
+        }
+    }
+    return are_ordinary(least, most);
+}
+
 /* The last factor of all gradients: undoes LIFT. */
 INLINE real gradient_scale(const Fold *f) { return (real)f->a->weight[0] / LIFT; }
 
@@ -410,8 +422,13 @@ static int64_t gradients(const Chain *a, int folds) {
     for (f.set = a->first / c; f.set < a->last / c; f.set++) {
         if (folds) a->lossy[f.set * c] = (uint8_t)!fold(&f);
         else point_to_kept(&f);
-        if (a->lossy[f.set * c]) lossy++;
-        else fold_backward(&f, g, next_g, products, transposed);
+        if (a->lossy[f.set * c]) {
+            lossy++;
+            continue;
+        }
+        Mode before = flush_to_zero(have_ordinary_weights(&f));
+        fold_backward(&f, g, next_g, products, transposed);
+        set_mode(before);
     }
     return lossy;
 }

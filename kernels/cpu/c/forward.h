@@ -110,12 +110,15 @@ INLINE real *logarithms_at(const Chain *a, real *rows, int64_t set, int64_t q, i
     return is_float32(a) ? (real *)((float *)rows + offset) : rows + offset;
 }
 
-/* Natural logarithms of a row times 2^exponent e^taken; the row is near 2^TOP. */
-static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t exponent, real *out) {
+/* Natural logarithms of a row of sums times 2^exponent e^taken, and times the emissions exp(x - shift) unless x is null:
+   these may have been raised, and their logarithms are known. */
+static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t exponent, const real *x, double shift,
+                             real *out) {
     add_exponent(&taken, exponent + TOP);
     double scale = value_of(taken);
     for (int64_t j = 0; j < a->states; j += WIDE) {
         doubles logs = logarithm_of(read_wide(row + j, 1, a->states - j, 0), TOP) + scale;
+        if (x) logs += read_wide(x + j, 1, a->states - j, 0) - shift;
         if (is_float32(a)) write_float32((float *)out + j, logs, a->states - j);
         else write_wide(out + j, logs, a->states - j);
     }
@@ -153,10 +156,7 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
     for (int64_t r = 0; r < rows && step > 0; r++) {
         int64_t q = sequence_of(w, place + r);
         if (a->lossy[q] || !needs_check(w->raised[place + r], weighed.least[r], weighed.most[r])) continue;
-        if (!w->matrix.has_bounds) {
-            find_bounds(&w->matrix);
-            if (rescale(&w->matrix)) return 1;
-        }
+        if (rescale(&w->matrix)) return 1;
         a->lossy[q] = (uint8_t)is_lossy(a->states, sums + r * w->width, 1, weighed.most[r], &w->matrix, safe_entry);
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -169,14 +169,13 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
         if (step > 0 && w->matrix.shift != 0) add(shift, w->matrix.shift);
         if (step > 0) *taken += w->matrix.exponent;
         if (a->log_backward)
-            write_logarithms(a, sums + r * w->width, *shift, *taken,
+            write_logarithms(a, sums + r * w->width, *shift, *taken, 0, 0,
                              logarithms_at(a, a->log_backward, w->set, q, step));
         add(shift, weighed.shift[r]);
-        *taken += exponent - TOP;
         if (a->log_forward)
-            write_logarithms(a, state_at(w, place + r, step), *shift, *taken,
+            write_logarithms(a, sums + r * w->width, *shift, *taken, x[r], weighed.shift[r],
                              logarithms_at(a, a->log_forward, w->set, q, step));
-        if (weighed.raised[r] && (a->log_forward || a->log_backward)) a->lossy[q] = 1;
+        *taken += exponent - TOP;
         w->raised[place + r] = weighed.raised[r] != 0;
         if (a->lossy[q]) clear(w->width, state_at(w, place + r, step)); /* denormal numbers are slow */
     }
@@ -195,7 +194,6 @@ static void finish(Walk *w, int64_t place, int64_t step) {
     int64_t q = sequence_of(w, place), c = a->states;
     double sum = sum_of_row(c, state_at(w, place, step));
     if (!(sum < __builtin_inf()) || (sum > 0 && sum < (double)TRUSTED)) a->lossy[q] = 1;
-    if (a->leaving && a->messages && w->raised[place]) a->lossy[q] = 1; /* no later sums test the last message */
     Sum log_norm = w->shifts[place];
     int64_t exponent;
     double part = mantissa(sum, &exponent);
@@ -264,10 +262,9 @@ static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
     int64_t for_messages = a->messages ? unpadded_last(c, row) : 0;
     int64_t first_x = unpadded_first(c, a->x_step), first_matrices = one ? 0 : unpadded_first(c, a->bulk_step);
     if (is_float32(a) || a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
-    if (one && !w->matrix.has_bounds) check_matrix(w, -1), find_bounds(&w->matrix), rescale(&w->matrix);
+    if (one) check_matrix(w, -1), rescale(&w->matrix), find_low(&w->matrix);
     const Matrix *m = &w->matrix;
-    real limit = one ? TRUSTED * m->high : INFINITE;
-    limit = limit < SHALLOW ? SHALLOW : limit;
+    real limit = one ? least_unchanged(m->high) : TRUSTED;
     *l = (Few){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 1) - a->x_step, .x_step = a->x_step,
                .entries = one ? padded : a->bulk + first_matrix(a, w->set), .row = a->bulk_from,
                .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
@@ -301,7 +298,7 @@ static int64_t few_forward(Walk *w, int64_t step) {
 /* One step of up to a group of places. */
 static void step_places(Walk *w, int64_t place, int64_t rows, int64_t step, real safe_entry) {
     const Chain *a = w->a;
-    const Matrix *m = &w->matrix;
+    Matrix *m = &w->matrix;
     const real *states = state_at(w, place, step - 1);
     int trusted = 0, alone = rows == 1 && w->count == 1;
     if (!alone) check_matrix(w, -1);
@@ -311,8 +308,14 @@ static void step_places(Walk *w, int64_t place, int64_t rows, int64_t step, real
     for (int64_t done = trusted ? 0 : rows; done < rows;) {
         if (rows > 1)
             multiply((Product){rows, a->states, w->width, states, w->width, 1, m->entries, m->row, w->sums, w->width});
-        else if (w->checked) row_times(a->states, w->width, states, m->entries, m->row, w->sums);
-        else check_matrix(w, row_times_signed(a->states, w->width, states, m->entries, m->row, w->sums));
+        else if (w->raised[place] && !m->has_high) { /* whose sums are compared with the largest entry */
+            natural bits = row_times_largest(a->states, w->width, states, m->entries, m->row, w->sums);
+            note_high(m, bits), check_matrix(w, (whole)bits < 0);
+        } else if (w->checked) row_times(a->states, w->width, states, m->entries, m->row, w->sums);
+        else {
+            natural bits = row_times_union(a->states, w->width, states, m->entries, m->row, w->sums);
+            check_matrix(w, (whole)bits < 0);
+        }
         for (; done < rows; done += LANES) {
             int64_t settled = rows - done < LANES ? rows - done : LANES;
             if (settle(w, place + done, settled, step, w->sums + done * w->width, safe_entry)) break;

@@ -44,6 +44,7 @@ typedef struct {
     const Operands *p;
     int64_t set, deep, wide, rescued;
     real least, scale;              /* the least S; the factor of a block's weights */
+    int ordinary;                   /* a block's weights are: see flush.h */
     const real *held_b, *marked_b;  /* the b whose B, and B > 0, are below */
     real *a, *b, *transposed;       /* A (AT_ONCE, deep), B (deep, wide), B^T (wide, deep) */
     real *row_top, *column_top;     /* r (AT_ONCE), t (wide) */
@@ -118,7 +119,9 @@ INLINE void multiply_by_b(const Matmul *w, int64_t rows, const real *a, const re
 static int find_sums(Matmul *w, const real *a, const real *b, int64_t rows) {
     wholes small = {0};
     exponentiate_rows(w, a, rows);
+    Mode before = flush_to_zero(1); /* what is flushed is far below `least`, and `paths` tells what is 0 */
     multiply_by_b(w, rows, w->a, w->b, w->sums);
+    set_mode(before);
     for (int64_t j = 0; j < rows * w->wide; j += LANES) small |= load(w->sums + j) < w->least;
     if (!any(small)) return 0;
     if (w->marked_b != b) mark_positive(w->p->depth * w->wide, w->b, w->positive_b), w->marked_b = b;
@@ -182,13 +185,15 @@ static void write_logarithms_of_sums(Matmul *w, const real *a, const real *b, in
 }
 
 /* A power of two near the largest finite weight of a block; 1 for what is neither large nor small. */
-static real scale_of(int64_t count, const real *weights) {
-    reals most = {0};
+static real scale_of(int64_t count, const real *weights, int *ordinary) {
+    reals most = {0}, low = splat(INFINITE);
     for (int64_t j = 0; j < count; j += LANES) {
         reals size = larger(load(weights + j), -load(weights + j));
         most = larger(where(size < INFINITE, size, (reals){0}), most);
+        low = smaller(where(size > 0, size, splat(INFINITE)), low);
     }
     double top = (double)largest(most);
+    *ordinary = are_ordinary((double)least(low), top);
     int64_t exponent = exponent_above(top), most_exponent = BIAS - 1;
     if (top == 0 || (exponent <= 20 && exponent >= -20)) return 1;
     return power_of_two(exponent > most_exponent ? most_exponent : larger_of(exponent, -most_exponent));
@@ -198,7 +203,7 @@ static real scale_of(int64_t count, const real *weights) {
 static void divide(Matmul *w, const real *weight, int64_t rows) {
     for (int64_t i = 0; i < rows; i++)
         gather(w->p->columns, w->wide, weight + i * w->p->weight_row, w->p->weight_j, 0, w->quotients + i * w->wide);
-    w->scale = scale_of(rows * w->wide, w->quotients);
+    w->scale = scale_of(rows * w->wide, w->quotients, &w->ordinary);
     real inverse = 1 / w->scale;
     for (int64_t j = 0; j < rows * w->wide; j += LANES) {
         reals sums = load(w->sums + j), quotient = load(w->quotients + j) * inverse / sums;
@@ -233,6 +238,7 @@ static void write_block_gradients(Matmul *w, const real *a, const real *b, const
     const Operands *p = w->p;
     int64_t deep = w->deep, wide = w->wide;
     divide(w, weight, rows);
+    Mode before = flush_to_zero(w->ordinary);
     if (w->sum_b) {
         multiply((Product){p->depth, rows, wide, w->a, 1, deep, w->quotients, wide, w->block_b, wide});
         for (int64_t j = 0; j < p->depth * wide; j += WIDE) {
@@ -249,6 +255,7 @@ static void write_block_gradients(Matmul *w, const real *a, const real *b, const
         for (int64_t k = i * deep; k < (i + 1) * deep; k += LANES) store(w->part + k, load(w->part + k) * w->scale);
         scatter(p->depth, w->part + i * deep, p->grad_a_k, grad_a + i * p->grad_a_row);
     }
+    set_mode(before);
 }
 
 static void write_grad_b(Matmul *w) {
@@ -273,6 +280,7 @@ static void clear_wide(int64_t count, double *to) {
 static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
     const Operands *p = w->p;
     const real *b = p->b + w->set * p->b_set;
+    int ordinary = 1;
     exponentiate_columns(w, b);
     clear_wide(p->depth * w->wide, w->sum_b), clear_wide(p->depth * w->wide, w->rescued_b);
     for (int64_t rows; row < stop; row += rows) {
@@ -286,8 +294,12 @@ static void walk_rows(Matmul *w, int64_t row, int64_t stop) {
         const real *weight = p->weight + w->set * p->weight_set + row * p->weight_row;
         real *grad_a = p->grad_a ? p->grad_a + w->set * p->grad_a_set + row * p->grad_a_row : 0;
         write_block_gradients(w, a, b, weight, rows, lossy, grad_a);
+        ordinary &= w->ordinary;
     }
-    if (w->sum_b) write_grad_b(w);
+    if (!w->sum_b) return;
+    Mode before = flush_to_zero(ordinary);
+    write_grad_b(w);
+    set_mode(before);
 }
 
 /* Products or gradients; how many entries of `out` were recomputed. */

@@ -232,6 +232,10 @@ static real *backward_row(const Pass *a, int64_t q, int enters, double *sum) {
     return row;
 }
 
+/* Times a U of at most 2^TOP this is 2^-GUARD of 2^SPARE: posteriors that it stands for are flushed. Its products with
+   factors, which torch computes, are no denormal numbers yet. */
+#define FADED_SOURCE power_of_two(SPARE - GUARD - TOP)
+
 /* Posteriors of a row, and T. */
 static void meet_row(const Pass *a, int64_t q, const real *row, double sum) {
     int64_t c = a->states;
@@ -244,7 +248,8 @@ static void meet_row(const Pass *a, int64_t q, const real *row, double sum) {
         if (posterior) put_vector(posterior, j, c, s * b * weight);
         if (!source) continue;
         reals emission = exponential(vector_at(x, j, c, -INFINITE) - top, NO_TAIL);
-        put_vector(source, j, c, where(s > 0, b * power_of_two(SPARE) * (emission * factor), (reals){0}));
+        reals entry = b * power_of_two(SPARE) * (emission * factor);
+        put_vector(source, j, c, where((s > 0) & (entry >= FADED_SOURCE), entry, (reals){0}));
     }
 }
 

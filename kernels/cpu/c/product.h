@@ -136,11 +136,27 @@ static void multiply(Product p) { multiply_by(0, 0, p); }
 static void multiply_best(Product p) { multiply_by(1, 0, p); }
 static void multiply_add(Product p) { multiply_by(0, 1, p); }
 
-/* A tile of one row: four independent partial sums over the depth hide latency. `signs`: null, or becomes negative in
-   lanes where an entry of b has a sign, which some machines hide while they wait for b, and others do not. */
-INLINE void row_tile(const int best, const int vectors, int64_t depth, const real *a, const real *b, int64_t b_row,
-                     real *out, int64_t end, wholes *signs) {
-    wholes seen[4] = {0};
+/* What a product of one row finds out about the bits of b while it reads them: nothing, their union, or the largest of
+   each of their words, as natural numbers. Both have a sign where an entry has one; otherwise the largest words are
+   those of the largest entry, or of a double that is larger by up to 2^-20 of it. */
+enum { UNSEEN, UNION, LARGEST };
+typedef uint32_t words __attribute__((vector_size(BYTES)));
+INLINE naturals seen_with(const int seen, naturals a, naturals b) {
+    if (seen == UNION) return a | b;
+    words larger_a = (words)a > (words)b;
+    return (naturals)(((words)a & larger_a) | ((words)b & ~larger_a));
+}
+INLINE natural seen_of(const int seen, naturals bits) {
+    natural all = bits[0];
+    UNROLL for (int j = 1; j < LANES; j++) all = seen == UNION ? all | bits[j] : bits[j] > all ? bits[j] : all;
+    return all;
+}
+
+/* A tile of one row: four independent partial sums over the depth hide latency. */
+INLINE void row_tile(const int best, const int seen, const int vectors, int64_t depth, const real *a, const real *b,
+                     int64_t b_row, real *out, int64_t end, naturals *bits) {
+    enum { APART = BYTES < 64 ? 1 : 4 };
+    naturals each[APART] = {0};
     reals sum[4][4];
     int64_t d = 0;
     UNROLL for (int part = 0; part < 4; part++) UNROLL for (int k = 0; k < vectors; k++) sum[part][k] = nothing(best);
@@ -148,65 +164,83 @@ INLINE void row_tile(const int best, const int vectors, int64_t depth, const rea
         UNROLL for (int part = 0; part < 4; part++)
             UNROLL for (int k = 0; k < vectors; k++) {
                 reals entry = load(b + (d + part) * b_row + (k + 1 < vectors ? k * LANES : end));
-                if (signs) seen[BYTES < 64 ? 0 : part] |= (wholes)entry;
+                if (seen) each[part % APART] = seen_with(seen, each[part % APART], (naturals)entry);
                 sum[part][k] = with_term(best, sum[part][k], splat(a[d + part]), entry);
             }
     for (; d < depth; d++)
         UNROLL for (int k = 0; k < vectors; k++) {
             reals entry = load(b + d * b_row + (k + 1 < vectors ? k * LANES : end));
-            if (signs) seen[0] |= (wholes)entry;
+            if (seen) each[0] = seen_with(seen, each[0], (naturals)entry);
             sum[0][k] = with_term(best, sum[0][k], splat(a[d]), entry);
         }
-    if (signs) *signs |= seen[0] | seen[1] | seen[2] | seen[3];
+    UNROLL for (int part = 0; part < APART && seen; part++) *bits = seen_with(seen, *bits, each[part]);
     UNROLL for (int k = 0; k < vectors; k++)
         store(out + (k + 1 < vectors ? k * LANES : end),
               joined(best, joined(best, sum[0][k], sum[1][k]), joined(best, sum[2][k], sum[3][k])));
 }
 
-INLINE void row_tiles(const int best, int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row,
-                      real *out, wholes *signs) {
+INLINE natural row_tiles(const int best, const int seen, int64_t depth, int64_t width, const real *a, const real *b,
+                         int64_t b_row, real *out) {
+    naturals bits = {0};
     for (int64_t j = 0; j < width;) {
-        int64_t most = signs && BYTES < 64 ? 3 : 4; /* registers hold the signs, too */
+        int64_t most = seen && BYTES < 64 ? 3 : 4; /* registers hold the bits, too */
         int64_t left = vectors_of(width - j), vectors = left < most ? left : most;
         int64_t end = j + vectors * LANES > width ? width - LANES - j : (vectors - 1) * LANES;
-        if (vectors == 4) row_tile(best, 4, depth, a, b + j, b_row, out + j, end, signs);
-        if (vectors == 3) row_tile(best, 3, depth, a, b + j, b_row, out + j, end, signs);
-        if (vectors == 2) row_tile(best, 2, depth, a, b + j, b_row, out + j, end, signs);
-        if (vectors == 1) row_tile(best, 1, depth, a, b + j, b_row, out + j, end, signs);
+        if (vectors == 4) row_tile(best, seen, 4, depth, a, b + j, b_row, out + j, end, &bits);
+        if (vectors == 3) row_tile(best, seen, 3, depth, a, b + j, b_row, out + j, end, &bits);
+        if (vectors == 2) row_tile(best, seen, 2, depth, a, b + j, b_row, out + j, end, &bits);
+        if (vectors == 1) row_tile(best, seen, 1, depth, a, b + j, b_row, out + j, end, &bits);
         j += vectors * LANES;
     }
+    return seen ? seen_of(seen, bits) : 0;
 }
 
 static void row_times(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    row_tiles(0, depth, width, a, b, b_row, out, 0);
+    row_tiles(0, UNSEEN, depth, width, a, b, b_row, out);
 }
-/* The same; whether an entry of b has a sign. */
-static int row_times_signed(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    wholes signs = {0};
-    row_tiles(0, depth, width, a, b, b_row, out, &signs);
-    return any(signs < 0);
+/* The same, and bits of entries of b. */
+static natural row_times_union(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+    return row_tiles(0, UNION, depth, width, a, b, b_row, out);
+}
+static natural row_times_largest(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+    return row_tiles(0, LARGEST, depth, width, a, b, b_row, out);
 }
 static void row_times_best(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    row_tiles(1, depth, width, a, b, b_row, out, 0);
+    row_tiles(1, UNSEEN, depth, width, a, b, b_row, out);
 }
 
 /* out (width) = a (width) times the transpose of b (width, width). Columns that two vectors of `a` share count once. */
-static void row_times_transposed(int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+INLINE natural row_times_rows(const int seen, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
     int64_t even = width / LANES * LANES, end = width - LANES;
+    naturals bits = {0};
     real tail[LANES] = {0};
     for (int64_t j = even; j < width; j++) tail[j - end] = a[j];
     reals last = load(tail);
     for (int64_t block = 0; block < vectors_of(width); block++) {
         int64_t k = start_of(block, width);
-        reals sum[LANES];
-        UNROLL for (int r = 0; r < LANES; r++)
-            sum[r] = even < width ? last * load(b + (k + r) * b_row + end) : (reals){0};
+        reals sum[LANES] = {0};
+        UNROLL for (int r = 0; r < LANES && even < width; r++) {
+            reals entry = load(b + (k + r) * b_row + end);
+            if (seen) bits = seen_with(seen, bits, (naturals)entry);
+            sum[r] = last * entry;
+        }
         for (int64_t j = 0; j < even; j += LANES) {
             reals entries = load(a + j);
-            UNROLL for (int r = 0; r < LANES; r++) sum[r] += entries * load(b + (k + r) * b_row + j);
+            UNROLL for (int r = 0; r < LANES; r++) {
+                reals entry = load(b + (k + r) * b_row + j);
+                if (seen) bits = seen_with(seen, bits, (naturals)entry);
+                sum[r] += entries * entry;
+            }
         }
         store(out + k, total_of_each(sum));
     }
+    return seen ? seen_of(seen, bits) : 0;
+}
+static void row_times_transposed(int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+    row_times_rows(UNSEEN, width, a, b, b_row, out);
+}
+static natural row_times_transposed_largest(int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
+    return row_times_rows(LARGEST, width, a, b, b_row, out);
 }
 
 /* A block of LANES by LANES entries. */

@@ -15,6 +15,14 @@ enum { TOP = 900, DEEPEST = 960, GUARD = 55 };
 #define SHALLOW power_of_two(DEEPEST + 1 - BIAS)
 #define LOG_DEEPEST ((real)(-DEEPEST * 0.69314718055994531))
 
+/* Whether the largest entry of a matrix is so far from 1 that sums may overflow or underflow. */
+INLINE int is_far_from_one(real high) {
+    return high > 0 && high < INFINITE && !(high >= (real)0x1p-16 && high <= (real)0x1p12);
+}
+
+/* The least sum that raised emissions do not change. */
+INLINE real least_unchanged(real high) { return TRUSTED * high > SHALLOW ? TRUSTED * high : SHALLOW; }
+
 /* Sources w T / sum S B of counts.h are scaled by 2^(TOP - HALF), so that their products with S do not overflow: these
    are at most 2^SPARE over the least entry of P on a path. Sources below 2^-FADED would be denormal, and become 0. */
 #if BITS == 32

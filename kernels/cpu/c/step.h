@@ -9,13 +9,14 @@
    has a positive entry below least_safe_entry(). */
 #pragma once
 #include "chain.h"
+#include "flush.h"
 #include "product.h"
 #include "scale.h"
 
-/* The least matrix entry whose product with any S is not 0; larger where the CPU flushes denormal numbers. */
+/* The least matrix entry whose product with any S is not 0; larger where the caller's mode flushes denormal numbers. */
 INLINE real least_safe_entry(void) {
-    volatile real tiny = power_of_two(1 - BIAS), half = 0.5;
-    return power_of_two(1 - BIAS - (tiny * half > 0 ? FRACTION : 0) + 2 * DEEPEST - TOP - GUARD + 11);
+    int lost = mode_now() & ANY_FLUSH ? 0 : FRACTION;
+    return power_of_two(1 - BIAS - lost + 2 * DEEPEST - TOP - GUARD + 11);
 }
 
 /* exp(x - most) corrected for the rounding of that difference, for matrices of logarithms. */
@@ -72,35 +73,50 @@ typedef struct {
     const real *entries;
     int64_t row, width, c, exponent;
     double shift;
-    int has_bounds; /* high and low are known */
-    real high, low; /* the largest entry, and the least positive one */
-    real *room;     /* (width, width): scratch for a copy */
+    int has_high, has_low; /* are known: */
+    real high, low;        /* the largest entry, and the least positive one */
+    real *room;            /* (width, width): scratch for a copy */
 } Matrix;
 
-static void find_bounds(Matrix *a) {
-    reals high = {0};
+static void find_high(Matrix *a) {
+    reals high[4] = {0}; /* four rows at a time: a maximum waits for the one before it */
+    if (a->has_high) return;
+    for (int64_t k = 0; k < a->c; k += 4) {
+        const real *row[4];
+        UNROLL for (int r = 0; r < 4; r++) row[r] = a->entries + (k + r < a->c ? k + r : k) * a->row;
+        for (int64_t j = 0; j < a->width - LANES; j += LANES)
+            UNROLL for (int r = 0; r < 4; r++) high[r] = larger(load(row[r] + j), high[r]);
+        UNROLL for (int r = 0; r < 4; r++) high[r] = larger(load(row[r] + a->width - LANES), high[r]);
+    }
+    a->high = largest(larger(larger(high[0], high[1]), larger(high[2], high[3]))), a->has_high = 1;
+}
+
+/* The same, or a little more, from the LARGEST words of entries that a product has seen, unless one has a sign. */
+INLINE void note_high(Matrix *a, natural bits) {
+    if ((whole)bits >= 0) a->high = real_of((whole)bits), a->has_high = 1;
+}
+
+static void find_low(Matrix *a) {
     naturals low = (naturals){0} - 1;
+    if (a->has_low) return;
     for (int64_t k = 0; k < a->c; k++)
         for (int64_t b = 0; b < vectors_of(a->width); b++) {
-            reals entry = load(a->entries + k * a->row + start_of(b, a->width));
-            naturals bits = (naturals)entry - 1; /* 0 wraps around to the largest */
-            high = where(entry > high, entry, high);
+            naturals bits = (naturals)load(a->entries + k * a->row + start_of(b, a->width)) - 1; /* 0 wraps around */
             low = (naturals)where_whole(bits < low, (wholes)bits, (wholes)low);
         }
     natural bits = low[0];
     UNROLL for (int j = 1; j < LANES; j++) bits = low[j] < bits ? low[j] : bits;
-    a->high = largest(high), a->has_bounds = 1;
-    a->low = bits >= (natural)bits_of(INFINITE) ? INFINITE : real_of((whole)bits + 1);
+    a->low = bits >= (natural)bits_of(INFINITE) ? INFINITE : real_of((whole)bits + 1), a->has_low = 1;
 }
 
-/* Whether the largest entry is so far from 1 that sums may overflow or underflow. */
-INLINE int needs_rescaling(const Matrix *a) {
-    return a->high > 0 && a->high < INFINITE && !(a->high >= (real)0x1p-16 && a->high <= (real)0x1p12) && !a->exponent;
-}
+/* Whether the largest entry, which is known, is far from 1, and that has not been mended yet. */
+INLINE int needs_rescaling(const Matrix *a) { return is_far_from_one(a->high) && !a->exponent; }
 
 /* Divides a matrix that needs it by a power of two near its largest entry; whether it did. */
 static int rescale(Matrix *a) {
+    find_high(a);
     if (!needs_rescaling(a)) return 0;
+    find_low(a);
     int64_t k = exponent_above(a->high);
     Factors scale = factors_of(-k);
     real first = (real)scale.first, second = (real)scale.second, low = a->low * first * second;
@@ -111,8 +127,8 @@ static int rescale(Matrix *a) {
             for (int64_t r = 0; r < again; r++) scaled[r] = entry[r]; /* scaled already, by the vector before */
             store(a->room + i * a->width + j, scaled);
         }
-    a->entries = a->room, a->row = a->width, a->exponent = k;
-    find_bounds(a);
+    a->entries = a->room, a->row = a->width, a->exponent = k, a->has_high = a->has_low = 0;
+    find_high(a), find_low(a);
     if (low == 0) a->low = 0; /* a positive entry has become 0 */
     return 1;
 }
@@ -132,7 +148,7 @@ INLINE void widen_float32(int64_t c, int64_t width, const float *from, int64_t s
 static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
     const real *from = a->bulk + first_matrix(a, set) + (a->one_matrix ? 0 : step - 1) * a->bulk_step;
     int64_t c = a->states;
-    out->exponent = out->has_bounds = 0, out->shift = 0;
+    out->exponent = out->has_high = out->has_low = 0, out->shift = 0;
     if (!a->logarithms && !is_float32(a) && out->width == c && (a->bulk_to == 1 || c == 1)) {
         out->entries = from, out->row = a->bulk_from;
         return;
@@ -262,11 +278,11 @@ INLINE int needs_check(int raised, whole least, whole most) {
 }
 
 /* Whether a row of c sums is lossy. The sums have been multiplied by the power of two `scale`; `most`: bits of the
-   largest before that. */
-static int is_lossy(int64_t c, const real *sums, real scale, whole most, const Matrix *matrix, real safe_entry) {
+   largest before that. The matrix's largest entry is known, its least is looked for where a sum is 0. */
+static int is_lossy(int64_t c, const real *sums, real scale, whole most, Matrix *matrix, real safe_entry) {
     if (most >= bits_of(INFINITE) || most < 0) return 1;
     if (most != 0 && most < bits_of(power_of_two(1 - BIAS))) return 1;
-    real limit = TRUSTED * matrix->high > SHALLOW ? TRUSTED * matrix->high : SHALLOW;
+    real limit = least_unchanged(matrix->high);
     if (!(limit < INFINITE)) return 1;
     limit = limit * scale < INFINITE ? limit * scale : INFINITE;
     int lost = 0, none = 0;
@@ -281,7 +297,9 @@ static int is_lossy(int64_t c, const real *sums, real scale, whole most, const M
         }
         lost = any(small), none = any(zero);
     }
-    return lost || (none && matrix->low < safe_entry);
+    if (lost || !none) return lost;
+    find_low(matrix);
+    return matrix->low < safe_entry;
 }
 
 /* Initial weights p0 as a linear row of sums, the largest near 2^TOP: the weights are 2^exponent e^shift times the row.

@@ -158,7 +158,7 @@ def test_nor_is_it_at_any_level_of_this_machine(level, monkeypatch):
 # A text of the sources and what takes its place. That a matrix's largest entry is not looked at stays unseen: matrices
 # of which it lies far from 1 have been rescaled, and the rest is less than the guard bits.
 MUTANTS = {
-    "zeros are always believed": ("step.h", "return lost || (none && matrix->low < safe_entry);", "return lost;"),
+    "zeros are always believed": ("step.h", "return matrix->low < safe_entry;", "return 0;"),
     "the last sum is not looked at": (
         "forward.h",
         "(sum > 0 && sum < (double)TRUSTED)",
@@ -180,7 +180,13 @@ MUTANTS = {
         "",
     ),
     "what rescaling loses is forgotten": ("step.h", "if (low == 0) a->low = 0;", ""),
-    "nor are they of one sequence of few states": ("few_loops.h", "bounds->least[raised]", "bounds->least[raised & 0]"),
+    "nor are they of one sequence of few states": ("few_loops.h", "return !low &&", "return"),
+    "nor where each step has a matrix": ("few_loops.h", "least_after_raised(narrow, l, entries)", "bounds.least[0]"),
+    "the largest entry that a product has seen is 0": (
+        "step.h",
+        "a->high = real_of((whole)bits), a->has_high = 1;",
+        "a->high = 0, a->has_high = 1;",
+    ),
     "what was counted is counted again": ("exact.h", "step + 1 <= a->uncounted[q]", "step + 1 <= a->steps"),
     "what was not counted is not redone": ("backward.h", "a->uncounted[q] = step + 1", "a->uncounted[q] = 0"),
     "starts are not looked at": ("step.h", "return lossy;\n}", "return 0 * lossy;\n}"),

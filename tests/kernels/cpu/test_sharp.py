@@ -1,0 +1,244 @@
+"""Sharp emissions cost no more than others: no operand is denormal, nothing is recomputed, the caller's mode stays.
+
+Processors mark in a register that an operand was denormal: tests clear the mark, call, and read it.
+"""
+
+import ctypes
+import platform
+import sys
+
+import pytest
+import torch
+
+import logchain
+from logchain import reference
+from logchain.kernels.cpu import arguments, library, short
+from logchain.transitions import Banded, Kronecker, Sparse
+from tests.contract import unit
+
+INTEL = sys.platform == "linux" and platform.machine() == "x86_64"
+# MXCSR: that an operand was denormal; what an operation does with denormal operands, and with denormal results
+MARK, FLUSHES = 1 << 1, 1 << 6 | 1 << 15
+
+LEVELS = [level for level in ("x86_64_v2", "x86_64_v3", "x86_64_v4") if level <= library.level()]
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+@pytest.fixture
+def level(request, monkeypatch):
+    """The loops of a level of CPU that this machine has."""
+    monkeypatch.setattr(library, "level", lambda: request.param)
+    for forget in (arguments.function.cache_clear, short._known.clear):
+        forget()
+        request.addfinalizer(forget)
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["kept", "flushed"])
+def flushed(request):
+    """Whether the caller has torch flush denormal numbers."""
+    torch.set_flush_denormal(request.param)
+    yield request.param
+    torch.set_flush_denormal(False)
+
+
+class Environment(ctypes.Structure):
+    """`fenv_t` of x86-64 on Linux."""
+
+    _fields_ = [("x87", ctypes.c_uint32 * 7), ("mxcsr", ctypes.c_uint32)]
+
+
+def register() -> int:
+    """The register MXCSR of this thread."""
+    environment = Environment()
+    ctypes.CDLL("libm.so.6").fegetenv(ctypes.byref(environment))
+    return environment.mxcsr
+
+
+def clear_marks() -> None:
+    environment = Environment()
+    libm = ctypes.CDLL("libm.so.6")
+    libm.fegetenv(ctypes.byref(environment))
+    environment.mxcsr &= ~0x3F
+    libm.fesetenv(ctypes.byref(environment))
+
+
+def uses_denormals(call) -> bool:
+    """Whether an operand in a call was denormal."""
+    call()
+    clear_marks()
+    call()
+    return bool(register() & MARK)
+
+
+def uniform(*shape, dtype):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def sparse(c, dtype):
+    weights = uniform(c, c, dtype=dtype) * (uniform(c, c, dtype=dtype) < 0.2) + torch.eye(c, dtype=dtype)
+    arcs = weights.nonzero().mT
+    return Sparse(arcs, weights[tuple(arcs)], c)
+
+
+# sizes n, v, c, and matrices
+CHAINS = {
+    "a matrix a step": (24, 12, 40, lambda dtype: uniform(11, 40, 40, dtype=dtype)),
+    "one matrix": (9, 20, 33, lambda dtype: uniform(1, 33, 33, dtype=dtype)),
+    "one matrix, one sequence": (1, 60, 40, lambda dtype: uniform(1, 40, 40, dtype=dtype)),
+    "own matrices": (3, 15, 20, lambda dtype: uniform(3, 14, 20, 20, dtype=dtype)),
+    "few states, one matrix": (1, 80, 7, lambda dtype: uniform(1, 7, 7, dtype=dtype)),
+    "few states, own matrices": (2, 40, 16, lambda dtype: uniform(2, 39, 16, 16, dtype=dtype)),
+    "few states, a matrix a step": (5, 40, 4, lambda dtype: uniform(39, 4, 4, dtype=dtype)),
+    "bands": (4, 20, 24, lambda dtype: Banded(uniform(3, 24, dtype=dtype), [-1, 0, 1])),
+    "arcs": (4, 20, 24, lambda dtype: sparse(24, dtype)),
+    "factors": (4, 20, 24, lambda dtype: Kronecker(uniform(4, 4, dtype=dtype), uniform(6, 6, dtype=dtype))),
+}
+
+
+def gradients(x, bulk, p0):
+    """Of x and, where they are tensors, of the others."""
+    leaves = [t.clone().requires_grad_() if isinstance(t, torch.Tensor) else t for t in (x, bulk, p0)]
+    out = logchain.product(*leaves).sum()
+    return torch.autograd.grad(out, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+
+def gradients_of_logarithms(x, bulk, p0):
+    leaf = bulk.log().requires_grad_()
+    return torch.autograd.grad(logchain.product(x, leaf, p0.log(), log_params=True).sum(), leaf)
+
+
+QUERIES = {
+    "product": logchain.product,
+    "gradients": gradients,
+    "gradients of logarithms": gradients_of_logarithms,
+    "marginals": lambda *chain: logchain.marginals(*chain, transitions="sum"),
+    "messages": logchain.forward_backward,
+}
+
+
+@pytest.mark.skipif(not INTEL, reason="reads a register of x86-64")
+@BOTH
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+@pytest.mark.parametrize("kind", [kind for kind in CHAINS if kind != "factors"])  # whose products are torch's
+@pytest.mark.parametrize("query", QUERIES)
+def test_sharp_emissions_meet_no_denormal_operand(query, kind, level, dtype):
+    n, v, c, make = CHAINS[kind]
+    bulk, p0 = make(dtype), uniform(c, dtype=dtype)
+    if query in ("gradients of logarithms", "messages") and not isinstance(bulk, torch.Tensor):
+        query = "gradients"
+    x = torch.randn(n, v, c, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    for sharpness in (1, 10, 30, 100):
+        assert not uses_denormals(lambda: QUERIES[query](sharpness * x, bulk, p0)), f"x ~ {sharpness} N(0, 1)"  # noqa: B023
+
+
+@pytest.mark.skipif(not INTEL, reason="reads a register of x86-64")
+@BOTH
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+def test_sharp_matrices_meet_no_denormal_operand(level, dtype):
+    a, b = torch.randn(2, 6, 40, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    for sharpness in (1, 10, 30, 100):
+        leaves = [(sharpness * t).requires_grad_() for t in (a, b)]
+        assert not uses_denormals(lambda: torch.autograd.grad(logchain.matmul(*leaves).sum(), leaves))  # noqa: B023
+
+
+@pytest.mark.skipif(not INTEL, reason="reads a register of x86-64")
+def test_the_register_marks_denormal_operands_alone():
+    tiny, small = torch.tensor([1e-40]), torch.tensor([1e-30])
+    assert uses_denormals(lambda: tiny * 0.5)
+    assert not uses_denormals(lambda: small * 0.5)
+
+
+def denormals_count() -> bool:
+    """Whether every one of torch's threads computes with denormal numbers."""
+    return bool((torch.full((1_000_000,), 1e-40) * 0.5 != 0).all())
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_the_callers_mode_stays(kind, flushed):
+    n, v, c, make = CHAINS[kind]
+    bulk, p0 = make(torch.float32), uniform(c, dtype=torch.float32)
+    x = 30 * torch.randn(n, v, c, generator=torch.Generator().manual_seed(0))
+    before = register() & FLUSHES if INTEL else None
+    gradients(x, bulk, p0)
+    assert before == (register() & FLUSHES if INTEL else None)
+    assert bool(torch.tensor([1e-40]) * 0.5 == 0) == flushed
+
+
+def test_the_modes_of_all_threads_stay():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x = 30 * torch.randn(64, 200, 40, generator=torch.Generator().manual_seed(0))
+        gradients(x, uniform(199, 40, 40, dtype=torch.float32), uniform(40, dtype=torch.float32))
+        assert denormals_count()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_mode_stays_where_a_call_fails(flushed):
+    bulk, p0 = uniform(3, 19, 40, 40, dtype=torch.float32), uniform(40, dtype=torch.float32)
+    bulk[1, 7, 3, 5] = -1.0
+    with pytest.raises(ValueError, match="^bulk"):
+        gradients(30 * torch.randn(3, 20, 40, generator=torch.Generator().manual_seed(0)), bulk, p0)
+    assert bool(torch.tensor([1e-40]) * 0.5 == 0) == flushed
+
+
+@BOTH
+@pytest.mark.parametrize("sharpness", [30, 1000])
+@pytest.mark.parametrize("kind", [kind for kind in CHAINS if torch.is_tensor(CHAINS[kind][3](torch.float32))])
+def test_messages_of_sharp_emissions_are_exact_in_every_entry(kind, sharpness, dtype):
+    n, v, c, make = CHAINS[kind]
+    bulk, p0 = make(dtype), uniform(c, dtype=dtype)
+    x = sharpness * torch.randn(n, v, c, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    messages = logchain.forward_backward(x, bulk, p0)
+    truth = reference.forward_backward(x, bulk, p0)
+    for found, expected in zip((messages.forward, messages.backward), (truth.forward, truth.backward), strict=True):
+        expected = torch.from_numpy(expected)
+        rounded = v * 2.0**-53 * expected.abs().max()  # by the reference
+        near = v * (c + 8) * unit(dtype) + 2 * torch.finfo(dtype).eps * expected.abs() + rounded
+        assert ((found.double() - expected).abs() <= near).all()
+
+
+@BOTH
+@pytest.mark.parametrize("sharpness", [30, 1000])
+@pytest.mark.parametrize("each", [False, True], ids=["one matrix", "a matrix a step"])
+@pytest.mark.parametrize("c", [5, 20])
+def test_stretches_with_sharp_emissions_are_not_recomputed(c, each, sharpness, dtype):
+    v = 3000
+    bulk, p0 = uniform(v - 1 if each else 1, c, c, dtype=dtype), uniform(c, dtype=dtype)
+    x = torch.randn(v, c, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype) * sharpness
+    leaf = x.requires_grad_()
+    (whole,) = torch.autograd.grad(logchain.product(leaf, bulk, p0, strategy="sequential"), leaf)
+    for options in ({"memory_budget": x.nbytes // 2}, {"strategy": "overlapped"}):
+        with logchain.rescues() as seen:
+            (found,) = torch.autograd.grad(logchain.product(leaf, bulk, p0, **options), leaf)
+        assert (seen.sequences, seen.boundaries) == (0, 0)
+        torch.testing.assert_close(found, whole, rtol=4 * v * (c + 8) * unit(dtype), atol=c * unit(dtype) / 4)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.parametrize("exponent", [-110, -70, 90])
+@pytest.mark.parametrize("beside", ["alike", "ones"])
+def test_gradients_keep_their_digits_under_any_weight(beside, exponent, kind, dtype):
+    """Weights that make gradients denormal numbers, or huge ones, beside others like them or beside ones."""
+    n, v, c, make = CHAINS[kind]
+    bulk, p0 = make(dtype), uniform(c, dtype=dtype)
+    x = torch.randn(n, v, c, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    size = 2.0**exponent
+    weight = torch.full((n,), size if beside == "alike" else 1.0, dtype=dtype)
+    weight[0] = size
+
+    def first(weight):
+        """The gradients that the first sequence has alone, or all alike."""
+        leaves = [x.clone().requires_grad_(), *([bulk.clone().requires_grad_()] if torch.is_tensor(bulk) else [])]
+        matrices = leaves[1] if len(leaves) > 1 else bulk
+        found = torch.autograd.grad((logchain.product(leaves[0], matrices, p0) * weight).sum(), leaves)
+        own = beside == "alike" or found[-1].shape[:1] == (n,)
+        return [found[0][0], *(gradient[0] for gradient in found[1:] if own)]
+
+    for found, one in zip(first(weight), first(torch.ones_like(weight)), strict=True):
+        expected = one.double() * size
+        near = 4 * torch.finfo(dtype).eps * expected.abs() + size * c * v * torch.finfo(dtype).eps / 4
+        assert ((found.double() - expected).abs() <= near + torch.finfo(dtype).smallest_normal).all()
