@@ -27,6 +27,7 @@ from tests.benchmarks import (
     report,
     results,
     scaling,
+    sharpness,
     structures,
 )
 
@@ -35,6 +36,7 @@ OWN = {
     "questions": (questions, "the questions of a chain, likewise"),
     "layers": (layers, "logchain.nn, likewise"),
     "overlapped": (overlapped, "the schedules of one long sequence, beside each other"),
+    "sharpness": (sharpness, "the product and marginals of sharp emissions over those of others"),
     "structures": (structures, "chains of structures, beside their products alone"),
     "ranks": (ranks, "one sequence on two ranks beside one process, and what a model says of more"),
     "idle": (idle, "the questions of one long sequence, on one thread and on two"),

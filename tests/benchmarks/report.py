@@ -199,6 +199,20 @@ def _on_two_threads(ratios: dict[tuple[str, str], str]) -> str:
     return _markdown(("chain, float32", *questions), [(case, *(ratios[case, q] for q in questions)) for case in cases])
 
 
+def sharpness() -> str:
+    """Times of sharp emissions over those of x ~ N(0, 1)."""
+    rows = read(results.SHARPNESS)
+    cases: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        cases.setdefault((row.workload, row.mode), []).append(row)
+    lines = [
+        (*case, *(row.text for row in found), "yes" if all(row.reached for row in found) else "no")
+        for case, found in cases.items()
+    ]
+    heads = (f"x ~ {sharp} N(0, 1)" for sharp in dict.fromkeys(row.metric for row in rows))
+    return _markdown(("workload", "mode", *heads, f"all {rows[0].bar} x"), lines)
+
+
 def peers() -> str:
     """Logchain's time, the floors' and the fastest peers' of each workload on a CPU."""
     cases: dict[tuple[str, str], dict[str, Measured]] = {}
@@ -285,6 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "predicted_ranks": predicted_ranks,
     "questions": questions,
     "ranks": ranks,
+    "sharpness": sharpness,
     "structures": structures,
     "summary": summary,
 }

@@ -23,7 +23,9 @@ PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT, 
         "gpu_predicted", "gpu_launches",
     )
 )  # fmt: skip
-OVERLAPPED, IDLE, STRUCTURES, RANKS = (FOLDER / f"{name}.csv" for name in ("overlapped", "idle", "structures", "ranks"))
+OVERLAPPED, IDLE, STRUCTURES, RANKS, SHARPNESS = (
+    FOLDER / f"{name}.csv" for name in ("overlapped", "idle", "structures", "ranks", "sharpness")
+)
 MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
 # what precedes the modes of products whose halves are walked at once, in the results of idle threads
 MEETING = "meeting, "
