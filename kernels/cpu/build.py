@@ -37,8 +37,8 @@ AROUND = (".ci", ".docs", "notebooks", "tests")
 MADE = {"__pycache__", ".ipynb_checkpoints", "site"}
 
 # the compiler may fuse a product and a sum, and change nothing else about the arithmetic
-FLAGS = """-O3 -std=c11 -ffreestanding -nostdlib -ffp-contract=fast -fno-math-errno -fvisibility=hidden -s
-    -Wall -Wextra -Werror""".split()
+FLAGS = """-O3 -std=c11 -ffreestanding -nostdlib -ffp-contract=fast -fno-math-errno -fdenormal-fp-math=dynamic
+    -fvisibility=hidden -s -Wall -Wextra -Werror""".split()
 
 # torch reports AVX512 on CPUs that may lack avx512cd
 X86_64 = {"x86_64_v2": "x86_64_v2", "x86_64_v3": "x86_64_v3", "x86_64_v4": "x86_64_v4-avx512cd"}

@@ -7,7 +7,8 @@
    that no path leads to a state, are computed in the caller's mode, but for those that a comment proves to be normal.
 
    x86-64 flushes results (bit 15 of MXCSR; operands only with bit 6, which is left to the caller). aarch64 flushes both
-   (bit 24 of FPCR): what is compared with 0 is hence compared as an integer, see is_zero. */
+   (bit 24 of FPCR): what is compared with 0 is hence compared as an integer, see is_zero; build.py tells the compiler
+   that the mode is dynamic, or it would turn that into a comparison of floats. */
 #pragma once
 #include "vector.h"
 
