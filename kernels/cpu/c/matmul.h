@@ -39,7 +39,8 @@ typedef struct {
     char *room;
 } Operands;
 
-/* Rows are whole vectors: `deep` for k, `wide` for j. In the columns that fill the last vector, B is 1 and G is 0. */
+/* Rows are whole vectors: `deep` for k, `wide` for j. In the columns that fill the last vector, B is 1 and G is 0; in the
+   rows of B that B^T is padded with, B is 0. */
 typedef struct {
     const Operands *p;
     int64_t set, deep, wide, rescued;
@@ -321,6 +322,7 @@ EXPORT int64_t EXPORTED(logchain_matmul)(const Operands *p) {
         w.sum_b = take(&room, deep * wide * 8), w.rescued_b = take(&room, deep * wide * 8);
     }
     if (!p->room) return room.bytes;
+    clear((deep - p->depth) * wide, w.b + p->depth * wide);
     for (int64_t row = p->first; row < p->last;) {
         int64_t begin = row % p->rows, left = p->last - row, stop = begin + left < p->rows ? begin + left : p->rows;
         w.set = row / p->rows;
