@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import report, results, scaling
-from tests.benchmarks.cases import Workload
+from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.results import GRADIENTS, MODES, Measured, read
 
 # Okabe and Ito's colours, which the colour-blind tell apart; markers say the same once more
@@ -122,8 +122,10 @@ def against_sizes(sweeps: Mapping[str, Sequence[Workload]] = scaling.SWEEPS) -> 
 
 
 def against_peers() -> None:
-    """Everybody's time over logchain's, case by case."""
-    rows = [row for row in read(results.PEERS, Measured) if row.device == "CPU" and row.mode == GRADIENTS]
+    """Everybody's time over logchain's, case by case; sharp emissions are in the table alone."""
+    shown = {str(workload) for workload in WORKLOADS if workload.sharpness == 1}
+    measured = (row for row in read(results.PEERS, Measured) if row.workload in shown)
+    rows = [row for row in measured if row.device == "CPU" and row.mode == GRADIENTS]
     found = [
         (row.provider, row.workload, row.ratio) for row in rows if row.provider not in ("logchain", *report.FLOORS)
     ]

@@ -210,7 +210,8 @@ def sharpness() -> str:
         for case, found in cases.items()
     ]
     heads = (f"x ~ {sharp} N(0, 1)" for sharp in dict.fromkeys(row.metric for row in rows))
-    return _markdown(("workload", "mode", *heads, f"all {rows[0].bar} x"), lines)
+    place = f"Measured on {rows[0].date}, like the peers' rows of x ~ 30 N(0, 1): {rows[0].hardware}."
+    return f"{place}\n\n{_markdown(('workload', 'mode', *heads, f'all {rows[0].bar} x'), lines)}"
 
 
 def peers() -> str:
