@@ -36,7 +36,7 @@ LINK = ROOT / "logchain" / "kernels"
 AROUND = (".ci", ".docs", "notebooks", "tests")
 MADE = {"__pycache__", ".ipynb_checkpoints", "site"}
 
-# the compiler may fuse a product and a sum, and change nothing else about the arithmetic
+# the compiler may fuse a product and a sum, and change nothing else about the arithmetic; the loops set flush to zero
 FLAGS = """-O3 -std=c11 -ffreestanding -nostdlib -ffp-contract=fast -fno-math-errno -fdenormal-fp-math=dynamic
     -fvisibility=hidden -s -Wall -Wextra -Werror""".split()
 

@@ -160,8 +160,8 @@ static void walk_bands_backward(Band_walk *w, int64_t q, int counted) {
         if (!last) find_matrix(w, q, step, 1);
         find_emission(w, q, step, -1);
         int apart = counts && !last && is_apart(w);
-        Mode before = flush_to_zero(ordinary); /* mantissas of messages are normal numbers: no T and no B is flushed */
-        if (apart) count_apart(w, scale, kept);
+        if (apart) count_apart(w, scale, kept); /* counts over large values are denormal numbers, and add up */
+        Mode before = flush_to_zero(ordinary);  /* mantissas of messages are normal numbers: no T and no B is flushed */
         total += top;
         top = step_bands_backward_by(w, last ? &w->unit : &w->matrix, top, scale, kept, a->grad_x ? a->grad_x + at : 0,
                                last || apart ? 0 : counts, &sum);

@@ -153,11 +153,12 @@ INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, in
     return step;
 }
 
-/* The least T whose product with the factors of a source is no denormal number: smaller ones become 0. */
+/* The least T whose product with the factors of a source is no denormal number: smaller ones become 0. If its exponent
+   is below the range of `real`, it is a negative number, and no T becomes 0. */
 INLINE real least_source(real factor, real next, real share) {
-    int64_t exponents = exponent_of(bits_of(factor)) + exponent_of(bits_of(next)) + exponent_of(bits_of(share)) - 3;
-    int64_t power = 1 - BIAS + HALF - exponents;
-    return power_of_two(power > BIAS ? BIAS : power < 1 - BIAS ? 1 - BIAS : power);
+    natural bits = (natural)bits_of(factor) + (natural)bits_of(next) + (natural)bits_of(share);
+    natural exponent = (natural)(1 + HALF + 3 * BIAS) - (bits >> FRACTION);
+    return real_of((whole)(exponent << FRACTION));
 }
 
 /* The gradient of a matrix: the outer product of S and a source, exactly 0 where the matrix is 0. */

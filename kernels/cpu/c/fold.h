@@ -310,16 +310,17 @@ INLINE const real *weights_at(const Fold *f, int64_t step) {
     return a->x ? a->x + step * a->x_step + f->set * a->x_set : 0;
 }
 
+/* Whether G of the least weight is normal with GUARD bits to spare, so that what is flushed is negligible. */
 static int have_ordinary_weights(const Fold *f) {
-    double least = __builtin_inf(), most = 0;
+    double least = __builtin_inf();
     for (int64_t step = 0; step < f->a->steps; step++) {
         const real *weights = weights_at(f, step);
         for (int64_t j = 0; j < f->a->states * f->a->states && weights; j++) {
             double size = weights[j] < 0 ? -(double)weights[j] : (double)weights[j];
-            most = size > most ? size : most, least = size > 0 && size < least ? size : least;
+            least = size > 0 && size < least ? size : least;
         }
     }
-    return are_ordinary(least, most);
+    return least * (double)LIFT >= (double)(HIGH * power_of_two(GUARD + 1 - BIAS));
 }
 
 /* The last factor of all gradients: undoes LIFT. */

@@ -110,15 +110,13 @@ INLINE real *logarithms_at(const Chain *a, real *rows, int64_t set, int64_t q, i
     return is_float32(a) ? (real *)((float *)rows + offset) : rows + offset;
 }
 
-/* Natural logarithms of a row of sums times 2^exponent e^taken, and times the emissions exp(x - shift) unless x is null:
-   these may have been raised, and their logarithms are known. */
-static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t exponent, const real *x, double shift,
-                             real *out) {
+/* Natural logarithms of a row of sums times 2^exponent e^taken, plus x unless it is null. */
+static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t exponent, const real *x, real *out) {
     add_exponent(&taken, exponent + TOP);
     double scale = value_of(taken);
     for (int64_t j = 0; j < a->states; j += WIDE) {
         doubles logs = logarithm_of(read_wide(row + j, 1, a->states - j, 0), TOP) + scale;
-        if (x) logs += read_wide(x + j, 1, a->states - j, 0) - shift;
+        if (x) logs += read_wide(x + j, 1, a->states - j, 0);
         if (is_float32(a)) write_float32((float *)out + j, logs, a->states - j);
         else write_wide(out + j, logs, a->states - j);
     }
@@ -169,12 +167,12 @@ static int settle(Walk *w, int64_t place, int64_t rows, int64_t step, const real
         if (step > 0 && w->matrix.shift != 0) add(shift, w->matrix.shift);
         if (step > 0) *taken += w->matrix.exponent;
         if (a->log_backward)
-            write_logarithms(a, sums + r * w->width, *shift, *taken, 0, 0,
+            write_logarithms(a, sums + r * w->width, *shift, *taken, 0,
                              logarithms_at(a, a->log_backward, w->set, q, step));
-        add(shift, weighed.shift[r]);
         if (a->log_forward)
-            write_logarithms(a, sums + r * w->width, *shift, *taken, x[r], weighed.shift[r],
+            write_logarithms(a, sums + r * w->width, *shift, *taken, x[r],
                              logarithms_at(a, a->log_forward, w->set, q, step));
+        add(shift, weighed.shift[r]);
         *taken += exponent - TOP;
         w->raised[place + r] = weighed.raised[r] != 0;
         if (a->lossy[q]) clear(w->width, state_at(w, place + r, step)); /* denormal numbers are slow */

@@ -232,16 +232,19 @@ static real *backward_row(const Pass *a, int64_t q, int enters, double *sum) {
     return row;
 }
 
-/* Times a U of at most 2^TOP this is 2^-GUARD of 2^SPARE: posteriors that it stands for are flushed. Its products with
-   factors, which torch computes, are no denormal numbers yet. */
-#define FADED_SOURCE power_of_two(SPARE - GUARD - TOP)
+/* The least T that is not flushed, by the scale 2^(TOP - k) of the step: times a U of at most 2^k it is 2^-GUARD / 256 of
+   sum U T. Products of T with factors, which torch computes, are hence seldom denormal. */
+INLINE real least_source_of(real scale) {
+    real least = scale * power_of_two(SPARE - GUARD - 8 - TOP), normal = power_of_two(1 - BIAS);
+    return least > normal ? least : normal;
+}
 
 /* Posteriors of a row, and T. */
 static void meet_row(const Pass *a, int64_t q, const real *row, double sum) {
     int64_t c = a->states;
     const real *x = x_of(a, q), *state = a->state + q * c;
     real top = a->scales[q], factor = a->scales[a->rows + q], share = (real)(1 / sum);
-    real weight = (real)a->weight[q], *source = a->source ? a->source + q * c : 0;
+    real weight = (real)a->weight[q], *source = a->source ? a->source + q * c : 0, least = least_source_of(factor);
     real *posterior = a->grad_x ? a->grad_x + a->grad_at[q] + a->step * a->grad_step : 0;
     for (int64_t j = 0; j < c; j += LANES) {
         reals s = vector_at(state, j, c, 0), b = load(row + j) * share;
@@ -249,7 +252,7 @@ static void meet_row(const Pass *a, int64_t q, const real *row, double sum) {
         if (!source) continue;
         reals emission = exponential(vector_at(x, j, c, -INFINITE) - top, NO_TAIL);
         reals entry = b * power_of_two(SPARE) * (emission * factor);
-        put_vector(source, j, c, where((s > 0) & (entry >= FADED_SOURCE), entry, (reals){0}));
+        put_vector(source, j, c, where((s > 0) & (entry >= least), entry, (reals){0}));
     }
 }
 

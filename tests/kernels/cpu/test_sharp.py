@@ -218,6 +218,13 @@ def test_messages_of_sharp_emissions_are_exact_in_every_entry(kind, sharpness, d
         assert ((found.double() - expected).abs() <= near).all()
 
 
+def test_a_message_far_below_the_largest_has_no_rounding_error_of_that():
+    x = torch.full((3, 20), 0.1, dtype=torch.float64)
+    x[:, 3] = 5e4
+    messages = logchain.forward_backward(x, torch.ones(1, 20, 20, dtype=torch.float64), torch.ones(20).double())
+    torch.testing.assert_close(messages.forward[0], x[0], rtol=1e-15, atol=0)
+
+
 @BOTH
 @pytest.mark.parametrize("sharpness", [30, 1000])
 @pytest.mark.parametrize("each", [False, True], ids=["one matrix", "a matrix a step"])
@@ -237,7 +244,7 @@ def test_stretches_with_sharp_emissions_are_not_recomputed(c, each, sharpness, d
 
 @BOTH
 @pytest.mark.parametrize("kind", CHAINS)
-@pytest.mark.parametrize("exponent", [-110, -70, 90])
+@pytest.mark.parametrize("exponent", [-110, -70, -50, 90])
 @pytest.mark.parametrize("beside", ["alike", "ones"])
 def test_gradients_keep_their_digits_under_any_weight(beside, exponent, kind, dtype):
     """Weights that make gradients denormal numbers, or huge ones, beside others like them or beside ones."""
@@ -260,3 +267,73 @@ def test_gradients_keep_their_digits_under_any_weight(beside, exponent, kind, dt
         expected = one.double() * size
         near = 4 * torch.finfo(dtype).eps * expected.abs() + size * c * v * torch.finfo(dtype).eps / 4
         assert ((found.double() - expected).abs() <= near + torch.finfo(dtype).smallest_normal).all()
+
+
+@BOTH
+@pytest.mark.parametrize("exponent", [-20, -29, -31, -45, -57])
+@pytest.mark.parametrize("matrices", [1, 9], ids=["one matrix", "a matrix a step"])
+def test_transitions_of_one_sequence_alone_keep_their_digits_under_any_weight(matrices, exponent, dtype):
+    """Two sequences share matrices, but no transition."""
+    x = torch.zeros(2, 10, 24, dtype=dtype)
+    x[0, :, 12:] = x[1, :, :12] = -torch.inf
+    bulk = torch.ones(matrices, 24, 24, dtype=dtype, requires_grad=True)
+    weight = torch.tensor([1.0, 2.0**exponent], dtype=dtype)
+    logchain.product(x, bulk, torch.ones(24, dtype=dtype)).backward(weight)
+    counts = bulk.grad[:, 12:, 12:].double().sum() / 2.0**exponent
+    assert counts.item() == pytest.approx(9, rel=1e-5 if dtype == torch.float32 else 1e-12)
+
+
+@BOTH
+@pytest.mark.parametrize("c", [2, 3, 16, 24])
+@pytest.mark.parametrize("exponent", [-10, -20, -40, -50, -59])
+@pytest.mark.parametrize("function", [logchain.matrix_product, logchain.prefix_products, logchain.matmul])
+def test_gradients_of_products_keep_their_digits_under_any_weight(function, exponent, c, dtype):
+    """A set of a batch under a weight below that of the other."""
+    stack = torch.randn(2, 5, c, c, generator=torch.Generator().manual_seed(c), dtype=dtype)
+
+    def gradient(second):
+        leaf = stack.clone().requires_grad_()
+        out = function(leaf, leaf) if function is logchain.matmul else function(leaf)
+        weight = torch.ones_like(out)
+        weight[1] = second
+        out.backward(weight)
+        return leaf.grad[1].double() / second
+
+    found, expected = gradient(2.0**exponent), gradient(1.0)
+    near = 1e3 * torch.finfo(dtype).eps * expected.abs() + c**3 * torch.finfo(dtype).eps / 8
+    assert ((found - expected).abs() <= near).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "large", "small"),
+    [
+        (torch.float32, 1.0, 3e38, 1e18),
+        (torch.float32, 2.0**-59, 2.0**68, 2.0**7),
+        (torch.float64, 1.0, 1.7e308, 1e150),
+    ],
+)
+def test_counts_over_large_values_of_bands_add_up(dtype, weight, large, small):
+    """Each is a denormal number."""
+    values = torch.tensor([[small], [large]], dtype=dtype).repeat(1, 8).requires_grad_()
+    chain = torch.zeros(101, 8, dtype=dtype), Banded(values, [1, 0]), torch.ones(8, dtype=dtype)
+    (logchain.product(*chain) * weight).backward()
+    assert values.grad[1, 0].item() == pytest.approx(100 / 8 / large * weight, rel=1e-4)
+
+
+@BOTH
+@pytest.mark.parametrize("scale", [1.0, 100.0, 255.0])
+@pytest.mark.parametrize("sharpness", [0, 1, 10])
+def test_posteriors_of_factors_with_large_entries(sharpness, scale, dtype):
+    """Half of the states are left for others alone: their messages are far below the largest."""
+    left = torch.full((32, 32), scale, dtype=dtype)
+    left[:16, :16] = 0
+    right = torch.full((32, 32), scale, dtype=dtype)
+    x = sharpness * torch.randn(3, 1024, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    x[1, 0] += 7
+    leaf = x.clone().requires_grad_()
+    with logchain.rescues() as seen:
+        logchain.product(leaf, Kronecker(left, right), torch.ones(1024, dtype=dtype)).backward()
+    assert seen.sequences == 0
+    truth = torch.from_numpy(reference.marginals(x, torch.kron(left, right)[None], torch.ones(1024)).states)
+    near = 4 * 3 * 1024 * unit(dtype) * truth + 1024 * unit(dtype) / 4
+    assert ((leaf.grad.double() - truth).abs() <= near).all()
