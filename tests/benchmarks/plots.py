@@ -123,8 +123,8 @@ def against_sizes(sweeps: Mapping[str, Sequence[Workload]] = scaling.SWEEPS) -> 
 
 def against_peers() -> None:
     """Everybody's time over logchain's, case by case; sharp emissions are in the table alone."""
-    shown = {str(workload) for workload in WORKLOADS if workload.sharpness == 1}
-    measured = (row for row in read(results.PEERS, Measured) if row.workload in shown)
+    sharp = {str(workload) for workload in WORKLOADS if workload.sharpness > 1}
+    measured = (row for row in read(results.PEERS, Measured) if row.workload not in sharp)
     rows = [row for row in measured if row.device == "CPU" and row.mode == GRADIENTS]
     found = [
         (row.provider, row.workload, row.ratio) for row in rows if row.provider not in ("logchain", *report.FLOORS)
