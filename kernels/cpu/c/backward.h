@@ -383,7 +383,7 @@ EXPORT int64_t EXPORTED(logchain_backward)(const Chain *a) {
     int64_t *chosen = take(&room, a->members * 8);
     if (!a->room) return room.bytes;
     /* few_loops.h writes c entries of each row */
-    if (w->width > a->states) clear(b.counts.most_held * w->width, b.counts.held_source);
+    if (a->counts && w->width > a->states) clear(b.counts.most_held * w->width, b.counts.held_source);
     for (int64_t q = a->first, left; q < a->last; q += left) {
         left = enter_set(w, q, most);
         int64_t count = choose_members(w, left, chosen), last = w->begin + left;
