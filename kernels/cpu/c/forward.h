@@ -113,12 +113,12 @@ INLINE real *logarithms_at(const Chain *a, real *rows, int64_t set, int64_t q, i
 /* Natural logarithms of a row of sums times 2^exponent e^taken, plus x unless it is null. */
 static void write_logarithms(const Chain *a, const real *row, Sum taken, int64_t exponent, const real *x, real *out) {
     add_exponent(&taken, exponent + TOP);
+    doubles scale = splat_wide(taken.sum), rest = splat_wide(taken.error == taken.error ? taken.error : 0);
     for (int64_t j = 0; j < a->states; j += WIDE) {
         doubles logs = logarithm_of(read_wide(row + j, 1, a->states - j, 0), TOP);
         doubles emission = x ? read_wide(x + j, 1, a->states - j, 0) : splat_wide(0);
-        doubles sum = emission + taken.sum, back = sum - taken.sum; /* either may be large, and their sum small */
-        doubles error = (taken.sum - (sum - back)) + (emission - back) + taken.error;
-        logs = sum + (logs + choose(error == error, error, splat_wide(0)));
+        doubles sum = scale + emission; /* either may be large, and their sum small */
+        logs = sum + (logs + rounding_errors(scale, emission, sum) + rest);
         if (is_float32(a)) write_float32((float *)out + j, logs, a->states - j);
         else write_wide(out + j, logs, a->states - j);
     }

@@ -170,9 +170,8 @@ static void write_logarithms_of_sums(Matmul *w, const real *a, const real *b, in
         doubles row_top = splat_wide((double)w->row_top[i]);
         for (int64_t j = 0; j < w->wide; j += WIDE) {
             doubles column_top = read_wide(w->column_top + j, 1, WIDE, 0), tops = row_top + column_top;
-            doubles back = tops - row_top, lost = (row_top - (tops - back)) + (column_top - back);
             doubles logs = logarithm_of(read_wide(w->sums + i * w->wide + j, 1, WIDE, 0), 0);
-            logs += choose(lost == lost, lost, splat_wide(0)), logs += tops;
+            logs += rounding_errors(row_top, column_top, tops), logs += tops;
             longs again = lossy ? is_recomputed(w, i * w->wide + j) : (longs){0};
             if (lossy && any_wide(again)) {
                 Terms t = terms_of(w, i, a, b, j);

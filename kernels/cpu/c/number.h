@@ -77,6 +77,12 @@ INLINE Number plus_number(Number a, Number b) {
     return settled((Number){lowered(a.m, top - a.e) + lowered(b.m, top - b.e), top});
 }
 
+/* The rounding errors of sums a + b; 0 where a sum is not finite. */
+INLINE doubles rounding_errors(doubles a, doubles b, doubles sum) {
+    doubles back = sum - a, error = (a - (sum - back)) + (b - back);
+    return choose(error == error, error, splat_wide(0));
+}
+
 /* exp(a) for a from -178 to 178. */
 INLINE doubles exponential_of(doubles a) {
     doubles rounded = a * 1.4426950408889634 + 0x1.8p52, k = rounded - 0x1.8p52;

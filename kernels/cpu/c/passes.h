@@ -234,7 +234,7 @@ static real *backward_row(const Pass *a, int64_t q, int enters, double *sum) {
 
 /* The least T that is not flushed, by the scale 2^(TOP - k) of the step: times a U of at most 2^k it is 2^-GUARD / 256 of
    sum U T. Products of T with factors, which torch computes, are hence seldom denormal. */
-INLINE real least_source_of(real scale) {
+INLINE real least_kept_source(real scale) {
     real least = scale * power_of_two(SPARE - GUARD - 8 - TOP), normal = power_of_two(1 - BIAS);
     return least > normal ? least : normal;
 }
@@ -244,7 +244,7 @@ static void meet_row(const Pass *a, int64_t q, const real *row, double sum) {
     int64_t c = a->states;
     const real *x = x_of(a, q), *state = a->state + q * c;
     real top = a->scales[q], factor = a->scales[a->rows + q], share = (real)(1 / sum);
-    real weight = (real)a->weight[q], *source = a->source ? a->source + q * c : 0, least = least_source_of(factor);
+    real weight = (real)a->weight[q], *source = a->source ? a->source + q * c : 0, least = least_kept_source(factor);
     real *posterior = a->grad_x ? a->grad_x + a->grad_at[q] + a->step * a->grad_step : 0;
     for (int64_t j = 0; j < c; j += LANES) {
         reals s = vector_at(state, j, c, 0), b = load(row + j) * share;
