@@ -210,7 +210,8 @@ def sharpness() -> str:
         for case, found in cases.items()
     ]
     heads = (f"x ~ {sharp} N(0, 1)" for sharp in dict.fromkeys(row.metric for row in rows))
-    place = f"Measured on {rows[0].date}, like the peers' rows of x ~ 30 N(0, 1): {rows[0].hardware}."
+    peer = next(row for row in read(results.PEERS, Measured) if "N(0, 1)" in row.workload)
+    place = f"Measured on {rows[0].date}: {rows[0].hardware}; those beside peers on {peer.date}: {peer.hardware}."
     return f"{place}\n\n{_markdown(('workload', 'mode', *heads, f'all {rows[0].bar} x'), lines)}"
 
 
