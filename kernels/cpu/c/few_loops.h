@@ -154,8 +154,8 @@ INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, in
 }
 
 /* The least T whose product with the factors of a source is no denormal number: smaller ones become 0. If its exponent
-   is below the range of `real`, it is a negative number, and no T becomes 0: exponents are added modulo the range of
-   words, which is twice what those of two scales to_top and of a share below 1 can differ. */
+   is below the range of `real`, it is a negative number, and no T becomes 0. Sums of exponents may wrap around: for
+   scales of to_top and a share below 1, the result is right all the same. */
 INLINE real least_source(real factor, real next, real share) {
     natural bits = (natural)bits_of(factor) + (natural)bits_of(next) + (natural)bits_of(share);
     natural exponent = (natural)(1 + HALF + 3 * BIAS) - (bits >> FRACTION);
