@@ -5,14 +5,14 @@ A module is imported when one of its functions is first asked for.
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .choice import is_triton, load, on_device
+from .choice import use as use
 from .structured import Arcs, Factors, Shares, Structured
 
 # the module for tensors on a GPU, on a CPU, and elsewhere
@@ -25,8 +25,8 @@ _MODULES = {
     "draw": ("plain.sample", "cpu.sample", "plain.sample"),
     "log_matmul": ("gpu.matmul", "cpu.matmul", "plain.matmul"),
     "stack": ("gpu.product", "cpu.product", "plain.product"),
-    "bands": ("gpu.bands", "cpu.bands", "plain.bands"),
-    "arcs": ("gpu.arcs", "cpu.arcs", "plain.arcs"),
+    "bands": ("plain.bands", "cpu.bands", "plain.bands"),
+    "arcs": ("plain.arcs", "cpu.arcs", "plain.arcs"),
     "factors": ("plain.products", "cpu.products", "plain.products"),
     "columns": ("plain.columns", "plain.columns", "plain.columns"),
 }
@@ -35,8 +35,24 @@ _NO_CONTEXT = nullcontext()
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether the Triton kernels compute with this tensor."""
+    """Whether this tensor is on a CUDA or ROCm device, so that no value is read on the host."""
     return tensor.is_cuda
+
+
+def in_triton(tensor: Tensor) -> bool:
+    """Whether Triton kernels compute with this tensor, see `use`."""
+    return on_gpu(tensor) and is_triton()
+
+
+def halves(x: Tensor, g: int, m: int, dtype: torch.dtype) -> bool:
+    """Whether Triton kernels scan g sets of m sequences x `[*B, v, c]` from both ends, if only gradients are wanted."""
+    if not in_triton(x):
+        return False
+    v, c = x.shape[-2:]
+    try:
+        return bool(load("gpu.chains").meets(v, g, m, c, dtype, x.device))
+    except ImportError:  # reported by the call that follows
+        return False
 
 
 def in_c(tensor: Tensor) -> bool:
@@ -56,14 +72,11 @@ def _arithmetic_on(tensor: Tensor) -> Iterator[None]:
         yield
 
 
-@cache
-def _load(name: str) -> ModuleType:
-    return import_module(f"{__name__}.{name}")
-
-
 def _module(question: str, tensor: Tensor) -> ModuleType:
     gpu, cpu, elsewhere = _MODULES[question]
-    return _load(gpu if on_gpu(tensor) else cpu if in_c(tensor) else elsewhere)
+    if on_gpu(tensor) and gpu != elsewhere:
+        return on_device(gpu, elsewhere)
+    return load(cpu if in_c(tensor) else elsewhere)
 
 
 class Room(NamedTuple):
@@ -81,7 +94,7 @@ def chain_kernels(tensor: Tensor) -> Room:
 def chain_walks(tensor: Tensor) -> Room:
     """`forward` and `backward` of a chain as walks for `at_once`; off the CPU these have no calls to share."""
     if in_c(tensor):
-        return Room(_load("cpu.forward").as_walk, _load("cpu.backward").as_walk)
+        return Room(load("cpu.forward").as_walk, load("cpu.backward").as_walk)
     forward, backward = chain_kernels(tensor)
     return Room(_walk(forward), _walk(backward))
 
@@ -98,13 +111,13 @@ def _walk(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def at_once(*walks: Any) -> list[Any]:
     """The results of walks whose calls of the C library are made together, see `kernels.cpu.walks`."""
-    results: list[Any] = _load("cpu.walks").at_once(*walks)
+    results: list[Any] = load("cpu.walks").at_once(*walks)
     return results
 
 
 def short_calls() -> ModuleType:
     """The module of short chains on a CPU, `kernels.cpu.short`."""
-    return _load("cpu.short")
+    return load("cpu.short")
 
 
 def new_messages(chain: Any, steps: int) -> Tensor:
@@ -123,13 +136,6 @@ def messages_of(chain: Any, steps: int) -> Tensor:
     return messages
 
 
-def found_size(x: Tensor, matrices: int, g: int, m: int) -> int:
-    """The length of `found`, see `kernels.message.Kept`, for x `[*B, v, c]` and so many matrices in each of g sets."""
-    v, c = x.shape[-2:]
-    size: int = _load("gpu.forward").found_size(v, g, m, c, matrices) if on_gpu(x) else 0
-    return size
-
-
 def message_kernels(tensor: Tensor) -> ModuleType:
     """The module of `messages`, forward and backward, see `kernels.plain.messages`."""
     return _module("messages", tensor)
@@ -137,7 +143,7 @@ def message_kernels(tensor: Tensor) -> ModuleType:
 
 def entropies() -> ModuleType:
     """The module of entropies of chains on a CPU, `kernels.cpu.entropy`."""
-    return _load("cpu.entropy")
+    return load("cpu.entropy")
 
 
 def scratch_of_loops(v: int, g: int, m: int, c: int, item: int, one_matrix: bool) -> tuple[int, int]:
@@ -149,21 +155,7 @@ def scratch_of_loops(v: int, g: int, m: int, c: int, item: int, one_matrix: bool
 
 def stretches() -> ModuleType:
     """The module of `Stretch`, a part of a longer chain on a CPU, `kernels.cpu.stretch`."""
-    return _load("cpu.stretch")
-
-
-def long_kernels(tensor: Tensor, dtype: torch.dtype) -> ModuleType | None:
-    """The module of `log_norm` of a chain cut into segments on a GPU; None elsewhere, and for too many states.
-
-    `dtype` is that of the arithmetic.
-    """
-    module = _load("gpu.long") if on_gpu(tensor) else None
-    return module if module is not None and module.fits(tensor.shape[-1], dtype) else None
-
-
-def walks_again() -> ModuleType:
-    """The module `kernels.gpu.again`, of marked sequences that are walked again on a GPU."""
-    return _load("gpu.again")
+    return load("cpu.stretch")
 
 
 def path_kernels(tensor: Tensor) -> ModuleType:
@@ -173,7 +165,7 @@ def path_kernels(tensor: Tensor) -> ModuleType:
 
 def path_messages(tensor: Tensor) -> Callable[..., Any]:
     """The class `Messages`, of the messages of best paths, see `kernels.plain.viterbi`."""
-    messages: Callable[..., Any] = _load("cpu.viterbi" if in_c(tensor) else "plain.viterbi").Messages
+    messages: Callable[..., Any] = load("cpu.viterbi" if in_c(tensor) else "plain.viterbi").Messages
     return messages
 
 

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# of logarithms that Triton kernels write, NaN, and less this, -inf: finite, so that a matrix product with zeros is 0
+LOG_LIMIT = {torch.float32: 3.36e38, torch.float64: 1.7e308}
+
 
 class Message(NamedTuple):
     """The forward message `exp(values + scale[0] + scale[1])` of one step, for g sets of m sequences with c states.
@@ -30,17 +33,24 @@ class Message(NamedTuple):
 class Kept(NamedTuple):
     """The results of `forward` that `backward` reads.
 
-    `log_norm` (g, m), float64: log-partitions. `messages` (v, g, m, c): forward messages, each up to a factor.
-    `redone` (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear. `entered`:
-    `messages` (v + 1, g, m, c) begins with the message that entered, which on a GPU is always in logarithms. `found`,
-    int32: bounds of matrices and levels of x, see `gpu.chains`, which `backward` would look for again; or None.
+    Attributes:
+        log_norm: log-partitions (g, m), float64.
+        messages: forward messages (v, g, m, c), each up to a factor.
+        redone: (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear.
+        entered: whether `messages` (v + 1, g, m, c) begins with the message that entered, which on a GPU is in
+            logarithms for all sequences.
+        bound: (s, g), int32: exponents of the matrices, which only the Triton kernels write. None: they did not write
+            the messages, or `messages` is a part of those that they wrote.
+        halved: whether the messages after the middle step are backward messages, because a forward and a backward scan
+            met there; only `backward` of the Triton kernels reads them.
     """
 
     log_norm: Tensor
     messages: Tensor
     redone: Tensor
     entered: bool = False
-    found: Tensor | None = None
+    bound: Tensor | None = None
+    halved: bool = False
 
     def logs(self, steps: int | slice) -> Tensor:
         """The messages of `steps` as float64 logarithms (..., g, m, c), each up to an additive constant."""
@@ -48,7 +58,19 @@ class Kept(NamedTuple):
         # log of a message near 1 keeps more digits than log of a large one
         top = messages.amax(-1, keepdim=True)
         linear = (messages / top.masked_fill(top == 0, 1.0)).log()
-        return torch.where(self.redone[..., None], messages, linear)
+        return torch.where(self.redone[..., None], decoded(self.messages[steps]), linear)
+
+
+def encoded(logs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logarithms of messages as they are kept in `dtype`: finite, see LOG_LIMIT."""
+    limit = LOG_LIMIT[dtype]
+    return torch.where(logs == -torch.inf, -limit, logs.clamp(min=-0.99 * limit)).nan_to_num(limit, limit).to(dtype)
+
+
+def decoded(logs: Tensor) -> Tensor:
+    """Logarithms of messages in float64, with -inf and NaN in place of what represents them, see LOG_LIMIT."""
+    limit = 0.995 * LOG_LIMIT[logs.dtype]
+    return logs.double().masked_fill(logs <= -limit, -torch.inf).masked_fill(logs >= limit, torch.nan)
 
 
 def normalised(logs: Tensor) -> tuple[Tensor, Tensor]:

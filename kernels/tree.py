@@ -18,10 +18,9 @@ from .order import Step, downward, halved, reduction, shifted, upward
 
 @dataclass(frozen=True)
 class Nodes:
-    """`values` (g, p, c, c), their largest entries `maxima`, and `offset` (g, p, r), a sum of r = 1 or 2 float64.
+    """`values` (g, p, c, c), their largest entries `maxima` (g, p), and `offset` (g, p, r), r = 1 or 2 float64.
 
     The logarithms of p nodes of g sets are `values + offset`. Leaves may have any floating dtype; their offset is 0.
-    Maxima are those of matrices (g, p, 1, 1), or those of their rows and then of their columns (g, p, 2, c).
     """
 
     values: Tensor
@@ -29,18 +28,18 @@ class Nodes:
     offset: Tensor
 
     @classmethod
-    def leaves(cls, values: Tensor, maxima: Tensor) -> "Nodes":
+    def leaves(cls, values: Tensor) -> "Nodes":
         """Nodes of the caller's matrices, without a copy."""
         g, p = values.shape[:2]
         zero = values.new_zeros(1, 1, 1, dtype=torch.float64)
+        maxima = values.amax((-2, -1)).to(_dtype(values))
         return cls(values, maxima, zero.expand(g, p, parts(values.dtype)))
 
     @classmethod
-    def over(cls, values: Tensor, lines: tuple[int, int]) -> "Nodes":
-        """Nodes to be written, with their values in this memory, and with so many maxima, see `Arithmetic.lines`."""
+    def over(cls, values: Tensor) -> "Nodes":
+        """Nodes to be written, with their values in this memory."""
         g, p = values.shape[:2]
-        offset = values.new_empty(g, p, parts(values.dtype), dtype=torch.float64)
-        return cls(values, values.new_empty(g, p, *lines), offset)
+        return cls(values, values.new_empty(g, p), values.new_empty(g, p, parts(values.dtype), dtype=torch.float64))
 
     def at(self, slots: slice) -> "Nodes":
         """The nodes in these slots of each set, as a view."""
@@ -72,61 +71,35 @@ class Product(NamedTuple):
 
 
 class Arithmetic:
-    """Products of at most `most` pairs of nodes at once; a subclass defines `pair` and `gradient`."""
+    """Products of at most `most` pairs of nodes at once; a subclass defines the other methods."""
 
     def __init__(self, most: int, c: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = self.lines(c, dtype)
-        self._tops = torch.empty(2, max(1, most), dtype=dtype, device=device)
-        self._maxima = self._tops.new_empty(2 * most * c if self._shape[0] == 2 else 0)
         self._sums = torch.empty(3 + parts(dtype), max(1, most), dtype=torch.float64, device=device)
-        self.rescued = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def lines(self, c: int, dtype: torch.dtype) -> tuple[int, int]:
-        """The shape of a node's maxima: (1, 1) for that of all, or (2, c) for those of rows and of columns."""
-        return 1, 1
+    def pair(self, left: Nodes, right: Nodes, out: Nodes) -> None:
+        """Write the values `log(exp(left) exp(right))` less the maxima of both, and their maxima; `out` may be either.
 
-    def leaves(self, values: Tensor) -> Nodes:
-        """Nodes of the caller's matrices."""
-        top = values.amax((-2, -1), keepdim=True)
-        return Nodes.leaves(values, top.to(torch.promote_types(values.dtype, torch.float32)))
-
-    def over(self, values: Tensor) -> Nodes:
-        """Nodes to be written, with their values in this memory."""
-        return Nodes.over(values, self._shape)
-
-    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: Tensor, maxima: Tensor | None) -> None:
-        """Write `log(exp(left) exp(right))` less both `tops` (2, g, p) and its maxima to `out`, maybe an operand.
-
-        Where nodes have them, `maxima` (2, g, p, c) are those of the rows of `left` and of the columns of `right`. The
-        number of entries that were recomputed is added to `rescued`.
+        An operand without a possible entry counts as one with a maximum of 0.
         """
         raise NotImplementedError
 
     def gradient(
-        self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool
+        self, weight: Tensor, left: Nodes, right: Nodes, out: Nodes, grad_left: Tensor, grad_right: Tensor, *, add: bool
     ) -> None:
-        """Write the gradients of both operands (g, p, c, c) from `weight`, the gradient of their product's logarithm.
+        """Write the gradients of both operands (g, p, c, c) from `weight`, the gradient of the logarithm of `out`.
 
-        Either gradient may be in the memory of `weight`. With `add_left`, `grad_left` is added to.
+        Either gradient may be in the memory of `weight`. With `add`, `grad_left` is added to.
         """
         raise NotImplementedError
 
-    def leaves_for_root(self, values: Tensor) -> Nodes:
-        """The leaves of a tree of which only the root is wanted, or fewer nodes with the same product."""
-        return self.leaves(values)
+    def recomputed(self) -> int | Tensor:
+        """The number of entries of all products that were recomputed."""
+        raise NotImplementedError
 
     def multiply(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """Write the products of `left` and `right` to `out`, which may be either."""
-        g, p, _, c = out.maxima.shape
-        tops = self._tops[:, : g * p].unflatten(1, (g, p))
-        maxima = self._maxima[: 2 * g * p * c].view(2, g, p, c) if self._shape[0] == 2 else None
-        copies = tops[..., None] if maxima is None else maxima
-        copies[0].copy_(left.maxima[:, :, 0])
-        copies[1].copy_(right.maxima[:, :, -1])
-        if maxima is not None:
-            torch.amax(maxima, -1, out=tops)
-        self._add_offsets(left, right, tops, out)
-        self.pair(left.values, right.values, out, tops, maxima)
+        self._add_offsets(left, right, out)
+        self.pair(left, right, out)
 
     def logarithms(self, nodes: Nodes) -> None:
         """Add the offsets of nodes to their values."""
@@ -135,12 +108,12 @@ class Arithmetic:
         low = (lost[0] if lost else offset - high).nan_to_num(0.0, 0.0, 0.0).to(nodes.values.dtype)
         nodes.values.add_(low[..., None, None]).add_(high[..., None, None])
 
-    def _add_offsets(self, left: Nodes, right: Nodes, tops: Tensor, out: Nodes) -> None:
-        """Write the offset of a product: the sum of the operands' offsets and tops, -inf for an impossible product."""
+    def _add_offsets(self, left: Nodes, right: Nodes, out: Nodes) -> None:
+        """Write the offset of a product: the sum of the operands' offsets and maxima, -inf for an impossible one."""
         g, p, count = out.offset.shape
         scratch = self._sums[:, : g * p].unflatten(1, (g, p))
         total = scratch[:count].copy_(left.offset.movedim(-1, 0))
-        for term in (*right.offset.unbind(-1), *tops):
+        for term in (*right.offset.unbind(-1), left.maxima, right.maxima):
             if count == 1:
                 total.add_(term)
             else:
@@ -154,10 +127,9 @@ def product(kind: type[Arithmetic], stack: Tensor, *, inplace: bool) -> Product:
     """The products of stacks (g, s, c, c) of any floating dtype, computed in the memory of `stack` if `inplace`."""
     g, s, c, _ = stack.shape
     arithmetic = _arithmetic(kind, stack)
-    leaves = arithmetic.leaves_for_root(stack)
-    dtype, s = _dtype(stack), leaves.values.shape[1]
+    leaves, dtype = Nodes.leaves(stack), _dtype(stack)
     memory = stack[:, : s // 2 * 2 : 2] if inplace and stack.dtype == dtype else None
-    nodes = arithmetic.over(stack.new_empty(g, s // 2, c, c, dtype=dtype) if memory is None else memory)
+    nodes = Nodes.over(stack.new_empty(g, s // 2, c, c, dtype=dtype) if memory is None else memory)
     for step in reduction(s):
         left = leaves.at(step.left) if step.left_at is None else nodes.at(halved(step.left))
         right = leaves.at(step.right) if step.right_at is None else nodes.at(halved(step.right))
@@ -183,7 +155,7 @@ class Kept:
     def __init__(self, kind: type[Arithmetic], stack: Tensor, into: Tensor) -> None:
         self._arithmetic, self._into = _arithmetic(kind, stack), into
         # each product is kept in the slot of its right operand
-        self._leaves, self._nodes = self._arithmetic.leaves(stack), self._arithmetic.over(torch.empty_like(into))
+        self._leaves, self._nodes = Nodes.leaves(stack), Nodes.over(torch.empty_like(into))
         self._steps = list(reduction(stack.shape[1]))
         for step in self._steps:
             self._arithmetic.multiply(*self._operands(step), self._nodes.at(step.right))
@@ -201,7 +173,8 @@ class Kept:
             into.masked_fill_(self._leaves.values == -torch.inf, 0.0)
         for step in reversed(self._steps):
             grads = into[:, step.left], into[:, step.right]
-            self._arithmetic.gradient(grads[0], *self._operands(step), *grads, add_left=False)
+            out = self._nodes.at(step.right)
+            self._arithmetic.gradient(grads[0], *self._operands(step), out, *grads, add=False)
 
     def _operands(self, step: Step) -> tuple[Nodes, Nodes]:
         return _operands(step, self._leaves, self._nodes, self._nodes)
@@ -211,14 +184,14 @@ def prefixes(kind: type[Arithmetic], stack: Tensor, out: Tensor) -> int | Tensor
     """The number of rescued entries of the products of the first 1 to s matrices, which are written to `out`."""
     s = stack.shape[1]
     arithmetic = _arithmetic(kind, stack)
-    leaves, nodes = arithmetic.leaves(stack), arithmetic.over(out)
+    leaves, nodes = Nodes.leaves(stack), Nodes.over(out)
     for step in (*upward(s), *downward(s)):
         left = (leaves if step.left_at is None else nodes).at(step.left)
         right = (leaves if step.right_at is None else nodes).at(step.right)
         arithmetic.multiply(left, right, nodes.at(step.right))
     arithmetic.logarithms(nodes.at(slice(1, s)))
     out[:, 0] = stack[:, 0]
-    return arithmetic.rescued
+    return arithmetic.recomputed()
 
 
 def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, into: Tensor) -> None:
@@ -229,8 +202,8 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
     s = stack.shape[1]
     into.copy_(weight)
     arithmetic = _arithmetic(kind, stack)
-    leaves = arithmetic.leaves(stack)
-    nodes, passed = (arithmetic.over(torch.empty_like(into)) for _ in range(2))
+    leaves = Nodes.leaves(stack)
+    nodes, passed = (Nodes.over(torch.empty_like(into)) for _ in range(2))
     up, down = list(upward(s)), list(downward(s))
     for step in up:
         arithmetic.multiply(*_operands(step, leaves, nodes, nodes), nodes.at(step.left))
@@ -239,9 +212,11 @@ def prefixes_gradient(kind: type[Arithmetic], weight: Tensor, stack: Tensor, int
     for step in down:
         arithmetic.multiply(*_operands(step, leaves, passed, nodes), passed.at(step.right))
     for step in reversed(up + down):
-        operands = _operands(step, leaves, passed if step.left_at == 0 else nodes, nodes)
+        is_down = step.left_at == 0
+        operands = _operands(step, leaves, passed if is_down else nodes, nodes)
+        out = passed.at(step.right) if is_down else nodes.at(step.left)
         grads = into[:, step.left], into[:, step.right]
-        arithmetic.gradient(grads[1], *operands, *grads, add_left=True)
+        arithmetic.gradient(grads[1], *operands, out, *grads, add=True)
     into[:, 0].masked_fill_(stack[:, 0] == -torch.inf, 0.0)
 
 
@@ -284,7 +259,7 @@ def _arithmetic(kind: type[Arithmetic], stack: Tensor) -> Arithmetic:
 
 
 def _root(root: Nodes, arithmetic: Arithmetic) -> Product:
-    return Product(root.values[:, 0].to(_dtype(root.values)), root.offset[:, 0].T, arithmetic.rescued)
+    return Product(root.values[:, 0].to(_dtype(root.values)), root.offset[:, 0].T, arithmetic.recomputed())
 
 
 def _operands(step: Step, leaves: Nodes, lefts: Nodes, rights: Nodes) -> tuple[Nodes, Nodes]:

@@ -13,48 +13,20 @@ INTERPRETED = os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_ava
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# what Triton's interpreter can imitate, see `tests.kernels.gpu.interpreter`
-HARDWARE = ("truncating", "fmax", "ftz", "shuffled")
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core to itself
     torch.set_num_threads(1)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--hardware`, and `--share` for a machine that has pytest alone."""
-    parser.addoption(
-        "--hardware", default="", help=f"what interpreted kernels find: all, or some of {', '.join(HARDWARE)}"
-    )
-    parser.addoption("--share", default="1/1", help="1/4: the first, fifth, ninth... test")
-
-
-def asked_for(option: str) -> tuple[str, ...]:
-    """The names in HARDWARE that the option's value, "all" or names with commas between, asks for."""
-    names = set(HARDWARE if option == "all" else (name.strip() for name in option.split(",") if name.strip()))
-    if wrong := ", ".join(sorted(names.difference(HARDWARE))):
-        raise pytest.UsageError(f"--hardware: expected all or some of {', '.join(HARDWARE)}, found {wrong}")
-    return tuple(name for name in HARDWARE if name in names)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """Find what is to be tested; make the interpreter strict, and like hardware, before a test imports a kernel."""
+    """Find what is to be tested; make the interpreter strict before a test imports a kernel."""
     # An unpacked sdist that was not built in place has no kernels below `logchain`: the installed package is tested.
     if not (ROOT / "logchain" / "kernels").is_dir():
         config.option.importmode = "append"
         sys.path[:] = [*(folder for folder in sys.path if Path(folder).resolve() != ROOT), str(ROOT)]
-    asked = asked_for(config.getoption("hardware", ""))
     if INTERPRETED and importlib.util.find_spec("triton"):
         from tests.kernels.gpu import interpreter  # not before triton is to be interpreted
 
-        interpreter.install(**dict.fromkeys(asked, True))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the process's share of the tests that are left after deselection."""
-    number, count = map(int, config.getoption("share").split("/"))
-    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % count != number - 1])
-    items[:] = items[number - 1 :: count]
+        interpreter.install()
 
 
 @pytest.fixture(autouse=True)

@@ -73,9 +73,10 @@ def on(backend: str, schedule: str, *values, slow: bool = False):
     return pytest.param((backend, schedule), *values, marks=marks, id="-".join(map(str, (backend, schedule, *values))))
 
 
-# an interpreter takes its time: by default it meets the other schedules in `test_every_family`
-PAIRED = [pair for pair in product(BACKENDS, SCHEDULES) if pair != ("gpu", "meeting")]  # there are no halves on a GPU
-EVERYWHERE = [on(*pair, slow=pair[0] == "gpu" and pair[1] != "sequential") for pair in PAIRED]
+# an interpreter takes its time: `tests.kernels.gpu.test_chains` has what is not here
+ON_DEVICE = ("sequential", "chunked", "tree", "checkpoints")
+PAIRED = [pair for pair in product(BACKENDS, SCHEDULES) if pair[0] != "gpu" or pair[1] in ON_DEVICE]
+EVERYWHERE = [on(*pair) for pair in PAIRED if pair[0] != "gpu" or pair[1] == "sequential"]
 
 
 @pytest.fixture(params=EVERYWHERE)
@@ -95,13 +96,12 @@ def where(request, monkeypatch) -> Where:
 def families() -> list:
     """All choices of dtype, `each` and `log` in C, or two where a tree is cut; elsewhere one for a family, in turn."""
     choices, found = PAIRS.args[1], []
-    few = {("gpu", schedule): HARD for schedule in SCHEDULES[1:]} | {("gpu", "pieces"): HARD[:2]}
     for (backend, schedule), (i, name) in product(PAIRED, enumerate(FAMILIES)):
-        slow = name not in few.get((backend, schedule), FAMILIES)
+        if backend == "gpu" and (schedule == "sequential" or name not in HARD[:2]):
+            continue
         every = [1, 4][backend == "cpu"] if schedule != "pieces" else [1, 2][backend == "cpu"]
-        if (backend, name) != ("gpu", "c301"):  # takes an interpreter minutes
-            for choice in [*choices, *choices][i % len(choices) :][:every]:
-                found.append(on(backend, schedule, name, *choice, slow=slow))
+        for choice in [*choices, *choices][i % len(choices) :][:every]:
+            found.append(on(backend, schedule, name, *choice))
     return found
 
 

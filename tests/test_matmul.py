@@ -103,10 +103,10 @@ def room(request, monkeypatch) -> Room:
             request.getfixturevalue("plain")
         return CPU
     pytest.importorskip("triton")
-    from logchain.kernels.gpu import log_matmul_gradient
+    from logchain.kernels.gpu import log_matmul
 
     monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(log_matmul_gradient, "_SHORTEST", 16)
+    monkeypatch.setattr(log_matmul, "_TERMS", 16)
     return Room("cpu" if INTERPRETED else "cuda", TENSOR_CORES)
 
 

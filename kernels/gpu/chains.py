@@ -1,150 +1,236 @@
-"""The operands of a batch of chains as the kernels read them, with bounds of matrices and levels of x.
+"""Launches of scans: of many sequences in one direction, of few in both at once, of many states step by step.
 
-`x` (v, g, m, c) of any float type and strides; `bulk` (v - 1 or 1, g, c, c) linear or logarithms, any strides, one
-matrix for each of `g` sets of `m` sequences and each step, or for all steps; `start` (g, m, c), contiguous float64
-logarithms; `ends` (g, m), contiguous int64, the steps of each sequence, at least 1, or None where all have v.
+Few sequences are scanned from both ends, half as many dependent steps each, and meet at the middle step. The gradient
+then scans on from there, each past the messages of the other. Many sequences fill the device in one direction.
+
+With more than 256 states a step is one stock matrix product and one launch. Nothing is read on the host, and no address
+depends on what is computed, so all of it can be captured in a CUDA graph.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launch
-from .scaled import exponent_of, is_low, level_of
-from .tiles import at
+from ..chain import Chain
+from .scaled import num_processors, precision
+from .scan import BACKWARD, BOTH, FORWARD, clear_kernel, prepare_kernel, scan_kernel
+
+# the most states that one program scans alone; with more, tiles of shared float64 matrices spill registers
+_WIDE, _WIDE_DOUBLE = 256, 128
+
+# the least steps that are worth a second direction
+_SHORT = 8
 
 
-class Operands(NamedTuple):
-    """A batch of chains, see above; `dtype` is that of the arithmetic and of the messages."""
+class Chains(NamedTuple):
+    """Operands in the layout of `scan`. `start` (g, m, c): initial weights, or their logarithms if `start_log`.
+
+    `dtype` is that of the arithmetic; `bulk` has at least one matrix.
+    """
 
     x: Tensor
     bulk: Tensor
     start: Tensor
     ends: Tensor | None
     log_params: bool
+    start_log: bool
     dtype: torch.dtype
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """v, g, m and c."""
-        v, g, m, c = self.x.shape
-        return v, g, m, c
+    @classmethod
+    def of(cls, chain: Chain, start: Tensor | None = None) -> "Chains":
+        """The chains that begin with p0, or after a first transition, whose results are the logarithms `start`."""
+        v, g, m, c = chain.v, chain.g, chain.m, chain.c
+        bulk = chain.bulk.reshape(len(chain.bulk), g, c, c)
+        if start is not None and len(bulk) > 1:
+            bulk = bulk[1:]
+        if not len(bulk):
+            bulk = bulk.new_zeros(1, 1, c, c).expand(1, g, c, c)
+        ends = None if chain.ends is None else chain.ends.reshape(g, m).clamp(1, v).contiguous()
+        start_log = chain.log_params or start is not None
+        p0 = chain.p0.expand(*chain.lead, c).reshape(g, m, c) if start is None else start
+        return cls(chain.x.reshape(v, g, m, c), bulk, p0, ends, chain.log_params, start_log, chain.dtype)
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialized tensor, by default in the dtype of the arithmetic."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        """The strides of x, and those of bulk, 0 from step to step where one matrix serves all."""
-        return *self.x.stride(), 0 if len(self.bulk) == 1 else self.bulk.stride(0), *self.bulk.stride()[1:]
+    def grid(self) -> torch.Size:
+        """(g, m, c)."""
+        return self.x.shape[1:]
 
     @property
-    def precision(self) -> str:
-        """The precision of `tl.dot`, see `launch.precision`; sums of few terms are no faster on tensor cores."""
-        precision = launch.precision(self.x.new_empty(0, dtype=self.dtype))
-        return "ieee" if precision == "tf32x3" and self.shape[3] <= 32 else precision
+    def by_program(self) -> bool:
+        """Whether one program scans all steps of a sequence; otherwise each step has a launch."""
+        return _by_program(self.x.shape[2], self.x.shape[3], self.dtype)
 
     @property
-    def double(self) -> bool:
-        """Whether the arithmetic is float64."""
-        return self.dtype == torch.float64
+    def separate(self) -> bool:
+        """Whether programs read matrices of one sequence each, as they are."""
+        return self.x.shape[2] == 1 and self.by_program
+
+    @property
+    def matrix_strides(self) -> tuple[int, int]:
+        """From matrix to matrix, and from set to set."""
+        return 0 if len(self.bulk) == 1 else self.bulk.stride(0), self.bulk.stride(1)
+
+    @property
+    def width(self) -> int:
+        """c rounded up to a power of two."""
+        return triton.next_power_of_2(self.x.shape[-1])
 
 
-class Room(NamedTuple):
-    """What a launch needs before it begins.
+def _by_program(m: int, c: int, dtype: torch.dtype) -> bool:
+    return c <= (_WIDE_DOUBLE if dtype == torch.float64 and m > 1 else _WIDE)
 
-    `bound` (s, g), int32: 2 k + low of each matrix, see `scaled`. `level` (v, g, m), int32: the exponents of two of the
-    largest exp x of each sequence and step. `doubt` (g, m), bool: false. `counters`: zeros.
+
+def meets(v: int, g: int, m: int, c: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether scans from both ends fit on the device at once, and are long enough to be worth another launch."""
+    programs = g * (1 if m == 1 else triton.cdiv(m, 16))
+    return _by_program(m, c, dtype) and v >= _SHORT and 2 * programs <= num_processors(device)
+
+
+def _tiles(c: int, m: int, dtype: torch.dtype) -> dict[str, int]:
+    """The sequences of a program, the states of its tile, those of a block of the matrix, warps and stages."""
+    n = max(16, triton.next_power_of_2(c))
+    double, small_memory = dtype == torch.float64, torch.version.hip is not None  # 64 KiB
+    if m == 1:
+        block = n if n <= 64 else (2048 if double else 4096) // n
+    else:
+        block = n if n <= (32 if double else 64) else 16 if double or small_memory else 32
+    stages = 3 if m > 1 and block < n else 1
+    warps = 4 if n <= (32 if double else 64) else 8
+    return {"M": 1 if m == 1 else 16, "N": n, "K": block, "num_warps": warps, "num_stages": stages}
+
+
+class Side(NamedTuple):
+    """The scan in one direction: its first step, the messages that it writes, and those of the other direction.
+
+    `entry`: the message before the first step, if it is not among those that are written.
     """
 
-    bound: Tensor
-    level: Tensor
-    doubt: Tensor
-    counters: Tensor
+    first: int = 0
+    steps: int = 0
+    messages: Tensor | None = None
+    entry: Tensor | None = None
+    other: Tensor | None = None
 
 
-@triton.jit(do_not_specialize=["matrices", "g", "rows", "m", "cleared"])
-def _prepare_kernel(
-    bulk_ptr, x_ptr, bound_ptr, level_ptr, room_ptr, matrices, g, rows, m, cleared,
-    stride_bv, stride_bg, stride_bk, stride_bj, stride_xv, stride_xg, stride_xm, stride_xc,
-    C: tl.constexpr, ROWS: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):  # fmt: skip
-    """One program finds the bound of one matrix, or the levels of BLOCK_K rows of x, and writes its share of zeros."""
-    program = tl.program_id(0).to(tl.int64)
-    if program < matrices:
-        bulk_ptr += program // g * stride_bv + program % g * stride_bg
-        _bound(bulk_ptr, bound_ptr + program, stride_bk, stride_bj, C, ROWS, LOG_PARAMS, DTYPE, BLOCK_K, BLOCK_J)
-    else:
-        row = (program - matrices) * BLOCK_K + tl.arange(0, BLOCK_K)
-        x_row = x_ptr + row // m // g * stride_xv + row // m % g * stride_xg + row % m * stride_xm
-        top = tl.full((BLOCK_K, BLOCK_J), float("-inf"), DTYPE)
-        for first in tl.range(0, C, BLOCK_J):
-            columns = first + tl.arange(0, BLOCK_J)
-            mask = (row < rows)[:, None] & (columns < C)[None, :]
-            x = tl.load(x_row[:, None] + (columns.to(tl.int64) * stride_xc)[None, :], mask=mask, other=float("-inf"))
-            top = tl.maximum(top, x.to(DTYPE))
-        tl.store(level_ptr + row, level_of(tl.max(top, 1)), mask=row < rows)
-    for first in tl.range(tl.program_id(0) * 256, cleared, tl.num_programs(0) * 256):
-        words = first + tl.arange(0, 256)
-        tl.store(room_ptr + words, tl.zeros((256,), tl.int32), mask=words < cleared)
+_NO_SIDE = Side()
 
 
-@triton.jit
-def _bound(
-    matrix_ptr, bound_ptr, stride_k, stride_j,
-    C: tl.constexpr, ROWS: tl.constexpr, LOG_PARAMS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):  # fmt: skip
-    """2 k + low of a matrix, see `scaled`, is stored."""
-    nothing: tl.constexpr = float("-inf") if LOG_PARAMS else 0.0
-    across: tl.constexpr = (C + BLOCK_J - 1) // BLOCK_J
-    top = tl.full((BLOCK_K, BLOCK_J), nothing, DTYPE)
-    least = tl.full((BLOCK_K, BLOCK_J), float("inf"), DTYPE)
-    for tile in tl.range(0, across * ((ROWS + BLOCK_K - 1) // BLOCK_K)):
-        rows = tile // across * BLOCK_K + tl.arange(0, BLOCK_K)
-        columns = tile % across * BLOCK_J + tl.arange(0, BLOCK_J)
-        mask = (rows < ROWS)[:, None] & (columns < C)[None, :]
-        p = tl.load(at(matrix_ptr, rows, columns, stride_k, stride_j), mask=mask, other=nothing).to(DTYPE)
-        top = tl.maximum(top, p)
-        least = tl.minimum(least, tl.where(p > nothing, p, float("inf")))
-    highest, lowest = tl.max(top), tl.min(least)
-    if LOG_PARAMS:
-        k = level_of(highest)
-    else:
-        k = exponent_of(highest)
-    tl.store(bound_ptr, 2 * k + is_low(lowest, k, LOG_PARAMS).to(tl.int32))
+class Scan:
+    """The scans of a batch of chains.
 
-
-def found_in(chain: Operands, found: Tensor) -> tuple[Tensor, Tensor]:
-    """`bound` and `level`, see `Room`, which lie in memory one behind the other."""
-    v, g, m, _ = chain.shape
-    bound, level = launch.parts(found, len(chain.bulk) * g, v * g * m)
-    return bound.view(-1, g), level.view(v, g, m)
-
-
-def room(chain: Operands, counters: int, *, bulk: Tensor | None = None, found: Tensor | None = None) -> Room:
-    """The bounds of all matrices, the levels of x, no doubt, and so many int32 counters of 0; not for empty chains.
-
-    `bulk` (any, g, rows, c): matrices, or rows of them, whose bounds are found instead; there may be none. `found`:
-    memory for bounds, and levels behind them, that outlives the rest.
+    Attributes:
+        flags: (g, m) int8, sequences that `exact` has to recompute.
+        bound: (s, g) int32, 4 k + lowness of matrices, 2^k near the largest entry.
     """
-    v, g, m, c = chain.shape
-    assert chain.start.is_contiguous() and (chain.ends is None or chain.ends.is_contiguous())
-    bulk = chain.bulk if bulk is None else bulk
-    matrices, rows, marks = len(bulk) * g, v * g * m, -(-g * m // 4)
-    sizes = [launch.whole(matrices, rows), launch.whole(marks, counters)]
-    memory = torch.empty(sum(sizes[found is not None :]), dtype=torch.int32, device=chain.x.device)
-    found, zeros = memory.split(sizes) if found is None else (found, memory)
-    bound, level = launch.parts(found, matrices, rows)
-    doubt, counted = launch.parts(zeros, marks, counters)
-    block_j = min(256, triton.next_power_of_2(c))
-    block_k = max(1, 2048 // block_j)
-    launch.run(
-        _prepare_kernel, (matrices + triton.cdiv(rows, block_k),), bulk, chain.x, bound, level,
-        zeros, matrices, g, rows, m, len(zeros), *bulk.stride(), *chain.x.stride(),
-        C=c, ROWS=bulk.shape[2], LOG_PARAMS=chain.log_params, DTYPE=launch.arithmetic(chain.dtype),
-        BLOCK_K=block_k, BLOCK_J=block_j, num_warps=4,
-    )  # fmt: skip
-    doubtful = doubt.view(torch.bool)[: g * m].view(g, m)
-    return Room(bound.view(-1, g), level.view(v, g, m), doubtful, counted)
+
+    def __init__(self, chains: Chains, flags: Tensor | None = None, bound: Tensor | None = None) -> None:
+        """`flags` and `bound` are those of an earlier scan of the same chains."""
+        self.chains, (g, m, c), count = chains, chains.grid, len(chains.bulk)
+        copied = not chains.separate and (
+            chains.log_params or (not chains.by_program and chains.bulk.dtype != chains.dtype)
+        )
+        ready = chains.separate or (bound is not None and not copied)
+        # linear matrices, or exponentials divided by 2^k
+        self._values = chains.new(count, g, c, c) if copied else chains.bulk
+        self._start, self._taken = None, None
+        if flags is None:
+            self._start, self._taken = chains.new(g, m, c), chains.new(2, g, m, dtype=torch.int64)
+        self.flags = chains.new(g, m, dtype=torch.int8) if flags is None else flags
+        self.bound = chains.new(count, g, dtype=torch.int32) if bound is None else bound
+        if self._start is not None or not ready:
+            self._prepare(0 if ready else count * g, chains.start, self._start, start_log=chains.start_log)
+
+    def _prepare(self, matrices: int, start: Tensor, message: Tensor | None, *, start_log: bool) -> None:
+        """Write bounds and copies of matrices, and first messages (g, m, c) if there is memory for them."""
+        chains, (g, m, c), n = self.chains, self.chains.grid, self.chains.width
+        copy = None if self._values is chains.bulk else self._values
+        prepare_kernel[(matrices + (0 if message is None else g * m),)](
+            chains.bulk, self.bound if matrices else None, copy, start, message, self._taken, self.flags, matrices, g,
+            m, chains.matrix_strides, start.stride(), *chains.bulk.stride()[2:], C=c, BLOCK=max(1, 8192 // n), N=n,
+            LOG=chains.log_params, START_LOG=start_log,
+            DTYPE=tl.float64 if chains.dtype == torch.float64 else tl.float32,
+            num_warps=8 if matrices else 1 if n <= 256 else 4,
+        )  # fmt: skip
+
+    def forward(self, messages: Tensor, log_norm: Tensor, *, halved: bool) -> None:
+        """Write log-partitions (g, m) and forward messages (v, g, m, c), or in 2 slots the last one.
+
+        `halved`: after the middle step v // 2 these are backward messages.
+        """
+        v, middle = len(self.chains.x), len(self.chains.x) // 2
+        if not halved:
+            self._launch(FORWARD, Side(0, v, messages), log_norm=log_norm)
+            return
+        back = messages if len(messages) == v else torch.empty_like(messages)
+        self._launch(BOTH, Side(0, middle + 1, messages), Side(v - 1, v - 1 - middle, back), log_norm=log_norm)
+        met, entry = torch.empty_like(messages[:1]), back[(middle + 1) % len(back)]
+        self._launch(BACKWARD, back=Side(middle, 1, met, entry, messages[middle % len(messages)]), log_norm=log_norm)
+
+    def backward(
+        self, messages: Tensor, weight: Tensor, final: Tensor | None, posterior: Tensor, *, halved: bool
+    ) -> Tensor:
+        """Write posteriors (v, g, m, c) times weights (g, m), and return the other messages (v + 1, g, m, c).
+
+        Backward messages in the slots of their steps, each divided by nu, up to the last step, or the middle one if the
+        chain is `halved`; then, one slot later, forward messages, likewise divided. Those of flagged sequences are 0.
+        """
+        (v, g, m, c), chains = self.chains.x.shape, self.chains
+        others, middle, last = chains.new(v + 1, g, m, c), v // 2, None
+        if halved:
+            ahead = Side(middle + 1, v - 1 - middle, others, messages[middle], messages)
+            back = Side(middle, middle + 1, others, messages[middle + 1], messages)
+            self._launch(BOTH, ahead, back, weight=weight, posterior=posterior)
+        else:
+            if final is not None:
+                last = chains.new(g, m, c)
+                self._prepare(0, final, last, start_log=True)
+            back = Side(v - 1, v, others, None, messages)
+            self._launch(BACKWARD, back=back, weight=weight, posterior=posterior, final=last)
+        clear_kernel[(g * m,)](self.flags, others, v + 1, C=c, N=chains.width, num_warps=1)
+        return others
+
+    def _launch(
+        self, directions: Any, ahead: Side = _NO_SIDE, back: Side = _NO_SIDE, *, weight: Tensor | None = None,
+        posterior: Tensor | None = None, final: Tensor | None = None, log_norm: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Scan in one direction or in both; with many states, step by step."""
+        chains, (v, g, m, c), values = self.chains, self.chains.x.shape, self._values
+        side = back if ahead.messages is None else ahead
+        assert side.messages is not None
+        shape, steps = _tiles(c, m, chains.dtype), iter([(None, 0, side.steps)])
+        if not chains.by_program:
+            shape = {"M": 1, "N": chains.width, "K": 1, "num_warps": 8, "num_stages": 1}
+            steps = self._steps(side.messages, side, forward=side is ahead)
+        for product, done, count in steps:
+            scan_kernel[(g * triton.cdiv(m, shape["M"]), 2 if directions is BOTH else 1)](
+                chains.x, values, self.bound, product, self._start, final, chains.ends, ahead.messages, back.messages,
+                ahead.entry, back.entry, back.other, ahead.other, weight, posterior, self._taken,
+                log_norm if done + count == side.steps else None, self.flags, ahead.first + done,
+                min(count, ahead.steps), back.first - done, min(count, back.steps) if side is back else back.steps, v,
+                g, m, len(side.messages), len(values), chains.x.stride(),
+                (0 if len(values) == 1 else values.stride(0), values.stride(1)),
+                None if posterior is None else posterior.stride(), DIRECTIONS=directions,
+                SHIFT=0 if weight is None else 1, STRIDE_K=values.stride(2), STRIDE_J=values.stride(3), C=c,
+                LOG=chains.log_params and chains.separate, DIVIDED=chains.log_params and values is not chains.bulk,
+                PRECISION=precision(chains.dtype, chains.x.device), **shape,
+            )  # fmt: skip
+
+    def _steps(self, messages: Tensor, side: Side, *, forward: bool) -> Iterator[tuple[Any, int, int]]:
+        """The steps of a scan of many states, each with its product u, which one stock matrix product has written."""
+        values, u = self._values, torch.empty_like(messages[0])
+        for t in range(side.steps):
+            if t and forward:
+                i = side.first + t - 1
+                torch.matmul(messages[i % len(messages)], values[i % len(values)], out=u)
+            elif t:
+                i = side.first - t
+                torch.matmul(messages[i + 1], values[i % len(values)].mT, out=u)
+            yield u, t, 1

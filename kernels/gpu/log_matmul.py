@@ -1,309 +1,230 @@
-"""The log-semiring matrix product `c = log(exp(a) exp(b))`, into new memory or over an operand.
+"""The log-semiring matrix product `c = log(exp(a) exp(b))`, batched, into new memory or over `a`; its gradient.
 
     s = exp(a - row maximum) exp(b - column maximum)        c = log s + row maximum + column maximum
+    gradient of a = exp(a - top_i) sum_j q_ij exp(b_kj - top_j)        q_ij = weight_ij exp(top_i + top_j - c_ij)
 
-Operands are (g, p, m, k) and (g, p, k, n): two batch axes, any strides, float32, float64, bfloat16 or float16. The
-arithmetic and the result are float32, or float64 if an operand is.
-
-Numerics. Maxima are found first, in the registers of a program that has all of k, by a walk over k, or by a kernel that
-reads each entry once; or the caller has them, from the products that made the operands. Then tiles of exponentials are
-multiplied. Both factors of a term are at most 1 and have an error below 2^-115, since 3xTF32 drops a small factor's
-second half where that is denormal. So an s of at least `TRUSTED` is exact to rounding. An entry with a smaller s,
-unless row or column are all -inf, is stored as +inf, which no sum can be, and its tile is flagged: `redo_kernel`
-computes those again, see `pairs`, and has nothing to do elsewhere. Maxima are added with their rounding errors. A NaN
-makes its row or column NaN.
-
-In place, only the program that writes rows of `a` reads them, if one tile holds whole rows; it leaves them as they are
-if an entry is to be computed again. Longer rows are copied, a bounded number at a time.
-
-Cost. One exponential for every entry of a tile and 2 m k n operations on tensor cores, three times that for 3xTF32.
-Up to c = 128 a batch of square products is bound by memory, and operands are read from it once.
-
-Tiles: `log_matmul_tiles`. Reference: `logchain.reference.matmul`.
+Operands are (g, p, m, k) and (g, p, k, n) with any strides, 0 for broadcasting, and any float type. A program computes
+one tile of one product. It scans k twice, for maxima and for sums, so that no other launch comes first. Factors of
+possible entries are raised to FLOOR, so an s of exactly 0 means -inf. This adds at most 2 k FLOOR to a sum: an s of at
+least k TRUSTED is exact to rounding. Smaller ones are recomputed in the same program, pair by pair, and so are terms of
+the gradient with a large q. The gradient's maxima are those of a tile's block of k. It reads c less shifts of rows and
+columns, so that differences keep their digits.
 """
-
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..tree import blocks
-from . import launch
-from .line_maxima import write_maxima
-from .log_matmul_tiles import tiles
-from .log_tile import (
-    STRIDES,
-    VARYING,
-    add_product,
-    copy_rows,
-    left_operand,
-    logarithms,
-    right_operand,
-    shift_of,
-    sizes,
-    store,
-    sums_of,
-    top_of,
-    walked_maxima,
-    width_of_stride,
-)  # fmt: skip  # isort: skip
-from .pairs import MARK, ZERO, raise_tops, redo
-from .tiles import load, multiple
+from .scaled import exp, finite, multiply, num_processors, precision
 
-# how a program of `product_kernel` finds maxima: all of k is in registers, or it walks over k, or they are in memory
-_REGISTERS, _WALK, _MEMORY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# what factors of `a` are multiplied by, so that a product of two is a normal number; FLOOR; TRUSTED
+_FLOAT32, _FLOAT64 = tl.constexpr((2.0**100, 2.0**-113, 2.0**-86)), tl.constexpr((2.0**900, 2.0**-961, 2.0**-904))
+# terms of a gradient with log(q / weight) above STEEP or q above LARGE are added pair by pair; SCALE keeps digits of q
+NO_PATH, STEEP = tl.constexpr(float("-inf")), tl.constexpr(55.0)
+LARGE, SCALE = tl.constexpr(2.0**80), tl.constexpr(2.0**24)
+# most rows, columns and terms of a tile, half in float64; terms of a gradient that are worth another program
+_PRODUCT, _GRADIENT, _TERMS = (64, 128, 32), (64, 64, 32), 1024
+_VARYING = ["tiles", "parts", "span", "p", "stride_rg", "stride_rp", "stride_rm", "stride_sg", "stride_sp", "stride_sn"]
 
-# rows that are redone in place at a time
-_ROWS = tl.constexpr(16)
-
-
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=STRIDES)
-def product_kernel(
-    a_ptr, b_ptr, out_ptr, room_ptr, maxima_ptr, a_top_ptr, b_top_ptr, out_top_ptr, out_column_ptr, p, m, n, k,
-    stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
-    stride_og, stride_op, stride_om, stride_tg, stride_tp,
-    MAXIMA: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program computes one tile of one product, and flags it in the room if there is a mark in it.
-
-    Without `out_ptr` the product is written over `a`, but for tiles with marks. Maxima that are in memory: of the rows
-    of all `a`, then of the columns of all `b`.
-    """
-    DTYPE: tl.constexpr = room_ptr.dtype.element_ty
-    BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
-    BLOCK_K: tl.constexpr = TILE.block_k
-    blocks_n = tl.cdiv(n, BLOCK_N)
-    tiles = tl.cdiv(m, BLOCK_M) * blocks_n
-    batch, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    z, y = batch // p, batch % p
-    m, n, k = sizes(m, n, k, LAYOUT)
-    a_ptr, stride_am, stride_ak = left_operand(a_ptr, z, y, stride_ag, stride_ap, stride_am, stride_ak, LAYOUT)
-    b_ptr, stride_bk, stride_bn = right_operand(b_ptr, z, y, stride_bg, stride_bp, stride_bk, stride_bn, LAYOUT)
-    rows = tile // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tile % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if MAXIMA == _REGISTERS:
-        inner = tl.arange(0, BLOCK_K)
-        a = load(a_ptr, rows, inner, m, k, stride_am, stride_ak, DTYPE, ZERO)
-        b = load(b_ptr, inner, columns, k, n, stride_bk, stride_bn, DTYPE, ZERO)
-        row, column = tl.max(a, 1), tl.max(b, 0)
-        sums = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
-        sums = add_product(a, b, shift_of(row)[:, None], shift_of(column)[None, :], sums, PRECISION)
-    else:
-        batches = (tl.num_programs(0) // tiles).to(tl.int64)
-        row_at = maxima_ptr + batch * m + rows
-        column_at = maxima_ptr + batches * m + batch * n + columns
-        if MAXIMA == _WALK:
-            row, column = walked_maxima(
-                a_ptr, b_ptr, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_K, DTYPE
-            )
-            # through memory they come to the threads that use them
-            tl.store(row_at, row, mask=rows < m)
-            tl.store(column_at, column, mask=columns < n)
-            tl.debug_barrier()
-        row = tl.load(row_at, mask=rows < m, other=ZERO)
-        column = tl.load(column_at, mask=columns < n, other=ZERO)
-        sums = sums_of(
-            a_ptr, b_ptr, row, column, rows, columns, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-            BLOCK_K, PRECISION,
-        )  # fmt: skip
-    value = logarithms(sums, row, column, top_of(a_top_ptr, batch), top_of(b_top_ptr, batch), PRECISION)
-    # in place all of a tile with marks is computed again
-    own = z * stride_tg + y * stride_tp
-    marked = raise_tops(out_top_ptr, out_column_ptr, own, value, rows, columns, m, n, out_ptr is None) == MARK
-    tl.store(room_ptr + tl.program_id(0), marked.to(DTYPE))
-    if out_ptr is None:
-        tl.debug_barrier()  # other threads of this program may still read the rows
-        if not marked:
-            store(a_ptr, value, rows, columns, m, n, stride_am)
-    else:
-        out_ptr += multiple(z * stride_og + y * stride_op, width_of_stride(LAYOUT, "out"))
-        store(out_ptr, value, rows, columns, m, n, multiple(stride_om, width_of_stride(LAYOUT, "out")))
-
-
-@triton.jit(do_not_specialize=VARYING + STRIDES)
-def redo_kernel(
-    a_ptr, b_ptr, out_ptr, room_ptr, a_top_ptr, b_top_ptr, out_top_ptr, out_column_ptr, rescued_ptr, count, p, m, n, k,
-    stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
-    stride_og, stride_op, stride_om, stride_tg, stride_tp,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program redoes those of its share of the `count` tiles of `product_kernel` that are flagged.
-
-    Without `out_ptr` the rows of `a`, which are as they were, are copied to the room, behind the flags, and multiplied
-    again: (programs, ROWS, k).
-    """
-    blocks_n = tl.cdiv(n, BLOCK_N)
-    tiles = tl.cdiv(m, BLOCK_M) * blocks_n
-    for place in tl.range(tl.program_id(0), count, tl.num_programs(0), disable_licm=True):
-        if tl.load(room_ptr + place) != 0.0:
-            batch, tile = (place // tiles).to(tl.int64), place % tiles
-            z, y = batch // p, batch % p
-            a, b = a_ptr + z * stride_ag + y * stride_ap, b_ptr + z * stride_bg + y * stride_bp
-            own = z * stride_tg + y * stride_tp
-            a_top, b_top = top_of(a_top_ptr, batch), top_of(b_top_ptr, batch)
-            first_row, first_column = tile // blocks_n * BLOCK_M, tile % blocks_n * BLOCK_N
-            if out_ptr is None:
-                for row in tl.range(first_row, tl.minimum(first_row + BLOCK_M, m), _ROWS, disable_licm=True):
-                    # so that rows have the same numbers as in `a`
-                    saved = room_ptr + count + (tl.program_id(0).to(tl.int64) * _ROWS - row) * k
-                    _redo_rows(
-                        a, b, saved, a_top, b_top, out_top_ptr, out_column_ptr, own, rescued_ptr, row, m, n, k,
-                        stride_am, stride_ak, stride_bk, stride_bn, BLOCK_N, PRECISION,
-                    )  # fmt: skip
-            else:
-                redo(
-                    a, b, out_ptr + z * stride_og + y * stride_op, a_top, b_top, out_top_ptr, out_column_ptr, own,
-                    rescued_ptr, first_row, first_column, m, n, k, stride_am, stride_ak, stride_bk, stride_bn,
-                    stride_om, 1, BLOCK_M, BLOCK_N, _ROWS,
-                )  # fmt: skip
+Into = Tensor | None
+Shifts = tuple[Tensor, Tensor]
 
 
 @triton.jit
-def _redo_rows(
-    a_ptr, b_ptr, saved_ptr, a_top, b_top, out_top_ptr, out_column_ptr, own, rescued_ptr, first_row, m, n, k,
-    stride_am, stride_ak, stride_bk, stride_bn,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr = 16,
+def _places(rows, columns, m, n, stride_m, stride_n, WIDTHS: tl.constexpr):
+    """Where entries of a matrix are, and which exist; WIDTHS: see `widths`."""
+    M: tl.constexpr = WIDTHS[0]
+    N: tl.constexpr = WIDTHS[1]
+    inside = tl.max_constancy((rows < m)[:, None] & (columns < n)[None, :], [M, N])
+    places = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_n
+    return tl.multiple_of(places, [M, N]), inside
+
+
+@triton.jit
+def _load(ptr, rows, columns, m, n, stride_m, stride_n, WIDTHS: tl.constexpr, FILL: tl.constexpr, DTYPE: tl.constexpr):
+    places, inside = _places(rows, columns, m, n, stride_m, stride_n, WIDTHS)
+    return tl.load(ptr + places, mask=inside, other=FILL).to(DTYPE)
+
+
+@triton.jit
+def _line(ptr, rows, m, stride_m, FILL: tl.constexpr, DTYPE: tl.constexpr):
+    return tl.load(ptr + rows.to(tl.int64) * stride_m, mask=rows < m, other=FILL).to(DTYPE)
+
+
+@triton.jit
+def _factor(x, shift, TIMES: tl.constexpr, FLOOR: tl.constexpr):
+    """`TIMES exp(x - shift)`, at least `TIMES FLOOR`; 0 for -inf."""
+    raised = tl.maximum(TIMES * exp(x - shift), TIMES * FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(x == NO_PATH, 0.0, raised)
+
+
+@triton.jit
+def _less(x, shift):
+    """`x - shift`, which stays finite for a finite x."""
+    LEAST: tl.constexpr = -1.7976931348623157e308 if x.dtype == tl.float64 else -3.4028234663852886e38
+    return tl.where(x == NO_PATH, x, tl.maximum(x - shift, LEAST, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _quotient(weight, c, left, right):
+    """`SCALE q` or 0 where terms are added pair by pair, and where they are."""
+    steep = tl.where((weight == 0.0) | (c == NO_PATH), NO_PATH, (left - c) + right)
+    q = weight * exp(tl.where(steep > STEEP, STEEP, steep))
+    pairwise = (steep > STEEP) | (tl.abs(q) > LARGE)
+    return tl.where(pairwise, 0.0, q * SCALE), pairwise
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["row_ptr", "column_ptr"])
+def product_kernel(
+    a_ptr, b_ptr, out_ptr, row_ptr, column_ptr, top_ptr, count_ptr, tiles, p, m, n, k,
+    stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
+    stride_og, stride_op, stride_om, stride_on, stride_rg, stride_rp, stride_rm, stride_sg, stride_sp, stride_sn,
+    A: tl.constexpr, B: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of `a`, and write the product over them."""
-    DTYPE: tl.constexpr = saved_ptr.dtype.element_ty
-    rows = first_row + tl.arange(0, ROWS)
-    tl.debug_barrier()  # other threads of this program may still read the rows copied before
-    copy_rows(a_ptr, saved_ptr, rows, m, k, stride_am, stride_ak, ROWS)
-    tl.debug_barrier()
-    for first_column in tl.range(0, n, ROWS, disable_licm=True):
-        columns = first_column + tl.arange(0, ROWS)
-        row, column = walked_maxima(saved_ptr, b_ptr, rows, columns, m, n, k, k, 1, stride_bk, stride_bn, ROWS, DTYPE)
-        sums = sums_of(
-            saved_ptr, b_ptr, row, column, rows, columns, m, n, k, k, 1, stride_bk, stride_bn, ROWS, PRECISION
-        )
-        value = logarithms(sums, row, column, a_top, b_top, PRECISION)
-        store(a_ptr, value, rows, columns, m, n, stride_am)
-    tl.debug_barrier()  # the tile was stored by other threads of this program
-    redo(
-        saved_ptr, b_ptr, a_ptr, a_top, b_top, out_top_ptr, out_column_ptr, own, rescued_ptr, first_row, 0, m, n, k,
-        k, 1, stride_bk, stride_bn, stride_am, 1, ROWS, BLOCK_N, ROWS,
-    )  # fmt: skip
+    """One program computes one tile of one product, whose rows may be those of `a`. A, B, OUT: their widths."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    LIMITS: tl.constexpr = _FLOAT64 if DTYPE == tl.float64 else _FLOAT32
+    across = tl.cdiv(n, BLOCK_N)
+    batch, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    z, y = batch // p, batch % p
+    a_ptr, b_ptr = a_ptr + z * stride_ag + y * stride_ap, b_ptr + z * stride_bg + y * stride_bp
+    i, j = tile // across * BLOCK_M + tl.arange(0, BLOCK_M), tile % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    # maxima of whole tiles: Triton 3.6 cannot compile a loop of reductions whose result is used twice
+    rows, columns = tl.full((BLOCK_M, BLOCK_K), NO_PATH, DTYPE), tl.full((BLOCK_K, BLOCK_N), NO_PATH, DTYPE)
+    for first in tl.range(0, k, BLOCK_K):
+        inner = first + tl.arange(0, BLOCK_K)
+        rows = tl.maximum(rows, _load(a_ptr, i, inner, m, k, stride_am, stride_ak, A, NO_PATH, DTYPE))
+        columns = tl.maximum(columns, _load(b_ptr, inner, j, k, n, stride_bk, stride_bn, B, NO_PATH, DTYPE))
+    row, column, s = finite(tl.max(rows, 1)), finite(tl.max(columns, 0)), tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
+    for first in tl.range(0, k, BLOCK_K):
+        inner = first + tl.arange(0, BLOCK_K)
+        a = _load(a_ptr, i, inner, m, k, stride_am, stride_ak, A, NO_PATH, DTYPE)
+        b = _load(b_ptr, inner, j, k, n, stride_bk, stride_bn, B, NO_PATH, DTYPE)
+        a, b = _factor(a, row[:, None], LIMITS[0], LIMITS[1]), _factor(b, column[None, :], 1.0, LIMITS[1])
+        s = multiply(a, b, s, PRECISION)
+    row_shift = finite(_line(row_ptr + z * stride_rg + y * stride_rp, i, m, stride_rm, 0, DTYPE))
+    column_shift = finite(_line(column_ptr + z * stride_sg + y * stride_sp, j, n, stride_sn, 0, DTYPE))
+    small, top = (s > 0.0) & (s < k * (LIMITS[0] * LIMITS[2])), tl.full((BLOCK_M, BLOCK_N), NO_PATH, DTYPE)
+    s *= 1.0 / LIMITS[0]
+    if tl.max(small.to(tl.int32)) > 0:
+        sums = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
+        for turn in tl.range(0, 2 * k):
+            at = tl.cast(turn % k, tl.int64)
+            left = _less(_line(a_ptr + at * stride_ak, i, m, stride_am, NO_PATH, DTYPE), row_shift)
+            right = _less(_line(b_ptr + at * stride_bk, j, n, stride_bn, NO_PATH, DTYPE), column_shift)
+            if turn < k:
+                top = tl.maximum(top, left[:, None] + right[None, :])
+            else:
+                sums += exp((left[:, None] + right[None, :]) - finite(top))
+        s, top = tl.where(small, sums, s), tl.where(small, top, NO_PATH)
+        if count_ptr is not None:
+            tl.store(count_ptr + tl.program_id(0), tl.load(count_ptr + tl.program_id(0)) + tl.sum(small.to(tl.int32)))
+    row, column = (row - row_shift)[:, None], (column - column_shift)[None, :]
+    base = row + column
+    part = base - row
+    error = tl.where(tl.abs(base) < float("inf"), (row - (base - part)) + (column - part), 0.0)
+    value = tl.where(top > NO_PATH, top + tl.log(s), base + (error + tl.log(s)))
+    places, inside = _places(i, j, m, n, stride_om, stride_on, OUT)
+    if top_ptr is not None:
+        tl.store(top_ptr + tl.program_id(0), tl.max(tl.where(inside, value, NO_PATH)))
+    tl.debug_barrier()  # other threads of this program read these rows
+    tl.store(out_ptr + z * stride_og + y * stride_op + places, value, mask=inside)
 
 
-# entries of rows, or of results, that are copied at a time
-_HELD = 2**22
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["row_ptr", "column_ptr"])
+def gradient_kernel(
+    weight_ptr, a_ptr, b_ptr, c_ptr, out_ptr, row_ptr, column_ptr, tiles, parts, span, p, m, n, k,
+    stride_wg, stride_wp, stride_wm, stride_wn, stride_ag, stride_ap, stride_am, stride_ak,
+    stride_bg, stride_bp, stride_bk, stride_bn, stride_cg, stride_cp, stride_cm, stride_cn, stride_oe,
+    stride_og, stride_op, stride_om, stride_ok, stride_rg, stride_rp, stride_rm, stride_sg, stride_sp, stride_sn,
+    W: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program computes one tile (i, k) of the gradient of `a`, or of a part of its sum. W to OUT: their widths."""
+    DTYPE: tl.constexpr = c_ptr.dtype.element_ty
+    across = tl.cdiv(k, BLOCK_K)
+    tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles % parts
+    batch = (tl.program_id(0) // tiles // parts).to(tl.int64)
+    z, y = batch // p, batch % p
+    a_ptr, b_ptr = a_ptr + z * stride_ag + y * stride_ap, b_ptr + z * stride_bg + y * stride_bp
+    weight_ptr, c_ptr = weight_ptr + z * stride_wg + y * stride_wp, c_ptr + z * stride_cg + y * stride_cp
+    row_ptr, column_ptr = row_ptr + z * stride_rg + y * stride_rp, column_ptr + z * stride_sg + y * stride_sp
+    i, inner = tile // across * BLOCK_M + tl.arange(0, BLOCK_M), tile % across * BLOCK_K + tl.arange(0, BLOCK_K)
+    begin, end = part * span, tl.minimum(part * span + span, n)
+    a = _load(a_ptr, i, inner, m, k, stride_am, stride_ak, A, NO_PATH, DTYPE)
+    a_top, row_shift = tl.max(a, 1), finite(_line(row_ptr, i, m, stride_rm, 0.0, DTYPE))
+    left, sums, missing = _less(a_top, row_shift), tl.zeros((BLOCK_M, BLOCK_K), DTYPE), tl.zeros((), tl.int32)
+    for first in tl.range(begin, end, BLOCK_N):
+        j = first + tl.arange(0, BLOCK_N)
+        weight = _load(weight_ptr, i, j, m, n, stride_wm, stride_wn, W, 0.0, DTYPE)
+        c = _load(c_ptr, i, j, m, n, stride_cm, stride_cn, C, NO_PATH, DTYPE)
+        b = _load(b_ptr, j, inner, n, k, stride_bn, stride_bk, B, NO_PATH, DTYPE)
+        b_top = tl.max(b, 1)
+        right = _less(b_top, finite(_line(column_ptr, j, n, stride_sn, 0.0, DTYPE)))
+        q, pairwise = _quotient(weight, c, left[:, None], right[None, :])
+        missing = tl.maximum(missing, tl.max(pairwise.to(tl.int32)))
+        sums = multiply(q, exp(b - finite(b_top)[:, None]), sums, PRECISION)
+    gradient, pairs = exp(a - finite(a_top)[:, None]) * sums, tl.zeros((BLOCK_M, BLOCK_K), DTYPE)
+    if missing > 0:
+        for at in tl.range(begin.to(tl.int64), end.to(tl.int64)):
+            weight = _line(weight_ptr + at * stride_wn, i, m, stride_wm, 0.0, DTYPE)
+            c = _line(c_ptr + at * stride_cn, i, m, stride_cm, NO_PATH, DTYPE)
+            b = _line(b_ptr + at * stride_bn, inner, k, stride_bk, NO_PATH, DTYPE)
+            right = _less(b, finite(_line(column_ptr + at * stride_sn, inner, k, 0, 0.0, DTYPE)))
+            _, pairwise = _quotient(weight, c, left, tl.max(right, 0))
+            share = exp((_less(a, row_shift[:, None]) + right[None, :]) - tl.where(pairwise, c, 0.0)[:, None])
+            pairs += tl.where(pairwise[:, None], (weight * (1.0 / SCALE))[:, None] * share, 0.0)
+    gradient = tl.where(a == NO_PATH, 0.0, gradient * (1.0 / SCALE) + pairs * SCALE)
+    places, inside = _places(i, inner, m, k, stride_om, stride_ok, OUT)
+    tl.store(out_ptr + part.to(tl.int64) * stride_oe + z * stride_og + y * stride_op + places, gradient, mask=inside)
 
-# programs that redo tiles on each multiprocessor, bounded because each may have room for rows
-_RESIDENT = 4
+
+def widths(matrices: Tensor) -> tuple[int, int]:
+    """How many rows, and how many columns, are adjacent and begin at an aligned place."""
+    (m, n), (stride_m, stride_n) = matrices.shape[-2:], matrices.stride()[-2:]
+    by_rows, by_columns = stride_n == 1 and not (stride_m % 4 or n % 4), stride_m == 1 and not (stride_n % 4 or m % 4)
+    return (1, 4) if by_rows else (4, 1) if by_columns else (1, 1)
 
 
-def forward(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor | None = None,
-    *,
-    a_top: Tensor | None = None,
-    b_top: Tensor | None = None,
-    maxima: Tensor | None = None,
-    out_top: Tensor | None = None,
-    out_column: Tensor | None = None,
-    rescued: Tensor | None = None,
-) -> Tensor:
-    """`log(exp(a) exp(b))` (g, p, m, n) for (g, p, m, k) and (g, p, k, n), written to `out` if that is given.
+def tiles(m: int, n: int, k: int, dtype: torch.dtype, most=_PRODUCT) -> tuple[int, list[int], dict[str, int]]:
+    """The number of tiles of (m, n) sums of k terms; rows, columns and terms of a tile; options of a launch."""
+    half = 2 if dtype == torch.float64 else 1
+    block = [max(16, min(triton.next_power_of_2(i), limit // half)) for i, limit in zip((m, n, k), most, strict=True)]
+    warps = max(1, 8 * half * block[0] * block[1] // (most[0] * most[1]))
+    options = {"num_warps": warps, "num_stages": 2 if k > 2 * block[2] else 1}
+    return triton.cdiv(m, block[0]) * triton.cdiv(n, block[1]), block, options
 
-    `out` may be the memory of `a` or of `b`, of which then a bounded number of rows is copied. With `a_top` and `b_top`
-    (g, p), of the dtype of the result, the product is stored less both, a top of -inf counting as 0, and `out_top` (g,
-    p), which the caller has filled with -inf, receives its largest entry; or, with `out_column` (g, p, n), `out_top`
-    (g, p, m) receives those of rows, and `out_column` those of columns. Of square operands, `maxima` (2, g, p, k),
-    contiguous, may be those of the rows of `a` and of the columns of `b`. The number of recomputed entries is added to
-    `rescued` (1), int64.
+
+def forward(a: Tensor, b: Tensor, shifts: Shifts, out: Into = None, tops: Into = None, counts: Into = None) -> Tensor:
+    """`log(exp(a) exp(b))` (g, p, m, n) less shifts of rows (g, p, m) and columns (g, p, n), where -inf counts as 0.
+
+    `out` may be `a` if a tile has all columns. Programs write maxima to `tops`, and add recomputed entries to `counts`.
     """
-    g, p, m, k = a.shape
-    n = b.shape[-1]
-    dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
-    if out is None:
-        out = a.new_empty((g, p, m, n), dtype=dtype)
-    assert b.shape == (g, p, k, n) and out.shape == (g, p, m, n) and out.dtype == dtype
-    assert (a_top is None) == (b_top is None) == (out_top is None)
-    assert maxima is None or maxima.shape == (2, g, p, m) and m == n == k
-    assert out_column is None or out_top is not None and out_column.stride()[:2] == out_top.stride()[:2]
-    if not out.numel():
-        return out
-    over_a, over_b = launch.same_storage(out, a), launch.same_storage(out, b)
-    assert not (over_a and over_b)
-    if over_b or not over_a and out.stride(-2) == 1 != out.stride(-1):
-        # computed as the transposed product, so that the result is over its left operand, or is contiguous by rows
-        tops = (out_top, None) if out_column is None else (out_column, out_top)
-        options = {"maxima": None if maxima is None else maxima.flip(0), "out_top": tops[0], "out_column": tops[1]}
-        forward(b.mT, a.mT, out.mT, a_top=b_top, b_top=a_top, rescued=rescued, **options)
-        return out
-
-    given = (a_top, b_top, out_top, out_column)
-    by_rows = launch.pitches(out)[-1] in (0, 1)
-    tile = tiles(m, n, k, dtype, launch.chip(out), aligned=launch.layout(a, b, out) != "")
-    with torch.cuda.device_of(out):
-        if by_rows and (n <= tile.block_n or not over_a):
-            _launch(a, b, None if over_a else out, given, rescued, maxima)
-        else:
-            _by_parts(a, b, out, given, rescued, maxima, copied=over_a)
+    (g, p, m, k), n = a.shape, b.shape[-1]
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    out = torch.empty(g, p, m, n, dtype=dtype, device=a.device) if out is None else out
+    count, block, options = tiles(m, n, k, dtype)
+    product_kernel[(g * p * count,)](
+        a, b, out, *shifts, tops, counts, count, p, m, n, k, *a.stride(), *b.stride(), *out.stride(),
+        *shifts[0].stride(), *shifts[1].stride(), widths(a), widths(b), widths(out), precision(dtype, a.device),
+        *block, **options,
+    )  # fmt: skip
     return out
 
 
-Tops = Sequence[Tensor | None]
-
-
-def _by_parts(
-    a: Tensor, b: Tensor, out: Tensor, tops: Tops, rescued: Tensor | None, maxima: Tensor | None, *, copied: bool
-) -> None:
-    """Write the product part by part, for rows of `a` that are `copied` before, and results that are copied after."""
-    g, p, m, k = a.shape
-    rows = min(m, max(64, _HELD // max(k, out.shape[-1]) // 64 * 64))
-    for block in blocks(max(1, _HELD // (rows * max(k, out.shape[-1]))), g, p):
-        part_tops = [None if top is None else top[block] for top in tops]
-        lines = None if tops[3] is None else part_tops[2]
-        for row in range(0, m, rows):
-            part = (*block, slice(row, row + rows))
-            left = a[part].clone(memory_format=torch.contiguous_format) if copied else a[part]
-            if lines is not None:
-                part_tops[2] = lines[..., part[2]]
-            by_rows = launch.pitches(out)[-1] == 1
-            into = out[part] if by_rows else out.new_empty(out[part].shape)
-            known = None if maxima is None else torch.cat([maxima[0][part].flatten(), maxima[1][block].flatten()])
-            _launch(left, b[block], into, part_tops, rescued, known)
-            if not by_rows:
-                out[part] = into
-
-
-def _launch(
-    a: Tensor, b: Tensor, out: Tensor | None, tops: Tops, rescued: Tensor | None, known: Tensor | None = None
-) -> None:
-    """Write the product to `out`, contiguous by rows, or over `a`, of which a tile then holds whole rows."""
+def backward(grad: Tensor, weight: Tensor, a: Tensor, b: Tensor, c: Tensor, shifts: Shifts) -> None:
+    """Write the gradient of `sum(weight * product)` with respect to `a`; `c` is the product less `shifts`."""
     (g, p, m, k), n = a.shape, b.shape[-1]
-    target = a if out is None else out
-    layout = launch.layout(a, b, target)
-    tile = tiles(m, n, k, target.dtype, launch.chip(target), aligned=layout != "")
-    across = triton.cdiv(n, tile.block_n)
-    count = g * p * triton.cdiv(m, tile.block_m) * across
-    programs = min(count, _RESIDENT * launch.processors(target))
-    mode = _REGISTERS if k <= tile.block_k else _WALK if across == 1 and known is None else _MEMORY
-    held = programs * _ROWS.value * k if out is None else 0
-    if known is None:
-        # behind the flags; rows are held there when maxima have been used
-        room = target.new_empty(launch.whole(count, max(held, 0 if mode is _REGISTERS else g * p * (m + n))))
-        found = room[launch.whole(count) :]
-    else:
-        room, found = target.new_empty(count + held), known
-    strides = (*launch.pitches(a), *launch.pitches(b))
-    if mode is _MEMORY and known is None:
-        write_maxima(a, b, found, layout)
-    *own_tops, out_top, out_column = tops
-    strides += (*launch.pitches(target)[:3], *((0, 0) if out_top is None else launch.pitches(out_top)[:2]))
-    given = (*(None if top is None else top.contiguous() for top in own_tops), out_top, out_column)
-    precision = launch.precision(target)
-    launch.run(
-        product_kernel, (count,), a, b, out, room, found, *given, p, m, n, k, *strides,
-        MAXIMA=mode.value, LAYOUT=layout, TILE=tile, PRECISION=precision,
-        num_warps=tile.warps, num_stages=tile.stages,
+    count, block, options = tiles(m, k, n, c.dtype, _GRADIENT)
+    parts = max(1, min(2 * num_processors(a.device) // (g * p * count), n // _TERMS))
+    span = triton.cdiv(n, parts * block[2]) * block[2]
+    out = grad[None] if parts == 1 else torch.empty(parts, g, p, m, k, dtype=c.dtype, device=a.device)
+    gradient_kernel[(g * p * parts * count,)](
+        weight, a, b, c, out, *shifts, count, parts, span, p, m, n, k, *weight.stride(), *a.stride(), *b.stride(),
+        *c.stride(), *out.stride(), *shifts[0].stride(), *shifts[1].stride(), widths(weight), widths(a), widths(b.mT),
+        widths(c), widths(out), precision(c.dtype, a.device), *block, **options,
     )  # fmt: skip
-    launch.run(
-        redo_kernel, (programs,), a, b, out, room, *given, rescued, count, p, m, n, k, *strides,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PRECISION=precision, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    if parts > 1:
+        grad.copy_(out.sum(0))

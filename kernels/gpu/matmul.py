@@ -1,25 +1,33 @@
-"""The log-semiring matrix product with one batch axis, as in `kernels.plain.matmul`, on the Triton kernels."""
+"""The log-semiring matrix product with one batch axis, as in `kernels.plain.matmul`, by Triton kernels."""
 
 import torch
 from torch import Tensor
 
 from ..plain.matmul import second, tangent
-from . import log_matmul, log_matmul_gradient
+from . import log_matmul
 
 __all__ = ["backward", "forward", "second", "tangent"]
 
 
 def forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """`log(exp(a) exp(b))` (g, m, n), and the number (1) of its entries that were recomputed, on the device."""
-    rescued = torch.zeros(1, dtype=torch.int64, device=a.device)
-    out = log_matmul.forward(a[:, None], b[:, None], rescued=rescued)
-    return out[:, 0], rescued
+    """`log(exp(a) exp(b))` (g, m, n), and the number of its entries that were recomputed, on the device."""
+    (g, m, k), n = a.shape, b.shape[-1]
+    tiles = log_matmul.tiles(m, n, k, torch.promote_types(a.dtype, b.dtype))[0]
+    counts = torch.zeros(g * tiles + 1, dtype=torch.int32, device=a.device)
+    zero = counts[-1]  # of no program
+    out = log_matmul.forward(a[:, None], b[:, None], (zero.expand(g, 1, m), zero.expand(g, 1, n)), counts=counts)
+    return out[:, 0], counts.sum()
 
 
 def backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `sum(weight * c)`: `weight_ij exp(a_ik + b_kj - c_ij)` summed over j for a, and over i for b."""
     grad_a = torch.empty(a.shape, dtype=a.dtype, device=a.device) if need_a else None
     grad_b = torch.empty(b.shape, dtype=b.dtype, device=b.device) if need_b else None
-    into_a, into_b = (None if grad is None else grad[:, None] for grad in (grad_a, grad_b))
-    log_matmul_gradient.backward(weight[:, None], a[:, None], b[:, None], grad_a=into_a, grad_b=into_b)
+    weight, a, b = weight[:, None], a[:, None], b[:, None]
+    rows, columns = a.amax(-1), b.amax(-2)
+    c = log_matmul.forward(a, b, (rows, columns))
+    if grad_a is not None:
+        log_matmul.backward(grad_a[:, None], weight, a, b, c, (rows, columns))
+    if grad_b is not None:
+        log_matmul.backward(grad_b[:, None].mT, weight.mT, b.mT, a.mT, c.mT, (columns, rows))
     return grad_a, grad_b

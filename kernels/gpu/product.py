@@ -1,84 +1,86 @@
 """Products of stacks of matrices of logarithms on a tree, each pair of nodes multiplied by the kernels of `log_matmul`.
 
-Up to c = 64, or 32 in float64, where a product of two matrices is bound by memory, the root alone is computed by
-`segments`, in which one program multiplies a whole segment of a stack. Larger products hand the maxima of their rows
-and columns on to the next level, so that no operand is read for these alone. Reference:
-`logchain.reference.matrix_product`.
+A product over its right operand is the transposed product over its left one. A product over an operand with more
+columns than a tile, and a gradient that is added or over its weight, go through temporaries of bounded size.
 """
-
-import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..numbers import exact_sum
-from ..tree import Nodes, parts
-from . import launch, log_matmul, log_matmul_gradient
-from .line_maxima import maxima_of
-from .segment_product import fits, resident
-from .segments import products
+from ..tree import Nodes, blocks
+from . import log_matmul
 
-# least matrices of a segment that are worth a launch
-_SHORTEST = 4
-
-# entries of gradients that are computed apart and added to others at a time
-_HELD = 2**24
+# entries of a temporary, at least one matrix
+_ENTRIES = 2**22
 
 
 class Arithmetic(tree.Arithmetic):
-    """Products of nodes by the kernels of `log_matmul`; nothing waits for the device."""
+    """Products of nodes by the kernels of `log_matmul`; the host reads no value."""
 
-    def lines(self, c: int, dtype: torch.dtype) -> tuple[int, int]:
-        """The shape of a node's maxima: of rows and columns, where a program of `log_matmul` has not all terms."""
-        return (1, 1) if fits(c, dtype) else (2, c)
+    def __init__(self, most: int, c: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(most, c, dtype, device)
+        tiles, (_, self._columns, _), _ = log_matmul.tiles(c, c, c, dtype)
+        self._tops = torch.empty(max(1, most), tiles, dtype=dtype, device=device)
+        self._counts = torch.zeros(max(1, most), tiles, dtype=torch.int32, device=device)
 
-    def leaves(self, values: Tensor) -> Nodes:
-        """Nodes of the caller's matrices."""
-        if self.lines(values.shape[-1], torch.promote_types(values.dtype, torch.float32)) == (1, 1):
-            return super().leaves(values)
-        return Nodes.leaves(values, maxima_of(values))
-
-    def leaves_for_root(self, values: Tensor) -> Nodes:
-        """One node, the product of all, by segments; for large or single matrices, the leaves."""
-        g, s, c, _ = values.shape
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        if not fits(c, dtype) or s == 1:
-            return self.leaves(values)
-        programs = resident(c, dtype) * launch.processors(values)
-        offsets, matrices = [], values.transpose(0, 1)  # (s, g, c, c)
-        options: dict[str, Any] = {"dtype": dtype, "rescued": self.rescued}
-        while len(matrices) > 1:
-            count = len(matrices)
-            length = count if count <= 2 * _SHORTEST else max(_SHORTEST, math.ceil(count * g / programs))
-            matrices, offset = products(matrices, length, **options)
-            offsets.append(offset)
-        offset = torch.stack(exact_sum(torch.cat(offsets))[: parts(matrices.dtype)], -1)
-        return Nodes(matrices.transpose(0, 1), matrices.new_zeros(g, 1, 1, 1), offset[:, None])
-
-    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: Tensor, maxima: Tensor | None) -> None:
+    def pair(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """Write products of nodes, see `kernels.tree`."""
-        found = out.maxima.fill_(-math.inf)
-        row, column = (found[:, :, 0, 0], None) if maxima is None else found.unbind(2)
-        options = {"a_top": tops[0], "b_top": tops[1], "maxima": maxima, "out_top": row, "out_column": column}
-        log_matmul.forward(left, right, out.values, rescued=self.rescued, **options)
+        g, p, c, _ = out.values.shape
+        a, b, into, shifts = left.values, right.values, out.values, (_lines(left), _lines(right))
+        if into.data_ptr() == b.data_ptr():
+            a, b, into, shifts = b.mT, a.mT, into.mT, shifts[::-1]
+        if into.data_ptr() != a.data_ptr() or c <= self._columns:
+            self._multiply(a, b, shifts, into, out.maxima)
+            return
+        for at in blocks(max(1, _ENTRIES // c**2), g, p):
+            into[at] = self._multiply(a[at], b[at], (shifts[0][at], shifts[1][at]), None, out.maxima[at])
+
+    def _multiply(
+        self, a: Tensor, b: Tensor, shifts: tuple[Tensor, Tensor], out: Tensor | None, maxima: Tensor
+    ) -> Tensor:
+        """Products, written to `out` if it is not None, and their `maxima`."""
+        g, p = maxima.shape
+        tops = self._tops[: g * p]
+        out = log_matmul.forward(a, b, shifts, out, tops, self._counts)
+        torch.amax(tops.view(g, p, -1), -1, out=maxima)
+        return out
 
     def gradient(
-        self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool
+        self, weight: Tensor, left: Nodes, right: Nodes, out: Nodes, grad_left: Tensor, grad_right: Tensor, *, add: bool
     ) -> None:
         """Write gradients of nodes, see `kernels.tree`."""
-        if not add_left:
-            log_matmul_gradient.backward(weight, left.values, right.values, grad_a=grad_left, grad_b=grad_right)
-            return
-        g, _, c, _ = weight.shape
-        slots = max(1, _HELD // (g * c * c))
-        for w, a, b, grad_a, grad_b in zip(
-            *(t.split(slots, 1) for t in (weight, left.values, right.values, grad_left, grad_right)), strict=True
-        ):
-            grad = torch.empty(grad_a.shape, dtype=grad_a.dtype, device=grad_a.device)
-            log_matmul_gradient.backward(w, a, b, grad_a=grad, grad_b=grad_b)
-            grad_a.add_(grad)
+        g, p, c, _ = weight.shape
+        tensors = grad_left, grad_right, weight, left.values, right.values, out.values, _lines(left), _lines(right)
+        for at in blocks(max(1, _ENTRIES // c**2), g, p):
+            into_a, into_b, w, a, b, product, rows, columns = (tensor[at] for tensor in tensors)
+            of_a = into_a, add, w, a, b, product, (rows, columns)
+            of_b = into_b.mT, False, w.mT, b.mT, a.mT, product.mT, (columns, rows)
+            # the weight is overwritten last
+            for arguments in (of_b, of_a) if into_a.data_ptr() == w.data_ptr() else (of_a, of_b):
+                _write(*arguments)
+
+    def recomputed(self) -> Tensor:
+        """The number of entries that were recomputed, on the device."""
+        return self._counts.sum()
+
+
+def _write(
+    grad: Tensor, add: bool, weight: Tensor, a: Tensor, b: Tensor, c: Tensor, shifts: tuple[Tensor, Tensor]
+) -> None:
+    """Write the gradient of `a`, or add to it."""
+    over = grad.data_ptr() == weight.data_ptr()
+    into = torch.empty_like(grad) if add or over else grad
+    log_matmul.backward(into, weight, a, b, c, shifts)
+    if add:
+        grad.add_(into)
+    elif over:
+        grad.copy_(into)
+
+
+def _lines(nodes: Nodes) -> Tensor:
+    """The maximum of each matrix, for all of its rows or columns (g, p, c)."""
+    return nodes.maxima[..., None].expand(nodes.values.shape[:-1])
 
 
 product, write_product, product_gradient, prefixes, prefixes_gradient, Kept = tree.with_arithmetic(Arithmetic)

@@ -1,233 +1,221 @@
-"""Linear messages with a power of two for each row, as all kernels of chains that share their matrices hold them.
+"""Scaled numbers: linear messages with one power of two per row, exponentials and logarithms without bias.
 
-    u = S_{i-1} P_i / 2^k        S_i = u exp(x_i) / 2^(level + shift)        the row's exponent: sum of k, level, shift
+    exp(x) = f 2^n                p = mantissa 2^exponent
 
-No logarithm and nothing in float64 stands between two steps. k is the exponent of the matrix's largest entry, `level`
-the row's largest x in bits, and `shift` is chosen from the message before the last one, so that nobody waits for a
-maximum: integers, which add up exactly. The largest entry of a row stays near 2^TARGET. Where a path leads, S is raised
-to at least FLOOR: an exact 0 means that no path does.
+A message is stored as `S 2^k`: its largest entry is near 2^TARGET, and the integer k is kept apart. Integers add up
+exactly, so no logarithm and no float64 is needed between two steps. Where a path leads, S is raised to at least FLOOR:
+an exact 0 means that no path does.
 
-What is lost. Raised entries add at most c FLOOR to a sum, so sums above TRUSTED are exact to rounding. A matrix is
-`low` if it has a positive entry below 2^LOW times its largest, whose products with messages may underflow: sums are
-then exact above TRUSTED_LOW only, and a sum of 0 need not be one. A sequence with a sum that is not exact, of a state
-that x admits, is doubtful: another kernel computes it again.
+What is lost: raised entries add at most N FLOOR to a sum, so a sum of at least `trusted` is exact to rounding. A matrix
+with a positive entry below LOW is `low`: products with it may underflow to 0, and then a sum of 0 may still have a
+path. A sequence with any other sum, in a state that x admits, is flagged, and `exact` recomputes it.
 """
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
-from .tiles import exact_sum, exp, log, operand
-
+LN2 = tl.constexpr(0.6931471805599453)
 # ln 2 with few enough digits that its products with exponents are exact, and the rest
 LN2_HIGH = tl.constexpr(0.6931471803691238)
 LN2_LOW = tl.constexpr(1.9082149292705877e-10)
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-# float32(log2 e), and the difference from log2 e
-_LOG2E_HIGH = tl.constexpr(1.4426950216293335)
-_LOG2E_LOW = tl.constexpr(1.92596303350e-8)
+# log2 e as a float32, and what that lacks
+LOG2E_HIGH = tl.constexpr(1.4426950216293335)
+LOG2E_LOW = tl.constexpr(1.92596303350e-8)
 
 
 @triton.constexpr_function
-def target(double):
-    """The exponent of two near which the largest entry of a message is kept."""
-    return 400 if double else 60
+def target(dtype):
+    """The exponent of two of a message's largest entry."""
+    return 400 if dtype == tl.float64 else 60
 
 
 @triton.constexpr_function
-def floor(double):
-    """The least positive entry of a message."""
-    return 2.0**-500 if double else 2.0**-64
+def floor_of(dtype):
+    """FLOOR, the least positive entry of a message."""
+    return 2.0**-500 if dtype == tl.float64 else 2.0**-48
 
 
 @triton.constexpr_function
-def least_exponent(double):
-    """LOW: products of messages with entries of at least 2^LOW, beside a largest entry of 1, are normal numbers."""
-    return -520 if double else -62
+def low_exponent(dtype):
+    """The exponent of LOW: FLOOR LOW is a normal number."""
+    return -522 if dtype == tl.float64 else -78
+
+
+@triton.constexpr_function
+def trusted(dtype, n):
+    """The least sum of n products of a message and matrix entries up to 2 that is exact to rounding."""
+    return n * (2.0**-446 if dtype == tl.float64 else 2.0**-23)
+
+
+@triton.constexpr_function
+def trusted_joint(dtype, n):
+    """The same for the products of two messages, one of them divided by 2^TARGET."""
+    return n * n * (2.0**-444 if dtype == tl.float64 else 2.0**-22)
 
 
 @triton.jit
-def power_of_two(k, DTYPE: tl.constexpr):
-    """2^k of integers, for normal numbers."""
-    if DTYPE == tl.float64:
-        return ((k.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+def exponent(a):
+    """The k with 2^k <= a < 2^(k + 1), for positive normal numbers."""
+    if a.dtype == tl.float64:
+        return ((a.to(tl.int64, bitcast=True) >> 52) & 2047).to(tl.int32) - 1023
     else:
+        return ((a.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+
+
+@triton.jit
+def times_power(a, k):
+    """`a 2^k` for positive normal numbers and int32 k; 0 where that is not normal. It must not overflow."""
+    if a.dtype == tl.float64:
+        bits = a.to(tl.int64, bitcast=True)
+        new = (bits >> 52) + k
+        return tl.where(new > 0, (bits + (k.to(tl.int64) << 52)).to(tl.float64, bitcast=True), 0.0)
+    else:
+        bits = a.to(tl.int32, bitcast=True)
+        new = (bits >> 23) + k
+        return tl.where(new > 0, (bits + (k << 23)).to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def power(k, DTYPE: tl.constexpr):
+    """2^k for int32 k, limited to normal numbers."""
+    if DTYPE == tl.float64:
+        k = tl.minimum(tl.maximum(k, -1022), 1023).to(tl.int64)
+        return ((k + 1023) << 52).to(tl.float64, bitcast=True)
+    else:
+        k = tl.minimum(tl.maximum(k, -126), 127)
         return ((k + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def times_power_of_two(a, k):
-    """`a 2^k` of any integers k, in two factors: nothing overflows or underflows that the result does not."""
-    most: tl.constexpr = 2044 if a.dtype == tl.float64 else 252
-    k = tl.minimum(tl.maximum(k, -most), most).to(tl.int32)
-    return (a * power_of_two(k // 2, a.dtype)) * power_of_two(k - k // 2, a.dtype)
+def whole_bits(x):
+    """n of `exp(x) = f 2^n`, as int32, within 2^29."""
+    return tl.minimum(tl.maximum(tl.floor(x * LOG2E_HIGH), -536870912.0), 536870912.0).to(tl.int32)
 
 
 @triton.jit
-def exponent_of(a):
-    """The k with 2^k <= a < 2^(k + 1) of positive numbers, such that 2^k and 2^-k are normal; the least for 0."""
-    if a.dtype == tl.float64:
-        biased = ((a.to(tl.int64, bitcast=True) >> 52) & 2047).to(tl.int32)
-        return tl.minimum(tl.maximum(biased, 1), 2045) - 1023
+def exp_over_power(x, n):
+    """`exp(x) / 2^n`; 0 for -inf. Its error is that of x, however large n is."""
+    if x.dtype == tl.float64:
+        k = n.to(tl.float64)
+        return tl.exp((x - k * LN2_HIGH) - k * LN2_LOW)
     else:
-        biased = (a.to(tl.int32, bitcast=True) >> 23) & 255
-        return tl.minimum(tl.maximum(biased, 1), 253) - 127
-
-
-@triton.constexpr_function
-def _most(double):
-    """Levels beyond are not taken out: the row overflows, and its sequence is doubtful. Sums with shifts are exact."""
-    return 2.0**30 if double else 2.0**23
+        return tl.exp2(tl.fma(x, LOG2E_HIGH, -n.to(tl.float32)) + x * LOG2E_LOW)
 
 
 @triton.jit
-def level_of(top):
-    """The largest logarithm `top` in bits, rounded up to an integer of type int32; 0 where it is not finite or huge."""
-    level = tl.ceil(top * _LOG2E)
-    return tl.where(tl.abs(level) < _most(top.dtype == tl.float64), level, 0.0).to(tl.int32)
+def exp_split(x):
+    """f and n of `exp(x) = f 2^n`, f between 0.7 and 1.5; in float32, f is 0 or infinite for |x| beyond 1.4e6.
 
-
-@triton.jit
-def is_low(least, k, LOG_PARAMS: tl.constexpr):
-    """Whether a matrix with the exponent k and the least positive entry is `low`, see above."""
-    lowest: tl.constexpr = least_exponent(least.dtype == tl.float64)
-    if LOG_PARAMS:
-        return least < (k + lowest).to(least.dtype) * 0.6931471805599453
-    else:
-        return least < power_of_two(k, least.dtype) * 2.0**lowest
-
-
-@triton.jit
-def below(a, k):
-    """`a - log 2^k` in float64, for logarithms and integers k near them rounded as their difference is."""
-    shift = k.to(tl.float64)
-    return (a.to(tl.float64) - shift * LN2_HIGH) - shift * LN2_LOW
-
-
-@triton.jit
-def exp_scaled(a, k):
-    """`exp(a) / 2^k` with integers k; 0 for -inf."""
-    if a.dtype == tl.float64:
-        return tl.exp(below(a, k))
-    else:
-        return tl.exp2(bits_of(a, k))
-
-
-@triton.jit
-def bits_of(a, k):
-    """`log2 exp(a) - k` of float32 numbers; -inf for -inf."""
-    return tl.fma(a, _LOG2E_HIGH, -k.to(tl.float32)) + tl.where(a == float("-inf"), 0.0, a) * _LOG2E_LOW
-
-
-@triton.jit
-def log_scaled(s, k):
-    """`log(s 2^k)` in float64 and its rounding error, for numbers s and integers k of any size; -inf and 0 for 0."""
-    exponent = exponent_of(s)
-    whole = (k + exponent).to(tl.float64)
-    rest = log(s * power_of_two(-exponent, s.dtype)).to(tl.float64) + whole * LN2_LOW
-    total, error = exact_sum(whole * LN2_HIGH, rest)
-    return total, tl.where(tl.abs(total) < float("inf"), error, 0.0)
-
-
-@triton.jit
-def linear(p, k, LOG_PARAMS: tl.constexpr):
-    """Entries of a matrix, or exponentials of its logarithms, divided by 2^k."""
-    if LOG_PARAMS:
-        return exp_scaled(p, k)
-    else:
-        return p * power_of_two(-k, p.dtype)
-
-
-@triton.jit
-def factors_of(x, level):
-    """`exp(x) / 2^level` in two factors of which none is flushed to 0, for what is above 2^-190.
-
-    Beside a large sum the whole, as one number, would lose more than FLOOR; float64 would not.
+    One exponential and no other slow instruction: adding 1.5 2^23 rounds to an integer, which is then in the last bits.
     """
     if x.dtype == tl.float64:
-        return exp_scaled(x, level), 1.0
+        n = whole_bits(x)
+        return exp_over_power(x, n), n
     else:
-        bits = bits_of(x, level)
-        tiny = bits < -64.0
-        return tl.exp2(tl.where(tiny, bits + 64.0, bits)), tl.where(tiny, 2.0**-64, 1.0)
+        shifted = tl.fma(tl.minimum(tl.maximum(x, -1.4e6), 1.4e6), LOG2E_HIGH, 12582912.0)
+        n = shifted.to(tl.int32, bitcast=True) - 0x4B400000
+        return tl.exp2(tl.fma(x, LOG2E_HIGH, 12582912.0 - shifted) + x * LOG2E_LOW), n
 
 
 @triton.jit
-def weighed(u, scale, factor, rest, admitted):
-    """The new messages `u scale factor rest` of states that x admits, see `factors_of`."""
-    return raised(u, factor, u * scale * rest * factor, admitted)
-
-
-@triton.jit
-def raised(u, factor, new, admitted):
-    """New messages, products of `u` and `factor`: at least FLOOR, but 0 where no path leads or x admits none.
-
-    NaN where u or the factor is, even if the other one is 0.
-    """
-    lowest: tl.constexpr = floor(u.dtype == tl.float64)
-    least = tl.maximum(new, lowest, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(((u == 0.0) & (factor == factor)) | ((admitted == 0) & (u == u)), 0.0, least)
-
-
-@triton.jit
-def started(logs, k, DTYPE: tl.constexpr):
-    """The linear message `exp(logs) 2^(TARGET - k)` of float64 logarithms, of which the largest is near k bits."""
-    lowest: tl.constexpr = floor(DTYPE == tl.float64)
-    new = exp(below(logs, k).to(DTYPE)) * 2.0 ** target(DTYPE == tl.float64)
-    return tl.where(logs == float("-inf"), 0.0, tl.maximum(new, lowest, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def next_shift(before, shift):
-    """The shift of the next step, from the largest entries of the messages that this step multiplied, and its shift.
-
-    With r the growth of a step in bits, this leaves the next message at TARGET + r_i + r_{i+1}.
-    """
-    if before.dtype == tl.float64:
-        return tl.minimum(tl.maximum(exponent_of(before) - target(True) - shift, -900), 900)
+def exp(x):
+    """`e^x` without bias; 0 for -inf."""
+    if x.dtype == tl.float64:
+        return tl.exp(x)
     else:
-        return tl.minimum(tl.maximum(exponent_of(before) - target(False) - shift, -60), 100)
+        return tl.exp2(tl.fma(x, LOG2E_HIGH, x * LOG2E_LOW))
 
 
 @triton.jit
-def doubtful(u, wanted, low):
-    """Whether sums that are `wanted` may be inexact, see above; NaN and infinity are."""
-    if u.dtype == tl.float64:
-        least = 2.0**-440
+def finite(top):
+    """A largest entry, with 0 for -inf, so that -inf less it is -inf and not NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _exponent_and_mantissa(p):
+    """k and mantissas between sqrt(1/2) and sqrt(2) of positive numbers; denormal numbers are no less exact."""
+    tiny = p < 1e-30
+    a = tl.where(tiny, p * 1.2676506002282294e30, p)  # 2^100
+    if p.dtype == tl.float64:
+        bits = a.to(tl.int64, bitcast=True)
+        k = (bits - 0x3FE6A09E667F3BCD) >> 52
+        mantissa = (bits - (k << 52)).to(tl.float64, bitcast=True)
     else:
-        least = tl.where(low != 0, 1.0, 2.0**-36)
-    exact = ((u >= least) & (u < float("inf"))) | ((u == 0.0) & (low == 0))
-    return wanted & (exact == 0)
+        bits = a.to(tl.int32, bitcast=True)
+        k = (bits - 0x3F3504F3) >> 23
+        mantissa = (bits - (k << 23)).to(tl.float32, bitcast=True)
+    weight = (p > 0.0) & (p < float("inf"))
+    return k.to(tl.int32) - tl.where(tiny, 100, 0), tl.where(weight, mantissa, 1.0)
+
+
+@triton.jit
+def _checked(p, logs):
+    """`logs` of positive p, -inf of 0, NaN of what is no weight."""
+    weight = (p > 0.0) & (p < float("inf"))
+    return tl.where(weight, logs, tl.where(p == 0.0, float("-inf"), float("nan")))
+
+
+@triton.jit
+def log_split(p):
+    """Exponents as float64 logarithms, and mantissas: -inf and 1 for 0, NaN for what is no weight."""
+    k, mantissa = _exponent_and_mantissa(p)
+    return _checked(p, k.to(tl.float64) * LN2), mantissa
+
+
+@triton.jit
+def log(p):
+    """`log p` in float64, in which only the mantissa's logarithm is rounded to the dtype of p; -inf for 0."""
+    logs, mantissa = log_split(p)
+    return logs + tl.log(mantissa).to(tl.float64)
+
+
+@triton.jit
+def log_times_power(s, k):
+    """`log(s 2^k)` in float64, for int64 k of any size; -inf for 0."""
+    added, mantissa = _exponent_and_mantissa(s)
+    whole = (k + added).to(tl.float64)
+    return _checked(s, whole * LN2_HIGH + (whole * LN2_LOW + tl.log(mantissa).to(tl.float64)))
 
 
 @triton.jit
 def split(a):
-    """The upper half of float32 numbers, rounded to TF32, and the exact rest, which is NaN for NaN and infinity."""
+    """The upper half of float32 numbers, rounded to TF32, and the exact rest."""
     high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
     return high, a - high
 
 
 @triton.jit
-def halves(b, PRECISION: tl.constexpr):
-    """The right operand of `multiply`: two halves for "tf32x3", otherwise twice the same."""
-    if PRECISION == "tf32x3":
-        return split(b)
-    else:
-        rounded = operand(b, PRECISION)
-        return rounded, rounded
-
-
-@triton.jit
-def multiply(a, high, low, PRECISION: tl.constexpr):
-    """The product of non-negative tiles, the right one in `halves`; float64 is "ieee".
-
-    "tf32x3" is as exact as float32 on tensor cores, in two chains of sums, which run side by side.
-    """
-    sums = tl.zeros((a.shape[0], high.shape[1]), a.dtype)
+def multiply(a, b, sums, PRECISION: tl.constexpr):
+    """`sums + a b`. "tf32x3" is as exact as float32, on tensor cores; "tf32" rounds operands, which they truncate."""
     if PRECISION == "tf32x3":
         a_high, a_low = split(a)
-        cross = tl.dot(a_low, high, sums, input_precision="tf32")
-        sums = tl.dot(a_high, high, sums, input_precision="tf32")
-        return sums + tl.dot(a_high, low, cross, input_precision="tf32")
+        b_high, b_low = split(b)
+        sums = tl.dot(a_low, b_high, sums, input_precision="tf32")
+        sums = tl.dot(a_high, b_low, sums, input_precision="tf32")
+        return tl.dot(a_high, b_high, sums, input_precision="tf32")
+    elif PRECISION == "tf32":
+        return tl.dot(split(a)[0], split(b)[0], sums, input_precision="tf32")
     else:
-        return tl.dot(operand(a, PRECISION), high, sums, input_precision=PRECISION, out_dtype=a.dtype)
+        return tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)
+
+
+def precision(dtype: torch.dtype, device: torch.device) -> str:
+    """How `tl.dot` multiplies: "ieee", "tf32x3", which is as exact, or "tf32" where the user allows it."""
+    if dtype == torch.float64 or torch.version.hip is not None or not _has_tf32(device):
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@functools.cache
+def _has_tf32(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """The device's number of multiprocessors; 8 in the interpreter, so that tests meet both schedules of a scan."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -17,29 +17,35 @@ _HELD = 2**15
 class Arithmetic(tree.Arithmetic):
     """Products of nodes in float64, a block of them at a time."""
 
-    def pair(self, left: Tensor, right: Tensor, out: Nodes, tops: Tensor, maxima: Tensor | None) -> None:
+    _recomputed = 0
+
+    def pair(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """Write products of nodes, see `kernels.tree`."""
-        for at in _blocks(left):
+        for at in _blocks(left.values):
             a, b = (
-                (values[at].double() - finite(top[at].clone())[..., None, None]).flatten(0, 1)
-                for values, top in zip((left, right), tops, strict=True)
+                (nodes.values[at].double() - finite(nodes.maxima[at].clone())[..., None, None]).flatten(0, 1)
+                for nodes in (left, right)
             )
-            values, rescued = matmul.forward(a, b, torch.float64)
-            out.values[at] = values.view(left[at].shape)
-            out.maxima[at] = out.values[at].amax((-2, -1), keepdim=True)
-            self.rescued += rescued
+            values, recomputed = matmul.forward(a, b, torch.float64)
+            out.values[at] = values.view(out.values[at].shape)
+            out.maxima[at] = out.values[at].amax((-2, -1))
+            self._recomputed += recomputed
 
     def gradient(
-        self, weight: Tensor, left: Nodes, right: Nodes, grad_left: Tensor, grad_right: Tensor, *, add_left: bool
+        self, weight: Tensor, left: Nodes, right: Nodes, out: Nodes, grad_left: Tensor, grad_right: Tensor, *, add: bool
     ) -> None:
         """Write gradients of nodes, see `kernels.tree`."""
         for at in _blocks(weight):
             w, a, b = (values[at].double().flatten(0, 1) for values in (weight, left.values, right.values))
             grads = matmul.backward(w, a, b, True, True, torch.float64)
-            for grad, into, adds in zip(grads, (grad_left, grad_right), (add_left, False), strict=True):
+            for grad, into, adds in zip(grads, (grad_left, grad_right), (add, False), strict=True):
                 assert grad is not None
                 part = grad.view(into[at].shape)
                 into[at] = into[at] + part if adds else part
+
+    def recomputed(self) -> int:
+        """The number of entries that were recomputed, see `kernels.tree`."""
+        return self._recomputed
 
 
 def _blocks(nodes: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -40,10 +40,11 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Saved(NamedTuple):
     """The log-partition [*B] in float64, and what the gradient needs besides the operands.
 
-    Sequential: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `extra` the
-    `found` of `kernels.message.Kept`, or nothing. Chunked, overlapped and meeting: see `schedules.chunked`, with
-    `following` as `extra`, `schedules.overlapped`, with `warm`, and `schedules.meeting`, with `middle`. Tree:
-    `messages` between pieces, see `autograd.tree_operators`; the other two are empty.
+    Sequential: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `extra` nothing or
+    the `bound` of `kernels.message.Kept`, (s, g), or (1, s, g) if the messages are `halved`. Chunked, overlapped and
+    meeting: see `schedules.chunked`, with `following` as `extra`, `schedules.overlapped`, with `warm`, and
+    `schedules.meeting`, with `middle`. Tree: `messages` between pieces, see `autograd.tree_operators`; the other two
+    are empty.
     """
 
     log_norm: Tensor
@@ -68,15 +69,17 @@ def _forward(
         log_norm, messages, redone = short.apart(x, bulk, p0, keep)
         report_chains(redone)
         return Saved(log_norm, messages, messages.new_empty(0), redone)
-    if _cut(operands, segments, keep):
+    if _cut(operands, segments):
         layout, chain = chain_of(*operands, whole=True)
         saved = Saved(*_by_segments(segments).forward(chain, abs(segments), keep=keep))
         return saved._replace(log_norm=_in_order(layout, saved.log_norm))
     layout, chain = chain_of(*operands)
     memory = kernels.new_messages(chain, x.shape[-2]) if keep else None
-    log_norm, messages, redone, _, found = kernels.chain_kernels(x).forward(chain, keep=memory)[0]
-    report_chains(redone)
-    return Saved(_in_order(layout, log_norm), messages, messages.new_empty(0) if found is None else found, redone)
+    options = {"halved": True} if keep and kernels.halves(x, chain.g, chain.m, chain.dtype) else {}
+    kept, _ = kernels.chain_kernels(x).forward(chain, keep=memory, **options)
+    report_chains(kept.redone)
+    extra = kept.messages.new_empty(0) if kept.bound is None else kept.bound[None] if kept.halved else kept.bound
+    return Saved(_in_order(layout, kept.log_norm), kept.messages, extra, kept.redone)
 
 
 def _in_order(layout: Layout, log_norm: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ def _by_segments(segments: int) -> ModuleType:
     return overlapped if segments < 0 else chunked
 
 
-def _cut(operands: Operands, segments: int, keep: bool = True) -> bool:
+def _cut(operands: Operands, segments: int) -> bool:
     """Whether a chain is cut: never for two variables, nor for lengths where a GPU would take many launches.
 
     In halves it is cut if there are two variables, and no lengths.
@@ -129,9 +132,7 @@ def _cut(operands: Operands, segments: int, keep: bool = True) -> bool:
         return x.shape[-2] > 1 and operands.lengths is None
     if min(abs(segments), x.shape[-2] - 1) <= 1:
         return False
-    if segments < 0 or operands.lengths is None or not kernels.on_gpu(x):
-        return True
-    return not keep and kernels.long_kernels(x, arithmetic_dtype(*operands[:3])) is not None
+    return operands.lengths is None or not kernels.on_gpu(x)
 
 
 def _kept_shapes(
@@ -145,13 +146,15 @@ def _kept_shapes(
     if segments == TREE:
         messages = tree_operators.kept_shapes(x, bulk, p0)[1]
         return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
-    if _cut(Operands(x, bulk, p0, lengths, log_params), segments, keep):
+    if _cut(Operands(x, bulk, p0, lengths, log_params), segments):
         inside, between, marks = _by_segments(segments).kept_shapes(v, g, m, c, abs(segments), keep)
         extra = x.new_empty(between, dtype=torch.int64 if segments < MEETING else torch.float64)
         return Saved(log_norm, x.new_empty(inside, dtype=dtype), extra, x.new_empty(marks, dtype=torch.bool))
     messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
-    found = kernels.found_size(x, bulk.shape[-3] if v > 1 else 0, g, m) if keep else 0
-    extra = x.new_empty(found, dtype=torch.int32) if found else messages.new_empty(0)
+    extra = messages.new_empty(0)
+    if kernels.in_triton(x):
+        bound = (1 if v == 1 else bulk.shape[-3], g)
+        extra = x.new_empty((1, *bound) if keep and kernels.halves(x, g, m, dtype) else bound, dtype=torch.int32)
     return Saved(log_norm, messages, extra, x.new_empty((g, m), dtype=torch.bool))
 
 
@@ -194,8 +197,9 @@ def _gradients(
     if in_segments:
         start = _by_segments(segments).backward(chain, abs(segments), saved, weight, into_x, into_bulk)
     else:
-        found = saved.extra if saved.extra.numel() else None
-        residuals = Kept(saved.log_norm, saved.messages, saved.redone, found=found)
+        halved = saved.extra.dim() == 3
+        bound = saved.extra[0] if halved else saved.extra if saved.extra.dim() == 2 else None
+        residuals = Kept(saved.log_norm, saved.messages, saved.redone, bound=bound, halved=halved)
         start = kernels.chain_kernels(x).backward(chain, residuals, weight, None, into_x, into_bulk)
     if wide is not grad_bulk:
         grad_bulk.copy_(wide)

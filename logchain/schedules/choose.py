@@ -96,7 +96,7 @@ def of(
     if strategy == "sequential":
         return SEQUENTIAL
     if torch.compiler.is_compiling() and not _known(x, bulk):
-        return _UNKNOWN[strategy]
+        return _UNKNOWN["chunked" if strategy == "overlapped" and kernels.on_gpu(p0) else strategy]
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
     device = "cuda" if kernels.on_gpu(p0) else p0.device.type
     gradients = differentiated(x, bulk, p0) if gradients is None else gradients
@@ -166,12 +166,12 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
     def quickest(schedules: list[Schedule]) -> Schedule:
         return min(schedules, key=lambda schedule: seconds(size, schedule, costs), default=SEQUENTIAL)
 
-    if strategy == "overlapped":
+    if strategy == "overlapped" and place.device == "cpu":
         return quickest(overlapped(size, place))
     walks = strategy in (WALKS, POSTERIORS)
     cuts = candidates(size, place) if not walks else []
     within = [schedule for schedule in cuts if within_contract(size, schedule)]
-    if strategy == "chunked":
+    if strategy in ("chunked", "overlapped"):  # a GPU takes segments without a warm-up, which it would have to verify
         # if all take more memory than the contract, the one with the fewest segments; a short chain has none
         return quickest(within or cuts[:1])
     others = [*worthwhile(size, place), *(meeting(size, place) if strategy != WALKS else [])]
@@ -180,14 +180,13 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
 
 
 def overlapped(size: Size, place: Where) -> list[Schedule]:
-    """The overlapped schedules of a chain: so many segments that each thread, or multiprocessor, has enough rows.
+    """The overlapped schedules of a chain: so many segments that each thread has enough rows.
 
     One row for each is enough where rows cannot share the reading of a matrix. There are none where they take too much
-    memory, as copies do on a GPU.
+    memory.
     """
-    together = shares_matrices(size) or place.device != "cpu"
-    count = place.threads if place.device == "cpu" else place.constants.processors
-    segments = {max(2, -(-rows * count // size.sequences)) for rows in (_ROWS if together else (1,))}
+    rows_each = _ROWS if shares_matrices(size) else (1,)
+    segments = {max(2, -(-rows * place.threads // size.sequences)) for rows in rows_each}
     overlaps = [Schedule("overlapped", k) for k in sorted(segments) if shortest(size) * k < size.v]
     return [overlap for overlap in overlaps if within_contract(size, overlap)]
 
@@ -240,10 +239,10 @@ def shortest(size: Size) -> int:
 def candidates(size: Size, place: Where) -> list[Schedule]:
     """The chunked schedules of a chain, whose segments have at least two transitions.
 
-    On a GPU one launch computes values alone of few states. Otherwise there are none for more states than a program can
-    hold in products, none for sequences with lengths, and none where the rows of products would need copies of x.
+    On a GPU there are none for many states, for sequences with lengths, and where rows of products would need copies of
+    x.
     """
-    if place.device != "cpu" and not size.one_launch:
+    if place.device != "cpu":
         copies = size.m > 1 or size.one_matrix and size.g > 1
         if size.c > _GPU_STATES or size.lengths or copies:
             return []
@@ -298,15 +297,13 @@ def counted(size: Size, schedule: Schedule, costs: Constants) -> Work:
     """The work in units of the cost model: as if all processors were busy, and float64 counted twice.
 
     A CPU walks one sequence after the other, so that the steps of all are dependent, and threads without a sequence
-    idle. A GPU's one launch does so with the segments that its multiprocessors do not hold at once.
+    idle.
     """
     counts, in_turn, times = work(size, schedule), 1, 1.0
     if costs.device == "cpu" and schedule.name in ("sequential", "overlapped", "meeting"):
         in_turn = size.sequences * schedule.segments
         worth = counts.multiply_adds // (3 if size.gradients else 1) // WORTH_A_THREAD
         times = costs.threads / max(1, min(costs.available or costs.threads, in_turn, worth))
-    elif schedule.name == "chunked" and size.one_launch:
-        in_turn = -(-size.sequences * schedule.segments // (costs.processors * size.side_by_side))
     programs = max(1, size.sequences * schedule.segments // max(1, in_turn))
     idle = 1.0 if schedule.name == "tree" else -(-programs // costs.processors) * costs.processors / programs
     return Work(

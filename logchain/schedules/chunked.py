@@ -8,7 +8,7 @@ A head of a few steps begins at p0, and segments of equal length follow it; all 
 segment is walked from each of its states, which gives the rows of M_s. Then the products M_s are a short chain of their
 own, whose forward messages w enter the segments and whose backward messages f follow them. With gradients the segments
 are walked once more, forward from one w each and backward from one f each: their gradients are those of the whole
-chain. Without gradients a GPU has one kernel for all of this.
+chain.
 
 The backward pass needs `messages`, the forward messages of the head, and for each segment the w that enters it and the
 segment's own; `following` (count + 1, g, m, c), the f; and which sequences were `redone` exactly, in the head and in
@@ -40,11 +40,6 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     walk, g, m, c = kernels.chain_kernels(chain.x), chain.g, chain.m, chain.c
     shapes = kept_shapes(chain.v, g, m, c, segments, keep)
     messages, following = chain.new(*shapes[0]), chain.x.new_empty(shapes[1], dtype=torch.float64)
-    long = None if keep else kernels.long_kernels(chain.x, chain.dtype)
-    if long is not None:
-        log_norm, doubt = long.log_norm(chain, segments)
-        report_chains(doubt)
-        return log_norm, messages, following, doubt.view(1, g * m)
     cut = ByRow(chain, segments_of(chain.v, segments)[0])
     head_messages, segment_messages = cut.parts(messages) if keep else (None, None)
     head, start = walk.forward(cut.head(), keep=head_messages, leave=True)

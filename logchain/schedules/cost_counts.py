@@ -91,21 +91,6 @@ class Size(NamedTuple):
         """Bytes of one message tensor with its scales."""
         return self.sequences * self.v * (self.c + 1) * self.item
 
-    @property
-    def width(self) -> int:
-        """States of a product on a GPU, with those that fill its tile."""
-        return max(16, 1 << (self.c - 1).bit_length())
-
-    @property
-    def one_launch(self) -> bool:
-        """Whether one launch on a GPU computes a chunked chain: its values alone, see `kernels.gpu.long`."""
-        return self.gpu and not self.gradients and self.width * self.item <= 256
-
-    @property
-    def side_by_side(self) -> int:
-        """Products that one multiprocessor computes at a time, by their registers."""
-        return {(16, 4): 16, (16, 8): 8, (32, 4): 4}.get((self.width, self.item), 1)
-
 
 def work(size: Size, schedule: Schedule) -> Work:
     """The work of a product, with its backward pass if there are gradients."""
@@ -155,8 +140,6 @@ def structured(size: Size, multiply_adds: int, parameters: int) -> Work:
 def _chunked(size: Size, segments: int) -> Work:
     """The work of the head, the segments' products, and a vector through these; gradients: all segments again."""
     s, c, length = size.sequences, size.c, length_of(size, Schedule("chunked", segments))
-    if size.one_launch:
-        return _one_launch(size, segments)
     # the product of a segment is walked as c sequences, one for each row
     rows = size._replace(v=length + 1, m=size.m * segments * c, gradients=False)
     through = Work(s * segments * c**2, 0, 0, segments, _LAUNCHES[0])
@@ -171,10 +154,8 @@ def _overlapped(size: Size, segments: int) -> Work:
     """The work of the head, and of segments that begin early in either direction."""
     length = length_of(size, Schedule("overlapped", segments))
     head, rows = _sequential(size._replace(v=size.v - segments * length)), size.m * segments
-    early = length // WARM_PART * 3 // 2 if size.gpu else _EARLY * size.item
+    early = _EARLY * size.item
     total = head + _sequential(size._replace(v=length + 1 + early, m=rows))
-    if size.gpu and size.gradients:  # backward, segments are verified before their gradients are taken
-        total += _sequential(size._replace(v=length + 1, m=rows, gradients=False))
     return total._replace(launches=_WALKS[size.gradients] * _LAUNCHES[0])
 
 
@@ -197,23 +178,6 @@ def in_vain(size: Size) -> Work:
     """The work of finding out that a chain does not forget, see `schedules.overlapped`."""
     walks = _sequential(size._replace(v=max(1, size.v // 48), m=8 * size.m, gradients=False))
     return walks._replace(launches=_PROBES * _LAUNCHES[0])
-
-
-def _one_launch(size: Size, segments: int) -> Work:
-    """The work of a GPU's kernel for segments: groups of products follow, and the product of all by one program."""
-    length, members = length_of(size, Schedule("chunked", segments)), _members(segments)
-    return Work(
-        multiply_adds=size.sequences * (size.v - 1) * size.width**3,
-        exponentials=size.states,
-        bytes=size.item * (size.states + size.g * (1 if size.one_matrix else size.v - 1) * size.c**2),
-        steps=length + 2 * members // min(4, size.side_by_side),  # few programs have a multiprocessor's time each
-        launches=_LAUNCHES[0],
-    )
-
-
-def _members(segments: int) -> int:
-    """The number of products in a group, and of groups."""
-    return math.isqrt(max(1, segments) - 1) + 1
 
 
 def _tree(size: Size) -> Work:
@@ -250,9 +214,6 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
         return _overlapped_peaks(size, schedule.segments, messages)
     if schedule.name == "meeting":  # a gradient and counts of the matrices more than one walk has
         return messages, messages + 12 * size.g * c**2
-    if size.one_launch:
-        products = s * (schedule.segments + _members(schedule.segments)) * size.width
-        return products * (size.width * item + 8) + messages, 0
     # unit rows, the products in float64 and a copy of them in order; messages between segments, and what enters these
     products = s * schedule.segments * c * (c + 1) * (item + 2 * 8)
     between = s * schedule.segments * c * (item + 3 * 8)
@@ -261,19 +222,7 @@ def peaks(size: Size, schedule: Schedule) -> tuple[int, int]:
 
 
 def _overlapped_peaks(size: Size, segments: int, messages: int) -> tuple[int, int]:
-    """Peaks with the messages that enter, leave and are compared, in float64.
-
-    A GPU takes the first matrices of segments in float64 besides, or messages to walk along the chain again. Where its
-    kernels cannot read segments in place, as sets or members of their own, it takes copies, of gradients too.
-    """
-    s, v, c, item = size.sequences, size.v, size.c, size.item
+    """Peaks with the messages that enter, leave and are compared, in float64."""
+    s, c = size.sequences, size.c
     compared = _COMPARED * 8 * s * segments * c
-    if not size.gpu:
-        return messages + compared, messages + compared
-    first = 32 * size.g * (1 if size.one_matrix else segments) * c**2
-    again = s * c * (v * item + 32 * segments) if size.gradients else 0
-    copies = 0
-    if (size.m if size.one_matrix else size.g) > 1:
-        copies = v * c * item * (s if size.one_matrix else s + size.g * c)
-    walks = compared + first + copies
-    return messages + max(walks, again), messages + max(walks, again + copies) + copies
+    return messages + compared, messages + compared

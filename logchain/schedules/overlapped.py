@@ -11,8 +11,8 @@ segments' own, and no step waited for a segment before. Segments that fail are w
 Backward messages start early likewise. See "When a chain forgets" in the documentation for the proof.
 
 How many steps a warm-up takes is found out at a few places first, where messages that begin in two states have to
-agree in the end. Where they do not within a small part of the chain, it is walked as one. On a GPU none of this is
-read: a warm-up has a fixed part of a segment's steps, and `overlapped_on_device` walks along sequences that fail.
+agree in the end. Where they do not within a small part of the chain, it is walked as one. A GPU takes the chunked
+schedule instead, which reads nothing on the host.
 
 The backward pass needs `messages`, those of the head, and for each segment the e that enters it and its own; `warm`,
 the steps of a warm-up, 0 for a chain that was walked as one, whose messages come first; and which sequences were
@@ -29,12 +29,10 @@ from .. import kernels
 from ..kernels.chain import Chain, segments_of
 from ..kernels.message import Kept, Message
 from ..kernels.numbers import exact_sum
-from ..operands import marked
 from ..rescues import report_boundaries, report_chains
 from .cost_counts import WARM_PART, first_warm_up
 from .cut import Cut
 from .cut_backward import Backward
-from .overlapped_on_device import behind, walk_again
 
 # at how many places steps to forget are counted, by how much their number grows, and which share of all it may be
 _PROBES, _GROWTH, _SHARE = 4, 4, 64
@@ -86,12 +84,8 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     cut = Cut(chain, segments_of(chain.v, segments)[0])
     steps, in_segments = early(cut), redone.view(-1, chain.g, chain.m)
     if steps > 0:
-        log_norm, refused = _side_by_side(cut, steps, messages if keep else None, in_segments)
-        if kernels.on_gpu(chain.x):
-            report_boundaries(refused)
-            walk_again(cut, refused.any(0), log_norm, messages if keep else None, in_segments)
-            marked(chain, log_norm[..., None])
-        elif not (log_norm < torch.inf).all():  # what is not finite is that of one walk
+        log_norm = _side_by_side(cut, steps, messages if keep else None, in_segments)
+        if not (log_norm < torch.inf).all():  # what is not finite is that of one walk
             steps = 0
             redone.zero_()
     warm[0] = steps
@@ -103,18 +97,18 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     return log_norm, messages, warm, redone
 
 
-def _side_by_side(cut: Cut, steps: int, messages: Tensor | None, redone: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-partition (g, m) by segments that begin some steps early, and which boundaries (count - 1, g, m) fail.
+def _side_by_side(cut: Cut, steps: int, messages: Tensor | None, redone: Tensor) -> Tensor:
+    """The log-partition (g, m) by segments that begin some steps early.
 
-    On a CPU these are mended. `messages` are written if there is memory for them, and `redone` (count + 1, g, m).
+    `messages` are written if there is memory for them, and `redone` (count + 1, g, m).
     """
     walk = kernels.chain_kernels(cut.chain.x)
     head_messages, segment_messages = (None, None) if messages is None else cut.parts(messages)
     head, start = walk.forward(cut.head(), keep=head_messages, leave=True)
     redone[0] = head.redone
     entering = assumed(cut, steps, start.values)
-    scale, refused = _segments(cut, entering, segment_messages, redone[1:])
-    return torch.stack(exact_sum(torch.cat([start.scale, scale.flatten(0, 1)]))).sum(0), refused
+    scale = _segments(cut, entering, segment_messages, redone[1:])
+    return torch.stack(exact_sum(torch.cat([start.scale, scale.flatten(0, 1)]))).sum(0)
 
 
 def in_order(chain: Chain, segments: int) -> Kept:
@@ -139,13 +133,9 @@ def early(cut: Cut, walk: Walk | None = None, differ: Differ | None = None, mend
     """The number of steps that segments begin early; 0: the chain is walked as one.
 
     `walk` and `differ` are those of other messages than `through` and `unlike`; `mended` is the part of the boundaries
-    that may be walked again. On a GPU, where no chain is asked, the number is the largest that any other chain takes.
+    that may be walked again.
     """
-    longest = cut.length // WARM_PART
-    if kernels.on_gpu(cut.chain.x):
-        steps = max(1, longest)
-    else:
-        steps = steps_to_forget(cut.chain, longest, walk or through, differ or unlike, mended)
+    steps = steps_to_forget(cut.chain, cut.length // WARM_PART, walk or through, differ or unlike, mended)
     return min(steps + steps // 2, cut.length)
 
 
@@ -208,20 +198,18 @@ def wrong(cut: Cut, arrived: Tensor, entering: Tensor, reached: Tensor, differ: 
             yield s
 
 
-def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales (2, count, g, m) of all segments, and which boundaries (count - 1, g, m) are refused.
+def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tensor) -> Tensor:
+    """The scales (2, count, g, m) of all segments; those with a wrong entering message are walked again.
 
-    On a CPU segments with a wrong entering message are walked again. `messages` are written if there is memory for
-    them, and into `redone` (count, g, m) what was redone exactly.
+    `messages` are written if there is memory for them, and into `redone` (count, g, m) what was redone exactly.
     """
     chain, walk, reached = cut.chain, kernels.chain_kernels(cut.chain.x), cut.reached()
     passed, after = walk.forward(cut.segments(), cut.entering(entering), keep=messages, leave=True)
     arrived = cut.by_segment(after.values)
     scale = torch.stack([cut.by_segment(part) for part in after.scale])
     redone.copy_(cut.by_segment(passed.redone))
-    refused = unlike(chain, arrived[:-1], entering[1:]) & reached[1:]
-    if kernels.on_gpu(chain.x) or not refused.any():
-        return scale, refused
+    if not (unlike(chain, arrived[:-1], entering[1:]) & reached[1:]).any():
+        return scale
     memory = None if messages is None else chain.new(cut.length + 1, chain.g, chain.m, chain.c)
     for s in wrong(cut, arrived, entering, reached):
         message = Message(arrived[s - 1], torch.zeros_like(scale[:, s]))
@@ -229,7 +217,7 @@ def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tenso
         arrived[s], scale[:, s], redone[s] = left.values, left.scale, alone.redone
         if messages is not None and memory is not None:
             cut.each(messages)[s].copy_(memory)
-    return scale, refused
+    return scale
 
 
 def backward(
@@ -242,8 +230,8 @@ def backward(
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
     log_norm, messages, warm, redone = saved
-    cut, on_gpu = Cut(chain, segments_of(chain.v, segments)[0]), kernels.on_gpu(chain.x)
-    steps, marks = early(cut) if on_gpu else int(warm), redone.view(-1, chain.g, chain.m)
+    cut = Cut(chain, segments_of(chain.v, segments)[0])
+    steps, marks = int(warm), redone.view(-1, chain.g, chain.m)
     if steps == 0:
         whole = Kept(log_norm, messages[: chain.v], marks[0])
         walk = kernels.chain_kernels(chain.x)
@@ -252,12 +240,8 @@ def backward(
     passes = Backward(cut, log_norm, messages, marks, weight, grad_x, grad_bulk)
     begun = passes.ahead_of_first(steps)
     following = torch.cat([begun[1:], torch.zeros_like(begun[:1])])
-    if on_gpu:  # gradients that are sums of many sequences could not be taken back
-        refused = unlike(chain, passes.ahead_of_first(cut.length, following)[1:], following[:-1])
-        report_boundaries(refused)
-        following = behind(cut, refused.any(0), log_norm, following)
     ahead = passes.segments(following)
-    if not on_gpu and unlike(chain, ahead[1:], following[:-1]).any():
+    if unlike(chain, ahead[1:], following[:-1]).any():
         for s in range(cut.count - 2, -1, -1):
             unequal = unlike(chain, ahead[s + 1], following[s])
             if unequal.any():

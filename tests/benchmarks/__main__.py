@@ -1,31 +1,22 @@
 """Measure, write the results files, and draw plots, and the tables of the README and of the pages, from them."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-import torch
 
 from tests.benchmarks import (
     accuracy,
     counts,
     cpu,
-    gpu,
-    gpu_counts,
     idle,
-    launches,
     layers,
     memory,
     overlapped,
     peers,
     plots,
-    predicted,
     questions,
     ranks,
     report,
-    results,
     scaling,
     sharpness,
     structures,
@@ -77,17 +68,6 @@ def publish(_: argparse.Namespace) -> None:
     print(report.figures())
 
 
-def measure_gpu(options: argparse.Namespace) -> int:
-    """Figures of a GPU, or a dry run of them without one."""
-    if options.dry:
-        if options.results == results.FOLDER:
-            raise SystemExit("--dry: expected --results, another folder than that of the results")
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-    elif not torch.cuda.is_available():
-        raise SystemExit("no GPU here: --dry runs the same on a CPU, without meaning")
-    return gpu.measure(options.results, options.minutes, options.only, options.dry)
-
-
 def main(argv: Sequence[str] | None = None) -> int | None:
     """An exit code, if there is one."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
@@ -102,24 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
     drawn = commands.add_parser("plot", help="the plots and all tables, from the results files")
     drawn.set_defaults(call=publish)
-
-    on_gpu = commands.add_parser("gpu", help="on a GPU: everybody's times, peaks and errors; goes on where it was cut")
-    on_gpu.add_argument("--results", type=Path, default=results.FOLDER, help="the folder of the results files")
-    on_gpu.add_argument("--minutes", type=float, default=8.0, help="what does not fit is left for the next call")
-    on_gpu.add_argument("--only", nargs="+", default=(), help="parts of providers' names")
-    on_gpu.add_argument("--dry", action="store_true", help="on a CPU, on tiny sizes: times mean nothing")
-    on_gpu.set_defaults(call=measure_gpu)
-
-    compiled = commands.add_parser("gpu-count", help="what the GPU kernels compile to, without a GPU: registers, loops")
-    compiled.add_argument("modules", nargs="*", help="of tests/kernels/gpu/compile_cases, by default all")
-    compiled.add_argument("--targets", nargs="+", default=(), help="some of sm_80, sm_86, sm_90 and gfx942")
-    compiled.set_defaults(call=lambda options: gpu_counts.main(options.modules, options.targets))
-
-    estimated = commands.add_parser("gpu-predict", help="estimates of the GPU kernels' times, without a GPU")
-    estimated.set_defaults(call=lambda options: predicted.main())
-
-    launched = commands.add_parser("gpu-launch", help="how much Python a launch of a GPU kernel takes, without a GPU")
-    launched.set_defaults(call=lambda options: launches.main())
 
     options = parser.parse_args(argv)
     return options.call(options)

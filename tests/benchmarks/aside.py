@@ -2,12 +2,10 @@
 
 import ctypes
 import functools
-import math
 import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -47,9 +45,8 @@ Said = Item | Row | Measured | Missing
 Task = Callable[[Sequence[Item]], Iterable[Said]]
 
 _SILENCE = 300.0
-# seconds beyond the last moment, for an item that was begun
+# seconds for a process to end after its last row
 GRACE = 8.0
-LATE = "no time left"
 
 
 def attempts(items: Iterable[Item], one: Callable[[Item], Iterable[AnyRow]]) -> Iterator[Item | AnyRow | Missing]:
@@ -69,9 +66,7 @@ def measure(
     task: Task,
     *,
     silence: float = _SILENCE,
-    end: float = math.inf,
     words: Mapping[str, str] | None = None,
-    tell: Callable[[Any], None] = lambda row: None,
 ) -> tuple[list[Any], list[Missing]]:
     """Rows and reasons for all items, in as many processes as it takes to get past those that end one.
 
@@ -80,32 +75,23 @@ def measure(
         todo: the items, of one provider as a rule.
         task: gives their rows.
         silence: seconds without a word from a process after which it is stopped.
-        end: the last moment, on the clock of `time.monotonic`.
         words: what to say for a reason with such a text in it.
-        tell: is told each row at once.
     """
     rows: list[Any] = []
     missing: list[Missing] = []
     place = machine()
     while todo:
-        if time.monotonic() > end:
-            missing += [Missing("", *item.key, LATE) for item in todo]
-            break
         at, begun = ("", todo[0].provider, ""), 0
-        patience = min(silence, end - time.monotonic() + GRACE)
-        for said in _process(package, functools.partial(task, todo), patience):
+        for said in _process(package, functools.partial(task, todo), silence):
             print("  ".join((*said[:4], said.text)) if isinstance(said, ROWS) else said, flush=True)
             if isinstance(said, Item):
                 at, begun = said.key, begun + 1
             elif isinstance(said, ROWS):
                 rows.append(said._replace(**place))
-                tell(rows[-1])
             elif isinstance(said, str):  # the package with its version
                 place["versions"] += "" if said in place["versions"] else f", {said}"
             else:
-                late = isinstance(said, _Ended) and time.monotonic() >= end
-                reason = LATE if late else said.reason
-                missing.append(said if isinstance(said, Missing) else Missing("", *at, reason))
+                missing.append(said if isinstance(said, Missing) else Missing("", *at, said.reason))
         if not begun:  # not installed, or broken from the start
             break
         todo = todo[begun:]

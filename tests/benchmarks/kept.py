@@ -49,25 +49,21 @@ def keep(path: Path, new: Sequence[AnyRow], order: Sequence[str] = ()) -> None:
     results.write(rows, path)
 
 
-def leave_out(
-    group: str, measured: Iterable[Row | Measured], missing: Iterable[Missing], file: Path | None = None
-) -> None:
+def leave_out(group: str, measured: Iterable[Row | Measured], missing: Iterable[Missing]) -> None:
     """Write down what could not be measured of a group, and forget what now was."""
-    file = file or results.LEFT_OUT
     missing = [entry._replace(results=group) for entry in missing]
     done = {(group, *row[:3]) for row in measured} | {entry[:4] for entry in missing}
     providers = {(group, "", provider, "") for _, _, provider, *_ in done}
-    kept = [entry for entry in left_out(file) if entry[:4] not in done | providers]
-    with file.open("w", newline="") as out:
+    kept = [entry for entry in left_out() if entry[:4] not in done | providers]
+    with results.LEFT_OUT.open("w", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(Missing._fields)
         writer.writerows(sorted([*kept, *missing]))
 
 
-def left_out(file: Path | None = None) -> list[Missing]:
+def left_out() -> list[Missing]:
     """What was written down."""
-    file = file or results.LEFT_OUT
-    if not file.exists():
+    if not results.LEFT_OUT.exists():
         return []
-    with file.open(newline="") as found:
+    with results.LEFT_OUT.open(newline="") as found:
         return [Missing(**fields) for fields in csv.DictReader(found)]

@@ -30,7 +30,7 @@ from tests.benchmarks.resident import resident_peak
 from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
 
 STATES = "forward and backward, posteriors alone"
-CPU, GPU = "CPU", "GPU"
+CPU = "CPU"
 
 # seconds: of a peer's single run, of what is done before it, of all runs of a peer in a case
 _MOST, _MADE, _PATIENCE = 0.4, 20.0, 0.6
@@ -53,7 +53,6 @@ class Provider(NamedTuple):
     whole: bool = False
     # computes no answer
     floor: bool = False
-    devices: tuple[str, ...] = (CPU,)
 
 
 def seconds(run: Run) -> float:
@@ -68,26 +67,24 @@ def slice_of(
     case: Case,
     mode: str,
     *,
-    sequences: int = 1,
     clock: Callable[[Run], float] = seconds,
-    most: float = _MOST,
     made: float = _MADE,
 ) -> Case:
-    """As much of the case as a run may take: from so many sequences of few steps to all sequences, then to all steps.
+    """As much of the case as a run may take: from one sequence of few steps to all sequences, then to all steps.
 
     Its time may grow less than its size does, but not more, so that little is spent on what is too long.
     """
     n, v = case.x.shape[:2]
     if provider.whole:
         return case
-    size = sequences, min(v, _FEW_STEPS)
+    size = 1, min(v, _FEW_STEPS)
     while True:
         part = case.part(*size)
         start = time.monotonic()
         run = provider.make(part, mode)
         making = time.monotonic() - start
         run()
-        slow = max(clock(run) / most, making / made, 1 / _GROWTH)
+        slow = max(clock(run) / _MOST, making / made, 1 / _GROWTH)
         larger = (_grown(size[0], n, slow), size[1]) if size[0] < n else (n, _grown(size[1], v, slow))
         if larger == size:
             return part

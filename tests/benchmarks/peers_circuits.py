@@ -6,7 +6,6 @@ import torch
 
 from tests.benchmarks.cases import ONE, STEP, Chain
 from tests.benchmarks.peers import Provider, Run
-from tests.benchmarks.peers_torch import BOTH
 from tests.benchmarks.results import FORWARD
 
 # variables: longer circuits take more than a minute to compile
@@ -69,4 +68,4 @@ def _symbolic(case: Chain) -> Any:
     return Circuit(layers, inputs, below)
 
 
-PROVIDERS = [Provider("cirkit", cirkit, "libcirkit", (ONE, STEP), devices=BOTH)]
+PROVIDERS = [Provider("cirkit", cirkit, "libcirkit", (ONE, STEP))]

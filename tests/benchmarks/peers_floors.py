@@ -4,7 +4,7 @@ import torch
 
 from tests.benchmarks.cases import Case, Stack
 from tests.benchmarks.peers import Provider, Run
-from tests.benchmarks.peers_torch import ALL, BOTH
+from tests.benchmarks.peers_torch import ALL
 from tests.benchmarks.results import GRADIENTS
 
 
@@ -68,6 +68,6 @@ def copies(case: Case, mode: str) -> Run:
 
 
 PROVIDERS = [
-    Provider("GEMMs alone", gemms, "torch", ALL, floor=True, devices=BOTH),
-    Provider("bytes copied", copies, "torch", ALL, floor=True, devices=BOTH),
+    Provider("GEMMs alone", gemms, "torch", ALL, floor=True),
+    Provider("bytes copied", copies, "torch", ALL, floor=True),
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.benchmarks import forum
 from tests.benchmarks.cases import EACH, FULL, STEP, Case
 from tests.benchmarks.peers import Provider, Run
-from tests.benchmarks.peers_torch import ALL, BOTH, by_autograd, pairwise
+from tests.benchmarks.peers_torch import ALL, by_autograd, pairwise
 
 
 def step(message: Tensor, logs: Tensor, now: Tensor) -> Tensor:
@@ -65,14 +65,13 @@ def forum_mended(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
 
 
 PROVIDERS = [
-    Provider("torch loop", by_autograd(loop, partial(product, step)), "torch", ALL, devices=BOTH),
-    Provider("forum", by_autograd(forum.product, forum_product), "torch", (STEP, EACH, FULL), devices=BOTH),
+    Provider("torch loop", by_autograd(loop, partial(product, step)), "torch", ALL),
+    Provider("forum", by_autograd(forum.product, forum_product), "torch", (STEP, EACH, FULL)),
     Provider(
         "forum, padding mended",
         by_autograd(forum_mended, partial(pairwise, forum.matmul)),
         "torch",
         (STEP, EACH, FULL),
-        devices=BOTH,
     ),
-    Provider("torch.compile, step by step", compiled, "torch", ALL, devices=BOTH),
+    Provider("torch.compile, step by step", compiled, "torch", ALL),
 ]

@@ -8,11 +8,10 @@ from torch import Tensor
 
 import logchain
 from tests.benchmarks.cases import EACH, FULL, ONE, STEP, Case, Stack
-from tests.benchmarks.peers import CPU, GPU, STATES, Provider, Run
+from tests.benchmarks.peers import STATES, Provider, Run
 from tests.benchmarks.results import FORWARD, GRADIENTS
 
 ALL = ONE, STEP, EACH, FULL
-BOTH = CPU, GPU
 Product = Callable[..., Tensor]
 
 
@@ -137,18 +136,16 @@ PROVIDERS = [
         ours,
         "logchain",
         ALL,
-        devices=BOTH,
         modes=(FORWARD, STATES, GRADIENTS),
     ),
-    Provider("pytorch-crf", by_autograd(pytorch_crf), "pytorch-crf", (ONE,), devices=BOTH),
-    Provider("torch-struct", by_autograd(torch_struct, torch_struct_product), "torch-struct", ALL, devices=BOTH),
+    Provider("pytorch-crf", by_autograd(pytorch_crf), "pytorch-crf", (ONE,)),
+    Provider("torch-struct", by_autograd(torch_struct, torch_struct_product), "torch-struct", ALL),
     Provider(
         "torch-semiring-einsum",
         by_autograd(semiring_einsum, semiring_einsum_product),
         "torch-semiring-einsum",
         ALL,
-        devices=BOTH,
     ),
-    Provider("pyro", by_autograd(pyro, pyro_product), "pyro-ppl", ALL, devices=BOTH),
-    Provider("funsor", by_autograd(funsor, funsor_product), "funsor", ALL, devices=BOTH),
+    Provider("pyro", by_autograd(pyro, pyro_product), "pyro-ppl", ALL),
+    Provider("funsor", by_autograd(funsor, funsor_product), "funsor", ALL),
 ]

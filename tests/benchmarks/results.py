@@ -16,13 +16,10 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "results"
-PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT, GPU_COUNTS, PREDICTED, GPU_LAUNCHES = (
+PRODUCT, QUESTIONS, LAYERS, PEERS, ACCURACY, MEMORY, SCALING, COUNTS, LEFT_OUT = (
     FOLDER / f"{name}.csv"
-    for name in (
-        "cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out", "gpu_counts",
-        "gpu_predicted", "gpu_launches",
-    )
-)  # fmt: skip
+    for name in ("cpu", "questions", "layers", "peers", "accuracy", "memory", "scaling", "counts", "left_out")
+)
 OVERLAPPED, IDLE, STRUCTURES, RANKS, SHARPNESS = (
     FOLDER / f"{name}.csv" for name in ("overlapped", "idle", "structures", "ranks", "sharpness")
 )

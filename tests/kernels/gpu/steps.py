@@ -1,4 +1,4 @@
-"""Training steps and questions, small, on any device; and a guard that nothing in them waits for the device."""
+"""Small calls of the public functions on any device, and a guard that nothing in them waits for the device."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 import logchain
-from tests.families import FAMILIES, Chain, dense
+from tests.families import FAMILIES, dense
 
 F32 = torch.float32
-
-Step = Callable[[list[Tensor]], list[Tensor]]
-
-
-def on_device(chain: Chain, device: str = "cuda") -> list[Tensor]:
-    return [tensor.to(device).requires_grad_() for tensor in chain[:3]]
 
 
 def with_gradients(function: Callable[..., Tensor], operands: list[Tensor], **options) -> list[Tensor]:
@@ -25,63 +19,39 @@ def with_gradients(function: Callable[..., Tensor], operands: list[Tensor], **op
     return [out, *torch.autograd.grad(out.sum(), operands)]
 
 
-def chain_step(operands: list[Tensor], **options) -> list[Tensor]:
-    return with_gradients(logchain.product, operands, **options)
-
-
-def values_step(operands: list[Tensor]) -> list[Tensor]:
+def _values(function: Callable[..., Tensor], operands: list[Tensor], **options) -> list[Tensor]:
     with torch.no_grad():
-        return [logchain.product(*operands, strategy="chunked")]
+        out = function(*operands, **options)
+    return list(out) if isinstance(out, tuple) else [out]
 
 
-def marginals_step(operands: list[Tensor]) -> list[Tensor]:
-    return [value.detach() for value in logchain.marginals(*operands, transitions="sum")]
-
-
-def viterbi_step(operands: list[Tensor]) -> list[Tensor]:
-    return [value.detach() for value in logchain.viterbi(*operands)]
-
-
-overlapped_step: Step = partial(chain_step, strategy="overlapped")
-matmul_step: Step = partial(with_gradients, logchain.matmul)
-tree_step: Step = partial(with_gradients, logchain.matrix_product)
-prefix_step: Step = partial(with_gradients, logchain.prefix_products)
-
-
-def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
-def _one_matrix_each(evidence: float) -> list[Tensor]:
-    """Chains by a sticky matrix of each one's own, that forget only by evidence; enough of them for two segments."""
-    x, bulk, p0 = dense(F32, n=600, t=1, v=60, c=4, each=True)[:3]
-    x[..., ::2, 1] += evidence
-    return [x, 1e-3 * bulk[..., :1, :, :] + torch.eye(4), p0]
-
-
-# name: the step, and what makes its operands
-STEPS: dict[str, tuple[Step, Callable[[], list[Tensor]]]] = {
-    "shared": (chain_step, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
-    "each": (chain_step, lambda: dense(F32, each=True, v=9, c=33)[:3]),
-    "left_to_right": (chain_step, lambda: FAMILIES["left_to_right"](F32)[:3]),
-    "chunked": (partial(chain_step, strategy="chunked"), lambda: dense(F32, v=60, c=16)[:3]),
-    "chunked values": (values_step, lambda: dense(F32, v=200, c=4)[:3]),
-    "overlapped": (overlapped_step, lambda: _one_matrix_each(30.0)),
-    "overlapped, remembered": (overlapped_step, lambda: _one_matrix_each(0.0)),
-    "marginals": (marginals_step, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
-    "viterbi": (viterbi_step, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
-    "matmul": (matmul_step, lambda: _leaves((5, 1, 33, 65), (4, 65, 17))),
-    "tree": (tree_step, lambda: _leaves((2, 9, 33, 33))),
-    "large tree": (tree_step, lambda: _leaves((2, 5, 130, 130))),
-    "prefixes": (prefix_step, lambda: _leaves((2, 9, 33, 33))),
+# name: the step, the public function, its options, and what makes its operands
+STEPS: dict[str, tuple[Callable, Callable, dict, Callable[[], list[Tensor]]]] = {
+    "shared": (with_gradients, logchain.product, {}, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
+    "many": (with_gradients, logchain.product, {}, lambda: dense(F32, n=1100, t=1, v=9, c=20)[:3]),
+    "separate": (with_gradients, logchain.product, {}, lambda: dense(F32, each=True, v=9, c=33)[:3]),
+    "wide": (with_gradients, logchain.product, {}, lambda: dense(F32, n=5, t=1, v=5, c=300)[:3]),
+    "flagged": (with_gradients, logchain.product, {}, lambda: FAMILIES["left_to_right"](F32)[:3]),
+    "chunked": (with_gradients, logchain.product, {"strategy": "chunked"}, lambda: dense(F32, v=60, c=16)[:3]),
+    "values": (_values, logchain.product, {}, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
+    "marginals": (_values, logchain.marginals, {"transitions": "sum"}, lambda: dense(F32, v=9, c=70)[:3]),
+    "viterbi": (_values, logchain.viterbi, {}, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
+    "matmul": (with_gradients, logchain.matmul, {}, lambda: _random((5, 1, 33, 65), (4, 65, 17))),
+    "matrix_product": (with_gradients, logchain.matrix_product, {}, lambda: _random((2, 9, 33, 33))),
+    "large": (with_gradients, logchain.matrix_product, {}, lambda: _random((2, 5, 130, 130))),
+    "prefixes": (with_gradients, logchain.prefix_products, {}, lambda: _random((2, 9, 33, 33))),
 }
 
 
-def case(name: str, device: str = "cuda") -> tuple[Step, list[Tensor]]:
+def case(name: str, device: str = "cuda") -> tuple[Callable[[list[Tensor]], list[Tensor]], list[Tensor]]:
     """A step, and its operands on a device, with gradients."""
-    step, operands = STEPS[name]
-    return step, [operand.to(device).requires_grad_() for operand in operands()]
+    step, function, options, operands = STEPS[name]
+    return partial(step, function, **options), [operand.to(device).requires_grad_() for operand in operands()]
 
 
 @contextmanager

@@ -1,0 +1,326 @@
+"""Chains on the Triton kernels keep the accuracy contract: in either schedule of a scan, of any size and layout."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import logchain
+from logchain import kernels as devices
+from logchain.kernels.chain import Chain as Operands
+from logchain.kernels.message import LOG_LIMIT, Kept, Message
+from logchain.kernels.plain import backward as plain_backward
+from logchain.kernels.plain import forward as plain_forward
+from logchain.schedules import budget
+from tests.contract import TENSOR_CORES as K
+from tests.contract import (
+    Truth,
+    assert_contract,
+    assert_nan_stays,
+    assert_nothing_behind_matters,
+    poisoned_memory,
+)
+from tests.families import FAMILIES, Chain, Draw, dense
+from tests.layouts import strange
+
+pytest.importorskip("triton")
+
+from logchain.kernels.gpu import backward as gpu_backward
+from logchain.kernels.gpu import chains
+from logchain.kernels.gpu import forward as gpu_forward
+
+F32, F64, HALF = torch.float32, torch.float64, torch.bfloat16
+INF, NAN = float("inf"), float("nan")
+
+# families whose sums underflow, so that some sequences are recomputed
+HARD = ["detour", "detour_linear", "left_to_right", "tiny_transitions", "abyss", "far_start", "log_far"]
+
+check = partial(assert_contract, k=K)
+
+
+@pytest.fixture(params=["one way", "halved"])
+def schedule(request, kernels, monkeypatch) -> str:
+    """Scans in one direction, or from both ends to the middle step, however short the chain."""
+    monkeypatch.setattr(chains, "_SHORT", 3)
+    monkeypatch.setattr(chains, "num_processors", lambda device: 0 if request.param == "one way" else 1000)
+    return request.param
+
+
+# scans in one direction are in `tests.test_backends` too
+HALVED = pytest.mark.parametrize("schedule", ["halved"], indirect=True)
+
+
+def drawn(name: str, dtype: torch.dtype = F32, v: int = 7, **sizes) -> Chain:
+    sizes = {"n": 2, "t": 1, **({} if name[-1].isdigit() else {"v": v}), **sizes}
+    return FAMILIES[name](dtype, **sizes)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "c301"])
+def test_family_keeps_the_contract(name, kernels, schedule):
+    each = len(name) % 2 == 0
+    chain = drawn(name, each=each)
+    check(chain.logs() if len(name) % 3 == 0 else chain, device=kernels)
+
+
+@HALVED
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", HARD[:4])
+def test_hard_family_in_every_form_keeps_the_contract(name, each, log, kernels, schedule):
+    chain = drawn(name, each=each, v=5)
+    check(chain.logs() if log else chain, device=kernels)
+
+
+@HALVED
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", ["dense", "sparse", "detour"])
+def test_one_matrix_keeps_the_contract(name, each, kernels, schedule):
+    chain = drawn(name, each=each)
+    check(chain._replace(bulk=chain.bulk[..., :1, :, :]), device=kernels)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "sparse"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_float64_keeps_the_contract(name, each, kernels, schedule):
+    check(drawn(name, F64, each=each, v=5), device=kernels)
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("c", [1, 33, 70])
+def test_number_of_states_keeps_the_contract(c, each, kernels, schedule):
+    check(dense(F32, n=3, t=1, v=3, c=c, each=each), device=kernels)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_short_chain_keeps_the_contract(v, each, kernels, schedule):
+    check(dense(F32, n=17, t=1, v=v, c=3, each=each), device=kernels)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_states_beyond_one_program_keep_the_contract(name, each, kernels, monkeypatch):
+    monkeypatch.setattr(chains, "_WIDE", 3)
+    chain = drawn(name, each=each, v=5)
+    check(chain, device=kernels)
+    check(chain.logs(), [5, 2], device=kernels)
+    check(chain._replace(bulk=chain.bulk.to(HALF)), device=kernels)
+
+
+@HALVED
+@pytest.mark.parametrize("name", ["dense", "detour", "peaked"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_lengths_keep_the_contract(name, each, kernels, schedule):
+    check(drawn(name, each=each, n=6, c=5), [7, 1, 3, 4, 5, 6], device=kernels)
+
+
+@HALVED
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_padding_is_ignored(each, kernels, schedule):
+    assert_nothing_behind_matters(dense(F32, each=each, n=3, t=1, v=6, c=4), [6, 3, 1], device=kernels, k=K)
+
+
+@HALVED
+@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+def test_nan_stays_in_its_sequence(operand, kernels, schedule):
+    chain = dense(F32, each=True, n=3, t=1, v=5, c=4)
+    assert_nan_stays((chain, Truth(chain)), operand, device=kernels, k=K)
+
+
+@HALVED
+def test_nan_of_weight_zero_is_not_counted(kernels, schedule):
+    x, bulk, p0 = (t.to(kernels) for t in dense(F32, n=3, t=1, v=5, c=4)[:3])
+    x[1, 0, 2, 1] = NAN
+    bulk.requires_grad_()
+    logchain.product(x, bulk, p0)[[0, 2]].sum().backward()
+    rest = bulk.grad.clone()
+    bulk.grad = None
+    logchain.product(x[[0, 2]], bulk, p0).sum().backward()
+    torch.testing.assert_close(rest, bulk.grad)
+
+
+@HALVED
+@pytest.mark.parametrize("how", ["transposed", "sliced", "reversed axes"])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_strides_keep_the_contract(how, each, kernels, schedule):
+    check(strange(drawn("sparse", each=each, v=4), how), device=kernels)
+
+
+@HALVED
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("x_dtype, bulk_dtype", [(HALF, F32), (torch.float16, HALF), (F32, F64)], ids=str)
+def test_narrow_and_mixed_dtypes_keep_the_contract(x_dtype, bulk_dtype, log, kernels, schedule):
+    chain = dense(F64, n=3, t=1, v=4, c=5)
+    chain = chain.logs() if log else chain
+    bulk, p0 = chain.bulk.to(bulk_dtype), chain.p0.to(bulk_dtype)
+    wanted = "bulk p0" if x_dtype == F32 else "x bulk p0"  # a gradient in float32 is rounded more than float64 allows
+    check(Chain(chain.x.to(x_dtype), bulk, p0, log), device=kernels, wanted=wanted)
+
+
+@pytest.mark.parametrize("far", [1e-36, 3e37])
+def test_weights_far_from_one_keep_the_contract(far, kernels, schedule):
+    chain = dense(F32, n=2, t=1, v=4, c=3)
+    with poisoned_memory():
+        check(chain._replace(bulk=chain.bulk * far), device=kernels, wanted="x p0")
+        check(chain._replace(p0=chain.p0 * far), device=kernels, wanted="x bulk")
+        check(chain._replace(x=chain.x + math.log(far)), device=kernels)
+
+
+@HALVED
+@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x bulk"])
+def test_wanted_gradients_alone_keep_the_contract(wanted, kernels, schedule):
+    with poisoned_memory():
+        check(drawn("detour", v=4), device=kernels, wanted=wanted)
+
+
+@HALVED
+def test_negative_weight_makes_its_sequence_nan(kernels, schedule):
+    x, bulk, p0 = (t.to(kernels) for t in dense(F32, n=3, t=1, v=4, c=4, each=True)[:3])
+    p0 = p0.clone()
+    p0[0, 0, 1] = -1.0
+    bulk[1, 0, 1] = -1.0
+    out = logchain.product(x, bulk, p0)
+    assert out[:2].isnan().all() and out[2].isfinite()
+
+
+@HALVED
+def test_gradients_can_be_taken_twice(kernels, schedule):
+    x, bulk, p0 = (t.to(kernels).requires_grad_() for t in drawn("detour")[:3])
+    out = logchain.product(x, bulk, p0, log_params=True).sum()
+    first, second = (torch.autograd.grad(out, (x, bulk, p0), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_recomputed_sequences_are_counted(kernels, schedule):
+    x, bulk, p0 = (t.to(kernels) for t in drawn("detour", n=5)[:3])
+    with logchain.rescues() as seen:
+        logchain.product(x, bulk, p0, log_params=True)
+    assert seen.sequences == 5
+    with logchain.rescues() as seen:
+        logchain.product(*(t.to(kernels) for t in dense(F32, v=9)[:3]))
+    assert seen.sequences == 0
+
+
+def test_offsets_are_summed_exactly(kernels):
+    x = 1e8 * Draw(0, 1, 1, 30, 1, False).normal(1, 1, 30, 1)
+    x[..., -1, :] = -x[..., :-1, :].sum()
+    one = torch.ones(1, 1, 1, 1, dtype=F64)
+    out = logchain.product(x.to(kernels), one.to(kernels), one[0].to(kernels))
+    assert abs(out.item() - math.fsum(x.flatten().tolist())) <= 30 * 9 * 2.0**-53
+
+
+@pytest.mark.parametrize("log", [-3e38, -INF])
+def test_lowest_float_is_not_impossible(log, kernels, schedule):
+    x = torch.zeros(1, 4, 2)
+    x[0, 1, 0] = log
+    x[0, 2, 1] = -INF
+    bulk = torch.eye(2)[None]
+    out = logchain.product(x.to(kernels), bulk.to(kernels), torch.ones(2, device=kernels))
+    assert out.item() == pytest.approx(log) if log > -INF else out.item() == -INF
+
+
+# parts of a chain ----------------------------------------------------------------------------------------------------
+
+
+def parts(name: str, each: bool, dtype: torch.dtype, device: str) -> tuple[Operands, Operands, Operands]:
+    """The first 3 of 7 steps of a chain, the last 4, and the whole, with lengths on either side."""
+    n, v, c = 4, 7, 5
+    chain = FAMILIES[name](dtype, n=n, t=1, v=v, c=c, each=each).to(dtype)
+    x = chain.x[:, 0].transpose(0, 1).to(device)
+    bulk = chain.bulk[:, 0].transpose(0, 1) if each else chain.bulk[0, 0]
+    p0, ends = chain.p0[:, 0].to(device), torch.tensor([7, 2, 5, 4], device=device)
+    bulk, ends = bulk.to(device), ends.view(*((n, 1) if each else (1, n)), 1)
+    whole = Operands(x, bulk, p0, ends, chain.log_params, dtype)
+    head = Operands(x[:3], bulk[:2], p0, ends.clamp(max=3), chain.log_params, dtype)
+    tail = Operands(x[3:], bulk[2:], p0, (ends - 3).clamp(min=0), chain.log_params, dtype)
+    return head, tail, whole
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", ["dense", "detour", "peaked", "sparse"])
+def test_parts_give_what_torch_gives_for_the_whole(name, each, device):
+    """A leaving message enters the next part, and a following message comes back from it."""
+    head, tail, whole = parts(name, each, F32, device)
+    v, g, m, c = whole.v, whole.g, whole.m, whole.c
+    expected, _ = plain_forward.forward(whole, keep=whole.new(v, g, m, c))
+    weight = torch.rand(g, m, dtype=F64, device=device, generator=torch.Generator(device).manual_seed(0)) + 0.5
+    grad_x, grad_bulk = whole.new(*whole.x.shape), whole.new(*whole.bulk.shape)
+    start = plain_backward.backward(whole, expected, weight, None, grad_x, grad_bulk)
+    with poisoned_memory():
+        kept_head, between = gpu_forward.forward(head, keep=head.new(3, g, m, c), leave=True)
+        kept_tail, last = gpu_forward.forward(tail, between, keep=tail.new(5, g, m, c), leave=True)
+        assert between is not None and last is not None
+        torch.testing.assert_close(last.scale.sum(0), expected.log_norm, rtol=1e-6, atol=1e-5)
+        x, bulk = whole.new(*whole.x.shape), whole.new(*whole.bulk.shape)
+        norm = {"log_norm": last.scale.sum(0)}
+        following = gpu_backward.backward(tail, kept_tail._replace(**norm), weight, None, x[3:], bulk[2:])
+        got = gpu_backward.backward(head, kept_head._replace(**norm), weight, following, x[:3], bulk[:2])
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(x, grad_x, **near)
+    weights = 1.0 if whole.log_params else whole.bulk
+    torch.testing.assert_close(bulk * weights, grad_bulk * weights, **near)
+    torch.testing.assert_close(
+        got * (1.0 if whole.log_params else whole.p0), start * (1.0 if whole.log_params else whole.p0), **near
+    )
+
+
+def test_leaving_message_is_exact_where_messages_are_raised(device):
+    head = parts("peaked", False, F32, device)[0]
+    expected, got = (module.forward(head, leave=True)[1] for module in (plain_forward, gpu_forward))
+    assert expected.values.min() < -200
+    torch.testing.assert_close(got.values, expected.values, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour"])
+def test_kept_messages_are_logarithms_of_filtered_posteriors(name, device):
+    whole = parts(name, False, F32, device)[2]
+    logs = []
+    for module in (plain_forward, gpu_forward):
+        kept, _ = module.forward(whole, keep=whole.new(7, 1, 4, 5))
+        logs.append(kept.logs(slice(None)).softmax(-1))
+    torch.testing.assert_close(logs[1], logs[0], rtol=0, atol=1e-5, equal_nan=True)
+    assert (kept.redone.any(), kept.halved) == (name == "detour", False)
+
+
+def test_kept_logarithms_are_finite_in_memory(device):
+    whole = parts("detour", False, F32, device)[2]
+    kept, _ = gpu_forward.forward(whole, keep=whole.new(7, 1, 4, 5))
+    limit = LOG_LIMIT[F32]
+    messages = torch.tensor([[[[-limit, limit, -0.99 * limit]]]])
+    logs = Kept(kept.log_norm, messages, torch.ones(1, 1, dtype=torch.bool)).logs(0)[0, 0]
+    assert kept.messages.isfinite().all()
+    assert logs[0] == -INF and logs[1].isnan() and logs[2].isfinite()
+
+
+def test_message_of_a_sequence_that_has_ended_passes_unchanged(device):
+    head, tail, _ = parts("dense", False, F32, device)
+    between = gpu_forward.forward(head, leave=True)[1]
+    after = gpu_forward.forward(tail, between, leave=True)[1]
+    assert torch.equal(after.values[0, 1], between.values[0, 1])
+    assert torch.equal(after.scale[:, 0, 1], between.scale[:, 0, 1])
+    assert isinstance(after, Message)
+
+
+@pytest.mark.parametrize("name", ["dense", "detour", "left_to_right"])
+def test_checkpoints_keep_the_contract(name, kernels, monkeypatch):
+    monkeypatch.setattr(budget, "every_within", lambda *_: 2)
+    check(drawn(name, v=9, n=3), device=kernels, memory_budget=1)
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+@pytest.mark.parametrize("name", ["dense", "detour"])
+def test_samples_are_those_of_a_cpu(name, each, device, monkeypatch):
+    chain = drawn(name, each=each, n=3)
+
+    def draws() -> torch.Tensor:
+        operands = [t.to(device) for t in chain[:3]]
+        generator = torch.Generator(device).manual_seed(0)
+        return logchain.sample(*operands, 20, generator=generator, log_params=chain.log_params)
+
+    if device != "cpu":
+        pytest.skip("draws of two devices differ")
+    expected = draws()
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
+    assert np.mean((draws() != expected).numpy()) < 0.01

@@ -1,0 +1,198 @@
+"""The choice of Triton kernels or torch operations on a GPU, and the fallback where kernels cannot be compiled."""
+
+import ast
+import sys
+from subprocess import CalledProcessError
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import logchain
+from logchain import kernels as devices
+from logchain.kernels import choice
+from logchain.kernels.chain import Chain
+from logchain.kernels.message import Kept, encoded
+from logchain.kernels.plain import forward as plain_forward
+from logchain.kernels.plain import product as plain_product
+from tests.families import dense
+
+triton = pytest.importorskip("triton")
+MISSING = ModuleNotFoundError("No module named 'triton'", name="triton")
+RESOURCES = triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
+STATIC = triton.compiler.errors.CompileTimeAssertionFailure(None, ast.Pass(), "static_assert")
+BEFORE_LAUNCH = [MISSING, RESOURCES, STATIC, triton.runtime.errors.PTXASError("255"), CalledProcessError(1, ["gcc"])]
+BEFORE_LAUNCH += map(RuntimeError, ["PassManager::run failed", "Failed to find C compiler.", "0 active drivers ([])"])
+RAISED = [RuntimeError("CUDA error: an illegal access"), torch.OutOfMemoryError("CUDA out of memory")]
+RAISED += [triton.runtime.errors.InterpreterError("bounds"), ImportError("scan", name="logchain.kernels.gpu.scan")]
+
+
+@pytest.fixture(autouse=True)
+def fake(kernels, monkeypatch):
+    """A function that replaces those of a Triton module; an error represents a function that raises it."""
+    modules, load = {}, choice.load
+    monkeypatch.setattr(choice, "_state", choice._State("auto", ""))
+    monkeypatch.setattr(choice, "load", lambda name: modules[name] if name in modules else load(name))
+    return lambda module, **functions: modules.update(
+        {f"gpu.{module}": SimpleNamespace(**{name: Mock(side_effect=value) for name, value in functions.items()})}
+    )
+
+
+def matmul():
+    a = torch.zeros(2, 3, 3)
+    torch.testing.assert_close(devices.log_matmul_kernels(a).forward(a, a)[0].exp(), torch.full_like(a, 3.0))
+
+
+def test_use_in_contexts_and_calls_restores_former_choice():
+    x = torch.zeros(1)
+    with devices.use("plain"):
+        with devices.use("triton"):
+            assert devices.in_triton(x)
+        assert not devices.in_triton(x)
+        devices.use("auto")
+        assert devices.in_triton(x)
+        devices.use("plain")
+    assert devices.in_triton(x)
+    devices.use("plain")
+    with pytest.raises(ValueError, match="choice: expected .auto., .triton. or .plain., got 'fast'; pass one"):
+        devices.use("fast")
+    assert not devices.in_triton(x)
+
+
+@pytest.mark.parametrize("error", BEFORE_LAUNCH, ids=lambda error: type(error).__name__)
+def test_failure_before_launch_warns_once_and_computes_with_torch(error, fake):
+    fake("matmul", forward=error)
+    with pytest.warns(RuntimeWarning, match=f"Triton .{type(error).__name__}.*torch operations") as warned:
+        matmul()
+    matmul()
+    assert len(warned) == 1 and not devices.in_triton(torch.zeros(1))
+    with devices.use("triton"), pytest.raises(type(error)):
+        matmul()
+    with devices.use("auto"), pytest.warns(RuntimeWarning):
+        matmul()
+    matmul()  # as before these contexts
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_errors_of_the_device_and_of_this_library_are_raised(error, fake):
+    fake("matmul", forward=error)
+    with pytest.raises(type(error), match=str(error)):
+        matmul()
+    assert devices.in_triton(torch.zeros(1))
+
+
+def test_old_triton_falls_back(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.4.0")
+    for name in [name for name in sys.modules if name.startswith("logchain.kernels.gpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(choice, "load", lambda name: choice.import_module(f"logchain.kernels.{name}"))
+    with pytest.warns(RuntimeWarning, match="Triton .ImportError: Triton 3.5 or later .*3.4.0.* install Triton 3.5"):
+        matmul()
+
+
+def test_warning_names_the_kernel(fake):
+    def broken_kernel():
+        triton.language.static_assert(False)
+
+    fake("matmul", forward=lambda a, b: triton.runtime.jit.JITFunction(broken_kernel)[(1,)]())
+    with pytest.warns(RuntimeWarning, match="kernel broken_kernel .*: torch operations compute on the GPU"):
+        matmul()
+
+
+def test_cpu_and_meta_device_are_not_affected(fake, plain, monkeypatch):
+    fake("matmul", forward=AssertionError)
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: False)
+    with devices.use("triton"):
+        matmul()
+        on_meta = torch.zeros(2, 2, device="meta")
+        assert logchain.matmul(on_meta, on_meta).is_meta and not devices.in_triton(on_meta)
+
+
+def results(operands, lengths):
+    x, bulk, _ = operands = [tensor.clone().requires_grad_() for tensor in operands]
+    values = [logchain.product(*operands, lengths=lengths), logchain.matmul(x.mT, x)]
+    values += [logchain.matrix_product(bulk.log()), logchain.prefix_products(bulk.log())]
+    gradients = [torch.autograd.grad(value.sum(), operands, materialize_grads=True) for value in values]
+    return values, gradients, logchain.viterbi(*operands, lengths=lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_torch_operations_on_gpu_give_results_of_plain(dtype, kernels, plain, monkeypatch):
+    operands, lengths = [tensor.to(kernels) for tensor in dense(dtype, v=5, c=4)[:3]], torch.tensor([[5], [2], [3]])
+    lengths = lengths.to(kernels).expand(operands[0].shape[:2])
+    a, outside = operands[0][0].mT, lengths * 2 - 4
+    with devices.use("plain"):
+        computed = results(operands, lengths)
+        assert torch.equal(logchain.product(*operands, lengths=outside).isnan(), (outside > 5) | (outside < 1))
+        assert torch.equal((logchain.viterbi(*operands, lengths=outside).states < 0).all(-1), outside != 2)
+        assert devices.log_matmul_kernels(a).backward(a @ a.mT, a, a.mT, True, False)[0].is_contiguous()
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: False)
+    torch.testing.assert_close(computed, results(operands, lengths), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # in the interpreter, of sequences without weight
+@pytest.mark.parametrize("entered", [False, True])
+@pytest.mark.parametrize("order", [("auto", "auto"), ("triton", "plain"), ("plain", "triton")], ids="-".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_backward_by_a_backend_that_forward_did_not_use_is_exact(dtype, order, entered, fake):
+    v, g, m, c = 6, 2, 3, 4
+    x, bulk, following = torch.randn(v, g, m, c), torch.rand(v - 1 + entered, g, c, c), torch.randn(g, m, c).double()
+    x[:, :, 1] *= 500  # underflows
+    x[2, 0, 2] = torch.nan  # has no weight
+    x, bulk, p0, weight = x.to(dtype), bulk.to(dtype), torch.rand(g, m, c).to(dtype), torch.eye(m)[:g].flip(-1) + 1
+    weight[0, 2] = 0.0
+    chain = Chain(x, bulk, p0, torch.tensor([[[6], [4], [3]]] * g), False, dtype)
+    entering = plain_forward.forward(Chain(x[:2], bulk[:1], p0, None, False, dtype), leave=True)[1]
+    entering.values[0, 0, 1] = -torch.inf
+    if order == ("auto", "auto"):
+        fake("backward", backward=RESOURCES)
+
+    def gradients(*order):
+        passes, into = devices.chain_kernels(x), (torch.empty_like(x), torch.empty_like(bulk))
+        options = {"keep": chain.new(v + entered, g, m, c), "leave": entered, "halved": not entered}
+        with devices.use(order[0]):
+            residuals, _ = passes.forward(chain, entering if entered else None, **options)
+        if entered:
+            residuals.log_norm[1, 0] = -torch.inf  # impossible because of another part of the chain
+        with devices.use(order[1]):
+            start = passes.backward(chain, residuals, weight, following if entered else None, *into)
+        # a message is known up to a factor, and only where it has weight
+        return start.softmax(-1) * (weight * residuals.log_norm.isfinite())[..., None] if entered else start, *into
+
+    with pytest.warns(RuntimeWarning) if "auto" in order else devices.use("auto"):
+        computed = gradients(*order)
+    torch.testing.assert_close(computed, gradients("plain", "plain"))
+    assert not computed[2].isnan().any() and computed[1][:, 1, 0].any() != entered
+
+
+def test_tree_that_does_not_compile_computes_with_torch(fake):
+    stack, weight, out = torch.randn(2, 5, 3, 3), torch.rand(2, 3, 3), torch.empty(2, 3, 3)
+    stacks, into, expected = devices.stack_kernels(stack), torch.full_like(stack, torch.nan), torch.empty_like(stack)
+    plain_product.product_gradient(weight, stack, expected)
+    fake("product", Kept=lambda *_: SimpleNamespace(gradient=Mock(side_effect=RESOURCES)), write_product=RESOURCES)
+    tree = stacks.Kept(stack, into)
+    with devices.use("plain"):
+        tree.gradient(weight)  # without a warning
+    torch.testing.assert_close(into, expected)
+    with pytest.warns(RuntimeWarning):
+        tree.gradient(weight)
+    devices.use("auto")
+    message = "inplace: expected .* got .*OutOfResources.*; call again"
+    with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match=message):
+        stacks.write_product(stack, out, inplace=True)
+    stacks.write_product(stack.clone(), out, inplace=True)
+    torch.testing.assert_close(out, logchain.matrix_product(stack))
+    devices.use("auto")
+    fake("product", write_product=MISSING)
+    with pytest.warns(RuntimeWarning):
+        stacks.write_product(stack, out.zero_(), inplace=True)
+    assert out.count_nonzero() == out.numel()
+
+
+def test_logs_of_recomputed_messages_are_finite_and_decoded():
+    logs = torch.tensor([[[-torch.inf, -3.0, torch.nan, -1.7e308]]], dtype=torch.float64)
+    messages = encoded(logs, torch.float32)
+    decoded = Kept(torch.zeros(1, 1), messages[None], torch.tensor([[True]])).logs(0)
+    assert messages.isfinite().all() and decoded[0, 0, 3].isfinite()
+    torch.testing.assert_close(decoded[..., :3], logs[..., :3], equal_nan=True)
