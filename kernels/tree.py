@@ -71,7 +71,7 @@ class Product(NamedTuple):
 
 
 class Arithmetic:
-    """Products of at most `most` pairs of nodes at once; a subclass defines the other methods."""
+    """Products of at most `most` pairs of nodes at once; a subclass defines `pair`, `gradient` and `recomputed`."""
 
     def __init__(self, most: int, c: int, dtype: torch.dtype, device: torch.device) -> None:
         self._sums = torch.empty(3 + parts(dtype), max(1, most), dtype=torch.float64, device=device)
@@ -79,7 +79,7 @@ class Arithmetic:
     def pair(self, left: Nodes, right: Nodes, out: Nodes) -> None:
         """Write the values `log(exp(left) exp(right))` less the maxima of both, and their maxima; `out` may be either.
 
-        An operand without a possible entry counts as one with a maximum of 0.
+        Where an operand is impossible, so is the product, whatever is subtracted.
         """
         raise NotImplementedError
 

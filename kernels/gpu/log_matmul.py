@@ -24,7 +24,7 @@ _FLOAT32, _FLOAT64 = tl.constexpr((2.0**100, 2.0**-113, 2.0**-86)), tl.constexpr
 NO_PATH, STEEP = tl.constexpr(float("-inf")), tl.constexpr(55.0)
 LARGE, SCALE = tl.constexpr(2.0**80), tl.constexpr(2.0**24)
 # most rows, columns and terms of a tile, half in float64; terms of a gradient that are worth another program
-_PRODUCT, _GRADIENT, _TERMS = (64, 128, 32), (64, 64, 32), 1024
+_PRODUCT, _GRADIENT, _TERMS = (64, 128, 32), (64, 64, 16), 1024
 _VARYING = ["tiles", "parts", "span", "p", "stride_rg", "stride_rp", "stride_rm", "stride_sg", "stride_sp", "stride_sn"]
 
 Into = Tensor | None
@@ -193,7 +193,7 @@ def tiles(m: int, n: int, k: int, dtype: torch.dtype, most=_PRODUCT) -> tuple[in
     half = 2 if dtype == torch.float64 else 1
     block = [max(16, min(triton.next_power_of_2(i), limit // half)) for i, limit in zip((m, n, k), most, strict=True)]
     warps = max(1, 8 * half * block[0] * block[1] // (most[0] * most[1]))
-    options = {"num_warps": warps, "num_stages": 2 if k > 2 * block[2] else 1}
+    options = {"num_warps": warps, "num_stages": 2 if most is _PRODUCT and k > 64 else 1}
     return triton.cdiv(m, block[0]) * triton.cdiv(n, block[1]), block, options
 
 

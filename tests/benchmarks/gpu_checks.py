@@ -330,7 +330,7 @@ def compare(group: str, case: str, call: Call, leaves: list[Tensor], bound: floa
 def product(leaves: list[Tensor], strategy: str = "auto") -> list[Tensor]:
     """The public product, with gradients if the operands require them."""
     if leaves[0].requires_grad:
-        return steps.with_gradients(logchain.product, leaves, strategy=strategy)
+        return steps.run(logchain.product, leaves, strategy=strategy)
     return [logchain.product(*leaves, strategy=strategy)]
 
 
@@ -356,14 +356,14 @@ def log_products() -> None:
         for spread in (1.0, 60.0):
             leaves = [leaf.requires_grad_() for leaf in (spread * random(2, n, c, c)).unbind()]
             case = f"n={n} c={c}{' far apart' if spread > 1 else ''}"
-            compare("matmul", case, partial(steps.with_gradients, logchain.matmul), leaves, 2e-4)
+            compare("matmul", case, partial(steps.run, logchain.matmul), leaves, 2e-4)
 
 
 def tree() -> None:
     for n, s, c in ((2, 5, 9),) if DRY else ((8, 256, 64), (2, 9, 33), (2, 5, 130), (4, 64, 16)):
         stack = random(n, s, c, c)
         for function in (logchain.matrix_product, logchain.prefix_products):
-            call = partial(steps.with_gradients, function)
+            call = partial(steps.run, function)
             compare("tree", f"{function.__name__} n={n} s={s} c={c}", call, [stack.clone().requires_grad_()])
         in_place = lambda leaves: [logchain.matrix_product(leaves[0].clone(), inplace=True)]  # noqa: E731
         compare("tree", f"in place n={n} s={s} c={c}", in_place, [stack])
@@ -381,7 +381,9 @@ def long() -> None:
 def public() -> None:
     """Public functions must not wait for the device, and a CUDA graph must replay them."""
     for name in ("separate", "matmul") if DRY else steps.STEPS:
-        call, leaves = steps.case(name, DEVICE)
+        function, operands = steps.STEPS[name]
+        call = partial(steps.run, function)
+        leaves = [operand.to(DEVICE).requires_grad_() for operand in operands()]
         compare("public", name, call, leaves)
         if not DRY:
             row = {"group": "public", "case": f"{name}, without waiting, in a graph"}

@@ -155,10 +155,10 @@ def measure_products() -> None:
         call = partial(g.logchain.matmul, a, b)
         time_row(f"matmul n={n} c={c} forward", call, others, call)
         leaves = [a.requires_grad_(), b.requires_grad_()]
-        time_row(f"matmul n={n} c={c} with gradients", partial(g.steps.with_gradients, g.logchain.matmul, leaves))
+        time_row(f"matmul n={n} c={c} with gradients", partial(g.steps.run, g.logchain.matmul, leaves))
     stack = g.random(8, 256, 64, 64).requires_grad_()
     for function in (g.logchain.matrix_product, g.logchain.prefix_products):
-        call = partial(g.steps.with_gradients, function, [stack])
+        call = partial(g.steps.run, function, [stack])
         time_row(f"{function.__name__} n=8 s=256 c=64 with gradients", call)
 
 

@@ -48,24 +48,17 @@ def spills_in_loops(code: str) -> int:
 
 
 def report(compiled) -> dict[str, int]:
-    """The registers, the bytes of shared memory and of the stack, and the spills in loops of a compiled kernel."""
-    if "cubin" in compiled.asm:
+    """The registers, the bytes of shared memory, and the spills in loops of a compiled kernel."""
+    usage = code = compiled.asm.get("amdgcn", "")
+    if not code:
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(compiled.asm["cubin"])
-            usage = _dump("-res-usage", file.name)
-            stack = int(re.search(r"STACK:(\d+)", usage)[1])
-            code = _dump("-sass", file.name) if stack else ""  # which takes a second
-    else:
-        usage = code = compiled.asm["amdgcn"]
-        stack = int(re.search(r"private_segment_fixed_size: +(\d+)", code)[1])
-    registers = int(re.search(r"(?:REG:|\.vgpr_count: +)(\d+)", usage)[1])
-    shared = compiled.metadata.shared
-    return {"registers": registers, "shared": shared, "stack": stack, "spills": spills_in_loops(code)}
-
-
-def _dump(option: str, path: str) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+            usage = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+            if "STACK:0 " not in usage:  # to disassemble takes a second
+                code = subprocess.check_output([tool, "-sass", file.name], text=True, stderr=subprocess.DEVNULL)
+    registers = re.search(r"(?:REG:|\.vgpr_count: +)(\d+)", usage)
+    return {"registers": int(registers[1]), "shared": compiled.metadata.shared, "spills": spills_in_loops(code)}
 
 
 def _chain(n: int, c: int, dtype: torch.dtype = torch.float32, *, separate=False, paths=False, **options) -> None:

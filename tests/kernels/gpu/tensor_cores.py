@@ -3,8 +3,6 @@
 How Hopper sums is the model of Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv:2512.07004.
 """
 
-import functools
-
 import numpy as np
 
 # the number of terms that are summed at once
@@ -29,7 +27,7 @@ def tf32(a: np.ndarray, b: np.ndarray, sums: np.ndarray) -> np.ndarray:
     """
     rows = np.moveaxis(_truncated(a), -1, 0)[..., None]  # (k, ..., m, 1)
     columns = np.moveaxis(_truncated(b), -2, 0)[..., None, :]  # (k, ..., 1, n)
-    addends, cut = _buffers((_GROUP + 1, *sums.shape))
+    addends, cut = np.empty((2, _GROUP + 1, *sums.shape))
     addends[_GROUP] = sums
     for first in range(0, len(rows), _GROUP):
         group = slice(first, first + _GROUP)
@@ -42,11 +40,6 @@ def tf32(a: np.ndarray, b: np.ndarray, sums: np.ndarray) -> np.ndarray:
         whole = np.trunc(np.divide(addends, grid, out=cut), out=cut).sum(0)
         np.multiply((whole.view(np.int64) & _FLOAT32).view(np.float64), grid, out=addends[_GROUP])
     return addends[_GROUP].astype(np.float32)
-
-
-@functools.cache
-def _buffers(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    return np.empty(shape), np.empty(shape)
 
 
 def _truncated(x: np.ndarray) -> np.ndarray:

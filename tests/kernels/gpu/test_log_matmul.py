@@ -160,12 +160,13 @@ def test_entries_without_path_are_exact_and_not_counted(device):
 def test_nan_stays_in_its_row_and_column(device):
     a, b = batch(misaligned, (2,), (18, 5, 3), F32, device)
     a[0, 1, 2] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)  # as devices write it
-    b[1, 2, 1] = NAN
+    a[0, 1, 0], b[1, 2, 1] = -INF, NAN
     expected = torch.zeros(2, 18, 3, dtype=torch.bool, device=device)
     expected[0, 1] = expected[1, :, 1] = True
     assert torch.equal(matmul.forward(a, b)[0].isnan(), expected)
     grad_a, grad_b = matmul.backward(torch.ones(2, 18, 3, device=device), a, b, True, True)
     assert grad_a[0].isnan().any(1).nonzero().tolist() == [[1]] and grad_b[1].isnan().any(0).nonzero().tolist() == [[1]]
+    assert grad_a[0, 1, 0] == 0
 
 
 def test_tf32_rounds_each_factor_once(device):
