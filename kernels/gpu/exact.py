@@ -226,7 +226,7 @@ def backward_kernel(
 def _options(chains: Chains) -> dict[str, int]:
     bulk, n = chains.bulk, max(2, chains.width)
     strides = {"STRIDE_K": bulk.stride(2), "STRIDE_J": bulk.stride(3), "START_LOG": chains.start_log}
-    warps = 4 if n <= 64 else 8 if n <= 1024 else 16
+    warps = 2 if n <= 32 else 4 if n <= 64 else 8 if n <= 1024 else 16
     return {"C": chains.x.shape[-1], "N": n, "LOG": chains.log_params, "num_warps": warps, **strides}
 
 
