@@ -198,7 +198,9 @@ def multiply(a, b, sums, PRECISION: tl.constexpr):
         sums = tl.dot(a_high, b_low, sums, input_precision="tf32")
         return tl.dot(a_high, b_high, sums, input_precision="tf32")
     elif PRECISION == "tf32":
-        return tl.dot(split(a)[0], split(b)[0], sums, input_precision="tf32")
+        # the rounding of a NaN of all ones would overflow to a zero
+        a, b = tl.where(a == a, split(a)[0], a), tl.where(b == b, split(b)[0], b)
+        return tl.dot(a, b, sums, input_precision="tf32")
     else:
         return tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)
 

@@ -180,6 +180,17 @@ def test_tf32_rounds_each_factor_once(device):
     assert (out != matmul.forward(a, b)[0]).any()
 
 
+def test_tf32_keeps_nan(device):
+    a, b = batch(dense, (1,), (17, 20, 17), F32, device)
+    a[0, 1, 2] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(F32)  # as devices write it
+    torch.set_float32_matmul_precision("high")
+    try:
+        nan = matmul.forward(a, b)[0].isnan()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert nan[0, 1].all() and nan.sum() == 17
+
+
 @pytest.mark.parametrize("offset", [0.0077, 0.005, -0.0077])
 def test_maxima_are_added_without_loss(offset, device):
     """Their sum has a coarser grain than what is left of it."""
