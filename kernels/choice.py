@@ -183,25 +183,21 @@ class _Tree:
 
 
 def _forward(
-    chain: Chain,
-    entering: Message | None = None,
-    *,
-    keep: Tensor | None = None,
-    leave: bool = False,
-    halved: bool = False,
+    chain: Chain, entering: Message | None = None, *, halved: bool = False, **options: Any
 ) -> tuple[Kept, Message | None]:
     """`plain.forward`, with messages that `gpu.backward` can read, and NaN for lengths outside 1..v."""
     residuals: Kept
-    residuals, leaving = load("plain.forward").forward(chain, entering, keep=keep, leave=leave)
+    residuals, leaving = load("plain.forward").forward(chain, entering, **options)
+    keep = options.get("keep")
     if keep is not None:  # finite logarithms for the message that entered, and for sequences that underflow or hold NaN
         messages = keep[: chain.v + residuals.entered]
-        redone = residuals.redone | messages.isnan().any(0).any(-1)
+        in_logs = residuals.redone | messages.isnan().any(0).any(-1)
         for message in messages:
             logs = torch.where(residuals.redone[..., None], message, message.log())
-            message.copy_(torch.where(redone[..., None], encoded(logs, chain.dtype), message))
+            message.copy_(torch.where(in_logs[..., None], encoded(logs, chain.dtype), message))
         if entering is not None:
             keep[0] = encoded(entering.values, chain.dtype)
-        residuals = residuals._replace(redone=redone)
+        residuals = residuals._replace(redone=in_logs)
     if chain.ends is not None and entering is None:  # lengths on a device are not checked before
         outside = ((chain.ends < 1) | (chain.ends > chain.v))[..., 0]
         residuals.log_norm.masked_fill_(outside, torch.nan)

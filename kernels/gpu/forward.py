@@ -20,11 +20,6 @@ from .matmul import forward as log_matmul
 from .scaled import floor_of
 
 
-def halves(chain: Chain) -> bool:
-    """Whether `forward` had better be asked for `halved` messages."""
-    return meets(chain.v, chain.g, chain.m, chain.c, chain.dtype, chain.x.device)
-
-
 def forward(
     chain: Chain,
     entering: Message | None = None,
@@ -48,7 +43,7 @@ def forward(
     log_norm = chains.new(g, m, dtype=torch.float64)
     messages = chains.new(min(v, 2), g, m, c) if keep is None else keep[int(entering is not None) :][:v]
     if keep is None:
-        halved = not leave and halves(chain)
+        halved = not leave and meets(v, g, m, c, chain.dtype, chain.x.device)
     if log_norm.numel():
         scan = Scan(chains)
         scan.forward(messages, log_norm, halved=halved)
@@ -66,15 +61,11 @@ def forward(
     scale = torch.stack([log_norm, torch.zeros_like(log_norm)]) if leave else log_norm[None]
     if entering is not None and top is not None:
         scale = _sum(scale, top[..., 0].expand(g, m), entering.scale.expand(2, g, m))
-    redone = flags.view(torch.bool)
-    kept = Kept(
-        scale[0],
-        chain.new(0) if keep is None else keep,
-        redone,
-        entering is not None,
-        bound,
-        halved and keep is not None,
-    )
+    redone, entered = flags.view(torch.bool), entering is not None
+    if keep is None:
+        kept = Kept(scale[0], chain.new(0), redone, entered, bound)
+    else:
+        kept = Kept(scale[0], keep, redone, entered, bound, halved)
     if not leave:
         return kept, None
     logs = kept._replace(messages=_last_message(chains, messages)[None]).logs(0)
@@ -88,7 +79,7 @@ def _sum(scale: Tensor, taken: Tensor, entering: Tensor) -> Tensor:
 
 
 def _last_message(chains: Chains, messages: Tensor) -> Tensor:
-    """The message (g, m, c) of each sequence's last step, from all messages or from two slots in turn."""
+    """The message (g, m, c) of each sequence's last step, from all messages or from two alternating slots."""
     v, g, m, c = chains.x.shape
     if chains.ends is None:
         return messages[(v - 1) % len(messages)]

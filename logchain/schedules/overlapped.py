@@ -11,8 +11,8 @@ segments' own, and no step waited for a segment before. Segments that fail are w
 Backward messages start early likewise. See "When a chain forgets" in the documentation for the proof.
 
 How many steps a warm-up takes is found out at a few places first, where messages that begin in two states have to
-agree in the end. Where they do not within a small part of the chain, it is walked as one. A GPU takes the chunked
-schedule instead, which reads nothing on the host.
+agree in the end. Where they do not within a small part of the chain, one sequential scan computes it. A GPU takes the
+chunked schedule instead, which reads nothing on the host.
 
 The backward pass needs `messages`, those of the head, and for each segment the e that enters it and its own; `warm`,
 the steps of a warm-up, 0 for a chain that was walked as one, whose messages come first; and which sequences were
@@ -133,7 +133,7 @@ def early(cut: Cut, walk: Walk | None = None, differ: Differ | None = None, mend
     """The number of steps that segments begin early; 0: the chain is walked as one.
 
     `walk` and `differ` are those of other messages than `through` and `unlike`; `mended` is the part of the boundaries
-    that may be walked again.
+    that may be recomputed.
     """
     steps = steps_to_forget(cut.chain, cut.length // WARM_PART, walk or through, differ or unlike, mended)
     return min(steps + steps // 2, cut.length)
@@ -199,7 +199,7 @@ def wrong(cut: Cut, arrived: Tensor, entering: Tensor, reached: Tensor, differ: 
 
 
 def _segments(cut: Cut, entering: Tensor, messages: Tensor | None, redone: Tensor) -> Tensor:
-    """The scales (2, count, g, m) of all segments; those with a wrong entering message are walked again.
+    """The scales (2, count, g, m) of all segments; those with a wrong entering message are recomputed.
 
     `messages` are written if there is memory for them, and into `redone` (count, g, m) what was redone exactly.
     """

@@ -72,9 +72,9 @@ def operands(n: int, v: int, c: int, kind: str, dtype=F32, spread=1.0, lengths=F
     return Chain(x, bulk.to(dtype), p0.to(dtype), ends, log, F64 if dtype == F64 else F32, by_log=True)
 
 
-def public_operands(n: int, v: int, c: int, kind: str, dtype=F32) -> list[Tensor]:
+def public_operands(n: int, v: int, c: int, kind: str, dtype=F32, spread=1.0) -> list[Tensor]:
     """x [n, v, c], bulk and p0 [c] of public functions, which require gradients."""
-    chain = operands(n, v, c, kind, dtype)
+    chain = operands(n, v, c, kind, dtype, spread)
     x, bulk = chain.x.reshape(v, n, c).transpose(0, 1), chain.bulk.transpose(0, 1)
     tensors = x, bulk if kind == SEPARATE else bulk[0], chain.p0.reshape(n, c)[0]
     return [tensor.contiguous().requires_grad_() for tensor in tensors]
@@ -128,6 +128,10 @@ def schedule(halved: bool) -> Any:
     return patch.multiple(chains, _SHORT=3, num_processors=lambda device: 10**9 if halved else 0)
 
 
+def halves(chain: Chain) -> bool:
+    return chains.meets(chain.v, chain.g, chain.m, chain.c, chain.dtype, chain.x.device)
+
+
 def chain_case(
     group: str, n: int, v: int, c: int, kind: str, name: str = "", flags: bool | None = None, **options: Any
 ) -> None:
@@ -137,7 +141,7 @@ def chain_case(
     weight, expected, flagged = random(chain.g, chain.m).double().abs() + 0.5, [], []
 
     def call() -> list[Tensor]:
-        *results, flags = chain_results(chain, weight, forward, backward, halved=forward.halves(chain))
+        *results, flags = chain_results(chain, weight, forward, backward, halved=halves(chain))
         flagged.append(flags)
         return [forward.forward(chain)[0].log_norm, *results]
 
@@ -152,7 +156,7 @@ def chain_case(
     bound = 1e-10 * v if chain.dtype == F64 else 1e-2 if narrow else 2e-5 + 2e-6 * v
     for halved in (False, True):
         with schedule(halved):
-            if halved and not forward.halves(chain):
+            if halved and not halves(chain):
                 continue
             case = " ".join(f"n={n} v={v} c={c} {kind} {name} {'halved' if halved else ''}".split())
             check(group, case, call, reference, bound)

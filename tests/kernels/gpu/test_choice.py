@@ -31,6 +31,7 @@ RAISED += [triton.runtime.errors.InterpreterError("bounds"), ImportError("scan",
 @pytest.fixture(autouse=True)
 def fake(kernels, monkeypatch):
     """A function that replaces those of a Triton module; an error represents a function that raises it."""
+    torch.manual_seed(0)
     modules, load = {}, choice.load
     monkeypatch.setattr(choice, "_state", choice._State("auto", ""))
     monkeypatch.setattr(choice, "load", lambda name: modules[name] if name in modules else load(name))
