@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .message import Kept, Message, decoded, encoded
+from .message import Kept, Message
 
 if TYPE_CHECKING:  # it imports this package
     from .chain import Chain
@@ -111,7 +111,7 @@ on_device = cache(_OnDevice)
 
 
 def _call(triton: str, plain: str, name: str, *args: Any, **options: Any) -> Any:
-    torch_operations = partial(_ADAPTED.get((plain, name)) or getattr(load(plain), name), *args, **options)
+    torch_operations = partial(_WHOLE.get(plain) or getattr(load(plain), name), *args, **options)
     if not is_triton():
         return torch_operations()
     return _attempt(
@@ -182,68 +182,18 @@ class _Tree:
         _attempt(partial(self._nodes.gradient, weight), repeated)
 
 
-def _forward(
-    chain: Chain, entering: Message | None = None, *, halved: bool = False, **options: Any
-) -> tuple[Kept, Message | None]:
-    """`plain.forward`, with messages that `gpu.backward` can read, and NaN for lengths outside 1..v."""
-    residuals: Kept
-    residuals, leaving = load("plain.forward").forward(chain, entering, **options)
-    keep = options.get("keep")
-    if keep is not None:  # finite logarithms for the message that entered, and for sequences that underflow or hold NaN
-        messages = keep[: chain.v + residuals.entered]
-        in_logs = residuals.redone | messages.isnan().any(0).any(-1)
-        for message in messages:
-            logs = torch.where(residuals.redone[..., None], message, message.log())
-            message.copy_(torch.where(in_logs[..., None], encoded(logs, chain.dtype), message))
-        if entering is not None:
-            keep[0] = encoded(entering.values, chain.dtype)
-        residuals = residuals._replace(redone=in_logs)
-    if chain.ends is not None and entering is None:  # lengths on a device are not checked before
-        outside = ((chain.ends < 1) | (chain.ends > chain.v))[..., 0]
-        residuals.log_norm.masked_fill_(outside, torch.nan)
-        if leaving is not None:
-            leaving.scale[0].masked_fill_(outside, torch.nan)
-    return residuals, leaving
-
-
-def _backward(
-    chain: Chain,
-    residuals: Kept,
-    weight: Tensor,
-    following: Tensor | None,
-    grad_x: Tensor | None,
-    grad_bulk: Tensor | None,
-) -> Tensor:
-    """`plain.backward`, after another forward pass if Triton kernels may have written the messages."""
-    if residuals.bound is not None or residuals.entered or following is not None:
-        entering = None
-        if residuals.entered:
-            scale = residuals.log_norm.new_zeros(2, *residuals.log_norm.shape)
-            entering = Message(decoded(residuals.messages[0]), scale)
-        memory = torch.empty_like(residuals.messages)
-        repeated, _ = load("plain.forward").forward(chain, entering, keep=memory, leave=following is not None)
-        residuals = repeated._replace(log_norm=residuals.log_norm)
-    result: Tensor = load("plain.backward").backward(chain, residuals, weight, following, grad_x, grad_bulk)
+def _forward(*args: Any, halved: bool = False, **options: Any) -> tuple[Kept, Message | None]:
+    """`plain.forward`, which keeps no messages in halves."""
+    result: tuple[Kept, Message | None] = load("plain.forward").forward(*args, **options)
     return result
 
 
-def _paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
-    """`plain.viterbi.paths`, without states for lengths outside 1..v."""
-    states, unknown = load("plain.viterbi").paths(chain, steps)
-    if chain.ends is not None:
-        states.masked_fill_((chain.ends < 1) | (chain.ends > steps), -1)
-    return states, unknown
+def _backward(chain: Chain, kept: Kept, *args: Any) -> Tensor:
+    """`plain.backward`; messages that Triton kernels kept in halves are computed anew."""
+    if kept.halved:
+        kept, _ = load("plain.forward").forward(chain, keep=torch.empty_like(kept.messages))
+    result: Tensor = load("plain.backward").backward(chain, kept, *args)
+    return result
 
 
-def _matmul_backward(*args: Any) -> list[Tensor | None]:
-    """`plain.matmul.backward`, with contiguous gradients, as its operator declares them."""
-    gradients = load("plain.matmul").backward(*args)
-    return [None if gradient is None else gradient.contiguous() for gradient in gradients]
-
-
-_ADAPTED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("plain.forward", "forward"): _forward,
-    ("plain.backward", "backward"): _backward,
-    ("plain.viterbi", "paths"): _paths,
-    ("plain.matmul", "backward"): _matmul_backward,
-}
+_WHOLE: dict[str, Callable[..., Any]] = {"plain.forward": _forward, "plain.backward": _backward}

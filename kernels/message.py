@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# of logarithms that Triton kernels write, NaN, and less this, -inf: finite, so that a matrix product with zeros is 0
+# of kept logarithms, NaN, and less this, -inf: finite, so that their matrix product with zeros is 0
 LOG_LIMIT = {torch.float32: 3.36e38, torch.float64: 1.7e308}
 
 
@@ -37,10 +37,8 @@ class Kept(NamedTuple):
         log_norm: log-partitions (g, m), float64.
         messages: forward messages (v, g, m, c), each up to a factor.
         redone: (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear.
-        entered: whether `messages` (v + 1, g, m, c) begins with the message that entered, which on a GPU is in
-            logarithms for all sequences.
-        bound: (s, g), int32: exponents of the matrices, which only the Triton kernels write. None: they did not write
-            the messages, or `messages` is a part of those that they wrote.
+        entered: whether `messages` (v + 1, g, m, c) begins with the message that entered.
+        bound: (s, g), int32: exponents of the matrices, from the Triton kernels; None: they compute them anew.
         halved: whether the messages after the middle step are backward messages, because a forward and a backward scan
             met there; only `backward` of the Triton kernels reads them.
     """

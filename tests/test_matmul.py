@@ -97,16 +97,13 @@ CPU = Room()
 
 @pytest.fixture(params=["c", "torch", pytest.param("gpu", marks=ON_GPU)])
 def room(request, monkeypatch) -> Room:
-    """Who multiplies: loops in C, torch's operations, or Triton's kernels, which cut sums of a few dozen terms too."""
+    """Who multiplies: loops in C, torch's operations, or Triton's kernels."""
     if request.param != "gpu":
         if request.param == "torch":
             request.getfixturevalue("plain")
         return CPU
     pytest.importorskip("triton")
-    from logchain.kernels.gpu import log_matmul
-
     monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(log_matmul, "_TERMS", 16)
     return Room("cpu" if INTERPRETED else "cuda", TENSOR_CORES)
 
 

@@ -29,39 +29,41 @@ _SHORT = 8
 class Chains(NamedTuple):
     """Operands in the layout of `scan`. `start` (g, m, c): initial weights, or their logarithms if `start_log`.
 
-    `dtype` is that of the arithmetic; `bulk` has at least one matrix.
+    `entered`: 1 if `start` is the message of a step before those of x, and 0 if it belongs to x_0. `dtype` is that of
+    the arithmetic; `bulk` has at least one matrix.
     """
 
     x: Tensor
     bulk: Tensor
     start: Tensor
     ends: Tensor | None
+    entered: int
     log_params: bool
     start_log: bool
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, chain: Chain, start: Tensor | None = None) -> "Chains":
-        """The chains that begin with p0, or after a first transition, whose results are the logarithms `start`."""
+    def of(cls, chain: Chain, entering: Tensor | None = None) -> "Chains":
+        """The chains that begin with p0, or with a message of a step before, whose logarithms are `entering`."""
         v, g, m, c = chain.v, chain.g, chain.m, chain.c
-        bulk = chain.bulk.reshape(len(chain.bulk), g, c, c)
-        if start is not None and len(bulk) > 1:
-            bulk = bulk[1:]
+        bulk, entered, ends = chain.bulk.reshape(len(chain.bulk), g, c, c), int(entering is not None), chain.ends
         if not len(bulk):
             bulk = bulk.new_zeros(1, 1, c, c).expand(1, g, c, c)
-        ends = None if chain.ends is None else chain.ends.reshape(g, m).clamp(1, v).contiguous()
-        start_log = chain.log_params or start is not None
-        p0 = chain.p0.expand(*chain.lead, c).reshape(g, m, c) if start is None else start
-        return cls(chain.x.reshape(v, g, m, c), bulk, p0, ends, chain.log_params, start_log, chain.dtype)
+        if ends is not None:
+            ends = (ends.reshape(g, m) + entered).clamp(1, v + entered).contiguous()
+        start = chain.p0.expand(*chain.lead, c).reshape(g, m, c) if entering is None else entering.expand(g, m, c)
+        x, log = chain.x.reshape(v, g, m, c), chain.log_params
+        return cls(x, bulk, start, ends, entered, log, log or entering is not None, chain.dtype)
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialized tensor, by default in the dtype of the arithmetic."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.device)
 
     @property
-    def grid(self) -> torch.Size:
-        """(g, m, c)."""
-        return self.x.shape[1:]
+    def shape(self) -> tuple[int, int, int, int]:
+        """(v, g, m, c), with a step that entered among the v steps."""
+        v, g, m, c = self.x.shape
+        return v + self.entered, g, m, c
 
     @property
     def by_program(self) -> bool:
@@ -133,7 +135,7 @@ class Scan:
 
     def __init__(self, chains: Chains, flags: Tensor | None = None, bound: Tensor | None = None) -> None:
         """`flags` and `bound` are those of an earlier scan of the same chains."""
-        self.chains, (g, m, c), count = chains, chains.grid, len(chains.bulk)
+        self.chains, (_, g, m, c), count = chains, chains.shape, len(chains.bulk)
         copied = not chains.separate and (
             chains.log_params or (not chains.by_program and chains.bulk.dtype != chains.dtype)
         )
@@ -150,7 +152,7 @@ class Scan:
 
     def _prepare(self, matrices: int, start: Tensor, message: Tensor | None, *, start_log: bool) -> None:
         """Write bounds and copies of matrices, and first messages (g, m, c) if there is memory for them."""
-        chains, (g, m, c), n = self.chains, self.chains.grid, self.chains.width
+        chains, (_, g, m, c), n = self.chains, self.chains.shape, self.chains.width
         copy = None if self._values is chains.bulk else self._values
         prepare_kernel[(matrices + (0 if message is None else g * m),)](
             chains.bulk, self.bound if matrices else None, copy, start, message, self._taken, self.flags, matrices, g,
@@ -165,7 +167,8 @@ class Scan:
 
         `halved`: after the middle step v // 2 these are backward messages.
         """
-        v, middle = len(self.chains.x), len(self.chains.x) // 2
+        v = self.chains.shape[0]
+        middle = v // 2
         if not halved:
             self._launch(FORWARD, Side(0, v, messages), log_norm=log_norm)
             return
@@ -182,7 +185,7 @@ class Scan:
         Backward messages in the slots of their steps, each divided by nu, up to the last step, or the middle one if the
         chain is `halved`; then, one slot later, forward messages, likewise divided. Those of flagged sequences are 0.
         """
-        (v, g, m, c), chains = self.chains.x.shape, self.chains
+        (v, g, m, c), chains = self.chains.shape, self.chains
         others, middle, last = chains.new(v + 1, g, m, c), v // 2, None
         if halved:
             ahead = Side(middle + 1, v - 1 - middle, others, messages[middle], messages)
@@ -202,7 +205,7 @@ class Scan:
         posterior: Tensor | None = None, final: Tensor | None = None, log_norm: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Scan in one direction or in both; with many states, step by step."""
-        chains, (v, g, m, c), values = self.chains, self.chains.x.shape, self._values
+        chains, (v, g, m, c), values = self.chains, self.chains.shape, self._values
         side = back if ahead.messages is None else ahead
         assert side.messages is not None
         shape, steps = _tiles(c, m, chains.dtype), iter([(None, 0, side.steps)])
@@ -217,7 +220,7 @@ class Scan:
                 min(count, ahead.steps), back.first - done, min(count, back.steps) if side is back else back.steps, v,
                 g, m, len(side.messages), len(values), chains.x.stride(),
                 (0 if len(values) == 1 else values.stride(0), values.stride(1)),
-                None if posterior is None else posterior.stride(), DIRECTIONS=directions,
+                None if posterior is None else posterior.stride(), ENTERED=chains.entered, DIRECTIONS=directions,
                 SHIFT=0 if weight is None else 1, STRIDE_K=values.stride(2), STRIDE_J=values.stride(3), C=c,
                 LOG=chains.log_params and chains.separate, DIVIDED=chains.log_params and values is not chains.bulk,
                 PRECISION=precision(chains.dtype, chains.x.device), **shape,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .chains import Scan
-from .exact import Exact, logs_and_factors
+from .exact import Exact, load_x, logs_and_factors
 from .scaled import exp, exp_over_power, power
 from .scan import load_block
 
@@ -27,9 +27,9 @@ _TILE = 32
 @triton.jit(do_not_specialize=["v", "g", "m", "middle", "matrices"])
 def counts_kernel(
     p_ptr, bound_ptr, out_ptr, message_ptr, other_ptr, x_ptr, ends_ptr, flag_ptr, posterior_ptr, size_ptr, v, g, m,
-    middle, matrices, x_strides, p_strides, out_strides, posterior_strides, STRIDE_K: tl.constexpr,
-    STRIDE_J: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, LOG: tl.constexpr, BY_LOG: tl.constexpr,
-    OUTER: tl.constexpr,
+    middle, matrices, x_strides, p_strides, out_strides, posterior_strides, ENTERED: tl.constexpr,
+    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, LOG: tl.constexpr,
+    BY_LOG: tl.constexpr, OUTER: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the gradient of a matrix, or BY_LOG of its logarithms, over the sums that `out` holds."""
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
@@ -82,12 +82,9 @@ def counts_kernel(
                 g_at = posterior_ptr + z * posterior_strides[1] + (sequence - z * m) * posterior_strides[2]
                 for i in tl.range(since, until):
                     now = i + tl.zeros((), tl.int64)
-                    gamma = tl.load(
-                        g_at + (now - 1) * posterior_strides[0] + k * posterior_strides[3], mask=k < C, other=0.0
-                    )
-                    x = tl.load(x_at + (now - 1) * x_strides[0] + k * x_strides[3], mask=k < C, other=0.0).to(
-                        tl.float64
-                    )
+                    gamma_at = g_at + (now - 1) * posterior_strides[0] + k * posterior_strides[3]
+                    gamma = tl.load(gamma_at, mask=k < C, other=0.0)
+                    x = load_x(x_at, now - 1, k, x_strides, ENTERED, C)
                     at = other_ptr + now * pitch + sequence * C
                     after = tl.load(at + j, mask=j < C, other=0.0).to(tl.float64)
                     before = tl.load(at - pitch + k, mask=k < C, other=0.0).to(tl.float64)
@@ -117,15 +114,16 @@ class Counts:
     def finish(self, exact: Exact, *, by_log: bool) -> None:
         """Turn the sums into the gradient of the matrices, or `by_log` of their logarithms."""
         scan, chains, out = self._scan, self._scan.chains, self._out
-        (v, g, m, c), bulk = chains.x.shape, chains.bulk
+        (v, g, m, c), bulk = chains.shape, chains.bulk
         if v == 1:
             return
         count = len(bulk) * g
         counts_kernel[(count * triton.cdiv(c, _TILE) ** 2,)](
             bulk, scan.bound, out, self._messages, self._others, chains.x, chains.ends, scan.flags,
             exact.posterior, exact.size, v, g, m, self._middle, len(bulk), chains.x.stride(), chains.matrix_strides,
-            out.stride()[:2], exact.posterior.stride(), STRIDE_K=bulk.stride(2), STRIDE_J=bulk.stride(3), C=c,
-            TILE=_TILE, LOG=chains.log_params, BY_LOG=by_log or chains.log_params, OUTER=self._outer, num_warps=4,
+            out.stride()[:2], exact.posterior.stride(), ENTERED=chains.entered, STRIDE_K=bulk.stride(2),
+            STRIDE_J=bulk.stride(3), C=c, TILE=_TILE, LOG=chains.log_params, BY_LOG=by_log or chains.log_params,
+            OUTER=self._outer, num_warps=4,
         )  # fmt: skip
 
 

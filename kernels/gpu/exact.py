@@ -55,6 +55,14 @@ def _load_logs(at, mask):
 
 
 @triton.jit
+def load_x(x_ptr, i, j, x_strides, ENTERED: tl.constexpr, C: tl.constexpr):
+    """The potentials of step i of a sequence in float64, 0 for one that entered."""
+    x_ptr += tl.cast(i - ENTERED, tl.int64) * x_strides[0] + j * x_strides[3]
+    x = tl.load(x_ptr, mask=(j < C) & (i >= ENTERED), other=float("-inf")).to(tl.float64)
+    return tl.where((j < C) & (i < ENTERED), 0.0, x)
+
+
+@triton.jit
 def _sum_or_best(
     message_ptr, stride_c, p_ptr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
     LOG: tl.constexpr, BEST: tl.constexpr,
@@ -100,8 +108,8 @@ def _add(total, lost, term):
 @triton.jit
 def _forward(
     x_ptr, p_ptr, start_ptr, message_ptr, back_ptr, end, pitch, back_pitch, slots, x_strides, p_strides,
-    start_strides, stride_mc, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    LOG: tl.constexpr, START_LOG: tl.constexpr,
+    start_strides, stride_mc, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr,
+    N: tl.constexpr, LOG: tl.constexpr, START_LOG: tl.constexpr,
 ):  # fmt: skip
     """Write the messages of one sequence, and return the sum of what was subtracted; `back_ptr`: also back-pointers."""
     j = tl.arange(0, N)
@@ -118,8 +126,7 @@ def _forward(
                 back_at = back_ptr + i * back_pitch + j
                 tl.store(back_at, back.to(back_at.dtype.element_ty), mask=inside)
             p_ptr += p_strides[0]
-        x = tl.load(x_ptr + j * x_strides[3], mask=inside, other=float("-inf")).to(tl.float64)
-        x_ptr += x_strides[0]
+        x = load_x(x_ptr, i, j, x_strides, ENTERED, C)
         peak, top = finite(tl.max(x, 0)), finite(tl.max(u, 0))
         total = (u - top) + (x - peak)
         shift = finite(tl.max(total, 0))
@@ -134,8 +141,8 @@ def _forward(
 @triton.jit(do_not_specialize=["v", "g", "m", "slots"])
 def forward_kernel(
     x_ptr, p_ptr, start_ptr, ends_ptr, flag_ptr, message_ptr, back_ptr, log_norm_ptr, v, g, m, slots, x_strides,
-    p_strides, start_strides, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-    LOG: tl.constexpr, START_LOG: tl.constexpr,
+    p_strides, start_strides, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr,
+    N: tl.constexpr, LOG: tl.constexpr, START_LOG: tl.constexpr,
 ):  # fmt: skip
     """Messages and the log-partition of one sequence; with `back_ptr` its best path's weight and back-pointers."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -152,7 +159,7 @@ def forward_kernel(
         x_ptr + z * x_strides[1] + row * x_strides[2], p_ptr + z * p_strides[1],
         start_ptr + z * start_strides[0] + row * start_strides[1], message_ptr,
         None if back_ptr is None else back_ptr + sequence * C, end, pitch, pitch, slots, x_strides, p_strides,
-        start_strides, 1, STRIDE_K, STRIDE_J, C, N, LOG, START_LOG,
+        start_strides, 1, ENTERED, STRIDE_K, STRIDE_J, C, N, LOG, START_LOG,
     )  # fmt: skip
     message = _load_logs(message_ptr + (end - 1) % slots * pitch + j, j < C)
     if back_ptr is not None:
@@ -168,8 +175,8 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["v", "g", "m"])
 def backward_kernel(
     x_ptr, p_ptr, start_ptr, final_ptr, ends_ptr, flag_ptr, w_ptr, log_norm_ptr, weight_ptr, posterior_ptr, size_ptr,
-    v, g, m, x_strides, p_strides, start_strides, posterior_strides, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr,
-    C: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, START_LOG: tl.constexpr,
+    v, g, m, x_strides, p_strides, start_strides, posterior_strides, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr,
+    STRIDE_J: tl.constexpr, C: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, START_LOG: tl.constexpr,
 ):  # fmt: skip
     """Posteriors of one sequence, its messages w, and the size that was subtracted from each.
 
@@ -191,7 +198,8 @@ def backward_kernel(
     pitch_g = tl.zeros((), tl.int64) + posterior_strides[0]
     _forward(
         x_ptr, p_ptr, start_ptr + z * start_strides[0] + row * start_strides[1], posterior_ptr, None, end, pitch_g,
-        pitch, v, x_strides, p_strides, start_strides, posterior_strides[3], STRIDE_K, STRIDE_J, C, N, LOG, START_LOG,
+        pitch, v, x_strides, p_strides, start_strides, posterior_strides[3], ENTERED, STRIDE_K, STRIDE_J, C, N, LOG,
+        START_LOG,
     )  # fmt: skip
     weight = tl.load(weight_ptr + sequence).to(DTYPE)
     log_norm = tl.load(log_norm_ptr + sequence)
@@ -216,8 +224,7 @@ def backward_kernel(
             total = tl.sum(shares, 0)
             gamma = tl.where(joint == float("-inf"), 0.0, shares / tl.where(total == 0.0, 1.0, total) * weight)
             tl.store(g_at, tl.where(weight == 0.0, 0.0, gamma), mask=inside)
-            x = tl.load(x_ptr + i.to(tl.int64) * x_strides[0] + j * x_strides[3], mask=inside, other=float("-inf"))
-            w = tl.where(a == float("-inf"), float("-inf"), b + x.to(tl.float64))
+            w = tl.where(a == float("-inf"), float("-inf"), b + load_x(x_ptr, i, j, x_strides, ENTERED, C))
             size = finite(tl.max(w, 0))
             _store_logs(w_ptr + i * pitch + sequence * C + j, w - size, inside)
             tl.store(size_ptr + i * ((g + tl.zeros((), tl.int64)) * m) + sequence, size)
@@ -225,16 +232,17 @@ def backward_kernel(
 
 def _options(chains: Chains) -> dict[str, int]:
     bulk, n = chains.bulk, max(2, chains.width)
-    strides = {"STRIDE_K": bulk.stride(2), "STRIDE_J": bulk.stride(3), "START_LOG": chains.start_log}
+    start = {"ENTERED": chains.entered, "START_LOG": chains.start_log}
     warps = 2 if n <= 32 else 4 if n <= 64 else 8 if n <= 1024 else 16
-    return {"C": chains.x.shape[-1], "N": n, "LOG": chains.log_params, "num_warps": warps, **strides}
+    strides = {"STRIDE_K": bulk.stride(2), "STRIDE_J": bulk.stride(3)}
+    return {"C": chains.x.shape[-1], "N": n, "LOG": chains.log_params, "num_warps": warps, **strides, **start}
 
 
 def forward(
     chains: Chains, flags: Tensor | None, messages: Tensor, log_norm: Tensor, back: Tensor | None = None
 ) -> None:
     """Write log-partitions (g, m) and messages (slots, g, m, c) of flagged sequences; `back`: of best paths, of all."""
-    v, g, m, _ = chains.x.shape
+    v, g, m, _ = chains.shape
     forward_kernel[(g * m,)](
         chains.x, chains.bulk, chains.start, chains.ends, flags, messages, back, log_norm, v, g, m, len(messages),
         chains.x.stride(), chains.matrix_strides, chains.start.stride(), **_options(chains),
@@ -252,7 +260,7 @@ def backward(
     chains: Chains, flags: Tensor, log_norm: Tensor, weight: Tensor, final: Tensor | None, posterior: Tensor, w: Tensor
 ) -> Exact:
     """Write posteriors (v, g, m, c) of flagged sequences, times weights (g, m), and backward messages w."""
-    v, g, m, _ = chains.x.shape
+    v, g, m, _ = chains.shape
     size = chains.new(v, g, m, dtype=torch.float64)
     backward_kernel[(g * m,)](
         chains.x, chains.bulk, chains.start, final, chains.ends, flags, w, log_norm, weight, posterior, size, v, g, m,

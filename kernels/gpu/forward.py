@@ -1,8 +1,7 @@
 """The log-partition of a batch of chains, as `kernels.plain.forward` defines it, by the Triton kernels.
 
 Messages are linear numbers; sequences whose sums may have underflowed are flagged on the device and recomputed in
-logarithms. No length, result or flag is read on the host, so nothing waits for the device. The kernels begin with p0:
-where a message enters, its product with the first transition matrices takes that place.
+logarithms. No length, result or flag is read on the host, so nothing waits for the device.
 """
 
 import math
@@ -13,10 +12,8 @@ from torch import Tensor
 from ..chain import Chain
 from ..message import Kept, Message, leaving_message, normalised
 from ..numbers import exact_sum
-from ..plain.forward import transitions
 from . import exact
 from .chains import Chains, Scan, meets
-from .matmul import forward as log_matmul
 from .scaled import floor_of
 
 
@@ -32,16 +29,12 @@ def forward(
 
     `halved`: only the gradient reads the kept messages, which may then be backward messages after the middle step.
     A sequence whose length is outside 1..v gets NaN, because lengths are not checked before. `chain` holds v steps even
-    if all sequences are shorter. A message that entered is kept as logarithms.
+    if all sequences are shorter.
     """
-    v, g, m, c = chain.v, chain.g, chain.m, chain.c
-    start = top = None
-    if entering is not None:
-        first, top = transitions(chain, 0, 1)
-        start = log_matmul(entering.values.double().expand(g, m, c), first)[0]
-    chains = Chains.of(chain, start)
+    chains = Chains.of(chain, None if entering is None else entering.values)
+    v, g, m, c = chains.shape
     log_norm = chains.new(g, m, dtype=torch.float64)
-    messages = chains.new(min(v, 2), g, m, c) if keep is None else keep[int(entering is not None) :][:v]
+    messages = chains.new(min(v, 2), g, m, c) if keep is None else keep[:v]
     if keep is None:
         halved = not leave and meets(v, g, m, c, chain.dtype, chain.x.device)
     if log_norm.numel():
@@ -54,33 +47,25 @@ def forward(
         exact.forward(chains, flags, messages, log_norm)
     else:
         flags, bound = chains.new(g, m, dtype=torch.int8).zero_(), chains.new(0, 0, dtype=torch.int32)
-    if entering is not None and keep is not None:
-        keep[0] = entering.values
     if chain.ends is not None and entering is None:
         log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > v))[..., 0], math.nan)
-    scale = torch.stack([log_norm, torch.zeros_like(log_norm)]) if leave else log_norm[None]
-    if entering is not None and top is not None:
-        scale = _sum(scale, top[..., 0].expand(g, m), entering.scale.expand(2, g, m))
-    redone, entered = flags.view(torch.bool), entering is not None
-    if keep is None:
-        kept = Kept(scale[0], chain.new(0), redone, entered, bound)
-    else:
-        kept = Kept(scale[0], keep, redone, entered, bound, halved)
+    scale = log_norm[None]
+    if entering is not None:
+        total, error = exact_sum(torch.stack([log_norm, entering.scale[0].expand(g, m)]))
+        scale = torch.stack([total, error + entering.scale[1]])
+    elif leave:
+        scale = torch.stack([log_norm, torch.zeros_like(log_norm)])
+    kept = Kept(scale[0], chain.new(0) if keep is None else keep, flags.view(torch.bool), entering is not None, bound)
+    kept = kept._replace(halved=halved and keep is not None)
     if not leave:
         return kept, None
     logs = kept._replace(messages=_last_message(chains, messages)[None]).logs(0)
     return kept, leaving_message(chain.ends, Message(normalised(logs)[0], scale), entering)
 
 
-def _sum(scale: Tensor, taken: Tensor, entering: Tensor) -> Tensor:
-    """The sum (2, g, m) of what was subtracted, and its rounding error; only the sum if `scale` is (1, g, m)."""
-    total, error = exact_sum(torch.stack([scale[0], taken, entering[0]]))
-    return torch.stack([total, error + entering[1]])[: len(scale)]
-
-
 def _last_message(chains: Chains, messages: Tensor) -> Tensor:
     """The message (g, m, c) of each sequence's last step, from all messages or from two alternating slots."""
-    v, g, m, c = chains.x.shape
+    v, g, m, c = chains.shape
     if chains.ends is None:
         return messages[(v - 1) % len(messages)]
     at = (chains.ends - 1) % len(messages)

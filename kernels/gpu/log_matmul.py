@@ -16,34 +16,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .scaled import exp, finite, multiply, num_processors, precision
+from .scaled import exp, finite, multiply, precision
 
 # what factors of `a` are multiplied by, so that a product of two is a normal number; FLOOR; TRUSTED
 _FLOAT32, _FLOAT64 = tl.constexpr((2.0**100, 2.0**-113, 2.0**-86)), tl.constexpr((2.0**900, 2.0**-961, 2.0**-904))
 # terms of a gradient with log(q / weight) above STEEP or q above LARGE are added pair by pair; SCALE keeps digits of q
 NO_PATH, STEEP = tl.constexpr(float("-inf")), tl.constexpr(55.0)
 LARGE, SCALE = tl.constexpr(2.0**80), tl.constexpr(2.0**24)
-# most rows, columns and terms of a tile, half in float64; terms of a gradient that are worth another program
-_PRODUCT, _GRADIENT, _TERMS = (64, 128, 32), (64, 64, 16), 1024
-_VARYING = ["tiles", "parts", "span", "p", "stride_rg", "stride_rp", "stride_rm", "stride_sg", "stride_sp", "stride_sn"]
+# most rows, columns and terms of a tile, half in float64
+_PRODUCT, _GRADIENT = (64, 128, 32), (64, 64, 16)
+_VARYING = ["tiles", "p", "stride_rg", "stride_rp", "stride_rm", "stride_sg", "stride_sp", "stride_sn"]
 
 Into = Tensor | None
 Shifts = tuple[Tensor, Tensor]
 
 
 @triton.jit
-def _places(rows, columns, m, n, stride_m, stride_n, WIDTHS: tl.constexpr):
-    """Where entries of a matrix are, and which exist; WIDTHS: see `widths`."""
-    M: tl.constexpr = WIDTHS[0]
-    N: tl.constexpr = WIDTHS[1]
-    inside = tl.max_constancy((rows < m)[:, None] & (columns < n)[None, :], [M, N])
-    places = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_n
-    return tl.multiple_of(places, [M, N]), inside
+def _places(rows, columns, m, n, strides):
+    """Where entries of a matrix are, and which exist."""
+    places = rows.to(tl.int64)[:, None] * strides[2] + columns.to(tl.int64)[None, :] * strides[3]
+    return places, (rows < m)[:, None] & (columns < n)[None, :]
 
 
 @triton.jit
-def _load(ptr, rows, columns, m, n, stride_m, stride_n, WIDTHS: tl.constexpr, FILL: tl.constexpr, DTYPE: tl.constexpr):
-    places, inside = _places(rows, columns, m, n, stride_m, stride_n, WIDTHS)
+def _load(ptr, rows, columns, m, n, strides, FILL: tl.constexpr, DTYPE: tl.constexpr):
+    places, inside = _places(rows, columns, m, n, strides)
     return tl.load(ptr + places, mask=inside, other=FILL).to(DTYPE)
 
 
@@ -77,31 +74,29 @@ def _quotient(weight, c, left, right):
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["row_ptr", "column_ptr"])
 def product_kernel(
-    a_ptr, b_ptr, out_ptr, row_ptr, column_ptr, top_ptr, count_ptr, tiles, p, m, n, k,
-    stride_ag, stride_ap, stride_am, stride_ak, stride_bg, stride_bp, stride_bk, stride_bn,
-    stride_og, stride_op, stride_om, stride_on, stride_rg, stride_rp, stride_rm, stride_sg, stride_sp, stride_sn,
-    A: tl.constexpr, B: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    a_ptr, b_ptr, out_ptr, row_ptr, column_ptr, top_ptr, count_ptr, tiles, p, m, n, k, a_strides, b_strides,
+    out_strides, stride_rg, stride_rp, stride_rm, stride_sg, stride_sp, stride_sn, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile of one product, whose rows may be those of `a`. A, B, OUT: their widths."""
+    """One program computes one tile of one product, whose rows may be those of `a`."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     LIMITS: tl.constexpr = _FLOAT64 if DTYPE == tl.float64 else _FLOAT32
     across = tl.cdiv(n, BLOCK_N)
     batch, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     z, y = batch // p, batch % p
-    a_ptr, b_ptr = a_ptr + z * stride_ag + y * stride_ap, b_ptr + z * stride_bg + y * stride_bp
+    a_ptr, b_ptr = a_ptr + z * a_strides[0] + y * a_strides[1], b_ptr + z * b_strides[0] + y * b_strides[1]
     i, j = tile // across * BLOCK_M + tl.arange(0, BLOCK_M), tile % across * BLOCK_N + tl.arange(0, BLOCK_N)
     # maxima of whole tiles: Triton 3.6 cannot compile a loop of reductions whose result is used twice
     rows, columns = tl.full((BLOCK_M, BLOCK_K), NO_PATH, DTYPE), tl.full((BLOCK_K, BLOCK_N), NO_PATH, DTYPE)
     for first in tl.range(0, k, BLOCK_K):
         inner = first + tl.arange(0, BLOCK_K)
-        rows = tl.maximum(rows, _load(a_ptr, i, inner, m, k, stride_am, stride_ak, A, NO_PATH, DTYPE))
-        columns = tl.maximum(columns, _load(b_ptr, inner, j, k, n, stride_bk, stride_bn, B, NO_PATH, DTYPE))
+        rows = tl.maximum(rows, _load(a_ptr, i, inner, m, k, a_strides, NO_PATH, DTYPE))
+        columns = tl.maximum(columns, _load(b_ptr, inner, j, k, n, b_strides, NO_PATH, DTYPE))
     row, column, s = finite(tl.max(rows, 1)), finite(tl.max(columns, 0)), tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
     for first in tl.range(0, k, BLOCK_K):
         inner = first + tl.arange(0, BLOCK_K)
-        a = _load(a_ptr, i, inner, m, k, stride_am, stride_ak, A, NO_PATH, DTYPE)
-        b = _load(b_ptr, inner, j, k, n, stride_bk, stride_bn, B, NO_PATH, DTYPE)
+        a = _load(a_ptr, i, inner, m, k, a_strides, NO_PATH, DTYPE)
+        b = _load(b_ptr, inner, j, k, n, b_strides, NO_PATH, DTYPE)
         a, b = _factor(a, row[:, None], LIMITS[0], LIMITS[1]), _factor(b, column[None, :], 1.0, LIMITS[1])
         s = multiply(a, b, s, PRECISION)
     row_shift = finite(_line(row_ptr + z * stride_rg + y * stride_rp, i, m, stride_rm, 0, DTYPE))
@@ -112,8 +107,8 @@ def product_kernel(
         sums = tl.zeros((BLOCK_M, BLOCK_N), DTYPE)
         for turn in tl.range(0, 2 * k):
             at = tl.cast(turn % k, tl.int64)
-            left = _less(_line(a_ptr + at * stride_ak, i, m, stride_am, NO_PATH, DTYPE), row_shift)
-            right = _less(_line(b_ptr + at * stride_bk, j, n, stride_bn, NO_PATH, DTYPE), column_shift)
+            left = _less(_line(a_ptr + at * a_strides[3], i, m, a_strides[2], NO_PATH, DTYPE), row_shift)
+            right = _less(_line(b_ptr + at * b_strides[2], j, n, b_strides[3], NO_PATH, DTYPE), column_shift)
             if turn < k:
                 top = tl.maximum(top, left[:, None] + right[None, :])
             else:
@@ -126,41 +121,37 @@ def product_kernel(
     part = base - row
     error = tl.where(tl.abs(base) < float("inf"), (row - (base - part)) + (column - part), 0.0)
     value = tl.where(top > NO_PATH, top + tl.log(s), base + (error + tl.log(s)))
-    places, inside = _places(i, j, m, n, stride_om, stride_on, OUT)
+    places, inside = _places(i, j, m, n, out_strides)
     if top_ptr is not None:
         tl.store(top_ptr + tl.program_id(0), tl.max(tl.where(inside, value, NO_PATH)))
     tl.debug_barrier()  # other threads of this program read these rows
-    tl.store(out_ptr + z * stride_og + y * stride_op + places, value, mask=inside)
+    tl.store(out_ptr + z * out_strides[0] + y * out_strides[1] + places, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["row_ptr", "column_ptr"])
 def gradient_kernel(
-    weight_ptr, a_ptr, b_ptr, c_ptr, out_ptr, row_ptr, column_ptr, tiles, parts, span, p, m, n, k,
-    stride_wg, stride_wp, stride_wm, stride_wn, stride_ag, stride_ap, stride_am, stride_ak,
-    stride_bg, stride_bp, stride_bk, stride_bn, stride_cg, stride_cp, stride_cm, stride_cn, stride_oe,
-    stride_og, stride_op, stride_om, stride_ok, stride_rg, stride_rp, stride_rm, stride_sg, stride_sp, stride_sn,
-    W: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    weight_ptr, a_ptr, b_ptr, c_ptr, out_ptr, row_ptr, column_ptr, tiles, p, m, n, k, weight_strides, a_strides,
+    b_strides, c_strides, out_strides, stride_rg, stride_rp, stride_rm, stride_sg, stride_sp, stride_sn,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile (i, k) of the gradient of `a`, or of a part of its sum. W to OUT: their widths."""
+    """One program computes one tile (i, k) of the gradient of `a`; `b` is (g, p, n, k)."""
     DTYPE: tl.constexpr = c_ptr.dtype.element_ty
     across = tl.cdiv(k, BLOCK_K)
-    tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles % parts
-    batch = (tl.program_id(0) // tiles // parts).to(tl.int64)
+    batch, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     z, y = batch // p, batch % p
-    a_ptr, b_ptr = a_ptr + z * stride_ag + y * stride_ap, b_ptr + z * stride_bg + y * stride_bp
-    weight_ptr, c_ptr = weight_ptr + z * stride_wg + y * stride_wp, c_ptr + z * stride_cg + y * stride_cp
+    a_ptr, b_ptr = a_ptr + z * a_strides[0] + y * a_strides[1], b_ptr + z * b_strides[0] + y * b_strides[1]
+    weight_ptr += z * weight_strides[0] + y * weight_strides[1]
+    c_ptr += z * c_strides[0] + y * c_strides[1]
     row_ptr, column_ptr = row_ptr + z * stride_rg + y * stride_rp, column_ptr + z * stride_sg + y * stride_sp
     i, inner = tile // across * BLOCK_M + tl.arange(0, BLOCK_M), tile % across * BLOCK_K + tl.arange(0, BLOCK_K)
-    begin, end = part * span, tl.minimum(part * span + span, n)
-    a = _load(a_ptr, i, inner, m, k, stride_am, stride_ak, A, NO_PATH, DTYPE)
+    a = _load(a_ptr, i, inner, m, k, a_strides, NO_PATH, DTYPE)
     a_top, row_shift = tl.max(a, 1), finite(_line(row_ptr, i, m, stride_rm, 0.0, DTYPE))
     left, sums, missing = _less(a_top, row_shift), tl.zeros((BLOCK_M, BLOCK_K), DTYPE), tl.zeros((), tl.int32)
-    for first in tl.range(begin, end, BLOCK_N):
+    for first in tl.range(0, n, BLOCK_N):
         j = first + tl.arange(0, BLOCK_N)
-        weight = _load(weight_ptr, i, j, m, n, stride_wm, stride_wn, W, 0.0, DTYPE)
-        c = _load(c_ptr, i, j, m, n, stride_cm, stride_cn, C, NO_PATH, DTYPE)
-        b = _load(b_ptr, j, inner, n, k, stride_bn, stride_bk, B, NO_PATH, DTYPE)
+        weight = _load(weight_ptr, i, j, m, n, weight_strides, 0.0, DTYPE)
+        c = _load(c_ptr, i, j, m, n, c_strides, NO_PATH, DTYPE)
+        b = _load(b_ptr, j, inner, n, k, b_strides, NO_PATH, DTYPE)
         b_top = tl.max(b, 1)
         right = _less(b_top, finite(_line(column_ptr, j, n, stride_sn, 0.0, DTYPE)))
         q, pairwise = _quotient(weight, c, left[:, None], right[None, :])
@@ -168,24 +159,18 @@ def gradient_kernel(
         sums = multiply(q, exp(b - finite(b_top)[:, None]), sums, PRECISION)
     gradient, pairs = exp(a - finite(a_top)[:, None]) * sums, tl.zeros((BLOCK_M, BLOCK_K), DTYPE)
     if missing > 0:
-        for at in tl.range(begin.to(tl.int64), end.to(tl.int64)):
-            weight = _line(weight_ptr + at * stride_wn, i, m, stride_wm, 0.0, DTYPE)
-            c = _line(c_ptr + at * stride_cn, i, m, stride_cm, NO_PATH, DTYPE)
-            b = _line(b_ptr + at * stride_bn, inner, k, stride_bk, NO_PATH, DTYPE)
+        for j in tl.range(0, n):
+            at = tl.cast(j, tl.int64)
+            weight = _line(weight_ptr + at * weight_strides[3], i, m, weight_strides[2], 0.0, DTYPE)
+            c = _line(c_ptr + at * c_strides[3], i, m, c_strides[2], NO_PATH, DTYPE)
+            b = _line(b_ptr + at * b_strides[2], inner, k, b_strides[3], NO_PATH, DTYPE)
             right = _less(b, finite(_line(column_ptr + at * stride_sn, inner, k, 0, 0.0, DTYPE)))
             _, pairwise = _quotient(weight, c, left, tl.max(right, 0))
             share = exp((_less(a, row_shift[:, None]) + right[None, :]) - tl.where(pairwise, c, 0.0)[:, None])
             pairs += tl.where(pairwise[:, None], (weight * (1.0 / SCALE))[:, None] * share, 0.0)
     gradient = tl.where(a == NO_PATH, 0.0, gradient * (1.0 / SCALE) + pairs * SCALE)
-    places, inside = _places(i, inner, m, k, stride_om, stride_ok, OUT)
-    tl.store(out_ptr + part.to(tl.int64) * stride_oe + z * stride_og + y * stride_op + places, gradient, mask=inside)
-
-
-def widths(matrices: Tensor) -> tuple[int, int]:
-    """How many rows, and how many columns, are adjacent and begin at an aligned place."""
-    (m, n), (stride_m, stride_n) = matrices.shape[-2:], matrices.stride()[-2:]
-    by_rows, by_columns = stride_n == 1 and not (stride_m % 4 or n % 4), stride_m == 1 and not (stride_n % 4 or m % 4)
-    return (1, 4) if by_rows else (4, 1) if by_columns else (1, 1)
+    places, inside = _places(i, inner, m, k, out_strides)
+    tl.store(out_ptr + z * out_strides[0] + y * out_strides[1] + places, gradient, mask=inside)
 
 
 def tiles(m: int, n: int, k: int, dtype: torch.dtype, most=_PRODUCT) -> tuple[int, list[int], dict[str, int]]:
@@ -207,9 +192,8 @@ def forward(a: Tensor, b: Tensor, shifts: Shifts, out: Into = None, tops: Into =
     out = torch.empty(g, p, m, n, dtype=dtype, device=a.device) if out is None else out
     count, block, options = tiles(m, n, k, dtype)
     product_kernel[(g * p * count,)](
-        a, b, out, *shifts, tops, counts, count, p, m, n, k, *a.stride(), *b.stride(), *out.stride(),
-        *shifts[0].stride(), *shifts[1].stride(), widths(a), widths(b), widths(out), precision(dtype, a.device),
-        *block, **options,
+        a, b, out, *shifts, tops, counts, count, p, m, n, k, a.stride(), b.stride(), out.stride(),
+        *shifts[0].stride(), *shifts[1].stride(), precision(dtype, a.device), *block, **options,
     )  # fmt: skip
     return out
 
@@ -218,13 +202,7 @@ def backward(grad: Tensor, weight: Tensor, a: Tensor, b: Tensor, c: Tensor, shif
     """Write the gradient of `sum(weight * product)` with respect to `a`; `c` is the product less `shifts`."""
     (g, p, m, k), n = a.shape, b.shape[-1]
     count, block, options = tiles(m, k, n, c.dtype, _GRADIENT)
-    parts = max(1, min(2 * num_processors(a.device) // (g * p * count), n // _TERMS))
-    span = triton.cdiv(n, parts * block[2]) * block[2]
-    out = grad[None] if parts == 1 else torch.empty(parts, g, p, m, k, dtype=c.dtype, device=a.device)
-    gradient_kernel[(g * p * parts * count,)](
-        weight, a, b, c, out, *shifts, count, parts, span, p, m, n, k, *weight.stride(), *a.stride(), *b.stride(),
-        *c.stride(), *out.stride(), *shifts[0].stride(), *shifts[1].stride(), widths(weight), widths(a), widths(b.mT),
-        widths(c), widths(out), precision(c.dtype, a.device), *block, **options,
+    gradient_kernel[(g * p * count,)](
+        weight, a, b, c, grad, *shifts, count, p, m, n, k, weight.stride(), a.stride(), b.mT.stride(), c.stride(),
+        grad.stride(), *shifts[0].stride(), *shifts[1].stride(), precision(c.dtype, a.device), *block, **options,
     )  # fmt: skip
-    if parts > 1:
-        grad.copy_(out.sum(0))

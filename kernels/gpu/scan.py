@@ -11,7 +11,8 @@ matrix product over all sequences, or an outer product, see `counts`.
 
 x (v, g, m, c), of any float type and strides; P (v - 1 or 1, g, c, c), linear or logarithms, one matrix for m sequences
 of each of g sets; ends (g, m) int64, the steps of a sequence, at least 1; messages (slots, g, m, c), contiguous, step i
-in slot i % slots, or with weights the forward message of step i in slot i + 1.
+in slot i % slots, or with weights the forward message of step i in slot i + 1. With ENTERED, step 0 is that whose
+message entered: x_0 is 0 and not in memory.
 
 One program scans M sequences of one set through all their steps: 16, by `tl.dot`, or one that has its own matrices. Its
 last message is in registers where a block of the matrix holds all states, and otherwise in memory that no other program
@@ -151,9 +152,9 @@ def _add_product(a, p, u, k, least, LOG: tl.constexpr, PRECISION: tl.constexpr):
 def _scan(
     x_ptr, p_ptr, bound_ptr, product_ptr, start_ptr, ends_ptr, message_ptr, entry_ptr, other_ptr, weight_ptr,
     posterior_ptr, taken_ptr, taken_other_ptr, log_norm_ptr, flag_ptr, first, steps, v, g, m, slots, matrices,
-    x_strides, p_strides, posterior_strides, REVERSE: tl.constexpr, SHIFT: tl.constexpr, STRIDE_K: tl.constexpr,
-    STRIDE_J: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LOG: tl.constexpr,
-    DIVIDED: tl.constexpr, PRECISION: tl.constexpr,
+    x_strides, p_strides, posterior_strides, ENTERED: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr,
+    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, LOG: tl.constexpr, DIVIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The scan of M sequences from step `first` on, `steps` steps. STRIDE_K belongs to the index that is summed over.
 
@@ -205,7 +206,10 @@ def _scan(
         before_ptr = previous_ptr
         if entry_ptr is not None:
             before_ptr = tl.where(t == 0, entry_ptr, previous_ptr)
-        x = tl.load(x_ptr + i.to(tl.int64) * x_strides[0], mask=here_now, other=float("-inf")).to(DTYPE)
+        x_at = x_ptr + (i - ENTERED).to(tl.int64) * x_strides[0]
+        x = tl.load(x_at, mask=here_now & (i >= ENTERED), other=float("-inf")).to(DTYPE)
+        if ENTERED:
+            x = tl.where(here_now & (i == 0), 0.0, x)
         # the product
         u = tl.zeros((M, N), DTYPE)
         k = tl.full((), -536870912 if LOG else -1022, tl.int32)
@@ -309,9 +313,10 @@ def _scan(
 def scan_kernel(
     x_ptr, p_ptr, bound_ptr, product_ptr, start_ptr, final_ptr, ends_ptr, a_ptr, w_ptr, a_entry_ptr, w_entry_ptr,
     a_other_ptr, w_other_ptr, weight_ptr, posterior_ptr, taken_ptr, log_norm_ptr, flag_ptr, first, steps, first_back,
-    steps_back, v, g, m, slots, matrices, x_strides, p_strides, posterior_strides, DIRECTIONS: tl.constexpr,
-    SHIFT: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, LOG: tl.constexpr, DIVIDED: tl.constexpr, PRECISION: tl.constexpr,
+    steps_back, v, g, m, slots, matrices, x_strides, p_strides, posterior_strides, ENTERED: tl.constexpr,
+    DIRECTIONS: tl.constexpr, SHIFT: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LOG: tl.constexpr, DIVIDED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program scans M sequences in one direction; `a` and `w` are the forward and the backward messages."""
     taken_back_ptr = taken_ptr
@@ -321,15 +326,15 @@ def scan_kernel(
         _scan(
             x_ptr, p_ptr, bound_ptr, product_ptr, start_ptr, ends_ptr, a_ptr, a_entry_ptr, w_other_ptr, weight_ptr,
             posterior_ptr, taken_ptr, taken_back_ptr, log_norm_ptr, flag_ptr, first, steps, v, g, m, slots, matrices,
-            x_strides, p_strides, posterior_strides, False, SHIFT, STRIDE_K, STRIDE_J, C, M, N, K, LOG, DIVIDED,
-            PRECISION,
+            x_strides, p_strides, posterior_strides, ENTERED, False, SHIFT, STRIDE_K, STRIDE_J, C, M, N, K, LOG,
+            DIVIDED, PRECISION,
         )  # fmt: skip
     else:
         _scan(
             x_ptr, p_ptr, bound_ptr, product_ptr, final_ptr, ends_ptr, w_ptr, w_entry_ptr, a_other_ptr, weight_ptr,
             posterior_ptr, taken_back_ptr, taken_ptr, log_norm_ptr if DIRECTIONS == BACKWARD else None, flag_ptr,
-            first_back, steps_back, v, g, m, slots, matrices, x_strides, p_strides, posterior_strides, True, 0,
-            STRIDE_J, STRIDE_K, C, M, N, K, LOG, DIVIDED, PRECISION,
+            first_back, steps_back, v, g, m, slots, matrices, x_strides, p_strides, posterior_strides, ENTERED, True,
+            0, STRIDE_J, STRIDE_K, C, M, N, K, LOG, DIVIDED, PRECISION,
         )  # fmt: skip
 
 

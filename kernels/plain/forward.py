@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..message import Kept, Message, leaving_message, normalised
+from ..message import Kept, Message, encoded, leaving_message, normalised
 from ..numbers import FLUSH, exact_sum, relative_logs
 from . import matmul as log_matmul
 
@@ -25,7 +25,7 @@ def forward(
 
     Args:
         chain: operands for v steps of g sets of m sequences with c states. Sequences whose messages would underflow in
-            its dtype are computed exactly too.
+            its dtype are computed exactly too. A length outside 1..v gives NaN.
         entering: the forward message of the step before the first; None: the chain begins with p0.
         keep: memory (steps, g, m, c), contiguous, of the dtype of the arithmetic, into which all messages are written,
             `entering` first, so that `steps` is at least their number; None where no gradient is wanted.
@@ -62,17 +62,19 @@ def forward(
             keep[step + entered] = message if chain.ended is None else message.masked_fill(chain.ended[step], -math.inf)
     # kept messages are linear, but in sequences where one would underflow they are logarithms
     for logs in keep[: chain.v + entered] if keep is not None else ():
-        logs.copy_(torch.where(redone[..., None], logs, logs.exp()))
+        logs.copy_(torch.where(redone[..., None], encoded(logs, chain.dtype), logs.exp()))
     values, total = normalised(message)
     scale = torch.stack(exact_sum(torch.stack([scale[0], total, scale[1]])))
+    if chain.ends is not None and entering is None:  # on a GPU, lengths are not checked before
+        scale[0].masked_fill_(((chain.ends < 1) | (chain.ends > chain.v))[..., 0], math.nan)
     leaving = leaving_message(chain.ends, Message(values, scale), entering)
     kept = Kept(scale.sum(0), chain.new(0) if keep is None else keep, redone, entering is not None)
     return kept, leaving if leave else None
 
 
 def _underflows(message: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether a state of nonzero weight in a message of logarithms (g, m, c) would count as zero in `dtype`, (g, m)."""
-    return ((message > -math.inf) & (message < math.log(FLUSH[dtype]))).any(-1)
+    """Whether a state of nonzero weight in a message of logarithms (g, m, c) is NaN or would be 0 in `dtype` (g, m)."""
+    return ~((message == -math.inf) | (message >= math.log(FLUSH[dtype]))).all(-1)
 
 
 def potentials(chain: Chain, step: int) -> tuple[Tensor, Tensor]:

@@ -98,5 +98,6 @@ def without_states(chain: Chain, states: Tensor, lost: Tensor, entered: int = 0)
     """
     lost = lost[..., None]
     if chain.ends is not None:
-        lost = lost | (torch.arange(states.shape[-1], device=states.device) >= chain.ends + entered)
+        wrong = (chain.ends < 1 - entered) | (chain.ends > chain.v)  # on a GPU, lengths are not checked before
+        lost = lost | wrong | (torch.arange(states.shape[-1], device=states.device) >= chain.ends + entered)
     return states.masked_fill_(lost, -1)

@@ -101,8 +101,8 @@ def _backward(weight: Tensor, a: Tensor, b: Tensor, need_a: bool, need_b: bool) 
         left, right = _matrices(groups, a, b)
         joint = groups.joint(weight).reshape(left.shape[0], left.shape[1], right.shape[2])
         grad_a, grad_b = backend.backward(joint, left, right, need_a, need_b)
-        grad_a = None if grad_a is None else _ungrouped(grad_a, groups.left_order, a.shape)
-        grad_b = None if grad_b is None else _ungrouped(grad_b, groups.right_order, b.shape)
+        grad_a = None if grad_a is None else _ungrouped(grad_a.contiguous(), groups.left_order, a.shape)
+        grad_b = None if grad_b is None else _ungrouped(grad_b.contiguous(), groups.right_order, b.shape)
     else:
         grad_a, grad_b = backend.backward(weight, a, b, need_a, need_b)
     return a.new_empty(0) if grad_a is None else grad_a, b.new_empty(0) if grad_b is None else grad_b

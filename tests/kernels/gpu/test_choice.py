@@ -122,12 +122,11 @@ def results(operands, lengths):
 def test_torch_operations_on_gpu_give_results_of_plain(dtype, kernels, plain, monkeypatch):
     operands, lengths = [tensor.to(kernels) for tensor in dense(dtype, v=5, c=4)[:3]], torch.tensor([[5], [2], [3]])
     lengths = lengths.to(kernels).expand(operands[0].shape[:2])
-    a, outside = operands[0][0].mT, lengths * 2 - 4
+    outside = lengths * 2 - 4
     with devices.use("plain"):
         computed = results(operands, lengths)
         assert torch.equal(logchain.product(*operands, lengths=outside).isnan(), (outside > 5) | (outside < 1))
         assert torch.equal((logchain.viterbi(*operands, lengths=outside).states < 0).all(-1), outside != 2)
-        assert devices.log_matmul_kernels(a).backward(a @ a.mT, a, a.mT, True, False)[0].is_contiguous()
     monkeypatch.setattr(devices, "on_gpu", lambda tensor: False)
     torch.testing.assert_close(computed, results(operands, lengths), rtol=0, atol=0)
 
@@ -158,8 +157,9 @@ def test_backward_by_a_backend_that_forward_did_not_use_is_exact(dtype, order, e
             residuals.log_norm[1, 0] = -torch.inf  # impossible because of another part of the chain
         with devices.use(order[1]):
             start = passes.backward(chain, residuals, weight, following if entered else None, *into)
-        # a message is known up to a factor, and only where it has weight
-        return start.softmax(-1) * (weight * residuals.log_norm.isfinite())[..., None] if entered else start, *into
+        if entered:  # a message is known up to a factor, and only where it has weight
+            start = (start + entering.values).softmax(-1) * (weight * residuals.log_norm.isfinite())[..., None]
+        return start, *into
 
     with pytest.warns(RuntimeWarning) if "auto" in order else devices.use("auto"):
         computed = gradients(*order)
