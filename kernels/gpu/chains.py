@@ -109,22 +109,6 @@ def _tiles(c: int, m: int, dtype: torch.dtype) -> dict[str, int]:
     return {"M": 1 if m == 1 else 16, "N": n, "K": block, "num_warps": warps, "num_stages": stages}
 
 
-class Side(NamedTuple):
-    """The scan in one direction: its first step, the messages that it writes, and those of the other direction.
-
-    `entry`: the message before the first step, if it is not among those that are written.
-    """
-
-    first: int = 0
-    steps: int = 0
-    messages: Tensor | None = None
-    entry: Tensor | None = None
-    other: Tensor | None = None
-
-
-_NO_SIDE = Side()
-
-
 class Scan:
     """The scans of a batch of chains.
 
@@ -170,70 +154,76 @@ class Scan:
         v = self.chains.shape[0]
         middle = v // 2
         if not halved:
-            self._launch(FORWARD, Side(0, v, messages), log_norm=log_norm)
+            self._launch(messages, (0, v), log_norm=log_norm)
             return
         back = messages if len(messages) == v else torch.empty_like(messages)
-        self._launch(BOTH, Side(0, middle + 1, messages), Side(v - 1, v - 1 - middle, back), log_norm=log_norm)
-        met, entry = torch.empty_like(messages[:1]), back[(middle + 1) % len(back)]
-        self._launch(BACKWARD, back=Side(middle, 1, met, entry, messages[middle % len(messages)]), log_norm=log_norm)
+        self._launch(messages, (0, middle + 1), (v - 1, v - 1 - middle), back=back, log_norm=log_norm)
+        if back is messages:  # which are kept
+            back = torch.empty_like(messages[:2])
+            back[(middle + 1) % 2] = messages[middle + 1]
+        other = messages[(middle - middle % 2) % len(messages) :]
+        self._launch(back, behind=(middle, 1), other=other, log_norm=log_norm)
 
     def backward(
         self, messages: Tensor, weight: Tensor, final: Tensor | None, posterior: Tensor, *, halved: bool
     ) -> Tensor:
-        """Write posteriors (v, g, m, c) times weights (g, m), and return the other messages (v + 1, g, m, c).
+        """Write posteriors (v, g, m, c) times weights (g, m), and return the other messages (v + 2, g, m, c).
 
         Backward messages in the slots of their steps, each divided by nu, up to the last step, or the middle one if the
-        chain is `halved`; then, one slot later, forward messages, likewise divided. Those of flagged sequences are 0.
+        chain is `halved`; then, two slots later, forward messages, likewise divided. Those of flagged sequences are 0.
         """
         (v, g, m, c), chains = self.chains.shape, self.chains
-        others, middle, last = chains.new(v + 1, g, m, c), v // 2, None
+        others, middle, ahead, behind = chains.new(v + 2, g, m, c), v // 2, None, (v - 1, v)
         if halved:
-            ahead = Side(middle + 1, v - 1 - middle, others, messages[middle], messages)
-            back = Side(middle, middle + 1, others, messages[middle + 1], messages)
-            self._launch(BOTH, ahead, back, weight=weight, posterior=posterior)
-        else:
-            if final is not None:
-                last = chains.new(g, m, c)
-                self._prepare(0, final, last, start_log=True)
-            back = Side(v - 1, v, others, None, messages)
-            self._launch(BACKWARD, back=back, weight=weight, posterior=posterior, final=last)
-        clear_kernel[(g * m,)](self.flags, others, v + 1, C=c, N=chains.width, num_warps=1)
+            others[middle + 1], others[middle + 2] = messages[middle + 1], messages[middle]
+            ahead, behind = (middle + 1, v - 1 - middle), (middle, middle + 1)
+        elif final is not None:
+            logs, final = final, chains.new(g, m, c)
+            self._prepare(0, logs, final, start_log=True)
+        self._launch(others, ahead, behind, other=messages, weight=weight, posterior=posterior, final=final)
+        clear_kernel[(g * m,)](self.flags, others, v + 2, C=c, N=chains.width, num_warps=1)
         return others
 
     def _launch(
-        self, directions: Any, ahead: Side = _NO_SIDE, back: Side = _NO_SIDE, *, weight: Tensor | None = None,
+        self, messages: Tensor, ahead: tuple[int, int] | None = None, behind: tuple[int, int] | None = None, *,
+        back: Tensor | None = None, other: Tensor | None = None, weight: Tensor | None = None,
         posterior: Tensor | None = None, final: Tensor | None = None, log_norm: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Scan in one direction or in both; with many states, step by step."""
+        """Scan in one direction or in both, each from a first step and so many; with many states, step by step.
+
+        `back`: where backward messages are written, if not to `messages`; `other`: those of the other direction.
+        """
         chains, (v, g, m, c), values = self.chains, self.chains.shape, self._values
-        side = back if ahead.messages is None else ahead
-        assert side.messages is not None
-        shape, steps = _tiles(c, m, chains.dtype), iter([(None, 0, side.steps)])
+        shape, directions = _tiles(c, m, chains.dtype), FORWARD if behind is None else BOTH if ahead else BACKWARD
+        (first, steps), (first_back, steps_back) = ahead or (0, 0), behind or (0, 0)
+        parts: Any = [(None, 0, max(steps, steps_back))]
         if not chains.by_program:
             shape = {"M": 1, "N": chains.width, "K": 1, "num_warps": 8, "num_stages": 1}
-            steps = self._steps(side.messages, side, forward=side is ahead)
-        for product, done, count in steps:
+            parts = self._steps(messages, ahead, behind)
+        for product, done, count in parts:
             scan_kernel[(g * triton.cdiv(m, shape["M"]), 2 if directions is BOTH else 1)](
-                chains.x, values, self.bound, product, self._start, final, chains.ends, ahead.messages, back.messages,
-                ahead.entry, back.entry, back.other, ahead.other, weight, posterior, self._taken,
-                log_norm if done + count == side.steps else None, self.flags, ahead.first + done,
-                min(count, ahead.steps), back.first - done, min(count, back.steps) if side is back else back.steps, v,
-                g, m, len(side.messages), len(values), chains.x.stride(),
-                (0 if len(values) == 1 else values.stride(0), values.stride(1)),
+                chains.x, values, self.bound, product, self._start, final, chains.ends, messages,
+                messages if back is None else back, other, weight, posterior, self._taken,
+                log_norm if done + count >= max(steps, steps_back) else None, self.flags, first + done,
+                min(count, steps), first_back - done, min(count, steps_back), v, g, m, len(messages), len(values),
+                chains.x.stride(), (0 if len(values) == 1 else values.stride(0), values.stride(1)),
                 None if posterior is None else posterior.stride(), ENTERED=chains.entered, DIRECTIONS=directions,
-                SHIFT=0 if weight is None else 1, STRIDE_K=values.stride(2), STRIDE_J=values.stride(3), C=c,
+                SHIFT=0 if weight is None else 2, STRIDE_K=values.stride(2), STRIDE_J=values.stride(3), C=c,
                 LOG=chains.log_params and chains.separate, DIVIDED=chains.log_params and values is not chains.bulk,
                 PRECISION=precision(chains.dtype, chains.x.device), **shape,
             )  # fmt: skip
 
-    def _steps(self, messages: Tensor, side: Side, *, forward: bool) -> Iterator[tuple[Any, int, int]]:
+    def _steps(
+        self, messages: Tensor, ahead: tuple[int, int] | None, behind: tuple[int, int] | None
+    ) -> Iterator[tuple[Tensor, int, int]]:
         """The steps of a scan of many states, each with its product u, which one stock matrix product has written."""
         values, u = self._values, torch.empty_like(messages[0])
-        for t in range(side.steps):
-            if t and forward:
-                i = side.first + t - 1
+        first, steps = ahead or behind or (0, 0)
+        for t in range(steps):
+            if t and ahead:
+                i = first + t - 1
                 torch.matmul(messages[i % len(messages)], values[i % len(values)], out=u)
             elif t:
-                i = side.first - t
+                i = first - t
                 torch.matmul(messages[i + 1], values[i % len(values)].mT, out=u)
             yield u, t, 1

@@ -51,7 +51,7 @@ def counts_kernel(
         early = step + 1 <= middle
         at_k, at_j = step * pitch + z * C + k, (step + 1) * pitch + z * C + j
         a = tl.load(message_ptr + at_k, mask=(k < C) & early, other=0.0)
-        a += tl.load(other_ptr + pitch + at_k, mask=(k < C) & (early == 0), other=0.0)
+        a += tl.load(other_ptr + 2 * pitch + at_k, mask=(k < C) & (early == 0), other=0.0)
         w = tl.load(other_ptr + at_j, mask=(j < C) & early, other=0.0)
         w += tl.load(message_ptr + at_j, mask=(j < C) & (early == 0), other=0.0)
         share = tl.where(flagged > 0, 0.0, a[:, None] * w[None, :])
@@ -132,7 +132,7 @@ def _multiply(messages: Tensor, others: Tensor, out: Tensor, middle: int) -> Non
     v, g, m, _ = messages.shape
     halves = [(messages[:middle], others[1 : middle + 1], slice(0, middle))]
     if middle < v - 1:
-        halves.append((others[middle + 1 : v], messages[middle + 1 :], slice(middle, v - 1)))
+        halves.append((others[middle + 2 : v + 1], messages[middle + 1 :], slice(middle, v - 1)))
     for number, (a, w, steps) in enumerate(halves):
         if len(out) > 1:
             for z in range(g):

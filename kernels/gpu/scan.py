@@ -11,7 +11,7 @@ matrix product over all sequences, or an outer product, see `counts`.
 
 x (v, g, m, c), of any float type and strides; P (v - 1 or 1, g, c, c), linear or logarithms, one matrix for m sequences
 of each of g sets; ends (g, m) int64, the steps of a sequence, at least 1; messages (slots, g, m, c), contiguous, step i
-in slot i % slots, or with weights the forward message of step i in slot i + 1. With ENTERED, step 0 is that whose
+in slot i % slots, or with weights the forward message of step i in slot i + 2. With ENTERED, step 0 is that whose
 message entered: x_0 is 0 and not in memory.
 
 One program scans M sequences of one set through all their steps: 16, by `tl.dot`, or one that has its own matrices. Its
@@ -150,16 +150,16 @@ def _add_product(a, p, u, k, least, LOG: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _scan(
-    x_ptr, p_ptr, bound_ptr, product_ptr, start_ptr, ends_ptr, message_ptr, entry_ptr, other_ptr, weight_ptr,
-    posterior_ptr, taken_ptr, taken_other_ptr, log_norm_ptr, flag_ptr, first, steps, v, g, m, slots, matrices,
-    x_strides, p_strides, posterior_strides, ENTERED: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr,
-    STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, LOG: tl.constexpr, DIVIDED: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, p_ptr, bound_ptr, product_ptr, start_ptr, ends_ptr, message_ptr, other_ptr, weight_ptr, posterior_ptr,
+    taken_ptr, taken_other_ptr, log_norm_ptr, flag_ptr, first, steps, v, g, m, slots, matrices, x_strides, p_strides,
+    posterior_strides, ENTERED: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, STRIDE_K: tl.constexpr,
+    STRIDE_J: tl.constexpr, C: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LOG: tl.constexpr,
+    DIVIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The scan of M sequences from step `first` on, `steps` steps. STRIDE_K belongs to the index that is summed over.
 
-    `product_ptr`: holds the products u of the only step. `entry_ptr`: the message before the first step, if it is not
-    among `message_ptr`. Without `other_ptr` only messages are written.
+    The message before the first step is in its slot. `product_ptr`: holds the products u of the only step. Without
+    `other_ptr` only messages are written.
     """
     DTYPE: tl.constexpr = message_ptr.dtype.element_ty
     TARGET: tl.constexpr = target(DTYPE)
@@ -190,8 +190,7 @@ def _scan(
     begun = (previous >= 0) & (previous < v)
     message = tl.zeros((M, N), DTYPE)
     if HELD and product_ptr is None:
-        before_ptr = message_ptr + (previous + SHIFT) % slots * pitch if entry_ptr is None else entry_ptr
-        message = tl.load(before_ptr + here, mask=there & begun, other=0.0)
+        message = tl.load(message_ptr + (previous + SHIFT) % slots * pitch + here, mask=there & begun, other=0.0)
         p_at = p_ptr + tl.where(begun, tl.minimum(first, previous), 0).to(tl.int64) * p_strides[0]
         p = load_block(p_at, tl.arange(0, K), j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
     for t in tl.range(0, steps):
@@ -203,9 +202,6 @@ def _scan(
         here_now = there & active[:, None]
         at = message_ptr + (i + SHIFT) % slots * pitch + here
         previous_ptr = message_ptr + (previous + SHIFT) % slots * pitch
-        before_ptr = previous_ptr
-        if entry_ptr is not None:
-            before_ptr = tl.where(t == 0, entry_ptr, previous_ptr)
         x_at = x_ptr + (i - ENTERED).to(tl.int64) * x_strides[0]
         x = tl.load(x_at, mask=here_now & (i >= ENTERED), other=float("-inf")).to(DTYPE)
         if ENTERED:
@@ -227,7 +223,7 @@ def _scan(
             for block in tl.range(0, tl.where(begun, C, 0), K):
                 source = block + tl.arange(0, K)
                 mask = inside[:, None] & (source < C)[None, :]
-                a = tl.load(before_ptr + sequence[:, None] * C + source[None, :], mask=mask, other=0.0)
+                a = tl.load(previous_ptr + sequence[:, None] * C + source[None, :], mask=mask, other=0.0)
                 p = load_block(p_at, source, j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
                 u, k, least = _add_product(a, p, u, k, least, LOG, PRECISION)
             if M > 1:
@@ -291,9 +287,7 @@ def _scan(
         tl.store(at, new, mask=here_now | (there & (slots >= v)))
         if weight_ptr is not None:
             if product_ptr is not None or not HELD:
-                message = tl.load(before_ptr + here, mask=there & begun, other=0.0)
-            if entry_ptr is not None and REVERSE:
-                begun = begun & (t > 0)  # the scan in the other direction writes this one
+                message = tl.load(previous_ptr + here, mask=there & begun, other=0.0)
             divided = tl.where(share == 0.0, 0.0, message * (share * 2.0**-TARGET))
             tl.store(previous_ptr + here, divided, mask=there & begun)
         message = new
@@ -311,12 +305,11 @@ def _scan(
 
 @triton.jit(do_not_specialize=["first", "steps", "first_back", "steps_back", "v", "g", "m", "slots", "matrices"])
 def scan_kernel(
-    x_ptr, p_ptr, bound_ptr, product_ptr, start_ptr, final_ptr, ends_ptr, a_ptr, w_ptr, a_entry_ptr, w_entry_ptr,
-    a_other_ptr, w_other_ptr, weight_ptr, posterior_ptr, taken_ptr, log_norm_ptr, flag_ptr, first, steps, first_back,
-    steps_back, v, g, m, slots, matrices, x_strides, p_strides, posterior_strides, ENTERED: tl.constexpr,
-    DIRECTIONS: tl.constexpr, SHIFT: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LOG: tl.constexpr, DIVIDED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_ptr, p_ptr, bound_ptr, product_ptr, start_ptr, final_ptr, ends_ptr, a_ptr, w_ptr, other_ptr, weight_ptr,
+    posterior_ptr, taken_ptr, log_norm_ptr, flag_ptr, first, steps, first_back, steps_back, v, g, m, slots,
+    matrices, x_strides, p_strides, posterior_strides, ENTERED: tl.constexpr, DIRECTIONS: tl.constexpr,
+    SHIFT: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, LOG: tl.constexpr, DIVIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program scans M sequences in one direction; `a` and `w` are the forward and the backward messages."""
     taken_back_ptr = taken_ptr
@@ -324,17 +317,17 @@ def scan_kernel(
         taken_back_ptr = taken_ptr + g.to(tl.int64) * m
     if DIRECTIONS == FORWARD or (DIRECTIONS == BOTH and tl.program_id(1) == 0):
         _scan(
-            x_ptr, p_ptr, bound_ptr, product_ptr, start_ptr, ends_ptr, a_ptr, a_entry_ptr, w_other_ptr, weight_ptr,
-            posterior_ptr, taken_ptr, taken_back_ptr, log_norm_ptr, flag_ptr, first, steps, v, g, m, slots, matrices,
-            x_strides, p_strides, posterior_strides, ENTERED, False, SHIFT, STRIDE_K, STRIDE_J, C, M, N, K, LOG,
-            DIVIDED, PRECISION,
+            x_ptr, p_ptr, bound_ptr, product_ptr, start_ptr, ends_ptr, a_ptr, other_ptr, weight_ptr, posterior_ptr,
+            taken_ptr, taken_back_ptr, log_norm_ptr, flag_ptr, first, steps, v, g, m, slots, matrices, x_strides,
+            p_strides, posterior_strides, ENTERED, False, SHIFT, STRIDE_K, STRIDE_J, C, M, N, K, LOG, DIVIDED,
+            PRECISION,
         )  # fmt: skip
     else:
         _scan(
-            x_ptr, p_ptr, bound_ptr, product_ptr, final_ptr, ends_ptr, w_ptr, w_entry_ptr, a_other_ptr, weight_ptr,
-            posterior_ptr, taken_back_ptr, taken_ptr, log_norm_ptr if DIRECTIONS == BACKWARD else None, flag_ptr,
-            first_back, steps_back, v, g, m, slots, matrices, x_strides, p_strides, posterior_strides, ENTERED, True,
-            0, STRIDE_J, STRIDE_K, C, M, N, K, LOG, DIVIDED, PRECISION,
+            x_ptr, p_ptr, bound_ptr, product_ptr, final_ptr, ends_ptr, w_ptr, other_ptr, weight_ptr, posterior_ptr,
+            taken_back_ptr, taken_ptr, log_norm_ptr if DIRECTIONS == BACKWARD else None, flag_ptr, first_back,
+            steps_back, v, g, m, slots, matrices, x_strides, p_strides, posterior_strides, ENTERED, True, 0, STRIDE_J,
+            STRIDE_K, C, M, N, K, LOG, DIVIDED, PRECISION,
         )  # fmt: skip
 
 
