@@ -39,10 +39,11 @@ def broadcast(batches: tuple[tuple[int, ...], ...], steps: tuple[int, int]) -> C
 
 def strange(chain: Chain, how: str) -> Chain:
     """The same values in another layout."""
-    return chain._replace(**{key: _strange(getattr(chain, key), how) for key in ("x", "bulk", "p0")})
+    return chain._replace(**{key: relaid(getattr(chain, key), how) for key in ("x", "bulk", "p0")})
 
 
-def _strange(tensor: torch.Tensor, how: str) -> torch.Tensor:
+def relaid(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values in another layout."""
     if how == "transposed":
         return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
     if how == "reversed axes":

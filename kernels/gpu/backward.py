@@ -64,7 +64,7 @@ def _write(
     messages = kept.messages[:v]
     # a chain that did not come from the Triton kernels has no bounds
     scan = Scan(chains, kept.redone.view(torch.int8).clone(), kept.bound)
-    weight, log_norm = weight.contiguous(), kept.log_norm.contiguous()
+    weight, log_norm = weight.resolve_neg().contiguous(), kept.log_norm.contiguous()
     final = None if following is None else following.double().contiguous()
     others = scan.backward(messages, weight, final, posterior, halved=kept.halved)
     counts = None

@@ -10,8 +10,6 @@ import triton.runtime.interpreter as interpreter
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.kernels.gpu import tensor_cores
-
 # Triton's own methods, which `install` replaces
 _DOT, _CAST = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
@@ -34,7 +32,14 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         return _DOT(self, a, b, d, input_precision, max_num_imprecise_acc)
     if input_precision != ir.INPUT_PRECISION.TF32:
         raise TypeError(f"tl.dot: expected input_precision ieee or tf32, got {input_precision}; call scaled.multiply")
-    return TensorHandle(tensor_cores.tf32(a.data, b.data, d.data), d.dtype.scalar)
+    product = _truncated(a.data) @ _truncated(b.data)
+    return TensorHandle((product + d.data).astype(np.float32), d.dtype.scalar)
+
+
+def _truncated(x):
+    """What a tensor core sees of a float32, in float64: the low 13 bits are ignored."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
+    return bits.view(np.float32).astype(np.float64)
 
 
 @np.errstate(over="ignore", invalid="ignore")

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from logchain import reference
 from logchain.kernels.gpu import log_matmul, matmul
-from tests import oracle
+from tests import layouts, oracle
 from tests.contract import TENSOR_CORES, assert_values, gradient_bound, poisoned_memory, unit, value_bound
 from tests.test_matmul import CASES, F32, F64, INF, NAN, abyss, dead, dense, depth, draw, misaligned, offsets, sparse
 
@@ -88,8 +88,11 @@ def test_strides_do_not_change_results(case, device):
     assert torch.equal(multiply(*shared), multiply(*(tensor.contiguous() for tensor in shared)))
     of_contiguous = matmul.backward(expected[0], a[0], b[0], True, True)
     of_strided = matmul.backward(out[0], spread[0][0], inside_out[1][0], True, True)
-    for gradient, same in zip(of_strided, of_contiguous, strict=True):
-        assert torch.equal(gradient, same)
+    negative = [layouts.relaid(one, "negative view") for one in (expected[0], a[0], b[0])]
+    assert torch.equal(matmul.forward(*negative[1:])[0], expected[0])
+    for gradients in of_strided, matmul.backward(*negative, True, True):
+        for gradient, same in zip(gradients, of_contiguous, strict=True):
+            assert torch.equal(gradient, same)
 
 
 @pytest.mark.parametrize("axis", range(4))
