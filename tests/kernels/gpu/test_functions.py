@@ -61,24 +61,6 @@ def test_messages_entropy_and_covariances_are_those_of_the_cpu(name, lengths, de
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", ["dense", "detour"])
-def test_chunked_chains_are_those_of_the_cpu(name, device, monkeypatch):
-    chain = FAMILIES[name](F64, n=1, t=1, v=7, c=2)
-
-    def results(device):
-        x, bulk, p0 = (operand.requires_grad_() for operand in on(device, chain))
-        states, options = chain.x.argmax(-1).to(device), {"log_params": chain.log_params}
-        log_prob = logchain.log_prob(x, bulk, p0, states, **options)
-        out = logchain.product(x, bulk, p0, strategy="overlapped", **options)
-        found = [out, *torch.autograd.grad(out.sum(), [x, bulk]), log_prob, logchain.entropy(x, bulk, p0, **options)]
-        return [value.detach().cpu() for value in found]
-
-    expected = results("cpu")
-    monkeypatch.setattr(choose, "of", lambda *_: choose.Schedule("chunked", 2))
-    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
-    torch.testing.assert_close(results(device), expected)
-
-
 def test_overlapped_means_chunked_on_a_gpu():
     place, size = choose.Where("cuda", 1), choose.Size.of((1, 10_000, 16), (1, 1, 16, 16), False, False, False, False)
     size = size._replace(gpu=True)
