@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ..chain import Chain
 from ..message import Kept
-from . import exact
+from . import counts, exact
 from .chains import Chains, Scan
-from .counts import Counts
 
 
 def backward(
@@ -67,9 +66,9 @@ def _write(
     weight, log_norm = weight.resolve_neg().contiguous(), kept.log_norm.contiguous()
     final = None if following is None else following.double().contiguous()
     others = scan.backward(messages, weight, final, posterior, halved=kept.halved)
-    counts = None
+    middle = v // 2 if kept.halved else v - 1
     if grad_bulk is not None:
-        counts = Counts(scan, messages, others, v // 2 if kept.halved else v - 1, grad_bulk)
-    recomputed = exact.backward(chains, scan.flags, log_norm, weight, final, posterior, others)
-    if counts is not None:
-        counts.finish(recomputed, by_log=by_log)
+        counts.multiply(scan, messages, others, middle, grad_bulk)
+    size = exact.backward(chains, scan.flags, log_norm, weight, final, posterior, others)
+    if grad_bulk is not None:
+        counts.write(scan, messages, others, posterior, size, middle, grad_bulk, by_log=by_log)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .chains import Scan
-from .exact import Exact, load_x, logs_and_factors
+from .exact import load_x, logs_and_factors
 from .scaled import exp, exp_over_power, power
 from .scan import load_block
 
@@ -96,40 +96,17 @@ def counts_kernel(
     tl.store(out_at, total, mask=inside)
 
 
-class Counts:
-    """The gradient (s, g, c, c) of the matrices, each contiguous in `out`.
+def multiply(scan: Scan, messages: Tensor, others: Tensor, middle: int, out: Tensor) -> None:
+    """Write sums over sequences (s, g, c, c), before `exact` writes to the messages of flagged sequences.
 
-    Up to the `middle` step, `messages` are forward messages and `others` backward ones, and then the reverse.
+    Up to the `middle` step, `messages` are forward messages and `others` backward ones, and then the reverse. Both
+    halves of the chain are stock matrix products; outer products are left to the kernel.
     """
-
-    def __init__(self, scan: Scan, messages: Tensor, others: Tensor, middle: int, out: Tensor) -> None:
-        """Write sums over sequences to `out`, before `exact` writes to the messages of flagged sequences."""
-        self._scan, self._messages, self._others, self._middle, self._out = scan, messages, others, middle, out
-        self._outer = scan.chains.separate and len(out) > 1
-        if len(messages) == 1:
-            out.zero_()
-        elif not self._outer:
-            _multiply(messages, others, out, middle)
-
-    def finish(self, exact: Exact, *, by_log: bool) -> None:
-        """Turn the sums into the gradient of the matrices, or `by_log` of their logarithms."""
-        scan, chains, out = self._scan, self._scan.chains, self._out
-        (v, g, m, c), bulk = chains.shape, chains.bulk
-        if v == 1:
-            return
-        count = len(bulk) * g
-        counts_kernel[(count * triton.cdiv(c, _TILE) ** 2,)](
-            bulk, scan.bound, out, self._messages, self._others, chains.x, chains.ends, scan.flags,
-            exact.posterior, exact.size, v, g, m, self._middle, len(bulk), chains.x.stride(), chains.matrix_strides,
-            out.stride()[:2], exact.posterior.stride(), ENTERED=chains.entered, STRIDE_K=bulk.stride(2),
-            STRIDE_J=bulk.stride(3), C=c, TILE=_TILE, LOG=chains.log_params, BY_LOG=by_log or chains.log_params,
-            OUTER=self._outer, num_warps=4,
-        )  # fmt: skip
-
-
-def _multiply(messages: Tensor, others: Tensor, out: Tensor, middle: int) -> None:
-    """Write sums over sequences of products of messages, by stock matrix products of the two halves of the chain."""
     v, g, m, _ = messages.shape
+    if v == 1:
+        out.zero_()
+    if v == 1 or (scan.chains.separate and len(out) > 1):
+        return
     halves = [(messages[:middle], others[1 : middle + 1], slice(0, middle))]
     if middle < v - 1:
         halves.append((others[middle + 2 : v + 1], messages[middle + 1 :], slice(middle, v - 1)))
@@ -144,3 +121,19 @@ def _multiply(messages: Tensor, others: Tensor, out: Tensor, middle: int) -> Non
             for z in range(g):
                 a_z, w_z = a[:, z].reshape(-1, a.shape[-1]), w[:, z].reshape(-1, w.shape[-1])
                 torch.addmm(out[0, z], a_z.mT, w_z, beta=number, out=out[0, z])
+
+
+def write(
+    scan: Scan, messages: Tensor, others: Tensor, posterior: Tensor, size: Tensor, middle: int, out: Tensor, *,
+    by_log: bool,
+) -> None:  # fmt: skip
+    """Turn sums into the gradient of the matrices, or `by_log` of their logarithms; `size`: see `exact.backward`."""
+    chains, (v, g, m, c), bulk = scan.chains, scan.chains.shape, scan.chains.bulk
+    if v == 1:
+        return
+    counts_kernel[(len(bulk) * g * triton.cdiv(c, _TILE) ** 2,)](
+        bulk, scan.bound, out, messages, others, chains.x, chains.ends, scan.flags, posterior, size, v, g, m, middle,
+        len(bulk), chains.x.stride(), chains.matrix_strides, out.stride()[:2], posterior.stride(),
+        ENTERED=chains.entered, STRIDE_K=bulk.stride(2), STRIDE_J=bulk.stride(3), C=c, TILE=_TILE,
+        LOG=chains.log_params, BY_LOG=by_log or chains.log_params, OUTER=chains.separate and len(out) > 1, num_warps=4,
+    )  # fmt: skip

@@ -11,8 +11,6 @@ a factor. One program computes one sequence; if that is not flagged, it returns 
 Kept messages are finite, see `kernels.message`: a matrix product multiplies those of flagged sequences by 0.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -249,21 +247,14 @@ def forward(
     )  # fmt: skip
 
 
-class Exact(NamedTuple):
-    """What `counts` reads of flagged sequences: posteriors (v, g, m, c) times weights, and sizes of w (v, g, m)."""
-
-    posterior: Tensor
-    size: Tensor
-
-
 def backward(
     chains: Chains, flags: Tensor, log_norm: Tensor, weight: Tensor, final: Tensor | None, posterior: Tensor, w: Tensor
-) -> Exact:
-    """Write posteriors (v, g, m, c) of flagged sequences, times weights (g, m), and backward messages w."""
+) -> Tensor:
+    """Write posteriors (v, g, m, c) of flagged sequences, times weights (g, m), and w; return sizes of w (v, g, m)."""
     v, g, m, _ = chains.shape
     size = chains.new(v, g, m, dtype=torch.float64)
     backward_kernel[(g * m,)](
         chains.x, chains.bulk, chains.start, final, chains.ends, flags, w, log_norm, weight, posterior, size, v, g, m,
         chains.x.stride(), chains.matrix_strides, chains.start.stride(), posterior.stride(), **_options(chains),
     )  # fmt: skip
-    return Exact(posterior, size)
+    return size

@@ -23,7 +23,6 @@ import logchain
 from logchain import kernels
 from logchain.kernels.chain import Chain
 from logchain.kernels.gpu import backward, chains, forward, scaled
-from logchain.kernels.gpu.exact import Exact as Exact
 from logchain.kernels.plain import backward as plain_backward
 from logchain.kernels.plain import forward as plain_forward
 from tests.kernels.gpu import steps
