@@ -21,19 +21,29 @@ def backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
-    v, g, m, c = chain.v, chain.g, chain.m, chain.c
+    g, m, c, entered = chain.g, chain.m, chain.c, int(kept.entered)
     matrices = None if grad_bulk is None else grad_bulk.reshape(len(grad_bulk), g, c, c)
-    entering = kept.logs(0) if kept.entered else None
-    if kept.entered or following is not None:  # a sequence may be impossible because of another part of the chain
+    entering = kept.logs(0) if entered else None
+    if entered or following is not None:  # a sequence may be impossible because of another part of the chain
         weight = weight.masked_fill(kept.log_norm == -torch.inf, 0.0)
     if chain.ends is not None:
-        outside = ((chain.ends < 1) | (chain.ends > v))[..., 0]
-        weight = weight.masked_fill(outside & (weight != 0), 0.0 if kept.entered else torch.nan)
-    in_place = grad_x is not None and grad_x.dtype == chain.dtype and not kept.entered
-    posterior = grad_x.reshape(v, g, m, c) if grad_x is not None and in_place else chain.new(v + kept.entered, g, m, c)
+        outside = ((chain.ends < 1) | (chain.ends > chain.v))[..., 0]
+        weight = weight.masked_fill(outside & (weight != 0), 0.0 if entered else torch.nan)
+    v = chain.v + entered
+    in_place = grad_x is not None and grad_x.dtype == chain.dtype and not entered
+    posterior = grad_x.reshape(v, g, m, c) if grad_x is not None and in_place else chain.new(v, g, m, c)
     if posterior.numel():
-        _write(Chains.of(chain, entering), kept, weight, following, posterior, matrices, by_log=chain.by_log)
-    for flat, grad in ((posterior[int(kept.entered) :], grad_x), (matrices, grad_bulk)):
+        chains, messages, middle = Chains.of(chain, entering), kept.messages[:v], v // 2 if kept.halved else v - 1
+        scan = Scan(chains, kept.redone.view(torch.int8).clone(), kept.bound)
+        weight, log_norm = weight.contiguous(), kept.log_norm.contiguous()
+        final = None if following is None else following.double().contiguous()
+        others = scan.backward(messages, weight, final, posterior, halved=kept.halved)
+        if matrices is not None:
+            counts.multiply(scan, messages, others, middle, matrices)
+        size = exact.backward(chains, scan.flags, log_norm, weight, final, posterior, others)
+        if matrices is not None:
+            counts.write(scan, messages, others, posterior, size, middle, matrices, by_log=chain.by_log)
+    for flat, grad in ((posterior[entered:], grad_x), (matrices, grad_bulk)):
         if flat is not None and grad is not None and flat.data_ptr() != grad.data_ptr():
             grad.copy_(flat.view(grad.shape))
     if entering is not None:
@@ -46,29 +56,3 @@ def backward(
     if chain.log_params or chain.by_log:
         return grad_p0
     return (grad_p0 / chain.p0.double()).masked_fill_(chain.p0 == 0, 0.0)
-
-
-def _write(
-    chains: Chains,
-    kept: Kept,
-    weight: Tensor,
-    following: Tensor | None,
-    posterior: Tensor,
-    grad_bulk: Tensor | None,
-    *,
-    by_log: bool,
-) -> None:
-    """Write posteriors (v, g, m, c) times weights (g, m), and the gradient of the matrices (s, g, c, c)."""
-    v = len(posterior)
-    messages = kept.messages[:v]
-    # a chain that did not come from the Triton kernels has no bounds
-    scan = Scan(chains, kept.redone.view(torch.int8).clone(), kept.bound)
-    weight, log_norm = weight.resolve_neg().contiguous(), kept.log_norm.contiguous()
-    final = None if following is None else following.double().contiguous()
-    others = scan.backward(messages, weight, final, posterior, halved=kept.halved)
-    middle = v // 2 if kept.halved else v - 1
-    if grad_bulk is not None:
-        counts.multiply(scan, messages, others, middle, grad_bulk)
-    size = exact.backward(chains, scan.flags, log_norm, weight, final, posterior, others)
-    if grad_bulk is not None:
-        counts.write(scan, messages, others, posterior, size, middle, grad_bulk, by_log=by_log)

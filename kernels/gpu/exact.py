@@ -103,26 +103,40 @@ def _add(total, lost, term):
     return new, lost + tl.where(tl.abs(error) < float("inf"), error, 0.0)
 
 
-@triton.jit
-def _forward(
-    x_ptr, p_ptr, start_ptr, message_ptr, back_ptr, end, pitch, back_pitch, slots, x_strides, p_strides,
-    start_strides, stride_mc, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr,
-    N: tl.constexpr, LOG: tl.constexpr, START_LOG: tl.constexpr,
+@triton.jit(do_not_specialize=["v", "g", "m", "slots"])
+def forward_kernel(
+    x_ptr, p_ptr, start_ptr, ends_ptr, flag_ptr, message_ptr, back_ptr, log_norm_ptr, v, g, m, slots, x_strides,
+    p_strides, start_strides, message_strides, START_LOG: tl.constexpr, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr,
+    STRIDE_J: tl.constexpr, C: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Write the messages of one sequence, and return the sum of what was subtracted; `back_ptr`: also back-pointers."""
-    j = tl.arange(0, N)
+    """Messages and the log-partition of one sequence; with `back_ptr` its best path's weight and back-pointers."""
+    sequence = tl.program_id(0).to(tl.int64)
+    if flag_ptr is not None:
+        if tl.load(flag_ptr + sequence) == 0:
+            return
+    z, row, j = sequence // m, sequence % m, tl.arange(0, N)
     inside = j < C
-    start = tl.load(start_ptr + j * start_strides[2], mask=inside, other=float("-inf") if START_LOG else 0.0)
+    end = v + tl.zeros((), tl.int32)
+    if ends_ptr is not None:
+        end = tl.load(ends_ptr + sequence).to(tl.int32)
+    x_ptr += z * x_strides[1] + row * x_strides[2]
+    p_ptr += z * p_strides[1]
+    message_ptr += z * message_strides[1] + row * message_strides[2]
+    pitch, to = tl.zeros((), tl.int64) + message_strides[0], j * message_strides[3]
+    start_ptr += z * start_strides[0] + row * start_strides[1] + j * start_strides[2]
+    start = tl.load(start_ptr, mask=inside, other=float("-inf") if START_LOG else 0.0)
     u = start.to(tl.float64) if START_LOG else log(start)
     taken, lost = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     for i in tl.range(0, end):
         if i > 0:
             tl.debug_barrier()  # other threads of this program stored the message
             before = message_ptr + (i - 1) % slots * pitch
-            u, back = _sum_or_best(before, stride_mc, p_ptr, STRIDE_K, STRIDE_J, C, N, LOG, back_ptr is not None)
+            u, back = _sum_or_best(
+                before, message_strides[3], p_ptr, STRIDE_K, STRIDE_J, C, N, LOG, back_ptr is not None
+            )
             if back_ptr is not None:
-                back_at = back_ptr + i * back_pitch + j
-                tl.store(back_at, back.to(back_at.dtype.element_ty), mask=inside)
+                at = back_ptr + (i * (g + tl.zeros((), tl.int64)) * m + sequence) * C + j
+                tl.store(at, back.to(at.dtype.element_ty), mask=inside)
             p_ptr += p_strides[0]
         x = load_x(x_ptr, i, j, x_strides, ENTERED, C)
         peak, top = finite(tl.max(x, 0)), finite(tl.max(u, 0))
@@ -131,55 +145,27 @@ def _forward(
         taken, lost = _add(taken, lost, peak)
         taken, lost = _add(taken, lost, shift)
         taken, lost = _add(taken, lost, top)
-        _store_logs(message_ptr + i % slots * pitch + j * stride_mc, total - shift, inside)
+        _store_logs(message_ptr + i % slots * pitch + to, total - shift, inside)
     tl.debug_barrier()
-    return taken + lost
-
-
-@triton.jit(do_not_specialize=["v", "g", "m", "slots"])
-def forward_kernel(
-    x_ptr, p_ptr, start_ptr, ends_ptr, flag_ptr, message_ptr, back_ptr, log_norm_ptr, v, g, m, slots, x_strides,
-    p_strides, start_strides, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr, C: tl.constexpr,
-    N: tl.constexpr, LOG: tl.constexpr, START_LOG: tl.constexpr,
-):  # fmt: skip
-    """Messages and the log-partition of one sequence; with `back_ptr` its best path's weight and back-pointers."""
-    sequence = tl.program_id(0).to(tl.int64)
-    if flag_ptr is not None:
-        if tl.load(flag_ptr + sequence) == 0:
-            return
-    z, row, j = sequence // m, sequence % m, tl.arange(0, N)
-    pitch = (g + tl.zeros((), tl.int64)) * m * C
-    end = v + tl.zeros((), tl.int32)
-    if ends_ptr is not None:
-        end = tl.load(ends_ptr + sequence).to(tl.int32)
-    message_ptr += sequence * C
-    taken = _forward(
-        x_ptr + z * x_strides[1] + row * x_strides[2], p_ptr + z * p_strides[1],
-        start_ptr + z * start_strides[0] + row * start_strides[1], message_ptr,
-        None if back_ptr is None else back_ptr + sequence * C, end, pitch, pitch, slots, x_strides, p_strides,
-        start_strides, 1, ENTERED, STRIDE_K, STRIDE_J, C, N, LOG, START_LOG,
-    )  # fmt: skip
-    message = _load_logs(message_ptr + (end - 1) % slots * pitch + j, j < C)
-    if back_ptr is not None:
-        tl.store(log_norm_ptr + sequence, taken + tl.max(message, 0))
-    else:
-        DTYPE: tl.constexpr = message_ptr.dtype.element_ty
-        tl.store(log_norm_ptr + sequence, taken + log(tl.sum(exp(message.to(DTYPE)), 0)))
-        if slots >= v:
-            for i in tl.range(end, v):
-                _store_logs(message_ptr + i * pitch + j, tl.full((N,), float("-inf"), tl.float64), j < C)
+    if log_norm_ptr is not None:
+        message = _load_logs(message_ptr + (end - 1) % slots * pitch + to, inside)
+        if back_ptr is None:
+            whole = log(tl.sum(exp(message.to(message_ptr.dtype.element_ty)), 0))
+        else:
+            whole = tl.max(message, 0)
+        tl.store(log_norm_ptr + sequence, (taken + lost) + whole)
+    if slots >= v:
+        for i in tl.range(end, v):
+            _store_logs(message_ptr + i * pitch + to, tl.full((N,), float("-inf"), tl.float64), inside)
 
 
 @triton.jit(do_not_specialize=["v", "g", "m"])
 def backward_kernel(
-    x_ptr, p_ptr, start_ptr, final_ptr, ends_ptr, flag_ptr, w_ptr, log_norm_ptr, weight_ptr, posterior_ptr, size_ptr,
-    v, g, m, x_strides, p_strides, start_strides, posterior_strides, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr,
-    STRIDE_J: tl.constexpr, C: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, START_LOG: tl.constexpr,
+    x_ptr, p_ptr, final_ptr, ends_ptr, flag_ptr, w_ptr, log_norm_ptr, weight_ptr, posterior_ptr, size_ptr, v, g, m,
+    x_strides, p_strides, posterior_strides, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Posteriors of one sequence, its messages w, and the size that was subtracted from each.
-
-    Until its posterior is known, a step's forward message is in the posterior's memory.
-    """
+    """Posteriors of one sequence over its forward messages, its messages w, and the size subtracted from each."""
     sequence = tl.program_id(0).to(tl.int64)
     if tl.load(flag_ptr + sequence) == 0:
         return
@@ -193,12 +179,6 @@ def backward_kernel(
     x_ptr += z * x_strides[1] + row * x_strides[2]
     p_ptr += z * p_strides[1]
     posterior_ptr += z * posterior_strides[1] + row * posterior_strides[2]
-    pitch_g = tl.zeros((), tl.int64) + posterior_strides[0]
-    _forward(
-        x_ptr, p_ptr, start_ptr + z * start_strides[0] + row * start_strides[1], posterior_ptr, None, end, pitch_g,
-        pitch, v, x_strides, p_strides, start_strides, posterior_strides[3], ENTERED, STRIDE_K, STRIDE_J, C, N, LOG,
-        START_LOG,
-    )  # fmt: skip
     weight = tl.load(weight_ptr + sequence).to(DTYPE)
     log_norm = tl.load(log_norm_ptr + sequence)
     b = tl.zeros((N,), tl.float64) + tl.where(tl.abs(log_norm) < float("inf"), 0.0, log_norm)
@@ -230,20 +210,20 @@ def backward_kernel(
 
 def _options(chains: Chains) -> dict[str, int]:
     bulk, n = chains.bulk, max(2, chains.width)
-    start = {"ENTERED": chains.entered, "START_LOG": chains.start_log}
     warps = 2 if n <= 32 else 4 if n <= 64 else 8 if n <= 1024 else 16
-    strides = {"STRIDE_K": bulk.stride(2), "STRIDE_J": bulk.stride(3)}
-    return {"C": chains.x.shape[-1], "N": n, "LOG": chains.log_params, "num_warps": warps, **strides, **start}
+    strides = {"STRIDE_K": bulk.stride(2), "STRIDE_J": bulk.stride(3), "ENTERED": chains.entered}
+    return {"C": chains.x.shape[-1], "N": n, "LOG": chains.log_params, "num_warps": warps, **strides}
 
 
 def forward(
-    chains: Chains, flags: Tensor | None, messages: Tensor, log_norm: Tensor, back: Tensor | None = None
+    chains: Chains, flags: Tensor | None, messages: Tensor, log_norm: Tensor | None, back: Tensor | None = None
 ) -> None:
-    """Write log-partitions (g, m) and messages (slots, g, m, c) of flagged sequences; `back`: of best paths, of all."""
+    """Write messages (slots, g, m, c) and log-partitions (g, m) of flagged sequences; `back`: of best paths, of all."""
     v, g, m, _ = chains.shape
     forward_kernel[(g * m,)](
         chains.x, chains.bulk, chains.start, chains.ends, flags, messages, back, log_norm, v, g, m, len(messages),
-        chains.x.stride(), chains.matrix_strides, chains.start.stride(), **_options(chains),
+        chains.x.stride(), chains.matrix_strides, chains.start.stride(), messages.stride(),
+        START_LOG=chains.start_log, **_options(chains),
     )  # fmt: skip
 
 
@@ -253,8 +233,9 @@ def backward(
     """Write posteriors (v, g, m, c) of flagged sequences, times weights (g, m), and w; return sizes of w (v, g, m)."""
     v, g, m, _ = chains.shape
     size = chains.new(v, g, m, dtype=torch.float64)
+    forward(chains, flags, posterior, None)
     backward_kernel[(g * m,)](
-        chains.x, chains.bulk, chains.start, final, chains.ends, flags, w, log_norm, weight, posterior, size, v, g, m,
-        chains.x.stride(), chains.matrix_strides, chains.start.stride(), posterior.stride(), **_options(chains),
+        chains.x, chains.bulk, final, chains.ends, flags, w, log_norm, weight, posterior, size, v, g, m,
+        chains.x.stride(), chains.matrix_strides, posterior.stride(), **_options(chains),
     )  # fmt: skip
     return size
