@@ -47,11 +47,10 @@ def backward(
         if flat is not None and grad is not None and flat.data_ptr() != grad.data_ptr():
             grad.copy_(flat.view(grad.shape))
     if entering is not None:
-        # the posterior is that message times `entering`; a sequence without a step here passes on what follows
+        # the posterior is that message times `entering`; a sequence without a step here is followed by none
         message = (posterior[0].double() / weight[..., None]).log() - entering
         message = message.masked_fill((posterior[0] == 0) | (entering == -torch.inf), -torch.inf)
-        last = torch.zeros_like(entering) if following is None else following
-        return torch.where(weight[..., None] == 0, last, message)
+        return message.masked_fill(weight[..., None] == 0, 0.0)
     grad_p0 = posterior[0].double().view(*chain.lead, c)
     if chain.log_params or chain.by_log:
         return grad_p0

@@ -19,7 +19,6 @@ def install() -> None:
     # interpreted sizes are too small to overflow, and looking for that took a fifth of the time
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     InterpreterBuilder.create_dot, InterpreterBuilder.create_fma, InterpreterBuilder.cast_impl = _dot, _fma, _cast
-    _know_dtypes()
     _share_types()
     _patch_once()
 
@@ -60,13 +59,6 @@ def _cast(self, src, dst_type):
         value = (np.asarray(src.data, np.uint16).astype(np.uint32) << 16).view(np.float32)
         return TensorHandle(value.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
     return _CAST(self, src, dst_type)
-
-
-def _know_dtypes() -> None:
-    """Look up the dtype of a scalar once, instead of in a dictionary made for every value."""
-    plain = interpreter._get_np_dtype
-    known = functools.cache(plain)
-    interpreter._get_np_dtype = lambda kind: plain(kind) if kind.scalar.is_ptr() else known(kind.scalar)
 
 
 def _share_types() -> None:
