@@ -148,7 +148,7 @@ class Scan:
         )  # fmt: skip
 
     def forward(self, messages: Tensor, log_norm: Tensor, *, halved: bool) -> None:
-        """Write log-partitions (g, m) and forward messages (v, g, m, c), or in 2 slots the last one.
+        """Write log-partitions (2, g, m) with their errors, and forward messages (v, g, m, c), or in 2 slots the last.
 
         `halved`: after the middle step v // 2 these are backward messages.
         """

@@ -88,8 +88,8 @@ def counts_kernel(
                     at = other_ptr + now * pitch + sequence * C
                     after = tl.load(at + j, mask=j < C, other=0.0).to(tl.float64)
                     before = tl.load(at - pitch + k, mask=k < C, other=0.0).to(tl.float64)
-                    size = tl.load(size_ptr + (now - 1) * ((g + tl.zeros((), tl.int64)) * m) + sequence)
-                    before += size - x
+                    size_at = size_ptr + 2 * ((now - 1) * ((g + tl.zeros((), tl.int64)) * m) + sequence)
+                    before += tl.load(size_at) - (x - tl.load(size_at + 1))
                     joint = tl.where((gamma == 0.0)[:, None], float("-inf"), (after[None, :] - before[:, None]) + logs)
                     count = gamma[:, None] * (factors * exp(joint.to(DTYPE)))
                     total += tl.where(joint == float("-inf"), 0.0, count)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..message import LOG_LIMIT
 from .chains import Chains
-from .scaled import exp, finite, log, log_split
+from .scaled import add, exp, finite, log, log_split
 
 
 @triton.constexpr_function
@@ -94,15 +94,6 @@ def _sum_or_best(
         return top + log(sums), best
 
 
-@triton.jit
-def _add(total, lost, term):
-    """A float64 sum and its rounding error (D. E. Knuth's two-sum), which stays finite."""
-    new = total + term
-    part = new - total
-    error = (total - (new - part)) + (term - part)
-    return new, lost + tl.where(tl.abs(error) < float("inf"), error, 0.0)
-
-
 @triton.jit(do_not_specialize=["v", "g", "m", "slots"])
 def forward_kernel(
     x_ptr, p_ptr, start_ptr, ends_ptr, flag_ptr, message_ptr, back_ptr, log_norm_ptr, v, g, m, slots, x_strides,
@@ -142,9 +133,9 @@ def forward_kernel(
         peak, top = finite(tl.max(x, 0)), finite(tl.max(u, 0))
         total = (u - top) + (x - peak)
         shift = finite(tl.max(total, 0))
-        taken, lost = _add(taken, lost, peak)
-        taken, lost = _add(taken, lost, shift)
-        taken, lost = _add(taken, lost, top)
+        taken, lost = add(taken, lost, peak)
+        taken, lost = add(taken, lost, shift)
+        taken, lost = add(taken, lost, top)
         _store_logs(message_ptr + i % slots * pitch + to, total - shift, inside)
     tl.debug_barrier()
     if log_norm_ptr is not None:
@@ -153,7 +144,9 @@ def forward_kernel(
             whole = log(tl.sum(exp(message.to(message_ptr.dtype.element_ty)), 0))
         else:
             whole = tl.max(message, 0)
-        tl.store(log_norm_ptr + sequence, (taken + lost) + whole)
+        taken, lost = add(taken, lost * 0.0, lost + whole)
+        tl.store(log_norm_ptr + sequence, taken)
+        tl.store(log_norm_ptr + (g + tl.zeros((), tl.int64)) * m + sequence, lost)
     if slots >= v:
         for i in tl.range(end, v):
             _store_logs(message_ptr + i * pitch + to, tl.full((N,), float("-inf"), tl.float64), inside)
@@ -165,7 +158,7 @@ def backward_kernel(
     x_strides, p_strides, posterior_strides, ENTERED: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_J: tl.constexpr,
     C: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Posteriors of one sequence over its forward messages, its messages w, and the size subtracted from each."""
+    """Posteriors of one sequence over its forward messages, its messages w, and what was subtracted from each."""
     sequence = tl.program_id(0).to(tl.int64)
     if tl.load(flag_ptr + sequence) == 0:
         return
@@ -202,10 +195,14 @@ def backward_kernel(
             total = tl.sum(shares, 0)
             gamma = tl.where(joint == float("-inf"), 0.0, shares / tl.where(total == 0.0, 1.0, total) * weight)
             tl.store(g_at, tl.where(weight == 0.0, 0.0, gamma), mask=inside)
-            w = tl.where(a == float("-inf"), float("-inf"), b + load_x(x_ptr, i, j, x_strides, ENTERED, C))
+            x = load_x(x_ptr, i, j, x_strides, ENTERED, C)
+            peak = finite(tl.max(x, 0))
+            w = tl.where(a == float("-inf"), float("-inf"), b + (x - peak))
             size = finite(tl.max(w, 0))
             _store_logs(w_ptr + i * pitch + sequence * C + j, w - size, inside)
-            tl.store(size_ptr + i * ((g + tl.zeros((), tl.int64)) * m) + sequence, size)
+            size_at = size_ptr + 2 * (i * ((g + tl.zeros((), tl.int64)) * m) + sequence)
+            tl.store(size_at, size)
+            tl.store(size_at + 1, peak)
 
 
 def _options(chains: Chains) -> dict[str, int]:
@@ -218,7 +215,10 @@ def _options(chains: Chains) -> dict[str, int]:
 def forward(
     chains: Chains, flags: Tensor | None, messages: Tensor, log_norm: Tensor | None, back: Tensor | None = None
 ) -> None:
-    """Write messages (slots, g, m, c) and log-partitions (g, m) of flagged sequences; `back`: of best paths, of all."""
+    """Write messages (slots, g, m, c) of flagged sequences, and as `Scan.forward` does, log-partitions.
+
+    `back` (v, g, m, c): those of best paths, of all sequences.
+    """
     v, g, m, _ = chains.shape
     forward_kernel[(g * m,)](
         chains.x, chains.bulk, chains.start, chains.ends, flags, messages, back, log_norm, v, g, m, len(messages),
@@ -230,9 +230,12 @@ def forward(
 def backward(
     chains: Chains, flags: Tensor, log_norm: Tensor, weight: Tensor, final: Tensor | None, posterior: Tensor, w: Tensor
 ) -> Tensor:
-    """Write posteriors (v, g, m, c) of flagged sequences, times weights (g, m), and w; return sizes of w (v, g, m)."""
+    """Write posteriors (v, g, m, c) of flagged sequences, times weights (g, m), and w less terms that are returned.
+
+    Of the terms (v, g, m, 2) the second is the largest x.
+    """
     v, g, m, _ = chains.shape
-    size = chains.new(v, g, m, dtype=torch.float64)
+    size = chains.new(v, g, m, 2, dtype=torch.float64)
     forward(chains, flags, posterior, None)
     backward_kernel[(g * m,)](
         chains.x, chains.bulk, final, chains.ends, flags, w, log_norm, weight, posterior, size, v, g, m,

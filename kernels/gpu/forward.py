@@ -33,28 +33,24 @@ def forward(
     """
     chains = Chains.of(chain, None if entering is None else entering.values)
     v, g, m, c = chains.shape
-    log_norm = chains.new(g, m, dtype=torch.float64)
+    scale = chains.new(2, g, m, dtype=torch.float64)  # log-partitions and their rounding errors
     messages = chains.new(min(v, 2), g, m, c) if keep is None else keep[:v]
     if keep is None:
         halved = not leave and meets(v, g, m, c, chain.dtype, chain.x.device)
-    if log_norm.numel():
+    if scale.numel():
         scan = Scan(chains)
-        scan.forward(messages, log_norm, halved=halved)
+        scan.forward(messages, scale, halved=halved)
         flags, bound = scan.flags, scan.bound
         if leave:  # a later step may depend on a state of the last step whose message was raised
             last = _last_message(chains, messages)
             flags |= ((last > 0) & (last <= floor_of(chain.dtype))).any(-1)
-        exact.forward(chains, flags, messages, log_norm)
+        exact.forward(chains, flags, messages, scale)
     else:
         flags, bound = chains.new(g, m, dtype=torch.int8).zero_(), chains.new(0, 0, dtype=torch.int32)
     if chain.ends is not None and entering is None:
-        log_norm.masked_fill_(((chain.ends < 1) | (chain.ends > v))[..., 0], math.nan)
-    scale = log_norm[None]
+        scale[0].masked_fill_(((chain.ends < 1) | (chain.ends > v))[..., 0], math.nan)
     if entering is not None:
-        total, error = exact_sum(torch.stack([log_norm, entering.scale[0].expand(g, m)]))
-        scale = torch.stack([total, error + entering.scale[1]])
-    elif leave:
-        scale = torch.stack([log_norm, torch.zeros_like(log_norm)])
+        scale = torch.stack(exact_sum(torch.cat([scale, entering.scale.expand(2, g, m)])))
     kept = Kept(scale[0], chain.new(0) if keep is None else keep, flags.view(torch.bool), entering is not None, bound)
     kept = kept._replace(halved=halved and keep is not None)
     if not leave:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
-# ln 2 with few enough digits that its products with exponents are exact, and the rest
+# ln 2 with 32 bits, so that its products with integers of 21 bits are exact, and the rest
 LN2_HIGH = tl.constexpr(0.6931471803691238)
 LN2_LOW = tl.constexpr(1.9082149292705877e-10)
 # log2 e as a float32, and what that lacks
@@ -107,15 +107,16 @@ def exp_over_power(x, n):
 
 @triton.jit
 def exp_split(x):
-    """f and n of `exp(x) = f 2^n`, f between 0.7 and 1.5; in float32, f is 0 or infinite for |x| beyond 1.4e6.
+    """f and n of `exp(x) = f 2^n`, f between 0.7 and 2; it is 0 or infinite for |x| beyond 1.4e6.
 
     One exponential and no other slow instruction: adding 1.5 2^23 rounds to an integer, which is then in the last bits.
     """
+    limited = tl.minimum(tl.maximum(x, -1.4e6), 1.4e6)
     if x.dtype == tl.float64:
-        n = whole_bits(x)
+        n = whole_bits(limited)
         return exp_over_power(x, n), n
     else:
-        shifted = tl.fma(tl.minimum(tl.maximum(x, -1.4e6), 1.4e6), LOG2E_HIGH, 12582912.0)
+        shifted = tl.fma(limited, LOG2E_HIGH, 12582912.0)
         n = shifted.to(tl.int32, bitcast=True) - 0x4B400000
         return tl.exp2(tl.fma(x, LOG2E_HIGH, 12582912.0 - shifted) + x * LOG2E_LOW), n
 
@@ -174,11 +175,25 @@ def log(p):
 
 
 @triton.jit
+def add(total, lost, term):
+    """A float64 sum and its rounding error (D. E. Knuth's two-sum), which stays finite."""
+    new = total + term
+    part = new - total
+    error = (total - (new - part)) + (term - part)
+    return new, lost + tl.where(tl.abs(error) < float("inf"), error, 0.0)
+
+
+@triton.jit
 def log_times_power(s, k):
-    """`log(s 2^k)` in float64, for int64 k of any size; -inf for 0."""
+    """`log(s 2^k)` in float64, for int64 k of any size, -inf for 0, and its rounding error."""
     added, mantissa = _exponent_and_mantissa(s)
-    whole = (k + added).to(tl.float64)
-    return _checked(s, whole * LN2_HIGH + (whole * LN2_LOW + tl.log(mantissa).to(tl.float64)))
+    k += added
+    upper = (k >> 11) << 11
+    total = k.to(tl.float64) * LN2_LOW + tl.log(mantissa).to(tl.float64)
+    total, lost = add(total, total * 0.0, (k - upper).to(tl.float64) * LN2_HIGH)
+    total, lost = add(total, lost, upper.to(tl.float64) * LN2_HIGH)
+    total, lost = add(total, lost * 0.0, lost)
+    return _checked(s, total), lost
 
 
 @triton.jit

@@ -44,14 +44,14 @@ def paths(chain: Chain, steps: int) -> tuple[Tensor, Tensor]:
     lost = not_known
     states = chains.new(g, m, v, dtype=torch.int64)
     if states.numel():
-        messages, score = chains.new(min(v, 2), g, m, c), chains.new(g, m, dtype=torch.float64)
+        messages, score = chains.new(min(v, 2), g, m, c), chains.new(2, g, m, dtype=torch.float64)
         back = chains.new(v, g, m, c, dtype=torch.int16 if c <= 2**15 else torch.int32)
         exact.forward(chains, None, messages, score, back)
         backtrack_kernel[(g * m,)](
             messages, back, chains.ends, states, v, g, m, len(messages), C=c, N=chains.width,
             num_warps=1 if chains.width <= 1024 else 4,
         )  # fmt: skip
-        lost = lost | ~(score > -torch.inf)
+        lost = lost | ~(score[0] > -torch.inf)
     if chain.ends is not None:
         lost = lost | ((chain.ends < 1) | (chain.ends > v))[..., 0]
     return states.masked_fill_(lost[..., None], -1), not_known

@@ -191,9 +191,9 @@ def measure_counts() -> None:
     chain = g.operands(256, 128, 64, g.SEPARATE)
     chains, (v, n, m, c) = g.chains.Chains.of(chain), chain.x.shape
     scan, messages, posterior = g.chains.Scan(chains), chain.new(v, n, m, c), torch.empty_like(chain.x)
-    scan.forward(messages, chain.new(n, m).double(), halved=False)
+    scan.forward(messages, chain.new(2, n, m).double(), halved=False)
     others = scan.backward(messages, torch.ones(n, m, dtype=g.F64, device=g.DEVICE), None, posterior, halved=False)
-    out, size = torch.empty_like(chain.bulk), chain.new(v, n, m).double()
+    out, size = torch.empty_like(chain.bulk), chain.new(v, n, m, 2).double()
     call = partial(counts.write, scan, messages, others, posterior, size, v - 1, out, by_log=True)
     outer = lambda: (messages[: v - 1].mT * others[1:v]) * chain.bulk  # noqa: E731
     time_row("n=256 v=128 c=64 separate counts", call, {"torch": outer})

@@ -136,12 +136,29 @@ def test_recomputed_sequences_are_counted(kernels, both_ends):
     assert seen.sequences == 0
 
 
-def test_offsets_are_summed_exactly(kernels):
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 1}], ids=["whole", "checkpoints"])
+def test_offsets_are_summed_exactly(options, kernels, monkeypatch):
+    monkeypatch.setattr(budget, "every_within", lambda *_: 2)
     x = 1e8 * Draw(0, 1, 1, 30, 1, False).normal(1, 1, 30, 1)
     x[..., -1, :] = -x[..., :-1, :].sum()
     one = torch.ones(1, 1, 1, 1, dtype=F64)
-    out = logchain.product(x.to(kernels), one.to(kernels), one[0].to(kernels))
+    out = logchain.product(x.to(kernels).requires_grad_(), one.to(kernels), one[0].to(kernels), **options)
     assert abs(out.item() - math.fsum(x.flatten().tolist())) <= 30 * 9 * 2.0**-53
+
+
+@pytest.mark.parametrize("offset", [2.0**24, 2.0**40])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_float64_keeps_what_offsets_leave(each, offset, kernels, both_ends):
+    x, bulk, p0 = (t.to(kernels).requires_grad_() for t in drawn("dense", F64, each=each, v=5)[:3])
+    x = (x * 2**8).round() / 2**8  # with the offsets it is exact
+    steps = offset * torch.tensor([0.0, 1.0, -1.0, 0.5, 0.25], dtype=F64, device=kernels)
+    results = []
+    for potentials in (x, x + steps[:, None]):
+        out = logchain.product(potentials, bulk, p0)
+        results.append((out, *torch.autograd.grad(out.sum(), (potentials, bulk, p0))))
+    (out, *gradients), (far, *others) = results
+    torch.testing.assert_close(far - steps.sum(), out, rtol=0, atol=2.0**-52 * offset)
+    torch.testing.assert_close(others, gradients, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("log", [-3e38, -INF])
