@@ -53,6 +53,15 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's products of 17 rows, columns or terms have several tiles."""
+    from logchain.kernels.gpu import log_matmul
+
+    tiles = log_matmul.tiles
+    monkeypatch.setattr(log_matmul, "tiles", lambda *sizes: tiles(*sizes[:4], (16, 16, 16)))
+
+
+@pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains are computed as on a device that has no kernels of its own."""
     from logchain import kernels

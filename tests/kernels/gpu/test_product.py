@@ -8,17 +8,6 @@ from tests.contract import TENSOR_CORES, poisoned_memory
 from tests.stacks import BOTH, F32, F64, FAMILIES, assert_contract, draw
 
 
-@pytest.fixture
-def small_tiles(kernels, monkeypatch) -> str:
-    """A matrix of 17 states has several tiles; in place, one matrix at a time goes through a temporary."""
-    from logchain.kernels.gpu import log_matmul, product
-
-    tiles = log_matmul.tiles
-    monkeypatch.setattr(log_matmul, "tiles", lambda *sizes: tiles(*sizes[:4], (16, 16, 16)))
-    monkeypatch.setattr(product, "_ENTRIES", 1)
-    return kernels
-
-
 CASES = [(name, F32) for name in FAMILIES]
 CASES += [("misaligned", dtype) for dtype in (F64, torch.bfloat16, torch.float16)] + [("offsets", F64)]
 
@@ -30,8 +19,8 @@ def test_values_and_gradients_keep_contract(name, dtype, kernels):
 
 
 @pytest.mark.parametrize(("name", "function"), [("left_to_right", BOTH[0]), ("misaligned", BOTH[1])])
-def test_several_tiles_keep_contract(name, function, small_tiles):
-    assert_contract(draw(name, 4, 17)[-1:], function, device=small_tiles, k=TENSOR_CORES)
+def test_several_tiles_keep_contract(name, function, kernels, small_tiles):
+    assert_contract(draw(name, 4, 17)[-1:], function, device=kernels, k=TENSOR_CORES)
 
 
 @pytest.mark.parametrize("s", [1, 2, 7])
@@ -48,8 +37,9 @@ def test_product_in_place_is_the_same(name, s, kernels):
         assert torch.equal(logchain.matrix_product(over, inplace=True), expected)
 
 
-def test_product_in_place_by_temporaries_is_the_same(small_tiles):
-    stack = draw("dense", 4, 17).to(small_tiles)
+def test_product_in_place_by_temporaries_is_the_same(kernels, small_tiles, monkeypatch):
+    monkeypatch.setattr("logchain.kernels.gpu.product._ENTRIES", 1)
+    stack = draw("dense", 4, 17).to(kernels)
     assert torch.equal(logchain.matrix_product(stack.clone(), inplace=True), logchain.matrix_product(stack))
 
 
