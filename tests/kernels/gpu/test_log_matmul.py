@@ -12,7 +12,6 @@ from tests import layouts, oracle
 from tests.contract import TENSOR_CORES, assert_values, value_bound
 from tests.test_matmul import F32, F64, INF, NAN, abyss, dead, dense, depth, draw, misaligned, offsets, sparse
 
-
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 

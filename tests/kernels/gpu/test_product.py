@@ -7,7 +7,6 @@ import logchain
 from tests.contract import TENSOR_CORES, poisoned_memory
 from tests.stacks import BOTH, F32, F64, FAMILIES, assert_contract, draw
 
-
 CASES = [(name, F32) for name in FAMILIES]
 CASES += [("misaligned", dtype) for dtype in (F64, torch.bfloat16, torch.float16)] + [("offsets", F64)]
 
