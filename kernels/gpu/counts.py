@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .chains import Scan
 from .exact import load_x, logs_and_factors
-from .scaled import exp, exp_over_power, power
+from .scaled import exp, exp_over_power, log, power
 from .scan import load_block
 
 _TILE = 32
@@ -90,8 +90,9 @@ def counts_kernel(
                     before = tl.load(at - pitch + k, mask=k < C, other=0.0).to(tl.float64)
                     size_at = size_ptr + 2 * ((now - 1) * ((g + tl.zeros((), tl.int64)) * m) + sequence)
                     before += tl.load(size_at) - (x - tl.load(size_at + 1))
-                    joint = tl.where((gamma == 0.0)[:, None], float("-inf"), (after[None, :] - before[:, None]) + logs)
-                    count = gamma[:, None] * (factors * exp(joint.to(DTYPE)))
+                    joint = ((after[None, :] - before[:, None]) + logs) + log(tl.abs(gamma))[:, None]
+                    joint = tl.where((gamma == 0.0)[:, None], float("-inf"), joint)
+                    count = tl.where((gamma < 0.0)[:, None], -factors, factors) * exp(joint.to(DTYPE))
                     total += tl.where(joint == float("-inf"), 0.0, count)
     tl.store(out_at, total, mask=inside)
 

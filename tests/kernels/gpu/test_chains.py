@@ -118,6 +118,16 @@ def test_negative_weight_makes_its_sequence_nan(kernels):
     assert out[:2].isnan().all() and out[2].isfinite()
 
 
+def test_gradients_of_denormal_weights_do_not_overflow(kernels):
+    bulk = torch.tensor([[[8e-40, 1e-44], [0.0, 1.0]]], device=kernels, requires_grad=True)
+    out = logchain.product(torch.zeros(2, 2, device=kernels), bulk, torch.ones(2, device=kernels))
+    for weight in (1.0, -1.0):
+        (gradient,) = torch.autograd.grad(out, bulk, torch.full_like(out, weight), retain_graph=True)
+        torch.testing.assert_close(
+            gradient[0] * weight, torch.tensor([[1.0, 1], [0, 1]]).to(kernels), rtol=2e-3, atol=0
+        )
+
+
 def test_gradients_can_be_taken_twice(kernels, both_ends):
     x, bulk, p0 = (t.to(kernels).requires_grad_() for t in drawn("detour")[:3])
     out = logchain.product(x, bulk, p0, log_params=True)
