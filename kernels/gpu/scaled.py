@@ -7,8 +7,9 @@ exactly, so no logarithm and no float64 is needed between two steps. Where a pat
 an exact 0 means that no path does.
 
 What is lost: raised entries add at most N FLOOR to a sum, so a sum of at least `trusted` is exact to rounding. A matrix
-with a positive entry below LOW is `low`: products with it may underflow to 0, and then a sum of 0 may still have a
-path. A sequence with any other sum, in a state that x admits, is flagged, and `exact` recomputes it.
+with a positive entry below LOW, or LOW times its largest, is `low`: products with it may underflow to 0, and then a sum
+of 0 may still have a path. A sequence with any other sum, in a state that x admits, is flagged, and `exact` recomputes
+it.
 """
 
 import functools

@@ -65,7 +65,8 @@ def _lowness(k, least, LOG: tl.constexpr):
     if LOG:
         return (least < (k + LOWEST).to(least.dtype) * LN2).to(tl.int32)
     else:
-        low = (least < 2.0**LOWEST).to(tl.int32)
+        # sums are divided by 2^k after them
+        low = (least < power(LOWEST + tl.maximum(k, 0), least.dtype)).to(tl.int32)
         return low + (low & (k < LOWEST // 2 - 1)).to(tl.int32)
 
 

@@ -128,6 +128,14 @@ def test_gradients_of_denormal_weights_do_not_overflow(kernels):
         )
 
 
+@pytest.mark.parametrize("n", [1, 3], ids=["each", "shared"])
+def test_sum_that_underflows_beside_a_large_matrix_entry_is_recomputed(n, kernels):
+    x = torch.tensor([[0.0, 0.0], [0.0, -1000.0]], dtype=F64, device=kernels).repeat(n, 1, 1).requires_grad_()
+    bulk, p0 = (torch.tensor(one, dtype=F64, device=kernels) for one in ([[[1e95, 0.0], [0.0, 1e-129]]], [0.0, 1.0]))
+    (posterior,) = torch.autograd.grad(logchain.product(x, bulk, p0).sum(), x)
+    torch.testing.assert_close(posterior, torch.tensor([0.0, 1.0], dtype=F64, device=kernels).expand_as(x))
+
+
 def test_gradients_can_be_taken_twice(kernels, both_ends):
     x, bulk, p0 = (t.to(kernels).requires_grad_() for t in drawn("detour")[:3])
     out = logchain.product(x, bulk, p0, log_params=True)
