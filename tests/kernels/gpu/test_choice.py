@@ -122,10 +122,11 @@ def results(operands, lengths):
 def test_torch_operations_on_gpu_give_results_of_plain(dtype, kernels, plain, monkeypatch):
     operands, lengths = [tensor.to(kernels) for tensor in dense(dtype, v=5, c=4)[:3]], torch.tensor([[5], [2], [3]])
     lengths = lengths.to(kernels).expand(operands[0].shape[:2])
-    outside = lengths * 2 - 4
+    a, outside = operands[0][0].mT.detach().requires_grad_(), lengths * 2 - 4
     with devices.use("plain"):
         computed = results(operands, lengths)
         assert torch.equal(logchain.product(*operands, lengths=outside).isnan(), (outside > 5) | (outside < 1))
+        assert torch.autograd.grad(logchain.matmul(a, a.detach().mT).sum(), a)[0].is_contiguous()
         assert torch.equal((logchain.viterbi(*operands, lengths=outside).states < 0).all(-1), outside != 2)
     monkeypatch.setattr(devices, "on_gpu", lambda tensor: False)
     torch.testing.assert_close(computed, results(operands, lengths), rtol=0, atol=0)
