@@ -111,7 +111,7 @@ on_device = cache(_OnDevice)
 
 
 def _call(triton: str, plain: str, name: str, *args: Any, **options: Any) -> Any:
-    torch_operations = partial(_WHOLE.get(plain) or getattr(load(plain), name), *args, **options)
+    torch_operations = partial(_WITHOUT_HALVES.get(plain) or getattr(load(plain), name), *args, **options)
     if not is_triton():
         return torch_operations()
     return _attempt(
@@ -189,11 +189,11 @@ def _forward(*args: Any, halved: bool = False, **options: Any) -> tuple[Kept, Me
 
 
 def _backward(chain: Chain, kept: Kept, *args: Any) -> Tensor:
-    """`plain.backward`; messages that Triton kernels kept in halves are computed anew."""
+    """`plain.backward`; messages that Triton kernels kept in halves are recomputed."""
     if kept.halved:
         kept, _ = load("plain.forward").forward(chain, keep=torch.empty_like(kept.messages))
     result: Tensor = load("plain.backward").backward(chain, kept, *args)
     return result
 
 
-_WHOLE: dict[str, Callable[..., Any]] = {"plain.forward": _forward, "plain.backward": _backward}
+_WITHOUT_HALVES: dict[str, Callable[..., Any]] = {"plain.forward": _forward, "plain.backward": _backward}

@@ -1,8 +1,8 @@
 """The forward message that one stretch of a chain hands to the next, and the messages kept for the backward pass.
 
 A chain may be computed stretch by stretch: each maps an entering forward message to a leaving one, and `backward` maps
-backward messages the other way. `Message` means the same in kernels/plain, cpu and gpu. The `messages` of `Kept` are
-read only by the `backward` beside the `forward` that wrote them; all others read `Kept.logs`.
+backward messages the other way. `Message` means the same in kernels/plain, cpu and gpu. So does `Kept.logs`; scales of
+linear `messages` differ, and on a GPU `backward` of one backend reads what `forward` of the other kept.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
         messages: forward messages (v, g, m, c), each up to a factor.
         redone: (g, m), bool: sequences that underflowed, whose messages are logarithms; all others are linear.
         entered: whether `messages` (v + 1, g, m, c) begins with the message that entered.
-        bound: (s, g), int32: exponents of the matrices, from the Triton kernels; None: they compute them anew.
+        bound: (s, g), int32: exponents of the matrices, from the Triton kernels; None: they compute them again.
         halved: whether the messages after the middle step are backward messages, because a forward and a backward scan
             met there; only `backward` of the Triton kernels reads them.
     """

@@ -53,6 +53,15 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
+def both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's scans begin at both ends and meet in the middle, of short chains too."""
+    from logchain.kernels.gpu import chains
+
+    monkeypatch.setattr(chains, "_SHORT", 3)
+    monkeypatch.setattr(chains, "num_processors", lambda device: 1000)
+
+
+@pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's products of 17 rows, columns or terms have several tiles."""
     from logchain.kernels.gpu import log_matmul

@@ -87,9 +87,8 @@ def where(request, monkeypatch) -> Where:
     if backend == "gpu":
         pytest.importorskip("triton")
         monkeypatch.setattr(kernels, "on_gpu", lambda tensor: True)
-        if schedule == "sequential":  # from both ends to the middle step
-            monkeypatch.setattr("logchain.kernels.gpu.chains._SHORT", 3)
-            monkeypatch.setattr("logchain.kernels.gpu.chains.num_processors", lambda device: 1000)
+        if schedule == "sequential":
+            request.getfixturevalue("both_ends")
         options |= {"device": "cpu" if INTERPRETED else "cuda", "k": TENSOR_CORES}
     if backend == "plain":
         request.getfixturevalue("plain")

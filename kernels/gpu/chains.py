@@ -26,6 +26,10 @@ _WIDE, _WIDE_DOUBLE = 256, 128
 _SHORT = 8
 
 
+# the first step of a scan, and the number of its steps
+Steps = tuple[int, int]
+
+
 class Chains(NamedTuple):
     """Operands in the layout of `scan`. `start` (g, m, c): initial weights, or their logarithms if `start_log`.
 
@@ -157,13 +161,14 @@ class Scan:
         if not halved:
             self._launch(messages, (0, v), log_norm=log_norm)
             return
-        back = messages if len(messages) == v else torch.empty_like(messages)
-        self._launch(messages, (0, middle + 1), (v - 1, v - 1 - middle), back=back, log_norm=log_norm)
-        if back is messages:  # which are kept
-            back = torch.empty_like(messages[:2])
-            back[(middle + 1) % 2] = messages[middle + 1]
+        w = messages if len(messages) == v else torch.empty_like(messages)
+        self._launch(messages, (0, middle + 1), (v - 1, v - 1 - middle), w=w, log_norm=log_norm)
+        if w is messages:  # which are kept
+            w = torch.empty_like(messages[:2])
+            w[(middle + 1) % 2] = messages[middle + 1]
+        # of which the slot middle % 2 is that of the middle step
         other = messages[(middle - middle % 2) % len(messages) :]
-        self._launch(back, behind=(middle, 1), other=other, log_norm=log_norm)
+        self._launch(w, backward=(middle, 1), other=other, log_norm=log_norm)
 
     def backward(
         self, messages: Tensor, weight: Tensor, final: Tensor | None, posterior: Tensor, *, halved: bool
@@ -174,37 +179,37 @@ class Scan:
         chain is `halved`; then, two slots later, forward messages, likewise divided. Those of flagged sequences are 0.
         """
         (v, g, m, c), chains = self.chains.shape, self.chains
-        others, middle, ahead, behind = chains.new(v + 2, g, m, c), v // 2, None, (v - 1, v)
+        others, middle, forward, backward = chains.new(v + 2, g, m, c), v // 2, None, (v - 1, v)
         if halved:
             others[middle + 1], others[middle + 2] = messages[middle + 1], messages[middle]
-            ahead, behind = (middle + 1, v - 1 - middle), (middle, middle + 1)
+            forward, backward = (middle + 1, v - 1 - middle), (middle, middle + 1)
         elif final is not None:
             logs, final = final, chains.new(g, m, c)
             self._prepare(0, logs, final, start_log=True)
-        self._launch(others, ahead, behind, other=messages, weight=weight, posterior=posterior, final=final)
+        self._launch(others, forward, backward, other=messages, weight=weight, posterior=posterior, final=final)
         clear_kernel[(g * m,)](self.flags, others, v + 2, C=c, N=chains.width, num_warps=1)
         return others
 
     def _launch(
-        self, messages: Tensor, ahead: tuple[int, int] | None = None, behind: tuple[int, int] | None = None, *,
-        back: Tensor | None = None, other: Tensor | None = None, weight: Tensor | None = None,
+        self, messages: Tensor, forward: Steps | None = None, backward: Steps | None = None, *,
+        w: Tensor | None = None, other: Tensor | None = None, weight: Tensor | None = None,
         posterior: Tensor | None = None, final: Tensor | None = None, log_norm: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Scan in one direction or in both, each from a first step and so many; with many states, step by step.
 
-        `back`: where backward messages are written, if not to `messages`; `other`: those of the other direction.
+        `w`: where backward messages are written, if not to `messages`; `other`: messages of the other direction.
         """
         chains, (v, g, m, c), values = self.chains, self.chains.shape, self._values
-        shape, directions = _tiles(c, m, chains.dtype), FORWARD if behind is None else BOTH if ahead else BACKWARD
-        (first, steps), (first_back, steps_back) = ahead or (0, 0), behind or (0, 0)
+        shape, directions = _tiles(c, m, chains.dtype), FORWARD if backward is None else BOTH if forward else BACKWARD
+        (first, steps), (first_back, steps_back) = forward or (0, 0), backward or (0, 0)
         parts: Any = [(None, 0, max(steps, steps_back))]
         if not chains.by_program:
             shape = {"M": 1, "N": chains.width, "K": 1, "num_warps": 8, "num_stages": 1}
-            parts = self._steps(messages, ahead, behind)
+            parts = self._steps(messages, forward, backward)
         for product, done, count in parts:
             scan_kernel[(g * triton.cdiv(m, shape["M"]), 2 if directions is BOTH else 1)](
                 chains.x, values, self.bound, product, self._start, final, chains.ends, messages,
-                messages if back is None else back, other, weight, posterior, self._taken,
+                messages if w is None else w, other, weight, posterior, self._taken,
                 log_norm if done + count >= max(steps, steps_back) else None, self.flags, first + done,
                 min(count, steps), first_back - done, min(count, steps_back), v, g, m, len(messages), len(values),
                 chains.x.stride(), (0 if len(values) == 1 else values.stride(0), values.stride(1)),
@@ -215,13 +220,13 @@ class Scan:
             )  # fmt: skip
 
     def _steps(
-        self, messages: Tensor, ahead: tuple[int, int] | None, behind: tuple[int, int] | None
+        self, messages: Tensor, forward: Steps | None, backward: Steps | None
     ) -> Iterator[tuple[Tensor, int, int]]:
         """The steps of a scan of many states, each with its product u, which one stock matrix product has written."""
         values, u = self._values, torch.empty_like(messages[0])
-        first, steps = ahead or behind or (0, 0)
+        first, steps = forward or backward or (0, 0)
         for t in range(steps):
-            if t and ahead:
+            if t and forward:
                 i = first + t - 1
                 torch.matmul(messages[i % len(messages)], values[i % len(values)], out=u)
             elif t:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .chains import Scan
-from .exact import load_x, logs_and_factors
+from .exact import load_end, load_x, logs_and_factors
 from .scaled import exp, exp_over_power, log, power
 from .scan import load_block
 
@@ -38,7 +38,7 @@ def counts_kernel(
     step, z = matrix // g, matrix % g
     k, j = tile // ACROSS * TILE + tl.arange(0, TILE), tile % ACROSS * TILE + tl.arange(0, TILE)
     inside = (k < C)[:, None] & (j < C)[None, :]
-    pitch = (g + tl.zeros((), tl.int64)) * m * C
+    pitch = g.to(tl.int64) * m * C
     p = load_block(p_ptr + step * p_strides[0] + z * p_strides[1], k, j, STRIDE_K, STRIDE_J, C, LOG).to(DTYPE)
     exponent_of_p = tl.load(bound_ptr + matrix) >> 2
     out_at = out_ptr + step * out_strides[0] + z * out_strides[1] + k[:, None] * C + j[None, :]
@@ -71,9 +71,7 @@ def counts_kernel(
             logs, factors = tl.where(zero, float("-inf"), logs * 0.0), tl.full(p.shape, 1.0, DTYPE)
         for sequence in tl.range(z * m, z * m + m):
             if tl.load(flag_ptr + sequence) != 0:
-                end = v + tl.zeros((), tl.int32)
-                if ends_ptr is not None:
-                    end = tl.load(ends_ptr + sequence).to(tl.int32)
+                end = load_end(ends_ptr, sequence, v)
                 since = step.to(tl.int32) + 1
                 until = tl.minimum(since + 1, end)
                 if matrices == 1:
@@ -88,7 +86,7 @@ def counts_kernel(
                     at = other_ptr + now * pitch + sequence * C
                     after = tl.load(at + j, mask=j < C, other=0.0).to(tl.float64)
                     before = tl.load(at - pitch + k, mask=k < C, other=0.0).to(tl.float64)
-                    size_at = size_ptr + 2 * ((now - 1) * ((g + tl.zeros((), tl.int64)) * m) + sequence)
+                    size_at = size_ptr + 2 * ((now - 1) * g.to(tl.int64) * m + sequence)
                     before += tl.load(size_at) - (x - tl.load(size_at + 1))
                     joint = ((after[None, :] - before[:, None]) + logs) + log(tl.abs(gamma))[:, None]
                     joint = tl.where((gamma == 0.0)[:, None], float("-inf"), joint)

@@ -53,6 +53,15 @@ def _load_logs(at, mask):
 
 
 @triton.jit
+def load_end(ends_ptr, sequence, v):
+    """The number of steps of a sequence."""
+    if ends_ptr is None:
+        return v + tl.zeros((), tl.int32)
+    else:
+        return tl.load(ends_ptr + sequence).to(tl.int32)
+
+
+@triton.jit
 def load_x(x_ptr, i, j, x_strides, ENTERED: tl.constexpr, C: tl.constexpr):
     """The potentials of step i of a sequence in float64, 0 for one that entered."""
     x_ptr += tl.cast(i - ENTERED, tl.int64) * x_strides[0] + j * x_strides[3]
@@ -107,9 +116,7 @@ def forward_kernel(
             return
     z, row, j = sequence // m, sequence % m, tl.arange(0, N)
     inside = j < C
-    end = v + tl.zeros((), tl.int32)
-    if ends_ptr is not None:
-        end = tl.load(ends_ptr + sequence).to(tl.int32)
+    end = load_end(ends_ptr, sequence, v)
     x_ptr += z * x_strides[1] + row * x_strides[2]
     p_ptr += z * p_strides[1]
     message_ptr += z * message_strides[1] + row * message_strides[2]
@@ -126,7 +133,7 @@ def forward_kernel(
                 before, message_strides[3], p_ptr, STRIDE_K, STRIDE_J, C, N, LOG, back_ptr is not None
             )
             if back_ptr is not None:
-                at = back_ptr + (i * (g + tl.zeros((), tl.int64)) * m + sequence) * C + j
+                at = back_ptr + (i * g.to(tl.int64) * m + sequence) * C + j
                 tl.store(at, back.to(at.dtype.element_ty), mask=inside)
             p_ptr += p_strides[0]
         x = load_x(x_ptr, i, j, x_strides, ENTERED, C)
@@ -146,7 +153,7 @@ def forward_kernel(
             whole = tl.max(message, 0)
         taken, lost = add(taken, lost * 0.0, lost + whole)
         tl.store(log_norm_ptr + sequence, taken)
-        tl.store(log_norm_ptr + (g + tl.zeros((), tl.int64)) * m + sequence, lost)
+        tl.store(log_norm_ptr + g.to(tl.int64) * m + sequence, lost)
     if slots >= v:
         for i in tl.range(end, v):
             _store_logs(message_ptr + i * pitch + to, tl.full((N,), float("-inf"), tl.float64), inside)
@@ -165,10 +172,8 @@ def backward_kernel(
     DTYPE: tl.constexpr = w_ptr.dtype.element_ty
     z, row, j = sequence // m, sequence % m, tl.arange(0, N)
     inside = j < C
-    pitch = (g + tl.zeros((), tl.int64)) * m * C
-    end = v + tl.zeros((), tl.int32)
-    if ends_ptr is not None:
-        end = tl.load(ends_ptr + sequence).to(tl.int32)
+    pitch = g.to(tl.int64) * m * C
+    end = load_end(ends_ptr, sequence, v)
     x_ptr += z * x_strides[1] + row * x_strides[2]
     p_ptr += z * p_strides[1]
     posterior_ptr += z * posterior_strides[1] + row * posterior_strides[2]
@@ -200,7 +205,7 @@ def backward_kernel(
             w = tl.where(a == float("-inf"), float("-inf"), b + (x - peak))
             size = finite(tl.max(w, 0))
             _store_logs(w_ptr + i * pitch + sequence * C + j, w - size, inside)
-            size_at = size_ptr + 2 * (i * ((g + tl.zeros((), tl.int64)) * m) + sequence)
+            size_at = size_ptr + 2 * (i * g.to(tl.int64) * m + sequence)
             tl.store(size_at, size)
             tl.store(size_at + 1, peak)
 

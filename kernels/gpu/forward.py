@@ -51,8 +51,8 @@ def forward(
         scale[0].masked_fill_(((chain.ends < 1) | (chain.ends > v))[..., 0], math.nan)
     if entering is not None:
         scale = torch.stack(exact_sum(torch.cat([scale, entering.scale.expand(2, g, m)])))
-    kept = Kept(scale[0], chain.new(0) if keep is None else keep, flags.view(torch.bool), entering is not None, bound)
-    kept = kept._replace(halved=halved and keep is not None)
+    kept_messages, redone = chain.new(0) if keep is None else keep, flags.view(torch.bool)
+    kept = Kept(scale[0], kept_messages, redone, entering is not None, bound, halved and keep is not None)
     if not leave:
         return kept, None
     logs = kept._replace(messages=_last_message(chains, messages)[None]).logs(0)

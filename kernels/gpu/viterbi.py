@@ -20,10 +20,8 @@ from .chains import Chains
 def backtrack_kernel(message_ptr, back_ptr, ends_ptr, path_ptr, v, g, m, slots, C: tl.constexpr, N: tl.constexpr):
     """The best path of one sequence; -1 past its end, and everywhere if there is none."""
     sequence, j = tl.program_id(0).to(tl.int64), tl.arange(0, N)
-    pitch = (g + tl.zeros((), tl.int64)) * m * C
-    end = v
-    if ends_ptr is not None:
-        end = tl.load(ends_ptr + sequence).to(tl.int32)
+    pitch = g.to(tl.int64) * m * C
+    end = exact.load_end(ends_ptr, sequence, v)
     last = tl.load(message_ptr + (end - 1) % slots * pitch + sequence * C + j, mask=j < C, other=float("-inf"))
     state = tl.argmax(last, 0)
     for back in tl.range(0, v):

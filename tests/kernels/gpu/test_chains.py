@@ -34,13 +34,6 @@ INF, NAN = float("inf"), float("nan")
 check = partial(assert_contract, k=K)
 
 
-@pytest.fixture
-def both_ends(kernels, monkeypatch) -> None:
-    """Scans from both ends to the middle step, of short chains too, as all of `tests.test_backends` are."""
-    monkeypatch.setattr(chains, "_SHORT", 3)
-    monkeypatch.setattr(chains, "num_processors", lambda device: 1000)
-
-
 def drawn(name: str, dtype: torch.dtype = F32, v: int = 7, **sizes) -> Chain:
     sizes = {"n": 2, "t": 1, **({} if name[-1].isdigit() else {"v": v}), **sizes}
     return FAMILIES[name](dtype, **sizes)
