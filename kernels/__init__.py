@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .choice import is_triton, load, on_device
+from .choice import is_triton, load, on_cpu, on_device
 from .choice import use as use
 from .structured import Arcs, Factors, Shares, Structured
 
@@ -35,8 +35,8 @@ _NO_CONTEXT = nullcontext()
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether this tensor is on a CUDA or ROCm device, so that no value is read on the host."""
-    return tensor.is_cuda
+    """Whether this tensor is on a CUDA or ROCm device, or is treated so, and no value is read on the host."""
+    return tensor.is_cuda or (on_cpu() == "triton" and tensor.is_cpu)
 
 
 def in_triton(tensor: Tensor) -> bool:
@@ -57,7 +57,7 @@ def halves(x: Tensor, g: int, m: int, dtype: torch.dtype) -> bool:
 
 def in_c(tensor: Tensor) -> bool:
     """Whether the C loops compute with this tensor."""
-    return tensor.is_cpu and not on_gpu(tensor)
+    return tensor.is_cpu and on_cpu() == "auto" and not on_gpu(tensor)
 
 
 def arithmetic_on(tensor: Tensor) -> AbstractContextManager[None]:

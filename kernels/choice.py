@@ -19,7 +19,7 @@ from .message import Kept, Message
 if TYPE_CHECKING:  # it imports this package
     from .chain import Chain
 
-_CHOICES = ("auto", "triton", "plain")
+_CHOICES, _DEVICES = ("auto", "triton", "plain"), ("cuda", "cpu")
 
 # modules of Triton's errors, and texts of its RuntimeErrors, that come before a launch: no result has been written
 _ERRORS = ("triton.compiler.errors", "triton.runtime.errors")
@@ -31,15 +31,15 @@ class _State(NamedTuple):
     failure: str  # why "auto" computes with torch operations; "" while it computes with Triton
 
 
-_state, _lock = _State("auto", ""), Lock()
+_state, _on_cpu, _lock = _State("auto", ""), "auto", Lock()
 
 
 class use:
-    """Chooses what computes on a CUDA or ROCm device: Triton kernels or torch operations.
+    """Chooses what computes on a CUDA or ROCm device, or on a CPU: the library's kernels or torch operations.
 
     A call sets the choice at once; in a `with` statement, the exit restores the former choice. The choice holds for the
-    whole process, because autograd runs backward passes in other threads. Tensors on a CPU are not affected, and any
-    other device computes with torch operations. A gradient may be computed under another choice than its forward pass.
+    whole process, because autograd runs backward passes in other threads. Any other device computes with torch
+    operations. A gradient on a GPU may be computed under another choice than its forward pass, on a CPU it may not.
 
     With "auto", a missing Triton, one older than 3.5, or a kernel that does not compile leads to one RuntimeWarning
     with the kernel's name and the reason, and to torch operations from then on, until the next call of `use`. If that
@@ -49,9 +49,11 @@ class use:
     Args:
         choice: "auto", the default, for Triton kernels with that fallback; "triton" for Triton kernels without it, so
             that such errors are raised; "plain" for torch operations.
+        device: "cuda" chooses for CUDA and ROCm devices, "cpu" for tensors on a CPU. There "auto" means the loops in C,
+            and "triton" Triton's interpreter, which is slow: for tests, with `TRITON_INTERPRET=1` in the environment.
 
     Raises:
-        ValueError: if `choice` is anything else.
+        ValueError: if `choice` or `device` is anything else.
 
     >>> import torch, logchain
     >>> device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,27 +64,35 @@ class use:
     [[2.0, 2.0], [2.0, 2.0]]
     """
 
-    def __init__(self, choice: str) -> None:
+    def __init__(self, choice: str, device: str = "cuda") -> None:
         if choice not in _CHOICES:
             raise ValueError(f'choice: expected "auto", "triton" or "plain", got {choice!r}; pass one of these')
-        self._former, self._chosen = _state, _State(choice, "")
-        _set(self._chosen)
+        if device not in _DEVICES:
+            raise ValueError(f'device: expected "cuda" or "cpu", got {device!r}; pass one of these')
+        self._former = _state, _on_cpu
+        self._chosen = (_State(choice, ""), _on_cpu) if device == "cuda" else (_state, choice)
+        _set(*self._chosen)
 
     def __enter__(self) -> None:
-        _set(self._chosen)
+        _set(*self._chosen)
 
     def __exit__(self, *_: object) -> None:
-        _set(self._former)
+        _set(*self._former)
 
 
-def _set(state: _State) -> None:
-    global _state
-    _state = state
+def _set(state: _State, on_cpu: str) -> None:
+    global _state, _on_cpu
+    _state, _on_cpu = state, on_cpu
 
 
 def is_triton() -> bool:
     """Whether Triton kernels are chosen, and none has failed to compile."""
     return _state.choice != "plain" and not _state.failure
+
+
+def on_cpu() -> str:
+    """What computes with tensors on a CPU: "auto", "triton" or "plain", see `use`."""
+    return _on_cpu
 
 
 @cache
@@ -147,7 +157,7 @@ def _remember(error: Exception) -> None:
     with _lock:
         first = _state == _State("auto", "")
         if first:
-            _set(_State("auto", _reason(error)))
+            _set(_State("auto", _reason(error)), _on_cpu)
     if first:
         remedy = "install Triton 3.5 or later, then call" if isinstance(error, ImportError) else "to try again, call"
         effect = "torch operations compute on the GPU from now on"

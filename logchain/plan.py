@@ -126,7 +126,7 @@ def plan(
     *,
     log_params: bool = False,
     lengths: Lengths | None = None,
-    strategy: Strategy = "auto",
+    strategy: Strategy | str = "auto",
     memory_budget: int | None = None,
     gradients: bool | None = None,
     dtype: torch.dtype | None = None,
@@ -319,7 +319,7 @@ def _without_memory(value: Tensor | Shape, name: str = "", dtype: torch.dtype | 
         raise TypeError(f"{name}: expected a torch.Tensor or a shape, got {value!r}") from error
 
 
-def _plan(size: Size, place: Where, strategy: Strategy, title: str) -> Plan:
+def _plan(size: Size, place: Where, strategy: str, title: str) -> Plan:
     """The plan without a memory budget, and its alternatives in order of predicted time."""
     picked, costs = choose.choose(size, place, strategy), place.constants
     kinds = [choose.choose(size, place, name) for name in choose.STRATEGIES[1:]]

@@ -10,6 +10,7 @@ With gradients, a chunked chain then takes vectors through all segments side by 
 """
 
 import math
+import re
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -26,6 +27,9 @@ from .cost_counts import MEETING, SEQUENTIAL, TREE, Schedule, Size, peaks, work
 
 Strategy = Literal["auto", "sequential", "chunked", "tree", "overlapped", "meeting"]
 STRATEGIES = get_args(Strategy)
+
+# a strategy of so many segments
+_NUMBERED = re.compile("(chunked|overlapped):[1-9][0-9]*")
 
 # the choice between the sequential and the overlapped schedule, for what needs messages, and the meeting one besides,
 # for posteriors
@@ -96,7 +100,9 @@ def of(
     if strategy == "sequential":
         return SEQUENTIAL
     if torch.compiler.is_compiling() and not _known(x, bulk):
-        return _UNKNOWN["chunked" if strategy == "overlapped" and kernels.on_gpu(p0) else strategy]
+        name, number = split(strategy)
+        schedule = _UNKNOWN["chunked" if name == "overlapped" and kernels.on_gpu(p0) else name]
+        return schedule._replace(segments=number) if number else schedule
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
     device = "cuda" if kernels.on_gpu(p0) else p0.device.type
     gradients = differentiated(x, bulk, p0) if gradients is None else gradients
@@ -142,9 +148,16 @@ def _picked(
 _picked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def split(strategy: str) -> tuple[str, int]:
+    """The name in a strategy and the number of segments after it, 0 if there is none: "chunked:4" has 4."""
+    name, _, number = strategy.partition(":")
+    return (name, int(number)) if number else (strategy, 0)
+
+
 def check_options(strategy: object, memory_budget: object, options: dict[str, bool]) -> None:
     """Raise for arguments of a wrong kind, and for a strategy beside an option that needs sequential."""
-    check_choice("strategy", strategy, STRATEGIES)
+    if not isinstance(strategy, str) or not _NUMBERED.fullmatch(strategy):
+        check_choice("strategy", strategy, STRATEGIES)
     if memory_budget is not None and (not isinstance(memory_budget, int) or isinstance(memory_budget, bool)):
         raise TypeError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
     if strategy not in ("auto", "sequential"):
@@ -161,6 +174,9 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
         return SEQUENTIAL
     if strategy == "meeting":
         return MEETING if place.device == "cpu" and not size.lengths else SEQUENTIAL
+    name, number = split(strategy)
+    if number:
+        return Schedule(name if place.device == "cpu" else "chunked", number)
     costs = place.constants
 
     def quickest(schedules: list[Schedule]) -> Schedule:
