@@ -7,7 +7,7 @@ a state lies below the largest entry of its message, or of its x, and where matr
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -64,13 +64,18 @@ def depth(messages: np.ndarray, posteriors: np.ndarray) -> np.ndarray:
 class Truth:
     """Values, posteriors and bounds of one chain: float64 reference, or decimals where the arithmetic is float64."""
 
-    def __init__(self, chain: Chain, lengths=None, *, by_logs: bool = False):
-        """`by_logs`: the arithmetic adds logarithms of entries as they are, and rounds as their size is."""
+    def __init__(
+        self, chain: Chain, lengths=None, *, by_logs: bool = False, exact: oracle.Truth | None = None
+    ) -> None:
+        """`by_logs`: the arithmetic adds logarithms of entries as they are, and rounds as their size is.
+
+        `exact`: the truth, if it is known.
+        """
         x, bulk, p0 = (tensor.detach().double().numpy() for tensor in chain[:3])
         options = {"log_params": chain.log_params, "lengths": lengths}
         self.dtype = torch.float64 if torch.float64 in (t.dtype for t in chain[:3]) else torch.float32
-        exact = oracle.chain if self.dtype == torch.float64 else reference.marginals
-        found = exact(x, bulk, p0, **options)
+        find = oracle.chain if self.dtype == torch.float64 else reference.marginals
+        found = exact or find(x, bulk, p0, **options)
         self.log_norm, self.states, self.transitions = found.log_norm, found.states, found.transitions
         # Above 0 where some path passes, however unlikely: elsewhere gradients are exactly 0.
         allowed = (np.asarray(array > (-np.inf if chain.log_params else 0.0), float) for array in (bulk, p0))
@@ -130,6 +135,8 @@ def assert_gradient(
 
     A linear operand's gradient is compared as its logarithm's, that is multiplied by the operand.
     """
+    if operand.numel() == 0 and operand.grad is None:
+        return
     found, value = operand.grad.double().cpu().numpy(), operand.detach().double().cpu().numpy()
     assert operand.grad.dtype == operand.dtype
     assert found.shape == value.shape, f"shape {found.shape}, expected {value.shape}"
@@ -168,6 +175,7 @@ def assert_contract(
     truth: Truth | None = None,
     device: str = "cpu",
     k: int = 1,
+    call: Callable[..., torch.Tensor] = logchain.product,
     **options,
 ) -> None:
     """Value and wanted gradients of `logchain.product` lie within the contract, and its inputs stay as they are."""
@@ -177,7 +185,7 @@ def assert_contract(
     before = {name: leaf.clone() for name, leaf in leaves.items()}
     for name in names:
         leaves[name].requires_grad_()
-    out = logchain.product(**leaves, log_params=chain.log_params, lengths=lengths, **options)
+    out = call(**leaves, log_params=chain.log_params, lengths=lengths, **options)
     assert out.dtype == truth.dtype
     assert_values(out, truth.log_norm, truth.value_bound(out.dtype, k))
 

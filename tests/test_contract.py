@@ -1,120 +1,343 @@
-"""The contract as it is meant: exact results of chains whose factors are a little off bracket that of `product`."""
+"""The contract: every public function of a chain, on every backend, for every family; then each property once."""
 
-from decimal import Decimal, localcontext
+import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 import logchain
-from logchain import reference
-from tests import oracle
-from tests.contract import Truth, assert_values, ulp, unit, value_bound
-from tests.families import FAMILIES, Chain
+from tests.conftest import INTERPRETED
+from tests.contract import TENSOR_CORES, Truth, assert_contract, poisoned_memory
+from tests.expected import Expected, expected
+from tests.families import FAMILIES, PAIRS, Chain, dense
+from tests.layouts import BATCHES, STEPS, STRANGE, broadcast, poisoned, strange
+from tests.subjects import PRODUCTS, SUBJECTS, Found, floating
 
 F32, F64 = torch.float32, torch.float64
-BOTH = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
-LOG = pytest.mark.parametrize("log", [False, True], ids=["given", "log_params"])
-# what has 301 states is too much for decimals
-NAMES = pytest.mark.parametrize("name", [name for name in FAMILIES if name != "c301"])
+CHOICES = PAIRS.args[1]
+
+# families that shifted sums get wrong, or whose chains are impossible
+HARD = ["dense", "detour", "left_to_right", "one_dead", "sparse", "log_far"]
+
+# subjects that Triton's kernels compute
+ON_GPU = ["product", "chunked:3", "tree", "memory_budget", "stream", "marginals", "counts", "viterbi"]
 
 
-def drawn(name: str, dtype: torch.dtype, log: bool) -> tuple[Chain, Truth]:
-    sizes = {} if name[-1].isdigit() else {"v": 6, "c": 5}  # decimals take their time
-    chain = FAMILIES[name](dtype, n=2, t=1, each=True, **sizes)
-    chain = chain.logs() if log else chain
-    return chain, Truth(chain)
+# subjects whose log-partition has posteriors as gradients
+DIFFERENTIATED = {*PRODUCTS, "stream", "marginals", "counts", "filtered"}
+
+# subjects that can be differentiated twice
+TWICE = {*PRODUCTS, "stream", "filtered", "log_prob"} - {"memory_budget"}
 
 
-def perturbed(chain: Chain, x_errors, bulk_errors, p0_errors) -> np.ndarray:
-    """log Z [*B] in decimals of chains whose factors are multiplied by one plus such errors, which broadcast."""
-    x, bulk, p0 = (tensor.double().numpy() for tensor in chain[:3])
-    batch, (v, c) = x.shape[:-2], x.shape[-2:]
-    bulk, p0 = np.broadcast_to(bulk, (*batch, v - 1, c, c)), np.broadcast_to(p0, (*batch, c))
-    found = np.zeros(batch)
-    errors = (
-        np.broadcast_to(part, whole.shape)
-        for part, whole in zip((x_errors, bulk_errors, p0_errors), (x, bulk, p0), strict=True)
-    )
-    factors = [np.vectorize(Decimal, otypes=[object])(part) + 1 if part.size else part for part in errors]
-    with localcontext(oracle.DIGITS):
-        for b in np.ndindex(*batch):
-            weights = oracle._weights(x[b], bulk[b], p0[b], chain.log_params)
-            forward, _ = oracle._messages(*(weight * part[b] for weight, part in zip(weights, factors, strict=True)))
-            total = sum(forward[-1], Decimal(0))
-            found[b] = float(total.ln()) if total else -np.inf
+@contextlib.contextmanager
+def on(backend: str) -> Iterator[str]:
+    """The device of a backend, which computes inside."""
+    if backend == "gpu":
+        pytest.importorskip("triton")
+        with logchain.kernels.use("triton", "cpu" if INTERPRETED else "cuda"):
+            yield "cpu" if INTERPRETED else "cuda"
+    else:
+        with logchain.kernels.use({"cpu": "auto", "plain": "plain"}[backend], "cpu"):
+            yield "cpu"
+
+
+def parameter(backend: str, *values, **options):
+    """A row of a table whose first column is the backend."""
+    marks = [pytest.mark.gpu] if backend == "gpu" and not INTERPRETED else []
+    return pytest.param(backend, *values, marks=marks, id="-".join([backend, *map(str, values)]), **options)
+
+
+def rows() -> list:
+    """Every subject, family and choice of dtype, `each` and `log` meet in pairs; product in C meets all choices."""
+    found = []
+    for i, subject in enumerate(SUBJECTS):
+        for j, name in enumerate(FAMILIES):
+            if name == "c301" and subject not in ("product", "plain", "marginals", "viterbi", "low rank"):
+                continue
+            some = [CHOICES[(i + j) % 4]] if subject != "product" else CHOICES
+            if subject == "overlapped:3":
+                some = CHOICES[:2]  # long chains, for which decimals take too long
+            found += [parameter("cpu", subject, name, *choice) for choice in some]
+            found.append(
+                parameter("plain", subject, name, *CHOICES[(i + j + 2) % (4 if subject != "overlapped:3" else 2)])
+            )
+    for i, subject in enumerate(ON_GPU):
+        names = HARD if subject == "product" else HARD[i % 3 :: 3]
+        found += [parameter("gpu", subject, name, *CHOICES[(i + j) % 2]) for j, name in enumerate(names)]
     return found
 
 
-def assert_between(out: torch.Tensor, low: np.ndarray, high: np.ndarray, dtype: torch.dtype) -> None:
-    """The result, which has been rounded to its dtype, lies in the bracket."""
-    found = out.double().numpy()
-    np.testing.assert_array_equal(np.isneginf(found), np.isneginf(low))
-    possible = np.isfinite(low)
-    rounding = ulp(low, dtype)[possible]
-    found, low, high = found[possible], low[possible], high[possible]
-    assert (low - rounding <= found).all() and (found <= high + rounding).all()
+def case(backend: str, subject: str, name: str, dtype: torch.dtype, each: bool, log: bool) -> Expected:
+    if backend != "gpu" and subject != "overlapped:3":
+        return expected(name, dtype, each, log)
+    sizes = {"n": 2, "t": 1, "v": 240, "c": 4} if backend != "gpu" else {"n": 2, "t": 1, "v": 5, "c": 4}
+    chain = FAMILIES[name](dtype, each=each, **({} if name[-1].isdigit() else sizes))
+    chain = chain.logs() if log else chain
+    return Expected(chain, Truth(chain), k=TENSOR_CORES if backend == "gpu" else 1)
 
 
-@LOG
-@BOTH
-@NAMES
-def test_factors_that_are_all_off_by_the_most_move_the_result_to_the_ends(name, dtype, log):
-    chain, truth = drawn(name, dtype, log)
-    # [*B, 1, 1]
-    error = ((truth.c + 8 + 2 * truth.depth) * unit(dtype))[..., None, None]
-    low, high = (perturbed(chain, sign * error, 0.0, 0.0) for sign in (-1, 1))
-    out = logchain.product(*chain[:3], log_params=chain.log_params)
-    assert_between(out, low, high, dtype)
-    possible = np.isfinite(truth.log_norm)
-    exact, bound = truth.log_norm[possible], (truth.value_bound() - ulp(truth.log_norm, dtype))[possible]
-    # but for the square of the error, and for the rounding of log Z to float64
-    slack = bound * error.max() + np.spacing(np.abs(exact)) * (1 if dtype == F64 else 20)
-    np.testing.assert_array_less(np.abs(high[possible] - exact - bound), slack)
-    np.testing.assert_array_less(np.abs(low[possible] - exact + bound), slack)
+@pytest.mark.parametrize(("backend", "subject", "name", "dtype", "each", "log"), rows())
+def test_values_and_gradients(backend, subject, name, dtype, each, log):
+    known, call = case(backend, subject, name, dtype, each, log), SUBJECTS[subject]
+    with on(backend) as device:
+        operands = [operand.to(device) for operand in known.chain[:3]]
+        found = call(*operands, log_params=known.chain.log_params)
+        known.check(found)
+        if subject in DIFFERENTIATED:
+            options = {"truth": known.truth, "device": device, "k": known.k}
+            assert_contract(known.chain, call=lambda **k: call(**k)["log_norm"], **options)
 
 
-def depths(array: np.ndarray, axes) -> np.ndarray:
-    """How far entries lie below the largest along some axes; 0 where that is infinitely far."""
-    top = array.max(axes, keepdims=True)
-    return np.where(np.isfinite(array), top - np.where(np.isfinite(array), array, 0.0), 0.0)
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A backend of the CPU, which computes in the test."""
+    with on(request.param):
+        yield request.param
 
 
-@LOG
-@BOTH
-@NAMES
-def test_factors_that_are_off_by_what_their_states_allow_bracket_the_result(name, dtype, log):
-    """Each state by its own depth, which is tighter, and lies within the formula."""
-    chain, truth = drawn(name, dtype, log)
-    x, bulk, p0 = (tensor.double().numpy() for tensor in chain[:3])
-    messages = reference.forward_backward(x, bulk, p0, log_params=chain.log_params)
-    below = np.max([depths(array, -1) for array in (messages.forward, messages.backward, x)], 0)
-    errors = [truth.c + 8 + 2 * below, 0.0, 0.0]
-    if chain.log_params:
-        errors[1:] = 2 * depths(bulk, (-2, -1)), 2 * depths(p0, -1)
-    errors = [error * unit(dtype) for error in errors]
-    low, high = (perturbed(chain, *(sign * error for error in errors)) for sign in (-1, 1))
-    assert_between(logchain.product(*chain[:3], log_params=chain.log_params), low, high, dtype)
+# torch operations compute what other subjects ask of them in these, too
+IN_TORCH = ["product", "chunked:3", "marginals", "messages", "viterbi", "topk_paths", "stream", "banded", "low rank"]
+PAIRED = [parameter("cpu", name) for name in SUBJECTS] + [parameter("plain", name) for name in IN_TORCH]
+EACH_SUBJECT = pytest.mark.parametrize(("backend", "subject"), PAIRED, indirect=["backend"])
+EACH = pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 
 
-def sticky(c: int) -> torch.Tensor:
-    return 0.99 * torch.eye(c) + 0.01 / c
+def small(subject: str, each: bool = False, **sizes: int) -> Chain:
+    """A dense chain, in float64 unless it has to be long."""
+    if subject == "overlapped:3":
+        return dense(F32, each=each, **({"v": 240, "c": 4} | sizes))
+    return dense(F64, each=each, **({"v": 6, "c": 4} | sizes))
 
 
-def cycle(c: int) -> torch.Tensor:
-    return torch.eye(c).roll(1, 1) + 3e-8
+def close(chain: Chain) -> dict[str, float]:
+    return dict.fromkeys(("rtol", "atol"), 1e-11 if chain.x.dtype == F64 else 1e-4)
 
 
-@LOG
-@pytest.mark.parametrize("strategy", ["sequential", "chunked", "tree"])
-@pytest.mark.parametrize("matrix", [sticky, cycle])
-def test_steps_that_are_all_alike_may_all_be_wrong_alike(matrix, strategy, log):
-    """Roundings of steps add up, but to no more than the contract."""
-    v, c = 5000, 16
-    bulk, p0 = matrix(c)[None], torch.full((c,), 1.0 / c)
-    bulk, p0 = (bulk.log(), p0.log()) if log else (bulk, p0)
-    x = torch.zeros(v, c)
-    truth = logchain.product(x.double(), bulk.double(), p0.double(), log_params=log, strategy="sequential").numpy()
-    found = logchain.product(x, bulk, p0, log_params=log, strategy=strategy)
-    deep = float(bulk.max() - bulk.min()) if log else 0.0
-    assert_values(found, truth, value_bound(truth, v, c, deep, dtype=F32))
+def leaves(chain: Chain) -> list[torch.Tensor]:
+    return [operand.detach().clone().requires_grad_() for operand in chain[:3]]
+
+
+def total(found: Found, but: str = "") -> torch.Tensor:
+    """A number that depends on all floating outputs but one."""
+    return sum((t.sin() * (1 + i)).sum() for i, t in enumerate(floating({k: t for k, t in found.items() if k != but})))
+
+
+def assert_same(found: Found, wanted: Found, **options) -> None:
+    assert found.keys() == wanted.keys()
+    for key, one in found.items():
+        torch.testing.assert_close(
+            one, wanted[key], equal_nan=True, msg=lambda text, key=key: f"{key}: {text}", **options
+        )
+
+
+def assert_same_gradients(one: torch.Tensor, other: torch.Tensor, operands, **options) -> None:
+    pairs = zip(*(torch.autograd.grad(value, operands, allow_unused=True) for value in (one, other)), strict=True)
+    for operand, (found, wanted) in zip(operands, pairs, strict=True):
+        zeros = torch.zeros_like(operand)
+        found, wanted = (zeros if grad is None else grad for grad in (found, wanted))
+        torch.testing.assert_close(found, wanted, **options)
+
+
+@EACH
+@EACH_SUBJECT
+def test_lengths_are_each_sequence_alone(backend, subject, each):
+    """Values and gradients, whatever lies behind an end."""
+    chain = small(subject, each)
+    v = chain.x.shape[-2]
+    lengths = torch.tensor([[v, 1], [v // 2, v - 1], [2, v]])
+    operands, call = leaves(poisoned(chain, lengths)), SUBJECTS[subject]
+    x, bulk, p0 = operands
+    found, alone = call(*operands, lengths=lengths), {}
+    summed = torch.zeros_like(bulk)
+    for index in np.ndindex(3, 2):
+        end, set_ = int(lengths[index]), index if each else (0, 0)
+        alone[index] = call(x[index][:end], bulk[set_][: end - 1], p0[set_])
+        for key, one in alone[index].items():
+            many, fill = found[key], -torch.inf if key in ("forward", "backward") else 0.0
+            if key == "counts":
+                summed[set_][: end - 1] += one.detach()
+                continue
+            many = many[index]
+            if one.dim():
+                assert (many[len(one) :] == (fill if one.is_floating_point() else -1)).all()
+                many = many[: len(one)]
+            torch.testing.assert_close(many, one, **close(chain))
+    if "counts" in found:
+        torch.testing.assert_close(found["counts"].detach(), summed, **close(chain))
+    together = total(found, "counts")
+    apart = sum(total(one, "counts") for one in alone.values())
+    if together.requires_grad:
+        assert_same_gradients(together, apart, operands, **close(chain))
+
+
+@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+@EACH_SUBJECT
+def test_nan_stays_in_its_sequence(backend, subject, operand):
+    chain, call = small(subject, each=True, n=3, t=1), SUBJECTS[subject]
+    clean = call(*chain[:3])
+    operands = leaves(chain)
+    with torch.no_grad():
+        dirty = operands["x bulk p0".split().index(operand)][1, 0]
+        dirty[(2,) * (dirty.dim() > 1)].view(-1)[-1] = torch.nan
+    found, others = call(*operands), torch.tensor([True, False, True])
+    for key, one in found.items():
+        if (operand, key) != ("p0", "backward"):  # which does not depend on it
+            assert (one[1].isnan() if one.is_floating_point() else one[1] == -1).any(), key
+        torch.testing.assert_close(one[others], clean[key][others], **close(chain))
+    value = total({key: one[others] for key, one in found.items() if key != "counts"})
+    if value.requires_grad:
+        for gradient in torch.autograd.grad(value, operands):
+            assert gradient[others].isfinite().all()
+
+
+@pytest.mark.parametrize("how", [*STRANGE, "expanded"])
+@EACH_SUBJECT
+def test_strides(backend, subject, how):
+    chain, call = small(subject, each=True, n=2, t=2), SUBJECTS[subject]
+    other = strange(chain, how) if how != "expanded" else chain
+    if how == "expanded":
+        other = chain._replace(
+            x=chain.x[:1].expand(2, -1, -1, -1), bulk=chain.bulk[..., :1, :, :].expand_as(chain.bulk)
+        )
+        chain = Chain(*(operand.clone(memory_format=torch.contiguous_format) for operand in other[:3]))
+    operands, straight = [operand.detach().requires_grad_() for operand in other[:3]], leaves(chain)
+    found, wanted = call(*operands), call(*straight)
+    assert_same(found, wanted, **close(chain))
+    if total(found).requires_grad:
+        gradients = (torch.autograd.grad(total(one), some) for one, some in ((found, operands), (wanted, straight)))
+        for one, two in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, two, **close(chain))
+
+
+@EACH_SUBJECT
+def test_batch_axes_broadcast(backend, subject):
+    """As copies do, in values and gradients, with one matrix for all steps or one for each."""
+    for i, batches in enumerate(BATCHES):
+        if subject == "packed" and 0 in batches[0]:
+            continue
+        chain, call = broadcast(batches, STEPS[i % len(STEPS)]), SUBJECTS[subject]
+        operands = x, bulk, p0 = leaves(chain)
+        (*batch, v, c), found = x.shape, call(*operands)
+        copies = call(x, bulk.expand(*batch, v - 1, c, c).clone() if v > 1 else bulk, p0.expand(*batch, c).clone())
+        if "counts" in found and v > 1:
+            copies["counts"] = copies["counts"].sum_to_size(bulk.shape)
+        assert_same(found, copies, **close(chain))
+        if total(found).requires_grad:
+            assert_same_gradients(total(found), total(copies), operands, **close(chain))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@EACH_SUBJECT
+def test_half_types_are_computed_in_float32(backend, subject, dtype):
+    halves = leaves(small(subject).to(dtype))
+    floats = [operand.detach().float().requires_grad_() for operand in halves]
+    found, wanted = SUBJECTS[subject](*halves), SUBJECTS[subject](*floats)
+    assert {one.dtype for one in found.values()} <= {F32, torch.int64}
+    if subject == "divergence":  # the other chain has been rounded
+        return
+    assert_same(found, wanted)
+    if total(found).requires_grad:
+        gradients = torch.autograd.grad(total(found), halves), torch.autograd.grad(total(wanted), floats)
+        for one, other in zip(*gradients, strict=True):  # which torch may add up in halves
+            rounding = 4 * torch.finfo(dtype).eps * float(other.abs().max())
+            torch.testing.assert_close(one.float(), other, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("operand", ["x", "bulk", "p0"])
+@EACH_SUBJECT
+def test_one_float64_operand_makes_the_arithmetic_wide(backend, subject, operand):
+    chain = small(subject).to(F32)
+    mixed = chain._replace(**{operand: getattr(chain, operand).double()})
+    found, wanted = SUBJECTS[subject](*mixed[:3]), SUBJECTS[subject](*chain.to(F64)[:3])
+    assert_same(found, wanted, rtol=1e-6 if subject == "divergence" else 1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("wanted", ["x", "bulk", "p0", "x p0"])
+@EACH_SUBJECT
+def test_only_wanted_gradients(backend, subject, wanted):
+    chain = small(subject)
+    operands = leaves(chain)
+    value = total(SUBJECTS[subject](*operands))
+    if not value.requires_grad:
+        pytest.skip("has no gradient")
+    every = dict(zip(("x", "bulk", "p0"), torch.autograd.grad(value, operands), strict=True))
+    some = {
+        key: operand.detach().requires_grad_(key in wanted.split())
+        for key, operand in zip(every, operands, strict=True)
+    }
+    total(SUBJECTS[subject](*some.values())).backward()
+    for key, operand in some.items():
+        if key in wanted.split():
+            torch.testing.assert_close(operand.grad, every[key], **close(chain))
+        else:
+            assert operand.grad is None
+
+
+@pytest.mark.parametrize(
+    ("v", "c", "batch"), [(1, 3, ()), (2, 1, (2, 3)), (1, 1, (2,)), (4, 2, (0,)), (5, 17, ()), (5, 17, (2, 3))]
+)
+@EACH_SUBJECT
+def test_odd_sizes_and_memory_that_was_never_written(backend, subject, v, c, batch):
+    if subject == "packed" and 0 in batch:
+        pytest.skip("offsets of no sequence are refused")
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(*batch, v, c, generator=draw, dtype=F64)
+    bulk, p0 = torch.rand(v - 1, c, c, generator=draw, dtype=F64), torch.rand(c, generator=draw, dtype=F64)
+    operands = leaves(Chain(x, bulk, p0))
+    wanted = SUBJECTS[subject](*operands)
+    with poisoned_memory():
+        found = SUBJECTS[subject](*operands)
+        assert_same(found, wanted, rtol=0, atol=1e-13)
+        if total(found).requires_grad and x.numel():
+            for gradient in torch.autograd.grad(total(found), operands, allow_unused=not len(bulk)):
+                assert gradient is None or gradient.isfinite().all()
+
+
+OPTIONS = [(True, False, None), (True, True, [2, 3]), (False, False, [2, 3]), (False, True, None)]
+DERIVED = [parameter("cpu", name, *OPTIONS[i % 4]) for i, name in enumerate(SUBJECTS)]
+DERIVED += [parameter("cpu", name, *OPTIONS[(i + 1) % 4]) for i, name in enumerate(SUBJECTS)]
+DERIVED += [parameter("plain", name, *OPTIONS[i % 4]) for i, name in enumerate(IN_TORCH)]
+
+
+@pytest.mark.parametrize(("backend", "subject", "each", "log", "lengths"), DERIVED, indirect=["backend"])
+def test_derivatives_agree_with_finite_differences(backend, subject, each, log, lengths):
+    """The first ones, and the second ones of what is no derivative itself."""
+    chain = dense(F64, n=2, t=1, v=3, c=2, each=each)
+    chain = chain.logs() if log else chain
+
+    def outputs(*operands):
+        return tuple(floating(SUBJECTS[subject](*operands, log_params=log, lengths=lengths)))
+
+    operands = leaves(chain)
+    if any(value.requires_grad for value in outputs(*operands)):
+        assert torch.autograd.gradcheck(outputs, operands)
+        if subject in TWICE:
+            assert torch.autograd.gradgradcheck(outputs, operands, fast_mode=True)
+
+
+@EACH_SUBJECT
+def test_zeros_have_no_gradient_and_disturb_no_other(backend, subject):
+    chain = FAMILIES["sparse"](F64, n=2, t=1, v=4, c=4)
+    operands = leaves(chain)
+    value = total(SUBJECTS[subject](*operands))
+    if value.requires_grad:
+        for gradient, operand, zero in zip(
+            torch.autograd.grad(value, operands), operands, (-torch.inf, 0.0, 0.0), strict=True
+        ):
+            assert gradient.isfinite().all() and (gradient[operand == zero] == 0).all()
+
+
+@pytest.mark.parametrize("subject", ["product", "marginals", "messages", "viterbi", "entropy"])
+def test_threads_change_no_result(subject):
+    chain, found = dense(F32, n=2, t=1, v=700, c=24), []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(SUBJECTS[subject](*chain[:3]))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(*found, rtol=1e-5, atol=1e-5)

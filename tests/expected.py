@@ -1,0 +1,242 @@
+"""What the outputs of `tests.subjects` have to be, and how exactly: from decimals, or from the float64 reference.
+
+`python -m tests.expected` writes `truths.npz`, the truths of all families in float64, which decimals take long to find.
+"""
+
+import functools
+import itertools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from logchain import reference
+from tests import oracle
+from tests.best_paths import numbers, truth_of, weigh
+from tests.contract import Truth, assert_values, of_steps, sum_to, ulp
+from tests.families import FAMILIES, Chain
+from tests.subjects import LAG, RANKS, Found, other_chain
+
+F32, F64 = torch.float32, torch.float64
+FILE = Path(__file__).with_name("truths.npz")
+
+
+def sizes(name: str, dtype: torch.dtype, each: bool) -> dict[str, int]:
+    """The sizes of a family's chain; in float64 few, for the sake of decimals."""
+    if name[-1].isdigit():  # which has sizes of its own
+        return {} if dtype == F32 else {"n": 1 if name == "c301" else 2, "t": 1}
+    if dtype == F64:
+        return {"n": 2, "t": 1, "v": 5, "c": 9} if each else {"n": 2, "t": 1, "v": 9, "c": 5}
+    return {}
+
+
+class Expected:
+    """The truth of a chain, and checks of outputs by their names."""
+
+    def __init__(self, chain: Chain, truth: Truth, stored: dict[str, np.ndarray] | None = None, k: int = 1):
+        self.chain, self.truth, self.k, self._stored = chain, truth, k, stored or {}
+        self._options = {"log_params": chain.log_params}
+
+    def check(self, found: Found) -> None:
+        """Every output is within its bound."""
+        for name in found:
+            getattr(self, name)(found)
+
+    def log_norm(self, found: Found) -> None:
+        value = found["log_norm"]
+        assert value.dtype == self.truth.dtype
+        assert_values(value, self.truth.log_norm, self.truth.value_bound(value.dtype, self.k))
+
+    def states(self, found: Found) -> None:
+        self._posteriors(found["states"], self.truth.states, self.truth.reach.states)
+
+    def transitions(self, found: Found) -> None:
+        self._posteriors(found["transitions"], self.truth.transitions, self.truth.reach.transitions)
+
+    def counts(self, found: Found) -> None:
+        exact, shape = self.truth.transitions, tuple(self.chain.bulk.shape)
+        arrays = exact, self.truth.reach.transitions, self.truth.gradient_bound(exact, self.k)
+        assert_posteriors(found["counts"], *(sum_to(array, shape) for array in arrays))
+
+    def filtered(self, found: Found) -> None:
+        self._prefixes(found["filtered"], 0)
+
+    def smoothed(self, found: Found) -> None:
+        self._prefixes(found["smoothed"], LAG)
+
+    def forward(self, found: Found) -> None:
+        self._messages(found["forward"], "forward")
+
+    def backward(self, found: Found) -> None:
+        self._messages(found["backward"], "backward")
+
+    def entropy(self, found: Found) -> None:
+        exact = self._stored["entropy"]
+        assert_values(found["entropy"], exact, ulp(exact, self.truth.dtype) + 2.0**-49 * self._size())
+
+    def divergence(self, found: Found) -> None:
+        other = other_chain(*self.chain[:3])
+        pair = (numbers(chain) for chain in (self.chain, Chain(*other)))
+        exact = reference.kl_divergence(*pair, **self._options)
+        # the reference's own rounding: posteriors to |log Z| spacings, times potentials as large
+        finite = self.chain.x[self.chain.x.isfinite()].abs()
+        size = np.maximum(self._size(), float(finite.max()) if finite.numel() else 1.0)
+        found_, bound = found["divergence"], ulp(exact, self.truth.dtype) + 2.0**-50 * size**2
+        np.testing.assert_array_less(np.abs(found_.detach().double().numpy() - exact), bound + 1e-300)
+
+    def log_prob(self, found: Found) -> None:
+        exact = reference.log_prob(*numbers(self.chain), self.chain.x.argmax(-1), **self._options)
+        size = np.abs(np.where(np.isfinite(exact), exact, 0.0))
+        weight = size + self._size()
+        rounding = torch.finfo(self.truth.dtype).eps * size + 2.0**-52 * self.truth.steps * weight
+        assert_values(found["log_prob"], exact, self.truth.value_bound(F64, self.k) + rounding)
+
+    def best(self, found: Found) -> None:
+        """No path is better, by more than the contract allows, and the score is that of just these states."""
+        known, states = self._best, found["best"]
+        assert states.dtype == torch.int64
+        np.testing.assert_array_equal(states.cpu().numpy() < 0, known.states < 0)
+        own, size = weigh(self.chain, states.cpu().numpy())
+        exact, slack = known.score, known.bound + ulp(own, F32 if self.truth.dtype == F32 else F64)
+        assert_values(torch.from_numpy(own), exact, slack)
+        if "score" in found:
+            score = found["score"]
+            assert_values(score, exact, known.bound)
+            assert_values(score, own, ulp(own, score.dtype) + 2.0**-50 * size)
+
+    def score(self, found: Found) -> None:
+        assert found["score"].dtype == self.truth.dtype  # its value is checked with the path
+
+    def paths(self, found: Found) -> None:
+        """Different paths in falling order, each worth its score, and none better."""
+        scores, states = found["scores"], found["paths"].movedim(-1, -2)
+        exact = reference.topk_paths(*numbers(self.chain), RANKS, **self._options)
+        weights = [weigh(self.chain, one.cpu().numpy()) for one in states.unbind(-2)]
+        own, size = (np.stack(some, -1) for some in zip(*weights, strict=True))
+        assert_values(scores, own, ulp(own, scores.dtype) + 2.0**-50 * size)
+        slack = 2 * self._best.bound[..., None] + ulp(own, scores.dtype) + 2.0**-50 * size
+        assert_values(scores, exact.scores, slack)
+        assert (scores[..., :-1] >= scores[..., 1:]).all()
+        np.testing.assert_array_equal(states < 0, exact.states < 0)
+        for some in states.reshape(-1, RANKS, states.shape[-1]).tolist():
+            possible = [tuple(path) for path in some if path[0] >= 0]
+            assert len(set(possible)) == len(possible)
+
+    def scores(self, found: Found) -> None:
+        assert found["scores"].dtype == self.truth.dtype  # their values are checked with the paths
+
+    @functools.cached_property
+    def _best(self):
+        return truth_of(self.chain)
+
+    def _size(self) -> np.ndarray:
+        """|log Z| [*B], or 1."""
+        norm = self.truth.log_norm
+        return np.maximum(1.0, np.abs(np.where(np.isfinite(norm), norm, 0.0)))
+
+    def _posteriors(self, found: torch.Tensor, exact: np.ndarray, reach: np.ndarray) -> None:
+        assert_posteriors(found, exact, reach, self.truth.gradient_bound(exact, self.k))
+
+    def _prefixes(self, found: torch.Tensor, lag: int) -> None:
+        forward = reference.forward_backward(*numbers(self.chain), **self._options).forward
+        # the reference is good to float64 at the size of its messages
+        rounding = 2.0**-50 * float(np.abs(forward[np.isfinite(forward)]).max(initial=1.0))
+        exact, reach = prefixes(self.chain, lag), prefixes(reachable(self.chain), lag)
+        assert_posteriors(found, exact, reach, self.truth.gradient_bound(exact, self.k) + rounding)
+
+    def _messages(self, found: torch.Tensor, name: str) -> None:
+        """Each entry is a log-partition of its own: as exact as one, however far below the others."""
+        exact = self._stored.get(name)
+        if exact is None:
+            exact = getattr(reference.forward_backward(*numbers(self.chain), **self._options), name)
+        below = exact.max(-1, keepdims=True) - np.where(np.isfinite(exact), exact, np.inf)
+        deep = max(0.0, below.max(initial=0.0, where=np.isfinite(below)))
+        v, c = self.chain.x.shape[-2:]
+        assert_values(found, exact, ulp(exact, self.truth.dtype) + of_steps(v, c, deep, dtype=F64))
+
+
+def assert_posteriors(found: torch.Tensor, exact: np.ndarray, reach: np.ndarray, bound: np.ndarray) -> None:
+    """Within the bound, and exactly 0 where nothing can be."""
+    values = found.detach().double().cpu().numpy()
+    assert values.shape == exact.shape
+    assert (values[reach == 0] == 0).all(), "the impossible has a posterior"
+    error = np.abs(values - exact)
+    assert (error <= bound).all(), f"error {error.max():.3g}, {np.nanmax(error / bound):.3g} times the bound"
+
+
+def prefixes(chain: Chain, lag: int) -> np.ndarray:
+    """The posterior of each state given `lag` variables more, each from a chain of its own that ends there."""
+    (x, bulk, p0), found = numbers(chain), []
+    v = x.shape[-2]
+    bulk = np.broadcast_to(bulk, (*bulk.shape[:-3], v - 1, *bulk.shape[-2:]))
+    for i in range(v):
+        stop = min(v, i + lag + 1)
+        part = x[..., :stop, :], bulk[..., : stop - 1, :, :], p0
+        found.append(reference.marginals(*part, log_params=chain.log_params).states[..., i, :])
+    return np.stack(found, -2)
+
+
+def reachable(chain: Chain) -> Chain:
+    """The same states are possible, and all that is possible is about as likely."""
+    zero = -torch.inf if chain.log_params else 0.0
+    x = chain.x.detach()
+    bulk, p0 = (torch.where(operand > zero, 1.0, 0.0) for operand in chain[1:3])
+    return Chain(torch.where(x.isneginf(), x, 0.0), bulk, p0)
+
+
+def family(name: str, dtype: torch.dtype, each: bool, log: bool) -> Chain:
+    chain = FAMILIES[name](dtype, each=each, **sizes(name, dtype, each))
+    return chain.logs() if log else chain
+
+
+# the families whose truths are stored, shared and each; what has 301 states is too much for decimals
+STORED = [(name, each) for name in FAMILIES if name != "c301" for each in (False, True)]
+
+
+@functools.cache
+def expected(name: str, dtype: torch.dtype, each: bool, log: bool, k: int = 1) -> Expected:
+    """A family's chain, which nobody may change, and its truth."""
+    chain = family(name, dtype, each, log)
+    if (name, each) not in STORED:
+        return Expected(chain, Truth(chain), k=k)
+    assert log == (each if dtype == F32 else not each), "truths are stored of these two choices alone"
+    title = f"{name} {each} {dtype} "
+    stored = {key.removeprefix(title): part for key, part in _file().items() if key.startswith(title)}
+    assert stored["sum"] == checksum(chain), "the family has changed: run python -m tests.expected"
+    if dtype == F32:
+        return Expected(chain, Truth(chain), stored, k)
+    exact = oracle.Truth(*(stored[key] for key in oracle.Truth._fields))
+    return Expected(chain, Truth(chain, exact=exact), stored, k)
+
+
+@functools.cache
+def _file() -> dict[str, np.ndarray]:
+    with np.load(FILE) as file:
+        return dict(file)
+
+
+def checksum(chain: Chain) -> float:
+    return sum(float(operand[operand.isfinite()].sum()) for operand in chain[:3])
+
+
+def write() -> None:
+    """Write the truths of all families: entropies, and in float64 all else that takes decimals."""
+    found: dict[str, np.ndarray] = {}
+    for (name, each), dtype in itertools.product(STORED, (F32, F64)):
+        chain = family(name, dtype, each, each if dtype == F32 else not each)
+        (x, bulk, p0), options = numbers(chain), {"log_params": chain.log_params}
+        batch, parts = x.shape[:-2], {"sum": np.array(checksum(chain))}
+        rows = [np.broadcast_to(part, batch + part.shape[2:]) for part in (x, bulk, p0)]
+        each_row = [[part[index] for part in rows] for index in np.ndindex(batch)]
+        parts["entropy"] = np.array([oracle.entropy(*row, **options) for row in each_row]).reshape(batch)
+        if dtype == F64:
+            parts |= oracle.chain(x, bulk, p0, **options)._asdict()
+            both = zip(*(oracle.messages(*row, **options) for row in each_row), strict=True)
+            for key, some in zip(("forward", "backward"), both, strict=True):
+                parts[key] = np.stack(some).reshape(x.shape)
+        found |= {f"{name} {each} {dtype} {key}": part for key, part in parts.items()}
+    np.savez_compressed(FILE, **found)
+
+
+if __name__ == "__main__":
+    write()
