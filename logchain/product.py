@@ -57,9 +57,9 @@ def product(
             forget is walked as by "sequential"; "meeting" carries one vector from the first variable and another one
             from the last, on two threads of a CPU, until they meet in the middle. "auto" takes the one that a cost
             model predicts to be fastest on this device: `logchain.plan` says which, and why. A number of segments may
-            follow: "chunked:8", "overlapped:8". All but "auto" and "sequential" exclude `cu_seqlens` and
-            `memory_budget`; a chain too short for segments is not cut, nor one with `lengths` by "meeting", or on a GPU
-            by "chunked".
+            follow, "chunked:8" or "overlapped:8", and the steps that they begin early, "overlapped:8:20". All but
+            "auto" and "sequential" exclude `cu_seqlens` and `memory_budget`; a chain too short for segments is not cut,
+            nor one with `lengths` by "meeting", or on a GPU by "chunked".
         memory_budget: bytes that messages may take. A budget that holds all of them, `v (c + 1)` numbers a sequence,
             changes nothing. With a smaller one the chain is computed a segment at a time, in float64: only the messages
             between segments are kept, and the backward pass computes the others again. The budget covers everything but

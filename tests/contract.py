@@ -64,9 +64,7 @@ def depth(messages: np.ndarray, posteriors: np.ndarray) -> np.ndarray:
 class Truth:
     """Values, posteriors and bounds of one chain: float64 reference, or decimals where the arithmetic is float64."""
 
-    def __init__(
-        self, chain: Chain, lengths=None, *, by_logs: bool = False, exact: oracle.Truth | None = None
-    ) -> None:
+    def __init__(self, chain: Chain, lengths=None, *, by_logs: bool = False, exact: oracle.Truth | None = None) -> None:
         """`by_logs`: the arithmetic adds logarithms of entries as they are, and rounds as their size is.
 
         `exact`: the truth, if it is known.

@@ -203,7 +203,7 @@ def of_structure(name: str, subject: Subject) -> Subject:
     return call
 
 
-STRATEGIES = ("sequential", "chunked:3", "overlapped:3", "meeting", "tree")
+STRATEGIES = ("sequential", "chunked:3", "overlapped:3:2", "meeting", "tree")
 PRODUCTS: dict[str, Subject] = {
     "product": value(logchain.product),
     **{strategy: value(logchain.product, strategy=strategy) for strategy in STRATEGIES},

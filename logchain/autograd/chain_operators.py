@@ -29,7 +29,8 @@ TREE, MEETING = 0, -1
 
 def number_of(schedule: Schedule) -> int:
     """The number of segments that names a schedule."""
-    numbers = {"tree": TREE, "meeting": MEETING, "overlapped": -schedule.segments}
+    overlaps = -schedule.segments - (schedule.warm_up << overlapped.WARM_UP_SHIFT)
+    numbers = {"tree": TREE, "meeting": MEETING, "overlapped": overlaps}
     return numbers.get(schedule.name, schedule.segments)
 
 

@@ -28,8 +28,8 @@ from .cost_counts import MEETING, SEQUENTIAL, TREE, Schedule, Size, peaks, work
 Strategy = Literal["auto", "sequential", "chunked", "tree", "overlapped", "meeting"]
 STRATEGIES = get_args(Strategy)
 
-# a strategy of so many segments
-_NUMBERED = re.compile("(chunked|overlapped):[1-9][0-9]*")
+# a strategy of so many segments, which begin so many steps early
+_NUMBERED = re.compile("(chunked:[1-9][0-9]{0,5}|overlapped:[1-9][0-9]{0,5}(:[1-9][0-9]{0,8})?)")
 
 # the choice between the sequential and the overlapped schedule, for what needs messages, and the meeting one besides,
 # for posteriors
@@ -100,9 +100,9 @@ def of(
     if strategy == "sequential":
         return SEQUENTIAL
     if torch.compiler.is_compiling() and not _known(x, bulk):
-        name, number = split(strategy)
+        name, *numbers = split(strategy)
         schedule = _UNKNOWN["chunked" if name == "overlapped" and kernels.on_gpu(p0) else name]
-        return schedule._replace(segments=number) if number else schedule
+        return Schedule(schedule.name, *numbers) if numbers else schedule
     double = torch.float64 in (x.dtype, bulk.dtype, p0.dtype)
     device = "cuda" if kernels.on_gpu(p0) else p0.device.type
     gradients = differentiated(x, bulk, p0) if gradients is None else gradients
@@ -139,19 +139,19 @@ def _known(x: Tensor, bulk: Tensor) -> bool:
 
 def _picked(
     x: tuple[int, ...], bulk: tuple[int, ...], options: tuple[bool, ...], device: str, strategy: str
-) -> tuple[str, int]:
-    name, segments = choose(Size.of(x, bulk, *options), where(device), strategy)
-    return name, segments
+) -> tuple[str, int, int]:
+    name, segments, warm_up = choose(Size.of(x, bulk, *options), where(device), strategy)
+    return name, segments, warm_up
 
 
 # what `torch.compiler.assume_constant_result` does; importing that takes seconds
 _picked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def split(strategy: str) -> tuple[str, int]:
-    """The name in a strategy and the number of segments after it, 0 if there is none: "chunked:4" has 4."""
-    name, _, number = strategy.partition(":")
-    return (name, int(number)) if number else (strategy, 0)
+def split(strategy: str) -> Schedule | tuple[str]:
+    """The schedule that a strategy with numbers asks for, such as "overlapped:4:20", or its name alone."""
+    name, *numbers = strategy.split(":")
+    return Schedule(name, *map(int, numbers)) if numbers else (name,)
 
 
 def check_options(strategy: object, memory_budget: object, options: dict[str, bool]) -> None:
@@ -174,9 +174,9 @@ def choose(size: Size, place: Where, strategy: str) -> Schedule:
         return SEQUENTIAL
     if strategy == "meeting":
         return MEETING if place.device == "cpu" and not size.lengths else SEQUENTIAL
-    name, number = split(strategy)
-    if number:
-        return Schedule(name if place.device == "cpu" else "chunked", number)
+    name, *numbers = split(strategy)
+    if numbers:
+        return Schedule(name, *numbers) if place.device == "cpu" else Schedule("chunked", numbers[0])
     costs = place.constants
 
     def quickest(schedules: list[Schedule]) -> Schedule:

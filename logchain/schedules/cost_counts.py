@@ -31,10 +31,14 @@ _LEAVES = 2**21
 
 
 class Schedule(NamedTuple):
-    """The name of a schedule, one of `STRATEGIES`, and the number of segments that are computed side by side."""
+    """The name of a schedule, one of `STRATEGIES`, and the number of segments that are computed side by side.
+
+    `warm_up`: the steps that these begin early, 0 if they are to be found out.
+    """
 
     name: str
     segments: int
+    warm_up: int = 0
 
 
 NOTHING = Work(0, 0, 0, 0, 0)

@@ -37,6 +37,9 @@ from .cut_backward import Backward
 # at how many places steps to forget are counted, by how much their number grows, and which share of all it may be
 _PROBES, _GROWTH, _SHARE = 4, 4, 64
 
+# above these bits, a number of segments holds the steps that they begin early, or 0 if these are to be found out
+WARM_UP_SHIFT = 20
+
 # the part of the boundaries that may be walked again
 _MENDED = 1 / 4
 
@@ -68,9 +71,13 @@ def tolerance(c: int, dtype: torch.dtype) -> float:
     return 2 * (c + 8) * torch.finfo(dtype).eps
 
 
+def _count(v: int, segments: int) -> int:
+    return segments_of(v, segments % 2**WARM_UP_SHIFT)[0]
+
+
 def kept_shapes(v: int, g: int, m: int, c: int, segments: int, keep: bool) -> tuple[tuple[int, ...], ...]:
     """The shapes of `messages`, which is empty unless it is to be kept, of `warm` and of `redone`."""
-    count = segments_of(v, segments)[0]
+    count = _count(v, segments)
     return (v + count, g, m, c) if keep else (0,), (1,), (count + 1, g * m)
 
 
@@ -81,8 +88,8 @@ def forward(chain: Chain, segments: int, *, keep: bool) -> tuple[Tensor, Tensor,
     messages = kernels.messages_of(chain, shapes[0][0]) if keep else chain.new(0)
     warm = torch.zeros(shapes[1], dtype=torch.int64, device=chain.x.device)
     redone = torch.zeros(shapes[2], dtype=torch.bool, device=chain.x.device)
-    cut = Cut(chain, segments_of(chain.v, segments)[0])
-    steps, in_segments = early(cut), redone.view(-1, chain.g, chain.m)
+    cut = Cut(chain, _count(chain.v, segments))
+    steps, in_segments = min(segments >> WARM_UP_SHIFT, cut.length) or early(cut), redone.view(-1, chain.g, chain.m)
     if steps > 0:
         log_norm = _side_by_side(cut, steps, messages if keep else None, in_segments)
         if not (log_norm < torch.inf).all():  # what is not finite is that of one walk
@@ -117,7 +124,7 @@ def in_order(chain: Chain, segments: int) -> Kept:
     marks = redone.view(-1, chain.g, chain.m)
     if int(warm) == 0:
         return Kept(log_norm, messages[: chain.v], marks[0])
-    cut, some = Cut(chain, segments_of(chain.v, segments)[0]), marks.any(0)
+    cut, some = Cut(chain, _count(chain.v, segments)), marks.any(0)
     ordered = kernels.messages_of(chain, chain.v)
     head, rows = ordered[: cut.rest + 1], ordered[cut.rest + 1 :].unflatten(0, (cut.count, cut.length))
     found = cut.parts(messages)
@@ -230,7 +237,7 @@ def backward(
 ) -> Tensor:
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
     log_norm, messages, warm, redone = saved
-    cut = Cut(chain, segments_of(chain.v, segments)[0])
+    cut = Cut(chain, _count(chain.v, segments))
     steps, marks = int(warm), redone.view(-1, chain.g, chain.m)
     if steps == 0:
         whole = Kept(log_norm, messages[: chain.v], marks[0])

@@ -1,0 +1,422 @@
+"""Named changes of the sources that the tests have to see: `python -m tests.mutants [NAME...]` says which they see.
+
+Each is one replacement in one file of a copy of the repository, where the rows of the tests that are to see it are
+run. A change of the C sources is compiled for the level of this machine.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+C, PLAIN, GPU = "kernels/cpu/c/", "kernels/plain/", "kernels/gpu/"
+
+
+class Mutant(NamedTuple):
+    """In `file`, `new` takes the place of `old`; `rows` are arguments of pytest for tests that see it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    rows: str
+
+
+def table(rows: str) -> str:
+    """The arguments of pytest for some rows of the contract's table."""
+    return f'tests/test_contract.py -k "{rows}"'
+
+
+VALUES, LENGTHS = "values_and_gradients", "lengths_are"
+MUTANTS = [
+    # torch operations
+    Mutant(
+        "an ended sequence goes on",
+        PLAIN + "forward.py",
+        "            message = torch.where(chain.ended[step], before, message)\n",
+        "",
+        table(f"{LENGTHS} and plain-product"),
+    ),
+    Mutant(
+        "an ended sequence is scaled on",
+        PLAIN + "forward.py",
+        "            terms[1:].masked_fill_(chain.ended[step][..., 0], 0.0)\n",
+        "",
+        table(f"{LENGTHS} and plain-product"),
+    ),
+    Mutant(
+        "underflow is not flagged",
+        PLAIN + "forward.py",
+        "        redone |= _underflows(message, chain.dtype)\n",
+        "",
+        table(f"{VALUES} and plain-product"),
+    ),
+    Mutant(
+        "the message that enters is not kept",
+        PLAIN + "forward.py",
+        "            keep[0] = message\n",
+        "            keep[0] = 0.0\n",
+        table(f"{VALUES} and plain and (memory_budget or chunked)"),
+    ),
+    Mutant(
+        "backward messages pass the matrix, not its transpose",
+        PLAIN + "backward.py",
+        "log_matmul.forward(x + message, matrix.mT, torch.float64)",
+        "log_matmul.forward(x + message, matrix, torch.float64)",
+        table(f"{VALUES} and plain-product"),
+    ),
+    Mutant(
+        "counts of a stretch belong to the step before",
+        PLAIN + "backward.py",
+        "            index = step - 1 + entered\n",
+        "            index = step - 1\n",
+        table(f"{VALUES} and plain and (memory_budget or chunked)"),
+    ),
+    Mutant(
+        "ended sequences have posteriors",
+        PLAIN + "backward.py",
+        "weight.masked_fill(chain.ended[step], 0.0)",
+        "weight",
+        table(f"{LENGTHS} and plain-product"),
+    ),
+    Mutant(
+        "counts of one matrix are those of the first step",
+        PLAIN + "backward.py",
+        "                counts += step_counts\n",
+        "                counts = step_counts\n",
+        table("batch_axes and plain-product"),
+    ),
+    Mutant(
+        "a weight of 0 has a gradient of NaN",
+        PLAIN + "backward.py",
+        "(counts / weights.double()).masked_fill(counts == 0, 0.0)",
+        "counts / weights.double()",
+        table(f"{VALUES} and plain-product"),
+    ),
+    Mutant(
+        "best paths end at the last step",
+        PLAIN + "viterbi.py",
+        "into_next if ends is None else torch.where(ends[..., None] == step + 1, terms, into_next)",
+        "into_next",
+        table(f"{LENGTHS} and plain-viterbi"),
+    ),
+    # loops in C
+    Mutant(
+        "a sequence has one step more",
+        C + "forward.h",
+        "steps_of(w->a, sequence_of(w, before - 1)) <= step) before--;",
+        "steps_of(w->a, sequence_of(w, before - 1)) < step) before--;",
+        table(f"{LENGTHS} and cpu-product"),
+    ),
+    Mutant(
+        "rows before a flush are forgotten",
+        C + "counts.h",
+        "(t->flushed ? t->total[k] : 0) + (double)t->partial[k]",
+        "(double)t->partial[k]",
+        table(f"{VALUES} and cpu and v600"),
+    ),
+    Mutant(
+        "no weight of a sequence in its posteriors",
+        C + "backward.h",
+        "row_posterior(width, forward + place * width, row, (real)a->weight[q], to, fresh)",
+        "row_posterior(width, forward + place * width, row, 1, to, fresh)",
+        table(f"{VALUES} and cpu-product"),
+    ),
+    Mutant(
+        "the gradient of p0 ignores a sequence's weight",
+        C + "backward.h",
+        "out[j] = a->weight[q] * (logs(a)",
+        "out[j] = (logs(a)",
+        table(f"{VALUES} and cpu-product"),
+    ),
+    Mutant(
+        "backward messages pass the steps of matrices in order",
+        C + "messages.h",
+        "a.bulk += (last - 1) * a.bulk_step, a.bulk_step = -a.bulk_step;",
+        "(void)last;",
+        table(f"{VALUES} and cpu-messages"),
+    ),
+    Mutant(
+        "backward log messages pass no transpose",
+        C + "messages.h",
+        "    a.bulk_from = a.bulk_to, a.bulk_to = from;\n",
+        "    (void)from;\n",
+        table(f"{VALUES} and cpu-messages"),
+    ),
+    Mutant(
+        "of equal states the highest is best",
+        C + "viterbi.h",
+        "first = smaller_whole(where_whole(sum == most, lane + (whole)j, first), first);",
+        "first = larger_whole(where_whole(sum == most, lane + (whole)j, splat_whole(0)), first);",
+        "tests/test_paths.py -k ties",
+    ),
+    Mutant(
+        "+inf is a best path",
+        C + "viterbi.h",
+        "bad |= ~(potential < INFINITE);",
+        "bad |= ~(potential <= INFINITE);",
+        "tests/test_paths.py",
+    ),
+    Mutant(
+        "draws ignore the next state",
+        C + "sample.h",
+        "logs ? weight + load(column + k) : weight * load(column + k)",
+        "weight",
+        "tests/test_paths.py -k drawn",
+    ),
+    Mutant(
+        "a rank's choice is that of another rank",
+        C + "topk.h",
+        "choices_at(b, place, step)[choice % b->ranks * b->walk.width + path[step]]",
+        "choices_at(b, place, step)[path[step]]",
+        table(f"{VALUES} and cpu-topk_paths"),
+    ),
+    Mutant(
+        "arcs of weight 0 have counts",
+        C + "arcs_counts.h",
+        "        if (weight == (a->logarithms ? -__builtin_inf() : 0)) continue;\n",
+        "",
+        table(f"({VALUES} or zeros_have) and cpu-sparse"),
+    ),
+    Mutant(
+        "entropies ignore the entropy of what is before",
+        C + "entropy.h",
+        "            w->rows[(2 * r) * c + k] = terms[r * width + k];\n",
+        "            w->rows[(2 * r) * c + k] = 0 * terms[r * width + k];\n",
+        table(f"{VALUES} and cpu-entropy"),
+    ),
+    Mutant(
+        "a difference of logarithms may be NaN",
+        C + "matmul.h",
+        "exponential(where(a == -INFINITE, a, larger(splat(LOG_DEEPEST), a - top)), NO_TAIL)",
+        "exponential(a - top, NO_TAIL)",
+        "tests/test_matmul.py",
+    ),
+    # Triton
+    Mutant(
+        "a message that enters meets potentials",
+        GPU + "scan.py",
+        "            x = tl.where(here_now & (i == 0), 0.0, x)\n",
+        "            x = tl.where(here_now & (i == 0), 1.0, x)\n",
+        table(f"{VALUES} and gpu and (memory_budget or stream)"),
+    ),
+    Mutant(
+        "inactive sequences are scaled on",
+        GPU + "scan.py",
+        "        taken += tl.where(active, top - TARGET + k_taken, 0).to(tl.int64)\n",
+        "        taken += (top - TARGET + k_taken).to(tl.int64)\n",
+        "tests/kernels/gpu/test_chains.py",
+    ),
+    Mutant(
+        "Triton's backward scan passes no transpose",
+        GPU + "scan.py",
+        "posterior_strides, ENTERED, True, 0, STRIDE_J,\n            STRIDE_K, C,",
+        "posterior_strides, ENTERED, True, 0, STRIDE_K,\n            STRIDE_J, C,",
+        table(f"{VALUES} and gpu-product"),
+    ),
+    Mutant(
+        "exact sequences pass the first matrix at all steps",
+        GPU + "exact.py",
+        "            p_ptr += p_strides[0]\n",
+        "",
+        table(f"{VALUES} and gpu-product"),
+    ),
+    Mutant(
+        "no weight in exact posteriors",
+        GPU + "exact.py",
+        "shares / tl.where(total == 0.0, 1.0, total) * weight)",
+        "shares / tl.where(total == 0.0, 1.0, total))",
+        table(f"{VALUES} and gpu-product"),
+    ),
+    Mutant(
+        "counts where scans meet are of the wrong half",
+        GPU + "counts.py",
+        "early = step + 1 <= middle",
+        "early = step <= middle",
+        "tests/kernels/gpu/test_chains.py",
+    ),
+    # schedules
+    Mutant(
+        "boundaries of segments are not verified",
+        "logchain/schedules/overlapped.py",
+        "    if not (unlike(chain, arrived[:-1], entering[1:]) & reached[1:]).any():\n",
+        "    if True:\n",
+        "tests/test_schedules.py",
+    ),
+    Mutant(
+        "backward boundaries of segments are not verified",
+        "logchain/schedules/overlapped.py",
+        "    if unlike(chain, ahead[1:], following[:-1]).any():\n",
+        "    if False:\n",
+        "tests/test_schedules.py",
+    ),
+    Mutant(
+        "segments may disagree by a tenth",
+        "logchain/schedules/overlapped.py",
+        "    return 2 * (c + 8) * torch.finfo(dtype).eps\n",
+        "    return 0.1\n",
+        "tests/test_schedules.py -k no_wrong",
+    ),
+    Mutant(
+        "ends within segments are one step early",
+        "logchain/schedules/cut.py",
+        "(chain.ends - start - self._first_steps[..., None])",
+        "(chain.ends - start - 1 - self._first_steps[..., None])",
+        table(f"{LENGTHS} and cpu and (chunked or overlapped)"),
+    ),
+    Mutant(
+        "impossible sequences have gradients within a budget",
+        "logchain/schedules/checkpoints.py",
+        "            residuals = residuals._replace(log_norm=norms)\n",
+        "",
+        table(f"{VALUES} and cpu-memory_budget"),
+    ),
+    Mutant(
+        "pieces within a budget ignore where they begin",
+        "logchain/schedules/checkpoints.py",
+        "(self._ends - start).clamp(0 if i > 0 else 1, stop - start)",
+        "self._ends.clamp(0 if i > 0 else 1, stop - start)",
+        table(f"{LENGTHS} and cpu-memory_budget"),
+    ),
+    Mutant(
+        "packed counts forget all sequences but the first",
+        "logchain/schedules/packed.py",
+        "torch.stack(values).sum(0) if len(self.bulk) == 1",
+        "values[0] if len(self.bulk) == 1",
+        "tests/test_packed.py",
+    ),
+    # everything above the kernels
+    Mutant(
+        "an unwanted step of a gradient is not cleared",
+        "logchain/autograd/chain_operators.py",
+        "        into_x[chain.v :] = 0.0\n",
+        "",
+        table("odd_sizes or lengths_are"),
+    ),
+    Mutant(
+        "posteriors of one matrix are not added up",
+        "logchain/autograd/chain_operators.py",
+        "layout.states(start).sum_to_size(p0.shape)",
+        "layout.states(start).expand(layout.states(start).shape)[tuple(slice(s) for s in p0.shape)]",
+        table(f"{VALUES} and cpu-sequential"),
+    ),
+    Mutant(
+        "paths ignore lengths",
+        "logchain/log_prob.py",
+        "            states = torch.where(torch.arange(x.shape[-2], device=x.device) < ends[..., None], states, -1)\n",
+        "",
+        table(f"{LENGTHS} and log_prob"),
+    ),
+    Mutant(
+        "an impossible path of an impossible sequence is NaN",
+        "logchain/log_prob.py",
+        "    result = torch.where(impossible, -torch.inf, weight - norm)\n",
+        "    result = weight - norm\n",
+        table(f"{VALUES} and log_prob"),
+    ),
+    Mutant(
+        "smoothed posteriors look one variable less ahead",
+        "logchain/streams/lag.py",
+        "    for j in range(lag, 0, -1):\n",
+        "    for j in range(lag - 1, 0, -1):\n",
+        table(f"{VALUES} and cpu-stream"),
+    ),
+    Mutant(
+        "a stream forgets the scale of what was lost",
+        "logchain/streams/filter.py",
+        "    for term in leaving.scale:\n",
+        "    for term in leaving.scale[:0]:\n",
+        table(f"{VALUES} and plain-stream"),
+    ),
+    Mutant(
+        "a structure's lengths are not seen by its entropy",
+        "logchain/structured/entropy.py",
+        "        x = torch.where(inside[..., None], x, 0.0)\n",
+        "",
+        "tests/test_structures.py",
+    ),
+    Mutant(
+        "second derivatives add no first ones",
+        "logchain/autograd/chain_functions.py",
+        "derivatives = [a + b if need else a for a, b, need",
+        "derivatives = [a if need else a for a, b, need",
+        "tests/autograd/test_operators.py -k hessians",
+    ),
+    Mutant(
+        "unknown gradients are those of the first operand",
+        "logchain/autograd/chain_functions.py",
+        "return (*if_needed(derivatives, ctx.needs_input_grad[:4]), *(None,) * 11)",
+        "return (None, *if_needed(derivatives, ctx.needs_input_grad[:4])[1:], *(None,) * 11)",
+        table("derivatives_agree and cpu-product"),
+    ),
+]
+
+
+def copied(into: Path) -> Path:
+    """A copy of the repository, with the C libraries."""
+    passing = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis", "build", "site")
+    return Path(shutil.copytree(ROOT, into / "copy", symlinks=True, ignore=passing))
+
+
+@contextmanager
+def applied(mutant: Mutant, folder: Path) -> Iterator[None]:
+    """The copy with the change, and without it afterwards."""
+    path = folder / mutant.file
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: expected one place in {mutant.file}, got {source.count(mutant.old)}")
+    libraries = {library: library.read_bytes() for library in (folder / "kernels" / "cpu").glob("logchain-*")}
+    path.write_text(source.replace(mutant.old, mutant.new))
+    if mutant.file.startswith(C):
+        build = (
+            "from logchain.kernels.cpu import build, library;"
+            "build.compile_library(build.this_machine(), library.level(), build.HERE)"
+        )
+        run([sys.executable, "-c", build], folder, check=True)
+    try:
+        yield
+    finally:
+        path.write_text(source)
+        for library, content in libraries.items():
+            library.write_bytes(content)
+
+
+def run(command: list[str], folder: Path, *, check: bool = False) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=check)
+
+
+def is_caught(mutant: Mutant, folder: Path) -> bool:
+    """Whether the rows fail with the change; an error in place of tests is one of this list."""
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    with applied(mutant, folder):
+        found = run([*pytest, *shlex.split(mutant.rows)], folder)
+    if found.returncode not in (0, 1):
+        raise RuntimeError(f"{mutant.name}: expected tests to run, got\n{found.stdout[-2000:]}{found.stderr[-2000:]}")
+    return found.returncode == 1
+
+
+def main() -> None:
+    names = sys.argv[1:] or [mutant.name for mutant in MUTANTS]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copied(Path(folder))
+        for mutant in MUTANTS:
+            if mutant.name in names:
+                caught = is_caught(mutant, copy)
+                missed += not caught
+                print(f"{'caught' if caught else 'missed'}  {mutant.name}", flush=True)
+    print(f"{missed} missed")
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()
