@@ -189,8 +189,8 @@ def family(name: str, dtype: torch.dtype, each: bool, log: bool) -> Chain:
     return chain.logs() if log else chain
 
 
-# the families whose truths are stored, shared and each; what has 301 states is too much for decimals
-STORED = [(name, each) for name in FAMILIES if name != "c301" for each in (False, True)]
+# the families whose truths are stored, shared and each; what is wide is too much for decimals
+STORED = [(name, each) for name in FAMILIES if name not in ("c301", "n40") for each in (False, True)]
 
 
 @functools.cache

@@ -115,7 +115,11 @@ def family(v: int = 17, c: int = 6, log_params: bool = False, **aliases: dict[st
 
 
 # families that take long to check
-LARGE = {"v600": {"n": 1, "t": 1, "v": 600, "c": 3}, "c301": {"n": 1, "t": 1, "v": 2, "c": 301}}
+LARGE = {
+    "v600": {"n": 1, "t": 1, "v": 600, "c": 3},
+    "n40": {"n": 20, "t": 2, "v": 9, "c": 20},
+    "c301": {"n": 1, "t": 1, "v": 2, "c": 301},
+}
 
 
 @family(v1={"v": 1}, v2={"v": 2}, v3={"v": 3}, v5={"v": 5}, c1={"c": 1}, **LARGE)

@@ -6,28 +6,34 @@ import torch
 
 import logchain
 from logchain import reference
-from logchain.arguments import check_question
-from logchain.autograd import semiring as recursion
-from logchain.kernels.plain import semiring as semiring_chain
-from logchain.semirings import LOG, MAX, total
+from logchain.semirings import LOG, MAX, Semiring, total
 from logchain.viterbi import viterbi
 from tests import oracle
 from tests.best_paths import small, truth
 from tests.contract import Truth, assert_gradient, assert_values
-from tests.families import FAMILIES, Chain, dense
-from tests.questions import SOFT
+from tests.families import FAMILIES, LARGE, Chain, dense
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
 
 
+def tempered(terms, dim):
+    """A sum that is NaN on terms of -inf alone."""
+    top = terms.amax(dim, keepdim=True)
+    return (4 * (terms - top)).exp().sum(dim).log() / 4 + top.squeeze(dim)
+
+
+SOFT = Semiring("soft maximum", tempered)
+
+
 def run(chain, semiring, lengths=None):
-    ends = check_question(*chain[:3], chain.log_params, lengths)
-    return recursion.total(*chain[:3], ends, chain.log_params, semiring.sum)
+    return total(*chain[:3], semiring, log_params=chain.log_params, lengths=lengths)
 
 
 @pytest.mark.parametrize(("dtype", "lengths"), [(F32, (5, 2, 1)), (F64, None)], ids=["float32-lengths", "float64"])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("c301", "v1", "v2", "v3", "far_start1")])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name not in LARGE and name not in ("v1", "v2", "v3", "far_start1")]
+)
 def test_log_is_the_product(name, dtype, lengths):
     if lengths and FAMILIES[name](F64).x.shape[-2] < 5:
         return
@@ -36,8 +42,8 @@ def test_log_is_the_product(name, dtype, lengths):
         known = Truth(chain, lengths, by_logs=not chain.log_params)
         leaves = chain._replace(**{key: getattr(chain, key).clone().requires_grad_() for key in ("x", "bulk", "p0")})
         out = run(leaves, LOG, lengths and list(lengths))
-        assert out.dtype == F64
-        assert_values(out.to(dtype), known.log_norm, known.value_bound(dtype))
+        assert out.dtype == dtype
+        assert_values(out, known.log_norm, known.value_bound(dtype))
         out.sum().backward()
         assert_gradient(leaves.x, known.states, known.reach.states, known.gradient_bound(known.states))
         counts, reach = known.transitions, known.reach.transitions
@@ -45,7 +51,7 @@ def test_log_is_the_product(name, dtype, lengths):
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in LARGE])
 def test_max_is_the_best_path(name, dtype):
     for each in (False, True):
         chain, known = truth(name, dtype, each, False)
@@ -85,7 +91,7 @@ def test_it_is_differentiated_twice():
     chain = dense(F64, v=4, c=3, n=2, t=1)
     operands = [operand.clone().requires_grad_() for operand in chain[:3]]
     for semiring in (LOG, SOFT):
-        assert torch.autograd.gradgradcheck(lambda *o, s=semiring: recursion.total(*o, None, False, s.sum), operands)
+        assert torch.autograd.gradgradcheck(lambda *o, s=semiring: total(*o, s), operands)
 
 
 @pytest.mark.parametrize("semiring", [LOG, MAX], ids=lambda semiring: semiring.name)
@@ -101,15 +107,6 @@ def test_nan_stays_in_its_sequence(semiring):
     assert x.grad[::2].isfinite().all()
 
 
-def test_blocks_change_nothing(monkeypatch):
-    for each in (False, True):
-        chain = dense(F32, n=5, each=each)
-        whole = run(chain, LOG, [17, 3, 5, 1, 9])
-        for terms in (1, 20, 100, 500):
-            monkeypatch.setattr(semiring_chain, "_TERMS", terms)
-            torch.testing.assert_close(run(chain, LOG, [17, 3, 5, 1, 9]), whole, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("batch", [(), (0,), (3, 2), (2, 0)], ids=str)
 def test_shapes(batch):
     for v, c in ((1, 1), (1, 3), (4, 1), (5, 3)):
@@ -117,7 +114,7 @@ def test_shapes(batch):
         torch.testing.assert_close(run(chain, LOG), logchain.product(*chain[:3]))
         assert torch.equal(run(chain, MAX), run(chain.logs(), MAX))
         leaves = [operand.clone().requires_grad_() for operand in chain[:3]]
-        recursion.total(*leaves, None, False, LOG.sum).sum().backward()
+        total(*leaves, LOG).sum().backward()
         assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
 
 
@@ -127,7 +124,7 @@ def test_compiles_and_maps():
     lengths = torch.tensor([[4, 1, 2], [3, 4, 1]])
 
     def function(x, ends):
-        return recursion.total(x + 1, bulk, p0, ends[:, None].expand(3, 2), False, LOG.sum)
+        return total(x + 1, bulk, p0, LOG, lengths=ends)
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -168,5 +165,5 @@ def test_a_semiring_that_is_none_is_named():
 
 @pytest.mark.parametrize("sets", [0, 1])
 def test_an_empty_batch(sets):
-    out = recursion.total(torch.zeros(0, 3, 2), torch.ones(sets, 1, 2, 2), torch.ones(2), None, False, torch.logsumexp)
+    out = total(torch.zeros(0, 3, 2), torch.ones(sets, 1, 2, 2), torch.ones(2), LOG)
     assert out.shape == (0,)
