@@ -50,8 +50,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = SIDES.sub(r'<div class="sides" markdown>\n\n\g<0>\n\n</div>', markdown)
     markdown = re.sub(r"```python( title=.*)?\n>>>", r"```pycon\1\n>>>", markdown)
     markdown = re.sub(r" +# doctest: .*", "", markdown)
-    # what would be the widest word of a table
-    markdown = re.sub(r"(?<=[| ])NotImplementedError", "NotImplemented<wbr>Error", markdown)
     return re.sub(r"<!-- plan: (.*) -->", lambda marker: plan(marker[1]), markdown)
 
 

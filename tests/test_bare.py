@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.benchmarks.results import ROOT
+from tests.benchmarks.gpu_day import ROOT
 
 NEEDED = ["torch", "triton", "numpy", "scipy", "pytest", "hypothesis"]
 

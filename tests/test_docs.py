@@ -12,7 +12,7 @@ import pytest
 
 import logchain
 import logchain.nn
-from tests.benchmarks import report, results
+from tests.benchmarks import report
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / ".docs" / "pages"
@@ -198,31 +198,18 @@ def test_names_that_pages_link_to_exist():
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if "from the results file -->" in TEXTS[page]])
 def test_tables_are_those_of_the_results_files(page):
-    assert report.fill(TEXTS[page]) == TEXTS[page], "run: python -m tests.benchmarks plot"
+    assert report.fill(TEXTS[page]) == TEXTS[page], "run: python -m tests.benchmarks report"
 
 
 def test_every_table_stands_on_a_page():
-    shown = re.findall(r"<!-- (\w+): from the results file -->", "\n".join(TEXTS.values()))
+    documents = [report.README.read_text(), *TEXTS.values()]
+    shown = re.findall(r"<!-- (\w+): from the results file -->", "\n".join(documents))
     assert set(shown) == set(report.TABLES)
 
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_no_measured_number_is_written_by_hand(page):
     assert not report.MEASURED.search(report.prose(TEXTS[page]).replace("Below 1 x", ""))
-
-
-def test_only_tiny_batches_are_slower_than_those_of_others():
-    """As the pages on speed and the start page say it, to a tenth."""
-    rows = [
-        row
-        for row in results.read(results.PEERS, results.Measured)
-        if row.device == "CPU" and row.mode in results.MODES
-    ]
-    others = [row for row in rows if row.provider not in ("logchain", *report.FLOORS)]
-    slower = {(row.workload, row.mode) for row in others if row.ratio < 0.9}
-    known = {("n=32 v=25 c=20, bulk per sequence, x ~ 30 N(0, 1)", results.GRADIENTS)}
-    assert slower and all(workload.startswith("n=10 v=6 ") for workload, _ in slower - known)
-    assert {mode for _, mode in slower} == {results.GRADIENTS}
 
 
 def docstrings():

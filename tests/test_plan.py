@@ -17,7 +17,7 @@ from logchain.plan import plan
 from logchain.schedules import choose, cost
 from logchain.schedules.choose import MEETING, SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FORWARD, Constants, Work
-from tests.benchmarks import fit
+from tests.benchmarks import fit_costs as fit
 
 # the schedules with constants of their own
 NAMES = ("sequential", "chunked", "tree", "overlapped")
@@ -357,7 +357,7 @@ def test_a_gpu_is_planned_for_without_one():
 
 def test_every_constant_has_its_date_and_hardware():
     raw = json.loads(cost.FILE.read_text())
-    assert raw["command"] == "python -m tests.benchmarks.fit"
+    assert raw["command"] == "python -m tests.benchmarks.fit_costs"
     assert {entry["device"] for entry in raw["constants"]} == {"cpu", "cuda"}
     for entry in cost.read():
         assert set(entry.seconds) == set(NAMES)
@@ -413,28 +413,3 @@ def test_fit_recovers_constants_from_the_times_they_make(tmp_path):
     fit.write([fitted], path)
     fit.write([fitted, fit.h200()], path)
     assert cost.read(path) == (fitted, fit.h200())
-
-
-def test_one_wrong_measurement_does_not_turn_the_fit():
-    counted = [Work(10**k, 10**k // 4, 3 * 10**k + 5, 7, 100 * k) for k in range(2, 9)]
-    true = (2e-9, 1e-9, 0.0, 1e-6, 1e-6)
-    seconds = [sum(a * b for a, b in zip(row, true, strict=True)) for row in counted]
-    seconds[3] /= 5
-    found = fit.least_squares(counted, seconds)
-    ratios = [
-        sum(a * b for a, b in zip(row, found, strict=True)) / sum(a * b for a, b in zip(row, true, strict=True))
-        for row in counted
-    ]
-    assert min(ratios) > 0.55 and max(ratios) < 1.3
-
-
-def test_a_timer_takes_the_least_time(monkeypatch):
-    """The first of all calls is not timed."""
-    now, spent = [0.0], iter([9.0, 0.02, 0.01, 0.03, 0.02, 0.02, 0.02, 0.02])
-
-    def call():
-        now[0] += next(spent)
-
-    monkeypatch.setattr(fit.time, "thread_time", lambda: now[0])
-    assert fit.timer(Where("cpu", 1))(None, SEQUENTIAL, call) == pytest.approx(0.01)
-    assert list(spent) == []

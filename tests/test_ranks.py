@@ -10,7 +10,7 @@ from logchain.schedules.choose import Where
 from logchain.schedules.cost_counts import Size
 from logchain.schedules.ranks import Cut, Link, cuts
 from logchain.transitions import Banded
-from tests.benchmarks.timing import on_threads
+from tests.benchmarks.run import on_threads
 
 # links where nothing but the number of collectives counts, or nothing of them
 SLOW, FREE = Link(1e3, float("inf")), Link(0.0, float("inf"))

@@ -21,7 +21,7 @@ def test_examples_print_what_they_say():
 
 
 def test_tables_are_those_of_the_results_file():
-    assert report.fill(TEXT) == TEXT, "run: python -m tests.benchmarks plot"
+    assert report.fill(TEXT) == TEXT, "run: python -m tests.benchmarks report"
 
 
 def test_linked_files_exist():
@@ -40,16 +40,3 @@ def test_no_measured_number_is_written_by_hand():
 def test_it_is_short_and_names_this_version():
     assert len(TEXT.splitlines()) <= 150
     assert f"version {logchain.__version__}" in TEXT
-
-
-def test_summary_has_the_fastest_other_package_of_each_job():
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.summary().splitlines()[2:]]
-    assert len(rows) == 6
-    for job, (name, _, _, fastest, ratio, count) in zip(report.SUMMARY, rows, strict=True):
-        _, ratios = report.measured(job)
-        assert name == job.name and len(ratios) == int(count) >= 1
-        assert not {"logchain", "GEMMs alone", "bytes copied"} & set(ratios)
-        assert all(float(ratio.split()[0]) <= 1.06 * other for other in ratios.values())  # two digits
-        assert fastest in ratios
-    # a job at which logchain loses is among them
-    assert any(float(ratio.split()[0]) < 1 for *_, ratio, _ in rows)

@@ -1,21 +1,24 @@
-"""What everybody computes: chains and stacks of matrices drawn from a size, parts of them, and the true answers."""
+"""Workloads, and their exact values and gradients in float64."""
 
-from collections.abc import Callable
-from pathlib import Path
+import functools
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ONE, STEP, EACH, FULL = "one matrix", "shared bulk", "bulk per sequence", "full product"
+from logchain import reference
+from tests import families
+
+MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
+# one transition matrix, one for each step, one for each step of each sequence; or a product of full matrices
+MATRICES = ONE, STEP, EACH, FULL = "one matrix", "shared bulk", "bulk per sequence", "full product"
 
 
 class Workload(NamedTuple):
-    """A dense chain: `matrices` is one for all steps, one for each step, one for each step of each sequence.
+    """The sizes of a dense chain, or of n stacks of v matrices; x is standard normal times `sharpness`.
 
-    Or, as a full product, the product of v matrices for each of n stacks. Log-potentials x are `sharpness` times
-    standard normal numbers: real ones, of a few Gaussian features, are 10 to 30 times.
+    Log-potentials of a few Gaussian features are 10 to 30 times standard normal ones.
     """
 
     n: int
@@ -25,13 +28,12 @@ class Workload(NamedTuple):
     sharpness: int = 1
 
     def __str__(self) -> str:
-        """As the results files name it."""
         sharp = "" if self.sharpness == 1 else f", x ~ {self.sharpness} N(0, 1)"
         return f"n={self.n} v={self.v} c={self.c}, {self.matrices}{sharp}"
 
 
 class Chain(NamedTuple):
-    """x [n, v, c], bulk [n or 1, v-1 or 1, c, c] and p0 [c] in float32."""
+    """x [n, v, c], bulk [n or 1, v-1 or 1, c, c] and p0 [c]."""
 
     x: Tensor
     bulk: Tensor
@@ -44,18 +46,18 @@ class Chain(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Logarithms of matrices [n, v, c, c] in float32."""
+    """Logarithms of matrices [n, v, c, c]."""
 
     x: Tensor
 
     def part(self, n: int, v: int) -> "Stack":
-        """The first stacks, and matrices of each."""
+        """The first stacks, and the first matrices of each."""
         return Stack(self.x[:n, :v].contiguous())
 
 
 Case = Chain | Stack
+Truth = tuple[np.ndarray, np.ndarray]
 
-# the most telling ones first, for a machine that is lent for minutes
 WORKLOADS = [
     Workload(500, 40, 200, STEP),
     Workload(32, 512, 64, STEP),
@@ -74,12 +76,19 @@ WORKLOADS = [
     Workload(1, 10_000, 100, ONE),
     Workload(1, 10_000, 100, FULL),
 ]
-SHARP = 30
-WORKLOADS += [workload._replace(sharpness=SHARP) for workload in WORKLOADS if workload.matrices != FULL]
+WORKLOADS += [workload._replace(sharpness=30) for workload in WORKLOADS if workload.matrices != FULL]
+MEMORY = [WORKLOADS[0], WORKLOADS[1], WORKLOADS[3]]
+SCALING = {
+    "v": [Workload(1, v, 16, ONE) for v in (10, 100, 1000, 10_000, 100_000, 1_000_000)],
+    "c": [Workload(8, 128, c, ONE) for c in (4, 16, 64, 256, 1024)],
+}
+SCALED = "logchain", "XLA scan", "hmmlearn, scaling", "pyro", "torch loop"
+# one sequence on two ranks: v and c
+RANKS = (1_000_000, 16), (20_000, 64), (4000, 256), (400, 1024)
 
 
 def draw(workload: Workload) -> Case:
-    """The same numbers for everybody; rows of bulk and p0 sum to 1."""
+    """The same numbers for all packages, in float32; rows of bulk and p0 sum to 1."""
     n, v, c, matrices, sharpness = workload
     generator = torch.Generator().manual_seed(v)
     if matrices == FULL:
@@ -91,61 +100,60 @@ def draw(workload: Workload) -> Case:
     return Chain(x, bulk / bulk.sum(-1, keepdim=True), p0 / p0.sum())
 
 
-Truth = tuple[np.ndarray, np.ndarray]
-
-
-def dense(case: Case) -> Truth:
-    """Values and their gradients for x in float64, of numbers that lie within a few hundred nats of each other."""
-    return posteriors(case) if isinstance(case, Chain) else product(case)
-
-
-def truth(workload: object, case: Case, folder: Path, compute: Callable[[Case], Truth] = dense) -> Truth:
-    """The same, computed by the first provider that asks and kept for the others."""
-    n, v = case.x.shape[:2]
-    file = folder / f"{workload}, {n} {v}.npz"
-    if not file.exists():
-        values, gradients = compute(case)
-        unfinished = folder / "unfinished.npz"  # a process may be ended while it writes
-        np.savez(unfinished, values=values, gradients=gradients)
-        unfinished.replace(file)
-    found = np.load(file)
-    return found["values"], found["gradients"]
-
-
-def posteriors(chain: Chain) -> Truth:
-    """Log-partitions [n] and posteriors [n, v, c]: linear messages in float64, scaled step by step."""
-    x, bulk, p0 = (tensor.double().cpu().numpy() for tensor in chain)
-    v, last = x.shape[1], bulk.shape[1] - 1
-    top = x.max(-1, keepdims=True)
-    weights = np.exp(x - top)
-    forward, backward = np.empty_like(x), np.ones_like(x)
-    message, total = p0 * weights[:, 0], top[:, 0].copy()
-    for i in range(v):
-        if i:
-            message = (message[:, None] @ bulk[:, min(i - 1, last)])[:, 0] * weights[:, i]
-            total += top[:, i]
-        scale = message.sum(-1, keepdims=True)
-        message, total = message / scale, total + np.log(scale)
-        forward[:, i] = message
-    for i in range(v - 1, 0, -1):
-        behind = (bulk[:, min(i - 1, last)] @ (backward[:, i] * weights[:, i])[..., None])[..., 0]
-        backward[:, i - 1] = behind / behind.sum(-1, keepdims=True)
-    joint = forward * backward
-    return total[:, 0], joint / joint.sum(-1, keepdims=True)
-
-
-def product(stack: Stack) -> Truth:
-    """Logarithms of products [n, c, c] and the gradients of their sum [n, v, c, c].
-
-    Linear weights in float64, divided by their largest one after each step, and torch's autograd.
-    """
-    leaf = stack.x.double().cpu().requires_grad_()
-    first, *others = leaf.unbind(1)
-    weights, total = first.exp(), torch.zeros(len(leaf), 1, 1, dtype=torch.float64)
-    for matrix in others:
-        weights = weights @ matrix.exp()
-        top = weights.amax((-2, -1), keepdim=True)
-        weights, total = weights / top, total + top.log()
-    values = weights.log() + total
-    (gradient,) = torch.autograd.grad(values.sum(), leaf)
+def truth(case: Case) -> Truth:
+    """Values and their gradients for x by a linear recursion in float64; numbers may span a few hundred nats."""
+    x = case.x.double().requires_grad_()  # (n, v, c) or (n, v, c, c)
+    top = x.detach().flatten(2).amax(-1)  # (n, v)
+    factors = (x - top.view(*top.shape, *[1] * (x.dim() - 2))).exp().unbind(1)
+    if isinstance(case, Chain):
+        matrices = [case.bulk[:, min(i, case.bulk.shape[1] - 1)].double() for i in range(len(factors) - 1)]
+        weights = (case.p0 * factors[0])[:, None]  # (n, 1, c)
+    else:
+        matrices, weights = list(factors[1:]), factors[0]  # (n, c, c)
+    total = top.sum(-1)[:, None, None]
+    for factor, matrix in zip(factors[1:], matrices, strict=True):
+        weights = weights @ matrix if matrix is factor else (weights @ matrix) * factor[:, None]
+        scale = weights.amax((-2, -1), keepdim=True)
+        weights, total = weights / scale, total + scale.log()
+    values = weights.log() + total if isinstance(case, Stack) else (weights.sum(-1).log() + total[..., 0])[:, 0]
+    (gradient,) = torch.autograd.grad(values.sum(), x)
     return values.detach().numpy(), gradient.numpy()
+
+
+def reference_truth(chain: Chain) -> Truth:
+    """Log-partitions [n] and posteriors [n, v, c] of any chain, by the reference."""
+    forward, backward, log_norm = reference.forward_backward(*chain)
+    norm = np.where(np.isneginf(log_norm), 0.0, log_norm)[:, None, None]
+    return log_norm, np.exp(forward + backward - norm)
+
+
+@functools.cache
+def accuracy() -> dict[str, Chain]:
+    """Families of chains with one matrix for all steps, by name; easy ones, and those where float32 fails."""
+    two = torch.tensor([0.5, 0.5])
+    peaks = torch.tensor([[[0.0, 0.0], [-200.0, 0.0], [0.0, 0.0]]])
+    apart = torch.tensor([[[0.0, -200.0], [-300.0, 0.0], [0.0, 0.0]]])
+    dense = draw(Workload(4, 64, 16, ONE))
+    alive = (torch.arange(16) % 5 > 0)[:, None]
+    long = draw(Workload(1, 4096, 8, ONE))
+    equal = draw(Workload(1, 10_000, 16, ONE))
+    stays = (1 - 1e-6) * torch.eye(16) + 1e-6 / 16
+    wide = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)).mul(-60).exp()
+    return {
+        "dense": dense,
+        "misaligned maxima: two peaks": Chain(peaks, torch.tensor([[1.0, 1e-30]] * 2)[None, None], two),
+        "misaligned maxima: two peaks, no way between": Chain(apart, torch.eye(2)[None, None], two),
+        "evidence jumps, Bakis": family("bakis_jump", n=4),
+        "impossible evidence": family("impossible", n=1),
+        "dead rows": dense._replace(bulk=dense.bulk * alive),
+        "log Z near 500,000": long._replace(x=long.x + 500_000 / 4096),
+        "transitions from exp(-60) to 1": dense._replace(bulk=wide),
+        "10,000 equal steps": equal._replace(x=torch.zeros_like(equal.x)),
+        "states that stay, 10,000 steps": equal._replace(x=equal.x / 100, bulk=stays[None, None]),
+    }
+
+
+def family(name: str, n: int) -> Chain:
+    """A family of the tests, with its first matrix for all steps; p0 sums to 1, as some packages require."""
+    x, bulk, p0, _ = families.FAMILIES[name](torch.float32, n=n, t=1)
+    return Chain(x[:, 0].contiguous(), bulk[:1, 0, :1].contiguous(), p0[0, 0] / p0[0, 0].sum())

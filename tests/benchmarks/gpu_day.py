@@ -45,7 +45,7 @@ SIDE_BY_SIDE, DRY_PATIENCE = 8, 10
 
 def measure() -> None:
     """Rows of times: each call alone and in a CUDA graph, and what it is compared with."""
-    from tests.benchmarks import gpu_checks as g
+    from tests.kernels.gpu import device_checks as g
 
     if g.DRY:
         return
@@ -65,7 +65,7 @@ def measure() -> None:
 
 def time_row(case: str, call: Any, others: dict[str, Any] | None = None, plain: Any = None) -> None:
     """Milliseconds of a call, and in graphs also of `others`, which may be pairs of a context and a call."""
-    from tests.benchmarks import gpu_checks as g
+    from tests.kernels.gpu import device_checks as g
 
     row: dict[str, Any] = {"group": "times", "case": case, "ok": True}
     try:
@@ -105,7 +105,7 @@ def recursion(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
 
 def measure_chain(n: int, v: int, c: int, kind: str, dtype: torch.dtype) -> None:
     """The public product, forward and with gradients, by both schedules, and step by step."""
-    from tests.benchmarks import gpu_checks as g
+    from tests.kernels.gpu import device_checks as g
 
     leaves = g.public_operands(n, v, c, kind, dtype)
     values = [leaf.detach() for leaf in leaves]
@@ -131,7 +131,7 @@ def torch_gradients(leaves: list[Tensor]) -> Any:
 
 
 def measure_long() -> None:
-    from tests.benchmarks import gpu_checks as g
+    from tests.kernels.gpu import device_checks as g
 
     for v, c in ((100_000, 16), (20_000, 64)):
         leaves = g.public_operands(1, v, c, g.ONE)
@@ -143,7 +143,7 @@ def measure_long() -> None:
 
 def measure_products() -> None:
     """Log-semiring products compared with exp, a stock product and log; trees."""
-    from tests.benchmarks import gpu_checks as g
+    from tests.kernels.gpu import device_checks as g
 
     for n, c in ((2000, 64), (512, 128), (64, 256), (16, 512), (4, 1024)):
         a, b = g.random(2, n, c, c)
@@ -170,7 +170,7 @@ def torch_log_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def measure_paths() -> None:
     """Best paths, and sequences that are flagged."""
-    from tests.benchmarks import gpu_checks as g
+    from tests.kernels.gpu import device_checks as g
 
     values = [leaf.detach() for leaf in g.public_operands(500, 40, 200, g.SHARED)]
     call = partial(g.logchain.viterbi, *values)
@@ -186,7 +186,7 @@ def measure_paths() -> None:
 def measure_counts() -> None:
     """Counts of separate matrices compared with outer products by torch."""
     from logchain.kernels.gpu import counts
-    from tests.benchmarks import gpu_checks as g
+    from tests.kernels.gpu import device_checks as g
 
     chain = g.operands(256, 128, 64, g.SEPARATE)
     chains, (v, n, m, c) = g.chains.Chains.of(chain), chain.x.shape
@@ -201,7 +201,7 @@ def measure_counts() -> None:
 
 def measure_steps() -> None:
     """The stock product of one step, the least that a launch per step takes."""
-    from tests.benchmarks import gpu_checks as g
+    from tests.kernels.gpu import device_checks as g
 
     for n, c in ((500, 64), (500, 200), (500, 512), (500, 1024)):
         a, p = g.random(n, c), g.random(c, c)
@@ -281,12 +281,12 @@ class Running(NamedTuple):
 
 def run_group(name: str) -> None:
     """A group, in its process."""
-    from tests.benchmarks import gpu_checks
+    from tests.kernels.gpu import device_checks
 
-    gpu_checks.prepare()
+    device_checks.prepare()
     start = time.monotonic()
-    (measure if name == "times" else gpu_checks.GROUPS[name])()
-    gpu_checks.say(group=name, case="seconds", seconds=round(time.monotonic() - start, 1), ok=True)
+    (measure if name == "times" else device_checks.GROUPS[name])()
+    device_checks.say(group=name, case="seconds", seconds=round(time.monotonic() - start, 1), ok=True)
 
 
 def launch(name: str, options: argparse.Namespace) -> Running:

@@ -1,179 +1,498 @@
-"""What `product` costs on a CPU beside everybody else's: `python -m tests.benchmarks run peers`.
+"""The same chain by other packages, by formulas, and by the least that any way needs; each is a function.
 
-Each peer runs in a process of its own, held on one core, in turns with logchain; a ratio is one of medians of that
-process's CPU time. A peer's answer is compared with float64 sums first. What takes long runs on the first sequences
-and steps and counts in proportion, which `share` says: its work is linear in both.
-
-    python -m tests.benchmarks run peers --only hmmlearn XLA --workloads c=64
-
-measures some of them again, and leaves the other rows of the results file as they are. What is not installed or fails
-is in `results/left_out.csv`, with the reason. Floors, which are the GEMMs and the bytes alone, run as peers without
-an answer.
+`make(case, mode)` prepares a call without being timed. The call returns values, [n] or [n, c, c], and with gradients
+those of the sum of values for x; a floor returns nothing. A package is imported where it is used.
 """
 
-import functools
-import statistics
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from tests.benchmarks import aside, cases, kept, results
-from tests.benchmarks.aside import Item, Said
-from tests.benchmarks.cases import EACH, FULL, ONE, STEP, WORKLOADS, Case, Truth, Workload, draw
-from tests.benchmarks.resident import resident_peak
-from tests.benchmarks.results import FORWARD, GRADIENTS, Measured
+import logchain
+from tests.benchmarks.cases import EACH, FORWARD, GRADIENTS, MATRICES, ONE, STEP, Case, Chain, Stack
 
-STATES = "forward and backward, posteriors alone"
-CPU = "CPU"
-
-# seconds: of a peer's single run, of what is done before it, of all runs of a peer in a case
-_MOST, _MADE, _PATIENCE = 0.4, 20.0, 0.6
-
-_FEW_STEPS, _GROWTH, _MOST_ROUNDS = 32, 8, 15
-
-# A run gives values, [n] or [n, c, c], and their gradients for x or None; what it may prepare before is not timed.
-Run = Callable[[], tuple[Any, Any]]
+Run = Callable[[], Any]
 
 
-class Provider(NamedTuple):
-    """Who computes the chain: `make` prepares a run, `package` is what has to be installed."""
+class Peer(NamedTuple):
+    """How to prepare a call, the package that must be installed, and the matrices that are possible."""
 
-    name: str
     make: Callable[[Any, str], Run]
     package: str
     matrices: tuple[str, ...] = (ONE, STEP, EACH)
-    modes: tuple[str, ...] = (FORWARD, GRADIENTS)
-    # always runs on the whole: each new shape would be compiled
+    # runs on the whole case: each new shape would be compiled
     whole: bool = False
-    # computes no answer
     floor: bool = False
 
 
-def seconds(run: Run) -> float:
-    """CPU time of one call, of all threads."""
-    start = time.process_time()
-    run()
-    return time.process_time() - start
+# torch
 
 
-def slice_of(
-    provider: Provider,
-    case: Case,
-    mode: str,
-    *,
-    clock: Callable[[Run], float] = seconds,
-    made: float = _MADE,
-) -> Case:
-    """As much of the case as a run may take: from one sequence of few steps to all sequences, then to all steps.
+def by_autograd(chain: Callable[..., Tensor], full: Callable[..., Tensor] | None = None) -> Callable[[Case, str], Run]:
+    """Gradients of all operands by torch's autograd, of a chain or of a product of stacks [n, v, c, c]."""
 
-    Its time may grow less than its size does, but not more, so that little is spent on what is too long.
-    """
-    n, v = case.x.shape[:2]
-    if provider.whole:
-        return case
-    size = 1, min(v, _FEW_STEPS)
-    while True:
-        part = case.part(*size)
-        start = time.monotonic()
-        run = provider.make(part, mode)
-        making = time.monotonic() - start
-        run()
-        slow = max(clock(run) / _MOST, making / made, 1 / _GROWTH)
-        larger = (_grown(size[0], n, slow), size[1]) if size[0] < n else (n, _grown(size[1], v, slow))
-        if larger == size:
-            return part
-        size = larger
+    def make(case: Case, mode: str) -> Run:
+        function = full if isinstance(case, Stack) else chain
+        leaves = [operand.clone().requires_grad_(mode == GRADIENTS) for operand in case]
+
+        def run():
+            values = function(*leaves)
+            if mode == FORWARD:
+                return values.detach(), None
+            return values.detach(), torch.autograd.grad(values.sum(), leaves)[0]
+
+        return run
+
+    return make
 
 
-def _grown(size: int, limit: int, slow: float) -> int:
-    """A power of two, so that peers that are cut share the truth; or the limit."""
-    longest = int(size / slow)
-    return limit if longest >= limit else max(size, 1 << max(longest, 1).bit_length() - 1)
+def stacked(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    """Logarithms of matrices [n, v-1, c, c], the first variable in the first of them."""
+    logs = bulk.log() + x[:, 1:, None, :]
+    first = (p0.log() + x[:, 0])[:, None, :, None]
+    return torch.cat([logs[:, :1] + first, logs[:, 1:]], 1)
 
 
-def pair_seconds(runs: Sequence[Run]) -> list[list[float]]:
-    """Quartiles of the CPU time of one call of each, in turns, short ones many times in a row."""
-    once = [min(seconds(run) for _ in range(2)) for run in runs]
-    repeats = [max(1, int(0.004 / max(spent, 1e-6))) for spent in once]
-    a_round = sum(spent * repeat for spent, repeat in zip(once, repeats, strict=True))
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(max(3, min(_MOST_ROUNDS, int(_PATIENCE / a_round)))):
-        for run, repeat, found in zip(runs, repeats, times, strict=True):
-            start = time.process_time()
-            for _ in range(repeat):
-                run()
-            found.append((time.process_time() - start) / repeat)
-    return [statistics.quantiles(found, n=4) for found in times]
+def of_stack(product: Callable[[Tensor], Tensor]) -> Callable[[Case, str], Run]:
+    """A chain as the product of its matrices."""
+    return by_autograd(lambda *chain: product(stacked(*chain)).logsumexp((-2, -1)), product)
 
 
-def measured(folder: Path, item: Item) -> Iterator[Measured]:
-    """The errors, times and peak of one peer in one case."""
-    provider, ours, mode = every()[item.provider], every()["logchain"], item.mode
-    case = draw(item.workload)
-    few = slice_of(provider, case, mode)
-    theirs, own = provider.make(few, mode), ours.make(case, mode)
-    found: list[float | None] = [None, None]
-    if not provider.floor:
-        found = errors(theirs(), cases.truth(item.workload, few, folder))
-    own()
-    (_, ours_taken, _), times = pair_seconds([own, theirs])
-    share = few.x.numel() / case.x.numel()
-    lower, taken, upper = (1e3 * spent / share for spent in times)
-    peak = resident_peak(theirs) / 1e6 if sys.platform == "linux" else None
-    yield Measured(*item.key, CPU, taken, lower, upper, ours_taken * 1e3, share, peak, *found)
+def step(message: Tensor, logs: Tensor, now: Tensor) -> Tensor:
+    return (message[..., None] + logs).logsumexp(-2) + now
 
 
-def errors(answer: tuple[Any, Any], true: Truth) -> list[float | None]:
-    """The largest of the values and of the gradients, of as many sequences as the truth has."""
-
-    def numbers(found: Any) -> np.ndarray:
-        if isinstance(found, torch.Tensor):
-            return found.double().cpu().numpy()
-        return np.stack([np.asarray(one, np.float64) for one in found])
-
-    pairs = zip(answer, true, strict=True)
-    return [None if found is None else float(np.abs(numbers(found)[: len(t)] - t).max()) for found, t in pairs]
+def loop(step: Callable[..., Tensor], x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    logs, potentials = bulk.log().unbind(-3), x.unbind(-2)
+    message = p0.log() + potentials[0]
+    for i in range(1, len(potentials)):
+        message = step(message, logs[min(i, len(logs)) - 1], potentials[i])
+    return message.logsumexp(-1)
 
 
-def times(folder: Path, todo: Sequence[Item]) -> Iterator[Said]:
-    """Cases of one peer, beside logchain."""
-    return aside.attempts(todo, functools.partial(measured, folder))
+def loop_product(step: Callable[..., Tensor], stack: Tensor) -> Tensor:
+    first, *others = stack.unbind(1)
+    nothing = stack.new_zeros(())
+    for matrix in others:
+        first = step(first, matrix[:, None], nothing)
+    return first
 
 
-def chosen(only: Sequence[str]) -> list[Provider]:
-    """Providers by parts of their names, or all; floors among them."""
-    return [one for one in every().values() if not only or any(text in one.name for text in only)]
+@lru_cache(maxsize=1)
+def compiled_step(mode: str) -> Callable[..., Tensor]:
+    """One for all sizes: a loop that is compiled as a whole would be unrolled."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise it continues without being compiled
+    torch.compiler.reset()
+    return torch.compile(step, dynamic=True)
 
 
-def items(provider: Provider, workloads: Sequence[Workload], patterns: Sequence[str] = ()) -> list[Item]:
-    """What to ask of a provider, with workloads by parts of their names, or all."""
-    return [
-        Item(one, provider.name, mode)
-        for one in workloads
-        for mode in provider.modes
-        if one.matrices in provider.matrices and (one.matrices, mode) != (FULL, STATES)
-        if not patterns or any(text in str(one) for text in patterns)
-    ]
+def compiled_loop(case: Case, mode: str) -> Run:
+    step = compiled_step(mode)
+    return by_autograd(partial(loop, step), partial(loop_product, step))(case, mode)
 
 
-def main(only: Sequence[str] = (), patterns: Sequence[str] = ()) -> None:
-    """Measure some providers in some workloads, or all in all, and write the results file after each provider."""
-    with tempfile.TemporaryDirectory() as folder:
-        task = functools.partial(times, Path(folder))
-        for provider in chosen(only):
-            found = aside.measure(provider.package, items(provider, WORKLOADS, patterns), task)
-            kept.put(results.PEERS, *found, list(map(str, WORKLOADS)))
+def pyro(stack: Tensor) -> Tensor:
+    from pyro.distributions.hmm import _sequential_logmatmulexp
+
+    return _sequential_logmatmulexp(stack)
 
 
-def every() -> dict[str, Provider]:
-    """By name; a package is imported only when its provider runs."""
-    from tests.benchmarks import peers_circuits, peers_floors, peers_formula, peers_hmm, peers_jax, peers_torch
+def torch_struct(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    from torch_struct import LinearChainCRF
 
-    files = (peers_torch, peers_jax, peers_hmm, peers_circuits, peers_formula, peers_floors)
-    return {provider.name: provider for file in files for provider in file.PROVIDERS}
+    return LinearChainCRF(stacked(x, bulk, p0).mT).partition
+
+
+def funsor(stack: Tensor) -> Tensor:
+    import funsor
+    from funsor import ops
+    from funsor.sum_product import sequential_sum_product
+
+    funsor.set_backend("torch")
+    names = "batch", "time", "prev", "curr"
+    inputs = {name: funsor.Bint[size] for name, size in zip(names, stack.shape, strict=True)}
+    time = funsor.Variable("time", inputs["time"])
+    chain = funsor.tensor.Tensor(stack, inputs)
+    return sequential_sum_product(ops.logaddexp, ops.add, chain, time, {"prev": "curr"}).data
+
+
+def semiring_einsum(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    from torch_semiring_einsum import compile_equation, log_einsum
+
+    equation = compile_equation("bi,bij->bj" if len(bulk) > 1 else "bi,ij->bj")
+
+    def step(message: Tensor, logs: Tensor, now: Tensor) -> Tensor:
+        return log_einsum(equation, message, logs, block_size=64) + now
+
+    return loop(step, x, bulk if len(bulk) > 1 else bulk[0], p0)
+
+
+def pytorch_crf(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    """The log-partition alone: its public likelihood includes the weight of a path."""
+    from torchcrf import CRF
+
+    crf = CRF(x.shape[-1])
+    for name in ("start_transitions", "end_transitions", "transitions"):
+        delattr(crf, name)
+    crf.start_transitions, crf.transitions, crf.end_transitions = p0.log(), bulk[0, 0].log(), torch.zeros_like(p0)
+    return crf._compute_normalizer(x.transpose(0, 1), torch.ones(x.shape[1::-1], dtype=torch.bool))
+
+
+# hidden Markov models in their own compiled code or layout
+
+
+def pomegranate(case: Chain, mode: str) -> Run:
+    from pomegranate.distributions import Categorical
+    from pomegranate.hmm import DenseHMM
+
+    c = len(case.p0)
+    silent = [Categorical([[1.0]]) for _ in range(c)]
+    model = DenseHMM(silent, edges=case.bulk[0, 0], starts=case.p0, ends=torch.ones(c))
+    with torch.no_grad():
+        model.ends.zero_()
+
+    @torch.no_grad()
+    def run():
+        if mode == FORWARD:
+            return model.forward(emissions=case.x)[:, -1].logsumexp(-1), None
+        results = model.forward_backward(emissions=case.x)
+        return results[4], results[1].exp()
+
+    return run
+
+
+def hmmlearn(case: Chain, mode: str, *, scaling: bool) -> Run:
+    """The compiled functions themselves; exponentials of potentials, which it does not do, are prepared."""
+    from hmmlearn import _hmmc
+
+    start, matrix, x = case.p0.double().numpy(), case.bulk[0, 0].double().numpy(), case.x.double()
+    top = x.amax(-1, keepdim=True)
+    frames, offset = ((x - top).exp(), top.sum((1, 2)).numpy()) if scaling else (x, 0.0)
+
+    def one(frame: np.ndarray):
+        value, forward, *scales = (_hmmc.forward_scaling if scaling else _hmmc.forward_log)(start, matrix, frame)
+        if mode == FORWARD:
+            return value, None
+        if scaling:
+            backward = _hmmc.backward_scaling(start, matrix, frame, *scales)
+            _hmmc.compute_scaling_xi_sum(forward, matrix, backward, frame)
+            states = forward * backward
+            return value, np.divide(states, states.sum(1, keepdims=True), out=states)
+        backward = _hmmc.backward_log(start, matrix, frame)
+        _hmmc.compute_log_xi_sum(forward, matrix, backward, frame)
+        forward += backward
+        forward -= value
+        return value, np.exp(forward, out=forward)
+
+    def run():
+        values, states = zip(*map(one, frames.numpy()), strict=True)
+        return np.array(values) + offset, None if mode == FORWARD else states
+
+    return run
+
+
+def statsmodels(case: Chain, mode: str) -> Run:
+    """The filter and the smoother of a Markov-switching regression; its first transition gives p0 from anywhere."""
+    from statsmodels.tsa.regime_switching import markov_switching
+
+    x, bulk, p0 = (operand.double().numpy() for operand in case)
+    (_, v, c), steps = x.shape, np.broadcast_to(bulk[0], (x.shape[1] - 1, x.shape[2], x.shape[2]))
+    matrices = np.concatenate([np.broadcast_to(p0, (1, c, c)), steps]).transpose(2, 1, 0).copy()
+    potentials = [np.broadcast_to(sequence.T[:, None], (c, c, v)).copy() for sequence in x]
+
+    def one(logs: np.ndarray):
+        filtered = markov_switching.cy_hamilton_filter_log(p0, matrices, logs, 0)
+        if mode == FORWARD:
+            return filtered[2].sum(), None
+        return filtered[2].sum(), markov_switching.cy_kim_smoother_log(matrices, filtered[4], filtered[5])[1].T
+
+    def run():
+        values, states = zip(*map(one, potentials), strict=True)
+        return np.array(values), None if mode == FORWARD else states
+
+    return run
+
+
+def cirkit(case: Chain, mode: str) -> Run:
+    """A compiled circuit; logits of input units are x, with a category for each sequence."""
+    if (v := case.x.shape[1]) > 8192:
+        raise NotImplementedError(f"a circuit of {v} variables takes minutes to compile")
+    from cirkit.backend.torch.layers import TorchCategoricalLayer
+    from cirkit.pipeline import PipelineContext
+    from cirkit.symbolic.circuit import Circuit
+    from cirkit.symbolic.initializers import ConstantTensorInitializer
+    from cirkit.symbolic.layers import CategoricalLayer, HadamardLayer, SumLayer
+    from cirkit.symbolic.parameters import Parameter, TensorParameter
+    from cirkit.utils.scope import Scope
+
+    def learned(table: Tensor) -> Parameter:
+        initializer = ConstantTensorInitializer(table.numpy())
+        return Parameter.from_input(TensorParameter(*table.shape, initializer=initializer))
+
+    n, _, c = case.x.shape
+    logits = case.x.expand(max(n, 2), v, c)  # it takes no single category
+    steps = [learned(matrix) for matrix in case.bulk[0]]
+    first, layers, inputs, below = steps[0], [], {}, []
+    for i in reversed(range(v)):
+        leaf = CategoricalLayer(Scope([i]), c, num_categories=len(logits), logits=learned(logits[:, i].T))
+        layers.append(leaf)
+        if below:
+            layers.append(HadamardLayer(c))
+            inputs[layers[-1]] = [*below, leaf]
+        weight = learned(case.p0[None]) if i == 0 else steps.pop() if steps else first.ref()
+        below = [SumLayer(c, weight.shape[0], weight=weight)]
+        inputs[below[0]] = layers[-1:]
+        layers += below
+    # it cannot fold layers that share a parameter
+    context = PipelineContext("torch", semiring="lse-sum", fold=len(case.bulk[0]) > 1, optimize=True)
+    model = context.compile(Circuit(layers, inputs, below))
+    data = torch.arange(n)[:, None].expand(n, v).contiguous()
+    if mode == FORWARD:
+        return torch.no_grad()(lambda: (model(data)[:, 0, 0], None))
+    leaves = [layer for layer in model.layers if isinstance(layer, TorchCategoricalLayer)]
+    tables = [table for leaf in leaves for table in leaf.logits.parameters()]
+    order = torch.cat([leaf.scope_idx[:, 0] for leaf in leaves]).argsort()
+    wanted = list(dict.fromkeys([*tables, *model.parameters()]))
+
+    def run():
+        values = model(data)[:, 0, 0]
+        gradients = torch.autograd.grad(values.sum(), wanted)[: len(tables)]
+        return values.detach(), torch.cat(gradients)[order].permute(2, 0, 1)[:n]
+
+    return run
+
+
+# XLA, compiled beforehand
+
+
+def compiled(function: Callable, case: Case) -> Run:
+    """On x [n, v, c], bulk [n or none, v-1 or none, c, c] and p0 [c], or on a stack."""
+    import jax
+
+    operands = list(case)
+    if isinstance(case, Chain):
+        bulk = case.bulk[0] if len(case.bulk) == 1 else case.bulk
+        operands[1] = bulk[..., 0, :, :] if case.bulk.shape[1] == 1 and case.x.shape[1] > 2 else bulk
+    run, operands = jax.jit(function), [jax.device_put(operand.numpy()) for operand in operands]
+    return lambda: jax.block_until_ready(run(*operands))
+
+
+def by_autodiff(chain: Callable, full: Callable | None = None) -> Callable[[Case, str], Run]:
+    """Gradients of all operands by JAX's autodiff."""
+
+    def make(case: Case, mode: str) -> Run:
+        import jax
+
+        function = full if isinstance(case, Stack) else chain
+
+        def summed(*operands):
+            values = function(*operands)
+            return values.sum(), values
+
+        if mode == FORWARD:
+            return compiled(lambda *operands: (function(*operands), None), case)
+        run = compiled(jax.value_and_grad(summed, argnums=tuple(range(len(case))), has_aux=True), case)
+
+        def both():
+            (_, values), gradients = run()
+            return values, gradients[0]
+
+        return both
+
+    return make
+
+
+def scanned(step: Callable, x, bulk, message, total):
+    """`step(message, total, matrix, potentials)` over the steps, with one matrix or with each step's."""
+    import jax
+
+    potentials = x[:, 1:].swapaxes(0, 1)
+    if bulk.ndim == 2:
+        return jax.lax.scan(lambda carry, now: (step(*carry, bulk, now), None), (message, total), potentials)[0]
+    matrices = bulk if bulk.ndim == 3 else bulk.swapaxes(0, 1)
+    return jax.lax.scan(lambda carry, now: (step(*carry, *now), None), (message, total), (matrices, potentials))[0]
+
+
+def xla(x, bulk, p0):
+    """The scaled recursion as one writes it by hand."""
+    import jax.numpy as jnp
+    from jax.lax import stop_gradient
+
+    def scaled(weights, now):
+        top = stop_gradient(now.max(-1, keepdims=True))
+        weights = weights * jnp.exp(now - top)
+        norm = weights.sum(-1, keepdims=True)
+        return weights / norm, (jnp.log(norm) + top)[:, 0]
+
+    def step(message, total, matrix, now):
+        moved = message @ matrix if matrix.ndim == 2 else jnp.einsum("ni,nij->nj", message, matrix)
+        message, scale = scaled(moved, now)
+        return message, total + scale
+
+    return scanned(step, x, bulk, *scaled(p0, x[:, 0]))[1]
+
+
+def xla_product(stack):
+    """The same with matrices for messages."""
+    import jax
+    import jax.numpy as jnp
+    from jax.lax import stop_gradient
+
+    def step(carry, matrix):
+        product, total = carry
+        top = stop_gradient(matrix.max((-2, -1), keepdims=True))
+        product = product @ jnp.exp(matrix - top)
+        scale = stop_gradient(product.max((-2, -1), keepdims=True))
+        return (product / scale, total + top + jnp.log(scale)), None
+
+    tops = stack[:, 0].max((-2, -1), keepdims=True)
+    (product, total), _ = jax.lax.scan(step, (jnp.exp(stack[:, 0] - tops), tops), stack[:, 1:].swapaxes(0, 1))
+    return jnp.log(product) + total
+
+
+def log_matmul(a, b):
+    """Logarithms of sums of exponentials with one shift per row and per column (arXiv 2510.03426, log-matmul-exp)."""
+    import jax.numpy as jnp
+    from jax.lax import stop_gradient
+
+    rows, columns = stop_gradient(a.max(-1, keepdims=True)), stop_gradient(b.max(-2, keepdims=True))
+    return jnp.log(jnp.exp(a - rows) @ jnp.exp(b - columns)) + rows + columns
+
+
+def goom(x, bulk, p0):
+    import jax.numpy as jnp
+
+    def step(message, total, matrix, now):
+        if matrix.ndim == 2:
+            return log_matmul(message, matrix) + now, total
+        return log_matmul(message[:, None], matrix)[:, 0] + now, total
+
+    return jnp.logaddexp.reduce(scanned(step, x, jnp.log(bulk), jnp.log(p0) + x[:, 0], 0.0)[0], -1)
+
+
+def goom_product(stack):
+    import jax
+
+    first, rest = stack[:, 0], stack[:, 1:].swapaxes(0, 1)
+    return jax.lax.scan(lambda product, matrix: (log_matmul(product, matrix), None), first, rest)[0]
+
+
+def dynamax(case: Chain, mode: str, *, parallel: bool = False) -> Run:
+    """The filter and the smoother, mapped over sequences; or those by an associative scan over matrices."""
+    import jax
+    from dynamax.hidden_markov_model import hmm_filter, hmm_smoother, parallel_inference
+
+    def one(x, bulk, p0):
+        if mode == FORWARD:
+            return (parallel_inference.hmm_filter if parallel else hmm_filter)(p0, bulk, x).marginal_loglik, None, None
+        # past its own compilation, in which the option would be a traced number
+        serial = partial(hmm_smoother.__wrapped__, compute_trans_probs=True)
+        results = (parallel_inference.hmm_smoother if parallel else serial)(p0, bulk, x)
+        return results.marginal_loglik, results.smoothed_probs, results.trans_probs
+
+    run = compiled(jax.vmap(one, (0, 0 if len(case.bulk) > 1 else None, None)), case)
+    return lambda: run()[:2]
+
+
+def numpyro(x, bulk, p0):
+    """A model whose states are summed out by `numpyro.contrib.funsor`, mapped over sequences."""
+    import jax
+    import numpyro
+    import numpyro.distributions as dist
+    from numpyro.contrib.control_flow import scan
+    from numpyro.contrib.funsor import config_enumerate, enum, log_density
+
+    def observed(name, potentials):
+        numpyro.sample(name, dist.Delta(0 * potentials, potentials), obs=0.0)
+
+    def model(x, bulk, p0):
+        def step(before, now):
+            matrix, potentials = (bulk, now) if bulk.ndim == 2 else now
+            state = numpyro.sample("state", dist.Categorical(matrix[before]))
+            observed("evidence", potentials[state])
+            return state, None
+
+        first = numpyro.sample("first", dist.Categorical(p0))
+        observed("evidence of the first", x[0][first])
+        scan(step, first, x[1:] if bulk.ndim == 2 else (bulk, x[1:]))
+
+    axis = 0 if bulk.ndim == 4 else None
+    counted = enum(config_enumerate(model), first_available_dim=-1)
+    return jax.vmap(lambda *operands: log_density(counted, operands, {}, {})[0], (0, axis, None))(x, bulk, p0)
+
+
+# floors
+
+
+def tree_gemms(n: int, v: int, c: int, times: int) -> Run:
+    """All products of a level at once."""
+    sizes = []
+    while v > 1:
+        sizes, v = [*sizes, n * (v // 2)], v - v // 2
+    pairs = [torch.rand(2, size, c, c) for size in sizes * times]
+
+    def run():
+        for left, out in pairs:
+            torch.bmm(left, left, out=out)
+
+    return run
+
+
+def gemms(case: Case, mode: str) -> Run:
+    """One product of messages and a matrix per step, two more for gradients; of a stack, those of a tree."""
+    n, v, c = case.x.shape[:3]
+    if isinstance(case, Stack):
+        return tree_gemms(n, v, c, 3 if mode == GRADIENTS else 1)
+    message, other, matrices = torch.rand(n, c), torch.rand(n, c), case.bulk.expand(-1, v - 1, -1, -1)
+    multiply, matrices = torch.mm, matrices.transpose(0, 1)
+    if len(case.bulk) == 1:
+        matrices = matrices[:, 0]
+    else:
+        multiply, message, other = torch.bmm, message[:, None], other[:, None]
+    moved, counts = torch.empty_like(message), torch.empty_like(matrices[0])
+
+    def run():
+        for matrix in matrices:
+            multiply(message, matrix, out=moved)
+            if mode == GRADIENTS:
+                multiply(other, matrix.mT, out=moved)
+                multiply(message.mT, other, out=counts)
+
+    return run
+
+
+def copies(case: Case, mode: str) -> Run:
+    """A copy of as many bytes as the inputs have; for gradients, inputs twice and gradients."""
+    moved = sum(operand.numel() for operand in case) * (3 if mode == GRADIENTS else 1)
+    source = torch.ones(moved // 2)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source) is None
+
+
+PEERS = {
+    "logchain": Peer(by_autograd(logchain.product, logchain.matrix_product), "logchain", MATRICES),
+    "GEMMs alone": Peer(gemms, "torch", MATRICES, floor=True),
+    "bytes copied": Peer(copies, "torch", MATRICES, floor=True),
+    "pytorch-crf": Peer(by_autograd(pytorch_crf), "pytorch-crf", (ONE,)),
+    "torch-struct": Peer(by_autograd(torch_struct), "torch-struct"),
+    "torch-semiring-einsum": Peer(by_autograd(semiring_einsum), "torch-semiring-einsum"),
+    "pyro": Peer(of_stack(pyro), "pyro-ppl", MATRICES),
+    "funsor": Peer(of_stack(funsor), "funsor", MATRICES),
+    "XLA scan": Peer(by_autodiff(xla, xla_product), "jax", MATRICES, whole=True),
+    "dynamax": Peer(dynamax, "dynamax", whole=True),
+    "dynamax, parallel": Peer(partial(dynamax, parallel=True), "dynamax", (ONE,)),
+    "numpyro": Peer(by_autodiff(numpyro), "numpyro"),
+    "GOOM's formula": Peer(by_autodiff(goom, goom_product), "jax", MATRICES, whole=True),
+    "hmmlearn, scaling": Peer(partial(hmmlearn, scaling=True), "hmmlearn", (ONE,)),
+    "hmmlearn, log": Peer(partial(hmmlearn, scaling=False), "hmmlearn", (ONE,)),
+    "pomegranate": Peer(pomegranate, "pomegranate", (ONE,)),
+    "statsmodels": Peer(statsmodels, "statsmodels", (ONE, STEP)),
+    "cirkit": Peer(cirkit, "libcirkit", (ONE, STEP)),
+    "torch loop": Peer(by_autograd(partial(loop, step), partial(loop_product, step)), "torch", MATRICES),
+    "torch.compile, step by step": Peer(compiled_loop, "torch", MATRICES),
+}
+FLOORS = [name for name, peer in PEERS.items() if peer.floor]

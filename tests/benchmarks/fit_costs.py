@@ -1,6 +1,6 @@
 """Measure every schedule of `product` on this machine, and fit the cost model: `logchain/schedules/costs.json`.
 
-    python -m tests.benchmarks.fit
+    python -m tests.benchmarks.fit_costs
 
 A few minutes. One thread's times are its CPU time, those of more threads, and of a GPU, wall time. The constants are
 not negative, and fitted to the logarithms of the times: a factor of two counts the same for a microsecond and a second.
@@ -9,6 +9,7 @@ not negative, and fitted to the logarithms of the times: a factor of two counts 
 import argparse
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,48 +25,18 @@ from logchain.autograd.chain_operators import number_of
 from logchain.schedules import choose
 from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
-from tests.benchmarks.results import machine
-from tests.benchmarks.timing import on_threads
+from tests.benchmarks.run import machine, on_threads
 
 # (n, v, c, sets of matrices), 0 for one matrix for every step and sequence
 SWEEP = [
-    (1, 3, 4, 1),
-    (1, 30, 2, 0),
-    (1, 300, 4, 1),
-    (1, 10_000, 4, 0),
-    (1, 3_000, 8, 1),
-    (1, 10_000, 16, 0),
-    (1, 1_000, 16, 1),
-    (1, 1_000, 40, 0),
-    (1, 300, 64, 1),
-    (1, 100, 128, 0),
-    (1, 40, 256, 1),
-    (10, 6, 40, 1),
-    (10, 1_000, 3, 0),
-    (8, 128, 64, 8),
-    (8, 500, 16, 8),
-    (32, 100, 64, 1),
-    (32, 500, 16, 1),
-    (100, 10, 100, 0),
-    (200, 40, 100, 1),
-    (500, 40, 20, 1),
-    (1_000, 50, 5, 1_000),
-    (1, 20_000, 2, 0),
-    (100, 100, 2, 0),
-    (2_000, 20, 1, 0),
-    (20_000, 2, 3, 1),
-    (2_000, 100, 2, 0),
-    (300, 100, 3, 1),
-    (1, 100_000, 4, 0),
-    (1, 100_000, 16, 0),
-    (1, 20_000, 32, 0),
-    (1, 5_000, 64, 0),
-    (1, 20_000, 64, 0),
-    (4, 5_000, 64, 0),
-    (1, 2_000, 64, 1),
-    (1, 2_000, 256, 0),
-    (1, 200, 1_024, 0),
-]
+    (1, 3, 4, 1), (1, 30, 2, 0), (1, 300, 4, 1), (1, 10_000, 4, 0), (1, 3_000, 8, 1), (1, 10_000, 16, 0),
+    (1, 1_000, 16, 1), (1, 1_000, 40, 0), (1, 300, 64, 1), (1, 100, 128, 0), (1, 40, 256, 1), (10, 6, 40, 1),
+    (10, 1_000, 3, 0), (8, 128, 64, 8), (8, 500, 16, 8), (32, 100, 64, 1), (32, 500, 16, 1),
+    (100, 10, 100, 0), (200, 40, 100, 1), (500, 40, 20, 1), (1_000, 50, 5, 1_000), (1, 20_000, 2, 0),
+    (100, 100, 2, 0), (2_000, 20, 1, 0), (20_000, 2, 3, 1), (2_000, 100, 2, 0), (300, 100, 3, 1),
+    (1, 100_000, 4, 0), (1, 100_000, 16, 0), (1, 20_000, 32, 0), (1, 5_000, 64, 0), (1, 20_000, 64, 0),
+    (4, 5_000, 64, 0), (1, 2_000, 64, 1), (1, 2_000, 256, 0), (1, 200, 1_024, 0),
+]  # fmt: skip
 
 # multiply-adds, and steps of calls, that a single measurement may take
 _MOST_ADDS, _MOST_LAUNCHES = 2e9, 2e5
@@ -145,8 +116,7 @@ def call(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> Callable[[]
 
 def fitted(place: Where, found: Sequence[Sample], about: dict[str, str], processors: int = 1) -> Constants:
     """Constants for each schedule and pass."""
-    known = {name: value for name, value in about.items() if name in Constants._fields}
-    entry = Constants(*place, processors, True, **known, seconds={})
+    entry = Constants(*place, processors, True, **about, seconds={})
     for name in _NAMES:
         entry.seconds[name] = {}
         for gradients, which in ((False, FORWARD), (True, BOTH)):
@@ -191,28 +161,15 @@ def h200() -> Constants:
 
 
 def text(entry: Constants, found: Sequence[Sample]) -> str:
-    """How far predictions are off, and what the wrong pick of a schedule costs."""
+    """How far predictions are off, by schedule: in the median and at most."""
     lines = [entry.source]
-    sizes = list(dict.fromkeys(sample.size for sample in found))
     for name in _NAMES:
-        logs = [
-            abs(math.log(choose.seconds(sample.size, sample.schedule, entry) / sample.seconds))
-            for sample in found
-            if sample.schedule.name == name
-        ]
-        if logs:
-            logs.sort()
-            lines.append(f"  {name}: off by {math.exp(logs[len(logs) // 2]):.2f} x, {math.exp(logs[-1]):.2f} x at most")
-    for size in sizes:
-        own = {sample.schedule: sample.seconds for sample in found if sample.size == size}
-        predicted = {schedule: choose.seconds(size, schedule, entry) for schedule in own}
-        pick, best = min(own, key=predicted.__getitem__), min(own, key=own.__getitem__)
-        ratio = own[pick] / own[best]
-        lines.append(
-            f"  g={size.g} m={size.m} v={size.v} c={size.c} {'both' if size.gradients else 'forward':8}"
-            f"{pick.name} {pick.segments}, {own[pick] * 1e3:.3g} ms (predicted {predicted[pick] * 1e3:.3g})"
-            + (f"; {best.name} {best.segments} takes {1 / ratio:.2f} of that" if best != pick else "")
-        )
+        own = [sample for sample in found if sample.schedule.name == name]
+        off = [abs(math.log(choose.seconds(one.size, one.schedule, entry) / one.seconds)) for one in own]
+        if off:
+            lines.append(
+                f"  {name}: off by {math.exp(statistics.median(off)):.2f} x, {math.exp(max(off)):.2f} x at most"
+            )
     return "\n".join(lines)
 
 
@@ -227,7 +184,7 @@ def write(entries: Iterable[Constants], path: Path = FILE) -> None:
             for name, passes in entry.seconds.items()
         }
         rows.append({**entry._asdict(), "seconds": seconds})
-    path.write_text(json.dumps({"command": "python -m tests.benchmarks.fit", "constants": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"command": "python -m tests.benchmarks.fit_costs", "constants": rows}, indent=1) + "\n")
     read.cache_clear()
     constants.cache_clear()
 
@@ -240,7 +197,7 @@ def places() -> list[Where]:
 
 def main() -> None:
     """Measure, fit, write, and print how well it fits."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fit", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fit_costs", description=__doc__)
     parser.add_argument("--only", nargs="+", default=(), help="devices to measure: cpu, cuda")
     parser.add_argument("--out", type=Path, default=FILE, help="the file to write")
     options = parser.parse_args()
@@ -250,7 +207,8 @@ def main() -> None:
     for place in places():
         if options.only and place.device not in options.only:
             continue
-        about = machine()
+        here = machine()
+        about = {"hardware": here["hardware"], "versions": here["version"], "date": here["date"]}
         if place.device == "cuda":
             about["hardware"] = torch.cuda.get_device_name()
         with on_threads(place.threads):
