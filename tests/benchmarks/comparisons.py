@@ -147,7 +147,7 @@ def circuits(n: int = 500, v: int = 40, c: int = 200, units: int = 64) -> Iterat
     yield Comparison(f"layers/SumLayer n={n} f={v} c={units}, {threads()}/{GRADIENTS}", calls)
 
 
-# paths and posteriors
+# best paths
 
 
 def viterbi(n: int, v: int, c: int) -> Iterator[Comparison]:
@@ -172,29 +172,6 @@ def viterbi(n: int, v: int, c: int) -> Iterator[Comparison]:
     yield Comparison(f"paths/n={n} v={v} c={c}, {ONE}/viterbi", calls, {"torch-struct": few / n})
 
 
-def posteriors(n: int = 32, v: int = 512, c: int = 64, draws: int = 100) -> Iterator[Comparison]:
-    """Marginals and entropies compared with the gradients of the product; draws, with torch-struct's first one."""
-    from torch_struct import LinearChainCRF
-
-    workload = Workload(n, v, c, STEP)
-    chain, part = draw(workload), max(v // 8, 2)
-    functions = {
-        "marginals": logchain.marginals,
-        'marginals, "sum"': partial(logchain.marginals, transitions="sum"),
-        "forward_backward": logchain.forward_backward,
-        "entropy": logchain.entropy,
-    }
-    for name, function in functions.items():
-        calls = {"logchain": partial(function, *chain), "product alone": with_gradients(logchain.product, *chain)}
-        yield Comparison(f"paths/{workload}/{name}", calls)
-    edges = stacked(*chain.part(1, part)).mT.contiguous()
-    calls = {
-        "logchain": lambda: logchain.sample(*chain, draws),
-        "torch-struct": lambda: LinearChainCRF(edges).sample((1,)),
-    }
-    yield Comparison(f"paths/{workload}/sample, {draws} draws", calls, {"torch-struct": part / (n * v * draws)})
-
-
 # sharp emissions
 
 SHARP = {
@@ -215,11 +192,10 @@ def sharpness(workload: Workload, dtype: torch.dtype) -> Iterator[Comparison]:
     functions: dict[str, Callable[..., Call]] = {
         FORWARD: lambda *chain: partial(logchain.product, *chain),
         GRADIENTS: partial(with_gradients, logchain.product),
-        "marginals and counts": lambda *chain: partial(logchain.marginals, *chain, transitions="sum"),
-        "messages": lambda *chain: partial(logchain.forward_backward, *chain),
+        "marginals": lambda *chain: partial(logchain.marginals, *chain, transitions="sum"),
     }
     for mode, make in functions.items():
-        case = f"sharpness/{workload}, {str(dtype).removeprefix('torch.')}/{mode}"
+        case = f"sharpness/{workload}{', float64' if dtype == torch.float64 else ''}/{mode}"
         yield Comparison(case, {name: make(*chain) for name, chain in chains.items()})
 
 

@@ -32,37 +32,19 @@ class Job(NamedTuple):
 
 
 JOBS = [
-    Job(
-        "train a CRF: loss and gradients",
-        "32 sentences of up to 128 words, 20 tags",
-        f"layers/CRF n=32 v=128 c=20, ragged mask, 2 threads/loss, {GRADIENTS}",
-    ),
-    Job(
-        "fit an HMM: 50 iterations of EM",
-        "200 sequences of 50 steps, 50 states",
-        "layers/HMM n=200 v=50 c=50, Gaussian, 2 threads/EM, 50 iterations",
-    ),
-    Job(
-        "best paths (Viterbi)",
-        "32 sequences of 512 steps, 64 states",
-        "paths/n=32 v=512 c=64, one matrix/viterbi",
-    ),
-    Job(
-        "log-likelihood and posteriors, one long sequence",
-        "10,000 steps, 16 states",
-        f"peers/n=1 v=10000 c=16, one matrix/{GRADIENTS}",
-    ),
-    Job(
-        "log-partitions and gradients, a large batch",
-        "500 sequences of 40 steps, 200 states",
-        f"peers/n=500 v=40 c=200, shared bulk/{GRADIENTS}",
-    ),
-    Job(
-        "log-partitions and gradients, a tiny batch",
-        "10 sequences of 6 steps, 40 states",
-        f"peers/n=10 v=6 c=40, shared bulk/{GRADIENTS}",
-    ),
-]
+    Job("train a CRF: loss and gradients", "32 sentences of up to 128 words, 20 tags",
+        f"layers/CRF n=32 v=128 c=20, ragged mask, 2 threads/loss, {GRADIENTS}"),
+    Job("fit an HMM: 50 iterations of EM", "200 sequences of 50 steps, 50 states",
+        "layers/HMM n=200 v=50 c=50, Gaussian, 2 threads/EM, 50 iterations"),
+    Job("best paths (Viterbi)", "32 sequences of 512 steps, 64 states",
+        "paths/n=32 v=512 c=64, one matrix/viterbi"),
+    Job("log-likelihood and posteriors, one long sequence", "10,000 steps, 16 states",
+        f"peers/n=1 v=10000 c=16, one matrix/{GRADIENTS}"),
+    Job("log-partitions and gradients, a large batch", "500 sequences of 40 steps, 200 states",
+        f"peers/n=500 v=40 c=200, shared bulk/{GRADIENTS}"),
+    Job("log-partitions and gradients, a tiny batch", "10 sequences of 6 steps, 40 states",
+        f"peers/n=10 v=6 c=40, shared bulk/{GRADIENTS}"),
+]  # fmt: skip
 
 
 # rows

@@ -14,7 +14,6 @@ import gc
 import multiprocessing
 import os
 import platform
-import resource
 import signal
 import statistics
 import subprocess
@@ -39,7 +38,7 @@ from tests.benchmarks.peers import PEERS, Peer
 RESULTS = Path(__file__).parent / "results" / "results.csv"
 TIME, RATIO, SHARE = "time, ms", "time over logchain's", "share of the case"
 VALUE, VALUE_ERROR, GRADIENT_ERROR = "log-partition", "error of the log-partition", "error of posteriors"
-PEAK = "peak memory over inputs"
+PEAK, EXCESS = "peak memory over inputs", "error over its tolerance, so not timed"
 
 # relative errors of a peer's values and gradients up to which it is timed
 TOLERANCES = 1e-3, 5e-2
@@ -190,26 +189,26 @@ def part_of(peer: Peer, case: Case, mode: str) -> Case:
         size = larger
 
 
-def check(answer: tuple[Any, Any], exact: Truth) -> None:
-    """Raises unless values and gradients agree with float64."""
+def excess(answer: tuple[Any, Any], exact: Truth) -> float:
+    """The largest error of values and gradients over its tolerance."""
+    ratios = [0.0]
     for found, true, tolerance in zip(answer, exact, TOLERANCES, strict=True):
         if found is not None:
-            numbers = np.stack([np.asarray(one, np.float64) for one in found])[: len(true)]
-            error, limit = np.abs(numbers - true).max(), tolerance * max(1.0, np.abs(true).max())
-            if not error <= limit:
-                raise ArithmeticError(f"off by {error:.3g}, more than {limit:.3g}: not timed")
+            numbers = np.stack([np.asarray(one, np.float64) for one in found])
+            ratios.append(np.abs(numbers - true).max() / (tolerance * max(1.0, np.abs(true).max())))
+    return float(np.max(ratios))
 
 
 def peer(kind: str, workload: Workload, name: str) -> Iterator[Row]:
-    """A peer's time in turns with logchain's, once its values agree with float64."""
+    """A peer's time in turns with logchain's, if its values agree with float64."""
     case, peer = draw(workload), PEERS[name]
     for mode in MODES:
-        part = part_of(peer, case, mode)
+        key, part = f"{kind}/{workload}/{mode}", part_of(peer, case, mode)
         calls = {"logchain": PEERS["logchain"].make(case, mode), name: peer.make(part, mode)}
-        if not peer.floor:
-            check(calls[name](), cases.truth(part))
-        shares = {name: part.x.numel() / case.x.numel()}
-        rows = compare(Comparison(f"{kind}/{workload}/{mode}", calls, shares))
+        if not peer.floor and not (error := excess(calls[name](), cases.truth(part))) <= 1:
+            yield Row(key, name, EXCESS, error)
+            continue
+        rows = compare(Comparison(key, calls, {name: part.x.numel() / case.x.numel()}))
         yield from (row for row in rows if row.provider == name)
 
 
@@ -251,6 +250,8 @@ def resident_peak(call: Call) -> int:
 
 def peak(workload: Workload, name: str, mode: str) -> Iterator[Row]:
     """The peak of resident memory over the bytes of the inputs; results and gradients count."""
+    import resource  # of Unix alone
+
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     case, make = draw(workload), PEERS[name].make
     make(case.part(1, 3), mode)()  # imports, and what is compiled for all sizes
@@ -312,12 +313,11 @@ def tasks() -> list[Task]:
     found += [
         Task("layers/CRF", comparisons.crf, threads=2, packages="pytorch-crf"),
         Task("layers/HMM", comparisons.hmm, threads=2, packages="hmmlearn, pomegranate"),
-        *(Task(f"layers/circuits, {count} threads", comparisons.circuits, threads=count) for count in (1, 2)),
+        *(Task(f"layers/circuits/threads={count}", comparisons.circuits, threads=count) for count in (1, 2)),
         *(
             Task(f"paths/n={n} v={v} c={c}/viterbi", comparisons.viterbi, (n, v, c), packages="hmmlearn, torch-struct")
             for n, v, c in ((32, 512, 16), (32, 512, 64), (1, 10_000, 16))
         ),
-        Task("paths/posteriors", comparisons.posteriors, packages="torch-struct"),
         *(
             Task(f"sharpness/{workload}", comparisons.sharpness, (workload, dtype))
             for workload, dtype in comparisons.SHARP.items()
