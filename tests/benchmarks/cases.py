@@ -83,8 +83,6 @@ SCALING = {
     "c": [Workload(8, 128, c, ONE) for c in (4, 16, 64, 256, 1024)],
 }
 SCALED = "logchain", "XLA scan", "hmmlearn, scaling", "pyro", "torch loop"
-# one sequence on two ranks: v and c
-RANKS = (1_000_000, 16), (20_000, 64), (4000, 256), (400, 1024)
 
 
 def draw(workload: Workload) -> Case:

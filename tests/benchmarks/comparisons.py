@@ -149,6 +149,8 @@ def circuits(n: int = 500, v: int = 40, c: int = 200, units: int = 64) -> Iterat
 
 # best paths
 
+DECODED = (32, 512, 16), (32, 512, 64), (1, 10_000, 16)
+
 
 def viterbi(n: int, v: int, c: int) -> Iterator[Comparison]:
     """hmmlearn's compiled decoder is called itself; torch-struct decodes two sequences."""
@@ -174,14 +176,14 @@ def viterbi(n: int, v: int, c: int) -> Iterator[Comparison]:
 
 # sharp emissions
 
-SHARP = {
-    Workload(200, 40, 200, STEP): torch.float32,
-    Workload(32, 256, 64, ONE): torch.float32,
-    Workload(8, 128, 64, EACH): torch.float32,
-    Workload(1, 5000, 8, ONE): torch.float32,
-    Workload(1, 5000, 8, STEP): torch.float32,
-    Workload(50, 40, 100, STEP): torch.float64,
-}
+SHARP = [
+    (Workload(200, 40, 200, STEP), torch.float32),
+    (Workload(32, 256, 64, ONE), torch.float32),
+    (Workload(8, 128, 64, EACH), torch.float32),
+    (Workload(1, 5000, 8, ONE), torch.float32),
+    (Workload(1, 5000, 8, STEP), torch.float32),
+    (Workload(50, 40, 100, STEP), torch.float64),
+]
 
 
 def sharpness(workload: Workload, dtype: torch.dtype) -> Iterator[Comparison]:
@@ -334,6 +336,9 @@ def streams(v: int = 1_000_000, c: int = 8) -> Iterator[Comparison]:
 
 # ranks
 
+# one sequence: v and c
+RANKS = (1_000_000, 16), (20_000, 64), (4000, 256), (400, 1024)
+
 
 def ranks(rank: int, v: int, c: int, mode: str, rounds: int) -> list[list[float]]:
     """Wall and CPU seconds of one process and of this rank's part of the variables, round by round."""
@@ -352,16 +357,16 @@ def ranks(rank: int, v: int, c: int, mode: str, rounds: int) -> list[list[float]
             torch.autograd.grad(value, leaves)
         return value.detach()
 
-    one = partial(call, partial(logchain.product, strategy="sequential"), whole)
-    two = partial(call, logchain.distributed.product, part)
-    agree(one(), two())
+    single = partial(call, partial(logchain.product, strategy="sequential"), whole)
+    sharded = partial(call, logchain.distributed.product, part)
+    agree(single(), sharded())
     seconds = []
     for _ in range(rounds):
         row = []
-        for run in (one, two):
+        for run in (single, sharded):
             dist.barrier()
             wall, used = time.perf_counter(), time.process_time()
-            if rank == 0 or run is two:
+            if rank == 0 or run is sharded:
                 run()
             row += time.perf_counter() - wall, time.process_time() - used
         seconds.append(row)

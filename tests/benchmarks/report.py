@@ -8,10 +8,9 @@ from math import isinf, isnan
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.benchmarks import cases
-from tests.benchmarks.cases import GRADIENTS
+from tests.benchmarks.cases import GRADIENTS, SCALED, SCALING
 from tests.benchmarks.peers import FLOORS, PEERS
-from tests.benchmarks.run import GRADIENT_ERROR, PEAK, RATIO, RESULTS, TIME, VALUE, VALUE_ERROR, Row, read
+from tests.benchmarks.run import GRADIENT_ERROR, PEAK, RATIO, RESULTS, TIME, VALUE, VALUE_ERROR, read
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -49,23 +48,35 @@ JOBS = [
 
 # rows
 
+# by provider and metric
+Values = dict[tuple[str, str], float]
 
-def by_case(kind: str) -> dict[str, list[Row]]:
-    """The rows of a kind."""
-    found: dict[str, list[Row]] = {}
+
+def load(wanted: Callable[[str], bool]) -> tuple[str, dict[str, Values]]:
+    """Where and when the rows of wanted cases were measured, and their values by case."""
+    dates: dict[str, set[str]] = {}
+    values: dict[str, Values] = {}
     for row in read():
-        if row.case.startswith(f"{kind}/"):
-            found.setdefault(row.case, []).append(row)
-    return found
+        if wanted(row.case):
+            dates.setdefault(row.hardware, set()).add(row.date)
+            values.setdefault(row.case, {})[row.provider, row.metric] = row.value
+    places = "; ".join(f"{', '.join(sorted(days))}: {hardware}" for hardware, days in dates.items())
+    return f"Measured on {places}.", values
 
 
-def milliseconds(rows: Iterable[Row], provider: str = "logchain") -> float | None:
-    return next((row.value for row in rows if (row.provider, row.metric) == (provider, TIME)), None)
+def of_kind(kind: str) -> tuple[str, dict[str, Values]]:
+    return load(lambda case: case.startswith(f"{kind}/"))
 
 
-def ratios(rows: Iterable[Row]) -> list[tuple[float, str]]:
-    """Others' times over logchain's, the fastest first; without floors."""
-    return sorted((row.value, row.provider) for row in rows if row.metric == RATIO and row.provider not in FLOORS)
+def of_jobs() -> tuple[str, dict[str, Values]]:
+    return load(lambda case: any(case == job.case for job in JOBS))
+
+
+def ratios(values: Values) -> list[tuple[float, str]]:
+    """Times of other packages over logchain's, the fastest first."""
+    return sorted(
+        (value, provider) for (provider, metric), value in values.items() if metric == RATIO and provider not in FLOORS
+    )
 
 
 def digits(value: float) -> str:
@@ -79,83 +90,77 @@ def times(ratio: float) -> str:
     return f"{ratio:.2g} x" if ratio < 99.5 else f"{ratio:,.0f} x"
 
 
+def cell(values: Values, provider: str, metric: str, unit: str) -> str:
+    """A number with its unit; empty if a package does not take the case or failed."""
+    value = values.get((provider, metric))
+    return "" if value is None else f"{digits(value)} {unit}"
+
+
 # tables
 
 
-def table(rows: Iterable[Row], header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, after a line that says where and when its rows were measured."""
-    places: dict[str, set[str]] = {}
-    for row in rows:
-        places.setdefault(row.hardware, set()).add(row.date)
-    measured = "; ".join(f"{', '.join(sorted(dates))}: {hardware}" for hardware, dates in places.items())
+def table(place: str, header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, after the place where its rows were measured."""
     body = ["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *lines)]
-    return f"Measured on {measured}.\n\n" + "\n".join(body)
+    return f"{place}\n\n" + "\n".join(body)
 
 
 def summary() -> str:
     """The fastest other package of each job."""
-    found, lines = [row for job in JOBS for row in by_case(job.case.partition("/")[0])[job.case]], []
-    for job in JOBS:
-        rows = [row for row in found if row.case == job.case]
-        (ratio, fastest), *others = ratios(rows)
-        time = f"{digits(milliseconds(rows) or 0)} ms"
-        lines.append((job.name, job.size, time, fastest, times(ratio), str(1 + len(others))))
+    place, values = of_jobs()
+    lines = []
+    for name, size, case in JOBS:
+        (ratio, fastest), *slower = ratios(values[case])
+        time = cell(values[case], "logchain", TIME, "ms")
+        lines.append((name, size, time, fastest, times(ratio), str(1 + len(slower))))
     measured = "its time over logchain's", "packages measured"
-    return table(found, ("job, float32", "size", "logchain", "fastest other package", *measured), lines)
+    return table(place, ("job, float32", "size", "logchain", "fastest other package", *measured), lines)
 
 
 def peers() -> str:
     """Logchain's time, the floors', and the fastest packages' over logchain's."""
-    found, lines = by_case("peers"), []
-    for case, rows in found.items():
-        spent = [milliseconds(rows, name) for name in ("logchain", *FLOORS)]
-        fastest = ratios(rows)
+    place, cases = of_kind("peers")
+    lines = []
+    for case, values in cases.items():
+        milliseconds = (cell(values, name, TIME, "ms") for name in ("logchain", *FLOORS))
+        fastest = ratios(values)
         text = "; ".join(f"{name} {times(ratio)}" for ratio, name in fastest[:FASTEST])
-        lines.append((*case.split("/")[1:], *(f"{digits(time)} ms" if time else "" for time in spent), text))
-        lines[-1] += (str(len(fastest)),)
+        lines.append((*case.split("/")[1:], *milliseconds, text, str(len(fastest))))
     header = "workload, float32", "mode", "logchain", *FLOORS, "the fastest packages' time over logchain's", "packages"
-    return table((row for rows in found.values() for row in rows), header, lines)
+    return table(place, header, lines)
 
 
 def compared(kind: str) -> str:
     """Logchain's time, and the others' over it, a column for each."""
-    found, lines = by_case(kind), []
-    others = list(dict.fromkeys(row.provider for rows in found.values() for row in rows if row.metric == RATIO))
-    for case, rows in found.items():
-        time, ratio = (
-            milliseconds(rows),
-            {row.provider: f"{digits(row.value)} x" for row in rows if row.metric == RATIO},
-        )
-        lines.append(
-            (*case.split("/")[1:], f"{digits(time)} ms" if time else "", *(ratio.get(name, "") for name in others))
-        )
-    header = "workload, float32", "mode", "logchain", *others
-    return table((row for rows in found.values() for row in rows), header, lines)
+    place, cases = of_kind(kind)
+    names = dict.fromkeys(name for values in cases.values() for name, metric in values if metric == RATIO)
+    lines = []
+    for case, values in cases.items():
+        numbers = (cell(values, name, RATIO, "x") for name in names)
+        lines.append((*case.split("/")[1:], cell(values, "logchain", TIME, "ms"), *numbers))
+    return table(place, ("workload, float32", "mode", "logchain", *names), lines)
 
 
-def by_provider(kind: str, cell: Callable[[dict[str, float]], str]) -> str:
-    """A line for each provider and a column for each case, empty where a package does not take the case or failed."""
-    found = by_case(kind)
-    values = {(row.case, row.provider): {} for rows in found.values() for row in rows}
-    for row in (row for rows in found.values() for row in rows):
-        values[row.case, row.provider][row.metric] = row.value
-    providers = [name for name in PEERS if any(name == provider for _, provider in values)]
-    lines = [
-        [name, *(cell(values[case, name]) if (case, name) in values else "" for case in found)] for name in providers
-    ]
-    header = ["provider", *(": ".join(case.split("/")[1:]) for case in found)]
-    return table((row for rows in found.values() for row in rows), header, lines)
+def by_provider(kind: str, text: Callable[[Values, str], str]) -> str:
+    """A line for each provider and a column for each case."""
+    place, cases = of_kind(kind)
+    names = [name for name in PEERS if any(name == provider for values in cases.values() for provider, _ in values)]
+    lines = [(name, *(text(values, name) for values in cases.values())) for name in names]
+    return table(place, ("provider", *(": ".join(case.split("/")[1:]) for case in cases)), lines)
 
 
-def errors(metrics: dict[str, float]) -> str:
+def memory(values: Values, name: str) -> str:
+    return cell(values, name, PEAK, "x")
+
+
+def errors(values: Values, name: str) -> str:
     """Errors of the log-partition and of posteriors; the log-partition, if it or the exact one is infinite."""
-    value = digits(metrics[VALUE])
-    texts = [
-        "NaN" if isnan(error) else "< 1e-12" if 0 < error < 1e-12 else digits(error)
-        for error in (metrics[VALUE_ERROR], metrics[GRADIENT_ERROR])
-    ]
-    if isinf(metrics[VALUE_ERROR]):
-        texts[0] = value if isinf(metrics[VALUE]) else f"finite: {value}"
+    if (name, VALUE) not in values:
+        return ""
+    value, *numbers = (values[name, metric] for metric in (VALUE, VALUE_ERROR, GRADIENT_ERROR))
+    texts = ["NaN" if isnan(error) else "< 1e-12" if 0 < error < 1e-12 else digits(error) for error in numbers]
+    if isinf(numbers[0]):
+        texts[0] = digits(value) if isinf(value) else f"finite: {digits(value)}"
     return ", ".join(texts)
 
 
@@ -163,10 +168,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "peers": peers,
     "accuracy": lambda: by_provider("accuracy", errors),
-    "memory": lambda: by_provider("memory", lambda metrics: f"{digits(metrics[PEAK])} x"),
+    "memory": lambda: by_provider("memory", memory),
     **{kind: partial(compared, kind) for kind in ("layers", "paths", "ranks", "sharpness", "streams", "structures")},
     # where the numbers of the plot of jobs come from
-    "caption": lambda: summary().partition("\n")[0],
+    "caption": lambda: of_jobs()[0],
 }
 
 
@@ -219,16 +224,17 @@ def figure(name: str, panels: int, height: float, title: str):
 
 def plot_jobs() -> None:
     """The fastest packages' times over logchain's, job by job."""
-    lines: list[tuple[float, float, str]] = []  # place, ratio, text
+    bars: list[tuple[float, float, str]] = []  # place, ratio, text
     headings: list[tuple[float, Job]] = []
+    _, values = of_jobs()
     place = 0.0
     for job in JOBS:
         headings.append((place, job))
-        fastest = ratios(by_case(job.case.partition("/")[0])[job.case])[:SHOWN]
-        lines += [(place + 2 + i, ratio, f"{name}, {times(ratio)}") for i, (ratio, name) in enumerate(fastest)]
+        fastest = ratios(values[job.case])[:SHOWN]
+        bars += [(place + 2 + i, ratio, f"{name}, {times(ratio)}") for i, (ratio, name) in enumerate(fastest)]
         place += len(fastest) + 2.8
     with figure("jobs", 1, 0.2 * place + 0.5, "Time of other packages over logchain's, float32") as [panel]:
-        for y, ratio, text in lines:
+        for y, ratio, text in bars:
             panel.barh(y, min(ratio, LONGEST) - 1, left=1, color=FASTER if ratio > 1 else SLOWER)
             panel.vlines(1, y - 0.5, y + 0.5, color="#000000")
             inside = {"ha": "right", "color": "white"} if ratio > LONGEST else {}
@@ -248,14 +254,15 @@ def plot_jobs() -> None:
 
 def plot_scaling() -> None:
     """Times against v and c."""
-    found, names = by_case("scaling"), {"v": "variables v", "c": "states c"}
+    _, values = of_kind("scaling")
+    names = {"v": "variables v", "c": "states c"}
     title = "Forward and backward, one matrix for all steps,\nfloat32, one thread"
     with figure("scaling", len(names), 2.6 * len(names) + 0.6, title) as panels:
-        for panel, (axis, sweep) in zip(panels, cases.SCALING.items(), strict=True):
-            for name in cases.SCALED:
-                times = [milliseconds(found.get(f"scaling/{one}/{GRADIENTS}", []), name) for one in sweep]
-                points = [(getattr(one, axis), time) for one, time in zip(sweep, times, strict=True) if time]
-                panel.loglog([x for x, _ in points], [y for _, y in points], **STYLES[name], label=name)
+        for panel, (axis, sweep) in zip(panels, SCALING.items(), strict=True):
+            for name in SCALED:
+                sizes = {getattr(size, axis): values.get(f"scaling/{size}/{GRADIENTS}", {}) for size in sweep}
+                points = {x: numbers[name, TIME] for x, numbers in sizes.items() if (name, TIME) in numbers}
+                panel.loglog(list(points), list(points.values()), **STYLES[name], label=name)
             fixed = ", ".join(f"{name}={getattr(sweep[0], name)}" for name in "nvc" if name != axis)
             panel.set(xlabel=f"{names[axis]}, where {fixed}", ylabel="time, ms")
             panel.grid(alpha=0.3)

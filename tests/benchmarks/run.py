@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from tests.benchmarks import cases, comparisons
-from tests.benchmarks.cases import GRADIENTS, MODES, Case, Truth, Workload, draw
+from tests.benchmarks.cases import GRADIENTS, MODES, STEP, Case, Truth, Workload, draw
 from tests.benchmarks.comparisons import Call, Comparison
 from tests.benchmarks.peers import PEERS, Peer
 
@@ -140,8 +140,8 @@ def in_turns(calls: Sequence[Call]) -> list[list[float]]:
     repeats = [max(1, int(0.004 / max(spent, 1e-6))) for spent in once]
     a_round = sum(spent * repeat for spent, repeat in zip(once, repeats, strict=True))
     rounds = max(ROUNDS[0], min(ROUNDS[1], int(PATIENCE / a_round)))
-    found = [[seconds(*pair) for pair in zip(calls, repeats, strict=True)] for _ in range(rounds)]
-    return [list(times) for times in zip(*found, strict=True)]
+    times = [[seconds(*pair) for pair in zip(calls, repeats, strict=True)] for _ in range(rounds)]
+    return [list(column) for column in zip(*times, strict=True)]
 
 
 def compare(comparison: Comparison) -> Iterator[Row]:
@@ -192,9 +192,9 @@ def part_of(peer: Peer, case: Case, mode: str) -> Case:
 def excess(answer: tuple[Any, Any], exact: Truth) -> float:
     """The largest error of values and gradients over its tolerance."""
     ratios = [0.0]
-    for found, true, tolerance in zip(answer, exact, TOLERANCES, strict=True):
-        if found is not None:
-            numbers = np.stack([np.asarray(one, np.float64) for one in found])
+    for values, true, tolerance in zip(answer, exact, TOLERANCES, strict=True):
+        if values is not None:
+            numbers = np.stack([np.asarray(row, np.float64) for row in values])
             ratios.append(np.abs(numbers - true).max() / (tolerance * max(1.0, np.abs(true).max())))
     return float(np.max(ratios))
 
@@ -216,11 +216,11 @@ def errors(family: str, name: str) -> Iterator[Row]:
     """The largest errors of a peer, infinite where one number is and the other is not."""
     chain, case = cases.accuracy()[family], f"accuracy/{family}"
 
-    def worst(found: Any, exact: np.ndarray) -> tuple[float, float]:
-        found = np.broadcast_to(np.stack([np.asarray(one, np.float64) for one in found]), exact.shape).ravel()
+    def worst(values: Any, exact: np.ndarray) -> tuple[float, float]:
+        numbers = np.broadcast_to(np.stack([np.asarray(row, np.float64) for row in values]), exact.shape).ravel()
         with np.errstate(invalid="ignore"):  # of equal infinities
-            off = np.where(found == exact.ravel(), 0.0, np.abs(found - exact.ravel()))
-        return float(off.max()), float(found[off.argmax()])
+            error = np.where(numbers == exact.ravel(), 0.0, np.abs(numbers - exact.ravel()))
+        return float(error.max()), float(numbers[error.argmax()])
 
     values, posteriors = PEERS[name].make(chain, GRADIENTS)()
     log_norm, states = cases.reference_truth(chain)
@@ -273,12 +273,12 @@ def two_ranks(v: int, c: int, rounds: int = 15) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, Team(2, Path(folder), timeout=60) as team:
         for mode in MODES:
             seconds = np.array(team.values(comparisons.ranks, v, c, mode, rounds)).max(0)  # (round, 4)
-            one, one_cpu, two, two_cpu = seconds.T
+            single, single_cpu, ranks, ranks_cpu = seconds.T
             case = f"ranks/v={v} c={c}, two ranks/{mode}"
-            yield Row.of(case, "logchain", TIME, 1e3 * two)
-            yield Row.of(case, "one process", TIME, 1e3 * one)
-            yield Row.of(case, "one process", RATIO, one / two)
-            yield Row.of(case, "one process, CPU time", RATIO, one_cpu / two_cpu)
+            yield Row.of(case, "logchain", TIME, 1e3 * ranks)
+            yield Row.of(case, "one process", TIME, 1e3 * single)
+            yield Row.of(case, "one process", RATIO, single / ranks)
+            yield Row.of(case, "one process, CPU time", RATIO, single_cpu / ranks_cpu)
 
 
 # tasks
@@ -296,37 +296,30 @@ class Task(NamedTuple):
 
 def tasks() -> list[Task]:
     """All cases."""
-    found = []
-    scaled = [workload for sweep in cases.SCALING.values() for workload in sweep]
-    for name, one in PEERS.items():
-        task = functools.partial(Task, packages=one.package)
-        kinds = {"peers": cases.WORKLOADS, "scaling": scaled if name in cases.SCALED else []}
+    scaling = [workload for sweep in cases.SCALING.values() for workload in sweep]
+    result = []
+    for name, entry in PEERS.items():
+        task = functools.partial(Task, packages=entry.package)
+        kinds = {"peers": cases.WORKLOADS, "scaling": scaling if name in cases.SCALED else []}
         for kind, workloads in kinds.items():
-            some = [workload for workload in workloads if workload.matrices in one.matrices]
-            found += [task(f"{kind}/{workload}/{name}", peer, (kind, workload, name)) for workload in some]
-        if not one.floor:
-            found += [task(f"accuracy/{family}/{name}", errors, (family, name)) for family in cases.accuracy()]
-            some = [
-                (workload, mode) for workload in cases.MEMORY for mode in MODES if workload.matrices in one.matrices
-            ]
-            found += [task(f"memory/{workload}/{mode}/{name}", peak, (workload, name, mode)) for workload, mode in some]
-    found += [
+            possible = [workload for workload in workloads if workload.matrices in entry.matrices]
+            result += [task(f"{kind}/{workload}/{name}", peer, (kind, workload, name)) for workload in possible]
+        if not entry.floor:
+            result += [task(f"accuracy/{family}/{name}", errors, (family, name)) for family in cases.accuracy()]
+            for workload in cases.MEMORY if STEP in entry.matrices else []:
+                result += [task(f"memory/{workload}/{mode}/{name}", peak, (workload, name, mode)) for mode in MODES]
+    viterbi = functools.partial(Task, function=comparisons.viterbi, packages="hmmlearn, torch-struct")
+    result += [
         Task("layers/CRF", comparisons.crf, threads=2, packages="pytorch-crf"),
         Task("layers/HMM", comparisons.hmm, threads=2, packages="hmmlearn, pomegranate"),
         *(Task(f"layers/circuits/threads={count}", comparisons.circuits, threads=count) for count in (1, 2)),
-        *(
-            Task(f"paths/n={n} v={v} c={c}/viterbi", comparisons.viterbi, (n, v, c), packages="hmmlearn, torch-struct")
-            for n, v, c in ((32, 512, 16), (32, 512, 64), (1, 10_000, 16))
-        ),
-        *(
-            Task(f"sharpness/{workload}", comparisons.sharpness, (workload, dtype))
-            for workload, dtype in comparisons.SHARP.items()
-        ),
+        *(viterbi(f"paths/n={n} v={v} c={c}/viterbi", arguments=(n, v, c)) for n, v, c in comparisons.DECODED),
+        *(Task(f"sharpness/{sharp[0]}", comparisons.sharpness, sharp) for sharp in comparisons.SHARP),
         *(Task(f"structures/{make.__name__}", make) for make in comparisons.STRUCTURES),
         Task("streams", comparisons.streams),
-        *(Task(f"ranks/v={v} c={c}", two_ranks, (v, c), threads=2) for v, c in cases.RANKS),
+        *(Task(f"ranks/v={v} c={c}", two_ranks, (v, c), threads=2) for v, c in comparisons.RANKS),
     ]
-    return found
+    return result
 
 
 def work(task: Task, sender: Any) -> None:
@@ -370,7 +363,9 @@ def measure(task: Task, silence: float = SILENCE) -> list[Row]:
 
 def main(patterns: Sequence[str] = (), path: Path = RESULTS) -> None:
     """Measures the tasks whose names contain a pattern, in which * is anything, or all."""
-    chosen = [task for task in tasks() if any(fnmatch.fnmatch(task.name, f"*{one}*") for one in patterns or [""])]
+    chosen = [
+        task for task in tasks() if any(fnmatch.fnmatch(task.name, f"*{pattern}*") for pattern in patterns or [""])
+    ]
     if not chosen:
         raise SystemExit(f"no case has {' or '.join(patterns)} in its name")
     for task in chosen:
