@@ -8,6 +8,7 @@ import torch
 
 from tests.benchmarks import comparisons, report, run
 from tests.benchmarks.cases import FULL, GRADIENTS, MODES, STEP, Workload, draw, truth
+from tests.benchmarks.comparisons import Comparison
 from tests.benchmarks.run import RATIO, TIME, Row, Task
 
 
@@ -43,10 +44,15 @@ def test_peer_with_wrong_values_is_not_timed(monkeypatch):
 
 
 def test_comparison_has_a_time_and_a_ratio_by_provider():
-    tiny = next(comparisons.ctc(steps=8, labels=2, n=2, classes=4))
-    assert [row[1:3] for row in run.compare(tiny)] == [
-        ("logchain", TIME), ("torch's ctc_loss", TIME), ("torch's ctc_loss", RATIO)
-    ]  # fmt: skip
+    """A ratio is large where logchain is faster; a provider that does half of the work counts twice."""
+    calls = {"logchain": lambda: None, "busy": lambda: sum(range(100_000))}
+    rows = {row[1:3]: row.value for row in run.compare(Comparison("kind/size/mode", calls, {"busy": 0.5}))}
+    assert list(rows) == [("logchain", TIME), *(("busy", metric) for metric in (TIME, RATIO, run.SHARE))]
+    assert rows["busy", RATIO] > 2 and rows["busy", TIME] > 2 * rows["logchain", TIME]
+
+
+def test_comparison_of_different_values_is_refused():
+    assert next(comparisons.ctc(steps=8, labels=2, n=2, classes=4)).calls
     with pytest.raises(AssertionError):
         comparisons.agree(torch.ones(2), np.array([1.0, 1.01]))
 
