@@ -1,11 +1,11 @@
-"""A memory budget is kept to the byte, or refused: by messages, by their checkpoints, by operands in a file."""
+"""A memory budget is kept to the byte, or refused, by values, gradients and operands in a file."""
 
+import io
 import os
 import re
 import resource
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,8 @@ import pytest
 import torch
 
 import logchain
-from logchain.autograd.chain import log_norm_in_pieces
 from logchain.memory import peak_bytes
-from logchain.operands import Operands
-from logchain.schedules import budget as budgets
+from tests.contract import assert_contract
 from tests.families import FAMILIES
 
 
@@ -40,11 +38,6 @@ def smallest(leaves):
     return int(re.search("[0-9]+", str(error.value))[0])
 
 
-def run_with(leaves, every, lengths=None, log_params=False):
-    out = log_norm_in_pieces(Operands(*leaves, lengths, log_params), every)
-    return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
-
-
 def peak_of(leaves, budget):
     def run():
         out = logchain.product(*leaves, memory_budget=budget)
@@ -53,43 +46,33 @@ def peak_of(leaves, budget):
     return peak_bytes(run)
 
 
-@pytest.mark.parametrize("case", [{}, {"dtype": torch.float64}, {"c": 1, "n": 50}, {"c": 3}])
+@pytest.mark.parametrize("case", [{}, {"dtype": torch.float64}, {"c": 1, "n": 50}, {"c": 3}, {"own": True}], ids=str)
 def test_the_smallest_budget_is_kept_and_one_byte_less_refused(case):
     leaves = leaves_of(800, **({"c": 8, "n": 20} | case))
     budget = smallest(leaves)
     with pytest.raises(ValueError, match=f"at least {budget} bytes"):
         logchain.product(*leaves, memory_budget=budget - 1)
-    assert budget < budgets.Sizes.of(*leaves).all_messages
-    assert peak_of(leaves, budget) <= budget
-    assert peak_of(leaves, budget + 1000) <= budget + 1000
+    assert budget < leaves[0].nbytes
+    for enough in (budget, budget + 1000, 2 * budget):
+        assert peak_of(leaves, enough) <= enough
+    operands = [leaf.detach() for leaf in leaves]
+    least = smallest(operands)
+    assert least <= budget
+    for enough in (least, least + 1000):
+        assert peak_bytes(lambda enough=enough: [logchain.product(*operands, memory_budget=enough)]) <= enough
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["one matrix", "each step"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_the_bytes_of_segments_are_those_that_are_measured(dtype, own):
-    leaves = leaves_of(600, n=20, c=8, own=own, dtype=torch.float32)
-    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
-    for every in (16, 60, 300):
-        peak = peak_bytes(partial(run_with, leaves, every))
-        assert peak <= budgets.Sizes.of(*leaves).checkpointed(every) <= 1.5 * peak
-
-
-def test_gradients_of_matrices_are_written_where_they_are_returned():
-    leaves = leaves_of(120, n=2, c=30, own=True)
-    for every in (9, 40):
-        peak = peak_bytes(partial(run_with, leaves, every))
-        assert peak <= min(budgets.Sizes.of(*leaves).checkpointed(every), leaves[1].nbytes / 10)
-
-
-@pytest.mark.parametrize("lengths", [None, torch.tensor([40, 7, 23])])
 @pytest.mark.parametrize("name", ["peaked", "banded", "abyss"])
-def test_chains_that_are_redone_in_log_space_keep_the_budget(name, lengths):
-    chain = FAMILIES[name](dtype=torch.float32, n=3, t=1, v=40, c=8)
-    operands = chain.x[:, 0], chain.bulk[0, 0, :1], chain.p0[0, 0]
-    for every in (4, 39):
-        leaves = [operand.detach().requires_grad_() for operand in operands]
-        budget = budgets.Sizes.of(*leaves).checkpointed(every)
-        assert peak_bytes(partial(run_with, leaves, every, lengths, chain.log_params)) <= budget
+def test_chains_that_are_recomputed_keep_the_budget(name):
+    chain = FAMILIES[name](dtype=torch.float32, n=30, t=1, v=200, c=8)
+    leaves = [operand.detach().requires_grad_() for operand in (chain.x, chain.bulk[..., :1, :, :], chain.p0)]
+    least = smallest(leaves)
+
+    def run():
+        out = logchain.product(*leaves, log_params=chain.log_params, memory_budget=least)
+        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+
+    assert peak_bytes(run) <= least
 
 
 def test_the_smallest_budget_grows_with_the_root_of_the_chain():
@@ -99,53 +82,6 @@ def test_the_smallest_budget_grows_with_the_root_of_the_chain():
         budgets.append(smallest([x, torch.ones(1, 16, 16), torch.ones(16)]))
     assert budgets[1] < 12 * budgets[0]
     assert budgets[0] < 10**6 * 16 * 4 / 30
-
-
-@pytest.mark.parametrize("v", [1000, 20_000, 10**7])
-def test_the_segments_are_the_longest_that_the_budget_holds_up_to_a_thousand_steps(v):
-    x = torch.zeros(1, 1, 1).expand(7, v, 16).requires_grad_()
-    operands = x, torch.ones(1, 16, 16), torch.ones(16)
-    size, least = budgets.Sizes.of(*operands), smallest(operands)
-    for budget in range(least, size.all_messages, (size.all_messages - least) // 5 + 1):
-        every = budgets.every_within(budget, *operands)
-        assert size.checkpointed(every) <= budget
-        assert every >= 1024 or size.checkpointed(2 * every) > budget
-
-
-def test_a_budget_that_holds_all_messages_changes_nothing(monkeypatch):
-    leaves = leaves_of(50, n=3)
-    monkeypatch.setattr(sys.modules["logchain.product"], "log_norm_in_pieces", None)
-    enough = 3 * 50 * 17 * 4
-    out = logchain.product(*leaves, memory_budget=enough)
-    assert torch.equal(out, logchain.product(*leaves))
-    with pytest.raises(TypeError, match="NoneType"):
-        logchain.product(*leaves_of(5000, n=3), memory_budget=3 * 5000 * 17 * 4 - 1)
-
-
-@pytest.mark.parametrize("case", [{}, {"dtype": torch.float64}, {"c": 1, "n": 50}, {"c": 3}])
-def test_without_gradients_a_smaller_budget_will_do(case):
-    leaves = leaves_of(800, **({"c": 8, "n": 20} | case))
-    operands = [operand.detach() for operand in leaves]
-    budget = smallest(operands)
-    assert budget <= smallest(leaves)
-    for enough in (budget, budget + 1000):
-        assert peak_bytes(lambda enough=enough: [logchain.product(*operands, memory_budget=enough)]) <= enough
-
-
-def test_without_gradients_one_checkpoint_is_held():
-    operands = [operand.detach() for operand in leaves_of(400, n=20, c=8)]
-    peaks = [
-        peak_bytes(lambda k=k: [log_norm_in_pieces(Operands(*operands, None, False), 1, k)]) for k in (True, False)
-    ]
-    assert peaks[0] - peaks[1] >= 397 * 20 * 8 * 8
-
-
-def test_without_gradients_scales_alone_may_fit_where_messages_do_not():
-    operands = [operand.detach() for operand in leaves_of(2000, n=400, c=32)]
-    budget = budgets.Sizes.of(*operands, False).whole
-    assert budget < budgets.Sizes.of(*operands, False).all_messages
-    assert budgets.every_within(budget, *operands, False) is None
-    assert peak_bytes(lambda: [logchain.product(*operands)]) <= budget
 
 
 @pytest.mark.parametrize("budget", [True, 1.5, "64 MB", torch.tensor(3)])
@@ -165,28 +101,105 @@ def test_an_empty_batch_needs_nothing():
     assert logchain.product(x, torch.ones(1, 2, 2), torch.ones(2), memory_budget=0).shape == (0,)
 
 
-@pytest.mark.parametrize("every", [4, None])
-@pytest.mark.parametrize("case", [{"n": 60}, {"own": True}, {"n": 40, "c": 1}, {"c": 32}], ids=str)
-def test_on_a_device_the_budget_is_kept(case, every, kernels):
-    leaves = [operand.detach().to(kernels).requires_grad_() for operand in leaves_of(**({"v": 13, "c": 8} | case))]
-    sizes = budgets.Sizes.of(*leaves)
-    budget = sizes.whole if every is None else sizes.checkpointed(every)
-    if kernels == "cpu":
-        run = partial(peak_of, leaves, budget) if every is None else partial(peak_bytes, partial(run_with, leaves, 4))
-        assert run() <= budget
-        return
-    if every is None:
-        report = logchain.memory.report(partial(logchain.product, memory_budget=budget), *leaves)
-    else:
-        report = logchain.memory.report(lambda *leaves: log_norm_in_pieces(Operands(*leaves, None, False), 4), *leaves)
-    # a device's allocator rounds each up
-    assert report.forward.peak - report.before.allocated <= budget + 2**16
-    gradients = sum(operand.nbytes for operand in leaves)
-    assert report.backward.peak - report.before.allocated <= budget + gradients + 2**16
+def test_a_budget_that_holds_all_messages_changes_nothing():
+    leaves = leaves_of(50, n=3)
+    assert torch.equal(logchain.product(*leaves, memory_budget=3 * 50 * 17 * 4), logchain.product(*leaves))
+    assert logchain.plan(*leaves, memory_budget=3 * 50 * 17 * 4).checkpoint_every is None
+
+
+def budgeted(chain, **options):
+    """The value of `product` with the smallest budget."""
+    return logchain.product(*chain[:3], log_params=chain.log_params, memory_budget=smallest(chain[:3]), **options)
+
+
+def test_weights_of_sequences_scale_their_gradients():
+    chain = FAMILIES["dense"](v=60)
+    x = chain.x.requires_grad_()
+    weight = torch.tensor([[0.0, 1.0], [-2.0, 0.0], [1e-100, 1e100]], dtype=torch.float64)
+    (budgeted(chain) * weight).sum().backward()
+    torch.testing.assert_close(x.grad.sum(-1), weight[..., None].expand(3, 2, 60), rtol=1e-12, atol=0)
+
+
+def test_a_recomputed_sequence_counts_once():
+    chain = FAMILIES["abyss"](dtype=torch.float32, v=60)  # checkpoints are computed in float64
+    for operand in chain[:3]:
+        operand.requires_grad_()
+    with logchain.rescues() as seen:
+        budgeted(chain).sum().backward()
+    assert seen.sequences == 6
+
+
+def test_segments_of_any_length_keep_the_contract():
+    chain = FAMILIES["sharp"](torch.float32, each=True, v=60, c=3)
+    leaves = [operand.detach().requires_grad_() for operand in chain[:3]]
+    least = smallest(leaves)
+    for enough in (least, least + 500, 2 * least):
+        for lengths in (None, torch.tensor([[1, 5], [60, 2], [11, 59]])):
+            assert_contract(chain, lengths, memory_budget=enough)
+
+
+def test_a_second_derivative_is_refused():
+    chain = FAMILIES["dense"](v=60)
+    (first,) = torch.autograd.grad(
+        budgeted(chain._replace(x=chain.x.requires_grad_())).sum(), chain.x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="^memory_budget: expected one derivative"):
+        first.sum().backward()
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """Every bar that was shown: its title, how many items it had, and how many were passed."""
+    module = pytest.importorskip("tqdm.auto")
+    seen = []
+
+    class Bar(module.tqdm):
+        def __init__(self, *args, **options):
+            self.text = io.StringIO()
+            super().__init__(*args, file=self.text, **options)
+            seen.append(self)
+
+    monkeypatch.setattr(module, "tqdm", Bar)
+    return seen
+
+
+def test_a_bar_passes_over_the_segments_forward_and_then_backward(bars):
+    chain = FAMILIES["dense"](v=60)
+    chain.x.requires_grad_()
+    expected = budgeted(chain)
+    assert not bars
+    out = budgeted(chain, progress=True)
+    count = bars[0].total
+    assert [(bar.desc, bar.total, bar.n) for bar in bars] == [("forward", count, count)] and count > 2
+    out.sum().backward()
+    assert [(bar.desc, bar.total, bar.n) for bar in bars] == [("forward", count, count), ("backward", count, count)]
+    assert f"{count}/{count}" in bars[1].text.getvalue() and "segments" in bars[1].text.getvalue()
+    assert torch.equal(out, expected)
+
+
+def test_no_bar_where_all_messages_fit(bars):
+    logchain.product(*FAMILIES["dense"]()[:3], memory_budget=10**6, progress=True)
+    assert not bars
+
+
+def test_a_bar_goes_with_a_budget_and_with_tqdm(monkeypatch):
+    leaves = FAMILIES["dense"]()[:3]
+    with pytest.raises(ValueError, match="^progress: expected a memory_budget with it"):
+        logchain.product(*leaves, progress=True)
+    with pytest.raises(TypeError, match="^progress: expected True or False, got 1"):
+        logchain.product(*leaves, memory_budget=10**6, progress=1)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="^progress: expected tqdm to be installed, see `pip install tqdm`"):
+        logchain.product(*leaves, memory_budget=10**6, progress=True)
+    logchain.product(*leaves, memory_budget=10**6)
 
 
 MB = 1_000_000
+
+
 ROOT = Path(__file__).parents[1]
+
+
 # where the library lies that is tested here
 LIBRARY = str(Path(logchain.__file__).parents[1])
 
