@@ -1,15 +1,14 @@
-"""Peak memory against the memory contract, and allocations that do not grow with the length of the chain."""
+"""Peak memory against the memory contract."""
+
+from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import logchain
 from logchain import demo
-from logchain.autograd.operator import IMPLEMENTATIONS
 from logchain.memory import peak_bytes
-from tests.families import FAMILIES, Chain
+from tests.families import FAMILIES
 
 SLACK = 10_000_000
 
@@ -55,54 +54,16 @@ def test_a_broadcast_operand_is_never_expanded():
         assert peak_bytes(lambda chain=chain: demo.forward_backward(chain)) < expanded / 20
 
 
-class Allocations(TorchDispatchMode):
-    """Counts results that are no view of an argument, inside the library's own operators too."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        if function.namespace == "logchain":
-            with self:
-                return IMPLEMENTATIONS[function._opname](*args, **(kwargs or {}))
-        out = function(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self.count += sum(t.untyped_storage()._cdata not in known for t in tensors)
-        return out
+@pytest.mark.parametrize(("strategy", "messages"), [("chunked:16", 2), ("overlapped:16:20", 2), ("meeting", 1.1)])
+def test_schedules_of_one_long_sequence_take_two_messages(strategy, messages):
+    x, bulk, p0 = torch.randn(80001, 16), torch.rand(1, 16, 16), torch.ones(16)
+    product = partial(logchain.product, strategy=strategy)
+    assert peak_bytes(lambda: demo.forward_backward((x, bulk, p0), product)) <= messages * x.nbytes
 
 
-def allocations(chain: Chain, **options) -> int:
-    leaves = [tensor.detach().requires_grad_() for tensor in chain[:3]]
-    with Allocations() as seen, logchain.rescues() as rescued:
-        logchain.product(*leaves, log_params=chain.log_params, **options).sum().backward()
-    assert rescued.sequences == 0
-    return seen.count
-
-
-def variants(v, dtype):
-    chain = FAMILIES["dense"](dtype=dtype, n=5, t=2, v=v, c=4)
-    own = torch.rand(5, 2, v - 1, 4, 4, dtype=dtype)
-    one_hot = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype)
-    holes = (torch.arange(16).view(4, 4) % 3 > 0).to(dtype)
-    return {
-        "shared": chain,
-        "own": chain._replace(bulk=own),
-        "own along one axis": chain._replace(bulk=own[:1]),
-        "one matrix": chain._replace(bulk=own[:1, :1, :1]),
-        "logarithms": Chain(chain.x, chain.bulk.log(), chain.p0.log(), True),
-        "scaled": chain._replace(bulk=chain.bulk * 2.0**-40),
-        "half": chain._replace(x=chain.x.bfloat16(), bulk=chain.bulk.bfloat16()),
-        "zeros": chain._replace(bulk=chain.bulk * holes),
-        "one start": chain._replace(p0=one_hot),
-    }
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", variants(3, torch.float32))
-def test_allocations_do_not_grow_with_v(name, dtype):
-    short, long = (variants(v, dtype)[name] for v in (20, 80))
-    assert allocations(short) == allocations(long)
-    lengths = torch.tensor([1, 5, 20, 10, 4])
-    assert allocations(short, lengths=lengths) == allocations(long, lengths=lengths * 4)
+@pytest.mark.parametrize("sizes", [(1, 4096, 8), (64, 64, 16)], ids=str)
+def test_a_tree_takes_two_messages(sizes):
+    n, v, c = sizes
+    chain = torch.randn(n, v, c), torch.rand(1, 1, c, c), torch.ones(c)
+    product = partial(logchain.product, strategy="tree")
+    assert peak_bytes(lambda: demo.forward_backward(chain, product)) <= 2 * message_bytes(chain[0]) + SLACK
