@@ -1,15 +1,38 @@
-"""Hidden Markov models that the tests of `logchain.nn.HMM` share, and what is observed of them."""
+"""A table of hidden Markov models, data for them, and their potentials by scipy; the oracle sums over all paths."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
+import scipy.special
+import scipy.stats
 import torch
 
+from logchain import transitions as structures
 from logchain.nn import HMM
 from tests import oracle
+from tests.nn.emissions import array
 from tests.seeded import seeded
 
 F64 = torch.float64
 V, C = 4, 3
 LENGTHS = [4, 1, 3, 2, 4]
+
+
+def close(found, truth, atol=1e-10):
+    np.testing.assert_allclose(array(found), truth, rtol=0, atol=atol)
+
+
+def all_paths(x, bulk, p0, lengths=None):
+    return oracle.all_paths(x, bulk, p0, lengths=None if lengths is None else np.array(lengths))
+
+
+def probabilities(weights):
+    return np.exp(array(weights()))
+
+
+def parameters(hmm):
+    return probabilities(hmm.initial), probabilities(hmm.transition)
 
 
 def random_hmm(emission="categorical", seed=0, **options):
@@ -22,43 +45,110 @@ def categories(*shape, seed=1):
     return torch.randint(4, shape, generator=seeded(seed))
 
 
-class Driven(torch.nn.Module):
-    """Logits of transitions, linear in covariates [..., k]."""
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=seeded(seed), dtype=F64)
 
-    def __init__(self, k):
+
+class Driven(torch.nn.Module):
+    """Logits of transitions, linear in covariates [..., 2]."""
+
+    def __init__(self):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(k, C * C, generator=seeded(5)))
+        self.weight = torch.nn.Parameter(torch.randn(2, C * C, generator=seeded(5)))
 
     def forward(self, covariates):
         return (covariates @ self.weight).unflatten(-1, (C, C))
 
 
-class Network(torch.nn.Module):
-    """Log-potentials of data [..., d]."""
+class Ring(torch.nn.Module):
+    """A ring of states, which are left with probabilities that depend on covariates [*B, v-1, 2]; a structure."""
 
-    def __init__(self, d):
+    def __init__(self):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(d, C, generator=seeded(6)))
+        self.slope = torch.nn.Parameter(torch.randn(2, C, generator=seeded()))
+
+    def stay(self, covariates):
+        return torch.sigmoid(covariates @ self.slope)  # (*B, v-1, c)
+
+    def forward(self, covariates):
+        stay = self.stay(covariates)
+        leave = (1 - stay).roll(1, -1)
+        return structures.Banded(torch.stack([stay, leave, leave], -2).log(), [0, 1, 1 - C])
+
+    def dense(self, covariates):
+        stay = array(self.stay(covariates))[..., None]
+        return stay * np.eye(C) + (1 - stay) * np.roll(np.eye(C), 1, 1)
+
+
+class Network(torch.nn.Module):
+    """Log-potentials of data [..., 2]."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2, C, generator=seeded(6)))
 
     def forward(self, data):
         return torch.cos(data @ self.weight)
 
 
-def array(tensor):
-    return tensor.detach().double().numpy()
+def of_categories(hmm, data):
+    return np.log(array(hmm.emission.weights().exp()))[data.numpy()]
 
 
-def probabilities(weights):
-    return np.exp(array(weights()))
+def of_vectors(hmm, data):
+    means, covariances = array(hmm.emission.means), array(hmm.emission.covariance())
+    normals = [scipy.stats.multivariate_normal(means[state], covariances[state]) for state in range(C)]
+    return np.stack([state.logpdf(data.numpy()) for state in normals], -1)
 
 
-def parameters(hmm):
-    return probabilities(hmm.initial), probabilities(hmm.transition)
+def of_counts(hmm, data):
+    return scipy.stats.poisson.logpmf(data.numpy()[..., None], np.exp(array(hmm.emission.log_rates))).sum(-2)
 
 
-def all_paths(x, bulk, p0, lengths=None):
-    return oracle.all_paths(x, bulk, p0, lengths=None if lengths is None else np.array(lengths))
+class Model(NamedTuple):
+    """An HMM, data for it, and how x (n, v, c) and bulk [(n,) v-1 or 1, c, c] are known without the library."""
+
+    make: Callable = random_hmm
+    data: Callable = lambda: categories(5, V)
+    x: Callable = of_categories
+    bulk: Callable = lambda hmm, covariates: probabilities(hmm.transition)
+    covariates: torch.Tensor | None = None
+
+    def truth(self, hmm, data, lengths=None, observed=None):
+        """The sums over all paths, without the potentials of what is not observed."""
+        x, bulk = self.x(hmm, data), self.bulk(hmm, self.covariates)
+        x = x if observed is None else np.where(observed.numpy()[..., None], x, 0)
+        p0 = np.linalg.matrix_power(bulk[0], 1000)[0] if hmm.initial is None else probabilities(hmm.initial)
+        return all_paths(x, bulk, p0, lengths)
 
 
-def close(found, truth, atol=1e-10):
-    np.testing.assert_allclose(array(found), truth, rtol=0, atol=atol)
+def softmax_of(hmm, covariates):
+    return scipy.special.softmax(array(hmm.transition(covariates)), -1)
+
+
+MODELS = {
+    "categories": Model(),
+    "counts of two features": Model(
+        lambda: random_hmm("poisson", num_features=2), lambda: categories(5, V, 2), of_counts
+    ),
+    "vectors": Model(lambda: random_hmm("gaussian", num_features=2), lambda: normal(5, V, 2), of_vectors),
+    "full covariances": Model(
+        lambda: random_hmm("gaussian", num_features=2, covariance="full"), lambda: normal(5, V, 2), of_vectors
+    ),
+    "network": Model(
+        lambda: random_hmm(Network()), lambda: normal(5, V, 2), lambda hmm, data: array(hmm.emission(data))
+    ),
+    "matrix per step": Model(lambda: random_hmm(num_steps=V)),
+    "covariates per step": Model(
+        lambda: random_hmm(transition=Driven()), bulk=softmax_of, covariates=normal(5, V - 1, 2, seed=2)
+    ),
+    "covariates per sequence": Model(
+        lambda: random_hmm(transition=Driven()), bulk=softmax_of, covariates=normal(5, 1, 2, seed=2)
+    ),
+    "structure of covariates": Model(
+        lambda: random_hmm(transition=Ring()),
+        bulk=lambda hmm, covariates: hmm.transition.dense(covariates),
+        covariates=normal(5, V - 1, 2, seed=2),
+    ),
+    "stationary start": Model(lambda: random_hmm(initial="stationary")),
+}

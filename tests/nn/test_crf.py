@@ -1,4 +1,4 @@
-"""The answers of the conditional random field are sums over all tags, wherever a mask is off."""
+"""Answers of the conditional random field equal sums over all tags, wherever a mask is off."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def enumerated(request):
     return crf, emissions, tags, [all_weights(crf, *pair) for pair in zip(emissions, HOLES, strict=True)]
 
 
-def test_likelihood_and_partition_wherever_the_mask_is_off(enumerated):
+def test_likelihood_and_partition_equal_the_enumeration(enumerated):
     crf, emissions, tags, weights = enumerated
     inputs = turned(crf, emissions, tags, HOLES)
     norms = [log_sum(of_one.values()) for of_one in weights]
@@ -48,7 +48,7 @@ def test_likelihood_and_partition_wherever_the_mask_is_off(enumerated):
     torch.testing.assert_close(crf(*inputs, reduction="mean"), total / 6, rtol=0, atol=1e-13)
 
 
-def test_marginals_wherever_the_mask_is_off(enumerated):
+def test_marginals_equal_the_enumeration(enumerated):
     crf, emissions, _, weights = enumerated
     found = crf.marginals(*turned(crf, emissions, HOLES))
     assert found.shape == turned(crf, emissions)[0].shape
@@ -62,7 +62,7 @@ def test_marginals_wherever_the_mask_is_off(enumerated):
     assert (found[~turned(crf, HOLES)[0]] == 0).all()
 
 
-def test_best_tags_wherever_the_mask_is_off(enumerated):
+def test_best_tags_equal_the_enumeration(enumerated):
     crf, emissions, _, weights = enumerated
     emissions, mask = turned(crf, emissions, HOLES)
     ordered = [sorted(of_one.items(), key=lambda pair: -pair[1]) for of_one in weights]
@@ -82,7 +82,7 @@ def test_best_tags_wherever_the_mask_is_off(enumerated):
         assert all(set(path) <= {-1} and len(path) == len(found[0]) for path in found[there:])
 
 
-def test_draws_wherever_the_mask_is_off(enumerated):
+def test_draws_have_the_marginals(enumerated):
     crf, emissions, _, _ = enumerated
     emissions, mask = turned(crf, emissions, HOLES)
     draws = 4000
@@ -93,7 +93,7 @@ def test_draws_wherever_the_mask_is_off(enumerated):
     assert (frequencies - crf.marginals(emissions, mask)).abs().max() < 5 * 0.5 / draws**0.5
 
 
-def test_what_is_masked_has_no_influence():
+def test_masked_values_have_no_influence():
     crf = layer()
     emissions, tags, ends = batch(6, 4, dtype=F64)
     for mask in (ends, HOLES):
@@ -110,7 +110,7 @@ def test_what_is_masked_has_no_influence():
         assert torch.equal(crf.log_partition(outside, mask), crf.log_partition(inside, mask))
 
 
-def test_forbidden_tags_and_transitions():
+def test_forbidden_tags_and_transitions_have_gradient_zero():
     crf = layer(3)
     emissions, _, _ = batch(2, 4, 3)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_forbidden_tags_and_transitions():
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW], ids=lambda o: o.__name__)
-def test_a_forbidden_transition_stays_so(optimizer):
+def test_forbidden_transition_stays_forbidden(optimizer):
     crf = layer(3, F32)
     emissions, tags, mask = batch(c=3, dtype=F32)
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_a_forbidden_transition_stays_so(optimizer):
     assert losses[2] < losses[1] < losses[0] < INF
 
 
-def test_where_every_path_is_impossible():
+def test_sequence_whose_paths_are_all_impossible():
     crf = layer(3)
     emissions, tags, _ = batch(2, 3, 3)
     emissions[0, 1] = -INF
@@ -194,7 +194,7 @@ def test_only_empty_sequences():
     assert crf.decode(emissions, torch.zeros_like(mask)) == [[], []]
 
 
-def test_one_tag():
+def test_one_tag_is_certain():
     crf = layer(1)
     emissions, tags, mask = batch(c=1)
     torch.testing.assert_close(crf(emissions, tags, mask, "none"), torch.zeros(5, dtype=F64), rtol=0, atol=1e-12)

@@ -1,21 +1,19 @@
-"""The layer behaves as a module: half precision, compilation, vmap, derivatives, copies."""
+"""The conditional random field as a module: half precision, compilation, export, vmap, derivatives."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 
 from logchain import kernels as devices
 from logchain import operands
-from logchain.nn import LinearChainCRF
 from tests.kernels.gpu.steps import waiting_raises
 from tests.nn.crfs import F32, HOLES, batch, gradients, layer, seeded
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("parameters", ["half", "float32"])
-def test_half_precision_is_float32_inside(half, parameters):
+def test_half_precision_is_computed_in_float32(half, parameters):
     crf = layer(dtype=half)
     emissions, tags, mask = batch(dtype=half)
     wide, exact = copy.deepcopy(crf).float(), emissions.float().requires_grad_()
@@ -36,7 +34,7 @@ def test_autocast_changes_nothing():
     assert torch.equal(found, crf(emissions, tags, mask))
 
 
-def test_on_a_gpu_a_first_step_that_is_off_makes_nan(device, monkeypatch):
+def test_first_step_off_is_nan_on_a_gpu(device, monkeypatch):
     """There the host does not look at the mask; the other sequences are as they are without."""
     emissions, tags, mask = batch(3, 4, dtype=F32)
     mask[0, 0] = False
@@ -53,7 +51,7 @@ def test_on_a_gpu_a_first_step_that_is_off_makes_nan(device, monkeypatch):
         assert (crf.viterbi(emissions, mask).states[0] == -1).all() == strict
 
 
-def test_a_first_step_that_is_off_is_refused_where_masks_are_traced():
+def test_first_step_off_is_refused_where_masks_are_traced():
     torch.compiler.reset()
     crf = layer(strict_mask=True)
     emissions, tags, mask = batch(6, 4)
@@ -70,7 +68,7 @@ def test_a_first_step_that_is_off_is_refused_where_masks_are_traced():
 
 @pytest.mark.parametrize("strict", [False, True], ids=["any mask", "strict"])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_compiled_without_a_break(masked, strict):
+def test_masks_compile_as_one_graph(masked, strict):
     crf = layer(strict_mask=strict)
     emissions, tags, ends = batch(6, 4)
     for mask in (ends, ends if strict else HOLES) if masked else (None,):
@@ -82,14 +80,14 @@ def test_compiled_without_a_break(masked, strict):
         assert all((mine - theirs).abs().max() < 1e-13 for mine, theirs in pairs)
 
 
-def test_under_vmap():
+def test_vmap_equals_a_batch():
     crf = layer()
     emissions, tags, _ = batch(6, 4)
     likelihood = torch.func.vmap(lambda *one: crf(*(tensor[None] for tensor in one)))
     torch.testing.assert_close(likelihood(emissions, tags, HOLES), crf(emissions, tags, HOLES, "none"))
 
 
-def test_derivatives():
+def test_first_and_second_derivatives_equal_finite_differences():
     crf = layer(2)
     emissions, tags, _ = batch(3, 3, 2)
     mask = HOLES[1:4, :3]
@@ -101,22 +99,6 @@ def test_derivatives():
     leaves = [tensor.detach().requires_grad_() for tensor in (emissions, *crf.parameters())]
     assert torch.autograd.gradcheck(likelihood, leaves)
     assert torch.autograd.gradgradcheck(likelihood, leaves)
-
-
-def test_copies_and_pickles():
-    crf = layer(5, batch_first=True)
-    emissions, tags, mask = batch(c=5)
-    expected = crf(emissions, tags, mask)
-    for other in (copy.deepcopy(crf), pickle.loads(pickle.dumps(crf))):
-        assert torch.equal(other(emissions, tags, mask), expected) and other.batch_first
-        assert not {p.data_ptr() for p in other.parameters()} & {p.data_ptr() for p in crf.parameters()}
-    assert crf.to(F32)(emissions.float(), tags, mask).dtype == F32
-
-
-def test_repr():
-    assert repr(LinearChainCRF(5)) == "LinearChainCRF(num_tags=5)"
-    turned = LinearChainCRF(5, batch_first=True, strict_mask=False)
-    assert repr(turned) == "LinearChainCRF(num_tags=5, batch_first=True, strict_mask=False)"
 
 
 class Tagger(torch.nn.Module):
@@ -131,7 +113,7 @@ class Tagger(torch.nn.Module):
 
 
 @pytest.mark.parametrize("method", ["forward", "viterbi", "marginals", "log_partition"])
-def test_exported_for_any_number_of_sentences_and_words(method):
+def test_export_serves_any_number_of_sentences_and_words(method):
     model = Tagger(method)
 
     def inputs(n, v):
@@ -147,22 +129,9 @@ def test_exported_for_any_number_of_sentences_and_words(method):
         torch.testing.assert_close(exported(*given), model(*given), rtol=0, atol=1e-13)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_torchscript_is_refused_by_name():
-    message = r"expected torch\.compile or torch\.export, got torch\.jit\."
-    for module in (layer(), Tagger("forward")):
-        with pytest.raises(NotImplementedError, match=message + "script"):
-            torch.jit.script(module)
-    for method in ("forward", "viterbi"):
-        with pytest.raises(NotImplementedError, match=message + "trace"):
-            torch.jit.trace(
-                Tagger(method), (torch.zeros(2, 3, 6, dtype=torch.float64), *batch(2, 3)[1:][method != "forward" :])
-            )
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device")
-def test_the_loss_does_not_wait_for_the_device():
+def test_loss_does_not_wait_for_the_device():
     crf = layer(dtype=F32)
     emissions, tags, ends = batch(6, 4, dtype=F32)
     device = copy.deepcopy(crf).cuda()

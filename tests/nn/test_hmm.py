@@ -1,157 +1,117 @@
-"""The answers of `logchain.nn.HMM`, likelihoods, posteriors, paths and draws, are sums over all paths."""
+"""Likelihoods, posteriors, best paths and draws of hidden Markov models equal sums over all paths."""
 
 import itertools
 
 import numpy as np
 import pytest
-import scipy.special
 import scipy.stats
 import torch
 
 import logchain
+from logchain.nn import HMM
 from tests import oracle
 from tests.nn.hmms import (
     F64,
     LENGTHS,
+    MODELS,
     C,
-    Driven,
-    Network,
     V,
-    all_paths,
     array,
     categories,
     close,
+    normal,
     parameters,
     probabilities,
     random_hmm,
     seeded,
 )
 
+ALL = pytest.mark.parametrize("name", MODELS)
 
-def test_categories():
-    hmm, data = random_hmm(), categories(5, V)
-    p0, bulk = parameters(hmm)
-    table = array(hmm.emission.weights())  # (K, c)
-    truth = all_paths(table[data.numpy()], bulk, p0)
-    close(hmm.log_prob(data), truth.log_norm)
-    found = hmm.posterior(data, transitions="full")
+
+def drawn(name):
+    """A row of the table, its model and data; a Gaussian's parameters suit the data."""
+    model = MODELS[name]
+    hmm, data = model.make(), model.data()
+    if "vectors" in name or "covariances" in name:
+        hmm.initialise(data, generator=seeded())
+    return model, hmm, data
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)
+@ALL
+def test_likelihoods_and_posteriors_equal_the_sums_over_paths(name, lengths):
+    model, hmm, data = drawn(name)
+    truth = model.truth(hmm, data, lengths)
+    options = {"lengths": lengths, "covariates": model.covariates}
+    close(hmm.log_prob(data, **options), truth.log_norm)
+    found = hmm.posterior(data, transitions="full", **options)
     close(found.states, truth.states)
-    close(found.transitions, truth.transitions)
+    moves = found.transitions
+    close(moves if isinstance(moves, torch.Tensor) else moves.to_dense(), truth.transitions)
 
 
-def test_counts_of_several_features():
-    """Independent given the state; a part of a step may be missing."""
-    hmm = random_hmm("poisson", num_features=2)
-    data = torch.tensor([[0, 3], [2, 1], [1, 1], [4, 0]], dtype=F64)
-    rates = np.exp(array(hmm.emission.log_rates))
-    terms = scipy.stats.poisson.logpmf(data.numpy()[:, :, None], rates)  # (v, d, c)
-    p0, bulk = parameters(hmm)
-    close(hmm.log_prob(data), all_paths(terms.sum(1), bulk, p0).log_norm)
-    observed = torch.tensor([[True, True], [False, True], [False, False], [True, False]])
-    truth = all_paths((terms * observed.numpy()[..., None]).sum(1), bulk, p0).log_norm
-    close(hmm.log_prob(data, observed=observed), truth)
-    close(hmm.log_prob(data.masked_fill(~observed, torch.nan)), truth)
-
-
-@pytest.mark.parametrize("covariance", ["diagonal", "full"])
-def test_vectors(covariance):
-    hmm = random_hmm("gaussian", num_features=2, covariance=covariance)
-    data = torch.randn(5, V, 2, generator=seeded(), dtype=F64)
-    hmm.initialise(data, generator=seeded())
-    means, covariances = array(hmm.emission.means), array(hmm.emission.covariance())
-    logpdf = scipy.stats.multivariate_normal.logpdf
-    x = np.stack([logpdf(data.numpy(), means[j], covariances[j]) for j in range(C)], -1)
-    p0, bulk = parameters(hmm)
-    close(hmm.log_prob(data), all_paths(x, bulk, p0).log_norm)
-
-
-def test_a_single_sequence():
-    hmm, data = random_hmm(), categories(V)
-    found = hmm.log_prob(data)
-    assert found.shape == ()
-    assert found == hmm.log_prob(data[None])[0]
-
-
-def test_log_potentials_of_a_network():
-    hmm = random_hmm(Network(2))
-    data = torch.randn(5, V, 2, generator=seeded(), dtype=F64)
-    p0, bulk = parameters(hmm)
-    x = array(hmm.emission(data))
-    close(hmm.log_prob(data), all_paths(x, bulk, p0).log_norm)
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)
+@ALL
+def test_steps_that_are_not_observed_are_summed_out(name, lengths):
+    model, hmm, data = drawn(name)
     observed = torch.rand(5, V, generator=seeded()) < 0.5
-    close(hmm.log_prob(data, observed=observed), all_paths(np.where(observed[..., None], x, 0), bulk, p0).log_norm)
+    truth = model.truth(hmm, data, lengths, observed).log_norm
+    options = {"lengths": lengths, "covariates": model.covariates}
+    close(hmm.log_prob(data, observed=observed, **options), truth)
+    if isinstance(hmm.emission, logchain.nn.InputLayer):
+        missing = data.double().masked_fill(~observed.view(5, V, *(1,) * (data.dim() - 2)), torch.nan)
+        close(hmm.log_prob(missing, **options), truth)
 
 
-def test_a_matrix_per_step():
-    hmm, data = random_hmm(num_steps=V), categories(5, V)
-    p0, bulk = parameters(hmm)
-    assert bulk.shape == (V - 1, C, C)
-    x = array(hmm.emission.weights())[data.numpy()]
-    close(hmm.log_prob(data), all_paths(x, bulk, p0).log_norm)
-    close(hmm.log_prob(data[:, :2]), all_paths(x[:, :2], bulk[:1], p0).log_norm)
-    close(hmm.log_prob(data[:, :1]), all_paths(x[:, :1], bulk[:0], p0).log_norm)
-    with pytest.raises(ValueError, match="data: expected at most 4 steps, got 5"):
-        hmm.log_prob(categories(5, V + 1))
-
-
-@pytest.mark.parametrize("steps", [V - 1, 1])
-def test_transitions_of_covariates(steps):
-    hmm, data = random_hmm(transition=Driven(2)), categories(5, V)
-    covariates = torch.randn(5, steps, 2, generator=seeded(), dtype=F64)
-    logits = array(hmm.transition(covariates))
-    bulk = scipy.special.softmax(logits, -1)
-    x = array(hmm.emission.weights())[data.numpy()]
-    close(hmm.log_prob(data, covariates=covariates), all_paths(x, bulk, probabilities(hmm.initial)).log_norm)
-
-
-def test_a_stationary_start():
-    hmm, data = random_hmm(initial="stationary"), categories(5, V)
-    bulk = probabilities(hmm.transition)
-    p0 = np.linalg.matrix_power(bulk[0], 1000)[0]
-    x = array(hmm.emission.weights())[data.numpy()]
-    close(hmm.log_prob(data), all_paths(x, bulk, p0).log_norm)
-    assert torch.autograd.gradcheck(lambda *_: hmm.log_prob(data), tuple(hmm.parameters()))
+@ALL
+def test_best_path_has_the_largest_weight(name):
+    model, hmm, data = drawn(name)
+    found = hmm.decode(data, covariates=model.covariates)
+    x, bulk = model.x(hmm, data), model.bulk(hmm, model.covariates)
+    p0 = np.linalg.matrix_power(bulk[0], 1000)[0] if hmm.initial is None else probabilities(hmm.initial)
+    for row in range(5):
+        weights = oracle.paths(x[row], np.broadcast_to(bulk, (5, V - 1, C, C))[row], p0)
+        best = max(weights, key=weights.get)
+        assert tuple(found.states[row].tolist()) == best
+        close(found.score[row], float(weights[best].ln()))
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -1.0])
-@pytest.mark.parametrize("kind", ["gaussian", "network", "covariates"])
-def test_what_lies_behind_the_end_has_no_influence(kind, poison):
-    options = {"gaussian": {}, "network": {}, "covariates": {"transition": Driven(2)}}[kind]
-    hmm = random_hmm(Network(2) if kind == "network" else "gaussian", **options)
-    shape = (5, V, 2) if kind == "network" else (5, V)
-    data = torch.randn(*shape, generator=seeded(), dtype=F64)
-    behind = torch.arange(V) >= torch.tensor(LENGTHS)[:, None]
-    given = {}
-    if kind == "covariates":
-        given["covariates"] = torch.randn(5, V - 1, 2, generator=seeded(2), dtype=F64)
+@pytest.mark.parametrize("name", ["vectors", "network", "covariates per step", "structure of covariates"])
+def test_padding_has_no_influence(name, poison):
+    model, hmm, data = drawn(name)
+    padding = torch.arange(V) >= torch.tensor(LENGTHS)[:, None]
 
-    def answers(data, **given):
+    def answers(data, covariates):
         hmm.zero_grad()
-        found = hmm.log_prob(data, lengths=LENGTHS, **given)
+        found = hmm.log_prob(data, lengths=LENGTHS, covariates=covariates)
         found.sum().backward()
         return [found.detach(), *(parameter.grad.clone() for parameter in hmm.parameters())]
 
-    truth = answers(data, **given)
+    covariates = model.covariates
+    truth = answers(data, covariates)
     for row, length in enumerate(LENGTHS):
-        some = {name: value[row, : length - 1] for name, value in given.items()}
-        close(truth[0][row], array(hmm.log_prob(data[row, :length], **some)))
-    if kind == "covariates":
-        given["covariates"] = given["covariates"].masked_fill(behind[:, 1:, None], poison)
-    found = answers(data.masked_fill(behind[..., None] if kind == "network" else behind, poison), **given)
-    for a, b in zip(found, truth, strict=True):
-        assert torch.equal(a, b)
+        alone = None if covariates is None else covariates[row, : length - 1]
+        close(truth[0][row], array(hmm.log_prob(data[row, :length], covariates=alone)))
+    if covariates is not None:
+        covariates = covariates.masked_fill(padding[:, 1:, None], poison)
+    if data.is_floating_point():
+        data = data.masked_fill(padding[..., None], poison)
+    for one, other in zip(answers(data, covariates), truth, strict=True):
+        assert torch.equal(one, other)
 
 
-def test_categories_behind_the_end_may_be_none():
+def test_categories_of_padding_may_be_none():
     hmm, data = random_hmm(), categories(5, V)
-    behind = torch.arange(V) >= torch.tensor(LENGTHS)[:, None]
-    padded = data.masked_fill(behind, -1)
+    padding = torch.arange(V) >= torch.tensor(LENGTHS)[:, None]
+    padded = data.masked_fill(padding, -1)
     assert torch.equal(hmm.log_prob(padded, lengths=LENGTHS), hmm.log_prob(data, lengths=LENGTHS))
     with pytest.raises(ValueError, match="data: "):
         hmm.log_prob(padded)
 
 
-def test_what_is_not_observed_is_summed_out():
+def test_missing_categories_are_summed_out():
     hmm, data = random_hmm(), categories(V)
     observed = torch.tensor([True, False, True, False])
     rows = [torch.tensor([data[0], a, data[2], b]) for a, b in itertools.product(range(4), repeat=2)]
@@ -159,7 +119,17 @@ def test_what_is_not_observed_is_summed_out():
     close(hmm.log_prob(data, observed=torch.zeros(V, dtype=torch.bool)), 0.0)
 
 
-def test_a_mask_of_the_steps_serves_all_sequences():
+def test_missing_features_are_summed_out():
+    model, hmm, data = drawn("counts of two features")
+    observed = torch.rand(5, V, 2, generator=seeded()) < 0.5
+    rates = np.exp(array(hmm.emission.log_rates))
+    terms = scipy.stats.poisson.logpmf(data.numpy()[..., None], rates) * observed.numpy()[..., None]  # (n, v, d, c)
+    truth = model._replace(x=lambda *_: terms.sum(-2)).truth(hmm, data).log_norm
+    close(hmm.log_prob(data, observed=observed), truth)
+    close(hmm.log_prob(data.double().masked_fill(~observed, torch.nan)), truth)
+
+
+def test_mask_of_steps_serves_all_sequences():
     data, mask, lengths = categories(V, V), torch.tensor([True, False, True, True]), torch.tensor([4, 1, 3, 2])
     whole, hmm = mask.expand(V, V), random_hmm()
     for options in ({}, {"lengths": lengths}):
@@ -168,27 +138,44 @@ def test_a_mask_of_the_steps_serves_all_sequences():
     # the sizes of data and mask agree, and a batch is divided
     fits = [random_hmm().fit(data, observed=one, batch_size=2, max_iterations=2, restarts=0) for one in (mask, whole)]
     assert fits[0] == fits[1]
-    vectors = random_hmm("gaussian", num_features=2)
-    data = torch.randn(5, V, 2, generator=seeded(), dtype=F64)
+    vectors, data = random_hmm("gaussian", num_features=2), normal(5, V, 2)
     assert torch.equal(vectors.log_prob(data, observed=mask), vectors.log_prob(data, observed=mask.expand(5, V)))
 
 
-def test_the_best_path():
-    hmm, data = random_hmm(), categories(5, V)
-    p0, bulk = parameters(hmm)
-    x = array(hmm.emission.weights())[data.numpy()]
-    found = hmm.decode(data)
-    for row in range(5):
-        weights = oracle.paths(x[row], bulk, p0)
-        best = max(weights, key=weights.get)
-        assert tuple(found.states[row].tolist()) == best
-        close(found.score[row], float(weights[best].ln()))
+def test_matrix_per_step_serves_shorter_data():
+    hmm, data = random_hmm(num_steps=V), categories(5, V)
+    for v in (1, 2):
+        truth = MODELS["matrix per step"]._replace(bulk=lambda hmm, _, v=v: probabilities(hmm.transition)[: v - 1])
+        close(hmm.log_prob(data[:, :v]), truth.truth(hmm, data[:, :v]).log_norm)
+
+
+def test_single_sequence_has_no_axis():
+    hmm, data = random_hmm(), categories(V)
+    found = hmm.log_prob(data)
+    assert found.shape == () and found == hmm.log_prob(data[None])[0]
+
+
+def test_gradients_of_a_stationary_start():
+    hmm, data = random_hmm(initial="stationary"), categories(5, V)
+    assert torch.autograd.gradcheck(lambda *_: hmm.log_prob(data), tuple(hmm.parameters()))
+
+
+def test_stationary_start_of_rare_states_keeps_its_digits():
+    """Birth and death: p_{i+1} / p_i = 1e-12, far below where a linear solver's rounding is."""
+    hmm = HMM(6, "categorical", num_categories=2, initial="stationary").double()
+    matrix = torch.diag(torch.full((5,), 1e-13, dtype=F64), 1) + torch.diag(torch.full((5,), 0.1, dtype=F64), -1)
+    hmm.transition.set(matrix + torch.diag(1 - matrix.sum(-1)))
+    nothing = torch.full((1,), torch.nan)
+    start = hmm.posterior(nothing).states.detach()[0]
+    np.testing.assert_allclose(start[1:] / start[:-1], 1e-12, rtol=1e-12)
+    hmm.transition.set(torch.eye(6))
+    with pytest.raises(ValueError, match="transition: expected every state to reach every other"):
+        hmm.log_prob(nothing)
 
 
 def test_draws_have_the_probabilities_of_the_model():
     """Each of 4^3 outcomes as often as the sum over paths says, within five standard deviations."""
-    hmm = random_hmm(num_steps=3)
-    count = 20_000
+    hmm, count = random_hmm(num_steps=3), 20_000
     states, data = hmm.sample(count, 3, generator=seeded())
     assert states.shape == data.shape == (count, 3)
     every = torch.cartesian_prod(*[torch.arange(4)] * 3)
@@ -203,7 +190,7 @@ def test_draws_have_the_probabilities_of_the_model():
     assert (np.abs(pairs / count - truth) <= 5 * np.sqrt(truth / count)).all()
 
 
-def test_draws_of_states_given_the_data():
+def test_draws_of_states_have_their_posteriors():
     hmm, data = random_hmm(), categories(2, V)
     drawn = hmm.sample_posterior(data, 20_000, generator=seeded())
     share = torch.nn.functional.one_hot(drawn, C).double().mean(0)
@@ -211,7 +198,7 @@ def test_draws_of_states_given_the_data():
     assert (np.abs(share.numpy() - truth) <= 5 * np.sqrt(truth / 20_000) + 1e-12).all()
 
 
-def test_the_library_takes_the_arguments():
+def test_functions_of_the_library_take_the_arguments():
     hmm, data = random_hmm(), categories(2, V)
     found = logchain.entropy(**hmm.arguments(data, lengths=[4, 2])._asdict())
     assert found.shape == (2,) and (found > 0).all()

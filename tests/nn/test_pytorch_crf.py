@@ -1,4 +1,4 @@
-"""The layer is pytorch-crf's where that has an answer: likelihoods, gradients, best tags, parameters."""
+"""The conditional random field equals pytorch-crf: likelihoods, gradients, best tags, parameters."""
 
 import copy
 
@@ -24,7 +24,7 @@ def peer(crf):
 @pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.uint8], ids=str)
 @pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_the_log_likelihood_of_pytorch_crf(dtype, batch_first, mask_dtype):
+def test_likelihood_and_gradients_equal_pytorch_crf(dtype, batch_first, mask_dtype):
     crf = layer(dtype=dtype, batch_first=batch_first)
     emissions, tags, mask = batch(dtype=dtype)
     mask = None if mask_dtype is None else mask.to(mask_dtype)
@@ -46,7 +46,7 @@ def test_the_log_likelihood_of_pytorch_crf(dtype, batch_first, mask_dtype):
 @TORCHCRF
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
-def test_the_best_tags_of_pytorch_crf(batch_first, masked):
+def test_best_tags_equal_pytorch_crf(batch_first, masked):
     crf = layer(batch_first=batch_first)
     emissions, _, mask = batch()
     inputs = turned(crf, emissions, mask if masked else None)
@@ -57,12 +57,12 @@ def test_the_best_tags_of_pytorch_crf(batch_first, masked):
 
 
 @pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
-def test_a_first_step_that_is_off_is_refused_as_by_pytorch_crf(batch_first):
+def test_first_step_off_is_refused_as_by_pytorch_crf(batch_first):
     crf = layer(batch_first=batch_first, strict_mask=True)
     emissions, tags, mask = batch()
     mask[3] = mask[3].logical_not()
     emissions, tags, mask = turned(crf, emissions, tags, mask)
-    questions = {
+    methods = {
         "forward": lambda model: model(emissions, tags, mask),
         "decode": lambda model: model.decode(emissions, mask),
         "viterbi": lambda model: model.viterbi(emissions, mask),
@@ -71,18 +71,18 @@ def test_a_first_step_that_is_off_is_refused_as_by_pytorch_crf(batch_first):
         "marginals": lambda model: model.marginals(emissions, mask),
         "log_partition": lambda model: model.log_partition(emissions, mask),
     }
-    for name, question in questions.items():
+    for name, method in methods.items():
         with pytest.raises(
             ValueError, match="mask: expected the first step of every sequence on, got it off in sequence 3;"
         ):
-            question(crf)
+            method(crf)
         if name in ("forward", "decode"):
             with pytest.raises(ValueError, match="first timestep"):
-                question(peer(crf))
-        question(layer(batch_first=batch_first))
+                method(peer(crf))
+        method(layer(batch_first=batch_first))
 
 
-def test_a_strict_layer_takes_holes_behind_the_first_step():
+def test_strict_layer_takes_holes_after_the_first_step():
     crf, loose = layer(strict_mask=True), layer()
     emissions, tags, mask = batch()
     mask[:, 2:4] = False
@@ -91,13 +91,7 @@ def test_a_strict_layer_takes_holes_behind_the_first_step():
     assert crf(emissions[:0], tags[:0], mask[:0]) == 0
 
 
-def test_repr_of_pytorch_crf():
-    torchcrf = pytest.importorskip("torchcrf", exc_type=ImportError)
-    ours = type("CRF", (LinearChainCRF,), {})
-    assert repr(ours(6)) == repr(torchcrf.CRF(6))
-
-
-def test_parameters_of_pytorch_crf():
+def test_parameters_equal_pytorch_crf():
     torchcrf = pytest.importorskip("torchcrf", exc_type=ImportError)
     torch.manual_seed(3)
     theirs = torchcrf.CRF(6)

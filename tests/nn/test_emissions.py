@@ -1,0 +1,319 @@
+"""Emission layers: densities equal scipy's, missing data are summed out, draws follow the density, modules copy."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from logchain.nn import Bernoulli, Binomial, Distribution, Gaussian, InputLayer, Mixture, Poisson
+from tests.nn.emissions import COUNTS, FAMILIES, array, drawn, normal_vectors, seeded
+
+F64 = torch.float64
+ALL = pytest.mark.parametrize("name", FAMILIES)
+
+
+def densities(name, layer, data, lead):
+    rows = data.numpy().reshape(-1, *data.shape[lead:])
+    return np.stack([FAMILIES[name].density(layer, y) for y in rows])
+
+
+def assert_equal_gradients(found, expected, layer):
+    pairs = (torch.autograd.grad(value.sum(), list(layer.parameters())) for value in (found, expected))
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("units", [(2,), (4, 2), (3, 4, 2)], ids=str)
+@ALL
+def test_density_equals_scipy(name, units):
+    layer, data = drawn(name, units, (5, 2), F64)
+    found = layer(data)
+    assert found.shape == (5, 2, *units) and found.dtype == F64
+    np.testing.assert_allclose(
+        array(found).reshape(10, *units), densities(name, layer, data, 2), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@ALL
+def test_low_precision_parameters_are_computed_in_float32(name, dtype):
+    layer, data = drawn(name, (4, 2), (9,))
+    layer = layer.to(dtype)
+    found = layer(data)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(array(found), densities(name, layer, data, 1), rtol=2e-5, atol=2e-5)
+
+
+@ALL
+def test_data_shared_by_variables_broadcast(name):
+    layer, data = drawn(name, (3, 4, 2))
+    shared = data[:, :1]
+    torch.testing.assert_close(layer(shared), layer(shared.expand_as(data)), rtol=0, atol=0)
+
+
+@ALL
+def test_missing_entries_are_summed_out(name):
+    layer, data = drawn(name, (4, 2))
+    observed, every = torch.rand(7, 4, generator=seeded(3)) < 0.5, layer(data)
+    found = layer(data, observed=observed)
+    assert torch.equal(found[observed], every[observed]) and (found[~observed] == 0).all()
+    for gradient in torch.autograd.grad(found.sum(), list(layer.parameters())):
+        assert gradient.isfinite().all()
+    poisoned = data.to(torch.float32, copy=True)
+    poisoned[~observed] = torch.inf
+    assert torch.equal(layer(poisoned, observed), found)
+    poisoned[~observed] = torch.nan
+    assert torch.equal(layer(poisoned), found)
+    # a mask beside NaN
+    assert torch.equal(layer(poisoned, torch.ones_like(observed)), found)
+
+
+@pytest.mark.parametrize("name", ["gaussian-diagonal", "gaussian-spherical"])
+def test_features_of_a_factorized_vector_may_be_missing(name):
+    layer, data = drawn(name, (4, 2), dtype=F64)
+    known = torch.rand(data.shape, generator=seeded(3)) < 0.5
+    normal = scipy.stats.norm(array(layer.means), np.exp(array(layer.log_scales)))
+    expected = np.where(known.numpy()[..., None, :], normal.logpdf(data.numpy()[..., None, :]), 0).sum(-1)
+    np.testing.assert_allclose(array(layer(data, known)), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(array(layer(data.where(known, torch.nan))), expected, rtol=1e-12, atol=1e-12)
+    whole, _ = drawn("gaussian-full", (4, 2), dtype=F64)
+    with pytest.raises(ValueError, match="whole or missing"):
+        whole(data, known)
+
+
+@ALL
+def test_gradients_of_first_and_second_order(name):
+    layer, data = drawn(name, (2, 2), (3,), F64)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def density(*values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (data,))
+
+    assert torch.autograd.gradcheck(density, values)
+    assert torch.autograd.gradgradcheck(density, values)
+
+
+def test_impossible_values_are_minus_infinity_with_gradients_of_zero():
+    rates, coins, trials = Poisson(2), Bernoulli(2), Binomial(2, 3)
+    rates.set(torch.tensor([0.0, 2.0]))
+    coins.set(torch.tensor([0.0, 1.0]))
+    trials.set(torch.tensor([0.0, 1.0]))
+    for layer, data, expected in [
+        (rates, [0, 1], [[0.0, -2.0], [-math.inf, math.log(2) - 2]]),
+        (coins, [0, 1], [[0.0, -math.inf], [-math.inf, 0.0]]),
+        (trials, [0, 1, 3], [[0.0, -math.inf], [-math.inf, -math.inf], [-math.inf, 0.0]]),
+    ]:
+        found = layer(torch.tensor(data))
+        torch.testing.assert_close(found, torch.tensor(expected))
+        total = found.masked_fill(found == -torch.inf, 0.0).sum()
+        (gradient,) = torch.autograd.grad(total, list(layer.parameters()))
+        assert gradient.isfinite().all()
+    mixed = Mixture(Bernoulli((1, 2)))
+    mixed.layer.set(torch.tensor([0.0, 0.0]))
+    found = mixed(torch.tensor([1, 0]))
+    torch.testing.assert_close(found, torch.tensor([[-math.inf], [0.0]]))
+    for gradient in torch.autograd.grad(found[0].sum(), list(mixed.parameters())):
+        assert (gradient == 0).all()
+
+
+def test_density_at_large_counts_and_means_keeps_its_digits():
+    counts = Poisson(1)
+    counts.set(torch.tensor([1e6]))
+    found = counts(torch.tensor([1_000_300])).item()
+    rate = math.exp(counts.log_rates.double().item())
+    assert abs(found - scipy.stats.poisson(rate).logpmf(1_000_300)) < 1e-5
+    far = Gaussian(1).double()
+    far.set(torch.tensor([1e8], dtype=F64), torch.tensor([1.0], dtype=F64))
+    expected = scipy.stats.norm(1e8, 1).logpdf(1e8 + 0.5)
+    assert abs(far(torch.tensor([1e8 + 0.5], dtype=F64)).item() - expected) < 1e-14
+
+
+def test_gradients_of_long_data_keep_their_digits():
+    layer, data = Bernoulli(2, generator=seeded()), torch.randint(2, (300_000,), generator=seeded())
+    layer.set(torch.tensor([0.1, 0.8]))
+    flow = torch.rand(300_000, 2, generator=seeded(1))
+    (found,) = torch.autograd.grad(layer(data), layer.logits, flow)
+    shares, flow = layer.logits.detach().double().sigmoid(), flow.double()
+    expected = (flow * (data[:, None] - shares)).sum(0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+@ALL
+def test_mode_maximizes_the_density(name):
+    layer, data = drawn(name, (4, 2), (300,), F64)
+    value, log_density = layer.mode()
+    assert value.shape == (4, 2, *layer.event) and log_density.shape == (4, 2)
+    if name != "mixture":
+        assert (layer(data) <= log_density + 1e-12).all()
+    for state in range(2):
+        expected = FAMILIES[name].density(layer, value[:, state].numpy())[:, state]
+        np.testing.assert_allclose(array(log_density)[:, state], expected, rtol=1e-12, atol=1e-12)
+
+
+@ALL
+def test_gradients_of_the_density_are_zero_on_average_over_draws(name):
+    """Draws of another distribution would have other sufficient statistics."""
+    layer, _ = drawn(name, (3, 2), dtype=F64)
+    states = torch.tensor([0, 1, 1]).expand(20_000, 3)
+    draws = layer.draw(states, seeded())
+    assert draws.shape == (20_000, 3, *layer.event) and torch.equal(draws, layer.draw(states, seeded()))
+    batches = []
+    for batch in draws.chunk(50):
+        log_density = layer(batch)[:, torch.arange(3), states[0]].mean(0)
+        batches.append(torch.autograd.grad(log_density.sum(), list(layer.parameters())))
+    for gradients in zip(*batches, strict=True):
+        gradients = torch.stack(gradients)
+        assert (gradients.mean(0).abs() <= 5 * gradients.std(0) / 50**0.5 + 1e-12).all()
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_draws_of_counts_have_their_probabilities(name):
+    layer, _ = drawn(name, (3, 2), dtype=F64)
+    states = torch.tensor([0, 1, 1])
+    draws = layer.draw(states.expand(20_000, 3), seeded())
+    every = torch.arange(int(draws.max()) + 1)
+    shares = torch.stack([(draws == value).double().mean(0) for value in every])
+    expected = layer(every[:, None].expand(-1, 3)).detach().exp()[:, torch.arange(3), states]
+    error = 5 * (expected * (1 - expected) / 20_000).sqrt() + 1e-4
+    assert ((shares - expected).abs() < error).all()
+
+
+@pytest.mark.parametrize("name", ["binomial", "poisson", "gaussian-full", "mixture", "gamma"])
+def test_layer_compiles_as_one_graph(name):
+    torch._dynamo.reset()
+    layer, data = drawn(name, (4, 2))
+    observed = torch.rand(7, 4, generator=seeded(3)) < 0.5
+    found, expected = torch.compile(layer, fullgraph=True, backend="aot_eager")(data, observed), layer(data, observed)
+    torch.testing.assert_close(found, expected)
+    assert_equal_gradients(found, expected, layer)
+
+
+@ALL
+def test_gradients_of_each_observation_by_vmap(name):
+    layer, data = drawn(name, (4, 2))
+    values = {at: value.detach() for at, value in layer.named_parameters()}
+
+    def total(values, data):
+        return torch.func.functional_call(layer, values, (data,)).sum()
+
+    found = torch.func.vmap(torch.func.grad(total), (None, 0))(values, data)
+    for row, datum in enumerate(data):
+        expected = torch.autograd.grad(layer(datum).sum(), list(layer.parameters()))
+        for gradients, gradient in zip(found.values(), expected, strict=True):
+            torch.testing.assert_close(gradients[row], gradient)
+
+
+@ALL
+def test_copies_and_states_hold_the_layer_and_seeds_repeat(name):
+    layer, data = drawn(name, (4, 2))
+    other = copy.deepcopy(layer)
+    assert torch.equal(other(data), layer(data))
+    other.reset_parameters(seeded(5))
+    assert not torch.equal(other(data), layer(data))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(data), layer(data))
+    again = FAMILIES[name].make((4, 2))
+    for _ in range(2):
+        again.reset_parameters(seeded(5))
+    other.reset_parameters(seeded(5))
+    assert torch.equal(other(data), again(data))
+    assert "(4, 2" in repr(layer)
+
+
+def test_user_layer_needs_a_density_only():
+    class Laplace(InputLayer):
+        def __init__(self):
+            super().__init__(2)
+            self.places = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
+
+        def log_density(self, data):
+            return -(data - self.places).abs() - math.log(2)
+
+    found = Laplace()(torch.tensor([0.0, torch.nan]))
+    torch.testing.assert_close(found, torch.tensor([[0.0, -1.0], [math.log(2), math.log(2)]]) - math.log(2))
+
+
+def test_distribution_is_impossible_outside_its_support():
+    scales = torch.tensor([2.0, 0.5])
+    layer = Distribution(torch.distributions.Pareto, 2, scale=scales, alpha=3.0, spread=0)
+    found = layer(torch.tensor([1.0, 4.0]))
+    expected = scipy.stats.pareto(3, scale=scales.numpy()).logpdf(np.array([[1.0], [4.0]]))
+    torch.testing.assert_close(found.double(), torch.tensor(expected), rtol=0, atol=1e-5)
+    for gradient in torch.autograd.grad(found[:, 1].sum() + found[1, 0], list(layer.parameters())):
+        assert gradient.isfinite().all()
+
+
+def test_distribution_of_a_function_learns_by_gradients():
+    def skewed(loc, scale):
+        return torch.distributions.LogNormal(loc, scale)
+
+    layer = Distribution(skewed, 2, limits={"scale": torch.distributions.constraints.positive}, loc=0.0, scale=1.0)
+    data = torch.distributions.LogNormal(1.0, 0.2).sample((400,))
+    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=50, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        found = -layer(data).sum() / 400
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    values = layer.parameters_of_units()
+    torch.testing.assert_close(values["loc"].detach(), data.log().mean().expand(2), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(values["scale"].detach(), data.log().std(correction=0).expand(2), rtol=1e-3, atol=1e-3)
+    trials = Distribution(torch.distributions.Binomial, 3, total_count=7, probs=0.5)
+    assert set(dict(trials.named_parameters())) == {"free.probs"}
+    assert trials(torch.tensor([7])).shape == (1, 3)
+    assert set(dict(normal_vectors((2,)).named_parameters())) == {"free.loc", "free.scale_tril"}
+
+
+@ALL
+def test_states_differ_at_the_start(name):
+    layer, data = drawn(name, (4, 6))
+    for _ in range(2):
+        found = layer(data)
+        apart = (found[..., :, None] - found[..., None, :]).abs().amax(0) > 0
+        assert (apart | torch.eye(6, dtype=torch.bool)).all()
+        layer.initialise(data, generator=seeded(4))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("gamma", "normal-vectors")])
+def test_start_at_the_data_suits_them_and_ignores_missing_entries(name):
+    family = FAMILIES[name]
+    data = torch.as_tensor(family.data(np.random.default_rng(1), (200, 4)))
+    data = data * 3 + 20 if data.is_floating_point() else data
+    layer = family.make((4, 3)).double()
+    layer.reset_parameters(seeded(1))
+    before = torch.logsumexp(layer(data), -1).sum()
+    layer.initialise(data, generator=seeded(1))
+    assert torch.logsumexp(layer(data), -1).sum() > before
+    missing = torch.rand(200, 4, generator=seeded(2)) < 0.3
+    poisoned, twin = data.clone(), copy.deepcopy(layer)
+    poisoned[missing] = 1
+    layer.initialise(data, ~missing, generator=seeded(1))
+    twin.initialise(poisoned, ~missing, generator=seeded(1))
+    for one, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert one.isfinite().all() and torch.equal(one, other)
+
+
+def test_start_at_a_constant_variable_takes_the_prior():
+    data = torch.zeros(9, 2)
+    data[:, 1] = torch.arange(9)
+    layer = Gaussian((2, 3), prior_scatter=0.9)
+    layer.initialise(data, generator=seeded())
+    torch.testing.assert_close(layer.covariance()[0], torch.full((3,), 0.1))
+    torch.testing.assert_close(layer.covariance()[1], (data[:, 1].var(correction=0) + 0.1).expand(3))
+
+
+def test_start_takes_a_mean_from_each_cluster():
+    centers = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
+    data = centers.repeat(50, 1) + 0.1 * torch.randn(200, 2, generator=seeded())
+    for seed in range(5):
+        layer = Gaussian(4, 2)
+        layer.initialise(data, generator=seeded(seed))
+        near = torch.cdist(layer.means.detach(), centers).argmin(-1)
+        assert sorted(near.tolist()) == [0, 1, 2, 3]
+        torch.testing.assert_close(layer.covariance()[0], data.var(0, correction=0))

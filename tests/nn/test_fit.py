@@ -1,0 +1,287 @@
+"""`fit`: starts, batches, mini-batches and gradients; data on which a likelihood has no maximum."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from logchain.nn import HMM, Categorical, ChainCircuit, DegenerateError, DegenerateWarning, Gaussian, LogWeights, fit
+from tests.nn.hmms import F64, C, V, all_paths, array, categories, close, parameters, probabilities, random_hmm, seeded
+
+COVARIANCES = {"diagonal": {}} | {
+    kind: {"num_features": 2, "covariance": kind} for kind in ("spherical", "full", "tied")
+}
+KINDS = pytest.mark.parametrize("kind", COVARIANCES)
+
+
+def normal(kind, *shape, seed=0, dtype=F64):
+    """Data for a Gaussian emission."""
+    event = () if kind == "diagonal" else (2,)
+    return torch.randn(*shape, *event, generator=seeded(seed), dtype=dtype)
+
+
+def fitted(model, data, **options):
+    """The report, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = model.fit(data, **options)
+    return report, [str(warning.message) for warning in caught if warning.category is DegenerateWarning]
+
+
+def test_em_step_takes_expected_counts_of_the_enumeration():
+    hmm, data = random_hmm(), categories(5, V)
+    p0, bulk = parameters(hmm)
+    truth = all_paths(array(hmm.emission.weights())[data.numpy()], bulk, p0)
+    starts, moves = truth.states[:, 0].sum(0), truth.transitions.sum((0, 1))
+    seen = np.stack([truth.states[(data == k).numpy()].sum(0) for k in range(4)])  # (K, c)
+    batched = copy.deepcopy(hmm)
+    report = hmm.fit(data, max_iterations=1, restarts=0)
+    assert report.history[0] == pytest.approx(truth.log_norm.sum(), abs=1e-10)
+    close(hmm.initial().exp(), starts / starts.sum())
+    close(hmm.transition().exp()[0], moves / moves.sum(-1, keepdims=True))
+    close(hmm.emission.weights().exp(), seen / seen.sum(0))
+    batched.fit(data, max_iterations=1, restarts=0, batch_size=2)
+    for one, other in zip(batched.parameters(), hmm.parameters(), strict=True):
+        close(one, array(other))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_steps": 6}], ids=str)
+def test_em_never_lowers_the_likelihood(options):
+    hmm, data = random_hmm("gaussian", **options), normal("diagonal", 20, 6)
+    data[3, 2] = torch.nan
+    lengths = torch.randint(1, 7, (20,), generator=seeded())
+    report = hmm.fit(data, lengths=lengths, max_iterations=30, tolerance=-torch.inf, generator=seeded())
+    assert report.iterations == 30 and not report.converged
+    assert (np.diff(report.history) > -1e-9).all()
+    assert report.log_likelihood == pytest.approx(hmm.log_prob(data, lengths=lengths).sum().item(), abs=1e-9)
+
+
+def test_em_recovers_the_parameters_of_400_sequences():
+    truth = HMM(2, "gaussian").double()
+    truth.initial.set(torch.tensor([0.7, 0.3]))
+    truth.transition.set(torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
+    truth.emission.set(torch.tensor([-2.0, 3.0]), torch.tensor([1.0, 0.25]))
+    data = truth.sample(400, 25, generator=seeded()).data
+    hmm = HMM(2, "gaussian", generator=seeded()).double()
+    report = hmm.fit(data, generator=seeded(), tolerance=1e-6)
+    assert report.converged
+    order = array(hmm.emission.means).argsort()
+    close(hmm.emission.means[order], [-2, 3], atol=0.05)
+    close(hmm.transition().exp()[0][order][:, order], [[0.9, 0.1], [0.3, 0.7]], atol=0.02)
+    close(hmm.initial().exp()[order], [0.7, 0.3], atol=0.1)
+    assert report.log_likelihood > truth.log_prob(data).sum().item()
+
+
+def test_gradients_and_em_stop_at_the_same_maximum():
+    hmm, data = random_hmm(num_categories=3), torch.randint(3, (30, 12), generator=seeded())
+    by_gradient = hmm.fit(data, restarts=0, method="gradient", tolerance=1e-9, max_iterations=200)
+    assert by_gradient.converged
+    assert by_gradient.log_likelihood > by_gradient.history[0] + 1
+    by_em = hmm.fit(data, restarts=0, max_iterations=3, tolerance=-torch.inf)
+    assert abs(by_em.log_likelihood - by_gradient.log_likelihood) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{"method": "em", "step": lambda k: (k + 2) ** -0.6}, {"method": "gradient"}])
+def test_mini_batches_raise_the_likelihood(options):
+    hmm, data = random_hmm(), categories(40, 8)
+    before = hmm.log_prob(data).sum().item()
+    report = hmm.fit(data, batch_size=8, restarts=0, max_iterations=20, generator=seeded(), **options)
+    assert report.iterations == 20
+    assert report.log_likelihood > before + 10
+
+
+def test_mask_is_divided_into_batches_with_the_data():
+    hmm, data = random_hmm(), categories(6, V)
+    whole, mask = copy.deepcopy(hmm), torch.rand(6, V, generator=seeded()) < 0.5
+    reports = [
+        model.fit(data, observed=mask, batch_size=size, max_iterations=2, restarts=0)
+        for model, size in ((hmm, 4), (whole, 6))
+    ]
+    assert reports[0].history == pytest.approx(reports[1].history, abs=1e-10)
+
+
+def test_best_of_several_starts_is_kept():
+    hmm, data = random_hmm(), categories(20, 8)
+    report = hmm.fit(data, restarts=4, max_iterations=10, generator=seeded())
+    assert len(report.starts) == 4 and len(set(report.starts)) == 4
+    assert report.log_likelihood == max(report.starts)
+    assert hmm.log_prob(data).sum().item() == pytest.approx(max(report.starts), abs=1e-10)
+    assert "best of 4 starts" in str(report)
+    again = random_hmm(seed=9).fit(data, restarts=4, max_iterations=10, generator=seeded())
+    assert again == report
+
+
+def test_parameters_that_are_not_trained_stay():
+    hmm, data = random_hmm(), categories(20, 8)
+    hmm.transition.requires_grad_(False)
+    before = hmm.transition.logits.clone()
+    hmm.fit(data, max_iterations=3, generator=seeded())
+    assert torch.equal(hmm.transition.logits, before)
+    hmm = random_hmm("gaussian")
+    kept = [hmm.transition.logits, hmm.emission.log_scales]
+    for parameter in kept:
+        parameter.requires_grad_(False)
+    before = [parameter.clone() for parameter in kept]
+    hmm.fit(normal("diagonal", 5, V), method="gradient", max_iterations=1, generator=seeded())
+    assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
+
+
+def test_forbidden_transitions_stay_forbidden():
+    hmm, data = random_hmm(), categories(20, 8)
+    hmm.transition.set(torch.ones(C, C).triu())
+    for options in ({}, {"method": "gradient", "max_iterations": 3}):
+        hmm.fit(data, restarts=0, **options)
+        matrix = probabilities(hmm.transition)[0]
+        assert (matrix[np.tril_indices(C, -1)] == 0).all() and np.isfinite(matrix).all()
+
+
+def test_fit_takes_any_module_with_a_log_prob():
+    class Mixture(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shares, self.coins = LogWeights(2, generator=seeded()), Categorical(2, 2, generator=seeded(1))
+
+        def log_prob(self, data):
+            return (self.shares() + self.coins(data).sum(-2)).logsumexp(-1)
+
+    data = (torch.rand(50, 5, generator=seeded()) < torch.tensor([0.9, 0.2])[torch.arange(50) % 2, None]).long()
+    report = fit(Mixture().double(), data, tolerance=1e-8)
+    assert report.converged and report.log_likelihood > report.history[0]
+    with pytest.raises(TypeError, match="restarts: expected 0 for Mixture, which has no `initialise`"):
+        fit(Mixture(), data, restarts=2)
+    with pytest.raises(ValueError, match="observed: expected 50 along the first axis, .* got 3"):
+        fit(Mixture(), data, conditions={"observed": torch.ones(3)}, batch_size=10)
+    with pytest.raises(ValueError, match="data: expected at least one sequence"):
+        fit(Mixture(), data[:0])
+
+
+@pytest.mark.parametrize("method", ["em", "gradient"])
+def test_fit_needs_gradients(method):
+    hmm, data = random_hmm(), categories(5, V)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"^fit: expected a call outside"):
+        hmm.fit(data, method=method)
+    with torch.no_grad():
+        assert hmm.fit(data, method=method, generator=seeded()).iterations > 2
+
+
+def test_progress_is_shown(capsys):
+    pytest.importorskip("tqdm")
+    random_hmm().fit(categories(5, V), max_iterations=2, progress=True)
+    assert "iterations" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", [10, 12])
+def test_degenerate_starts_are_skipped(seed):
+    """Of four states for sixty numbers; none with a prior."""
+    hmm, data = HMM(4, "gaussian", generator=seeded(seed)), normal("diagonal", 60, seed=seed, dtype=torch.float32)
+    report, messages = fitted(hmm, data, restarts=5, generator=seeded(seed))
+    assert report.set_aside and report.set_aside + len(report.starts) == 5
+    assert report.log_likelihood == max(report.starts)
+    assert hmm.log_prob(data).item() == pytest.approx(report.log_likelihood, abs=1e-3), "the best is kept"
+    (message,) = messages
+    assert message.count("got 0 for unit [") == report.set_aside
+    for dtype in (torch.float32, F64):
+        model = HMM(4, "gaussian", prior_scatter=0.01).to(dtype)
+        assert fitted(model, data.to(dtype), restarts=3, generator=seeded(seed))[1] == []
+
+
+def test_first_error_is_raised_where_every_start_is_degenerate():
+    data = torch.tensor([0.0, 1.0, 5.0])
+    hmm = HMM(5, "gaussian", generator=seeded())
+    with pytest.raises(DegenerateError, match=r"got 0 for unit \[\d\], .* prior_scatter.* 1 of 4, all"):
+        hmm.fit(data, restarts=4, generator=seeded())
+    with pytest.raises(ValueError, match=r"got 0 for unit \[\d\].*fewer units$"):
+        hmm.fit(data, generator=seeded())
+    HMM(5, "gaussian", prior_scatter=0.1).fit(data, restarts=4, generator=seeded())
+
+
+@KINDS
+def test_constant_data_need_a_prior(kind):
+    data = torch.full_like(normal(kind, 9), 3.0).float()
+    with pytest.raises(ValueError, match="expected at least two different observations .*, or prior_scatter, got one"):
+        HMM(2, "gaussian", **COVARIANCES[kind]).fit(data, restarts=3)
+    hmm = HMM(2, "gaussian", prior_scatter=0.9, prior_count=1.0, **COVARIANCES[kind])
+    report = hmm.fit(data, restarts=3, generator=seeded())
+    assert report.set_aside == 0 and hmm.emission.covariance().isfinite().all()
+
+
+@KINDS
+def test_missing_data_are_fitted_with_a_prior(kind):
+    data = normal(kind, 40)
+    data[5:15] = torch.nan
+    if kind == "spherical":
+        data[20, 0] = torch.nan
+    hmm = HMM(2, "gaussian", prior_scatter=0.1, **COVARIANCES[kind]).double()
+    report = hmm.fit(data, restarts=2, generator=seeded(), tolerance=-torch.inf, max_iterations=8)
+    assert all(parameter.isfinite().all() for parameter in hmm.parameters())
+    assert report.log_likelihood > report.history[0]
+
+
+@KINDS
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_data_whose_squares_float32_cannot_hold_are_fitted(kind, scale):
+    data = normal(kind, 60, dtype=torch.float32)
+    hmms = [HMM(2, "gaussian", **COVARIANCES[kind]) for _ in range(2)]
+    for hmm, of in zip(hmms, (1.0, scale), strict=True):
+        hmm.fit(data * of, generator=seeded(), tolerance=-torch.inf, max_iterations=5, step=0.5)
+    torch.testing.assert_close(hmms[1].emission.means / scale, hmms[0].emission.means, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["spherical", "tied"])
+def test_shared_covariances_are_shared_and_reach_the_maximum(kind):
+    data = normal(kind, 60) * torch.tensor([1.0, 3.0])
+    hmm = HMM(2, "gaussian", **COVARIANCES[kind]).double()
+    report = hmm.fit(data, generator=seeded(), tolerance=-torch.inf, max_iterations=20)
+    assert (torch.tensor(report.history).diff() > -1e-9).all()
+    found = hmm.emission.covariance().detach()
+    assert torch.equal(found, found[..., :1].expand_as(found) if kind == "spherical" else found[:1].expand_as(found))
+    by_gradient = hmm.fit(data, restarts=0, method="gradient", tolerance=1e-9)
+    assert by_gradient.log_likelihood >= report.log_likelihood - 1e-9
+    different = torch.diag_embed(torch.rand(2, 2) + 1) if kind == "tied" else torch.rand(2) + 1
+    with pytest.raises(ValueError, match=r"covariance: expected the same for all (features|units)"):
+        hmm.emission.set(torch.zeros(2), different)
+
+
+def test_starts_whose_gradients_overflow_are_skipped():
+    leaps = iter([1e20, 1e-3, 1e-3])
+    hmm, data = HMM(2, "gaussian", generator=seeded()), normal("diagonal", 60, dtype=torch.float32)
+    options = {"method": "gradient", "max_iterations": 3, "generator": seeded()}
+    report, messages = fitted(hmm, data, restarts=3, optimiser=lambda p: torch.optim.SGD(p, lr=next(leaps)), **options)
+    assert report.set_aside == 1 and "start 1: data: expected a finite log-likelihood, got" in messages[0]
+    with pytest.raises(DegenerateError, match="expected a finite log-likelihood"):
+        hmm.fit(data, optimiser=lambda p: torch.optim.SGD(p, lr=1e20), **options)
+
+
+def test_other_errors_end_the_fit_at_the_first_start():
+    starts = []
+
+    class Wrong(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Gaussian(1)
+
+        def initialise(self, data, generator=None):
+            starts.append(1)
+
+        def log_prob(self, data):
+            raise ValueError("data: wrong")
+
+    with pytest.raises(ValueError, match="data: wrong"):
+        fit(Wrong(), torch.zeros(3), restarts=5)
+    assert len(starts) == 1
+
+
+def test_degenerate_starts_of_circuits_name_repetition_variable_and_state():
+    data = torch.randn(9, 3, generator=seeded(1))
+    with pytest.raises(DegenerateError, match=r"got 0 for unit \[0, \d, \d\]"):
+        ChainCircuit(3, 3, input="gaussian", generator=seeded()).fit(data, generator=seeded(2))
+    layer = Gaussian((1, 3, 3), prior_scatter=0.1)
+    assert ChainCircuit(3, 3, input=layer).fit(data, restarts=6, generator=seeded()).set_aside == 0
+
+
+def test_prior_keeps_rates_positive():
+    hmm = HMM(2, "poisson", prior_total=2.0, prior_count=1.0)
+    hmm.fit(torch.zeros(6, dtype=torch.int64), restarts=2, generator=seeded())
+    assert (hmm.emission.log_rates > -torch.inf).all()

@@ -1,0 +1,256 @@
+"""What a user of torch expects of every model: copies, precision, data-parallel training, shapes alone, compilation."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+
+from logchain import nn
+from tests.seeded import seeded
+
+N, V = 5, 6
+LENGTHS = torch.tensor([6, 1, 3, 6, 2])
+
+
+def integers(*event, high=4):
+    return torch.randint(high, (N, V, *event), generator=seeded())
+
+
+def numbers(*event):
+    return torch.randn(N, V, *event, generator=seeded())
+
+
+def missing(data):
+    return data.masked_fill(torch.rand(data.shape, generator=seeded(1)) < 0.2, torch.nan)
+
+
+class Model(NamedTuple):
+    """How a model is made, data for it, and whether sequences have lengths; the reduction of a CRF, and its mask."""
+
+    make: Callable
+    data: Callable = integers
+    lengths: bool = False
+    reduction: str | None = None
+
+    def loss(self, model, data, lengths=LENGTHS):
+        """Through `forward`, which is what wrappers call."""
+        ends = lengths[: len(data)].to(data.device) if self.lengths else None
+        if self.reduction:
+            tags = (data[..., 0] > 0).long()
+            mask = None if ends is None else torch.arange(V, device=data.device) < ends[:, None]
+            return -model(data, tags, mask, self.reduction).sum()
+        return -model(data, **({} if ends is None else {"lengths": ends})).sum()
+
+
+def crf(reduction, lengths):
+    return Model(lambda: nn.LinearChainCRF(4, batch_first=True), lambda: numbers(4), lengths, reduction)
+
+
+MODELS = {
+    "categorical": Model(lambda **options: nn.HMM(3, "categorical", num_categories=4, **options)),
+    "gaussian": Model(lambda: nn.HMM(3, "gaussian"), lambda: missing(numbers()), lengths=True),
+    "full covariances": Model(lambda: nn.HMM(3, "gaussian", num_features=2, covariance="full"), lambda: numbers(2)),
+    "poisson": Model(lambda: nn.HMM(3, "poisson"), lengths=True),
+    "matrix per step": Model(lambda: nn.HMM(3, "poisson", num_steps=V)),
+    "stationary": Model(lambda: nn.HMM(3, "categorical", num_categories=4, initial="stationary")),
+    "bernoulli": Model(lambda: nn.HMM(3, nn.Bernoulli((2, 3))), lambda: integers(2, high=2)),
+    "binomial": Model(lambda: nn.HMM(3, nn.Binomial(3, 10))),
+    "chain": Model(lambda **options: nn.ChainCircuit(V, 3, 2, num_categories=4, **options)),
+    "chain of numbers": Model(lambda: nn.ChainCircuit(V, 3, 2, input="gaussian"), numbers),
+    "tree": Model(lambda **options: nn.TreeCircuit(V, 3, 2, num_categories=4, **options)),
+    "tucker": Model(lambda: nn.TreeCircuit(V, 3, layer="tucker", num_categories=4)),
+    "crf, sum": crf("sum", lengths=False),
+    "crf, mean": crf("mean", lengths=True),
+    "crf, token_mean": crf("token_mean", lengths=True),
+    "crf, none": crf("none", lengths=True),
+}
+ALL = pytest.mark.parametrize("name", MODELS)
+TREES = ("tree", "tucker")
+
+
+def made(name):
+    torch.manual_seed(0)
+    row = MODELS[name]
+    return row, row.make(), row.data()
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def group(tmp_path):
+    """One process that believes to be of a group."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@ALL
+def test_data_parallel_training_has_the_same_gradients(name, group):
+    row, model, data = made(name)
+    alone = gradients(model, row.loss(model, data))
+    assert any(gradient.any() for gradient in alone)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    # twice: a parameter that took no part would raise in the second pass
+    for _ in range(2):
+        for found, expected in zip(gradients(wrapped, row.loss(wrapped, data)), alone, strict=True):
+            assert torch.equal(found, expected)
+
+
+@ALL
+def test_copies_and_files_hold_the_same_model(name):
+    row, model, data = made(name)
+    other, loss = copy.deepcopy(model), row.loss(model, data)
+    for same in (other, pickle.loads(pickle.dumps(model))):
+        assert torch.equal(row.loss(same, data), loss)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(0.5)
+    assert not torch.equal(row.loss(other, data), loss)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(row.loss(other, data), loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["categorical", "chain", "tree", "tucker", "crf, sum", "crf, mean"])
+def test_float64_is_computed_in_float64_and_half_in_float32(name, dtype):
+    row, model, data = made(name)
+    model = model.to(dtype)
+    exact = row.loss(copy.deepcopy(model).double(), data)
+    found = row.loss(model, data)
+    assert (found.dtype, exact.dtype) == (torch.float32, torch.float64)
+    assert abs(found - exact) < 2e-5
+    assert all(gradient.isfinite().all() for gradient in gradients(model, found))
+
+
+@pytest.mark.parametrize("name", ["categorical", "chain", "tree"])
+def test_seeds_repeat(name):
+    row = MODELS[name]
+
+    def draw(seed):
+        generator = seeded(seed)
+        model = row.make(generator=generator)
+        steps = {"num_steps": V} if name == "categorical" else {}
+        drawn = model.sample(10, **steps, generator=generator)
+        return row.loss(model, row.data()), drawn.data if name == "categorical" else drawn
+
+    one, again, other = draw(3), draw(3), draw(4)
+    assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
+    assert one[0] != other[0] and not torch.equal(one[1], other[1])
+
+
+@ALL
+def test_model_on_the_meta_device_trains_once_it_has_values(name):
+    row, _, data = made(name)
+    with torch.device("meta"):
+        model = row.make()
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    loss = row.loss(model, data.to("meta"))
+    assert loss.is_meta and all(gradient.is_meta for gradient in gradients(model, loss))
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    if row.reduction:
+        model.reset_parameters()
+    else:
+        model.initialise(data)
+    loss = row.loss(model, data)
+    assert loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients(model, loss))
+
+
+@ALL
+def test_fake_tensors_train(name):
+    row, _, data = made(name)
+    mode = FakeTensorMode()
+    data, lengths = mode.from_tensor(data), mode.from_tensor(LENGTHS)
+    with mode:
+        model = row.make()
+        loss = row.loss(model, data, lengths)
+        assert loss.shape == ()
+        for gradient, parameter in zip(gradients(model, loss), model.parameters(), strict=True):
+            assert gradient.shape == parameter.shape
+
+
+def test_answers_on_the_meta_device_have_shapes():
+    with torch.device("meta"):
+        hmm, tagger, data = nn.HMM(3, "gaussian"), nn.LinearChainCRF(4), torch.zeros(5, 6)
+        observed = torch.ones(5, 6, dtype=torch.bool)
+        assert tagger.viterbi(torch.zeros(6, 5, 4)).states.shape == (6, 5)
+    lengths = [6, 1, 2, 3, 4]
+    assert hmm.posterior(data, observed=observed, lengths=lengths).states.shape == (5, 6, 3)
+    assert hmm.decode(data, lengths=lengths).states.is_meta
+    assert hmm.sample_posterior(data, 7).shape == (7, 5, 6)
+    assert hmm.sample(7, 6).data.shape == (7, 6)
+
+
+def trained(model, loss, sizes):
+    """The parameters after a step for each batch size."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for size in sizes:
+        optimizer.zero_grad()
+        loss(model, size).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [(name, (5, 5, 5)) for name in MODELS if name not in TREES]
+    + [(name, (5, 4, 3)) for name in ("gaussian", "crf, mean", "chain")],
+)
+def test_training_step_compiles_once_as_one_graph(name, sizes):
+    torch._dynamo.reset()
+    row, model, data = made(name)
+
+    def loss(model, size):
+        return row.loss(model, data[:size]) / size
+
+    expected = trained(copy.deepcopy(model), loss, sizes)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, dynamic=len(set(sizes)) > 1, backend=counter)
+    for found, wanted in zip(trained(model, compiled, sizes), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert counter.frame_count == 1
+
+
+def test_gradient_by_torch_func_compiles():
+    torch._dynamo.reset()
+    _, model, data = made("categorical")
+
+    def loss(parameters):
+        return -torch.func.functional_call(model, parameters, (data,)).mean()
+
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    compiled = torch.compile(torch.func.grad_and_value(loss), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(parameters), torch.func.grad_and_value(loss)(parameters))
+
+
+# between graphs Dynamo looks at gradients, of which torch warns
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_step_with_a_loss_between_graphs_traces_nothing_backward():
+    """A compiled function calls `backward` of a loss that it leaves out: torch traced loops and raised."""
+    torch._dynamo.reset()
+    row, model, data = made("crf, sum")
+    left_out, found = torch.compiler.disable(row.loss), []
+    for compiled in (False, True):
+        other = copy.deepcopy(model)
+
+        def step(other=other):
+            left_out(other, data).backward()
+
+        (torch.compile(step, backend="aot_eager") if compiled else step)()
+        found.append([parameter.grad for parameter in other.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
