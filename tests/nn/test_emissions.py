@@ -67,8 +67,10 @@ def test_missing_entries_are_summed_out(name):
     assert torch.equal(layer(poisoned, observed), found)
     poisoned[~observed] = torch.nan
     assert torch.equal(layer(poisoned), found)
-    # a mask beside NaN
-    assert torch.equal(layer(poisoned, torch.ones_like(observed)), found)
+    # some are NaN, others are masked
+    first = torch.arange(7)[:, None] < 4
+    poisoned[~observed & first] = 0
+    assert torch.equal(layer(poisoned, observed | ~first), found)
 
 
 @pytest.mark.parametrize("name", ["gaussian-diagonal", "gaussian-spherical"])
@@ -311,9 +313,10 @@ def test_start_at_a_constant_variable_takes_the_prior():
 def test_start_takes_a_mean_from_each_cluster():
     centers = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
     data = centers.repeat(50, 1) + 0.1 * torch.randn(200, 2, generator=seeded())
+    with_missing = torch.cat([torch.full((400, 2), torch.nan), data])
     for seed in range(5):
         layer = Gaussian(4, 2)
-        layer.initialise(data, generator=seeded(seed))
-        near = torch.cdist(layer.means.detach(), centers).argmin(-1)
-        assert sorted(near.tolist()) == [0, 1, 2, 3]
+        layer.initialise(with_missing, generator=seeded(seed))
+        distance, near = torch.cdist(layer.means.detach(), centers).min(-1)
+        assert sorted(near.tolist()) == [0, 1, 2, 3] and (distance < 1).all()
         torch.testing.assert_close(layer.covariance()[0], data.var(0, correction=0))

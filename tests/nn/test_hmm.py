@@ -106,7 +106,9 @@ def test_categories_of_padding_may_be_none():
     hmm, data = random_hmm(), categories(5, V)
     padding = torch.arange(V) >= torch.tensor(LENGTHS)[:, None]
     padded = data.masked_fill(padding, -1)
-    assert torch.equal(hmm.log_prob(padded, lengths=LENGTHS), hmm.log_prob(data, lengths=LENGTHS))
+    expected = hmm.log_prob(data, lengths=LENGTHS)
+    for observed in (None, torch.ones(5, V, dtype=torch.bool)):
+        assert torch.equal(hmm.log_prob(padded, lengths=LENGTHS, observed=observed), expected)
     with pytest.raises(ValueError, match="data: "):
         hmm.log_prob(padded)
 
