@@ -55,22 +55,3 @@ def given(table: np.ndarray, data: np.ndarray, observed: np.ndarray) -> np.ndarr
     """The table, with zeros where a value differs from what is observed."""
     allowed = [np.arange(table.shape[0]) == value if seen else True for value, seen in zip(data, observed, strict=True)]
     return table * outer([np.broadcast_to(some, table.shape[0]) for some in allowed])
-
-
-def expected_counts(w: Weights, counts: np.ndarray) -> Weights:
-    """How often each weight is expected to be used: `w dL/dw` of `L = sum counts log table`, by differences."""
-
-    def total(changed: Weights) -> float:
-        return float((counts * np.log(joint(changed))).sum())
-
-    found = {}
-    for name, array in w.items():
-        found[name] = np.empty_like(array)
-        for index in np.ndindex(array.shape):
-            ends = []
-            for sign in (1, -1):
-                changed = array.copy()
-                changed[index] *= 1 + sign * 1e-5
-                ends.append(total(w | {name: changed}))
-            found[name][index] = (ends[0] - ends[1]) / 2e-5
-    return found

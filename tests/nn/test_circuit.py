@@ -46,30 +46,21 @@ def test_probabilities_equal_the_enumeration_and_sum_to_one(v, c, t):
 
 
 @SIZES
-def test_marginals_and_conditionals_equal_the_enumeration(v, c, t):
+def test_marginals_conditionals_and_explanations_equal_the_enumeration(v, c, t):
     circuit = make(v, c, t).double()
-    table, data = table_of(circuit), circuits.values(K, v)
+    table, best, data = table_of(circuit), table_of(circuit, best=True), circuits.values(K, v)
     observed = some_observed(len(data), v)
     log_prob, conditionals = circuit.log_prob(data, observed), circuit.conditionals(data, observed)
+    explained = circuit.mpe(data, observed)
+    assert (explained.data == data)[observed].all() and explained.data.dtype == data.dtype
     for i, (row, seen) in enumerate(zip(data.numpy(), observed.numpy(), strict=True)):
-        joint = circuits.given(table, row, seen)
+        joint, paths = (circuits.given(one, row, seen) for one in (table, best))
         np.testing.assert_allclose(log_prob[i].item(), np.log(joint.sum()), atol=1e-12)
         for variable in range(v):
             others = tuple(axis for axis in range(v) if axis != variable)
             np.testing.assert_allclose(conditionals[i, variable], joint.sum(others) / joint.sum(), atol=1e-12)
-
-
-@SIZES
-def test_most_probable_explanation_equals_the_enumeration(v, c, t):
-    circuit = make(v, c, t).double()
-    best, data = table_of(circuit, best=True), circuits.values(K, v)
-    observed = some_observed(len(data), v)
-    found = circuit.mpe(data, observed)
-    assert (found.data == data)[observed].all() and found.data.dtype == data.dtype
-    for i, (row, seen) in enumerate(zip(data.numpy(), observed.numpy(), strict=True)):
-        joint = circuits.given(best, row, seen)
-        np.testing.assert_allclose(np.exp(found.log_prob[i].item()), joint.max(), rtol=1e-12)
-        np.testing.assert_allclose(joint[tuple(found.data[i])], joint.max(), rtol=1e-12)
+        np.testing.assert_allclose(np.exp(explained.log_prob[i].item()), paths.max(), rtol=1e-12)
+        np.testing.assert_allclose(paths[tuple(explained.data[i])], paths.max(), rtol=1e-12)
 
 
 def test_posteriors_and_best_states_equal_the_reference():
@@ -125,21 +116,6 @@ def test_draws_have_the_frequencies_of_the_table(missing):
         assert (np.abs(counts - n * table) <= 4 * np.sqrt(n * table)).all()
 
 
-def test_em_step_takes_the_expected_counts():
-    circuit, data = make(3).double(), values(7, 3)
-    counts = np.zeros((K,) * 3)
-    np.add.at(counts, tuple(data.numpy().T), 1)
-    expected = circuits.expected_counts(circuits.weights_of(circuit), counts)
-    before = circuit.log_prob(data).sum().item()
-    found = nn.em_step(circuit, [lambda: circuit.log_prob(data).sum()])
-    assert abs(found.item() - before) < 1e-12
-    after = circuits.weights_of(circuit)
-    assert after.keys() == expected.keys()
-    for name, array in expected.items():
-        dim = dict(circuit.named_modules())[name].dim
-        np.testing.assert_allclose(after[name], array / array.sum(dim, keepdims=True), atol=1e-7, err_msg=name)
-
-
 @pytest.mark.parametrize("method", ["em", "gradient"])
 @pytest.mark.parametrize("missing", [False, True])
 def test_fit_never_lowers_the_likelihood_and_zeros_stay(missing, method):
@@ -153,18 +129,6 @@ def test_fit_never_lowers_the_likelihood_and_zeros_stay(missing, method):
     assert abs(circuit.log_prob(data, observed).sum().item() - report.log_likelihood) < 1e-9
     bulk = circuit.bulk().detach().exp()
     assert (bulk.tril(-1) == 0).all() and (bulk.sum(-1) - 1).abs().max() < 1e-12
-
-
-def test_more_repetitions_or_states_learn_more():
-    """Two clusters that a chain of one state cannot tell apart."""
-    data = torch.cat([torch.zeros(20, 6, dtype=torch.int64), torch.ones(20, 6, dtype=torch.int64)])
-    reached = {}
-    for c, t in ((1, 1), (2, 1), (1, 2)):
-        circuit = make(6, c, t, num_categories=2)
-        circuit.fit(data, max_iterations=40, generator=seeded(1))
-        reached[c, t] = circuit.log_prob(data).mean().item()
-    assert abs(reached[1, 1] - 6 * math.log(0.5)) < 1e-3
-    assert abs(reached[2, 1] - math.log(0.5)) < 1e-3 and abs(reached[1, 2] - math.log(0.5)) < 1e-3
 
 
 def test_impossible_data_are_minus_infinity_with_gradient_zero_and_have_no_conditionals():

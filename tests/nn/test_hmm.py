@@ -1,7 +1,5 @@
 """Likelihoods, posteriors, best paths and draws of hidden Markov models equal sums over all paths."""
 
-import itertools
-
 import numpy as np
 import pytest
 import scipy.stats
@@ -111,14 +109,6 @@ def test_categories_of_padding_may_be_none():
         assert torch.equal(hmm.log_prob(padded, lengths=LENGTHS, observed=observed), expected)
     with pytest.raises(ValueError, match="data: "):
         hmm.log_prob(padded)
-
-
-def test_missing_categories_are_summed_out():
-    hmm, data = random_hmm(), categories(V)
-    observed = torch.tensor([True, False, True, False])
-    rows = [torch.tensor([data[0], a, data[2], b]) for a, b in itertools.product(range(4), repeat=2)]
-    close(hmm.log_prob(data, observed=observed), array(hmm.log_prob(torch.stack(rows)).logsumexp(0)))
-    close(hmm.log_prob(data, observed=torch.zeros(V, dtype=torch.bool)), 0.0)
 
 
 def test_missing_features_are_summed_out():

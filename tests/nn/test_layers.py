@@ -77,23 +77,3 @@ def test_sum_layer_holds_no_terms():
         used = peak_bytes(lambda: [layer(x)])
     terms = n * f * c * c * 4
     assert used < terms / 5
-
-
-@pytest.mark.parametrize("f", [1, 4, 5])
-@pytest.mark.parametrize("lead", [(), (2,)])
-def test_cp_and_tucker_layers_mix_neighbors(f, lead):
-    x = inputs(6, *lead, f, 4, dtype=torch.float64)
-    cp = nn.CPLayer(f, 4, 3, arity=3, lead=lead, generator=seeded()).double()
-    tucker = nn.TuckerLayer(f, 4, 3, lead=lead, generator=seeded()).double()
-    for method, reduce in (("forward", logsumexp), ("best", np.max)):
-        nodes = mixed(x, cp.sums, reduce)
-        products = np.stack([nodes[..., i : i + 3, :].sum(-2) for i in range(0, f, 3)], -2)
-        np.testing.assert_allclose(getattr(cp, method)(x).detach(), products, rtol=1e-12, atol=1e-12)
-        found = getattr(tucker, method)(x).detach()
-        left, right = x[..., 0 : f - f % 2 : 2, :, None], x[..., 1::2, None, :]
-        if f > 1:
-            pairs = mixed((left + right).flatten(-2), tucker.pairs, reduce)
-            np.testing.assert_allclose(found[..., : f // 2, :], pairs, rtol=1e-12, atol=1e-12)
-        if f % 2:
-            truth = mixed(x[..., -1:, :], tucker.alone, reduce)
-            np.testing.assert_allclose(found[..., -1:, :], truth, rtol=1e-12, atol=1e-12)

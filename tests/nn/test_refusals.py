@@ -205,6 +205,7 @@ WEIGHTS = [
     (lambda: transitions.Sparse(ARCS, 3), ValueError, "indices: expected values from 0 to c - 1 = 2"),
     (lambda: transitions.Sparse(ARCS[:, [0, 1, 1]]), ValueError, "indices: expected each pair of states once"),
     (lambda: on_meta(lambda: transitions.Sparse(ARCS)), ValueError, "^indices: .* got meta$"),
+    (lambda: transitions.Sparse(ARCS).set(torch.eye(7)[0]), ValueError, "probabilities: .* positive sum"),
     (lambda: transitions.LowRank(3, 0), ValueError, "rank: expected a positive integer"),
     (lambda: transitions.LowRank(3, 1, diagonal=2), TypeError, "diagonal: expected"),
     (lambda: transitions.LowRank(3, 1).set(*[torch.ones(3, 1)] * 2, torch.ones(3)), ValueError, "diagonal: expected N"),
