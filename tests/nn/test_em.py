@@ -77,6 +77,10 @@ def test_step_reaches_the_maximum(name, missing):
                 assert (flow * layer(data, observed)).sum() < expected
                 parameter -= size * noise
     torch.testing.assert_close(model.shares().exp().detach(), flow[:, 0].mean(0))
+    if name in ("gaussian-spherical", "gaussian-tied"):
+        found = layer.covariance().detach()
+        shared = found[..., :1] if name == "gaussian-spherical" else found[..., :1, :, :]
+        assert torch.equal(found, shared.expand_as(found))
 
 
 @FAMILY

@@ -210,21 +210,6 @@ def test_data_whose_squares_float32_cannot_hold_are_fitted(kind, scale):
     torch.testing.assert_close(hmms[1].emission.means / scale, hmms[0].emission.means, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["spherical", "tied"])
-def test_shared_covariances_are_shared_and_reach_the_maximum(kind):
-    data = normal(kind, 60) * torch.tensor([1.0, 3.0])
-    hmm = HMM(2, "gaussian", **COVARIANCES[kind]).double()
-    report = hmm.fit(data, generator=seeded(), tolerance=-torch.inf, max_iterations=20)
-    assert (torch.tensor(report.history).diff() > -1e-9).all()
-    found = hmm.emission.covariance().detach()
-    assert torch.equal(found, found[..., :1].expand_as(found) if kind == "spherical" else found[:1].expand_as(found))
-    by_gradient = hmm.fit(data, restarts=0, method="gradient", tolerance=1e-9)
-    assert by_gradient.log_likelihood >= report.log_likelihood - 1e-9
-    different = torch.diag_embed(torch.rand(2, 2) + 1) if kind == "tied" else torch.rand(2) + 1
-    with pytest.raises(ValueError, match=r"covariance: expected the same for all (features|units)"):
-        hmm.emission.set(torch.zeros(2), different)
-
-
 def test_starts_whose_gradients_overflow_are_skipped():
     leaps = iter([1e20, 1e-3, 1e-3])
     hmm, data = HMM(2, "gaussian", generator=seeded()), normal("diagonal", 60, dtype=torch.float32)

@@ -13,6 +13,7 @@ from tests.nn.test_transitions import ARCS, MAKERS
 
 DATA, VECTORS = categories(5, V), normal(5, V, 2)
 MASK = torch.ones(5, V, dtype=torch.bool)
+SPREADS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 LONG = transitions.Banded(3, [0], lead=(V - 1,))
 
 
@@ -183,6 +184,8 @@ EMISSION = [
         ValueError,
         "covariance: .* finite",
     ),
+    (lambda: Gaussian(2, 2, "tied").set(torch.zeros(2), SPREADS.diag_embed()), ValueError, "covariance: .* all units"),
+    (lambda: Gaussian(2, 2, "spherical").set(torch.zeros(2), SPREADS), ValueError, "covariance: .* all features"),
     (lambda: Gaussian(1).initialise(torch.full((3,), torch.nan)), ValueError, "at least one observation"),
     (lambda: Gaussian(1).initialise(torch.ones(3)), ValueError, "two different observations"),
 ]
