@@ -1,4 +1,4 @@
-"""`adapters.from_arcs` sums over all paths of a graph, and `openfst_arcs` reads what OpenFst prints."""
+"""`adapters.from_arcs` sums over all paths of a graph; `openfst_arcs` reads the text that OpenFst prints."""
 
 import math
 
@@ -51,7 +51,7 @@ def with_final_arcs(arcs, scores, final):
 
 @pytest.mark.parametrize("frames", [1, 4])
 @pytest.mark.parametrize("seed", [0, 10])
-def test_all_paths_are_summed(seed, frames):
+def test_partition_equals_the_sum_over_paths(seed, frames):
     arcs, scores, final = graph(seed)
     leaves = log_probs, scores, final = [one.requires_grad_() for one in (normal(frames, CLASSES), scores, final)]
     truth = total(log_probs, arcs, scores, final, start=2)
@@ -73,7 +73,7 @@ def test_arcs_with_label_minus_one_are_final_weights():
     assert distance(logchain.product(**lists._asdict()), ours) <= NATS
 
 
-def test_states_are_pairs_of_destination_and_label():
+def test_states_are_pairs_of_target_and_label():
     arcs, scores, final = graph()
     arcs, scores = arcs[:-1], scores[:-1]
     log_probs = normal(5, CLASSES)
@@ -88,7 +88,7 @@ def test_states_are_pairs_of_destination_and_label():
     assert distance(best.score, max(weights)) <= NATS
 
 
-def test_ctc_as_arcs():
+def test_arcs_of_ctc_equal_from_ctc():
     target, blank = [2, 2, 3], 0
     classes = [blank, 2, blank, 2, blank, 3, blank]
     arcs = [(0, 1, blank), (0, 2, 2), (6, 8, -1), (7, 8, -1)]
@@ -106,7 +106,7 @@ def test_ctc_as_arcs():
 
 
 @pytest.mark.parametrize("frames", [1, 2])
-def test_a_graph_without_two_arcs_in_a_row(frames):
+def test_graph_without_two_arcs_in_a_row(frames):
     arcs = torch.tensor([[0, 1, 2], [1, 2, -1]])
     scores = torch.tensor([0.5, 0.25], requires_grad=True)
     log_probs = torch.zeros(frames, CLASSES, requires_grad=True)
@@ -117,7 +117,7 @@ def test_a_graph_without_two_arcs_in_a_row(frames):
     assert log_probs.grad.tolist() == ([[0, 0, 1, 0]] if frames == 1 else [[0] * 4] * 2)
 
 
-def test_openfst():
+def test_openfst_text_has_its_weights():
     text = "3 0 1 0.5\n3 2 2\n\n0 0 1 1.5\n0 2 3 0.25\n2\n0 0.125\n1 Infinity\n"
     arcs, scores, final, start = adapters.openfst_arcs(text)
     assert start == 3 and final.tolist() == [-0.125, -math.inf, 0.0, -math.inf]
@@ -126,13 +126,11 @@ def test_openfst():
     one, three = log_probs[:, 1], log_probs[:, 3]
     weights = one[:2].sum() - 2.0 + torch.stack([one[2] - 1.5 - 0.125, three[2] - 0.25])
     assert distance(ours, weights.logsumexp(0)) <= NATS
-
-
-def test_openfst_without_a_final_state():
+    # without a final state nothing is possible
     arguments = adapters.from_arcs(torch.zeros(2, 3, 4), *adapters.openfst_arcs("0 0 1"))
     assert logchain.product(**arguments._asdict()).tolist() == [-math.inf] * 2
 
 
-def test_final_weights_keep_their_digits_beside_half_log_probs():
+def test_final_weights_keep_their_digits_with_half_log_probs():
     arguments = adapters.from_arcs(torch.full((3, 4), -8.0).bfloat16(), *adapters.openfst_arcs("0 0 1\n0 0.001953125"))
     assert logchain.product(**arguments._asdict()).item() == -24.001953125

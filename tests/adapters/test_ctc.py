@@ -1,4 +1,4 @@
-"""`adapters.from_ctc` gives torch's CTC loss, its gradients, and alignments; all alignments are counted where few."""
+"""`adapters.from_ctc` has the values and gradients of torch's CTC loss, and those of all alignments where few."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ F32, F64 = torch.float32, torch.float64
 FRAMES, LABELS = [20, 20, 12, 9, 20, 1], [8, 4, 8, 8, 0, 1]
 TARGETS = [
     [3, 3, 3, 1, 2, 2, 5, 4],
-    [1, 2, 1, 2, 99, -7, 99, 0],  # what lies behind an end is not read
+    [1, 2, 1, 2, 99, -7, 99, 0],  # padding is not read
     [1, 1, 2, 2, 3, 3, 4, 4],
     [1, 1, 2, 2, 3, 3, 4, 4],
     [0, 0, 0, 0, 0, 0, 0, 0],
@@ -40,7 +40,7 @@ def alignments(frames, classes, target, blank):
 
 @pytest.mark.parametrize("targets", [TARGETS, TOGETHER], ids=["padded", "together"])
 @pytest.mark.parametrize("kind", [torch.tensor, tuple])
-def test_values_and_gradients_are_those_of_torch(kind, targets):
+def test_values_and_gradients_equal_torch(kind, targets):
     leaf = normal(20, 6, 7).requires_grad_()
     args = leaf.log_softmax(-1), torch.tensor(targets), kind(FRAMES), kind(LABELS)
     ours, theirs = loss(*args), ctc_loss(*args, reduction="none")
@@ -53,7 +53,7 @@ def test_values_and_gradients_are_those_of_torch(kind, targets):
 
 
 @pytest.mark.parametrize("blank", [0, 2, 5])
-def test_another_blank(blank):
+def test_other_blanks_equal_torch(blank):
     leaf = normal(9, 2, 6).requires_grad_()
     labels = torch.tensor([[1, 2, 3], [4, 1, 1]])  # the second of them is a blank once
     args = leaf.log_softmax(-1), labels, (9, 7), (3, 2), blank
@@ -64,7 +64,7 @@ def test_another_blank(blank):
 
 
 @pytest.mark.parametrize("lengths", [(5, 2), (torch.tensor(4), torch.tensor(2)), ([5], [1])], ids=str)
-def test_one_sequence_without_an_axis(lengths):
+def test_single_sequence_has_no_axis(lengths):
     log_probs, labels = normal(5, 3).log_softmax(-1), torch.tensor([1, 1])
     ours = adapters.from_ctc(log_probs, labels, *lengths)
     assert ours.x.shape == (5, 5) and ours.lengths.shape == ()
@@ -73,14 +73,14 @@ def test_one_sequence_without_an_axis(lengths):
     assert distance(-logchain.product(**ours._asdict()), theirs) <= NATS
 
 
-def test_no_labels_at_all():
+def test_targets_without_labels():
     log_probs = normal(5, 2, 3)
     for labels in (torch.zeros(2, 0, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)):
         assert distance(loss(log_probs, labels, (5, 3), (0, 0)), -log_probs[:, :, 0].cumsum(0)[[4, 2], [0, 1]]) <= NATS
 
 
 @pytest.mark.parametrize("target", [[1], [2, 2], [2, 1, 2]], ids=str)
-def test_all_alignments_are_counted(target):
+def test_values_gradients_and_paths_equal_the_enumeration_of_alignments(target):
     frames, classes, blank = 5, 3, 0
     leaf = normal(frames, classes).requires_grad_()  # no log-probabilities
     every = torch.tensor(list(alignments(frames, classes, target, blank)))
@@ -103,7 +103,7 @@ def test_all_alignments_are_counted(target):
     assert paths.scores[-1] == -math.inf
 
 
-def test_what_is_impossible_has_gradient_zero():
+def test_impossible_targets_have_gradient_zero():
     leaf = normal(6, 3, 4).requires_grad_()
     forbidden = torch.zeros(6, 3, 4, dtype=torch.bool)
     forbidden[2, 0, 1] = forbidden[:, 1, 2] = True
@@ -117,7 +117,7 @@ def test_what_is_impossible_has_gradient_zero():
 
 
 @pytest.mark.parametrize("kind", ["random", "sharp"])
-def test_float32_keeps_the_contract(kind):
+def test_float32_is_within_the_contract(kind):
     frames, n, classes, count = 100, 2, 20, 25
     logits = normal(frames, n, classes, dtype=F32) * (30 if kind == "sharp" else 1)
     labels = torch.randint(1, classes, (n, count), generator=seeded(1))
@@ -134,7 +134,7 @@ def test_float32_keeps_the_contract(kind):
     assert (abs(mine.numpy() - exact) <= gradient_bound(exact, frames, 2 * count + 1, dtype=F32)).all()
 
 
-def test_labels_of_alignments():
+def test_labels_of_alignments_are_the_targets():
     log_probs = normal(20, 6, 7).log_softmax(-1)
     arguments = adapters.from_ctc(log_probs, torch.tensor(TARGETS), FRAMES, LABELS)._asdict()
     drawn = logchain.sample(**arguments, num_samples=2, generator=seeded())
@@ -149,7 +149,7 @@ def test_labels_of_alignments():
             assert (-1 in row[:frames]) == (frames == 9)
 
 
-def test_gradients_of_layouts():
+def test_transposed_and_half_log_probs():
     """log_probs that are transposed, and of bfloat16."""
     leaf = normal(2, 9, 4).requires_grad_()
     labels = torch.tensor([[1, 3], [2, 2]])

@@ -9,29 +9,21 @@ import torch
 import logchain
 from logchain import adapters
 from tests.adapted import NATS, SHARE, answers, distance, gradients, normal, peer
-from tests.contract import assert_values, gradient_bound, value_bound
-
-F32, F64 = torch.float32, torch.float64
 
 
 @pytest.mark.filterwarnings("ignore:.*does not define `arg_constraints`")
 @pytest.mark.parametrize("lengths", [None, [7, 2, 5]], ids=str)
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_torch_struct(dtype, lengths):
-    struct = peer("torch_struct")
-    edges = (2 * normal(3, 6, 4, 4, dtype=dtype)).requires_grad_()
+def test_torch_struct(lengths):
+    edges = (2 * normal(3, 6, 4, 4)).requires_grad_()
     ends = None if lengths is None else torch.tensor(lengths)
-    exact = struct.LinearChainCRF(edges.detach().double(), lengths=ends)
+    crf = peer("torch_struct").LinearChainCRF(edges, lengths=ends)
     # log-potentials alone are a model, too
-    crf = edges if lengths is None else struct.LinearChainCRF(edges, lengths=ends)
-    arguments = adapters.from_torch_struct(crf)._asdict()
+    arguments = adapters.from_torch_struct(edges if lengths is None else crf)._asdict()
     log_norm = logchain.product(**arguments)
-    assert log_norm.dtype == dtype
-    truth = exact.partition.detach().numpy()
-    assert_values(log_norm, truth, NATS if dtype == F64 else value_bound(truth, 7, 4, dtype=F32))
-    log_norm.sum().backward()
-    assert distance(edges.grad, exact.marginals) <= (SHARE if dtype == F64 else gradient_bound(1.0, 7, 4, dtype=F32))
-    states, theirs = logchain.viterbi(**arguments).states, exact.from_event(exact.argmax)[0]
+    assert distance(log_norm, crf.partition) <= NATS
+    (gradient,) = torch.autograd.grad(log_norm.sum(), edges)
+    assert distance(gradient, crf.marginals) <= SHARE
+    states, theirs = logchain.viterbi(**arguments).states, crf.from_event(crf.argmax)[0]
     for sequence, end in enumerate(lengths or [7, 7, 7]):
         assert states[sequence, :end].tolist() == theirs[sequence, :end].tolist()
 

@@ -47,10 +47,8 @@ class Flat:
 
 
 PACKAGES = [
-    (lambda: adapters.from_torch_struct(None), TypeError, "crf: expected a torch.Tensor, got NoneType"),
     (lambda: adapters.from_torch_struct(torch.zeros(5, 3, 2)), ValueError, r"crf: expected .* got \[5, 3, 2\]"),
     (lambda: adapters.from_pyro(object(), torch.zeros(3)), TypeError, "hmm: expected a pyro DiscreteHMM, got object"),
-    (lambda: adapters.from_pyro(bernoulli(4), [1.0]), TypeError, "value: expected a torch.Tensor, got list"),
     (lambda: adapters.from_pyro(bernoulli(4), torch.tensor(1.0)), ValueError, r"value: expected observations \[..., v"),
     (lambda: adapters.from_pyro(bernoulli(4), torch.zeros(5)), ValueError, "value: expected 4 steps.* got 5"),
     (lambda: adapters.from_hmmlearn(object(), [[1]]), TypeError, "model: expected a fitted model.* startprob_"),
@@ -65,22 +63,16 @@ PACKAGES = [
 ]
 CTC = [
     (lambda: ctc(log_probs=torch.zeros(2, 3, 4, 5)), ValueError, r"log_probs: expected \[T, N, C\] .* got \[2, 3, 4"),
-    (lambda: ctc(targets=[[1]]), TypeError, "targets: expected a torch.Tensor, got list"),
-    (lambda: ctc(targets=torch.zeros(2, 3)), TypeError, "targets: expected integers, got float32"),
     (lambda: ctc(targets=torch.ones(1, 2, 3).long()), ValueError, r"targets: expected \[N, S\] .* got \[1, 2, 3\]"),
     (lambda: ctc(targets=torch.tensor([[1, 4, 0], [1, 1, 1]])), ValueError, "targets: .* C - 1 = 3, got 0 to 4"),
     (lambda: ctc(targets=torch.ones(5).long()), ValueError, "target_lengths: expected a sum of 5 labels, got 4"),
     (lambda: ctc(target_lengths=(1, 4)), ValueError, "target_lengths: expected numbers from 0 to 3, got 1 to 4"),
-    (lambda: ctc(target_lengths=(1,)), ValueError, "target_lengths: expected 2 to go with targets, got 1"),
     (lambda: ctc(targets=torch.ones(1, 3).long(), target_lengths=1), ValueError, "target_lengths: expected 2 .* got 1"),
     (lambda: ctc(input_lengths=(5, 0)), ValueError, "input_lengths: expected numbers from 1 to 5, got 0 to 5"),
     (lambda: ctc(input_lengths=(5,)), ValueError, r"input_lengths: expected 2 to go with .*\[5, 2, 4\], got 1"),
     (lambda: ctc(input_lengths=[[5, 5]]), ValueError, r"input_lengths: .* each sequence, got shape \[1, 2\]"),
     (lambda: ctc(input_lengths="55"), TypeError, "input_lengths: expected integers, got '55'"),
-    (lambda: ctc(input_lengths=(5.0, 5.0)), TypeError, "input_lengths: expected integers, got float32"),
     (lambda: ctc(blank=4), ValueError, "blank: expected a class from 0 to C - 1 = 3, got 4"),
-    (lambda: ctc(blank=0.0), TypeError, "blank: expected an integer, got 0.0"),
-    (lambda: labels([[1.0]]), TypeError, "states: expected integers, got float32"),
     (lambda: labels([[1], [1], [1]]), ValueError, r"states: expected \[..., 2, T\] .* got \[3, 1\]"),
 ]
 ARCS = [
