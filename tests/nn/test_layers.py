@@ -1,5 +1,7 @@
 """Layers of a circuit against scipy's log-sum-exp in float64."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,18 @@ def test_gradients_of_a_sum_layer_are_shares():
     flow = shares.sum(0)
     expected = flow - np.exp(log_weights(layer)) * flow.sum(-2, keepdims=True)
     np.testing.assert_allclose(layer.weights.logits.grad, expected, atol=1e-5)
+
+
+def test_sum_layer_in_half_precision_compiled_and_differentiated_twice():
+    layer, x = nn.SumLayer(4, 3, (5,), generator=seeded()), torch.randn(6, 5, 4, generator=seeded(1))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    half, rounded = copy.deepcopy(layer).bfloat16(), x.bfloat16()
+    found = half(rounded)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), copy.deepcopy(half).double()(rounded.double()), rtol=0, atol=1e-5)
+    leaf = x[:2].double().requires_grad_()
+    assert torch.autograd.gradcheck(layer.double(), (leaf,)) and torch.autograd.gradgradcheck(layer, (leaf,))
 
 
 def test_sum_layer_holds_no_terms():

@@ -62,7 +62,7 @@ MODELS = {
     "bernoulli": Model(lambda: nn.HMM(3, nn.Bernoulli((2, 3))), lambda: integers(2, high=2)),
     "binomial": Model(lambda: nn.HMM(3, nn.Binomial(3, 10))),
     "chain": Model(lambda **options: nn.ChainCircuit(V, 3, 2, num_categories=4, **options)),
-    "chain of numbers": Model(lambda: nn.ChainCircuit(V, 3, 2, input="gaussian"), numbers),
+    "chain of numbers": Model(lambda: nn.ChainCircuit(V, 3, 2, input="gaussian"), lambda: missing(numbers())),
     "tree": Model(lambda **options: nn.TreeCircuit(V, 3, 2, num_categories=4, **options)),
     "tucker": Model(lambda: nn.TreeCircuit(V, 3, layer="tucker", num_categories=4)),
     "crf, sum": crf("sum", lengths=False),
