@@ -57,9 +57,12 @@ class HMM(torch.nn.Module):
         num_features: d, for a vector of d entries at each step; None for a number.
         num_categories: number of categories, for "categorical".
         covariance: "diagonal", "spherical", "full" or "tied", for "gaussian".
-        prior_scatter, prior_count, prior_means, prior_means_count, prior_total: what `fit` by expectation maximisation
-            adds to its sums for the emission, if it has a name: see `Gaussian` (all but the last), `Categorical`
-            (`prior_count`) and `Poisson` (`prior_total`, `prior_count`). None is 0.
+        prior_scatter: what `fit` by expectation maximization adds to its sums for a "gaussian" emission, see
+            `Gaussian`; None is 0, as for the other priors.
+        prior_count: likewise, see `Gaussian`, `Categorical` and `Poisson`.
+        prior_means: likewise, see `Gaussian`.
+        prior_means_count: likewise, see `Gaussian`.
+        prior_total: likewise, see `Poisson`.
         initial: "free" for trained initial probabilities; "stationary" for the stationary distribution of the
             transitions, which must be one irreducible matrix for all steps; `fit` then needs `method="gradient"`.
         transition: a module of `logchain.nn.transitions`, such as `Banded`; or one that maps covariates to logits
