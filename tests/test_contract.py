@@ -105,7 +105,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 IN_TORCH = ["product", "chunked:3", "marginals", "messages", "viterbi", "topk_paths", "stream", "banded", "low rank"]
 PAIRED = [parameter("cpu", name) for name in SUBJECTS] + [parameter("plain", name) for name in IN_TORCH]
 EACH_SUBJECT = pytest.mark.parametrize(("backend", "subject"), PAIRED, indirect=["backend"])
-EACH = pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 
 
 def small(each: bool = False, **sizes: int) -> Chain:
@@ -140,14 +139,15 @@ def assert_same_gradients(one: torch.Tensor, other: torch.Tensor, operands, **op
         torch.testing.assert_close(found, wanted, **options)
 
 
-@EACH
+@pytest.mark.parametrize(("each", "padding"), [(False, 3.0), (True, 3.0), (True, torch.nan)])
 @EACH_SUBJECT
-def test_lengths_are_each_sequence_alone(backend, subject, each):
+def test_lengths_are_each_sequence_alone(backend, subject, each, padding):
     """Values and gradients, whatever lies behind an end."""
     chain = small(each, c=4 if each else 18)  # few states, and more than a vector's
     v = chain.x.shape[-2]
     lengths = torch.tensor([[v, 1], [v // 2, v - 1], [2, v]])
-    operands, call = leaves(poisoned(chain, lengths)), SUBJECTS[subject]
+    chain = Chain(*(torch.where(operand.isnan(), padding, operand) for operand in poisoned(chain, lengths)[:3]))
+    operands, call = leaves(chain), SUBJECTS[subject]
     x, bulk, p0 = operands
     found, alone = call(*operands, lengths=lengths), {}
     summed = torch.zeros_like(bulk)
