@@ -5,6 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.layouts import relaid
+
+F64 = torch.float64
+
+# the axis of variables, counted from the end, of results that have one
+_OF_VARIABLES = {"gradient of x": -2, "posteriors": -2, "path": -1}
+
 
 class Case(NamedTuple):
     """A chain as one process has it: x `[*B, v, c]`, `bulk`, p0, lengths, and the numbers of variables of ranks."""
@@ -18,48 +25,49 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict:
-        """The options of any question."""
+        """The options of any function."""
         return {"log_params": self.log_params, "lengths": self.lengths}
 
     def variables(self, rank: int) -> slice:
-        """The variables that a rank holds."""
+        """The variables of a rank."""
         start = sum(self.sizes[:rank])
         return slice(start, start + self.sizes[rank])
 
-    def matrices(self, rank: int) -> slice:
-        """The matrices that a rank holds: of all if there is one for every step."""
-        if self.bulk.shape[-3] == 1:
-            return slice(0, 1)
+    def steps(self, rank: int) -> slice:
+        """The steps that lead into the variables of a rank."""
         start, stop = max(0, self.variables(rank).start - 1), self.variables(rank).stop - 1
         return slice(start, max(start, stop))
 
-    def of(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, `bulk` and p0 of a rank, in memory of their own."""
+    def matrices(self, rank: int) -> slice:
+        """The matrices of a rank: all if there is one for every step."""
+        return slice(0, 1) if self.bulk.shape[-3] == 1 else self.steps(rank)
+
+    def of(self, rank: int, layout: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x, `bulk` and p0 of a rank, in separate memory, possibly in one of the layouts of `tests.layouts`."""
         x, bulk = self.x[..., self.variables(rank), :], self.bulk[..., self.matrices(rank), :, :]
+        if layout is not None:
+            return relaid(x, layout), relaid(bulk, layout), relaid(self.p0, layout)
         return x.clone(), bulk.clone(), self.p0.clone()
+
+    def part(self, rank: int, name: str, result: Tensor) -> Tensor:
+        """A rank's part of a result, by its name."""
+        if name in _OF_VARIABLES:
+            return result.narrow(_OF_VARIABLES[name], self.variables(rank).start, self.sizes[rank])
+        if name in ("gradient of bulk", "counts"):
+            return result[..., self.matrices(rank), :, :]
+        return result[..., self.steps(rank), :, :] if name == "transitions" else result
 
 
 def chain(
-    sizes,
-    c: int,
-    *,
-    batch=(),
-    own=(),
-    one_matrix=True,
-    log_params=False,
-    dtype=torch.float64,
-    lengths=False,
-    zeros=0.2,
-    scale=2.0,
-    seed=0,
+    sizes, c, *, batch=(), own=(), one_matrix=True, log_params=False, dtype=F64, lengths=False, zeros=0.2, scale=2.0
 ) -> Case:
-    """A random chain with zeros among its weights; `own` are the batch axes of `bulk`, `scale` that of x."""
-    generator = torch.Generator().manual_seed(1000 * seed + sum(sizes) + c)
+    """A random chain with zeros among its weights; `own` are the batch axes of `bulk`."""
+    generator = torch.Generator().manual_seed(sum(sizes) + c)
     v = sum(sizes)
-    x = scale * torch.randn(*batch, v, c, generator=generator, dtype=torch.float64)
-    bulk = torch.rand(*own, 1 if one_matrix else v - 1, c, c, generator=generator, dtype=torch.float64)
+    x = scale * torch.randn(*batch, v, c, generator=generator, dtype=F64)
+    bulk = torch.rand(*own, 1 if one_matrix else v - 1, c, c, generator=generator, dtype=F64)
     bulk = bulk * (torch.rand(bulk.shape, generator=generator) > zeros)
-    p0 = torch.rand(c, generator=generator, dtype=torch.float64)
+    p0 = torch.rand(c, generator=generator, dtype=F64)
     bulk, p0 = (bulk.log(), p0.log()) if log_params else (bulk, p0)
     ends = torch.randint(1, v + 1, batch, generator=generator) if lengths else None
     return Case(x.to(dtype), bulk.to(dtype), p0.to(dtype), ends, log_params, tuple(sizes))

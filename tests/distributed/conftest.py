@@ -1,7 +1,6 @@
-"""Teams of processes, which tests of one file share."""
+"""Teams of processes, shared by all tests."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -9,9 +8,9 @@ import torch.distributed as dist
 from tests.distributed.processes import Team
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def teams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Team]]:
-    """Gives a working team of so many processes, made when it is first asked for, or anew once it is broken."""
+    """Returns a working team of a number of processes, started when it is first needed, or again once it is broken."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("torch.distributed has no gloo here")
     working: dict[int, Team] = {}
@@ -20,10 +19,9 @@ def teams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
         if size in working and working[size].broken:
             working.pop(size).close()
         if size not in working:
-            folder: Path = tmp_path_factory.mktemp(f"team_of_{size}")
-            working[size] = Team(size, folder)
+            working[size] = Team(size, tmp_path_factory.mktemp(f"team_of_{size}"))
         return working[size]
 
     yield team
-    for one in working.values():
-        one.close()
+    for each in working.values():
+        each.close()

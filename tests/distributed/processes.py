@@ -1,7 +1,8 @@
-"""Processes that form one gloo group over loopback, and run functions of tests; nothing waits for ever."""
+"""Processes that form one gloo group over loopback, and run functions of tests; nothing waits forever."""
 
 import datetime
 import multiprocessing
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-# the timeout of the group, and the time that a task may take, in seconds
-GROUP, TASK = 3, 100
+# the timeout of the group, and of a task, in seconds; not reached unless a rank is missing
+GROUP, TASK = 30, 100
 
 
 class Outcome(NamedTuple):
@@ -30,7 +31,7 @@ class Team:
     """A group of processes, one for each rank, that runs one task after the other; a context manager."""
 
     def __init__(self, size: int, folder: Path, timeout: float = GROUP) -> None:
-        context, store = multiprocessing.get_context("spawn"), folder / "store"
+        context, store = _context(), folder / "store"
         self.size, self.broken, self._pipes, self._processes = size, False, [], []
         for rank in range(size):
             here, there = context.Pipe()
@@ -73,7 +74,7 @@ class Team:
         self.close()
 
     def _received(self, seconds: float) -> list[Outcome]:
-        """An outcome of each rank; a team is broken if a process has died, or a group's collective has failed."""
+        """An outcome of each rank; a team is broken if a process has died, or a collective has failed on some ranks."""
         until = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
         waiting: dict[Connection, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         outcomes = [Outcome()] * self.size
@@ -90,8 +91,19 @@ class Team:
                 except EOFError:
                     self._processes[rank].join(seconds)
                     outcomes[rank] = Outcome(exit=self._processes[rank].exitcode)
-                self.broken |= outcomes[rank].exit is not None or isinstance(outcomes[rank].error, RuntimeError)
+                self.broken |= outcomes[rank].exit is not None
+        errors = {str(outcome.error) for outcome in outcomes}
+        self.broken |= len(errors) > 1 and any(isinstance(outcome.error, RuntimeError) for outcome in outcomes)
         return outcomes
+
+
+def _context() -> Any:
+    """How processes start: on Linux as forks of a process that has imported torch, otherwise afresh."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
+    return context
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -> None:
