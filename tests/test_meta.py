@@ -14,15 +14,15 @@ from tests.subjects import OTHERS, STRATEGIES
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
-ASKED = {name: lambda *o, call=call, **k: tuple(call(*o, **k).values()) for name, call in OTHERS.items()}
-del ASKED["stream"]
-ASKED |= {
+FUNCTIONS = {name: lambda *o, call=call, **k: tuple(call(*o, **k).values()) for name, call in OTHERS.items()}
+del FUNCTIONS["stream"]
+FUNCTIONS |= {
     "product": logchain.product,
     "max": lambda *o, **k: semirings.total(*o, semirings.MAX, **k),
     "sample": lambda *o, **k: logchain.sample(*o, 5, **k),
 }
 # what a structure answers too
-OF_STRUCTURES = [name for name in ASKED if name not in ("divergence", "max")]
+OF_STRUCTURES = [name for name in FUNCTIONS if name not in ("divergence", "max")]
 
 
 def chain(dtype=F32, *, v=6, c=4, batch=(3, 2), each=False, log=False) -> list[Tensor]:
@@ -59,44 +59,38 @@ def without_values(function, operands, *, fake=True):
     [(F32, False, False, None), (F64, True, True, [6, 3, 1]), (BF16, False, True, "meta")],
     ids=["float32", "float64", "bfloat16"],
 )
-@pytest.mark.parametrize("question", ASKED)
-def test_every_question(question, dtype, each, log, lengths):
-    def asked(*operands):
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_results_have_the_shapes_of_a_cpu(function, dtype, each, log, lengths):
+    def run(*operands):
         ends = torch.full((3,), 6, device=operands[0].device) if lengths == "meta" else lengths
-        return ASKED[question](*operands, log_params=log, lengths=ends)
+        return FUNCTIONS[function](*operands, log_params=log, lengths=ends)
 
-    without_values(asked, chain(dtype, each=each, log=log))
+    without_values(run, chain(dtype, each=each, log=log))
 
 
 @pytest.mark.parametrize("sizes", [{"v": 1}, {"batch": (0, 2)}, {"batch": ()}], ids=str)
-@pytest.mark.parametrize("question", ASKED)
-def test_every_question_of_few(question, sizes):
-    without_values(ASKED[question], chain(**sizes))
-    without_values(ASKED[question], [t.detach() for t in chain(**sizes)])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_few_variables_or_sequences_have_the_shapes_of_a_cpu(function, sizes):
+    without_values(FUNCTIONS[function], chain(**sizes))
+    without_values(FUNCTIONS[function], [t.detach() for t in chain(**sizes)])
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-@pytest.mark.parametrize("question", ASKED)
-def test_every_question_of_packed_sequences(question, own):
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_packed_sequences_have_the_shapes_of_a_cpu(function, each):
     x, bulk, p0 = chain(v=12, batch=())
-    bulk = bulk.detach().repeat(12, 1, 1).requires_grad_() if own else bulk
+    bulk = bulk.detach().repeat(12, 1, 1).requires_grad_() if each else bulk
     offsets = torch.tensor([0, 5, 6, 12])
     # a fake mode hides the offsets too
-    without_values(lambda *o: ASKED[question](*o, cu_seqlens=offsets), [x, bulk, p0], fake=False)
+    without_values(lambda *o: FUNCTIONS[function](*o, cu_seqlens=offsets), [x, bulk, p0], fake=False)
 
 
 @pytest.mark.parametrize("lengths", [None, [30, 7, 1]], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_schedule(strategy, lengths):
+def test_schedules_have_the_shapes_of_a_cpu(strategy, lengths):
     for each, dtype in itertools.product((False, True), (F32, F64)):
         operands = chain(dtype, v=30, each=each)
         without_values(lambda *o: logchain.product(*o, strategy=strategy, lengths=lengths), operands)
-
-
-@pytest.mark.parametrize("budget", [10**4, 10**9])
-def test_a_budget(budget):
-    operands = chain(v=300, batch=(1,))
-    without_values(lambda *o: logchain.product(*o, memory_budget=budget, lengths=[200]), operands)
 
 
 def structures() -> dict[str, transitions.Transition]:
@@ -112,23 +106,21 @@ def structures() -> dict[str, transitions.Transition]:
 
 
 @pytest.mark.parametrize("structure", structures())
-@pytest.mark.parametrize("question", OF_STRUCTURES)
-def test_every_question_of_structures(question, structure):
-    of_sums = structure in ("low_rank", "monarch") and question in ("viterbi", "topk_paths")
-    if of_sums:
+@pytest.mark.parametrize("function", OF_STRUCTURES)
+def test_structures_have_the_shapes_of_a_cpu(function, structure):
+    if structure in ("low_rank", "monarch") and function in ("viterbi", "topk_paths"):
         pytest.skip("has no best path")
     x, _, p0 = chain(batch=(3,))
-    made = structures()[structure]
-    operands = [x, p0, *(t.requires_grad_() for t in made.parameters)]
+    whole = structures()[structure]
+    operands = [x, p0, *(t.requires_grad_() for t in whole.parameters)]
     for lengths in (None, [6, 3, 1]):
-        # with another graph of arcs for each device
 
-        def asked(x, p0, *parameters, ends=lengths):
+        def run(x, p0, *parameters, ends=lengths):
             # the indices of arcs have to be without values, too
-            like = made if x.device.type == "meta" or type(x) is Tensor else structures()[structure]
-            return ASKED[question](x, like.with_parameters(*parameters), p0, lengths=ends)
+            like = whole if x.device.type == "meta" or type(x) is Tensor else structures()[structure]
+            return FUNCTIONS[function](x, like.with_parameters(*parameters), p0, lengths=ends)
 
-        without_values(asked, operands)
+        without_values(run, operands)
 
 
 def test_products_of_matrices():
@@ -151,8 +143,22 @@ def test_products_of_matrices():
     ],
     ids=["grad", "jvp", "hessian", "vmap"],
 )
-def test_transforms(transform):
+def test_transforms_have_the_shapes_of_a_cpu(transform):
     without_values(transform, [t.detach() for t in chain()])
+
+
+def second_derivatives(*operands):
+    value = logchain.product(*operands, lengths=[6, 3, 1])
+    return torch.autograd.grad(value.sum(), operands, create_graph=True)
+
+
+def with_a_budget(*operands):
+    return [logchain.product(*operands, memory_budget=budget, lengths=[200]) for budget in (10**4, 10**9)]
+
+
+@pytest.mark.parametrize(("run", "sizes"), [(second_derivatives, {}), (with_a_budget, {"v": 300, "batch": (1,)})])
+def test_derivatives_have_the_shapes_of_a_cpu(run, sizes):
+    without_values(run, chain(**sizes))
 
 
 def test_autocast_and_fake_tensors_outside_their_mode():
@@ -161,14 +167,6 @@ def test_autocast_and_fake_tensors_outside_their_mode():
     with torch.autocast("cpu", dtype=BF16):
         assert described(logchain.product, [mode.from_tensor(t) for t in operands], "cpu") == expected
         without_values(logchain.product, operands)
-
-
-def test_second_derivatives():
-    def gradients(*operands):
-        value = logchain.product(*operands, lengths=[6, 3, 1])
-        return torch.autograd.grad(value.sum(), operands, create_graph=True)
-
-    without_values(gradients, chain())
 
 
 @pytest.mark.parametrize("options", [{}, {"lag": 2}, {"dtype": F64, "filtered": False}], ids=str)
@@ -182,21 +180,18 @@ def test_streams(options):
     without_values(results, [t.detach() for t in chain()])
 
 
-def test_a_plan():
-    assert logchain.plan(*(t.to("meta") for t in chain())).schedule
-
-
-def test_what_needs_values_is_refused():
+def test_values_that_are_needed_are_missed_by_name():
     x, bulk, p0 = (t.detach().to("meta") for t in chain(batch=()))
-    asked = "expected a device that holds values, got meta$"
-    with pytest.raises(ValueError, match=f"^x: {asked}"):
-        logchain.check(x, bulk, p0)
-    with pytest.raises(ValueError, match=f"^cu_seqlens: {asked}"):
-        logchain.product(x, bulk, p0, cu_seqlens=torch.tensor([0, 6], device="meta"))
-    with pytest.raises(ValueError, match=f"^x_piece: {asked}"):
-        logchain.Stream(bulk, p0, viterbi=True).update(x)
-    with pytest.raises(ValueError, match=f"^indices: {asked}"):
-        transitions.Sparse(torch.zeros(2, 3, dtype=torch.int64, device="meta"), torch.rand(3, device="meta"))
+    assert logchain.plan(x, bulk, p0).schedule
+    calls = {
+        "x": lambda: logchain.check(x, bulk, p0),
+        "cu_seqlens": lambda: logchain.product(x, bulk, p0, cu_seqlens=torch.tensor([0, 6], device="meta")),
+        "x_piece": lambda: logchain.Stream(bulk, p0, viterbi=True).update(x),
+        "indices": lambda: transitions.Sparse(torch.zeros(2, 3, device="meta").long(), torch.rand(3, device="meta")),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected a device that holds values, got meta$"):
+            call()
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t.detach()) for t in chain(batch=())]
         with pytest.raises(ValueError, match="^cu_seqlens: expected a tensor that holds values, got a fake one$"):
@@ -211,7 +206,7 @@ def test_devices_are_not_mixed():
         expected = "bulk: expected device cpu, got meta" if name == "x" else f"{name}: expected device meta, got cpu"
         for question in ("product", "marginals", "viterbi", "entropy"):
             with pytest.raises(ValueError, match=f"^{expected}$"):
-                ASKED[question](*mixed)
+                FUNCTIONS[question](*mixed)
     with pytest.raises(ValueError, match="^lengths: expected device cpu, got meta$"):
         logchain.product(*operands, lengths=torch.ones(3, dtype=torch.int64, device="meta"))
 
