@@ -220,14 +220,16 @@ LONG = (2300, 2100, 2400)
 def test_long_chains_equal_one_process(teams, mixing, function):
     """Ranks begin early, and compute again what depends on how they began."""
     case = chain(LONG, 4, batch=(2,), one_matrix=False, zeros=0.0)
-    steps = {
-        "everywhere": slice(0),
-        "nowhere": slice(None),
-        "not before a boundary": slice(LONG[0] - 60, LONG[0] - 1),
-        "not after it": slice(LONG[0] - 1, LONG[0] + 60),
-    }
-    case.bulk[steps[mixing]] = torch.eye(4, dtype=F64) + 1e-14
-    case.x[:, steps[mixing]] *= 1e-3
+    start, stop = {
+        "everywhere": (1, 1),
+        "nowhere": (1, sum(LONG) - 1),
+        "not before a boundary": (LONG[0] - 60, LONG[0]),
+        "not after it": (LONG[0], LONG[0] + 60),
+    }[mixing]
+    case.bulk[start - 1 : stop - 1] = torch.eye(4, dtype=F64) + 1e-14
+    case.x[:, start:stop] *= 1e-3
+    case.x[:, start - 1, 2] += 20
+    case.x[:, stop, 1] += 20
     ending_there = case._replace(lengths=torch.tensor([LONG[0], LONG[0] + 1]))
     assert_same(teams(3), function, [case, ending_there], strategy="overlapped")
 
