@@ -16,6 +16,7 @@ from logchain.plan import plan
 from logchain.schedules import choose, cost
 from logchain.schedules.choose import MEETING, SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FORWARD, Constants, Work
+from logchain.transitions import Banded
 from tests.benchmarks import fit
 
 # the schedules with separate constants
@@ -117,6 +118,11 @@ ERRORS = [
     (TypeError, "bandwidth: expected a number, got True", {"bandwidth": True}),
     (TypeError, "latency: expected a number, got None", {"latency": None}),
     (TypeError, "world_size: expected a number of ranks or None, got 2.0", {"world_size": 2.0}),
+    (
+        NotImplementedError,
+        "world_size: expected None with a structure, got 2",
+        {"bulk": Banded(torch.rand(1, 16), [0]), "world_size": 2},
+    ),
     (ValueError, "bandwidth: expected more than 0, got 0", {"bandwidth": 0}),
     (ValueError, "latency: expected a finite number, got inf", {"latency": float("inf")}),
     (ValueError, "world_size: expected 1 to 1048576, got 0", {"world_size": 0}),
@@ -143,6 +149,20 @@ def test_sequences_for_every_rank_are_not_to_be_cut(world_size):
     found = plan((2, 20_000, 16), *LONG[1:], lengths=[1000, 20_000], world_size=world_size)
     assert found.cuts and (found.advice != "") == (world_size == 2)
     assert any(cut.bytes for cut in found.cuts) == (world_size > 1)
+
+
+def test_cuts_over_ranks_are_compared():
+    shapes = (3, 20_000, 16), (1, 16, 16), (16,)
+    found = plan(*shapes, gradients=True, world_size=3, bandwidth=1e8, latency=1e-3)
+    assert {cut.name for cut in found.cuts} == {"vectors", "products", "overlapped"}
+    assert list(found.cuts) == sorted(found.cuts, key=lambda cut: cut.seconds)
+    lines = str(found).splitlines()
+    for cut, line in zip(found.cuts, lines[lines.index("over 3 ranks:") + 1 :], strict=False):
+        assert cut.speedup == found.seconds / cut.seconds
+        assert re.match(rf"  {cut.name}.*: .*, {cut.speedup:.2g} x, a rank sends .*B$", line)
+    quick = plan(*shapes, gradients=True, world_size=3, bandwidth=1e12, latency=1e-9)
+    assert quick.cuts[0].seconds < found.cuts[0].seconds
+    assert "ranks" not in str(plan(*shapes)) and plan(*shapes).cuts == ()
 
 
 def test_the_pick_costs_at_most_1_3_times_the_best():

@@ -36,10 +36,9 @@ def model_of(kind):
 
 def data_of(kind):
     generator = torch.Generator().manual_seed(0)
-    categories = torch.randint(0, 4, (SEQUENCES, V), generator=generator)
-    return (
-        categories if kind in ("categorical", "circuit") else torch.randn(SEQUENCES, V, 4, generator=generator).double()
-    )
+    if kind in ("categorical", "circuit"):
+        return torch.randint(0, 4, (SEQUENCES, V), generator=generator)
+    return torch.randn(SEQUENCES, V, 4, generator=generator, dtype=F64)
 
 
 def loss_of(model, kind, sequences):
@@ -70,9 +69,11 @@ def trained(model, kind, optimizer, sequences=slice(None)):
 def trained_on_rank(rank, kind, wrapper, optimizer):
     """The mean of both ranks' losses, and the parameters after all steps."""
     model, half = model_of(kind), SEQUENCES // 2
-    wrapped = (
-        DistributedDataParallel(model) if wrapper == "ddp" else fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    )
+    wrap = {
+        "ddp": DistributedDataParallel,
+        "fsdp2": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    }
+    wrapped = wrap[wrapper](model)
     losses = trained(wrapped, kind, optimizer, slice(half * rank, half * rank + half))
     dist.all_reduce(losses)
     if wrapper == "ddp":
