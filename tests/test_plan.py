@@ -17,7 +17,7 @@ from logchain.schedules import choose, cost
 from logchain.schedules.choose import MEETING, SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FORWARD, Constants, Work
 from logchain.transitions import Banded
-from tests.benchmarks import fit
+from tests.benchmarks import fit_costs
 
 # the schedules with separate constants
 NAMES = ("sequential", "chunked", "tree", "overlapped")
@@ -256,7 +256,7 @@ def test_calls_are_planned(prefer, used, call, expected):
 
 def test_every_constant_has_its_date_and_hardware():
     raw = json.loads(cost.FILE.read_text())
-    assert raw["command"] == "python -m tests.benchmarks.fit"
+    assert raw["command"] == "python -m tests.benchmarks.fit_costs"
     assert {entry["device"] for entry in raw["constants"]} == {"cpu", "cuda"}
     for entry in cost.read():
         assert set(entry.seconds) == set(NAMES) and entry.hardware
@@ -273,10 +273,10 @@ def test_fit_recovers_constants_from_the_times_they_make(tmp_path):
         *[(1, 3, 4, 1), (2, 300, 4, 0), (1, 2000, 2, 1), (30, 30, 30, 1), (4, 40, 60, 0), (1, 20, 100, 1)],
         *[(1, 900, 30, 0), (1, 3000, 4, 0), (1, 700, 20, 1), (1, 30_000, 20, 0)],
     ]
-    found = list(fit.samples(place, sweep, lambda size, schedule, call: choose.seconds(size, schedule, model)))
-    fitted = fit.fitted(place, found, about)
+    found = list(fit_costs.samples(place, sweep, lambda size, schedule, call: choose.seconds(size, schedule, model)))
+    fitted = fit_costs.fitted(place, found, about)
     for sample in found:
         assert choose.seconds(sample.size, sample.schedule, fitted) == pytest.approx(sample.seconds, rel=0.01)
     assert fitted.seconds["sequential"][FORWARD] == pytest.approx(true, rel=0.01)
-    fit.write([fitted, fit.h200()], tmp_path / "costs.json")
-    assert cost.read(tmp_path / "costs.json") == (fitted, fit.h200())
+    fit_costs.write([fitted, fit_costs.h200()], tmp_path / "costs.json")
+    assert cost.read(tmp_path / "costs.json") == (fitted, fit_costs.h200())
