@@ -19,6 +19,7 @@ def dry(folder, *groups):
     return process.returncode, list(map(json.loads, (folder / "rows.jsonl").read_text().splitlines()))
 
 
+@pytest.mark.slow
 def test_correct_group_is_ok(tmp_path):
     code, rows = dry(tmp_path, "matmul")
     assert code == 0 and all(row["ok"] and row["group"] == "matmul" for row in rows)

@@ -26,6 +26,9 @@ pytest.importorskip("ziglang")
 from logchain.kernels.cpu import build  # noqa: E402
 from tests.kernels.cpu import c_program  # noqa: E402
 
+# one worker has what the fixtures build
+pytestmark = pytest.mark.xdist_group("build")
+
 FUNCTIONS = (
     "forward", "backward", "redo_forward", "redo_backward", "messages", "messages_one_way", "redo_messages", "value",
     "gradients", "posteriors", "size", "viterbi", "viterbi_forward", "viterbi_backward", "narrowest", "topk_paths",

@@ -58,7 +58,21 @@ def test_use_in_contexts_and_calls_restores_former_choice():
     devices.use("plain")
     with pytest.raises(ValueError, match="choice: expected .auto., .triton. or .plain., got 'fast'; pass one"):
         devices.use("fast")
+    with pytest.raises(ValueError, match="device: expected .cuda. or .cpu., got 'tpu'; pass one"):
+        devices.use("plain", "tpu")
     assert not devices.in_triton(x)
+
+
+def test_use_on_a_cpu_chooses_loops_in_c_torch_operations_or_the_interpreter(monkeypatch):
+    monkeypatch.undo()  # tensors on a CPU are no longer treated as if on a GPU
+    x = torch.zeros(1)
+    assert devices.in_c(x) and not devices.on_gpu(x)
+    with devices.use("plain", "cpu"):
+        assert not devices.in_c(x) and not devices.on_gpu(x)
+        with devices.use("plain"), devices.use("triton", device="cpu"):
+            assert devices.on_gpu(x) and not devices.in_c(x) and not devices.in_triton(x)
+        assert not devices.in_c(x)
+    assert devices.in_c(x)
 
 
 @pytest.mark.parametrize("error", BEFORE_LAUNCH, ids=lambda error: type(error).__name__)

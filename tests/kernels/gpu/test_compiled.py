@@ -19,10 +19,11 @@ SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 # loads and stores of spilled registers in the loops of a scan of shared float32 matrices
 MOST_SPILLS = 8
 
-OTHERS = [pytest.param(version, marks=pytest.mark.slow) for version in ("triton==3.6.0", "triton")]
+# one worker has the processes of the fixture
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled")]
 
 
-@pytest.fixture(scope="module", params=["pinned", *OTHERS])
+@pytest.fixture(scope="module", params=["pinned", "triton==3.6.0", "triton"])
 def compiling(request):
     """A running process for each target, or by another Triton for sm_90 alone, and the path of its output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
