@@ -372,9 +372,17 @@ def test_pieces_are_all_of_the_product_once():
         assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("batches", [((), ()), ((2,), (2,)), ((5,), ())], ids=str)
-@pytest.mark.parametrize("sizes", [(100, 20, 35), (5, 37, 70), (70, 33, 65)], ids=str)
-@pytest.mark.parametrize(("case", "threads"), [(dense, 1), *((case, 3) for case in (dense, misaligned, sparse, dead))])
+@pytest.mark.parametrize(
+    ("case", "threads", "sizes", "batches"),
+    [
+        (dense, 1, (70, 33, 65), ((5,), ())),
+        (dense, 3, (100, 20, 35), ((), ())),
+        (dense, 3, (5, 37, 70), ((2,), (2,))),
+        (misaligned, 3, (70, 33, 65), ((), ())),
+        (sparse, 3, (5, 37, 70), ((5,), ())),
+        (dead, 3, (100, 20, 35), ((2,), (2,))),
+    ],
+)
 def test_many_rows_or_columns_on_several_threads(case, sizes, batches, threads, monkeypatch):
     """More than 64 columns are rows of the transposed product; of more on both sides torch takes care."""
     monkeypatch.setattr(cpu_matmul, "_MOST", 64)

@@ -7,9 +7,11 @@ import torch
 import logchain
 from logchain import reference
 from tests import contract
-from tests.contract import assert_contract, of_steps, value_bound
+from tests.contract import TENSOR_CORES, assert_contract, of_steps, value_bound
 from tests.families import FAMILIES, FAR, Chain, Draw, far_from_one
+from tests.kernels.cpu import adversary
 from tests.subjects import STRATEGIES
+from tests.test_contract import on, parameter
 
 F32, F64 = torch.float32, torch.float64
 
@@ -161,3 +163,22 @@ def test_what_underflows_between_segments_is_found(depth, strategy):
 def test_many_sequences_of_more_states(name, strategy):
     for each in (False, True):
         assert_contract(FAMILIES[name](F32, 1, each=each, n=8, t=1, v=120, c=17), strategy=strategy)
+
+
+# what each backend may be asked for many times; the search of `sequential` in C has a file of its own
+SEARCHED = [("cpu", name) for name in STRATEGIES[1:]]
+SEARCHED += [("plain", name) for name in ("sequential", "chunked:3", "tree")] + [("gpu", "sequential")]
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize(("backend", "strategy"), [parameter(*pair) for pair in SEARCHED])
+def test_no_random_chain_is_wrong(backend, strategy, dtype, monkeypatch, request):
+    monkeypatch.setattr(adversary, "BATCHES", [(4,), (2, 2)])
+    seen, k = adversary.Search(), TENSOR_CORES if backend == "gpu" else 1
+    if backend == "gpu":
+        request.getfixturevalue("both_ends")
+    with on(backend) as device:
+        for number in range({"cpu": 40, "plain": 20, "gpu": 5}[backend]):
+            drawn = adversary.draw(np.random.default_rng((7, number)), dtype)
+            adversary.judge(drawn, seen, f"7 {number}", device=device, k=k, strategy=strategy)
+    assert not seen.wrong, "\n".join(seen.wrong)

@@ -41,10 +41,13 @@ def compare(rank, sizes, options):
     return logchain.sample(x, bulk, p0, 10, **case.options)
 
 
-@pytest.mark.parametrize("sizes", [(5, 7), (4, 0, 8)], ids=str)
 @pytest.mark.parametrize(
-    "options",
-    [{"lengths": True}, {"log_params": True}, {"dtype": torch.float32}, {"dtype": torch.float32, "scale": 200.0}],
+    ("sizes", "options"),
+    [
+        ((5, 7), {"lengths": True}),
+        ((4, 0, 8), {"log_params": True}),
+        ((5, 7), {"dtype": torch.float32, "scale": 200.0}),
+    ],
     ids=str,
 )
 def test_columns_equal_the_dense_matrix(teams, sizes, options):

@@ -208,7 +208,7 @@ def trained(model, loss, sizes):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [(name, (5, 5, 5)) for name in MODELS if name not in TREES]
+    [(name, (5, 5, 5)) for name in list(MODELS)[::2] if name not in TREES]
     + [(name, (5, 4, 3)) for name in ("gaussian", "crf, mean", "chain")],
 )
 def test_training_step_compiles_once_as_one_graph(name, sizes):
