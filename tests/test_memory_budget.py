@@ -129,12 +129,14 @@ def test_a_recomputed_sequence_counts_once():
     assert seen.sequences == 6
 
 
-def test_segments_of_any_length_keep_the_contract():
-    chain = FAMILIES["sharp"](torch.float32, each=True, v=60, c=3)
+@pytest.mark.parametrize("name", ["sharp", "impossible", "one_dead"])
+def test_segments_of_any_length_keep_the_contract(name):
+    chain = FAMILIES[name](torch.float32, each=True, v=200, c=3)
     leaves = [operand.detach().requires_grad_() for operand in chain[:3]]
     least = smallest(leaves)
+    assert logchain.plan(*leaves, log_params=chain.log_params, memory_budget=least).checkpoint_every > 1
     for enough in (least, least + 500, 2 * least):
-        for lengths in (None, torch.tensor([[1, 5], [60, 2], [11, 59]])):
+        for lengths in (None, torch.tensor([[1, 5], [200, 2], [11, 159]])):
             assert_contract(chain, lengths, memory_budget=enough)
 
 
