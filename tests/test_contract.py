@@ -341,6 +341,12 @@ def test_zeros_have_no_gradient_and_disturb_no_other(backend, subject):
             assert gradient.isfinite().all() and (gradient[operand == zero] == 0).all()
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
+def test_counts_of_one_matrix_are_sums_over_thousands_of_rows(each):
+    chain = dense(F32, n=20, t=2, v=60, c=20, each=each)
+    assert_contract(chain._replace(bulk=chain.bulk[..., :1, :, :]))
+
+
 @pytest.mark.parametrize("subject", ["product", "marginals", "messages", "viterbi", "entropy"])
 def test_threads_change_no_result(subject):
     chain, found = dense(F32, n=2, t=1, v=700, c=24), []
