@@ -487,14 +487,14 @@ def applied(mutant: Mutant, folder: Path) -> Iterator[None]:
     if source.count(mutant.old) != 1:
         raise ValueError(f"{mutant.name}: expected one place in {mutant.file}, got {source.count(mutant.old)}")
     libraries = {library: library.read_bytes() for library in (folder / "kernels" / "cpu").glob("logchain-*")}
-    path.write_text(source.replace(mutant.old, mutant.new))
-    if mutant.file.startswith(C):
-        build = (
-            "from logchain.kernels.cpu import build, library;"
-            "build.compile_library(build.this_machine(), library.level(), build.HERE)"
-        )
-        run([sys.executable, "-c", build], folder, check=True)
     try:
+        path.write_text(source.replace(mutant.old, mutant.new))
+        if mutant.file.startswith(C):
+            build = (
+                "from logchain.kernels.cpu import build, library;"
+                "build.compile_library(build.this_machine(), library.level(), build.HERE)"
+            )
+            run([sys.executable, "-c", build], folder, check=True)
         yield
     finally:
         path.write_text(source)
