@@ -297,8 +297,8 @@ MUTANTS = [
         "paths ignore lengths",
         "logchain/log_prob.py",
         "            states = torch.where(torch.arange(x.shape[-2], device=x.device) < ends[..., None], states, -1)\n",
-        "",
-        table(f"{LENGTHS} and log_prob"),
+        "            states = states.clone()\n",
+        "tests/test_paths.py -k without_a_state",
     ),
     Mutant(
         "an impossible path of an impossible sequence is NaN",
