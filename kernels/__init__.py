@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .choice import is_triton, load, on_cpu, on_device
+from .choice import check_forward_choice as check_forward_choice
+from .choice import is_triton, load, on_device
+from .choice import on_cpu as on_cpu
 from .choice import use as use
 from .structured import Arcs, Factors, Shares, Structured
 

@@ -39,7 +39,8 @@ class use:
 
     A call sets the choice at once; in a `with` statement, the exit restores the former choice. The choice holds for the
     whole process, because autograd runs backward passes in other threads. Any other device computes with torch
-    operations. A gradient on a GPU may be computed under another choice than its forward pass, on a CPU it may not.
+    operations. A gradient on a GPU may be computed under another choice than its forward pass. On a CPU that raises, but
+    not where torch.compile has made one graph of each.
 
     With "auto", a missing Triton, one older than 3.5, or a kernel that does not compile leads to one RuntimeWarning
     with the kernel's name and the reason, and to torch operations from then on, until the next call of `use`. If that
@@ -54,6 +55,7 @@ class use:
 
     Raises:
         ValueError: if `choice` or `device` is anything else.
+        RuntimeError: in a backward pass on a CPU, which reads messages, under another choice than its forward pass.
 
     >>> import torch, logchain
     >>> device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,6 +95,16 @@ def is_triton() -> bool:
 def on_cpu() -> str:
     """What computes with tensors on a CPU: "auto", "triton" or "plain", see `use`."""
     return _on_cpu
+
+
+def check_forward_choice(former: str, grad: Tensor) -> None:
+    """Raise if a backward pass on a CPU would read what another backend kept.
+
+    `former`: what `on_cpu` returned in its forward pass.
+    """
+    if former != _on_cpu and grad.is_cpu:
+        expected = f"expected kernels.use({former!r}, device='cpu') as in the forward pass"
+        raise RuntimeError(f"backward: {expected}, got {_on_cpu!r}; call both inside the same context")
 
 
 @cache

@@ -69,9 +69,7 @@ def rows() -> list:
                 found += [parameter("cpu", subject, name, *choice) for choice in CHOICES[:2]]
                 continue
             found += [parameter("cpu", subject, name, *choice) for choice in some]
-            found.append(
-                parameter("plain", subject, name, *CHOICES[(i + j + 2) % (4 if subject != "overlapped:3" else 2)])
-            )
+            found.append(parameter("plain", subject, name, *choices[(i + j + 2) % 4]))
     for i, subject in enumerate(ON_GPU):
         names = [name for name in FAMILIES if name not in LARGE] if subject == "product" else HARD[i % 3 :: 3]
         found += [parameter("gpu", subject, name, *CHOICES[(i + j) % 2]) for j, name in enumerate(names)]

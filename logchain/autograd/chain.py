@@ -132,6 +132,7 @@ class LogPartition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         x, bulk, p0, lengths, ctx.log_params, ctx.schedule = args
+        ctx.choice = kernels.on_cpu()
         value: Tensor
         value, saved = ctx.schedule.forward(Operands(x, bulk, p0, lengths, ctx.log_params))
         ctx.save_for_backward(x, bulk, p0, lengths, *saved)
@@ -139,6 +140,7 @@ class LogPartition(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        kernels.check_forward_choice(ctx.choice, grad)
         x, bulk, p0, lengths, *saved = ctx.saved_tensors
         operands = Operands(x, bulk, p0, lengths, ctx.log_params)
         return *ctx.schedule.gradients(operands, saved, grad, ctx.needs_input_grad[:3]), None, None, None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import kernels
 from . import chain_operators  # noqa: F401  registers the operators
 from .operator import Final, Saving, as_one, call, of_each, transform, with_batch_first
 from .tangents import quotient
@@ -25,6 +26,7 @@ class LogNorm(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *operands, ctx.log_params, _, ctx.segments = inputs
+        ctx.choice = kernels.on_cpu()
         ctx.save_for_backward(*operands, *output)
         ctx.save_for_forward(*operands)
         ctx.mark_non_differentiable(*output[1:])
@@ -34,6 +36,7 @@ class LogNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 7
+        kernels.check_forward_choice(ctx.choice, grad)
         needs = ctx.needs_input_grad[:3]
         gradients = call(Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, ctx.segments)
         return (*if_needed(gradients, needs), *(None,) * 4)

@@ -130,12 +130,13 @@ class _LogPartition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, skeleton: Operands, *tensors: Tensor) -> Tensor:
         walk = forward(skeleton.of(*tensors), True)
-        ctx.skeleton, ctx.count = skeleton, len(tensors)
+        ctx.skeleton, ctx.choice = skeleton, kernels.on_cpu()
         ctx.save_for_backward(*tensors, walk.log_norm, walk.redone, *walk.kept)
         return walk.log_norm.clone()  # the caller may change the value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kernels.check_forward_choice(ctx.choice, grad)
         saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         args = ctx.skeleton, needs, grad, *saved

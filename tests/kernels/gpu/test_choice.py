@@ -17,6 +17,7 @@ from logchain.kernels.message import Kept, encoded
 from logchain.kernels.plain import forward as plain_forward
 from logchain.kernels.plain import product as plain_product
 from tests.families import dense
+from tests.subjects import SUBJECTS
 
 triton = pytest.importorskip("triton")
 MISSING = ModuleNotFoundError("No module named 'triton'", name="triton")
@@ -73,6 +74,19 @@ def test_use_on_a_cpu_chooses_loops_in_c_torch_operations_or_the_interpreter(mon
             assert devices.on_gpu(x) and not devices.in_c(x) and not devices.in_triton(x)
         assert not devices.in_c(x)
     assert devices.in_c(x)
+
+
+@pytest.mark.parametrize("subject", ["product", "chunked:3", "tree", "memory_budget", "packed", "banded", "low rank"])
+def test_backward_on_a_cpu_under_another_choice_raises(subject, monkeypatch):
+    monkeypatch.undo()
+    x, bulk, p0 = (operand.requires_grad_() for operand in dense(torch.float32, v=20, n=2, t=1)[:3])
+    for first, other in (("auto", "plain"), ("plain", "auto")):
+        with devices.use(first, "cpu"):
+            value = SUBJECTS[subject](x, bulk, p0)["log_norm"].sum()
+        with devices.use(other, "cpu"), pytest.raises(RuntimeError, match=f"^backward: expected kernels.use.'{first}'"):
+            value.backward(retain_graph=True)
+        with devices.use(first, "cpu"):
+            value.backward()
 
 
 @pytest.mark.parametrize("error", BEFORE_LAUNCH, ids=lambda error: type(error).__name__)
