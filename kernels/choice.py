@@ -39,8 +39,8 @@ class use:
 
     A call sets the choice at once; in a `with` statement, the exit restores the former choice. The choice holds for the
     whole process, because autograd runs backward passes in other threads. Any other device computes with torch
-    operations. A gradient on a GPU may be computed under another choice than its forward pass. On a CPU that raises, but
-    not where torch.compile has made one graph of each.
+    operations. A gradient on a GPU may be computed under another choice than its forward pass. On a CPU that raises;
+    compiled functions cannot tell, and have to be called and differentiated under one choice.
 
     With "auto", a missing Triton, one older than 3.5, or a kernel that does not compile leads to one RuntimeWarning
     with the kernel's name and the reason, and to torch operations from then on, until the next call of `use`. If that

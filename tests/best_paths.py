@@ -5,11 +5,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 
 from logchain import reference
-from logchain.topk_paths import Paths, topk_paths
 from logchain.viterbi import Path, viterbi
 from tests.contract import assert_values, ulp, value_bound
 from tests.families import FAMILIES, Chain, Draw
@@ -20,13 +18,6 @@ INF = float("inf")
 
 def run(chain: Chain, lengths=None, **options) -> Path:
     return viterbi(*chain[:3], log_params=chain.log_params, lengths=lengths, **options)
-
-
-def ranked(chain: Chain, lengths=None, **options) -> Paths:
-    return topk_paths(*chain[:3], 3, log_params=chain.log_params, lengths=lengths, **options)
-
-
-BOTH = pytest.mark.parametrize("question", [run, ranked], ids=["viterbi", "topk_paths"])
 
 
 def numbers(chain: Chain) -> list[np.ndarray]:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain() -> Iterator[None]:
     """Chains are computed as on a device that has no kernels of its own."""
     from logchain import kernels
 
-    monkeypatch.setattr(kernels, "in_c", lambda tensor: False)
+    with kernels.use("plain", "cpu"):
+        yield
 
 
 # parameters that stand for Triton's kernels need a device where they are not interpreted

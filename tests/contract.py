@@ -16,7 +16,6 @@ import logchain
 from logchain import reference
 from tests import oracle
 from tests.families import FAMILIES, Chain
-from tests.layouts import behind, poisoned
 
 # k of products in 3xTF32
 TENSOR_CORES = 4
@@ -204,36 +203,3 @@ def assert_contract(
     for name, leaf in leaves.items():
         torch.testing.assert_close(leaf.detach(), before[name], rtol=0, atol=0, equal_nan=True)
         assert name in names or leaf.grad is None
-
-
-def assert_nothing_behind_matters(chain: Chain, lengths, device: str = "cpu", k: int = 1, **options) -> None:
-    """NaN behind the ends reaches neither the values of `logchain.product` nor its gradients."""
-    truth, after, dirty = Truth(chain, lengths), behind(chain, lengths), poisoned(chain, lengths)
-    x, bulk, p0 = (tensor.clone().to(device).requires_grad_() for tensor in dirty[:3])
-    out = logchain.product(x, bulk, p0, log_params=chain.log_params, lengths=lengths, **options)
-    assert_values(out, truth.log_norm, truth.value_bound(k=k))
-    out.sum().backward()
-    states = x.grad.double().cpu()
-    error = np.abs(states.numpy() - truth.states)
-    assert (states[after] == 0).all() and (error <= truth.gradient_bound(truth.states, k)).all()
-    assert (bulk.grad[dirty.bulk.isnan().to(device)] == 0).all()
-    assert bulk.grad.isfinite().all() and p0.grad.isfinite().all()
-
-
-def assert_nan_stays(
-    name: str | tuple[Chain, Truth], operand: str, step: int = -1, device: str = "cpu", k: int = 1, **options
-) -> None:
-    """A NaN in an operand of sequence [1, 0] spoils neither the others' values in `product` nor their posteriors."""
-    chain, truth = drawn(name, torch.float32, each=True) if isinstance(name, str) else name
-    dirty = {key: getattr(chain, key).to(device).clone().requires_grad_() for key in ("x", "bulk", "p0")}
-    with torch.no_grad():
-        where = dirty[operand][1, 0]
-        (where if operand == "p0" else where[step]).view(-1)[-1] = torch.nan
-    out = logchain.product(**dirty, log_params=chain.log_params, **options)
-    assert out[1, 0].isnan() and out.isnan().sum() == 1
-    clean = torch.ones(out.shape, dtype=torch.bool)
-    clean[1, 0] = False
-    assert_values(out.cpu()[clean], truth.log_norm[clean], truth.value_bound(k=k)[clean])
-    out.sum().backward()
-    error = np.abs(dirty["x"].grad.cpu()[clean].double().numpy() - truth.states[clean])
-    assert (error <= truth.gradient_bound(truth.states, k)[clean]).all()

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import logchain
-from logchain import kernels, reference
-from logchain.kernels.plain import product as plain
+from logchain import reference
 from tests import oracle
 from tests.contract import assert_gradient, assert_values, gradient_bound, value_bound
 
@@ -19,10 +18,10 @@ BOTH = logchain.matrix_product, logchain.prefix_products
 
 
 @pytest.fixture(params=["C", "torch"])
-def room(request, monkeypatch):
+def room(request):
     """Who multiplies."""
     if request.param == "torch":
-        monkeypatch.setattr(kernels, "stack_kernels", lambda tensor: plain)
+        request.getfixturevalue("plain")
 
 
 FAMILIES = {}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import logchain
-from logchain import kernels, reference
+from logchain import reference
 from logchain.kernels.cpu import product as loops
-from logchain.kernels.plain import product as plain
+from logchain.kernels.plain import product as plain_product
 from tests.contract import assert_values, gradient_bound, poisoned_memory, value_bound
 from tests.stacks import BOTH, FAMILIES, Truth, assert_contract, depths, draw, normal
 from tests.stacks import room as room
@@ -59,9 +59,9 @@ def test_every_family_keeps_the_contract(name, c, s, dtype):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("plain")
 def test_the_tree_of_torch_keeps_the_contract(name, monkeypatch):
-    monkeypatch.setattr(kernels, "stack_kernels", lambda tensor: plain)
-    monkeypatch.setattr(plain, "_HELD", 8)
+    monkeypatch.setattr(plain_product, "_HELD", 8)
     assert_contract(draw(name, 6, 2), *BOTH)
     assert_contract(draw(name, 3, 3, F64), *BOTH)
 

@@ -20,7 +20,7 @@ ROWS = {"states", "transitions", "counts", "filtered", "forward", "backward", "b
 
 
 def chains(dtype=F64, log=False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Padded operands of hard sequences: one impossible, one with NaN, two to be recomputed; NaN behind their ends."""
+    """Padded operands of hard sequences: one impossible, one with NaN, two to be recomputed; NaN in their padding."""
     n, v, c = len(LENGTHS), max(LENGTHS), 4
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(n, v, c, generator=draw, dtype=dtype)
@@ -34,7 +34,7 @@ def chains(dtype=F64, log=False) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def unpacked(found: Found, inside: torch.Tensor, shared: bool) -> Found:
-    """Outputs of packed rows as those of padded sequences, 0 or -inf or -1 behind their ends."""
+    """Outputs of packed rows as those of padded sequences, 0 or -inf or -1 in the padding."""
     result = dict(found)
     for key in ROWS & found.keys():
         if key == "counts" and shared:

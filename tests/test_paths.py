@@ -129,7 +129,7 @@ def counted(values: torch.Tensor, size: int) -> np.ndarray:
 
 
 def assert_posterior(chain: Chain, paths: torch.Tensor, lengths=None) -> None:
-    """Paths are possible, -1 behind the end, and states and pairs as frequent as their posteriors say."""
+    """Paths are possible, -1 past the end, and states and pairs as frequent as their posteriors say."""
     total, c = len(paths), chain.x.shape[-1]
     assert paths.dtype == torch.int64 and paths.shape[1:] == chain.x.shape[:-1]
     truth = reference.marginals(*numbers(chain), log_params=chain.log_params, lengths=lengths)
@@ -284,8 +284,8 @@ def test_a_path_without_a_state_has_no_probability():
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert (gradient[1, 1] == 0).all() and (gradient[0] != 0).any() and gradient.isfinite().all()
     lengths = [2, 2, 2]
-    for behind in (-1, 77):
-        ended = states[0].masked_fill(torch.arange(5) >= 2, behind)
+    for padding in (-1, 77):
+        ended = states[0].masked_fill(torch.arange(5) >= 2, padding)
         assert logchain.log_prob(x, *chain[1:3], ended, lengths=lengths).isfinite().all()
 
 

@@ -17,7 +17,8 @@ from logchain.transitions import (
     Sparse,
     Transition,
 )
-from tests.streams import division, joined
+from tests.streams import joined
+from tests.subjects import division
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 ARCS = torch.tensor([[0, 0, 1, 2, 3, 5, 4, 1, 4, 2], [0, 2, 2, 3, 5, 4, 0, 1, 4, 0]])

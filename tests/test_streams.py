@@ -14,8 +14,10 @@ from logchain import reference
 from logchain.memory import peak_bytes
 from logchain.stream import Stream, StreamUpdate
 from tests.contract import Truth, assert_values
+from tests.expected import prefixes
 from tests.families import FAMILIES, Chain
-from tests.streams import division, each_step, joined, prefixes, streamed
+from tests.streams import joined, streamed
+from tests.subjects import division, each_step
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -32,7 +34,7 @@ def test_pieces_of_one_size(name, size, gradients):
     if name == "left_to_right":  # evidence that moves on with the path, or all would be lost in the last state
         chain = chain._replace(x=chain.x / 20)
     x = chain.x.requires_grad_(gradients)
-    into, found = each_step(chain), []
+    into, found = each_step(chain.bulk, chain.x.shape[-2]), []
     stream = Stream(None, chain.p0)
     for start in range(0, v, size):
         stop = min(v, start + size)
@@ -76,7 +78,7 @@ def test_a_state_below_p0_counts_for_short_members():
 
 def test_unwanted_posteriors_change_nothing():
     chain = FAMILIES["sharp"](F32)
-    into = each_step(chain)
+    into = each_step(chain.bulk, chain.x.shape[-2])
     full, bare = Stream(None, chain.p0, lag=1), Stream(None, chain.p0, lag=1, filtered=False)
     for start, stop in ((0, 5), (5, 6), (6, 17)):
         piece = chain.x[..., start:stop, :], into[..., start:stop, :, :]
@@ -96,8 +98,8 @@ def test_bfloat16_and_dtype():
         stream, found = streamed(chain, division(17, 1), dtype=dtype)
         assert found.log_norm.dtype == found.filtered.dtype == stream.log_norm.dtype == dtype
     mixed = Stream(None, chain.p0)
-    assert mixed.update(chain.x, each_step(chain)).log_norm.dtype == F32
-    assert mixed.update(chain.x.double(), each_step(chain)).log_norm.dtype == F64
+    assert mixed.update(chain.x, each_step(chain.bulk, chain.x.shape[-2])).log_norm.dtype == F32
+    assert mixed.update(chain.x.double(), each_step(chain.bulk, chain.x.shape[-2])).log_norm.dtype == F64
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -121,7 +123,7 @@ def test_one_matrix_for_each_piece(lag):
 @pytest.mark.parametrize("cut", [0, 1, 7, 16])
 def test_state_dict_goes_on_with_the_same_bits(cut):
     chain = FAMILIES["bakis_jump"](F32, v=17, each=True)
-    into, lengths = each_step(chain), torch.tensor([4, 17, 9])
+    into, lengths = each_step(chain.bulk, chain.x.shape[-2]), torch.tensor([4, 17, 9])
     options = {"lag": 2, "viterbi": True}
 
     def update(stream: Stream, start: int, stop: int) -> StreamUpdate:
@@ -146,7 +148,7 @@ def test_state_dict_goes_on_with_the_same_bits(cut):
 def test_reset_starts_members_again():
     """Each member's segments are chains of their own, whatever the others do, and the lag does not look across."""
     chain = FAMILIES["sharp"](F64, n=3, t=1, v=20, c=5, each=True)
-    x, into, p0 = chain.x[:, 0], each_step(chain)[:, 0], chain.p0[:, 0]
+    x, into, p0 = chain.x[:, 0], each_step(chain.bulk, chain.x.shape[-2])[:, 0], chain.p0[:, 0]
     into[:, 0] = torch.rand(5, 5, dtype=F64)
     stream = Stream(None, p0, lag=3, viterbi=True)
     found, before = [], []
@@ -176,7 +178,7 @@ def test_reset_starts_members_again():
 
 def test_ended_members_stay_ended_until_reset():
     chain = FAMILIES["dense"](F64, n=2, t=1, v=6, c=3, each=True)
-    x, into, p0 = chain.x[:, 0], each_step(chain)[:, 0], chain.p0[:, 0]
+    x, into, p0 = chain.x[:, 0], each_step(chain.bulk, chain.x.shape[-2])[:, 0], chain.p0[:, 0]
     stream = Stream(None, p0)
     stream.update(x[:, :3], into[:, :3], lengths=[3, 2])
     last = stream.update(x[:, 3:], into[:, 3:])
@@ -394,7 +396,7 @@ def test_transforms():
 def test_gradients_of_members_beside_nan():
     """NaN behind an end gives no gradient; NaN that counts, none to other sequences."""
     chain = FAMILIES["dense"](F64, n=3, t=1, v=6, c=3, each=True)
-    x, into, p0 = chain.x[:, 0].clone(), each_step(chain)[:, 0].clone(), chain.p0[:, 0]
+    x, into, p0 = chain.x[:, 0].clone(), each_step(chain.bulk, chain.x.shape[-2])[:, 0].clone(), chain.p0[:, 0]
     x[1, 4:], into[1, 4:], x[2, 3, 0] = NAN, NAN, NAN
     x.requires_grad_(), into.requires_grad_()
     stream = Stream(None, p0, lag=1, detach=False)
@@ -408,7 +410,7 @@ def test_gradients_of_members_beside_nan():
 
 def test_wrong_arguments_are_named():
     chain = FAMILIES["dense"](F32)
-    into = each_step(chain)
+    into = each_step(chain.bulk, chain.x.shape[-2])
     stream = Stream(None, chain.p0)
     with pytest.raises(RuntimeError, match="expected an update before"):
         _ = stream.log_norm
@@ -451,7 +453,7 @@ def test_wrong_arguments_are_named():
 
 def test_validate():
     chain = FAMILIES["dense"](F32)
-    into = each_step(chain)
+    into = each_step(chain.bulk, chain.x.shape[-2])
     stream = Stream(None, chain.p0, validate=True)
     stream.update(chain.x[..., :3, :], into[..., :3, :, :])  # what is not used may be NaN
     with pytest.raises(ValueError, match="bulk_piece: expected non-negative"):
