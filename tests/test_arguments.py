@@ -29,6 +29,8 @@ def matrices(a=(2, 3), b=(3, 2), **options):
     return {"a": ones(a), "b": ones(b), **options}
 
 
+STRATEGY = "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree' or 'overlapped' or 'meeting',"
+
 product, check, matmul = logchain.product, logchain.check, logchain.matmul
 BULK = "bulk: expected shape [1 or 10, 1, 5 or 1, 4, 4] to go with x [10, 1, 6, 4], got "
 DTYPES = "expected float32, float64, bfloat16 or float16"
@@ -51,6 +53,8 @@ ERRORS = [
     (product, ValueError, "lengths: expected values from 1 to v = 6, got 0 to 0", chain(lengths=[0] * 10)),
     (product, ValueError, "lengths: expected shape [10] or [10, 1] to go with x [10, 1, 6, 4]", chain(lengths=[3, 4])),
     (product, ValueError, "strategy: expected 'auto' or 'sequential' or 'chunked'", chain(strategy="parallel")),
+    (product, ValueError, f"{STRATEGY} got 'overlapped:1'", chain(strategy="overlapped:1")),
+    (product, ValueError, f"{STRATEGY} got 'chunked:4:2'", chain(strategy="chunked:4:2")),
     (product, TypeError, "x: expected a torch.Tensor, got ndarray", chain(x=np.zeros((10, 1, 6, 4)))),
     (product, TypeError, "bulk: expected a torch.Tensor, got NoneType", chain(bulk=None)),
     (product, TypeError, f"p0: {DTYPES}, got int64", chain(p0=ones(4, dtype=torch.int64))),

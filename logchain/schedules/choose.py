@@ -28,8 +28,9 @@ from .cost_counts import MEETING, SEQUENTIAL, TREE, Schedule, Size, peaks, work
 Strategy = Literal["auto", "sequential", "chunked", "tree", "overlapped", "meeting"]
 STRATEGIES = get_args(Strategy)
 
-# a strategy of so many segments, which begin so many steps early
-_NUMBERED = re.compile("(chunked:[1-9][0-9]{0,5}|overlapped:[1-9][0-9]{0,5}(:[1-9][0-9]{0,8})?)")
+# a strategy of so many segments, two or more, which begin so many steps early
+_NUMBER = "([2-9]|[1-9][0-9]{1,5})"
+_NUMBERED = re.compile(f"chunked:{_NUMBER}|overlapped:{_NUMBER}(:[1-9][0-9]{{0,8}})?")
 
 # the choice between the sequential and the overlapped schedule, for what needs messages, and the meeting one besides,
 # for posteriors
