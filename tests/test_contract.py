@@ -1,13 +1,12 @@
 """The contract: every public function of a chain, on every backend, for every family; then each property once."""
 
-import contextlib
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-import logchain
+from tests.backends import on, parameter
 from tests.conftest import INTERPRETED
 from tests.contract import TENSOR_CORES, Truth, assert_contract, poisoned_memory
 from tests.expected import Expected, expected
@@ -30,30 +29,11 @@ LONG = ["memory_budget"]
 # subjects that Triton's kernels compute
 ON_GPU = ["product", "chunked:3", "tree", "memory_budget", "stream", "marginals", "counts", "viterbi"]
 
-
 # subjects whose log-partition has posteriors as gradients
 DIFFERENTIATED = {*PRODUCTS, "stream", "marginals", "counts", "filtered"}
 
 # subjects that can be differentiated twice
 TWICE = {*PRODUCTS, "stream", "filtered", "log_prob"} - {"memory_budget"}
-
-
-@contextlib.contextmanager
-def on(backend: str) -> Iterator[str]:
-    """The device of a backend, which computes inside."""
-    if backend == "gpu":
-        pytest.importorskip("triton")
-        with logchain.kernels.use("triton", "cpu" if INTERPRETED else "cuda"):
-            yield "cpu" if INTERPRETED else "cuda"
-    else:
-        with logchain.kernels.use({"cpu": "auto", "plain": "plain"}[backend], "cpu"):
-            yield "cpu"
-
-
-def parameter(backend: str, *values):
-    """A row of a table whose first column is the backend."""
-    marks = [pytest.mark.gpu] if backend == "gpu" and not INTERPRETED else []
-    return pytest.param(backend, *values, marks=marks, id="-".join([backend, *map(str, values)]))
 
 
 def rows() -> list:

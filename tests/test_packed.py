@@ -7,8 +7,9 @@ import torch
 
 import logchain
 from logchain.memory import peak_bytes
+from tests.backends import on
 from tests.subjects import OTHERS, Found, Subject, pack, value
-from tests.test_contract import assert_same, on, total
+from tests.test_contract import assert_same, total
 
 F32, F64 = torch.float32, torch.float64
 LENGTHS = [3, 1, 9, 4, 4, 30, 2, 1]

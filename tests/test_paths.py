@@ -10,12 +10,12 @@ from scipy import stats
 import logchain
 from logchain import reference
 from tests import oracle
+from tests.backends import on
 from tests.best_paths import numbers, small
 from tests.contract import assert_values, poisoned_memory, value_bound
 from tests.families import FAMILIES, LARGE, Chain, Draw, dense
 from tests.layouts import BATCHES, STEPS, broadcast, poisoned
 from tests.seeded import seeded
-from tests.test_contract import on
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")

@@ -7,11 +7,11 @@ import torch
 import logchain
 from logchain import reference
 from tests import contract
+from tests.backends import on, parameter
 from tests.contract import TENSOR_CORES, assert_contract, of_steps, value_bound
 from tests.families import FAMILIES, FAR, Chain, Draw, far_from_one
 from tests.kernels.cpu import adversary
 from tests.subjects import STRATEGIES
-from tests.test_contract import on, parameter
 
 F32, F64 = torch.float32, torch.float64
 

@@ -1,0 +1,27 @@
+"""The backends as rows of tables: torch operations and loops in C on a CPU, Triton on a GPU or in its interpreter."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+import logchain
+from tests.conftest import INTERPRETED
+
+
+@contextlib.contextmanager
+def on(backend: str) -> Iterator[str]:
+    """The device of a backend, which computes inside."""
+    if backend == "gpu":
+        pytest.importorskip("triton")
+        with logchain.kernels.use("triton", "cpu" if INTERPRETED else "cuda"):
+            yield "cpu" if INTERPRETED else "cuda"
+    else:
+        with logchain.kernels.use({"cpu": "auto", "plain": "plain"}[backend], "cpu"):
+            yield "cpu"
+
+
+def parameter(backend: str, *values):
+    """A row of a table whose first column is the backend."""
+    marks = [pytest.mark.gpu] if backend == "gpu" and not INTERPRETED else []
+    return pytest.param(backend, *values, marks=marks, id="-".join([backend, *map(str, values)]))
