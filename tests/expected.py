@@ -202,7 +202,9 @@ def expected(name: str, dtype: torch.dtype, each: bool, log: bool, k: int = 1) -
     assert log == (each if dtype == F32 else not each), "truths are stored of these two choices alone"
     title = f"{name} {each} {dtype} "
     stored = {key.removeprefix(title): part for key, part in _file().items() if key.startswith(title)}
-    assert stored["sum"] == checksum(chain), "the family has changed: run python -m tests.expected"
+    # processors differ in the last bits of exponentials and of sums
+    unchanged = np.isclose(checksum(chain), stored["sum"], rtol=1e-12, atol=1e-12)
+    assert unchanged, "the family has changed: run python -m tests.expected"
     if dtype == F32:
         return Expected(chain, Truth(chain), stored, k)
     exact = oracle.Truth(*(stored[key] for key in oracle.Truth._fields))
