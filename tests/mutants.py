@@ -35,6 +35,7 @@ def table(rows: str) -> str:
 
 
 VALUES, LENGTHS = "values_and_gradients", "lengths_are"
+MESSAGES = "tests/transitions/test_queries.py -k 'of_its_matrices and messages'"
 MUTANTS = [
     # torch operations
     Mutant(
@@ -284,6 +285,35 @@ MUTANTS = [
         "torch.stack(values).sum(0) if len(self.bulk) == 1",
         "values[0] if len(self.bulk) == 1",
         "tests/test_packed.py",
+    ),
+    # structures
+    Mutant(
+        "messages of structures are backward after the end",
+        "logchain/structured/messages.py",
+        "message = before if inside is None else torch.where(inside, before, message)",
+        "message = before",
+        MESSAGES,
+    ),
+    Mutant(
+        "messages of structures pass no transpose",
+        "logchain/structured/messages.py",
+        "steps.transition(step).mT.apply(low, LOG)",
+        "steps.transition(step).apply(low, LOG)",
+        MESSAGES,
+    ),
+    Mutant(
+        "counts of structures are those of the first step",
+        PLAIN + "structured.py",
+        "into = count[step - 1 if len(count) > 1 else 0]",
+        "into = count[0]",
+        table(f"{VALUES} and plain-banded"),
+    ),
+    Mutant(
+        "posteriors of structures ignore the weight",
+        PLAIN + "structured.py",
+        "posterior.sum(-1, keepdim=True) * inside)",
+        "posterior.sum(-1, keepdim=True))",
+        table(f"{VALUES} and plain-banded"),
     ),
     # everything above the kernels
     Mutant(

@@ -23,6 +23,7 @@ import logchain
 from logchain import transitions
 
 Found = dict[str, Tensor]
+Bulk = Tensor | transitions.Transition
 Subject = Callable[..., Found]
 
 LAG, RANKS = 2, 3
@@ -96,20 +97,38 @@ def ends_of(x: Tensor, lengths) -> Tensor:
     return lengths.view(*lengths.shape, *(1,) * (len(batch) - lengths.dim())).expand(batch)
 
 
-def pack(x: Tensor, bulk: Tensor, p0: Tensor, lengths=None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def per_step(bulk: Bulk, change: Callable[[Tensor, int], Tensor]) -> Bulk:
+    """Matrices, or the parameters of a structure, by a function of a tensor and of the axis of its steps."""
+    if isinstance(bulk, Tensor):
+        return change(bulk, -3)
+    parts = zip(bulk.parameters, bulk.own_axes, strict=True)
+    return bulk.with_parameters(*(change(part, -1 - own) for part, own in parts))
+
+
+def is_one_matrix(bulk: Bulk) -> bool:
+    """Whether one matrix is that of all steps."""
+    lead = bulk.shape[:-2] if isinstance(bulk, Tensor) else bulk.lead
+    return lead[-1:] in ((), (1,))
+
+
+def pack(x: Tensor, bulk: Bulk, p0: Tensor, lengths=None) -> tuple[Tensor, Bulk, Tensor, Tensor, Tensor]:
     """Rows of x, the matrices into them, one start for each sequence, their offsets, and the mask [*B, v] of rows."""
     *batch, v, c = x.shape
     ends = ends_of(x, lengths)
     inside = torch.arange(v) < ends[..., None]
     starts = p0.expand(*batch, c).reshape(-1, c)
     offsets = torch.cat([ends.new_zeros(1), ends.flatten().cumsum(0)])
-    if bulk.numel() == c * c:
-        return x[inside], bulk.reshape(1, c, c), starts, offsets, inside
-    steps = bulk.expand(*batch, v - 1, c, c)
-    return x[inside], torch.cat([steps.new_zeros(*batch, 1, c, c), steps], -3)[inside], starts, offsets, inside
+
+    def rows(part: Tensor, axis: int) -> Tensor:
+        if part.shape[: axis + 1].numel() == 1:
+            return part.reshape(1, *part.shape[axis + 1 :])
+        steps = part.expand(*batch, v - 1, *part.shape[axis + 1 :])
+        return torch.cat([steps.new_zeros(*batch, 1, *part.shape[axis + 1 :]), steps], axis)[inside]
+
+    return x[inside], per_step(bulk, rows), starts, offsets, inside
 
 
-def packed(x: Tensor, bulk: Tensor, p0: Tensor, *, lengths=None, **options) -> Found:
+def packed(x: Tensor, bulk: Bulk, p0: Tensor, *, lengths=None, **options) -> Found:
     rows, into, starts, offsets, _ = pack(x, bulk, p0, lengths)
     found = logchain.product(rows, into, starts, cu_seqlens=offsets, **options)
     return {"log_norm": found.view(x.shape[:-2])}
@@ -125,22 +144,31 @@ def division(v: int, seed: int) -> list[tuple[int, int]]:
     return found
 
 
-def each_step(bulk: Tensor, v: int) -> Tensor:
+def each_step(bulk: Bulk, v: int) -> Bulk:
     """The matrices into each variable [*Bb, v, c, c]; what leads into the first one is NaN, and has no influence."""
-    into = bulk.expand(*bulk.shape[:-3], v - 1, -1, -1)
-    first = bulk.new_full((*bulk.shape[:-3], 1, *bulk.shape[-2:]), math.nan)
-    return torch.cat([first, into], -3)
+
+    def into(part: Tensor, axis: int) -> Tensor:
+        steps = part.expand(*part.shape[:axis], v - 1, *part.shape[axis + 1 :])
+        first = steps.new_full((*part.shape[:axis], 1, *part.shape[axis + 1 :]), math.nan)
+        return torch.cat([first, steps], axis)
+
+    return per_step(bulk, into)
 
 
-def stream(x: Tensor, bulk: Tensor, p0: Tensor, *, lengths=None, log_params=False) -> Found:
+def steps_from(bulk: Bulk, start: int, stop: int) -> Bulk:
+    """The steps from `start` to before `stop`."""
+    return per_step(bulk, lambda part, axis: part.narrow(axis, start, stop - start))
+
+
+def stream(x: Tensor, bulk: Bulk, p0: Tensor, *, lengths=None, log_params=False) -> Found:
     v, c = x.shape[-2:]
-    best, one_matrix = c < 100, bulk.shape[-3] == 1
+    best, one_matrix = c < 100 and not getattr(bulk, "sums", False), is_one_matrix(bulk)
     options = {"log_params": log_params, "lag": LAG, "viterbi": best, "detach": False}
     pieces, parts = logchain.Stream(bulk if one_matrix else None, p0, **options), []
     into = None if one_matrix else each_step(bulk, v)
     for start, stop in division(v, v + c):
         ends = None if lengths is None else (ends_of(x, lengths) - start).clamp(0, stop - start)
-        matrices = None if into is None else into[..., start:stop, :, :]
+        matrices = None if into is None else steps_from(into, start, stop)
         parts.append(pieces.update(x[..., start:stop, :], matrices, lengths=ends))
     parts.append(pieces.flush())
     found = {

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from logchain import transitions
-from logchain.transitions import Transition
+from logchain.transitions import Arithmetic, Transition
 
 C = 12
 
@@ -30,6 +30,20 @@ def _arcs(rand: Rand) -> torch.Tensor:
     return arcs[:, torch.randperm(arcs.shape[1], generator=torch.Generator().manual_seed(1))]
 
 
+class Shift(Transition):
+    """A user's structure: P(i, i + by mod c) = weight_i."""
+
+    own = (1,)
+
+    def __init__(self, weight: torch.Tensor, by: int = 1):
+        super().__init__(weight)
+        self.states, self.by = weight.shape[-1], by
+
+    def apply(self, message: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+        (weight,) = self.parameters
+        return arithmetic.times(message, weight[..., None, :]).roll(self.by, -1)
+
+
 MAKE: dict[str, Callable[..., Transition]] = {
     "banded": lambda rand, *lead: transitions.Banded(rand(*lead, 4, C), [0, 1, 2, -3]),
     "sparse": lambda rand, *lead: (lambda arcs: transitions.Sparse(arcs, rand(*lead, arcs.shape[1]), C))(_arcs(rand)),
@@ -39,6 +53,7 @@ MAKE: dict[str, Callable[..., Transition]] = {
     "kronecker": lambda rand, *lead: transitions.Kronecker(rand(*lead, 3, 3), rand(*lead, 2, 2), rand(*lead, 2, 2)),
     "monarch": lambda rand, *lead: transitions.Monarch(rand(*lead, 3, 4, 4), rand(*lead, 4, 3, 3)),
     "narrow": lambda rand, *lead: transitions.Monarch(rand(*lead, 3, 4, 2), rand(*lead, 2, 3, 6)),
+    "user's": lambda rand, *lead: Shift(rand(*lead, C)),
 }
 
 
@@ -66,4 +81,6 @@ def entry(structure: Transition, i: int, j: int) -> float:
             left, right = parameters
             (a, b), (middle, last) = divmod(i, left.shape[1]), divmod(j, right.shape[2])
             return left[a, b, middle] * right[middle, a, last]
+        case Shift():
+            return parameters[0][i] if j == (i + 1) % C else 0.0
     raise AssertionError(structure)

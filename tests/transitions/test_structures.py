@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logchain import transitions
-from logchain.transitions import LINEAR, LOG, MAX, Transition
+from logchain.transitions import LINEAR, LOG, MAX
 from tests.transitions.structures import MAKE, C, entry, numbers
 
 KINDS = pytest.mark.parametrize("kind", MAKE)
@@ -71,31 +71,6 @@ def test_a_structure_of_float32_parameters_stays_float32(kind):
     assert structure.lead == (2,)
     elsewhere = structure.to("meta")
     assert elsewhere.device.type == "meta" and getattr(elsewhere, "indices", elsewhere.parameters[0]).is_meta
-
-
-class Shift(Transition):
-    """P(i, i + 1 mod c) = weight_i."""
-
-    own = (1,)
-
-    def __init__(self, weight):
-        super().__init__(weight)
-        self.states = weight.shape[-1]
-
-    def apply(self, message, arithmetic):
-        (weight,) = self.parameters
-        return arithmetic.times(message, weight[..., None, :]).roll(1, -1)
-
-
-def test_a_structure_of_ones_own_needs_one_method():
-    structure = Shift(numbers(0)(2, C))
-    dense = torch.diag_embed(structure.parameters[0]).roll(1, -1)
-    assert torch.equal(structure.to_dense(), dense)
-    message = numbers(1)(2, 3, C)
-    torch.testing.assert_close(structure.mT.apply(message, LINEAR), message @ dense.mT)
-    assert torch.equal(structure.mT.mT.to_dense(), dense)
-    index = torch.arange(C).expand(2, C).mT
-    assert torch.equal(structure.entries(index, (index + 1) % C).mT, structure.parameters[0])
 
 
 def test_values_of_bands_without_a_source_are_ignored():

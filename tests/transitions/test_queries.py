@@ -1,0 +1,309 @@
+"""Every query of a chain of structures has the result of their dense matrices."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import logchain
+from logchain import reference, transitions
+from tests.subjects import OTHERS, SUBJECTS, floating
+from tests.transitions.structures import MAKE, C, numbers
+
+F32, F64 = torch.float32, torch.float64
+V, BATCH = 6, (2, 3)
+KINDS = pytest.mark.parametrize("kind", MAKE)
+LENGTHS = torch.tensor([[6, 3, 1], [2, 6, 5]])
+
+
+class Problem:
+    """Operands x [*B, v, c] with an impossible state, a structure and p0, and the same with the dense matrices."""
+
+    def __init__(self, kind, lead=(), *, log=False, dtype=F64, spread=1.0, batch=BATCH, v=V):
+        rand = numbers(3, dtype)
+        structure, self.p0 = MAKE[kind](rand, *lead), rand(C)
+        generator = torch.Generator().manual_seed(4)
+        self.x = (torch.randn(*batch, v, C, generator=generator, dtype=F64) * spread).to(dtype)
+        if batch == BATCH:
+            self.x[0, 0, 2, 5] = -torch.inf
+        if log:
+            structure, self.p0 = structure.map(torch.log), self.p0.log()
+        self.structure = structure.map(Tensor.requires_grad_)
+        self.x.requires_grad_(), self.p0.requires_grad_()
+        self.leaves = [self.x, self.p0, *self.structure.parameters]
+        self.dense = self.structure.to_dense(log_params=log)
+        self.dense = self.dense if lead else self.dense[None]
+        self.options = {"log_params": log}
+
+    def zero(self, leaf):
+        return -torch.inf if leaf is self.x or self.options["log_params"] else 0.0
+
+    def both(self, query, *args, **options):
+        options = {**self.options, **options}
+        return [query(self.x, bulk, self.p0, *args, **options) for bulk in (self.structure, self.dense)]
+
+
+def assert_close(found, expected, rtol=1e-10, atol=1e-11):
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+def assert_same_gradients(problem, found, expected):
+    """Of a number that depends on all outputs, and on their squares."""
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    pairs = []
+    for outputs in (found, expected):
+        value = sum((t.sin() * (1 + i)).sum() for i, t in enumerate(floating(outputs)))
+        pairs.append(torch.autograd.grad(value, problem.leaves, **options))
+    for one, other, leaf in zip(*pairs, problem.leaves, strict=True):
+        # what is impossible has gradient 0, by definition, also where entries of the matrix are sums
+        assert_close(one, other.masked_fill(leaf == problem.zero(leaf), 0.0), rtol=1e-9, atol=1e-10)
+
+
+CHOICES = list(itertools.product([(), (V - 1,), (2, 1, 1), (3, V - 1)], [(False, None), (True, LENGTHS)]))
+QUERIES = ["product", "packed", *(name for name in OTHERS if name not in ("counts", "divergence"))]
+PATHS = ("viterbi", "topk_paths")
+
+
+def cells():
+    """Each structure meets each query by two choices of leading axes, logarithms and lengths."""
+    for (i, kind), (j, query) in itertools.product(enumerate(MAKE), enumerate(QUERIES)):
+        if query in PATHS and MAKE[kind](numbers(3)).sums:
+            continue
+        for k in (0, 3):
+            lead, (log, lengths) = CHOICES[(i + j + k) % len(CHOICES)]
+            yield pytest.param(kind, query, lead, log, lengths, id=f"{kind}-{query}-{list(lead)}-{log}")
+
+
+@pytest.mark.parametrize(("kind", "query", "lead", "log", "lengths"), list(cells()))
+def test_structure_has_results_and_gradients_of_its_matrices(kind, query, lead, log, lengths):
+    problem = Problem(kind, lead, log=log)
+    found, expected = (
+        {name: t for name, t in outputs.items() if name != "transitions"}
+        for outputs in problem.both(SUBJECTS[query], lengths=lengths)
+    )
+    for name, one in found.items():
+        assert_close(one, expected[name])
+    if floating(found):
+        assert_same_gradients(problem, found, {name: expected[name] for name in found})
+
+
+SMALL = [{"v": 1, "batch": ()}, {"lead": (V - 1,), "batch": (0,)}, {"v": 1, "batch": (2, 0)}]
+
+
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+@KINDS
+def test_few_variables_or_sequences_have_results_of_matrices(kind, sizes):
+    problem = Problem(kind, **sizes)
+    for query in QUERIES:
+        if (query in PATHS and problem.structure.sums) or (query == "packed" and not problem.x.numel()):
+            continue
+        found, expected = problem.both(SUBJECTS[query])
+        found.pop("transitions", None)
+        for name, one in found.items():
+            assert_close(one, expected[name])
+        values = [t.sum() for t in floating(found) if t.requires_grad]
+        options = {"allow_unused": True, "materialize_grads": True}
+        for gradient in torch.autograd.grad(sum(values), problem.leaves[2:], **options) if values else ():
+            assert not gradient.any()
+    assert logchain.sample(problem.x, problem.structure, problem.p0, 3).shape == (3, *problem.x.shape[:-1])
+
+
+@KINDS
+@pytest.mark.parametrize("v", [2, V])
+def test_gradient_does_not_depend_on_which_others_are_needed(kind, v):
+    problem = Problem(kind)
+    operands = [problem.x[..., :v, :], problem.p0, *problem.structure.parameters]
+
+    def value(x, p0, *parameters):
+        return logchain.product(x, problem.structure.with_parameters(*parameters), p0).sum()
+
+    together = torch.autograd.grad(value(*operands), operands)
+    for place, expected in enumerate(together):
+        alone = [operand.detach() for operand in operands]
+        alone[place].requires_grad_()
+        assert_close(torch.autograd.grad(value(*alone), alone[place])[0], expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("query", ["product", "stream"])
+@KINDS
+def test_second_derivatives_are_those_of_matrices(kind, query):
+    problem = Problem(kind)
+    possible = [leaf != problem.zero(leaf) for leaf in problem.leaves]
+    tangents = [numbers(6)(*leaf.shape) * mask for leaf, mask in zip(problem.leaves, possible, strict=True)]
+    seconds = []
+    for outputs in problem.both(SUBJECTS[query]):
+        value = sum(t.sum() for t in floating(outputs))
+        first = torch.autograd.grad(value, problem.leaves, create_graph=True)
+        seconds.append(torch.autograd.grad(first, problem.leaves, tangents, retain_graph=True))
+    for one, other, mask in zip(*seconds, possible, strict=True):
+        assert_close(one, other * mask, rtol=1e-8, atol=1e-9)
+
+
+@KINDS
+@pytest.mark.parametrize("lead", [(), (3, V - 1)], ids=str)
+def test_transitions_of_marginals_count_uses_of_parameters(kind, lead):
+    problem = Problem(kind, lead)
+    counts = logchain.marginals(problem.x, problem.structure, problem.p0, transitions="sum", lengths=LENGTHS)
+    log_norm = logchain.product(problem.x, problem.dense, problem.p0, lengths=LENGTHS)
+    parameters = problem.structure.parameters
+    gradients = torch.autograd.grad(log_norm.sum(), parameters, retain_graph=True)
+    for count, gradient, parameter in zip(counts.transitions.parameters, gradients, parameters, strict=True):
+        assert_close(count, gradient * parameter)
+    full, total = (
+        logchain.marginals(problem.x, problem.structure, problem.p0, transitions=how).transitions
+        for how in ("full", "sum")
+    )
+    assert full.lead == (*BATCH, V - 1)
+    alone = logchain.marginals(problem.x[1], problem.structure, problem.p0, transitions="full").transitions
+    for each, summed, one in zip(full.parameters, total.parameters, alone.parameters, strict=True):
+        assert_close(each.sum_to_size(summed.shape), summed)
+        assert_close(each[1], one)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKE if MAKE[kind](numbers(3)).sums])
+def test_sums_of_products_have_no_best_path(kind):
+    problem = Problem(kind)
+    name = type(problem.structure).__name__
+    for query, args in ((logchain.viterbi, ()), (logchain.topk_paths, (2,))):
+        with pytest.raises(TypeError, match=f"bulk: expected a structure .* got {name}.* {name}.to_dense"):
+            query(problem.x, problem.structure, problem.p0, *args)
+
+
+@KINDS
+@pytest.mark.parametrize("lead", [(), (3, V - 1)], ids=str)
+def test_draws_have_the_probabilities_of_paths(kind, lead):
+    problem = Problem(kind, lead)
+    lengths, draws = torch.tensor([[2, 2, 1], [2, 2, 2]]), 1000
+    generator = torch.Generator().manual_seed(0)
+    paths = logchain.sample(problem.x, problem.structure, problem.p0, draws, lengths=lengths, generator=generator)
+    assert (paths[..., 2:] == -1).all() and (paths[:, 0, 2, 1] == -1).all()
+    pairs = torch.cartesian_prod(torch.arange(C), torch.arange(C)).view(-1, 1, 1, 2)
+    every = torch.nn.functional.pad(pairs.expand(-1, *BATCH, -1), (0, V - 2))
+    with torch.no_grad():
+        found, expected = problem.both(logchain.log_prob, every, lengths=lengths)
+    assert_close(found, expected)
+    share = torch.bincount(paths[:, 0, 1, 0] * C + paths[:, 0, 1, 1], minlength=C * C).double() / draws
+    probability = expected[:, 0, 1].exp()
+    assert not share[probability == 0].any()
+    # six standard deviations of each frequency
+    assert ((share - probability).abs() <= 6 * (probability / draws).sqrt() + 1e-12).all()
+
+
+@KINDS
+def test_draws_of_packed_sequences_are_possible(kind):
+    structure, x, p0 = MAKE[kind](numbers(3)), numbers(4)(12, C).log(), numbers(5)(4, C)
+    options = {"cu_seqlens": torch.tensor([0, 3, 9, 10, 12])}
+    paths = logchain.sample(x, structure, p0, 3, generator=torch.Generator().manual_seed(0), **options)
+    log_norm = logchain.product(x, structure, p0, **options)
+    weights = logchain.log_prob(x, structure, p0, paths, **options)
+    assert_close(weights, logchain.log_prob(x, structure.to_dense()[None], p0, paths, **options))
+    assert (weights.isfinite() == log_norm.isfinite()).all() and log_norm.isfinite().any()
+
+
+@KINDS
+def test_float32_keeps_its_bound_and_half_is_computed_in_float32(kind):
+    problem = Problem(kind, dtype=F32)
+    with torch.no_grad():
+        value = logchain.product(problem.x, problem.structure, problem.p0)
+        exact = reference.product(problem.x, problem.structure, problem.p0)
+        assert value.dtype == F32
+        assert_close(value.double(), torch.from_numpy(exact), rtol=2**-23, atol=V * (C + 8) * 2**-24)
+        half = [leaf.bfloat16() for leaf in problem.leaves]
+        structure = problem.structure.with_parameters(*half[2:])
+        value = logchain.product(half[0], structure, half[1])
+        assert torch.equal(value, logchain.product(half[0].float(), structure.to(F32), half[1].float()))
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_potentials_of_thousands_of_nats_keep_the_bound(kind, dtype):
+    problem = Problem(kind, dtype=dtype, spread=3000.0)
+    value = logchain.product(problem.x, problem.structure, problem.p0)
+    operands = [leaf.detach().double() for leaf in problem.leaves]
+    exact = reference.marginals(operands[0], problem.structure.with_parameters(*operands[2:]), operands[1])
+    unit = torch.finfo(dtype).eps / 2
+    spread = float(problem.x.detach().masked_fill(problem.x == -torch.inf, 0).abs().amax()) * 2
+    bound = V * (C + 8 + 2 * spread) * unit
+    assert_close(value.double(), torch.from_numpy(exact.log_norm), rtol=unit * 2, atol=bound)
+    (states,) = torch.autograd.grad(value.sum(), problem.x)
+    assert_close(states.double(), torch.from_numpy(exact.states), rtol=2 * bound, atol=C * 2**-26)
+
+
+@KINDS
+@pytest.mark.parametrize("offset", [-(2.0**60), 2.0**20, 2.0**100])
+def test_offset_of_all_potentials_does_not_drown_weights(kind, offset):
+    problem = Problem(kind)
+    with torch.no_grad():
+        x = torch.zeros_like(problem.x).masked_fill(problem.x == -torch.inf, -torch.inf)
+        p0 = problem.p0.index_fill(0, torch.tensor(0), 0.0)
+        operands = [(one, problem.structure, p0) for one in (x, x + offset)]
+        values = [logchain.entropy(*each) for each in operands]
+        assert_close(values[1], values[0], rtol=1e-12)
+        operands[1][0][..., 0, 0] = 2 * abs(offset)  # where no path begins
+        if not problem.structure.sums:
+            assert torch.equal(*(logchain.viterbi(*each).states for each in operands))
+        draws = [logchain.sample(*each, 5, generator=torch.Generator().manual_seed(0)) for each in operands]
+        assert torch.equal(*draws)
+
+
+@KINDS
+def test_impossible_and_unknown_sequences_leave_others_alone(kind):
+    problem = Problem(kind)
+    x = problem.x.detach().clone()
+    x[0, 1, 3], x[1, 0, 2, 1] = -torch.inf, torch.nan
+    x.requires_grad_()
+    value = logchain.product(x, problem.structure, problem.p0)
+    assert value[0, 1] == -torch.inf and value[1, 0].isnan()
+    others = torch.tensor([[True, False, True], [False, True, True]])
+    assert_close(value[others], logchain.product(problem.x, problem.dense, problem.p0)[others])
+    (states,) = torch.autograd.grad(value[others].sum() + value[0, 1], x, retain_graph=True)
+    assert not states[0, 1].any() and states[others].isfinite().all()
+    assert not any(gradient.any() for gradient in torch.autograd.grad(value[0, 1], problem.structure.parameters))
+
+
+def test_wrong_operands_are_named():
+    structure = transitions.Banded(torch.ones(2, C), [0, 1])
+    x, p0 = torch.zeros(2, V, C), torch.ones(C)
+    three = transitions.Banded(torch.ones(3, 1, 2, C), [0, 1])
+    packed = {"cu_seqlens": torch.tensor([0, V]), "lengths": 1}
+    cases = [
+        ("bulk: expected 11 states to go with x [2, 6, 11], got 12", (x[..., :11], structure, p0[:11]), {}),
+        ("bulk: expected shape [1 or 2, 5 or 1, 2, 12] to go with x [2, 6, 12], got [3, 1, 2, 12]", (x, three, p0), {}),
+        ("p0: expected shape [12] to go with x [2, 6, 12], got [11]", (x, structure, p0[:11]), {}),
+        ("memory_budget: expected None where bulk is a structure, got 5", (x, structure, p0), {"memory_budget": 5}),
+        ("strategy: expected 'auto' or 'sequential', got 'tree'", (x, structure, p0), {"strategy": "tree"}),
+        ("lengths: expected values from 1 to v = 6, got 0 to 7", (x, structure, p0), {"lengths": [0, 7]}),
+        ("log_params: expected True or False, got 1", (x, structure, p0), {"log_params": 1}),
+        ("lengths: expected None beside cu_seqlens, which holds them", (x[0], structure, p0), packed),
+    ]
+    for message, operands, options in cases:
+        with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+            logchain.product(*operands, **options)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
+def test_transforms_are_refused(transform):
+    problem = Problem("banded")
+    with pytest.raises(NotImplementedError, match=r"bulk: expected a tensor inside transforms of torch\.func"):
+        transform(lambda x: logchain.product(x, problem.structure, problem.p0).sum())(problem.x)
+
+
+@KINDS
+def test_check_names_negative_weights_of_structures(kind):
+    problem = Problem(kind)
+    logchain.check(problem.x, problem.structure, problem.p0)
+    with pytest.raises(ValueError, match=r"bulk\.\S+: expected non-negative weights, got -"):
+        logchain.check(problem.x, problem.structure.map(torch.neg), problem.p0)
+    steps = problem.structure.map(lambda part: part.expand(V - 1, *part.shape))
+    logchain.check(problem.x, steps, problem.p0, lengths=LENGTHS)
+    logchain.check(problem.x[..., :1, :], steps.map(lambda part: part[:0]), problem.p0)
+
+
+@KINDS
+def test_plan_of_structures_counts_their_multiply_adds(kind):
+    problem = Problem(kind)
+    planned = logchain.plan(problem.x, problem.structure, problem.p0)
+    assert planned.multiply_adds == 3 * 6 * (V - 1) * problem.structure.multiply_adds
+    assert f"{problem.structure.multiply_adds} multiply-adds a step in place of {C**2}" in str(planned)

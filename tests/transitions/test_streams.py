@@ -1,0 +1,158 @@
+"""What streams of structures alone do: states of streams, changing structures, and their errors.
+
+That a stream of a structure has the results of its dense matrices is a row of `tests.transitions.test_queries`.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from logchain.stream import Stream
+from logchain.transitions import Banded, Sparse
+from tests.streams import joined
+from tests.subjects import division, steps_from
+from tests.transitions.structures import MAKE, C, Shift, numbers
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+V, BATCH = 17, (2, 3)
+KINDS = list(MAKE)
+
+
+def operands(kind, *lead, dtype=F64):
+    rand = numbers(3, dtype)
+    return rand(*BATCH, V, C), MAKE[kind](rand, *lead), rand(C)
+
+
+def streamed(x, bulk, p0, pieces, **options):
+    """What a stream of matrices into each variable returns for all pieces and a flush, concatenated."""
+    stream = Stream(None, p0, **options)
+    found = [stream.update(x[..., start:stop, :], steps_from(bulk, start, stop)) for start, stop in pieces]
+    found.append(stream.flush())
+    return [found[-1].log_norm, *(joined(found, field) for field in range(1, 4))]
+
+
+@pytest.mark.parametrize("kind", ["banded", "kronecker"])
+def test_half_precision_is_computed_in_float64(kind):
+    x, structure, p0 = operands(kind, V, dtype=BF16)
+    options = {"pieces": division(V, 1), "lag": 2, "viterbi": True}
+    found = streamed(x, structure, p0, **options)
+    expected = streamed(x.double(), structure.to(F64).to_dense(), p0.double(), **options)
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(one, other.to(F32), rtol=2.0**-22, atol=2.0**-22)
+    assert found[3].equal(expected[3])
+
+
+@pytest.mark.parametrize("kind", ["banded", "sparse", "blocks", "user's"])
+def test_equal_paths_pass_the_lowest_states(kind):
+    x, structure, _ = operands(kind, V)
+    structure, x = structure.map(torch.ones_like), torch.zeros_like(x)
+    x[0, 1, 4], x[1, 2, 3] = -torch.inf, torch.nan  # an impossible sequence, and one that is unknown
+    x[1, 1, 2, ::2] = -torch.inf
+    for p0 in (torch.ones(C), torch.eye(C)[4]):
+        options = {"pieces": [(0, 2), (2, V)], "viterbi": True}
+        expected = streamed(x, structure.to_dense(), p0, **options)[3]
+        assert streamed(x, structure, p0, **options)[3].equal(expected)
+        assert (expected[0, 1] == -1).any() and (expected[0, 0] >= 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stream_goes_on_from_a_state_with_the_same_bits(kind):
+    x, structure, p0 = operands(kind, V)
+    pieces = division(V, KINDS.index(kind))
+    options = {"lag": 4, "viterbi": not structure.sums}
+    stream, found = Stream(None, p0, **options), []
+    for start, stop in pieces:
+        found.append(stream.update(x[..., start:stop, :], steps_from(structure, start, stop)))
+        file, other = io.BytesIO(), Stream(None, p0, **options)
+        torch.save(stream.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file, weights_only=False))
+        stream = other
+    # also if nothing follows but the end
+    found.append(copy.deepcopy(stream).flush())
+    expected = streamed(x, structure, p0, pieces, **options)
+    assert found[-1].log_norm.equal(expected[0])
+    for field in range(1, 4):
+        one = joined(found, field)
+        assert (one is None and expected[field] is None) or one.equal(expected[field])
+
+
+def test_updates_may_bring_different_matrices_without_a_lag():
+    kinds = [kind for kind in KINDS if not MAKE[kind](numbers(3)).sums]
+    x, _, p0 = operands(kinds[0])
+    stream, dense = Stream(None, p0, viterbi=True), Stream(None, p0, viterbi=True)
+    for start, kind in enumerate([*kinds, *kinds]):
+        structure = operands(kind, 1)[1]
+        piece = x[..., start : start + 1, :]
+        bulk = structure.to_dense() if start % 3 == 2 else structure
+        found, expected = stream.update(piece, bulk), dense.update(piece, structure.to_dense())
+        torch.testing.assert_close(found.log_norm, expected.log_norm)
+        torch.testing.assert_close(found.filtered, expected.filtered)
+        assert found.states.equal(expected.states)
+    assert stream.flush().states.equal(dense.flush().states)
+
+
+ONE_ARC, ARCS = torch.tensor([[0], [1]]), torch.tensor([[0, 1], [1, 2]])
+ONES, TWO = torch.ones(1, C), torch.ones(1, 2)
+CHANGES = {
+    "other diagonals": (Banded(torch.ones(1, 2, C), [0, 1]), Banded(torch.ones(1, 2, C), [0, 2])),
+    "another structure": (Banded(torch.ones(1, 2, C), [0, 1]), Sparse(ONE_ARC, torch.ones(1, 1), C)),
+    "dense": (Banded(torch.ones(1, 2, C), [0, 1]), torch.ones(1, C, C)),
+    "other arcs": (Sparse(ARCS, TWO, C), Sparse(torch.tensor([[0, 1], [1, 3]]), TWO, C)),
+    "another option": (Shift(ONES), Shift(ONES, by=2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_lag_holds_structures_of_one_kind(change):
+    first, other = CHANGES[change]
+    stream, x = Stream(None, torch.ones(C), lag=2), torch.zeros(2, 1, C)
+    stream.update(x, first)
+    before = stream.log_norm
+    name = type(first).__name__
+    with pytest.raises(ValueError, match=rf"bulk_piece: expected that of the last update, {name}.* got another"):
+        stream.update(x, other)
+    assert stream.log_norm.equal(before)  # nothing has happened
+    stream.update(x, first.map(lambda weight: 2 * weight))
+
+
+def test_wrong_structures_raise():
+    banded, low_rank = (operands(kind)[1] for kind in ("banded", "low_rank"))
+    p0, x = torch.ones(C), torch.zeros(2, 3, C)
+    sums = "expected a structure whose entries are products, got LowRank"
+    wrong = [
+        (ValueError, r"bulk: expected 5 states, got Banded\(\[4, 12\]\) of 12", lambda: Stream(banded, torch.ones(5))),
+        (
+            ValueError,
+            r"bulk: expected 1 steps before the last 2 axes, got Banded\(\[5, 4, 12\]\)",
+            lambda: Stream(operands("banded", 5)[1], p0),
+        ),
+        (
+            ValueError,
+            r"bulk: expected leading axes of 1 or as in \[2\]",
+            lambda: Stream(operands("banded", 5, 1)[1], p0).update(x),
+        ),
+        (ValueError, "bulk_piece: expected None", lambda: Stream(banded, p0).update(x, banded)),
+        (
+            ValueError,
+            "bulk_piece: expected 3 or 1 steps before the last 1 axes, got Sparse",
+            lambda: Stream(None, p0).update(x, operands("sparse", 2)[1]),
+        ),
+        (
+            ValueError,
+            r"bulk_piece: expected leading axes of 1 or as in \[2\]",
+            lambda: Stream(None, p0).update(x, operands("sparse", 3, 3)[1]),
+        ),
+        (
+            ValueError,
+            r"bulk\.\S+: expected non-negative weights, got -1",
+            lambda: Stream(banded.map(lambda weight: -torch.ones_like(weight)), p0, validate=True).update(x),
+        ),
+        (TypeError, f"bulk: {sums}", lambda: Stream(low_rank, p0, viterbi=True)),
+        (TypeError, f"bulk_piece: {sums}", lambda: Stream(None, p0, viterbi=True).update(x, low_rank)),
+    ]
+    for kind, message, call in wrong:
+        with pytest.raises(kind, match=f"^{message}"):
+            call()
