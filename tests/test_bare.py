@@ -77,10 +77,10 @@ def collected(needed, options, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_tests_for_a_device_need_no_other_package(tmp_path, monkeypatch):
-    assert collected(NEEDED, ["-m", "gpu"], tmp_path, monkeypatch) > 300
+    assert collected(NEEDED, ["-m", "gpu"], tmp_path, monkeypatch) > 100
 
 
 @pytest.mark.slow
 def test_all_tests_are_collected_without_any_extra(tmp_path, monkeypatch):
     needed = [name for name in NEEDED if name not in ("triton", "hypothesis")]
-    assert collected(needed, ["-m", "slow or not slow"], tmp_path, monkeypatch) > 7000
+    assert collected(needed, ["-m", "slow or not slow"], tmp_path, monkeypatch) > 3000

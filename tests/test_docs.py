@@ -1,27 +1,21 @@
-"""The pages of the site print what they say, and name what is there; `mkdocs build --strict` checks the rest."""
+"""The README and the pages of the site print what they say, and show what the results file holds.
+
+`mkdocs build --strict` checks links and references.
+"""
 
 import doctest
-import importlib
-import importlib.util
-import inspect
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 
 import logchain
-import logchain.nn
 from tests.benchmarks import report
 
-ROOT = Path(__file__).parents[1]
+ROOT = report.README.parent
 PAGES = ROOT / ".docs" / "pages"
 TEXTS = {path.relative_to(PAGES).as_posix(): path.read_text() for path in sorted(PAGES.rglob("*.md"))}
-# modules whose public names have places of their own in the reference
-MODULES = (logchain, logchain.distributed, logchain.memory, logchain.nn, logchain.nn.transitions, logchain.transitions)
-# modules that the reference shows as a whole
-PACKAGES = {f"logchain.{name}" for name in ("adapters", "distributed", "nn", "reference", "semirings", "transitions")}
-
+TEXTS["README.md"] = report.README.read_text()
 
 # packages whose code stands on the left, with the name to import; ours is on the right
 PEERS = {
@@ -61,46 +55,29 @@ def test_code_of_other_packages_prints_what_it_says(page, peer):
         run(page, peer, "logchain")
 
 
-def test_every_public_name_has_its_place_in_the_reference():
-    shown = re.findall(r"^::: (\S+)$", "\n".join(TEXTS.values()), re.MULTILINE)
-    public = {f"{module.__name__}.{name}" for module in MODULES for name in module.__all__} - {
-        f"logchain.transitions.{name}" for name in ("LINEAR", "LOG", "MAX")
-    }
-    assert len(shown) == len(set(shown))
-    assert set(shown) == (public | result_types()) - {module.__name__ for module in MODULES}
-
-
-def result_types():
-    """The classes that stand in the files of public functions, and have no other public name."""
-    modules = [importlib.import_module(f"logchain.{name}") for name in logchain.__all__ if name.islower()]
-    modules = [module for module in modules if module.__name__ not in PACKAGES] + [
-        importlib.import_module("logchain.stream")
-    ]
-    return {
-        f"{module.__name__}.{name}"
-        for module in modules
-        for name, item in inspect.getmembers(module, inspect.isclass)
-        if item.__module__ == module.__name__ and name[0] != "_" and name not in logchain.__all__
-    }
-
-
-def test_names_that_pages_link_to_exist():
-    for name in set(re.findall(r"\[`(logchain\.[\w.]+)`\]\[\]", "\n".join(TEXTS.values()))):
-        module, _, attribute = name.rpartition(".")
-        assert hasattr(importlib.import_module(module), attribute), name
-
-
 @pytest.mark.parametrize("page", [page for page in TEXTS if "from the results file -->" in TEXTS[page]])
 def test_tables_are_those_of_the_results_files(page):
     assert report.fill(TEXTS[page]) == TEXTS[page], "run: python -m tests.benchmarks report"
 
 
 def test_every_table_stands_on_a_page():
-    documents = [report.README.read_text(), *TEXTS.values()]
-    shown = re.findall(r"<!-- (\w+): from the results file -->", "\n".join(documents))
+    shown = re.findall(r"<!-- (\w+): from the results file -->", "\n".join(TEXTS.values()))
     assert set(shown) == set(report.TABLES)
 
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_no_measured_number_is_written_by_hand(page):
     assert not report.MEASURED.search(report.prose(TEXTS[page]).replace("Below 1 x", ""))
+
+
+def test_files_that_the_readme_links_to_exist():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXTS["README.md"]) if "://" not in link]
+    assert links and not [link for link in links if not (ROOT / link.partition("#")[0]).exists()]
+    for path, heading in (link.split("#") for link in links if "#" in link):
+        titles = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), flags=re.MULTILINE)
+        assert heading in [title.lower().replace(" ", "-") for title in titles]
+
+
+def test_readme_is_short_and_names_this_version():
+    assert len(TEXTS["README.md"].splitlines()) <= 150
+    assert f"version {logchain.__version__}" in TEXTS["README.md"]
