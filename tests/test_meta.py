@@ -1,5 +1,7 @@
 """Meta and fake tensors give results and gradients of the right shapes, or are refused by name."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,9 +87,9 @@ def test_packed_sequences_have_the_shapes_of_a_cpu(function):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_schedules_have_the_shapes_of_a_cpu(strategy):
-    for each, dtype, lengths in ((False, F32, None), (True, F64, [30, 7, 1])):
-        operands = chain(dtype, v=30, each=each)
-        without_values(lambda *o: logchain.product(*o, strategy=strategy, lengths=lengths), operands)
+    for dtype, options in ((F32, {}), (F64, {"lengths": [30, 7, 1]})):
+        product = functools.partial(logchain.product, strategy=strategy, **options)
+        without_values(product, chain(dtype, v=30, each=bool(options)))
 
 
 def structures() -> dict[str, transitions.Transition]:
