@@ -286,6 +286,20 @@ MUTANTS = [
         "values[0] if len(self.bulk) == 1",
         "tests/test_packed.py",
     ),
+    Mutant(
+        "gradients of steps after all ends are not written",
+        "logchain/autograd/chain_operators.py",
+        "        into_x[chain.v :] = 0.0\n",
+        "",
+        table("odd_sizes and cpu-product"),
+    ),
+    Mutant(
+        "forward derivatives of gradients have no first ones",
+        "logchain/autograd/chain_functions.py",
+        "[a + b if need else a for a, b, need",
+        "[a if need else a for a, b, need",
+        "tests/autograd -k hessians",
+    ),
     # structures
     Mutant(
         "messages of structures are backward after the end",

@@ -21,13 +21,15 @@ LENGTHS = torch.tensor([[6, 3, 1], [2, 6, 5]])
 class Problem:
     """Operands x [*B, v, c] with an impossible state, a structure and p0, and the same with the dense matrices."""
 
-    def __init__(self, kind, lead=(), *, log=False, dtype=F64, spread=1.0, batch=BATCH, v=V):
+    def __init__(self, kind, lead=(), *, log=False, dtype=F64, spread=1.0, batch=BATCH, v=V, lengths=None):
         rand = numbers(3, dtype)
         structure, self.p0 = MAKE[kind](rand, *lead), rand(C)
         generator = torch.Generator().manual_seed(4)
         self.x = (torch.randn(*batch, v, C, generator=generator, dtype=F64) * spread).to(dtype)
         if batch == BATCH:
             self.x[0, 0, 2, 5] = -torch.inf
+        if lengths is not None:  # padding has no influence
+            self.x[torch.arange(v) >= lengths[..., None]] = torch.nan
         if log:
             structure, self.p0 = structure.map(torch.log), self.p0.log()
         self.structure = structure.map(Tensor.requires_grad_)
@@ -78,7 +80,7 @@ def cells():
 
 @pytest.mark.parametrize(("kind", "query", "lead", "log", "lengths"), list(cells()))
 def test_structure_has_results_and_gradients_of_its_matrices(kind, query, lead, log, lengths):
-    problem = Problem(kind, lead, log=log)
+    problem = Problem(kind, lead, log=log, lengths=lengths)
     found, expected = (
         {name: t for name, t in outputs.items() if name != "transitions"}
         for outputs in problem.both(SUBJECTS[query], lengths=lengths)
