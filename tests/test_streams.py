@@ -264,14 +264,6 @@ def test_a_matrix_may_be_given_other_memory(going):
     assert_alike(going, other, torch.zeros(4, 3))
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_an_empty_batch(lag):
-    stream = Stream(torch.rand(0, 1, 3, 3), torch.rand(3), lag=lag)
-    for _ in range(2):
-        update = stream.update(torch.zeros(0, 4, 3))
-        assert update.log_norm.shape == (0,) and update.filtered.shape == (0, 4, 3)
-
-
 @pytest.mark.parametrize("filtered", [False, True])
 def test_memory_does_not_grow(filtered):
     draw = torch.Generator().manual_seed(0)
@@ -391,21 +383,6 @@ def test_transforms():
     x.requires_grad_()
     last(x).square().sum().backward()
     torch.testing.assert_close(gradient, x.grad)
-
-
-def test_gradients_of_members_beside_nan():
-    """NaN behind an end gives no gradient; NaN that counts, none to other sequences."""
-    chain = FAMILIES["dense"](F64, n=3, t=1, v=6, c=3, each=True)
-    x, into, p0 = chain.x[:, 0].clone(), each_step(chain.bulk, chain.x.shape[-2])[:, 0].clone(), chain.p0[:, 0]
-    x[1, 4:], into[1, 4:], x[2, 3, 0] = NAN, NAN, NAN
-    x.requires_grad_(), into.requires_grad_()
-    stream = Stream(None, p0, lag=1, detach=False)
-    parts = [stream.update(x[:, :3], into[:, :3]), stream.update(x[:, 3:], into[:, 3:], lengths=[3, 1, 3])]
-    parts.append(stream.flush())
-    sums = [parts[-1].log_norm[:2].sum(), joined(parts, 1)[:2].square().sum(), joined(parts, 2)[:2].square().sum()]
-    sum(sums).backward()
-    assert x.grad[:2].isfinite().all() and into.grad[:2].isfinite().all()
-    assert (x.grad[1, 4:] == 0).all() and (into.grad[1, 4:] == 0).all() and (x.grad[1, :4] != 0).any()
 
 
 def test_wrong_arguments_are_named():
