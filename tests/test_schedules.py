@@ -178,7 +178,7 @@ def test_no_random_chain_is_wrong(backend, strategy, dtype, monkeypatch, request
     if backend == "gpu":
         request.getfixturevalue("both_ends")
     with on(backend) as device:
-        for number in range({"cpu": 40, "plain": 20, "gpu": 5}[backend]):
+        for number in range({"cpu": 24, "plain": 10, "gpu": 3}[backend]):
             drawn = adversary.draw(np.random.default_rng((7, number)), dtype)
             adversary.judge(drawn, seen, f"7 {number}", device=device, k=k, strategy=strategy)
     assert not seen.wrong, "\n".join(seen.wrong)
