@@ -1,13 +1,18 @@
-"""Workloads, and their exact values and gradients in float64."""
+"""What is measured: chains with exact values in float64, and calls of the library with the calls compared with them."""
 
-import functools
+import copy
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from logchain import reference
+import logchain
+from logchain import nn, reference
+from logchain.transitions import Banded, LowRank, Monarch, Sparse, Transition
 from tests import families
 
 MODES = FORWARD, GRADIENTS = "forward", "forward and backward"
@@ -41,8 +46,7 @@ class Chain(NamedTuple):
 
     def part(self, n: int, v: int) -> "Chain":
         """The first sequences and steps."""
-        bulk = self.bulk[: n if len(self.bulk) > 1 else 1, : max(v - 1, 1)]
-        return Chain(self.x[:n, :v].contiguous(), bulk.contiguous(), self.p0)
+        return Chain(self.x[:n, :v].contiguous(), self.bulk[:n, : v - 1].contiguous(), self.p0)
 
 
 class Stack(NamedTuple):
@@ -58,26 +62,14 @@ class Stack(NamedTuple):
 Case = Chain | Stack
 Truth = tuple[np.ndarray, np.ndarray]
 
-WORKLOADS = [
-    Workload(500, 40, 200, STEP),
-    Workload(32, 512, 64, STEP),
-    Workload(32, 512, 64, ONE),
-    Workload(8, 128, 64, EACH),
-    Workload(8, 256, 64, FULL),
-    Workload(1, 10_000, 16, STEP),
-    Workload(1, 10_000, 16, ONE),
-    Workload(256, 784, 64, STEP),
-    Workload(10, 6, 40, STEP),
-    Workload(10, 6, 40, ONE),
-    Workload(1, 100_000, 4, STEP),
-    Workload(1, 100_000, 4, ONE),
-    Workload(32, 25, 20, EACH),
-    Workload(32, 25, 20, FULL),
-    Workload(1, 10_000, 100, ONE),
-    Workload(1, 10_000, 100, FULL),
-]
+SIZES = {
+    (500, 40, 200): [STEP], (32, 512, 64): [STEP, ONE], (8, 128, 64): [EACH], (8, 256, 64): [FULL],
+    (1, 10_000, 16): [STEP, ONE], (256, 784, 64): [STEP], (10, 6, 40): [STEP, ONE], (1, 100_000, 4): [STEP, ONE],
+    (32, 25, 20): [EACH, FULL], (1, 10_000, 100): [ONE, FULL],
+}  # fmt: skip
+WORKLOADS = [Workload(*size, matrices) for size, kinds in SIZES.items() for matrices in kinds]
 WORKLOADS += [workload._replace(sharpness=30) for workload in WORKLOADS if workload.matrices != FULL]
-MEMORY = [WORKLOADS[0], WORKLOADS[1], WORKLOADS[3]]
+MEMORY = [Workload(500, 40, 200, STEP), Workload(32, 512, 64, STEP), Workload(8, 128, 64, EACH)]
 SCALING = {
     "v": [Workload(1, v, 16, ONE) for v in (10, 100, 1000, 10_000, 100_000, 1_000_000)],
     "c": [Workload(8, 128, c, ONE) for c in (4, 16, 64, 256, 1024)],
@@ -98,22 +90,28 @@ def draw(workload: Workload) -> Case:
     return Chain(x, bulk / bulk.sum(-1, keepdim=True), p0 / p0.sum())
 
 
+def stacked(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    """Logarithms of matrices [n, v-1, c, c], the first variable in the first of them."""
+    logs = bulk.log() + x[:, 1:, None, :]
+    first = (p0.log() + x[:, 0])[:, None, :, None]
+    return torch.cat([logs[:, :1] + first, logs[:, 1:]], 1)
+
+
 def truth(case: Case) -> Truth:
     """Values and their gradients for x by a linear recursion in float64; numbers may span a few hundred nats."""
     x = case.x.double().requires_grad_()  # (n, v, c) or (n, v, c, c)
-    top = x.detach().flatten(2).amax(-1)  # (n, v)
-    factors = (x - top.view(*top.shape, *[1] * (x.dim() - 2))).exp().unbind(1)
-    if isinstance(case, Chain):
-        matrices = [case.bulk[:, min(i, case.bulk.shape[1] - 1)].double() for i in range(len(factors) - 1)]
-        weights = (case.p0 * factors[0])[:, None]  # (n, 1, c)
-    else:
-        matrices, weights = list(factors[1:]), factors[0]  # (n, c, c)
-    total = top.sum(-1)[:, None, None]
-    for factor, matrix in zip(factors[1:], matrices, strict=True):
-        weights = weights @ matrix if matrix is factor else (weights @ matrix) * factor[:, None]
-        scale = weights.amax((-2, -1), keepdim=True)
+    top = x.detach().amax(tuple(range(2, x.dim())), keepdim=True)
+    first, *factors = (x - top).exp().unbind(1)
+    weights = (case.p0 * first)[:, None] if isinstance(case, Chain) else first  # (n, 1 or c, c)
+    total = top.flatten(1).sum(1)[:, None, None]
+    for i, factor in enumerate(factors):
+        if isinstance(case, Chain):
+            weights = weights @ case.bulk[:, min(i, case.bulk.shape[1] - 1)].double() * factor[:, None]
+        else:
+            weights = weights @ factor
+        scale = weights.amax((1, 2), keepdim=True)
         weights, total = weights / scale, total + scale.log()
-    values = weights.log() + total if isinstance(case, Stack) else (weights.sum(-1).log() + total[..., 0])[:, 0]
+    values = (weights.sum((1, 2)).log() + total[:, 0, 0]) if isinstance(case, Chain) else weights.log() + total
     (gradient,) = torch.autograd.grad(values.sum(), x)
     return values.detach().numpy(), gradient.numpy()
 
@@ -125,7 +123,7 @@ def reference_truth(chain: Chain) -> Truth:
     return log_norm, np.exp(forward + backward - norm)
 
 
-@functools.cache
+@cache
 def accuracy() -> dict[str, Chain]:
     """Families of chains with one matrix for all steps, by name; easy ones, and those where float32 fails."""
     two = torch.tensor([0.5, 0.5])
@@ -155,3 +153,289 @@ def family(name: str, n: int) -> Chain:
     """A family of the tests, with its first matrix for all steps; p0 sums to 1, as some packages require."""
     x, bulk, p0, _ = families.FAMILIES[name](torch.float32, n=n, t=1)
     return Chain(x[:, 0].contiguous(), bulk[:1, 0, :1].contiguous(), p0[0, 0] / p0[0, 0].sum())
+
+
+# calls compared with the library's
+
+Call = Callable[[], object]
+# steps of a structure that stand for all of them
+FEW = 16
+
+
+class Comparison(NamedTuple):
+    """Calls by provider, `logchain` first; `shares`: the part of its work that a provider's call does, if not all."""
+
+    case: str
+    calls: dict[str, Call]
+    shares: dict[str, float] = {}
+
+
+def threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count > 1)}"
+
+
+def agree(ours: object, theirs: object, rtol: float = 1e-5) -> None:
+    """Raises unless values are equal: their times are not compared otherwise."""
+    ours, theirs = (torch.as_tensor(values).double() for values in (ours, theirs))
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol)
+
+
+def with_gradients(function: Callable[..., Tensor], *operands: Tensor) -> Call:
+    """A function of operands, and the gradients of all of them."""
+    leaves = [operand.detach().clone().requires_grad_() for operand in operands]
+    return lambda: torch.autograd.grad(function(*leaves).sum(), leaves)
+
+
+# layers
+
+
+def crf(n: int = 32, v: int = 128, c: int = 20) -> Iterator[Comparison]:
+    import torchcrf
+
+    generator = torch.Generator().manual_seed(0)
+    layer, peer = nn.LinearChainCRF(c, batch_first=True), torchcrf.CRF(c, batch_first=True)
+    peer.load_state_dict(layer.state_dict())
+    emissions = torch.randn(n, v, c, generator=generator).requires_grad_()
+    tags = torch.randint(c, (n, v), generator=generator)
+    ragged = torch.arange(v) < torch.randint(v // 4, v + 1, (n, 1), generator=generator)
+
+    def loss(model: torch.nn.Module, mask: Tensor) -> None:
+        model(emissions, tags, mask, reduction="mean").neg().backward()
+
+    def decode(model: torch.nn.Module, mask: Tensor) -> object:
+        return model.decode(emissions.detach(), mask)
+
+    for name, mask in {"full mask": torch.ones_like(ragged), "ragged mask": ragged}.items():
+        agree(layer(emissions, tags, mask, "none"), peer(emissions, tags, mask, "none"))
+        for mode, call in (f"loss, {GRADIENTS}", loss), ("decode", decode):
+            calls = {"logchain": partial(call, layer, mask), "pytorch-crf": partial(call, peer, mask)}
+            yield Comparison(f"layers/CRF n={n} v={v} c={c}, {name}, {threads()}/{mode}", calls)
+
+
+def hmm(n: int = 200, v: int = 50, c: int = 50, iterations: int = 50) -> Iterator[Comparison]:
+    """Expectation maximization of Gaussian emissions, from equal parameters and without priors."""
+    from pomegranate.distributions import Normal
+    from pomegranate.hmm import DenseHMM
+
+    generator = torch.Generator().manual_seed(0)
+    data = nn.HMM(c, "gaussian", generator=generator).sample(n, v, generator=generator).data
+    start = nn.HMM(c, "gaussian", generator=generator)
+    start.initialise(data, generator=generator)
+
+    def ours(iterations: int = iterations) -> float:
+        fit = copy.deepcopy(start).fit(data, restarts=0, max_iterations=iterations, tolerance=-math.inf)
+        return fit.history[-2]
+
+    def hmmlearn() -> float:
+        model = start.to_hmmlearn()
+        options = {"covars_prior": 0, "covars_weight": 1, "min_covar": 0, "init_params": ""}
+        model.set_params(n_iter=iterations, implementation="scaling", **options)
+        model.monitor_.n_iter, model.monitor_.tol = iterations, -math.inf
+        model.fit(data.double().view(-1, 1).numpy(), [v] * n)
+        return model.monitor_.history[-1]
+
+    @torch.no_grad()
+    def pomegranate() -> DenseHMM:
+        """It has probabilities of ending, which are 1 at first."""
+        moments = zip(start.emission.means[:, None], start.emission.covariance()[:, None], strict=True)
+        states = [Normal(means, variances, covariance_type="diag") for means, variances in moments]
+        starts, edges = start.initial().exp(), start.transition()[0].exp()
+        model = DenseHMM(states, edges=edges, starts=starts, ends=torch.ones(c))
+        model.max_iter, model.tol = iterations, -math.inf
+        return model
+
+    agree(ours(), hmmlearn())
+    agree(start.log_prob(data), pomegranate().log_probability(data[..., None]), rtol=1e-4)
+    fit = lambda: pomegranate().fit(data[..., None])  # noqa: E731
+    case = f"layers/HMM n={n} v={v} c={c}, Gaussian, {threads()}/EM"
+    yield Comparison(f"{case}, {iterations} iterations", {"logchain": ours, "hmmlearn": hmmlearn, "pomegranate": fit})
+    product = with_gradients(partial(logchain.product, log_params=True), *start.arguments(data)[:3])
+    calls = {"logchain": partial(ours, 1), "product alone": product}
+    yield Comparison(f"{case}, 1 iteration and the last log-likelihood", calls)
+
+
+def circuits(n: int = 500, v: int = 40, c: int = 200, units: int = 64) -> Iterator[Comparison]:
+    """The loss of a circuit compared with the product that it calls; a layer with its matrix products."""
+    generator = torch.Generator().manual_seed(0)
+    for categories in (2, 17):
+        data = torch.randint(categories, (n, v), generator=generator)
+        circuit = nn.ChainCircuit(v, c, num_categories=categories, generator=generator)
+
+        def loss(circuit: nn.ChainCircuit = circuit, data: Tensor = data) -> None:
+            circuit.zero_grad(set_to_none=True)
+            circuit.log_prob(data).mean().neg().backward()
+
+        operands = circuit.input(data[:, None]), circuit.bulk().exp(), circuit.p0().exp()
+        calls = {"logchain": loss, "product alone": with_gradients(logchain.product, *operands)}
+        case = f"layers/ChainCircuit n={n} v={v} c={c}, {categories} categories, {threads()}"
+        yield Comparison(f"{case}/loss, {GRADIENTS}", calls)
+    layer = nn.SumLayer(units, units, (v,), generator=generator)
+    x = torch.randn(n, v, units, generator=generator).requires_grad_()
+    left, right = x.detach().transpose(0, 1).contiguous(), layer.weights().detach()
+    calls = {
+        "logchain": lambda: torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()]),
+        "GEMMs alone": lambda: (out := left @ right, left.mT @ out, out @ right.mT),
+    }
+    yield Comparison(f"layers/SumLayer n={n} f={v} c={units}, {threads()}/{GRADIENTS}", calls)
+
+
+# best paths, sharp emissions and streams
+
+DECODED = (32, 512, 16), (32, 512, 64), (1, 10_000, 16)
+SHARP = [
+    (Workload(200, 40, 200, STEP), torch.float32),
+    (Workload(32, 256, 64, ONE), torch.float32),
+    (Workload(8, 128, 64, EACH), torch.float32),
+    (Workload(1, 5000, 8, ONE), torch.float32),
+    (Workload(1, 5000, 8, STEP), torch.float32),
+    (Workload(50, 40, 100, STEP), torch.float64),
+]
+
+
+def viterbi(n: int, v: int, c: int) -> Iterator[Comparison]:
+    """hmmlearn's compiled decoder is called itself; torch-struct decodes two sequences."""
+    from hmmlearn import _hmmc
+    from torch_struct import LinearChainCRF
+
+    chain, few = draw(Workload(n, v, c, ONE)), min(n, 2)
+    x, bulk, p0 = (operand.double().numpy() for operand in chain)
+    edges = stacked(chain.x[:few], chain.bulk.expand(-1, v - 1, -1, -1), chain.p0).mT.contiguous()
+    ours, hmmlearn = partial(logchain.viterbi, *chain), lambda: [_hmmc.viterbi(p0, bulk[0, 0], frames) for frames in x]
+    agree(ours()[1], [score for score, _ in hmmlearn()])
+    agree(ours()[1][:few], LinearChainCRF(edges).max)
+    calls = {"logchain": ours, "hmmlearn": hmmlearn, "torch-struct": lambda: LinearChainCRF(edges).argmax}
+    yield Comparison(f"paths/n={n} v={v} c={c}, {ONE}/viterbi", calls, {"torch-struct": few / n})
+
+
+def sharpness(workload: Workload, dtype: torch.dtype) -> Iterator[Comparison]:
+    """The same chain with x that is so many times as large, compared with standard normal x."""
+    x, bulk, p0 = (operand.to(dtype) for operand in draw(workload))
+    chains = {"logchain": (x, bulk, p0)}
+    chains |= {f"x ~ {sharp} N(0, 1)": (sharp * x, bulk, p0) for sharp in (10, 30, 100, 1000)}
+    modes: dict[str, Callable[..., Call]] = {
+        FORWARD: partial(partial, logchain.product),
+        GRADIENTS: partial(with_gradients, logchain.product),
+        "marginals": partial(partial, logchain.marginals, transitions="sum"),
+    }
+    for mode, make in modes.items():
+        case = f"sharpness/{workload}{', float64' if dtype == torch.float64 else ''}/{mode}"
+        yield Comparison(case, {name: make(*chain) for name, chain in chains.items()})
+
+
+def streams(v: int = 1_000_000, c: int = 8) -> Iterator[Comparison]:
+    """A stream in pieces, compared with the product of all steps at once."""
+    generator = torch.Generator().manual_seed(0)
+    x, bulk = torch.randn(v, c, generator=generator), torch.softmax(torch.randn(1, c, c, generator=generator), -1)
+    p0 = torch.full((c,), 1 / c)
+
+    def stream(piece: int, filtered: bool) -> object:
+        stream = logchain.Stream(bulk, p0, filtered=filtered)
+        return [stream.update(part).log_norm for part in x.split(piece)][-1]
+
+    calls: dict[str, Call] = {"logchain": partial(logchain.product, x, bulk, p0)}
+    for piece in (v // 100, v // 10):
+        agree(calls["logchain"](), stream(piece, False))
+        calls[f"Stream, pieces of {piece:,}"] = partial(stream, piece, True)
+        calls[f"Stream, pieces of {piece:,}, filtered=False"] = partial(stream, piece, False)
+    yield Comparison(f"streams/n=1 v={v:,} c={c}, {ONE}/{FORWARD}", calls)
+
+
+# structures
+
+Floor = tuple[Call, float]
+
+
+def few_steps(v: int, *counts: tuple[int, Call]) -> Floor:
+    """Calls, each so many times per step, for a few steps of v - 1, and that share."""
+    return lambda: [call() for count, call in counts for _ in range(count * FEW)], FEW / (v - 1)
+
+
+def structured(
+    case: str, x: Tensor, structure: Transition, floors: dict[str, Floor], backward_floors: dict[str, Floor]
+) -> Iterator[Comparison]:
+    """The product with a structure compared with floors, forward and with gradients."""
+    p0 = torch.full(x.shape[-1:], 1 / x.shape[-1])
+
+    def product(x: Tensor, p0: Tensor, *parameters: Tensor) -> Tensor:
+        return logchain.product(x, structure.with_parameters(*parameters), p0)
+
+    ours = partial(logchain.product, x, structure, p0), with_gradients(product, x, p0, *structure.parameters)
+    for mode, call, compared in zip(MODES, ours, (floors, backward_floors), strict=True):
+        calls, shares = ({name: floor[i] for name, floor in compared.items()} for i in range(2))
+        yield Comparison(f"structures/{case}/{mode}", {"logchain": call, **calls}, shares)
+
+
+def banded(n: int = 8, v: int = 512, c: int = 2048, bands: int = 4) -> Iterator[Comparison]:
+    """A left-to-right chain, compared with products of its dense matrices and copies of five tensors like x."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, v, c, generator=generator)
+    structure = Banded(torch.rand(bands, c, generator=generator) + 0.1, list(range(bands)))
+    product = partial(torch.matmul, torch.rand(n, c), torch.rand(c, c))
+    copies = partial(torch.empty_like(x).copy_, x), 1 / 2.5  # a copy reads and writes
+    once, thrice = ({"dense products": few_steps(v, (times, product))} for times in (1, 3))
+    thrice["copies of five tensors"] = copies
+    yield from structured(f"Banded n={n} v={v} c={c}, {bands} bands", x, structure, once, thrice)
+
+
+def sparse(v: int = 1000, c: int = 10_000, arcs: int = 10) -> Iterator[Comparison]:
+    """A graph, compared with torch's products with the same sparse matrix."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, v, c, generator=generator)
+    source = torch.arange(c).repeat_interleave(arcs)
+    target = torch.rand(c, c, generator=generator).topk(arcs).indices.flatten()
+    structure = Sparse(torch.stack([source, target]), torch.rand(c * arcs, generator=generator) / arcs, c)
+    matrix = torch.sparse_coo_tensor(structure.indices.flip(0), structure.values, (c, c)).to_sparse_csr()
+    product = partial(torch.matmul, matrix, torch.rand(c, 1))
+    floors = ({"torch's sparse products": few_steps(v, (times, product))} for times in (1, 2))
+    yield from structured(f"Sparse n=1 v={v} c={c}, {arcs} arcs a state", x, structure, *floors)
+
+
+def low_rank(n: int = 8, v: int = 100, c: int = 16_384, r: int = 64) -> Iterator[Comparison]:
+    """A matrix of low rank with a diagonal, compared with its thin products."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, v, c, generator=generator)
+    left, right = (torch.rand(c, r, generator=generator) for _ in range(2))
+    structure = LowRank(left / r, right / c, torch.rand(c, generator=generator) / 2)
+    rows, middles, transposed = torch.rand(FEW * n, c), torch.rand(FEW * n, r), right.mT.contiguous()
+    once, share = few_steps(v, (1, lambda: rows[:n] @ left @ transposed))
+
+    def thrice() -> None:
+        """The messages' products, and gradients of both factors, for which a few steps are together."""
+        _ = [once() for _ in range(3)], rows.mT @ middles, rows.mT @ middles
+
+    floors = ({"its products alone": (call, share)} for call in (once, thrice))
+    yield from structured(f"LowRank n={n} v={v} c={c} r={r}, with a diagonal", x, structure, *floors)
+
+
+def monarch(n: int = 32, v: int = 128, blocks: int = 64) -> Iterator[Comparison]:
+    """Two factors of square blocks, compared with their batched products and with those of dense matrices."""
+    c, generator = blocks**2, torch.Generator().manual_seed(0)
+    x = torch.randn(n, v, c, generator=generator)
+    left, right = (torch.rand(blocks, blocks, blocks, generator=generator) / blocks for _ in range(2))
+    rows, dense = torch.rand(blocks, n, blocks), partial(torch.matmul, torch.rand(n, c), torch.rand(c, c))
+    products, gradients = lambda: rows @ left @ right, lambda: rows.mT @ rows
+    once = {"its products alone": few_steps(v, (1, products)), "dense products": few_steps(v, (1, dense))}
+    thrice = {"its products alone": few_steps(v, (3, products), (2, gradients))}
+    yield from structured(f"Monarch n={n} v={v} c={c}", x, Monarch(left, right), once, thrice)
+
+
+def ctc(steps: int = 500, labels: int = 100, n: int = 32, classes: int = 80) -> Iterator[Comparison]:
+    generator = torch.Generator().manual_seed(0)
+    log_probs = torch.randn(steps, n, classes, generator=generator).log_softmax(-1)
+    targets = torch.randint(1, classes, (n, labels), generator=generator)
+    lengths = torch.full((n,), steps), torch.full((n,), labels)
+
+    def ours(log_probs: Tensor) -> Tensor:
+        return -logchain.product(**logchain.adapters.from_ctc(log_probs, targets, *lengths)._asdict()).sum()
+
+    def theirs(log_probs: Tensor) -> Tensor:
+        return torch.nn.functional.ctc_loss(log_probs, targets, *lengths, reduction="sum")
+
+    agree(ours(log_probs), theirs(log_probs))
+    for mode, make in (FORWARD, partial), (GRADIENTS, with_gradients):
+        calls = {"logchain": make(ours, log_probs), "torch's ctc_loss": make(theirs, log_probs)}
+        yield Comparison(f"structures/CTC T={steps} U={labels} n={n}, {classes} classes/{mode}", calls)
+
+
+STRUCTURES = banded, sparse, low_rank, monarch, ctc

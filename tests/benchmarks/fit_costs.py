@@ -8,16 +8,15 @@ not negative, and fitted to the logarithms of the times: a factor of two counts 
 
 import argparse
 import json
-import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
 from torch import Tensor
 
 from logchain.autograd import chain as chain_functions
@@ -25,7 +24,7 @@ from logchain.autograd.chain_operators import number_of
 from logchain.schedules import choose
 from logchain.schedules.choose import SEQUENTIAL, TREE, Schedule, Size, Where
 from logchain.schedules.cost import BOTH, FILE, FORWARD, Constants, Work, constants, read
-from tests.benchmarks.run import machine, on_threads
+from tests.benchmarks.run import machine
 
 # (n, v, c, sets of matrices), 0 for one matrix for every step and sequence
 SWEEP = [
@@ -37,20 +36,9 @@ SWEEP = [
     (1, 100_000, 4, 0), (1, 100_000, 16, 0), (1, 20_000, 32, 0), (1, 5_000, 64, 0), (1, 20_000, 64, 0),
     (4, 5_000, 64, 0), (1, 2_000, 64, 1), (1, 2_000, 256, 0), (1, 200, 1_024, 0),
 ]  # fmt: skip
-
-# multiply-adds, and steps of calls, that a single measurement may take
-_MOST_ADDS, _MOST_LAUNCHES = 2e9, 2e5
-
-_NAMES = ("sequential", "chunked", "tree", "overlapped")
-
-# a data sheet's, of an H200: bytes a second that a copy reaches, multiply-adds a second in 3xTF32
-BANDWIDTH, RATE = 4.3e12, 495e12 / 6
-
-# seconds, guessed: a launch, and a step that waits for the last one, with one tile in registers and with several
-LAUNCH, STEP, WIDE_STEP = 4e-6, 1.5e-6, 4e-6
-
-# seconds that one is given, and how often it is run at most
-_PATIENCE, _ROUNDS = 0.25, 7
+NAMES = ("sequential", "chunked", "tree", "overlapped")
+# multiply-adds, and steps of calls, that a single measurement may take; its seconds, and how often it is run at most
+MOST_ADDS, MOST_LAUNCHES, PATIENCE, ROUNDS = 2e9, 2e5, 0.25, 7
 
 
 class Sample(NamedTuple):
@@ -61,162 +49,116 @@ class Sample(NamedTuple):
     seconds: float
 
 
-Timer = Callable[[Size, Schedule, Callable[[], object]], float]
-
-
-def timer(place: Where) -> Timer:
+def least(place: Where, size: Size, schedule: Schedule, call: Callable[[], object]) -> float:
     """The least time of a few runs, each by itself."""
     clock = time.thread_time if place.device == "cpu" and place.threads == 1 else time.perf_counter
     wait = torch.cuda.synchronize if place.device == "cuda" else lambda: None
-
-    def measure(size: Size, schedule: Schedule, call: Callable[[], object]) -> float:
+    times: list[float] = []
+    call()
+    while len(times) < ROUNDS and sum(times) < PATIENCE:
+        wait()
+        start = clock()
         call()
-        times: list[float] = []
-        while len(times) < _ROUNDS and sum(times) < _PATIENCE:
-            wait()
-            start = clock()
-            call()
-            wait()
-            times.append(clock() - start)
-        return min(times)
-
-    return measure
+        wait()
+        times.append(clock() - start)
+    return min(times)
 
 
-def samples(place: Where, sweep: Iterable[tuple[int, int, int, int]], measure: Timer) -> Iterator[Sample]:
-    """Every schedule on every size, forward, then forward and backward."""
+def samples(
+    place: Where,
+    sweep: Iterable[tuple[int, int, int, int]],
+    measure: Callable[[Size, Schedule, Callable[[], object]], float],
+) -> Iterator[Sample]:
+    """Every schedule on every size, with few, some and many segments, forward, then forward and backward."""
     for n, v, c, sets in sweep:
         generator = torch.Generator().manual_seed(v)
         shapes = [(n, v, c), (max(sets, 1), v - 1 if sets else 1, c, c), (c,)]
         operands = [torch.rand(shape, generator=generator).add_(0.1).to(place.device) for shape in shapes]
         for gradients in (False, True):
             x, bulk, p0 = (operand.clone().requires_grad_(gradients) for operand in operands)
-            size = choose.Size.of(x.shape, bulk.shape, False, False, False, gradients, place.device == "cuda")
-            for schedule in schedules(size, place):
+            size = Size.of(x.shape, bulk.shape, False, False, False, gradients, place.device == "cuda")
+            overlapped = choose.overlapped(size, place) if place.device == "cpu" else []
+            for schedule in [SEQUENTIAL, *choose.candidates(size, place)[4::10], TREE, *overlapped]:
                 work = choose.work(size, schedule)
-                if work.multiply_adds <= _MOST_ADDS and work.launches <= _MOST_LAUNCHES:
-                    yield Sample(size, schedule, measure(size, schedule, call(schedule, x, bulk, p0)))
+                if work.multiply_adds <= MOST_ADDS and work.launches <= MOST_LAUNCHES:
+                    yield Sample(size, schedule, measure(size, schedule, partial(product, schedule, x, bulk, p0)))
 
 
-def schedules(size: Size, place: Where) -> list[Schedule]:
-    """All kinds, with few, some and many segments."""
-    overlapped = choose.overlapped(size, place) if place.device == "cpu" else []
-    return [SEQUENTIAL, *choose.candidates(size, place)[4::10], TREE, *overlapped]
-
-
-def call(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> Callable[[], object]:
-    """One product by a schedule, with the gradients of what requires one."""
-
-    def run() -> object:
-        found = chain_functions.log_norm(x, bulk, p0, None, False, segments=number_of(schedule))
-        return torch.autograd.grad(found.sum(), (x, bulk, p0)) if found.requires_grad else found
-
-    return run
+def product(schedule: Schedule, x: Tensor, bulk: Tensor, p0: Tensor) -> object:
+    """By a schedule, with the gradients of what requires one."""
+    found = chain_functions.log_norm(x, bulk, p0, None, False, segments=number_of(schedule))
+    return torch.autograd.grad(found.sum(), (x, bulk, p0)) if found.requires_grad else found
 
 
 def fitted(place: Where, found: Sequence[Sample], about: dict[str, str], processors: int = 1) -> Constants:
     """Constants for each schedule and pass."""
-    entry = Constants(*place, processors, True, **about, seconds={})
-    for name in _NAMES:
-        entry.seconds[name] = {}
+    entry = Constants(*place, processors, True, **about, seconds={name: {} for name in NAMES})
+    for name in NAMES:
         for gradients, which in ((False, FORWARD), (True, BOTH)):
-            own = [
+            chosen = [
                 sample
                 for sample in found
                 if sample.size.gradients == gradients
                 and sample.schedule.name == choose.constants_for(sample.size, sample.schedule) == name
             ]
-            counted = [choose.counted(sample.size, sample.schedule, entry) for sample in own]
-            entry.seconds[name][which] = least_squares(counted, [sample.seconds for sample in own])
+            counted = [choose.counted(sample.size, sample.schedule, entry) for sample in chosen]
+            entry.seconds[name][which] = constants_of(counted, [sample.seconds for sample in chosen])
     return entry
 
 
-def least_squares(counted: Sequence[Work], seconds: Sequence[float], rounds: int = 20) -> tuple[float, ...]:
+def constants_of(counted: Sequence[Work], seconds: Sequence[float]) -> tuple[float, ...]:
     """Non-negative constants for which the logarithms of the predicted seconds are nearest to those of the measured."""
-    counts, times = np.array(counted, dtype=float), np.array(seconds)
-    scale = np.maximum((counts / times[:, None]).max(0), 1e-300)  # each column's largest share is 1
-    shares = counts / times[:, None] / scale
-    # about the times themselves, then about what was predicted last
-    constants, _ = nnls(shares, np.ones(len(times)))
-    best, least = constants, np.inf
-    for _ in range(rounds):
-        predicted = np.maximum(shares @ constants, 1e-3)
-        error = (np.log(predicted) ** 2).sum()
-        if error < least:
-            best, least = constants, error
-        step, _ = nnls(shares / predicted[:, None], np.maximum(1 - np.log(predicted), 0.1))
-        constants = (constants + step) / 2
-    return tuple(float(f"{value:.4g}") for value in best / scale)
+    shares = np.array(counted, dtype=float) / np.array(seconds)[:, None]
+    scale = np.maximum(shares.max(0), 1e-300)  # each column's largest share is 1
+    start, _ = nnls(shares / scale, np.ones(len(shares)))
+    off = lambda constants: np.log(np.maximum(shares / scale @ constants, 1e-3))  # noqa: E731
+    found = least_squares(off, start, bounds=(0, np.inf)).x
+    return tuple(float(f"{value:.4g}") for value in found / scale)
 
 
 def h200() -> Constants:
-    """A data sheet's, for a GPU that nobody has measured."""
-    adds, moved = 1 / RATE, 1 / BANDWIDTH
-    # an exponential takes a few instructions beside the loads; a product of matrices waits longer than a vector's
-    row = (adds, 1e-13, moved, STEP, LAUNCH)
-    wide = row[:3] + (WIDE_STEP, LAUNCH)
-    seconds = {name: {which: row if name == "sequential" else wide for which in (FORWARD, BOTH)} for name in _NAMES}
+    """A data sheet's, for a GPU that nobody has measured: seconds of a multiply-add, an exponential and a byte.
+
+    Guessed are those of a launch, and of a step that waits for the last one, with one tile in registers or several.
+    """
+    row = 6 / 495e12, 1e-13, 1 / 4.3e12, 1.5e-6, 4e-6
+    wide = (*row[:3], 4e-6, 4e-6)
+    seconds = {name: {which: row if name == "sequential" else wide for which in (FORWARD, BOTH)} for name in NAMES}
     seconds["chunked"][FORWARD] = row
     return Constants("cuda", 1, 132, False, "NVIDIA H200, data sheet", "", "", seconds)
 
 
-def text(entry: Constants, found: Sequence[Sample]) -> str:
-    """How far predictions are off, by schedule: in the median and at most."""
-    lines = [entry.source]
-    for name in _NAMES:
-        own = [sample for sample in found if sample.schedule.name == name]
-        off = [abs(math.log(choose.seconds(one.size, one.schedule, entry) / one.seconds)) for one in own]
-        if off:
-            lines.append(
-                f"  {name}: off by {math.exp(statistics.median(off)):.2f} x, {math.exp(max(off)):.2f} x at most"
-            )
-    return "\n".join(lines)
-
-
 def write(entries: Iterable[Constants], path: Path = FILE) -> None:
-    """The file anew: a place's constants take the place of those that it had."""
-    kept = {(e.device, e.threads): e for e in (*read(path), *entries)} if path.exists() else {}
-    kept |= {(e.device, e.threads): e for e in entries}
-    rows = []
-    for entry in kept.values():
-        seconds = {
-            name: {which: dict(zip(Work._fields, row, strict=True)) for which, row in passes.items()}
-            for name, passes in entry.seconds.items()
+    """Constants, which take the place of those that the file had for their device and number of threads."""
+    rows = {(entry.device, entry.threads): entry for entry in (*(read(path) if path.exists() else ()), *entries)}
+    table = [entry._asdict() for entry in rows.values()]
+    for row in table:
+        row["seconds"] = {
+            name: {which: dict(zip(Work._fields, values, strict=True)) for which, values in passes.items()}
+            for name, passes in row["seconds"].items()
         }
-        rows.append({**entry._asdict(), "seconds": seconds})
-    path.write_text(json.dumps({"command": "python -m tests.benchmarks.fit_costs", "constants": rows}, indent=1) + "\n")
+    text = json.dumps({"command": "python -m tests.benchmarks.fit_costs", "constants": table}, indent=1)
+    path.write_text(text + "\n")
     read.cache_clear()
     constants.cache_clear()
 
 
-def places() -> list[Where]:
-    """What this machine has to measure."""
-    threads = sorted({1, torch.get_num_threads()})
-    return [*(Where("cpu", number) for number in threads), *[Where("cuda", 1)] * torch.cuda.is_available()]
-
-
 def main() -> None:
-    """Measure, fit, write, and print how well it fits."""
+    """Measure, fit and write."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fit_costs", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=(), help="devices to measure: cpu, cuda")
     parser.add_argument("--out", type=Path, default=FILE, help="the file to write")
-    options = parser.parse_args()
-    measured = [entry for entry in read(options.out) if entry.measured] if options.out.exists() else []
-    if not any(entry.device == "cuda" for entry in measured):
-        write([h200()], options.out)
-    for place in places():
-        if options.only and place.device not in options.only:
-            continue
-        here = machine()
-        about = {"hardware": here["hardware"], "versions": here["version"], "date": here["date"]}
-        if place.device == "cuda":
-            about["hardware"] = torch.cuda.get_device_name()
-        with on_threads(place.threads):
-            found = list(samples(place, SWEEP, timer(place)))
-        processors = torch.cuda.get_device_properties(0).multi_processor_count if place.device == "cuda" else 1
-        entry = fitted(place, found, about, processors)
-        write([entry], options.out)
-        print(text(entry, found), flush=True)
+    path, here = parser.parse_args().out, machine()
+    about = {"hardware": here["hardware"], "versions": here["version"], "date": here["date"]}
+    if not path.exists():
+        write([h200()], path)
+    for threads in sorted({1, torch.get_num_threads()}):
+        torch.set_num_threads(threads)
+        place = Where("cpu", threads)
+        write([fitted(place, list(samples(place, SWEEP, partial(least, place))), about)], path)
+    if torch.cuda.is_available():
+        place, device = Where("cuda", 1), torch.cuda.get_device_properties(0)
+        found = list(samples(place, SWEEP, partial(least, place)))
+        write([fitted(place, found, about | {"hardware": device.name}, device.multi_processor_count)], path)
 
 
 if __name__ == "__main__":

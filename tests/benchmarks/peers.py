@@ -1,11 +1,12 @@
 """The same chain by other packages, by formulas, and by the least that any way needs; each is a function.
 
 `make(case, mode)` prepares a call without being timed. The call returns values, [n] or [n, c, c], and with gradients
-those of the sum of values for x; a floor returns nothing. A package is imported where it is used.
+those of the sum of values for x; a floor's results mean nothing. A package is imported where it is used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import logchain
-from tests.benchmarks.cases import EACH, FORWARD, GRADIENTS, MATRICES, ONE, STEP, Case, Chain, Stack
+from tests.benchmarks.cases import EACH, FORWARD, GRADIENTS, MATRICES, ONE, STEP, Case, Chain, Stack, stacked
 
 Run = Callable[[], Any]
 
@@ -24,8 +25,6 @@ class Peer(NamedTuple):
     make: Callable[[Any, str], Run]
     package: str
     matrices: tuple[str, ...] = (ONE, STEP, EACH)
-    # runs on the whole case: each new shape would be compiled
-    whole: bool = False
     floor: bool = False
 
 
@@ -41,20 +40,12 @@ def by_autograd(chain: Callable[..., Tensor], full: Callable[..., Tensor] | None
 
         def run():
             values = function(*leaves)
-            if mode == FORWARD:
-                return values.detach(), None
-            return values.detach(), torch.autograd.grad(values.sum(), leaves)[0]
+            gradients = torch.autograd.grad(values.sum(), leaves) if mode == GRADIENTS else [None]
+            return values.detach(), gradients[0]
 
         return run
 
     return make
-
-
-def stacked(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
-    """Logarithms of matrices [n, v-1, c, c], the first variable in the first of them."""
-    logs = bulk.log() + x[:, 1:, None, :]
-    first = (p0.log() + x[:, 0])[:, None, :, None]
-    return torch.cat([logs[:, :1] + first, logs[:, 1:]], 1)
 
 
 def of_stack(product: Callable[[Tensor], Tensor]) -> Callable[[Case, str], Run]:
@@ -82,17 +73,16 @@ def loop_product(step: Callable[..., Tensor], stack: Tensor) -> Tensor:
     return first
 
 
+def loops(step: Callable[..., Tensor]) -> Callable[[Case, str], Run]:
+    return by_autograd(partial(loop, step), partial(loop_product, step))
+
+
 @lru_cache(maxsize=1)
-def compiled_step(mode: str) -> Callable[..., Tensor]:
-    """One for all sizes: a loop that is compiled as a whole would be unrolled."""
+def compiled_loops(mode: str) -> Callable[[Case, str], Run]:
+    """With one step for all sizes: a loop that is compiled as a whole would be unrolled."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise it continues without being compiled
     torch.compiler.reset()
-    return torch.compile(step, dynamic=True)
-
-
-def compiled_loop(case: Case, mode: str) -> Run:
-    step = compiled_step(mode)
-    return by_autograd(partial(loop, step), partial(loop_product, step))(case, mode)
+    return loops(torch.compile(step, dynamic=True))
 
 
 def pyro(stack: Tensor) -> Tensor:
@@ -135,14 +125,20 @@ def pytorch_crf(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     """The log-partition alone: its public likelihood includes the weight of a path."""
     from torchcrf import CRF
 
-    crf = CRF(x.shape[-1])
-    for name in ("start_transitions", "end_transitions", "transitions"):
-        delattr(crf, name)
-    crf.start_transitions, crf.transitions, crf.end_transitions = p0.log(), bulk[0, 0].log(), torch.zeros_like(p0)
-    return crf._compute_normalizer(x.transpose(0, 1), torch.ones(x.shape[1::-1], dtype=torch.bool))
+    parameters = {"start_transitions": p0.log(), "end_transitions": torch.zeros_like(p0)}
+    crf = SimpleNamespace(num_tags=len(p0), transitions=bulk[0, 0].log(), **parameters)
+    return CRF._compute_normalizer(crf, x.transpose(0, 1), torch.ones(x.shape[1::-1], dtype=torch.bool))
 
 
 # hidden Markov models in their own compiled code or layout
+
+
+def one_by_one(one: Callable[[Any], tuple], sequences: Iterable[Any], mode: str, offset: Any = 0.0) -> Run:
+    def run():
+        values, states = zip(*map(one, sequences), strict=True)
+        return np.array(values) + offset, None if mode == FORWARD else states
+
+    return run
 
 
 def pomegranate(case: Chain, mode: str) -> Run:
@@ -188,11 +184,7 @@ def hmmlearn(case: Chain, mode: str, *, scaling: bool) -> Run:
         forward -= value
         return value, np.exp(forward, out=forward)
 
-    def run():
-        values, states = zip(*map(one, frames.numpy()), strict=True)
-        return np.array(values) + offset, None if mode == FORWARD else states
-
-    return run
+    return one_by_one(one, frames.numpy(), mode, offset)
 
 
 def statsmodels(case: Chain, mode: str) -> Run:
@@ -210,11 +202,7 @@ def statsmodels(case: Chain, mode: str) -> Run:
             return filtered[2].sum(), None
         return filtered[2].sum(), markov_switching.cy_kim_smoother_log(matrices, filtered[4], filtered[5])[1].T
 
-    def run():
-        values, states = zip(*map(one, potentials), strict=True)
-        return np.array(values), None if mode == FORWARD else states
-
-    return run
+    return one_by_one(one, potentials, mode)
 
 
 def cirkit(case: Chain, mode: str) -> Run:
@@ -223,11 +211,10 @@ def cirkit(case: Chain, mode: str) -> Run:
         raise NotImplementedError(f"a circuit of {v} variables takes minutes to compile")
     from cirkit.backend.torch.layers import TorchCategoricalLayer
     from cirkit.pipeline import PipelineContext
-    from cirkit.symbolic.circuit import Circuit
     from cirkit.symbolic.initializers import ConstantTensorInitializer
-    from cirkit.symbolic.layers import CategoricalLayer, HadamardLayer, SumLayer
+    from cirkit.symbolic.layers import CategoricalLayer, SumLayer
     from cirkit.symbolic.parameters import Parameter, TensorParameter
-    from cirkit.utils.scope import Scope
+    from cirkit.templates import pgms
 
     def learned(table: Tensor) -> Parameter:
         initializer = ConstantTensorInitializer(table.numpy())
@@ -236,20 +223,17 @@ def cirkit(case: Chain, mode: str) -> Run:
     n, _, c = case.x.shape
     logits = case.x.expand(max(n, 2), v, c)  # it takes no single category
     steps = [learned(matrix) for matrix in case.bulk[0]]
-    first, layers, inputs, below = steps[0], [], {}, []
-    for i in reversed(range(v)):
-        leaf = CategoricalLayer(Scope([i]), c, num_categories=len(logits), logits=learned(logits[:, i].T))
-        layers.append(leaf)
-        if below:
-            layers.append(HadamardLayer(c))
-            inputs[layers[-1]] = [*below, leaf]
-        weight = learned(case.p0[None]) if i == 0 else steps.pop() if steps else first.ref()
-        below = [SumLayer(c, weight.shape[0], weight=weight)]
-        inputs[below[0]] = layers[-1:]
-        layers += below
+    first = steps[0]
+    circuit = pgms.hmm(range(v), num_latent_states=c, input_layer_kwargs={"num_categories": len(logits)})
+    leaves, sums = (
+        [layer for layer in circuit.layers if isinstance(layer, kind)] for kind in (CategoricalLayer, SumLayer)
+    )
+    for i, leaf, layer in zip(reversed(range(v)), leaves, sums, strict=True):
+        leaf.probs, leaf.logits = None, learned(logits[:, i].T)
+        layer.weight = learned(case.p0[None]) if i == 0 else steps.pop() if steps else first.ref()
     # it cannot fold layers that share a parameter
     context = PipelineContext("torch", semiring="lse-sum", fold=len(case.bulk[0]) > 1, optimize=True)
-    model = context.compile(Circuit(layers, inputs, below))
+    model = context.compile(circuit)
     data = torch.arange(n)[:, None].expand(n, v).contiguous()
     if mode == FORWARD:
         return torch.no_grad()(lambda: (model(data)[:, 0, 0], None))
@@ -266,37 +250,161 @@ def cirkit(case: Chain, mode: str) -> Run:
     return run
 
 
-def on_xla(name: str) -> Callable[[Case, str], Run]:
-    def make(case: Case, mode: str) -> Run:
-        from tests.benchmarks import peers_jax
+# packages on XLA, compiled beforehand: Python is not in their times
 
-        return peers_jax.MAKERS[name](case, mode)
+
+def compiled(function: Callable, case: Case) -> Run:
+    """The first two results on x [n, v, c], bulk [n or none, v-1 or none, c, c] and p0 [c], or on a stack."""
+    import jax
+
+    if isinstance(case, Chain):
+        case = case._replace(bulk=case.bulk.squeeze((0, 1)))
+    run, operands = jax.jit(function), [jax.device_put(operand.numpy()) for operand in case]
+    return lambda: jax.block_until_ready(run(*operands))[:2]
+
+
+def by_autodiff(chain: Callable, full: Callable | None = None) -> Callable[[Case, str], Run]:
+    """Gradients of all operands by JAX's autodiff."""
+
+    def make(case: Case, mode: str) -> Run:
+        import jax
+
+        function = full if isinstance(case, Stack) else chain
+
+        def both(*operands):
+            values, gradients = jax.vjp(function, *operands)
+            return values, *gradients(jax.numpy.ones_like(values))
+
+        return compiled(both if mode == GRADIENTS else lambda *operands: (function(*operands), None), case)
 
     return make
+
+
+def scanned(step: Callable, carry, x, bulk):
+    """The last of `carry = step(carry, matrix, potentials)`, with one matrix or with each step's."""
+    import jax
+
+    potentials = x[:, 1:, None].swapaxes(0, 1)  # (v-1, n, 1, c)
+    if bulk.ndim == 2:
+        return jax.lax.scan(lambda carry, now: (step(carry, bulk, now), None), carry, potentials)[0]
+    matrices = bulk if bulk.ndim == 3 else bulk.swapaxes(0, 1)
+    return jax.lax.scan(lambda carry, now: (step(carry, *now), None), carry, (matrices, potentials))[0]
+
+
+def xla(x, bulk, p0):
+    """The scaled recursion as one writes it by hand."""
+    import jax
+
+    def scaled(weights, now):
+        top = jax.lax.stop_gradient(now.max(-1, keepdims=True))
+        weights = weights * jax.numpy.exp(now - top)
+        norm = weights.sum(-1, keepdims=True)
+        return weights / norm, jax.numpy.log(norm) + top
+
+    def step(carry, matrix, now):
+        message, scale = scaled(carry[0] @ matrix, now)
+        return message, carry[1] + scale
+
+    return scanned(step, scaled(p0, x[:, :1]), x, bulk)[1][:, 0, 0]
+
+
+def xla_product(stack):
+    """The same with matrices for messages."""
+    import jax
+
+    def shifted(logs):
+        top = jax.lax.stop_gradient(logs.max((-2, -1), keepdims=True))
+        return jax.numpy.exp(logs - top), top
+
+    def step(carry, logs):
+        product, total = carry
+        matrix, top = shifted(logs)
+        product = product @ matrix
+        scale = jax.lax.stop_gradient(product.max((-2, -1), keepdims=True))
+        return (product / scale, total + top + jax.numpy.log(scale)), None
+
+    (product, total), _ = jax.lax.scan(step, shifted(stack[:, 0]), stack[:, 1:].swapaxes(0, 1))
+    return jax.numpy.log(product) + total
+
+
+def log_matmul(a, b):
+    """Logarithms of sums of exponentials with one shift per row and per column (arXiv 2510.03426, log-matmul-exp)."""
+    from jax import lax, numpy
+
+    rows, columns = lax.stop_gradient(a.max(-1, keepdims=True)), lax.stop_gradient(b.max(-2, keepdims=True))
+    return numpy.log(numpy.exp(a - rows) @ numpy.exp(b - columns)) + rows + columns
+
+
+def goom(x, bulk, p0):
+    from jax import numpy
+
+    first = numpy.log(p0) + x[:, :1]
+    message = scanned(lambda message, matrix, now: log_matmul(message, matrix) + now, first, x, numpy.log(bulk))
+    return numpy.logaddexp.reduce(message[:, 0], -1)
+
+
+def goom_product(stack):
+    import jax
+
+    first, rest = stack[:, 0], stack[:, 1:].swapaxes(0, 1)
+    return jax.lax.scan(lambda product, matrix: (log_matmul(product, matrix), None), first, rest)[0]
+
+
+def dynamax(case: Chain, mode: str, *, parallel: bool = False) -> Run:
+    """The filter and the smoother, mapped over sequences; or those by an associative scan over matrices."""
+    import jax
+    from dynamax.hidden_markov_model import hmm_filter, hmm_smoother, parallel_inference
+
+    def one(x, bulk, p0):
+        if mode == FORWARD:
+            return (parallel_inference.hmm_filter if parallel else hmm_filter)(p0, bulk, x).marginal_loglik, None
+        # past its own compilation, in which the option would be a traced number
+        serial = partial(hmm_smoother.__wrapped__, compute_trans_probs=True)
+        results = (parallel_inference.hmm_smoother if parallel else serial)(p0, bulk, x)
+        return results.marginal_loglik, results.smoothed_probs, results.trans_probs
+
+    return compiled(jax.vmap(one, (0, 0 if len(case.bulk) > 1 else None, None)), case)
+
+
+def numpyro(x, bulk, p0):
+    """A model whose states are summed out by `numpyro.contrib.funsor`, mapped over sequences."""
+    import jax
+    import numpyro
+    from numpyro.contrib.control_flow import scan
+    from numpyro.contrib.funsor import config_enumerate, enum, log_density
+    from numpyro.distributions import Categorical, Delta
+
+    def observed(name, potentials):  # `factor` would not be summed over
+        numpyro.sample(name, Delta(0 * potentials, potentials), obs=0.0)
+
+    def model(x, bulk, p0):
+        def step(before, now):
+            matrix, potentials = (bulk, now) if bulk.ndim == 2 else now
+            state = numpyro.sample("state", Categorical(matrix[before]))
+            observed("evidence", potentials[state])
+            return state, None
+
+        first = numpyro.sample("first", Categorical(p0))
+        observed("evidence of the first", x[0][first])
+        scan(step, first, x[1:] if bulk.ndim == 2 else (bulk, x[1:]))
+
+    axis = 0 if bulk.ndim == 4 else None
+    counted = enum(config_enumerate(model), first_available_dim=-1)
+    return jax.vmap(lambda *operands: log_density(counted, operands, {}, {})[0], (0, axis, None))(x, bulk, p0)
 
 
 # floors
 
 
-def tree_gemms(n: int, v: int, c: int, times: int) -> Run:
-    """All products of a level at once."""
-    sizes = []
-    while v > 1:
-        sizes, v = [*sizes, n * (v // 2)], v - v // 2
-    pairs = [torch.rand(2, size, c, c) for size in sizes * times]
-
-    def run():
-        for left, out in pairs:
-            torch.bmm(left, left, out=out)
-
-    return run
-
-
 def gemms(case: Case, mode: str) -> Run:
-    """One product of messages and a matrix per step, two more for gradients; of a stack, those of a tree."""
+    """One product of messages and a matrix per step, two more for gradients; of a stack, those of a tree's levels."""
     n, v, c = case.x.shape[:3]
     if isinstance(case, Stack):
-        return tree_gemms(n, v, c, 3 if mode == GRADIENTS else 1)
+        levels = []
+        while v > 1:
+            levels += [torch.rand(2, n * (v // 2), c, c)] * (3 if mode == GRADIENTS else 1)
+            v -= v // 2
+        return lambda: [torch.bmm(left, left, out=out) for left, out in levels]
     message, other, matrices = torch.rand(n, c), torch.rand(n, c), case.bulk.expand(-1, v - 1, -1, -1)
     multiply, matrices = torch.mm, matrices.transpose(0, 1)
     if len(case.bulk) == 1:
@@ -319,8 +427,7 @@ def copies(case: Case, mode: str) -> Run:
     """A copy of as many bytes as the inputs have; for gradients, inputs twice and gradients."""
     moved = sum(operand.numel() for operand in case) * (3 if mode == GRADIENTS else 1)
     source = torch.ones(moved // 2)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source) is None
+    return partial(torch.empty_like(source).copy_, source)
 
 
 PEERS = {
@@ -332,17 +439,17 @@ PEERS = {
     "torch-semiring-einsum": Peer(by_autograd(semiring_einsum), "torch-semiring-einsum"),
     "pyro": Peer(of_stack(pyro), "pyro-ppl", MATRICES),
     "funsor": Peer(of_stack(funsor), "funsor", MATRICES),
-    "XLA scan": Peer(on_xla("XLA scan"), "jax", MATRICES, whole=True),
-    "dynamax": Peer(on_xla("dynamax"), "dynamax", whole=True),
-    "dynamax, parallel": Peer(on_xla("dynamax, parallel"), "dynamax", (ONE,)),
-    "numpyro": Peer(on_xla("numpyro"), "numpyro"),
-    "GOOM's formula": Peer(on_xla("GOOM's formula"), "jax", MATRICES, whole=True),
+    "XLA scan": Peer(by_autodiff(xla, xla_product), "jax", MATRICES),
+    "dynamax": Peer(dynamax, "dynamax"),
+    "dynamax, parallel": Peer(partial(dynamax, parallel=True), "dynamax", (ONE,)),
+    "numpyro": Peer(by_autodiff(numpyro), "numpyro"),
+    "GOOM's formula": Peer(by_autodiff(goom, goom_product), "jax", MATRICES),
     "hmmlearn, scaling": Peer(partial(hmmlearn, scaling=True), "hmmlearn", (ONE,)),
     "hmmlearn, log": Peer(partial(hmmlearn, scaling=False), "hmmlearn", (ONE,)),
     "pomegranate": Peer(pomegranate, "pomegranate", (ONE,)),
     "statsmodels": Peer(statsmodels, "statsmodels", (ONE, STEP)),
     "cirkit": Peer(cirkit, "libcirkit", (ONE, STEP)),
-    "torch loop": Peer(by_autograd(partial(loop, step), partial(loop_product, step)), "torch", MATRICES),
-    "torch.compile, step by step": Peer(compiled_loop, "torch", MATRICES),
+    "torch loop": Peer(loops(step), "torch", MATRICES),
+    "torch.compile, step by step": Peer(lambda case, mode: compiled_loops(mode)(case, mode), "torch", MATRICES),
 }
 FLOORS = [name for name, peer in PEERS.items() if peer.floor]

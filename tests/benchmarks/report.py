@@ -1,12 +1,12 @@
 """Plots and tables of the README and of the pages, written from the results file."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isinf, isnan
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.benchmarks.cases import GRADIENTS, SCALED, SCALING
 from tests.benchmarks.peers import FLOORS, PEERS
@@ -22,26 +22,19 @@ MEASURED = re.compile(r"\d (ms|s|seconds|GB|MB|x|times)\b")
 FASTEST = 4
 
 
-class Job(NamedTuple):
-    """A line of the summary: a case in a user's words."""
-
-    name: str
-    size: str
-    case: str
-
-
+# lines of the summary: a case in a user's words, and its name
 JOBS = [
-    Job("train a CRF: loss and gradients", "32 sentences of up to 128 words, 20 tags",
+    ("train a CRF: loss and gradients", "32 sentences of up to 128 words, 20 tags",
         f"layers/CRF n=32 v=128 c=20, ragged mask, 2 threads/loss, {GRADIENTS}"),
-    Job("fit an HMM: 50 iterations of EM", "200 sequences of 50 steps, 50 states",
+    ("fit an HMM: 50 iterations of EM", "200 sequences of 50 steps, 50 states",
         "layers/HMM n=200 v=50 c=50, Gaussian, 2 threads/EM, 50 iterations"),
-    Job("best paths (Viterbi)", "32 sequences of 512 steps, 64 states",
+    ("best paths (Viterbi)", "32 sequences of 512 steps, 64 states",
         "paths/n=32 v=512 c=64, one matrix/viterbi"),
-    Job("log-likelihood and posteriors, one long sequence", "10,000 steps, 16 states",
+    ("log-likelihood and posteriors, one long sequence", "10,000 steps, 16 states",
         f"peers/n=1 v=10000 c=16, one matrix/{GRADIENTS}"),
-    Job("log-partitions and gradients, a large batch", "500 sequences of 40 steps, 200 states",
+    ("log-partitions and gradients, a large batch", "500 sequences of 40 steps, 200 states",
         f"peers/n=500 v=40 c=200, shared bulk/{GRADIENTS}"),
-    Job("log-partitions and gradients, a tiny batch", "10 sequences of 6 steps, 40 states",
+    ("log-partitions and gradients, a tiny batch", "10 sequences of 6 steps, 40 states",
         f"peers/n=10 v=6 c=40, shared bulk/{GRADIENTS}"),
 ]  # fmt: skip
 
@@ -52,24 +45,20 @@ JOBS = [
 Values = dict[tuple[str, str], float]
 
 
-def load(wanted: Callable[[str], bool]) -> tuple[str, dict[str, Values]]:
-    """Where and when the rows of wanted cases were measured, and their values by case."""
+def load(*names: str) -> tuple[str, dict[str, Values]]:
+    """Where and when the cases of these names or kinds were measured, and their values by case."""
     dates: dict[str, set[str]] = {}
     values: dict[str, Values] = {}
     for row in read():
-        if wanted(row.case):
+        if row.case in names or row.case.partition("/")[0] in names:
             dates.setdefault(row.hardware, set()).add(row.date)
             values.setdefault(row.case, {})[row.provider, row.metric] = row.value
     places = "; ".join(f"{', '.join(sorted(days))}: {hardware}" for hardware, days in dates.items())
     return f"Measured on {places}.", values
 
 
-def of_kind(kind: str) -> tuple[str, dict[str, Values]]:
-    return load(lambda case: case.startswith(f"{kind}/"))
-
-
 def of_jobs() -> tuple[str, dict[str, Values]]:
-    return load(lambda case: any(case == job.case for job in JOBS))
+    return load(*(case for _, _, case in JOBS))
 
 
 def ratios(values: Values) -> list[tuple[float, str]]:
@@ -119,7 +108,7 @@ def summary() -> str:
 
 def peers() -> str:
     """Logchain's time, the floors', and the fastest packages' over logchain's."""
-    place, cases = of_kind("peers")
+    place, cases = load("peers")
     lines = []
     for case, values in cases.items():
         milliseconds = (cell(values, name, TIME, "ms") for name in ("logchain", *FLOORS))
@@ -132,7 +121,7 @@ def peers() -> str:
 
 def compared(kind: str) -> str:
     """Logchain's time, and the others' over it, a column for each."""
-    place, cases = of_kind(kind)
+    place, cases = load(kind)
     names = dict.fromkeys(name for values in cases.values() for name, metric in values if metric == RATIO)
     lines = []
     for case, values in cases.items():
@@ -143,14 +132,10 @@ def compared(kind: str) -> str:
 
 def by_provider(kind: str, text: Callable[[Values, str], str]) -> str:
     """A line for each provider and a column for each case."""
-    place, cases = of_kind(kind)
+    place, cases = load(kind)
     names = [name for name in PEERS if any(name == provider for values in cases.values() for provider, _ in values)]
     lines = [(name, *(text(values, name) for values in cases.values())) for name in names]
     return table(place, ("provider", *(": ".join(case.split("/")[1:]) for case in cases)), lines)
-
-
-def memory(values: Values, name: str) -> str:
-    return cell(values, name, PEAK, "x")
 
 
 def errors(values: Values, name: str) -> str:
@@ -168,7 +153,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "peers": peers,
     "accuracy": lambda: by_provider("accuracy", errors),
-    "memory": lambda: by_provider("memory", memory),
+    "memory": lambda: by_provider("memory", lambda values, name: cell(values, name, PEAK, "x")),
     **{kind: partial(compared, kind) for kind in ("layers", "paths", "ranks", "sharpness", "streams", "structures")},
     # where the numbers of the plot of jobs come from
     "caption": lambda: of_jobs()[0],
@@ -224,28 +209,24 @@ def figure(name: str, panels: int, height: float, title: str):
 
 def plot_jobs() -> None:
     """The fastest packages' times over logchain's, job by job."""
-    bars: list[tuple[float, float, str]] = []  # place, ratio, text
-    headings: list[tuple[float, Job]] = []
     _, values = of_jobs()
-    place = 0.0
-    for job in JOBS:
-        headings.append((place, job))
-        fastest = ratios(values[job.case])[:SHOWN]
-        bars += [(place + 2 + i, ratio, f"{name}, {times(ratio)}") for i, (ratio, name) in enumerate(fastest)]
-        place += len(fastest) + 2.8
-    with figure("jobs", 1, 0.2 * place + 0.5, "Time of other packages over logchain's, float32") as [panel]:
-        for y, ratio, text in bars:
-            panel.barh(y, min(ratio, LONGEST) - 1, left=1, color=FASTER if ratio > 1 else SLOWER)
-            panel.vlines(1, y - 0.5, y + 0.5, color="#000000")
-            inside = {"ha": "right", "color": "white"} if ratio > LONGEST else {}
-            panel.text(LONGEST * 0.96 if inside else max(ratio, 1) * 1.04, y, text, va="center", **inside)
-        for y, job in headings:
-            panel.text(0.5, y, job.name, va="center", weight="bold")
-            panel.text(0.5, y + 0.9, job.size, va="center", color="#555555", fontsize=8)
+    fastest = [ratios(values[case])[:SHOWN] for _, _, case in JOBS]
+    places = [0.0, *itertools.accumulate(len(bars) + 2.8 for bars in fastest)]
+    with figure("jobs", 1, 0.2 * places[-1] + 0.5, "Time of other packages over logchain's, float32") as [panel]:
+        for place, bars in zip(places, fastest, strict=False):
+            for y, (ratio, name) in enumerate(bars, 2):
+                panel.barh(place + y, min(ratio, LONGEST) - 1, left=1, color=FASTER if ratio > 1 else SLOWER)
+                panel.vlines(1, place + y - 0.5, place + y + 0.5, color="#000000")
+                inside = {"ha": "right", "color": "white"} if ratio > LONGEST else {}
+                x = LONGEST * 0.96 if inside else max(ratio, 1) * 1.04
+                panel.text(x, place + y, f"{name}, {times(ratio)}", va="center", **inside)
+        for place, (name, size, _) in zip(places, JOBS, strict=False):
+            panel.text(0.5, place, name, va="center", weight="bold")
+            panel.text(0.5, place + 0.9, size, va="center", color="#555555", fontsize=8)
         for text in panel.texts:
             text.set_in_layout(False)
         panel.set_xscale("log")
-        panel.set(xlim=(0.5, 60), ylim=(place - 0.5, -1), yticks=[])
+        panel.set(xlim=(0.5, 60), ylim=(places[-1] - 0.5, -1), yticks=[])
         panel.set_xticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
         panel.minorticks_off()
         panel.set_xlabel("right of 1 logchain is faster, left of it the other package")
@@ -254,7 +235,7 @@ def plot_jobs() -> None:
 
 def plot_scaling() -> None:
     """Times against v and c."""
-    _, values = of_kind("scaling")
+    _, values = load("scaling")
     names = {"v": "variables v", "c": "states c"}
     title = "Forward and backward, one matrix for all steps,\nfloat32, one thread"
     with figure("scaling", len(names), 2.6 * len(names) + 0.6, title) as panels:

@@ -8,31 +8,34 @@ their work is linear in both.
 import csv
 import ctypes
 import datetime
-import fnmatch
-import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import platform
-import signal
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from fnmatch import fnmatch
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from tests.benchmarks import cases, comparisons
-from tests.benchmarks.cases import GRADIENTS, MODES, STEP, Case, Truth, Workload, draw
-from tests.benchmarks.comparisons import Call, Comparison
+import logchain
+from tests.benchmarks import cases
+from tests.benchmarks.cases import GRADIENTS, MODES, ONE, STEP, Call, Comparison, Workload, draw
 from tests.benchmarks.peers import PEERS, Peer
 
 RESULTS = Path(__file__).parent / "results" / "results.csv"
@@ -46,10 +49,10 @@ TOLERANCES = 1e-3, 5e-2
 LONGEST, PREPARED = 0.4, 20.0
 # seconds of all rounds of a pair, and their number
 PATIENCE, ROUNDS = 2.0, (5, 15)
-# seconds without a row after which a process is killed
-SILENCE = 300.0
-# limits of a call whose memory is measured
-MOST_SECONDS, MOST_BYTES = 60, 16_000_000_000
+# v and c of one sequence on two ranks
+RANKS = (1_000_000, 16), (20_000, 64), (4000, 256), (400, 1024)
+# limits of two calls whose memory is measured
+MOST_SECONDS, MOST_BYTES = 120.0, 16_000_000_000
 
 
 class Row(NamedTuple):
@@ -97,16 +100,13 @@ def keep(rows: Sequence[Row], path: Path = RESULTS) -> None:
 def machine(packages: str = "torch") -> dict[str, str]:
     """Where and with what numbers are measured; packages are separated by commas."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    models = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     names = dict.fromkeys(("torch", "numpy", "scipy", *packages.split(", ")))
-    commit = ""
-    with suppress(FileNotFoundError):  # no git
-        command = ["git", "describe", "--always", "--dirty=+"]
-        commit = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False).stdout.strip()
+    command = ["git", "describe", "--always", "--dirty=+"]
+    described = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
     return {
         "version": ", ".join([f"python {platform.python_version()}", *(f"{n} {metadata.version(n)}" for n in names)]),
-        "commit": commit,
+        "commit": described.stdout.strip(),
         "hardware": f"{models[0] if models else platform.machine()}, {max(len(models), 1)} cores",
         "date": datetime.date.today().isoformat(),
     }
@@ -115,32 +115,16 @@ def machine(packages: str = "torch") -> dict[str, str]:
 # times
 
 
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    """Where torch computes on so many."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def in_turns(calls: Sequence[Call]) -> list[list[float]]:
     """Seconds of each call, round by round; short calls run many times in a row."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-
-    def seconds(call: Call, repeats: int = 1) -> float:
-        start = clock()
-        for _ in range(repeats):
-            call()
-        return (clock() - start) / repeats
-
-    once = [min(seconds(call) for _ in range(2)) for call in calls]
-    repeats = [max(1, int(0.004 / max(spent, 1e-6))) for spent in once]
-    a_round = sum(spent * repeat for spent, repeat in zip(once, repeats, strict=True))
+    timers = [timeit.Timer(call, timer=clock) for call in calls]
+    once = [min(timer.repeat(2, 1)) for timer in timers]
+    repeats = [max(1, int(0.004 / max(seconds, 1e-6))) for seconds in once]
+    a_round = sum(seconds * count for seconds, count in zip(once, repeats, strict=True))
     rounds = max(ROUNDS[0], min(ROUNDS[1], int(PATIENCE / a_round)))
-    times = [[seconds(*pair) for pair in zip(calls, repeats, strict=True)] for _ in range(rounds)]
+    pairs = list(zip(timers, repeats, strict=True))
+    times = [[timer.timeit(count) / count for timer, count in pairs] for _ in range(rounds)]
     return [list(column) for column in zip(*times, strict=True)]
 
 
@@ -161,35 +145,24 @@ def compare(comparison: Comparison) -> Iterator[Row]:
 # peers
 
 
-def part_of(peer: Peer, case: Case, mode: str) -> Case:
+def part_of(peer: Peer, case: cases.Case, mode: str) -> cases.Case:
     """As much of a case as a run may take: from one sequence of few steps to all sequences, then to all steps."""
-
-    def grown(size: int, limit: int, slow: float) -> int:
-        longest = int(size / slow)
-        return limit if longest >= limit else max(size, 1 << max(longest, 1).bit_length() - 1)
-
-    n, v = case.x.shape[:2]
-    if peer.whole:
-        return case
     peer.make(case.part(1, 3), mode)()  # imports, and what is compiled for all sizes
-    size = 1, min(v, 32)
-    while True:
-        part = case.part(*size)
+    (n, v), sequences, steps = case.x.shape[:2], 1, 8
+    share = 0.0
+    while share < 1 / 4 and (sequences, steps) != (n, v):
+        sequences, steps = (min(4 * sequences, n), steps) if sequences < n else (n, min(4 * steps, v))
         start = time.monotonic()
-        run = peer.make(part, mode)
+        run = peer.make(case.part(sequences, steps), mode)
         prepared = time.monotonic() - start
         run()
         start = time.process_time()
         run()
-        # its time may grow less than its size, but not more
-        slow = max((time.process_time() - start) / LONGEST, prepared / PREPARED, 1 / 8)
-        larger = (grown(size[0], n, slow), size[1]) if size[0] < n else (n, grown(size[1], v, slow))
-        if larger == size:
-            return part
-        size = larger
+        share = max((time.process_time() - start) / LONGEST, prepared / PREPARED)
+    return case.part(sequences, steps)
 
 
-def excess(answer: tuple[Any, Any], exact: Truth) -> float:
+def excess(answer: tuple[Any, Any], exact: cases.Truth) -> float:
     """The largest error of values and gradients over its tolerance."""
     ratios = [0.0]
     for values, true, tolerance in zip(answer, exact, TOLERANCES, strict=True):
@@ -203,7 +176,7 @@ def peer(kind: str, workload: Workload, name: str) -> Iterator[Row]:
     """A peer's time in turns with logchain's, if its values agree with float64."""
     case, peer = draw(workload), PEERS[name]
     for mode in MODES:
-        key, part = f"{kind}/{workload}/{mode}", part_of(peer, case, mode)
+        key, part = f"{kind}/{workload}/{mode}", case if name == "logchain" else part_of(peer, case, mode)
         calls = {"logchain": PEERS["logchain"].make(case, mode), name: peer.make(part, mode)}
         if not peer.floor and not (error := excess(calls[name](), cases.truth(part))) <= 1:
             yield Row(key, name, EXCESS, error)
@@ -237,8 +210,7 @@ def resident_peak(call: Call) -> int:
     """Bytes that this process holds at its peak during a call, above what it held before; needs Linux."""
 
     def status(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+        return int(re.findall(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -256,14 +228,25 @@ def peak(workload: Workload, name: str, mode: str) -> Iterator[Row]:
     case, make = draw(workload), PEERS[name].make
     make(case.part(1, 3), mode)()  # imports, and what is compiled for all sizes
     run = make(case, mode)
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # ends the process
-    held = resident_peak(run)
-    if signal.setitimer(signal.ITIMER_PROF, 0)[0] > MOST_SECONDS - 10:
-        held = resident_peak(run)  # without its compilation
+    held = [resident_peak(run) for _ in range(2)][1]  # the first may compile
     yield Row(f"memory/{workload}/{mode}", name, PEAK, held / sum(operand.nbytes for operand in case))
 
 
 # ranks
+
+
+def on_rank(rank: int, v: int, c: int, mode: str, rounds: int) -> list[list[float]]:
+    """Wall and CPU seconds of one process and of this rank's part of the variables, round by round."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    (x, bulk, p0), make = draw(Workload(1, v, c, ONE)), cases.with_gradients if mode == GRADIENTS else partial
+    whole, part = (x[0], bulk[0], p0), (x[0, v * rank // 2 : v * (rank + 1) // 2].clone(), bulk[0], p0)
+    cases.agree(logchain.product(*whole), logchain.distributed.product(*part))
+    single = make(partial(logchain.product, strategy="sequential"), *whole) if rank == 0 else lambda: None
+    sharded, clocks = make(logchain.distributed.product, *part), (time.perf_counter, time.process_time)
+    runs = [(call, dist.barrier, clock, 1) for call in (single, sharded) for clock in clocks]
+    return [[timeit.timeit(*run) for run in runs] for _ in range(rounds)]
 
 
 def two_ranks(v: int, c: int, rounds: int = 15) -> Iterator[Row]:
@@ -272,7 +255,7 @@ def two_ranks(v: int, c: int, rounds: int = 15) -> Iterator[Row]:
 
     with tempfile.TemporaryDirectory() as folder, Team(2, Path(folder), timeout=60) as team:
         for mode in MODES:
-            seconds = np.array(team.values(comparisons.ranks, v, c, mode, rounds)).max(0)  # (round, 4)
+            seconds = np.array(team.values(on_rank, v, c, mode, rounds)).max(0)  # (round, 4)
             single, single_cpu, ranks, ranks_cpu = seconds.T
             case = f"ranks/v={v} c={c}, two ranks/{mode}"
             yield Row.of(case, "logchain", TIME, 1e3 * ranks)
@@ -285,41 +268,45 @@ def two_ranks(v: int, c: int, rounds: int = 15) -> Iterator[Row]:
 
 
 class Task(NamedTuple):
-    """A function of rows or comparisons that another process runs; its name is `kind/workload/provider`."""
+    """A function of rows or comparisons that another process runs; its name is `kind/workload/provider`.
+
+    The process is killed after `limit` seconds without a row.
+    """
 
     name: str
     function: Callable[..., Iterable[Row | Comparison]]
     arguments: tuple[Any, ...] = ()
-    threads: int = 1
     packages: str = "torch"
+    threads: int = 1
+    limit: float = 300.0
 
 
 def tasks() -> list[Task]:
     """All cases."""
-    scaling = [workload for sweep in cases.SCALING.values() for workload in sweep]
     result = []
-    for name, entry in PEERS.items():
-        task = functools.partial(Task, packages=entry.package)
-        kinds = {"peers": cases.WORKLOADS, "scaling": scaling if name in cases.SCALED else []}
-        for kind, workloads in kinds.items():
-            possible = [workload for workload in workloads if workload.matrices in entry.matrices]
-            result += [task(f"{kind}/{workload}/{name}", peer, (kind, workload, name)) for workload in possible]
-        if not entry.floor:
-            result += [task(f"accuracy/{family}/{name}", errors, (family, name)) for family in cases.accuracy()]
-            for workload in cases.MEMORY if STEP in entry.matrices else []:
-                result += [task(f"memory/{workload}/{mode}/{name}", peak, (workload, name, mode)) for mode in MODES]
-    viterbi = functools.partial(Task, function=comparisons.viterbi, packages="hmmlearn, torch-struct")
-    result += [
-        Task("layers/CRF", comparisons.crf, threads=2, packages="pytorch-crf"),
-        Task("layers/HMM", comparisons.hmm, threads=2, packages="hmmlearn, pomegranate"),
-        *(Task(f"layers/circuits/threads={count}", comparisons.circuits, threads=count) for count in (1, 2)),
-        *(viterbi(f"paths/n={n} v={v} c={c}/viterbi", arguments=(n, v, c)) for n, v, c in comparisons.DECODED),
-        *(Task(f"sharpness/{sharp[0]}", comparisons.sharpness, sharp) for sharp in comparisons.SHARP),
-        *(Task(f"structures/{make.__name__}", make) for make in comparisons.STRUCTURES),
-        Task("streams", comparisons.streams),
-        *(Task(f"ranks/v={v} c={c}", two_ranks, (v, c), threads=2) for v, c in comparisons.RANKS),
+    workloads = [("peers", workload) for workload in cases.WORKLOADS]
+    workloads += [("scaling", workload) for sweep in cases.SCALING.values() for workload in sweep]
+    for name, (_, package, matrices, floor) in PEERS.items():
+        for kind, workload in workloads:
+            if workload.matrices in matrices and (kind == "peers" or name in cases.SCALED):
+                result.append(Task(f"{kind}/{workload}/{name}", peer, (kind, workload, name), package))
+        families, memory = ([], []) if floor else (cases.accuracy(), cases.MEMORY if STEP in matrices else [])
+        result += [Task(f"accuracy/{family}/{name}", errors, (family, name), package) for family in families]
+        for workload, mode in itertools.product(memory, MODES):
+            title = f"memory/{workload}/{mode}/{name}"
+            result.append(Task(title, peak, (workload, name, mode), package, limit=MOST_SECONDS))
+    for size in cases.DECODED:
+        result.append(Task("paths/n={} v={} c={}/viterbi".format(*size), cases.viterbi, size, "hmmlearn, torch-struct"))
+    return [
+        *result,
+        Task("layers/CRF", cases.crf, packages="pytorch-crf", threads=2),
+        Task("layers/HMM", cases.hmm, packages="hmmlearn, pomegranate", threads=2),
+        *(Task(f"layers/circuits/threads={count}", cases.circuits, threads=count) for count in (1, 2)),
+        *(Task(f"sharpness/{sharp[0]}", cases.sharpness, sharp) for sharp in cases.SHARP),
+        *(Task(f"structures/{make.__name__}", make) for make in cases.STRUCTURES),
+        Task("streams", cases.streams),
+        *(Task(f"ranks/v={v} c={c}", two_ranks, (v, c), threads=2) for v, c in RANKS),
     ]
-    return result
 
 
 def work(task: Task, sender: Any) -> None:
@@ -336,25 +323,18 @@ def work(task: Task, sender: Any) -> None:
             sender.send(row)
 
 
-def measure(task: Task, silence: float = SILENCE) -> list[Row]:
+def measure(task: Task) -> list[Row]:
     """The rows of a task; those before its process ended, if a peer ends it."""
-    try:
-        place = machine(task.packages)
-    except metadata.PackageNotFoundError as error:
-        print(f"{task.name}: {error.name} is not installed")
-        return []
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process, rows = context.Process(target=work, args=(task, sender)), []
+    process, rows, place = context.Process(target=work, args=(task, sender)), [], machine(task.packages)
     process.start()
     sender.close()
-    try:
-        while receiver.poll(silence):
+    with suppress(EOFError):
+        while receiver.poll(task.limit):
             rows.append(receiver.recv()._replace(**place))
-            print("  ".join(map(str, rows[-1][:4])), flush=True)
-    except EOFError:
-        process.join(10)
-    process.kill()
+            print(*rows[-1][:4], sep="  ", flush=True)
+        process.kill()
     process.join()
     if process.exitcode:
         print(f"{task.name}: ended with {process.exitcode}", flush=True)
@@ -363,11 +343,11 @@ def measure(task: Task, silence: float = SILENCE) -> list[Row]:
 
 def main(patterns: Sequence[str] = (), path: Path = RESULTS) -> None:
     """Measures the tasks whose names contain a pattern, in which * is anything, or all."""
-    chosen = [
-        task for task in tasks() if any(fnmatch.fnmatch(task.name, f"*{pattern}*") for pattern in patterns or [""])
-    ]
+    chosen = [task for task in tasks() if any(fnmatch(task.name, f"*{pattern}*") for pattern in patterns or [""])]
     if not chosen:
         raise SystemExit(f"no case has {' or '.join(patterns)} in its name")
     for task in chosen:
-        if rows := measure(task):
-            keep(rows, path)
+        try:
+            keep(measure(task), path)
+        except metadata.PackageNotFoundError as error:
+            print(f"{task.name}: {error.name} is not installed")

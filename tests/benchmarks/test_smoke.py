@@ -1,22 +1,26 @@
-"""A case is measured, kept, and refused if it is wrong; tables and plots are written from what is kept."""
+"""Cases are measured, kept, and refused if they are wrong; tables and plots are written; the GPU call runs dry."""
 
+import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from tests.benchmarks import comparisons, report, run
-from tests.benchmarks.cases import FULL, GRADIENTS, MODES, STEP, Workload, draw, truth
-from tests.benchmarks.comparisons import Comparison
+from tests.benchmarks import cases, gpu_day, report, run
+from tests.benchmarks.cases import FULL, GRADIENTS, MODES, STEP, Comparison, Workload
 from tests.benchmarks.run import RATIO, TIME, Row, Task
+
+TINY = Workload(2, 5, 3, STEP)
 
 
 def test_peer_in_a_process_has_times_and_ratios(tmp_path):
-    workload, path = Workload(2, 5, 3, STEP), tmp_path / "results.csv"
-    rows = run.measure(Task("peers/tiny/torch loop", run.peer, ("peers", workload, "torch loop")))
+    path = tmp_path / "results.csv"
+    rows = run.measure(Task("peers/tiny/torch loop", run.peer, ("peers", TINY, "torch loop")))
     assert [row[:3] for row in rows] == [
-        (f"peers/{workload}/{mode}", "torch loop", metric) for mode in MODES for metric in (TIME, RATIO)
+        (f"peers/{TINY}/{mode}", "torch loop", metric) for mode in MODES for metric in (TIME, RATIO)
     ]
     assert all(0 < row.lower <= row.value <= row.upper and row.version and row.hardware and row.date for row in rows)
     old = Row(rows[0].case, "torch loop", run.SHARE, 0.5), Row(rows[0].case, "pyro", TIME, 1.0)
@@ -29,8 +33,8 @@ def test_peer_in_a_process_has_times_and_ratios(tmp_path):
 
 @pytest.mark.parametrize("matrices", [STEP, FULL])
 def test_values_that_disagree_with_float64_exceed_their_tolerance(matrices):
-    case = draw(Workload(2, 4, 3, matrices))
-    exact = truth(case)
+    case = cases.draw(TINY._replace(matrices=matrices))
+    exact = cases.truth(case)
     values, gradients = run.PEERS["logchain"].make(case, GRADIENTS)()
     assert run.excess((values, gradients), exact) < 0.01
     for wrong in ((values * 1.01, None), (values * math.nan, gradients), (values, gradients + 20)):
@@ -40,7 +44,7 @@ def test_values_that_disagree_with_float64_exceed_their_tolerance(matrices):
 def test_peer_with_wrong_values_is_not_timed(monkeypatch):
     wrong = run.PEERS["torch loop"]._replace(make=lambda case, mode: lambda: (case.x[:, 0, 0], None))
     monkeypatch.setitem(run.PEERS, "torch loop", wrong)
-    assert [row.metric for row in run.peer("peers", Workload(2, 4, 3, STEP), "torch loop")] == [run.EXCESS] * 2
+    assert [row.metric for row in run.peer("peers", TINY, "torch loop")] == [run.EXCESS] * 2
 
 
 def test_comparison_has_a_time_and_a_ratio_by_provider():
@@ -52,9 +56,9 @@ def test_comparison_has_a_time_and_a_ratio_by_provider():
 
 
 def test_comparison_of_different_values_is_refused():
-    assert next(comparisons.ctc(steps=8, labels=2, n=2, classes=4)).calls
+    assert next(cases.ctc(steps=8, labels=2, n=2, classes=4)).calls
     with pytest.raises(AssertionError):
-        comparisons.agree(torch.ones(2), np.array([1.0, 1.01]))
+        cases.agree(torch.ones(2), np.array([1.0, 1.01]))
 
 
 def test_every_kind_of_case_has_rows_and_a_table():
@@ -68,3 +72,32 @@ def test_plots_are_drawn(tmp_path, monkeypatch):
     report.plot_jobs()
     report.plot_scaling()
     assert "best paths" in (tmp_path / "jobs.svg").read_text() and "states c" in (tmp_path / "scaling.svg").read_text()
+
+
+@pytest.mark.parametrize(("group", "ok"), [("wrong", False), pytest.param("matmul", True, marks=pytest.mark.slow)])
+def test_group_of_a_dry_run_is_ok_if_its_results_are_correct(group, ok, tmp_path):
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.benchmarks.gpu_day", "dry", "--out", str(tmp_path), "--only", group]
+    process = subprocess.run(command, cwd=gpu_day.ROOT, capture_output=True, text=True, check=False)
+    rows = list(map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()))
+    checked = [row for row in rows if "errors" in row]
+    assert not process.stderr and process.returncode == (not ok) and {row["group"] for row in rows} == {group}
+    assert len(checked) == (4 if ok else 2) and all(row["ok"] == ok for row in checked)
+    if ok:
+        assert all(row["ok"] for row in rows)
+        assert all(row["differ"] == 0 and max(row["errors"]) < 1e-4 for row in checked)
+
+
+def test_group_that_hangs_is_killed(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(gpu_day, "HIDDEN", {"hang": 1.0})
+    assert gpu_day.main(["dry", "--out", str(tmp_path), "--only", "hang"]) == 1
+    row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[-1])
+    assert row["killed"] and not row["ok"] and row["seconds"] < 30
+
+
+def test_decision_follows_times():
+    rows = [{"group": "times", "case": gpu_day.MAIN, "halved_ms": ours, "one_way_ms": 1.0} for ours in (0.5, 0.9)]
+    decided = [gpu_day.decisions([row])[0] for row in rows]
+    assert [row["decision"] for row in decided] == ["stays", "delete them"] and decided[0]["ratio"] == 0.5
+    assert not gpu_day.decisions([])
