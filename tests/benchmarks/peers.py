@@ -5,7 +5,7 @@ those of the sum of values for x; a floor's results mean nothing. A package is i
 """
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 import logchain
-from tests.benchmarks.cases import EACH, FORWARD, GRADIENTS, MATRICES, ONE, STEP, Case, Chain, Stack, stacked
-
-Run = Callable[[], Any]
+from tests.benchmarks.cases import EACH, FORWARD, GRADIENTS, MATRICES, ONE, STEP, Call, Case, Chain, Stack, stacked
 
 
 class Peer(NamedTuple):
     """How to prepare a call, the package that must be installed, and the matrices that are possible."""
 
-    make: Callable[[Any, str], Run]
+    make: Callable[[Any, str], Call]
     package: str
     matrices: tuple[str, ...] = (ONE, STEP, EACH)
     floor: bool = False
@@ -31,10 +29,10 @@ class Peer(NamedTuple):
 # torch
 
 
-def by_autograd(chain: Callable[..., Tensor], full: Callable[..., Tensor] | None = None) -> Callable[[Case, str], Run]:
+def by_autograd(chain: Callable[..., Tensor], full: Callable[..., Tensor] | None = None) -> Callable[[Case, str], Call]:
     """Gradients of all operands by torch's autograd, of a chain or of a product of stacks [n, v, c, c]."""
 
-    def make(case: Case, mode: str) -> Run:
+    def make(case: Case, mode: str) -> Call:
         function = full if isinstance(case, Stack) else chain
         leaves = [operand.clone().requires_grad_(mode == GRADIENTS) for operand in case]
 
@@ -48,7 +46,7 @@ def by_autograd(chain: Callable[..., Tensor], full: Callable[..., Tensor] | None
     return make
 
 
-def of_stack(product: Callable[[Tensor], Tensor]) -> Callable[[Case, str], Run]:
+def of_stack(product: Callable[[Tensor], Tensor]) -> Callable[[Case, str], Call]:
     """A chain as the product of its matrices."""
     return by_autograd(lambda *chain: product(stacked(*chain)).logsumexp((-2, -1)), product)
 
@@ -68,17 +66,15 @@ def loop(step: Callable[..., Tensor], x: Tensor, bulk: Tensor, p0: Tensor) -> Te
 def loop_product(step: Callable[..., Tensor], stack: Tensor) -> Tensor:
     first, *others = stack.unbind(1)
     nothing = stack.new_zeros(())
-    for matrix in others:
-        first = step(first, matrix[:, None], nothing)
-    return first
+    return reduce(lambda product, matrix: step(product, matrix[:, None], nothing), others, first)
 
 
-def loops(step: Callable[..., Tensor]) -> Callable[[Case, str], Run]:
+def loops(step: Callable[..., Tensor]) -> Callable[[Case, str], Call]:
     return by_autograd(partial(loop, step), partial(loop_product, step))
 
 
 @lru_cache(maxsize=1)
-def compiled_loops(mode: str) -> Callable[[Case, str], Run]:
+def compiled_loops(mode: str) -> Callable[[Case, str], Call]:
     """With one step for all sizes: a loop that is compiled as a whole would be unrolled."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise it continues without being compiled
     torch.compiler.reset()
@@ -105,8 +101,7 @@ def funsor(stack: Tensor) -> Tensor:
     funsor.set_backend("torch")
     names = "batch", "time", "prev", "curr"
     inputs = {name: funsor.Bint[size] for name, size in zip(names, stack.shape, strict=True)}
-    time = funsor.Variable("time", inputs["time"])
-    chain = funsor.tensor.Tensor(stack, inputs)
+    chain, time = funsor.tensor.Tensor(stack, inputs), funsor.Variable("time", inputs["time"])
     return sequential_sum_product(ops.logaddexp, ops.add, chain, time, {"prev": "curr"}).data
 
 
@@ -133,7 +128,7 @@ def pytorch_crf(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
 # hidden Markov models in their own compiled code or layout
 
 
-def one_by_one(one: Callable[[Any], tuple], sequences: Iterable[Any], mode: str, offset: Any = 0.0) -> Run:
+def one_by_one(one: Callable[[Any], tuple], sequences: Iterable[Any], mode: str, offset: Any = 0.0) -> Call:
     def run():
         values, states = zip(*map(one, sequences), strict=True)
         return np.array(values) + offset, None if mode == FORWARD else states
@@ -141,7 +136,7 @@ def one_by_one(one: Callable[[Any], tuple], sequences: Iterable[Any], mode: str,
     return run
 
 
-def pomegranate(case: Chain, mode: str) -> Run:
+def pomegranate(case: Chain, mode: str) -> Call:
     from pomegranate.distributions import Categorical
     from pomegranate.hmm import DenseHMM
 
@@ -161,7 +156,7 @@ def pomegranate(case: Chain, mode: str) -> Run:
     return run
 
 
-def hmmlearn(case: Chain, mode: str, *, scaling: bool) -> Run:
+def hmmlearn(case: Chain, mode: str, *, scaling: bool) -> Call:
     """The compiled functions themselves; exponentials of potentials, which it does not do, are prepared."""
     from hmmlearn import _hmmc
 
@@ -187,7 +182,7 @@ def hmmlearn(case: Chain, mode: str, *, scaling: bool) -> Run:
     return one_by_one(one, frames.numpy(), mode, offset)
 
 
-def statsmodels(case: Chain, mode: str) -> Run:
+def statsmodels(case: Chain, mode: str) -> Call:
     """The filter and the smoother of a Markov-switching regression; its first transition gives p0 from anywhere."""
     from statsmodels.tsa.regime_switching import markov_switching
 
@@ -205,7 +200,7 @@ def statsmodels(case: Chain, mode: str) -> Run:
     return one_by_one(one, potentials, mode)
 
 
-def cirkit(case: Chain, mode: str) -> Run:
+def cirkit(case: Chain, mode: str) -> Call:
     """A compiled circuit; logits of input units are x, with a category for each sequence."""
     if (v := case.x.shape[1]) > 8192:
         raise NotImplementedError(f"a circuit of {v} variables takes minutes to compile")
@@ -253,7 +248,7 @@ def cirkit(case: Chain, mode: str) -> Run:
 # packages on XLA, compiled beforehand: Python is not in their times
 
 
-def compiled(function: Callable, case: Case) -> Run:
+def compiled(function: Callable, case: Case) -> Call:
     """The first two results on x [n, v, c], bulk [n or none, v-1 or none, c, c] and p0 [c], or on a stack."""
     import jax
 
@@ -263,10 +258,10 @@ def compiled(function: Callable, case: Case) -> Run:
     return lambda: jax.block_until_ready(run(*operands))[:2]
 
 
-def by_autodiff(chain: Callable, full: Callable | None = None) -> Callable[[Case, str], Run]:
+def by_autodiff(chain: Callable, full: Callable | None = None) -> Callable[[Case, str], Call]:
     """Gradients of all operands by JAX's autodiff."""
 
-    def make(case: Case, mode: str) -> Run:
+    def make(case: Case, mode: str) -> Call:
         import jax
 
         function = full if isinstance(case, Stack) else chain
@@ -350,7 +345,7 @@ def goom_product(stack):
     return jax.lax.scan(lambda product, matrix: (log_matmul(product, matrix), None), first, rest)[0]
 
 
-def dynamax(case: Chain, mode: str, *, parallel: bool = False) -> Run:
+def dynamax(case: Chain, mode: str, *, parallel: bool = False) -> Call:
     """The filter and the smoother, mapped over sequences; or those by an associative scan over matrices."""
     import jax
     from dynamax.hidden_markov_model import hmm_filter, hmm_smoother, parallel_inference
@@ -396,7 +391,7 @@ def numpyro(x, bulk, p0):
 # floors
 
 
-def gemms(case: Case, mode: str) -> Run:
+def gemms(case: Case, mode: str) -> Call:
     """One product of messages and a matrix per step, two more for gradients; of a stack, those of a tree's levels."""
     n, v, c = case.x.shape[:3]
     if isinstance(case, Stack):
@@ -423,7 +418,7 @@ def gemms(case: Case, mode: str) -> Run:
     return run
 
 
-def copies(case: Case, mode: str) -> Run:
+def copies(case: Case, mode: str) -> Call:
     """A copy of as many bytes as the inputs have; for gradients, inputs twice and gradients."""
     moved = sum(operand.numel() for operand in case) * (3 if mode == GRADIENTS else 1)
     source = torch.ones(moved // 2)

@@ -162,14 +162,18 @@ def part_of(peer: Peer, case: cases.Case, mode: str) -> cases.Case:
     return case.part(sequences, steps)
 
 
+def worst(values: Any, exact: np.ndarray) -> tuple[float, float]:
+    """The largest error, infinite where one number is and the other is not, and the value that has it."""
+    numbers = np.broadcast_to(np.stack([np.asarray(row, np.float64) for row in values]), exact.shape).ravel()
+    with np.errstate(invalid="ignore"):  # of equal infinities
+        error = np.where(numbers == exact.ravel(), 0.0, np.abs(numbers - exact.ravel()))
+    return float(error.max()), float(numbers[error.argmax()])
+
+
 def excess(answer: tuple[Any, Any], exact: cases.Truth) -> float:
     """The largest error of values and gradients over its tolerance."""
-    ratios = [0.0]
-    for values, true, tolerance in zip(answer, exact, TOLERANCES, strict=True):
-        if values is not None:
-            numbers = np.stack([np.asarray(row, np.float64) for row in values])
-            ratios.append(np.abs(numbers - true).max() / (tolerance * max(1.0, np.abs(true).max())))
-    return float(np.max(ratios))
+    parts = [part for part in zip(answer, exact, TOLERANCES, strict=True) if part[0] is not None]
+    return np.max([worst(values, true)[0] / (rtol * max(1.0, np.abs(true).max())) for values, true, rtol in parts])
 
 
 def peer(kind: str, workload: Workload, name: str) -> Iterator[Row]:
@@ -186,15 +190,8 @@ def peer(kind: str, workload: Workload, name: str) -> Iterator[Row]:
 
 
 def errors(family: str, name: str) -> Iterator[Row]:
-    """The largest errors of a peer, infinite where one number is and the other is not."""
+    """The largest errors of a peer."""
     chain, case = cases.accuracy()[family], f"accuracy/{family}"
-
-    def worst(values: Any, exact: np.ndarray) -> tuple[float, float]:
-        numbers = np.broadcast_to(np.stack([np.asarray(row, np.float64) for row in values]), exact.shape).ravel()
-        with np.errstate(invalid="ignore"):  # of equal infinities
-            error = np.where(numbers == exact.ravel(), 0.0, np.abs(numbers - exact.ravel()))
-        return float(error.max()), float(numbers[error.argmax()])
-
     values, posteriors = PEERS[name].make(chain, GRADIENTS)()
     log_norm, states = cases.reference_truth(chain)
     error, value = worst(values, log_norm)
