@@ -162,12 +162,18 @@ Call = Callable[[], object]
 FEW = 16
 
 
+class Part(NamedTuple):
+    """A call that does a share of the work."""
+
+    call: Call
+    share: float
+
+
 class Comparison(NamedTuple):
-    """Calls by provider, `logchain` first; `shares`: the part of its work that a provider's call does, if not all."""
+    """Calls by provider, `logchain` first."""
 
     case: str
-    calls: dict[str, Call]
-    shares: dict[str, float] = {}
+    calls: dict[str, Call | Part]
 
 
 def threads() -> str:
@@ -304,8 +310,9 @@ def viterbi(n: int, v: int, c: int) -> Iterator[Comparison]:
     ours, hmmlearn = partial(logchain.viterbi, *chain), lambda: [_hmmc.viterbi(p0, bulk[0, 0], frames) for frames in x]
     agree(ours()[1], [score for score, _ in hmmlearn()])
     agree(ours()[1][:few], LinearChainCRF(edges).max)
-    calls = {"logchain": ours, "hmmlearn": hmmlearn, "torch-struct": lambda: LinearChainCRF(edges).argmax}
-    yield Comparison(f"paths/n={n} v={v} c={c}, {ONE}/viterbi", calls, {"torch-struct": few / n})
+    torch_struct = Part(lambda: LinearChainCRF(edges).argmax, few / n)
+    calls = {"logchain": ours, "hmmlearn": hmmlearn, "torch-struct": torch_struct}
+    yield Comparison(f"paths/n={n} v={v} c={c}, {ONE}/viterbi", calls)
 
 
 def sharpness(workload: Workload, dtype: torch.dtype) -> Iterator[Comparison]:
@@ -343,27 +350,25 @@ def streams(v: int = 1_000_000, c: int = 8) -> Iterator[Comparison]:
 
 # structures
 
-Floor = tuple[Call, float]
+Floors = dict[str, Part]
 
 
-def few_steps(v: int, *counts: tuple[int, Call]) -> Floor:
-    """Calls, each so many times per step, for a few steps of v - 1, and that share."""
-    return lambda: [call() for count, call in counts for _ in range(count * FEW)], FEW / (v - 1)
+def few_steps(v: int, *counts: tuple[int, Call]) -> Part:
+    """Calls, each so many times per step, for a few steps of v - 1."""
+    return Part(lambda: [call() for count, call in counts for _ in range(count * FEW)], FEW / (v - 1))
 
 
-def structured(
-    case: str, x: Tensor, structure: Transition, floors: dict[str, Floor], backward_floors: dict[str, Floor]
-) -> Iterator[Comparison]:
+def structured(case: str, x: Tensor, structure: Transition, once: Floors, thrice: Floors) -> Iterator[Comparison]:
     """The product with a structure compared with floors, forward and with gradients."""
     p0 = torch.full(x.shape[-1:], 1 / x.shape[-1])
 
     def product(x: Tensor, p0: Tensor, *parameters: Tensor) -> Tensor:
         return logchain.product(x, structure.with_parameters(*parameters), p0)
 
-    ours = partial(logchain.product, x, structure, p0), with_gradients(product, x, p0, *structure.parameters)
-    for mode, call, compared in zip(MODES, ours, (floors, backward_floors), strict=True):
-        calls, shares = ({name: floor[i] for name, floor in compared.items()} for i in range(2))
-        yield Comparison(f"structures/{case}/{mode}", {"logchain": call, **calls}, shares)
+    ours = partial(logchain.product, x, structure, p0)
+    yield Comparison(f"structures/{case}/{FORWARD}", {"logchain": ours, **once})
+    ours = with_gradients(product, x, p0, *structure.parameters)
+    yield Comparison(f"structures/{case}/{GRADIENTS}", {"logchain": ours, **thrice})
 
 
 def banded(n: int = 8, v: int = 512, c: int = 2048, bands: int = 4) -> Iterator[Comparison]:
@@ -372,9 +377,8 @@ def banded(n: int = 8, v: int = 512, c: int = 2048, bands: int = 4) -> Iterator[
     x = torch.randn(n, v, c, generator=generator)
     structure = Banded(torch.rand(bands, c, generator=generator) + 0.1, list(range(bands)))
     product = partial(torch.matmul, torch.rand(n, c), torch.rand(c, c))
-    copies = partial(torch.empty_like(x).copy_, x), 1 / 2.5  # a copy reads and writes
     once, thrice = ({"dense products": few_steps(v, (times, product))} for times in (1, 3))
-    thrice["copies of five tensors"] = copies
+    thrice["copies of five tensors"] = Part(partial(torch.empty_like(x).copy_, x), 1 / 2.5)  # a copy reads and writes
     yield from structured(f"Banded n={n} v={v} c={c}, {bands} bands", x, structure, once, thrice)
 
 
@@ -404,7 +408,7 @@ def low_rank(n: int = 8, v: int = 100, c: int = 16_384, r: int = 64) -> Iterator
         """The messages' products, and gradients of both factors, for which a few steps are together."""
         _ = [once() for _ in range(3)], rows.mT @ middles, rows.mT @ middles
 
-    floors = ({"its products alone": (call, share)} for call in (once, thrice))
+    floors = ({"its products alone": Part(call, share)} for call in (once, thrice))
     yield from structured(f"LowRank n={n} v={v} c={c} r={r}, with a diagonal", x, structure, *floors)
 
 

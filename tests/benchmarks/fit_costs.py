@@ -49,6 +49,9 @@ class Sample(NamedTuple):
     seconds: float
 
 
+Timer = Callable[[Size, Schedule, Callable[[], object]], float]
+
+
 def least(place: Where, size: Size, schedule: Schedule, call: Callable[[], object]) -> float:
     """The least time of a few runs, each by itself."""
     clock = time.thread_time if place.device == "cpu" and place.threads == 1 else time.perf_counter
@@ -64,11 +67,7 @@ def least(place: Where, size: Size, schedule: Schedule, call: Callable[[], objec
     return min(times)
 
 
-def samples(
-    place: Where,
-    sweep: Iterable[tuple[int, int, int, int]],
-    measure: Callable[[Size, Schedule, Callable[[], object]], float],
-) -> Iterator[Sample]:
+def samples(place: Where, sweep: Iterable[tuple[int, int, int, int]], measure: Timer) -> Iterator[Sample]:
     """Every schedule on every size, with few, some and many segments, forward, then forward and backward."""
     for n, v, c, sets in sweep:
         generator = torch.Generator().manual_seed(v)

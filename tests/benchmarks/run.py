@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 import logchain
 from tests.benchmarks import cases
-from tests.benchmarks.cases import GRADIENTS, MODES, ONE, STEP, Call, Comparison, Workload, draw
+from tests.benchmarks.cases import GRADIENTS, MODES, ONE, STEP, Call, Comparison, Part, Workload, draw
 from tests.benchmarks.peers import PEERS, Peer
 
 RESULTS = Path(__file__).parent / "results" / "results.csv"
@@ -130,14 +130,14 @@ def in_turns(calls: Sequence[Call]) -> list[list[float]]:
 
 def compare(comparison: Comparison) -> Iterator[Row]:
     """Logchain's time, the others' times, and their ratios, each in turns with logchain alone."""
-    case, calls, shares = comparison
-    ours, others = calls["logchain"], {name: call for name, call in calls.items() if name != "logchain"}
-    times = {name: in_turns([ours, call]) for name, call in others.items()} or {"": in_turns([ours])}
-    yield Row.of(case, "logchain", TIME, [1e3 * spent for spent in next(iter(times.values()))[0]])
-    for name in others:
-        share = shares.get(name, 1.0)
-        yield Row.of(case, name, TIME, [1e3 * spent / share for spent in times[name][1]])
-        yield Row.of(case, name, RATIO, [theirs / own / share for own, theirs in zip(*times[name], strict=True)])
+    case, calls = comparison
+    parts = {name: call if isinstance(call, Part) else Part(call, 1.0) for name, call in calls.items()}
+    ours = parts.pop("logchain").call
+    times = {name: in_turns([ours, part.call]) for name, part in parts.items()} or {"": in_turns([ours])}
+    yield Row.of(case, "logchain", TIME, [1e3 * seconds for seconds in next(iter(times.values()))[0]])
+    for name, (_, share) in parts.items():
+        yield Row.of(case, name, TIME, [1e3 * seconds / share for seconds in times[name][1]])
+        yield Row.of(case, name, RATIO, [other / own / share for own, other in zip(*times[name], strict=True)])
         if share < 1:
             yield Row(case, name, SHARE, share)
 
@@ -181,12 +181,12 @@ def peer(kind: str, workload: Workload, name: str) -> Iterator[Row]:
     case, peer = draw(workload), PEERS[name]
     for mode in MODES:
         key, part = f"{kind}/{workload}/{mode}", case if name == "logchain" else part_of(peer, case, mode)
-        calls = {"logchain": PEERS["logchain"].make(case, mode), name: peer.make(part, mode)}
-        if not peer.floor and not (error := excess(calls[name](), cases.truth(part))) <= 1:
+        ours, theirs = PEERS["logchain"].make(case, mode), peer.make(part, mode)
+        if not peer.floor and not (error := excess(theirs(), cases.truth(part))) <= 1:
             yield Row(key, name, EXCESS, error)
             continue
-        rows = compare(Comparison(key, calls, {name: part.x.numel() / case.x.numel()}))
-        yield from (row for row in rows if row.provider == name)
+        calls = {"logchain": ours, name: Part(theirs, part.x.numel() / case.x.numel())}
+        yield from (row for row in compare(Comparison(key, calls)) if row.provider == name)
 
 
 def errors(family: str, name: str) -> Iterator[Row]:
@@ -331,7 +331,8 @@ def measure(task: Task) -> list[Row]:
         while receiver.poll(task.limit):
             rows.append(receiver.recv()._replace(**place))
             print(*rows[-1][:4], sep="  ", flush=True)
-        process.kill()
+    process.join(10)
+    process.kill()
     process.join()
     if process.exitcode:
         print(f"{task.name}: ended with {process.exitcode}", flush=True)

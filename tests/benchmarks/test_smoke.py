@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.benchmarks import cases, gpu_day, report, run
-from tests.benchmarks.cases import FULL, GRADIENTS, MODES, STEP, Comparison, Workload
+from tests.benchmarks.cases import FULL, GRADIENTS, MODES, STEP, Comparison, Part, Workload
 from tests.benchmarks.run import RATIO, TIME, Row, Task
 
 TINY = Workload(2, 5, 3, STEP)
@@ -48,11 +48,14 @@ def test_peer_with_wrong_values_is_not_timed(monkeypatch):
 
 
 def test_comparison_has_a_time_and_a_ratio_by_provider():
-    """A ratio is large where logchain is faster; a provider that does half of the work counts twice."""
-    calls = {"logchain": lambda: None, "busy": lambda: sum(range(100_000))}
-    rows = {row[1:3]: row.value for row in run.compare(Comparison("kind/size/mode", calls, {"busy": 0.5}))}
-    assert list(rows) == [("logchain", TIME), *(("busy", metric) for metric in (TIME, RATIO, run.SHARE))]
-    assert rows["busy", RATIO] > 2 and rows["busy", TIME] > 2 * rows["logchain", TIME]
+    """A ratio is large where logchain is faster; the time of a part of the work counts as that of all."""
+    short = lambda: sum(range(1000))  # noqa: E731
+    calls = {"logchain": short, "slow": lambda: sum(range(100_000)), "part": Part(short, 0.01)}
+    rows = {row[1:3]: row.value for row in run.compare(Comparison("kind/size/mode", calls))}
+    metrics = {"logchain": [TIME], "slow": [TIME, RATIO], "part": [TIME, RATIO, run.SHARE]}
+    assert list(rows) == [(name, metric) for name in metrics for metric in metrics[name]]
+    for name in ("slow", "part"):
+        assert rows[name, RATIO] > 10 and rows[name, TIME] > 10 * rows["logchain", TIME]
 
 
 def test_comparison_of_different_values_is_refused():
