@@ -155,8 +155,6 @@ def family(name: str, n: int) -> Chain:
     return Chain(x[:, 0].contiguous(), bulk[:1, 0, :1].contiguous(), p0[0, 0] / p0[0, 0].sum())
 
 
-# calls compared with the library's
-
 Call = Callable[[], object]
 # steps of a structure that stand for all of them
 FEW = 16
@@ -191,9 +189,6 @@ def with_gradients(function: Callable[..., Tensor], *operands: Tensor) -> Call:
     """A function of operands, and the gradients of all of them."""
     leaves = [operand.detach().clone().requires_grad_() for operand in operands]
     return lambda: torch.autograd.grad(function(*leaves).sum(), leaves)
-
-
-# layers
 
 
 def crf(n: int = 32, v: int = 128, c: int = 20) -> Iterator[Comparison]:
@@ -286,8 +281,6 @@ def circuits(n: int = 500, v: int = 40, c: int = 200, units: int = 64) -> Iterat
     yield Comparison(f"layers/SumLayer n={n} f={v} c={units}, {threads()}/{GRADIENTS}", calls)
 
 
-# best paths, sharp emissions and streams
-
 DECODED = (32, 512, 16), (32, 512, 64), (1, 10_000, 16)
 SHARP = [
     (Workload(200, 40, 200, STEP), torch.float32),
@@ -347,8 +340,6 @@ def streams(v: int = 1_000_000, c: int = 8) -> Iterator[Comparison]:
         calls[f"Stream, pieces of {piece:,}, filtered=False"] = partial(stream, piece, False)
     yield Comparison(f"streams/n=1 v={v:,} c={c}, {ONE}/{FORWARD}", calls)
 
-
-# structures
 
 Floors = dict[str, Part]
 

@@ -26,9 +26,6 @@ class Peer(NamedTuple):
     floor: bool = False
 
 
-# torch
-
-
 def by_autograd(chain: Callable[..., Tensor], full: Callable[..., Tensor] | None = None) -> Callable[[Case, str], Call]:
     """Gradients of all operands by torch's autograd, of a chain or of a product of stacks [n, v, c, c]."""
 
@@ -125,10 +122,9 @@ def pytorch_crf(x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     return CRF._compute_normalizer(crf, x.transpose(0, 1), torch.ones(x.shape[1::-1], dtype=torch.bool))
 
 
-# hidden Markov models in their own compiled code or layout
-
-
 def one_by_one(one: Callable[[Any], tuple], sequences: Iterable[Any], mode: str, offset: Any = 0.0) -> Call:
+    """By compiled code for one sequence."""
+
     def run():
         values, states = zip(*map(one, sequences), strict=True)
         return np.array(values) + offset, None if mode == FORWARD else states
@@ -245,11 +241,11 @@ def cirkit(case: Chain, mode: str) -> Call:
     return run
 
 
-# packages on XLA, compiled beforehand: Python is not in their times
-
-
 def compiled(function: Callable, case: Case) -> Call:
-    """The first two results on x [n, v, c], bulk [n or none, v-1 or none, c, c] and p0 [c], or on a stack."""
+    """The first two results on x [n, v, c], bulk [n or none, v-1 or none, c, c] and p0 [c], or on a stack.
+
+    XLA compiles beforehand: Python is not in its time.
+    """
     import jax
 
     if isinstance(case, Chain):
@@ -386,9 +382,6 @@ def numpyro(x, bulk, p0):
     axis = 0 if bulk.ndim == 4 else None
     counted = enum(config_enumerate(model), first_available_dim=-1)
     return jax.vmap(lambda *operands: log_density(counted, operands, {}, {})[0], (0, axis, None))(x, bulk, p0)
-
-
-# floors
 
 
 def gemms(case: Case, mode: str) -> Call:

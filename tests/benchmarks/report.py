@@ -39,8 +39,6 @@ JOBS = [
 ]  # fmt: skip
 
 
-# rows
-
 # by provider and metric
 Values = dict[tuple[str, str], float]
 
@@ -83,9 +81,6 @@ def cell(values: Values, provider: str, metric: str, unit: str) -> str:
     """A number with its unit; empty if a package does not take the case or failed."""
     value = values.get((provider, metric))
     return "" if value is None else f"{digits(value)} {unit}"
-
-
-# tables
 
 
 def table(place: str, header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -176,8 +171,6 @@ def prose(text: str) -> str:
     return re.sub(r"```.*?```", "", without_tables, flags=re.DOTALL)
 
 
-# plots, narrow enough to be read on a phone; the same file for the same rows
-
 # Okabe and Ito's colors, which the color-blind tell apart; markers repeat the distinction
 STYLES = {
     "logchain": {"color": "#000000", "marker": "o"},
@@ -193,7 +186,7 @@ SHOWN, LONGEST = 3, 25
 
 @contextmanager
 def figure(name: str, panels: int, height: float, title: str):
-    """Panels one below the other, saved next to the results."""
+    """Panels one below the other, to be read on a phone, saved next to the results: the same file for the same rows."""
     import matplotlib
 
     matplotlib.use("svg")

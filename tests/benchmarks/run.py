@@ -112,9 +112,6 @@ def machine(packages: str = "torch") -> dict[str, str]:
     }
 
 
-# times
-
-
 def in_turns(calls: Sequence[Call]) -> list[list[float]]:
     """Seconds of each call, round by round; short calls run many times in a row."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -140,9 +137,6 @@ def compare(comparison: Comparison) -> Iterator[Row]:
         yield Row.of(case, name, RATIO, [other / own / share for own, other in zip(*times[name], strict=True)])
         if share < 1:
             yield Row(case, name, SHARE, share)
-
-
-# peers
 
 
 def part_of(peer: Peer, case: cases.Case, mode: str) -> cases.Case:
@@ -200,9 +194,6 @@ def errors(family: str, name: str) -> Iterator[Row]:
     yield Row(case, name, GRADIENT_ERROR, worst(posteriors, states)[0])
 
 
-# memory
-
-
 def resident_peak(call: Call) -> int:
     """Bytes that this process holds at its peak during a call, above what it held before; needs Linux."""
 
@@ -227,9 +218,6 @@ def peak(workload: Workload, name: str, mode: str) -> Iterator[Row]:
     run = make(case, mode)
     held = [resident_peak(run) for _ in range(2)][1]  # the first may compile
     yield Row(f"memory/{workload}/{mode}", name, PEAK, held / sum(operand.nbytes for operand in case))
-
-
-# ranks
 
 
 def on_rank(rank: int, v: int, c: int, mode: str, rounds: int) -> list[list[float]]:
@@ -259,9 +247,6 @@ def two_ranks(v: int, c: int, rounds: int = 15) -> Iterator[Row]:
             yield Row.of(case, "one process", TIME, 1e3 * single)
             yield Row.of(case, "one process", RATIO, single / ranks)
             yield Row.of(case, "one process, CPU time", RATIO, single_cpu / ranks_cpu)
-
-
-# tasks
 
 
 class Task(NamedTuple):
