@@ -1,60 +1,91 @@
-"""Answers of chain circuits, against the probability of every value of all variables."""
+"""Circuits against the probability of every value of all variables, and their layers against scipy."""
 
 import copy
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from scipy.special import logsumexp
+from scipy.special import logsumexp, softmax
 
 from logchain import nn, reference
 from logchain.memory import peak_bytes
-from tests.contract import of_steps
-from tests.nn import circuits
+from tests.contract import assert_values, of_steps, ulp, value_bound
 from tests.seeded import seeded
 
 K = 3
-SIZES = pytest.mark.parametrize("v, c, t", [(4, 2, 2), (3, 3, 1), (5, 1, 2), (1, 2, 2), (2, 2, 1)])
+SIZES = pytest.mark.parametrize("v, c, t", [(4, 2, 2), (3, 3, 1), (5, 1, 2), (1, 2, 2)])
 
 
 def make(v=4, c=2, t=2, seed=0, **options):
     return nn.ChainCircuit(v, c, t, generator=seeded(seed), **(options or {"num_categories": K}))
 
 
+def weights_of(circuit):
+    """The linear weights of each part, in float64, normalized here."""
+    parts = {}
+    for name, part in circuit.named_modules():
+        if isinstance(part, nn.LogWeights):
+            linear = np.exp(part.logits.detach().double().numpy())
+            parts[name] = linear / linear.sum(part.dim, keepdims=True)
+    return parts
+
+
 def table_of(circuit, best=False):
-    return circuits.joint(circuits.weights_of(circuit), best)
+    """The probability of every value, an axis of K for each variable, or the largest term over hidden units."""
+    w = weights_of(circuit)
+    inputs, bulk, p0, mixing = w["input.weights"], w["bulk"], w["p0"], w["mixing"]
+    t, v, k, c = inputs.shape
+    table = np.zeros((k,) * v)
+    for r, *path in itertools.product(range(t), *[range(c)] * v):
+        weight = mixing[r] * p0[r, path[0]]
+        weight *= math.prod(bulk[r, i, path[i], path[i + 1]] for i in range(v - 1))
+        term = weight * outer([inputs[r, i, :, path[i]] for i in range(v)])
+        table = np.maximum(table, term) if best else table + term
+    return table
+
+
+def outer(tables):
+    """The products of all their entries, with the axes of all."""
+    product = np.ones(())
+    for table in tables:
+        product = np.multiply.outer(product, table)
+    return product
+
+
+def all_values(v):
+    """All values of all variables (K^v, v), in the order of a flattened table."""
+    return torch.tensor(list(itertools.product(range(K), repeat=v)))
+
+
+def where_observed(table, data, observed):
+    """The table, with zeros where a value differs from what is observed."""
+    allowed = [np.arange(K) == value if seen else np.ones(K) for value, seen in zip(data, observed, strict=True)]
+    return table * outer(allowed)
 
 
 def some_observed(n, v, seed=1):
     return torch.rand(n, v, generator=seeded(seed)) < 0.5
 
 
-def values(n, v, seed=2):
-    return torch.randint(K, (n, v), generator=seeded(seed))
-
-
 @SIZES
-def test_probabilities_equal_the_enumeration_and_sum_to_one(v, c, t):
-    circuit, data = make(v, c, t), circuits.values(K, v)
-    found = circuit.log_prob(data)
-    assert found.dtype == torch.float32
-    np.testing.assert_allclose(found.detach(), np.log(table_of(circuit)).ravel(), rtol=1e-6, atol=2e-6)
-    wide = circuit.double().log_prob(data).detach()
-    np.testing.assert_allclose(wide, np.log(table_of(circuit)).ravel(), rtol=1e-13, atol=1e-13)
-    assert abs(wide.exp().sum().item() - 1) < 1e-13
-
-
-@SIZES
-def test_marginals_conditionals_and_explanations_equal_the_enumeration(v, c, t):
-    circuit = make(v, c, t).double()
-    table, best, data = table_of(circuit), table_of(circuit, best=True), circuits.values(K, v)
+def test_probabilities_conditionals_and_explanations_equal_the_enumeration(v, c, t):
+    circuit, data = make(v, c, t), all_values(v)
+    table, best = table_of(circuit), table_of(circuit, best=True)
+    single = circuit.log_prob(data).detach()
+    assert single.dtype == torch.float32
+    np.testing.assert_allclose(single, np.log(table).ravel(), rtol=1e-6, atol=2e-6)
+    circuit = circuit.double()
+    every = circuit.log_prob(data).detach()
+    np.testing.assert_allclose(every, np.log(table).ravel(), rtol=1e-13, atol=1e-13)
+    assert abs(every.exp().sum().item() - 1) < 1e-13
     observed = some_observed(len(data), v)
     log_prob, conditionals = circuit.log_prob(data, observed), circuit.conditionals(data, observed)
     explained = circuit.mpe(data, observed)
     assert (explained.data == data)[observed].all() and explained.data.dtype == data.dtype
     for i, (row, seen) in enumerate(zip(data.numpy(), observed.numpy(), strict=True)):
-        joint, paths = (circuits.given(one, row, seen) for one in (table, best))
+        joint, paths = (where_observed(one, row, seen) for one in (table, best))
         np.testing.assert_allclose(log_prob[i].item(), np.log(joint.sum()), atol=1e-12)
         for variable in range(v):
             others = tuple(axis for axis in range(v) if axis != variable)
@@ -65,7 +96,7 @@ def test_marginals_conditionals_and_explanations_equal_the_enumeration(v, c, t):
 
 def test_posteriors_and_best_states_equal_the_reference():
     circuit, data = make(12, 5, 3, num_categories=4), torch.randint(4, (20, 12), generator=seeded(1))
-    w = circuits.weights_of(circuit)
+    w = weights_of(circuit)
     # numpy's own look-up of every repetition (n, t, v, c)
     x = np.log(w["input.weights"])[np.arange(3)[:, None], np.arange(12), data.numpy()[:, None]]
     truth, paths = (
@@ -84,8 +115,22 @@ def test_posteriors_and_best_states_equal_the_reference():
     assert torch.equal(found.data, data)
 
 
+def test_posteriors_of_long_data_are_those_of_float64():
+    v, noise = 300, seeded(4)
+    circuit = make(v, input=nn.Gaussian((2, v, 2), generator=seeded()))
+    with torch.no_grad():  # nearly the same in both repetitions, so that both are likely
+        circuit.input.means[1] = circuit.input.means[0]
+        for part in (circuit.bulk, circuit.p0):
+            part.logits[1] = part.logits[0] + 0.05 * torch.randn(part.logits[0].shape, generator=noise)
+    data = 25 + 0.01 * torch.randn(16, v, generator=noise)
+    assert (circuit.log_prob(data) < -8.8e4).all()
+    exact = copy.deepcopy(circuit).double().posterior(data.double())
+    assert exact.sum((-1, -2)).min() > 0.01 * v
+    assert (circuit.posterior(data) - exact).abs().max() < 1e-5
+
+
 def test_missing_values_are_nan_or_masked():
-    circuit, data = make(), circuits.values(K, 4)[20:40]
+    circuit, data = make(), all_values(4)[20:40]
     observed = some_observed(20, 4)
     missing = data.float().masked_fill(~observed, torch.nan)
     torch.testing.assert_close(circuit.log_prob(missing), circuit.log_prob(data, observed), rtol=0, atol=0)
@@ -97,41 +142,29 @@ def test_missing_values_are_nan_or_masked():
     assert (drawn[0] == data)[observed].all()
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_draws_have_the_frequencies_of_the_table(missing):
-    circuit, n = make(3, seed=5), 20_000
-    data, observed = torch.tensor([[0, 2, 1], [1, 0, 0]]), torch.tensor([[False, True, False], [False, False, False]])
-    if missing:
-        drawn = circuit.sample_conditional(data, observed, n, seeded(3))
-    else:
-        drawn = circuit.sample(2 * n, seeded(3)).view(n, 2, 3)
-        assert torch.equal(drawn, circuit.sample(2 * n, seeded(3)).view(n, 2, 3))
-    assert drawn.shape == (n, 2, 3) and drawn.dtype == torch.int64
-    for i in range(2):
-        joint = circuits.given(table_of(circuit), data[i].numpy(), observed[i].numpy() & missing)
-        table, counts = joint / joint.sum(), np.zeros(joint.shape)
-        np.add.at(counts, tuple(drawn[:, i].numpy().T), 1)
-        # within four standard deviations of every cell, and nothing where the table is 0
-        assert (counts[table == 0] == 0).all()
-        assert (np.abs(counts - n * table) <= 4 * np.sqrt(n * table)).all()
+def test_mask_broadcasts_over_events_and_data():
+    circuit, data = make(3, input=nn.Gaussian((2, 3, 2), 3)), torch.randn(12, 3, 3, generator=seeded())
+    observed, mask = some_observed(12, 3), torch.tensor([True, False, True])
+    wide = observed[..., None].expand(data.shape)
+    for one, other in ((observed, wide), (mask, mask.expand(12, 3))):
+        assert torch.equal(circuit.log_prob(data, one), circuit.log_prob(data, other))
+        assert torch.equal(circuit.posterior(data, one), circuit.posterior(data, other))
+        assert torch.equal(circuit.mpe(data, one).data, circuit.mpe(data, other).data)
+    drawn = circuit.sample_conditional(data, mask, 2, seeded())
+    assert torch.equal(drawn[:, :, mask], data[:, mask].expand(2, 12, 2, 3))
 
 
-@pytest.mark.parametrize("method", ["em", "gradient"])
-@pytest.mark.parametrize("missing", [False, True])
-def test_fit_never_lowers_the_likelihood_and_zeros_stay(missing, method):
-    circuit, data = make(3, 3, seed=4).double(), values(30, 3) * torch.tensor([1, 0, 1])
-    circuit.bulk.set(torch.ones(3, 3).triu())
-    observed = some_observed(30, 3) if missing else None
-    options = {"method": method, "max_iterations": 25 if method == "em" else 5, "restarts": 0}
-    report = circuit.fit(data, observed=observed, **options)
-    history = np.array(report.history)
-    assert (np.diff(history) >= -1e-9).all() and history[-1] > history[0] + 1
-    assert abs(circuit.log_prob(data, observed).sum().item() - report.log_likelihood) < 1e-9
-    bulk = circuit.bulk().detach().exp()
-    assert (bulk.tril(-1) == 0).all() and (bulk.sum(-1) - 1).abs().max() < 1e-12
+def test_data_may_have_any_leading_axes():
+    circuit, data = make(), all_values(4)[:12]
+    found = circuit.log_prob(data)
+    torch.testing.assert_close(circuit.log_prob(data.view(3, 4, 4)), found.view(3, 4))
+    torch.testing.assert_close(circuit(data[5]), found[5])
+    assert circuit.conditionals(data[5]).shape == (4, K)
+    assert circuit.sample_conditional(data.view(3, 4, 4), num_samples=2).shape == (2, 3, 4, 4)
+    assert circuit.mpe(data[5]).states.shape == (4,)
 
 
-def test_impossible_data_are_minus_infinity_with_gradient_zero_and_have_no_conditionals():
+def test_impossible_data_are_minus_infinity_and_have_no_conditionals():
     circuit = make(3)
     weights = circuit.input.weights
     weights.set(torch.tensor([0.5, 0.5, 0.0])[:, None].expand(weights.logits.shape))
@@ -157,11 +190,29 @@ def test_impossible_repetition_is_never_drawn():
     assert found.repetition == 0 and (found.data > 0).all()
 
 
+@pytest.mark.parametrize("missing", [False, True])
+def test_draws_have_the_frequencies_of_the_table(missing):
+    circuit, n = make(3, seed=5), 20_000
+    data, observed = torch.tensor([[0, 2, 1], [1, 0, 0]]), torch.tensor([[False, True, False], [False, False, False]])
+    if missing:
+        drawn = circuit.sample_conditional(data, observed, n, seeded(3))
+    else:
+        drawn = circuit.sample(2 * n, seeded(3)).view(n, 2, 3)
+        assert torch.equal(drawn, circuit.sample(2 * n, seeded(3)).view(n, 2, 3))
+    assert drawn.shape == (n, 2, 3) and drawn.dtype == torch.int64
+    for i in range(2):
+        joint = where_observed(table_of(circuit), data[i].numpy(), observed[i].numpy() & missing)
+        table, counts = joint / joint.sum(), np.zeros(joint.shape)
+        np.add.at(counts, tuple(drawn[:, i].numpy().T), 1)
+        # within four standard deviations of every cell, and nothing where the table is 0
+        assert (counts[table == 0] == 0).all()
+        assert (np.abs(counts - n * table) <= 4 * np.sqrt(n * table)).all()
+
+
 @pytest.mark.parametrize(
     "options, data",
     [
         ({"input": "bernoulli"}, torch.tensor([[0, 1, 1], [1, 1, 0]])),
-        ({"input": "binomial", "total_count": 4}, torch.tensor([[0, 4, 1], [2, 3, 0]])),
         ({"input": "gaussian"}, torch.tensor([[0.5, -1.0, 2.0], [1.0, torch.nan, 0.0]])),
         ({"input": nn.Gaussian((2, 3, 2), 2)}, torch.arange(12.0).view(2, 3, 2)),
         ({"input": nn.Poisson((2, 3, 2))}, torch.tensor([[0, 4, 1], [2, 3, 0]])),
@@ -177,7 +228,7 @@ def test_inputs_of_every_family_are_completed(options, data):
     known = observed.view(2, 3, *[1] * (data.dim() - 2)) & ~data.isnan()
     assert (drawn == data)[:, known.expand(data.shape)].all()
     completed, other = circuit.mpe(data, observed), circuit.mpe(torch.where(known, data, drawn[0]))
-    # completions that are the same are summed in another order: each is within the contract
+    # the same completions are summed in another order, each within the contract
     bound = 2 * (torch.finfo(torch.float32).eps * other.log_prob.abs() + of_steps(3, 3, dtype=torch.float32))
     assert (completed.log_prob >= other.log_prob - bound).all()
     assert circuit.sample(4).shape == (4, *data.shape[1:])
@@ -188,71 +239,24 @@ def test_inputs_of_every_family_are_completed(options, data):
         assert (hit[observed] == 1).all() and (hit[~observed] < 1).all()
 
 
-def test_mask_broadcasts_over_events_and_data():
-    circuit, data = make(3, input=nn.Gaussian((2, 3, 2), 3)), torch.randn(12, 3, 3, generator=seeded())
-    observed, mask = some_observed(12, 3), torch.tensor([True, False, True])
-    wide = observed[..., None].expand(data.shape)
-    for one, other in ((observed, wide), (mask, mask.expand(12, 3))):
-        assert torch.equal(circuit.log_prob(data, one), circuit.log_prob(data, other))
-        assert torch.equal(circuit.posterior(data, one), circuit.posterior(data, other))
-        assert torch.equal(circuit.mpe(data, one).data, circuit.mpe(data, other).data)
-    drawn = circuit.sample_conditional(data, mask, 2, seeded())
-    assert torch.equal(drawn[:, :, mask], data[:, mask].expand(2, 12, 2, 3))
-    # the sizes of data and mask agree, and a batch is divided
-    data, mask = data[:3, :, 0], torch.tensor([True, False, True])
-    fits = [
-        make(3, input=nn.Gaussian((2, 3, 2), prior_scatter=1.0, generator=seeded())).fit(
-            data, observed=one, batch_size=2, max_iterations=2, restarts=0
-        )
-        for one in (mask, mask.expand(3, 3))
-    ]
-    assert fits[0] == fits[1]
-
-
-def test_data_may_have_any_leading_axes():
-    circuit, data = make(), circuits.values(K, 4)[:12]
-    found = circuit.log_prob(data)
-    torch.testing.assert_close(circuit.log_prob(data.view(3, 4, 4)), found.view(3, 4))
-    torch.testing.assert_close(circuit(data[5]), found[5])
-    assert circuit.conditionals(data[5]).shape == (4, K)
-    assert circuit.sample_conditional(data.view(3, 4, 4), num_samples=2).shape == (2, 3, 4, 4)
-    assert circuit.mpe(data[5]).states.shape == (4,)
-
-
-def test_posteriors_of_long_data_are_those_of_float64():
-    """At a log-likelihood of -9e4 float32 is 0.008 apart; posteriors are not."""
-    v, noise = 300, seeded(4)
-    circuit = make(v, input=nn.Gaussian((2, v, 2), generator=seeded()))
-    with torch.no_grad():  # nearly the same in both repetitions, so that both are likely
-        circuit.input.means[1] = circuit.input.means[0]
-        for part in (circuit.bulk, circuit.p0):
-            part.logits[1] = part.logits[0] + 0.05 * torch.randn(part.logits[0].shape, generator=noise)
-    data = 25 + 0.01 * torch.randn(16, v, generator=noise)
-    assert (circuit.log_prob(data) < -8.8e4).all()
-    exact = copy.deepcopy(circuit).double().posterior(data.double())
-    assert exact.sum((-1, -2)).min() > 0.01 * v
-    assert (circuit.posterior(data) - exact).abs().max() < 1e-5
-
-
-def test_start_depends_on_the_generator_and_the_data_alone_and_keeps_what_is_not_trained():
-    data, one, other = values(30, 4), make(seed=0), make(seed=1)
-    for circuit in (one, other):
-        circuit.initialise(data, generator=seeded(3))
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-    kept = [one.mixing.logits, *one.input.parameters()]
-    for parameter in kept:
-        parameter.requires_grad_(False)
-    one.initialise(data, generator=seeded(4))
-    assert torch.equal(one.mixing.logits, other.mixing.logits) and not torch.equal(one.p0.logits, other.p0.logits)
-    assert torch.equal(one.input.weights.logits, other.input.weights.logits)
-
-
 def test_integers_do_not_round_what_is_filled_in():
     circuit = nn.ChainCircuit(2, 2, input="gaussian")
     data, observed = torch.tensor([[3, 0]]), torch.tensor([[True, False]])
     for found in (circuit.mpe(data, observed).data, circuit.sample_conditional(data, observed)[0]):
         assert found[0, 0] == 3 and found[0, 1] != found[0, 1].round()
+
+
+def test_start_depends_on_generator_and_data_and_leaves_frozen_parts():
+    data, one, other = torch.randint(K, (30, 4), generator=seeded(2)), make(seed=0), make(seed=1)
+    for circuit in (one, other):
+        circuit.initialise(data, generator=seeded(3))
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    for parameter in (one.mixing.logits, *one.input.parameters()):
+        parameter.requires_grad_(False)
+    one.initialise(data, generator=seeded(4))
+    assert torch.equal(one.mixing.logits, other.mixing.logits) and not torch.equal(one.p0.logits, other.p0.logits)
+    assert torch.equal(one.input.weights.logits, other.input.weights.logits)
 
 
 def test_training_step_holds_a_few_tensors_of_the_size_of_the_messages():
@@ -269,21 +273,80 @@ def test_training_step_holds_a_few_tensors_of_the_size_of_the_messages():
 
 
 @pytest.mark.parametrize("layer", ["cp", "tucker"])
-def test_tree_circuit_is_a_distribution(layer):
-    circuit = nn.TreeCircuit(5, 2, 2, layer=layer, num_categories=K, generator=seeded()).double()
-    data = circuits.values(K, 5)
+def test_tree_sums_over_what_is_not_observed(layer):
+    circuit = nn.TreeCircuit(3, 2, layer=layer, num_categories=K, generator=seeded()).double()
+    data, observed = all_values(3), torch.tensor([True, False, True])
     table = circuit.log_prob(data).detach().exp()
     assert abs(table.sum().item() - 1) < 1e-12
-    row, observed = data[77], torch.tensor([True, False, True, True, False])
-    joint = torch.where((data == row)[:, observed].all(1), table, 0)
-    assert math.isclose(circuit.log_prob(row, observed).exp().item(), joint.sum().item(), rel_tol=1e-12)
-    shares = torch.stack([((data == k) * joint[:, None]).sum(0) for k in range(K)], -1) / joint.sum()
-    torch.testing.assert_close(circuit.conditionals(row, observed), shares, rtol=1e-10, atol=1e-12)
-    drawn = circuit.sample_conditional(row, observed, 20_000, seeded(3))
-    frequencies = torch.stack([(drawn == k).double().mean(0) for k in range(K)], -1)
-    assert ((frequencies - shares).abs() <= 4 * (shares / 20_000).sqrt()).all()
-    completed = circuit.mpe(row, observed)
-    assert (completed.data == row)[observed].all()
-    assert completed.log_prob <= circuit.log_prob(completed.data) + 1e-12
-    report = circuit.fit(values(30, 5), max_iterations=10, tolerance=-torch.inf, restarts=0)
-    assert (np.diff(report.history) > -1e-9).all() and report.log_likelihood > report.history[0] + 1
+    row = data[17]
+    possible = (data == row)[:, observed].all(1)
+    assert math.isclose(circuit.log_prob(row, observed).exp().item(), table[possible].sum().item(), rel_tol=1e-12)
+    parameters = tuple(circuit.parameters())
+    assert torch.autograd.gradcheck(lambda *_: circuit.log_prob(row, observed), parameters, fast_mode=True)
+    drawn, completed = circuit.sample_conditional(row, observed, 50, seeded()), circuit.mpe(row, observed)
+    assert (drawn == row)[:, observed].all() and (completed.data == row)[observed].all()
+
+
+def log_values(*shape, dtype=torch.float32):
+    """Far apart and far from 0, some of them impossible, and one row without anything possible."""
+    x = 5 * torch.randn(shape, dtype=dtype, generator=seeded(1))
+    x += 1e3 * torch.randn(shape[:-1], dtype=dtype, generator=seeded(2))[..., None].sign()
+    x[torch.rand(shape, generator=seeded(3)) < 0.2] = -torch.inf
+    x.view(-1, shape[-1])[0] = -torch.inf
+    return x
+
+
+def log_weights(layer):
+    """Normalized by scipy."""
+    logits = layer.weights.logits.detach().double().numpy()
+    return logits - logsumexp(logits, -2, keepdims=True)
+
+
+def mixed(x, layer, reduce=logsumexp):
+    """`logsumexp_i (x_i + log W_io)`, term by term."""
+    with np.errstate(divide="ignore"):
+        return reduce(np.asarray(x)[..., :, None] + log_weights(layer), axis=-2)
+
+
+def assert_close(found, truth):
+    """Within the contract of a single product, whose weights are rounded once more."""
+    assert_values(found, truth, ulp(truth, found.dtype) + value_bound(truth, 2, 4, dtype=found.dtype))
+
+
+@pytest.mark.parametrize(
+    ("lead", "dtype"), [((), torch.float32), ((5,), torch.float64), ((2, 3), torch.float32)], ids=str
+)
+def test_sum_layer_mixes(lead, dtype):
+    layer = nn.SumLayer(4, 6, lead, generator=seeded()).to(dtype)
+    x = log_values(7, *lead, 4, dtype=dtype)
+    found = layer(x)
+    assert found.shape == (7, *lead, 6) and found.dtype == dtype
+    assert_close(found, mixed(x.double(), layer))
+    np.testing.assert_allclose(layer.weights().detach().exp().sum(-2), 1, rtol=1e-6)
+    best = layer.best(x).detach()
+    np.testing.assert_allclose(best, mixed(x.double(), layer, np.max), rtol=1e-6)
+    assert_close(layer(x[1]), mixed(x[1].double(), layer))
+
+
+def test_gradients_of_a_sum_layer_are_shares():
+    layer = nn.SumLayer(4, 3, (5,), generator=seeded())
+    x = log_values(7, 5, 4).requires_grad_()
+    upstream = torch.randn(7, 5, 3, generator=seeded(5))
+    layer(x).backward(torch.where(layer(x) > -torch.inf, upstream, 0.0))
+    terms = x.detach().double().numpy()[..., None] + log_weights(layer)
+    terms = np.where(np.isneginf(terms).all(-2, keepdims=True), 0.0, terms)
+    shares = softmax(terms, -2) * upstream.double().numpy()[..., None, :]
+    shares[np.isneginf(x.detach().numpy())] = 0.0
+    np.testing.assert_allclose(x.grad, shares.sum(-1), atol=1e-6)
+    flow = shares.sum(0)
+    expected = flow - np.exp(log_weights(layer)) * flow.sum(-2, keepdims=True)
+    np.testing.assert_allclose(layer.weights.logits.grad, expected, atol=1e-5)
+
+
+def test_sum_layer_holds_no_terms():
+    n, f, c = 256, 16, 32
+    layer, x = nn.SumLayer(c, c, (f,)), torch.randn(n, f, c)
+    with torch.no_grad():
+        used = peak_bytes(lambda: [layer(x)])
+    terms = n * f * c * c * 4
+    assert used < terms / 5
