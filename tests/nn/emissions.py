@@ -1,6 +1,7 @@
 """A table of emission layers, data for them by numpy, and their densities by scipy."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -8,9 +9,10 @@ import scipy.special
 import scipy.stats
 import torch
 
-from logchain.nn import Bernoulli, Binomial, Categorical, Distribution, Gaussian, InputLayer, Mixture, Poisson
+from logchain.nn import Bernoulli, Binomial, Categorical, Distribution, Gaussian, Mixture, Poisson
 from tests.seeded import seeded
 
+F64 = torch.float64
 D = 3
 
 
@@ -24,6 +26,10 @@ class Family(NamedTuple):
 
 def array(tensor):
     return tensor.detach().double().numpy()
+
+
+def vectors(rng, shape):
+    return rng.normal(size=(*shape, D))
 
 
 def gaussian(units, *sizes):
@@ -44,93 +50,74 @@ def normal_vectors(units):
     return Distribution(normal, units, loc=torch.zeros(D), scale_tril=factor, generator=seeded())
 
 
-def of_each_unit(log_density: Callable, layer: InputLayer):
-    """Log-densities [*U, c] from that of each unit."""
-    densities = np.empty(layer.units)
-    for unit in np.ndindex(*layer.units):
-        densities[unit] = log_density(unit)
+def gaussian_density(layer, y):
+    return normals(layer.units, array(layer.means), array(layer.covariance()), y)
+
+
+def normals(units, means, covariances, y):
+    """The log-density of each unit, with a variance, one for each feature, or a matrix."""
+    densities = np.empty(units)
+    for unit in np.ndindex(*units):
+        densities[unit] = scipy.stats.multivariate_normal(means[unit], covariances[unit]).logpdf(y[unit[:-1]])
     return densities
 
 
-def factorized_density(layer, y):
-    return scipy.stats.norm(array(layer.means), np.exp(array(layer.log_scales))).logpdf(y[..., None, :]).sum(-1)
-
-
-def gaussian_density(layer, y):
-    means, covariance = array(layer.means), array(layer.covariance())
-    normal = scipy.stats.multivariate_normal
-    return of_each_unit(lambda unit: normal(means[unit], covariance[unit]).logpdf(y[unit[:-1]]), layer)
-
-
 def mixture_density(layer, y):
-    components = factorized_density(layer.layer, y[..., None, :])
-    return scipy.special.logsumexp(components + array(layer.weights()), axis=-1)
+    data = np.broadcast_to(y[..., None, :], (*layer.layer.units[:-1], D))
+    return scipy.special.logsumexp(gaussian_density(layer.layer, data) + array(layer.weights()), axis=-1)
+
+
+def values_of(layer):
+    return {name: array(value) for name, value in layer.parameters_of_units().items()}
 
 
 def gamma_density(layer, y):
-    values = {name: array(value) for name, value in layer.parameters_of_units().items()}
+    values = values_of(layer)
     return scipy.stats.gamma(values["concentration"], scale=1 / values["rate"]).logpdf(np.asarray(y)[..., None])
 
 
-def normal_density(layer, y):
-    values = {name: array(value) for name, value in layer.parameters_of_units().items()}
-    means, factors, normal = values["loc"], values["scale_tril"], scipy.stats.multivariate_normal
-    return of_each_unit(lambda unit: normal(means[unit], factors[unit] @ factors[unit].T).logpdf(y[unit[:-1]]), layer)
+def normal_vectors_density(layer, y):
+    values = values_of(layer)
+    return normals(layer.units, values["loc"], values["scale_tril"] @ values["scale_tril"].swapaxes(-1, -2), y)
 
 
-def probabilities(layer):
-    return scipy.special.expit(array(layer.logits))
+def categorical_density(layer, y):
+    return np.take_along_axis(array(layer.weights()), np.asarray(y)[..., None, None], -2)[..., 0, :]
+
+
+def binomial_density(layer, y, total_count):
+    return scipy.stats.binom(total_count, scipy.special.expit(array(layer.logits))).logpmf(np.asarray(y)[..., None])
+
+
+def poisson_density(layer, y):
+    return scipy.stats.poisson(np.exp(array(layer.log_rates))).logpmf(np.asarray(y)[..., None])
+
+
+def seeded_layer(kind, *sizes):
+    return lambda units: kind(units, *sizes, generator=seeded())
+
+
+def integers(high):
+    return lambda rng, shape: rng.integers(high, size=shape)
 
 
 FAMILIES = {
-    "categorical": Family(
-        lambda units: Categorical(units, 5, generator=seeded()),
-        lambda rng, shape: rng.integers(5, size=shape),
-        lambda layer, y: np.take_along_axis(array(layer.weights()), np.asarray(y)[..., None, None], -2)[..., 0, :],
-    ),
-    "bernoulli": Family(
-        lambda units: Bernoulli(units, generator=seeded()),
-        lambda rng, shape: rng.integers(2, size=shape),
-        lambda layer, y: scipy.stats.bernoulli(probabilities(layer)).logpmf(np.asarray(y)[..., None]),
-    ),
-    "binomial": Family(
-        lambda units: Binomial(units, 16, generator=seeded()),
-        lambda rng, shape: rng.integers(17, size=shape),
-        lambda layer, y: scipy.stats.binom(16, probabilities(layer)).logpmf(np.asarray(y)[..., None]),
-    ),
-    "poisson": Family(
-        lambda units: Poisson(units, generator=seeded()),
-        lambda rng, shape: rng.poisson(3.0, size=shape),
-        lambda layer, y: scipy.stats.poisson(np.exp(array(layer.log_rates))).logpmf(np.asarray(y)[..., None]),
-    ),
-    "gaussian": Family(
-        gaussian,
-        lambda rng, shape: rng.normal(size=shape),
-        lambda layer, y: scipy.stats.norm(array(layer.means), np.exp(array(layer.log_scales))).logpdf(
-            np.asarray(y)[..., None]
-        ),
-    ),
-    "gaussian-diagonal": Family(
-        lambda units: gaussian(units, D), lambda rng, shape: rng.normal(size=(*shape, D)), factorized_density
-    ),
-    "gaussian-spherical": Family(
-        lambda units: gaussian(units, D, "spherical"),
-        lambda rng, shape: rng.normal(size=(*shape, D)),
-        factorized_density,
-    ),
-    "gaussian-full": Family(
-        lambda units: gaussian(units, D, "full"), lambda rng, shape: rng.normal(size=(*shape, D)), gaussian_density
-    ),
-    "gaussian-tied": Family(
-        lambda units: gaussian(units, D, "tied"), lambda rng, shape: rng.normal(size=(*shape, D)), gaussian_density
-    ),
+    "categorical": Family(seeded_layer(Categorical, 5), integers(5), categorical_density),
+    "bernoulli": Family(seeded_layer(Bernoulli), integers(2), partial(binomial_density, total_count=1)),
+    "binomial": Family(seeded_layer(Binomial, 16), integers(17), partial(binomial_density, total_count=16)),
+    "poisson": Family(seeded_layer(Poisson), lambda rng, shape: rng.poisson(3.0, size=shape), poisson_density),
+    "gaussian": Family(gaussian, lambda rng, shape: rng.normal(size=shape), gaussian_density),
+    **{
+        f"gaussian-{kind}": Family(lambda units, kind=kind: gaussian(units, D, kind), vectors, gaussian_density)
+        for kind in ("diagonal", "spherical", "full", "tied")
+    },
     "mixture": Family(
         lambda units: Mixture(Gaussian((*units, 2), D, generator=seeded()), generator=seeded(2)),
-        lambda rng, shape: rng.normal(size=(*shape, D)),
+        vectors,
         mixture_density,
     ),
     "gamma": Family(distribution, lambda rng, shape: rng.gamma(2.0, size=shape), gamma_density),
-    "normal-vectors": Family(normal_vectors, lambda rng, shape: rng.normal(size=(*shape, D)), normal_density),
+    "normal-vectors": Family(normal_vectors, vectors, normal_vectors_density),
 }
 COUNTS = ["categorical", "bernoulli", "binomial", "poisson"]
 # families with an M step: parameters of a Distribution have no maximum in closed form

@@ -8,39 +8,29 @@ import pytest
 import scipy.stats
 import torch
 
-from logchain.nn import Bernoulli, Binomial, Distribution, Gaussian, InputLayer, Mixture, Poisson
-from tests.nn.emissions import COUNTS, FAMILIES, array, drawn, normal_vectors, seeded
+from logchain.nn import Bernoulli, Binomial, Distribution, Gaussian, Mixture, Poisson
+from tests.nn.emissions import CLOSED, COUNTS, F64, FAMILIES, array, drawn, seeded
 
-F64 = torch.float64
 ALL = pytest.mark.parametrize("name", FAMILIES)
 
 
-def densities(name, layer, data, lead):
-    rows = data.numpy().reshape(-1, *data.shape[lead:])
-    return np.stack([FAMILIES[name].density(layer, y) for y in rows])
-
-
-@pytest.mark.parametrize("units", [(2,), (4, 2), (3, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("units", "dtype"),
+    [((2,), F64), ((3, 4, 2), F64), ((4, 2), torch.float32), ((4, 2), torch.bfloat16)],
+    ids=str,
+)
 @ALL
-def test_density_equals_scipy(name, units):
-    layer, data = drawn(name, units, (5, 2), F64)
+def test_density_equals_scipy(name, units, dtype):
+    layer, data = drawn(name, units, (5, 2), F64 if dtype == F64 else torch.float32)
+    layer = layer.to(dtype)
     found = layer(data)
-    assert found.shape == (5, 2, *units) and found.dtype == F64
-    truth = densities(name, layer, data, 2)
-    np.testing.assert_allclose(array(found).reshape(10, *units), truth, rtol=1e-12, atol=1e-12)
+    assert found.shape == (5, 2, *units) and found.dtype == (F64 if dtype == F64 else torch.float32)
+    truth = np.stack([FAMILIES[name].density(layer, y) for y in data.flatten(0, 1).numpy()])
+    tolerance = 1e-12 if dtype == F64 else 2e-5
+    np.testing.assert_allclose(array(found).reshape(10, *units), truth, rtol=tolerance, atol=tolerance)
     if units[:-1]:  # data that variables share broadcast
         shared = data[:, :, :1]
         torch.testing.assert_close(layer(shared), layer(shared.expand_as(data)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@ALL
-def test_low_precision_parameters_are_computed_in_float32(name, dtype):
-    layer, data = drawn(name, (4, 2), (9,))
-    layer = layer.to(dtype)
-    found = layer(data)
-    assert found.dtype == torch.float32
-    np.testing.assert_allclose(array(found), densities(name, layer, data, 1), rtol=2e-5, atol=2e-5)
 
 
 @ALL
@@ -83,8 +73,8 @@ def test_gradients_of_first_and_second_order(name):
     def density(*values):
         return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (data,))
 
-    assert torch.autograd.gradcheck(density, values)
-    assert torch.autograd.gradgradcheck(density, values)
+    assert torch.autograd.gradcheck(density, values, fast_mode=True)
+    assert torch.autograd.gradgradcheck(density, values, fast_mode=True)
 
 
 def test_impossible_values_are_minus_infinity_with_gradients_of_zero():
@@ -172,18 +162,6 @@ def test_draws_of_counts_have_their_probabilities(name):
     assert ((shares - expected).abs() < error).all()
 
 
-# the others are compiled as emissions of models
-@pytest.mark.parametrize("name", ["mixture", "gamma"])
-def test_layer_compiles_as_one_graph(name):
-    torch._dynamo.reset()
-    layer, data = drawn(name, (4, 2))
-    observed = torch.rand(7, 4, generator=seeded(3)) < 0.5
-    found, expected = torch.compile(layer, fullgraph=True, backend="aot_eager")(data, observed), layer(data, observed)
-    torch.testing.assert_close(found, expected)
-    gradients = (torch.autograd.grad(value.sum(), list(layer.parameters())) for value in (found, expected))
-    torch.testing.assert_close(*gradients)
-
-
 @ALL
 def test_gradients_of_each_observation_by_vmap(name):
     layer, data = drawn(name, (4, 2))
@@ -197,36 +175,6 @@ def test_gradients_of_each_observation_by_vmap(name):
         expected = torch.autograd.grad(layer(datum).sum(), list(layer.parameters()))
         for gradients, gradient in zip(found.values(), expected, strict=True):
             torch.testing.assert_close(gradients[row], gradient)
-
-
-@ALL
-def test_copies_and_states_hold_the_layer_and_seeds_repeat(name):
-    layer, data = drawn(name, (4, 2))
-    other = copy.deepcopy(layer)
-    assert torch.equal(other(data), layer(data))
-    other.reset_parameters(seeded(5))
-    assert not torch.equal(other(data), layer(data))
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other(data), layer(data))
-    again = FAMILIES[name].make((4, 2))
-    for _ in range(2):
-        again.reset_parameters(seeded(5))
-    other.reset_parameters(seeded(5))
-    assert torch.equal(other(data), again(data))
-    assert "(4, 2" in repr(layer)
-
-
-def test_user_layer_needs_a_density_only():
-    class Laplace(InputLayer):
-        def __init__(self):
-            super().__init__(2)
-            self.places = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
-
-        def log_density(self, data):
-            return -(data - self.places).abs() - math.log(2)
-
-    found = Laplace()(torch.tensor([0.0, torch.nan]))
-    torch.testing.assert_close(found, torch.tensor([[0.0, -1.0], [math.log(2), math.log(2)]]) - math.log(2))
 
 
 def test_distribution_is_impossible_outside_its_support():
@@ -250,22 +198,19 @@ def test_distribution_of_a_function_has_gradient_zero_at_the_maximum():
     for gradient in torch.autograd.grad(layer(data).sum(), list(layer.parameters())):
         assert gradient.abs().max() < 1e-9
     trials = Distribution(torch.distributions.Binomial, 3, total_count=7, probs=0.5)
-    assert set(dict(trials.named_parameters())) == {"free.probs"}
-    assert trials(torch.tensor([7])).shape == (1, 3)
-    assert set(dict(normal_vectors((2,)).named_parameters())) == {"free.loc", "free.scale_tril"}
+    assert set(dict(trials.named_parameters())) == {"free.probs"}, "what is no real number is not trained"
 
 
 @ALL
 def test_states_differ_at_the_start(name):
     layer, data = drawn(name, (4, 6))
     for _ in range(2):
-        found = layer(data)
-        apart = (found[..., :, None] - found[..., None, :]).abs().amax(0) > 0
+        apart = (layer(data)[..., :, None] - layer(data)[..., None, :]).abs().amax(0) > 0
         assert (apart | torch.eye(6, dtype=torch.bool)).all()
         layer.initialise(data, generator=seeded(4))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("gamma", "normal-vectors")])
+@pytest.mark.parametrize("name", CLOSED)
 def test_start_at_the_data_suits_them_and_ignores_missing_entries(name):
     family = FAMILIES[name]
     data = torch.as_tensor(family.data(np.random.default_rng(1), (200, 4)))
@@ -276,12 +221,12 @@ def test_start_at_the_data_suits_them_and_ignores_missing_entries(name):
     layer.initialise(data, generator=seeded(1))
     assert torch.logsumexp(layer(data), -1).sum() > before
     missing = torch.rand(200, 4, generator=seeded(2)) < 0.3
-    poisoned, twin = data.clone(), copy.deepcopy(layer)
+    poisoned, other = data.clone(), copy.deepcopy(layer)
     poisoned[missing] = 1
     layer.initialise(data, ~missing, generator=seeded(1))
-    twin.initialise(poisoned, ~missing, generator=seeded(1))
-    for one, other in zip(layer.parameters(), twin.parameters(), strict=True):
-        assert one.isfinite().all() and torch.equal(one, other)
+    other.initialise(poisoned, ~missing, generator=seeded(1))
+    for one, same in zip(layer.parameters(), other.parameters(), strict=True):
+        assert one.isfinite().all() and torch.equal(one, same)
 
 
 def test_start_takes_a_mean_from_each_cluster():
