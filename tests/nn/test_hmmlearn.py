@@ -19,6 +19,7 @@ engine = pytest.importorskip("hmmlearn.hmm", exc_type=ImportError)
 with np.errstate():
     theirs = pytest.importorskip("hmmlearn.tests.test_gaussian_hmm", exc_type=ImportError)
 
+
 class Ours(engine.GaussianHMM):
     """A GaussianHMM that asks `HMM`."""
 
@@ -75,8 +76,9 @@ for _name in ("Spherical", "Diagonal", "Tied", "Full"):
 
 
 GAUSSIANS = [("GaussianHMM", kind) for kind in ("diag", "full", "spherical", "tied")]
-COUNTS = [("CategoricalHMM", None), ("PoissonHMM", None)]
+MODELS = [("CategoricalHMM", None), ("PoissonHMM", None), *GAUSSIANS]
 MIXTURES = [("GMMHMM", kind) for _, kind in GAUSSIANS]
+LENGTHS = [10, 19, 1]
 
 
 def hmmlearn_model(kind, covariance, c=3, d=2):
@@ -112,7 +114,7 @@ def in_our_shape(kind, samples):
     return samples[:, 0] if kind == "CategoricalHMM" else samples
 
 
-@pytest.mark.parametrize(("kind", "covariance"), COUNTS + GAUSSIANS + MIXTURES)
+@pytest.mark.parametrize(("kind", "covariance"), MODELS + MIXTURES)
 def test_likelihoods_and_posteriors_equal_hmmlearn_both_ways(kind, covariance):
     model, samples = hmmlearn_model(kind, covariance)
     hmm = HMM.from_hmmlearn(model)
@@ -123,37 +125,49 @@ def test_likelihoods_and_posteriors_equal_hmmlearn_both_ways(kind, covariance):
         close(hmm.posterior(data).states, posteriors, atol=1e-9)
 
 
-@pytest.mark.parametrize("d", [1, 3])
-@pytest.mark.parametrize(("kind", "covariance"), COUNTS + GAUSSIANS)
-def test_em_step_with_priors_equals_hmmlearn(kind, covariance, d):
-    # its Poisson step is that of the prior for a single state alone
-    starts = [1.0] if kind == "PoissonHMM" else [0.6, 0.4, 0.0]
-    draw, c = np.random.default_rng(3), len(starts)
-    theirs, samples = hmmlearn_model(kind, covariance, c, d)
-    theirs.n_iter, theirs.init_params = 1, ""
-    theirs.startprob_, fitted = np.array(starts), ["startprob_", "transmat_"]
-    theirs.startprob_prior, theirs.transmat_prior = 1 + draw.random(c), 1 + draw.random((c, c))
-    if kind == "CategoricalHMM":
-        theirs.emissionprob_prior = 1 + draw.random((c, 4))
-        fitted.append("emissionprob_")
-    elif kind == "PoissonHMM":
-        theirs.lambdas_prior, theirs.lambdas_weight = 2.5, 1.5
-        fitted.append("lambdas_")
-    else:
-        theirs.means_prior, theirs.means_weight = draw.normal(size=d), 1.5
-        shape = {"full": (c, d), "tied": (d,)}.get(covariance)
-        theirs.covars_prior = positive(draw, *shape) if shape else draw.random((c, d))
-        theirs.covars_weight = 2.5 + d
-        fitted += ["means_", "_covars_"]
-    hmm, lengths = HMM.from_hmmlearn(theirs), [10, 19, 1]
-    data = torch.nn.utils.rnn.pad_sequence(torch.from_numpy(in_our_shape(kind, samples)).split(lengths), True)
-    hmm.fit(data, lengths=lengths, restarts=0, max_iterations=1)
+def assert_same_fit(theirs, kind, covariance, samples, iterations, tolerance):
+    """From equal parameters equal log-likelihoods of all iterations lead to equal parameters."""
+    hmm = HMM.from_hmmlearn(theirs)
+    data = torch.nn.utils.rnn.pad_sequence(torch.from_numpy(in_our_shape(kind, samples)).split(LENGTHS), True)
+    report = hmm.fit(data, lengths=LENGTHS, restarts=0, max_iterations=iterations, tolerance=-math.inf)
+    theirs.n_iter, theirs.init_params = iterations, ""
+    theirs.monitor_.n_iter, theirs.monitor_.tol = iterations, -math.inf
+    theirs.fit(samples, LENGTHS)
     ours = hmm.to_hmmlearn()
-    theirs.fit(samples, lengths)
-    for name in fitted:
+    emission = {"CategoricalHMM": ["emissionprob_"], "PoissonHMM": ["lambdas_"]}.get(kind, ["means_", "_covars_"])
+    for name in ("startprob_", "transmat_", *emission):
         expected = getattr(theirs, name)
         # of spherical covariances it leaves one for each feature
         expected = expected[:, 0] if covariance == "spherical" and name == "_covars_" else expected
-        np.testing.assert_allclose(getattr(ours, name), expected, rtol=1e-12, atol=1e-12)
-    again = HMM.from_hmmlearn(theirs).log_prob(data, lengths=lengths).sum().item()
-    assert again == pytest.approx(theirs.score(samples, lengths), abs=1e-9)
+        np.testing.assert_allclose(getattr(ours, name), expected, rtol=tolerance, atol=tolerance)
+    return report
+
+
+@pytest.mark.parametrize(("kind", "covariance"), MODELS)
+def test_em_equals_hmmlearn(kind, covariance):
+    model, samples = hmmlearn_model(kind, covariance)
+    if covariance:  # without the priors that are on by default
+        model.covars_prior, model.covars_weight = 0, {"full": 0, "tied": 0}.get(covariance, 1)
+    report = assert_same_fit(model, kind, covariance, samples, 15, 1e-9)
+    np.testing.assert_allclose(report.history[:-1], model.monitor_.history, rtol=0, atol=1e-8)
+    assert report.history[-1] > report.history[0] + 0.1
+
+
+@pytest.mark.parametrize(("kind", "covariance"), MODELS)
+def test_em_step_with_priors_equals_hmmlearn(kind, covariance):
+    # its Poisson step is that of the prior for a single state alone
+    starts, d = [1.0] if kind == "PoissonHMM" else [0.6, 0.4, 0.0], 3
+    draw, c = np.random.default_rng(3), len(starts)
+    model, samples = hmmlearn_model(kind, covariance, c, d)
+    model.startprob_ = np.array(starts)
+    model.startprob_prior, model.transmat_prior = 1 + draw.random(c), 1 + draw.random((c, c))
+    if kind == "CategoricalHMM":
+        model.emissionprob_prior = 1 + draw.random((c, 4))
+    elif kind == "PoissonHMM":
+        model.lambdas_prior, model.lambdas_weight = 2.5, 1.5
+    else:
+        model.means_prior, model.means_weight = draw.normal(size=d), 1.5
+        shape = {"full": (c, d), "tied": (d,)}.get(covariance)
+        model.covars_prior = positive(draw, *shape) if shape else draw.random((c, d))
+        model.covars_weight = 2.5 + d
+    assert_same_fit(model, kind, covariance, samples, 1, 1e-12)

@@ -1,7 +1,6 @@
-"""`logchain.nn` reproduces published fits: earthquakes, hmmlearn's examples, regimes of interest rates and growth."""
+"""`logchain.nn` reproduces published fits: earthquakes, regimes of interest rates and of growth."""
 
 import ast
-import math
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,6 @@ from tests.seeded import seeded
 from tests.test_published import EARTHQUAKES
 
 F64 = torch.float64
-
-
 COUNTS = torch.tensor([int(count) for count in EARTHQUAKES.split()])
 
 
@@ -29,67 +26,6 @@ def test_earthquakes(states, published, rates):
     assert report.converged
     assert round(-report.log_likelihood, 4) == published
     np.testing.assert_allclose(hmm.emission.log_rates.detach().exp().sort().values, rates, rtol=0, atol=2e-3)
-
-
-def assert_same_iterations(model, data, samples, lengths=None, iterations=15):
-    """hmmlearn's log-likelihoods of all iterations, from equal parameters; long sums in float64 round differently."""
-    hmm = HMM.from_hmmlearn(model)
-    ends = None if lengths is None else torch.tensor(lengths)
-    report = hmm.fit(data, lengths=ends, restarts=0, max_iterations=iterations, tolerance=-math.inf)
-    model.init_params, model.n_iter = "", iterations
-    model.monitor_.n_iter, model.monitor_.tol = iterations, -math.inf
-    model.fit(samples, lengths)
-    np.testing.assert_allclose(report.history[:-1], model.monitor_.history, rtol=0, atol=1e-8)
-    np.testing.assert_allclose(hmm.transition().exp()[0].detach(), model.transmat_, rtol=0, atol=1e-9)
-    assert report.history[-1] > report.history[0] + 0.1
-
-
-def test_the_dishonest_casino():
-    """A fair die and one with half its throws a six, which are changed now and then: 1000 throws."""
-    hmm = peer("hmmlearn.hmm")
-    casino = hmm.CategoricalHMM(2, random_state=99)
-    casino.startprob_ = np.array([1.0, 0.0])
-    casino.transmat_ = np.array([[0.95, 0.05], [0.1, 0.9]])
-    casino.emissionprob_ = np.array([[1 / 6] * 6, [0.1] * 5 + [0.5]])
-    casino.n_features = 6
-    throws, _ = casino.sample(1000)
-    start = hmm.CategoricalHMM(2)
-    start.n_features = 6
-    start.startprob_ = np.array([0.6, 0.4])
-    start.transmat_ = np.array([[0.8, 0.2], [0.3, 0.7]])
-    start.emissionprob_ = np.array([[0.2, 0.2, 0.2, 0.1, 0.1, 0.2], [0.1, 0.1, 0.1, 0.2, 0.2, 0.3]])
-    assert_same_iterations(start, torch.from_numpy(throws[:, 0]), throws)
-
-
-@pytest.mark.parametrize("covariance", ["full", "diag"])
-def test_four_gaussian_states_in_the_plane(covariance):
-    """Four places, of which the first and third are never followed by each other; several sequences."""
-    hmm = peer("hmmlearn.hmm")
-    truth = hmm.GaussianHMM(4, covariance_type="full", random_state=3)
-    truth.startprob_ = np.array([0.6, 0.3, 0.1, 0.0])
-    truth.transmat_ = np.array([[0.7, 0.2, 0.0, 0.1], [0.3, 0.5, 0.2, 0.0], [0.0, 0.3, 0.5, 0.2], [0.2, 0.0, 0.2, 0.6]])
-    truth.means_ = np.array([[0.0, 0.0], [0.0, 11.0], [9.0, 10.0], [11.0, -1.0]])
-    truth.covars_ = np.tile(0.5 * np.eye(2), (4, 1, 1))
-    lengths = [120, 60, 20]
-    samples, _ = truth.sample(sum(lengths))
-    # without the priors that are on by default
-    start = hmm.GaussianHMM(4, covariance_type=covariance, covars_prior=0, covars_weight=1)
-    start.n_features = 2
-    start.startprob_, start.transmat_ = np.full(4, 0.25), np.full((4, 4), 0.1) + 0.6 * np.eye(4)
-    start.means_ = truth.means_ + 2 * np.random.default_rng(0).normal(size=(4, 2))
-    start.covars_ = np.tile(4 * np.eye(2), (4, 1, 1)) if covariance == "full" else np.full((4, 2), 4.0)
-    pieces = torch.from_numpy(samples).split(lengths)
-    data = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=torch.nan)
-    assert_same_iterations(start, data, samples, lengths)
-
-
-def test_counts_of_earthquakes():
-    hmm = peer("hmmlearn.hmm")
-    start = hmm.PoissonHMM(3)
-    start.n_features = 1
-    start.startprob_, start.transmat_ = np.full(3, 1 / 3), np.full((3, 3), 0.1) + 0.7 * np.eye(3)
-    start.lambdas_ = np.array([[10.0], [20.0], [30.0]])
-    assert_same_iterations(start, COUNTS[:, None], COUNTS[:, None].numpy())
 
 
 def series(module, name):
