@@ -116,10 +116,12 @@ class Model(NamedTuple):
 
     def truth(self, hmm, data, lengths=None, observed=None):
         """The sums over all paths, without the potentials of what is not observed."""
+        return all_paths(*self.potentials(hmm, data, observed), lengths)
+
+    def potentials(self, hmm, data, observed=None):
         x, bulk = self.x(hmm, data), self.bulk(hmm, self.covariates)
         x = x if observed is None else np.where(observed.numpy()[..., None], x, 0)
-        p0 = np.linalg.matrix_power(bulk[0], 1000)[0] if hmm.initial is None else probabilities(hmm.initial)
-        return all_paths(x, bulk, p0, lengths)
+        return x, bulk, np.linalg.matrix_power(bulk[0], 1000)[0] if hmm.initial is None else probabilities(hmm.initial)
 
 
 def softmax_of(hmm, covariates):
@@ -131,7 +133,6 @@ MODELS = {
     "counts of two features": Model(
         lambda: random_hmm("poisson", num_features=2), lambda: categories(5, V, 2), of_counts
     ),
-    "vectors": Model(lambda: random_hmm("gaussian", num_features=2), lambda: normal(5, V, 2), of_vectors),
     "full covariances": Model(
         lambda: random_hmm("gaussian", num_features=2, covariance="full"), lambda: normal(5, V, 2), of_vectors
     ),

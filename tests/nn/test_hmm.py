@@ -31,7 +31,7 @@ def drawn(name):
     """A row of the table, its model and data; a Gaussian's parameters suit the data."""
     model = MODELS[name]
     hmm, data = model.make(), model.data()
-    if "vectors" in name or "covariances" in name:
+    if "covariances" in name:
         hmm.initialise(data, generator=seeded())
     return model, hmm, data
 
@@ -47,15 +47,9 @@ def test_likelihoods_and_posteriors_equal_the_sums_over_paths(name, lengths):
     close(found.states, truth.states)
     moves = found.transitions
     close(moves if isinstance(moves, torch.Tensor) else moves.to_dense(), truth.transitions)
-
-
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)
-@ALL
-def test_steps_that_are_not_observed_are_summed_out(name, lengths):
-    model, hmm, data = drawn(name)
+    # steps that are not observed are summed out
     observed = torch.rand(5, V, generator=seeded()) < 0.5
     truth = model.truth(hmm, data, lengths, observed).log_norm
-    options = {"lengths": lengths, "covariates": model.covariates}
     close(hmm.log_prob(data, observed=observed, **options), truth)
     if isinstance(hmm.emission, logchain.nn.InputLayer):
         missing = data.double().masked_fill(~observed.view(5, V, *(1,) * (data.dim() - 2)), torch.nan)
@@ -66,8 +60,7 @@ def test_steps_that_are_not_observed_are_summed_out(name, lengths):
 def test_best_path_has_the_largest_weight(name):
     model, hmm, data = drawn(name)
     found = hmm.decode(data, covariates=model.covariates)
-    x, bulk = model.x(hmm, data), model.bulk(hmm, model.covariates)
-    p0 = np.linalg.matrix_power(bulk[0], 1000)[0] if hmm.initial is None else probabilities(hmm.initial)
+    x, bulk, p0 = model.potentials(hmm, data)
     for row in range(5):
         weights = oracle.paths(x[row], np.broadcast_to(bulk, (5, V - 1, C, C))[row], p0)
         best = max(weights, key=weights.get)
@@ -75,8 +68,16 @@ def test_best_path_has_the_largest_weight(name):
         close(found.score[row], float(weights[best].ln()))
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -1.0])
-@pytest.mark.parametrize("name", ["vectors", "network", "covariates per step", "structure of covariates"])
+@pytest.mark.parametrize(
+    ("name", "poison"),
+    [
+        ("full covariances", torch.nan),
+        ("full covariances", torch.inf),
+        ("network", torch.nan),
+        ("covariates per step", torch.inf),
+        ("structure of covariates", -1.0),
+    ],
+)
 def test_padding_has_no_influence(name, poison):
     model, hmm, data = drawn(name)
     padding = torch.arange(V) >= torch.tensor(LENGTHS)[:, None]
@@ -122,37 +123,25 @@ def test_missing_features_are_summed_out():
 
 
 def test_mask_of_steps_serves_all_sequences():
-    data, mask, lengths = categories(V, V), torch.tensor([True, False, True, True]), torch.tensor([4, 1, 3, 2])
-    whole, hmm = mask.expand(V, V), random_hmm()
-    for options in ({}, {"lengths": lengths}):
-        assert torch.equal(hmm.log_prob(data, observed=mask, **options), hmm.log_prob(data, observed=whole, **options))
-    assert torch.equal(hmm.posterior(data, observed=mask).states, hmm.posterior(data, observed=whole).states)
-    # the sizes of data and mask agree, and a batch is divided
-    fits = [random_hmm().fit(data, observed=one, batch_size=2, max_iterations=2, restarts=0) for one in (mask, whole)]
+    mask, whole = torch.tensor([True, False, True, True]), torch.tensor([[True, False, True, True]]).expand(5, V)
+    hmm, vectors = random_hmm(), random_hmm("gaussian", num_features=2)
+    for model, data in ((hmm, categories(5, V)), (vectors, normal(5, V, 2))):
+        for lengths in (None, LENGTHS):
+            found, expected = (model.log_prob(data, observed=some, lengths=lengths) for some in (mask, whole))
+            assert torch.equal(found, expected)
+    fits = [random_hmm().fit(categories(5, V), observed=some, batch_size=2, restarts=0) for some in (mask, whole)]
     assert fits[0] == fits[1]
-    vectors, data = random_hmm("gaussian", num_features=2), normal(5, V, 2)
-    assert torch.equal(vectors.log_prob(data, observed=mask), vectors.log_prob(data, observed=mask.expand(5, V)))
 
 
-def test_matrix_per_step_serves_shorter_data():
+def test_matrix_per_step_serves_shorter_data_and_single_sequences():
     hmm, data = random_hmm(num_steps=V), categories(5, V)
     for v in (1, 2):
         truth = MODELS["matrix per step"]._replace(bulk=lambda hmm, _, v=v: probabilities(hmm.transition)[: v - 1])
         close(hmm.log_prob(data[:, :v]), truth.truth(hmm, data[:, :v]).log_norm)
+        assert hmm.log_prob(data[0, :v]) == hmm.log_prob(data[:1, :v])[0]
 
 
-def test_single_sequence_has_no_axis():
-    hmm, data = random_hmm(), categories(V)
-    found = hmm.log_prob(data)
-    assert found.shape == () and found == hmm.log_prob(data[None])[0]
-
-
-def test_gradients_of_a_stationary_start():
-    hmm, data = random_hmm(initial="stationary"), categories(5, V)
-    assert torch.autograd.gradcheck(lambda *_: hmm.log_prob(data), tuple(hmm.parameters()))
-
-
-def test_stationary_start_of_rare_states_keeps_its_digits():
+def test_stationary_start_of_rare_states_keeps_its_digits_and_has_gradients():
     """Birth and death: p_{i+1} / p_i = 1e-12, far below where a linear solver's rounding is."""
     hmm = HMM(6, "categorical", num_categories=2, initial="stationary").double()
     matrix = torch.diag(torch.full((5,), 1e-13, dtype=F64), 1) + torch.diag(torch.full((5,), 0.1, dtype=F64), -1)
@@ -163,6 +152,8 @@ def test_stationary_start_of_rare_states_keeps_its_digits():
     hmm.transition.set(torch.eye(6))
     with pytest.raises(ValueError, match="transition: expected every state to reach every other"):
         hmm.log_prob(nothing)
+    hmm, data = random_hmm(initial="stationary"), categories(5, V)
+    assert torch.autograd.gradcheck(lambda *_: hmm.log_prob(data), tuple(hmm.parameters()))
 
 
 def test_draws_have_the_probabilities_of_the_model():
