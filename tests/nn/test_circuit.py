@@ -140,6 +140,10 @@ def test_missing_values_are_nan_or_masked():
     drawn = circuit.sample_conditional(missing, generator=seeded())
     assert drawn.dtype == torch.float32 and not drawn.isnan().any()
     assert (drawn[0] == data)[observed].all()
+    # integers do not round what is filled in
+    circuit, data, observed = make(2, input="gaussian"), torch.tensor([[3, 0]]), torch.tensor([[True, False]])
+    for found in (circuit.mpe(data, observed).data, circuit.sample_conditional(data, observed)[0]):
+        assert found[0, 0] == 3 and found[0, 1] != found[0, 1].round()
 
 
 def test_mask_broadcasts_over_events_and_data():
@@ -158,10 +162,9 @@ def test_data_may_have_any_leading_axes():
     circuit, data = make(), all_values(4)[:12]
     found = circuit.log_prob(data)
     torch.testing.assert_close(circuit.log_prob(data.view(3, 4, 4)), found.view(3, 4))
-    torch.testing.assert_close(circuit(data[5]), found[5])
-    assert circuit.conditionals(data[5]).shape == (4, K)
+    torch.testing.assert_close(circuit.log_prob(data[5]), found[5])
+    assert circuit.conditionals(data[5]).shape == (4, K) and circuit.mpe(data[5]).states.shape == (4,)
     assert circuit.sample_conditional(data.view(3, 4, 4), num_samples=2).shape == (2, 3, 4, 4)
-    assert circuit.mpe(data[5]).states.shape == (4,)
 
 
 def test_impossible_data_are_minus_infinity_and_have_no_conditionals():
@@ -231,32 +234,11 @@ def test_inputs_of_every_family_are_completed(options, data):
     # the same completions are summed in another order, each within the contract
     bound = 2 * (torch.finfo(torch.float32).eps * other.log_prob.abs() + of_steps(3, 3, dtype=torch.float32))
     assert (completed.log_prob >= other.log_prob - bound).all()
-    assert circuit.sample(4).shape == (4, *data.shape[1:])
     if not isinstance(circuit.input, nn.Gaussian | nn.Poisson):
         conditionals = circuit.conditionals(data, observed)
         torch.testing.assert_close(conditionals.sum(-1), torch.ones(2, 3))
         hit = conditionals.gather(-1, data[..., None])[..., 0]
         assert (hit[observed] == 1).all() and (hit[~observed] < 1).all()
-
-
-def test_integers_do_not_round_what_is_filled_in():
-    circuit = nn.ChainCircuit(2, 2, input="gaussian")
-    data, observed = torch.tensor([[3, 0]]), torch.tensor([[True, False]])
-    for found in (circuit.mpe(data, observed).data, circuit.sample_conditional(data, observed)[0]):
-        assert found[0, 0] == 3 and found[0, 1] != found[0, 1].round()
-
-
-def test_start_depends_on_generator_and_data_and_leaves_frozen_parts():
-    data, one, other = torch.randint(K, (30, 4), generator=seeded(2)), make(seed=0), make(seed=1)
-    for circuit in (one, other):
-        circuit.initialise(data, generator=seeded(3))
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-    for parameter in (one.mixing.logits, *one.input.parameters()):
-        parameter.requires_grad_(False)
-    one.initialise(data, generator=seeded(4))
-    assert torch.equal(one.mixing.logits, other.mixing.logits) and not torch.equal(one.p0.logits, other.p0.logits)
-    assert torch.equal(one.input.weights.logits, other.input.weights.logits)
 
 
 def test_training_step_holds_a_few_tensors_of_the_size_of_the_messages():
@@ -287,66 +269,31 @@ def test_tree_sums_over_what_is_not_observed(layer):
     assert (drawn == row)[:, observed].all() and (completed.data == row)[observed].all()
 
 
-def log_values(*shape, dtype=torch.float32):
-    """Far apart and far from 0, some of them impossible, and one row without anything possible."""
-    x = 5 * torch.randn(shape, dtype=dtype, generator=seeded(1))
-    x += 1e3 * torch.randn(shape[:-1], dtype=dtype, generator=seeded(2))[..., None].sign()
-    x[torch.rand(shape, generator=seeded(3)) < 0.2] = -torch.inf
-    x.view(-1, shape[-1])[0] = -torch.inf
-    return x
-
-
-def log_weights(layer):
-    """Normalized by scipy."""
-    logits = layer.weights.logits.detach().double().numpy()
-    return logits - logsumexp(logits, -2, keepdims=True)
-
-
-def mixed(x, layer, reduce=logsumexp):
-    """`logsumexp_i (x_i + log W_io)`, term by term."""
-    with np.errstate(divide="ignore"):
-        return reduce(np.asarray(x)[..., :, None] + log_weights(layer), axis=-2)
-
-
-def assert_close(found, truth):
-    """Within the contract of a single product, whose weights are rounded once more."""
-    assert_values(found, truth, ulp(truth, found.dtype) + value_bound(truth, 2, 4, dtype=found.dtype))
-
-
 @pytest.mark.parametrize(
     ("lead", "dtype"), [((), torch.float32), ((5,), torch.float64), ((2, 3), torch.float32)], ids=str
 )
-def test_sum_layer_mixes(lead, dtype):
+def test_sum_layer_mixes_and_its_gradients_are_shares(lead, dtype):
     layer = nn.SumLayer(4, 6, lead, generator=seeded()).to(dtype)
-    x = log_values(7, *lead, 4, dtype=dtype)
-    found = layer(x)
+    # log-values far apart and far from 0, some of them impossible, and one row without anything possible
+    x = 5 * torch.randn(7, *lead, 4, dtype=dtype, generator=seeded(1))
+    x += 1e3 * torch.randn(x.shape[:-1], dtype=dtype, generator=seeded(2))[..., None].sign()
+    x[torch.rand(x.shape, generator=seeded(3)) < 0.2] = -torch.inf
+    x.view(-1, 4)[0] = -torch.inf
+    logits = layer.weights.logits.detach().double().numpy()
+    log_weights = logits - logsumexp(logits, -2, keepdims=True)
+    terms = x.double().numpy()[..., :, None] + log_weights
+    with np.errstate(divide="ignore"):
+        truth = logsumexp(terms, -2)
+    found = layer(x.requires_grad_())
     assert found.shape == (7, *lead, 6) and found.dtype == dtype
-    assert_close(found, mixed(x.double(), layer))
-    np.testing.assert_allclose(layer.weights().detach().exp().sum(-2), 1, rtol=1e-6)
-    best = layer.best(x).detach()
-    np.testing.assert_allclose(best, mixed(x.double(), layer, np.max), rtol=1e-6)
-    assert_close(layer(x[1]), mixed(x[1].double(), layer))
-
-
-def test_gradients_of_a_sum_layer_are_shares():
-    layer = nn.SumLayer(4, 3, (5,), generator=seeded())
-    x = log_values(7, 5, 4).requires_grad_()
-    upstream = torch.randn(7, 5, 3, generator=seeded(5))
-    layer(x).backward(torch.where(layer(x) > -torch.inf, upstream, 0.0))
-    terms = x.detach().double().numpy()[..., None] + log_weights(layer)
-    terms = np.where(np.isneginf(terms).all(-2, keepdims=True), 0.0, terms)
-    shares = softmax(terms, -2) * upstream.double().numpy()[..., None, :]
-    shares[np.isneginf(x.detach().numpy())] = 0.0
+    # within the contract of a single product, whose weights are rounded once more
+    assert_values(found, truth, ulp(truth, dtype) + value_bound(truth, 2, 4, dtype=dtype))
+    np.testing.assert_allclose(layer.best(x).detach(), terms.max(-2), rtol=1e-6)
+    upstream = torch.randn(found.shape, dtype=dtype, generator=seeded(5))
+    found.backward(torch.where(found > -torch.inf, upstream, 0.0))
+    shares = softmax(np.where(np.isneginf(truth)[..., None, :], 0.0, terms), -2)
+    shares *= np.where(np.isneginf(terms), 0.0, upstream.numpy()[..., None, :])
     np.testing.assert_allclose(x.grad, shares.sum(-1), atol=1e-6)
     flow = shares.sum(0)
-    expected = flow - np.exp(log_weights(layer)) * flow.sum(-2, keepdims=True)
+    expected = flow - np.exp(log_weights) * flow.sum(-2, keepdims=True)
     np.testing.assert_allclose(layer.weights.logits.grad, expected, atol=1e-5)
-
-
-def test_sum_layer_holds_no_terms():
-    n, f, c = 256, 16, 32
-    layer, x = nn.SumLayer(c, c, (f,)), torch.randn(n, f, c)
-    with torch.no_grad():
-        used = peak_bytes(lambda: [layer(x)])
-    terms = n * f * c * c * 4
-    assert used < terms / 5

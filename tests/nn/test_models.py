@@ -144,15 +144,18 @@ def test_seeds_repeat(name):
     row = MODELS[name]
 
     def draw(seed):
+        """Losses of a new model and of one that starts at the data, and data that it draws."""
         generator = seeded(seed)
         model = row.make(generator=generator)
+        start = row.make()  # of random parameters, which make no difference
+        start.initialise(row.data(), generator=generator)
+        losses = [row.loss(some, row.data()) for some in (model, start)]
         steps = {"num_steps": V} if name == "categorical" else {}
         drawn = model.sample(10, **steps, generator=generator)
-        return row.loss(model, row.data()), drawn.data if name == "categorical" else drawn
+        return *losses, drawn.data if name == "categorical" else drawn
 
-    one, again, other = draw(3), draw(3), draw(4)
-    assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
-    assert one[0] != other[0] and not torch.equal(one[1], other[1])
+    for one, again, other in zip(draw(3), draw(3), draw(4), strict=True):
+        assert torch.equal(one, again) and not torch.equal(one, other)
 
 
 @WITHOUT_VALUES
@@ -188,14 +191,13 @@ def test_fake_tensors_train(name):
             assert gradient.shape == parameter.shape
 
 
-def test_answers_on_the_meta_device_have_shapes():
+def test_results_on_the_meta_device_have_shapes():
     with torch.device("meta"):
         hmm, tagger, data = nn.HMM(3, "gaussian"), nn.LinearChainCRF(4), torch.zeros(5, 6)
-        observed = torch.ones(5, 6, dtype=torch.bool)
         assert tagger.viterbi(torch.zeros(6, 5, 4)).states.shape == (6, 5)
-    lengths = [6, 1, 2, 3, 4]
-    assert hmm.posterior(data, observed=observed, lengths=lengths).states.shape == (5, 6, 3)
-    assert hmm.decode(data, lengths=lengths).states.is_meta
+    options = {"lengths": [6, 1, 2, 3, 4]}
+    assert hmm.posterior(data, observed=data == 0, **options).states.shape == (5, 6, 3)
+    assert hmm.decode(data, **options).states.is_meta
     assert hmm.sample_posterior(data, 7).shape == (7, 5, 6)
     assert hmm.sample(7, 6).data.shape == (7, 6)
 
