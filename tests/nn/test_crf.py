@@ -170,7 +170,7 @@ def test_forbidden_transition_stays_forbidden(optimizer):
     assert losses[2] < losses[1] < losses[0] < INF
 
 
-def test_no_sequences():
+def test_no_sequences_and_empty_sequences():
     crf = layer()
     emissions, tags, mask = batch(0, 5)
     for reduction in REDUCTIONS:
@@ -180,10 +180,6 @@ def test_no_sequences():
     assert crf(emissions, tags) == 0
     assert crf.decode(emissions, mask) == [] and crf.marginals(emissions, mask).shape == (0, 5, 4)
     assert crf.topk(emissions, 2, mask)[0] == [] and crf.sample(emissions, 3, mask).shape == (3, 0, 5)
-
-
-def test_only_empty_sequences():
-    crf = layer()
     emissions, tags, mask = batch(2, 3)
     out = crf(emissions.requires_grad_(), tags, torch.zeros_like(mask), "token_mean")
     assert out == 0 and all((gradient == 0).all() for gradient in gradients(crf, emissions, out))
