@@ -406,7 +406,7 @@ MUTANTS = [
         "logchain/nn/fitting.py",
         "value[rows] if _divided(value) else value",
         "value[: len(rows)] if _divided(value) else value",
-        "tests/nn/test_fit.py -k divided",
+        "tests/nn/test_fit.py -k expected_counts",
     ),
     Mutant(
         "padding of covariates counts",

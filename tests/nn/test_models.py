@@ -240,8 +240,9 @@ def test_gradient_by_torch_func_compiles():
         return -torch.func.functional_call(model, parameters, (data,)).mean()
 
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    compiled = torch.compile(torch.func.grad_and_value(loss), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(parameters), torch.func.grad_and_value(loss)(parameters))
+    gradient = torch.func.grad_and_value(loss)
+    compiled = torch.compile(gradient, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(parameters), gradient(parameters))
 
 
 # between graphs Dynamo looks at gradients, of which torch warns
