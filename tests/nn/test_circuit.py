@@ -167,7 +167,7 @@ def test_data_may_have_any_leading_axes():
     assert circuit.sample_conditional(data.view(3, 4, 4), num_samples=2).shape == (2, 3, 4, 4)
 
 
-def test_impossible_data_are_minus_infinity_and_have_no_conditionals():
+def test_impossible_data_and_repetitions_have_probability_zero():
     circuit = make(3)
     weights = circuit.input.weights
     weights.set(torch.tensor([0.5, 0.5, 0.0])[:, None].expand(weights.logits.shape))
@@ -180,17 +180,13 @@ def test_impossible_data_are_minus_infinity_and_have_no_conditionals():
     for method in (circuit.conditionals, circuit.mpe, circuit.sample_conditional):
         with pytest.raises(ValueError, match=r"^data: expected what is possible, got log-probability -inf 1 times$"):
             method(data)
-
-
-def test_impossible_repetition_is_never_drawn():
-    circuit = make(3)
-    shares = torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]])  # the first repetition has no 0, the other nothing else
-    circuit.input.weights.set(shares[:, None, :, None].expand(2, 3, K, 2))
+    # the first repetition has no 0, the other nothing else
+    shares = torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]])
+    weights.set(shares[:, None, :, None].expand(2, 3, K, 2))
     data, observed = torch.tensor([1, 0, 0]), torch.tensor([True, False, False])
-    drawn = circuit.sample_conditional(data, observed, 500, generator=seeded())
-    assert (drawn > 0).all() and drawn.shape == (500, 3)
-    found = circuit.mpe(data, observed)
-    assert found.repetition == 0 and (found.data > 0).all()
+    drawn, completed = circuit.sample_conditional(data, observed, 500, seeded()), circuit.mpe(data, observed)
+    assert drawn.shape == (500, 3) and (drawn > 0).all()
+    assert completed.repetition == 0 and (completed.data > 0).all()
 
 
 @pytest.mark.parametrize("missing", [False, True])

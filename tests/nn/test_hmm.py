@@ -45,6 +45,7 @@ def test_likelihoods_and_posteriors_equal_the_sums_over_paths(name, lengths):
     close(hmm.log_prob(data, **options), truth.log_norm)
     found = hmm.posterior(data, transitions="full", **options)
     close(found.states, truth.states)
+    assert (logchain.entropy(**hmm.arguments(data, **options)._asdict()) >= 0).all()
     moves = found.transitions
     close(moves if isinstance(moves, torch.Tensor) else moves.to_dense(), truth.transitions)
     # steps that are not observed are summed out
@@ -71,6 +72,7 @@ def test_best_path_has_the_largest_weight(name):
 @pytest.mark.parametrize(
     ("name", "poison"),
     [
+        ("categories", -1),
         ("full covariances", torch.nan),
         ("full covariances", torch.inf),
         ("network", torch.nan),
@@ -95,21 +97,14 @@ def test_padding_has_no_influence(name, poison):
         close(truth[0][row], array(hmm.log_prob(data[row, :length], covariates=alone)))
     if covariates is not None:
         covariates = covariates.masked_fill(padding[:, 1:, None], poison)
+    if name == "categories":
+        data = data.masked_fill(padding, poison)
+        with pytest.raises(ValueError, match="data: "):
+            hmm.log_prob(data)
     if data.is_floating_point():
         data = data.masked_fill(padding[..., None], poison)
     for one, other in zip(answers(data, covariates), truth, strict=True):
         assert torch.equal(one, other)
-
-
-def test_categories_of_padding_may_be_none():
-    hmm, data = random_hmm(), categories(5, V)
-    padding = torch.arange(V) >= torch.tensor(LENGTHS)[:, None]
-    padded = data.masked_fill(padding, -1)
-    expected = hmm.log_prob(data, lengths=LENGTHS)
-    for observed in (None, torch.ones(5, V, dtype=torch.bool)):
-        assert torch.equal(hmm.log_prob(padded, lengths=LENGTHS, observed=observed), expected)
-    with pytest.raises(ValueError, match="data: "):
-        hmm.log_prob(padded)
 
 
 def test_missing_features_are_summed_out():
@@ -179,9 +174,3 @@ def test_draws_of_states_have_their_posteriors():
     share = torch.nn.functional.one_hot(drawn, C).double().mean(0)
     truth = array(hmm.posterior(data).states)
     assert (np.abs(share.numpy() - truth) <= 5 * np.sqrt(truth / 20_000) + 1e-12).all()
-
-
-def test_functions_of_the_library_take_the_arguments():
-    hmm, data = random_hmm(), categories(2, V)
-    found = logchain.entropy(**hmm.arguments(data, lengths=[4, 2])._asdict())
-    assert found.shape == (2,) and (found > 0).all()

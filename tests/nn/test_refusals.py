@@ -50,6 +50,11 @@ def meta(*shape):
     return torch.ones(*shape, device="meta")
 
 
+def in_inference_mode(call):
+    with torch.inference_mode():
+        return call()
+
+
 def on_meta(make):
     with torch.device("meta"):
         return make()
@@ -106,6 +111,8 @@ FIT = [
     (lambda: gradient(1), TypeError, "optimiser: expected a function of"),
     (lambda: gradient(model=lambda: random_hmm().half()), ValueError, "^optimiser: .* float16, .* got None$"),
     (lambda: gradient(model=lambda: random_hmm().requires_grad_(False)), ValueError, "^model: expected trained param"),
+    (lambda: in_inference_mode(lambda: random_hmm().fit(DATA)), RuntimeError, "^fit: expected a call outside"),
+    (lambda: in_inference_mode(lambda: gradient()), RuntimeError, "^fit: expected a call outside"),
     (lambda: nn.em_step(random_hmm(), []), ValueError, "at least one batch"),
     (lambda: on_meta(lambda: HMM(3, "gaussian").initialise(meta(5, 6))), ValueError, "^data: .* got meta$"),
 ]
