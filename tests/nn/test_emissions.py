@@ -197,7 +197,7 @@ def test_distribution_of_a_function_has_gradient_zero_at_the_maximum():
     assert set(dict(trials.named_parameters())) == {"free.probs"}, "what is no real number is not trained"
 
 
-@pytest.mark.parametrize("name", CLOSED)
+@ALL
 def test_start_at_the_data_suits_them_and_ignores_missing_entries(name):
     family = FAMILIES[name]
     data = torch.as_tensor(family.data(np.random.default_rng(1), (200, 4)))
@@ -207,7 +207,8 @@ def test_start_at_the_data_suits_them_and_ignores_missing_entries(name):
     before = layer(data)
     layer.initialise(data, generator=seeded(1))
     after = layer(data)
-    assert after.logsumexp(-1).sum() > before.logsumexp(-1).sum()
+    if name in CLOSED:
+        assert after.logsumexp(-1).sum() > before.logsumexp(-1).sum()
     for found in (before, after):
         apart = (found[..., :, None] - found[..., None, :]).abs().amax(0) > 0
         assert (apart | torch.eye(3, dtype=torch.bool)).all(), "states differ"
