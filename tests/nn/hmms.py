@@ -10,6 +10,7 @@ import torch
 
 from logchain import transitions as structures
 from logchain.nn import HMM
+from logchain.nn import transitions as trained
 from tests import oracle
 from tests.nn.emissions import array
 from tests.seeded import seeded
@@ -128,6 +129,35 @@ def softmax_of(hmm, covariates):
     return scipy.special.softmax(array(hmm.transition(covariates)), -1)
 
 
+ARCS = torch.tensor([[0, 3, 0, 1, 2, 3, 3], [2, 3, 0, 2, 1, 0, 1]])
+# transitions of four states as trained factors
+STRUCTURES = {
+    "banded": lambda **options: trained.Banded(4, [2, 0, -1], **options),
+    "sparse": lambda **options: trained.Sparse(ARCS, **options),
+    "low rank": lambda **options: trained.LowRank(4, 2, **options),
+    "low rank and diagonal": lambda **options: trained.LowRank(4, 2, diagonal=True, **options),
+    "block-diagonal": lambda **options: trained.BlockDiagonal(2, 2, **options),
+    "kronecker": lambda **options: trained.Kronecker(2, 2, **options),
+    "monarch": lambda **options: trained.Monarch(2, 2, **options),
+    "oblong monarch": lambda **options: trained.Monarch(4, 1, 2, **options),
+}
+
+
+def structured_hmm(kind, initial="free", **options):
+    transition = STRUCTURES[kind](generator=seeded(), **options)
+    hmm = HMM(4, "categorical", num_categories=4, initial=initial, transition=transition, generator=seeded(1))
+    return hmm.double()
+
+
+def dense(structure):
+    """Probabilities [*L, c, c] of trained factors."""
+    return array(structure().to_dense(log_params=True).exp())
+
+
+def structured(kind, **options):
+    return Model(lambda: structured_hmm(kind, **options), bulk=lambda hmm, _: dense(hmm.transition).reshape(-1, 4, 4))
+
+
 MODELS = {
     "categories": Model(),
     "counts of two features": Model(
@@ -152,4 +182,9 @@ MODELS = {
         covariates=normal(5, V - 1, 2, seed=2),
     ),
     "stationary start": Model(lambda: random_hmm(initial="stationary")),
+    **{kind: structured(kind) for kind in STRUCTURES},
+    "banded per step": structured("banded", lead=(V - 1,)),
+    "monarch per step": structured("monarch", lead=(V - 1,)),
+    "stationary start, banded": structured("banded", initial="stationary"),
+    "stationary start, low rank": structured("low rank", initial="stationary", lead=(1,)),
 }

@@ -10,8 +10,8 @@ import torch
 
 from logchain.nn import HMM, Categorical, ChainCircuit, DegenerateError, DegenerateWarning, LogWeights, fit
 from tests.nn.emissions import CLOSED, drawn
-from tests.nn.hmms import F64, C, V, all_paths, array, categories, close, parameters, random_hmm, seeded
-from tests.nn.test_transitions import circuit_of, hmm_of
+from tests.nn.hmms import F64, C, V, all_paths, array, categories, close, parameters, random_hmm, seeded, structured_hmm
+from tests.nn.test_transitions import circuit_of
 
 COVARIANCES = {"diagonal": {}} | {
     kind: {"num_features": 2, "covariance": kind} for kind in ("spherical", "full", "tied")
@@ -81,7 +81,7 @@ FITTED = {
     "forbidding HMM": forbidding_hmm,
     "forbidding circuit": forbidding_circuit,
     **{f"emission {name}": partial(of_family, name) for name in CLOSED},
-    **{f"HMM, {kind}": lambda kind=kind: (hmm_of(kind), categories(12, V), {}) for kind in TRANSITIONS},
+    **{f"HMM, {kind}": lambda kind=kind: (structured_hmm(kind), categories(12, V), {}) for kind in TRANSITIONS},
     **{f"circuit, {kind}": lambda kind=kind: (circuit_of(kind), categories(12, V), {}) for kind in TRANSITIONS},
 }
 BY_GRADIENT = ["numbers", "forbidding HMM", "forbidding circuit", "HMM, low rank and diagonal", "circuit, sparse"]

@@ -8,8 +8,7 @@ from logchain import nn
 from logchain.nn import HMM, Bernoulli, Binomial, Categorical, Gaussian, LinearChainCRF, Mixture, Poisson, transitions
 from tests.nn.crfs import batch, layer
 from tests.nn.emissions import distribution
-from tests.nn.hmms import Driven, Network, V, categories, normal, random_hmm
-from tests.nn.test_transitions import ARCS
+from tests.nn.hmms import ARCS, Driven, Network, V, categories, normal, random_hmm
 
 DATA, VECTORS = categories(5, V), normal(5, V, 2)
 MASK = torch.ones(5, V, dtype=torch.bool)

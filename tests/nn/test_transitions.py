@@ -9,21 +9,22 @@ import torch
 from logchain import nn
 from logchain.nn import transitions
 from tests.contract import of_steps
-from tests.nn.hmms import F64, LENGTHS, V, all_paths, array, categories, close, probabilities, seeded
+from tests.nn.hmms import (
+    F64,
+    STRUCTURES,
+    V,
+    all_paths,
+    array,
+    categories,
+    close,
+    dense,
+    probabilities,
+    seeded,
+    structured_hmm,
+)
 
 C, T = 4, 2
-ARCS = torch.tensor([[0, 3, 0, 1, 2, 3, 3], [2, 3, 0, 2, 1, 0, 1]])
-MAKERS = {
-    "banded": lambda **options: transitions.Banded(C, [2, 0, -1], **options),
-    "sparse": lambda **options: transitions.Sparse(ARCS, **options),
-    "low rank": lambda **options: transitions.LowRank(C, 2, **options),
-    "low rank and diagonal": lambda **options: transitions.LowRank(C, 2, diagonal=True, **options),
-    "block-diagonal": lambda **options: transitions.BlockDiagonal(2, 2, **options),
-    "kronecker": lambda **options: transitions.Kronecker(2, 2, **options),
-    "monarch": lambda **options: transitions.Monarch(2, 2, **options),
-    "oblong monarch": lambda **options: transitions.Monarch(4, 1, 2, **options),
-}
-KINDS = pytest.mark.parametrize("kind", MAKERS)
+KINDS = pytest.mark.parametrize("kind", STRUCTURES)
 POSSIBLE = {
     "banded": [[1, 0, 1, 0], [1, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1]],
     "sparse": [[1, 0, 1, 0], [0, 0, 1, 0], [0, 1, 0, 0], [1, 1, 0, 1]],
@@ -32,16 +33,7 @@ POSSIBLE = {
 
 
 def make(kind, seed=0, **options):
-    return MAKERS[kind](generator=seeded(seed), **options).double()
-
-
-def dense(module):
-    return array(module().to_dense(log_params=True).exp())
-
-
-def hmm_of(kind, **options):
-    transition = make(kind, **options)
-    return nn.HMM(C, "categorical", num_categories=4, transition=transition, generator=seeded(1)).double()
+    return STRUCTURES[kind](generator=seeded(seed), **options).double()
 
 
 def circuit_of(kind, lead=(T, V - 1)):
@@ -49,9 +41,9 @@ def circuit_of(kind, lead=(T, V - 1)):
     return nn.ChainCircuit(V, C, T, num_categories=4, transition=transition, generator=seeded()).double()
 
 
-def truth_of(hmm, data, bulk, lengths=None):
+def truth_of(hmm, data, bulk):
     x = array(hmm.emission.weights())[data.numpy()]
-    return all_paths(x, bulk if bulk.ndim > 2 else bulk[None], probabilities(hmm.initial), lengths)
+    return all_paths(x, bulk if bulk.ndim > 2 else bulk[None], probabilities(hmm.initial))
 
 
 def with_dense(model, name, *lead):
@@ -88,31 +80,6 @@ def test_rows_sum_to_1_and_weights_are_set_drawn_and_differentiated(kind, lead):
         lambda *_: (module().to_dense(log_params=True).exp() * weight).sum(), parameters, fast_mode=True
     )
     assert module.half()().dtype == torch.float32
-
-
-@KINDS
-def test_answers_of_an_hmm_equal_the_sums_over_paths(kind):
-    hmm, data = hmm_of(kind), categories(5, V)
-    bulk = dense(hmm.transition)
-    truth = truth_of(hmm, data, bulk, LENGTHS)
-    close(hmm.log_prob(data, lengths=LENGTHS), truth.log_norm)
-    found = hmm.posterior(data, lengths=LENGTHS, transitions="sum")
-    close(found.states, truth.states)
-    inside = sum(length - 1 for length in LENGTHS)
-    # a path uses each factor once a step, and of a low rank's either the diagonal or both factors
-    used = [array(counts) for counts in found.transitions.parameters]
-    assert sum(one.sum() for one in (used[:1] + used[2:] if "rank" in kind else used[:1])) == pytest.approx(inside)
-    drawn = hmm.sample_posterior(data, 2000, generator=seeded())
-    shares = torch.nn.functional.one_hot(drawn, C).double().mean(0)
-    close(shares, truth_of(hmm, data, bulk).states, 0.06)
-    if "rank" not in kind:
-        assert torch.equal(hmm.decode(data).states, with_dense(hmm, "transition", 1).decode(data).states)
-    states, values = hmm.sample(2000, 3, generator=seeded())
-    p0 = probabilities(hmm.initial)
-    close(torch.bincount(states[:, 2], minlength=C) / 2000, p0 @ bulk @ bulk, 0.05)
-    assert values.shape == (2000, 3)
-    per_step = hmm_of(kind, lead=(V - 1,))
-    close(per_step.log_prob(data), truth_of(per_step, data, dense(per_step.transition)).log_norm)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +129,9 @@ def expected_matrix(kind, bulk, counts, parameters):
     return counts / counts.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "oblong monarch"])
+@pytest.mark.parametrize("kind", [kind for kind in STRUCTURES if kind != "oblong monarch"])
 def test_em_step_takes_the_expected_counts(kind):
-    hmm, data = hmm_of(kind), categories(5, V)
+    hmm, data = structured_hmm(kind), categories(5, V)
     bulk = dense(hmm.transition)
     parameters = [array(parameter.exp()) for parameter in hmm.transition().parameters]
     counts = truth_of(hmm, data, bulk).transitions.sum((0, 1))
@@ -173,7 +140,7 @@ def test_em_step_takes_the_expected_counts(kind):
 
 
 def test_prior_keeps_zeros_of_the_graph_and_no_others():
-    hmm = hmm_of("sparse", prior_count=0.5)
+    hmm = structured_hmm("sparse", prior_count=0.5)
     hmm.fit(torch.zeros(1, 2, dtype=torch.int64), max_iterations=60, restarts=0)
     assert ((dense(hmm.transition) > 1e-3) == np.array(POSSIBLE["sparse"], bool)).all()
 
@@ -184,16 +151,3 @@ def test_em_step_of_arcs_keeps_states_without_counts():
     for step, shares in ((0.5, [0.575, 0.425, 0.3, 0.7]), (1.0, [0.75, 0.25, 0.3, 0.7])):
         nn.em_step(module, [lambda: 3 * module().values[0] + module().values[1]], step=step)
         close(module().values.exp(), shares)
-
-
-@pytest.mark.parametrize(("kind", "lead"), [("banded", ()), ("low rank", (1,))])
-def test_stationary_start_equals_that_of_the_dense_matrix(kind, lead):
-    module = make(kind, lead=lead)
-    hmm = nn.HMM(C, "categorical", num_categories=4, initial="stationary", transition=module).double()
-    bulk = dense(module).reshape(1, C, C)
-    p0 = np.linalg.matrix_power(bulk[0], 1000)[0]
-    data = categories(5, V)
-    close(hmm.log_prob(data), all_paths(array(hmm.emission.weights())[data.numpy()], bulk, p0).log_norm)
-    assert torch.autograd.gradcheck(lambda *_: hmm.log_prob(data[:2]), tuple(hmm.parameters()))
-    states = hmm.sample(2000, 2, generator=seeded()).states
-    close(torch.bincount(states[:, 1], minlength=C) / 2000, p0, 0.05)
