@@ -12,10 +12,18 @@ from scipy.special import logsumexp, softmax
 from logchain import nn, reference
 from logchain.memory import peak_bytes
 from tests.contract import assert_values, of_steps, ulp, value_bound
+from tests.nn.hmms import STRUCTURES, dense
 from tests.seeded import seeded
 
 K = 3
-SIZES = pytest.mark.parametrize("v, c, t", [(4, 2, 2), (3, 3, 1), (5, 1, 2), (1, 2, 2)])
+SIZES = [(4, 2, 2, None, ()), (3, 3, 1, None, ()), (5, 1, 2, None, ()), (1, 2, 2, None, ())]
+# variables, states, repetitions, and a structure of transitions with its leading axes
+STRUCTURED = [
+    (3, 4, 2, "banded", (2, 2)),
+    (3, 4, 2, "sparse", (1, 2)),
+    (3, 4, 2, "low rank and diagonal", (2, 1)),
+    (3, 4, 2, "monarch", ()),
+]
 
 
 def make(v=4, c=2, t=2, seed=0, **options):
@@ -35,8 +43,9 @@ def weights_of(circuit):
 def table_of(circuit, best=False):
     """The probability of every value, an axis of K for each variable, or the largest term over hidden units."""
     w = weights_of(circuit)
-    inputs, bulk, p0, mixing = w["input.weights"], w["bulk"], w["p0"], w["mixing"]
+    inputs, p0, mixing = w["input.weights"], w["p0"], w["mixing"]
     t, v, k, c = inputs.shape
+    bulk = np.broadcast_to(w["bulk"] if "bulk" in w else dense(circuit.bulk), (t, v - 1, c, c))
     table = np.zeros((k,) * v)
     for r, *path in itertools.product(range(t), *[range(c)] * v):
         weight = mixing[r] * p0[r, path[0]]
@@ -69,29 +78,33 @@ def some_observed(n, v, seed=1):
     return torch.rand(n, v, generator=seeded(seed)) < 0.5
 
 
-@SIZES
-def test_probabilities_conditionals_and_explanations_equal_the_enumeration(v, c, t):
-    circuit, data = make(v, c, t), all_values(v)
-    table, best = table_of(circuit), table_of(circuit, best=True)
+@pytest.mark.parametrize(("v", "c", "t", "structure", "lead"), SIZES + STRUCTURED)
+def test_probabilities_conditionals_and_explanations_equal_the_enumeration(v, c, t, structure, lead):
+    transition = STRUCTURES[structure](lead=lead, generator=seeded(1)) if structure else None
+    circuit, data = make(v, c, t, num_categories=K, transition=transition), all_values(v)
     single = circuit.log_prob(data).detach()
     assert single.dtype == torch.float32
-    np.testing.assert_allclose(single, np.log(table).ravel(), rtol=1e-6, atol=2e-6)
     circuit = circuit.double()
+    table, observed = table_of(circuit), some_observed(len(data), v)
+    np.testing.assert_allclose(single, np.log(table).ravel(), rtol=1e-6, atol=2e-6)
     every = circuit.log_prob(data).detach()
     np.testing.assert_allclose(every, np.log(table).ravel(), rtol=1e-13, atol=1e-13)
     assert abs(every.exp().sum().item() - 1) < 1e-13
-    observed = some_observed(len(data), v)
     log_prob, conditionals = circuit.log_prob(data, observed), circuit.conditionals(data, observed)
-    explained = circuit.mpe(data, observed)
-    assert (explained.data == data)[observed].all() and explained.data.dtype == data.dtype
     for i, (row, seen) in enumerate(zip(data.numpy(), observed.numpy(), strict=True)):
-        joint, paths = (where_observed(one, row, seen) for one in (table, best))
+        joint = where_observed(table, row, seen)
         np.testing.assert_allclose(log_prob[i].item(), np.log(joint.sum()), atol=1e-12)
         for variable in range(v):
             others = tuple(axis for axis in range(v) if axis != variable)
             np.testing.assert_allclose(conditionals[i, variable], joint.sum(others) / joint.sum(), atol=1e-12)
-        np.testing.assert_allclose(np.exp(explained.log_prob[i].item()), paths.max(), rtol=1e-12)
-        np.testing.assert_allclose(paths[tuple(explained.data[i])], paths.max(), rtol=1e-12)
+    if structure and "rank" in structure:  # whose entries are sums
+        return
+    best, explained = table_of(circuit, best=True), circuit.mpe(data, observed)
+    assert (explained.data == data)[observed].all() and explained.data.dtype == data.dtype
+    for i, (row, seen) in enumerate(zip(data.numpy(), observed.numpy(), strict=True)):
+        most = where_observed(best, row, seen).max()
+        np.testing.assert_allclose(np.exp(explained.log_prob[i].item()), most, rtol=1e-12)
+        np.testing.assert_allclose(best[tuple(explained.data[i])], most, rtol=1e-12)
 
 
 def test_posteriors_and_best_states_equal_the_reference():
@@ -189,9 +202,12 @@ def test_impossible_data_and_repetitions_have_probability_zero():
     assert completed.repetition == 0 and (completed.data > 0).all()
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_draws_have_the_frequencies_of_the_table(missing):
-    circuit, n = make(3, seed=5), 20_000
+@pytest.mark.parametrize(
+    ("structure", "missing"), [(None, False), (None, True), ("low rank and diagonal", False), ("monarch", True)]
+)
+def test_draws_have_the_frequencies_of_the_table(structure, missing):
+    transition = STRUCTURES[structure](lead=(2, 1), generator=seeded(1)) if structure else None
+    circuit, n = make(3, 4 if structure else 2, seed=5, num_categories=K, transition=transition), 20_000
     data, observed = torch.tensor([[0, 2, 1], [1, 0, 0]]), torch.tensor([[False, True, False], [False, False, False]])
     if missing:
         drawn = circuit.sample_conditional(data, observed, n, seeded(3))

@@ -10,8 +10,20 @@ import torch
 
 from logchain.nn import HMM, Categorical, ChainCircuit, DegenerateError, DegenerateWarning, LogWeights, fit
 from tests.nn.emissions import CLOSED, drawn
-from tests.nn.hmms import F64, C, V, all_paths, array, categories, close, parameters, random_hmm, seeded, structured_hmm
-from tests.nn.test_transitions import circuit_of
+from tests.nn.hmms import (
+    F64,
+    STRUCTURES,
+    C,
+    V,
+    all_paths,
+    array,
+    categories,
+    close,
+    parameters,
+    random_hmm,
+    seeded,
+    structured_hmm,
+)
 
 COVARIANCES = {"diagonal": {}} | {
     kind: {"num_features": 2, "covariance": kind} for kind in ("spherical", "full", "tied")
@@ -74,6 +86,12 @@ def forbidding_circuit():
     return circuit, categories(30, 3), {"observed": torch.rand(30, 3, generator=seeded(1)) < 0.7}
 
 
+def structured_circuit(kind):
+    transition = STRUCTURES[kind](lead=(2, V - 1), generator=seeded(1))
+    circuit = ChainCircuit(V, 4, 2, num_categories=4, transition=transition, generator=seeded())
+    return circuit.double(), categories(12, V), {}
+
+
 TRANSITIONS = ["banded", "sparse", "low rank and diagonal", "monarch"]
 FITTED = {
     "numbers": numbers,
@@ -82,7 +100,7 @@ FITTED = {
     "forbidding circuit": forbidding_circuit,
     **{f"emission {name}": partial(of_family, name) for name in CLOSED},
     **{f"HMM, {kind}": lambda kind=kind: (structured_hmm(kind), categories(12, V), {}) for kind in TRANSITIONS},
-    **{f"circuit, {kind}": lambda kind=kind: (circuit_of(kind), categories(12, V), {}) for kind in TRANSITIONS},
+    **{f"circuit, {kind}": partial(structured_circuit, kind) for kind in TRANSITIONS},
 }
 BY_GRADIENT = ["numbers", "forbidding HMM", "forbidding circuit", "HMM, low rank and diagonal", "circuit, sparse"]
 

@@ -8,7 +8,6 @@ import torch
 
 from logchain import nn
 from logchain.nn import transitions
-from tests.contract import of_steps
 from tests.nn.hmms import (
     F64,
     STRUCTURES,
@@ -36,22 +35,9 @@ def make(kind, seed=0, **options):
     return STRUCTURES[kind](generator=seeded(seed), **options).double()
 
 
-def circuit_of(kind, lead=(T, V - 1)):
-    transition = make(kind, seed=1, lead=lead)
-    return nn.ChainCircuit(V, C, T, num_categories=4, transition=transition, generator=seeded()).double()
-
-
 def truth_of(hmm, data, bulk):
     x = array(hmm.emission.weights())[data.numpy()]
     return all_paths(x, bulk if bulk.ndim > 2 else bulk[None], probabilities(hmm.initial))
-
-
-def with_dense(model, name, *lead):
-    """The model with dense matrices, and the same parts besides."""
-    other, weights = copy.deepcopy(model), nn.LogWeights(*lead, C, C).double()
-    weights.set(torch.from_numpy(dense(getattr(model, name))))
-    setattr(other, name, weights)
-    return other
 
 
 @KINDS
@@ -80,32 +66,6 @@ def test_rows_sum_to_1_and_weights_are_set_drawn_and_differentiated(kind, lead):
         lambda *_: (module().to_dense(log_params=True).exp() * weight).sum(), parameters, fast_mode=True
     )
     assert module.half()().dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("kind", "lead"),
-    [("banded", (T, V - 1)), ("sparse", (1, V - 1)), ("low rank and diagonal", (T, 1)), ("monarch", ())],
-    ids=str,
-)
-def test_circuit_answers_as_with_dense_matrices(kind, lead):
-    circuit, data = circuit_of(kind, lead), torch.cartesian_prod(*[torch.arange(4)] * V)
-    other, observed = with_dense(circuit, "bulk", T, V - 1), torch.rand(len(data), V, generator=seeded()) < 0.6
-    for method in ("log_prob", "posterior", "conditionals"):
-        found, truth = (getattr(one, method)(data, observed) for one in (circuit, other))
-        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
-    # of the logarithms that go in, and of the steps
-    tolerance = 2e-6 + of_steps(V, C, dtype=torch.float32)
-    single = copy.deepcopy(circuit).float().log_prob(data)
-    torch.testing.assert_close(single.double(), other.log_prob(data), rtol=0, atol=tolerance)
-    if "rank" not in kind:
-        found, truth = circuit.mpe(data, observed), other.mpe(data, observed)
-        torch.testing.assert_close(found.log_prob, truth.log_prob, rtol=1e-10, atol=1e-12)
-        assert torch.equal(found.states, truth.states) and torch.equal(found.data, truth.data)
-    draws = circuit.sample(4000, seeded(2))
-    counts = torch.bincount((draws * 4 ** torch.arange(V - 1, -1, -1)).sum(-1), minlength=4**V) / 4000
-    torch.testing.assert_close(counts.double(), other.log_prob(data).detach().exp(), rtol=0, atol=0.03)
-    draws = circuit.sample_conditional(data, observed, 3, seeded(2))
-    assert draws.shape == (3, *data.shape) and (draws == data)[:, observed].all()
 
 
 def expected_matrix(kind, bulk, counts, parameters):
