@@ -12,7 +12,8 @@ from logchain import transitions as structures
 from logchain.nn import HMM
 from logchain.nn import transitions as trained
 from tests import oracle
-from tests.nn.emissions import array
+from tests.adapted import normal
+from tests.nn.emissions import array, gaussian_density
 from tests.seeded import seeded
 
 F64 = torch.float64
@@ -44,10 +45,6 @@ def random_hmm(emission="categorical", seed=0, **options):
 
 def categories(*shape, seed=1):
     return torch.randint(4, shape, generator=seeded(seed))
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=seeded(seed), dtype=F64)
 
 
 class Driven(torch.nn.Module):
@@ -93,13 +90,11 @@ class Network(torch.nn.Module):
 
 
 def of_categories(hmm, data):
-    return np.log(array(hmm.emission.weights().exp()))[data.numpy()]
+    return array(hmm.emission.weights())[data.numpy()]
 
 
 def of_vectors(hmm, data):
-    means, covariances = array(hmm.emission.means), array(hmm.emission.covariance())
-    normals = [scipy.stats.multivariate_normal(means[state], covariances[state]) for state in range(C)]
-    return np.stack([state.logpdf(data.numpy()) for state in normals], -1)
+    return np.stack([gaussian_density(hmm.emission, y) for y in data.flatten(0, 1).numpy()]).reshape(*data.shape[:2], C)
 
 
 def of_counts(hmm, data):

@@ -9,23 +9,8 @@ import logchain
 from logchain.nn import HMM
 from logchain.transitions import Banded, BlockDiagonal, Sparse
 from tests import oracle
-from tests.nn.hmms import (
-    F64,
-    LENGTHS,
-    MODELS,
-    STRUCTURES,
-    C,
-    V,
-    all_paths,
-    array,
-    categories,
-    close,
-    normal,
-    parameters,
-    probabilities,
-    random_hmm,
-    seeded,
-)
+from tests.nn import hmms
+from tests.nn.hmms import F64, LENGTHS, MODELS, STRUCTURES, C, V, array, categories, close, normal, random_hmm, seeded
 
 ALL = pytest.mark.parametrize("name", MODELS)
 
@@ -143,7 +128,7 @@ def test_mask_of_steps_serves_all_sequences():
 def test_matrix_per_step_serves_shorter_data_and_single_sequences():
     hmm, data = random_hmm(num_steps=V), categories(5, V)
     for v in (1, 2):
-        truth = MODELS["matrix per step"]._replace(bulk=lambda hmm, _, v=v: probabilities(hmm.transition)[: v - 1])
+        truth = MODELS["matrix per step"]._replace(bulk=lambda hmm, _, v=v: hmms.parameters(hmm)[1][: v - 1])
         close(hmm.log_prob(data[:, :v]), truth.truth(hmm, data[:, :v]).log_norm)
         assert hmm.log_prob(data[0, :v]) == hmm.log_prob(data[:1, :v])[0]
 
@@ -173,7 +158,7 @@ def test_draws_have_the_probabilities_of_the_model():
     codes = (data * torch.tensor([16, 4, 1])).sum(-1)
     found = torch.bincount(codes, minlength=64).numpy() / count
     assert (np.abs(found - truth) <= 5 * np.sqrt(truth / count)).all()
-    p0, bulk = parameters(hmm)
+    p0, bulk = hmms.parameters(hmm)
     pairs = np.stack([torch.bincount(C * states[:, i] + states[:, i + 1], minlength=C * C).numpy() for i in range(2)])
     first = p0[:, None] * bulk[0]
     truth = np.stack([first, first.sum(0)[:, None] * bulk[1]]).reshape(2, -1)
@@ -189,5 +174,5 @@ def test_draws_of_states_have_their_probabilities(name):
     states, _ = hmm.sample(count, 3, generator=seeded())
     last = torch.nn.functional.one_hot(states[:, 2], c).double().mean(0)
     posterior = torch.nn.functional.one_hot(drawn_states, c).double().mean(0)
-    for share, truth in ((last, p0 @ bulk[0] @ bulk[0]), (posterior, all_paths(x, bulk, p0).states)):
+    for share, truth in ((last, p0 @ bulk[0] @ bulk[0]), (posterior, model.truth(hmm, data[:2]).states)):
         assert (np.abs(share.numpy() - truth) <= 5 * np.sqrt(truth / count) + 1e-12).all()

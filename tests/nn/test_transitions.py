@@ -1,4 +1,4 @@
-"""Trained factors of structured transitions: rows sum to 1, zeros stay, models answer as with dense matrices."""
+"""Trained factors of structured transitions: rows sum to 1, zeros stay, EM takes expected counts."""
 
 import copy
 
@@ -8,21 +8,9 @@ import torch
 
 from logchain import nn
 from logchain.nn import transitions
-from tests.nn.hmms import (
-    F64,
-    STRUCTURES,
-    V,
-    all_paths,
-    array,
-    categories,
-    close,
-    dense,
-    probabilities,
-    seeded,
-    structured_hmm,
-)
+from tests.nn.hmms import F64, MODELS, STRUCTURES, array, close, dense, seeded, structured_hmm
 
-C, T = 4, 2
+C = 4
 KINDS = pytest.mark.parametrize("kind", STRUCTURES)
 POSSIBLE = {
     "banded": [[1, 0, 1, 0], [1, 1, 0, 1], [0, 1, 1, 0], [0, 0, 1, 1]],
@@ -33,11 +21,6 @@ POSSIBLE = {
 
 def make(kind, seed=0, **options):
     return STRUCTURES[kind](generator=seeded(seed), **options).double()
-
-
-def truth_of(hmm, data, bulk):
-    x = array(hmm.emission.weights())[data.numpy()]
-    return all_paths(x, bulk if bulk.ndim > 2 else bulk[None], probabilities(hmm.initial))
 
 
 @KINDS
@@ -91,10 +74,10 @@ def expected_matrix(kind, bulk, counts, parameters):
 
 @pytest.mark.parametrize("kind", [kind for kind in STRUCTURES if kind != "oblong monarch"])
 def test_em_step_takes_the_expected_counts(kind):
-    hmm, data = structured_hmm(kind), categories(5, V)
+    hmm, data = MODELS[kind].make(), MODELS[kind].data()
     bulk = dense(hmm.transition)
     parameters = [array(parameter.exp()) for parameter in hmm.transition().parameters]
-    counts = truth_of(hmm, data, bulk).transitions.sum((0, 1))
+    counts = MODELS[kind].truth(hmm, data).transitions.sum((0, 1))
     hmm.fit(data, max_iterations=1, restarts=0)
     close(hmm.transition().to_dense(log_params=True).exp(), expected_matrix(kind, bulk, counts, parameters))
 
