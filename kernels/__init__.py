@@ -15,7 +15,7 @@ from .choice import check_forward_choice as check_forward_choice
 from .choice import is_triton, load, on_device
 from .choice import on_cpu as on_cpu
 from .choice import use as use
-from .structured import Arcs, Factors, Shares, Structured
+from .structured import Arcs, Factors, Structured
 
 # the module for tensors on a GPU, on a CPU, and elsewhere
 _MODULES = {
@@ -30,7 +30,6 @@ _MODULES = {
     "bands": ("plain.bands", "cpu.bands", "plain.bands"),
     "arcs": ("plain.arcs", "cpu.arcs", "plain.arcs"),
     "factors": ("plain.products", "cpu.products", "plain.products"),
-    "columns": ("plain.columns", "plain.columns", "plain.columns"),
 }
 
 _NO_CONTEXT = nullcontext()
@@ -192,7 +191,7 @@ def stack_kernels(tensor: Tensor) -> ModuleType:
 
 
 def structured_kernels(chain: Structured) -> ModuleType | None:
-    """The module of `forward` and `backward` of bands, arcs, products or shares; None for any other structure."""
-    kinds = {tuple: "bands", Arcs: "arcs", Factors: "factors", Shares: "columns"}
+    """The module of `forward` and `backward` of bands, arcs or products; None for any other structure."""
+    kinds = {tuple: "bands", Arcs: "arcs", Factors: "factors"}
     kind = kinds.get(type(chain.pattern))
     return None if kind is None else _module(kind, chain.x)

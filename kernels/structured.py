@@ -5,7 +5,6 @@ they take is a `Structured`, and what `forward` keeps for `backward` is a `Walk`
 batch, and operands are read in place: one that sequences share has stride 0 along their axis.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,21 +48,6 @@ class Arcs(NamedTuple):
     target: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Shares:
-    """Dense matrices of which each of several processes holds some columns, (c, own); all call the functions together.
-
-    Attributes:
-        joined: the parts (..., own) of all processes behind each other (..., c), from the part of this one.
-        own: the part (..., own) of this process of a tensor (..., c).
-        summed: the sum over processes of tensors of one shape.
-    """
-
-    joined: Callable[[Tensor], Tensor]
-    own: Callable[[Tensor], Tensor]
-    summed: Callable[[Tensor], Tensor]
-
-
 @dataclass(frozen=True)
 class Structured:
     """The operands of chains of v steps and c states, with batch axes *B.
@@ -74,8 +58,7 @@ class Structured:
         p0: initial weights [*B or ones, c].
         pattern: where the parameters stand. For bands the offsets, a tuple of integers: parameter (bands, c), of which
             `values[band, j]` is the weight from state j - offset to j, and is ignored where no state is. `Arcs` for a
-            parameter (arcs). `Factors` for a product, `Shares` for columns (c, own). None for any
-            other structure.
+            parameter (arcs). `Factors` for a product. None for any other structure.
         ends: the number of steps of each sequence, int64 [*B] from 1 to v, or None.
         log_params: whether parameters and `p0` are logarithms.
         dtype: the dtype of the arithmetic, float32 or float64.

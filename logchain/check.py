@@ -6,7 +6,7 @@ from .arguments import Lengths, check_flag, check_question, check_values
 from .operands import check_weights, weights_of
 from .schedules.packed import Packed
 from .structured import answers
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -46,7 +46,7 @@ def check(
     ValueError: bulk: expected non-negative weights, got -0.8 at [0, 1, 1]; pass log_params=True for logarithms
     """
     if isinstance(bulk, Transition):
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("check", {}))
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "check")
         answers.check(question)
         return
     if cu_seqlens is not None:

@@ -8,7 +8,7 @@ from .autograd.entropy import packed_entropy
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 from .structured import answers
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -56,7 +56,7 @@ def entropy(
     tensor(1.3863)
     """
     if isinstance(bulk, Transition):
-        return answers.entropy(Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("entropy", {})))
+        return answers.entropy(Question(x, bulk, p0, log_params, lengths, cu_seqlens, "entropy"))
     if cu_seqlens is not None:
         check_flag("log_params", log_params)
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)

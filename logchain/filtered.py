@@ -11,7 +11,7 @@ from .operands import naming, weights_of
 from .schedules.packed import Packed
 from .stream import Stream, StreamUpdate
 from .streams.structures import steps_between, steps_of
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -72,7 +72,7 @@ def filtered(
             [0.2402, 0.7598]])
     """
     if isinstance(bulk, Transition):
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("filtered", {}))
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "filtered")
         x, bulk, p0, ends, _ = question.operands
         with question.naming():
             states, log_norm = _filtered(x, bulk, p0, ends, log_params)

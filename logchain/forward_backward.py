@@ -12,7 +12,7 @@ from .operands import differentiated, named, weights_of
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -82,7 +82,7 @@ def forward_backward(
             [1., 1.]]), tensor(0.6931))
     """
     if isinstance(bulk, Transition):
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("forward_backward", {}))
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "forward_backward")
         return Messages(*answers.forward_backward(question))
     if lengths is None and cu_seqlens is None and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_on_one_thread)

@@ -11,7 +11,7 @@ from .autograd.paths import log_weight, packed_log_weight
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 from .structured import answers
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -66,8 +66,7 @@ def log_prob(
     tensor([0.4050, 0.0450, 0.0000])
     """
     if isinstance(bulk, Transition):
-        asked = Asked("log_prob", {"states": states}, lambda: _as_paths(states, x))
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, asked)
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "log_prob", lambda: _as_paths(states, x))
         paths = question.padded(_as_paths(states, x))
         return answers.log_prob(question, _checked(paths, x.shape[-1]))
     if cu_seqlens is not None:

@@ -13,7 +13,7 @@ from .rescues import report_chains
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -80,12 +80,10 @@ def marginals(
              [0.1900, 0.7600]]])
     """
     if isinstance(bulk, Transition):
-        asked = Asked(
-            "marginals",
-            {"transitions": transitions},
+        question = Question(
+            x, bulk, p0, log_params, lengths, cu_seqlens, "marginals",
             lambda: check_choice("transitions", transitions, (None, "sum", "full")),
-        )
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, asked)
+        )  # fmt: skip
         return Marginals(*answers.marginals(question, transitions))
     alone = lengths is None and cu_seqlens is None
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):

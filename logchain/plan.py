@@ -262,10 +262,6 @@ def _structured(
     A multiply-add is predicted to take as long as one of a dense matrix: constants of structures are not measured.
     """
     check_structured_options(*options, False)
-    if transition.ranks is not None:
-        expected = "matrices or a structure on one process"
-        name = type(transition).__name__
-        raise TypeError(f"bulk: expected {expected}, got {name}: pass the shape of its dense matrices")
     x, p0 = (_without_memory(value, name, dtype) for name, value in (("x", x), ("p0", p0)))
     shapes = transition.map(_without_memory)
     operands = check_operands(x, shapes, p0, log_params, None)

@@ -12,7 +12,7 @@ from .schedules.choose import Strategy
 from .schedules.packed import Packed
 from .structured import answers
 from .structured.product import check_options as check_structured_options
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -126,8 +126,11 @@ def product(
     tensor([0.6931])
     """
     if isinstance(bulk, Transition):
-        asked = Asked("product", {}, lambda: check_structured_options(strategy, memory_budget, progress))
-        return answers.product(Question(x, bulk, p0, log_params, lengths, cu_seqlens, asked))
+        question = Question(
+            x, bulk, p0, log_params, lengths, cu_seqlens, "product",
+            lambda: check_structured_options(strategy, memory_budget, progress),
+        )  # fmt: skip
+        return answers.product(question)
     alone = lengths is None and cu_seqlens is None and memory_budget is None
     if alone and strategy == "auto" and progress is False:
         # a chain that one thread of a CPU computes is one call of C, whose arguments are cached by shapes

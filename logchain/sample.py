@@ -14,7 +14,7 @@ from .rescues import report_chains
 from .schedules import choose, overlapped
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -74,8 +74,9 @@ def sample(
             [1, 1, 1]])
     """
     if isinstance(bulk, Transition):
-        asked = Asked("sample", {"num_samples": num_samples}, lambda: check_draws(num_samples, generator, x))
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, asked)
+        question = Question(
+            x, bulk, p0, log_params, lengths, cu_seqlens, "sample", lambda: check_draws(num_samples, generator, x)
+        )
         return answers.sample(question, num_samples, generator)
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths)

@@ -11,7 +11,7 @@ from .autograd.viterbi import best_paths, packed_paths
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 from .structured import answers
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -81,7 +81,7 @@ def topk_paths(
             _check_k(k)
             answers.check_products(bulk)
 
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, Asked("topk_paths", {"k": k}, check))
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "topk_paths", check)
         return Paths(*answers.topk_paths(question, k))
     packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths)

@@ -9,7 +9,7 @@ from .autograd.viterbi import best_weight, packed_paths
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 from .structured import answers
-from .structured.question import Asked, Question
+from .structured.question import Question
 from .transitions import Transition
 
 
@@ -71,8 +71,10 @@ def viterbi(
     Path(states=tensor([1, 1, 1]), score=tensor(1.8606))
     """
     if isinstance(bulk, Transition):
-        asked = Asked("viterbi", {}, lambda: answers.check_products(bulk))
-        return Path(*answers.viterbi(Question(x, bulk, p0, log_params, lengths, cu_seqlens, asked)))
+        question = Question(
+            x, bulk, p0, log_params, lengths, cu_seqlens, "viterbi", lambda: answers.check_products(bulk)
+        )
+        return Path(*answers.viterbi(question))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths)
         if not (packed.stays and packed.walks_in_place(log_params)):

@@ -9,7 +9,7 @@ is normalised by its own sum. This defines what kernels/cpu and kernels/gpu comp
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,15 +26,12 @@ class Passing(NamedTuple):
 
     `forth(message, parameters)`: the message (g, m, c) behind the step. `back(message, weight, parameters)`: weights
     (g, m, c) on the message before, from those behind, and the expected counts (g, *own) of each parameter. `apart`:
-    whether the largest can be taken out of each parameter. `at(step)`: what both take in place of logarithms.
-    `gradients()`: those of the parameters [*B or ones, s, *own], where `back` returns no counts.
+    whether the largest can be taken out of each parameter.
     """
 
-    forth: Callable[[Tensor, Any], Tensor]
-    back: Callable[[Tensor, Tensor, Any], tuple[Tensor, list[Tensor]]]
+    forth: Callable[[Tensor, list[Tensor]], Tensor]
+    back: Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]
     apart: bool = True
-    at: Callable[[int], Any] | None = None
-    gradients: Callable[[], list[Tensor]] | None = None
 
 
 def forward(chain: Structured, passing: Passing, keep: bool) -> Walk:
@@ -74,9 +71,7 @@ def backward(
     ended, messages = ended_before(chain, sets), walk.kept[0]
     weight = sets.grouped(weight.double().masked_fill(walk.log_norm == -math.inf, 0.0))[..., None]
     grad_x = chain.x.new_empty(chain.batch + (chain.v, chain.c), dtype=chain.dtype)
-    counts = list[Tensor]()
-    if passing.gradients is None:
-        counts = [torch.zeros_like(sets.parameter(one), dtype=torch.float64) for one in chain.parameters]
+    counts = [torch.zeros_like(sets.parameter(one), dtype=torch.float64) for one in chain.parameters]
     posterior = torch.zeros(sets.g, sets.m, chain.c, dtype=torch.float64, device=chain.x.device)
     for step in reversed(range(chain.v)):
         inside = weight if ended is None else weight.masked_fill(ended[step], 0.0)
@@ -92,8 +87,8 @@ def backward(
         for count, more in zip(counts, used, strict=True):
             into = count[step - 1 if len(count) > 1 else 0]
             into += more.sum_to_size(into.shape)
-    parameter_grads = passing.gradients() if passing.gradients is not None and needs[1] else []
-    for count, weights in zip(counts, chain.parameters, strict=passing.gradients is None):
+    parameter_grads = []
+    for count, weights in zip(counts, chain.parameters, strict=True):
         gradient = sets.as_parameter(count, weights.shape)
         if not (chain.log_params or chain.by_log):
             gradient = (gradient / weights.double()).masked_fill(gradient == 0, 0.0)
@@ -126,14 +121,12 @@ def _potentials(chain: Structured, sets: Sets, step: int) -> tuple[Tensor, Tenso
 
 def _transitions(
     chain: Structured, sets: Sets, step: int, ended: Tensor | None, passing: Passing
-) -> tuple[Any, Tensor]:
+) -> tuple[list[Tensor], Tensor]:
     """The logarithms of a step's parameters (g or 1, *own), and what has to be added to those of P (g or 1, 1, 1).
 
     The largest is taken out of each, if it can be.
     """
     parameters, shift = [], torch.zeros(1, 1, 1, dtype=torch.float64, device=chain.x.device)
-    if passing.at is not None:
-        return passing.at(step), shift
     for parameter in chain.parameters:
         weights = weights_at(sets.parameter(parameter), step, ended, chain.log_params).double()
         if not weights.numel():  # a structure without an entry

@@ -1,10 +1,9 @@
-"""Chains that lie on several ranks of a `torch.distributed` process group: their variables, or a large matrix."""
+"""Chains whose variables lie on several ranks of a `torch.distributed` process group."""
 
-from .columns import Columns
 from .entropy import entropy
 from .marginals import marginals
 from .product import product
 from .sample import sample
 from .viterbi import viterbi
 
-__all__ = ["Columns", "entropy", "marginals", "product", "sample", "viterbi"]
+__all__ = ["entropy", "marginals", "product", "sample", "viterbi"]

@@ -82,31 +82,12 @@ class Exchange:
         self._raise(sums[2:first], error)
         return sums[first:]
 
-    def stacked(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks (ranks, *shape), all of one shape, where they lie; without a status."""
-        sent = tensor.detach().to(self._near(tensor)).contiguous()
-        received = sent.new_empty(self.size, *sent.shape)
-        if sent.numel():
-            dist.all_gather(list(received.unbind()), sent, group=self._group)
-        return received.to(tensor.device)
-
-    def summed(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of tensors of one shape, where they lie, the same on all ranks; without a status."""
-        sums = tensor.detach().to(self._near(tensor), copy=True, memory_format=torch.contiguous_format)
-        if sums.numel():
-            dist.all_reduce(sums, group=self._group)
-        return sums.to(tensor.device)
-
     def texts(self, text: str) -> list[str]:
         """The text of each rank, up to the size that is exchanged."""
         data = text.encode()[:_TEXT]
         sent = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in self._gathered(sent)]
-
-    def _near(self, tensor: Tensor) -> torch.device:
-        """The tensor's device, if the group takes tensors there."""
-        return tensor.device if f"{tensor.device.type}:" in self._backends else self._device
 
     def _gathered(self, sent: Tensor) -> Tensor:
         sent = sent.to(self._device)

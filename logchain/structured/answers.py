@@ -12,7 +12,7 @@ from . import messages as log_messages
 from . import paths, topk
 from .eager import between_graphs
 from .entropy import entropy as entropy_of
-from .entropy import entropy_by_steps, entropy_of_sums
+from .entropy import entropy_of_sums
 from .product import log_norm, posteriors
 from .question import Question
 
@@ -106,8 +106,6 @@ def log_prob(question: Question, states: Tensor) -> Tensor:
 def entropy(question: Question) -> Tensor:
     """The entropy of the posterior over paths."""
     operands = question.operands
-    if operands.transition.ranks is not None and operands.x.numel():
-        return entropy_by_steps(operands).to(operands.dtype)
     return (entropy_of_sums if operands.transition.sums else entropy_of)(operands).to(operands.dtype)
 
 

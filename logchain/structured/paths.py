@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..autograd.paths import sum_of_logs
 from ..kernels.plain.semiring import log_weights
-from ..transitions import LINEAR, LOG, Transition
+from ..transitions import LOG, Transition
 from ..transitions.transition import look_up, pick
 from .operands import Operands, Steps
 from .walk import Message, messages
@@ -31,13 +31,9 @@ def log_weight(operands: Operands, states: Tensor) -> Tensor:
     inside = torch.ones_like(states, dtype=torch.bool) if ends is None else (steps < ends[..., None]).expand_as(states)
     lost, states = inside & (states < 0), torch.where(inside & (states >= 0), states, 0)
     start = log_weights(look_up(p0.unsqueeze(-2), states[..., :1]), log_params, torch.float64)
-    # parameters of steps behind a sequence's end may hold NaN
-    if transition.ranks is None:
-        logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
-        moved = logs.entries(states[..., :-1], states[..., 1:], LOG)
-    else:  # entries are parameters
-        entries = transition.entries(states[..., :-1], states[..., 1:], LOG if log_params else LINEAR)
-        moved = log_weights(entries, log_params, torch.float64)
+    logs = transition.map(lambda weight: log_weights(weight, log_params, torch.float64))
+    moved = logs.entries(states[..., :-1], states[..., 1:], LOG)
+    # parameters of steps after a sequence's end may hold NaN
     weights = torch.where(inside, torch.cat([start, moved.expand(*states.shape[:-1], -1)], -1), 0.0)
     potentials = torch.where(inside, look_up(x, states).double(), 0.0)
     terms = torch.cat([weights, potentials.masked_fill(lost, -math.inf)], -1)
@@ -82,8 +78,6 @@ def drawn_paths(operands: Operands, count: int, generator: torch.Generator | Non
     steps = Steps(operands.detached())
     values = [message.values for message in messages(steps)]
     numbers = values[0].new_empty(steps.v, count, *steps.shape[:2]).uniform_(generator=generator)
-    if operands.transition.ranks is not None:
-        numbers = operands.transition.ranks.first(numbers)
     state, _ = pick(values[-1].expand(count, *steps.shape), numbers[-1])
     found = [state]
     for step in reversed(range(1, steps.v)):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +16,10 @@ from .eager import between_graphs
 from .operands import Operands, check_operands, is_blocks
 
 
-class Asked(NamedTuple):
-    """A question's name and options, which are the same on all ranks that hold a structure, and a check of them."""
-
-    name: str
-    options: dict[str, Any]
-    check: Callable[[], object] = lambda: None
-
-
 class Question:
     """The operands of a chain function: `operands` are those of a batch; packed sequences are padded to one.
 
-    `mask` (n, v) is where packed sequences have rows, None for a batch. What is wrong on one of several ranks is raised
-    on all of them.
+    `mask` (n, v) is where packed sequences have rows, None for a batch.
     """
 
     operands: Operands
@@ -44,20 +34,15 @@ class Question:
         log_params: bool,
         lengths: Lengths | None,
         cu_seqlens: Tensor | None,
-        asked: Asked,
+        name: str,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         self._given, self._p0 = transition, p0
-
-        def check() -> Operands:
-            operands = self._checked(x, transition, p0, log_params, lengths, cu_seqlens)
-            asked.check()
-            if not log_params and in_c(x) and at_hand(*operands.tensors) and not _is_found(asked.name, operands):
-                if not all(bool(one.min() >= 0) for one in (p0, *transition.parameters) if one.numel()):
-                    check_weights(*self._weights(operands))
-            return operands
-
-        ranks = transition.ranks
-        self.operands = check() if ranks is None else ranks.agree({"question": asked.name, **asked.options}, check)
+        self.operands = operands = self._checked(x, transition, p0, log_params, lengths, cu_seqlens)
+        check()
+        if not log_params and in_c(x) and at_hand(*operands.tensors) and not _is_found(name, operands):
+            if not all(bool(one.min() >= 0) for one in (p0, *transition.parameters) if one.numel()):
+                check_weights(*self._weights(operands))
 
     def _checked(
         self,

@@ -45,14 +45,12 @@ class Transition(ABC):
         sums: whether entries are sums of products of parameters, so that no best path passes through them.
         pattern: what the kernels of bands, arcs and products know the structure by; None for structures of one's own,
             which are computed in log space, in float64, by `apply`.
-        ranks: what connects the processes that hold parts of the parameters, `distributed.parts.Parts`; None: one does.
     """
 
     states: int
     own: ClassVar[tuple[int, ...]]
     sums: ClassVar[bool] = False
     pattern: Any = None
-    ranks: Any = None
 
     def __init__(self, *parameters: Tensor) -> None:
         self.parameters = parameters

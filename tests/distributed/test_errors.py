@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from logchain import distributed, kernels
-from logchain.distributed import Columns
 from tests.distributed.chains import chain
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -73,7 +72,6 @@ ERRORS = [
     (ValueError, "rank 1: strategy: expected auto, as on rank 0", partial(product, strategy="products")),
     (ValueError, "rank 1: one_matrix: expected None or False or True, got 'yes'", partial(product, one_matrix="yes")),
     (ValueError, "rank 1: question: expected product, as on rank 0, got marginals", distributed.marginals),
-    (ValueError, "rank 1: question: expected product, as on rank 0", lambda x, bulk, p0: Columns(bulk[0])),
     (ValueError, "rank 1: transitions: expected None, as on rank 0, got full", count("full"), count(None)),
     (ValueError, "rank 1: transitions: expected None or 'sum' or 'full', got 'all'", count("all"), count(None)),
     (ValueError, "rank 1: num_samples: expected 0 or more, got -1", draw(-1), draw(2)),
