@@ -468,8 +468,8 @@ MUTANTS = [
     Mutant(
         "the gradient of one matrix is not summed over ranks",
         "logchain/distributed/sharded.py",
-        "shared = (into.bulk if one_matrix else None, into.p0) if self._summed else ()",
-        "shared = (None, into.p0) if self._summed else ()",
+        "shared = into.bulk if one_matrix else None, into.p0",
+        "shared = None, into.p0",
         "tests/distributed/test_one_process.py -k 'results_equal and matrix and product'",
     ),
     Mutant(

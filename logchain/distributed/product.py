@@ -78,26 +78,6 @@ def product(
     tensor(0.6931)
     >>> dist.destroy_process_group()
     """
-    return _product("product", x, bulk, p0, group, log_params, lengths, one_matrix, strategy, summed=True)
-
-
-def partial_product(**arguments: Any) -> Tensor:
-    """The same, with a rank's part alone of the gradients of one matrix and of p0, which the caller adds up."""
-    return _product("product of a model", **arguments, strategy="auto", summed=False)
-
-
-def _product(
-    question: str,
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    group: Any,
-    log_params: bool,
-    lengths: Lengths | None,
-    one_matrix: bool | None,
-    strategy: str,
-    summed: bool,
-) -> Tensor:
-    exchange, shards, operands = begin(question, x, bulk, p0, group, log_params, lengths, one_matrix, strategy)
-    sharded = Sharded(exchange, shards, operands, strategy, keep=differentiated(x, bulk, p0), summed=summed)
+    exchange, shards, operands = begin("product", x, bulk, p0, group, log_params, lengths, one_matrix, strategy)
+    sharded = Sharded(exchange, shards, operands, strategy, keep=differentiated(x, bulk, p0))
     return log_norm(sharded).to(arithmetic_dtype(x, bulk, p0))

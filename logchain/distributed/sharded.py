@@ -28,8 +28,7 @@ class Sharded:
     """The passes over one rank's part of a chain, each of which all ranks make together.
 
     `by_log`: gradients are those of the logarithms of `bulk` and p0. `keep`: messages are kept, for gradients. `turns`:
-    the last rank may walk from the end, so that it has no forward messages. `summed`: gradients of one matrix for all
-    steps and of p0 are sums over ranks, instead of this rank's part of them.
+    the last rank may walk from the end, so that it has no forward messages.
     """
 
     def __init__(
@@ -42,10 +41,9 @@ class Sharded:
         keep: bool,
         by_log: bool = False,
         turns: bool = True,
-        summed: bool = True,
     ) -> None:
         self.exchange, self.shards, self.operands = exchange, shards, operands
-        self._keep, self._turns, self._summed = keep, turns and operands.lengths is None, summed
+        self._keep, self._turns = keep, turns and operands.lengths is None
         place = where(operands.x.device.type)._replace(threads=shards.threads)
         ranked = _ranked(self._size(), tuple(shards.sizes[rank] for rank in shards.filled), place)
         picked = next((cut for cut in ranked if cut.name == strategy), ranked[0])
@@ -94,15 +92,14 @@ class Sharded:
         """
         x, bulk, p0, *_ = self.operands
         one_matrix, device = self.shards.one_matrix, x.device
-        needs_bulk, needs_p0 = (self.shards.needs if self._summed else needs)[1:]
-        needs_bulk = needs_bulk if one_matrix else needs[1]
+        needs_bulk, needs_p0 = self.shards.needs[1] if one_matrix else needs[1], self.shards.needs[2]
         wide = F64 if one_matrix else arithmetic_dtype(x, bulk, p0)
         into = Gradients(
             torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None,
             torch.zeros(bulk.shape, dtype=wide, device=device) if needs_bulk else None,
             torch.zeros(p0.shape, dtype=F64, device=device) if needs_p0 else None,
         )
-        shared = (into.bulk if one_matrix else None, into.p0) if self._summed else ()
+        shared = into.bulk if one_matrix else None, into.p0
         summed = [one for one in shared if one is not None]
         with kernels.arithmetic_on(x):
             self._write(weight, into, summed)

@@ -1,14 +1,10 @@
 """The chain-shaped circuit: a mixture of chains of hidden states, one state for each variable."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import distributed
-from ..distributed.agreement import agree, check_same, marks
-from ..distributed.exchange import Exchange
 from ..product import product
 from ..sample import sample
 from ..transitions import Transition
@@ -36,15 +32,10 @@ class ChainCircuit(Circuit):
             of either for weights that are shared; or any whose call returns a structure of `logchain.transitions` of
             logarithms. By default each step of each repetition has a trained matrix.
         generator: the source of randomness for the initial parameters.
-        group: a process group of `torch.distributed` over whose ranks the variables are sharded, see
-            `logchain.distributed`: v is the number of this rank's, which has their parameters, and data are those of
-            these variables. `p0` and `mixing` are the same on every rank. Sampling, restarts and L-BFGS are not
-            offered.
 
     Attributes:
         input: the input layer.
-        bulk: `LogWeights` `[t, v-1, c, c]` (`[t, v, c, c]` behind the first rank of a group), `[from, to]`, or the
-            module given as `transition`.
+        bulk: `LogWeights` `[t, v-1, c, c]`, `[from, to]`, or the module given as `transition`.
         p0: `LogWeights` `[t, c]`.
         mixing: `LogWeights` `[t]`.
 
@@ -100,78 +91,27 @@ class ChainCircuit(Circuit):
         total_count: int | None = None,
         transition: torch.nn.Module | None = None,
         generator: torch.Generator | None = None,
-        group: Any = None,
     ) -> None:
         t, v, c = num_repetitions, num_variables, num_states
-        exchange = None if group is None else Exchange(group)
-
-        def build() -> tuple[dict[str, Any], tuple[float, ...]]:
-            super(ChainCircuit, self).__init__(input, (t, v, c), num_categories, total_count, generator)
-            is_first = exchange is None or exchange.rank == 0
-            if not isinstance(transition, torch.nn.Module | None):
-                raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
-            self.bulk = LogWeights(t, v - is_first, c, c, generator=generator) if transition is None else transition
-            self.p0 = LogWeights(t, c, generator=generator)
-            return {"question": "ChainCircuit", "num_states": c, "num_repetitions": t}, ()
-
-        if exchange is None:
-            build()
-        else:
-            agree(exchange, build)
-            for weights in (self.mixing, self.p0):
-                of_ranks = exchange.gather(weights.logits.shape, partial(torch.clone, weights.logits))
-                with torch.no_grad():
-                    weights.logits.copy_(of_ranks[0])
-        self.group = group
-        # whether one matrix serves every step, where that is known
-        self._one_matrix = False if transition is None else None
+        super().__init__(input, (t, v, c), num_categories, total_count, generator)
+        if not isinstance(transition, torch.nn.Module | None):
+            raise TypeError(f"transition: expected a torch.nn.Module, got {type(transition).__name__}")
+        self.bulk = LogWeights(t, v - 1, c, c, generator=generator) if transition is None else transition
+        self.p0 = LogWeights(t, c, generator=generator)
 
     def components(self, x: Tensor) -> Tensor:
         """The log-partition of each repetition's chain: see `Circuit.components`."""
         # what all states have in common is summed in float64: in float32 it would hide the repetitions' difference
         x, shift = shifted(x)
-        if self.group is None:
-            return product(x, *self._weights()).double() + shift
-        shift = Exchange(self.group).total(shift.numel(), lambda: shift).view(shift.shape).to(x.device)
-        value = distributed.product(x, *self._weights(), group=self.group, one_matrix=self._one_matrix)
-        return value.double() + shift
+        return product(x, *self._weights()).double() + shift
 
     def best_states(self, x: Tensor) -> Path:
         """The Viterbi path of each repetition's chain: see `Circuit.best_states`."""
-        if self.group is None:
-            return viterbi(x, *self._weights())
-        return distributed.viterbi(x, *self._weights(), group=self.group, one_matrix=self._one_matrix)
+        return viterbi(x, *self._weights())
 
     def draw_states(self, x: Tensor, num_samples: int, generator: torch.Generator | None) -> Tensor:
         """Paths drawn from the posterior of each repetition's chain: see `Circuit.draw_states`."""
-        self._check_alone("sample")
         return sample(x, *self._weights(), num_samples, generator=generator)
-
-    def initialise(
-        self, data: Tensor, *, observed: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        """Draw trained parameters anew, see `Circuit.initialise`; all variables have to be on one rank."""
-        self._check_alone("initialise")
-        super().initialise(data, observed=observed, generator=generator)
-
-    def _weigh(self, data: Tensor, observed: Tensor | None) -> Tensor:
-        """The input layer's log-densities; what is wrong with data or weights on one rank is raised on all."""
-        if self.group is None:
-            return super()._weigh(data, observed)
-        found: list[Tensor] = []
-
-        def describe() -> tuple[dict[str, Any], Tensor]:
-            found.append(super(ChainCircuit, self)._weigh(data, observed))
-            fields = {"question": "ChainCircuit", "data": f"sequences {list(found[0].shape[:-3])}"}
-            return fields, marks(self.mixing.logits, self.p0.logits)
-
-        numbers = agree(Exchange(self.group), describe)
-        check_same("mixing and p0", "the same weights", numbers[:, :3], self.mixing.logits.dtype)
-        return found[0]
-
-    def _check_alone(self, question: str) -> None:
-        if self.group is not None:
-            raise NotImplementedError(f"{question}: expected a circuit whose variables are all on one rank")
 
     def _weights(self) -> tuple[Any, Tensor]:
         # probabilities: from logarithms the product would take exponentials in each of its passes

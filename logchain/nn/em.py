@@ -1,13 +1,11 @@
 """Expectation maximisation of modules whose parts have maximum-likelihood parameters in closed form."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..distributed.exchange import Exchange
 from .checks import check_differentiable, check_step
 
 
@@ -111,10 +109,5 @@ def em_step(model: torch.nn.Module, log_likelihoods: Iterable[Callable[[], Tenso
         total = reached if total is None else total + reached
     if total is None:
         raise ValueError("log_likelihoods: expected at least one batch, got none")
-    group = getattr(model, "group", None)
-    if group is None:
-        maximise(statistics, step)
-    else:
-        # parts lie on several ranks: what is wrong with one ends the step on all
-        Exchange(group).gather((), partial(maximise, statistics, step))
+    maximise(statistics, step)
     return total

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_choice, check_flag, check_has_values, check_is_tensor
-from ..distributed.agreement import agree
-from ..distributed.exchange import Exchange
 from ..progress import bar, check_progress
 from .checks import check_count, check_differentiable, check_number, check_step, check_unsharded
 from .degenerate import DegenerateError, DegenerateWarning
@@ -127,27 +125,18 @@ def fit(
     """
     run = _Run(model, data, dict(conditions or {}), method, batch_size, step, optimiser, generator)
 
-    def check() -> tuple[dict[str, Any], tuple[float, ...]]:
-        check_unsharded(model)
-        check_differentiable("fit")
-        check_choice("method", method, ("em", "gradient"))
-        check_is_tensor("data", data)
-        check_has_values("data", data)
-        if not data.dim():
-            raise ValueError("data: expected shape [n, ...], got []")
-        check_number("tolerance", tolerance)
-        check_flag("progress", progress)
-        _check_options(run, max_iterations, restarts)
-        if progress:
-            check_progress()
-        options: dict[str, Any] = {"method": method, "max_iterations": max_iterations, "tolerance": float(tolerance)}
-        options |= {"batch_size": batch_size, "step": "function" if callable(step) else step, "restarts": restarts}
-        return {"question": "fit", **options}, ()
-
-    if run.group is None:
-        check()
-    else:
-        agree(Exchange(run.group), check)
+    check_unsharded(model)
+    check_differentiable("fit")
+    check_choice("method", method, ("em", "gradient"))
+    check_is_tensor("data", data)
+    check_has_values("data", data)
+    if not data.dim():
+        raise ValueError("data: expected shape [n, ...], got []")
+    check_number("tolerance", tolerance)
+    check_flag("progress", progress)
+    _check_options(run, max_iterations, restarts)
+    if progress:
+        check_progress()
     best: tuple[Fit, dict[str, Tensor]] | None = None
     reached: list[float] = []
     aside: list[tuple[int, DegenerateError]] = []
@@ -208,11 +197,6 @@ class _Run(NamedTuple):
     generator: torch.Generator | None
 
     @property
-    def group(self) -> Any:
-        """The process group over whose ranks the model lies, or None."""
-        return getattr(self.model, "group", None)
-
-    @property
     def moving(self) -> bool:
         """Whether the parameters change after each batch."""
         return self.step is not None or (self.method == "gradient" and self.batch_size is not None)
@@ -224,19 +208,13 @@ class _Run(NamedTuple):
         if size >= n:
             yield partial(self.total, self.data, self.conditions)
             return
-        order = self._random_order(n) if self.moving else torch.arange(n)
+        order = torch.arange(n)
+        if self.moving:
+            where = "cpu" if self.generator is None else self.generator.device
+            order = torch.randperm(n, generator=self.generator, device=where)
         for rows in order.to(self.data.device).split(size):
             conditions = {name: value[rows] if _divided(value) else value for name, value in self.conditions.items()}
             yield partial(self.total, self.data[rows], conditions)
-
-    def _random_order(self, n: int) -> Tensor:
-        """A permutation, the same on all ranks."""
-        where, generator = "cpu" if self.generator is None else self.generator.device, self.generator
-        if self.group is not None:
-            seed = torch.randint(2**52, (), generator=generator, device=where)
-            seeds = Exchange(self.group).gather((), seed.double)
-            generator = torch.Generator(where).manual_seed(int(seeds[0]))
-        return torch.randperm(n, generator=generator, device=where)
 
     def total(self, data: Tensor, conditions: dict[str, Any]) -> Tensor:
         """The log-likelihood of a batch, in float64."""
@@ -324,8 +302,6 @@ def _check_options(run: _Run, max_iterations: int, restarts: int) -> None:
         raise TypeError(f"optimiser: expected a function of the parameters, got {run.optimiser!r}")
     if run.method == "em" and run.optimiser is not None:
         raise ValueError("optimiser: expected None with method 'em'")
-    if run.method == "gradient" and run.group is not None and not run.optimiser and not run.moving:
-        raise ValueError("optimiser: expected one that moves each number alone, such as Adam, with a group, got None")
     if run.method == "gradient" and not any(parameter.requires_grad for parameter in run.model.parameters()):
         raise ValueError("model: expected trained parameters with method 'gradient', got none")
     if run.method == "gradient" and not run.optimiser and not run.moving:

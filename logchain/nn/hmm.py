@@ -6,10 +6,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import distributed
 from ..adapters import ChainArguments
 from ..arguments import Lengths
-from ..distributed.product import partial_product
 from ..marginals import Marginals, marginals
 from ..product import product
 from ..sample import sample as draw_paths
@@ -30,7 +28,6 @@ from .potentials import (
     transitions,
     where_known,
 )
-from .sharded import sharded_arguments
 from .transitions.weights import TransitionWeights
 
 
@@ -76,9 +73,6 @@ class HMM(torch.nn.Module):
             `InputLayer`, so are NaN entries of the data, and `[v]` serves all sequences.
         lengths: integers from 1 to v, of the shape of the first axes of B; steps behind the end have no influence.
         covariates: the argument of `transition`; `[*B, v-1, ...]` where it depends on the step.
-        group: a process group of `torch.distributed` over whose ranks the steps are sharded: data, masks and covariates
-            are those of this rank's steps (covariates of the transitions into them), lengths those of whole sequences,
-            and the parameters the same on every rank; so are their gradients. See `logchain.distributed`.
 
     Raises:
         TypeError: an argument is of the wrong kind, or the emission has no such prior.
@@ -161,17 +155,6 @@ class HMM(torch.nn.Module):
         if not x.shape[-2]:
             raise ValueError(f"data: expected at least one step [*B, v, ...], got {list(data.shape)}")
         bulk = transitions(self.transition, x.shape, ends, covariates, self.num_steps)
-        return self._with_start(x, bulk, ends)
-
-    def local_arguments(
-        self, data: Tensor, observed: Tensor | None, covariates: Tensor | None, start: int
-    ) -> ChainArguments:
-        """The chain of this rank's data, behind `start` steps on the ranks before it."""
-        x, _ = potentials(self.emission, self.num_states, data, observed, None)
-        bulk = transitions(self.transition, x.shape, None, covariates, self.num_steps, start)
-        return self._with_start(x, bulk, None)
-
-    def _with_start(self, x: Tensor, bulk: Tensor | Transition, ends: Tensor | None) -> ChainArguments:
         if self.initial is not None:
             return ChainArguments(x, bulk, self.initial(), True, ends)
         p0 = stationary_start(bulk)
@@ -185,7 +168,6 @@ class HMM(torch.nn.Module):
         observed: Tensor | None = None,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
-        group: Any = None,
     ) -> Tensor:
         """`log p(data)` of each sequence.
 
@@ -194,7 +176,6 @@ class HMM(torch.nn.Module):
             observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
             lengths: integers from 1 to v, one for each sequence.
             covariates: the argument of `transition`.
-            group: the ranks that hold the steps; see the class.
 
         Returns:
             `[*B]` in nats, with gradients: float64 if a parameter is, otherwise float32; -inf for impossible data.
@@ -203,9 +184,6 @@ class HMM(torch.nn.Module):
         >>> hmm.log_prob(torch.tensor([[0, 2, 5], [1, 0, 0]]), lengths=[3, 1]).shape
         torch.Size([2])
         """
-        if group is not None:
-            sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "log_prob")
-            return partial_product(**sharded)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return product(**chain._asdict())
 
@@ -220,7 +198,6 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
         transitions: Literal["sum", "full"] | None = None,
-        group: Any = None,
     ) -> Marginals:
         """The posterior marginals of states and transitions: see `logchain.marginals`.
 
@@ -230,7 +207,6 @@ class HMM(torch.nn.Module):
             lengths: integers from 1 to v, one for each sequence.
             covariates: the argument of `transition`.
             transitions: None for none, "sum" for expected counts, "full" for posteriors of each step `[*B, v-1, c, c]`.
-            group: the ranks that hold the steps; see the class.
 
         Returns:
             `Marginals(states [*B, v, c], transitions, log_norm [*B])`; `log_norm` is `log p(data)` in nats.
@@ -246,9 +222,6 @@ class HMM(torch.nn.Module):
         tensor([[[1., 1.],
                  [0., 0.]]])
         """
-        if group is not None:
-            sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "posterior")
-            return distributed.marginals(**sharded, transitions=transitions)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return marginals(**chain._asdict(), transitions=transitions)
 
@@ -259,7 +232,6 @@ class HMM(torch.nn.Module):
         observed: Tensor | None = None,
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
-        group: Any = None,
     ) -> Path:
         """The most probable path of states of each sequence: see `logchain.viterbi`.
 
@@ -268,7 +240,6 @@ class HMM(torch.nn.Module):
             observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
             lengths: integers from 1 to v, one for each sequence.
             covariates: the argument of `transition`.
-            group: the ranks that hold the steps; see the class.
 
         Returns:
             `Path(states, score)`: int64 `[*B, v]`, -1 behind a sequence's end, and `log p(data, states)` `[*B]`, nats.
@@ -278,9 +249,6 @@ class HMM(torch.nn.Module):
         >>> hmm.decode(torch.tensor([0, 1, 48])).states
         tensor([0, 0, 1])
         """
-        if group is not None:
-            sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "decode")
-            return distributed.viterbi(**sharded)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return viterbi(**chain._asdict())
 
@@ -293,7 +261,6 @@ class HMM(torch.nn.Module):
         lengths: Lengths | None = None,
         covariates: Tensor | None = None,
         generator: torch.Generator | None = None,
-        group: Any = None,
     ) -> Tensor:
         """Independent draws of paths of states, given the data: see `logchain.sample`.
 
@@ -302,7 +269,6 @@ class HMM(torch.nn.Module):
             observed: bool `[*B, v, *event]` or `[*B, v]`, False where nothing is observed.
             lengths: integers from 1 to v, one for each sequence.
             covariates: the argument of `transition`.
-            group: the ranks that hold the steps; see the class.
             num_samples: the number of paths of each sequence.
             generator: the source of randomness.
 
@@ -315,9 +281,6 @@ class HMM(torch.nn.Module):
         tensor([[0, 0, 1],
                 [0, 0, 1]])
         """
-        if group is not None:
-            sharded = sharded_arguments(self, data, observed, lengths, covariates, group, "sample_posterior")
-            return distributed.sample(**sharded, num_samples=num_samples, generator=generator)
         chain = self.arguments(data, observed=observed, lengths=lengths, covariates=covariates)
         return draw_paths(**chain._asdict(), num_samples=num_samples, generator=generator)
 

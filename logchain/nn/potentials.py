@@ -60,24 +60,23 @@ def transitions(
     ends: Tensor | None,
     covariates: Tensor | None,
     num_steps: int | None,
-    start: int = 0,
     *,
     any_batch: bool = False,
 ) -> Tensor | Transition:
     """Log-probabilities `[*B or less, v-1 or 1, c, c]` of transitions, for log-potentials of a shape `[*B, v, c]`.
 
-    Or a structure of such. `start`: behind so many steps on other ranks. `any_batch`: B is not known.
+    Or a structure of such. `any_batch`: B is not known.
     """
     *batch, v, c = shape
     if isinstance(transition, LogWeights | TransitionWeights):
         if covariates is not None:
             raise ValueError("covariates: expected None without a transition module")
-        if num_steps is not None and start + v > num_steps:
+        if num_steps is not None and v > num_steps:
             name = "num_steps" if any_batch else "data"
-            raise ValueError(f"{name}: expected at most {num_steps} steps, got {start + v}")
+            raise ValueError(f"{name}: expected at most {num_steps} steps, got {v}")
         found: Tensor | Transition = transition()
         if num_steps is not None and isinstance(found, Tensor):
-            found = found[max(0, start - 1) : max(0, start + v - 1)]
+            found = found[: v - 1]
     else:
         if covariates is not None and ends is not None and covariates.shape[: len(batch) + 1] == (*batch, v - 1):
             covariates = fill(covariates, torch.arange(1, v, device=ends.device) < ends[..., None])
@@ -85,7 +84,7 @@ def transitions(
         if not isinstance(found, Transition):
             check_tensor("transition", found, 3)
             found = torch.log_softmax(arithmetic(found), -1)
-    _check_sizes(found, None if any_batch else batch, max(0, v - (start == 0)), c)
+    _check_sizes(found, None if any_batch else batch, v - 1, c)
     return found
 
 
