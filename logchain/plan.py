@@ -1,10 +1,7 @@
 """The schedule of a product and its predicted cost."""
 
-import math
-import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -16,16 +13,12 @@ from .schedules import choose, cost_counts
 from .schedules.choose import Strategy, Where
 from .schedules.cost import BOTH, FORWARD
 from .schedules.cost_counts import MEETING, SEQUENTIAL, Schedule, Size
-from .schedules.ranks import Link, cuts
 from .structured.operands import check_operands
 from .structured.product import check_options as check_structured_options
 from .transitions import Transition
 
 # an operand may be given by its shape alone
 Shape = Sequence[int]
-
-# more ranks are refused: each is listed
-_MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -50,28 +43,12 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """One way to cut a chain over ranks, `name`, with the number of `blocks` of the batch that follow each other.
-
-    `seconds` are predicted, `speedup` is that over one process, and `bytes` are what each rank sends.
-    """
-
-    name: str
-    blocks: int
-    seconds: float
-    speedup: float
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Plan(Estimate):
     """The `Estimate` of the schedule that `product` follows; `str()` is a table.
 
     `alternatives` are the other schedules, each with its best number of segments. `why` is the reason for the choice,
     `constants` the machine for which seconds are predicted, and `measured` whether its speed was measured.
     `checkpoint_every` is the number of transitions between kept messages under a `memory_budget`, None if all are kept.
-    `cuts` are the ways to cut the chain over `world_size` ranks, the fastest first, each with the bytes that a rank
-    sends and the speed-up over one process, or None.
     """
 
     alternatives: tuple[Estimate, ...]
@@ -80,9 +57,6 @@ class Plan(Estimate):
     measured: bool
     checkpoint_every: int | None
     title: str
-    sequences: int = 1
-    world_size: int | None = None
-    cuts: tuple[RankPlan, ...] = ()
 
     def __str__(self) -> str:
         rows = [self, *self.alternatives]
@@ -97,26 +71,7 @@ class Plan(Estimate):
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in table]
         kept = [] if self.checkpoint_every is None else [f"a message is kept every {self.checkpoint_every} transitions"]
-        lines = [self.title, *lines, *kept, self.why, *self._over_ranks(), f"constants: {self.constants}"]
-        return "\n".join(lines)
-
-    def _over_ranks(self) -> list[str]:
-        """A line for each cut over ranks, and advice."""
-        lines = [f"over {self.world_size} ranks:"] if self.cuts else []
-        for cut in self.cuts:
-            blocks = f" in {cut.blocks} blocks" * (cut.blocks > 1)
-            sent = f"a rank sends {_short(cut.bytes)}B"
-            lines.append(f"  {cut.name}{blocks}: {_time(cut.seconds)}, {cut.speedup:.2g} x, {sent}")
-        if self.cuts and self.advice:
-            lines.append(f"  {self.advice}")
-        return lines
-
-    @property
-    def advice(self) -> str:
-        """What is better than to cut the chain, or nothing."""
-        if not 1 < (self.world_size or 1) <= self.sequences:
-            return ""
-        return f"{self.sequences} sequences: each rank takes some of them by `logchain.product`, without any exchange"
+        return "\n".join([self.title, *lines, *kept, self.why, f"constants: {self.constants}"])
 
 
 def plan(
@@ -131,9 +86,6 @@ def plan(
     gradients: bool | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    world_size: SupportsIndex | None = None,
-    bandwidth: float = 1e9,
-    latency: float = 5e-4,
 ) -> Plan:
     """The schedule of `logchain.product` for given operands or shapes, with its work, memory and predicted time.
 
@@ -153,21 +105,16 @@ def plan(
         gradients: whether a backward pass follows; by default, whether a tensor requires gradients.
         dtype: dtype of operands given as shapes, by default float32.
         device: device of operands given as shapes, by default that of the tensors, or the CPU; it need not exist here.
-        world_size: a number of ranks that share the variables evenly: `Plan.cuts` are those of
-            `logchain.distributed.product`.
-        bandwidth: bytes a second that pass from a rank to the next.
-        latency: seconds that a message takes from a rank to the next.
 
     Returns:
         The `Plan` that `product` follows. `measured` is False for a device whose constants are from a data sheet.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: sizes do not go together; the `memory_budget` is too small, or given with another strategy than
-            "auto" and "sequential"; a number of ranks, a bandwidth or a latency is not positive; there are more than a
-            million (2^20) ranks, or the latency is infinite.
+        ValueError: sizes do not go together; or the `memory_budget` is too small, or given with another strategy than
+            "auto" and "sequential".
 
-    Cost: less than a millisecond for up to a thousand ranks; no chain is computed, and no operand allocated.
+    Cost: less than a millisecond; no chain is computed, and no operand allocated.
 
     Source: the work of each schedule is `v c^2` multiply-adds (sequential) or `v c^3` (chunked, tree), as in G. E.
     Blelloch, "Prefix sums and their applications" (1990); the constants are fitted to measurements.
@@ -175,18 +122,12 @@ def plan(
     >>> forum = plan((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200))
     >>> forum.schedule, forum.multiply_adds, forum.steps
     ('sequential', 780000000, 40)
-    >>> ranks = plan((1_000_000, 16), (1, 16, 16), (16,), gradients=True, world_size=2)
-    >>> ranks.cuts[0].name, ranks.cuts[0].bytes  # two ranks meet in the middle
-    ('vectors', 2504)
     >>> tree = plan((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200), strategy="tree")
     >>> tree.multiply_adds // forum.multiply_adds
     200
     """
-    ranks = _checked_ranks(world_size, bandwidth, latency)
     if isinstance(bulk, Transition):
         options = strategy, memory_budget
-        if world_size is not None:
-            raise NotImplementedError(f"world_size: expected None with a structure, got {world_size!r}")
         return _structured(x, bulk, p0, log_params, lengths, options, gradients, dtype, device)
     choose.check_options(strategy, memory_budget, {})
     check_float_dtype("dtype", dtype)
@@ -203,47 +144,12 @@ def plan(
     passes = "forward and backward" if gradients else "forward"
     title = f"product of x {list(x.shape)} and bulk {list(bulk.shape)}{', lengths' * (ends is not None)}: {passes}"
     planned = _plan(size, place, "sequential" if memory_budget is not None else strategy, f"{title}, {place.device}")
-    if ranks is not None:
-        planned = _over_ranks(planned, size, place, ranks, Link(latency, bandwidth))
     if memory_budget is None:
         return planned
     spacing = budgets.every_within(memory_budget, x, bulk, p0, gradients)
     if spacing is None:
         return replace(planned, why="sequential: memory_budget holds all messages")
     return _checkpointed(planned, size, place, spacing, budgets.Sizes.of(x, bulk, p0, gradients).checkpointed(spacing))
-
-
-def _checked_ranks(world_size: SupportsIndex | None, bandwidth: object, latency: object) -> int | None:
-    """The number of ranks, after checks of it and of what lies between ranks."""
-    for name, value in (("bandwidth", bandwidth), ("latency", latency)):
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected a number, got {value!r}")
-        if not value > 0:
-            raise ValueError(f"{name}: expected more than 0, got {value}")
-    if latency == math.inf:
-        raise ValueError(f"latency: expected a finite number, got {latency}")
-    if world_size is None:
-        return None
-    wrong = TypeError(f"world_size: expected a number of ranks or None, got {world_size!r}")
-    if isinstance(world_size, bool):
-        raise wrong
-    try:
-        ranks = operator.index(world_size)
-    except TypeError as error:
-        raise wrong from error
-    if not 1 <= ranks <= _MOST_RANKS:
-        raise ValueError(f"world_size: expected 1 to {_MOST_RANKS}, got {ranks}")
-    return ranks
-
-
-def _over_ranks(planned: Plan, size: Size, place: Where, ranks: int, link: Link) -> Plan:
-    """The plan with the cuts of its chain over so many ranks."""
-    sizes = [size.v * (rank + 1) // ranks - size.v * rank // ranks for rank in range(ranks)]
-    found = cuts(size, [one for one in sizes if one > 0], place.constants, link)
-    if ranks == 1:
-        found = [cut._replace(bytes=0) for cut in found]
-    of_ranks = (RankPlan(cut.name, cut.blocks, cut.seconds, planned.seconds / cut.seconds, cut.bytes) for cut in found)
-    return replace(planned, sequences=size.sequences, world_size=ranks, cuts=tuple(of_ranks))
 
 
 def _structured(

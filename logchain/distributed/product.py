@@ -44,8 +44,8 @@ def product(
             "products" does so on the outer ranks, while those between multiply their matrices. "overlapped" begins
             each rank some steps early, and verifies that the chain has forgotten by then how it began, as
             `logchain.product` does in segments; if it has not, the ranks walk again in turn. "auto" takes the one that
-            a cost model predicts to be fastest: see `logchain.plan(..., world_size=)`. So do chains that cannot be cut
-            as asked for: "products" needs three ranks with variables, "overlapped" 2,000 variables on each.
+            a cost model predicts to be fastest. So do chains that cannot be cut as asked for: "products" needs three
+            ranks with variables, "overlapped" 2,000 variables on each.
 
     Returns:
         `[*B]`, the same on all ranks, as of `logchain.product`. Gradients are those of this rank's x and matrices; of

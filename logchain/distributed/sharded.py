@@ -12,7 +12,7 @@ from ..autograd.operator import call
 from ..operands import Operands, arithmetic_dtype, differentiated
 from ..schedules.choose import Where, where
 from ..schedules.cost_counts import Size
-from ..schedules.ranks import Cut, Link, cuts
+from ..schedules.ranks import Cut, cuts
 from .agreement import marks
 from .exchange import Exchange
 from .overlapped import Overlapped
@@ -68,7 +68,7 @@ class Sharded:
             return Products(self.exchange, self.shards, first, self._turns, self._keep)
         if cut.name == "vectors":
             return Vectors(self.exchange, self.shards, self._blocks, self._turns)
-        other = next(one for one in ranked if one.name == "products" or one == ("vectors", 1, *one[2:]))
+        other = next(one for one in ranked if one.name == "products" or one[:2] == ("vectors", 1))
         in_turn = self._passes_of(other, ranked)
         assert not isinstance(in_turn, Overlapped)
         return Overlapped(self.exchange, self.shards, first, in_turn)
@@ -161,7 +161,7 @@ class Sharded:
 @lru_cache(maxsize=2**10)
 def _ranked(size: Size, sizes: tuple[int, ...], place: Where) -> list[Cut]:
     """The ways to cut a chain over ranks that hold so many variables, the fastest first."""
-    return cuts(size, sizes, place.constants, Link())
+    return cuts(size, sizes, place.constants)
 
 
 def _slices(x: Tensor, count: int) -> list[slice]:

@@ -1,4 +1,4 @@
-"""The seconds that each way to cut a chain over ranks is predicted to take, and the bytes that a rank sends.
+"""The seconds that each way to cut a chain over ranks is predicted to take.
 
     vectors(K)     (K + R - 2) turns of a block of the batch, each with a collective; 2 ranks: one turn
     products       the slowest of the outer ranks' vectors and the inner ranks' products, then vectors again; gradients
@@ -26,37 +26,28 @@ _ROWS = 0.8
 # seconds of a call beside its walks and collectives, of either pass
 _CALL = 1e-3
 
+# seconds for a message from a rank to the next, and bytes a second
+_LATENCY, _BANDWIDTH = 5e-4, 1e9
+
 # bytes of the header with which ranks agree on sizes, of the status of a gather, and of what is summed beside gradients
 _HEADER, _STATUS = 104, 16
 _MARKS = 48
 
 
-class Link(NamedTuple):
-    """What lies between two ranks: `latency` seconds for a message, and `bandwidth` bytes a second."""
-
-    latency: float = 5e-4
-    bandwidth: float = 1e9
-
-    def seconds(self, sent: int, ranks: int) -> float:
-        """The time in which every rank sends so many bytes to all others."""
-        return (ranks - 1) * (self.latency + sent / self.bandwidth)
-
-
 class Cut(NamedTuple):
-    """A way to cut a chain: its name, the number of blocks of the batch, and its predicted seconds and bytes sent."""
+    """A way to cut a chain: its name, the number of blocks of the batch, and its predicted seconds."""
 
     name: str
     blocks: int
     seconds: float
-    bytes: int
 
 
-def cuts(size: Size, sizes: Sequence[int], costs: Constants, link: Link) -> list[Cut]:
+def cuts(size: Size, sizes: Sequence[int], costs: Constants) -> list[Cut]:
     """All cuts of chains of this size over ranks that hold so many variables, the fastest first.
 
     `size.v` does not matter; `sizes` are those of the ranks that hold variables.
     """
-    model = _Model(size, list(sizes), costs, link)
+    model = _Model(size, list(sizes), costs)
     found = [model.vectors(blocks) for blocks in model.numbers_of_blocks()]
     if len(sizes) > 2:
         found.append(model.products())
@@ -69,7 +60,6 @@ class _Model(NamedTuple):
     size: Size
     sizes: list[int]
     costs: Constants
-    link: Link
 
     def numbers_of_blocks(self) -> list[int]:
         """The numbers of blocks of the batch that are tried: one, or as many as keep ranks of a pipeline busy."""
@@ -114,10 +104,10 @@ class _Model(NamedTuple):
         if self.size.gradients:
             shared = _MARKS + 8 * ranks + 8 * self.size.c * (self.size.g * self.size.c * self.size.one_matrix + 1)
         seconds += _CALL * (1 + self.size.gradients)
-        collectives = self.link.seconds(_HEADER, ranks) + gathers * self.link.seconds(sent, ranks)
+        collectives = _exchange(_HEADER, ranks) + gathers * _exchange(sent, ranks)
         if self.size.gradients:
-            collectives += self.link.seconds(shared, ranks)
-        return Cut(name, blocks, seconds + collectives, _HEADER + gathers * sent + shared)
+            collectives += _exchange(shared, ranks)
+        return Cut(name, blocks, seconds + collectives)
 
     def _message(self) -> int:
         return 8 * self.size.sequences * (self.size.c + 2)
@@ -133,3 +123,8 @@ class _Model(NamedTuple):
 
     def _product(self, v: int) -> float:
         return _ROWS * self.size.c * self._walk(v)
+
+
+def _exchange(sent: int, ranks: int) -> float:
+    """The time in which every rank sends so many bytes to all others."""
+    return (ranks - 1) * (_LATENCY + sent / _BANDWIDTH)

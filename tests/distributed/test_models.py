@@ -104,4 +104,3 @@ def test_sharded_parameters_are_not_written(teams, kind, method):
     """FSDP2 would drop what these methods write."""
     for outcome in teams(2).run(write_sharded, kind, method):
         assert isinstance(outcome.error, ValueError) and "expected one that is not sharded yet" in str(outcome.error)
-
