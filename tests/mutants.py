@@ -473,6 +473,13 @@ MUTANTS = [
         "tests/distributed/test_one_process.py -k 'results_equal and matrix and product'",
     ),
     Mutant(
+        "the last rank scans the first block of a batch alone",
+        "logchain/distributed/vectors.py",
+        "*self._blocks[turn].turned()",
+        "*self._blocks[0].turned()",
+        "tests/distributed/test_one_process.py -k large_batches",
+    ),
+    Mutant(
         "counts of one matrix are of a transposed product",
         "logchain/distributed/products.py",
         "following.append(times(following[-1], matrix.mT)[0])",

@@ -14,7 +14,7 @@ _OF_VARIABLES = {"gradient of x": -2, "posteriors": -2, "path": -1}
 
 
 class Case(NamedTuple):
-    """A chain as one process has it: x `[*B, v, c]`, `bulk`, p0, lengths, and the numbers of variables of ranks."""
+    """A chain as one process has it, the numbers of variables of ranks, and the layout of their parts, if any."""
 
     x: Tensor
     bulk: Tensor
@@ -22,6 +22,7 @@ class Case(NamedTuple):
     lengths: Tensor | None
     log_params: bool
     sizes: tuple[int, ...]
+    layout: str | None = None
 
     @property
     def options(self) -> dict:
@@ -42,12 +43,10 @@ class Case(NamedTuple):
         """The matrices of a rank: all if there is one for every step."""
         return slice(0, 1) if self.bulk.shape[-3] == 1 else self.steps(rank)
 
-    def of(self, rank: int, layout: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x, `bulk` and p0 of a rank, in separate memory, possibly in one of the layouts of `tests.layouts`."""
-        x, bulk = self.x[..., self.variables(rank), :], self.bulk[..., self.matrices(rank), :, :]
-        if layout is not None:
-            return relaid(x, layout), relaid(bulk, layout), relaid(self.p0, layout)
-        return x.clone(), bulk.clone(), self.p0.clone()
+    def of(self, rank: int) -> tuple[Tensor, ...]:
+        """x, `bulk` and p0 of a rank."""
+        parts = self.x[..., self.variables(rank), :], self.bulk[..., self.matrices(rank), :, :], self.p0
+        return tuple(part.clone() if self.layout is None else relaid(part, self.layout) for part in parts)
 
     def part(self, rank: int, name: str, result: Tensor) -> Tensor:
         """A rank's part of a result, by its name."""
@@ -59,9 +58,10 @@ class Case(NamedTuple):
 
 
 def chain(
-    sizes, c, *, batch=(), own=(), one_matrix=True, log_params=False, dtype=F64, lengths=False, zeros=0.2, scale=2.0
-) -> Case:
-    """A random chain with zeros among its weights; `own` are the batch axes of `bulk`."""
+    sizes, c, *, batch=(), own=(), one_matrix=True, log_params=False, dtype=F64, lengths=False, zeros=0.2, scale=2.0,
+    change=lambda x: x, layout=None,
+) -> Case:  # fmt: skip
+    """A random chain with zeros among its weights; `own` are the batch axes of `bulk`, and `change` is made to x."""
     generator = torch.Generator().manual_seed(sum(sizes) + c)
     v = sum(sizes)
     x = scale * torch.randn(*batch, v, c, generator=generator, dtype=F64)
@@ -69,5 +69,6 @@ def chain(
     bulk = bulk * (torch.rand(bulk.shape, generator=generator) > zeros)
     p0 = torch.rand(c, generator=generator, dtype=F64)
     bulk, p0 = (bulk.log(), p0.log()) if log_params else (bulk, p0)
+    p0 = p0 if layout is None else p0.expand(*batch, -1)
     ends = torch.randint(1, v + 1, batch, generator=generator) if lengths else None
-    return Case(x.to(dtype), bulk.to(dtype), p0.to(dtype), ends, log_params, tuple(sizes))
+    return Case(change(x).to(dtype), bulk.to(dtype), p0.to(dtype), ends, log_params, tuple(sizes), layout)

@@ -1,6 +1,7 @@
 """Teams of processes, shared by all tests."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
@@ -14,14 +15,11 @@ def teams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("torch.distributed has no gloo here")
     working: dict[int, Team] = {}
+    with ExitStack() as stack:
 
-    def team(size: int) -> Team:
-        if size in working and working[size].broken:
-            working.pop(size).close()
-        if size not in working:
-            working[size] = Team(size, tmp_path_factory.mktemp(f"team_of_{size}"))
-        return working[size]
+        def team(size: int) -> Team:
+            if size not in working or working[size].broken:
+                working[size] = stack.enter_context(Team(size, tmp_path_factory.mktemp(f"team_of_{size}")))
+            return working[size]
 
-    yield team
-    for each in working.values():
-        each.close()
+        yield team

@@ -2,13 +2,13 @@
 
 import datetime
 import multiprocessing
-import sys
-import traceback
+import os
+import signal
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,115 +18,52 @@ from torch.utils._pytree import tree_map_only
 GROUP, TASK = 30, 100
 
 
-class Outcome(NamedTuple):
-    """What a rank did: it returned a `value`, raised an `error`, or its process ended with an `exit` code."""
-
-    value: Any = None
-    error: BaseException | None = None
-    trace: str = ""
-    exit: int | None = None
-
-
 class Team:
     """A group of processes, one for each rank, that runs one task after the other; a context manager."""
 
     def __init__(self, size: int, folder: Path, timeout: float = GROUP) -> None:
-        context, store = _context(), folder / "store"
-        self.size, self.broken, self._pipes, self._processes = size, False, [], []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, str(store), timeout), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-        begun = self._received(TASK)
-        assert not self.broken, begun
-
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:
-        """What `function(rank, *args)` does on each rank; a function of a module, whose results can be pickled."""
-        # whoever is still importing would keep the others waiting: all begin together
-        for each in (function, args), None:
-            for pipe in self._pipes:
-                pipe.send(each)
-            outcomes = self._received(TASK)
-            if self.broken:
-                break
-        return outcomes
+        context, self.broken = multiprocessing.get_context("forkserver"), False
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
+        shared = size, str(folder / "store"), timeout
+        self._ranks = [ProcessPoolExecutor(1, context, _join, (rank, *shared)) for rank in range(size)]
+        self._processes = [begun.result(TASK) for begun in [rank.submit(os.getpid) for rank in self._ranks]]
 
     def values(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(rank, *args)` returns on each rank; raises if one raises or dies."""
-        outcomes = self.run(function, *args)
-        for rank, outcome in enumerate(outcomes):
-            assert outcome.exit is None and outcome.error is None, f"rank {rank}: {outcome.exit} {outcome.trace}"
-        return [outcome.value for outcome in outcomes]
+        """What `function(rank, *args)` returns on each rank; raises what one of them raises."""
+        return [task.result() for task in self._run(function, *args)]
 
-    def close(self) -> None:
-        """End all processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
+    def errors(self, function: Callable[..., Any], *args: Any) -> list[BaseException | None]:
+        """What `function(rank, *args)` raises on each rank: `BrokenProcessPool` if its process has ended."""
+        return [task.exception() for task in self._run(function, *args)]
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> list[Future[Any]]:
+        """A function of a module, whose results can be pickled, on each rank."""
+        # whoever is still importing its module would keep the others waiting: all begin together
+        for imported in [rank.submit(callable, function) for rank in self._ranks]:
+            imported.result(TASK)
+        tasks = [process.submit(_call, function, rank, args) for rank, process in enumerate(self._ranks)]
+        for late in wait(tasks, TASK).not_done:
+            os.kill(self._processes[tasks.index(late)], signal.SIGKILL)
+        # a process has ended, or a collective has failed on some ranks
+        errors = [task.exception() for task in tasks]
+        self.broken = len(set(map(str, errors))) > 1 and any(isinstance(error, RuntimeError) for error in errors)
+        return tasks
 
     def __enter__(self) -> "Team":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _received(self, seconds: float) -> list[Outcome]:
-        """An outcome of each rank; a team is broken if a process has died, or a collective has failed on some ranks."""
-        until = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
-        waiting: dict[Connection, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        outcomes = [Outcome()] * self.size
-        while waiting:
-            ready = wait(list(waiting), max(0.0, (until - datetime.datetime.now()).total_seconds()))
-            if not ready:
-                self.broken = True
-                self.close()
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {seconds} seconds")
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    outcomes[rank] = pipe.recv()
-                except EOFError:
-                    self._processes[rank].join(seconds)
-                    outcomes[rank] = Outcome(exit=self._processes[rank].exitcode)
-                self.broken |= outcomes[rank].exit is not None
-        errors = {str(outcome.error) for outcome in outcomes}
-        self.broken |= len(errors) > 1 and any(isinstance(outcome.error, RuntimeError) for outcome in outcomes)
-        return outcomes
+        for rank in self._ranks:
+            rank.shutdown()
 
 
-def _context() -> Any:
-    """How processes start: on Linux as forks of a process that has imported torch, otherwise afresh."""
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
-    return context
-
-
-def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -> None:
-    """Join the group, and run tasks until the pipe is closed."""
+def _join(rank: int, size: int, path: str, timeout: float) -> None:
+    """Join the group."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
-    pipe.send(Outcome())
-    while True:
-        try:
-            function, args = pipe.recv()
-            pipe.send(Outcome())
-            pipe.recv()
-        except EOFError:
-            return
-        try:
-            outcome = Outcome(tree_map_only(torch.Tensor, torch.Tensor.detach, function(rank, *args)))
-        except Exception as error:
-            outcome = Outcome(error=error, trace=traceback.format_exc())
-        pipe.send(outcome)
+    store, patience = dist.FileStore(path, size), datetime.timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+
+
+def _call(function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, function(rank, *args))
