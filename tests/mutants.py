@@ -20,13 +20,17 @@ C, PLAIN, GPU = "kernels/cpu/c/", "kernels/plain/", "kernels/gpu/"
 
 
 class Mutant(NamedTuple):
-    """In `file`, `new` takes the place of `old`; `rows` are arguments of pytest for tests that see it."""
+    """In `file`, `new` takes the place of `old`; `rows` are arguments of pytest for tests that see it.
+
+    `narrow`: a change of the C sources is compiled for the least level, whose vectors are narrow.
+    """
 
     name: str
     file: str
     old: str
     new: str
     rows: str
+    narrow: bool = False
 
 
 def table(rows: str) -> str:
@@ -36,6 +40,30 @@ def table(rows: str) -> str:
 
 VALUES, LENGTHS = "values_and_gradients", "lengths_are"
 MESSAGES = "tests/transitions/test_queries.py -k 'of_its_matrices and messages'"
+SEARCH = "tests/kernels/cpu/test_adversary.py -k 'found or searched or level'"
+
+# What a random search sees. That a matrix's largest entry is not looked at stays unseen: matrices of which it lies far
+# from 1 have been rescaled, and the rest is less than the guard bits.
+SEARCHED = [
+    ("zeros are always believed", "step.h", "return matrix->low < safe_entry;",
+     "return 0 * (matrix->low < safe_entry);"),
+    ("the last sum is not looked at", "forward.h", "(sum > 0 && sum < (double)TRUSTED)",
+     "(sum > 0 && sum < 0 * (double)TRUSTED)"),
+    ("the threshold is 2^20 lower", "scale.h", "power_of_two(TOP - DEEPEST + GUARD)",
+     "power_of_two(TOP - DEEPEST + GUARD - 20)"),
+    ("backward messages are not tested", "backward.h", "lost |= is_lossy(", "lost |= 0 & is_lossy("),
+    ("what rescaling loses is forgotten", "step.h", "if (low == 0) a->low = 0;", "if (low < 0) a->low = 0;"),
+    ("sums of one sequence of few states are believed", "few_loops.h", "return !low &&", "return (!low || 1) &&"),
+    ("sums of few states are believed where each step has a matrix", "few_loops.h",
+     "real top;\n        naturals limit = !one && raised ?",
+     "real top;\n        naturals limit = !one && raised ? bounds.least[0] : 0 ?"),
+    ("the largest entry that a product has seen is 0", "step.h", "a->high = real_of((whole)bits), a->has_high = 1;",
+     "a->high = 0 * real_of((whole)bits), a->has_high = 1;"),
+    ("what was counted is counted again", "exact.h", "step + 1 <= a->uncounted[q]", "step + 1 <= a->steps"),
+    ("what was not counted is not redone", "backward.h", "a->uncounted[q] = step + 1", "a->uncounted[q] = 0"),
+    ("starts are not looked at", "step.h", "return lossy;\n}", "return 0 * lossy;\n}"),
+]  # fmt: skip
+
 MUTANTS = [
     # torch operations
     Mutant(
@@ -199,6 +227,15 @@ MUTANTS = [
         "exponential(where(a == -INFINITE, a, larger(splat(LOG_DEEPEST), a - top)), NO_TAIL)",
         "exponential(a - top, NO_TAIL)",
         "tests/test_matmul.py",
+    ),
+    *(Mutant(name, C + file, old, new, SEARCH) for name, file, old, new in SEARCHED),
+    Mutant(
+        "raised emissions are not asked about",
+        C + "step.h",
+        "return raised || least < bits_of(TRUSTED) ||",
+        "return (raised & 0) || least < bits_of(TRUSTED) ||",
+        SEARCH,
+        narrow=True,
     ),
     # Triton
     Mutant(
@@ -541,9 +578,10 @@ def applied(mutant: Mutant, folder: Path) -> Iterator[None]:
     try:
         path.write_text(source.replace(mutant.old, mutant.new))
         if mutant.file.startswith(C):
+            level = "next(iter(build.this_machine().levels))" if mutant.narrow else "library.level()"
             build = (
                 "from logchain.kernels.cpu import build, library;"
-                "build.compile_library(build.this_machine(), library.level(), build.HERE)"
+                f"build.compile_library(build.this_machine(), {level}, build.HERE)"
             )
             run([sys.executable, "-c", build], folder, check=True)
         yield

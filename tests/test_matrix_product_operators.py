@@ -15,8 +15,11 @@ INF = float("inf")
 OPS = torch.ops.logchain
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("s", "dtype"), [(1, F32), (2, F64), (8, F64), (13, F32)], ids=str)
+CASES = [(1, F32), (2, F64), (8, F64), (13, F32)]
+CASES = [(name, *CASES[i % 4]) for i, name in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(("name", "s", "dtype"), CASES, ids=str)
 def test_in_place_is_the_same(name, s, dtype, room):
     stack = draw(name, s, 4, dtype)
     expected = logchain.matrix_product(stack)
@@ -25,17 +28,16 @@ def test_in_place_is_the_same(name, s, dtype, room):
 
 
 # one stack is 8 MB
-SHAPE = 4, 128, 64, 64
+SHAPE = 4, 512, 32, 32
 STACK = 4 * math.prod(SHAPE)
 WORKSPACE = 10 * 4 * 2**17
 
 
-@pytest.mark.parametrize("name", ["dense", "one lossy"])
-def test_memory_of_the_product(name, room):
+@pytest.mark.parametrize("lossy", [False, True])
+def test_memory_of_the_product(lossy, room):
     stack = torch.randn(SHAPE)
-    if name != "dense":
-        stack[1] *= 60.0
-    extra = STACK // 2 + (STACK // 4 if name != "dense" else 0)
+    stack[1] *= 60.0 if lossy else 1.0
+    extra = STACK // 2 + lossy * STACK // 4
     assert peak_bytes(lambda: [logchain.matrix_product(stack)]) <= extra + WORKSPACE
     assert peak_bytes(lambda: [logchain.matrix_product(stack.clone(), inplace=True)]) <= STACK + WORKSPACE
 
@@ -43,7 +45,7 @@ def test_memory_of_the_product(name, room):
 @pytest.mark.parametrize(("function", "stacks"), [(logchain.matrix_product, 1), (logchain.prefix_products, 2)])
 def test_memory_of_the_gradient(function, stacks, room):
     leaf = torch.randn(SHAPE, requires_grad=True)
-    assert peak_bytes(lambda: [logchain.prefix_products(leaf.detach())]) <= WORKSPACE
+    assert stacks == 1 or peak_bytes(lambda: [function(leaf.detach())]) <= WORKSPACE
     out = function(leaf)
     weights = torch.ones_like(out)
     assert peak_bytes(lambda: torch.autograd.grad(out, leaf, weights)) <= stacks * STACK + WORKSPACE
@@ -52,12 +54,7 @@ def test_memory_of_the_gradient(function, stacks, room):
 @pytest.mark.parametrize("function", BOTH)
 @pytest.mark.parametrize(
     ("name", "s", "c"),
-    [
-        *((name, 3, 2) for name in ("dense", "misaligned", "abyss", "sparse", "dead", "mixed")),
-        ("dead", 2, 3),
-        ("dense", 1, 3),
-        ("misaligned", 5, 2),
-    ],
+    [("dense", 1, 3), ("misaligned", 5, 2), ("abyss", 3, 2), ("sparse", 3, 2), ("dead", 3, 2), ("mixed", 3, 2)],
 )
 def test_finite_differences(function, name, s, c):
     stack = draw(name, s, c, F64, seed=3)[-1:]
@@ -69,7 +66,7 @@ def test_finite_differences(function, name, s, c):
     varied = torch.where(hard, 0.0, stack).requires_grad_()
     if possible.any():
         assert torch.autograd.gradcheck(value, varied)
-        assert torch.autograd.gradgradcheck(value, varied)
+        assert torch.autograd.gradgradcheck(value, varied, fast_mode=True)
 
 
 @pytest.mark.parametrize("function", BOTH)
@@ -81,8 +78,7 @@ def test_a_third_derivative_is_refused(function):
         torch.autograd.grad(second.square().sum(), leaf)
 
 
-@pytest.mark.parametrize("prefixes", [False, True])
-@pytest.mark.parametrize("s", [1, 5])
+@pytest.mark.parametrize(("s", "prefixes"), [(1, False), (5, True)])
 def test_opcheck(s, prefixes):
     stack = draw("mixed", s, 3, F64).requires_grad_()
     torch.library.opcheck(OPS.log_products.default, (stack, prefixes))

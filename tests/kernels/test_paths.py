@@ -1,7 +1,6 @@
 """State paths by the kernels: the rooms agree, whatever the sizes, layouts, levels and threads."""
 
 import importlib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from logchain.kernels.plain.forward import forward as plain_forward
 from logchain.operands import chain_of
 from tests.contract import poisoned_memory
 from tests.families import FAMILIES
-from tests.layouts import STRANGE, poisoned, strange
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -57,7 +55,7 @@ def assert_same(found, expected):
 
 
 @QUESTIONS
-@pytest.mark.parametrize("c", [1, 2, 3, 4, 5, 8, 17, 33, 64])
+@pytest.mark.parametrize("c", [1, 3, 8, 17, 64])
 def test_rooms_agree_exactly(c, question):
     for seed, (dtype, each, log, lengths) in enumerate(
         [(F64, True, False, None), (F64, False, True, LENGTHS), (F32, False, False, LENGTHS), (F32, True, True, None)]
@@ -72,19 +70,6 @@ def test_rooms_agree_exactly(c, question):
             found = answer("cpu", question, problem, 13, count)
             assert_same(found, answer("plain", question, problem, 13, count))
             assert (found[0][..., 12:] == -1).all()
-
-
-@QUESTIONS
-@pytest.mark.parametrize("name", ["sparse", "bakis_jump", "one_dead", "detour", "left_to_right", "far_start"])
-def test_rooms_agree_where_much_is_impossible(name, question):
-    chain = FAMILIES[name](F64, n=4)
-    v = chain.x.shape[-2]
-    for lengths in (None, [3, v, 2, 1]):
-        for given in (chain, chain.logs(), chain._replace(bulk=chain.bulk[..., :1, :, :])):
-            found, expected = (answer(where, question, arranged(given, lengths), v, 2) for where in ("cpu", "plain"))
-            if question == "topk_paths":  # of paths that tie for the last place, any
-                found, expected = ([states[:, :, :1], unknown] for states, unknown in (found, expected))
-            assert_same(found, expected)
 
 
 @QUESTIONS
@@ -131,41 +116,11 @@ def test_levels_agree(level, question, monkeypatch):
         arguments.function.cache_clear()
 
 
-@QUESTIONS
-@pytest.mark.parametrize("name", ["dense", "bakis_jump", "detour"])
-def test_sequences_one_behind_the_other(name, question):
-    chain = FAMILIES[name](F64, v=12, n=6, t=1)
-    chain = chain._replace(bulk=chain.bulk[..., :1, :, :])
-    chain.x[2, 0, 1, 0] = NAN
-    padded, ends = arranged(chain, LENGTHS), torch.tensor(LENGTHS)
-    inside = torch.arange(12) < ends[:, None]
-    rows = replace(padded, x=chain.x[:, 0][inside], starts=ends.cumsum(0) - ends, p0=chain.p0[0])
-    numbers = numbers_for(padded, 12)
-    expected, unknown = answer("cpu", question, padded, 12, numbers=numbers)
-    found, missing = answer("cpu", question, rows, len(rows.x), numbers=numbers[:, 0, inside].contiguous())
-    ranked = {"viterbi": expected[0], "topk_paths": expected[0].movedim(1, 0), "sample": expected[:, 0]}[question]
-    assert torch.equal(found, ranked[..., inside]) and torch.equal(missing, unknown)
-    assert (found[..., 13:20] == -1).all() and (found[..., :13] >= 0).any()
-
-
-@QUESTIONS
-@pytest.mark.parametrize("how", STRANGE)
-def test_strange_strides_and_what_lies_behind(how, question):
-    for each in (False, True):
-        chain = FAMILIES["bakis_jump"](F64, each=each)
-        assert_same(
-            answer("cpu", question, arranged(strange(chain, how)), 24), answer("cpu", question, arranged(chain), 24)
-        )
-    lengths = [3, 24, 1]
-    clean, dirty = (arranged(given, lengths) for given in (chain, poisoned(chain, lengths)))
-    assert_same(answer("cpu", question, dirty, 24), answer("cpu", question, clean, 24))
-
-
 @pytest.mark.parametrize("where", ["plain", "cpu"])
-@pytest.mark.parametrize("number", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+@pytest.mark.parametrize("number", [0.0, 2.0**-53, 1 - 2.0**-53])
 def test_the_ends_of_the_unit_interval(number, where):
     """No state of weight zero is drawn."""
-    for name in ("sparse", "left_to_right", "bakis_jump", "tiny_transitions", "log_far", "one_hot"):
+    for name in ("sparse", "bakis_jump", "tiny_transitions", "log_far"):
         for dtype in (F32, F64):
             chain = FAMILIES[name](dtype)
             problem = arranged(chain)
@@ -187,7 +142,7 @@ def test_a_threshold_below_all_numbers(where):
 
 
 @pytest.mark.parametrize("where", ["plain", "cpu"])
-@pytest.mark.parametrize("name", ["dense", "sparse", "left_to_right"])
+@pytest.mark.parametrize("name", ["dense", "left_to_right"])
 def test_messages_that_are_logarithms_all_of_them(name, where):
     """As those of sequences that were redone are."""
     draw = room(where, "sample").draw
@@ -201,8 +156,7 @@ def test_messages_that_are_logarithms_all_of_them(name, where):
         assert torch.equal(one, other) and (one >= 0).any()
 
 
-@pytest.mark.parametrize("one_matrix", [True, False])
-@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(("one_matrix", "ended"), [(True, False), (False, False), (False, True)])
 def test_rooms_agree_on_the_messages_of_a_stretch(one_matrix, ended):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(9, 5, 4, generator=generator, dtype=F64).round()  # (v, m, c), with ties

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 import logchain
-from tests.contract import depth, gradient_bound, sum_to, value_bound
+from logchain import reference
+from tests.best_paths import numbers
+from tests.contract import Truth, sum_to
 from tests.families import Chain
 
 SEQUENCES = 64
@@ -31,18 +33,6 @@ class Drawn(NamedTuple):
 
     chain: Chain
     lengths: torch.Tensor | None
-
-
-class Truth(NamedTuple):
-    """What float64 log-sum-exp says of sequences [*B], and by how much that may be wrong."""
-
-    log_norm: np.ndarray
-    states: np.ndarray  # [*B, v, c]
-    transitions: np.ndarray  # [*B, v - 1, c, c]
-    reach: tuple[np.ndarray, np.ndarray]  # where paths pass, however unlikely
-    depth: np.ndarray
-    steps: np.ndarray
-    slack: np.ndarray  # in nats: the reference's own rounding
 
 
 class Search:
@@ -187,66 +177,18 @@ def _detours(
     return x, _levels(r, shape, wider) * (r.random(shape) < r.choice([0.3, 0.5, 0.7]))
 
 
-# ----------------------------------------------------------------------------------------------------------- the truth
-
-
-def _sum(array: np.ndarray, axis: int) -> np.ndarray:
-    """Log-sum-exp over an axis."""
-    top = array.max(axis, keepdims=True)
-    top = np.where(np.isfinite(top), top, 0.0)
-    return np.log(np.exp(array - top).sum(axis)) + top.squeeze(axis)
-
-
-def truth_of(drawn: Drawn) -> Truth:
-    """Forward and backward messages in float64 logarithms, whose rounding is at most that of the largest of them."""
-    with np.errstate(all="ignore"):
-        return _truth(drawn)
-
-
-def _truth(drawn: Drawn) -> Truth:
-    chain = drawn.chain
-    x, bulk, p0 = (tensor.double().numpy() for tensor in chain[:3])
-    if not chain.log_params:
-        bulk, p0 = np.log(bulk), np.log(p0)
-    *batch, v, c = x.shape
-    bulk = np.broadcast_to(bulk, (*bulk.shape[:-3], v - 1, c, c))
-    ends = np.full(batch, v) if drawn.lengths is None else drawn.lengths.numpy()
-    there = np.arange(v) < ends[..., None]  # [*B, v]
-    ahead, behind = np.zeros_like(x), np.zeros_like(x)
-    ahead[..., 0, :] = p0 + x[..., 0, :]
-    for i in range(1, v):
-        ahead[..., i, :] = _sum(ahead[..., i - 1, :, None] + bulk[..., i - 1, :, :], -2) + x[..., i, :]
-    for i in range(v - 2, -1, -1):
-        entered = _sum(bulk[..., i, :, :] + (x[..., i + 1, :] + behind[..., i + 1, :])[..., None, :], -1)
-        behind[..., i, :] = np.where(there[..., i + 1, None], entered, 0)
-    log_norm = _sum(np.take_along_axis(ahead, ends[..., None, None] - 1, -2)[..., 0, :], -1)
-    possible = np.isfinite(log_norm)
-    norm = np.where(possible, log_norm, 0)[..., None, None]
-    passing = np.where((there & possible[..., None])[..., None], ahead + behind - norm, -np.inf)
-    pairs = ahead[..., :-1, :, None] + bulk + (x + behind)[..., 1:, None, :] - norm[..., None]
-    pairs = np.where((there & possible[..., None])[..., 1:, None, None], pairs, -np.inf)
-    states, transitions = np.exp(passing), np.exp(pairs)
-    levels = [(ahead, states), (behind, states), (x, states)]
-    if chain.log_params:
-        flat = (*transitions.shape[:-2], c * c)
-        matrices = np.broadcast_to(bulk, transitions.shape).reshape(flat)
-        levels += [
-            (np.broadcast_to(p0, (*batch, c))[..., None, :], states[..., :1, :]),
-            (matrices, transitions.reshape(flat)),
-        ]
-    sizes = [np.where(np.isfinite(array), np.abs(array), 0).max((-2, -1), initial=0) for array in (ahead, behind, x)]
-    slack = 2 * ends * (c + 8 + 2 * np.max(sizes, 0)) * 2.0**-53
-    reach = passing > -np.inf, pairs > -np.inf
-    return Truth(log_norm, states, transitions, reach, np.max([depth(*level) for level in levels], 0), ends, slack)
-
-
 # ----------------------------------------------------------------------------------------------------------- judgement
 
 
 def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1, **options) -> None:
     """Compare value and gradients with the truth: as the contract says, and the reference's own rounding besides."""
-    chain, truth = drawn.chain, truth_of(drawn)
-    dtype, c = chain.x.dtype, chain.x.shape[-1]
+    chain, dtype, c = drawn.chain, drawn.chain.x.dtype, drawn.chain.x.shape[-1]
+    known = {"log_params": chain.log_params, "lengths": drawn.lengths}
+    with np.errstate(all="ignore"):
+        truth = Truth(chain, drawn.lengths, exact=reference.marginals(*numbers(chain), **known))
+        messages = reference.forward_backward(*numbers(chain), **known)
+    sizes = [np.where(np.isfinite(array), np.abs(array), 0).max((-2, -1)) for array in (*messages[:2], chain.x.numpy())]
+    slack = 2 * truth.steps * (c + 8 + 2 * np.max(sizes, 0)) * 2.0**-53
     leaves = [tensor.clone().to(device).requires_grad_() for tensor in chain[:3]]
     with logchain.rescues() as count:
         out = logchain.product(*leaves, log_params=chain.log_params, lengths=drawn.lengths, **options)
@@ -260,24 +202,20 @@ def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1
     seen.possible += int(np.isfinite(truth.log_norm).sum())
     seen.redone += count.sequences
     possible = np.isfinite(truth.log_norm)
-    bound = value_bound(truth.log_norm, truth.steps, c, truth.depth, dtype=dtype, k=k) + truth.slack
+    bound = truth.value_bound(dtype, k) + slack
     with np.errstate(all="ignore"):
         ratio = np.where(possible, np.abs(found - truth.log_norm) / bound, np.where(np.isneginf(found), 0, np.inf))
     _record(seen, "value", name, drawn, ratio)
 
     states = weight[..., None, None] * truth.states
     transitions = weight[..., None, None, None] * truth.transitions
-    reach_states, reach_pairs = truth.reach
     for key, leaf, expected, reach in (
-        ("x", leaves[0], states, reach_states),
-        ("bulk", leaves[1], transitions, reach_pairs),
-        ("p0", leaves[2], states[..., 0, :], reach_states[..., 0, :]),
+        ("x", leaves[0], states, truth.reach.states),
+        ("bulk", leaves[1], transitions, truth.reach.transitions),
+        ("p0", leaves[2], states[..., 0, :], truth.reach.states[..., 0, :]),
     ):
-        steps, deep, slack = (
-            array.reshape(array.shape + (1,) * (expected.ndim - array.ndim))
-            for array in (truth.steps, truth.depth, truth.slack)
-        )
-        bound = gradient_bound(expected, steps, c, deep, dtype=dtype, k=k) + 2 * slack * np.abs(expected)
+        rounding = slack.reshape(slack.shape + (1,) * (expected.ndim - slack.ndim))
+        bound = truth.gradient_bound(expected, k) + 2 * rounding * np.abs(expected)
         _record(seen, key, name, drawn, _gradient_ratio(leaf, expected, bound, reach, chain.log_params or key == "x"))
 
 

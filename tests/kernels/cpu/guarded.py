@@ -28,7 +28,7 @@ def main() -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float64):
-        for c in (*range(1, 20), 31, 33, 40):
+        for c in (*range(1, 18), 33):
             for own, steps, deep in ((1, 1, 1), (1, 3, 60), (3, 3, 1), (3, 1, 60)):
                 for log in (False, True):
                     x = -deep * torch.rand(3, 4, c, generator=generator, dtype=dtype)

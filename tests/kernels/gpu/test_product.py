@@ -7,8 +7,7 @@ import logchain
 from tests.contract import TENSOR_CORES, poisoned_memory
 from tests.stacks import BOTH, F32, F64, FAMILIES, assert_contract, draw
 
-CASES = [(name, F32) for name in FAMILIES]
-CASES += [("misaligned", dtype) for dtype in (F64, torch.bfloat16, torch.float16)] + [("offsets", F64)]
+CASES = [*((name, F32) for name in FAMILIES), ("offsets", F64), ("misaligned", torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -19,7 +18,7 @@ def test_values_and_gradients_keep_contract(name, dtype, kernels):
 
 @pytest.mark.parametrize(("name", "function"), [("left_to_right", BOTH[0]), ("misaligned", BOTH[1])])
 def test_several_tiles_keep_contract(name, function, kernels, small_tiles):
-    assert_contract(draw(name, 4, 17)[-1:], function, device=kernels, k=TENSOR_CORES)
+    assert_contract(draw(name, 2, 17)[-1:], function, device=kernels, k=TENSOR_CORES)
 
 
 @pytest.mark.parametrize("s", [1, 2, 7])
@@ -27,8 +26,7 @@ def test_any_number_of_matrices_keeps_contract(s, kernels):
     assert_contract(draw("mixed", s, 2), *BOTH, device=kernels, gradient=False, k=TENSOR_CORES)
 
 
-@pytest.mark.parametrize("name", ["dense", "misaligned", "dead"])
-@pytest.mark.parametrize("s", [2, 5])
+@pytest.mark.parametrize(("name", "s"), [("misaligned", 5), ("dead", 2)])
 def test_product_in_place_is_the_same(name, s, kernels):
     stack = draw(name, s, 3).to(kernels)
     expected = logchain.matrix_product(stack)
@@ -55,31 +53,29 @@ def test_memory_is_half_a_stack_or_bounded(c):
         assert torch.cuda.max_memory_allocated() - before <= allowed
 
 
+def answers(function, stack):
+    leaf = stack.detach().requires_grad_()
+    out = function(leaf)
+    return [out, *torch.autograd.grad(out, leaf, torch.ones_like(out).cumsum(-1))]
+
+
 @pytest.mark.parametrize("function", BOTH)
 def test_strides_do_not_change_results(function, kernels):
     stack = draw("mixed", 3, 3).to(kernels)
     wide = torch.full((2, 6, 5, 6), torch.nan, device=kernels)
     wide[:, ::2, 1:4, ::2] = stack
-    views = stack.mT.contiguous().mT, wide[:, ::2, 1:4, ::2]
     same = stack[:1, :1].expand(2, 3, 3, 3)
-    for left, right in (*((view, stack) for view in views), (same, same.contiguous())):
-        results = []
-        for leaf in (left.detach().requires_grad_(), right.detach().requires_grad_()):
-            out = function(leaf)
-            results.append([out, *torch.autograd.grad(out, leaf, torch.ones_like(out).cumsum(-1))])
-        torch.testing.assert_close(*results, rtol=0, atol=0)
+    for view in (stack.mT.contiguous().mT, wide[:, ::2, 1:4, ::2]):
+        torch.testing.assert_close(answers(function, view), answers(function, stack), rtol=0, atol=0)
+    torch.testing.assert_close(answers(function, same), answers(function, same.contiguous()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("function", BOTH)
 def test_nan_stays_in_its_sequence(function, kernels):
     stack = draw("dense", 3, 3).to(kernels)
-    results = []
-    for value in (stack[1, 1, 0, 0].item(), torch.nan):
-        stack[1, 1, 0, 0] = value
-        leaf = stack.clone().requires_grad_()
-        out = function(leaf)
-        results.append((out, *torch.autograd.grad(out, leaf, torch.ones_like(out))))
-    for clean, dirty in zip(*results, strict=True):
+    expected = answers(function, stack)
+    stack[1, 1, 0, 0] = torch.nan
+    for clean, dirty in zip(expected, answers(function, stack), strict=True):
         assert torch.equal(dirty[0], clean[0]) and dirty[1].isnan().any()
 
 

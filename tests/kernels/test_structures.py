@@ -1,0 +1,403 @@
+"""Kernels of arcs, bands and products of factors, in C and in torch operations, against dense chains in log space."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from logchain.kernels.cpu import arcs as arcs_in_c
+from logchain.kernels.cpu import arguments, library, team
+from logchain.kernels.plain import products as plain_products
+from logchain.kernels.structured import Factors
+from tests.kernels.structures import (
+    ALL,
+    F32,
+    F64,
+    INF,
+    KINDS,
+    answers,
+    arcs,
+    as_logs,
+    bands,
+    block_diagonal,
+    check,
+    draw,
+    flat,
+    given,
+    kernels,
+    kronecker,
+    low_rank,
+    monarch,
+    random_arcs,
+    weights_of,
+)
+
+NAN = float("nan")
+LEVELS = ["x86_64_v2", "x86_64_v3", "x86_64_v4"]
+ROOMS = pytest.mark.parametrize("room", ["cpu", "plain"])
+LOG = pytest.mark.parametrize("log", [False, True], ids=["linear", "logs"])
+DTYPES = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+FACTORS = [name for name, kind in KINDS.items() if isinstance(kind.pattern, Factors)]
+
+# every kind in C, and those that differ most in torch operations
+IN_TORCH = ["arcs", "bands", "low_rank", "monarch"]
+CASES = pytest.mark.parametrize(
+    ("room", "name"), [*(("cpu", name) for name in KINDS), *(("plain", name) for name in IN_TORCH)]
+)
+
+
+@CASES
+@pytest.mark.parametrize(
+    ("batch", "owned", "steps", "log", "zeros"),
+    [((2, 3), (2, 1), 1, True, 0.2), ((3, 2), (1, 2), 4, False, 0), ((3,), (3,), 1, False, 0.5), ((), (), 4, True, 0)],
+    ids=["sets", "steps", "own", "no batch"],
+)
+def test_batches_steps_and_zeros_keep_near_dense_chains(room, name, batch, owned, steps, log, zeros):
+    options = {"steps": steps, "log": log, "zeros": zeros}
+    walk = check(room, draw(KINDS[name], batch, owned, dtype=F64 if steps > 1 else F32, ends=bool(batch), **options))
+    assert zeros or not walk.redone.any()
+    check(room, replace(draw(KINDS[name], batch, owned, **options, seed=1), by_log=True))
+
+
+def hub(count: int) -> list[tuple[int, int]]:
+    """Arcs between state 0 and so many others, and two that lie apart."""
+    return sorted({(0, j) for j in range(count)} | {(j, 0) for j in range(count)} | {(5, 5), (5, 6)})
+
+
+# more arcs of one state, more bands, more states and more steps than loops take at a time
+SIZES = [
+    *((arcs(210, hub(count)), {"v": 3}, 4e-5) for count in (63, 64, 65, 200)),
+    (bands(1, 0), {"v": 1}, None),
+    (bands(19, 0, 1, 2), {"v": 9}, None),
+    (bands(33, 0, 1, 2, 3), {"steps": 4}, None),
+    (bands(41, -2, 0, 40), {"scale": 300.0}, None),
+    (bands(17, 1, -1, 0, 16, -16), {"scale": 20.0}, None),
+    (bands(21, 0, 1, 2, -1, -2, 3), {"steps": 4}, None),
+    (bands(16, 0, 1, 2, -1, -2, 3, 4), {"scale": 1e4}, None),
+    (bands(32, 0, 1, 2, -1, -2, 3, 4, 5), {"scale": 9.0}, None),
+    (bands(35, *range(-9, 10)), {"steps": 4, "scale": 50.0}, None),
+    (low_rank(70, 5), {"v": 3}, 5e-6),
+    (monarch(20, 36, 18), {"v": 3}, 5e-6),
+    (block_diagonal(2, 33), {"v": 3}, 5e-6),
+    (kronecker(33, 5), {"v": 3}, 5e-6),
+    (KINDS["low_rank"], {"v": 300}, 3e-5),
+    (KINDS["monarch"], {"v": 40}, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "near"), SIZES, ids=map(str, range(len(SIZES))))
+def test_sizes_beyond_what_loops_take_at_a_time(kind, options, near):
+    """In C, and bands in torch operations, too: these are exact."""
+    for room in ("cpu", "plain") if type(kind.pattern) is tuple else ("cpu",):
+        for log in (False, True):
+            walk = check(room, draw(kind, (2, 3), (2, 1), log=log, zeros=0.1, ends=not log, **options), near)
+            assert not (type(kind.pattern) is tuple and walk.redone.any())
+    check("cpu", draw(kind, (2,), dtype=F64, **options), near=None if options.get("v", 0) < 40 else 1e-11)
+
+
+@CASES
+@pytest.mark.parametrize("scale", [30.0, 1e4])
+def test_emissions_of_any_size(room, name, scale):
+    loose = isinstance(KINDS[name].pattern, Factors)
+    check(room, draw(KINDS[name], scale=scale, seed=2), near=(1e-3 if scale > 1e3 else 1e-5) if loose else None)
+    check(room, draw(KINDS[name], scale=scale, dtype=F64, log=True), near=1e-9 if loose else None)
+
+
+@CASES
+@pytest.mark.parametrize("far", [1e-30, 1e25])
+def test_parameters_far_from_one(room, name, far):
+    chain = draw(KINDS[name])
+    walk = check(room, replace(chain, parameters=(chain.parameters[0] * far, *chain.parameters[1:])), near=2e-5)
+    assert not walk.redone.any() or getattr(chain.pattern, "diagonal", False)
+    logs = draw(KINDS[name], log=True)
+    shifted = [one + shift for one, shift in zip(logs.parameters, (-1e4, 9e3, 10), strict=False)]
+    check(room, replace(logs, parameters=tuple(shifted)), near=3e-3)
+
+
+@ROOMS
+@pytest.mark.parametrize("name", ["arcs", "bands", "low_rank", "monarch"])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_nan_stays_in_its_sequence(room, name, scale):
+    """After the end nothing is read; of an infinite sum nothing is known, and a weight of 0 takes away what is NaN."""
+    chain = draw(KINDS[name], (4,), (4,), steps=4, scale=scale, log=scale > 1)
+    chain, others = replace(chain, ends=torch.tensor([5, 3, 5, 4])), [0, 1, 3]
+    wanted, clean = answers(room, chain)
+    in_torch = room == "plain" and name in FACTORS  # which multiply the weight by NaN
+    for place, value in ((0, NAN), (0, INF), *([] if in_torch else [(1, NAN)]), (-1, NAN)):
+        operands = [operand.clone() for operand in (chain.x, *chain.parameters, chain.p0)]
+        operands[0][1, 3:] = operands[1][1, 2:] = NAN  # after the end
+        (operands[0][2, 4] if place == 0 else operands[place][2].view(-1))[5] = value
+        x, *parameters, p0 = operands
+        dirty = replace(chain, x=x, parameters=tuple(parameters), p0=p0)
+        walk, gradients = answers(room, dirty)
+        assert not walk.log_norm[2].isfinite()
+        assert torch.equal(walk.log_norm[others], wanted.log_norm[others])
+        assert gradients.x[2].isnan().any() or value == INF
+        for one, other in zip(flat(gradients), flat(clean), strict=True):
+            torch.testing.assert_close(one[others], other[others])
+        assert not gradients.x[1, 3:].any() and not gradients.parameters[0][1, 2:].any()
+        weight = torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=F64)
+        assert not any(gradient[2].any() for gradient in flat(answers(room, dirty, weight)[1]))
+
+
+@ROOMS
+@pytest.mark.parametrize("name", ["arcs", "bands", "low_rank", "monarch"])
+def test_layouts_change_nothing(room, name):
+    chain = draw(KINDS[name], (2, 3), (2, 1), steps=4, dtype=F64)
+    operands = chain.x, *chain.parameters, chain.p0
+
+    def laid(*tensors):
+        x, *parameters, p0 = tensors
+        return answers(room, replace(chain, x=x, parameters=tuple(parameters), p0=p0))
+
+    (walk, gradients) = laid(*operands)
+    turned = [one.permute(*reversed(range(one.dim()))).contiguous() for one in operands]
+    turned = [one.permute(*reversed(range(one.dim()))) for one in turned]
+    apart = [torch.stack([one, one.new_full((), NAN).expand_as(one)], -1)[..., 0] for one in operands]
+    negative = [torch.complex(torch.zeros_like(one), -one).conj().imag for one in operands]
+    for others in (turned, apart, negative):
+        other, found = laid(*others)
+        torch.testing.assert_close(other.log_norm, walk.log_norm, rtol=1e-14, atol=0)
+        torch.testing.assert_close(flat(found), flat(gradients), rtol=1e-13, atol=1e-15)
+    check(room, replace(chain, x=chain.x[:1, :1].expand(chain.x.shape)))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [random_arcs(37), bands(37, 0, 1, -2), low_rank(37, 3)], ids=["arcs", "bands", "rank"])
+def test_every_level_of_this_machine_keeps_near_dense_chains(level, kind, monkeypatch):
+    if library.level() not in LEVELS or library.level() < level:
+        pytest.skip(f"this machine has no {level}")
+    monkeypatch.setattr(arguments, "library", lambda: library.load(level))
+    for forget in (arguments.function.cache_clear, arcs_in_c._arranged.clear):
+        forget()
+    try:
+        for scale in (1.0, 300.0):
+            for dtype in (F32, F64):
+                check("cpu", draw(kind, (2,), v=4, scale=scale, dtype=dtype, zeros=0.1), near=2e-4)
+    finally:
+        for forget in (arguments.function.cache_clear, arcs_in_c._arranged.clear):
+            forget()
+
+
+@pytest.mark.parametrize("name", ["arcs", "bands", "low_rank"])
+@pytest.mark.parametrize(("owned", "steps"), [(1, 1), (1, 9), (7, 1)], ids=["one", "steps", "own"])
+def test_threads_share_sequences(name, owned, steps, monkeypatch):
+    chain = draw(KINDS[name], (7,), (owned,), v=10, steps=steps)
+    wanted = flat(answers("cpu", chain)[1])
+    monkeypatch.setattr(arguments, "WORTH_A_THREAD", 1)
+    for threads, python in ((2, False), (3, True)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        if python:
+            monkeypatch.setattr(team, "_parallel", lambda: None)  # Python's threads
+        check("cpu", chain, near=1e-5)
+        found, again = (flat(answers("cpu", chain)[1]) for _ in range(2))
+        assert all(map(torch.equal, found, again))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+NEVER, NARROW, BOTH = set(), {F32}, {F32, F64}
+
+# two states on their own: x, the weight of the second into each step, and the dtypes in which arcs and factors redo it
+RARE = {
+    "raised emissions": ([[0, -600], [0, -700], [-INF, 0]], [1, 1], BOTH, BOTH),
+    "a sum that the last raised emission may change": ([[0, -658], [-2000, 0]], [1], BOTH, BOTH),
+    "a product that is 0": ([[0, -620], [0, -664], [0, 0], [-INF, 0]], [1, 2.0**-125, 1], BOTH, BOTH),
+    "a weight that is lost": ([[0, 0], [-INF, 0]], [1e-44], NARROW, NARROW),
+    "the largest that a double holds": ([[0, -620], [-600, 0], [-INF, 0]], [1, 1], NEVER, NARROW),
+    "emissions that matter later": ([[0, -200], [-INF, 0], [0, 0]], [1, 1], NEVER, NARROW),
+}
+TWO_STATES = {"arcs": arcs(2, [(0, 0), (1, 1)]), "bands": bands(2, 0), "factors": block_diagonal(2, 1)}
+
+
+@ROOMS
+@DTYPES
+@pytest.mark.parametrize("name", TWO_STATES)
+@pytest.mark.parametrize("rare", RARE)
+def test_paths_far_below_others(rare, name, room, dtype):
+    rows, weights, of_arcs, of_factors = RARE[rare]
+    parameter = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1)
+    parameter = parameter.view(-1, *TWO_STATES[name].sizes[0])
+    chain = given(TWO_STATES[name], [parameter.tolist()], rows, [1.0, 1.0], dtype)
+    redone = [check(room, one).redone.item() for one in ((chain, as_logs(chain)) if room == "cpu" else (chain,))]
+    if room == "cpu":
+        assert redone == [dtype in {"arcs": of_arcs, "bands": NEVER, "factors": of_factors}[name]] * 2
+
+
+# arcs ----------------------------------------------------------------------------------------------------------------
+
+
+@ROOMS
+@DTYPES
+def test_ranges_that_change_from_step_to_step(room, dtype):
+    """Emissions that are raised, sums that are too small, and backward messages that underflow on their own."""
+    generator, redone, seen = torch.Generator().manual_seed(1), 0, 0
+    sizes = torch.tensor([1.0, 200.0, 340.0, 600.0, 2000.0, 2e4])
+    for seed in range(16 if room == "cpu" else 4):
+        options = {"v": 1 + seed % 7, "steps": max(seed % 7, 1), "log": seed % 2 == 0, "dtype": dtype, "zeros": 0.1}
+        chain = draw(random_arcs(1 + seed % 6), (12,), (12,), ends=True, seed=seed, **options)
+        scales = sizes[torch.randint(6, (12, chain.v, 1), generator=generator)]
+        walk = check(room, replace(chain, x=chain.x * scales.to(dtype)))
+        redone, seen = redone + walk.redone.sum(), seen + 12
+    assert room == "plain" or 0 < redone < seen
+
+
+@ROOMS
+def test_messages_of_arcs_that_underflow_alone_are_not_recomputed(room):
+    """A backward message; and a message of which nearly all is in a state that no arc leaves."""
+    steps = [[0.0, 0.0]] * 4
+    both, away = TWO_STATES["arcs"], arcs(2, [(1, 0), (1, 1)])
+    for chain in (
+        given(both, [[[0.3, 0.3]]], [*steps, [0.0, -700.0]], [1.0, 1.0]),
+        given(away, [[[1.0, 2.0**-120]]], [*[[0.0, -650.0]] * 3, [-INF, 0.0]], [1.0, 1.0]),
+    ):
+        for one in (chain, as_logs(chain)):
+            assert not check(room, one).redone
+
+
+@ROOMS
+@LOG
+@DTYPES
+@pytest.mark.parametrize("name", ["arcs", "bands"])
+def test_arcs_and_bands_of_any_weight(name, room, log, dtype):
+    chain = draw(KINDS[name], (2,), (2,), steps=4, dtype=dtype, log=log)
+    low, high = (-1e4, 1e4) if log else (1e-44, 1e38) if dtype == F32 else (1e-300, 1e300)
+    for sizes in ([low] * 4, [high] * 4, [low, high, 1.0, high], [low, 1.0]):
+        parameter, p0 = (
+            torch.tensor(sizes, dtype=dtype).repeat(operand.numel())[: operand.numel()].view_as(operand)
+            for operand in (chain.parameters[0], chain.p0)
+        )
+        check(room, replace(chain, parameters=(parameter,), p0=p0))
+
+
+@ROOMS
+def test_few_arcs_and_impossible_chains(room):
+    for pairs in ([], [(0, 1)], [(1, 0), (2, 0)]):
+        for c, v in ((1, 3), (3, 1), (3, 2), (40, 3)):
+            chain = draw(arcs(c, [pair for pair in pairs if max(pair) < c]), (2,), v=v, scale=300.0)
+            check(room, chain)
+            check(room, replace(chain, x=torch.full_like(chain.x, -INF)))
+            check(room, replace(chain, p0=torch.zeros_like(chain.p0)))
+    walk, gradients = answers(room, replace(chain, x=chain.x[:0]))
+    assert walk.log_norm.shape == (0,) and not gradients.parameters[0].any()
+
+
+def test_long_chains_of_arcs():
+    v = 50_000
+    for spread in (0.0, 300.0):
+        x = spread * torch.tensor([1.0, -1.0])[torch.arange(2 * v).view(v, 2) % 2]
+        every = arcs(2, [(0, 0), (0, 1), (1, 0), (1, 1)])
+        walk, gradients = answers("cpu", given(every, [[[0.25] * 4]], x.tolist(), [1.0, 1.0]))
+        truth = v * spread + (v - 1) * math.log(0.25) + math.log(2) * v * (spread == 0)
+        torch.testing.assert_close(walk.log_norm.item(), truth)
+        torch.testing.assert_close(gradients.x.sum(-1), torch.ones(1, v))
+        torch.testing.assert_close(gradients.parameters[0].sum() * 0.25, torch.tensor(v - 1.0))
+
+
+def test_arcs_that_change_are_arranged_again():
+    chain = draw(arcs(2, [(0, 1), (1, 0)]), (1,), v=3)
+    check("cpu", chain)
+    chain.pattern.target[:] = 1
+    check("cpu", chain)
+    check("cpu", replace(chain, pattern=chain.pattern._replace(target=torch.tensor([0, 0]))))
+
+
+# bands ---------------------------------------------------------------------------------------------------------------
+
+
+def test_exponents_of_long_chains_of_bands():
+    """Independent states whose weights differ by millions of nats on the way, and by nothing in the end."""
+    v = 100_000
+    x = (1e4 * torch.randn(v, generator=torch.Generator().manual_seed(0))).round()
+    x = torch.stack([x, x.flip(0), x.roll(v // 2)], -1)
+    chain = replace(given(bands(3, 0), [[[[0.5] * 3]]], [[0.0] * 3], [0.125, 0.25, 0.5]), x=x[None])
+    walk, gradients = answers("cpu", chain)
+    truth = x[:, 0].double().sum() + math.log(0.875) + (v - 1) * math.log(0.5)
+    torch.testing.assert_close(walk.log_norm, truth[None], rtol=1e-15, atol=2e-3)
+    assert not walk.redone.any()
+    for step in (0, v // 2, v - 1):
+        torch.testing.assert_close(gradients.x[0, step], torch.tensor([1, 2, 4]) / 7, rtol=5e-3, atol=0.0)
+
+
+@DTYPES
+def test_numbers_beyond_exponents_of_bands(dtype):
+    """Potentials of -1e30 matter only where all paths have them, which is computed again by logarithms."""
+    x = torch.randn(4, 9, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    x[0, 3:5, 1:] = x[1, 4] = -1e30
+    x[2, :, 0], x[3, 2] = -1e30, torch.tensor([0.0, -1e30, -1e30, -1e30, -1e30])
+    # the first state is left at once
+    chain = given(bands(5, 0, 1), [[[[0.0, *[0.5] * 4], [0.5] * 5]]], [[0.0] * 5], [1.0, 0, 0, 0, 0], dtype)
+    (walk, gradients), (other, truth) = (answers(room, replace(chain, x=x)) for room in ("cpu", "plain"))
+    assert walk.redone.tolist() == [True, False, True, True]
+    torch.testing.assert_close(walk.log_norm, other.log_norm, rtol=1e-7, atol=1e-5)
+    torch.testing.assert_close(flat(gradients), flat(truth), rtol=1e-5, atol=1e-5)
+
+
+@ROOMS
+def test_values_of_bands_that_lead_nowhere_are_not_read(room):
+    chain = draw(bands(18, 0, 3), (2,), (2,), steps=4)
+    walk, gradients = answers(room, chain)
+    chain.parameters[0][..., 1, :3] = NAN
+    other, same = answers(room, chain)
+    assert torch.equal(walk.log_norm, other.log_norm) and all(map(torch.equal, flat(gradients), flat(same)))
+
+
+# products of factors -------------------------------------------------------------------------------------------------
+
+
+@LOG
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_some_sequences_keep_near_dense_chains(name, log):
+    chain = draw(KINDS[name], (2, 3), (2, 1), log=log, ends=True)
+    first, *rest = draw(KINDS[name], (2, 3), (1, 3), log=log, seed=1).parameters
+    steps = draw(KINDS[name], (2, 3), (2, 1), log=log, steps=4, seed=2).parameters[0]
+    far = chain.parameters[0] - 200 if log else chain.parameters[0] * 1e-30
+    for one, others in ((first, [one[:, :1] for one in rest]), (chain.parameters[0], rest), (steps, rest)):
+        check("cpu", replace(chain, parameters=(one, *others)))
+    check("cpu", replace(chain, parameters=(far, *(one[:, :1] for one in rest))), near=1e-4)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_what_underflows_in_factors_is_found(name):
+    redone = 0
+    for seed in range(6):
+        log, by = seed % 2 > 0, (20.0, 60.0, 75.0)[seed % 3]
+        options = {"scale": (1.0, 40.0)[seed // 3], "zeros": 0.3 if seed % 4 > 1 else 0, "log": log, "seed": seed}
+        chain, generator = draw(KINDS[name], **options), torch.Generator().manual_seed(seed)
+        smaller = []
+        for one in chain.parameters:
+            less = (torch.rand(one.shape, generator=generator) < 0.5).double() * by * (50 if log else 1)
+            smaller.append((one.double() - less if log else one.double() * (-less).exp()).to(one.dtype))
+        chain = replace(chain, parameters=tuple(smaller))
+        redone += int(check("cpu", chain, near=3e-3 if log else 1e-4).redone.sum())
+    assert redone or KINDS[name].c == 1
+
+
+def test_sums_of_factors_that_underflow_to_zero_are_recomputed():
+    """State 2 is left with a weight of 1e-60, and all others die; zeros that are no path are no reason."""
+    sides, p0 = [[[[1.0, 0], [1.0, 0], [0, 1e-30]]]] * 2, [1.0, 1, 1]
+    for x, redone in (([[0.0, 0, -60], [-INF, -INF, 0]], True), ([[0.0, 0, -INF], [0.0, 0, 0], [0.0, -1, 0]], False)):
+        assert check("cpu", given(low_rank(3, 2, False), sides, x, p0), near=1e-5).redone == redone
+
+
+def test_states_without_path_through_factors_do_not_overflow_backward(monkeypatch):
+    parameters = [[[[[1.0]], [[1.0]]]]]
+    assert check("cpu", given(TWO_STATES["factors"], parameters, [[0.0, 0], [-200.0, 0]], [1.0, 0]), near=1e-5).redone
+    chain = given(TWO_STATES["factors"], parameters, [*[[0.0, 45]] * 12, [0.0, 0]], [1.0, 0])
+    walk = check("cpu", chain, near=1e-5)
+    assert not walk.redone.any()
+    monkeypatch.setattr(plain_products, "forward", None)
+    kernels("cpu", chain).backward(chain, walk, weights_of(chain), ALL)
+
+
+def test_memory_that_factors_hold():
+    for kind in (low_rank(64, 8), monarch(8, 8, 8), kronecker(4, 4, 4)):
+        chain = draw(kind, (4,), v=30)
+        held = kernels("cpu", chain).forward(chain, True).kept
+        assert sum(one.numel() for one in held) <= 2.1 * chain.x.numel()
+
+
+def test_a_long_chain_of_factors_overflows_nothing():
+    chain = draw(low_rank(3, 2), (1,), v=1000)
+    one, other = (answers("cpu", replace(chain, x=x))[0].log_norm for x in (chain.x, chain.x + 3000.0))
+    torch.testing.assert_close(other - one, torch.full_like(one, 3e6), rtol=1e-9, atol=0)
