@@ -14,7 +14,6 @@ from torch import Tensor
 from . import __version__
 from .check import check
 from .demo import demonstrate
-from .demo_plot import check_plot, plot
 from .product import product
 
 DESCRIPTION = """\
@@ -33,7 +32,7 @@ a file for n sequences of v steps with c states, written by numpy:
   p0    [1, c]          weights of the first state
 
 examples:
-  python -m logchain --plot demonstration.png
+  python -m logchain --size 100,40,50
   python -m logchain chain.npz --output log_partitions.npy"""
 
 # The exceptions that NumPy and the zip reader raise for a file that they cannot read.
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, or 2 if an argument or a file is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m logchain",
-        usage="%(prog)s [--size N,V,C] [--plot FILE.png]\n       %(prog)s FILE.npz [--log-params] [--output OUT.npy]",
+        usage="%(prog)s [--size N,V,C]\n       %(prog)s FILE.npz [--log-params] [--output OUT.npy]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -58,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"logchain {__version__}")
     demonstration = parser.add_argument_group("without a file")
     demonstration.add_argument("--size", metavar="N,V,C", type=_size, help="sequences, steps, states; 500,40,200")
-    demonstration.add_argument("--plot", metavar="FILE.png", help="draw it, too: .png, .pdf or .svg (needs matplotlib)")
     chain = parser.add_argument_group("with a file")
     chain.add_argument("file", nargs="?", metavar="FILE.npz", help="x, bulk, p0 and, if need be, lengths")
     chain.add_argument("--log-params", action="store_true", help="bulk and p0 are logarithms")
@@ -66,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.file is None and (options.output is not None or options.log_params):
         parser.error("--output and --log-params go with FILE.npz")
-    if options.file is not None and (options.size is not None or options.plot is not None):
-        parser.error("--size and --plot go without FILE.npz")
+    if options.file is not None and options.size is not None:
+        parser.error("--size goes without FILE.npz")
     try:
         if options.file is None:
-            _demonstrate(options.size or (), options.plot)
+            print(demonstrate(*(options.size or ()), progress=sys.stderr.isatty()))
             return 0
         result = _product_of(options.file, log_params=options.log_params)
         if options.output is None:
@@ -81,22 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"logchain: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _demonstrate(size: tuple[int, ...], picture: str | None) -> None:
-    """Print the demonstration, and draw it; whether it can be drawn is found out first."""
-    if picture is not None:
-        try:
-            check_plot(picture)
-        except OSError as error:
-            raise WrongFileError(f"--plot: {picture}: cannot be written: {_line(error)}") from error
-        except (ImportError, ValueError) as error:
-            raise WrongFileError(_line(error)) from error
-    demonstration = demonstrate(*size, progress=sys.stderr.isatty())
-    print(demonstration)
-    if picture is not None:
-        plot(demonstration, picture)
-        print(f"\nDrawn: {picture}")
 
 
 def _product_of(path: str, *, log_params: bool) -> NDArray[np.generic]:

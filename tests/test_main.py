@@ -85,7 +85,7 @@ def test_files_that_cannot_be_read_or_written_are_refused(save, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    "options", ["--size 3,4", "--size 1,1,2", "--size a,b,c", "--output o.npy", "f.npz --plot p.png"]
+    "options", ["--size 3,4", "--size 1,1,2", "--size a,b,c", "--output o.npy", "f.npz --size 1,2,3"]
 )
 def test_wrong_options_exit_with_2(options, capsys):
     with pytest.raises(SystemExit) as leaving:
@@ -95,7 +95,7 @@ def test_wrong_options_exit_with_2(options, capsys):
 
 def test_help_and_version(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for option, words in (("--help", "--plot FILE.png"), ("--version", f"logchain {logchain.__version__}")):
+    for option, words in (("--help", "FILE.npz"), ("--version", f"logchain {logchain.__version__}")):
         with pytest.raises(SystemExit) as leaving:
             main([option])
         text = capsys.readouterr().out
@@ -134,14 +134,6 @@ def test_progress_is_shown_on_a_terminal_alone(installed, monkeypatch, capsys):
     assert (
         "4/4" if installed else "computing by torch.logsumexp (3 of 4)"
     ) in shown.err and "computing" not in shown.out
-
-
-def test_the_demonstration_is_drawn_or_refused_before_it_is_computed(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    assert main(["--size", "6,9,5", "--plot", str(tmp_path / "plot.png")]) == 0
-    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG" and "Drawn: " in capsys.readouterr().out
-    monkeypatch.setattr("logchain.__main__.demonstrate", None)
-    assert_refused(capsys, ["--plot", str(tmp_path / "plot.txt")], "--plot: expected a name that ends in .png")
 
 
 def test_the_module_exits_with_the_code_of_main(tmp_path):
