@@ -104,6 +104,9 @@ class Expected:
             assert_values(score, exact, known.bound)
             assert_values(score, own, ulp(own, score.dtype) + 2.0**-50 * size)
 
+    def maximum(self, found: Found) -> None:
+        assert_values(found["maximum"], self._best.score, self._best.bound)
+
     def score(self, found: Found) -> None:
         assert found["score"].dtype == self.truth.dtype  # its value is checked with the path
 

@@ -2,7 +2,7 @@
 
 A subject takes x [*B, v, c], bulk, p0 and the options `log_params` and `lengths`. Its outputs are
 
-    log_norm, entropy, divergence, log_prob, score    [*B]
+    log_norm, entropy, divergence, log_prob, score, maximum   [*B]
     states, filtered, smoothed, forward, backward     [*B, v, c]
     best                                              [*B, v]
     scores, paths                                     [*B, 3], [*B, v, 3]
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import logchain
-from logchain import transitions
+from logchain import semirings, transitions
 
 Found = dict[str, Tensor]
 Bulk = Tensor | transitions.Transition
@@ -86,6 +86,12 @@ def within_budget(x: Tensor, bulk: Tensor, p0: Tensor, **options) -> Found:
         assert least, error
         found = logchain.product(x, bulk, p0, memory_budget=int(least[1]), **options)
     return {"log_norm": found}
+
+
+def total(x: Tensor, bulk: Tensor, p0: Tensor, **options) -> Found:
+    """Of both semirings, by the recursion that takes any."""
+    of = {"log_norm": semirings.LOG, "maximum": semirings.MAX}
+    return {name: semirings.total(x, bulk, p0, semiring, **options) for name, semiring in of.items()}
 
 
 def ends_of(x: Tensor, lengths) -> Tensor:
@@ -250,6 +256,7 @@ OTHERS: dict[str, Subject] = {
     "viterbi": viterbi,
     "topk_paths": topk_paths,
     "stream": stream,
+    "total": total,
 }
 SUBJECTS = PRODUCTS | OTHERS
 

@@ -30,10 +30,10 @@ LONG = ["memory_budget"]
 ON_GPU = ["product", "chunked:3", "tree", "memory_budget", "stream", "marginals", "counts", "viterbi"]
 
 # subjects whose log-partition has posteriors as gradients
-DIFFERENTIATED = {*PRODUCTS, "stream", "marginals", "counts", "filtered"}
+DIFFERENTIATED = {*PRODUCTS, "stream", "marginals", "counts", "filtered", "total"}
 
 # subjects that can be differentiated twice
-TWICE = {*PRODUCTS, "stream", "filtered", "log_prob"} - {"memory_budget"}
+TWICE = {*PRODUCTS, "stream", "filtered", "log_prob", "total"} - {"memory_budget"}
 
 
 def rows() -> list:
