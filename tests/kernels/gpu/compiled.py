@@ -1,5 +1,7 @@
 """Compiles all kernels for a device that is not here: `python -m tests.kernels.gpu.compiled sm_90` prints JSON lines.
 
+With a number after it, those of one call in so many.
+
 Public functions call them through Triton's own JIT on CPU tensors, with a driver that launches nothing: arguments are
 specialized and bound as on a device. Compilers and disassemblers are in Triton's wheel.
 """
@@ -92,8 +94,8 @@ CALLS = {
 }
 
 
-def main(target: GPUTarget) -> None:
-    """Make all calls, and print a line for each kernel."""
+def main(target: GPUTarget, every: int = 1) -> None:
+    """Make one call in `every`, and print a line for each kernel."""
     driver = SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device=0: 0,
         get_device_interface=lambda: torch.cuda,
@@ -116,10 +118,10 @@ def main(target: GPUTarget) -> None:
             print(json.dumps(row | {"error": f"{type(error).__name__}: {error}"[-1000:]}), flush=True)
 
     JITFunction.run = compile_only
-    for name, call in CALLS.items():
+    for name, call in list(CALLS.items())[::every]:
         current.append(name)
         call()
 
 
 if __name__ == "__main__":
-    main(TARGETS[sys.argv[1]])
+    main(TARGETS[sys.argv[1]], *map(int, sys.argv[2:]))
