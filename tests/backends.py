@@ -24,4 +24,5 @@ def on(backend: str) -> Iterator[str]:
 def parameter(backend: str, *values):
     """A row of a table whose first column is the backend."""
     marks = [pytest.mark.gpu] if backend == "gpu" and not INTERPRETED else []
-    return pytest.param(backend, *values, marks=marks, id="-".join([backend, *map(str, values)]))
+    names = [getattr(value, "__name__", str(value)) for value in values]
+    return pytest.param(backend, *values, marks=marks, id="-".join([backend, *names]))
