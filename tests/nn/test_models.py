@@ -68,7 +68,6 @@ MODELS = {
     ),
     "chain": Model(lambda **options: nn.ChainCircuit(V, 3, 2, num_categories=4, **options)),
     "chain of numbers": Model(lambda: nn.ChainCircuit(V, 3, 2, input="gaussian"), lambda: missing(numbers())),
-    "tree": Model(lambda **options: nn.TreeCircuit(V, 3, 2, num_categories=4, **options)),
     "crf, sum": crf("sum", lengths=False),
     "crf, mean": crf("mean", lengths=True),
     "crf, token_mean": crf("token_mean", lengths=True),
@@ -128,7 +127,7 @@ def test_copies_and_files_hold_the_same_model(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["categorical", "chain", "tree"])
+@pytest.mark.parametrize("name", ["categorical", "chain"])
 def test_float64_is_computed_in_float64_and_half_in_float32(name, dtype):
     row, model, data = made(name)
     model = model.to(dtype)
@@ -139,7 +138,7 @@ def test_float64_is_computed_in_float64_and_half_in_float32(name, dtype):
     assert all(gradient.isfinite().all() for gradient in gradients(model, found))
 
 
-@pytest.mark.parametrize("name", ["categorical", "chain", "tree"])
+@pytest.mark.parametrize("name", ["categorical", "chain"])
 def test_seeds_repeat(name):
     row = MODELS[name]
 
