@@ -1,11 +1,11 @@
 """A table of hidden Markov models, data for them, and their potentials by scipy; the oracle sums over all paths."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import scipy.special
-import scipy.stats
 import torch
 
 from logchain import transitions as structures
@@ -13,28 +13,21 @@ from logchain.nn import HMM
 from logchain.nn import transitions as trained
 from tests import oracle
 from tests.adapted import normal
-from tests.nn.emissions import array, gaussian_density
+from tests.nn.emissions import array
 from tests.seeded import seeded
 
 F64 = torch.float64
 V, C = 4, 3
 LENGTHS = [4, 1, 3, 2, 4]
+vectors = partial(normal, 5, V, 2)
 
 
 def close(found, truth, atol=1e-10):
     np.testing.assert_allclose(array(found), truth, rtol=0, atol=atol)
 
 
-def all_paths(x, bulk, p0, lengths=None):
-    return oracle.all_paths(x, bulk, p0, lengths=None if lengths is None else np.array(lengths))
-
-
 def probabilities(weights):
     return np.exp(array(weights()))
-
-
-def parameters(hmm):
-    return probabilities(hmm.initial), probabilities(hmm.transition)
 
 
 def random_hmm(emission="categorical", seed=0, **options):
@@ -47,15 +40,16 @@ def categories(*shape, seed=1):
     return torch.randint(4, shape, generator=seeded(seed))
 
 
-class Driven(torch.nn.Module):
-    """Logits of transitions, linear in covariates [..., 2]."""
+def driven_hmm():
+    """Logits of transitions are linear in covariates [..., 2]."""
+    torch.manual_seed(5)
+    return random_hmm(transition=torch.nn.Sequential(torch.nn.Linear(2, C * C), torch.nn.Unflatten(-1, (C, C))))
 
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(2, C * C, generator=seeded(5)))
 
-    def forward(self, covariates):
-        return (covariates @ self.weight).unflatten(-1, (C, C))
+def network():
+    """Log-potentials of data [..., 2]."""
+    torch.manual_seed(6)
+    return torch.nn.Sequential(torch.nn.Linear(2, C), torch.nn.Tanh())
 
 
 class Ring(torch.nn.Module):
@@ -73,49 +67,28 @@ class Ring(torch.nn.Module):
         leave = (1 - stay).roll(1, -1)
         return structures.Banded(torch.stack([stay, leave, leave], -2).log(), [0, 1, 1 - C])
 
-    def dense(self, covariates):
-        stay = array(self.stay(covariates))[..., None]
+    @staticmethod
+    def of_hmm(hmm, covariates):
+        stay = array(hmm.transition.stay(covariates))[..., None]
         return stay * np.eye(C) + (1 - stay) * np.roll(np.eye(C), 1, 1)
 
 
-class Network(torch.nn.Module):
-    """Log-potentials of data [..., 2]."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(2, C, generator=seeded(6)))
-
-    def forward(self, data):
-        return torch.cos(data @ self.weight)
-
-
-def of_categories(hmm, data):
-    return array(hmm.emission.weights())[data.numpy()]
-
-
-def of_vectors(hmm, data):
-    return np.stack([gaussian_density(hmm.emission, y) for y in data.flatten(0, 1).numpy()]).reshape(*data.shape[:2], C)
-
-
-def of_counts(hmm, data):
-    return scipy.stats.poisson.logpmf(data.numpy()[..., None], np.exp(array(hmm.emission.log_rates))).sum(-2)
-
-
 class Model(NamedTuple):
-    """An HMM, data for it, and how x (n, v, c) and bulk [(n,) v-1 or 1, c, c] are known without the library."""
+    """An HMM, data for it, and how bulk [(n,) v-1 or 1, c, c] is known without the library."""
 
     make: Callable = random_hmm
     data: Callable = lambda: categories(5, V)
-    x: Callable = of_categories
     bulk: Callable = lambda hmm, covariates: probabilities(hmm.transition)
     covariates: torch.Tensor | None = None
 
     def truth(self, hmm, data, lengths=None, observed=None):
         """The sums over all paths, without the potentials of what is not observed."""
-        return all_paths(*self.potentials(hmm, data, observed), lengths)
+        lengths = None if lengths is None else np.array(lengths)
+        return oracle.all_paths(*self.potentials(hmm, data, observed), lengths=lengths)
 
     def potentials(self, hmm, data, observed=None):
-        x, bulk = self.x(hmm, data), self.bulk(hmm, self.covariates)
+        x, bulk = array(hmm.emission(data)), self.bulk(hmm, self.covariates)  # see test_emissions
+        x = x.sum(-2) if x.ndim > 3 else x  # over features
         x = x if observed is None else np.where(observed.numpy()[..., None], x, 0)
         return x, bulk, np.linalg.matrix_power(bulk[0], 1000)[0] if hmm.initial is None else probabilities(hmm.initial)
 
@@ -155,26 +128,14 @@ def structured(kind, **options):
 
 MODELS = {
     "categories": Model(),
-    "counts of two features": Model(
-        lambda: random_hmm("poisson", num_features=2), lambda: categories(5, V, 2), of_counts
-    ),
-    "full covariances": Model(
-        lambda: random_hmm("gaussian", num_features=2, covariance="full"), lambda: normal(5, V, 2), of_vectors
-    ),
-    "network": Model(
-        lambda: random_hmm(Network()), lambda: normal(5, V, 2), lambda hmm, data: array(hmm.emission(data))
-    ),
+    "counts of two features": Model(lambda: random_hmm("poisson", num_features=2), lambda: categories(5, V, 2)),
+    "full covariances": Model(lambda: random_hmm("gaussian", num_features=2, covariance="full"), vectors),
+    "network": Model(lambda: random_hmm(network()), vectors),
     "matrix per step": Model(lambda: random_hmm(num_steps=V)),
-    "covariates per step": Model(
-        lambda: random_hmm(transition=Driven()), bulk=softmax_of, covariates=normal(5, V - 1, 2, seed=2)
-    ),
-    "covariates per sequence": Model(
-        lambda: random_hmm(transition=Driven()), bulk=softmax_of, covariates=normal(5, 1, 2, seed=2)
-    ),
+    "covariates per step": Model(driven_hmm, bulk=softmax_of, covariates=normal(5, V - 1, 2)),
+    "covariates per sequence": Model(driven_hmm, bulk=softmax_of, covariates=normal(5, 1, 2)),
     "structure of covariates": Model(
-        lambda: random_hmm(transition=Ring()),
-        bulk=lambda hmm, covariates: hmm.transition.dense(covariates),
-        covariates=normal(5, V - 1, 2, seed=2),
+        lambda: random_hmm(transition=Ring()), bulk=Ring.of_hmm, covariates=normal(5, V - 1, 2)
     ),
     "stationary start": Model(lambda: random_hmm(initial="stationary")),
     **{kind: structured(kind) for kind in STRUCTURES},

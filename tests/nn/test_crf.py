@@ -1,12 +1,50 @@
-"""Answers of the conditional random field equal sums over all tags, wherever a mask is off."""
+"""The conditional random field equals sums over all tags, wherever a mask is off, and pytorch-crf."""
 
+import copy
 import itertools
 import math
 
 import pytest
 import torch
 
-from tests.nn.crfs import F32, F64, HOLES, INF, NAN, REDUCTIONS, batch, gradients, layer, seeded, turned
+from logchain.nn import LinearChainCRF
+from tests.contract import of_steps, ulp
+from tests.kernels.gpu.steps import waiting_raises
+from tests.seeded import seeded
+
+F32, F64 = torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
+REDUCTIONS = ["none", "sum", "mean", "token_mean"]
+# masks that leave the same variables wherever they stand, and none
+HOLES = torch.tensor(
+    [[1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool
+)
+
+
+def layer(num_tags=4, dtype=F64, batch_first=True, strict_mask=False):
+    crf = LinearChainCRF(num_tags, batch_first=batch_first, strict_mask=strict_mask).to(dtype)
+    with torch.no_grad():
+        for seed, parameter in enumerate(crf.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=seeded(seed), dtype=F64))
+    return crf
+
+
+def batch(n=5, v=7, c=4, dtype=F64):
+    """Emissions, tags, and a mask whose sequences have v, 1, v - 2, v - 3, ... variables, at least one."""
+    emissions = (2 * torch.randn(n, v, c, generator=seeded(8), dtype=F64)).to(dtype)
+    tags = torch.randint(c, (n, v), generator=seeded(8))
+    lengths = (v - torch.arange(n)).clamp(min=1)
+    lengths[1:2] = 1
+    return emissions, tags, torch.arange(v) < lengths[:, None]
+
+
+def turned(crf, *tensors):
+    """Tensors (n, v, ...) in the layer's layout."""
+    return [tensor if crf.batch_first or tensor is None else tensor.transpose(0, 1) for tensor in tensors]
+
+
+def gradients(crf, emissions, out):
+    return torch.autograd.grad(out.sum(), [emissions, *crf.parameters()])
 
 
 def all_weights(crf, emissions, inside):
@@ -27,59 +65,63 @@ def log_sum(values):
     return top + math.log(math.fsum(math.exp(value - top) for value in values)) if top > -INF else -INF
 
 
-# numbers of tags, sizes of the batch, and what of it counts
+# numbers of tags, what counts, and options of the layer
 CASES = {
-    "holes": (3, (len(HOLES), 4), HOLES),
-    "one variable": (4, (3, 1), torch.ones(3, 1, dtype=torch.bool)),
-    "one tag": (1, (3, 4), HOLES[:3]),
+    "holes": (3, HOLES, {}),
+    "holes, steps first": (3, HOLES, {"batch_first": False}),
+    "holes, strict": (3, HOLES[[0, 2, 4]], {"strict_mask": True}),
+    "ends": (3, HOLES[[0, 4]], {}),
+    "one variable": (4, torch.ones(3, 1, dtype=torch.bool), {"batch_first": False}),
+    "one tag": (1, HOLES[:3], {}),
+    "forbidden": (3, HOLES, {}),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request):
-    return CASES[request.param]
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["steps first", "batch first"])
-def enumerated(request, case):
-    """A layer, emissions, tags, a mask, and every path of each sequence with its weight."""
-    num_tags, sizes, mask = case
-    crf = layer(num_tags, batch_first=request.param)
-    emissions, tags, _ = batch(*sizes, num_tags)
+def enumerated(request):
+    """A layer, emissions and tags that are poisoned where masked, a mask, and every path of each sequence."""
+    num_tags, mask, options = CASES[request.param]
+    crf, (emissions, tags, _) = layer(num_tags, **options), batch(*mask.shape, num_tags)
+    if request.param == "forbidden":
+        with torch.no_grad():
+            crf.transitions[2, 0] = crf.start_transitions[1] = crf.end_transitions[2] = -INF
+            emissions[0, 1, 0] = -INF
+        tags[0] = torch.tensor([0, 1, 1, 0])
+        tags[1] = torch.tensor([1, 2, 0, 1])  # takes the forbidden transition
+    emissions, tags = emissions.masked_fill(~mask[..., None], NAN), tags.masked_fill(~mask, -100)
     return crf, emissions, tags, mask, [all_weights(crf, *pair) for pair in zip(emissions, mask, strict=True)]
 
 
-def test_likelihood_and_partition_equal_the_enumeration(enumerated):
+def test_likelihood_partition_and_marginals_equal_the_enumeration(enumerated):
     crf, emissions, tags, mask, weights = enumerated
-    inputs = turned(crf, emissions, tags, mask)
-    norms = [log_sum(of_one.values()) for of_one in weights]
-    chosen = [of_one[tuple(row[inside].tolist())] for of_one, row, inside in zip(weights, tags, mask, strict=True)]
-    norms, chosen = torch.tensor(norms, dtype=F64), torch.tensor(chosen, dtype=F64)
-    torch.testing.assert_close(crf.log_partition(inputs[0], inputs[2]), norms, rtol=0, atol=1e-13)
-    torch.testing.assert_close(crf(*inputs, reduction="none"), chosen - norms, rtol=0, atol=1e-13)
-    total = (chosen - norms).sum()
-    torch.testing.assert_close(crf(*inputs, reduction="token_mean"), total / mask.sum(), rtol=0, atol=1e-13)
-    torch.testing.assert_close(crf(*inputs, reduction="mean"), total / len(mask), rtol=0, atol=1e-13)
-
-
-def test_marginals_equal_the_enumeration(enumerated):
-    crf, emissions, _, mask, weights = enumerated
-    found = crf.marginals(*turned(crf, emissions, mask))
-    assert found.shape == turned(crf, emissions)[0].shape
-    expected = torch.zeros_like(emissions)
+    leaf = emissions.clone().requires_grad_()
+    inputs = turned(crf, leaf, tags, mask)
+    norms, chosen, marginals = [], [], torch.zeros_like(emissions)
     for i, of_one in enumerate(weights):
         steps, norm = mask[i].nonzero()[:, 0].tolist(), log_sum(of_one.values())
+        norms.append(norm)
+        chosen.append(of_one[tuple(tags[i, steps].tolist())])
         for path, weight in of_one.items():
-            for step, tag in zip(steps, path, strict=True):
-                expected[i, step, tag] += math.exp(weight - norm)
-    torch.testing.assert_close(*turned(crf, expected), found, rtol=0, atol=1e-13)
-    assert (found[~turned(crf, mask)[0]] == 0).all()
+            marginals[i, steps, path] += math.exp(weight - norm)
+    norms, chosen = torch.tensor(norms, dtype=F64), torch.tensor(chosen, dtype=F64)
+    out, total = crf(*inputs, reduction="none"), (chosen - norms).sum()
+    torch.testing.assert_close(out, chosen - norms, rtol=0, atol=1e-13)
+    torch.testing.assert_close(crf(*inputs, reduction="token_mean"), total / mask.sum(), rtol=0, atol=1e-13)
+    torch.testing.assert_close(crf(*inputs, reduction="mean"), total / len(mask), rtol=0, atol=1e-13)
+    torch.testing.assert_close(crf.log_partition(inputs[0], inputs[2]), norms, rtol=0, atol=1e-13)
+    found = crf.marginals(inputs[0], inputs[2])
+    torch.testing.assert_close(*turned(crf, marginals), found, rtol=0, atol=1e-13)
+    assert (found[~inputs[2]] == 0).all()
+    # masked and forbidden values have gradient zero
+    for gradient, values in zip(gradients(crf, leaf, out), (emissions, *crf.parameters()), strict=True):
+        assert gradient.isfinite().all() and (gradient[~values.isfinite()] == 0).all()
 
 
 def test_best_tags_equal_the_enumeration(enumerated):
     crf, emissions, _, unmasked, weights = enumerated
     emissions, mask = turned(crf, emissions, unmasked)
-    ordered = [sorted(of_one.items(), key=lambda pair: -pair[1]) for of_one in weights]
+    possible = [[pair for pair in of_one.items() if pair[1] > -INF] for of_one in weights]
+    ordered = [sorted(pairs, key=lambda pair: -pair[1]) for pairs in possible]
     best = [list(pairs[0][0]) for pairs in ordered]
     assert crf.decode(emissions, mask) == best
     states, scores = crf.viterbi(emissions, mask)
@@ -107,67 +149,13 @@ def test_draws_have_the_marginals(enumerated):
     assert (frequencies - crf.marginals(emissions, mask)).abs().max() < 5 * 0.5 / draws**0.5
 
 
-def test_masked_values_have_no_influence():
-    crf = layer()
-    emissions, tags, ends = batch(6, 4, dtype=F64)
-    for mask in (ends, HOLES):
-        outside = emissions.masked_fill(~mask[..., None], NAN).requires_grad_()
-        inside = emissions.clone().requires_grad_()
-        found = crf(outside, tags.masked_fill(~mask, -100), mask, "none")
-        expected = crf(inside, tags, mask, "none")
-        assert torch.equal(found, expected)
-        ours = gradients(crf, outside, found)
-        assert all(torch.equal(*pair) for pair in zip(ours, gradients(crf, inside, expected), strict=True))
-        assert (ours[0][~mask] == 0).all() and (ours[0][mask] != 0).any()
-        assert crf.decode(outside, mask) == crf.decode(inside, mask)
-        assert torch.equal(crf.marginals(outside, mask), crf.marginals(inside, mask))
-        assert torch.equal(crf.log_partition(outside, mask), crf.log_partition(inside, mask))
-
-
-def test_forbidden_tags_and_transitions_have_gradient_zero():
-    crf = layer(3)
-    emissions, _, _ = batch(2, 4, 3)
-    with torch.no_grad():
-        crf.transitions[2, 0] = crf.start_transitions[1] = crf.end_transitions[2] = -INF
-        emissions[0, 1, 0] = -INF
-    emissions.requires_grad_()
-    tags = torch.tensor([[0, 1, 1, 0], [0, 2, 0, 1]])  # the second takes the forbidden transition
-    out = crf(emissions, tags, reduction="none")
-    weights = [all_weights(crf, of_one, torch.ones(4, dtype=torch.bool)) for of_one in emissions]
-    expected = weights[0][0, 1, 1, 0] - log_sum(weights[0].values())
-    assert out[0].item() == pytest.approx(expected, abs=1e-13) and out[1] == -INF
-    found = gradients(crf, emissions, out)
-    assert all(gradient.isfinite().all() for gradient in found)
-    assert found[0][0, 1, 0] == found[1][1] == found[2][2] == found[3][2, 0] == 0
-    assert (found[0][1] == 0).all() and (found[0][0] != 0).any()
-    assert crf.decode(emissions)[0] == list(max(weights[0], key=weights[0].get))
-    # no path at all
-    emissions = emissions.detach()
+def test_sequence_without_a_path_has_probability_zero():
+    crf, (emissions, tags, _) = layer(3), batch(2, 4, 3)
     emissions[0, 1] = -INF
     out = crf(emissions.requires_grad_(), tags, reduction="none")
-    assert out[0] == crf.log_partition(emissions)[0] == -INF
+    assert out[0] == crf.log_partition(emissions)[0] == -INF and out[1].isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients(crf, emissions, out))
     assert crf.decode(emissions)[0] == [-1] * 4
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
-def test_forbidden_transition_stays_forbidden(optimizer):
-    crf = layer(3, F32)
-    emissions, tags, mask = batch(c=3, dtype=F32)
-    with torch.no_grad():
-        crf.transitions[2, 0] = -INF
-    steps = optimizer(crf.parameters(), lr=0.1)
-    possible = torch.where((tags[:, 1:] == 0) & (tags[:, :-1] == 2), 1, tags[:, 1:])
-    tags = torch.cat([tags[:, :1], possible], 1)
-    losses = []
-    for _ in range(3):
-        steps.zero_grad()
-        loss = -crf(emissions, tags, mask, "mean")
-        loss.backward()
-        steps.step()
-        losses.append(loss.item())
-    assert crf.transitions[2, 0] == -INF and crf.transitions.isneginf().sum() == 1
-    assert losses[2] < losses[1] < losses[0] < INF
 
 
 def test_no_sequences_and_empty_sequences():
@@ -183,4 +171,161 @@ def test_no_sequences_and_empty_sequences():
     emissions, tags, mask = batch(2, 3)
     out = crf(emissions.requires_grad_(), tags, torch.zeros_like(mask), "token_mean")
     assert out == 0 and all((gradient == 0).all() for gradient in gradients(crf, emissions, out))
-    assert crf.decode(emissions, torch.zeros_like(mask)) == [[], []]
+
+
+def test_half_precision_is_computed_in_float32():
+    crf = layer(dtype=F32)
+    emissions, tags, mask = batch(dtype=torch.float16)
+    exact = emissions.float().requires_grad_()
+    out, expected = crf(emissions.requires_grad_(), tags, mask, "none"), crf(exact, tags, mask, "none")
+    assert out.dtype == F32 and torch.equal(out, expected)
+    for mine, theirs in zip(gradients(crf, emissions, out), gradients(crf, exact, expected), strict=True):
+        torch.testing.assert_close(mine.float(), theirs, rtol=torch.finfo(torch.float16).eps, atol=0)
+    assert crf.marginals(emissions, mask).dtype == F32
+    assert crf.decode(emissions, mask) == crf.decode(exact, mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(crf(emissions, tags, mask, "none"), out)
+
+
+def test_first_step_off_is_refused_where_masks_are_traced():
+    torch.compiler.reset()
+    crf = layer(strict_mask=True)
+    emissions, tags, mask = batch(6, 4)
+    calls = [
+        torch.compile(crf, backend="eager", fullgraph=True),
+        torch.export.export(crf, (emissions, tags, mask)).module(),
+        torch.func.vmap(lambda *one: crf(*(part[None] for part in one))),
+    ]
+    for call in calls:
+        torch.testing.assert_close(call(emissions, tags, mask).sum(), crf(emissions, tags, mask))
+        with pytest.raises(ValueError, match="lengths: expected values from 1 to v = 4, got 0 to"):
+            call(emissions, tags, ~mask)
+
+
+def test_masks_with_holes_compile_as_one_graph_and_vmap():
+    crf, (emissions, tags, _) = layer(), batch(6, 4)
+    leaf = emissions.requires_grad_()
+    compiled = torch.compile(crf, fullgraph=True, backend="aot_eager")
+    out, expected = compiled(leaf, tags, HOLES, "none"), crf(leaf, tags, HOLES, "none")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    for found, truth in zip(gradients(crf, leaf, out), gradients(crf, leaf, expected), strict=True):
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-13)
+    by_vmap = torch.func.vmap(lambda *one: crf(*(tensor[None] for tensor in one)))
+    torch.testing.assert_close(by_vmap(emissions, tags, HOLES), expected)
+
+
+def test_first_and_second_derivatives_equal_finite_differences():
+    crf, (emissions, tags, _) = layer(2), batch(3, 3, 2)
+    leaves = emissions.requires_grad_(), *crf.parameters()
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda *_: crf(emissions, tags, HOLES[1:4, :3], "none"), leaves)
+
+
+class Methods(torch.nn.Module):
+    """All methods of the layer as one function."""
+
+    def __init__(self):
+        super().__init__()
+        self.crf = layer()
+
+    def forward(self, emissions, tags, mask):
+        methods = self.crf.viterbi, self.crf.marginals, self.crf.log_partition
+        return self.crf(emissions, tags, mask), *(method(emissions, mask) for method in methods)
+
+
+def test_export_serves_any_number_of_sentences_and_words():
+    axes = {0: torch.export.Dim("n", min=2, max=64), 1: torch.export.Dim("v", min=3, max=512)}
+    exported = torch.export.export(Methods(), batch(4, 6), dynamic_shapes=(axes,) * 3).module()
+    for example in (batch(4, 6), batch(7, 11)):
+        torch.testing.assert_close(exported(*example), Methods()(*example), rtol=0, atol=1e-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device")
+def test_loss_does_not_wait_for_the_device():
+    crf = layer(dtype=F32)
+    emissions, tags, ends = batch(6, 4, dtype=F32)
+    device = copy.deepcopy(crf).cuda()
+    for mask in (None, ends, HOLES):
+        expected = crf(emissions, tags, mask)
+        inputs = [None if tensor is None else tensor.cuda() for tensor in (emissions, tags, mask)]
+        device(*inputs).backward()  # whatever happens once
+        torch.cuda.synchronize()
+        with waiting_raises():
+            found = device(*inputs)
+            found.backward()
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-4)
+    # the host does not see that a first step is off
+    ends[0, 0] = False
+    strict = layer(dtype=F32, strict_mask=True).cuda()
+    found = strict(*(tensor.cuda() for tensor in (emissions, tags, ends)), "none")
+    assert found.isnan().tolist() == [True] + [False] * 5
+
+
+# what pytorch-crf itself provokes
+TORCHCRF = pytest.mark.filterwarnings("ignore:where received a uint8 condition tensor")
+
+
+def peer(crf):
+    torchcrf = pytest.importorskip("torchcrf", exc_type=ImportError)
+    other = torchcrf.CRF(crf.num_tags, batch_first=crf.batch_first).to(crf.transitions.dtype)
+    other.load_state_dict(crf.state_dict())
+    return other
+
+
+@TORCHCRF
+@pytest.mark.parametrize(
+    ("dtype", "batch_first", "mask_dtype"),
+    [(F64, False, None), (F64, True, torch.bool), (F32, False, torch.bool), (F32, True, torch.uint8)],
+    ids=str,
+)
+def test_likelihood_gradients_and_best_tags_equal_pytorch_crf(dtype, batch_first, mask_dtype):
+    crf = layer(dtype=dtype, batch_first=batch_first)
+    emissions, tags, mask = batch(dtype=dtype)
+    mask = None if mask_dtype is None else mask.to(mask_dtype)
+    inputs = turned(crf, emissions.requires_grad_(), tags, mask)
+    exact, wide = peer(copy.deepcopy(crf).double()), emissions.detach().double().requires_grad_()
+    truth = turned(crf, wide)
+    found = crf.decode(inputs[0], inputs[2])
+    assert found == exact.decode(truth[0], inputs[2])
+    assert [len(of_one) for of_one in found] == ([7] * 5 if mask is None else mask.sum(1).tolist())
+    assert all(type(tag) is int for of_one in found for tag in of_one)
+    for reduction in REDUCTIONS:
+        ours, theirs = crf(*inputs, reduction=reduction), exact(*truth, *inputs[1:], reduction=reduction)
+        assert ours.dtype == dtype and ours.shape == theirs.shape
+        size = 5 if reduction == "sum" else 1
+        allowed = size * (of_steps(7, 6, dtype=dtype) + ulp(torch.tensor(64.0).numpy(), dtype))
+        assert (ours.double() - theirs).abs().max() <= allowed
+        pairs = zip(gradients(crf, emissions, ours), gradients(exact, wide, theirs), strict=True)
+        for mine, expected in pairs:
+            assert mine.dtype == dtype and mine.shape == expected.shape
+            assert (mine.double() - expected).abs().max() <= size * (1e-5 if dtype == F32 else 1e-12)
+
+
+@pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
+def test_first_step_off_is_refused_as_by_pytorch_crf(batch_first):
+    crf = layer(batch_first=batch_first, strict_mask=True)
+    emissions, tags, mask = batch()
+    mask[3] = mask[3].logical_not()
+    emissions, tags, mask = turned(crf, emissions, tags, mask)
+    arguments = {"forward": (emissions, tags), "topk": (emissions, 2), "sample": (emissions, 2)}
+    for name in ("forward", "decode", "viterbi", "topk", "sample", "marginals", "log_partition"):
+        operands = *arguments.get(name, (emissions,)), mask
+        with pytest.raises(ValueError, match="mask: expected the first step of .* on, got it off in sequence 3;"):
+            getattr(crf, name)(*operands)
+        if name in ("forward", "decode"):
+            with pytest.raises(ValueError, match="first timestep"):
+                getattr(peer(crf), name)(*operands)
+        getattr(layer(batch_first=batch_first), name)(*operands)
+
+
+def test_parameters_equal_pytorch_crf():
+    torchcrf = pytest.importorskip("torchcrf", exc_type=ImportError)
+    torch.manual_seed(3)
+    theirs = torchcrf.CRF(6)
+    torch.manual_seed(3)
+    ours = LinearChainCRF(6)
+    for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+    ours.reset_parameters()
+    assert not torch.equal(ours.transitions, theirs.transitions) and ours.transitions.abs().max() <= 0.1
