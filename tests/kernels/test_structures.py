@@ -6,35 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from logchain.kernels.cpu import arcs as arcs_in_c
-from logchain.kernels.cpu import arguments, library, team
+from logchain.kernels.cpu import arguments, team
 from logchain.kernels.plain import products as plain_products
 from logchain.kernels.structured import Factors
-from tests.kernels.structures import (
-    ALL,
-    F32,
-    F64,
-    INF,
-    KINDS,
-    answers,
-    arcs,
-    as_logs,
-    bands,
-    block_diagonal,
-    check,
-    draw,
-    flat,
-    given,
-    kernels,
-    kronecker,
-    low_rank,
-    monarch,
-    random_arcs,
-    weights_of,
-)
+from tests.kernels import structures
+from tests.kernels.structures import F32, F64, INF, KINDS, answers, check, draw, flat, given
+from tests.layouts import STRANGE, relaid
 
 NAN = float("nan")
-LEVELS = ["x86_64_v2", "x86_64_v3", "x86_64_v4"]
 ROOMS = pytest.mark.parametrize("room", ["cpu", "plain"])
 LOG = pytest.mark.parametrize("log", [False, True], ids=["linear", "logs"])
 DTYPES = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
@@ -47,19 +26,6 @@ CASES = pytest.mark.parametrize(
 )
 
 
-@CASES
-@pytest.mark.parametrize(
-    ("batch", "owned", "steps", "log", "zeros"),
-    [((2, 3), (2, 1), 1, True, 0.2), ((3, 2), (1, 2), 4, False, 0), ((3,), (3,), 1, False, 0.5), ((), (), 4, True, 0)],
-    ids=["sets", "steps", "own", "no batch"],
-)
-def test_batches_steps_and_zeros_keep_near_dense_chains(room, name, batch, owned, steps, log, zeros):
-    options = {"steps": steps, "log": log, "zeros": zeros}
-    walk = check(room, draw(KINDS[name], batch, owned, dtype=F64 if steps > 1 else F32, ends=bool(batch), **options))
-    assert zeros or not walk.redone.any()
-    check(room, replace(draw(KINDS[name], batch, owned, **options, seed=1), by_log=True))
-
-
 def hub(count: int) -> list[tuple[int, int]]:
     """Arcs between state 0 and so many others, and two that lie apart."""
     return sorted({(0, j) for j in range(count)} | {(j, 0) for j in range(count)} | {(5, 5), (5, 6)})
@@ -67,20 +33,20 @@ def hub(count: int) -> list[tuple[int, int]]:
 
 # more arcs of one state, more bands, more states and more steps than loops take at a time
 SIZES = [
-    *((arcs(210, hub(count)), {"v": 3}, 4e-5) for count in (63, 64, 65, 200)),
-    (bands(1, 0), {"v": 1}, None),
-    (bands(19, 0, 1, 2), {"v": 9}, None),
-    (bands(33, 0, 1, 2, 3), {"steps": 4}, None),
-    (bands(41, -2, 0, 40), {"scale": 300.0}, None),
-    (bands(17, 1, -1, 0, 16, -16), {"scale": 20.0}, None),
-    (bands(21, 0, 1, 2, -1, -2, 3), {"steps": 4}, None),
-    (bands(16, 0, 1, 2, -1, -2, 3, 4), {"scale": 1e4}, None),
-    (bands(32, 0, 1, 2, -1, -2, 3, 4, 5), {"scale": 9.0}, None),
-    (bands(35, *range(-9, 10)), {"steps": 4, "scale": 50.0}, None),
-    (low_rank(70, 5), {"v": 3}, 5e-6),
-    (monarch(20, 36, 18), {"v": 3}, 5e-6),
-    (block_diagonal(2, 33), {"v": 3}, 5e-6),
-    (kronecker(33, 5), {"v": 3}, 5e-6),
+    *((structures.arcs(210, hub(count)), {"v": 3}, 4e-5) for count in (63, 64, 65, 200)),
+    (structures.bands(1, 0), {"v": 1}, None),
+    (structures.bands(19, 0, 1, 2), {"v": 9}, None),
+    (structures.bands(33, 0, 1, 2, 3), {"steps": 4}, None),
+    (structures.bands(41, -2, 0, 40), {"scale": 300.0}, None),
+    (structures.bands(17, 1, -1, 0, 16, -16), {"scale": 20.0}, None),
+    (structures.bands(21, 0, 1, 2, -1, -2, 3), {"steps": 4}, None),
+    (structures.bands(16, 0, 1, 2, -1, -2, 3, 4), {"scale": 1e4}, None),
+    (structures.bands(32, 0, 1, 2, -1, -2, 3, 4, 5), {"scale": 9.0}, None),
+    (structures.bands(35, *range(-9, 10)), {"steps": 4, "scale": 50.0}, None),
+    (structures.low_rank(70, 5), {"v": 3}, 5e-6),
+    (structures.monarch(20, 36, 18), {"v": 3}, 5e-6),
+    (structures.block_diagonal(2, 33), {"v": 3}, 5e-6),
+    (structures.kronecker(33, 5), {"v": 3}, 5e-6),
     (KINDS["low_rank"], {"v": 300}, 3e-5),
     (KINDS["monarch"], {"v": 40}, None),
 ]
@@ -115,69 +81,35 @@ def test_parameters_far_from_one(room, name, far):
     check(room, replace(logs, parameters=tuple(shifted)), near=3e-3)
 
 
-@ROOMS
-@pytest.mark.parametrize("name", ["arcs", "bands", "low_rank", "monarch"])
-@pytest.mark.parametrize("scale", [1.0, 300.0])
-def test_nan_stays_in_its_sequence(room, name, scale):
-    """After the end nothing is read; of an infinite sum nothing is known, and a weight of 0 takes away what is NaN."""
-    chain = draw(KINDS[name], (4,), (4,), steps=4, scale=scale, log=scale > 1)
-    chain, others = replace(chain, ends=torch.tensor([5, 3, 5, 4])), [0, 1, 3]
-    wanted, clean = answers(room, chain)
-    in_torch = room == "plain" and name in FACTORS  # which multiply the weight by NaN
-    for place, value in ((0, NAN), (0, INF), *([] if in_torch else [(1, NAN)]), (-1, NAN)):
-        operands = [operand.clone() for operand in (chain.x, *chain.parameters, chain.p0)]
-        operands[0][1, 3:] = operands[1][1, 2:] = NAN  # after the end
-        (operands[0][2, 4] if place == 0 else operands[place][2].view(-1))[5] = value
-        x, *parameters, p0 = operands
-        dirty = replace(chain, x=x, parameters=tuple(parameters), p0=p0)
-        walk, gradients = answers(room, dirty)
-        assert not walk.log_norm[2].isfinite()
-        assert torch.equal(walk.log_norm[others], wanted.log_norm[others])
-        assert gradients.x[2].isnan().any() or value == INF
-        for one, other in zip(flat(gradients), flat(clean), strict=True):
-            torch.testing.assert_close(one[others], other[others])
-        assert not gradients.x[1, 3:].any() and not gradients.parameters[0][1, 2:].any()
-        weight = torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=F64)
-        assert not any(gradient[2].any() for gradient in flat(answers(room, dirty, weight)[1]))
+@CASES
+def test_nan_of_weight_zero_is_not_counted(room, name):
+    chain, weight = draw(KINDS[name]), torch.tensor([1.0, 0.0, 2.0], dtype=F64)
+    clean = flat(answers(room, chain, weight)[1])
+    chain.x[1, 4, 0] = NAN
+    walk, gradients = answers(room, chain, weight)
+    assert walk.log_norm[1].isnan() and not gradients.x[1].any()
+    torch.testing.assert_close(flat(gradients)[1:], clean[1:])
 
 
 @ROOMS
 @pytest.mark.parametrize("name", ["arcs", "bands", "low_rank", "monarch"])
-def test_layouts_change_nothing(room, name):
+@pytest.mark.parametrize("how", STRANGE)
+def test_layouts_change_nothing(room, name, how):
     chain = draw(KINDS[name], (2, 3), (2, 1), steps=4, dtype=F64)
-    operands = chain.x, *chain.parameters, chain.p0
-
-    def laid(*tensors):
-        x, *parameters, p0 = tensors
-        return answers(room, replace(chain, x=x, parameters=tuple(parameters), p0=p0))
-
-    (walk, gradients) = laid(*operands)
-    turned = [one.permute(*reversed(range(one.dim()))).contiguous() for one in operands]
-    turned = [one.permute(*reversed(range(one.dim()))) for one in turned]
-    apart = [torch.stack([one, one.new_full((), NAN).expand_as(one)], -1)[..., 0] for one in operands]
-    negative = [torch.complex(torch.zeros_like(one), -one).conj().imag for one in operands]
-    for others in (turned, apart, negative):
-        other, found = laid(*others)
-        torch.testing.assert_close(other.log_norm, walk.log_norm, rtol=1e-14, atol=0)
-        torch.testing.assert_close(flat(found), flat(gradients), rtol=1e-13, atol=1e-15)
-    check(room, replace(chain, x=chain.x[:1, :1].expand(chain.x.shape)))
+    x, *parameters, p0 = (relaid(operand, how) for operand in (chain.x, *chain.parameters, chain.p0))
+    walk, gradients = answers(room, chain)
+    other, found = answers(room, replace(chain, x=x, parameters=tuple(parameters), p0=p0))
+    torch.testing.assert_close(other.log_norm, walk.log_norm, rtol=1e-14, atol=0)
+    torch.testing.assert_close(flat(found), flat(gradients), rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", [random_arcs(37), bands(37, 0, 1, -2), low_rank(37, 3)], ids=["arcs", "bands", "rank"])
-def test_every_level_of_this_machine_keeps_near_dense_chains(level, kind, monkeypatch):
-    if library.level() not in LEVELS or library.level() < level:
-        pytest.skip(f"this machine has no {level}")
-    monkeypatch.setattr(arguments, "library", lambda: library.load(level))
-    for forget in (arguments.function.cache_clear, arcs_in_c._arranged.clear):
-        forget()
-    try:
-        for scale in (1.0, 300.0):
-            for dtype in (F32, F64):
-                check("cpu", draw(kind, (2,), v=4, scale=scale, dtype=dtype, zeros=0.1), near=2e-4)
-    finally:
-        for forget in (arguments.function.cache_clear, arcs_in_c._arranged.clear):
-            forget()
+@pytest.mark.parametrize("name", ["arcs", "bands", "low_rank"])
+def test_each_level_is_near_dense_chains(name, level):
+    kind = {"arcs": structures.random_arcs(37), "bands": structures.bands(37, 0, 1, -2)}.get(name)
+    for scale in (1.0, 300.0):
+        for dtype in (F32, F64):
+            chain = draw(kind or structures.low_rank(37, 3), (2,), v=4, scale=scale, dtype=dtype, zeros=0.1)
+            check("cpu", chain, near=2e-4)
 
 
 @pytest.mark.parametrize("name", ["arcs", "bands", "low_rank"])
@@ -207,7 +139,11 @@ RARE = {
     "the largest that a double holds": ([[0, -620], [-600, 0], [-INF, 0]], [1, 1], NEVER, NARROW),
     "emissions that matter later": ([[0, -200], [-INF, 0], [0, 0]], [1, 1], NEVER, NARROW),
 }
-TWO_STATES = {"arcs": arcs(2, [(0, 0), (1, 1)]), "bands": bands(2, 0), "factors": block_diagonal(2, 1)}
+TWO_STATES = {
+    "arcs": structures.arcs(2, [(0, 0), (1, 1)]),
+    "bands": structures.bands(2, 0),
+    "factors": structures.block_diagonal(2, 1),
+}
 
 
 @ROOMS
@@ -219,7 +155,9 @@ def test_paths_far_below_others(rare, name, room, dtype):
     parameter = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1)
     parameter = parameter.view(-1, *TWO_STATES[name].sizes[0])
     chain = given(TWO_STATES[name], [parameter.tolist()], rows, [1.0, 1.0], dtype)
-    redone = [check(room, one).redone.item() for one in ((chain, as_logs(chain)) if room == "cpu" else (chain,))]
+    redone = [
+        check(room, one).redone.item() for one in ((chain, structures.as_logs(chain)) if room == "cpu" else (chain,))
+    ]
     if room == "cpu":
         assert redone == [dtype in {"arcs": of_arcs, "bands": NEVER, "factors": of_factors}[name]] * 2
 
@@ -235,7 +173,7 @@ def test_ranges_that_change_from_step_to_step(room, dtype):
     sizes = torch.tensor([1.0, 200.0, 340.0, 600.0, 2000.0, 2e4])
     for seed in range(16 if room == "cpu" else 4):
         options = {"v": 1 + seed % 7, "steps": max(seed % 7, 1), "log": seed % 2 == 0, "dtype": dtype, "zeros": 0.1}
-        chain = draw(random_arcs(1 + seed % 6), (12,), (12,), ends=True, seed=seed, **options)
+        chain = draw(structures.random_arcs(1 + seed % 6), (12,), (12,), ends=True, seed=seed, **options)
         scales = sizes[torch.randint(6, (12, chain.v, 1), generator=generator)]
         walk = check(room, replace(chain, x=chain.x * scales.to(dtype)))
         redone, seen = redone + walk.redone.sum(), seen + 12
@@ -246,12 +184,12 @@ def test_ranges_that_change_from_step_to_step(room, dtype):
 def test_messages_of_arcs_that_underflow_alone_are_not_recomputed(room):
     """A backward message; and a message of which nearly all is in a state that no arc leaves."""
     steps = [[0.0, 0.0]] * 4
-    both, away = TWO_STATES["arcs"], arcs(2, [(1, 0), (1, 1)])
+    both, away = TWO_STATES["arcs"], structures.arcs(2, [(1, 0), (1, 1)])
     for chain in (
         given(both, [[[0.3, 0.3]]], [*steps, [0.0, -700.0]], [1.0, 1.0]),
         given(away, [[[1.0, 2.0**-120]]], [*[[0.0, -650.0]] * 3, [-INF, 0.0]], [1.0, 1.0]),
     ):
-        for one in (chain, as_logs(chain)):
+        for one in (chain, structures.as_logs(chain)):
             assert not check(room, one).redone
 
 
@@ -274,7 +212,7 @@ def test_arcs_and_bands_of_any_weight(name, room, log, dtype):
 def test_few_arcs_and_impossible_chains(room):
     for pairs in ([], [(0, 1)], [(1, 0), (2, 0)]):
         for c, v in ((1, 3), (3, 1), (3, 2), (40, 3)):
-            chain = draw(arcs(c, [pair for pair in pairs if max(pair) < c]), (2,), v=v, scale=300.0)
+            chain = draw(structures.arcs(c, [pair for pair in pairs if max(pair) < c]), (2,), v=v, scale=300.0)
             check(room, chain)
             check(room, replace(chain, x=torch.full_like(chain.x, -INF)))
             check(room, replace(chain, p0=torch.zeros_like(chain.p0)))
@@ -286,7 +224,7 @@ def test_long_chains_of_arcs():
     v = 50_000
     for spread in (0.0, 300.0):
         x = spread * torch.tensor([1.0, -1.0])[torch.arange(2 * v).view(v, 2) % 2]
-        every = arcs(2, [(0, 0), (0, 1), (1, 0), (1, 1)])
+        every = structures.arcs(2, [(0, 0), (0, 1), (1, 0), (1, 1)])
         walk, gradients = answers("cpu", given(every, [[[0.25] * 4]], x.tolist(), [1.0, 1.0]))
         truth = v * spread + (v - 1) * math.log(0.25) + math.log(2) * v * (spread == 0)
         torch.testing.assert_close(walk.log_norm.item(), truth)
@@ -295,7 +233,7 @@ def test_long_chains_of_arcs():
 
 
 def test_arcs_that_change_are_arranged_again():
-    chain = draw(arcs(2, [(0, 1), (1, 0)]), (1,), v=3)
+    chain = draw(structures.arcs(2, [(0, 1), (1, 0)]), (1,), v=3)
     check("cpu", chain)
     chain.pattern.target[:] = 1
     check("cpu", chain)
@@ -310,7 +248,7 @@ def test_exponents_of_long_chains_of_bands():
     v = 100_000
     x = (1e4 * torch.randn(v, generator=torch.Generator().manual_seed(0))).round()
     x = torch.stack([x, x.flip(0), x.roll(v // 2)], -1)
-    chain = replace(given(bands(3, 0), [[[[0.5] * 3]]], [[0.0] * 3], [0.125, 0.25, 0.5]), x=x[None])
+    chain = replace(given(structures.bands(3, 0), [[[[0.5] * 3]]], [[0.0] * 3], [0.125, 0.25, 0.5]), x=x[None])
     walk, gradients = answers("cpu", chain)
     truth = x[:, 0].double().sum() + math.log(0.875) + (v - 1) * math.log(0.5)
     torch.testing.assert_close(walk.log_norm, truth[None], rtol=1e-15, atol=2e-3)
@@ -326,7 +264,7 @@ def test_numbers_beyond_exponents_of_bands(dtype):
     x[0, 3:5, 1:] = x[1, 4] = -1e30
     x[2, :, 0], x[3, 2] = -1e30, torch.tensor([0.0, -1e30, -1e30, -1e30, -1e30])
     # the first state is left at once
-    chain = given(bands(5, 0, 1), [[[[0.0, *[0.5] * 4], [0.5] * 5]]], [[0.0] * 5], [1.0, 0, 0, 0, 0], dtype)
+    chain = given(structures.bands(5, 0, 1), [[[[0.0, *[0.5] * 4], [0.5] * 5]]], [[0.0] * 5], [1.0, 0, 0, 0, 0], dtype)
     (walk, gradients), (other, truth) = (answers(room, replace(chain, x=x)) for room in ("cpu", "plain"))
     assert walk.redone.tolist() == [True, False, True, True]
     torch.testing.assert_close(walk.log_norm, other.log_norm, rtol=1e-7, atol=1e-5)
@@ -335,7 +273,7 @@ def test_numbers_beyond_exponents_of_bands(dtype):
 
 @ROOMS
 def test_values_of_bands_that_lead_nowhere_are_not_read(room):
-    chain = draw(bands(18, 0, 3), (2,), (2,), steps=4)
+    chain = draw(structures.bands(18, 0, 3), (2,), (2,), steps=4)
     walk, gradients = answers(room, chain)
     chain.parameters[0][..., 1, :3] = NAN
     other, same = answers(room, chain)
@@ -377,7 +315,7 @@ def test_sums_of_factors_that_underflow_to_zero_are_recomputed():
     """State 2 is left with a weight of 1e-60, and all others die; zeros that are no path are no reason."""
     sides, p0 = [[[[1.0, 0], [1.0, 0], [0, 1e-30]]]] * 2, [1.0, 1, 1]
     for x, redone in (([[0.0, 0, -60], [-INF, -INF, 0]], True), ([[0.0, 0, -INF], [0.0, 0, 0], [0.0, -1, 0]], False)):
-        assert check("cpu", given(low_rank(3, 2, False), sides, x, p0), near=1e-5).redone == redone
+        assert check("cpu", given(structures.low_rank(3, 2, False), sides, x, p0), near=1e-5).redone == redone
 
 
 def test_states_without_path_through_factors_do_not_overflow_backward(monkeypatch):
@@ -387,17 +325,17 @@ def test_states_without_path_through_factors_do_not_overflow_backward(monkeypatc
     walk = check("cpu", chain, near=1e-5)
     assert not walk.redone.any()
     monkeypatch.setattr(plain_products, "forward", None)
-    kernels("cpu", chain).backward(chain, walk, weights_of(chain), ALL)
+    structures.kernels("cpu", chain).backward(chain, walk, structures.weights_of(chain), structures.ALL)
 
 
 def test_memory_that_factors_hold():
-    for kind in (low_rank(64, 8), monarch(8, 8, 8), kronecker(4, 4, 4)):
+    for kind in (structures.low_rank(64, 8), structures.monarch(8, 8, 8), structures.kronecker(4, 4, 4)):
         chain = draw(kind, (4,), v=30)
-        held = kernels("cpu", chain).forward(chain, True).kept
+        held = structures.kernels("cpu", chain).forward(chain, True).kept
         assert sum(one.numel() for one in held) <= 2.1 * chain.x.numel()
 
 
 def test_a_long_chain_of_factors_overflows_nothing():
-    chain = draw(low_rank(3, 2), (1,), v=1000)
+    chain = draw(structures.low_rank(3, 2), (1,), v=1000)
     one, other = (answers("cpu", replace(chain, x=x))[0].log_norm for x in (chain.x, chain.x + 3000.0))
     torch.testing.assert_close(other - one, torch.full_like(one, 3e6), rtol=1e-9, atol=0)
