@@ -10,6 +10,7 @@ import torch
 import logchain
 from logchain import reference
 from tests import oracle
+from tests.backends import on
 from tests.contract import assert_gradient, assert_values, gradient_bound, value_bound
 
 F32, F64 = torch.float32, torch.float64
@@ -17,11 +18,11 @@ INF = float("inf")
 BOTH = logchain.matrix_product, logchain.prefix_products
 
 
-@pytest.fixture(params=["C", "torch"])
-def room(request):
-    """Who multiplies."""
-    if request.param == "torch":
-        request.getfixturevalue("plain")
+@pytest.fixture(params=["cpu", "plain"])
+def backend(request):
+    """What multiplies in the test; the device of its stacks."""
+    with on(request.param) as device:
+        yield device
 
 
 FAMILIES = {}

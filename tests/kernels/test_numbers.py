@@ -6,8 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from logchain.kernels.numbers import FLUSH, exact_sum, exp_shifted, finite, relative_logs
-from logchain.kernels.plain import matmul as log_matmul
+from logchain.kernels.numbers import FLUSH, exact_sum, exp_shifted, relative_logs
 
 
 def exponentials(d):
@@ -32,11 +31,6 @@ def test_exponentials_are_zero_before_they_are_denormal(dtype):
     assert out[4] == 1 and out[5].isnan()
 
 
-def test_a_shift_of_minus_infinity_leaves_zeros():
-    x = torch.full((3,), -math.inf)
-    assert (exp_shifted(x, finite(x.amax(0, keepdim=True)), torch.empty(3), torch.empty(3)) == 0).all()
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 1001])
 def test_sums_lose_nothing(count):
     terms = torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
@@ -45,20 +39,6 @@ def test_sums_lose_nothing(count):
     high, low = exact_sum(terms.clone())
     for column, truth in enumerate(exact):
         assert abs(Fraction((high + low)[column].item()) - truth) <= abs(truth) * Fraction(1, 2**52)
-
-
-def test_infinite_sums_are_infinite():
-    high, low = exact_sum(torch.tensor([[-math.inf, -1e308], [1.0, -1e308], [2.0, 5.0]], dtype=torch.float64))
-    assert (high + low == -math.inf).all()
-
-
-def test_rescued_outputs_are_those_that_underflow_and_exist():
-    a = torch.tensor([[[0.0, -200.0], [0.0, -math.inf], [0.0, 0.0]]])
-    b = torch.tensor([[[-200.0, 0.0], [0.0, 0.0]]])
-    out, rescued = log_matmul.forward(a, b)
-    assert rescued == 2  # (0, 0), and (1, 0) whose only term is far below
-    truth = torch.logsumexp(a[..., :, :, None].double() + b[..., None, :, :].double(), -2)
-    torch.testing.assert_close(out.double(), truth, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("scale", [2.0**-1040, 2.0**-1000, 1.0, 2.0**1000], ids=["subnormal", "tiny", "1", "huge"])

@@ -33,7 +33,7 @@ def hub(count: int) -> list[tuple[int, int]]:
 
 # more arcs of one state, more bands, more states and more steps than loops take at a time
 SIZES = [
-    *((structures.arcs(210, hub(count)), {"v": 3}, 4e-5) for count in (63, 64, 65, 200)),
+    *((structures.arcs(210, hub(count)), {"v": 3}, 4e-5) for count in (64, 65, 200)),
     (structures.bands(1, 0), {"v": 1}, None),
     (structures.bands(19, 0, 1, 2), {"v": 9}, None),
     (structures.bands(33, 0, 1, 2, 3), {"steps": 4}, None),
@@ -269,15 +269,6 @@ def test_numbers_beyond_exponents_of_bands(dtype):
     assert walk.redone.tolist() == [True, False, True, True]
     torch.testing.assert_close(walk.log_norm, other.log_norm, rtol=1e-7, atol=1e-5)
     torch.testing.assert_close(flat(gradients), flat(truth), rtol=1e-5, atol=1e-5)
-
-
-@ROOMS
-def test_values_of_bands_that_lead_nowhere_are_not_read(room):
-    chain = draw(structures.bands(18, 0, 3), (2,), (2,), steps=4)
-    walk, gradients = answers(room, chain)
-    chain.parameters[0][..., 1, :3] = NAN
-    other, same = answers(room, chain)
-    assert torch.equal(walk.log_norm, other.log_norm) and all(map(torch.equal, flat(gradients), flat(same)))
 
 
 # products of factors -------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 
 import logchain
 from logchain import reference
-from logchain.kernels.cpu import arguments, library, short
 from tests.backends import on
 from tests.families import Chain
 from tests.kernels.cpu.adversary import Drawn, Search, draw, judge, search
@@ -19,16 +18,6 @@ from tests.kernels.cpu.adversary import Drawn, Search, draw, judge, search
 inf, F32, F64 = torch.inf, torch.float32, torch.float64
 
 BOTH = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
-
-
-@pytest.fixture(autouse=True)
-def no_function_is_known():
-    """What a test loads must not outlast it, nor be kept from it."""
-    for forget in (arguments.function.cache_clear, short._known.clear):
-        forget()
-    yield
-    for forget in (arguments.function.cache_clear, short._known.clear):
-        forget()
 
 
 def chain(x, bulk, p0, dtype=F64) -> Chain:
@@ -133,13 +122,8 @@ def test_nothing_that_was_searched_breaks_the_contract(draws):
 # draws that see changes of the sources which few others see, see `tests.mutants`
 RARELY_LOSSY = [(3, 206), (3, 542), (3, 718), (5, 526)]
 
-# a machine computes at its own level and at all below
-LEVELS = [level for level in ("aarch64", "x86_64_v2", "x86_64_v3", "x86_64_v4") if level[:3] == library.level()[:3]]
 
-
-@pytest.mark.parametrize("level", [level for level in LEVELS if level <= library.level()])
-def test_nor_is_it_at_any_level_of_this_machine(level, monkeypatch):
-    monkeypatch.setattr(library, "level", lambda: level)
+def test_nor_is_it_at_any_level_of_this_machine(level):
     seen = search(4, 40, enough=20)
     for seed, number in RARELY_LOSSY:
         judge(draw(np.random.default_rng((seed, number)), F32), seen, f"{seed} {number}", strategy="sequential")
