@@ -1,5 +1,8 @@
 """Operands on the host: pieces arrive whole and in time, and gradients return, whatever runs first."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -17,14 +20,17 @@ LENGTHS = torch.tensor([[1, 5], [17, 2], [11, 6]])
 NAN, F32 = float("nan"), torch.float32
 
 
-class Mark:
-    """A place in a queue."""
+class Queue(list):
+    """Work that is done in order, up to a mark, when somebody waits for that mark."""
 
-    def __init__(self, device, queue):
-        self._device, self._queue, self._place = device, queue, len(queue)
+    def mark(self):
+        return SimpleNamespace(synchronize=partial(self.run, len(self)))
 
-    def synchronize(self):
-        self._device.run(self._queue, self._place)
+    def run(self, place):
+        for i in range(place):
+            work, self[i] = self[i], None
+            if work is not None:
+                work()
 
 
 class FakeDevice:
@@ -35,30 +41,16 @@ class FakeDevice:
     """
 
     def __init__(self, eager):
-        self.eager, self.compute, self.sides, self.rooms, self.at_once = eager, [], [], [], False
-
-    def side(self, device):
-        return FakeSide(self, device)
-
-    def mark(self, queue):
-        return Mark(self, queue)
-
-    def run(self, queue, place):
-        for i in range(place):
-            work, queue[i] = queue[i], None
-            if isinstance(work, Mark):
-                work.synchronize()
-            elif work is not None:
-                work()
+        self.eager, self.compute, self.sides, self.rooms, self.at_once = eager, Queue(), [], [], False
 
     def now(self, piece, work):
         """Queue a computation on a piece."""
-        self.compute.append(lambda: work(piece))
+        self.compute.append(partial(work, piece))
 
 
 class FakeSide:
     def __init__(self, device, where):
-        self._device, self._copies = device, []
+        self._device, self._copies = device, Queue()
         device.sides.append(self)
 
     def pinned(self, entries, dtype):
@@ -68,12 +60,12 @@ class FakeSide:
     buffer = pinned
 
     def computed(self):
-        return self._device.mark(self._device.compute)
+        return self._device.compute.mark()
 
     def copy(self, into, source, *, after):
         assert into.is_contiguous() and source.is_contiguous() and into.dtype == source.dtype
-        self._copies += [after, lambda: into.copy_(source)]
-        mark = self._device.mark(self._copies)
+        self._copies += [after and after.synchronize, partial(into.copy_, source)]
+        mark = self._copies.mark()
         if self._device.eager:
             mark.synchronize()
         return mark
@@ -81,14 +73,14 @@ class FakeSide:
     def compute_after(self, mark):
         if self._device.at_once:
             mark.synchronize()
-        self._device.compute.append(mark)
+        self._device.compute.append(mark.synchronize)
 
 
 @pytest.fixture(params=[True, False], ids=["copies first", "computations first"])
 def device(request, monkeypatch):
     """A fake device, and every tensor lies on the host."""
     found = FakeDevice(request.param)
-    monkeypatch.setattr(pieces, "Side", found.side)
+    monkeypatch.setattr(pieces, "Side", partial(FakeSide, found))
     monkeypatch.setattr(pieces, "apart", lambda tensor, device: True)
     return found
 
@@ -102,7 +94,7 @@ def test_each_piece_arrives_before_it_is_computed_and_stays_until_then(ranges, d
     found = []
     for piece in pieces.pieces(tensor, 1, ranges, torch.device("cpu")):
         device.now(piece, lambda piece: found.append(piece.clone()))
-    device.run(device.compute, len(device.compute))
+    device.compute.run(len(device.compute))
     for one, (start, stop) in zip(found, ranges, strict=True):
         assert torch.equal(one, tensor[:, start:stop])
     assert len(device.rooms) == 2 * min(2, len(ranges))

@@ -7,23 +7,19 @@ import logchain
 from tests.contract import TENSOR_CORES, poisoned_memory
 from tests.stacks import BOTH, F32, F64, FAMILIES, assert_contract, draw
 
-CASES = [*((name, F32) for name in FAMILIES), ("offsets", F64), ("misaligned", torch.bfloat16)]
+CASES = [*((name, 5, F32) for name in FAMILIES), ("offsets", 5, F64), ("misaligned", 5, torch.bfloat16)]
+CASES += [("mixed", s, F32) for s in (1, 2, 7)]
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_values_and_gradients_keep_contract(name, dtype, kernels):
+@pytest.mark.parametrize(("name", "s", "dtype"), CASES)
+def test_values_and_gradients_keep_contract(name, s, dtype, kernels):
     with poisoned_memory():
-        assert_contract(draw(name, 5, 2, dtype)[-1:], *BOTH, device=kernels, k=TENSOR_CORES)
+        assert_contract(draw(name, s, 2, dtype)[-1:], *BOTH, device=kernels, k=TENSOR_CORES)
 
 
 @pytest.mark.parametrize(("name", "function"), [("left_to_right", BOTH[0]), ("misaligned", BOTH[1])])
 def test_several_tiles_keep_contract(name, function, kernels, small_tiles):
     assert_contract(draw(name, 2, 17)[-1:], function, device=kernels, k=TENSOR_CORES)
-
-
-@pytest.mark.parametrize("s", [1, 2, 7])
-def test_any_number_of_matrices_keeps_contract(s, kernels):
-    assert_contract(draw("mixed", s, 2), *BOTH, device=kernels, gradient=False, k=TENSOR_CORES)
 
 
 def test_product_in_place_by_temporaries_is_the_same(kernels, small_tiles, monkeypatch):
