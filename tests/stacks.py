@@ -25,27 +25,18 @@ def backend(request):
         yield device
 
 
-FAMILIES = {}
+# a stack (2, s, c, c) in float64 of each family, from functions that draw tensors of a shape
 
 
-def family(draw):
-    """A stack (2, s, c, c) in float64, from functions that draw tensors of a shape."""
-    FAMILIES[draw.__name__] = draw
-    return draw
-
-
-@family
 def dense(normal, uniform, *shape):
     return normal(*shape)
 
 
-@family
 def sharp(normal, uniform, *shape):
     """Too widely spread for linear numbers."""
     return 100.0 * normal(*shape)
 
 
-@family
 def misaligned(normal, uniform, g, s, c, _, depth=200.0):
     """Columns fall by 200 nats where the next rows climb by 200."""
     slope = -depth * torch.linspace(0, 1, c, dtype=F64)
@@ -53,30 +44,25 @@ def misaligned(normal, uniform, g, s, c, _, depth=200.0):
     return torch.where(climbs, slope.flip(0)[:, None].expand(c, c), slope.expand(c, c)) + 0.1 * normal(g, s, c, c)
 
 
-@family
 def abyss(normal, uniform, *shape):
     """Misaligned by more than the range of float64."""
     return misaligned(normal, uniform, *shape, depth=1000.0)
 
 
-@family
 def left_to_right(normal, uniform, g, s, c, _):
     band = torch.ones(c, c).triu().tril(1)
     return (20.0 * normal(g, s, c, c)).masked_fill(band == 0, -INF)
 
 
-@family
 def offsets(normal, uniform, g, s, c, _):
     """Every matrix on a scale of its own."""
     return normal(g, s, c, c) + 1e4 * (uniform(g, s, 1, 1) - 0.3)
 
 
-@family
 def sparse(normal, uniform, *shape):
     return torch.where(uniform(*shape) < 0.7, -INF, 20.0 * normal(*shape))
 
 
-@family
 def dead(normal, uniform, g, s, c, _):
     """Nothing is possible in the first, and a row and a column are shut in one matrix of the second."""
     stack = normal(g, s, c, c)
@@ -84,12 +70,16 @@ def dead(normal, uniform, g, s, c, _):
     return stack
 
 
-@family
 def mixed(normal, uniform, g, s, c, _):
     """Linear numbers hold the first set, and of the second only some matrices."""
     stack = normal(g, s, c, c)
     stack[1, s // 2 :] *= 100.0
     return stack
+
+
+FAMILIES = {
+    draw.__name__: draw for draw in (dense, sharp, misaligned, abyss, left_to_right, offsets, sparse, dead, mixed)
+}
 
 
 def normal(*shape, seed=0):

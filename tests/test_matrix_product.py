@@ -13,22 +13,28 @@ from logchain import reference
 from logchain.kernels.cpu import product as loops
 from logchain.kernels.plain import product as plain_product
 from logchain.memory import peak_bytes
-from tests.backends import parameter
-from tests.contract import assert_values, gradient_bound, poisoned_memory, value_bound
+from tests.backends import on, parameter
+from tests.contract import TENSOR_CORES, assert_values, gradient_bound, poisoned_memory, value_bound
 from tests.layouts import STRANGE, relaid
 from tests.stacks import BOTH, FAMILIES, Truth, assert_contract, draw, normal
 from tests.stacks import backend as backend
 
-F32, F64 = torch.float32, torch.float64
+F32, F64, HALF = torch.float32, torch.float64, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
 OPS = torch.ops.logchain
 
 # every number of factors, and numbers of states below and beyond a vector's, in both dtypes
 SIZES = [((1, 2, 5, 9)[s % 4], s, (F32, F64)[s % 2]) for s in range(1, 9)] + [(3, 3, F32), (2, 5, F64), (17, 4, F32)]
 
-# every family meets four of them
-CASES = [(name, *SIZES[(4 * i + k) % len(SIZES)]) for i, name in enumerate(FAMILIES) for k in range(4)]
-CASES += [("misaligned", 5, 7, torch.bfloat16), ("dead", 5, 7, torch.float16)]
+# every family meets four of them in C, two by torch operations, and one by Triton
+CASES = [("cpu", name, *SIZES[(4 * i + k) % len(SIZES)]) for i, name in enumerate(FAMILIES) for k in range(4)]
+CASES += [
+    (backend, name, *size)
+    for name in FAMILIES
+    for backend, size in (("plain", (2, 6, F32)), ("plain", (3, 3, F64)), ("gpu", (2, 5, F32)))
+]
+CASES += [("cpu", "misaligned", 5, 7, HALF), ("cpu", "dead", 5, 7, torch.float16), ("gpu", "misaligned", 2, 5, HALF)]
+CASES += [("gpu", "offsets", 2, 5, F64), *(("gpu", "mixed", 2, s, F32) for s in (1, 2, 7))]
 
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
@@ -73,22 +79,14 @@ def lossy(stack):
     return seen.outputs // c**2
 
 
-@pytest.mark.parametrize(("name", "c", "s", "dtype"), CASES, ids=str)
-def test_every_family_keeps_the_contract(name, c, s, dtype):
-    stack = draw(name, s, c, dtype, seed=s)
-    before = stack.clone()
-    with poisoned_memory():
-        assert_contract(stack, *BOTH)
-    assert torch.equal(stack, before)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.usefixtures("plain")
-def test_the_tree_of_torch_keeps_the_contract(name, monkeypatch):
+@pytest.mark.parametrize(("backend", "name", "c", "s", "dtype"), [parameter(*row) for row in CASES])
+def test_every_family_keeps_the_contract(backend, name, c, s, dtype, monkeypatch):
     monkeypatch.setattr(plain_product, "_HELD", 8)
-    with poisoned_memory():
-        assert_contract(draw(name, 6, 2), *BOTH)
-        assert_contract(draw(name, 3, 3, F64), *BOTH)
+    stack = draw(name, s, c, dtype, seed=s)[-1 if backend == "gpu" else 0 :]
+    before = stack.clone()
+    with on(backend) as device, poisoned_memory():
+        assert_contract(stack, *BOTH, device=device, k=TENSOR_CORES if backend == "gpu" else 1)
+    assert torch.equal(stack, before)
 
 
 @pytest.mark.parametrize("name", ["dense", "mixed", "left_to_right", "dead"])

@@ -62,9 +62,6 @@ def search(seed: int, draws: int, dtypes=(torch.float32, torch.float64), enough:
     return seen
 
 
-# ------------------------------------------------------------------------------------------------------------- drawing
-
-
 def draw(r: np.random.Generator, dtype: torch.dtype) -> Drawn:
     """Chains of one size, of which most are near the edges of the format."""
     batch = BATCHES[r.integers(len(BATCHES))]
@@ -175,9 +172,6 @@ def _detours(
     x = -r.choice(r.choice(NATS, 6), (*batch, v, c)) * wider
     shape = (*batch, 1 if r.random() < 0.3 else v - 1, c, c)
     return x, _levels(r, shape, wider) * (r.random(shape) < r.choice([0.3, 0.5, 0.7]))
-
-
-# ----------------------------------------------------------------------------------------------------------- judgement
 
 
 def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1, **options) -> None:

@@ -55,9 +55,6 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
 
 
-# operands and comparison
-
-
 def operands(n: int, v: int, c: int, kind: str, dtype=F32, spread=1.0, lengths=False, log=False) -> Chain:
     g, m = (n, 1) if kind == SEPARATE else (2, n // 2) if kind == SETS else (1, n)
     bulk = random(1 if kind == ONE else v - 1, g, c, c, seed=1).abs() + 0.01
@@ -164,9 +161,6 @@ def chain_case(
                 say(group=group, case=f"{case}, flagged", flagged=count, ok=(count > 0) == flags)
 
 
-# times
-
-
 def timed(call: Call, seconds: float = 0.06) -> float:
     """The median of a call's milliseconds; a single one of a slow call."""
     for _ in range(2):
@@ -200,9 +194,6 @@ def graphed(call: Call) -> Call:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
-
-
-# probes
 
 
 @triton.jit
@@ -273,9 +264,6 @@ def probe_device() -> None:
 
     eager, graph = (round(10 * timed(call), 2) for call in (hundred, graphed(hundred)))
     say(group="probe", case="a launch", eager_us=eager, graph_us=graph, ok=True)
-
-
-# correctness
 
 
 def shared() -> None:

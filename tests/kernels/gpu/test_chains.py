@@ -159,9 +159,6 @@ def test_pieces_of_any_length_keep_the_contract(name, each, kernels):
         check(chain, [7, 2, 5, 4], device=kernels, call=lambda **k: SUBJECTS["memory_budget"](**k)["log_norm"])
 
 
-# functions of a chain -------------------------------------------------------------------------------------------------
-
-
 def test_counts_of_the_smallest_weights(kernels):
     """The gradient of such a weight would overflow; its logarithm's does not."""
     x, bulk, p0 = (t.to(kernels) for t in dense(F32, n=2, t=1, v=4, c=3)[:3])

@@ -1,20 +1,12 @@
-"""`logchain.matrix_product` and `prefix_products` by Triton: values, gradients, in place; cf. `test_matrix_product`."""
+"""`logchain.matrix_product` and `prefix_products` by Triton: tiles, memory and counts; cf. `test_matrix_product`."""
 
 import pytest
 import torch
 
 import logchain
-from tests.contract import TENSOR_CORES, poisoned_memory
-from tests.stacks import BOTH, F32, F64, FAMILIES, assert_contract, draw
-
-CASES = [*((name, 5, F32) for name in FAMILIES), ("offsets", 5, F64), ("misaligned", 5, torch.bfloat16)]
-CASES += [("mixed", s, F32) for s in (1, 2, 7)]
-
-
-@pytest.mark.parametrize(("name", "s", "dtype"), CASES)
-def test_values_and_gradients_keep_contract(name, s, dtype, kernels):
-    with poisoned_memory():
-        assert_contract(draw(name, s, 2, dtype)[-1:], *BOTH, device=kernels, k=TENSOR_CORES)
+from tests.contract import TENSOR_CORES
+from tests.stacks import BOTH, assert_contract, draw
+from tests.test_matrix_product import gradients
 
 
 @pytest.mark.parametrize(("name", "function"), [("left_to_right", BOTH[0]), ("misaligned", BOTH[1])])
@@ -41,18 +33,11 @@ def test_memory_is_half_a_stack_or_bounded(c):
         assert torch.cuda.max_memory_allocated() - before <= allowed
 
 
-def answers(function, stack):
-    leaf = stack.detach().requires_grad_()
-    out = function(leaf)
-    return [out, *torch.autograd.grad(out, leaf, torch.ones_like(out).cumsum(-1))]
-
-
-@pytest.mark.parametrize("function", BOTH)
-def test_nan_stays_in_its_sequence(function, kernels):
+def test_nan_stays_in_its_sequence(kernels):
     stack = draw("dense", 3, 3).to(kernels)
-    expected = answers(function, stack)
+    expected = gradients(stack)
     stack[1, 1, 0, 0] = torch.nan
-    for clean, dirty in zip(expected, answers(function, stack), strict=True):
+    for clean, dirty in zip(expected, gradients(stack), strict=True):
         assert torch.equal(dirty[0], clean[0]) and dirty[1].isnan().any()
 
 
