@@ -1,6 +1,5 @@
 """Chains, their best paths by the reference, and how far a path's weight may lie from its own sum."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -10,14 +9,10 @@ import torch
 from logchain import reference
 from logchain.viterbi import Path, viterbi
 from tests.contract import assert_values, ulp, value_bound
-from tests.families import FAMILIES, Chain, Draw
+from tests.families import Chain, Draw
 
 F64 = torch.float64
 INF = float("inf")
-
-
-def run(chain: Chain, lengths=None, **options) -> Path:
-    return viterbi(*chain[:3], log_params=chain.log_params, lengths=lengths, **options)
 
 
 def numbers(chain: Chain) -> list[np.ndarray]:
@@ -62,19 +57,11 @@ def truth_of(chain: Chain, lengths=None) -> Truth:
     return Truth(best.states, score, value_bound(score, *forward.shape[-2:], depth, dtype=dtype) + 2.0**-52 * sizes)
 
 
-@functools.cache
-def truth(name: str, dtype: torch.dtype, each: bool, log: bool, lengths=None) -> tuple[Chain, Truth]:
-    """A family's chain, which nobody may change, and its best paths."""
-    chain = FAMILIES[name](dtype, each=each)
-    chain = chain.logs() if log else chain
-    return chain, truth_of(chain, lengths and list(lengths))
-
-
 def assert_best(chain: Chain, lengths=None, known: Truth | None = None, device: str = "cpu") -> Path:
     """No path is better, by more than the contract allows, and the score is that of just these states."""
     known = known or truth_of(chain, lengths)
-    on_device = chain._replace(**{key: getattr(chain, key).to(device) for key in ("x", "bulk", "p0")})
-    best = run(on_device, lengths)
+    operands = (operand.to(device) for operand in chain[:3])
+    best = viterbi(*operands, log_params=chain.log_params, lengths=lengths)
     assert best.states.dtype == torch.int64 and best.states.shape == chain.x.shape[:-1]
     np.testing.assert_array_equal(best.states.cpu().numpy() < 0, known.states < 0)
     assert_values(best.score, known.score, known.bound)

@@ -1,4 +1,4 @@
-"""The same chain in other layouts: batch axes that broadcast, strange strides, NaN behind every sequence's end."""
+"""The same chain in other layouts: batch axes that broadcast, strange strides, NaN past every sequence's end."""
 
 import torch
 
@@ -57,16 +57,11 @@ def relaid(tensor: torch.Tensor, how: str) -> torch.Tensor:
     return torch.cat([tensor, torch.full_like(tensor, NAN)], dim=-1)[..., : tensor.shape[-1]]
 
 
-def behind(chain: Chain, lengths) -> torch.Tensor:
-    """True [*B, v] where a variable lies behind its sequence's end."""
+def poisoned(chain: Chain, lengths) -> Chain:
+    """The chain with NaN past the ends: in x, and in bulk where every sequence and step has a separate matrix."""
     batch, lengths = chain.x.shape[:-2], torch.as_tensor(lengths)
     ends = lengths.reshape(lengths.shape + (1,) * (len(batch) + 1 - lengths.dim()))
-    return (torch.arange(chain.x.shape[-2]) >= ends).expand(chain.x.shape[:-1])
-
-
-def poisoned(chain: Chain, lengths) -> Chain:
-    """The chain with NaN behind the ends: in x, and in bulk where every sequence and step has a matrix of its own."""
-    after = behind(chain, lengths)
+    after = (torch.arange(chain.x.shape[-2]) >= ends).expand(chain.x.shape[:-1])
     x, bulk = chain.x.masked_fill(after[..., None], NAN), chain.bulk
     if bulk.shape[:-2] == after[..., 1:].shape:
         bulk = bulk.masked_fill(after[..., 1:, None, None], NAN)
