@@ -32,7 +32,8 @@ def matrices(a=(2, 3), b=(3, 2), **options):
 
 STRATEGY = "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree' or 'overlapped' or 'meeting',"
 
-product, check, matmul = logchain.product, logchain.check, logchain.matmul
+CHAIN = tuple(short().values())
+product, check, matmul, divergence = logchain.product, logchain.check, logchain.matmul, logchain.kl_divergence
 BULK = "bulk: expected shape [1 or 10, 1, 5 or 1, 4, 4] to go with x [10, 1, 6, 4], got "
 DTYPES = "expected float32, float64, bfloat16 or float16"
 NEGATIVE = "expected non-negative weights, got"
@@ -82,6 +83,19 @@ ERRORS = [
     (matmul, ValueError, "out: expected float32 [2, 2], got float64 [2, 2]", matrices(out=ones(2, 2).double())),
     (matmul, ValueError, "out: expected operands that need no gradient",
      {"a": ones(2, 3, requires_grad=True), "b": ones(3, 2), "out": ones(2, 2)}),
+    (logchain.marginals, ValueError, "transitions: expected None or 'sum' or 'full', got 'all'",
+     short(transitions="all")),
+    (divergence, TypeError, "p: expected a tuple", {"p": zeros(6, 4), "q": CHAIN}),
+    (divergence, TypeError, "q: expected a tuple (x, bulk, p0), got 2 of them", {"p": CHAIN, "q": CHAIN[:2]}),
+    (divergence, ValueError, "q: expected x", {"p": CHAIN, "q": (zeros(5, 4), *CHAIN[1:])}),
+    *((function, ValueError, "bulk: expected shape", short(bulk=ones(1, 4, 3)))
+      for function in (logchain.forward_backward, logchain.entropy, logchain.marginals)),
+    *((product, TypeError, "memory_budget: expected a number of bytes or None, got", short(memory_budget=budget))
+      for budget in (True, 1.5, "64 MB", torch.tensor(3))),
+    (product, ValueError, "memory_budget: expected None",
+     short(cu_seqlens=torch.tensor([0, 2, 6]), memory_budget=10**9)),
+    (product, ValueError, "progress: expected a memory_budget with it", short(progress=True)),
+    (product, TypeError, "progress: expected True or False, got 1", short(memory_budget=10**6, progress=1)),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Corners in which numbers once went wrong: denormal and infinite matrices, the lowest float, a third derivative."""
+"""Corners in which numbers once went wrong: denormal and infinite matrices, the lowest float, negative views."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,8 @@ import logchain
 from logchain import reference
 from tests.contract import Truth, assert_contract, assert_values
 from tests.families import Chain, dense
+from tests.subjects import SUBJECTS
+from tests.test_contract import assert_same
 
 F32, F64 = torch.float32, torch.float64
 
@@ -56,45 +58,33 @@ def test_entries_far_below_their_matrix_maximum_do_not_drift():
     assert_true(torch.full((1, 1000, 2), d), bulk, p0, log_params=True)
 
 
-def test_a_third_derivative_is_refused():
-    x = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    out = logchain.product(x, torch.rand(2, 3, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
-    (first,) = torch.autograd.grad(out, x, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="at most two derivatives"):
-        torch.autograd.grad(second.square().sum(), x)
+negative = torch._neg_view
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_negative_views_are_read_as_what_they_say(dtype):
-    """Where the loops in C take addresses: x in rows, packed, in pieces, a stack, and weights of sequences."""
-    view = torch._neg_view
-    x, bulk, p0 = torch.randn(2, 5, 3, dtype=dtype), torch.rand(1, 1, 3, 3, dtype=dtype), torch.ones(3, dtype=dtype)
-    packed = {"cu_seqlens": torch.tensor([0, 2, 5])}
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_negative_views_are_read_as_what_they_say(subject):
+    x, bulk, p0 = torch.randn(2, 5, 3), torch.rand(1, 1, 3, 3), torch.ones(3)
+    for lengths in None, [2, 5]:
+        found, expected = (SUBJECTS[subject](one, bulk, p0, lengths=lengths) for one in (negative(-x), x))
+        assert_same(found, expected)
 
-    def streamed(x):
-        stream = logchain.Stream(bulk, p0)
-        return [stream.update(x[:, :2]).filtered, stream.update(x[:, 2:]).filtered, stream.log_norm]
 
-    for function in (
-        lambda x: [logchain.product(x, bulk, p0)],
-        lambda x: [logchain.product(x, bulk, p0, lengths=torch.tensor([2, 5]))],
-        lambda x: [logchain.product(x[0], bulk[0], p0, **packed)],
-        lambda x: logchain.forward_backward(x, bulk, p0),
-        lambda x: [logchain.viterbi(x, bulk, p0).score],
-        lambda x: [logchain.matrix_product(x[..., None].expand(2, 5, 3, 3))],
-        streamed,
-    ):
-        for found, expected in zip(function(view(-x)), function(x), strict=True):
-            torch.testing.assert_close(found, expected)
-    leaf, weight = x.clone().requires_grad_(), torch.tensor([0.5, -2.0], dtype=torch.float64)
-    for lengths in (None, torch.tensor([2, 5])):
-        out = logchain.product(leaf, bulk, p0, lengths=lengths).double()
-        found, expected = (torch.autograd.grad(out, leaf, w, retain_graph=True)[0] for w in (view(-weight), weight))
-        torch.testing.assert_close(found, expected)
-    out = logchain.matrix_product(leaf[..., None].expand(2, 5, 3, 3))
-    weight = out.detach()
-    found, expected = (torch.autograd.grad(out, leaf, w, retain_graph=True)[0] for w in (view(-weight), weight))
+WEIGHTS = torch.full((1, 3, 3), 0.5), torch.ones(3)
+OF_VIEWS = {
+    "product": lambda x: logchain.product(x, *WEIGHTS),
+    "lengths": lambda x: logchain.product(x, *WEIGHTS, lengths=[2, 5]),
+    "packed": lambda x: logchain.product(x[0], *WEIGHTS, cu_seqlens=torch.tensor([0, 2, 5])),
+    "matrix_product": lambda x: logchain.matrix_product(x[..., None].expand(2, 5, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("function", OF_VIEWS)
+def test_negative_views_may_be_gradients_that_come_in(function):
+    x = torch.randn(2, 5, 3, requires_grad=True)
+    out = OF_VIEWS[function](x)
+    torch.testing.assert_close(OF_VIEWS[function](negative(-x)), out)
+    weight = torch.linspace(-2.0, 0.5, out.numel()).view(out.shape)
+    found, expected = (torch.autograd.grad(out, x, w, retain_graph=True)[0] for w in (negative(-weight), weight))
     torch.testing.assert_close(found, expected)
 
 
@@ -127,20 +117,19 @@ def test_lengths_of_unbroadcast_chains_and_of_int32():
     assert_contract(chain, torch.tensor([2, 5, 1, 3], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "chunked", "tree"])
+@pytest.mark.parametrize("subject", ["product", "chunked:3", "tree", "packed"])
 @pytest.mark.parametrize("lengths", [None, [20, 18, 7]], ids=["whole", "lengths"])
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 @pytest.mark.parametrize(
     "weights", [(1e4, -1.0, 0.0), (-1e6, -1e5, -1e3), (1e7, 1e-3, 1.0), (1e-7, -1e-6, 0.0)], ids=str
 )
-def test_gradients_take_weights_of_any_size(weights, each, lengths, schedule):
+def test_gradients_take_weights_of_any_size(weights, each, lengths, subject):
     chain = dense(F32, each=each, n=3, t=1, v=20, c=3)
     chain.x[0, :, 3, 1] -= 20.0  # a posterior of 1e-9
     chain.x[1, :, 2, 0] = -torch.inf
     chain = chain._replace(bulk=1e-30 * chain.bulk, p0=1e-30 * chain.p0.expand(3, 1, 3))
-    ends = None if lengths is None else torch.tensor(lengths)
     operands = [operand.clone().requires_grad_() for operand in chain[:3]]
-    out = logchain.product(*operands, lengths=ends, strategy=schedule)
+    out = SUBJECTS[subject](*operands, lengths=lengths)["log_norm"]
     found = torch.autograd.grad(out, operands, torch.tensor(weights)[:, None])
     x, bulk, p0 = (operand.double().numpy() for operand in chain[:3])
     truth = reference.marginals(x, bulk, p0, lengths=None if lengths is None else np.array(lengths)[:, None])

@@ -93,16 +93,6 @@ def test_renaming_the_states_changes_nothing(chain, random):
 
 
 @EXAMPLES
-@given(chains())
-def test_a_sequence_does_not_see_its_neighbours(chain):
-    everything = value(chain)
-    for i in range(chain.x.shape[0]):
-        own = [operand[i : i + 1] if operand.shape[0] > 1 else operand for operand in chain[:3]]
-        alone = Chain(*own, chain.log_params)
-        assert_equal_values(value(alone), everything[i : i + 1], alone, alone)
-
-
-@EXAMPLES
 @given(chains(log=True))
 def test_a_chain_read_backwards_is_the_same(chain):
     """From the last step with transposed matrices, the initial weights arriving with the last factor."""

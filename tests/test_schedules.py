@@ -9,7 +9,7 @@ from logchain import reference
 from tests import contract
 from tests.backends import on, parameter
 from tests.contract import TENSOR_CORES, assert_contract, of_steps, value_bound
-from tests.families import FAMILIES, FAR, Chain, Draw, far_from_one
+from tests.families import FAR, Chain, Draw, far_from_one
 from tests.kernels.cpu import adversary
 from tests.subjects import STRATEGIES
 
@@ -54,14 +54,7 @@ def test_sequences_that_are_recomputed_leave_the_others():
         assert_contract(chain, lengths, strategy="overlapped:4:32")
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "sequential"])
-def test_an_impossible_step_makes_the_chain_impossible(strategy):
-    chain = memories(401, 4)
-    chain.bulk[0, 0, 150] = 0
-    assert_contract(chain, strategy=strategy)
-
-
-# chains of one batch, each with matrices of its own
+# chains of one batch, each with separate matrices
 TOGETHER = 64
 
 
@@ -156,13 +149,6 @@ def apart(depth: float) -> Chain:
 @pytest.mark.parametrize("depth", [60.0, 200.0, 2000.0])
 def test_what_underflows_between_segments_is_found(depth, strategy):
     assert_contract(apart(depth), strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", ["chunked:5", "overlapped:2:10", "meeting"])
-@pytest.mark.parametrize("name", ["left_to_right", "banded", "sharp", "one_dead", "dense"])
-def test_many_sequences_of_more_states(name, strategy):
-    for each in (False, True):
-        assert_contract(FAMILIES[name](F32, 1, each=each, n=8, t=1, v=120, c=17), strategy=strategy)
 
 
 # what each backend may be asked for many times; the search of `sequential` in C has a file of its own
