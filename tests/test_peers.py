@@ -1,6 +1,7 @@
 """On random models `logchain` and its peers agree, in values, posteriors, paths, divergences and draws.
 
 The peers' recursions are in float64: against them float32 is held to the contract, float64 to their own rounding.
+`tests.adapters` compares models of these and of other packages, by adapters.
 """
 
 import numpy as np
@@ -88,17 +89,6 @@ def test_hmmlearn(implementation, v, c, dtype):
     assert (distance(found.transitions[0], statistics["trans"]) < 3 * v * share).all()
 
 
-@SIZES
-def test_hmmlearn_best_path(v, c):
-    x, bulk, p0 = draw(3, v, c)
-    model = hmmlearn_model(bulk, p0, "log")
-    best = logchain.viterbi(x, bulk, p0)
-    for sequence, score, states in zip(x.numpy(), best.score, best.states, strict=True):
-        theirs, path = model.decode(sequence)
-        assert (distance(score, theirs) < 1e-9).all()
-        assert states.tolist() == path.tolist()
-
-
 def linear_chain(x, bulk, p0):
     """torch-struct's edges [n, v-1, to, from]; the first holds the first variable too."""
     edges = bulk.log().mT + x[:, 1:, :, None]
@@ -155,47 +145,3 @@ def test_torch_struct_information(v, c):
     theirs, other = linear_chain(*p), linear_chain(*q)
     assert (distance(logchain.entropy(*p), theirs.entropy) < 1e-9 * v).all()
     assert (distance(logchain.kl_divergence(p, q), theirs.kl(other)) < 1e-9 * v).all()
-
-
-@BOTH
-@SIZES
-@pytest.mark.filterwarnings("ignore:where received a uint8 condition tensor")
-def test_pytorch_crf(v, c, dtype):
-    x, bulk, p0 = draw(3, v, c, dtype)
-    crf = peer("torchcrf").CRF(c, batch_first=True).double()
-    with torch.no_grad():
-        crf.start_transitions.copy_(p0.double().log())
-        crf.transitions.copy_(bulk[0].double().log())
-        crf.end_transitions.zero_()
-    emissions = x.double().requires_grad_()
-    tags = torch.zeros(3, v, dtype=torch.int64)
-    weight = crf.start_transitions[0] + crf.transitions[0, 0] * (v - 1) + emissions[..., 0].sum(-1)
-    log_prob = crf(emissions, tags, reduction="none")
-    truth = weight - log_prob
-    posteriors, counts = torch.autograd.grad(truth.sum(), (emissions, crf.transitions))
-    log_norm, states, transitions = answers(x, bulk, p0)
-    value, share = bounds(x, array(truth))
-    assert (distance(log_norm, truth) < value).all()
-    assert (distance(states, posteriors) < share).all()
-    assert (distance(transitions[0], counts) < 3 * v * share).all()
-    operands = x.double(), bulk.double(), p0.double()
-    assert (distance(logchain.log_prob(*operands, tags), log_prob) < 1e-9).all()
-    assert logchain.viterbi(*operands).states.tolist() == crf.decode(operands[0])
-
-
-@SIZES
-def test_pyro(v, c):
-    distributions = peer("pyro.distributions")
-    x, bulk, p0 = draw(3, v, c)
-    # one transition before the first observation: from a start that is sure of its state
-    matrices = torch.cat([p0.expand(1, c, c), bulk.expand(v - 1, c, c)]).log()
-    start = torch.full((c,), -torch.inf, dtype=F64)
-    start[0] = 0.0
-    symbols = torch.distributions.Categorical(logits=x).sample()
-    emission = x.log_softmax(-1).mean((0, 1)).expand(c, c) + torch.eye(c, dtype=F64)
-    hmm = distributions.DiscreteHMM(start, matrices, distributions.Categorical(logits=emission))
-    likelihood = emission.log_softmax(-1).T[symbols]  # (n, v, c)
-    log_norm = logchain.product(likelihood, bulk, p0)
-    assert (distance(log_norm, hmm.log_prob(symbols)) < 1e-12 * v * c).all()
-    messages = logchain.forward_backward(likelihood, bulk, p0)
-    assert (distance(messages.forward[:, -1].softmax(-1), hmm.filter(symbols).probs) < 1e-10).all()

@@ -56,22 +56,25 @@ def test_pyro(case):
 
 
 @pytest.mark.filterwarnings("ignore:where received a uint8 condition tensor")
+@pytest.mark.parametrize(("v", "c"), [(6, 4), (2, 3), (40, 17)])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("batch_first", [False, True], ids=["steps first", "batch first"])
-def test_pytorch_crf(batch_first, masked):
-    crf = peer("torchcrf").CRF(4, batch_first=batch_first).double()
+def test_pytorch_crf(batch_first, masked, v, c):
+    crf = peer("torchcrf").CRF(c, batch_first=batch_first).double()
     with torch.no_grad():
         for seed, parameter in enumerate(crf.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=seed))
-    emissions = (2 * normal(3, 6, 4, seed=8)).requires_grad_()
-    mask = torch.arange(6) < torch.tensor([[6], [1], [4]]) if masked else torch.ones(3, 6, dtype=torch.bool)
+    emissions = (2 * normal(3, v, c, seed=8)).requires_grad_()
+    mask = torch.arange(v) < torch.tensor([[v], [1], [v // 2 + 1]]) if masked else torch.ones(3, v, dtype=torch.bool)
     inputs = [tensor if batch_first else tensor.transpose(0, 1) for tensor in (emissions, mask)]
     arguments = adapters.from_pytorch_crf(crf, inputs[0], inputs[1] if masked else None)._asdict()
-    best, log_norm = logchain.viterbi(**arguments), logchain.product(**arguments)
+    best = logchain.viterbi(**arguments)
     assert [row[inside].tolist() for row, inside in zip(best.states, mask, strict=True)] == crf.decode(*inputs)
     tags = best.states.clamp(min=0) if batch_first else best.states.clamp(min=0).T
-    ours, theirs = best.score - log_norm, crf(inputs[0], tags, inputs[1], reduction="none")
-    assert distance(ours, theirs) <= NATS
+    ours, theirs = best.score - logchain.product(**arguments), crf(inputs[0], tags, inputs[1], reduction="none")
+    assert (
+        distance(ours, theirs) <= NATS and distance(logchain.log_prob(**arguments, states=best.states), theirs) <= NATS
+    )
     for mine, peers in gradients([emissions, *crf.parameters()], ours, theirs):
         assert distance(mine, peers) <= NATS
 
