@@ -29,13 +29,7 @@ def all_paths(x, bulk, p0, *, log_params=False, lengths=None) -> Truth:
 def paths(x, bulk, p0, *, log_params=False) -> dict[tuple[int, ...], Decimal]:
     """The weight of each of the `c**v` state paths of one sequence: x (v, c), bulk (v - 1 or 1, c, c), p0 (c)."""
     with localcontext(DIGITS):
-        x, bulk, p0 = _weights(x, bulk, p0, log_params)
-        (v, c), found = x.shape, {}
-        for path in itertools.product(range(c), repeat=v):
-            found[path] = p0[path[0]] * x[0, path[0]]
-            for i in range(1, v):
-                found[path] *= bulk[i - 1, path[i - 1], path[i]] * x[i, path[i]]
-        return found
+        return _paths(*_weights(x, bulk, p0, log_params))
 
 
 def chain(x, bulk, p0, *, log_params=False, lengths=None) -> Truth:
@@ -84,13 +78,19 @@ def _weights(x, bulk, p0, log_params) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return _exp(x), bulk, weights(p0)
 
 
+def _paths(x, bulk, p0):
+    (v, c), found = x.shape, {}
+    for path in itertools.product(range(c), repeat=v):
+        found[path] = p0[path[0]] * x[0, path[0]]
+        for i in range(1, v):
+            found[path] *= bulk[i - 1, path[i - 1], path[i]] * x[i, path[i]]
+    return found
+
+
 def _all_paths(x, bulk, p0):
     v, c = x.shape
     total, states, transitions = Decimal(0), _zeros(v, c), _zeros(v - 1, c, c)
-    for path in itertools.product(range(c), repeat=v):
-        weight = p0[path[0]] * x[0, path[0]]
-        for i in range(1, v):
-            weight *= bulk[i - 1, path[i - 1], path[i]] * x[i, path[i]]
+    for path, weight in _paths(x, bulk, p0).items():
         total += weight
         for i in range(v):
             states[i, path[i]] += weight

@@ -1,10 +1,12 @@
 """Tests are collected where nothing is installed that is not needed: those for a device, and all."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,32 +14,15 @@ from tests.benchmarks.gpu_day import ROOT
 
 NEEDED = ["torch", "triton", "numpy", "scipy", "pytest", "hypothesis"]
 
-PLUGIN = '''
+PLUGIN = """
 import sys
 
 import torch
 
 if {device}:
     torch.cuda.is_available = lambda: True  # as on the machine that it is for
-
-
-class Bare:
-    """A finder that does not find some modules, but setuptools' own copies of them."""
-
-    def __init__(self, finder):
-        self.finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, path=None, target=None):
-        if path is None and name in {hidden}:
-            path = [folder for folder in sys.path if folder.endswith("_vendor")]
-        return self.finder.find_spec(name, path, target)
-
-
-sys.meta_path[:] = map(Bare, sys.meta_path)
-'''
+sys.modules.update(dict.fromkeys({hidden}))  # which cannot be imported
+"""
 
 
 def with_needs(names):
@@ -56,13 +41,14 @@ def with_needs(names):
     return found
 
 
-def collected(needed, options, tmp_path, monkeypatch):
+def collected(needed, options, tmp_path):
     """How many tests are collected where nothing is installed but what is needed, and what needs itself."""
-    kept = with_needs(needed) | {"logchain", "pip", "setuptools"}
-    # where setuptools, once it is imported, has copies of what it needs
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not folder.endswith("_vendor")])
+    needs = with_needs(needed) | {"logchain", "pip", "setuptools"}
     modules = importlib.metadata.packages_distributions()
-    hidden = {name for name, owners in modules.items() if not {one.lower().replace("_", "-") for one in owners} & kept}
+    hidden = {name for name, owners in modules.items() if not {one.lower().replace("_", "-") for one in owners} & needs}
+    # setuptools has copies of what it needs, which it imports by their names
+    copies = Path(importlib.util.find_spec("setuptools").origin).with_name("_vendor")
+    hidden -= {path.name for path in copies.iterdir()}
     assert {"nbformat", "hmmlearn", "matplotlib", "xdist"} <= hidden
     (tmp_path / "bare.py").write_text(PLUGIN.format(hidden=hidden, device="triton" in needed))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -76,11 +62,11 @@ def collected(needed, options, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_tests_for_a_device_need_no_other_package(tmp_path, monkeypatch):
-    assert collected(NEEDED, ["-m", "gpu"], tmp_path, monkeypatch) > 100
+def test_the_tests_for_a_device_need_no_other_package(tmp_path):
+    assert collected(NEEDED, ["-m", "gpu"], tmp_path) > 100
 
 
 @pytest.mark.slow
-def test_all_tests_are_collected_without_any_extra(tmp_path, monkeypatch):
+def test_all_tests_are_collected_without_any_extra(tmp_path):
     needed = [name for name in NEEDED if name not in ("triton", "hypothesis")]
-    assert collected(needed, ["-m", "slow or not slow"], tmp_path, monkeypatch) > 3000
+    assert collected(needed, ["-m", "slow or not slow"], tmp_path) > 3000

@@ -105,15 +105,3 @@ def test_a_chain_read_backwards_is_the_same(chain):
     last = torch.cat([bulk, (chain.p0[..., :, None] + into_p0[..., None, :])[..., None, :, :]], dim=-3)
     longer = Chain(torch.cat([x, torch.zeros_like(x[..., :1, :])], dim=-2), last, backwards.p0, True)
     assert_equal_values(value(longer), value(chain), chain, longer)
-
-
-@EXAMPLES
-@given(chains(shortest=2), st.data())
-def test_a_length_is_a_shorter_chain(chain, data):
-    n, v = chain.x.shape[0], chain.x.shape[-2]
-    lengths = data.draw(st.lists(st.integers(1, v), min_size=n, max_size=n))
-    together = logchain.product(*chain[:3], log_params=chain.log_params, lengths=lengths)
-    for i, end in enumerate(lengths):
-        own = [operand[i : i + 1] if operand.shape[0] > 1 else operand for operand in chain[:3]]
-        alone = Chain(own[0][..., :end, :], own[1][..., : end - 1, :, :], own[2], chain.log_params)
-        assert_equal_values(together[i : i + 1], value(alone), alone, alone)
