@@ -6,9 +6,8 @@ import torch
 
 import logchain
 from logchain import reference
-from tests import contract
 from tests.backends import on, parameter
-from tests.contract import TENSOR_CORES, assert_contract, of_steps, value_bound
+from tests.contract import TENSOR_CORES, assert_contract, assert_values, value_bound
 from tests.families import FAR, Chain, Draw, far_from_one
 from tests.kernels.cpu import adversary
 from tests.subjects import STRATEGIES
@@ -81,14 +80,8 @@ def matrices(kind: str, generator: torch.Generator, c: int) -> torch.Tensor:
     return trap
 
 
-def gradients(operands, **options) -> tuple[torch.Tensor, ...]:
-    x, log_bulk, log_p0 = (operand.detach().requires_grad_() for operand in operands)
-    value = logchain.product(x, log_bulk, log_p0, log_params=True, **options)
-    return value.detach(), *torch.autograd.grad(value.sum(), (x, log_bulk))
-
-
-def wrong(seed: int) -> tuple[int, int]:
-    """How many chains of a batch are outside of the contract, and how many boundaries were refused."""
+def judge_boundaries(seed: int, seen: adversary.Search) -> int:
+    """Judge a batch of chains in segments; how many boundaries were refused."""
     generator = torch.Generator().manual_seed(seed)
     ends = (2, 7), (9, 60), (2, 5), (1, 9)
     c, v, number, early = (int(torch.randint(*some, (), generator=generator)) for some in ends)
@@ -98,25 +91,18 @@ def wrong(seed: int) -> tuple[int, int]:
     scale = (0.0, 0.1, 1.0, 5.0)[seed // len(kinds) % 4]
     x = scale * torch.randn(TOGETHER, v, c, generator=generator)
     bulk, p0 = torch.stack([torch.stack(some) for some in steps]), torch.rand(TOGETHER, c, generator=generator) ** 8
-    operands = [x, bulk.log(), p0.log()]
-    truth = gradients([operand.double() for operand in operands], strategy="sequential")
-    with logchain.rescues() as seen:
-        found = gradients(operands, strategy=f"overlapped:{number}:{early}")
-    # entries of matrices lie up to log(1e13) below the largest, potentials up to 10 scales
-    steps = of_steps(v, c, 30 + 10 * scale, dtype=F32)
-    bounds = [steps + 2.0**-22 * truth[0].abs(), *(2 * steps * part + c * 2.0**-26 for part in truth[1:])]
-    off = [
-        (((a - b).abs() <= bound) | (a == b)).logical_not().view(TOGETHER, -1).any(-1)
-        for a, b, bound in zip(found, truth, bounds, strict=True)
-    ]
-    return int((off[0] | off[1] | off[2]).sum()), seen.boundaries
+    drawn = adversary.Drawn(Chain(x, bulk, p0).logs(), None)
+    with logchain.rescues() as count:
+        adversary.judge(drawn, seen, f"{seed}", strategy=f"overlapped:{number}:{early}")
+    return count.boundaries
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(100, marks=pytest.mark.slow)])
 def test_no_wrong_boundary_is_accepted(first):
-    found = [wrong(seed) for seed in range(first, first + (56 if first == 0 else 1600))]
-    assert sum(one for one, _ in found) == 0
-    assert sum(boundaries for _, boundaries in found) > 1000
+    seen = adversary.Search()
+    boundaries = sum(judge_boundaries(seed, seen) for seed in range(first, first + (56 if first == 0 else 1600)))
+    assert not seen.wrong, "\n".join(seen.wrong)
+    assert boundaries > 1000
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "chunked:64", "overlapped:64:20", "meeting", "tree"])
@@ -126,7 +112,7 @@ def test_posteriors_of_a_long_chain(strategy):
     truth = reference.marginals(*chain[:3])
     x = chain.x.requires_grad_()
     out = logchain.product(*chain[:3], strategy=strategy)
-    contract.assert_values(out, truth.log_norm, value_bound(truth.log_norm, v, 8, dtype=F32))
+    assert_values(out, truth.log_norm, value_bound(truth.log_norm, v, 8, dtype=F32))
     out.backward()
     assert np.abs(x.grad.double().numpy() - truth.states).max() < 1e-5
 

@@ -91,11 +91,10 @@ def test_weights_may_differ_by_rounding(teams):
     assert all(torch.equal(first, other) for other in others)
 
 
-def negative_weight(rank, place):
-    x, bulk, p0 = chain((40, 30, 50), 3, batch=(2,), one_matrix=False, zeros=0.0).of(rank)
-    if rank == place:
-        bulk[0, 1, 0] = -0.5
-    distributed.product(x, bulk, p0 if place is not None else torch.tensor([1.0, -2.0, 1.0]).double())
+def negative(rank, name, place):
+    operands = dict(zip(("x", "bulk", "p0"), CASE.of(rank), strict=True))
+    operands[name][place] = -2.0
+    distributed.product(**operands)
 
 
 class OutOfMemory(TorchDispatchMode):
@@ -141,8 +140,8 @@ NO_DERIVATIVE = "logchain.distributed: expected no derivative"
 @pytest.mark.parametrize(
     ("kind", "text", "run", "args"),
     [
-        (ValueError, "rank 1: bulk: expected non-negative weights, got -0.5 at [0, 1, 0]", negative_weight, [1]),
-        (ValueError, "rank 0: p0: expected non-negative weights, got -2 at [1]", negative_weight, [None]),
+        (ValueError, "rank 0: bulk: expected non-negative weights, got -2 at [0, 1, 0]", negative, ["bulk", (0, 1, 0)]),
+        (ValueError, "rank 0: p0: expected non-negative weights, got -2 at [1]", negative, ["p0", 1]),
         (MemoryError, "rank 1: of this test", out_of_memory, []),
         (RuntimeError, "logchain.distributed: expected one derivative, got a second", derivative, ["product"]),
         (NotImplementedError, NO_DERIVATIVE, derivative, ["marginals", "states"]),
