@@ -5,11 +5,9 @@ import pytest
 import torch
 
 import logchain
-from logchain import reference
 from tests import oracle
 from tests.contract import depth, gradient_bound, unit
 from tests.expected import assert_posteriors
-from tests.families import Draw
 
 F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -100,15 +98,6 @@ def test_results_can_be_changed_in_place():
     assert len(gradients) == 8
     for one, other in zip(gradients[:4], gradients[4:], strict=True):
         assert torch.equal(one, other) and one.ne(0).any()
-
-
-def test_entropy_does_not_lose_digits_to_an_offset():
-    """Nor does its definition."""
-    draw = Draw(0, 1, 1, 60, 4, False)
-    x, bulk, p0 = draw.x(3.0) + 1e4, draw.bulk(), draw.p0()
-    expected = oracle.entropy(x[0, 0].numpy(), bulk[0, 0].numpy(), p0[0, 0].numpy())
-    assert abs(float(logchain.entropy(x, bulk, p0)) - expected) < 1e-8
-    assert abs(float(reference.entropy(x, bulk, p0)[0, 0]) - expected) < 1e-10
 
 
 def test_a_third_derivative_is_refused():

@@ -100,6 +100,11 @@ def test_reference_matmul_agrees_with_decimals(shapes):
     np.testing.assert_allclose(reference.matmul(a, b), truth, rtol=1e-15, atol=1e-13)
 
 
+def test_entropy_does_not_lose_digits_to_an_offset():
+    x, bulk, p0 = arrays(FAMILIES["offsets"](n=1, t=1, v=60, c=4))
+    assert abs(reference.entropy(x, bulk, p0) - oracle.entropy(x[0, 0], bulk[0, 0], p0[0, 0])) < 1e-10
+
+
 def test_an_empty_batch_has_no_result():
     chain = np.zeros((0, 3, 2)), np.ones((1, 2, 2)), np.ones(2)
     assert reference.entropy(*chain).shape == reference.kl_divergence(chain, chain).shape == (0,)

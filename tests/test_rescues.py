@@ -6,7 +6,7 @@ import torch
 import logchain
 from logchain import demo, reference
 from tests.contract import of_steps
-from tests.families import FAMILIES
+from tests.families import FAMILIES, Chain
 
 
 def count(chain, **options):
@@ -16,20 +16,12 @@ def count(chain, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1, 20, 300])
-@pytest.mark.parametrize("c", [1, 7, 20, 40])
-def test_a_dense_chain_is_never_computed_again(c, scale, dtype):
-    chain = FAMILIES["dense"](dtype=dtype, n=5, t=2, v=30, c=c)
-    assert count(chain._replace(x=chain.x * scale)) == 0
-
-
 @pytest.mark.parametrize("scale", [1.0, 20.0, 300.0])
-def test_nor_is_one_with_entries_near_zero(scale):
-    chain = demo.dense_chain(200, 40, 200, scale=scale)
-    assert chain.bulk.amin() < 2.0**-24
-    with logchain.rescues() as seen:
-        logchain.product(*chain)
-    assert seen.sequences == 0
+@pytest.mark.parametrize("c", [1, 7, 20, 200])
+def test_a_dense_chain_is_never_computed_again(c, scale, dtype):
+    chain = demo.dense_chain(50, 40, c, scale=scale)
+    assert c < 200 or chain.bulk.amin() < 2.0**-20
+    assert count(Chain(*chain).to(dtype)) == 0
 
 
 def test_only_the_sharp_sequences_of_a_chain_with_zeros_are():

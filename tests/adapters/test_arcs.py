@@ -88,23 +88,6 @@ def test_states_are_pairs_of_target_and_label():
     assert distance(best.score, max(weights)) <= NATS
 
 
-def test_arcs_of_ctc_equal_from_ctc():
-    target, blank = [2, 2, 3], 0
-    classes = [blank, 2, blank, 2, blank, 3, blank]
-    arcs = [(0, 1, blank), (0, 2, 2), (6, 8, -1), (7, 8, -1)]
-    for state, label in enumerate(classes):
-        before = [state, state - 1] + [state - 2] * (state > 1 and label not in (blank, classes[state - 2]))
-        arcs += [(source + 1, state + 1, label) for source in before if source >= 0]
-    leaf = normal(9, 5).requires_grad_()
-    log_probs = leaf.log_softmax(-1)
-    graph = adapters.from_arcs(log_probs, torch.tensor(arcs), torch.zeros(len(arcs)))
-    chain = adapters.from_ctc(log_probs, torch.tensor(target), 9, 3)
-    ours, theirs = (logchain.product(**arguments._asdict()) for arguments in (graph, chain))
-    assert distance(ours, theirs) <= NATS
-    for mine, other in gradients([leaf], ours, theirs):
-        assert distance(mine, other) <= SHARE
-
-
 @pytest.mark.parametrize("frames", [1, 2])
 def test_graph_without_two_arcs_in_a_row(frames):
     arcs = torch.tensor([[0, 1, 2], [1, 2, -1]])

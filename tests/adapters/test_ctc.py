@@ -145,16 +145,9 @@ def test_labels_of_alignments_are_the_targets():
             assert (-1 in row[:frames]) == (frames == 9)
 
 
-def test_transposed_and_half_log_probs():
-    """log_probs that are transposed, and of bfloat16."""
-    leaf = normal(2, 9, 4).requires_grad_()
+def test_half_log_probs_are_summed_in_float32():
     labels = torch.tensor([[1, 3], [2, 2]])
-    ours = loss(leaf.transpose(0, 1), labels, (9, 9), (2, 2))
-    same = loss(leaf.transpose(0, 1).contiguous(), labels, (9, 9), (2, 2))
-    assert ours.tolist() == same.tolist()
-    for mine, other in gradients([leaf], ours, same):
-        assert mine.tolist() == other.tolist()
-    half = leaf.detach().transpose(0, 1).bfloat16().requires_grad_()
+    half = normal(2, 9, 4).transpose(0, 1).bfloat16().requires_grad_()
     value = loss(half, labels, (9, 9), (2, 2))
     assert value.dtype == F32 and distance(value, loss(half.double(), labels, (9, 9), (2, 2))) <= 1e-5
     value.sum().backward()
