@@ -6,6 +6,7 @@ import torch
 
 import logchain
 from tests import oracle
+from tests.best_paths import small
 from tests.contract import depth, gradient_bound, unit
 from tests.expected import assert_posteriors
 
@@ -13,27 +14,16 @@ F32, F64 = torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
 
 
-def small(seed: int, zeros: bool, v: int = 4, c: int = 3) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(v, c, generator=generator, dtype=F64)
-    bulk = torch.rand(v - 1, c, c, generator=generator, dtype=F64)
-    p0 = torch.rand(c, generator=generator, dtype=F64)
-    if zeros:
-        bulk[torch.rand(bulk.shape, generator=generator, dtype=F64) < 0.4] = 0.0
-        x[1, 0], p0[2] = -INF, 0.0
-    return [x, bulk, p0]
-
-
-def probabilities(operands: list[torch.Tensor]) -> dict[tuple[int, ...], float]:
+def probabilities(operands: tuple[torch.Tensor, ...]) -> dict[tuple[int, ...], float]:
     weights = oracle.paths(*(operand.numpy() for operand in operands))
     total = sum(weights.values())
     return {path: float(weight / total) if total else 0.0 for path, weight in weights.items()}
 
 
-@pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros"])
+@pytest.mark.parametrize("zeros", [0.0, 0.4], ids=["dense", "zeros"])
 @pytest.mark.parametrize("seed", range(4))
 def test_values_are_sums_over_all_paths(seed, zeros):
-    operands = small(seed, zeros)
+    operands = small(seed, zeros, v=4)[:3]
     chances = probabilities(operands)
     states, pairs = np.zeros((4, 3)), np.zeros((3, 3, 3))
     for path, chance in chances.items():
@@ -46,25 +36,25 @@ def test_values_are_sums_over_all_paths(seed, zeros):
     np.testing.assert_allclose(found.transitions, pairs, atol=1e-14)
     entropy = -sum(chance * np.log(chance) for chance in chances.values() if chance)
     np.testing.assert_allclose(logchain.entropy(*operands), entropy, atol=1e-13)
-    other = [operand.roll(1, -1) for operand in small(seed + 10, False)]
+    other = tuple(operand.roll(1, -1) for operand in small(seed + 10, v=4)[:3])
     chances_of_other = probabilities(other)
     divergence = sum(chance * np.log(chance / chances_of_other[path]) for path, chance in chances.items() if chance)
-    np.testing.assert_allclose(logchain.kl_divergence(tuple(operands), tuple(other)), divergence, atol=1e-13)
+    np.testing.assert_allclose(logchain.kl_divergence(operands, other), divergence, atol=1e-13)
     messages = logchain.forward_backward(*operands)
     joint = torch.logsumexp(messages.forward + messages.backward, -1)
     torch.testing.assert_close(joint, messages.log_norm.expand(4), rtol=1e-14, atol=1e-14)
 
 
 def test_divergence_where_one_forbids_what_the_other_does():
-    p, q = small(0, False), small(1, True)
-    assert logchain.kl_divergence(tuple(p), tuple(q)) == INF
-    assert logchain.kl_divergence(tuple(q), tuple(p)) < INF
+    p, q = small(0)[:3], small(3, 0.4)[:3]
+    assert logchain.kl_divergence(p, q) == INF
+    assert logchain.kl_divergence(q, p) < INF
     for index in range(3):  # each operand alone
-        assert logchain.kl_divergence(tuple(p), (*p[:index], q[index], *p[index + 1 :])) == INF
-    assert logchain.kl_divergence(tuple(q), tuple(q)).abs() < 1e-14
-    impossible = [torch.full_like(p[0], -INF), *p[1:]]
-    assert logchain.kl_divergence(tuple(impossible), tuple(p)) == 0
-    assert logchain.kl_divergence(tuple(p), tuple(impossible)) == INF
+        assert logchain.kl_divergence(p, (*p[:index], q[index], *p[index + 1 :])) == INF
+    assert logchain.kl_divergence(q, q).abs() < 1e-14
+    impossible = torch.full_like(p[0], -INF), *p[1:]
+    assert logchain.kl_divergence(impossible, p) == 0
+    assert logchain.kl_divergence(p, impossible) == INF
     assert logchain.entropy(*impossible) == 0
 
 
@@ -88,7 +78,7 @@ def test_small_entropies_and_divergences_of_large_partitions():
 
 def test_results_can_be_changed_in_place():
     """None of them is what its gradient is computed from."""
-    operands = [operand.requires_grad_() for operand in small(0, False)]
+    operands = [operand.requires_grad_() for operand in small(0)[:3]]
     gradients = []
     for shift in (0.0, 1.0):
         for found in (logchain.product(*operands), *logchain.marginals(*operands, transitions="sum")):
@@ -101,7 +91,7 @@ def test_results_can_be_changed_in_place():
 
 
 def test_a_third_derivative_is_refused():
-    x, *weights = operands = [operand.requires_grad_() for operand in small(0, False)]
+    x, *weights = operands = [operand.requires_grad_() for operand in small(0)[:3]]
     by_gradient = torch.autograd.grad(logchain.product(x, *weights), x, create_graph=True)[0]
     for states in by_gradient, logchain.marginals(*operands).states:
         (second,) = torch.autograd.grad(states[0, 0], x, create_graph=True)
