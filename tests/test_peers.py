@@ -119,18 +119,10 @@ def test_torch_struct(each, v, c, dtype):
 
 @TORCH_STRUCT
 @SIZES
-def test_torch_struct_paths(v, c):
-    x, bulk, p0 = draw(2, v, c)
-    crf = linear_chain(x, bulk, p0)
-    assert (distance(logchain.viterbi(x, bulk, p0).score, crf.max) < 1e-9).all()
-    k = min(5, c**v)
-    assert (distance(logchain.topk_paths(x, bulk, p0, k).scores, crf.kmax(k).T) < 1e-9).all()
-
-
-@TORCH_STRUCT
-@SIZES
-def test_torch_struct_information(v, c):
-    p, q = draw(2, v, c), draw(2, v, c, seed=1)
+def test_torch_struct_paths_and_information(v, c):
+    p, q, k = draw(2, v, c), draw(2, v, c, seed=1), min(5, c**v)
     theirs, other = linear_chain(*p), linear_chain(*q)
+    assert (distance(logchain.viterbi(*p).score, theirs.max) < 1e-9).all()
+    assert (distance(logchain.topk_paths(*p, k).scores, theirs.kmax(k).T) < 1e-9).all()
     assert (distance(logchain.entropy(*p), theirs.entropy) < 1e-9 * v).all()
     assert (distance(logchain.kl_divergence(p, q), theirs.kl(other)) < 1e-9 * v).all()
