@@ -11,6 +11,8 @@ import logchain
 from logchain import adapters
 from tests.adapted import NATS, SHARE, distance, gradients, normal, seeded
 
+F32, F64 = torch.float32, torch.float64
+
 # repeated labels, one target that needs all of its frames, one that needs more, none, and one label in one frame
 FRAMES, LABELS = [20, 20, 12, 9, 20, 1], [8, 4, 8, 8, 0, 1]
 TARGETS = [
@@ -48,18 +50,21 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", [torch.tensor, tuple])
-def test_values_and_gradients_equal_torch(kind, case):
+@pytest.mark.parametrize(
+    ("kind", "dtype", "nats", "share"),
+    [(torch.tensor, F64, NATS, SHARE), (tuple, F64, NATS, SHARE), (tuple, F32, 1e-5, 1e-6)],
+)
+def test_values_and_gradients_equal_torch(kind, dtype, nats, share, case):
     targets, frames, labels, blank = CASES[case]
     leaf = normal(max(frames), len(frames), 7).requires_grad_()
     args = leaf.log_softmax(-1), torch.tensor(targets, dtype=torch.int64), kind(frames), kind(labels), blank
-    ours, theirs = loss(*args), ctc_loss(*args, reduction="none")
+    ours, theirs = loss(args[0].to(dtype), *args[1:]).double(), ctc_loss(*args, reduction="none")
     possible = theirs < math.inf
     assert torch.equal(ours[~possible], theirs[~possible]) and possible.sum() == len(frames) - (frames is FRAMES)
-    assert distance(ours[possible], theirs[possible]) <= NATS
+    assert distance(ours[possible], theirs[possible]) <= nats
     with_zero = ctc_loss(*args, reduction="none", zero_infinity=True)
     for mine, other in gradients([leaf], ours[possible], with_zero):
-        assert distance(mine, other) <= SHARE
+        assert distance(mine, other) <= share
 
 
 @pytest.mark.parametrize("lengths", [(5, 2), (torch.tensor(4), torch.tensor(2)), ([5], [1])], ids=str)
@@ -128,6 +133,6 @@ def test_half_log_probs_are_summed_in_float32():
     labels = torch.tensor([[1, 3], [2, 2]])
     half = normal(2, 9, 4).transpose(0, 1).bfloat16().requires_grad_()
     value = loss(half, labels, (9, 9), (2, 2))
-    assert value.dtype == torch.float32 and distance(value, loss(half.double(), labels, (9, 9), (2, 2))) <= 1e-5
+    assert value.dtype == F32 and distance(value, loss(half.double(), labels, (9, 9), (2, 2))) <= 1e-5
     value.sum().backward()
     assert half.grad.dtype == torch.bfloat16 and distance(-half.grad.float().sum(-1), torch.ones(9, 2)) <= 0.02
