@@ -65,8 +65,7 @@ def test_a_broadcast_operand_is_never_expanded():
     ],
 )
 def test_schedules_take_two_messages(strategy, sizes, messages):
-    c = sizes[-1]
+    c, slack = sizes[-1], SLACK if strategy == "tree" else 0
     chain = torch.randn(sizes), torch.rand(1, c, c), torch.ones(c)
-    slack = SLACK if strategy == "tree" else 0
     product = partial(logchain.product, strategy=strategy)
     assert peak_bytes(lambda: demo.forward_backward(chain, product)) <= messages * message_bytes(chain[0]) + slack
