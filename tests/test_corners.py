@@ -80,10 +80,10 @@ OF_VIEWS = {
 
 @pytest.mark.parametrize("function", OF_VIEWS)
 def test_negative_views_may_be_gradients_that_come_in(function):
-    x = torch.randn(2, 5, 3, requires_grad=True)
+    x = torch.randn(2, 5, 3, dtype=F64, requires_grad=True)  # of the dtype of weights in C, which is not converted
     out = OF_VIEWS[function](x)
     torch.testing.assert_close(OF_VIEWS[function](negative(-x)), out)
-    weight = torch.linspace(-2.0, 0.5, out.numel()).view(out.shape)
+    weight = torch.linspace(-2.0, 0.5, out.numel(), dtype=F64).view(out.shape)
     found, expected = (torch.autograd.grad(out, x, w, retain_graph=True)[0] for w in (negative(-weight), weight))
     torch.testing.assert_close(found, expected)
 
