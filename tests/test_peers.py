@@ -1,7 +1,6 @@
 """On random models `logchain` and its peers agree, in values, posteriors, paths and divergences.
 
 The peers' recursions are in float64: against them float32 is held to the contract, float64 to their own rounding.
-`tests.adapters` compares models of these and of other packages, by adapters.
 """
 
 import numpy as np
