@@ -1,4 +1,4 @@
-"""Triton's interpreter made strict and faster: assertions fire, and products truncate as tensor cores do."""
+"""Triton's interpreter made strict and faster: assertions fire, and it rounds and truncates as devices do."""
 
 import functools
 import math
@@ -10,15 +10,15 @@ import triton.runtime.interpreter as interpreter
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-# Triton's method, which `install` replaces
-_DOT = InterpreterBuilder.create_dot
+# Triton's own methods, which `install` replaces
+_DOT, _CAST = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
 
 def install() -> None:
     """Changes the interpreter of this process."""
     # interpreted sizes are too small to overflow, and looking for that took a fifth of the time
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
-    InterpreterBuilder.create_dot = _dot
+    InterpreterBuilder.create_dot, InterpreterBuilder.create_fma, InterpreterBuilder.cast_impl = _dot, _fma, _cast
     _share_types()
     _patch_once()
 
@@ -39,6 +39,26 @@ def _truncated(x):
     """What a tensor core sees of a float32, in float64: the low 13 bits are ignored."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
     return bits.view(np.float32).astype(np.float64)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _fma(self, x, y, z):
+    """In float32 the product is not rounded before the sum."""
+    exact = x.data.astype(np.float64) * y.data + z.data
+    return TensorHandle(exact.astype(x.data.dtype), x.dtype.scalar)
+
+
+def _cast(self, src, dst_type):
+    """Triton loses denormal numbers from bfloat16, and truncates to it."""
+    kinds = src.dtype.scalar, dst_type.scalar
+    if kinds == (tl.float32, tl.bfloat16):
+        bits = np.ascontiguousarray(src.data).view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16  # half to even
+        return TensorHandle(np.where(np.isnan(src.data), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
+    if kinds in ((tl.bfloat16, tl.float32), (tl.bfloat16, tl.float64)):
+        value = (np.asarray(src.data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return TensorHandle(value.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+    return _CAST(self, src, dst_type)
 
 
 def _share_types() -> None:
