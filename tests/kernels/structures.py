@@ -17,6 +17,7 @@ F32, F64 = torch.float32, torch.float64
 INF = float("inf")
 ALL = True, True, True
 
+
 class Kind(NamedTuple):
     """A structure of c states: the sizes of its parameters, without batch axes and steps, and its pattern."""
 

@@ -260,7 +260,8 @@ def test_numbers_beyond_exponents_of_bands(dtype):
     (walk, gradients), (other, truth) = (answers(room, replace(chain, x=x)) for room in ("cpu", "plain"))
     assert walk.redone.tolist() == [True, False, True, True]
     torch.testing.assert_close(walk.log_norm, other.log_norm, rtol=1e-7, atol=1e-5)
-    torch.testing.assert_close(flat(gradients), flat(truth), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients.x, truth.x, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(flat(gradients)[1:], flat(truth)[1:], rtol=1e-5, atol=1e-5)
 
 
 @LOG
