@@ -81,9 +81,15 @@ def marginals(
     """
     if isinstance(bulk, Transition):
         question = Question(
-            x, bulk, p0, log_params, lengths, cu_seqlens, "marginals",
+            x,
+            bulk,
+            p0,
+            log_params,
+            lengths,
+            cu_seqlens,
+            "marginals",
             lambda: check_choice("transitions", transitions, (None, "sum", "full")),
-        )  # fmt: skip
+        )
         return Marginals(*answers.marginals(question, transitions))
     alone = lengths is None and cu_seqlens is None
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):

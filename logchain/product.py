@@ -127,9 +127,15 @@ def product(
     """
     if isinstance(bulk, Transition):
         question = Question(
-            x, bulk, p0, log_params, lengths, cu_seqlens, "product",
+            x,
+            bulk,
+            p0,
+            log_params,
+            lengths,
+            cu_seqlens,
+            "product",
             lambda: check_structured_options(strategy, memory_budget, progress),
-        )  # fmt: skip
+        )
         return answers.product(question)
     alone = lengths is None and cu_seqlens is None and memory_budget is None
     if alone and strategy == "auto" and progress is False:

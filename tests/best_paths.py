@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from logchain import reference
-from logchain.viterbi import Path, viterbi
-from tests.contract import assert_values, ulp, value_bound
+from tests.contract import value_bound
 from tests.families import Chain, Draw
 
 F64 = torch.float64
@@ -55,19 +54,6 @@ def truth_of(chain: Chain, lengths=None) -> Truth:
     depth = (np.where(inside, forward.max(-1), 0.0) - np.where(inside, own, 0.0)).max(-1)
     score, sizes = weigh(chain, best.states)
     return Truth(best.states, score, value_bound(score, *forward.shape[-2:], depth, dtype=dtype) + 2.0**-52 * sizes)
-
-
-def assert_best(chain: Chain, lengths=None, known: Truth | None = None, device: str = "cpu") -> Path:
-    """No path is better, by more than the contract allows, and the score is that of just these states."""
-    known = known or truth_of(chain, lengths)
-    operands = (operand.to(device) for operand in chain[:3])
-    best = viterbi(*operands, log_params=chain.log_params, lengths=lengths)
-    assert best.states.dtype == torch.int64 and best.states.shape == chain.x.shape[:-1]
-    np.testing.assert_array_equal(best.states.cpu().numpy() < 0, known.states < 0)
-    assert_values(best.score, known.score, known.bound)
-    own, sizes = weigh(chain, best.states.cpu().numpy())
-    assert_values(best.score, own, ulp(own, best.score.dtype) + 2.0**-50 * sizes)
-    return best
 
 
 def small(seed: int, zeros: float = 0.0, v: int = 5, c: int = 3) -> Chain:

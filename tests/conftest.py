@@ -45,12 +45,12 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device whose tensors the Triton kernels compute for."""
-    from logchain import kernels as devices  # not before triton is to be interpreted
+def kernels(device: str) -> Iterator[str]:
+    """The device on which Triton's kernels compute, or interpret."""
+    from logchain.kernels import use  # not before triton is to be interpreted
 
-    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
-    return device
+    with use("triton", device):
+        yield device
 
 
 @pytest.fixture

@@ -33,9 +33,11 @@ def sizes(name: str, dtype: torch.dtype, each: bool) -> dict[str, int]:
 class Expected:
     """The truth of a chain, and checks of outputs by their names."""
 
-    def __init__(self, chain: Chain, truth: Truth, stored: dict[str, np.ndarray] | None = None, k: int = 1):
+    def __init__(
+        self, chain: Chain, truth: Truth, stored: dict[str, np.ndarray] | None = None, k: int = 1, lengths=None
+    ):
         self.chain, self.truth, self.k, self._stored = chain, truth, k, stored or {}
-        self._options = {"log_params": chain.log_params}
+        self._options = {"log_params": chain.log_params, "lengths": lengths}
 
     def check(self, found: Found) -> None:
         """Every output is within its bound."""
@@ -130,7 +132,7 @@ class Expected:
 
     @functools.cached_property
     def _best(self):
-        return truth_of(self.chain)
+        return truth_of(self.chain, self._options["lengths"])
 
     def _size(self) -> np.ndarray:
         """|log Z| [*B], or 1."""

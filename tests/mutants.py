@@ -60,7 +60,7 @@ SEARCHED = [
     ("the largest entry that a product has seen is 0", "step.h", "a->high = real_of((whole)bits), a->has_high = 1;",
      "a->high = 0 * real_of((whole)bits), a->has_high = 1;"),
     ("what was counted is counted again", "exact.h", "step + 1 <= a->uncounted[q]", "step + 1 <= a->steps"),
-    ("what was not counted is not redone", "backward.h", "a->uncounted[q] = step + 1", "a->uncounted[q] = 0"),
+    ("what was not counted is not recomputed", "backward.h", "a->uncounted[q] = step + 1", "a->uncounted[q] = 0"),
     ("starts are not looked at", "step.h", "return lossy;\n}", "return 0 * lossy;\n}"),
 ]  # fmt: skip
 

@@ -4,7 +4,7 @@ import torch
 
 from logchain.stream import Stream, StreamUpdate
 from tests.families import Chain
-from tests.subjects import each_step
+from tests.subjects import each_step, steps_from
 
 
 def streamed(chain: Chain, pieces, *, lengths=None, homogeneous=False, **options) -> tuple[Stream, StreamUpdate]:
@@ -14,7 +14,7 @@ def streamed(chain: Chain, pieces, *, lengths=None, homogeneous=False, **options
     found = []
     for start, stop in pieces:
         ends = None if lengths is None else (torch.as_tensor(lengths) - start).clamp(0, stop - start)
-        matrices = None if into is None else into[..., start:stop, :, :]
+        matrices = None if into is None else steps_from(into, start, stop)
         found.append(stream.update(chain.x[..., start:stop, :], matrices, lengths=ends))
     found.append(stream.flush())
     return stream, StreamUpdate(found[-1].log_norm, *(joined(found, field) for field in range(1, 4)))

@@ -298,7 +298,7 @@ class ChainCircuit(torch.nn.Module):
     def initialise(
         self, data: Tensor, *, observed: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draw trained parameters anew: weights uniformly over the simplex, the input layer's at places in the data.
+        """Draw trained parameters again: weights uniformly over the simplex, the input layer's at places in the data.
 
         Args:
             data: `[*B, v, *event]`.
@@ -392,7 +392,7 @@ class ChainCircuit(torch.nn.Module):
         return bulk.map(torch.exp) if isinstance(bulk, Transition) else bulk.exp(), self.p0().exp()
 
     def _mixed(self, components: Tensor) -> Tensor:
-        # in float64: for long data the difference between repetitions is small beside their log-likelihoods
+        # in float64: for long data the difference between repetitions is small compared with their log-likelihoods
         return matmul(components[..., None, :], self.mixing().double()[:, None])[..., 0, 0]
 
     def _posterior(self, data: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor]:

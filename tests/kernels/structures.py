@@ -237,7 +237,7 @@ def check(room: str, chain: Structured, near: float | None = None) -> Walk:
     factors = isinstance(chain.pattern, Factors)
     for found, want, size, reach, operand in zip(flat(gradients), wanted, sizes, reached, operands, strict=True):
         assert found.shape == operand.shape and found.dtype == chain.dtype and found.is_contiguous()
-        # products of factors flush what is small beside the largest
+        # products of factors flush what is small compared with the largest
         most = float(size.max()) if size.numel() else 0.0
         allowed = 2 * near * (size + max(1e-4, most) if factors else size) + 2.0**-50
         entry = 1.0 if chain.log_params or chain.by_log or operand is chain.x else operand.double()

@@ -155,24 +155,24 @@ def test_paths_far_below_others(rare, name, room, dtype):
     parameter = torch.stack([torch.ones(len(weights)), torch.tensor(weights)], -1)
     parameter = parameter.view(-1, *TWO_STATES[name].sizes[0])
     chain = given(TWO_STATES[name], [parameter.tolist()], rows, [1.0, 1.0], dtype)
-    redone = [check(room, one).redone.item() for one in (chain, structures.as_logs(chain))]
+    recomputed = [check(room, one).redone.item() for one in (chain, structures.as_logs(chain))]
     if room == "cpu":
-        assert redone == [dtype in {"arcs": of_arcs, "bands": NEVER, "factors": of_factors}[name]] * 2
+        assert recomputed == [dtype in {"arcs": of_arcs, "bands": NEVER, "factors": of_factors}[name]] * 2
 
 
 @ROOMS
 @DTYPES
 def test_ranges_that_change_from_step_to_step(room, dtype):
     """Emissions that are raised, sums that are too small, and backward messages that underflow on their own."""
-    generator, redone, seen = torch.Generator().manual_seed(1), 0, 0
+    generator, recomputed, seen = torch.Generator().manual_seed(1), 0, 0
     sizes = torch.tensor([1.0, 200.0, 340.0, 600.0, 2000.0, 2e4])
     for seed in range(16 if room == "cpu" else 4):
         options = {"v": 1 + seed % 7, "steps": max(seed % 7, 1), "log": seed % 2 == 0, "dtype": dtype, "zeros": 0.1}
         chain = draw(structures.random_arcs(1 + seed % 6), (12,), (12,), ends=True, seed=seed, **options)
         scales = sizes[torch.randint(6, (12, chain.v, 1), generator=generator)]
         walk = check(room, replace(chain, x=chain.x * scales.to(dtype)))
-        redone, seen = redone + walk.redone.sum(), seen + 12
-    assert room == "plain" or 0 < redone < seen
+        recomputed, seen = recomputed + walk.redone.sum(), seen + 12
+    assert room == "plain" or 0 < recomputed < seen
 
 
 @ROOMS
@@ -278,7 +278,7 @@ def test_factors_of_some_sequences_keep_near_dense_chains(name, log):
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_what_underflows_in_factors_is_found(name):
-    redone = 0
+    recomputed = 0
     for seed in range(6):
         log, by = seed % 2 > 0, (20.0, 60.0, 75.0)[seed % 3]
         options = {"scale": (1.0, 40.0)[seed // 3], "zeros": 0.3 if seed % 4 > 1 else 0, "log": log, "seed": seed}
@@ -288,15 +288,18 @@ def test_what_underflows_in_factors_is_found(name):
             less = (torch.rand(one.shape, generator=generator) < 0.5).double() * by * (50 if log else 1)
             smaller.append((one.double() - less if log else one.double() * (-less).exp()).to(one.dtype))
         chain = replace(chain, parameters=tuple(smaller))
-        redone += int(check("cpu", chain, near=3e-3 if log else 1e-4).redone.sum())
-    assert redone or KINDS[name].c == 1
+        recomputed += int(check("cpu", chain, near=3e-3 if log else 1e-4).redone.sum())
+    assert recomputed or KINDS[name].c == 1
 
 
 def test_sums_of_factors_that_underflow_to_zero_are_recomputed():
     """State 2 is left with a weight of 1e-60, and all others die; zeros that are no path are no reason."""
     sides, p0 = [[[[1.0, 0], [1.0, 0], [0, 1e-30]]]] * 2, [1.0, 1, 1]
-    for x, redone in (([[0.0, 0, -60], [-INF, -INF, 0]], True), ([[0.0, 0, -INF], [0.0, 0, 0], [0.0, -1, 0]], False)):
-        assert check("cpu", given(structures.low_rank(3, 2, False), sides, x, p0), near=1e-5).redone == redone
+    for x, recomputed in (
+        ([[0.0, 0, -60], [-INF, -INF, 0]], True),
+        ([[0.0, 0, -INF], [0.0, 0, 0], [0.0, -1, 0]], False),
+    ):
+        assert check("cpu", given(structures.low_rank(3, 2, False), sides, x, p0), near=1e-5).redone == recomputed
 
 
 def test_states_without_path_through_factors_do_not_overflow_backward(monkeypatch):

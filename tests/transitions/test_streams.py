@@ -11,8 +11,9 @@ import torch
 
 from logchain.stream import Stream
 from logchain.transitions import Banded, Sparse
-from tests.streams import joined
-from tests.subjects import division, steps_from
+from tests.families import Chain
+from tests.streams import joined, streamed
+from tests.subjects import division, each_step, steps_from
 from tests.transitions.structures import MAKE, C, Shift, numbers
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -25,20 +26,17 @@ def operands(kind, *lead, dtype=F64):
     return rand(*BATCH, V, C), MAKE[kind](rand, *lead), rand(C)
 
 
-def streamed(x, bulk, p0, pieces, **options):
-    """What a stream of matrices into each variable returns for all pieces and a flush, concatenated."""
-    stream = Stream(None, p0, **options)
-    found = [stream.update(x[..., start:stop, :], steps_from(bulk, start, stop)) for start, stop in pieces]
-    found.append(stream.flush())
-    return [found[-1].log_norm, *(joined(found, field) for field in range(1, 4))]
+def results(x, bulk, p0, pieces, **options):
+    """What a stream returns for all pieces and a flush, concatenated."""
+    return streamed(Chain(x, bulk, p0), pieces, **options)[1]
 
 
 @pytest.mark.parametrize("kind", ["banded", "kronecker"])
 def test_half_precision_is_computed_in_float64(kind):
-    x, structure, p0 = operands(kind, V, dtype=BF16)
+    x, structure, p0 = operands(kind, V - 1, dtype=BF16)
     options = {"pieces": division(V, 1), "lag": 2, "viterbi": True}
-    found = streamed(x, structure, p0, **options)
-    expected = streamed(x.double(), structure.to(F64).to_dense(), p0.double(), **options)
+    found = results(x, structure, p0, **options)
+    expected = results(x.double(), structure.to(F64).to_dense(), p0.double(), **options)
     for one, other in zip(found[:3], expected[:3], strict=True):
         torch.testing.assert_close(one, other.to(F32), rtol=2.0**-22, atol=2.0**-22)
     assert found[3].equal(expected[3])
@@ -46,25 +44,25 @@ def test_half_precision_is_computed_in_float64(kind):
 
 @pytest.mark.parametrize("kind", ["banded", "sparse", "blocks", "user's"])
 def test_equal_paths_pass_the_lowest_states(kind):
-    x, structure, _ = operands(kind, V)
+    x, structure, _ = operands(kind, V - 1)
     structure, x = structure.map(torch.ones_like), torch.zeros_like(x)
     x[0, 1, 4], x[1, 2, 3] = -torch.inf, torch.nan  # an impossible sequence, and one that is unknown
     x[1, 1, 2, ::2] = -torch.inf
     for p0 in (torch.ones(C), torch.eye(C)[4]):
         options = {"pieces": [(0, 2), (2, V)], "viterbi": True}
-        expected = streamed(x, structure.to_dense(), p0, **options)[3]
-        assert streamed(x, structure, p0, **options)[3].equal(expected)
+        expected = results(x, structure.to_dense(), p0, **options)[3]
+        assert results(x, structure, p0, **options)[3].equal(expected)
         assert (expected[0, 1] == -1).any() and (expected[0, 0] >= 0).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stream_goes_on_from_a_state_with_the_same_bits(kind):
-    x, structure, p0 = operands(kind, V)
+    x, structure, p0 = operands(kind, V - 1)
     pieces = division(V, KINDS.index(kind))
     options = {"lag": 4, "viterbi": not structure.sums}
-    stream, found = Stream(None, p0, **options), []
+    stream, found, into = Stream(None, p0, **options), [], each_step(structure, V)
     for start, stop in pieces:
-        found.append(stream.update(x[..., start:stop, :], steps_from(structure, start, stop)))
+        found.append(stream.update(x[..., start:stop, :], steps_from(into, start, stop)))
         file, other = io.BytesIO(), Stream(None, p0, **options)
         torch.save(stream.state_dict(), file)
         file.seek(0)
@@ -72,7 +70,7 @@ def test_stream_goes_on_from_a_state_with_the_same_bits(kind):
         stream = other
     # also if nothing follows but the end
     found.append(copy.deepcopy(stream).flush())
-    expected = streamed(x, structure, p0, pieces, **options)
+    expected = results(x, structure, p0, pieces, **options)
     assert found[-1].log_norm.equal(expected[0])
     for field in range(1, 4):
         one = joined(found, field)

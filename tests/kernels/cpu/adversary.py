@@ -39,14 +39,14 @@ class Search:
     """What a search has seen."""
 
     def __init__(self) -> None:
-        self.chains = self.possible = self.redone = 0
+        self.chains = self.possible = self.recomputed = 0
         self.wrong: list[str] = []
         self.worst = {"value": 0.0, "x": 0.0, "bulk": 0.0, "p0": 0.0}
 
     def __str__(self) -> str:
         worst = ", ".join(f"{name} {ratio:.3f}" for name, ratio in self.worst.items())
         return (
-            f"{self.chains} chains, {self.possible} possible, {self.redone} redone, {len(self.wrong)} wrong;"
+            f"{self.chains} chains, {self.possible} possible, {self.recomputed} recomputed, {len(self.wrong)} wrong;"
             f" worst error over its bound: {worst}"
         )
 
@@ -194,7 +194,7 @@ def judge(drawn: Drawn, seen: Search, name: str, device: str = "cpu", k: int = 1
 
     seen.chains += found.size
     seen.possible += int(np.isfinite(truth.log_norm).sum())
-    seen.redone += count.sequences
+    seen.recomputed += count.sequences
     possible = np.isfinite(truth.log_norm)
     bound = truth.value_bound(dtype, k) + slack
     with np.errstate(all="ignore"):

@@ -48,7 +48,7 @@ def gradients_close_to_the_least_number() -> Chain:
 
 
 def entries_at_the_end_of_the_format(size: float, dtype: torch.dtype) -> Chain:
-    """Sequences that are redone add 1 / p to the gradient of the one entry p that they take."""
+    """Sequences that are recomputed add 1 / p to the gradient of the one entry p that they take."""
     x = [[[0.0, -3000.0], [-3000.0, -6000.0], [0.0, -inf]]]
     return chain(x, [[[size, 0.0], [0.0, 1.0]]], [size, 1.0], dtype)
 
@@ -64,7 +64,7 @@ def hidden_winner(depth: float) -> Chain:
 
 
 def deep_emission(far: float, dtype: torch.dtype) -> Chain:
-    """An emission that is raised, beside a state that is likelier given what follows."""
+    """An emission that is raised, and a state that is likelier given what follows."""
     x, bulk = [[[0.0, -200 * far], [0.0, 0.0]]], [[[-50 * far, -inf], [-inf, 0.0]]]
     return chain(x, bulk, [-52 * far, 0.0], dtype)._replace(log_params=True)
 
@@ -85,10 +85,10 @@ FOUND = {
     "gradients close to the least number": gradients_close_to_the_least_number(),
     "denormal entries": denormal_entries(F32),
     "denormal entries, float64": denormal_entries(F64),
-    "small entries of what is redone": entries_at_the_end_of_the_format(1e-37, F32),
-    "large entries of what is redone": entries_at_the_end_of_the_format(1e37, F32),
-    "small entries of what is redone, float64": entries_at_the_end_of_the_format(1e-300, F64),
-    "large entries of what is redone, float64": entries_at_the_end_of_the_format(1e300, F64),
+    "small entries of what is recomputed": entries_at_the_end_of_the_format(1e-37, F32),
+    "large entries of what is recomputed": entries_at_the_end_of_the_format(1e37, F32),
+    "small entries of what is recomputed, float64": entries_at_the_end_of_the_format(1e-300, F64),
+    "large entries of what is recomputed, float64": entries_at_the_end_of_the_format(1e300, F64),
 }
 
 
@@ -116,7 +116,7 @@ def test_nothing_that_was_searched_breaks_the_contract(draws):
     seen = search(3, draws, enough=20)
     assert not seen.wrong, "\n".join([*seen.wrong, str(seen)])
     assert seen.chains == 64 * draws
-    assert 0.1 < seen.redone / seen.chains < 0.9 < 1.3 * seen.possible / seen.chains
+    assert 0.1 < seen.recomputed / seen.chains < 0.9 < 1.3 * seen.possible / seen.chains
 
 
 # draws that see changes of the sources which few others see, see `tests.mutants`

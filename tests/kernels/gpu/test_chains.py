@@ -1,7 +1,6 @@
 """What only the Triton kernels of chains can get wrong: sizes, scans from both ends, offsets, and parts of a chain."""
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -11,9 +10,9 @@ import torch
 import logchain
 from logchain.schedules import choose
 from tests.backends import on
-from tests.best_paths import assert_best
 from tests.contract import TENSOR_CORES as K
-from tests.contract import assert_contract, poisoned_memory
+from tests.contract import Truth, assert_contract, poisoned_memory
+from tests.expected import Expected
 from tests.families import FAMILIES, Chain, Draw, dense
 from tests.layouts import relaid
 from tests.subjects import SUBJECTS
@@ -26,13 +25,6 @@ F32, F64, HALF = torch.float32, torch.float64, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
 
 check = partial(assert_contract, k=K)
-
-
-@pytest.fixture
-def kernels(device: str) -> Iterator[str]:
-    """The device on which Triton's kernels compute, or interpret."""
-    with on("gpu"):
-        yield device
 
 
 def drawn(name: str, dtype: torch.dtype = F32, v: int = 7, **sizes) -> Chain:
@@ -216,8 +208,11 @@ def test_length_out_of_range_makes_its_sequence_nan(kernels):
     [("dense", F32, False, True), ("detour", F32, True, False), ("sparse", F64, True, True)],
 )
 def test_viterbi_of_any_length_keeps_the_contract(name, dtype, log, each, kernels):
-    chain = FAMILIES[name](dtype, n=2, t=1, v=5, c=6, each=each)
-    assert_best(chain.logs() if log else chain, [3, 5], device=kernels)
+    chain, lengths = FAMILIES[name](dtype, n=2, t=1, v=5, c=6, each=each), [3, 5]
+    chain = chain.logs() if log else chain
+    operands = [operand.to(kernels) for operand in chain[:3]]
+    found = SUBJECTS["viterbi"](*operands, log_params=chain.log_params, lengths=lengths)
+    Expected(chain, Truth(chain, lengths), lengths=lengths).check(found)
 
 
 def test_viterbi_takes_the_lowest_of_equal_states_and_no_path_of_nan(kernels):

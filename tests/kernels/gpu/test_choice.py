@@ -26,6 +26,13 @@ RAISED = [RuntimeError("CUDA error: an illegal access"), torch.OutOfMemoryError(
 RAISED += [triton.runtime.errors.InterpreterError("bounds"), ImportError("scan", name="logchain.kernels.gpu.scan")]
 
 
+@pytest.fixture
+def kernels(device, monkeypatch):
+    """The device, of whose tensors all are treated as if on a GPU: choices for a GPU are what is tested."""
+    monkeypatch.setattr(devices, "on_gpu", lambda tensor: True)
+    return device
+
+
 @pytest.fixture(autouse=True)
 def fake(kernels, monkeypatch):
     """A function that replaces those of a Triton module; an error represents a function that raises it."""
