@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from logchain import distributed
 from tests.distributed.chains import chain
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 CASE = chain((4, 3, 5), 3, batch=(2,), lengths=True)
 
 

@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from logchain.nn import HMM, ChainCircuit, LinearChainCRF
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 STEPS, SEQUENCES, V = 4, 6, 9
 LENGTHS = torch.tensor([9, 5, 1, 7, 9, 3])
 CATEGORIES = torch.randint(0, 4, (SEQUENCES, V), generator=torch.Generator().manual_seed(0))

@@ -14,8 +14,6 @@ from tests.contract import of_steps
 from tests.distributed.chains import chain
 from tests.layouts import STRANGE
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 F64, INF, NAN = torch.float64, torch.inf, torch.nan
 OFFSETS = torch.tensor([1e6, -1e6])[:, None, None]
 GRADIENTS = "gradient of x", "gradient of bulk", "gradient of p0"

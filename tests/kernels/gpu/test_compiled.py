@@ -19,8 +19,7 @@ SHARED = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
 # loads and stores of spilled registers in the loops of a scan of shared float32 matrices
 MOST_SPILLS = 8
 
-# one worker has the processes of the fixture
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled")]
+pytestmark = pytest.mark.slow
 
 
 # a Triton of another version, which compiles one call in so many
