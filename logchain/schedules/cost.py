@@ -2,7 +2,7 @@
 
     seconds = sum over the fields of `Work` of (its count * its constant)
 
-There are constants for each device, number of threads, schedule and pass, fitted by `tests/benchmarks/fit_costs.py`.
+There are constants for each device, number of threads, schedule and pass.
 """
 
 import json
