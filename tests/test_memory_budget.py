@@ -98,6 +98,14 @@ def budgeted(chain, **options):
     return logchain.product(*chain[:3], log_params=chain.log_params, memory_budget=smallest(chain[:3]), **options)
 
 
+def test_weights_of_sequences_scale_their_gradients():
+    chain = FAMILIES["dense"](v=LONG)
+    x = chain.x.requires_grad_()
+    weight = torch.tensor([[0.0, 1.0], [-2.0, 0.0], [1e-100, 1e100]], dtype=torch.float64)
+    (budgeted(chain) * weight).sum().backward()
+    torch.testing.assert_close(x.grad.sum(-1), weight[..., None].expand(3, 2, LONG), rtol=1e-12, atol=0)
+
+
 def test_a_recomputed_sequence_counts_once():
     chain = FAMILIES["abyss"](dtype=torch.float32, v=LONG)  # checkpoints are computed in float64
     for operand in chain[:3]:

@@ -274,6 +274,18 @@ def test_sum_layer_mixes_and_its_gradients_are_shares(lead, dtype):
     torch.testing.assert_close(layer.weights.logits.grad.double(), expected, rtol=0, atol=1e-5)
 
 
+def test_sum_layer_compiles_and_has_half_precision_and_second_derivatives():
+    layer, x = nn.SumLayer(4, 3, (5,), generator=seeded()), torch.randn(6, 5, 4, generator=seeded(1))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    half, rounded = copy.deepcopy(layer).bfloat16(), x.bfloat16()
+    found = half(rounded)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), half.double()(rounded.double()), rtol=0, atol=1e-5)
+    leaf = x[:2].double().requires_grad_()
+    assert torch.autograd.gradcheck(layer.double(), (leaf,)) and torch.autograd.gradgradcheck(layer, (leaf,))
+
+
 def test_cirkit_computes_the_same_chain():
     pytest.importorskip("cirkit")
     from cirkit.pipeline import PipelineContext

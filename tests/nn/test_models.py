@@ -143,6 +143,18 @@ def test_model_without_values_has_gradients_and_trains_once_it_has_them(name):
     assert loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients(model, loss))
 
 
+def test_results_on_the_meta_device_have_shapes():
+    with torch.device("meta"):
+        hmm, crf, data = nn.HMM(3, "gaussian"), nn.LinearChainCRF(4), torch.zeros(N, V)
+        observed = torch.ones(N, V, dtype=torch.bool)
+        assert crf.viterbi(torch.zeros(V, N, 4)).states.shape == (V, N)
+    lengths = LENGTHS.tolist()
+    assert hmm.posterior(data, observed=observed, lengths=lengths).states.shape == (N, V, 3)
+    assert hmm.decode(data, lengths=lengths).states.is_meta
+    assert hmm.sample_posterior(data, 7).shape == (7, N, V)
+    assert hmm.sample(7, V).data.shape == (7, V)
+
+
 def trained(model, loss, sizes):
     """The parameters after a step for each batch size."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
