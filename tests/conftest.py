@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.kernels.gpu import interpreter  # not before triton is to be interpreted
 
         interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """A test draws the same numbers in every run, also through packages that take them from numpy."""
+    torch.manual_seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture(autouse=True)
