@@ -1,5 +1,6 @@
 """Posterior marginals: probabilities of states and of transitions."""
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -80,16 +81,8 @@ def marginals(
              [0.1900, 0.7600]]])
     """
     if isinstance(bulk, Transition):
-        question = Question(
-            x,
-            bulk,
-            p0,
-            log_params,
-            lengths,
-            cu_seqlens,
-            "marginals",
-            lambda: check_choice("transitions", transitions, (None, "sum", "full")),
-        )
+        check = partial(check_choice, "transitions", transitions, (None, "sum", "full"))
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "marginals", check)
         return Marginals(*answers.marginals(question, transitions))
     alone = lengths is None and cu_seqlens is None
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):

@@ -1,5 +1,7 @@
 """The log-partition of a chain of non-negative matrices."""
 
+from functools import partial
+
 from torch import Tensor
 
 from .arguments import Lengths, check_alone, check_flag, check_question
@@ -126,16 +128,8 @@ def product(
     tensor([0.6931])
     """
     if isinstance(bulk, Transition):
-        question = Question(
-            x,
-            bulk,
-            p0,
-            log_params,
-            lengths,
-            cu_seqlens,
-            "product",
-            lambda: check_structured_options(strategy, memory_budget, progress),
-        )
+        check = partial(check_structured_options, strategy, memory_budget, progress)
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "product", check)
         return answers.product(question)
     alone = lengths is None and cu_seqlens is None and memory_budget is None
     if alone and strategy == "auto" and progress is False:

@@ -266,6 +266,14 @@ def test_a_long_stream_keeps_its_scale_and_its_memory():
     assert max(sizes) < min(sizes) + 4000
 
 
+def test_what_rounding_loses_between_pieces_is_added():
+    stream = Stream(torch.ones(1, 1, 1), torch.ones(1), dtype=F64)
+    for value in (1e16, 1.0, -1e16):
+        stream.update(torch.tensor([[value]]))
+    # float32 rounds 1e16 on the way in, the same both times
+    assert stream.log_norm == 1.0
+
+
 @pytest.mark.parametrize("filtered", [False, True])
 def test_many_pieces_keep_the_contract(filtered):
     """Messages tens of nats wide are rounded to float32 on the way into each piece, and the sum is still good."""

@@ -154,7 +154,7 @@ class ChainCircuit(torch.nn.Module):
         torch.Size([2])
         """
         x = self._weigh(data, observed)
-        # a tensor of its own: a view would lose the hooks that FSDP2 puts on what `forward` returns
+        # a copy: a view would lose the hooks that FSDP2 puts on what `forward` returns
         return self._mixed(self._components(x)).to(x.dtype, copy=True)
 
     def posterior(self, data: Tensor, observed: Tensor | None = None) -> Tensor:

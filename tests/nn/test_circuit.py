@@ -237,6 +237,8 @@ def test_inputs_of_every_family_are_completed(options, data):
     if not isinstance(circuit.input, nn.Gaussian | nn.Poisson):
         conditionals = circuit.conditionals(data, observed)
         torch.testing.assert_close(conditionals.sum(-1), torch.ones(2, 3))
+        hit = conditionals.gather(-1, data[..., None])[..., 0]
+        assert (hit[observed] == 1).all() and (hit[~observed] < 1).all()
 
 
 def test_training_step_holds_a_few_tensors_of_the_size_of_the_messages():
