@@ -1,6 +1,5 @@
-"""What the pages take from elsewhere in the repository: notebooks, changes, plans; and the pictures, drawn."""
+"""What the pages take from elsewhere in the repository: notebooks, changes; and the pictures, drawn."""
 
-import ast
 import re
 import sys
 from functools import lru_cache
@@ -21,8 +20,6 @@ NUMBER = re.compile(r"(?s)(<(?:script|style)\b.*?</(?:script|style)>|<[^>]*>)|(?
 sys.path.insert(0, str(ROOT))
 
 import pictures  # noqa: E402
-
-import logchain  # noqa: E402
 
 
 @event_priority(100)  # before the plugin that looks for notebooks
@@ -46,18 +43,12 @@ def drawn() -> dict[str, bytes]:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Plans in the place of their markers, code side by side, sessions marked: prompts and outputs are not copied."""
+    """Code side by side, sessions marked: prompts and outputs are not copied."""
     markdown = SIDES.sub(r'<div class="sides" markdown>\n\n\g<0>\n\n</div>', markdown)
     markdown = re.sub(r"```python( title=.*)?\n>>>", r"```pycon\1\n>>>", markdown)
-    markdown = re.sub(r" +# doctest: .*", "", markdown)
-    return re.sub(r"<!-- plan: (.*) -->", lambda marker: plan(marker[1]), markdown)
+    return re.sub(r" +# doctest: .*", "", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Numbers in one piece."""
     return NUMBER.sub(lambda found: found[1] or f'<span class="number">{found[0]}</span>', html)
-
-
-def plan(shapes: str) -> str:
-    """What `logchain.plan` says of a product with its backward pass."""
-    return f"```text\n{logchain.plan(*ast.literal_eval(shapes), gradients=True)}\n```"

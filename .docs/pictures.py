@@ -173,12 +173,11 @@ def schedules() -> Figure:
     """What each schedule has multiplied after each step."""
     v = 9
     vectors = [[(0, i + 1, ORANGE)] for i in range(v)]
-    segments = [[(first, first + size, BLUE) for first in (0, 3, 6)] for size in (1, 2, 3)]
-    through = [[(0, end, ORANGE)] + [(first, first + 3, BLUE) for first in range(end, v, 3)] for end in (3, 6, 9)]
+    segments = [[(first, first + size, ORANGE) for first in (0, 3, 6)] for size in (1, 2, 3)]
     pairs = [[(first, min(first + 2**k, v), BLUE) for first in range(0, v, 2**k)] for k in range(5)]
     drawing, panels = figure(3, height=7)
-    names = ("sequential", "chunked", "tree")
-    for panel, name, rows in zip(panels, names, (vectors, segments + through, pairs), strict=True):
+    names = ("sequential", "segments", "tree")
+    for panel, name, rows in zip(panels, names, (vectors, segments, pairs), strict=True):
         for step, boxes in enumerate(rows):
             for first, end, colour in boxes:
                 # a vector is as wide as what it covers, and thin
@@ -191,21 +190,6 @@ def schedules() -> Figure:
     for colour, name in ((BLUE, "a matrix"), (ORANGE, "a vector")):
         panels[2].plot([], [], "s", color=colour, label=name)
     panels[2].legend(frameon=False, loc="lower right")
-    return drawing
-
-
-def costs() -> Figure:
-    """Work and dependent steps of each schedule, as the plan counts them."""
-    sizes, c = [2**k for k in range(5, 19)], 8
-    drawing, panels = figure(2, height=5)
-    for name, colour, line in (("sequential", ORANGE, "-"), ("chunked", BLUE, "--"), ("tree", GREEN, ":")):
-        plans = [logchain.plan((1, v, c), (1, 1, c, c), (1, c), strategy=name) for v in sizes]
-        for panel, count in zip(panels, ("multiply_adds", "steps"), strict=True):
-            panel.loglog(sizes, [getattr(found, count) for found in plans], line, color=colour, label=name, linewidth=2)
-            panel.set(ylabel=count.replace("_", "-", 1) if "_" in count else "dependent steps")
-            panel.grid(alpha=0.3)
-    panels[0].legend(frameon=False)
-    panels[1].set_xlabel("variables v")
     return drawing
 
 
@@ -270,7 +254,6 @@ def forgetting() -> Figure:
 PICTURES: list[Callable[[], Figure]] = [
     chain,
     checkpoints,
-    costs,
     forgetting,
     misaligned,
     offsets,

@@ -3,7 +3,7 @@
 A module is imported when one of its functions is first asked for.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -92,30 +92,6 @@ def chain_kernels(tensor: Tensor) -> Room:
     return Room(_module("forward", tensor).forward, _module("backward", tensor).backward)
 
 
-def chain_walks(tensor: Tensor) -> Room:
-    """`forward` and `backward` of a chain as walks for `at_once`; off the CPU these have no calls to share."""
-    if in_c(tensor):
-        return Room(load("cpu.forward").as_walk, load("cpu.backward").as_walk)
-    forward, backward = chain_kernels(tensor)
-    return Room(_walk(forward), _walk(backward))
-
-
-def _walk(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as one that returns a walk, which asks for nothing."""
-
-    def walk(*args: Any, **options: Any) -> Generator[Any, int, Any]:
-        return function(*args, **options)
-        yield  # makes this a generator
-
-    return walk
-
-
-def at_once(*walks: Any) -> list[Any]:
-    """The results of walks whose calls of the C library are made together, see `kernels.cpu.walks`."""
-    results: list[Any] = load("cpu.walks").at_once(*walks)
-    return results
-
-
 def short_calls() -> ModuleType:
     """The module of short chains on a CPU, `kernels.cpu.short`."""
     return load("cpu.short")
@@ -162,12 +138,6 @@ def stretches() -> ModuleType:
 def path_kernels(tensor: Tensor) -> ModuleType:
     """The module of `paths`, the best path of a chain, see `kernels.plain.viterbi`."""
     return _module("path", tensor)
-
-
-def path_messages(tensor: Tensor) -> Callable[..., Any]:
-    """The class `Messages`, of the messages of best paths, see `kernels.plain.viterbi`."""
-    messages: Callable[..., Any] = load("cpu.viterbi" if in_c(tensor) else "plain.viterbi").Messages
-    return messages
 
 
 def topk_kernels(tensor: Tensor) -> ModuleType:

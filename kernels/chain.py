@@ -32,8 +32,6 @@ class Chain:
         by_log: whether gradients are with respect to the logarithms of `bulk` and `p0` even if these are linear.
         starts: on a CPU, the first row (n) of each of n packed sequences. Then x, its gradient and the messages are
             (rows, c), and `bulk` is (rows, c, c), where each matrix leads into its row, or (1, c, c).
-        turned: on a CPU, whether the chain is walked from its last step to its first, by transposed matrices: x, `bulk`
-            and their gradients lie in the order of steps, messages in that of the walk.
     """
 
     x: Tensor
@@ -44,7 +42,6 @@ class Chain:
     dtype: torch.dtype
     by_log: bool = False
     starts: Tensor | None = None
-    turned: bool = False
 
     @property
     def v(self) -> int:
@@ -117,12 +114,6 @@ class Chain:
 def has_idle_threads(threads: int, sequences: int, v: int, c: int) -> bool:
     """Whether at least as many threads as are worth waking have no sequence as have one."""
     return min(threads, sequences * v * c**2 // WORTH_A_THREAD) >= 2 * sequences
-
-
-def segments_of(v: int, count: int) -> tuple[int, int]:
-    """The number of segments a chain is cut into, at most `count`, and their length; (0, 0) if too short for two."""
-    count = min(count, v - 1)
-    return (count, (v - 1) // count) if count > 1 else (0, 0)
 
 
 def is_view(values: Tensor, kept: int) -> bool:

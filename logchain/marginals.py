@@ -86,7 +86,7 @@ def marginals(
         return Marginals(*answers.marginals(question, transitions))
     alone = lengths is None and cu_seqlens is None
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
-        short = short_of(x, bulk, p0, log_params, wanted=choose.is_one_walk)
+        short = short_of(x, bulk, p0, log_params, wanted=choose.is_sequential)
         if short is not None:
             try:
                 log_norm, (states, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)

@@ -2,12 +2,15 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_alone, check_flag, check_question
+from . import kernels
+from .arguments import Lengths, check_alone, check_flag, check_question, has_values
 from .autograd.chain import log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
-from .autograd.chain_operators import number_of, short_of
-from .operands import Operands, arithmetic_dtype, differentiated
+from .autograd.chain_operators import short_of
+from .autograd.tree import log_norm_by_tree
+from .operands import Operands, arithmetic_dtype, check_weights, differentiated, weights_of
 from .progress import check_progress
 from .schedules import budget, choose
 from .schedules.choose import Strategy
@@ -52,16 +55,13 @@ def product(
         cu_seqlens: the offsets of concatenated sequences, rising integers `[n + 1]` from 0 to `total`: sequence i has
             the rows `cu_seqlens[i]` to `cu_seqlens[i + 1]` of `x [total, c]`. Then `bulk` is `[1, c, c]`, or
             `[total, c, c]` with the matrix that leads into each row, `p0` is `[c]` or `[n, c]`, and the result `[n]`.
-        strategy: "sequential" carries a vector through the chain; "chunked" first multiplies the matrices of each of
-            many segments, side by side; "tree" multiplies pairs of matrices, level by level; "overlapped" carries
-            vectors through many segments side by side, each begun some steps early, and verifies that the chain has
-            forgotten by then how it began: segments for which it has not are computed again, and a chain that does not
-            forget is walked as by "sequential"; "meeting" carries one vector from the first variable and another one
-            from the last, on two threads of a CPU, until they meet in the middle. "auto" takes the one that a cost
-            model predicts to be fastest on this device: `logchain.plan` says which, and why. A number of segments may
-            follow, "chunked:8" or "overlapped:8", and the steps that they begin early, "overlapped:8:20". All but
-            "auto" and "sequential" exclude `cu_seqlens` and `memory_budget`; a chain too short for segments is not cut,
-            nor one with `lengths` by "meeting", or on a GPU by "chunked".
+        strategy: "sequential" carries a vector through the chain; "segments" carries vectors through segments of the
+            chain side by side, each after a warm-up that is verified, or on a GPU multiplies the matrices of each
+            segment first; "tree" multiplies the matrices in pairs, level by level, in float64. "auto" is "sequential"
+            or, for few long sequences, "segments": `logchain.plan` says which, and why. A number of segments may
+            follow, "segments:8", and the steps of their warm-up, "segments:8:20". "segments" and "tree" exclude
+            `cu_seqlens` and `memory_budget`; a chain too short for segments is not cut, nor on a GPU one with
+            `lengths`.
         memory_budget: bytes that messages may take. A budget that holds all of them, `v (c + 1)` numbers a sequence,
             changes nothing. With a smaller one the chain is computed a segment at a time, in float64: only the messages
             between segments are kept, and the backward pass computes the others again. The budget covers everything but
@@ -97,12 +97,11 @@ def product(
             negative weight that no sum shows may pass. Other values are checked by `logchain.check`.
         ImportError: `progress` is given, and tqdm is not installed.
 
-    Cost: sequential, `v c^2` multiply-adds a sequence in `v` dependent steps; chunked, `v c^3` in `v / k + k` for k
-    segments; tree, `v c^3` in `log2 v`; overlapped, `(v + k m) c^2` in `v / k + m` for m steps that segments begin
-    early; meeting, `v c^2` in `v / 2`; the backward pass costs twice as much. Memory beyond operands, result and
-    gradients: the forward messages `[*B, v, c]` (twice for sequences computed again), without gradients two steps of
-    them; at most two such tensors in any schedule. A `memory_budget` that does not hold them costs one more forward
-    pass.
+    Cost: sequential, `v c^2` multiply-adds per sequence in `v` dependent steps; k segments with a warm-up of m steps,
+    `(v + k m) c^2` in `v / k + m`, or by products `v c^3` in `v / k + k`; tree, `v c^3` in `log2 v`; the backward pass
+    costs twice as much. Memory beyond operands, result and gradients: the forward messages `[*B, v, c]` (twice for
+    sequences computed again), without gradients two steps of them; for the tree, the matrices `[*B, v-1, c, c]` in
+    float64. A `memory_budget` that does not hold the messages costs one more forward pass.
 
     Source: the scaled forward-backward recursion of L. R. Rabiner, "A tutorial on hidden Markov models", Proc. IEEE 77
     (1989). Definition: `logchain.reference.product`.
@@ -138,7 +137,7 @@ def product(
         short = short_of(x, bulk, p0, log_params, keep, choose.is_sequential)
         if short is not None:
             return short_log_norm(short, x, bulk, p0, log_params, keep)
-    choose.check_options(strategy, memory_budget, {"cu_seqlens": cu_seqlens is not None})
+    strategy = choose.check_options(strategy, memory_budget, {"cu_seqlens": cu_seqlens is not None})
     check_flag("progress", progress)
     if progress:
         if memory_budget is None:
@@ -159,5 +158,11 @@ def product(
             operands = Operands(x, bulk, p0, ends, log_params)
             return log_norm_in_pieces(operands, steps_between_checkpoints, keep, progress).to(dtype)
         strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
-    schedule = choose.of(x, bulk, p0, log_params, ends is not None, strategy)
-    return log_norm(x, bulk, p0, ends, log_params, segments=number_of(schedule), dtype=dtype)
+    if strategy == "tree" and x.numel() > 0 and x.shape[-2] > 1:
+        value = log_norm_by_tree(x, bulk, p0, ends, log_params)
+        readable = kernels.in_c(x) and has_values(value) and not torch.compiler.is_compiling()
+        if readable and not log_params and value.isnan().any():
+            check_weights(*weights_of(x, bulk, p0, ends))
+        return value.to(dtype)
+    schedule = choose.of(x, bulk, p0, ends is not None, "sequential" if strategy == "tree" else strategy)
+    return log_norm(x, bulk, p0, ends, log_params, schedule=schedule, dtype=dtype)

@@ -13,7 +13,7 @@ class Rescues:
     """How many `sequences`, `outputs` and `boundaries` were computed again.
 
     Sequences are computed again in log space. Outputs are entries of the results of `matmul` and of products in a tree.
-    Boundaries lie between segments of an overlapped chain that had not forgotten how it began.
+    Boundaries lie between segments of a chain, where the message that a warm-up had guessed was refused.
     """
 
     sequences: int = 0

@@ -8,10 +8,9 @@ from torch import Tensor
 from . import kernels
 from .arguments import Lengths, check_question
 from .autograd.operator import with_batch_first
-from .kernels.chain import FEW_STATES, Chain
+from .kernels.chain import Chain
 from .operands import chain_of, naming, weights_of
 from .rescues import report_chains
-from .schedules import choose, overlapped
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
 from .structured.question import Question
@@ -107,24 +106,15 @@ def _sample(
         return states
     with torch.no_grad(), kernels.arithmetic_on(x):
         layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
-        segments = 1
-        if chain.c > FEW_STATES:  # putting messages in order takes as long as those of few states
-            segments = choose.of(x, bulk, p0, log_params, lengths is not None, choose.WALKS, False).segments
         with naming(lambda: weights_of(x, bulk, p0, lengths)):
-            states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator, segments)
+            states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
         return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
 
 
-def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None, segments: int = 1) -> Tensor:
-    """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by.
-
-    `segments`: how many are walked side by side, see `schedules.overlapped`.
-    """
-    if min(segments, chain.v - 1) > 1:
-        residuals = overlapped.in_order(chain, segments)
-    else:
-        residuals = kernels.chain_kernels(chain.x).forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
-        report_chains(residuals.redone)
+def _drawn(chain: Chain, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    """States int64 of a shape that the kernels take; their memory first holds the uniform numbers they are drawn by."""
+    residuals = kernels.chain_kernels(chain.x).forward(chain, keep=kernels.messages_of(chain, chain.v))[0]
+    report_chains(residuals.redone)
     states = torch.empty(shape, dtype=torch.int64, device=chain.x.device)
     states.view(torch.float64).uniform_(generator=generator)
     kernels.draw_kernels(chain.x).draw(chain, residuals, states)

@@ -10,7 +10,6 @@ from .kernels.plain.semiring import log_weights
 from .kernels.weights import NegativeWeights
 from .operands import Weights, arithmetic_dtype, differentiated, is_plain, named
 from .rescues import report_chains
-from .streams import overlapped
 from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms, check_used
 from .streams.filter import filtered
 from .streams.lag import at_the_end, passed
@@ -217,8 +216,6 @@ class Stream:
             return None
         repeated, dtype = self._calls.repeated(x, self._bulk), self._result_dtype(state)
         if repeated is None or dtype != x.dtype:
-            return None
-        if overlapped.segments_of(x, self._bulk, self._p0, self._log_params) > 1:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
         try:

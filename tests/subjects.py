@@ -237,7 +237,7 @@ def of_structure(name: str, subject: Subject) -> Subject:
     return call
 
 
-STRATEGIES = ("sequential", "chunked:3", "overlapped:3:2", "meeting", "tree")
+STRATEGIES = ("sequential", "segments:3:2", "tree")
 PRODUCTS: dict[str, Subject] = {
     "product": value(logchain.product),
     **{strategy: value(logchain.product, strategy=strategy) for strategy in STRATEGIES},

@@ -30,7 +30,7 @@ def matrices(a=(2, 3), b=(3, 2), **options):
     return {"a": ones(a), "b": ones(b), **options}
 
 
-STRATEGY = "strategy: expected 'auto' or 'sequential' or 'chunked' or 'tree' or 'overlapped' or 'meeting',"
+STRATEGY = "strategy: expected 'auto' or 'sequential' or 'segments' or 'tree',"
 
 CHAIN = tuple(short().values())
 product, check, matmul, divergence = logchain.product, logchain.check, logchain.matmul, logchain.kl_divergence
@@ -54,9 +54,9 @@ ERRORS = [
     (product, ValueError, "lengths: expected values from 1 to v = 6, got 7 to 7", chain(lengths=[7] * 10)),
     (product, ValueError, "lengths: expected values from 1 to v = 6, got 0 to 0", chain(lengths=[0] * 10)),
     (product, ValueError, "lengths: expected shape [10] or [10, 1] to go with x [10, 1, 6, 4]", chain(lengths=[3, 4])),
-    (product, ValueError, "strategy: expected 'auto' or 'sequential' or 'chunked'", chain(strategy="parallel")),
-    (product, ValueError, f"{STRATEGY} got 'overlapped:1'", chain(strategy="overlapped:1")),
-    (product, ValueError, f"{STRATEGY} got 'chunked:4:2'", chain(strategy="chunked:4:2")),
+    (product, ValueError, f"{STRATEGY} got 'parallel'", chain(strategy="parallel")),
+    (product, ValueError, f"{STRATEGY} got 'segments:1'", chain(strategy="segments:1")),
+    (product, ValueError, f"{STRATEGY} got 'tree:4'", chain(strategy="tree:4")),
     (product, TypeError, "x: expected a torch.Tensor, got ndarray", chain(x=np.zeros((10, 1, 6, 4)))),
     (product, TypeError, "bulk: expected a torch.Tensor, got NoneType", chain(bulk=None)),
     (product, TypeError, f"p0: {DTYPES}, got int64", chain(p0=ones(4, dtype=torch.int64))),
@@ -152,7 +152,7 @@ def test_values_are_checked_some_steps_at_a_time(entries, monkeypatch):
         logchain.check(x, bulk, p0, lengths=lengths)
 
 
-STRATEGIES = ["sequential", "chunked", "tree", "overlapped", "meeting"]
+STRATEGIES = ["sequential", "segments", "tree"]
 FUNCTIONS = {
     "product": product,
     **{s: lambda *a, s=s, **o: product(*a, strategy=s, **o) for s in STRATEGIES},
@@ -256,7 +256,7 @@ def test_a_negative_weight_is_a_value_error_in_transforms_and_processes():
     assert type(pickle.loads(pickle.dumps(caught.value))) is ValueError
 
 
-@pytest.mark.parametrize("strategy", ["sequential", "chunked", "tree", "overlapped"])
+@pytest.mark.parametrize("strategy", ["sequential", "segments", "tree"])
 @pytest.mark.parametrize("each", [False, True])
 def test_a_negative_weight_on_a_gpu_makes_its_sequence_nan(kernels, strategy, each):
     x, p0 = zeros(2, 4, 3, device=kernels), ones(3, device=kernels)

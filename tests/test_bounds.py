@@ -106,7 +106,7 @@ def cycle(c: int) -> torch.Tensor:
 
 
 @LOG
-@pytest.mark.parametrize("strategy", ["sequential", "chunked", "tree"])
+@pytest.mark.parametrize("strategy", ["sequential", "segments", "tree"])
 @pytest.mark.parametrize("matrix", [sticky, cycle])
 def test_steps_that_are_all_alike_may_all_be_wrong_alike(matrix, strategy, log):
     """Roundings of steps add up, but to no more than the contract."""

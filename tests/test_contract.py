@@ -21,13 +21,13 @@ CHOICES = PAIRS.args[1]
 HARD = ["dense", "detour", "left_to_right", "one_dead", "sparse", "log_far"]
 
 # subjects that large families meet
-FOR_LARGE = ["product", "sequential", "chunked:3", "overlapped:3:2", "tree", "packed", "counts", "messages", "viterbi"]
+FOR_LARGE = ["product", "sequential", "segments:3:2", "tree", "packed", "counts", "messages", "viterbi"]
 
 # subjects that cut long chains alone
 LONG = ["memory_budget"]
 
 # subjects that Triton's kernels compute
-ON_GPU = ["product", "chunked:3", "tree", "memory_budget", "stream", "marginals", "counts", "viterbi"]
+ON_GPU = ["product", "segments:3:2", "tree", "memory_budget", "stream", "marginals", "counts", "viterbi"]
 
 # subjects whose log-partition has posteriors as gradients
 DIFFERENTIATED = {*PRODUCTS, "stream", "marginals", "counts", "filtered", "total"}
@@ -95,7 +95,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 # torch operations compute what other subjects ask of them in these, too
-IN_TORCH = ["product", "chunked:3", "marginals", "messages", "viterbi", "topk_paths", "stream", "banded", "low rank"]
+IN_TORCH = ["product", "segments:3:2", "marginals", "messages", "viterbi", "topk_paths", "stream", "banded", "low rank"]
 PAIRED = [("cpu", name) for name in SUBJECTS] + [("plain", name) for name in IN_TORCH] + [("gpu", "product")]
 EACH_SUBJECT = pytest.mark.parametrize(
     ("backend", "subject"), [parameter(*pair) for pair in PAIRED], indirect=["backend"]

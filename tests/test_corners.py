@@ -111,7 +111,7 @@ def test_lengths_of_unbroadcast_chains_and_of_int32():
     assert_contract(chain, torch.tensor([2, 5, 1, 3], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("subject", ["product", "chunked:3", "tree", "packed"])
+@pytest.mark.parametrize("subject", ["product", "segments:3:2", "tree", "packed"])
 @pytest.mark.parametrize("lengths", [None, [20, 18, 7]], ids=["whole", "lengths"])
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each"])
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_gradients_take_weights_of_any_size(weights, each, lengths, subject):
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("at", [3, 400, 498, 499, 500, 998])
-@pytest.mark.parametrize("schedule", ["meeting", "overlapped:4:10"])
+@pytest.mark.parametrize("schedule", ["segments:4:10"])
 def test_infinite_weights_in_segments(schedule, at, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 1000, 4, generator=generator, dtype=dtype).requires_grad_()

@@ -57,15 +57,12 @@ def test_a_broadcast_operand_is_never_expanded():
 @pytest.mark.parametrize(
     ("strategy", "sizes", "messages"),
     [
-        ("chunked:16", (1, 80_001, 16), 2),
-        ("overlapped:16:20", (1, 80_001, 16), 2),
-        ("meeting", (1, 80_001, 16), 1.1),
-        ("tree", (1, 4096, 8), 2),
-        ("tree", (64, 64, 16), 2),
+        ("segments:16:20", (1, 80_001, 16), 2),
+        ("segments:4", (4, 20_000, 32), 2),
     ],
 )
 def test_schedules_take_two_messages(strategy, sizes, messages):
-    c, slack = sizes[-1], SLACK if strategy == "tree" else 0
+    c = sizes[-1]
     chain = torch.randn(sizes), torch.rand(1, c, c), torch.ones(c)
     product = partial(logchain.product, strategy=strategy)
-    assert peak_bytes(lambda: demo.forward_backward(chain, product)) <= messages * message_bytes(chain[0]) + slack
+    assert peak_bytes(lambda: demo.forward_backward(chain, product)) <= messages * message_bytes(chain[0])

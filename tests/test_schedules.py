@@ -33,7 +33,7 @@ def memories(v: int, c: int, *spans: tuple[int, int]) -> Chain:
 @pytest.mark.parametrize("span", [(150, 350), (700, 1000), (900, 1200)], ids=str)
 def test_a_boundary_that_is_remembered_is_refused(span, number):
     with logchain.rescues() as seen:
-        assert_contract(memories(1201, 4, span), strategy=f"overlapped:{number}:32")
+        assert_contract(memories(1201, 4, span), strategy=f"segments:{number}:32")
     assert seen.boundaries > 0
 
 
@@ -42,7 +42,7 @@ def test_chains_that_forget_need_no_second_scan():
         draw = Draw(0, 2, 1, 2001, 5, each)
         operands = Chain(draw.x(0.1), 1 + draw.bulk(), draw.p0()).to(dtype)
         with logchain.rescues() as seen:
-            logchain.product(*operands[:3], strategy="overlapped:4")
+            logchain.product(*operands[:3], strategy="segments:4")
         assert (seen.sequences, seen.boundaries) == (0, 0)
 
 
@@ -50,7 +50,7 @@ def test_sequences_that_are_recomputed_leave_the_others():
     one, other = memories(601, 4), memories(601, 4, (100, 400))
     chain = Chain(*(torch.cat(pair) for pair in zip(one[:3], other[:3], strict=True)))
     for lengths in (None, torch.tensor([[601], [203]])):
-        assert_contract(chain, lengths, strategy="overlapped:4:32")
+        assert_contract(chain, lengths, strategy="segments:4:32")
 
 
 # chains of one batch, each with separate matrices
@@ -93,7 +93,7 @@ def judge_boundaries(seed: int, seen: adversary.Search) -> int:
     bulk, p0 = torch.stack([torch.stack(some) for some in steps]), torch.rand(TOGETHER, c, generator=generator) ** 8
     drawn = adversary.Drawn(Chain(x, bulk, p0).logs(), None)
     with logchain.rescues() as count:
-        adversary.judge(drawn, seen, f"{seed}", strategy=f"overlapped:{number}:{early}")
+        adversary.judge(drawn, seen, f"{seed}", strategy=f"segments:{number}:{early}")
     return count.boundaries
 
 
@@ -105,7 +105,7 @@ def test_no_wrong_boundary_is_accepted(first):
     assert boundaries > 1000
 
 
-@pytest.mark.parametrize("strategy", ["sequential", "chunked:64", "overlapped:64:20", "meeting", "tree"])
+@pytest.mark.parametrize("strategy", ["sequential", "segments:64:20", "tree"])
 def test_posteriors_of_a_long_chain(strategy):
     v, draw = 4096, Draw(0, 1, 1, 4096, 8, False)
     chain = Chain(draw.x() - 128.0, draw.bulk()[..., :1, :, :], draw.p0()).to(F32)
@@ -139,7 +139,7 @@ def test_what_underflows_between_segments_is_found(depth, strategy):
 
 # what each backend may be asked for many times; the search of `sequential` in C has a file of its own
 SEARCHED = [("cpu", name) for name in STRATEGIES[1:]]
-SEARCHED += [("plain", name) for name in ("sequential", "chunked:3", "tree")] + [("gpu", "sequential")]
+SEARCHED += [("plain", name) for name in ("sequential", "segments:3:2", "tree")] + [("gpu", "sequential")]
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)

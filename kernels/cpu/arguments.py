@@ -99,10 +99,10 @@ class Call(Pointing):
         self.chain, self._held = chain, {"bulk": bulk, "p0": p0}
         self.arguments = a = Arguments(steps=chain.v + entered, sets=g, members=m, states=c)
         a.one_matrix, a.logarithms, a.by_log = len(bulk) == 1, chain.log_params, chain.by_log
-        a.bulk, a.p0 = self.beginning(bulk).data_ptr(), p0.data_ptr()
+        a.bulk, a.p0 = bulk.data_ptr(), p0.data_ptr()
         self.rows("x", x)
         self.matrices("bulk", bulk)
-        a.bulk_from, a.bulk_to = bulk.mT.stride()[-2:] if chain.turned else bulk.stride()[-2:]
+        a.bulk_from, a.bulk_to = bulk.stride()[-2:]
         a.p0_set, a.p0_member, a.p0_state = p0.stride()
         self.ends: Tensor | None = None
         self.order: Tensor | None = None
@@ -111,21 +111,13 @@ class Call(Pointing):
             self.order = torch.argsort(self.ends, dim=1, descending=True, stable=True)
             self.point(ends=self.ends, order=self.order)
 
-    def beginning(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor (steps, ...) that is read or written first."""
-        return tensor[-1] if self.chain.turned and len(tensor) > 0 else tensor
-
-    def stepped(self, name: str, tensor: Tensor) -> None:
-        """Set the stride between steps, from one that is walked to the next, of `x`, `grad`, `bulk` or `count`."""
-        self.set(**{f"{name}_step": -tensor.stride(0) if self.chain.turned else tensor.stride(0)})
-
     def rows(self, name: str, tensor: Tensor) -> None:
         """Point `x` or `grad_x` to rows (v, *lead, c), each of which is contiguous; `name` is "x" or "grad"."""
         chain = self.chain
         pointer = name if name == "x" else f"{name}_x"
         if chain.starts is not None:
             self.point(**{pointer: tensor, "starts": chain.starts})
-            self.stepped(name, tensor)
+            self.set(**{f"{name}_step": tensor.stride(0)})
             return
         try:
             tensor = tensor.view(chain.v, chain.g, chain.m, chain.c)
@@ -133,13 +125,13 @@ class Call(Pointing):
             self.point(**{f"{name}_at": _places(tensor.shape[1:-1], tensor.stride()[1:-1])})
         else:
             self.set(**dict(zip((f"{name}_set", f"{name}_member"), tensor.stride()[1:], strict=False)))
-        self.point(**{pointer: self.beginning(tensor)})
-        self.stepped(name, tensor)
+        self.point(**{pointer: tensor})
+        self.set(**{f"{name}_step": tensor.stride(0)})
 
     def matrices(self, name: str, tensor: Tensor) -> None:
         """Set the strides of `bulk`, or of its gradient `count`, to those of matrices (s, *own, c, c)."""
         chain = self.chain
-        self.stepped(name, tensor)
+        self.set(**{f"{name}_step": tensor.stride(0)})
         if chain.starts is not None:  # matrix i leads into row i of x
             if len(tensor) > 1:
                 self.point(**{f"{name}_at": (chain.starts + 1) * tensor.stride(0)})
@@ -162,10 +154,6 @@ class Call(Pointing):
         `each`: for every thread the tensors, by the name of a field, to which only its arguments point.
         """
         return run(self.arguments, self.chain.dtype, name, spans, each)
-
-    def copies(self, spans: Sequence[tuple[int, int]], each: Sequence[dict[str, Tensor]] = ()) -> Any:
-        """An array of the arguments for spans of sequences, see `run`."""
-        return copies(self.arguments, spans, each)
 
 
 def _places(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:

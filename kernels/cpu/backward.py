@@ -7,10 +7,6 @@ from ..chain import Chain
 from ..message import Kept
 from .arguments import Call
 from .library import in_large_pages
-from .walks import Calls, Walk, at_once
-
-# entries of gradients of matrices that are transposed at a time
-_TURNED = 2**18
 
 
 def backward(
@@ -22,18 +18,6 @@ def backward(
     grad_bulk: Tensor | None,
 ) -> Tensor:
     """The gradient of p0, or the backward message of the step that entered; see `kernels.plain.backward`."""
-    return at_once(as_walk(chain, kept, weight, following, grad_x, grad_bulk))[0]
-
-
-def as_walk(
-    chain: Chain,
-    kept: Kept,
-    weight: Tensor,
-    following: Tensor | None,
-    grad_x: Tensor | None,
-    grad_bulk: Tensor | None,
-) -> Walk[Tensor]:
-    """The result of `backward`, as a walk that may be computed beside others."""
     g, m, c = chain.g, chain.m, chain.c
     weight = weight.double().resolve_neg().contiguous()
     lossy = kept.redone.to(torch.uint8, copy=True, memory_format=torch.contiguous_format)
@@ -56,20 +40,15 @@ def as_walk(
     spans, counts = _counts(call, grad_bulk)
     field = "counts" if len(chain.bulk) == 1 else "grad_bulk"
     begun = [counts[i % len(counts)] for i in range(len(spans))] if counts else []
-    by_thread = [{field: one if field == "counts" else call.beginning(one)} for one in begun]
-    if (yield Calls("backward", chain.dtype, call.copies(spans, by_thread))):
-        yield Calls("redo_backward", chain.dtype, call.copies(spans, by_thread))
+    by_thread = [{field: one} for one in begun]
+    if call.run("backward", spans, by_thread):
+        call.run("redo_backward", spans, by_thread)
     for more in counts[1:]:
         counts[0].add_(more)
     if grad_bulk is not None and not counts:
         grad_bulk.zero_()
     elif grad_bulk is not None and len(chain.bulk) == 1:
-        total = counts[0].mT if chain.turned else counts[0]
-        grad_bulk[0].copy_(total.reshape(grad_bulk[0].shape))
-    elif grad_bulk is not None and chain.turned:
-        steps = max(1, _TURNED // max(1, grad_bulk[0].numel()))
-        for matrices in grad_bulk.split(steps):  # in place, a few at a time
-            matrices.copy_(matrices.mT.clone())
+        grad_bulk[0].copy_(counts[0].reshape(grad_bulk[0].shape))
     if grad_x is not None and written is not None and written is not grad_x:
         grad_x.copy_(written)
     return preceding if kept.entered else preceding.view(*chain.lead, c)

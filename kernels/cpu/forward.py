@@ -6,20 +6,12 @@ from torch import Tensor
 from ..chain import Chain
 from ..message import Kept, Message, leaving_message
 from .arguments import Call
-from .walks import Calls, Walk, at_once
 
 
 def forward(
     chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
 ) -> tuple[Kept, Message | None]:
     """The log-partitions and kept messages, and the last forward message; arguments as in `kernels.plain.forward`."""
-    return at_once(as_walk(chain, entering, keep=keep, leave=leave))[0]
-
-
-def as_walk(
-    chain: Chain, entering: Message | None = None, *, keep: Tensor | None = None, leave: bool = False
-) -> Walk[tuple[Kept, Message | None]]:
-    """The results of `forward`, as a walk that may be computed beside others."""
     g, m = chain.g, chain.m
     scale = torch.empty(2, g, m, dtype=torch.float64, device="cpu")
     lossy = torch.zeros(g, m, dtype=torch.bool, device="cpu")
@@ -30,7 +22,7 @@ def as_walk(
         before = entering.scale.expand(2, g, m).contiguous()
         call.point(entering=entering.values.to(chain.dtype).contiguous())
         call.point(entering_log_norm=before[0], entering_error=before[1])
-    yield Calls("value", chain.dtype, call.copies(call.spans()))
+    call.run("value", call.spans())
     kept = Kept(scale[0], chain.new(0) if keep is None else keep, lossy, entering is not None)
     if values is None:
         return kept, None

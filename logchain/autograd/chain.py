@@ -37,19 +37,17 @@ def log_norm(
     lengths: Tensor | None,
     log_params: bool,
     *,
-    segments: int | None = None,
+    schedule: choose.Schedule | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The log-partition [*B], computed in float64, as a tensor of `dtype`. Arguments have been checked.
 
-    `segments` names the schedule, see `chain_operators`; None for the one that is fastest by the model of the device,
-    but sequential in place of tree.
+    `schedule` None is the one that `choose` finds.
     """
-    if segments is None:
-        segments = operators.number_of(choose.of(x, bulk, p0, log_params, lengths is not None, "auto")) or 1
+    schedule = schedule or choose.of(x, bulk, p0, lengths is not None)
     # while torch.compile traces, tensors of torch.func say that they need no gradient
     keep = differentiated(x, bulk, p0) or (torch.compiler.is_compiling() and is_transformed())
-    arguments = x, bulk, p0, lengths, log_params, keep, segments
+    arguments = x, bulk, p0, lengths, log_params, keep, *schedule
     value: Tensor
     if keep or not is_plain(arguments):
         value = apply(LogNorm, operators.log_norm, *arguments)[0]
@@ -65,13 +63,11 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
     each in the shape of its operand; an empty tensor for one that is not needed.
     """
     *tensors, log_params = operands
-    ends, by_walks = operands.lengths is not None, choose.POSTERIORS
-    schedule = choose.of(operands.x, operands.bulk, operands.p0, log_params, ends, by_walks, True)
-    segments = operators.number_of(schedule)
-    saved = Saved(*apply(LogNorm, operators.log_norm, *operands, True, segments))
+    schedule = choose.of(operands.x, operands.bulk, operands.p0, operands.lengths is not None)
+    saved = Saved(*apply(LogNorm, operators.log_norm, *operands, True, *schedule))
     weight = torch.ones_like(saved.log_norm) if weight is None else weight
     by_log = True
-    options = log_params, by_log, *needs, segments
+    options = log_params, by_log, *needs, *schedule
     return saved.log_norm, apply(Gradient, operators.log_norm_backward, weight, *tensors, *saved, *options)
 
 
@@ -163,7 +159,8 @@ class _ByShort(NamedTuple):
             return gradients
         norm, messages, redone = self.short.parts(saved[0], x)
         parts = Saved(norm, messages, messages.new_empty(0), redone)
-        return if_needed(call(Gradient, grad, x, bulk, p0, None, *parts, log_params, False, *needs, 1), needs)
+        options = log_params, False, *needs, *choose.SEQUENTIAL
+        return if_needed(call(Gradient, grad, x, bulk, p0, None, *parts, *options), needs)
 
 
 class _ByCheckpoints(NamedTuple):

@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..schedules.choose import SEQUENTIAL
 from . import chain_operators  # noqa: F401  registers the operators
 from .operator import Final, Saving, as_one, call, of_each, transform, with_batch_first
 from .tangents import quotient
 
 
 class LogNorm(torch.autograd.Function):
-    """x, bulk, p0, lengths, log_params, keep, segments -> the log-partition and the rest of `chain_operators.Saved`."""
+    """x, bulk, p0, lengths, log_params, keep, segments, warm_up -> `chain_operators.Saved`."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *operands, ctx.log_params, _, ctx.segments = inputs
+        *operands, ctx.log_params, _, segments, warm_up = inputs
+        ctx.schedule = segments, warm_up
         ctx.choice = kernels.on_cpu()
         ctx.save_for_backward(*operands, *output)
         ctx.save_for_forward(*operands)
@@ -35,11 +37,11 @@ class LogNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 7
+            return (None,) * 8
         kernels.check_forward_choice(ctx.choice, grad)
         needs = ctx.needs_input_grad[:3]
-        gradients = call(Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, ctx.segments)
-        return (*if_needed(gradients, needs), *(None,) * 4)
+        gradients = call(Gradient, grad, *ctx.saved_tensors, ctx.log_params, False, *needs, *ctx.schedule)
+        return (*if_needed(gradients, needs), *(None,) * 5)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
@@ -51,15 +53,15 @@ class LogNorm(torch.autograd.Function):
         operands = with_batch_first(info.batch_size, in_dims, *args[:4])
         # whether a gradient is wanted cannot be seen: a mapped tensor says that it needs none
         keep = args[5] or torch.is_grad_enabled()
-        return call(LogNorm, *operands, args[4], keep, args[6]), (0, None, None, None)
+        return call(LogNorm, *operands, args[4], keep, *args[6:]), (0, None, None, None)
 
 
 class Gradient(torch.autograd.Function):
-    """grad, x, bulk, p0, lengths, *Saved, log_params, by_log, need_x, need_bulk, need_p0, segments -> gradients."""
+    """grad, x, bulk, p0, lengths, *Saved, log_params, by_log, *needs of x, bulk, p0, segments, warm_up -> gradients."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.log_params, ctx.by_log, *ctx.needs, _ = ctx.options = inputs[9:]
+        ctx.log_params, ctx.by_log, *ctx.needs, _, _ = ctx.options = inputs[9:]
         ctx.save_for_backward(*inputs[:5])
         ctx.save_for_forward(*inputs[:9])
         ctx.set_materialize_grads(False)
@@ -68,9 +70,9 @@ class Gradient(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         tangents = if_needed(tangents, ctx.needs)
         if all(tangent is None for tangent in tangents):
-            return (None,) * 15
+            return (None,) * 16
         derivatives = call(Second, *ctx.saved_tensors, *tangents, ctx.log_params, ctx.by_log)
-        return (*if_needed(derivatives, ctx.needs_input_grad[:4]), *(None,) * 11)
+        return (*if_needed(derivatives, ctx.needs_input_grad[:4]), *(None,) * 12)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
@@ -91,9 +93,9 @@ class Gradient(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """A shared operand has a gradient for each example too, so the forward messages are computed again."""
-        log_params, _, *needs, segments = options = args[9:]
+        log_params, _, *needs, segments, warm_up = options = args[9:]
         grad, *operands = of_each(info.batch_size, "grad x bulk p0 lengths", in_dims, args)
-        saved = call(LogNorm, *operands, log_params, True, segments)
+        saved = call(LogNorm, *operands, log_params, True, segments, warm_up)
         gradients = call(Gradient, grad, *operands, *saved, *options)
         return as_one(info.batch_size, gradients, in_dims[1:4], args[1:4], needs), (0, 0, 0)
 
@@ -110,8 +112,8 @@ class Along(Saving):
         if any(needs[:3]):
             second = call(Second, grad, x, bulk, p0, lengths, *tangents, *ctx.options)
         if any(needs[4:7]):
-            saved = call(LogNorm, x, bulk, p0, lengths, ctx.options[0], True, 1)
-            first = call(Gradient, grad, x, bulk, p0, lengths, *saved, *ctx.options, *needs[4:7], 1)
+            saved = call(LogNorm, x, bulk, p0, lengths, ctx.options[0], True, *SEQUENTIAL)
+            first = call(Gradient, grad, x, bulk, p0, lengths, *saved, *ctx.options, *needs[4:7], *SEQUENTIAL)
         return (*if_needed(second[1:], needs[:3]), None, *if_needed(first, needs[4:7]), None, None)
 
     @staticmethod

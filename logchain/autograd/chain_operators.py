@@ -1,12 +1,10 @@
 """The operators `logchain::log_norm` and `logchain::log_norm_backward`: a chain's log-partition and its gradient.
 
-Their argument `segments` names the schedule: 1 is sequential, more is chunked, fewer than -1 is overlapped, of so many
-segments, `TREE` is tree, and `MEETING` is meeting.
+Their arguments `segments` and `warm_up` are the schedule, see `schedules.choose.Schedule`.
 `autograd.chain_functions` registers the second as the derivative of the first.
 """
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,23 +14,10 @@ from .. import kernels
 from ..arguments import check_chain
 from ..kernels.message import Kept
 from ..layout import Layout
-from ..operands import Operands, arithmetic_dtype, chain_of, check_weights, is_plain, unwritten, weights_of
+from ..operands import Operands, arithmetic_dtype, chain_of, is_plain, unwritten
 from ..rescues import report_chains
-from ..schedules import chunked, meeting, overlapped
-from ..schedules.cost_counts import Schedule
-from . import tree_operators
+from ..schedules import segments as by_segments
 from .operator import operator
-
-# numbers of segments that name the tree schedule, and the meeting one
-TREE, MEETING = 0, -1
-
-
-def number_of(schedule: Schedule) -> int:
-    """The number of segments that names a schedule."""
-    overlaps = -schedule.segments - (schedule.warm_up << overlapped.WARM_UP_SHIFT)
-    numbers = {"tree": TREE, "meeting": MEETING, "overlapped": overlaps}
-    return numbers.get(schedule.name, schedule.segments)
-
 
 # the gradients of x, bulk and p0 in their own shapes, each empty where it is not needed
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -41,11 +26,9 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Saved(NamedTuple):
     """The log-partition [*B] in float64, and what the gradient needs besides the operands.
 
-    Sequential: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `extra` nothing or
-    the `bound` of `kernels.message.Kept`, (s, g), or (1, s, g) if the messages are `halved`. Chunked, overlapped and
-    meeting: see `schedules.chunked`, with `following` as `extra`, `schedules.overlapped`, with `warm`, and
-    `schedules.meeting`, with `middle`. Tree: `messages` between pieces, see `autograd.tree_operators`; the other two
-    are empty.
+    Of one scan: forward `messages` (v, g, m, c), which sequences were `redone` exactly (g, m), and as `extra` nothing
+    or the `bound` of `kernels.message.Kept`, (s, g), or (1, s, g) if the messages are `halved`. Of several segments:
+    see `schedules.segments`.
     """
 
     log_norm: Tensor
@@ -55,24 +38,26 @@ class Saved(NamedTuple):
 
 
 def _forward(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool, segments: int
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    log_params: bool,
+    keep: bool,
+    segments: int,
+    warm_up: int,
 ) -> Saved:
     operands = Operands(x, bulk, p0, lengths, log_params)
     if x.numel() == 0:
-        return _kept_shapes(*operands, keep, segments)
-    if segments == TREE:
-        log_norm, messages = tree_operators.forward(operands)
-        if kernels.in_c(x) and not log_params and log_norm.isnan().any():
-            check_weights(*weights_of(*operands[:4]))
-        return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
+        return _kept_shapes(*operands, keep, segments, warm_up)
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is not None:
         log_norm, messages, redone = short.apart(x, bulk, p0, keep)
         report_chains(redone)
         return Saved(log_norm, messages, messages.new_empty(0), redone)
-    if _cut(operands, segments):
+    if _is_cut(x, segments):
         layout, chain = chain_of(*operands, whole=True)
-        saved = Saved(*_by_segments(segments).forward(chain, abs(segments), keep=keep))
+        saved = Saved(*by_segments.forward(chain, segments, warm_up, keep=keep))
         return saved._replace(log_norm=_in_order(layout, saved.log_norm))
     layout, chain = chain_of(*operands)
     memory = kernels.new_messages(chain, x.shape[-2]) if keep else None
@@ -116,40 +101,28 @@ def short_of(
         raise
 
 
-def _by_segments(segments: int) -> ModuleType:
-    """The module of the schedule of several segments."""
-    if segments == MEETING:
-        return meeting
-    return overlapped if segments < 0 else chunked
-
-
-def _cut(operands: Operands, segments: int) -> bool:
-    """Whether a chain is cut: never for two variables, nor for lengths where a GPU would take many launches.
-
-    In halves it is cut if there are two variables, and no lengths.
-    """
-    x = operands.x
-    if segments == MEETING:
-        return x.shape[-2] > 1 and operands.lengths is None
-    if min(abs(segments), x.shape[-2] - 1) <= 1:
-        return False
-    return operands.lengths is None or not kernels.on_gpu(x)
+def _is_cut(x: Tensor, segments: int) -> bool:
+    return min(segments, x.shape[-2] - 1) > 1
 
 
 def _kept_shapes(
-    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool, segments: int
+    x: Tensor,
+    bulk: Tensor,
+    p0: Tensor,
+    lengths: Tensor | None,
+    log_params: bool,
+    keep: bool,
+    segments: int,
+    warm_up: int,
 ) -> Saved:
     """Memory for the outputs of `log_norm`, unwritten; messages are empty unless they are to be kept."""
     g, m = Layout.of(x, bulk).grid
     v, c = x.shape[-2:]
     dtype = arithmetic_dtype(x, bulk, p0)
     log_norm = x.new_empty(x.shape[:-2], dtype=torch.float64)
-    if segments == TREE:
-        messages = tree_operators.kept_shapes(x, bulk, p0)[1]
-        return Saved(log_norm, messages, messages.new_empty(0), x.new_empty(0, dtype=torch.bool))
-    if _cut(Operands(x, bulk, p0, lengths, log_params), segments):
-        inside, between, marks = _by_segments(segments).kept_shapes(v, g, m, c, abs(segments), keep)
-        extra = x.new_empty(between, dtype=torch.int64 if segments < MEETING else torch.float64)
+    if _is_cut(x, segments):
+        inside, between, marks = by_segments.saved_shapes(x, v, g, m, c, segments, keep)
+        extra = x.new_empty(between, dtype=torch.float64 if kernels.on_gpu(x) else torch.int64)
         return Saved(log_norm, x.new_empty(inside, dtype=dtype), extra, x.new_empty(marks, dtype=torch.bool))
     messages = x.new_empty((v, g, m, c) if keep else (0,), dtype=dtype)
     extra = messages.new_empty(0)
@@ -160,13 +133,11 @@ def _kept_shapes(
 
 
 def _backward(grad: Tensor, *args: Any) -> Gradients:
-    x, bulk, p0, lengths, log_norm, messages, extra, redone, log_params, by_log, *needs, segments = args
+    x, bulk, p0, lengths, log_norm, messages, extra, redone, log_params, by_log, *needs, segments, _ = args
     operands = Operands(x, bulk, p0, lengths, log_params)
     if x.numel() == 0:
         zero_x, zero_bulk, zero_p0 = unwritten((x, bulk, p0), needs)
         return zero_x.zero_(), zero_bulk.zero_(), zero_p0.zero_()
-    if segments == TREE:
-        return tree_operators.backward(grad, operands, messages, needs)
     short = short_of(x, bulk, p0, log_params) if lengths is None and segments == 1 else None
     if short is None:
         return _gradients(operands, Saved(log_norm, messages, extra, redone), grad, needs, by_log, segments)
@@ -178,10 +149,9 @@ def _backward(grad: Tensor, *args: Any) -> Gradients:
 def _gradients(
     operands: Operands, saved: Saved, grad: Tensor, needs: Sequence[bool], by_log: bool, segments: int
 ) -> Gradients:
-    """The gradients of the operands by any schedule but the tree."""
     x, bulk, p0, *_ = operands
     grad_x, grad_bulk, grad_p0 = unwritten((x, bulk, p0), needs)
-    in_segments = _cut(operands, segments)
+    in_segments = _is_cut(x, segments)
     layout, chain = chain_of(*operands, by_log=by_log, whole=in_segments)
     into_x = into_bulk = None
     if needs[0]:
@@ -196,7 +166,7 @@ def _gradients(
     saved = saved._replace(log_norm=layout.sequences(saved.log_norm))
     weight = layout.sequences(grad)
     if in_segments:
-        start = _by_segments(segments).backward(chain, abs(segments), saved, weight, into_x, into_bulk)
+        start = by_segments.backward(chain, segments, saved, weight, into_x, into_bulk)
     else:
         halved = saved.extra.dim() == 3
         bound = saved.extra[0] if halved else saved.extra if saved.extra.dim() == 2 else None
@@ -217,13 +187,13 @@ _OPERANDS = "Tensor x, Tensor bulk, Tensor p0, Tensor? lengths"
 _KEPT = "Tensor log_norm, Tensor messages, Tensor extra, Tensor redone"
 
 log_norm = operator(
-    f"log_norm({_OPERANDS}, bool log_params, bool keep, int segments) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"log_norm({_OPERANDS}, bool log_params, bool keep, int segments, int warm_up) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _kept_shapes,
 )
 log_norm_backward = operator(
     f"log_norm_backward(Tensor grad, {_OPERANDS}, {_KEPT}, bool log_params, bool by_log,"
-    " bool need_x, bool need_bulk, bool need_p0, int segments) -> (Tensor, Tensor, Tensor)",
+    " bool need_x, bool need_bulk, bool need_p0, int segments, int warm_up) -> (Tensor, Tensor, Tensor)",
     _backward,
     _gradient_shapes,
 )

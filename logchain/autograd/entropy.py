@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import kernels
 from ..operands import Operands, chain_of, differentiated
 from ..rescues import report_chains
-from ..schedules import choose, overlapped_entropy
 from ..schedules.packed import Packed, PackedChain, Piece
 from .chain import log_norm, posteriors
 from .chain_functions import Second as Covariances
@@ -186,8 +185,7 @@ def _forward(
     if not kernels.in_c(x) or x.numel() == 0:
         return in_torch(*chains, lengths, log_params)
     layouts, in_order = zip(*(chain_of(*one, lengths, log_params) for one in chains), strict=True)
-    segments = choose.entropy_segments(*chains[0], log_params)
-    values, unknown = overlapped_entropy.entropies(in_order, segments)
+    values, unknown = kernels.entropies().expected(in_order)[:2]
     result: Tensor = layouts[0].batched(values).contiguous()
     if unknown.any():
         report_chains(unknown)

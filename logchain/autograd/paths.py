@@ -24,7 +24,7 @@ def log_weight(x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, ends: Tensor
     # a weight behind the end counts as 1
     weights = torch.where(inside, weights, 0.0 if log_params else 1.0)
     potentials = torch.where(inside, _look_up(x, steps, states).double(), 0.0)
-    terms = torch.cat([_logarithms(weights, log_params), potentials.masked_fill(lost, -torch.inf)], -1)
+    terms = torch.cat([logarithms(weights, log_params), potentials.masked_fill(lost, -torch.inf)], -1)
     return sum_of_logs(terms, exact=torch.float64 in (x.dtype, bulk.dtype, p0.dtype))
 
 
@@ -42,7 +42,7 @@ def packed_log_weight(packed: Packed, states: Tensor, log_params: bool) -> Tenso
     lost, states = states < 0, states.clamp(min=0)
     start = p0.expand(n, -1)[sequence, states].double()
     moved = bulk[rows if len(bulk) > 1 else 0, states.roll(1, -1), states].double()
-    terms = [_logarithms(torch.where(first, start, moved), log_params), x[rows, states].double()]
+    terms = [logarithms(torch.where(first, start, moved), log_params), x[rows, states].double()]
     terms[1] = terms[1].masked_fill(lost, -torch.inf)
     sequence = torch.cat([sequence, sequence])
 
@@ -80,7 +80,7 @@ def finite_log(value: Tensor, log_params: bool) -> Tensor:
     return value if log_params else value.log()
 
 
-def _logarithms(weights: Tensor, log_params: bool) -> Tensor:
+def logarithms(weights: Tensor, log_params: bool) -> Tensor:
     """The logarithms of weights, -inf with gradient 0 at weight 0."""
     if log_params:
         return weights

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .. import kernels
 from ..operands import chain_of
-from ..schedules import choose, overlapped_paths
 from ..schedules.packed import Packed, PackedChain
 from .operator import operator, with_batch_first
 from .paths import log_weight, packed_log_weight
@@ -54,11 +53,7 @@ def _forward(
     v = x.shape[-2]
     layout, chain = chain_of(x, bulk, p0, lengths, log_params)
     if k is None:
-        segments = choose.path_segments(x, bulk, p0, log_params)
-        if segments > 1:
-            states, unknown = overlapped_paths.paths(chain, v, segments)
-        else:
-            states, unknown = kernels.path_kernels(x).paths(chain, v)
+        states, unknown = kernels.path_kernels(x).paths(chain, v)
         states = layout.states(states.view(*chain.lead, v))
     else:
         ranked, unknown = kernels.topk_kernels(x).paths(chain, v, k)

@@ -19,8 +19,7 @@ from ..kernels.chain import Chain
 from ..kernels.message import Kept
 from ..operands import Weights, arithmetic_dtype, is_plain, naming
 from ..rescues import report_chains
-from .choose import choose, where
-from .cost_counts import Size
+from .choose import Size, choose
 
 # how many times its length a sequence may be padded to
 _PADDING = 1.25
@@ -89,9 +88,8 @@ class Packed:
         if own and len(self._groups) < n:  # matrices would have to be copied
             return False
         double = arithmetic_dtype(*self.operands) == torch.float64
-        matrices = (n, v - 1, c, c) if own else (1, 1, c, c)
-        size = Size.of((n, v, c), matrices, double, False, False, True)
-        return choose(size, where("cpu"), "auto").name in ("overlapped", "meeting")
+        size = Size(n, v, c, 8 if double else 4, not own, lengths=False)
+        return choose(size, "cpu", "auto")[0].segments > 1
 
     def walks_in_place(self, log_params: object) -> bool:
         """Whether kernels for one matrix take the rows where they lie; padded batches check `log_params`."""

@@ -19,7 +19,7 @@ from ..kernels.plain.semiring import probabilities
 from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated, naming
 from ..rescues import report_chains
-from . import overlapped, stretch
+from . import stretch
 from .piece import Carried, Piece, RawPiece, added, filtering, normalised, recovered
 
 # numbers of x, and of matrices that change, in a block: some megabytes, and enough to hide the overhead of a block
@@ -112,10 +112,7 @@ def _by_kernels(
     for start in range(first, k, size):
         part, head = raw.part(start, min(start + size, k)), not starting or start > 0
         into, logs_into = (None if out is None else out[..., start : start + size, :] for out in (posteriors, messages))
-        segments = 1 if not in_place or raw.counts is not None else overlapped.segments_of(*part[:3], raw.log_params)
-        if segments > 1:
-            carried = overlapped.walk(part, carried, head, (into, logs_into), calls, segments)
-        elif in_place:
+        if in_place:
             carried = stretch.walk(part, carried, head, into, logs_into, calls)
         else:
             carried = _by_any_kernels(part, carried, head, into, logs_into)

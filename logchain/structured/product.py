@@ -18,6 +18,7 @@ from ..kernels.structured import Gradients, Walk
 from ..kernels.weights import NegativeWeights
 from ..operands import differentiated
 from ..rescues import report_chains
+from ..schedules.choose import check_strategy
 from ..transitions import LOG
 from . import walk as any_walk
 from .operands import Operands, Steps, is_blocks
@@ -193,7 +194,7 @@ def _logarithms(operands: Operands) -> Operands:
 
 def check_options(strategy: object, memory_budget: object, progress: object) -> None:
     """Raise for options that only dense matrices have."""
-    check_choice("strategy", strategy, ("auto", "sequential"))
+    check_choice("strategy", check_strategy(strategy), ("auto", "sequential"))
     if memory_budget is not None:
         raise ValueError(f"memory_budget: expected None where bulk is a structure, got {memory_budget!r}")
     if progress is not False:

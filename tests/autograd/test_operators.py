@@ -13,9 +13,6 @@ from tests.subjects import OTHERS, STRATEGIES, SUBJECTS
 OPS = torch.ops.logchain
 F32, F64 = torch.float32, torch.float64
 
-# the number by which the operator knows the tree
-TREE = 0
-
 
 def as_tuple(name):
     """A subject that returns a tuple."""
@@ -51,12 +48,12 @@ IDS = [name for name, *_ in CHAINS]
 def test_opcheck_of_chains():
     _, chain, lengths = CHAINS[IDS.index("lengths")]
     x, bulk, p0 = leaves(chain)
-    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, chain.log_params, True, 1))
+    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, chain.log_params, True, 1, 0))
     with torch.no_grad():
-        kept = OPS.log_norm(x, bulk, p0, lengths, chain.log_params, True, 1)
+        kept = OPS.log_norm(x, bulk, p0, lengths, chain.log_params, True, 1, 0)
     grad = torch.randn_like(kept[0]).requires_grad_()
     for by_log in (False, True):
-        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, by_log, True, True, True, 1)
+        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, by_log, True, True, True, 1, 0)
         torch.library.opcheck(OPS.log_norm_backward.default, arguments)
         along = [torch.randn_like(operand) for operand in (x, bulk, p0)]
         arguments = (x, bulk, p0, lengths, *along, chain.log_params, by_log)
@@ -68,22 +65,21 @@ def test_opcheck_of_chains():
         found = OPS.messages(x, bulk, p0, lengths, chain.log_params)
         arguments = (*map(torch.ones_like, found), x, bulk, p0, lengths, chain.log_params)
         torch.library.opcheck(OPS.messages_backward.default, arguments)
-        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False, 1)
+        arguments = (grad, x, bulk, p0, lengths, *kept, chain.log_params, False, True, False, False, 1, 0)
         assert [tuple(t.shape) for t in OPS.log_norm_backward(*arguments)] == [tuple(x.shape), (0,), (0,)]
         for k in (None, 2):
             torch.library.opcheck(OPS.best_paths.default, (*chain[:3], lengths, chain.log_params, k))
 
 
-@pytest.mark.parametrize("segments", [3, TREE], ids=["chunked", "tree"])
-def test_opcheck_of_schedules(segments):
+def test_opcheck_of_segments():
     x, bulk, p0 = leaves(FAMILIES["left_to_right"](F64, v=6, c=3))
     lengths = torch.tensor([[6, 6], [1, 2], [3, 1]])
-    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, True, segments))
+    torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, True, 3, 2))
     with torch.no_grad():
-        torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, False, segments))
-        kept = OPS.log_norm(x, bulk, p0, lengths, False, True, segments)
+        torch.library.opcheck(OPS.log_norm.default, (x, bulk, p0, lengths, False, False, 3, 2))
+        kept = OPS.log_norm(x, bulk, p0, lengths, False, True, 3, 2)
     grad = torch.randn_like(kept[0]).requires_grad_()
-    arguments = (grad, x, bulk, p0, lengths, *kept, False, False, True, True, True, segments)
+    arguments = (grad, x, bulk, p0, lengths, *kept, False, False, True, True, True, 3, 2)
     torch.library.opcheck(OPS.log_norm_backward.default, arguments)
 
 

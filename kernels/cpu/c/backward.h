@@ -248,7 +248,7 @@ static int64_t few_backward(Back *b, int64_t step) {
     if (a->one_matrix) prepare_backward(b, 1, step);
     if (step >= few_of(w, 1, padded, &l) || (a->grad_bulk && a->members > 1)) return step;
     l.by_log = logs(a), l.ordinary = t->ordinary;
-    l.first_step = larger_of(a->entering != 0, l.earliest - 1); /* the message that entered has no gradient */
+    l.first_step = a->entering != 0; /* the message that entered has no gradient */
     l.gradient = gradient_at(a, w->set, q, l.first_step), l.gradient_step = a->grad_step;
     if (l.gradient) l.gradient -= l.first_step * l.gradient_step;
     l.outer = a->grad_bulk ? counts_at(w, 1) : 0, l.outer_step = a->count_step;

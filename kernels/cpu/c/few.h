@@ -20,7 +20,6 @@ typedef struct {
     real *outer;                         /* gradient of the matrix into step 1, or null */
     real *held_forward, *held_source;    /* `most_held` rows of S and of sources for counts.h; or null */
     int64_t first_step;                  /* backward steps stop there */
-    int64_t earliest;                    /* forward and backward steps before it read outside an array */
     int64_t x_step, row, entries_step, message_step, filtered_step, gradient_step, outer_step;
     int64_t held_step, held, most_held;
     real high;                           /* largest matrix entry that a gradient was written for */
@@ -37,13 +36,11 @@ typedef struct {
 
 INLINE int64_t row_of(int64_t c) { return c <= 4 ? 4 : c <= 8 ? 8 : 16; }
 
-/* Number of rows at the end of an array, of c entries and `step` apart, that cannot be read as whole vectors inside it:
-   those of the last steps, or where `step` is negative of the first ones. */
+/* Number of rows at the end of an array, of c entries and `step` apart, that cannot be read as whole vectors inside it.
+*/
 INLINE int64_t unpadded_rows(int64_t c, int64_t step) {
     return c == row_of(c) ? 0 : step == 0 ? INT64_MAX / 2 : (row_of(c) - c + step - 1) / step;
 }
-INLINE int64_t unpadded_last(int64_t c, int64_t step) { return step < 0 ? 0 : unpadded_rows(c, step); }
-INLINE int64_t unpadded_first(int64_t c, int64_t step) { return step < 0 ? unpadded_rows(c, -step) : 0; }
 
 /* steps_forward: steps from `step` to before `stop`; returns the first that was not computed. steps_backward: from B at
    `step` down to first_step; returns the step at which it stopped, whose B is in `state`. */

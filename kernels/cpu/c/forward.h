@@ -257,10 +257,9 @@ static void check_matrix(Walk *w, int signs) {
 static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
     const Chain *a = w->a;
     int64_t c = a->states, q = sequence_of(w, 0), one = a->one_matrix;
-    int64_t row = a->starts ? c : a->sets * a->members * c, for_x = unpadded_last(c, a->x_step);
-    int64_t for_matrices = one ? 0 : unpadded_last(c, a->bulk_step);
-    int64_t for_messages = a->messages ? unpadded_last(c, row) : 0;
-    int64_t first_x = unpadded_first(c, a->x_step), first_matrices = one ? 0 : unpadded_first(c, a->bulk_step);
+    int64_t row = a->starts ? c : a->sets * a->members * c, for_x = unpadded_rows(c, a->x_step);
+    int64_t for_matrices = one ? 0 : unpadded_rows(c, a->bulk_step);
+    int64_t for_messages = a->messages ? unpadded_rows(c, row) : 0;
     if (is_float32(a) || a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
     if (one) check_matrix(w, -1), rescale(&w->matrix), find_low(&w->matrix);
     const Matrix *m = &w->matrix;
@@ -269,7 +268,7 @@ static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
                .entries = one ? padded : a->bulk + first_matrix(a, w->set), .row = a->bulk_from,
                .entries_step = a->bulk_step, .messages = a->messages ? message_at(a, q, 0) : 0,
                .filtered = a->filtered ? filtered_at(a, q, 1) - a->grad_step : 0, .filtered_step = a->grad_step,
-               .message_step = row, .earliest = 1 + larger_of(first_x, first_matrices), .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
+               .message_step = row, .limits = {limit < TRUSTED ? limit : TRUSTED, limit},
                /* few_loops.h multiplies states before they are scaled to 2^TOP: they may be smaller by max P */
                .zeros = one && m->low * (m->high < 1 ? m->high : 1) >= least_safe_entry(),
                .matrix_shift = one ? m->shift : 0, .matrix_exponent = one ? m->exponent : 0};
@@ -285,7 +284,7 @@ static int64_t few_forward(Walk *w, int64_t step) {
     real padded[FEW * FEW];
     int64_t stop = few_of(w, 0, padded, &l), last = steps_of(w->a, sequence_of(w, 0)) - 1;
     stop = stop < last ? stop : last;
-    if (step >= stop || step < l.earliest) return step;
+    if (step >= stop) return step;
     narrow(w->a->states, state_at(w, 0, step - 1), l.state);
     l.shift = w->shifts[0], l.exponent = w->exponents[0], l.raised = w->raised[0];
     step = steps_forward(&l, step, stop);

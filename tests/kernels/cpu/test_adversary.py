@@ -92,7 +92,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["sequential", "chunked:3", "overlapped:3:2"])
+@pytest.mark.parametrize("strategy", ["sequential", "segments:3:2"])
 @pytest.mark.parametrize("backend", ["cpu", "plain"])
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_keeps_the_contract(name, backend, strategy):

@@ -364,7 +364,7 @@ def long() -> None:
     """Single sequences, in segments or sequentially."""
     for *size, kind in ((1, 3_000, 16, ONE), (1, 1_500, 4, SHARED), (1, 1_000, 32, ONE)):
         n, v, c = small(*size)
-        for strategy in ("chunked", "sequential"):
+        for strategy in ("segments", "sequential"):
             call = partial(product, strategy=strategy)
             compare("long", f"v={v} c={c} {kind} {strategy}", call, public_operands(n, v, c, kind))
 

@@ -33,7 +33,7 @@ STEPS: dict[str, tuple[Callable, Callable[[], list[Tensor]]]] = {
     "separate": (logchain.product, lambda: dense(F32, each=True, v=9, c=33)[:3]),
     "wide": (logchain.product, lambda: dense(F32, n=5, t=1, v=5, c=300)[:3]),
     "flagged": (logchain.product, lambda: FAMILIES["left_to_right"](F32)[:3]),
-    "chunked": (partial(logchain.product, strategy="chunked"), lambda: dense(F32, v=60, c=16)[:3]),
+    "segments": (partial(logchain.product, strategy="segments"), lambda: dense(F32, v=60, c=16)[:3]),
     "values": (torch.no_grad()(logchain.product), lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),
     "marginals": (partial(logchain.marginals, transitions="sum"), lambda: dense(F32, v=9, c=70)[:3]),
     "viterbi": (logchain.viterbi, lambda: dense(F32, n=40, t=1, v=9, c=70)[:3]),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import logchain
-from logchain.schedules import choose
 from tests.backends import on
 from tests.contract import TENSOR_CORES as K
 from tests.contract import Truth, assert_contract, poisoned_memory
@@ -185,12 +184,6 @@ def test_samples_are_those_of_a_cpu(name, each, device):
             generator = torch.Generator().manual_seed(0)
             draws.append(logchain.sample(*chain[:3], 20, generator=generator, log_params=chain.log_params))
     assert np.mean((draws[0] != draws[1]).numpy()) < 0.01
-
-
-def test_overlapped_means_chunked_on_a_gpu():
-    place, size = choose.Where("cuda", 1), choose.Size.of((1, 10_000, 16), (1, 1, 16, 16), False, False, False, False)
-    size = size._replace(gpu=True)
-    assert choose.choose(size, place, "overlapped") == choose.choose(size, place, "chunked") != choose.SEQUENTIAL
 
 
 def test_length_out_of_range_makes_its_sequence_nan(kernels):

@@ -80,7 +80,7 @@ def test_use_on_a_cpu_chooses_loops_in_c_torch_operations_or_the_interpreter(mon
     assert devices.in_c(x)
 
 
-@pytest.mark.parametrize("subject", ["product", "chunked:3", "tree", "memory_budget", "packed", "banded", "low rank"])
+@pytest.mark.parametrize("subject", ["product", "segments:3:2", "memory_budget", "packed", "banded", "low rank"])
 def test_backward_on_a_cpu_under_another_choice_raises(subject, monkeypatch):
     monkeypatch.undo()
     x, bulk, p0 = (operand.requires_grad_() for operand in dense(torch.float32, v=20, n=2, t=1)[:3])
