@@ -86,7 +86,7 @@ def plan(
 
     >>> print(plan((500, 1, 40, 200), (1, 1, 39, 200, 200), (1, 1, 200)))
     sequential: too short for segments
-    about 4,000,000 bytes
+    about 880,000 bytes
     """
     structured = isinstance(bulk, Transition)
     if structured:
@@ -100,7 +100,7 @@ def plan(
         x, p0 = _on_meta(x, "x", dtype), _on_meta(p0, "p0", dtype)
         parameters: Sequence[Tensor] = bulk.parameters
         check_operands(x, bulk.map(_on_meta), p0, log_params, None)
-        matrices = (*bulk.lead, *2 * x.shape[-1:])
+        matrices = (1, *bulk.lead, *2 * x.shape[-1:])
     else:
         if not all(isinstance(operand, Tensor) for operand in (x, bulk, p0)):
             x, bulk, p0 = (_on_meta(*named, dtype) for named in ((x, "x"), (bulk, "bulk"), (p0, "p0")))
