@@ -1,19 +1,57 @@
-"""The error of a weight below 0: loops that read weights raise it, and callers name the argument and the place."""
+"""Weights that are no logarithms: which of them are read, and the error of one below 0."""
 
-from typing import Any
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
 
-class NegativeWeights(ValueError):
-    """A weight is below 0, as logarithms are that are passed for weights; a ValueError to all but the library."""
-
-    # tracebacks and other processes say what is documented
-    __module__, __qualname__ = "builtins", "ValueError"
-
-    def __init__(self, message: str = "weights: expected non-negative ones, got others") -> None:
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ValueError, self.args
+# entries that are compared with 0 at a time, since a memory-mapped tensor may exceed the memory
+_COMPARED = 2**22
 
 
-NegativeWeights.__name__ = "ValueError"
+class Weights(NamedTuple):
+    """Weights that are no logarithms: an argument's name and values, and which of its first entries are read or None.
+
+    `read` has the first axes of `values`, or all, each of its size or 1.
+    """
+
+    name: str
+    values: Tensor
+    read: Tensor | None = None
+
+    def first_negative(self) -> list[int] | None:
+        """The place of an entry below 0 that is read, the first along all axes but the longest."""
+        values, read = self.values.detach(), self.read
+        for axis, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
+            if stride == 0 and size > 1:  # the same entries again
+                values = values.narrow(axis, 0, 1)
+                read = read if read is None or axis >= read.dim() else read.any(axis, keepdim=True)
+        if values.numel() == 0:
+            return None
+        longest = max(range(values.dim()), key=lambda axis: values.shape[axis])
+        size = max(1, _COMPARED * values.shape[longest] // values.numel())
+        if read is not None:
+            read = read.view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
+        for start in range(0, values.shape[longest], size):
+            length = min(size, values.shape[longest] - start)
+            below = values.narrow(longest, start, length) < 0
+            if read is not None:
+                below &= read.narrow(longest, start, length)
+            if below.any():
+                at = below.flatten().to(torch.uint8).argmax()
+                place = [int(index) for index in torch.unravel_index(at, below.shape)]
+                place[longest] += start
+                return place
+        return None
+
+
+def check_weights(*weights: Weights) -> None:
+    """Raise ValueError for the first weight below 0 of those that are read."""
+    for one in weights:
+        place = one.first_negative()
+        if place is not None:
+            value = one.values[tuple(place)].item()
+            raise ValueError(
+                f"{one.name}: expected non-negative weights, got {value:g} at {place};"
+                " pass log_params=True for logarithms"
+            )

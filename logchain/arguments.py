@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from . import kernels
+from .kernels.weights import Weights, check_weights
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -97,11 +98,23 @@ def check_question(
     lengths: Lengths | None,
     *,
     in_pieces: bool = False,
+    prefix: str = "",
 ) -> Tensor | None:
     """Check the arguments that all functions of a chain share; returns the lengths as int64 [*B] on p0's device."""
     check_chain(x, bulk, p0, in_pieces=in_pieces)
     check_flag("log_params", log_params)
-    return None if lengths is None else as_lengths(lengths, x, p0.device)
+    ends = None if lengths is None else as_lengths(lengths, x, p0.device)
+    check_signs(bulk if x.shape[-2] > 1 else None, p0, log_params, prefix)
+    return ends
+
+
+def check_signs(bulk: Tensor | None, p0: Tensor, log_params: bool, prefix: str = "") -> None:
+    """Raise on a CPU for a weight below 0 in p0, or in a matrix that serves all steps."""
+    if log_params or not kernels.in_c(p0) or torch.compiler.is_compiling() or is_transformed() or not has_values(p0):
+        return
+    for name, weights in (("bulk", bulk if bulk is not None and bulk.shape[-3] == 1 else None), ("p0", p0)):
+        if weights is not None and has_values(weights) and weights.numel() and bool(weights.detach().amin() < 0):
+            check_weights(Weights(prefix + name, weights))
 
 
 def batch_sizes(batch: list[int], axes: int) -> list[tuple[int, ...]]:

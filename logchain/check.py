@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from .arguments import Lengths, check_flag, check_question, check_values
-from .operands import check_weights, weights_of
+from .arguments import Lengths, check_question, check_values
+from .kernels.weights import check_weights
+from .operands import weights_of
 from .schedules.packed import Packed
 from .structured import answers
 from .structured.question import Question
@@ -21,8 +22,8 @@ def check(
 ) -> None:
     """Raise ValueError if operands hold NaN, +inf or a negative weight before a sequence's end.
 
-    Other functions check kinds and sizes, and on a CPU for negative weights, which their loops see in passing. There,
-    NaN in an operand makes the result of its sequence NaN, and so does a negative sum on a GPU.
+    Other functions check kinds and sizes, and on a CPU for negative weights in `p0`, and in `bulk` if one matrix serves
+    all steps. Beyond that, NaN in an operand makes the result of its sequence NaN, and so does a negative sum.
 
     Args:
         x: log-potentials `[*B, v, c]` in nats. All arguments that `logchain.product` has too are those.
@@ -50,8 +51,7 @@ def check(
         answers.check(question)
         return
     if cu_seqlens is not None:
-        check_flag("log_params", log_params)
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
         for piece in packed:
             check_values(*piece)
         weights = packed.weights()

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .arguments import Lengths, check_flag, check_question
+from .arguments import Lengths, check_question
 from .autograd.entropy import entropy as entropy_of
 from .autograd.entropy import packed_entropy
 from .operands import arithmetic_dtype
@@ -58,10 +58,8 @@ def entropy(
     if isinstance(bulk, Transition):
         return answers.entropy(Question(x, bulk, p0, log_params, lengths, cu_seqlens, "entropy"))
     if cu_seqlens is not None:
-        check_flag("log_params", log_params)
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        with packed.naming():
-            entropies = packed_entropy(packed, log_params)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
+        entropies = packed_entropy(packed, log_params)
     else:
         ends = check_question(x, bulk, p0, log_params, lengths)
         entropies = entropy_of(x, bulk, p0, ends, log_params)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import Lengths, check_flag, check_lengths, check_question
-from .operands import naming, weights_of
+from .arguments import Lengths, check_lengths, check_question
 from .schedules.packed import Packed
 from .stream import Stream, StreamUpdate
 from .streams.structures import steps_between, steps_of
@@ -74,20 +73,16 @@ def filtered(
     if isinstance(bulk, Transition):
         question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "filtered")
         x, bulk, p0, ends, _ = question.operands
-        with question.naming():
-            states, log_norm = _filtered(x, bulk, p0, ends, log_params)
+        states, log_norm = _filtered(x, bulk, p0, ends, log_params)
         return Filtered(question.by_row(states, 1), log_norm)
     if cu_seqlens is not None:
-        check_flag("log_params", log_params)
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        with packed.naming():
-            parts = [_filtered(*piece, log_params) for piece in packed]
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
+        parts = [_filtered(*piece, log_params) for piece in packed]
         return Filtered(
             packed.by_row([part.states for part in parts]), packed.by_sequence([part.log_norm for part in parts])
         )
     ends = check_question(x, bulk, p0, log_params, lengths)
-    with naming(lambda: weights_of(x, bulk, p0, ends)):
-        return _filtered(x, bulk, p0, ends, log_params)
+    return _filtered(x, bulk, p0, ends, log_params)
 
 
 def _filtered(x: Tensor, bulk: Tensor | Transition, p0: Tensor, ends: Tensor | None, log_params: bool) -> Filtered:

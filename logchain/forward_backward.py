@@ -4,11 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .arguments import Lengths, check_flag, check_question
+from .arguments import Lengths, check_question
 from .autograd.chain_operators import short_of
 from .autograd.messages import messages
-from .kernels.weights import NegativeWeights
-from .operands import differentiated, named, weights_of
+from .operands import differentiated
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
@@ -87,18 +86,12 @@ def forward_backward(
     if lengths is None and cu_seqlens is None and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_on_one_thread)
         if short is not None:
-            try:
-                return Messages(*short.messages(x, bulk, p0))
-            except NegativeWeights as error:
-                raise named(error, *weights_of(x, bulk, p0, None)) from None
+            return Messages(*short.messages(x, bulk, p0))
     if cu_seqlens is not None:
-        check_flag("log_params", log_params)
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
         if packed.stays and not differentiated(x, bulk, p0):
-            with packed.naming():
-                return Messages(*PackedChain(packed, log_params).messages())
-        with packed.naming():
-            parts = [Messages(*messages(*piece, log_params)) for piece in packed]
+            return Messages(*PackedChain(packed, log_params).messages())
+        parts = [Messages(*messages(*piece, log_params)) for piece in packed]
         forward = packed.by_row([part.forward for part in parts])
         backward = packed.by_row([part.backward for part in parts])
         return Messages(forward, backward, packed.by_sequence([part.log_norm for part in parts]))

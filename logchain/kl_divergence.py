@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from .arguments import Lengths, check_flag, check_question
+from .arguments import Lengths, check_question
 from .autograd.entropy import divergence, packed_divergence
-from .operands import arithmetic_dtype, naming, weights_of
+from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -60,16 +60,15 @@ def kl_divergence(
             got = f"{len(operands)} of them" if isinstance(operands, tuple) else type(operands).__name__
             raise TypeError(f"{name}: expected a tuple (x, bulk, p0), got {got}")
     if cu_seqlens is None:
-        ends, _ = (check_question(*operands, log_params, lengths) for operands in (p, q))
+        ends = check_question(*p, log_params, lengths, prefix="p: ")
+        check_question(*q, log_params, lengths, prefix="q: ")
         _check_alike(p[0], q[0])
-        with naming(lambda: weights_of(*p, ends, "p: ") + weights_of(*q, ends, "q: ")):
-            divergences = divergence(p, q, ends, log_params)
+        divergences = divergence(p, q, ends, log_params)
     else:
-        check_flag("log_params", log_params)
-        packed_p, packed_q = (Packed(*operands, cu_seqlens, lengths) for operands in (p, q))
+        packed_p = Packed(*p, cu_seqlens, lengths, log_params, "p: ")
+        packed_q = Packed(*q, cu_seqlens, lengths, log_params, "q: ")
         _check_alike(p[0], q[0])
-        with naming(lambda: packed_p.weights("p: ") + packed_q.weights("q: ")):
-            divergences = packed_divergence(packed_p, packed_q, log_params)
+        divergences = packed_divergence(packed_p, packed_q, log_params)
     return divergences.to(torch.promote_types(arithmetic_dtype(*p), arithmetic_dtype(*q)))
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .arguments import Lengths, check_dense, check_device, check_flag, check_integers, check_is_tensor, check_question
+from .arguments import Lengths, check_dense, check_device, check_integers, check_is_tensor, check_question
 from .autograd.chain import log_norm, packed_log_norm
 from .autograd.operator import checked_values
 from .autograd.paths import log_weight, packed_log_weight
@@ -70,8 +70,7 @@ def log_prob(
         paths = question.padded(_as_paths(states, x))
         return answers.log_prob(question, _checked(paths, x.shape[-1]))
     if cu_seqlens is not None:
-        check_flag("log_params", log_params)
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
         states = _checked(_as_paths(states, x), x.shape[-1])
         weight, norm = packed_log_weight(packed, states, log_params), packed_log_norm(packed, log_params)  # [*S, n]
     else:

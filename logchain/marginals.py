@@ -8,8 +8,7 @@ from torch import Tensor
 from .arguments import Lengths, check_choice, check_question
 from .autograd.chain import posteriors
 from .autograd.chain_operators import short_of
-from .kernels.weights import NegativeWeights
-from .operands import Operands, arithmetic_dtype, differentiated, named, naming, weights_of
+from .operands import Operands, arithmetic_dtype, differentiated
 from .rescues import report_chains
 from .schedules import choose
 from .schedules.packed import Packed, PackedChain
@@ -88,22 +87,17 @@ def marginals(
     if alone and (transitions is None or transitions == "sum") and not differentiated(x, bulk, p0):
         short = short_of(x, bulk, p0, log_params, wanted=choose.is_sequential)
         if short is not None:
-            try:
-                log_norm, (states, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)
-            except NegativeWeights as error:
-                raise named(error, *weights_of(x, bulk, p0, None)) from None
+            log_norm, (states, expected), redone = short.posteriors(x, bulk, p0, transitions is not None)
             report_chains(redone)
             return Marginals(states, expected, log_norm)
     check_choice("transitions", transitions, (None, "sum", "full"))
     if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
         plain = isinstance(log_params, bool) and not differentiated(x, bulk, p0)
         if transitions != "full" and plain and packed.stays:
-            with packed.naming():
-                return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
+            return Marginals(*PackedChain(packed, log_params, by_log=True).posteriors(transitions == "sum"))
         options: Any = {"transitions": transitions, "log_params": log_params}
-        with packed.naming():
-            pieces = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
+        pieces = [marginals(*piece[:3], lengths=piece.lengths, **options) for piece in packed]
         counted = None
         if transitions is not None:
             put_back = packed.counts if transitions == "sum" else packed.by_step
@@ -112,12 +106,10 @@ def marginals(
         return Marginals(states, counted, packed.by_sequence([part.log_norm for part in pieces]))
     ends = check_question(x, bulk, p0, log_params, lengths)
     dtype = arithmetic_dtype(x, bulk, p0)
-    given = x, bulk, p0, ends
     x, bulk, p0 = x.to(dtype), bulk.to(dtype), p0.to(dtype)
     if transitions == "full":
         *batch, v, c = x.shape
         bulk = bulk.expand(*batch, v - 1, c, c)
     needs = True, transitions is not None, False
-    with naming(lambda: weights_of(*given)):
-        log_norm, (states, counts, _) = posteriors(Operands(x, bulk, p0, ends, log_params), needs)
+    log_norm, (states, counts, _) = posteriors(Operands(x, bulk, p0, ends, log_params), needs)
     return Marginals(states, counts if transitions else None, log_norm.to(dtype, copy=True))

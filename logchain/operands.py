@@ -1,7 +1,6 @@
 """The operands of a chain: as the kernels take them, their dtype, and whether gradients or transforms are active."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +10,13 @@ from . import kernels
 from .arguments import check_lengths
 from .kernels import on_gpu as on_gpu
 from .kernels.chain import Chain
-from .kernels.weights import NegativeWeights
+from .kernels.weights import Weights
 from .layout import Layout
 
 # the dispatch key of the vmap within `torch.autograd.grad(..., is_grads_batched=True)`
 _OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, bool, int, type(None)}
-
-# entries that are compared with 0 at a time, since a memory-mapped tensor may exceed the memory
-_COMPARED = 2**22
 
 
 class Operands(NamedTuple):
@@ -95,42 +91,6 @@ def is_plain(args: tuple[Any, ...]) -> bool:
     )
 
 
-class Weights(NamedTuple):
-    """Weights that are no logarithms: an argument's name and values, and which of its first entries are read or None.
-
-    `read` has the first axes of `values`, or all, each of its size or 1.
-    """
-
-    name: str
-    values: Tensor
-    read: Tensor | None = None
-
-    def first_negative(self) -> list[int] | None:
-        """The place of an entry below 0 that is read, the first along all axes but the longest."""
-        values, read = self.values.detach(), self.read
-        for axis, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
-            if stride == 0 and size > 1:  # the same entries again
-                values = values.narrow(axis, 0, 1)
-                read = read if read is None or axis >= read.dim() else read.any(axis, keepdim=True)
-        if values.numel() == 0:
-            return None
-        longest = max(range(values.dim()), key=lambda axis: values.shape[axis])
-        size = max(1, _COMPARED * values.shape[longest] // values.numel())
-        if read is not None:
-            read = read.view(*read.shape, *(1,) * (values.dim() - read.dim())).expand(values.shape)
-        for start in range(0, values.shape[longest], size):
-            length = min(size, values.shape[longest] - start)
-            below = values.narrow(longest, start, length) < 0
-            if read is not None:
-                below &= read.narrow(longest, start, length)
-            if below.any():
-                at = below.flatten().to(torch.uint8).argmax()
-                place = [int(index) for index in torch.unravel_index(at, below.shape)]
-                place[longest] += start
-                return place
-        return None
-
-
 def weights_of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, prefix: str = "") -> list[Weights]:
     """The weights of a chain x [*B, v, c]: `bulk`, those of it that lead into a variable of a sequence, and `p0`."""
     return [
@@ -155,39 +115,6 @@ def read_steps(lead: Sequence[int], v: int, lengths: Tensor | None) -> Tensor | 
     longest = longest.reshape(longest.shape[missing:])[..., None]
     into = torch.arange(v - s, v, device=longest.device) if s > 1 else torch.ones(s, device=longest.device)
     return longest > into
-
-
-def named(error: NegativeWeights, *weights: Weights) -> NegativeWeights:
-    """The error of the first negative weight; the given one if there is none."""
-    return _negative(*weights) or error
-
-
-@contextmanager
-def naming(weights: Callable[[], Iterable[Weights]]) -> Iterator[None]:
-    """A context whose error of a negative weight says where the first one stands in the weights."""
-    try:
-        yield
-    except NegativeWeights as error:
-        raise named(error, *weights()) from None
-
-
-def check_weights(*weights: Weights) -> None:
-    """Check that no weight is negative, of those that are read; all are looked at."""
-    error = _negative(*weights)
-    if error is not None:
-        raise error
-
-
-def _negative(*weights: Weights) -> NegativeWeights | None:
-    for one in weights:
-        place = one.first_negative()
-        if place is not None:
-            value = one.values[tuple(place)].item()
-            return NegativeWeights(
-                f"{one.name}: expected non-negative weights, got {value:g} at {place};"
-                " pass log_params=True for logarithms"
-            )
-    return None
 
 
 def at_hand(*tensors: Tensor) -> bool:

@@ -2,15 +2,13 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from . import kernels
-from .arguments import Lengths, check_alone, check_flag, check_question, has_values
+from .arguments import Lengths, check_alone, check_flag, check_question
 from .autograd.chain import log_norm, log_norm_in_pieces, packed_log_norm, short_log_norm
 from .autograd.chain_operators import short_of
 from .autograd.tree import log_norm_by_tree
-from .operands import Operands, arithmetic_dtype, check_weights, differentiated, weights_of
+from .operands import Operands, arithmetic_dtype, differentiated
 from .progress import check_progress
 from .schedules import budget, choose
 from .schedules.choose import Strategy
@@ -91,10 +89,10 @@ def product(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, a length or a choice is out of range, arguments exclude each other, or the
-            budget is too small (the message says the smallest possible). On a CPU also if a weight in `bulk` or `p0`
-            that a sequence reads is negative: with its value and place, by any strategy, whether sums show it or not;
-            -0.0 is zero. On a GPU, where no values are waited for, a sum that is negative makes its sequence NaN, and a
-            negative weight that no sum shows may pass. Other values are checked by `logchain.check`.
+            budget is too small (the message says the smallest possible). On a CPU also if a weight is negative in `p0`,
+            or in `bulk` where one matrix serves all steps: with its value and place; -0.0 is zero. Elsewhere a sum that
+            is negative makes its sequence NaN, and a negative weight that no sum shows may pass: `logchain.check` looks
+            at all values.
         ImportError: `progress` is given, and tqdm is not installed.
 
     Cost: sequential, `v c^2` multiply-adds per sequence in `v` dependent steps; k segments with a warm-up of m steps,
@@ -146,8 +144,7 @@ def product(
     if memory_budget is not None:
         check_alone("memory_budget", memory_budget, "None", {"cu_seqlens": cu_seqlens is not None})
     if cu_seqlens is not None:
-        check_flag("log_params", log_params)
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
         return packed_log_norm(packed, log_params).to(arithmetic_dtype(x, bulk, p0))
     ends = check_question(x, bulk, p0, log_params, lengths, in_pieces=memory_budget is not None)
     dtype = arithmetic_dtype(x, bulk, p0)
@@ -159,10 +156,6 @@ def product(
             return log_norm_in_pieces(operands, steps_between_checkpoints, keep, progress).to(dtype)
         strategy = "sequential"  # the other schedules may take more than the messages, which the budget holds
     if strategy == "tree" and x.numel() > 0 and x.shape[-2] > 1:
-        value = log_norm_by_tree(x, bulk, p0, ends, log_params)
-        readable = kernels.in_c(x) and has_values(value) and not torch.compiler.is_compiling()
-        if readable and not log_params and value.isnan().any():
-            check_weights(*weights_of(x, bulk, p0, ends))
-        return value.to(dtype)
+        return log_norm_by_tree(x, bulk, p0, ends, log_params).to(dtype)
     schedule = choose.of(x, bulk, p0, ends is not None, "sequential" if strategy == "tree" else strategy)
     return log_norm(x, bulk, p0, ends, log_params, schedule=schedule, dtype=dtype)

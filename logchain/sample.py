@@ -9,7 +9,7 @@ from . import kernels
 from .arguments import Lengths, check_question
 from .autograd.operator import with_batch_first
 from .kernels.chain import Chain
-from .operands import chain_of, naming, weights_of
+from .operands import chain_of
 from .rescues import report_chains
 from .schedules.packed import Packed, PackedChain
 from .structured import answers
@@ -77,16 +77,15 @@ def sample(
             x, bulk, p0, log_params, lengths, cu_seqlens, "sample", lambda: check_draws(num_samples, generator, x)
         )
         return answers.sample(question, num_samples, generator)
-    packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
+    packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
     check_draws(num_samples, generator, x)
     if packed and not packed.walks_in_place(log_params):
         options: Any = {"generator": generator, "log_params": log_params}
-        with packed.naming():
-            pieces = [sample(*piece[:3], num_samples, lengths=piece.lengths, **options) for piece in packed]
+        pieces = [sample(*piece[:3], num_samples, lengths=piece.lengths, **options) for piece in packed]
         return packed.by_row([paths.movedim(0, -1) for paths in pieces]).mT.contiguous()
     if packed:
-        with torch.no_grad(), kernels.arithmetic_on(x), packed.naming():
+        with torch.no_grad(), kernels.arithmetic_on(x):
             return _drawn(PackedChain(packed, log_params).chain, (num_samples, len(x)), generator)
     paths: Tensor = torch.ops.logchain.sample(x, bulk, p0, ends, num_samples, generator, log_params)
     return paths
@@ -106,8 +105,7 @@ def _sample(
         return states
     with torch.no_grad(), kernels.arithmetic_on(x):
         layout, chain = chain_of(x.detach(), bulk.detach(), p0.detach(), lengths, log_params)
-        with naming(lambda: weights_of(x, bulk, p0, lengths)):
-            states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
+        states = _drawn(chain, (num_samples, chain.g, chain.m, x.shape[-2]), generator)
         return layout.states(states.view(num_samples, *chain.lead, x.shape[-2])).contiguous()
 
 

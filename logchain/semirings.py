@@ -10,7 +10,7 @@ from .arguments import Lengths, check_question
 from .autograd import semiring as semiring_chain
 from .autograd.viterbi import best_weight
 from .kernels.plain.semiring import maximum
-from .operands import arithmetic_dtype, at_hand, check_weights, weights_of
+from .operands import arithmetic_dtype
 from .product import product
 from .schedules.packed import Packed
 
@@ -97,16 +97,13 @@ def total(
     if semiring is LOG:
         return product(x, bulk, p0, log_params=log_params, lengths=lengths, cu_seqlens=cu_seqlens)
     if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
-        with packed.naming():
-            return packed.by_sequence(
-                [total(*piece[:3], semiring, log_params=log_params, lengths=piece.lengths) for piece in packed]
-            )
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
+        return packed.by_sequence(
+            [total(*piece[:3], semiring, log_params=log_params, lengths=piece.lengths) for piece in packed]
+        )
     ends = check_question(x, bulk, p0, log_params, lengths)
     if semiring is MAX:
         weight = best_weight(x, bulk, p0, ends, log_params)[1]
     else:
-        if not log_params and at_hand(x, bulk, p0):  # any semiring may hide a NaN
-            check_weights(*weights_of(x, bulk, p0, ends))
         weight = semiring_chain.total(x, bulk, p0, ends, log_params, semiring.sum)
     return weight.to(arithmetic_dtype(x, bulk, p0))

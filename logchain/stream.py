@@ -7,8 +7,7 @@ from torch import Tensor
 
 from .arguments import Lengths, check_flag, check_tensor
 from .kernels.plain.semiring import log_weights
-from .kernels.weights import NegativeWeights
-from .operands import Weights, arithmetic_dtype, differentiated, is_plain, named
+from .operands import arithmetic_dtype, differentiated, is_plain
 from .rescues import report_chains
 from .streams.arguments import active_counts, check_mask, check_piece, check_stream, check_transforms, check_used
 from .streams.filter import filtered
@@ -218,10 +217,7 @@ class Stream:
         if repeated is None or dtype != x.dtype:
             return None
         shares = torch.empty_like(x, memory_format=torch.contiguous_format) if self._filtered else None
-        try:
-            after, log_norm, redone = repeated.forward(x, state.carried, shares)
-        except NegativeWeights as error:
-            raise named(error, Weights("bulk", self._bulk)) from None
+        after, log_norm, redone = repeated.forward(x, state.carried, shares)
         if redone:
             report_chains(redone)
         self._state = state._replace(carried=Carried(*after))

@@ -83,12 +83,11 @@ def topk_paths(
 
         question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "topk_paths", check)
         return Paths(*answers.topk_paths(question, k))
-    packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths)
+    packed = None if cu_seqlens is None else Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
     ends = None if packed else check_question(x, bulk, p0, log_params, lengths)
     _check_k(k)
     if packed and not packed.walks_in_place(log_params):
-        with packed.naming():
-            parts = [topk_paths(*piece[:3], k, log_params=log_params, lengths=piece.lengths) for piece in packed]
+        parts = [topk_paths(*piece[:3], k, log_params=log_params, lengths=piece.lengths) for piece in packed]
         states = packed.by_row([part.states.mT for part in parts]).mT.contiguous()
         return Paths(states, packed.by_sequence([part.scores for part in parts]))
     if packed:

@@ -76,10 +76,9 @@ def viterbi(
         )
         return Path(*answers.viterbi(question))
     if cu_seqlens is not None:
-        packed = Packed(x, bulk, p0, cu_seqlens, lengths)
+        packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
         if not (packed.stays and packed.walks_in_place(log_params)):
-            with packed.naming():
-                parts = [viterbi(*piece[:3], lengths=piece.lengths, log_params=log_params) for piece in packed]
+            parts = [viterbi(*piece[:3], lengths=piece.lengths, log_params=log_params) for piece in packed]
             states = packed.by_row([part.states for part in parts])
             return Path(states, packed.by_sequence([part.score for part in parts]))
         states, score, _ = packed_paths(packed, log_params, None)

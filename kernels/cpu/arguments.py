@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..chain import WORTH_A_THREAD, Chain
-from ..weights import NegativeWeights
 from . import team
 from .library import in_large_pages, library
 
@@ -194,17 +193,11 @@ def copies(arguments: Any, spans: Sequence[tuple[int, int]], each: Sequence[dict
 
 
 def run_each(calls: "ctypes.Array[Any]", dtype: torch.dtype, name: str) -> Sequence[int]:
-    """The integers that a function of the library returns for an array of arguments, each on a thread of its own.
-
-    A loop that has read a weight below 0 returns a negative one, which is raised.
-    """
+    """The integers that a function of the library returns for an array of arguments, each on a separate thread."""
     loop = function(name, dtype)
     sizes = [loop(ctypes.byref(arguments)) + 63 & ~63 for arguments in calls]
     scratch = in_large_pages(torch.empty(sum(sizes) + 64, dtype=torch.uint8, device="cpu"))
     begin = scratch.data_ptr() + 63 & ~63
     for arguments, size in zip(calls, sizes, strict=True):
         arguments.room, begin = begin, begin + size
-    returned = [int(loop(ctypes.byref(calls)))] if len(calls) == 1 else team.calls(loop, calls)
-    if min(returned) < 0:
-        raise NegativeWeights
-    return returned
+    return [int(loop(ctypes.byref(calls)))] if len(calls) == 1 else team.calls(loop, calls)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..sets import Sets
 from ..structured import Structured
-from ..weights import NegativeWeights
 from .passes import Passes
 
 # parameters are read in place if their largest entries are within powers of two: each factor, the product, the diagonal
@@ -74,8 +73,6 @@ class Scaled:
             return values.new_zeros(1, values.shape[1], dtype=torch.float64)
         top = values.flatten(2).amax(-1).double()
         if not self.chain.log_params:
-            if bool(values.min() < 0):
-                raise NegativeWeights
             top = torch.where(top > 0, torch.frexp(top).exponent.double(), top.masked_fill(top == 0, -math.inf))
         return top.masked_fill(top.isnan() | (top == math.inf), 0.0)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..weights import NegativeWeights
+from ..weights import Weights, check_weights
 from .arguments import Arguments, Call, function
 from .library import in_large_pages
 
@@ -68,6 +68,7 @@ class Short:
         a.grad_step, a.grad_set, a.grad_member = gradients.x_step, gradients.x_set, gradients.x_member
         a.count_step, a.count_set = gradients.bulk_step, gradients.bulk_set
         a.grad_p0_set, a.grad_p0_member = gradients.p0_set, gradients.p0_member
+        self._has_negative = None if chain.log_params else function("has_negative", dtype)
         self._calls = {name: function(name, dtype) for name in ("value", "gradients", "posteriors", "messages")}
         self._scratch = {name: int(call(ctypes.byref(a))) + 64 for name, call in self._calls.items()}
         # the dtypes and shapes of log_norm, messages and redone, which are kept in one tensor, one after the other
@@ -123,7 +124,7 @@ class Short:
             in_large_pages(torch.empty(shape if keep or at != 1 else (0,), dtype=kind, device="cpu"))
             for at, (kind, shape) in enumerate(self._kept)
         )
-        a = self._of(x, bulk, p0)
+        a = self._of(x, bulk, p0, check=False)
         self._point(a, (log_norm, messages, redone))
         self._run("value", a)
         return log_norm.view(x.shape[:-2]), messages, redone
@@ -134,7 +135,7 @@ class Short:
     ) -> list[Tensor | None]:  # fmt: skip
         """The gradients of x, bulk and p0 that are needed; `kept` is one tensor by `value` or its parts by `apart`."""
         weight = weight.to(torch.float64).resolve_neg().contiguous()
-        a = self._of(x, bulk, p0)
+        a = self._of(x, bulk, p0, check=False)
         a.weight, a.by_log = weight.data_ptr(), by_log
         self._point(a, kept)
         gradients = self._gradients(a, (x, bulk, p0), needs)
@@ -158,9 +159,12 @@ class Short:
         self._run("messages", a)
         return forward, backward, log_norm
 
-    def _of(self, x: Tensor, bulk: Tensor, p0: Tensor) -> Arguments:
+    def _of(self, x: Tensor, bulk: Tensor, p0: Tensor, *, check: bool = True) -> Arguments:
+        """The arguments; raises for a negative weight in p0, or in a matrix that serves all steps."""
         a = Arguments.from_buffer_copy(self._arguments)
         a.x, a.bulk, a.p0 = x.data_ptr(), bulk.data_ptr(), p0.data_ptr()
+        if check and self._has_negative is not None and self._has_negative(ctypes.byref(a)):
+            check_weights(Weights("bulk", bulk), Weights("p0", p0))
         return a
 
     def _point(self, a: Arguments, kept: Tensor | tuple[Tensor, ...]) -> None:
@@ -191,6 +195,4 @@ class Short:
         redone: int = self._calls[name](ctypes.byref(arguments))
         if size == _ROOM:
             _rooms.append(room)
-        if redone < 0:
-            raise NegativeWeights
         return redone

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..chain import Chain
-from ..weights import NegativeWeights
 from .arguments import Arguments, Call, function, run
 from .library import in_large_pages
 
@@ -98,7 +97,4 @@ class Repeated:
         value = torch.empty_like(carried[1], dtype=self._dtype)
         a.x, a.entering_double, a.value = x.data_ptr(), carried[0].data_ptr(), value.data_ptr()
         a.steps, a.x_step = x.shape[-2] + 1, x.stride(-2)
-        redone = self._call(self._reference)
-        if redone < 0:
-            raise NegativeWeights
-        return after, value, redone
+        return after, value, self._call(self._reference)

@@ -15,8 +15,7 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import has_values, is_transformed
 from ..kernels.message import Kept
-from ..kernels.weights import NegativeWeights
-from ..operands import Operands, differentiated, is_plain, named, naming, weights_of
+from ..operands import Operands, differentiated, is_plain
 from ..rescues import report_chains
 from ..schedules import choose
 from ..schedules.checkpoints import Checkpoints
@@ -74,13 +73,10 @@ def posteriors(operands: Operands, needs: Needs, weight: Tensor | None = None) -
 def short_log_norm(short: Any, x: Tensor, bulk: Tensor, p0: Tensor, log_params: bool, keep: bool) -> Tensor:
     """The log-partition [*B] of a short chain on a CPU, in the dtype of the operands; see `short_of`."""
     value: Tensor
-    try:
-        if keep:
-            value = call(LogPartition, x, bulk, p0, None, log_params, _ByShort(short))
-            return value
-        value, _, redone = short.value(x, bulk, p0, False)
-    except NegativeWeights as error:
-        raise named(error, *weights_of(x, bulk, p0, None)) from None
+    if keep:
+        value = call(LogPartition, x, bulk, p0, None, log_params, _ByShort(short))
+        return value
+    value, _, redone = short.value(x, bulk, p0, False)
     report_chains(redone)
     return value
 
@@ -96,20 +92,18 @@ def log_norm_in_pieces(operands: Operands, every: int, keep: bool = True, progre
     if x.numel() == 0 or not has_values(p0):  # nothing to cut
         return log_norm(x.to(p0.device), bulk.to(p0.device), p0, lengths, log_params)
     schedule = _ByCheckpoints(every, progress)
-    with naming(lambda: weights_of(x, bulk, p0, lengths)):
-        value: Tensor = call(LogPartition, *operands, schedule) if keep else schedule.forward(operands, False)[0]
+    value: Tensor = call(LogPartition, *operands, schedule) if keep else schedule.forward(operands, False)[0]
     return value
 
 
 def packed_log_norm(packed: Packed, log_params: bool) -> Tensor:
     """The log-partition [n] in float64 of sequences that lie one behind the other."""
-    with packed.naming():
-        if not packed.stays:
-            return packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
-        if differentiated(*packed.operands):
-            value: Tensor = call(LogPartition, *packed.operands, None, log_params, _ByRows(packed))
-            return value
-        return PackedChain(packed, log_params).forward(False).log_norm.view(-1)
+    if not packed.stays:
+        return packed.by_sequence([log_norm(*piece, log_params) for piece in packed])
+    if differentiated(*packed.operands):
+        value: Tensor = call(LogPartition, *packed.operands, None, log_params, _ByRows(packed))
+        return value
+    return PackedChain(packed, log_params).forward(False).log_norm.view(-1)
 
 
 class Schedule(Protocol):

@@ -6,7 +6,6 @@ derivatives are the Function's at each level of `torch.func`, which torch's own 
 nothing traces or transforms, `call` skips torch's dispatcher, which takes longer than a small chain.
 """
 
-import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -19,8 +18,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from ..kernels import arithmetic_on
-from ..kernels.weights import NegativeWeights
-from ..operands import differentiated, is_plain, named, weights_of
+from ..operands import differentiated, is_plain
 
 _library = torch.library.Library("logchain", "DEF")
 
@@ -68,17 +66,13 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     `shapes` makes outputs of the right shapes and dtypes, without values, from the same arguments.
     """
     name = schema[: schema.index("(")]
-    arguments = re.findall(r"(\w+)[,)]", schema[: schema.index(" -> ")])
 
     def run(*args: Any) -> Any:
         if args[0].is_meta:  # without values a result is its shape
             outputs = shapes(*args)
             return tuple(outputs) if isinstance(outputs, tuple) else outputs
-        try:
-            with arithmetic_on(args[0]):
-                outputs = implementation(*args)
-        except NegativeWeights as error:
-            raise _named(error, dict(zip(arguments, args, strict=True))) from None
+        with arithmetic_on(args[0]):
+            outputs = implementation(*args)
         return tuple(outputs) if isinstance(outputs, tuple) else outputs  # torch maps no named tuples
 
     IMPLEMENTATIONS[name] = run
@@ -88,16 +82,6 @@ def operator(schema: str, implementation: Callable[..., Any], shapes: Callable[.
     registered: Callable[..., Any] = getattr(torch.ops.logchain, name).default
     _called[name] = lambda *args: run(*args) if is_plain(args) else registered(*args)
     return _called[name]
-
-
-def _named(error: NegativeWeights, args: dict[str, Any]) -> NegativeWeights:
-    """The error by the names of an operator's arguments, of one chain or of a second one, too."""
-    weights = []
-    for prefix in ("", "other_"):
-        if f"{prefix}bulk" in args:
-            x, bulk, p0 = (args[prefix + name] for name in ("x", "bulk", "p0"))
-            weights += weights_of(x, bulk, p0, args.get("lengths"), prefix)
-    return named(error, *weights)
 
 
 def apply(function: Any, registered: Callable[..., Any], *args: Any) -> Any:

@@ -36,7 +36,7 @@ def packed_paths(packed: Packed, log_params: bool, k: int | None) -> tuple[Tenso
     """
     detached = packed.of(packed.x.detach(), packed.bulk.detach(), packed.p0.detach())
     chain = PackedChain(detached, log_params).chain
-    with kernels.arithmetic_on(chain.x), packed.naming():
+    with kernels.arithmetic_on(chain.x):
         if k is None:
             states, unknown = kernels.path_kernels(chain.x).paths(chain, len(chain.x))
         else:

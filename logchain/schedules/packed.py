@@ -5,7 +5,6 @@ too few for the threads take padded batches of sequences of similar lengths.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
 from typing import NamedTuple
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..arguments import check_has_values, check_tensor
+from ..arguments import check_flag, check_has_values, check_signs, check_tensor
 from ..kernels.chain import Chain
 from ..kernels.message import Kept
-from ..operands import Weights, arithmetic_dtype, is_plain, naming
+from ..kernels.weights import Weights
+from ..operands import arithmetic_dtype, is_plain
 from ..rescues import report_chains
 from .choose import Size, choose
 
@@ -42,12 +42,16 @@ class Packed:
     each of them back into the caller's order.
     """
 
-    def __init__(self, x: Tensor, bulk: Tensor, p0: Tensor, cu_seqlens: Tensor, lengths: object) -> None:
+    def __init__(
+        self, x: Tensor, bulk: Tensor, p0: Tensor, cu_seqlens: Tensor, lengths: object, log_params: bool, name: str = ""
+    ) -> None:
+        check_flag("log_params", log_params)
         if lengths is not None:
             raise ValueError("lengths: expected None beside cu_seqlens, which holds them")
         self.starts, ends = row_bounds(x, cu_seqlens)
         _check_parameters(bulk, p0, len(x), len(self.starts), x.shape[-1])
         self.x, self.bulk, self.p0, self.lengths = x, bulk, p0, ends - self.starts
+        check_signs(bulk if len(x) > len(ends) else None, p0, log_params, name)
 
     def of(self, x: Tensor, bulk: Tensor, p0: Tensor) -> "Packed":
         """The same sequences with other operands of the same shapes."""
@@ -60,16 +64,12 @@ class Packed:
         """x, bulk and p0."""
         return self.x, self.bulk, self.p0
 
-    def naming(self) -> AbstractContextManager[None]:
-        """A context whose error of a negative weight says where it stands in the operands, not in a piece."""
-        return naming(self.weights)
-
-    def weights(self, prefix: str = "") -> list[Weights]:
+    def weights(self) -> list[Weights]:
         """The weights that are read: no transition leads into a first row."""
         read = torch.ones(len(self.x), dtype=torch.bool, device=self.bulk.device)
         read[self.starts.to(read.device)] = False
         read = read if len(self.bulk) == len(self.x) else read.any(0, keepdim=True)
-        return [Weights(prefix + "bulk", self.bulk, read), Weights(prefix + "p0", self.p0)]
+        return [Weights("bulk", self.bulk, read), Weights("p0", self.p0)]
 
     @property
     def in_place(self) -> bool:

@@ -16,7 +16,7 @@ from ..arguments import (
     has_values,
     tensor_of,
 )
-from ..operands import check_weights
+from ..kernels.weights import check_weights
 from ..structured.answers import check_products
 from ..transitions import Transition
 from .piece import Piece, RawPiece, only_used

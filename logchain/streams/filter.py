@@ -17,7 +17,7 @@ from ..kernels.message import Message
 from ..kernels.numbers import exact_sum
 from ..kernels.plain.semiring import probabilities
 from ..layout import Layout
-from ..operands import arithmetic_dtype, differentiated, naming
+from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_chains
 from . import stretch
 from .piece import Carried, Piece, RawPiece, added, filtering, normalised, recovered
@@ -42,19 +42,19 @@ def filtered(
     raw: RawPiece, carried: Carried, dtype: torch.dtype | None, piece: Piece | None, calls: stretch.Calls
 ) -> Filtered:
     """The results of filtering a piece: posteriors if a `dtype` is given, messages if `piece`, its logarithms, is."""
+    raw.check_signs()
     if not isinstance(raw.bulk, Tensor) or differentiated(raw.x, raw.bulk, raw.p0, carried.message):
         return _by_autograd(raw, carried, dtype, raw.logs() if piece is None else piece)
     if torch.compiler.is_compiling() or not has_values(raw.x):
         *after, posteriors, messages = _operator(*raw, *carried, dtype, piece is not None)
     else:
-        with kernels.arithmetic_on(raw.x), naming(raw.weights):
+        with kernels.arithmetic_on(raw.x):
             *after, posteriors, messages = _by_kernels(raw, carried, dtype, piece is not None, calls)
     logs = None if piece is None else recovered(piece, carried.message, messages)
     return Filtered(Carried(*after), None if dtype is None else posteriors, logs)
 
 
 def _by_autograd(raw: RawPiece, carried: Carried, dtype: torch.dtype | None, piece: Piece) -> Filtered:
-    raw.check_weights()
     messages, after = _steps(piece, carried)
     posteriors = None
     if dtype is not None:
@@ -99,7 +99,6 @@ def _by_kernels(
     starting, first = _starting(raw), 0
     if starting is None:  # some start and others go on: the first step is computed apart
         alone = raw.part(0, 1)
-        alone.check_weights()
         _, carried = _steps(alone.logs(), carried)
         first = 1
         if posteriors is not None:

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..autograd.matmul import broadcast_log_matmul, log_matmul
 from ..kernels import in_c
 from ..kernels.plain.semiring import log_weights, shifted
+from ..kernels.weights import Weights, check_weights
 from ..layout import Layout
-from ..operands import Weights, at_hand, check_weights, differentiated
+from ..operands import at_hand, differentiated
 from ..transitions import Transition
 from .structures import Matrices, each, parts, step_at, steps_between, through
 
@@ -111,10 +112,14 @@ class RawPiece(NamedTuple):
         starts = (self.active() & ~linked).any().view((1,) * self.p0.dim())
         return [*weights, Weights("p0", self.p0, starts)]
 
-    def check_weights(self) -> None:
-        """Raise for a negative weight on a CPU, where no loop of the C library does."""
-        if not self.log_params and in_c(self.x) and at_hand(self.x, self.p0):
-            check_weights(*self.weights())
+    def check_signs(self) -> None:
+        """Raise on a CPU for a weight below 0 in p0, or in parameters that serve all steps."""
+        if self.log_params or not in_c(self.x) or not at_hand(self.x, self.p0):
+            return
+        shared = [tensor.shape[-own - 1] == 1 for tensor, own in parts(self.bulk)]
+        for weights, check in zip(self.weights(), (*shared, True), strict=True):
+            if check and weights.values.numel() and bool(weights.values.detach().amin() < 0):
+                check_weights(weights)
 
     def still_fresh(self) -> Tensor:
         """Which sequences [*B] have no variable after the piece either."""

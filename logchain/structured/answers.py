@@ -23,8 +23,7 @@ Counts = Transition | None
 @between_graphs
 def product(question: Question) -> Tensor:
     """The log-partition [*B]."""
-    with question.naming():
-        return log_norm(question.operands).to(question.operands.dtype)
+    return log_norm(question.operands).to(question.operands.dtype)
 
 
 @between_graphs
@@ -39,8 +38,7 @@ def marginals(question: Question, transitions: Literal["sum", "full"] | None) ->
             for parameter, own in zip(structure.parameters, structure.own_axes, strict=True)
         ]
         operands = operands.of(operands.x, operands.p0, *parameters)
-    with question.naming():
-        value, (states, counts, _) = posteriors(operands, (True, transitions is not None, False))
+    value, (states, counts, _) = posteriors(operands, (True, transitions is not None, False))
     assert states is not None
     counted = None
     if transitions is not None:
@@ -96,8 +94,7 @@ def log_prob(question: Question, states: Tensor) -> Tensor:
     """The log posterior of paths [*S, *B, v], see `Question.padded`."""
     operands = question.operands
     weight = paths.log_weight(operands, states)
-    with question.naming():
-        norm = log_norm(operands)
+    norm = log_norm(operands)
     impossible = (weight == -math.inf) & ~norm.isnan()
     return torch.where(impossible, -math.inf, weight - norm).to(operands.dtype)
 
@@ -111,7 +108,8 @@ def entropy(question: Question) -> Tensor:
 
 @between_graphs
 def check(question: Question) -> None:
-    """Raise ValueError for NaN and +inf, see `logchain.check`; the question has looked for negative weights."""
+    """Raise ValueError for NaN, +inf and negative weights, see `logchain.check`."""
+    question.check_weights()
     x, transition, p0, ends, _ = question.operands
     for parameter, own in zip(transition.parameters, transition.own_axes, strict=True):
         axes = parameter.dim() - own

@@ -21,7 +21,6 @@ from ..kernels import on_gpu
 from ..kernels.plain.semiring import log_weights
 from ..kernels.sets import Sets
 from ..kernels.structured import Factors, Stage, Structured
-from ..operands import Weights, check_weights, read_steps
 from ..transitions import Transition
 
 
@@ -56,26 +55,6 @@ class Operands(NamedTuple):
         """All but the tensors, which `of` puts back."""
         nothing: Any = None
         return self._replace(x=nothing, p0=nothing, transition=self.transition.with_parameters())
-
-    def check_weights(self) -> None:
-        """Raise for a negative weight that is read."""
-        weights = zip(self.transition.names, self.transition.parameters, self._read(), strict=True)
-        named = (Weights(f"bulk.{name}", values, read) for name, values, read in weights)
-        check_weights(*named, Weights("p0", self.p0))
-
-    def without_unread(self) -> "Operands":
-        """The operands with weight 0 in place of all that is not read, after a check of what is."""
-        self.check_weights()
-        pairs = zip(self.transition.parameters, self._read(), strict=True)
-        parameters = (
-            one if read is None else one.masked_fill(~read.view(*read.shape, *(1,) * (one.dim() - read.dim())), 0.0)
-            for one, read in pairs
-        )
-        return self.of(self.x, self.p0, *parameters)
-
-    def _read(self) -> list[Tensor | None]:
-        v = self.x.shape[-2]
-        return [read_steps(lead, v, self.lengths) for lead in self.transition.leads]
 
     def chain(self, *, by_log: bool = False) -> Structured:
         """The operands as the kernels take them; see `Structured.by_log`."""

@@ -15,7 +15,6 @@ from ..autograd.chain import log_norm as dense_log_norm
 from ..autograd.operator import call
 from ..kernels.plain.semiring import log_weights
 from ..kernels.structured import Gradients, Walk
-from ..kernels.weights import NegativeWeights
 from ..operands import differentiated
 from ..rescues import report_chains
 from ..schedules.choose import check_strategy
@@ -82,12 +81,7 @@ def forward(operands: Operands, keep: bool) -> Walk:
     if not has_values(operands.x):
         value = operands.x.new_empty(operands.x.shape[:-2], dtype=torch.float64)
         return Walk(value, (), torch.empty_like(value, dtype=torch.bool))
-    try:
-        walk = _forward(operands, keep)
-    except NegativeWeights:
-        walk = _forward(operands.without_unread(), keep)
-    if kernels.in_c(operands.x) and not operands.log_params and walk.log_norm.isnan().any():
-        operands.check_weights()
+    walk = _forward(operands, keep)
     report_chains(walk.redone)
     return walk
 
@@ -107,10 +101,7 @@ def backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, *, by
     if not has_values(operands.x):
         x, p0, *parameters = (one.new_empty(one.shape, dtype=operands.dtype) for one in operands.tensors)
         return Gradients(x, tuple(parameters), p0)
-    try:
-        return _backward(operands, walk, weight, needs, by_log)
-    except NegativeWeights:
-        return _backward(operands.without_unread(), walk, weight, needs, by_log)
+    return _backward(operands, walk, weight, needs, by_log)
 
 
 def _backward(operands: Operands, walk: Walk, weight: Tensor, needs: Needs, by_log: bool) -> Gradients:

@@ -1,19 +1,18 @@
 """The operands of a question, and where its answers go: sequences of a batch, or packed ones, which are padded."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from ..arguments import Lengths, check_flag, check_tensor
 from ..kernels import in_c
-from ..kernels.structured import Arcs, Factors
-from ..operands import Weights, at_hand, check_weights, differentiated, naming, read_steps
+from ..kernels.weights import Weights, check_weights
+from ..operands import at_hand, read_steps
 from ..schedules.packed import row_bounds
 from ..transitions import Transition
 from .eager import between_graphs
-from .operands import Operands, check_operands, is_blocks
+from .operands import Operands, check_operands
 
 
 class Question:
@@ -40,9 +39,11 @@ class Question:
         self._given, self._p0 = transition, p0
         self.operands = operands = self._checked(x, transition, p0, log_params, lengths, cu_seqlens)
         check()
-        if not log_params and in_c(x) and at_hand(*operands.tensors) and not _is_found(name, operands):
-            if not all(bool(one.min() >= 0) for one in (p0, *transition.parameters) if one.numel()):
-                check_weights(*self._weights(operands))
+        if not log_params and in_c(x) and at_hand(*operands.tensors):
+            shared = [len(lead) == 0 or lead[-1] == 1 for lead in transition.leads]
+            for weights, is_shared in zip(self._weights(operands), (*shared, True), strict=True):
+                if is_shared and weights.values.numel() and bool(weights.values.detach().amin() < 0):
+                    check_weights(weights)
 
     def _checked(
         self,
@@ -73,9 +74,10 @@ class Question:
         structure = transition.with_parameters(*parameters)
         return check_operands(x[self._rows], structure, p0, log_params, counts.to(x.device))
 
-    def naming(self) -> AbstractContextManager[None]:
-        """A context whose error of a negative weight says where it stands in what was given."""
-        return naming(lambda: self._weights(self.operands))
+    def check_weights(self) -> None:
+        """Raise for a negative weight that is read."""
+        if not self.operands.log_params:
+            check_weights(*self._weights(self.operands))
 
     def _weights(self, operands: Operands) -> list[Weights]:
         """The weights as they were given, of which the transitions into variables are read."""
@@ -128,11 +130,3 @@ class Question:
                 count = self.by_row(torch.cat([first, count], 1), self.operands.transition.own_axes[i])
             counts.append(count if each else count.reshape(self._given.parameters[i].shape))
         return tuple(counts)
-
-
-def _is_found(question: str, operands: Operands) -> bool:
-    """Whether the loops that answer a question find a negative weight themselves, by `structured.product.forward`."""
-    pattern = operands.transition.pattern
-    if question == "marginals" and (is_blocks(pattern) or differentiated(*operands.tensors)):  # by logarithms
-        return False
-    return question in ("product", "log_prob", "marginals") and isinstance(pattern, tuple | Arcs | Factors)

@@ -16,11 +16,30 @@ static Chain with_scratch(const Chain *a, Room *room) {
     return chain;
 }
 
-/* log Z into log_norm, and rounded into `value`; how many sequences were recomputed exactly, or NEGATIVE. */
+INLINE real least_of(int64_t c, const real *from, int64_t step) {
+    real least = 0;
+    if (step == 1) for (int64_t j = 0; j < c; j++) least = from[j] < least ? from[j] : least;
+    else for (int64_t j = 0; j < c; j++) least = from[j * step] < least ? from[j * step] : least;
+    return least;
+}
+/* Whether p0, or a matrix that serves all steps, has an entry below 0. */
+EXPORT int64_t EXPORTED(logchain_has_negative)(const Chain *a) {
+    int64_t c = a->states, from = a->bulk_from, to = a->bulk_to;
+    if (a->logarithms) return 0;
+    if (to != 1) from = a->bulk_to, to = a->bulk_from;
+    for (int64_t set = 0; set < a->sets && a->one_matrix && a->steps > 1; set++)
+        for (int64_t k = 0; k < c; k++)
+            if (least_of(c, a->bulk + first_matrix(a, set) + k * from, to) < 0) return 1;
+    for (int64_t set = 0; set < (a->p0_set ? a->sets : 1); set++)
+        for (int64_t member = 0; member < (a->p0_member ? a->members : 1); member++)
+            if (least_of(c, a->p0 + set * a->p0_set + member * a->p0_member, a->p0_state) < 0) return 1;
+    return 0;
+}
+
+/* log Z into log_norm, and rounded into `value`; how many sequences were recomputed exactly. */
 static int64_t find_value(const Chain *a) {
     int64_t lossy = EXPORTED(logchain_forward)(a);
     if (!a->room) return larger_of(lossy, EXPORTED(logchain_redo_forward)(a));
-    if (lossy < 0) return lossy;
     if (lossy) EXPORTED(logchain_redo_forward)(a);
     for (int64_t place = a->first; place < a->last && a->value; place++) {
         int64_t q = sequence_in(a, place);
@@ -73,7 +92,7 @@ EXPORT int64_t EXPORTED(logchain_value)(const Chain *a) {
     return a->room ? lossy : room.bytes + lossy;
 }
 
-/* `value` and then `gradients`, for weights of one; how many sequences were recomputed exactly forward, or NEGATIVE. */
+/* `value` and then `gradients`, for weights of one; how many sequences were recomputed exactly forward. */
 EXPORT int64_t EXPORTED(logchain_posteriors)(const Chain *a) {
     Room room = {.begin = a->room};
     Chain chain = with_scratch(a, &room);
@@ -82,7 +101,6 @@ EXPORT int64_t EXPORTED(logchain_posteriors)(const Chain *a) {
     chain.weight = weight, chain.room = rest_of(&room);
     for (int64_t q = 0; q < sequences_of(a) && a->room; q++) weight[q] = 1;
     int64_t lossy = find_value(&chain);
-    if (lossy < 0) return lossy;
     int64_t gradients = EXPORTED(logchain_gradients)(&chain);
     return a->room ? lossy : room.bytes + larger_of(lossy, gradients);
 }

@@ -60,8 +60,8 @@ static int prepare_panels(Pair *w, int64_t step) {
     Matrix *m = &w->p.matrix, *other = &w->q.matrix;
     int64_t c = m->c, across = width_of_panel(m->width);
     wholes forbidden = {0};
-    next_matrix(&w->p, step), check_matrix(&w->p, -1), rescale(m);
-    if (w->q.a) next_matrix(&w->q, step), check_matrix(&w->q, -1), rescale(other);
+    prepare(w->p.a, w->p.set, step, m), rescale(m);
+    if (w->q.a) prepare(w->q.a, w->q.set, step, other), rescale(other);
     for (int64_t panel = 0; panel < panels_of(m->width); panel++)
         for (int64_t k = 0; k < c; k++)
             for (int64_t b = 0; b < vectors_of(across); b++) {
@@ -140,7 +140,6 @@ INLINE int multiply_once(const int two, const int float32, Pair *w, int64_t step
         if (two) store(w->q.sums + j, other);
     }
     *forbidden = any(none);
-    w->p.negative |= any(p.below), w->q.negative |= two && any(q.below);
     return set_bounds(&w->p.matrix, &p) & (!two || set_bounds(&w->q.matrix, &q));
 }
 
@@ -308,7 +307,7 @@ static void walk_pair(Pair *w) {
     }
 }
 
-/* Entropies, or divergences from the chain at `other`, into `value`; returns how many are left to the caller, or NEGATIVE. */
+/* Entropies, or divergences from the chain at `other`, into `value`; returns how many are left to the caller. */
 EXPORT int64_t logchain_entropy64(const Chain *a) {
     int64_t sequences = a->sets * a->members, size = most_places(a, GROUP), width = width_of(a), bytes = 8,
             panel = panels_of(width) * width_of_panel(width) * a->states;
@@ -330,9 +329,8 @@ EXPORT int64_t logchain_entropy64(const Chain *a) {
     if (!a->room) return room.bytes;
     for (int64_t q = a->first; q < a->last; q += w.p.count) {
         enter_set(&w.p, q, size);
-        w.q.checked &= w.q.set == w.p.set;
         w.q.set = w.p.set, w.q.order = w.p.order, w.q.begin = w.p.begin, w.q.count = w.p.count;
         walk_pair(&w);
     }
-    return w.p.negative || w.q.negative ? NEGATIVE : lossy_places(a);
+    return lossy_places(a);
 }

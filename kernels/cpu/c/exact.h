@@ -25,7 +25,6 @@ typedef struct {
     Sum *shifts;                /* (count): logarithms taken out of messages */
     double *scratch, *entered;  /* (count, across): scratch; posteriors at the step after */
     int64_t *states;            /* (count, across): states with a source */
-    int negative;               /* a weight is below 0 */
     double *total;              /* (c, across): counts, as (to, from) */
 } Exact;
 
@@ -154,9 +153,7 @@ static void walk_numbers_forward(Exact *w) {
                 clear_forward(w, q, step);
                 continue;
             }
-            w->negative |= step > 0 && w->matrix.negative;
             if (step == 0) read_row(w, p0_at(a, q), a->p0_state, (int)a->logarithms, row);
-            if (step == 0 && !a->logarithms) w->negative |= is_negative(a->states, p0_at(a, q), a->p0_state);
             emit_into(w, f, step);
             write_forward(w, f, step);
             if (step + 1 == steps_of(a, q)) finish_numbers(w, f);
@@ -412,10 +409,9 @@ static Exact new_exact(const Chain *a, Room *room) {
 }
 
 /* Runs `walk` on batches of a thread's lossy sequences: those with a bit of `mask`, 1 forward, 3 forward or backward;
-   for 3 only sequences with gradients. Returns 0, or NEGATIVE. */
+   for 3 only sequences with gradients. */
 static int64_t recompute(const Chain *a, int mask, void walk(Exact *)) {
     int64_t together = most_together(a);
-    int negative = 0;
     Room room = {.begin = a->room};
     const Exact scratch = new_exact(a, &room);
     if (!a->room) return room.bytes;
@@ -429,9 +425,8 @@ static int64_t recompute(const Chain *a, int mask, void walk(Exact *)) {
             if (steps_of(a, q) > w.steps) w.steps = steps_of(a, q);
         }
         if (w.count) walk(&w);
-        negative |= w.negative;
     }
-    return negative ? NEGATIVE : 0;
+    return 0;
 }
 
 /* Forward: values, and kept messages as logarithms. */

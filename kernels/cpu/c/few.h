@@ -27,7 +27,7 @@ typedef struct {
     int one, zeros, by_log, ordinary;    /* one matrix for all steps; sums of 0 pass; gradients of logarithms; weights
                                             are ordinary, see flush.h */
     real state[FEW];                     /* S of the step before, or B of this step */
-    int raised, negative;                /* the last step raised an emission; a matrix has an entry below 0 */
+    int raised;                          /* the last step raised an emission */
     double matrix_shift;                 /* the caller's matrix is e^matrix_shift 2^matrix_exponent times `entries` */
     int64_t matrix_exponent, exponent;   /* exponent: power of two taken out of S so far */
     Sum shift;                           /* logarithm taken out of S so far */

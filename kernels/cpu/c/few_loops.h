@@ -41,16 +41,14 @@ INLINE reals emissions(const int narrow, int64_t c, const real *x, real *shift, 
 /* A row times a matrix of `rows` rows, of which those from c on are 0. Independent partial sums hide latency, as many
    as registers allow; four of them are added in the order of product.h, so that both give the same bits. */
 enum { SUMS = BYTES > 64 ? 2 : 4 };
-INLINE reals times(int64_t rows, int64_t c, reals a, const real *entries, int64_t row, wholes *signs) {
+INLINE reals times(int64_t rows, int64_t c, reals a, const real *entries, int64_t row) {
     reals sum[SUMS] = {0};
     real each[LANES] __attribute__((aligned(64)));
     store(each, a);
     if (BYTES >= 64) __asm__("" : "+m"(each)); /* reloading an entry beats a lane shuffle */
     UNROLL for (int k = 0; k < LANES; k++) {
         if (k >= rows) break;
-        reals entry = load(entries + k * row);
-        if (signs) *signs |= (wholes)entry;
-        sum[k < c / SUMS * SUMS ? k % SUMS : 0] += each[k] * entry;
+        sum[k < c / SUMS * SUMS ? k % SUMS : 0] += each[k] * load(entries + k * row);
     }
     return SUMS == 2 ? sum[0] + sum[1] : (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
@@ -109,27 +107,17 @@ INLINE reals to_top(naturals most) {
     return (reals)(((naturals){0} + ((natural)(TOP + 2 * BIAS - 1) << FRACTION)) - exponent);
 }
 
-/* Whether matrices that lead into steps from `begin` to before `stop` have entries below 0. */
-static int have_negative(const int narrow, const Few *l, int64_t begin, int64_t stop) {
-    wholes below = {0};
-    for (int64_t step = begin; step < stop; step++)
-        for (int64_t k = 0; k < l->c; k++)
-            below |= read(narrow, l->c, l->entries + (step - 1) * l->entries_step + k * l->row, 0) < 0;
-    return any(below);
-}
-
 INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, int64_t step, int64_t stop) {
     const Few of = *arguments, *l = &of; /* a copy that no store can alias */
     const Bounds bounds = bounds_of(narrow, l);
     int64_t c = narrow ? l->c : LANES, begin = step, exponents = 0;
     reals state = load(l->state), factor = splat(1);
-    wholes signs = {0};
     Sum shift = l->shift;
     int raised = l->raised;
     for (; step < stop; step++) {
         const real *entries = one ? l->entries : l->entries + (step - 1) * l->entries_step;
         if (!one) PREFETCH(entries + LATER * l->entries_step, l->row, 0);
-        reals sums = times(one ? LANES : c, c, state, entries, one ? LANES : l->row, one ? 0 : &signs) * factor;
+        reals sums = times(one ? LANES : c, c, state, entries, one ? LANES : l->row) * factor;
         naturals most;
         real top;
         naturals limit = !one && raised ? least_after_raised(narrow, l, entries) : bounds.least[raised];
@@ -144,7 +132,6 @@ INLINE int64_t forward_steps(const int narrow, const int one, Few *arguments, in
         exponents += most[0] >> FRACTION;
     }
     int64_t steps = step - begin;
-    if (!one && any(signs < 0)) arguments->negative = have_negative(narrow, l, begin, step);
     double high = (float)l->matrix_shift; /* few bits: its product with `steps` is exact */
     add(&shift, high * (double)steps), add(&shift, (l->matrix_shift - high) * (double)steps);
     store(arguments->state, state * factor);
@@ -184,7 +171,7 @@ INLINE int64_t backward_steps(const int narrow, const int one, Few *arguments, i
         int raised;
         if (!one) PREFETCH(entries - LATER * l->entries_step, l->row, 0);
         reals source = backward * emissions(narrow, c, l->x + step * l->x_step, &top, &raised);
-        reals sums = one ? times(LANES, c, source, entries, LANES, 0)
+        reals sums = one ? times(LANES, c, source, entries, LANES)
                          : times_transposed(narrow, c, source, entries, l->row);
         naturals most;
         sums *= factor;

@@ -33,7 +33,6 @@ typedef struct {
     Sum *shifts;                      /* (count): logarithms taken out of S: of max x and of matrix shifts */
     int64_t *exponents;               /* (count): powers of two taken out of S: of k - TOP and of matrix exponents */
     uint8_t *raised;                  /* (count): the last step raised an emission */
-    int checked, negative;            /* the matrix has been looked at; a weight is below 0 */
 } Walk;
 
 INLINE const int64_t *order_of(const Chain *a, int64_t set) { return a->order ? a->order + set * a->members : 0; }
@@ -229,27 +228,12 @@ static void start_places(Walk *w, int64_t count, real safe_entry) {
             lossy = start_row(a->states, w->width, w->sums, 1, (int)a->logarithms, w->initial, &exponent, &shift);
         } else if (p0 != before)
             lossy = start_row(a->states, w->width, p0, a->p0_state, (int)a->logarithms, w->initial, &exponent, &shift);
-        if (p0 != before && !a->logarithms)
-            w->negative |= is_float32(a) ? is_negative(a->states, w->sums, 1) : is_negative(a->states, p0, a->p0_state);
         before = p0;
         a->lossy[q] = (uint8_t)lossy;
         add(&w->shifts[place], shift);
         w->exponents[place] += exponent;
         settle(w, place, 1, 0, w->initial, safe_entry);
     }
-}
-
-/* The matrix into a step; `checked` says whether it has been looked at for entries below 0. */
-static void next_matrix(Walk *w, int64_t step) {
-    prepare(w->a, w->set, step, &w->matrix);
-    w->checked = w->a->logarithms || (w->checked && w->a->one_matrix);
-}
-
-/* Looks for entries below 0, if there are any `signs` or these are not known: -1. */
-static void check_matrix(Walk *w, int signs) {
-    if (w->checked) return;
-    if (signs > 0 || (signs < 0 && has_sign(&w->matrix))) w->negative |= has_negative(&w->matrix);
-    w->checked = 1;
 }
 
 /* Arguments of few.h for a sequence, and the first step that few.h must not compute, 0 if it cannot compute any.
@@ -261,7 +245,7 @@ static int64_t few_of(Walk *w, int transposed, real *padded, Few *l) {
     int64_t for_matrices = one ? 0 : unpadded_rows(c, a->bulk_step);
     int64_t for_messages = a->messages ? unpadded_rows(c, row) : 0;
     if (is_float32(a) || a->log_forward || a->log_backward || (!one && (a->logarithms || a->bulk_to != 1))) return 0;
-    if (one) check_matrix(w, -1), rescale(&w->matrix), find_low(&w->matrix);
+    if (one) rescale(&w->matrix), find_low(&w->matrix);
     const Matrix *m = &w->matrix;
     real limit = one ? least_unchanged(m->high) : TRUSTED;
     *l = (Few){.c = c, .one = (int)one, .x = x_at(a, w->set, q, 1) - a->x_step, .x_step = a->x_step,
@@ -288,7 +272,6 @@ static int64_t few_forward(Walk *w, int64_t step) {
     narrow(w->a->states, state_at(w, 0, step - 1), l.state);
     l.shift = w->shifts[0], l.exponent = w->exponents[0], l.raised = w->raised[0];
     step = steps_forward(&l, step, stop);
-    w->negative |= l.negative;
     narrow(w->a->states, l.state, state_at(w, 0, step - 1));
     w->shifts[0] = l.shift, w->exponents[0] = l.exponent, w->raised[0] = (uint8_t)l.raised;
     return step;
@@ -299,22 +282,15 @@ static void step_places(Walk *w, int64_t place, int64_t rows, int64_t step, real
     const Chain *a = w->a;
     Matrix *m = &w->matrix;
     const real *states = state_at(w, place, step - 1);
-    int trusted = 0, alone = rows == 1 && w->count == 1;
-    if (!alone) check_matrix(w, -1);
+    int trusted = 0;
     for (int64_t r = 0; r < rows; r++) trusted |= !a->lossy[sequence_of(w, place + r)];
     for (int64_t r = 0; r < rows && !trusted; r++) clear(w->width, state_at(w, place + r, step));
-    if (!trusted) check_matrix(w, -1);
     for (int64_t done = trusted ? 0 : rows; done < rows;) {
         if (rows > 1)
             multiply((Product){rows, a->states, w->width, states, w->width, 1, m->entries, m->row, w->sums, w->width});
-        else if (w->raised[place] && !m->has_high) { /* whose sums are compared with the largest entry */
-            natural bits = row_times_largest(a->states, w->width, states, m->entries, m->row, w->sums);
-            note_high(m, bits), check_matrix(w, (whole)bits < 0);
-        } else if (w->checked) row_times(a->states, w->width, states, m->entries, m->row, w->sums);
-        else {
-            natural bits = row_times_union(a->states, w->width, states, m->entries, m->row, w->sums);
-            check_matrix(w, (whole)bits < 0);
-        }
+        else if (w->raised[place] && !m->has_high) /* whose sums are compared with the largest entry */
+            note_high(m, row_times_largest(a->states, w->width, states, m->entries, m->row, w->sums));
+        else row_times(a->states, w->width, states, m->entries, m->row, w->sums);
         for (; done < rows; done += LANES) {
             int64_t settled = rows - done < LANES ? rows - done : LANES;
             if (settle(w, place + done, settled, step, w->sums + done * w->width, safe_entry)) break;
@@ -332,10 +308,10 @@ static void walk_forward(Walk *w) {
     }
     int64_t count = active(w, w->count, 0), group = group_of(a);
     start_places(w, count, safe_entry);
-    if (a->one_matrix && a->steps > 1) next_matrix(w, 1);
+    if (a->one_matrix && a->steps > 1) prepare(a, w->set, 1, &w->matrix);
     for (int64_t step = 0; step < a->steps && (count > 0 || !a->starts); step++) {
         if (w->few && step > 0 && count > 0 && !a->lossy[sequence_of(w, 0)]) step = few_forward(w, step);
-        if (step > 0 && count > 0 && !a->one_matrix) next_matrix(w, step);
+        if (step > 0 && count > 0 && !a->one_matrix) prepare(a, w->set, step, &w->matrix);
         for (int64_t place = 0; place < count && step > 0; place += group)
             step_places(w, place, count - place < group ? count - place : group, step, safe_entry);
         if (a->filtered) write_filtered(w, count, step);
@@ -386,12 +362,11 @@ static void new_states(Walk *w, int64_t group, int64_t most, Room *room) {
 INLINE int64_t enter_set(Walk *w, int64_t q, int64_t most) {
     const Chain *a = w->a;
     int64_t begin = q % a->members, left = a->members - begin < a->last - q ? a->members - begin : a->last - q;
-    w->checked &= w->set == q / a->members;
     w->set = q / a->members, w->begin = begin, w->count = left < most ? left : most, w->order = order_of(a, w->set);
     return left;
 }
 
-/* The forward pass of a thread's places; returns how many are lossy, or NEGATIVE. */
+/* The forward pass of a thread's places; returns how many are lossy. */
 EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
     Room room = {.begin = a->room};
     int64_t group = group_of(a), most = most_in_pass(a, group);
@@ -404,5 +379,5 @@ EXPORT int64_t EXPORTED(logchain_forward)(const Chain *a) {
         w.few = w.count == 1 && a->states <= FEW;
         walk_forward(&w);
     }
-    return w.negative ? NEGATIVE : lossy_places(a);
+    return lossy_places(a);
 }

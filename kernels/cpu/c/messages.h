@@ -42,7 +42,7 @@ static Chain reversed(Chain a) {
     return a;
 }
 
-/* The messages of one direction, that for which there is memory. The number of lossy sequences, or NEGATIVE. */
+/* The messages of one direction, that for which there is memory. The number of lossy sequences. */
 EXPORT int64_t EXPORTED(logchain_messages_one_way)(const Chain *a) {
     Chain chain = a->log_forward ? onward(*a) : reversed(*a);
     return logchain_forward64(&chain);
@@ -64,11 +64,11 @@ EXPORT int64_t EXPORTED(logchain_messages)(const Chain *a) {
     if (!a->room) return room.bytes + larger_of(logchain_forward64(&ahead), EXPORTED(logchain_redo_forward)(&forward));
     for (int64_t q = 0; q < sequences; q++) lossy[q] = 1;
     if (!a->ends && !a->starts) {
-        if (logchain_forward64(&ahead) < 0) return NEGATIVE;
+        logchain_forward64(&ahead);
         logchain_forward64(&behind);
         for (int64_t q = a->first; q < a->last; q++) lossy[q] |= lossy_backward[q];
     }
-    if (recompute(&forward, 1, walk_messages) < 0) return NEGATIVE;
+    recompute(&forward, 1, walk_messages);
     for (int64_t q = a->first; q < a->last && a->value; q++) a->value[q] = (real)forward.log_norm[q];
     return 0;
 }

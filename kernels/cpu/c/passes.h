@@ -143,13 +143,11 @@ INLINE int64_t unverified_rows(const Pass *a) {
     return count;
 }
 
-/* S of step 0, from p0. Returns 0, or NEGATIVE. */
+/* S of step 0, from p0. */
 EXPORT int64_t EXPORTED(logchain_enter_rows)(const Pass *a) {
-    int negative = 0;
     for (int64_t q = a->first; q < a->last; q++) {
         int64_t exponent, c = a->states;
         double shift;
-        negative |= !a->logarithms && is_negative(c, a->p0 + a->p0_at[q], a->p0_state);
         int lost = start_row(c, padded(c), a->p0 + a->p0_at[q], a->p0_state, (int)a->logarithms, a->room, &exponent,
                              &shift);
         a->taken[q] = (Sum){0, 0}, a->taken_exponents[q] = 0;
@@ -158,7 +156,7 @@ EXPORT int64_t EXPORTED(logchain_enter_rows)(const Pass *a) {
         weigh_row(a, q, a->room, power_of_two(1 - BIAS), shift, exponent);
         a->marks[q] &= ~UNVERIFIED; /* the sums are p0 itself */
     }
-    return negative ? NEGATIVE : 0;
+    return 0;
 }
 
 /* S of a later step; how many rows have to be verified. */

@@ -136,19 +136,18 @@ static void multiply(Product p) { multiply_by(0, 0, p); }
 static void multiply_best(Product p) { multiply_by(1, 0, p); }
 static void multiply_add(Product p) { multiply_by(0, 1, p); }
 
-/* What a product of one row finds out about the bits of b while it reads them: nothing, their union, or the largest of
-   each of their words, as natural numbers. Both have a sign where an entry has one; otherwise the largest words are
-   those of the largest entry, or of a double that is larger by up to 2^-20 of it. */
-enum { UNSEEN, UNION, LARGEST };
+/* A product of one row may find the largest of each of the words of b, as natural numbers, while it reads them. They have
+   a sign where an entry has one; otherwise they are those of the largest entry, or of a double that is larger by up to
+   2^-20 of it. */
+enum { UNSEEN, LARGEST };
 typedef uint32_t words __attribute__((vector_size(BYTES)));
-INLINE naturals seen_with(const int seen, naturals a, naturals b) {
-    if (seen == UNION) return a | b;
+INLINE naturals larger_words(naturals a, naturals b) {
     words larger_a = (words)a > (words)b;
     return (naturals)(((words)a & larger_a) | ((words)b & ~larger_a));
 }
-INLINE natural seen_of(const int seen, naturals bits) {
+INLINE natural largest_words(naturals bits) {
     natural all = bits[0];
-    UNROLL for (int j = 1; j < LANES; j++) all = seen == UNION ? all | bits[j] : bits[j] > all ? bits[j] : all;
+    UNROLL for (int j = 1; j < LANES; j++) all = bits[j] > all ? bits[j] : all;
     return all;
 }
 
@@ -164,16 +163,16 @@ INLINE void row_tile(const int best, const int seen, const int vectors, int64_t 
         UNROLL for (int part = 0; part < 4; part++)
             UNROLL for (int k = 0; k < vectors; k++) {
                 reals entry = load(b + (d + part) * b_row + (k + 1 < vectors ? k * LANES : end));
-                if (seen) each[part % APART] = seen_with(seen, each[part % APART], (naturals)entry);
+                if (seen) each[part % APART] = larger_words(each[part % APART], (naturals)entry);
                 sum[part][k] = with_term(best, sum[part][k], splat(a[d + part]), entry);
             }
     for (; d < depth; d++)
         UNROLL for (int k = 0; k < vectors; k++) {
             reals entry = load(b + d * b_row + (k + 1 < vectors ? k * LANES : end));
-            if (seen) each[0] = seen_with(seen, each[0], (naturals)entry);
+            if (seen) each[0] = larger_words(each[0], (naturals)entry);
             sum[0][k] = with_term(best, sum[0][k], splat(a[d]), entry);
         }
-    UNROLL for (int part = 0; part < APART && seen; part++) *bits = seen_with(seen, *bits, each[part]);
+    UNROLL for (int part = 0; part < APART && seen; part++) *bits = larger_words(*bits, each[part]);
     UNROLL for (int k = 0; k < vectors; k++)
         store(out + (k + 1 < vectors ? k * LANES : end),
               joined(best, joined(best, sum[0][k], sum[1][k]), joined(best, sum[2][k], sum[3][k])));
@@ -192,16 +191,13 @@ INLINE natural row_tiles(const int best, const int seen, int64_t depth, int64_t 
         if (vectors == 1) row_tile(best, seen, 1, depth, a, b + j, b_row, out + j, end, &bits);
         j += vectors * LANES;
     }
-    return seen ? seen_of(seen, bits) : 0;
+    return seen ? largest_words(bits) : 0;
 }
 
 static void row_times(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
     row_tiles(0, UNSEEN, depth, width, a, b, b_row, out);
 }
-/* The same, and bits of entries of b. */
-static natural row_times_union(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
-    return row_tiles(0, UNION, depth, width, a, b, b_row, out);
-}
+/* The same, and the LARGEST words of b. */
 static natural row_times_largest(int64_t depth, int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
     return row_tiles(0, LARGEST, depth, width, a, b, b_row, out);
 }
@@ -221,20 +217,20 @@ INLINE natural row_times_rows(const int seen, int64_t width, const real *a, cons
         reals sum[LANES] = {0};
         UNROLL for (int r = 0; r < LANES && even < width; r++) {
             reals entry = load(b + (k + r) * b_row + end);
-            if (seen) bits = seen_with(seen, bits, (naturals)entry);
+            if (seen) bits = larger_words(bits, (naturals)entry);
             sum[r] = last * entry;
         }
         for (int64_t j = 0; j < even; j += LANES) {
             reals entries = load(a + j);
             UNROLL for (int r = 0; r < LANES; r++) {
                 reals entry = load(b + (k + r) * b_row + j);
-                if (seen) bits = seen_with(seen, bits, (naturals)entry);
+                if (seen) bits = larger_words(bits, (naturals)entry);
                 sum[r] += entries * entry;
             }
         }
         store(out + k, total_of_each(sum));
     }
-    return seen ? seen_of(seen, bits) : 0;
+    return seen ? largest_words(bits) : 0;
 }
 static void row_times_transposed(int64_t width, const real *a, const real *b, int64_t b_row, real *out) {
     row_times_rows(UNSEEN, width, a, b, b_row, out);

@@ -23,7 +23,9 @@ static void clear_numbers(int64_t count, Row row) {
 
 /* The caller's values, linear or logarithms, as numbers. */
 INLINE Number number_of(doubles value, int logarithms) {
-    return logarithms ? exponential_number(value) : settled(settled((Number){value, splat_wide(0)}));
+    if (logarithms) return exponential_number(value);
+    value = choose(value < 0, splat_wide(__builtin_nan("")), value);
+    return settled(settled((Number){value, splat_wide(0)}));
 }
 
 /* A matrix (c, across). For each block of columns, rows outside first[block] .. stop[block] - 1 are 0. A sum of at
@@ -35,7 +37,6 @@ typedef struct {
     double low;             /* the least positive m */
     int64_t *first, *stop;
     int digits, nan;        /* some digit is not 0; some entry is NaN */
-    int negative;           /* some entry is below 0 */
 } Numbers;
 
 INLINE int has_entries(const double *block) {
@@ -80,15 +81,15 @@ INLINE int read_doubles(const real *from, int64_t row, int64_t column, Numbers *
 /* Reads entries of any size, or logarithms. */
 static void read_any(const real *from, int64_t row, int64_t column, int logarithms, Numbers *out) {
     double none = logarithms ? -__builtin_inf() : 0;
-    longs digits = {0}, nan = {0}, below = {0};
+    longs digits = {0}, nan = {0};
     for (int64_t k = 0; k < out->c; k++)
         for (int64_t j = 0; j < out->across; j += WIDE) {
             doubles value = read_wide(from + k * row + j * column, column, out->c - j, none);
             Number entry = number_of(value, logarithms);
-            digits |= (entry.m != 0) & (entry.e != 0), nan |= entry.m != entry.m, below |= value < 0;
+            digits |= (entry.m != 0) & (entry.e != 0), nan |= entry.m != entry.m;
             store_number(out->entries, k * out->across + j, entry);
         }
-    out->digits = any_wide(digits), out->nan = any_wide(nan), out->negative = !logarithms && any_wide(below);
+    out->digits = any_wide(digits), out->nan = any_wide(nan);
 }
 
 /* The matrix into a step, or its transpose. */
@@ -98,7 +99,7 @@ static void read_numbers(const Chain *a, int64_t set, int64_t step, int transpos
     int read = 0;
     if (!a->logarithms && column == 1) read = read_doubles(from, row, 1, out);
     else if (!a->logarithms) read = read_doubles(from, row, column, out);
-    out->digits = out->nan = out->negative = 0;
+    out->digits = out->nan = 0;
     if (!read) read_any(from, row, column, (int)a->logarithms, out);
     find_entries(out);
 }

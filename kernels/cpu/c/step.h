@@ -181,32 +181,6 @@ static void prepare(const Chain *a, int64_t set, int64_t step, Matrix *out) {
     }
 }
 
-/* Whether a linear matrix has an entry with a sign, as -0 has, too; and whether it has one below 0. */
-static int has_sign(const Matrix *a) {
-    wholes signs = {0};
-    for (int64_t k = 0; k < a->c; k++)
-        for (int64_t b = 0; b < vectors_of(a->width); b++)
-            signs |= (wholes)load(a->entries + k * a->row + start_of(b, a->width));
-    return any(signs < 0);
-}
-static int has_negative(const Matrix *a) {
-    wholes below = {0};
-    for (int64_t k = 0; k < a->c; k++)
-        for (int64_t b = 0; b < vectors_of(a->width); b++)
-            below |= load(a->entries + k * a->row + start_of(b, a->width)) < 0;
-    return any(below);
-}
-
-/* Whether one of c weights, `step` apart, is below 0. */
-INLINE int is_negative(int64_t c, const real *from, int64_t step) {
-    int below = 0;
-    for (int64_t j = 0; j < c; j++) below |= from[j * step] < 0;
-    return below;
-}
-
-/* What a loop returns in place of a count if a weight that it has read is below 0: its results are void then. */
-enum { NEGATIVE = -1 };
-
 /* ---------------------------------------------------------------------------------------------------------- rows */
 
 INLINE real top_of(const real *a, int64_t width) {

@@ -25,7 +25,6 @@ EXPORT int64_t EXPORTED(logchain_stretch)(const Chain *a) {
     if (!a->room) return room.bytes + find_value(&chain);
     for (int64_t k = 0; k < entries; k++) entering[k] = (real)a->entering_double[k];
     int64_t lossy = find_value(&chain);
-    if (lossy < 0) return lossy;
     share_last(&chain);
     return lossy;
 }

@@ -88,7 +88,7 @@ static void best_ranks(Best *b) {
     }
     for (int64_t step = 0; step < a->steps && count > 0; step++) {
         int64_t still = active(w, count, step + 1);
-        if (step > 0) read_logarithms(b, step), w->negative |= b->below;
+        if (step > 0) read_logarithms(b, step);
         for (int64_t place = 0; place < count && step > 0; place++) {
             const real *x;
             for (int64_t k = 0; k < vectors_of(width); k++)

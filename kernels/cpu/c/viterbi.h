@@ -13,7 +13,7 @@ typedef struct {
     Walk walk;               /* without states, scales and matrix */
     int64_t ranks, read;     /* paths kept for each state; set and step of the matrix in `logs` */
     int64_t pitch;           /* places from the message of a step to that of the next */
-    int unknown, below;      /* the matrix in `logs` has an entry that is NaN or +inf; has come from one below 0 */
+    int unknown;             /* the matrix in `logs` has an entry that is NaN or +inf */
     real *logs, *transposed; /* (c, width): log matrix; its transpose, or one column */
     real *messages;          /* (v, pitch, width), in topk.h (2, count, ranks, width) */
     whole *choices;          /* (v, count, ranks, width): in topk.h */
@@ -43,14 +43,12 @@ static void read_logarithms(Best *b, int64_t step) {
     int64_t c = a->states, width = b->walk.width, index = a->one_matrix ? 0 : step - 1;
     const real *from = a->bulk + first_matrix(a, b->walk.set) + index * a->bulk_step;
     if (b->read == b->walk.set * a->steps + index) return;
-    b->read = b->walk.set * a->steps + index, b->unknown = b->below = 0;
+    b->read = b->walk.set * a->steps + index, b->unknown = 0;
     for (int64_t k = 0; k < c; k++) {
         real *row = b->logs + k * width;
         widen(c, width, from + k * a->bulk_from, a->bulk_to, a->logarithms ? -INFINITE : 0, row);
         b->unknown |= to_logarithms(width, (int)a->logarithms, row);
     }
-    for (int64_t k = 0; k < c && b->unknown && !a->logarithms; k++)
-        b->below |= is_negative(c, from + k * a->bulk_from, a->bulk_to);
     if (!a->one_matrix) return;
     if (c >= LANES) transpose(c, b->logs, c, b->transposed, c);
     else for (int64_t k = 0; k < c * width; k++)
@@ -88,7 +86,6 @@ static int start_best(Best *b, int64_t place, real *message) {
     }
     most = most > -__builtin_inf() ? most : 0;
     for (int64_t j = 0; j < b->walk.width; j++) message[j] = j < c ? (real)(sums[j] - most) : -INFINITE;
-    b->walk.negative |= bad && !a->logarithms && is_negative(c, p0, a->p0_state);
     return bad;
 }
 
@@ -164,7 +161,6 @@ static void best_forward(Best *b) {
         a->lossy[sequence_of(w, place)] = (uint8_t)start_best(b, place, best_message(b, place, 0));
     for (int64_t step = 1; step < a->steps && (count = active(w, count, step)) > 0; step++) {
         read_logarithms(b, step);
-        w->negative |= b->below;
         for (int64_t place = 0; place < count; place += GROUP) {
             int64_t rows = count - place < GROUP ? count - place : GROUP;
             const real *before = best_message(b, place, step - 1), *x;
@@ -198,7 +194,7 @@ static void best_backward(Best *b, int given) {
     }
 }
 
-/* `kept`: messages lie in `messages`, in the order of places. Returns 0, or NEGATIVE. */
+/* `kept`: messages lie in `messages`, in the order of places. */
 static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)) {
     int64_t width = width_of(a), size = sizeof(real), most = most_places(a, ranked ? 1 : GROUP);
     Room room = {.begin = a->room};
@@ -218,7 +214,7 @@ static int64_t each_best(const Chain *a, int ranked, int kept, void walk(Best *)
         if (kept) b.messages = a->messages + q * width;
         walk(&b);
     }
-    return b.walk.negative ? NEGATIVE : 0;
+    return 0;
 }
 
 static void best_path(Best *b) { best_forward(b), best_backward(b, 0); }
