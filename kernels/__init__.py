@@ -140,6 +140,12 @@ def path_kernels(tensor: Tensor) -> ModuleType:
     return _module("path", tensor)
 
 
+def path_messages(tensor: Tensor) -> Callable[..., Any]:
+    """The class `Messages`, of the messages of best paths, see `kernels.plain.viterbi`."""
+    messages: Callable[..., Any] = load("cpu.viterbi" if in_c(tensor) else "plain.viterbi").Messages
+    return messages
+
+
 def topk_kernels(tensor: Tensor) -> ModuleType:
     """The module of `paths`, the k best paths of a chain, see `kernels.plain.topk_paths`."""
     return _module("paths", tensor)

@@ -207,8 +207,8 @@ MUTANTS = [
            "    for term in leaving.scale:\n", "    for term in leaving.scale[:0]:\n",
            table(f"{VALUES} and plain-stream")),
     Mutant("unknown gradients are those of the first operand", "logchain/autograd/chain_functions.py",
-           "return (*if_needed(derivatives, ctx.needs_input_grad[:4]), *(None,) * 11)",
-           "return (None, *if_needed(derivatives, ctx.needs_input_grad[:4])[1:], *(None,) * 11)",
+           "return (*if_needed(derivatives, ctx.needs_input_grad[:4]), *(None,) * 12)",
+           "return (None, *if_needed(derivatives, ctx.needs_input_grad[:4])[1:], *(None,) * 12)",
            table("derivatives_agree and cpu-product")),
     # models
     Mutant("gaussian maximum is not centered", "logchain/nn/emissions/gaussian.py",
