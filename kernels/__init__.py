@@ -118,11 +118,6 @@ def message_kernels(tensor: Tensor) -> ModuleType:
     return _module("messages", tensor)
 
 
-def entropies() -> ModuleType:
-    """The module of entropies of chains on a CPU, `kernels.cpu.entropy`."""
-    return load("cpu.entropy")
-
-
 def scratch_of_loops(v: int, g: int, m: int, c: int, item: int, one_matrix: bool) -> tuple[int, int]:
     """The number of threads that compute a chain of `item`-byte floats on a CPU, and the bytes of scratch of each."""
     from .cpu.arguments import scratch

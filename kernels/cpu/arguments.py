@@ -27,8 +27,7 @@ _GRADIENTS = (
 )
 _MESSAGES = "*value *grad_p0_real grad_p0_set grad_p0_member *log_forward *log_backward by_log"
 _STRETCH = (
-    "*starts *leaving *entering *entering_log_norm *entering_error *entering_double *log_norm_error *filtered"
-    " float32 *other *terms"
+    "*starts *leaving *entering *entering_log_norm *entering_error *entering_double *log_norm_error *filtered float32"
 )
 _STACKS = "*factors *final_weights"
 _PATHS = "*paths path_steps path_rank path_sequence ranks"

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..operands import Operands, chain_of, differentiated
+from ..kernels.plain import entropy as formula
+from ..operands import Operands, chain_of
 from ..rescues import report_chains
-from ..schedules.packed import Packed, PackedChain, Piece
-from .chain import log_norm, posteriors
+from ..schedules.packed import Packed, Piece
+from .chain import posteriors
 from .chain_functions import Second as Covariances
 from .chain_functions import if_needed
 from .operator import Saving, apply, call, operator, transform, with_batch_first
 from .paths import finite_log
-from .tangents import log_norm_along
 
 Weights = tuple[Tensor, Tensor, Tensor]
 
@@ -60,24 +59,7 @@ def packed_divergence(p: Packed, q: Packed, log_params: bool) -> Tensor:
 
 
 def _of_packed(padded: Callable[..., Tensor], log_params: bool, *packed: Packed) -> Tensor:
-    """One number for each packed sequence [n], by the loops in C, or by `padded` from batches of padded sequences.
-
-    `padded` serves other devices, gradients, and the sequences that the loops do not know.
-    """
-    first = packed[0]
-    if not all(one.stays for one in packed) or differentiated(*(t for one in packed for t in one.operands)):
-        return first.by_sequence([padded(*pieces) for pieces in zip(*packed, strict=True)])
-    each = any(len(one.bulk) > 1 for one in packed)
-    chains = [
-        PackedChain(one.of(one.x, one.bulk.expand(len(one.x), -1, -1) if each else one.bulk, one.p0), log_params).chain
-        for one in packed
-    ]
-    values: Tensor
-    values, unknown = (one.flatten() for one in kernels.entropies().expected(chains)[:2])
-    if unknown.any():
-        for pieces in zip(*(one.pieces(unknown) for one in packed), strict=True):
-            values[pieces[0][0]] = padded(*(piece for _, piece in pieces))
-    return values
+    return packed[0].by_sequence([padded(*pieces) for pieces in zip(*packed, strict=True)])
 
 
 class _Entropy(Saving):
@@ -169,64 +151,23 @@ def _alike(p: Weights, q: Weights, *, steps: bool = True) -> tuple[Weights, Weig
 
 
 def _forward_entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
-    return _forward(_entropy_in_torch, ((x, bulk, p0),), lengths, log_params)
+    return _forward(((x, bulk, p0),), lengths, log_params)
 
 
 def _forward_divergence(*args: Any) -> Tensor:
-    p, q = _alike(args[:3], args[3:6], steps=False)
-    return _forward(_divergence_in_torch, (p, q), *args[6:])
+    return _forward(_alike(args[:3], args[3:6], steps=False), *args[6:])
 
 
-def _forward(
-    in_torch: Callable[..., Tensor], chains: tuple[Weights, ...], lengths: Tensor | None, log_params: bool
-) -> Tensor:
-    """One number for each sequence [*B], by the loops in C on a CPU; `in_torch` elsewhere and where the loops fail."""
+def _forward(chains: tuple[Weights, ...], lengths: Tensor | None, log_params: bool) -> Tensor:
+    """One number for each sequence [*B]."""
     x = chains[0][0]
-    if not kernels.in_c(x) or x.numel() == 0:
-        return in_torch(*chains, lengths, log_params)
+    if x.numel() == 0:
+        return _shapes(x).zero_()
     layouts, in_order = zip(*(chain_of(*one, lengths, log_params) for one in chains), strict=True)
-    values, unknown = kernels.entropies().expected(in_order)[:2]
+    values, redone = formula.values(in_order)
+    report_chains(redone)
     result: Tensor = layouts[0].batched(values).contiguous()
-    if unknown.any():
-        report_chains(unknown)
-        left = layouts[0].batched(unknown)
-        ends = None if lengths is None else lengths.expand(left.shape)[left]
-        result[left] = in_torch(*(_chosen(left, *one) for one in chains), ends, log_params)
     return result
-
-
-def _chosen(mask: Tensor, x: Tensor, bulk: Tensor, p0: Tensor) -> Weights:
-    """The operands of the sequences in a mask [*B], with one batch axis; a shared bulk or p0 stays shared."""
-    batch = x.shape[:-2]
-    bulk, p0 = (
-        value.expand(*batch, *value.shape[lead:])[mask] if value.shape[:lead].numel() > 1 else value.flatten(0, lead)
-        for value, lead in ((bulk, bulk.dim() - 3), (p0, p0.dim() - 1))
-    )
-    return x[mask], bulk, p0
-
-
-def _entropy_in_torch(p: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
-    norm = _log_norm(p, lengths, log_params)
-    expected = log_norm_along(*p, lengths, *_log_weights(*p, log_params), log_params, True)
-    return torch.where(norm == -torch.inf, 0.0, norm - expected)
-
-
-def _divergence_in_torch(p: Weights, q: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
-    """The divergence; +inf where a path that p gives a probability above 2^-1000 is impossible under q."""
-    p, q = _alike(p, q)
-    zero = -torch.inf if log_params else 0.0
-    forbidden = (q[0] == -torch.inf).double(), (q[1] == zero).double(), (q[2] == zero).double()
-    ruled_out = log_norm_along(*p, lengths, *forbidden, log_params, True) > 0
-    norm, other_norm = (_log_norm(one, lengths, log_params) for one in (p, q))
-    expected = log_norm_along(*p, lengths, *_log_ratios(p, q, log_params), log_params, True)
-    divergences = expected - norm + torch.where(ruled_out, 0.0, other_norm)
-    return torch.where(norm == -torch.inf, 0.0, torch.where(ruled_out, torch.inf, divergences))
-
-
-def _log_norm(p: Weights, lengths: Tensor | None, log_params: bool) -> Tensor:
-    """The log-partition [*B], from operands in float64."""
-    x, bulk, p0 = (operand.double() for operand in p)
-    return log_norm(x, bulk, p0, lengths, log_params)
 
 
 def _shapes(x: Tensor, *_: Any) -> Tensor:

@@ -50,8 +50,6 @@ typedef struct {
     double *log_norm_error;         /* (g, m) or null: the rounding error of log_norm */
     real *filtered;                 /* (v, g, m, c) or null: forward messages with sum 1, with the strides of grad_x */
     int64_t float32;                /* operands and log messages are float32 although `real` is double */
-    const void *other;              /* null, or a second chain of the same sizes, see entropy.h */
-    double *terms;                  /* (g, m, c) or null: expected terms of the paths into each last state, likewise */
     real *factors;                  /* of stacks of matrices: factors of rows, see fold.h */
     const real *final_weights;      /* of stacks: weights of the last products, beside those in x; or null */
     int64_t *paths;                 /* (ranks, g, m, path_steps), packed (ranks, rows): states of paths, -1 for none. On

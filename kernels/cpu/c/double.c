@@ -3,7 +3,6 @@
 #include "arcs_backward.h"
 #include "bands_backward.h"
 #include "call.h"
-#include "entropy.h"
 #include "fold.h"
 #include "matmul.h"
 #include "sample.h"

@@ -75,7 +75,7 @@ INLINE int64_t active(const Walk *w, int64_t before, int64_t step) {
 /* Pointers to the rows of x of `rows` places, copied where they need padding or conversion. */
 INLINE void rows_of_x(const Walk *w, int64_t place, int64_t rows, int64_t step, const real **out) {
     const Chain *a = w->a;
-    int float32 = is_float32(a) && (step > 0 || !a->entering);
+    int float32 = is_float32(a);
     for (int64_t r = 0; r < rows; r++) {
         const real *x = x_at(a, w->set, sequence_of(w, place + r), step);
         real *to = w->padded_x + r * w->width;
