@@ -41,15 +41,17 @@ def entropy(
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
-    Cost: `3 v c^2` multiply-adds a sequence in `v` dependent steps, in float64, and a logarithm for each entry of
-    `bulk`. Few long sequences are cut into segments side by side where they forget how they began. The large parts that
-    log Z and the expectation have in common are never formed, so that an entropy of 1e-3 keeps its digits however large
-    |log Z|. Memory: two steps of messages; on other devices than a CPU, and for sequences that would underflow, two
-    messages `[*B, v, c]` in float64. The gradient, a covariance, is computed in log space: about `9 v c^2`
-    multiply-adds, each ten times as slow.
+    Cost: `3 v c^2` multiply-adds per sequence in float64 in `2 v` dependent steps, a dozen passes over `[*B, v, c]`,
+    and a logarithm for each entry of `bulk`. Sequences that underflow take an exponential and a product
+    for each step and each nonzero entry of a matrix; all do on other devices than a CPU. The large parts that log Z and
+    the expectation have in common are never formed, so that an entropy of 1e-3 keeps its digits however large |log Z|.
+    Memory: three float64 tensors `[k, v, c]` for k sequences at a time, which have at most 2^20 entries or are one set
+    that shares a matrix per step, and a float64 copy of their part of `bulk`. The gradient, a covariance, is computed
+    in log space: about `9 v c^2` multiply-adds, each ten times as slow.
 
-    Source: the entropy of hidden state paths, D. Hernando, V. Crespi and G. Cybenko, IEEE Trans. Inf. Theory 51 (2005);
-    here as a derivative of the log-partition along its own potentials. Definition: `logchain.reference.entropy`.
+    Source: the entropy of hidden state paths, D. Hernando, V. Crespi and G. Cybenko, IEEE Trans. Inf. Theory 51 (2005):
+    `H = H(g_last) + sum_i <g_i, h_i>`, with posteriors g_i and the entropies h_i of a state given the next one, from
+    forward messages. Definition: `logchain.reference.entropy`.
 
     >>> import torch
     >>> entropy(torch.zeros(3, 2), torch.full((1, 2, 2), 0.5), torch.tensor([1.0, 0.0]))  # two fair coins

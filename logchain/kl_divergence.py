@@ -41,14 +41,13 @@ def kl_divergence(
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
-    Cost: `4 v c^2` multiply-adds a sequence in `v` dependent steps, in float64, and two logarithms for each entry of
-    `bulk`; few long sequences are cut as by `entropy`. The large parts that the terms have in common are never formed,
-    so that a divergence of 1e-3 keeps its digits however large |log Z|. Memory: two steps of messages of each chain;
-    two messages `[*B, v, c]` in float64 on other devices than a CPU, where something would underflow, and where `q`
-    forbids what the weights of `p` allow.
+    Cost: `4 v c^2` multiply-adds per sequence in float64 in `3 v` dependent steps, and two logarithms for each entry of
+    `bulk`. Where something underflows, or potentials of a step lie over 600 nats apart and `q`
+    forbids a transition of `p`, torch operations repeat the steps in logarithms. The large parts that the terms have in
+    common are never formed, so that a divergence of 1e-3 keeps its digits however large |log Z|. Memory: as `entropy`,
+    five float64 tensors `[k, v, c]` at a time.
 
-    Source: the chain rule of relative entropy, as a derivative of the log-partition along the difference of the
-    potentials. Definition: `logchain.reference.kl_divergence`.
+    Source: the chain rule of relative entropy. Definition: `logchain.reference.kl_divergence`.
 
     >>> x, bulk = torch.zeros(3, 2), torch.full((1, 2, 2), 0.5)
     >>> fair, biased = torch.tensor([0.5, 0.5]), torch.tensor([0.75, 0.25])

@@ -1,10 +1,13 @@
 """Posteriors, messages, entropy and divergence: against sums over all paths, and where large numbers cancel."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 import logchain
+from logchain import reference
 from tests import oracle
 from tests.best_paths import small
 from tests.contract import depth, gradient_bound, unit
@@ -56,6 +59,41 @@ def test_divergence_where_one_forbids_what_the_other_does():
     assert logchain.kl_divergence(impossible, p) == 0
     assert logchain.kl_divergence(p, impossible) == INF
     assert logchain.entropy(*impossible) == 0
+
+
+def test_divergence_rare_forbidden_path_infinite():
+    """A path of probability 2^-900 that the other chain forbids, and none where it forbids what has no probability."""
+    x = torch.tensor([[0.0, -624.0], [0.0, 0.0]], dtype=F64)
+    bulk, p0 = torch.ones(1, 2, 2, dtype=F64), torch.ones(2, dtype=F64)
+    closed = torch.tensor([[[1.0, 1.0], [1.0, 0.0]]], dtype=F64)
+    assert logchain.kl_divergence((x, bulk, p0), (x, closed, p0)) == INF
+    assert logchain.kl_divergence((x, closed, p0), (x, bulk, p0)).abs() < 1e-14
+    opened = x.index_fill(1, torch.tensor(1), -INF)
+    assert logchain.kl_divergence((opened, bulk, p0), (opened, closed, p0)) == 0
+
+
+@pytest.mark.parametrize("scale", [3.0, 2000.0], ids=["near", "far"])
+@pytest.mark.parametrize(("sets", "steps"), [(1, 1), (3, 1), (1, 6), (3, 6)])
+def test_entropy_and_divergence_in_blocks_equal_whole(sets, steps, scale, monkeypatch):
+    """However few steps and sequences are computed together, and where potentials of a step lie far apart."""
+    generator = torch.Generator().manual_seed(0)
+    rand = partial(torch.rand, generator=generator, dtype=F64)
+    p, q = ((rand(3, 2, 7, 5) * scale, rand(sets, 1, steps, 5, 5), rand(5)) for _ in range(2))
+    p[0][0, 0] *= 1000  # recomputed pair by pair
+    p[1][..., 0, 1] = q[1][..., 0, 1] = 0.0
+    lengths = torch.tensor([[7, 1], [3, 7], [2, 6]])
+
+    def found() -> list[torch.Tensor]:
+        return [f(*chains, lengths=lengths) for f, chains in ((logchain.entropy, p), (logchain.kl_divergence, (p, q)))]
+
+    whole = found()
+    for (f, chains), value in zip(((reference.entropy, [p]), (reference.kl_divergence, [p, q])), whole, strict=True):
+        arrays = [tuple(operand.numpy() for operand in chain) for chain in chains]
+        expected = f(*(arrays[0] if len(arrays) == 1 else arrays), lengths=lengths.numpy())
+        np.testing.assert_allclose(value, expected, rtol=1e-10, atol=1e-10 * scale)
+    for size in ("_MESSAGES", "_PAIRS", "_PART"):
+        monkeypatch.setattr(f"logchain.kernels.plain.entropy.{size}", 1)
+        torch.testing.assert_close(found(), whole, rtol=1e-12, atol=1e-12 * scale)
 
 
 def test_small_entropies_and_divergences_of_large_partitions():

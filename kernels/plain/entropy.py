@@ -106,9 +106,10 @@ def _flat(chain: Chain) -> Chain:
 
 def _part(chain: Chain, index: slice | Tensor) -> Chain:
     """Some members of the only set, or some sets, in float64."""
-    x, p0 = (_take(t, index).to(torch.float64, memory_format=torch.contiguous_format) for t in (chain.x, chain.p0))
     bulk = chain.bulk if chain.g == 1 else chain.bulk[:, index].double()
-    return replace(chain, x=x, bulk=bulk, p0=p0, ends=None if chain.ends is None else _take(chain.ends, index))
+    ends = None if chain.ends is None else _take(chain.ends, index)
+    part = replace(chain, x=_take(chain.x, index), bulk=bulk, p0=_take(chain.p0, index).double(), ends=ends)
+    return replace(part, x=messages_of(part, part.v).copy_(part.x))
 
 
 def _take(values: Tensor, index: slice | Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def _passes(chains: list[Chain], forth: Callable[..., Any], back: Callable[..., 
     """The messages of each chain, and the posteriors (v, g, m, c) of the first."""
     first = chains[0]
     kept: list[Kept] = [forth(chain, keep=messages_of(chain, chain.v))[0] for chain in chains]
-    states = first.new(*first.x.shape)
+    states = messages_of(first, first.v)
     back(first, kept[0], torch.ones_like(kept[0].log_norm), None, states, None)
     return kept, states
 
