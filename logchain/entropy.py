@@ -4,7 +4,6 @@ from torch import Tensor
 
 from .arguments import Lengths, check_question
 from .autograd.entropy import entropy as entropy_of
-from .autograd.entropy import packed_entropy
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 from .structured import answers
@@ -61,7 +60,7 @@ def entropy(
         return answers.entropy(Question(x, bulk, p0, log_params, lengths, cu_seqlens, "entropy"))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        entropies = packed_entropy(packed, log_params)
+        entropies = packed.by_sequence([entropy_of(*piece, log_params) for piece in packed])
     else:
         ends = check_question(x, bulk, p0, log_params, lengths)
         entropies = entropy_of(x, bulk, p0, ends, log_params)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Lengths, check_question
-from .autograd.entropy import divergence, packed_divergence
+from .autograd.entropy import divergence
 from .operands import arithmetic_dtype
 from .schedules.packed import Packed
 
@@ -67,7 +67,8 @@ def kl_divergence(
         packed_p = Packed(*p, cu_seqlens, lengths, log_params, "p: ")
         packed_q = Packed(*q, cu_seqlens, lengths, log_params, "q: ")
         _check_alike(p[0], q[0])
-        divergences = packed_divergence(packed_p, packed_q, log_params)
+        pieces = zip(packed_p, packed_q, strict=True)
+        divergences = packed_p.by_sequence([divergence(a[:3], b[:3], a.lengths, log_params) for a, b in pieces])
     return divergences.to(torch.promote_types(arithmetic_dtype(*p), arithmetic_dtype(*q)))
 
 

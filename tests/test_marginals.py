@@ -62,14 +62,15 @@ def test_divergence_where_one_forbids_what_the_other_does():
 
 
 def test_divergence_rare_forbidden_path_infinite():
-    """A path of probability 2^-900 that the other chain forbids, and none where it forbids what has no probability."""
-    x = torch.tensor([[0.0, -624.0], [0.0, 0.0]], dtype=F64)
-    bulk, p0 = torch.ones(1, 2, 2, dtype=F64), torch.ones(2, dtype=F64)
-    closed = torch.tensor([[[1.0, 1.0], [1.0, 0.0]]], dtype=F64)
-    assert logchain.kl_divergence((x, bulk, p0), (x, closed, p0)) == INF
-    assert logchain.kl_divergence((x, closed, p0), (x, bulk, p0)).abs() < 1e-14
-    opened = x.index_fill(1, torch.tensor(1), -INF)
-    assert logchain.kl_divergence((opened, bulk, p0), (opened, closed, p0)) == 0
+    """A path of probability 2^-937 that the other chain forbids, and none where it forbids what has no probability."""
+    x, p0 = torch.zeros(3, 2, dtype=F64), torch.zeros(2, dtype=F64)
+    bulk = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [-650.0, -650.0]]], dtype=F64)
+    closed = bulk.clone()
+    closed[0, :, 1] = -INF
+    assert logchain.kl_divergence((x, bulk, p0), (x, closed, p0), log_params=True) == INF
+    assert logchain.kl_divergence((x, closed, p0), (x, bulk, p0), log_params=True).abs() < 1e-14
+    closed[1, 1] = bulk[1, 1] = -INF
+    assert logchain.kl_divergence((x, bulk, p0), (x, closed, p0), log_params=True) == 0
 
 
 @pytest.mark.parametrize("scale", [3.0, 2000.0], ids=["near", "far"])

@@ -164,6 +164,7 @@ def _linear(sides: list[_Side], states: Tensor, ends: Tensor | None) -> Tensor:
         top, best = side.messages[0].max(-1, keepdim=True)
         logs = side.p0 + (side.x[0] - side.x[0].gather(-1, best))
         first = logs.gather(-1, best)[..., 0] - _dot(states[0], logs.masked_fill(states[0] == 0, 0.0))
+        first.masked_fill_(_unseen(logs == -math.inf, states[0], sides[0].messages[0]), math.nan)
         value += sign * (first + (_at_ends(side.messages, ends) / top).sum(-1).log())
     return value
 
@@ -218,8 +219,9 @@ def _weights(logs: list[Tensor]) -> _Weights:
     weights, ratios = columns[0].mT, logs[-1]
     if len(logs) > 1:
         ratios = ratios - logs[0].masked_fill(logs[0] == -math.inf, 0.0)
-    forbidden = (weights > 0) & (ratios == -math.inf)
+    forbidden = (logs[0] > -math.inf) & (ratios == -math.inf)
     weighted = (weights * ratios).masked_fill_((weights == 0) | forbidden, 0.0)
+    weighted.masked_fill_((weights == 0) & forbidden, math.nan)  # underflows, and is not to be missed
     sums = [each.sum(-2)[..., None] for each in columns]
     return _Weights(columns, sums, weighted, weights * forbidden if forbidden.any() else None)
 
@@ -238,6 +240,8 @@ def _linear_terms(steps: list[_Step], states: Tensor, weights: _Weights) -> Tens
             scale = _dot(before, weights.columns[i][stack, best[..., 0]]) / after.gather(-1, best)[..., 0]
             below = (x.gather(-1, best) - x).masked_fill_(states == 0, 0.0)
             through = below.exp().mul_(after)
+            if i > 0:
+                terms[_unseen(x == -math.inf, states, steps[0].after)] = math.nan
         terms += _SIGNS[len(steps)][i] * (_dot(states, below) + scale.log())
     # of the first chain, S_{i-1} P_i = through * scale
     share = states / through
@@ -246,7 +250,7 @@ def _linear_terms(steps: list[_Step], states: Tensor, weights: _Weights) -> Tens
     terms -= _dot(before @ weights.weighted, share) / scale
     if weights.forbidden is not None:
         terms[_dot(before @ weights.forbidden, share) > 0] = math.inf
-        terms = terms * math.nan if far else terms  # some shares are too small to be seen
+        terms[_unseen(True, share, after)] = math.nan
     return terms
 
 
@@ -275,6 +279,11 @@ def _pair_terms(steps: list[_Step], states: Tensor, pairs: _Pairs) -> Tensor:
         total = torch.logsumexp(terms, -1, keepdim=True)
         chances.append(terms.sub_(total.masked_fill_(total == -math.inf, 0.0)))
     return _mean(states, _mean(chances[0].exp(), _surprise(chances)))
+
+
+def _unseen(forbidden: Tensor | bool, chances: Tensor, messages: Tensor) -> Tensor:
+    """Where a forbidden state may have a chance that is so small that it is 0."""
+    return (forbidden & (chances == 0) & (messages > 0)).any(-1)
 
 
 def _surprise(logs: list[Tensor]) -> Tensor:

@@ -5,11 +5,11 @@ With t the logarithms of all weights of a path, x included, and s those of the o
     H = log Z - E[t]                      dH = -Cov(t, dt)
     KL = E[t - s] - log Z + log Z'        dKL = Cov(t - s, dt) + (E' - E)[ds]
 
-E and Cov are those of the chain's posterior over paths, E' that of the other one. E[t] is the derivative of the
-log-partition along t (`Along`), and Cov that of E (`Second`). Each operator can be differentiated once.
+E and Cov are those of the chain's posterior over paths, E' that of the other one. `kernels.plain.entropy` computes the
+values, and `Second` the covariances. Each operator can be differentiated once.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from ..kernels.plain import entropy as formula
 from ..operands import Operands, chain_of
 from ..rescues import report_chains
-from ..schedules.packed import Packed, Piece
 from .chain import posteriors
 from .chain_functions import Second as Covariances
 from .chain_functions import if_needed
@@ -38,28 +37,6 @@ def divergence(p: Weights, q: Weights, lengths: Tensor | None, log_params: bool)
     """The divergence of the paths of p from those of q [*B] in float64; 0 where none is possible under p."""
     divergences: Tensor = apply(_Divergence, _divergence, *p, *q, lengths, log_params)
     return divergences
-
-
-def packed_entropy(packed: Packed, log_params: bool) -> Tensor:
-    """The entropies [n] of sequences that lie one behind the other."""
-
-    def of_piece(piece: Piece) -> Tensor:
-        return entropy(*piece, log_params)
-
-    return _of_packed(of_piece, log_params, packed)
-
-
-def packed_divergence(p: Packed, q: Packed, log_params: bool) -> Tensor:
-    """The divergences [n] of sequences that lie one behind the other, in both chains alike."""
-
-    def of_pieces(p: Piece, q: Piece) -> Tensor:
-        return divergence(p[:3], q[:3], p.lengths, log_params)
-
-    return _of_packed(of_pieces, log_params, p, q)
-
-
-def _of_packed(padded: Callable[..., Tensor], log_params: bool, *packed: Packed) -> Tensor:
-    return packed[0].by_sequence([padded(*pieces) for pieces in zip(*packed, strict=True)])
 
 
 class _Entropy(Saving):
@@ -151,15 +128,14 @@ def _alike(p: Weights, q: Weights, *, steps: bool = True) -> tuple[Weights, Weig
 
 
 def _forward_entropy(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool) -> Tensor:
-    return _forward(((x, bulk, p0),), lengths, log_params)
+    return _values([(x, bulk, p0)], lengths, log_params)
 
 
 def _forward_divergence(*args: Any) -> Tensor:
-    return _forward(_alike(args[:3], args[3:6], steps=False), *args[6:])
+    return _values(_alike(args[:3], args[3:6], steps=False), *args[6:])
 
 
-def _forward(chains: tuple[Weights, ...], lengths: Tensor | None, log_params: bool) -> Tensor:
-    """One number for each sequence [*B]."""
+def _values(chains: Sequence[Weights], lengths: Tensor | None, log_params: bool) -> Tensor:
     x = chains[0][0]
     if x.numel() == 0:
         return _shapes(x).zero_()
