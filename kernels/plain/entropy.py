@@ -32,7 +32,7 @@ from ..numbers import relative_logs
 from . import backward, forward
 
 # entries that are computed together: of messages, of pairs of states, and of x in one part of a batch
-_MESSAGES, _PAIRS, _PART = 2**16, 2**20, 2**20
+_MESSAGES, _PAIRS, _PART = 2**17, 2**20, 2**20
 
 # nats between the potentials of a step, up to which no exponential underflows
 _SPREAD = 600.0
@@ -198,6 +198,7 @@ def _over_steps(
     def stacked(values: Tensor) -> Tensor:
         return values.movedim(1, 0).flatten(1, 2) if one_matrix else values.flatten(0, 1)
 
+    scratch = value.new_empty(2, 0)
     count = max(1, rows // (g * (m if one_matrix else max(m, c))))
     for start in range(1, v, count):
         here = slice(start, min(v, start + count))
@@ -205,7 +206,10 @@ def _over_steps(
             prepared = prepare([side.matrices(here, one_matrix) for side in sides])
         before = slice(here.start - 1, here.stop - 1)
         steps = [_Step(*map(stacked, (side.messages[before], side.messages[here], side.x[here]))) for side in sides]
-        each = terms(steps, stacked(states[here]), prepared)
+        posterior = stacked(states[here])
+        if scratch.shape[1:] != posterior.shape:  # new memory at each step would take longer than the arithmetic
+            scratch = posterior.new_empty(2, *posterior.shape)
+        each = terms(steps, posterior, prepared, scratch)
         each = each.view(g, -1, m).movedim(1, 0) if one_matrix else each.view(-1, g, m)
         if ends is not None:
             step = torch.arange(here.start, here.stop, device=ends.device).view(-1, 1, 1)
@@ -226,28 +230,30 @@ def _weights(logs: list[Tensor]) -> _Weights:
     return _Weights(columns, sums, weighted, weights * forbidden if forbidden.any() else None)
 
 
-def _linear_terms(steps: list[_Step], states: Tensor, weights: _Weights) -> Tensor:
+def _linear_terms(steps: list[_Step], states: Tensor, weights: _Weights, scratch: Tensor) -> Tensor:
     """The terms (stack, rows) of F of steps with posteriors (stack, rows, c)."""
+    below, through = scratch
     terms, far = torch.zeros_like(states[..., 0]), False
     for i, (before, after, x) in reversed([*enumerate(steps)]):
-        below = x.amax(-1, keepdim=True) - x  # (stack, rows, c)
+        torch.sub(x.amax(-1, keepdim=True), x, out=below)
         if below.amax() < _SPREAD:
-            through = below.exp().mul_(after)
+            torch.exp(below, out=through).mul_(after)
             scale = (before @ weights.sums[i])[..., 0] / through.sum(-1)
         else:  # from the most probable state alone
             best, far = after.argmax(-1, keepdim=True), True
             stack = torch.arange(len(states))[:, None]
             scale = _dot(before, weights.columns[i][stack, best[..., 0]]) / after.gather(-1, best)[..., 0]
-            below = (x.gather(-1, best) - x).masked_fill_(states == 0, 0.0)
-            through = below.exp().mul_(after)
+            torch.sub(x.gather(-1, best), x, out=below).masked_fill_(states == 0, 0.0)
+            torch.exp(below, out=through).mul_(after)
             if i > 0:
                 terms[_unseen(x == -math.inf, states, steps[0].after)] = math.nan
-        terms += _SIGNS[len(steps)][i] * (_dot(states, below) + scale.log())
+        terms += _SIGNS[len(steps)][i] * (below.mul_(states).sum(-1) + scale.log())
     # of the first chain, S_{i-1} P_i = through * scale
-    share = states / through
-    if far or not through.amin() > 0:
+    masked = far or not through.amin() > 0
+    share = torch.div(states, through, out=through)
+    if masked:
         share.masked_fill_(states == 0, 0.0)
-    terms -= _dot(before @ weights.weighted, share) / scale
+    terms -= torch.matmul(before, weights.weighted, out=below).mul_(share).sum(-1) / scale
     if weights.forbidden is not None:
         terms[_dot(before @ weights.forbidden, share) > 0] = math.inf
         terms[_unseen(True, share, after)] = math.nan
@@ -271,7 +277,7 @@ class _Pairs(NamedTuple):
         return cls([each[:, sources, states[:, None]] for each in logs], sources)
 
 
-def _pair_terms(steps: list[_Step], states: Tensor, pairs: _Pairs) -> Tensor:
+def _pair_terms(steps: list[_Step], states: Tensor, pairs: _Pairs, _: Tensor) -> Tensor:
     """The terms (stack, rows) of steps with posteriors (stack, rows, c)."""
     chances = []
     for (before, _, _), logs in zip(steps, pairs.logs, strict=True):
