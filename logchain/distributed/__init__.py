@@ -1,9 +1,5 @@
-"""Chains whose variables lie on several ranks of a `torch.distributed` process group."""
+"""Chains whose variables are divided among the ranks of a `torch.distributed` process group."""
 
-from .entropy import entropy
-from .marginals import marginals
-from .product import product
-from .sample import sample
-from .viterbi import viterbi
+from .functions import entropy, log_prob, marginals, product, sample, viterbi
 
-__all__ = ["entropy", "marginals", "product", "sample", "viterbi"]
+__all__ = ["entropy", "log_prob", "marginals", "product", "sample", "viterbi"]

@@ -5,12 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import logchain
 from tests.layouts import relaid
 
 F64 = torch.float64
 
 # the axis of variables, counted from the end, of results that have one
-_OF_VARIABLES = {"gradient of x": -2, "posteriors": -2, "path": -1}
+_OF_VARIABLES = {"gradient of x": -2, "change of x": -2, "posteriors": -2, "path": -1}
 
 
 class Case(NamedTuple):
@@ -28,6 +29,12 @@ class Case(NamedTuple):
     def options(self) -> dict:
         """The options of any function."""
         return {"log_params": self.log_params, "lengths": self.lengths}
+
+    @property
+    def paths(self) -> Tensor:
+        """The best path, and one that may be impossible [2, *B, v]."""
+        best = logchain.viterbi(*self[:3], **self.options).states
+        return torch.stack([best, best.roll(1, -1).clamp(min=0)])
 
     def variables(self, rank: int) -> slice:
         """The variables of a rank."""
@@ -52,7 +59,7 @@ class Case(NamedTuple):
         """A rank's part of a result, by its name."""
         if name in _OF_VARIABLES:
             return result.narrow(_OF_VARIABLES[name], self.variables(rank).start, self.sizes[rank])
-        if name in ("gradient of bulk", "counts"):
+        if name in ("gradient of bulk", "change of bulk", "counts"):
             return result[..., self.matrices(rank), :, :]
         return result[..., self.steps(rank), :, :] if name == "transitions" else result
 

@@ -4,7 +4,6 @@ import datetime
 import os
 import signal
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from logchain import distributed
 from tests.distributed.chains import chain
 
 CASE = chain((4, 3, 5), 3, batch=(2,), lengths=True)
 EACH = chain((4, 3, 5), 3, batch=(2,), one_matrix=False, zeros=0.0)
+STATES = torch.zeros(2, 3, dtype=torch.int64)
 
 
 def product(x, bulk, p0, **options):
@@ -29,12 +28,30 @@ def of_a_mesh(x, bulk, p0):
     product(DTensor.from_local(x, DeviceMesh("cpu", [1], _init_backend=False), [Replicate()]), bulk, p0)
 
 
-def with_log_p0(*p0):
-    return lambda x, bulk, _: product(x, bulk, torch.tensor(p0, dtype=x.dtype), log_params=True)
+def log_prob(states):
+    return lambda x, *others: distributed.log_prob(x, *others, 0 * x[..., 0].long() if states is None else states)
+
+
+def with_gradients(function):
+    return lambda x, *others: function(x.requires_grad_(), *others)
+
+
+def negative(name, place):
+    def call(*operands):
+        named = dict(zip(("x", "bulk", "p0"), operands, strict=True))
+        named[name][place] = -2.0
+        distributed.product(**named)
+
+    return call
+
+
+def two_ranks_of_two(x, bulk, p0):
+    product(x, bulk.expand(2, 3, 3), p0)
 
 
 draw, count = partial(partial, distributed.sample), partial(partial, distributed.marginals)
 OF_SEQUENCES, LONG = torch.vmap(distributed.product, (0, None, None)), torch.tensor([3, 13])
+NO_GRADIENTS = "expected operands without gradients, as it has no derivative; call it under torch.no_grad()"
 
 # the error on all ranks, the call of rank 1, and that of the others if it is not `product`
 ERRORS = [
@@ -43,25 +60,34 @@ ERRORS = [
     (ValueError, "rank 1: x: expected at least 2 axes", lambda x, *others: product(x[0, 0], *others)),
     (ValueError, "rank 1: x: expected shape [2, v, 3] of torch.float64", lambda x, *o: product(x.float(), *o)),
     (NotImplementedError, "rank 1: logchain.distributed: expected no transform of", OF_SEQUENCES),
-    (ValueError, "rank 1: gradients: expected False, as on", lambda x, *others: product(x.requires_grad_(), *others)),
+    (ValueError, "rank 1: gradients: expected False, as on", with_gradients(product)),
     (ValueError, "rank 1: bulk: expected shape", lambda x, bulk, p0: product(x, bulk[..., :2], p0)),
-    (ValueError, "rank 1: bulk: expected the same matrix as on", lambda x, bulk, p0: product(x, bulk.mT, p0)),
-    (ValueError, "rank 0: bulk: expected 3 matrices, which lead", *[partial(product, one_matrix=False)] * 2),
+    (ValueError, "rank 1: bulk: expected axes [] before its", lambda x, bulk, p0: product(x, bulk[None], p0)),
+    (ValueError, "rank 1: bulk: expected non-negative weights, got -2 at [0, 1, 0]", negative("bulk", (0, 1, 0))),
+    (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", *[partial(product, one_matrix=False)] * 2),
+    (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", two_ranks_of_two),
     (ValueError, "rank 1: p0: expected shape", lambda x, bulk, p0: product(x, bulk, p0[:2])),
-    (ValueError, "rank 1: p0: expected the same weights as on", lambda x, bulk, p0: product(x, bulk, p0 * 1.001)),
-    (ValueError, "rank 1: p0: expected the same", with_log_p0(0, 0, -torch.inf), with_log_p0(-torch.inf, 0, 0)),
+    (ValueError, "rank 1: p0: expected non-negative weights, got -2 at [1]", negative("p0", 1)),
     (TypeError, "rank 1: log_params: expected True or False, got 1", partial(product, log_params=1)),
     (ValueError, "rank 1: log_params: expected False, as on rank 0, got True", partial(product, log_params=True)),
-    (ValueError, "rank 1: lengths: expected values from 1, got 0", partial(product, lengths=torch.tensor([0, 3]))),
-    (ValueError, "rank 1: lengths: expected integers", partial(product, lengths=CASE.lengths.flip(0))),
-    (ValueError, "lengths: expected values from 1 to v = 12, got 13", *[partial(product, lengths=LONG)] * 2),
-    (ValueError, "rank 1: strategy: expected 'auto' or", partial(product, strategy="fast")),
-    (ValueError, "rank 1: strategy: expected auto, as on rank 0", partial(product, strategy="products")),
+    (ValueError, "rank 1: lengths: expected [", partial(product, lengths=CASE.lengths.flip(0))),
+    (TypeError, "rank 1: lengths: expected integers", partial(product, lengths=CASE.lengths.double())),
+    (ValueError, "lengths: expected values from 1 to v = 12, got 3 to 13", *[partial(product, lengths=LONG)] * 2),
+    (ValueError, "lengths: expected values from 1 to v = 12, got 0 to 3", *[partial(product, lengths=[0, 3])] * 2),
     (ValueError, "rank 1: one_matrix: expected None or False or True, got 'yes'", partial(product, one_matrix="yes")),
-    (ValueError, "rank 1: question: expected product, as on rank 0, got marginals", distributed.marginals),
+    (ValueError, "rank 1: one_matrix: expected None, as on rank 0, got True", partial(product, one_matrix=True)),
+    (ValueError, "rank 1: function: expected product, as on rank 0, got marginals", distributed.marginals),
     (ValueError, "rank 1: transitions: expected None or 'sum' or 'full', got 'all'", count(transitions="all"), count()),
+    (ValueError, "rank 1: transitions: expected None, as on rank 0, got sum", count(transitions="sum"), count()),
     (ValueError, "rank 1: num_samples: expected 0 or more, got -1", draw(num_samples=-1), draw(num_samples=2)),
     (ValueError, "rank 1: num_samples: expected 2, as on rank 0, got 3", draw(num_samples=3), draw(num_samples=2)),
+    (TypeError, "rank 1: states: expected integers", log_prob(STATES.double())),
+    (ValueError, "rank 1: states: expected values from -1 to c - 1 = 2", log_prob(STATES + 3)),
+    (ValueError, "rank 1: states: expected axes [2]", log_prob(STATES[None]), log_prob(None)),
+    *[
+        (NotImplementedError, f"rank 0: {function.__name__}: {NO_GRADIENTS}", *[with_gradients(function)] * 2)
+        for function in (distributed.marginals, distributed.viterbi, distributed.entropy)
+    ],
     (ValueError, "x: expected at least one variable on some rank", *[lambda x, *o: product(x[:, :0], *o)] * 2),
     # of several wrong ranks the first
     (ValueError, "rank 0: p0: expected shape", lambda *_: product([], [], []), lambda x, b, p0: product(x, b, p0[:2])),
@@ -80,84 +106,28 @@ def test_an_error_on_one_rank_is_raised_on_all(teams, index):
         assert type(error) is kind and str(error).startswith(text), error
 
 
-def with_rounded_p0(rank):
+def per_step(rank):
+    negative("bulk", (1, 1, 0))(*EACH.of(rank)) if rank == 1 else distributed.product(*EACH.of(rank))
+
+
+def test_a_negative_weight_of_one_step_is_raised_on_all(teams):
+    for error in teams(3).errors(per_step):
+        assert str(error).startswith("rank 1: bulk: expected non-negative weights, got -2 at [1, 1, 0]"), error
+
+
+def second_derivative(rank, function, args):
     x, bulk, p0 = CASE.of(rank)
-    return product(x, bulk, p0 * (1 + 1e-7 * rank))
-
-
-def test_weights_may_differ_by_rounding(teams):
-    first, *others = teams(3).values(with_rounded_p0)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def negative(rank, name, place):
-    operands = dict(zip(("x", "bulk", "p0"), EACH.of(rank), strict=True))
-    if name == "p0" or rank == 1:
-        operands[name][place] = -2.0
-    distributed.product(**operands)
-
-
-class OutOfMemory(TorchDispatchMode):
-    """A context in which nothing can be concatenated, as ranks do with what they send."""
-
-    def __torch_dispatch__(self, operator, types, args=(), options=None):
-        if operator is torch.ops.aten.cat.default:
-            raise MemoryError("of this test")
-        return operator(*args, **(options or {}))
-
-
-def out_of_memory(rank):
-    x, *others = CASE.of(rank)
-    value = product(x.requires_grad_(), *others).sum()
-    with OutOfMemory() if rank == 1 else nullcontext():
-        value.backward()
-
-
-def derivative(rank, name, part=""):
-    x, bulk, p0 = CASE.of(rank)
-    result = getattr(distributed, name)(x.requires_grad_(), bulk, p0)
-    (gradient,) = torch.autograd.grad(getattr(result, part, result).sum(), x, create_graph=True)
+    value = getattr(distributed, function)(
+        x.requires_grad_(), bulk, p0, *(states[..., : x.shape[-2]] for states in args)
+    )
+    (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=True)
     gradient.sum().backward()
 
 
-def incoming_gradient(rank, of_others, of_rank_1):
-    x, bulk, p0 = CASE.of(rank)
-    value = product(x.requires_grad_(), bulk, p0)
-    value.backward(torch.tensor(of_rank_1 if rank == 1 else of_others, dtype=value.dtype))
-
-
-def backward_in_another_order(rank):
-    x, bulk, p0 = CASE.of(rank)
-    products = [product(x, bulk.requires_grad_(), p0).sum() for _ in range(2)]
-    for value in reversed(products) if rank == 1 else products:
-        value.backward()
-
-
-UNLIKE = "grad: expected the same incoming gradient on every rank"
-NO_DERIVATIVE = "logchain.distributed: expected no derivative"
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "run", "args"),
-    [
-        (ValueError, "rank 1: bulk: expected non-negative weights, got -2 at [0, 1, 0]", negative, ["bulk", (0, 1, 0)]),
-        (ValueError, "rank 0: p0: expected non-negative weights, got -2 at [1]", negative, ["p0", 1]),
-        (MemoryError, "rank 1: of this test", out_of_memory, []),
-        (RuntimeError, "logchain.distributed: expected one derivative, got a second", derivative, ["product"]),
-        (NotImplementedError, NO_DERIVATIVE, derivative, ["marginals", "states"]),
-        (NotImplementedError, NO_DERIVATIVE, derivative, ["viterbi", "score"]),
-        (NotImplementedError, NO_DERIVATIVE, derivative, ["entropy"]),
-        (RuntimeError, UNLIKE, incoming_gradient, [[1.0, 2.0], [2.0, 1.0]]),
-        (RuntimeError, UNLIKE, incoming_gradient, [[1.0, -2.0], [2.0, -4.0]]),
-        (RuntimeError, UNLIKE, incoming_gradient, [[1.0, 1.0], [1.0, torch.nan]]),
-        (RuntimeError, UNLIKE, incoming_gradient, [[1.0, 1.0], [1e200, 1.0]]),
-        (RuntimeError, UNLIKE, incoming_gradient, [[1.0, 1.0], [1.0001, 1.0001]]),
-        (RuntimeError, "passes in different orders", backward_in_another_order, []),
-    ],
-)
-def test_an_error_in_a_pass_is_raised_on_all(teams, kind, text, run, args):
-    for error in teams(3).errors(run, *args):
-        assert isinstance(error, kind) and text in str(error), error
+@pytest.mark.parametrize(("function", "args"), [("product", []), ("log_prob", [torch.zeros(2, 12, dtype=torch.int64)])])
+def test_a_second_derivative_raises(teams, function, args):
+    for error in teams(3).errors(second_derivative, function, args):
+        assert isinstance(error, RuntimeError) and "expected one derivative, got a second" in str(error), error
 
 
 def outside_the_group(rank):
@@ -167,9 +137,9 @@ def outside_the_group(rank):
 
 
 def test_a_process_without_a_group_raises(teams):
-    with pytest.raises(ValueError, match="group: expected a process group that this process belongs"):
+    with pytest.raises(ValueError, match="group: expected a process group that contains this process"):
         teams(2).values(outside_the_group)
-    with pytest.raises(RuntimeError, match="group: expected torch.distributed to be initialised"):
+    with pytest.raises(RuntimeError, match="group: expected torch.distributed to be initialized"):
         distributed.product(*CASE.of(0))
 
 

@@ -1,0 +1,290 @@
+"""The functions of a chain whose variables are divided among ranks, each of which calls them with its own part."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import entropy as entropy_of
+from .. import kernels
+from ..arguments import Lengths, check_choice
+from ..autograd.operator import Final
+from ..autograd.paths import log_weight
+from ..kernels.chain import Chain
+from ..kernels.message import Kept
+from ..log_prob import _as_paths, _check_values
+from ..marginals import Marginals
+from ..operands import arithmetic_dtype
+from ..sample import check_draws
+from ..viterbi import Path
+from .part import Part, without_scale
+
+
+def product(
+    x: Tensor, bulk: Tensor, p0: Tensor, *, group: Any = None, log_params: bool = False, lengths: Lengths | None = None,
+    one_matrix: bool | None = None,
+) -> Tensor:  # fmt: skip
+    r"""Returns the log-partition of chains whose variables are divided among ranks, as `logchain.product` defines it.
+
+    Every rank of the group calls it with its own part, and gets the same result.
+
+    Args:
+        x: log-potentials `[*B, v_r, c]` in nats of this rank's `v_r` variables, the first rank's first; 0 is allowed.
+        bulk: transition weights, `[from, to]`: `[*B or ones, 1, c, c]`, one matrix for every step, the same on every
+            rank; or `[*B or ones, v_r, c, c]`, the matrices that lead into this rank's variables, of which the rank
+            with the very first variable has one less.
+        p0: initial weights `[*B or ones, c]`, the same on every rank.
+        group: a process group of `torch.distributed`, by default that of all processes: gloo for tensors on a CPU, NCCL
+            for those on a GPU.
+        log_params: `bulk` and `p0` are logarithms (nats).
+        lengths: the numbers of variables of whole sequences, the same on every rank; they may end on any.
+        one_matrix: whether `bulk` is one matrix for every step. None: it is if every rank holds a single matrix.
+
+    Returns:
+        `[*B]` in nats; NaN where a sum of weights is infinite. Gradients are those of this rank's x and matrices; of
+        one matrix for all steps, and of p0, every rank gets the whole gradient. All ranks have to take it, with the
+        same incoming gradient, once.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on this rank or on another, which the message names, or differs
+            between ranks. Values of x, `bulk` and p0 are not compared.
+        RuntimeError: there is no group, or a rank is gone or did not answer within the timeout of the group.
+
+    Cost: `v_r c^2` multiply-adds a sequence, on all ranks at the same time, and `c^2 v_r / 32` to warm up; if the chain
+    does not mix within that, ranks scan one after the other. The backward pass costs twice as much. A rank sends two
+    messages of `8 (c + 2)` bytes a sequence to its neighbor. Memory: that of `logchain.product` for the rank's part.
+
+    Source: messages of a mixing chain contract in Hilbert's metric, G. Birkhoff, Trans. AMS 85 (1957).
+
+    >>> import tempfile, torch
+    >>> import torch.distributed as dist
+    >>> store = dist.FileStore(tempfile.mktemp(), 1)
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # torchrun starts more
+    >>> x, bulk = torch.zeros(3, 2), torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
+    >>> product(x, bulk, torch.tensor([1.0, 1.0]))
+    tensor(0.6931)
+    >>> dist.destroy_process_group()
+    """
+    part = Part("product", (x, bulk, p0, group, log_params, lengths, one_matrix))
+    value: Tensor = _Value.apply(part, None, x, bulk, p0)  # type: ignore[no-untyped-call]
+    return value.to(arithmetic_dtype(x, bulk, p0))
+
+
+def marginals(
+    x: Tensor, bulk: Tensor, p0: Tensor, *, transitions: Literal["sum", "full"] | None = None, group: Any = None,
+    log_params: bool = False, lengths: Lengths | None = None, one_matrix: bool | None = None,
+) -> Marginals:  # fmt: skip
+    """Returns the posterior marginals of this rank's variables, as `logchain.marginals` defines them.
+
+    Arguments, errors and cost are as of `distributed.product` and its gradients. `transitions`: "sum" for expected
+    counts in the shape of `bulk`, those of one matrix summed over all ranks; "full" for `[*B, v_r, c, c]`, transitions
+    into this rank's variables, one less on the rank that has the first.
+
+    Returns:
+        `Marginals(states [*B, v_r, c], transitions or None, log_norm [*B])`, without derivatives.
+    """
+    part = Part(
+        "marginals", (x, bulk, p0, group, log_params, lengths, one_matrix),
+        lambda: check_choice("transitions", transitions, (None, "sum", "full")), dtype=arithmetic_dtype,
+        by_log=True, full=transitions == "full", transitions=transitions,
+    )  # fmt: skip
+    part.needs = needs = True, transitions is not None, False
+    norm = part.forward(keep=True)
+    states, counts, _ = part.whole(part.backward(norm, torch.ones_like(norm), needs)[0], needs)
+    assert states is not None
+    return Marginals(states, counts, part.batched(norm).to(part.chain.dtype))
+
+
+def entropy(
+    x: Tensor, bulk: Tensor, p0: Tensor, *, group: Any = None, log_params: bool = False, lengths: Lengths | None = None,
+    one_matrix: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns the entropy `[*B]` in nats of the posterior over paths, as `logchain.entropy` defines it.
+
+    It is the sum over ranks of the entropy of a rank's variables given the last one of the rank before. Arguments and
+    errors are as of `distributed.product`; the cost is that of its gradients and of `logchain.entropy`, in float64. The
+    result has no derivative.
+    """
+    part = Part("entropy", (x, bulk, p0, group, log_params, lengths, one_matrix), dtype=lambda *_: torch.float64)
+    norm = part.forward(keep=True)
+    _, before, following = part.backward(norm, torch.ones_like(norm))
+    total = part.ranks.total(_entropy_of_part(part, before, following))
+    return torch.where(part.batched(norm) == -torch.inf, 0.0, total).to(arithmetic_dtype(x, bulk, p0))
+
+
+def _entropy_of_part(part: Part, before: Tensor | None, following: Tensor | None) -> Tensor:
+    """The entropy [*B] of a rank's variables given the one before, whose backward message is `before`."""
+    (x, bulk, p0), known, ends = part.operands, part.zeros(), part.lengths
+    if not part.active:
+        return part.batched(known)
+    if following is not None:
+        x = torch.cat([x[..., :-1, :], x[..., -1:, :] + part.batched(following)[..., None, :]], -2)
+    if part.entering is not None and before is not None:
+        # the variable before is the first of the part, and its potential the message that enters
+        x, p0 = torch.cat([part.batched(part.entering)[..., None, :], x], -2), torch.full_like(p0, not part.log_params)
+        shares = torch.softmax(part.entering + before, -1)
+        known = -torch.special.xlogy(shares, shares).sum(-1)
+        ends = None if ends is None else ends + 1
+    value = entropy_of(x, bulk, p0, log_params=part.log_params, lengths=None if ends is None else ends.clamp(min=1))
+    return torch.where(part.batched(part.reached), value - part.batched(known), 0.0)
+
+
+def viterbi(
+    x: Tensor, bulk: Tensor, p0: Tensor, *, group: Any = None, log_params: bool = False, lengths: Lengths | None = None,
+    one_matrix: bool | None = None,
+) -> Path:  # fmt: skip
+    """Returns the best path, as `logchain.viterbi` defines it, ties included, and its log-weight.
+
+    Arguments and errors are as of `distributed.product`. The cost is that of `logchain.viterbi` for the rank's part, on
+    all ranks at the same time if the best paths into all states soon meet, otherwise one after the other.
+
+    Returns:
+        `Path(states, score)`: states int64 `[*B, v_r]` of this rank's variables, and the log-weight `[*B]` of the whole
+        path; without derivatives.
+    """
+    part = Part("viterbi", (x, bulk, p0, group, log_params, lengths, one_matrix))
+    x, kept = part.operands[0], {}
+
+    def scan(chain: Chain, entering: Tensor | None) -> Tensor:
+        entering = None if entering is None else entering.contiguous()
+        own = kept[chain is part.chain] = kernels.path_messages(x)(chain, entering)
+        return without_scale(own.leaving.masked_fill(own.unknown[..., None], torch.nan))
+
+    with kernels.arithmetic_on(x):
+        _, last = part.carry(scan, lambda arrived, guess: (arrived != guess).any(-1), part.reached)
+        best = part.ranks.from_last(part.zeros() if last is None else last[..., :-2].amax(-1))
+        states = torch.full((*part.layout.grid, x.shape[-2] + part.entered), -1, device=x.device)
+        if part.active:
+            part.ranks.exchange(-1, None, after := torch.full(part.layout.grid, -1, device=x.device))
+            states[..., -1] = torch.where(part.continues, after, -1)
+            kept[True].follow(states)
+            states.masked_fill_(~(best > -torch.inf)[..., None], -1)  # impossible, or NaN
+            part.ranks.exchange(-1, states[..., 0])
+    paths = part.layout.states(states.view(*part.chain.lead, states.shape[-1]))
+    score = part.ranks.total(_path_weight(part, paths, *part.operands))
+    score = torch.where(part.batched(best).isnan(), torch.nan, score).to(part.chain.dtype)
+    return Path(paths[..., part.entered :].contiguous(), score)
+
+
+def sample(
+    x: Tensor, bulk: Tensor, p0: Tensor, num_samples: int, *, generator: torch.Generator | None = None,
+    group: Any = None, log_params: bool = False, lengths: Lengths | None = None, one_matrix: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns paths drawn from the posterior, as `logchain.sample` draws them: the states of this rank's variables.
+
+    Arguments and errors are as of `distributed.product`. Every rank gets a seed from the `generator` of the first one,
+    and those of others are not read: equal states of it give equal paths for equal parts. The cost is that of
+    `distributed.product`; then ranks draw one after the other, the last first.
+
+    Returns:
+        int64 `[num_samples, *B, v_r]`, -1 for no state.
+    """
+
+    def check() -> int:
+        check_draws(num_samples, generator, x)
+        return int(torch.randint(2**52, (), generator=generator, device=x.device))
+
+    part = Part("sample", (x, bulk, p0, group, log_params, lengths, one_matrix), check, num_samples=num_samples)
+    norm, chain = part.forward(keep=True), part.chain
+    states = torch.empty(num_samples, *part.layout.grid, chain.v + part.entered, dtype=torch.int64, device=x.device)
+    if part.kept is not None:
+        part.ranks.exchange(-1, None, after := torch.full(states.shape[:-1], -1, device=x.device))
+        source = torch.Generator(x.device).manual_seed(part.details[0] + part.ranks.rank)
+        numbers = states.view(torch.float64).uniform_(generator=source)
+        numbers[..., -1] = torch.where(part.continues & (after >= 0), -1.0 - after, numbers[..., -1])
+        if part.entered:  # the message that entered is that of a variable
+            ends = None if chain.ends is None else chain.ends + 1
+            chain = replace(chain, x=chain.x[:1].expand(chain.v + 1, *chain.x.shape[1:]), ends=ends)
+        with kernels.arithmetic_on(x):
+            kernels.draw_kernels(x).draw(chain, part.kept._replace(log_norm=norm), states)
+        part.ranks.exchange(-1, states[..., 0])
+    paths = part.layout.states(states.view(num_samples, *chain.lead, states.shape[-1]))
+    return paths[..., part.entered :].contiguous()
+
+
+def log_prob(
+    x: Tensor, bulk: Tensor, p0: Tensor, states: Tensor, *, group: Any = None, log_params: bool = False,
+    lengths: Lengths | None = None, one_matrix: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns the log posterior `[*S, *B]` in nats of given paths, as `logchain.log_prob` defines it.
+
+    `states` are integers `[*S, *B, v_r]`, those of this rank's variables. All other arguments, the gradients, errors
+    and the cost are as of `distributed.product`.
+    """
+    lead = f"axes {list(states.shape[:-1])} before its variables" if isinstance(states, Tensor) else None
+    part = Part(
+        "log_prob", (x, bulk, p0, group, log_params, lengths, one_matrix),
+        lambda: _check_values(_as_paths(states, x), x.shape[-1]), states=lead,
+    )  # fmt: skip
+    paths = states.to(torch.int64)
+    if part.ranks.place is not None:
+        part.ranks.exchange(1, paths[..., -1], before := paths.new_empty(paths.shape[:-1]))
+        paths = torch.cat([before[..., None], paths], -1) if part.entered else paths
+    value: Tensor = _Value.apply(part, paths, x, bulk, p0)  # type: ignore[no-untyped-call]
+    return value.to(arithmetic_dtype(x, bulk, p0))
+
+
+class _Value(torch.autograd.Function):
+    """part, states, x, bulk, p0 -> log-partition [*B], or the log-probability of paths `states` if given [*S, *B]."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Part, states: Tensor | None, *operands: Tensor) -> Tensor:
+        norm = part.forward(keep=any(part.needs))
+        ctx.part, value, kept, impossible = part, part.batched(norm).clone(), part.kept, None
+        if states is not None:
+            weight = part.ranks.total(_path_weight(part, states, *operands))
+            # all paths may be impossible: -inf - (-inf) must not become NaN
+            impossible = (weight == -torch.inf) & ~value.isnan()
+            value = torch.where(impossible, -torch.inf, weight - value)
+        messages = (None,) * 3 if kept is None else (kept[1], kept[2], kept.bound)
+        ctx.save_for_backward(*operands, states, impossible, norm, *messages)
+        part.kept = None  # memory that is given back after the backward pass
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *operands, states, impossible, norm, messages, redone, bound = ctx.saved_tensors
+        part, needs = ctx.part, ctx.needs_input_grad[2:]
+        computed = needs[0], part.needs[1] if part.one_matrix else needs[1], part.needs[2]
+
+        def gradients(grad: Tensor, *operands: Tensor) -> Any:
+            weight = grad
+            if states is not None:
+                grad = grad.masked_fill(impossible, 0.0)
+                weight = -grad.sum_to_size(operands[0].shape[:-2])
+            part.kept = None if messages is None else Kept(norm, messages, redone, part.entered, bound)
+            local, *_ = part.backward(norm, part.layout.sequences(weight), computed)
+            part.kept = None
+            if states is not None:
+                leaves = [operand.detach().requires_grad_() for operand in operands]
+                with torch.enable_grad():
+                    weight = _path_weight(part, states, *leaves)
+                of_paths = torch.autograd.grad(weight, leaves, grad, allow_unused=True)
+                local = [a if b is None else b if a is None else a + b for a, b in zip(local, of_paths, strict=True)]
+            return part.whole(local, needs)
+
+        return None, None, *_Once.apply(gradients, grad, *operands)  # type: ignore[no-untyped-call]
+
+
+class _Once(Final):
+    """compute, grad, x, bulk, p0 -> gradients, which cannot be differentiated again."""
+
+    refusal = "logchain.distributed: expected one derivative, got a second; it needs the chain on one rank"
+
+    @staticmethod
+    def forward(compute: Any, *tensors: Tensor) -> Any:
+        return tuple(compute(*tensors))
+
+
+def _path_weight(part: Part, states: Tensor, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
+    """The log-weight [*S, *B] of this rank's steps of paths, which begin with the variable before, if there is one."""
+    ends = part.lengths
+    if part.ranks.place is None:
+        return x.sum((-2, -1)) + states.sum(-1)  # zeros
+    if part.entered:
+        reached = torch.ones_like(states[..., 0], dtype=torch.bool) if ends is None else ends > 0
+        states = torch.cat([torch.where(reached[..., None], states[..., :1], 0), states[..., 1:]], -1)
+        x, p0 = torch.cat([torch.zeros_like(x[..., :1, :]), x], -2), torch.full_like(p0, not part.log_params)
+        ends = None if ends is None else ends + 1
+    return log_weight(x, bulk, p0, states, ends, part.log_params)

@@ -1,0 +1,82 @@
+"""What the ranks of a process group exchange: one agreement on the arguments of a call, and messages to a neighbor."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# an error is raised on the other ranks as the first of these that it is an instance of, or as the last
+_KINDS = (TypeError, ValueError, NotImplementedError, MemoryError, RuntimeError)
+
+
+class Ranks:
+    """The ranks of a process group; `place` is the position of this one among those with variables, None without."""
+
+    place: int | None
+
+    def __init__(self, group: Any) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("group: expected torch.distributed to be initialized; call init_process_group")
+        self._group, self.rank = group, dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("group: expected a process group that contains this process; pass one that does")
+
+    def agree(self, describe: Callable[[], tuple[dict[str, Any], Any]]) -> list[Any]:
+        """The details of all ranks; `describe` returns fields, which have to be the same on all ranks, and details.
+
+        What it raises on one rank is raised on all, and so is a difference of fields.
+        """
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        sent: tuple[int | None, Any, Any]
+        try:
+            sent = None, *describe()
+        except Exception as error:
+            sent = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), -1), str(error), None
+        dist.all_gather_object(gathered, sent, group=self._group)
+        for rank, (kind, text, _) in enumerate(gathered):
+            if kind is not None:
+                raise _KINDS[kind](f"rank {rank}: {text}")
+        for rank, (_, fields, _) in enumerate(gathered):
+            for name, value in gathered[0][1].items():
+                if fields.get(name) != value:
+                    raise ValueError(f"rank {rank}: {name}: expected {value}, as on rank 0, got {fields.get(name)}")
+        return [details for *_, details in gathered]
+
+    def arrange(self, sizes: Sequence[int]) -> None:
+        """Order the ranks that have variables, of which there are `sizes`."""
+        if not sum(sizes):
+            raise ValueError("x: expected at least one variable on some rank, got none")
+        filled = [rank for rank, size in enumerate(sizes) if size > 0]
+        self._filled = [rank if self._group is None else dist.get_global_rank(self._group, rank) for rank in filled]
+        self.place = filled.index(self.rank) if sizes[self.rank] else None
+
+    def neighbor(self, step: int) -> int | None:
+        """The rank with the next variables, or for step -1 with the previous ones; None if there is none."""
+        place = -1 if self.place is None else self.place + step
+        return self._filled[place] if 0 <= place < len(self._filled) else None
+
+    def exchange(self, step: int, sent: Tensor | None, received: Tensor | None = None) -> None:
+        """Send to the neighbor in a direction and receive from the other one; None, or no neighbor: nothing."""
+        sides = (dist.isend, sent, self.neighbor(step)), (dist.irecv, received, self.neighbor(-step))
+        operations = [
+            dist.P2POp(operation, tensor.contiguous(), rank, self._group)
+            for operation, tensor, rank in sides
+            if tensor is not None and rank is not None and tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    def from_last(self, value: Tensor) -> Tensor:
+        """The value of the rank with the last variables, on all ranks; `value` is overwritten."""
+        if value.numel():
+            dist.broadcast(value, self._filled[-1], group=self._group)
+        return value
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over ranks of float64 values."""
+        value = value.double().clone(memory_format=torch.contiguous_format)
+        if value.numel():
+            dist.all_reduce(value, group=self._group)
+        return value
