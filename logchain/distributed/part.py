@@ -21,9 +21,9 @@ from ..kernels.chain import Chain
 from ..kernels.message import Kept, Message
 from ..kernels.numbers import exact_sum
 from ..layout import Layout
-from ..operands import Weights, arithmetic_dtype, check_weights, differentiated
+from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_boundaries, report_chains
-from ..schedules.overlapped import unlike
+from ..schedules.segments import disagree
 from .ranks import Ranks
 
 # a guess takes this share of a part's steps, and at least so many
@@ -142,7 +142,7 @@ class Part:
             return torch.cat([leaving.values, leaving.scale.movedim(0, -1)], -1)
 
         with kernels.arithmetic_on(self.chain.x):
-            self.entering, leaving = self.carry(scan, partial(unlike, self.chain), self.reached)
+            self.entering, leaving = self.carry(scan, partial(disagree, self.chain), self.reached)
         if self.kept is not None:
             report_chains(self.kept.redone)
         return self.ranks.from_last(self.zeros() if leaving is None else leaving[..., -2:].sum(-1))
@@ -177,7 +177,7 @@ class Part:
             return self.zeros(chain.c + 2)
 
         with kernels.arithmetic_on(x):
-            following, leaving = self.carry(scan, partial(unlike, self.chain), matters, -1)
+            following, leaving = self.carry(scan, partial(disagree, self.chain), matters, -1)
         if following is not None:
             following = following.masked_fill(~self.continues[..., None], 0.0)
         return gradients, None if leaving is None else leaving[..., :-2], following
@@ -231,9 +231,7 @@ def _described(
     if lengths is not None:
         ends = arguments.tensor_of(lengths)
         arguments.check_integers("lengths", ends)
-    if not log_params and not kernels.on_gpu(x):
-        # matrices after the end of a sequence are not read
-        check_weights(Weights("bulk", bulk if ends is None or bulk.shape[-3] == 1 else bulk[:0]), Weights("p0", p0))
+    arguments.check_signs(bulk, p0, log_params)
     return {
         "function": function,
         "x": f"shape {[*batch, 'v', c]} of {x.dtype} on {x.device.type}".replace("'", ""),

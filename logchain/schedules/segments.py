@@ -82,9 +82,9 @@ def backward(
     following = passes.before_segments(int(extra)).roll(-1, 0)
     following[-1] = 0.0
     arriving = passes.segments(following)
-    if _disagree(arriving[1:], following[:-1], chain).any():
+    if disagree(chain, arriving[1:], following[:-1]).any():
         for s in range(cut.count - 2, -1, -1):
-            refused = _disagree(arriving[s + 1], following[s], chain)
+            refused = disagree(chain, arriving[s + 1], following[s])
             if refused.any():
                 report_boundaries(refused)
                 following[s] = arriving[s + 1]
@@ -128,7 +128,7 @@ def _warmed_up(cut: "Cut", steps: int) -> tuple[Tensor, int]:
     steps = _FIRST * chain.dtype.itemsize
     while steps <= _WARM_PART * cut.length:
         from_uniform, from_state = twice.after_last(steps, starts).chunk(2, 1)
-        refused = _disagree(from_uniform[:-1], from_state[:-1], chain) & reached
+        refused = disagree(chain, from_uniform[:-1], from_state[:-1]) & reached
         if refused.sum() <= _REFUSED * refused.numel():
             return from_uniform, steps
         steps *= _GROWTH
@@ -146,11 +146,11 @@ def _certified(cut: "Cut", entering: Tensor, messages: Tensor | None, recomputed
     leaving = cut.by_segment(after.values)
     scale = torch.stack([cut.by_segment(part) for part in after.scale])
     recomputed.copy_(cut.by_segment(segments.redone))
-    if not (_disagree(leaving[:-1], entering[1:], chain) & reached[1:]).any():
+    if not (disagree(chain, leaving[:-1], entering[1:]) & reached[1:]).any():
         return scale
     memory = None if kept is None else chain.new(cut.length + 1, chain.g, chain.m, chain.c)
     for s in range(1, cut.count):
-        refused = _disagree(leaving[s - 1], entering[s], chain) & reached[s]
+        refused = disagree(chain, leaving[s - 1], entering[s]) & reached[s]
         if not refused.any():
             continue
         report_boundaries(refused)
@@ -162,7 +162,8 @@ def _certified(cut: "Cut", entering: Tensor, messages: Tensor | None, recomputed
     return scale
 
 
-def _disagree(a: Tensor, b: Tensor, chain: Chain) -> Tensor:
+def disagree(chain: Chain, a: Tensor, b: Tensor) -> Tensor:
+    """Whether logarithms of messages (..., c) differ by more than a factor and their rounding."""
     return ~(hilbert_distance(a, b) <= tolerance(chain.c, chain.dtype))  # also where one holds NaN
 
 
