@@ -27,7 +27,7 @@ from ..schedules.segments import disagree
 from .ranks import Ranks
 
 # a guess takes this share of a part's steps, and at least so many
-_SHARE, _STEPS = 32, 64
+_SHARE, _STEPS = 32, 32
 
 # the operands of a function as it is called: x, bulk, p0, group, log_params, lengths, one_matrix
 Call = tuple[Tensor, Tensor, Tensor, Any, bool, arguments.Lengths | None, bool | None]
