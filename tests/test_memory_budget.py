@@ -35,9 +35,9 @@ def leaves_of(v, n=1, c=16, dtype=torch.float32, own=False):
     return [operand.requires_grad_() for operand in (x, bulk / bulk.sum(-1, keepdim=True), p0)]
 
 
-def smallest(leaves):
+def smallest(leaves, log_params=False):
     with pytest.raises(ValueError, match="^memory_budget: expected at least [0-9]+ bytes to go with x ") as error:
-        logchain.product(*leaves, memory_budget=0)
+        logchain.product(*leaves, log_params=log_params, memory_budget=0)
     return int(re.search("[0-9]+", str(error.value))[0])
 
 
@@ -69,7 +69,7 @@ def test_the_smallest_budget_is_kept_and_one_byte_less_refused(case):
 def test_chains_that_are_recomputed_keep_the_budget(name):
     chain = FAMILIES[name](dtype=torch.float32, n=30, t=1, v=200, c=8)
     leaves = [operand.detach().requires_grad_() for operand in (chain.x, chain.bulk[..., :1, :, :], chain.p0)]
-    least = smallest(leaves)
+    least = smallest(leaves, chain.log_params)
     assert peak_of(leaves, least, log_params=chain.log_params) <= least
 
 
@@ -95,7 +95,8 @@ def test_a_budget_that_holds_all_messages_changes_nothing():
 
 def budgeted(chain, **options):
     """The value of `product` with the smallest budget."""
-    return logchain.product(*chain[:3], log_params=chain.log_params, memory_budget=smallest(chain[:3]), **options)
+    least = smallest(chain[:3], chain.log_params)
+    return logchain.product(*chain[:3], log_params=chain.log_params, memory_budget=least, **options)
 
 
 def test_weights_of_sequences_scale_their_gradients():
@@ -119,7 +120,7 @@ def test_a_recomputed_sequence_counts_once():
 def test_segments_of_any_length_keep_the_contract(name):
     chain = FAMILIES[name](torch.float32, each=True, v=2 * LONG, c=3)
     leaves = [operand.detach().requires_grad_() for operand in chain[:3]]
-    least = smallest(leaves)
+    least = smallest(leaves, chain.log_params)
     assert logchain.plan(*leaves, log_params=chain.log_params, memory_budget=least).checkpoint_every > 1
     for enough in (least, least + 500, 2 * least):
         for lengths in (None, torch.tensor([[1, 5], [900, 2], [11, 159]])):

@@ -43,7 +43,14 @@ class Packed:
     """
 
     def __init__(
-        self, x: Tensor, bulk: Tensor, p0: Tensor, cu_seqlens: Tensor, lengths: object, log_params: bool, name: str = ""
+        self,
+        x: Tensor,
+        bulk: Tensor,
+        p0: Tensor,
+        cu_seqlens: Tensor,
+        lengths: object,
+        log_params: bool,
+        prefix: str = "",
     ) -> None:
         check_flag("log_params", log_params)
         if lengths is not None:
@@ -51,7 +58,7 @@ class Packed:
         self.starts, ends = row_bounds(x, cu_seqlens)
         _check_parameters(bulk, p0, len(x), len(self.starts), x.shape[-1])
         self.x, self.bulk, self.p0, self.lengths = x, bulk, p0, ends - self.starts
-        check_signs(bulk if len(x) > len(ends) else None, p0, log_params, name)
+        check_signs(bulk if len(x) > len(ends) else None, p0, log_params, prefix)
 
     def of(self, x: Tensor, bulk: Tensor, p0: Tensor) -> "Packed":
         """The same sequences with other operands of the same shapes."""

@@ -16,7 +16,6 @@ from logchain import distributed
 from tests.distributed.chains import chain
 
 CASE = chain((4, 3, 5), 3, batch=(2,), lengths=True)
-EACH = chain((4, 3, 5), 3, batch=(2,), one_matrix=False, zeros=0.0)
 STATES = torch.zeros(2, 3, dtype=torch.int64)
 
 
@@ -104,15 +103,6 @@ def test_an_error_on_one_rank_is_raised_on_all(teams, index):
     kind, text, *_ = ERRORS[index]
     for error in teams(3).errors(with_error, index):
         assert type(error) is kind and str(error).startswith(text), error
-
-
-def per_step(rank):
-    negative("bulk", (1, 1, 0))(*EACH.of(rank)) if rank == 1 else distributed.product(*EACH.of(rank))
-
-
-def test_a_negative_weight_of_one_step_is_raised_on_all(teams):
-    for error in teams(3).errors(per_step):
-        assert str(error).startswith("rank 1: bulk: expected non-negative weights, got -2 at [1, 1, 0]"), error
 
 
 def second_derivative(rank, function, args):

@@ -158,11 +158,6 @@ def test_mode_of_the_caller_stays(kind, flushed):
     x, bulk, p0 = 30 * torch.randn(n, v, c), make(torch.float32), uniform(c, dtype=torch.float32)
     gradients(x, bulk, p0)
     assert denormals_vanish() == flushed
-    if kind == "own matrices":
-        bulk[1, 7, 3, 5] = -1.0
-        with pytest.raises(ValueError, match="^bulk"):
-            gradients(x, bulk, p0)
-        assert denormals_vanish() == flushed
 
 
 def test_modes_of_all_threads_stay():
