@@ -88,8 +88,7 @@ def plan(
     sequential: too short for segments
     about 880,000 bytes
     """
-    structured = isinstance(bulk, Transition)
-    if structured:
+    if isinstance(bulk, Transition):
         check_structured_options(strategy, memory_budget, False)
     name = choose.check_options(strategy, memory_budget, {})
     check_float_dtype("dtype", dtype)
@@ -126,7 +125,9 @@ def plan(
     return Plan(kind, schedule.segments, _bytes(size, gradients, schedule.segments), None, reason)
 
 
-def _within(memory_budget: int, size: Size, operands: tuple[Tensor, Tensor, Tensor], gradients: bool) -> Plan:
+def _within(memory_budget: int, size: Size, operands: Sequence[Tensor], gradients: bool) -> Plan:
+    if gradients and not any(operand.requires_grad for operand in operands):
+        operands = [_on_meta(operand).requires_grad_() for operand in operands]
     every = budget.every_within(memory_budget, *operands, gradients)
     if every is None:
         return Plan("sequential", 1, _bytes(size, gradients, 1), None, "memory_budget holds all messages")
