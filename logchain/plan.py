@@ -97,7 +97,7 @@ def plan(
     place = _device(x, bulk, p0, device)
     if isinstance(bulk, Transition):
         x, p0 = _on_meta(x, "x", dtype), _on_meta(p0, "p0", dtype)
-        parameters: Sequence[Tensor] = bulk.parameters
+        parameters: tuple[Tensor, ...] = bulk.parameters
         check_operands(x, bulk.map(_on_meta), p0, log_params, None)
         matrices = (1, *bulk.lead, *2 * x.shape[-1:])
     else:
@@ -125,9 +125,10 @@ def plan(
     return Plan(kind, schedule.segments, _bytes(size, gradients, schedule.segments), None, reason)
 
 
-def _within(memory_budget: int, size: Size, operands: Sequence[Tensor], gradients: bool) -> Plan:
+def _within(memory_budget: int, size: Size, operands: tuple[Tensor, Tensor, Tensor], gradients: bool) -> Plan:
     if gradients and not any(operand.requires_grad for operand in operands):
-        operands = [_on_meta(operand).requires_grad_() for operand in operands]
+        x, bulk, p0 = (_on_meta(operand).requires_grad_() for operand in operands)
+        operands = x, bulk, p0
     every = budget.every_within(memory_budget, *operands, gradients)
     if every is None:
         return Plan("sequential", 1, _bytes(size, gradients, 1), None, "memory_budget holds all messages")
