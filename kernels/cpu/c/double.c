@@ -7,4 +7,4 @@
 #include "matmul.h"
 #include "sample.h"
 #include "stretch.h"
-#include "passes.h"
+#include "weigh.h"
