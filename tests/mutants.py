@@ -41,6 +41,7 @@ def table(rows: str) -> str:
 
 VALUES, LENGTHS = "values_and_gradients", "lengths_are"
 MESSAGES = "tests/transitions/test_queries.py -k 'of_its_matrices and messages'"
+FACTORS = "tests/kernels/test_factor_search.py"
 SEARCH = "tests/kernels/cpu/test_adversary.py -k 'found or searched or level'"
 
 # What a random search sees. That a matrix's largest entry is not looked at stays unseen: matrices of which it lies far
@@ -219,6 +220,35 @@ MUTANTS = [
     Mutant("posteriors of structures ignore the weight", PLAIN + "structured.py",
            "posterior.sum(-1, keepdim=True) * inside)", "posterior.sum(-1, keepdim=True))",
            table(f"{VALUES} and plain-banded")),
+    # products of factors
+    Mutant("small sums of factors are believed", C + "weigh.h", "(low + 1 != 0 && low + 1 < limit)",
+           "(low + 1 != 0 && low + 1 < limit && 0)", FACTORS),
+    Mutant("messages of factors are not raised", C + "weigh.h",
+           "where((scaled > 0) & (scaled < floor), splat(floor), scaled)", "scaled", FACTORS),
+    Mutant("a raised emission may be a message's largest entry", C + "weigh.h", "power < bound ? power : bound",
+           "power", FACTORS),
+    Mutant("small sums of factors are believed in torch", PLAIN + "scaled.py", "(sums < limit) & (sums != 0)",
+           "sums < 0", FACTORS),
+    Mutant("messages of factors are not raised in torch", PLAIN + "scaled.py",
+           "out.masked_fill_(small & (out > 0), self.floor)", "out", FACTORS),
+    Mutant("the last sum of factors is believed", PLAIN + "scaled.py", "uncertain | ~total.isfinite()",
+           "~total.isfinite()", FACTORS),
+    Mutant("a start that underflows is a zero", PLAIN + "scaled.py",
+           "        weights.masked_fill_((values > (-math.inf if log else 0.0)) & (weights < least), least)\n", "",
+           FACTORS),
+    Mutant("scales of messages of factors are lost", PLAIN + "scaled.py",
+           " - torch.frexp(scan.factors[:steps]).exponent.sum(0)", "", FACTORS),
+    Mutant("sequences of factors end at the last step", PLAIN + "scaled.py",
+           "torch.where(scan.ends == step + 1, sum_here, total)", "sum_here", FACTORS),
+    Mutant("weights of factors are not raised", PLAIN + "factors.py", "        if self._raised:\n            wide",
+           "        if False:\n            wide", FACTORS),
+    Mutant("recomputed sequences of factors have no gradients", PLAIN + "products.py", "which = alive & scan.flagged",
+           "which = alive & ~alive", FACTORS),
+    Mutant("states without a path have weights in factors", PLAIN + "products.py",
+           "        if self.rough[step]:  # no weight", "        if False:  # no weight",
+           "tests/kernels/test_structures.py -k states_without_path"),
+    Mutant("counts of factors ignore the weight", PLAIN + "products.py",
+           "        if shares is not None:\n", "        if False:\n", FACTORS),
     # everything above the kernels
     Mutant("posteriors of one matrix are not added up", "logchain/autograd/chain_operators.py",
            "layout.states(start).sum_to_size(p0.shape)",

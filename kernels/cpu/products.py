@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..chain import WORTH_A_THREAD
-from ..plain import products as plain
+from ..plain import products, scaled
 from ..plain.products import backward
 from ..structured import Structured, Walk, places
 from . import team
@@ -25,12 +25,12 @@ class Arguments(ctypes.Structure):
     ]
 
 
-class Weigh(plain.Weigh, Pointing):
-    """`kernels.plain.products.Weigh` in C."""
+class Weigh(scaled.Weigh, Pointing):
+    """`kernels.plain.scaled.Weigh` in C."""
 
     by_blocks = True
 
-    def __init__(self, scan: plain.Scan) -> None:
+    def __init__(self, scan: scaled.Scan) -> None:
         super().__init__(scan)
         chain, c = scan.chain, scan.chain.c
         x = chain.x.to(chain.dtype).resolve_neg()
@@ -43,7 +43,7 @@ class Weigh(plain.Weigh, Pointing):
         self._scratch, self._function = scan.new(self._threads, c), function("weigh", chain.dtype)
 
     def __call__(self, step: int, sums: Tensor, blocks: int, limit: float, out: Tensor) -> None:
-        """As `kernels.plain.products.Weigh`, on several threads."""
+        """As `kernels.plain.scaled.Weigh`, on several threads."""
         a, scan, count = self.arguments, self.scan, self._threads
         a.step, a.blocks, a.limit, a.sums, a.state = step, blocks, limit, sums.data_ptr(), out.data_ptr()
         a.tops, a.factors, a.rough = (table[step].data_ptr() for table in (scan.tops, scan.factors, scan.rough))
@@ -62,4 +62,4 @@ class Weigh(plain.Weigh, Pointing):
 
 def forward(chain: Structured, keep: bool) -> Walk:
     """The log-partitions, and what `backward` reads."""
-    return plain.forward(chain, keep, Weigh)
+    return products.forward(chain, keep, Weigh)

@@ -95,17 +95,18 @@ class Factors:
     def _bound(self, highs: list[Tensor]) -> float:
         """The largest sum of a message of ones times the product, over the number of terms in a path."""
         entering = [stage.axes[stage.contracted] for stage in self.stages]
-        terms = max(1.0, math.prod(entering) / sum(entering))
+        terms: float = max(1.0, math.prod(entering) / sum(entering))
         if self._scaled or self.chain.log_params:
             return terms
-        tops = [float(high.amax().exp2()) if high.numel() else 1.0 for high in highs]
+        tops: list[float] = [float(high.amax().exp2()) if high.numel() else 1.0 for high in highs]
         count = len(self.stages)
-        return float(max(math.prod(tops[:count]) * terms, *tops[count:], 0.0)) or 1.0
+        bound: float = max(math.prod(tops[:count]) * terms, *tops[count:], 0.0)
+        return bound or 1.0
 
     def shifts(self, steps: int, sets: int) -> Tensor:
         """The logarithms (steps, sets) of what the product of each step is divided by, as of `scales`."""
         parts = (scale[:steps].expand(steps, sets) for scale in self.scales[: len(self.stages)])
-        return sum(parts, torch.zeros((), device=self.chain.x.device))
+        return sum(parts, torch.zeros((), dtype=torch.float64, device=self.chain.x.device))
 
     def at(self, step: int) -> tuple[list[Tensor], Tensor | None]:
         """The matrices (sets, (blocks,) in, out) into a step, and the diagonal (sets, c)."""

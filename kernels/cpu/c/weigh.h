@@ -1,4 +1,4 @@
-/* One step of scaled messages between matrix products that the caller makes, see kernels/plain/products.py:
+/* One step of scaled messages between matrix products that the caller makes, see kernels/plain/scaled.py:
 
        S = max(U E f, floor) where U E > 0        E = exp(x - max x), raised to 2^-DEEPEST        f = 2^min(TOP - k, ...)
 

@@ -1,0 +1,93 @@
+"""A random search for wrong verdicts on products of factors: small chains on the edge of what a format holds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from logchain.kernels.structured import Factors, Structured
+from tests.contract import unit
+from tests.kernels import structures
+from tests.kernels.structures import F32, F64, INF, KINDS, answers, check, draw, flat
+
+CASES = [
+    *(kind for kind in KINDS.values() if isinstance(kind.pattern, Factors)),
+    structures.block_diagonal(2, 1),
+    structures.low_rank(2, 1),
+    structures.low_rank(3, 2, False),
+    structures.monarch(2, 2, 2),
+    structures.kronecker(2, 2, 2, 2, 2),
+]
+
+# how far below others log-potentials lie, in nats, and weights, in decades, of float32
+NATS = [0, 0, 3, 17, 20, 37, 50, 56, 69, 75, 90, 104, 150, 300, INF]
+DECADES = [0, 0, 0, -3, -8, -12, -16, -20, -30, -38, -44, 3, 8, 19, 30]
+
+
+def hard_chain(seed: int, dtype: torch.dtype) -> Structured:
+    """Four sequences of a random structure, whose operands have up to three sizes."""
+    rng, wider = np.random.default_rng(seed), 1 if dtype == F32 else 8
+    v = int(rng.integers(1, 7))
+    chain = draw(
+        CASES[rng.integers(len(CASES))],
+        (4,),
+        (int(rng.choice([1, 4])),),
+        v=v,
+        steps=int(rng.choice([1, max(v - 1, 1)])),
+        dtype=dtype,
+        zeros=float(rng.choice([0, 0.1, 0.4])),
+        ends=bool(rng.integers(2)),
+        seed=seed,
+    )
+
+    def levels(like: Tensor, sizes: list[float]) -> Tensor:
+        few = torch.from_numpy(rng.choice(sizes, size=rng.integers(1, 4)).astype(float))
+        return wider * few[torch.from_numpy(rng.integers(len(few), size=tuple(like.shape)))]
+
+    def spread(weights: Tensor) -> Tensor:
+        decades = levels(weights, DECADES) * (rng.random() < 0.6)
+        result = (weights.double() * 10.0 ** decades.clamp(-305, 300)).to(dtype)
+        return result.masked_fill(result.isinf(), 1.0)
+
+    parameters = tuple(spread(parameter) for parameter in chain.parameters)
+    x = (chain.x - levels(chain.x, NATS)).to(dtype)
+    chain = replace(chain, x=x, parameters=parameters, p0=spread(chain.p0))
+    return structures.as_logs(chain) if rng.random() < 0.4 else chain
+
+
+def bound(chain: Structured) -> float:
+    """The contract's bound, of paths that run below others by the largest logarithm."""
+    operands = [chain.x, *((*chain.parameters, chain.p0) if chain.log_params else ())]
+    depth = max(float(operand.double().nan_to_num(0, 0, 0).abs().amax()) for operand in operands)
+    return chain.v * (3 * chain.c + 8 + 2 * depth) * unit(chain.dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("room", ["cpu", "plain"])
+def test_hard_chains_have_no_wrong_verdict(room, dtype):
+    recomputed = 0
+    for seed in range(200):
+        chain = hard_chain(seed, dtype)
+        recomputed += int(check(room, chain, bound(chain)).redone.sum())
+    assert 100 < recomputed < 500  # of 800
+
+
+@pytest.mark.parametrize("weight", [1e-30, 1e25])
+@pytest.mark.parametrize("room", ["cpu", "plain"])
+def test_gradients_follow_weights_of_any_size(room, weight):
+    chain = draw(KINDS["low_rank"], scale=3.0)
+    sizes = torch.tensor([1.0, -2.0, 3.0], dtype=F64)
+    (_, gradients), (_, scaled) = (answers(room, chain, factor * sizes) for factor in (1.0, weight))
+    for gradient, result in zip(flat(gradients), flat(scaled), strict=True):
+        torch.testing.assert_close(result.double() / weight, gradient.double(), rtol=1e-5, atol=1e-7)
+    uneven = torch.tensor([1.0, 0.0, weight], dtype=F64)
+    x = answers(room, chain, uneven)[1].x
+    torch.testing.assert_close(x.double().sum(-1), uneven[:, None].expand(3, chain.v), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("room", ["cpu", "plain"])
+def test_float64_log_partitions_are_not_rounded_by_their_scale(room):
+    """The scale of a message, 900 bits, is taken out of its sum before the logarithm."""
+    check(room, draw(KINDS["monarch"], dtype=F64), near=5 * 30 * 2.0**-53)
