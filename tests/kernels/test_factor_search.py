@@ -58,10 +58,15 @@ def hard_chain(seed: int, dtype: torch.dtype) -> Structured:
 
 
 def bound(chain: Structured) -> float:
-    """The contract's bound, of paths that run below others by the largest logarithm."""
-    operands = [chain.x, *((*chain.parameters, chain.p0) if chain.log_params else ())]
-    depth = max(float(operand.double().nan_to_num(0, 0, 0).abs().amax()) for operand in operands)
-    return chain.v * (3 * chain.c + 8 + 2 * depth) * unit(chain.dtype)
+    """The contract's bound, of paths that run below others by the largest logarithm, and the reference's rounding."""
+
+    def largest(*operands: Tensor) -> float:
+        return max(float(operand.double().nan_to_num(0, 0, 0).abs().amax()) for operand in operands)
+
+    weights = (*chain.parameters, chain.p0)
+    depth = largest(chain.x, *(weights if chain.log_params else ()))
+    logs = largest(*(weights if chain.log_params else (weight.double().log() for weight in weights)))
+    return chain.v * ((3 * chain.c + 8 + 2 * depth) * unit(chain.dtype) + 8 * logs * 2.0**-53)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
