@@ -42,6 +42,7 @@ def table(rows: str) -> str:
 VALUES, LENGTHS = "values_and_gradients", "lengths_are"
 MESSAGES = "tests/transitions/test_queries.py -k 'of_its_matrices and messages'"
 FACTORS = "tests/kernels/test_factor_search.py"
+FAR = "tests/kernels/test_structures.py -k paths_far_below"
 SEARCH = "tests/kernels/cpu/test_adversary.py -k 'found or searched or level'"
 
 # What a random search sees. That a matrix's largest entry is not looked at stays unseen: matrices of which it lies far
@@ -224,13 +225,13 @@ MUTANTS = [
     Mutant("small sums of factors are believed", C + "weigh.h", "(low + 1 != 0 && low + 1 < limit)",
            "(low + 1 != 0 && low + 1 < limit && 0)", FACTORS),
     Mutant("messages of factors are not raised", C + "weigh.h",
-           "where((scaled > 0) & (scaled < floor), splat(floor), scaled)", "scaled", FACTORS),
+           "where((scaled > 0) & (scaled < floor), splat(floor), scaled)", "scaled", FAR),
     Mutant("a raised emission may be a message's largest entry", C + "weigh.h", "power < bound ? power : bound",
            "power", FACTORS),
     Mutant("small sums of factors are believed in torch", PLAIN + "scaled.py", "(sums < limit) & (sums != 0)",
            "sums < 0", FACTORS),
     Mutant("messages of factors are not raised in torch", PLAIN + "scaled.py",
-           "out.masked_fill_(small & (out > 0), self.floor)", "out", FACTORS),
+           "out.masked_fill_(small & (out > 0), self.floor)", "out", FAR),
     Mutant("the last sum of factors is believed", PLAIN + "scaled.py", "uncertain | ~total.isfinite()",
            "~total.isfinite()", FACTORS),
     Mutant("a start that underflows is a zero", PLAIN + "scaled.py",

@@ -16,7 +16,7 @@ from .links import Products, add_counts
 from .scaled import Scan, Weigh
 
 # rows of products of which counts are made, in at most so many steps; and how many of these are summed in the dtype
-_ROWS, _ROWS_OF_BLOCKS, _STEPS, _ADDED = 128, 32, 16, 16
+_ROWS, _STEPS, _ADDED = 128, 16, 16
 
 
 def forward(chain: Structured, keep: bool, weigh: Callable[[Scan], Weigh] = Weigh) -> Walk:
@@ -71,9 +71,8 @@ class _Backward:
         self.scan, self.state, self.middles, self.live, self.needs = scan, state, middles, live, needs
         self.weight, self.last = weight.masked_fill(~live, 0.0), max(scan.last_steps) - 1
         self.complete = scan.ends is None and bool(live.all())
-        rows = _ROWS_OF_BLOCKS if all(link.blocks for link in scan.links) else _ROWS
         together = scan.factors_of.one_step and scan.sets.g == 1 and needs[1]
-        self.together = max(1, min(_STEPS, rows // n, self.last)) if together else 1
+        self.together = max(1, min(_STEPS, _ROWS // n, self.last)) if together else 1
         self.sources = scan.new(self.together, n, chain.c)
         self.following = [scan.new(self.together, n, link.size) for link in scan.back_links[:-1]]
         missing = needs[1] and not middles

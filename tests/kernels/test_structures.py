@@ -135,6 +135,12 @@ RARE = {
     "raised emissions": ([[0, -600], [0, -700], [-INF, 0]], [1, 1], BOTH, BOTH),
     "a sum that the last raised emission may change": ([[0, -658], [-2000, 0]], [1], BOTH, BOTH),
     "a product that is 0": ([[0, -620], [0, -664], [0, 0], [-INF, 0]], [1, 2.0**-125, 1], BOTH, BOTH),
+    "a message that is 0 after a weight": (
+        [[0, -50], [0, -75], [0, 0], [-INF, 0]],
+        [1, 2.0**-85, 1],
+        NEVER,
+        NARROW,
+    ),
     "a weight that is lost": ([[0, 0], [-INF, 0]], [1e-44], NARROW, NARROW),
     "the largest that a double holds": ([[0, -620], [-600, 0], [-INF, 0]], [1, 1], NEVER, NARROW),
     "emissions that matter later": ([[0, -200], [-INF, 0], [0, 0]], [1, 1], NEVER, NARROW),
