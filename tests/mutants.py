@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant("messages of factors are not raised", C + "weigh.h",
            "where((scaled > 0) & (scaled < floor), splat(floor), scaled)", "scaled", FAR),
     Mutant("a raised emission may be a message's largest entry", C + "weigh.h", "power < bound ? power : bound",
-           "power", FACTORS),
+           "power < bound + 900 ? power : bound", FACTORS),
     Mutant("small sums of factors are believed in torch", PLAIN + "scaled.py", "(sums < limit) & (sums != 0)",
            "sums < 0", FACTORS),
     Mutant("messages of factors are not raised in torch", PLAIN + "scaled.py",
