@@ -1,4 +1,4 @@
-"""Chains whose matrices are products of factors, by scaled linear messages on any device.
+"""Chains whose matrices are products of factors, by scaled linear messages on any device but a GPU.
 
     U_t = S_{t-1} P_t        S_t = U_t E_t f_t        E_t = exp(x_t - max x_t)        log Z = log(sum S_{v-1}) - ...
 
@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .. import in_large_pages
+from .. import in_large_pages, on_gpu
 from ..numbers import exact_sum
 from ..sets import Sets
 from ..stages import transposed
@@ -48,7 +48,9 @@ class Scan:
 
     @classmethod
     def of(cls, chain: Structured) -> "Scan | None":
-        """The scan of a chain; None if its stages would have to permute rows between products."""
+        """The scan of a chain; None on a GPU, where no flag is read on the host, and for stages that permute rows."""
+        if on_gpu(chain.x):
+            return None
         shapes = [torch.empty(p.shape[len(chain.batch) + 1 :], device="meta") for p in chain.parameters]
         pattern, parameters = transposed(chain.pattern, shapes)
         forward, backward = links(chain.pattern.stages, shapes), links(pattern.stages, parameters)
