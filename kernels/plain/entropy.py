@@ -21,10 +21,13 @@ from torch import Tensor
 
 from .. import chain_kernels, in_c, message_kernels, messages_of
 from ..chain import Chain
-from ..numbers import FLUSH, exact_sum, exp_shifted, trusted_sum
+from ..numbers import exp_shifted, trusted_sum
 
 # entries of messages, and of pairs of states, that are computed together
-_MESSAGES, _PAIRS = 2**16, 2**20
+_MESSAGES, _PAIRS = 2**17, 2**20
+
+# added to a float64 and subtracted again, it leaves multiples of 2^-20, whose sums are exact up to 2^33
+_GRID = 1.5 * 2.0**32
 
 # relative logarithms for which no product underflows, and no posterior of less than eps^2 matters
 _SPREAD = {torch.float32: 40.0, torch.float64: 400.0}
@@ -101,7 +104,7 @@ def _value(chains: Sequence[Chain], scales: Tensor, messages: Tensor, states: Te
     """The values (g, m), not finite where `mean` fails, from scales (chains, 2, g, m) and (v, g, m, c)."""
     p, (v, g, m, c) = chains[0], states.shape
     size = (_MESSAGES if mean is _linear else _PAIRS // c) // max(1, g * m * c)
-    taken = [sign * scale for sign, scale in zip((1,) if len(chains) == 1 else (-1, 1), scales, strict=True)]
+    terms = [sign * scale for sign, scale in zip((1,) if len(chains) == 1 else (-1, 1), scales, strict=True)]
     mean_log, weights = torch.zeros_like(scales[0, 0]), None
 
     def within(values: Tensor) -> Tensor:
@@ -110,22 +113,24 @@ def _value(chains: Sequence[Chain], scales: Tensor, messages: Tensor, states: Te
 
     for steps in (slice(0, 1), *(slice(i, min(v, i + max(1, size))) for i in range(1, v, max(1, size)))):
         logs, tops, masked = _potentials(chains, steps)
-        taken.append(within(tops))
+        terms.append(within(tops))
         if steps.start == 0:
             for sign, chain in _signed(chains):
-                start, top, _ = _relative(chain.p0.expand(*chain.lead, c).reshape(g, m, c), chain, -1)
+                p0 = chain.p0.expand(*chain.lead, c).reshape(g, m, c)
+                start, top = _relative(p0, chain, -1, torch.empty_like(logs[0]))
                 logs += sign * start
-                taken.append(within(-sign * top[None, ..., 0]))
+                terms.append(within(-sign * top[None, ..., 0]))
         else:
             if weights is None or any(len(chain.bulk) > 1 for chain in chains):
                 weights = _weights(chains, steps)
             logs = mean(messages[steps.start - 1 : steps.stop - 1], weights, states[steps], logs)
-            taken.append(within(weights.tops))
+            terms.append(within(weights.tops))
         if masked or weights is None or weights.zeros:
             logs.masked_fill_(states[steps] <= torch.finfo(p.dtype).eps ** 2, 0.0)
         mean_log += within(logs.mul_(states[steps]).sum(-1)).sum(0, dtype=torch.float64)
-    total, lost = exact_sum(torch.cat(taken))
-    return total - mean_log + lost
+    sums = torch.cat(terms)
+    whole = (sums + _GRID) - _GRID
+    return whole.sum(0) + ((sums - whole).sum(0) - mean_log)
 
 
 def _potentials(chains: Sequence[Chain], steps: slice) -> tuple[Tensor, Tensor, bool]:
@@ -143,32 +148,37 @@ def _potentials(chains: Sequence[Chain], steps: slice) -> tuple[Tensor, Tensor, 
     return others.sub_(logs), top + other_top, far or other_far
 
 
-def _relative(weights: Tensor, chain: Chain, axes: int | tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logarithms of weights relative to the largest, the logarithm of that, and the weights relative to it."""
+def _relative(weights: Tensor, chain: Chain, axes: int | tuple[int, ...], ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithms of weights relative to the largest, and the logarithm of that; `ratio`: to write the weights to."""
     weights = weights.to(chain.dtype)
     top = weights.amax(axes, keepdim=True)
     top.masked_fill_(top == chain.zero, 0.0 if chain.log_params else 1.0)
     if not chain.log_params:
-        ratio = weights / top
-        return ratio.log(), top.double().log_(), ratio
+        return torch.div(weights, top, out=ratio).log(), top.double().log_()
     logs = weights - top
-    return logs, top.double(), exp_shifted(logs, top.new_zeros(()), torch.empty_like(logs), torch.empty_like(logs))
+    exp_shifted(logs, top.new_zeros(()), ratio, torch.empty_like(logs))
+    return logs, top.double()
 
 
 def _weights(chains: Sequence[Chain], steps: slice) -> _Weights:
     """The matrices into these steps, or the only ones."""
     parts = []
-    for _, chain in _signed(chains):
+    for chain in reversed(chains):
         into = slice(None) if len(chain.bulk) == 1 else slice(steps.start - 1, steps.stop - 1)
-        parts.append(_relative(chain.bulk[into].reshape(-1, chain.g, chain.c, chain.c), chain, (-2, -1)))
-    logs, tops, matrices = parts[0]
-    terms, tops = (logs, -tops) if len(parts) == 1 else (parts[1][0] - logs, tops - parts[1][1])
-    low, limit = logs.amin(), -_SPREAD[logs.dtype]
-    zeros = not low > -math.inf or (len(parts) > 1 and not parts[1][0].amin() > -math.inf)
-    deep = bool(low < limit) and bool(((logs < limit) & (logs > -math.inf)).any())
+        bulk = chain.bulk[into].reshape(-1, chain.g, chain.c, chain.c)
+        both = chain.new(*bulk.shape[:-1], 2 * chain.c)
+        parts.append(_relative(bulk, chain, (-2, -1), both[..., : chain.c]))
+    logs, tops = parts[-1]
+    terms, tops = (logs, -tops) if len(parts) == 1 else (parts[0][0] - logs, tops - parts[0][1])
+    lows, limit = [part.amin() for part, _ in parts], -_SPREAD[logs.dtype]
+    zeros = not min(lows) > -math.inf
+    deep = bool(lows[-1] < limit) and bool(((logs < limit) & (logs > -math.inf)).any())
     if zeros:  # what the second chain alone forbids is found by `_misses`
         terms = terms.masked_fill(~terms.isfinite(), 0.0)
-    return _Weights(torch.cat([matrices, matrices * terms], -1), logs, terms, tops[..., 0], zeros, deep)
+    if len(both) < len(terms):
+        both = both.repeat(len(terms), 1, 1, 1)
+    torch.mul(both[..., : chain.c], terms, out=both[..., chain.c :])
+    return _Weights(both, logs, terms, tops[..., 0], zeros, deep)
 
 
 def _linear(before: Tensor, weights: _Weights, states: Tensor, logs: Tensor) -> Tensor:
