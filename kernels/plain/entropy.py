@@ -14,7 +14,7 @@ of the chain; where its floats cannot hold that, S, U and r are logarithms, pair
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from .. import chain_kernels, in_c, message_kernels, messages_of
 from ..chain import Chain
 from ..message import Kept
 from ..numbers import exp_shifted, relative_logs, trusted_sum
-from . import forward as plain
+from . import backward as plain_backward
+from . import forward as plain_forward
 
 # entries of messages, and of pairs of states, that are computed together
 _MESSAGES, _PAIRS = 2**17, 2**20
@@ -40,7 +41,7 @@ _LEAST = {torch.float32: 2.0**-7, torch.float64: 2.0**-59}
 class _Weights(NamedTuple):
     """P (s, g, c, c) of each chain and its logarithms, L of the mean, and factors P and P L, or one of both together.
 
-    `deep`: a chain has entries that may be lost in sums.
+    `deep`: a chain has entries that may be lost in sums. `sources`: the states (k, c) that some matrix leads from.
     """
 
     matrices: list[Tensor]
@@ -48,6 +49,7 @@ class _Weights(NamedTuple):
     terms: Tensor
     factors: list[Tensor]
     deep: bool
+    sources: Tensor
 
 
 # (before, after, weights, states) to the terms of a block of steps
@@ -57,10 +59,8 @@ Terms = Callable[[list[Tensor], list[Tensor], _Weights, Tensor], Tensor]
 def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     """The entropy (g, m) of a chain, or the divergence of a first from a second, and which sequences underflow."""
     p = chains[0]
-    forward, backward = chain_kernels(p.x)
-    kept: list[Kept] = [forward(chain, keep=messages_of(chain, chain.v))[0] for chain in chains]
-    states, norms = messages_of(p, p.v), torch.stack([one.log_norm for one in kept])
-    backward(p, kept[0], torch.ones_like(norms[0]), None, states, None)
+    kept, states = _passes(chains, *chain_kernels(p.x))
+    norms = torch.stack([one.log_norm for one in kept])
     redone = torch.stack([one.redone for one in kept]).any(0)
     infinite = _misses(*chains) if len(chains) > 1 else torch.zeros_like(redone)
     axis, value = int(p.g == 1), torch.full_like(norms[0], math.nan)
@@ -71,15 +71,27 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
         index = exact.any(1 - axis).nonzero()[:, 0]
     for some in index.split(max(1, _PAIRS // (p.c**2 * value.shape[1 - axis]))) if len(index) else ():
         parts = [_part(chain, some) for chain in chains]
-        messages = [_chosen(one, some).logs(slice(None)) for one in kept]
         if len(chains) > 1 and in_c(value):  # right in every entry, also where the first chain alone has paths
-            q = plain.forward(parts[1], keep=messages_of(parts[1], p.v))[0]
-            messages[1] = q.logs(slice(None))
-        value.index_copy_(axis, some, _value(parts, messages, _take(states, some), _by_pairs))
+            chosen, posteriors = _passes(parts, plain_forward.forward, plain_backward.backward)
+        else:
+            chosen, posteriors = [_chosen(one, some) for one in kept], _take(states, some)
+        logs = [one.logs(slice(None)) for one in chosen]
+        value.index_copy_(axis, some, _value(parts, logs, posteriors, _by_pairs))
     for other in norms[1:]:
         infinite = infinite | (other == -math.inf)
         value = torch.where(other.isnan(), math.nan, value.masked_fill(infinite, math.inf))
     return torch.where(norms[0].isnan(), math.nan, value.masked_fill(norms[0] == -math.inf, 0.0)), redone
+
+
+def _passes(
+    chains: Sequence[Chain], forward: Callable[..., Any], backward: Callable[..., Any]
+) -> tuple[list[Kept], Tensor]:
+    """The messages of each chain, and the posteriors (v, g, m, c) of the first."""
+    p = chains[0]
+    kept: list[Kept] = [forward(chain, keep=messages_of(chain, chain.v))[0] for chain in chains]
+    states = messages_of(p, p.v)
+    backward(p, kept[0], torch.ones_like(kept[0].log_norm), None, states, None)
+    return kept, states
 
 
 def _part(chain: Chain, index: Tensor) -> Chain:
@@ -111,14 +123,16 @@ def _value(chains: Sequence[Chain], messages: list[Tensor], states: Tensor, term
     rare, linear = torch.finfo(p.dtype).eps ** 2, terms is _linear
     value = torch.zeros(g, m, dtype=torch.float64, device=states.device)
     for i, each in enumerate(messages):
-        last = each[-1] if p.ends is None else each.gather(0, (p.ends - 1).clamp(0, v - 1).expand(1, g, m, c))[0]
-        outer = torch.stack([each[0], last]).double()
-        outer = (outer * _SCALE[p.dtype]).log_() if linear else outer
-        first, top = relative_logs(outer[0], -1, log=True)
-        if linear and i > 0:
-            first.masked_fill_(each[0] < _LEAST[p.dtype], math.nan)
-        total = torch.logsumexp(outer[1], -1) - top[..., 0]
-        total -= (first * states[0]).masked_fill_(states[0] <= rare, 0.0).sum(-1)
+        last, posterior = _at_ends(each, p), states[0] if linear else _at_ends(states, p)
+        if linear:
+            outer = (torch.stack([each[0], last]).double() * _SCALE[p.dtype]).log_()
+            logs, top = relative_logs(outer[0], -1, log=True)
+            if i > 0:
+                logs.masked_fill_(each[0] < _LEAST[p.dtype], math.nan)
+            total = torch.logsumexp(outer[1], -1) - top[..., 0]
+        else:
+            logs, total = torch.log_softmax(last, -1), 0.0
+        total = total - (logs * posterior).masked_fill_(posterior <= rare, 0.0).sum(-1)
         value = total if i == 0 else total - value
     one_matrix, weights = all(len(chain.bulk) == 1 for chain in chains), None
     count = max(1, (_MESSAGES if linear else _PAIRS // c) // (g * c * (m if one_matrix else max(m, c))))
@@ -138,6 +152,13 @@ def _value(chains: Sequence[Chain], messages: list[Tensor], states: Tensor, term
                 break
         value += mean.sum(0, dtype=torch.float64)
     return value
+
+
+def _at_ends(values: Tensor, chain: Chain) -> Tensor:
+    """Values (g, m, c) of each sequence's last step."""
+    if chain.ends is None:
+        return values[-1]
+    return values.gather(0, (chain.ends - 1).clamp(0, len(values) - 1).expand(1, *values.shape[1:]))[0]
 
 
 def _weights(chains: Sequence[Chain], before: slice, g: int, linear: bool) -> _Weights:
@@ -160,10 +181,14 @@ def _weights(chains: Sequence[Chain], before: slice, g: int, linear: bool) -> _W
     terms = logs[0] if len(logs) == 1 else logs[1] - logs[0]
     if not min(lows) > -math.inf:  # `_misses` looks for what the second chain alone forbids
         terms = terms.masked_fill(~terms.isfinite(), 0.0)
-    factors = [matrices[0], matrices[0] * terms] if linear else []
-    if len(terms) == 1 and linear:
-        factors = [torch.cat(factors, -1)]
-    return _Weights(matrices, logs, terms, factors, deep)
+    sources = torch.arange(weights.shape[-1], device=weights.device)[:, None].expand(weights.shape[-2:])
+    if linear:
+        factors = [matrices[0], matrices[0] * terms]
+        return _Weights(matrices, logs, terms, [torch.cat(factors, -1)] if len(terms) == 1 else factors, deep, sources)
+    if in_c(terms):  # elsewhere no value is read
+        possible = (torch.cat(logs) > -math.inf).flatten(0, 1).any(0)
+        sources = possible.to(torch.uint8).argsort(0, descending=True)[: int(possible.sum(0).amax())]
+    return _Weights(matrices, logs, terms, [], deep, sources)
 
 
 def _linear(before: list[Tensor], after: list[Tensor], weights: _Weights, states: Tensor) -> Tensor:
@@ -194,19 +219,14 @@ def _times(rows: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _by_pairs(before: list[Tensor], after: list[Tensor], weights: _Weights, states: Tensor) -> Tensor:
-    """The terms (k, g, m, c) of each state, from logarithms of messages."""
-    c = states.shape[-1]
-    to = torch.arange(c, device=states.device)
-    sources = to.expand(c, c)
-    if in_c(states):  # elsewhere no value is read
-        possible = (torch.cat(weights.logs) > -math.inf).flatten(0, 1).any(0)
-        sources = possible.mT.to(torch.uint8).argsort(-1, descending=True)[:, : int(possible.sum(0).amax())]
-    picked = [log[:, :, None, sources, to[:, None]] for log in (*weights.logs, weights.terms)]
-    pairs = [one[..., sources] + log for one, log in zip(before, picked, strict=False)]  # (k, g, m, c, sources)
-    terms = torch.logsumexp(pairs[-1], -1) - after[-1]
-    if len(pairs) > 1:
-        terms -= torch.logsumexp(pairs[0], -1) - after[0]
-    return terms - torch.softmax(pairs[0], -1).mul_(picked[-1]).sum(-1)
+    """The mean (k, g, m, c) over the states before of -log r, or of the difference, from logarithms of messages."""
+    to = torch.arange(states.shape[-1], device=states.device)
+    chances = [
+        torch.log_softmax(one[..., weights.sources] + log[:, :, None, weights.sources, to], -2)  # (k, g, m, sources, c)
+        for one, log in zip(before, weights.logs, strict=True)
+    ]
+    shares, surprise = chances[0].exp(), -chances[0] if len(chances) == 1 else chances[0] - chances[1]
+    return surprise.masked_fill_(shares == 0, 0.0).mul_(shares).sum(-2)
 
 
 def _misses(p: Chain, q: Chain) -> Tensor:
