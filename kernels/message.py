@@ -52,7 +52,8 @@ class Kept(NamedTuple):
 
     def logs(self, steps: int | slice) -> Tensor:
         """The messages of `steps` as float64 logarithms (..., g, m, c), each up to an additive constant."""
-        messages = self.messages[steps].double()
+        # the logarithm of what is none takes ten times as long
+        messages = self.messages[steps].double().masked_fill(self.redone[..., None], 1.0)
         # log of a message near 1 keeps more digits than log of a large one
         top = messages.amax(-1, keepdim=True)
         linear = (messages / top.masked_fill(top == 0, 1.0)).log()

@@ -40,17 +40,18 @@ def entropy(
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
-    Cost: `3 v c^2` multiply-adds per sequence in float64 in `2 v` dependent steps, a dozen passes over `[*B, v, c]`,
-    and a logarithm for each entry of `bulk`. Sequences that underflow take an exponential and a product
-    for each step and each nonzero entry of a matrix; all do on other devices than a CPU. The large parts that log Z and
-    the expectation have in common are never formed, so that an entropy of 1e-3 keeps its digits however large |log Z|.
-    Memory: three float64 tensors `[k, v, c]` for k sequences at a time, which have at most 2^20 entries or are one set
-    that shares a matrix per step, and a float64 copy of their part of `bulk`. The gradient, a covariance, is computed
-    in log space: about `9 v c^2` multiply-adds, each ten times as slow.
+    Arithmetic has the dtype of the result, sums over steps are float64. With its unit u, and D as in `logchain.product`
+    (how many nats a state that matters lies below the largest of its step), the error is about `2 v (c + 8 + 2 D) u` at
+    most. An entropy of float64 operands keeps its digits however large |log Z| is, for no large numbers are subtracted.
+
+    Cost: `4 v c^2` multiply-adds per sequence, `2 v` dependent steps, half a dozen passes over `[*B, v, c]`, and a
+    logarithm for each entry of `bulk`. Sequences that underflow take an exponential and a logarithm in float64 for each
+    step and each nonzero entry of a matrix; all do on other devices than a CPU. Memory: two tensors `[*B, v, c]`. The
+    gradient, a covariance, is computed in log space: about `9 v c^2` multiply-adds, each ten times as slow.
 
     Source: the entropy of hidden state paths, D. Hernando, V. Crespi and G. Cybenko, IEEE Trans. Inf. Theory 51 (2005):
-    `H = H(g_last) + sum_i <g_i, h_i>`, with posteriors g_i and the entropies h_i of a state given the next one, from
-    forward messages. Definition: `logchain.reference.entropy`.
+    the entropy of the last state, and for each step the mean entropy of a state given the next one, from forward
+    messages. Definition: `logchain.reference.entropy`.
 
     >>> import torch
     >>> entropy(torch.zeros(3, 2), torch.full((1, 2, 2), 0.5), torch.tensor([1.0, 0.0]))  # two fair coins

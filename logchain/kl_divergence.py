@@ -33,7 +33,7 @@ def kl_divergence(
 
     Returns:
         `[*B]` in nats (`[n]` with `cu_seqlens`), in float64 if an operand is and otherwise in float32. It is +inf where
-        `q` forbids what is possible under `p` (with probability above `2^-1000`), and 0 where no path is possible under
+        `q` forbids what is possible under `p`, however improbable, and 0 where no path is possible under
         `p`. It can be differentiated once, in reverse mode, with respect to the operands of both; where it is +inf the
         gradient is 0.
 
@@ -41,11 +41,14 @@ def kl_divergence(
         TypeError: an argument is of the wrong kind.
         ValueError: sizes do not go together, or a length is out of range. `logchain.check` checks values.
 
-    Cost: `4 v c^2` multiply-adds per sequence in float64 in `3 v` dependent steps, and two logarithms for each entry of
-    `bulk`. Where something underflows, or potentials of a step lie over 600 nats apart and `q`
-    forbids a transition of `p`, torch operations repeat the steps in logarithms. The large parts that the terms have in
-    common are never formed, so that a divergence of 1e-3 keeps its digits however large |log Z|. Memory: as `entropy`,
-    five float64 tensors `[k, v, c]` at a time.
+    Arithmetic has the dtype of the chains, sums over steps are float64. The error is about twice that of `entropy`, and
+    grows with how far the log-weights of paths differ. A divergence of float64 operands keeps its digits however large
+    |log Z| is.
+
+    Cost: `6 v c^2` multiply-adds per sequence, `3 v` dependent steps, and two logarithms for each entry of `bulk`. If
+    `q` alone has weights of 0, forward and backward messages are computed too. Sequences of which some message
+    underflows, or is tiny in `q` where it is not in `p`, are repeated by torch operations, in logarithms and float64.
+    Memory: three tensors `[*B, v, c]`.
 
     Source: the chain rule of relative entropy. Definition: `logchain.reference.kl_divergence`.
 

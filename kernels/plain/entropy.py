@@ -1,14 +1,17 @@
 """The entropy of the posterior over paths, and the divergence of two, from forward messages S and posteriors g.
 
-From its last state on, a path z has the probability S(z_last) / sum S_last, times that of each state given the next:
+Its last state has the probability S(z) / sum S under S of the last step, and each state before, given the next one,
 
-    r_i(k, j) = S_{i-1}(k) P_i(k, j) / U_i(j)       U_i = S_{i-1} P_i       sum_j r_i(k, j) g_i(j) = g_{i-1}(k)
+    r_i(k | j) = S_{i-1}(k) P_i(k, j) / U_i(j)      U_i = S_{i-1} P_i      sum_j r_i(k | j) g_i(j) = g_{i-1}(k)
 
-    F = -E[log p(z)] = log sum S_last - <g_0, log S_0> + sum_i <g_i, log(U_i / S_i) - (S_{i-1} (P_i log P_i)) / U_i>
+so that a path z of the posterior has, with a sum over all steps i but the first,
 
-is the entropy. The divergence is F with S, U and log P of the second chain less F, both with the g, S P and U of the
-first in the mean of log P. Scales of S cancel within a step, and the size of log Z costs no digits. All has the dtype
-of the chain; where its floats cannot hold that, S, U and r are logarithms, pair by pair of states, in float64.
+    -E[log p(z)] = log sum S_last - <g_0, log S_0> + sum_i <g_i, log(U_i / S_i) - S_{i-1} (P_i log P_i) / U_i>
+
+which is the entropy. The divergence is the same with S, U and log P of the second chain, less the entropy. Scales of S
+cancel in each step, and no large log Z is subtracted. The arithmetic has the dtype of the chain. Where its floats cannot
+hold that, it is done in float64 from logarithms of messages, pair by pair of states: the last state's entropy, and the
+mean of -log r_i, or for the divergence that of log(r_i / r'_i).
 """
 
 import math
@@ -66,7 +69,8 @@ def values(chains: Sequence[Chain]) -> tuple[Tensor, Tensor]:
     axis, value = int(p.g == 1), torch.full_like(norms[0], math.nan)
     index = torch.arange(value.shape[axis], device=value.device)
     if in_c(value):
-        value = _value(chains, [one.messages for one in kept], states, _linear)
+        if not redone.all():
+            value = _value(chains, [one.messages for one in kept], states, _linear)
         exact = (redone | ~value.isfinite()) & norms.isfinite().all(0) & ~infinite
         index = exact.any(1 - axis).nonzero()[:, 0]
     for some in index.split(max(1, _PAIRS // (p.c**2 * value.shape[1 - axis]))) if len(index) else ():
@@ -131,8 +135,8 @@ def _value(chains: Sequence[Chain], messages: list[Tensor], states: Tensor, term
                 logs.masked_fill_(each[0] < _LEAST[p.dtype], math.nan)
             total = torch.logsumexp(outer[1], -1) - top[..., 0]
         else:
-            logs, total = torch.log_softmax(last, -1), 0.0
-        total = total - (logs * posterior).masked_fill_(posterior <= rare, 0.0).sum(-1)
+            logs, total = torch.log_softmax(last, -1), torch.zeros_like(value)
+        total -= (logs * posterior).masked_fill_(posterior <= rare, 0.0).sum(-1)
         value = total if i == 0 else total - value
     one_matrix, weights = all(len(chain.bulk) == 1 for chain in chains), None
     count = max(1, (_MESSAGES if linear else _PAIRS // c) // (g * c * (m if one_matrix else max(m, c))))
@@ -142,14 +146,9 @@ def _value(chains: Sequence[Chain], messages: list[Tensor], states: Tensor, term
             weights = _weights(chains, before, g, linear)
         sides = [each[before] for each in messages], [each[steps] for each in messages]
         each = terms(*sides, weights, states[steps]).mul_(states[steps])
-        for masked in (False, True):
-            if masked:
-                each.masked_fill_(states[steps] <= rare, 0.0)
-            mean = each.sum(-1)
-            if p.ended is not None:
-                mean.masked_fill_(p.ended[steps, ..., 0], 0.0)
-            if in_c(mean) and mean.isfinite().all():
-                break
+        mean = each.sum(-1)
+        if not in_c(mean) or not mean.isfinite().all():  # for impossible states and padding
+            mean = each.masked_fill_(states[steps] <= rare, 0.0).sum(-1)
         value += mean.sum(0, dtype=torch.float64)
     return value
 
@@ -163,7 +162,10 @@ def _at_ends(values: Tensor, chain: Chain) -> Tensor:
 
 def _weights(chains: Sequence[Chain], before: slice, g: int, linear: bool) -> _Weights:
     """The matrices that lead on from these steps, or the only ones."""
-    matrices, logs, lows, deep = [], [], [], False
+    matrices: list[Tensor] = []
+    logs: list[Tensor] = []
+    lows: list[Tensor] = []
+    deep = False
     for chain in chains:
         weights = (chain.bulk if len(chain.bulk) == 1 else chain.bulk[before]).to(chain.dtype)
         weights = weights.reshape(-1, g, chain.c, chain.c)
@@ -183,7 +185,7 @@ def _weights(chains: Sequence[Chain], before: slice, g: int, linear: bool) -> _W
         terms = terms.masked_fill(~terms.isfinite(), 0.0)
     sources = torch.arange(weights.shape[-1], device=weights.device)[:, None].expand(weights.shape[-2:])
     if linear:
-        factors = [matrices[0], matrices[0] * terms]
+        factors = [matrices[0], terms.mul_(matrices[0])]  # the logarithms are not read again
         return _Weights(matrices, logs, terms, [torch.cat(factors, -1)] if len(terms) == 1 else factors, deep, sources)
     if in_c(terms):  # elsewhere no value is read
         possible = (torch.cat(logs) > -math.inf).flatten(0, 1).any(0)
@@ -220,9 +222,10 @@ def _times(rows: Tensor, matrices: Tensor) -> Tensor:
 
 def _by_pairs(before: list[Tensor], after: list[Tensor], weights: _Weights, states: Tensor) -> Tensor:
     """The mean (k, g, m, c) over the states before of -log r, or of the difference, from logarithms of messages."""
+    shape, picked = (*states.shape[:-1], *weights.sources.shape), weights.sources.flatten()  # (k, g, m, sources, c)
     to = torch.arange(states.shape[-1], device=states.device)
     chances = [
-        torch.log_softmax(one[..., weights.sources] + log[:, :, None, weights.sources, to], -2)  # (k, g, m, sources, c)
+        torch.log_softmax(one.index_select(-1, picked).view(shape) + log[:, :, None, weights.sources, to], -2)
         for one, log in zip(before, weights.logs, strict=True)
     ]
     shares, surprise = chances[0].exp(), -chances[0] if len(chances) == 1 else chances[0] - chances[1]
