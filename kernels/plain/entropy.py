@@ -9,7 +9,7 @@ so that a path z of the posterior has, with a sum over all steps i but the first
     -E[log p(z)] = log sum S_last - <g_0, log S_0> + sum_i <g_i, log(U_i / S_i) - S_{i-1} (P_i log P_i) / U_i>
 
 which is the entropy. The divergence is the same with S, U and log P of the second chain, less the entropy. Scales of S
-cancel in each step, and no large log Z is subtracted. The arithmetic has the dtype of the chain. Where its floats cannot
+cancel in each step, and no large log Z is subtracted. Arithmetic has the dtype of the chain. Where its floats cannot
 hold that, it is done in float64 from logarithms of messages, pair by pair of states: the last state's entropy, and the
 mean of -log r_i, or for the divergence that of log(r_i / r'_i).
 """
