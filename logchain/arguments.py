@@ -72,8 +72,11 @@ def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None
         check_device(name, value, like)
 
 
-def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False) -> None:
-    """Check kinds and sizes of the operands of a chain; `in_pieces` lets x and bulk be on the host with p0 on a GPU."""
+def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False, part: bool = False) -> None:
+    """Check kinds and sizes of the operands of a chain.
+
+    `in_pieces`: x and bulk may be on the host with p0 on a GPU. `part`: there may be no variable, or a matrix into each.
+    """
     check_tensor("x", x, 2)
     check_tensor("bulk", bulk, 3, like=None if in_pieces else x)
     check_tensor("p0", p0, 1, like=None if in_pieces else x)
@@ -83,10 +86,11 @@ def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False)
             if value.device != p0.device and value.device.type not in host:
                 raise ValueError(f"{name}: expected device {' or '.join((str(p0.device), *host))}, got {value.device}")
     *batch, v, c = x.shape
-    if v < 1 or c < 1:
-        raise ValueError(f"x: expected at least one variable and one state [..., v, c], got {list(x.shape)}")
-    lead = batch_sizes(batch, bulk.dim() - 3)
-    check_sizes("bulk", bulk, (*lead, (1, v - 1), (c,), (c,)), x, steps=len(lead))
+    if c < 1 or (v < 1 and not part):
+        expected = "one state" if part else "one variable and one state"
+        raise ValueError(f"x: expected at least {expected} [..., v, c], got {list(x.shape)}")
+    lead, steps = batch_sizes(batch, bulk.dim() - 3), (1, max(0, v - 1), v) if part else (1, v - 1)
+    check_sizes("bulk", bulk, (*lead, steps, (c,), (c,)), x, steps=len(lead))
     check_sizes("p0", p0, (*batch_sizes(batch, p0.dim() - 1), (c,)), x)
 
 

@@ -66,16 +66,16 @@ def log_prob(
     tensor([0.4050, 0.0450, 0.0000])
     """
     if isinstance(bulk, Transition):
-        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "log_prob", lambda: _as_paths(states, x))
-        paths = question.padded(_as_paths(states, x))
+        question = Question(x, bulk, p0, log_params, lengths, cu_seqlens, "log_prob", lambda: as_paths(states, x))
+        paths = question.padded(as_paths(states, x))
         return answers.log_prob(question, _checked(paths, x.shape[-1]))
     if cu_seqlens is not None:
         packed = Packed(x, bulk, p0, cu_seqlens, lengths, log_params)
-        states = _checked(_as_paths(states, x), x.shape[-1])
+        states = _checked(as_paths(states, x), x.shape[-1])
         weight, norm = packed_log_weight(packed, states, log_params), packed_log_norm(packed, log_params)  # [*S, n]
     else:
         ends = check_question(x, bulk, p0, log_params, lengths)
-        states = _as_paths(states, x)
+        states = as_paths(states, x)
         if ends is not None:
             states = torch.where(torch.arange(x.shape[-2], device=x.device) < ends[..., None], states, -1)
         states = _checked(states, x.shape[-1])
@@ -86,7 +86,7 @@ def log_prob(
     return result.to(arithmetic_dtype(x, bulk, p0))
 
 
-def _as_paths(states: Tensor, x: Tensor) -> Tensor:
+def as_paths(states: Tensor, x: Tensor) -> Tensor:
     """Paths [*S, *B, v] as int64, after checks of their kind and shape."""
     check_is_tensor("states", states)
     check_integers("states", states)
@@ -99,11 +99,12 @@ def _as_paths(states: Tensor, x: Tensor) -> Tensor:
     return states.to(torch.int64)
 
 
-def _check_values(states: Tensor, c: int) -> None:
+def check_states(states: Tensor, c: int) -> None:
+    """Check that states lie from -1 to c - 1, except on a GPU."""
     if not kernels.on_gpu(states) and states.numel():
         low, high = (int(bound) for bound in torch.aminmax(states))
         if low < -1 or high >= c:
             raise ValueError(f"states: expected values from -1 to c - 1 = {c - 1}, got {low} to {high}")
 
 
-_checked = checked_values("checked_states", _check_values)
+_checked = checked_values("checked_states", check_states)

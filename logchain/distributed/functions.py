@@ -1,6 +1,8 @@
 """The functions of a chain whose variables are divided among ranks, each of which calls them with its own part."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,12 +15,12 @@ from ..autograd.operator import Final
 from ..autograd.paths import log_weight
 from ..kernels.chain import Chain
 from ..kernels.message import Kept
-from ..log_prob import _as_paths, _check_values
+from ..log_prob import as_paths, check_states
 from ..marginals import Marginals
 from ..operands import arithmetic_dtype
 from ..sample import check_draws
 from ..viterbi import Path
-from .part import Part, without_scale
+from .part import Part
 
 
 def product(
@@ -53,7 +55,7 @@ def product(
 
     Cost: `v_r c^2` multiply-adds a sequence, on all ranks at the same time, and `c^2 v_r / 32` to warm up; if the chain
     does not mix within that, ranks scan one after the other. The backward pass costs twice as much. A rank sends two
-    messages of `8 (c + 2)` bytes a sequence to its neighbor. Memory: that of `logchain.product` for the rank's part.
+    messages of `8 c` bytes a sequence to its neighbor. Memory: that of `logchain.product` for the rank's part.
 
     Source: messages of a mixing chain contract in Hilbert's metric, G. Birkhoff, Trans. AMS 85 (1957).
 
@@ -84,16 +86,20 @@ def marginals(
     Returns:
         `Marginals(states [*B, v_r, c], transitions or None, log_norm [*B])`, without derivatives.
     """
-    part = Part(
-        "marginals", (x, bulk, p0, group, log_params, lengths, one_matrix),
-        lambda: check_choice("transitions", transitions, (None, "sum", "full")), dtype=arithmetic_dtype,
-        by_log=True, full=transitions == "full", transitions=transitions,
-    )  # fmt: skip
-    part.needs = needs = True, transitions is not None, False
-    norm = part.forward(keep=True)
-    states, counts, _ = part.whole(part.backward(norm, torch.ones_like(norm), needs)[0], needs)
+
+    def check() -> dict[str, Any]:
+        check_choice("transitions", transitions, (None, "sum", "full"))
+        return {"transitions": transitions}
+
+    call = x, bulk, p0, group, log_params, lengths, one_matrix
+    part = Part("marginals", call, check, dtype=arithmetic_dtype, by_log=True, full=transitions == "full")
+    log_norm, kept = part.forward(keep=True)
+    needs = True, transitions is not None, False
+    (states, counts, _), *_ = part.backward(log_norm, kept, torch.ones_like(log_norm), needs)
     assert states is not None
-    return Marginals(states, counts, part.batched(norm).to(part.chain.dtype))
+    if counts is not None and part.one_matrix:
+        counts = part.ranks.total(counts).to(states.dtype)
+    return Marginals(states, counts, part.batched(log_norm).to(states.dtype))
 
 
 def entropy(
@@ -107,27 +113,26 @@ def entropy(
     result has no derivative.
     """
     part = Part("entropy", (x, bulk, p0, group, log_params, lengths, one_matrix), dtype=lambda *_: torch.float64)
-    norm = part.forward(keep=True)
-    _, before, following = part.backward(norm, torch.ones_like(norm))
-    total = part.ranks.total(_entropy_of_part(part, before, following))
-    return torch.where(part.batched(norm) == -torch.inf, 0.0, total).to(arithmetic_dtype(x, bulk, p0))
+    log_norm, kept = part.forward(keep=True)
+    _, before, following = part.backward(log_norm, kept, torch.ones_like(log_norm))
+    total = part.ranks.total(_entropy_of_part(part, kept, before, following))
+    return torch.where(part.batched(log_norm) == -torch.inf, 0.0, total).to(arithmetic_dtype(x, bulk, p0))
 
 
-def _entropy_of_part(part: Part, before: Tensor | None, following: Tensor | None) -> Tensor:
+def _entropy_of_part(part: Part, kept: Kept | None, before: Tensor, following: Tensor) -> Tensor:
     """The entropy [*B] of a rank's variables given the one before, whose backward message is `before`."""
-    (x, bulk, p0), known, ends = part.operands, part.zeros(), part.lengths
-    if not part.active:
-        return part.batched(known)
-    if following is not None:
-        x = torch.cat([x[..., :-1, :], x[..., -1:, :] + part.batched(following)[..., None, :]], -2)
-    if part.entering is not None and before is not None:
-        # the variable before is the first of the part, and its potential the message that enters
-        x, p0 = torch.cat([part.batched(part.entering)[..., None, :], x], -2), torch.full_like(p0, not part.log_params)
-        shares = torch.softmax(part.entering + before, -1)
-        known = -torch.special.xlogy(shares, shares).sum(-1)
-        ends = None if ends is None else ends + 1
-    value = entropy_of(x, bulk, p0, log_params=part.log_params, lengths=None if ends is None else ends.clamp(min=1))
-    return torch.where(part.batched(part.reached), value - part.batched(known), 0.0)
+    (x, bulk, p0), lengths, previous = part.operands, part.lengths, part.zeros()
+    if kept is None:
+        return part.batched(previous)
+    x = torch.cat([x[..., :-1, :], x[..., -1:, :] + part.batched(following)[..., None, :]], -2)
+    if part.entered:
+        entering = kept.logs(0)
+        x, p0, lengths = part.with_previous(x, p0, part.batched(entering)[..., None, :])
+        shares = torch.softmax(entering + before, -1)
+        previous = -torch.special.xlogy(shares, shares).sum(-1)
+    lengths = None if lengths is None else lengths.clamp(min=1)
+    value = entropy_of(x, bulk, p0, log_params=part.log_params, lengths=lengths)
+    return torch.where(part.batched(part.reached), value - part.batched(previous), 0.0)
 
 
 def viterbi(
@@ -144,24 +149,26 @@ def viterbi(
         path; without derivatives.
     """
     part = Part("viterbi", (x, bulk, p0, group, log_params, lengths, one_matrix))
-    x, kept = part.operands[0], {}
+    x = part.operands[0]
+    messages: Any = None
 
     def scan(chain: Chain, entering: Tensor | None) -> Tensor:
-        entering = None if entering is None else entering.contiguous()
-        own = kept[chain is part.chain] = kernels.path_messages(x)(chain, entering)
-        return without_scale(own.leaving.masked_fill(own.unknown[..., None], torch.nan))
+        nonlocal messages
+        messages = kernels.path_messages(x)(chain, None if entering is None else entering.contiguous())
+        leaving: Tensor = messages.leaving.masked_fill(messages.unknown[..., None], torch.nan)
+        return leaving
 
     with kernels.arithmetic_on(x):
         _, last = part.carry(scan, lambda arrived, guess: (arrived != guess).any(-1), part.reached)
-        best = part.ranks.from_last(part.zeros() if last is None else last[..., :-2].amax(-1))
+        # 0, -inf for no path, or NaN
+        best = part.ranks.total(last.amax(-1))
         states = torch.full((*part.layout.grid, x.shape[-2] + part.entered), -1, device=x.device)
         if part.active:
-            part.ranks.exchange(-1, None, after := torch.full(part.layout.grid, -1, device=x.device))
-            states[..., -1] = torch.where(part.continues, after, -1)
-            kept[True].follow(states)
-            states.masked_fill_(~(best > -torch.inf)[..., None], -1)  # impossible, or NaN
+            states[..., -1] = part.states_after()
+            messages.follow(states)
+            states.masked_fill_(~(best > -torch.inf)[..., None], -1)
             part.ranks.exchange(-1, states[..., 0])
-    paths = part.layout.states(states.view(*part.chain.lead, states.shape[-1]))
+    paths = part.batched(states)
     score = part.ranks.total(_path_weight(part, paths, *part.operands))
     score = torch.where(part.batched(best).isnan(), torch.nan, score).to(part.chain.dtype)
     return Path(paths[..., part.entered :].contiguous(), score)
@@ -173,34 +180,37 @@ def sample(
 ) -> Tensor:  # fmt: skip
     """Returns paths drawn from the posterior, as `logchain.sample` draws them: the states of this rank's variables.
 
-    Arguments and errors are as of `distributed.product`. Every rank gets a seed from the `generator` of the first one,
-    and those of others are not read: equal states of it give equal paths for equal parts. The cost is that of
-    `distributed.product`; then ranks draw one after the other, the last first.
+    Arguments and errors are as of `distributed.product`. All ranks draw from a seed that the `generator` of the first
+    one gives; generators of the others are not read. Equal states of it give equal paths for equal parts. The cost is
+    that of `distributed.product`; then ranks draw one after the other, the last first. A GPU waits for the seed.
 
     Returns:
         int64 `[num_samples, *B, v_r]`, -1 for no state.
     """
 
-    def check() -> int:
+    def check() -> dict[str, Any]:
         check_draws(num_samples, generator, x)
-        return int(torch.randint(2**52, (), generator=generator, device=x.device))
+        return {"num_samples": num_samples}
 
-    part = Part("sample", (x, bulk, p0, group, log_params, lengths, one_matrix), check, num_samples=num_samples)
-    norm, chain = part.forward(keep=True), part.chain
+    part = Part("sample", (x, bulk, p0, group, log_params, lengths, one_matrix), check)
+    _, kept = part.forward(keep=True)
+    seed, chain = torch.zeros((), dtype=torch.int64, device=x.device), part.chain
+    if part.ranks.rank == 0:
+        seed.random_(2**52, generator=generator)
+    seed = part.ranks.total(seed)
     states = torch.empty(num_samples, *part.layout.grid, chain.v + part.entered, dtype=torch.int64, device=x.device)
-    if part.kept is not None:
-        part.ranks.exchange(-1, None, after := torch.full(states.shape[:-1], -1, device=x.device))
-        source = torch.Generator(x.device).manual_seed(part.details[0] + part.ranks.rank)
+    if kept is not None:
+        after = part.states_after(num_samples)
+        source = torch.Generator(x.device).manual_seed(int(seed) + part.ranks.rank)
         numbers = states.view(torch.float64).uniform_(generator=source)
-        numbers[..., -1] = torch.where(part.continues & (after >= 0), -1.0 - after, numbers[..., -1])
+        numbers[..., -1] = torch.where(after >= 0, -1.0 - after, numbers[..., -1])
         if part.entered:  # the message that entered is that of a variable
             ends = None if chain.ends is None else chain.ends + 1
             chain = replace(chain, x=chain.x[:1].expand(chain.v + 1, *chain.x.shape[1:]), ends=ends)
         with kernels.arithmetic_on(x):
-            kernels.draw_kernels(x).draw(chain, part.kept._replace(log_norm=norm), states)
+            kernels.draw_kernels(x).draw(chain, kept, states)
         part.ranks.exchange(-1, states[..., 0])
-    paths = part.layout.states(states.view(num_samples, *chain.lead, states.shape[-1]))
-    return paths[..., part.entered :].contiguous()
+    return part.batched(states)[..., part.entered :].contiguous()
 
 
 def log_prob(
@@ -212,59 +222,44 @@ def log_prob(
     `states` are integers `[*S, *B, v_r]`, those of this rank's variables. All other arguments, the gradients, errors
     and the cost are as of `distributed.product`.
     """
-    lead = f"axes {list(states.shape[:-1])} before its variables" if isinstance(states, Tensor) else None
-    part = Part(
-        "log_prob", (x, bulk, p0, group, log_params, lengths, one_matrix),
-        lambda: _check_values(_as_paths(states, x), x.shape[-1]), states=lead,
-    )  # fmt: skip
+
+    def check() -> dict[str, Any]:
+        return {"states": f"axes {list(as_paths(states, x).shape[:-1])} before its variables"}
+
+    part = Part("log_prob", (x, bulk, p0, group, log_params, lengths, one_matrix), check)
     paths = states.to(torch.int64)
+    if part.lengths is not None:
+        paths = torch.where(torch.arange(x.shape[-2], device=x.device) < part.lengths[..., None], paths, -1)
+    part.ranks.agree(lambda: ({}, check_states(paths, x.shape[-1])))
     if part.ranks.place is not None:
-        part.ranks.exchange(1, paths[..., -1], before := paths.new_empty(paths.shape[:-1]))
+        part.ranks.exchange(1, paths[..., -1], before := torch.empty_like(paths[..., -1]))
         paths = torch.cat([before[..., None], paths], -1) if part.entered else paths
     value: Tensor = _Value.apply(part, paths, x, bulk, p0)  # type: ignore[no-untyped-call]
     return value.to(arithmetic_dtype(x, bulk, p0))
 
 
 class _Value(torch.autograd.Function):
-    """part, states, x, bulk, p0 -> log-partition [*B], or the log-probability of paths `states` if given [*S, *B]."""
+    """part, states, x, bulk, p0 -> the log-partition [*B], or of `states`, the log-probability [*S, *B]."""
 
     @staticmethod
     def forward(ctx: Any, part: Part, states: Tensor | None, *operands: Tensor) -> Tensor:
-        norm = part.forward(keep=any(part.needs))
-        ctx.part, value, kept, impossible = part, part.batched(norm).clone(), part.kept, None
+        log_norm, kept = part.forward(keep=any(part.needs))
+        value, impossible = part.batched(log_norm).clone(), None
         if states is not None:
             weight = part.ranks.total(_path_weight(part, states, *operands))
             # all paths may be impossible: -inf - (-inf) must not become NaN
             impossible = (weight == -torch.inf) & ~value.isnan()
             value = torch.where(impossible, -torch.inf, weight - value)
-        messages = (None,) * 3 if kept is None else (kept[1], kept[2], kept.bound)
-        ctx.save_for_backward(*operands, states, impossible, norm, *messages)
-        part.kept = None  # memory that is given back after the backward pass
+        ctx.part = part
+        # what is saved is given back after the backward pass
+        messages = (None,) * 3 if kept is None else (kept.messages, kept.redone, kept.bound)
+        ctx.save_for_backward(states, impossible, log_norm, *messages, *operands)
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *operands, states, impossible, norm, messages, redone, bound = ctx.saved_tensors
-        part, needs = ctx.part, ctx.needs_input_grad[2:]
-        computed = needs[0], part.needs[1] if part.one_matrix else needs[1], part.needs[2]
-
-        def gradients(grad: Tensor, *operands: Tensor) -> Any:
-            weight = grad
-            if states is not None:
-                grad = grad.masked_fill(impossible, 0.0)
-                weight = -grad.sum_to_size(operands[0].shape[:-2])
-            part.kept = None if messages is None else Kept(norm, messages, redone, part.entered, bound)
-            local, *_ = part.backward(norm, part.layout.sequences(weight), computed)
-            part.kept = None
-            if states is not None:
-                leaves = [operand.detach().requires_grad_() for operand in operands]
-                with torch.enable_grad():
-                    weight = _path_weight(part, states, *leaves)
-                of_paths = torch.autograd.grad(weight, leaves, grad, allow_unused=True)
-                local = [a if b is None else b if a is None else a + b for a, b in zip(local, of_paths, strict=True)]
-            return part.whole(local, needs)
-
-        return None, None, *_Once.apply(gradients, grad, *operands)  # type: ignore[no-untyped-call]
+        compute = partial(_gradients, ctx.part, ctx.needs_input_grad[2:], ctx.saved_tensors[:-3])
+        return None, None, *_Once.apply(compute, grad, *ctx.saved_tensors[-3:])  # type: ignore[no-untyped-call]
 
 
 class _Once(Final):
@@ -274,17 +269,41 @@ class _Once(Final):
 
     @staticmethod
     def forward(compute: Any, *tensors: Tensor) -> Any:
-        return tuple(compute(*tensors))
+        return compute(*tensors)
+
+
+def _gradients(part: Part, needs: Sequence[bool], saved: Any, grad: Tensor, *operands: Tensor) -> Any:
+    """The gradients of x, bulk and p0 that `needs` asks of this rank, where `grad` is that of `_Value`."""
+    states, impossible, log_norm, messages, redone, bound = saved
+    weight = grad
+    if states is not None:
+        grad = grad.masked_fill(impossible, 0.0)
+        weight = -grad.sum_to_size(operands[0].shape[:-2])
+    kept = None if messages is None else Kept(log_norm, messages, redone, part.entered, bound)
+    computed = needs[0], part.needs[1] if part.one_matrix else needs[1], part.needs[2]
+    gradients, *_ = part.backward(log_norm, kept, part.layout.sequences(weight), computed)
+    if states is not None:
+        leaves = [operand.detach().requires_grad_() for operand in operands]
+        with torch.enable_grad():
+            weight = _path_weight(part, states, *leaves)
+        of_paths = torch.autograd.grad(weight, leaves, grad, allow_unused=True, materialize_grads=True)
+        gradients = [None if a is None else a + b for a, b in zip(gradients, of_paths, strict=True)]
+    local = zip(gradients, (False, part.one_matrix, True), strict=True)
+    gradients = [
+        part.ranks.total(gradient) if shared and gradient is not None else gradient for gradient, shared in local
+    ]
+    rows = zip(operands, gradients, needs, strict=True)
+    return tuple(total.to(x.dtype) if need and total is not None else None for x, total, need in rows)
 
 
 def _path_weight(part: Part, states: Tensor, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
     """The log-weight [*S, *B] of this rank's steps of paths, which begin with the variable before, if there is one."""
-    ends = part.lengths
     if part.ranks.place is None:
         return x.sum((-2, -1)) + states.sum(-1)  # zeros
+    lengths = part.lengths
     if part.entered:
-        reached = torch.ones_like(states[..., 0], dtype=torch.bool) if ends is None else ends > 0
+        # of a sequence that has ended before, any state will do
+        reached = torch.ones_like(states[..., 0], dtype=torch.bool) if lengths is None else lengths > 0
         states = torch.cat([torch.where(reached[..., None], states[..., :1], 0), states[..., 1:]], -1)
-        x, p0 = torch.cat([torch.zeros_like(x[..., :1, :]), x], -2), torch.full_like(p0, not part.log_params)
-        ends = None if ends is None else ends + 1
-    return log_weight(x, bulk, p0, states, ends, part.log_params)
+        x, p0, lengths = part.with_previous(x, p0, torch.zeros_like(x[..., :1, :]))
+    return log_weight(x, bulk, p0, states, lengths, part.log_params)

@@ -1,11 +1,11 @@
-"""The part of a chain that a rank holds, and its scans: ranks meet only at boundary messages.
+"""The part of a chain that a rank holds, and its scans, which exchange only boundary messages.
 
     forward     a_r = a_{r-1} M_r        M_r: the product of the steps of rank r
     backward    b_{r-1} = M_r b_r
 
-All ranks scan at the same time. Each begins with a guess, which its neighbor computes from a uniform message and a few
-of its own steps; then it compares the guess with the message that arrives, and scans again from that if they differ by
-more than rounding in Hilbert's metric. That takes no longer than to wait for the message in the first place.
+All ranks scan at the same time, from a guess: the neighbor scans a few of its steps from a uniform message and sends
+the result. When the true message arrives, a rank scans again if the two differ by more than rounding in Hilbert's
+metric. That takes no longer than to wait for the message in the first place.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,6 @@ from torch import Tensor
 from .. import arguments, kernels
 from ..kernels.chain import Chain
 from ..kernels.message import Kept, Message
-from ..kernels.numbers import exact_sum
 from ..layout import Layout
 from ..operands import arithmetic_dtype, differentiated
 from ..rescues import report_boundaries, report_chains
@@ -29,57 +28,55 @@ from .ranks import Ranks
 # a guess takes this share of a part's steps, and at least so many
 _SHARE, _STEPS = 32, 32
 
-# the operands of a function as it is called: x, bulk, p0, group, log_params, lengths, one_matrix
+# the arguments of all functions: x, bulk, p0, group, log_params, lengths, one_matrix
 Call = tuple[Tensor, Tensor, Tensor, Any, bool, arguments.Lengths | None, bool | None]
 
 
 class Part:
-    """This rank's part of chains, of which `start` variables lie before it, once all ranks agree on their arguments.
+    """This rank's part of chains, once all ranks agree on the arguments of a function.
 
-    Of each sequence (g, m), `reached` says whether it has a variable here, and `continues` whether it has one after.
-    `needs`: whether some rank needs the gradients of x, bulk and p0. `kept` and `entering` are of the last `forward`.
+    `reached`, `continues`: whether a sequence (g, m) has a variable here, and whether it has one after; `lengths` [*B]
+    are the numbers of those here. `entered`: whether variables of another rank precede. `needs`: whether some rank
+    needs the gradients of x, bulk and p0. `active`: whether there is anything to scan.
     """
 
-    kept: Kept | None = None
-    entering: Tensor | None = None
-
     def __init__(
-        self, function: str, call: Call, check: Callable[[], Any] = lambda: None, *,
-        dtype: Callable[..., torch.dtype] | None = None, by_log: bool = False, full: bool = False, **options: Any,
+        self, function: str, call: Call, check: Callable[[], dict[str, Any]] = dict, *,
+        dtype: Callable[..., torch.dtype] | None = None, by_log: bool = False, full: bool = False,
     ) -> None:  # fmt: skip
-        """`check` checks more arguments and returns details of this rank; `options` are the same on all ranks.
+        """`check` checks other arguments and returns those that have to be the same on all ranks.
 
-        Operands are converted to `dtype` of them, if there is one; `full`: so that each step has a matrix.
+        Operands are converted to `dtype(x, bulk, p0)`; with `full` each step gets a matrix.
         """
         x, bulk, p0, group, self.log_params, lengths, one_matrix = call
         self.ranks = ranks = Ranks(group)
 
         def describe() -> tuple[dict[str, Any], Any]:
-            fields, needs = _described(function, *call) | options, [differentiated(operand) for operand in call[:3]]
-            return fields, (x.shape[-2], bulk.shape[-3], needs, check())
+            fields = _described(function, *call) | check()
+            return fields, (x.shape[-2], bulk.shape[-3], [differentiated(operand) for operand in call[:3]])
 
-        sizes, matrices, needed, self.details = zip(*ranks.agree(describe), strict=True)
-        self.start, v = sum(sizes[: ranks.rank]), x.shape[-2]
-        self.needs: Sequence[bool] = [any(need) for need in zip(*needed, strict=True)]
+        sizes, matrices, needed = zip(*ranks.agree(describe), strict=True)
         ranks.arrange(sizes)
-        self.entered = bool(ranks.place)
+        self.needs: Sequence[bool] = [any(need) for need in zip(*needed, strict=True)]
         self.one_matrix = all(count == 1 for count in matrices) if one_matrix is None else one_matrix
         for rank, (size, count) in enumerate(zip(sizes, matrices, strict=True)):
             expected = 1 if self.one_matrix else max(0, size - (sum(sizes[:rank]) == 0))
             if count != expected:
                 text = "1 for every step" if self.one_matrix else f"{expected} matrices, or 1 on every rank,"
                 raise ValueError(f"rank {rank}: bulk: expected {text} to go with v_r = {size}, got {count}")
+        start, v = sum(sizes[: ranks.rank]), x.shape[-2]
+        self.entered = bool(ranks.place)
         x, bulk, p0 = (operand.detach().to(dtype(*call[:3]) if dtype else operand.dtype) for operand in (x, bulk, p0))
         if full:
-            bulk, self.one_matrix = bulk.expand(*x.shape[:-2], max(0, v - (self.start == 0)), *bulk.shape[-2:]), False
+            bulk, self.one_matrix = bulk.expand(*x.shape[:-2], max(0, v - (start == 0)), *bulk.shape[-2:]), False
         self.operands, self.layout = (x, bulk, p0), Layout.of(x, bulk)
         self.lengths = ends = None
         self.reached = self.continues = torch.ones(self.layout.grid, dtype=torch.bool, device=x.device)
         if lengths is not None:
             whole = arguments.as_lengths(lengths, x.new_empty(()).expand(*x.shape[:-2], sum(sizes), x.shape[-1]))
             arguments.check_lengths(whole, sum(sizes))
-            self.lengths = (whole - self.start).clamp(0, v)
-            left = self.layout.sequences(whole) - self.start
+            self.lengths = (whole - start).clamp(0, v)
+            left = self.layout.sequences(whole) - start
             ends, self.reached, self.continues = left[..., None].clamp(0, v), left > 0, left > v
         steps = self.layout.matrices(bulk)[: None if v > 1 or self.entered else 0]
         operands = self.layout.steps_first(x), steps, self.layout.weights(p0)
@@ -91,105 +88,108 @@ class Part:
         return torch.zeros(*self.layout.grid, *sizes, dtype=torch.float64, device=self.chain.x.device)
 
     def batched(self, values: Tensor) -> Tensor:
-        """Values (g, m) of sequences as [*B], or those (g, m, c) of states as [*B, c]."""
+        """Values (g, m) of sequences as [*B], or those (..., g, m, k) of states or variables as [..., *B, k]."""
         if values.dim() == 2:
             return self.layout.batched(values).contiguous()
-        return self.layout.states(values.view(*self.chain.lead, values.shape[-1]))
+        return self.layout.states(values.view(*values.shape[:-3], *self.chain.lead, values.shape[-1]))
+
+    def states_after(self, *draws: int) -> Tensor:
+        """The states (*draws, g, m) of the variable after this part, once the next rank sends them; -1 for none."""
+        states = torch.full((*draws, *self.layout.grid), -1, device=self.chain.x.device)
+        self.ranks.exchange(-1, None, states)
+        return torch.where(self.continues, states, -1)
+
+    def with_previous(self, x: Tensor, p0: Tensor, potentials: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, p0 and lengths of a chain that begins with the variable before this part, with `potentials` [*B, 1, c]."""
+        lengths = None if self.lengths is None else self.lengths + 1
+        return torch.cat([potentials, x], -2), torch.full_like(p0, float(not self.log_params)), lengths
 
     def carry(
         self, scan: Callable[[Chain, Tensor | None], Tensor], differ: Callable[[Tensor, Tensor], Tensor],
-        meets: Tensor, step: int = 1,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """The message that arrives at this rank, its values (g, m, c), and the one that leaves it, (g, m, c + 2).
+        compared: Tensor, step: int = 1,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The messages (g, m, c) that arrive at this rank, 0 if none does, and leave it; `step`: 1 forward, -1 backward.
 
-        `scan` returns the latter, with the two terms of its scale, for this rank's chain or a window of it, from the
-        values that enter, None at the end of all; `differ` says whether values that arrive refuse a guess (g, m), of
-        sequences that it `meets`.
+        `scan` maps the message that enters this rank's chain, or a window of it, to the one that leaves; None enters
+        at the end of all. `differ` says for which sequences two messages differ, and `compared` where that counts.
         """
-        if not self.active:
-            return None, None
         v, c, ranks = self.chain.v, self.chain.c, self.ranks
+        guess, arrived = self.zeros(c), self.zeros(c)
+        if not self.active:
+            return arrived, arrived
         first, count = ranks.neighbor(-step) is None, min(v, max(v // _SHARE, _STEPS))
-        guess, arrived = self.zeros(c + 2), self.zeros(c + 2)
-        sent = leaving = scan(self.chain, None) if first and count == v else None  # of a short part no guess is needed
-        if sent is None and ranks.neighbor(step) is not None:
+        sent = leaving = None
+        if first and count == v:
+            sent = leaving = scan(self.chain, None)
+        elif ranks.neighbor(step) is not None:
             sent = scan(self._window(v - count, v) if step > 0 else self._window(0, count), self.zeros(c))
         ranks.exchange(step, sent, guess)
-        leaving = scan(self.chain, None if first else guess[..., :c]) if leaving is None else leaving
+        leaving = scan(self.chain, None if first else guess) if leaving is None else leaving
         ranks.exchange(step, None, arrived)
-        values = arrived[..., :c]
-        if not first:
-            refused = differ(values, guess[..., :c]) & meets
-            if refused.any():
-                report_boundaries(refused)
-                leaving = scan(self.chain, values)
-            # a sequence that has ended, or is NaN, leaves as it arrives
-            passes = values.isnan().any(-1) & meets | (~meets if step > 0 else torch.zeros_like(meets))
-            terms = torch.cat([leaving[..., c:], arrived[..., c:]], -1).movedim(-1, 0).contiguous()
-            scale = torch.stack(exact_sum(terms), -1)
-            leaving = torch.cat([torch.where(passes[..., None], values, leaving[..., :c]), scale], -1)
+        refused = differ(arrived, guess) & compared
+        if refused.any():  # the only value that is read on the host
+            report_boundaries(refused)
+            leaving = scan(self.chain, arrived)
+        passes = arrived.isnan().any(-1) | ~self.reached
+        leaving = torch.where(passes[..., None], arrived, leaving)
         ranks.exchange(step, leaving)
-        return None if first else values, leaving
+        return arrived, leaving
 
-    def forward(self, keep: bool) -> Tensor:
-        """The log-partitions (g, m), the same on all ranks; messages are kept for `backward` if wanted."""
-        memory = kernels.messages_of(self.chain, self.chain.v + self.entered) if keep and self.active else None
+    def forward(self, keep: bool) -> tuple[Tensor, Kept | None]:
+        """The log-partitions (g, m), the same on all ranks, and what `backward` reads if there is anything to `keep`."""
+        chain, kept, scale = self.chain, None, self.zeros(2).movedim(-1, 0)
+        memory = kernels.messages_of(chain, chain.v + self.entered) if keep and self.active else None
 
         def scan(chain: Chain, entering: Tensor | None) -> Tensor:
+            nonlocal kept, scale
             message = None if entering is None else Message(entering, self.zeros(2).movedim(-1, 0))
-            keep = memory if chain is self.chain else None
-            self.kept, leaving = kernels.chain_kernels(chain.x).forward(chain, message, keep=keep, leave=True)
-            return torch.cat([leaving.values, leaving.scale.movedim(0, -1)], -1)
+            into = memory if chain is self.chain else None
+            leaving: Message
+            kept, leaving = kernels.chain_kernels(chain.x).forward(chain, message, keep=into, leave=True)
+            scale = leaving.scale
+            return leaving.values
 
-        with kernels.arithmetic_on(self.chain.x):
-            self.entering, leaving = self.carry(scan, partial(disagree, self.chain), self.reached)
-        if self.kept is not None:
-            report_chains(self.kept.redone)
-        return self.ranks.from_last(self.zeros() if leaving is None else leaving[..., -2:].sum(-1))
+        with kernels.arithmetic_on(chain.x):
+            self.carry(scan, partial(disagree, chain), self.reached)
+        log_norm = self.ranks.exact_total(scale)
+        if kept is None:
+            return log_norm, None
+        report_chains(kept.redone)
+        return log_norm, kept._replace(log_norm=log_norm) if keep else None
 
     def backward(
-        self, log_norm: Tensor, weight: Tensor, needs: Sequence[bool] = (False, False, False)
-    ) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
-        """The gradients of `sum(weight * log_norm)` by this rank's x, `bulk` and p0, and two backward messages.
+        self, log_norm: Tensor, kept: Kept | None, weight: Tensor, needs: Sequence[bool] = (False, False, False)
+    ) -> tuple[list[Tensor | None], Tensor, Tensor]:
+        """The gradients of `sum(weight * log_norm)` by this rank's x, bulk and p0, where needed, and two messages.
 
-        They are those of the variable before this rank's first, and of its last, (g, m, c).
+        They are the backward messages (g, m, c) of the variable before this part, and of its last one.
         """
         x, bulk, p0 = self.operands
         # a NaN on one rank is one in the gradients of its sequence on all
         weight = torch.where(log_norm.isnan() & (weight != 0), torch.nan, weight)
-        matters = self.continues & (weight != 0) & (log_norm > -torch.inf)
+        compared = self.continues & (weight != 0) & (log_norm > -torch.inf)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
         grad_bulk = torch.zeros(bulk.shape, dtype=self.chain.dtype, device=x.device) if needs[1] else None
+        grad_p0 = torch.zeros(p0.shape, dtype=torch.float64, device=x.device) if needs[2] else None
         into_x = None if grad_x is None else self.layout.steps_first(grad_x)
         into_bulk = None if grad_bulk is None or not len(self.chain.bulk) else self.layout.matrices(grad_bulk)
-        gradients, kernel = [grad_x, grad_bulk, None], kernels.chain_kernels(x).backward
+        kernel: Callable[..., Tensor] = kernels.chain_kernels(x).backward
 
         def scan(chain: Chain, following: Tensor | None) -> Tensor:
-            assert self.kept is not None
+            assert kept is not None
             if chain is not self.chain:
-                kept = self.kept._replace(messages=self.kept.messages[: chain.v + 1], log_norm=self.zeros())
-                return without_scale(kernel(chain, kept, self.zeros() + 1, following, None, None))
-            following = None if following is None else following.masked_fill(~self.continues[..., None], 0.0)
-            before = kernel(chain, self.kept._replace(log_norm=log_norm), weight, following, into_x, into_bulk)
+                of_window = kept._replace(messages=kept.messages[: chain.v + 1], log_norm=self.zeros())
+                return kernel(chain, of_window, self.zeros() + 1, following, None, None)
+            before = kernel(chain, kept, weight, following, into_x, into_bulk)
             if self.entered:
-                return without_scale(before)
-            gradients[2] = self.layout.states(before).sum_to_size(p0.shape) if needs[2] else None
-            return self.zeros(chain.c + 2)
+                return before
+            if grad_p0 is not None:
+                grad_p0.copy_(self.layout.states(before).sum_to_size(p0.shape))
+            return self.zeros(chain.c)
 
         with kernels.arithmetic_on(x):
-            following, leaving = self.carry(scan, partial(disagree, self.chain), matters, -1)
-        if following is not None:
-            following = following.masked_fill(~self.continues[..., None], 0.0)
-        return gradients, None if leaving is None else leaving[..., :-2], following
-
-    def whole(self, gradients: list[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of x, bulk and p0 in their dtypes, summed over ranks if the operand is shared."""
-        for i in (1, 2) if self.one_matrix else (2,):
-            if self.needs[i]:
-                local = gradients[i]
-                gradients[i] = self.ranks.total(torch.zeros_like(self.operands[i]) if local is None else local)
-        rows = zip(self.operands, gradients, needs, strict=True)
-        return [g.to(operand.dtype) if need and g is not None else None for operand, g, need in rows]
+            following, before = self.carry(scan, partial(disagree, self.chain), compared, -1)
+        return [grad_x, grad_bulk, grad_p0], before, following
 
     def _window(self, start: int, stop: int) -> Chain:
         """The steps from `start` to before `stop`, which a message enters; there is no step into the very first."""
@@ -198,11 +198,6 @@ class Part:
         bulk = chain.bulk if self.one_matrix else chain.bulk[start - first : stop - first]
         ends = None if chain.ends is None else (chain.ends - start).clamp(0, stop - start)
         return replace(chain, x=chain.x[start:stop], bulk=bulk, ends=ends)
-
-
-def without_scale(values: Tensor) -> Tensor:
-    """Values (g, m, c) of a message that has no scale (g, m, c + 2)."""
-    return torch.nn.functional.pad(values, (0, 2))
 
 
 def _described(
@@ -214,27 +209,20 @@ def _described(
     arguments.check_flag("log_params", log_params)
     if arguments.is_transformed():
         raise NotImplementedError("logchain.distributed: expected no transform of torch.func and no forward derivative")
-    for name, operand, axes in (("x", x, 2), ("bulk", bulk, 3), ("p0", p0, 1)):
+    for name, operand in (("x", x), ("bulk", bulk), ("p0", p0)):
         if hasattr(operand, "to_local"):
             raise TypeError(f"{name}: expected a tensor of this rank alone, got a DTensor; pass its to_local()")
-        arguments.check_tensor(name, operand, axes, like=None if name == "x" else x)
-    *batch, v, c = x.shape
-    if c < 1:
-        raise ValueError(f"x: expected at least one state [..., v, c], got {list(x.shape)}")
-    lead, ends = arguments.batch_sizes(batch, bulk.dim() - 3), None
-    steps = (1, v - 1, v) if v else (1, 0)
-    arguments.check_sizes("bulk", bulk, (*lead, steps, (c,), (c,)), x, steps=len(lead))
-    arguments.check_sizes("p0", p0, (*arguments.batch_sizes(batch, p0.dim() - 1), (c,)), x)
+    arguments.check_chain(x, bulk, p0, part=True)
     if function not in ("product", "log_prob") and differentiated(x, bulk, p0):
         text = "expected operands without gradients, as it has no derivative; call it under torch.no_grad()"
         raise NotImplementedError(f"{function}: {text}")
-    if lengths is not None:
-        ends = arguments.tensor_of(lengths)
+    ends = None if lengths is None else arguments.tensor_of(lengths)
+    if ends is not None and ends.numel():
         arguments.check_integers("lengths", ends)
     arguments.check_signs(bulk, p0, log_params)
     return {
         "function": function,
-        "x": f"shape {[*batch, 'v', c]} of {x.dtype} on {x.device.type}".replace("'", ""),
+        "x": f"shape {[*x.shape[:-2], 'v', x.shape[-1]]} of {x.dtype} on {x.device.type}".replace("'", ""),
         "bulk": f"axes {list(bulk.shape[:-3])} before its steps, of {bulk.dtype}",
         "p0": f"shape {list(p0.shape)} of {p0.dtype}",
         "log_params": log_params,

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.numbers import exact_sum
+
 # an error is raised on the other ranks as the first of these that it is an instance of, or as the last
 _KINDS = (TypeError, ValueError, NotImplementedError, MemoryError, RuntimeError)
 
@@ -58,7 +60,7 @@ class Ranks:
         return self._filled[place] if 0 <= place < len(self._filled) else None
 
     def exchange(self, step: int, sent: Tensor | None, received: Tensor | None = None) -> None:
-        """Send to the neighbor in a direction and receive from the other one; None, or no neighbor: nothing."""
+        """Send to the neighbor in a direction and receive from the opposite one; None, or no neighbor: nothing."""
         sides = (dist.isend, sent, self.neighbor(step)), (dist.irecv, received, self.neighbor(-step))
         operations = [
             dist.P2POp(operation, tensor.contiguous(), rank, self._group)
@@ -68,15 +70,17 @@ class Ranks:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
-    def from_last(self, value: Tensor) -> Tensor:
-        """The value of the rank with the last variables, on all ranks; `value` is overwritten."""
-        if value.numel():
-            dist.broadcast(value, self._filled[-1], group=self._group)
-        return value
-
     def total(self, value: Tensor) -> Tensor:
         """The sum over ranks of float64 values."""
         value = value.double().clone(memory_format=torch.contiguous_format)
         if value.numel():
             dist.all_reduce(value, group=self._group)
         return value
+
+    def exact_total(self, terms: Tensor) -> Tensor:
+        """The sum of float64 terms over the first axis and over ranks, rounded once."""
+        terms = terms.contiguous()
+        gathered = [torch.empty_like(terms) for _ in range(dist.get_world_size(self._group))]
+        if terms.numel():
+            dist.all_gather(gathered, terms, group=self._group)
+        return torch.stack(exact_sum(torch.cat(gathered))).sum(0)
