@@ -75,7 +75,8 @@ def check_tensor(name: str, value: Tensor, axes: int, like: Tensor | None = None
 def check_chain(x: Tensor, bulk: Tensor, p0: Tensor, *, in_pieces: bool = False, part: bool = False) -> None:
     """Check kinds and sizes of the operands of a chain.
 
-    `in_pieces`: x and bulk may be on the host with p0 on a GPU. `part`: there may be no variable, or a matrix into each.
+    `in_pieces`: x and bulk may be on the host with p0 on a GPU. `part`: there may be no variable, and a matrix into
+    each.
     """
     check_tensor("x", x, 2)
     check_tensor("bulk", bulk, 3, like=None if in_pieces else x)

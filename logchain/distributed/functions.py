@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -70,7 +69,7 @@ def product(
     """
     part = Part("product", (x, bulk, p0, group, log_params, lengths, one_matrix))
     value: Tensor = _Value.apply(part, None, x, bulk, p0)  # type: ignore[no-untyped-call]
-    return value.to(arithmetic_dtype(x, bulk, p0))
+    return value
 
 
 def marginals(
@@ -222,11 +221,10 @@ def log_prob(
     `states` are integers `[*S, *B, v_r]`, those of this rank's variables. All other arguments, the gradients, errors
     and the cost are as of `distributed.product`.
     """
-
-    def check() -> dict[str, Any]:
-        return {"states": f"axes {list(as_paths(states, x).shape[:-1])} before its variables"}
-
-    part = Part("log_prob", (x, bulk, p0, group, log_params, lengths, one_matrix), check)
+    call = x, bulk, p0, group, log_params, lengths, one_matrix
+    part = Part(
+        "log_prob", call, lambda: {"states": f"axes {list(as_paths(states, x).shape[:-1])} before its variables"}
+    )
     paths = states.to(torch.int64)
     if part.lengths is not None:
         paths = torch.where(torch.arange(x.shape[-2], device=x.device) < part.lengths[..., None], paths, -1)
@@ -235,7 +233,7 @@ def log_prob(
         part.ranks.exchange(1, paths[..., -1], before := torch.empty_like(paths[..., -1]))
         paths = torch.cat([before[..., None], paths], -1) if part.entered else paths
     value: Tensor = _Value.apply(part, paths, x, bulk, p0)  # type: ignore[no-untyped-call]
-    return value.to(arithmetic_dtype(x, bulk, p0))
+    return value
 
 
 class _Value(torch.autograd.Function):
@@ -244,7 +242,7 @@ class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Part, states: Tensor | None, *operands: Tensor) -> Tensor:
         log_norm, kept = part.forward(keep=any(part.needs))
-        value, impossible = part.batched(log_norm).clone(), None
+        value, impossible = part.batched(log_norm), None
         if states is not None:
             weight = part.ranks.total(_path_weight(part, states, *operands))
             # all paths may be impossible: -inf - (-inf) must not become NaN
@@ -253,47 +251,40 @@ class _Value(torch.autograd.Function):
         ctx.part = part
         # what is saved is given back after the backward pass
         messages = (None,) * 3 if kept is None else (kept.messages, kept.redone, kept.bound)
-        ctx.save_for_backward(states, impossible, log_norm, *messages, *operands)
-        return value
+        ctx.save_for_backward(*operands, states, impossible, log_norm, *messages)
+        return value.to(part.chain.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        compute = partial(_gradients, ctx.part, ctx.needs_input_grad[2:], ctx.saved_tensors[:-3])
-        return None, None, *_Once.apply(compute, grad, *ctx.saved_tensors[-3:])  # type: ignore[no-untyped-call]
+        needs = ctx.needs_input_grad[2:]
+        return None, None, *_Gradients.apply(ctx.part, needs, grad.double(), *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
 
-class _Once(Final):
-    """compute, grad, x, bulk, p0 -> gradients, which cannot be differentiated again."""
+class _Gradients(Final):
+    """The gradients of x, bulk and p0 that are needed, from that of `_Value` and what it has saved."""
 
     refusal = "logchain.distributed: expected one derivative, got a second; it needs the chain on one rank"
 
     @staticmethod
-    def forward(compute: Any, *tensors: Tensor) -> Any:
-        return compute(*tensors)
-
-
-def _gradients(part: Part, needs: Sequence[bool], saved: Any, grad: Tensor, *operands: Tensor) -> Any:
-    """The gradients of x, bulk and p0 that `needs` asks of this rank, where `grad` is that of `_Value`."""
-    states, impossible, log_norm, messages, redone, bound = saved
-    weight = grad
-    if states is not None:
-        grad = grad.masked_fill(impossible, 0.0)
-        weight = -grad.sum_to_size(operands[0].shape[:-2])
-    kept = None if messages is None else Kept(log_norm, messages, redone, part.entered, bound)
-    computed = needs[0], part.needs[1] if part.one_matrix else needs[1], part.needs[2]
-    gradients, *_ = part.backward(log_norm, kept, part.layout.sequences(weight), computed)
-    if states is not None:
-        leaves = [operand.detach().requires_grad_() for operand in operands]
-        with torch.enable_grad():
-            weight = _path_weight(part, states, *leaves)
-        of_paths = torch.autograd.grad(weight, leaves, grad, allow_unused=True, materialize_grads=True)
-        gradients = [None if a is None else a + b for a, b in zip(gradients, of_paths, strict=True)]
-    local = zip(gradients, (False, part.one_matrix, True), strict=True)
-    gradients = [
-        part.ranks.total(gradient) if shared and gradient is not None else gradient for gradient, shared in local
-    ]
-    rows = zip(operands, gradients, needs, strict=True)
-    return tuple(total.to(x.dtype) if need and total is not None else None for x, total, need in rows)
+    def forward(part: Part, needs: Sequence[bool], grad: Tensor, *saved: Any) -> Any:
+        *operands, states, impossible, log_norm, messages, redone, bound = saved
+        weight = grad
+        if states is not None:
+            grad = grad.masked_fill(impossible, 0.0)
+            weight = -grad.sum_to_size(operands[0].shape[:-2])
+        kept = None if messages is None else Kept(log_norm, messages, redone, part.entered, bound)
+        # of what ranks share, each computes its share if any of them needs the gradient
+        computed = needs[0], part.needs[1] if part.one_matrix else needs[1], part.needs[2]
+        gradients, *_ = part.backward(log_norm, kept, part.layout.sequences(weight), computed)
+        if states is not None:
+            leaves = [operand.detach().requires_grad_() for operand in operands]
+            with torch.enable_grad():
+                weight = _path_weight(part, states, *leaves)
+            of_paths = torch.autograd.grad(weight, leaves, grad, allow_unused=True, materialize_grads=True)
+            gradients = [None if a is None else a + b for a, b in zip(gradients, of_paths, strict=True)]
+        rows = zip(operands, gradients, needs, (False, part.one_matrix, True), strict=True)
+        wholes = [(x, g if g is None or not shared else part.ranks.total(g), need) for x, g, need, shared in rows]
+        return tuple(g.to(x.dtype) if need and g is not None else None for x, g, need in wholes)
 
 
 def _path_weight(part: Part, states: Tensor, x: Tensor, bulk: Tensor, p0: Tensor) -> Tensor:
@@ -302,8 +293,5 @@ def _path_weight(part: Part, states: Tensor, x: Tensor, bulk: Tensor, p0: Tensor
         return x.sum((-2, -1)) + states.sum(-1)  # zeros
     lengths = part.lengths
     if part.entered:
-        # of a sequence that has ended before, any state will do
-        reached = torch.ones_like(states[..., 0], dtype=torch.bool) if lengths is None else lengths > 0
-        states = torch.cat([torch.where(reached[..., None], states[..., :1], 0), states[..., 1:]], -1)
         x, p0, lengths = part.with_previous(x, p0, torch.zeros_like(x[..., :1, :]))
     return log_weight(x, bulk, p0, states, lengths, part.log_params)

@@ -48,14 +48,10 @@ class Part:
 
         Operands are converted to `dtype(x, bulk, p0)`; with `full` each step gets a matrix.
         """
-        x, bulk, p0, group, self.log_params, lengths, one_matrix = call
+        x, bulk, p0, group, self.log_params, _, one_matrix = call
         self.ranks = ranks = Ranks(group)
-
-        def describe() -> tuple[dict[str, Any], Any]:
-            fields = _described(function, *call) | check()
-            return fields, (x.shape[-2], bulk.shape[-3], [differentiated(operand) for operand in call[:3]])
-
-        sizes, matrices, needed = zip(*ranks.agree(describe), strict=True)
+        fields, details = ranks.agree(partial(_described, function, call, check))
+        sizes, matrices, needed = zip(*details, strict=True)
         ranks.arrange(sizes)
         self.needs: Sequence[bool] = [any(need) for need in zip(*needed, strict=True)]
         self.one_matrix = all(count == 1 for count in matrices) if one_matrix is None else one_matrix
@@ -72,9 +68,9 @@ class Part:
         self.operands, self.layout = (x, bulk, p0), Layout.of(x, bulk)
         self.lengths = ends = None
         self.reached = self.continues = torch.ones(self.layout.grid, dtype=torch.bool, device=x.device)
-        if lengths is not None:
-            whole = arguments.as_lengths(lengths, x.new_empty(()).expand(*x.shape[:-2], sum(sizes), x.shape[-1]))
-            arguments.check_lengths(whole, sum(sizes))
+        if fields["lengths"] is not None:
+            whole_x = x.new_empty(()).expand(*x.shape[:-2], sum(sizes), x.shape[-1])
+            whole = arguments.as_lengths(fields["lengths"], whole_x)
             self.lengths = (whole - start).clamp(0, v)
             left = self.layout.sequences(whole) - start
             ends, self.reached, self.continues = left[..., None].clamp(0, v), left > 0, left > v
@@ -101,14 +97,14 @@ class Part:
 
     def with_previous(self, x: Tensor, p0: Tensor, potentials: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, p0 and lengths of a chain that begins with the variable before this part, with `potentials` [*B, 1, c]."""
-        lengths = None if self.lengths is None else self.lengths + 1
+        lengths = None if self.lengths is None else torch.where(self.lengths > 0, self.lengths + 1, 0)
         return torch.cat([potentials, x], -2), torch.full_like(p0, float(not self.log_params)), lengths
 
     def carry(
         self, scan: Callable[[Chain, Tensor | None], Tensor], differ: Callable[[Tensor, Tensor], Tensor],
         compared: Tensor, step: int = 1,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The messages (g, m, c) that arrive at this rank, 0 if none does, and leave it; `step`: 1 forward, -1 backward.
+        """The messages (g, m, c) that arrive, 0 if none does, and leave; `step` is 1 forward and -1 backward.
 
         `scan` maps the message that enters this rank's chain, or a window of it, to the one that leaves; None enters
         at the end of all. `differ` says for which sequences two messages differ, and `compared` where that counts.
@@ -136,7 +132,7 @@ class Part:
         return arrived, leaving
 
     def forward(self, keep: bool) -> tuple[Tensor, Kept | None]:
-        """The log-partitions (g, m), the same on all ranks, and what `backward` reads if there is anything to `keep`."""
+        """The log-partitions (g, m), the same on all ranks, and what `backward` reads, to `keep` if there is any."""
         chain, kept, scale = self.chain, None, self.zeros(2).movedim(-1, 0)
         memory = kernels.messages_of(chain, chain.v + self.entered) if keep and self.active else None
 
@@ -200,11 +196,9 @@ class Part:
         return replace(chain, x=chain.x[start:stop], bulk=bulk, ends=ends)
 
 
-def _described(
-    function: str, x: Tensor, bulk: Tensor, p0: Tensor, group: Any, log_params: bool, lengths: arguments.Lengths | None,
-    one_matrix: bool | None,
-) -> dict[str, Any]:  # fmt: skip
-    """What has to be the same on all ranks, by name, after checks of this rank's arguments."""
+def _described(function: str, call: Call, check: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Any]:
+    """What has to be the same on all ranks, by name, after checks of the arguments, and what may differ."""
+    x, bulk, p0, _, log_params, lengths, one_matrix = call
     arguments.check_choice("one_matrix", one_matrix, (None, False, True))
     arguments.check_flag("log_params", log_params)
     if arguments.is_transformed():
@@ -220,7 +214,7 @@ def _described(
     if ends is not None and ends.numel():
         arguments.check_integers("lengths", ends)
     arguments.check_signs(bulk, p0, log_params)
-    return {
+    fields = {
         "function": function,
         "x": f"shape {[*x.shape[:-2], 'v', x.shape[-1]]} of {x.dtype} on {x.device.type}".replace("'", ""),
         "bulk": f"axes {list(bulk.shape[:-3])} before its steps, of {bulk.dtype}",
@@ -230,3 +224,4 @@ def _described(
         "one_matrix": one_matrix,
         "gradients": differentiated(x, bulk, p0),
     }
+    return fields | check(), (x.shape[-2], bulk.shape[-3], [differentiated(operand) for operand in (x, bulk, p0)])

@@ -14,9 +14,7 @@ _KINDS = (TypeError, ValueError, NotImplementedError, MemoryError, RuntimeError)
 
 
 class Ranks:
-    """The ranks of a process group; `place` is the position of this one among those with variables, None without."""
-
-    place: int | None
+    """The ranks of a process group."""
 
     def __init__(self, group: Any) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -25,8 +23,8 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("group: expected a process group that contains this process; pass one that does")
 
-    def agree(self, describe: Callable[[], tuple[dict[str, Any], Any]]) -> list[Any]:
-        """The details of all ranks; `describe` returns fields, which have to be the same on all ranks, and details.
+    def agree(self, describe: Callable[[], tuple[dict[str, Any], Any]]) -> tuple[dict[str, Any], list[Any]]:
+        """The fields that `describe` returns, the same on all ranks, and the details of each rank.
 
         What it raises on one rank is raised on all, and so is a difference of fields.
         """
@@ -44,15 +42,15 @@ class Ranks:
             for name, value in gathered[0][1].items():
                 if fields.get(name) != value:
                     raise ValueError(f"rank {rank}: {name}: expected {value}, as on rank 0, got {fields.get(name)}")
-        return [details for *_, details in gathered]
+        return gathered[0][1], [details for *_, details in gathered]
 
     def arrange(self, sizes: Sequence[int]) -> None:
-        """Order the ranks that have variables, of which there are `sizes`."""
+        """Order the ranks that have variables, of which there are `sizes`; `place` is this one's, None without any."""
         if not sum(sizes):
             raise ValueError("x: expected at least one variable on some rank, got none")
         filled = [rank for rank, size in enumerate(sizes) if size > 0]
         self._filled = [rank if self._group is None else dist.get_global_rank(self._group, rank) for rank in filled]
-        self.place = filled.index(self.rank) if sizes[self.rank] else None
+        self.place: int | None = filled.index(self.rank) if sizes[self.rank] else None
 
     def neighbor(self, step: int) -> int | None:
         """The rank with the next variables, or for step -1 with the previous ones; None if there is none."""

@@ -32,9 +32,10 @@ class Case(NamedTuple):
 
     @property
     def paths(self) -> Tensor:
-        """The best path, and one that may be impossible [2, *B, v]."""
+        """The best path, and one that may be impossible [2, *B, v]; past a sequence's end is no state at all."""
         best = logchain.viterbi(*self[:3], **self.options).states
-        return torch.stack([best, best.roll(1, -1).clamp(min=0)])
+        paths = torch.stack([best, best.roll(1, -1).clamp(min=0)])
+        return paths if self.lengths is None else torch.where(torch.arange(best.shape[-1]) < self.lengths[..., None], paths, -100)
 
     def variables(self, rank: int) -> slice:
         """The variables of a rank."""

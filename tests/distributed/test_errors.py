@@ -28,7 +28,9 @@ def of_a_mesh(x, bulk, p0):
 
 
 def log_prob(states):
-    return lambda x, *others: distributed.log_prob(x, *others, 0 * x[..., 0].long() if states is None else states)
+    return lambda x, *others: distributed.log_prob(
+        x, *others, states if isinstance(states, torch.Tensor) else 0 * x[..., 0].long() + states
+    )
 
 
 def with_gradients(function):
@@ -81,8 +83,8 @@ ERRORS = [
     (ValueError, "rank 1: num_samples: expected 0 or more, got -1", draw(num_samples=-1), draw(num_samples=2)),
     (ValueError, "rank 1: num_samples: expected 2, as on rank 0, got 3", draw(num_samples=3), draw(num_samples=2)),
     (TypeError, "rank 1: states: expected integers", log_prob(STATES.double())),
-    (ValueError, "rank 1: states: expected values from -1 to c - 1 = 2", log_prob(STATES + 3)),
-    (ValueError, "rank 1: states: expected axes [2]", log_prob(STATES[None]), log_prob(None)),
+    (ValueError, "rank 1: states: expected values from -1 to c - 1 = 2", log_prob(3), log_prob(0)),
+    (ValueError, "rank 1: states: expected axes [2]", log_prob(STATES[None]), log_prob(0)),
     *[
         (NotImplementedError, f"rank 0: {function.__name__}: {NO_GRADIENTS}", *[with_gradients(function)] * 2)
         for function in (distributed.marginals, distributed.viterbi, distributed.entropy)
