@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,29 +29,25 @@ def product(
 ) -> Tensor:  # fmt: skip
     r"""Returns the log-partition of chains whose variables are divided among ranks, as `logchain.product` defines it.
 
-    Every rank of the group calls it with its own part, and gets the same result.
-
     Args:
         x: log-potentials `[*B, v_r, c]` in nats of this rank's `v_r` variables, the first rank's first; 0 is allowed.
         bulk: transition weights, `[from, to]`: `[*B or ones, 1, c, c]`, one matrix for every step, the same on every
-            rank; or `[*B or ones, v_r, c, c]`, the matrices that lead into this rank's variables, of which the rank
-            with the very first variable has one less.
+            rank; or `[*B or ones, v_r, c, c]`, those into this rank's variables, one less on the rank with the first.
         p0: initial weights `[*B or ones, c]`, the same on every rank.
-        group: a process group of `torch.distributed`, by default that of all processes: gloo for tensors on a CPU, NCCL
-            for those on a GPU.
+        group: a process group of `torch.distributed`: gloo for a CPU, NCCL for GPUs. None: that of all processes.
         log_params: `bulk` and `p0` are logarithms (nats).
         lengths: the numbers of variables of whole sequences, the same on every rank; they may end on any.
         one_matrix: whether `bulk` is one matrix for every step. None: it is if every rank holds a single matrix.
 
     Returns:
-        `[*B]` in nats; NaN where a sum of weights is infinite. Gradients are those of this rank's x and matrices; of
-        one matrix for all steps, and of p0, every rank gets the whole gradient. All ranks have to take it, with the
-        same incoming gradient, once.
+        `[*B]` in nats, the same on every rank; NaN where a sum of weights is infinite. It can be differentiated once,
+        by all ranks with the same incoming gradient: each gets the gradient of its x and its matrices, and the whole
+        gradient of one matrix for every step and of p0.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on this rank or on another, which the message names, or differs
-            between ranks. Values of x, `bulk` and p0 are not compared.
-        RuntimeError: there is no group, or a rank is gone or did not answer within the timeout of the group.
+        TypeError, ValueError: an argument is wrong on a rank, which the message names, or differs between ranks. Values
+            of x, `bulk` and p0 are not compared.
+        RuntimeError: there is no group, or a rank did not answer within the timeout of the group.
 
     Cost: `v_r c^2` multiply-adds a sequence, on all ranks at the same time, and `c^2 v_r / 32` to warm up; if the chain
     does not mix within that, ranks scan one after the other. The backward pass costs twice as much. A rank sends two
@@ -79,19 +76,12 @@ def marginals(
     """Returns the posterior marginals of this rank's variables, as `logchain.marginals` defines them.
 
     Arguments, errors and cost are as of `distributed.product` and its gradients. `transitions`: "sum" for expected
-    counts in the shape of `bulk`, those of one matrix summed over all ranks; "full" for `[*B, v_r, c, c]`, transitions
-    into this rank's variables, one less on the rank that has the first.
-
-    Returns:
-        `Marginals(states [*B, v_r, c], transitions or None, log_norm [*B])`, without derivatives.
+    counts in the shape of `bulk`, those of one matrix summed over all ranks; "full" for those into each of this rank's
+    variables but the very first, `[*B, v_r, c, c]`. There are no derivatives.
     """
-
-    def check() -> dict[str, Any]:
-        check_choice("transitions", transitions, (None, "sum", "full"))
-        return {"transitions": transitions}
-
     call = x, bulk, p0, group, log_params, lengths, one_matrix
-    part = Part("marginals", call, check, dtype=arithmetic_dtype, by_log=True, full=transitions == "full")
+    check, full = partial(check_choice, "transitions", transitions, (None, "sum", "full")), transitions == "full"
+    part = Part("marginals", call, check, dtype=arithmetic_dtype, by_log=True, full=full, transitions=transitions)
     log_norm, kept = part.forward(keep=True)
     needs = True, transitions is not None, False
     (states, counts, _), *_ = part.backward(log_norm, kept, torch.ones_like(log_norm), needs)
@@ -111,7 +101,8 @@ def entropy(
     errors are as of `distributed.product`; the cost is that of its gradients and of `logchain.entropy`, in float64. The
     result has no derivative.
     """
-    part = Part("entropy", (x, bulk, p0, group, log_params, lengths, one_matrix), dtype=lambda *_: torch.float64)
+    call = x, bulk, p0, group, log_params, lengths, one_matrix
+    part = Part("entropy", call, dtype=lambda *_: torch.float64)
     log_norm, kept = part.forward(keep=True)
     _, before, following = part.backward(log_norm, kept, torch.ones_like(log_norm))
     total = part.ranks.total(_entropy_of_part(part, kept, before, following))
@@ -138,14 +129,11 @@ def viterbi(
     x: Tensor, bulk: Tensor, p0: Tensor, *, group: Any = None, log_params: bool = False, lengths: Lengths | None = None,
     one_matrix: bool | None = None,
 ) -> Path:  # fmt: skip
-    """Returns the best path, as `logchain.viterbi` defines it, ties included, and its log-weight.
+    """Returns the best path, as `logchain.viterbi` defines it: this rank's states, and the whole path's log-weight.
 
     Arguments and errors are as of `distributed.product`. The cost is that of `logchain.viterbi` for the rank's part, on
-    all ranks at the same time if the best paths into all states soon meet, otherwise one after the other.
-
-    Returns:
-        `Path(states, score)`: states int64 `[*B, v_r]` of this rank's variables, and the log-weight `[*B]` of the whole
-        path; without derivatives.
+    all ranks at the same time if the best paths into all states soon merge, otherwise one after the other. There are no
+    derivatives.
     """
     part = Part("viterbi", (x, bulk, p0, group, log_params, lengths, one_matrix))
     x = part.operands[0]
@@ -177,21 +165,14 @@ def sample(
     x: Tensor, bulk: Tensor, p0: Tensor, num_samples: int, *, generator: torch.Generator | None = None,
     group: Any = None, log_params: bool = False, lengths: Lengths | None = None, one_matrix: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns paths drawn from the posterior, as `logchain.sample` draws them: the states of this rank's variables.
+    """Returns paths drawn from the posterior, as `logchain.sample` draws them: states `[num_samples, *B, v_r]`.
 
     Arguments and errors are as of `distributed.product`. All ranks draw from a seed that the `generator` of the first
     one gives; generators of the others are not read. Equal states of it give equal paths for equal parts. The cost is
     that of `distributed.product`; then ranks draw one after the other, the last first. A GPU waits for the seed.
-
-    Returns:
-        int64 `[num_samples, *B, v_r]`, -1 for no state.
     """
-
-    def check() -> dict[str, Any]:
-        check_draws(num_samples, generator, x)
-        return {"num_samples": num_samples}
-
-    part = Part("sample", (x, bulk, p0, group, log_params, lengths, one_matrix), check)
+    call = x, bulk, p0, group, log_params, lengths, one_matrix
+    part = Part("sample", call, partial(check_draws, num_samples, generator, x), num_samples=num_samples)
     _, kept = part.forward(keep=True)
     seed, chain = torch.zeros((), dtype=torch.int64, device=x.device), part.chain
     if part.ranks.rank == 0:
@@ -222,13 +203,16 @@ def log_prob(
     and the cost are as of `distributed.product`.
     """
     call = x, bulk, p0, group, log_params, lengths, one_matrix
-    part = Part(
-        "log_prob", call, lambda: {"states": f"axes {list(as_paths(states, x).shape[:-1])} before its variables"}
-    )
+    part = Part("log_prob", call, lambda: as_paths(states, x))
     paths = states.to(torch.int64)
     if part.lengths is not None:
         paths = torch.where(torch.arange(x.shape[-2], device=x.device) < part.lengths[..., None], paths, -1)
-    part.ranks.agree(lambda: ({}, check_states(paths, x.shape[-1])))
+
+    def describe() -> tuple[dict[str, Any], None]:
+        check_states(paths, x.shape[-1])
+        return {"states": f"axes {list(paths.shape[:-1])} before its variables"}, None
+
+    part.ranks.agree(describe)  # entries past the end of a sequence may be any
     if part.ranks.place is not None:
         part.ranks.exchange(1, paths[..., -1], before := torch.empty_like(paths[..., -1]))
         paths = torch.cat([before[..., None], paths], -1) if part.entered else paths

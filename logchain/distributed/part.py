@@ -41,16 +41,16 @@ class Part:
     """
 
     def __init__(
-        self, function: str, call: Call, check: Callable[[], dict[str, Any]] = dict, *,
-        dtype: Callable[..., torch.dtype] | None = None, by_log: bool = False, full: bool = False,
+        self, function: str, call: Call, check: Callable[[], object] = lambda: None, *,
+        dtype: Callable[..., torch.dtype] | None = None, by_log: bool = False, full: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        """`check` checks other arguments and returns those that have to be the same on all ranks.
+        """`check` checks other arguments, of which `options` have to be the same on all ranks.
 
-        Operands are converted to `dtype(x, bulk, p0)`; with `full` each step gets a matrix.
+        Operands are converted to `dtype(x, bulk, p0)`; if `full`, each step gets a matrix.
         """
         x, bulk, p0, group, self.log_params, _, one_matrix = call
         self.ranks = ranks = Ranks(group)
-        fields, details = ranks.agree(partial(_described, function, call, check))
+        fields, details = ranks.agree(lambda: _described(function, call, check, options))
         sizes, matrices, needed = zip(*details, strict=True)
         ranks.arrange(sizes)
         self.needs: Sequence[bool] = [any(need) for need in zip(*needed, strict=True)]
@@ -196,7 +196,9 @@ class Part:
         return replace(chain, x=chain.x[start:stop], bulk=bulk, ends=ends)
 
 
-def _described(function: str, call: Call, check: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Any]:
+def _described(
+    function: str, call: Call, check: Callable[[], object], options: dict[str, Any]
+) -> tuple[dict[str, Any], Any]:
     """What has to be the same on all ranks, by name, after checks of the arguments, and what may differ."""
     x, bulk, p0, _, log_params, lengths, one_matrix = call
     arguments.check_choice("one_matrix", one_matrix, (None, False, True))
@@ -224,4 +226,5 @@ def _described(function: str, call: Call, check: Callable[[], dict[str, Any]]) -
         "one_matrix": one_matrix,
         "gradients": differentiated(x, bulk, p0),
     }
-    return fields | check(), (x.shape[-2], bulk.shape[-3], [differentiated(operand) for operand in (x, bulk, p0)])
+    check()
+    return fields | options, (x.shape[-2], bulk.shape[-3], [differentiated(operand) for operand in (x, bulk, p0)])

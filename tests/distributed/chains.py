@@ -12,6 +12,7 @@ F64 = torch.float64
 
 # the axis of variables, counted from the end, of results that have one
 _OF_VARIABLES = {"gradient of x": -2, "change of x": -2, "posteriors": -2, "path": -1}
+_OF_STEPS = "gradient of bulk", "change of bulk", "counts"
 
 
 class Case(NamedTuple):
@@ -35,34 +36,22 @@ class Case(NamedTuple):
         """The best path, and one that may be impossible [2, *B, v]; past a sequence's end is no state at all."""
         best = logchain.viterbi(*self[:3], **self.options).states
         paths = torch.stack([best, best.roll(1, -1).clamp(min=0)])
-        return paths if self.lengths is None else torch.where(torch.arange(best.shape[-1]) < self.lengths[..., None], paths, -100)
-
-    def variables(self, rank: int) -> slice:
-        """The variables of a rank."""
-        start = sum(self.sizes[:rank])
-        return slice(start, start + self.sizes[rank])
-
-    def steps(self, rank: int) -> slice:
-        """The steps that lead into the variables of a rank."""
-        start, stop = max(0, self.variables(rank).start - 1), self.variables(rank).stop - 1
-        return slice(start, max(start, stop))
-
-    def matrices(self, rank: int) -> slice:
-        """The matrices of a rank: all if there is one for every step."""
-        return slice(0, 1) if self.bulk.shape[-3] == 1 else self.steps(rank)
+        ends = best.shape[-1] if self.lengths is None else self.lengths[..., None]
+        return torch.where(torch.arange(best.shape[-1]) < ends, paths, -100)
 
     def of(self, rank: int) -> tuple[Tensor, ...]:
         """x, `bulk` and p0 of a rank."""
-        parts = self.x[..., self.variables(rank), :], self.bulk[..., self.matrices(rank), :, :], self.p0
+        parts = self.part(rank, "gradient of x", self.x), self.part(rank, "gradient of bulk", self.bulk), self.p0
         return tuple(part.clone() if self.layout is None else relaid(part, self.layout) for part in parts)
 
     def part(self, rank: int, name: str, result: Tensor) -> Tensor:
-        """A rank's part of a result, by its name."""
+        """A rank's part of a result, by its name: that of its variables, or of the steps that lead into them."""
+        start, stop = sum(self.sizes[:rank]), sum(self.sizes[: rank + 1])
         if name in _OF_VARIABLES:
-            return result.narrow(_OF_VARIABLES[name], self.variables(rank).start, self.sizes[rank])
-        if name in ("gradient of bulk", "change of bulk", "counts"):
-            return result[..., self.matrices(rank), :, :]
-        return result[..., self.steps(rank), :, :] if name == "transitions" else result
+            return result.narrow(_OF_VARIABLES[name], start, stop - start)
+        if name == "transitions" or (name in _OF_STEPS and self.bulk.shape[-3] > 1):
+            return result[..., max(0, start - 1) : max(0, stop - 1), :, :]
+        return result
 
 
 def chain(

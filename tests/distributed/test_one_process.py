@@ -70,7 +70,7 @@ def on_rank(rank, function, cases, paths, **options):
     for case, path in zip(cases, paths, strict=True):
         # ranks of one matrix each cannot know whether it is the same step after step
         known = {} if case.bulk.shape[-3] == 1 else {"one_matrix": False}
-        part, settings = path[..., case.variables(rank)], {**known, **case.options, **options}
+        part, settings = case.part(rank, "path", path), {**known, **case.options, **options}
         found.append(FUNCTIONS[function](distributed, case.of(rank), part, **settings))
     return found
 
@@ -270,7 +270,7 @@ def test_an_infinite_weight_is_not_an_impossible_one(teams, where):
 def wanted_gradients(rank, case, wanted, name, args):
     """The gradients of two passes."""
     operands = [operand.requires_grad_(want) for operand, want in zip(case.of(rank), wanted[rank], strict=True)]
-    value = getattr(distributed, name)(*operands, *(path[..., case.variables(rank)] for path in args)).sum()
+    value = getattr(distributed, name)(*operands, *(case.part(rank, "path", path) for path in args)).sum()
     value.backward(retain_graph=True)
     value.backward()
     return [operand.grad for operand in operands]
