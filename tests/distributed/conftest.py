@@ -19,7 +19,7 @@ def teams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
         def team(size: int) -> Team:
             if size not in working or working[size].broken:
-                working[size] = stack.enter_context(Team(size, tmp_path_factory.mktemp(f"team_of_{size}")))
+                working[size] = stack.enter_context(Team(size, tmp_path_factory.mktemp("team")))
             return working[size]
 
         yield team

@@ -16,7 +16,6 @@ from logchain import distributed
 from tests.distributed.chains import chain
 
 CASE = chain((4, 3, 5), 3, batch=(2,), lengths=True)
-STATES = torch.zeros(2, 3, dtype=torch.int64)
 
 
 def product(x, bulk, p0, **options):
@@ -27,27 +26,21 @@ def of_a_mesh(x, bulk, p0):
     product(DTensor.from_local(x, DeviceMesh("cpu", [1], _init_backend=False), [Replicate()]), bulk, p0)
 
 
-def log_prob(states):
-    return lambda x, *others: distributed.log_prob(
-        x, *others, states if isinstance(states, torch.Tensor) else 0 * x[..., 0].long() + states
-    )
+def log_prob(change):
+    """The call with a change of paths of state 0."""
+    return lambda x, *others: distributed.log_prob(x, *others, change(torch.zeros(x.shape[:-1], dtype=torch.int64)))
 
 
 def with_gradients(function):
     return lambda x, *others: function(x.requires_grad_(), *others)
 
 
-def negative(name, place):
+def negative(operand, place):
     def call(*operands):
-        named = dict(zip(("x", "bulk", "p0"), operands, strict=True))
-        named[name][place] = -2.0
-        distributed.product(**named)
+        operands[operand][place] = -2.0
+        product(*operands)
 
     return call
-
-
-def two_ranks_of_two(x, bulk, p0):
-    product(x, bulk.expand(2, 3, 3), p0)
 
 
 draw, count = partial(partial, distributed.sample), partial(partial, distributed.marginals)
@@ -64,11 +57,11 @@ ERRORS = [
     (ValueError, "rank 1: gradients: expected False, as on", with_gradients(product)),
     (ValueError, "rank 1: bulk: expected shape", lambda x, bulk, p0: product(x, bulk[..., :2], p0)),
     (ValueError, "rank 1: bulk: expected axes [] before its", lambda x, bulk, p0: product(x, bulk[None], p0)),
-    (ValueError, "rank 1: bulk: expected non-negative weights, got -2 at [0, 1, 0]", negative("bulk", (0, 1, 0))),
+    (ValueError, "rank 1: bulk: expected non-negative weights, got -2 at [0, 1, 0]", negative(1, (0, 1, 0))),
     (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", *[partial(product, one_matrix=False)] * 2),
-    (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", two_ranks_of_two),
+    (ValueError, "rank 0: bulk: expected 3 matrices, or 1", lambda x, bulk, p0: product(x, bulk.expand(2, 3, 3), p0)),
     (ValueError, "rank 1: p0: expected shape", lambda x, bulk, p0: product(x, bulk, p0[:2])),
-    (ValueError, "rank 1: p0: expected non-negative weights, got -2 at [1]", negative("p0", 1)),
+    (ValueError, "rank 1: p0: expected non-negative weights, got -2 at [1]", negative(2, 1)),
     (TypeError, "rank 1: log_params: expected True or False, got 1", partial(product, log_params=1)),
     (ValueError, "rank 1: log_params: expected False, as on rank 0, got True", partial(product, log_params=True)),
     (ValueError, "rank 1: lengths: expected [", partial(product, lengths=CASE.lengths.flip(0))),
@@ -82,9 +75,9 @@ ERRORS = [
     (ValueError, "rank 1: transitions: expected None, as on rank 0, got sum", count(transitions="sum"), count()),
     (ValueError, "rank 1: num_samples: expected 0 or more, got -1", draw(num_samples=-1), draw(num_samples=2)),
     (ValueError, "rank 1: num_samples: expected 2, as on rank 0, got 3", draw(num_samples=3), draw(num_samples=2)),
-    (TypeError, "rank 1: states: expected integers", log_prob(STATES.double())),
-    (ValueError, "rank 1: states: expected values from -1 to c - 1 = 2", log_prob(3), log_prob(0)),
-    (ValueError, "rank 1: states: expected axes [2]", log_prob(STATES[None]), log_prob(0)),
+    (TypeError, "rank 1: states: expected integers", log_prob(torch.Tensor.double)),
+    (ValueError, "rank 1: states: expected values from -1 to c - 1", log_prob(lambda z: z + 3), log_prob(abs)),
+    (ValueError, "rank 1: states: expected axes [2]", log_prob(lambda z: z[None]), log_prob(abs)),
     *[
         (NotImplementedError, f"rank 0: {function.__name__}: {NO_GRADIENTS}", *[with_gradients(function)] * 2)
         for function in (distributed.marginals, distributed.viterbi, distributed.entropy)
@@ -107,18 +100,16 @@ def test_an_error_on_one_rank_is_raised_on_all(teams, index):
         assert type(error) is kind and str(error).startswith(text), error
 
 
-def second_derivative(rank, function, args):
-    x, bulk, p0 = CASE.of(rank)
-    value = getattr(distributed, function)(
-        x.requires_grad_(), bulk, p0, *(states[..., : x.shape[-2]] for states in args)
-    )
+def second_derivative(rank, index):
+    x, *others = CASE.of(rank)
+    value = (product, log_prob(abs))[index](x.requires_grad_(), *others)
     (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=True)
     gradient.sum().backward()
 
 
-@pytest.mark.parametrize(("function", "args"), [("product", []), ("log_prob", [torch.zeros(2, 12, dtype=torch.int64)])])
-def test_a_second_derivative_raises(teams, function, args):
-    for error in teams(3).errors(second_derivative, function, args):
+@pytest.mark.parametrize("index", range(2), ids=["product", "log_prob"])
+def test_a_second_derivative_raises(teams, index):
+    for error in teams(3).errors(second_derivative, index):
         assert isinstance(error, RuntimeError) and "expected one derivative, got a second" in str(error), error
 
 
