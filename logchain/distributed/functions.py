@@ -214,7 +214,7 @@ def log_prob(
 
     part.ranks.agree(describe)  # entries past the end of a sequence may be any
     if part.ranks.place is not None:
-        part.ranks.exchange(1, paths[..., -1], before := torch.empty_like(paths[..., -1]))
+        part.ranks.exchange(1, paths[..., -1], before := paths.new_empty(paths.shape[:-1]))
         paths = torch.cat([before[..., None], paths], -1) if part.entered else paths
     value: Tensor = _Value.apply(part, paths, x, bulk, p0)  # type: ignore[no-untyped-call]
     return value

@@ -59,9 +59,10 @@ class Ranks:
 
     def exchange(self, step: int, sent: Tensor | None, received: Tensor | None = None) -> None:
         """Send to the neighbor in a direction and receive from the opposite one; None, or no neighbor: nothing."""
+        sent = None if sent is None else sent.contiguous()
         sides = (dist.isend, sent, self.neighbor(step)), (dist.irecv, received, self.neighbor(-step))
         operations = [
-            dist.P2POp(operation, tensor.contiguous(), rank, self._group)
+            dist.P2POp(operation, tensor, rank, self._group)
             for operation, tensor, rank in sides
             if tensor is not None and rank is not None and tensor.numel()
         ]

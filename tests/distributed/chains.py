@@ -35,9 +35,10 @@ class Case(NamedTuple):
     def paths(self) -> Tensor:
         """The best path, and one that may be impossible [2, *B, v]; past a sequence's end is no state at all."""
         best = logchain.viterbi(*self[:3], **self.options).states
-        paths = torch.stack([best, best.roll(1, -1).clamp(min=0)])
         ends = best.shape[-1] if self.lengths is None else self.lengths[..., None]
-        return torch.where(torch.arange(best.shape[-1]) < ends, paths, -100)
+        inside = torch.arange(best.shape[-1]) < ends
+        paths = [torch.where(inside, states, -100) for states in (best, best.roll(1, -1).clamp(min=0))]
+        return torch.stack(paths, -1).movedim(-1, 0)  # of strange strides
 
     def of(self, rank: int) -> tuple[Tensor, ...]:
         """x, `bulk` and p0 of a rank."""
