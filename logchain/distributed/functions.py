@@ -65,8 +65,7 @@ def product(
     >>> dist.destroy_process_group()
     """
     part = Part("product", (x, bulk, p0, group, log_params, lengths, one_matrix))
-    value: Tensor = _Value.apply(part, None, x, bulk, p0)  # type: ignore[no-untyped-call]
-    return value
+    return _Value.apply(part, None, x, bulk, p0)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def marginals(
@@ -174,7 +173,7 @@ def sample(
     call = x, bulk, p0, group, log_params, lengths, one_matrix
     part = Part("sample", call, partial(check_draws, num_samples, generator, x), num_samples=num_samples)
     _, kept = part.forward(keep=True)
-    seed, chain = torch.zeros((), dtype=torch.int64, device=x.device), part.chain
+    seed, chain = torch.zeros((), dtype=torch.float64, device=x.device), part.chain
     if part.ranks.rank == 0:
         seed.random_(2**52, generator=generator)
     seed = part.ranks.total(seed)
@@ -216,8 +215,7 @@ def log_prob(
     if part.ranks.place is not None:
         part.ranks.exchange(1, paths[..., -1], before := paths.new_empty(paths.shape[:-1]))
         paths = torch.cat([before[..., None], paths], -1) if part.entered else paths
-    value: Tensor = _Value.apply(part, paths, x, bulk, p0)  # type: ignore[no-untyped-call]
-    return value
+    return _Value.apply(part, paths, x, bulk, p0)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Value(torch.autograd.Function):

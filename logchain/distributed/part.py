@@ -126,8 +126,6 @@ class Part:
         if refused.any():  # the only value that is read on the host
             report_boundaries(refused)
             leaving = scan(self.chain, arrived)
-        passes = arrived.isnan().any(-1) | ~self.reached
-        leaving = torch.where(passes[..., None], arrived, leaving)
         ranks.exchange(step, leaving)
         return arrived, leaving
 
