@@ -11,7 +11,7 @@ from tests.layouts import relaid
 F64 = torch.float64
 
 # the axis of variables, counted from the end, of results that have one
-_OF_VARIABLES = {"gradient of x": -2, "change of x": -2, "posteriors": -2, "path": -1}
+_OF_VARIABLES = {"gradient of x": -2, "change of x": -2, "posteriors": -2, "states": -1}
 _OF_STEPS = "gradient of bulk", "change of bulk", "counts"
 
 
