@@ -4,6 +4,7 @@ Messages are float64 logarithms, and each step is one product in the log semirin
 each message as a constant, so that the gradient of an impossible sequence is exactly 0.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -117,9 +118,11 @@ class RawPiece(NamedTuple):
         if self.log_params or not in_c(self.x) or not at_hand(self.x, self.p0):
             return
         shared = [tensor.shape[-own - 1] == 1 for tensor, own in parts(self.bulk)]
-        for weights, check in zip(self.weights(), (*shared, True), strict=True):
-            if check and weights.values.numel() and bool(weights.values.detach().amin() < 0):
-                check_weights(weights)
+        tensors = [tensor for tensor, _ in parts(self.bulk)]
+        pairs = [*zip(tensors, shared, strict=True), (self.p0, True)]
+        wrong = [check and tensor.numel() > 0 and tensor.detach().amin().item() < 0 for tensor, check in pairs]
+        if any(wrong):
+            check_weights(*itertools.compress(self.weights(), wrong))
 
     def still_fresh(self) -> Tensor:
         """Which sequences [*B] have no variable after the piece either."""

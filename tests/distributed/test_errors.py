@@ -59,7 +59,7 @@ ERRORS = [
     (ValueError, "rank 1: bulk: expected axes [] before its", lambda x, bulk, p0: product(x, bulk[None], p0)),
     (ValueError, "rank 1: bulk: expected non-negative weights, got -2 at [0, 1, 0]", negative(1, (0, 1, 0))),
     (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", *[partial(product, one_matrix=False)] * 2),
-    (ValueError, "rank 0: bulk: expected 3 matrices, or 1", lambda x, bulk, p0: product(x, bulk.expand(2, 3, 3), p0)),
+    (ValueError, "rank 0: bulk: expected 3 matrices, or 1 on", lambda x, b, p0: product(x, b.expand(2, 3, 3), p0)),
     (ValueError, "rank 1: p0: expected shape", lambda x, bulk, p0: product(x, bulk, p0[:2])),
     (ValueError, "rank 1: p0: expected non-negative weights, got -2 at [1]", negative(2, 1)),
     (TypeError, "rank 1: log_params: expected True or False, got 1", partial(product, log_params=1)),
@@ -76,7 +76,7 @@ ERRORS = [
     (ValueError, "rank 1: num_samples: expected 0 or more, got -1", draw(num_samples=-1), draw(num_samples=2)),
     (ValueError, "rank 1: num_samples: expected 2, as on rank 0, got 3", draw(num_samples=3), draw(num_samples=2)),
     (TypeError, "rank 1: states: expected integers", log_prob(torch.Tensor.double)),
-    (ValueError, "rank 1: states: expected values from -1 to c - 1", log_prob(lambda z: z + 3), log_prob(abs)),
+    (ValueError, "rank 1: states: expected values from -1 to c - 1 = 2", log_prob(lambda z: z + 3), log_prob(abs)),
     (ValueError, "rank 1: states: expected axes [2]", log_prob(lambda z: z[None]), log_prob(abs)),
     *[
         (NotImplementedError, f"rank 0: {function.__name__}: {NO_GRADIENTS}", *[with_gradients(function)] * 2)
