@@ -29,7 +29,7 @@ _NUMBERED = re.compile(r"segments:(?:[2-9]|[1-9][0-9]{1,5})(?::[1-9][0-9]{0,8})?
 _FORMER = {"chunked": "segments", "overlapped": "segments", "meeting": "auto"}
 
 # multiply-adds of a sequence from which segments pay: where steps share a matrix, and where each reads another one
-_WORTH, _WORTH_EACH = 2**26, 2**23
+_WORTH, _WORTH_EACH = 2**26, 2**24
 # states from which segments that share a matrix pay without idle threads, and such segments for each thread
 _SHARED_STATES, _ROWS = 128, 8
 # the fewest steps of a segment for each byte of a number
