@@ -28,8 +28,9 @@ _NUMBERED = re.compile(r"segments:(?:[2-9]|[1-9][0-9]{1,5})(?::[1-9][0-9]{0,8})?
 # names of former strategies, and what they mean now
 _FORMER = {"chunked": "segments", "overlapped": "segments", "meeting": "auto"}
 
-# multiply-adds of a sequence from which segments pay: where steps share a matrix, and where each reads another one
-_WORTH, _WORTH_EACH = 2**26, 2**24
+# the work of a sequence from which segments pay, in multiply-adds, and those that a state takes per step besides c; a
+# quarter of that pays with a matrix per step, each of which is read from memory
+_WORTH, _PER_STATE = 9 * 2**23, 32
 # states from which segments that share a matrix pay without idle threads, and such segments for each thread
 _SHARED_STATES, _ROWS = 128, 8
 # the fewest steps of a segment for each byte of a number
@@ -140,7 +141,7 @@ def _gains_on_cpu(size: Size, wanted: int) -> tuple[bool, str]:
     together = size.shared and size.c >= _SHARED_STATES
     if wanted < 2 or not (idle or together):
         return False, "no thread is idle"
-    if size.v * size.c**2 < (_WORTH if size.shared else _WORTH_EACH):
+    if size.v * size.c * (size.c + _PER_STATE) < (_WORTH if size.shared else _WORTH // 4):
         return False, "a chain too short to gain from segments"
     return True, "threads are idle" if idle else f"segments share a matrix of {size.c} states"
 
