@@ -45,6 +45,11 @@ class Weights(NamedTuple):
         return None
 
 
+def has_negative(values: Tensor) -> bool:
+    """Whether an entry is below 0; its values are read."""
+    return values.numel() > 0 and values.detach().amin().item() < 0
+
+
 def check_weights(*weights: Weights) -> None:
     """Raise ValueError for the first weight below 0 of those that are read."""
     for one in weights:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from . import kernels
-from .kernels.weights import Weights, check_weights
+from .kernels.weights import Weights, check_weights, has_negative
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -118,7 +118,7 @@ def check_signs(bulk: Tensor | None, p0: Tensor, log_params: bool, prefix: str =
     if log_params or not kernels.in_c(p0) or torch.compiler.is_compiling() or is_transformed() or not has_values(p0):
         return
     for name, weights in (("bulk", bulk if bulk is not None and bulk.shape[-3] == 1 else None), ("p0", p0)):
-        if weights is not None and has_values(weights) and weights.numel() and weights.detach().amin().item() < 0:
+        if weights is not None and has_values(weights) and has_negative(weights):
             check_weights(Weights(prefix + name, weights))
 
 

@@ -91,11 +91,11 @@ def is_plain(args: tuple[Any, ...]) -> bool:
     )
 
 
-def weights_of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, prefix: str = "") -> list[Weights]:
+def weights_of(x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None) -> list[Weights]:
     """The weights of a chain x [*B, v, c]: `bulk`, those of it that lead into a variable of a sequence, and `p0`."""
     return [
-        Weights(prefix + "bulk", bulk, read_steps(bulk.shape[:-2], x.shape[-2], lengths)),
-        Weights(prefix + "p0", p0),
+        Weights("bulk", bulk, read_steps(bulk.shape[:-2], x.shape[-2], lengths)),
+        Weights("p0", p0),
     ]
 
 

@@ -41,9 +41,6 @@ class Messages:
     def __init__(self, chain: Chain, entering: Tensor | None) -> None:
         g, m, entered = chain.g, chain.m, entering is not None
         self._call = call = Call(chain, entered=entered)
-        self._places = torch.arange(g * m, device="cpu")
-        if call.order is not None:
-            self._places = (call.order.argsort(1) + self._places.view(g, m)[:, :1]).flatten()
         self.leaving = torch.empty(g, m, chain.c, dtype=torch.float64, device="cpu")
         self._lossy = torch.empty(g, m, dtype=torch.uint8, device="cpu")
         self._kept = in_large_pages(
@@ -58,26 +55,17 @@ class Messages:
         """Whether a sequence holds a NaN or +inf, so that no path is known to be the best (g, m)."""
         return self._lossy.view(torch.bool)
 
-    def replace(self, sequences: Tensor, other: "Messages") -> None:
-        """Put the messages of all sequences of another stretch of as many steps in the place of some, by number (k)."""
-        self._kept[:, self._places[sequences]] = other._kept[:, other._places]
-        self.leaving.flatten(0, 1)[sequences] = other.leaving.flatten(0, 1)
-
-    def follow(self, states: Tensor, sequences: Tensor | None = None) -> None:
+    def follow(self, states: Tensor) -> None:
         """Write into `states` (g, m, steps) the best paths that end, at a sequence's end or after so many steps, there.
 
         The last entry of each is the state in which it ends, or negative for any. States are -1 behind a sequence's
-        end, and everywhere if it is unknown or there is no path. `sequences` (k): only those, by number.
+        end, and everywhere if it is unknown or there is no path.
         """
         call, steps = self._call, states.shape[-1]
         call.point(paths=states)
         call.set(steps=steps, path_steps=steps, path_rank=steps, path_sequence=steps)
         if call.ends is not None:
             ends, each = call.ends.clamp(max=steps), states.flatten(0, 1)
-            rows = torch.arange(len(each), device="cpu") if sequences is None else sequences
-            each[rows, ends.flatten()[rows] - 1] = each[rows, -1]
+            each[torch.arange(len(each), device="cpu"), ends.flatten() - 1] = each[:, -1].clone()
             call.point(ends=ends)
-        spans = call.spans()
-        if sequences is not None:
-            spans = [(place, place + 1) for place in self._places[sequences].tolist()]
-        call.run("viterbi_backward", spans)
+        call.run("viterbi_backward", call.spans())

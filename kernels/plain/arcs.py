@@ -25,16 +25,16 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, b
 def _passing(arcs: Arcs) -> structured.Passing:
     source, target = arcs
 
-    def forth(message: Tensor, parameters: list[Tensor]) -> Tensor:
+    def forward_step(message: Tensor, parameters: list[Tensor]) -> Tensor:
         return _log_sum(message[..., source] + parameters[0][:, None], target, message.shape[-1])
 
-    def back(message: Tensor, weight: Tensor, parameters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def backward_step(message: Tensor, weight: Tensor, parameters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         terms = message[..., source] + parameters[0][:, None]
         shares = weight[..., target] * (terms - _log_sum(terms, target, message.shape[-1])[..., target]).exp()
         shares = shares.masked_fill((terms == -math.inf) | (weight[..., target] == 0), 0.0)
         return torch.zeros_like(message).index_add(-1, source, shares), [shares.sum(1)]
 
-    return structured.Passing(forth, back)
+    return structured.Passing(forward_step, backward_step)
 
 
 def _log_sum(terms: Tensor, target: Tensor, c: int) -> Tensor:

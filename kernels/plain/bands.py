@@ -37,14 +37,14 @@ def _with_sources(chain: Structured) -> tuple[Structured, structured.Passing]:
         # (g, m, bands, c); what comes from no state is not looked at, as it may be NaN
         return torch.where(inside, message[..., source] + parameters[0][:, None], -math.inf)
 
-    def forth(message: Tensor, parameters: list[Tensor]) -> Tensor:
+    def forward_step(message: Tensor, parameters: list[Tensor]) -> Tensor:
         return torch.logsumexp(terms_of(message, parameters), -2)
 
-    def back(message: Tensor, weight: Tensor, parameters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def backward_step(message: Tensor, weight: Tensor, parameters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         terms, weight = terms_of(message, parameters), weight[..., None, :]
         shares = weight * (terms - torch.logsumexp(terms, -2, keepdim=True)).exp()
         shares = shares.masked_fill((terms == -math.inf) | (weight == 0), 0.0)
         earlier = torch.zeros_like(message).index_add(-1, source.flatten(), shares.flatten(-2))
         return earlier, [shares.sum(1)]
 
-    return replace(chain, parameters=(values,)), structured.Passing(forth, back)
+    return replace(chain, parameters=(values,)), structured.Passing(forward_step, backward_step)

@@ -245,9 +245,9 @@ def _misses(p: Chain, q: Chain) -> Tensor:
         return torch.zeros(g, m, dtype=torch.bool)
     forward, backward = (p.x.new_empty(v, *p.lead, c, dtype=p.dtype) for _ in range(2))
     message_kernels(p.x).messages(p, forward, backward)
-    ahead, behind = (each.reshape(v, g, m, c) > -math.inf for each in (forward, backward))
-    missed = ((ahead & behind & shut).any(0) | (ahead[0] & behind[0] & closed_starts)).any(-1)
+    reached, continued = (each.reshape(v, g, m, c) > -math.inf for each in (forward, backward))
+    missed = ((reached & continued & shut).any(0) | (reached[0] & continued[0] & closed_starts)).any(-1)
     for step in range(1, v):
-        into = ahead[step - 1].to(p.dtype) @ closed[min(step, len(closed)) - 1].to(p.dtype)
-        missed |= ((into > 0) & behind[step] & (x[step] > -math.inf)).any(-1)
+        into = reached[step - 1].to(p.dtype) @ closed[min(step, len(closed)) - 1].to(p.dtype)
+        missed |= ((into > 0) & continued[step] & (x[step] > -math.inf)).any(-1)
     return missed

@@ -20,7 +20,7 @@ _BITS, _LEAST, _SPARE = ({torch.float32: a, torch.float64: b} for a, b in ((226,
 _NEAR = 8.0
 
 
-class Factors:
+class PreparedFactors:
     """The parameters of a chain, prepared step by step: what `at` returns is overwritten by the next call.
 
     Attributes:
@@ -30,7 +30,7 @@ class Factors:
         depth: messages are raised to 2^-depth of their largest entry.
         limit: sums below may be wrong, of messages of at most 2^TOP.
         spare: sums of posteriors are 2^spare in the backward scan, whose counts do not overflow.
-        least_source: what is negligible there, beside sums of messages of at most 2^TOP.
+        least_source: what is negligible there, compared with sums of messages of at most 2^TOP.
     """
 
     def __init__(self, chain: Structured, sets: Sets) -> None:
@@ -149,7 +149,7 @@ class Factors:
     def gradient(self, place: int, step: int, counts: Tensor, factor: float) -> Tensor:
         """Counts (sets, *own) times `factor`, by a parameter as it was passed in, or by its logarithm, in float64.
 
-        Counts are sums of products of what is in front of a prepared factor and behind it.
+        Counts are sums of products of what enters a prepared factor and what leaves it.
         """
         chain, entries, scale = self.chain, _at(self.values[place], step - 1), _at(self.scales[place], step - 1)
         if chain.log_params or chain.by_log:

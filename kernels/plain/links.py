@@ -1,6 +1,6 @@
 """The factors of a product as torch's matrix products, from rows in memory into rows in memory, for many steps.
 
-A row in front of a stage holds its grid as (before, in, after) entries, or with a block axis as (blocks, in). Behind a
+A row that enters a stage holds its grid as (before, in, after) entries, or with a block axis as (blocks, in). After a
 stage it holds the grid that the next stage takes: (blocks, out) is turned, (out, blocks), where that has another block
 axis.
 """
@@ -28,7 +28,7 @@ class Link(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The entries of a row behind the stage."""
+        """The entries of a row after the stage."""
         return (self.blocks or self.before * self.after) * self.leaving
 
 
@@ -62,7 +62,7 @@ class Products:
         self._scratch = like.new_empty(rows * max([link.size for link in chain_links if link.turned], default=0))
 
     def between(self, rows: Tensor, matrices: Sequence[Tensor], middles: Sequence[Tensor]) -> Tensor:
-        """The rows (count, size) in front of the last link; `middles` are those behind each but the last."""
+        """The rows (count, size) before the last link; `middles` are those after each but the last."""
         for link, matrix, middle in zip(self.links, matrices, middles, strict=False):
             self._pass(link, rows, matrix, middle)
             rows = middle
@@ -71,7 +71,7 @@ class Products:
     def run(
         self, rows: Tensor, matrices: Sequence[Tensor], middles: Sequence[Tensor], out: Tensor, by_blocks: bool = False
     ) -> int:
-        """Write the rows behind all links; `by_blocks`: as (blocks, count, out) where that is cheaper. The blocks."""
+        """Write the rows after all links; `by_blocks`: as (blocks, count, out) where that is cheaper. The blocks."""
         link, matrix, rows = self.links[-1], matrices[-1], self.between(rows, matrices, middles)
         if by_blocks and link.blocks and not link.turned and len(matrix) == 1:
             _multiply_blocks(link, rows, matrix[0], out.view(link.blocks, -1, link.leaving))
@@ -113,14 +113,14 @@ def _multiply_blocks(link: Link, rows: Tensor, matrices: Tensor, out: Tensor) ->
     torch.bmm(rows.view(-1, link.blocks, link.entering).transpose(0, 1), matrices, out=out)
 
 
-def add_counts(link: Link, transposed: bool, rows: Tensor, behind: Tensor, counts: Tensor) -> None:
-    """Add the products of rows in front of a link and rows behind it, of each set, to counts (sets, *own)."""
+def add_counts(link: Link, transposed: bool, rows: Tensor, following: Tensor, counts: Tensor) -> None:
+    """Add the products of rows before a link and rows after it, of each set, to counts (sets, *own)."""
     if transposed:
-        rows, behind, link = behind, rows, link._replace(entering=link.leaving, leaving=link.entering)
+        rows, following, link = following, rows, link._replace(entering=link.leaving, leaving=link.entering)
     sets = len(counts)
     shape = (sets, -1, link.blocks) if link.blocks else (sets, -1)
     after = (link.after,) if link.after > 1 else ()
-    left, right = rows.view(*shape, link.entering, *after), behind.view(*shape, link.leaving, *after)
+    left, right = rows.view(*shape, link.entering, *after), following.view(*shape, link.leaving, *after)
     if not (link.blocks or after) and sets > 1:
         counts.baddbmm_(left.mT, right)
         return

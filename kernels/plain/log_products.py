@@ -24,13 +24,13 @@ def backward(chain: Structured, walk: Walk, weight: Tensor, needs: tuple[bool, b
 def _passing(pattern: Factors) -> structured.Passing:
     """A message through the factors; the largest cannot be taken out of each where a diagonal is added."""
 
-    def forth(message: Tensor, parameters: list[Tensor]) -> Tensor:
+    def forward_step(message: Tensor, parameters: list[Tensor]) -> Tensor:
         return through(message, parameters, pattern, _matmul, torch.logaddexp, torch.add)
 
-    def back(message: Tensor, weight: Tensor, parameters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def backward_step(message: Tensor, weight: Tensor, parameters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return _back(message, weight, parameters, pattern)
 
-    return structured.Passing(forth, back, apart=not pattern.diagonal)
+    return structured.Passing(forward_step, backward_step, apart=not pattern.diagonal)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _back(before: Tensor, weight: Tensor, parameters: list[Tensor], pattern: Factors) -> tuple[Tensor, list[Tensor]]:
-    """The weights on the message before a step, from those on the sums behind it, and the expected counts."""
+    """The weights on the message before a step, from those on the sums after it, and the expected counts."""
     messages, counts, straight, stayed = [before], [], torch.zeros_like(before), []
     for stage, parameter in zip(pattern.stages, parameters, strict=False):
         messages.append(mapped(messages[-1], parameter, stage, _matmul))

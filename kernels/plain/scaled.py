@@ -20,7 +20,7 @@ from ..numbers import exact_sum
 from ..sets import Sets
 from ..stages import transposed
 from ..structured import Structured
-from .factors import DEEPEST, GUARD, TOP, Factors, halves
+from .factors import DEEPEST, GUARD, TOP, PreparedFactors, halves
 from .links import Link, Products, links
 
 # log 2 as two numbers; products of the first with exponents are exact
@@ -39,7 +39,7 @@ class Scan:
 
     def __init__(self, chain: Structured, forward: tuple[Link, ...], backward: tuple[Link, ...]) -> None:
         self.chain, self.sets, self.links, self.back_links = chain, Sets.of(chain), forward, backward
-        self.factors_of, self.n = Factors(chain, self.sets), self.sets.g * self.sets.m
+        self.factors_of, self.n = PreparedFactors(chain, self.sets), self.sets.g * self.sets.m
         self.order = self.rows(torch.arange(self.n, device=chain.x.device).view(chain.batch))
         self.ends = None if chain.ends is None else self.rows(chain.ends)
         self.tops, self.factors = self.new(2, chain.v, self.n)

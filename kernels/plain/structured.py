@@ -24,13 +24,13 @@ from .forward import shifted
 class Passing(NamedTuple):
     """How messages pass through one step of a structure, of logarithmic parameters (g or 1, *own).
 
-    `forth(message, parameters)`: the message (g, m, c) behind the step. `back(message, weight, parameters)`: weights
-    (g, m, c) on the message before, from those behind, and the expected counts (g, *own) of each parameter. `apart`:
-    whether the largest can be taken out of each parameter.
+    `forward_step(message, parameters)`: the message (g, m, c) after the step. `backward_step(message, weight,
+    parameters)`: weights (g, m, c) on the message before, from those after, and the expected counts (g, *own) of each
+    parameter. `apart`: whether the largest can be taken out of each parameter.
     """
 
-    forth: Callable[[Tensor, list[Tensor]], Tensor]
-    back: Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]
+    forward_step: Callable[[Tensor, list[Tensor]], Tensor]
+    backward_step: Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]
     apart: bool = True
 
 
@@ -50,7 +50,7 @@ def forward(chain: Structured, passing: Passing, keep: bool) -> Walk:
     for step in range(1, chain.v):
         before, (x, x_top) = message, _potentials(chain, sets, step)
         parameters, shift = _transitions(chain, sets, step, ended, passing)
-        message, top = shifted(passing.forth(before, parameters) + x)
+        message, top = shifted(passing.forward_step(before, parameters) + x)
         scales[step, 0], scales[step, 1], scales[step, 2] = x_top, shift, top
         if ended is not None:  # a sequence that has ended keeps its last message and scale
             message = torch.where(ended[step], before, message)
@@ -83,7 +83,7 @@ def backward(
             break
         parameters, _ = _transitions(chain, sets, step, ended, passing)
         before = messages[step - 1].masked_fill(inside == 0, -math.inf)
-        posterior, used = passing.back(before, posterior, parameters)
+        posterior, used = passing.backward_step(before, posterior, parameters)
         for count, more in zip(counts, used, strict=True):
             into = count[step - 1 if len(count) > 1 else 0]
             into += more.sum_to_size(into.shape)

@@ -106,14 +106,7 @@ def _is_cut(x: Tensor, segments: int) -> bool:
 
 
 def _kept_shapes(
-    x: Tensor,
-    bulk: Tensor,
-    p0: Tensor,
-    lengths: Tensor | None,
-    log_params: bool,
-    keep: bool,
-    segments: int,
-    warm_up: int,
+    x: Tensor, bulk: Tensor, p0: Tensor, lengths: Tensor | None, log_params: bool, keep: bool, segments: int, _: int
 ) -> Saved:
     """Memory for the outputs of `log_norm`, unwritten; messages are empty unless they are to be kept."""
     g, m = Layout.of(x, bulk).grid

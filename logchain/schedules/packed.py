@@ -86,10 +86,10 @@ class Packed:
     @property
     def stays(self) -> bool:
         """Whether the kernels walk the sequences where they lie: few long ones are cut into segments as batches."""
-        return self.in_place and not self._overlaps
+        return self.in_place and not self._in_segments
 
     @cached_property
-    def _overlaps(self) -> bool:
+    def _in_segments(self) -> bool:
         n, v, c = len(self.lengths), int(self.lengths.max()), self.x.shape[-1]
         own = len(self.bulk) > 1
         if own and len(self._groups) < n:  # matrices would have to be copied

@@ -70,15 +70,15 @@ def backward(
     """The gradient of p0 (*lead, c), as in `kernels.plain.backward`; `saved` is what `forward` returned."""
     log_norm, messages, extra, recomputed = saved
     cut, marks = Cut(chain, min(segments, chain.v - 1)), recomputed.view(-1, chain.g, chain.m)
-    if kernels.on_gpu(chain.x):
-        passes = _Backward(cut, log_norm, messages, marks, weight, grad_x, grad_bulk)
-        passes.segments(extra[1:])
-        return passes.head(extra[0])
-    if int(extra) == 0:
+    by_products = kernels.on_gpu(chain.x)
+    if not by_products and int(extra) == 0:
         whole, scan = Kept(log_norm, messages[: chain.v], marks[0]), kernels.chain_kernels(chain.x)
         start: Tensor = scan.backward(chain, whole, weight, None, grad_x, grad_bulk)
         return start
     passes = _Backward(cut, log_norm, messages, marks, weight, grad_x, grad_bulk)
+    if by_products:
+        passes.segments(extra[1:])
+        return passes.head(extra[0])
     following = passes.before_segments(int(extra)).roll(-1, 0)
     following[-1] = 0.0
     arriving = passes.segments(following)
@@ -205,13 +205,13 @@ def _by_products(cut: "Cut", messages: Tensor | None, recomputed: Tensor) -> tup
         recomputed[0] |= last.redone.view(head.redone.shape)
         return _sum([start.scale, shift, last.log_norm.view(shift[:1].shape)]), start.values.new_empty(0)
     reverse = replace(between, bulk=between.bulk.flip(0).mT, p0=torch.zeros_like(between.p0))
-    ahead, behind = (scan.forward(one, keep=one.room(one.v))[0] for one in (between, reverse))
-    arriving = normalised(ahead.logs(slice(0, -1)))[0].view(cut.count, *start.values.shape)
+    from_first, from_last = (scan.forward(one, keep=one.room(one.v))[0] for one in (between, reverse))
+    arriving = normalised(from_first.logs(slice(0, -1)))[0].view(cut.count, *start.values.shape)
     entering = cut.entering(arriving)
     passed = scan.forward(cut.segments(), entering, keep=cut.parts(messages)[1], leave=True)[0]
     recomputed[1:] = cut.by_segment(passed.redone)
-    following = behind.logs(slice(None)).flip(0).view(cut.count + 1, *start.values.shape)
-    return _sum([start.scale, shift, ahead.log_norm.view(shift[:1].shape)]), following
+    following = from_last.logs(slice(None)).flip(0).view(cut.count + 1, *start.values.shape)
+    return _sum([start.scale, shift, from_first.log_norm.view(shift[:1].shape)]), following
 
 
 class _Backward:
@@ -417,9 +417,8 @@ class Cut:
     def rows(self) -> Chain:
         """The chain of the segments, each of them c times (g', m' c)."""
         chain, c = self.segments(), self.chain.c
-        x = chain.x.unsqueeze(-2).expand(*chain.x.shape[:-1], c, c)
-        ends = None if chain.ends is None else chain.ends.expand(*self.shape, c).reshape(self.shape[0], -1, 1)
-        return replace(chain, x=x, ends=ends)
+        assert chain.ends is None  # sequences with lengths are not cut on a GPU
+        return replace(chain, x=chain.x.unsqueeze(-2).expand(*chain.x.shape[:-1], c, c))
 
     def unit_rows(self) -> Message:
         """A message (g', m' c) into each segment for each state, that has all its weight on this state."""

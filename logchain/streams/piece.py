@@ -14,7 +14,7 @@ from torch import Tensor
 from ..autograd.matmul import broadcast_log_matmul, log_matmul
 from ..kernels import in_c
 from ..kernels.plain.semiring import log_weights, shifted
-from ..kernels.weights import Weights, check_weights
+from ..kernels.weights import Weights, check_weights, has_negative
 from ..layout import Layout
 from ..operands import at_hand, differentiated
 from ..transitions import Transition
@@ -120,7 +120,7 @@ class RawPiece(NamedTuple):
         shared = [tensor.shape[-own - 1] == 1 for tensor, own in parts(self.bulk)]
         tensors = [tensor for tensor, _ in parts(self.bulk)]
         pairs = [*zip(tensors, shared, strict=True), (self.p0, True)]
-        wrong = [check and tensor.numel() > 0 and tensor.detach().amin().item() < 0 for tensor, check in pairs]
+        wrong = [check and has_negative(tensor) for tensor, check in pairs]
         if any(wrong):
             check_weights(*itertools.compress(self.weights(), wrong))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..arguments import Lengths, check_flag, check_tensor
 from ..kernels import in_c
-from ..kernels.weights import Weights, check_weights
+from ..kernels.weights import Weights, check_weights, has_negative
 from ..operands import at_hand, read_steps
 from ..schedules.packed import row_bounds
 from ..transitions import Transition
@@ -42,7 +42,7 @@ class Question:
         if not log_params and in_c(x) and at_hand(*operands.tensors):
             shared = [len(lead) == 0 or lead[-1] == 1 for lead in transition.leads]
             for weights, is_shared in zip(self._weights(operands), (*shared, True), strict=True):
-                if is_shared and weights.values.numel() and bool(weights.values.detach().amin() < 0):
+                if is_shared and has_negative(weights.values):
                     check_weights(weights)
 
     def _checked(

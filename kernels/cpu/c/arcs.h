@@ -62,7 +62,6 @@ INLINE const real *arc_weights_at(const ArcChain *a, int64_t q, int64_t step) {
 }
 INLINE int64_t slots_of(const Slices *slices) { return slices->start[slices->count] * SLICE; }
 INLINE int64_t padded_states(int64_t states) { return (states + LANES - 1) / LANES * LANES; }
-INLINE int is_finite_double(double a) { return a - a == 0; }
 
 /* ------------------------------------------------------------------------------------------------------- weights */
 

@@ -36,8 +36,7 @@ typedef struct {
 
 INLINE int64_t row_of(int64_t c) { return c <= 4 ? 4 : c <= 8 ? 8 : 16; }
 
-/* Number of rows at the end of an array, of c entries and `step` apart, that cannot be read as whole vectors inside it.
-*/
+/* Rows at the end of an array, of c entries and `step` apart, that cannot be read as whole vectors inside it. */
 INLINE int64_t unpadded_rows(int64_t c, int64_t step) {
     return c == row_of(c) ? 0 : step == 0 ? INT64_MAX / 2 : (row_of(c) - c + step - 1) / step;
 }
